@@ -1,0 +1,129 @@
+"""Compile every kernel of every lesson for real GPUs, without one.
+
+    python tests/compile_kernels.py fast|all [LESSON …]
+
+A lesson's `example_launches(dtype)` calls its wrappers on meta tensors; what they would launch is recorded and handed
+to Triton's compiler exactly as a launch there would (specialised on strides, alignment and constants).
+Prints one JSON list: lesson, kernel, target, dtype, registers, spills, shared memory, tensor-core instructions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"  # kernels here are compiled, never interpreted
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
+
+import common
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+TENSOR_CORE = re.compile(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync|v_s?mfmac?_\w+)")
+# One dot of Triton's IR: its input precision (empty: ieee) and the element type of its first operand.
+DOT = re.compile(r"tt\.dot(?:_scaled)? [^:\n]*?(?:inputPrecision = (\w+))?[^:\n]*? : tensor<[\dx]+x(\w+)>")
+
+
+class Driver:
+    """Answers Triton's questions about the GPU with a target that is not here."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def lessons() -> list[str]:
+    return sorted(path.stem for path in common.HERE.glob("[01]*.py"))
+
+
+def kernels(name: str) -> dict[str, common.Kernel]:
+    """The launchable kernels that a lesson defines itself (not those it borrows from an earlier one)."""
+    found = vars(common.lesson(name)).values()
+    return {k.name: k for k in found if isinstance(k, common.Kernel) and k.__module__ in (name, "__main__")}
+
+
+def compile_launch(launch: common.Launch, target: GPUTarget) -> Any:
+    triton.runtime.driver.set_active(Driver(target))
+    launch.kernel.fn.device_caches.clear()  # Triton keys its cache by device number, and here every GPU is number 0
+    return launch.kernel.fn.warmup(*launch.args, grid=launch.grid, **launch.kwargs)
+
+
+def resources(compiled: Any, target: GPUTarget) -> dict[str, int]:
+    """Registers per thread and spilled bytes (NVIDIA) or registers (AMD), from the assembler."""
+    if target.backend == "hip":
+        text = compiled.asm["amdgcn"]
+        count = {k: int(v) for k, v in re.findall(r"\.(\w+_count):\s+(\d+)", text)}
+        return {"registers": count["vgpr_count"], "spills": count["vgpr_spill_count"] + count["sgpr_spill_count"]}
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [tools / "cuobjdump", "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True)
+    field = {k: int(v) for k, v in re.findall(r"(\w+):(\d+)", usage.stdout)}
+    return {"registers": field["REG"], "spills": field["LOCAL"] + field.get("STACK", 0)}
+
+
+def report(name: str, dtype: torch.dtype, targets: list[str], once: bool) -> list[dict[str, Any]]:
+    """Compile what `example_launches(dtype)` launches; with `once`, only the first launch of each kernel."""
+    with common.captured() as launches:
+        common.lesson(name).example_launches(dtype)
+    if once:
+        launches = list({launch.kernel.name: launch for launch in reversed(launches)}.values())
+    rows = []
+    for launch in launches:
+        for target in targets:
+            compiled = compile_launch(launch, TARGETS[target])
+            text = compiled.asm.get("ptx") or compiled.asm.get("amdgcn")
+            rows.append({
+                "lesson": name, "kernel": launch.kernel.name, "target": target, "dtype": str(dtype).split(".")[-1],
+                "arguments": {k: v for k, v in launch.kwargs.items() if isinstance(v, (int, bool, str))},
+                "dots": sorted(set(DOT.findall(compiled.asm["ttir"]))),
+                "tensor_core": sorted(set(TENSOR_CORE.findall(text))), "shared": compiled.metadata.shared,
+                **resources(compiled, TARGETS[target]),
+            })  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    tier, names = sys.argv[1], sys.argv[2:] or lessons()
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        if not kernels(name):
+            continue
+        try:
+            if tier == "fast":
+                rows += report(name, torch.bfloat16, ["sm_90", "gfx942"], once=True)
+            else:
+                for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                    rows += report(name, dtype, list(TARGETS), once=False)
+        except Exception:  # one lesson's failure must not hide the others' results
+            rows.append({"lesson": name, "error": traceback.format_exc(limit=-4)})
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

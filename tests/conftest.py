@@ -1,0 +1,104 @@
+"""Fixtures shared by all tests. The order of imports matters: `common` decides how kernels run before torch is used."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "vllm"))  # as `python vllm/01_kv_cache.py` does
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+
+import common
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+import llama
+
+# Deterministic, and without a deadline: two busy cores would make it flaky, not slow.
+settings.register_profile(
+    "lessons", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.load_profile("lessons")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """A GPU if there is one, else the CPU."""
+    return common.device()
+
+
+@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture
+def kernels() -> Iterator[None]:
+    """Wrappers launch their Triton kernels: natively on a GPU, else in the interpreter."""
+    if not common.HAS_TRITON:
+        pytest.skip("no Triton wheel on this platform; the torch paths are tested without it")
+    with common.use_kernels():
+        yield
+
+
+@pytest.fixture(scope="session")
+def real_model() -> tuple[llama.Llama, llama.Tokenizer]:
+    """SmolLM2-135M-Instruct in fp32, and its tokenizer."""
+    return llama.load(None, torch.float32)
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> llama.Llama:
+    """A seeded random Llama: 2 layers, Hq 6, Hkv 2, D 16, hidden 80 (≠ Hq·D), vocabulary 128, fp32."""
+    return llama.random_model(seed=0)
+
+
+class Guarded:
+    """A tensor inside a larger buffer whose margins hold a sentinel: reads and writes out of bounds are silent in
+    Triton's interpreter, so `check()` looks whether anything outside was written, and NaN margins poison any read."""
+
+    MARGIN = 512
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        size = 1
+        for n in shape:
+            size *= n
+        self.buffer = torch.empty(size + 2 * self.MARGIN, dtype=dtype, device=device)
+        self.sentinel = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+        self.buffer.fill_(self.sentinel)
+        self.tensor = self.buffer[self.MARGIN : self.MARGIN + size].view(shape)
+
+    def check(self) -> None:
+        margins = torch.cat((self.buffer[: self.MARGIN], self.buffer[-self.MARGIN :]))
+        untouched = margins.isnan() if self.buffer.dtype.is_floating_point else margins == self.sentinel
+        assert untouched.all(), f"{(~untouched).sum()} elements outside the tensor were overwritten"
+
+
+@pytest.fixture
+def guarded(device: torch.device) -> Iterator[Callable[..., torch.Tensor]]:
+    """`guarded(shape_or_tensor, dtype=None)` returns a tensor between guard values, checked after the test.
+
+    Given a shape, the content starts as NaN (or the largest integer); given a tensor, it is copied in.
+    """
+    made: list[Guarded] = []
+
+    def make(what: torch.Tensor | tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        shape = tuple(what.shape) if isinstance(what, torch.Tensor) else what
+        guard = Guarded(shape, dtype or (what.dtype if isinstance(what, torch.Tensor) else torch.float32), device)
+        if isinstance(what, torch.Tensor):
+            guard.tensor.copy_(what)
+        made.append(guard)
+        return guard.tensor
+
+    yield make
+    for guard in made:
+        guard.check()

@@ -1,0 +1,224 @@
+"""The seam to the machine: checks that can fail, files that merge, lessons that load, wrong input in one line."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+
+import common
+import pytest
+import torch
+
+
+def run_python(code: str, *argv: str) -> subprocess.CompletedProcess:
+    """Run `code` in a fresh interpreter with the lessons' folder on its path."""
+    code = f"import sys; sys.path.insert(0, {str(common.HERE)!r})\n{code}"
+    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True)
+
+
+# --- Comparing ------------------------------------------------------------------------------------------------------
+
+
+def test_relative_error():
+    ref = torch.tensor([3.0, 4.0])
+    assert common.relative_error(ref.clone(), ref) == 0
+    assert common.relative_error(ref + torch.tensor([0.0, 0.05]), ref) == pytest.approx(0.01, rel=1e-5)
+    assert common.relative_error(torch.ones(2), torch.zeros(2)) == math.inf
+    assert common.relative_error(torch.zeros(2), torch.zeros(2)) == 0
+    infinite = torch.tensor([-math.inf, 1.0])
+    assert common.relative_error(infinite.clone(), infinite) == 0
+    for wrong in (math.nan, math.inf, 0.0):
+        assert not common.relative_error(torch.tensor([wrong, 1.0]), infinite) <= 1
+    with pytest.raises(AssertionError, match="shapes"):
+        common.relative_error(torch.zeros(2), torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 1e-3), (torch.bfloat16, 2e-2)])
+def test_assert_close_is_as_strict_as_the_contract(dtype, tolerance):
+    ref = torch.ones(1000, dtype=torch.float64)
+    common.assert_close(ref * (1 + 0.9 * tolerance), ref, dtype)
+    with pytest.raises(AssertionError, match="exceeds"):
+        common.assert_close(ref * (1 + 1.1 * tolerance), ref, dtype)
+    with pytest.raises(AssertionError):
+        common.assert_close(torch.full((1000,), math.nan), ref, dtype)
+
+
+def test_checks_stop_a_script(capsys):
+    common.check("same", torch.ones(3), torch.ones(3))
+    common.check_equal("tokens", [1, 2], [1, 2])
+    with pytest.raises(common.CheckFailed, match="kernel"):
+        common.check("kernel", torch.ones(3), 1.001 * torch.ones(3))
+    with pytest.raises(common.CheckFailed, match="tokens"):
+        common.check_equal("tokens", [1, 2], [1, 3])
+
+
+# --- Kernels --------------------------------------------------------------------------------------------------------
+
+
+def test_wrappers_take_the_torch_path_on_a_cpu_unless_told():
+    x = torch.ones(1)
+    assert not common.runs_kernel(x)
+    with common.use_kernels():
+        assert common.runs_kernel(x) == common.HAS_TRITON
+    assert not common.runs_kernel(x)
+    assert common.runs_kernel(torch.ones(1, device="meta"))
+
+
+def test_a_kernel_counts_and_records_its_launches():
+    calls = []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: calls.append((grid, args, kwargs))
+
+    def double(x, BLOCK): ...
+
+    kernel = common.Kernel(double)
+    kernel.fn = Compiled()
+    if common.HAS_TRITON:
+        kernel[(2,)](1, BLOCK=16)
+        assert kernel.launches == 1 and calls == [((2,), (1,), {"BLOCK": 16})]
+    with common.captured() as launches:
+        kernel[(3,)](4, BLOCK=32)
+    assert [(x.kernel.name, x.grid, x.args, x.kwargs) for x in launches] == [("double", (3,), (4,), {"BLOCK": 32})]
+    assert kernel.launches == len(calls)
+
+
+def test_gpu_stays_unseen_when_the_cpu_is_asked_for():
+    for argv in (["--device", "cpu"], ["--device=cpu"]):
+        done = run_python("import common; print(common.HAS_GPU, common.INTERPRET)", *argv)
+        assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+# --- Lessons by path ------------------------------------------------------------------------------------------------
+
+
+def test_a_lesson_is_loaded_once_and_never_twice_when_it_is_main(tmp_path, monkeypatch):
+    assert common.lesson("01_kv_cache") is common.lesson("01_kv_cache")
+    with pytest.raises(ImportError, match="99_nothing"):
+        common.lesson("99_nothing")
+    code = "import common, sys\nme = common.lesson('90_a')\nprint(me.__name__, me is sys.modules['__main__'])"
+    (tmp_path / "90_a.py").write_text(code)
+    (tmp_path / "91_bad.py").write_text("import common\nraise RuntimeError('broken lesson')")
+    (tmp_path / "common.py").write_text((common.HERE / "common.py").read_text())
+    done = subprocess.run([sys.executable, tmp_path / "90_a.py"], capture_output=True, text=True)
+    assert done.stdout.split() == ["__main__", "True"], done.stderr
+    monkeypatch.setattr(common, "HERE", tmp_path)
+    for _ in range(2):  # a lesson that failed to load is not left half-loaded
+        with pytest.raises(RuntimeError, match="broken lesson"):
+            common.lesson("91_bad")
+
+
+# --- Files ----------------------------------------------------------------------------------------------------------
+
+
+def test_merge_json_keeps_other_keys(tmp_path):
+    path = tmp_path / "new" / "out.json"
+    common.merge_json(path, "a", {"x": 1})
+    common.merge_json(path, "b", {"y": 2})
+    common.merge_json(path, "a", {"x": 3})
+    assert json.loads(path.read_text()) == {"a": {"x": 3}, "b": {"y": 2}}
+    assert [p.name for p in path.parent.iterdir()] == ["out.json"]
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "\xff"])
+def test_merge_json_refuses_what_it_cannot_merge(tmp_path, content):
+    path = tmp_path / "out.json"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(common.InputError, match="--json"):
+        common.merge_json(path, "a", {})
+    assert path.read_bytes() == content.encode("latin-1")
+
+
+def test_figures_are_reproducible(tmp_path):
+    def draw(folder):
+        figure, axes = common.new_figure()
+        axes.plot([1, 2, 3], [1, 4, 9], label="T²")
+        axes.fill_between([1, 2], [1, 2])
+        axes.legend()
+        return common.save_figure(figure, folder, "plot").read_bytes()
+
+    assert draw(tmp_path / "a") == draw(tmp_path / "b")
+
+
+# --- Command line ---------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import common
+def main():
+    p = common.parser("doc")
+    p.add_argument("--blocks", type=common.number(int, 1, 64), default=4)
+    p.add_argument("--rate", type=common.number(float, 0), default=1.0)
+    args = p.parse_args()
+    common.start(args)
+    if args.blocks == 13:
+        raise common.InputError("--blocks 13: unlucky; allowed: others")
+    common.check_equal("blocks", args.blocks, 4)
+common.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "word"),
+    [
+        ([], 0, ""),
+        (["--blocks", "5"], 1, "CHECK FAILED: blocks"),
+        (["--blocks", "13"], 2, "allowed: others"),
+        (["--blocks", "0"], 2, "from 1 to 64"),
+        (["--blocks", "x"], 2, "'x' is not a whole number"),
+        (["--rate", "nan"], 2, "--rate"),
+        (["--rate", "-1"], 2, "at least 0"),
+        (["--seed", "-1"], 2, "--seed"),
+        (["--device", "tpu"], 2, "tpu"),
+        (["--nonsense"], 2, "--nonsense"),
+    ],
+)
+def test_wrong_input_is_one_line_and_an_exit_code(argv, code, word, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["script.py", *argv])
+    try:
+        exec(SCRIPT, {})
+        left = 0
+    except SystemExit as stop:
+        left = stop.code
+    lines = capsys.readouterr().err.splitlines()
+    assert left == code and len(lines) == (code != 0)
+    assert not lines or (word in lines[0] and lines[0].startswith("script.py: "))
+
+
+@pytest.mark.skipif(common.HAS_GPU, reason="there is a GPU here")
+def test_a_missing_gpu_is_one_line():
+    done = run_python(SCRIPT, "--device", "cuda")  # as a process of its own: no traceback either
+    assert done.returncode == 2 and "no GPU" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_help_does_not_wait_for_torch():
+    """The best of three: torch alone takes longer to import than `--help` may take."""
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = run_python(SCRIPT, "--help")
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0 and "--blocks" in done.stdout and "--seed" in done.stdout
+    done = run_python("import common, llama; print('torch._C' in sys.modules)", "--help")
+    assert done.stdout.strip() == "False"
+    assert min(seconds) <= 3
+
+
+# --- Arithmetic -----------------------------------------------------------------------------------------------------
+
+
+def test_roofline():
+    h100 = common.HARDWARE["H100 80GB"]
+    assert h100.ridge == pytest.approx(295, abs=1)
+    assert h100.seconds(flops=989e12, bytes_moved=0) == 1 and h100.seconds(flops=0, bytes_moved=3350e9) == 1
+    assert h100.seconds(989e12, 2 * 3350e9) == 2
+
+
+def test_measure_reports_what_a_call_takes():
+    if common.HAS_GPU:
+        pytest.skip("wall-clock sleeps are not GPU work")
+    timing = common.measure(lambda: time.sleep(0.01), seconds=0.1)
+    assert 0.01 <= timing.low <= timing.median <= timing.high < 0.1

