@@ -1,0 +1,181 @@
+"""What the lessons' markdown claims, as data; `test_docs.py` compares it with the code.
+
+Markers are HTML comments, invisible to readers:
+
+    131,072<!-- fact: bytes_per_token.llama_31_8b -->     the number before it, as the lesson's facts() computes it
+    12.4 ms<!-- cpu: bench.decode_ms -->                  … as lessons/results/cpu.json (or h200.json) has it
+    96 %<!-- fact: waste.alpaca *100 -->                  … after scaling
+    <!-- fact@02_paged_attention: a.b -->                 … of another lesson
+    <!-- code: symbol -->                                 the next block is a literal excerpt of that function or class
+    <!-- output: --flag 3 -->                             the next block's lines appear in the script's output, in order
+    <!-- widget -->                                       the next block is the widget's default state as text
+    <!-- sketch -->                                       the next block is not our code
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import common
+
+LESSONS = sorted(common.HERE.glob("[01]*.py"))  # scripts, companions such as 05b included
+PAGES = [common.ROOT / "README.md", *sorted((common.ROOT / "lessons").glob("*.md"))]
+
+NUMBER = re.compile(
+    r"(?P<number>[-−+]?\d[\d,]*(?:\.\d+)?)(?P<unit>[^\d\n<>]{0,24})"
+    r"<!-- (?P<source>fact|cpu|h200)(?:@(?P<lesson>\w+))?: (?P<path>[\w.\-]+)(?: (?P<op>[*/])(?P<by>[\d.e]+))? -->"
+)
+BLOCK = re.compile(r"(?:^<!-- (?P<kind>code|output|widget|sketch)(?:: ?(?P<argument>.*?))? ?-->\n+)?"
+                   r"^(?P<indent> *)```(?P<language>\w*)\n(?P<body>.*?)^ *```$", re.M | re.S)  # fmt: skip
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)|!\[[^\]]*\]\((?P<image>[^)\s]+)\)")
+SYMBOL = re.compile(r"`(?P<file>(?:vllm|tests|lessons)/[\w./-]+\.\w+)(?::(?P<symbol>[\w.]+))?`")
+
+
+@dataclasses.dataclass
+class Quote:
+    """A number in the text and where it comes from."""
+
+    page: Path
+    line: int
+    shown: str
+    source: str
+    lesson: str
+    path: str
+    op: str | None
+    by: float
+
+    def agrees_with(self, value: float) -> bool:
+        """`value`, scaled and rounded to the decimals shown, is what the text says."""
+        if self.op:
+            value = value * self.by if self.op == "*" else value / self.by
+        shown = self.shown.replace(",", "").replace("−", "-").lstrip("+")
+        decimals = len(shown.split(".")[1]) if "." in shown else 0
+        return abs(float(shown) - value) <= 0.5 * 10**-decimals * (1 + 1e-9)
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line} {self.shown} ({self.source} {self.path})"
+
+
+@dataclasses.dataclass
+class Block:
+    """A fenced block with the marker above it, if any."""
+
+    page: Path
+    line: int
+    kind: str | None
+    argument: str
+    language: str
+    body: str
+
+
+def script_of(page: Path) -> Path | None:
+    """The script that a lesson's page belongs to."""
+    path = common.HERE / f"{page.stem}.py"
+    return path if path.is_file() else None
+
+
+def quotes(page: Path) -> list[Quote]:
+    text = page.read_text()
+    return [
+        Quote(page, text.count("\n", 0, m.start()) + 1, m["number"], m["source"], m["lesson"] or page.stem, m["path"],
+              m["op"], float(m["by"] or 1))
+        for m in NUMBER.finditer(text)
+    ]  # fmt: skip
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(page, text.count("\n", 0, m.start()) + 1, m["kind"], m["argument"] or "", m["language"],
+              textwrap.dedent(m["body"]))
+        for m in BLOCK.finditer(text)
+    ]  # fmt: skip
+
+
+def commands(page: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Every `uv run python vllm/….py` of a page's bash blocks: script and arguments."""
+    for block in blocks(page):
+        if block.language in ("bash", "sh", "console"):
+            for line in re.sub(r"\\\n\s*", " ", block.body).splitlines():
+                words = shlex.split(line.removeprefix("$ "), comments=True)
+                if words[:3] == ["uv", "run", "python"]:
+                    yield common.ROOT / words[3], words[4:]
+
+
+def lookup(value: object, path: str) -> float:
+    """`value["a"]["b"]` for the path "a.b"; list items by index."""
+    for key in path.split("."):
+        value = value[int(key)] if isinstance(value, list) else value[key]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{path} is {value!r}, not a number")
+    return value
+
+
+def symbols(path: Path) -> dict[str, str]:
+    """Source text of each top-level function, class and assignment of a file, and of each method (`Class.method`)."""
+    source = path.read_text()
+    found: dict[str, str] = {}
+
+    def add(nodes: list[ast.stmt], prefix: str) -> None:
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                found[prefix + node.name] = "\n".join(source.splitlines()[first - 1 : node.end_lineno])
+                if isinstance(node, ast.ClassDef):
+                    add(node.body, f"{node.name}.")
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    if isinstance(target, ast.Name):
+                        found[prefix + target.id] = ast.get_source_segment(source, node)
+
+    add(ast.parse(source).body, "")
+    return found
+
+
+def is_excerpt(excerpt: str, source: str) -> bool:
+    """`excerpt` is a run of whole lines of `source`, at any common indentation; a line `...` or `…` skips lines."""
+    rest = [line.rstrip() for line in source.splitlines()]
+    pieces = re.split(r"^\s*(?:\.\.\.|…|# \.\.\.)\s*$", excerpt, flags=re.M)
+    for piece in pieces:
+        wanted = [line.rstrip() for line in piece.strip("\n").splitlines()]
+        if not wanted:
+            continue
+        indents = {
+            len(have) - len(have.lstrip()) - (len(want) - len(want.lstrip()))
+            for want in wanted[:1]
+            for have in rest
+            if have.strip() == want.strip()
+        }
+        for start in range(len(rest) - len(wanted) + 1):
+            if any(
+                all(have == (" " * n + want if want else "") for have, want in zip(rest[start:], wanted))
+                for n in indents
+                if n >= 0
+            ):
+                rest = rest[start + len(wanted) :]
+                break
+        else:
+            return False
+    return True
+
+
+def appear_in_order(wanted: str, output: str) -> str | None:
+    """The first line of `wanted` that `output` lacks (in this order, trailing blanks aside), or None."""
+    lines = iter(line.rstrip() for line in output.splitlines())
+    for line in wanted.splitlines():
+        line = line.rstrip()
+        if line and line.strip() not in ("…", "...") and not any(line == have for have in lines):
+            return line
+    return None
+
+
+def anchors(page: Path) -> set[str]:
+    """GitHub's heading anchors."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", h.replace("`", "").lower()).strip().replace(" ", "-") for h in headings}

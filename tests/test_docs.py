@@ -1,0 +1,208 @@
+"""README and lessons say what the code does: numbers, excerpts, outputs, commands, links. New pages are found alone."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+
+import common
+import documents
+import pytest
+from documents import LESSONS, PAGES
+from scripts import output_of
+
+LESSON_PAGES = [page for page in PAGES if documents.script_of(page)]
+by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+by_lesson = pytest.mark.parametrize("page", LESSON_PAGES, ids=lambda page: page.name)
+
+
+@functools.cache
+def facts(lesson: str) -> dict:
+    return common.lesson(lesson).facts()
+
+
+def test_every_lesson_has_its_page_and_its_tests():
+    for script in LESSONS:
+        assert (common.ROOT / "lessons" / f"{script.stem}.md").is_file()
+        assert (common.ROOT / "tests" / f"test_{script.stem}.py").is_file()
+
+
+@by_name
+def test_quoted_numbers(page):
+    wrong = []
+    for quote in documents.quotes(page):
+        source = facts(quote.lesson) if quote.source == "fact" else common.results(quote.lesson, quote.source)
+        try:
+            value = documents.lookup(source, quote.path)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            wrong.append(f"{quote}: no such value ({error!r})")
+            continue
+        if not quote.agrees_with(value):
+            wrong.append(f"{quote}: the code says {value}")
+    assert not wrong, "\n".join(wrong)
+
+
+@by_name
+def test_every_marker_is_understood(page):
+    """A marker with a typo would check nothing."""
+    text = page.read_text()
+    understood = len(documents.quotes(page)) + sum(block.kind is not None for block in documents.blocks(page))
+    understood += len(re.findall(r"<!-- fmt: ", text))
+    assert len(re.findall(r"<!--", text)) == understood
+
+
+@by_lesson
+def test_a_lesson_quotes_its_numbers(page):
+    assert len(documents.quotes(page)) >= 12
+
+
+@by_name
+def test_excerpts_are_literal(page):
+    script = documents.script_of(page)
+    for block in documents.blocks(page):
+        if block.language in ("python", "py"):
+            assert block.kind in ("code", "sketch"), f"{page.name}:{block.line}: a python block without a marker"
+        if block.kind == "code":
+            path, _, symbol = block.argument.rpartition(":")
+            known = documents.symbols(common.ROOT / path if path else script)
+            assert symbol in known, f"{page.name}:{block.line}: there is no {symbol}"
+            assert documents.is_excerpt(block.body, known[symbol]), (
+                f"{page.name}:{block.line}: not in {symbol} (any more)"
+            )
+
+
+@by_lesson
+def test_quoted_output(page):
+    script = documents.script_of(page)
+    for block in documents.blocks(page):
+        if block.kind == "output":
+            missing = documents.appear_in_order(block.body, output_of(script.stem, *block.argument.split()))
+            assert missing is None, f"{page.name}:{block.line}: the script does not print (in this order) {missing!r}"
+
+
+@by_lesson
+def test_widget_slot_shows_the_default(page):
+    lesson = common.lesson(page.stem)
+    expected = lesson.describe(lesson.simulate(lesson.WIDGET_DEFAULT))
+    (slot,) = [block for block in documents.blocks(page) if block.kind == "widget"]
+    assert slot.body.rstrip() == expected.rstrip()
+
+
+@by_name
+def test_commands_are_accepted(page):
+    for script, arguments in documents.commands(page):
+        assert script.is_file(), f"{page.name}: {script.name} does not exist"
+        if "-h" not in arguments and "--help" not in arguments:
+            common.lesson(script.stem).build_parser().parse_args(arguments)  # a refusal exits, and names the flag
+
+
+@by_name
+def test_links_resolve(page):
+    for match in documents.LINK.finditer(page.read_text()):
+        target = match["target"] or match["image"]
+        if re.match(r"https?://|mailto:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in documents.anchors(file), f"{page.name}: {target}"
+
+
+@by_name
+def test_symbols_of_our_own_resolve(page):
+    for match in documents.SYMBOL.finditer(page.read_text()):
+        path = common.ROOT / match["file"]
+        assert path.exists(), f"{page.name}: {match[0]}"
+        if match["symbol"]:
+            assert match["symbol"] in documents.symbols(path), f"{page.name}: {match[0]}"
+
+
+@by_lesson
+def test_length_and_order(page):
+    """DESIGN's order of sections, and a length that can be read in one sitting."""
+    text = re.sub(r"<!--.*?-->|```.*?```", "", page.read_text(), flags=re.S)
+    assert 1400 <= len(text.split()) <= 3300
+    titles = re.findall(r"^## (.+)$", text, flags=re.M)
+    assert len(titles) >= 10 and "<details>" in text and "figures/" in text
+
+
+def test_figures_are_what_the_scripts_draw(tmp_path):
+    committed = {p.name for p in common.FIGURES.glob("*.svg")}
+    drawn = set()
+    for script in LESSONS:
+        for path in common.lesson(script.stem).draw(tmp_path):
+            assert path.read_bytes() == (common.FIGURES / path.name).read_bytes(), f"{path.name} is out of date"
+            drawn.add(path.name)
+    assert drawn == committed
+
+
+def test_readme_lists_every_lesson_and_two_commands():
+    text = (common.ROOT / "README.md").read_text()
+    for script in LESSONS:
+        assert f"vllm/{script.name}" in text and f"lessons/{script.stem}.md" in text
+    commands = [
+        line
+        for b in documents.blocks(common.ROOT / "README.md")
+        if b.language == "bash"
+        for line in b.body.splitlines()
+    ]
+    assert [c.split("#")[0].strip() for c in commands[:2]] == ["uv run python vllm/01_kv_cache.py", "uv run pytest"]
+
+
+def test_dependency_graph_is_the_codes():
+    """README's graph has an arrow A --> B exactly where B loads A; a lesson loads earlier ones only."""
+    (graph,) = [b.body for b in documents.blocks(common.ROOT / "README.md") if b.language == "mermaid"]
+    drawn = set(re.findall(r"^\s*(\w+)(?:\[[^\]]*\])? --> (\w+)", graph, flags=re.M))
+    code = set()
+    for script in LESSONS:
+        for loaded in set(re.findall(r"common\.lesson\(\"(\w+)\"\)", script.read_text())):
+            assert loaded < script.stem or script.stem == "06_serving", f"{script.stem} loads the later {loaded}"
+            code.add((f"L{loaded.split('_')[0]}", f"L{script.stem.split('_')[0]}"))
+    assert drawn == code
+
+
+# --- The checks can fail --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "agrees"),
+    [
+        ("131,072<!-- fact: a -->", 131072, True),
+        ("131,073<!-- fact: a -->", 131072, False),
+        ("**0.38** of it<!-- fact: a -->", 0.3849, True),
+        ("0.38<!-- fact: a -->", 0.3861, False),
+        ("96 %<!-- fact: a *100 -->", 0.962, True),
+        ("−4.5<!-- fact: a -->", -4.52, True),
+        ("2.7 GB<!-- fact: a /1e9 -->", 2.68e9, True),
+        ("268 MB<!-- cpu: a.0.b -->", 268, True),
+    ],
+)
+def test_numbers_are_compared_to_the_decimals_shown(tmp_path, text, value, agrees):
+    page = tmp_path / "01_x.md"
+    page.write_text(f"before {text} after")
+    (quote,) = documents.quotes(page)
+    assert quote.agrees_with(value) == agrees
+
+
+def test_excerpts_are_compared_line_by_line():
+    source = "def f(x):\n    # why\n    y = x\n\n    if y:\n        return 1\n    return 2"
+    assert documents.is_excerpt("# why\ny = x\n\nif y:\n    return 1", source)
+    assert documents.is_excerpt("def f(x):\n    ...\n    return 2", source)
+    assert not documents.is_excerpt("y = x\nreturn 2", source)
+    assert not documents.is_excerpt("if y:\nreturn 1", source)
+    assert not documents.is_excerpt("return 2\n...\ny = x", source)
+    assert documents.appear_in_order("a\n…\nc", "a\nb\nc") is None
+    assert documents.appear_in_order("c\na", "a\nb\nc") == "a"
+
+
+def test_no_machine_specific_text_is_committed():
+    """No lock file, no path of somebody's machine, no weights."""
+    done = subprocess.run(["git", "ls-files"], cwd=common.ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    files = [common.ROOT / name for name in done.stdout.splitlines() if (common.ROOT / name).is_file()]
+    assert not [f for f in files if f.name in ("uv.lock", "package-lock.json")]
+    assert not [f for f in files if f.stat().st_size > 20e6]
+    home = re.compile(r"(?<![\w.])/(?:home|Users|root)/\w+")
+    assert not [f for f in files if f.suffix in (".py", ".md", ".json", ".toml") and home.search(f.read_text())]

@@ -1,0 +1,116 @@
+"""Every script tells its story as a reader starts it: in time, in a readable length, without Triton too."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import common
+import pytest
+from documents import LESSONS
+from scripts import output_of, run
+
+HIDE_TRITON = "import sys; sys.modules['triton'] = None"
+
+by_lesson = pytest.mark.parametrize("lesson", [path.stem for path in LESSONS])
+
+
+@by_lesson
+def test_default_run(lesson):
+    output = output_of(lesson)
+    _, seconds = run(lesson)
+    lines = output.splitlines()
+    assert lines[0].startswith("Machine: ")
+    assert "✓" in output, "a script checks something against its reference"
+    assert len(lines) <= 75 and max(map(len, lines)) <= 120
+    assert seconds <= 20 or common.HAS_GPU, f"took {seconds:.0f} s"
+
+
+@by_lesson
+def test_help(lesson):
+    done = subprocess.run([sys.executable, common.HERE / f"{lesson}.py", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(flag in done.stdout for flag in ("--bench", "--json", "--figure", "--model", "--device", "--seed"))
+
+
+@by_lesson
+def test_wrong_flags_are_one_line(lesson, capsys):
+    parser = common.lesson(lesson).build_parser()
+    for argv in (["--nonsense"], ["--seed", "x"], ["--device", "tpu"], ["stray"]):
+        with pytest.raises(SystemExit) as stop:
+            parser.parse_args(argv)
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and len(error.splitlines()) == 1 and argv[0] in error
+
+
+@by_lesson
+def test_facts_and_simulation_are_json(lesson):
+    module = common.lesson(lesson)
+    for make in (module.facts, lambda: module.simulate(module.WIDGET_DEFAULT)):
+        first, second = json.dumps(make(), sort_keys=True), json.dumps(make(), sort_keys=True)
+        assert first == second
+    assert module.describe(module.simulate(module.WIDGET_DEFAULT)).strip()
+
+
+@by_lesson
+def test_simulation_refuses_wrong_parameters(lesson):
+    module = common.lesson(lesson)
+    for name, value in module.WIDGET_DEFAULT.items():
+        for wrong in (None, [], {"a": 1}, "no such value", -(10**9)):
+            if wrong == value:
+                continue
+            with pytest.raises(common.InputError, match=name):
+                module.simulate({**module.WIDGET_DEFAULT, name: wrong})
+    with pytest.raises(common.InputError, match="no_such_parameter"):
+        module.simulate({**module.WIDGET_DEFAULT, "no_such_parameter": 1})
+
+
+# --- Without Triton -------------------------------------------------------------------------------------------------
+
+
+def test_without_triton_the_first_lesson_runs():
+    without_triton(LESSONS[0].stem)
+
+
+@pytest.mark.slow
+@by_lesson
+def test_without_triton_every_lesson_runs(lesson):
+    without_triton(lesson)
+
+
+def without_triton(lesson):
+    done, _ = run(lesson, prelude=HIDE_TRITON)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "no Triton wheel" in done.stdout.splitlines()[0] and "✓" in done.stdout
+    if "@common.kernel" in (common.HERE / f"{lesson}.py").read_text():
+        assert "SKIPPED" in done.stdout, "kernels that cannot run are reported"
+
+
+def test_without_triton_every_lesson_loads():
+    code = f"""{HIDE_TRITON}
+sys.path.insert(0, {str(common.HERE)!r})
+import common
+assert not common.HAS_TRITON
+for name in {[path.stem for path in LESSONS]!r}:
+    lesson = common.lesson(name)
+    lesson.facts(), lesson.simulate(lesson.WIDGET_DEFAULT)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# --- Elsewhere ------------------------------------------------------------------------------------------------------
+
+
+def test_json_and_model_flags(tmp_path):
+    """One lesson end to end with a file of results and another model folder; wrong ones are one line, exit code 2."""
+    lesson = LESSONS[0].stem
+    for flags, word in ((["--model", str(tmp_path)], "config.json"), (["--model", "no/such-model"], "--model")):
+        done, _ = run(lesson, *flags)
+        assert done.returncode == 2 and word in done.stderr and len(done.stderr.splitlines()) == 1
+    path = tmp_path / "out.json"
+    path.write_text('{"other": 1}')
+    output_of(lesson, "--json", str(path))
+    content = json.loads(path.read_text())
+    assert content["other"] == 1 and content[lesson]["machine"]["torch"] and content[lesson]["facts"]
