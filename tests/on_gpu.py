@@ -1,0 +1,86 @@
+"""Everything there is to do on a machine with a GPU, in one command: the tests, then every lesson's benchmark.
+
+    python tests/on_gpu.py OUT          # then: cp OUT/gpu.json lessons/results/h200.json
+
+Writes OUT/tests.txt, OUT/<lesson>.txt and OUT/gpu.json, and prints a short table last. Needs no network and no package
+beyond torch, triton, transformers, pytest and hypothesis: where the default model is not installed, random weights of
+its shapes take its place (times are the same, texts mean nothing).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
+
+import common
+import torch
+
+import llama
+
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
+    "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "head_dim": 64, "hidden_act": "silu", "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e5,
+    "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def random_folder(folder: Path) -> Path:
+    """A Hugging Face folder with random weights of SmolLM2's shapes and a tokenizer of single bytes."""
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SMOLLM2))
+    torch.manual_seed(0)
+    shapes = llama.tensor_shapes(llama.LlamaConfig.from_folder(folder))
+    weights = {n: torch.ones(s) if len(s) == 1 else torch.randn(s) / s[1] ** 0.5 for n, s in shapes.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *alphabet]
+    words += [f"<{i}>" for i in range(len(words), SMOLLM2["vocab_size"])]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(words[:3])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return folder
+
+
+def run(name: str, command: list[str], log: Path) -> tuple[str, str, str]:
+    """One row of the table: what ran, how it ended, its last line. The whole output goes to `log`."""
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, *command], cwd=common.ROOT, capture_output=True, text=True)
+    log.write_text(done.stdout + done.stderr)
+    lines = (done.stdout + done.stderr).strip().splitlines() or [""]
+    return (
+        name,
+        f"{'ok' if done.returncode == 0 else f'exit {done.returncode}'} {time.perf_counter() - start:.0f} s",
+        lines[-1],
+    )
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        model = llama.model_folder()
+    except common.InputError:
+        model = random_folder(out / "random" / "model")
+    rows = [run("tests", ["-m", "pytest", "-p", "no:cacheprovider", "-x", "--maxfail=20"], out / "tests.txt")]
+    for script in sorted(common.HERE.glob("[01]*.py")):
+        flags = ["--bench", "--json", str(out / "gpu.json"), "--figure", str(out / "figures"), "--model", str(model)]
+        rows.append(run(script.stem, [str(script), *flags], out / f"{script.stem}.txt"))
+        print(*rows[-1], sep="  ", flush=True)
+    common.table(["what", "how it ended", "last line"], rows)
+
+
+if __name__ == "__main__":
+    main()
