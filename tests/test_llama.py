@@ -56,15 +56,14 @@ def test_greedy_tokens_equal_transformers(real_model, transformers_model):
     model, tokenizer = real_model
     theirs, their_tokenizer = transformers_model
     theirs.generation_config.eos_token_id = None  # go on to 64 tokens whatever the model says
-    for prompt in PROMPTS:
+    batch = their_tokenizer(PROMPTS, padding=True, padding_side="left", return_tensors="pt").to(theirs.device)
+    out = theirs.generate(**batch, do_sample=False, max_new_tokens=64, pad_token_id=0)
+    for prompt, mask, row in zip(PROMPTS, batch.attention_mask, out.tolist()):
         ids = tokenizer.encode(prompt)
-        assert ids == their_tokenizer(prompt).input_ids
-        batch = torch.tensor([ids], device=theirs.device)
-        out = theirs.generate(batch, attention_mask=torch.ones_like(batch), do_sample=False, max_new_tokens=64,
-                              pad_token_id=0)[0].tolist()  # fmt: skip
+        sequence = row[len(mask) - int(mask.sum()) :]
+        assert sequence[: len(ids)] == ids and len(sequence) == len(ids) + 64
         # If every next token of their sequence is our argmax given the tokens before it, ours generates the same.
-        ours = logits_of(model, out[:-1])[len(ids) - 1 :].argmax(-1).tolist()
-        assert len(ours) == 64 and ours == out[len(ids) :]
+        assert logits_of(model, sequence[:-1])[len(ids) - 1 :].argmax(-1).tolist() == sequence[len(ids) :]
 
 
 def test_logits_equal_transformers(real_model, transformers_model):
