@@ -24,7 +24,8 @@ from pathlib import Path
 
 import common
 
-LESSONS = sorted(common.HERE.glob("[01]*.py"))  # scripts, companions such as 05b included
+# A script is a lesson, or a companion such as 05b, once it has a main(); what others need of it may stand before.
+LESSONS = [path for path in sorted(common.HERE.glob("[01]*.py")) if "\ndef main(" in path.read_text()]
 PAGES = [common.ROOT / "README.md", *sorted((common.ROOT / "lessons").glob("*.md"))]
 
 NUMBER = re.compile(
@@ -77,7 +78,7 @@ class Block:
 def script_of(page: Path) -> Path | None:
     """The script that a lesson's page belongs to."""
     path = common.HERE / f"{page.stem}.py"
-    return path if path.is_file() else None
+    return path if path in LESSONS else None
 
 
 def quotes(page: Path) -> list[Quote]:

@@ -1,0 +1,778 @@
+"""Lesson 02: the pool and its invariants, every kernel against the slot-by-slot reference, sharing, allocators."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import common
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+lesson = common.lesson("02_paged_attention")
+first = common.lesson("01_kv_cache")
+BlockPool, BlockTable, OutOfBlocks = lesson.BlockPool, lesson.BlockTable, lesson.OutOfBlocks
+
+
+# --- The pool -------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_leave_from_the_front_and_come_back_to_it_tail_first():
+    pool = BlockPool(10)
+    table = pool.allocate(4)
+    assert table == [1, 2, 3, 4] and pool.allocate(3) == [5, 6, 7] and list(pool.free_queue) == [8, 9]
+    pool.free(table)
+    assert list(pool.free_queue) == [4, 3, 2, 1, 8, 9]  # vLLM 0.32's order for blocks without an index entry
+    assert pool.allocate(2) == [4, 3] and pool.num_free_blocks == 4
+    pool.check()
+
+
+def test_free_in_part_keeps_what_others_hold():
+    pool = BlockPool(6)
+    table = pool.allocate(3)
+    pool.touch(table[:2])
+    pool.free(table)
+    assert list(pool.free_queue) == [3, 4, 5] and pool.ref_count[:4] == [0, 1, 1, 0]
+    pool.free(table[:2])
+    assert list(pool.free_queue) == [2, 1, 3, 4, 5]
+
+
+def test_touch_takes_a_free_block_out_of_the_middle():
+    pool = BlockPool(6)
+    pool.touch([3, 3])
+    assert list(pool.free_queue) == [1, 2, 4, 5] and pool.ref_count[3] == 2
+    pool.check()
+
+
+@pytest.mark.parametrize("blocks", [[0], [-1], [6], [5], [1, 1], [2, 1, 5]])
+def test_a_wrong_free_changes_nothing(blocks):
+    pool = BlockPool(6)
+    pool.allocate(2)
+    before = list(pool.free_queue), list(pool.ref_count)
+    with pytest.raises(ValueError):
+        pool.free(blocks)
+    assert (list(pool.free_queue), pool.ref_count) == before
+
+
+@pytest.mark.parametrize("blocks", [[0], [1, -1], [1, 6]])
+def test_a_wrong_touch_changes_nothing(blocks):
+    pool = BlockPool(6)
+    before = list(pool.free_queue), list(pool.ref_count)
+    with pytest.raises(ValueError):
+        pool.touch(blocks)
+    assert (list(pool.free_queue), pool.ref_count) == before
+
+
+def test_too_many_blocks_change_nothing():
+    pool = BlockPool(4)
+    table = BlockTable(pool, 8)
+    table.append(8)
+    with pytest.raises(OutOfBlocks):
+        table.append(17)
+    with pytest.raises(OutOfBlocks):
+        pool.allocate(3)
+    assert (table.blocks, table.num_tokens, list(pool.free_queue)) == ([1], 8, [2, 3])
+    for n in (1, 0, -3):
+        with pytest.raises(common.InputError, match="num_blocks"):
+            BlockPool(n)
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        lambda pool: pool.free_queue.pop(3),  # lost
+        lambda pool: pool.free_queue.__setitem__(1, None),  # owned and free
+        lambda pool: pool.ref_count.__setitem__(1, -1),
+        lambda pool: pool.ref_count.__setitem__(0, 1),
+        lambda pool: pool.ref_count.__setitem__(1, 0),
+    ],
+)
+def test_check_finds_corruption(corrupt):
+    pool = BlockPool(6)
+    pool.allocate(2)
+    pool.check()
+    corrupt(pool)
+    with pytest.raises(AssertionError):
+        pool.check()
+
+
+def test_pool_is_linear():
+    """Freeing walks the table, not the pool: a million-block pool costs what a small one does."""
+    pool = BlockPool(1_000_000)
+    steps = 0
+
+    class Counting(list):
+        def __getitem__(self, i):
+            nonlocal steps
+            steps += 1
+            return super().__getitem__(i)
+
+    pool.ref_count = Counting(pool.ref_count)
+    pool.free(pool.allocate(100))
+    assert steps <= 500
+
+
+# --- Block tables, fork, copy-on-write ------------------------------------------------------------------------------
+
+
+def test_append_takes_a_block_only_when_the_last_is_full():
+    pool = BlockPool(10)
+    table = BlockTable(pool, 4)
+    sizes = []
+    for _ in range(9):
+        assert table.append(1) == []
+        sizes.append(len(table.blocks))
+    assert sizes == [1, 1, 1, 1, 2, 2, 2, 2, 3] and table.capacity == 12
+    assert table.append(0) == [] and table.num_tokens == 9
+
+
+def test_copy_on_write_copies_for_the_first_writer_only():
+    pool = BlockPool(10)
+    parent = BlockTable(pool, 4)
+    parent.append(6)
+    children = [parent.fork(), parent.fork()]
+    assert pool.ref_count[1:3] == [3, 3] and pool.num_free_blocks == 7
+    assert parent.append(1) == [(2, 3)] and parent.blocks == [1, 3]
+    assert children[0].append(1) == [(2, 4)] and children[0].blocks == [1, 4]
+    assert children[1].append(1) == [] and children[1].blocks == [1, 2]  # the last owner writes in place
+    assert pool.ref_count[1:5] == [3, 1, 1, 1]
+
+
+def test_a_fork_at_a_block_boundary_copies_nothing():
+    pool = BlockPool(10)
+    parent = BlockTable(pool, 4)
+    parent.append(8)
+    child = parent.fork()
+    assert parent.append(1) == [] and child.append(1) == [] and parent.blocks[2] != child.blocks[2]
+    child.free(), parent.free()
+    assert pool.num_free_blocks == 9 and child.blocks == [] and child.num_tokens == 0
+
+
+def test_copy_on_write_without_room_changes_nothing():
+    pool = BlockPool(2)
+    parent = BlockTable(pool, 4)
+    parent.append(3)
+    child = parent.fork()
+    with pytest.raises(OutOfBlocks):
+        child.append(1)
+    assert child.blocks == [1] and child.num_tokens == 3 and pool.ref_count[1] == 2
+
+
+class Sequences(RuleBasedStateMachine):
+    """Sequences that append, fork and finish, with their content written into a pretend memory: after every step each
+    one still reads what it wrote, whoever shares its blocks."""
+
+    @initialize(num_blocks=st.integers(2, 14), block_size=st.integers(1, 5))
+    def start(self, num_blocks, block_size):
+        self.pool, self.size = BlockPool(num_blocks), block_size
+        self.memory = [[None] * block_size for _ in range(num_blocks)]
+        self.live, self.texts, self.clock = [], [], 0
+
+    def write(self, i, n):
+        table, text = self.live[i], self.texts[i]
+        before = (list(table.blocks), table.num_tokens, list(self.pool.free_queue), list(self.pool.ref_count))
+        try:
+            copies = table.append(n)
+        except OutOfBlocks:
+            after = (list(table.blocks), table.num_tokens, list(self.pool.free_queue), list(self.pool.ref_count))
+            assert before == after
+            return
+        assert not {source for source, _ in copies} & {target for _, target in copies}
+        for source, target in copies:
+            self.memory[target] = list(self.memory[source])
+        for p in range(table.num_tokens - n, table.num_tokens):
+            block = table.blocks[p // self.size]
+            assert self.pool.ref_count[block] == 1, "two writers"
+            self.clock += 1
+            self.memory[block][p % self.size] = self.clock
+            text.append(self.clock)
+
+    @rule(n=st.integers(1, 9))
+    def arrive(self, n):
+        self.live.append(BlockTable(self.pool, self.size))
+        self.texts.append([])
+        self.write(-1, n)
+
+    @precondition(lambda self: self.live)
+    @rule(i=st.integers(0, 99), n=st.integers(0, 6))
+    def append(self, i, n):
+        self.write(i % len(self.live), n)
+
+    @precondition(lambda self: self.live)
+    @rule(i=st.integers(0, 99))
+    def fork(self, i):
+        i %= len(self.live)
+        self.live.append(self.live[i].fork())
+        self.texts.append(list(self.texts[i]))
+
+    @precondition(lambda self: self.live)
+    @rule(i=st.integers(0, 99))
+    def finish(self, i):
+        i %= len(self.live)
+        self.live.pop(i).free()
+        self.texts.pop(i)
+
+    @invariant()
+    def conserved(self):
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check()
+        owners = [0] * self.pool.num_blocks
+        for table in self.live:
+            assert len(set(table.blocks)) == len(table.blocks)
+            assert 0 <= table.capacity - table.num_tokens < self.size
+            for block in table.blocks:
+                owners[block] += 1
+        assert owners == self.pool.ref_count
+        assert self.pool.num_free_blocks + sum(n > 0 for n in owners) == self.pool.num_blocks - 1
+
+    @invariant()
+    def everyone_reads_what_it_wrote(self):
+        for table, text in zip(getattr(self, "live", []), getattr(self, "texts", [])):
+            assert [self.memory[table.blocks[p // self.size]][p % self.size] for p in range(len(text))] == text
+
+    def teardown(self):
+        for table in getattr(self, "live", []):
+            table.free()
+        if hasattr(self, "pool"):
+            self.pool.check()
+            assert self.pool.num_free_blocks == self.pool.num_blocks - 1
+
+
+TestSequences = Sequences.TestCase
+TestSequences.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+# --- The kernels ----------------------------------------------------------------------------------------------------
+
+
+def lens_around(block_size):
+    return [1, block_size - 1, 0, block_size, block_size + 1, 2 * block_size + 3]
+
+
+def fp64_case(seq_lens, block_size, Hq, Hkv, D, dtype):
+    case = lesson.random_case(seq_lens, block_size, Hq, Hkv, D, dtype)
+    return case, lesson.paged_decode_reference(*case)
+
+
+def guard(case, guarded):
+    """The same case between guard values. Padding of the table is poison, and so is the null block: for the kernel."""
+    q, kv_cache, table, lens = case
+    table = table.clone()
+    for b, S in enumerate(lens.tolist()):
+        table[b, -(-S // kv_cache.shape[2]) :] = torch.iinfo(torch.int32).max
+    kv_cache = kv_cache.clone()
+    kv_cache[:, 0] = torch.nan
+    return guarded(q), guarded(kv_cache), guarded(table), guarded(lens)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_paged_decode_kernel(kernels, guarded, dtype, block_size, num_splits):
+    if dtype is not torch.float32 and block_size == 64:
+        pytest.skip("fp32 covers it; interpreter time")
+    case, reference = fp64_case(lens_around(block_size), block_size, 6, 2, 64, dtype)
+    before = lesson.paged_decode_kernel.launches, lesson.combine_splits_kernel.launches
+    out = lesson.paged_decode(*guard(case, guarded), max_seq_len=2 * block_size + 3, num_splits=num_splits)
+    assert out.dtype == dtype
+    common.assert_close(out.cpu(), reference, dtype)
+    assert lesson.paged_decode_kernel.launches == before[0] + 1
+    assert lesson.combine_splits_kernel.launches == before[1] + (num_splits > 1)
+
+
+@pytest.mark.parametrize(("Hq", "Hkv", "D"), [(1, 1, 16), (9, 3, 64), (4, 4, 32), (40, 2, 16), (5, 1, 24), (2, 2, 128)])
+def test_paged_decode_kernel_shapes(kernels, guarded, Hq, Hkv, D):
+    """One head, grouped, MHA, more than 16 query heads per KV head; head sizes from 16, one no power of two."""
+    case, reference = fp64_case([5, 33, 70], 8, Hq, Hkv, D, torch.float32)
+    for num_splits in (1, 2):
+        out = lesson.paged_decode(*guard(case, guarded), max_seq_len=70, num_splits=num_splits)
+        common.assert_close(out.cpu(), reference)
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("levels", [(0, 150, -150, 100, 149), (150, 0, -150, -150, -150), (-150, -100, -50, 0, 50)])
+def test_scores_far_apart(kernels, num_splits, levels):
+    """Scores near a level per tile, far past what exp can hold: the maximum and the rescale matter."""
+    (q, kv_cache, table, lens), _ = fp64_case([64 * 5 - 9], 16, 1, 1, 64, torch.float32)
+    q.zero_()[..., 0] = 8.0  # q·k / √64 is k's first element, exactly
+    for p in range(int(lens[0])):
+        kv_cache[0, table[0, p // 16], p % 16, 0, 0] = levels[p // 64] + torch.randint(-96, 96, ()) / 64
+    reference = lesson.paged_decode_reference(q, kv_cache, table, lens)
+    common.assert_close(lesson.paged_decode(q, kv_cache, table, lens, 311, num_splits).cpu(), reference)
+
+
+def test_query_rows_may_be_strided(kernels):
+    """q may be the first Hq heads of a packed qkv row."""
+    (q, kv_cache, table, lens), reference = fp64_case([5, 20], 8, 4, 2, 32, torch.float32)
+    packed = torch.randn(2, 4 + 2 + 2, 32, device=q.device)
+    packed[:, :4] = q
+    common.assert_close(lesson.paged_decode(packed[:, :4], kv_cache, table, lens, 20).cpu(), reference)
+
+
+def test_splits_by_default(device):
+    cases = {(3, 100): 1, (3, 512): 2, (8, 16384): 64, (1, 10**6): 64, (256, 4096): 4, (1024, 4096): 1, (1, 1000): 2}
+    assert {case: lesson.default_splits(*case, torch.device("cpu")) for case in cases} == cases
+
+
+def test_empty_batch(kernels):
+    (q, kv_cache, table, lens), _ = fp64_case([3], 8, 3, 1, 16, torch.float32)
+    assert lesson.paged_decode(q[:0], kv_cache, table[:0], lens[:0], 0).shape == (0, 3, 16)
+    lesson.reshape_and_cache(kv_cache[0, 0, :0], kv_cache[0, 0, :0], kv_cache, lens[:0].long())
+    lesson.copy_blocks(kv_cache, torch.zeros(0, 2, dtype=torch.int64, device=q.device))
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_torch_path(device, dtype, block_size):
+    if device.type == "cuda":
+        pytest.skip("a GPU always runs the kernel")
+    case, reference = fp64_case([*lens_around(block_size), 130, 0, 131], block_size, 6, 2, 64, dtype)
+    common.assert_close(lesson.paged_decode(*case, max_seq_len=131), reference, dtype)
+    q, kv_cache, table, lens = case
+    assert lesson.paged_decode(q[:0], kv_cache, table[:0], lens[:0], 0).shape == (0, 6, 64)
+    table = table.clone()  # whatever the padding of the table is, it is not read
+    for b, S in enumerate(lens.tolist()):
+        table[b, -(-S // block_size) :] = 10**6
+    common.assert_close(lesson.paged_decode(q, kv_cache, table, lens, 131), reference, dtype)
+
+
+def test_torch_path_pads_by_less_than_two(device):
+    """One long sequence among short ones must not make everybody as long."""
+    lens = torch.tensor([1000, 10, 12, 9, 700, 0], dtype=torch.int32)
+    plan = lesson.gather_plan(torch.zeros(6, 63, dtype=torch.int32), lens, (2, 100, 16, 1, 16))
+    gathered = sum(len(source) // 2 * 16 for _, source, _, _ in plan)
+    assert gathered <= 2 * 1731 + 5 * 16 and sorted(b for rows, *_ in plan for b in rows.tolist()) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("Hkv", "D"), [(3, 64), (2, 16), (1, 8), (5, 24)])
+@pytest.mark.parametrize("forced", [False, True])
+def test_reshape_and_cache(guarded, device, dtype, Hkv, D, forced):
+    """Into shuffled slots, from rows of a wider tensor, skipping -1, and touching nothing else."""
+    if forced and not common.HAS_TRITON:
+        pytest.skip("no Triton wheel")
+    T, shape = 7, (2, 4, 8, Hkv, D)
+    packed = guarded(torch.randn(T, 2 * Hkv + 3, D, device=device).to(dtype))
+    k, v = packed[:, 1 : 1 + Hkv], packed[:, 2 + Hkv : 2 + 2 * Hkv]
+    slots = guarded(torch.tensor([31, 3, -1, 8, 0, -1, 17], device=device))
+    kv_cache = guarded(torch.randn(shape, device=device).to(dtype))
+    expected = kv_cache.clone()
+    for t, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected[0, slot // 8, slot % 8], expected[1, slot // 8, slot % 8] = k[t], v[t]
+    before = lesson.reshape_and_cache_kernel.launches
+    if forced:
+        with common.use_kernels():
+            lesson.reshape_and_cache(k, v, kv_cache, slots)
+        assert lesson.reshape_and_cache_kernel.launches == before + 1
+    else:
+        lesson.reshape_and_cache(k, v, kv_cache, slots)
+    assert torch.equal(kv_cache, expected)
+
+
+@pytest.mark.parametrize(("Hkv", "D"), [(3, 64), (2, 16), (5, 24)])
+@pytest.mark.parametrize("forced", [False, True])
+def test_copy_blocks(guarded, device, dtype, Hkv, D, forced):
+    if forced and not common.HAS_TRITON:
+        pytest.skip("no Triton wheel")
+    kv_cache = guarded(torch.randn(2, 7, 16, Hkv, D, device=device).to(dtype))
+    pairs = guarded(torch.tensor([[1, 6], [3, 2], [1, 5]], device=device))
+    expected = kv_cache.clone()
+    for source, target in pairs.tolist():
+        expected[:, target] = kv_cache[:, source]
+    if forced:
+        with common.use_kernels():
+            lesson.copy_blocks(kv_cache, pairs)
+    else:
+        lesson.copy_blocks(kv_cache, pairs)
+    assert torch.equal(kv_cache, expected)
+
+
+def test_offsets_beyond_two_to_the_31(kernels, device):
+    """Block 1's keys lie more than 2^31 elements in if a block is that large: slots and offsets are 64-bit."""
+    case, reference = fp64_case([3, 5], 8, 2, 1, 16, torch.float32)
+    q, kv_cache, table, lens = case
+    far = 2**31 // (8 * 16) + 5  # a block id whose first element is past 2^31
+    if device.type == "cuda":
+        big = torch.zeros(2, far + 3, 8, 1, 16, device=device)
+        big[:, far : far + 2] = kv_cache[:, [int(table[0, 0]), int(table[1, 0])]]
+        moved = torch.tensor([[far], [far + 1]], dtype=torch.int32, device=device)
+        common.assert_close(lesson.paged_decode(q, big, moved, lens, 5).cpu(), reference)
+    else:  # no 16 GB here: the addresses as the kernel computes them must be 64-bit, which its source has to say
+        import inspect
+
+        source = inspect.getsource(lesson.paged_decode_kernel.fn.fn)
+        assert ".to(tl.int64)" in source.split("block = tl.load(")[1].split("\n")[0]
+
+
+MEMORY = '''
+import ctypes, mmap, sys
+sys.path.insert(0, {vllm!r})
+import common, torch
+lesson = common.lesson("02_paged_attention")
+libc = ctypes.CDLL(None, use_errno=True)
+keep = []
+
+def at_the_end(x):
+    """A copy of `x` whose last byte is the last readable one: behind it lies a page that may not be touched."""
+    page, size = mmap.PAGESIZE, x.nbytes
+    length = -(-size // page) * page
+    area = mmap.mmap(-1, length + page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    assert libc.mprotect(ctypes.c_void_p(address + length), page, 0) == 0
+    y = torch.frombuffer(area, dtype=x.dtype, count=x.numel(), offset=length - size).view(x.shape)
+    keep.append(area)
+    return y.copy_(x)
+
+torch.manual_seed(0)
+with common.use_kernels():
+    q, kv_cache, table, lens = lesson.random_case([5, 17, 9], 8, 3, 1, 24, torch.float32)
+    kv_cache, table = kv_cache[:, : int(table.max()) + 1].contiguous(), table[:, :3].contiguous()
+    slot = torch.zeros(1, dtype=torch.int64)
+    for splits in (1, 2):
+        a = lesson.paged_decode(*map(at_the_end, (q, kv_cache, table, lens)), 17, splits)
+    k = torch.randn(3, 5, 24)
+    lesson.reshape_and_cache(at_the_end(k), at_the_end(k), at_the_end(torch.zeros(2, 1, 8, 5, 24)),
+                             at_the_end(torch.tensor([0, -1, 7])))
+    lesson.copy_blocks(at_the_end(torch.zeros(2, 3, 8, 5, 24)), at_the_end(torch.tensor([[2, 0]])))
+print("done")
+'''
+
+
+def test_no_read_past_the_end():
+    """Reads that a later mask discards are invisible in values. Here every buffer ends at an unreadable page."""
+    if not sys.platform.startswith("linux") or not common.HAS_TRITON or common.HAS_GPU:
+        pytest.skip("needs Linux's mprotect and Triton's interpreter")
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY.format(vllm=str(common.HERE))], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 and done.stdout.endswith("done\n"), f"exit {done.returncode}: {done.stderr[-1500:]}"
+
+
+# --- Through the model ----------------------------------------------------------------------------------------------
+
+
+def prompts_of(model, lengths):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(model.config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def contiguous(model, prompt, n):
+    c = model.config
+    cache = first.KVCache(first.KVCacheSpec(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, c.head_dim), 1,
+                          len(prompt) + n, model.dtype, model.device)  # fmt: skip
+    return first.generate(model, prompt, n, cache).token_ids
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 128])
+def test_paged_equals_contiguous(tiny_model, block_size):
+    prompts = prompts_of(tiny_model, [1, 7, 8, 9, 40])
+    run = lesson.decode(tiny_model, prompts, lesson.greedy, 12, 40, block_size)
+    assert run.token_ids == [contiguous(tiny_model, prompt, 12) for prompt in prompts]
+
+
+def test_the_kernels_drive_the_model(kernels, tiny_model):
+    """Decode with every kernel of the lesson; each is launched, and the tokens are those of the contiguous cache."""
+    used = [lesson.reshape_and_cache_kernel, lesson.paged_decode_kernel, lesson.copy_blocks_kernel]
+    before = [kernel.launches for kernel in used]
+    prompts = prompts_of(tiny_model, [3, 9])
+    run = lesson.decode(tiny_model, prompts, lesson.greedy, 3, 12, 8)
+    assert run.token_ids == [contiguous(tiny_model, prompt, 3) for prompt in prompts]
+    shared = lesson.decode(tiny_model, prompts[:1], lesson.sampling(2), 3, 12, 8)
+    assert all(kernel.launches > n for kernel, n in zip(used, before)) and shared.copied_blocks == 1
+    assert (
+        shared.token_ids == lesson.decode(tiny_model, prompts[:1], lesson.sampling(2), 3, 12, 8, share=False).token_ids
+    )
+
+
+def test_split_kernels_drive_the_model(kernels, tiny_model, monkeypatch):
+    monkeypatch.setattr(lesson, "default_splits", lambda *_: 4)
+    before = lesson.combine_splits_kernel.launches
+    (prompt,) = prompts_of(tiny_model, [70])
+    assert lesson.decode(tiny_model, [prompt], lesson.greedy, 3, 12, 8).token_ids == [contiguous(tiny_model, prompt, 3)]
+    assert lesson.combine_splits_kernel.launches > before
+
+
+def test_mixed_steps_and_chunks(tiny_model):
+    """Prompts in chunks beside decodes: the same logits as the whole sequence at once."""
+    model, size = tiny_model, 8
+    a, b = prompts_of(model, [30, 25])
+    pool, cache = BlockPool(20), lesson.PagedKVCache(model, 20, size)
+    tables = [BlockTable(pool, size) for _ in range(2)]
+    lesson.run_step(model, cache, tables[:1], [a[:13]])
+    lesson.run_step(model, cache, tables, [a[13:14], b[:9]])
+    lesson.run_step(model, cache, tables, [a[14:29], b[9:24]])
+    logits = lesson.run_step(model, cache, tables, [a[29:], b[24:]])
+    for row, tokens in zip(logits, (a, b)):
+        ids = torch.tensor(tokens, device=model.device)
+        hidden = model.forward(ids, torch.arange(len(tokens), device=model.device), first.recompute)
+        common.assert_close(row[None], model.logits(hidden[-1:]))
+
+
+def test_metadata(device):
+    meta = lesson.AttentionMetadata.build([[3, 1], [2], [5, 4, 7]], [6, 1, 9], [6, 1, 2], 4, device)
+    assert meta.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 7, 8]
+    assert meta.slot_mapping.tolist() == [12, 13, 14, 15, 4, 5, 8, 19, 28]
+    assert meta.query_start_loc.tolist() == [0, 6, 7, 9] and meta.seq_lens.tolist() == [6, 1, 9]
+    assert meta.block_table.tolist() == [[3, 1, 0], [2, 0, 0], [5, 4, 7]] and meta.max_seq_len == 9
+    assert lesson.AttentionMetadata.build([], [], [], 4, device).block_table.shape == (0, 0)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("select", [lesson.sampling, lesson.beams])
+@pytest.mark.parametrize("length", [7, 8, 21])
+def test_shared_blocks_equal_private_copies(tiny_model, n, select, length):
+    prompts = prompts_of(tiny_model, [length])
+    shared, private = (lesson.decode(tiny_model, prompts, select(n), 14, 100, 8, share) for share in (True, False))
+    assert shared.token_ids == private.token_ids and len(shared.token_ids) == n
+    assert private.blocks == private.table_entries == shared.table_entries  # without sharing each entry is a block
+    assert all(a <= b for a, b in zip(shared.blocks, private.blocks))
+    assert (shared.saved > 0) == (n > 1) and shared.copied_blocks <= private.copied_blocks
+
+
+def test_samples_equal_separate_requests(tiny_model):
+    """Sample i of n is what a request of its own with the same seed writes."""
+    prompts = prompts_of(tiny_model, [19])
+    together = lesson.decode(tiny_model, prompts, lesson.sampling(3, seed=7), 10, 60, 8).token_ids
+    alone = [
+        lesson.decode(tiny_model, prompts, lesson.sampling(1, seed=7 + i), 10, 60, 8).token_ids[0] for i in range(3)
+    ]
+    assert together == alone and len({tuple(tokens) for tokens in together}) == 3
+
+
+def test_beam_search_finds_what_exhaustive_beams_find(tiny_model):
+    """Against a beam search that recomputes every candidate from scratch, without any cache."""
+    (prompt,) = prompts_of(tiny_model, [5])
+    width, candidates = 3, [([], 0.0)]
+    for _ in range(6):
+        extended = []
+        for tokens, score in candidates:
+            ids = torch.tensor(prompt + tokens, device=tiny_model.device)
+            hidden = tiny_model.forward(ids, torch.arange(len(ids), device=ids.device), first.recompute)
+            logp = tiny_model.logits(hidden[-1:])[0].log_softmax(-1).tolist()
+            extended += [([*tokens, t], score + logp[t]) for t in range(len(logp))]
+        candidates = sorted(extended, key=lambda c: -c[1])[:width]
+    run = lesson.decode(tiny_model, [prompt], lesson.beams(width), 6, 40, 8)
+    assert run.token_ids == [tokens for tokens, _ in candidates]
+
+
+def test_real_model(real_model):
+    model, tokenizer = real_model
+    prompts = [tokenizer.encode(text) for text in ("The capital of France is", "Once upon a time there was a small")]
+    run = lesson.decode(model, prompts, lesson.greedy, 8, 12, 16)
+    assert run.token_ids == [contiguous(model, prompt, 8) for prompt in prompts]
+    assert "Paris" in tokenizer.decode(run.token_ids[0])
+
+
+@pytest.mark.slow
+def test_real_model_through_the_kernels(real_model, kernels):
+    model, tokenizer = real_model
+    prompt = tokenizer.encode("The capital of France is")
+    assert lesson.decode(model, [prompt], lesson.greedy, 4, 12, 16).token_ids == [contiguous(model, prompt, 4)]
+
+
+def test_out_of_blocks_is_an_exception_of_its_own(tiny_model):
+    with pytest.raises(OutOfBlocks):
+        lesson.decode(tiny_model, prompts_of(tiny_model, [20, 20]), lesson.greedy, 2, 5, 8)
+
+
+# --- Allocators -----------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(["first-fit", "buddy"]), st.integers(1, 200), st.lists(st.integers(-8, 40), max_size=40))
+def test_contiguous_allocators(kind, num_slots, moves):
+    """Runs never overlap, stay inside, and nothing is lost: at the end one hole again (or the buddies of the start)."""
+    memory = lesson.FirstFit(num_slots) if kind == "first-fit" else lesson.Buddy(num_slots)
+    start = json.dumps(holes_of(memory))
+    taken: list[tuple[int, int]] = []
+    for move in moves:
+        if move <= 0 and taken:
+            memory.free(*taken.pop(move % len(taken)))
+        elif move > 0:
+            biggest = max((size for _, size in holes_of(memory)), default=0)
+            wanted = move if kind == "first-fit" else 1 << (move - 1).bit_length()
+            if wanted > biggest:
+                with pytest.raises(OutOfBlocks):
+                    memory.allocate(move)
+            else:
+                taken.append(memory.allocate(move))
+                assert taken[-1][1] == wanted
+                assert kind == "first-fit" or taken[-1][0] % wanted == 0
+        slots = sorted(slot for first, size in [*taken, *holes_of(memory)] for slot in range(first, first + size))
+        assert slots == list(range(num_slots))
+    for run in taken:
+        memory.free(*run)
+    assert json.dumps(holes_of(memory)) == start
+
+
+def holes_of(memory):
+    if isinstance(memory, lesson.FirstFit):
+        return [list(hole) for hole in memory.holes]
+    return sorted([first, size] for size, starts in memory.starts.items() for first in starts)
+
+
+def test_first_fit_takes_the_lowest_hole():
+    memory = lesson.FirstFit(100)
+    runs = [memory.allocate(10) for _ in range(10)]
+    memory.free(*runs[7]), memory.free(*runs[2]), memory.free(*runs[3])
+    assert memory.allocate(15) == (20, 15) and memory.allocate(7) == (70, 7)
+
+
+# --- The contest ----------------------------------------------------------------------------------------------------
+
+
+def test_contest_reproduces_the_paper():
+    """OPT-13B at ShareGPT's mean lengths (Kwon et al. 2023): the batch within 15 % of 7.0, 9.8, 13.6 and 30.4."""
+    facts = lesson.facts()
+    assert facts["opt_slots"] == 15728  # the paper's 15.7K
+    for policy, (tokens, batch) in lesson.PAPER.items():
+        ours = facts["contest"][policy]
+        assert abs(ours["batch"] / batch - 1) < 0.15
+        assert tokens is None or abs(ours["tokens"] - tokens) < 0.03
+    order = [facts["contest"][p]["batch"] for p in ("Max", "Pow2", "Oracle", "First-fit", "Paged")]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize("policy", list(lesson.POLICIES))
+def test_contest_shares(policy):
+    lengths = lesson.request_lengths("ShareGPT", 400, 3)
+    r = lesson.contest(policy, lengths, 8192, 400)
+    assert abs(sum(r[part] for part in ("tokens", "reserved", "internal", "external")) - 1) < 1e-9
+    assert all(0 <= r[part] <= 1 for part in ("tokens", "reserved", "internal", "external"))
+    assert (r["preemptions"] > 0) == (policy == "Paged")
+    if policy == "Max":
+        assert r["batch"] == 4
+
+
+def test_contest_with_huge_blocks_is_no_better_than_reserving():
+    lengths = lesson.request_lengths("ShareGPT", 400, 0)
+    paged = lesson.contest("Paged", lengths, 16384, 400, block_size=2048)["batch"]
+    assert paged < lesson.contest("Max", lengths, 16384, 400)["batch"] == 8
+
+
+def test_request_lengths_have_the_published_means():
+    for workload, (prompt, output) in first.WORKLOADS.items():
+        pairs = lesson.request_lengths(workload, 20_000, 0)
+        assert all(1 <= p <= 1024 and o >= 1 and p + o <= 2048 for p, o in pairs)
+        if workload != "Azure conversation":  # its prompts reach the cut
+            assert abs(sum(p for p, _ in pairs) / len(pairs) / prompt - 1) < 0.05
+            assert abs(sum(o for _, o in pairs) / len(pairs) / output - 1) < 0.05
+
+
+def test_sharing_by_hand():
+    """Prompt 8, outputs of 2 with blocks of 8, 2 samples: one step with one token each on top of one shared block."""
+    assert lesson.sharing(2, [(8, 2)], 8) == pytest.approx(1 / 4)
+    assert lesson.sharing(1, [(8, 5)], 8) == 0
+    assert (
+        lesson.sharing(4, [(3, 2)], 8) == 0
+    )  # nothing is full: the partial block is copied away (or kept by the last)
+
+
+# --- The simulation -------------------------------------------------------------------------------------------------
+
+
+def all_states():
+    for allocator in lesson.ALLOCATORS:
+        for block_size in (1, 16, 128, 2048) if allocator == "paged" else (16,):
+            for num_slots in (4096, 16384):
+                for workload in lesson.WORKLOADS:
+                    for finish in (-1, 5) if num_slots == 4096 else (0,):
+                        yield {"allocator": allocator, "block_size": block_size, "num_slots": num_slots,
+                               "workload": workload, "finish": finish}  # fmt: skip
+
+
+def test_simulation_conserves_memory():
+    """Replaying the spans of the trace: no slot has two owners, free + taken + null = all, at every step."""
+    for params in all_states():
+        trace = lesson.simulate(params)
+        owner: dict[int, int] = {}
+        for step in trace["steps"]:
+            slots = [slot for start, size in step["spans"] for slot in range(start, start + size)]
+            if step["event"] == "finish":
+                assert {owner.pop(slot) for slot in slots} == {step["request"]}
+            else:
+                assert not any(slot in owner for slot in slots) and all(slot < params["num_slots"] for slot in slots)
+                owner |= dict.fromkeys(slots, step["request"])
+            state = step["state"]
+            assert len(owner) == state["taken"] >= state["tokens"]
+            assert state["taken"] + state["free"] + trace["null_slots"] == params["num_slots"]
+            assert not owner or min(owner) >= trace["null_slots"]
+            assert (step["event"] == "refuse") == bool(step["why"])
+        for request, tokens, spans in trace["places"]:
+            mine = sorted(slot for start, size in spans for slot in range(start, start + size))
+            assert mine == sorted(slot for slot, who in owner.items() if who == request) and tokens <= len(mine)
+            if params["allocator"] == "paged":
+                assert len(mine) - tokens < params["block_size"]
+        assert len(lesson.describe(trace).splitlines()) <= 15
+
+
+def test_simulation_by_hand():
+    run = lambda **change: lesson.simulate(lesson.WIDGET_DEFAULT | change)  # noqa: E731
+    tokens, x = [], 1
+    for _ in range(400):
+        x = x * 16807 % 2147483647
+        tokens.append(20 + x % 180)
+    for block_size in (1, 16, 128, 2048):
+        blocks, n = 16384 // block_size - 1, 0
+        while blocks >= -(-tokens[n] // block_size):
+            blocks -= -(-tokens[n] // block_size)
+            n += 1
+        assert run(block_size=block_size)["final"]["running"] == n
+    assert run(allocator="contiguous")["final"]["running"] == 8 > run(block_size=2048)["final"]["running"]
+    holes = run(allocator="first-fit", workload="holes")
+    assert holes["final"]["free"] == 8192 and holes["final"]["largest_fit"] == 64
+    assert holes["steps"][-1]["event"] == "refuse" and holes["steps"][-1]["tokens"] == 100
+    assert run(workload="holes")["steps"][-1]["event"] == "admit"
+    growing = run(workload="growing", num_slots=4096)
+    assert growing["steps"][-1]["event"] == "refuse" and growing["final"]["running"] == 40
+    assert run(workload="growing", num_slots=4096, finish=3)["steps"][-1]["event"] == "finish"
+    assert (
+        run(finish=0)["steps"][-1]["event"] in ("admit", "refuse") and run(finish=0)["steps"][142]["event"] == "finish"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cls", "method", "broken"),
+    [
+        (BlockPool, "allocate", lambda self, n: list(self.free_queue)[:n]),
+        (BlockPool, "_release", lambda self, blocks: None),
+        (BlockTable, "append", lambda self, n: self.blocks.extend(self.pool.allocate(n)) or []),
+        (lesson.FirstFit, "allocate", lambda self, size: (0, size)),
+    ],
+)
+def test_breaking_the_class_breaks_the_simulation(monkeypatch, cls, method, broken):
+    params = [lesson.WIDGET_DEFAULT | {"finish": 0}, lesson.WIDGET_DEFAULT | {"allocator": "first-fit"}]
+    before = json.dumps([lesson.simulate(p) for p in params])
+    monkeypatch.setattr(cls, method, broken)
+    try:
+        after = json.dumps([lesson.simulate(p) for p in params])
+    except Exception:
+        return
+    assert after != before
+
+
+# --- The story and the script ---------------------------------------------------------------------------------------
+
+
+def test_story():
+    story = lesson.facts()["story"]
+    assert {name: t["blocks"] for name, t in story["tables"].items()} == {"A": [1, 4], "B": [3, 6, 7], "C": [1, 2, 5]}
+    assert story["copies"] == [[2, 4]] and story["ref_count"] == [0, 2, 1, 1, 1, 1, 1, 1, 0, 0]
+
+
+def test_a_wrong_result_stops_the_script(monkeypatch):
+    monkeypatch.setattr(lesson, "paged_decode_torch", lambda q, *_: torch.zeros_like(q))
+    monkeypatch.setattr(common, "HAS_TRITON", False)
+    if common.HAS_GPU:
+        pytest.skip("the torch path does not run on a GPU")
+    with pytest.raises(common.CheckFailed):
+        lesson.check_kernels(16)
+
+
+@pytest.mark.parametrize("value", ["0", "12", "4096", "x"])
+def test_block_size_flag_refuses(value, capsys):
+    with pytest.raises(SystemExit) as stop:
+        lesson.build_parser().parse_args(["--block-size", value])
+    assert stop.value.code == 2 and "--block-size" in capsys.readouterr().err

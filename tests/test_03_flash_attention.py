@@ -1,0 +1,556 @@
+"""Lesson 03: one pass is the softmax, the kernel is it at every awkward size, and the selector gives its reasons."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import common
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+lesson = common.lesson("03_flash_attention")
+Batch, Tiles = lesson.Batch, lesson.Tiles
+SMALL = Tiles(16, 16, 4, 1)  # several tiles at lengths that the interpreter can afford
+MASKS = ({"causal": True}, {"causal": False}, {"window": 1}, {"window": 20})
+mask_ids = ["causal", "full", "window1", "window20"]
+
+
+# --- The recurrence -------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.floats(-1e4, 1e4) | st.just(-math.inf), min_size=1, max_size=12),
+    st.integers(1, 13),
+    st.floats(0.01, 4),
+)
+def test_one_pass_is_the_softmax(keys, tile, q):
+    values = [float(i + 1) for i in range(len(keys))]
+    result, trace = lesson.online_softmax(q, keys, values, tile)
+    scores = [lesson.torch.tensor(q, dtype=torch.float32).item() * key for key in keys]
+    scores = torch.tensor(scores, dtype=torch.float32).double()
+    if (scores == -math.inf).all():
+        assert math.isnan(result)  # softmax of nothing
+        return
+    expected = (scores.softmax(0) * torch.tensor(values).double()).sum().item()
+    assert result == pytest.approx(expected, rel=1e-5)
+    starts = range(0, len(keys), tile)
+    assert [(t["start"], t["stop"]) for t in trace] == [(s, min(s + tile, len(keys))) for s in starts]
+    assert trace[-1]["hbm_floats"] == 1 + 2 * len(keys)
+
+
+STATES = [dict(zip(lesson.WIDGET_CHOICES, v)) for v in itertools.product(*lesson.WIDGET_CHOICES.values())]
+
+
+def test_every_widget_state_tells_the_truth():
+    limit = lesson.facts()["exp_limit"]
+    for params in STATES:
+        trace = lesson.simulate(params)
+        json.dumps(trace, allow_nan=False)
+        assert len(lesson.describe(trace).splitlines()) <= 15
+        assert trace["hbm_floats"] == {"online": 18, "naive": 50}
+        if params["subtract_max"]:
+            # Forgetting to rescale is invisible exactly if the maximum never grows after the first tile.
+            assert (trace["verdict"] == "right") == (params["rescale"] or trace["growths"] == 0), params
+        else:
+            assert (trace["verdict"] == "right") == (trace["largest"] < limit[params["precision"]]), params
+
+
+def test_widget_default_and_the_two_bugs():
+    default = lesson.WIDGET_DEFAULT
+    assert lesson.simulate(default)["result"] == pytest.approx(7.421, abs=5e-4)
+    assert lesson.simulate(default | {"rescale": False})["result"] == pytest.approx(4.731, abs=5e-4)
+    for rescale in (True, False):
+        trace = lesson.simulate(default | {"order": "decreasing", "rescale": rescale})
+        assert trace["result"] == pytest.approx(1.579, abs=5e-4) and trace["verdict"] == "right"
+    assert lesson.simulate(default | {"scale": 16, "subtract_max": False})["result"] == "nan"
+
+
+def test_simulation_runs_the_recurrence(monkeypatch):
+    real = lesson.online_softmax
+    monkeypatch.setattr(lesson, "online_softmax", lambda *a: real(*a[:4], False, *a[5:]))
+    assert lesson.simulate(lesson.WIDGET_DEFAULT)["verdict"] == "wrong"
+
+
+def test_flags_break_the_first_step():
+    parse = lesson.build_parser().parse_args
+    lesson.show_recurrence(parse([]))
+    lesson.show_recurrence(parse(["--no-rescale", "--order", "decreasing"]))  # the bug that sorted data hides
+    for flags in (["--no-rescale"], ["--no-max", "--scale", "16"], ["--no-max", "--scale", "4", "--precision", "fp16"]):
+        with pytest.raises(common.CheckFailed):
+            lesson.show_recurrence(parse(flags))
+
+
+# --- Reference, tiled form, counters --------------------------------------------------------------------------------
+
+
+def test_reference_is_the_textbook():
+    q, k, v = lesson.random_qkv(Batch.of([5], [9]), 4, 2, 16, torch.float64)
+    textbook = common.lesson("01_kv_cache").causal_attention(q, k, v)
+    assert torch.equal(lesson.naive_attention(q, k, v)[0], textbook) or common.assert_close(
+        lesson.naive_attention(q, k, v)[0].float(), textbook
+    )
+    x, y, z = (t.transpose(0, 1)[None] for t in (q, k, v))
+    sdpa = F.scaled_dot_product_attention(x, y, z, enable_gqa=True)[0].transpose(0, 1)
+    common.assert_close(lesson.naive_attention(q, k, v, causal=False)[0].float(), sdpa)
+
+
+def test_visible_against_the_definition():
+    for T, S, causal, window in itertools.product((1, 3, 6), (2, 6), (True, False), (None, 1, 2, 9)):
+        seen = lesson.visible(T, S, causal, window)
+        for i, j in itertools.product(range(T), range(S)):
+            position = i + S - T
+            expected = (j <= position or not causal) and (window is None or j > position - window)
+            assert seen[i, j] == expected
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=mask_ids)
+@pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 40), (15, 33), (33, 33), (50, 20)])
+def test_tiled_attention(mask, T, S):
+    q, k, v = lesson.random_qkv(Batch.of([T], [S]), 4, 2, 16, torch.float32)
+    out, lse = lesson.tiled_attention(q, k, v, block_m=16, block_n=8, **mask)
+    ref, ref_lse = lesson.naive_attention(q.double(), k.double(), v.double(), **mask)
+    common.assert_close(out, ref)
+    common.assert_close(lse, ref_lse)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("T", "D", "block_m"), [(128, 64, 128), (256, 16, 64), (192, 32, 64), (100, 16, 128)])
+def test_counters_agree_with_the_formulas(T, D, block_m, causal):
+    q, k, v = lesson.random_qkv(Batch.of([T]), 2, 2, D, torch.float32)
+    formula = lesson.hbm_floats(T, D, block_m, causal)
+    for name, attention in (
+        ("naive", lesson.naive_attention),
+        ("tiled", lambda *a, **kw: lesson.tiled_attention(*a, block_m=block_m, block_n=4, **kw)),
+    ):
+        hbm = lesson.HBM()
+        attention(q, k, v, causal, hbm=hbm)
+        assert hbm.floats == 2 * formula[name], name
+    # One tile of queries has every key and value read once: the two fused counts meet.
+    alone = lesson.hbm_floats(T, D, T, causal)
+    assert alone["tiled"] == alone["once"]
+
+
+def test_flops_count_the_visible_pairs():
+    for T, S, causal in ((7, 7, True), (3, 9, True), (3, 9, False)):
+        pairs = int(lesson.visible(T, S, causal).sum())
+        assert lesson.attention_flops(T, S, 5, 16, causal) == pairs * 2 * 2 * 16 * 5
+
+
+# --- The kernel -----------------------------------------------------------------------------------------------------
+
+# query lengths, key lengths: 1, a tile − 1, a tile, a tile + 1, odd totals, contexts, an empty prompt, nothing to see
+BATCHES = [
+    ([1], [1]),
+    ([15, 16, 17], [15, 16, 17]),
+    ([33], [33]),
+    ([1, 1, 1], [1, 31, 40]),
+    ([5, 18], [40, 49]),
+    ([2, 0, 3], [7, 3, 3]),
+    ([20, 1], [3, 0]),
+]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=mask_ids)
+@pytest.mark.parametrize("lens", BATCHES, ids=str)
+def test_kernel_at_awkward_sizes(kernels, guarded, device, monkeypatch, lens, mask):
+    check_kernel(guarded, monkeypatch, Batch.of(*lens), torch.float32, 4, 2, 16, SMALL, mask)
+
+
+@pytest.mark.parametrize(("Hq", "Hkv", "D"), [(3, 1, 64), (2, 2, 80), (1, 1, 128), (1, 1, 256)])
+def test_kernel_dtypes_and_head_sizes(kernels, guarded, device, monkeypatch, dtype, Hq, Hkv, D):
+    batch = Batch.of([18, 3], [18, 35])
+    check_kernel(guarded, monkeypatch, batch, dtype, Hq, Hkv, D, SMALL, {"causal": True})
+
+
+def test_kernel_at_its_default_tiles(kernels, guarded, device, monkeypatch, dtype):
+    batch = Batch.of([140, 1], [140, 70])
+    check_kernel(guarded, monkeypatch, batch, dtype, 2, 1, 64, None, {"causal": True})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", MASKS, ids=mask_ids)
+@pytest.mark.parametrize("D", [16, 48, 64, 80, 128, 256])
+@pytest.mark.parametrize("tiles", [SMALL, Tiles(32, 16, 4, 1), Tiles(16, 32, 4, 2), Tiles(64, 32, 4, 2)], ids=str)
+def test_kernel_thoroughly(kernels, guarded, device, monkeypatch, dtype, D, tiles, mask):
+    batch = Batch.of([70, 1, 16, 31], [70, 90, 65, 31])
+    check_kernel(guarded, monkeypatch, batch, dtype, 4, 2, D, tiles, mask)
+
+
+def check_kernel(guarded, monkeypatch, batch, dtype, Hq, Hkv, D, tiles, mask):
+    """Inputs and outputs lie between NaNs: what is read or written out of bounds shows."""
+    q, k, v = (guarded(x) for x in lesson.random_qkv(batch, Hq, Hkv, D, dtype))
+    ref, ref_lse = lesson.reference(q, k, v, batch, **mask)
+    monkeypatch.setattr(lesson, "torch", GuardedTorch(guarded))
+    out, lse = lesson.flash_attention(q, k, v, *batch, tiles=tiles, **mask)
+    assert out.shape == q.shape and out.dtype == dtype and lse.shape == (Hq, len(q))
+    common.assert_close(out, ref)
+    common.assert_close(lse, ref_lse)
+
+
+class GuardedTorch:
+    """torch, except that `empty` allocates between guard values."""
+
+    def __init__(self, guarded):
+        self.empty = lambda *shape, dtype, device: guarded(shape, dtype)
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+def test_kernel_takes_views_of_a_packed_projection(kernels, device):
+    """The model hands over slices of one qkv matrix: rows are far apart, and heads are not where D says."""
+    batch = Batch.of([20, 7])
+    qkv = torch.randn(27, 2 + 1 + 1, 32, device=device)
+    q, k, v = qkv[:, :2], qkv[:, 2:3], qkv[:, 3:]
+    out, lse = lesson.flash_attention(q, k, v, *batch, tiles=SMALL)
+    ref, ref_lse = lesson.reference(q, k, v, batch)
+    common.assert_close(out, ref)
+    common.assert_close(lse, ref_lse)
+    # Rows that begin at odd addresses cannot be described to TMA: they are copied first.
+    odd = torch.randn(27 * 33 + 1, device=device)[1:].view(27, 1, 33)[..., :32]
+    assert lesson._aligned(odd).data_ptr() != odd.data_ptr() and lesson._aligned(k).data_ptr() == k.data_ptr()
+    out, _ = lesson.flash_attention(q, odd, v, *batch, tiles=SMALL)
+    common.assert_close(out, lesson.reference(q, odd, v, batch)[0])
+
+
+def test_scale_reaches_scores_and_lse(kernels, device):
+    batch = Batch.of([20])
+    q, k, v = lesson.random_qkv(batch, 2, 1, 16, torch.float32)
+    out, lse = lesson.flash_attention(q, k, v, *batch, scale=0.7, tiles=SMALL)
+    ref, ref_lse = lesson.reference(q, k, v, batch, scale=0.7)
+    common.assert_close(out, ref)
+    common.assert_close(lse, ref_lse)
+
+
+def test_one_sequence_never_reads_another(kernels, device):
+    """The neighbours are NaN: a key or value too many would turn everything into NaN."""
+    batch = Batch.of([5, 18, 4], [9, 35, 6])
+    q, k, v = lesson.random_qkv(batch, 2, 1, 16, torch.float32)
+    ref, ref_lse = lesson.reference(q, k, v, batch)
+    for x in (k, v):
+        x[:9], x[44:] = math.nan, math.nan
+    for mask in ({}, {"causal": False}):
+        ref, ref_lse = lesson.reference(q, k, v, batch, **mask)
+        out, lse = lesson.flash_attention(q, k, v, *batch, tiles=SMALL, **mask)
+        common.assert_close(out[5:23], ref[5:23])
+        common.assert_close(lse[:, 5:23], ref_lse[:, 5:23])
+        assert not out[5:23].isnan().any() and out[:5].isnan().all()
+
+
+def test_rows_behind_the_last_sequence_are_left_alone(kernels, device, monkeypatch, guarded):
+    batch = Batch.of([5, 3])
+    q, k, v = lesson.random_qkv(Batch.of([12]), 2, 1, 16, torch.float32)
+    monkeypatch.setattr(lesson, "torch", GuardedTorch(guarded))
+    out, lse = lesson.flash_attention(q, k, v, *batch, tiles=SMALL)
+    assert out[8:].isnan().all() and lse[:, 8:].isnan().all() and not out[:8].isnan().any()
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["kernel", "torch"])
+def test_extreme_scores(device, native):
+    """Scores of ±9,000, of −150 and of −inf, in the first tile, in a later one, everywhere."""
+    if native and not common.HAS_TRITON:
+        pytest.skip("no Triton wheel on this platform")
+    S, D = 40, 16
+    q, v = torch.zeros(1, 1, D, device=device), torch.randn(S, 1, D, device=device)
+    q[..., 0] = 4  # scale 1/4: the score of a key is its first component
+    batch = Batch.of([1], [S])
+    scores = torch.randint(-9, 9, (S,), device=device).float()
+    cases = {
+        "large": scores * 1000,
+        "far below": scores - 150,  # exp(−150) is 0 in fp32
+        "first tiles -inf": scores.clone().index_fill_(0, torch.arange(33, device=device), -math.inf),
+        "last tile -inf": scores.clone().index_fill_(0, torch.arange(30, S, device=device), -math.inf),
+        "one key": torch.full((S,), -math.inf, device=device).index_fill_(0, torch.tensor([17], device=device), -5.0),
+        "nothing": torch.full((S,), -math.inf, device=device),
+    }
+    for name, row in cases.items():
+        k = torch.zeros(S, 1, D, device=device)
+        k[:, 0, 0] = row
+        if native:
+            with common.use_kernels():
+                out, lse = lesson.flash_attention(q, k, v, *batch, tiles=SMALL)
+        else:
+            out, lse = lesson.flash_attention(q, k, v, *batch)
+        weights = row.double().softmax(0).nan_to_num(0)
+        common.assert_close(out[0, 0], weights @ v[:, 0].double())
+        assert lse.item() == pytest.approx(row.double().logsumexp(0).item(), rel=1e-6), name
+
+
+def test_lse_merges_two_halves(kernels, device):
+    """What split-KV, cascades and chunked contexts rely on: o = Σ_i exp(lse_i − lse) o_i."""
+    q, k, v = lesson.random_qkv(Batch.of([18], [50]), 2, 1, 16, torch.float32)
+    parts = [
+        lesson.flash_attention(q, k[a:b], v[a:b], *Batch.of([18], [b - a]), causal=False, tiles=SMALL)
+        for a, b in ((0, 21), (21, 50))
+    ]
+    whole, whole_lse = lesson.reference(q, k, v, Batch.of([18], [50]), causal=False)
+    lse = torch.logaddexp(parts[0][1], parts[1][1])
+    common.assert_close(lse, whole_lse)
+    merged = sum((part_lse - lse).exp().T[..., None] * out for out, part_lse in parts)
+    common.assert_close(merged, whole)
+
+
+def test_any_order_of_programs_covers_everything(kernels, device, monkeypatch):
+    batch = Batch.of([20, 35])
+    q, k, v = lesson.random_qkv(batch, 8, 4, 16, torch.float32)
+    ref, ref_lse = lesson.reference(q, k, v, batch)
+    for group in (2, 4, 8):
+        monkeypatch.setattr(lesson, "heads_per_group", lambda *a, g=group: g)
+        out, lse = lesson.flash_attention(q, k, v, *batch, tiles=SMALL)
+        common.assert_close(out, ref)
+        common.assert_close(lse, ref_lse)
+
+
+def test_heavy_programs_start_first(device):
+    """The grid has one program per tile, head and sequence; heads form groups whose keys and values fit L2."""
+    q = torch.empty(512, 8, 64, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(512, 4, 64, dtype=torch.bfloat16, device="meta")
+    loc = torch.empty(3, dtype=torch.int32, device="meta")
+    with common.captured() as launches:
+        lesson.flash_attention(q, k, k, loc, loc, 256, 256)
+    (launch,) = launches
+    assert launch.grid == (2 * 8 * 2,)
+    assert lesson.heads_per_group(32, 8, 1 << 20) == 32  # all keys and values fit
+    assert lesson.heads_per_group(32, 8, 16 << 20) == 8  # two KV heads of 16 MiB, and their four query heads each
+    assert lesson.heads_per_group(9, 3, 14 << 20) == 3  # two would fit, but three heads do not come in twos
+    assert lesson.heads_per_group(16, 16, 1 << 40) == 1
+
+
+# --- The torch path -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=mask_ids)
+@pytest.mark.parametrize("lens", BATCHES, ids=str)
+def test_torch_path_is_the_kernels_twin(lens, mask, dtype):
+    batch = Batch(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in Batch.of(*lens)))
+    q, k, v = (x.cpu() for x in lesson.random_qkv(batch, 4, 2, 16, dtype))
+    before = lesson.flash_attention_kernel.launches
+    out, lse = lesson.flash_attention(q, k, v, *batch, **mask)
+    ref, ref_lse = lesson.reference(q, k, v, batch, **mask)
+    assert lesson.flash_attention_kernel.launches == before and out.dtype == dtype
+    common.assert_close(out, ref)
+    common.assert_close(lse, ref_lse, dtype)
+
+
+def test_no_queries_or_no_keys(device):
+    for query_lens, seq_lens in (([0], [3]), ([2], [0]), ([0, 0], [0, 0])):
+        batch = Batch.of(query_lens, seq_lens)
+        q, k, v = lesson.random_qkv(batch, 2, 1, 16, torch.float32)
+        out, lse = lesson.flash_attention(q, k, v, *batch)
+        assert out.shape == q.shape and not out.any() and (lse == -math.inf).all()
+
+
+def test_wrong_arguments_are_named():
+    q, k, v = lesson.random_qkv(Batch.of([4]), 4, 2, 16, torch.float32)
+    batch = Batch.of([4])
+    for match, args, options in (
+        ("head size 24", (torch.zeros(4, 4, 24), torch.zeros(4, 2, 24), torch.zeros(4, 2, 24)), {}),
+        ("head size 512", (torch.zeros(4, 4, 512), torch.zeros(4, 2, 512), torch.zeros(4, 2, 512)), {}),
+        ("do not go together", (q, k.half(), v.half()), {}),
+        ("do not go together", (q[:, :3], k, v), {}),
+        ("do not go together", (q, k, v[:2]), {}),
+        ("window 0", (q, k, v), {"window": 0}),
+        ("window 4", (q, k, v), {"window": 4, "causal": False}),
+        ("scale", (q, k, v), {"scale": -1.0}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            lesson.flash_attention(*args, *batch, **options)
+
+
+# --- The model ------------------------------------------------------------------------------------------------------
+
+
+def test_model_prefill_runs_the_kernel(kernels, tiny_model):
+    prompts = [[3, 14, 15, 92, 65], [35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 28, 84, 19, 71, 69, 39]]
+    naive = lambda q, k, v, batch: lesson.reference(q, k, v, batch)[0].to(q.dtype)  # noqa: E731
+    before = lesson.flash_attention_kernel.launches
+    logits = lesson.prefill(tiny_model, prompts, lesson.run_triton)
+    assert lesson.flash_attention_kernel.launches - before == tiny_model.config.num_hidden_layers
+    common.assert_close(logits, lesson.prefill(tiny_model, prompts, naive))
+    alone = torch.cat([lesson.prefill(tiny_model, [prompt], naive) for prompt in prompts])
+    common.assert_close(logits, alone)
+
+
+def test_real_model_prefill(kernels, real_model):
+    model, tokenizer = real_model
+    prompts = [tokenizer.encode("The capital of France is"), tokenizer.encode("Water freezes at zero")]
+    naive = lambda q, k, v, batch: lesson.reference(q, k, v, batch)[0].to(q.dtype)  # noqa: E731
+    ref = lesson.prefill(model, prompts, naive)
+    logits = lesson.prefill(model, prompts, lesson.run_triton, lesson.run_sdpa, every=10)
+    common.assert_close(logits, ref)
+    assert logits.argmax(-1).tolist() == ref.argmax(-1).tolist()
+    assert tokenizer.decode([int(ref[0].argmax())]).strip() == "Paris"
+
+
+# --- Backends -------------------------------------------------------------------------------------------------------
+
+
+def config(device="cuda", capability=(9, 0), dtype=torch.bfloat16, head_size=128, **more):
+    return lesson.AttentionSelectorConfig(device, capability, dtype, head_size, **more)
+
+
+@pytest.mark.parametrize(
+    ("change", "chosen"),
+    [
+        ({}, "FLASH_ATTN"),
+        ({"capability": (8, 0)}, "FLASH_ATTN"),
+        ({"capability": (10, 0)}, "FLASHINFER"),
+        ({"capability": (10, 0), "head_size": 80}, "FLASH_ATTN"),
+        ({"capability": (10, 0), "use_non_causal": True}, "FLASH_ATTN"),
+        ({"capability": (12, 0)}, "FLASH_ATTN"),
+        ({"capability": (7, 5), "dtype": torch.float16}, "TRITON_ATTN"),
+        ({"dtype": torch.float32}, "TRITON_ATTN"),
+        ({"head_size": 20, "dtype": torch.float32}, "FLEX_ATTENTION"),
+        ({"installed": frozenset({"flashinfer", "triton"})}, "FLASHINFER"),
+        ({"installed": frozenset({"triton"})}, "TRITON_ATTN"),
+        ({"installed": frozenset()}, "FLEX_ATTENTION"),
+        ({"device": "rocm", "capability": None}, "TRITON_ATTN"),
+        ({"device": "cpu", "capability": None}, "TORCH_SDPA"),
+    ],
+    ids=str,
+)
+def test_selection(change, chosen):
+    c = config(**change)
+    name, others = lesson.select_backend(c)
+    assert name == chosen and others.keys() == lesson.BACKENDS.keys() - {chosen}
+    assert all(why and all(isinstance(reason, str) and reason for reason in why) for why in others.values())
+    before = lesson.priorities(c)[: lesson.priorities(c).index(chosen)]
+    assert all("was asked first" not in others[other][0] for other in before)
+    if lesson.BACKENDS[chosen].run is None or chosen not in lesson.priorities(c):
+        pytest.fail("chose what cannot run")
+
+
+def test_a_requested_backend_runs_or_says_why_not():
+    assert lesson.select_backend(config(), "FLEX_ATTENTION")[0] == "FLEX_ATTENTION"
+    for name, c, word in (
+        ("FLASH_ATTN", config(dtype=torch.float32), "fp16 and bf16 only"),
+        ("FLASHINFER", config(head_size=80), "head sizes"),
+        ("XFORMERS", config(), "removed from vLLM"),
+        ("FLASHMLA", config(), "MLA models only"),
+        ("TRITON_ATTN", config(device="cpu", capability=None), "interpreted"),
+        ("NONSENSE", config(), "allowed: FLASH_ATTN"),
+    ):
+        with pytest.raises(common.InputError, match=word) as error:
+            lesson.select_backend(c, name)
+        assert name in str(error.value)
+    with pytest.raises(common.InputError, match="no attention backend"):
+        lesson.select_backend(config(use_mla=True))
+
+
+def test_environment_variable_of_older_vllm(monkeypatch, capsys):
+    monkeypatch.delenv("VLLM_ATTENTION_BACKEND", raising=False)
+    assert lesson.requested_backend(None) is None and lesson.requested_backend("TORCH_SDPA") == "TORCH_SDPA"
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLEX_ATTENTION")
+    said = []
+    monkeypatch.setattr(common, "say", said.append)
+    assert lesson.requested_backend(None) == "FLEX_ATTENTION" and "no longer reads" in said[0]
+    assert lesson.requested_backend("TORCH_SDPA") == "TORCH_SDPA" and len(said) == 1  # the flag wins
+
+
+def reachable():
+    here = lesson.here(torch.float32, 64)
+    return [
+        name for name, backend in lesson.BACKENDS.items()
+        if backend.run and (not backend.invalid_reasons(here) or (name == "TRITON_ATTN" and common.HAS_TRITON))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", reachable())
+def test_reachable_backends_agree(name, device):
+    batch = Batch.of((20, 1, 9), (20, 30, 14))
+    q, k, v = lesson.random_qkv(batch, 4, 2, 64, torch.float32)
+    for causal, window in ((True, None), (False, None), (True, 6)):
+        out = lesson.BACKENDS[name].run(q, k, v, batch, causal, window)
+        common.assert_close(out, lesson.reference(q, k, v, batch, causal, window)[0])
+
+
+def test_every_backend_that_can_run_is_reachable_here():
+    assert {"TORCH_SDPA", "FLEX_ATTENTION"} <= set(reachable())
+
+
+def test_calls_of_packages_that_are_not_here(monkeypatch):
+    """flash-attn and flashinfer are seldom installed on a CPU: check what they would be called with."""
+    batch, calls = Batch.of([4], [9]), []
+    q, k, v = lesson.random_qkv(batch, 4, 2, 64, torch.float32)
+    fake = SimpleNamespace(flash_attn_varlen_func=lambda *a, **kw: calls.append((a, kw)))
+    monkeypatch.setitem(sys.modules, "flash_attn", fake)
+    lesson.run_flash_attn(q, k, v, batch, True, 6)
+    lesson.run_flash_attn(q, k, v, batch, False)
+    assert calls[0][0] == (q, k, v, *batch)
+    assert [kw for _, kw in calls] == [
+        {"causal": True, "window_size": (5, -1)}, {"causal": False, "window_size": (-1, -1)}
+    ]  # fmt: skip
+
+    class Wrapper:
+        def __init__(self, workspace, layout):
+            assert layout == "NHD"
+
+        def plan(self, *args, **kwargs):
+            calls.append((args, kwargs))
+
+        def run(self, *args):
+            return args[0]
+
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithRaggedKVCacheWrapper=Wrapper))
+    assert lesson.run_flashinfer(q, k, v, batch, True, 6) is q
+    args, kwargs = calls[-1]
+    assert args == (batch.query_start_loc, batch.seq_start_loc, 4, 2, 64)
+    assert kwargs == {"causal": True, "window_left": 5, "q_data_type": q.dtype}
+
+
+# --- Compiled for Hopper --------------------------------------------------------------------------------------------
+
+COMPILE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import compile_kernels as ck, common, torch
+lesson, rows = common.lesson("03_flash_attention"), []
+for target, capability, D, options in json.loads(sys.argv[2]):
+    q = torch.empty(1024, 32, D, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(4096, 8, D, dtype=torch.bfloat16, device="meta")
+    loc = torch.empty(3, dtype=torch.int32, device="meta")
+    tiles = lesson.choose_tiles(q.dtype, D, options.get("window"), capability and tuple(capability))
+    with common.captured() as launches:
+        lesson.flash_attention(q, k, k, loc, loc, 512, 2048, tiles=tiles, **options)
+    compiled = ck.compile_launch(launches[0], ck.TARGETS[target])
+    ptx = compiled.asm["ptx"]
+    rows.append({"spills": ck.resources(compiled, ck.TARGETS[target])["spills"], "shared": compiled.metadata.shared,
+                 "wgmma": "wgmma.mma_async" in ptx, "tma": "cp.async.bulk.tensor" in ptx})
+print(json.dumps(rows))
+"""
+KIB = {"sm_90": 227, "sm_80": 163}  # shared memory that one program may have
+
+
+def check_compiled(cases):
+    command = [sys.executable, "-c", COMPILE, str(Path(__file__).parent), json.dumps(cases)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for case, row in zip(cases, json.loads(done.stdout.splitlines()[-1])):
+        assert row["spills"] == 0 and row["shared"] <= KIB[case[0]] * 1024, (case, row)
+        if case[0] == "sm_90":
+            assert row["wgmma"] and row["tma"], case
+
+
+needs_triton = pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform: nothing to compile")
+
+
+@needs_triton
+def test_hopper_tiles_fit():
+    check_compiled([("sm_90", (9, 0), 128, {})])
+
+
+@needs_triton
+@pytest.mark.slow
+def test_all_tiles_fit():
+    options = ({}, {"causal": False}, {"window": 1024})
+    check_compiled([("sm_90", (9, 0), D, o) for D in (64, 128, 256) for o in options])
+    check_compiled([("sm_80", None, D, o) for D in (64, 128, 256) for o in options])

@@ -1,0 +1,351 @@
+"""Lesson 04: who runs when, what the model is given, and that nobody's tokens depend on the company they keep."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import common
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import llama
+
+lesson = common.lesson("04_continuous_batching")
+paged = common.lesson("02_paged_attention")
+preemption = common.lesson("11_preemption")
+Request, SamplingParams = lesson.Request, lesson.SamplingParams
+
+lengths = st.lists(st.integers(1, 20), min_size=1, max_size=24)
+
+
+# --- Static against continuous --------------------------------------------------------------------------------------
+
+
+@given(lengths, st.integers(1, 6))
+def test_step_counts_are_the_naive_ones(outputs, slots):
+    static, continuous = (lesson.timeline(policy, slots, outputs) for policy in ("static", "continuous"))
+    assert static.makespan == lesson.static_steps(slots, outputs)
+    assert continuous.makespan == lesson.continuous_steps(slots, outputs)
+    assert continuous.makespan <= static.makespan
+
+
+def check_run(run, outputs, arrivals, slots):
+    """Conservation, whoever scheduled: each request sits in one seat, without a gap, for as long as it is."""
+    assert run.busy == sum(outputs) and all(len(lanes) == slots for lanes in run.lanes)
+    for i, (seat, start, stop) in enumerate(run.spans):
+        assert stop - start == outputs[i] and start >= arrivals[i]
+        assert [lanes[seat] for lanes in run.lanes[start:stop]] == [i] * outputs[i]
+        assert sum(i in lanes for lanes in run.lanes) == outputs[i]
+    assert lesson.lower_bound(slots, outputs, arrivals) <= run.makespan
+
+
+@given(lengths, st.integers(1, 6), st.integers(0, 9), st.sampled_from(["static", "continuous"]))
+def test_nothing_is_lost(outputs, slots, gap, policy):
+    arrivals = [gap * i for i in range(len(outputs))]
+    check_run(lesson.timeline(policy, slots, outputs, arrivals=arrivals), outputs, arrivals, slots)
+
+
+@given(lengths, st.integers(1, 6))
+def test_equal_and_sorted_lengths_gain_nothing(outputs, slots):
+    """Static batching is optimal for equal lengths. Longest first, it takes as long as each batch's first."""
+    equal = [outputs[0]] * (slots * len(outputs))
+    assert {lesson.timeline(p, slots, equal).makespan for p in lesson.POLICIES} == {outputs[0] * len(outputs)}
+    alike = [n for n in outputs for _ in range(slots)]  # sorted so that every batch holds equal lengths
+    assert {lesson.timeline(p, slots, alike).makespan for p in lesson.POLICIES} == {sum(outputs)}
+
+
+def test_every_state_of_the_widget():
+    space = (list(lesson.POLICIES), lesson.SEATS, list(lesson.LENGTHS), list(lesson.ARRIVALS))
+    makespans = {}
+    for values in itertools.product(*space):
+        params = dict(zip(("policy", "slots", "lengths", "arrivals"), values))
+        trace = lesson.simulate(params)
+        makespans[values] = trace["makespan"]
+        assert trace["busy"] == sum(trace["outputs"]) and trace["cells"] == trace["makespan"] * params["slots"]
+        assert trace["lower_bound"] <= trace["makespan"] == len(trace["steps"])
+        for i, (slot, start, stop) in enumerate(trace["spans"]):
+            assert stop - start == trace["outputs"][i] and start >= trace["arrivals"][i]
+            assert all(step["slots"][slot] == i for step in trace["steps"][start:stop])
+        for at, step in enumerate(trace["steps"]):
+            arrived = sum(arrival <= at for arrival in trace["arrivals"])
+            started = sum(start <= at for _, start, _ in trace["spans"])
+            assert step["waiting"] == arrived - started
+    for _, *rest in makespans:
+        assert makespans[("continuous", *rest)] <= makespans[("static", *rest)]
+
+
+def test_a_broken_scheduler_breaks_the_simulation(monkeypatch):
+    params = lesson.WIDGET_DEFAULT | {"policy": "continuous"}
+    right = lesson.simulate(params)
+    admit, stops = lesson.Scheduler._admit, lesson.check_stop
+    with monkeypatch.context() as patch:  # one seat stays empty
+        patch.setattr(lesson.Scheduler, "_admit", lambda self, r: admit(self, r) if len(self.running) < 3 else 0)
+        assert lesson.simulate(params)["makespan"] > right["makespan"]
+    with monkeypatch.context() as patch:  # one token too many
+        patch.setattr(lesson, "check_stop", lambda r, n: r.num_output_tokens > r.max_tokens and stops(r, n))
+        assert lesson.simulate(params)["busy"] > right["busy"]
+    with monkeypatch.context() as patch:  # the last in the queue is the first
+        patch.setattr(lesson.FCFSRequestQueue, "add_request", lesson.FCFSRequestQueue.prepend_request)
+        assert lesson.simulate(params)["spans"] != right["spans"]
+
+
+def test_static_batching_uses_one_over_the_harmonic_number():
+    """For geometric lengths: mean ÷ expected maximum of `slots` lengths → 1/H. Twenty times the lesson's sample."""
+    outputs = lesson.geometric(10_240, 64, seed=5)
+    for slots in (2, 4, 8, 32):
+        used = sum(outputs) / (slots * lesson.static_steps(slots, outputs))
+        assert used == pytest.approx(1 / sum(1 / k for k in range(1, slots + 1)), rel=0.04)
+
+
+def test_a_slot_cache_is_a_paged_cache_with_huge_blocks():
+    found = lesson.facts()["reserved"]
+    assert found["reserved"]["most"] == found["pool_tokens"] // found["max_model_len"]
+    assert found["paged"]["most"] > 3 * found["reserved"]["most"] and found["gain"] > 2
+
+
+# --- What the model is given ----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=6), st.integers(1, 5))
+def test_prepared_inputs_are_those_of_lesson_02(shapes, block_size):
+    """Rows in any order, prompts beside decodes, chunks in the middle: the arrays equal the obvious ones."""
+    rng = random.Random(len(shapes))
+    batch = lesson.InputBatch(len(shapes) + 2, 40, block_size)
+    rng.shuffle(batch.free_rows)
+    pool = iter(rng.sample(range(1, 1000), 300))
+    requests, tables, rows = [], [], []
+    for i, (new, before) in enumerate(shapes):
+        request = Request(str(i), [rng.randrange(99) for _ in range(new + before + 2)], SamplingParams(temperature=0))
+        table = [next(pool) for _ in range(-(-(new + before) // block_size))]
+        batch.add(str(i))
+        batch.update(request, table[: len(table) // 2])  # it grows
+        rows.append(batch.update(request, table))
+        requests.append(request)
+        tables.append(table)
+    query_lens, seq_lens = [new for new, _ in shapes], [new + before for new, before in shapes]
+    token_ids, meta = batch.prepare(rows, query_lens, seq_lens, torch.device("cpu"))
+    want = paged.AttentionMetadata.build(tables, seq_lens, query_lens, block_size, torch.device("cpu"))
+    for name in ("positions", "slot_mapping", "query_start_loc", "seq_lens", "block_table"):
+        ours, theirs = getattr(meta, name), getattr(want, name)
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), name
+    assert (meta.query_lens, meta.max_seq_len) == (want.query_lens, want.max_seq_len)
+    known = [t for r, n, S in zip(requests, query_lens, seq_lens) for t in r.all_token_ids[S - n : S]]
+    assert token_ids.tolist() == known  # flattened, no padding
+
+
+def test_a_row_forgets_its_last_request():
+    batch = lesson.InputBatch(1, 64, 4)
+    batch.add("long")
+    batch.update(Request("long", [7] * 40, SamplingParams()), list(range(1, 11)))
+    batch.remove("long")
+    batch.remove("long")  # unknown by now: passed over
+    batch.add("short")
+    row = batch.update(Request("short", [8, 9], SamplingParams()), [11])
+    token_ids, meta = batch.prepare([row], [2], [2], torch.device("cpu"))
+    assert token_ids.tolist() == [8, 9] and meta.block_table.tolist() == [[11]]
+    assert not batch.block_table[row, 1:].any() and not batch.free_rows
+
+
+def test_a_step_reads_only_what_is_new():
+    """No per-sequence work that grows with the context: after 500 tokens a step copies one."""
+
+    class Watched(list):
+        read = 0
+
+        def __getitem__(self, index):
+            found = super().__getitem__(index)
+            Watched.read += len(found) if isinstance(index, slice) else 1
+            return found
+
+    batch = lesson.InputBatch(1, 1024, 16)
+    request = Request("a", [1] * 500, SamplingParams())
+    request.all_token_ids, blocks = Watched(request.all_token_ids), Watched(range(1, 40))
+    batch.add("a")
+    batch.update(request, blocks)
+    Watched.read = 0
+    for _ in range(20):
+        request.append_output_token_id(2)
+        batch.update(request, blocks)
+    assert Watched.read == 20
+
+
+def test_packed_weights_are_the_same_matrix_and_leave_the_model_alone():
+    model = llama.random_model(seed=3, device=torch.device("cpu"))
+    before = dict(model.linear)
+    packed = lesson.pack_weights(model)
+    assert model.linear == before and packed.embed_tokens is model.embed_tokens
+    if packed is model:
+        pytest.skip("no oneDNN here: weights are not packed")
+    for name, layer in packed.linear.items():
+        for rows in (1, 2, 33):
+            x = torch.randn(rows, layer.weight.shape[1])
+            with torch.inference_mode():
+                common.assert_close(layer(x), before[name](x))
+    replaced = llama.random_model(seed=3, device=torch.device("cpu"))
+    replaced.linear["lm_head"] = mine = lambda x: x
+    assert lesson.pack_weights(replaced).linear["lm_head"] is mine
+    assert lesson.pack_weights(packed).linear == packed.linear, "packing twice packs once"
+
+
+# --- Nobody's tokens depend on the company --------------------------------------------------------------------------
+
+
+def tiny_core(model, policy="continuous", seats=4, num_blocks=200, block_size=4):
+    return lesson.make_core(model, policy, seats, num_blocks, max_model_len=96, block_size=block_size)
+
+
+def random_requests(rng, count):
+    return [([rng.randrange(128) for _ in range(rng.randint(1, 30))], rng.randint(1, 12)) for _ in range(count)]
+
+
+def run_with_arrivals(core, requests, arrivals):
+    """Add each request before the step of its arrival; returns the tokens of each."""
+    found, step = [[] for _ in requests], 0
+    while step <= max(arrivals) or core.scheduler.has_unfinished_requests():
+        for i, (prompt, n) in enumerate(requests):
+            if arrivals[i] == step:
+                params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+                core.add_request(Request(str(i), list(prompt), params))
+        for output in core.step():
+            found[int(output.request_id)] += output.new_token_ids
+        step += 1
+    pool = core.scheduler.kv_cache_manager.block_pool
+    pool.check()
+    assert pool.num_free_blocks == pool.num_blocks - 1
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("policy", ["static", "continuous"])
+def test_any_batch_gives_each_request_its_tokens(tiny_model, policy, seed):
+    rng = random.Random(seed)
+    requests = random_requests(rng, 9)
+    alone = [lesson.generate_alone(tiny_model, prompt, n) for prompt, n in requests]
+    arrivals = [rng.randint(0, 6) for _ in requests]
+    block_size = (4, 1, 3, 16)[seed]
+    num_blocks = 1 + -(-96 // block_size) + rng.randint(0, 30)  # from just one longest sequence to plenty
+    core = tiny_core(tiny_model, policy, rng.randint(2, 5), num_blocks, block_size)
+    assert run_with_arrivals(core, requests, arrivals) == alone
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_chunks_and_preemptions_change_no_token(tiny_model, seed):
+    """The same runner under lesson 11's scheduler, with a pool that is too small and a budget that cuts prompts."""
+    rng = random.Random(seed)
+    requests = random_requests(rng, 8)
+    alone = [lesson.generate_alone(tiny_model, prompt, n) for prompt, n in requests]
+    config = preemption.SchedulerConfig(max_model_len=44, max_num_seqs=6, max_num_batched_tokens=11)
+    scheduler = preemption.make_scheduler(config, num_blocks=13, block_size=4)
+    core = lesson.ModelEngineCore(scheduler, lesson.ModelRunner(tiny_model, scheduler))
+    preempted = []
+    monitored = scheduler._preempt_request
+    scheduler._preempt_request = lambda victim, output: (preempted.append(victim), monitored(victim, output))
+    assert run_with_arrivals(core, requests, [0] * 8) == alone
+    assert preempted and not core.runner.batch.rows.keys() & {"no such"}
+
+
+def test_the_engine_runs_the_kernels(tiny_model, kernels):
+    """Under `use_kernels` the step goes through lesson 02's Triton kernels, with the same tokens."""
+    requests = [([5, 9, 2], 3), ([7] * 5, 2)]
+    alone = [lesson.generate_alone(tiny_model, prompt, n) for prompt, n in requests]
+    before = paged.paged_decode_kernel.launches, paged.reshape_and_cache_kernel.launches
+    assert run_with_arrivals(tiny_core(tiny_model, num_blocks=30), requests, [0, 1]) == alone
+    assert paged.paged_decode_kernel.launches > before[0] and paged.reshape_and_cache_kernel.launches > before[1]
+
+
+def test_aborted_requests_leave_at_once(tiny_model):
+    core = tiny_core(tiny_model, seats=3)
+    requests = random_requests(random.Random(1), 5)
+    for i, (prompt, _) in enumerate(requests):
+        core.add_request(Request(str(i), prompt, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)))
+    found = {str(i): [] for i in range(5)}
+    for step in range(60):
+        if step == 2:
+            core.abort_requests(["1", "4", "4", "unknown"])  # one runs, one waits
+        for output in core.step():
+            found[output.request_id] += output.new_token_ids
+    assert not core.scheduler.has_unfinished_requests() and len(found["1"]) == 2 and found["4"] == []
+    for i in (0, 2, 3):
+        assert found[str(i)] == lesson.generate_alone(tiny_model, requests[i][0], 20)
+    core.step()  # the runner hears of the last ones
+    pool = core.scheduler.kv_cache_manager.block_pool
+    assert core.runner.batch.rows == {} and pool.num_free_blocks == pool.num_blocks - 1
+
+
+def test_priorities_decide_who_is_next(tiny_model):
+    config = lesson.SchedulerConfig(96, 1, 96, policy="priority")
+    scheduler = lesson.Scheduler(config, lesson.KVCacheManager(50, 4, 96))
+    core = lesson.ModelEngineCore(scheduler, lesson.ModelRunner(tiny_model, scheduler))
+    for name, priority in (("late", 5), ("first", 0), ("second", 1)):
+        core.add_request(Request(name, [1, 2], SamplingParams(temperature=0, max_tokens=2), priority=priority))
+    order = []
+    while scheduler.has_unfinished_requests():
+        order += [o.request_id for o in core.step() if o.finish_reason]
+    assert order == ["first", "second", "late"]
+
+
+def test_the_real_model_in_a_batch(real_model):
+    model, tokenizer = real_model
+    prompts = [tokenizer.encode(text) for text in lesson.PROMPTS[:6]]
+    core = lesson.make_core(model, max_num_seqs=4)
+    together = lesson.serve(core, prompts, [6, 3, 5, 4, 6, 2]).token_ids
+    assert together[0] == lesson.generate_alone(model, prompts[0], 6)
+    assert together[3:5] == [lesson.serve(core, [prompts[i]], [len(together[i])]).token_ids[0] for i in (3, 4)]
+    assert "Paris" in tokenizer.decode(together[0])
+
+
+@pytest.mark.slow
+def test_32_requests_on_the_real_model(real_model):
+    model, tokenizer = real_model
+    prompts = [tokenizer.encode(lesson.PROMPTS[i % 8]) for i in range(32)]
+    served = lesson.serve(lesson.make_core(model), prompts, lesson.OUTPUTS)
+    for i in range(8):
+        assert served.token_ids[i] == lesson.generate_alone(model, prompts[i], lesson.OUTPUTS[i])
+    assert served.token_ids[:8] == served.token_ids[8:16]
+
+
+# --- Wrong input ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0), ("n", 1.5), ("n", "2"), ("n", None), ("temperature", -0.1), ("temperature", 2.1),
+        ("temperature", "hot"), ("temperature", float("nan")), ("temperature", None), ("top_k", -2), ("top_k", 1.0),
+        ("top_k", True), ("top_p", 0), ("top_p", 1.1), ("top_p", float("nan")), ("min_p", -0.1), ("min_p", 1.1),
+        ("presence_penalty", 2.5), ("frequency_penalty", -2.5), ("repetition_penalty", 0),
+        ("repetition_penalty", float("inf")), ("logprobs", -1), ("logprobs", 21), ("logprobs", 0.5), ("max_tokens", 0),
+        ("max_tokens", "16"), ("min_tokens", -1), ("min_tokens", 17), ("seed", 0.5), ("seed", "x"), ("stop", [""]),
+        ("stop", [3]), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]),
+    ],
+)  # fmt: skip
+def test_wrong_sampling_params_name_the_field(field, value):
+    with pytest.raises(common.InputError, match=field) as error:
+        SamplingParams(**{field: value})
+    assert len(str(error.value).splitlines()) == 1 and isinstance(error.value, ValueError)
+
+
+def test_greedy_samples_would_all_be_the_same():
+    with pytest.raises(common.InputError, match="n 2"):
+        SamplingParams(n=2, temperature=0)
+
+
+def test_what_can_never_be_served_is_refused_on_arrival(tiny_model):
+    core = tiny_core(tiny_model, num_blocks=25)  # 96 tokens: exactly one longest sequence
+    for prompt, word in (([], "empty"), ([1] * 96, "maximum model length"), ([1] * 97, "maximum model length")):
+        with pytest.raises(common.InputError, match=word):
+            core.add_request(Request("x", prompt, SamplingParams()))
+    core.add_request(Request("x", [1] * 95, SamplingParams(temperature=0)))
+    with pytest.raises(common.InputError, match="'x'"):
+        core.add_request(Request("x", [1], SamplingParams()))
+    (output,) = core.step()
+    assert output.finish_reason == "length" and len(output.new_token_ids) == 1
+    with pytest.raises(common.InputError, match="num_blocks"):
+        tiny_core(tiny_model, num_blocks=24)
+
+
+def test_the_runner_of_a_schedule_without_anybody(tiny_model):
+    assert tiny_core(tiny_model).step() == []

@@ -1,0 +1,343 @@
+"""Lesson 10: the mixed-batch kernel, the budget's schedule, chunked equal to whole, the simulation."""
+
+from __future__ import annotations
+
+import common
+import pytest
+import torch
+
+lesson = common.lesson("10_chunked_prefill")
+paged = lesson.paged
+
+# (new tokens, context including them) of each sequence: decodes, first chunks, later chunks, and nobody's turn.
+MIXED = [(1, 1), (1, 16), (5, 5), (1, 33), (17, 40), (0, 12), (1, 17), (16, 64)]
+
+
+def make_batch(work, Hq, Hkv, D, block_size, dtype, guarded):
+    """A mixed batch on shuffled physical blocks. Every slot that no sequence owns holds NaN (the null block: zeros)."""
+    table_lens = [-(-S // block_size) for _, S in work]
+    num_blocks = sum(table_lens) + 3
+    ids = (torch.randperm(num_blocks - 1) + 1).tolist()
+    width = max(table_lens) + 1
+    table = torch.zeros(len(work), width, dtype=torch.int32)
+    cache = torch.full((2, num_blocks, block_size, Hkv, D), float("nan"), dtype=dtype)
+    cache[:, 0] = 0
+    for b, (_, S) in enumerate(work):
+        for i in range(table_lens[b]):
+            table[b, i] = block = ids.pop()
+            used = min(block_size, S - i * block_size)
+            cache[:, block, :used] = torch.randn(2, used, Hkv, D).to(dtype)
+    lens = torch.tensor([n for n, _ in work])
+    start_loc = torch.cat((torch.zeros(1, dtype=torch.int64), lens.cumsum(0)))
+    q = torch.randn(int(lens.sum()), Hq, D).to(dtype)
+    seq_lens = torch.tensor([S for _, S in work], dtype=torch.int32)
+    tensors = [guarded(x) for x in (q, cache, table, start_loc, seq_lens)]
+    return tensors, int(lens.max())
+
+
+def check_batch(work, Hq, Hkv, D, block_size, dtype, guarded):
+    tensors, longest = make_batch(work, Hq, Hkv, D, block_size, dtype, guarded)
+    out = lesson.unified_attention(*tensors, longest)
+    common.assert_close(out.cpu(), lesson.mixed_attention_reference(*tensors), dtype)
+
+
+# --- Attention ------------------------------------------------------------------------------------------------------
+
+
+def test_reference_is_causal_attention_of_lesson_01(device):
+    """A whole prompt in one chunk is what lesson 01 computes without any cache."""
+    S, block_size = 37, 8
+    k, v = torch.randn(2, S, 2, 16)
+    q = torch.randn(S, 6, 16)
+    cache = torch.zeros(2, 6, block_size, 2, 16)
+    table = torch.tensor([[5, 2, 4, 1, 3]], dtype=torch.int32)
+    for p in range(S):
+        cache[0, table[0, p // block_size], p % block_size] = k[p]
+        cache[1, table[0, p // block_size], p % block_size] = v[p]
+    out = lesson.mixed_attention_reference(q, cache, table, torch.tensor([0, S]), torch.tensor([S]))
+    common.assert_close(out, lesson.kv_cache_lesson.causal_attention(q.double(), k.double(), v.double()), torch.float32)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_torch_path(dtype, block_size, guarded):
+    if common.HAS_GPU:
+        pytest.skip("on a GPU the wrapper launches the kernel")
+    check_batch(MIXED, 6, 2, 16, block_size, dtype, guarded)
+
+
+@pytest.mark.parametrize(
+    ("Hq", "Hkv", "D", "block_size"),
+    [(6, 2, 16, 8), (9, 3, 64, 16), (4, 4, 24, 16), (32, 1, 16, 32), (8, 1, 128, 64)],
+    ids=["gqa3", "smollm2", "mha-odd-head", "mqa32", "d128"],
+)
+def test_kernel(dtype, Hq, Hkv, D, block_size, guarded, kernels):
+    if dtype == torch.bfloat16 and Hq > 9:
+        pytest.skip("covered by the other shapes")
+    check_batch(MIXED if Hkv > 1 else MIXED[2:6], Hq, Hkv, D, block_size, dtype, guarded)
+
+
+@pytest.mark.parametrize("n", [1, 2, 20, 21, 22, 43])
+@pytest.mark.parametrize("context", [0, 1, 31, 32, 33, 64])
+def test_kernel_at_every_edge(n, context, guarded, kernels):
+    """Queries around a tile's 21 (64 rows of 3 heads), contexts around the block and tile; a decode on each side."""
+    check_batch([(1, 5), (n, context + n), (1, 34)], 3, 1, 16, 16, torch.float16, guarded)
+
+
+def test_kernel_alone_and_empty(guarded, device, kernels):
+    for work in ([(1, 1)], [(3, 3)], [(0, 4), (2, 9)], [(2, 9), (0, 4)]):
+        check_batch(work, 6, 2, 16, 16, torch.float32, guarded)
+    q = torch.empty(0, 6, 16, device=device)
+    nobody = torch.zeros(1, dtype=torch.int64, device=device)
+    out = lesson.unified_attention(q, torch.zeros(2, 2, 16, 2, 16), torch.zeros(0, 1, dtype=torch.int32), nobody,
+                                   nobody[1:].int(), 0)  # fmt: skip
+    assert out.shape == (0, 6, 16)
+
+
+def test_kernel_reads_queries_with_a_stride(guarded, device, kernels):
+    """As they come out of the packed projection: q is a slice of [T, Hq + 2 Hkv, D]."""
+    (q, *rest), longest = make_batch(MIXED, 6, 2, 16, 16, torch.float32, guarded)
+    packed = torch.cat((q, torch.full((len(q), 4, 16), float("nan"), device=device)), dim=1)
+    out = lesson.unified_attention(packed[:, :6], *rest, longest)
+    common.assert_close(out.cpu(), lesson.mixed_attention_reference(q, *rest))
+
+
+def test_tile_numbers_suffice_and_never_collide():
+    """Sequence b gets the tiles from start // BLOCK_Q + b on: enough for its queries, below the next one's first."""
+    generator = torch.Generator().manual_seed(0)
+    for block_q in (1, 5, 16, 42):
+        for _ in range(200):
+            lens = torch.randint(0, 60, (int(torch.randint(1, 9, (1,), generator=generator)),), generator=generator)
+            start = torch.cat((torch.zeros(1, dtype=torch.int64), lens.cumsum(0)))
+            first = [int(s) // block_q + b for b, s in enumerate(start)]
+            assert all(-(-int(n) // block_q) <= first[b + 1] - first[b] for b, n in enumerate(lens))
+            assert first[-1] == int(start[-1]) // block_q + len(lens)  # the size of the grid
+
+
+def test_tiles_are_chosen_by_dtype_and_length():
+    """Decodes alone get 16 rows, chunks get tall tiles; every dot is at least 16 on each side."""
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for D, G in ((16, 1), (64, 3), (128, 4), (128, 32)):
+            for longest in (1, 2, 17, 480):
+                for capability in (None, (9, 0)):
+                    rows, tile, warps, _ = lesson.choose_tiles(dtype, D, G, longest, capability)
+                    assert rows >= max(16, G if dtype != torch.float32 else 16) and tile >= 16 and warps in (4, 8)
+    assert lesson.choose_tiles(torch.bfloat16, 128, 4, 1)[0] == 16
+    assert lesson.choose_tiles(torch.bfloat16, 64, 3, 480)[0] == 128
+
+
+# --- Through the engine ---------------------------------------------------------------------------------------------
+
+
+def serve(model, budget, threshold=0, prompts=((3, 1, 4), (1, 5), range(9, 49), (2, 7, 1, 8)), max_tokens=6):
+    """Everybody's greedy tokens, all requests there at once."""
+    config = lesson.SchedulerConfig(
+        max_model_len=64, max_num_seqs=len(prompts), max_num_batched_tokens=max(budget, len(prompts)),
+        long_prefill_token_threshold=threshold,
+    )  # fmt: skip
+    core = lesson.make_core(model, config, num_blocks=24, block_size=16)
+    params = lesson.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        core.add_request(lesson.Request(str(i), list(prompt), params))
+    tokens = [[] for _ in prompts]
+    while core.scheduler.has_unfinished_requests():
+        for output in core.step():
+            tokens[int(output.request_id)] += output.new_token_ids
+    assert core.scheduler.kv_cache_manager.block_pool.num_free_blocks == 23
+    return tokens
+
+
+def alone(model, prompt, max_tokens):
+    """The oracle: no cache, no batch, the whole text again for each token."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        ids = torch.tensor(tokens, device=model.device)
+        hidden = model.forward(ids, torch.arange(len(tokens), device=model.device), lesson.kv_cache_lesson.recompute)
+        tokens.append(int(model.logits(hidden[-1:])[0].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_chunked_is_whole(tiny_model):
+    """Whatever the budget, and with the cap: the tokens that each prompt gets alone, without any cache."""
+    expected = [alone(tiny_model, p, 6) for p in ((3, 1, 4), (1, 5), range(9, 49), (2, 7, 1, 8))]
+    for budget in (64, 17, 16, 15, 7, 5, 4):
+        assert serve(tiny_model, budget) == expected, budget
+    assert serve(tiny_model, 12, threshold=3) == expected
+
+
+def test_engine_runs_the_kernel(tiny_model, kernels):
+    """Mixed steps launch it once per layer, and it says what the torch path says."""
+    before, decodes = lesson.unified_attention_kernel.launches, paged.paged_decode_kernel.launches
+    prompts = ((3, 1, 4), range(9, 29))
+    with_kernel = serve(tiny_model, 8, prompts=prompts, max_tokens=4)
+    launches = lesson.unified_attention_kernel.launches - before
+    # Steps of 3 + 5, 1 + 7, 1 + 7 tokens, in 2 layers. The prompt's last token comes alone, as a decode would.
+    assert launches == 2 * 3 and paged.paged_decode_kernel.launches > decodes
+    assert with_kernel == [alone(tiny_model, p, 4) for p in prompts]
+
+
+@pytest.mark.skipif(common.HAS_GPU, reason="forces the torch path")
+def test_a_mixed_step_on_a_cpu_does_not_loop_over_decodes(tiny_model, monkeypatch):
+    """Many decodes are one gather per group of lengths; only prompts are taken one by one."""
+    plan = lesson.MixedPlan.build(torch.zeros(40, 9, dtype=torch.int32), [1] * 38 + [5, 3],
+                                  torch.tensor([100] * 38 + [5, 90]), (2, 10, 16, 2, 16))  # fmt: skip
+    assert len(plan.decodes) == 1 and len(plan.prefills) == 2
+    assert plan.prefills[0][3] is None and plan.prefills[1][3].shape == (3, 90)
+    assert plan.decode_rows.tolist() == list(range(38))
+
+
+def test_real_model_in_chunks(real_model):
+    """One prompt of text among two answers on SmolLM2: whole, in chunks, and with a cap, the same tokens."""
+    model, tokenizer = real_model
+    others = [tokenizer.encode(text) for text in lesson.DECODERS[:2]]
+    prompt = lesson.long_prompt(tokenizer, 70)
+    runs = [lesson.arrival_among_decodes(model, others, prompt, budget, 5, threshold)
+            for budget, threshold in ((72, 0), (19, 0), (40, 20))]  # fmt: skip
+    assert runs[0]["tokens"] == runs[1]["tokens"] == runs[2]["tokens"]
+    assert [run["chunks"] for run in runs[:2]] == [1, 4] and runs[2]["chunks"] == 3
+    assert all(len(tokens) == 5 for tokens in runs[0]["tokens"])
+    assert sum(n for n, _ in runs[1]["steps"]) == sum(map(len, others)) + len(prompt) + 3 * 4
+
+
+def test_a_chunk_predicts_what_is_known(tiny_model):
+    """The last chunk's guess is the first token; what earlier chunks say depends on the prompt up to there alone."""
+    prompt = list(range(30, 52))
+    guesses = lesson.early_guesses(tiny_model, prompt, 8)
+    assert [(n, known) for n, _, known in guesses] == [(8, prompt[8]), (16, prompt[16]), (22, None)]
+    assert guesses[-1][1] == alone(tiny_model, prompt, 1)[0]
+    other = lesson.early_guesses(tiny_model, [*prompt[:16], 1, 2, 3], 8)
+    assert [g for _, g, _ in other[:2]] == [g for _, g, _ in guesses[:2]]
+
+
+def test_starving_on_the_model(tiny_model):
+    """Budget = decodes: nothing of the prompt is computed until a decode has ended. One more: a token per step."""
+    starved = lesson.arrival_among_decodes(tiny_model, [[1, 2], [3, 4]], range(20), 2, 8)
+    assert [n for n, _ in starved["steps"]][3:9] == [2] * 6
+    trickle = lesson.arrival_among_decodes(tiny_model, [[1], [3]], range(20), 3, 8)
+    assert trickle["tokens"][2] == starved["tokens"][2] and trickle["chunks"] > 6
+
+
+# --- Cost model -----------------------------------------------------------------------------------------------------
+
+
+def test_cost_model_counts_as_lesson_01_does():
+    """FLOPs of a prompt and of a batch of decodes: the same as `step_cost`, which knows no mixture."""
+    for work, arguments in (([(512, 2048)], (1, 512, 2048)), ([(1, 900)] * 7, (7, 1, 900))):
+        flops, moved = lesson.kv_cache_lesson.step_cost(lesson.LLAMA_8B, *arguments)
+        parts = lesson.H100_8B.operators(work)
+        assert sum(f for f, _ in parts.values()) == flops
+        written = sum(n for n, _ in work) * lesson.H100_8B.token_bytes  # lesson 01 counts the new rows as well
+        assert sum(b for _, b in parts.values()) + written == moved
+
+
+def test_matrix_products_have_the_intensity_of_their_tokens():
+    """In bf16: FLOP per byte = tokens in the step, the head aside, whoever they belong to."""
+    for work in ([(1, 100)] * 32, [(1, 100)] * 32 + [(263, 500)], [(512, 512)]):
+        flops, moved = lesson.H100_8B.operators(work)["matrix products"]
+        head = 2 * lesson.H100_8B.head
+        assert (flops - head * len(work)) / (moved - head) == sum(n for n, _ in work)
+
+
+def test_below_the_ridge_a_smaller_budget_buys_nothing():
+    rows = {budget: lesson.freeze(lesson.H100_8B, budget) for budget in (16384, 2048, 512, 256, 64)}
+    assert rows[16384]["steps"] == 1 and rows[16384]["gap_ms"] == rows[16384]["ttft_ms"]
+    assert all(rows[b]["steps"] == -(-10_000 // (b - 32)) for b in (2048, 512, 256, 64))
+    assert rows[512]["gap_ms"] < rows[16384]["gap_ms"] / 10 and rows[512]["ttft_ms"] < 2 * rows[16384]["ttft_ms"]
+    assert rows[64]["gap_ms"] > 0.9 * rows[256]["gap_ms"] and rows[64]["ttft_ms"] > 6 * rows[256]["ttft_ms"]
+
+
+def order(runs, key):
+    return sorted(runs, key=lambda policy: runs[policy][key])
+
+
+def check_ablation(rate, seed, count):
+    runs = {p: lesson.ablation(p, count, rate, seed) for p in lesson.PUBLISHED_ABLATION}
+    assert order(runs, "ttft_p50") == ["hybrid only", "both", "chunks only"]
+    assert order(runs, "tbt_p99") == ["both", "chunks only", "hybrid only"]
+
+
+def test_the_published_order_holds():
+    check_ablation(rate=1.0, seed=0, count=96)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [0.6, 0.8, 1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_published_order_holds_elsewhere(rate, seed):
+    check_ablation(rate, seed, count=128)
+
+
+def test_separate_batches_are_separate():
+    """In the ablation's other half, no step holds a prompt and a decode; with chunks they alternate."""
+    core = lesson.simulated_core(lambda work: 1, 4, 4096, lesson.SeparateBatches, max_num_batched_tokens=64)
+    core.submit("a", 10, 200)
+    core.step()
+    core.submit("b", 400, 5)
+    kinds = []
+    while "b" not in core.token_times:
+        core.step()
+        kinds.append("".join(sorted(core.scheduled)))
+    assert kinds == ["a", "b"] * 7
+
+
+# --- The simulation -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [8192, 4113, 4112, 2048, 512, 100, 24, 18, 17])
+@pytest.mark.parametrize(("decoders", "prompt"), [(16, 4096), (16, 17), (3, 1000), (0, 333)])
+def test_simulation_by_formula(budget, decoders, prompt):
+    """Chunks sum to the prompt; ⌈P / (budget − D)⌉ steps; no step, and no silence, longer than a full one."""
+    t = lesson.simulate(lesson.WIDGET_DEFAULT | {"budget": budget, "decoders": decoders, "prompt": prompt})
+    arrival = t["start_us"].index(t["arrival_us"]) if t["arrival_us"] in t["start_us"] else 0
+    steps = -(-prompt // (budget - decoders))
+    chunks = t["chunk"][arrival : arrival + steps]
+    assert sum(chunks) == prompt and all(chunks) and not t["starved"]
+    assert len(t["chunk"]) == arrival + steps + 2 and t["chunk"][-2:] == [1, 1]
+    assert t["ttft_us"] == steps * 10_000 + 50 * (prompt + steps * decoders)
+    assert t["worst_gap_us"] == (10_000 + 50 * (chunks[0] + decoders) if decoders else 0)
+    assert all(d + c + s <= budget for d, c, s in zip(t["decodes"], t["chunk"], t["short_chunk"]))
+    assert set(t["decodes"]) == {decoders}
+
+
+@pytest.mark.parametrize(("budget", "decoders"), [(16, 16), (1, 1), (8, 16), (1, 256)])
+def test_starvation_iff_the_budget_is_used_up(budget, decoders):
+    t = lesson.simulate(lesson.WIDGET_DEFAULT | {"budget": budget, "decoders": decoders})
+    assert t["starved"] and t["ttft_us"] is None and sum(t["chunk"]) == 0
+    assert t["silent_streams"] == decoders - budget
+    assert "STARVED" in lesson.describe(t)
+    assert not lesson.simulate(lesson.WIDGET_DEFAULT | {"budget": decoders + 1, "decoders": decoders, "prompt": 9})[
+        "starved"
+    ]
+
+
+def test_the_cap_lets_a_short_prompt_pass():
+    crowd = lesson.WIDGET_DEFAULT | {"budget": 2048, "decoders": 2, "short_prompt": 64}
+    off, cap, fair = (lesson.simulate(crowd | change) for change in (
+        {}, {"threshold": 256}, {"threshold": 256, "adaptive": True}))  # fmt: skip
+    assert cap["short_ttft_us"] < fair["short_ttft_us"] < off["short_ttft_us"] / 5
+    assert off["ttft_us"] < fair["ttft_us"] < cap["ttft_us"]
+    assert max(cap["chunk"]) == 256 and max(fair["chunk"]) == 2048 // 4 and max(off["chunk"]) == 2046
+    lonely = lesson.simulate(lesson.WIDGET_DEFAULT | {"decoders": 0, "threshold": 64, "budget": 4096})
+    assert lonely["chunk"][0] == 4096, "a request that is alone is not capped"
+
+
+@pytest.mark.parametrize("method", ["_num_new_tokens", "_long_prefill_cap"])
+def test_breaking_the_scheduler_breaks_the_simulation(method, monkeypatch):
+    params = lesson.WIDGET_DEFAULT | {"threshold": 256, "short_prompt": 64}
+    before = lesson.simulate(params)
+    original = getattr(lesson.Scheduler, method)
+    monkeypatch.setattr(lesson.Scheduler, method, lambda self, *a: max(1, original(self, *a) // 2))
+    assert lesson.simulate(params) != before
+
+
+def test_facts_are_what_the_simulation_says():
+    facts = lesson.facts()
+    assert facts["free_seats"] == facts["ridge_tokens"] - 32
+    assert facts["widget"]["512"]["ttft_ms"] == 302.0 and facts["widget"]["512"]["steps"] == 9
+    assert facts["step"]["extra"] < 0.05 < facts["step"]["with_2048_ms"] / facts["step"]["decode_ms"] - 1
+    a, b = lesson.fit_line([(1, 3.0), (1, 3.0), (1, 99.0), (11, 23.0)])
+    assert (a, b) == (pytest.approx(1.0), pytest.approx(2.0))
+
+
+def test_a_budget_above_the_whole_is_refused(capsys):
+    with pytest.raises(common.InputError, match="--budget 500"):
+        lesson.main(["--budget", "500", "--prompt-tokens", "100"])

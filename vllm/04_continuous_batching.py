@@ -1,0 +1,1197 @@
+"""04 · Continuous batching: who runs in the next step?
+
+The question: requests want 10 tokens, or 500. A batch that runs until its longest member is done leaves seats empty;
+how does an engine keep them filled, what is that worth, and when is it worth nothing?
+
+The mechanism:
+  1. One forward pass yields one token for every sequence in it, whoever they are: so choose them anew for every pass.
+  2. A `Request` is its tokens, and how many of them have their keys and values in the cache. It is behind by the rest.
+  3. `Scheduler.schedule()`: those who run go on; then the head of the waiting queue is admitted while there is a seat
+     (max_num_seqs), budget for its prompt (max_num_batched_tokens) and room in lesson 02's blocks.
+  4. The model runs all of it as one flat list of tokens: prompts of newcomers beside single tokens of the others.
+  5. `Scheduler.update_from_output()` appends what was sampled, ends requests and frees their blocks, for the next step.
+  6. This first scheduler is careful: it admits a request only if all of it, to its last token, fits. So it never has
+     to take blocks back. Lesson 10 lets it cut prompts; lesson 11 lets it be optimistic, and preempt.
+The companion 04b_offline_engine.py puts sampling, text and `LLM.generate()` around it.
+
+Numbers to remember: with lengths drawn token by token, static batching uses 1/(1 + 1/2 + … + 1/slots) of its slots:
+48 % of 4, 25 % of 32. Equal lengths, or sorted ones: continuous batching buys nothing.
+
+How to run:
+  uv run python vllm/04_continuous_batching.py                    the whole story
+  uv run python vllm/04_continuous_batching.py --max-num-seqs 1   one at a time: same tokens, several times the steps
+  uv run python vllm/04_continuous_batching.py --num-blocks 34    break it: a pool for one long sequence seats few
+  uv run python vllm/04_continuous_batching.py --bench            minutes: throughput beside Transformers and the floor
+
+Read for this: Yu et al. 2022 (Orca: iteration-level scheduling), Kwon et al. 2023 (PagedAttention), Graham 1966 (list
+scheduling), vLLM 0.32 `v1/core/sched/scheduler.py`, `v1/engine/core.py`, `v1/worker/gpu_model_runner.py`.
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch and Triton are used
+
+import argparse
+import copy
+import enum
+import functools
+import heapq
+import math
+import random
+import re
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+import llama
+
+paged_attention = common.lesson("02_paged_attention")
+AttentionMetadata, BlockPool = paged_attention.AttentionMetadata, paged_attention.BlockPool
+PagedKVCache = paged_attention.PagedKVCache
+recompute = common.lesson("01_kv_cache").recompute
+
+KEY = "04_continuous_batching"
+
+
+# --- What we want, without cleverness ---------------------------------------------------------------------------------
+
+
+def generate_alone(model: llama.Llama, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """Greedy decoding of one sequence: no cache, no batch, the whole sequence through the model for every token."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        ids = torch.tensor(tokens, device=model.device)
+        hidden = model.forward(ids, torch.arange(len(tokens), device=model.device), recompute)
+        tokens.append(int(model.logits(hidden[-1:]).argmax()))
+    return tokens[len(prompt) :]
+
+
+def static_steps(slots: int, outputs: Sequence[int]) -> int:
+    """Decode steps of static batching: every batch lasts as long as its longest. Σ over batches of max n."""
+    return sum(max(outputs[i : i + slots]) for i in range(0, len(outputs), slots))
+
+
+def continuous_steps(slots: int, outputs: Sequence[int]) -> int:
+    """Decode steps if each request, in order, takes the slot that is free first (list scheduling, Graham 1966)."""
+    free_at = [0] * slots
+    for n in outputs:
+        heapq.heapreplace(free_at, free_at[0] + n)
+    return max(free_at)
+
+
+# --- Requests -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SamplingParams:
+    """What a caller may ask for, with vLLM's names and defaults (`vllm/sampling_params.py`).
+
+    Raises:
+        common.InputError: a value is out of range; the message names the field.
+    """
+
+    n: int = 1  # samples per prompt
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0 or -1: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    logprobs: int | None = None  # how many alternatives to report per token
+    max_tokens: int | None = 16  # None: until the context is full
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    skip_reading_prefix_cache: bool = False  # write the prefix cache, but do not read it (lesson 05)
+
+    def __post_init__(self) -> None:
+        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        self.stop_token_ids = list(self.stop_token_ids or ())
+        for name, kind, low, high in (
+            ("n", int, 1, math.inf), ("temperature", float, 0, 2), ("top_k", int, -1, math.inf), ("top_p", float, 0, 1),
+            ("min_p", float, 0, 1), ("presence_penalty", float, -2, 2), ("frequency_penalty", float, -2, 2),
+            ("repetition_penalty", float, 0, math.inf), ("seed", int, -(2**63), 2**63), ("logprobs", int, 0, 20),
+            ("max_tokens", int, 1, math.inf), ("min_tokens", int, 0, self.max_tokens or math.inf),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is None and name in ("seed", "logprobs", "max_tokens"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, kind)) or not low <= value <= high:
+                allowed = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+                what = "whole number" if kind is int else "number"
+                raise common.InputError(f"{name} {value!r}: must be a {what} {allowed}")
+        for name in ("top_p", "repetition_penalty"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise common.InputError(f"{name} {getattr(self, name)}: must be above 0 and finite")
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise common.InputError(f"stop {self.stop!r}: must be a string or strings, none of them empty")
+        if not all(type(token) is int and token >= 0 for token in self.stop_token_ids):
+            raise common.InputError(f"stop_token_ids {self.stop_token_ids!r}: must be token ids, 0 or above")
+        if self.temperature == 0 and self.n > 1:
+            raise common.InputError(f"n {self.n}: must be 1 at temperature 0, where all samples are the same")
+
+
+class RequestStatus(enum.IntEnum):
+    """Everything after PREEMPTED is finished."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()  # lesson 11
+    FINISHED_STOPPED = enum.auto()
+    FINISHED_LENGTH_CAPPED = enum.auto()
+    FINISHED_ABORTED = enum.auto()
+
+
+FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+}
+
+
+class Request:
+    """One sequence on its way through the engine (`vllm/v1/request.py`).
+
+    There is no prefill phase and no decode phase. A request is behind by `num_tokens - num_computed_tokens` tokens,
+    and every step lets it catch up by some of them. Whoever decodes is behind by exactly 1: the token sampled last.
+    """
+
+    def __init__(
+        self, request_id: str, prompt_token_ids: list[int], sampling_params: SamplingParams, *,
+        arrival_time: float | None = None, priority: int = 0, eos_token_id: int | None = None,
+        cache_salt: str | None = None, lora_name: str | None = None,
+    ) -> None:  # fmt: skip
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self.sampling_params = sampling_params
+        self.arrival_time = time.time() if arrival_time is None else arrival_time
+        self.priority = priority  # smaller is more important
+        self.cache_salt = cache_salt  # lesson 05: who uses different salts shares nothing
+        self.lora_name = lora_name  # lesson 12
+        self.max_tokens = math.inf if sampling_params.max_tokens is None else sampling_params.max_tokens
+        self.eos_token_id = None if sampling_params.ignore_eos else eos_token_id
+        self.stop_token_ids = frozenset(sampling_params.stop_token_ids)
+
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | str | None = None  # the stop token or string that ended it
+        self.all_token_ids = list(prompt_token_ids)  # the prompt, then everything generated
+        self.output_token_ids: list[int] = []
+        self.num_computed_tokens = 0  # leading tokens whose KV is in the cache once the scheduled step has run
+        self.num_cached_tokens = 0  # of these, found in the prefix cache at its last admission (lesson 05)
+        self.num_preemptions = 0  # lesson 11
+        self.block_hashes: list[bytes] = []  # one per full block, written by lesson 05's manager
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.output_token_ids)
+
+    def append_output_token_id(self, token_id: int) -> None:
+        self.output_token_ids.append(token_id)
+        self.all_token_ids.append(token_id)
+
+    def is_finished(self) -> bool:
+        return self.status > RequestStatus.PREEMPTED
+
+    def get_finished_reason(self) -> str | None:
+        return FINISH_REASONS.get(self.status)
+
+    def sort_key(self) -> tuple[int, float, str]:
+        """The order of a priority queue: ties go to the earlier arrival."""
+        return (self.priority, self.arrival_time, self.request_id)
+
+    def __lt__(self, other: Request) -> bool:
+        return self.sort_key() < other.sort_key()
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id}, {self.status.name}, {self.num_computed_tokens}/{self.num_tokens})"
+
+
+def check_stop(request: Request, max_model_len: int) -> bool:
+    """Does the token just appended end the request? Sets its status; the first rule that applies wins."""
+    token_id = request.output_token_ids[-1]
+    if token_id == request.eos_token_id:
+        request.status = RequestStatus.FINISHED_STOPPED
+    elif token_id in request.stop_token_ids:
+        request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, token_id
+    elif request.num_tokens >= max_model_len or request.num_output_tokens >= request.max_tokens:
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    else:
+        return False
+    return True
+
+
+def prompt_length_error(num_prompt_tokens: int, max_model_len: int) -> str | None:
+    """Why a prompt of this length cannot be served, in the words of vLLM's front end; None if it can.
+
+    The longest legal prompt has `max_model_len - 1` tokens, and gets exactly one in return.
+    """
+    if num_prompt_tokens == 0:
+        return "The decoder prompt cannot be empty"
+    prompt, limit = f"The decoder prompt (length {num_prompt_tokens})", f"maximum model length of {max_model_len}"
+    if num_prompt_tokens > max_model_len:
+        return f"{prompt} is longer than the {limit}"
+    if num_prompt_tokens == max_model_len:
+        return f"{prompt} plus the number of requested output tokens (at least 1) is longer than the {limit}"
+    return None
+
+
+# --- The waiting queue ----------------------------------------------------------------------------------------------
+
+
+class FCFSRequestQueue(deque):
+    """First come, first served; a preempted request goes back in front (lesson 11)."""
+
+    add_request, prepend_request = deque.append, deque.appendleft
+    pop_request, remove_request = deque.popleft, deque.remove
+
+    def peek_request(self) -> Request:
+        return self[0]
+
+
+class PriorityRequestQueue:
+    """The smallest `(priority, arrival_time)` first, whoever comes back included."""
+
+    def __init__(self) -> None:
+        self._heap: list[Request] = []
+
+    def add_request(self, request: Request) -> None:
+        heapq.heappush(self._heap, request)
+
+    prepend_request = add_request
+
+    def pop_request(self) -> Request:
+        return heapq.heappop(self._heap)
+
+    def peek_request(self) -> Request:
+        return self._heap[0]
+
+    def remove_request(self, request: Request) -> None:
+        self._heap.remove(request)
+        heapq.heapify(self._heap)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(sorted(self._heap))
+
+
+# --- Blocks for requests --------------------------------------------------------------------------------------------
+
+
+class KVCacheManager:
+    """Keeps each block table long enough for the tokens that are about to be computed. Tables only grow.
+
+    Entry i of a request's table is the physical block that holds its tokens [i·block_size, (i+1)·block_size).
+    """
+
+    pool_class = BlockPool  # lesson 05 brings one with an index
+
+    def __init__(self, num_blocks: int, block_size: int, max_model_len: int) -> None:
+        """`num_blocks` counts block 0, which the pool keeps for padding and never hands out."""
+        self.block_pool = self.pool_class(num_blocks)
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.req_to_blocks: dict[str, list[int]] = {}
+
+    def get_num_blocks_to_allocate(self, request: Request, num_tokens: int) -> int:
+        """Blocks missing until the table holds `num_tokens`: ⌈num_tokens / block_size⌉ − blocks it has."""
+        needed = -(-min(num_tokens, self.max_model_len) // self.block_size)
+        return max(0, needed - len(self.req_to_blocks.get(request.request_id, ())))
+
+    def allocate_slots(self, request: Request, num_new_tokens: int) -> list[int] | None:
+        """Make room for `num_new_tokens` behind those computed.
+
+        Returns the new blocks, or None, and nothing has changed, if the pool has too few.
+        """
+        missing = self.get_num_blocks_to_allocate(request, request.num_computed_tokens + num_new_tokens)
+        if missing == 0:
+            return []
+        if missing > self.block_pool.num_free_blocks:
+            return None
+        new_blocks = self.block_pool.allocate(missing)
+        self.req_to_blocks.setdefault(request.request_id, []).extend(new_blocks)
+        return new_blocks
+
+    def get_block_ids(self, request_id: str) -> list[int]:
+        """The block table of a running request."""
+        return self.req_to_blocks[request_id]
+
+    def free(self, request: Request) -> None:
+        """Give all its blocks back; the pool decides where in the free queue they go."""
+        self.block_pool.free(self.req_to_blocks.pop(request.request_id, []))
+
+
+# --- The scheduler --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SchedulerConfig:
+    """The limits of a step. Lessons 10 and 11 add their own knobs.
+
+    Raises:
+        common.InputError: limits that contradict each other, by vLLM's rules (`vllm/config/scheduler.py`).
+    """
+
+    max_model_len: int = 2048  # tokens in one sequence, prompt and output
+    max_num_seqs: int = 128  # sequences in one step
+    max_num_batched_tokens: int = 2048  # tokens in one step
+    policy: str = "fcfs"  # or "priority"
+
+    enable_chunked_prefill: ClassVar[bool] = False  # lesson 10 makes it a choice
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise common.InputError(f"{name} {getattr(self, name)}: must be at least 1")
+        if self.policy not in ("fcfs", "priority"):
+            raise common.InputError(f"policy {self.policy!r}: must be 'fcfs' or 'priority'")
+        budget = f"max_num_batched_tokens {self.max_num_batched_tokens}: must be at least"
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise common.InputError(f"{budget} max_num_seqs ({self.max_num_seqs}), or decodes would starve")
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise common.InputError(f"{budget} max_model_len ({self.max_model_len}) without chunked prefill")
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """What one step computes. The flattened batch is in the order of `num_scheduled_tokens`: running, then admitted."""
+
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    scheduled_running_reqs: list[Request] = field(default_factory=list)
+    scheduled_new_reqs: list[Request] = field(default_factory=list)  # admitted now, for the first time
+    scheduled_resumed_reqs: list[Request] = field(default_factory=list)  # admitted now, again (lesson 11)
+    preempted_reqs: list[Request] = field(default_factory=list)  # lesson 11
+    finished_req_ids: list[str] = field(default_factory=list)  # finished or aborted since the step before
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+@dataclass(slots=True)
+class EngineCoreOutput:
+    """What a step brought one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Scheduler:
+    """Iteration-level scheduling: the batch is chosen anew for every forward pass (Orca, OSDI 2022)."""
+
+    def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
+        self.config = config
+        self.kv_cache_manager = kv_cache_manager
+        self.max_num_scheduled_tokens = config.max_num_batched_tokens
+        self.max_num_running_reqs = config.max_num_seqs
+        self.requests: dict[str, Request] = {}  # all that are not finished
+        self.running: list[Request] = []  # in order of admission
+        self.waiting = PriorityRequestQueue() if config.policy == "priority" else FCFSRequestQueue()
+        self.finished_req_ids: list[str] = []
+        self.token_budget = 0  # what is left of the step being scheduled
+
+    def add_request(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        self.waiting.add_request(request)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose requests and token counts for the next step, and allocate the blocks that it will write."""
+        output = SchedulerOutput(finished_req_ids=self.finished_req_ids)
+        self.finished_req_ids = []
+        self.token_budget = self.max_num_scheduled_tokens
+        self._schedule_running(output)
+        self._schedule_waiting(output)
+        return output
+
+    def _schedule_running(self, output: SchedulerOutput) -> None:
+        """Whoever runs goes on. Its blocks were taken when it was admitted."""
+        for request in self.running:
+            if num_new_tokens := self._num_new_tokens(request):
+                output.scheduled_running_reqs.append(request)
+                self._grant(request, num_new_tokens, output)
+
+    def _schedule_waiting(self, output: SchedulerOutput) -> None:
+        """Admit from the head of the queue while budget, seats and blocks last. Nobody overtakes the head."""
+        while self.waiting and self.token_budget > 0 and len(self.running) < self.max_num_running_reqs:
+            request = self.waiting.peek_request()
+            num_new_tokens = self._admit(request)
+            if num_new_tokens == 0:
+                break
+            self.running.append(self.waiting.pop_request())
+            is_new = request.status is RequestStatus.WAITING
+            (output.scheduled_new_reqs if is_new else output.scheduled_resumed_reqs).append(request)
+            request.status = RequestStatus.RUNNING
+            self._grant(request, num_new_tokens, output)
+
+    def _num_new_tokens(self, request: Request) -> int:
+        """How far a request may catch up in this step: all the way or, if that exceeds the budget, not at all."""
+        behind = request.num_tokens - request.num_computed_tokens
+        return behind if behind <= self.token_budget else 0
+
+    def _admit(self, request: Request) -> int:
+        """Take blocks for the whole life of a waiting request. Returns its tokens in this step; 0: it must wait."""
+        num_new_tokens = self._num_new_tokens(request)
+        if num_new_tokens == 0 or self.kv_cache_manager.allocate_slots(request, self.num_slots(request)) is None:
+            return 0
+        return num_new_tokens
+
+    def num_slots(self, request: Request) -> int:
+        """KV slots that a request fills in its life. Its last token is sampled and never computed, hence − 1."""
+        return min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len) - 1
+
+    def _grant(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> None:
+        """Enter a request into the step. Its tokens count as computed from now on: the model is about to run."""
+        output.num_scheduled_tokens[request.request_id] = num_new_tokens
+        self.token_budget -= num_new_tokens
+        request.num_computed_tokens += num_new_tokens
+
+    def update_from_output(
+        self, output: SchedulerOutput, sampled_token_ids: dict[str, list[int]]
+    ) -> list[EngineCoreOutput]:
+        """Append what was sampled, finish requests and free their blocks, in scheduling order.
+
+        `sampled_token_ids` has an entry for each request that has caught up; a prompt that was computed in part
+        samples nothing. Requests aborted while the model ran are passed over.
+        """
+        outputs, stopped = [], False
+        for request_id in output.num_scheduled_tokens:
+            request, token_ids = self.requests.get(request_id), sampled_token_ids.get(request_id)
+            if request is None or not token_ids:
+                continue
+            result = EngineCoreOutput(request_id, token_ids)
+            outputs.append(result)
+            for count, token_id in enumerate(token_ids, 1):
+                request.append_output_token_id(token_id)
+                if check_stop(request, self.config.max_model_len):
+                    result.new_token_ids = token_ids[:count]
+                    result.finish_reason, result.stop_reason = request.get_finished_reason(), request.stop_reason
+                    self._free_request(request)
+                    stopped = True
+                    break
+        if stopped:
+            self.running = [request for request in self.running if not request.is_finished()]
+        return outputs
+
+    def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:
+        """End requests from outside: an abort, or a stop string that only the detokenizer can see.
+
+        Unknown and finished ids are passed over. Returns the requests that were ended.
+        """
+        ended = []
+        for request in filter(None, map(self.requests.get, request_ids)):
+            (self.running.remove if request.status is RequestStatus.RUNNING else self.waiting.remove_request)(request)
+            request.status = status
+            self._free_request(request)
+            ended.append(request)
+        return ended
+
+    def _free_request(self, request: Request) -> None:
+        self.kv_cache_manager.free(request)
+        self.finished_req_ids.append(request.request_id)
+        del self.requests[request.request_id]
+
+
+# --- The loop -------------------------------------------------------------------------------------------------------
+
+
+class EngineCore:
+    """The loop around the model: schedule, run, update. A subclass brings the model."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+
+    def check_pool(self) -> None:
+        """Refuse to start with a pool that cannot hold one sequence of `max_model_len`, as vLLM does."""
+        manager, max_model_len = self.scheduler.kv_cache_manager, self.scheduler.config.max_model_len
+        capacity = (manager.block_pool.num_blocks - 1) * manager.block_size
+        if capacity < max_model_len:
+            raise common.InputError(f"num_blocks {manager.block_pool.num_blocks}: they hold {capacity} tokens, "
+                                    f"and must hold at least max_model_len ({max_model_len})")  # fmt: skip
+
+    def check_request(self, request: Request) -> None:
+        """Refuse on arrival what can never be served; the scheduler would let it wait for ever."""
+        if request.request_id in self.scheduler.requests:
+            raise common.InputError(f"request_id {request.request_id!r}: is in use")
+        if error := prompt_length_error(request.num_prompt_tokens, self.scheduler.config.max_model_len):
+            raise common.InputError(error)
+        manager = self.scheduler.kv_cache_manager
+        needed, usable = -(-self.scheduler.num_slots(request) // manager.block_size), manager.block_pool.num_blocks - 1
+        if needed > usable:
+            raise common.InputError(f"request {request.request_id!r} needs {needed} KV blocks, there are {usable}")
+
+    def add_request(self, request: Request) -> None:
+        self.check_request(request)
+        self.scheduler.add_request(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[Request]:
+        return self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> list[EngineCoreOutput]:
+        """One forward pass for everyone who is scheduled."""
+        output = self.scheduler.schedule()
+        return self.scheduler.update_from_output(output, self.execute_model(output))
+
+    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """Run the model on the scheduled tokens. Returns {request id: sampled tokens} for whoever has caught up."""
+        raise NotImplementedError
+
+
+# --- The model runner: from a scheduler's decision to tensors --------------------------------------------------------
+
+
+class InputBatch:
+    """What the model must know about the running requests, in arrays that live from step to step.
+
+    Row r belongs to one running request. A step appends one token to it, now and then a block; the rest is arithmetic
+    on whole arrays, so preparing a step costs the same at position 100 and at position 8,000.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int64)
+        self.block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        self.num_tokens = [0] * max_num_seqs  # of each row of token_ids, filled in so far
+        self.num_blocks = [0] * max_num_seqs  # of each row of block_table
+        self.free_rows = list(range(max_num_seqs))[::-1]
+        self.rows: dict[str, int] = {}
+
+    def add(self, request_id: str) -> None:
+        row = self.rows[request_id] = self.free_rows.pop()
+        self.num_tokens[row] = self.num_blocks[row] = 0
+        self.block_table[row] = 0  # the null block
+
+    def remove(self, request_id: str) -> None:
+        """Give the row back; a request that has none (aborted while it waited) is passed over."""
+        if (row := self.rows.pop(request_id, None)) is not None:
+            self.free_rows.append(row)
+
+    def update(self, request: Request, blocks: Sequence[int]) -> int:
+        """Append the tokens and blocks that came since the last step. Returns the row."""
+        row = self.rows[request.request_id]
+        known = self.num_tokens[row]
+        if new := request.all_token_ids[known:]:
+            self.num_tokens[row] = known + len(new)
+            self.token_ids[row, known : known + len(new)] = new
+        known = self.num_blocks[row]
+        if len(blocks) > known:
+            self.num_blocks[row] = len(blocks)
+            self.block_table[row, known : len(blocks)] = blocks[known:]
+        return row
+
+    def prepare(self, rows: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int],
+                device: torch.device) -> tuple[torch.Tensor, AttentionMetadata]:  # fmt: skip
+        """The flattened batch: B sequences, T tokens, no padding. Returns token_ids int64 [T] and the metadata.
+
+        Sequence b computes its positions [seq_lens[b] − query_lens[b], seq_lens[b]).
+        """
+        row, n, S = np.array(rows), np.array(query_lens), np.array(seq_lens)  # [B]
+        query_start_loc = np.concatenate(([0], n.cumsum()))  # [B + 1]
+        owner = np.repeat(np.arange(len(row)), n)  # [T]: the sequence that a token belongs to
+        positions = np.arange(len(owner)) + (S - query_start_loc[1:])[owner]  # [T]
+        block = self.block_table[row[owner], positions // self.block_size].astype(np.int64)
+        slots = block * self.block_size + positions % self.block_size  # [T]
+        longest = int(S.max())
+        table = self.block_table[row, : -(-longest // self.block_size)]  # [B, W], a copy
+        arrays = (self.token_ids[row[owner], positions], positions, slots, query_start_loc, S.astype(np.int32), table)
+        token_ids, *tensors = (torch.from_numpy(array).to(device) for array in arrays)
+        return token_ids, AttentionMetadata(*tensors, query_lens=list(query_lens), max_seq_len=longest)
+
+
+class ModelRunner:
+    """Runs the model on what the scheduler chose (`vllm/v1/worker/gpu_model_runner.py`)."""
+
+    def __init__(self, model: llama.Llama, scheduler: Scheduler) -> None:
+        config, manager = scheduler.config, scheduler.kv_cache_manager
+        self.model, self.manager = pack_weights(model), manager
+        self.cache = PagedKVCache(model, manager.block_pool.num_blocks, manager.block_size)
+        self.batch = InputBatch(config.max_num_seqs, config.max_model_len, manager.block_size)
+
+    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """One forward pass for all scheduled sequences. Returns a token for each that has caught up."""
+        for request in output.preempted_reqs:
+            self.batch.remove(request.request_id)
+        for request_id in output.finished_req_ids:
+            self.batch.remove(request_id)
+        for request in (*output.scheduled_new_reqs, *output.scheduled_resumed_reqs):
+            self.batch.add(request.request_id)
+        requests = [*output.scheduled_running_reqs, *output.scheduled_new_reqs, *output.scheduled_resumed_reqs]
+        if not requests:
+            return {}
+        rows = [self.batch.update(request, self.manager.get_block_ids(request.request_id)) for request in requests]
+        query_lens = [output.num_scheduled_tokens[request.request_id] for request in requests]
+        seq_lens = [request.num_computed_tokens for request in requests]  # this step's tokens are counted already
+        token_ids, meta = self.batch.prepare(rows, query_lens, seq_lens, self.model.device)
+        hidden = self.forward(token_ids, meta, requests)  # [T, hidden]
+
+        # Only a sequence's last token predicts something new, and only if all that is known is computed.
+        ready = [b for b, request in enumerate(requests) if request.num_computed_tokens == request.num_tokens]
+        if not ready:
+            return {}
+        last = meta.query_start_loc[1:] - 1  # [B]
+        logits = self.model.logits(hidden[last if len(ready) == len(requests) else last[ready]])  # [R, vocab]
+        return self.sample(logits, [requests[b] for b in ready])
+
+    def forward(self, token_ids: torch.Tensor, meta: AttentionMetadata, requests: Sequence[Request]) -> torch.Tensor:
+        """The whole batch through the model, [T] -> [T, hidden]. Later lessons capture it, or adapt it per request."""
+        return self.model.forward(token_ids, meta.positions, self.attend(meta))
+
+    def attend(self, meta: AttentionMetadata) -> llama.Attend:
+        """Attention of one step. Lesson 10 brings one kernel for prompts, chunks and decodes together."""
+        return self.cache.attend(meta)
+
+    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> dict[str, list[int]]:
+        """The most probable token of each row, [R, vocab] -> R tokens. The companion 04b samples as requests ask."""
+        return {request.request_id: [token] for request, token in zip(requests, logits.argmax(1).tolist())}
+
+
+class PackedLinear:
+    """y = x Wᵀ (+ b), with W stored in the order in which oneDNN's matrix product reads it."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 32)  # tuned for 32 rows; right for any
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def pack_weights(model: llama.Llama) -> llama.Llama:
+    """The same model with every fp32 linear layer packed, on a CPU that has oneDNN; `model` itself is left alone.
+
+    A layer keeps its packed copy, so a second engine on the same model starts at once.
+    """
+    if model.device.type != "cpu" or model.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+        return model
+    packed = copy.copy(model)
+    packed.linear = dict(model.linear)
+    for name, layer in model.linear.items():
+        if type(layer) is llama.Linear:  # one that a lesson has replaced knows itself how to multiply
+            if not hasattr(layer, "packed"):
+                layer.packed = PackedLinear(layer.weight, layer.bias)
+            packed.linear[name] = layer.packed
+    return packed
+
+
+class ModelEngineCore(EngineCore):
+    """The loop with a model in it."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+        super().__init__(scheduler)
+        self.check_pool()
+        self.runner = runner
+
+    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        return self.runner.execute_model(output)
+
+
+# --- What it is compared with -----------------------------------------------------------------------------------------
+
+
+class StaticScheduler(Scheduler):
+    """Request-level batching: fill the seats, run until the last one is done, only then look at the queue again.
+
+    Kind to static batching: it starts with whoever is there instead of waiting for a full batch, and a finished
+    sequence costs nothing while its seat stands empty (a padded batch would go on computing it).
+    """
+
+    def _schedule_waiting(self, output: SchedulerOutput) -> None:
+        if not self.running:
+            super()._schedule_waiting(output)
+
+
+POLICIES = {"static": StaticScheduler, "continuous": Scheduler}
+
+
+class DryRun(EngineCore):
+    """The loop without a model: everybody's next token is 0, and only the books are kept."""
+
+    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        self.batch = [*map(int, output.num_scheduled_tokens)]
+        return {request_id: [0] for request_id in output.num_scheduled_tokens}
+
+
+@dataclass
+class Timeline:
+    """A run of the scheduler: who sat where in which step. Times are steps; an output token takes one."""
+
+    lanes: list[list[int | None]]  # per step and seat: the request that computed something there
+    waiting: list[int]  # per step: requests that have arrived and were not admitted
+    arrival: list[int]
+    finish: list[int]  # the first step that no longer needs the request
+
+    @property
+    def makespan(self) -> int:
+        return len(self.lanes)
+
+    @property
+    def busy(self) -> int:
+        """Seats used, summed over steps: equal to the output tokens."""
+        return sum(request is not None for step in self.lanes for request in step)
+
+    @property
+    def utilisation(self) -> float:
+        return self.busy / sum(map(len, self.lanes))
+
+    @property
+    def spans(self) -> list[list[int]]:
+        """Of each request: seat, first step, and the step after its last."""
+        where = {request: (seat, step) for step, lanes in reversed([*enumerate(self.lanes)])
+                 for seat, request in enumerate(lanes)}  # fmt: skip
+        return [[*where[i], finish] for i, finish in enumerate(self.finish)]
+
+    @property
+    def latencies(self) -> list[int]:
+        return [finish - arrival for finish, arrival in zip(self.finish, self.arrival)]
+
+
+def timeline(policy: str, seats: int, outputs: Sequence[int], prompts: Sequence[int] | None = None,
+             arrivals: Sequence[int] | None = None, num_blocks: int | None = None,
+             block_size: int = 16) -> Timeline:  # fmt: skip
+    """Drive a real scheduler over requests of these lengths, without a model. By default: one-token prompts, all there
+    at step 0, a pool that is never the limit."""
+    prompts, arrivals = prompts or [1] * len(outputs), list(arrivals or [0] * len(outputs))
+    longest = max(p + n for p, n in zip(prompts, outputs))
+    num_blocks = num_blocks or 2 + seats * -(-longest // block_size)
+    config = SchedulerConfig(max_model_len=longest, max_num_seqs=seats, max_num_batched_tokens=max(longest, 1 << 20))
+    core = DryRun(POLICIES[policy](config, KVCacheManager(num_blocks, block_size, longest)))
+    order = sorted(range(len(outputs)), key=lambda i: arrivals[i])
+    run, lane_of = Timeline([], [], arrivals, [0] * len(outputs)), {}
+    free, step, arrived = list(range(seats)), 0, 0
+    while arrived < len(order) or core.scheduler.has_unfinished_requests():
+        while arrived < len(order) and arrivals[order[arrived]] <= step:
+            i = order[arrived]
+            params = SamplingParams(temperature=0, max_tokens=outputs[i], ignore_eos=True)
+            core.add_request(Request(str(i), [0] * prompts[i], params, arrival_time=arrived))
+            arrived += 1
+        finished = [int(o.request_id) for o in core.step() if o.finish_reason]
+        lanes: list[int | None] = [None] * seats
+        for i in core.batch:
+            if i not in lane_of:
+                lane_of[i] = free.pop(0)
+            lanes[lane_of[i]] = i
+        for i in finished:
+            free.append(lane_of[i])
+            run.finish[i] = step + 1
+        free.sort()
+        run.lanes.append(lanes)
+        run.waiting.append(len(core.scheduler.waiting))
+        step += 1
+    return run
+
+
+def lower_bound(seats: int, outputs: Sequence[int], arrivals: Sequence[int]) -> int:
+    """No schedule ends earlier: somebody's last token needs its steps, and all work that arrives from t on its seats.
+
+    For requests that are all there at step 0 it is max(longest, ⌈sum/seats⌉).
+    """
+    pairs = list(zip(arrivals, outputs))
+    alone = max(arrival + n for arrival, n in pairs)
+    return max(alone, *(t + -(-sum(n for arrival, n in pairs if arrival >= t) // seats) for t in set(arrivals)))
+
+
+# --- The simulation behind the widget ---------------------------------------------------------------------------------
+
+LENGTHS = {  # output tokens of each request, in order of arrival
+    "stragglers": [8, 8, 8, 64] * 4,
+    "stragglers, sorted": [8] * 12 + [64] * 4,
+    "all equal": [32] * 16,
+    "the article's": [10, 500, 200, 100],
+    "giant last": [8] * 15 + [96],
+    "geometric": [5, 24, 2, 41, 13, 7, 33, 1, 18, 9, 62, 3, 16, 28, 4, 11],  # drawn once, mean 17
+}
+ARRIVALS = {"together": 0, "one every 2 steps": 2, "one every 8 steps": 8}
+SEATS = [1, 2, 3, 4, 6, 8]
+WIDGET_DEFAULT = {"policy": "static", "slots": 4, "lengths": "stragglers", "arrivals": "together"}
+
+
+def simulate(params: dict) -> dict:
+    """The Gantt chart of one policy on one workload, from the Scheduler that serves the engine. Raises InputError."""
+    allowed = {"policy": list(POLICIES), "slots": SEATS, "lengths": list(LENGTHS), "arrivals": list(ARRIVALS)}
+    for name in {*params, *allowed}:
+        if name not in allowed:
+            raise common.InputError(f"{name}: no such parameter; allowed: {', '.join(allowed)}")
+        if not any(params.get(name) == value and type(params[name]) is type(value) for value in allowed[name]):
+            raise common.InputError(f"{name} {params.get(name)!r}: must be one of {', '.join(map(str, allowed[name]))}")
+    outputs, seats = LENGTHS[params["lengths"]], params["slots"]
+    arrivals = [i * ARRIVALS[params["arrivals"]] for i in range(len(outputs))]
+    run = timeline(params["policy"], seats, outputs, arrivals=arrivals)
+    return {
+        "outputs": outputs, "arrivals": arrivals,
+        "steps": [{"slots": lanes, "waiting": waiting} for lanes, waiting in zip(run.lanes, run.waiting)],
+        "spans": run.spans, "makespan": run.makespan, "busy": run.busy, "cells": seats * run.makespan,
+        "lower_bound": lower_bound(seats, outputs, arrivals),
+        "latency_sum": sum(run.latencies), "latency_max": max(run.latencies),
+    }  # fmt: skip
+
+
+def describe(trace: dict) -> str:
+    """The state under the widget, as text."""
+    outputs, slots = trace["outputs"], len(trace["steps"][0]["slots"])
+    lines = [f"{len(outputs)} requests, {sum(outputs)} output tokens, {slots} slots",
+             f"makespan {trace['makespan']} steps (no schedule needs fewer than {trace['lower_bound']})",
+             f"slots in use {100 * trace['busy'] // trace['cells']} % ({trace['busy']} of {trace['cells']} cells)",
+             f"latency: mean {trace['latency_sum'] // len(outputs)} steps, longest {trace['latency_max']}"]  # fmt: skip
+    for slot in range(slots):
+        spans = [f"#{i} [{start}, {stop})" for i, (s, start, stop) in enumerate(trace["spans"]) if s == slot]
+        lines.append(f"slot {slot}: {'  '.join(spans[:5])}{'  …' if len(spans) > 5 else ''}")
+    return "\n".join(lines)
+
+
+# --- Numbers that the text quotes -------------------------------------------------------------------------------------
+
+
+def geometric(count: int, mean: float, seed: int) -> list[int]:
+    """Lengths with P(n) ∝ (1 − 1/mean)^n: every step has the same chance to be the last, as if drawn token by token."""
+    rng = random.Random(seed)
+    return [1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / mean)) for _ in range(count)]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def preset_key(name: str) -> str:
+    """A workload's name as the text quotes it: "stragglers, sorted" -> "stragglers_sorted"."""
+    return re.sub(r"\W+", "_", name)
+
+
+@functools.cache
+def facts() -> dict[str, Any]:
+    """The lesson's deterministic numbers; everything comes out of the real Scheduler."""
+    both = lambda *args, **kwargs: {policy: timeline(policy, *args, **kwargs) for policy in POLICIES}  # noqa: E731
+    brief = lambda run: {"steps": run.makespan, "utilisation": run.utilisation}  # noqa: E731
+    presets = {}
+    for name, outputs in LENGTHS.items():
+        runs = both(4, outputs)
+        presets[preset_key(name)] = {policy: brief(run) for policy, run in runs.items()} | {
+            "bound": lower_bound(4, outputs, [0] * len(outputs)),
+            "gain": runs["static"].makespan / runs["continuous"].makespan,
+        }  # fmt: skip
+
+    article = both(2, LENGTHS["the article's"])
+
+    lengths, by_slots = geometric(512, 16, seed=0), {}
+    for seats in (2, 4, 8, 16, 32):
+        runs = both(seats, lengths)
+        by_slots[str(seats)] = {policy: brief(run) for policy, run in runs.items()} | {
+            "harmonic": 1 / sum(1 / k for k in range(1, seats + 1)),
+            "gain": runs["static"].makespan / runs["continuous"].makespan,
+            **{f"{policy}_mean": sum(run.latencies) / len(lengths) for policy, run in runs.items()},
+            **{f"{policy}_p99": percentile(run.latencies, 0.99) for policy, run in runs.items()},
+        }  # fmt: skip
+    return {
+        "article": {policy: brief(run) | {"spans": run.spans} for policy, run in article.items()},
+        "presets": presets, "geometric": by_slots, "reserved": reserved_slots(),
+    }  # fmt: skip
+
+
+def reserved_slots() -> dict[str, Any]:
+    """The same memory and requests, kept in blocks of 16 and in one reservation of `max_model_len` per sequence.
+
+    A slot-based cache is a paged one whose block is as long as the longest sequence allowed. Lengths are as in the
+    ShareGPT sample of the PagedAttention paper: 161 tokens in, 338 out on average.
+    """
+    prompts, outputs = geometric(96, 161, seed=1), geometric(96, 338, seed=2)
+    max_model_len, tokens = 2048, 16384
+    prompts, outputs = [min(p, 1024) for p in prompts], [min(n, 1023) for n in outputs]
+    found: dict[str, Any] = {"pool_tokens": tokens, "max_model_len": max_model_len, "requests": len(prompts)}
+    for name, block_size in (("paged", 16), ("reserved", max_model_len)):
+        run = timeline("continuous", 96, outputs, prompts, num_blocks=tokens // block_size + 1, block_size=block_size)
+        running = [sum(i is not None for i in lanes) for lanes in run.lanes]
+        found[name] = {"steps": run.makespan, "most": max(running), "mean": sum(running) / len(running)}
+    found["gain"] = found["reserved"]["steps"] / found["paged"]["steps"]
+    return found
+
+
+# --- Figures ----------------------------------------------------------------------------------------------------------
+
+
+def draw(folder: str | Path) -> list[Path]:
+    """The article's four requests as they really run, and what the number of slots does to static batching."""
+    numbers, paths = facts(), []
+    figure, axes = common.new_figure(8.0, 3.9, nrows=2, sharex=True)
+    colors = [common.COLORS[name] for name in ("orange", "blue", "green", "purple")]
+    for ax, policy in zip(axes, POLICIES):
+        found = numbers["article"][policy]
+        for slot in range(2):
+            ax.broken_barh([(0, found["steps"])], (slot - 0.36, 0.72), facecolor="white",
+                           edgecolor=common.COLORS["grey"], hatch="////", linewidth=0.5, alpha=0.55)  # fmt: skip
+        for name, length, (slot, start, stop), color in zip("ABCD", LENGTHS["the article's"], found["spans"], colors):
+            ax.broken_barh([(start, stop - start)], (slot - 0.36, 0.72), facecolor=color, edgecolor="white")
+            if stop - start > 60:
+                ax.text(
+                    (start + stop) / 2, slot, f"{name} {length}", ha="center", va="center", color="white", weight="bold"
+                )
+            else:
+                ax.text(start, slot - 0.4, f"{name} {length}", ha="left", va="bottom", color=color, weight="bold")
+        ax.set(yticks=[0, 1], yticklabels=["slot 0", "slot 1"], ylim=(1.5, -0.85), xlim=(0, 720))
+        ax.set_title(f"{policy}: {found['steps']} steps, slots used {100 * found['utilisation']:.0f} %")
+    axes[1].set_xlabel("step (hatched: an empty seat)")
+    paths.append(common.save_figure(figure, folder, "04_static_and_continuous"))
+
+    figure, ax = common.new_figure(8.0, 3.3)
+    slots = [int(n) for n in numbers["geometric"]]
+    of = lambda name: [numbers["geometric"][str(n)][name] for n in slots]  # noqa: E731
+    ax.plot(slots, [100 * run["utilisation"] for run in of("continuous")], "o-", label="continuous")
+    ax.plot(slots, [100 * run["utilisation"] for run in of("static")], "o-", label="static")
+    ax.plot(slots, [100 * share for share in of("harmonic")], ":", color=common.COLORS["grey"],
+            label="1 / (1 + 1/2 + … + 1/slots)")  # fmt: skip
+    ax.set(xscale="log", ylim=(0, 105), xlabel="slots", ylabel="slots used, %", xticks=slots, xticklabels=slots,
+           title="512 requests of 16 tokens on average, lengths geometric")  # fmt: skip
+    ax.minorticks_off()
+    ax.legend()
+    paths.append(common.save_figure(figure, folder, "04_utilisation"))
+    return paths
+
+
+# --- The story --------------------------------------------------------------------------------------------------------
+
+PROMPTS = [
+    "The capital of France is", "Once upon a time, in a small village by the sea,", "To make bread you need flour,",
+    "The three laws of motion say that", "Water boils at", "Dear Sir or Madam, I am writing to you because",
+    "In Python, a list is", "The best thing about winter is",
+]  # fmt: skip
+NUM_REQUESTS = 32
+OUTPUTS = [4, 6, 5, 24] * 8  # tokens wanted: one in four talks
+
+
+def make_core(model: llama.Llama, policy: str = "continuous", max_num_seqs: int = 32, num_blocks: int = 1024,
+              max_model_len: int = 512, block_size: int = 16) -> ModelEngineCore:  # fmt: skip
+    """Scheduler, blocks, runner and model, put together. Raises InputError if they do not fit each other."""
+    config = SchedulerConfig(max_model_len, max_num_seqs, max_num_batched_tokens=max(4096, max_model_len))
+    scheduler = POLICIES[policy](config, KVCacheManager(num_blocks, block_size, max_model_len))
+    return ModelEngineCore(scheduler, ModelRunner(model, scheduler))
+
+
+@dataclass
+class Served:
+    """What serving a list of requests gave and took."""
+
+    token_ids: list[list[int]]
+    seconds: list[float] = field(default_factory=list)  # of each step
+    batch: list[int] = field(default_factory=list)  # sequences in each step
+    finish: list[float] = field(default_factory=list)  # when each request was done, seconds after the start
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.token_ids)) / sum(self.seconds)
+
+
+def serve(core: ModelEngineCore, prompts: Sequence[Sequence[int]], outputs: Sequence[int]) -> Served:
+    """Hand everything in at once and step until all is done. Greedy, every request exactly as long as asked."""
+    served = Served([[] for _ in prompts], finish=[0.0] * len(prompts))
+    for i, (prompt, n) in enumerate(zip(prompts, outputs)):
+        core.add_request(Request(str(i), list(prompt), SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)))
+    while core.scheduler.has_unfinished_requests():
+        start = time.perf_counter()
+        heard = core.step()
+        served.seconds.append(time.perf_counter() - start)
+        served.batch.append(len(heard))  # whole prompts only: everybody in the step gets a token
+        for output in heard:
+            served.token_ids[int(output.request_id)] += output.new_token_ids
+            if output.finish_reason:
+                served.finish[int(output.request_id)] = sum(served.seconds)
+    return served
+
+
+# --- The benchmark ----------------------------------------------------------------------------------------------------
+
+
+def matmul_seconds(model: llama.Llama, rows: int, head_rows: int) -> float:
+    """The matrix products of one step and nothing else: `rows` tokens through every layer, `head_rows` to logits."""
+    inputs = {n: torch.randn(rows, n, dtype=model.dtype, device=model.device)
+              for n in {layer.weight.shape[1] for layer in model.linear.values()}}  # fmt: skip
+
+    def products() -> None:
+        for name, layer in model.linear.items():
+            x = inputs[layer.weight.shape[1]]
+            layer(x[:head_rows] if name == "lm_head" else x)
+
+    with torch.inference_mode():
+        return common.measure(products, seconds=1.0).median
+
+
+def benchmark(model: llama.Llama, args: argparse.Namespace) -> dict[str, Any]:
+    """Prompts of 128 random tokens, 64 greedy tokens each: ours with and without packed weights, Transformers, and the
+    floor. Competitors take turns within a round; the table shows medians of three rounds."""
+    common.heading("5. Throughput: n prompts of 128 tokens, 64 greedy tokens each, fp32 on a CPU, bf16 on a GPU")
+    n_in, n_out, rng = 128, 64, random.Random(0)
+    prompts = [[rng.randrange(1000, 40000) for _ in range(n_in)] for _ in range(32)]
+    cores = {"ours": make_core(model), "unpacked": make_core(model)}
+    cores["unpacked"].runner.model = model
+    peer = load_transformers(args.model, model)
+
+    def seconds(name: str, n: int) -> float:
+        start = time.perf_counter()
+        if name == "transformers":
+            ids = torch.tensor(prompts[:n], device=model.device)
+            peer.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n_out,
+                          min_new_tokens=n_out, pad_token_id=0)  # fmt: skip
+        elif name == "one by one":
+            for prompt in prompts[:4]:
+                serve(cores["unpacked"], [prompt], [n_out])
+        else:
+            serve(cores[name], prompts[:n], [n_out] * n)
+        return time.perf_counter() - start
+
+    bench: dict[str, Any] = {"prompt_tokens": n_in, "output_tokens": n_out, "throughput": {}}
+    rows, competitors = [], ["ours", "unpacked", *(["transformers"] if peer else [])]
+    for n in (1, 8, 32):
+        packed = cores["ours"].runner.model
+        floor = matmul_seconds(packed, n * n_in, n) + (n_out - 1) * matmul_seconds(packed, n, n)
+        found: dict[str, Any] = {"floor": n * n_out / floor}
+        for name in competitors:
+            seconds(name, n)  # warm up
+        rounds = [{name: seconds(name, n) for name in competitors} for _ in range(3)]
+        for name in competitors:
+            rates = sorted(n * n_out / each[name] for each in rounds)
+            found |= {name: rates[1], f"{name}_low": rates[0], f"{name}_high": rates[2]}
+        found["share_of_floor"] = found["ours"] / found["floor"]
+        if peer:
+            found["over_transformers"] = found["ours"] / found["transformers"]
+        bench["throughput"][str(n)] = found
+        spread = [f"{found[c]:.0f} ({found[f'{c}_low']:.0f}–{found[f'{c}_high']:.0f})" for c in competitors]
+        rows.append([n, *spread, f"{found['floor']:.0f}", f"{found['share_of_floor']:.0%}"])
+    common.table(["prompts", *competitors, "matmuls alone", "share"], rows, title="output tokens per second")
+
+    serial = 4 * n_out / statistics.median(seconds("one by one", 4) for _ in range(3))
+    bench["one_by_one"] = serial
+    final = bench["throughput"]["32"]
+    common.table(["32 prompts", "tokens/s", "x"], [
+        [name, f"{rate:.0f}", f"{rate / serial:.1f}"] for name, rate in
+        (("one by one", serial), ("batched", final["unpacked"]), ("batched, packed weights", final["ours"]))
+    ])  # fmt: skip
+
+    common.heading("6. Static against continuous: 64 requests, lengths geometric with mean 32")
+    outputs, rows, bench["policies"] = geometric(64, 32, args.seed), [], {}
+    for seats in (8, 32):
+        for policy in POLICIES:
+            core = make_core(model, policy, seats)
+            run = serve(core, [prompts[i % 32][:32] for i in range(64)], outputs)
+            found = {
+                "steps": len(run.batch), "seconds": sum(run.seconds), "tokens_per_second": run.tokens_per_second,
+                "utilisation": sum(run.batch) / seats / len(run.batch), "mean_latency": statistics.mean(run.finish),
+                "p99_latency": percentile(run.finish, 0.99),
+            }  # fmt: skip
+            bench["policies"][f"{policy}_{seats}"] = found
+            rows.append([f"{seats} seats, {policy}", found["steps"], f"{found['utilisation']:.0%}",
+                         f"{found['seconds']:.1f} s", f"{found['tokens_per_second']:.0f}",
+                         f"{found['mean_latency']:.1f} s", f"{found['p99_latency']:.1f} s"])  # fmt: skip
+    common.table(["", "steps", "seats used", "makespan", "tokens/s", "mean latency", "p99"], rows)
+    return bench
+
+
+def load_transformers(model_name: str | None, like: llama.Llama) -> Any:
+    """The same weights in Transformers, or None (said aloud) where it is not installed."""
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        common.skipped("Transformers", "not installed")
+        return None
+    return AutoModelForCausalLM.from_pretrained(llama.model_folder(model_name), dtype=like.dtype).eval().to(like.device)
+
+
+def build_parser() -> common.Parser:
+    p = common.parser(__doc__)
+    p.add_argument("--policy", choices=tuple(POLICIES), default="continuous", help="batching of step 2")
+    p.add_argument("--max-num-seqs", type=common.number(int, 1, 256), default=32, metavar="N",
+                   help="sequences in one step (default %(default)s; 1 serves them one by one)")  # fmt: skip
+    p.add_argument("--num-blocks", type=common.number(int, 2), default=1024, metavar="N",
+                   help="KV blocks of 16 tokens (default %(default)s; 34 seat few, below 33 is refused)")  # fmt: skip
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    machine = common.start(args)
+    numbers, bench = facts(), {}
+
+    common.heading("1. Static against continuous batching, in steps of the real scheduler (4 slots)")
+    rows = []
+    for name, outputs in LENGTHS.items():
+        found = numbers["presets"][preset_key(name)]
+        for policy, reference in (("static", static_steps), ("continuous", continuous_steps)):
+            if found[policy]["steps"] != reference(4, outputs):
+                raise common.CheckFailed(f"{name}: {policy} took {found[policy]['steps']} steps")
+        used = {policy: f"{found[policy]['utilisation']:.0%}" for policy in POLICIES}
+        rows.append([name, found["static"]["steps"], used["static"], found["continuous"]["steps"], used["continuous"],
+                     found["bound"], f"{found['gain']:.2f}x"])  # fmt: skip
+    common.table(["lengths", "static", "used", "continuous", "used", "bound", "gain"], rows)
+    common.say(f"✓ all {2 * len(rows)} step counts equal the naive ones (sums of maxima; first free slot first)")
+
+    common.heading(f"2. The real model: {NUM_REQUESTS} requests, {args.policy}, at most {args.max_num_seqs} at a time")
+    model, tokenizer = llama.load(args.model)
+    prompts = [tokenizer.encode(PROMPTS[i % len(PROMPTS)]) for i in range(NUM_REQUESTS)]
+    core = make_core(model, args.policy, args.max_num_seqs, args.num_blocks)
+    served = serve(core, prompts, OUTPUTS)
+    for i in (3, 7):
+        common.say(f"#{i} {PROMPTS[i % len(PROMPTS)]}…{tokenizer.decode(served.token_ids[i])!r}")
+    common.say(f"{len(served.seconds)} steps, at most {max(served.batch)} sequences in one, {sum(served.batch)} tokens")
+    common.say(f"{sum(served.seconds):.2f} s: {served.tokens_per_second:.0f} tokens/s")
+    some = [0, 3, 6, 15]
+    alone = [serve(core, [prompts[i]], [OUTPUTS[i]]).token_ids[0] for i in some]
+    common.check_equal(f"requests {some} get the same tokens served alone", [served.token_ids[i] for i in some], alone)
+    common.check_equal("request 0 gets the tokens that a loop without any cache writes", alone[0],
+                       generate_alone(model, prompts[0], OUTPUTS[0]))  # fmt: skip
+    pool = core.scheduler.kv_cache_manager.block_pool
+    common.check_equal(f"all {pool.num_blocks - 1} blocks are free again", pool.num_free_blocks, pool.num_blocks - 1)
+
+    common.heading("3. The same requests on 8 seats, in seconds")
+    rows, runs = [], {}
+    for policy in POLICIES:
+        runs[policy] = run = serve(make_core(model, policy, 8), prompts, OUTPUTS)
+        used = sum(run.batch) / (8 * len(run.batch))
+        rows.append([policy, len(run.batch), f"{used:.0%}", f"{sum(run.seconds):.2f} s", f"{run.tokens_per_second:.0f}",
+                     f"{sum(run.finish) / NUM_REQUESTS:.2f} s", f"{percentile(run.finish, 0.99):.2f} s"])  # fmt: skip
+    common.table(["policy", "steps", "seats used", "makespan", "tokens/s", "mean latency", "p99"], rows)
+    common.check_equal("both policies write the same tokens", runs["static"].token_ids, runs["continuous"].token_ids)
+    shorter = 1 - len(runs["continuous"].batch) / len(runs["static"].batch)
+    faster = 1 - sum(runs["continuous"].seconds) / sum(runs["static"].seconds)
+    common.say(f"{shorter:.0%} fewer steps, {faster:.0%} less time (a step with fewer sequences in it is shorter)")
+
+    common.heading("4. Why slots need pages: one memory, kept in two ways")
+    found = numbers["reserved"]
+    common.table(["KV cache", "sequences at once", "most", "steps"], [
+        [name, f"{found[key]['mean']:.1f}", found[key]["most"], found[key]["steps"]]
+        for name, key in ((f"reserved, {found['max_model_len']} each", "reserved"), ("paged, blocks of 16", "paged"))
+    ])  # fmt: skip
+    common.say(f"{found['requests']} requests, {found['pool_tokens']:,} token slots: {found['gain']:.1f}x fewer steps. "
+               "Both are continuous; only one has seats to offer")  # fmt: skip
+
+    if args.bench:
+        bench = benchmark(model, args)
+    draw(args.figure)
+    if args.json:
+        common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
+
+
+if __name__ == "__main__":
+    common.run(main)

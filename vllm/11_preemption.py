@@ -1,0 +1,1416 @@
+"""11 · Preemption and swap: when the cache is full, who pays?
+
+The question: a scheduler that takes blocks only when they are needed serves more requests at once, until the pool is
+empty in the middle of a step. Somebody must give blocks back. Who, and what happens to the keys and values in them?
+
+The mechanism:
+  1. Admission is optimistic: a request comes in if what is known of it fits now. Its output has no reservation.
+  2. A running request that finds no block evicts the one admitted last (priority policy: the least important).
+  3. Recompute, vLLM's V1: the victim's blocks are freed and its tokens kept; back in front of the queue, it will be
+     prefilled again, prompt and output in one go, except what the prefix cache still holds.
+  4. Swap, as V0 could: the victim's blocks are copied to CPU memory and copied back later. Nothing is redone.
+  5. Nobody is admitted in a step that evicted, so copies out and copies in never meet in one step.
+  6. A second cache on the CPU, keyed by block hash, catches whatever the GPU's prefix cache evicts: copy, not compute.
+  7. Who can never fit is refused on arrival: in the queue it would wait forever, and block everybody behind it.
+
+Numbers to remember: 16 requests of 64 + 192 tokens, one every 16 steps, in a pool that holds 4 of them at full length:
+20 evictions, and 32 % of all computed tokens were computed before. Copying a token of Llama-3.1-8B out and in again
+takes 5 µs over PCIe 5, computing it again on an H100 14 µs: bandwidth alone would choose swap, and vLLM removed it.
+
+How to run:
+  uv run python vllm/11_preemption.py                                the whole story
+  uv run python vllm/11_preemption.py --pool-blocks 12               break it: no request fits, all are refused
+  uv run python vllm/11_preemption.py --watermark 8                  keep 8 blocks free of newcomers
+  uv run python vllm/11_preemption.py replay WORKLOAD.json --table   what would vLLM do with this workload?
+  uv run python vllm/11_preemption.py --bench                        a minute: scheduler cost, copies, computing
+
+Read for this: Kwon et al. 2023 (swap and recompute, figure 19), vLLM 0.32 `v1/core/sched/scheduler.py` and
+`v1/kv_offload/cpu/`, vLLM's blog on KV offloading (January 2026), V0's `core/scheduler.py`.
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch and Triton are used
+
+import argparse
+import functools
+import itertools
+import json
+import random
+import statistics
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import HARDWARE, tl
+
+import llama
+
+kv_cache = common.lesson("01_kv_cache")
+paged_attention = common.lesson("02_paged_attention")
+continuous_batching = common.lesson("04_continuous_batching")
+chunked_prefill = common.lesson("10_chunked_prefill")
+optimizations = common.lesson("05_optimizations")
+Request, RequestStatus = continuous_batching.Request, continuous_batching.RequestStatus
+SamplingParams, SchedulerOutput = continuous_batching.SamplingParams, continuous_batching.SchedulerOutput
+KVCacheManager = optimizations.PrefixCachingKVCacheManager
+
+KEY = "11_preemption"
+
+
+# --- 1. The references ----------------------------------------------------------------------------------------------
+
+
+def undisturbed(model: llama.Llama, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What a request must answer however often it was evicted: greedy, alone, in lesson 01's contiguous cache."""
+    spec = kv_cache.KVCacheSpec.from_config(vars(model.config))
+    cache = kv_cache.KVCache(spec, 1, len(prompt) + max_tokens, model.dtype, model.device)
+    return kv_cache.generate(model, prompt, max_tokens, cache).token_ids
+
+
+def swap_blocks_one_by_one(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy blocks between two caches as V0 did: keys and values of each block by a copy (`cudaMemcpyAsync`) of its own.
+
+    Shapes: source [2, N, block_size, Hkv, D], target [2, M, block_size, Hkv, D], pairs of (block of source, of target).
+    """
+    for source_block, target_block in pairs:
+        for half in (0, 1):
+            target[half, target_block].copy_(source[half, source_block], non_blocking=True)
+
+
+# --- 2. The scheduler: optimism, and its price ---------------------------------------------------------------------
+
+
+@dataclass
+class SchedulerConfig(chunked_prefill.SchedulerConfig):
+    """Lesson 10's knobs, three about admission, and one where we part from vLLM 0.32."""
+
+    max_num_active_seqs: int | None = None  # admit fewer than max_num_seqs
+    scheduler_reserve_full_isl: bool = True  # admit only what fits in full now (a test, not a reservation)
+    watermark: float = 0.0  # share of the pool that admission leaves free for those who run
+    evict_uncomputed_blocks: bool = True  # see `_preempt_request`
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_num_active_seqs is not None and not 1 <= self.max_num_active_seqs <= self.max_num_seqs:
+            raise common.InputError(f"max_num_active_seqs {self.max_num_active_seqs}: must be from 1 to max_num_seqs "
+                                    f"({self.max_num_seqs})")  # fmt: skip
+        if not 0 <= self.watermark < 1:
+            raise common.InputError(f"watermark {self.watermark}: must be at least 0 and below 1")
+
+
+class Scheduler(chunked_prefill.Scheduler):
+    """Blocks are taken when they are needed. If there are none, the least important running request loses its own.
+
+    The victim keeps its tokens and forgets their keys and values (`num_computed_tokens = 0`); back in front of the
+    queue, it will compute them again, except what the prefix cache still holds. As vLLM's V1 does; there is no swap.
+    """
+
+    def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
+        super().__init__(config, kv_cache_manager)
+        self.max_num_running_reqs = config.max_num_active_seqs or config.max_num_seqs
+        self.watermark_blocks = int(config.watermark * kv_cache_manager.block_pool.num_blocks)
+
+    def _schedule_running(self, output: SchedulerOutput) -> None:
+        """Whoever runs goes on, in order of admission, and evicts others until its blocks are there."""
+        for request in tuple(self.running):
+            if request.status is not RequestStatus.RUNNING:
+                continue  # evicted a moment ago, for somebody in front of it
+            # The last position of a sequence is sampled, never computed.
+            room = self.config.max_model_len - 1 - request.num_computed_tokens
+            num_new_tokens = min(self._num_new_tokens(request), room)
+            if num_new_tokens <= 0:
+                continue
+            while self.kv_cache_manager.allocate_slots(request, num_new_tokens) is None:
+                victim = self._choose_victim()
+                self._preempt_request(victim, output)
+                if victim is request:  # the walk ends here, even if others behind it could now go on
+                    return
+            output.scheduled_running_reqs.append(request)
+            self._grant(request, num_new_tokens, output)
+
+    def _choose_victim(self) -> Request:
+        """First come, first served: the one admitted last. Priority: the least important, and of those the latest."""
+        if self.config.policy == "priority":
+            return max(self.running, key=lambda request: (request.priority, request.arrival_time))
+        return self.running[-1]
+
+    def _preempt_request(self, victim: Request, output: SchedulerOutput) -> None:
+        """Back to the queue without its blocks.
+
+        By priority, the victim may stand in this step already. Then its tokens go back to the budget, and the blocks
+        that they would have filled must leave the index: nobody will compute them. vLLM 0.32 leaves them there, and
+        the victim resumes by hitting memory that was never written (vLLM issue 57580, pull request 43569).
+        """
+        self.running.remove(victim)
+        if withdrawn := output.num_scheduled_tokens.pop(victim.request_id, 0):
+            output.scheduled_running_reqs.remove(victim)
+            self.token_budget += withdrawn
+            if self.config.evict_uncomputed_blocks:
+                self.kv_cache_manager.evict_uncomputed(victim, victim.num_computed_tokens - withdrawn)
+        self.kv_cache_manager.free(victim)
+        victim.status = RequestStatus.PREEMPTED
+        victim.num_computed_tokens = 0
+        victim.num_preemptions += 1
+        self.waiting.prepend_request(victim)
+        output.preempted_reqs.append(victim)
+
+    def _schedule_waiting(self, output: SchedulerOutput) -> None:
+        """Nobody is admitted in a step that preempted, however many blocks are free now."""
+        if not output.preempted_reqs:
+            super()._schedule_waiting(output)
+
+    def _admit(self, request: Request) -> int:
+        """Take what this step needs, no more: the cached prefix, and blocks for the tokens behind it.
+
+        The test is stricter than the need: all known tokens must fit (`scheduler_reserve_full_isl`), and the watermark
+        stay free if anybody runs. Nothing is set aside, so what fits now may still collide later.
+        """
+        computed_blocks, num_cached_tokens = self.kv_cache_manager.get_computed_blocks(request)
+        request.num_computed_tokens = num_cached_tokens
+        if num_new_tokens := self._num_new_tokens(request):
+            num_tokens = request.num_tokens
+            if not self.config.scheduler_reserve_full_isl:
+                num_tokens = num_cached_tokens + num_new_tokens
+            needed = self.kv_cache_manager.get_num_blocks_to_allocate(request, num_tokens, computed_blocks)
+            watermark = self.watermark_blocks if self.running else 0
+            if needed + watermark <= self.kv_cache_manager.block_pool.num_free_blocks:
+                self.kv_cache_manager.allocate_slots(request, num_new_tokens, computed_blocks)
+                request.num_cached_tokens = num_cached_tokens
+                return num_new_tokens
+        request.num_computed_tokens = 0  # a lookup that admits nobody changes nothing
+        return 0
+
+
+def make_scheduler(
+    config: SchedulerConfig, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
+) -> Scheduler:
+    """The scheduler on its manager: what the engine serves with, and what `replay` drives."""
+    return Scheduler(config, KVCacheManager(num_blocks, block_size, config.max_model_len, enable_prefix_caching))
+
+
+def scheduler_cost(num_requests: int, steps: int = 60, enable_prefix_caching: bool = False) -> float:
+    """Seconds per `schedule()` + `update_from_output()` while `num_requests` decode: the median over `steps`."""
+    length = 100 + steps + 2
+    config = SchedulerConfig(max_model_len=length, max_num_seqs=num_requests, max_num_batched_tokens=100 * num_requests)
+    scheduler = make_scheduler(config, num_requests * -(-length // 16) + 1, 16, enable_prefix_caching)
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    for i in range(num_requests):
+        scheduler.add_request(Request(f"r{i}", [i, *range(99)], params, arrival_time=i))
+    seconds = []
+    for _ in range(steps + 1):  # the first step is the prefill
+        start = time.perf_counter()
+        output = scheduler.schedule()
+        middle = time.perf_counter()
+        sampled = {request_id: [1] for request_id in output.num_scheduled_tokens}
+        resumed = time.perf_counter()
+        scheduler.update_from_output(output, sampled)
+        seconds.append(middle - start + time.perf_counter() - resumed)
+    return statistics.median(seconds[1:])
+
+
+# --- 3. Moving blocks: one kernel for all of them -------------------------------------------------------------------
+
+
+@common.kernel
+def swap_blocks_kernel(source, target, pairs, stride_source, stride_target, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    pair, half, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)  # half 0: keys, 1: values
+    source_block, target_block = tl.load(pairs + 2 * pair), tl.load(pairs + 2 * pair + 1)  # int64: offsets may be large
+    word = chunk * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(source + half * stride_source + source_block * WIDTH + word)
+    tl.store(target + half * stride_target + target_block * WIDTH + word, words)
+
+
+def swap_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Copy whole blocks from one cache to another; on a GPU, one of them is pinned host memory, which the kernel reads
+    or writes over the link. A block is a row of bits: the copy is of 4-byte words, whatever the dtype.
+
+    Semantics: target[:, t] = source[:, s] for every pair (s, t). No t twice, no overlap of the two caches.
+    Shapes: source [2, N, block_size, Hkv, D], target [2, M, block_size, Hkv, D], pairs int64 [P, 2]. Raises ValueError
+    for host memory that is not pinned.
+    """
+    on_gpu = target if target.is_cuda else source
+    if not common.runs_kernel(on_gpu):
+        for half in (0, 1):
+            target[half].index_copy_(0, pairs[:, 1], source[half].index_select(0, pairs[:, 0]))
+        return
+    if on_gpu.is_cuda and not all(x.is_cuda or x.is_pinned() for x in (source, target)):
+        raise ValueError("swap_blocks: a GPU can only reach host memory that is pinned")
+    if len(pairs) == 0:
+        return
+    source, target = source.view(torch.int32), target.view(torch.int32)
+    width = source[0, 0].numel()
+    block = min(width & -width, 1024)  # the largest power of two that divides it: no tail, so no masks
+    swap_blocks_kernel[(len(pairs), 2, width // block)](
+        source, target, pairs, source.stride(0), target.stride(0), WIDTH=width, BLOCK=block, num_warps=4
+    )
+
+
+def example_launches(dtype: torch.dtype) -> None:
+    """The launches of this lesson's models on meta tensors, for the compile check: SmolLM2 and an 8B model."""
+    for Hkv, D in ((3, 64), (8, 128)):
+        gpu, cpu = (torch.empty(2, n, 16, Hkv, D, dtype=dtype, device="meta") for n in (2048, 512))
+        swap_blocks(gpu, cpu, torch.empty(64, 2, dtype=torch.int64, device="meta"))
+
+
+class BlockCopies:
+    """The copies between GPU and CPU pool that a step has to do before the model runs, in the order of decision.
+
+    Consecutive copies of one direction form a batch {target: source}: a target that is reassigned before anybody read
+    it is written once, by its last source.
+    """
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[str, dict[int, int]]] = []
+        self.total = {"out": 0, "in": 0}
+
+    def add(self, direction: str, pairs: Iterable[tuple[int, int]]) -> None:
+        """Note (source, target) pairs; `direction` is "out" (GPU to CPU) or "in"."""
+        if not self.batches or self.batches[-1][0] != direction:
+            self.batches.append((direction, {}))
+        for source, target in pairs:
+            self.batches[-1][1][target] = source
+            self.total[direction] += 1
+
+    def take(self) -> list[tuple[str, list[tuple[int, int]]]]:
+        """All that has been noted, as (direction, (source, target) pairs); the list is then empty."""
+        taken, self.batches = self.batches, []
+        return [(direction, [(s, t) for t, s in batch.items()]) for direction, batch in taken]
+
+
+# --- 4. Swap: the victim's blocks go to the CPU ---------------------------------------------------------------------
+
+
+class SwapScheduler(Scheduler):
+    """Three methods make of recomputation what V0 called swapping: on the way out, on the way in, and at the end.
+
+    V0 kept the swapped in a queue of their own, served before `waiting`; here they stand in front of `waiting`, which
+    is the same. V0 stopped with an error when the CPU's pool was full; here that victim is recomputed.
+    """
+
+    def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, num_cpu_blocks: int) -> None:
+        super().__init__(config, kv_cache_manager)
+        self.cpu_pool = paged_attention.BlockPool(num_cpu_blocks + 1)  # its block 0 is a null block as well
+        self.swapped: dict[str, tuple[list[int], int]] = {}  # request id: its blocks on the CPU, its computed tokens
+        self.copies = BlockCopies()
+
+    def _preempt_request(self, victim: Request, output: SchedulerOutput) -> None:
+        """Copy the blocks with computed tokens out, then go on as if they were lost."""
+        # What this very step was to compute does not exist yet.
+        computed = victim.num_computed_tokens - output.num_scheduled_tokens.get(victim.request_id, 0)
+        num_blocks = -(-computed // self.kv_cache_manager.block_size)
+        if 0 < num_blocks <= self.cpu_pool.num_free_blocks:
+            cpu_blocks = self.cpu_pool.allocate(num_blocks)
+            self.copies.add("out", zip(self.kv_cache_manager.get_block_ids(victim.request_id), cpu_blocks))
+            self.swapped[victim.request_id] = cpu_blocks, computed
+        super()._preempt_request(victim, output)
+
+    def _admit(self, request: Request) -> int:
+        """Whoever has blocks on the CPU gets as many here, and their content; it goes on where it was."""
+        if request.request_id not in self.swapped:
+            return super()._admit(request)
+        cpu_blocks, request.num_computed_tokens = self.swapped[request.request_id]
+        manager, num_new_tokens = self.kv_cache_manager, self._num_new_tokens(request)
+        needed = manager.get_num_blocks_to_allocate(request, request.num_tokens)
+        watermark = self.watermark_blocks if self.running else 0
+        if num_new_tokens == 0 or needed + watermark > manager.block_pool.num_free_blocks:
+            request.num_computed_tokens = 0  # it still waits
+            return 0
+        manager.allocate_slots(request, num_new_tokens)
+        self.copies.add("in", zip(cpu_blocks, manager.get_block_ids(request.request_id)))
+        self._forget(request)
+        return num_new_tokens
+
+    def _free_request(self, request: Request) -> None:
+        self._forget(request)  # aborted while it was swapped out
+        super()._free_request(request)
+
+    def _forget(self, request: Request) -> None:
+        self.cpu_pool.free(self.swapped.pop(request.request_id, ([], 0))[0])
+
+
+# --- 5. Offload: a second tier for the prefix cache -----------------------------------------------------------------
+
+
+class CPUTier:
+    """`num_blocks` of CPU memory for blocks that the GPU's prefix cache evicts, found by their hash, LRU.
+
+    A block is in one tier at a time: `take` removes what goes back to the GPU, `store` brings what comes from there.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.pool = paged_attention.BlockPool(num_blocks + 1)
+        self.blocks: OrderedDict[bytes, int] = OrderedDict()  # least recently stored first
+        self.copies = BlockCopies()
+
+    def store(self, block_hash: bytes, gpu_block: int) -> None:
+        """Keep a block that is about to be overwritten on the GPU. If the tier is full, its oldest block goes."""
+        if block_hash in self.blocks:
+            self.blocks.move_to_end(block_hash)
+            return
+        if self.pool.num_free_blocks == 0:
+            if not self.blocks:
+                return  # every block is on its way back to the GPU
+            self.pool.free([self.blocks.popitem(last=False)[1]])
+        (cpu_block,) = self.pool.allocate(1)
+        self.blocks[block_hash] = cpu_block
+        self.copies.add("out", [(gpu_block, cpu_block)])
+
+    def take(self, block_hashes: Sequence[bytes]) -> list[int]:
+        """The blocks of these hashes, no longer indexed; the caller frees them when their copies are noted."""
+        return [self.blocks.pop(block_hash) for block_hash in block_hashes]
+
+
+class OffloadingBlockPool(optimizations.CachingBlockPool):
+    """Lesson 05's pool; what it evicts goes down a tier, unless the GPU has the same block once more."""
+
+    def __init__(self, num_blocks: int, tier: CPUTier) -> None:
+        super().__init__(num_blocks)
+        self.tier = tier
+
+    def allocate(self, n: int) -> list[int]:
+        """Blocks are handed out before the model runs, so what they held can still be copied."""
+        hashes = [self.block_hash[block] for block in itertools.islice(self.free_queue, n)]
+        blocks = super().allocate(n)
+        for block, block_hash in zip(blocks, hashes):
+            if block_hash is not None and self.get_cached_block(block_hash) is None:
+                self.tier.store(block_hash, block)
+        return blocks
+
+
+class OffloadingKVCacheManager(KVCacheManager):
+    """Lesson 05's manager on two tiers. The scheduler above runs on it unchanged: to it, a hit is a hit."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_model_len: int, num_cpu_blocks: int) -> None:
+        self.tier = CPUTier(num_cpu_blocks)
+        self.pool_class = functools.partial(OffloadingBlockPool, tier=self.tier)
+        super().__init__(num_blocks, block_size, max_model_len)
+
+    def get_computed_blocks(self, request: Request) -> tuple[list[int], int]:
+        """Blocks found on the GPU, and the tokens found on either tier: from the first GPU miss on, the CPU's count."""
+        blocks, num_tokens = super().get_computed_blocks(request)
+        if not request.sampling_params.skip_reading_prefix_cache:
+            limit = (request.num_tokens - 1) // self.block_size
+            rest = request.block_hashes[len(blocks) : limit]
+            found = itertools.takewhile(self.tier.blocks.__contains__, rest)
+            num_tokens += self.block_size * sum(1 for _ in found)
+        return blocks, num_tokens
+
+    def allocate_slots(
+        self, request: Request, num_new_tokens: int, new_computed_blocks: Sequence[int] = ()
+    ) -> list[int] | None:
+        """Tokens that count as computed but have no block yet are on the CPU: they get new blocks, and a copy each."""
+        if request.request_id in self.req_to_blocks:
+            return super().allocate_slots(request, num_new_tokens)
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        if self.get_num_blocks_to_allocate(request, num_tokens, new_computed_blocks) > self.block_pool.num_free_blocks:
+            return None
+        first, last = len(new_computed_blocks), request.num_computed_tokens // self.block_size
+        cpu_blocks = self.tier.take(request.block_hashes[first:last])
+        new_blocks = super().allocate_slots(request, num_new_tokens, new_computed_blocks)
+        self.tier.copies.add("in", zip(cpu_blocks, self.get_block_ids(request.request_id)[first:last]))
+        self.tier.pool.free(cpu_blocks)
+        return new_blocks
+
+
+# --- 6. The loop: with a meter, and with a model --------------------------------------------------------------------
+
+
+class MeteredCore(continuous_batching.EngineCore):
+    """The engine's loop without a model. It counts: which tokens of a step are new, and which were computed before?"""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
+        self.copies = copies_of(scheduler)
+        self.furthest: dict[str, int] = {}  # request id: how many of its tokens have ever been computed
+        self.useful = self.redone = self.preemptions = 0
+
+    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        sampled: dict[str, list[int]] = {}
+        self.preemptions += len(output.preempted_reqs)
+        for request_id, n in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[request_id]
+            end, known = request.num_computed_tokens, self.furthest.get(request_id, 0)
+            redone = max(0, min(end, known) - (end - n))
+            self.redone += redone
+            self.useful += n - redone
+            self.furthest[request_id] = max(end, known)
+            if end == request.num_tokens:
+                sampled[request_id] = [0]
+        return sampled
+
+
+class OffloadingModelRunner(continuous_batching.ModelRunner):
+    """Lesson 04's model runner with a second cache, of `num_cpu_blocks`, in host memory."""
+
+    def __init__(self, model: llama.Llama, scheduler: Scheduler, num_cpu_blocks: int) -> None:
+        super().__init__(model, scheduler)
+        self.copies = copies_of(scheduler)
+        shape = (2, num_cpu_blocks + 1, *self.cache.layers[0].shape[2:])
+        self.host = [torch.zeros(shape, dtype=model.dtype, pin_memory=common.HAS_GPU) for _ in self.cache.layers]
+
+    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """Copies first: an evicted block may already belong to somebody who writes it in this forward pass."""
+        for direction, pairs in self.copies.take() if self.copies else ():
+            table = torch.tensor(pairs, dtype=torch.int64, device=self.model.device).view(-1, 2)
+            for layer, host in zip(self.cache.layers, self.host):
+                swap_blocks(*((layer, host) if direction == "out" else (host, layer)), table)
+        return super().execute_model(output)
+
+
+class ModelCore(MeteredCore):
+    """The metered loop with a model in it: greedy."""
+
+    def __init__(self, scheduler: Scheduler, model: llama.Llama, num_cpu_blocks: int = 0) -> None:
+        super().__init__(scheduler)
+        self.runner = OffloadingModelRunner(model, scheduler, num_cpu_blocks)
+
+    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        super().execute_model(output)
+        return self.runner.execute_model(output)
+
+
+def copies_of(scheduler: Scheduler) -> BlockCopies | None:
+    """The copies that a scheduler, or the manager below it, decides on."""
+    if isinstance(scheduler, SwapScheduler):
+        return scheduler.copies
+    tier = getattr(scheduler.kv_cache_manager, "tier", None)
+    return tier.copies if tier else None
+
+
+POLICIES = ("recompute", "priority", "swap", "offload")
+
+
+def build_scheduler(policy: str, num_blocks: int, block_size: int, max_model_len: int, num_cpu_blocks: int = 0,
+                    prefix_caching: bool = False, watermark_blocks: int = 0, **limits: Any) -> Scheduler:  # fmt: skip
+    """A scheduler over `num_blocks` usable blocks (the null block comes on top) for one of `POLICIES`."""
+    order = "priority" if policy == "priority" else "fcfs"
+    config = SchedulerConfig(max_model_len=max_model_len, policy=order, **limits)
+    if policy == "offload":
+        manager = OffloadingKVCacheManager(num_blocks + 1, block_size, max_model_len, num_cpu_blocks)
+    else:
+        manager = KVCacheManager(num_blocks + 1, block_size, max_model_len, prefix_caching)
+    scheduler = SwapScheduler(config, manager, num_cpu_blocks) if policy == "swap" else Scheduler(config, manager)
+    scheduler.watermark_blocks = watermark_blocks
+    return scheduler
+
+
+def run_to_end(core: continuous_batching.EngineCore, requests: Iterable[Request]) -> dict[str, list[int]]:
+    """Add all requests, step until everybody has finished, return {request id: output tokens}."""
+    requests = list(requests)
+    for request in requests:
+        core.add_request(request)
+    while core.scheduler.has_unfinished_requests():
+        core.step()
+    return {request.request_id: request.output_token_ids for request in requests}
+
+
+# --- 7. replay: what would vLLM do with this workload? --------------------------------------------------------------
+
+REFERENCE = "0.32.0"  # the vLLM release whose decisions these are
+ID, INT, FLOAT, BOOL, IDS = "a string", "a whole number", "a number", "true or false", "a list of token ids"
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a workload file: its type, its range, and what stands for it when it is absent."""
+
+    kind: str
+    default: Any = None
+    low: int | None = None
+    high: int | None = None
+    required: bool = False
+    nullable: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises InputError naming the field and what is allowed."""
+        if value is None and self.nullable:
+            return
+        if self.kind == ID:
+            good = isinstance(value, str)
+        elif self.kind == BOOL:
+            good = isinstance(value, bool)
+        elif self.kind == IDS:
+            good = isinstance(value, list) and all(type(v) is int and 0 <= v < 2**63 for v in value)
+        else:
+            good = type(value) is int or (self.kind == FLOAT and type(value) is float)
+            good = good and (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+        if not good:
+            shown = json.dumps(value, default=str)
+            span = "" if self.low is None else f" from {self.low}" + ("" if self.high is None else f" to {self.high}")
+            raise common.InputError(f"{name}: must be {self.kind}{span}{' or null' if self.nullable else ''}, "
+                                    f"not {shown if len(shown) <= 40 else shown[:37] + '...'}")  # fmt: skip
+
+
+MOST = 10**9
+CONFIG_FIELDS = {
+    "block_size": Field(INT, 16, 1, MOST),
+    "num_blocks": Field(INT, 65, 2, 10**8),  # null block included
+    "max_model_len": Field(INT, 512, 1, MOST),
+    "max_num_seqs": Field(INT, 8, 1, MOST),
+    "max_num_batched_tokens": Field(INT, 64, 1, MOST),
+    "max_num_scheduled_tokens": Field(INT, None, 1, MOST, nullable=True),
+    "max_num_active_seqs": Field(INT, None, 1, MOST, nullable=True),
+    "enable_chunked_prefill": Field(BOOL, True),
+    "enable_prefix_caching": Field(BOOL, False),
+    "prefix_caching_hash_algo": Field(ID, "sha256"),
+    "long_prefill_token_threshold": Field(INT, 0, 0, MOST),
+    "long_prefill_token_threshold_adaptive": Field(BOOL, False),
+    "scheduler_reserve_full_isl": Field(BOOL, True),
+    "watermark": Field(FLOAT, 0.0),
+    "policy": Field(ID, "fcfs"),
+    "async_scheduling": Field(BOOL, False),
+    "eos_token_id": Field(INT, None, 0, nullable=True),
+    "bypass_frontend": Field(BOOL, False),  # hand over-long prompts to the scheduler all the same
+    "record_free_queue": Field(BOOL, False),
+    "max_steps": Field(INT, 5000, 0, 10**6),
+}
+REQUEST_FIELDS = {
+    "id": Field(ID, required=True),
+    "arrival_step": Field(INT, None, 0, MOST, required=True),
+    "prompt_token_ids": Field(IDS, required=True),
+    "max_tokens": Field(INT, None, 1, MOST, required=True),
+    "forced_output_token_ids": Field(IDS, required=True),
+    "priority": Field(INT, 0),
+    "abort_step": Field(INT, None, 0, MOST),
+    "stop_token_ids": Field(IDS, nullable=True),
+    "cache_salt": Field(ID, nullable=True),
+    "skip_reading_prefix_cache": Field(BOOL, nullable=True),
+}
+SCHEDULER_KEYS = SchedulerConfig.__dataclass_fields__.keys() & CONFIG_FIELDS.keys()
+HASH_ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")  # keys only matter as equal or not: all are sha256
+
+
+def _check_object(name: str, value: Any, fields: dict[str, Field]) -> None:
+    """Raises InputError unless `value` is an object with exactly the fields that are known and required."""
+    if not isinstance(value, dict):
+        raise common.InputError(f"{name}: must be an object")
+    for key in value:
+        if key not in fields:
+            raise common.InputError(f"{name}.{key}: unknown field (known: {', '.join(fields)})")
+    for key, spec in fields.items():
+        if key in value:
+            spec.check(f"{name}.{key}", value[key])
+        elif spec.required:
+            raise common.InputError(f"{name}.{key}: is missing")
+
+
+def check_workload(workload: Any) -> dict:
+    """A workload as read from JSON, checked, its config completed by defaults.
+
+    Raises:
+        common.InputError: one line naming the field and the allowed values.
+    """
+    if not isinstance(workload, dict):
+        raise common.InputError("must be a JSON object with name, config and requests")
+    for key in ("name", "config", "requests"):
+        if key not in workload:
+            raise common.InputError(f"{key}: is missing")
+    Field(ID).check("name", workload["name"])
+    _check_object("config", workload["config"], CONFIG_FIELDS)
+    config = {key: workload["config"].get(key, spec.default) for key, spec in CONFIG_FIELDS.items()}
+    try:
+        SchedulerConfig(**{key: config[key] for key in SCHEDULER_KEYS})
+    except common.InputError as error:
+        raise common.InputError(f"config.{error}") from None
+    if config["prefix_caching_hash_algo"] not in HASH_ALGORITHMS:
+        raise common.InputError(f"config.prefix_caching_hash_algo: must be one of {', '.join(HASH_ALGORITHMS)}")
+    if config["async_scheduling"]:
+        raise common.InputError("config.async_scheduling: must be false, only synchronous scheduling is replayed")
+    if not isinstance(workload["requests"], list):
+        raise common.InputError("requests: must be a list")
+    ids = set()
+    for i, request in enumerate(workload["requests"]):
+        _check_object(f"requests[{i}]", request, REQUEST_FIELDS)
+        if request["id"] in ids:
+            raise common.InputError(f"requests[{i}].id: {request['id']!r} is used twice")
+        if config["bypass_frontend"] and not request["prompt_token_ids"]:
+            raise common.InputError(f"requests[{i}].prompt_token_ids: must not be empty")
+        ids.add(request["id"])
+    return {**workload, "config": config}
+
+
+class ReplayCore(continuous_batching.EngineCore):
+    """The engine's loop without a model: a request that has caught up gets the next of its given tokens.
+
+    `execute_model` runs between `schedule()` and `update_from_output()`: just when a step can be looked at.
+    The one difference to serving is `evict_uncomputed_blocks=False`, without which it would not decide as vLLM does.
+    """
+
+    def __init__(self, config: dict) -> None:
+        chosen = {key: config[key] for key in SCHEDULER_KEYS}
+        scheduler_config = SchedulerConfig(**chosen, evict_uncomputed_blocks=False)
+        super().__init__(make_scheduler(scheduler_config, config["num_blocks"], config["block_size"],
+                                        config["enable_prefix_caching"]))  # fmt: skip
+        self.config = config
+        self.forced: dict[str, list[int]] = {}
+        self.last_tables: dict[str, list[int]] = {}
+        self.entry: dict[str, Any] = {}
+
+    def check_request(self, request: Request) -> None:
+        """vLLM's front end looks at the prompt's length only, and that is done before the replay starts."""
+
+    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        scheduler, tables = self.scheduler, self.scheduler.kv_cache_manager.req_to_blocks
+        for request in (*output.preempted_reqs, *output.scheduled_new_reqs, *output.scheduled_resumed_reqs):
+            self.last_tables.pop(request.request_id, None)
+        changed = {r.request_id: list(tables[r.request_id]) for r in scheduler.running
+                   if self.last_tables.get(r.request_id) != tables[r.request_id]}  # fmt: skip
+        self.last_tables.update(changed)
+        admitted = {r.request_id: r for r in (*output.scheduled_new_reqs, *output.scheduled_resumed_reqs)}
+        sampled = {}
+        for request_id in output.num_scheduled_tokens:
+            request = scheduler.requests[request_id]
+            if request.num_computed_tokens >= request.num_tokens:
+                sampled[request_id] = [self._next_token(request)]
+        self.entry = {
+            "scheduled": dict(output.num_scheduled_tokens),
+            "new": _ids(output.scheduled_new_reqs),
+            "resumed": _ids(output.scheduled_resumed_reqs),
+            "running": _ids(output.scheduled_running_reqs),
+            "preempted": _ids(output.preempted_reqs),
+            "prefix_hit": {i: admitted[i].num_cached_tokens for i in output.num_scheduled_tokens if i in admitted},
+            "computed": {r.request_id: r.num_computed_tokens for r in scheduler.running},
+            "blocks": changed,
+            "free_blocks": [scheduler.kv_cache_manager.block_pool.num_free_blocks],
+            "sampled": {request_id: token_ids[0] for request_id, token_ids in sampled.items()},
+        }
+        return sampled
+
+    def _next_token(self, request: Request) -> int:
+        forced = self.forced[request.request_id]
+        if request.num_output_tokens >= len(forced):
+            raise common.InputError(f"forced_output_token_ids of request {request.request_id!r}: has {len(forced)} "
+                                    f"tokens, but the request goes on")  # fmt: skip
+        return forced[request.num_output_tokens]
+
+    def recorded_step(self) -> dict[str, Any]:
+        """One `step()`, described in the format of the recordings."""
+        finished = {o.request_id: o.finish_reason for o in self.step() if o.finish_reason}
+        for request_id in finished:
+            self.last_tables.pop(request_id, None)
+        entry, pool = self.entry, self.scheduler.kv_cache_manager.block_pool
+        entry["free_blocks"].append(pool.num_free_blocks)
+        entry["finished"] = finished
+        entry["running_queue"] = _ids(self.scheduler.running)
+        entry["waiting_queue"] = _ids(self.scheduler.waiting)
+        if self.config["enable_prefix_caching"]:
+            entry["cached_keys"] = len(pool.cached_block_hash_to_block)
+        if self.config["record_free_queue"]:
+            entry["free_queue"] = list(pool.free_queue)
+        return entry
+
+
+def _ids(requests: Any) -> list[str]:
+    return [request.request_id for request in requests]
+
+
+def replay(workload: dict, core_class: type[ReplayCore] = ReplayCore) -> dict:
+    """What the scheduler decides on `workload`, step by step: the same JSON as recorded from vLLM.
+
+    The trace ends "finished", or "stalled" when nothing was scheduled, nothing can arrive and somebody still waits
+    (the state will never change), or after `max_steps` steps.
+
+    Raises:
+        common.InputError: the workload is malformed.
+    """
+    workload = check_workload(workload)
+    config = workload["config"]
+    core = core_class(config)
+    scheduler = core.scheduler
+    trace = {"vllm": REFERENCE, "workload": workload["name"], "config": config, "end": "max_steps",
+             "rejected": {}, "steps": []}  # fmt: skip
+    pending = []
+    # The rank in (arrival step, position in the file) is the arrival time.
+    for rank, spec in enumerate(sorted(workload["requests"], key=lambda spec: spec["arrival_step"])):
+        error = continuous_batching.prompt_length_error(len(spec["prompt_token_ids"]), config["max_model_len"])
+        if error and not config["bypass_frontend"]:
+            trace["rejected"][spec["id"]] = error
+        else:
+            pending.append((spec, rank))
+    aborts = sorted((spec["abort_step"], spec["id"]) for spec, _ in pending if "abort_step" in spec)
+    pending.reverse()  # to pop from the end
+    aborts.reverse()
+
+    step = 0
+    while len(trace["steps"]) < config["max_steps"]:
+        if not scheduler.has_unfinished_requests():
+            if not pending:
+                trace["end"] = "finished"
+                break
+            step = max(step, pending[-1][0]["arrival_step"])  # an idle engine sleeps until somebody comes
+        added, aborted = [], []
+        while pending and pending[-1][0]["arrival_step"] <= step:
+            spec, rank = pending.pop()
+            core.forced[spec["id"]] = spec["forced_output_token_ids"]
+            core.add_request(_make_request(spec, rank, config))
+            added.append(spec["id"])
+        while aborts and aborts[-1][0] <= step:
+            request_id = aborts.pop()[1]
+            if request_id in scheduler.requests:
+                core.abort_requests([request_id])
+                core.last_tables.pop(request_id, None)
+                aborted.append(request_id)
+        entry = {"step": step, "added": added, "aborted": aborted, **core.recorded_step()}
+        trace["steps"].append({key: value for key, value in entry.items() if value or key in ("step", "scheduled")})
+        if not (entry["scheduled"] or entry["preempted"] or pending or aborts) and scheduler.has_unfinished_requests():
+            trace["end"] = "stalled"
+            break
+        step += 1
+    return trace
+
+
+def _make_request(spec: dict, rank: int, config: dict) -> Request:
+    params = SamplingParams(max_tokens=spec["max_tokens"], stop_token_ids=spec.get("stop_token_ids"),
+                            skip_reading_prefix_cache=bool(spec.get("skip_reading_prefix_cache")))  # fmt: skip
+    return Request(spec["id"], spec["prompt_token_ids"], params, arrival_time=float(rank),
+                   priority=spec.get("priority", 0), eos_token_id=config["eos_token_id"],
+                   cache_salt=spec.get("cache_salt"))  # fmt: skip
+
+
+def dumps(trace: dict) -> str:
+    """A trace as JSON, one step per line: small, and its differences can be read. Equal traces are equal bytes."""
+    head = json.dumps({key: value for key, value in trace.items() if key != "steps"}, separators=(",", ":"))
+    steps = ",\n".join(json.dumps(step, separators=(",", ":")) for step in trace["steps"])
+    return f'{head[:-1]},"steps":[\n{steps}\n]}}\n'
+
+
+def load_workload(path: str | Path) -> dict:
+    """Read and check one workload file. Raises InputError, in one line that names the file and the field."""
+
+    def refuse_constant(text: str) -> None:
+        raise ValueError(f"{text} is not JSON")
+
+    try:
+        return check_workload(json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=refuse_constant))
+    except OSError as error:
+        raise common.InputError(f"{path}: {error.strerror}") from None
+    except common.InputError as error:
+        raise common.InputError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:  # broken JSON or UTF-8
+        raise common.InputError(f"{path}: not readable as JSON ({error})") from None
+
+
+def step_rows(trace: dict) -> Iterator[list[Any]]:
+    """A trace for people: one row per step."""
+    for step in trace["steps"]:
+        marks = dict.fromkeys(step.get("new", ()), "+") | dict.fromkeys(step.get("resumed", ()), "↻")
+        hits = step.get("prefix_hit", {})
+        yield [
+            step["step"],
+            "  ".join(f"{marks.get(i, '')}{i}:{n}" + (f"(hit {hits[i]})" if hits.get(i) else "")
+                      for i, n in step["scheduled"].items()) or "nothing",
+            " ".join(step.get("preempted", ())),
+            " ".join([*step.get("finished", ()), *(f"{i}(abort)" for i in step.get("aborted", ()))]),
+            " ".join(step.get("waiting_queue", ())),
+            step["free_blocks"][-1] if "free_blocks" in step else 0,
+        ]  # fmt: skip
+
+
+def replay_command(args: argparse.Namespace) -> None:
+    """`replay WORKLOAD.json …`: traces to standard output or, under the workloads' names, into `--out`."""
+    workloads = {Path(path): load_workload(path) for path in args.workloads}  # all are checked before the first runs
+    if args.out and len({path.name for path in workloads}) < len(workloads):
+        raise common.InputError("--out: two workload files have the same name")
+    for path, workload in workloads.items():
+        try:
+            trace = replay(workload)
+            if args.out:
+                Path(args.out).mkdir(parents=True, exist_ok=True)
+                (Path(args.out) / path.name).write_text(dumps(trace), encoding="utf-8")
+        except common.InputError as error:
+            raise common.InputError(f"{path}: {error}") from None
+        except OSError as error:
+            raise common.InputError(f"--out {args.out}: {error.strerror}") from None
+        if args.owners and trace["steps"]:
+            evictions = [step["step"] for step in trace["steps"] for _ in step.get("preempted", ())]
+            pool, title = workload["config"]["num_blocks"] - 1, f"Who owns the pool over time: {workload['name']}"
+            try:
+                _draw_owners(args.owners, f"replay_{path.stem}", owners_of(trace), evictions, pool, title)
+            except OSError as error:
+                raise common.InputError(f"--figure {args.owners}: {error.strerror}") from None
+        if args.table:
+            columns = ("step", "scheduled (+ new, ↻ resumed)", "preempted", "finished", "waiting", "free")
+            common.table(columns, list(step_rows(trace)), title=f"{workload['name']}: {trace['end']}")
+            for request_id, error in trace["rejected"].items():
+                common.say(f"{request_id} refused: {error}")
+        elif not args.out:
+            sys.stdout.write(dumps(trace))
+
+
+# --- 8. What an eviction costs: recompute against swap --------------------------------------------------------------
+
+# Bytes/s in one direction. PCIe: what large copies reach of 31.5 and 63 GB/s; NVLink-C2C (GH200): the data sheet.
+LINKS = {"PCIe 4": 25e9, "PCIe 5": 50e9, "NVLink-C2C": 450e9}
+COPY_OVERHEAD = 2e-6  # seconds that one cudaMemcpyAsync costs whatever its size: an assumption, measured by --bench
+
+
+def recompute_seconds(config: dict, gpu: common.GPU, num_tokens: int) -> float:
+    """FLOPs = 2 · W · S + 4 · L · Hq · D · S(S + 1)/2, at the GPU's peak.
+
+    A chunk rides along with a step that reads the weights for others anyway, so they are not charged here.
+    """
+    S, spec = num_tokens, kv_cache.KVCacheSpec.from_config(config)
+    W = config["num_parameters"] if "num_parameters" in config else kv_cache.weights_read(config)[0]
+    pairs = S * (S + 1) // 2
+    return (2 * W * S + 4 * spec.num_layers * config["num_attention_heads"] * spec.head_size * pairs) / gpu.flops
+
+
+def swap_seconds(config: dict, link: float, num_tokens: int, block_size: int = 16, one_by_one: bool = False) -> float:
+    """Out and in: 2 · (S · bytes per token / link + copies · overhead). One kernel per direction, or V0's
+    2 · L copies (keys and values of every layer) for each block."""
+    spec, num_blocks = kv_cache.KVCacheSpec.from_config(config), -(-num_tokens // block_size)
+    copies = 2 * spec.num_layers * num_blocks if one_by_one else 1
+    return 2 * (num_blocks * block_size * spec.bytes_per_token() / link + copies * COPY_OVERHEAD)
+
+
+def crossover(config: dict, gpu: common.GPU, link: float, **how: Any) -> int:
+    """The least number of whole blocks, as tokens, from which swap is faster than recompute (0: never below 2^24)."""
+    lengths = range(16, 1 << 24, 16)
+    low, high = 0, len(lengths)  # recompute − swap grows with the length, once it is positive it stays so
+    while low < high:
+        middle = (low + high) // 2
+        if recompute_seconds(config, gpu, lengths[middle]) > swap_seconds(config, link, lengths[middle], **how):
+            high = middle
+        else:
+            low = middle + 1
+    return lengths[low] if low < len(lengths) else 0
+
+
+# --- 9. simulate: thrash --------------------------------------------------------------------------------------------
+
+WIDGET_DEFAULT: dict[str, Any] = {
+    "pool_blocks": 64, "block_size": 16, "requests": 16, "prompt": 64, "output": 192, "arrival_gap": 16,
+    "watermark_blocks": 0, "policy": "recompute", "prefix_caching": False, "link_gb_s": 50, "prefill_tok_s": 40_000,
+}  # fmt: skip
+WIDGET_LIMITS = {
+    "pool_blocks": (1, 4096), "block_size": (1, 256), "requests": (1, 64), "prompt": (1, 4096), "output": (1, 4096),
+    "arrival_gap": (0, 4096), "watermark_blocks": (0, 4096), "link_gb_s": (1, 1000), "prefill_tok_s": (1, 10**6),
+}  # fmt: skip
+BYTES_PER_TOKEN = 131_072  # Llama-3.1-8B in bf16, as lesson 01 computes it
+
+
+class ObservedCore(MeteredCore):
+    """Writes down every step: who holds how many blocks, who was evicted, what was redone and copied."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
+        self.now = 0
+        self.steps: list[dict[str, Any]] = []
+
+    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        scheduler, redone = self.scheduler, self.redone
+        copied = sum(len(pairs) for _, pairs in self.copies.take()) if self.copies else 0
+        sampled = super().execute_model(output)
+        number = lambda requests: [int(request.request_id) for request in requests]  # noqa: E731
+        tables = scheduler.kv_cache_manager.req_to_blocks
+        self.steps.append({
+            "step": self.now, "scheduled": {int(i): n for i, n in output.num_scheduled_tokens.items()},
+            "held": {int(i): len(table) for i, table in tables.items()},
+            "free": scheduler.kv_cache_manager.block_pool.num_free_blocks,
+            "waiting": number(scheduler.waiting), "preempted": number(output.preempted_reqs),
+            "resumed": number(output.scheduled_resumed_reqs), "redone": self.redone - redone, "copied": copied,
+        })  # fmt: skip
+        self.now += 1
+        return sampled
+
+
+def simulate(params: dict[str, Any]) -> dict[str, Any]:
+    """Equal requests, one every `arrival_gap` steps, at a pool of `pool_blocks` usable blocks: every step.
+
+    params: integers within WIDGET_LIMITS; policy "recompute" or "swap"; prefix_caching true or false. Times are
+    integers: µs of recomputing at `prefill_tok_s`, µs of copying Llama-3.1-8B's blocks at `link_gb_s` one way.
+    Raises InputError naming the field.
+    """
+    p = _checked(params)
+    length = p["prompt"] + p["output"]
+    scheduler = build_scheduler(
+        p["policy"], p["pool_blocks"], p["block_size"], length, num_cpu_blocks=p["requests"] * length,
+        prefix_caching=p["prefix_caching"], watermark_blocks=p["watermark_blocks"], max_num_seqs=p["requests"],
+    )  # fmt: skip
+    core = ObservedCore(scheduler)
+    trace: dict[str, Any] = {"params": p, "refused": None, "outputs": 0, "token_ns": {
+        "recompute": 10**9 // p["prefill_tok_s"], "swap": 2 * BYTES_PER_TOKEN // p["link_gb_s"],
+    }}  # fmt: skip
+    sampling = SamplingParams(max_tokens=p["output"], ignore_eos=True)
+    arrived = 0
+    while arrived < p["requests"] or scheduler.has_unfinished_requests():
+        if not scheduler.has_unfinished_requests():
+            core.now = max(core.now, arrived * p["arrival_gap"])  # an idle engine sleeps
+        while arrived < p["requests"] and arrived * p["arrival_gap"] <= core.now and not trace["refused"]:
+            prompt = list(range(arrived * p["prompt"], (arrived + 1) * p["prompt"]))
+            try:
+                core.add_request(Request(str(arrived), prompt, sampling, arrival_time=arrived))
+            except common.InputError as error:  # the engine's check at the door
+                trace["refused"] = str(error)
+            arrived += 1
+        if trace["refused"]:
+            break  # all requests are equal
+        trace["outputs"] += len(core.step())
+    copied = sum(step["copied"] for step in core.steps)
+    return trace | {
+        "steps": core.steps, "preemptions": core.preemptions, "useful": core.useful, "redone": core.redone,
+        "copied_blocks": copied, "recompute_us": core.redone * 10**6 // p["prefill_tok_s"],
+        "swap_us": copied * p["block_size"] * BYTES_PER_TOKEN // (p["link_gb_s"] * 1000),
+    }  # fmt: skip
+
+
+def _checked(params: dict[str, Any]) -> dict[str, Any]:
+    """`params` if every field is there and allowed. Raises InputError naming the field and what is allowed."""
+    for name in params.keys() | WIDGET_DEFAULT.keys():
+        if name not in WIDGET_DEFAULT or name not in params:
+            problem = "missing" if name in WIDGET_DEFAULT else "unknown"
+            raise common.InputError(f"{name}: {problem}; allowed: {', '.join(WIDGET_DEFAULT)}")
+        value = params[name]
+        if name in WIDGET_LIMITS:
+            low, high = WIDGET_LIMITS[name]
+            if type(value) is not int or not low <= value <= high:
+                raise common.InputError(f"{name}: {value!r}; allowed: a whole number from {low} to {high}")
+        elif name == "policy" and value not in ("recompute", "swap"):
+            raise common.InputError(f"policy: {value!r}; allowed: recompute, swap")
+        elif name == "prefix_caching" and not isinstance(value, bool):
+            raise common.InputError(f"prefix_caching: {value!r}; allowed: true, false")
+    return dict(params)
+
+
+def describe(trace: dict[str, Any]) -> str:
+    """The state of the simulation as text, as the widget's slot shows it."""
+    p = trace["params"]
+    needed = -(-(p["prompt"] + p["output"] - 1) // p["block_size"])
+    lines = [
+        f"{p['requests']} requests of {p['prompt']} + {p['output']} tokens, one every {p['arrival_gap']} steps, "
+        f"{needed} blocks of {p['block_size']} each",
+        f"pool {p['pool_blocks']} blocks, watermark {p['watermark_blocks']}, {p['policy']}"
+        + (", prefix caching" if p["prefix_caching"] else ""),
+    ]
+    if trace["refused"]:
+        return "\n".join([*lines, f"REFUSED on arrival: {trace['refused']}"])
+    evictions = [step for step in trace["steps"] if step["preempted"]]
+    for step in evictions[:4]:
+        held = " ".join(f"r{r}:{n}" for r, n in step["held"].items())
+        victims = ", ".join(f"r{r}" for r in step["preempted"])
+        lines.append(f"  step {step['step']:>3}: evicted {victims}; left {held}, {step['free']} free, "
+                     f"{len(step['waiting'])} waiting")  # fmt: skip
+    if len(evictions) > 4:
+        lines.append(f"  … {len(evictions) - 4} more steps with evictions")
+    cost = f"redone in {trace['recompute_us'] / 1e3:.1f} ms"
+    if p["policy"] == "swap":
+        cost += f"; {trace['copied_blocks']:,} blocks copied in {trace['swap_us'] / 1e3:.1f} ms"
+    lines += [
+        f"{len(trace['steps'])} steps, {trace['outputs']:,} tokens written, {trace['preemptions']} preemptions",
+        f"tokens computed: {trace['useful']:,} useful, {trace['redone']:,} {cost}",
+        f"a token out and in: {trace['token_ns']['swap']:,} ns; computed again: {trace['token_ns']['recompute']:,} ns",
+    ]
+    return "\n".join(lines)
+
+
+# --- 10. The cliff: latency against load ----------------------------------------------------------------------------
+
+CLIFF_MODEL, CLIFF_GPU = "Llama-2-7B", "RTX 4090 24GB"  # a roofline: 512 KiB of cache per token on a small card
+STEP_OVERHEAD = 1e-3  # seconds of CPU per step: an assumption
+
+
+class TimedCore(MeteredCore):
+    """A clock instead of a model: a step lasts as long as the roofline says, plus its copies and STEP_OVERHEAD."""
+
+    def __init__(self, scheduler: Scheduler, model: str = CLIFF_MODEL, gpu: str = CLIFF_GPU,
+                 link: float = LINKS["PCIe 4"]) -> None:  # fmt: skip
+        super().__init__(scheduler)
+        config, self.gpu, self.link = kv_cache.MODELS[model], HARDWARE[gpu], link
+        spec = kv_cache.KVCacheSpec.from_config(config)
+        self.weights, self.head = kv_cache.weights_read(config)
+        self.pair_flops = 4 * spec.num_layers * config["num_attention_heads"] * spec.head_size
+        self.token_bytes = spec.bytes_per_token()
+        self.clock = 0.0
+
+    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        sampled, tokens, pairs, context = super().execute_model(output), 0, 0, 0
+        for request_id, n in output.num_scheduled_tokens.items():
+            S = self.scheduler.requests[request_id].num_computed_tokens
+            tokens, pairs, context = tokens + n, pairs + n * S - n * (n - 1) // 2, context + S + n
+        flops = 2 * self.weights * tokens + 2 * self.head * len(sampled) + self.pair_flops * pairs
+        moved = 2 * (self.weights + self.head) + context * self.token_bytes
+        copied = sum(len(pairs) for _, pairs in self.copies.take()) if self.copies else 0
+        size = copied * self.scheduler.kv_cache_manager.block_size * self.token_bytes
+        self.clock += self.gpu.seconds(flops, moved) + STEP_OVERHEAD + size / self.link
+        return sampled
+
+
+def load_test(rate: float, num_blocks: int, policy: str = "recompute", requests: int = 200, seed: int = 0) -> dict:
+    """Poisson arrivals at `rate` per second, prompts of 64–448 and outputs of 64–192 tokens; seconds by TimedCore."""
+    rng = random.Random(seed)
+    scheduler = build_scheduler(policy, num_blocks, 16, 640, num_cpu_blocks=4096, max_num_seqs=256)
+    core, arrivals, finished, used, running = TimedCore(scheduler), {}, {}, [], []
+    time_of_arrival = 0.0
+    for i in range(requests):
+        time_of_arrival += rng.expovariate(rate)
+        prompt = [i] * rng.randint(64, 448)
+        params = SamplingParams(max_tokens=rng.randint(64, 192), ignore_eos=True)
+        arrivals[str(i)] = Request(str(i), prompt, params, arrival_time=time_of_arrival)
+    pending = list(arrivals.values())[::-1]
+    while pending or scheduler.has_unfinished_requests():
+        if not scheduler.has_unfinished_requests():
+            core.clock = max(core.clock, pending[-1].arrival_time)
+        while pending and pending[-1].arrival_time <= core.clock:
+            core.add_request(pending.pop())
+        for output in core.step():
+            if output.finish_reason:
+                finished[output.request_id] = core.clock - arrivals[output.request_id].arrival_time
+        used.append(1 - scheduler.kv_cache_manager.block_pool.num_free_blocks / num_blocks)
+        running.append(len(scheduler.running))
+    latency = sorted(finished.values())
+    return {
+        "p50": latency[len(latency) // 2], "p99": latency[len(latency) * 99 // 100], "preemptions": core.preemptions,
+        "redone": core.redone / (core.useful + core.redone), "pool_used": statistics.fmean(used),
+        "running": statistics.fmean(running), "useful_tok_s": core.useful / core.clock,
+    }  # fmt: skip
+
+
+LOADS = (4, 6, 7, 8, 10)  # requests per second
+POOLS = {"tight": 400, "ample": 2048}  # blocks of 16 tokens
+
+
+@functools.cache
+def cliff() -> dict[str, dict[str, dict]]:
+    """The load sweep for both pools, and the overloaded end of it once more with swap."""
+    sweep = {name: {str(rate): load_test(rate, size) for rate in LOADS} for name, size in POOLS.items()}
+    return sweep | {"swap": {str(rate): load_test(rate, POOLS["tight"], "swap") for rate in LOADS[-2:]}}
+
+
+# --- 11. The second tier at work ------------------------------------------------------------------------------------
+
+
+def round_robin(num_blocks: int, num_cpu_blocks: int, documents: int = 6, length: int = 256, rounds: int = 4) -> dict:
+    """Questions about `documents` long texts, one after the other, round and round: what is found, and where?
+
+    With a GPU pool that holds fewer texts than there are, LRU throws each one out just before it is asked for again.
+    """
+    if num_cpu_blocks:
+        scheduler = build_scheduler("offload", num_blocks, 16, length + 32, num_cpu_blocks)
+    else:
+        scheduler = build_scheduler("recompute", num_blocks, 16, length + 32, prefix_caching=True)
+    core, prompt_tokens, hits = MeteredCore(scheduler), 0, 0
+    for turn in range(rounds * documents):
+        document = turn % documents
+        prompt = [document * length + i for i in range(length)] + [10**6 + turn]  # the text, and a new question
+        request = Request(str(turn), prompt, SamplingParams(max_tokens=8, ignore_eos=True))
+        run_to_end(core, [request])
+        prompt_tokens, hits = prompt_tokens + len(prompt), hits + request.num_cached_tokens
+    copied = dict(core.copies.total) if core.copies else {"out": 0, "in": 0}
+    return {"prompt_tokens": prompt_tokens, "hits": hits, "hit_rate": hits / prompt_tokens, "copied": copied}
+
+
+# --- 12. The numbers that the text quotes, and the figures ----------------------------------------------------------
+
+THRASH = {
+    "pool_128": {"pool_blocks": 128}, "pool_64": {}, "pool_32": {"pool_blocks": 32}, "pool_16": {"pool_blocks": 16},
+    "watermark_8": {"watermark_blocks": 8}, "watermark_16": {"watermark_blocks": 16},
+    "caching": {"prefix_caching": True}, "swap": {"policy": "swap"},
+}  # fmt: skip
+PAIRS = {"opt_13b": ("OPT-13B", "A100 40GB"), "llama_2_7b": ("Llama-2-7B", "A100 80GB"),
+         "llama_31_8b": ("Llama-3.1-8B", "H100 80GB"), "llama_31_70b": ("Llama-3.1-70B", "H100 80GB")}  # fmt: skip
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LENGTHS = (16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+def facts() -> dict[str, Any]:
+    """Every deterministic number of the lesson's text and figures. No model, about a second."""
+    thrash, cost, slug = {}, {}, kv_cache.slug
+    for name, change in THRASH.items():
+        trace = simulate(WIDGET_DEFAULT | change)
+        thrash[name] = {key: trace[key] for key in ("preemptions", "useful", "redone", "copied_blocks", "recompute_us")}
+        thrash[name] |= {"steps": len(trace["steps"]), "share": trace["redone"] / (trace["redone"] + trace["useful"])}
+    for name, (model, gpu) in PAIRS.items():
+        config, gpu = kv_cache.MODELS[model], HARDWARE[gpu]
+        again = recompute_seconds(config, gpu, 1024) / 1024
+        cost[name] = {
+            "recompute_us": again * 1e6, "token_kib": kv_cache.KVCacheSpec.from_config(config).bytes_per_token() / 1024,
+            "break_even_gb_s": 2 * kv_cache.KVCacheSpec.from_config(config).bytes_per_token() / again / 1e9,
+            "swap_us": {slug(link): swap_seconds(config, rate, 1024) / 1024 * 1e6 for link, rate in LINKS.items()},
+            "one_by_one_from": {slug(k): crossover(config, gpu, rate, one_by_one=True) for k, rate in LINKS.items()},
+        }  # fmt: skip
+    opt, a100, pcie = kv_cache.MODELS["OPT-13B"], HARDWARE["A100 40GB"], LINKS["PCIe 4"]
+    eight, h100 = kv_cache.MODELS["Llama-3.1-8B"], HARDWARE["H100 80GB"]
+    return {
+        "needed_blocks": -(-(64 + 192 - 1) // 16), "thrash": thrash, "cost": cost, "cliff": cliff(),
+        "figure_19": {
+            "recompute_ms": recompute_seconds(opt, a100, 256) * 1e3,
+            "one_by_one_ms": {str(b): swap_seconds(opt, pcie, 256, b, one_by_one=True) * 1e3 for b in BLOCK_SIZES},
+            "kernel_ms": {str(b): swap_seconds(opt, pcie, 256, b) * 1e3 for b in BLOCK_SIZES},
+        },
+        "lengths_ms": {
+            "recompute": [recompute_seconds(eight, h100, n) * 1e3 for n in LENGTHS],
+            "one_by_one": [swap_seconds(eight, LINKS["PCIe 5"], n, one_by_one=True) * 1e3 for n in LENGTHS],
+            **{link: [swap_seconds(eight, rate, n) * 1e3 for n in LENGTHS] for link, rate in LINKS.items()},
+        },
+        "tier": {str(blocks): round_robin(48, blocks) for blocks in (0, 32, 96)},
+        "widget": {"token_ns": simulate(WIDGET_DEFAULT)["token_ns"]},
+    }  # fmt: skip
+
+
+def draw(folder: str | Path) -> list[Path]:
+    """The lesson's figures, from `facts()` and `simulate` alone."""
+    known, trace = facts(), simulate(WIDGET_DEFAULT)
+    owners = [(step["step"], {f"r{i}": n for i, n in step["held"].items()}) for step in trace["steps"]]
+    evictions = [step["step"] for step in trace["steps"] for _ in step["preempted"]]
+    title = "Who owns the 64 blocks: 16 requests of 16 blocks each, and every eviction (▾)"
+    return [
+        _draw_owners(folder, "11_owners", owners, evictions, WIDGET_DEFAULT["pool_blocks"], title),
+        _draw_cost(folder, known), _draw_cliff(folder, known["cliff"]),
+    ]  # fmt: skip
+
+
+def owners_of(trace: dict) -> list[tuple[int, dict[str, int]]]:
+    """(step, {request: blocks}) of a replayed trace; a shared block is counted once, for whoever came first."""
+    tables: dict[str, list[int]] = {}
+    rows = []
+    for step in trace["steps"]:
+        for request_id in (*step.get("preempted", ()), *step.get("aborted", ())):
+            tables.pop(request_id, None)
+        tables.update(step.get("blocks", {}))
+        seen: set[int] = set()
+        held = {}
+        for request_id, table in tables.items():
+            held[request_id] = len(set(table) - seen)
+            seen.update(table)
+        rows.append((step["step"], held))
+        for request_id in step.get("finished", ()):
+            tables.pop(request_id, None)
+    return rows
+
+
+def _draw_owners(folder: str | Path, name: str, owners: list, evictions: list[int], pool: int, title: str) -> Path:
+    """One band per request, the one admitted first at the bottom; height: blocks it holds."""
+    import matplotlib
+
+    figure, axis = common.new_figure(8.0, 3.4)
+    ids = list(dict.fromkeys(request_id for _, held in owners for request_id in held))
+    changes = [(a, b) for a, b in itertools.pairwise([(None, None), *owners]) if a[1] != b[1]]
+    owners = [*(b for _, b in changes), owners[-1]]  # a step where nobody's count changes needs no corner
+    steps = [step for step, _ in owners]
+    bands = [[held.get(request_id, 0) for _, held in owners] for request_id in ids]
+    colors = matplotlib.colormaps["viridis"]([i / max(1, len(ids) - 1) for i in range(len(ids))])
+    axis.stackplot(steps, bands, colors=colors, step="post", linewidth=0.3, edgecolor="white")
+    axis.plot(evictions, [pool * 1.045] * len(evictions), "v", color=common.COLORS["red"], markersize=4, clip_on=False)
+    axis.axhline(pool, color=common.COLORS["grey"], linewidth=1)
+    axis.set(xlabel="step", ylabel="blocks held", ylim=(0, pool * 1.09), xlim=(steps[0], steps[-1] + 1), title=title)
+    return common.save_figure(figure, folder, name)
+
+
+def _draw_cost(folder: str | Path, known: dict[str, Any]) -> Path:
+    """Left: against block size, the paper's figure 19 recomputed. Right: against length, for three links."""
+    figure, (left, right) = common.new_figure(8.0, 3.5, ncols=2)
+    old = known["figure_19"]
+    left.axhline(old["recompute_ms"], color=common.COLORS["blue"], linewidth=2, label="recompute")
+    left.plot(BLOCK_SIZES, old["one_by_one_ms"].values(), "o-", color=common.COLORS["red"], label="swap, one by one")
+    left.plot(BLOCK_SIZES, old["kernel_ms"].values(), "s-", color=common.COLORS["green"], label="swap, one kernel")
+    left.set_xscale("log", base=2)
+    left.set(xlabel="block size", ylabel="ms", ylim=(0, None), title="256 tokens of OPT-13B\nA100, PCIe 4")
+    left.set_xticks(BLOCK_SIZES, map(str, BLOCK_SIZES))
+    left.legend(fontsize=9)
+    styles = {"recompute": ("blue", "-"), "one_by_one": ("red", "-"), "PCIe 4": ("green", ":"),
+              "PCIe 5": ("green", "--"), "NVLink-C2C": ("green", "-")}  # fmt: skip
+    for name, (color, style) in styles.items():
+        label = {"recompute": "recompute", "one_by_one": "PCIe 5, one by one"}.get(name, f"{name}, one kernel")
+        right.plot(LENGTHS, known["lengths_ms"][name], style, color=common.COLORS[color], linewidth=2, label=label)
+    right.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms", title="Llama-3.1-8B, H100\nblocks of 16")
+    right.set_xticks(LENGTHS[::2], [f"{n:,}" for n in LENGTHS[::2]])
+    right.set_yticks([0.1, 1, 10, 100, 1000], ["0.1", "1", "10", "100", "1,000"])
+    right.minorticks_off()
+    right.legend(fontsize=8)
+    return common.save_figure(figure, folder, "11_cost")
+
+
+def _draw_cliff(folder: str | Path, known: dict[str, dict]) -> Path:
+    """p99 and share of redone work against load, for a pool that saturates and one that does not."""
+    figure, (left, right) = common.new_figure(8.0, 3.2, ncols=2)
+    looks = {"tight": ("red", "o-"), "swap": ("orange", "s--"), "ample": ("blue", "o-")}
+    for name, (color, style) in looks.items():
+        rates = [int(rate) for rate in known[name]]
+        label = {"tight": f"{POOLS['tight']} blocks, recompute", "swap": f"{POOLS['tight']} blocks, swap"}.get(
+            name, f"{POOLS['ample']:,} blocks")  # fmt: skip
+        left.plot(rates, [x["p99"] for x in known[name].values()], style, color=common.COLORS[color], label=label)
+        if name != "swap":
+            right.plot(rates, [100 * x["pool_used"] for x in known[name].values()], style, color=common.COLORS[color],
+                       label=f"pool in use, {POOLS[name]:,} blocks")  # fmt: skip
+    right.bar([int(r) for r in known["tight"]], [100 * x["redone"] for x in known["tight"].values()], width=0.5,
+              color=common.COLORS["light"], edgecolor=common.COLORS["grey"],
+              label=f"tokens redone, {POOLS['tight']} blocks")  # fmt: skip
+    left.set(xlabel="requests per second", ylabel="p99 latency, s", ylim=(0, None), title="The cliff ...")
+    right.set(xlabel="requests per second", ylabel="%", ylim=(0, 100), title="... stands where the pool is full")
+    left.legend(fontsize=9)
+    right.legend(fontsize=8)
+    return common.save_figure(figure, folder, "11_cliff")
+
+
+# --- 13. Measuring here ---------------------------------------------------------------------------------------------
+
+# schedule() + update_from_output(), decodes, caching off: recorded from vLLM 0.32 on two cores of a 2.3 GHz Xeon.
+VLLM_SCHEDULER_US = {8: 137, 64: 812, 256: 3170, 1000: 13260}
+
+
+def measure_swap(block_size: int, megabytes: int, seconds: float) -> dict[str, float]:
+    """GB/s of copying one layer's blocks out to (on a GPU: pinned) host memory, each way of doing it."""
+    shape = (2, megabytes * 2**20 // (2 * block_size * 8 * 128 * 2), block_size, 8, 128)  # an 8B model's layer, bf16
+    layer = torch.zeros(shape, dtype=torch.bfloat16, device=common.device())
+    host = torch.zeros(shape, dtype=torch.bfloat16, pin_memory=common.HAS_GPU)
+    table = torch.stack((torch.randperm(shape[1]), torch.randperm(shape[1])), dim=1)
+    pairs, on_device = table.tolist(), table.to(layer.device)
+    one_by_one = common.measure(lambda: swap_blocks_one_by_one(layer, host, pairs), seconds).median
+    together = common.measure(lambda: swap_blocks(layer, host, on_device), seconds).median
+    return {"one_by_one_gb_s": layer.nbytes / one_by_one / 1e9, "together_gb_s": layer.nbytes / together / 1e9,
+            "copy_us": one_by_one / (2 * shape[1]) * 1e6}  # fmt: skip
+
+
+def measure_model(model: llama.Llama, num_tokens: int) -> dict[str, float]:
+    """Seconds to compute a prompt's keys and values, and to copy them out and in again."""
+    num_blocks = -(-num_tokens // 16)
+    runner = OffloadingModelRunner(model, build_scheduler("recompute", num_blocks, 16, num_tokens), num_blocks)
+    blocks = [range(1, num_blocks + 1)]
+    meta = paged_attention.AttentionMetadata.build(blocks, [num_tokens], [num_tokens], 16, model.device)
+    token_ids, attend = torch.zeros(num_tokens, dtype=torch.int64, device=model.device), runner.cache.attend(meta)
+    table = torch.arange(1, num_blocks + 1, device=model.device)[:, None].expand(-1, 2).contiguous()
+
+    def out_and_in() -> None:
+        for layer, host in zip(runner.cache.layers, runner.host):
+            swap_blocks(layer, host, table)
+            swap_blocks(host, layer, table)
+
+    compute = common.measure(lambda: runner.model.forward(token_ids, meta.positions, attend), 0.1).median
+    return {"recompute_ms": compute * 1e3, "swap_ms": common.measure(out_and_in, 0.1).median * 1e3}
+
+
+# --- 14. The story --------------------------------------------------------------------------------------------------
+
+TEXTS = ("The capital of France is", "Water boils at a temperature of", "Once upon a time, in a village by the sea,")
+
+
+def check_kernel(seed: int) -> None:
+    """The copy kernel against copies one by one: shuffled blocks, odd sizes, both directions, three dtypes."""
+    if not common.HAS_TRITON:
+        return common.skipped("the copy kernel", common.kernel_mode().removeprefix("skipped: "))
+    generator = torch.Generator().manual_seed(seed)
+    for dtype in common.TOLERANCE:
+        cache = torch.randn(2, 12, 16, 3, 64, generator=generator).to(common.device(), dtype)
+        host = torch.zeros(2, 8, 16, 3, 64, dtype=dtype, pin_memory=common.HAS_GPU)
+        expected = host.clone()
+        pairs = [(7, 2), (1, 5), (11, 3)]
+        with common.use_kernels():
+            swap_blocks(cache, host, torch.tensor(pairs, device=cache.device))
+        swap_blocks_one_by_one(cache, expected, pairs)
+        if common.HAS_GPU:
+            torch.cuda.synchronize()
+        common.check_equal(f"one kernel copies what copies one by one do, {dtype}", torch.equal(host, expected), True)
+
+
+def run_policies(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
+    """The same requests under every policy in a pool too small for them: same tokens, different work."""
+    prompts, new = [tokenizer.encode(text) for text in TEXTS], 9
+    expected = {str(i): undisturbed(model, prompt, new) for i, prompt in enumerate(prompts)}
+    longest, rows = max(map(len, prompts)) + new, []
+    sampling = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
+    for policy, pool in (("recompute", 64), *((policy, -(-longest // 4) + 1) for policy in POLICIES)):
+        core = ModelCore(build_scheduler(policy, pool, 4, longest, num_cpu_blocks=32), model, 32)
+        requests = [Request(str(i), p, sampling, arrival_time=i, priority=-i) for i, p in enumerate(prompts)]
+        if run_to_end(core, requests) != expected:
+            raise common.CheckFailed(f"{policy} with {pool} blocks: tokens differ from an undisturbed run")
+        copied = core.copies.total if core.copies else {"out": 0, "in": 0}
+        counts = core.preemptions, core.useful, core.redone, copied["out"], copied["in"]
+        rows.append([f"{policy}, {pool} blocks", *counts])
+    common.say(f"✓ {len(rows)} runs of {len(prompts)} requests, evicted or not: the tokens of each alone, undisturbed")
+    common.table(("policy and pool", "preempted", "useful tokens", "redone", "blocks out", "in"), rows)
+
+
+def build_parser() -> common.Parser:
+    parser = common.parser(__doc__)
+    for flag, name, text in (
+        ("--pool-blocks", "pool_blocks", "usable blocks in the pool; below 16 no request can ever fit"),
+        ("--watermark", "watermark_blocks", "blocks that admission leaves free"),
+        ("--requests", "requests", "requests of 64 + 192 tokens"),
+    ):  # fmt: skip
+        kind, default = common.number(int, *WIDGET_LIMITS[name]), WIDGET_DEFAULT[name]
+        parser.add_argument(flag, dest=name, type=kind, default=default, help=f"{text} (default {default})")
+    parser.add_argument("--policy", choices=("recompute", "swap"), default="recompute", help="what an eviction does")
+    parser.add_argument("--prefix-caching", action="store_true", help="let the evicted look for their old blocks")
+    commands = parser.add_subparsers(dest="command", metavar="replay")
+    command = commands.add_parser("replay", help="print what the scheduler decides on recorded or own workloads")
+    command.add_argument("workloads", nargs="+", metavar="WORKLOAD.json")
+    command.add_argument("--out", metavar="DIR", help="write one trace per workload here, under the workload's name")
+    command.add_argument("--table", action="store_true", help="print the steps for people")
+    command.add_argument("--figure", dest="owners", metavar="DIR", help="draw who owns the pool over time, as SVG")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    if args.command == "replay":
+        return replay_command(args)
+    machine = common.start(args)
+    model, tokenizer = llama.load(args.model)
+    known = facts()
+
+    common.heading("1 · One kernel moves blocks between two pools")
+    check_kernel(args.seed)
+
+    common.heading(f"2 · {args.model or llama.DEFAULT_MODEL}: evicted, and none the worse for it (blocks of 4 tokens)")
+    run_policies(args, model, tokenizer)
+
+    common.heading("3 · Too many requests for one pool")
+    chosen = {name: value for name, value in vars(args).items() if name in WIDGET_DEFAULT}
+    common.say(describe(simulate(WIDGET_DEFAULT | chosen)))
+    rows = [[name.replace("_", " "), f"{x['steps']:,}", x["preemptions"], f"{x['redone']:,}", f"{x['share']:.0%}"]
+            for name, x in known["thrash"].items()]  # fmt: skip
+    common.table(("with ...", "steps", "preempted", "redone", "of all computed"), rows)
+
+    common.heading("4 · Compute again, or copy out and in? Microseconds per token (1,024 tokens, rooflines)")
+    rows = [[", ".join(PAIRS[name]), f"{x['recompute_us']:.1f}", *(f"{us:.1f}" for us in x["swap_us"].values()),
+             f"{x['break_even_gb_s']:.0f} GB/s"] for name, x in known["cost"].items()]  # fmt: skip
+    common.table(("model, GPU", "recompute", *LINKS, "equal at"), rows)
+
+    common.heading(f"5 · The cliff: p99 against load ({CLIFF_MODEL}, roofline of an {CLIFF_GPU})")
+    tight, ample, swap = (known["cliff"][name] for name in ("tight", "ample", "swap"))
+    rows = [[rate, f"{x['pool_used']:.0%}", x["preemptions"], f"{x['redone']:.0%}", f"{x['p99']:.1f} s",
+             f"{swap[rate]['p99']:.1f} s" if rate in swap else "", f"{ample[rate]['p99']:.1f} s"]
+            for rate, x in tight.items()]  # fmt: skip
+    columns = ("req/s", "pool in use", "preempted", "redone", "p99", "p99, swap", f"p99, {POOLS['ample']:,} blocks")
+    common.table(columns, rows)
+
+    common.heading("6 · A second tier: 6 texts of 16 blocks, asked round and round, 48 blocks on the GPU")
+    for blocks, x in known["tier"].items():
+        common.say(f"{int(blocks):>3} blocks on the CPU: {x['hit_rate']:>4.0%} of prompt tokens found, "
+                   f"{x['copied']['out']} blocks copied out, {x['copied']['in']} in")  # fmt: skip
+
+    common.heading("7 · Measured on this machine")
+    bench = measure(args, model)
+    draw(args.figure)
+    if args.json:
+        common.merge_json(args.json, KEY, {"machine": machine, "facts": facts(), "bench": bench})
+
+
+def measure(args: argparse.Namespace, model: llama.Llama) -> dict[str, Any]:
+    """Print and return what this machine does: the scheduler's cost, copies, and copy against compute."""
+    sizes, lengths, counts, steps = (16,), (128,), (8, 64), 30
+    if args.bench:
+        sizes, lengths, counts, steps = (1, 4, 16, 64), (128, 512, 1024), (8, 64, 256, 1000), 240
+    bench: dict[str, Any] = {"scheduler_us": {str(n): scheduler_cost(n, steps) * 1e6 for n in counts}}
+    for n, us in bench["scheduler_us"].items():
+        common.say(f"scheduling {n:>4} decodes: {us:7.0f} µs a step; vLLM 0.32 on another machine: "
+                   f"{VLLM_SCHEDULER_US[int(n)]:,} µs")  # fmt: skip
+    where = "GPU to pinned host memory" if common.HAS_GPU else "host memory to host memory: there is no link here"
+    bench["swap"] = {str(b): measure_swap(b, 256 if common.HAS_GPU else 32, 1.0 if args.bench else 0.1) for b in sizes}
+    for b, x in bench["swap"].items():
+        common.say(f"blocks of {b:>2}, {where}: {x['one_by_one_gb_s']:.1f} GB/s one by one "
+                   f"({x['copy_us']:.1f} µs each), {x['together_gb_s']:.1f} GB/s together")  # fmt: skip
+    bench["model"] = {str(n): measure_model(model, n) for n in lengths if n <= model.config.max_position_embeddings}
+    for n, x in bench["model"].items():
+        common.say(f"{n:>4} tokens: {x['recompute_ms']:.0f} ms to compute, {x['swap_ms']:.1f} ms to copy out and in")
+    return bench
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,0 +1,40 @@
+"""`from vllm import LLM, SamplingParams`, from the repository root: the engine that the lessons add up to.
+
+Lesson 04b's offline interface around lesson 11's scheduler on lesson 05's prefix cache. The lessons are loaded on
+first use, by path: their names start with digits, and this folder shadows the real package of the same name.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["LLM", "SamplingParams"]
+
+
+@functools.cache
+def _assemble() -> dict[str, Any]:
+    folder = str(Path(__file__).resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # where `common` and `llama` are, as for a script that is run
+    import common
+
+    offline, preemption = common.lesson("04b_offline_engine"), common.lesson("11_preemption")
+
+    class LLMEngine(offline.LLMEngine):
+        config_class = preemption.SchedulerConfig
+        make_scheduler = staticmethod(preemption.make_scheduler)
+
+    class LLM(offline.LLM):
+        __doc__ = offline.LLM.__doc__
+        engine_class = LLMEngine
+
+    return {"LLM": LLM, "SamplingParams": offline.SamplingParams}
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return _assemble()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
