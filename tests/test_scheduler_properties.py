@@ -443,3 +443,15 @@ def test_tokens_that_are_not_known_are_not_indexed():
     request = Request("r", [1, 2, 3, 4, 5, 6], SamplingParams())
     assert len(manager.allocate_slots(request, 9)) == 3
     assert len(manager.block_pool.cached_block_hash_to_block) == 1 and manager.num_cached_block == {"r": 1}
+
+
+def test_a_withdrawn_chunk_takes_only_its_own_blocks_out_of_the_index():
+    manager = preemption.KVCacheManager(9, 4, 32)
+    request = Request("r", list(range(16)), SamplingParams())
+    manager.allocate_slots(request, 8)
+    request.num_computed_tokens = 8
+    manager.allocate_slots(request, 8)
+    manager.evict_uncomputed(request, 8)
+    manager.free(request)
+    assert manager.get_computed_blocks(Request("s", list(range(16)), SamplingParams()))[1] == 8
+    manager.block_pool.check()
