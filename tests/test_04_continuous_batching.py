@@ -319,7 +319,8 @@ def test_32_requests_on_the_real_model(real_model):
         ("presence_penalty", 2.5), ("frequency_penalty", -2.5), ("repetition_penalty", 0),
         ("repetition_penalty", float("inf")), ("logprobs", -1), ("logprobs", 21), ("logprobs", 0.5), ("max_tokens", 0),
         ("max_tokens", "16"), ("min_tokens", -1), ("min_tokens", 17), ("seed", 0.5), ("seed", "x"), ("stop", [""]),
-        ("stop", [3]), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]),
+        ("stop", [3]), ("logit_bias", [1]), ("logit_bias", {1: "a"}), ("logit_bias", {1: float("nan")}),
+        ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]),
     ],
 )  # fmt: skip
 def test_wrong_sampling_params_name_the_field(field, value):

@@ -324,25 +324,28 @@ def test_stop_strings_never_leak_into_a_stream(pieces, stops, include):
     assert stop is None and text == "".join(pieces)
 
 
-def test_a_token_costs_the_same_early_and_late(token_bytes):
-    """Counted, not timed: `find` starts within a stop string's length of the new text."""
+def test_a_token_costs_the_same_early_and_late(token_bytes, monkeypatch):
+    """Counted, not timed: neither the search nor a stream looks at text that is long past."""
 
-    class Watched(str):
-        searched = 0
+    class Buffer(lesson.io.StringIO):
+        seen = 0
 
-        def find(self, stop, start=0):
-            Watched.searched += len(self) - start
-            return super().find(stop, start)
+        def read(self, count=-1):
+            found = super().read(count)
+            Buffer.seen += len(found)
+            return found
 
-        def __add__(self, other):
-            return Watched(super().__add__(other))
+        def getvalue(self):
+            Buffer.seen += 10**6
+            return super().getvalue()
 
+    monkeypatch.setattr(lesson.io, "StringIO", Buffer)
     detokenizer = lesson.IncrementalDetokenizer(token_bytes, SamplingParams(stop=["no such text"]))
-    detokenizer.text = Watched("x" * 100_000)
-    for token in range(500, 520):
+    for token in range(500, 3000):
         detokenizer.append(token)
-    new = sum(len(token_bytes[token]) for token in range(500, 520))
-    assert 0 < Watched.searched <= new + 20 * len("no such text")
+        detokenizer.get_next_output_text(finished=False)
+        assert len(detokenizer.tail) <= len("no such text") - 1
+    assert Buffer.seen == detokenizer.length - detokenizer.held_back > 5000, "every character was read once"
 
 
 # --- The engine -----------------------------------------------------------------------------------------------------
@@ -560,7 +563,8 @@ def test_wrong_prompts_are_refused_and_leave_nothing(llm, prompt, word):
 
 def test_wrong_calls(llm, tiny_model, real_model):
     for params, word in (([SamplingParams()], "sampling_params"), ("greedy", "sampling_params"),
-                         (SamplingParams(logit_bias={128: 1.0}), "logit_bias")):  # fmt: skip
+                         (SamplingParams(logit_bias={128: 1.0}), "logit_bias"),
+                         (SamplingParams(stop_token_ids=[128]), "stop_token_ids")):  # fmt: skip
         with pytest.raises(common.InputError, match=word):
             llm.generate([ids(1), ids(2)], params)
     llm.llm_engine.add_request("x", ids(1))

@@ -379,7 +379,7 @@ def paged_decode(
         block_table.stride(0), G=Hq // Hkv, D=D, Hkv=Hkv, BLOCK_SIZE=block_size,
         ROWS=max(16, triton.next_power_of_2(Hq // Hkv)), D_PAD=max(16, D_pad),
         TILE=64 if q.element_size() * D_pad <= 256 else 32, SPLITS=splits, UPCAST=common.INTERPRET,
-        num_warps=4, num_stages=3,
+        num_warps=4 if q.element_size() * D_pad <= 256 else 8, num_stages=3,
     )  # fmt: skip
     if splits > 1:
         combine_splits_kernel[(B * Hq,)](parts, lse, out, D=D, D_PAD=D_pad, SPLITS=splits, num_warps=4)

@@ -140,6 +140,11 @@ class SamplingParams:
             raise common.InputError(f"stop {self.stop!r}: must be a string or strings, none of them empty")
         if not all(type(token) is int and token >= 0 for token in self.stop_token_ids):
             raise common.InputError(f"stop_token_ids {self.stop_token_ids!r}: must be token ids, 0 or above")
+        bias = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(bias, dict) or not all(
+            isinstance(x, int | float) and abs(x) < math.inf for x in bias.values()
+        ):
+            raise common.InputError(f"logit_bias {bias!r}: must map token ids to finite numbers")
         if self.temperature == 0 and self.n > 1:
             raise common.InputError(f"n {self.n}: must be 1 at temperature 0, where all samples are the same")
 

@@ -37,6 +37,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import io
 import json
 import math
 import random
@@ -382,11 +383,17 @@ class IncrementalDetokenizer:
     def __init__(self, token_bytes: TokenBytes, params: SamplingParams) -> None:
         self.token_bytes, self.params = token_bytes, params
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self.text = ""
-        self.num_tokens = 0
-        self.offset = 0  # characters already handed out
-        longest = max(map(len, params.stop), default=1)
-        self.held_back = 0 if params.include_stop_str_in_output else longest - 1
+        self.buffer = io.StringIO()  # grows in place, which a string does not
+        self.length = self.num_tokens = 0
+        self.sent = 0  # characters already handed out
+        self.reach = max(map(len, params.stop), default=1) - 1  # how far back an unfinished stop string may begin
+        self.tail = ""  # the last `reach` characters
+        self.held_back = 0 if params.include_stop_str_in_output else self.reach
+
+    @property
+    def text(self) -> str:
+        """Everything so far: O(length), for the end of a request."""
+        return self.buffer.getvalue()
 
     def append(self, token_id: int, is_stop_token: bool = False) -> str | None:
         """Add one token; returns the stop string it completed, if any, with the text already cut."""
@@ -395,23 +402,29 @@ class IncrementalDetokenizer:
         if hidden or (self.params.skip_special_tokens and token_id in self.token_bytes.special):
             return None
         new = self.utf8.decode(self.token_bytes[token_id])
-        self.text += new
+        self.buffer.seek(self.length)
+        self.buffer.write(new)
+        self.length += len(new)
+        old, window = len(self.tail), self.tail + new
+        self.tail = window[max(0, len(window) - self.reach) :]
         if not new or self.num_tokens <= self.params.min_tokens:
             return None
-        # A match must end in the new text, so the search starts at most len(stop) − 1 characters before it.
+        # A match must end in the new text, so it begins at most len(stop) − 1 characters before that.
         matches = [(at + len(stop), at, stop) for stop in self.params.stop
-                   if (at := self.text.find(stop, max(0, len(self.text) - len(new) - len(stop) + 1))) >= 0]  # fmt: skip
+                   if (at := window.find(stop, max(0, old - len(stop) + 1))) >= 0]  # fmt: skip
         if not matches:
             return None
         end, start, stop = min(matches, key=lambda match: match[0])
-        self.text = self.text[: end if self.params.include_stop_str_in_output else start]
+        self.length += (end if self.params.include_stop_str_in_output else start) - len(window)
+        self.buffer.truncate(self.length)
         return stop
 
     def get_next_output_text(self, finished: bool) -> str:
         """The text since the last call, except what may still turn out to begin a stop string."""
-        start = self.offset
-        self.offset = max(start, len(self.text) - (0 if finished else self.held_back))
-        return self.text[start : self.offset]
+        start = self.sent
+        self.sent = max(start, self.length - (0 if finished else self.held_back))
+        self.buffer.seek(start)
+        return self.buffer.read(self.sent - start)
 
 
 # --- What a caller sees ----------------------------------------------------------------------------------------------
@@ -568,6 +581,7 @@ class LLMEngine:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise common.InputError(f"sampling_params {params!r}: must be a SamplingParams")
+        self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias or ())
         eos = self.model.config.eos_token_ids
         caller, sequences = _Caller(request_id, text, token_ids, stream), {}
