@@ -140,10 +140,8 @@ class SamplingParams:
             raise common.InputError(f"stop {self.stop!r}: must be a string or strings, none of them empty")
         if not all(type(token) is int and token >= 0 for token in self.stop_token_ids):
             raise common.InputError(f"stop_token_ids {self.stop_token_ids!r}: must be token ids, 0 or above")
-        bias = {} if self.logit_bias is None else self.logit_bias
-        if not isinstance(bias, dict) or not all(
-            isinstance(x, int | float) and abs(x) < math.inf for x in bias.values()
-        ):
+        bias = self.logit_bias or {}
+        if not (isinstance(bias, dict) and all(type(x) in (int, float) and abs(x) < math.inf for x in bias.values())):
             raise common.InputError(f"logit_bias {bias!r}: must map token ids to finite numbers")
         if self.temperature == 0 and self.n > 1:
             raise common.InputError(f"n {self.n}: must be 1 at temperature 0, where all samples are the same")
@@ -941,7 +939,7 @@ def reserved_slots() -> dict[str, Any]:
 
 def draw(folder: str | Path) -> list[Path]:
     """The article's four requests as they really run, and what the number of slots does to static batching."""
-    numbers, paths = facts(), []
+    numbers = facts()
     figure, axes = common.new_figure(8.0, 3.9, nrows=2, sharex=True)
     colors = [common.COLORS[name] for name in ("orange", "blue", "green", "purple")]
     for ax, policy in zip(axes, POLICIES):
@@ -960,7 +958,7 @@ def draw(folder: str | Path) -> list[Path]:
         ax.set(yticks=[0, 1], yticklabels=["slot 0", "slot 1"], ylim=(1.5, -0.85), xlim=(0, 720))
         ax.set_title(f"{policy}: {found['steps']} steps, slots used {100 * found['utilisation']:.0f} %")
     axes[1].set_xlabel("step (hatched: an empty seat)")
-    paths.append(common.save_figure(figure, folder, "04_static_and_continuous"))
+    gantt = common.save_figure(figure, folder, "04_static_and_continuous")
 
     figure, ax = common.new_figure(8.0, 3.3)
     slots = [int(n) for n in numbers["geometric"]]
@@ -973,8 +971,7 @@ def draw(folder: str | Path) -> list[Path]:
            title="512 requests of 16 tokens on average, lengths geometric")  # fmt: skip
     ax.minorticks_off()
     ax.legend()
-    paths.append(common.save_figure(figure, folder, "04_utilisation"))
-    return paths
+    return [gantt, common.save_figure(figure, folder, "04_utilisation")]
 
 
 # --- The story --------------------------------------------------------------------------------------------------------
