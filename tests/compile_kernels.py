@@ -87,6 +87,14 @@ def resources(compiled: Any, target: GPUTarget) -> dict[str, int]:
     return {"registers": field["REG"], "spills": field["LOCAL"] + field.get("STACK", 0)}
 
 
+def impossible(launch: common.Launch, target: str) -> str | None:
+    """Why a target cannot run this launch at all, if so."""
+    tensors = [x for x in (*launch.args, *launch.kwargs.values()) if isinstance(x, torch.Tensor)]
+    if target == "sm_80" and any(x.dtype == torch.float8_e4m3fn for x in tensors):
+        return "Triton has no e4m3 before sm_89"
+    return None
+
+
 def report(name: str, dtype: torch.dtype, targets: list[str], once: bool) -> list[dict[str, Any]]:
     """Compile what `example_launches(dtype)` launches; with `once`, only the first launch of each kernel."""
     with common.captured() as launches:
@@ -96,6 +104,9 @@ def report(name: str, dtype: torch.dtype, targets: list[str], once: bool) -> lis
     rows = []
     for launch in launches:
         for target in targets:
+            if why := impossible(launch, target):
+                rows.append({"lesson": name, "kernel": launch.kernel.name, "target": target, "impossible": why})
+                continue
             compiled = compile_launch(launch, TARGETS[target])
             text = compiled.asm.get("ptx") or compiled.asm.get("amdgcn")
             rows.append({

@@ -14,6 +14,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
 
 import common
 import pytest
+import scripts
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -24,6 +25,21 @@ settings.register_profile(
     "lessons", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 settings.load_profile("lessons")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked with the job that they look at come last; until then the jobs run beside the other tests."""
+    items.sort(key=lambda item: item.get_closest_marker("job") is not None)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    torch.set_num_threads(1)  # the second core is for the jobs
+    if not session.config.option.collectonly:
+        scripts.ahead(marker.args[0] for item in session.items for marker in item.iter_markers("job"))
+
+
+def pytest_sessionfinish() -> None:
+    scripts.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -1,33 +1,115 @@
-"""Running a lesson's script as a reader does, once per set of arguments, for every test that looks at its output."""
+"""Running a lesson's script as a reader does, once per set of arguments, for every test that looks at its output.
+
+Scripts take most of the suite's time. `ahead` starts the ones that will be asked for beside the other tests, one after
+another on the second core.
+"""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+import json
+import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
 
 import common
 
+Job = tuple[tuple, list[Any]]  # a key, and the command
 
-@functools.cache
-def run(lesson: str, *arguments: str, prelude: str = "") -> tuple[subprocess.CompletedProcess, float]:
-    """The finished process and its seconds. Figures go to a scratch folder; `prelude` is code to run first."""
-    script = common.HERE / f"{lesson}.py"
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, script, *arguments, "--figure", folder]
-        if prelude:
-            argv, here = [str(word) for word in command[1:]], str(common.HERE)
-            code = f"import runpy, sys; sys.argv[:] = {argv!r}; sys.path.insert(0, {here!r})"
-            command = [sys.executable, "-c", f"{prelude}\n{code}\nrunpy.run_path(sys.argv[0], run_name='__main__')"]
+_futures: dict[tuple, Future] = {}
+_running: list[subprocess.Popen] = []
+
+
+@dataclasses.dataclass
+class Done:
+    """A process that has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float  # by the clock
+    cpu_seconds: float  # of it and of the processes that it waited for
+    results: dict[str, Any]  # what it wrote to --json
+
+
+def execute(command: list[Any], environment: dict[str, str] | None = None) -> Done:
+    """Run a command to its end; `FILE.json` and `FIGURES` in it stand for scratch paths."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "results.json").write_text('{"other": 1}')
+        words = [str(word).replace("FILE.json", f"{folder}/results.json").replace("FIGURES", name) for word in command]
         start = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, cwd=common.ROOT)
-        return done, time.perf_counter() - start
+        with open(folder / "out", "w+") as out, open(folder / "err", "w+") as err:
+            process = subprocess.Popen(words, stdout=out, stderr=err, cwd=common.ROOT,
+                                       env={**os.environ, **(environment or {})})  # fmt: skip
+            _running.append(process)
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            _running.remove(process)
+            seconds = time.perf_counter() - start
+            out.seek(0), err.seek(0)
+            results = json.loads((folder / "results.json").read_text())
+            cpu = usage.ru_utime + usage.ru_stime
+            return Done(process.returncode, out.read(), err.read(), seconds, cpu, results)
+
+
+def script_job(lesson: str, *arguments: str, prelude: str = "") -> Job:
+    """A lesson's script; `prelude` is code to run first."""
+    command = [common.HERE / f"{lesson}.py", "--figure", "FIGURES", "--json", "FILE.json", *arguments]
+    if prelude:
+        argv, here = [str(word) for word in command], str(common.HERE)
+        code = f"import runpy, sys; sys.argv[:] = {argv!r}; sys.path.insert(0, {here!r})"
+        command = ["-c", f"{prelude}\n{code}\nrunpy.run_path(sys.argv[0], run_name='__main__')"]
+    return (lesson, *arguments, prelude), [sys.executable, *command]
+
+
+def run(lesson: str, *arguments: str, prelude: str = "") -> Done:
+    """The finished process. Figures and results go to a scratch folder."""
+    return get(script_job(lesson, *arguments, prelude=prelude))
 
 
 def output_of(lesson: str, *arguments: str) -> str:
     """What the script prints; it must end well."""
-    done, _ = run(lesson, *arguments)
+    done = run(lesson, *arguments)
     assert done.returncode == 0, f"{lesson} {' '.join(arguments)}: {done.stdout[-500:]}\n{done.stderr[-2000:]}"
     return done.stdout
+
+
+def get(job: Job) -> Done:
+    """The result of a job: of the one that was started ahead, of an earlier call, or of running it now."""
+    key, command = job
+    if key not in _futures:
+        _futures[key] = Future()
+        _futures[key].set_result(execute(command))
+    return _futures[key].result()
+
+
+def ahead(jobs: Iterable[Job]) -> None:
+    """Do jobs in a thread, in their order, each on one core; `get` waits for the one it needs."""
+    commands = dict(jobs)
+    _futures.update({key: Future() for key in commands})
+
+    def work() -> None:
+        for key, command in commands.items():
+            if _futures[key].set_running_or_notify_cancel():
+                try:
+                    _futures[key].set_result(execute(command, {"OMP_NUM_THREADS": "1"}))
+                except BaseException as error:  # whoever asks for it raises it
+                    _futures[key].set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+
+
+def stop() -> None:
+    """Start nothing more, and end what runs."""
+    for future in _futures.values():
+        future.cancel()
+    for process in list(_running):
+        process.terminate()

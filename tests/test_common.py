@@ -222,3 +222,39 @@ def test_measure_reports_what_a_call_takes():
         pytest.skip("wall-clock sleeps are not GPU work")
     timing = common.measure(lambda: time.sleep(0.01), seconds=0.1)
     assert 0.01 <= timing.low <= timing.median <= timing.high < 0.1
+
+
+# --- Parameters of a simulation ------------------------------------------------------------------------------------
+
+ALLOWED = {"size": range(1, 9), "scale": (0.5, 1, 2), "on": (True, False), "kind": ["a", "b"], "count": [1, 2]}
+GOOD = {"size": 8, "scale": 1, "on": False, "kind": "b", "count": 2}
+
+
+def test_parameters_that_are_allowed():
+    assert common.checked(GOOD, ALLOWED) == GOOD
+    assert common.checked(GOOD | {"scale": 0.5}, ALLOWED)["scale"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"size": 9}, "size: 9; allowed: 1 to 8"),
+        ({"size": 8.0}, "size"),
+        ({"size": True}, "size"),
+        ({"scale": True}, "scale: True; allowed: 0.5, 1, 2"),
+        ({"on": 0}, "on: 0; allowed: True, False"),
+        ({"kind": ["a"]}, "kind"),
+        ({"count": 1.0}, "count"),
+        ({"more": 1}, "more: no such parameter; allowed: size, scale, on, kind, count"),
+    ],
+)
+def test_parameters_that_are_not_allowed(change, message):
+    with pytest.raises(common.InputError, match=message.replace("(", r"\(")):
+        common.checked(GOOD | change, ALLOWED)
+
+
+def test_a_missing_parameter_is_named():
+    with pytest.raises(common.InputError, match="kind: missing"):
+        common.checked({k: v for k, v in GOOD.items() if k != "kind"}, ALLOWED)
+    with pytest.raises(common.InputError, match="an object with size"):
+        common.checked([], ALLOWED)

@@ -10,7 +10,7 @@ import common
 import documents
 import pytest
 from documents import LESSONS, PAGES
-from scripts import output_of
+from scripts import output_of, script_job
 
 LESSON_PAGES = [page for page in PAGES if documents.script_of(page)]
 by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -72,11 +72,24 @@ def test_excerpts_are_literal(page):
             )
 
 
-@by_lesson
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=pytest.mark.job(script_job(p.stem)), id=p.name) for p in LESSON_PAGES],
+)
 def test_quoted_output(page):
+    check_output(page, with_flags=False)
+
+
+@pytest.mark.slow
+@by_lesson
+def test_quoted_output_with_flags(page):
+    check_output(page, with_flags=True)
+
+
+def check_output(page, with_flags):
     script = documents.script_of(page)
     for block in documents.blocks(page):
-        if block.kind == "output":
+        if block.kind == "output" and bool(block.argument) == with_flags:
             missing = documents.appear_in_order(block.body, output_of(script.stem, *block.argument.split()))
             assert missing is None, f"{page.name}:{block.line}: the script does not print (in this order) {missing!r}"
 

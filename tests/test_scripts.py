@@ -9,24 +9,40 @@ import sys
 import common
 import pytest
 from documents import LESSONS
-from scripts import output_of, run
+from scripts import execute, output_of, run, script_job
 
 HIDE_TRITON = "import sys; sys.modules['triton'] = None"
 
 by_lesson = pytest.mark.parametrize("lesson", [path.stem for path in LESSONS])
 
 
-@by_lesson
+@pytest.mark.parametrize(
+    "lesson", [pytest.param(path.stem, marks=pytest.mark.job(script_job(path.stem))) for path in LESSONS]
+)
 def test_default_run(lesson):
     output = output_of(lesson)
-    _, seconds = run(lesson)
     lines = output.splitlines()
     assert lines[0].startswith("Machine: ")
     assert "✓" in output, "a script checks something against its reference"
     assert len(lines) <= 75 and max(map(len, lines)) <= 120
-    if seconds > 20:  # the better of two: other work on the machine may have slowed the first
-        seconds = min(seconds, run.__wrapped__(lesson)[1])
-    assert seconds <= 20 or common.HAS_GPU, f"took {seconds:.0f} s"
+    done = run(lesson)
+    assert done.cpu_seconds <= 40, "two cores cannot do this in 20 s"
+    assert done.results["other"] == 1, "--json merges"
+    mine = done.results[lesson]
+    assert mine["machine"]["torch"] and mine["facts"]
+
+
+@pytest.mark.slow
+@by_lesson
+def test_default_run_takes_at_most_twenty_seconds(lesson):
+    if common.HAS_GPU:
+        pytest.skip("the limit is for two CPU cores; a GPU's first run compiles kernels")
+    # The better of two: other work on the machine may have slowed the first.
+    for _ in range(2):
+        seconds = execute(script_job(lesson)[1]).seconds
+        if seconds <= 20:
+            return
+    pytest.fail(f"took {seconds:.0f} s")
 
 
 @by_lesson
@@ -71,6 +87,7 @@ def test_simulation_refuses_wrong_parameters(lesson):
 # --- Without Triton -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.job(script_job(LESSONS[0].stem, prelude=HIDE_TRITON))
 def test_without_triton_the_first_lesson_runs():
     without_triton(LESSONS[0].stem)
 
@@ -82,7 +99,7 @@ def test_without_triton_every_lesson_runs(lesson):
 
 
 def without_triton(lesson):
-    done, _ = run(lesson, prelude=HIDE_TRITON)
+    done = run(lesson, prelude=HIDE_TRITON)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "no Triton wheel" in done.stdout.splitlines()[0] and "✓" in done.stdout
     if "@common.kernel" in (common.HERE / f"{lesson}.py").read_text():
@@ -105,14 +122,7 @@ for name in {[path.stem for path in LESSONS]!r}:
 # --- Elsewhere ------------------------------------------------------------------------------------------------------
 
 
-def test_json_and_model_flags(tmp_path):
-    """One lesson end to end with a file of results and another model folder; wrong ones are one line, exit code 2."""
-    lesson = LESSONS[0].stem
+def test_a_wrong_model_is_one_line(tmp_path):
     for flags, word in ((["--model", str(tmp_path)], "config.json"), (["--model", "no/such-model"], "--model")):
-        done, _ = run(lesson, *flags)
+        done = run(LESSONS[0].stem, *flags)
         assert done.returncode == 2 and word in done.stderr and len(done.stderr.splitlines()) == 1
-    path = tmp_path / "out.json"
-    path.write_text('{"other": 1}')
-    output_of(lesson, "--json", str(path))
-    content = json.loads(path.read_text())
-    assert content["other"] == 1 and content[lesson]["machine"]["torch"] and content[lesson]["facts"]

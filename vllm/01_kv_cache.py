@@ -464,7 +464,10 @@ WIDGET_DEFAULT: dict[str, Any] = {
     "prompt": 512, "new_tokens": 512, "cache": True, "model": "Llama-3.1-8B", "batch": 1, "gpu_gib": 24,
     "restart_positions": False,
 }  # fmt: skip
-WIDGET_LIMITS = {"prompt": (1, 131072), "new_tokens": (1, 4096), "batch": (1, 1024), "gpu_gib": (1, 4096)}
+WIDGET_CHOICES = {
+    "prompt": range(1, 131073), "new_tokens": range(1, 4097), "batch": range(1, 1025), "gpu_gib": range(1, 4097),
+    "cache": (True, False), "restart_positions": (True, False), "model": tuple(MODELS),
+}  # fmt: skip
 
 
 def simulate(params: dict[str, Any]) -> dict[str, Any]:
@@ -473,7 +476,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     params: prompt, new_tokens, batch, gpu_gib (integers), cache, restart_positions (booleans), model (one of MODELS).
     The rows come from `KVCache.allocate_slots` on the meta device, the passes from `steps`. Raises InputError.
     """
-    p = _checked(params)
+    p = common.checked(params, WIDGET_CHOICES)
     config = MODELS[p["model"]]
     spec, weights = KVCacheSpec.from_config(config), weight_bytes(config)
     usable = p["gpu_gib"] * 2**30 * 92 // 100
@@ -500,25 +503,6 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     trace["total_forwards"] = sum(trace["forwards"])
     trace["text"] = RECORDED["restarted" if p["cache"] and p["restart_positions"] else "right"]
     return trace
-
-
-def _checked(params: dict[str, Any]) -> dict[str, Any]:
-    """`params` if every field is there and allowed. Raises InputError naming the field and what is allowed."""
-    for name in params.keys() | WIDGET_DEFAULT.keys():
-        if name not in WIDGET_DEFAULT or name not in params:
-            problem = "missing" if name in WIDGET_DEFAULT else "unknown"
-            raise common.InputError(f"{name}: {problem}; allowed: {', '.join(WIDGET_DEFAULT)}")
-        value = params[name]
-        if name in WIDGET_LIMITS:
-            low, high = WIDGET_LIMITS[name]
-            if type(value) is not int or not low <= value <= high:
-                raise common.InputError(f"{name}: {value!r}; allowed: a whole number from {low} to {high}")
-        elif name == "model":
-            if not isinstance(value, str) or value not in MODELS:
-                raise common.InputError(f"model: {value!r}; allowed: {', '.join(MODELS)}")
-        elif not isinstance(value, bool):
-            raise common.InputError(f"{name}: {value!r}; allowed: true, false")
-    return dict(params)
 
 
 def describe(trace: dict[str, Any]) -> str:

@@ -867,13 +867,19 @@ def spans(where: BlockTable | Reservation, first: int = 0) -> list[list[int]]:
     return joined
 
 
+WIDGET_CHOICES = {
+    "allocator": ALLOCATORS, "block_size": [1 << k for k in range(12)], "num_slots": [4096, 8192, 16384],
+    "workload": list(WORKLOADS), "finish": range(-1, 400),
+}  # fmt: skip
+
+
 def simulate(params: dict[str, Any]) -> dict[str, Any]:
     """Requests arrive, grow and finish; an allocator places them, first come, first served. JSON to JSON.
 
-    params: as `check_params` lists them; `finish` is a request that finishes at the end, or −1. Returns each admission,
+    params: as WIDGET_CHOICES lists them; `finish` is a request that finishes at the end, or −1. Returns each admission,
     refusal, growth and finish with the spans of slots taken or given and the state after it. Raises InputError.
     """
-    check_params(params)
+    params = common.checked(params, WIDGET_CHOICES)
     paged, size, num_slots = params["allocator"] == "paged", params["block_size"], params["num_slots"]
     memory = BlockPool(num_slots // size) if paged else FirstFit(num_slots)
     places: dict[int, BlockTable | Reservation] = {}
@@ -919,21 +925,8 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
             except OutOfBlocks as error:
                 record("refuse", request, tokens, [], error)
                 blocked = True
-    return {"params": dict(params), "null_slots": size if paged else 0, "steps": steps, "final": steps[-1]["state"],
+    return {"params": params, "null_slots": size if paged else 0, "steps": steps, "final": steps[-1]["state"],
             "places": [[request, length[request], spans(where)] for request, where in places.items()]}  # fmt: skip
-
-
-def check_params(params: dict[str, Any]) -> None:
-    """Raises InputError for a missing, unknown or wrong parameter."""
-    allowed = {"allocator": ALLOCATORS, "block_size": [1 << k for k in range(12)], "num_slots": [4096, 8192, 16384],
-               "workload": list(WORKLOADS), "finish": range(-1, 400)}  # fmt: skip
-    for name in [*params, *allowed]:
-        if name not in allowed:
-            raise common.InputError(f"{name}: no such parameter; allowed: {', '.join(allowed)}")
-        value, values = params.get(name), allowed[name]
-        if type(value) not in (int, str) or value not in values:
-            shown = f"{values[0]} to {values[-1]}" if isinstance(values, range) else ", ".join(map(str, values))
-            raise common.InputError(f"{name} is {value!r}; allowed: {shown}")
 
 
 def describe(trace: dict[str, Any]) -> str:

@@ -681,7 +681,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
 
     params: tile, order, scale, rescale, subtract_max, precision; allowed values in WIDGET_CHOICES. Raises InputError.
     """
-    p = _checked(params)
+    p = common.checked(params, WIDGET_CHOICES)
     keys, values, hbm, naive_hbm = ORDERS[p["order"]], list(range(1, 9)), HBM(), HBM()
     lines = (p["rescale"], p["subtract_max"], p["precision"])
     result, tiles = online_softmax(p["scale"], keys, values, p["tile"], *lines, hbm)
@@ -696,18 +696,6 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
         "expected": expected, "verdict": verdict, "growths": growths, "largest": largest,
         "hbm_floats": {"online": hbm.floats, "naive": naive_hbm.floats},
     }  # fmt: skip
-
-
-def _checked(params: dict[str, Any]) -> dict[str, Any]:
-    """`params` if every field is there and allowed. Raises InputError naming the field and what is allowed."""
-    for name in WIDGET_CHOICES.keys() | params.keys():
-        if name not in WIDGET_CHOICES or name not in params:
-            problem = "missing" if name in WIDGET_CHOICES else "unknown"
-            raise common.InputError(f"{name}: {problem}; allowed: {', '.join(WIDGET_CHOICES)}")
-        choices = WIDGET_CHOICES[name]
-        if params[name] not in choices or isinstance(params[name], bool) is not isinstance(choices[0], bool):
-            raise common.InputError(f"{name}: {params[name]!r}; allowed: {', '.join(map(str, choices))}")
-    return dict(params)
 
 
 def _finite(value: Any) -> Any:

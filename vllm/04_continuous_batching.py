@@ -116,6 +116,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     skip_reading_prefix_cache: bool = False  # write the prefix cache, but do not read it (lesson 05)
+    structured_outputs: dict[str, Any] | None = None  # what the output must match (companion 06b)
 
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
@@ -837,11 +838,7 @@ WIDGET_DEFAULT = {"policy": "static", "slots": 4, "lengths": "stragglers", "arri
 def simulate(params: dict) -> dict:
     """The Gantt chart of one policy on one workload, from the Scheduler that serves the engine. Raises InputError."""
     allowed = {"policy": list(POLICIES), "slots": SEATS, "lengths": list(LENGTHS), "arrivals": list(ARRIVALS)}
-    for name in {*params, *allowed}:
-        if name not in allowed:
-            raise common.InputError(f"{name}: no such parameter; allowed: {', '.join(allowed)}")
-        if not any(params.get(name) == value and type(params[name]) is type(value) for value in allowed[name]):
-            raise common.InputError(f"{name} {params.get(name)!r}: must be one of {', '.join(map(str, allowed[name]))}")
+    params = common.checked(params, allowed)
     outputs, seats = LENGTHS[params["lengths"]], params["slots"]
     arrivals = [i * ARRIVALS[params["arrivals"]] for i in range(len(outputs))]
     run = timeline(params["policy"], seats, outputs, arrivals=arrivals)

@@ -498,7 +498,8 @@ class _Sequence:
 class LLMEngine:
     """Requests in, outputs out: validates, tokenizes, steps, detokenizes (`vllm/v1/engine/llm_engine.py`).
 
-    Subclasses assemble other schedulers by replacing `config_class` and `make_scheduler`.
+    Subclasses assemble other engines by replacing `config_class`, `runner_class`, `make_scheduler` and
+    `cache_block_bytes`.
     """
 
     config_class = SchedulerConfig
@@ -531,9 +532,9 @@ class LLMEngine:
             tokenizer = tokenizer or loaded
         elif tokenizer is None:
             raise common.InputError("tokenizer: a loaded model needs one (llama.load returns both)")
-        self.model, self.tokenizer, c = model, tokenizer, model.config
+        self.model, self.tokenizer = model, tokenizer
         self.token_bytes = TokenBytes(tokenizer)
-        limit = c.max_position_embeddings
+        limit = model.config.max_position_embeddings
         max_model_len = _whole("max_model_len", limit if max_model_len is None else max_model_len, 1, limit)
         _whole("max_num_seqs", max_num_seqs, 1)
         _whole("block_size", block_size, 1)
@@ -546,11 +547,11 @@ class LLMEngine:
         _whole("max_num_batched_tokens", max_num_batched_tokens, 1)
         limits |= {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
         config = self.config_class(max_num_batched_tokens=max_num_batched_tokens, policy=scheduling_policy, **limits)
-        block_bytes = 2 * c.num_hidden_layers * block_size * model.num_kv_heads * c.head_dim * model.dtype.itemsize
         num_blocks = num_gpu_blocks_override
         if num_blocks is None:
             _whole("kv_cache_memory_bytes", kv_cache_memory_bytes, 1)
-            num_blocks = 1 + max(kv_cache_memory_bytes // block_bytes, -(-max_model_len // block_size))
+            fitting = kv_cache_memory_bytes // self.cache_block_bytes(model, block_size)
+            num_blocks = 1 + max(fitting, -(-max_model_len // block_size))
         _whole("num_gpu_blocks_override", num_blocks, 2)
         known = inspect.signature(self.make_scheduler).parameters
         if unknown := [name for name in options if name not in known]:
@@ -561,6 +562,12 @@ class LLMEngine:
         self.core = ModelEngineCore(scheduler, self.runner_class(model, scheduler, seed))
         self.sequences: dict[str, _Sequence] = {}
         self.callers: dict[str, _Caller] = {}
+
+    @staticmethod
+    def cache_block_bytes(model: llama.Llama, block_size: int) -> int:
+        """Bytes of one block: keys and values of all layers."""
+        c = model.config
+        return 2 * c.num_hidden_layers * block_size * model.num_kv_heads * c.head_dim * model.dtype.itemsize
 
     @staticmethod
     def make_scheduler(config: SchedulerConfig, num_blocks: int, block_size: int) -> Scheduler:
@@ -783,12 +790,7 @@ NUM_DRAWS = 12
 
 def simulate(params: dict) -> dict:
     """Eight words through the sampler, stage by stage, and what a seed draws. Raises InputError."""
-    for name in {*params, *CHOICES}:
-        if name not in CHOICES:
-            raise common.InputError(f"{name}: no such parameter; allowed: {', '.join(CHOICES)}")
-        value = params.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float | str) or value not in CHOICES[name]:
-            raise common.InputError(f"{name} {value!r}: must be one of {', '.join(map(str, CHOICES[name]))}")
+    params = common.checked(params, CHOICES)
     chosen = SamplingParams(
         **{name: params[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")},
         **PENALTIES[params["penalty"]],

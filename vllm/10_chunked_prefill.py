@@ -499,8 +499,10 @@ def freeze(cost: CostModel, budget: int, prompt: int = 10_000, decoders: int = 3
 
 WIDGET_DEFAULT = {"budget": 512, "decoders": 16, "prompt": 4096, "short_prompt": 0, "threshold": 0, "adaptive": False,
                   "step_us": 10_000, "token_us": 50}  # fmt: skip
-WIDGET_LIMITS = {"budget": (1, 16384), "decoders": (0, 256), "prompt": (1, 16384), "short_prompt": (0, 16384),
-                 "threshold": (0, 16384), "step_us": (1, 10**6), "token_us": (0, 10**4)}  # fmt: skip
+WIDGET_CHOICES = {
+    "budget": range(1, 16385), "decoders": range(257), "prompt": range(1, 16385), "short_prompt": range(16385),
+    "threshold": range(16385), "adaptive": (True, False), "step_us": range(1, 10**6 + 1), "token_us": range(10**4 + 1),
+}  # fmt: skip
 
 
 def simulate(params: dict[str, Any]) -> dict[str, Any]:
@@ -512,7 +514,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     It ends two steps after the last first token, or in the first step in which no newcomer got a token: as the streams
     never end, none ever will (`starved`). Drives the real Scheduler. Raises InputError.
     """
-    p = _checked(params)
+    p = common.checked(params, WIDGET_CHOICES)
     cost = lambda work: p["step_us"] + p["token_us"] * sum(n for n, _ in work)  # noqa: E731
     seats = p["decoders"] + 2
     # vLLM (and lesson 04) refuse max_num_batched_tokens < max_num_seqs: that rule is what keeps a budget from
@@ -556,23 +558,6 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
         "worst_gap_us": core.worst_gap(streams, arrival),
         "silent_streams": sum(name not in core.token_times for name in streams),  # got no token at all
     }
-
-
-def _checked(params: dict[str, Any]) -> dict[str, Any]:
-    """`params` if every field is there and allowed. Raises InputError naming the field and what is allowed."""
-    for name in params.keys() | WIDGET_DEFAULT.keys():
-        if name not in WIDGET_DEFAULT or name not in params:
-            problem = "missing" if name in WIDGET_DEFAULT else "unknown"
-            raise common.InputError(f"{name}: {problem}; allowed: {', '.join(WIDGET_DEFAULT)}")
-        value = params[name]
-        if name == "adaptive":
-            if not isinstance(value, bool):
-                raise common.InputError(f"adaptive: {value!r}; allowed: true, false")
-            continue
-        low, high = WIDGET_LIMITS[name]
-        if type(value) is not int or not low <= value <= high:
-            raise common.InputError(f"{name}: {value!r}; allowed: a whole number from {low} to {high}")
-    return dict(params)
 
 
 def describe(trace: dict[str, Any]) -> str:

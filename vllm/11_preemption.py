@@ -888,9 +888,11 @@ WIDGET_DEFAULT: dict[str, Any] = {
     "pool_blocks": 64, "block_size": 16, "requests": 16, "prompt": 64, "output": 192, "arrival_gap": 16,
     "watermark_blocks": 0, "policy": "recompute", "prefix_caching": False, "link_gb_s": 50, "prefill_tok_s": 40_000,
 }  # fmt: skip
-WIDGET_LIMITS = {
-    "pool_blocks": (1, 4096), "block_size": (1, 256), "requests": (1, 64), "prompt": (1, 4096), "output": (1, 4096),
-    "arrival_gap": (0, 4096), "watermark_blocks": (0, 4096), "link_gb_s": (1, 1000), "prefill_tok_s": (1, 10**6),
+WIDGET_CHOICES: dict[str, Any] = {
+    "pool_blocks": range(1, 4097), "block_size": range(1, 257), "requests": range(1, 65), "prompt": range(1, 4097),
+    "output": range(1, 4097), "arrival_gap": range(4097), "watermark_blocks": range(4097),
+    "policy": ("recompute", "swap"), "prefix_caching": (True, False), "link_gb_s": range(1, 1001),
+    "prefill_tok_s": range(1, 10**6 + 1),
 }  # fmt: skip
 BYTES_PER_TOKEN = 131_072  # Llama-3.1-8B in bf16, as lesson 01 computes it
 
@@ -923,11 +925,11 @@ class ObservedCore(MeteredCore):
 def simulate(params: dict[str, Any]) -> dict[str, Any]:
     """Equal requests, one every `arrival_gap` steps, at a pool of `pool_blocks` usable blocks: every step.
 
-    params: integers within WIDGET_LIMITS; policy "recompute" or "swap"; prefix_caching true or false. Times are
+    params: integers within WIDGET_CHOICES; policy "recompute" or "swap"; prefix_caching true or false. Times are
     integers: µs of recomputing at `prefill_tok_s`, µs of copying Llama-3.1-8B's blocks at `link_gb_s` one way.
     Raises InputError naming the field.
     """
-    p = _checked(params)
+    p = common.checked(params, WIDGET_CHOICES)
     length = p["prompt"] + p["output"]
     scheduler = build_scheduler(
         p["policy"], p["pool_blocks"], p["block_size"], length, num_cpu_blocks=p["requests"] * length,
@@ -958,24 +960,6 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
         "copied_blocks": copied, "recompute_us": core.redone * 10**6 // p["prefill_tok_s"],
         "swap_us": copied * p["block_size"] * BYTES_PER_TOKEN // (p["link_gb_s"] * 1000),
     }  # fmt: skip
-
-
-def _checked(params: dict[str, Any]) -> dict[str, Any]:
-    """`params` if every field is there and allowed. Raises InputError naming the field and what is allowed."""
-    for name in params.keys() | WIDGET_DEFAULT.keys():
-        if name not in WIDGET_DEFAULT or name not in params:
-            problem = "missing" if name in WIDGET_DEFAULT else "unknown"
-            raise common.InputError(f"{name}: {problem}; allowed: {', '.join(WIDGET_DEFAULT)}")
-        value = params[name]
-        if name in WIDGET_LIMITS:
-            low, high = WIDGET_LIMITS[name]
-            if type(value) is not int or not low <= value <= high:
-                raise common.InputError(f"{name}: {value!r}; allowed: a whole number from {low} to {high}")
-        elif name == "policy" and value not in ("recompute", "swap"):
-            raise common.InputError(f"policy: {value!r}; allowed: recompute, swap")
-        elif name == "prefix_caching" and not isinstance(value, bool):
-            raise common.InputError(f"prefix_caching: {value!r}; allowed: true, false")
-    return dict(params)
 
 
 def describe(trace: dict[str, Any]) -> str:
@@ -1333,7 +1317,8 @@ def build_parser() -> common.Parser:
         ("--watermark", "watermark_blocks", "blocks that admission leaves free"),
         ("--requests", "requests", "requests of 64 + 192 tokens"),
     ):  # fmt: skip
-        kind, default = common.number(int, *WIDGET_LIMITS[name]), WIDGET_DEFAULT[name]
+        choices, default = WIDGET_CHOICES[name], WIDGET_DEFAULT[name]
+        kind = common.number(int, choices[0], choices[-1])
         parser.add_argument(flag, dest=name, type=kind, default=default, help=f"{text} (default {default})")
     parser.add_argument("--policy", choices=("recompute", "swap"), default="recompute", help="what an eviction does")
     parser.add_argument("--prefix-caching", action="store_true", help="let the evicted look for their old blocks")
