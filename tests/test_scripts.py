@@ -75,7 +75,7 @@ def test_facts_and_simulation_are_json(lesson):
 def test_simulation_refuses_wrong_parameters(lesson):
     module = common.lesson(lesson)
     for name, value in module.WIDGET_DEFAULT.items():
-        for wrong in (None, [], {"a": 1}, "no such value", -(10**9)):
+        for wrong in (None, [], {"a": 1}, "no such\nvalue", -(10**9)):
             if wrong == value:
                 continue
             with pytest.raises(common.InputError, match=name):

@@ -634,7 +634,7 @@ class ModelRunner:
     def __init__(self, model: llama.Llama, scheduler: Scheduler) -> None:
         config, manager = scheduler.config, scheduler.kv_cache_manager
         self.model, self.manager = pack_weights(model), manager
-        self.cache = PagedKVCache(model, manager.block_pool.num_blocks, manager.block_size)
+        self.cache = self.make_cache(model, manager.block_pool.num_blocks, manager.block_size)
         self.batch = InputBatch(config.max_num_seqs, config.max_model_len, manager.block_size)
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
@@ -665,6 +665,10 @@ class ModelRunner:
     def forward(self, token_ids: torch.Tensor, meta: AttentionMetadata, requests: Sequence[Request]) -> torch.Tensor:
         """The whole batch through the model, [T] -> [T, hidden]. Later lessons capture it, or adapt it per request."""
         return self.model.forward(token_ids, meta.positions, self.attend(meta))
+
+    def make_cache(self, model: llama.Llama, num_blocks: int, block_size: int) -> PagedKVCache:
+        """The memory behind the block tables. Companion 05d keeps it in fewer bits."""
+        return PagedKVCache(model, num_blocks, block_size)
 
     def attend(self, meta: AttentionMetadata) -> llama.Attend:
         """Attention of one step. Lesson 10 brings one kernel for prompts, chunks and decodes together."""

@@ -1,23 +1,97 @@
-"""A catalog of optimizations. So far: automatic prefix caching."""
+"""05 · Optimizations: what does each one save, and where does it stop saving?
+
+The question: memory is paged (02), attention is tiled (03), the batch is always full (04). What is left to gain is a
+list of smaller things, each a few lines on top of that engine. Which of them matter on your workload?
+
+The mechanism, one entry each (`--list` counts what it saves, `--only NAME` runs it):
+  prefix-caching    a full block is never written again: key it by a hash of all tokens up to its end, and share it
+  cuda-graphs       record the kernels of a decode step once, replay them with one launch
+  torch-compile     let a compiler merge neighbouring operations into one kernel
+  async-scheduling  plan the next step while the model runs this one, with placeholders for tokens not yet known
+  prompt-lookup     guess the next tokens from the prompt, check all of them in one pass over the weights
+Three more have scripts of their own: tensor parallelism (05c), quantized weights (05b), a quantized KV cache (05d).
+Lesson 11's scheduler, and with it the whole engine, runs on the manager of the first entry.
+
+Numbers to remember: a hit skips 95 % of a prompt if 95 % of it is somebody's prefix, and not one token if a single
+character in front differs. A decode step is hundreds of launches; as one graph it is one, and the step gets faster
+only where launching was slower than computing: Llama-3.1-8B at batch 1 by 1.9x, from batch 128 on not at all.
+
+How to run:
+  uv run python vllm/05_optimizations.py                       the cheap form of every entry
+  uv run python vllm/05_optimizations.py --list                what each entry saves, counted
+  uv run python vllm/05_optimizations.py --only torch-compile  one entry in full (this one: a minute)
+  uv run python vllm/05_optimizations.py --hash-bits 8         break it: serve somebody else's text
+  uv run python vllm/05_optimizations.py --bench               minutes: everything measured
+
+Read for this: vLLM 0.32 `v1/core/kv_cache_utils.py`, `v1/core/block_pool.py`, `compilation/cuda_graph.py`,
+`compilation/breakable_cudagraph.py`, `v1/core/sched/async_scheduler.py`, `v1/spec_decode/ngram_proposer.py`; Zheng et
+al. 2024 (SGLang: RadixAttention), Qin et al. 2025 (Mooncake), Saxena 2023 (prompt lookup), vLLM's blog on 0.6.0.
+"""
 
 from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used
 
+import argparse
 import array
+import bisect
+import contextlib
+import copy
+import dataclasses
+import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Sequence
+import math
+import random
+import re
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-BlockPool = common.lesson("02_paged_attention").BlockPool
+import torch
+from common import HARDWARE
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import llama
+
+kv_cache = common.lesson("01_kv_cache")
+paged_attention = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
-Request = continuous_batching.Request
+AttentionMetadata, BlockPool = paged_attention.AttentionMetadata, paged_attention.BlockPool
+PagedKVCache = paged_attention.PagedKVCache
+ModelEngineCore, ModelRunner = continuous_batching.ModelEngineCore, continuous_batching.ModelRunner
+Request, SamplingParams = continuous_batching.Request, continuous_batching.SamplingParams
+Scheduler, SchedulerConfig = continuous_batching.Scheduler, continuous_batching.SchedulerConfig
+SchedulerOutput, EngineCoreOutput = continuous_batching.SchedulerOutput, continuous_batching.EngineCoreOutput
+
+KEY = "05_optimizations"
+BLOCK = 16  # tokens in a block, vLLM's default
 
 
-# --- Automatic prefix caching ---------------------------------------------------------------------------------------
+# --- 1. Automatic prefix caching -----------------------------------------------------------------------------------
 #
 # A block that is full is never written again, so whoever has the same tokens up to its end can read it. Three parts:
 # a key for every full block, an index from keys to physical blocks, and a free queue that keeps cached blocks longest.
+
+
+def naive_hits(served: Sequence[tuple[list[int], list[int]]], block_size: int) -> list[int]:
+    """What a cache should find, (prompt, answer) after (prompt, answer), if it forgot nothing and compared tokens."""
+    seen: set[tuple[int, ...]] = set()
+    hits = []
+    for prompt, answer in served:
+        tokens, blocks = prompt + answer[:-1], 0  # the last token of an answer is sampled, never computed
+        while (blocks + 1) * block_size < len(prompt) and tuple(tokens[: (blocks + 1) * block_size]) in seen:
+            blocks += 1
+        hits.append(blocks * block_size)
+        seen |= {tuple(tokens[:end]) for end in range(block_size, len(tokens) + 1, block_size)}
+    return hits
 
 
 def hash_block_tokens(parent_hash: bytes, token_ids: Sequence[int], extra_keys: tuple = ()) -> bytes:
@@ -95,6 +169,7 @@ class PrefixCachingKVCacheManager(continuous_batching.KVCacheManager):
     """
 
     pool_class = CachingBlockPool
+    hash_bits = 256  # fewer is a bug: `--hash-bits`
 
     def __init__(self, num_blocks: int, block_size: int, max_model_len: int, enable_caching: bool = True) -> None:
         super().__init__(num_blocks, block_size, max_model_len)
@@ -113,7 +188,8 @@ class PrefixCachingKVCacheManager(continuous_batching.KVCacheManager):
             if request.cache_salt and not hashes:
                 extra_keys += (("cache_salt", request.cache_salt),)
             parent = hashes[-1] if hashes else ROOT_HASH
-            hashes.append(hash_block_tokens(parent, request.all_token_ids[end - size : end], extra_keys))
+            block_hash = hash_block_tokens(parent, request.all_token_ids[end - size : end], extra_keys)
+            hashes.append(block_hash[: self.hash_bits // 8])
 
     def get_computed_blocks(self, request: Request) -> tuple[list[int], int]:
         """The longest cached prefix: (its blocks, its tokens). It changes nothing.
@@ -183,3 +259,1142 @@ class PrefixCachingKVCacheManager(continuous_batching.KVCacheManager):
     def free(self, request: Request) -> None:
         super().free(request)
         self.num_cached_block.pop(request.request_id, None)
+
+
+class PrefixCachingScheduler(Scheduler):
+    """Lesson 04's careful scheduler, looking into the cache when it admits. Lesson 11 has the one that vLLM has."""
+
+    def _admit(self, request: Request) -> int:
+        manager = self.kv_cache_manager
+        computed_blocks, request.num_computed_tokens = manager.get_computed_blocks(request)
+        if num_new_tokens := self._num_new_tokens(request):  # only what is not cached takes budget
+            slots = self.num_slots(request) - request.num_computed_tokens
+            if manager.allocate_slots(request, slots, computed_blocks) is not None:
+                request.num_cached_tokens = request.num_computed_tokens
+                return num_new_tokens
+        request.num_computed_tokens = 0  # a lookup that admits nobody changes nothing
+        return 0
+
+    def _grant(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> None:
+        """A decode step may fill a block, too: the next turn of a conversation will find the answer in the cache."""
+        super()._grant(request, num_new_tokens, output)
+        if self.kv_cache_manager.enable_caching:
+            self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
+
+
+def make_core(model: llama.Llama, caching: bool = True, num_blocks: int = 160, max_model_len: int = 1024,
+              hash_bits: int = 256, runner_class: type[ModelRunner] = ModelRunner) -> ModelEngineCore:  # fmt: skip
+    """Lesson 04's engine on this lesson's manager."""
+    config = SchedulerConfig(max_model_len, max_num_seqs=32, max_num_batched_tokens=max_model_len)
+    manager = PrefixCachingKVCacheManager(num_blocks, BLOCK, max_model_len, caching)
+    manager.hash_bits = hash_bits
+    scheduler = PrefixCachingScheduler(config, manager)
+    return ModelEngineCore(scheduler, runner_class(model, scheduler))
+
+
+def ask(core: ModelEngineCore, prompt: Sequence[int], max_tokens: int = 1) -> tuple[Request, float]:
+    """Serve one prompt, greedily, to its end. Returns the request, and the seconds until its first token."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    request = Request("ask", list(prompt), params, eos_token_id=core.runner.model.config.eos_token_ids[0])
+    core.add_request(request)
+    start = time.perf_counter()
+    core.step()
+    ttft = time.perf_counter() - start
+    while core.scheduler.has_unfinished_requests():
+        core.step()
+    return request, ttft
+
+
+# What a server sees: an instruction that everybody gets, definitions of tools, conversations that repeat themselves.
+SYSTEM = """You are the assistant of a public library. Answer in one short sentence. Be friendly, be exact, and if you
+do not know something, say so. The library opens at nine in the morning and closes at eight in the evening, on Sundays
+at five. Books may be kept for four weeks, films for one week. A reader's card costs nothing for children."""
+TOOLS = """You are the assistant of a library and can call functions.
+{"name": "find_book", "parameters": {"title": "string", "author": "string"}}
+{"name": "reserve", "parameters": {"book_id": "integer", "card": "string"}}
+{"name": "opening_hours", "parameters": {"day": "string"}}
+{"name": "renew", "parameters": {"book_id": "integer"}}"""
+TURNS = ["When do you close on Sundays?", "And how long may I keep a film?", "Thank you! Does a card cost anything?"]
+
+
+def conversation(core: ModelEngineCore, tokenizer: llama.Tokenizer, max_tokens: int) -> list[tuple[Request, float]]:
+    """A chat of three turns; each prompt repeats everything said so far, the model's own words included."""
+    messages, answers = [{"role": "system", "content": TOOLS}], []
+    for turn in TURNS:
+        messages.append({"role": "user", "content": turn})
+        answers.append(ask(core, tokenizer.chat(messages), max_tokens))
+        messages.append({"role": "assistant", "content": tokenizer.decode(answers[-1][0].output_token_ids)})
+    return answers
+
+
+def three_requests(
+    core: ModelEngineCore, tokenizer: llama.Tokenizer, prefix: int, message: int
+) -> list[tuple[Request, float]]:
+    """The source's table: an instruction of `prefix` tokens for all three, `message` tokens of their own, no answer."""
+    shared = tokenizer.encode(SYSTEM * (1 + prefix // 60))[:prefix]
+    return [ask(core, shared + tokenizer.encode(f"{turn} " * message)[:message]) for turn in TURNS]
+
+
+def prefill_factor(prefix: int, message: int, requests: int, block_size: int = BLOCK) -> float:
+    """Prompt tokens without a cache over those with one: R·(P + m) / (P + m + (R − 1)·(P + m − hit)).
+
+    hit = ⌊P / block⌋ · block if the message is not empty. As R grows, it approaches (P + m) / (P + m − hit).
+    """
+    total = prefix + message
+    hit = min(prefix, total - 1) // block_size * block_size
+    return requests * total / (total + (requests - 1) * (total - hit))
+
+
+# A hash that is cut to 8 bits has 256 values. Some account number gives the first block of a prompt the key that the
+# first block of somebody else's prompt has, and the cache compares keys, not tokens.
+
+
+def account_prompt(tokenizer: llama.Tokenizer, number: int, word: str) -> list[int]:
+    """One block that says the code word of an account, and the beginning of a sentence that repeats it."""
+    first = f"Account {number}. The code word is {word}. Remember it well, please, it will be needed soon enough again."
+    question = "\nQuestion: What is the code word?\nAnswer: The code word is"
+    return tokenizer.encode(first)[:BLOCK] + tokenizer.encode(question)
+
+
+def colliding_account(tokenizer: llama.Tokenizer, other: Sequence[int], word: str, hash_bits: int) -> int | None:
+    """The first of 2,000 account numbers whose first block has the key of `other`'s, or None."""
+    key = lambda tokens: hash_block_tokens(ROOT_HASH, tokens[:BLOCK])[: hash_bits // 8]  # noqa: E731
+    return next((n for n in range(2000, 4000) if key(account_prompt(tokenizer, n, word)) == key(other)), None)
+
+
+# How large must the pool be? It depends on how much is asked between a turn and the next. So: a workload with
+# parameters, served one request at a time through the real manager, without a model.
+
+CHATS = {"conversations": 40, "system": 256, "turns": 5, "message": 60, "answer": 140, "gap_s": 1, "thinking_s": 8}
+
+
+def chat_workload(seed: int = 0) -> list[tuple[list[int], list[int]]]:
+    """[(prompt, answer)] in order of arrival. Turns, message and answer lengths are geometric with the means in CHATS;
+    conversations start as a Poisson process, and their readers think for exponential times."""
+    rng = random.Random(seed)
+    draw = lambda mean: 1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / mean))  # noqa: E731
+    token = lambda: rng.randrange(50_000)  # noqa: E731
+    system, requests, start = [token() for _ in range(CHATS["system"])], [], 0.0
+    for _ in range(CHATS["conversations"]):
+        start += rng.expovariate(1 / CHATS["gap_s"])
+        said, now = list(system), start
+        for _ in range(draw(CHATS["turns"])):
+            said += [token() for _ in range(draw(CHATS["message"]))]
+            answer = [token() for _ in range(draw(CHATS["answer"]))]
+            requests.append((now, list(said), answer))
+            said += answer
+            now += rng.expovariate(1 / CHATS["thinking_s"])
+    return [(prompt, answer) for _, prompt, answer in sorted(requests, key=lambda request: request[0])]
+
+
+def hit_rates(workload: Sequence[tuple[list[int], list[int]]], pools: Sequence[int]) -> dict[int, float]:
+    """Share of prompt tokens found in the cache, for pools of so many usable blocks."""
+    rates, hashes = {}, {}  # a prefix has the same hashes whatever the pool: they are computed once
+    for num_blocks in pools:
+        manager, hit, total = PrefixCachingKVCacheManager(num_blocks + 1, BLOCK, 1 << 20), 0, 0
+        for i, (prompt, answer) in enumerate(workload):
+            request = Request(str(i), prompt, SamplingParams(max_tokens=len(answer)))
+            request.block_hashes = list(hashes.get(i, ()))
+            blocks, cached = manager.get_computed_blocks(request)
+            request.num_computed_tokens = cached
+            request.all_token_ids += answer[:-1]  # the last token is sampled, never computed
+            manager.allocate_slots(request, request.num_tokens - cached, blocks)
+            hashes[i] = list(request.block_hashes)
+            manager.free(request)
+            hit, total = hit + cached, total + len(prompt)
+        rates[num_blocks] = hit / total
+    return rates
+
+
+# Qin et al. 2025 (Mooncake), conversation trace: the same, computed from the published trace; blocks of 512 tokens.
+MOONCAKE = {1_000: 0.044, 3_000: 0.065, 10_000: 0.211, 30_000: 0.326, 50_000: 0.355}  # a pool without end: 0.366
+
+
+# --- 2. CUDA graphs -------------------------------------------------------------------------------------------------
+#
+# A decode step is the same few hundred kernels every time, and launching one costs the CPU microseconds, however
+# little it computes. A CUDA graph is a recording of launches: kernel, grid, arguments. Replaying it costs one launch.
+# Nothing else of the step is recorded, no Python and no `if`; and arguments are addresses. So
+#   - what goes in must lie where it lay: static buffers, filled before each replay;
+#   - shapes must be what they were: a few batch sizes are captured, and a batch is padded to the next one;
+#   - whatever Python decided at capture stays decided: a length read on the host is frozen into the graph.
+
+
+def capture_sizes(largest: int) -> list[int]:
+    """vLLM's buckets, 1, 2, 4, then steps of 8, beyond 256 of 16, up to the first that holds `largest` tokens."""
+    grid = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    return grid[: bisect.bisect_left(grid, largest) + 1]
+
+
+class Tape(TorchDispatchMode):
+    """Stands in for `torch.cuda.CUDAGraph` where there is no GPU, and counts: the operations and Triton launches
+    between `capture_begin` and `capture_end`, with the tensors they were given; `replay` runs them on the same memory.
+
+    Like a graph it knows addresses and no Python, so what would break a graph breaks a tape. Views are not recorded:
+    they launch nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tape: list[tuple[Any, tuple, dict, Any]] = []  # (operation, arguments, result), or a launch
+        self.exits = contextlib.ExitStack()
+        self.launches: list[common.Launch] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch imports its compiler at the first operation, which takes 3 s
+
+    def capture_begin(self, pool: Any = None) -> None:
+        self.launches = self.exits.enter_context(common.captured())  # recorded, not run: as while a stream is captured
+        self.exits.enter_context(self)
+
+    def capture_end(self) -> None:
+        self.exits.close()
+        self._take_launches()
+
+    def _take_launches(self) -> None:
+        self.tape += [(launch, (), {}, None) for launch in self.launches]
+        self.launches.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self._take_launches()  # those that came before
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and func.name() not in ALLOCATIONS:
+            self.tape.append((func, args, kwargs or {}, out))
+        return out
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        for func, args, kwargs, recorded in self.tape:
+            if isinstance(func, common.Launch):
+                func.kernel[func.grid](*func.args, **func.kwargs)
+                continue
+            result = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(recorded), tree_leaves(result)):
+                if old is not new:
+                    old.copy_(new)  # to the address that later operations were recorded with
+
+
+ALLOCATIONS = {"aten::empty.memory_format", "aten::empty_like", "aten::new_empty", "aten::detach"}  # no kernel
+
+
+@dataclass
+class CapturedStep:
+    """One bucket: its graphs and, between two of them, (layer, q, k, v, out): where attention reads and writes."""
+
+    graphs: list[Any] = field(default_factory=list)
+    attention: list[tuple] = field(default_factory=list)
+    output: torch.Tensor | None = None  # [size, hidden]
+
+
+def graph_runner(base: type[ModelRunner], graph_class: Callable[[], Any] | None = None, full: bool = True,
+                 largest: int = 512) -> type[ModelRunner]:  # fmt: skip
+    """`base` with its forward pass captured: vLLM's default (FULL_AND_PIECEWISE); `--enforce-eager` switches it off.
+
+    Full: a step in which everybody decodes is one graph, attention included, if attention runs as a kernel (the CPU's
+    reads lengths in Python). Piecewise, for all other steps of up to `largest` tokens: a graph ends in front of every
+    attention and another goes on behind it; attention runs as always, prompts included.
+    Without a GPU nothing is captured, unless a `graph_class` says how (`Tape`). A `base.forward` that decides by
+    request what to compute (adapters) cannot be captured: the decision would stay.
+    """
+    graph_class = graph_class or (torch.cuda.CUDAGraph if common.HAS_GPU else None)
+
+    class GraphRunner(base):
+        __doc__ = base.__doc__
+
+        def __init__(self, model: llama.Llama, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
+            super().__init__(model, scheduler, *args, **kwargs)
+            config, size = scheduler.config, scheduler.kv_cache_manager.block_size
+            self.sizes = capture_sizes(min(largest, config.max_num_batched_tokens)) if graph_class else []
+            self.captured: dict[tuple[int, bool], CapturedStep] = {}
+            self.addresses: list[int] = []
+            self.num_replays = 0
+            self.breaking: Callable | None = None  # while a piecewise capture runs: its attention
+            if not self.sizes:
+                return
+            # One set of buffers for all buckets; a bucket uses their first rows, which lie where they always lie.
+            N, W = self.sizes[-1], -(-config.max_model_len // size)
+            zeros = functools.partial(torch.zeros, device=model.device)
+            self.token_ids = zeros(N, dtype=torch.int64)
+            self.meta = AttentionMetadata(
+                positions=zeros(N, dtype=torch.int64), slot_mapping=zeros(N, dtype=torch.int64) - 1,
+                query_start_loc=torch.arange(N + 1, device=model.device), seq_lens=zeros(N, dtype=torch.int32),
+                block_table=zeros((N, W), dtype=torch.int32), query_lens=[1] * N, max_seq_len=config.max_model_len,
+            )  # fmt: skip
+            self.pool = torch.cuda.graph_pool_handle() if common.HAS_GPU else None
+
+        @torch.inference_mode()
+        def forward(
+            self, token_ids: torch.Tensor, meta: AttentionMetadata, requests: Sequence[Request]
+        ) -> torch.Tensor:
+            T = len(token_ids)
+            size = next((size for size in self.sizes if size >= T), None)
+            if size is None:
+                return super().forward(token_ids, meta, requests)
+            # One token each: everybody decodes.
+            whole = full and len(meta.query_lens) == T and common.runs_kernel(self.cache.layers[0])
+            if (size, whole) not in self.captured:
+                self.captured[size, whole] = self.capture(size, whole)
+                self.addresses = self.addresses or self.fixed_addresses()
+            now = self.fixed_addresses()
+            if now != self.addresses:
+                raise RuntimeError("weights or KV cache have moved since the capture: a graph knows addresses, not "
+                                   "names, and would go on using the old memory; build a new runner")  # fmt: skip
+            self.num_replays += 1
+            self.fill(token_ids, meta, size, whole)
+            step = self.captured[size, whole]
+            attend = None if whole else super().attend(meta)  # of this step, for T tokens: padding is not its business
+            for graph, (layer, q, k, v, out) in zip(step.graphs, step.attention):
+                graph.replay()
+                out[:T].copy_(attend(layer, q[:T], k[:T], v[:T]))
+            step.graphs[-1].replay()
+            return step.output[:T]
+
+        def fill(self, token_ids: torch.Tensor, meta: AttentionMetadata, size: int, whole: bool) -> None:
+            """This step's values into the static buffers, and padding behind them.
+
+            A padded row computes token 0 at position 0. It must leave no trace: slot −1 is written nowhere, length 0
+            attends to nothing.
+            """
+            T, static = len(token_ids), self.meta
+            copies = [(self.token_ids, token_ids, 0), (static.positions, meta.positions, 0)]
+            if whole:
+                copies += [(static.slot_mapping, meta.slot_mapping, -1), (static.seq_lens, meta.seq_lens, 0)]
+                static.block_table[:T, : meta.block_table.shape[1]].copy_(meta.block_table)
+            for buffer, values, padding in copies:
+                buffer[:T].copy_(values)
+                if size > T:
+                    buffer[T:size].fill_(padding)
+
+        def capture(self, size: int, whole: bool) -> CapturedStep:
+            """Run the step twice on the static buffers: once to warm up (Triton compiles, libraries choose), once to
+            record. All rows are padding meanwhile, so nothing is written. A piece ends wherever attention is called."""
+            step, m = CapturedStep(), self.meta
+            self.token_ids[:size].zero_(), m.positions[:size].zero_(), m.seq_lens[:size].zero_()
+            m.slot_mapping[:size].fill_(-1)
+            static = AttentionMetadata(m.positions[:size], m.slot_mapping[:size], m.query_start_loc[: size + 1],
+                                       m.seq_lens[:size], m.block_table[:size], [1] * size, m.max_seq_len)  # fmt: skip
+
+            def begin() -> None:
+                step.graphs.append(graph_class())
+                step.graphs[-1].capture_begin(**({} if self.pool is None else {"pool": self.pool}))
+
+            def breaking(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                step.graphs[-1].capture_end()
+                out = torch.zeros_like(q)
+                step.attention.append((layer, q, k, v, out))
+                begin()
+                return out
+
+            run = functools.partial(super().forward, self.token_ids[:size], static, ())
+            if common.HAS_GPU:
+                torch.cuda.synchronize()
+            # Not on the default stream: that cannot be captured.
+            with torch.cuda.stream(torch.cuda.Stream()) if common.HAS_GPU else contextlib.nullcontext():
+                self.breaking = None if whole else lambda layer, q, k, v: torch.zeros_like(q)
+                if common.HAS_GPU:
+                    run()
+                self.breaking = None if whole else breaking
+                begin()
+                step.output = run()
+                step.graphs[-1].capture_end()
+                self.breaking = None
+            if common.HAS_GPU:
+                torch.cuda.synchronize()
+            return step
+
+        def attend(self, meta: AttentionMetadata) -> llama.Attend:
+            return self.breaking or super().attend(meta)
+
+        def fixed_addresses(self) -> list[int]:
+            """Where everything is that a graph reads and no step fills in: 20 µs (vLLM looks when debugging)."""
+            tensors = (self.model.embed_tokens, *self.model.input_norm, *self.cache.layers)
+            return [x.data_ptr() for x in tensors] + [id(layer) for layer in self.model.linear.values()]
+
+    GraphRunner.__name__ = GraphRunner.__qualname__ = f"Graph{base.__name__}"
+    return GraphRunner
+
+
+WIDTH = 16  # `decode_step` runs models a sixteenth as wide: the same operations, activations a sixteenth as large
+
+
+@functools.cache
+def decode_step(name: str, num_seqs: int = 8) -> Tape:
+    """One decode step of a model of lesson 01's table, recorded as a GPU would run it: Triton kernels for attention."""
+    c = dataclasses.asdict(kv_cache.llama_config(kv_cache.MODELS[name])) | {"vocab_size": 16}
+    narrow = {key: c[key] // WIDTH for key in ("hidden_size", "intermediate_size", "head_dim")}
+    config = llama.LlamaConfig(**c | narrow)
+    shapes = llama.tensor_shapes(config)
+    weights = lambda key: torch.zeros(shapes[key]) if key in shapes else None  # noqa: E731
+    model = llama.Llama(config, weights, torch.bfloat16, torch.device("cpu"))
+    meta = AttentionMetadata.build([[1]] * num_seqs, [9] * num_seqs, [1] * num_seqs, BLOCK, model.device)
+    # Attention gets meta tensors: there the wrappers launch kernels, and a tape records launches without running them.
+    cache, values = PagedKVCache(model, 2, BLOCK), [getattr(meta, f.name) for f in dataclasses.fields(meta)]
+    cache.layers = [layer.to("meta") for layer in cache.layers]
+    on_gpu = AttentionMetadata(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in values))
+    launch, tape = cache.attend(on_gpu), Tape()
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        launch(layer, *(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (q, k, v)))
+        return torch.empty_like(q)
+
+    tape.capture_begin()
+    model.logits(model.forward(torch.zeros(num_seqs, dtype=torch.int64), meta.positions, attend)).argmax(1)
+    tape.capture_end()
+    return tape
+
+
+def kind_of(func: Any) -> str:
+    """What a recorded operation is: a matrix product, one of our Triton kernels (attention, cache), or small."""
+    if isinstance(func, common.Launch):
+        return "triton"
+    name = func.name().split("::")[1].split(".")[0]
+    return "product" if name in ("mm", "addmm", "linear", "bmm") else "other"
+
+
+def launches(name: str) -> dict[str, int]:
+    """Kernels of one decode step, by kind."""
+    kinds = [kind_of(func) for func, *_ in decode_step(name).tape]
+    return {"total": len(kinds), **{kind: kinds.count(kind) for kind in ("product", "triton", "other")}}
+
+
+def step_seconds(name: str, num_seqs: int, context: int, gpu: common.GPU, launch: float) -> tuple[float, float]:
+    """(eager, as one graph). The CPU launches ahead of the GPU, so the slower of the two decides: max(n · launch, GPU).
+
+    The GPU's time is lesson 01's roofline: what the step must compute and move.
+    """
+    on_gpu = gpu.seconds(*kv_cache.step_cost(kv_cache.MODELS[name], num_seqs, 1, context))
+    return max(launches(name)["total"] * launch, on_gpu), max(launch, on_gpu)
+
+
+# --- 3. torch.compile -----------------------------------------------------------------------------------------------
+#
+# Between two matrix products a layer does small things: a norm, a rotation, a SiLU, an addition. Each is a kernel that
+# reads its input from memory and writes its output back. A compiler that sees them together makes one kernel of them.
+# Attention stays outside: it is one hand-written kernel already, and it needs this step's lengths and block tables,
+# which are not constants. vLLM hides it behind a custom operator that the compiler cannot look into; so do we.
+
+CONTEXT: dict[str, Any] = {}  # what the opaque operator reads: vLLM's `forward_context`
+
+
+@functools.cache
+def opaque_attention() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The current step's attention as an operator of which a compiler knows the shapes and nothing else."""
+
+    @torch.library.custom_op("lessons::attention", mutates_args=())
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return CONTEXT["attend"](CONTEXT["layer"], q, k, v)
+
+    attention.register_fake(lambda q, k, v: torch.empty_like(q, memory_format=torch.contiguous_format))
+    return attention
+
+
+def compiled_forward(model: llama.Llama) -> Callable[[torch.Tensor, torch.Tensor, llama.Attend], torch.Tensor]:
+    """`model.forward` with its layers compiled at the first call with a new T. Each layer becomes a model of one layer,
+    all with the same code: it is compiled once and not L times."""
+    attention, views = opaque_attention(), []
+    for i in range(model.config.num_hidden_layers):
+        view, prefix = copy.copy(model), f"layers.{i}."
+        view.config = dataclasses.replace(model.config, num_hidden_layers=1)
+        view.linear = {name.replace(prefix, "layers.0."): layer for name, layer in model.linear.items()
+                       if name.startswith(prefix)}  # fmt: skip
+        view.input_norm, view.post_attention_norm = [model.input_norm[i]], [model.post_attention_norm[i]]
+        views.append(view)
+    run = llama.Llama.forward.__wrapped__  # without its switch to inference mode
+
+    @functools.partial(torch.compile, dynamic=False)
+    def one_layer(view: llama.Llama, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return run(view, None, positions, lambda layer, q, k, v: attention(q, k, v), hidden=hidden)
+
+    @torch.no_grad()
+    def forward(token_ids: torch.Tensor, positions: torch.Tensor, attend: llama.Attend) -> torch.Tensor:
+        hidden = torch.nn.functional.embedding(token_ids, model.embed_tokens)
+        for i, view in enumerate(views):
+            CONTEXT.update(attend=attend, layer=i)
+            hidden = one_layer(view, hidden, positions)
+        return hidden
+
+    return forward
+
+
+OUTSIDE_LAYERS = ("aten::embedding", "aten::index.Tensor", "aten::argmax")
+
+
+def activation_bytes(name: str, num_tokens: int) -> tuple[float, float]:
+    """(bytes that a layer's small operations read and write one by one, bytes of its weights), in bf16.
+
+    Merging can save no more than the first; the second has to be read in any case.
+    """
+    moved = lambda xs: sum(x.numel() * x.element_size() for x in tree_leaves(xs) if isinstance(x, torch.Tensor))  # noqa: E731
+    layers, tape = kv_cache.MODELS[name]["num_hidden_layers"], decode_step(name).tape
+    inside = [step for step in tape if kind_of(step[0]) == "other" and step[0].name() not in OUTSIDE_LAYERS]
+    small = sum(moved((args, out)) for _, args, _, out in inside)
+    return WIDTH * small * num_tokens / 8 / layers, 2 * kv_cache.weights_read(kv_cache.MODELS[name])[0] / layers
+
+
+def measure_compile(model: llama.Llama, num_seqs: int = 8) -> dict[str, Any]:
+    """The same decode step eager and compiled: seconds, kernels in a layer, error. Raises what the compiler raises."""
+    from torch._inductor.utils import run_and_get_code
+
+    token_ids = torch.arange(100, 100 + num_seqs, device=model.device)
+    cache = PagedKVCache(model, 4 * num_seqs + 1, BLOCK)
+    tables = [[1 + 4 * b + i for i in range(4)] for b in range(num_seqs)]
+    meta = AttentionMetadata.build(tables, [50] * num_seqs, [1] * num_seqs, BLOCK, model.device)
+    forward = compiled_forward(model)
+    eager = lambda: model.forward(token_ids, meta.positions, cache.attend(meta))  # noqa: E731
+    fast = lambda: forward(token_ids, meta.positions, cache.attend(meta))  # noqa: E731
+    reference, start = eager(), time.perf_counter()
+    out, code = run_and_get_code(fast)
+    cold, tape = time.perf_counter() - start, Tape()
+    tape.capture_begin()
+    model.forward(None, meta.positions, lambda layer, q, k, v: q, hidden=reference, layers=[0])
+    tape.capture_end()
+    called = re.findall(r"(?<!def )\b(?:(?:cpp_fused|triton)_\w+(?=\(|\.run\()|extern_kernels\.\w+(?=\())", code[0])
+    times = [(common.measure(eager, 0.5).median, common.measure(fast, 0.5).median) for _ in range(3)]  # taking turns
+    before, after = (statistics.median(column) for column in zip(*times))
+    return {
+        "cold_s": cold, "eager_ms": 1e3 * before, "compiled_ms": 1e3 * after, "factor": before / after,
+        "operations": len(tape.tape), "kernels": len(called), "compilations": len(code),
+        "error": common.relative_error(out, reference),
+    }  # fmt: skip
+
+
+# --- 4. Between two steps: multi-step and async scheduling ----------------------------------------------------------
+#
+# `step()` is a chain: schedule, run, update, schedule, run, … While the CPU plans, the GPU waits. Two ways out; both
+# plan steps whose tokens nobody knows yet. The plan does not need to know *which* token it will be, only *that* there
+# will be one: a placeholder is counted.
+#   n-step (vLLM until 2025): plan n steps in one go, run them, hear of all n, plan again. Whoever stops inside computes
+#     to the end of the n for nothing, and newcomers wait that long at the door.
+#   async (vLLM's default since 0.14): plan step i + 1 while the model runs step i.
+
+
+class AsyncScheduler(Scheduler):
+    """A scheduler that may be asked for the next step before it has heard of the last (`AsyncScheduler` in vLLM)."""
+
+    def __init__(self, config: SchedulerConfig, kv_cache_manager: continuous_batching.KVCacheManager) -> None:
+        super().__init__(config, kv_cache_manager)
+        self.num_output_placeholders: Counter[str] = Counter()  # tokens on their way, per request
+
+    def schedule(self) -> SchedulerOutput:
+        output = super().schedule()
+        for request in map(self.requests.get, output.num_scheduled_tokens):
+            coming = self.num_output_placeholders[request.request_id]
+            if request.num_computed_tokens == request.num_tokens + coming:  # this step will sample one more
+                self.num_output_placeholders[request.request_id] += 1
+        return output
+
+    def _num_new_tokens(self, request: Request) -> int:
+        """Placeholders count as tokens. Whoever is sure to end with those on their way gets no further step; a stop
+        token cannot be foreseen, and costs steps."""
+        coming = self.num_output_placeholders[request.request_id]
+        if coming and (request.num_output_tokens + coming >= request.max_tokens
+                       or request.num_tokens + coming >= self.config.max_model_len):  # fmt: skip
+            return 0
+        behind = request.num_tokens + coming - request.num_computed_tokens
+        return behind if behind <= self.token_budget else 0
+
+    def update_from_output(
+        self, output: SchedulerOutput, sampled_token_ids: dict[str, list[int]]
+    ) -> list[EngineCoreOutput]:
+        self.num_output_placeholders.subtract(sampled_token_ids.keys())
+        heard = super().update_from_output(output, sampled_token_ids)
+        for request_id in sampled_token_ids.keys() - self.requests.keys():
+            del self.num_output_placeholders[request_id]
+        return heard
+
+
+class Worker:
+    """The model's side of the queue: a thread with its own copy of every request.
+
+    It is told who is new, how far each is computed, who is gone. Sampled tokens it knows before the scheduler does:
+    that is how a placeholder becomes a token. vLLM's workers, processes of their own, keep such copies as well.
+    """
+
+    def __init__(self, execute_model: Callable[[SchedulerOutput], dict[str, list[int]]]) -> None:
+        self.execute_model = execute_model
+        self.requests: dict[str, Request] = {}
+        self.tables: dict[str, list[int]] = {}
+        self.thread = ThreadPoolExecutor(1)
+        self.busy: list[tuple[float, float]] = []  # when the model ran
+
+    def get_block_ids(self, request_id: str) -> list[int]:
+        """The runner asks here and not at the scheduler's manager, which is steps ahead."""
+        return self.tables[request_id]
+
+    def submit(self, output: SchedulerOutput, manager: continuous_batching.KVCacheManager) -> Future:
+        """Queue a step, as it is now: the scheduler's requests will have changed when it runs."""
+        new = {r.request_id: (r.prompt_token_ids, r.sampling_params, list(manager.get_block_ids(r.request_id)))
+               for r in output.scheduled_new_reqs}  # fmt: skip
+        scheduled = (*output.scheduled_running_reqs, *output.scheduled_new_reqs)
+        return self.thread.submit(self._run, output, new, {r.request_id: r.num_computed_tokens for r in scheduled})
+
+    def _run(self, output: SchedulerOutput, new: dict, computed: dict[str, int]) -> dict[str, list[int]]:
+        start = time.perf_counter()
+        for request_id in output.finished_req_ids:
+            self.requests.pop(request_id, None), self.tables.pop(request_id, None)
+        for request_id, (prompt, params, table) in new.items():
+            self.requests[request_id], self.tables[request_id] = Request(request_id, prompt, params), table
+        for request_id, num_computed_tokens in computed.items():
+            self.requests[request_id].num_computed_tokens = num_computed_tokens
+        step = copy.copy(output)  # the same step with this side's requests
+        step.scheduled_running_reqs = [self.requests[i] for i in computed if i not in new]
+        step.scheduled_new_reqs = [self.requests[i] for i in new]
+        sampled = self.execute_model(step)
+        for request_id, token_ids in sampled.items():
+            self.requests[request_id].append_output_token_id(*token_ids)
+        if computed:
+            self.busy.append((start, time.perf_counter()))
+        return sampled
+
+
+LOOPS = {"synchronous": (1, False), "n-step": (4, False), "async": (2, True)}  # (steps planned ahead, while one runs?)
+
+
+class QueuedEngineCore(continuous_batching.EngineCore):
+    """Lesson 04's loop with a queue between scheduler and model (vLLM: `EngineCore.step_with_batch_queue`)."""
+
+    def __init__(self, kind: str, scheduler: AsyncScheduler, worker: Worker, overhead: float = 0.0) -> None:
+        """`overhead`: seconds that every planning takes longer, in place of a server's further work on the host."""
+        super().__init__(scheduler)
+        (self.depth, self.overlap), self.worker, self.overhead = LOOPS[kind], worker, overhead
+        self.queue: deque[tuple[SchedulerOutput, Future]] = deque()
+        self.host_seconds: list[float] = []  # of each planning
+        # Tokens sampled for somebody who had ended. Their keys and values harm nobody: whoever gets those blocks next
+        # is planned later, so writes them later.
+        self.num_wasted = 0
+
+    def plan(self) -> None:
+        """Schedule steps until `depth` of them are in the queue, or nothing is left to run."""
+        start = time.perf_counter()
+        time.sleep(self.overhead)
+        while len(self.queue) < self.depth:
+            output = self.scheduler.schedule()
+            future = self.worker.submit(output, self.scheduler.kv_cache_manager)  # even if empty: it says who is gone
+            if not output.num_scheduled_tokens:
+                break
+            self.queue.append((output, future))
+        self.host_seconds.append(time.perf_counter() - start)
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Plan if it is time to, then wait for the oldest step."""
+        if self.overlap or not self.queue:
+            self.plan()
+        if not self.queue:
+            if self.scheduler.requests:
+                raise RuntimeError("nothing can run, but requests wait: a sample was lost")
+            return []
+        output, future = self.queue.popleft()
+        sampled = future.result()
+        heard = self.scheduler.update_from_output(output, sampled)
+        self.num_wasted += len(sampled) - len(heard)
+        return heard
+
+    def run(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Serve requests that are all there at the start, to their end. Returns the tokens of each."""
+        for request in requests:
+            self.add_request(request)
+        while self.scheduler.has_unfinished_requests() or self.queue:
+            self.step()
+        self.worker.thread.shutdown()
+        return [request.output_token_ids for request in requests]
+
+    @property
+    def idle(self) -> float:
+        """Share of the time, first model run to last, in which no model ran: the bubbles."""
+        busy = self.worker.busy
+        return 1 - sum(stop - start for start, stop in busy) / (busy[-1][1] - busy[0][0])
+
+
+def make_loop(kind: str, run: llama.Llama | Callable, overhead: float = 0.0) -> QueuedEngineCore:
+    """One of LOOPS, eight seats, around lesson 04's runner of a model, or around what runs in its place."""
+    config = SchedulerConfig(max_model_len=256, max_num_seqs=8)
+    scheduler = AsyncScheduler(config, continuous_batching.KVCacheManager(8 * 16 + 1, BLOCK, 256))
+    if not isinstance(run, llama.Llama):
+        return QueuedEngineCore(kind, scheduler, Worker(run), overhead)
+    runner = ModelRunner(run, scheduler)
+    runner.manager = worker = Worker(runner.execute_model)
+    return QueuedEngineCore(kind, scheduler, worker, overhead)
+
+
+def dry_run(kind: str, stops: Sequence[int]) -> QueuedEngineCore:
+    """The loop without a model: request i says the stop token, 1, as its `stops[i]`-th. Counts plans and waste."""
+    samples: Counter[str] = Counter()
+
+    def execute_model(output: SchedulerOutput) -> dict[str, list[int]]:
+        samples.update(output.num_scheduled_tokens.keys())
+        return {i: [int(samples[i] == stops[int(i)])] for i in output.num_scheduled_tokens}
+
+    core, params = make_loop(kind, execute_model), SamplingParams(temperature=0, max_tokens=200, stop_token_ids=[1])
+    tokens = core.run([Request(str(i), [0], params) for i in range(len(stops))])
+    if [len(each) for each in tokens] != list(stops):
+        raise common.CheckFailed(f"{kind}: outputs of {[len(each) for each in tokens]} tokens")
+    return core
+
+
+# --- 5. A first look at speculative decoding ------------------------------------------------------------------------
+#
+# A decode step reads all weights to compute one row; a second row would cost next to nothing. If somebody guesses the
+# next k tokens, one pass over 1 + k rows says for each what the model would have written there. The guesses that agree
+# are free tokens, the first that does not is replaced by the model's own. Who guesses? When you are asked to quote,
+# edit or summarise: the prompt.
+
+
+def prompt_lookup(tokens: Sequence[int], k: int, longest: int = 3) -> list[int]:
+    """The up to `k` tokens that followed the last 3 (or 2, or 1) tokens where they first occurred. vLLM's "ngram"."""
+    for n in range(min(longest, len(tokens) - 1), 0, -1):
+        for start in range(len(tokens) - n):
+            if tokens[start : start + n] == tokens[-n:]:
+                return list(tokens[start + n : start + n + k])
+    return []
+
+
+def generate_with_lookup(model: llama.Llama, prompt: Sequence[int], max_tokens: int, k: int) -> tuple[list[int], int]:
+    """Greedy decoding with guesses from the prompt. Returns the tokens, and how many passes they took. k = 0: none."""
+    tokens, computed, passes = list(prompt), 0, 0
+    blocks = list(range(1, 2 + (len(prompt) + max_tokens + k) // BLOCK))
+    cache = PagedKVCache(model, len(blocks) + 1, BLOCK)
+    while len(tokens) < len(prompt) + max_tokens:
+        draft = prompt_lookup(tokens, k) if computed else []
+        new = tokens[computed:] + draft
+        meta = AttentionMetadata.build([blocks], [computed + len(new)], [len(new)], BLOCK, model.device)
+        hidden = model.forward(torch.tensor(new, device=model.device), meta.positions, cache.attend(meta))
+        choice = model.logits(hidden[-1 - len(draft) :]).argmax(1).tolist()  # after the last token and each guess
+        agreed = next((i for i, (guess, chosen) in enumerate(zip(draft, choice)) if guess != chosen), len(draft))
+        tokens += choice[: agreed + 1]  # the guesses that agreed, and the model's own next token
+        computed = len(tokens) - 1  # keys and values of rejected guesses lie behind it, and will be overwritten
+        passes += 1
+    return tokens[len(prompt) : len(prompt) + max_tokens], passes
+
+
+# --- The simulation behind the widget: a hash chain you type into ---------------------------------------------------
+
+PREFIX = "You are a helpful assistant. Use the tools; never guess a price."  # 64 characters, each of them a token here
+EDITS = {"none": PREFIX, "change character 60": f"{PREFIX[:60]}#{PREFIX[61:]}", "change character 0": f"#{PREFIX[1:]}",
+         "insert one in front": f"#{PREFIX}"}  # fmt: skip
+CHOICES = {"edit": list(EDITS), "block_size": [4, 8, 16, 32], "hash_bits": [8, 16, 64, 256], "salt": ["", "b"],
+           "pool_blocks": [8, 12, 16, 64]}  # fmt: skip
+LONGEST_SUFFIX = 48
+WIDGET_DEFAULT = {"suffix_a": " What is 2+2?", "suffix_b": " What is the capital of France?", "edit": "none",
+                  "block_size": 16, "hash_bits": 256, "salt": "", "pool_blocks": 64}  # fmt: skip
+BREAK_IT = {"suffix_a": " My PIN is 1234. What is it?", "suffix_b": " My PIN is 1400. What is it?", "hash_bits": 8}
+
+
+def simulate(params: dict) -> dict:
+    """Two prompts one after the other, and the first one again, through the real manager. Characters are tokens.
+
+    params: two suffixes of printable ASCII, at most 48 characters each; the others one of CHOICES. "edit" and "salt"
+    concern the second prompt. Raises InputError naming the field.
+    """
+    texts = ("suffix_a", "suffix_b")
+    common.checked({name: value for name, value in params.items() if name not in texts}, CHOICES)
+    for name in texts:
+        value = params.get(name)
+        if not (isinstance(value, str) and len(value) <= LONGEST_SUFFIX and all(" " <= c <= "~" for c in value)):
+            raise common.InputError(f"{name} {value!r}: must be up to {LONGEST_SUFFIX} printable ASCII characters")
+    size = params["block_size"]
+    manager = PrefixCachingKVCacheManager(params["pool_blocks"] + 1, size, 1024)
+    manager.hash_bits, pool = params["hash_bits"], manager.block_pool
+    contents: dict[int, tuple[str, str]] = {}  # of each physical block: salt, and text up to its end
+    first, second = PREFIX + params["suffix_a"], EDITS[params["edit"]] + params["suffix_b"]
+    prompts = (("A", first, ""), ("B", second, params["salt"]), ("A again", first, ""))
+    sends = [send(manager, contents, *prompt) for prompt in prompts]
+    pool.check()
+    return {"block_size": size, "hash_bits": params["hash_bits"], "pool_blocks": params["pool_blocks"], "sends": sends}
+
+
+def send(manager: PrefixCachingKVCacheManager, contents: dict, name: str, text: str, salt: str) -> dict:
+    """One prompt through the manager: lookup, allocation, end. `contents` says what really lies in each block."""
+    size, pool = manager.block_size, manager.block_pool
+    request = Request(name, [ord(c) for c in text], SamplingParams(max_tokens=1), cache_salt=salt or None)
+    trace = {"name": name, "text": text, "salt": salt, "cached": 0, "computed": 0, "refused": False, "blocks": []}
+    before = list(pool.block_hash)
+    hits, request.num_computed_tokens = manager.get_computed_blocks(request)
+    if manager.allocate_slots(request, len(text) - request.num_computed_tokens, hits) is None:
+        trace["refused"] = True
+    else:
+        table, hashes = manager.get_block_ids(name), request.block_hashes
+        trace |= {"cached": request.num_computed_tokens, "computed": len(text) - request.num_computed_tokens}
+        for i, block in enumerate(table):
+            part = text[i * size : (i + 1) * size]
+            if i >= len(hits):
+                contents[block] = (salt, text[: i * size + len(part)])
+            trace["blocks"].append({
+                "text": part, "block": block, "owners": pool.ref_count[block],
+                "state": "hit" if i < len(hits) else "computed" if len(part) == size else "partial",
+                "parent": (hashes[i - 1] if i else ROOT_HASH).hex()[:16] if len(part) == size else "",
+                "hash": hashes[i].hex()[:16] if len(part) == size else "",
+                "holds": contents[block][1][-len(part) :],  # what attention will read there
+                "wrong": contents[block] != (salt, text[: i * size + len(part)]),
+            })  # fmt: skip
+    manager.free(request)
+    now = pool.block_hash
+    trace["evicted"] = [block for block, key in enumerate(before) if key is not None and now[block] != key]
+    trace["free_queue"] = [[block, int(now[block] is not None)] for block in pool.free_queue]
+    return trace
+
+
+def describe(trace: dict) -> str:
+    """The state under the widget, as text."""
+    signs, lines = {"hit": "=", "computed": "+", "partial": "·"}, []
+    lines.append(f"blocks of {trace['block_size']} tokens, hashes of {trace['hash_bits']} bits, {trace['pool_blocks']} "
+                 "blocks; = found, + computed and indexed, · not full")  # fmt: skip
+    for sent in trace["sends"]:
+        total = sent["cached"] + sent["computed"]
+        what = "refused: the pool is too small" if sent["refused"] else f"{sent['cached']} of {total} tokens cached"
+        lines.append(f"{sent['name']}{' (salted)' if sent['salt'] else ''}: {what}")
+        if sent["blocks"]:
+            lines.append("  " + " ".join(f"{signs[b['state']]}{b['block']}{'!' * b['wrong']}" for b in sent["blocks"]))
+        lines += [f"  WRONG: {b['text']!r} is served from {b['holds']!r}" for b in sent["blocks"] if b["wrong"]][:1]
+    chain = [block for block in trace["sends"][1]["blocks"] if block["hash"]][:3]
+    for block in chain:
+        lines.append(f"  {block['parent'][:8]} + {block['text']!r} -> {block['hash'][:8]}")
+    queue = [f"{block}{'*' * cached}" for block, cached in trace["sends"][-1]["free_queue"]]
+    shown = queue if len(queue) <= 18 else [*queue[:8], "…", *queue[-9:]]
+    return "\n".join([*lines, f"free queue (* still cached): {' '.join(shown)}"])
+
+
+# --- Numbers that the text quotes -----------------------------------------------------------------------------------
+
+POOLS = (64, 128, 256, 512, 1024, 2048, 4096)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LAUNCH = 10e-6  # seconds: the source's figure, and about what an eager PyTorch operation costs the CPU
+STOPS = [5, 9, 14, 20, 7, 11, 26, 3] * 4  # where each request of the dry run stops
+
+
+@functools.cache
+def facts() -> dict[str, Any]:
+    """The lesson's deterministic numbers. No weights, about a second."""
+    found = lambda **changes: simulate(WIDGET_DEFAULT | changes)["sends"][1]["cached"]  # noqa: E731
+    bare, workload, graphs = {"suffix_a": "", "suffix_b": ""}, chat_workload(), {}
+    tokens = sum(len(prompt) for prompt, _ in workload)
+    for name in ("SmolLM2-135M", "Llama-3.1-8B"):
+        times = {str(n): step_seconds(name, n, 1024, HARDWARE["H100 80GB"], LAUNCH) for n in BATCHES}
+        graphs[re.sub(r"\W", "_", name).lower()] = launches(name) | {
+            "eager_ms": {n: 1e3 * eager for n, (eager, _) in times.items()},
+            "graph_ms": {n: 1e3 * graph for n, (_, graph) in times.items()},
+            "factor": {n: eager / graph for n, (eager, graph) in times.items()},
+        }  # fmt: skip
+    loops = {kind: dry_run(kind, STOPS) for kind in LOOPS}
+    padding = [capture_sizes(n)[-1] - n for n in range(1, 513)]
+    config = kv_cache.MODELS["Llama-3.1-8B"]
+    reduces, read = 2 * config["num_hidden_layers"], 2 * sum(kv_cache.weights_read(config))
+    return {
+        "source": {
+            "skipped": 2000 / 2105, "three": 3 * 400 / (400 + 2 * 20), "limit": 400 / 20,
+            "tokens_three": prefill_factor(2000, 105, 3), "tokens_hundred": prefill_factor(2000, 105, 100),
+            "small_three": prefill_factor(304, 16, 3), "with_answers": 3 * (400 + 1000) / (440 + 3 * 1000),
+            "found_of_three": 2 / 3 * 2000 / 2105,
+        },
+        "widget": {
+            "default": found(), "change_60": found(**bare, edit="change character 60"),
+            "change_0": found(edit="change character 0"), "insert": found(edit="insert one in front"),
+            "salted": found(salt="b"), "identical": found(**bare), "identical_32": found(**bare, block_size=32),
+        },
+        "hash": {f"expected_{bits}": math.sqrt(math.pi / 2 * 2**bits) for bits in (8, 16, 64)},  # birthdays
+        "hits": CHATS | {
+            "requests": len(workload), "tokens": tokens, "mean_prompt": tokens / len(workload),
+            "rate": {str(n): rate for n, rate in hit_rates(workload, POOLS).items()},
+            "best": sum(naive_hits(workload, BLOCK)) / tokens,
+        },
+        "graphs": graphs | {
+            "sizes": len(capture_sizes(512)), "most_padding": max(padding), "mean_padding": statistics.mean(padding),
+        },
+        "compile": {
+            str(n): {"small": small, "weights": weights, "share": small / (small + weights)}
+            for n in (1, 256, 2048) for small, weights in [activation_bytes("Llama-3.1-8B", n)]
+        },
+        "loops": {kind: {"plans": len(core.host_seconds), "wasted": core.num_wasted} for kind, core in loops.items()}
+        | {"tokens": sum(STOPS), "requests": len(STOPS)},
+        "catalog": {
+            "weights": kv_cache.weight_bytes(config), "all_reduces": reduces, "read": read,
+            "all_reduce_kib": reduces * config["hidden_size"] * 2 / 1024, "read_int4": read / 16 * (4 + 16 / 128),
+            "kv_bytes": kv_cache.KVCacheSpec.from_config(config).bytes_per_token(),
+        },
+    }  # fmt: skip
+
+
+# --- Figures --------------------------------------------------------------------------------------------------------
+
+
+def draw(folder: str | Path) -> list[Path]:
+    """The hash chain of the widget's default, hit rates by pool size, and the launch-cost model."""
+    from matplotlib.patches import Patch, Rectangle
+
+    numbers, C = facts(), common.COLORS
+    colors = {"computed": C["blue"], "hit": C["green"], "partial": C["grey"]}
+    figure, ax = common.new_figure(8.0, 3.3)
+    for y, sent in zip((1.7, 0), simulate(WIDGET_DEFAULT)["sends"]):
+        ax.text(
+            0, y + 0.8, f"request {sent['name']}: {sent['cached']} of {len(sent['text'])} tokens found", weight="bold"
+        )
+        for i, block in enumerate(sent["blocks"]):
+            x, middle = 1.3 * i, {"ha": "center", "va": "center"}
+            ax.add_patch(Rectangle((x, y), 1.2, 0.62, color=colors[block["state"]]))
+            ax.text(x + 0.6, y + 0.42, block["text"].replace(" ", "␣"), fontsize=6.2, color="white",
+                    family="DejaVu Sans Mono", **middle)  # fmt: skip
+            ax.text(x + 0.6, y + 0.17, f"block {block['block']}", fontsize=8, color="white", **middle)
+            ax.text(x + 0.6, y - 0.2, block["hash"][:8] or "not full: no key", fontsize=8, color=C["ink"], **middle)
+            if i and block["hash"]:
+                ax.annotate(
+                    "", (x + 0.2, y - 0.2), (x - 0.3, y - 0.2), arrowprops={"arrowstyle": "->", "color": C["grey"]}
+                )
+    labels = {"computed": "computed, then indexed", "hit": "found: the same physical block", "partial": "not full"}
+    ax.legend(handles=[Patch(color=colors[state], label=label) for state, label in labels.items()], ncols=3,
+              loc="lower center", bbox_to_anchor=(0.5, -0.12))  # fmt: skip
+    ax.set(xlim=(-0.05, 7.75), ylim=(-0.75, 2.7))
+    ax.axis("off")
+    paths = [common.save_figure(figure, folder, "05_hash_chain")]
+
+    figure, axes = common.new_figure(8.0, 3.4, ncols=2, sharey=True)
+    ours = {int(n): rate for n, rate in numbers["hits"]["rate"].items()}
+    for ax, title, rates, best, color in (
+        (axes[0], f"ours: {CHATS['conversations']} conversations, blocks of 16", ours, numbers["hits"]["best"], "blue"),
+        (axes[1], "literature: Mooncake's trace, blocks of 512", MOONCAKE, 0.366, "orange"),
+    ):
+        ax.plot(list(rates), [100 * rate for rate in rates.values()], "o-", color=C[color])
+        ax.axhline(100 * best, ls=":", color=C["grey"])
+        ax.text(min(rates), 100 * best + 2, f"a cache that forgets nothing: {100 * best:.0f} %", fontsize=8.5)
+        ax.set(xscale="log", ylim=(0, 100), xlabel="blocks in the pool")
+        ax.set_title(title, fontsize=9.5)
+    axes[0].set_ylabel("prompt tokens found, %")
+    paths.append(common.save_figure(figure, folder, "05_hit_rates"))
+
+    figure, axes = common.new_figure(8.0, 3.4, ncols=2, sharey=True)
+    for ax, (key, name) in zip(axes, (("smollm2_135m", "SmolLM2-135M"), ("llama_3_1_8b", "Llama-3.1-8B"))):
+        known = numbers["graphs"][key]
+        for kind, color, label in (
+            ("eager_ms", "orange", f"{known['total']} launches"),
+            ("graph_ms", "blue", "one graph"),
+        ):
+            ax.plot(BATCHES, [known[kind][str(n)] for n in BATCHES], "o-", color=C[color], label=label)
+        ax.set(xscale="log", yscale="log", xlabel="sequences in the step", xticks=[1, 4, 16, 64, 256],
+               xticklabels=[1, 4, 16, 64, 256], yticks=[0.1, 1, 10], yticklabels=["0.1", "1", "10"])  # fmt: skip
+        ax.set_title(f"{name}: H100, 10 µs a launch", fontsize=9.5)
+        ax.minorticks_off()
+        ax.legend()
+    axes[0].set_ylabel("decode step, ms (model)")
+    return [*paths, common.save_figure(figure, folder, "05_launches")]
+
+
+# --- The catalog, and the story of each entry -----------------------------------------------------------------------
+
+COMPANIONS = {"tensor-parallelism": "05c_tensor_parallel", "weight-quantization": "05b_quantization",
+              "kv-cache-quantization": "05d_kv_cache_quantization"}  # fmt: skip
+
+
+def catalog() -> dict[str, str]:
+    """What each entry saves, counted. The unit is a step, or a prompt, of Llama-3.1-8B in bf16."""
+    f = facts()
+    c, waste, small = f["catalog"], f["loops"], f["compile"]["1"]
+    return {
+        "prefix-caching": f"prefill: {f['source']['skipped']:.0%} of 2,000 + 105 tokens if the 2,000 are known",
+        "cuda-graphs": f"launches: {f['graphs']['llama_3_1_8b']['total']} -> 1 per decode step",
+        "torch-compile": f"up to {small['small'] / 1e3:.0f} kB per token and layer between the products (its weights: "
+        f"{small['weights'] / 1e6:.0f} MB)",
+        "async-scheduling": "waiting: plan + run -> max(plan, run); samples in vain: "
+        f"{waste['async']['wasted']} where n-step has {waste['n-step']['wasted']}",
+        "prompt-lookup": "passes over the weights: each gives 1 + the guesses that agree, not 1",
+        "tensor-parallelism": f"weights per GPU: {c['weights'] / 1e9:.1f} -> {c['weights'] / 2e9:.1f} GB on 2; costs "
+        f"{c['all_reduces']} all-reduces, {c['all_reduce_kib']:.0f} KiB per token",
+        "weight-quantization": f"weights read: {c['read'] / 1e9:.1f} -> {c['read_int4'] / 1e9:.1f} GB a step (4 bits)",
+        "kv-cache-quantization": f"cache: {c['kv_bytes']:,} -> {c['kv_bytes'] // 2:,} bytes per token (fp8)",
+    }
+
+
+@functools.cache
+def load(name: str | None) -> tuple[llama.Llama, llama.Tokenizer]:
+    """The model, once for all entries that need it."""
+    return llama.load(name)
+
+
+def tell_prefix_caching(args: argparse.Namespace, f: dict[str, Any]) -> dict:
+    (model, tokenizer), rows, bench = load(args.model), [], {}
+    workloads = {"instruction of 304, own 16": lambda core: three_requests(core, tokenizer, 304, 16),
+                 "chat of 3 turns, with tools": lambda core: conversation(core, tokenizer, 6)}  # fmt: skip
+    if args.full:
+        workloads["instruction of 2000, own 105"] = lambda core: three_requests(core, tokenizer, 2000, 105)
+    for name, serve in workloads.items():
+        off, on = (serve(make_core(model, cached, max_model_len=2112)) for cached in (False, True))
+        if [r.output_token_ids for r, _ in on] != [r.output_token_ids for r, _ in off]:
+            raise common.CheckFailed(f"{name}: the cache changed the tokens")
+        prompt, cached = sum(r.num_prompt_tokens for r, _ in on), sum(r.num_cached_tokens for r, _ in on)
+        slow, fast, third = sum(ttft for _, ttft in off), sum(ttft for _, ttft in on), on[-1][0]
+        bench[re.sub(r"\W+", "_", name)] = {"factor": slow / fast, "without_ms": 1e3 * slow, "with_ms": 1e3 * fast}
+        rows.append([name, prompt, f"{cached / prompt:.0%}", f"{third.num_cached_tokens / third.num_prompt_tokens:.0%}",
+                     f"{prompt / (prompt - cached):.2f}x", f"{slow / fast:.2f}x"])  # fmt: skip
+    common.table(["3 prompts each", "tokens", "found", "of the third", "less to compute", "TTFT, sum"], rows)
+    common.say("✓ every token is the same with and without the cache")
+    w, rates, best = f["widget"], f["hits"]["rate"], f["hits"]["best"]
+    common.say(f"64 shared characters, blocks of 16; found: {w['identical']} of an identical prompt (the last block is "
+               f"computed again),\n{w['change_60']} if character 60 differs, {w['insert']} if one was put in front, "
+               f"{w['salted']} with another salt")  # fmt: skip
+    common.say(f"{f['hits']['requests']} turns of {CHATS['conversations']} chats, found: " + ", ".join(
+        f"{rates[n]:.0%} by {n} blocks" for n in ("128", "256", "512", "4096")))  # fmt: skip
+    common.check_equal(f"comparing tokens, forgetting nothing, finds the same {best:.1%}", rates["4096"], best)
+
+    bits, tiger = args.hash_bits, account_prompt(tokenizer, 1234, "tiger")
+    number = colliding_account(tokenizer, tiger, "banana", bits)
+    if number is None:
+        common.say(f"hashes of {bits} bits: none of 2,000 other accounts has the key of account 1234's first block")
+        return bench
+    banana = account_prompt(tokenizer, number, "banana")
+    core, honest = make_core(model, hash_bits=bits), make_core(model, caching=False)
+    said = [tokenizer.decode(ask(where, prompt, 2)[0].output_token_ids)
+            for where, prompt in ((core, tiger), (core, banana), (honest, banana))]  # fmt: skip
+    common.say(f"hashes of {bits} bits: account 1234 says {said[0]!r}. Account {number}, whose prompt says banana, "
+               f"has the same key\nand hears {said[1]!r} (without the cache {said[2]!r}). WRONG")  # fmt: skip
+    return bench
+
+
+def tell_cuda_graphs(args: argparse.Namespace, f: dict[str, Any]) -> dict:
+    (model, tokenizer), names = load(args.model), {"smollm2_135m": "SmolLM2-135M", "llama_3_1_8b": "Llama-3.1-8B"}
+    common.table(["launches per decode step", "all", "products", "Triton", "small", "B=1", "B=16", "B=256"], [
+        [name, *(f["graphs"][key][kind] for kind in ("total", "product", "triton", "other")),
+         *(f"{f['graphs'][key]['factor'][n]:.2f}x" for n in ("1", "16", "256"))] for key, name in names.items()
+    ])  # fmt: skip
+    common.say("(B: eager over one graph, by max(launches · 10 µs, roofline of an H100 at 1,024 tokens of context))")
+    if not common.HAS_GPU:
+        common.skipped("CUDA graphs", "no GPU. A tape of operations takes their place: same buckets, padding, buffers")
+    runners = [ModelRunner, graph_runner(ModelRunner, torch.cuda.CUDAGraph if common.HAS_GPU else Tape, largest=32)]
+    cores = [make_core(model, caching=False, runner_class=runner) for runner in runners]
+    prompts = [tokenizer.encode(f"{turn} The answer is") for turn in TURNS]
+    eager, replayed = (continuous_batching.serve(core, prompts, [6, 3, 5]).token_ids for core in cores)
+    runner = cores[1].runner
+    buckets, pieces = sorted({n for n, _ in runner.captured}), max(len(s.graphs) for s in runner.captured.values())
+    common.check_equal(f"{runner.num_replays} steps from buckets of {buckets} tokens, {pieces} graphs each: the same "
+                       "tokens as eager", replayed, eager)  # fmt: skip
+    return measure_graphs(args.model) if common.HAS_GPU and args.full else {}
+
+
+def measure_graphs(model_name: str | None) -> dict[str, Any]:
+    """On a GPU: ms of a decode step in bf16, and the launches that the profiler sees in one."""
+    (model, _), found = llama.load(model_name, torch.bfloat16), {}
+    pieces, full = graph_runner(ModelRunner, full=False), graph_runner(ModelRunner)
+    runners = {"eager": ModelRunner, "piecewise": pieces, "full": full}
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    for n, (name, runner_class) in itertools.product((1, 8, 32), runners.items()):
+        core = make_core(model, caching=False, num_blocks=2048, runner_class=runner_class)
+        for i in range(n):
+            core.add_request(Request(str(i), [i + 5] * 64, params))
+        for _ in range(8):
+            core.step()
+        start = time.perf_counter()
+        for _ in range(50):
+            core.step()  # ends with its tokens on the host, so the GPU is done
+        seconds = (time.perf_counter() - start) / 50
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            core.step()
+        launched = sum(event.count for event in profile.key_averages() if "Launch" in event.key)
+        found[f"{name}_{n}"] = {"ms": 1e3 * seconds, "launches": launched}
+        common.say(f"{n:>2} sequences, {name:<9}: {1e3 * seconds:.2f} ms, {launched} launches")
+    return found
+
+
+def tell_torch_compile(args: argparse.Namespace, f: dict[str, Any]) -> dict | None:
+    for n, known in f["compile"].items():
+        common.say(f"{int(n):>5,} tokens: a layer's small operations move {known['small'] / 1e6:6.2f} MB one by one, "
+                   f"its weights are {known['weights'] / 1e6:.0f} MB: {known['share']:.1%} of the traffic")  # fmt: skip
+    found = common.results(KEY, "h200" if common.HAS_GPU else "cpu").get("bench", {}).get("torch-compile")
+    if not args.full and not found:
+        common.skipped("compiling", "it takes 10–45 s: `--only torch-compile` does it")
+        return None
+    if args.full:
+        from torch._dynamo.exc import TorchDynamoException
+
+        try:
+            found = measure_compile(load(args.model)[0])
+        except (TorchDynamoException, RuntimeError) as error:
+            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            common.skipped("compiling", f"{reason[:80]} (on a CPU, a C++ compiler is needed)")
+            return None
+        if not found["error"] <= common.TOLERANCE[torch.float32]:
+            raise common.CheckFailed(f"the compiled step is off by {found['error']:.1e}")
+        common.say(f"✓ the compiled step of 8 sequences: relative error {found['error']:.1e}")
+    common.say(f"{'' if args.full else 'stored result: '}{found['operations']} operations of a layer became "
+               f"{found['kernels']} kernels; step {found['eager_ms']:.1f} -> {found['compiled_ms']:.1f} ms, compiled "
+               f"in {found['cold_s']:.0f} s")  # fmt: skip
+    return found if args.full else None
+
+
+def tell_async_scheduling(args: argparse.Namespace, f: dict[str, Any]) -> dict:
+    (model, tokenizer), times, rows, bench, tokens = load(args.model), 4 if args.full else 1, [], {}, []
+    prompts = [tokenizer.encode(turn) for turn in (*TURNS, "Which films are new?")] * times
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in [9, 5, 12, 7] * times]
+    for kind in LOOPS:
+        core, start = make_loop(kind, model, args.host_ms / 1e3), time.perf_counter()
+        tokens.append(core.run([Request(str(i), list(p), s) for i, (p, s) in enumerate(zip(prompts, params))]))
+        seconds, host = time.perf_counter() - start, 1e3 * statistics.median(core.host_seconds)
+        bench[kind] = {"runs": len(core.worker.busy), "host_ms": host, "idle": core.idle, "seconds": seconds}
+        rows.append([kind, len(core.worker.busy), len(core.host_seconds), f"{host:.1f} ms", f"{core.idle:.0%}",
+                     f"{seconds:.2f} s"])  # fmt: skip
+    common.table([f"{args.host_ms:g} ms of other work per plan", "model runs", "plans", "a plan", "model idle",
+                  "total"], rows)  # fmt: skip
+    common.check_equal("all three loops write the same tokens", tokens, [tokens[0]] * 3)
+    common.say(f"{f['loops']['requests']} requests, {f['loops']['tokens']} tokens, ended by an unforeseen stop token;"
+               " sampled in vain: " + ", ".join(f"{kind} {f['loops'][kind]['wasted']}" for kind in LOOPS))  # fmt: skip
+    return bench
+
+
+def tell_prompt_lookup(args: argparse.Namespace, f: dict[str, Any]) -> dict:
+    (model, tokenizer), n, rows, bench = load(args.model), 64 if args.full else 16, [], {}
+    quote = "The library opens at nine in the morning and closes at eight in the evening, on Sundays at five."
+    tasks = {"repeat": f"Repeat the text exactly.\nText: {quote}\nText: {quote[:11]}",
+             "invent": "Once upon a time, in a small village by the sea,"}  # fmt: skip
+    for name, prompt in tasks.items():
+        found = {}
+        for k in (0, 2, 4, 8) if args.full else (0, 4):
+            start = time.perf_counter()
+            tokens, passes = generate_with_lookup(model, tokenizer.encode(prompt), n, k)
+            found[k] = tokens, time.perf_counter() - start
+            if tokens != found[0][0]:
+                raise common.CheckFailed(f"{name}: guesses changed the tokens")
+            bench[f"{name}_{k}"] = {"tokens_per_pass": n / passes, "factor": found[0][1] / found[k][1]}
+            rows.append([name, k, n, passes, f"{n / passes:.2f}", f"{found[0][1] / found[k][1]:.2f}x"])
+    common.table(["greedy, one sequence", "guesses", "tokens", "passes", "tokens per pass", "faster"], rows)
+    common.say("✓ the same tokens with and without guesses. Who else can guess, and how to sample exactly: lesson 07")
+    return bench
+
+
+TELLERS = {
+    "prefix-caching": tell_prefix_caching, "cuda-graphs": tell_cuda_graphs, "torch-compile": tell_torch_compile,
+    "async-scheduling": tell_async_scheduling, "prompt-lookup": tell_prompt_lookup,
+}  # fmt: skip
+
+
+def build_parser() -> common.Parser:
+    p = common.parser(__doc__)
+    p.add_argument("--list", action="store_true", help="the catalog: what each entry saves, counted")
+    p.add_argument("--only", choices=(*TELLERS, *COMPANIONS), help="one entry of the catalog, in full")
+    p.add_argument("--hash-bits", type=int, choices=(8, 16, 64, 256), default=256,
+                   help="bits of a block's key (default 256; 8 serves somebody else's text)")  # fmt: skip
+    p.add_argument("--host-ms", type=common.number(float, 0, 1000), default=5.0, metavar="MS",
+                   help="work on the host per plan that async scheduling hides (default %(default)s)")  # fmt: skip
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    machine, entries = common.start(args), catalog()
+    command = lambda name: (f"uv run python vllm/{COMPANIONS[name]}.py" if name in COMPANIONS else  # noqa: E731
+                            f"uv run python vllm/{KEY}.py --only {name}")  # fmt: skip
+    if args.list:
+        common.table(["entry", "saves (Llama-3.1-8B in bf16)"], list(entries.items()))
+        common.say("\n".join(f"{name:<22} {command(name)}" for name in entries))
+        return
+    args.full, bench = bool(args.only or args.bench), {}
+    for number, name in enumerate(entries, 1):
+        if args.only in (None, name):
+            common.heading(f"{number}. {name}")
+            common.say(f"saves {entries[name]}")
+            if name in COMPANIONS:
+                common.say(f"a script of its own: {command(name)}")
+            elif found := TELLERS[name](args, facts()):
+                bench[name] = found
+    draw(args.figure)
+    if args.json:
+        common.merge_json(args.json, KEY, {"machine": machine, "facts": facts(), "bench": bench})
+
+
+if __name__ == "__main__":
+    common.run(main)

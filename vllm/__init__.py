@@ -1,7 +1,7 @@
 """`from vllm import LLM, SamplingParams`, from the repository root: the engine that the lessons add up to.
 
-Lesson 04b's offline interface around lesson 11's scheduler on lesson 05's prefix cache. The lessons are loaded on
-first use, by path: their names start with digits, and this folder shadows the real package of the same name.
+Lesson 04b's offline interface around the engine that lesson 06 serves. The lessons are loaded on first use, by path:
+their names start with digits, and this folder shadows the real package of the same name.
 """
 
 from __future__ import annotations
@@ -21,15 +21,11 @@ def _assemble() -> dict[str, Any]:
         sys.path.insert(0, folder)  # where `common` and `llama` are, as for a script that is run
     import common
 
-    offline, preemption = common.lesson("04b_offline_engine"), common.lesson("11_preemption")
-
-    class LLMEngine(offline.LLMEngine):
-        config_class = preemption.SchedulerConfig
-        make_scheduler = staticmethod(preemption.make_scheduler)
+    offline, serving = common.lesson("04b_offline_engine"), common.lesson("06_serving")
 
     class LLM(offline.LLM):
         __doc__ = offline.LLM.__doc__
-        engine_class = LLMEngine
+        engine_class = staticmethod(serving.offline_engine)
 
     return {"LLM": LLM, "SamplingParams": offline.SamplingParams}
 

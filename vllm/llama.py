@@ -62,8 +62,11 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
-    def from_folder(cls, folder: Path) -> LlamaConfig:
-        """Read `config.json`. Raises InputError for another architecture or for a feature this file does not have."""
+    def from_folder(cls, folder: Path, quantized: bool = False) -> LlamaConfig:
+        """Read `config.json`. Raises InputError for another architecture or for a feature this file does not have.
+
+        `quantized` is for callers who can read weights that are codes: companion 05b.
+        """
         raw = _read_json(folder / "config.json")
         architecture = (raw.get("architectures") or [raw.get("model_type", "unknown")])[0]
         if architecture not in ("LlamaForCausalLM", "llama"):
@@ -72,7 +75,7 @@ class LlamaConfig:
             )
         if raw.get("hidden_act", "silu") != "silu":
             raise common.InputError(f"{folder}: hidden_act {raw['hidden_act']!r} is not supported; allowed: 'silu'")
-        if raw.get("quantization_config"):
+        if raw.get("quantization_config") and not quantized:
             raise common.InputError(f"{folder}: quantization_config is not supported here; allowed: float weights")
         rope = raw.get("rope_parameters") or {}  # Transformers 5; older folders keep the two fields below
         scaling = raw.get("rope_scaling") or {k: v for k, v in rope.items() if k != "rope_theta"} or None

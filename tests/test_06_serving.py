@@ -1,0 +1,716 @@
+"""Lesson 06: a server on the real model, driven by the official client, abused, killed; its pool stays whole."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import common
+import httpx
+import openai
+import pytest
+import torch
+
+import llama
+
+lesson = common.lesson("06_serving")
+offline, async_engine, api = lesson.offline, lesson.async_engine, lesson.openai_api
+EngineArgs, SamplingParams = lesson.EngineArgs, lesson.SamplingParams
+NAME, KEY = "smol", "secret"
+BOUND = 12
+
+
+class Server:
+    """One server for the whole file, and clients for it."""
+
+    def __init__(self, url, process):
+        self.url, self.process = url, process
+        self.http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+        self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+    def complete(self, prompt, **fields):
+        return self.openai.completions.create(
+            model=NAME, prompt=prompt, **{"temperature": 0, "max_tokens": 3, **fields}
+        )
+
+    def chat(self, text, **fields):
+        return self.openai.chat.completions.create(
+            model=NAME, messages=[{"role": "user", "content": text}],
+            **{"temperature": 0, "max_completion_tokens": 6, **fields})  # fmt: skip
+
+    def state(self):
+        return self.http.get("/debug/engine").json()
+
+    def check_idle(self, seconds=5.0):
+        """Within `seconds`, nothing is left of anybody: not in the front end, not in the core, not in the pool."""
+        stop = time.monotonic() + seconds
+        while True:
+            state = self.state()
+            left = {name: n for name, n in state.items() if n and name != "pid"}
+            if not left:
+                break
+            assert time.monotonic() < stop, left
+            time.sleep(0.01)
+        while True:  # the gauges follow with the engine's next letter
+            gauges = lesson.metrics_of(self.http)
+            if not any(
+                gauges[name] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+            ):
+                return
+            assert time.monotonic() < stop, gauges
+            time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "stderr"
+    flags = ["--served-model-name", NAME, "alias", "--api-key", KEY, "--max-model-len", "512", "--max-num-seqs", "8",
+             "--max-num-queued-reqs", str(BOUND), "--kv-cache-gib", "0.1", "--max-num-batched-tokens", "64",
+             "--scheduling-policy", "priority", "--shutdown-timeout", "5"]  # fmt: skip
+    lines = []
+    with lesson.running_server(*flags, echo=lines.append, VLLM_SERVER_DEV_MODE="1",
+                               VLLM_KEEP_ALIVE_ON_ENGINE_DEATH="1") as (url, process):  # fmt: skip
+        found = Server(url, process)
+        found.lines, found.log = lines, log
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def pool_is_whole(request):
+    """After each test that used the server: nothing is left, and the next request works."""
+    yield
+    if "server" in request.fixturenames and "killed" not in request.node.name:
+        request.getfixturevalue("server").check_idle()
+
+
+# --- What the official client expects -------------------------------------------------------------------------------
+
+
+def test_start_up_says_what_it_does(server):
+    stages = [line.split()[0] for line in server.lines]
+    assert stages == ["device", "load", "profile", "kv", "warm-up", "ready", "Listening"]
+    assert "blocks of 16" in server.lines[3] and NAME in server.lines[5]
+
+
+def test_models(server):
+    assert [m.id for m in server.openai.models.list().data] == [NAME, "alias"]
+    card = server.openai.models.retrieve("alias")
+    assert card.id == "alias" and card.max_model_len == 512
+    with pytest.raises(openai.NotFoundError):
+        server.openai.models.retrieve("gpt-9")
+
+
+def test_small_endpoints(server):
+    for path in ("/health", "/ping", "/version", "/openapi.json", "/metrics"):
+        assert httpx.get(server.url + path).status_code == 200, "without a key"
+    found = server.http.post("/tokenize", json={"prompt": "Zoë 寿司 👩‍🚀"}).json()
+    assert found["count"] == len(found["tokens"]) > 6
+    assert server.http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "Zoë 寿司 👩‍🚀"}
+    assert server.http.post("/detokenize", json={"tokens": [10**7]}).status_code == 400
+
+
+def test_answers_are_the_offline_engines(server, real_model):
+    """Greedy completions, chats and a seeded sample: the server adds nothing and loses nothing."""
+    model, tokenizer = real_model
+    llm = offline.LLM(model, tokenizer=tokenizer, max_model_len=512, max_num_seqs=8, num_gpu_blocks_override=129)
+    (want,) = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=3))
+    found = server.complete("The capital of France is", logprobs=2, extra_body={"return_token_ids": True})
+    assert found.choices[0].text == want.outputs[0].text and found.choices[0].finish_reason == "length"
+    assert found.choices[0].token_ids == want.outputs[0].token_ids
+    assert found.usage.prompt_tokens == len(want.prompt_token_ids) and found.usage.completion_tokens == 3
+    assert "".join(found.choices[0].logprobs.tokens) == found.choices[0].text
+    params = SamplingParams(temperature=0.9, top_p=0.9, seed=11, max_tokens=6, n=2, presence_penalty=0.5)
+    (want,) = llm.chat([{"role": "user", "content": "Say a word."}], params)
+    found = server.chat("Say a word.", temperature=0.9, top_p=0.9, seed=11, n=2, presence_penalty=0.5)
+    assert [c.message.content for c in found.choices] == [answer.text for answer in want.outputs]
+    assert [c.index for c in found.choices] == [0, 1]
+
+
+def test_streams_say_the_same(server):
+    whole = server.chat("Count to three.", logprobs=True, top_logprobs=1)
+    chunks = list(server.chat("Count to three.", stream=True, stream_options={"include_usage": True}, logprobs=True,
+                              top_logprobs=1))  # fmt: skip
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage or chunks[-1].usage.total_tokens == whole.usage.total_tokens
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
+    streamed = [x.token for c in chunks if c.choices and c.choices[0].logprobs for x in c.choices[0].logprobs.content]
+    assert streamed == [x.token for x in whole.choices[0].logprobs.content]
+    assert all(x.top_logprobs[0].logprob == x.logprob for x in whole.choices[0].logprobs.content), "greedy is the best"
+
+
+def test_stop_strings_and_tokens(server):
+    full = server.complete("The capital of France is", max_tokens=8).choices[0].text
+    stop = full[3:7]
+    cut = server.complete("The capital of France is", max_tokens=8, stop=[stop]).choices[0]
+    assert (cut.text, cut.finish_reason, cut.stop_reason) == (full[:3], "stop", stop)
+    pieces = list(server.complete("The capital of France is", max_tokens=8, stop=[stop], stream=True))
+    assert "".join(p.choices[0].text for p in pieces) == full[:3]
+    ids = server.http.post("/tokenize", json={"prompt": full}).json()["tokens"]
+    first = server.complete("The capital of France is", extra_body={"stop_token_ids": [ids[1]]}).choices[0]
+    assert first.stop_reason == ids[1] and first.finish_reason == "stop"
+    kept = server.complete(
+        "The capital of France is", max_tokens=8, stop=[stop], extra_body={"include_stop_str_in_output": True}
+    )
+    assert kept.choices[0].text == full[:7]
+
+
+def test_prompts_of_every_kind(server):
+    ids = server.http.post("/tokenize", json={"prompt": "Water boils at"}).json()["tokens"]
+    text = server.complete("Water boils at", echo=True).choices[0].text
+    assert text.startswith("Water boils at") and text == "Water boils at" + server.complete(ids).choices[0].text
+    both = server.complete(["Water boils at", "The capital of France is"], n=1)
+    assert [c.index for c in both.choices] == [0, 1] and both.choices[0].text == text[14:]
+    assert server.complete([ids, ids]).choices[1].text == text[14:]
+
+
+def test_biases_and_penalties_arrive(server):
+    token = server.http.post("/tokenize", json={"prompt": " Zebra"}).json()["tokens"][0]
+    forced = server.complete(
+        "The capital of France is", logit_bias={str(token): 100}, max_tokens=3, extra_body={"return_token_ids": True}
+    )
+    assert forced.choices[0].token_ids == [token] * 3
+    tired = server.complete("The", logit_bias={str(token): 60}, frequency_penalty=2, max_tokens=3,
+                            extra_body={"return_token_ids": True, "repetition_penalty": 5.0})  # fmt: skip
+    assert tired.choices[0].token_ids[0] == token and tired.choices[0].token_ids != [token] * 3
+    long = server.complete("Hi", max_tokens=5, extra_body={"ignore_eos": True, "min_tokens": 5})
+    assert long.usage.completion_tokens == 5
+
+
+def test_a_character_in_pieces_reaches_the_client_whole(server):
+    """Guided to say what it never would: several tokens per character, and no U+FFFD on the way."""
+    text = "寿司 👩‍🚀 Zoë"
+    body = {"structured_outputs": {"choice": [text]}, "return_token_ids": True}
+    chunks = list(server.complete("Say:", max_tokens=40, stream=True, extra_body=body))
+    assert "".join(c.choices[0].text for c in chunks) == text and not any("\ufffd" in c.choices[0].text for c in chunks)
+    assert sum(len(c.choices[0].token_ids) for c in chunks) > len(text), "more tokens than characters"
+
+
+def test_json_comes_out_as_json(server):
+    number = {"type": "integer", "maximum": 9, "minimum": 0}
+    schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}, "n": number},
+              "required": ["city", "n"], "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    found = server.chat("A city, as JSON.", response_format=form, max_completion_tokens=40)
+    answer = json.loads(found.choices[0].message.content)
+    assert answer["city"] in ("Paris", "Rome") and 0 <= answer["n"] <= 9 and found.choices[0].finish_reason == "stop"
+    for wrong in ({"regex": "("}, {"choice": []}):
+        with pytest.raises(openai.BadRequestError, match="structured_outputs"):
+            server.complete("x", extra_body={"structured_outputs": wrong})
+
+
+def test_a_prefix_is_found_again_unless_it_is_salted(server):
+    prompt = "A long story about a whale, a lighthouse and a very patient librarian, told once more. " * 3
+    first, second = server.complete(prompt, max_tokens=1), server.complete(prompt, max_tokens=1)
+    assert second.usage.prompt_tokens_details.cached_tokens >= 16 > first.usage.prompt_tokens_details.cached_tokens
+    salted = server.complete(prompt, max_tokens=1, extra_body={"cache_salt": "mine"})
+    assert salted.usage.prompt_tokens_details.cached_tokens == 0
+    assert first.choices[0].text == second.choices[0].text == salted.choices[0].text
+
+
+# --- What clients should not do -------------------------------------------------------------------------------------
+
+
+def test_errors_of_the_official_client(server):
+    ask = server.complete
+    for error, act in (
+        (openai.NotFoundError, lambda: server.openai.completions.create(model="gpt-9", prompt="x")),
+        (openai.BadRequestError, lambda: ask("x", temperature=3)), (openai.BadRequestError, lambda: ask("")),
+        (openai.BadRequestError, lambda: ask("x", max_tokens=600)),
+        (openai.BadRequestError, lambda: ask("word " * 600)),
+        (openai.BadRequestError, lambda: ask("x", suffix="y")), (openai.BadRequestError, lambda: ask([10**6])),
+        (openai.BadRequestError, lambda: server.chat("x", extra_body={"tools": []})),
+        (openai.AuthenticationError, lambda: server.openai.with_options(api_key="wrong").models.list()),
+    ):  # fmt: skip
+        with pytest.raises(error) as caught:
+            act()
+        assert caught.value.body["message"] and "Traceback" not in str(caught.value)
+
+
+def test_bytes_that_are_no_request(server):
+    for content, status in (
+        (b'{"prompt": "x', 400),
+        (b"\xff" * 100, 400),
+        (b"x" * (api.MAX_BODY_BYTES + 1), 413),
+        (b"", 400),
+    ):
+        found = server.http.post("/v1/completions", content=content)
+        assert found.status_code == status and set(found.json()["error"]) == {"message", "type", "param", "code"}
+    assert server.http.post("/v1/completions", json={"prompt": "x " * 1_000_000}).status_code == 400
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_whoever_hangs_up_is_out_at_the_next_step(server, stream):
+    long = {"model": NAME, "prompt": "Once upon a time", "max_tokens": 480, "ignore_eos": True, "stream": stream}
+    aborted = success(server, "abort")
+    if stream:
+        with server.http.stream("POST", "/v1/completions", json=long) as response:
+            next(response.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            server.http.post("/v1/completions", json=long, timeout=0.3)
+    start = time.monotonic()
+    server.check_idle(3)
+    assert time.monotonic() - start < 2, "480 tokens would take longer"
+    assert success(server, "abort") == aborted + 1
+    assert server.complete("Water boils at").choices[0].text
+
+
+def success(server, reason):
+    lines = [
+        x for x in server.http.get("/metrics").text.splitlines() if "request_success_total" in x and f'"{reason}"' in x
+    ]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def test_a_full_server_refuses_and_recovers(server):
+    """Twelve inside is the bound; a thirteenth is told to come back, and can when there is room."""
+    rejected = lesson.metrics_of(server.http).get("admission_rejections_total", 0)
+    body = {"model": NAME, "prompt": "Once", "max_tokens": 200, "n": BOUND, "ignore_eos": True, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()  # kept: a generator that is dropped closes the connection
+        next(lines)
+        stop = time.monotonic() + 5
+        while lesson.metrics_of(server.http)["num_requests_waiting"] != BOUND - 8:  # eight seats
+            assert time.monotonic() < stop
+            time.sleep(0.01)
+        with pytest.raises(openai.InternalServerError) as full:
+            server.complete("x")
+        assert full.value.status_code == 503 and full.value.response.headers["retry-after"] == "1"
+        with pytest.raises(openai.BadRequestError, match="ever holds"):
+            server.complete("x", temperature=1, n=BOUND + 1)
+        assert lesson.metrics_of(server.http)["admission_rejections_total"] == rejected + 1
+    retrying = server.openai.with_options(max_retries=3)
+    assert retrying.completions.create(model=NAME, prompt="x", max_tokens=2).choices[0].text
+
+
+def drive(server, clients, tokens):
+    """`clients` at once through the asynchronous official client, streaming and not, against one after the other."""
+    prompts = [lesson.PROMPTS[i % 4] for i in range(clients)]
+    want = {prompt: server.complete(prompt, max_tokens=tokens).choices[0].text for prompt in set(prompts)}
+
+    async def run():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=50, timeout=120) as client:
+
+            async def one(i):
+                common_fields = {"model": NAME, "prompt": prompts[i], "temperature": 0, "max_tokens": tokens}
+                if i % 2:
+                    return (await client.completions.create(**common_fields)).choices[0].text
+                stream = await client.completions.create(**common_fields, stream=True)
+                return "".join([chunk.choices[0].text async for chunk in stream])
+
+            return await asyncio.gather(*map(one, range(clients)))
+
+    assert asyncio.run(run()) == [want[prompt] for prompt in prompts]
+
+
+def test_concurrent_clients_read_what_one_would(server):
+    drive(server, 8, 3)
+
+
+@pytest.mark.slow
+def test_64_concurrent_clients(server):
+    """Five times the bound: the client's retries bring everybody through."""
+    drive(server, 64, 6)
+
+
+def test_an_important_request_overtakes(server):
+    """--scheduling-policy priority: of two who wait for the same seat, the more important one gets it."""
+    body = {"model": NAME, "prompt": "Once", "max_tokens": 250, "ignore_eos": True, "stream": True}
+    finished, threads, stop = {}, [], time.monotonic() + 10
+
+    def ask(name, priority):
+        server.complete(name, max_tokens=8, extra_body={"priority": priority, "ignore_eos": True})
+        finished[name] = time.monotonic()
+
+    with server.http.stream("POST", "/v1/completions", json=body | {"n": 7}) as seven:
+        next(lines := seven.iter_lines())  # kept: a generator that is dropped closes the connection
+        with server.http.stream("POST", "/v1/completions", json=body) as eighth:
+            next(more := eighth.iter_lines())
+            for waiting, (name, priority) in enumerate((("later", 5), ("sooner", 4)), 1):
+                threads.append(threading.Thread(target=ask, args=(name, priority)))
+                threads[-1].start()
+                while lesson.metrics_of(server.http)["num_requests_waiting"] < waiting:
+                    assert time.monotonic() < stop
+                    time.sleep(0.005)
+            assert not finished, "all seats are taken by priority 0"
+        del more  # one seat is free now
+        for thread in threads:
+            thread.join(20)
+    del lines
+    assert finished["sooner"] < finished["later"]
+
+
+def test_metrics_have_vllms_names_and_count(server):
+    before = lesson.metrics_of(server.http)
+    server.complete("Water boils at", max_tokens=5, extra_body={"ignore_eos": True})
+    server.check_idle()
+    after = lesson.metrics_of(server.http)
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    for name in ("request_success_total", "e2e_request_latency_seconds_count", "time_to_first_token_seconds_count",
+                 "request_queue_time_seconds_count", "request_prefill_time_seconds_count",
+                 "request_decode_time_seconds_count", "request_inference_time_seconds_count",
+                 "request_time_per_output_token_seconds_count"):  # fmt: skip
+        assert grown[name] == 1, name
+    assert grown["generation_tokens_total"] == 5 == grown["request_generation_tokens_sum"]
+    assert grown["inter_token_latency_seconds_count"] == 4
+    assert (
+        grown["prompt_tokens_total"] == 3 == grown["prefix_cache_queries_total"] == grown["request_prompt_tokens_sum"]
+    )
+    assert grown["iteration_tokens_total_sum"] == 3 + 4 and grown["iteration_tokens_total_count"] == 5
+    whole = grown["e2e_request_latency_seconds_sum"]
+    parts = sum(grown[f"request_{part}_time_seconds_sum"] for part in ("queue", "prefill", "decode"))
+    assert 0 < parts <= whole * 1.05 + 0.02 and grown["time_to_first_token_seconds_sum"] < whole
+
+
+@pytest.mark.slow
+def test_schemathesis(server):
+    """The OpenAPI document, exercised. Only what is not 2xx or one of our own errors is a finding."""
+    import schemathesis
+    from hypothesis import HealthCheck, Phase, settings
+
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    statuses = {}
+    for result in schema.get_all_operations():
+        operation = result.ok()
+
+        def check(case):
+            if isinstance(case.body, dict) and "completions" in case.path:
+                case.body |= {"max_tokens": 2, "n": 1}
+            found = case.call(headers={"Authorization": f"Bearer {KEY}"}, timeout=30)
+            statuses[found.status_code] = statuses.get(found.status_code, 0) + 1
+            assert found.status_code < 500 or found.status_code == 503, (case.body, found.text)
+
+        from hypothesis import given
+
+        quick = settings(
+            max_examples=25, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+        )
+        quick(given(case=operation.as_strategy())(check))()
+    assert set(statuses) <= {200, 400, 404, 405, 413, 503} and statuses[400] > 20
+
+
+# --- The engine dies: the last test that uses the server ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL])
+def test_zz_a_killed_engine_turns_everything_red(server, how):
+    """Whoever waits hears of it at once, in a stream and outside; /health is red; SIGTERM ends it with code 1."""
+    pid, heard = server.state()["pid"], {}
+    for ignored in (signal.SIGTERM, signal.SIGINT):  # whole process groups get these; the front end decides
+        os.kill(pid, ignored)
+    assert server.complete("Water boils at").choices[0].text
+    long = {"model": NAME, "prompt": "Once", "max_tokens": 450, "ignore_eos": True}
+
+    def whole():
+        heard["whole"] = server.http.post("/v1/completions", json=long)
+
+    thread = threading.Thread(target=whole)
+    with server.http.stream("POST", "/v1/completions", json=long | {"stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        thread.start()
+        while server.state()["callers"] < 2:
+            time.sleep(0.01)
+        os.kill(pid, how)
+        start = time.monotonic()
+        rest = [line for line in lines if line]
+        thread.join(10)
+        assert time.monotonic() - start < 3
+    assert rest[-1] == "data: [DONE]" and json.loads(rest[-2][6:])["error"]["code"] == 500
+    assert "EngineCore is dead" in rest[-2]
+    assert heard["whole"].status_code == 500 and "EngineCore is dead" in heard["whole"].json()["error"]["message"]
+    assert httpx.get(server.url + "/health").status_code == 503
+    assert httpx.get(server.url + "/v1/models", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+    with pytest.raises(openai.InternalServerError):
+        server.complete("x")
+    server.process.terminate()
+    assert server.process.wait(15) == 1, "whoever supervises it must see that it did not end well"
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+# --- An engine from flags -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [({"trust_remote_code": True}, "refused"), ({"speculative_config": "{}"}, "07_"), ({"enable_lora": True}, "12_"),
+     ({"max_num_seqs": 0}, "max_num_seqs"), ({"block_size": 0}, "block_size"), ({"scheduling_policy": "lifo"}, "fcfs"),
+     ({"gpu_memory_utilization": 1.5}, "gpu_memory"), ({"kv_cache_gib": 0}, "kv_cache_gib"), ({"seed": -1}, "seed"),
+     ({"quantization": "magic"}, "quantization"), ({"kv_cache_dtype": "int1"}, "kv_cache_dtype"),
+     ({"num_gpu_blocks_override": 1}, "at least 2"), ({"engine_place": "cloud"}, "process")],
+)  # fmt: skip
+def test_flags_that_are_refused(wrong, words):
+    with pytest.raises(common.InputError, match=words):
+        EngineArgs(**wrong)
+
+
+def test_a_companion_that_is_missing_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(common, "HERE", tmp_path)
+    for wrong, name in (({"quantization": "x"}, "05b_"), ({"kv_cache_dtype": "x"}, "05d_")):
+        with pytest.raises(common.InputError, match=name):
+            EngineArgs(**wrong)
+    assert not lesson.has_guided_decoding()
+
+
+def test_flags_and_fields_are_the_same():
+    parser = lesson.build_parser()
+    args = parser.parse_args(["serve"])
+    defaults = {f.name: f.default for f in dataclasses.fields(EngineArgs)}
+    assert {name: getattr(args, name) for name in defaults} == defaults
+    assert args.host == "127.0.0.1" and args.port == 8000, "nobody but this machine, unless it is said"
+    args = parser.parse_args(["serve", "--no-enable-prefix-caching", "--no-enable-chunked-prefill", "-q", "x"])
+    assert (args.enable_prefix_caching, args.enable_chunked_prefill, args.quantization) == (False, False, "x")
+
+
+@pytest.fixture
+def tiny_load(monkeypatch, tiny_model, real_model):
+    """`make_engine` on the tiny model: its flags in milliseconds."""
+    monkeypatch.setattr(llama, "load", lambda model, dtype: (tiny_model, real_model[1]))
+    monkeypatch.setattr(llama, "Tokenizer", lambda folder: real_model[1])  # both take half a second to build
+    monkeypatch.setattr(offline, "TokenBytes", token_bytes_of)
+
+
+@functools.cache
+def token_bytes_of(tokenizer, kind=offline.TokenBytes):
+    return kind(tokenizer)
+
+
+def make(**flags):
+    reported = []
+    engine = lesson.make_engine(EngineArgs(**{"kv_cache_gib": 0.002, "max_model_len": 64, "max_num_seqs": 4, **flags}),
+                                reported.append)  # fmt: skip
+    assert [line.split()[0] for line in reported] == ["device", "load", "profile", "kv", "warm-up"]
+    return engine
+
+
+def answer(engine, *token_ids, **fields):
+    engine.add_request("r", {"prompt_token_ids": list(token_ids)},
+                       SamplingParams(**{"temperature": 0, "max_tokens": 6, "ignore_eos": True, **fields}))  # fmt: skip
+    while not (outputs := engine.step()):
+        pass
+    return outputs[0].outputs[0].token_ids
+
+
+def test_every_flag_does_what_it_says(tiny_load, tiny_model):
+    engine = make()
+    scheduler, manager = engine.core.scheduler, engine.core.scheduler.kv_cache_manager
+    assert isinstance(scheduler, lesson.preemption.Scheduler) and isinstance(
+        engine.core.runner, lesson.MixedModelRunner
+    )
+    config = scheduler.config
+    assert (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens) == (64, 4, 512)
+    assert config.enable_chunked_prefill and manager.enable_caching and config.policy == "fcfs"
+    block = lesson.LLMEngine.cache_block_bytes(tiny_model, 16)
+    assert manager.block_pool.num_blocks == 1 + int(0.002 * 2**30) // block
+    assert (
+        not engine.has_unfinished_requests() and manager.block_pool.num_free_blocks == manager.block_pool.num_blocks - 1
+    )
+    reference = answer(engine, *range(40))
+
+    other = make(max_num_batched_tokens=8, block_size=4, enable_prefix_caching=False, scheduling_policy="priority",
+                 num_gpu_blocks_override=20, long_prefill_token_threshold=3)  # fmt: skip
+    config, manager = other.core.scheduler.config, other.core.scheduler.kv_cache_manager
+    assert (config.max_num_batched_tokens, config.policy, config.long_prefill_token_threshold) == (8, "priority", 3)
+    assert (manager.block_size, manager.block_pool.num_blocks, manager.enable_caching) == (4, 20, False)
+    assert answer(other, *range(40)) == reference, "chunks of 8, blocks of 4: the same tokens"
+    whole = make(enable_chunked_prefill=False, max_num_batched_tokens=8).core.scheduler.config
+    assert not whole.enable_chunked_prefill and whole.max_num_batched_tokens == 64, "a prompt must fit into a step"
+    with pytest.raises(common.InputError, match="max_model_len"):
+        make(num_gpu_blocks_override=3)
+    assert make(max_model_len=None).core.scheduler.config.max_model_len == 512
+
+
+def test_quantized_weights_and_cache_by_flag(tiny_load, tiny_model):
+    quantization, cache = common.lesson("05b_quantization"), common.lesson("05d_kv_cache_quantization")
+    method, dtype = quantization.METHODS[0], next(d for d in cache.KV_CACHE_DTYPES if d != "auto")
+    engine = make(quantization=method)
+    assert any(type(layer) is not llama.Linear for layer in engine.model.linear.values())
+    assert len(answer(engine, 1, 2, 3)) == 6
+    plain, small = make(), make(kv_cache_dtype=dtype)
+    count = lambda engine: engine.core.scheduler.kv_cache_manager.block_pool.num_blocks  # noqa: E731
+    assert count(small) > 1.4 * count(plain), "the same memory holds more blocks"
+    assert small.cache_block_bytes(tiny_model, 16) == cache.block_bytes(tiny_model, 16, dtype)
+    assert len(answer(small, 1, 2, 3)) == 6
+
+
+def test_graphs_unless_eager(tiny_load):
+    """On a CPU they change nothing; what counts is that the flag decides, and that the parts fit together."""
+    graphs, eager = make(), make(enforce_eager=True)
+    assert hasattr(graphs.core.runner, "captured") and not hasattr(eager.core.runner, "captured")
+    assert answer(graphs, 5, 6, 7) == answer(eager, 5, 6, 7)
+
+
+def test_guided_in_a_batch_with_the_others(tiny_load):
+    engine = make()
+    assert answer(engine, 1, structured_outputs={"regex": "7{4}"}, ignore_eos=False)
+    texts = {}
+    for name, wanted in (("guided", {"regex": "[12]{3}"}), ("free", None)):
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, structured_outputs=wanted)
+        engine.add_request(name, {"prompt_token_ids": [1, 2]}, params)
+    while engine.has_unfinished_requests():
+        texts |= {output.request_id: output.outputs[0].text for output in engine.step()}
+    assert set(texts["guided"]) <= {"1", "2"} and len(texts["guided"]) == 3 and not set(texts["free"]) <= {"1", "2"}
+
+
+def test_profile_run_on_a_gpu(monkeypatch, tiny_model):
+    """The arithmetic, with a GPU that is not here: utilisation · total − peak − what others hold."""
+    monkeypatch.setattr(common, "HAS_GPU", True)
+    for name, value in (("reset_peak_memory_stats", None), ("synchronize", None), ("empty_cache", None),
+                        ("mem_get_info", (60, 100)), ("memory_reserved", 30),
+                        ("max_memory_allocated", 25)):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    args = EngineArgs(gpu_memory_utilization=0.9)
+    assert lesson.kv_cache_memory(args, tiny_model, 16) == 90 - 25 - 10
+    with pytest.raises(common.InputError, match="gpu_memory_utilization"):
+        lesson.kv_cache_memory(dataclasses.replace(args, gpu_memory_utilization=0.3), tiny_model, 16)
+
+
+# --- The server's own life ------------------------------------------------------------------------------------------
+
+
+def life(capsys, monkeypatch, timeout, ask, number=signal.SIGTERM, place="thread"):
+    """`run_server` in this process; `ask(client)` runs while the signal comes. Returns (code, its result)."""
+
+    async def run():
+        args = EngineArgs(max_model_len=256, max_num_seqs=4, kv_cache_gib=0.01, engine_place=place)
+        task = asyncio.create_task(lesson.run_server(args, "127.0.0.1", 0, [], timeout))
+        out = ""
+        while "Listening on" not in out:
+            await asyncio.sleep(0.01)
+            out += capsys.readouterr().out
+            assert not task.done(), await task
+        async with httpx.AsyncClient(base_url=out.split()[-1], timeout=30) as client:
+            asking = asyncio.create_task(ask(client))
+            await asyncio.sleep(0.05)
+            os.kill(os.getpid(), number)
+            return await asyncio.wait_for(task, 30), await asking
+
+    return asyncio.run(run())
+
+
+async def stream_of(client, tokens, prompt=(1, 2, 3)):
+    events = []
+    body = {"prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        async for line in response.aiter_lines():
+            if line:
+                events.append(line.removeprefix("data: "))
+    return events
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_those_inside_finish(tiny_load, capsys, monkeypatch, number):
+    code, events = life(capsys, monkeypatch, 20, lambda client: stream_of(client, 60), number)
+    assert code == 0 and events[-1] == "[DONE]"
+    assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_signal_without_patience_ends_them_with_what_there_is(tiny_load, capsys, monkeypatch):
+    slow_down(monkeypatch)
+    code, events = life(capsys, monkeypatch, 0, lambda client: stream_of(client, 240))
+    assert code == 0 and events[-1] == "[DONE]"
+    assert json.loads(events[-2])["choices"][0]["finish_reason"] == "abort"
+
+
+def slow_down(monkeypatch, seconds=0.01):
+    step = async_engine.EngineCoreProc.step
+    monkeypatch.setattr(async_engine.EngineCoreProc, "step", lambda self: (time.sleep(seconds), step(self))[1])
+
+
+def test_multiprocessing_can_be_switched_off(tiny_load, capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    code, events = life(capsys, monkeypatch, 20, lambda client: stream_of(client, 5), place="process")
+    assert code == 0 and json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+
+
+def test_an_engine_that_dies_ends_the_server_with_code_1(tiny_load, capsys, monkeypatch):
+    async def ask(client):
+        def broken(*args):
+            raise ValueError("out of order")
+
+        monkeypatch.setattr(lesson.scheduling.ModelEngineCore, "execute_model", broken)
+        return (await client.post("/v1/completions", json={"prompt": [1]})).json()
+
+    monkeypatch.setattr(os, "kill", lambda *args: None)  # no signal: it ends by itself
+    code, found = life(capsys, monkeypatch, 0, ask)
+    assert code == 1 and "out of order" in found["error"]["message"]
+
+
+def test_a_port_that_is_taken_and_a_host_that_is_none():
+    sock = lesson.bind("127.0.0.1", 0)
+    sock.listen()
+    with sock, pytest.raises(common.InputError, match="--port"):
+        lesson.bind("127.0.0.1", sock.getsockname()[1])
+    with pytest.raises(common.InputError, match="--host"):
+        lesson.bind("no.such.host.invalid", 0)
+
+
+@pytest.mark.slow
+def test_the_command_line_ends_with_one_line():
+    """Fast twins: the same errors as exceptions, above."""
+    for flags, words in ((["--trust-remote-code"], "refused"), (["--model", "/nowhere"], "/nowhere"),
+                         (["--quantization", "magic"], "magic"),
+                         (["--max-model-len", "100000"], "max_model_len")):  # fmt: skip
+        done = subprocess.run([sys.executable, common.HERE / "06_serving.py", "serve", "--port", "0", *flags],
+                              capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+# --- The widget -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", list(lesson.PLACED))
+@pytest.mark.parametrize("bound", lesson.CHOICES["queue_bound"])
+@pytest.mark.parametrize("load", [50, 95, 120])
+def test_books_are_balanced(place, bound, load):
+    """arrived = served + rejected; Little's law, exactly, on every trace; nobody waits in front of a free seat."""
+    trace = lesson.simulate({"load": load, "gpu_ms": 5, "cpu_ms": 8, "place": place, "queue_bound": bound})
+    served = [i for i, at in enumerate(trace["finish"]) if at >= 0]
+    assert len(served) == trace["served"] == lesson.REQUESTS - trace["rejected"]
+    events = sorted((at, d) for i in served for at, d in ((trace["arrivals"][i], 1), (trace["finish"][i], -1)))
+    area = inside = last = 0
+    for at, change in events:
+        area, last, inside = area + inside * (at - last), at, inside + change
+    assert area == trace["inside_integral"] == sum(trace["finish"][i] - trace["arrivals"][i] for i in served)
+    for _, running, waiting in trace["steps"]:
+        assert running <= lesson.SEATS and (waiting == 0 or running == lesson.SEATS) and (not bound or waiting <= bound)
+    for i in served:
+        assert trace["first"][i] >= trace["arrivals"][i] + trace["step_us"]
+        assert trace["finish"][i] == trace["first"][i] + (lesson.TOKENS - 1) * trace["step_us"], "no gaps once it runs"
+    assert trace["rejected"] == 0 or bound
+    # The first request finds everything idle: its token takes cpu + gpu, overlapped or not.
+    assert trace["first"][0] - trace["arrivals"][0] == 13_000
+
+
+def test_overlap_and_bounds_do_what_the_text_says():
+    known = lesson.facts()
+    assert (
+        known["gpu_share"]["20"]["turns"] > known["gpu_share"]["10"]["turns"] > known["gpu_share"]["2"]["turns"] == 0.2
+    )
+    waits = [known["load"][str(load)]["wait_ms"] for load in (50, 80, 90, 95, 105)]
+    assert waits == sorted(waits) and waits[-1] > 2 * waits[-2]
+    bounded, free = known["bounded"]["120"], known["load"]["120"]
+    assert bounded["wait_ms"] < free["wait_ms"] / 2 and bounded["rejected"] > 0 and bounded["most_waiting"] == 20
+    longer = lesson.pipeline(105, 20, 8, "one loop", 0, 1800)
+    assert longer["wait_sum"] / longer["served"] / 1e3 > 1.5 * waits[-1], "it grows with the length of the run"
+
+
+def test_the_widget_uses_the_real_admission_and_scheduler(monkeypatch):
+    params = {**lesson.WIDGET_DEFAULT, "queue_bound": 8}
+    before = lesson.simulate(params)
+    monkeypatch.setattr(async_engine.AdmissionControl, "check", lambda self, inside, n=1: None)
+    assert lesson.simulate(params)["rejected"] == 0 < before["rejected"]
+    monkeypatch.undo()
+    monkeypatch.setattr(lesson.preemption.Scheduler, "_admit", lambda self, request: 0)
+    monkeypatch.setattr(lesson.scheduling.DryRun, "step", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        lesson.simulate(params)

