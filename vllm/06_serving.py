@@ -711,39 +711,27 @@ def _draw_life(folder: str | Path) -> Path:
 
 def _draw_load(folder: str | Path) -> Path:
     measured = common.results(KEY).get("bench", {}).get("load", {})
-    figure, axes = common.new_figure(8.0, 3.4, ncols=2 if measured else 1, squeeze=False)
+    figure, axes = common.new_figure(8.0, 3.0, ncols=3 if measured else 1, squeeze=False)
     ax, colors = axes[0][0], common.COLORS
     free, known = facts()["load"], facts()
     bounded = {load: known["bounded"].get(load, x) for load, x in free.items()}  # below 95 % no more than 20 ever wait
-    for waits, color, label in ((free, "red", "no bound"), (bounded, "blue", "at most 20 wait, others are refused")):
-        ax.plot(
-            [int(load) for load in waits],
-            [x["wait_ms"] for x in waits.values()],
-            "o-",
-            color=colors[color],
-            label=label,
-        )
-    for load, x in known["bounded"].items():
-        ax.annotate(f"{x['rejected']} of {known['requests']}\nrefused", (int(load), x["wait_ms"]), xytext=(0, -8),
-                    textcoords="offset points", ha="center", va="top", fontsize=8)  # fmt: skip
+    for waits, color, label in ((free, "red", "no bound"), (bounded, "blue", "at most 20 wait")):
+        at, ms = [int(load) for load in waits], [x["wait_ms"] for x in waits.values()]
+        ax.plot(at, ms, "o-", color=colors[color], label=label)
+    worst = max(known["bounded"], key=int)
+    ax.text(121, 420, f"{known['bounded'][worst]['rejected']} refused", ha="right", va="top", fontsize=8)
     ax.axvline(100, color=colors["grey"], linewidth=0.8, linestyle=":")
     ax.set(xlabel="load, % of capacity", ylabel="mean wait, ms", ylim=(0, None), title="simulated: the queue")
     ax.legend(loc="upper left")
-    if measured:
-        ax, at = axes[0][1], sorted(map(int, measured))
-        ax.plot(at, [measured[str(n)]["output_throughput"] for n in at], "o-", color=colors["green"], label="tokens/s")
-        ax.set(
-            xscale="log", xticks=at, xticklabels=at, xlabel="clients at once", ylabel="output tokens/s", ylim=(0, None)
-        )
+    at = sorted(map(int, measured))
+    for ax, key, label in zip(
+        axes[0][1:], ("output_throughput", "median_ttft_ms"), ("output tokens/s", "median TTFT, ms")
+    ):
+        ax.plot(at, [measured[str(n)][key] for n in at], "o-", color=colors["green"])
+        ax.set(xscale="log", xlabel="clients at once", ylabel=label, title="measured: 2 CPU cores")
+        ax.set_xticks(at, at)
+        ax.set_ylim(0)
         ax.minorticks_off()
-        other = ax.twinx()
-        other.plot(
-            at, [measured[str(n)]["median_ttft_ms"] for n in at], "s--", color=colors["orange"], label="TTFT, ms"
-        )
-        other.set(ylabel="median TTFT, ms", ylim=(0, None))
-        other.spines["right"].set_visible(True)
-        ax.set_title("measured: 2 CPU cores")
-        ax.legend(handles=[*ax.lines, *other.lines], loc="lower right")
     return common.save_figure(figure, folder, "06_load")
 
 
