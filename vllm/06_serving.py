@@ -223,7 +223,8 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
     stage("device", f"{m['name']}, {m['threads']} threads, {str(dtype).removeprefix('torch.')}")
 
     model, tokenizer = load_model(args.model, dtype, args.quantization)
-    stage("load", f"{args.names[0]}, {model.num_parameters / 1e6:.0f} M parameters"
+    parameters = sum(map(math.prod, llama.tensor_shapes(model.config).values()))
+    stage("load", f"{args.names[0]}, {parameters / 1e6:.0f} M parameters"
           + (f", {args.quantization}" if args.quantization else ""))  # fmt: skip
 
     engine_type = engine_class(args.kv_cache_dtype, args.enforce_eager, tokenizer)
