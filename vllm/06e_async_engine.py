@@ -1043,9 +1043,11 @@ async def kill_the_engine(args: argparse.Namespace, prompts: Sequence[list[int]]
     llm = await AsyncLLM.start((KEY, "make_small_engine"), {"model": args.model, "seed": args.seed},
                                llama.model_folder(args.model))  # fmt: skip
 
+    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)  # nobody finishes before the blow
+
     async def client(i: int) -> float:
         with contextlib.suppress(EngineDeadError):
-            async for _ in llm.generate(str(i), {"prompt_token_ids": prompts[i]}, SamplingParams(max_tokens=400)):
+            async for _ in llm.generate(str(i), {"prompt_token_ids": prompts[i]}, params):
                 raise common.CheckFailed("a request finished although the engine was killed")
         return time.perf_counter()
 
