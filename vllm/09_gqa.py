@@ -969,17 +969,18 @@ def measure_heads(S: int, seconds: float) -> list[dict[str, Any]]:
 def measure_mla(S: int, seconds: float) -> dict[str, float]:
     """One decode step of a DeepSeek-V2-Lite attention layer at context S, fp32: naive and absorbed. Milliseconds."""
     layer = MLA.random(MLAConfig())
-    hidden = torch.randn(S, 2048, device=common.device()) / 8
-    q, cached = layer.project(hidden, torch.arange(S, device=common.device()))
-    ms = {f.__name__: common.measure(functools.partial(f, q[-1:], cached), seconds).median * 1e3
-          for f in (layer.naive, layer.absorbed)}  # fmt: skip
-    return {"S": S, **ms, "ratio": ms["naive"] / ms["absorbed"]}
+    with torch.device(common.device()):
+        q, cached = layer.project(torch.randn(S, 2048) / 8, torch.arange(S))
+        table, lens = torch.arange(S // 64, dtype=torch.int32)[None], torch.tensor([S], dtype=torch.int32)
+    q, cache, R = q[-1:], cached.view(S // 64, 64, -1), layer.config.kv_lora_rank
+    absorbed = lambda: layer.unfold(mla_decode(layer.absorb(q), cache, table, lens, S, R, layer.scale))  # noqa: E731
+    a, n = (common.measure(f, seconds).median * 1e3 for f in (absorbed, lambda: layer.naive(q, cached)))
+    return {"S": S, "naive": n, "absorbed": a, "ratio": n / a}
 
 
 def measure_kernels() -> dict[str, list[dict[str, Any]]]:
     """On a GPU, bf16: GB/s of cache (each byte counted once) and TFLOP/s; packed, and one query head per load."""
-    decode, latent, prefill = [], [], []
-    dtype, device = torch.bfloat16, common.device()
+    decode, latent, prefill, dtype, device = [], [], [], torch.bfloat16, common.device()
     for B, S, Hkv in ((32, 4096, 8), (32, 16384, 8), (1, 65536, 8), (32, 4096, 1), (32, 4096, 32)):
         case = paged.random_case([S] * B, 16, 32, Hkv, 128, dtype)
         row = {"B": B, "S": S, "Hkv": Hkv}
