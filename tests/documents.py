@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import re
 import shlex
 import textwrap
@@ -118,22 +119,24 @@ def lookup(value: object, path: str) -> float:
     return value
 
 
+@functools.cache
 def symbols(path: Path) -> dict[str, str]:
     """Source text of each top-level function, class and assignment of a file, and of each method (`Class.method`)."""
     source = path.read_text()
+    lines = source.splitlines()
     found: dict[str, str] = {}
 
     def add(nodes: list[ast.stmt], prefix: str) -> None:
         for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-                found[prefix + node.name] = "\n".join(source.splitlines()[first - 1 : node.end_lineno])
+                found[prefix + node.name] = "\n".join(lines[first - 1 : node.end_lineno])
                 if isinstance(node, ast.ClassDef):
                     add(node.body, f"{node.name}.")
             elif isinstance(node, ast.Assign | ast.AnnAssign):
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                     if isinstance(target, ast.Name):
-                        found[prefix + target.id] = ast.get_source_segment(source, node)
+                        found[prefix + target.id] = "\n".join(lines[node.lineno - 1 : node.end_lineno])
 
     add(ast.parse(source).body, "")
     return found

@@ -52,16 +52,17 @@ def transformers_model():
 # --- The real model against Transformers ----------------------------------------------------------------------------
 
 
-def test_greedy_tokens_equal_transformers(real_model, transformers_model):
+@pytest.mark.parametrize("n", [16, pytest.param(64, marks=pytest.mark.slow)])
+def test_greedy_tokens_equal_transformers(real_model, transformers_model, n):
     model, tokenizer = real_model
     theirs, their_tokenizer = transformers_model
-    theirs.generation_config.eos_token_id = None  # go on to 64 tokens whatever the model says
+    theirs.generation_config.eos_token_id = None  # go on to n tokens whatever the model says
     batch = their_tokenizer(PROMPTS, padding=True, padding_side="left", return_tensors="pt").to(theirs.device)
-    out = theirs.generate(**batch, do_sample=False, max_new_tokens=64, pad_token_id=0)
+    out = theirs.generate(**batch, do_sample=False, max_new_tokens=n, pad_token_id=0)
     for prompt, mask, row in zip(PROMPTS, batch.attention_mask, out.tolist()):
         ids = tokenizer.encode(prompt)
         sequence = row[len(mask) - int(mask.sum()) :]
-        assert sequence[: len(ids)] == ids and len(sequence) == len(ids) + 64
+        assert sequence[: len(ids)] == ids and len(sequence) == len(ids) + n
         # If every next token of their sequence is our argmax given the tokens before it, ours generates the same.
         assert logits_of(model, sequence[:-1])[len(ids) - 1 :].argmax(-1).tolist() == sequence[len(ids) :]
 
