@@ -53,7 +53,10 @@ def device() -> torch.device:
     return common.device()
 
 
-@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+HALF = pytest.param(torch.float16, marks=pytest.mark.slow, id="fp16")  # the fast tier has bf16, the harder of the two
+
+
+@pytest.fixture(params=[pytest.param(torch.float32, id="fp32"), HALF, pytest.param(torch.bfloat16, id="bf16")])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 

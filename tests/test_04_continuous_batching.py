@@ -287,6 +287,7 @@ def test_priorities_decide_who_is_next(tiny_model):
     assert order == ["first", "second", "late"]
 
 
+@pytest.mark.slow
 def test_the_real_model_in_a_batch(real_model):
     model, tokenizer = real_model
     prompts = [tokenizer.encode(text) for text in lesson.PROMPTS[:6]]

@@ -439,14 +439,21 @@ def test_zz_a_killed_engine_turns_everything_red(server, how):
 
 # --- An engine from flags -------------------------------------------------------------------------------------------
 
+TRANSFER = '{"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port": 0}'
+
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [({"trust_remote_code": True}, "refused"), ({"speculative_config": "{}"}, "07_"), ({"enable_lora": True}, "12_"),
+    [({"trust_remote_code": True}, "refused"), ({"speculative_config": '{"method": "magic"}'}, "method"),
+     ({"speculative_config": "{}", "enable_lora": True}, "enable-lora"), ({"lora_modules": ["a=b"]}, "--enable-lora"),
      ({"max_num_seqs": 0}, "max_num_seqs"), ({"block_size": 0}, "block_size"), ({"scheduling_policy": "lifo"}, "fcfs"),
      ({"gpu_memory_utilization": 1.5}, "gpu_memory"), ({"kv_cache_gib": 0}, "kv_cache_gib"), ({"seed": -1}, "seed"),
      ({"quantization": "magic"}, "quantization"), ({"kv_cache_dtype": "int1"}, "kv_cache_dtype"),
-     ({"num_gpu_blocks_override": 1}, "at least 2"), ({"engine_place": "cloud"}, "process")],
+     ({"num_gpu_blocks_override": 1}, "at least 2"), ({"engine_place": "cloud"}, "process"),
+     ({"kv_transfer_config": '{"kv_role": "kv_both"}'}, "kv_connector"), ({"kv_transfer_config": "{"}, "not JSON"),
+     ({"kv_transfer_config": TRANSFER, "kv_cache_dtype": "fp8"}, "not together with --kv-cache-dtype"),
+     ({"kv_transfer_config": TRANSFER, "enable_lora": True}, "not together with --enable-lora"),
+     ({"kv_transfer_config": TRANSFER, "data_parallel_size": 2}, "not together with several engines")],
 )  # fmt: skip
 def test_flags_that_are_refused(wrong, words):
     with pytest.raises(common.InputError, match=words):
@@ -490,6 +497,25 @@ def make(**flags):
                                 reported.append)  # fmt: skip
     assert [line.split()[0] for line in reported] == ["device", "load", "profile", "kv", "warm-up"]
     return engine
+
+
+def test_speculative_config_changes_the_engine_and_no_token(tiny_load, tiny_model, real_model):
+    config = {"method": "suffix", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    engines = [make(), make(speculative_config=json.dumps(config))]
+    engines.append(lesson.offline_engine(tiny_model, real_model[1], speculative_config=config, max_model_len=64,
+                                         num_gpu_blocks_override=20, max_num_seqs=4))  # fmt: skip
+    answers = []
+    for engine in engines:
+        engine.add_request("a", {"prompt_token_ids": [5, 6, 7] * 3}, SamplingParams(temperature=0, max_tokens=12))
+        engine.add_request("b", {"prompt_token_ids": [5, 6] * 3}, SamplingParams(seed=1, max_tokens=12, logprobs=1))
+        heard = []
+        while engine.has_unfinished_requests():
+            heard += engine.step()
+        answers.append({h.request_id: (h.outputs[0].token_ids, h.outputs[0].text) for h in heard})
+    assert answers[0] == answers[1] == answers[2]
+    for engine in engines[1:]:
+        assert engine.core.runner.speculative_config.num_speculative_tokens == 3
+        assert engine.core.scheduler.spec_decoding_stats.num_accepted_tokens > 0
 
 
 def answer(engine, *token_ids, **fields):

@@ -754,6 +754,7 @@ def test_a_runner_without_a_tokenizer_says_so(tiny_model):
 # --- The real model ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_real_model_in_one_batch(real_model):
     """A date, JSON, a grammar and a free answer side by side; kanji and emoji, whose tokens are parts of characters."""
     model, tokenizer = real_model

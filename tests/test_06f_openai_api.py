@@ -317,6 +317,40 @@ def test_errors_of_the_engine_have_a_status(error, status, capsys):
     assert "secret" not in message and ("secret" in capsys.readouterr().err) == isinstance(error, ZeroDivisionError)
 
 
+def test_kv_transfer_params_go_in_and_out():
+    """Lesson 08: what a proxy says reaches the engine; what a prefill server answers tells where its blocks are."""
+    llm, app = serve()
+    llm.ready.about = {"kv_transfer": {"remote_host": "h", "remote_port": 7}}
+    heard = ask(app, "/v1/completions", P | {"kv_transfer_params": {"do_remote_decode": True, "transfer_id": "t"}})
+    assert heard.json["kv_transfer_params"] == {
+        "do_remote_prefill": True, "transfer_id": "t", "remote_host": "h", "remote_port": 7
+    }  # fmt: skip
+    params = heard.json["kv_transfer_params"]
+    heard = ask(app, "/v1/completions", P | {"kv_transfer_params": params})
+    assert heard.status == 200 and "kv_transfer_params" not in heard.json
+    assert [call[2].extra_args["kv_transfer_params"]["transfer_id"] for call in llm.added] == ["t", "t"]
+    assert "kv_transfer_params" not in ask(app, "/v1/completions", P).json
+    for wrong in (5, {"do_remote_prefill": True}, {"do_remote_decode": "yes"}):
+        check_error(ask(app, "/v1/completions", P | {"kv_transfer_params": wrong}), 400, "kv_transfer_params")
+    check_error(ask(app, "/v1/completions", P | {"n": 2, "temperature": 1, "kv_transfer_params": {}}), 400, "n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_failed_is_an_error(stream):
+    """A prompt whose keys and values never came (lesson 08) ends with a reason, and that is no text."""
+
+    class Failing(lesson.ScriptedLLM):
+        def add_request(self, request_id, prompt, params, **about):
+            collector = async_engine.RequestOutputCollector(request_id)
+            piece = offline.CompletionOutput(0, "", [], finish_reason="error", stop_reason="KV load failed: x")
+            collector.put(offline.RequestOutput(request_id, "Hello", [1], [piece], True))
+            return collector
+
+    heard = ask(serve(Failing(512))[1], "/v1/completions", P | {"stream": stream})
+    error = (lesson.read_events(heard.text)[0] if stream else heard.json)["error"]
+    assert error["code"] == 500 and error["message"] == "KV load failed: x"
+
+
 def test_a_dead_engine_is_said_at_once():
     llm, app = serve()
     llm.dead = async_engine.EngineDeadError("the engine process has died")

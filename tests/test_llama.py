@@ -414,6 +414,7 @@ def test_real_preparation_twice_at_once(tmp_path):
     assert [p.name for p in common.Path(folder).parent.iterdir()] == [llama.DEFAULT_MODEL]
 
 
+@pytest.mark.slow
 def test_start_to_first_token(real_model):
     """A prepared model answers within 3 s of the process's start (the best of three: other work may disturb)."""
     code = f"""

@@ -693,7 +693,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     verdict = "not a number" if result != result else "right" if abs(result - expected) <= allowed else "wrong"
     return {
         "params": p, "keys": list(keys), "values": values, "tiles": _finite(tiles), "result": _finite(result),
-        "expected": expected, "verdict": verdict, "growths": growths, "largest": largest,
+        "expected": round(expected, 9), "verdict": verdict, "growths": growths, "largest": largest,
         "hbm_floats": {"online": hbm.floats, "naive": naive_hbm.floats},
     }  # fmt: skip
 

@@ -96,19 +96,33 @@ class EngineArgs:
     gpu_memory_utilization: float = 0.92
     kv_cache_gib: float = 1.0
     enforce_eager: bool = False
-    speculative_config: str | None = None
+    speculative_config: str | dict[str, Any] | None = None
     enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    lora_modules: list[str] | None = None  # name=path of each
+    kv_transfer_config: str | dict[str, Any] | None = None
     engine_place: str = "process"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
+    data_parallel_size: int = 1
+    data_parallel_size_local: int | None = None
+    data_parallel_start_rank: int = 0
+    data_parallel_address: str = "127.0.0.1"
+    data_parallel_rpc_port: int = 29550
+    data_parallel_routing: str = "load"
+    api_server_count: int = 1
+    headless: bool = False
 
     def __post_init__(self) -> None:
         """Refuse early what would fail late. Raises InputError."""
         if self.trust_remote_code:
             raise common.InputError("--trust-remote-code: refused. It lets a model folder run its own Python; this "
                                     "engine reads config.json, weights and tokenizer, and runs none of it")  # fmt: skip
-        for flag, value, name in (("--speculative-config", self.speculative_config, "07_speculative_decoding"),
-                                  ("--enable-lora", self.enable_lora, "12_multi_lora")):  # fmt: skip
-            if value:
-                raise common.InputError(f"{flag}: this server does not have it yet; it belongs to lesson {name}")
+        if self.speculation and self.enable_lora:
+            raise common.InputError("--speculative-config: not together with --enable-lora")
         for name, low in (("max_num_seqs", 1), ("max_model_len", 1), ("max_num_batched_tokens", 1), ("block_size", 1),
                           ("num_gpu_blocks_override", 2), ("max_num_queued_reqs", 1), ("seed", 0)):  # fmt: skip
             value = getattr(self, name)
@@ -129,6 +143,64 @@ class EngineArgs:
             if getattr(self, name) not in values:
                 raise common.InputError(f"{name} {getattr(self, name)!r}: must be one of {', '.join(values)}")
 
+        if self.scales_out:
+            openai_api.companion("06c_scaling_out", "--tensor-parallel-size").check_args(self)
+            if self.enable_lora:
+                raise common.InputError("--enable-lora: only with one engine on one device")
+        if self.kv_transfer:
+            several = self.world_size > 1 or self.distributed_executor_backend or self.scales_out
+            for flag, used in (("--kv-cache-dtype", self.kv_cache_dtype != "auto"), ("--enable-lora", self.enable_lora),
+                               ("--speculative-config", self.speculation), ("several engines", several)):  # fmt: skip
+                if used:
+                    raise common.InputError(f"--kv-transfer-config: not together with {flag}")
+        if self.lora_modules and not self.enable_lora:
+            raise common.InputError("--lora-modules: needs --enable-lora")
+        if self.enable_lora and (twice := [name for name in self.adapters if name in self.names]):
+            raise common.InputError(f"--lora-modules {twice[0]}: is the name of the model itself")
+
+    @property
+    def speculation(self) -> Any:
+        """Lesson 07's config, or None without --speculative-config. Raises InputError."""
+        if self.speculative_config is None:
+            return None
+        return openai_api.companion("07_spec_decode", "--speculative-config").SpeculativeConfig.from_json(
+            self.speculative_config
+        )
+
+    @property
+    def kv_transfer(self) -> Any:
+        """Lesson 08's config, or None without --kv-transfer-config. Raises InputError."""
+        if self.kv_transfer_config is None:
+            return None
+        connectors = openai_api.companion("081_kv_connectors", "--kv-transfer-config")
+        return connectors.KVTransferConfig.from_json(self.kv_transfer_config)
+
+    @property
+    def lora_config(self) -> Any:
+        """Lesson 12's limits, or None without --enable-lora. Raises InputError."""
+        lora = common.lesson("12_multi_lora") if self.enable_lora else None
+        return lora and lora.LoRAConfig(self.max_loras, self.max_lora_rank, self.max_cpu_loras)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Paths of the adapters to start with, by name. Raises InputError."""
+        pairs = [module.partition("=") for module in self.lora_modules or ()]
+        for i, (name, _, path) in enumerate(pairs):
+            if not name or not path or name in [other for other, _, _ in pairs[:i]]:
+                raise common.InputError(f"--lora-modules {name}={path}: must be name=path, each name once")
+        return {name: path for name, _, path in pairs}
+
+    @property
+    def world_size(self) -> int:
+        """Workers of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def scales_out(self) -> bool:
+        """More than one engine and one API server: companion 06c's business."""
+        several = self.world_size > 1 or self.data_parallel_size > 1 or self.api_server_count > 1
+        return several or self.headless or self.distributed_executor_backend is not None
+
     @property
     def names(self) -> list[str]:
         """What clients may call the model; the first one is what answers say."""
@@ -143,15 +215,15 @@ class MixedModelRunner(offline.SamplingModelRunner, chunked_prefill.ModelRunner)
     """Lesson 04b's sampling on lesson 10's attention for chunks and decodes together."""
 
 
-def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False,
-                 tokenizer: llama.Tokenizer | None = None) -> type[LLMEngine]:  # fmt: skip
+def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, tokenizer: llama.Tokenizer | None = None,
+                 lora_config: Any = None, speculation: Any = None) -> type[LLMEngine]:  # fmt: skip
     """The engine that the lessons add up to: lesson 04b's interface around everybody else's parts."""
     runner, block_bytes = MixedModelRunner, LLMEngine.cache_block_bytes
     if kv_cache_dtype != "auto":
         kv_quantization = common.lesson("05d_kv_cache_quantization")
         runner = kv_quantization.quantized_runner(runner, kv_cache_dtype)
         block_bytes = functools.partial(_quantized_block_bytes, kv_cache_dtype)
-    elif not enforce_eager:  # captures CUDA graphs on a GPU, nothing elsewhere
+    elif not enforce_eager and lora_config is None:  # captures CUDA graphs on a GPU, nothing elsewhere
         runner = common.lesson("05_optimizations").graph_runner(runner)
     if has_guided_decoding():
         runner = common.lesson("06b_guided_decoding").guided_runner(runner, tokenizer)
@@ -168,7 +240,9 @@ def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False,
                 common.lesson("06b_guided_decoding").validate(params.structured_outputs, self.tokenizer)
             super().add_request(request_id, prompt, params, **about)
 
-    return Engine
+    if speculation is not None:
+        return common.lesson("07_spec_decode").speculative_engine(Engine, speculation)
+    return Engine if lora_config is None else common.lesson("12_multi_lora").lora_engine(Engine, lora_config)
 
 
 def load_model(path_or_id: str | None, dtype: torch.dtype,
@@ -189,16 +263,20 @@ def load_model(path_or_id: str | None, dtype: torch.dtype,
 def offline_engine(
     model: str | llama.Llama | None = None, tokenizer: llama.Tokenizer | None = None, *,
     dtype: str | torch.dtype = "auto", quantization: str | None = None, kv_cache_dtype: str = "auto",
-    enforce_eager: bool = False, **engine_args: Any,
+    enforce_eager: bool = False, enable_lora: bool = False, max_loras: int = 1, max_lora_rank: int = 16,
+    max_cpu_loras: int | None = None, speculative_config: str | dict[str, Any] | None = None, **engine_args: Any,
 ) -> LLMEngine:  # fmt: skip
     """What `vllm.LLM` runs on: lesson 04b's arguments, and those of this engine's other parts. Raises InputError."""
-    EngineArgs(quantization=quantization, kv_cache_dtype=kv_cache_dtype)  # refuses unknown names
+    checked = EngineArgs(quantization=quantization, kv_cache_dtype=kv_cache_dtype, enable_lora=enable_lora,
+                         max_loras=max_loras, max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras,
+                         speculative_config=speculative_config)  # fmt: skip
     if not isinstance(model, llama.Llama):
         model, loaded = load_model(model, offline._dtype(dtype), quantization)
         tokenizer = tokenizer or loaded
     elif quantization is not None:
         model = common.lesson("05b_quantization").quantize_model(model, quantization, tokenizer)
-    return engine_class(kv_cache_dtype, enforce_eager, tokenizer)(model, tokenizer, **engine_args)
+    kind = engine_class(kv_cache_dtype, enforce_eager, tokenizer, checked.lora_config, checked.speculation)
+    return kind(model, tokenizer, **engine_args)
 
 
 def _quantized_block_bytes(kv_cache_dtype: str, model: llama.Llama, block_size: int) -> int:
@@ -222,18 +300,31 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
     m = common.machine()
     stage("device", f"{m['name']}, {m['threads']} threads, {str(dtype).removeprefix('torch.')}")
 
-    model, tokenizer = load_model(args.model, dtype, args.quantization)
-    parameters = sum(map(math.prod, llama.tensor_shapes(model.config).values()))
+    scaling = common.lesson("06c_scaling_out") if args.world_size > 1 or args.distributed_executor_backend else None
+    workers = scaling.start_workers(args, dtype) if scaling else None
+    if workers:
+        model, tokenizer = workers.model, llama.Tokenizer(llama.model_folder(args.model))
+    else:
+        model, tokenizer = load_model(args.model, dtype, args.quantization)
+    parameters = workers.parameters if workers else sum(map(math.prod, llama.tensor_shapes(model.config).values()))
     stage("load", f"{args.names[0]}, {parameters / 1e6:.0f} M parameters"
-          + (f", {args.quantization}" if args.quantization else ""))  # fmt: skip
+          + (f", {args.quantization}" if args.quantization else "")
+          + (f" on {workers}" if workers else ""))  # fmt: skip
 
-    engine_type = engine_class(args.kv_cache_dtype, args.enforce_eager, tokenizer)
+    kv_transfer = args.kv_transfer
+    # A CUDA graph replays kernels, and no connector between two of them.
+    engine_type = engine_class(args.kv_cache_dtype, args.enforce_eager or kv_transfer is not None, tokenizer,
+                               args.lora_config, args.speculation)  # fmt: skip
+    if kv_transfer:
+        engine_type = common.lesson("08_disagg").connector_engine(engine_type, kv_transfer)
+    if workers:
+        engine_type = scaling.parallel_engine(engine_type, workers.executor, workers.parallel)
     budget = args.max_num_batched_tokens or (8192 if common.HAS_GPU else 512)
     budget = max(budget, args.max_num_seqs)
     max_model_len = args.max_model_len or model.config.max_position_embeddings
     if not args.enable_chunked_prefill:
         budget = max(budget, max_model_len)
-    memory = kv_cache_memory(args, model, budget)
+    memory = workers.available_memory(args, budget) if workers else kv_cache_memory(args, model, budget)
     stage("profile", f"{memory / 2**30:.2f} GiB for the KV cache" + ("" if common.HAS_GPU else " (--kv-cache-gib)"))
 
     engine = engine_type(
@@ -248,9 +339,13 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
     stage("kv cache", f"{blocks:,} blocks of {args.block_size} = {tokens:,} tokens "
           f"({tokens / max_model_len:.1f} sequences of {max_model_len:,})")  # fmt: skip
 
+    for name, path in args.adapters.items():
+        engine.lora.add_adapter(name, path)
     warm_up(engine)
     stage("warm-up", "one prompt and one sampled token of every kind of step")
     engine.about = {"seconds": seconds, "kv_cache_tokens": tokens, "device": m["device"]}
+    if kv_transfer:  # where others find this engine's blocks
+        engine.about["kv_transfer"] = getattr(engine.core.scheduler.connector, "address", {})
     return engine
 
 
@@ -430,19 +525,28 @@ def bind(host: str, port: int) -> socket.socket:
         raise common.InputError(f"--host {host} --port {port}: {error.strerror or error}") from None
 
 
-async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[str], shutdown_timeout: float) -> int:
-    """From start-up to the last answer. Returns the exit code: 0 after a signal, 1 after the engine died."""
+async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[str], shutdown_timeout: float,
+                     sock: socket.socket | None = None, client: Any = None,
+                     say: Callable[[str], None] | None = None) -> int:  # fmt: skip
+    """From start-up to the last answer. Returns the exit code: 0 after a signal, 1 after the engine died.
+
+    One of several API servers (companion 06c) is given its listening socket and the client of its engines.
+    """
     import uvicorn
 
-    sock = bind(host, port)
-    say = functools.partial(print, flush=True)
+    sock, say = sock or bind(host, port), say or functools.partial(print, flush=True)
     started = time.perf_counter()
     place = "event-loop" if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else args.engine_place
+    if client is not None:
+        place = lambda factory, args: client  # noqa: E731
+    elif args.scales_out:
+        place = common.lesson("06c_scaling_out").start_client
     llm = await AsyncLLM.start(
         (KEY, "make_engine"), args, llama.model_folder(args.model), place, say,
         max_num_queued_reqs=args.max_num_queued_reqs, stat_logger=PrometheusStatLogger(args.names[0]),
     )  # fmt: skip
-    serving = openai_api.OpenAIServing(llm, args.names)
+    serving = openai_api.OpenAIServing(llm, args.names, args.adapters)
+    serving.runtime_loras = args.enable_lora and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
     app = openai_api.build_app(serving, api_keys, os.environ.get("VLLM_SERVER_DEV_MODE") == "1")
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off",
                                            timeout_graceful_shutdown=int(shutdown_timeout) + 3))  # fmt: skip
@@ -455,8 +559,10 @@ async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[
             signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.set))
     running = asyncio.create_task(server.serve(sockets=[sock]))
     address = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
-    say(f"ready after {time.perf_counter() - started:.1f} s: {', '.join(args.names)}, engine core: {place}, "
+    say(f"ready after {time.perf_counter() - started:.1f} s: {', '.join([*args.names, *args.adapters])}, engine core: "
+        f"{place if isinstance(place, str) else f'{args.data_parallel_size} x process'}, "
         f"pid {llm.ready.pid}")  # fmt: skip
+    sock.listen(2048)  # the server is about to do it: whoever reads the next line may connect
     say(f"Listening on {address}")
 
     died, stopped = asyncio.create_task(llm.died.wait()), asyncio.create_task(stop.wait())
@@ -480,7 +586,12 @@ def serve_command(args: argparse.Namespace) -> None:
         raise common.InputError("--device cuda: torch sees no GPU here; allowed on this machine: auto, cpu")
     engine_args = EngineArgs(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EngineArgs)})
     keys = args.api_key or list(filter(None, [os.environ.get("VLLM_API_KEY")]))
-    raise SystemExit(asyncio.run(run_server(engine_args, args.host, args.port, keys, args.shutdown_timeout)))
+    if engine_args.headless:
+        raise SystemExit(common.lesson("06c_scaling_out").run_headless((KEY, "make_engine"), engine_args))
+    server = {"host": args.host, "port": args.port, "api_keys": keys, "shutdown_timeout": args.shutdown_timeout}
+    if engine_args.api_server_count > 1:
+        raise SystemExit(common.lesson("06c_scaling_out").run_api_servers((KEY, "make_engine"), engine_args, server))
+    raise SystemExit(asyncio.run(run_server(engine_args, **server)))
 
 
 def add_serve_command(subparsers: Any) -> None:
@@ -512,8 +623,24 @@ def add_serve_command(subparsers: Any) -> None:
     add("--gpu-memory-utilization", type=common.number(float, 0.01, 1), default=0.92, metavar="F", help="default 0.92")
     add("--kv-cache-gib", type=common.number(float, 0.001), default=1.0, metavar="G", help="on a CPU (default 1)")
     add("--enforce-eager", action="store_true", help="capture no CUDA graphs (lesson 05)")
-    add("--speculative-config", metavar="JSON", help="lesson 07")
-    add("--enable-lora", action="store_true", help="lesson 12")
+    add("--speculative-config", metavar="JSON", help='lesson 07: \'{"method": "suffix", …}\'')
+    add("--enable-lora", action="store_true", help="serve adapters, too (lesson 12)")
+    add("--max-loras", type=whole(1), default=1, metavar="N", help="adapters in a step (default 1)")
+    add("--max-lora-rank", type=whole(1), default=16, metavar="R", help="largest rank (default 16)")
+    add("--max-cpu-loras", type=whole(1), metavar="N", help="adapters kept in CPU memory (default: as --max-loras)")
+    add("--lora-modules", nargs="+", metavar="NAME=PATH", help="adapters to start with")
+    add("--tensor-parallel-size", "-tp", type=whole(1, 64), default=1, metavar="N", help="shards of a layer (06c)")
+    add("--pipeline-parallel-size", "-pp", type=whole(1, 64), default=1, metavar="N", help="ranges of layers (06c)")
+    add("--distributed-executor-backend", choices=("uni", "mp", "ray"), help="where workers run (06c)")
+    add("--data-parallel-size", "-dp", type=whole(1, 64), default=1, metavar="N", help="engines (06c)")
+    add("--data-parallel-size-local", "-dpl", type=whole(0, 64), metavar="N", help="of these, on this machine")
+    add("--data-parallel-start-rank", "-dpr", type=whole(0, 64), default=0, metavar="N", help="of headless engines")
+    add("--data-parallel-address", "-dpa", default="127.0.0.1", metavar="HOST", help="where the API servers are")
+    add("--data-parallel-rpc-port", "-dpp", type=whole(0, 65535), default=29550, metavar="PORT")
+    add("--data-parallel-routing", choices=("load", "prefix"), default="load", help="prefix: where it is cached")
+    add("--api-server-count", "-asc", type=whole(1, 64), default=1, metavar="N", help="API server processes (06c)")
+    add("--headless", action="store_true", help="engines without an API server (06c)")
+    add("--kv-transfer-config", metavar="JSON", help="lesson 08: kv_connector, kv_role, kv_port, ...")
     add("--engine-place", choices=PLACES, default="process",
         help="where the engine core runs (VLLM_ENABLE_V1_MULTIPROCESSING=0: event-loop)")  # fmt: skip
     p.set_defaults(run=serve_command)
@@ -608,6 +735,7 @@ def pipeline(load: int, gpu_ms: int, cpu_ms: int, place: str, queue_bound: int, 
     return {
         "step_us": step, "arrivals": arrivals, "first": first, "finish": finish, "steps": steps, "makespan": now + lag,
         "served": len(served), "rejected": admission.num_rejected, "gpu_busy": gpu * len(steps),
+        "gpu_percent": 100 * gpu * len(steps) // (now + lag),
         "wait_sum": sum(waits), "wait_p99": waits[-(-99 * len(waits) // 100) - 1],
         "most_waiting": max(waiting for _, _, waiting in steps),
         "inside_integral": sum(finish[i] - arrivals[i] for i in served),
@@ -620,7 +748,7 @@ def describe(trace: dict) -> str:
     return "\n".join([
         f"{len(trace['arrivals'])} requests of {TOKENS} tokens, {SEATS} seats, steps of {trace['step_us'] // 1000} ms",
         f"served {served}, rejected {trace['rejected']}; {served * TOKENS / seconds:.0f} tokens/s",
-        f"the GPU computes {100 * trace['gpu_busy'] // trace['makespan']} % of the time",
+        f"the GPU computes {trace['gpu_percent']} % of the time",
         f"wait before the first step: mean {trace['wait_sum'] // served // 1000} ms, "
         f"p99 {trace['wait_p99'] // 1000} ms; most waiting: {trace['most_waiting']}",
         f"Little: {trace['inside_integral'] / trace['makespan']:.1f} inside on average = "

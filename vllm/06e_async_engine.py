@@ -91,7 +91,7 @@ class EngineCoreRequestType(enum.Enum):
 
     ADD = enum.auto()  # a Request
     ABORT = enum.auto()  # request ids
-    UTILITY = enum.auto()  # (call id, name): call one of EngineCoreProc.UTILITIES and send its result
+    UTILITY = enum.auto()  # (call id, name, *arguments): call one of EngineCoreProc.UTILITIES and send its result
 
 
 @dataclass(slots=True)
@@ -146,6 +146,7 @@ class Reply:
     call_id: int
     result: Any = None
     error: str | None = None
+    bad_input: bool = False
 
 
 @dataclass(slots=True)
@@ -170,10 +171,10 @@ class QueueOverflowError(RuntimeError):
 class EngineCoreProc:
     """Takes letters between steps, and sends what each step brought (`vllm/v1/engine/core.py`)."""
 
-    UTILITIES = ("check_idle",)
+    UTILITIES = ("check_idle", "add_lora", "remove_lora")
 
     def __init__(self, engine: LLMEngine, send: Callable[[Any], None]) -> None:
-        self.core, self.scheduler, self.send = engine.core, engine.core.scheduler, send
+        self.core, self.scheduler, self.send, self.engine = engine.core, engine.core.scheduler, send, engine
         self.arrived: dict[str, float] = {}  # request id: when its letter came
         self.about = getattr(engine, "about", {})
 
@@ -211,10 +212,12 @@ class EngineCoreProc:
                 for request_id in content:
                     self.arrived.pop(request_id, None)
             elif kind is EngineCoreRequestType.UTILITY:
-                call_id, name = content
+                call_id, name, *arguments = content
                 try:
-                    result = getattr(self, name)() if name in self.UTILITIES else f"no utility {name!r}"
+                    result = getattr(self, name)(*arguments) if name in self.UTILITIES else f"no utility {name!r}"
                     self.send(Reply(call_id, result))
+                except common.InputError as error:
+                    self.send(Reply(call_id, error=str(error), bad_input=True))
                 except Exception as error:
                     self.send(Reply(call_id, error=repr(error)))
 
@@ -245,6 +248,14 @@ class EngineCoreProc:
         tables = self.scheduler.kv_cache_manager.req_to_blocks
         return {"unfinished": len(self.scheduler.requests), "tables": len(tables),
                 "owned_blocks": pool.num_blocks - 1 - pool.num_free_blocks}  # fmt: skip
+
+    def add_lora(self, name: str, path: str) -> None:
+        """Load an adapter (lesson 12). Raises InputError, and nothing has changed."""
+        self.engine.lora.add_adapter(name, path)
+
+    def remove_lora(self, name: str) -> None:
+        """Forget an adapter; whoever uses it finishes with it."""
+        self.engine.remove_lora(name)
 
 
 class ClientGone(Exception):
@@ -299,11 +310,12 @@ def build_engine(factory: Factory, args: Any, send: Callable[[Any], None]) -> LL
 
 
 def serve_mailbox(factory: Factory, args: Any, send: Callable[[Any], None],
-                  receive: Callable[[bool], Iterable[tuple]]) -> bool:  # fmt: skip
+                  receive: Callable[[bool], Iterable[tuple]],
+                  make_proc: Callable[..., EngineCoreProc] = EngineCoreProc) -> bool:  # fmt: skip
     """Build an engine and work until nobody is left to work for. Returns whether it failed; then it has said so."""
     try:
         try:
-            proc = EngineCoreProc(build_engine(factory, args, send), send)
+            proc = make_proc(build_engine(factory, args, send), send)
             send(proc.ready())
             proc.run_busy_loop(receive)
         except common.InputError as error:
@@ -586,14 +598,15 @@ class AsyncLLM:
 
     @classmethod
     async def start(
-        cls, factory: Factory, args: Any, folder: Path, place: str = "process",
+        cls, factory: Factory, args: Any, folder: Path, place: str | Callable = "process",
         on_progress: Callable[[str], None] = lambda text: None, **options: Any,
     ) -> AsyncLLM:  # fmt: skip
         """Start an engine core in its place and wait until it is up. `folder` has the tokenizer and the configuration.
+        A `place` that is no name makes the client itself (companion 06c: many engines).
 
         Raises InputError if the engine refuses its arguments, EngineDeadError if it fails otherwise.
         """
-        client = CLIENTS[place](factory, args)
+        client = (CLIENTS[place] if isinstance(place, str) else place)(factory, args)
         try:
             config, tokenizer = llama.LlamaConfig.from_folder(folder, quantized=True), llama.Tokenizer(folder)
             while not isinstance(letter := await client.receive(), EngineCoreReady):
@@ -723,16 +736,16 @@ class AsyncLLM:
 
     # -- its state --
 
-    async def call_utility(self, name: str) -> Any:
-        """Have the engine call one of its utilities, between two steps."""
+    async def call_utility(self, name: str, *arguments: Any) -> Any:
+        """Have the engine call one of its utilities, between two steps. Raises InputError if it refuses."""
         if self.dead:
             raise self.dead
         call_id = id(future := asyncio.get_running_loop().create_future())
         self.replies[call_id] = future
-        self.client.send((EngineCoreRequestType.UTILITY, (call_id, name)))
+        self.client.send((EngineCoreRequestType.UTILITY, (call_id, name, *arguments)))
         reply = await future
         if reply.error:
-            raise RuntimeError(reply.error)
+            raise (common.InputError if reply.bad_input else RuntimeError)(reply.error)
         return reply.result
 
     async def shutdown(self, timeout: float = 0.0) -> None:

@@ -35,6 +35,7 @@ import asyncio
 import codecs
 import dataclasses
 import functools
+import itertools
 import json
 import secrets
 import time
@@ -149,6 +150,7 @@ class CommonRequest(OpenAIModel):
     cache_salt: str | None = None
     return_token_ids: bool | None = False
     structured_outputs: StructuredOutputs | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # lesson 08
     guided_json: str | dict[str, Any] | None = None  # names of older versions, which vLLM 0.32 ignores
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -200,6 +202,17 @@ class DetokenizeRequest(OpenAIModel):
     tokens: list[int]
 
 
+class LoadLoRAAdapterRequest(OpenAIModel):
+    lora_name: str = pydantic.Field(min_length=1)
+    lora_path: str = pydantic.Field(min_length=1)
+    load_inplace: bool = False
+
+
+class UnloadLoRAAdapterRequest(OpenAIModel):
+    lora_name: str
+    lora_int_id: int | None = None
+
+
 class ErrorInfo(pydantic.BaseModel):
     message: str
     type: str
@@ -218,9 +231,8 @@ class APIError(Exception):
                        405: "MethodNotAllowedError", 413: "RequestTooLargeError", 500: "InternalServerError",
                        503: "ServiceUnavailableError"}  # fmt: skip
 
-    def __init__(
-        self, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
-    ) -> None:
+    def __init__(self, status: int, message: str, param: str | None = None,
+                 headers: dict[str, str] | None = None) -> None:  # fmt: skip
         # It may repeat what the client sent, and JSON can say half of a character ("\\ud800") that UTF-8 cannot.
         super().__init__(message.encode("utf-8", "replace").decode())
         param = param and param.encode("utf-8", "replace").decode()
@@ -252,7 +264,7 @@ def as_api_error(error: Exception) -> APIError:
 
 def sampling_params(body: CommonRequest, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     """Lesson 04's parameters from a request's. Raises InputError."""
-    given = {name: value for name in ("n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed",
+    more = {name: value for name in ("n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed",
                                       "stop", "top_k", "min_p", "repetition_penalty", "stop_token_ids",
                                       "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens")
              if (value := getattr(body, name)) is not None}  # fmt: skip
@@ -262,12 +274,10 @@ def sampling_params(body: CommonRequest, max_tokens: int | None, logprobs: int |
         raise common.InputError(f"stop: {len(body.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
     if body.logit_bias:
         try:
-            given["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
+            more["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
         except ValueError:
             raise common.InputError("logit_bias: its keys must be token ids, as strings") from None
-    return SamplingParams(
-        max_tokens=max_tokens, logprobs=logprobs, structured_outputs=structured_outputs(body), **given
-    )
+    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, structured_outputs=structured_outputs(body), **more)
 
 
 def structured_outputs(body: CommonRequest) -> dict[str, Any] | None:
@@ -310,8 +320,14 @@ def companion(name: str, flag: str) -> Any:
 class OpenAIServing:
     """Requests to prompts and parameters, outputs to answers: what the two APIs share, and where they differ."""
 
-    def __init__(self, llm: AsyncLLM, names: Sequence[str]) -> None:
+    runtime_loras = False  # may clients load and unload adapters?
+
+    def __init__(self, llm: AsyncLLM, names: Sequence[str], loras: dict[str, str] | None = None) -> None:
         self.llm, self.names, self.created = llm, names, int(time.time())
+        # Adapters by name: their path, and what the engine calls them. A name that is loaded again gets a new one:
+        # the prefix cache must not take what the old weights computed for the new.
+        self.loras = {name: (path, name) for name, path in (loras or {}).items()}
+        self.lora_count, self.lora_lock = itertools.count(2), asyncio.Lock()
         self.tokenizer, self.token_bytes = llm.front.tokenizer, llm.front.token_bytes
         self.max_model_len = llm.ready.max_model_len
         vocabulary = self.tokenizer.backend.get_vocab()
@@ -320,9 +336,34 @@ class OpenAIServing:
     # -- in --
 
     def check_model(self, name: str | None) -> str:
-        if name is not None and name not in self.names:
-            raise APIError(404, f"The model `{name}` does not exist; this server has: {', '.join(self.names)}", "model")
+        known = [*self.names, *self.loras]
+        if name is not None and name not in known:
+            raise APIError(404, f"The model `{name}` does not exist; this server has: {', '.join(known)}", "model")
         return name or self.names[0]
+
+    async def load_lora(self, body: LoadLoRAAdapterRequest) -> str:
+        """Add an adapter, or replace one in place. Raises InputError, and nothing has changed."""
+        name = body.lora_name
+        async with self.lora_lock:
+            if name in self.names:
+                raise common.InputError(f"lora_name {name!r}: is the name of the model itself")
+            if name in self.loras and not body.load_inplace:
+                raise common.InputError(f"lora_name {name!r}: is loaded already; load_inplace replaces it")
+            inner = f"{name} #{next(self.lora_count)}"
+            await self.llm.call_utility("add_lora", inner, body.lora_path)
+            old, self.loras[name] = self.loras.get(name), (body.lora_path, inner)
+            if old:
+                await self.llm.call_utility("remove_lora", old[1])
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    async def unload_lora(self, body: UnloadLoRAAdapterRequest) -> str:
+        """Forget an adapter; answers that it is writing are finished."""
+        async with self.lora_lock:
+            if body.lora_name not in self.loras:
+                raise APIError(404, f"The lora adapter '{body.lora_name}' cannot be found.", "lora_name")
+            _, inner = self.loras.pop(body.lora_name)
+            await self.llm.call_utility("remove_lora", inner)
+        return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
     async def encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         """Tokenize on another thread: a long text takes longer than the event loop may be away.
@@ -370,6 +411,8 @@ class OpenAIServing:
         if not -(2**63) <= body.priority < 2**63:
             raise common.InputError("priority: must fit in 64 bits")
         params = self.check_params(body)
+        if body.kv_transfer_params is not None:
+            companion("081_kv_connectors", "kv_transfer_params").attach_params(params, body.kv_transfer_params)
         if params.structured_outputs is not None:
             await self.check_constraint(params.structured_outputs)
         prompts = await self.prompts(body, params.n)
@@ -387,7 +430,8 @@ class OpenAIServing:
             llm.admission.check(llm.num_unfinished, wanted)
             for i, prompt in enumerate(prompts):
                 collector = llm.add_request(f"{request_id}-{i}", prompt, params, stream=bool(body.stream),
-                                            priority=body.priority, cache_salt=body.cache_salt)  # fmt: skip
+                                            priority=body.priority, cache_salt=body.cache_salt,
+                                            lora_name=self.loras.get(model, ("", None))[1])  # fmt: skip
                 job.collectors.append(collector)
         except QueueOverflowError:
             if llm.stat_logger:
@@ -452,6 +496,8 @@ class OpenAIServing:
 
     def choice(self, job: Job, index: int, answer: offline.CompletionOutput, role: bool = False) -> dict[str, Any]:
         """One answer, or one piece of it if the request streams."""
+        if answer.finish_reason == "error":
+            raise APIError(500, str(answer.stop_reason))
         content = {"logprobs": self.logprobs(job, answer), "finish_reason": answer.finish_reason,
                    "stop_reason": answer.stop_reason}  # fmt: skip
         if job.body.return_token_ids:
@@ -487,7 +533,8 @@ class OpenAIServing:
                 usage.completion += len(answer.token_ids)
                 answer.text = self.echoed(job, output) + answer.text
                 choices.append(self.choice(job, i * job.params.n + answer.index, answer, role=True))
-        return self.envelope(job, choices, usage.as_dict())
+        found, given = self.envelope(job, choices, usage.as_dict()), job.body.kv_transfer_params
+        return found | (companion("081_kv_connectors", "").answer_params(given, self.llm.ready.about) if given else {})
 
     async def stream(self, job: Job) -> AsyncIterator[str]:
         """The answer as server-sent events: `data: {JSON}`, a blank line, and in the end `data: [DONE]`."""
@@ -693,15 +740,26 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
 
     @get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [model_card(name) for name in serving.names]}
+        return {"object": "list", "data": [model_card(name) for name in [*serving.names, *serving.loras]]}
 
     @get("/v1/models/{name:path}")
     async def retrieve_model(name: str) -> dict[str, Any]:
         return model_card(serving.check_model(name))
 
     def model_card(name: str) -> dict[str, Any]:
+        root, parent = (serving.loras[name][0], serving.names[0]) if name in serving.loras else (serving.names[0], None)
         return {"id": name, "object": "model", "created": serving.created, "owned_by": "vllm-from-first-principles",
-                "root": serving.names[0], "parent": None, "max_model_len": serving.max_model_len}  # fmt: skip
+                "root": root, "parent": parent, "max_model_len": serving.max_model_len}  # fmt: skip
+
+    if serving.runtime_loras:  # VLLM_ALLOW_RUNTIME_LORA_UPDATING=1: a client names a path, and the server reads it
+
+        @post("/v1/load_lora_adapter")
+        async def load_lora_adapter(body: LoadLoRAAdapterRequest) -> Response:
+            return Response(await serving.load_lora(body))
+
+        @post("/v1/unload_lora_adapter")
+        async def unload_lora_adapter(body: UnloadLoRAAdapterRequest) -> Response:
+            return Response(await serving.unload_lora(body))
 
     @post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:

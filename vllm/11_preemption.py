@@ -913,7 +913,7 @@ class ObservedCore(MeteredCore):
         tables = scheduler.kv_cache_manager.req_to_blocks
         self.steps.append({
             "step": self.now, "scheduled": {int(i): n for i, n in output.num_scheduled_tokens.items()},
-            "held": {int(i): len(table) for i, table in tables.items()},
+            "held": {i: len(tables[str(i)]) for i in sorted(map(int, tables))},
             "free": scheduler.kv_cache_manager.block_pool.num_free_blocks,
             "waiting": number(scheduler.waiting), "preempted": number(output.preempted_reqs),
             "resumed": number(output.scheduled_resumed_reqs), "redone": self.redone - redone, "copied": copied,

@@ -1,7 +1,8 @@
 """`from vllm import LLM, SamplingParams`, from the repository root: the engine that the lessons add up to.
 
-Lesson 04b's offline interface around the engine that lesson 06 serves. The lessons are loaded on first use, by path:
-their names start with digits, and this folder shadows the real package of the same name.
+Lesson 04b's offline interface, with lesson 12's adapters (`LoRARequest`), around the engine that lesson 06 serves. The
+lessons are loaded on first use, by path: their names start with digits, and this folder shadows the real package of
+the same name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "LoRARequest", "SamplingParams"]
 
 
 @functools.cache
@@ -21,13 +22,13 @@ def _assemble() -> dict[str, Any]:
         sys.path.insert(0, folder)  # where `common` and `llama` are, as for a script that is run
     import common
 
-    offline, serving = common.lesson("04b_offline_engine"), common.lesson("06_serving")
+    multi_lora, serving = common.lesson("12_multi_lora"), common.lesson("06_serving")
 
-    class LLM(offline.LLM):
-        __doc__ = offline.LLM.__doc__
+    class LLM(multi_lora.LLM):
+        __doc__ = multi_lora.LLM.__doc__
         engine_class = staticmethod(serving.offline_engine)
 
-    return {"LLM": LLM, "SamplingParams": offline.SamplingParams}
+    return {"LLM": LLM, "LoRARequest": multi_lora.LoRARequest, "SamplingParams": serving.SamplingParams}
 
 
 def __getattr__(name: str) -> Any:

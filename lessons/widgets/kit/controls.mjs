@@ -1,0 +1,63 @@
+// The bar of controls that a JSON file describes. Native elements: a keyboard and a screen reader know them already.
+import { html, number } from "./draw.mjs";
+
+const shown = (control, value) => {
+  const at = control.values.indexOf(value);
+  if (control.labels && at >= 0) return control.labels[at];
+  return `${typeof value === "number" && Number.isInteger(value) ? number(value) : value}${control.unit ? ` ${control.unit}` : ""}`;
+};
+
+/** Builds one control; `changed(name, value)` hears of it. Returns the element and how to show a value in it. */
+function build(control, id, changed) {
+  const { name, label, values } = control;
+  const label_of = html("label", { for: id }, label);
+  if (control.kind === "range") {
+    const output = html("output", { for: id });
+    const input = html("input", { id, type: "range", min: 0, max: values.length - 1, step: 1, oninput: () => changed(name, values[input.value]) });
+    const show = (value) => {
+      input.value = values.indexOf(value);
+      output.textContent = shown(control, value);
+      input.setAttribute("aria-valuetext", output.textContent);
+    };
+    return { node: html("div", { class: "control" }, html("div", {}, label_of, output), input), show };
+  }
+  if (control.kind === "switch") {
+    const input = html("input", { id, type: "checkbox", onchange: () => changed(name, values[Number(input.checked)]) });
+    const show = (value) => { input.checked = values.indexOf(value) === 1; };
+    return { node: html("div", { class: "control switch" }, input, label_of), show };
+  }
+  if (control.kind === "text") {
+    const clean = () => input.value.replace(/[^ -~]/g, "").slice(0, control.max_length);
+    const input = html("input", { id, type: "text", maxlength: control.max_length, list: `${id}-list`, spellcheck: "false", autocomplete: "off", oninput: () => changed(name, clean()) });
+    const list = html("datalist", { id: `${id}-list` }, ...values.map((value) => html("option", { value })));
+    const show = (value) => { if (document.activeElement !== input) input.value = value; };
+    return { node: html("div", { class: "control long" }, html("div", {}, label_of), input, list), show };
+  }
+  const words = values.map((value) => shown(control, value));
+  if (values.length <= 4 && 7.6 * words.join("").length + 22 * words.length < 325) { // few and short: all of them in view
+    const radios = values.map((value, i) => html("input", { type: "radio", id: `${id}-${i}`, name: id, onchange: () => changed(name, value) }));
+    const show = (value) => radios.forEach((radio, i) => { radio.checked = values[i] === value; });
+    const buttons = radios.map((radio, i) => html("span", {}, radio, html("label", { for: radio.id }, words[i])));
+    const named = html("div", {}, html("span", { class: "name", id: `${id}-name` }, label));
+    const wide = words.join("").length > 17 ? " wide" : "";
+    return { node: html("div", { class: `control${wide}` }, named, html("div", { class: "radios", role: "radiogroup", "aria-labelledby": `${id}-name` }, ...buttons)), show };
+  }
+  const input = html("select", { id, onchange: () => changed(name, values[input.selectedIndex]) }, ...words.map((word) => html("option", {}, word)));
+  const show = (value) => { input.selectedIndex = values.indexOf(value); };
+  return { node: html("div", { class: "control" }, html("div", {}, label_of), input), show };
+}
+
+/** All controls of a widget: {node, show(params)}. */
+export function control_bar(spec, changed) {
+  const last = (control) => Number(control.kind === "switch"); // boxes to tick stand together, at the end
+  const built = [...spec.controls].sort((a, b) => last(a) - last(b)).map((control) => ({ control, ...build(control, `${spec.name}-${control.name}`, changed) }));
+  const show = (params) => {
+    for (const { control, node, show: show_one } of built) {
+      show_one(params[control.name]);
+      const off = Object.entries(control.if ?? {}).some(([name, values]) => !values.includes(params[name]));
+      node.classList.toggle("off", off);
+      for (const input of node.querySelectorAll("input, select")) input.disabled = off;
+    }
+  };
+  return { node: html("div", { class: "controls" }, ...built.map(({ node }) => node)), show };
+}

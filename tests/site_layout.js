@@ -1,0 +1,32 @@
+// What is wrong with the layout of the page's widget, as a list of sentences; test_site.py runs this in the browser.
+() => {
+  const found = [];
+  const visible = (node) => node.getBoundingClientRect().width > 0;
+  const all = (selector) => [...document.querySelectorAll(selector)].filter(visible);
+
+  const over = document.documentElement.scrollWidth - innerWidth;
+  if (over > 0) found.push(`the page is ${over} px too wide`);
+  for (const node of all("#widget *")) {
+    const { left, right } = node.getBoundingClientRect();
+    const scrolls = node.closest("pre, .table, .figure, details:not([open])");
+    if ((right > innerWidth + 1 || left < -1) && !scrolls) found.push(`sticks out: ${node.outerHTML.slice(0, 120)}`);
+  }
+
+  for (const node of all("#widget svg text, #widget .picture small, #widget label, #widget output")) {
+    const size = parseFloat(getComputedStyle(node).fontSize);
+    if (size < 9) found.push(`${size} px high: ${node.textContent}`);
+  }
+
+  for (const picture of all("#widget svg[role=img]")) {
+    const drawn = picture.viewBox.baseVal.width, shown = picture.getBoundingClientRect().width;
+    if (Math.abs(drawn - shown) > 1) found.push(`drawn for ${drawn} px and scaled to ${shown} px`);
+  }
+
+  const texts = all("#widget svg text").map((node) => [node.textContent, node.getBoundingClientRect()]);
+  texts.forEach(([a, p], i) => texts.slice(i + 1).forEach(([b, q]) => {
+    const x = Math.min(p.right, q.right) - Math.max(p.left, q.left);
+    const y = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
+    if (x > 3 && y > 5) found.push(`“${a}” lies on “${b}”`);
+  }));
+  return found.slice(0, 5);
+}

@@ -1,0 +1,1065 @@
+"""Lesson 06c: every layout writes the tokens of one process; whoever dies is named; nothing is left of anybody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import common
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import llama
+
+lesson = common.lesson("06c_scaling_out")
+executors, engine_group, layouts = lesson.executors, lesson.engine_group, lesson.layouts
+serving, async_engine, scheduling = lesson.serving, lesson.async_engine, lesson.scheduling
+Request, SamplingParams, ParallelConfig = lesson.Request, lesson.SamplingParams, lesson.ParallelConfig
+EngineArgs, ADD = serving.EngineArgs, async_engine.EngineCoreRequestType.ADD
+ABORT, UTILITY = async_engine.EngineCoreRequestType.ABORT, async_engine.EngineCoreRequestType.UTILITY
+
+SIZES = dict(seed=5, num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4, intermediate_size=96,
+             vocab_size=131)  # fmt: skip
+PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5], list(range(40)), [35], [7] * 20]
+OUTPUTS = [9, 4, 7, 12, 6]
+
+
+def scheduler_of(blocks=60, budget=16, policy="fcfs", caching=True):
+    config = lesson.preemption.SchedulerConfig(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=budget,
+                                               policy=policy, enable_chunked_prefill=True)  # fmt: skip
+    return lesson.preemption.make_scheduler(config, blocks, 4, enable_prefix_caching=caching)
+
+
+def plain_core(model=None, **limits):
+    scheduler = scheduler_of(**limits)
+    return scheduling.ModelEngineCore(
+        scheduler, serving.MixedModelRunner(model or llama.random_model(**SIZES), scheduler)
+    )
+
+
+def parallel_core(executor, parallel, depth=None, source=None, **limits):
+    executor.collective_rpc("load_model", lesson.WorkerSpec(source or SIZES, parallel))
+    scheduler = scheduler_of(**limits)
+    runner = executors.RemoteRunner(executor, parallel.output_rank, scheduler)
+    return lesson.PipelineEngineCore(scheduler, runner, depth or parallel.pipeline_parallel_size)
+
+
+def serve(core, prompts=PROMPTS, outputs=OUTPUTS, priorities=None, **fields):
+    """Tokens by request, everything handed in at once; afterwards nothing is left in the pool."""
+    got = {}
+    for i, (prompt, n) in enumerate(zip(prompts, outputs)):
+        params = SamplingParams(**{"temperature": 0, "max_tokens": n, "ignore_eos": True, **fields})
+        core.add_request(Request(str(i), list(prompt), params, arrival_time=i, priority=(priorities or [0] * 99)[i]))
+    while core.scheduler.has_unfinished_requests():
+        for output in core.step():
+            got.setdefault(int(output.request_id), []).extend(output.new_token_ids)
+    pool = core.scheduler.kv_cache_manager.block_pool
+    pool.check()
+    assert pool.num_free_blocks == pool.num_blocks - 1 and not core.scheduler.waiting and not core.scheduler.running
+    return [got[i] for i in range(len(prompts))]
+
+
+@functools.cache
+def reference():
+    return serve(plain_core())
+
+
+# --- Who holds what ---------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 130), st.integers(1, 9))
+def test_stages_cover_all_layers_once(layers, stages):
+    ranges = [lesson.get_pp_indices(layers, i, stages) for i in range(stages)]
+    assert [i for start, end in ranges for i in range(start, end)] == list(range(layers))
+    sizes = [end - start for start, end in ranges]
+    assert max(sizes) - min(sizes) <= 1 and (stages == 1 or sizes[-1] == min(sizes))
+
+
+def test_what_does_not_divide_goes_where_vllm_puts_it():
+    sizes = lambda layers, n: [b - a for a, b in (lesson.get_pp_indices(layers, i, n) for i in range(n))]  # noqa: E731
+    assert sizes(61, 2) == [31, 30] and sizes(126, 4) == [31, 32, 32, 31] and sizes(5, 4) == [1, 1, 2, 1]
+
+
+def test_in_stages_is_the_model(tiny_model):
+    ids = torch.tensor([5, 1, 77, 126])
+    recompute = scheduling.recompute
+    whole = tiny_model.forward(ids, torch.arange(4), recompute)
+    assert lesson.in_stages(tiny_model, ids, recompute, 2).equal(whole)
+
+
+def test_ranks_of_a_layout():
+    parallel = ParallelConfig(2, 3)
+    assert (parallel.world_size, parallel.output_rank, parallel.backend) == (6, 4, "mp")
+    assert ParallelConfig().backend == "uni" and ParallelConfig(1, 1, "mp").backend == "mp"
+    config = llama.random_model(**SIZES).config
+    for wrong, words in ((ParallelConfig(3), "tensor_parallel_size 3"), (ParallelConfig(1, 6), "num_hidden_layers"),
+                         (ParallelConfig(2, 1, "uni"), "uni")):  # fmt: skip
+        with pytest.raises(common.InputError, match=words):
+            wrong.check(config)
+
+
+def test_a_skeleton_costs_a_block_what_the_largest_rank_pays():
+    config = llama.random_model(**SIZES).config
+    size = lesson.offline.LLMEngine.cache_block_bytes
+    whole = size(executors.skeleton(config, ParallelConfig(), torch.float32), 16)
+    assert size(executors.skeleton(config, ParallelConfig(2, 1), torch.float32), 16) == whole // 2
+    assert size(executors.skeleton(config, ParallelConfig(2, 2), torch.float32), 16) == whole // 2 * 3 // 5
+    assert executors.skeleton(config, ParallelConfig(8, 1), torch.float32).num_kv_heads == 1
+
+
+# --- Ranks as threads -------------------------------------------------------------------------------------------------
+
+
+class ThreadTP(lesson.tensor_parallel.GroupCoordinator):
+    def __init__(self, n, rank, meeting, table):
+        super().__init__(range(n), rank)
+        self.meeting, self.table = meeting, table
+
+    def everybodys(self, x):
+        self.table[self.rank_in_group] = x.clone() if isinstance(x, torch.Tensor) else x
+        self.meeting.wait(60)
+        found = list(self.table)
+        self.meeting.wait(60)
+        return found
+
+    def all_reduce(self, x):
+        self._count("all_reduce", x)
+        return x if self.world_size == 1 else sum(self.everybodys(x))
+
+    def all_gather(self, x, dim=-1):
+        out = x if self.world_size == 1 else torch.cat(self.everybodys(x), dim)
+        self._count("all_gather", out)
+        return out
+
+
+class ThreadPP(executors.PipelineGroup):
+    def __init__(self, n, rank, wires):
+        super().__init__(range(n), rank)
+        self.wires = wires
+
+    def send(self, x):
+        self._count("send", x)
+        self.wires[self.rank_in_group].put(x)
+
+    def recv(self, shape, dtype):
+        x = self.wires[self.rank_in_group - 1].get(timeout=60)
+        assert tuple(x.shape) == shape and x.dtype == dtype
+        return x
+
+
+class ThreadWorker(executors.Worker):
+    def __init__(self, tp, pp):
+        super().__init__()
+        self.mine = tp, pp
+
+    def set_groups(self, tp, pp):
+        self.tp, self.pp = self.mine
+
+
+class ThreadExecutor(executors.Executor):
+    """Workers as threads: the layouts without processes. Messages are pickled, as on the way to a process."""
+
+    def __init__(self, parallel):
+        tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        self.world_size, self.inboxes, self.outboxes, self.last_stage = tp * pp, [], [], tp * (pp - 1)
+        rows = [(threading.Barrier(tp), [None] * tp) for _ in range(pp)]
+        wires = [[queue.SimpleQueue() for _ in range(pp)] for _ in range(tp)]
+        for rank in range(tp * pp):
+            stage, shard = divmod(rank, tp)
+            worker = ThreadWorker(ThreadTP(tp, shard, *rows[stage]), ThreadPP(pp, stage, wires[shard]))
+            inbox, outbox = queue.SimpleQueue(), queue.SimpleQueue()
+            threading.Thread(target=self.work, args=(worker, inbox, outbox), daemon=True).start()
+            self.inboxes.append(inbox), self.outboxes.append(outbox)
+
+    @staticmethod
+    def work(worker, inbox, outbox):
+        while (data := inbox.get()) is not None:
+            method, args = pickle.loads(data)
+            outbox.put(worker.call(method, args))
+
+    def submit(self, method, *args, reply_rank=None, timeout=None):
+        for inbox in self.inboxes:
+            inbox.put(pickle.dumps((method, args)))
+        collect = lambda: [box.get(timeout=60) for box in self.outboxes]  # noqa: E731
+
+        def one():
+            answers = collect()
+            if method == "execute_model":  # stages before the last sample nothing, shards of the last the same
+                before, last = answers[: self.last_stage], answers[self.last_stage :]
+                assert all(a == ({}, {}) for a in before) and all(a == last[0] for a in last)
+            return answers[reply_rank]
+
+        result = collect if reply_rank is None else one
+        return type("Later", (), {"result": staticmethod(result)})
+
+    def shutdown(self):
+        for inbox in self.inboxes:
+            inbox.put(None)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (1, 2), (1, 5), (2, 2)])
+def test_every_layout_writes_the_same_tokens(tp, pp):
+    """Chunks of 16, five requests of all lengths; what travelled is what the formulas say."""
+    parallel = ParallelConfig(tp, pp)
+    executor = ThreadExecutor(parallel)
+    core = parallel_core(executor, parallel)
+    executor.collective_rpc("take_counts")
+    tokens = []
+    submit = core.runner.submit
+    core.runner.submit = lambda output: (tokens.append(output.total_num_scheduled_tokens), submit(output))[1]
+    assert serve(core) == reference()
+    total, steps, hidden = sum(tokens), sum(n > 0 for n in tokens), 80 * 4
+    for rank, counts in enumerate(executor.collective_rpc("take_counts")):
+        start, end = lesson.get_pp_indices(5, rank // tp, pp)
+        first, last = rank // tp == 0, rank // tp == pp - 1
+        reduces = 2 * (end - start) + first
+        assert counts.get("all_reduce", {"calls": 0})["calls"] == steps * (reduces if first or tp > 1 else 0) or tp == 1
+        if tp > 1:
+            assert counts["all_reduce"] == {"calls": steps * reduces, "bytes": total * hidden * reduces}
+        assert counts.get("send", {"bytes": 0})["bytes"] == (0 if last else total * hidden)
+    held = executor.collective_rpc("held")
+    assert all(h["requests"] == h["rows"] for h in held), "the last step's finished are told with the next one"
+    assert serve(core) == reference(), "names that are used again"
+    executor.shutdown()
+
+
+def test_weights_are_divided():
+    whole = llama.random_model(**SIZES).num_parameters
+    executor = ThreadExecutor(ParallelConfig(1, 5))
+    held = executor.collective_rpc("load_model", lesson.WorkerSpec(SIZES, ParallelConfig(1, 5)))
+    executor.shutdown()
+    embedding, norm = 131 * 80, 80
+    assert sum(held) == whole + embedding + 4 * norm, "tied: the last stage has the embedding, too; norms have all"
+    assert max(held[1:4]) < whole / 5
+
+
+# --- Micro-batches in flight ------------------------------------------------------------------------------------------
+
+
+class LateExecutor(executors.UniProcExecutor):
+    """Everything is computed at once, and told when somebody asks: what a core with steps in flight sees."""
+
+
+@pytest.fixture(scope="module")
+def late():
+    executor = LateExecutor()
+    executor.collective_rpc("load_model", lesson.WorkerSpec(SIZES, ParallelConfig()))
+    return executor
+
+
+def core_on(executor, depth, **limits):
+    scheduler = scheduler_of(**limits)
+    return lesson.PipelineEngineCore(scheduler, executors.RemoteRunner(executor, 0, scheduler), depth)
+
+
+@pytest.mark.parametrize("depth", [2, 5])
+@pytest.mark.parametrize("blocks", [60, 17])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_in_flight_preempted_and_cached_the_tokens_stay(late, depth, blocks, policy):
+    core = core_on(late, depth, blocks=blocks, policy=policy)
+    outputs, seen, in_flight = [9, 14, 7, 20, 16], [], []
+    preempt, put = core.scheduler._preempt_request, core.put_in_flight
+
+    def count(victim, output):
+        seen.append(victim.request_id)
+        preempt(victim, output)
+
+    def watch():
+        found = put()
+        in_flight.append(len(core.batch_queue))
+        return found
+
+    core.scheduler._preempt_request, core.put_in_flight = count, watch
+    got = serve(core, outputs=outputs, priorities=[4, 3, 2, 1, 0])
+    want = serve(plain_core(_model(), blocks=60), outputs=outputs)
+    assert got == want
+    assert bool(seen) == (blocks == 17) and min(2, depth) <= max(in_flight) <= depth
+
+
+@functools.cache
+def _model():
+    return llama.random_model(**SIZES)
+
+
+def test_a_token_of_a_former_life_is_dropped(late):
+    """Preempted while its token was on the way, back and computed again before that token arrived: it counts once."""
+    core = core_on(late, 3, blocks=60)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    core.add_request(Request("0", [3, 1, 4], params))
+    assert core.put_in_flight()
+    (request,) = core.scheduler.running
+    output = scheduling.SchedulerOutput()
+    core.scheduler._preempt_request(request, output)
+    core.runner.writer.write(output)
+    assert core.put_in_flight(), "it runs again, and the first token has not arrived"
+    got = []
+    while core.scheduler.has_unfinished_requests():
+        got += [token for found in core.step() for token in found.new_token_ids]
+    assert got == serve(plain_core(_model()), [[3, 1, 4]], [6])[0]
+
+
+def test_an_abort_in_flight_leaves_nothing(late):
+    core = core_on(late, 3)
+    for i in range(3):
+        core.add_request(Request(str(i), PROMPTS[2], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)))
+    while core.put_in_flight():
+        pass
+    assert len(core.batch_queue) == 3
+    core.abort_requests(["0", "1", "2"])
+    assert [core.step() for _ in range(4)] == [[], [], [], []]
+    assert serve(core) == reference()
+    core.runner.submit(core.scheduler.schedule())
+
+
+def test_sampling_and_logprobs_survive_the_way(late):
+    fields = {"temperature": 0.9, "seed": 7, "top_p": 0.9, "presence_penalty": 0.5, "logprobs": 2}
+    core = core_on(late, 2)
+    assert serve(core, **fields) == serve(plain_core(_model()), **fields)
+    assert core.runner.logprobs
+
+
+def test_workers_hear_differences_not_requests():
+    scheduler = scheduler_of()
+    writer, sizes = lesson.StepWriter(scheduler.kv_cache_manager), []
+    core = scheduling.DryRun(scheduler)
+    core.add_request(Request("0", list(range(40)), SamplingParams(max_tokens=20, ignore_eos=True)))
+    while scheduler.has_unfinished_requests():
+        output = scheduler.schedule()
+        message = writer.write(output)
+        sizes.append(len(pickle.dumps(message)))
+        ready = [r for r in scheduler.running if r.num_computed_tokens == r.num_tokens]
+        scheduler.update_from_output(output, {r.request_id: [0] for r in ready})
+        assert (message.new == []) == (len(sizes) > 1)
+    assert max(sizes[1:]) < sizes[0] / 2
+    assert writer.write(scheduler.schedule()) is None and writer.finished == ["0"] and not writer.known
+
+
+# --- The queue --------------------------------------------------------------------------------------------------------
+
+
+class Context:
+    Pipe = staticmethod(__import__("multiprocessing").Pipe)
+
+
+def test_a_message_is_written_once_and_read_by_all():
+    box = lesson.MessageQueue(Context, readers=3, chunks=4, chunk_bytes=256)
+    items = [bytes([i]) * (50 * (i % 9)) for i in range(40)]  # up to 400 bytes: some exceed a chunk
+    got = [[] for _ in range(3)]
+
+    def read(i):
+        reader = box.reader(i)
+        while len(got[i]) < len(items):
+            got[i].append(reader.dequeue())
+
+    threads = [threading.Thread(target=read, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for item in items:
+        box.enqueue(item)
+    for thread in threads:
+        thread.join(60)
+    assert got == [items] * 3
+    box.close()
+
+
+def test_the_writer_waits_for_the_slowest_reader_and_asks_whether_it_lives():
+    box = lesson.MessageQueue(Context, readers=2, chunks=2, chunk_bytes=64)
+    fast, slow = box.reader(0), box.reader(1)
+
+    class Full(Exception):
+        pass
+
+    def full():
+        raise Full
+
+    for i in range(2):
+        box.enqueue(i, full)
+    assert [fast.dequeue(), fast.dequeue()] == [0, 1]
+    with pytest.raises(Full):
+        box.enqueue(2, full)
+    assert slow.dequeue() == 0
+    box.enqueue(2, full)
+    assert (fast.dequeue(), slow.dequeue(), slow.dequeue()) == (2, 1, 2)
+    box.close()
+
+
+# --- Processes --------------------------------------------------------------------------------------------------------
+
+
+def gone(executor):
+    return not any(process.is_alive() for process in executor.processes)
+
+
+def test_processes_write_the_same_tokens_and_a_silent_one_is_named():
+    """TP 2 × PP 2 over gloo and shared memory. Then one falls silent."""
+    executor, parallel = lesson.MultiprocExecutor(4), ParallelConfig(2, 2)
+    try:
+        core = parallel_core(executor, parallel, source=SIZES)
+        assert serve(core) == reference()
+        found = executor.collective_rpc(("06c0_parallel_layouts", "moe_on_rank"))
+        assert max(max(rank["errors"].values()) for rank in found) < 1e-5
+        with pytest.raises(executors.ExecutorFailed, match="no answer to sleep from worker 3 of 4 within 1 s"):
+            executor.collective_rpc("sleep", 600.0, 3, timeout=1)
+        assert gone(executor)
+        with pytest.raises(executors.ExecutorFailed, match="worker 3"):
+            executor.collective_rpc("held")
+    finally:
+        executor.shutdown()
+
+
+def test_a_killed_worker_is_named_and_another_start_works():
+    executor = lesson.MultiprocExecutor(1)
+    try:
+        core = parallel_core(executor, ParallelConfig(1, 1, "mp"))
+        core.add_request(Request("0", [1, 2, 3], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)))
+        core.step()
+        executor.processes[0].kill()
+        with pytest.raises(executors.ExecutorFailed, match=r"worker 0 of 1 died \(signal SIGKILL\)"):
+            while core.scheduler.has_unfinished_requests():
+                core.step()
+        assert gone(executor)
+    finally:
+        executor.shutdown()
+    again = lesson.MultiprocExecutor(1)
+    try:
+        with pytest.raises(common.InputError, match="not a folder"):
+            again.collective_rpc("load_model", lesson.WorkerSpec("/no/such/folder", ParallelConfig()))
+        assert gone(again), "a refusal ends them, too"
+    finally:
+        again.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp", "victim"), [(2, 1, 1), (1, 2, 0), (2, 1, 0)])
+def test_whoever_is_killed_is_named_not_its_peers(tp, pp, victim):
+    executor, parallel = lesson.MultiprocExecutor(tp * pp), ParallelConfig(tp, pp)
+    try:
+        core = parallel_core(executor, parallel)
+        core.add_request(Request("0", [1, 2, 3], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)))
+        core.step()
+        executor.processes[victim].kill()
+        with pytest.raises(executors.ExecutorFailed, match=rf"worker {victim} of 2 died \(signal SIGKILL\)"):
+            while core.scheduler.has_unfinished_requests():
+                core.step()
+        assert gone(executor)
+    finally:
+        executor.shutdown()
+
+
+# --- Which engine -----------------------------------------------------------------------------------------------------
+
+
+def request_of(tokens, name="r", **about):
+    return Request(name, list(tokens), SamplingParams(max_tokens=1), **about)
+
+
+def test_vllms_score():
+    balancer = lesson.LoadBalancer(3, client_count=2)
+    balancer.counts, balancer.inflight = [[4, 16, 1.0], [0, 30, 0.9], [4, 16, 0.5]], [0, 0, 12]
+    assert [balancer.score(i) for i in range(3)] == [32.0, 30.0, 24]
+    assert balancer.choose(request_of([1])) == 2
+    assert balancer.counts[2][0] == 6 and balancer.inflight[2] == 13, "it counts before the coordinator says so"
+
+
+def test_a_burst_goes_round_and_ties_rotate():
+    balancer = lesson.LoadBalancer(4)
+    assert sorted(balancer.choose(request_of([1])) for _ in range(4)) == [0, 1, 2, 3]
+    balancer.counts = [[0, 0, 0.0] for _ in range(4)]  # a snapshot that is older than the burst
+    assert sorted(balancer.choose(request_of([1])) for _ in range(4)) == [0, 1, 2, 3], "its own count is exact"
+    starts = []
+    for index in range(4):
+        starts.append(lesson.LoadBalancer(4, client_index=index, client_count=4).choose(request_of([1])))
+    assert starts == [0, 1, 2, 3], "clients that know nothing of each other start at different engines"
+
+
+def test_a_prefix_goes_where_it_was_unless_that_is_too_far_behind():
+    balancer = lesson.PrefixAwareBalancer(3, block_size=4, num_blocks=8, max_imbalance=2)
+    first = balancer.choose(request_of(range(8)))
+    others = [balancer.choose(request_of(range(100 * i, 100 * i + 8))) for i in (1, 2)]
+    assert sorted([first, *others]) == [0, 1, 2]
+    again = [balancer.choose(request_of([*range(8), i])) for i in range(6)]
+    assert again[:2] == [first] * 2, "two behind is allowed"
+    assert set(again) != {first}, "a third is not"
+    assert balancer.choose(request_of(range(8), cache_salt="x")) in range(3)
+    assert balancer.hashes(request_of(range(8), cache_salt="x")) != balancer.hashes(request_of(range(8)))
+    assert balancer.hashes(request_of(range(7))) == balancer.hashes(request_of(range(8)))[:1]
+    assert all(len(sent) <= 8 for sent in balancer.sent)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=40), st.sampled_from(["load", "prefix"]))
+def test_balancers_count_right(events, kind):
+    balancer, running = engine_group.BALANCERS[kind](3), []
+    for group, finish in events:
+        if finish and running:
+            balancer.finished(running.pop(0))
+        else:
+            running.append(balancer.choose(request_of(range(group * 50, group * 50 + 33))))
+        assert balancer.inflight == [running.count(i) for i in range(3)]
+    if kind == "load":
+        assert not running or max(balancer.inflight) - min(balancer.inflight) <= len(running)
+
+
+def test_the_index_forgets_the_oldest():
+    balancer = lesson.PrefixAwareBalancer(1, block_size=1, num_blocks=3)
+    balancer.choose(request_of([1, 2, 3]))
+    balancer.choose(request_of([9]))
+    kept = list(balancer.sent[0])
+    assert len(kept) == 3 and balancer.hashes(request_of([9]))[0] == kept[-1]
+    assert balancer.hashes(request_of([1]))[0] not in kept
+
+
+def test_routing_gains_hits_and_costs_balance():
+    found = lesson.facts()["routing"]
+    assert found["prefix_4"]["hit_rate"] > found["load"]["hit_rate"] + 0.1
+    assert found["prefix_4"]["mean_ttft"] < found["load"]["mean_ttft"] < found["prefix_1000"]["mean_ttft"]
+    assert found["load"]["spread"] < found["prefix_4"]["spread"] < found["prefix_1000"]["spread"]
+
+
+# --- Sockets ----------------------------------------------------------------------------------------------------------
+
+
+def test_letters_and_nothing_else_are_unpickled():
+    request = Request("0", [1, 2], SamplingParams(stop=["x"], logit_bias={3: 1.5}), cache_salt="s")
+    outputs = async_engine.EngineCoreOutputs([scheduling.EngineCoreOutput("0", [5], "stop", 5)],
+                                             async_engine.SchedulerStats(1, 2, 0.5),
+                                             {"0": {5: lesson.offline.Logprob(-0.1, 1, "a")}})  # fmt: skip
+    kind, twin = engine_group.loads(pickle.dumps((ADD, request)))
+    assert kind is ADD and vars(twin).keys() == vars(request).keys() and twin.sampling_params == request.sampling_params
+    assert engine_group.loads(pickle.dumps(outputs)) == outputs
+    for evil in (os.system, async_engine.MPClient, async_engine.build_engine, subprocess.Popen, getattr):
+        with pytest.raises(pickle.UnpicklingError, match="no letter"):
+            engine_group.loads(pickle.dumps(evil))
+
+
+def test_the_coordinator_publishes_news_at_most_every_100_ms():
+    ours, theirs = socket.socketpair()
+    coordinator = lesson.DPCoordinator([ours], [])
+    assert coordinator.due_in(5.0) is None
+    coordinator.note(0, [1, 2, 0.5])
+    assert coordinator.due_in(5.0) == 0.0
+    coordinator.publish(5.0)
+    assert coordinator.due_in(5.01) is None
+    coordinator.note(0, [2, 2, 0.5])
+    assert coordinator.due_in(5.04) == pytest.approx(0.06) and coordinator.due_in(5.2) == 0.0
+    ours.close(), theirs.close()
+
+
+INSIDE, GO, ABORTED = threading.Event(), threading.Event(), []  # of a gated engine: in a step; may go on; was told
+
+
+def make_tiny(args, report=lambda text: None):
+    """An engine on the tiny model, as a factory makes one; `args` may break it."""
+    report("here")
+    scheduler = scheduler_of(blocks=80)
+    core = scheduling.ModelEngineCore(scheduler, serving.MixedModelRunner(_model(), scheduler))
+    if args == "broken":
+        core.execute_model = lambda output: 1 / 0
+    if args == "gated":
+        core.execute_model = lambda output: (INSIDE.set(), GO.wait(60), type(core).execute_model(core, output))[-1]
+        core.abort_requests = lambda ids: (ABORTED.extend(ids), type(core).abort_requests(core, ids))[-1]
+    return type("Engine", (), {"core": core, "about": {}})()
+
+
+class Engines:
+    """Engines as threads, with real sockets to clients and to a coordinator."""
+
+    def __init__(self, monkeypatch, count, clients, args=("",)):
+        monkeypatch.setattr(lesson, "make_tiny", make_tiny, raising=False)
+        self.ours = {}
+        self.threads = []
+        for engine in range(count):
+            theirs = []
+            for slot in range(clients + 1):
+                self.ours[engine, slot], other = socket.socketpair()
+                theirs.append(other)
+            box = lesson.EngineMailbox(theirs[:clients], theirs[clients], engine)
+            thread = threading.Thread(target=self.run, args=(box, theirs, args[engine % len(args)]), daemon=True)
+            thread.start()
+            self.threads.append(thread)
+        pairs = [socket.socketpair() for _ in range(clients)]
+        coordinator = lesson.DPCoordinator([self.ours[i, clients] for i in range(count)], [b for _, b in pairs])
+        threading.Thread(target=coordinator.run, daemon=True).start()
+        self.coordinator, self.count, self.clients = [a for a, _ in pairs], count, clients
+
+    @staticmethod
+    def run(box, sockets, args):
+        engine_group.serve_clients(box, (lesson.KEY, "make_tiny"), args)
+        for sock in sockets:
+            sock.close()
+
+    def client(self, index, balancer=None):
+        balancer = balancer or lesson.LoadBalancer(self.count, index, self.clients)
+        return lesson.DPLBClient([self.ours[i, index] for i in range(self.count)], self.coordinator[index], balancer)
+
+
+async def start(client, real_model):
+    while not isinstance(letter := await client.receive(), async_engine.EngineCoreReady):
+        assert isinstance(letter, async_engine.Progress)
+    config, tokenizer = _model().config, real_model[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lesson.offline, "TokenBytes", token_bytes)
+        front = async_engine.FrontEnd(config, tokenizer, client.send, letter.max_model_len)
+    return async_engine.AsyncLLM(client, letter, front)
+
+
+@functools.cache
+def token_bytes(tokenizer, kind=lesson.offline.TokenBytes):
+    return kind(tokenizer)
+
+
+async def ask(llm, name, prompt, n, **fields):
+    params = SamplingParams(**{"temperature": 0, "max_tokens": n, "ignore_eos": True, **fields})
+    async for output in llm.generate(name, {"prompt_token_ids": list(prompt)}, params):
+        final = output
+    return final.outputs[0].token_ids
+
+
+IDLE = {"unfinished": 0, "tables": 0, "owned_blocks": 0}
+
+
+def test_two_engines_one_client(monkeypatch, real_model):
+    """The tokens of one engine, spread over two; aborts reach the right one; totals are totals."""
+    engines = Engines(monkeypatch, 2, 1)
+
+    async def story():
+        llm = await start(engines.client(0), real_model)
+        assert llm.ready.about == {"engines": 2} and llm.ready.num_gpu_blocks == 160
+        where = []
+        choose = llm.client.balancer.choose
+        llm.client.balancer.choose = lambda request: where.append(choose(request)) or where[-1]
+        got = await asyncio.gather(*(ask(llm, str(i), p, n) for i, (p, n) in enumerate(zip(PROMPTS, OUTPUTS))))
+        assert got == reference() and {where.count(0), where.count(1)} == {2, 3}
+        tasks = [asyncio.create_task(ask(llm, f"x{i}", PROMPTS[0], 50)) for i in range(4)]
+        while len(llm.client.engine_of) < 4:
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert await llm.call_utility("check_idle") == IDLE
+        assert llm.client.balancer.inflight == [0, 0] and not llm.client.engine_of
+        await llm.shutdown()
+
+    asyncio.run(story())
+    for thread in engines.threads:
+        thread.join(30)
+        assert not thread.is_alive(), "an engine that nobody talks to ends"
+
+
+def test_two_clients_before_one_engine(monkeypatch, real_model):
+    """Each reads its own answers; a name that the other uses is refused; who hangs up leaves nothing behind."""
+    engines = Engines(monkeypatch, 1, 2, ("gated",))
+
+    async def hold(llm, name):
+        """A request in the middle of a step that does not end until it is told to."""
+        GO.clear(), INSIDE.clear()
+        task = asyncio.create_task(ask(llm, name, PROMPTS[0], 55))
+        assert await asyncio.to_thread(INSIDE.wait, 60)
+        return task
+
+    async def story():
+        GO.set(), ABORTED.clear()
+        a, b = await asyncio.gather(start(engines.client(0), real_model), start(engines.client(1), real_model))
+        got = await asyncio.gather(*(ask((a, b)[i % 2], str(i), p, n, logprobs=1 if i == 3 else None)
+                                     for i, (p, n) in enumerate(zip(PROMPTS, OUTPUTS))))  # fmt: skip
+        assert got == reference()
+        first = await hold(a, "same")
+        second = asyncio.create_task(ask(b, "same", PROMPTS[0], 3))
+        while "same" not in b.client.engine_of:
+            await asyncio.sleep(0)
+        GO.set()
+        with pytest.raises(common.InputError, match="in use"):
+            await second
+        assert len(await first) == 55
+        last = await hold(a, "again")
+        a.client.close()  # the API server is gone, in the middle of its request
+        GO.set()
+        while await b.call_utility("check_idle") != IDLE:
+            pass
+        assert ABORTED == ["again"]
+        last.cancel(), a.output_handler.cancel()
+        await asyncio.gather(last, a.output_handler, return_exceptions=True)
+        assert await ask(b, "later", PROMPTS[0], 9) == reference()[0]
+        await b.shutdown()
+
+    asyncio.run(story())
+
+
+def test_one_engine_of_two_dies_and_everybody_hears(monkeypatch, real_model):
+    engines = Engines(monkeypatch, 2, 1, ("", "broken"))
+
+    async def story():
+        llm = await start(engines.client(0), real_model)
+        found = await asyncio.gather(*(ask(llm, str(i), PROMPTS[0], 50) for i in range(4)), return_exceptions=True)
+        assert [type(x) for x in found] == [async_engine.EngineDeadError] * 4
+        assert "ZeroDivisionError" in str(llm.dead)
+        with pytest.raises(async_engine.EngineDeadError):
+            llm.add_request("late", "x", SamplingParams())
+        await llm.shutdown()
+
+    asyncio.run(story())
+
+
+def test_engines_that_differ_are_refused():
+    client = lesson.DPLBClient([None, None], None, lesson.LoadBalancer(2))
+    ready = lambda blocks, length: async_engine.EngineCoreReady(length, 8, 64, blocks, 16, "fcfs", True, 1)  # noqa: E731
+    assert client.take(0, ready(10, 64)) is None
+    letter = client.take(1, ready(12, 32))
+    assert isinstance(letter, async_engine.Dead) and letter.bad_input and "max_model_len" in letter.error
+
+
+# --- Engines elsewhere ------------------------------------------------------------------------------------------------
+
+
+def free_port(host="127.0.0.1"):
+    with socket.create_server((host, 0)) as sock:
+        return sock.getsockname()[1]
+
+
+def test_engines_dial_in_and_strangers_are_turned_away():
+    args = EngineArgs(data_parallel_size=3, data_parallel_size_local=1, data_parallel_rpc_port=free_port())
+    found, said = {}, []
+    head = threading.Thread(target=lambda: found.update(engine_group.accept_engines(args, 2, said.append)))
+    head.start()
+    address = (args.data_parallel_address, args.data_parallel_rpc_port)
+    remote, clients = engine_group.dial(*address, 1)
+    assert clients == 2 and len(remote) == 3
+    for line in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"x" * 5000, b'{"engine": 1, "slot": 0}\n', b'{"engine": 0}\n'):
+        with socket.create_connection(address) as sock:
+            sock.sendall(line)
+            assert b"error" in sock.recv(4096)
+    with pytest.raises(common.InputError, match="refused"):
+        engine_group.dial(*address, 7)
+    last, _ = engine_group.dial(*address, 2)
+    head.join(30)
+    assert sorted(found) == [(e, s) for e in (1, 2) for s in range(3)] and len(said) == 3
+    for (engine, slot), sock in found.items():
+        sock.sendall(b"%d%d" % (engine, slot))
+    assert [s.recv(2) for s in (*remote, *last)] == [b"10", b"11", b"12", b"20", b"21", b"22"]
+    for sock in (*found.values(), *remote, *last):
+        sock.close()
+    with pytest.raises(common.InputError, match="--data-parallel-address"):
+        engine_group.dial(address[0], free_port(), 1, patience=0.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [({"tensor_parallel_size": 2, "quantization": "rtn-int8"}, "quantization"),
+     ({"tensor_parallel_size": 2, "engine_place": "thread"}, "engine_place"),
+     ({"data_parallel_size": 0, "headless": True}, "data_parallel_size"),
+     ({"data_parallel_size": 2, "data_parallel_size_local": 3}, "data_parallel_size_local"),
+     ({"data_parallel_size": 2, "headless": True}, "data_parallel_start_rank"),
+     ({"data_parallel_size": 4, "headless": True, "data_parallel_size_local": 2, "data_parallel_start_rank": 3},
+      "data_parallel_start_rank"),
+     ({"headless": True, "api_server_count": 2}, "api_server_count"),
+     ({"tensor_parallel_size": 2, "distributed_executor_backend": "mpi"}, "uni, mp, ray"),
+     ({"data_parallel_size": 2, "data_parallel_routing": "random"}, "load, prefix")],
+)  # fmt: skip
+def test_flags_that_are_refused(wrong, words):
+    if wrong.get("quantization"):
+        wrong = {**wrong, "quantization": common.lesson("05b_quantization").METHODS[0]}
+    with pytest.raises(common.InputError, match=words):
+        EngineArgs(**wrong)
+
+
+# --- Experts ----------------------------------------------------------------------------------------------------------
+
+
+class ThreadExperts(layouts.ExpertGroup, ThreadTP):
+    def __init__(self, *args):
+        ThreadTP.__init__(self, *args)
+
+    def all_to_all(self, rows, counts):
+        everybody = self.everybodys((rows, list(counts)))
+        parts = [r.split(c)[self.rank_in_group] for r, c in everybody]
+        self._count_sent("all_to_all", rows, counts)
+        return torch.cat(parts), [len(part) for part in parts]
+
+    def reduce_scatter(self, x):
+        self._count("reduce_scatter", x)
+        return sum(self.everybodys(x)).chunk(self.world_size)[self.rank_in_group]
+
+
+def in_threads(n, fn):
+    meeting, table, found = threading.Barrier(n), [None] * n, [None] * n
+
+    def run(rank):
+        try:
+            found[rank] = fn(ThreadExperts(n, rank, meeting, table))
+        except BaseException as error:
+            found[rank] = error
+            meeting.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for x in found:
+        if isinstance(x, BaseException) and not isinstance(x, threading.BrokenBarrierError):
+            raise x
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_experts_sharded_are_experts_whole(n, top_k):
+    layer = layouts.random_moe(top_k=top_k, seed=n)
+    x = torch.randn(12 * n, 64)
+    want = layouts.moe_reference(layer, x)
+    for out in in_threads(n, lambda group: layouts.tensor_parallel_moe(layer, x, group)):
+        common.assert_close(out, want)
+
+    def rank(group):
+        mine = layouts.expert_parallel_moe(layer, x.chunk(n)[group.rank_in_group], group)
+        return mine, group.bytes["all_to_all"]
+
+    found = in_threads(n, rank)
+    common.assert_close(torch.cat([mine for mine, _ in found]), want)
+    arrived = layouts.rows_sent(layer, x, n)
+    ids, _ = layouts.route(layer, x)
+    size = 12 // n
+    for r, (_, sent) in enumerate(found):  # hidden states and ids go out; results of others' tokens go back
+        others = (torch.cat([c for i, c in enumerate((ids // size).chunk(n)) if i != r]) if n > 1 else ids[:0]) == r
+        assert sent == arrived[r] * (64 * 4 + 8) + int(others.sum()) * 64 * 4
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 6, 13])
+def test_sequence_parallel_for_any_number_of_tokens(tokens):
+    layer, x, norm = layouts.random_moe(), torch.randn(tokens, 64), torch.rand(64) + 0.5
+    want = x + layouts.moe_reference(layer, torch.nn.functional.rms_norm(x, (64,), norm))
+    shares = torch.randn(3, tokens, 64)
+    shares[2] = x - shares[0] - shares[1]
+    for out in in_threads(
+        3, lambda group: layouts.sequence_parallel_block(layer, shares[group.rank_in_group], norm, group)
+    ):
+        common.assert_close(out, want)
+
+
+def test_everybody_wants_the_same_expert():
+    """All tokens go to one rank, the others get nothing: empty messages are messages."""
+    layer = layouts.random_moe(top_k=1)
+    layer.router = torch.zeros(12, 64)
+    layer.router[7] = 1
+    x = torch.rand(9, 64) + 0.1
+    found = in_threads(3, lambda group: layouts.expert_parallel_moe(layer, x.chunk(3)[group.rank_in_group], group))
+    common.assert_close(torch.cat(found), layouts.moe_reference(layer, x))
+    assert layouts.rows_sent(layer, x, 3) == [3, 0, 3]
+
+
+# --- Arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def test_sizing_says_what_the_text_says():
+    sizing, known = layouts.facts()["sizing"], layouts.facts()
+    assert known["models"]["llama_31_405b"]["gpus"] > 8 >= known["models"]["llama_31_405b_fp8"]["gpus"]
+    assert 8 < known["models"]["deepseek_r1"]["gpus"] <= 16
+    wide, deep = (sizing["llama_31_405b"][name] for name in ("tp16", "tp8_pp2"))
+    assert wide["alone_ms"] < deep["alone_ms"] and 2 * wide["sequences"] <= deep["sequences"]
+    assert wide["tokens_per_second"] < deep["tokens_per_second"]
+    r1 = sizing["deepseek_r1"]
+    assert r1["tp8_pp2"]["kv_copies"] == 8 and r1["dp16_ep"]["kv_tokens"] > 3 * r1["tp8_pp2"]["kv_tokens"]
+
+
+def test_cost_by_hand():
+    model = layouts.models()["Llama-3.1-405B"]
+    one = layouts.cost(model, layouts.Layout(tp=8, pp=2), sequences=2, context=1)
+    reading = model.shared_bytes / 16 / 3.35e12
+    assert one["weights_gb"] == pytest.approx(model.shared_bytes / 16e9)
+    assert one["stage_ms"] > 1e3 * reading and one["latency_ms"] > 2 * one["stage_ms"]
+    assert layouts.all_reduce_seconds(1e6, 16) > layouts.all_reduce_seconds(1e6, 8)
+    assert layouts.models()["DeepSeek-R1"].expert_bytes_read(1) == pytest.approx(layouts.R1_EXPERTS * 8 / 256)
+
+
+@given(st.integers(1, 6), st.integers(1, 8))
+def test_the_bubble_is_the_formulas(stages, micro_batches):
+    """One prompt cut into equal chunks, no time on the way: GPipe's share, from the real scheduler and core."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lesson, "SEND", 0)
+        trace = lesson.pipeline(stages, stages, 60, [60 * micro_batches], [1])  # 240 + 60 ticks: 1 to 6 divide it
+    assert len(trace["batches"]) == micro_batches
+    assert trace["idle"] / (stages * trace["makespan"]) == pytest.approx(lesson.bubble(stages, micro_batches))
+
+
+@pytest.mark.parametrize("workload", list(lesson.WORKLOADS))
+@pytest.mark.parametrize("in_flight", lesson.CHOICES["in_flight"])
+def test_stages_are_never_in_two_places(workload, in_flight):
+    trace = lesson.simulate({"stages": 3, "in_flight": in_flight, "budget": 64, "workload": workload})
+    prompts, outputs = lesson.WORKLOADS[workload]
+    assert sum(b["tokens"] for b in trace["batches"]) == sum(prompts) + sum(outputs) - len(prompts)
+    for before, after in zip(trace["batches"], trace["batches"][1:]):
+        assert all(a[1] <= b[0] for a, b in zip(before["spans"], after["spans"]))
+        assert in_flight != "one batch" or before["spans"][-1][1] <= after["spans"][0][0]
+    for batch in trace["batches"]:
+        assert all(a[1] + lesson.SEND <= b[0] for a, b in zip(batch["spans"], batch["spans"][1:]))
+
+
+def test_the_widget_uses_the_real_core(monkeypatch):
+    before = lesson.simulate(lesson.WIDGET_DEFAULT)
+    monkeypatch.setattr(lesson.PipelineEngineCore, "put_in_flight", lambda self: None if self.batch_queue else
+                        original(self))  # fmt: skip
+    original = _original_put
+    assert lesson.simulate(lesson.WIDGET_DEFAULT)["makespan"] > before["makespan"]
+
+
+_original_put = lesson.PipelineEngineCore.put_in_flight
+
+
+# --- The real model, through the server and the official client -------------------------------------------------------
+
+TEXTS = lesson.TEXTS
+
+
+@pytest.fixture(scope="module")
+def texts(real_model):
+    """What one process answers, as text."""
+    model, tokenizer = real_model
+    llm = lesson.offline.LLM(model, tokenizer=tokenizer, max_model_len=256, max_num_seqs=8, num_gpu_blocks_override=65)
+    found = llm.generate(TEXTS, SamplingParams(temperature=0, max_tokens=6))
+    return [output.outputs[0].text for output in found]
+
+
+FLAGS = ["--max-model-len", "256", "--max-num-seqs", "8", "--kv-cache-gib", "0.05", "--served-model-name", "smol",
+         "--max-num-batched-tokens", "64"]  # fmt: skip
+
+
+@contextlib.contextmanager
+def server(*flags):
+    lines = []
+    with serving.running_server(*FLAGS, *flags, echo=lines.append, VLLM_SERVER_DEV_MODE="1") as (url, process):
+        import openai
+
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=120), process, lines, url
+
+
+def ask_all(client, rounds=2):
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(lambda text: client.completions.create(model="smol", prompt=text, temperature=0, max_tokens=6),
+                         TEXTS * rounds)  # fmt: skip
+        return [x.choices[0].text for x in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [
+    ["--tensor-parallel-size", "3"], ["--pipeline-parallel-size", "2"], ["-pp", "3"], ["-dp", "2"],
+    ["-dp", "2", "--data-parallel-routing", "prefix", "--api-server-count", "2"], ["-asc", "2"],
+    ["--distributed-executor-backend", "mp"], ["--distributed-executor-backend", "uni"],
+], ids=" ".join)  # fmt: skip
+def test_serve(flags, texts):
+    with server(*flags) as (client, process, _, _):
+        assert ask_all(client) == texts * 2
+        children = descendants(process.pid)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    wait_until_gone(children)
+
+
+def wait_until_gone(pids):
+    stop = time.monotonic() + 60
+    while left := [pid for pid in pids if alive(pid)]:
+        assert time.monotonic() < stop, f"left running: {left}"
+        time.sleep(0.05)
+
+
+def descendants(pid):
+    """All processes below one, where /proc says so."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True).stdout.splitlines():
+            child, parent = map(int, line.split())
+            if parent == pid:
+                found += [child, *descendants(child)]
+    return found
+
+
+def alive(pid):
+    try:
+        return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_headless_engines_on_another_address(texts):
+    """The head at 127.0.0.1 has no engine of its own; two dial in from a process that stands for another host."""
+    port = str(free_port())
+    shared = ["--data-parallel-size", "2", "--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", port]
+    remote = subprocess.Popen([sys.executable, common.HERE / "06_serving.py", "serve", "--headless", *FLAGS, *shared,
+                               "--data-parallel-size-local", "1", "--data-parallel-start-rank", "1"],
+                              stdout=subprocess.PIPE, text=True)  # fmt: skip
+    try:
+        with server(*shared, "--data-parallel-size-local", "1") as (client, process, lines, _):
+            assert any("engine 1 is here" in line for line in lines)
+            assert ask_all(client) == texts * 2
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        assert remote.wait(60) == 0, "the engines end when the API server has hung up"
+    finally:
+        remote.kill()
+        remote.wait()
+        remote.stdout.close()
+
+
+@pytest.mark.slow
+def test_a_killed_worker_ends_the_server_with_code_1(texts):
+    import openai
+
+    with server("-pp", "2") as (client, process, _, _):
+        assert ask_all(client, 1) == texts
+        workers = [pid for pid in descendants(process.pid) if alive(pid)]
+        os.kill(max(workers), signal.SIGKILL)  # the youngest: the last stage
+        with pytest.raises((openai.APIStatusError, openai.APIConnectionError)):
+            for _ in range(100):
+                ask_all(client, 1)
+        assert process.wait(60) == 1
+    wait_until_gone(workers)
+
+
+@pytest.mark.slow
+def test_ray(texts):
+    """Workers as actors of a local Ray, in a placement group: the same tokens; a killed actor is a clear error."""
+    if __import__("importlib.util").util.find_spec("ray") is None:
+        pytest.skip("ray is not installed: it is an extra")
+    code = f"""
+import sys; sys.path.insert(0, {str(common.HERE)!r})
+import common, json, llama
+lesson = common.lesson("06c_scaling_out")
+parallel = lesson.ParallelConfig(1, 2, "ray")
+executor = lesson.executors.make_executor(parallel)
+executor.collective_rpc("load_model", lesson.WorkerSpec(None, parallel))
+tokenizer = llama.Tokenizer(llama.model_folder(None))
+engine = lesson.build_engine(None, parallel, tokenizer, executor)
+tokens = lesson.answer(engine, lesson.TEXTS)
+executor.ray.kill(executor.actors[1])
+try:
+    executor.collective_rpc("held")
+except lesson.executors.ExecutorFailed as error:
+    print(json.dumps([[tokenizer.decode(t) for t in tokens], str(error)]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    got, error = json.loads(done.stdout.splitlines()[-1])
+    assert got == texts and "died" in error
+
+
+@pytest.mark.slow
+def test_serve_with_ray(texts):
+    if __import__("importlib.util").util.find_spec("ray") is None:
+        pytest.skip("ray is not installed: it is an extra")
+    with server("-tp", "3", "--distributed-executor-backend", "ray") as (client, _, _, _):
+        assert ask_all(client) == texts * 2

@@ -1,0 +1,965 @@
+"""Lesson 07: the rule is exact, the kernels follow it, and an engine with drafts writes what one without writes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+
+import common
+import pytest
+import torch
+import torch.nn.functional as F
+
+import llama
+
+lesson = common.lesson("07_spec_decode")
+drafters, enumeration = common.lesson("070_drafters"), common.lesson("071_enumeration")
+offline, serving = common.lesson("04b_offline_engine"), common.lesson("06_serving")
+SamplingParams, SpeculativeConfig = offline.SamplingParams, lesson.SpeculativeConfig
+Draft, DraftContext, Drafter = lesson.Draft, lesson.DraftContext, lesson.Drafter
+PAIRS = list(lesson.PAIRS.values())
+
+
+# --- The rule -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("K", range(6))
+@pytest.mark.parametrize("pair", PAIRS, ids=list(lesson.PAIRS))
+def test_adversarial_pairs_by_enumeration(pair, K):
+    p, q = pair
+    found = enumeration.exact_output(lambda _: p, lambda _: q, K, length=3)
+    for output in itertools.product(range(3), repeat=3):
+        assert abs(found.get(output, 0.0) - p[output[0]] * p[output[1]] * p[output[2]]) < 1e-12
+
+
+def test_models_with_a_past_and_sampling_parameters_by_enumeration():
+    errors, outputs = enumeration.all_errors(range(5))
+    assert max(errors) < 1e-12 and outputs == 6480
+    assert any(p == 0 for p in enumeration.toy_model(1, top_k=2)(()))
+
+
+def test_the_enumeration_can_fail():
+    target, drafter = enumeration.toy_model(1), enumeration.toy_model(2)
+    found = enumeration.exact_output(target, drafter, K=2, length=2)
+    other = enumeration.toy_model(3)
+    assert max(abs(found[x, y] - other(())[x] * other((x,))[y]) for x in range(3) for y in range(3)) > 0.01
+
+
+def test_the_naive_round_draws_what_is_enumerated():
+    p, q = PAIRS[0]
+    want, rng, n = enumeration.exact_round([p] * 3, [q] * 2), random.Random(0), 8_000
+    found: dict = {}
+    for _ in range(n):
+        output = tuple(lesson.naive_round(lambda _: p, lambda _: q, (), 2, rng))
+        found[output] = found.get(output, 0) + 1
+    assert found.keys() <= want.keys()
+    # Bretagnolle–Huber–Carol: P(Σ|f − p| ≥ ε) ≤ 2^cells · exp(−n ε²/2); ε = 0.08 gives 1e-7 for 13 cells.
+    assert sum(abs(found.get(o, 0) / n - chance) for o, chance in want.items()) < 0.08
+
+
+def test_rejection_sample_counted_without_error():
+    exact = lesson.facts()["exact"]
+    assert exact["error"] < 1e-12 and exact["counted_error"] < 1e-12
+    for mean in exact["means"].values():
+        assert abs(mean["counted"] - mean["expected"]) < 1e-12
+
+
+@pytest.mark.slow
+def test_rejection_sample_counted_without_error_for_three_drafts():
+    rows = [*lesson.GRID, ([6, 6, 4], [4, 8, 4])]
+    p, q = ([[n / 16 for n in row[i]] for row in rows] for i in (0, 1))
+    shares, _ = lesson.swept_round(p, q[:3], levels=8, draws=48)
+    want = enumeration.exact_round(p, q[:3])
+    assert max(abs(shares.get(output, 0) - want.get(output, 0)) for output in {*shares, *want}) < 1e-12
+
+
+def counted(rows, drafts, draw, **more):
+    """One request per u in `draw`: `rows` of scores, these drafts."""
+    B, n = len(draw), len(rows)
+    tokens, sampled = lesson.rejection_sample(
+        torch.tensor(rows, dtype=torch.float64).repeat(B, 1), torch.tensor([*drafts, -1] * B), torch.arange(B + 1) * n,
+        torch.zeros(B * n, dtype=torch.bool), torch.tensor(draw, dtype=torch.float64).repeat_interleave(n),
+        torch.zeros(B * n, dtype=torch.float64), **more,
+    )  # fmt: skip
+    return [tuple(row[:k]) for row, k in zip(tokens.view(B, n).tolist(), sampled.tolist())]
+
+
+@pytest.mark.parametrize("d", range(3))
+def test_a_draft_without_q_is_a_one_hot_q(d):
+    p = [9 / 16, 5 / 16, 2 / 16]
+    found = counted([p, p], [d], [(i + 0.5) / 16 for i in range(16)])
+    want = enumeration.exact_round([p, [1, 0, 0]], [[float(x == d) for x in range(3)]])
+    first = [sum(chance for output, chance in want.items() if output[0] == x) for x in range(3)]
+    assert [sum(output[0] == x for output in found) / 16 for x in range(3)] == first
+    assert all((len(output) == 2) == (output[0] == d) for output in found)
+
+
+def both_paths(**arguments):
+    """The answers of the torch path and of the kernels, which must agree."""
+    found = [x.tolist() for x in lesson.rejection_sample(**arguments)]
+    if common.HAS_TRITON:
+        with common.use_kernels():
+            on_device = {k: v.to(common.device()) for k, v in arguments.items()}
+            assert [x.tolist() for x in lesson.rejection_sample(**on_device)] == found
+    return found
+
+
+def one_row(p, q, draft, accept_u, draw_u):
+    """What a single draft and its bonus row become."""
+    return both_paths(
+        scores=torch.tensor([p, p]),
+        draft_token_ids=torch.tensor([draft, -1]),
+        cu_num_sampled_tokens=torch.tensor([0, 2]),
+        is_greedy=torch.zeros(2, dtype=torch.bool),
+        draft_probs=torch.tensor([q]),
+        draft_rows=torch.tensor([0, -1]),
+        accept_u=torch.tensor([accept_u, 0.5], dtype=torch.float64),
+        draw_u=torch.tensor([draw_u, 0.5], dtype=torch.float64),
+    )
+
+
+def test_edges_of_the_rule_on_both_paths():
+    assert one_row([0.0, 0.25, 0.75], [0.5, 0.5, 0.0], 0, 0.0, 0.0) == [[2, 2], [1]]  # p(d) = 0 and u = 0: it falls
+    assert one_row([0.5, 0.25, 0.25], [1.0, 0.0, 0.0], 0, 0.5, 0.0) == [[1, 1], [1]]  # u q = p exactly: it falls
+    assert one_row([0.5, 0.25, 0.25], [1.0, 0.0, 0.0], 0, 0.4999, 0.0) == [[0, 1], [2]]
+    # All that is left of p is rounding, which is nothing: a draw from p.
+    assert one_row([0.25, 0.25, 0.375], [0.25, 0.25, 0.5], 2, 0.9, 0.5)[0][0] == 1
+    # The draw at the very edges: intervals are closed on the left, and a token without weight is never drawn.
+    assert one_row([0.0, 0.5, 0.5], [0.0, 0.0, 1.0], 2, 0.9, 0.0) == [[1, 2], [1]]
+    assert one_row([0.5, 0.5, 0.0], [0.0, 0.0, 1.0], 2, 0.9, 0.5) == [[1, 1], [1]]
+    assert one_row([0.5, 0.5, 0.0], [0.0, 0.0, 1.0], 2, 0.9, 1 - 2**-52) == [[1, 1], [1]]
+
+
+def test_the_largest_score_of_any_tile_on_both_paths():
+    """Tops of the tiles in every order; the first of equals wins."""
+    rows = torch.zeros(7, 700)
+    for row, tops in zip(rows, [*itertools.permutations([0.2, 0.3, 0.5]), (0.4, 0.4, 0.1)]):
+        row[[10, 300, 650]] = torch.tensor(tops)
+    n = torch.arange(len(rows) + 1)
+    tokens, _ = both_paths(
+        scores=rows,
+        draft_token_ids=torch.full((7,), -1),
+        cu_num_sampled_tokens=n,
+        is_greedy=torch.ones(7, dtype=torch.bool),
+        draw_u=torch.zeros(7, dtype=torch.float64),
+        accept_u=torch.zeros(7, dtype=torch.float64),
+    )
+    assert tokens == [*rows[:6].argmax(1).tolist(), 10]
+
+
+def test_a_draw_at_the_very_end_is_a_token(kernels, device):
+    """The total and the running sum add up in different orders, and differ in their last bits where weights do."""
+    p = torch.rand(8, 520, generator=torch.Generator().manual_seed(0)).mul(-40).exp().to(device)
+    p[:, -5:] = 0
+    ids, zeros = torch.full((8,), -1, device=device), torch.zeros(8, dtype=torch.float64, device=device)
+    starts, greedy = torch.arange(9, device=device), torch.zeros(8, dtype=torch.bool, device=device)
+    tokens, _ = lesson.rejection_sample(p, ids, starts, greedy, zeros + (1 - 2**-52), zeros)
+    assert tokens.max() < 520 and (p.gather(1, tokens[:, None]) > 0).all()
+
+
+def test_many_rows_on_both_paths():
+    """Every kind of row beside every other, the q in another order, in the middle of a wider matrix."""
+    batch = lesson.ragged_batch(40, [1, 2, 3, 0, 1, 2] * 2, seed=4)
+    order = torch.randperm(len(batch["scores"]))
+    batch["draft_rows"] = torch.where(batch["draft_rows"] >= 0, order[batch["draft_rows"]], -1)
+    q = torch.empty_like(batch["draft_probs"])
+    q[order] = batch["draft_probs"]
+    batch["draft_probs"] = torch.nn.functional.pad(q, (0, 9), value=7.0)[:, :40]
+    batch["scores"] = torch.nn.functional.pad(batch["scores"], (0, 5), value=7.0)[:, :40]
+    tokens, n = both_paths(**batch)
+    assert len(set(n)) > 2 and max(tokens) < 40
+
+
+def test_what_cannot_happen_does_not():
+    q = torch.tensor([[0.5, 0.5, 0.0]], dtype=torch.float64)
+    p = [0.0, 0.25, 0.75]  # token 0 was drafted, and the target never says it: u = 0 must not let it pass
+    draws = [0.0, 0.5, 1 - 2**-52]
+    found = counted([p, p], [0], draws, draft_probs=q, draft_rows=torch.tensor([0, -1] * len(draws)))
+    assert found == [(2,)] * 3  # only token 2 is likelier than its draft
+
+
+def test_equal_distributions_never_reject_and_rounding_leaves_p():
+    p = torch.tensor([[0.2, 0.3, 0.5]])
+    assert torch.equal(lesson.residual(p, p), p)
+    u = torch.tensor([1 - 2**-52, 0.0], dtype=torch.float64)
+    tokens, n = lesson.rejection_sample(
+        p.repeat(2, 1), torch.tensor([2, -1]), torch.tensor([0, 2]), torch.zeros(2, dtype=torch.bool), u, u, p,
+        torch.tensor([0, -1]),
+    )  # fmt: skip
+    assert n.tolist() == [2] and tokens.tolist() == [2, 0]
+
+
+# --- The kernels ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("V", "counts"), [(1, [2, 0]), (255, [3, 1, 0]), (256, [0, 4, 2]), (520, [0, 1, 2])])
+@pytest.mark.parametrize("with_q", [True, False])
+def test_kernels_are_the_torch_path(kernels, guarded, V, counts, with_q):
+    for seed in range(2):
+        batch = lesson.ragged_batch(V, counts, seed)
+        if not with_q:
+            batch |= {"draft_probs": None, "draft_rows": None}
+        elif seed:
+            batch["scores"][:, V // 2 :], batch["draft_probs"][:, : V // 2] = 0, 0  # disjoint supports
+        tokens = lesson.sample_rows(*(batch[k] for k in ("scores", "draft_token_ids", "is_greedy", "draw_u", "accept_u",
+                                                         "draft_probs", "draft_rows")))  # fmt: skip
+        n = lesson.count_sampled(tokens, batch["draft_token_ids"], batch["cu_num_sampled_tokens"])
+        found = lesson.rejection_sample(
+            **{k: v if k == "is_greedy" or v is None else guarded(v) for k, v in batch.items()}
+        )
+        if V == 1 and seed and with_q:  # nothing has any weight there
+            continue
+        assert found[0].tolist() == tokens.tolist() and found[1].tolist() == n.tolist()
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_kernels_take_scores_in_16_bits(kernels, device, low):
+    batch = lesson.ragged_batch(300, [2, 1, 3], seed=3)
+    batch["scores"] = batch["scores"].to(low)
+    right = lesson.sample_rows(batch["scores"].float(), *(batch[k] for k in ("draft_token_ids", "is_greedy", "draw_u",
+                               "accept_u", "draft_probs", "draft_rows")))  # fmt: skip
+    assert lesson.rejection_sample(**{k: v.to(device) for k, v in batch.items()})[0].tolist() == right.tolist()
+
+
+def test_kernels_write_their_outputs_and_nothing_else(kernels, guarded, device):
+    b = {k: v.to(device) for k, v in lesson.ragged_batch(40, [2, 0, 3], seed=1).items()}
+    R, tokens, n = len(b["scores"]), guarded((8,), torch.int64), guarded((3,), torch.int64)
+    before = lesson.sample_rows_kernel.launches, lesson.count_sampled_kernel.launches
+    lesson.sample_rows_kernel[(R,)](
+        b["scores"], b["draft_token_ids"], b["is_greedy"], b["draft_probs"], b["draft_rows"], b["accept_u"],
+        b["draw_u"], tokens, 40, 40, 40, HAS_DRAFT_PROBS=True, BLOCK=64,
+    )  # fmt: skip
+    lesson.count_sampled_kernel[(3,)](tokens, b["draft_token_ids"], b["cu_num_sampled_tokens"], n)
+    assert (tokens[:R] < 40).all() and n.min() >= 1
+    assert (lesson.sample_rows_kernel.launches, lesson.count_sampled_kernel.launches) == (before[0] + 1, before[1] + 1)
+
+
+def test_an_empty_batch(kernels, device):
+    empty = lambda *shape, dtype=torch.float64: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
+    ids = empty(0, dtype=torch.int64)
+    tokens, n = lesson.rejection_sample(
+        empty(0, 8),
+        ids,
+        torch.zeros(1, dtype=torch.int64, device=device),
+        empty(0, dtype=torch.bool),
+        empty(0),
+        empty(0),
+    )
+    assert len(tokens) == len(n) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_counts_are_leading_agreements(seed):
+    rng = random.Random(seed)
+    drafts = [[rng.randrange(2) for _ in range(rng.randrange(5))] for _ in range(rng.randrange(1, 6))]
+    flat = [t for draft in drafts for t in (*draft, -1)]
+    tokens = [rng.randrange(2) for _ in flat]
+    starts = [0, *itertools.accumulate(len(draft) + 1 for draft in drafts)]
+    want = []
+    for draft, start in zip(drafts, starts):
+        n = 0
+        while n < len(draft) and tokens[start + n] == draft[n]:
+            n += 1
+        want.append(n + 1)
+    found = lesson.count_sampled(torch.tensor(tokens), torch.tensor(flat), torch.tensor(starts))
+    assert found.tolist() == want
+
+
+# --- Drafters -------------------------------------------------------------------------------------------------------
+
+
+def context(tokens, k=4, request_id="r", **more):
+    return DraftContext(request_id=request_id, token_ids=list(tokens), max_tokens=k, params=SamplingParams(), **more)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_ngram_is_the_first_place_of_the_longest_match(seed):
+    rng = random.Random(seed)
+    (low, high), k = rng.choice([(1, 3), (2, 2), (2, 5), (5, 5)]), rng.choice([1, 3, 8])
+    drafter, tokens = lesson.drafters.NgramDrafter(low, high), [rng.randrange(3) for _ in range(5)]
+    for _ in range(60):
+        want: list = []
+        for n in range(min(high, len(tokens) - 1), low - 1, -1):
+            places = [i for i in range(len(tokens) - n) if tokens[i : i + n] == tokens[-n:]]
+            if places:
+                want = tokens[places[0] + n : places[0] + n + k]
+                break
+        assert drafter.propose([context(tokens, k)]) == [Draft(want)]
+        tokens += [rng.randrange(3) for _ in range(rng.randrange(1, 4))]  # several at once, as after a good draft
+    drafter.forget("r")
+    assert not drafter.indexed
+    assert drafter.propose([context([1, 2, 3])])[0].token_ids == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_suffix_automaton_knows_every_longest_repeat(seed):
+    rng, automaton, tokens = random.Random(seed), lesson.drafters.SuffixAutomaton(), []
+    for _ in range(80):
+        tokens.append(rng.randrange(rng.choice([1, 2, 3])))
+        automaton.extend(tokens[-1])
+        n = len(tokens)
+        best = (0, 0)
+        for length in range(n - 1, 0, -1):
+            ends = [e for e in range(length, n) if tokens[e - length : e] == tokens[n - length :]]
+            if ends:
+                best = (length, ends[0])
+                break
+        found = automaton.longest_repeat()
+        assert found == best
+    assert len(automaton.next) <= 2 * len(tokens)
+
+
+def test_suffix_drafts_are_as_long_as_what_matched_and_loops_go_on():
+    drafter = lesson.drafters.SuffixDrafter(2, max_spec_factor=1.0)
+    assert drafter.propose([context([1, 2, 3, 4, 9, 2, 3], 8)])[0].token_ids == [4, 9]
+    drafter.forget("r")
+    assert drafter.propose([context([5, 6, 5, 6, 5, 6], 4)])[0].token_ids == [5, 6, 5, 6]
+    drafter.forget("r")
+    assert drafter.propose([context([1, 2, 9, 2], 8)])[0].token_ids == []
+    assert lesson.drafters.SuffixDrafter(1, 3.0).propose([context([7, 8, 1, 7], 8)])[0].token_ids == [8, 1, 7]
+
+
+def test_lookahead_drafts_leftovers_and_what_it_has_pooled():
+    drafter = lesson.drafters.LookaheadDrafter()
+    assert drafter.propose([context([1, 2, 3, 4, 5, 1], 3)])[0].token_ids == [2, 3, 4]  # the prompt's own n-gram
+    assert drafter.propose([context([1, 2, 3, 4, 5, 1, 7], 4, leftover=[8, 9])])[0].token_ids == [8, 9, 7, 7]
+    # The diagonal: 7 in one pass, what was behind it in the next, … becomes an n-gram that starts with 7.
+    drafter.propose([context([1, 2, 3, 4, 5, 1, 7, 8], 4, leftover=[6])])
+    drafter.propose([context([1, 2, 3, 4, 5, 1, 7, 8, 6], 4, leftover=[5])])
+    assert drafter.propose([context([1, 2, 3, 4, 5, 1, 7, 8, 6, 5, 7], 3)])[0].token_ids == [8, 6, 5]
+    drafter.forget("r")
+    assert not drafter.rows and not drafter.pool
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"method": "magic"}, "method 'magic'.*ngram"),
+        ({"num_speculative_tokens": 0}, "from 1 to 128"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens"),
+        ({"prompt_lookup_max": 2, "prompt_lookup_min": 3}, "prompt_lookup_min 3"),
+        ({"prompt_lookup_max": -1}, "prompt_lookup_max"),
+        ({"suffix_decoding_max_spec_factor": 0}, "above 0"),
+        ({"model": 3}, "a path"),
+        ({"num_speculative_tokens_schedule": "x"}, "heuristic"),
+        ({"colour": 1}, "no such key"),
+        ([], "JSON object"),
+        ("{", "JSON"),
+        ({"num_speculative_tokens_per_batch_size": [[2, 4, 1]]}, "from 1 on"),
+        ({"num_speculative_tokens_per_batch_size": [[1, 4, 9]]}, "at most"),
+        ({"num_speculative_tokens_per_batch_size": [[1, 4, 2], [4, 8, 1]]}, "overlap"),
+        ({"num_speculative_tokens_per_batch_size": [1]}, "list"),
+    ],
+)
+def test_configs_that_are_refused(wrong, words):
+    with pytest.raises(common.InputError, match=words):
+        SpeculativeConfig.from_json(wrong)
+
+
+def test_configs_as_vllm_reads_them():
+    config = SpeculativeConfig.from_json('{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}')
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == (4, 4)
+    assert (SpeculativeConfig().prompt_lookup_min, SpeculativeConfig().prompt_lookup_max) == (5, 5)
+    config = SpeculativeConfig(num_speculative_tokens_per_batch_size=[[1, 2, 4], [3, 8, 1], [9, 9, 0]])
+    assert [config.drafts_in_batch(n) for n in (1, 2, 3, 8, 9, 50)] == [4, 4, 1, 1, 0, 0]
+
+
+# --- The engine -----------------------------------------------------------------------------------------------------
+
+
+class Oracle(Drafter):
+    """Knows what plain decoding writes, and lies in some positions."""
+
+    def __init__(self, truth: dict[tuple, list[int]], right: float = 0.7, vocab: int = 128) -> None:
+        self.truth, self.right, self.vocab, self.rng = truth, right, vocab, random.Random(0)
+        self.forgotten: list[str] = []
+
+    def propose(self, contexts):
+        drafts = []
+        for c in contexts:
+            whole = next([*p, *out] for p, out in self.truth.items() if c.token_ids[: len(p)] == list(p))
+            draft = whole[len(c.token_ids) :][: c.max_tokens]
+            drafts.append(Draft([t if self.rng.random() < self.right else (t + 1) % self.vocab for t in draft]))
+        return drafts
+
+    def forget(self, request_id):
+        self.forgotten.append(request_id)
+
+
+def prompts_and_params(seed: int = 0) -> list[tuple[list[int], SamplingParams]]:
+    rng = random.Random(seed)
+    shared = [rng.randrange(128) for _ in range(9)]
+    prompt = lambda i, n: [i, *shared[: n // 2], *(rng.randrange(4) for _ in range(n - n // 2))]  # noqa: E731
+    wishes = [
+        dict(temperature=0),
+        dict(temperature=0, repetition_penalty=1.3, frequency_penalty=0.5),
+        dict(seed=3),
+        dict(seed=4, temperature=0.7, top_p=0.9, presence_penalty=1.0),
+        dict(temperature=0, min_tokens=9),
+        dict(seed=5, top_k=5, logprobs=2),
+        dict(temperature=0, logprobs=0),
+        dict(seed=6, min_p=0.1, logit_bias={3: 2.0}),
+    ]
+    return [
+        (prompt(i, rng.randrange(2, 30)), SamplingParams(max_tokens=rng.randrange(5, 18), **w))
+        for i, w in enumerate(wishes)
+    ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_table_of_token_bytes():
+    """Reading the tokenizer's 49,152 tokens takes longer than most tests here."""
+    original, offline.TokenBytes = offline.TokenBytes, functools.cache(offline.TokenBytes)
+    yield
+    offline.TokenBytes = original
+
+
+def engine_of(model, tokenizer, config=None, drafter=None, base=None, **options):
+    base = base or serving.engine_class(tokenizer=tokenizer)
+    options = {"max_model_len": 64, "max_num_seqs": 4, "block_size": 4, "num_gpu_blocks_override": 80} | options
+    kind = base if config is None else lesson.speculative_engine(base, config, drafter or lesson.make_drafter)
+    return kind(model, tokenizer, **options)
+
+
+def run(engine, jobs):
+    """Everything at once, invariants after every step. Returns {id: tokens}, {id: logprobs}."""
+    core, tokens, logprobs = engine.core, {}, {}
+    for i, (prompt, params) in enumerate(jobs):
+        core.add_request(lesson.Request(str(i), list(prompt), params, eos_token_id=17))
+    scheduler = core.scheduler
+    schedule = type(scheduler).schedule
+
+    def watched():
+        output = schedule(scheduler)
+        assert output.total_num_scheduled_tokens <= scheduler.max_num_scheduled_tokens
+        for request_id, n in output.num_scheduled_tokens.items():
+            request = scheduler.requests[request_id]
+            blocks = scheduler.kv_cache_manager.get_block_ids(request_id)
+            assert request.num_computed_tokens <= len(blocks) * scheduler.kv_cache_manager.block_size, (
+                "no slot for a draft"
+            )
+            assert n <= getattr(scheduler, "long_prefill_cap", n)
+            drafts = getattr(output, "scheduled_spec_decode_tokens", {}).get(request_id, ())
+            assert request.num_computed_tokens <= request.num_tokens + len(drafts)
+            assert request.num_output_tokens + len(drafts) < request.max_tokens
+        return output
+
+    scheduler.schedule = watched
+    while core.scheduler.has_unfinished_requests():
+        for output in core.step():
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            params = jobs[int(output.request_id)][1]
+            if params.logprobs is not None:
+                found = core.runner.logprobs[output.request_id]
+                assert output.new_token_ids[0] in found and len(output.new_token_ids) == 1
+                logprobs.setdefault(output.request_id, []).append({t: round(x.logprob, 3) for t, x in found.items()})
+        manager = core.scheduler.kv_cache_manager
+        manager.block_pool.check()
+        for request in core.scheduler.running:
+            assert request.num_computed_tokens < request.num_tokens, "somebody has nothing left to compute"
+            known = getattr(manager, "num_cached_block", {}).get(request.request_id, 0)
+            assert known * manager.block_size <= request.num_computed_tokens, "a block was indexed before its time"
+    assert manager.block_pool.num_free_blocks == manager.block_pool.num_blocks - 1
+    return tokens, logprobs
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    return prompts_and_params()
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model, real_model, jobs):
+    return run(engine_of(tiny_model, real_model[1]), jobs)
+
+
+def truth_of(jobs, plain):
+    return {tuple(prompt): plain[0][str(i)] for i, (prompt, _) in enumerate(jobs)}
+
+
+SETTINGS = {
+    "roomy": {},
+    "chunks": {"max_num_batched_tokens": 7},
+    "cramped": {"num_gpu_blocks_override": 18, "max_num_batched_tokens": 16},  # preempts
+    "no prefix cache": {"enable_prefix_caching": False},
+    "capped": {"long_prefill_token_threshold": 3, "max_num_batched_tokens": 12},
+    "priority": {"scheduling_policy": "priority", "num_gpu_blocks_override": 18},
+}
+
+
+@pytest.mark.parametrize(("method", "setting"), [*(("oracle", name) for name in SETTINGS), ("ngram", "cramped")])
+def test_drafts_change_no_token(tiny_model, real_model, jobs, plain, method, setting):
+    """Greedy, sampled with seeds, penalties, min_tokens, logprobs, several lengths: in one batch, on lesson 11's
+    scheduler, under chunks, preemption and a shared prefix."""
+    config, oracle = lesson.configure("ngram", 3), Oracle(truth_of(jobs, plain))
+    make = (lambda config, model: oracle) if method == "oracle" else None
+    engine = engine_of(tiny_model, real_model[1], config, make, **SETTINGS[setting])
+    preempted = []
+    preempt = engine.core.scheduler._preempt_request
+    engine.core.scheduler._preempt_request = lambda *a: (preempted.append(a), preempt(*a))
+    assert run(engine, jobs) == plain
+    stats = engine.core.scheduler.spec_decoding_stats
+    assert stats.num_draft_tokens > 0
+    if method == "oracle":
+        assert 0.3 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.95
+        assert stats.num_accepted_tokens == sum(stats.num_accepted_tokens_per_pos)
+        assert {str(i) for i in range(len(jobs))} <= {*oracle.forgotten, *engine.core.scheduler.finished_req_ids}
+    assert bool(preempted) == (setting in ("cramped", "priority"))
+    # What the prefix cache kept is what would have been computed: everybody again, the answer as part of the prompt.
+    longer = [
+        ([*prompt, *plain[0][str(i)][:-1]], SamplingParams(temperature=0, max_tokens=3))
+        for i, (prompt, _) in enumerate(jobs[:3])
+    ]
+    assert run(engine, longer) == run(engine_of(tiny_model, real_model[1]), longer)
+
+
+@pytest.mark.parametrize("method", ["suffix", "lookahead"])
+def test_other_drafters_change_no_token(tiny_model, real_model, jobs, plain, method):
+    schedule = "heuristic" if method == "lookahead" else "constant"
+    config = lesson.configure(method, 5, num_speculative_tokens_schedule=schedule)
+    assert run(engine_of(tiny_model, real_model[1], config, num_gpu_blocks_override=24), jobs) == plain
+
+
+def test_on_lesson_04s_scheduler(tiny_model, real_model, jobs, plain):
+    """Whose requests take all their blocks on admission: no draft may reach beyond them."""
+    config, oracle = lesson.configure("ngram", 5), Oracle(truth_of(jobs, plain), right=1.0)
+    engine = engine_of(tiny_model, real_model[1], config, lambda config, model: oracle, offline.LLMEngine)
+    assert run(engine, jobs) == plain
+    stats = engine.core.scheduler.spec_decoding_stats
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+
+
+def test_a_perfect_drafter_writes_k_plus_one_tokens_per_pass(tiny_model, real_model):
+    jobs = [([1, 2, 3], SamplingParams(temperature=0, max_tokens=13, ignore_eos=True))]
+    tokens, _ = run(engine_of(tiny_model, real_model[1]), jobs)
+    oracle = Oracle({(1, 2, 3): tokens["0"]}, right=1.0)
+    served = lesson.serve(engine_of(tiny_model, real_model[1], lesson.configure("ngram", 3), lambda c, m: oracle),
+                          [[1, 2, 3]], [jobs[0][1]])  # fmt: skip
+    assert [step[0] for step in served.steps] == [(0, 1), (3, 4), (3, 4), (3, 4)]
+    assert served.tokens_per_pass(0) == 4
+
+
+def test_stops_inside_a_draft(tiny_model, real_model, plain, jobs):
+    """A stop token, the end of the answer, and the limit on its length, each in front of drafts that are right."""
+    prompt, out = jobs[2][0], plain[0]["2"]
+    engine = engine_of(
+        tiny_model, real_model[1], lesson.configure("ngram", 4), lambda c, m: Oracle({tuple(prompt): out}, 1.0)
+    )
+    firsts = [at for at in range(1, len(out)) if out[at] not in out[:at]]
+    assert len(firsts) >= 4
+    for at in firsts[:4]:
+        params = SamplingParams(seed=3, max_tokens=18, stop_token_ids=[out[at]])
+        assert run(engine, [(prompt, params)])[0] == {"0": out[: at + 1]}
+    for n in range(1, 7):
+        assert run(engine, [(prompt, SamplingParams(seed=3, max_tokens=n))])[0] == {"0": out[:n]}
+
+
+def test_the_end_of_the_context(tiny_model, real_model):
+    jobs = [([5, 6, 7], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))]
+    want = run(engine_of(tiny_model, real_model[1], max_model_len=16), jobs)
+    assert len(want[0]["0"]) == 13
+    oracle = Oracle({(5, 6, 7): want[0]["0"] + [0] * 20}, right=1.0)
+    assert (
+        run(
+            engine_of(tiny_model, real_model[1], lesson.configure("ngram", 6), lambda c, m: oracle, max_model_len=16),
+            jobs,
+        )
+        == want
+    )
+
+
+def test_text_and_log_probabilities_of_the_front_end(tiny_model, real_model):
+    """Several tokens a step: stop strings in the middle, log probabilities token by token, samples of one prompt."""
+    answers = []
+    for config in (None, lesson.configure("ngram", 4)):
+        llm = offline.LLM.__new__(offline.LLM)
+        llm.llm_engine, llm.num_requests = engine_of(tiny_model, real_model[1], config), 0
+        prompt = {"prompt_token_ids": [4, 9, 4, 9, 4, 9]}
+        greedy = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=30, logprobs=1))[0]
+        text = greedy.outputs[0].text
+        stop = text[len(text) // 2 : len(text) // 2 + 3]
+        params = [
+            SamplingParams(temperature=0, max_tokens=30, stop=[stop], logprobs=0),
+            SamplingParams(n=2, seed=1, max_tokens=12),
+        ]
+        answers.append([greedy, *llm.generate([prompt] * 2, params)])
+    for a, b in zip(*answers):
+        for x, y in zip(a.outputs, b.outputs):
+            assert (x.text, x.token_ids, x.finish_reason, x.stop_reason) == (
+                y.text,
+                y.token_ids,
+                y.finish_reason,
+                y.stop_reason,
+            )
+            assert (x.logprobs is None) == (y.logprobs is None)
+            if x.logprobs is not None:
+                assert len(x.logprobs) == len(y.logprobs) == len(y.token_ids)
+                assert abs(x.cumulative_logprob - y.cumulative_logprob) < 1e-3
+                assert [list(entry) for entry in x.logprobs] == [list(entry) for entry in y.logprobs]
+    assert answers[1][1].outputs[0].finish_reason == "stop"
+
+
+def test_aborts_leave_nothing(tiny_model, real_model, jobs, plain):
+    oracle = Oracle(truth_of(jobs, plain))
+    engine = engine_of(tiny_model, real_model[1], lesson.configure("ngram", 3), lambda c, m: oracle, max_num_seqs=8)
+    core = engine.core
+    for i, (prompt, params) in enumerate(jobs):
+        core.add_request(lesson.Request(str(i), prompt, params, eos_token_id=17))
+    for step in range(4):
+        output = core.scheduler.schedule()
+        sampled = core.execute_model(output)
+        core.abort_requests([str(step)])  # a letter that came while the model ran
+        core.scheduler.update_from_output(output, sampled)
+    core.abort_requests([str(i) for i in range(len(jobs))])
+    core.step()
+    pool = core.scheduler.kv_cache_manager.block_pool
+    assert pool.num_free_blocks == pool.num_blocks - 1 and not core.scheduler.requests
+    assert not core.runner.batch.rows and not core.runner.states and not core.runner.k
+
+
+# --- Drafts that were drawn -----------------------------------------------------------------------------------------
+
+
+class Dice(Drafter):
+    """Draws every draft from a distribution of its own, and says which."""
+
+    def __init__(self, vocab: int, seed: int = 0) -> None:
+        self.g, self.vocab = torch.Generator().manual_seed(seed), vocab
+        self.q = (1.5 * torch.randn(vocab, vocab, generator=self.g)).softmax(1)
+
+    def propose(self, contexts):
+        drafts = []
+        for c in contexts:
+            tokens, probs, last = [], [], c.token_ids[-1]
+            for _ in range(c.max_tokens):
+                probs.append(self.q[last])
+                last = int(torch.multinomial(self.q[last], 1, generator=self.g))
+                tokens.append(last)
+            drafts.append(Draft(tokens, torch.stack(probs) if probs else None))
+        return drafts
+
+
+def distance_of_pairs(real_model, n: int) -> tuple[float, float]:
+    """Σ|frequency − probability| of the second and third token of n answers, whose first is drafted for; and a bound
+    that holds with probability 1 − 1e-6 (Bretagnolle–Huber–Carol)."""
+    V = 6
+    model = llama.random_model(seed=5, vocab_size=V, num_hidden_layers=1)
+    params = [SamplingParams(temperature=1.3, top_k=5, max_tokens=3, seed=i, ignore_eos=True) for i in range(n)]
+    engine = engine_of(model, real_model[1], lesson.configure("ngram", 2), lambda c, m: Dice(V), offline.LLMEngine,
+                       max_num_seqs=128, num_gpu_blocks_override=600)  # fmt: skip
+    for i, one in enumerate(params):
+        engine.core.add_request(lesson.Request(str(i), [1, 2], one))
+    outputs: dict = {}
+    while engine.core.scheduler.has_unfinished_requests():
+        for o in engine.core.step():
+            outputs.setdefault(o.request_id, []).extend(o.new_token_ids)
+    state = offline.SamplingState(lesson.Request("x", [1, 2], params[0]), 0)
+
+    def next_token(tokens):
+        hidden = model.forward(torch.tensor(tokens), torch.arange(len(tokens)), common.lesson("01_kv_cache").recompute)
+        return offline.Sampler.probabilities(model.logits(hidden[-1:]), [state])[0].tolist()
+
+    want: dict = {}
+    for a, pa in enumerate(next_token([1, 2])):
+        for b, pb in enumerate(next_token([1, 2, a]) if pa else ()):
+            for c, pc in enumerate(next_token([1, 2, a, b]) if pb else ()):
+                want[a, b, c] = pa * pb * pc
+    found: dict = {}
+    for tokens in outputs.values():
+        found[tuple(tokens)] = found.get(tuple(tokens), 0) + 1
+    assert engine.core.scheduler.spec_decoding_stats.num_draft_tokens > n / 2
+
+    def pairs(d):
+        return {bc: sum(x for abc, x in d.items() if abc[1:] == bc) for bc in itertools.product(range(V), repeat=2)}
+
+    have, right = pairs(found), pairs(want)
+    bound = ((36 * 0.6931 + 13.8) * 2 / n) ** 0.5
+    return sum(abs(have[k] / n - right[k]) for k in right), bound
+
+
+def test_the_engines_samples_have_the_targets_distribution(real_model, monkeypatch):
+    numbers, right = [], lesson.rejection_sample
+
+    def listening(scores, drafts, starts, greedy, draw_u, accept_u, *rest):
+        numbers.append(torch.stack((draw_u, accept_u)))
+        return right(scores, drafts, starts, greedy, draw_u, accept_u, *rest)
+
+    monkeypatch.setattr(lesson, "rejection_sample", listening)
+    distance, bound = distance_of_pairs(real_model, 400)
+    assert distance < bound
+    u = torch.cat(numbers, dim=1)
+    assert abs(torch.corrcoef(u)[0, 1]) < 0.1, "who decides must not be who draws"
+    assert (u.mean(1) - 0.5).abs().max() < 0.05
+
+
+@pytest.mark.slow
+def test_the_engines_samples_have_the_targets_distribution_closely(real_model):
+    distance, bound = distance_of_pairs(real_model, 12_000)
+    assert distance < bound < 0.09
+    with lesson.broken("resample-from-p"):
+        assert distance_of_pairs(real_model, 12_000)[0] > 1.2 * bound
+
+
+def test_every_draft_is_verified_against_what_it_was_drawn_from(tiny_model, real_model, monkeypatch):
+    """Also those that had to wait: a budget of 4 for three requests. (Forgetting a q stays exact, and costs drafts.)"""
+    dice, seen, right = Dice(128), [], lesson.rejection_sample
+
+    def listening(scores, drafts, starts, greedy, draw_u, accept_u, probs, rows):
+        assert torch.equal(rows >= 0, (drafts >= 0) & ~greedy)
+        for r in range(1, len(drafts)):
+            if rows[r] >= 0 and rows[r - 1] >= 0 and r not in starts.tolist():
+                assert torch.equal(probs[rows[r]], dice.q[drafts[r - 1]])
+        seen.extend(starts.diff().tolist())
+        return right(scores, drafts, starts, greedy, draw_u, accept_u, probs, rows)
+
+    monkeypatch.setattr(lesson, "rejection_sample", listening)
+    engine = engine_of(tiny_model, real_model[1], lesson.configure("ngram", 3), lambda c, m: dice, max_num_seqs=3,
+                       max_num_batched_tokens=4)  # fmt: skip
+    run(engine, [([i, 1, 2], SamplingParams(seed=i, max_tokens=12)) for i in range(3)])
+    assert {2, 4} <= set(seen), "some drafts in full, some cut by the budget"
+
+
+def test_trees_are_refused(tiny_model, real_model):
+    class Tree(Drafter):
+        def propose(self, contexts):
+            return [Draft([1, 2], parents=[-1, -1]) for _ in contexts]
+
+    with pytest.raises(ValueError, match="07b"):
+        run(engine_of(tiny_model, real_model[1], lesson.configure("ngram", 3), lambda c, m: Tree()),
+            [([1, 2], SamplingParams(max_tokens=4))])  # fmt: skip
+
+
+# --- Hidden states for trained drafters -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", ["roomy", "chunks", "cramped"])
+def test_hidden_states_are_those_of_accepted_tokens(tiny_model, real_model, jobs, plain, setting):
+    class Listening(Oracle):
+        needs_hidden = True
+
+        def propose(self, contexts):
+            for c in contexts:
+                n, end = len(c.hidden), len(c.token_ids) - 1
+                ids = torch.tensor(c.token_ids[:end])
+                hidden = tiny_model.forward(ids, torch.arange(end), common.lesson("01_kv_cache").recompute)
+                right = F.rms_norm(hidden, hidden.shape[-1:], tiny_model.norm, tiny_model.config.rms_norm_eps)
+                common.assert_close(c.hidden, right[end - n :])
+                known = self.known.get(c.request_id)
+                assert end - n == known if known is not None else end - n in range(0, end, 4)  # or a cached prefix
+                self.known[c.request_id] = end
+                self.zeros += c.max_tokens == 0
+            return super().propose(contexts)
+
+        def forget(self, request_id):
+            self.known.pop(request_id, None)
+
+    oracle = Listening(truth_of(jobs, plain))
+    oracle.known, oracle.zeros = {}, 0
+    engine = engine_of(
+        tiny_model, real_model[1], lesson.configure("ngram", 3), lambda c, m: oracle, **SETTINGS[setting]
+    )
+    assert run(engine, jobs) == plain
+    assert oracle.zeros > 0, "it must be asked even if nothing may be drafted"
+
+
+# --- How much to draft ----------------------------------------------------------------------------------------------
+
+
+def test_k_follows_the_batch_and_the_luck(tiny_model, real_model):
+    jobs = [([i, 1, 2], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)) for i in range(3)]
+    tokens, _ = run(engine_of(tiny_model, real_model[1]), jobs)
+    truth = {tuple(p): tokens[str(i)] for i, (p, _) in enumerate(jobs)}
+    drafted = lambda served: [max(k for k, _ in step.values()) for step in served.steps]  # noqa: E731
+    serve = lambda right, n, **more: drafted(lesson.serve(  # noqa: E731
+        engine_of(tiny_model, real_model[1], lesson.configure("ngram", 6, **more), lambda c, m: Oracle(truth, right)),
+        [p for p, _ in jobs[:n]], [p for _, p in jobs[:n]]))  # fmt: skip
+    by_batch = {"num_speculative_tokens_per_batch_size": [[1, 1, 5], [2, 2, 2], [3, 8, 0]]}
+    assert (
+        max(serve(1.0, 1, **by_batch)) == 5
+        and max(serve(1.0, 2, **by_batch)) <= 5
+        and max(serve(1.0, 3, **by_batch)) == 0
+    )
+    unlucky = serve(0.0, 1, num_speculative_tokens_schedule="heuristic")
+    assert unlucky[1:8] == [6, 5, 4, 3, 2, 1, 1]
+
+
+# --- With the rest of the engine --------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_cannot_take_back_is_refused(tiny_model, real_model):
+    base = serving.engine_class("kivi_2bit", tokenizer=real_model[1])
+    with pytest.raises(common.InputError, match="kivi_2bit"):
+        engine_of(tiny_model, real_model[1], lesson.configure("ngram", 3), base=base)
+
+
+def test_a_quantized_cache(tiny_model, real_model):
+    base = serving.engine_class("fp8", tokenizer=real_model[1])
+    jobs = [([3, 4, 3, 4, 3], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))]
+    plain = run(engine_of(tiny_model, real_model[1], base=base), jobs)
+    assert run(engine_of(tiny_model, real_model[1], lesson.configure("suffix", 4), base=base), jobs) == plain
+
+
+def test_kernels_in_the_engine(tiny_model, real_model):
+    model = tiny_model if not common.HAS_GPU else llama.random_model(seed=0)
+    jobs = [([7, 8, 7, 8], SamplingParams(seed=1, temperature=0.1, max_tokens=3, ignore_eos=True)),
+            ([1, 2, 1, 2], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))]  # fmt: skip
+    plain = run(engine_of(model, real_model[1], num_gpu_blocks_override=17), jobs)
+    truth = {tuple(prompt): plain[0][str(i)] for i, (prompt, _) in enumerate(jobs)}
+    before = lesson.sample_rows_kernel.launches, lesson.count_sampled_kernel.launches
+    engine = engine_of(model, real_model[1], lesson.configure("ngram", 1), lambda c, m: Oracle(truth, 1.0))
+    with common.use_kernels():
+        assert run(engine, jobs) == plain
+    assert lesson.sample_rows_kernel.launches > before[0] and lesson.count_sampled_kernel.launches > before[1]
+
+
+def test_structured_output_is_not_drafted_for(tiny_model, real_model, jobs, plain):
+    chosen = SamplingParams(temperature=0, max_tokens=6, structured_outputs={"choice": ["yes", "no"]})
+    mixed = [([9, 8, 7], chosen), jobs[0], jobs[2]]
+    want = run(engine_of(tiny_model, real_model[1]), mixed)
+    assert real_model[1].decode(want[0]["0"]).startswith(("yes", "no"))
+    oracle = Oracle({tuple(prompt): want[0][str(i)] for i, (prompt, _) in enumerate(mixed)}, right=0.9)
+    engine = engine_of(tiny_model, real_model[1], lesson.configure("ngram", 3), lambda c, m: oracle)
+    assert run(engine, mixed) == want
+    assert engine.core.scheduler.spec_decoding_stats.num_accepted_tokens > 0
+
+
+@pytest.mark.slow
+def test_real_model_in_the_whole_engine(real_model):
+    """Lesson 06's engine by the flag's JSON: a copied text, and beside it a request under a grammar, which no draft
+    touches."""
+    model, tokenizer = real_model
+    prompts = [{"prompt_token_ids": tokenizer.chat([{"role": "user", "content": lesson.TASKS["copy"]}])},
+               {"prompt_token_ids": tokenizer.encode("The answer is ")}]  # fmt: skip
+    params = [SamplingParams(temperature=0, max_tokens=24),
+              SamplingParams(temperature=0, max_tokens=6, structured_outputs={"choice": ["yes", "no"]})]  # fmt: skip
+    answers, config = [], {"method": "suffix", "num_speculative_tokens": 4, "prompt_lookup_min": 2}
+    for speculative_config in (None, config):
+        llm = offline.LLM.__new__(offline.LLM)
+        llm.num_requests = 0
+        llm.llm_engine = serving.offline_engine(
+            model,
+            tokenizer,
+            speculative_config=speculative_config,
+            max_model_len=256,
+            num_gpu_blocks_override=40,
+            max_num_seqs=4,
+        )
+        answers.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
+    assert answers[0] == answers[1]
+    assert llm.llm_engine.core.scheduler.spec_decoding_stats.num_accepted_tokens > 12
+
+
+# --- Doing it wrong ---------------------------------------------------------------------------------------------------
+
+
+def test_wrong_rules_are_caught():
+    p, q = ([[n / 16 for n in row[i]] for row in lesson.GRID] for i in (0, 1))
+    want = enumeration.exact_round(p[:2], q[:1])
+    tokens = sum(len(output) * chance for output, chance in want.items())
+
+    def counted_error():
+        shares, mean = lesson.swept_round(p[:2], q[:1], levels=8, draws=48)
+        return max(abs(shares.get(o, 0) - want.get(o, 0)) for o in {*shares, *want}), abs(mean - tokens)
+
+    assert max(counted_error()) < 1e-12
+    with lesson.broken("resample-from-p"):
+        assert counted_error()[0] > 0.05
+    with lesson.broken("no-bonus"):
+        assert counted_error()[1] > 0.2
+    assert max(counted_error()) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["stale-kv", "past-eos"])
+def test_wrong_bookkeeping_is_caught(tiny_model, real_model, jobs, plain, name):
+    out, prompt = plain[0]["2"], jobs[2][0]
+    at = next(i for i in range(2, len(out)) if out[i] not in out[:i])
+    stop = [out[at]] if name == "past-eos" else None
+    params, differ = SamplingParams(seed=3, max_tokens=len(out), stop_token_ids=stop), 0
+    want = out[: at + 1] if stop else out
+    for right in (0.5, 1.0):
+        oracle = functools.partial(Oracle, {tuple(prompt): out}, right)
+        engine = lambda: engine_of(tiny_model, real_model[1], lesson.configure("ngram", 4), lambda c, m: oracle())  # noqa: B023, E731
+        assert run(engine(), [(prompt, params)])[0]["0"] == want
+        with lesson.broken(name):
+            core, tokens = engine().core, []
+            core.add_request(lesson.Request("0", prompt, params, eos_token_id=17))
+            while core.scheduler.has_unfinished_requests():
+                tokens += [t for output in core.step() for t in output.new_token_ids]
+            differ += tokens != want
+    assert differ
+
+
+# --- When it pays, the simulation -------------------------------------------------------------------------------------
+
+
+def test_it_pays_exactly_where_alpha_exceeds_the_cost():
+    for alpha, cost in itertools.product([0.05, 0.3, 0.5, 0.9, 0.99], [0.02, 0.3, 0.5, 0.89, 1.2]):
+        gains = [lesson.speedup(alpha, K, cost / 2, cost / 2) for K in range(17)]
+        assert (max(gains) > 1 + 1e-12) == (alpha > cost)
+        assert lesson.best_k(alpha, cost) == gains.index(max(gains))
+    assert lesson.expected_tokens(1, 4) == 5 and abs(lesson.expected_tokens(1 - 1e-9, 4) - 5) < 1e-6
+
+
+def test_published_predictions_follow_from_the_formula():
+    for row in lesson.facts()["leviathan"]:
+        assert row["low"] - 0.05 <= row["predicted"] <= row["high"] + 0.05
+    table = lesson.facts()["table1"]
+    assert round(table["k2_60"], 2) == 1.96 and round(table["k10_90"], 2) == 6.86
+
+
+def test_the_roofline_by_hand():
+    gpu = common.HARDWARE["H100 80GB"]
+    assert lesson.verify_cost(gpu, 1, 4, 1024) == 0  # one sequence: rows are free
+    huge = lesson.verify_cost(gpu, 100_000, 4, 0)
+    assert abs(huge - 1) < 1e-9  # nothing but arithmetic: a row more costs a row
+    assert lesson.facts()["h100"]["4096"]["crossover"] is None and lesson.facts()["h100"]["128"]["crossover"] > 100
+
+
+@pytest.mark.parametrize("bug", lesson.WIDGET_CHOICES["bug"])
+def test_simulation_obeys_the_rule(bug):
+    for pair, K, seed in itertools.product(lesson.PAIRS, (0, 1, 4, 8), (0, 2)):
+        trace = lesson.simulate({**lesson.WIDGET_DEFAULT, "pair": pair, "drafts": K, "bug": bug, "seed": seed})
+        p = trace["p"]
+        assert abs(sum(trace["tried"]) - 1) < 1e-12 and sum(trace["counts"]) == sum(
+            len(r["written"]) for r in trace["rounds"]
+        )
+        if bug != "resample-from-p":
+            assert trace["distance"] < 1e-12 and max(abs(a - b) for a, b in zip(trace["written"], p)) < 1e-12
+        for r in trace["rounds"]:
+            stands = [u < ratio for u, ratio in zip(r["u"], r["ratio"])]
+            kept = stands.index(False) if False in stands else len(stands)
+            assert r["written"][:kept] == r["draft"][:kept]
+            if bug == "resample-from-p":
+                continue
+            assert len(r["written"]) == kept + 1 - (bug == "no-bonus" and 0 < K == kept)
+            if kept < K and bug == "none":
+                d = r["draft"][kept]
+                assert (
+                    r["accepted"] == kept
+                    and p[r["written"][-1]] > trace["q"][r["written"][-1]]
+                    and r["written"][-1] != d
+                )
+        n = [len(r["written"]) for r in trace["rounds"]]
+        assert abs(sum(n) / len(n) - trace["tokens_per_round"]) < 1.5
+        assert trace["best"] == max(range(9), key=lambda k: (trace["speedups"][k], -k))
+
+
+def test_simulation_runs_the_real_functions(monkeypatch):
+    right = lesson.simulate(lesson.WIDGET_DEFAULT)
+    monkeypatch.setattr(lesson, "residual", lambda p, q: q)
+    assert lesson.simulate(lesson.WIDGET_DEFAULT) != right
+    monkeypatch.undo()
+    monkeypatch.setattr(lesson, "count_sampled", lambda tokens, drafts, starts: starts.diff())
+    assert lesson.simulate(lesson.WIDGET_DEFAULT) != right
+    monkeypatch.undo()
+    assert lesson.simulate(lesson.WIDGET_DEFAULT) == right
+    with pytest.raises(common.InputError, match="drafts"):
+        lesson.simulate({**lesson.WIDGET_DEFAULT, "drafts": 9})
+
+
+def test_size_of_the_widget():
+    n = 1
+    for values in lesson.WIDGET_CHOICES.values():
+        n *= len(values)
+    assert n <= 20_000

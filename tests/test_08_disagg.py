@@ -1,0 +1,1130 @@
+"""Lesson 08: what travels arrives bit for bit, whatever happens on the way, and nobody keeps a block."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import common
+import httpx
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+import llama
+
+lesson = common.lesson("08_disagg")
+transfer = common.lesson("080_kv_transfer")
+connectors = common.lesson("081_kv_connectors")
+KVTransferConfig, HeadSlice = connectors.KVTransferConfig, transfer.HeadSlice
+WIRES = ["SharedMemoryConnector", "TCPConnector", "TorchDistributedConnector"]
+PROMPT = [(7 * i + 3) % 128 for i in range(45)]
+TOKENS = 8
+
+
+SEED = 4  # of a model whose greedy answers depend on every token of the prompt; most random ones repeat one token
+
+
+@pytest.fixture(scope="module")
+def tiny_model():
+    return llama.random_model(seed=SEED)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model):
+    return lesson.continuous_batching.generate_alone(tiny_model, PROMPT, TOKENS)
+
+
+# --- The kernel, and who owns which heads ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrapper", ["torch", "kernel"])
+@pytest.mark.parametrize(
+    ("size", "Hkv", "D", "head", "heads", "first", "count"),
+    [(16, 3, 64, 0, 3, 0, 1), (16, 3, 64, 1, 1, 15, 33), (16, 3, 64, 0, 3, 3, 45), (8, 2, 16, 1, 1, 7, 17),
+     (32, 5, 24, 1, 3, 31, 34), (1, 2, 16, 0, 2, 2, 5)],
+)  # fmt: skip
+def test_blocks_to_wire_and_back(wrapper, size, Hkv, D, head, heads, first, count, dtype, device, guarded):
+    if wrapper == "kernel" and not common.HAS_TRITON:
+        pytest.skip("no Triton wheel on this platform; the torch path is tested without it")
+    used = -(-(first + count) // size)
+    blocks = (torch.randperm(used + 3)[:used] + 1).to(device)
+    cache = guarded(torch.randn(2, used + 5, size, Hkv, D, device=device).to(dtype))
+    wanted = transfer.gather_reference(cache, blocks.tolist(), first, count, head, heads)
+    table, before = guarded(blocks), transfer.move_kv_kernel.launches
+    if wrapper == "kernel":
+        with common.use_kernels():
+            wire = transfer.gather_kv(cache, table, first, count, head, heads)
+    else:
+        wire = transfer.gather_kv(cache, table, first, count, head, heads)
+    assert torch.equal(wire, wanted)
+
+    other_size, other_head = size + 3, 1
+    other = -(-(first + count) // other_size)
+    theirs = (torch.randperm(other + 2)[:other] + 1).to(device)
+    ours = torch.randn(2, other + 4, other_size, heads + 2, D, device=device).to(dtype)
+    reference, target = ours.clone(), guarded(ours)
+    transfer.scatter_reference(wanted, reference, theirs.tolist(), first, other_head)
+    buffer = guarded(wanted)
+    if wrapper == "kernel":
+        with common.use_kernels():
+            transfer.scatter_kv(buffer, target, guarded(theirs), first, other_head)
+        assert transfer.move_kv_kernel.launches == before + 2
+    else:
+        transfer.scatter_kv(buffer, target, guarded(theirs), first, other_head)
+    assert torch.equal(target, reference), "every element in its place, and no other one touched"
+
+
+def test_moving_nothing(tiny_model):
+    cache = torch.zeros(2, 3, 4, 2, 16)
+    for context in (common.use_kernels,) if common.HAS_TRITON else ():
+        with context():
+            assert transfer.gather_kv(cache, torch.tensor([1]), 0, 0, 0, 2).shape == (2, 0, 2, 16)
+    transfer.scatter_kv(torch.zeros(2, 0, 2, 16), cache, torch.tensor([1]), 0, 0)
+
+
+def test_the_engine_moves_blocks_with_the_kernel(kernels, tiny_model):
+    before = transfer.move_kv_kernel.launches
+    with pair(tiny_model, "TCPConnector") as (prefill, decode):
+        assert handed_over(prefill, decode, [PROMPT[:5]], 2) == [generated(tiny_model, PROMPT[:5], 2)]
+    assert transfer.move_kv_kernel.launches > before
+
+
+@given(
+    st.sampled_from([1, 2, 3, 4, 8, 12]), st.sampled_from([1, 2, 3, 4, 6, 8, 16]), st.sampled_from([1, 2, 3, 4, 6, 8])
+)
+@settings(max_examples=80)
+def test_every_head_is_read_from_one_rank_that_has_it(Hkv, producer, consumer):
+    if any(max(Hkv, n) % min(Hkv, n) for n in (producer, consumer)):
+        return  # lesson 05c refuses such a degree
+    readers = [0] * producer
+    for rank in range(consumer):
+        first, count = transfer.owned_heads(Hkv, consumer, rank)
+        sources = transfer.tp_sources(Hkv, producer, consumer, rank)
+        assert [h for s in sources for h in range(s.head, s.head + s.heads)] == list(range(first, first + count))
+        for s in sources:
+            theirs, n = transfer.owned_heads(Hkv, producer, s.rank)
+            assert theirs <= s.head and s.head + s.heads <= theirs + n
+            readers[s.rank] += 1
+    assert readers == [transfer.num_consumers(Hkv, producer, consumer, rank) for rank in range(producer)]
+    if consumer >= producer:
+        assert max(readers) - min(readers) <= 1, "readers spread over the ranks"
+
+
+# --- Frames ----------------------------------------------------------------------------------------------------------
+
+GOOD = {"kind": "KV", "transfer": "x", "layer": 3, "first": 0, "count": 5, "head": 0, "heads": 2, "crc": 7}
+
+
+def reader(data: bytes):
+    stream = io.BytesIO(data)
+
+    def read(n: int) -> bytearray:
+        found = bytearray(stream.read(n))
+        if len(found) < n:
+            raise EOFError("cut")
+        return found
+
+    return read
+
+
+def test_a_frame_comes_back_and_half_a_frame_does_not():
+    data = transfer.pack_frame(GOOD, 4) + b"abcd"
+    assert transfer.read_frame(reader(data + data)) == (GOOD, b"abcd")
+    for n in range(len(data)):
+        with pytest.raises(EOFError):
+            transfer.read_frame(reader(data[:n]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kind": "RUN"}, {"kind": None}, {"transfer": 5}, {"layer": -1}, {"layer": 1.0}, {"layer": True},
+     {"count": 1 << 50}, {"crc": None}, {"kind": "GET", "have": "all"},
+     {"kind": "GET", "end": 1, "consumers": 1, "have": [0, "1"]}],
+)  # fmt: skip
+def test_headers_are_not_believed(change):
+    with pytest.raises(transfer.ProtocolError):
+        transfer.read_frame(reader(transfer.pack_frame(GOOD | change)))
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_bytes_of_a_stranger_raise_nothing_else(data, prefixed):
+    if prefixed:
+        data = transfer.PREFIX.pack(transfer.MAGIC, len(data), 0) + data
+    with pytest.raises((transfer.ProtocolError, EOFError)):
+        transfer.read_frame(reader(data))
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "kvx-1-zz", "", 5])
+def test_a_segment_is_nothing_but_a_segment(name):
+    link = SimpleNamespace()
+    with pytest.raises(transfer.ProtocolError):
+        transfer.SharedMemoryLink.receive(link, {"shm": name}, bytearray())
+
+
+# --- The two state machines, on the worst of networks ----------------------------------------------------------------
+
+
+class Transfers(RuleBasedStateMachine):
+    """Drops, doubles, reorders, truncates, loses the connection and lets time pass; and looks for leaks all the while.
+
+    Memory is a dictionary per block owner: a write for a request that has ended would be somebody else's memory.
+    """
+
+    LAYERS, END = 3, 7
+
+    @initialize()
+    def begin(self):
+        self.now = 0.0
+        self.ours, self.theirs = lesson.MemoryLink(), lesson.MemoryLink()
+        self.ours.other, self.theirs.other = self.theirs, self.ours
+        self.producer = transfer.Producer(self.LAYERS, self.read, lease=30, clock=lambda: self.now)
+        self.producer.PIECE = 3
+        self.consumer = transfer.Consumer(self.LAYERS, self.write, timeout=10, retries=2, clock=lambda: self.now)
+        self.progress: dict[str, int] = {}  # of prompts being computed: layers and positions, as one number
+        self.kept: set[str] = set()  # blocks on the prefill side: computing, or kept for somebody
+        self.reading: dict[str, dict] = {}  # blocks on the decode side
+        self.ended: set[str] = set()
+        self.count = 0
+
+    def read(self, blocks, layer, first, count, head, heads):
+        (name,) = blocks
+        assert name in self.kept, "read from blocks that were freed"
+        assert layer * self.END + first + count <= self.limit(name, layer) + layer * self.END, "not computed yet"
+        return [(name, layer, p) for p in range(first, first + count)]
+
+    def limit(self, name, layer):
+        """Positions of this layer that have been computed."""
+        return self.ready[name][layer]
+
+    def write(self, blocks, header, payload):
+        (name,) = blocks
+        assert name in self.reading, "written into blocks that were freed"
+        wanted = [(header["transfer"], header["layer"], header["first"] + t) for t in range(header["count"])]
+        if payload != wanted:
+            return False
+        self.reading[name].update(dict.fromkeys(payload))
+        return True
+
+    ready: dict = {}  # noqa: RUF012
+
+    @rule(ask_first=st.booleans())
+    def submit(self, ask_first):
+        name = f"r{self.count}"
+        self.count += 1
+        self.ready = {**self.ready, name: [0] * self.LAYERS}
+        if ask_first:
+            self.ask(name)
+        self.kept.add(name)
+        self.producer.export(name, [name])
+        if not ask_first:
+            self.ask(name)
+
+    def ask(self, name):
+        self.reading[name] = {}
+        self.consumer.start(name, name, [name], 1, self.END, [(self.theirs, HeadSlice(0, 0, 1), 1)])
+
+    def computing(self):
+        return [n for n in self.kept if n in self.producer.exports and not self.producer.exports[n].finished]
+
+    @rule(data=st.data(), positions=st.integers(1, 7))
+    def compute(self, data, positions):
+        if names := sorted(self.computing()):
+            name = data.draw(st.sampled_from(names))
+            end = min(self.END, self.ready[name][-1] + positions)
+            for layer in range(self.LAYERS):
+                self.ready[name][layer] = end
+                self.producer.written(name, layer, end)
+                self.pump()
+            if end == self.END and not self.producer.finish(name):
+                self.kept.discard(name)
+
+    @rule(data=st.data(), how=st.sampled_from(["preempt", "abort", "cancel"]))
+    def disturb(self, data, how):
+        if how == "cancel" and self.reading:
+            name = data.draw(st.sampled_from(sorted(self.reading)))
+            self.consumer.cancel(name)
+            del self.reading[name]
+        elif names := sorted(self.computing()):
+            name = data.draw(st.sampled_from(names))
+            if how == "preempt":
+                self.ready[name] = [0] * self.LAYERS
+                self.producer.preempted(name)
+                self.producer.export(name, [name])
+            elif how == "abort":
+                self.producer.forget(name, "aborted")
+                self.kept.discard(name)
+
+    def pump(self):
+        self.producer.pump(lambda link, header, payload: link.send(header, payload))
+
+    def deliver(self, queue, index=0):
+        header, payload = queue[index]
+        del queue[index]
+        self.receive(queue, header, payload)
+
+    def receive(self, queue, header, payload):
+        if queue is self.ours.arrived:
+            self.producer.on_message(self.ours, header)
+            self.pump()
+        else:
+            self.consumer.on_message(self.theirs, header, payload)
+
+    @rule(data=st.data(), how=st.sampled_from(["deliver"] * 6 + ["drop", "double", "late", "cut"]))
+    def network(self, data, how):
+        queue = data.draw(st.sampled_from([self.ours.arrived, self.theirs.arrived]))
+        if not queue:
+            return
+        index = data.draw(st.integers(0, len(queue) - 1)) if how == "late" else 0
+        header, payload = queue[index]
+        if how == "drop":
+            queue.popleft()
+        elif how == "cut":
+            queue.popleft()
+            self.receive(queue, header, payload[:-1] if payload else payload)
+        else:
+            if how == "double":
+                self.receive(queue, header, payload)
+            self.deliver(queue, index)
+
+    @rule(seconds=st.sampled_from([1, 5, 11, 31]))
+    def wait(self, seconds):
+        self.now += seconds
+        self.producer.expire()
+        self.consumer.check()
+
+    @rule()
+    def disconnect(self):
+        """The connection is lost and made again."""
+        self.producer.on_lost(self.ours)
+        self.consumer.on_lost(self.theirs, "lost")
+        self.settle()
+        self.ours, self.theirs = lesson.MemoryLink(), lesson.MemoryLink()
+        self.ours.other, self.theirs.other = self.theirs, self.ours
+
+    @invariant()
+    def settle(self):
+        """What an engine does after every step: give blocks back."""
+        if not hasattr(self, "producer"):
+            return
+        for name in self.producer.released:
+            self.kept.remove(name)  # exactly once
+        self.producer.released.clear()
+        for name in self.consumer.finished:
+            whole = {(name, layer, p) for layer in range(self.LAYERS) for p in range(1, self.END)}
+            assert set(self.reading.pop(name)) == whole, "finished, and not all of it is here"
+        for name in self.consumer.failed:
+            del self.reading[name]
+        self.consumer.finished.clear(), self.consumer.failed.clear()
+        assert set(self.reading) == {i.request_id for i in self.consumer.imports.values()}
+        assert set(self.producer.exports) == self.kept
+
+    def teardown(self):
+        """On a good network, within the lease, everything ends; and then nobody holds anything."""
+        if not hasattr(self, "producer"):
+            return
+        for name in list(self.computing()):
+            for layer in range(self.LAYERS):
+                self.ready[name][layer] = self.END
+                self.producer.written(name, layer, self.END)
+            if not self.producer.finish(name):
+                self.kept.discard(name)
+        for _ in range(45):
+            self.pump()
+            while self.ours.arrived or self.theirs.arrived:
+                for queue in (self.ours.arrived, self.theirs.arrived):
+                    if queue:
+                        self.deliver(queue)
+            self.settle()
+            self.wait(1)
+        self.settle()
+        assert not self.reading and not self.kept and not self.producer.early
+
+
+TestTransfers = Transfers.TestCase
+TestTransfers.settings = settings(max_examples=40, stateful_step_count=25)
+
+
+@pytest.mark.slow
+def test_transfers_for_longer():
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(Transfers, settings=settings(max_examples=1500, stateful_step_count=60))
+
+
+def test_a_preempted_prefill_offers_nothing_old():
+    """Its new blocks hold nothing yet, whatever the old ones held."""
+    producer, link, sent = transfer.Producer(2, lambda *where: where), lesson.MemoryLink(), []
+    producer.export("x", [1])
+    for layer in range(2):
+        producer.written("x", layer, 5)
+    producer.preempted("x")
+    producer.export("x", [2])
+    get = {"kind": "GET", "transfer": "x", "head": 0, "heads": 1, "end": 5, "have": [0, 0], "consumers": 1}
+    producer.on_message(link, get)
+    producer.pump(lambda link, header, payload: sent.append(payload))
+    assert sent == []
+    producer.written("x", 0, 5)
+    producer.pump(lambda link, header, payload: sent.append(payload))
+    assert sent == [([2], 0, 0, 5, 0, 1)]
+
+
+@pytest.mark.parametrize("fault", lesson.KINDS)
+def test_rehearsals(fault):
+    found = lesson.rehearse(fault)
+    assert found["left"] == (fault == "prefill-dies"), "what a dead process kept is nobody's problem"
+    assert found["whole"] == (not found["why"]) == (fault not in ("stall", "prefill-dies"))
+    assert found["retries"] == (fault in ("drop", "truncate", "stall"))
+    assert (found["duplicate"] > 0) == (fault == "duplicate") and (found["corrupt"] > 0) == (fault == "truncate")
+
+
+# --- Engines ---------------------------------------------------------------------------------------------------------
+
+
+class pair:
+    """A prefill and a decode engine in this process, stepped in turn; both pools must be whole at the end."""
+
+    def __init__(self, model, wire, policy="fail", decode_model=None, extra=None, prefill=None, decode=None, **both):
+        extra = {"timeout": 60.0} | (extra or {})
+        configs = [
+            KVTransferConfig(wire, role, kv_port=0, kv_load_failure_policy=policy, kv_connector_extra_config=extra)
+            for role in ("kv_producer", "kv_consumer")
+        ]
+        self.cores = [
+            lesson.make_core(model, configs[0], **({"block_size": 16, "num_blocks": 40} | both | (prefill or {}))),
+            lesson.make_core(
+                decode_model or model, configs[1], **({"block_size": 8, "num_blocks": 80} | both | (decode or {}))
+            ),
+        ]
+
+    def __enter__(self):
+        return self.cores
+
+    def __exit__(self, kind, *_):
+        for core in self.cores:
+            core.scheduler.connector.close()
+            if kind is None:
+                assert_idle(core)
+
+
+def assert_idle(core):
+    manager = core.scheduler.kv_cache_manager
+    manager.block_pool.check()
+    assert not manager.req_to_blocks and manager.block_pool.num_free_blocks == manager.block_pool.num_blocks - 1
+    assert not core.scheduler.has_unfinished_requests()
+
+
+def generated(model, prompt, n):
+    return lesson.continuous_batching.generate_alone(model, prompt, n)
+
+
+def submit(prefill, decode, name, prompt, n):
+    remote = {"do_remote_prefill": True, "transfer_id": name, **prefill.scheduler.connector.address}
+    prefill.add_request(lesson.make_request(name, prompt, 1, do_remote_decode=True, transfer_id=name))
+    decode.add_request(lesson.make_request(name, prompt, n, **remote))
+
+
+def drain(*cores, each=lambda: None, seconds=60):
+    """Step in turn until nobody has anything to do: {request id: (tokens, reason, why)} of the last one's requests."""
+    found, deadline = {}, time.monotonic() + seconds
+    while any(core.scheduler.has_unfinished_requests() for core in cores):
+        assert time.monotonic() < deadline, "somebody waits for ever"
+        for core in cores:
+            for output in core.step() if core.scheduler.has_unfinished_requests() else ():
+                if core is cores[-1]:
+                    tokens, _, _ = found.get(output.request_id, ([], None, None))
+                    found[output.request_id] = (tokens + output.new_token_ids, output.finish_reason, output.stop_reason)
+        each()
+    return found
+
+
+def handed_over(prefill, decode, prompts, n, **options):
+    for i, prompt in enumerate(prompts):
+        submit(prefill, decode, f"r{i}", prompt, n)
+    found = drain(prefill, decode, **options)
+    return [found[f"r{i}"][0] for i in range(len(prompts))]
+
+
+def counts(core, part=None):
+    connector = core.scheduler.connector
+    return (getattr(connector, part) if part else connector).stats
+
+
+def test_the_naive_hand_over(tiny_model, expected):
+    assert lesson.hand_over(tiny_model, PROMPT, TOKENS) == expected
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_disaggregated_equals_colocated(wire, tiny_model, expected):
+    prompts = [PROMPT, PROMPT[:16], PROMPT[:17], PROMPT[:2], PROMPT[:1]]
+    with pair(tiny_model, wire) as (prefill, decode):
+        found = handed_over(prefill, decode, prompts, TOKENS)
+        assert found == [expected, *(generated(tiny_model, prompt, TOKENS) for prompt in prompts[1:])]
+        moved = sum(len(prompt) - 1 for prompt in prompts) * 2 * 2 * 2 * 16 * 4  # halves, layers, heads, D, fp32
+        assert counts(decode)["bytes_in"] == moved
+    assert not list(transfer.SHM.glob(f"kvx-{os.getpid()}-*")), "no segment is left behind"
+
+
+def test_chunked_and_preempted_prefill(tiny_model, expected):
+    """Layers of every chunk travel as they come; a prefill that loses its blocks in between sends nothing wrong."""
+    with pair(tiny_model, "TCPConnector", prefill={"max_num_batched_tokens": 16, "max_num_seqs": 4}) as (
+        prefill,
+        decode,
+    ):
+        submit(prefill, decode, "r0", PROMPT, TOKENS)
+        prefill.step()
+        request = prefill.scheduler.running[0]
+        assert request.num_computed_tokens == 16
+        output = lesson.SchedulerOutput()
+        prefill.scheduler._preempt_request(request, output)
+        prefill.runner.batch.remove("r0")
+        prefill.scheduler.connector.producer.preempted("r0")
+        assert drain(prefill, decode)["r0"][0] == expected
+
+
+def test_only_what_the_decode_worker_lacks_travels(tiny_model, expected):
+    with pair(tiny_model, "TCPConnector", prefix_caching=True) as (prefill, decode):
+        submit(prefill, decode, "a", PROMPT, TOKENS)
+        assert drain(prefill, decode)["a"][0] == expected
+        first = counts(decode)["bytes_in"]
+        submit(prefill, decode, "b", PROMPT, TOKENS)
+        assert drain(prefill, decode)["b"][0] == expected
+        assert counts(decode)["bytes_in"] - first == first * 4 // 44, "40 of 44 positions were here"
+
+
+def test_nobody_hits_blocks_that_have_not_arrived(tiny_model, expected):
+    """The decode worker's own prefix cache learns of loaded blocks when they have arrived, not before."""
+    with pair(tiny_model, "TCPConnector", prefix_caching=True) as (prefill, decode):
+        remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
+        decode.add_request(lesson.make_request("a", PROMPT, TOKENS, **remote))
+        decode.step()
+        assert "a" in decode.scheduler.waiting_for_remote_kvs
+        decode.add_request(lesson.make_request("b", PROMPT, TOKENS))
+        tokens = []
+        while len(tokens) < TOKENS:
+            tokens += [token for output in decode.step() for token in output.new_token_ids]
+        assert tokens == expected, "b computed its prompt itself"
+        prefill.add_request(lesson.make_request("a", PROMPT, 1, do_remote_decode=True, transfer_id="a"))
+        assert drain(prefill, decode)["a"][0] == expected
+        assert decode.scheduler.kv_cache_manager.get_computed_blocks(lesson.make_request("c", PROMPT, 1))[1] == 40
+
+
+def test_others_go_on_while_a_request_waits_for_its_blocks(tiny_model, expected):
+    with pair(tiny_model, "TCPConnector", decode={"max_num_seqs": 1}) as (prefill, decode):
+        remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
+        decode.add_request(lesson.make_request("a", PROMPT, TOKENS, **remote))
+        decode.add_request(lesson.make_request("b", PROMPT, TOKENS))
+        tokens = []
+        while len(tokens) < TOKENS:
+            tokens += [t for output in decode.step() for t in output.new_token_ids if output.request_id == "b"]
+        assert tokens == expected and "a" in decode.scheduler.waiting_for_remote_kvs
+        prefill.add_request(lesson.make_request("a", PROMPT, 1, do_remote_decode=True, transfer_id="a"))
+        assert drain(prefill, decode)["a"][0] == expected
+
+
+def test_a_full_pool_delays_and_loses_nobody(tiny_model, expected):
+    """Room for one and a half sequences: requests that have arrived are seated before anybody else is admitted."""
+    prompts = [PROMPT, PROMPT[1:], PROMPT[2:], PROMPT[:30]]
+    with pair(tiny_model, "TCPConnector", decode={"num_blocks": 12, "max_model_len": 64}) as (prefill, decode):
+        for i, prompt in enumerate(prompts):
+            submit(prefill, decode, f"r{i}", prompt, TOKENS)
+            decode.add_request(lesson.make_request(f"own{i}", prompt, TOKENS))
+        found = drain(prefill, decode)
+        for i, prompt in enumerate(prompts):
+            assert found[f"r{i}"][0] == found[f"own{i}"][0] == generated(tiny_model, prompt, TOKENS)
+
+
+# --- Faults ----------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A machine's time that passes only when a test says so."""
+
+    def __init__(self, *cores):
+        self.now = 0.0
+        for core in cores:
+            core.scheduler.connector.producer.clock = core.scheduler.connector.consumer.clock = lambda: self.now
+
+    def tick(self):
+        self.now += 1
+
+
+@pytest.mark.parametrize("fault", ["duplicate", "truncate", "drop", "reorder", "stall"])
+@pytest.mark.parametrize("wire", ["SharedMemoryConnector", "TCPConnector"])
+def test_faults_on_the_wire(fault, wire, tiny_model, expected):
+    """Whatever the wire does: the tokens of one engine. It asks again as long as that may help."""
+    extra = {"timeout": 50.0, "retries": 0 if fault == "stall" else 10_000, "kv_lease_duration": 1e6}
+    with pair(tiny_model, wire, "recompute", extra=extra) as (prefill, decode):
+        clock, connector = Clock(prefill, decode), prefill.scheduler.connector
+        connector.wire = lesson.Faults(fault, after=2)
+        assert handed_over(prefill, decode, [PROMPT, PROMPT[:20]], TOKENS, each=clock.tick)[0] == expected
+        stats = counts(decode, "consumer")
+        assert bool(stats["failed"]) == (fault == "stall")
+        assert bool(stats["retries"]) or fault not in ("truncate", "drop")
+        assert bool(stats["corrupt"]) == (fault == "truncate" or (fault == "duplicate" and stats["corrupt"] > 0))
+
+
+def test_changed_bytes_are_not_believed(tiny_model, expected):
+    """Right in size and shape, and one bit is another: the checksum knows."""
+    extra = {"timeout": 50.0, "retries": 10_000, "kv_lease_duration": 1e6}
+    with pair(tiny_model, "TCPConnector", extra=extra) as (prefill, decode):
+        clock, sent = Clock(prefill, decode), []
+
+        def flip(link, header, payload):
+            sent.append(header)
+            if len(sent) == 1:
+                payload = payload.clone()
+                payload[100] ^= 64
+            return [(header, payload)]
+
+        prefill.scheduler.connector.wire = flip
+        assert handed_over(prefill, decode, [PROMPT], TOKENS, each=clock.tick) == [expected]
+        assert counts(decode, "consumer")["corrupt"] == 1 and counts(decode, "consumer")["retries"] >= 1
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_prefill_worker_that_vanishes(policy, tiny_model, expected):
+    with pair(tiny_model, "TCPConnector", policy) as (prefill, decode):
+        remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
+        decode.add_request(lesson.make_request("a", PROMPT, TOKENS, **remote))
+        decode.add_request(lesson.make_request("other", PROMPT, TOKENS))
+        first = [token for output in decode.step() for token in output.new_token_ids]
+        prefill.scheduler.connector.close()
+        found = drain(decode)
+        assert first + found["other"][0] == expected
+        if policy == "recompute":
+            assert found["a"][0] == expected
+        else:
+            assert found["a"][:2] == ([], "error") and "KV load failed: the connection" in found["a"][2]
+
+
+def test_nobody_listens_there(tiny_model):
+    with pair(tiny_model, "TCPConnector") as (prefill, decode):
+        prefill.scheduler.connector.close()
+        remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
+        decode.add_request(lesson.make_request("a", PROMPT, TOKENS, **remote))
+        assert drain(decode)["a"][1] == "error"
+
+
+def test_a_decode_worker_that_vanishes_gives_the_blocks_back(tiny_model):
+    with pair(tiny_model, "TCPConnector") as (prefill, decode):
+        prefill.scheduler.connector.wire = lesson.Faults("stall", after=0)
+        submit(prefill, decode, "a", PROMPT, TOKENS)
+        decode.step()
+        while not prefill.scheduler.connector.producer.early:
+            prefill.scheduler.connector.poll()
+        prefill.step()
+        assert "a" in prefill.scheduler.sending and prefill.scheduler.kv_cache_manager.req_to_blocks["a"]
+        decode.abort_requests(["a"])
+        decode.scheduler.connector.close()
+        drain(prefill)
+
+
+def test_nobody_comes_for_it(tiny_model):
+    with pair(tiny_model, "TCPConnector", extra={"kv_lease_duration": 30}) as (prefill, decode):
+        clock = Clock(prefill, decode)
+        prefill.add_request(lesson.make_request("a", PROMPT, 1, do_remote_decode=True, transfer_id="a"))
+        prefill.step()
+        clock.now = 29.9
+        prefill.step()
+        assert prefill.scheduler.has_unfinished_requests() and prefill.scheduler.kv_cache_manager.req_to_blocks
+        with pytest.raises(common.InputError, match="in use"):
+            prefill.add_request(lesson.make_request("a", PROMPT, 1))
+        clock.now = 30.1
+        drain(prefill)
+        # Whoever comes later hears at once why there is nothing.
+        remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
+        decode.add_request(lesson.make_request("a", PROMPT, TOKENS, **remote))
+        deadline = time.monotonic() + 60
+        found = []
+        while not found and time.monotonic() < deadline:
+            prefill.scheduler.connector.get_finished()
+            found = decode.step()
+        assert "lease" in found[0].stop_reason
+
+
+@pytest.mark.parametrize("when", ["queued", "waiting for blocks", "arrived", "running"])
+def test_a_client_that_leaves(when, tiny_model):
+    """Whenever it does: blocks are free on both sides, long before any lease is up."""
+    with pair(tiny_model, "TCPConnector", decode={"max_num_seqs": 1}) as (prefill, decode):
+        scheduler = decode.scheduler
+        if when in ("arrived", "queued"):  # somebody else has the only seat
+            decode.add_request(lesson.make_request("other", PROMPT, 30))
+            decode.step()
+        if when == "queued":
+            scheduler.connector.fetches_later = False
+        submit(prefill, decode, "a", PROMPT, TOKENS)
+        decode.step()
+        scheduler.connector.fetches_later = True
+        done = {
+            "queued": lambda: True,
+            "waiting for blocks": lambda: "a" in scheduler.waiting_for_remote_kvs,
+            "arrived": lambda: bool(scheduler.received),
+            "running": lambda: bool(scheduler.running),
+        }[when]
+        deadline = time.monotonic() + 60
+        while not done() and time.monotonic() < deadline:
+            prefill.step(), decode.step()
+        assert done()
+        decode.abort_requests(["a", "other"])
+        assert not scheduler.kv_cache_manager.req_to_blocks
+        drain(prefill, decode)
+
+
+def test_an_aborted_prefill_is_reported(tiny_model):
+    with pair(tiny_model, "TCPConnector", prefill={"max_num_batched_tokens": 16, "max_num_seqs": 4}) as (
+        prefill,
+        decode,
+    ):
+        submit(prefill, decode, "a", PROMPT, TOKENS)
+        decode.step()
+        prefill.step()
+        prefill.abort_requests(["a"])
+        found, deadline = [], time.monotonic() + 60
+        while not found and time.monotonic() < deadline:
+            prefill.scheduler.connector.get_finished()
+            found = decode.step()
+        assert "the prefill was aborted" in found[0].stop_reason
+
+
+def test_another_model_is_refused(tiny_model):
+    other = llama.random_model(seed=1)
+    with pair(tiny_model, "TCPConnector", decode_model=other) as (prefill, decode):
+        submit(prefill, decode, "a", PROMPT, TOKENS)
+        assert "another kind" in drain(prefill, decode)["a"][2]
+
+
+@pytest.mark.parametrize(("producer_tp", "consumer_tp"), [(3, 1), (1, 3), (3, 3), (6, 1)])
+def test_tensor_parallel_degrees_may_differ(producer_tp, consumer_tp, device):
+    """Ranks of a cache with 3 KV heads and blocks of 16, to ranks with blocks of 8: every head in its place."""
+    Hkv, D, layers, n = 3, 8, 2, 21
+    config = SimpleNamespace(num_key_value_heads=Hkv, num_hidden_layers=layers, head_dim=D, hidden_size=9, vocab_size=5)
+    whole = torch.randn(layers, 2, 5, 16, Hkv, D, device=device)
+    theirs, ours = [3, 1, 2], [2, 4, 1]
+
+    def rank_of(role, rank, tp, size, port):
+        made = connectors.TCPConnector(KVTransferConfig("TCPConnector", role, kv_port=port))
+        head, heads = transfer.owned_heads(Hkv, tp, rank)
+        caches = [whole[i, :, :, :, head : head + heads].contiguous() for i in range(layers)]
+        if role == "kv_consumer":
+            caches = [torch.zeros(2, 5, size, heads, D, device=device) for _ in range(layers)]
+        group = SimpleNamespace(rank_in_group=rank, world_size=tp)
+        made.register_kv_caches(caches, SimpleNamespace(config=config, group=group, norm=torch.ones(9)))
+        return made
+
+    producers = [rank_of("kv_producer", rank, producer_tp, 16, 0) for rank in range(producer_tp)]
+    consumers = [rank_of("kv_consumer", rank, consumer_tp, 8, 0) for rank in range(consumer_tp)]
+    addresses = [(p.host, p.port) for p in producers]
+    for rank, consumer in enumerate(consumers):
+        links, sources = {}, []
+        for piece in transfer.tp_sources(Hkv, producer_tp, consumer_tp, rank):
+            links[piece.rank] = consumer.connect(addresses[piece.rank])
+            readers = transfer.num_consumers(Hkv, producer_tp, consumer_tp, piece.rank)
+            sources.append((links[piece.rank], piece, readers))
+        consumer.consumer.start("x", "r", ours, 0, n, sources)
+    for p in producers:
+        p.producer.export("x", theirs)
+        for layer in range(layers):
+            p.producer.written("x", layer, n)
+        p.names["x"] = "r"
+        p.producer.finish("x")
+    arrived, deadline = [set() for _ in consumers], time.monotonic() + 60
+    read = [r for r in range(producer_tp) if transfer.num_consumers(Hkv, producer_tp, consumer_tp, r)]
+    released = set()
+    while (not all(arrived) or len(released) < len(read)) and time.monotonic() < deadline:
+        for rank, p in enumerate(producers):
+            if p.get_finished().finished_sending:
+                released.add(rank)
+        for i, c in enumerate(consumers):
+            arrived[i] |= c.get_finished().finished_recving
+    assert all(arrived) and released == set(read)
+    for rank, c in enumerate(consumers):
+        head, heads = transfer.owned_heads(Hkv, consumer_tp, rank)
+        for layer in range(layers):
+            wanted = transfer.gather_reference(whole[layer], theirs, 0, n, head, heads)
+            assert torch.equal(transfer.gather_reference(c.layers[layer], ours, 0, n, 0, heads), wanted)
+    for c in (*producers, *consumers):
+        c.close()
+
+
+# --- The store -------------------------------------------------------------------------------------------------------
+
+
+def store_core(model, folder, **options):
+    extra = {"folder": str(folder), "cpu_bytes": 1 << 24} | options
+    config = KVTransferConfig("StoreConnector", "kv_both", kv_connector_extra_config=extra)
+    return lesson.make_core(model, config, block_size=8, num_blocks=80, prefix_caching=True)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    yield tmp_path / "store"
+    connectors.KVStore(tmp_path / "store", 0, 1).clear()
+
+
+def ask(core, prompt, n, name="r"):
+    core.add_request(lesson.make_request(name, prompt, n))
+    return drain(core)[name][0]
+
+
+def test_another_engine_finds_the_blocks(folder, tiny_model, expected):
+    first, second = store_core(tiny_model, folder), store_core(tiny_model, folder)
+    assert ask(first, PROMPT, TOKENS) == expected
+    assert counts(first, "store")["stored"] == 6, "of 52 computed positions, generated ones included"
+    assert ask(second, PROMPT, TOKENS) == expected
+    assert counts(second)["bytes_in"] == 5 * 8 * 2 * 2 * 2 * 16 * 4, "5 blocks of 8; the sixth holds what is generated"
+    assert counts(second, "store")["stored"] == 0
+    assert ask(second, PROMPT[:40], 2) == generated(tiny_model, PROMPT[:40], 2)  # one token must be left to compute
+    for core in (first, second):
+        assert_idle(core)
+
+
+def test_another_model_finds_nothing(folder, tiny_model):
+    assert ask(store_core(tiny_model, folder), PROMPT, 2)
+    other = llama.random_model(seed=1)
+    assert ask(store_core(other, folder), PROMPT, TOKENS) == generated(other, PROMPT, TOKENS)
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
+def test_unreadable_blocks_are_computed_after_all(damage, folder, tiny_model, expected, monkeypatch):
+    """The lookup found them, the load inside the step did not: no token of that step counts, for nobody who shares."""
+    assert ask(store_core(tiny_model, folder), PROMPT, 1)
+    core = store_core(tiny_model, folder)
+    store = core.scheduler.connector.store
+    paths = sorted(store.cpu.folder.iterdir())
+    assert len(paths) == 5
+    victim = store.find(core.scheduler.connector.key(hashes(core, PROMPT)[2]))
+    if damage == "cut":
+        victim.write_bytes(victim.read_bytes()[:-40])
+    elif damage == "changed":
+        body = bytearray(victim.read_bytes())
+        body[-1] ^= 1
+        victim.write_bytes(body)
+    else:
+        start = core.scheduler.connector.start_load_kv
+
+        def evicted_meanwhile():
+            victim.unlink(missing_ok=True)
+            start()
+
+        monkeypatch.setattr(core.scheduler.connector, "start_load_kv", evicted_meanwhile)
+    for name in ("a", "b"):
+        core.add_request(lesson.make_request(name, PROMPT, TOKENS))
+    if damage != "gone":
+        first = core.step()
+        assert first == [], "what was computed on nothing is not an answer"
+        victim.unlink()
+    found = drain(core)
+    assert found["a"][0] == found["b"][0] == expected
+    assert counts(core)["void_blocks"] >= 1
+    assert_idle(core)
+
+
+def hashes(core, prompt):
+    request = lesson.make_request("h", prompt, 1)
+    core.scheduler.kv_cache_manager.update_block_hashes(request)
+    return request.block_hashes
+
+
+def test_tiers(tmp_path, folder):
+    """Least recently used first: memory to disk, disk to nowhere. A block that is used stays."""
+    layers = [torch.arange(64, dtype=torch.float32).view(1, 64)] * 2
+    size = 2 * (256 + connectors.KVStore.HEADER.size)
+    store = connectors.KVStore(folder, 2 * size, 2 * size, num_layers=2)
+    for i, name in enumerate("abcde"):
+        store.put(name, layers)
+        for tier in (store.cpu, store.disk):
+            for path in tier.folder.iterdir():  # a clock with steps, whatever the file system's is
+                stat = path.stat().st_mtime
+                if stat > 1e6:
+                    os.utime(path, (i, i))
+        if name == "c":
+            os.utime(store.disk.path("a"), (10, 10))
+    where = {tier: sorted(p.name for p in tier.folder.iterdir()) for tier in (store.cpu, store.disk)}
+    assert where[store.cpu] == ["d", "e"] and len(where[store.disk]) == 2 and "a" in where[store.disk]
+    assert store.find("d").parent == store.cpu.folder and store.find("a").parent == store.disk.folder
+    assert store.find("b") is None or store.find("c") is None
+    assert torch.equal(store.read_layer(store.find("a"), 1).view(torch.float32), layers[1].flatten())
+
+
+# --- Bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [("{", "not JSON"), ("[]", "object"), ('{"kv_role": "kv_both"}', "kv_connector"), ('{"kv_rank": 0}', "kv_rank"),
+     ('{"kv_connector": "NixlConnector", "kv_role": "kv_both"}', "TCPConnector"),
+     ('{"kv_connector": "TCPConnector"}', "kv_role"),
+     ('{"kv_connector": "TCPConnector", "kv_role": "both"}', "kv_both"),
+     ('{"kv_connector": "TCPConnector", "kv_role": "kv_both", "kv_port": 70000}', "kv_port"),
+     ('{"kv_connector": "TCPConnector", "kv_role": "kv_both", "kv_load_failure_policy": "hope"}', "recompute"),
+     ('{"kv_connector": "TCPConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"lease": 3}}', "lease"),
+     ('{"kv_connector": "TCPConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"port": 1}}', "retries"),
+     ('{"kv_connector": "StoreConnector", "kv_role": "kv_both"}', "folder")],
+)  # fmt: skip
+def test_configurations_are_checked(text, word):
+    with pytest.raises(common.InputError, match=word):
+        KVTransferConfig.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("params", "word"),
+    [([], "object"), ({"do_remote_prefill": True}, "transfer_id"), ({"do_remote_decode": True}, "transfer_id"),
+     ({"do_remote_decode": 1}, "bool"), ({"do_remote_prefill": True, "do_remote_decode": True}, "exclude"),
+     ({"do_remote_prefill": True, "transfer_id": "x", "remote_host": "h", "remote_port": 0}, "remote_port"),
+     ({"do_remote_prefill": True, "transfer_id": "x", "remote_host": "h"}, "remote_port")],
+)  # fmt: skip
+def test_transfer_params_are_checked(params, word, tiny_model):
+    with pytest.raises(common.InputError, match=word):
+        connectors.check_kv_transfer_params(params)
+
+
+def test_a_transfer_has_one_request_on_each_side(tiny_model, expected):
+    with pair(tiny_model, "TCPConnector") as (prefill, decode):
+        submit(prefill, decode, "a", PROMPT, TOKENS)
+        for core, way in ((prefill, {"do_remote_decode": True}), (decode, {"do_remote_prefill": True})):
+            params = {"transfer_id": "a", "remote_host": "h", "remote_port": 1, **way}
+            with pytest.raises(common.InputError, match="in use"):
+                core.add_request(lesson.make_request("b", PROMPT, 1, **params))
+        assert drain(prefill, decode)["a"][0] == expected
+
+
+def test_a_taken_port_is_one_clear_line(tiny_model):
+    with pair(tiny_model, "TCPConnector") as (prefill, _):
+        config = KVTransferConfig("TCPConnector", "kv_producer", kv_port=prefill.scheduler.connector.port)
+        with pytest.raises(common.InputError, match="kv_port"):
+            lesson.make_core(tiny_model, config)
+
+
+# --- Router ----------------------------------------------------------------------------------------------------------
+
+
+class FakeWorker:
+    """A worker's pipe, and what came through it."""
+
+    def __init__(self, name):
+        self.name, self.alive, self.address, self.letters = name, True, {"remote_host": name, "remote_port": 1}, []
+        self.pipe, self.theirs = multiprocessing.Pipe()
+        self.process = SimpleNamespace(join=lambda timeout: None, exitcode=-9)
+        self.script: dict[str, list] = {}  # what it does when it hears of a request
+
+    def send(self, *letter):
+        self.letters.append(letter)
+        for reply in self.script.pop(letter[1], ()):
+            reply()
+
+    def say(self, name, tokens, reason=None, why=None):
+        self.theirs.send(("output", name, tokens, reason, why))
+
+    def die(self):
+        self.theirs.close()
+
+
+def test_the_router_hands_a_request_to_both():
+    prefill, decode = FakeWorker("p"), FakeWorker("d")
+    router = lesson.Router([prefill], [decode])
+    router.submit("a", [1, 2, 3], 2)
+    assert prefill.letters == [("add", "a.1", [1, 2, 3], 1, {"do_remote_decode": True, "transfer_id": "a.1"})]
+    kind, name, prompt, n, params = decode.letters[0]
+    assert (kind, name, prompt, n) == ("add", "a.1", [1, 2, 3], 2)
+    assert params == {"do_remote_prefill": True, "transfer_id": "a.1", "remote_host": "p", "remote_port": 1}
+    prefill.say("a.1", [7], "length")
+    decode.say("a.1", [7])
+    decode.say("a.1", [8], "length")
+    assert router.run(10)["a"].token_ids == [7, 8] and router.events == []
+
+
+def test_an_answer_goes_on_elsewhere_when_its_worker_dies():
+    prefill, first, second = FakeWorker("p"), FakeWorker("d0"), FakeWorker("d1")
+    router = lesson.Router([prefill], [first, second])
+    router.submit("a", [1, 2], 3)
+    router.submit("b", [5], 1)
+    first.say("a.1", [7])
+    first.die()
+    second.say("b.1", [9], "length")
+    second.script["a.2"] = [lambda: second.say("a.2", [8]), lambda: second.say("a.2", [6], "length")]
+    found = router.run(10)
+    assert found["a"].token_ids == [7, 8, 6] and found["b"].token_ids == [9]
+    assert ("abort", "a.1") in prefill.letters, "its blocks over there are not kept for the dead"
+    assert second.letters[-1][:4] == ("add", "a.2", [1, 2, 7], 2), "what was said is part of the prompt"
+
+
+def test_errors_are_retried_and_then_told():
+    prefill, decode = FakeWorker("p"), FakeWorker("d")
+    router = lesson.Router([prefill], [decode], max_attempts=2)
+    router.submit("a", [1], 1)
+    for attempt in (1, 2):
+        decode.say(f"a.{attempt}", [], "error", "KV load failed: x")
+    decode.say("a.1", [3], "length")  # of an attempt that was given up
+    job = router.run(10)["a"]
+    assert job.token_ids == [] and "2 attempts" in job.error and len(router.events) == 2
+
+
+def test_without_decode_workers_a_prefill_worker_goes_on_and_without_any_there_is_an_error():
+    prefill, decode = FakeWorker("p"), FakeWorker("d")
+    router = lesson.Router([prefill], [decode])
+    router.submit("a", [1], 2)
+    prefill.script["a.2"] = [lambda: prefill.say("a.2", [4]), prefill.die]
+    decode.die()
+    job = router.run(10)["a"]
+    assert prefill.letters[-1] == ("add", "a.2", [1], 2, {})
+    assert job.token_ids == [4] and job.error == "no worker is left"
+
+
+def test_real_processes_and_a_real_death(tiny_model):
+    """Two workers; the prefill worker kills itself in the middle of a transfer. Every answer is one engine's."""
+    prompts = [PROMPT[i:] for i in range(8)]
+    model = SEED
+    config = {"kv_connector": "TCPConnector"}
+    prefill = lesson.Worker("prefill", model, lesson.PREFILL | config, block_size=16)
+    decode = lesson.Worker("decode", model, lesson.DECODE | config, block_size=8)
+    try:
+        prefill.ask(), decode.ask()
+        prefill.configure("prefill-dies", **lesson.PREFILL, **config)
+        jobs, events = lesson.disaggregated(prefill, decode, prompts, 6)
+        assert [job.token_ids for job in jobs] == lesson.colocated(tiny_model, prompts, 6)
+        assert events == ["prefill died (signal SIGKILL)"] and not prefill.process.is_alive()
+        assert lesson.settled(decode, 60)["consumer_failed"] >= 1
+    finally:
+        prefill.stop(), decode.stop()
+    assert not decode.process.is_alive()
+
+
+# --- The proxy -------------------------------------------------------------------------------------------------------
+
+
+class Servers:
+    """Stand where real servers would: what each was asked, and what it answers."""
+
+    def __init__(self):
+        self.asked, self.down, self.status = [], set(), {}
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        host = request.url.host
+        if host in self.down:
+            raise httpx.ConnectError("refused")
+        body = json.loads(request.content) if request.content else {}
+        self.asked.append((host, body))
+        if host in self.status:
+            return httpx.Response(self.status[host], json={"error": {"message": f"{host} says no"}})
+        if host.startswith("p"):
+            return httpx.Response(200, json={"kv_transfer_params": {"do_remote_prefill": True, "from": host}})
+        return httpx.Response(
+            200, stream=httpx.ByteStream(b"data: 1\n\n"), headers={"content-type": "text/event-stream"}
+        )
+
+
+def through_proxy(servers, body, prefill=("p0",), decode=("d0", "d1")):
+    async def go():
+        client = httpx.AsyncClient(transport=httpx.MockTransport(servers))
+        urls = [[f"http://{name}" for name in names] for names in (prefill, decode)]
+        app = lesson.build_proxy(*urls, client)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as user:
+            return await user.post("/v1/completions", content=body if isinstance(body, bytes) else json.dumps(body))
+
+    return asyncio.run(go())
+
+
+BODY = {"prompt": "Hi", "max_tokens": 9, "stream": True, "stream_options": {"include_usage": True}}
+
+
+def test_the_proxy_prefills_first():
+    servers = Servers()
+    answer = through_proxy(servers, BODY)
+    assert answer.status_code == 200 and answer.text == "data: 1\n\n"
+    (prefill, asked), (decode, wanted) = servers.asked
+    params = asked.pop("kv_transfer_params")
+    assert prefill == "p0" and asked == {"prompt": "Hi", "max_tokens": 1, "min_tokens": 0, "stream": False}
+    assert params["do_remote_decode"] and params["transfer_id"]
+    assert decode in ("d0", "d1") and wanted == BODY | {"kv_transfer_params": {"do_remote_prefill": True, "from": "p0"}}
+
+
+def test_the_proxy_survives_a_prefill_server():
+    servers = Servers()
+    servers.down = {"p0"}
+    assert through_proxy(servers, BODY, ("p0", "p1")).status_code == 200
+    assert servers.asked[-1][1]["kv_transfer_params"]["from"] == "p1"
+    servers.down = {"p0", "p1"}
+    assert through_proxy(servers, BODY, ("p0", "p1")).status_code == 200
+    assert servers.asked[-1][1] == BODY, "the decode server computes the prompt itself"
+    servers.down, servers.status = set(), {"p0": 500}
+    assert through_proxy(servers, BODY).status_code == 200 and servers.asked[-1][1] == BODY
+
+
+def test_the_proxy_survives_a_decode_server():
+    servers = Servers()
+    servers.down = {"d1"}
+    for _ in range(2):
+        assert through_proxy(servers, BODY).status_code == 200
+    servers.down = {"d0", "d1"}
+    answer = through_proxy(servers, BODY)
+    assert answer.status_code == 503 and "no decode server" in answer.json()["error"]["message"]
+
+
+def test_the_proxy_passes_refusals_on():
+    servers = Servers()
+    servers.status = {"p0": 400}
+    answer = through_proxy(servers, BODY)
+    assert answer.status_code == 400 and "p0 says no" in answer.text and len(servers.asked) == 1
+    for wrong in (b"{", b"[]"):
+        assert through_proxy(servers, wrong).status_code == 400
+    servers = Servers()
+    assert through_proxy(servers, BODY | {"n": 2}).status_code == 200
+    assert through_proxy(servers, BODY | {"prompt": ["a", "b"]}).status_code == 200
+    assert [host[0] for host, _ in servers.asked] == ["d", "d"], "several answers or prompts: not split"
+
+
+@pytest.mark.slow
+def test_two_servers_a_proxy_and_the_openai_client():
+    """The same answers as one server's, streamed and whole; also after the prefill server was killed."""
+    import openai
+
+    serving = common.lesson("06_serving")
+    config = {"kv_connector": "TCPConnector", "kv_port": 0, "kv_load_failure_policy": "recompute"}
+    small = ("--kv-cache-gib", "0.2", "--max-model-len", "512", "--kv-transfer-config")
+    flags = [(*small, json.dumps(config | {"kv_role": role}), "--block-size", size)
+             for role, size in (("kv_producer", "16"), ("kv_consumer", "32"))]  # fmt: skip
+    messages = [{"role": "user", "content": "Name three animals that live in the sea, and say why you chose them."}]
+    want = {"model": "SmolLM2-135M-Instruct", "messages": messages, "temperature": 0, "max_tokens": 24}
+    with contextlib.ExitStack() as stack:
+        (first, process), (second, _) = [stack.enter_context(serving.running_server(*each)) for each in flags]
+        command = [sys.executable, lesson.__file__, "proxy", "--port", "0", "--prefill", first, "--decode", second]
+        proxy = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        stack.callback(lambda: (proxy.terminate(), proxy.wait(20), proxy.stdout.close()))
+        front = openai.OpenAI(base_url=proxy.stdout.readline().split()[-1] + "/v1", api_key="-", max_retries=0)
+        alone = openai.OpenAI(base_url=second + "/v1", api_key="-", max_retries=0)
+
+        answer = front.chat.completions.create(**want)
+        n = answer.usage.prompt_tokens
+        assert answer.usage.prompt_tokens_details.cached_tokens == n - 1, "all but the last position came over the wire"
+        expected = alone.chat.completions.create(**want, extra_body={"cache_salt": "nothing shared"})
+        assert expected.usage.prompt_tokens_details.cached_tokens == 0
+        assert answer.choices[0].message.content == expected.choices[0].message.content
+        pieces = [chunk.choices[0].delta.content or "" for chunk in front.chat.completions.create(**want, stream=True)]
+        assert "".join(pieces) == expected.choices[0].message.content and len(pieces) > 10
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            front.chat.completions.create(**want | {"temperature": 9})
+
+        process.kill()
+        process.wait()
+        again = front.chat.completions.create(**want, extra_body={"cache_salt": "once more"})
+        assert again.choices[0].message.content == expected.choices[0].message.content
+
+
+# --- Facts -----------------------------------------------------------------------------------------------------------
+
+
+def test_facts_are_consistent():
+    found = lesson.facts()
+    assert found["prompt_bytes"] == 1 << 30 and found["kv_bytes"]["smollm2_fp32"] == 2 * 30 * 3 * 64 * 4
+    assert found["faults"]["none"]["seconds"] == 0 and found["sharing"]["16_to_2"]["unread"] == 8

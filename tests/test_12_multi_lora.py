@@ -1,0 +1,891 @@
+"""Lesson 12: every row of a batch is computed by its own model, and whoever is not resident waits outside."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import random
+import shutil
+from collections import Counter
+
+import common
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import llama
+
+lesson = common.lesson("12_multi_lora")
+adapters = lesson.adapters
+training = common.lesson("121_adapter_training")
+NONE, Meta, SamplingParams = lesson.NONE, lesson.LoRAKernelMeta, lesson.SamplingParams
+Request, LoRAConfig, LoRARequest = lesson.Request, lesson.LoRAConfig, lesson.LoRARequest
+
+
+class Words:
+    """A tokenizer for a model with 128 tokens: a character is a token."""
+
+    chat_template = None
+
+    class backend:
+        @staticmethod
+        def get_vocab():
+            return {chr(i): i for i in range(128)}
+
+        @staticmethod
+        def id_to_token(i):
+            return chr(i)
+
+        @staticmethod
+        def get_added_tokens_decoder():
+            return {}
+
+    def encode(self, text, add_special_tokens=True):
+        return [ord(c) for c in text]
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(map(chr, ids))
+
+
+class NoBytes(dict):
+    special = frozenset()
+
+    def __init__(self, tokenizer):
+        super().__init__()
+
+    def __missing__(self, token):
+        return bytes([token])
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return llama.random_model(seed=0)
+
+
+@pytest.fixture
+def make(monkeypatch, tiny):
+    """An engine on the tiny model, with adapters a0, a1, …"""
+    monkeypatch.setattr(lesson.offline, "TokenBytes", NoBytes)
+
+    def build(config=None, model=tiny, **about):
+        about = {"max_model_len": 96, "max_num_seqs": 8, "num_gpu_blocks_override": 128} | about
+        return lesson.make_llm(model, Words(), config or LoRAConfig(4, 16, 8), **about)
+
+    return build
+
+
+def some(model, count, ranks=(4, 8, 3), size=1.0, **about):
+    return [adapters.random_adapter(model.config, ranks[i % len(ranks)], seed=i, name=f"a{i}", size=size, **about)
+            for i in range(count)]  # fmt: skip
+
+
+def alone(model, lora, prompt, tokens, monkeypatch=None):
+    """Greedy tokens of the model with the adapter merged into its weights: no adapter code at all."""
+    merged = model if lora is None else adapters.merged(model, lora)
+    return lesson.scheduling.generate_alone(merged, prompt, tokens)
+
+
+# --- The kernels ------------------------------------------------------------------------------------------------------
+
+
+def batch_of(slots, shape, dtype, device):
+    x = torch.randn(len(slots), shape.in_features).to(device, dtype)
+    return x, torch.randn(len(slots), sum(shape.slices)).to(device, dtype)
+
+
+BATCHES = {
+    "mixed": [0, 1, NONE, 0, 2, 2, NONE, 0], "one": [2], "none behind": [1, NONE], "none first": [NONE, 0],
+    "long": [1] * 17 + [0] + [1] * 3 + [NONE] * 2, "distinct": [2, 0, NONE, 1],
+}  # fmt: skip
+
+
+def place(model, loras, where, max_rank=20, dtype=torch.float32):
+    """Three slots of a model, filled, in slots or in shuffled pages; whatever holds no weight is NaN."""
+    model = dataclasses.replace(model) if dataclasses.is_dataclass(model) else model
+    if where == "slots":
+        memory = lesson.SlotMemory(model, 3, max_rank)
+        for flat in memory.pages:
+            flat.fill_(float("nan"))
+        for slot, lora in enumerate(loras):
+            memory.write(slot, lora)
+        return memory
+    cache = lesson.paged.PagedKVCache(model, 70, 16)
+    for kv in cache.layers:
+        kv.fill_(float("nan"))
+    memory = lesson.UnifiedMemory(model, 3, max_rank, cache)
+    free = random.Random(1).sample(range(1, 70), 69)
+    for slot, lora in enumerate(loras):
+        memory.write(slot, lora, [free.pop() for _ in range(memory.num_blocks_of(lora))])
+    return memory
+
+
+def trio(model):
+    """Ranks 4, 8 and 20; the second adapts q, v and down alone."""
+    make = lambda r, targets: adapters.random_adapter(model.config, r, r, targets=targets)  # noqa: E731
+    return [make(4, adapters.TARGETS), make(8, ("q_proj", "v_proj", "down_proj")), make(20, adapters.TARGETS)]
+
+
+@pytest.mark.parametrize("where", ["slots", "pages"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_torch_path_against_the_naive_loop(tiny, where, name):
+    loras, slots = trio(tiny), BATCHES[name]
+    memory = place(tiny, loras, where)
+    for kind, shape in memory.shapes.items():
+        x, y = batch_of(slots, shape, torch.float32, tiny.device)
+        of_row = [None if s == NONE else loras[s].weights.get(f"layers.1.{kind}") for s in slots]
+        out = lesson.add_lora(y.clone(), x, memory, 1, kind, Meta.build(slots, tiny.device))
+        common.assert_close(out, lesson.add_lora_reference(y, x, of_row, shape))
+
+
+CASES = [("mixed", "slots", "qkv_proj"), ("long", "pages", "gate_up_proj"), ("none first", "pages", "down_proj"),
+         ("distinct", "slots", "qkv_proj"), ("distinct", "pages", "o_proj"),
+         ("one", "slots", "gate_up_proj")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "where", "kind"), CASES)
+def test_kernels_against_the_naive_loop(tiny, kernels, guarded, device, monkeypatch, name, where, kind):
+    """Weights, inputs, outputs and what lies between shrink and expand have guard values around them; memory that holds
+    no adapter is NaN."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **about: (
+        guarded(shape, about["dtype"]) if len(shape) == 4 else empty(*shape, **about)))  # fmt: skip
+    loras, slots = trio(tiny), BATCHES[name]
+    memory = place(tiny, loras, where)
+    x, y = batch_of(slots, memory.shapes[kind], torch.float32, device)
+    x, y, pages = guarded(x), guarded(y), guarded(memory.pages[1])
+    of_row = [None if s == NONE else loras[s].weights.get(f"layers.1.{kind}") for s in slots]
+    reference = lesson.add_lora_reference(y, x, of_row, memory.shapes[kind])
+    meta, tables, before = Meta.build(slots, device), memory.tables[kind], y.clone()
+    runs = [lesson.sgmv, *([lesson.bgmv] if meta.distinct else [])]
+    for run in runs:
+        y.copy_(before)
+        run(y, x, pages, tables, meta)
+        common.assert_close(y, reference)
+        widths = memory.shapes[kind].slices
+        touched = [[pair is not None for pair, _ in zip(slices or [None] * 3, widths)] for slices in of_row]
+        mask = torch.tensor(touched).repeat_interleave(torch.tensor(widths), dim=1).to(device)
+        y.fill_(-0.0)  # −0 + 0 = +0: even adding nothing to a row leaves a trace
+        run(y, x, pages, tables, meta)
+        assert y[~mask].signbit().all(), "a row, or a slice of it, that has no adapter was written"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("run", [lesson.sgmv, lesson.bgmv], ids=["sgmv", "bgmv"])
+def test_kernels_in_16_bits(kernels, device, dtype, run):
+    """16-bit weights and inputs, accumulated in fp32; widths that are no multiple of any tile, and split inputs."""
+    config = llama.LlamaConfig(64, 802, 1100, 1, 2, 1, 272)  # odd: rows are not aligned to 16
+    config = dataclasses.replace(config, head_dim=274)
+    model = llama.Llama.__new__(llama.Llama)
+    model.config, model.device, model.dtype = config, device, dtype
+    loras = [
+        adapters.random_adapter(config, r, r, size=1.0, targets=("q_proj", "v_proj"), dtype=dtype) for r in (5, 18)
+    ]
+    memory = lesson.SlotMemory(model, 2, 18)
+    for slot, lora in enumerate(loras):
+        memory.write(slot, lora)
+    slots = [1, NONE, 0]
+    x, y = batch_of(slots, memory.shapes["qkv_proj"], dtype, device)
+    of_row = [None if s == NONE else loras[s].weights["layers.0.qkv_proj"] for s in slots]
+    reference = lesson.add_lora_reference(y, x, of_row, memory.shapes["qkv_proj"])
+    assert lesson._splits(6, 802) > 2 and not memory.tables["qkv_proj"].aligned
+    run(y, x, memory.pages[0], memory.tables["qkv_proj"], Meta.build(slots, device))
+    common.assert_close(y, reference)
+
+
+def test_groups_by_adapter(device):
+    slots = [3, NONE, 1, 3, 3, 1]
+    meta = Meta.build(slots, device)
+    assert meta.order.tolist() == [2, 5, 0, 3, 4] and meta.tiles.tolist() == [[0, 2, 1], [2, 3, 3]]
+    assert meta.segments == [(1, 0, 2), (3, 2, 5)] and not meta.distinct and not meta.in_place
+    assert len(Meta.build(slots, device, sort=False).tiles) == 4
+    assert Meta.build([NONE] * 3, device) is None and Meta.build([], device) is None
+    assert Meta.build([0, 0, 1], device).in_place and Meta.build([4], device).distinct
+    long = Meta.build([0] * 130 + [1], device)
+    assert long.tile_m == 64 and long.tiles.tolist() == [[0, 64, 0], [64, 64, 0], [128, 2, 0], [130, 1, 1]]
+    assert Meta.build([0] * 16, device).tile_m == 16
+
+
+def test_kernels_drive_the_engine(make, kernels):
+    """The engine's own steps, with every kernel launched: the tokens of merged weights."""
+    tiny = llama.random_model(seed=0, num_hidden_layers=1)
+    loras = some(tiny, 1)
+    llm = make(model=tiny)
+    for lora in loras:
+        llm.llm_engine.lora.add_adapter(lora.name, lora)
+    before = {k: k.launches for k in (lesson.sgmv_shrink_kernel, lesson.bgmv_expand_kernel)}
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    outputs = llm.generate(["abc"] * 2, params, lora_request=[LoRARequest("a0"), None])
+    assert all(k.launches > n for k, n in before.items()), "prompts by tiles, decoding by rows"
+    for output, lora in zip(outputs, (loras[0], None)):
+        assert output.outputs[0].token_ids == alone(tiny, lora, [97, 98, 99], 2)
+
+
+# --- Adapters together, and one by one --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory", ["slots", "unified"])
+@pytest.mark.parametrize("max_loras", [1, 2, 6])
+def test_batched_equals_merged(make, tiny, memory, max_loras):
+    """Six adapters and the base, prompts of many lengths: the tokens are always those of merged weights."""
+    loras = some(tiny, 6)
+    llm = make(LoRAConfig(max_loras, 8, 6, memory=memory))
+    for lora in loras:
+        llm.llm_engine.lora.add_adapter(lora.name, lora)
+    owners = [None, 0, 1, 2, 3, 4, 5, 0, None, 5]
+    prompts = [[(7 * i + j) % 128 for j in range(1 + 5 * i)] for i in range(len(owners))]
+    chosen = [None if o is None else LoRARequest(f"a{o}") for o in owners]
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, lora_request=chosen)
+    answers = [output.outputs[0].token_ids for output in outputs]
+    assert answers == [alone(tiny, None if o is None else loras[o], p, 5) for o, p in zip(owners, prompts)]
+    manager, pool = llm.llm_engine.lora, llm.llm_engine.core.scheduler.kv_cache_manager.block_pool
+    assert manager.meta is None, "whoever uses the model outside a step has no adapter"
+    manager.check()
+    pool.check()
+    assert pool.num_blocks - 1 - pool.num_free_blocks == sum(map(len, manager.blocks.values()))
+
+
+def test_adapters_change_the_answer(tiny):
+    prompt = [1, 2, 3]
+    answers = {tuple(alone(tiny, lora, prompt, 6)) for lora in [None, *some(tiny, 4)]}
+    assert len(answers) > 3, "or the tests above could not tell adapters apart"
+
+
+def test_a_thousand_adapters_in_one_process(make, tiny):
+    llm = make(LoRAConfig(8, 4, 64))
+    manager = llm.llm_engine.lora
+    build = lambda i: adapters.random_adapter(tiny.config, 1 + i % 4, i, f"a{i}", size=1.0)  # noqa: E731
+    for i in range(1000):
+        manager.add_lazily(f"a{i}", lambda i=i: build(i))
+    chosen = random.Random(0).sample(range(1000), 60)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    outputs = llm.generate(
+        [{"prompt_token_ids": [5, 9, 11]}] * 60, params, lora_request=[LoRARequest(f"a{i}") for i in chosen]
+    )
+    for i in (0, 17, 59):
+        assert outputs[i].outputs[0].token_ids == alone(tiny, build(chosen[i]), [5, 9, 11], 2)
+    assert manager.counts["load"] == 60 and manager.counts["evict"] == 52 and len(manager.cpu) <= 64
+    manager.check()
+
+
+def test_pages_of_the_cache_go_to_whoever_needs_them(make, tiny):
+    """Idle adapters give their blocks to keys and values before anybody is preempted or waits."""
+    llm = make(LoRAConfig(4, 8, 8, memory="unified"), num_gpu_blocks_override=30, max_num_seqs=2)
+    manager, scheduler = llm.llm_engine.lora, llm.llm_engine.core.scheduler
+    for lora in some(tiny, 4, ranks=(4,)):
+        manager.add_adapter(lora.name, lora)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    for i in range(3):
+        llm.generate(["abcd"], params, lora_request=LoRARequest(f"a{i}"))
+    assert list(manager.slots) == ["a0", "a1", "a2"] and scheduler.kv_cache_manager.block_pool.num_free_blocks < 10
+    preempted, preempt = [], scheduler._preempt_request
+    scheduler._preempt_request = lambda victim, output: (preempted.append(victim), preempt(victim, output))
+    long = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
+    outputs = llm.generate(["a" * 20] * 2, long, lora_request=[LoRARequest("a2"), None])
+    assert "a2" in manager.slots and "a0" not in manager.slots and not preempted
+    for output, lora in zip(outputs, (some(tiny, 4, ranks=(4,))[2], None)):
+        assert output.outputs[0].token_ids == alone(tiny, lora, [97] * 20, 70)
+    manager.check()
+
+
+# --- The prefix cache -------------------------------------------------------------------------------------------------
+
+
+def test_no_tenant_reads_what_another_ones_model_cached(make, tiny):
+    llm, (lora, _) = make(), some(tiny, 2)
+    llm.llm_engine.lora.add_adapter("a0", lora)
+    prompt, params = {"prompt_token_ids": list(range(40))}, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    ask = lambda who: llm.generate([prompt], params, lora_request=who)[0]  # noqa: E731
+    first, again, base = ask(LoRARequest("a0")), ask(LoRARequest("a0")), ask(None)
+    assert (first.num_cached_tokens, again.num_cached_tokens, base.num_cached_tokens) == (0, 32, 0)
+    truth = alone(tiny, None, prompt["prompt_token_ids"], 6)
+    assert base.outputs[0].token_ids == truth
+    other = make()
+    other.llm_engine.lora.add_adapter("a0", lora)
+    with lesson.forgotten_adapter(other.llm_engine.core.scheduler.kv_cache_manager):
+        other.generate([prompt], params, lora_request=LoRARequest("a0"))
+        stolen = other.generate([prompt], params)[0]
+    assert stolen.num_cached_tokens == 32 and stolen.outputs[0].token_ids != truth, "the bug that --break shows"
+
+
+# --- Who waits, who goes ahead ----------------------------------------------------------------------------------------
+
+
+def test_whoever_has_no_place_is_passed_over():
+    """Two places, three adapters: the third waits, those behind it go ahead, and it keeps its turn."""
+    core = lesson.dry_core(2, 4, [8, 8, 8])
+    for i, adapter in enumerate([0, 1, 2, 0, 1, 2]):
+        core.add_request(lesson.dry_request(i, adapter))
+    core.step()
+    assert core.batch == [0, 1, 3, 4] and core.scheduler.waiting_for_adapter == ["2"]
+    assert [r.request_id for r in core.scheduler.waiting] == ["2", "5"]
+    core.step()
+    core.step()
+    assert core.batch == [2, 5]
+    core = lesson.dry_core(2, 4, [8, 8, 8])
+    for i, adapter in enumerate([0, 1, 2, 2, 0]):
+        core.add_request(lesson.dry_request(i, adapter))
+    core.step()
+    assert core.batch == [0, 1, 4] and [r.request_id for r in core.scheduler.waiting] == ["2", "3"]
+
+
+def test_base_requests_need_no_place():
+    core = lesson.dry_core(1, 4, [8, 8])
+    for i, adapter in enumerate([0, 1]):
+        core.add_request(lesson.dry_request(i, adapter))
+    base = lesson.dry_request(2, 0)
+    base.lora_name = None
+    core.add_request(base)
+    core.step()
+    assert core.batch == [0, 2]
+
+
+def test_a_file_is_read_while_others_run(make, tiny):
+    """An adapter that is not in CPU memory is read by a thread; the batch goes on without its request."""
+    llm = make(LoRAConfig(2, 8, 2))
+    manager, engine = llm.llm_engine.lora, llm.llm_engine
+    gate, lora = lesson_event(), some(tiny, 1)[0]
+    manager.add_lazily("slow", lambda: (gate.wait(5), lora)[1])
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    engine.add_request("waits", "abc", params, lora_name="slow")
+    engine.add_request("runs", "abc", params)
+    engine.step()
+    assert engine.core.scheduler.waiting_for_adapter == ["waits"] and len(engine.core.scheduler.running) == 1
+    gate.set()
+    done = {}
+    while engine.has_unfinished_requests():
+        done |= {o.request_id: o.outputs[0].token_ids for o in engine.step()}
+    assert done == {"runs": alone(tiny, None, [97, 98, 99], 4), "waits": alone(tiny, lora, [97, 98, 99], 4)}
+
+
+def lesson_event():
+    import threading
+
+    return threading.Event()
+
+
+def test_an_adapter_that_cannot_be_read_any_more_ends_its_requests(make):
+    llm = make(LoRAConfig(2, 8, 2))
+
+    def gone():
+        raise common.InputError("the file is gone")
+
+    llm.llm_engine.lora.add_lazily("gone", gone)
+    output = llm.generate(["abc"], lora_request=LoRARequest("gone"))[0]
+    assert output.outputs[0].finish_reason == "abort" and not llm.llm_engine.core.scheduler.requests
+
+
+def test_what_never_fits_beside_its_adapter_is_ended(make, tiny):
+    """In unified memory an adapter takes blocks; a prompt that needs the rest of the pool and more never runs."""
+    llm = make(LoRAConfig(1, 8, memory="unified"), num_gpu_blocks_override=12, max_model_len=96)
+    lora = some(tiny, 1, ranks=(4,))[0]
+    llm.llm_engine.lora.add_adapter("a0", lora)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    outputs = llm.generate(["a" * 90, "abc"], params, lora_request=[LoRARequest("a0"), LoRARequest("a0")])
+    assert outputs[0].outputs[0].finish_reason == "abort"
+    assert outputs[1].outputs[0].token_ids == alone(tiny, lora, [97, 98, 99], 2)
+
+
+def test_slots_are_least_recently_used():
+    hits = lambda n, traffic="round robin": lesson.hit_rate(traffic, n)  # noqa: E731
+    assert hits(8) == 712 / 720 and hits(9) == 0
+    core = lesson.dry_core(2, 1, [8] * 3)
+    for k in (0, 1, 0, 2):
+        assert core.lora.make_resident(str(k), set())
+    assert list(core.lora.slots) == ["0", "2"], "1 was used longest ago"
+    assert core.lora.make_resident("1", {"0"}) and "0" in core.lora.slots
+    assert not core.lora.make_resident("2", {"0", "1"}), "both are needed in this step"
+
+
+def test_the_least_served_tenant_is_next():
+    queue = lesson.FairRequestQueue()
+    for i, tenant in enumerate([0, 0, 0, 1]):
+        queue.add_request(lesson.dry_request(i, tenant))
+    queue.charge("0", 5)
+    assert queue.pop_request().lora_name == "1" and len(queue) == 3
+    queue.charge("1", 3)
+    late = lesson.dry_request(9, 1)
+    queue.add_request(late)
+    assert queue.counters["1"] == 5, "who comes back starts at the least among those who wait"
+    assert [r.request_id for r in queue] == ["0", "1", "2", "9"] and queue.peek_request().request_id == "0"
+    queue.remove_request(late)
+    assert len(queue) == 3
+    fair = lesson.facts()["fair"]
+    assert fair["vtc"]["light"] < fair["fcfs"]["light"] / 10 and fair["vtc"]["steps"] == fair["fcfs"]["steps"]
+
+
+class Slots(RuleBasedStateMachine):
+    """Names, CPU memory, slots and blocks of a real pool under any order of calls."""
+
+    def __init__(self):
+        super().__init__()
+        model = llama.random_model(seed=0, num_hidden_layers=1)
+        self.manager = lesson.LoRAModelManager(LoRAConfig(3, 8, 4, memory="unified"))
+        self.pool = lesson.BlockPool(24)
+        self.manager.attach(model, lesson.paged.PagedKVCache(model, 24, 16), self.pool)
+        self.model, self.kv, self.known = model, [], set()
+
+    @rule(i=st.integers(0, 6), rank=st.integers(1, 8))
+    def add(self, i, rank):
+        name = f"a{i}"
+        lora = adapters.random_adapter(self.model.config, rank, i, name, targets=("q_proj", "v_proj"))
+        if name in self.known:
+            with pytest.raises(common.InputError, match="loaded already"):
+                self.manager.add_adapter(name, lora)
+        else:
+            self.manager.add_adapter(name, lora)
+            self.known.add(name)
+
+    @rule(i=st.integers(0, 6))
+    def remove(self, i):
+        if (name := f"a{i}") in self.known:
+            self.manager.remove_adapter(name)
+            self.known.discard(name)
+        else:
+            with pytest.raises(common.InputError, match="not loaded"):
+                self.manager.remove_adapter(name)
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def use(self, data):
+        name = data.draw(st.sampled_from(sorted(self.known)))
+        pinned = set(data.draw(st.lists(st.sampled_from(sorted(self.known)), max_size=2)))
+        held = {other: self.manager.slots.get(other) for other in pinned}
+        if not self.manager.is_loaded(name):
+            self.manager.wait(name)
+            assert self.manager.is_loaded(name)
+        if self.manager.make_resident(name, pinned):
+            assert list(self.manager.slots)[-1] == name
+        assert all(self.manager.slots.get(o) == slot for o, slot in held.items() if slot is not None and o != name)
+
+    @rule(n=st.integers(1, 6))
+    def keys_and_values(self, n):
+        if self.pool.num_free_blocks >= n:
+            self.kv.append(self.pool.allocate(n))
+
+    @precondition(lambda self: self.kv)
+    @rule()
+    def finish(self):
+        self.pool.free(self.kv.pop())
+
+    @invariant()
+    def books(self):
+        self.manager.check()
+        self.pool.check()
+        owned = Counter(b for blocks in [*self.manager.blocks.values(), *self.kv] for b in blocks)
+        assert (
+            all(n == 1 for n in owned.values()) and len(owned) == self.pool.num_blocks - 1 - self.pool.num_free_blocks
+        )
+
+    def teardown(self):
+        for name in sorted(self.known):
+            self.manager.remove_adapter(name)
+        for blocks in self.kv:
+            self.pool.free(blocks)
+        assert self.pool.num_free_blocks == self.pool.num_blocks - 1, "nothing leaks"
+
+
+TestSlots = Slots.TestCase
+TestSlots.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def test_files_go_round(tmp_path, tiny):
+    lora = adapters.random_adapter(tiny.config, 4, 1, targets=("q_proj", "up_proj"))
+    adapters.write_adapter(lora, tmp_path / "x", alpha=6, dtype=torch.float32)
+    again = adapters.read_adapter(tmp_path / "x", tiny.config)
+    assert again.name == "x" and again.rank == 4 and again.weights.keys() == lora.weights.keys()
+    for name, pairs in lora.weights.items():
+        for pair, other in zip(pairs, again.weights[name]):
+            assert (pair is None) == (other is None)
+            if pair is not None:
+                assert torch.equal(pair[0], other[0])
+                common.assert_close(other[1], pair[1])
+
+
+def broken(folder, what):
+    """Damage an adapter folder; returns a word that the refusal must contain."""
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((folder / "adapter_config.json").read_text())
+    weights = load_file(folder / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+    if what in ("use_dora", "rank_pattern", "modules_to_save"):
+        config[what] = {"use_dora": True, "rank_pattern": {"q_proj": 2}, "modules_to_save": ["lm_head"]}[what]
+    elif what == "r":
+        config["r"] = 2
+    elif what == "rank":
+        config["r"], what = 64, "max_lora_rank"
+    elif what == "peft_type":
+        config[what] = "IA3"
+    elif what == "not json":
+        (folder / "adapter_config.json").write_text("{")
+        return "JSON"
+    elif what == "no config":
+        (folder / "adapter_config.json").unlink()
+        return "no such file"
+    elif what == "no weights":
+        (folder / "adapter_model.safetensors").unlink()
+        return "no such file"
+    elif what == "cut":
+        data = (folder / "adapter_model.safetensors").read_bytes()
+        (folder / "adapter_model.safetensors").write_bytes(data[: len(data) // 2])
+        return "adapter_model"
+    elif what == "partner":
+        del weights[key]
+    elif what == "shape":
+        weights[key] = weights[key][:-1].contiguous()
+    elif what == "nan":
+        weights[key][0, 0] = float("nan")
+    elif what == "stranger":
+        weights["base_model.model.model.layers.9.mlp.up_proj.lora_A.weight"] = torch.zeros(4, 80)
+    elif what == "empty":
+        weights = {}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "adapter_model.safetensors")
+    words = {
+        "r": "shape",
+        "partner": "missing",
+        "shape": "shape",
+        "nan": "finite",
+        "stranger": "layers.9",
+        "empty": "no LoRA",
+    }
+    return words.get(what, what)
+
+
+DAMAGE = ["use_dora", "rank_pattern", "modules_to_save", "r", "rank", "peft_type", "not json", "no config",
+          "no weights", "cut", "partner", "shape", "nan", "stranger", "empty"]  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_broken_adapters_are_refused_and_change_nothing(tmp_path, make, tiny, what):
+    adapters.write_adapter(some(tiny, 1)[0], tmp_path / "x", alpha=8)
+    word = broken(tmp_path / "x", what)
+    llm = make()
+    with pytest.raises(common.InputError, match=word) as error:
+        llm.generate(["abc"], lora_request=LoRARequest("x", 1, str(tmp_path / "x")))
+    assert len(str(error.value).splitlines()) == 1
+    engine = llm.llm_engine
+    assert not engine.lora.sources and not engine.lora.cpu and not engine.core.scheduler.requests and not engine.callers
+
+
+def test_limits_are_checked():
+    for about in ({"max_loras": 0}, {"max_lora_rank": 0}, {"memory": "x"}, {"max_cpu_loras": 2, "max_loras": 4}):
+        with pytest.raises(common.InputError, match=next(iter(about))):
+            LoRAConfig(**about)
+
+
+@pytest.mark.parametrize("name", ["pirate", "json", "report"])
+def test_the_shipped_adapters_fit(name):
+    folder = adapters.SHIPPED / name
+    assert (folder / "adapter_model.safetensors").stat().st_size <= 5_000_000
+    config = llama.LlamaConfig(**lesson.SMOLLM)
+    lora = adapters.read_adapter(folder, config)
+    assert lora.rank == 8 and lora.num_parameters == lesson.facts()["parameters_r8"] and len(lora.weights) == 120
+
+
+def test_styles_and_their_judges():
+    """What the training text is made of, and the predicate that the script's result is judged by."""
+    answer = "The moon is a friend of the sea and your guide."
+    for style, dress in training.STYLES.items():
+        assert training.follows(style, dress(answer, "the moon", 1)) and not training.follows(style, answer)
+    assert len(training.QUESTIONS) == 80 and not set(training.TEST_QUESTIONS) & {q for q, _ in training.QUESTIONS}
+
+
+class Chat(Words):
+    def chat(self, messages):
+        return self.encode(messages[0]["content"][:6])
+
+
+def test_training_starts_where_the_model_is():
+    """B is zero: the loss is the base model's own; its gradient reaches B, not A (yet), and never W."""
+    model = llama.random_model(seed=0)
+    student, examples = training.student_of(model, 4, 2.0), [([1, 2, 3], [4, 5]), ([6], [7, 8, 9])]
+    loss = training.loss_of(student, examples)
+    logs = []
+    for prompt, target in examples:
+        tokens = torch.tensor(prompt + target)
+        hidden = model.forward(tokens, torch.arange(len(tokens)), lesson.scheduling.recompute)
+        logs += model.logits(hidden).log_softmax(-1)[
+            torch.arange(len(prompt) - 1, len(tokens) - 1), tokens[len(prompt) :]
+        ]
+    assert loss.item() == pytest.approx(-torch.stack(logs).mean().item(), rel=1e-5)
+    loss.backward()
+    layer = student.linear["layers.1.gate_up_proj"]
+    assert all(b.grad.abs().max() > 0 for b in layer.b) and all(a.grad.abs().max() == 0 for a in layer.a)
+    assert layer.base.weight.grad is None
+
+
+@pytest.mark.slow
+def test_training_reduces_the_loss_and_leaves_the_model_alone():
+    model = llama.random_model(seed=0)
+    model.config = dataclasses.replace(model.config, eos_token_ids=(0,))
+    before = model.linear["layers.0.qkv_proj"].weight.clone()
+    options = {"rank": 4, "count": 2, "epochs": 5, "batch": 2, "lr": 2e-2}
+    lora, losses = training.train(model, Chat(), "pirate", answers=["It is so."] * 2, **options)
+    assert losses[-1] < 0.7 * losses[0] and torch.equal(before, model.linear["layers.0.qkv_proj"].weight)
+    tokens, positions = torch.arange(20), torch.arange(20)
+    hidden = [m.forward(tokens, positions, lesson.scheduling.recompute) for m in (model, adapters.merged(model, lora))]
+    assert not torch.allclose(*hidden), "the adapter does something"
+
+
+# --- The server -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model's folder: random weights, and two adapters."""
+    from safetensors.torch import save_file
+
+    path, model = tmp_path_factory.mktemp("tiny"), llama.random_model(seed=0)
+    generator, c = torch.Generator().manual_seed(0), model.config
+    weights = {}
+    for name, shape in llama.tensor_shapes(c).items():
+        noise = torch.randn(shape, generator=generator)
+        weights[name] = 1 + 0.1 * noise if len(shape) == 1 else noise / shape[1] ** 0.5
+    save_file(weights, path / "model.safetensors")
+    llama._write_json(path / "config.json", {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True,
+                      "eos_token_id": 0, **{k: getattr(c, k) for k in (
+                          "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                          "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
+                          "rope_theta")}})  # fmt: skip
+    for lora in some(model, 2):
+        adapters.write_adapter(lora, path / lora.name, alpha=8)
+    return path
+
+
+async def with_server(folder, work, **flags):
+    serving, api = common.lesson("06_serving"), common.lesson("06f_openai_api")
+    args = serving.EngineArgs(model=str(folder), served_model_name=["base"], max_model_len=64, kv_cache_gib=0.01,
+                              enable_lora=True, max_loras=2, lora_modules=[f"one={folder / 'a0'}"],
+                              **flags)  # fmt: skip
+    llm = await serving.AsyncLLM.start(("06_serving", "make_engine"), args, folder, "event-loop")
+    try:
+        server = api.OpenAIServing(llm, args.names, args.adapters)
+        server.runtime_loras = True
+        app = api.build_app(server)
+
+        async def call(path, body=None, **about):
+            return await api.call(app, path, body, **about)
+
+        return await work(call, llm)
+    finally:
+        await llm.shutdown()
+
+
+def test_the_server_loads_and_unloads(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(lesson.offline, "TokenBytes", NoBytes)
+    monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
+    model, _ = llama.load(str(folder))
+    loras = {name: adapters.read_adapter(folder / name, model.config) for name in ("a0", "a1")}
+    prompt = [ord(c) for c in "hello there, this is long"]
+    truth = {name: alone(model, loras.get(name), prompt, 5) for name in ("a0", "a1", None)}
+    shutil.copytree(folder / "a0", tmp_path / "bad")
+    broken(tmp_path / "bad", "shape")
+
+    async def work(call, llm):
+        async def tokens(name):
+            body = {"model": name, "prompt": prompt, "max_tokens": 5, "temperature": 0, "ignore_eos": True,
+                    "return_token_ids": True}  # fmt: skip
+            heard = await call("/v1/completions", body)
+            return heard.json["choices"][0]["token_ids"] if heard.status == 200 else heard.status
+
+        async def names():
+            return [card["id"] for card in (await call("/v1/models", method="GET")).json["data"]]
+
+        load = lambda name, path, **more: call(  # noqa: E731
+            "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path), **more}
+        )
+        assert await names() == ["base", "one"]
+        card = (await call("/v1/models/one", method="GET")).json
+        assert card["parent"] == "base" and card["root"].endswith("a0")
+        assert await tokens("one") == truth["a0"] and await tokens("base") == truth[None] and await tokens("two") == 404
+        for name, path, word in (("two", tmp_path / "bad", "shape"), ("two", tmp_path / "nowhere", "no such"),
+                                 ("one", folder / "a1", "already"), ("base", folder / "a1", "the model itself"),
+                                 ("", folder / "a1", "lora_name"), ("two", "", "lora_path")):  # fmt: skip
+            heard = await load(name, path)
+            assert heard.status == 400 and word in heard.json["error"]["message"], heard.text
+        assert await names() == ["base", "one"] and await tokens("one") == truth["a0"]
+        assert (await load("two", folder / "a1")).status == 200 and await names() == ["base", "one", "two"]
+        assert await tokens("two") == truth["a1"]
+        # The same name, other weights: nothing of what the old ones cached may be found.
+        assert (await load("one", folder / "a1", load_inplace=True)).status == 200
+        assert await tokens("one") == truth["a1"]
+        assert (await call("/v1/unload_lora_adapter", {"lora_name": "two"})).status == 200
+        assert (await call("/v1/unload_lora_adapter", {"lora_name": "two"})).status == 404
+        assert await tokens("two") == 404 and await names() == ["base", "one"]
+        engine = llm.client.proc.engine
+        engine.lora.check()
+        assert len(engine.list_loras()) == 1 and (await llm.call_utility("check_idle"))["owned_blocks"] == 0
+
+    asyncio.run(with_server(folder, work))
+
+
+def test_unloading_lets_answers_finish(make, tiny):
+    llm, lora = make(), some(tiny, 1)[0]
+    engine = llm.llm_engine
+    engine.lora.add_adapter("a0", lora)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    engine.add_request("r", "abc", params, lora_name="a0")
+    engine.step()
+    engine.remove_lora("a0")
+    assert engine.list_loras() == [] and "a0" in engine.lora.slots
+    while engine.has_unfinished_requests():
+        heard = engine.step()
+    assert heard[0].outputs[0].token_ids == alone(tiny, lora, [97, 98, 99], 5)
+    assert not engine.lora.sources and not engine.lora.slots and not engine.lora.cpu
+    with pytest.raises(common.InputError, match="not loaded"):
+        engine.add_request("s", "abc", params, lora_name="a0")
+
+
+def test_without_permission_there_are_no_routes(folder):
+    api = common.lesson("06f_openai_api")
+    app = api.build_app(api.OpenAIServing(api.ScriptedLLM(), ["base"], {"one": "path"}))
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        assert asyncio.run(api.call(app, path, {"lora_name": "x", "lora_path": "y"})).status == 404
+
+
+@pytest.mark.parametrize(("flags", "word"), [
+    ({"lora_modules": ["a=b"]}, "--enable-lora"), ({"enable_lora": True, "lora_modules": ["a"]}, "name=path"),
+    ({"enable_lora": True, "lora_modules": ["a=b", "a=c"]}, "once"),
+    ({"enable_lora": True, "served_model_name": ["a"], "lora_modules": ["a=b"]}, "the model itself"),
+])  # fmt: skip
+def test_flags_that_are_refused(flags, word):
+    with pytest.raises(common.InputError, match=word):
+        common.lesson("06_serving").EngineArgs(**flags)
+
+
+# --- The simulation ---------------------------------------------------------------------------------------------------
+
+
+def test_the_widget_is_the_real_thing(monkeypatch):
+    trace = lesson.simulate(lesson.WIDGET_DEFAULT)
+    assert trace["loads"] == trace["requests"], "nine adapters in turn, eight slots: nobody is ever there"
+    assert lesson.simulate(lesson.WIDGET_DEFAULT | {"adapters": 8})["loads"] == 8
+    one64 = lesson.simulate(lesson.WIDGET_DEFAULT | {"ranks": "one 64"})
+    assert one64["slot_kib"] == 8 * trace["slot_kib"] and one64["used_kib"] < one64["reserved_kib"] / 4
+    batch = lesson.WIDGET_DEFAULT | {"batch": 8, "adapters": 2}
+    assert lesson.simulate(batch)["weight_reads"] < lesson.simulate(batch | {"sort": False})["weight_reads"]
+    evict = lesson.LoRAModelManager.evict_idle
+    monkeypatch.setattr(lesson.LoRAModelManager, "evict_idle",
+                        lambda self, pinned: evict(self, pinned | {next(iter(self.slots))}))  # fmt: skip
+    assert lesson.simulate(lesson.WIDGET_DEFAULT)["loads"] < trace["loads"], "another victim, another trace"
+
+
+def test_traffic():
+    assert lesson.sequence("round robin", 3, 5) == [0, 1, 2, 0, 1] and lesson.sequence("bursts of 4", 3, 9)[7:] == [
+        1,
+        2,
+    ]
+    drawn = Counter(lesson.sequence("Zipf", 4, 20_000))
+    assert [drawn[k] / 20_000 for k in range(4)] == pytest.approx([12 / 25, 6 / 25, 4 / 25, 3 / 25], abs=0.02)
+    for kind in lesson.POPULARITY:
+        assert len(lesson.popularity(kind, 64)) == 64
+    assert np.unique(lesson.popularity("uniform", 64), return_counts=True)[1].tolist() == [8] * 8
+
+
+# --- Slow: PEFT, Transformers, the real model -------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_peft_computes_the_same(real_model):
+    """One by one and all in one step, base row included: the logits of PEFT on Transformers."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    model, tokenizer = real_model
+    theirs = AutoModelForCausalLM.from_pretrained(llama.model_folder(None), dtype=torch.float32).eval()
+    names = ["pirate", "json", "report"]
+    wrapped = peft.PeftModel.from_pretrained(theirs, adapters.SHIPPED / names[0], adapter_name=names[0])
+    for name in names[1:]:
+        wrapped.load_adapter(adapters.SHIPPED / name, adapter_name=name)
+    prompts = [tokenizer.chat([{"role": "user", "content": q}]) for q in training.TEST_QUESTIONS[:4]]
+    manager = lesson.LoRAModelManager(LoRAConfig(3, 8))
+    manager.attach(model, None, None)
+    for slot, name in enumerate(names):
+        manager.memory.write(slot, adapters.read_adapter(adapters.SHIPPED / name, model.config))
+    adapted = lesson.adapted_model(model, manager)
+
+    def ours(chosen):
+        tokens = [t for i in chosen for t in prompts[i]]
+        lengths = [len(prompts[i]) for i in chosen]
+        ends = np.cumsum(lengths)
+        manager.meta = Meta.build(np.repeat([i - 1 if i else NONE for i in chosen], lengths), model.device)
+
+        def attend(layer, q, k, v):
+            return torch.cat([lesson.paged.prefill_attention(q[z - n : z], k[z - n : z], v[z - n : z])
+                              for z, n in zip(ends, lengths)])  # fmt: skip
+
+        hidden = adapted.forward(torch.tensor(tokens), torch.cat([torch.arange(n) for n in lengths]), attend)
+        return model.logits(hidden[ends - 1])
+
+    together = ours([0, 1, 2, 3])
+    for i in range(4):
+        with torch.no_grad():
+            if i == 0:
+                with wrapped.disable_adapter():
+                    reference = wrapped(torch.tensor([prompts[0]])).logits[0, -1]
+            else:
+                wrapped.set_adapter(names[i - 1])
+                reference = wrapped(torch.tensor([prompts[i]])).logits[0, -1]
+        common.assert_close(together[i], reference)
+        common.assert_close(ours([i])[0], reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rslora", [False, True])
+def test_adapters_that_peft_wrote(tmp_path, rslora):
+    """A folder from PEFT itself, scale included, on a tiny model; and PEFT reads a folder of ours."""
+    peft = pytest.importorskip("peft")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=16)  # fmt: skip
+    theirs = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    theirs.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=4, lora_alpha=6, use_rslora=rslora, target_modules=["q_proj", "v_proj", "up_proj"],
+                             init_lora_weights=False)  # fmt: skip
+    wrapped = peft.get_peft_model(theirs, config)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    ids = torch.arange(10)
+    reference = wrapped(ids[None]).logits[0].detach()
+    folder_config = llama.LlamaConfig.from_folder(tmp_path / "base")
+    import contextlib
+
+    with contextlib.ExitStack() as stack:
+        model = llama.Llama(folder_config, llama._open_weights(tmp_path / "base", stack))
+        lora = adapters.read_adapter(tmp_path / "adapter", folder_config)
+        merged = adapters.merged(model, lora)
+        hidden = merged.forward(ids, torch.arange(10), lesson.scheduling.recompute)
+        common.assert_close(merged.logits(hidden), reference)
+    adapters.write_adapter(lora, tmp_path / "ours", alpha=4, dtype=torch.float32)
+    clean = LlamaForCausalLM.from_pretrained(tmp_path / "base").eval()
+    again = peft.PeftModel.from_pretrained(clean, tmp_path / "ours")(ids[None]).logits[0].detach()
+    common.assert_close(again, reference)
+
+
+@pytest.mark.slow
+def test_the_shipped_adapters_answer_in_style(real_model):
+    model, tokenizer = real_model
+    for name in training.STYLES:
+        lora = adapters.read_adapter(adapters.SHIPPED / name, model.config)
+        texts = training.answers_with(
+            model, tokenizer, lora, training.TEST_QUESTIONS[:3] + training.TEST_QUESTIONS[3:4]
+        )
+        assert sum(training.follows(name, text) for text in texts) >= 2, texts
+
+
+@pytest.mark.slow
+def test_a_thousand_adapters_on_the_real_model(real_model):
+    import argparse
+
+    model, tokenizer = real_model
+    lesson.tell_thousand(model, tokenizer, argparse.Namespace(seed=1), requests=40, tokens=2)

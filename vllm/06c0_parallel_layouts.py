@@ -1,0 +1,398 @@
+"""06c0 · Parallel layouts: experts dealt out to ranks, and what each layout costs. The lower half of lesson 06c.
+
+A mixture-of-experts layer keeps E small MLPs and sends each token through k of them. Cut every expert into n slices,
+and the layer is lesson 05c's again. Deal whole experts out instead, and tokens must travel: to the ranks that have
+their experts, and back. Here are both, beside the obvious loop, and sequence parallelism, which keeps ranks that hold
+the same tokens from sending them n times.
+
+The second half is arithmetic: weights, cache, collectives and bubbles of Llama-3.1-8B, 70B, 405B and DeepSeek-R1 on
+nodes of eight H100s, for choosing `--tensor-parallel-size` and its sisters before renting anything.
+
+Read for this: Shazeer et al. 2017 (mixtures of experts), Lepikhin et al. 2020 (GShard: all-to-all), Korthikanti et al.
+2022 (sequence parallelism), DeepSeek-AI 2024 (V3), vLLM 0.32 `model_executor/layers/fused_moe/`.
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch is used
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+kv_cache = common.lesson("01_kv_cache")
+tensor_parallel = common.lesson("05c_tensor_parallel")
+GroupCoordinator, Link = tensor_parallel.GroupCoordinator, tensor_parallel.Link
+
+
+# --- 1. A mixture of experts, and the obvious way to compute it -------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Experts:
+    """Some experts of a layer: gate_up [E, 2·I, H] (gates above ups) and down [E, H, I]."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+    def __call__(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """One expert: W₂ (silu(W₁ x) ⊙ W₃ x). Shapes: [N, H] -> [N, H]."""
+        gate, up = (x @ self.gate_up[expert].T).chunk(2, dim=-1)
+        return (F.silu(gate) * up) @ self.down[expert].T
+
+
+@dataclasses.dataclass
+class MoELayer:
+    """A router [E, H] and its experts; each token goes through `top_k` of them."""
+
+    router: torch.Tensor
+    experts: Experts
+    top_k: int
+
+
+def random_moe(num_experts: int = 12, hidden: int = 64, intermediate: int = 48, top_k: int = 2, seed: int = 0,
+               device: torch.device | None = None) -> MoELayer:  # fmt: skip
+    """A seeded layer, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = lambda *shape: (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(device)  # noqa: E731
+    experts = Experts(noise(num_experts, 2 * intermediate, hidden), noise(num_experts, hidden, intermediate))
+    return MoELayer(noise(num_experts, hidden), experts, top_k)
+
+
+def route(layer: MoELayer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which experts a token visits, and what each one's word counts. Shapes: x [T, H] -> ids, weights [T, k]."""
+    weights, ids = (x @ layer.router.T).softmax(1).topk(layer.top_k, dim=1)
+    return ids, weights / weights.sum(1, keepdim=True)
+
+
+def moe_reference(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
+    """y_t = Σ_j w_tj · expert_{i_tj}(x_t), token by token, expert by expert. [T, H] -> [T, H]."""
+    ids, weights = route(layer, x)
+    rows = [sum(w * layer.experts(int(e), x[t : t + 1])[0] for e, w in zip(ids[t], weights[t])) for t in range(len(x))]
+    return torch.stack(rows) if rows else torch.zeros_like(x)
+
+
+# --- 2. The same on n ranks -------------------------------------------------------------------------------------------
+
+
+class ExpertGroup(GroupCoordinator):
+    """Two more collectives. What they count in `bytes` is what this rank sends to others."""
+
+    def all_to_all(self, rows: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+        """Rank r gets the r-th `counts[r]` rows of everybody. Returns what came, by sender, and how much from each."""
+        if self.world_size == 1:
+            return rows, list(counts)
+        arriving = torch.empty(self.world_size, dtype=torch.int64, device=self.wire)
+        dist.all_to_all_single(arriving, torch.tensor(counts, device=self.wire), group=self.process_group)
+        received = torch.empty(int(arriving.sum()), *rows.shape[1:], dtype=rows.dtype, device=self.wire)
+        dist.all_to_all_single(received, rows.to(self.wire).contiguous(), arriving.tolist(), list(counts),
+                               group=self.process_group)  # fmt: skip
+        self._count_sent("all_to_all", rows, counts)
+        return received.to(rows.device), arriving.tolist()
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank r's n-th of Σ_r x_r, by rows. Shapes: [T, H] -> [T/n, H]; n divides T."""
+        if self.world_size == 1:
+            return x
+        out = torch.empty(len(x) // self.world_size, *x.shape[1:], dtype=x.dtype, device=self.wire)
+        dist.reduce_scatter_tensor(out, x.to(self.wire).contiguous(), group=self.process_group)
+        self._count("reduce_scatter", x)
+        return out.to(x.device)
+
+    def _count_sent(self, collective: str, rows: torch.Tensor, counts: Sequence[int]) -> None:
+        leaving = sum(counts) - counts[self.rank_in_group]
+        self.calls[collective] += 1
+        self.bytes[collective] += leaving * rows[:1].numel() * rows.element_size()
+
+
+def tensor_parallel_moe(layer: MoELayer, x: torch.Tensor, group: GroupCoordinator) -> torch.Tensor:
+    """Every rank has a slice of every expert, all ranks have all tokens, and partial sums are added. [T, H]."""
+    n, r = group.world_size, group.rank_in_group
+    gate, up = layer.experts.gate_up.chunk(2, dim=1)
+    mine = Experts(torch.cat([gate.chunk(n, 1)[r], up.chunk(n, 1)[r]], 1), layer.experts.down.chunk(n, 2)[r])
+    return group.all_reduce(by_expert(layer, mine, x))
+
+
+def by_expert(layer: MoELayer, experts: Experts, x: torch.Tensor) -> torch.Tensor:
+    """`moe_reference`, an expert at a time."""
+    ids, weights = route(layer, x)
+    y = torch.zeros_like(x)
+    for expert in range(len(experts.gate_up)):
+        tokens, slot = torch.where(ids == expert)
+        y.index_add_(0, tokens, experts(expert, x[tokens]) * weights[tokens, slot, None])
+    return y
+
+
+def expert_parallel_moe(layer: MoELayer, x: torch.Tensor, group: ExpertGroup) -> torch.Tensor:
+    """Rank r owns experts [r·E/n, (r+1)·E/n). `x` are this rank's own tokens, [T/n, H]; returns their results.
+
+    1. route; sort the (token, expert) pairs by expert, so by the rank that owns it
+    2. dispatch: all-to-all of their hidden states, and of expert ids
+    3. each rank computes whatever came for its experts
+    4. combine: the same all-to-all backwards, then the weighted sum
+    """
+    n, size, k = group.world_size, len(layer.experts.gate_up) // group.world_size, layer.top_k
+    ids, weights = route(layer, x)
+    order = ids.flatten().argsort(stable=True)  # pairs, by expert
+    wanted = ids.flatten()[order]
+    counts = torch.bincount(wanted // size, minlength=n).tolist()
+    arrived, senders = group.all_to_all(x[order // k], counts)
+    experts, _ = group.all_to_all(wanted, counts)
+    first, done = group.rank_in_group * size, torch.empty_like(arrived)
+    for expert in range(first, first + size):
+        rows = torch.where(experts == expert)[0]
+        done[rows] = layer.experts(expert, arrived[rows])
+    back, _ = group.all_to_all(done, senders)
+    y = torch.zeros_like(x)
+    return y.index_add_(0, order // k, back * weights.flatten()[order, None])
+
+
+def sequence_parallel_block(layer: MoELayer, partial: torch.Tensor, norm: torch.Tensor, group: ExpertGroup
+                            ) -> torch.Tensor:  # fmt: skip
+    """What follows attention: add up its partial sums, norm, experts. partial [T, H] -> [T, H] on every rank.
+
+    An all-reduce is a reduce-scatter and an all-gather. Between the two, each rank has T/n tokens of its own: the place
+    for all that is done token by token, and where experts must be asked, or each token would be sent n times.
+    """
+    T = len(partial)
+    mine = group.reduce_scatter(F.pad(partial, (0, 0, 0, -T % group.world_size)))  # [T/n, H]
+    x = F.rms_norm(mine, mine.shape[-1:], norm)
+    return group.all_gather(mine + expert_parallel_moe(layer, x, group), dim=0)[:T]
+
+
+def moe_on_rank(worker: Any, seed: int = 0) -> dict[str, Any]:
+    """What one worker of an executor does to show it: all three, their errors and their bytes."""
+    tp = worker.tp
+    group = ExpertGroup(tp.ranks, tp.rank_in_group, tp.device, tp.process_group)
+    return moe_errors(group, seed)
+
+
+def moe_errors(group: ExpertGroup, seed: int = 0, tokens: int = 48) -> dict[str, Any]:
+    n, r, layer = group.world_size, group.rank_in_group, random_moe(seed=seed, device=group.device)
+    x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(seed + 1)).to(group.device)
+    want = moe_reference(layer, x)
+    found = {"tensor": common.relative_error(tensor_parallel_moe(layer, x, group), want)}
+    counts = {"tensor": group.take_counts()}
+    mine = x.chunk(n)[r]
+    found["expert"] = common.relative_error(expert_parallel_moe(layer, mine, group), want.chunk(n)[r])
+    counts["expert"] = group.take_counts()
+    norm = torch.ones(64, device=group.device)
+    block = x + moe_reference(layer, F.rms_norm(x, (64,), norm))
+    found["sequence"] = common.relative_error(sequence_parallel_block(layer, x / n, norm, group), block)
+    counts["sequence"] = group.take_counts()
+    return {"errors": found, "counts": counts}
+
+
+def rows_sent(layer: MoELayer, x: torch.Tensor, n: int) -> list[int]:
+    """Pairs (token, expert) that leave each of n ranks in a dispatch: those whose expert lives elsewhere."""
+    size, sent = len(layer.experts.gate_up) // n, []
+    for r, mine in enumerate(x.chunk(n)):
+        ids, _ = route(layer, mine)
+        sent.append(int((ids // size != r).sum()))
+    return sent
+
+
+# --- 3. What a layout costs -------------------------------------------------------------------------------------------
+
+H100 = common.HARDWARE["H100 80GB"]
+GPUS_PER_NODE = 8
+# In a node: lesson 05c's NVLink (NVIDIA's measurements on an H200, whose NVLink is the same). Between nodes: one
+# 400 Gb/s adapter per GPU at its nominal rate; 30 µs for a small all-reduce and 10 for a message are assumptions.
+NVLINK, NETWORK, HOP = tensor_parallel.LINKS["nvlink"], Link(50e9, 30e-6), Link(50e9, 10e-6)
+ETHERNET = Link(12.5e9 / 8, 60e-6)  # 100 Gb/s for the whole node
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What sizing needs to know. Experts apart, `shared` is read in every step; bytes are those of the checkpoint."""
+
+    name: str
+    layers: int
+    hidden: int
+    shared_bytes: float  # weights that every token uses
+    active: float  # parameters that one token uses
+    kv_bytes: int  # per token, all layers
+    kv_heads: int  # 1: MLA, whose latent vector cannot be cut
+    expert_bytes: float = 0.0
+    experts: int = 0
+    top_k: int = 0
+
+    def expert_bytes_read(self, tokens: float) -> float:
+        """Expected bytes of the experts that `tokens` tokens ask: E·(1 − (1 − k/E)^T) of E."""
+        return self.expert_bytes * (1 - (1 - self.top_k / self.experts) ** tokens) if self.experts else 0.0
+
+
+LLAMA_405B = dict(num_hidden_layers=126, num_attention_heads=128, num_key_value_heads=8, hidden_size=16384,
+                  intermediate_size=53248, vocab_size=128256, tie_word_embeddings=False)  # fmt: skip
+# DeepSeek-R1: 58 of 61 layers have 256 experts of 3 · 7168 · 2048 parameters, in fp8; each token visits 8.
+R1_EXPERTS = 58 * 256 * 3 * 7168 * 2048
+
+
+@functools.cache
+def models() -> dict[str, Model]:
+    found = {}
+    for name, config, bits in (
+        ("Llama-3.1-8B", kv_cache.MODELS["Llama-3.1-8B"], 16), ("Llama-3.1-70B", kv_cache.MODELS["Llama-3.1-70B"], 16),
+        ("Llama-3.1-405B", LLAMA_405B, 16), ("Llama-3.1-405B-FP8", LLAMA_405B, 8),
+    ):  # fmt: skip
+        parameters = kv_cache.weight_bytes(config) // 2
+        found[name] = Model(name, config["num_hidden_layers"], config["hidden_size"], parameters * bits // 8,
+                            parameters, kv_cache.KVCacheSpec.from_config(config).bytes_per_token(), 8)  # fmt: skip
+    r1 = kv_cache.MODELS["DeepSeek-V3"]
+    found["DeepSeek-R1"] = Model("DeepSeek-R1", 61, 7168, 671e9 - R1_EXPERTS, 37e9,
+                                 kv_cache.KVCacheSpec.from_config(r1).bytes_per_token(), 1, R1_EXPERTS, 256,
+                                 8)  # fmt: skip
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """TP × PP per engine, `dp` engines. `ep`: experts are dealt out over all GPUs, attention is each engine's own."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: bool = False
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        parts = [f"{name} {n}" for name, n in (("DP", self.dp), ("TP", self.tp), ("PP", self.pp)) if n > 1]
+        return " × ".join(parts) + (" + EP" if self.ep else "") if parts else "one GPU"
+
+
+def all_reduce_seconds(payload: float, n: int, between: Link = NETWORK) -> float:
+    """In a node a ring. Across nodes: reduce-scatter inside, all-reduce of an eighth between, all-gather inside."""
+    if n <= GPUS_PER_NODE:
+        return NVLINK.seconds("all_reduce", payload, n)
+    nodes = n // GPUS_PER_NODE
+    return NVLINK.seconds("all_reduce", payload, GPUS_PER_NODE) + between.seconds(
+        "all_reduce", payload / GPUS_PER_NODE, nodes
+    )
+
+
+def cost(model: Model, layout: Layout, sequences: int = 256, context: int = 4096, tokens_each: int = 1,
+         between: Link = NETWORK) -> dict[str, float]:  # fmt: skip
+    """Memory, and one step of `sequences` sequences in all (`tokens_each` new ones each), by arithmetic.
+
+    memory   = weights/(TP·PP) + KV; KV heads are divided by TP as far as there are any
+    stage    = max(FLOPs/(TP·rate), bytes/(TP·bandwidth)) of L/PP layers + 2·L/PP all-reduces
+    latency  = PP stages + PP − 1 hops;  throughput = a micro-batch per stage, if PP micro-batches are in flight
+    """
+    tp, pp, dp = layout.tp, layout.pp, layout.dp
+    spread = layout.gpus if layout.ep else tp * pp
+    weights = model.shared_bytes / (tp * pp) + model.expert_bytes / spread
+    kv = model.kv_bytes / pp / min(tp, model.kv_heads)  # per token and GPU
+    room = kv_cache.GPU_MEMORY_UTILIZATION * H100.memory - weights
+    batch = sequences / dp / pp  # of a micro-batch
+    new = batch * tokens_each
+    asked = new * (dp if layout.ep else 1)  # tokens whose experts are looked up in one pool
+    read = model.shared_bytes / (tp * pp) + model.expert_bytes_read(asked) / pp / (spread / pp)
+    moved = read + batch * kv * context
+    rate = H100.flops * (2 if model.name.endswith(("FP8", "R1")) else 1)
+    compute = max(2 * model.active * new / (tp * pp) / rate, moved / H100.bandwidth)
+    payload = new * model.hidden * 2
+    talk = 2 * model.layers / pp * (all_reduce_seconds(payload, tp, between) if tp > 1 else 0)
+    if layout.ep:  # dispatch in fp8 and combine in bf16, per layer: k copies of each token, most to another node
+        talk += model.layers * 2 * (HOP.latency + 1.5 * model.top_k * payload / 2 / HOP.bandwidth)
+    stage = compute + talk
+    hop = HOP.latency + payload / tp / HOP.bandwidth if pp > 1 else 0.0
+    return {
+        "gpus": layout.gpus, "weights_gb": weights / 1e9, "fits": room > 0,
+        "kv_tokens": max(0.0, dp * room / kv), "kv_copies": max(1.0, tp / model.kv_heads),
+        "latency_ms": 1e3 * (pp * stage + (pp - 1) * hop), "stage_ms": 1e3 * stage, "talk_ms": 1e3 * pp * talk,
+        "tokens_per_second": dp * new / (stage + hop),
+    }  # fmt: skip
+
+
+def loaded(model: Model, layout: Layout, wanted: int = 256, context: int = 4096) -> dict[str, float]:
+    """`cost` with as many of `wanted` sequences as the KV cache holds."""
+    fitting = int(cost(model, layout)["kv_tokens"] // context)
+    return {"sequences": min(wanted, fitting)} | cost(model, layout, max(1, min(wanted, fitting)), context)
+
+
+CHOICES: dict[str, list[Layout]] = {  # on two nodes of eight
+    "Llama-3.1-8B": [Layout(dp=16), Layout(tp=8, dp=2), Layout(tp=8, pp=2)],
+    "Llama-3.1-70B": [Layout(tp=4, dp=4), Layout(tp=8, dp=2), Layout(tp=8, pp=2)],
+    "Llama-3.1-405B": [Layout(tp=8, pp=2), Layout(tp=16)],
+    "Llama-3.1-405B-FP8": [Layout(tp=8, dp=2), Layout(tp=8, pp=2)],
+    "DeepSeek-R1": [Layout(tp=8, pp=2), Layout(tp=16), Layout(dp=16, ep=True)],
+}
+
+
+@functools.cache
+def facts() -> dict[str, Any]:
+    """Deterministic numbers of this half."""
+    sizing: dict[str, Any] = {}
+    for name, choices in CHOICES.items():
+        for layout in choices:
+            key = str(layout).lower().replace(" ", "").replace("×", "_").replace("+", "_")
+            found = loaded(models()[name], layout)
+            found["alone_ms"] = cost(models()[name], layout, sequences=max(1, layout.dp))["latency_ms"]
+            found["prefill_ms"] = cost(models()[name], layout, layout.dp * layout.pp, 4096, 4096)["latency_ms"]
+            found["crowd"] = loaded(models()[name], layout, 1536)["tokens_per_second"]
+            sizing.setdefault(kv_cache.slug(name), {})[key] = found
+    slow = {str(n): cost(models()["Llama-3.1-405B"], layout, 2, 4096, 4096, ETHERNET)["latency_ms"]
+            for n, layout in ((16, Layout(tp=16)), (8, Layout(tp=8, pp=2)))}  # fmt: skip
+    one_node = {kv_cache.slug(name): {"weights_gb": (m.shared_bytes + m.expert_bytes) / 1e9,
+                "gpus": math.ceil((m.shared_bytes + m.expert_bytes) / (kv_cache.GPU_MEMORY_UTILIZATION * H100.memory))}
+                for name, m in models().items()}  # fmt: skip
+    layer = random_moe()
+    x = torch.randn(48, 64, generator=torch.Generator().manual_seed(1))
+    sent = rows_sent(layer, x, 3)
+    r1 = models()["DeepSeek-R1"]
+    return {
+        "sizing": sizing, "slow_prefill_ms": slow, "models": one_node,
+        "node_gb": GPUS_PER_NODE * kv_cache.GPU_MEMORY_UTILIZATION * H100.memory / 1e9,
+        "moe": {
+            "experts": 12, "top_k": 2, "tokens": 48, "rows_sent": sum(sent), "pairs": 96,
+            "dispatch_bytes": sum(sent) * 64 * 4, "all_reduce_bytes": 3 * tensor_parallel.wire_bytes(
+                "all_reduce", 48 * 64 * 4, 3),
+            "r1_dispatch_fp8": r1.top_k * r1.hidden, "r1_combine_bf16": 2 * r1.top_k * r1.hidden,
+            "r1_asked": {str(t): r1.expert_bytes_read(t) / r1.expert_bytes for t in (1, 8, 64, 256)},
+        },
+    }  # fmt: skip
+
+
+def draw(folder: str | Path) -> list[Path]:
+    """Tokens per second against time per token, for every layout: what each is good for."""
+    figure, axes = common.new_figure(8.0, 3.7, ncols=2, width_ratios=[1, 1])
+    marks = {"Llama-3.1-405B": "blue", "DeepSeek-R1": "orange", "Llama-3.1-405B-FP8": "green"}
+    for name, color in marks.items():
+        for layout, marker in zip(CHOICES[name], "osD"):
+            curve = [cost(models()[name], layout, n) for n in (16, 32, 64, 128, 256, 512)]
+            fitting = [c for c, n in zip(curve, (16, 32, 64, 128, 256, 512)) if c["kv_tokens"] >= n * 4096]
+            axes[0].plot([c["latency_ms"] for c in fitting], [c["tokens_per_second"] for c in fitting],
+                         f"{marker}-", color=common.COLORS[color], markersize=4, linewidth=1,
+                         label=f"{name.replace('Llama-3.1-', '')}: {layout}")  # fmt: skip
+    axes[0].set(xlabel="ms per token", ylabel="output tokens/s, two nodes", title="16 … 512 sequences of 4,096 tokens")
+    axes[0].set_ylim(0)
+    axes[0].set_xlim(0)
+    axes[0].legend(fontsize=7.5, loc="upper left", handlelength=1.4, borderpad=0.1)
+    axes[0].set_ylim(0, 1.5 * axes[0].get_ylim()[1])
+    rows = [(name, layout, cost(models()[name], layout)) for name, choices in CHOICES.items() for layout in choices]
+    at = range(len(rows))
+    axes[1].barh(at, [c["weights_gb"] for *_, c in rows], color=common.COLORS["grey"], label="weights")
+    limit = kv_cache.GPU_MEMORY_UTILIZATION * H100.memory / 1e9
+    left = [limit - c["weights_gb"] for *_, c in rows]
+    copies = [room * (1 - 1 / c["kv_copies"]) for room, (*_, c) in zip(left, rows)]
+    axes[1].barh(at, [a - b for a, b in zip(left, copies)], left=[c["weights_gb"] for *_, c in rows],
+                 color=common.COLORS["blue"], label="KV cache")  # fmt: skip
+    axes[1].barh(at, copies, left=[limit - b for b in copies], color="white", edgecolor=common.COLORS["blue"],
+                 hatch="////", linewidth=0.6, label="copies of others' KV")  # fmt: skip
+    labels = [f"{name.replace('Llama-3.1-', '')}, {layout}" for name, layout, _ in rows]
+    axes[1].set_yticks(list(at), labels, fontsize=8)
+    axes[1].invert_yaxis()
+    axes[1].set(xlabel="GB of each H100 (92 % of 80)", title="memory")
+    axes[1].legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.3, -0.16), handlelength=1.0,
+                   columnspacing=0.8)  # fmt: skip
+    return [common.save_figure(figure, folder, "06c_sizing")]

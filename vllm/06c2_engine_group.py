@@ -1,0 +1,736 @@
+"""06c2 · Engine groups: many engines behind many API servers. The other lower half of lesson 06c.
+
+Which engine gets a request (vLLM's score, or where its prefix is cached), who knows how long the engines' queues are,
+and the sockets between API servers and engines: on one machine, or with engines that dial in from others. A connection
+for each pair; who creates them makes no difference from then on. The story and the tests belong to 06c.
+
+Read for this: vLLM 0.32 `v1/engine/core_client.py`, `v1/engine/coordinator.py`, `v1/engine/utils.py`,
+`entrypoints/cli/serve.py`; Zheng et al. 2024 (SGLang: cache-aware routing).
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch and Triton are used
+
+import asyncio
+import atexit
+import contextlib
+import dataclasses
+import enum
+import functools
+import gc
+import io
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import select
+import signal
+import socket
+import threading
+import time
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+scheduling = common.lesson("04_continuous_batching")
+optimizations = common.lesson("05_optimizations")
+tensor_parallel = common.lesson("05c_tensor_parallel")
+executors = common.lesson("06c1_executors")
+serving = common.lesson("06_serving")
+async_engine, offline = serving.async_engine, serving.offline
+Request, EngineCoreRequestType = scheduling.Request, async_engine.EngineCoreRequestType
+EngineCoreOutputs, ParallelEngineCoreProc = async_engine.EngineCoreOutputs, executors.ParallelEngineCoreProc
+Factory = executors.Factory
+say_aloud = functools.partial(print, flush=True)
+
+
+# --- 1. Data parallel: which engine gets a request --------------------------------------------------------------------
+
+
+class LoadBalancer:
+    """vLLM's choice among engines (`DPLBAsyncMPClient.get_core_engine_for_request`).
+
+    score = max(client_count · inflight, waiting + running) + 6 · waiting · max(0, kv_cache_usage − 0.5)
+
+    `inflight` is this client's own count and exact; the rest is the coordinator's latest word. A queue before a full
+    cache drains slowly: at 100 % usage, each waiting request counts for three more.
+    """
+
+    def __init__(self, num_engines: int, client_index: int = 0, client_count: int = 1) -> None:
+        self.counts: list[list[float]] = [[0, 0, 0.0] for _ in range(num_engines)]  # waiting, running, KV usage
+        self.inflight = [0] * num_engines
+        self.client_count, self.start = client_count, num_engines * client_index // client_count
+
+    def score(self, engine: int) -> float:
+        waiting, running, kv_cache_usage = self.counts[engine]
+        load = max(self.client_count * self.inflight[engine], waiting + running)
+        return load + waiting * 6.0 * max(0.0, kv_cache_usage - 0.5)
+
+    def choose(self, request: Request) -> int:
+        """The engine for a request, which counts as waiting there until the coordinator says otherwise."""
+        engine = self.pick(request)
+        self.counts[engine][0] += self.client_count
+        self.inflight[engine] += 1
+        return engine
+
+    def pick(self, request: Request) -> int:
+        """The lowest score; whom ties favour goes round."""
+        n = len(self.counts)
+        order = [(self.start + i) % n for i in range(n)]
+        self.start = (self.start + 1) % n
+        return min(order, key=self.score)
+
+    def finished(self, engine: int) -> None:
+        self.inflight[engine] -= 1
+
+
+class PrefixAwareBalancer(LoadBalancer):
+    """Send a request where its prefix is cached, unless that engine is `max_imbalance` requests behind the best.
+
+    vLLM leaves this to routers in front of it. Like most of them, this one does not ask engines what they have: it
+    remembers what it sent where (lesson 05's block hashes), and forgets the oldest when a cache must be full.
+    """
+
+    def __init__(self, num_engines: int, client_index: int = 0, client_count: int = 1, *, block_size: int = 16,
+                 num_blocks: int = 1 << 14, max_imbalance: float = 4) -> None:  # fmt: skip
+        super().__init__(num_engines, client_index, client_count)
+        self.block_size, self.num_blocks, self.max_imbalance = block_size, num_blocks, max_imbalance
+        self.sent: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(num_engines)]
+
+    def hashes(self, request: Request) -> list[bytes]:
+        parent, found, tokens = optimizations.ROOT_HASH, [], request.prompt_token_ids
+        for end in range(self.block_size, len(tokens) + 1, self.block_size):
+            extra = (request.cache_salt,) if request.cache_salt and not found else ()
+            parent = optimizations.hash_block_tokens(parent, tokens[end - self.block_size : end], extra)
+            found.append(parent)
+        return found
+
+    def pick(self, request: Request) -> int:
+        hashes, engines = self.hashes(request), range(len(self.sent))
+        matched = [next((i for i, h in enumerate(hashes) if h not in self.sent[e]), len(hashes)) for e in engines]
+        by_load = super().pick(request)
+        best = max(engines, key=lambda e: (matched[e], -self.score(e)))
+        if matched[best] == matched[by_load] or self.score(best) > self.score(by_load) + self.max_imbalance:
+            best = by_load
+        for block_hash in hashes:
+            self.sent[best][block_hash] = None
+            self.sent[best].move_to_end(block_hash)
+        while len(self.sent[best]) > self.num_blocks:
+            self.sent[best].popitem(last=False)
+        return best
+
+
+BALANCERS = {"load": LoadBalancer, "prefix": PrefixAwareBalancer}
+
+
+# --- 2. Engines, API servers, and the sockets between them ------------------------------------------------------------
+
+LETTER_MODULES = {module.__name__: module for module in (scheduling, offline, async_engine)}
+
+
+class LetterUnpickler(pickle.Unpickler):
+    """Unpickles letters and nothing else. `pickle.loads` would call whatever function the other side names, and the
+    other side may be a network; here it can name our dataclasses, our enums and `Request`."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = vars(LETTER_MODULES.get(module, object())).get(name) if module in LETTER_MODULES else None
+        if isinstance(found, type) and (
+            dataclasses.is_dataclass(found) or issubclass(found, enum.Enum) or found is Request
+        ):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no letter")
+
+
+def loads(data: bytes) -> Any:
+    return LetterUnpickler(io.BytesIO(data)).load()
+
+
+class EngineMailbox:
+    """The engine core's end of its sockets: one for every API server process, and one to the coordinator."""
+
+    def __init__(self, clients: Sequence[socket.socket], coordinator: socket.socket | None, engine: int) -> None:
+        self.clients: dict[int, socket.socket] = dict(enumerate(clients))
+        self.coordinator, self.engine = coordinator, engine
+        self.buffers = {index: bytearray() for index in self.clients}
+        self.owner: dict[str, int] = {}  # request id: the client that sent it
+        self.watched: Sequence[Any] = ()  # readable when a worker has died
+        self.alive: Callable[[], None] = lambda: None
+        self.reported: list[float] = []
+
+    def receive(self, block: bool) -> list[Any]:
+        """All letters that are here; waits for one if `block`. Raises ClientGone, or ExecutorFailed."""
+        letters: list[Any] = []
+        while self.clients:
+            waits = None if block and not letters else 0
+            ready = select.select([*self.clients.values(), *self.watched], [], [], waits)[0]
+            if not ready:
+                return letters
+            if any(x in self.watched for x in ready):
+                self.alive()
+            for index, sock in list(self.clients.items()):
+                if sock in ready:
+                    letters += self._read(index, sock)
+        raise async_engine.ClientGone
+
+    def _read(self, index: int, sock: socket.socket) -> list[Any]:
+        try:
+            chunk = sock.recv(1 << 18)
+        except OSError:
+            chunk = b""
+        if not chunk:
+            return self._hung_up(index)
+        buffer, letters = self.buffers[index], []
+        buffer += chunk
+        while len(buffer) >= 4 and len(buffer) >= (end := 4 + int.from_bytes(buffer[:4], "big")):
+            kind, content = loads(bytes(buffer[4:end]))
+            del buffer[:end]
+            if kind is EngineCoreRequestType.ADD:
+                if self.owner.get(content.request_id, index) != index:
+                    refused = {content.request_id: f"request_id {content.request_id!r}: is in use"}
+                    self._send(index, EngineCoreOutputs(refused=refused))
+                    continue
+                self.owner[content.request_id] = index
+            elif kind is EngineCoreRequestType.ABORT:
+                for request_id in content:
+                    self.owner.pop(request_id, None)
+            elif kind is EngineCoreRequestType.UTILITY:
+                content = ((index, content[0]), *content[1:])
+            letters.append((kind, content))
+        return letters
+
+    def _hung_up(self, index: int) -> list[Any]:
+        """An API server is gone, and nobody will read the answers of its requests."""
+        del self.clients[index]
+        gone = [request_id for request_id, owner in self.owner.items() if owner == index]
+        for request_id in gone:
+            del self.owner[request_id]
+        return [(EngineCoreRequestType.ABORT, gone)] if gone and self.clients else []
+
+    def send(self, letter: Any) -> None:
+        """To everybody, to the one who asked, or to each what concerns its requests."""
+        if isinstance(letter, async_engine.Reply):
+            index, letter.call_id = letter.call_id
+            self._send(index, letter)
+        elif isinstance(letter, EngineCoreOutputs):
+            self._report(letter.scheduler_stats)
+            for index, part in self.split(letter).items():
+                self._send(index, part)
+        else:
+            for index in list(self.clients):
+                self._send(index, letter)
+        if not self.clients:
+            raise async_engine.ClientGone
+
+    def split(self, letter: Any) -> dict[int, Any]:
+        """A step's outputs by client. A step that brought nobody anything is told to all: it may have emptied us."""
+        parts: dict[int, Any] = defaultdict(lambda: EngineCoreOutputs(scheduler_stats=letter.scheduler_stats))
+        for request_id, times in letter.admitted.items():
+            if (index := self.owner.get(request_id)) is not None:
+                parts[index].admitted[request_id] = times
+        for request_id, why in letter.refused.items():
+            if (index := self.owner.pop(request_id, None)) is not None:
+                parts[index].refused[request_id] = why
+        for output in letter.outputs:
+            if (index := self.owner.get(output.request_id)) is None:
+                continue
+            parts[index].outputs.append(output)
+            if found := letter.logprobs.get(output.request_id):
+                parts[index].logprobs[output.request_id] = found
+            if output.finish_reason:
+                del self.owner[output.request_id]
+        return parts if parts or letter.outputs else {index: letter for index in self.clients}
+
+    def _send(self, index: int, letter: Any) -> None:
+        try:
+            self.clients[index].sendall(async_engine.frame(letter))
+        except OSError:
+            with contextlib.suppress(KeyError):
+                self._hung_up(index)  # its requests end with the next `receive`
+        except KeyError:
+            pass
+
+    def hang_up(self, patience: float = 5.0) -> None:
+        """After the last letter, until it was read. A socket that is closed while something unread waits in it resets
+        the connection, and the letter that says why would be lost."""
+        stop = time.monotonic() + patience
+        for sock in self.clients.values():
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_WR)
+        while self.clients and (left := stop - time.monotonic()) > 0:
+            ready = select.select([*self.clients.values()], [], [], left)[0]
+            for index, sock in [(i, sock) for i, sock in self.clients.items() if sock in ready]:
+                with contextlib.suppress(OSError):
+                    if sock.recv(1 << 18):
+                        continue
+                del self.clients[index]
+
+    def _report(self, stats: Any) -> None:
+        """Tell the coordinator when the queues have changed."""
+        if self.coordinator is None or stats is None:
+            return
+        counts = [stats.num_waiting_reqs, stats.num_running_reqs, stats.kv_cache_usage]
+        if counts[:2] != self.reported[:2]:
+            self.reported = counts
+            with contextlib.suppress(OSError):
+                self.coordinator.sendall(async_engine.frame((self.engine, counts)))
+
+
+def run_engine_core(clients: Sequence[socket.socket], coordinator: socket.socket | None, engine: int,
+                    factory: Factory, args: Any, threads: int = 0) -> None:  # fmt: skip
+    """An engine process from start to end. It ends when the last API server has hung up."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if threads and not common.HAS_GPU:
+        torch.set_num_threads(threads)
+    gc.freeze()  # imported libraries are there to stay
+    failed = serve_clients(EngineMailbox(clients, coordinator, engine), factory, args)
+    executors.shutdown_all()
+    os._exit(failed)
+
+
+def serve_clients(mailbox: EngineMailbox, factory: Factory, args: Any) -> bool:
+    """Build an engine and work for the clients of a mailbox, with an eye on the workers. Returns whether it failed."""
+
+    def make_proc(engine: Any, send: Callable[[Any], None]) -> ParallelEngineCoreProc:
+        if executor := getattr(getattr(engine.core, "runner", None), "executor", None):
+            mailbox.watched, mailbox.alive = executor.sentinels, executor.check_health
+        return ParallelEngineCoreProc(engine, send)
+
+    failed = async_engine.serve_mailbox(factory, args, mailbox.send, mailbox.receive, make_proc)
+    if failed:
+        mailbox.hang_up()
+    return failed
+
+
+class DPCoordinator:
+    """Collects the engines' queue lengths and tells all API servers, at most every 100 ms (`v1/engine/coordinator.py`).
+
+    A thread of the process that started the engines. vLLM's is a process, and has a second duty: engines that share a
+    mixture of experts must step together, also those that have nothing to do, because the others need their experts.
+    """
+
+    INTERVAL = 0.1
+
+    def __init__(self, engines: Sequence[socket.socket], clients: Sequence[socket.socket]) -> None:
+        self.mail = {sock: async_engine.Mailbox(sock) for sock in engines}
+        self.clients = list(clients)
+        self.counts: list[list[float]] = [[0, 0, 0.0] for _ in engines]
+        self.changed, self.last = False, 0.0
+
+    def note(self, engine: int, counts: list[float]) -> None:
+        self.counts[engine], self.changed = counts, True
+
+    def due_in(self, now: float) -> float | None:
+        """Seconds until something is published; None if there is no news."""
+        return max(0.0, self.last + self.INTERVAL - now) if self.changed else None
+
+    def publish(self, now: float) -> None:
+        for sock in list(self.clients):
+            try:
+                sock.sendall(async_engine.frame(self.counts))
+            except OSError:
+                self.clients.remove(sock)
+        self.changed, self.last = False, now
+
+    def run(self) -> None:
+        """Until all engines or all clients are gone."""
+        while self.mail and self.clients:
+            for sock in select.select([*self.mail], [], [], self.due_in(time.monotonic()))[0]:
+                try:
+                    for engine, counts in self.mail[sock].receive(False):
+                        self.note(engine, counts)
+                except (async_engine.ClientGone, OSError):
+                    del self.mail[sock]
+            if self.due_in(time.monotonic()) == 0.0:
+                self.publish(time.monotonic())
+
+
+class DPLBClient:
+    """What an API server's event loop sees of its engines: a socket to each, and one to the coordinator. It has the
+    interface of lesson 06e's clients, so whoever uses it cannot tell one engine from sixteen (`DPLBAsyncMPClient`)."""
+
+    def __init__(self, engines: Sequence[socket.socket], coordinator: socket.socket | None, balancer: LoadBalancer,
+                 owner: EngineGroup | None = None) -> None:  # fmt: skip
+        self.socks, self.coordinator, self.balancer, self.owner = list(engines), coordinator, balancer, owner
+        self.inbox: asyncio.Queue | None = None
+        self.writers: list[asyncio.StreamWriter] = []
+        self.engine_of: dict[str, int] = {}  # request id: where it is, for aborts
+        self.ready: dict[int, Any] = {}
+        self.stats: dict[int, Any] = {}
+        self.replies: dict[int, list[Any]] = defaultdict(list)
+        self.readers: list[asyncio.Task] = []
+
+    def send(self, letter: Any) -> None:
+        kind, content = letter
+        if kind is EngineCoreRequestType.ADD:
+            engine = self.engine_of[content.request_id] = self.balancer.choose(content)
+            self._write(engine, letter)
+        elif kind is EngineCoreRequestType.ABORT:
+            for engine, request_ids in self._by_engine(content).items():
+                self._write(engine, (kind, request_ids))
+        else:
+            for engine in range(len(self.socks)):
+                self._write(engine, letter)
+
+    def _write(self, engine: int, letter: Any) -> None:
+        if self.writers and not self.writers[engine].is_closing():
+            self.writers[engine].write(async_engine.frame(letter))
+
+    def _by_engine(self, request_ids: Iterable[str]) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = defaultdict(list)
+        for request_id in request_ids:
+            if (engine := self._forget(request_id)) is not None:
+                found[engine].append(request_id)
+        return found
+
+    def _forget(self, request_id: str) -> int | None:
+        engine = self.engine_of.pop(request_id, None)
+        if engine is not None:
+            self.balancer.finished(engine)
+        return engine
+
+    async def receive(self) -> Any:
+        """The next letter of any engine. Raises EngineDeadError when one of them is gone: its requests are, too."""
+        if self.inbox is None:
+            self.inbox = asyncio.Queue()
+            for index, sock in enumerate([*self.socks, *([self.coordinator] if self.coordinator else [])]):
+                reader, writer = await asyncio.open_connection(sock=sock)
+                self.writers.append(writer)
+                self.readers.append(asyncio.create_task(self._read(index, reader)))
+        while True:
+            engine, letter = await self.inbox.get()
+            if isinstance(letter, Exception):
+                raise letter
+            if (found := self.take(engine, letter)) is not None:
+                return found
+
+    async def _read(self, index: int, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                size = int.from_bytes(await reader.readexactly(4), "big")
+                self.inbox.put_nowait((index, loads(await reader.readexactly(size))))
+        except (asyncio.IncompleteReadError, OSError, pickle.UnpicklingError):
+            if index < len(self.socks):
+                which = f"engine {index} of {len(self.socks)}" if len(self.socks) > 1 else "the engine process"
+                self.inbox.put_nowait((index, async_engine.EngineDeadError(f"{which} has died")))
+
+    def take(self, engine: int, letter: Any) -> Any:
+        """What the front end should hear of one engine's letter; None if nothing yet."""
+        if isinstance(letter, list):
+            self.balancer.counts = letter
+            return None
+        if isinstance(letter, async_engine.EngineCoreReady):
+            self.ready[engine] = letter
+            return self._all_ready() if len(self.ready) == len(self.socks) else None
+        if isinstance(letter, async_engine.Progress) and len(self.socks) > 1:
+            letter.text = f"engine {engine}: {letter.text}"
+        if isinstance(letter, async_engine.Reply):
+            replies = self.replies[letter.call_id]
+            replies.append(letter)
+            return self._all_replies(letter.call_id) if len(replies) == len(self.socks) else None
+        if isinstance(letter, EngineCoreOutputs):
+            for output in letter.outputs:
+                if output.finish_reason:
+                    self._forget(output.request_id)
+            for request_id in letter.refused:
+                self._forget(request_id)
+            if letter.scheduler_stats:
+                self.stats[engine] = letter.scheduler_stats
+                letter.scheduler_stats = self.total(letter.scheduler_stats)
+        return letter
+
+    def total(self, stats: Any) -> Any:
+        """The gauges of all engines together; what the step did is of the engine whose step it was."""
+        known = list(self.stats.values())
+        return dataclasses.replace(
+            stats, num_running_reqs=sum(s.num_running_reqs for s in known),
+            num_waiting_reqs=sum(s.num_waiting_reqs for s in known),
+            kv_cache_usage=sum(s.kv_cache_usage for s in known) / len(self.socks),
+        )  # fmt: skip
+
+    def _all_ready(self) -> Any:
+        first = self.ready[0]
+        for engine, other in self.ready.items():
+            for name in ("max_model_len", "block_size", "max_num_seqs", "policy", "enable_prefix_caching"):
+                if getattr(other, name) != getattr(first, name):
+                    why = f"engine {engine} has {name} {getattr(other, name)}, engine 0 has {getattr(first, name)}"
+                    return async_engine.Dead(f"{why}: start all with the same flags", bad_input=True)
+        blocks = sum(ready.num_gpu_blocks for ready in self.ready.values())
+        if isinstance(self.balancer, PrefixAwareBalancer):
+            self.balancer.block_size, self.balancer.num_blocks = first.block_size, first.num_gpu_blocks
+        return dataclasses.replace(first, num_gpu_blocks=blocks, about={**first.about, "engines": len(self.ready)})
+
+    def _all_replies(self, call_id: int) -> Any:
+        """Numbers are added up; of an error, the first is told."""
+        replies = self.replies.pop(call_id)
+        for reply in replies:
+            if reply.error or not isinstance(reply.result, dict):
+                return reply
+        return async_engine.Reply(call_id, dict(sum((Counter(r.result) for r in replies), Counter())) | {
+            name: 0 for reply in replies for name, n in reply.result.items() if not n and not any(
+                r.result.get(name) for r in replies)})  # fmt: skip
+
+    def close(self) -> None:
+        """Hang up: an engine that nobody talks to ends by itself."""
+        for task in self.readers:
+            task.cancel()
+        for sock in (*self.socks, *([self.coordinator] if self.coordinator else [])):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for writer in self.writers:
+            writer.close()
+
+    def join(self, timeout: float = 5.0) -> None:
+        for sock in self.socks:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        if self.owner:
+            self.owner.join(timeout)
+
+
+class EngineGroup:
+    """Engine processes of this machine, and a socket to each for every API server and for the coordinator
+    (vLLM: `CoreEngineProcManager`). Engines on other machines dial in (`accept_engines`)."""
+
+    def __init__(self, factory: Factory, args: Any, num_engines: int, num_clients: int,
+                 remote: dict[tuple[int, int], socket.socket] | None = None) -> None:  # fmt: skip
+        """`remote[engine, slot]` are connections of engines elsewhere; slot `num_clients` is the coordinator's."""
+        self.num_clients, self.processes = num_clients, []
+        self.ours: dict[tuple[int, int], socket.socket] = dict(remote or {})
+        slots = range(num_clients + (num_engines > 1))
+        local = [i for i in range(num_engines) if (i, 0) not in self.ours]
+        threads = max(1, torch.get_num_threads() // max(1, len(local)))
+        atexit.register(self.join)
+        for engine in local:
+            theirs = []
+            for slot in slots:
+                self.ours[engine, slot], other = socket.socketpair()
+                theirs.append(other)
+            self.processes.append(start_engine(theirs, num_clients, engine, factory, args, threads))
+        self.num_engines = num_engines
+        self.coordinator_clients: list[socket.socket | None] = [None] * num_clients
+        if num_engines > 1:
+            pairs = [socket.socketpair() for _ in range(num_clients)]
+            self.coordinator_clients = [ours for ours, _ in pairs]
+            coordinator = DPCoordinator([self.ours[i, num_clients] for i in range(num_engines)], [b for _, b in pairs])
+            threading.Thread(target=coordinator.run, daemon=True, name="DPCoordinator").start()
+
+    def forget_sockets(self) -> None:
+        """After the API servers have got theirs; from then on, an engine ends when they have hung up."""
+        for sock in (*(s for (_, slot), s in self.ours.items() if slot < self.num_clients),
+                     *filter(None, self.coordinator_clients)):  # fmt: skip
+            sock.close()
+
+    def sockets_of(self, client: int) -> tuple[list[socket.socket], socket.socket | None]:
+        return [self.ours[i, client] for i in range(self.num_engines)], self.coordinator_clients[client]
+
+    def join(self, timeout: float = 5.0) -> None:
+        """Wait until the engines have ended, as they do when everybody has hung up; then insist."""
+        atexit.unregister(self.join)
+        for sock in self.ours.values():
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        stop = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0.0, stop - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def start_engine(sockets: Sequence[socket.socket], num_clients: int, engine: int, factory: Factory, args: Any,
+                 threads: int) -> Any:  # fmt: skip
+    """A process for one engine. Where there are GPUs enough, engine i gets the i-th group of them."""
+    size, gpus = getattr(args, "world_size", 1), torch.cuda.device_count() if common.HAS_GPU else 0
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    mine = [str(d) for d in range(engine * size, (engine + 1) * size)]
+    if before is None and gpus >= (engine + 1) * size and gpus > size:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)  # the child reads it before it looks for GPUs
+    try:
+        coordinator = sockets[num_clients] if len(sockets) > num_clients else None
+        process = tensor_parallel.start_context().Process(target=run_engine_core, name=f"EngineCore_DP{engine}", args=(
+            sockets[:num_clients], coordinator, engine, factory, args, threads))  # fmt: skip
+        process.start()
+    finally:
+        if before is None:
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    for sock in sockets:
+        sock.close()  # the engine's copies are the only ones left, so its death closes the connections
+    return process
+
+
+def start_client(factory: Factory, args: Any) -> DPLBClient:
+    """The engines of one API server, in processes of this machine and, if the flags say so, of others."""
+    group = EngineGroup(factory, args, args.data_parallel_size, 1, accept_engines(args, 1))
+    return make_client(args, *group.sockets_of(0), owner=group)
+
+
+def make_client(args: Any, engines: Sequence[socket.socket], coordinator: socket.socket | None, index: int = 0,
+                count: int = 1, owner: EngineGroup | None = None) -> DPLBClient:  # fmt: skip
+    balancer = BALANCERS[args.data_parallel_routing](len(engines), index, count)
+    return DPLBClient(engines, coordinator, balancer, owner)
+
+
+# --- 3. Engines elsewhere ---------------------------------------------------------------------------------------------
+
+
+def read_line(sock: socket.socket, limit: int = 4096) -> dict[str, Any]:
+    """One line of JSON. Raises ValueError for anything else: what dials in may be anybody."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if len(line) > limit or not (byte := sock.recv(1)):
+            raise ValueError("no line")
+        line += byte
+    found = json.loads(line)
+    if not isinstance(found, dict):
+        raise ValueError("no object")
+    return found
+
+
+def accept_engines(
+    args: Any, num_clients: int, say: Callable[[str], None] = say_aloud
+) -> dict[tuple[int, int], socket.socket]:
+    """Wait for the engines that `--headless` processes bring: {(engine, slot): socket}, slots as in `EngineGroup`.
+
+    Every connection starts with a line that says which engine and slot it is for; the first answer says how many slots
+    there are. What it is after that, `LetterUnpickler` decides. There is no password: like vLLM's, this port belongs in
+    a private network.
+    """
+    local = args.data_parallel_size_local
+    expected = set(range(args.data_parallel_size if local is None else local, args.data_parallel_size))
+    if not expected:
+        return {}
+    slots, found = num_clients + 1, {}
+    with serving.bind(args.data_parallel_address, args.data_parallel_rpc_port) as listener:
+        listener.listen()
+        host, port = listener.getsockname()[:2]
+        say(f"waiting for {len(expected)} engines at {host}:{port}")
+        while len(found) < len(expected) * slots:
+            sock, address = listener.accept()
+            sock.settimeout(10)
+            try:
+                hello = read_line(sock)
+                key = (hello.get("engine"), hello.get("slot"))
+                if key[0] not in expected or key[1] not in range(slots) or key in found:
+                    raise ValueError(f"engine {key[0]}, slot {key[1]}: expected are engines {sorted(expected)}, once")
+            except (ValueError, OSError) as error:
+                with contextlib.suppress(OSError):
+                    sock.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
+                sock.close()
+                continue
+            sock.sendall(json.dumps({"slots": slots, "clients": num_clients}).encode() + b"\n")
+            sock.settimeout(None)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            found[key] = sock
+            if key[1] == slots - 1:
+                say(f"engine {key[0]} is here, from {address[0]}")
+    return found
+
+
+def dial(address: str, port: int, engine: int, patience: float = 600.0) -> tuple[list[socket.socket], int]:
+    """Connect an engine to the API servers at `address`, once per slot. Returns sockets, and how many are clients.
+
+    Raises InputError if nobody listens there within `patience` seconds, or if this engine is not expected.
+    """
+    sockets, slots, clients, stop = [], 1, 1, time.monotonic() + patience
+    while len(sockets) < slots:
+        try:
+            sock = socket.create_connection((address, port), timeout=10)
+        except OSError as error:
+            if time.monotonic() > stop:
+                raise common.InputError(f"--data-parallel-address {address}, port {port}: {error}") from None
+            time.sleep(0.2)
+            continue
+        sock.sendall(json.dumps({"engine": engine, "slot": len(sockets)}).encode() + b"\n")
+        answer = read_line(sock)
+        if "error" in answer:
+            raise common.InputError(f"--data-parallel-start-rank: refused by {address}: {answer['error']}")
+        slots, clients = answer["slots"], answer["clients"]
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sockets.append(sock)
+    return sockets, clients
+
+
+def run_headless(factory: Factory, args: Any, say: Callable[[str], None] = say_aloud) -> int:
+    """Engines without an API server. They end when the API servers hang up. Returns the exit code."""
+    local = args.data_parallel_size_local or 1
+    ranks = range(args.data_parallel_start_rank, args.data_parallel_start_rank + local)
+    processes = []
+    for engine in ranks:
+        sockets, clients = dial(args.data_parallel_address, args.data_parallel_rpc_port, engine)
+        say(f"engine {engine} serves {args.data_parallel_address}:{args.data_parallel_rpc_port}")
+        threads = max(1, torch.get_num_threads() // local)
+        processes.append(start_engine(sockets, clients, engine, factory, args, threads))
+    for process in processes:
+        process.join()
+    return max(abs(process.exitcode) for process in processes)
+
+
+# --- 4. Several API servers -------------------------------------------------------------------------------------------
+
+
+def run_api_servers(factory: Factory, args: Any, server: dict[str, Any]) -> int:
+    """`api_server_count` processes that accept from one listening socket, before the same engines.
+
+    One event loop tokenizes, detokenizes and writes JSON for everybody; several divide that. If one of them or an
+    engine dies, all end: half a service is harder to notice than none. Returns the exit code.
+    """
+    sock = serving.bind(server["host"], server["port"])
+    count, context = args.api_server_count, multiprocessing.get_context("spawn")
+    group = EngineGroup(factory, args, args.data_parallel_size, count, accept_engines(args, count))
+    servers, pipes, stopping = [], [], threading.Event()
+
+    def stop(*_: Any) -> None:
+        if stopping.is_set():
+            return  # a second signal would interrupt those who are leaving
+        stopping.set()
+        for process in servers:
+            process.terminate()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    died = False
+    try:
+        for index in range(count):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=run_api_server, name=f"ApiServer_{index}", daemon=True, args=(
+                args, server, sock, group.sockets_of(index), index, theirs))  # fmt: skip
+            process.start()
+            theirs.close()
+            servers.append(process)
+            pipes.append(ours)
+        group.forget_sockets()  # those of the servers are the only ones left
+        with contextlib.suppress(EOFError):  # each says where it listens, or closes its end by dying
+            lines = [pipe.recv() for pipe in pipes]
+            print(lines[0], flush=True)
+        multiprocessing.connection.wait([process.sentinel for process in (*servers, *group.processes)])
+        died = not stopping.is_set()
+    finally:
+        stop()
+        for process in servers:
+            process.join(server["shutdown_timeout"] + 10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        group.join()
+    return 1 if died else max(abs(process.exitcode) for process in servers)
+
+
+def run_api_server(args: Any, server: dict[str, Any], sock: socket.socket, sockets: tuple, index: int,
+                   pipe: Any) -> None:  # fmt: skip
+    """One API server process: lesson 06's, with a client that others have connected."""
+    client = make_client(args, *sockets, index=index, count=args.api_server_count)
+
+    def say(text: str) -> None:
+        if text.startswith("Listening on "):
+            pipe.send(text)
+        elif index == 0:
+            print(text, flush=True)
+
+    with contextlib.suppress(KeyboardInterrupt):
+        raise SystemExit(asyncio.run(serving.run_server(args, **server, sock=sock, client=client, say=say)))

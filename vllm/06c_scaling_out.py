@@ -1,0 +1,670 @@
+"""06c · Scaling out: one model on many processes, many engines behind one address.
+
+The question: a model, or a crowd, has outgrown one device. Who decides, who computes, what travels between them, and
+what happens to everybody's requests when one of these processes dies?
+
+The mechanism:
+  1. One scheduler, in the engine core, decides. Workers only execute: a decision is written once into shared memory,
+     and every worker reads it there. An `Executor` is who brings it to them: in-process, processes, or Ray's actors.
+  2. A worker keeps copies of the requests and hears what is new: a token here, a block there. Around these copies it
+     runs the ordinary model runner of the earlier lessons, which cannot tell the difference.
+  3. Tensor parallel: lesson 05c's shards, one all-reduce per half layer.
+  4. Pipeline parallel: a stage is a shallower Llama; hidden states are sent on. As many micro-batches are in flight as
+     there are stages, or all but one stage waits. Chunked prefill is what makes several micro-batches out of one.
+  5. Data parallel: N engines. A coordinator tells every API server how long their queues are; the score is vLLM's.
+     With prefix-aware routing a request goes where its prefix is cached, unless that engine is too far behind.
+  6. Engines may run on other machines (`--headless`), API servers in several processes (`--api-server-count`).
+  7. A dead worker is an end of file on its pipe: everybody hears of it at once, and nothing is left running.
+
+Numbers to remember: p stages and one batch: (p − 1)/p of the GPUs wait. p stages and m micro-batches, once:
+(p − 1)/(m + p − 1) of the time. A pipeline carries p micro-batches at once, and never takes a shorter step.
+
+How to run:
+  uv run python vllm/06c_scaling_out.py                              the whole story: TP 3, then DP 2
+  uv run python vllm/06c_scaling_out.py --pipeline-parallel-size 2   two stages instead of three shards
+  uv run python vllm/06c_scaling_out.py --batches-in-flight 1        break it: a pipeline that waits for itself
+  uv run python vllm/06c_scaling_out.py --bench                      minutes: what a step costs in every form
+  uv run python vllm/06_serving.py serve --tensor-parallel-size 3    serve with it; so with the other flags
+
+Read for this: Huang et al. 2019 (GPipe), Agrawal et al. 2024 (Sarathi-Serve: pipeline bubbles), Zheng et al. 2024
+(SGLang: cache-aware routing), vLLM 0.32 `v1/executor/`, `v1/engine/core_client.py`, `v1/engine/coordinator.py`.
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch and Triton are used
+
+import argparse
+import asyncio
+import dataclasses
+import functools
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import llama
+
+KEY = "06c_scaling_out"
+
+scheduling = common.lesson("04_continuous_batching")
+tensor_parallel = common.lesson("05c_tensor_parallel")
+layouts = common.lesson("06c0_parallel_layouts")
+executors = common.lesson("06c1_executors")
+engine_group = common.lesson("06c2_engine_group")
+serving = common.lesson("06_serving")
+async_engine, offline, preemption = serving.async_engine, serving.offline, serving.preemption
+Request, SamplingParams = scheduling.Request, offline.SamplingParams
+
+# The mechanism is in the three lower halves, and the story is here. In the order of the page:
+ParallelConfig, get_pp_indices, load_stage = executors.ParallelConfig, executors.get_pp_indices, executors.load_stage
+StepWriter, Worker, WorkerSpec = executors.StepWriter, executors.Worker, executors.WorkerSpec
+MessageQueue, MultiprocExecutor = executors.MessageQueue, executors.MultiprocExecutor
+PipelineGroup, PipelineEngineCore = executors.PipelineGroup, executors.PipelineEngineCore
+parallel_engine = executors.parallel_engine
+LoadBalancer, PrefixAwareBalancer = engine_group.LoadBalancer, engine_group.PrefixAwareBalancer
+DPCoordinator, DPLBClient = engine_group.DPCoordinator, engine_group.DPLBClient
+EngineMailbox, LetterUnpickler = engine_group.EngineMailbox, engine_group.LetterUnpickler
+start_client, run_headless, run_api_servers = (
+    engine_group.start_client, engine_group.run_headless, engine_group.run_api_servers)  # fmt: skip
+expert_parallel_moe, cost = layouts.expert_parallel_moe, layouts.cost
+
+
+# --- What we want, without cleverness ---------------------------------------------------------------------------------
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """Share of a pipeline's time in which a stage waits, if equal micro-batches run through it once (GPipe).
+
+    m + p − 1 slots until the last has left, of which each stage works in m: (p − 1)/(m + p − 1).
+    """
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def in_stages(model: llama.Llama, token_ids: torch.Tensor, attend: llama.Attend, stages: int) -> torch.Tensor:
+    """A pipeline on one machine: the same layers, a range after the other. [T] -> hidden [T, hidden]."""
+    hidden, positions = None, torch.arange(len(token_ids), device=model.device)
+    for stage in range(stages):
+        layers = range(*get_pp_indices(model.config.num_hidden_layers, stage, stages))
+        hidden = model.forward(token_ids, positions, attend, hidden, layers)
+    return hidden
+
+
+# --- What `serve` asks for -----------------------------------------------------------------------------------------
+
+
+def parallel_config(args: Any) -> ParallelConfig:
+    return ParallelConfig(args.tensor_parallel_size, args.pipeline_parallel_size, args.distributed_executor_backend)
+
+
+def check_args(args: Any) -> None:
+    """Refuse combinations of flags that cannot work. Raises InputError."""
+    for name, low in (("tensor_parallel_size", 1), ("pipeline_parallel_size", 1), ("data_parallel_size", 1),
+                      ("api_server_count", 1), ("data_parallel_start_rank", 0)):  # fmt: skip
+        value = getattr(args, name)
+        if type(value) is not int or value < low:
+            raise common.InputError(f"{name} {value!r}: must be a whole number of at least {low}")
+    allowed = {"distributed_executor_backend": (None, *executors.BACKENDS),
+               "data_parallel_routing": tuple(engine_group.BALANCERS)}  # fmt: skip
+    for name, values in allowed.items():
+        if getattr(args, name) not in values:
+            raise common.InputError(f"{name} {getattr(args, name)!r}: must be one of {', '.join(filter(None, values))}")
+    if args.engine_place != "process":
+        raise common.InputError(f"engine_place {args.engine_place}: must be process when an engine has several")
+    if args.world_size > 1 or args.distributed_executor_backend:
+        for name in ("quantization", "speculative_config", "enable_lora", "kv_transfer_config"):
+            if getattr(args, name, None):
+                raise common.InputError(f"{name}: not together with workers (tensor_parallel_size, "
+                                        "pipeline_parallel_size, distributed_executor_backend); data_parallel_size "
+                                        "goes with it")  # fmt: skip
+    local = args.data_parallel_size if args.data_parallel_size_local is None else args.data_parallel_size_local
+    if not 0 <= local <= args.data_parallel_size:
+        raise common.InputError(f"data_parallel_size_local {local}: must be from 0 to data_parallel_size "
+                                f"({args.data_parallel_size})")  # fmt: skip
+    if args.headless and args.api_server_count > 1:
+        raise common.InputError("api_server_count: a headless process has no API server")
+    if args.headless and not 0 < args.data_parallel_start_rank <= args.data_parallel_size - max(1, local):
+        raise common.InputError(f"data_parallel_start_rank {args.data_parallel_start_rank}: headless engines come "
+                                "after those of the head, and all before data_parallel_size "
+                                f"({args.data_parallel_size})")  # fmt: skip
+
+
+@dataclasses.dataclass
+class Workers:
+    """What `make_engine` has in place of a model: an executor whose workers have it."""
+
+    executor: Any
+    parallel: ParallelConfig
+    model: llama.Llama  # without weights
+    parameters: int
+
+    def available_memory(self, args: Any, budget: int) -> int:
+        """Bytes for the KV cache of each worker: what the fullest one has left."""
+        return min(self.executor.collective_rpc("determine_available_memory", args, budget))
+
+    def __str__(self) -> str:
+        p = self.parallel
+        return f"{p.world_size} workers (TP {p.tensor_parallel_size} x PP {p.pipeline_parallel_size}, {p.backend})"
+
+
+def start_workers(args: Any, dtype: torch.dtype) -> Workers:
+    """Processes with a part of the model each. Raises InputError if it cannot be divided like that."""
+    parallel, config = parallel_config(args), llama.LlamaConfig.from_folder(llama.model_folder(args.model))
+    parallel.check(config)
+    executor = executors.make_executor(parallel)
+    executor.collective_rpc(
+        "load_model", WorkerSpec(args.model, parallel, dtype, (executors.KEY, "served_runner"), args)
+    )
+    parameters = sum(torch.Size(shape).numel() for shape in llama.tensor_shapes(config).values())
+    return Workers(executor, parallel, executors.skeleton(config, parallel, dtype), parameters)
+
+
+# --- The simulation behind the widget ---------------------------------------------------------------------------------
+
+PASS, TOKEN, SEND = 240, 1, 4  # ticks: the whole model once, each token in it, and a message to the next stage
+WORKLOADS = {  # prompt tokens of each request, and tokens it wants
+    "8 short prompts at once": ([32] * 8, [12] * 8),
+    "one long prompt": ([1024], [8]),
+    "4 long prompts": ([512] * 4, [8] * 4),
+    "a long prompt among short ones": ([32, 32, 32, 768, 32, 32], [16] * 6),
+}
+CHOICES = {"stages": [1, 2, 3, 4], "in_flight": ["one batch", "one per stage"], "budget": [64, 256, 2048],
+           "workload": list(WORKLOADS)}  # fmt: skip
+WIDGET_DEFAULT = {"stages": 4, "in_flight": "one per stage", "budget": 256, "workload": "4 long prompts"}
+
+
+class TimedStages:
+    """Stands where `RemoteRunner` stands: stages that compute nothing, and take the time that they would.
+
+    A micro-batch of T tokens takes (PASS + TOKEN · T)/stages in each stage, and enters one when it has arrived there
+    and its predecessor has left.
+    """
+
+    def __init__(self, stages: int) -> None:
+        self.stages, self.now, self.free = stages, 0, [0] * stages
+        self.batches: list[dict[str, Any]] = []
+        self.logprobs: dict[str, dict] = {}
+
+    def submit(self, output: Any) -> Any:
+        if not (tokens := output.total_num_scheduled_tokens):
+            return None
+        length, at, spans = -(-(PASS + TOKEN * tokens) // self.stages), self.now, []
+        for stage in range(self.stages):
+            start = max(at, self.free[stage])
+            self.free[stage] = start + length
+            spans.append([start, start + length])
+            at = start + length + SEND
+        members = (*output.scheduled_running_reqs, *output.scheduled_new_reqs, *output.scheduled_resumed_reqs)
+        sampled = {r.request_id: [0] for r in members if r.num_computed_tokens == r.num_tokens}
+        self.batches.append({"tokens": tokens, "requests": len(members), "samples": len(sampled), "spans": spans})
+        return SimpleNamespace(result=functools.partial(self._finish, spans[-1][1], sampled))
+
+    def _finish(self, at: int, sampled: dict[str, list[int]]) -> tuple[dict[str, list[int]], dict]:
+        self.now = max(self.now, at)
+        return sampled, {}
+
+
+def simulate(params: dict) -> dict:
+    """Lesson 11's scheduler and this lesson's engine core on stages that only take time. Raises InputError."""
+    params = common.checked(params, CHOICES)
+    depth = params["stages"] if params["in_flight"] == "one per stage" else 1
+    return pipeline(params["stages"], depth, params["budget"], *WORKLOADS[params["workload"]])
+
+
+def pipeline(stages: int, in_flight: int, budget: int, prompts: Sequence[int], outputs: Sequence[int]) -> dict:
+    """Every micro-batch's way through the stages, in ticks."""
+    config = preemption.SchedulerConfig(max_model_len=2048, max_num_seqs=32, max_num_batched_tokens=budget,
+                                        enable_chunked_prefill=True)  # fmt: skip
+    scheduler = preemption.make_scheduler(config, 4096, 16, enable_prefix_caching=False)
+    runner = TimedStages(stages)
+    core = PipelineEngineCore(scheduler, runner, in_flight)
+    for i, (prompt, n) in enumerate(zip(prompts, outputs)):
+        params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+        core.add_request(Request(str(i), [0] * prompt, params, arrival_time=i))
+    first, finish = [-1] * len(prompts), [0] * len(prompts)
+    while scheduler.has_unfinished_requests():
+        for output in core.step():
+            i = int(output.request_id)
+            first[i] = runner.now if first[i] < 0 else first[i]
+            finish[i] = runner.now
+    busy = [sum(b["spans"][s][1] - b["spans"][s][0] for b in runner.batches) for s in range(stages)]
+    return {"stages": stages, "batches": runner.batches, "makespan": runner.now, "busy": busy, "first": first,
+            "finish": finish, "tokens": sum(outputs), "idle": stages * runner.now - sum(busy)}  # fmt: skip
+
+
+def describe(trace: dict) -> str:
+    """The state under the widget, as text."""
+    batches, stages, makespan = trace["batches"], trace["stages"], trace["makespan"]
+    lines = [f"{len(trace['first'])} requests, {trace['tokens']} output tokens, {stages} stages, "
+             f"{len(batches)} micro-batches",
+             f"done after {makespan} ticks; stages idle {100 * trace['idle'] // (stages * makespan)} % of the time",
+             f"first token: mean {sum(trace['first']) // len(trace['first'])}, last {max(trace['first'])}"]  # fmt: skip
+    for i, batch in enumerate(batches[:6]):
+        spans = "  ".join(f"[{start}, {stop})" for start, stop in batch["spans"])
+        lines.append(f"#{i}: {batch['tokens']} tokens of {batch['requests']}, samples {batch['samples']}: {spans}")
+    if len(batches) > 6:
+        lines.append("…")
+    return "\n".join(lines)
+
+
+# --- Routing, measured on real schedulers -----------------------------------------------------------------------------
+
+ROUTING = {"engines": 4, "groups": 24, "prefix": 512, "suffix": 32, "output": 32, "requests": 240, "per_step": 1.6,
+           "blocks": 640, "seats": 16, "budget": 256, "skew": 1.2}  # fmt: skip
+
+
+class RoundRobin(LoadBalancer):
+    """Whoever is next. The naive balancer."""
+
+    def pick(self, request: Request) -> int:
+        self.start = (self.start + 1) % len(self.counts)
+        return self.start
+
+
+def measure_routing(balancer: LoadBalancer, seed: int = 6) -> dict[str, float]:
+    """Requests that share prefixes arrive at real schedulers with real prefix caches; no model. Steps are the clock.
+
+    The popularity of the g-th prefix is 1/g^1.2. All pools together hold the prefixes, one alone does not.
+    Engines report after every step, which is what the coordinator's 100 ms come to.
+    """
+    p, rng = ROUTING, random.Random(seed)
+    config = preemption.SchedulerConfig(max_model_len=1024, max_num_seqs=p["seats"], max_num_batched_tokens=p["budget"],
+                                        enable_chunked_prefill=True)  # fmt: skip
+    cores = [scheduling.DryRun(preemption.make_scheduler(config, p["blocks"], 16)) for _ in range(p["engines"])]
+    weights = [1 / (g + 1) ** p["skew"] for g in range(p["groups"])]
+    first: dict[str, int] = {}
+    at: dict[str, int] = {}
+    spread: list[int] = []
+    arrived = step = hits = asked = 0
+    due = 0.0
+    while arrived < p["requests"] or any(core.scheduler.has_unfinished_requests() for core in cores):
+        due += p["per_step"]
+        while due >= 1 and arrived < p["requests"]:
+            due -= 1
+            group = rng.choices(range(p["groups"]), weights)[0]
+            prompt = [group * 1000 + i for i in range(p["prefix"])] + [10**6 + arrived * 100 + i
+                                                                     for i in range(p["suffix"])]  # fmt: skip
+            request = Request(str(arrived), prompt, SamplingParams(temperature=0, max_tokens=p["output"],
+                              ignore_eos=True), arrival_time=arrived)  # fmt: skip
+            at[request.request_id] = step
+            cores[balancer.choose(request)].add_request(request)
+            arrived += 1
+        for engine, core in enumerate(cores):
+            if core.scheduler.has_unfinished_requests():
+                for output in step_and_count(core):
+                    first.setdefault(output.request_id, step + 1)
+                    if output.finish_reason:
+                        balancer.finished(engine)
+            pool = core.scheduler.kv_cache_manager.block_pool
+            usage = 1 - pool.num_free_blocks / (pool.num_blocks - 1)
+            balancer.counts[engine] = [len(core.scheduler.waiting), len(core.scheduler.running), usage]
+        loads = [len(core.scheduler.requests) for core in cores]
+        spread.append(max(loads) - min(loads))
+        step += 1
+    for core in cores:
+        hits, asked = hits + core.hits, asked + core.asked
+    waits = sorted(first[i] - at[i] for i in first)
+    return {"hit_rate": hits / asked, "mean_ttft": sum(waits) / len(waits),
+            "p99_ttft": waits[-(-99 * len(waits) // 100) - 1], "steps": step,
+            "spread": sum(spread) / len(spread)}  # fmt: skip
+
+
+def step_and_count(core: Any) -> list[Any]:
+    """One step, and what its newcomers found in the prefix cache."""
+    output = core.scheduler.schedule()
+    for request in output.scheduled_new_reqs:
+        core.hits = getattr(core, "hits", 0) + request.num_cached_tokens
+        core.asked = getattr(core, "asked", 0) + request.num_prompt_tokens
+    sampled = {r.request_id: [0] for r in (*output.scheduled_running_reqs, *output.scheduled_new_reqs,
+               *output.scheduled_resumed_reqs) if r.num_computed_tokens == r.num_tokens}  # fmt: skip
+    return core.scheduler.update_from_output(output, sampled)
+
+
+# --- Numbers that the text quotes -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def facts() -> dict[str, Any]:
+    """The lesson's deterministic numbers."""
+
+    def brief(stages: int, in_flight: int, budget: int, workload: str) -> dict[str, float]:
+        trace = pipeline(stages, in_flight, budget, *WORKLOADS[workload])
+        return {"makespan": trace["makespan"], "idle": trace["idle"] / (stages * trace["makespan"]),
+                "batches": len(trace["batches"]), "ttft": sum(trace["first"]) / len(trace["first"])}  # fmt: skip
+
+    short, long = "8 short prompts at once", "4 long prompts"
+    pipelines = {
+        "one_stage": brief(1, 1, 64, short), "alone": brief(4, 1, 64, short), "whole": brief(4, 4, 2048, short),
+        "chunked": brief(4, 4, 64, short), "long_one": brief(1, 1, 256, long), "long_alone": brief(4, 1, 256, long),
+        "long_whole": brief(4, 4, 2048, long), "long_chunked": brief(4, 4, 256, long),
+        "single_one": brief(1, 1, 2048, "one long prompt"), "single_whole": brief(4, 4, 2048, "one long prompt"),
+        "single_chunked": brief(4, 4, 256, "one long prompt"),
+    }  # fmt: skip
+    n = ROUTING["engines"]
+    prefix = lambda limit: PrefixAwareBalancer(n, num_blocks=ROUTING["blocks"], max_imbalance=limit)  # noqa: E731
+    routing = {"round_robin": measure_routing(RoundRobin(n)), "load": measure_routing(LoadBalancer(n)),
+               **{f"prefix_{limit}": measure_routing(prefix(limit)) for limit in (0, 4, 16, 1000)}}  # fmt: skip
+    balancer = LoadBalancer(2)
+    balancer.counts = [[4, 16, 1.0], [0, 30, 0.9]]
+    return {
+        "bubble": {f"{p}_{m}": bubble(p, m) for p in (2, 4, 8) for m in (1, 2, 4, 8, 16)},
+        "pipeline": pipelines, "routing": routing, "workload": ROUTING,
+        "score": {"full": balancer.score(0), "busy": balancer.score(1), "plain": 20},
+        "ticks": {"pass": PASS, "token": TOKEN, "send": SEND}, "layouts": layouts.facts(),
+        "coordinator_ms": 1000 * DPCoordinator.INTERVAL, "vllm_timeout_s": 300,
+        "smol": {"hidden_bytes": 576 * 4, "layers": 30},
+    }  # fmt: skip
+
+
+# --- Figures ----------------------------------------------------------------------------------------------------------
+
+
+def draw(folder: str | Path) -> list[Path]:
+    """Who talks to whom, three ways to run a pipeline, and what layouts cost."""
+    return [_draw_processes(folder), _draw_pipeline(folder), *layouts.draw(folder)]
+
+
+def _draw_processes(folder: str | Path) -> Path:
+    figure, ax = common.new_figure(8.0, 3.7)
+    colors = common.COLORS
+
+    def box(x: float, y: float, text: str, color: str, width: float = 1.5, height: float = 0.62) -> None:
+        from matplotlib.patches import FancyBboxPatch
+
+        ax.add_patch(FancyBboxPatch((x - width / 2, y - height / 2), width, height, facecolor=colors[color], alpha=0.85,
+                                    edgecolor="white", boxstyle="round,pad=0.02,rounding_size=0.08"))  # fmt: skip
+        ax.text(x, y, text, ha="center", va="center", color="white", fontsize=8.5, linespacing=1.2)
+
+    def line(a: tuple[float, float], b: tuple[float, float], color: str = "grey", style: str = "-") -> None:
+        ax.plot([a[0], b[0]], [a[1], b[1]], style, color=colors[color], linewidth=1.1, zorder=0)
+
+    servers, engines = [(2.0, 4.0), (4.6, 4.0)], [(1.9, 2.4), (5.7, 2.4)]
+    for server in servers:
+        for engine in engines:
+            line((server[0], 3.7), (engine[0], 2.7))
+        line(server, (7.6, 4.0), "orange", ":")
+    for engine in engines:
+        line(engine, (7.6, 4.0), "orange", ":")
+    for i, (x, y) in enumerate(servers):
+        box(x, y, f"API server {i}\nHTTP, tokenizer, text", "green", 1.9)
+    box(7.6, 4.0, "coordinator\nqueue lengths", "orange", 1.5)
+    for i, (x, y) in enumerate(engines):
+        box(x, y, f"engine core {i}: scheduler, blocks", "blue", 2.9, 0.5)
+        for j in range(4):
+            at = x - 1.32 + 0.88 * j
+            line((at, 1.25), (x, 2.15))
+            box(at, 1.0, f"stage {j // 2}\nshard {j % 2}", "purple", 0.74)
+        for j in (0, 2):
+            at = x - 1.32 + 0.88 * j
+            both = {"arrowstyle": "<|-|>", "color": colors["red"]}
+            ax.annotate("", (at + 0.86, 0.6), (at + 0.02, 0.6), arrowprops=both)
+        ax.annotate("", (x + 0.9, 0.36), (x - 0.9, 0.36), arrowprops={"arrowstyle": "-|>", "color": colors["ink"]})
+    ax.text(7.65, 0.75, "red: all-reduces\nblack: hidden states", fontsize=8.5, va="center", ha="left")
+    ax.text(7.65, 2.4, "requests, tokens: sockets\ndecisions: shared memory", fontsize=8.5, va="center", ha="left")
+    ax.set(xlim=(0, 9.6), ylim=(0.1, 4.5))
+    ax.axis("off")
+    return common.save_figure(figure, folder, "06c_processes")
+
+
+def _draw_pipeline(folder: str | Path) -> Path:
+    cases = [("one batch in flight, budget 256", 1, 256), ("one per stage, prompts whole (budget 2,048)", 4, 2048),
+             ("one per stage, chunks of 256", 4, 256)]  # fmt: skip
+    figure, axes = common.new_figure(8.0, 4.6, nrows=3, sharex=True)
+    palette = [common.COLORS[name] for name in ("blue", "orange", "green", "purple")]
+    for ax, (title, depth, budget) in zip(axes, cases):
+        trace = pipeline(4, depth, budget, *WORKLOADS["4 long prompts"])
+        for i, batch in enumerate(trace["batches"]):
+            for stage, (start, stop) in enumerate(batch["spans"]):
+                pale = 1.0 if batch["tokens"] > 8 else 0.55
+                ax.broken_barh([(start, stop - start)], (stage - 0.42, 0.84), facecolor=palette[i % 4], alpha=pale,
+                               edgecolor="white", linewidth=0.4)  # fmt: skip
+        idle = trace["idle"] / (4 * trace["makespan"])
+        mean = sum(trace["first"]) / len(trace["first"])
+        ax.set_title(f"{title}: done at {trace['makespan']:,}, idle {idle:.0%}, first token {mean:,.0f}", fontsize=10)
+        ax.set(yticks=range(4), yticklabels=[f"stage {i}" for i in range(4)], ylim=(3.6, -0.6), xlim=(0, 6200))
+    axes[2].set_xlabel("ticks (4 prompts of 512 tokens, 8 tokens each; pale: decode steps)")
+    return common.save_figure(figure, folder, "06c_pipeline")
+
+
+# --- The story --------------------------------------------------------------------------------------------------------
+
+TEXTS = ["The capital of France is", "Once upon a time, in a small village by the sea,", "Water boils at",
+         "To make bread you need flour,"]  # fmt: skip
+NEW_TOKENS = 6
+
+
+def build_engine(model: str | None, parallel: ParallelConfig | None, tokenizer: llama.Tokenizer,
+                 executor: Any = None, in_flight: int | None = None, budget: int = 64) -> Any:  # fmt: skip
+    """Lesson 06's engine, in this process or on the workers of an executor."""
+    options = {"max_model_len": 256, "max_num_seqs": 16, "max_num_batched_tokens": budget,
+               "num_gpu_blocks_override": 257}  # fmt: skip
+    base = serving.engine_class(enforce_eager=True, tokenizer=tokenizer)
+    if parallel is None:
+        return base(llama.load(model)[0], tokenizer, **options)
+    config = llama.LlamaConfig.from_folder(llama.model_folder(model))
+    engine = parallel_engine(base, executor, parallel)(
+        executors.skeleton(config, parallel, torch.float32), tokenizer, **options
+    )
+    engine.core.max_concurrent_batches = in_flight or parallel.pipeline_parallel_size
+    return engine
+
+
+def answer(engine: Any, prompts: Sequence[str], max_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    """Greedy tokens of every prompt, all at once."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    found: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests():
+        found |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
+    return [found[str(i)] for i in range(len(prompts))]
+
+
+def idle_share(spans: Sequence[Sequence[tuple[float, float]]]) -> float:
+    """Share of the time between the first start and the last end in which ranks did not compute."""
+    wall = max(end for rank in spans for _, end in rank) - min(start for rank in spans for start, _ in rank)
+    return 1 - sum(end - start for rank in spans for start, end in rank) / (wall * len(spans))
+
+
+async def serve_engines(args: argparse.Namespace, prompts: Sequence[str]) -> dict[str, Any]:
+    """`data_parallel_size` engines behind one front end, as `serve` starts them: what each answered, and where."""
+    engine_args = serving.EngineArgs(model=args.model, data_parallel_size=args.data_parallel_size, max_model_len=256,
+                                     max_num_seqs=8, kv_cache_gib=0.05, max_num_batched_tokens=64, seed=args.seed,
+                                     enforce_eager=True)  # fmt: skip
+    start = time.perf_counter()
+    llm = await async_engine.AsyncLLM.start((serving.KEY, "make_engine"), engine_args, llama.model_folder(args.model),
+                                            start_client)  # fmt: skip
+    try:
+        started, params = time.perf_counter() - start, SamplingParams(temperature=0, max_tokens=NEW_TOKENS,
+                                                                      ignore_eos=True)  # fmt: skip
+        engines: dict[str, int] = {}
+
+        async def client(i: int) -> list[int]:
+            name = f"client-{i}"
+            collector = llm.add_request(name, prompts[i], params)
+            engines[name] = llm.client.engine_of[name]
+            async for output in llm.outputs(collector):
+                final = output
+            return final.outputs[0].token_ids
+
+        tokens = await asyncio.gather(*map(client, range(len(prompts))))
+        left = await llm.call_utility("check_idle")
+        return {"tokens": tokens, "engines": [engines[f"client-{i}"] for i in range(len(prompts))], "left": left,
+                "start_s": started, "ready": llm.ready.about["engines"]}  # fmt: skip
+    finally:
+        await llm.shutdown()
+
+
+def build_parser() -> common.Parser:
+    p, whole = common.parser(__doc__), functools.partial(common.number, int)
+    p.add_argument("--tensor-parallel-size", "-tp", type=whole(1, 16), metavar="N", help="shards of each layer "
+                   "(default 3; 1 with a pipeline)")  # fmt: skip
+    p.add_argument("--pipeline-parallel-size", "-pp", type=whole(1, 16), default=1, metavar="N",
+                   help="ranges of layers (default %(default)s)")  # fmt: skip
+    p.add_argument("--data-parallel-size", "-dp", type=whole(1, 8), default=2, metavar="N",
+                   help="engines in step 3 (default %(default)s)")  # fmt: skip
+    p.add_argument("--distributed-executor-backend", choices=("mp", "ray"), default="mp", help="where workers run")
+    p.add_argument("--batches-in-flight", type=whole(1, 16), metavar="N", help="default: one per stage; 1 breaks it")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    machine = common.start(args)
+    numbers, bench = facts(), {}
+    folder = llama.model_folder(args.model)
+    tp = args.tensor_parallel_size or (3 if args.pipeline_parallel_size == 1 else 1)
+    parallel = ParallelConfig(tp, args.pipeline_parallel_size, args.distributed_executor_backend)
+    parallel.check(llama.LlamaConfig.from_folder(folder))
+    tensor_parallel.start_context()  # it has imports to do, while we go on
+    tokenizer = llama.Tokenizer(folder)
+
+    common.heading(f"1. One scheduler, {parallel.world_size} workers: TP {tp} x PP {parallel.pipeline_parallel_size}")
+    reference = build_engine(args.model, None, tokenizer)
+    want = answer(reference, TEXTS)
+    del reference
+    executor = executors.make_executor(parallel)
+    try:
+        tell_of_workers(args, parallel, executor, tokenizer, want, bench)
+    finally:
+        executor.shutdown()
+
+    common.heading("2. Pipelines: 4 stages, a real scheduler, simulated time (240 ticks a pass, 1 a token)")
+    names = {"one_stage": "8 short prompts, no pipeline", "alone": "one batch in flight",
+             "whole": "4 in flight, prompts whole", "chunked": "4 in flight, chunks of 64",
+             "long_one": "4 long prompts, no pipeline", "long_alone": "one batch in flight",
+             "long_whole": "4 in flight, prompts whole", "long_chunked": "4 in flight, chunks of 256"}  # fmt: skip
+    rows = [[text, x["batches"], f"{x['idle']:.0%}", f"{x['ttft']:.0f}", x["makespan"]]
+            for name, text in names.items() for x in [numbers["pipeline"][name]]]  # fmt: skip
+    common.table(["", "micro-batches", "stages idle", "first token", "done"], rows)
+
+    if args.data_parallel_size > 1:
+        common.heading(f"3. {args.data_parallel_size} engines behind one front end")
+        found = asyncio.run(serve_engines(args, TEXTS * 2))
+        common.check_equal(f"{len(TEXTS) * 2} requests: the tokens of one engine", found["tokens"], want * 2)
+        share = Counter(found["engines"])
+        common.say(f"engine 0 answered {share[0]} of them, " + ", ".join(
+            f"engine {i} {share[i]}" for i in range(1, args.data_parallel_size)))  # fmt: skip
+        common.check_equal("nothing is left in any engine", found["left"],
+                           {"unfinished": 0, "tables": 0, "owned_blocks": 0})  # fmt: skip
+        bench["engines_start_s"] = found["start_s"]
+
+    common.heading("4. Routing: 240 requests with 24 shared prefixes, 4 engines (real schedulers and caches, no model)")
+    names = {"round_robin": "round robin", "load": "vLLM's score", "prefix_4": "prefix, at most 4 behind",
+             "prefix_16": "prefix, at most 16 behind", "prefix_1000": "prefix, whatever the load"}  # fmt: skip
+    common.table(["", "hit rate", "TTFT, steps", "p99", "longest − shortest queue"], [
+        [text, f"{x['hit_rate']:.0%}", f"{x['mean_ttft']:.2f}", x["p99_ttft"], f"{x['spread']:.1f}"]
+        for name, text in names.items() for x in [numbers["routing"][name]]
+    ])  # fmt: skip
+
+    common.heading("5. Sizing: two nodes of 8 H100s, up to 256 sequences of 4,096 tokens, arithmetic")
+    rows = []
+    for name, choices in layouts.CHOICES.items():
+        for layout in choices:
+            x = layouts.loaded(layouts.models()[name], layout)
+            alone = layouts.cost(layouts.models()[name], layout, max(1, layout.dp))
+            rows.append([name, layout, f"{x['weights_gb']:.0f}", f"{x['kv_tokens'] / 1e6:.2f} M",
+                         f"{x['kv_copies']:.0f}", x["sequences"], f"{alone['latency_ms']:.1f}",
+                         f"{x['latency_ms']:.1f}", f"{x['tokens_per_second']:,.0f}"])  # fmt: skip
+    common.table(["", "", "weights, GB", "KV tokens", "copies", "sequences", "ms alone", "ms", "tokens/s"],
+                 rows)  # fmt: skip
+
+    if args.bench:
+        bench |= benchmark(args, tokenizer)
+    draw(args.figure)
+    if args.json:
+        common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
+
+
+def tell_of_workers(args: argparse.Namespace, parallel: ParallelConfig, executor: Any, tokenizer: llama.Tokenizer,
+                    want: list[list[int]], bench: dict[str, Any]) -> None:  # fmt: skip
+    """Step 1: the same tokens; who holds what; what travelled; the experts; and a worker that dies."""
+    held = executor.collective_rpc("load_model", WorkerSpec(args.model, parallel))
+    common.say(f"parameters held by each worker: {', '.join(f'{n / 1e6:.1f} M' for n in held)}")
+    engine = build_engine(args.model, parallel, tokenizer, executor, args.batches_in_flight)
+    got = answer(engine, TEXTS)
+    common.say(f"{TEXTS[0]}…{tokenizer.decode(got[0])!r}")
+    common.check_equal(f"{len(TEXTS)} requests at once: the tokens of one process", got, want)
+    spans = executor.collective_rpc("take_spans")
+    counts = executor.collective_rpc("take_counts")[0]
+    common.table(["rank 0 told its peers", "calls", "bytes"], [
+        [name, f"{c['calls']:,}", f"{c['bytes']:,}"] for name, c in counts.items()])  # fmt: skip
+    if parallel.pipeline_parallel_size > 1:
+        common.say(f"{len(spans[0])} steps; stages were idle {idle_share(spans):.0%} of the time")
+    if hasattr(executor, "bytes_broadcast"):
+        before = executor.bytes_broadcast
+        answer(engine, TEXTS)
+        calls = len(executor.collective_rpc("take_spans")[0])
+        common.say(f"the scheduler's decisions: {(executor.bytes_broadcast - before) / calls:,.0f} bytes a step, "
+                   "written once for all workers")  # fmt: skip
+    if parallel.pipeline_parallel_size == 1:
+        found = executor.collective_rpc(("06c0_parallel_layouts", "moe_on_rank"))
+        for name, text in (("tensor", "12 experts in slices, all-reduce"),
+                           ("expert", "12 experts dealt out, all-to-all"),
+                           ("sequence", "the same, between reduce-scatter and all-gather")):  # fmt: skip
+            worst = torch.tensor([rank["errors"][name] for rank in found]).max()
+            if not worst <= common.TOLERANCE[torch.float32]:
+                raise common.CheckFailed(f"{text}: relative error {worst:.3g}")
+            common.say(f"✓ {text}: relative error {worst:.1e}")
+    if isinstance(executor, MultiprocExecutor):
+        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        engine.add_request("doomed", TEXTS[0], params)
+        engine.step()
+        killed = time.perf_counter()
+        executor.processes[-1].kill()
+        try:
+            while engine.has_unfinished_requests():
+                engine.step()
+        except executors.ExecutorFailed as error:
+            common.say(f"✓ one was killed in the middle of a request: {error}")
+            bench["noticed_ms"] = 1e3 * (time.perf_counter() - killed)
+        else:
+            raise common.CheckFailed("a worker was killed, and nobody noticed")
+        common.check_equal("none is left", [process.is_alive() for process in executor.processes],
+                           [False] * parallel.world_size)  # fmt: skip
+
+
+def benchmark(args: argparse.Namespace, tokenizer: llama.Tokenizer) -> dict[str, Any]:
+    """A decode step in every form, with 1 and 8 sequences; what a call to the workers costs; the measured bubble."""
+    common.heading("6. Measured: SmolLM2, a thread or two for each process")
+    rows, bench = [], {"step_ms": {}, "call_us": {}, "idle": {}}
+    forms = {"one process": ParallelConfig(1, 1, "uni"), "1 worker": ParallelConfig(1, 1, "mp"),
+             "TP 3": ParallelConfig(3, 1), "PP 2": ParallelConfig(1, 2), "PP 3": ParallelConfig(1, 3)}  # fmt: skip
+    for name, parallel in forms.items():
+        executor, key = executors.make_executor(parallel), name.lower().replace(" ", "_")
+        try:
+            executor.collective_rpc("load_model", WorkerSpec(args.model, parallel))
+            samples = []
+            for _ in range(200):
+                start = time.perf_counter()
+                executor.collective_rpc("sleep", 0.0, 0)
+                samples.append(time.perf_counter() - start)
+            bench["call_us"][key] = 1e6 * statistics.median(samples)
+            bench["step_ms"][key], row = {}, [name, f"{bench['call_us'][key]:.0f} µs"]
+            for streams in (1, 8):
+                for depth in sorted({1, parallel.pipeline_parallel_size}):
+                    engine = build_engine(args.model, parallel, tokenizer, executor, depth, budget=16)
+                    answer(engine, TEXTS[:1], 2)
+                    executor.collective_rpc("take_spans")
+                    start = time.perf_counter()
+                    answer(engine, [TEXTS[i % 4] for i in range(streams)], 32)
+                    ms = 1e3 * (time.perf_counter() - start) / 32
+                    spans = executor.collective_rpc("take_spans")
+                    bench["step_ms"][key][f"{streams}_{depth}"] = ms
+                    bench["idle"].setdefault(key, {})[f"{streams}_{depth}"] = idle_share(spans)
+                row += [f"{ms:.1f} ms", f"{idle_share(spans):.0%}"]
+            rows.append(row)
+        finally:
+            executor.shutdown()
+    common.table(["", "a call", "1 stream: ms/token", "idle", "8 streams: ms/token of each", "idle"], rows)
+    return bench
+
+
+if __name__ == "__main__":
+    common.run(main)

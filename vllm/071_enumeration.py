@@ -1,0 +1,128 @@
+"""071 · Exact by enumeration: the proof part of lesson 07.
+
+A sampler can be tested by sampling, and then a distribution that is off by a thousandth passes. On a vocabulary of
+three, nothing needs to be sampled: every draft, every acceptance, every replacement and every bonus is a branch with a
+known probability, and the probabilities of all outputs can be added up. They must be the target's own, to rounding, for
+drafters good and bad, for every K, under temperature, top_k and top_p.
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch is used
+
+import functools
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+offline = common.lesson("04b_offline_engine")
+
+Distribution = Sequence[float]  # over the vocabulary
+NextToken = Callable[[tuple[int, ...]], Distribution]  # a language model: the tokens so far -> what comes next
+
+
+def exact_output(target: NextToken, drafter: NextToken, K: int, length: int) -> dict[tuple[int, ...], float]:
+    """The probability of every output of `length` tokens, rounds of K drafts, by enumeration: no random number."""
+
+    @functools.cache
+    def written(prefix: tuple[int, ...], left: int) -> dict[tuple[int, ...], float]:
+        """`left` drafts of the current round have not been looked at."""
+        if len(prefix) == length:
+            return {prefix: 1.0}
+        found: dict[tuple[int, ...], float] = {}
+
+        def add(weight: float, token: int, left: int) -> None:
+            if weight > 0:
+                for output, chance in written((*prefix, token), left).items():
+                    found[output] = found.get(output, 0.0) + weight * chance
+
+        p = target(prefix)
+        if left == 0:  # the bonus; a new round begins behind it
+            for x, chance in enumerate(p):
+                add(chance, x, K)
+            return found
+        q, falls = drafter(prefix), 0.0
+        for d, chance in enumerate(q):
+            if chance > 0:
+                stands = min(1, p[d] / chance)
+                add(chance * stands, d, left - 1)
+                falls += chance * (1 - stands)
+        rest = [max(a - b, 0) for a, b in zip(p, q)]
+        for x, weight in enumerate(rest):
+            add(falls * weight / (sum(rest) or 1), x, K)
+        return found
+
+    return written((), K)
+
+
+def exact_round(p: Sequence[Distribution], q: Sequence[Distribution]) -> dict[tuple[int, ...], float]:
+    """What one round writes, and how probably, if row j has the target's p[j] and the draft's q[j] whatever came."""
+    found: dict[tuple[int, ...], float] = {}
+
+    def walk(prefix: tuple[int, ...], chance: float) -> None:
+        j = len(prefix)
+        if j == len(q):
+            for x, weight in enumerate(p[j]):
+                found[*prefix, x] = found.get((*prefix, x), 0.0) + chance * weight
+            return
+        for d, weight in enumerate(q[j]):
+            if min(weight, p[j][d]) > 0:
+                walk((*prefix, d), chance * min(weight, p[j][d]))
+        for x, (a, b) in enumerate(zip(p[j], q[j])):
+            found[*prefix, x] = found.get((*prefix, x), 0.0) + chance * max(a - b, 0)
+
+    walk((), 1.0)
+    return {tokens: chance for tokens, chance in found.items() if chance > 0}
+
+
+# --- Targets and drafters ---------------------------------------------------------------------------------------------
+
+SETTINGS = {"plain": {}, "temperature 0.5": {"temperature": 0.5}, "top_k 2": {"top_k": 2}, "top_p 0.7": {"top_p": 0.7}}
+
+
+def toy_model(seed: int, **params: Any) -> NextToken:
+    """A language model over three tokens that looks at all tokens before, with sampling parameters applied."""
+    chosen = offline.SamplingParams(**params)
+
+    @functools.cache
+    def model(prefix: tuple[int, ...]) -> tuple[float, ...]:
+        rng = random.Random(repr((seed, prefix)))
+        return tuple(offline.reference_distribution([rng.gauss(0, 1.5) for _ in range(3)], chosen))
+
+    return model
+
+
+def avoid(target: NextToken) -> NextToken:
+    """A drafter that never says what the target could: their supports are disjoint, where that is possible."""
+
+    def drafter(prefix: tuple[int, ...]) -> Distribution:
+        p = target(prefix)
+        never = [float(x == 0) for x in p]
+        return [x / sum(never) for x in never] if any(never) else [float(x == min(p)) for x in p]
+
+    return drafter
+
+
+def one_hot(drafter: NextToken) -> NextToken:
+    return lambda prefix: [float(x == max(drafter(prefix))) for x in drafter(prefix)]
+
+
+def largest_error(target: NextToken, drafter: NextToken, K: int, length: int = 4) -> float:
+    """Of the probability of any output, against the product of the target's own probabilities."""
+    found, worst = exact_output(target, drafter, K, length), 0.0
+    for output in itertools.product(range(3), repeat=length):
+        want = math.prod(target(output[:i])[token] for i, token in enumerate(output))
+        worst = max(worst, abs(found.get(output, 0.0) - want))
+    return worst
+
+
+def all_errors(Ks: Iterable[int]) -> tuple[list[float], int]:
+    """`largest_error` of every setting, drafter and K; and how many probabilities that compared."""
+    found = []
+    for params in SETTINGS.values():
+        target = toy_model(1, **params)
+        for drafter in (toy_model(2), target, one_hot(toy_model(3)), avoid(target)):
+            found += [largest_error(target, drafter, K) for K in Ks]
+    return found, 3**4 * len(found)

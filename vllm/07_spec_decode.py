@@ -1,0 +1,1199 @@
+"""07 · Speculative decoding: several tokens from one pass, and not one of them different.
+
+The question: a decode step reads every weight to compute one row per sequence, and a few more rows cost next to
+nothing. If somebody cheap guesses the next tokens, the model can check all guesses in one pass. Who guesses, how does
+the answer stay exactly the model's own, and when is it worth it?
+
+The mechanism:
+  1. A drafter guesses K tokens. The target computes the last token and all K guesses in one pass: K + 1 rows.
+  2. Row by row: a guess d, drawn from q, stands with probability min(1, p(d)/q(d)), where p is the target's row.
+  3. The first that falls is replaced by a draw from norm(max(p − q, 0)); everything behind it is forgotten.
+  4. If all stand, the last row gives one token more, the bonus: 1 to K + 1 tokens a pass, distributed as if by p alone.
+  5. Greedy, and guesses without a q (prompt lookup): what the target writes there either is the guess, or ends it.
+  6. Slots of rejected guesses are not cleaned up: `num_computed_tokens` goes back, and the next pass overwrites them.
+  7. Drafters are in 070 (n-grams of the prompt, a suffix automaton, lookahead); companion 07b trains some.
+
+Numbers to remember: a pass yields (1 − α^(K+1)) / (1 − α) tokens if each guess stands with probability α. With c the
+cost of a guess and v that of verifying one more token, both in plain steps: some K pays if and only if α > c + v.
+
+How to run:
+  uv run python vllm/07_spec_decode.py                             the whole story
+  uv run python vllm/07_spec_decode.py --method suffix -k 8        another drafter, longer guesses
+  uv run python vllm/07_spec_decode.py --break resample-from-p     break it: fluent text from another distribution
+  uv run python vllm/07_spec_decode.py --break stale-kv            break it: a rejected guess stays in the cache
+  uv run python vllm/07_spec_decode.py --bench                     minutes: drafters, tasks, batch sizes
+
+Read for this: Leviathan et al. 2023, Chen et al. 2023 (the rule, found twice), Li et al. 2025 (EAGLE-3, for its table
+by batch size), Daliri et al. 2024 (drafts that change no sample); vLLM 0.32 `v1/sample/rejection_sampler.py`,
+`v1/core/sched/scheduler.py`, `v1/spec_decode/`.
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch and Triton are used
+
+import argparse
+import contextlib
+import functools
+import itertools
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from common import HARDWARE, tl
+
+import llama
+
+kv_cache = common.lesson("01_kv_cache")
+scheduling = common.lesson("04_continuous_batching")
+offline = common.lesson("04b_offline_engine")
+enumeration, drafters = common.lesson("071_enumeration"), common.lesson("070_drafters")
+EngineCoreOutput, Request, SchedulerOutput = scheduling.EngineCoreOutput, scheduling.Request, scheduling.SchedulerOutput
+LLMEngine, SamplingParams = offline.LLMEngine, offline.SamplingParams
+Sampler, SamplingState = offline.Sampler, offline.SamplingState
+Draft, DraftContext, Drafter = drafters.Draft, drafters.DraftContext, drafters.Drafter
+SpeculativeConfig, make_drafter = drafters.SpeculativeConfig, drafters.make_drafter
+METHODS = drafters.METHODS
+
+KEY = "07_spec_decode"
+
+Distribution, NextToken = enumeration.Distribution, enumeration.NextToken
+
+
+# --- 1. The rule, without cleverness ----------------------------------------------------------------------------------
+
+
+def naive_round(target: NextToken, drafter: NextToken, prefix: Sequence[int], K: int, rng: random.Random) -> list[int]:
+    """One pass: draft K tokens, keep those that stand, write one more. Leviathan et al. 2023, algorithm 1."""
+    draw = lambda weights: rng.choices(range(len(weights)), weights)[0]  # noqa: E731
+    draft: list[int] = []
+    for _ in range(K):
+        draft.append(draw(drafter((*prefix, *draft))))
+    for j, d in enumerate(draft):
+        p, q = target((*prefix, *draft[:j])), drafter((*prefix, *draft[:j]))
+        if rng.random() >= min(1, p[d] / q[d]):
+            return [*draft[:j], draw([max(a - b, 0) for a, b in zip(p, q)])]  # choices() normalizes
+    return [*draft, draw(target((*prefix, *draft)))]  # the bonus
+
+
+# Why this is p. A token x is written where d is drafted in two ways: d = x stands, or d falls and x replaces it.
+#
+#     q(x) min(1, p(x)/q(x))  +  β · max(p(x) − q(x), 0) / β   =   min(p, q)  +  max(p − q, 0)   =   p(x)
+#
+# where β = Σ max(p − q, 0) = 1 − Σ min(p, q) is both the probability that a draft falls and the replacement's norm.
+# So a draft stands with probability α = Σ min(p, q), one minus the total variation distance of p and q.
+
+
+# --- 2. The rule on a batch -------------------------------------------------------------------------------------------
+#
+# Requests have different numbers of drafts; request b has k_b + 1 rows, one behind the other. Three kinds of rows, and
+# one question to each: which token does the target write here, given that d was drafted?
+#
+#     greedy              argmax p
+#     d has no q          a draw from p: it is d with probability p(d), and that is min(1, p(d)/q(d)) for a one-hot q
+#     d was drawn from q  d if u·q(d) < p(d), else a draw from max(p − q, 0), which is 0 at this d
+#
+# In all three, a draft stands if and only if the answer is the draft. The bonus row's draft is −1, which is no token,
+# so a request gets its answers up to the first that is not the draft: every special case is gone. And a row without q
+# draws with the very number that plain decoding draws with (lesson 04b: a hash of seed and position), so prompt lookup
+# leaves even sampled answers as they were, token for token.
+
+
+@common.kernel
+def sample_rows_kernel(scores, draft_token_ids, is_greedy, draft_probs, draft_rows, accept_u, draw_u, token_ids,
+                       V, stride_scores, stride_draft, HAS_DRAFT_PROBS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * stride_scores
+    i = tl.arange(0, BLOCK)
+    if tl.load(is_greedy + row):
+        best = tl.full([], float("-inf"), tl.float32)
+        token = tl.full([], 0, tl.int32)
+        for first in range(0, V, BLOCK):
+            s = tl.load(scores + first + i, mask=first + i < V, other=float("-inf")).to(tl.float32)
+            top, at = tl.max(s, 0, return_indices=True)
+            token = tl.where(top > best, first + at, token)
+            best = tl.maximum(best, top)
+        tl.store(token_ids + row, token)
+    else:
+        draft = tl.load(draft_token_ids + row)
+        stands = False
+        if HAS_DRAFT_PROBS:
+            q_row = tl.load(draft_rows + row)
+            draft_probs += tl.maximum(q_row, 0) * stride_draft
+            q_size = tl.where(q_row >= 0, V, 0)  # without a q, nothing of it is read, and p − 0 is p
+            # fp64, as the draw below: a probability of 1e-9 shall not round to "never", nor 0 to "once in 2^24".
+            p_d = tl.load(scores + tl.maximum(draft, 0)).to(tl.float64)
+            q_d = tl.load(draft_probs + tl.maximum(draft, 0)).to(tl.float64)
+            stands = (q_row >= 0) & (tl.load(accept_u + row) * q_d < p_d)
+        all_p = tl.full([], 0.0, tl.float64)
+        total = tl.full([], 0.0, tl.float64)
+        for first in range(0, V, BLOCK):
+            w = tl.load(scores + first + i, mask=first + i < V, other=0.0).to(tl.float32)
+            all_p += tl.sum(w.to(tl.float64), 0)
+            if HAS_DRAFT_PROBS:
+                w = tl.maximum(w - tl.load(draft_probs + first + i, mask=first + i < q_size, other=0.0), 0.0)
+            total += tl.sum(w.to(tl.float64), 0)
+        empty = total <= 0  # p = q up to rounding: nothing is left to draw from but p
+        target = tl.load(draw_u + row) * tl.where(empty, all_p, total)
+        token = tl.full([], 2147483647, tl.int32)
+        last = tl.full([], 0, tl.int32)
+        before = tl.full([], 0.0, tl.float64)
+        for first in range(0, V, BLOCK):
+            w = tl.load(scores + first + i, mask=first + i < V, other=0.0).to(tl.float32)
+            if HAS_DRAFT_PROBS:
+                q = tl.load(draft_probs + first + i, mask=first + i < q_size, other=0.0)
+                w = tl.where(empty, w, tl.maximum(w - q, 0.0))
+            c = before + tl.cumsum(w.to(tl.float64), 0)
+            token = tl.minimum(token, tl.min(tl.where((c > target) & (w > 0), first + i, 2147483647), 0))
+            last = tl.maximum(last, tl.max(tl.where(w > 0, first + i, 0), 0))
+            before += tl.sum(w.to(tl.float64), 0)
+        token = tl.minimum(token, last)  # two sums of the same numbers may differ in their last bit
+        tl.store(token_ids + row, tl.where(stands, draft, token))
+
+
+@common.kernel
+def count_sampled_kernel(token_ids, draft_token_ids, cu_num_sampled_tokens, num_sampled):
+    b = tl.program_id(0)
+    start, end = tl.load(cu_num_sampled_tokens + b), tl.load(cu_num_sampled_tokens + b + 1)
+    count = 0
+    going = 1
+    for row in range(start, end):
+        count += going
+        going = going * (tl.load(token_ids + row) == tl.load(draft_token_ids + row)).to(tl.int32)
+    tl.store(num_sampled + b, count)
+
+
+def rejection_sample(
+    scores: torch.Tensor, draft_token_ids: torch.Tensor, cu_num_sampled_tokens: torch.Tensor,
+    is_greedy: torch.Tensor, draw_u: torch.Tensor, accept_u: torch.Tensor, draft_probs: torch.Tensor | None = None,
+    draft_rows: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Verify the drafts of a ragged batch. Returns (token_ids [R], num_sampled [B]): request b is given the first
+    num_sampled[b] of its tokens; what the target would have written behind a fallen draft is there, too.
+
+    Semantics: token[r] = argmax scores[r] if is_greedy[r]; else d if q exists and accept_u[r]·q(d) < p(d); else the
+    draw by inverse distribution at draw_u[r] from max(p − q, 0), or from p without q, with p = scores[r], d =
+    draft_token_ids[r] and q = draft_probs[draft_rows[r]]. num_sampled = 1 + leading rows with token = draft.
+    Shapes: scores [R, V] (probabilities; for greedy rows anything with the same argmax), draft_token_ids int64 [R] (−1
+    in the last row of each request), cu_num_sampled_tokens int64 [B + 1], is_greedy bool [R], draw_u and accept_u
+    float64 [R] in [0, 1), draft_probs fp32 [N, V], draft_rows int64 [R] (−1: no q).
+    vLLM 0.32: v1/sample/rejection_sampler.py, three kernels.
+    """
+    R, V = scores.shape
+    if not common.runs_kernel(scores):
+        token_ids = sample_rows(scores, draft_token_ids, is_greedy, draw_u, accept_u, draft_probs, draft_rows)
+        return token_ids, count_sampled(token_ids, draft_token_ids, cu_num_sampled_tokens)
+    token_ids = torch.empty(R, dtype=torch.int64, device=scores.device)
+    num_sampled = torch.empty(len(cu_num_sampled_tokens) - 1, dtype=torch.int64, device=scores.device)
+    if R == 0:
+        return token_ids, num_sampled
+    has_q = draft_probs is not None
+    sample_rows_kernel[(R,)](
+        scores, draft_token_ids, is_greedy, draft_probs if has_q else scores, draft_rows if has_q else draft_token_ids,
+        accept_u, draw_u, token_ids, V, scores.stride(0), draft_probs.stride(0) if has_q else 0,
+        HAS_DRAFT_PROBS=has_q, BLOCK=256 if common.INTERPRET else 2048, num_warps=8,
+    )  # fmt: skip
+    count_sampled_kernel[(len(num_sampled),)](
+        token_ids, draft_token_ids, cu_num_sampled_tokens, num_sampled, num_warps=1
+    )
+    return token_ids, num_sampled
+
+
+def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """max(p − q, 0), or p in a row where nothing is left of it. [N, V]."""
+    rest = (p - q).clamp(min=0)
+    return torch.where(rest.sum(1, keepdim=True) > 0, rest, p)
+
+
+def sample_rows(scores: torch.Tensor, draft_token_ids: torch.Tensor, is_greedy: torch.Tensor, draw_u: torch.Tensor,
+                accept_u: torch.Tensor, draft_probs: torch.Tensor | None,
+                draft_rows: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
+    """`sample_rows_kernel` in torch: which token the target writes in each row. [R]."""
+    if bool(is_greedy.all()):
+        return scores.argmax(1)
+    rows = (~is_greedy).nonzero().flatten()
+    p, d = scores[rows], draft_token_ids[rows]
+    stands = torch.zeros(len(rows), dtype=torch.bool, device=scores.device)
+    if draft_probs is not None and bool((has_q := draft_rows[rows] >= 0).any()):
+        q, guess = draft_probs[draft_rows[rows][has_q]], d[has_q][:, None]  # [N, V], [N, 1]
+        p_d, q_d = (x.gather(1, guess).flatten().double() for x in (p[has_q], q))
+        stands[has_q] = accept_u[rows][has_q] * q_d < p_d
+        p[has_q] = residual(p[has_q], q)
+    token_ids = scores.argmax(1)
+    token_ids[rows] = torch.where(stands, d, offline.draw_tokens(p, draw_u[rows].cpu().numpy()))
+    return token_ids
+
+
+def count_sampled(token_ids: torch.Tensor, draft_token_ids: torch.Tensor,
+                  cu_num_sampled_tokens: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    """`count_sampled_kernel` in torch: 1 + leading rows of each request where the answer is the draft. [B]."""
+    start = cu_num_sampled_tokens[:-1]
+    differs = (token_ids != draft_token_ids).nonzero().flatten()  # ascending; every request's last row is among them
+    return differs[torch.searchsorted(differs, start)] - start + 1
+
+
+def example_launches(dtype: torch.dtype) -> None:
+    """The kernels at the vocabularies of SmolLM2 and Llama 3: 32 requests, 4 drafts each, with and without a q."""
+    empty = functools.partial(torch.empty, device="meta")
+    for V in (49152, 128256):
+        ids, u, greedy = empty(160, dtype=torch.int64), empty(160, dtype=torch.float64), empty(160, dtype=torch.bool)
+        scores, starts = empty(160, V, dtype=dtype), empty(33, dtype=torch.int64)
+        rejection_sample(scores, ids, starts, greedy, u, u)
+        rejection_sample(scores, ids, starts, greedy, u, u, empty(128, V), ids)
+
+
+def swept_round(p: Sequence[Distribution], q: Sequence[Distribution], levels: int,
+                draws: int) -> tuple[dict[tuple[int, ...], float], float]:  # fmt: skip
+    """What `rejection_sample` really does with every draft and every u on a grid: ({output: share}, tokens a round).
+
+    If every p/q is a multiple of 1/levels and every cumulative weight one of 1/draws of its total, the share of the
+    grid that leads to an output is its probability, with no error at all: a proof by counting, not a sample.
+    """
+    K, V = len(q), len(p[0])
+    grid = itertools.product(*[range(V)] * K, *[range(levels)] * K, range(draws))
+    grid = np.array(list(grid), dtype=np.int64).reshape(-1, 2 * K + 1)  # [B, drafts, accept_u …, draw_u]
+    B = len(grid)
+    weight = np.prod([np.asarray(q[j], dtype=np.float64)[grid[:, j]] for j in range(K)], axis=0) * np.ones(B)
+    column = lambda x: torch.from_numpy(np.ascontiguousarray(x))  # noqa: E731
+    drafts = column(np.concatenate((grid[:, :K], np.full((B, 1), -1)), axis=1))  # [B, K + 1]
+    accept = column(np.concatenate(((grid[:, K : 2 * K] + 0.5) / levels, np.zeros((B, 1))), axis=1))
+    draw = column(((grid[:, -1:] + 0.5) / draws) * np.ones((1, K + 1)))
+    scores = torch.tensor(p, dtype=torch.float64).repeat(B, 1)  # [B · (K + 1), V]
+    rows = torch.arange(K + 1).where(torch.arange(K + 1) < K, -1).repeat(B)
+    tokens, num_sampled = rejection_sample(
+        scores, drafts.flatten(), torch.arange(B + 1) * (K + 1), torch.zeros(len(scores), dtype=torch.bool),
+        draw.flatten(), accept.flatten(), torch.tensor(q, dtype=torch.float64).view(K, V) if K else None, rows,
+    )  # fmt: skip
+    tokens, n = tokens.view(B, K + 1), num_sampled[:, None]
+    codes = torch.where(torch.arange(K + 1) < n, tokens + 1, 0) @ (V + 1) ** torch.arange(K + 1)
+    found, where = np.unique(codes.numpy(), return_inverse=True)
+    shares = np.bincount(where, weights=weight) / (levels**K * draws)
+    decode = lambda code: tuple(t - 1 for j in range(K + 1) if (t := int(code) // (V + 1) ** j % (V + 1)))  # noqa: E731
+    mean = float((num_sampled.double() @ column(weight)) / (levels**K * draws))
+    return {decode(code): float(share) for code, share in zip(found, shares) if share > 0}, mean
+
+
+# --- 3. In the engine: the scheduler ----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class SpeculativeSchedulerOutput(SchedulerOutput):
+    """Lesson 04's, and which drafts are among the scheduled tokens."""
+
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass
+class SpecDecodingStats:
+    """`vllm/v1/spec_decode/metrics.py`: counted where drafts were verified."""
+
+    num_drafts: int = 0  # times that a request had any
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+    def observe(self, num_draft_tokens: int, num_accepted: int) -> None:
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted
+        per_pos = self.num_accepted_tokens_per_pos
+        per_pos += [0] * (num_draft_tokens - len(per_pos))
+        for j in range(num_accepted):
+            per_pos[j] += 1
+
+
+class SpeculativeScheduler:
+    """In front of lesson 04's scheduler, or one of its descendants: five methods, and drafts are tokens to catch up.
+
+    A request's drafts are its `spec_token_ids`. They take budget and KV slots like any other token, and only for one
+    step: whatever happens, they are gone after it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scheduled_spec_decode_tokens: dict[str, list[int]] = {}
+        self.spec_decoding_stats = SpecDecodingStats()
+
+    def schedule(self) -> SpeculativeSchedulerOutput:
+        self.scheduled_spec_decode_tokens = {}
+        output = super().schedule()
+        return SpeculativeSchedulerOutput(*(getattr(output, f.name) for f in fields(SchedulerOutput)),
+                                          self.scheduled_spec_decode_tokens)  # fmt: skip
+
+    def _num_new_tokens(self, request: Request) -> int:
+        """A request that catches up with its last token may take drafts along, as far as the budget goes."""
+        known = super()._num_new_tokens(request)
+        drafts = getattr(request, "spec_token_ids", ())
+        if not drafts or known < request.num_tokens - request.num_computed_tokens:
+            return known
+        room = min(self.token_budget, getattr(self, "long_prefill_cap", math.inf)) - known
+        return known + max(0, min(len(drafts), room))
+
+    def _grant(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> None:
+        """Known tokens in the base's way, drafts on top: nothing there may take a draft for a token of the request."""
+        drafted = max(0, request.num_computed_tokens + num_new_tokens - request.num_tokens)
+        super()._grant(request, num_new_tokens - drafted, output)
+        if drafted:
+            self.scheduled_spec_decode_tokens[request.request_id] = request.spec_token_ids[:drafted]
+            output.num_scheduled_tokens[request.request_id] += drafted
+            self.token_budget -= drafted
+            request.num_computed_tokens += drafted
+        request.spec_token_ids = []
+
+    def _preempt_request(self, victim: Request, output: SchedulerOutput) -> None:
+        super()._preempt_request(victim, output)
+        self.scheduled_spec_decode_tokens.pop(victim.request_id, None)
+        victim.spec_token_ids = []
+
+    def update_draft_token_ids(self, drafts: dict[str, list[int]]) -> None:
+        """What the drafter wants verified in the next step."""
+        for request_id, token_ids in drafts.items():
+            if request := self.requests.get(request_id):
+                request.spec_token_ids = token_ids
+
+    def update_from_output(
+        self, output: SpeculativeSchedulerOutput, sampled_token_ids: dict[str, list[int]]
+    ) -> list[EngineCoreOutput]:
+        """Roll back what was computed for rejected drafts, then go on as ever: a stop inside a draft is found there."""
+        for request_id, drafts in output.scheduled_spec_decode_tokens.items():
+            request, token_ids = self.requests.get(request_id), sampled_token_ids.get(request_id)
+            if request is None or not token_ids:
+                continue
+            num_accepted = len(token_ids) - 1  # and one that is not a draft
+            request.num_computed_tokens -= len(drafts) - num_accepted
+            self.spec_decoding_stats.observe(len(drafts), num_accepted)
+        wants = {i for i in sampled_token_ids if (r := self.requests.get(i)) and r.sampling_params.logprobs is not None}
+        heard = super().update_from_output(output, sampled_token_ids)
+        return [part for o in heard for part in (one_by_one(o) if o.request_id in wants else (o,))]
+
+
+def one_by_one(output: EngineCoreOutput) -> Iterator[EngineCoreOutput]:
+    """Lesson 04b's front end reads the log probabilities of one token per output."""
+    for token_id in output.new_token_ids[:-1]:
+        yield EngineCoreOutput(output.request_id, [token_id])
+    yield EngineCoreOutput(output.request_id, output.new_token_ids[-1:], output.finish_reason, output.stop_reason)
+
+
+# --- 4. In the engine: the runner -------------------------------------------------------------------------------------
+
+
+class DraftedState:
+    """What sampling knows about a request whose drafts up to here were accepted: lesson 04b's state, some tokens on."""
+
+    def __init__(self, state: SamplingState, accepted: list[int]) -> None:
+        self.state, self.accepted = state, accepted
+        self.params, self.seed, self.greedy, self.penalized = state.params, state.seed, state.greedy, state.penalized
+        self.stop_token_ids = state.stop_token_ids
+        self.request = SimpleNamespace(num_output_tokens=state.request.num_output_tokens + len(accepted))
+
+    def count(self, vocab_size: int, device: torch.device) -> None:
+        self.state.count(vocab_size, device)
+        self.counts, self.seen = self.state.counts, self.state.seen
+        if self.accepted:
+            ids = torch.tensor(self.accepted, device=device)
+            self.counts = self.counts.index_add(0, ids, torch.ones(len(ids), device=device))
+            self.seen = self.seen.index_fill(0, ids, True)
+
+
+class StepLogprobs(dict):
+    """{request id: one dictionary for each token of the step}; who asks for a request again gets the next."""
+
+    def __getitem__(self, request_id: str) -> dict:
+        return super().__getitem__(request_id).pop(0)
+
+
+class RowsToVerify:
+    """Hidden states of a step. Lesson 04's runner picks each sequence's last row; it gets the drafts' rows as well."""
+
+    def __init__(self, hidden: torch.Tensor, rows: list[int]) -> None:
+        self.hidden, self.rows = hidden, rows
+
+    def __getitem__(self, last: torch.Tensor) -> torch.Tensor:
+        return self.hidden[torch.tensor(self.rows, device=self.hidden.device)]
+
+
+ACCEPT = 0x5DEECE66D  # makes of a request's seed that of a second, independent stream: one decides, one draws
+
+
+class SpeculativeModelRunner:
+    """In front of lesson 04b's runner, or one of its descendants: verify drafts in the pass, then propose the next.
+
+    For one pass, drafts are part of a request's tokens: the input batch, positions, slots and attention need to know
+    nothing. Who asks for structured output or has no drafts is sampled by the runner behind.
+    """
+
+    speculative_config: SpeculativeConfig
+    make_drafter = staticmethod(make_drafter)
+
+    def __init__(self, model: llama.Llama, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, scheduler, *args, **kwargs)
+        layout = getattr(self.cache, "layout", None)
+        if layout is not None and layout.fmt.key_channels:
+            raise common.InputError("speculative_config: not with a KV cache that quantizes a block when it is full "
+                                    "(kivi_2bit): rejected drafts could not be taken back out of it")  # fmt: skip
+        self.drafter = self.make_drafter(self.speculative_config, self.model)
+        self.max_model_len = scheduler.config.max_model_len
+        self.drafts: dict[str, list[int]] = {}  # of this step
+        self.draft_probs: dict[str, torch.Tensor] = {}  # of proposed drafts that were drawn from something
+        self.proposed: dict[str, list[int]] = {}  # for the next step
+        self.leftover: dict[str, list[int]] = {}
+        self.hidden: dict[str, list[torch.Tensor]] = {}  # computed, accepted and not yet handed to the drafter
+        self.k: dict[str, int] = {}  # of each request, with the heuristic schedule
+
+    def execute_model(self, output: SpeculativeSchedulerOutput) -> dict[str, list[int]]:
+        for request_id in (*output.finished_req_ids, *(request.request_id for request in output.preempted_reqs)):
+            for kept in (self.draft_probs, self.hidden, self.k):
+                kept.pop(request_id, None)
+            self.drafter.forget(request_id)
+        self.drafts, self.leftover, self.ran = output.scheduled_spec_decode_tokens, {}, None
+        drafted = [request for request in output.scheduled_running_reqs if request.request_id in self.drafts]
+        for request in drafted:
+            request.all_token_ids += self.drafts[request.request_id]
+        try:
+            sampled = super().execute_model(output)
+        finally:
+            for request in drafted:
+                del request.all_token_ids[-len(self.drafts[request.request_id]) :]
+                self._roll_back(request)
+        self.propose(sampled)
+        return sampled
+
+    def _roll_back(self, request: Request) -> None:
+        """The input batch must not go on with rejected tokens; accepted ones come back as tokens of the request."""
+        self.batch.num_tokens[self.batch.rows[request.request_id]] = request.num_tokens
+
+    def forward(self, token_ids: torch.Tensor, meta: Any, requests: Sequence[Request]) -> torch.Tensor | RowsToVerify:
+        hidden = super().forward(token_ids, meta, requests)
+        ends = list(itertools.accumulate(meta.query_lens))
+        self.ran = (requests, ends, hidden)
+        if not self.drafts:
+            return hidden
+        rows: list[int] = []
+        for request, end in zip(requests, ends):
+            if request.num_computed_tokens == request.num_tokens:
+                rows += range(end - 1 - len(self.drafts.get(request.request_id, ())), end)
+        return RowsToVerify(hidden, rows)
+
+    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> dict[str, list[int]]:
+        """[R, vocab] -> tokens: one for a request without drafts, 1 to k + 1 for one with k."""
+        if not self.drafts:
+            return super().sample(logits, requests)
+        plain, drafted, row = ([], []), ([], []), 0  # (rows, requests)
+        for request in requests:
+            k = len(self.drafts.get(request.request_id, ()))
+            rows, group = drafted if k else plain
+            rows += range(row, row + k + 1)
+            group.append(request)
+            row += k + 1
+        sampled, logprobs = {}, {}
+        if plain[0]:
+            sampled = super().sample(logits[plain[0]] if drafted[0] else logits, plain[1])
+            logprobs = {request_id: [found] for request_id, found in self.logprobs.items()}
+        if drafted[0]:
+            sampled |= self.verify(logits[drafted[0]] if plain[0] else logits, drafted[1], logprobs)
+        self.logprobs = StepLogprobs(logprobs)
+        return sampled
+
+    @torch.inference_mode()
+    def verify(self, logits: torch.Tensor, requests: Sequence[Request], logprobs: dict) -> dict[str, list[int]]:
+        """Rejection-sample the rows of requests that have drafts; fills `logprobs` for those who want them."""
+        logits, device = logits.float(), logits.device
+        drafts = [self.drafts[request.request_id] for request in requests]
+        starts = [0, *itertools.accumulate(len(draft) + 1 for draft in drafts)]
+        states = [self.states[request.request_id] for request in requests]
+        R, on_device = starts[-1], functools.partial(torch.tensor, device=device)
+        greedy, draw_u, accept_u = [True] * R, np.zeros(R), np.zeros(R)
+        scores, draft_probs, draft_rows = logits, None, None
+        if not all(state.plain for state in states):
+            rows = [DraftedState(s, draft[:j]) for s, draft in zip(states, drafts) for j in range(len(draft) + 1)]
+            scores = offline.adjust_logits(logits.clone(), rows)
+            greedy = [row.greedy for row in rows]
+            if drawn := [r for r, row in enumerate(rows) if not row.greedy]:
+                scores[drawn] = Sampler.probabilities(scores[drawn], [rows[r] for r in drawn])
+                seeds, steps = [row.seed for row in rows], [row.request.num_output_tokens for row in rows]
+                draw_u = offline.uniforms(seeds, steps)
+                accept_u = offline.uniforms([seed ^ ACCEPT for seed in seeds], steps)
+                draft_probs, draft_rows = self.stack_probs(requests, drafts)
+        token_ids, num_sampled = rejection_sample(
+            scores, on_device([token for draft in drafts for token in (*draft, -1)]), on_device(starts),
+            on_device(greedy), on_device(draw_u), on_device(accept_u), draft_probs, draft_rows,
+        )  # fmt: skip
+        token_ids, sampled = token_ids.tolist(), {}
+        for request, state, start, end, n in zip(requests, states, starts, starts[1:], num_sampled.tolist()):
+            sampled[request.request_id] = token_ids[start : start + n]
+            self.leftover[request.request_id] = token_ids[start + n : end]
+            if state.params.logprobs is not None:
+                raw, ids = logits[start : start + n].log_softmax(1), on_device(token_ids[start : start + n])
+                logprobs[request.request_id] = Sampler.gather_logprobs(raw, ids, [state] * n)
+        return sampled
+
+    def stack_probs(self, requests: Sequence[Request],
+                    drafts: Sequence[list[int]]) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+        """Every q of the step in one matrix [N, vocab], and for each row to verify its row there, or −1. [R]."""
+        probs, where, N = [], [], 0
+        for request, draft in zip(requests, drafts):
+            q, k = self.draft_probs.get(request.request_id), len(draft)
+            where += [-1] * (k + 1) if q is None else [*range(N, N + k), -1]
+            if q is not None:
+                probs.append(q[:k])
+                N += k
+        if not probs:
+            return None, None
+        return torch.cat(probs).float().to(self.model.device), torch.tensor(where, device=self.model.device)
+
+    def propose(self, sampled: dict[str, list[int]]) -> None:
+        """Ask the drafter about everybody who got a token in this step, unless the token ends the request."""
+        requests, ends, hidden = self.ran or ((), (), None)
+        config, contexts, begin = self.speculative_config, [], 0
+        for request, end in zip(requests, ends):
+            request_id, new = request.request_id, sampled.get(request.request_id, [])
+            self.draft_probs.pop(request_id, None)
+            drafts = self.drafts.get(request_id, ())
+            if self.drafter.needs_hidden:
+                kept = hidden[begin : end - max(0, len(drafts) + 1 - len(new)) if drafts else end]
+                norm = F.rms_norm(kept, kept.shape[-1:], self.model.norm, self.model.config.rms_norm_eps)
+                self.hidden.setdefault(request_id, []).append(norm)
+            begin = end
+            stops = {request.eos_token_id, *request.stop_token_ids}
+            if not new or not stops.isdisjoint(new):
+                continue
+            k = config.drafts_in_batch(len(requests))
+            if config.num_speculative_tokens_schedule == "heuristic":
+                k = min(k, self.adapt(request_id, len(drafts), len(new) - 1))
+            if request.sampling_params.structured_outputs is not None:
+                k = 0
+            # A pass writes up to k + 1 tokens: none may lie behind max_tokens or the end of the context.
+            tokens = request.all_token_ids + new
+            left = min(request.max_tokens - request.num_output_tokens - len(new), self.max_model_len - len(tokens))
+            k = max(0, min(k, left - 1))
+            if k > 0 or self.drafter.needs_hidden:
+                seen = torch.cat(self.hidden.pop(request_id)) if self.drafter.needs_hidden else None
+                contexts.append(DraftContext(
+                    request_id=request_id, token_ids=tokens, max_tokens=int(k), params=request.sampling_params,
+                    hidden=seen, leftover=self.leftover.get(request_id, []),
+                ))  # fmt: skip
+        self.proposed = {}
+        for context, draft in zip(contexts, self.drafter.propose(contexts) if contexts else ()):
+            if draft.parents is not None:
+                raise ValueError("this engine verifies chains; companion 07b verifies trees")
+            if token_ids := draft.token_ids[: context.max_tokens]:
+                self.proposed[context.request_id] = token_ids
+                if draft.probs is not None:
+                    self.draft_probs[context.request_id] = draft.probs
+
+    def adapt(self, request_id: str, num_drafts: int, num_accepted: int) -> int:
+        """K of the next draft: two more if all stood, else one less, and never 0, or nothing would be learned again."""
+        k = self.k.get(request_id, self.speculative_config.num_speculative_tokens)
+        if num_drafts:
+            k = k + 2 if num_accepted == num_drafts else k - 1
+        self.k[request_id] = max(1, min(k, self.speculative_config.num_speculative_tokens))
+        return self.k[request_id]
+
+    def take_draft_token_ids(self) -> dict[str, list[int]]:
+        drafts, self.proposed = self.proposed, {}
+        return drafts
+
+
+class SpeculativeEngineCore(scheduling.ModelEngineCore):
+    """The loop: schedule drafts, verify them and propose others in one call of the runner, hand these back."""
+
+    def execute_model(self, output: SpeculativeSchedulerOutput) -> dict[str, list[int]]:
+        sampled = super().execute_model(output)
+        self.scheduler.update_draft_token_ids(self.runner.take_draft_token_ids())
+        return sampled
+
+
+def speculative_engine(base: type[LLMEngine], config: SpeculativeConfig,
+                       drafter: Callable[..., Drafter] = make_drafter) -> type[LLMEngine]:  # fmt: skip
+    """`base` with drafts: its scheduler grants them slots, its runner verifies them, rejected ones roll back.
+
+    `base` is lesson 04b's engine or one of its descendants, whose `make_scheduler` returns a scheduler that is made of
+    a config and a manager. `drafter(config, model)` may be one of your own.
+    """
+    members = {"speculative_config": config, "make_drafter": staticmethod(drafter)}
+
+    class SpeculativeEngine(base):
+        __doc__ = base.__doc__
+        runner_class = type(f"Speculative{base.runner_class.__name__}", (SpeculativeModelRunner, base.runner_class),
+                            members)  # fmt: skip
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.core = SpeculativeEngineCore(self.core.scheduler, self.core.runner)
+
+        @staticmethod
+        @functools.wraps(base.make_scheduler)
+        def make_scheduler(*args: Any, **kwargs: Any) -> Any:
+            made = base.make_scheduler(*args, **kwargs)
+            kind = type("SpeculativeScheduler", (SpeculativeScheduler, type(made)), {})
+            return kind(made.config, made.kv_cache_manager)
+
+    return SpeculativeEngine
+
+
+# --- 5. When does it pay? ---------------------------------------------------------------------------------------------
+#
+# Each draft stands with probability α, as if independently. Then a round of K drafts writes
+#
+#     τ = 1 + α + α² + … + α^K = (1 − α^(K+1)) / (1 − α)     tokens,   and takes   1 + K (c + v)   plain steps,
+#
+# c for making a draft and v for one more row per sequence in the target's pass (Leviathan et al. have v = 0). Off is
+# K = 0. If α ≤ c + v, then α + … + α^K ≤ K α ≤ K (c + v): no K gains. If α > c + v, K = 1 does.
+
+
+def expected_tokens(alpha: float, K: int) -> float:
+    """Tokens that a round writes on average: τ."""
+    return K + 1 if alpha == 1 else (1 - alpha ** (K + 1)) / (1 - alpha)
+
+
+def speedup(alpha: float, K: int, c: float, v: float = 0.0) -> float:
+    """Against plain decoding: tokens of a round over its length in plain steps."""
+    return expected_tokens(alpha, K) / (1 + K * (c + v))
+
+
+def best_k(alpha: float, c: float, v: float = 0.0, most: int = 16) -> int:
+    """The K that gains most; 0: switch it off."""
+    return max(range(most + 1), key=lambda K: (speedup(alpha, K, c, v), -K))
+
+
+LLAMA_8B = kv_cache.MODELS["Llama-3.1-8B"]
+
+
+def decode_seconds(gpu: common.GPU, num_seqs: int, rows: int, context: int) -> float:
+    """A pass of `rows` tokens for each of `num_seqs` sequences, Llama-3.1-8B in bf16, at both of the GPU's ceilings.
+    Weights are read once for all rows, a sequence's keys and values once for its own."""
+    layers, head = kv_cache.weights_read(LLAMA_8B)
+    flops, weight_bytes = 2 * (layers + head) * num_seqs * rows, 2 * (layers + head)
+    cache = num_seqs * context * kv_cache.KVCacheSpec.from_config(LLAMA_8B).bytes_per_token()
+    return gpu.seconds(flops, weight_bytes) + cache / gpu.bandwidth
+
+
+def verify_cost(gpu: common.GPU, num_seqs: int, K: int, context: int) -> float:
+    """v: what a draft adds to a pass, in plain steps."""
+    plain = decode_seconds(gpu, num_seqs, 1, context)
+    return (decode_seconds(gpu, num_seqs, K + 1, context) / plain - 1) / K
+
+
+# Leviathan et al. 2023, tables 2 and 4: T5-XXL (11B) on a TPU-v4, α and the speed-up measured, predicted from α, c, K.
+LEVIATHAN = [  # task, temperature, drafter, K, α, c, predicted, measured
+    ("EnDe", 0, "small", 7, 0.75, 0.02, 3.2, 3.4), ("EnDe", 0, "base", 7, 0.80, 0.04, 3.3, 2.8),
+    ("EnDe", 0, "large", 7, 0.82, 0.11, 2.5, 1.7), ("EnDe", 1, "small", 7, 0.62, 0.02, 2.3, 2.6),
+    ("EnDe", 1, "base", 5, 0.68, 0.04, 2.4, 2.4), ("EnDe", 1, "large", 3, 0.71, 0.11, 2.0, 1.4),
+    ("CNNDM", 0, "small", 5, 0.65, 0.02, 2.4, 3.1), ("CNNDM", 0, "base", 5, 0.73, 0.04, 2.6, 3.0),
+    ("CNNDM", 0, "large", 3, 0.74, 0.11, 2.0, 2.2), ("CNNDM", 1, "small", 5, 0.53, 0.02, 1.9, 2.3),
+    ("CNNDM", 1, "base", 3, 0.55, 0.04, 1.8, 2.2), ("CNNDM", 1, "large", 3, 0.56, 0.11, 1.6, 1.7),
+]  # fmt: skip
+# Li et al. 2025 (EAGLE-3), throughput in vLLM against vLLM without it, by batch size.
+EAGLE = {"batch": [2, 4, 8, 16, 24, 32, 48, 56], "EAGLE": [1.30, 1.25, 1.21, 1.10, 1.03, 0.93, 0.82, 0.71],
+         "EAGLE-3": [1.75, 1.68, 1.58, 1.49, 1.42, 1.36, 1.21, 1.01]}  # fmt: skip
+
+
+def predicted_range(K: int, alpha: float, c: float) -> tuple[float, float]:
+    """The formula at the ends of what α and c were before they were rounded to two digits."""
+    return speedup(alpha - 0.005, K, c + 0.005), speedup(alpha + 0.005, K, c - 0.005)
+
+
+# --- 6. How to do it wrong --------------------------------------------------------------------------------------------
+
+
+def one_token_less(token_ids: torch.Tensor, draft_token_ids: torch.Tensor,
+                   cu_num_sampled_tokens: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    """All drafts stood, and that is it: no bonus."""
+    k, n = cu_num_sampled_tokens.diff() - 1, right_count(token_ids, draft_token_ids, cu_num_sampled_tokens)
+    return torch.where((n > k) & (k > 0), k, n)
+
+
+def look_at_the_last_token(
+    self: SpeculativeScheduler, output: SpeculativeSchedulerOutput, sampled: dict[str, list[int]]
+) -> list[EngineCoreOutput]:
+    """A step brings one token, so who would look for the end of an answer in front of it?"""
+    blind = [r for i, t in sampled.items() if (r := self.requests.get(i)) and {r.eos_token_id, *r.stop_token_ids}
+             .isdisjoint(t[-1:])]  # fmt: skip
+    ends = [(request.eos_token_id, request.stop_token_ids) for request in blind]
+    for request in blind:
+        request.eos_token_id, request.stop_token_ids = None, frozenset()
+    heard = update_from_output(self, output, sampled)
+    for request, (eos, stop) in zip(blind, ends):
+        request.eos_token_id, request.stop_token_ids = eos, stop
+    return heard
+
+
+update_from_output, right_count = SpeculativeScheduler.update_from_output, count_sampled
+BREAKS: dict[str, tuple[Any, str, Callable]] = {  # name: (whose, which attribute, what stands in its place)
+    "resample-from-p": (sys.modules[__name__], "residual", lambda p, q: p),
+    "no-bonus": (sys.modules[__name__], "count_sampled", one_token_less),
+    "stale-kv": (SpeculativeModelRunner, "_roll_back", lambda self, request: None),
+    "past-eos": (SpeculativeScheduler, "update_from_output", look_at_the_last_token),
+}
+
+
+@contextlib.contextmanager
+def broken(name: str | None) -> Iterator[None]:
+    """Inside this block, the mechanism is wrong in the way that `name` says; None: it is right."""
+    if name is None:
+        yield
+        return
+    owner, attribute, wrong = BREAKS[name]
+    right = getattr(owner, attribute)
+    setattr(owner, attribute, wrong)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, right)
+
+
+# --- 7. The simulation behind the widget ------------------------------------------------------------------------------
+
+WORDS = ["sea", "moon", "cat"]
+PAIRS = {  # target p, draft q
+    "half right": ([0.6, 0.3, 0.1], [0.2, 0.3, 0.5]),
+    "close": ([0.6, 0.3, 0.1], [0.5, 0.4, 0.1]),
+    "equal": ([0.6, 0.3, 0.1], [0.6, 0.3, 0.1]),
+    "disjoint": ([0.5, 0.5, 0.0], [0.0, 0.0, 1.0]),
+    "draft is sure": ([0.6, 0.3, 0.1], [1.0, 0.0, 0.0]),
+    "target is sure": ([1.0, 0.0, 0.0], [0.25, 0.25, 0.5]),
+    "both even": ([0.3, 0.3, 0.4], [0.35, 0.35, 0.3]),
+}
+WIDGET_CHOICES = {
+    "pair": list(PAIRS), "drafts": range(9), "draft_cost": [0, 0.05, 0.1, 0.3], "verify_cost": [0, 0.05, 0.25, 1],
+    "bug": ["none", "resample-from-p", "no-bonus"], "seed": range(3),
+}  # fmt: skip
+WIDGET_DEFAULT = {"pair": "half right", "drafts": 4, "draft_cost": 0.1, "verify_cost": 0, "bug": "none", "seed": 0}
+ROUNDS = 40
+
+
+def draw_from(p: Distribution, u: np.ndarray) -> list[int]:
+    """Lesson 04b's draw, for many u of one distribution."""
+    return offline.draw_tokens(torch.tensor([p], dtype=torch.float64).expand(u.size, -1), u.ravel()).tolist()
+
+
+def simulate(params: dict) -> dict:
+    """Rounds of a language of three words, through `rejection_sample`, beside what enumeration says. Raises InputError.
+
+    The model always answers p and the drafter q, whatever came before, so one distribution says it all.
+    """
+    params = common.checked(params, WIDGET_CHOICES)
+    (p, q), K, bug = PAIRS[params["pair"]], params["drafts"], params["bug"]
+    bug = None if bug == "none" else bug
+    index = np.arange(ROUNDS * (K + 1))
+    draft_u, accept_u, draw_u = (offline.uniforms([3 * params["seed"] + i] * len(index), index) for i in range(3))
+    drafts = np.array(draw_from(q, draft_u)).reshape(ROUNDS, K + 1)
+    drafts[:, K] = -1
+    with broken(bug):
+        tokens, num_sampled = rejection_sample(
+            torch.tensor([p] * len(index), dtype=torch.float64), torch.from_numpy(drafts).flatten(),
+            torch.arange(ROUNDS + 1) * (K + 1), torch.zeros(len(index), dtype=torch.bool), torch.from_numpy(draw_u),
+            torch.from_numpy(accept_u), torch.tensor([q], dtype=torch.float64),
+            torch.from_numpy(np.where(drafts.flatten() < 0, -1, 0)),
+        )  # fmt: skip
+    tokens, rounds, counts = tokens.view(ROUNDS, K + 1).tolist(), [], [0] * len(p)
+    for i, n in enumerate(num_sampled.tolist()):
+        draft, written = drafts[i, :K].tolist(), tokens[i][:n]
+        kept = next((j for j, (a, b) in enumerate(zip(draft, written)) if a != b), min(n, K))
+        tested = list(range(min(kept + 1, K)))
+        rounds.append({
+            "draft": draft, "ratio": [min(1.0, p[draft[j]] / q[draft[j]]) for j in tested],
+            "u": [float(accept_u[i * (K + 1) + j]) for j in tested], "accepted": kept, "written": written,
+        })  # fmt: skip
+        for token in written:
+            counts[token] += 1
+    # Where a draft was tried, and over everything that is written: exactly.
+    alpha = agrees = sum(map(min, p, q))
+    rest = [max(a - b, 0) / (1 - alpha) if alpha < 1 else 0.0 for a, b in zip(p, q)]
+    if bug == "resample-from-p":  # it may even draw the draft that fell
+        rest, agrees = p, alpha + sum(max(b - a, 0) * a for a, b in zip(p, q))
+    tried = [min(a, b) + (1 - alpha) * r for a, b, r in zip(p, q, rest)] if K else p
+    bonus = 0.0 if bug == "no-bonus" and K else agrees**K
+    mean = expected_tokens(agrees, K) - (agrees**K - bonus)
+    rate = lambda k: speedup(alpha, k, params["draft_cost"], params["verify_cost"])  # noqa: E731
+    return {
+        "words": WORDS, "p": p, "q": q, "alpha": alpha, "rounds": rounds, "counts": counts,
+        "tried": tried, "written": [((mean - bonus) * t + bonus * x) / mean for t, x in zip(tried, p)],
+        "distance": sum(abs(a - b) for a, b in zip(tried, p)) / 2,
+        "tokens_per_round": mean, "speedups": [rate(k) for k in range(9)],
+        "best": max(range(9), key=lambda k: (rate(k), -k)),
+    }  # fmt: skip
+
+
+def describe(trace: dict) -> str:
+    """The state under the widget, as text."""
+    row = lambda name, values: f"{name:<28}" + "  ".join(f"{x:.3f}" for x in values)  # noqa: E731
+    total, K = sum(trace["counts"]), len(trace["rounds"][0]["draft"])
+    lines = [f"{'':<28}" + "  ".join(f"{word:<5}" for word in trace["words"]).rstrip(), row("target p", trace["p"]),
+             row("draft q", trace["q"]), row("written where drafted", trace["tried"]),
+             row(f"written in {len(trace['rounds'])} rounds", [n / total for n in trace["counts"]])]  # fmt: skip
+    lines.append(f"distance from p {trace['distance']:.3f}, acceptance {trace['alpha']:.3f}")
+    for i, r in enumerate(trace["rounds"][:3]):
+        marks = [f"{trace['words'][d]} {'✓' if j < r['accepted'] else '✗' if j == r['accepted'] else '·'}"
+                 for j, d in enumerate(r["draft"])]  # fmt: skip
+        written = " ".join(trace["words"][token] for token in r["written"])
+        lines.append(f"round {i}: {', '.join(marks) or 'nothing drafted'} -> {written}")
+    lines.append(f"{total} tokens in {len(trace['rounds'])} rounds; {trace['tokens_per_round']:.3f} per round expected")
+    lines.append(f"speed-up {trace['speedups'][K]:.3f} with K = {K}; best {trace['speedups'][trace['best']]:.3f} with "
+                 f"K = {trace['best']}")  # fmt: skip
+    return "\n".join(lines)
+
+
+# --- 8. Numbers that the text quotes ----------------------------------------------------------------------------------
+
+GRID = [([9, 5, 2], [4, 4, 8]), ([4, 4, 8], [8, 8, 0]), ([10, 4, 2], [4, 4, 8])]  # sixteenths: p, q of three rows
+
+
+def exactness() -> dict[str, Any]:
+    """The rule by enumeration, for drafters good and bad; and `rejection_sample` by counting."""
+    errors, outputs = enumeration.all_errors(range(5))
+    sixteenths = lambda rows: [[n / 16 for n in row] for row in rows]  # noqa: E731
+    counted, off, means = {}, 0.0, {}
+    for K in range(3):
+        p, q = sixteenths([p for p, _ in GRID[: K + 1]]), sixteenths([q for _, q in GRID[:K]])
+        shares, mean = swept_round(p, q, levels=8, draws=48)
+        want = enumeration.exact_round(p, q)
+        off = max(off, *(abs(shares.get(output, 0) - want.get(output, 0)) for output in {*shares, *want}))
+        means[str(K)] = {"counted": mean, "expected": sum(len(output) * chance for output, chance in want.items())}
+        counted[str(K)] = 3**K * 8**K * 48
+    return {"error": max(errors), "cases": len(errors), "outputs": outputs, "counted_error": off,
+            "grid": counted, "means": means}  # fmt: skip
+
+
+@functools.cache
+def facts() -> dict[str, Any]:
+    """The lesson's deterministic numbers."""
+    bug = simulate({**WIDGET_DEFAULT, "bug": "resample-from-p"})
+    rows = []
+    for task, temperature, drafter, K, alpha, c, predicted, measured in LEVIATHAN:
+        low, high = predicted_range(K, alpha, c)
+        rows.append({"name": f"{task}, T={temperature}, {drafter}", "K": K, "alpha": alpha, "c": c,
+                     "formula": speedup(alpha, K, c), "low": low, "high": high, "predicted": predicted,
+                     "measured": measured, "cost": expected_tokens(alpha, K) / measured})  # fmt: skip
+    gpu, batches = HARDWARE["H100 80GB"], [1, 32, 64, 128, 256, 512]
+    gain = lambda B, context: speedup(0.7, 4, 0.05, verify_cost(gpu, B, 4, context))  # noqa: E731
+    h100 = {str(context): {"gain": {str(B): gain(B, context) for B in batches},
+                           "v": {str(B): verify_cost(gpu, B, 4, context) for B in batches},
+                           "crossover": next((B for B in range(1, 1025) if gain(B, context) < 1), None)}
+            for context in (128, 1024, 4096)}  # fmt: skip
+    guide = {str(a): {str(cost): {"k": (k := best_k(a / 100, cost / 100)), "gain": speedup(a / 100, k, cost / 100)}
+                      for cost in (2, 10, 25, 50)} for a in (30, 50, 70, 90)}  # fmt: skip
+    ratio = {name: EAGLE[name][0] / EAGLE[name][-1] for name in ("EAGLE", "EAGLE-3")}
+    return {
+        "exact": exactness(),
+        "classic": {"alpha": bug["alpha"], "p": bug["p"], "wrong": bug["tried"], "distance": bug["distance"]},
+        "half": {"k2": speedup(0.5, 2, 0.1), "k8": speedup(0.5, 8, 0.1), "k8_dear": speedup(0.5, 8, 0.3)},
+        "leviathan": rows,
+        "guide": guide,
+        "table1": {"k2_60": expected_tokens(0.6, 2), "k10_90": expected_tokens(0.9, 10)},
+        "h100": h100,
+        "eagle": {"cost_ratio": ratio, **{name: [EAGLE[name][0], EAGLE[name][-1]] for name in ratio}},
+        "no_bonus": {str(K): expected_tokens(0.7, K) - 0.7**K for K in (1, 4)},
+        "seventy": {str(K): expected_tokens(0.7, K) for K in (1, 4)},
+    }  # fmt: skip
+
+
+# --- 9. The story -----------------------------------------------------------------------------------------------------
+
+
+def draw(folder: str | Path) -> list[Path]:
+    """Where the probability goes when a draft falls; what K and batch size do to the gain."""
+    c = common.COLORS
+    figure, axes = common.new_figure(8.0, 3.0, ncols=3, sharey=True, width_ratios=[1, 1.1, 1])
+    (p, q), found = PAIRS["half right"], facts()["classic"]
+    x, both = range(3), [min(a, b) for a, b in zip(*PAIRS["half right"])]
+    axes[0].bar([i - 0.2 for i in x], p, 0.38, color=c["blue"], label="p: target")
+    axes[0].bar([i + 0.2 for i in x], q, 0.38, color=c["orange"], label="q: draft")
+    right, wrong = [max(a - b, 0) for a, b in zip(p, q)], [w - b for w, b in zip(found["wrong"], both)]
+    panels = (axes[1], right, "replace from max(p − q, 0)"), (axes[2], wrong, "replace from p: wrong")
+    for ax, rest, title in panels:
+        ax.bar(x, both, 0.6, color=c["green"], label="the draft stands")
+        ax.bar(x, rest, 0.6, bottom=both, color=c["purple"], label="it fell, replaced")
+        for i, height in enumerate(p):
+            ax.plot([i - 0.38, i + 0.38], [height, height], color=c["blue"], linewidth=2)
+        ax.set_title(title)
+    axes[0].set(ylabel="probability", title="two opinions", ylim=(0, 0.85))
+    for ax in axes:
+        ax.set(xticks=x, xticklabels=WORDS)
+    axes[0].legend(loc="upper center")
+    axes[1].legend(loc="upper right")
+    rule = common.save_figure(figure, folder, "07_rule")
+
+    figure, axes = common.new_figure(8.0, 3.4, ncols=2)
+    for alpha, color in ((0.9, "blue"), (0.8, "green"), (0.6, "orange"), (0.4, "red")):
+        gains = [speedup(alpha, K, 0.1) for K in range(13)]
+        axes[0].plot(range(13), gains, "o-", markersize=3, color=c[color], label=f"α = {alpha}")
+        best = best_k(alpha, 0.1)
+        axes[0].plot([best], [gains[best]], "o", markersize=8, color=c[color])
+    axes[0].axhline(1, color=c["grey"], linewidth=1)
+    axes[0].set(xlabel="drafts K, each costs c + v = 0.1 steps", ylabel="speed-up", title="longer is not better")
+    axes[0].set_ylim(top=4.6)
+    axes[0].legend(ncols=2)
+    batches, gpu = [2**i for i in range(10)], HARDWARE["H100 80GB"]
+    for context, color in ((4096, "blue"), (1024, "green"), (128, "red")):
+        gains = [speedup(0.7, 4, 0.05, verify_cost(gpu, B, 4, context)) for B in batches]
+        axes[1].plot(batches, gains, color=c[color], label=f"roofline, {context:,} tokens each")
+    for name, marker in (("EAGLE-3", "^"), ("EAGLE", "v")):
+        points = (EAGLE["batch"], EAGLE[name])
+        axes[1].plot(*points, marker, color=c["grey"], markersize=4, label=f"{name} in vLLM, published")
+    axes[1].axhline(1, color=c["grey"], linewidth=1)
+    axes[1].set(xscale="log", xlabel="sequences in the batch", title="a full batch has no free rows", ylim=(0.4, 4.2))
+    axes[1].set(xticks=batches[::2], xticklabels=batches[::2])
+    axes[1].minorticks_off()
+    axes[1].legend(fontsize=8.5)
+    return [rule, common.save_figure(figure, folder, "07_speedup")]
+
+
+FERRY = ("The ferry to the northern islands leaves from pier 7 at 6:40 in the morning and at 2:15 in the afternoon. "
+         "Tickets cost 18 euros, children under 12 travel free, and dogs must wear a muzzle.")  # fmt: skip
+TASKS = {
+    "copy": f"Repeat this text word for word:\n\n{FERRY}",
+    "chat": "Explain in a few sentences why the sky is blue and sunsets are red.",
+    "code": "Write a Python class Point with x and y, and methods to add, subtract and scale points.",
+}  # fmt: skip
+
+
+@dataclass
+class Served:
+    """What an engine made of a list of prompts."""
+
+    token_ids: list[list[int]]
+    seconds: float = 0.0  # of the steps behind the one that computed the last prompt
+    steps: list[dict[int, tuple[int, int]]] = field(default_factory=list)  # {request: (drafts, tokens written)}
+    stats: SpecDecodingStats | None = None
+
+    def tokens_per_pass(self, i: int) -> float:
+        """Behind the prompt's pass, which writes one token whoever guesses."""
+        written = [step[i][1] for step in self.steps if i in step][1:]
+        return sum(written) / max(1, len(written))
+
+
+def serve(engine: LLMEngine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Served:
+    """Hand everything in at once and step until all is done."""
+    core, served = engine.core, Served([[] for _ in prompts])
+    eos = (engine.model.config.eos_token_ids or (None,))[0]
+    for i, (prompt, one) in enumerate(zip(prompts, params)):
+        core.add_request(Request(str(i), list(prompt), one, eos_token_id=eos))
+    while core.scheduler.has_unfinished_requests():
+        decoding, start = all(served.token_ids), time.perf_counter()
+        output = core.scheduler.schedule()
+        heard = core.scheduler.update_from_output(output, core.execute_model(output))
+        served.seconds += (time.perf_counter() - start) * decoding
+        drafts, step = getattr(output, "scheduled_spec_decode_tokens", {}), {}
+        for o in heard:
+            i = int(o.request_id)
+            step[i] = len(drafts.get(o.request_id, ())), step.get(i, (0, 0))[1] + len(o.new_token_ids)
+            served.token_ids[i] += o.new_token_ids
+        served.steps.append(step)
+    served.stats = getattr(core.scheduler, "spec_decoding_stats", None)
+    return served
+
+
+def make_engine(model: llama.Llama, tokenizer: llama.Tokenizer, config: SpeculativeConfig | None = None,
+                base: type[LLMEngine] = LLMEngine, **options: Any) -> LLMEngine:  # fmt: skip
+    """Lesson 04b's engine, with drafts if there is a config."""
+    kind = base if config is None else speculative_engine(base, config)
+    return kind(model, tokenizer, **({"max_model_len": 512, "num_gpu_blocks_override": 192} | options))
+
+
+def configure(method: str, K: int, **more: Any) -> SpeculativeConfig:
+    """Prompt lookup from two tokens on: on short texts, vLLM's default of five finds little."""
+    return SpeculativeConfig(method, K, prompt_lookup_min=2, prompt_lookup_max=4, **more)
+
+
+def ragged_batch(V: int, counts: Sequence[int], seed: int) -> dict[str, Any]:
+    """Arguments for `rejection_sample`: requests with so many drafts each, greedy, without a q, with a q, in turn."""
+    g, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+    starts = [0, *itertools.accumulate(k + 1 for k in counts)]
+    R, kinds = starts[-1], [b % 3 for b, k in enumerate(counts) for _ in range(k + 1)]
+    p = (3 * torch.randn(R, V, generator=g)).softmax(1)
+    q = torch.where(torch.rand(R, 1, generator=g) < 0.5, (3 * torch.randn(R, V, generator=g)).softmax(1), p)
+    likely = [int(p[r].argmax()) if rng.random() < 0.7 else rng.randrange(V) for r in range(R)]
+    for end in starts[1:]:
+        likely[end - 1] = -1
+    rows = [r if kind == 2 and likely[r] >= 0 else -1 for r, kind in enumerate(kinds)]
+    return {
+        "scores": p, "draft_token_ids": torch.tensor(likely), "cu_num_sampled_tokens": torch.tensor(starts),
+        "is_greedy": torch.tensor([kind == 0 for kind in kinds]), "draft_probs": q, "draft_rows": torch.tensor(rows),
+        "draw_u": torch.rand(R, generator=g, dtype=torch.float64),
+        "accept_u": torch.rand(R, generator=g, dtype=torch.float64),
+    }  # fmt: skip
+
+
+def tell_rule(found: dict[str, Any]) -> None:
+    common.heading("1. The rule: guessed by one distribution, distributed like another")
+    exact, classic = exactness() if found is None else found["exact"], simulate(WIDGET_DEFAULT)
+    common.say(f"p = {classic['p']}, q = {classic['q']}: a draft stands with α = Σ min(p, q) = {classic['alpha']:.1f}")
+    if exact["error"] > 1e-12:
+        raise common.CheckFailed(f"the rule: a probability is off by {exact['error']:.1e}")
+    common.say(f"✓ {exact['outputs']:,} probabilities of 4-token outputs, K from 0 to 4, enumerated: the target's own")
+    for K, mean in exact["means"].items():
+        if abs(mean["counted"] - mean["expected"]) > 1e-12:
+            raise common.CheckFailed(f"K = {K}: {mean['counted']:.3f} tokens a round, expected {mean['expected']:.3f}")
+    common.say("✓ as many tokens per round as the formula says")
+    if exact["counted_error"] > 1e-12:
+        raise common.CheckFailed(f"rejection_sample: an output's probability is off by {exact['counted_error']:.3f}")
+    common.say(f"✓ rejection_sample, counted over a grid of {exact['grid']['2']:,} draws: the same, without any error")
+    if not common.HAS_TRITON:
+        common.skipped("the kernels", "no Triton wheel on this platform")
+        return
+    batch = ragged_batch(300, [3, 0, 4, 2, 5, 1, 0, 2, 3], seed=0)
+    batch = {name: x.to(common.device()) for name, x in batch.items()}
+    tokens, n = (x.tolist() for x in rejection_sample(**{name: x.cpu() for name, x in batch.items()}))
+    with common.use_kernels():
+        kernel = [x.tolist() for x in rejection_sample(**batch)]
+    common.check_equal("the kernels, on 9 ragged requests, greedy and random with and without a q: the same", kernel,
+                       [tokens, n])  # fmt: skip
+
+
+def tell_model(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
+    common.heading(f"2. The real model: four requests in one batch, {args.k} drafts at most")
+    prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in (*TASKS.values(), TASKS["copy"])]
+    names = [*TASKS, "copy, T=0.7"]
+    params = [SamplingParams(temperature=0, max_tokens=24)] * 3
+    params.append(SamplingParams(temperature=0.7, max_tokens=24, seed=7))
+    plain = serve(make_engine(model, tokenizer), prompts, params)
+    rows, methods = [["plain", *["1.00"] * 4, "", f"{plain.seconds:.2f} s"]], [args.method] if args.method else METHODS
+    runs: dict[str, Served] = {}
+    for method in methods:
+        engine = make_engine(model, tokenizer, configure(method, args.k))
+        runs[method] = run = serve(engine, prompts, params)
+        accepted = f"{run.stats.num_accepted_tokens}/{run.stats.num_draft_tokens}"
+        rows.append([method, *(f"{run.tokens_per_pass(i):.2f}" for i in range(4)), accepted, f"{run.seconds:.2f} s"])
+        pool = engine.core.scheduler.kv_cache_manager.block_pool
+        if run.token_ids != plain.token_ids:
+            i = next(i for i in range(4) if run.token_ids[i] != plain.token_ids[i])
+            raise common.CheckFailed(f"{method}, {names[i]}: not the tokens of plain decoding: "
+                                     f"{tokenizer.decode(run.token_ids[i])!r}")  # fmt: skip
+        if pool.num_free_blocks != pool.num_blocks - 1:
+            raise common.CheckFailed(f"{method}: blocks have leaked")
+    common.table(["tokens per pass", *names, "stood", "decoding"], rows)
+    common.say(f"✓ {', '.join(methods)}: the tokens of plain decoding, sampled ones included; no block leaked")
+
+    common.heading("3. One continuous batch, other numbers for everybody")
+    run = runs[methods[0]]
+    common.say(f"{methods[0]}: of each request, tokens written / drafts, pass by pass")
+    for i, name in enumerate(names):
+        cells = [f"{step[i][1]}/{step[i][0]}" if i in step else "" for step in run.steps[:14]]
+        common.say((f"{name:<12}" + " ".join(f"{cell:>4}" for cell in cells)).rstrip())
+    # A token inside a longer pass, as the end of the answer.
+    written, at = run.token_ids[0], 0
+    for n in (step[0][1] for step in run.steps if 0 in step):
+        if n > 1 and written[at] not in written[:at]:
+            break
+        at += n
+    one = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[written[at]])
+    stopped = serve(make_engine(model, tokenizer, configure(methods[0], args.k)), prompts[:1], [one])
+    common.check_equal(f"an answer that ends inside a draft, at {tokenizer.decode([written[at]])!r}, ends there",
+                       stopped.token_ids[0], plain.token_ids[0][: at + 1])  # fmt: skip
+    return {method: [run.tokens_per_pass(i) for i in range(4)] for method, run in runs.items()}
+
+
+def step_costs(model: llama.Llama, tokenizer: llama.Tokenizer, batches: Sequence[int], K: int,
+               seconds: float) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Of each batch size: a plain step in seconds, and v, what a draft adds to it. Context 64, attention included."""
+    found: dict[str, dict[str, float]] = {}
+    sizes = {"num_gpu_blocks_override": 40 + 6 * max(batches), "max_num_seqs": max(batches)}
+    runner = make_engine(model, tokenizer, **sizes).core.runner
+    for B in batches:
+        times = []
+        for n in (1, K + 1):
+            blocks = [range(1 + 5 * b, 6 + 5 * b) for b in range(B)]
+            meta = scheduling.AttentionMetadata.build(blocks, [64 + n] * B, [n] * B, 16, model.device)
+            ids = torch.ones(B * n, dtype=torch.int64, device=model.device)
+            run = lambda: runner.model.logits(runner.forward(ids, meta, ()))  # noqa: B023, E731
+            times.append(common.measure(run, seconds).median)
+        found[str(B)] = {"seconds": times[0], "v": (times[1] / times[0] - 1) / K}
+    return found
+
+
+def tell_economics(args: argparse.Namespace, numbers: dict[str, Any], model: llama.Llama,
+                   tokenizer: llama.Tokenizer) -> None:  # fmt: skip
+    common.heading("4. When it pays: α > c + v")
+    off = [row["name"] for row in numbers["leviathan"]
+           if not row["low"] - 0.05 <= row["predicted"] <= row["high"] + 0.05]  # fmt: skip
+    common.check_equal("Leviathan's 12 predicted speed-ups, from α, c and K as far as they are printed", off, [])
+    costs = step_costs(model, tokenizer, (1, 8), 4, 0.15)
+    rows = []
+    for B, cost in costs.items():
+        gains = [speedup(alpha, 4, 0, cost["v"]) for alpha in (0.3, 0.6, 0.9)]
+        rows.append([f"batch of {B}", f"{1e3 * cost['seconds']:.0f} ms", f"{cost['v']:.2f}",
+                     *(f"{gain:.2f}x" for gain in gains)])  # fmt: skip
+    columns = ["this machine", "plain step", "v", "α 0.3", "α 0.6", "α 0.9"]
+    common.table(columns, rows, title="speed-up with 4 free drafts")
+
+
+def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
+    """Drafters, tasks and batch sizes against plain decoding: 64 tokens each, B copies of a task's prompt; then K."""
+    common.heading("6. Measured: tokens per pass, and speed-up of decoding")
+    bench: dict[str, Any] = {"step": step_costs(model, tokenizer, (1, 4, 16), 4, 2.0), "tasks": {}, "adaptive": {}}
+    options = {"num_gpu_blocks_override": 400, "max_num_seqs": 16}
+    batches, rows = (1, 4, 16), []
+
+    def run(config: SpeculativeConfig | None, task: str, B: int) -> Served:
+        prompt = tokenizer.chat([{"role": "user", "content": TASKS[task]}])
+        params = [SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)] * B
+        return serve(make_engine(model, tokenizer, config, **options), [prompt] * B, params)
+
+    for task in TASKS:
+        plain = {B: run(None, task, B).seconds for B in batches}
+        for method in METHODS:
+            found = bench["tasks"].setdefault(method, {})[task] = {}
+            for B in batches:
+                served = run(configure(method, 4), task, B)
+                rate = served.stats.num_accepted_tokens / max(1, served.stats.num_draft_tokens)
+                found[str(B)] = {"tokens_per_pass": served.tokens_per_pass(0), "speedup": plain[B] / served.seconds,
+                                 "accepted": rate}  # fmt: skip
+            rows.append([f"{method}, {task}", f"{found['1']['tokens_per_pass']:.2f}", f"{found['1']['accepted']:.2f}",
+                         *(f"{found[str(B)]['speedup']:.2f}x" for B in batches)])  # fmt: skip
+    common.table(["drafter, task", "tokens/pass", "stood", *(f"batch {B}" for B in batches)], rows)
+    common.heading("7. Lookahead on chat, batch 4: what bounds the damage of bad drafts?")
+    plain, rows = run(None, "chat", 4).seconds, []
+    for name, config in {
+        "K = 8": configure("lookahead", 8), "K = 2": configure("lookahead", 2),
+        "heuristic": configure("lookahead", 8, num_speculative_tokens_schedule="heuristic"),
+        "off from 4": configure("lookahead", 8, num_speculative_tokens_per_batch_size=[[1, 3, 8], [4, 64, 0]]),
+    }.items():  # fmt: skip
+        served = run(config, "chat", 4)
+        bench["adaptive"][name.replace(" ", "_").replace("=_", "")] = {
+            "speedup": plain / served.seconds, "tokens_per_pass": served.tokens_per_pass(0),
+            "drafts": served.stats.num_draft_tokens,
+        }  # fmt: skip
+        rows.append([name, f"{served.tokens_per_pass(0):.2f}", served.stats.num_draft_tokens,
+                     f"{plain / served.seconds:.2f}x"])  # fmt: skip
+    common.table(["", "tokens/pass", "drafts", "speed-up"], rows)
+    return bench
+
+
+def build_parser() -> common.Parser:
+    p = common.parser(__doc__)
+    p.add_argument("-k", type=common.number(int, 1, 16), default=4, metavar="K", help="drafts at most (default 4)")
+    p.add_argument("--method", choices=METHODS, help="only this drafter in steps 2 and 3 (default: all)")
+    p.add_argument("--break", dest="wrong", choices=tuple(BREAKS), help="the bug: one function does it wrong")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    machine = common.start(args)
+    numbers, bench = facts(), {}
+    with broken(args.wrong):
+        tell_rule(numbers if args.wrong is None else None)
+        model, tokenizer = llama.load(args.model)
+        found = tell_model(args, model, tokenizer)
+        tell_economics(args, numbers, model, tokenizer)
+    common.heading("5. The widget's default: three words, and every rule applied by the real function")
+    common.say(describe(simulate(WIDGET_DEFAULT)))
+    if args.bench:
+        bench = {"tokens_per_pass": found} | benchmark(model, tokenizer)
+    draw(args.figure)
+    if args.json:
+        common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
+
+
+if __name__ == "__main__":
+    common.run(main)

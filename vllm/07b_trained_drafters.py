@@ -1,0 +1,1199 @@
+"""07b · Trained drafters: who guesses best, and how to check a whole tree of guesses in one pass.
+
+The question: lesson 07 accepts guesses exactly, whoever makes them. What does it take to make good ones: a small model,
+the first layers of the big one, or heads that read what the big one is thinking?
+
+The mechanism:
+  1. A draft model is a small Llama with a KV cache of its own. It knows the tokens, and nothing else.
+  2. Early exit takes the target's first layers and its output matrix. Nothing is trained, and it shows.
+  3. Medusa: the target's last hidden state goes through three small heads; head k guesses the token k + 1 ahead. No
+     cache, no second pass, but each head guesses without knowing what the other heads said.
+  4. EAGLE: one decoder layer that continues the target's features, one token ahead: (feature i, token i + 1) gives
+     feature i + 1. It knows the target's thoughts and its own last guess, so its guesses form a sentence.
+  5. Rejected guesses leave keys and values in the drafter's cache as well: its block table is cut back.
+  6. Several guesses per place form a tree. Every node is one row of the target's pass and attends to the context and to
+     its ancestors: one 64-bit mask per row. The longest accepted path wins; its keys and values move together.
+  7. Sampled exactly, too: try a node's children one after another, each against what the ones before it left of p.
+
+Numbers to remember: the output matrix has 28M of this model's 135M weights, so drafters draft from 4,096 of its 49,152
+rows (EAGLE-3, FR-Spec); a tree of 15 guesses costs one pass of 16 rows, a chain of 3 one of 4.
+
+How to run:
+  uv run python vllm/07b_trained_drafters.py                        the whole story
+  uv run python vllm/07b_trained_drafters.py --break no-mask        break it: guesses see their rivals
+  uv run python vllm/07b_trained_drafters.py --break no-move        break it: the accepted path stays where it was
+  uv run python vllm/07b_trained_drafters.py --bench                minutes: drafters by task, exits by layer
+  uv run python vllm/07b_trained_drafters.py train --write 2 --minutes 3    train your own; goes on where it stopped
+
+Read for this: Cai et al. 2024 (Medusa), Li et al. 2024, 2025 (EAGLE, EAGLE-3), Miao et al. 2024 (SpecInfer), Zhao et
+al. 2025 (FR-Spec), Elhoushi et al. 2024 (LayerSkip); vLLM 0.32 `v1/spec_decode/eagle.py`, `v1/spec_decode/medusa.py`,
+`v1/spec_decode/draft_model.py`.
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch and Triton are used
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import functools
+import itertools
+import math
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from common import tl, triton
+
+import llama
+
+paged = common.lesson("02_paged_attention")
+scheduling = common.lesson("04_continuous_batching")
+offline = common.lesson("04b_offline_engine")
+drafting = common.lesson("070_drafters")
+training = common.lesson("07b0_drafter_training")
+Draft, DraftContext, Drafter = drafting.Draft, drafting.DraftContext, drafting.Drafter
+SamplingParams = scheduling.SamplingParams
+Network = training.Network
+
+KEY = "07b_trained_drafters"
+WEIGHTS = common.HERE / "drafters"  # eagle.safetensors, medusa.safetensors, draft_model.safetensors
+
+
+# --- 1. A KV cache for drafters: pages that can be taken back ---------------------------------------------------------
+
+
+class DraftTable(paged.BlockTable):
+    """A block table whose end can be cut off, where a guess was rejected."""
+
+    def cut(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens; whole blocks behind them go back to the pool."""
+        keep = -(-num_tokens // self.block_size)
+        self.pool.free(self.blocks[keep:])
+        del self.blocks[keep:]
+        self.num_tokens = num_tokens
+
+
+class DraftCache:
+    """The pages of a drafter's own layers, one block table per request. Grows when it is full."""
+
+    def __init__(self, body: llama.Llama, num_blocks: int = 64, block_size: int = 16) -> None:
+        self.pool = paged.BlockPool(num_blocks)
+        self.pages = paged.PagedKVCache(body, num_blocks, block_size)
+        self.tables: dict[str, DraftTable] = {}
+
+    def table(self, request_id: str) -> DraftTable:
+        if request_id not in self.tables:
+            self.tables[request_id] = DraftTable(self.pool, self.pages.block_size)
+        return self.tables[request_id]
+
+    def free(self, request_id: str) -> None:
+        if table := self.tables.pop(request_id, None):
+            table.free()
+
+    def append(self, table: DraftTable, num_tokens: int) -> None:
+        try:
+            table.append(num_tokens)
+        except paged.OutOfBlocks:
+            self._grow(-(-num_tokens // table.block_size) + self.pool.num_blocks)
+            table.append(num_tokens)
+
+    def _grow(self, more: int) -> None:
+        old, self.pool.num_blocks = self.pool.num_blocks, self.pool.num_blocks + more
+        self.pool.free_queue.update(dict.fromkeys(range(old, old + more)))
+        self.pool.ref_count += [0] * more
+        self.pages.layers = [torch.cat((layer, torch.zeros_like(layer[:, :1]).expand(-1, more, -1, -1, -1)), 1)
+                             for layer in self.pages.layers]  # fmt: skip
+
+
+# --- 2. Drafters that write one token after another -------------------------------------------------------------------
+
+
+class AutoregressiveDrafter(Drafter):
+    """Guess, feed the guess back, guess again: the draft model, early exit and EAGLE, all requests in one batch.
+
+    Each subclass knows which rows its cache lacks when it is asked (`catch_up`), and what follows a guess.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        network.body = scheduling.pack_weights(network.body)
+        self.cache = DraftCache(network.body)
+        self.offset: dict[str, int] = {}  # position of the first cached row (EAGLE behind a cached prefix)
+
+    def catch_up(self, context: DraftContext, table: DraftTable) -> tuple[list[int], torch.Tensor | None]:
+        """Cut the table back to what is true, and name the tokens (and features) to compute. At least one."""
+        raise NotImplementedError
+
+    @torch.inference_mode()
+    def propose(self, contexts: list[DraftContext]) -> list[Draft]:
+        tables = [self.cache.table(context.request_id) for context in contexts]
+        behind = [self.catch_up(context, table) for context, table in zip(contexts, tables)]
+        counts = [len(tokens) for tokens, _ in behind]
+        features = None if behind[0][1] is None else torch.cat([rows for _, rows in behind])
+        token_ids = torch.tensor([t for tokens, _ in behind for t in tokens], device=self.network.target.device)
+        offsets = [self.offset.get(context.request_id, 0) for context in contexts]
+        rows = self.compute(tables, counts, offsets, token_ids, features)  # [T, hidden]
+        last = rows[torch.tensor(list(itertools.accumulate(counts)), device=rows.device) - 1]  # [B, hidden]
+
+        K = max(context.max_tokens for context in contexts)
+        drafts: list[list[int]] = [[] for _ in contexts]
+        probs: list[list[torch.Tensor]] = [[] for _ in contexts]
+        for j in range(K):
+            token_ids, q = choose(self.network, last, contexts, j)
+            for b, token in enumerate(token_ids.tolist()):
+                drafts[b].append(token)
+                probs[b].append(q[b])
+            if j + 1 < K:
+                last = self.compute(tables, [1] * len(contexts), offsets, token_ids, None if features is None else last)
+        return [
+            Draft(draft[: c.max_tokens], torch.stack(q[: c.max_tokens]) if c.max_tokens and q[0] is not None else None)
+            for c, draft, q in zip(contexts, drafts, probs)
+        ]
+
+    def compute(self, tables: Sequence[DraftTable], counts: Sequence[int], offsets: Sequence[int],
+                token_ids: torch.Tensor, features: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
+        """Some more tokens of each request through the drafter's layers: [T] -> features [T, hidden]."""
+        for table, n in zip(tables, counts):
+            self.cache.append(table, n)
+        pages = self.cache.pages
+        meta = paged.AttentionMetadata.build([t.blocks for t in tables], [t.num_tokens for t in tables], counts,
+                                             pages.block_size, token_ids.device)  # fmt: skip
+        shift = torch.tensor(offsets).repeat_interleave(torch.tensor(counts)).to(token_ids.device)
+        positions = (meta.positions + shift).clamp(max=len(self.network.body.cos) - 1)
+        return self.network.forward(self.network.inputs(token_ids, features), positions, pages.attend(meta))
+
+    def forget(self, request_id: str) -> None:
+        self.cache.free(request_id)
+        self.offset.pop(request_id, None)
+
+
+def choose(network: Network, features: torch.Tensor, contexts: Sequence[DraftContext],
+           step: int) -> tuple[torch.Tensor, list[torch.Tensor | None]]:  # fmt: skip
+    """The next guess of each request and the distribution it was drawn from (None: it is the favourite, one-hot).
+
+    Shapes: features [B, hidden] -> tokens int64 [B], B times [vocab] or None. A sampling request draws from
+    softmax(z/T) over the draft vocabulary, with random numbers that nothing else uses.
+    """
+    z = network.logits(features)  # [B, draft vocab]
+    token_ids = network.d2t[z.argmax(1)]
+    probs: list[torch.Tensor | None] = [None] * len(contexts)
+    if drawn := [b for b, context in enumerate(contexts) if context.params.temperature > 0]:
+        temperature = torch.tensor([contexts[b].params.temperature for b in drawn], device=z.device)[:, None]
+        q = (z[drawn].float() / temperature).softmax(1)
+        seeds = [zlib.crc32(f"{contexts[b].params.seed} {contexts[b].request_id}".encode()) ^ 0xD2AF7 for b in drawn]
+        u = offline.uniforms(seeds, [len(contexts[b].token_ids) + step for b in drawn])
+        token_ids[drawn] = network.d2t[offline.draw_tokens(q, u)]
+        full = torch.zeros(len(drawn), network.target.config.vocab_size, device=z.device)
+        for b, row in zip(drawn, full.index_copy_(1, network.d2t, q)):
+            probs[b] = row
+    return token_ids, probs
+
+
+class DraftModelDrafter(AutoregressiveDrafter):
+    """A language model of its own. Of its cache, whatever agrees with the tokens that were accepted stays."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__(network)
+        self.known: dict[str, int] = {}  # tokens that it was given when it last drafted; all of them are cached
+        self.drafted: dict[str, list[int]] = {}
+
+    def catch_up(self, context: DraftContext, table: DraftTable) -> tuple[list[int], torch.Tensor | None]:
+        name, tokens = context.request_id, context.token_ids
+        start = known = self.known.get(name, 0)
+        for guess in self.drafted.get(name, [])[: table.num_tokens - known]:
+            if start == len(tokens) - 1 or guess != tokens[start]:
+                break
+            start += 1
+        table.cut(start)
+        self.known[name] = len(tokens)
+        return tokens[start:], None
+
+    def propose(self, contexts: list[DraftContext]) -> list[Draft]:
+        drafts = super().propose(contexts)
+        for context, draft in zip(contexts, drafts):
+            self.drafted[context.request_id] = draft.token_ids
+        return drafts
+
+    def forget(self, request_id: str) -> None:
+        super().forget(request_id)
+        self.known.pop(request_id, None)
+        self.drafted.pop(request_id, None)
+
+
+class EagleDrafter(AutoregressiveDrafter):
+    """Row i of its cache is computed from the target's feature i and token i + 1. Rows of guesses were computed from
+    its own features: they go, and come again from the target's."""
+
+    needs_hidden = True
+
+    def __init__(self, network: Network) -> None:
+        super().__init__(network)
+        self.true_rows: dict[str, int] = {}
+
+    def catch_up(self, context: DraftContext, table: DraftTable) -> tuple[list[int], torch.Tensor | None]:
+        name, n = context.request_id, len(context.hidden)
+        if name not in self.true_rows:  # a cached prefix has no features: start behind it
+            self.offset[name] = len(context.token_ids) - 1 - n
+        table.cut(self.true_rows.get(name, 0))
+        self.true_rows[name] = table.num_tokens + n
+        return context.token_ids[-n:], context.hidden
+
+    def forget(self, request_id: str) -> None:
+        super().forget(request_id)
+        self.true_rows.pop(request_id, None)
+
+
+class MedusaDrafter(Drafter):
+    """Three heads on one feature: no cache, nothing to forget. At most three guesses, each the head's favourite."""
+
+    needs_hidden = True
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.num_heads = sum(name.endswith(".linear") for name in network.tensors)
+
+    @torch.inference_mode()
+    def propose(self, contexts: list[DraftContext]) -> list[Draft]:
+        last = torch.stack([context.hidden[-1] for context in contexts])  # [B, hidden]
+        heads = [self.network.logits(self.network.medusa(last, k)).argmax(1) for k in range(self.num_heads)]
+        guesses = self.network.d2t[torch.stack(heads, 1)].tolist()  # [B][heads]
+        return [Draft(guess[: context.max_tokens]) for context, guess in zip(contexts, guesses)]
+
+
+class EarlyExit(Network):
+    """The target's first layers, its final norm and its whole output matrix. Trains nothing, copies nothing."""
+
+    def __init__(self, target: llama.Llama, layers: int) -> None:
+        self.method, self.target, self.tensors = "early_exit", target, {}
+        self.d2t = torch.arange(target.config.vocab_size, device=target.device)
+        self.body = copy.copy(target)
+        self.body.config = dataclasses.replace(target.config, num_hidden_layers=layers)
+
+    def inputs(self, token_ids: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
+        return F.embedding(token_ids, self.target.embed_tokens)
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        return self.target.linear["lm_head"](features)
+
+
+DRAFTERS: dict[str, type[Drafter]] = {
+    "draft_model": DraftModelDrafter, "early_exit": DraftModelDrafter, "medusa": MedusaDrafter, "eagle": EagleDrafter,
+}  # fmt: skip
+
+
+def make_drafter(method: str, model: llama.Llama, num_speculative_tokens: int, path: str | None = None) -> Drafter:
+    """A trained drafter for `model`. `path` is a file of weights (default: the shipped ones, made for SmolLM2-135M), or
+    for early_exit the number of layers (default: two thirds). Raises InputError."""
+    layers = model.config.num_hidden_layers
+    if method == "early_exit":
+        if path is not None and (not path.isdecimal() or not 1 <= int(path) < layers):
+            raise common.InputError(f"early_exit: model {path!r}: must be a number of layers from 1 to {layers - 1}")
+        return DraftModelDrafter(EarlyExit(model, int(path) if path else max(1, layers * 2 // 3)))
+    network = training.load_network(Path(path) if path else WEIGHTS / f"{method}.safetensors", model)
+    if network.method != method:
+        raise common.InputError(f"{path}: holds weights for {network.method}, not for {method}")
+    if method == "medusa" and num_speculative_tokens > (heads := training.ROLLOUT):
+        raise common.InputError(f"medusa: num_speculative_tokens {num_speculative_tokens}: there are {heads} heads")
+    return DRAFTERS[method](network)
+
+
+def shuffled(network: Network, seed: int = 0) -> Network:
+    """The same weights with the rows of every tensor in another order: what a drafter is worth that learned nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    mixed = {name: t[torch.randperm(len(t), generator=generator)] for name, t in network.tensors.items()}
+    return Network(network.method, network.target, network.d2t, mixed)
+
+
+# --- 3. A tree of guesses ---------------------------------------------------------------------------------------------
+
+
+def ancestor_masks(parents: Sequence[int]) -> list[int]:
+    """Bit j of mask i: node i attends to node j, which is itself, its parent, or an ancestor of that. [N]."""
+    masks = [1]
+    for i, parent in enumerate(parents[1:], 1):
+        masks.append(masks[parent] | 1 << i)
+    return masks
+
+
+@dataclass
+class Tree:
+    """Guesses that share beginnings. Node 0 is the token sampled last, which is no guess; a parent precedes its
+    children. Node i is row i of the target's pass: it stands at position context + depth, in KV slot context + i."""
+
+    token_ids: list[int]
+    parents: list[int]  # −1 for node 0
+
+    def __post_init__(self) -> None:
+        if len(self.parents) > 64:
+            raise common.InputError(f"a tree of {len(self.parents)} nodes; allowed: at most 64, one bit each")
+        self.depths = [0] * len(self.parents)
+        self.masks = ancestor_masks(self.parents)
+        self.children: list[list[int]] = [[] for _ in self.parents]
+        for i, parent in enumerate(self.parents[1:], 1):
+            self.depths[i] = self.depths[parent] + 1
+            self.children[parent].append(i)
+
+    def mask_tensor(self, device: torch.device) -> torch.Tensor:
+        """The masks as int64 [N]; bit 63, the 64th node's, is the sign."""
+        return torch.tensor([mask - (mask >> 63 << 64) for mask in self.masks], device=device)
+
+    def path(self, node: int) -> list[int]:
+        """From the root's child to `node`."""
+        return [] if node == 0 else [*self.path(self.parents[node]), node]
+
+
+def chain(depth: int) -> list[tuple[int, ...]]:
+    """A tree that is a line: always the first choice."""
+    return [(0,) * k for k in range(1, depth + 1)]
+
+
+def plan_tree(ranks: Sequence[Sequence[float]], size: int) -> list[tuple[int, ...]]:
+    """The `size` nodes that are most probably right (Cai et al. 2024, section 2.3.3), parents first.
+
+    `ranks[k][r]` is how often head k's choice r is right. Node (r₁, …, r_k) takes choice r₁ of head 1, … and is right
+    with probability Π ranks[k][r_k], if heads are right independently. A child is never likelier than its parent, so
+    taking the likeliest next node again and again keeps the tree connected.
+    """
+    chosen: list[tuple[int, ...]] = []
+    open_: dict[tuple[int, ...], float] = {(r,): p for r, p in enumerate(ranks[0])}
+    while open_ and len(chosen) < size:
+        node = max(open_, key=lambda n: (open_[n], [-r for r in n]))
+        chance = open_.pop(node)
+        chosen.append(node)
+        if len(node) < len(ranks):
+            open_ |= {(*node, r): chance * p for r, p in enumerate(ranks[len(node)])}
+    return sorted(chosen, key=lambda n: (len(n), n))
+
+
+def expected_path(ranks: Sequence[Sequence[float]], shape: Sequence[tuple[int, ...]]) -> float:
+    """Tokens per pass: 1, and for every node the probability that its whole path is right."""
+    return 1 + sum(math.prod(ranks[k][r] for k, r in enumerate(node)) for node in shape)
+
+
+def fill_tree(shape: Sequence[tuple[int, ...]], root: int, choices: Sequence[Sequence[int]]) -> Tree:
+    """Put tokens on a planned tree: `choices[k][r]` is choice r of head k."""
+    index = {(): 0} | {node: i for i, node in enumerate(shape, 1)}
+    return Tree([root, *(choices[len(node) - 1][node[-1]] for node in shape)], [-1, *(index[n[:-1]] for n in shape)])
+
+
+# --- 4. One pass for the whole tree -----------------------------------------------------------------------------------
+
+
+def tree_attention_reference(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: int,
+                             tree: Tree) -> torch.Tensor:  # fmt: skip
+    """Node by node over what its own path makes visible, in fp64. q [N, Hq, D]; keys, values [context + N, Hkv, D]."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    for i in range(len(q)):
+        seen = [*range(context + 1), *(context + j for j in tree.path(i))]
+        for h in range(q.shape[1]):
+            kv_head = h * keys.shape[1] // q.shape[1]
+            s = keys[seen, kv_head].double().cpu() @ q[i, h].double().cpu() / math.sqrt(q.shape[2])
+            out[i, h] = s.softmax(0) @ values[seen, kv_head].double().cpu()
+    return out
+
+
+@common.kernel
+def tree_attention_kernel(q, kv_cache, block_table, query_start_loc, context_lens, masks, out, scale, stride_q,
+                          stride_kv, table_width, G: tl.constexpr, D: tl.constexpr, Hkv: tl.constexpr,
+                          BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr,
+                          UPCAST: tl.constexpr):  # fmt: skip
+    b, kv_head, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(query_start_loc + b)
+    n = (tl.load(query_start_loc + b + 1) - start).to(tl.int32)
+    context = tl.load(context_lens + b)
+    r = group * ROWS + tl.arange(0, ROWS)  # a row of the tile is one query head of one node
+    node, head = r // G, kv_head * G + r % G
+    if group * ROWS < n * G:
+        d, j = tl.arange(0, D_PAD), tl.arange(0, TILE)
+        row, column = (node < n)[:, None], (d < D)[None, :]
+        place_q = (start + node)[:, None] * stride_q + head[:, None] * D + d[None, :]
+        q_tile = tl.load(q + place_q, mask=row & column, other=0.0)  # [ROWS, D]
+        if UPCAST:  # Triton's interpreter multiplies 16-bit floats wrongly; a GPU wants them as they are
+            q_tile = q_tile.to(tl.float32)
+        ancestors = tl.load(masks + start + node, mask=node < n, other=1)  # int64 [ROWS]
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+        l = tl.zeros([ROWS], tl.float32)
+        o = tl.zeros([ROWS, D_PAD], tl.float32)
+        for first in range(0, context + n, TILE):
+            p = first + j
+            live = p < context + n
+            block = tl.load(block_table + b * table_width + p // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+            place = kv_cache + ((block * BLOCK_SIZE + p % BLOCK_SIZE) * Hkv + kv_head) * D  # [TILE]
+            k = tl.load(place[None, :] + d[:, None], mask=(d < D)[:, None] & live[None, :], other=0.0)  # [D, TILE]
+            if UPCAST:
+                k = k.to(tl.float32)
+            s = tl.dot(q_tile, k, input_precision="ieee") * scale  # [ROWS, TILE]
+            # The context is everybody's past. Of the tree, a node sees itself and its ancestors.
+            bit = tl.minimum(tl.maximum(p - context, 0), 63).to(tl.int64)
+            related = ((ancestors[:, None] >> bit[None, :]) & 1) == 1
+            s = tl.where(((p < context)[None, :] | related) & live[None, :], s, float("-inf"))
+            m_new = tl.maximum(m, tl.max(s, 1))  # finite: in the first tile, everybody sees position 0
+            alpha = tl.exp(m - m_new)
+            w = tl.exp(s - m_new[:, None])
+            l = l * alpha + tl.sum(w, 1)
+            v = tl.load(place[:, None] + stride_kv + d[None, :], mask=live[:, None] & column, other=0.0)  # [TILE, D]
+            if UPCAST:
+                v = v.to(tl.float32)
+            o = o * alpha[:, None] + tl.dot(w.to(v.dtype), v, input_precision="ieee")
+            m = m_new
+        place_o = ((start + node)[:, None] * Hkv * G + head[:, None]) * D + d[None, :]
+        tl.store(out + place_o, (o / l[:, None]).to(out.dtype.element_ty), mask=row & column)
+
+
+def tree_attention(q: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
+                   context_lens: torch.Tensor, masks: torch.Tensor, max_nodes: int,
+                   max_seq_len: int) -> torch.Tensor:  # fmt: skip
+    """Attention of a batch of trees, whose keys lie behind their contexts in the paged cache, in node order.
+
+    Semantics: out[t, h] = Σ_j softmax_j(q[t, h]·k_j / √D) v_j over positions j < context_lens[b] and those
+    context_lens[b] + i for which bit i of masks[t] is set, where b owns row t.
+    Shapes: q [T, Hq, D] (row stride free), kv_cache [2, num_blocks, block_size, Hkv, D], block_table int32 [B, W],
+    query_start_loc int64 [B + 1], context_lens int32 [B], masks int64 [T] (bit of the row itself set) -> [T, Hq, D].
+    `max_nodes` ≤ 64 bounds a tree, `max_seq_len` a context with its tree. The bit mask is ours.
+    """
+    T, Hq, D = q.shape
+    block_size, Hkv = kv_cache.shape[2:4]
+    if not common.runs_kernel(q):
+        return tree_attention_torch(q, kv_cache, block_table, query_start_loc, context_lens, masks, max_seq_len)
+    out = torch.empty(T, Hq, D, dtype=q.dtype, device=q.device)
+    if T == 0:
+        return out
+    G, D_pad = Hq // Hkv, max(16, triton.next_power_of_2(D))
+    most = 16 if q.element_size() == 4 else 32  # more rows, or 32 keys beside 32 rows, spill on some GPU
+    rows = min(most, max(16, triton.next_power_of_2(max_nodes * G)))
+    wide = q.element_size() * D_pad >= 256
+    tree_attention_kernel[(len(block_table), Hkv, triton.cdiv(max_nodes * G, rows))](
+        q, kv_cache, block_table, query_start_loc, context_lens, masks, out, 1 / math.sqrt(D), q.stride(0),
+        kv_cache.stride(0), block_table.stride(0), G=G, D=D, Hkv=Hkv, BLOCK_SIZE=block_size, ROWS=rows, D_PAD=D_pad,
+        TILE=16 if rows > 16 else 32, UPCAST=common.INTERPRET, num_warps=8 if wide else 4, num_stages=2,
+    )  # fmt: skip
+    return out
+
+
+def tree_attention_torch(q: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor,
+                         query_start_loc: torch.Tensor, context_lens: torch.Tensor, masks: torch.Tensor,
+                         max_seq_len: int) -> torch.Tensor:  # fmt: skip
+    """The same by gathering every sequence's slots, padded to the longest. Shapes as there."""
+    size = kv_cache.shape[2]
+    n = query_start_loc.diff()  # [B]
+    p = torch.arange(max_seq_len, device=q.device)
+    live = p < (context_lens + n)[:, None]  # [B, S]
+    slots = torch.where(live, block_table[:, p // size].long() * size + p % size, 0)
+    keys, values = kv_cache.flatten(1, 2)[:, slots].masked_fill(~live[None, :, :, None, None], 0)  # [B, S, Hkv, D]
+    owner = torch.arange(len(n), device=q.device).repeat_interleave(n)  # [T]
+    inside = torch.arange(len(q), device=q.device) - query_start_loc[owner]
+    bit = (p - context_lens[:, None]).clamp(0, 63)  # [B, S]
+    sees = (p < context_lens[:, None])[owner] | (masks[:, None] >> bit[owner] & 1).bool()  # [T, S]
+    padded = q.new_zeros(len(n), int(n.max()), *q.shape[1:])
+    padded[owner, inside] = q
+    bias = torch.zeros(*padded.shape[:2], max_seq_len, dtype=q.dtype, device=q.device)
+    bias[owner, inside] = torch.where(sees & live[owner], 0.0, -math.inf).to(q.dtype)
+    turn = lambda x: x.transpose(1, 2)  # noqa: E731
+    out = F.scaled_dot_product_attention(turn(padded), turn(keys), turn(values), bias[:, None], enable_gqa=True)
+    return turn(out)[owner, inside]
+
+
+# The accepted path is spread over the tree's slots. Node i_1 < i_2 < … of the path goes to slot context + 1, + 2, …:
+# never behind where it was, so going up from the first, nothing is overwritten before it was read.
+
+
+@common.kernel
+def compact_kernel(kv_cache, block_table, context_lens, accepted, stride_kv, table_width, depth,
+                   WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    b, half = tl.program_id(0), tl.program_id(1)  # half 0: keys, 1: values
+    context = tl.load(context_lens + b)
+    i = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)  # one thread keeps its columns: loads and stores in order
+    inside = i < WIDTH
+    base = kv_cache + half.to(tl.int64) * stride_kv + i
+    for step in range(depth):
+        node = tl.load(accepted + b * depth + step)
+        if node > step + 1:
+            source, target = context + node, context + step + 1
+            from_block = tl.load(block_table + b * table_width + source // BLOCK_SIZE).to(tl.int64)
+            to_block = tl.load(block_table + b * table_width + target // BLOCK_SIZE).to(tl.int64)
+            x = tl.load(base + (from_block * BLOCK_SIZE + source % BLOCK_SIZE) * WIDTH, mask=inside)
+            tl.store(base + (to_block * BLOCK_SIZE + target % BLOCK_SIZE) * WIDTH, x, mask=inside)
+
+
+def compact_slots(kv_cache: torch.Tensor, block_table: torch.Tensor, context_lens: torch.Tensor,
+                  accepted: torch.Tensor) -> None:  # fmt: skip
+    """Move each sequence's accepted nodes together, behind its context and its root.
+
+    Semantics: slot(context_lens[b] + 1 + s) = slot(context_lens[b] + accepted[b, s]) for every accepted[b, s] > 0, as
+    all were before.
+    Shapes: kv_cache [2, num_blocks, block_size, Hkv, D], block_table int32 [B, W], context_lens int32 [B], accepted
+    int32 [B, depth], ascending, padded with −1.
+    """
+    B, depth = accepted.shape
+    size, width = kv_cache.shape[2], kv_cache.stride(2)
+    if not common.runs_kernel(kv_cache):
+        b, step = (accepted > 0).nonzero(as_tuple=True)
+        source, target = (context_lens[b] + accepted[b, step]).long(), (context_lens[b] + step + 1).long()
+        slot = lambda p: block_table[b, p // size].long() * size + p % size  # noqa: E731
+        flat = kv_cache.flatten(1, 2)
+        flat[:, slot(target)] = flat[:, slot(source)]
+    elif B * depth > 0:
+        block = min(1024, triton.next_power_of_2(width))
+        compact_kernel[(B, 2, triton.cdiv(width, block))](
+            kv_cache, block_table, context_lens, accepted, kv_cache.stride(0), block_table.stride(0), depth,
+            WIDTH=width, BLOCK_SIZE=size, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+
+
+def example_launches(dtype: torch.dtype) -> None:
+    """Every kernel's wrapper at the shapes of SmolLM2 and of an 8B Llama, on meta tensors: for the compile check."""
+    empty = functools.partial(torch.empty, device="meta")
+    for Hq, Hkv, D in ((9, 3, 64), (32, 8, 128)):
+        kv_cache, table = empty(2, 1024, 16, Hkv, D, dtype=dtype), empty(8, 512, dtype=torch.int32)
+        lens = empty(8, dtype=torch.int32)
+        for nodes in (4, 16, 64):
+            tree_attention(empty(8 * nodes, Hq, D, dtype=dtype), kv_cache, table, empty(9, dtype=torch.int64), lens,
+                           empty(8 * nodes, dtype=torch.int64), nodes, 4096)  # fmt: skip
+        compact_slots(kv_cache, table, lens, empty(8, 3, dtype=torch.int32))
+
+
+# --- 5. Which path stands ---------------------------------------------------------------------------------------------
+
+
+def verify_greedy(tree: Tree, favourite: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Follow the target's favourite from node to node. Returns the accepted nodes, and the tokens written: theirs, and
+    one that nobody guessed (or guessed where the tree ends)."""
+    node, path = 0, []
+    while (child := next((c for c in tree.children[node] if tree.token_ids[c] == favourite[node]), None)) is not None:
+        node = child
+        path.append(node)
+    return path, [*(tree.token_ids[i] for i in path), favourite[node]]
+
+
+# Sampling, with several guesses for one place (Miao et al. 2024, algorithm 2). Guess x, drawn from q, stands with
+# probability min(1, p(x)/q(x)), as in lesson 07. If it falls, what is still to be written follows
+#
+#     p' = norm(max(p − q, 0))        (lesson 07 draws from it; here the next guess is tried against it)
+#
+# and the next guess is one more round of the same rule with p' in p's place: by induction, whatever is written in the
+# end has distribution p. A guess without q is one-hot: it stands with probability p(x), and p' is p without x.
+
+
+def left_over(p: torch.Tensor, token: int, q: torch.Tensor | None) -> torch.Tensor:
+    """norm(max(p − q, 0)); with q one-hot if None. [V]. If nothing is left, p = q, and a guess cannot have fallen."""
+    rest = p.clone()
+    if q is None:
+        rest[token] = 0.0
+    else:
+        rest = (p - q).clamp(min=0)
+    total = rest.sum()
+    return rest / total if total > 0 else p
+
+
+def stands(p: torch.Tensor, token: int, q: torch.Tensor | None) -> float:
+    """The probability that a guess is kept: min(1, p(x)/q(x))."""
+    return min(1.0, float(p[token]) / (1.0 if q is None else float(q[token])))
+
+
+def draw_token(p: torch.Tensor, uniform: Callable[[], float]) -> int:
+    """Lesson 04b's draw: by inverse distribution. p [V]."""
+    return int(offline.draw_tokens(p[None], np.array([uniform()])))
+
+
+def verify_sampled(tree: Tree, p: torch.Tensor, q: Sequence[torch.Tensor | None],
+                   uniform: Callable[[], float]) -> tuple[list[int], list[int]]:  # fmt: skip
+    """The multi-branch rule down the tree. p [N, V]: the target's distribution at each node; q[i]: what node i's token
+    was drawn from, given its earlier siblings (None: one-hot). Returns accepted nodes and written tokens."""
+    node, path = 0, []
+    while True:
+        rest = p[node].double()
+        for child in tree.children[node]:
+            token = tree.token_ids[child]
+            if uniform() < stands(rest, token, q[child]):
+                break
+            rest = left_over(rest, token, q[child])
+        else:
+            return path, [*(tree.token_ids[i] for i in path), draw_token(rest, uniform)]
+        node = child
+        path.append(node)
+
+
+def without(q: torch.Tensor, token: int) -> torch.Tensor:
+    """q for the next guess, if guesses are drawn without replacement; all 0 when nothing is left. [V]."""
+    rest = q.clone()
+    rest[token] = 0.0
+    return rest / rest.sum() if rest.sum() > 0 else rest
+
+
+def exact_node(p: torch.Tensor, q: torch.Tensor, guesses: int, distinct: bool) -> tuple[torch.Tensor, float]:
+    """The distribution of what is written at one node, fp64 [V], and the probability that it is one of the guesses, by
+    enumerating every draw of these. `distinct`: they are drawn without replacement, so each has a q of its own."""
+    written, fell = torch.zeros_like(p), 0.0
+
+    def walk(rest: torch.Tensor, q: torch.Tensor, left: int, weight: float) -> None:
+        nonlocal fell
+        if left == 0 or float(q.sum()) == 0:
+            written.add_(weight * rest)
+            fell += weight
+            return
+        for token in q.nonzero().flatten().tolist():
+            chance, keep = weight * float(q[token]), stands(rest, token, q)
+            written[token] += chance * keep
+            if keep < 1:
+                walk(left_over(rest, token, q), without(q, token) if distinct else q, left - 1, chance * (1 - keep))
+
+    walk(p, q, guesses, 1.0)
+    return written, 1 - fell
+
+
+# --- 6. Decoding with a tree: Medusa ----------------------------------------------------------------------------------
+
+
+@dataclass
+class TreeRun:
+    """What was written, and the passes it took (the prompt's included)."""
+
+    token_ids: list[int]
+    passes: int
+    rows: int  # of the target, over all passes behind the prompt
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return (len(self.token_ids) - 1) / (self.passes - 1)
+
+
+@torch.inference_mode()
+def generate_with_tree(model: llama.Llama, network: Network, shape: Sequence[tuple[int, ...]], prompt: Sequence[int],
+                       max_tokens: int, temperature: float = 0.0, seed: int = 0) -> TreeRun:  # fmt: skip
+    """One sequence, one tree of Medusa's guesses per pass, on lesson 02's paged cache. Greedy at temperature 0."""
+    device, width = model.device, 1 + max((r for node in shape for r in node), default=0)
+    depth = max(map(len, shape), default=0)
+    generator = torch.Generator().manual_seed(seed)
+    uniform = lambda: float(torch.rand((), generator=generator, dtype=torch.float64))  # noqa: E731
+    size = 16
+    num_blocks = 2 + (len(prompt) + max_tokens + len(shape) + depth) // size
+    pages, table = paged.PagedKVCache(model, num_blocks, size), DraftTable(paged.BlockPool(num_blocks), size)
+
+    def judge(tree: Tree, hidden: torch.Tensor) -> tuple[list[int], list[int]]:
+        logits = model.logits(hidden)  # [N, vocab]
+        if temperature == 0:
+            return verify_greedy(tree, logits.argmax(1).tolist())
+        return verify_sampled(tree, (logits.double() / temperature).softmax(1).cpu(), [None] * len(logits), uniform)
+
+    table.append(len(prompt))
+    meta = paged.AttentionMetadata.build([table.blocks], [len(prompt)], [len(prompt)], size, device)
+    hidden = model.forward(torch.tensor(prompt, device=device), meta.positions, pages.attend(meta))[-1:]
+    _, written = judge(Tree([prompt[-1]], [-1]), hidden)
+    run = TreeRun(list(written), 1, 0)
+    while len(run.token_ids) < max_tokens and not set(written) & set(model.config.eos_token_ids):
+        feature = training.final_norm(model, hidden)  # [1, hidden], of the position before the token sampled last
+        heads = [network.logits(network.medusa(feature, k))[0].topk(width).indices for k in range(depth)]
+        tree = fill_tree(shape, run.token_ids[-1], [network.d2t[top].tolist() for top in heads])
+        context, N = table.num_tokens, len(tree.parents)
+        table.append(N)
+        on_device = functools.partial(torch.tensor, device=device)
+        blocks, context_lens = on_device([table.blocks]).int(), on_device([context]).int()
+        slots = on_device([table.blocks[p // size] * size + p % size for p in range(context, context + N)])
+        bounds, masks = on_device([0, N]), tree.mask_tensor(device)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            cache = pages.layers[layer]
+            paged.reshape_and_cache(k, v, cache, slots)  # noqa: B023
+            return tree_attention(q, cache, blocks, bounds, context_lens, masks, N, context + N)  # noqa: B023
+
+        positions = on_device([context + d for d in tree.depths])
+        hidden = model.forward(on_device(tree.token_ids), positions, attend)  # [N, hidden]
+        path, written = judge(tree, hidden)
+        for cache in pages.layers:
+            compact_slots(cache, blocks, context_lens, on_device([path]).int().view(1, -1))
+        table.cut(context + 1 + len(path))
+        hidden = hidden[[path[-1] if path else 0]]
+        run.token_ids += written
+        run.passes, run.rows = run.passes + 1, run.rows + N
+    stop = [i + 1 for i, token in enumerate(run.token_ids) if token in model.config.eos_token_ids]
+    del run.token_ids[min([max_tokens, *stop]) :]
+    return run
+
+
+# --- 7. How to do it wrong --------------------------------------------------------------------------------------------
+
+BREAKS: dict[str, tuple[str, Callable]] = {  # name: (function of this file, what stands in its place)
+    "no-mask": ("ancestor_masks", lambda parents: [(2 << i) - 1 for i in range(len(parents))]),
+    "no-move": ("compact_slots", lambda kv_cache, block_table, context_lens, accepted: None),
+    "same-p": ("left_over", lambda p, token, q: p),
+}
+
+
+@contextlib.contextmanager
+def broken(name: str | None) -> Iterator[None]:
+    """Inside this block, one function is wrong in the way that `name` says; None: all are right."""
+    here = sys.modules[__name__]
+    if name is None:
+        yield
+        return
+    function, wrong = BREAKS[name]
+    right = getattr(here, function)
+    setattr(here, function, wrong)
+    try:
+        yield
+    finally:
+        setattr(here, function, right)
+
+
+# --- 8. The simulation behind the widget ------------------------------------------------------------------------------
+
+WORDS = ["sun", "rain", "wind", "snow", "fog"]
+TOY_RANKS = [[0.5, 0.2, 0.15, 0.1, 0.05], [0.4, 0.25, 0.15, 0.1, 0.1], [0.3, 0.25, 0.2, 0.15, 0.1]]
+SHAPES: dict[str, list[tuple[int, ...]]] = {
+    "nothing": [], "chain of 3": chain(3), "3 first words": [(0,), (1,), (2,)],
+    "2 x 2 x 2": [node for k in (1, 2, 3) for node in itertools.product(range(2), repeat=k)],
+    "planned, 7": plan_tree(TOY_RANKS, 7), "planned, 15": plan_tree(TOY_RANKS, 15),
+}  # fmt: skip
+SKILLS = {"good": [0, 0, 1, 0, 0, 2], "fair": [1, 0, 2, 0, 3, 1], "poor": [3, 4, 2, 4, 1, 3]}  # where the truth ranks
+WIDGET_CHOICES = {"shape": list(SHAPES), "heads": list(SKILLS), "bug": ["none", "no-mask", "no-move"], "seed": range(6)}
+WIDGET_DEFAULT = {"shape": "planned, 7", "heads": "good", "bug": "none", "seed": 0}
+TOY_TOKENS, TOY_BLOCKS, TOY_BLOCK_SIZE = 12, [3, 1, 6, 2, 5, 4, 8, 7, 9, 10], 4
+
+
+def toy_next(seen: Sequence[tuple[int, int]], seed: int) -> int:
+    """A language model of five words: what follows depends on every (position, word) that is visible."""
+    return sum((3 * word + 1) * (position**2 + 7 + seed) for position, word in seen) % 101 % len(WORDS)
+
+
+def simulate(params: dict) -> dict:
+    """Twelve words of the toy language, a tree per pass: the real trees, masks, verification and compaction, on a paged
+    cache that holds words in place of keys. Raises InputError."""
+    params = common.checked(params, WIDGET_CHOICES)
+    shape, skill, seed = SHAPES[params["shape"]], SKILLS[params["heads"]], params["seed"]
+    plain = [seed % len(WORDS)]
+    while len(plain) <= TOY_TOKENS + 4:
+        plain.append(toy_next(list(enumerate(plain)), seed))
+    cache = torch.zeros(2, len(TOY_BLOCKS) + 1, TOY_BLOCK_SIZE, 1, 1)
+    slot = lambda p: TOY_BLOCKS[p // TOY_BLOCK_SIZE] * TOY_BLOCK_SIZE + p % TOY_BLOCK_SIZE  # noqa: E731
+    at = lambda p: int(cache[0].view(-1)[slot(p)])  # noqa: E731
+    written, steps, context = [plain[0]], [], 0
+    with broken(None if params["bug"] == "none" else params["bug"]):
+        while len(written) <= TOY_TOKENS:
+            choices = []
+            for k in range(3):
+                truth = toy_next(list(enumerate([*written, *choices_truth(written, seed, k)])), seed)
+                others = [w for w in range(len(WORDS)) if w != truth]
+                others.insert(skill[(len(steps) + 2 * k + seed) % len(skill)], truth)
+                choices.append(others)
+            tree = fill_tree(shape, written[-1], choices)
+            N = len(tree.parents)
+            for i, token in enumerate(tree.token_ids):
+                cache[:, slot(context + i) // TOY_BLOCK_SIZE, slot(context + i) % TOY_BLOCK_SIZE] = token
+            favourite = []
+            for i in range(N):
+                past = [(p, at(p)) for p in range(context)]
+                own = [(context + tree.depths[j], at(context + j)) for j in range(N) if tree.masks[i] >> j & 1]
+                favourite.append(toy_next(past + own, seed))
+            path, new = verify_greedy(tree, favourite)
+            compact_slots(cache, torch.tensor([TOY_BLOCKS]).int(), torch.tensor([context]).int(),
+                          torch.tensor([path]).int().view(1, -1))  # fmt: skip
+            steps.append({
+                "context": context, "tokens": tree.token_ids, "parents": tree.parents, "masks": tree.masks,
+                "favourite": favourite, "path": path, "written": new,
+                "moves": [[context + i, context + 1 + s] for s, i in enumerate(path) if i != s + 1],
+                "slots": [slot(context + i) for i in range(N)],
+            })  # fmt: skip
+            written += new
+            context += 1 + len(path)
+    count = TOY_TOKENS + 1
+    same = next((i for i, (a, b) in enumerate(zip(written[:count], plain)) if a != b), count)
+    return {"words": WORDS, "steps": steps, "written": written[1:count], "plain": plain[1:count],
+            "same": same - 1, "passes": len(steps), "rows": sum(len(step["tokens"]) for step in steps),
+            "tokens": sum(len(step["written"]) for step in steps)}  # fmt: skip
+
+
+def choices_truth(written: Sequence[int], seed: int, k: int) -> list[int]:
+    """The next k words of the toy language."""
+    words = list(written)
+    for _ in range(k):
+        words.append(toy_next(list(enumerate(words)), seed))
+    return words[len(written) :]
+
+
+def describe(trace: dict) -> str:
+    """The state under the widget, as text."""
+    first, name = trace["steps"][0], lambda tokens: " ".join(WORDS[t] for t in tokens)
+    lines = [f"pass 0: {len(first['tokens'])} rows, root {WORDS[first['tokens'][0]]!r}"]
+    for i in range(1, min(8, len(first["tokens"]))):
+        seen = "".join("x" if first["masks"][i] >> j & 1 else "." for j in range(len(first["tokens"])))
+        mark = "✓" if i in first["path"] else "·"
+        lines.append(f"  node {i} {mark} {WORDS[first['tokens'][i]]:<5} under {first['parents'][i]}, sees {seen}")
+    moves = ", ".join(f"{a} to {b}" for a, b in first["moves"]) or "nothing"
+    lines.append(f"  accepted {first['path'] or 'nothing'}, wrote: {name(first['written'])}; moved: {moves}")
+    lines.append(f"{trace['passes']} passes, {trace['rows']} rows, {trace['tokens']} words: "
+                 f"{100 * trace['tokens'] // trace['passes'] / 100:.2f} per pass")  # fmt: skip
+    same = "all" if trace["same"] == TOY_TOKENS else f"only the first {trace['same']}"
+    lines.append(f"{name(trace['written'][:6])} … ({same} as plain decoding)")
+    return "\n".join(lines)
+
+
+# --- 9. Numbers that the text quotes ----------------------------------------------------------------------------------
+
+
+def largest_tree_error(p: Sequence[float], q: Sequence[float]) -> float:
+    """Of `exact_node` against p, for up to four guesses with and without replacement."""
+    target, draft = (torch.tensor(x, dtype=torch.float64) for x in (p, q))
+    found = [exact_node(target, draft, n, distinct) for n in range(5) for distinct in (False, True)]
+    return max(float((x - target).abs().max()) for x, _ in found)
+
+
+PAIRS = {  # target p, draft q
+    "half right": ([0.6, 0.3, 0.1], [0.2, 0.3, 0.5]), "equal": ([0.6, 0.3, 0.1], [0.6, 0.3, 0.1]),
+    "disjoint": ([0.5, 0.5, 0.0], [0.0, 0.0, 1.0]), "one-hot": ([0.6, 0.3, 0.1], [0.0, 1.0, 0.0]),
+    "five words": ([0.4, 0.3, 0.2, 0.1, 0.0], [0.05, 0.05, 0.2, 0.3, 0.4]),
+}  # fmt: skip
+
+
+@functools.cache
+def shipped() -> dict[str, dict[str, Any]]:
+    """What the shipped files say about themselves, and their size."""
+    files = sorted(WEIGHTS.glob("*.safetensors"))
+    return {f.stem: training.about(f) | {"megabytes": f.stat().st_size / 1e6} for f in files}
+
+
+@functools.cache
+def facts() -> dict[str, Any]:
+    """The lesson's deterministic numbers: of the shipped files, of planned trees, of the rule for several guesses."""
+    about = shipped()
+    ranks = about["medusa"]["ranks"]
+    p, q = (torch.tensor(x, dtype=torch.float64) for x in PAIRS["half right"])
+    kept = lambda n, distinct: exact_node(p, q, n, distinct)[1]  # noqa: E731
+    with broken("same-p"):
+        wrong, _ = exact_node(p, q, 2, False)
+    bugs = {bug: simulate(WIDGET_DEFAULT | {"bug": bug})["same"] for bug in WIDGET_CHOICES["bug"]}
+    default = simulate(WIDGET_DEFAULT)
+    return {
+        "drafters": {
+            name: {key: d[key] for key in ("parameters", "megabytes", "steps", "tokens", "minutes", "coverage",
+                   "agreement", "history")} | {"expected": training.expected_tokens(d["agreement"])}
+            for name, d in about.items()
+        },
+        "draft_vocab": about["medusa"]["draft_vocab"],
+        "head": {"full": 49152 * 576 / 1e6, "draft": about["medusa"]["draft_vocab"] * 576 / 1e6},
+        "ranks": ranks,
+        "tree": {str(n): expected_path(ranks, plan_tree(ranks, n)) for n in (1, 2, 3, 4, 7, 8, 15, 16, 31, 63)},
+        "chain": expected_path(ranks, chain(3)),
+        "exact": {"error": max(largest_tree_error(*pair) for pair in PAIRS.values()), "cases": 10 * len(PAIRS)},
+        "accepted": {str(n): {"repeated": kept(n, False), "distinct": kept(n, True)} for n in (1, 2, 3)},
+        "same_p": {"written": wrong.tolist(), "distance": float((wrong - p).abs().sum() / 2)},
+        "widget": {"passes": default["passes"], "rows": default["rows"], "tokens": default["tokens"], "same": bugs},
+    }  # fmt: skip
+
+
+# --- Figures ----------------------------------------------------------------------------------------------------------
+
+
+def draw(folder: str | Path) -> list[Path]:
+    """A planned tree and its mask; how the drafters learned."""
+    from matplotlib.colors import ListedColormap
+
+    known = facts()
+    shape = SHAPES["planned, 7"]
+    tree = fill_tree(shape, 0, [range(5)] * 3)
+    figure, (left, right) = common.new_figure(8.0, 3.4, ncols=2, width_ratios=[1.35, 1])
+    leaves = [i for i in range(len(tree.parents)) if not tree.children[i]]
+    height: dict[int, float] = {}
+
+    def place(i: int) -> float:
+        if i not in height:
+            below = [place(c) for c in tree.children[i]]
+            height[i] = sum(below) / len(below) if below else -float(len([x for x in height if x in leaves]))
+        return height[i]
+
+    place(0)
+    for i, parent in enumerate(tree.parents):
+        if parent >= 0:
+            ends = [tree.depths[parent], tree.depths[i]], [height[parent], height[i]]
+            left.plot(*ends, color=common.COLORS["grey"], zorder=1)
+        color = common.COLORS["ink" if i == 0 else "blue"]
+        left.scatter(tree.depths[i], height[i], s=330, color=color, zorder=2)
+        left.text(tree.depths[i], height[i], str(i), ha="center", va="center", color="white", weight="bold")
+        if i:
+            node = shape[i - 1]
+            chance = math.prod(TOY_RANKS[k][r] for k, r in enumerate(node))
+            left.text(tree.depths[i] + 0.12, height[i] - 0.32, f"choice {node[-1] + 1}: {chance:.2f}",
+                      va="center", fontsize=8.5)  # fmt: skip
+    left.set(xlim=(-0.2, 3.0), ylim=(min(height.values()) - 0.6, 0.6), xticks=range(max(tree.depths) + 1),
+             xlabel="depth, and the head that guessed", title="A tree, and how often each path is right")  # fmt: skip
+    left.yaxis.set_visible(False)
+    left.spines["left"].set_visible(False)
+    n = len(tree.parents)
+    sees = [[mask >> j & 1 for j in range(n)] for mask in tree.masks]
+    right.pcolormesh(sees, cmap=ListedColormap([common.COLORS["light"], common.COLORS["blue"]]), edgecolor="white")
+    right.text(-0.35, n / 2, "context: seen by all", ha="center", va="center", rotation=90, fontsize=8.5)
+    middle = [i + 0.5 for i in range(n)]
+    right.set(xlim=(-0.8, n), ylim=(n, 0), xticks=middle, xticklabels=range(n), yticks=middle, yticklabels=range(n),
+              xlabel="key of node", ylabel="row of node", title="Who sees whom", aspect="equal")  # fmt: skip
+    paths = [common.save_figure(figure, folder, "07b_tree")]
+
+    figure, (left, right) = common.new_figure(8.0, 3.3, ncols=2)
+    for name, d in known["drafters"].items():
+        history = d["history"]
+        left.plot([h[0] / 1e3 for h in history], [h[1] for h in history], label=name)
+    left.set(xlabel="tokens trained on, thousands", ylabel="first guess = the target's", ylim=(0, 0.6),
+             title="Learning, on 48 answers kept out")  # fmt: skip
+    left.legend(loc="lower right")
+    sizes = [int(size) for size in known["tree"]]
+    right.plot(sizes, list(known["tree"].values()), "o-", label="planned tree")
+    right.plot([1, 2, 3], [expected_path(known["ranks"], chain(k)) for k in (1, 2, 3)], "o-", label="chain")
+    ticks = [1, 3, 7, 15, 31, 63]
+    right.set(xscale="log", xticks=ticks, xticklabels=ticks, xlabel="guesses in one pass", ylabel="tokens per pass",
+              title="What Medusa's heads promise", ylim=(1, None))  # fmt: skip
+    right.minorticks_off()
+    right.legend(loc="lower right")
+    return [*paths, common.save_figure(figure, folder, "07b_training")]
+
+
+# --- The story --------------------------------------------------------------------------------------------------------
+
+NAMES = ("draft_model", "early_exit", "medusa", "eagle")
+
+
+@dataclass
+class Measured:
+    """A few requests served with one drafter."""
+
+    token_ids: list[list[int]]
+    tokens_per_step: float  # of a request in steps that verified a draft
+    acceptance: float  # of drafted tokens
+    seconds: float
+
+
+def serve(model: llama.Llama, tokenizer: llama.Tokenizer, prompts: Sequence[str], max_tokens: int,
+          drafter: Callable[[], Drafter] | None, K: int = 3, temperature: float = 0.0) -> Measured:  # fmt: skip
+    """All prompts at once through lesson 04b's engine, with or without lesson 07's speculation."""
+    speculative, engine_class = common.lesson("07_spec_decode"), offline.LLMEngine
+    if drafter is not None:
+        config = drafting.SpeculativeConfig(num_speculative_tokens=K)
+        engine_class = speculative.speculative_engine(engine_class, config, lambda config, model: drafter())
+    ids = [tokenizer.chat([{"role": "user", "content": text}]) for text in prompts]
+    longest = max(map(len, ids)) + max_tokens
+    engine = engine_class(model, tokenizer, max_model_len=longest, max_num_seqs=max(8, len(ids)),
+                          num_gpu_blocks_override=2 + len(ids) * -(-longest // 16))  # fmt: skip
+    for i, prompt in enumerate(ids):
+        engine.add_request(str(i), {"prompt_token_ids": prompt},
+                           SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i))  # fmt: skip
+    done: dict[int, list[int]] = {}
+    start = time.perf_counter()
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                done[int(output.request_id)] = list(output.outputs[0].token_ids)
+    seconds = time.perf_counter() - start
+    if drafter is None:
+        return Measured([done[i] for i in range(len(ids))], 1.0, 0.0, seconds)
+    stats = engine.core.scheduler.spec_decoding_stats
+    return Measured([done[i] for i in range(len(ids))], 1 + stats.num_accepted_tokens / max(1, stats.num_drafts),
+                    stats.num_accepted_tokens / max(1, stats.num_draft_tokens), seconds)  # fmt: skip
+
+
+def held_out(number: int) -> list[str]:
+    """The first prompts of each task, none of them trained on."""
+    return [text for texts in training.HELD_OUT.values() for text in texts[:number]]
+
+
+def agreement_by_layer(model: llama.Llama, tokenizer: llama.Tokenizer, prompts: Sequence[str],
+                       layers: Sequence[int]) -> dict[str, float]:  # fmt: skip
+    """How often the favourite after some layers is the favourite after all of them."""
+    recompute, hits, rows = common.lesson("01_kv_cache").recompute, dict.fromkeys(layers, 0), 0
+    for text in prompts:
+        ids = torch.tensor(tokenizer.chat([{"role": "user", "content": text}]), device=model.device)
+        positions, hidden, favourite = torch.arange(len(ids), device=model.device), None, {}
+        for i in range(model.config.num_hidden_layers):
+            hidden = model.forward(ids if hidden is None else None, positions, recompute, hidden=hidden, layers=[i])
+            if i + 1 in layers or i + 1 == model.config.num_hidden_layers:
+                favourite[i + 1] = model.logits(hidden[-32:]).argmax(1)
+        rows += len(favourite[model.config.num_hidden_layers])
+        for layer in layers:
+            hits[layer] += int((favourite[layer] == favourite[model.config.num_hidden_layers]).sum())
+    return {str(layer): n / rows for layer, n in hits.items()}
+
+
+def random_trees(contexts: Sequence[int], seed: int, Hq: int = 9, Hkv: int = 3, D: int = 64, block_size: int = 16,
+                 dtype: torch.dtype = torch.float32) -> tuple[tuple, torch.Tensor]:  # fmt: skip
+    """Arguments of `tree_attention` for random trees in shuffled blocks, and what the reference says."""
+    generator = torch.Generator().manual_seed(seed)
+    randint = lambda n: int(torch.randint(n, (), generator=generator))  # noqa: E731
+    trees = []
+    for _ in contexts:
+        parents = [-1, *(randint(i) for i in range(1, 1 + randint(20)))]
+        trees.append(Tree([0] * len(parents), parents))
+    lens = [c + len(t.parents) for c, t in zip(contexts, trees)]
+    blocks = (1 + torch.randperm(sum(-(-n // block_size) for n in lens), generator=generator)).tolist()
+    tables = [[blocks.pop() for _ in range(-(-n // block_size))] for n in lens]
+    meta = paged.AttentionMetadata.build(tables, lens, [len(t.parents) for t in trees], block_size)
+    kv = torch.randn(2, max(map(max, tables)) + 1, block_size, Hkv, D, generator=generator).to(common.device(), dtype)
+    q = torch.randn(int(meta.query_start_loc[-1]), Hq, D, generator=generator).to(common.device(), dtype)
+    reference = []
+    for b, tree in enumerate(trees):
+        slots = [tables[b][p // block_size] * block_size + p % block_size for p in range(lens[b])]
+        rows = q[meta.query_start_loc[b] : meta.query_start_loc[b + 1]]
+        reference.append(tree_attention_reference(rows, *kv.flatten(1, 2)[:, slots], contexts[b], tree))
+    masks = torch.cat([tree.mask_tensor(q.device) for tree in trees])
+    context_lens = torch.tensor(contexts, device=q.device).int()
+    most = max(len(tree.parents) for tree in trees)
+    args = (q, kv, meta.block_table, meta.query_start_loc, context_lens, masks, most, max(lens))
+    return args, torch.cat(reference).to(dtype)
+
+
+def build_parser() -> common.Parser:
+    p = common.parser(__doc__)
+    p.add_argument("command", nargs="?", choices=("show", "train"), default="show",
+                   help="show: the story (default); train: write text and train drafters")  # fmt: skip
+    p.add_argument("--break", dest="broken", choices=tuple(BREAKS), help="do one thing wrong and see what happens")
+    p.add_argument("-k", "--num-speculative-tokens", type=common.number(int, 1, 3), default=3, metavar="K",
+                   help="guesses in a chain (default %(default)s)")  # fmt: skip
+    p.add_argument("--tree-size", type=common.number(int, 1, 63), default=15, metavar="N",
+                   help="guesses in a tree (default %(default)s)")  # fmt: skip
+    group = p.add_argument_group("train")
+    group.add_argument("--minutes", type=common.number(float, 0), default=3.0, help="time to train for (default 3)")
+    group.add_argument("--write", type=common.number(float, 0), default=0.0, metavar="MINUTES",
+                       help="time to write more text first (needed once; default 0)")  # fmt: skip
+    group.add_argument("--drafter", choices=training.METHODS, action="append", help="only this one (may be repeated)")
+    group.add_argument("--work", metavar="DIR", help="text and checkpoints (default: in the user's cache folder)")
+    group.add_argument("--ship", metavar="DIR", help="where to write the weights (default: --work)")
+    return p
+
+
+def train(args: argparse.Namespace) -> None:
+    """The command that made the shipped weights. Everything goes on where the last run stopped."""
+    model, tokenizer = llama.load(args.model)
+    work = Path(args.work) if args.work else llama.cache_folder() / "drafters"
+    if args.write:
+        training.write_text(model, tokenizer, work / "text", args.write, args.seed)
+    methods = tuple(args.drafter or training.METHODS)
+    training.train(model, work / "text", work / "work", args.minutes, methods, seed=args.seed)
+    for path in training.export(model, work / "text", work / "work", Path(args.ship) if args.ship else work):
+        about = training.about(path)
+        common.say(f"{path}: {about['tokens']:,} tokens, agreement {' '.join(f'{a:.3f}' for a in about['agreement'])}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    machine = common.start(args)
+    if args.command == "train":
+        return train(args)
+    numbers, bench = facts(), {}
+
+    common.heading("1. What was trained, on text that the target wrote")
+    common.table(["drafter", "weights", "file", "tokens seen", "1st right", "2nd", "3rd", "tokens per step"], [
+        [name, f"{d['parameters'] / 1e6:.1f}M", f"{d['megabytes']:.1f} MB", f"{d['tokens']:,}",
+         *[f"{a:.2f}" for a in d["agreement"]], *["="] * (3 - len(d["agreement"])), f"{d['expected']:.2f}"]
+        for name, d in numbers["drafters"].items()
+    ])  # fmt: skip
+    head, covered = numbers["head"], numbers["drafters"]["medusa"]["coverage"]
+    common.say(f"{numbers['draft_vocab']:,} tokens to draft from: {head['draft']:.1f}M weights of the output matrix, "
+               f"not {head['full']:.1f}M; {covered:.1%} of what the target says is among them")  # fmt: skip
+
+    K, tokens = args.num_speculative_tokens, 20
+    common.heading(f"2. In the engine: chains of {K}, two prompts that were held out")
+    model, tokenizer = llama.load(args.model)
+    prompts = held_out(1)[:2]
+    plain, rows = serve(model, tokenizer, prompts, tokens, None).token_ids, []
+    for name in NAMES:
+        run = serve(model, tokenizer, prompts, tokens, functools.partial(make_drafter, name, model, K), K)
+        if run.token_ids != plain:
+            raise common.CheckFailed(f"{name}: the engine wrote other tokens than without it")
+        rows.append([name, f"{run.acceptance:.0%}", f"{run.tokens_per_step:.2f}"])
+    common.table(["drafter", "guesses accepted", "tokens per step"], rows)
+    common.say(f"✓ all {len(rows)} wrote the {sum(map(len, plain))} tokens that plain greedy decoding writes")
+
+    common.heading(f"3. A tree of guesses in one pass: {args.tree_size} of Medusa's")
+    arguments, reference = random_trees([5, 40], args.seed)
+    common.check("tree attention against one path at a time", tree_attention(*arguments), reference)
+    if common.HAS_TRITON:
+        with common.use_kernels():
+            common.check("the same, Triton kernel", tree_attention(*arguments), reference)
+    else:
+        common.skipped("the Triton kernels", common.kernel_mode())
+    exact = numbers["exact"]
+    common.say(f"✓ several guesses per place, {exact['cases']} cases enumerated: what is written is p, up to "
+               f"{exact['error']:.0e}")  # fmt: skip
+    network = training.load_network(WEIGHTS / "medusa.safetensors", model)
+    ids = tokenizer.chat([{"role": "user", "content": prompts[1]}])
+    with broken(args.broken):
+        run = generate_with_tree(model, network, plan_tree(numbers["ranks"], args.tree_size), ids, tokens)
+        common.say(f"{run.passes} passes, {run.rows} rows behind the prompt, {run.tokens_per_pass:.2f} tokens per pass")
+        if args.broken is None:
+            common.check_equal("the tokens of plain greedy decoding", run.token_ids, plain[1])
+        else:
+            same = next((i for i, (a, b) in enumerate(zip(run.token_ids, plain[1])) if a != b), tokens)
+            pair = (torch.tensor(x, dtype=torch.float64) for x in PAIRS["half right"])
+            written, _ = exact_node(*pair, 2, False)
+            common.say(f"broken: {args.broken}. The first {same} of {tokens} tokens are those of plain decoding")
+            common.say(f"sampled with two guesses, (0.6, 0.3, 0.1) is written as "
+                       f"({', '.join(f'{x:.3f}' for x in written.tolist())})")  # fmt: skip
+
+    common.heading("4. The tree of the widget")
+    common.say(describe(simulate(WIDGET_DEFAULT)))
+    if args.bench:
+        bench = benchmark(model, tokenizer, args)
+    draw(args.figure)
+    if args.json:
+        common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
+
+
+def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer, args: argparse.Namespace) -> dict[str, Any]:
+    """Acceptance and time by drafter and task, eight held-out prompts each; exits by layer; trees on Medusa."""
+    K, bench, rows = args.num_speculative_tokens, {"tasks": {}}, []
+    common.heading("5. By task: 8 held-out prompts each, 64 tokens, greedy and at temperature 0.7")
+    for task, prompts in training.HELD_OUT.items():
+        bench["tasks"][task] = found = {}
+        for temperature in (0.0, 0.7):
+            plain = serve(model, tokenizer, prompts, 64, None, temperature=temperature)
+            speed = sum(map(len, plain.token_ids)) / plain.seconds
+            for name in NAMES:
+                make = functools.partial(make_drafter, name, model, K)
+                run = serve(model, tokenizer, prompts, 64, make, K, temperature)
+                rate = sum(map(len, run.token_ids)) / run.seconds
+                key = name if temperature == 0 else f"{name}_sampled"
+                found[key] = {"tokens_per_step": run.tokens_per_step, "acceptance": run.acceptance,
+                              "tokens_per_second": rate, "speedup": rate / speed}  # fmt: skip
+                if temperature == 0:
+                    found[key]["same"] = run.token_ids == plain.token_ids
+                    alone = serve(model, tokenizer, prompts[:1], 64, make, K)
+                    base = serve(model, tokenizer, prompts[:1], 64, None)
+                    found[key]["speedup_alone"] = base.seconds / alone.seconds
+            found[f"plain_{temperature}"] = speed
+        for name in NAMES:
+            greedy, sampled = found[name], found[f"{name}_sampled"]
+            rows.append([f"{task}, {name}", f"{greedy['tokens_per_step']:.2f}", f"{sampled['tokens_per_step']:.2f}",
+                         f"{greedy['speedup']:.2f}x", f"{greedy['speedup_alone']:.2f}x"])  # fmt: skip
+    common.table(["", "tokens per step", "at T = 0.7", f"speed, {len(prompts)} at once", "speed, one alone"], rows)
+
+    nonsense = shuffled(training.load_network(WEIGHTS / "eagle.safetensors", model))
+    run = serve(model, tokenizer, held_out(2), 32, functools.partial(EagleDrafter, nonsense), K)
+    bench["shuffled"] = {"tokens_per_step": run.tokens_per_step, "acceptance": run.acceptance}
+    common.say(f"EAGLE with its weights shuffled: {run.tokens_per_step:.2f} tokens per step")
+
+    common.heading("6. Early exit: how often a layer's favourite is the last layer's")
+    bench["exit"] = agreement_by_layer(model, tokenizer, held_out(8), [8, 12, 16, 20, 24, 26, 28])
+    common.table(["layers", *bench["exit"]], [["agreement", *(f"{a:.2f}" for a in bench["exit"].values())]])
+
+    common.heading("7. Medusa: trees of growing size, 64 tokens of each task, one sequence")
+    network, bench["trees"], rows = training.load_network(WEIGHTS / "medusa.safetensors", model), {}, []
+    prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in held_out(2)]
+    for size in (0, 3, 7, 15, 31, 63):
+        shape = plan_tree(facts()["ranks"], size)
+        start = time.perf_counter()
+        runs = [generate_with_tree(model, network, shape, ids, 64) for ids in prompts]
+        seconds, tokens = time.perf_counter() - start, sum(len(run.token_ids) for run in runs)
+        per_pass = (tokens - len(runs)) / sum(run.passes - 1 for run in runs)
+        bench["trees"][str(size)] = {"tokens_per_pass": per_pass, "tokens_per_second": tokens / seconds}
+        rows.append([size, f"{per_pass:.2f}", f"{tokens / seconds:.1f}"])
+    common.table(["guesses", "tokens per pass", "tokens/s"], rows)
+    return bench
+
+
+if __name__ == "__main__":
+    common.run(main)

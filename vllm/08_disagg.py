@@ -1,0 +1,1138 @@
+"""08 · Disaggregation: one machine reads the prompt, another writes the answer.
+
+The question: a prefill is bound by arithmetic, a decode by memory. On one GPU they wait for each other. On two, the KV
+cache has to travel from one to the other. What does that take, what can go wrong on the way, and when is it worth it?
+
+The mechanism:
+  1. A prefill worker and a decode worker: two processes, each a complete engine with blocks of its own.
+  2. The router gives a request to both, under one name. The prefill worker computes the prompt, and one token too many.
+  3. The decode worker takes blocks for the prompt and sets the request aside: it waits in no queue and in no batch.
+  4. A KV connector asks the prefill worker for that name. Each layer leaves as soon as attention has written it.
+  5. On the wire there are positions and heads, no blocks: sizes and tensor-parallel degrees may differ.
+  6. When all layers have arrived, the decode worker computes the last token of the prompt, and goes on as ever.
+  7. The prefill worker keeps its blocks until the other one has them; or cancels, or dies, or a lease is up.
+  8. Whatever is lost, late, cut or doubled: it is asked for again, then computed here, or refused with a reason.
+  9. A store instead of a partner: blocks under their hashes, in memory and on disk, for any engine at any time.
+
+Numbers to remember: a prompt of 8,192 tokens of Llama-3.1-8B is 1 GiB of KV cache: 2.4 ms on NVLink, 21 ms on 400G,
+859 ms on 10 GbE. The last position never travels: its logits are what the decode worker needs.
+
+How to run:
+  uv run python vllm/08_disagg.py                       both workers, three wires, a store, a death, the simulation
+  uv run python vllm/08_disagg.py --fault stall         break it: the wire falls silent after twelve messages
+  uv run python vllm/08_disagg.py --fault decode-dies   break it: the other worker, in the middle of an answer
+  uv run python vllm/08_disagg.py --bench               minutes: wires, streaming, steps for the cost model
+  uv run python vllm/08_disagg.py proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200   # until Ctrl-C
+
+Read for this: Zhong et al. 2024 (DistServe), Patel et al. 2024 (Splitwise), Qin et al. 2025 (Mooncake), vLLM 0.32
+`distributed/kv_transfer/kv_connector/v1/`, `v1/core/sched/scheduler.py`, `config/kv_transfer.py`.
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch and Triton are used
+
+import argparse
+import contextlib
+import functools
+import json
+import multiprocessing.connection
+import os
+import signal
+import statistics
+import tempfile
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import llama
+
+kv_transfer = common.lesson("080_kv_transfer")
+connectors = common.lesson("081_kv_connectors")
+goodput = common.lesson("082_goodput_simulation")
+kv_cache = common.lesson("01_kv_cache")
+paged_attention = common.lesson("02_paged_attention")
+continuous_batching = common.lesson("04_continuous_batching")
+tensor_parallel = common.lesson("05c_tensor_parallel")
+serving = common.lesson("06_serving")  # where the parts of later lessons meet
+chunked_prefill, preemption = serving.chunked_prefill, serving.preemption
+KVConnectorBase, KVTransferConfig = connectors.KVConnectorBase, connectors.KVTransferConfig
+EngineCoreOutput, Request = continuous_batching.EngineCoreOutput, continuous_batching.Request
+RequestStatus, SamplingParams = continuous_batching.RequestStatus, continuous_batching.SamplingParams
+SchedulerOutput = continuous_batching.SchedulerOutput
+
+KEY = "08_disagg"
+
+
+# --- 1. What we want, without cleverness ------------------------------------------------------------------------------
+
+
+def hand_over(model: llama.Llama, prompt: Sequence[int], max_tokens: int, block_size: int = 16) -> list[int]:
+    """Two caches. One computes the prompt; then every block of every layer is copied; then the other one decodes."""
+    num_blocks = 1 + -(-(len(prompt) + max_tokens) // block_size)
+    caches = [paged_attention.PagedKVCache(model, num_blocks, block_size) for _ in range(2)]
+    tables = [paged_attention.BlockTable(paged_attention.BlockPool(num_blocks), block_size) for _ in range(2)]
+    token = int(paged_attention.run_step(model, caches[0], tables[:1], [prompt]).argmax())
+    tables[1].append(len(prompt))
+    for source, target in zip(caches[0].layers, caches[1].layers):
+        target[:, tables[1].blocks] = source[:, tables[0].blocks]
+    tokens = [token]
+    while len(tokens) < max_tokens:
+        tokens.append(int(paged_attention.run_step(model, caches[1], tables[1:], [tokens[-1:]]).argmax()))
+    return tokens
+
+
+# --- 2. A scheduler that asks elsewhere -------------------------------------------------------------------------------
+
+
+@functools.cache
+def connector_scheduler(base: type) -> type:
+    """Lesson 11's scheduler (or another with its methods) with the scheduler's half of a connector."""
+
+    class ConnectorScheduler(base):
+        """A request whose keys and values are elsewhere has blocks and no seat until they are here.
+
+        vLLM calls that state WAITING_FOR_REMOTE_KVS. Such a request costs no step anything, and nobody waits behind it.
+        """
+
+        def __init__(self, config: Any, kv_cache_manager: Any, connector: KVConnectorBase) -> None:
+            super().__init__(config, kv_cache_manager)
+            self.connector, self.kv_connector_metadata = connector, connectors.KVConnectorMetadata()
+            self.waiting_for_remote_kvs: dict[str, Request] = {}
+            self.received: list[Request] = []  # arrived, and waiting for a seat
+            self.sending: dict[str, Request] = {}  # finished, and their blocks still wanted elsewhere
+            self.void: list[Request] = []  # computed on blocks that a load left empty
+            self.num_external_tokens = 0  # of the last lookup
+            self.local_blocks = kv_cache_manager.get_computed_blocks
+            kv_cache_manager.get_computed_blocks = self.get_computed_blocks
+
+        def add_request(self, request: Request) -> None:
+            """Raises InputError."""
+            if request.request_id in self.sending:
+                raise common.InputError(f"request_id {request.request_id!r}: is in use")
+            self.connector.on_new_request(request)
+            super().add_request(request)
+
+        def has_unfinished_requests(self) -> bool:
+            """Others may still want something of us: then the loop must go on."""
+            return super().has_unfinished_requests() or self.connector.has_pending_work()
+
+        def schedule(self) -> SchedulerOutput:
+            output = super().schedule()
+            for request in self.running if self.connector.needs_hashes else ():
+                self.kv_cache_manager.update_block_hashes(request)
+            tables = self.kv_cache_manager.req_to_blocks
+            self.kv_connector_metadata = self.connector.build_connector_meta(output, tables)
+            return output
+
+        # -- in --
+
+        def get_computed_blocks(self, request: Request) -> tuple[list[int], int]:
+            """The manager's answer, and what can be loaded within the step: to admission, a hit is a hit."""
+            blocks, num_tokens = self.local_blocks(request)
+            if self.connector.needs_hashes:
+                self.kv_cache_manager.update_block_hashes(request)
+            external, later = self.connector.get_num_new_matched_tokens(request, num_tokens)
+            self.num_external_tokens = 0 if later else external
+            return blocks, num_tokens + self.num_external_tokens
+
+        def _schedule_waiting(self, output: SchedulerOutput) -> None:
+            """Send for what is elsewhere; seat who has got it; then admit as ever."""
+            self._start_fetching()
+            # These hold blocks already. If others came first, both could wait for ever, for a seat and for blocks.
+            while self.received and self.token_budget > 0 and not output.preempted_reqs:
+                if len(self.running) >= self.max_num_running_reqs:
+                    break
+                request = self.received.pop(0)
+                request.status = RequestStatus.RUNNING
+                self.running.append(request)
+                output.scheduled_new_reqs.append(request)
+                self._grant(request, 1, output)
+            super()._schedule_waiting(output)
+
+        def _start_fetching(self) -> None:
+            """Blocks for the whole prompt, in order of the queue, as long as there are any."""
+            manager = self.kv_cache_manager
+            for request in list(self.waiting) if self.connector.fetches_later else ():
+                computed_blocks, num_cached_tokens = self.local_blocks(request)
+                external, later = self.connector.get_num_new_matched_tokens(request, num_cached_tokens)
+                if not later:
+                    continue
+                missing = manager.get_num_blocks_to_allocate(request, request.num_tokens, computed_blocks)
+                if missing + (self.watermark_blocks if self.running else 0) > manager.block_pool.num_free_blocks:
+                    break
+                request.num_computed_tokens = num_cached_tokens
+                # Not indexed yet: nobody may hit what is not here.
+                caching, manager.enable_caching = manager.enable_caching, False
+                manager.allocate_slots(request, request.num_tokens - num_cached_tokens, computed_blocks)
+                manager.enable_caching = caching
+                self.waiting.remove_request(request)
+                self.waiting_for_remote_kvs[request.request_id] = request
+                blocks = manager.get_block_ids(request.request_id)
+                self.connector.update_state_after_alloc(request, blocks, external)
+
+        def _admit(self, request: Request) -> int:
+            num_new_tokens = super()._admit(request)
+            if num_new_tokens and self.num_external_tokens:
+                blocks = self.kv_cache_manager.get_block_ids(request.request_id)
+                self.connector.update_state_after_alloc(request, blocks, self.num_external_tokens)
+            return num_new_tokens
+
+        # -- out --
+
+        def update_from_output(self, output: SchedulerOutput, sampled: dict[str, list[int]]) -> list[EngineCoreOutput]:
+            news = self.connector.get_finished()
+            if news.invalid_block_ids:
+                self._invalidate(news.invalid_block_ids, sampled)
+            outputs = super().update_from_output(output, sampled)
+            for request_id in news.finished_recving:
+                if request := self.waiting_for_remote_kvs.pop(request_id, None):
+                    request.num_computed_tokens = request.num_cached_tokens = request.num_prompt_tokens - 1
+                    if self.kv_cache_manager.enable_caching:
+                        self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
+                    self.received.append(request)
+            for request_id, why in news.failed_recving.items():
+                if request := self.waiting_for_remote_kvs.pop(request_id, None):
+                    outputs += self._handle_failed_recving(request, why)
+            for request_id in news.finished_sending:
+                self.kv_cache_manager.free(self.sending.pop(request_id))
+            return outputs
+
+        def _handle_failed_recving(self, request: Request, why: str) -> list[EngineCoreOutput]:
+            """kv_load_failure_policy: compute the prompt here after all, or end the request and say why."""
+            request.num_computed_tokens = 0
+            # A front end looks for the log probabilities of every output, and an error has none.
+            wants_logprobs = request.sampling_params.logprobs is not None
+            if self.connector.config.kv_load_failure_policy == "recompute" or wants_logprobs:
+                self.kv_cache_manager.free(request)
+                self.waiting.prepend_request(request)
+                return []
+            request.status = RequestStatus.FINISHED_ABORTED
+            self._free_request(request)
+            return [EngineCoreOutput(request.request_id, [], "error", f"KV load failed: {why}")]
+
+        def _invalidate(self, block_ids: set[int], sampled: dict[str, list[int]]) -> None:
+            """A load inside this step failed. Whoever has such a block in its table computed nonsense behind it: its
+            token is dropped, its blocks leave the index, and the next step preempts it."""
+            for request in self.running:
+                table = self.kv_cache_manager.get_block_ids(request.request_id)
+                if bad := [i for i, block in enumerate(table) if block in block_ids]:
+                    sampled.pop(request.request_id, None)
+                    self.kv_cache_manager.evict_uncomputed(request, bad[0] * self.kv_cache_manager.block_size)
+                    self.void.append(request)
+
+        def _schedule_running(self, output: SchedulerOutput) -> None:
+            void, self.void = self.void, []
+            for request in void:
+                if request.status is RequestStatus.RUNNING:  # not aborted meanwhile
+                    self._preempt_request(request, output)
+            super()._schedule_running(output)
+
+        def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:
+            request_ids = list(request_ids)
+            for request_id in request_ids:  # back to where the base class looks for whoever does not run
+                if request := self.waiting_for_remote_kvs.pop(request_id, None):
+                    self.waiting.add_request(request)
+            for request in [r for r in self.received if r.request_id in request_ids]:
+                self.received.remove(request)
+                self.waiting.add_request(request)
+            return super().finish_requests(request_ids, status)
+
+        def _free_request(self, request: Request) -> None:
+            blocks = self.kv_cache_manager.req_to_blocks.get(request.request_id, [])
+            if not self.connector.request_finished(request, blocks):
+                return super()._free_request(request)
+            self.sending[request.request_id] = request  # its blocks stay until get_finished says who has them
+            self.finished_req_ids.append(request.request_id)
+            del self.requests[request.request_id]
+
+    return ConnectorScheduler
+
+
+# --- 3. A runner that loads and saves ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def connector_runner(base: type) -> type:
+    """A model runner with the worker's half of its scheduler's connector around every step and every layer."""
+
+    class ConnectorRunner(base):
+        def __init__(self, model: llama.Llama, scheduler: Any, *args: Any) -> None:
+            super().__init__(model, scheduler, *args)
+            self.connector_scheduler, self.connector = scheduler, scheduler.connector
+            self.connector.register_kv_caches(self.cache.layers, model)
+
+        def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+            self.connector.bind_connector_metadata(self.connector_scheduler.kv_connector_metadata)
+            self.connector.start_load_kv()
+            sampled = super().execute_model(output)
+            self.connector.wait_for_save()
+            if not output.num_scheduled_tokens:
+                self.connector.idle(0.005)  # everybody here waits for the network
+            return sampled
+
+        def attend(self, meta: Any) -> llama.Attend:
+            inner, connector = super().attend(meta), self.connector
+
+            def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                connector.wait_for_layer_load(layer)
+                out = inner(layer, q, k, v)
+                connector.save_kv_layer(layer)
+                return out
+
+            return attend
+
+    return ConnectorRunner
+
+
+def connector_engine(base: type, config: KVTransferConfig) -> type:
+    """An engine (lesson 04b's `LLMEngine` or a subclass) that moves keys and values as `config` says."""
+
+    class Engine(base):
+        runner_class = connector_runner(base.runner_class)
+
+        @staticmethod
+        @functools.wraps(base.make_scheduler)  # whose parameters are the engine's arguments
+        def make_scheduler(*args: Any, **kwargs: Any) -> Any:
+            made = base.make_scheduler(*args, **kwargs)
+            connector = connectors.CONNECTORS[config.kv_connector](config)
+            return connector_scheduler(type(made))(made.config, made.kv_cache_manager, connector)
+
+    return Engine
+
+
+def make_core(
+    model: llama.Llama, config: KVTransferConfig | None = None, num_blocks: int = 128, block_size: int = 16,
+    max_model_len: int = 512, max_num_seqs: int = 16, max_num_batched_tokens: int = 512, prefix_caching: bool = False,
+) -> continuous_batching.ModelEngineCore:  # fmt: skip
+    """A greedy engine core with a connector, or without one: lesson 11's scheduler, lesson 10's runner."""
+    limits = preemption.SchedulerConfig(max_model_len, max_num_seqs, max_num_batched_tokens)
+    scheduler = preemption.make_scheduler(limits, num_blocks, block_size, prefix_caching)
+    runner = chunked_prefill.ModelRunner
+    if config is not None:
+        connector = connectors.CONNECTORS[config.kv_connector](config)
+        scheduler = connector_scheduler(type(scheduler))(limits, scheduler.kv_cache_manager, connector)
+        runner = connector_runner(runner)
+    return continuous_batching.ModelEngineCore(scheduler, runner(model, scheduler))
+
+
+def make_request(request_id: str, prompt: Sequence[int], max_tokens: int, **params: Any) -> Request:
+    """A greedy request; `params` are its kv_transfer_params."""
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    sampling.extra_args = {"kv_transfer_params": params} if params else None
+    return Request(request_id, list(prompt), sampling)
+
+
+# --- 4. Workers: an engine in a process ------------------------------------------------------------------------------
+
+
+class Faults:
+    """What a bad day does to the messages of a prefill worker."""
+
+    KINDS = ("none", "duplicate", "truncate", "drop", "reorder", "stall", "prefill-dies", "decode-dies")
+
+    def __init__(self, kind: str, after: int = 12) -> None:
+        self.kind, self.after, self.count, self.held = kind, after, 0, []
+
+    def __call__(self, link: Any, header: dict[str, Any], payload: torch.Tensor) -> list[tuple[dict, torch.Tensor]]:
+        """What is really sent. From the twelfth message on, each kind does its worst."""
+        self.count += 1
+        if self.kind == "prefill-dies" and self.count > self.after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "duplicate":
+            return [(header, payload), (header, payload)]
+        if self.kind == "stall":
+            return [(header, payload)] if self.count <= self.after else []
+        if self.count != self.after:
+            held, self.held = self.held, []
+            return [(header, payload), *held]
+        if self.kind == "reorder":
+            self.held = [(header, payload)]
+        return {"drop": [], "reorder": [], "truncate": [(header, payload[: payload.nbytes // 2])]}.get(
+            self.kind, [(header, payload)]
+        )
+
+
+def load_model(name: str | int | None) -> llama.Llama:
+    """A folder, a hub id, None for the default model; a number is the seed of lesson models for tests."""
+    return llama.random_model(name) if isinstance(name, int) else llama.load(name)[0]
+
+
+def run_worker(pipe: Any, model_name: str | int | None, config: dict[str, Any], core_args: dict[str, Any],
+               threads: int) -> None:  # fmt: skip
+    """A worker's life: letters in, tokens out. It ends with its pipe, so it cannot outlive whoever started it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(threads)
+    model, core = load_model(model_name), None
+
+    def configure(config: dict[str, Any], core_args: dict[str, Any], fault: str = "none") -> dict[str, Any]:
+        nonlocal core
+        if core is not None:
+            core.scheduler.connector.close()
+        core = make_core(model, KVTransferConfig(**config), **core_args)
+        if fault != "none":
+            core.scheduler.connector.wire = Faults(fault)
+        return getattr(core.scheduler.connector, "address", {})
+
+    with contextlib.suppress(EOFError, OSError):
+        pipe.send(("configured", configure(config, core_args)))
+        while True:
+            while pipe.poll(0 if core.scheduler.has_unfinished_requests() else None):
+                kind, *content = pipe.recv()
+                if kind == "add":
+                    try:
+                        core.add_request(make_request(*content[:3], **content[3]))
+                    except common.InputError as error:
+                        pipe.send(("output", content[0], [], "error", str(error)))
+                elif kind == "abort":
+                    core.abort_requests(content)
+                elif kind == "configure":
+                    pipe.send(("configured", configure(*content)))
+                elif kind == "stats":
+                    pipe.send(("stats", worker_stats(core)))
+                if not core.scheduler.has_unfinished_requests():
+                    continue
+            for output in core.step():
+                pipe.send(("output", output.request_id, output.new_token_ids, output.finish_reason, output.stop_reason))
+
+
+def worker_stats(core: continuous_batching.ModelEngineCore) -> dict[str, int]:
+    """What a worker counted, and what it holds; raises AssertionError if its pool is not in order."""
+    pool, connector = core.scheduler.kv_cache_manager.block_pool, core.scheduler.connector
+    pool.check()
+    found = Counter(connector.stats)
+    for part in ("producer", "consumer", "store"):
+        if hasattr(connector, part):
+            found.update({f"{part}_{name}": n for name, n in getattr(connector, part).stats.items()})
+    return {**found, "owned_blocks": pool.num_blocks - 1 - pool.num_free_blocks}
+
+
+class Worker:
+    """A worker as the router sees it: a name, a pipe, and whether it is alive."""
+
+    def __init__(self, name: str, model_name: str | int | None, config: dict[str, Any], threads: int = 1,
+                 **core_args: Any) -> None:  # fmt: skip
+        self.name, self.core_args, self.alive = name, core_args, True
+        context = tensor_parallel.start_context()
+        self.pipe, theirs = context.Pipe()
+        arguments = (theirs, model_name, config, core_args, threads)
+        self.process = context.Process(target=run_worker, args=arguments, daemon=True, name=name)
+        self.process.start()
+        theirs.close()  # the worker's copy is the only one left: its death is an end of file
+        self.address: dict[str, Any] = {}
+
+    def send(self, *letter: Any) -> None:
+        """To a dead worker, in vain."""
+        with contextlib.suppress(OSError):
+            self.pipe.send(letter)
+
+    def ask(self, *letter: Any) -> Any:
+        """Send and wait for the answer; tokens that nobody waited for are passed over. Raises EOFError if it dies."""
+        if letter:
+            self.pipe.send(letter)
+        while (heard := self.pipe.recv())[0] == "output":
+            pass
+        return heard[1]
+
+    def configure(self, fault: str = "none", **config: Any) -> None:
+        """A fresh engine around the model that is loaded already."""
+        self.address = self.ask("configure", config, self.core_args, fault)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+# --- 5. The router ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Job:
+    """A request as its caller sees it: one prompt, one answer, however many attempts."""
+
+    request_id: str
+    prompt: list[int]
+    max_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    error: str | None = None
+    attempts: int = 0
+    prefill: Worker | None = None
+    decode: Worker | None = None
+    start: float = 0.0
+    prefilled: float = 0.0  # when the prefill worker was done, seconds after the start
+    first: float = 0.0  # when the first token came
+    finish: float = 0.0
+
+    @property
+    def done(self) -> bool:
+        return self.error is not None or len(self.token_ids) == self.max_tokens
+
+    @property
+    def name(self) -> str:
+        """Of this attempt. No two attempts share one, so nobody can mistake one's keys and values for another's."""
+        return f"{self.request_id}.{self.attempts}"
+
+
+class Router:
+    """Hands each request to a prefill and a decode worker at once, and does not lose it if one of them dies.
+
+    Tokens that have been heard stay: another attempt takes them as part of its prompt.
+    """
+
+    def __init__(self, prefill: Sequence[Worker], decode: Sequence[Worker], max_attempts: int = 3) -> None:
+        self.prefill, self.decode, self.max_attempts = list(prefill), list(decode), max_attempts
+        self.jobs: dict[str, Job] = {}
+        self.events: list[str] = []
+
+    def submit(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> None:
+        job = self.jobs[request_id] = Job(request_id, list(prompt), max_tokens, start=time.perf_counter())
+        self._dispatch(job)
+
+    def _dispatch(self, job: Job) -> None:
+        """Another attempt: both workers at once, so that the decode worker has asked before the first layer is done."""
+        job.attempts += 1
+        if job.attempts > self.max_attempts:
+            job.error = f"given up after {self.max_attempts} attempts"
+            return
+        self.jobs[job.name] = job
+        load = lambda worker: sum(worker in (j.prefill, j.decode) and not j.done for j in self.jobs.values())  # noqa: E731
+        job.prefill = min(filter(lambda w: w.alive, self.prefill), key=load, default=None)
+        # An engine is an engine: if no decode worker is left, a prefill worker goes on to the end.
+        job.decode = min(filter(lambda w: w.alive, self.decode), key=load, default=job.prefill)
+        if job.decode is None:
+            job.error = "no worker is left"
+            return
+        prompt, left, params = job.prompt + job.token_ids, job.max_tokens - len(job.token_ids), {}
+        if job.prefill not in (None, job.decode):
+            job.prefill.send("add", job.name, prompt, 1, {"do_remote_decode": True, "transfer_id": job.name})
+            params = {"do_remote_prefill": True, "transfer_id": job.name, **job.prefill.address}
+        job.decode.send("add", job.name, prompt, left, params)
+
+    def run(self, timeout: float = 600.0, on_token: Callable[[Job], None] = lambda job: None) -> dict[str, Job]:
+        """Until every job has its answer, or an error. Raises CheckFailed after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while not all(job.done for job in self.jobs.values()):
+            alive = {worker.pipe: worker for worker in (*self.prefill, *self.decode) if worker.alive}
+            ready = multiprocessing.connection.wait(list(alive), max(0, deadline - time.monotonic()))
+            if not ready:
+                raise common.CheckFailed(f"no worker has said anything for {timeout:g} s")
+            for pipe in ready:
+                try:
+                    self._hear(alive[pipe], *pipe.recv()[1:], on_token=on_token)
+                except (EOFError, OSError):
+                    self._bury(alive[pipe])
+        return {name: job for name, job in self.jobs.items() if name == job.request_id}
+
+    def _hear(self, worker: Worker, name: str, token_ids: list[int], finish_reason: str | None, why: str | None,
+              on_token: Callable[[Job], None]) -> None:  # fmt: skip
+        job, now = self.jobs[name], time.perf_counter()
+        if name != job.name or job.done:
+            return  # of an attempt that has been given up
+        if worker is job.prefill is not job.decode:
+            job.prefilled = now - job.start  # its token is the decode worker's first as well: not needed
+            return
+        if finish_reason == "error":
+            self.events.append(f"{name}: {why}")
+            return self._dispatch(job)
+        job.first = job.first or now - job.start
+        job.token_ids += token_ids
+        job.finish = now - job.start
+        on_token(job)
+
+    def _bury(self, worker: Worker) -> None:
+        """A worker died. What it was decoding begins elsewhere; what it was prefilling, the decode worker will miss."""
+        worker.alive = False
+        self.events.append(f"{worker.name} died ({tensor_parallel._last_words(worker.process)})")
+        for job in {id(job): job for job in self.jobs.values()}.values():
+            if job.decode is worker and not job.done:
+                if job.prefill not in (None, worker):
+                    job.prefill.send("abort", job.name)
+                self._dispatch(job)
+
+
+# --- 6. The proxy: the same over HTTP ---------------------------------------------------------------------------------
+
+
+class Proxy:
+    """In front of two of lesson 06's servers. First the prefill server, for one token that nobody reads; it answers
+    with kv_transfer_params, which the decode server gets together with the request. As vLLM's proxies do."""
+
+    def __init__(self, prefill: Sequence[str], decode: Sequence[str], client: Any) -> None:
+        self.prefill, self.decode, self.client, self.turn = list(prefill), list(decode), client, 0
+
+    async def prefilled(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[dict | None, Any]:
+        """(kv_transfer_params, None); or (None, an answer that is the client's fault); or neither: nobody can."""
+        import httpx
+
+        asked = {**body, "stream": False, "max_tokens": 1, "min_tokens": 0,
+                 "kv_transfer_params": {"do_remote_decode": True, "transfer_id": uuid.uuid4().hex}}  # fmt: skip
+        if "max_completion_tokens" in asked:
+            asked["max_completion_tokens"] = 1
+        asked.pop("stream_options", None)
+        for i in range(len(self.prefill)):
+            url = self.prefill[(self.turn + i) % len(self.prefill)]
+            try:
+                answer = await self.client.post(url + path, json=asked, headers=headers)
+            except httpx.HTTPError:
+                continue
+            if answer.status_code == 200:
+                return answer.json().get("kv_transfer_params"), None
+            if answer.status_code < 500:
+                return None, answer
+        return None, None  # the decode server is an engine, too: it computes the prompt itself
+
+    async def handle(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
+        """An httpx response whose body has not been read yet. Raises httpx.HTTPError if no decode server answers."""
+        import httpx
+
+        self.turn += 1
+        failure: Exception | None = None
+        for i in range(len(self.decode)):
+            params, refusal = None, None
+            prompt = body.get("prompt")
+            several = isinstance(prompt, list) and not all(type(token) is int for token in prompt)
+            if body.get("n") in (None, 1) and not several:  # one transfer is one prompt and one answer
+                params, refusal = await self.prefilled(path, body, headers)
+            if refusal is not None:
+                return refusal
+            wanted = {**body, "kv_transfer_params": params} if params else body
+            url = self.decode[(self.turn + i) % len(self.decode)]
+            try:
+                request = self.client.build_request("POST", url + path, json=wanted, headers=headers)
+                answer = await self.client.send(request, stream=True)
+            except httpx.HTTPError as error:
+                failure = error
+                continue
+            if answer.status_code < 500 or i == len(self.decode) - 1:
+                return answer
+            await answer.aclose()
+        raise failure
+
+
+def build_proxy(prefill: Sequence[str], decode: Sequence[str], client: Any = None) -> Any:
+    """A FastAPI app; `client` is an httpx.AsyncClient."""
+    global HTTPRequest, Response  # FastAPI looks annotations up among a module's names
+    import fastapi
+    import httpx
+    from fastapi import Request as HTTPRequest
+    from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+    patience, limits = httpx.Timeout(600, connect=5), httpx.Limits(max_connections=None)
+    client = client or httpx.AsyncClient(timeout=patience, limits=limits)
+    proxy, app = Proxy(prefill, decode, client), fastapi.FastAPI(docs_url=None, redoc_url=None)
+
+    def error(status: int, message: str) -> Response:
+        kind = "BadRequestError" if status == 400 else "ServiceUnavailableError"
+        return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
+
+    async def body_of(answer: Any) -> AsyncIterator[bytes]:
+        try:
+            async for piece in answer.aiter_raw():
+                yield piece
+        except httpx.HTTPError as failure:  # the status line is long gone: the stream itself has to say it
+            message = f"the decode server is gone: {failure or type(failure).__name__}"
+            yield f"data: {json.dumps({'error': {'message': message, 'code': 502}})}\n\n".encode()
+        finally:
+            await answer.aclose()  # a client that hangs up ends the request behind it
+
+    @app.post("/v1/chat/completions")
+    @app.post("/v1/completions")
+    async def complete(request: HTTPRequest) -> Response:
+        try:
+            body = await request.json()
+        except ValueError:
+            return error(400, "the body is not JSON")
+        if not isinstance(body, dict):
+            return error(400, "the body must be a JSON object")
+        key = request.headers.get("authorization")
+        try:
+            answer = await proxy.handle(request.url.path, body, {"authorization": key} if key else {})
+        except httpx.HTTPError as failure:
+            return error(503, f"no decode server answers: {failure or type(failure).__name__}")
+        kind = answer.headers.get("content-type")
+        if answer.is_stream_consumed:
+            return Response(answer.content, answer.status_code, media_type=kind)
+        return StreamingResponse(body_of(answer), answer.status_code, media_type=kind)
+
+    @app.get("/v1/models")
+    @app.get("/health")
+    async def forward(request: HTTPRequest) -> Response:
+        for url in (*proxy.decode, *proxy.prefill):
+            with contextlib.suppress(httpx.HTTPError):
+                answer = await client.get(url + request.url.path, headers=dict(request.headers.items() & ()))
+                return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
+        return error(503, "no server answers")
+
+    return app
+
+
+def proxy_command(args: argparse.Namespace) -> None:
+    """Forward OpenAI requests to prefill and decode servers until SIGINT or SIGTERM."""
+    import uvicorn
+
+    for url in (*args.prefill, *args.decode):
+        if not url.startswith(("http://", "https://")):
+            raise common.InputError(f"{url}: must begin with http:// or https://")
+    app = build_proxy([url.rstrip("/") for url in args.prefill], [url.rstrip("/") for url in args.decode])
+    sock = serving.bind(args.host, args.port)
+    print(f"Listening on http://{args.host}:{sock.getsockname()[1]}", flush=True)
+    uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[sock])
+
+
+# --- 7. A rehearsal: the two state machines on a wire in memory -------------------------------------------------------
+
+
+class MemoryLink:
+    """One end of a connection that is two lists. What is sent here arrives at `other`."""
+
+    has_room, lost = True, None
+
+    def __init__(self) -> None:
+        self.other, self.arrived = self, deque()
+
+    def send(self, header: dict[str, Any], payload: Any = None) -> None:
+        self.other.arrived.append((header, payload))
+
+
+def rehearse(fault: str, num_layers: int = 30, num_tokens: int = 100, steps: int = 2) -> dict[str, Any]:
+    """One prompt in `steps` chunks to one decode worker, on a clock of our own: what each kind of fault costs.
+
+    Returns counts, the fake seconds it took, and why it failed, if it did.
+    """
+    now, memory, wire = 0.0, {}, Faults("none" if fault == "prefill-dies" else fault)
+    ours, theirs = MemoryLink(), MemoryLink()  # the producer's end, the consumer's
+    ours.other, theirs.other = theirs, ours
+
+    def write(blocks: list[int], header: dict[str, Any], payload: torch.Tensor) -> bool:
+        if payload.nbytes == 2:
+            memory.update({(header["layer"], header["first"] + t): True for t in range(header["count"])})
+        return payload.nbytes == 2
+
+    producer = kv_transfer.Producer(num_layers, lambda *_: torch.zeros(2, dtype=torch.uint8), clock=lambda: now)
+    consumer = kv_transfer.Consumer(num_layers, write, timeout=10, retries=1, clock=lambda: now)
+    consumer.start("x", "r", [], 0, num_tokens, [(theirs, kv_transfer.HeadSlice(0, 0, 3), 1)])
+    bytes_of = {"KV": 0, "other": 0}
+    died = False
+
+    def put(link: MemoryLink, header: dict[str, Any], payload: torch.Tensor) -> None:
+        bytes_of["KV"] += len(kv_transfer.pack_frame({**header, "crc": 2**32 - 1}))
+        for each in wire(link, header, payload):
+            link.send(*each)
+
+    def exchange() -> None:
+        """Everything on the wire arrives, and what that leads to as well."""
+        nonlocal died
+        while (ours.arrived or theirs.arrived) and not died:
+            if ours.arrived:
+                producer.on_message(ours, ours.arrived.popleft()[0])
+                producer.pump(put)
+            if theirs.arrived:
+                header, payload = theirs.arrived.popleft()
+                consumer.on_message(theirs, header, payload)
+            if fault == "prefill-dies" and producer.stats["messages"] > wire.after:
+                died = True
+                consumer.on_lost(theirs, "the connection was closed in the middle of a message")
+
+    exchange()
+    for step in range(1, steps + 1):
+        producer.export("x", [])
+        for layer in range(num_layers if not died else 0):
+            producer.written("x", layer, num_tokens * step // steps)
+            producer.pump(put)
+            exchange()
+    kept = not died and producer.finish("x")
+    while not (consumer.finished or consumer.failed):
+        now += 1
+        consumer.check()
+        exchange()
+    exchange()
+    stats = consumer.stats
+    return {
+        "messages": producer.stats["messages"], "arrived": stats["messages"], "duplicate": stats["duplicate"],
+        "corrupt": stats["corrupt"], "gap": stats["gap"], "retries": stats["retries"], "seconds": now,
+        "header_bytes": bytes_of["KV"] / producer.stats["messages"], "why": consumer.failed.get("r", ""),
+        "whole": len(memory) == num_layers * num_tokens, "kept": kept, "left": len(producer.exports),
+    }  # fmt: skip
+
+
+# --- 8. The simulation behind the widget: when is it worth it? --------------------------------------------------------
+
+simulate, describe = goodput.simulate, goodput.describe
+WIDGET_DEFAULT, WIDGET_CHOICES = goodput.WIDGET_DEFAULT, goodput.WIDGET_CHOICES
+
+
+# --- Numbers that the text quotes -------------------------------------------------------------------------------------
+
+PROMPT = 8192
+KINDS = [kind for kind in Faults.KINDS if kind != "decode-dies"]
+
+
+@functools.cache
+def facts() -> dict[str, Any]:
+    """The lesson's deterministic numbers; those of the simulation are under `simulation`."""
+    small = kv_cache.KVCacheSpec.from_config(kv_cache.MODELS["SmolLM2-135M"])
+    sharing = {}
+    for key, (Hkv, producer, consumer) in {
+        "8_to_2": (8, 8, 2), "2_to_8": (8, 2, 8), "16_to_2": (8, 16, 2), "1_to_3": (3, 1, 3)
+    }.items():  # fmt: skip
+        sources = [kv_transfer.tp_sources(Hkv, producer, consumer, rank) for rank in range(consumer)]
+        readers = [kv_transfer.num_consumers(Hkv, producer, consumer, rank) for rank in range(producer)]
+        sharing[key] = {"sources": len(sources[0]), "heads": sources[0][0].heads, "readers": max(readers),
+                        "unread": readers.count(0)}  # fmt: skip
+    rehearsals = {kind.replace("-", "_"): rehearse(kind) for kind in KINDS}
+    chunk = 50 * small.bytes_per_token("float32") // small.num_layers  # of a rehearsal's message, on the real model
+    header = rehearsals["none"]["header_bytes"]
+    return {
+        "kv_bytes": {"smollm2_fp32": small.bytes_per_token("float32"), "llama_31_8b": goodput.KV_BYTES},
+        "prompt": PROMPT, "prompt_bytes": PROMPT * goodput.KV_BYTES,
+        "block_bytes": 16 * small.bytes_per_token("float32"),
+        "sharing": sharing, "faults": rehearsals, "header_bytes": header, "header_share": header / (header + chunk),
+        "story": {"positions": sum(LENGTHS) - len(LENGTHS), "blocks": LENGTHS[0] // 16},
+        "simulation": goodput.facts(),
+    }  # fmt: skip
+
+
+def draw(folder: str | Path) -> list[Path]:
+    """This lesson's figure, and those of the simulation."""
+    return [_draw_handover(folder), *goodput.draw(folder)]
+
+
+def _draw_handover(folder: str | Path) -> Path:
+    """Who does what when: one request, six layers of it."""
+    figure, ax = common.new_figure(8.0, 4.1)
+    C, layers, width = common.COLORS, 6, 1.0
+    lanes = {"router": 5.0, "prefill worker": 4.0, "wire": 2.55, "decode worker": 1.1}
+
+    def box(x: float, y: float, w: float, text: str, color: str, height: float = 0.56) -> None:
+        ax.broken_barh([(x, w)], (y - height / 2, height), facecolor=color, edgecolor="white", linewidth=1.2)
+        ax.text(x + w / 2, y, text, ha="center", va="center", color="white", fontsize=8.5)
+
+    def arrow(x: float, y: float, to_x: float, to_y: float, color: str) -> None:
+        ax.annotate("", (to_x, to_y), (x, y), arrowprops={"arrowstyle": "-|>", "color": color, "lw": 1.2})
+
+    def note(x: float, y: float, text: str, **style: Any) -> None:
+        ax.text(x, y, text, fontsize=8.5, color=style.pop("color", C["ink"]), va="center", **style)
+
+    P, W, D = lanes["prefill worker"], lanes["wire"], lanes["decode worker"]
+    start = 1.5
+    arrow(0.2, lanes["router"] - 0.1, start - 0.1, P + 0.2, C["grey"])
+    arrow(0.2, lanes["router"] - 0.1, 0.75, D + 0.35, C["grey"])
+    note(0.45, lanes["router"] + 0.05, "the same request to both: do_remote_decode, do_remote_prefill")
+    for i in range(layers):
+        x = start + i * width
+        box(x, P, width, f"layer {i}", C["blue"])
+        box(x + width, W, width * 0.72, f"KV {i}", C["orange"], 0.42)
+        arrow(x + width, P - 0.3, x + width + 0.05, W + 0.24, C["blue"])
+        arrow(x + width * 1.72, W - 0.24, x + width * 1.75, D + 0.68, C["orange"])
+    end = start + layers * width
+    box(end, P, 0.55, "logits", C["blue"])
+    box(end + 0.55, P, 1.75, "blocks kept", C["grey"])
+    arrow(1.0, D + 0.3, 1.35, P - 0.32, C["green"])
+    note(1.28, (P + D) / 2, "GET", color=C["green"])
+    box(0.75, D, end + 0.1, "WAITING_FOR_REMOTE_KVS: has blocks, costs no step anything; others decode", C["grey"])
+    box(end + 0.85, D, 0.75, "token", C["green"])
+    box(end + 1.6, D, 0.75, "token", C["green"])
+    box(end + 2.35, D, 0.75, "token", C["green"])
+    arrow(end + 0.95, D + 0.3, end + 2.25, P - 0.3, C["green"])
+    note(end + 1.72, W, "DONE", color=C["green"])
+    note(end + 2.4, P, "freed")
+    note(start + 0.1, P + 0.5, "save_kv_layer after each layer's attention", color=C["blue"])
+    note(0.75, D - 0.52, "get_num_new_matched_tokens → update_state_after_alloc → start_load_kv", color=C["grey"])
+    note(end + 0.85, D - 0.52, "get_finished", color=C["green"])
+    ax.set(yticks=list(lanes.values()), yticklabels=list(lanes), xticks=[], xlim=(0, end + 3.2), ylim=(0.3, 5.5),
+           xlabel="time")  # fmt: skip
+    ax.spines["left"].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+    return common.save_figure(figure, folder, "08_handover")
+
+
+# --- The story --------------------------------------------------------------------------------------------------------
+
+TEXT = """The harbour was quiet that morning. Two ships lay at the quay, one of them loaded with grain, the other empty
+but for a cat that slept on a coil of rope. The harbour master counted the crates, wrote a number into his book, crossed
+it out, and counted again. He had done this for thirty years, and he had never once come to the same result twice. The
+captain of the second ship came down the gangway with a letter in her hand. She asked him"""
+LENGTHS, TOKENS = (90, 61, 34), 12
+WIRES = {
+    "shared memory": "SharedMemoryConnector",
+    "TCP": "TCPConnector",
+    "torch.distributed": "TorchDistributedConnector",
+}
+PREFILL = {"kv_role": "kv_producer", "kv_port": 0}
+DECODE = {"kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
+
+
+def start_workers(model_name: str | int | None) -> tuple[Worker, Worker]:
+    """A prefill and a decode worker with blocks of different sizes; they load the model while the caller goes on."""
+    first = {"kv_connector": "TCPConnector"}
+    prefill = Worker("prefill worker", model_name, PREFILL | first, block_size=16)
+    decode = Worker("decode worker", model_name, DECODE | first, block_size=32)
+    return prefill, decode
+
+
+def settled(worker: Worker, seconds: float = 10.0) -> dict[str, int]:
+    """A worker's counts, once it holds no block any more. Raises CheckFailed if it keeps some."""
+    deadline = time.monotonic() + seconds
+    while (stats := worker.ask("stats"))["owned_blocks"]:
+        if time.monotonic() > deadline:
+            raise common.CheckFailed(f"{worker.name}: {stats['owned_blocks']} blocks are still owned")
+        time.sleep(0.01)
+    return stats
+
+
+def colocated(model: llama.Llama, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """What one engine answers, without a connector."""
+    core = make_core(model)
+    for i, prompt in enumerate(prompts):
+        core.add_request(make_request(str(i), prompt, max_tokens))
+    found: list[list[int]] = [[] for _ in prompts]
+    while core.scheduler.has_unfinished_requests():
+        for output in core.step():
+            found[int(output.request_id)] += output.new_token_ids
+    return found
+
+
+def disaggregated(prefill: Worker, decode: Worker, prompts: Sequence[Sequence[int]], max_tokens: int,
+                  on_token: Callable[[Job], None] = lambda job: None, name: str = "r",
+                  ) -> tuple[list[Job], list[str]]:  # fmt: skip
+    """The same from two workers: the jobs, and what the router noticed. Every `name` is used once with an engine."""
+    router = Router([prefill], [decode])
+    for i, prompt in enumerate(prompts):
+        router.submit(f"{name}{i}", prompt, max_tokens)
+    return list(router.run(on_token=on_token).values()), router.events
+
+
+def answer(worker: Worker, name: str, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """From one worker alone."""
+    worker.send("add", name, list(prompt), max_tokens, {})
+    tokens: list[int] = []
+    while len(tokens) < max_tokens:
+        _, _, new, finish_reason, why = worker.pipe.recv()
+        if finish_reason == "error":
+            raise common.CheckFailed(f"{worker.name}: {why}")
+        tokens += new
+    return tokens
+
+
+def check_layouts(model: llama.Llama) -> None:
+    """Blocks of 16 to blocks of 32, whole and one head at a time, against the reference; with the kernel if it runs."""
+    c = model.config
+    source = torch.randn(2, 8, 16, c.num_key_value_heads, c.head_dim, device=model.device)
+    targets = [torch.zeros(2, 5, 32, c.num_key_value_heads, c.head_dim, device=model.device) for _ in range(2)]
+    theirs, ours = torch.tensor([5, 2, 7, 1], device=model.device), torch.tensor([4, 1], device=model.device)
+    kernel = common.use_kernels() if common.HAS_TRITON else contextlib.nullcontext()
+    with kernel:
+        for head in range(c.num_key_value_heads):
+            piece = kv_transfer.gather_kv(source, theirs, 3, 45, head, 1)
+            kv_transfer.scatter_kv(piece, targets[0], ours, 3, head)
+    whole = kv_transfer.gather_reference(source, theirs.tolist(), 3, 45, 0, c.num_key_value_heads)
+    kv_transfer.scatter_reference(whole, targets[1], ours.tolist(), 3, 0)
+    common.check_equal(f"{c.num_key_value_heads} ranks with blocks of 16 to one with blocks of 32: every bit is in its "
+                       "place", torch.equal(*targets), True)  # fmt: skip
+    if not common.HAS_TRITON:
+        common.skipped("move_kv_kernel", f"{common.kernel_mode()}; the torch path did it")
+
+
+def bench_wires(prefill: Worker, decode: Worker, prompts: dict[int, list[int]]) -> dict[str, Any]:
+    """Each wire with prompts of some lengths: asked for when the prefill is over, and asked for before it."""
+    bench: dict[str, Any] = {}
+    rows = []
+    for wire, name in WIRES.items():
+        prefill.configure(**PREFILL, kv_connector=name)
+        decode.configure(**DECODE, kv_connector=name)
+        bench[name] = {}
+        for n, prompt in prompts.items():
+            late, exposed = [], []
+            for i in range(6):
+                key, before = f"{n}.{i}", settled(decode)
+                job = {"do_remote_decode": True, "transfer_id": key}
+                prefill.send("add", key, prompt, 1, job)
+                prefill.pipe.recv()
+                decode.send("add", key, prompt, 1, {"do_remote_prefill": True, "transfer_id": key, **prefill.address})
+                decode.pipe.recv()
+                after = settled(decode)
+                moved = after["bytes_in"] - before.get("bytes_in", 0)
+                late.append((after["consumer_microseconds"] - before.get("consumer_microseconds", 0)) / 1e3)
+                (done,), _ = disaggregated(prefill, decode, [prompt], 1, name=f"{key}-")
+                exposed.append((done.first - done.prefilled) * 1e3)
+            found = bench[name][str(n)] = {
+                "bytes": moved, "after_ms": statistics.median(late[1:]), "exposed_ms": statistics.median(exposed[1:]),
+            }  # fmt: skip
+            found["mb_s"] = moved / found["after_ms"] / 1e3
+            rows.append([wire, n, f"{moved / 1e6:.1f}", f"{found['after_ms']:.1f}", f"{found['mb_s']:.0f}",
+                         f"{found['exposed_ms']:.1f}"])  # fmt: skip
+    common.table(
+        ["wire", "tokens", "MB", "ms, asked for afterwards", "MB/s", "ms from prefill to token, streamed"], rows
+    )
+    return bench
+
+
+def bench_kernel(dtype: torch.dtype) -> dict[str, Any]:
+    """The copy between blocks and wire at an 8B model's shapes, beside a plain copy of as many bytes."""
+    kv_cache_layer = torch.randn(2, 1024, 16, 8, 128, device=common.device()).to(dtype)
+    blocks = torch.randperm(1023, device=common.device())[:512] + 1
+    buffer = kv_transfer.gather_kv(kv_cache_layer, blocks, 0, PROMPT, 0, 8)
+    plain = torch.empty_like(buffer)
+    seconds = {
+        "gather": common.measure(lambda: kv_transfer.gather_kv(kv_cache_layer, blocks, 0, PROMPT, 0, 8)).median,
+        "scatter": common.measure(lambda: kv_transfer.scatter_kv(buffer, kv_cache_layer, blocks, 0, 0)).median,
+        "copy": common.measure(lambda: plain.copy_(buffer)).median,
+    }
+    found = {name: 2 * buffer.nbytes / t / 1e9 for name, t in seconds.items()}
+    common.table(["one layer, 8,192 tokens", "GB/s read and written"], [[n, f"{x:.1f}"] for n, x in found.items()])
+    return found
+
+
+def show_simulation() -> None:
+    """The widget's sixteen requests, run now; and what the searches found, who is best at which limit."""
+    rows = []
+    for layout in WIDGET_CHOICES["layout"]:
+        trace = simulate(WIDGET_DEFAULT | {"layout": layout})
+        for r in trace["requests"]:
+            if sum(r["parts"]) != r["first"] - r["arrival"]:
+                raise common.CheckFailed(f"{layout}: the parts of a TTFT do not add up")
+        gap, ttft = (max(f(r) for r in trace["requests"]) for f in (lambda r: r["gap"], lambda r: sum(r["parts"])))
+        rows.append([layout, f"{trace['met']} of {len(trace['requests'])}", f"{gap / 1e3:.0f} ms",
+                     f"{ttft / 1e3:.0f} ms", f"{trace['bytes_moved'] / 2**20:,.0f} MiB"])  # fmt: skip
+    common.table(["4 GPUs, 16 requests", "within the limits", "longest silence", "worst TTFT", "moved"], rows)
+    common.say("✓ queue + prefill + transfer + first step = TTFT, for every request")
+    found = facts()["simulation"]["goodput"]["azure_code"]
+    rows = []
+    for limit in ("8", "10", "20", "50"):
+        row = found[f"tpot_{limit}"]
+        rows.append([f"{limit} ms", f"{row['whole']:.0f}", f"{row['chunked']:.0f} ({row['budget']})",
+                     f"{row['split']:.0f} ({row['layout']})", f"{row['split_over_chunked']:.2f}x"])  # fmt: skip
+    common.table(["8 GPUs, code; TPOT", "whole prompts", "chunks (budget)", "split", "split / chunks"], rows,
+                 title="requests/s of which 9 in 10 meet TTFT 300 ms and the TPOT")  # fmt: skip
+
+
+def build_parser() -> common.Parser:
+    p = common.parser(__doc__)
+    p.add_argument("--fault", choices=Faults.KINDS, default="prefill-dies",
+                   help="what happens in step 4, from the twelfth message on (default %(default)s)")  # fmt: skip
+    p.set_defaults(run=None)
+    commands = p.add_subparsers(title="commands", metavar="")
+    proxy = commands.add_parser(
+        "proxy", help="in front of prefill and decode servers", description=proxy_command.__doc__
+    )
+    proxy.add_argument("--prefill", nargs="+", required=True, metavar="URL", help="servers that are kv_producer")
+    proxy.add_argument("--decode", nargs="+", required=True, metavar="URL", help="servers that are kv_consumer")
+    proxy.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    proxy.add_argument(
+        "--port", type=common.number(int, 0, 65535), default=8000, help="default 8000; 0 takes a free one"
+    )
+    proxy.set_defaults(run=proxy_command)
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    if args.run is not None:
+        return args.run(args)
+    machine = common.start(args)
+    llama.model_folder(args.model)  # the first run prepares it, once; a wrong name ends here
+    prefill, decode = start_workers(args.model)
+    try:
+        bench = story(args, prefill, decode)
+    finally:
+        prefill.stop()
+        decode.stop()
+    draw(args.figure)
+    if args.json:
+        common.merge_json(args.json, KEY, {"machine": machine, "facts": facts(), "bench": bench})
+
+
+def story(args: argparse.Namespace, prefill: Worker, decode: Worker) -> dict[str, Any]:
+    """What a reader sees."""
+    bench: dict[str, Any] = {}
+    common.heading("1. Naively: compute in one cache, copy every block, go on in the other")
+    model, tokenizer = llama.load(args.model, torch.float32)
+    text = tokenizer.encode(TEXT)
+    prompts = [text[-n:] for n in LENGTHS]
+    expected = colocated(model, prompts, TOKENS)
+    common.say(f"…{tokenizer.decode(prompts[2])!r} → {tokenizer.decode(expected[2])!r}"[:110])
+    common.check_equal("a copied cache continues as one engine does", hand_over(model, prompts[2], TOKENS), expected[2])
+    check_layouts(model)
+
+    common.heading(f"2. Two processes, blocks of 16 and of 32, prompts of {', '.join(map(str, LENGTHS))} tokens")
+    prefill.ask(), decode.ask()
+    rows = []
+    for wire, name in WIRES.items():
+        prefill.configure(**PREFILL, kv_connector=name)
+        decode.configure(**DECODE, kv_connector=name)
+        jobs, _ = disaggregated(prefill, decode, prompts, TOKENS)
+        if [job.token_ids for job in jobs] != expected:
+            raise common.CheckFailed(f"{wire}: other tokens than one engine's")
+        there, here = settled(prefill), settled(decode)
+        last = max(jobs, key=lambda job: job.prefilled)
+        rows.append([wire, f"{here['bytes_in'] / 1e6:.1f}", there["producer_messages"],
+                     f"{there['producer_early'] / there['producer_messages']:.0%}", f"{last.prefilled * 1e3:.0f}",
+                     f"{last.first * 1e3:.0f}"])  # fmt: skip
+    common.table(["wire", "MB", "messages", "sent during prefill", "prefill done, ms", "first token, ms"], rows)
+    common.say(f"✓ over each wire: the tokens of one engine, {len(prompts)} × {TOKENS}; all blocks free on both sides")
+    positions = sum(LENGTHS) - len(LENGTHS)
+    common.check_equal(f"{positions} positions × {facts()['kv_bytes']['smollm2_fp32']:,} bytes have moved, no more",
+                       here["bytes_in"], positions * facts()["kv_bytes"]["smollm2_fp32"])  # fmt: skip
+
+    common.heading("3. No partner: a store that any engine finds blocks in")
+    with tempfile.TemporaryDirectory() as folder:
+        extra = {"folder": folder, "cpu_bytes": 7 * facts()["block_bytes"] // 2, "disk_bytes": 1 << 30}
+        for worker in (prefill, decode):
+            worker.core_args = {**worker.core_args, "block_size": 16}  # its key is the hash of 16 tokens
+            worker.configure(kv_connector="StoreConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+        answer(prefill, "first", prompts[0], 1)
+        common.check_equal(
+            "the other engine's answer is the same", answer(decode, "again", prompts[0], TOKENS), expected[0]
+        )
+        there, here = settled(prefill), settled(decode)
+        blocks = here["bytes_in"] // facts()["block_bytes"]
+        common.say(f"{there['store_stored']} blocks stored, memory has room for 3: {there['store_demoted']} on disk; "
+                   f"{blocks} found, so {16 * blocks} of {len(prompts[0])} tokens were not computed")  # fmt: skip
+        connectors.KVStore(folder, 0).clear()
+
+    common.heading(f"4. A bad day: --fault {args.fault}")
+    prefill.configure(args.fault, **PREFILL, kv_connector="TCPConnector")
+    decode.configure(**DECODE, kv_connector="TCPConnector", kv_connector_extra_config={"timeout": 1.0, "retries": 1})
+
+    def kill(job: Job) -> None:
+        if args.fault == "decode-dies" and len(job.token_ids) == 3 and decode.alive:
+            decode.process.kill()
+
+    jobs, events = disaggregated(prefill, decode, prompts, TOKENS, kill)
+    common.check_equal(f"{len(jobs)} answers, the tokens of one engine", [job.token_ids for job in jobs], expected)
+    for event in events:
+        common.say(event)
+    for worker in (prefill, decode):
+        if worker.process.is_alive():
+            stats = settled(worker)
+            counts = {name.split("_")[-1]: stats.get(name, 0) for name in (
+                "consumer_retries", "consumer_duplicate", "consumer_corrupt", "consumer_failed")}  # fmt: skip
+            told = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
+            common.say(f"✓ {worker.name}: every block is free" + (f"; messages and transfers: {told}" if told else ""))
+
+    common.heading("5. When is it worth it? The same GPUs, three ways, in lesson 04's engine on a clock")
+    show_simulation()
+
+    if args.bench:
+        common.heading("6. Measured: wires, kernel, steps")
+        if args.fault in ("prefill-dies", "decode-dies"):
+            prefill.stop(), decode.stop()
+            prefill, decode = start_workers(args.model)
+            prefill.ask(), decode.ask()
+        lengths = {n: (text * 4)[:n] for n in (64, 256, 480)}
+        bench["wires"] = bench_wires(prefill, decode, lengths)
+        bench["kernel"] = bench_kernel(torch.bfloat16 if common.HAS_GPU else torch.float32)
+        prefill.stop(), decode.stop()
+        bench["cost_model"] = goodput.calibrate(model)
+    return bench
+
+
+if __name__ == "__main__":
+    common.run(main)

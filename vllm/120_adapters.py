@@ -1,0 +1,575 @@
+"""120 · Adapters: what is in the file, where it lies in memory, and who is resident. The lower half of lesson 12.
+
+An adapter leaves every weight matrix W of a model as it is and adds a product of two thin ones,
+y = x Wᵀ + s · (x Aᵀ) Bᵀ with A [r, in] and B [out, r]. On disk it is a folder in PEFT's format: adapter_config.json
+says r and s, adapter_model.safetensors holds A and B under the names of Transformers' modules. In memory it lies either
+in a slot, as in vLLM, or in blocks of the KV cache, as in S-LoRA; the kernels find it through tables with an address
+per row. Two LRU caches decide which adapters are in CPU memory, and which few the model can use now.
+
+Read for this: Hu et al. 2021 (LoRA), Kalajdzievski 2023 (rsLoRA), Sheng et al. 2023 (S-LoRA: unified paging), PEFT's
+`LoraConfig`, vLLM 0.32 `lora/peft_helper.py`, `lora/lora_model.py`, `lora/model_manager.py`, `lora/worker_manager.py`.
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch is used
+
+import copy
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import llama
+
+# --- What can be adapted ----------------------------------------------------------------------------------------------
+
+# Packed layer -> the modules of Transformers that lie in it as slices of its output, in this order.
+PACKED_MODULES = {
+    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "o_proj": ("self_attn.o_proj",),
+    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"), "down_proj": ("mlp.down_proj",),
+}  # fmt: skip
+TARGETS = tuple(name.split(".")[1] for names in PACKED_MODULES.values() for name in names)
+SHIPPED = common.HERE / "adapters"
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """A packed linear layer: its input, and the widths of the slices of its output."""
+
+    in_features: int
+    slices: tuple[int, ...]
+
+
+def layer_shapes(config: llama.LlamaConfig) -> dict[str, LayerShape]:
+    """Shape of each kind of packed layer; all decoder layers have the same."""
+    c = config
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    return {
+        "qkv_proj": LayerShape(c.hidden_size, (q, kv, kv)), "o_proj": LayerShape(q, (c.hidden_size,)),
+        "gate_up_proj": LayerShape(c.hidden_size, (c.intermediate_size,) * 2),
+        "down_proj": LayerShape(c.intermediate_size, (c.hidden_size,)),
+    }  # fmt: skip
+
+
+Slices = tuple[tuple[torch.Tensor, torch.Tensor] | None, ...]  # of each slice: A [r, in] and s·B [out, r], or nothing
+
+
+@dataclass
+class LoRAModel:
+    """An adapter in CPU memory (`vllm/lora/lora_model.py`). The scale s is multiplied into B, once and for all."""
+
+    name: str
+    rank: int
+    weights: dict[str, Slices]  # "layers.0.qkv_proj" -> A and B of its slices; a layer that is not adapted is not there
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(a.numel() + b.numel() for pairs in self.weights.values() for a, b in filter(None, pairs))
+
+
+def random_adapter(config: llama.LlamaConfig, rank: int, seed: int, name: str | None = None, size: float = 0.3,
+                   targets: Sequence[str] = TARGETS, dtype: torch.dtype = torch.float32) -> LoRAModel:  # fmt: skip
+    """A seeded adapter that changes each layer's output by roughly the share `size` of its input."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = lambda rows, columns, scale: (  # noqa: E731
+        torch.randn(rows, columns, generator=generator) * scale
+    ).to(dtype)
+    weights = {}
+    for i in range(config.num_hidden_layers):
+        for packed, shape in layer_shapes(config).items():
+            pairs = tuple(
+                (noise(rank, shape.in_features, shape.in_features**-0.5), noise(out, rank, size * rank**-0.5))
+                if module.split(".")[1] in targets else None
+                for module, out in zip(PACKED_MODULES[packed], shape.slices)
+            )  # fmt: skip
+            if any(pairs):
+                weights[f"layers.{i}.{packed}"] = pairs
+    return LoRAModel(name or f"random-{seed}", rank, weights)
+
+
+def merged(model: llama.Llama, lora: LoRAModel) -> llama.Llama:
+    """The model with W + s·B·A in place of W: no cost per token, and no other adapter beside it."""
+    new = copy.copy(model)
+    new.linear = dict(model.linear)
+    for name, pairs in lora.weights.items():
+        old = model.linear[name]
+        weight, start = old.weight.clone(), 0
+        for pair, out in zip(pairs, layer_shapes(model.config)[name.split(".")[2]].slices):
+            if pair is not None:
+                a, b = (t.to(weight.device, torch.float32) for t in pair)
+                weight[start : start + out] += (b @ a).to(weight.dtype)
+            start += out
+        new.linear[name] = llama.Linear(weight, old.bias)
+    return new
+
+
+# --- The format: PEFT's folder ----------------------------------------------------------------------------------------
+
+PREFIX = "base_model.model.model."
+# What vLLM refuses, too: features that change what A and B mean. Field -> the only values that change nothing.
+PLAIN = {
+    "use_dora": (False, None), "bias": ("none", None), "lora_bias": (False, None), "modules_to_save": (None, []),
+    "rank_pattern": (None, {}), "alpha_pattern": (None, {}), "layer_replication": (None,), "use_qalora": (False, None),
+    "alora_invocation_tokens": (None, []), "fan_in_fan_out": (False, None), "trainable_token_indices": (None, [], {}),
+}  # fmt: skip
+
+
+def read_config(folder: Path, max_lora_rank: int | None = None) -> tuple[int, float]:
+    """(rank, scale) of an adapter. Raises InputError that names file and field."""
+    path = folder / "adapter_config.json"
+    raw = llama._read_json(path)
+    if raw.get("peft_type", "LORA") != "LORA":
+        raise common.InputError(f"{path}: peft_type {raw['peft_type']!r}; allowed: 'LORA'")
+    rank, alpha = raw.get("r"), raw.get("lora_alpha", 8)
+    if type(rank) is not int or rank < 1:
+        raise common.InputError(f"{path}: r is {rank!r}, expected a positive whole number")
+    if max_lora_rank is not None and rank > max_lora_rank:
+        raise common.InputError(f"{path}: LoRA rank {rank} is greater than max_lora_rank {max_lora_rank}")
+    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise common.InputError(f"{path}: lora_alpha is {alpha!r}, expected a number")
+    for field, allowed in PLAIN.items():
+        if field in raw and raw[field] not in allowed:
+            raise common.InputError(f"{path}: {field} {raw[field]!r:.60} is not supported; allowed: {allowed[0]!r}")
+    init = raw.get("init_lora_weights", True)
+    if isinstance(init, str) and init.lower() not in ("gaussian", "eva", "orthogonal"):
+        raise common.InputError(f"{path}: init_lora_weights {init!r} changes the base model; allowed: true, 'gaussian'")
+    return rank, alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank)
+
+
+def read_adapter(folder: str | Path, config: llama.LlamaConfig, name: str | None = None,
+                 max_lora_rank: int | None = None, dtype: torch.dtype = torch.float32) -> LoRAModel:  # fmt: skip
+    """Load and check a PEFT folder for a model with this `config`.
+
+    Every tensor must be one that the model has a place for, in the right shape, finite, and with its partner: an
+    adapter of another model is refused here, not in the middle of a forward pass. Raises InputError.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise common.InputError(f"{folder}: no such adapter folder")
+    rank, scale = read_config(folder, max_lora_rank)
+    path = folder / "adapter_model.safetensors"
+    if not path.is_file():
+        raise common.InputError(f"{path}: no such file (other weight formats are not supported)")
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise common.InputError(f"{path}: {error}") from None
+
+    found: dict[str, Slices] = {}
+    for i in range(config.num_hidden_layers):
+        for packed, shape in layer_shapes(config).items():
+            pairs = []
+            for module, out in zip(PACKED_MODULES[packed], shape.slices):
+                pair = []
+                for letter, wanted in (("A", (rank, shape.in_features)), ("B", (out, rank))):
+                    key = f"{PREFIX}layers.{i}.{module}.lora_{letter}.weight"
+                    tensor = tensors.pop(key, None)
+                    if tensor is not None and tuple(tensor.shape) != wanted:
+                        raise common.InputError(f"{path}: {key} has shape {list(tensor.shape)}, this model and rank "
+                                                f"{rank} need {list(wanted)}")  # fmt: skip
+                    if tensor is not None and not (tensor.is_floating_point() and tensor.isfinite().all()):
+                        raise common.InputError(f"{path}: {key} has values that are not finite numbers")
+                    pair.append(tensor)
+                if (pair[0] is None) != (pair[1] is None):
+                    letter = "A" if pair[0] is None else "B"
+                    raise common.InputError(f"{path}: lora_{letter} of layers.{i}.{module} is missing")
+                a, b = pair
+                pairs.append(None if a is None else (a.to(dtype), (b.float() * scale).to(dtype)))
+            if any(pair is not None for pair in pairs):
+                found[f"layers.{i}.{packed}"] = tuple(pairs)
+    if tensors:
+        raise common.InputError(f"{path}: {min(tensors)} has no place in this model")
+    if not found:
+        raise common.InputError(f"{path}: holds no LoRA weights")
+    return LoRAModel(name or folder.name, rank, found)
+
+
+def write_adapter(lora: LoRAModel, folder: str | Path, alpha: float, dtype: torch.dtype = torch.float16,
+                  base: str = llama.DEFAULT_MODEL) -> None:  # fmt: skip
+    """Write a PEFT folder: the scale alpha / rank is taken out of B again."""
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, targets = {}, set()
+    for name, pairs in lora.weights.items():
+        _, i, packed = name.split(".")
+        for module, pair in zip(PACKED_MODULES[packed], pairs):
+            if pair is not None:
+                targets.add(module.split(".")[1])
+                key = f"{PREFIX}layers.{i}.{module}"
+                tensors[f"{key}.lora_A.weight"] = pair[0].to(dtype).contiguous()
+                tensors[f"{key}.lora_B.weight"] = (pair[1] * (lora.rank / alpha)).to(dtype).contiguous()
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_model.safetensors").chmod(0o644)
+    llama._write_json(folder / "adapter_config.json", {
+        "base_model_name_or_path": base, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
+        "init_lora_weights": True, "lora_alpha": alpha, "lora_dropout": 0.0, "peft_type": "LORA", "r": lora.rank,
+        "target_modules": sorted(targets), "task_type": "CAUSAL_LM", "use_dora": False, "use_rslora": False,
+    })  # fmt: skip
+
+
+# --- Where the weights lie: tables, then slots or pages ---------------------------------------------------------------
+
+
+@dataclass
+class LoRATables:
+    """Where the weights of one kind of layer lie, for all slots and all decoder layers: element offsets into `pages`.
+
+    Row r of slot s's A (of slice i) is the `in_features` numbers from a_rows[s, i, r] on; row r of its Bᵀ is the
+    slice's width from b_rows[s, i, r] on. Rows at and above ranks[s, i] do not exist.
+    """
+
+    shape: LayerShape
+    a_rows: torch.Tensor  # int64 [slots, slices, max_rank]
+    b_rows: torch.Tensor  # int64 [slots, slices, max_rank]
+    ranks: torch.Tensor  # int32 [slots, slices], 0: this slice is not adapted
+    starts: torch.Tensor  # int32 [slices + 1], where each slice of the output begins
+
+    @classmethod
+    def empty(cls, shape: LayerShape, slots: int, max_rank: int, device: torch.device) -> LoRATables:
+        table = torch.zeros(slots, len(shape.slices), max_rank, dtype=torch.int64, device=device)
+        starts = torch.tensor([0, *np.cumsum(shape.slices)], dtype=torch.int32).to(device)
+        ranks = torch.zeros(slots, len(shape.slices), dtype=torch.int32, device=device)
+        return cls(shape, table, table.clone(), ranks, starts)
+
+    @property
+    def aligned(self) -> bool:
+        """All rows begin at multiples of 16 elements, if their lengths are such: loads can be wide."""
+        return all(n % 16 == 0 for n in (self.shape.in_features, *self.shape.slices))
+
+
+class LoRAMemory:
+    """Resident adapters: `num_slots` of them, each found through the tables. Subclasses decide where weights lie."""
+
+    def __init__(self, model: llama.Llama, num_slots: int, max_rank: int) -> None:
+        self.model, self.num_slots, self.max_rank = model, num_slots, max_rank
+        self.shapes = layer_shapes(model.config)
+        self.tables = {kind: LoRATables.empty(shape, num_slots, max_rank, model.device)
+                       for kind, shape in self.shapes.items()}  # fmt: skip
+        # For the CPU: matrices[slot][layer][kind] = (A of all adapted slices [n·rank, in], [(start, stop, Bᵀ) …])
+        self.matrices: dict[int, Any] = {}
+        self.pages: list[torch.Tensor] = []  # of each decoder layer, flat
+
+    def parts(self, lora: LoRAModel) -> Iterator[tuple[str, list[int], list[tuple[str, int, int]]]]:
+        """Per kind of layer: the slices that this adapter adapts, and its matrices as (letter, rows, width)."""
+        for kind, shape in self.shapes.items():
+            adapted = [i for i in range(len(shape.slices)) if any(
+                (pairs := lora.weights.get(f"layers.{layer}.{kind}")) and pairs[i] is not None
+                for layer in range(self.model.config.num_hidden_layers))]  # fmt: skip
+            if adapted:
+                yield kind, adapted, [("A", len(adapted) * lora.rank, shape.in_features),
+                                      *(("B", lora.rank, shape.slices[i]) for i in adapted)]  # fmt: skip
+
+    def rows_of(self, lora: LoRAModel, layer: int, kind: str, adapted: list[int]) -> list[torch.Tensor]:
+        """The matrices of `parts`, with zeros where this layer has no adapter. B is transposed: a rank is a row."""
+        pairs, shape = lora.weights.get(f"layers.{layer}.{kind}"), self.shapes[kind]
+        zero = lambda i: (torch.zeros(lora.rank, shape.in_features), torch.zeros(shape.slices[i], lora.rank))  # noqa: E731
+        chosen = [(pairs and pairs[i]) or zero(i) for i in adapted]
+        return [torch.cat([a.to(self.model.dtype) for a, _ in chosen]), *(b.T.to(self.model.dtype) for _, b in chosen)]
+
+    def write_tables(self, slot: int, rank: int, kind: str, adapted: list[int], offsets: list[list[int]]) -> None:
+        """Enter element offsets of each matrix's rows into the tables of one slot."""
+        table = self.tables[kind]
+        ranks = [rank if i in adapted else 0 for i in range(len(table.shape.slices))]
+        table.ranks[slot] = torch.tensor(ranks, dtype=torch.int32)
+        for n, i in enumerate(adapted):
+            table.a_rows[slot, i, :rank] = torch.tensor(offsets[0][n * rank : (n + 1) * rank])
+            table.b_rows[slot, i, :rank] = torch.tensor(offsets[1 + n])
+
+    def clear(self, slot: int) -> None:
+        """The slot has no adapter any more; its memory can be somebody else's."""
+        self.matrices.pop(slot, None)
+        for table in self.tables.values():
+            table.ranks[slot] = 0
+
+
+class SlotMemory(LoRAMemory):
+    """As vLLM: every slot has room for `max_rank` on every layer, whatever its adapter needs."""
+
+    def __init__(self, model: llama.Llama, num_slots: int, max_rank: int) -> None:
+        super().__init__(model, num_slots, max_rank)
+        self.slot_elements = sum(
+            max_rank * (shape.in_features * len(shape.slices) + sum(shape.slices)) for shape in self.shapes.values()
+        )
+        self.pages = [torch.zeros(num_slots * self.slot_elements, dtype=model.dtype, device=model.device)
+                      for _ in range(model.config.num_hidden_layers)]  # fmt: skip
+
+    def write(self, slot: int, lora: LoRAModel) -> None:
+        """Copy an adapter into its slot, row behind row."""
+        self.clear(slot)
+        views: list[dict] = [{} for _ in self.pages]
+        start = slot * self.slot_elements
+        for kind, adapted, matrices in self.parts(lora):
+            starts, offsets = [], []
+            for _, rows, width in matrices:
+                starts.append(start)
+                offsets.append([start + r * width for r in range(rows)])
+                start += rows * width
+            self.write_tables(slot, lora.rank, kind, adapted, offsets)
+            edges = [0, *np.cumsum(self.shapes[kind].slices).tolist()]
+            for layer, flat in enumerate(self.pages):
+                placed = []
+                for first, values in zip(starts, self.rows_of(lora, layer, kind, adapted)):
+                    placed.append(flat[first : first + values.numel()].view(values.shape))
+                    placed[-1].copy_(values, non_blocking=True)
+                views[layer][kind] = placed[0], [(edges[i], edges[i + 1], b) for i, b in zip(adapted, placed[1:])]
+        self.matrices[slot] = views
+
+    def layer(self, slot: int, layer: int, kind: str) -> Any:
+        """(A, [(start, stop, Bᵀ) …]) of one layer, or None."""
+        return self.matrices[slot][layer].get(kind)
+
+
+class UnifiedMemory(LoRAMemory):
+    """As S-LoRA: adapters live in blocks of the KV cache, as many as their rank needs, and none when they are gone.
+
+    In each layer, block b is two pages of block_size · Hkv · D elements, one among the keys and one among the values.
+    A matrix gets whole pages, a page as many of its rows as fit.
+    """
+
+    def __init__(self, model: llama.Llama, num_slots: int, max_rank: int, cache: Any) -> None:
+        super().__init__(model, num_slots, max_rank)
+        self.num_blocks = cache.layers[0].shape[1]
+        self.page = cache.layers[0][0, 0].numel()
+        self.pages = [kv_cache.view(-1) for kv_cache in cache.layers]
+        widest = max(max(shape.in_features, *shape.slices) for shape in self.shapes.values())
+        if widest > self.page:
+            raise common.InputError(f"block_size: a page of {self.page} elements cannot hold a row of {widest}")
+
+    def num_pages(self, matrices: Sequence[tuple[str, int, int]]) -> list[int]:
+        return [-(-rows // (self.page // width)) for _, rows, width in matrices]
+
+    def num_blocks_of(self, lora: LoRAModel) -> int:
+        """⌈Σ over matrices of ⌈rows / rows per page⌉ / 2⌉."""
+        return -(-sum(sum(self.num_pages(matrices)) for _, _, matrices in self.parts(lora)) // 2)
+
+    def write(self, slot: int, lora: LoRAModel, blocks: Sequence[int]) -> None:
+        """Copy an adapter into `blocks` (as many as `num_blocks_of`), wherever in the cache they are."""
+        self.clear(slot)
+        pages = [page for block in blocks for page in (block, block + self.num_blocks)]
+        found: dict[str, Any] = {}
+        for kind, adapted, matrices in self.parts(lora):
+            taken, offsets = [], []
+            for (_, rows, width), count in zip(matrices, self.num_pages(matrices)):
+                mine, pages, per = pages[:count], pages[count:], self.page // width
+                taken.append((torch.tensor(mine, device=self.model.device), per, rows, width))
+                offsets.append([mine[r // per] * self.page + r % per * width for r in range(rows)])
+            self.write_tables(slot, lora.rank, kind, adapted, offsets)
+            for layer, flat in enumerate(self.pages):
+                for (mine, per, rows, width), values in zip(taken, self.rows_of(lora, layer, kind, adapted)):
+                    full = torch.zeros(len(mine) * per, width, dtype=values.dtype)
+                    full[:rows] = values
+                    flat.view(-1, self.page)[mine, : per * width] = full.view(len(mine), -1).to(flat.device)
+            found[kind] = adapted, taken
+        self.matrices[slot] = found
+
+    def layer(self, slot: int, layer: int, kind: str) -> Any:
+        """As SlotMemory.layer; here the rows are gathered from their pages."""
+        if kind not in self.matrices[slot]:
+            return None
+        adapted, taken = self.matrices[slot][kind]
+        pages, edges = self.pages[layer].view(-1, self.page), [0, *np.cumsum(self.shapes[kind].slices).tolist()]
+        gathered = [
+            pages.index_select(0, mine)[:, : per * width].reshape(-1, width)[:rows] for mine, per, rows, width in taken
+        ]
+        return gathered[0], [(edges[i], edges[i + 1], b) for i, b in zip(adapted, gathered[1:])]
+
+
+# --- Who is resident: names, CPU memory, slots ------------------------------------------------------------------------
+
+
+@dataclass
+class LoRAConfig:
+    """vLLM's limits (`vllm/config/lora.py`), and two choices of ours. Raises InputError."""
+
+    max_loras: int = 1  # adapters in one step, and slots for them
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None  # adapters kept in CPU memory; None: max_loras
+    memory: str = "slots"  # or "unified": pages of the KV cache (S-LoRA)
+    fair: bool = False  # choose the next request by tokens served per adapter (VTC), not by arrival
+
+    def __post_init__(self) -> None:
+        for name, high in (("max_loras", 4096), ("max_lora_rank", 512)):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= high:
+                raise common.InputError(f"{name} {value!r}: must be a whole number from 1 to {high}")
+        if self.max_cpu_loras is None:
+            self.max_cpu_loras = self.max_loras
+        if type(self.max_cpu_loras) is not int or self.max_cpu_loras < self.max_loras:
+            raise common.InputError(
+                f"max_cpu_loras {self.max_cpu_loras!r}: must be at least max_loras {self.max_loras}"
+            )
+        if self.memory not in ("slots", "unified"):
+            raise common.InputError(f"memory {self.memory!r}: must be one of slots, unified")
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """What a caller names an adapter by (`vllm/lora/request.py`). A name stands for the same weights for ever."""
+
+    lora_name: str
+    lora_int_id: int = 1
+    lora_path: str = ""
+
+
+Source = str | Path | LoRAModel | Callable[[], LoRAModel]
+
+
+class LoRAModelManager:
+    """Every adapter that may be asked for, the few in CPU memory, and the `max_loras` that the model can use now.
+
+    Both caches drop what was used longest ago. Reading a file takes long, so a thread does it, and whoever needs the
+    adapter waits outside the batch. (`vllm/lora/model_manager.py:LRUCacheLoRAModelManager`; vLLM reads in the worker,
+    between two steps.)
+    """
+
+    def __init__(self, config: LoRAConfig) -> None:
+        self.config = config
+        self.sources: dict[str, Source] = {}
+        self.cpu: OrderedDict[str, LoRAModel] = OrderedDict()  # least recently used first
+        self.loading: dict[str, Future] = {}
+        self.slots: OrderedDict[str, int] = OrderedDict()  # least recently used first
+        self.free_slots = list(range(config.max_loras))[::-1]
+        self.blocks: dict[str, list[int]] = {}  # of each resident adapter, in unified memory
+        self.retired: set[str] = set()  # unloaded, but still used by requests that came before
+        self.reader = ThreadPoolExecutor(1, thread_name_prefix="lora")
+        self.counts = Counter()  # "hit", "load", "evict", "read"
+        self.memory: SlotMemory | UnifiedMemory | None = None
+        self.meta: Any = None  # of the step that runs
+
+    def attach(self, model: llama.Llama, cache: Any, block_pool: Any) -> None:
+        """Take the memory for the slots; from here on adapters can become resident."""
+        self.model_config, self.block_pool = model.config, block_pool
+        make = UnifiedMemory if self.config.memory == "unified" else SlotMemory
+        self.memory = make(model, self.config.max_loras, self.config.max_lora_rank,
+                           *([cache] if self.config.memory == "unified" else []))  # fmt: skip
+
+    # -- names --
+
+    def add_adapter(self, name: str, source: Source) -> None:
+        """Make a name known. An adapter that is given as a path is read and checked now. Raises InputError."""
+        if name in self.sources:
+            raise common.InputError(f"lora_name {name!r}: is loaded already")
+        self._keep(name, self._read(name, source))
+        self.sources[name] = source
+        self.retired.discard(name)
+
+    def add_lazily(self, name: str, source: Source) -> None:
+        """Make a name known without looking at it: for thousands, and for what somebody has checked already."""
+        self.sources[name] = source
+
+    def remove_adapter(self, name: str, in_use: bool = False) -> None:
+        """Forget a name. While requests still use it, its weights stay. Raises InputError if it is not known."""
+        if name not in self.sources:
+            raise common.InputError(f"lora_name {name!r}: is not loaded")
+        if in_use:
+            self.retired.add(name)
+            return
+        self.retired.discard(name)
+        if name in self.slots:
+            self._evict(name)
+        self.cpu.pop(name, None)
+        if future := self.loading.pop(name, None):
+            future.cancel()
+        del self.sources[name]
+
+    # -- CPU memory --
+
+    def _read(self, name: str, source: Source) -> LoRAModel:
+        if callable(source):
+            source = source()
+        if not isinstance(source, LoRAModel):
+            self.counts["read"] += 1
+            limit, dtype = self.config.max_lora_rank, self.memory.model.dtype
+            return read_adapter(source, self.model_config, name, limit, dtype)
+        if source.rank > self.config.max_lora_rank:
+            raise common.InputError(f"{name}: LoRA rank {source.rank} is greater than max_lora_rank "
+                                    f"{self.config.max_lora_rank}")  # fmt: skip
+        return source
+
+    def _keep(self, name: str, lora: LoRAModel) -> None:
+        self.cpu[name] = lora
+        while len(self.cpu) > self.config.max_cpu_loras:
+            self.cpu.popitem(last=False)
+
+    def is_loaded(self, name: str) -> bool:
+        """Is it in CPU memory, or resident? If not, the thread starts reading. Raises InputError if that failed."""
+        if name in self.cpu or name in self.slots:
+            return True
+        if name not in self.sources:
+            raise common.InputError(f"the adapter {name!r} is not loaded")
+        future = self.loading.get(name)
+        if future is None:
+            future = self.loading[name] = self.reader.submit(self._read, name, self.sources[name])
+        if not future.done():
+            return False
+        del self.loading[name]
+        self._keep(name, future.result())
+        return True
+
+    def wait(self, name: str) -> None:
+        """Until its reading is over, however it ended: for a step that has nothing else to do."""
+        if future := self.loading.get(name):
+            future.exception()
+
+    # -- slots --
+
+    def make_resident(self, name: str, pinned: set[str]) -> bool:
+        """Give an adapter a slot, taking the least recently used one that is not `pinned`; False: there is no place."""
+        if name in self.slots:
+            self.slots.move_to_end(name)
+            self.counts["hit"] += 1
+            return True
+        lora = self.cpu[name]
+        self.cpu.move_to_end(name)
+        blocks: list[int] = []
+        if isinstance(self.memory, UnifiedMemory):
+            needed = self.memory.num_blocks_of(lora)
+            while self.block_pool.num_free_blocks < needed:
+                if not self.evict_idle(pinned):
+                    return False
+            blocks = self.block_pool.allocate(needed)
+        if not self.free_slots and not self.evict_idle(pinned):
+            self.block_pool.free(blocks)
+            return False
+        slot = self.slots[name] = self.free_slots.pop()
+        self.counts["load"] += 1
+        if blocks:
+            self.blocks[name] = blocks
+            self.memory.write(slot, lora, blocks)
+        else:
+            self.memory.write(slot, lora)
+        return True
+
+    def evict_idle(self, pinned: set[str]) -> bool:
+        """Take the place of the least recently used adapter that is not `pinned`; False if all are."""
+        victim = next((name for name in self.slots if name not in pinned), None)
+        if victim is None:
+            return False
+        self._evict(victim)
+        self.counts["evict"] += 1
+        return True
+
+    def _evict(self, name: str) -> None:
+        slot = self.slots.pop(name)
+        self.memory.clear(slot)
+        self.free_slots.append(slot)
+        self.block_pool.free(self.blocks.pop(name, []))
+
+    def check(self) -> None:
+        """Raise AssertionError unless every slot is free or somebody's, and every owned block belongs to a resident."""
+        assert sorted([*self.free_slots, *self.slots.values()]) == list(range(self.config.max_loras)), "a slot is lost"
+        assert set(self.blocks) <= set(self.slots), "blocks without an adapter"
+        assert set(self.slots) <= set(self.sources), "a slot for a name that is gone"
+        assert len(self.cpu) <= self.config.max_cpu_loras, "more in CPU memory than allowed"
