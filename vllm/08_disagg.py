@@ -1126,7 +1126,7 @@ def story(args: argparse.Namespace, prefill: Worker, decode: Worker) -> dict[str
             prefill.stop(), decode.stop()
             prefill, decode = start_workers(args.model)
             prefill.ask(), decode.ask()
-        lengths = {n: (text * 4)[:n] for n in (64, 256, 480)}
+        lengths = {n: (text * 8)[:n] for n in (64, 256, 480)}
         bench["wires"] = bench_wires(prefill, decode, lengths)
         bench["kernel"] = bench_kernel(torch.bfloat16 if common.HAS_GPU else torch.float32)
         prefill.stop(), decode.stop()
