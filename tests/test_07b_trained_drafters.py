@@ -766,9 +766,10 @@ def test_medusas_tree_on_the_real_model(real_model):
 
 
 @pytest.mark.slow
-def test_the_train_command(tmp_path, capsys):
+def test_the_train_command(tmp_path, capsys, monkeypatch):
     """The whole of it, short: text, three drafters, files that load."""
-    for flags in (["--write", "0.7"], []):
+    monkeypatch.setattr(training, "PER_FILE", 12)
+    for flags in (["--write", "0.1"], []):  # at least one file, at least one turn for each
         lesson.main(["train", "--minutes", "0.3", "--work", str(tmp_path), *flags])
     assert (tmp_path / "eagle.safetensors").is_file() and "tokens, agreement" in capsys.readouterr().out
     assert SimpleNamespace(**training.about(tmp_path / "medusa.safetensors")).steps > 0

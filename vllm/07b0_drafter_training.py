@@ -199,7 +199,8 @@ def final_norm(model: llama.Llama, hidden: torch.Tensor) -> torch.Tensor:
 
 def write_text(model: llama.Llama, tokenizer: llama.Tokenizer, folder: Path, minutes: float, seed: int = 0,
                seats: int = 48, max_tokens: int = 160) -> int:  # fmt: skip
-    """Let the target answer prompts for some minutes. Adds files of PER_FILE answers each; returns new tokens.
+    """Let the target answer prompts for some minutes. Adds files of PER_FILE answers each, one at least; returns new
+    tokens.
 
     A file holds, for its answers one behind the other: token_ids, lengths, prompt_lengths, hidden (fp16, at every
     position but each answer's last), top_ids and top_logprobs (at every position that predicts an answer's token).
@@ -211,9 +212,9 @@ def write_text(model: llama.Llama, tokenizer: llama.Tokenizer, folder: Path, min
     runner = RecordingRunner(model, scheduler, seed + len(files))
     core = continuous.ModelEngineCore(scheduler, runner)
     prompts, stop = training_prompts(seed + len(files)), time.monotonic() + 60 * minutes
-    started, tokens, done, begin = 0, 0, [], time.monotonic()
+    started, tokens, done, begin, first = 0, 0, [], time.monotonic(), len(files)
     live: dict[str, continuous.Request] = {}
-    while time.monotonic() < stop:
+    while time.monotonic() < stop or len(files) == first:
         while len(scheduler.waiting) < 4:
             text = next(prompts)
             ids = tokenizer.chat([{"role": "user", "content": text}])
@@ -625,18 +626,19 @@ def train(model: llama.Llama, text: Path, work: Path, minutes: float, methods: S
     d2t = torch.load(vocab_file)
     data.restrict(d2t, model.config.vocab_size)
     answers = list(range(len(data.lengths)))
-    kept_out, used = answers[:PER_FILE], answers[PER_FILE:]  # the first file measures
+    n = min(PER_FILE, len(answers) // 4)
+    kept_out, used = answers[:n], answers[n:]  # the first file measures, or a quarter of the only one
     print(f"{len(answers):,} answers, {len(data.label):,} positions; {len(d2t):,} tokens to draft from cover "
           f"{(data.best >= 0).float().mean():.1%} of the target's favourites", flush=True)  # fmt: skip
     trainers = {method: Trainer(method, model, d2t, data, work) for method in methods}
     feeds: dict[str, Iterator] = {}
     begin = saved = time.monotonic()
-    spent = dict.fromkeys(methods, 0.0)
+    turn_seconds, spent = min(30, 20 * minutes), dict.fromkeys(methods, 0.0)
     rng = random.Random(seed + sum(t.state["steps"] for t in trainers.values()))
-    while time.monotonic() - begin < 60 * minutes:
+    while time.monotonic() - begin < 60 * minutes or not all(spent.values()):
         method = min(methods, key=lambda m: spent[m] / SHARES[m])
         trainer, turn = trainers[method], time.monotonic()
-        while time.monotonic() - turn < 30:
+        while time.monotonic() - turn < turn_seconds:
             group = next(feeds.get(method, iter(())), None)
             if group is None:
                 feeds[method] = batches(data, used, BATCH, rng)

@@ -1027,10 +1027,13 @@ def _draw_timeline(folder: str | Path) -> Path:
     for axis, layout in zip(axes, layouts):
         trace = simulate(WIDGET_DEFAULT | {"layout": layout})
         for number, gpu in enumerate(trace["gpus"]):
+            bars: dict[str, list] = {"orange": [], "green": []}
             for start, end, prompt, decodes in gpu["steps"]:
                 color = "orange" if prompt > decodes and "P" in gpu["roles"] else "green"
-                axis.broken_barh([(start / 1e3, (end - start) / 1e3)], (number - 0.36, 0.72), linewidth=0.3,
-                                 facecolor=common.COLORS[color], edgecolor="white")  # fmt: skip
+                bars[color].append((start / 1e3, (end - start) / 1e3))
+            for color, ranges in bars.items():
+                axis.broken_barh(ranges, (number - 0.36, 0.72), linewidth=0.3, facecolor=common.COLORS[color],
+                                 edgecolor="white")  # fmt: skip
         for r in trace["requests"]:
             if r["transfer"][0] >= 0 and r["prompt"] > 1000:
                 begin, end = r["transfer"]

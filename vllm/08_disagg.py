@@ -40,6 +40,7 @@ import multiprocessing.connection
 import os
 import signal
 import statistics
+import sys
 import tempfile
 import time
 import uuid
@@ -359,17 +360,21 @@ class Faults:
         )
 
 
-def load_model(name: str | int | None) -> llama.Llama:
-    """A folder, a hub id, None for the default model; a number is the seed of lesson models for tests."""
+def load_model(name: llama.Llama | str | int | None) -> llama.Llama:
+    """A folder, a hub id, None for the default model; a number is the seed of a random one; or a model, loaded."""
+    if isinstance(name, llama.Llama):
+        return name
     return llama.random_model(name) if isinstance(name, int) else llama.load(name)[0]
 
 
-def run_worker(pipe: Any, model_name: str | int | None, config: dict[str, Any], core_args: dict[str, Any],
-               threads: int) -> None:  # fmt: skip
+def run_worker(pipe: Any, inherited: Sequence[Any], model: llama.Llama | str | int | None, config: dict[str, Any],
+               core_args: dict[str, Any]) -> None:  # fmt: skip
     """A worker's life: letters in, tokens out. It ends with its pipe, so it cannot outlive whoever started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(threads)
-    model, core = load_model(model_name), None
+    for end in inherited:  # a pipe is at its end when nobody holds the other one
+        end.close()
+    torch.set_num_threads(1)
+    model, core = load_model(model), None
 
     def configure(config: dict[str, Any], core_args: dict[str, Any], fault: str = "none") -> dict[str, Any]:
         nonlocal core
@@ -416,12 +421,14 @@ def worker_stats(core: continuous_batching.ModelEngineCore) -> dict[str, int]:
 class Worker:
     """A worker as the router sees it: a name, a pipe, and whether it is alive."""
 
-    def __init__(self, name: str, model_name: str | int | None, config: dict[str, Any], threads: int = 1,
-                 **core_args: Any) -> None:  # fmt: skip
+    def __init__(self, name: str, model: llama.Llama | str | int | None, config: dict[str, Any],
+                 partners: Sequence["Worker"] = (), **core_args: Any) -> None:  # fmt: skip
         self.name, self.core_args, self.alive = name, core_args, True
-        context = tensor_parallel.start_context()
+        fork = isinstance(model, llama.Llama)  # a fork has its parent's weights, in the same memory; and its pipes
+        context = multiprocessing.get_context("fork") if fork else tensor_parallel.start_context()
         self.pipe, theirs = context.Pipe()
-        arguments = (theirs, model_name, config, core_args, threads)
+        inherited = [self.pipe, *(other.pipe for other in partners)] if fork else []
+        arguments = (theirs, inherited, model, config, core_args)
         self.process = context.Process(target=run_worker, args=arguments, daemon=True, name=name)
         self.process.start()
         theirs.close()  # the worker's copy is the only one left: its death is an end of file
@@ -869,11 +876,15 @@ PREFILL = {"kv_role": "kv_producer", "kv_port": 0}
 DECODE = {"kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
 
 
-def start_workers(model_name: str | int | None) -> tuple[Worker, Worker]:
-    """A prefill and a decode worker with blocks of different sizes; they load the model while the caller goes on."""
+def start_workers(model: llama.Llama, name: str | None, stack: contextlib.ExitStack) -> tuple[Worker, Worker]:
+    """A prefill and a decode worker with blocks of different sizes, for as long as the stack. They are forks with
+    `model`; but CUDA does not survive a fork, so on a GPU they load `name` themselves."""
+    loaded = model if sys.platform == "linux" and not common.HAS_GPU else name
     first = {"kv_connector": "TCPConnector"}
-    prefill = Worker("prefill worker", model_name, PREFILL | first, block_size=16)
-    decode = Worker("decode worker", model_name, DECODE | first, block_size=32)
+    prefill = Worker("prefill worker", loaded, PREFILL | first, block_size=16, num_blocks=33)
+    stack.callback(prefill.stop)
+    decode = Worker("decode worker", loaded, DECODE | first, [prefill], block_size=32, num_blocks=17)
+    stack.callback(decode.stop)
     return prefill, decode
 
 
@@ -1037,19 +1048,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.run is not None:
         return args.run(args)
     machine = common.start(args)
-    llama.model_folder(args.model)  # the first run prepares it, once; a wrong name ends here
-    prefill, decode = start_workers(args.model)
-    try:
-        bench = story(args, prefill, decode)
-    finally:
-        prefill.stop()
-        decode.stop()
+    with contextlib.ExitStack() as workers:
+        bench = story(args, workers)
     draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": facts(), "bench": bench})
 
 
-def story(args: argparse.Namespace, prefill: Worker, decode: Worker) -> dict[str, Any]:
+def story(args: argparse.Namespace, workers: contextlib.ExitStack) -> dict[str, Any]:
     """What a reader sees."""
     bench: dict[str, Any] = {}
     common.heading("1. Naively: compute in one cache, copy every block, go on in the other")
@@ -1062,6 +1068,7 @@ def story(args: argparse.Namespace, prefill: Worker, decode: Worker) -> dict[str
     check_layouts(model)
 
     common.heading(f"2. Two processes, blocks of 16 and of 32, prompts of {', '.join(map(str, LENGTHS))} tokens")
+    prefill, decode = start_workers(model, args.model, workers)
     prefill.ask(), decode.ask()
     rows = []
     for wire, name in WIRES.items():
@@ -1085,7 +1092,7 @@ def story(args: argparse.Namespace, prefill: Worker, decode: Worker) -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         extra = {"folder": folder, "cpu_bytes": 7 * facts()["block_bytes"] // 2, "disk_bytes": 1 << 30}
         for worker in (prefill, decode):
-            worker.core_args = {**worker.core_args, "block_size": 16}  # its key is the hash of 16 tokens
+            worker.core_args = {"block_size": 16, "num_blocks": 33}  # its key is the hash of 16 tokens
             worker.configure(kv_connector="StoreConnector", kv_role="kv_both", kv_connector_extra_config=extra)
         answer(prefill, "first", prompts[0], 1)
         common.check_equal(
@@ -1123,13 +1130,13 @@ def story(args: argparse.Namespace, prefill: Worker, decode: Worker) -> dict[str
     if args.bench:
         common.heading("6. Measured: wires, kernel, steps")
         if args.fault in ("prefill-dies", "decode-dies"):
-            prefill.stop(), decode.stop()
-            prefill, decode = start_workers(args.model)
+            workers.close()
+            prefill, decode = start_workers(model, args.model, workers)
             prefill.ask(), decode.ask()
         lengths = {n: (text * 8)[:n] for n in (64, 256, 480)}
         bench["wires"] = bench_wires(prefill, decode, lengths)
         bench["kernel"] = bench_kernel(torch.bfloat16 if common.HAS_GPU else torch.float32)
-        prefill.stop(), decode.stop()
+        workers.close()
         bench["cost_model"] = goodput.calibrate(model)
     return bench
 
