@@ -635,7 +635,7 @@ def train(model: llama.Llama, text: Path, work: Path, minutes: float, methods: S
     begin = saved = time.monotonic()
     turn_seconds, spent = min(30, 20 * minutes), dict.fromkeys(methods, 0.0)
     rng = random.Random(seed + sum(t.state["steps"] for t in trainers.values()))
-    while time.monotonic() - begin < 60 * minutes or not all(spent.values()):
+    while time.monotonic() - begin < 60 * minutes or (minutes and not all(spent.values())):
         method = min(methods, key=lambda m: spent[m] / SHARES[m])
         trainer, turn = trainers[method], time.monotonic()
         while time.monotonic() - turn < turn_seconds:

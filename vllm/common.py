@@ -16,6 +16,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import sys
 import tempfile
@@ -445,6 +446,11 @@ def save_figure(figure: Any, folder: str | Path, name: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     plt.close(figure)
+    # Names of clip paths and markers are hashes of coordinates, whose last bit differs from run to run: count instead.
+    text = path.read_text()
+    for n, old in enumerate(dict.fromkeys(re.findall(r'\b(?:id="|url\(#|href="#)([a-z][0-9a-f]{10})\b', text))):
+        text = text.replace(old, f"id-{n}")
+    path.write_text(text)
     return path
 
 
