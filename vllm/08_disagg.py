@@ -422,7 +422,7 @@ class Worker:
     """A worker as the router sees it: a name, a pipe, and whether it is alive."""
 
     def __init__(self, name: str, model: llama.Llama | str | int | None, config: dict[str, Any],
-                 partners: Sequence["Worker"] = (), **core_args: Any) -> None:  # fmt: skip
+                 partners: Sequence[Worker] = (), **core_args: Any) -> None:  # fmt: skip
         self.name, self.core_args, self.alive = name, core_args, True
         fork = isinstance(model, llama.Llama)  # a fork has its parent's weights, in the same memory; and its pipes
         context = multiprocessing.get_context("fork") if fork else tensor_parallel.start_context()
