@@ -448,7 +448,7 @@ def save_figure(figure: Any, folder: str | Path, name: str) -> Path:
     plt.close(figure)
     # Names of clip paths and markers are hashes of coordinates, whose last bit differs from run to run: count instead.
     text = path.read_text()
-    for n, old in enumerate(dict.fromkeys(re.findall(r'\b(?:id="|url\(#|href="#)([a-z][0-9a-f]{10})\b', text))):
+    for n, old in enumerate(re.findall(r'id="([a-z][0-9a-f]{10})"', text)):
         text = text.replace(old, f"id-{n}")
     path.write_text(text)
     return path
