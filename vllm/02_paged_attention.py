@@ -443,15 +443,19 @@ def paged_decode_torch(q: torch.Tensor, kv_cache: torch.Tensor, plan: list[tuple
     """What `paged_decode` computes, by gathering. Shapes as there."""
     Hq, D = q.shape[1:]
     size, Hkv = kv_cache.shape[2:4]
-    out = torch.zeros_like(q)
+    everybody = len(plan) == 1 and len(plan[0][0]) == len(q)  # all about equally long: no rows to pick
+    out = None if everybody else torch.zeros_like(q)
     for rows, source, dead, bias in plan:
         b = len(rows)
         kv = kv_cache.view(-1, size * Hkv * D).index_select(0, source).view(-1, Hkv * D)
         kv.index_fill_(0, dead, 0)
         k, v = kv.view(2, b, -1, Hkv, D).transpose(2, 3)  # [b, Hkv, S, D] each
         # The G query heads of a KV head take the place of G queries: nothing is repeated.
-        o = F.scaled_dot_product_attention(q[rows].view(b, Hkv, Hq // Hkv, D), k, v, bias.to(q.dtype))
-        out[rows] = o.view(b, Hq, D)
+        queries = (q if everybody else q[rows]).reshape(b, Hkv, Hq // Hkv, D)
+        o = F.scaled_dot_product_attention(queries, k, v, bias.to(q.dtype)).view(b, Hq, D)
+        if everybody:
+            return o
+        out[rows] = o
     return out
 
 

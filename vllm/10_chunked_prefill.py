@@ -321,6 +321,8 @@ class MixedPlan:
 def unified_attention_torch(q: torch.Tensor, kv_cache: torch.Tensor, plan: MixedPlan) -> torch.Tensor:
     """What `unified_attention` computes, with PyTorch's fused attention. Shapes as there."""
     (Hq, D), Hkv = q.shape[1:], kv_cache.shape[3]
+    if not plan.prefills and len(plan.decode_rows) == len(q):
+        return paged.paged_decode_torch(q, kv_cache, plan.decodes)
     out = torch.empty_like(q)
     if plan.decodes:
         out[plan.decode_rows] = paged.paged_decode_torch(q[plan.decode_rows], kv_cache, plan.decodes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import importlib.util
@@ -69,6 +70,12 @@ if _HELP:
     sys.meta_path.insert(0, _Nothing)
 
 import torch
+
+# glibc gives large buffers back to the system as soon as they are free, and the next layer pays for every page again:
+# 2 million page faults, a quarter of the time, in a prefill of 4,096 tokens. So it keeps them.
+if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
+    ctypes.CDLL(None).mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+    ctypes.CDLL(None).mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 
 # --- Device and Triton ----------------------------------------------------------------------------------------------
 

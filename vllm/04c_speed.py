@@ -1,0 +1,677 @@
+"""04c · Speed: where a step's time goes, and how to get it back.
+
+The question: a decode step must read the weights and multiply. What else does it do, and how little of that can it do?
+
+The mechanism:
+  1. The floor: the matrix products alone, timed on this machine. With these weights no engine is faster.
+  2. Naively: no cache, then a cache, then a batch whose sequences attend one after another.
+  3. One thing at a time: attention for all sequences at once, q, k and v in one product, arrays instead of lists,
+     weights in the order in which the processor reads them. Every stage writes the same tokens.
+  4. Each operation costs some microseconds however small it is: count them, layer by layer.
+  5. A profile: products, attention, the batch's tensors, the rest of the model, sampling, the scheduler.
+  6. Ten thousand who wait: a step must not look at those who are not in it.
+  7. The peers, side by side: Transformers, and the real vLLM on a CPU.
+
+Numbers to remember: a step of SmolLM2 in fp32 reads 538 MB of weights whatever the batch, and does 0.27 GFLOP per row.
+A decode step that loops over B sequences starts 8·B operations per layer for attention alone; batched, 8 in all.
+
+How to run:
+  uv run python vllm/04c_speed.py                  the stages, their operations, a profile, a long queue
+  uv run python vllm/04c_speed.py --sequences 32   the same with more company; 1: where batching buys nothing
+  uv run python vllm/04c_speed.py --rescan         break it: a scheduler that looks at everybody, every step
+  uv run python vllm/04c_speed.py --bench          ten minutes: 32 prompts of 128 tokens, and the peers
+  uv run python vllm/04c_speed.py --bench --vllm ENV/bin/python    with vLLM from another environment among them
+
+Read for this: Williams et al. 2009 (roofline), vLLM 0.32 `v1/worker/gpu_model_runner.py`, `v1/worker/block_table.py`,
+`v1/core/sched/scheduler.py`, `v1/attention/backends/cpu_attn.py`; oneDNN's documentation of memory formats.
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch and Triton are used
+
+import argparse
+import contextlib
+import copy
+import functools
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import llama
+
+kv_cache = common.lesson("01_kv_cache")
+paged_attention = common.lesson("02_paged_attention")
+batching = common.lesson("04_continuous_batching")
+AttentionMetadata, Request = paged_attention.AttentionMetadata, batching.Request
+SamplingParams, Scheduler = batching.SamplingParams, batching.Scheduler
+
+KEY = "04c_speed"
+
+
+# --- 1. The floor -----------------------------------------------------------------------------------------------------
+
+
+def floor_seconds(model: llama.Llama, num_seqs: int, n_in: int, n_out: int) -> float:
+    """The matrix products of `num_seqs` prompts of `n_in` tokens and `n_out` outputs each, and nothing else."""
+    packed = batching.pack_weights(model)
+    prefill = batching.matmul_seconds(packed, num_seqs * n_in, num_seqs)
+    return prefill + (n_out - 1) * batching.matmul_seconds(packed, num_seqs, num_seqs)
+
+
+# --- 2. What one would write first ------------------------------------------------------------------------------------
+
+
+class SplitLinear:
+    """One product per matrix of the checkpoint: q, k and v (or gate and up) one after another."""
+
+    def __init__(self, layer: llama.Linear, rows: Sequence[int]) -> None:
+        self.weight, self.bias = layer.weight, layer.bias
+        biases = [None] * len(rows) if layer.bias is None else layer.bias.split(list(rows))
+        self.parts = [llama.Linear(w, b) for w, b in zip(layer.weight.split(list(rows)), biases)]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+def split_projections(model: llama.Llama) -> llama.Llama:
+    """The same model with as many products as the checkpoint has matrices; `model` itself is left alone."""
+    split = copy.copy(model)
+    D, split.linear = model.config.head_dim, dict(model.linear)
+    for name, layer in model.linear.items():
+        if name.endswith("qkv_proj"):
+            split.linear[name] = SplitLinear(layer, [n * D for n in (model.num_heads, *[model.num_kv_heads] * 2)])
+        elif name.endswith("gate_up_proj"):
+            split.linear[name] = SplitLinear(layer, [len(layer.weight) // 2] * 2)
+    return split
+
+
+def loop_attention(cache: Any, meta: AttentionMetadata) -> llama.Attend:
+    """Attention as one would write it first: for each sequence, fetch its blocks, then attend."""
+    starts, lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        kv = cache.layers[layer]
+        paged_attention.reshape_and_cache(k, v, kv, meta.slot_mapping)
+        out = torch.empty_like(q)
+        for b, S in enumerate(lens):
+            blocks = meta.block_table[b, : -(-S // cache.block_size)].long()
+            keys, values = kv[:, blocks].flatten(1, 2)[:, :S]  # [S, Hkv, D] each
+            mine = slice(starts[b], starts[b + 1])
+            out[mine] = paged_attention.prefill_attention(q[mine], keys, values)
+        return out
+
+    return attend
+
+
+class ListBatch:
+    """The batch as Python lists: every step walks over every token and every block of every sequence."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def add(self, request_id: str) -> None:
+        """Nothing is kept from step to step."""
+
+    remove = add
+
+    def update(self, request: Request, blocks: Sequence[int]) -> tuple[Request, list[int]]:
+        return request, list(blocks)
+
+    def prepare(self, rows: Sequence[tuple[Request, list[int]]], query_lens: Sequence[int], seq_lens: Sequence[int],
+                device: torch.device) -> tuple[torch.Tensor, AttentionMetadata]:  # fmt: skip
+        """As lesson 04's `InputBatch.prepare`, from scratch."""
+        tokens = [request.all_token_ids[S - n : S] for (request, _), n, S in zip(rows, query_lens, seq_lens)]
+        meta = AttentionMetadata.build([b for _, b in rows], seq_lens, query_lens, self.block_size, device)
+        return torch.tensor([t for each in tokens for t in each], device=device), meta
+
+
+# --- 3. From naive to final, one thing at a time ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What has been done so far. With everything done this is lesson 04's runner."""
+
+    name: str
+    batched_attention: bool = True
+    fused: bool = True
+    arrays: bool = True
+    packed: bool = True
+
+
+STAGES = [
+    Stage("a batch, attention in a loop", False, False, False, False),
+    Stage("attention for all at once", True, False, False, False),
+    Stage("q, k, v in one product", True, True, False, False),
+    Stage("arrays, not lists", True, True, True, False),
+    Stage("weights packed"),
+]
+
+
+class StagedRunner(batching.ModelRunner):
+    """Lesson 04's runner without what a stage does not have yet."""
+
+    def __init__(self, stage: Stage, model: llama.Llama, scheduler: Scheduler) -> None:
+        super().__init__(model, scheduler)
+        self.stage = stage
+        if not stage.packed:
+            self.model = model if stage.fused else split_projections(model)
+        if not stage.arrays:
+            self.batch = ListBatch(scheduler.kv_cache_manager.block_size)
+
+    def attend(self, meta: AttentionMetadata) -> llama.Attend:
+        return super().attend(meta) if self.stage.batched_attention else loop_attention(self.cache, meta)
+
+
+def make_core(model: llama.Llama, stage: Stage, num_seqs: int, max_model_len: int) -> batching.ModelEngineCore:
+    """An engine for `num_seqs` sequences of `max_model_len` tokens, with blocks for all of them."""
+    config = batching.SchedulerConfig(max_model_len, num_seqs, num_seqs * max_model_len)
+    blocks = 1 + num_seqs * -(-max_model_len // 16)
+    scheduler = Scheduler(config, batching.KVCacheManager(blocks, 16, max_model_len))
+    return batching.ModelEngineCore(scheduler, StagedRunner(stage, model, scheduler))
+
+
+def alone(model: llama.Llama, prompts: Sequence[list[int]], n_out: int, cached: bool) -> tuple[list[list[int]], float]:
+    """One request after another, by lesson 01's loop: their tokens, and seconds."""
+    spec = kv_cache.KVCacheSpec.from_config({
+        "num_hidden_layers": model.config.num_hidden_layers, "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads, "head_dim": model.config.head_dim, "hidden_size": 0,
+    })  # fmt: skip
+    runs = []
+    for prompt in prompts:
+        cache = kv_cache.KVCache(spec, 1, len(prompt) + n_out, model.dtype) if cached else None
+        runs.append(kv_cache.generate(model, prompt, n_out, cache))
+    return [run.token_ids for run in runs], sum(sum(run.seconds) for run in runs)
+
+
+# --- 4. Operations, counted -------------------------------------------------------------------------------------------
+
+
+class CountOperations(TorchDispatchMode):
+    """How many operations torch runs; views (a reshape, a slice) move no data and are not counted."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def operations(stage: Stage, num_seqs: int) -> tuple[int, int]:
+    """(per layer, outside the layers) of one decode step of `num_seqs` sequences, counted on two tiny models."""
+    counts = []
+    for layers in (2, 3):
+        core = make_core(
+            llama.random_model(0, num_hidden_layers=layers, device=torch.device("cpu")), stage, num_seqs, 32
+        )
+        for i in range(num_seqs):
+            core.add_request(
+                Request(str(i), [1 + i % 8] * 10, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+            )
+        core.step()
+        with CountOperations() as counter:
+            core.step()
+        counts.append(counter.count)
+    return counts[1] - counts[0], 3 * counts[0] - 2 * counts[1]
+
+
+# --- 5. Where the time goes -------------------------------------------------------------------------------------------
+
+PARTS = {
+    "products": "matrix products", "attention": "attention", "rest": "the rest of the model",
+    "tensors": "the batch's tensors", "sampling": "sampling", "scheduler": "scheduler",
+}  # fmt: skip
+
+
+def profile(core: batching.ModelEngineCore, prompts: Sequence[list[int]], n_out: int) -> dict[str, float]:
+    """Milliseconds of a decode step by part. A stopwatch around each call: a part excludes the parts inside it."""
+    spent: Counter[str] = Counter()
+    running = [0.0]  # seconds that inner parts took, per part that is open
+
+    def timed(part: str, fn: Callable) -> Callable:
+        def call(*args: Any) -> Any:
+            running.append(0.0)
+            start = time.perf_counter()
+            result = fn(*args)
+            if common.HAS_GPU:
+                torch.cuda.synchronize()
+            took = time.perf_counter() - start
+            spent[part] += took - running.pop()
+            running[-1] += took
+            return result
+
+        return call
+
+    runner, scheduler = core.runner, core.scheduler
+    model = runner.model = copy.copy(runner.model)
+    model.linear = {name: timed("products", layer) for name, layer in model.linear.items()}
+    attend = runner.attend
+    runner.attend = timed("attention", lambda meta: timed("attention", attend(meta)))
+    runner.forward = timed("rest", runner.forward)
+    runner.batch.prepare = timed("tensors", runner.batch.prepare)
+    runner.batch.update = timed("tensors", runner.batch.update)
+    runner.sample = timed("sampling", runner.sample)
+    scheduler.schedule = timed("scheduler", scheduler.schedule)
+    scheduler.update_from_output = timed("scheduler", scheduler.update_from_output)
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0, max_tokens=n_out, ignore_eos=True)
+        core.add_request(Request(str(i), list(prompt), params))
+    core.step()  # the prompts
+    spent.clear()
+    steps = 0
+    while scheduler.has_unfinished_requests():
+        core.step()
+        steps += 1
+    return {part: spent[part] / steps * 1e3 for part in PARTS}
+
+
+PROFILED = {"attention in a loop": STAGES[0], "batched, not packed": STAGES[3], "final": STAGES[-1]}
+
+
+# --- 6. Ten thousand who wait -----------------------------------------------------------------------------------------
+
+
+class RescanningScheduler(Scheduler):
+    """A scheduler that sorts its queue before every step: right, and slower with everybody who joins it."""
+
+    def _schedule_waiting(self, output: batching.SchedulerOutput) -> None:
+        waiting = sorted(self.waiting)
+        self.waiting.clear()
+        self.waiting.extend(waiting)
+        super()._schedule_waiting(output)
+
+
+def scheduler_seconds(running: int, waiting: int, steps: int = 40, kind: type[Scheduler] = Scheduler) -> float:
+    """Median seconds of a step without a model: `running` requests decode, `waiting` more hope for a seat."""
+    config = batching.SchedulerConfig(2048, running, max(2048, 16 * running))
+    per_request = -(-(16 + steps + 8) // 16)
+    core = batching.DryRun(kind(config, batching.KVCacheManager(1 + running * per_request, 16, 2048)))
+    for i in range(running + waiting):
+        params = SamplingParams(max_tokens=steps + 8, ignore_eos=True)
+        core.add_request(Request(str(i), [0] * 16, params, arrival_time=float(i)))
+    core.step()
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        core.step()
+        seconds.append(time.perf_counter() - start)
+    if len(core.scheduler.running) != running or len(core.scheduler.waiting) != waiting:
+        raise common.CheckFailed(f"{len(core.scheduler.running)} run and {len(core.scheduler.waiting)} wait")
+    return statistics.median(seconds)
+
+
+# --- 7. A step by arithmetic, behind the widget -----------------------------------------------------------------------
+#
+#     t = max(2·W·B / rate, 4·W / bandwidth) + copies · B·S·(KV bytes per token) / bandwidth + operations · overhead
+
+MACHINES = {  # FLOP/s, bytes/s, seconds until an operation has begun
+    "two CPU cores": (1.2e11, 2e10, 8e-6),
+    "a GPU": (6e13, 3.35e12, 5e-6),
+}
+WIDGET_CHOICES = {
+    "machine": list(MACHINES),
+    "stage": [stage.name for stage in STAGES],
+    "batch": [1, 4, 8, 32, 128],
+    "context": [64, 256, 1024],
+}
+WIDGET_DEFAULT = {"machine": "two CPU cores", "stage": "a batch, attention in a loop", "batch": 8, "context": 256}
+
+
+def simulate(params: dict[str, Any]) -> dict[str, Any]:
+    """A decode step of SmolLM2 in fp32 on a machine of three numbers: microseconds of each part.
+
+    Raises common.InputError for a name or value that is not among WIDGET_CHOICES.
+    """
+    params = common.checked(params, WIDGET_CHOICES)
+    rate, bandwidth, overhead = MACHINES[params["machine"]]
+    stage = next(s for s in STAGES if s.name == params["stage"])
+    B, S = params["batch"], params["context"]
+    config = kv_cache.MODELS["SmolLM2-135M"]
+    W = sum(kv_cache.weights_read(config))
+    per_token = kv_cache.KVCacheSpec.from_config(config).bytes_per_token("float32")
+    per_layer, outside = operations(stage, B)
+    count = per_layer * config["num_hidden_layers"] + outside
+    parts = {
+        "weights": max(2 * W * B / rate, 4 * W / bandwidth),
+        "attention": 3 * B * S * per_token / bandwidth,  # gathered: read, written, read again
+        "operations": count * overhead,
+    }
+    total = sum(parts.values())
+    return {
+        "parts_us": {name: seconds * 1e6 for name, seconds in parts.items()}, "operations": count,
+        "bound": "arithmetic" if 2 * W * B / rate > 4 * W / bandwidth else "memory",
+        "total_us": total * 1e6, "tokens_per_second": B / total, "share_of_floor": parts["weights"] / total,
+    }  # fmt: skip
+
+
+def describe(trace: dict[str, Any]) -> str:
+    """A trace in a few lines of text."""
+    parts = ", ".join(f"{name} {us / 1e3:.2f}" for name, us in trace["parts_us"].items())
+    rate, share = f"{trace['tokens_per_second']:,.0f} tokens/s", f"{trace['share_of_floor']:.0%}"
+    return "\n".join([
+        f"{trace['total_us'] / 1e3:.2f} ms a step: {parts}",
+        f"{trace['operations']:,} operations; the products are bound by {trace['bound']}",
+        f"{rate}, {share} of what the products allow",
+    ])  # fmt: skip
+
+
+def slug(name: str) -> str:
+    """A stage's name as a key: "arrays, not lists" -> arrays_not_lists."""
+    return re.sub(r"\W+", "_", name)
+
+
+# --- Numbers that the text quotes -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def facts() -> dict[str, Any]:
+    """The lesson's deterministic numbers: bytes, FLOPs, operations, and steps by arithmetic."""
+    config = kv_cache.MODELS["SmolLM2-135M"]
+    W = sum(kv_cache.weights_read(config))
+    counted = {}
+    for key, stage in zip(("loop", "batched", "fused", "arrays", "packed"), STAGES):
+        counted[key] = {}
+        for B in (1, 8, 32):
+            per_layer, outside = operations(stage, B)
+            counted[key][str(B)] = {"layer": per_layer, "outside": outside,
+                                    "step": per_layer * config["num_hidden_layers"] + outside}  # fmt: skip
+    steps = {}
+    for key, machine in (("cpu", "two CPU cores"), ("gpu", "a GPU")):
+        for name, stage in (("loop", STAGES[0]), ("packed", STAGES[-1])):
+            for B in (1, 32):
+                steps[f"{key}_{name}_{B}"] = simulate(
+                    {"machine": machine, "stage": stage.name, "batch": B, "context": 256}
+                )
+    return {
+        "weights": W, "weight_bytes": 4 * W, "flops_per_row": 2 * W, "operations": counted, "steps": steps,
+        "turning_point": {key: 2 * m[0] / m[1] for key, m in zip(("cpu", "gpu"), MACHINES.values())},
+        "gathered_bytes": 32 * 160 * kv_cache.KVCacheSpec.from_config(config).bytes_per_token("float32"),
+    }  # fmt: skip
+
+
+def draw(folder: str | Path) -> list[Path]:
+    """What each stage gained, and where a step's time goes, as measured (lessons/results/cpu.json)."""
+    bench = common.results(KEY).get("bench", {})
+    figure, axes = common.new_figure(8.6, 3.9, ncols=2, width_ratios=[1, 1.05])
+    names = ["no cache", "a cache, one by one", *(stage.name for stage in STAGES)]
+    for y, name in enumerate(names if bench else []):
+        found = bench["stages"][slug(name)]
+        axes[0].barh(y, found["tokens_per_second"], 0.62, color=common.COLORS["blue"])
+        short = f"{found['tokens_per_second']:.0f} "
+        axes[0].text(found["tokens_per_second"], y, short, va="center", ha="right", fontsize=9, color="white")
+    if bench:
+        axes[0].axvline(bench["floor"], color=common.COLORS["red"], linewidth=1)
+        axes[0].text(
+            bench["floor"] * 0.93, -0.35, "products alone", fontsize=8.5, ha="right", color=common.COLORS["red"]
+        )
+    axes[0].set(yticks=range(len(names)), yticklabels=names, xscale="log", xlabel="output tokens/s",
+                title="32 prompts of 128 tokens, 64 out")  # fmt: skip
+    axes[0].invert_yaxis()
+    axes[0].set_xlim(1, 1000)
+    for x, name in enumerate(PROFILED if bench else []):
+        bottom, parts = 0.0, bench["profile"][slug(name)]
+        bars = {part: parts[part] for part in ("products", "attention", "rest")}
+        bars["else"] = parts["total"] - sum(bars.values())
+        for (part, ms), color in zip(bars.items(), ("blue", "green", "orange", "purple")):
+            label = None if x else PARTS.get(part, "everything else")
+            axes[1].bar(x, ms, 0.62, bottom=bottom, color=common.COLORS[color], label=label)
+            bottom += ms
+    axes[1].set(xticks=range(len(PROFILED)), xticklabels=[name.replace(" ", "\n", 1) for name in PROFILED],
+                ylabel="ms per decode step", title="where a step's time goes")  # fmt: skip
+    if bench:
+        axes[1].set_ylim(0, 1.25 * bench["profile"]["attention_in_a_loop"]["total"])
+        axes[1].legend(fontsize=8.5, loc="upper right")
+    return [common.save_figure(figure, folder, "04c_stages")]
+
+
+# --- The peers --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def vllm_peer(python: str, model_folder: Path) -> Iterator[Callable[..., dict[str, Any]]]:
+    """The real vLLM in processes of its own: ask(command=…) -> answer. Raises InputError if it does not start.
+
+    They are stopped between two questions: vLLM's worker spins while it waits for work, on a core that ours needs.
+    """
+    script = common.ROOT / "tests" / "vllm_peer.py"
+    command = [python, str(script), str(model_folder)]
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                   start_new_session=True)  # fmt: skip
+    except OSError as error:
+        raise common.InputError(f"--vllm {python}: {error.strerror}") from None
+
+    def ask(**request: Any) -> dict[str, Any]:
+        with contextlib.suppress(OSError):  # it has died: the answer will be missing
+            os.killpg(process.pid, signal.SIGCONT)
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+        for line in process.stdout:
+            if line.startswith("{"):  # whatever else a library prints
+                os.killpg(process.pid, signal.SIGSTOP)
+                return json.loads(line)
+        raise common.InputError(f"--vllm {python}: it ended; has that environment vLLM in it?")
+
+    try:
+        yield ask
+    finally:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGCONT)
+            process.stdin.close()
+        process.wait()
+
+
+def throughput(model: llama.Llama, folder: Path, ask: Callable | None) -> dict[str, Any]:
+    """Ours, Transformers and vLLM in turns, three rounds: output tokens per second, median, lowest and highest."""
+    n_in, n_out, rng = 128, 64, random.Random(0)
+    prompts = [[rng.randrange(1000, 40000) for _ in range(n_in)] for _ in range(32)]
+    transformers = batching.load_transformers(str(folder), model)
+    tokens: dict[str, list[list[int]]] = {}
+
+    def ours(n: int) -> float:
+        core = make_core(model, STAGES[-1], n, n_in + n_out)
+        start = time.perf_counter()
+        tokens["ours"] = batching.serve(core, prompts[:n], [n_out] * n).token_ids
+        return time.perf_counter() - start
+
+    def theirs(n: int) -> float:
+        ids = torch.tensor(prompts[:n], device=model.device)
+        start = time.perf_counter()
+        transformers.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n_out,
+                              min_new_tokens=n_out, pad_token_id=0)  # fmt: skip
+        return time.perf_counter() - start
+
+    def vllm(n: int) -> float:
+        answer = ask(command="generate", prompts=prompts[:n], max_tokens=n_out)
+        tokens["vllm"] = answer["token_ids"]
+        return answer["seconds"]
+
+    runs = {"ours": ours} | ({"transformers": theirs} if transformers else {}) | ({"vllm": vllm} if ask else {})
+    found: dict[str, Any] = {}
+    rows = []
+    for n in (1, 8, 32):
+        for run in runs.values():
+            run(n)
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(3):
+            for name, run in runs.items():
+                time.sleep(0.5)  # whose turn it was has threads that still spin
+                seconds[name].append(run(n))
+        mine: dict[str, Any] = {"floor": n * n_out / floor_seconds(model, n, n_in, n_out)}
+        for name, each in seconds.items():
+            low, median, high = (n * n_out / s for s in sorted(each, reverse=True))
+            mine |= {name: median, f"{name}_low": low, f"{name}_high": high}
+        mine["share_of_floor"] = mine["ours"] / mine["floor"]
+        for name in [*runs][1:]:
+            mine[f"over_{name}"] = mine["ours"] / mine[name]
+        if ask:
+            same = sum(a == b for a, b in zip(tokens["ours"], tokens["vllm"]))
+            mine["same_answers"] = same / n
+        found[str(n)] = mine
+        spread = [f"{mine[c]:.0f} ({mine[f'{c}_low']:.0f}–{mine[f'{c}_high']:.0f})" for c in runs]
+        rows.append([n, *spread, f"{mine['floor']:.0f}", f"{mine['share_of_floor']:.0%}"])
+    common.table(["prompts", *runs, "products alone", "share"], rows, title="output tokens per second")
+    return found
+
+
+def scheduler_table(ask: Callable | None) -> dict[str, Any]:
+    """µs of a step with 1,000 running and up to 10,000 waiting: ours, and vLLM's schedule() + update_from_output()."""
+    found, rows = {}, []
+    for running, waiting in ((8, 0), (64, 0), (256, 0), (1000, 0), (1000, 10_000)):
+        mine = {"ours": scheduler_seconds(running, waiting) * 1e6}
+        if ask:
+            mine["vllm"] = ask(command="schedule", running=running, waiting=waiting, steps=40)["seconds"] * 1e6
+        found[f"{running}_{waiting}"] = mine
+        rows.append([f"{running:,}", f"{waiting:,}", *(f"{us:,.0f}" for us in mine.values()),
+                     f"{mine['ours'] / running:.2f}"])  # fmt: skip
+    common.table(["running", "waiting", *(["µs", "vLLM, µs"] if ask else ["µs"]), "µs per request"], rows)
+    return found
+
+
+def benchmark(args: argparse.Namespace, model: llama.Llama) -> dict[str, Any]:
+    """The stages at 32 prompts of 128 tokens, their profiles, and the peers."""
+    n_in, n_out, rng = 128, 64, random.Random(0)
+    prompts = [[rng.randrange(1000, 40000) for _ in range(n_in)] for _ in range(32)]
+    common.heading("5. From naive to final: 32 prompts of 128 tokens, 64 greedy tokens each")
+    floor = 32 * n_out / floor_seconds(model, 32, n_in, n_out)
+    bench: dict[str, Any] = {"floor": floor, "stages": {}}
+    names = ["no cache", "a cache, one by one", *(stage.name for stage in STAGES)]
+    for name, cached, n in ((names[0], False, 1), (names[1], True, 4)):
+        bench["stages"][slug(name)] = {"tokens_per_second": n * n_out / alone(model, prompts[:n], n_out, cached)[1]}
+    for stage in STAGES:
+        core = make_core(model, stage, 32, n_in + n_out)
+        batching.serve(core, prompts, [2] * 32)  # warm up
+        seconds = sorted(sum(batching.serve(core, prompts, [n_out] * 32).seconds) for _ in range(3))
+        bench["stages"][slug(stage.name)] = {"tokens_per_second": 32 * n_out / seconds[1]}
+    rows, before = [], None
+    for name, found in zip(names, bench["stages"].values()):
+        rate = found["tokens_per_second"]
+        found["share_of_floor"] = rate / floor
+        found["gain"] = rate / before if before else 1.0
+        rows.append([name, f"{rate:.1f}", f"{found['gain']:.2f}x", f"{rate / floor:.0%}"])
+        before = rate
+    common.table(["", "tokens/s", "gain", "of the products alone"], rows)
+    profiles = {name: profile(make_core(model, stage, 32, n_in + n_out), prompts, 24)
+                for name, stage in PROFILED.items()}  # fmt: skip
+    print_profiles(profiles)
+    bench["profile"] = {slug(name): parts | {"total": sum(parts.values())} for name, parts in profiles.items()}
+    common.heading("6. Peers, in turns")
+    folder = llama.model_folder(args.model)
+    peer = vllm_peer(args.vllm, folder) if args.vllm else contextlib.nullcontext()
+    with peer as ask:
+        if ask is None:
+            common.skipped("vLLM", "no --vllm")
+        bench["throughput"] = throughput(model, folder, ask)
+        bench["scheduler_us"] = scheduler_table(ask)
+    return bench
+
+
+# --- The story --------------------------------------------------------------------------------------------------------
+
+
+def print_profiles(profiles: dict[str, dict[str, float]]) -> None:
+    total = {name: sum(parts.values()) for name, parts in profiles.items()}
+    rows = []
+    for part, text in PARTS.items():
+        rows.append([text, *(f"{p[part]:.1f}  {p[part] / total[name]:4.0%}" for name, p in profiles.items())])
+    rows.append(["a step", *(f"{ms:.1f}  100%" for ms in total.values())])
+    common.table(["ms per decode step", *profiles], rows)
+
+
+def build_parser() -> common.Parser:
+    p = common.parser(__doc__)
+    p.add_argument("--sequences", type=common.number(int, 1, 64), default=8, metavar="N",
+                   help="in a batch (default %(default)s)")  # fmt: skip
+    p.add_argument("--rescan", action="store_true", help="step 4 with a scheduler that sorts its queue every step")
+    p.add_argument(
+        "--vllm", metavar="PYTHON", help="with --bench: the interpreter of an environment with vLLM's CPU build"
+    )
+    return p
+
+
+TEXT = """The harbour was quiet that morning. Two ships lay at the quay, one of them loaded with grain, the other empty
+but for a cat that slept on a coil of rope. The harbour master counted the crates, wrote a number into his book, crossed
+it out, and counted again. He had done this for thirty years, and he had never once come to the same result twice."""
+N_OUT = 8
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    machine = common.start(args)
+    B, bench = args.sequences, {}
+
+    common.heading("1. The floor: matrix products and nothing else")
+    model, tokenizer = llama.load(args.model)
+    text = tokenizer.encode(TEXT)
+    prompts = [text[i % 32 : i % 32 + 32] for i in range(B)]
+    known = facts()
+    floor = {n: batching.matmul_seconds(batching.pack_weights(model), n, n) for n in sorted({1, B})}
+    for n, seconds in floor.items():
+        common.say(f"{n:>2} rows: {seconds * 1e3:5.1f} ms, {n / seconds:4.0f} tokens/s at most; "
+                   f"{4 * known['weights'] / seconds / 1e9:.0f} GB/s of weights, "
+                   f"{2 * n * known['weights'] / seconds / 1e9:.0f} GFLOP/s")  # fmt: skip
+
+    common.heading(f"2. From naive to final: prompts of 32 tokens, {N_OUT} greedy tokens each")
+    rows, before, expected = [], 0.0, None
+    for name, cached, n in (("no cache", False, 1), ("a cache, one by one", True, min(B, 2))):
+        tokens, seconds = alone(model, prompts[:n], N_OUT, cached)
+        rate = n * N_OUT / seconds
+        rows.append([name, f"{rate:.0f}", f"{rate / before:.2f}x" if before else "", ""])
+        if expected and tokens[0] != expected[0]:
+            raise common.CheckFailed(f"{name}: other tokens")
+        before, expected = rate, tokens
+    finals = None
+    for stage in STAGES:
+        core = make_core(model, stage, B, 64)
+        batching.serve(core, prompts[:1], [2])  # warm up
+        run = batching.serve(core, prompts, [N_OUT] * B)
+        finals = finals or run.token_ids
+        if run.token_ids != finals or run.token_ids[: len(expected)] != expected:
+            raise common.CheckFailed(f"{stage.name}: other tokens")
+        per_layer, outside = operations(stage, B)
+        count = per_layer * model.config.num_hidden_layers + outside
+        rows.append(
+            [stage.name, f"{run.tokens_per_second:.0f}", f"{run.tokens_per_second / before:.2f}x", f"{count:,}"]
+        )
+        before = run.tokens_per_second
+    common.table([f"{B} sequences", "tokens/s", "gain", "operations a step"], rows)
+    common.say(f"…{tokenizer.decode(prompts[0])[-40:]!r} → {tokenizer.decode(finals[0])!r}"[:110])
+    common.say(f"✓ all {2 + len(STAGES)} ways write the same tokens")
+
+    common.heading("3. Where a decode step's time goes")
+    print_profiles({
+        name: profile(make_core(model, stage, B, 64), prompts, N_OUT)
+        for name, stage in PROFILED.items() if stage is not STAGES[3]
+    })  # fmt: skip
+
+    common.heading("4. Who waits costs nothing: a step of the scheduler, without a model")
+    kind, rows = RescanningScheduler if args.rescan else Scheduler, []
+    for running, waiting in ((100, 0), (1000, 0), (1000, 10_000)):
+        seconds = scheduler_seconds(running, waiting, kind=kind)
+        rows.append([f"{running:,}", f"{waiting:,}", f"{seconds * 1e6:,.0f}", f"{seconds / running * 1e6:.2f}"])
+    common.table(["running", "waiting", "µs a step", "µs per running request"], rows)
+
+    if args.bench:
+        bench = benchmark(args, model)
+    draw(args.figure)
+    if args.json:
+        common.merge_json(args.json, KEY, {"machine": machine, "facts": known, "bench": bench})
+
+
+if __name__ == "__main__":
+    common.run(main)
