@@ -13,7 +13,7 @@ The mechanism:
   7. The peers, side by side: Transformers, and the real vLLM on a CPU.
 
 Numbers to remember: a step of SmolLM2 in fp32 reads 538 MB of weights whatever the batch, and does 0.27 GFLOP per row.
-A decode step that loops over B sequences starts 8·B operations per layer for attention alone; batched, 8 in all.
+Attention in a loop over B sequences is 5·B operations in every layer; at once, as many for 32 as for 1.
 
 How to run:
   uv run python vllm/04c_speed.py                  the stages, their operations, a profile, a long queue
