@@ -123,6 +123,15 @@ def test_a_loop_pays_per_sequence_and_a_batch_does_not():
         assert lesson.operations(stage, 8) == lesson.operations(stage, 2)
     counts = [lesson.operations(stage, 8)[0] for stage in lesson.STAGES]
     assert counts == sorted(counts, reverse=True)
+    core = lesson.make_core(llama.random_model(0, num_hidden_layers=5), LOOP, 3, 32)
+    for i in range(3):
+        params = batching.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        core.add_request(batching.Request(str(i), [1] * 10, params))
+    core.step()
+    with lesson.CountOperations() as counter:
+        core.step()
+    per_layer, outside = lesson.operations(LOOP, 3)
+    assert counter.count == 5 * per_layer + outside
     # Three products more per layer (q and k and v for qkv, gate and up for gate_up), and a concatenation for each pair.
     assert counts[1] - counts[2] == 5
 
@@ -148,6 +157,8 @@ def test_a_profile_adds_up(stage, monkeypatch):
     assert parts["products"] == 1e3 * (4 * L + 1)
     assert parts["attention"] == 1e3 * (L + 1)
     assert parts["scheduler"] == 2e3 and parts["sampling"] == 1e3
+    # … and of the forward pass what lies between its 5 L + 1 calls.
+    assert parts["rest"] == 1e3 * (5 * L + 2)
 
 
 # --- Who waits --------------------------------------------------------------------------------------------------------

@@ -321,7 +321,7 @@ class MixedPlan:
 def unified_attention_torch(q: torch.Tensor, kv_cache: torch.Tensor, plan: MixedPlan) -> torch.Tensor:
     """What `unified_attention` computes, with PyTorch's fused attention. Shapes as there."""
     (Hq, D), Hkv = q.shape[1:], kv_cache.shape[3]
-    if not plan.prefills and len(plan.decode_rows) == len(q):
+    if not plan.prefills:
         return paged.paged_decode_torch(q, kv_cache, plan.decodes)
     out = torch.empty_like(q)
     if plan.decodes:
