@@ -225,8 +225,8 @@ def test_a_step_by_arithmetic():
     trace = lesson.simulate(lesson.WIDGET_DEFAULT | {"stage": FINAL.name, "batch": 8, "context": 256})
     per_layer, outside = lesson.operations(FINAL, 8)
     assert trace["operations"] == 30 * per_layer + outside
-    assert trace["parts_us"]["weights"] == pytest.approx(4 * lesson.facts()["weights"] / 2e10 * 1e6)
-    assert trace["parts_us"]["attention"] == pytest.approx(3 * 8 * 256 * 46_080 / 2e10 * 1e6)
+    assert trace["parts_us"]["weights"] == pytest.approx(4 * lesson.facts()["weights"] / 4e10 * 1e6)
+    assert trace["parts_us"]["attention"] == pytest.approx(3 * 8 * 256 * 46_080 / 4e10 * 1e6)
     assert trace["total_us"] == pytest.approx(sum(trace["parts_us"].values()))
     assert trace["tokens_per_second"] == pytest.approx(8e6 / trace["total_us"])
     bounds = [lesson.simulate(lesson.WIDGET_DEFAULT | {"batch": B})["bound"] for B in (1, 8, 32, 128)]
