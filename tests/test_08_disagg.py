@@ -8,9 +8,12 @@ import io
 import json
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import common
@@ -702,6 +705,42 @@ def test_another_model_is_refused(tiny_model):
     with pair(tiny_model, "TCPConnector", decode_model=other) as (prefill, decode):
         submit(prefill, decode, "a", PROMPT, TOKENS)
         assert "another kind" in drain(prefill, decode)["a"][2]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_hello_is_said_before_an_answer(wire, tiny_model, expected):
+    """Here the engine answers before the thread that accepted the connection has got any further."""
+
+    def late(link_class):
+        def make(inbox, wake, sock=None, **options):
+            link = link_class(inbox, wake, sock, **options)
+            if sock is not None:
+                assert answered.wait(20)
+            return link
+
+        return make
+
+    answered = threading.Event()
+    with pair(tiny_model, wire) as (prefill, decode):
+        connector = prefill.scheduler.connector
+        put, connector.link_class = connector.put_on_wire, late(type(connector).link_class)
+        connector.put_on_wire = lambda *message: (put(*message), answered.set())
+        assert handed_over(prefill, decode, [PROMPT], TOKENS) == [expected]
+        assert answered.is_set()
+
+
+def test_nothing_is_taken_before_hello():
+    """Whose cache may be like ours, or not."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+    inbox = SimpleQueue()
+    kv = {"kind": "KV", "transfer": "a", "layer": 0, "first": 0, "count": 1, "head": 0, "heads": 1, "crc": 0}
+    link = transfer.Link(inbox, threading.Event(), ours)
+    theirs.sendall(transfer.pack_frame(kv, 4) + bytes(4))
+    _, header, payload = inbox.get(timeout=20)
+    assert header["kind"] == "LOST" and "before HELLO" in header["why"] and payload is None
+    link.close(), theirs.close()
 
 
 @pytest.mark.parametrize(("producer_tp", "consumer_tp"), [(3, 1), (1, 3), (3, 3), (6, 1)])

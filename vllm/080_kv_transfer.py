@@ -182,7 +182,7 @@ def num_consumers(num_kv_heads: int, producer_tp: int, consumer_tp: int, rank: i
 #
 #   consumer → producer   GET     these heads of this transfer; layer i from position have[i] on, to `end`
 #                         DONE    I have all of it: free it           CANCEL  I do not want it any more
-#   producer → consumer   HELLO   who I am: refuse me if my cache is not like yours
+#   producer → consumer   HELLO   first of all: who I am; refuse me if my cache is not like yours
 #                         KV      a rectangle                         GONE    there is no such transfer (any more)
 #
 # A frame is `kvx1`, two lengths, a JSON header, a payload. Pickle would let whoever reaches the port run code here.
@@ -254,12 +254,16 @@ class Link:
     ROOM = 8 << 20  # bytes of payload that may wait here; what has no room stays in its blocks, which are held anyway
 
     def __init__(self, inbox: queue.SimpleQueue, wake: threading.Event, sock: socket.socket | None = None,
-                 address: tuple[str, int] | None = None, timeout: float = 10.0) -> None:  # fmt: skip
-        """A connection that was accepted (`sock`), or one to be made to `address` within `timeout` seconds."""
+                 address: tuple[str, int] | None = None, timeout: float = 10.0,
+                 hello: dict[str, Any] | None = None) -> None:  # fmt: skip
+        """A connection that was accepted (`sock`), or one to be made to `address` within `timeout` seconds. `hello` is
+        said first: a GET may be read, and answered by the engine, before this returns."""
         self.inbox, self.wake, self.sock, self.address, self.timeout = inbox, wake, sock, address, timeout
         self.outbox: queue.SimpleQueue = queue.SimpleQueue()
         self.backlog, self.lost, self.lock = 0, None, threading.Lock()
-        self.accepted = sock is not None
+        self.accepted, self.greeted = sock is not None, False
+        if hello is not None:
+            self.send(hello)
         threading.Thread(target=self._read, daemon=True).start()
 
     @property
@@ -284,6 +288,9 @@ class Link:
             threading.Thread(target=self._write, daemon=True).start()
             while True:
                 header, payload = read_frame(self._read_exactly)
+                self.greeted |= header["kind"] == "HELLO"
+                if header["kind"] == "KV" and not self.greeted:
+                    raise ProtocolError("keys and values before HELLO: who knows what they look like")
                 self._deliver(header, self.receive(header, payload))
         except (OSError, EOFError, ProtocolError, RuntimeError) as error:
             self._lose(str(error) or type(error).__name__)
@@ -397,8 +404,8 @@ class DistributedLink(Link):
     """torch.distributed: gloo between CPUs, NCCL between GPUs. Frames keep the order; after each, the pair's process
     group sends the payload from tensor to tensor."""
 
-    def __init__(self, *args: Any, port: int = 0, **kwargs: Any) -> None:
-        self.group, self.store, self.store_port = None, None, port
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.group, self.store, self.store_port = None, None, 0
         super().__init__(*args, **kwargs)
 
     def _join(self) -> None:

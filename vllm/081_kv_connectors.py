@@ -490,11 +490,11 @@ class P2PConnector(KVConnectorBase):
                 sock, _ = self.server.accept()
             except OSError:
                 return
-            link = self.link_class(self.inbox, self.wake, sock, timeout=self.timeout)
+            hello = {"kind": "HELLO", "layout": self.layout(), "engine_id": self.config.engine_id, "port": 0}
+            link = self.link_class(self.inbox, self.wake, sock, timeout=self.timeout, hello=hello)
             self.accepted.append(link)
             if self.closed:  # in the very moment in which somebody came
                 return link.close()
-            link.send({"kind": "HELLO", "layout": self.layout(), "engine_id": self.config.engine_id, "port": 0})
 
     def connect(self, address: tuple[str, int]) -> Link:
         if address not in self.links:
@@ -561,7 +561,8 @@ class P2PConnector(KVConnectorBase):
                 self.consumer.on_lost(link, header["why"])
                 self.producer.on_lost(link)
                 self.links = {address: other for address, other in self.links.items() if other is not link}
-                self.accepted = [other for other in self.accepted if other is not link]
+                with contextlib.suppress(ValueError):  # it is ours; or lost before _accept() noted it
+                    self.accepted.remove(link)
             elif kind == "HELLO":
                 if header["layout"] != (ours := self.layout()):
                     self.consumer.on_lost(link, f"its cache is of another kind: {header['layout']}, ours is {ours}")
