@@ -534,6 +534,19 @@ def test_a_stream_adds_up_to_the_answer(llm):
     assert free(llm)
 
 
+def test_a_request_that_fails_has_no_token_to_report(llm, monkeypatch):
+    """As one whose keys and values did not arrive (lesson 08)."""
+    engine = llm.llm_engine
+    engine.add_request("f", ids(1, 2, 3), SamplingParams(max_tokens=9, logprobs=1), stream=True)
+    (request_id,) = engine.sequences
+    engine.core.scheduler.finish_requests([request_id], lesson.RequestStatus.FINISHED_ABORTED)
+    lost = lesson.scheduling.EngineCoreOutput(request_id, [], "error", "lost")
+    monkeypatch.setattr(engine.core, "step", lambda: [lost])
+    (answer,) = engine.step()[0].outputs
+    assert (answer.finish_reason, answer.stop_reason, answer.logprobs) == ("error", "lost", [])
+    assert not engine.has_unfinished_requests()
+
+
 def test_aborting_frees_everything(llm):
     engine = llm.llm_engine
     for name in ("a", "b", "c"):

@@ -773,7 +773,10 @@ def test_the_widget_is_the_real_thing(monkeypatch):
     assert one64["slot_kib"] == 8 * trace["slot_kib"] and one64["used_kib"] < one64["reserved_kib"] / 4
     batch = lesson.WIDGET_DEFAULT | {"batch": 8, "adapters": 2}
     assert lesson.simulate(batch)["weight_reads"] < lesson.simulate(batch | {"sort": False})["weight_reads"]
-    evict = lesson.LoRAModelManager.evict_idle
+    again = {"adapters": 7, "max_loras": 2, "traffic": "Zipf", "batch": 4}  # one is evicted and loaded in one step
+    trace = lesson.simulate(lesson.WIDGET_DEFAULT | again)
+    assert sum(len(step["loaded"]) for step in trace["steps"]) == trace["loads"]
+    trace, evict = lesson.simulate(lesson.WIDGET_DEFAULT), lesson.LoRAModelManager.evict_idle
     monkeypatch.setattr(lesson.LoRAModelManager, "evict_idle",
                         lambda self, pinned: evict(self, pinned | {next(iter(self.slots))}))  # fmt: skip
     assert lesson.simulate(lesson.WIDGET_DEFAULT)["loads"] < trace["loads"], "another victim, another trace"

@@ -93,8 +93,7 @@ def continuous_steps(slots: int, outputs: Sequence[int]) -> int:
 class SamplingParams:
     """What a caller may ask for, with vLLM's names and defaults (`vllm/sampling_params.py`).
 
-    Raises:
-        common.InputError: a value is out of range; the message names the field.
+    Raises InputError: a value is out of range; the message names the field.
     """
 
     n: int = 1  # samples per prompt
@@ -117,6 +116,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     skip_reading_prefix_cache: bool = False  # write the prefix cache, but do not read it (lesson 05)
     structured_outputs: dict[str, Any] | None = None  # what the output must match (companion 06b)
+    extra_args: dict[str, Any] | None = None  # for connectors (lesson 08)
 
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())

@@ -655,7 +655,7 @@ class LLMEngine:
                         self.core.scheduler.finish_requests([output.request_id], RequestStatus.FINISHED_STOPPED)
                     finish_reason, stop_reason = "stop", found
                     break
-            if sequence.logprobs is not None:
+            if sequence.logprobs is not None and output.new_token_ids:
                 found = self._decoded(self.core.runner.logprobs[output.request_id])
                 sequence.logprobs.append(found)
                 sequence.cumulative_logprob += found[output.new_token_ids[0]].logprob

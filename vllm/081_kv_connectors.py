@@ -220,7 +220,7 @@ def kv_transfer_params(request: Request) -> dict[str, Any]:
     For a prefill worker: do_remote_decode, transfer_id. For a decode worker: do_remote_prefill, transfer_id,
     remote_host, remote_port and, if the producer is sharded, tp_size (its rank r listens at remote_port + r).
     """
-    return (getattr(request.sampling_params, "extra_args", None) or {}).get("kv_transfer_params") or {}
+    return (request.sampling_params.extra_args or {}).get("kv_transfer_params") or {}
 
 
 def check_kv_transfer_params(params: Any) -> None:

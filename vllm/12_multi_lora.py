@@ -680,7 +680,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     for i, adapter in enumerate(of):
         core.add_request(dry_request(i, adapter))
     while scheduler.has_unfinished_requests():
-        before = list(manager.slots)
+        before = dict(manager.slots)
         core.step()
         rows = [[i, of[i]] for i in core.batch]
         meta = LoRAKernelMeta.build([manager.slots[str(k)] for _, k in rows], torch.device("cpu"), p["sort"])
@@ -688,7 +688,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
         steps.append({
             "rows": rows, "tiles": [[name_of[slot], count] for _, count, slot in meta.tiles.tolist()],
             "slots": [name_of.get(slot, NONE) for slot in range(p["max_loras"])], "lru": [*map(int, manager.slots)],
-            "loaded": [int(name) for name in manager.slots if name not in before],
+            "loaded": [int(name) for name, slot in manager.slots.items() if before.get(name) != slot],
             "passed_over": [*map(int, scheduler.waiting_for_adapter)], "waiting": len(scheduler.waiting),
         })  # fmt: skip
     kib = 2 * max(ranks) * PER_RANK // 1024

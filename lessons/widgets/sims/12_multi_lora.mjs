@@ -107,7 +107,7 @@ export function simulate(params) {
 
   const steps = [];
   while (scheduler.has_unfinished_requests()) {
-    const before = new Set(lora.slots.keys());
+    const before = new Map(lora.slots);
     const batch_ids = core.step().map((output) => output.request_id); // everybody writes a token in every step
     const lru = [...lora.slots.keys()];
     const name_of = new Map([...lora.slots].map(([adapter, slot]) => [slot, adapter]));
@@ -116,7 +116,7 @@ export function simulate(params) {
       rows: batch_ids.map((i) => [i, adapter_of[i]]),
       tiles: tiles_of(slots, sort).map(([slot, rows]) => [name_of.get(slot), rows]),
       slots: range(0, max_loras).map((slot) => name_of.get(slot) ?? -1), lru,
-      loaded: lru.filter((adapter) => !before.has(adapter)),
+      loaded: lru.filter((adapter) => before.get(adapter) !== lora.slots.get(adapter)),
       passed_over: scheduler.waiting_for_adapter.map((request) => request.request_id),
       waiting: scheduler.waiting.length,
     });
