@@ -20,7 +20,7 @@ import functools
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import common
@@ -52,13 +52,25 @@ class Quote:
     op: str | None
     by: float
 
+    @property
+    def decimals(self) -> int:
+        return len(self.shown.partition(".")[2])
+
+    def scaled(self, value: float) -> float:
+        return value if self.op is None else value * self.by if self.op == "*" else value / self.by
+
     def agrees_with(self, value: float) -> bool:
         """`value`, scaled and rounded to the decimals shown, is what the text says."""
-        if self.op:
-            value = value * self.by if self.op == "*" else value / self.by
-        shown = self.shown.replace(",", "").replace("−", "-").lstrip("+")
-        decimals = len(shown.split(".")[1]) if "." in shown else 0
-        return abs(float(shown) - value) <= 0.5 * 10**-decimals * (1 + 1e-9)
+        shown = float(self.shown.replace(",", "").replace("−", "-"))
+        return abs(shown - self.scaled(value)) <= 0.5 * 10**-self.decimals * (1 + 1e-9)
+
+    def rewritten(self, value: float) -> str:
+        """`value` in the text's own style: as many decimals, its minus, a plus or separators where it has them."""
+        if self.agrees_with(value):
+            return self.shown
+        value = self.scaled(value)
+        sign = ("+" if self.shown[0] == "+" else "") if value >= 0 else "-" if self.shown[0] == "-" else "−"
+        return sign + f"{abs(value):{',' if ',' in self.shown or abs(value) >= 1000 else ''}.{self.decimals}f}"
 
     def __str__(self) -> str:
         return f"{self.page.name}:{self.line} {self.shown} ({self.source} {self.path})"
@@ -89,6 +101,21 @@ def quotes(page: Path) -> list[Quote]:
               m["op"], float(m["by"] or 1))
         for m in NUMBER.finditer(text)
     ]  # fmt: skip
+
+
+def measured_again(page: Path, results: Callable[[str, str], object]) -> str:
+    """The page's text with every quoted measurement as `results(lesson, "cpu" or "h200")` has it now."""
+
+    def rewrite(m: re.Match) -> str:
+        if m["source"] == "fact":
+            return m[0]
+        quote = next(found)
+        assert quote.shown == m["number"]
+        value = lookup(results(quote.lesson, quote.source), quote.path)
+        return quote.rewritten(value) + m[0].removeprefix(quote.shown)
+
+    found = (quote for quote in quotes(page) if quote.source != "fact")
+    return NUMBER.sub(rewrite, page.read_text())
 
 
 def blocks(page: Path) -> list[Block]:

@@ -198,6 +198,23 @@ def test_numbers_are_compared_to_the_decimals_shown(tmp_path, text, value, agree
     assert quote.agrees_with(value) == agrees
 
 
+def test_measurements_are_written_in_the_style_of_the_text(tmp_path):
+    page = tmp_path / "01_x.md"
+    text = "{} ms<!-- cpu: a -->, {}<!-- cpu: a /1000 -->, {} %<!-- cpu@02_y: b *100 -->, "
+    text += "5<!-- fact: a -->, {}<!-- h200: c -->"
+    page.write_text(text.format("999", "0.99", "+7.5", "−3.0"))
+    results = {("01_x", "cpu"): {"a": 12345.6}, ("02_y", "cpu"): {"b": 0.0751}, ("01_x", "h200"): {"c": -2.04}}
+    again = documents.measured_again(page, lambda lesson, machine: results[lesson, machine])
+    assert again == text.format("12,346", "12.35", "+7.5", "−2.0")
+    page.write_text(again)
+    assert documents.measured_again(page, lambda lesson, machine: results[lesson, machine]) == again
+    assert all(
+        quote.agrees_with(documents.lookup(results[quote.lesson, quote.source], quote.path))
+        for quote in documents.quotes(page)
+        if quote.source != "fact"
+    )
+
+
 def test_excerpts_are_compared_line_by_line():
     source = "def f(x):\n    # why\n    y = x\n\n    if y:\n        return 1\n    return 2"
     assert documents.is_excerpt("# why\ny = x\n\nif y:\n    return 1", source)

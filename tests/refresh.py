@@ -1,0 +1,31 @@
+"""After a benchmark: write what lessons/results/ holds now into README and lessons, wherever they quote it.
+
+    uv run python vllm/04c_speed.py --bench --json lessons/results/cpu.json
+    uv run python tests/refresh.py
+
+Prints the lines that changed, to be read again: a sentence may say "twice" where the number now says otherwise.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
+
+import common
+import documents
+
+
+def main() -> None:
+    for page in documents.PAGES:
+        before, after = page.read_text(), documents.measured_again(page, common.results)
+        page.write_text(after)
+        lines = before.splitlines(), after.splitlines()
+        for line in difflib.unified_diff(*lines, page.name, page.name, n=0, lineterm=""):
+            print(line)
+
+
+if __name__ == "__main__":
+    main()
