@@ -296,3 +296,15 @@ def test_the_real_model(real_model):
     expected = [batching.generate_alone(model, prompt, 6) for prompt in prompts]
     for stage in lesson.STAGES:
         assert batching.serve(lesson.make_core(model, stage, 3, 32), prompts, [6] * 3).token_ids == expected
+
+
+@pytest.mark.slow
+def test_random_twins(monkeypatch):
+    """What a GPU is measured with: the same shapes on both sides, and a time for each."""
+    shape = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64,
+                 intermediate_size=96, vocab_size=300, tie_word_embeddings=False)  # fmt: skip
+    monkeypatch.setitem(lesson.kv_cache.MODELS, "tiny", shape)
+    ours, theirs = lesson.random_twins("tiny")
+    assert ours.num_parameters == sum(p.numel() for p in theirs.parameters())
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    assert lesson.transformers_ms(theirs, 2) > 0

@@ -33,6 +33,7 @@ import common  # first: it settles the device before torch and Triton are used
 import argparse
 import contextlib
 import copy
+import dataclasses
 import functools
 import json
 import os
@@ -474,6 +475,33 @@ def vllm_peer(python: str, model_folder: Path) -> Iterator[Callable[..., dict[st
             os.killpg(process.pid, signal.SIGCONT)
             process.stdin.close()
         process.wait()
+
+
+def random_twins(name: str) -> tuple[llama.Llama, Any]:
+    """A model of lesson 01's table in bf16, and its like in Transformers; the time of a step is not in the weights."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config, device = kv_cache.llama_config(kv_cache.MODELS[name]), common.device()
+    make, shapes = functools.partial(torch.empty, dtype=torch.bfloat16, device=device), llama.tensor_shapes(config)
+    weights = lambda key: make(shapes[key]).normal_(std=0.02) if key in shapes else None  # noqa: E731
+    known = {key: value for key, value in dataclasses.asdict(config).items() if key != "rope_scaling"}
+    with device:
+        twin = AutoModelForCausalLM.from_config(LlamaConfig(**known), dtype=torch.bfloat16).eval()
+    return llama.Llama(config, weights, torch.bfloat16), twin
+
+
+def transformers_ms(model: Any, n: int) -> float:
+    """Milliseconds of a decode step of `n` sequences: 50 tokens more, minus the prompt and what comes before."""
+    ids = torch.full((n, 64), 5, device=model.device)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+
+    def seconds(tokens: int) -> float:
+        start = time.perf_counter()
+        model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **options)[0, -1].item()
+        return time.perf_counter() - start
+
+    seconds(8)
+    return 1e3 * (seconds(58) - seconds(8)) / 50
 
 
 def throughput(model: llama.Llama, folder: Path, ask: Callable | None) -> dict[str, Any]:

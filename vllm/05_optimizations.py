@@ -64,6 +64,7 @@ import llama
 kv_cache = common.lesson("01_kv_cache")
 paged_attention = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
+speed = common.lesson("04c_speed")
 AttentionMetadata, BlockPool = paged_attention.AttentionMetadata, paged_attention.BlockPool
 PagedKVCache = paged_attention.PagedKVCache
 ModelEngineCore, ModelRunner = continuous_batching.ModelEngineCore, continuous_batching.ModelRunner
@@ -1264,12 +1265,20 @@ def tell_cuda_graphs(args: argparse.Namespace, f: dict[str, Any]) -> dict:
     buckets, pieces = sorted({n for n, _ in runner.captured}), max(len(s.graphs) for s in runner.captured.values())
     common.check_equal(f"{runner.num_replays} steps from buckets of {buckets} tokens, {pieces} graphs each: the same "
                        "tokens as eager", replayed, eager)  # fmt: skip
-    return measure_graphs(args.model) if common.HAS_GPU and args.full else {}
+    if not (common.HAS_GPU and args.full):
+        return {}
+    found = measure_graphs(llama.load(args.model, torch.bfloat16)[0])
+    return found | {"llama_3_1_8b": measure_graphs(*speed.random_twins("Llama-3.1-8B"))}
 
 
-def measure_graphs(model_name: str | None) -> dict[str, Any]:
-    """On a GPU: ms of a decode step in bf16, and the launches that the profiler sees in one."""
-    (model, _), found = llama.load(model_name, torch.bfloat16), {}
+def measure_graphs(model: llama.Llama, twin: Any = None) -> dict[str, Any]:
+    """On a GPU: ms of a decode step in bf16, and the launches that the profiler sees in one; beside it the matrix
+    products alone and, given its `twin`, Transformers."""
+    found: dict[str, Any] = {}
+    for n in (1, 8, 32):
+        found[f"products_{n}"] = {"ms": 1e3 * continuous_batching.matmul_seconds(model, n, n)}
+        if twin is not None:
+            found[f"transformers_{n}"] = {"ms": speed.transformers_ms(twin, n)}
     pieces, full = graph_runner(ModelRunner, full=False), graph_runner(ModelRunner)
     runners = {"eager": ModelRunner, "piecewise": pieces, "full": full}
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -1283,7 +1292,7 @@ def measure_graphs(model_name: str | None) -> dict[str, Any]:
         for _ in range(50):
             core.step()  # ends with its tokens on the host, so the GPU is done
         seconds = (time.perf_counter() - start) / 50
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile() as profile:
             core.step()
         launched = sum(event.count for event in profile.key_averages() if "Launch" in event.key)
         found[f"{name}_{n}"] = {"ms": 1e3 * seconds, "launches": launched}
