@@ -848,7 +848,7 @@ def _draw_load(folder: str | Path) -> Path:
         at, ms = [int(load) for load in waits], [x["wait_ms"] for x in waits.values()]
         ax.plot(at, ms, "o-", color=colors[color], label=label)
     worst = max(known["bounded"], key=int)
-    ax.text(121, 420, f"{known['bounded'][worst]['rejected']} refused", ha="right", va="top", fontsize=8)
+    ax.text(123, 40, f"{known['bounded'][worst]['rejected']} refused", ha="right", va="bottom", fontsize=8)
     ax.axvline(100, color=colors["grey"], linewidth=0.8, linestyle=":")
     ax.set(xlabel="load, % of capacity", ylabel="mean wait, ms", ylim=(0, None), title="simulated: the queue")
     ax.legend(loc="upper left")
