@@ -743,6 +743,18 @@ def test_nothing_is_taken_before_hello():
     link.close(), theirs.close()
 
 
+def test_no_segment_outlives_a_lost_connection():
+    """The reader gives the connection up; the writer has one more message."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+    link = transfer.SharedMemoryLink(SimpleQueue(), threading.Event(), ours)
+    theirs.close(), link.close()
+    with pytest.raises(OSError):
+        link.transmit({"kind": "KV"}, torch.ones(1000, dtype=torch.uint8))
+    assert not list(transfer.SHM.glob(f"kvx-{os.getpid()}-*"))
+
+
 @pytest.mark.parametrize(("producer_tp", "consumer_tp"), [(3, 1), (1, 3), (3, 3), (6, 1)])
 def test_tensor_parallel_degrees_may_differ(producer_tp, consumer_tp, device):
     """Ranks of a cache with 3 KV heads and blocks of 16, to ranks with blocks of 8: every head in its place."""

@@ -375,7 +375,11 @@ class SharedMemoryLink(Link):
             finally:
                 os.close(descriptor)
             header = {**header, "shm": name, "nbytes": payload.nbytes}
-        super().transmit(header, None)
+        try:
+            super().transmit(header, None)
+        except OSError:  # nobody will map it; and the connection may have been given up before it was there
+            self.forget()
+            raise
 
     def receive(self, header: dict[str, Any], payload: bytearray) -> torch.Tensor | None:
         name = header.get("shm")
@@ -395,7 +399,7 @@ class SharedMemoryLink(Link):
             os.close(descriptor)
 
     def forget(self) -> None:
-        for name in self.names:
+        for name in tuple(self.names):  # the writing thread may be adding one
             with contextlib.suppress(OSError):
                 os.unlink(SHM / name)
 
