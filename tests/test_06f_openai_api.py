@@ -239,6 +239,20 @@ def test_a_chat(shared):
     assert llm.added[0][2].max_tokens is None, "a chat may go on until the context is full"
 
 
+def test_an_answer_goes_back_as_history(shared):
+    """As OpenAI's client has it in memory, written out whole."""
+    from openai.types.chat import ChatCompletion
+
+    llm, app = shared
+    answer = ChatCompletion.model_validate(ask(app, "/v1/chat/completions", M).json).choices[0].message
+    for said in (answer.model_dump(), answer.model_dump(exclude_unset=True)):
+        llm.added.clear()
+        assert ask(app, "/v1/chat/completions", {"messages": [*M["messages"], said, *M["messages"]]}).status == 200
+        assert "Paris." in llm.added[0][1]["prompt"]
+    refused = {"messages": [said | {"tool_calls": [{"id": "1"}]}]}
+    check_error(ask(app, "/v1/chat/completions", refused), 400, "messages")
+
+
 def test_a_streamed_chat(shared):
     _, app = shared
     body = M | {"stream": True, "stream_options": {"include_usage": True}}

@@ -172,9 +172,16 @@ class TextPart(OpenAIModel):
 
 
 class ChatMessage(OpenAIModel):
+    """An answer comes back as the next request's history, from OpenAI's client with these nulls (`model_dump()`)."""
+
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
 
 
 class ChatCompletionRequest(CommonRequest):
@@ -950,16 +957,13 @@ FIELDS: dict[str, dict[str, Any]] = {
                                                              "structured_outputs": {"regex": "a"}},
     "half a body": {},
 }  # fmt: skip
-CHOICES = {"key": ["right", "wrong"], "field": list(FIELDS),
-           "prompt": ["5 characters", "empty", "64 characters", "5 MB"], "inside": [0, 3, 4]}  # fmt: skip
+PROMPTS = {"5 characters": "Hello", "empty": "", "64 characters": "x" * 64, "5 MB": "x" * 5_000_000}
+CHOICES = {"key": ["right", "wrong"], "field": list(FIELDS), "prompt": list(PROMPTS), "inside": [0, 3, 4]}
 WIDGET_DEFAULT = {"key": "right", "field": "temperature 9", "prompt": "64 characters", "inside": 4}
 
 
 def simulate(params: dict) -> dict:
-    """One request to the real app, in front of a scripted engine: 64 tokens of context, at most 4 sequences inside.
-
-    Raises InputError.
-    """
+    """One request to the real app, before a scripted engine: context 64, at most 4 inside. Raises InputError."""
     return asyncio.run(_ask([common.checked(params, CHOICES)]))[0]
 
 
@@ -969,10 +973,7 @@ async def _ask(cases: Sequence[dict]) -> list[dict]:
     found = []
     for case in cases:
         llm.num_unfinished, llm.added, llm.aborted = case["inside"], [], []
-        prompt = {"5 characters": "Hello", "empty": "", "64 characters": "x" * 64, "5 MB": "x" * 5_000_000}[
-            case["prompt"]
-        ]
-        body = json.dumps({"prompt": prompt} | FIELDS[case["field"]]).encode()
+        body = json.dumps({"prompt": PROMPTS[case["prompt"]]} | FIELDS[case["field"]]).encode()
         if case["field"] == "half a body":
             body = body[: len(body) // 2]
         heard = await call(app, "/v1/completions", body, {"authorization": f"Bearer {case['key']}"})
@@ -990,10 +991,9 @@ def describe(trace: dict) -> str:
     """The state under the widget, as text."""
     first = f"HTTP {trace['status']} {trace['type'] or 'OK'}" + (f", param {trace['param']}" if trace["param"] else "")
     lines = [f"{trace['sent_bytes']:,} bytes sent", first]
-    if trace["retry_after"]:
-        lines.append(f"Retry-After: {trace['retry_after']}")
-    lines.append(trace["message"] or f"answer: {trace['answer']}")
-    lines.append(f"requests that the engine heard of: {trace['engine_heard']}")
+    lines += [f"Retry-After: {trace['retry_after']}"] if trace["retry_after"] else []
+    lines += [trace["message"] or f"answer: {trace['answer']}",
+              f"requests that the engine heard of: {trace['engine_heard']}"]  # fmt: skip
     return "\n".join(lines)
 
 
