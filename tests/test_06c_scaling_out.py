@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import pickle
 import queue
@@ -952,6 +953,35 @@ def ask_all(client, rounds=2):
         found = pool.map(lambda text: client.completions.create(model="smol", prompt=text, temperature=0, max_tokens=6),
                          TEXTS * rounds)  # fmt: skip
         return [x.choices[0].text for x in found]
+
+
+def test_offline_workers_are_checked_and_not_left_behind(tiny_model):
+    with pytest.raises(common.InputError, match="workers load it themselves"):
+        serving.offline_engine(tiny_model, tensor_parallel_size=2)
+    with pytest.raises(common.InputError, match="heads"):
+        serving.offline_engine(tensor_parallel_size=2)
+    with pytest.raises(common.InputError, match="not together with workers"):
+        serving.offline_engine(pipeline_parallel_size=2, quantization="int8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [
+    {"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2}, {"distributed_executor_backend": "mp"},
+], ids=str)  # fmt: skip
+def test_the_offline_engine_on_workers(options, texts):
+    with pytest.raises(common.InputError, match="max_num_seqs"):
+        serving.offline_engine(max_num_seqs=0, **options)
+    assert not multiprocessing.active_children(), "whoever cannot start leaves nobody behind"
+
+    class LLM(lesson.offline.LLM):
+        engine_class = staticmethod(serving.offline_engine)
+
+    llm = LLM(max_model_len=256, **options)
+    try:
+        found = llm.generate(TEXTS, SamplingParams(temperature=0, max_tokens=6))
+        assert [output.outputs[0].text for output in found] == texts
+    finally:
+        llm.llm_engine.core.runner.executor.shutdown()
 
 
 @pytest.mark.slow

@@ -264,19 +264,38 @@ def offline_engine(
     model: str | llama.Llama | None = None, tokenizer: llama.Tokenizer | None = None, *,
     dtype: str | torch.dtype = "auto", quantization: str | None = None, kv_cache_dtype: str = "auto",
     enforce_eager: bool = False, enable_lora: bool = False, max_loras: int = 1, max_lora_rank: int = 16,
-    max_cpu_loras: int | None = None, speculative_config: str | dict[str, Any] | None = None, **engine_args: Any,
+    max_cpu_loras: int | None = None, speculative_config: str | dict[str, Any] | None = None,
+    tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, distributed_executor_backend: str | None = None,
+    **engine_args: Any,
 ) -> LLMEngine:  # fmt: skip
     """What `vllm.LLM` runs on: lesson 04b's arguments, and those of this engine's other parts. Raises InputError."""
-    checked = EngineArgs(quantization=quantization, kv_cache_dtype=kv_cache_dtype, enable_lora=enable_lora,
-                         max_loras=max_loras, max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras,
-                         speculative_config=speculative_config)  # fmt: skip
-    if not isinstance(model, llama.Llama):
-        model, loaded = load_model(model, offline._dtype(dtype), quantization)
-        tokenizer = tokenizer or loaded
+    loaded = isinstance(model, llama.Llama)
+    checked = EngineArgs(model=None if loaded else model, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
+                         enforce_eager=enforce_eager, enable_lora=enable_lora, max_loras=max_loras,
+                         max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras,
+                         speculative_config=speculative_config, tensor_parallel_size=tensor_parallel_size,
+                         pipeline_parallel_size=pipeline_parallel_size,
+                         distributed_executor_backend=distributed_executor_backend)  # fmt: skip
+    workers = None
+    if checked.scales_out:
+        if loaded:
+            raise common.InputError("model: workers load it themselves; give a folder or an id")
+        workers = common.lesson("06c_scaling_out").start_workers(checked, offline._dtype(dtype))
+        model, tokenizer = workers.model, tokenizer or llama.Tokenizer(llama.model_folder(model))
+    elif not loaded:
+        model, own = load_model(model, offline._dtype(dtype), quantization)
+        tokenizer = tokenizer or own
     elif quantization is not None:
         model = common.lesson("05b_quantization").quantize_model(model, quantization, tokenizer)
     kind = engine_class(kv_cache_dtype, enforce_eager, tokenizer, checked.lora_config, checked.speculation)
-    return kind(model, tokenizer, **engine_args)
+    if not workers:
+        return kind(model, tokenizer, **engine_args)
+    kind = common.lesson("06c_scaling_out").parallel_engine(kind, workers.executor, workers.parallel)
+    try:
+        return kind(model, tokenizer, **engine_args)
+    except Exception:
+        workers.executor.shutdown()
+        raise
 
 
 def _quantized_block_bytes(kv_cache_dtype: str, model: llama.Llama, block_size: int) -> int:
