@@ -483,7 +483,10 @@ def random_twins(name: str) -> tuple[llama.Llama, Any]:
 
     config, device = kv_cache.llama_config(kv_cache.MODELS[name]), common.device()
     make, shapes = functools.partial(torch.empty, dtype=torch.bfloat16, device=device), llama.tensor_shapes(config)
-    weights = lambda key: make(shapes[key]).normal_(std=0.02) if key in shapes else None  # noqa: E731
+
+    def weights(key: str) -> torch.Tensor | None:
+        return make(shapes[key]).normal_(std=0.02) if key in shapes else None
+
     known = {key: value for key, value in dataclasses.asdict(config).items() if key != "rope_scaling"}
     with device:
         twin = AutoModelForCausalLM.from_config(LlamaConfig(**known), dtype=torch.bfloat16).eval()
