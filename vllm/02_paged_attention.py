@@ -525,8 +525,9 @@ class PagedKVCache:
         size, decode_lens, prompts, first = self.block_size, meta.seq_lens.clone(), [], 0
         for b, n in enumerate(meta.query_lens):
             if n > 1:
-                p = torch.arange(int(meta.seq_lens[b]), device=meta.positions.device)  # every position of the context
-                prompts.append((slice(first, first + n), meta.block_table[b, p // size] * size + p % size))
+                p = torch.arange(S := int(meta.seq_lens[b]), device=meta.positions.device)  # positions of the context
+                slots = None if n == S else meta.block_table[b, p // size] * size + p % size  # None: all of it is new
+                prompts.append((slice(first, first + n), slots))
                 decode_lens[b] = 0  # the decode kernel skips it: to it, the sequence is empty
             first += n
         kernel = common.runs_kernel(self.layers[0])
@@ -545,7 +546,8 @@ class PagedKVCache:
             out = torch.empty_like(q)
             out[meta.query_start_loc[:-1]] = decoded
             for tokens, slots in prompts:
-                out[tokens] = prefill_attention(q[tokens], *kv_cache.flatten(1, 2)[:, slots])
+                keys, values = (k[tokens], v[tokens]) if slots is None else kv_cache.flatten(1, 2)[:, slots]
+                out[tokens] = prefill_attention(q[tokens], keys, values)
             return out
 
         return attend

@@ -356,8 +356,7 @@ class MLA:
         """hidden [T, hidden] -> queries [T, H, N + P], rotated in their last P; what to cache, [T, R + P], likewise."""
         c, H = self.config, self.config.num_attention_heads
         theta = c.rope_theta ** -(torch.arange(0, c.qk_rope_head_dim, 2).double() / c.qk_rope_head_dim)
-        angles = positions.double()[:, None, None] * theta.to(positions.device)  # [T, 1, P/2]
-        cos, sin = angles.cos().to(hidden), angles.sin().to(hidden)
+        cos, sin = llama.rope_factors(positions.double()[:, None] * theta.to(positions.device), hidden.dtype)
         q = F.linear(hidden, self.q_proj).view(len(hidden), H, -1)
         q_nope, q_rope = q.split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
         latent, k_rope = F.linear(hidden, self.kv_a_proj).split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
@@ -632,8 +631,8 @@ def heal(teacher: llama.Llama, student: llama.Llama, train: torch.Tensor, second
         optimizer.zero_grad()
         for i, (x, target) in enumerate(record_attention(teacher, window)):
             qkv = student.linear[f"layers.{i}.qkv_proj"](x).view(len(x), Hq + 2 * Hkv, D)
-            q, k, v = qkv.split((Hq, Hkv, Hkv), dim=1)
-            o = paged.prefill_attention(llama.apply_rope(q, cos, sin), llama.apply_rope(k, cos, sin), v)
+            q, k = llama.apply_rope(qkv[:, : Hq + Hkv], cos, sin).split((Hq, Hkv), dim=1)
+            o = paged.prefill_attention(q, k, qkv[:, Hq + Hkv :])
             y = student.linear[f"layers.{i}.o_proj"](o.reshape(len(x), -1))
             (F.mse_loss(y, target) / target.square().mean()).backward()
         optimizer.step()
@@ -803,7 +802,7 @@ def rotated_absorption_error() -> float:
     generator = torch.Generator().manual_seed(0)
     q, W, c = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((64,), (64, 32), (16, 32)))
     angles = torch.arange(16.0).double()[:, None] * 10000.0 ** -(torch.arange(0, 64, 2).double() / 64)  # [16, 32]
-    keys = llama.apply_rope((c @ W.T)[:, None], angles.cos()[:, None], angles.sin()[:, None])[:, 0]
+    keys = llama.apply_rope((c @ W.T)[:, None], *llama.rope_factors(angles, torch.float64))[:, 0]
     return common.relative_error(c @ (W.T @ q), keys @ q)
 
 

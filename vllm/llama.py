@@ -159,10 +159,19 @@ def rope_frequencies(config: LlamaConfig) -> torch.Tensor:
     return theta
 
 
+def rope_factors(angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin) for `apply_rope`, [T, 1, D] each, from angles fp32 [T, D/2]; sin carries the sign of its half."""
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype)
+
+
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pair (x_i, x_{i+D/2}) of every head by its position's angle. x [T, H, D]; cos, sin [T, 1, D/2]."""
+    """Rotate pair (x_i, x_{i+D/2}) of every head by its position's angle. x [T, H, D]; cos, sin [T, 1, D].
+
+    (x_i · cos − x_{i+D/2} · sin, x_{i+D/2} · cos + x_i · sin): x · cos, plus the halves swapped times (−sin, sin).
+    """
     x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+    return torch.addcmul(x * cos, torch.cat((x2, x1), dim=-1), sin)
 
 
 # --- The model ------------------------------------------------------------------------------------------------------
@@ -233,8 +242,7 @@ class Llama:
         self.linear["lm_head"] = Linear(self.embed_tokens if head is None else self._own([head]))
 
         angles = torch.arange(c.max_position_embeddings).float()[:, None] * rope_frequencies(c)  # [positions, D/2]
-        self.cos = angles.cos().to(self.device, dtype)[:, None]  # [positions, 1, D/2]: the same for every head
-        self.sin = angles.sin().to(self.device, dtype)[:, None]
+        self.cos, self.sin = (x.to(self.device) for x in rope_factors(angles, dtype))  # [positions, 1, D] each
 
     def _own(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Stack along the output dimension; a lone tensor of the right dtype stays mapped from its file."""
@@ -254,12 +262,12 @@ class Llama:
         Hq, Hkv, D = self.num_heads, self.num_kv_heads, c.head_dim
         h = F.embedding(token_ids, self.embed_tokens) if hidden is None else hidden  # [T, hidden]
         T = h.shape[0]
-        cos, sin = self.cos[positions], self.sin[positions]  # [T, 1, D/2]
+        cos, sin = self.cos[positions], self.sin[positions]  # [T, 1, D]: the same for every head
         for i in range(c.num_hidden_layers) if layers is None else layers:
             x = F.rms_norm(h, h.shape[-1:], self.input_norm[i], eps)
             qkv = self.linear[f"layers.{i}.qkv_proj"](x).view(T, Hq + 2 * Hkv, D)
-            q, k, v = qkv.split((Hq, Hkv, Hkv), dim=1)
-            o = attend(i, apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)  # [T, Hq, D]
+            q, k = apply_rope(qkv[:, : Hq + Hkv], cos, sin).split((Hq, Hkv), dim=1)  # both at once
+            o = attend(i, q, k, qkv[:, Hq + Hkv :])  # [T, Hq, D]
             h = h + self.linear[f"layers.{i}.o_proj"](o.reshape(T, Hq * D))
             x = F.rms_norm(h, h.shape[-1:], self.post_attention_norm[i], eps)
             gate, up = self.linear[f"layers.{i}.gate_up_proj"](x).chunk(2, dim=-1)
