@@ -64,8 +64,7 @@ def test_kernel_wrappers_say_what_they_compute(path):
 
 
 # "About 1,200 lines." Lesson 11 holds `replay` as well, file format and checks included: 330 lines of its own.
-# Lesson 05 is a catalog of five mechanisms, each with reference, check and measurement.
-LENGTH = {"11_preemption.py": 1420, "05_optimizations.py": 1420, "02_paged_attention.py": 1210}
+LENGTH = {"11_preemption.py": 1420, "02_paged_attention.py": 1210}
 
 
 @by_file
