@@ -525,9 +525,15 @@ def ranking(site: Site) -> str:
     return f"<h2 id=ranking>What each technique is worth, and when</h2>{linked}"
 
 
-def used_by(readme: str) -> set[tuple[str, str]]:
-    """(a, b): lesson b uses a's code, and no lesson in between would say so anyway. From the README's graph."""
-    arrows = set(re.findall(r"^ *L(\w+)(?:\[[^\]]*\])? --> L(\w+)", readme, flags=re.M))
+def used_by(readme: str, lessons: Iterable[str] = ()) -> set[tuple[str, str]]:
+    """(a, b): lesson b uses a's code, and no lesson in between would say so anyway. From the README's graph.
+
+    A part without a page sorts right before its lesson (050, then 05), and there counts as that one of `lessons`.
+    """
+    files = sorted(f"{number}_" for number in lessons)
+    whole = lambda part: next((file[:-1] for file in files if file >= f"{part}_"), part)  # noqa: E731
+    found = re.findall(r"^ *L(\w+)(?:\[[^\]]*\])? --> L(\w+)", readme, flags=re.M)
+    arrows = {(whole(a), whole(b)) for a, b in found if whole(a) != whole(b)}
     arrows -= {(a, b) for a, b in arrows if a < b and (b, a) in arrows}  # 06 loads 06d, which drives 06
     reach = {a: {b for x, b in arrows if x == a} for a, _ in arrows}
     for _ in reach:  # the transitive closure
@@ -541,7 +547,7 @@ def map_html(site: Site) -> str:
     high, wide = 44, 150
     row = {page.number: i for i, page in enumerate(lessons)}
     arcs, rules = [], []
-    arrows = sorted((a, b) for a, b in used_by((ROOT / "README.md").read_text()) if a in row and b in row)
+    arrows = sorted(used_by((ROOT / "README.md").read_text(), row))
     for a, b in arrows:
         turn = 4 if row[a] < row[b] else -4
         y0, y1 = (row[a] + 0.5) * high + turn, (row[b] + 0.5) * high - turn

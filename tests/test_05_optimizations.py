@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import llama
 
-lesson = common.lesson("05_optimizations")
+lesson, prefix_caching = common.lesson("05_optimizations"), common.lesson("050_prefix_caching")
 batching = common.lesson("04_continuous_batching")
 offline = common.lesson("04b_offline_engine")
 chunked = common.lesson("10_chunked_prefill")
@@ -914,7 +914,7 @@ def test_wrong_parameters_are_named(params):
     ("owner", "name", "broken"),
     [
         ("PrefixCachingKVCacheManager", "get_computed_blocks", lambda self, request: ([], 0)),
-        ("CachingBlockPool", "_release", lambda self, blocks: lesson.BlockPool._release(self, blocks)),
+        ("CachingBlockPool", "_release", lambda self, blocks: prefix_caching.BlockPool._release(self, blocks)),
         ("PrefixCachingKVCacheManager", "cache_blocks", lambda self, request, n: None),
     ],
 )

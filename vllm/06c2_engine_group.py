@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 scheduling = common.lesson("04_continuous_batching")
-optimizations = common.lesson("05_optimizations")
+prefix_caching = common.lesson("050_prefix_caching")
 tensor_parallel = common.lesson("05c_tensor_parallel")
 executors = common.lesson("06c1_executors")
 serving = common.lesson("06_serving")
@@ -102,10 +102,10 @@ class PrefixAwareBalancer(LoadBalancer):
         self.sent: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(num_engines)]
 
     def hashes(self, request: Request) -> list[bytes]:
-        parent, found, tokens = optimizations.ROOT_HASH, [], request.prompt_token_ids
+        parent, found, tokens = prefix_caching.ROOT_HASH, [], request.prompt_token_ids
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
             extra = (request.cache_salt,) if request.cache_salt and not found else ()
-            parent = optimizations.hash_block_tokens(parent, tokens[end - self.block_size : end], extra)
+            parent = prefix_caching.hash_block_tokens(parent, tokens[end - self.block_size : end], extra)
             found.append(parent)
         return found
 

@@ -54,11 +54,11 @@ kv_cache = common.lesson("01_kv_cache")
 paged_attention = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
 chunked_prefill = common.lesson("10_chunked_prefill")
-optimizations = common.lesson("05_optimizations")
+prefix_cache = common.lesson("050_prefix_caching")
 workload_files = common.lesson("110_workload_files")
 Request, RequestStatus = continuous_batching.Request, continuous_batching.RequestStatus
 SamplingParams, SchedulerOutput = continuous_batching.SamplingParams, continuous_batching.SchedulerOutput
-KVCacheManager = optimizations.PrefixCachingKVCacheManager
+KVCacheManager = prefix_cache.PrefixCachingKVCacheManager
 SchedulerConfig, SCHEDULER_KEYS = workload_files.SchedulerConfig, workload_files.SCHEDULER_KEYS
 Field, CONFIG_FIELDS, REQUEST_FIELDS = workload_files.Field, workload_files.CONFIG_FIELDS, workload_files.REQUEST_FIELDS
 REFERENCE, check_workload = workload_files.REFERENCE, workload_files.check_workload
@@ -353,7 +353,7 @@ class CPUTier:
         return [self.blocks.pop(block_hash) for block_hash in block_hashes]
 
 
-class OffloadingBlockPool(optimizations.CachingBlockPool):
+class OffloadingBlockPool(prefix_cache.CachingBlockPool):
     """Lesson 05's pool; what it evicts goes down a tier, unless the GPU has the same block once more."""
 
     def __init__(self, num_blocks: int, tier: CPUTier) -> None:

@@ -59,7 +59,6 @@ KEY = "12_multi_lora"
 paged = common.lesson("02_paged_attention")
 scheduling = common.lesson("04_continuous_batching")
 offline = common.lesson("04b_offline_engine")
-prefix_caching = common.lesson("05_optimizations")
 preemption = common.lesson("11_preemption")
 adapters = common.lesson("120_adapters")
 LayerShape, LoRAModel, LoRATables = adapters.LayerShape, adapters.LoRAModel, adapters.LoRATables

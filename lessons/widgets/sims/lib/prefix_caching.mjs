@@ -1,4 +1,4 @@
-// Lesson 05's prefix cache (vllm/05_optimizations.py): keys for full blocks, an index, and a queue that remembers.
+// Lesson 05's prefix cache (vllm/050_prefix_caching.py): keys for full blocks, an index, and a queue that remembers.
 import { BlockPool } from "./block_pool.mjs";
 import { KVCacheManager } from "./continuous_batching.mjs";
 import { ascii, hex, sha256 } from "./sha256.mjs";
