@@ -184,9 +184,8 @@ class BlockTable:
 # --- What we want to compute: attention through a block table, obviously right ---------------------------------------
 
 
-def paged_decode_reference(
-    q: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor
-) -> torch.Tensor:
+def paged_decode_reference(q: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor,
+                           seq_lens: torch.Tensor) -> torch.Tensor:  # fmt: skip
     """One query per sequence against all its keys, slot by slot, head by head, in fp64.
 
     Shapes: q [B, Hq, D], kv_cache [2, num_blocks, block_size, Hkv, D], block_table [B, W], seq_lens [B] -> [B, Hq, D].
@@ -900,9 +899,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
                                 "taken": sum(where.capacity for where in places.values()), "free": sum(holes),
                                 "largest_fit": max(holes, default=0)}})  # fmt: skip
 
-    stuck = blocked = (
-        False  # a request that must grow was refused; so was the queue's head, and nothing was freed since
-    )
+    stuck = blocked = False  # refused: one that must grow; the queue's head, and nothing was freed since
     for event, what in [*workload_events(params["workload"], num_slots), ("finish", params["finish"])]:
         if event == "arrive":
             queue.extend(what)
@@ -1004,8 +1001,7 @@ def draw(folder: str | Path) -> list[Path]:
     # Block tables above, physical memory below, a line from each entry to its block.
     figure, ax = common.new_figure(8, 3.2)
     owner_color = {"A": color["blue"], "B": color["orange"], "C": color["green"]}
-    owners: dict[int, str] = {}
-    filled = [0] * 10
+    owners, filled = collections.defaultdict(str), [0] * 10
     for (name, table), left in zip(f["story"]["tables"].items(), (0.5, 6.5, 14.0)):
         ax.text(left - 0.75, 6.3, f"block table of {name}, {table['tokens']} tokens", color=owner_color[name])
         for i, block in enumerate(table["blocks"]):
@@ -1013,7 +1009,7 @@ def draw(folder: str | Path) -> list[Path]:
             ax.bar(x, 1.1, 1.5, 4.9, color="white", edgecolor=owner_color[name], linewidth=1.5)
             ax.text(x, 5.45, str(block), ha="center", va="center")
             ax.plot([x, 2 * block + 1], [4.85, 2.25], color=owner_color[name], linewidth=1.3)
-            owners[block] = owners.get(block, "") + name
+            owners[block] += name
             filled[block] = min(4, table["tokens"] - 4 * i)
     for block in range(10):
         who = owners.get(block, "")
@@ -1183,18 +1179,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append([policy, f"{r['batch']:.1f}", batch or "", f"{r['tokens']:.1%}", f"{tokens:.1%}" if tokens else "",
                      *(f"{r[x]:.1%}" for x in ("reserved", "internal", "external"))])  # fmt: skip
     common.table(["", "requests", "(paper)", "tokens", "(paper)", "reserved", "internal", "external"], rows)
-    common.say(
-        f"Paging overcommits: {f['contest']['Paged']['preemptions']:.1f} preemptions per request under this load."
-    )
+    preemptions = f["contest"]["Paged"]["preemptions"]
+    common.say(f"Paging overcommits: {preemptions:.1f} preemptions per request under this load.")
 
     common.heading("6. What the indirection costs")
     b = f["bytes"]
     common.say(f"Bytes: a {b['entry']}-byte table entry per {b['block']:,} bytes of one layer's keys and values: "
                f"{b['stored']:.3%} (Llama-3.1-8B, bf16);\nread by each of 8 KV heads: {b['read']:.3%}.")  # fmt: skip
-    bench: dict[str, Any] = {}
-    if args.bench:
-        bench = benchmark(model, prompts)
-    elif not common.HAS_GPU:
+    bench = benchmark(model, prompts) if args.bench else {}
+    if not args.bench and not common.HAS_GPU:
         (row,) = measure_indirection([(32, 192, 16)], 9, 3, 64, torch.float32, 0.3)
         common.say(f"Time: {row['ratio']:.1f} x a contiguous cache on this CPU, where torch has to gather first.\n"
                    "A kernel does not gather; --bench on a GPU measures it.")  # fmt: skip
