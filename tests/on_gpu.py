@@ -1,10 +1,12 @@
 """Everything there is to do on a machine with a GPU, in one command: the tests, then every lesson's benchmark.
 
-    python tests/on_gpu.py OUT          # then: cp OUT/gpu.json lessons/results/h200.json
+    python tests/on_gpu.py OUT                   # then: cp OUT/gpu.json lessons/results/h200.json
+    python tests/on_gpu.py OUT tests             # or in parts, where a command may not take long: the tests,
+    python tests/on_gpu.py OUT 01 02 03 05 05b   # and some lessons
 
 Writes OUT/tests.txt, OUT/<lesson>.txt and OUT/gpu.json, and prints a short table last. Needs no network and no package
-beyond torch, triton, transformers, pytest and hypothesis: where the default model is not installed, random weights of
-its shapes take its place (times are the same, texts mean nothing).
+beyond torch, triton, transformers, matplotlib, rich, pytest and hypothesis: where the default model is not installed,
+random weights of its shapes take its place (times are the same, texts mean nothing). A lesson that hangs is stopped.
 """
 
 from __future__ import annotations
@@ -56,17 +58,25 @@ def random_folder(folder: Path) -> Path:
     return folder
 
 
-def run(name: str, command: list[str], log: Path) -> tuple[str, str, str]:
+def run(name: str, command: list[str], log: Path, seconds: float) -> tuple[str, str, str]:
     """One row of the table: what ran, how it ended, its last line. The whole output goes to `log`."""
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, *command], cwd=common.ROOT, capture_output=True, text=True)
-    log.write_text(done.stdout + done.stderr)
-    lines = (done.stdout + done.stderr).strip().splitlines() or [""]
-    return (
-        name,
-        f"{'ok' if done.returncode == 0 else f'exit {done.returncode}'} {time.perf_counter() - start:.0f} s",
-        lines[-1],
-    )
+    with log.open("w") as file:
+        try:
+            process = subprocess.run(
+                [sys.executable, *command], cwd=common.ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=seconds
+            )
+            ended = f"exit {process.returncode}" if process.returncode else "ok"
+        except subprocess.TimeoutExpired:
+            ended = "stopped"
+    row = (name, f"{ended} {time.perf_counter() - start:.0f} s", (log.read_text().strip().splitlines() or [""])[-1])
+    print(*row, sep="  ", flush=True)
+    return row
+
+
+def number(script: Path) -> str:
+    """05b of 05b_quantization.py."""
+    return script.stem.split("_")[0]
 
 
 def main() -> None:
@@ -78,14 +88,17 @@ def main() -> None:
         model = random_folder(out / "random" / "model")
     # Such machines often have no network and nothing but torch: lesson 06's server has little to learn from them.
     serves = importlib.util.find_spec("fastapi") is not None and importlib.util.find_spec("llguidance") is not None
-    ignored = [] if serves else ["--ignore-glob=tests/test_06*", "--deselect=tests/test_scripts.py"]
-    rows = [run("tests", ["-m", "pytest", "-p", "no:cacheprovider", "--maxfail=20", *ignored], out / "tests.txt")]
-    for script in LESSONS:
-        if script.stem.startswith("06") and not serves:
-            continue
-        flags = ["--bench", "--json", str(out / "gpu.json"), "--figure", str(out / "figures"), "--model", str(model)]
-        rows.append(run(script.stem, [str(script), *flags], out / f"{script.stem}.txt"))
-        print(*rows[-1], sep="  ", flush=True)
+    able = [script for script in LESSONS if serves or not script.stem.startswith("06")]
+    asked, rows = sys.argv[2:] or ["tests", *(number(script) for script in able)], []
+    if "tests" in asked:  # those of lessons and kernels; pages, site and widgets are the same everywhere
+        chosen = [str(test) for test in sorted((common.ROOT / "tests").glob("test_*.py"))
+                  if test.stem.split("_")[1] in {"llama", "kernels", "common", *map(number, able)}]  # fmt: skip
+        flags = ["-p", "no:cacheprovider", "--tb=short", "--continue-on-collection-errors"]
+        rows.append(run("tests", ["-m", "pytest", *flags, *chosen], out / "tests.txt", 1500))
+    for script in able:
+        if number(script) in asked:
+            flags = ["--json", str(out / "gpu.json"), "--figure", str(out / "figures"), "--model", str(model)]
+            rows.append(run(script.stem, [str(script), "--bench", *flags], out / f"{script.stem}.txt", 240))
     common.table(["what", "how it ended", "last line"], rows)
 
 
