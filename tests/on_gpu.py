@@ -83,16 +83,17 @@ def main() -> None:
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
     try:
-        model = llama.model_folder()
+        model, about_the_model = llama.model_folder(), {"llama"}
     except common.InputError:
-        model = random_folder(out / "random" / "model")
+        model, about_the_model = random_folder(out / "random" / "model"), set()
     # Such machines often have no network and nothing but torch: lesson 06's server has little to learn from them.
     serves = importlib.util.find_spec("fastapi") is not None and importlib.util.find_spec("llguidance") is not None
     able = [script for script in LESSONS if serves or not script.stem.startswith("06")]
     asked, rows = sys.argv[2:] or ["tests", *(number(script) for script in able)], []
     if "tests" in asked:  # those of lessons and kernels; pages, site and widgets are the same everywhere
-        chosen = [str(test) for test in sorted((common.ROOT / "tests").glob("test_*.py"))
-                  if test.stem.split("_")[1] in {"llama", "kernels", "common", *map(number, able)}]  # fmt: skip
+        about = {"kernels", "common", *about_the_model, *map(number, able)}
+        tests = sorted((common.ROOT / "tests").glob("test_*.py"))
+        chosen = [str(test) for test in tests if test.stem.split("_")[1] in about]
         flags = ["-p", "no:cacheprovider", "--tb=short", "--continue-on-collection-errors"]
         rows.append(run("tests", ["-m", "pytest", *flags, *chosen], out / "tests.txt", 1500))
     for script in able:

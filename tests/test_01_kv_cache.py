@@ -540,7 +540,7 @@ def test_simulation_runs_the_real_code(breakage, monkeypatch):
 # --- The script -----------------------------------------------------------------------------------------------------
 
 
-def test_restart_positions_is_caught(tmp_path):
+def test_restart_positions_is_caught(real_model, tmp_path):
     with pytest.raises(common.CheckFailed, match="same with and without a cache"):
         lesson.main(["--restart-positions", "--new-tokens", "4", "--figure", str(tmp_path)])
 
@@ -552,6 +552,6 @@ def test_restart_positions_is_caught(tmp_path):
         (["--prompt", "a " * 9000], "--prompt: .* allowed"),
     ],
 )
-def test_bad_values_name_the_flag(flags, message, tmp_path):
+def test_bad_values_name_the_flag(real_model, flags, message, tmp_path):
     with pytest.raises(common.InputError, match=message):
         lesson.main([*flags, "--figure", str(tmp_path)])

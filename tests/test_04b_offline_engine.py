@@ -629,7 +629,7 @@ if __name__ == "__main__":
 """
 
 
-def test_the_offline_example_runs_as_printed():
+def test_the_offline_example_runs_as_printed(real_model):
     """From the repository root, with nothing but the model's name resolved to the local folder."""
     local = f"""
 import sys
@@ -682,6 +682,6 @@ def test_a_broken_sampler_breaks_the_simulation(monkeypatch):
     assert lesson.simulate(lesson.WIDGET_DEFAULT)["draws"] != right["draws"]
 
 
-def test_the_bug_of_decoding_token_by_token_is_caught(capsys):
+def test_the_bug_of_decoding_token_by_token_is_caught(real_model, capsys):
     with pytest.raises(common.CheckFailed, match="pieces"):
         lesson.main(["--decode-tokens", "--figure", "unused"])

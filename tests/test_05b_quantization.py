@@ -771,7 +771,8 @@ def test_checkpoints_load_as_they_were_written(layout, symmetric, tmp_path):
     assert common.relative_error(logits_of(loaded).cpu(), logits_of(original)) < 0.3
 
 
-def test_the_engine_runs_a_quantized_folder(tmp_path):
+def test_the_engine_runs_a_quantized_folder(real_model, tmp_path):
+    pytest.importorskip("fastapi")
     write_checkpoint(tmp_path, "awq")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(llama.model_folder() / name, tmp_path)

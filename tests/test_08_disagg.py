@@ -1090,6 +1090,7 @@ BODY = {"prompt": "Hi", "max_tokens": 9, "stream": True, "stream_options": {"inc
 
 
 def test_the_proxy_prefills_first():
+    pytest.importorskip("fastapi")
     servers = Servers()
     answer = through_proxy(servers, BODY)
     assert answer.status_code == 200 and answer.text == "data: 1\n\n"
@@ -1101,6 +1102,7 @@ def test_the_proxy_prefills_first():
 
 
 def test_the_proxy_survives_a_prefill_server():
+    pytest.importorskip("fastapi")
     servers = Servers()
     servers.down = {"p0"}
     assert through_proxy(servers, BODY, ("p0", "p1")).status_code == 200
@@ -1113,6 +1115,7 @@ def test_the_proxy_survives_a_prefill_server():
 
 
 def test_the_proxy_survives_a_decode_server():
+    pytest.importorskip("fastapi")
     servers = Servers()
     servers.down = {"d1"}
     for _ in range(2):
@@ -1123,6 +1126,7 @@ def test_the_proxy_survives_a_decode_server():
 
 
 def test_the_proxy_passes_refusals_on():
+    pytest.importorskip("fastapi")
     servers = Servers()
     servers.status = {"p0": 400}
     answer = through_proxy(servers, BODY)

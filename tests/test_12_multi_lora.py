@@ -681,6 +681,7 @@ async def with_server(folder, work, **flags):
 
 
 def test_the_server_loads_and_unloads(folder, tmp_path, monkeypatch):
+    pytest.importorskip("fastapi")
     monkeypatch.setattr(lesson.offline, "TokenBytes", NoBytes)
     monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
     model, _ = llama.load(str(folder))
@@ -746,6 +747,7 @@ def test_unloading_lets_answers_finish(make, tiny):
 
 
 def test_without_permission_there_are_no_routes(folder):
+    pytest.importorskip("fastapi")
     api = common.lesson("06f_openai_api")
     app = api.build_app(api.OpenAIServing(api.ScriptedLLM(), ["base"], {"one": "path"}))
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):

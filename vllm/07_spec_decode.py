@@ -1080,15 +1080,14 @@ def tell_model(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.To
     for i, name in enumerate(names):
         cells = [f"{step[i][1]}/{step[i][0]}" if i in step else "" for step in run.steps[:14]]
         common.say((f"{name:<12}" + " ".join(f"{cell:>4}" for cell in cells)).rstrip())
-    # A token inside a longer pass, as the end of the answer.
-    written, at = run.token_ids[0], 0
-    for n in (step[0][1] for step in run.steps if 0 in step):
-        if n > 1 and written[at] not in written[:at]:
-            break
-        at += n
+    # A token inside a longer pass, as the end of the answer; the very first if a model only repeats itself in those.
+    written, sizes = run.token_ids[0], [step[0][1] for step in run.steps if 0 in step]
+    starts = itertools.accumulate(sizes, initial=0)
+    at = next((at for at, n in zip(starts, sizes) if n > 1 and written[at] not in written[:at]), 0)
     one = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[written[at]])
     stopped = serve(make_engine(model, tokenizer, configure(methods[0], args.k)), prompts[:1], [one])
-    common.check_equal(f"an answer that ends inside a draft, at {tokenizer.decode([written[at]])!r}, ends there",
+    where = "inside a draft" if at else "at its first token"
+    common.check_equal(f"an answer that ends {where}, at {tokenizer.decode([written[at]])!r}, ends there",
                        stopped.token_ids[0], plain.token_ids[0][: at + 1])  # fmt: skip
     return {method: [run.tokens_per_pass(i) for i in range(4)] for method, run in runs.items()}
 
