@@ -34,13 +34,13 @@ SMOLLM2 = {
 }  # fmt: skip
 
 
-def random_folder(folder: Path) -> Path:
-    """A Hugging Face folder with random weights of SmolLM2's shapes and a tokenizer of single bytes."""
+def random_folder(folder: Path, **changes: object) -> Path:
+    """A Hugging Face folder with random weights of SmolLM2's shapes, but for `changes`; its tokens are single bytes."""
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SMOLLM2))
+    (folder / "config.json").write_text(json.dumps(SMOLLM2 | changes))
     torch.manual_seed(0)
     shapes = llama.tensor_shapes(llama.LlamaConfig.from_folder(folder))
     weights = {n: torch.ones(s) if len(s) == 1 else torch.randn(s) / s[1] ** 0.5 for n, s in shapes.items()}

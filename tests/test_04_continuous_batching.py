@@ -347,6 +347,8 @@ def test_what_can_never_be_served_is_refused_on_arrival(tiny_model):
     assert output.finish_reason == "length" and len(output.new_token_ids) == 1
     with pytest.raises(common.InputError, match="num_blocks"):
         tiny_core(tiny_model, num_blocks=24)
+    with pytest.raises(common.InputError, match="max_model_len 96: must be at most 95"):
+        tiny_core(llama.random_model(0, max_position_embeddings=95))
 
 
 def test_the_runner_of_a_schedule_without_anybody(tiny_model):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import common
+import on_gpu
 import pytest
 from documents import LESSONS
 from scripts import execute, output_of, run, script_job
@@ -126,3 +127,31 @@ def test_a_wrong_model_is_one_line(tmp_path):
     for flags, word in ((["--model", str(tmp_path)], "config.json"), (["--model", "no/such-model"], "--model")):
         done = run(LESSONS[0].stem, *flags)
         assert done.returncode == 2 and word in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.fixture(scope="module")
+def another_model(tmp_path_factory):
+    """Nothing in it is as in SmolLM2: heads and groups, widths, layers, context, an output matrix of its own."""
+    return on_gpu.random_folder(
+        tmp_path_factory.mktemp("another") / "model", hidden_size=128, intermediate_size=256, num_hidden_layers=3,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048,
+        tie_word_embeddings=False, eos_token_id=[2, 7],
+    )  # fmt: skip
+
+
+SIZES = {"05b_quantization": ["--layer", "1"], "05c_tensor_parallel": ["--tensor-parallel-size", "2"],
+         "06c_scaling_out": ["--tensor-parallel-size", "2"]}  # fmt: skip
+SHIPPED = {"07b_trained_drafters": "made for another target", "12_multi_lora": "adapters/pirate"}  # for SmolLM2 only
+FAST = ("04_continuous_batching", "12_multi_lora")
+
+
+@pytest.mark.parametrize(
+    "lesson", [pytest.param(p.stem, marks=[] if p.stem in FAST else pytest.mark.slow) for p in LESSONS]
+)
+def test_another_model(lesson, another_model):
+    flags = ["--model", another_model, "--seed", "3", *SIZES.get(lesson, ())]
+    done = execute(script_job(lesson, *flags)[1])
+    if lesson in SHIPPED:
+        assert done.returncode == 2 and SHIPPED[lesson] in done.stderr and len(done.stderr.splitlines()) == 1
+    else:
+        assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]

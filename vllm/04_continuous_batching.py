@@ -315,8 +315,7 @@ class KVCacheManager:
     def __init__(self, num_blocks: int, block_size: int, max_model_len: int) -> None:
         """`num_blocks` counts block 0, which the pool keeps for padding and never hands out."""
         self.block_pool = self.pool_class(num_blocks)
-        self.block_size = block_size
-        self.max_model_len = max_model_len
+        self.block_size, self.max_model_len = block_size, max_model_len
         self.req_to_blocks: dict[str, list[int]] = {}
 
     def get_num_blocks_to_allocate(self, request: Request, num_tokens: int) -> int:
@@ -476,9 +475,8 @@ class Scheduler:
         self.token_budget -= num_new_tokens
         request.num_computed_tokens += num_new_tokens
 
-    def update_from_output(
-        self, output: SchedulerOutput, sampled_token_ids: dict[str, list[int]]
-    ) -> list[EngineCoreOutput]:
+    def update_from_output(self, output: SchedulerOutput,
+                           sampled_token_ids: dict[str, list[int]]) -> list[EngineCoreOutput]:  # fmt: skip
         """Append what was sampled, finish requests and free their blocks, in scheduling order.
 
         `sampled_token_ids` has an entry for each request that has caught up; a prompt that was computed in part
@@ -633,6 +631,8 @@ class ModelRunner:
 
     def __init__(self, model: llama.Llama, scheduler: Scheduler) -> None:
         config, manager = scheduler.config, scheduler.kv_cache_manager
+        if (longest := config.max_model_len) > (n := model.config.max_position_embeddings):
+            raise common.InputError(f"max_model_len {longest}: must be at most {n}, the positions of the model")
         self.model, self.manager = pack_weights(model), manager
         self.cache = self.make_cache(model, manager.block_pool.num_blocks, manager.block_size)
         self.batch = InputBatch(config.max_num_seqs, config.max_model_len, manager.block_size)

@@ -96,7 +96,7 @@ def make_core(model: llama.Llama, caching: bool = True, num_blocks: int = 160, m
 def ask(core: ModelEngineCore, prompt: Sequence[int], max_tokens: int = 1) -> tuple[Request, float]:
     """Serve one prompt, greedily, to its end. Returns the request, and the seconds until its first token."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    request = Request("ask", list(prompt), params, eos_token_id=core.runner.model.config.eos_token_ids[0])
+    request = Request("ask", list(prompt), params, eos_token_id=(core.runner.model.config.eos_token_ids or (None,))[0])
     core.add_request(request)
     start = time.perf_counter()
     core.step()
@@ -958,7 +958,8 @@ def tell_prefix_caching(args: argparse.Namespace, f: dict[str, Any]) -> dict:
     if args.full:
         workloads["instruction of 2000, own 105"] = lambda core: three_requests(core, tokenizer, 2000, 105)
     for name, serve in workloads.items():
-        rounds = [[serve(make_core(model, cached, max_model_len=2112)) for cached in (False, True)]
+        longest = min(2112, model.config.max_position_embeddings)
+        rounds = [[serve(make_core(model, cached, max_model_len=longest)) for cached in (False, True)]
                   for _ in range(3 if args.full else 1)]  # fmt: skip
         off, on = rounds[0]
         if [r.output_token_ids for r, _ in on] != [r.output_token_ids for r, _ in off]:

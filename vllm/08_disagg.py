@@ -799,7 +799,6 @@ def facts() -> dict[str, Any]:
     return {
         "kv_bytes": {"smollm2_fp32": small.bytes_per_token("float32"), "llama_31_8b": goodput.KV_BYTES},
         "prompt": PROMPT, "prompt_bytes": PROMPT * goodput.KV_BYTES,
-        "block_bytes": 16 * small.bytes_per_token("float32"),
         "sharing": sharing, "faults": rehearsals, "header_bytes": header, "header_share": header / (header + chunk),
         "story": {"positions": sum(LENGTHS) - len(LENGTHS), "blocks": LENGTHS[0] // 16},
         "simulation": goodput.facts(),
@@ -1085,12 +1084,14 @@ def story(args: argparse.Namespace, workers: contextlib.ExitStack) -> dict[str, 
     common.table(["wire", "MB", "messages", "sent during prefill", "prefill done, ms", "first token, ms"], rows)
     common.say(f"✓ over each wire: the tokens of one engine, {len(prompts)} × {TOKENS}; all blocks free on both sides")
     positions = sum(LENGTHS) - len(LENGTHS)
-    common.check_equal(f"{positions} positions × {facts()['kv_bytes']['smollm2_fp32']:,} bytes have moved, no more",
-                       here["bytes_in"], positions * facts()["kv_bytes"]["smollm2_fp32"])  # fmt: skip
+    spec = kv_cache.KVCacheSpec(model.config.num_hidden_layers, model.num_kv_heads, *[model.config.head_dim] * 2)
+    each = spec.bytes_per_token("float32")
+    common.check_equal(f"{positions} positions × {each:,} bytes have moved, no more",
+                       here["bytes_in"], positions * each)  # fmt: skip
 
     common.heading("3. No partner: a store that any engine finds blocks in")
     with tempfile.TemporaryDirectory() as folder:
-        extra = {"folder": folder, "cpu_bytes": 7 * facts()["block_bytes"] // 2, "disk_bytes": 1 << 30}
+        extra = {"folder": folder, "cpu_bytes": 7 * 16 * each // 2, "disk_bytes": 1 << 30}
         for worker in (prefill, decode):
             worker.core_args = {"block_size": 16, "num_blocks": 33}  # its key is the hash of 16 tokens
             worker.configure(kv_connector="StoreConnector", kv_role="kv_both", kv_connector_extra_config=extra)
@@ -1099,7 +1100,7 @@ def story(args: argparse.Namespace, workers: contextlib.ExitStack) -> dict[str, 
             "the other engine's answer is the same", answer(decode, "again", prompts[0], TOKENS), expected[0]
         )
         there, here = settled(prefill), settled(decode)
-        blocks = here["bytes_in"] // facts()["block_bytes"]
+        blocks = here["bytes_in"] // (16 * each)
         common.say(f"{there['store_stored']} blocks stored, memory has room for 3: {there['store_demoted']} on disk; "
                    f"{blocks} found, so {16 * blocks} of {len(prompts[0])} tokens were not computed")  # fmt: skip
         connectors.KVStore(folder, 0).clear()
