@@ -654,7 +654,7 @@ def test_launches_are_counted_from_the_models_own_forward(name, layers):
     counts = lesson.launches(name)
     assert counts["product"] == 4 * layers + 1, "qkv, o, gate_up, down, and the head"
     assert counts["triton"] == 2 * layers, "store keys and values; attend"
-    assert counts["other"] == 9 * layers + 6, "two norms, three of RoPE, silu, ·, two +"
+    assert counts["other"] == 10 * layers + 6, "two norms, four of RoPE, silu, ·, two +"
     assert counts["total"] == sum(counts.values()) - counts["total"]
 
 

@@ -14,7 +14,7 @@ The first has its mechanism in 050: lesson 11's scheduler, and with it the whole
 
 Numbers to remember: a hit skips 95 % of a prompt if 95 % of it is somebody's prefix, and not one token if a single
 character in front differs. A decode step is hundreds of launches; as one graph it is one, and the step gets faster
-only where launching was slower than computing: at batch 1 SmolLM2 by 52x, Llama-3.1-8B by 1.08x; at 16 not at all.
+only where launching was slower than computing: at batch 1 SmolLM2 by 56x, Llama-3.1-8B by 1.15x; at 32 not at all.
 
 How to run:
   uv run python vllm/05_optimizations.py                       the cheap form of every entry

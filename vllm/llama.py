@@ -171,7 +171,7 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     (x_i · cos − x_{i+D/2} · sin, x_{i+D/2} · cos + x_i · sin): x · cos, plus the halves swapped times (−sin, sin).
     """
     x1, x2 = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos, torch.cat((x2, x1), dim=-1), sin)
+    return x * cos + torch.cat((x2, x1), dim=-1) * sin
 
 
 # --- The model ------------------------------------------------------------------------------------------------------
