@@ -525,13 +525,16 @@ def ranking(site: Site) -> str:
     return f"<h2 id=ranking>What each technique is worth, and when</h2>{linked}"
 
 
-def used_by(readme: str, lessons: Iterable[str] = ()) -> set[tuple[str, str]]:
+def used_by(readme: str, lessons: Iterable[str]) -> set[tuple[str, str]]:
     """(a, b): lesson b uses a's code, and no lesson in between would say so anyway. From the README's graph.
 
     A part without a page sorts right before its lesson (050, then 05), and there counts as that one of `lessons`.
     """
     files = sorted(f"{number}_" for number in lessons)
-    whole = lambda part: next((file[:-1] for file in files if file >= f"{part}_"), part)  # noqa: E731
+
+    def whole(part: str) -> str:
+        return next((file[:-1] for file in files if file >= f"{part}_"), part)
+
     found = re.findall(r"^ *L(\w+)(?:\[[^\]]*\])? --> L(\w+)", readme, flags=re.M)
     arrows = {(whole(a), whole(b)) for a, b in found if whole(a) != whole(b)}
     arrows -= {(a, b) for a, b in arrows if a < b and (b, a) in arrows}  # 06 loads 06d, which drives 06

@@ -89,7 +89,10 @@ def main() -> None:
     # Such machines often have no network and nothing but torch: lesson 06's server has little to learn from them.
     serves = importlib.util.find_spec("fastapi") is not None and importlib.util.find_spec("llguidance") is not None
     able = [script for script in LESSONS if serves or not script.stem.startswith("06")]
-    asked, rows = sys.argv[2:] or ["tests", *(number(script) for script in able)], []
+    known, rows = ["tests", *map(number, able)], []
+    asked = sys.argv[2:] or known
+    if unknown := set(asked) - set(known):
+        sys.exit(f"{', '.join(sorted(unknown))}: cannot be run here; what can: {' '.join(known)}")
     if "tests" in asked:  # those of lessons and kernels; pages, site and widgets are the same everywhere
         about = {"kernels", "common", *about_the_model, *map(number, able)}
         tests = sorted((common.ROOT / "tests").glob("test_*.py"))
@@ -101,6 +104,7 @@ def main() -> None:
             flags = ["--json", str(out / "gpu.json"), "--figure", str(out / "figures"), "--model", str(model)]
             rows.append(run(script.stem, [str(script), "--bench", *flags], out / f"{script.stem}.txt", 240))
     common.table(["what", "how it ended", "last line"], rows)
+    sys.exit(any(not ended.startswith("ok ") for _, ended, _ in rows))
 
 
 if __name__ == "__main__":

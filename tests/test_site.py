@@ -124,7 +124,7 @@ def test_the_front_page_has_map_and_ranking(site):
 
 def test_only_arrows_that_say_something_are_drawn():
     graph = "  LA --> LB\n  LB --> LC\n  LA --> LC\n  LA[x] --> LD\n  LB --> LD\n  LD --> LB\n"
-    assert build.used_by(graph) == {("A", "D"), ("D", "B"), ("B", "C")}
+    assert build.used_by(graph, "ABCD") == {("A", "D"), ("D", "B"), ("B", "C")}
 
 
 def test_an_arrow_from_a_part_comes_from_its_lesson():

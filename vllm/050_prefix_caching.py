@@ -273,8 +273,13 @@ def chat_workload(seed: int = 0) -> list[tuple[list[int], list[int]]]:
     """[(prompt, answer)] in order of arrival. Turns, message and answer lengths are geometric with the means in CHATS;
     conversations start as a Poisson process, and their readers think for exponential times."""
     rng = random.Random(seed)
-    draw = lambda mean: 1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / mean))  # noqa: E731
-    token = lambda: rng.randrange(50_000)  # noqa: E731
+
+    def draw(mean: float) -> int:
+        return 1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / mean))
+
+    def token() -> int:
+        return rng.randrange(50_000)
+
     system, requests, start = [token() for _ in range(CHATS["system"])], [], 0.0
     for _ in range(CHATS["conversations"]):
         start += rng.expovariate(1 / CHATS["gap_s"])

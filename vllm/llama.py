@@ -160,7 +160,7 @@ def rope_frequencies(config: LlamaConfig) -> torch.Tensor:
 
 
 def rope_factors(angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) for `apply_rope`, [T, 1, D] each, from angles fp32 [T, D/2]; sin carries the sign of its half."""
+    """(cos, sin) for `apply_rope`, [T, 1, D] each, from angles [T, D/2]; sin carries the sign of its half."""
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype)
 
