@@ -1039,7 +1039,7 @@ def matmul_seconds(model: llama.Llama, rows: int, head_rows: int) -> float:
             layer(x[:head_rows] if name == "lm_head" else x)
 
     with torch.inference_mode():
-        return common.measure(products, seconds=1.0).median
+        return common.measure(products).median
 
 
 def benchmark(model: llama.Llama, args: argparse.Namespace) -> dict[str, Any]:
