@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import common
 import pytest
@@ -12,7 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch.utils._python_dispatch import TorchDispatchMode
 
+torch_attention = common.lesson("020_torch_attention")
 lesson = common.lesson("02_paged_attention")
 first = common.lesson("01_kv_cache")
 BlockPool, BlockTable, OutOfBlocks = lesson.BlockPool, lesson.BlockTable, lesson.OutOfBlocks
@@ -337,6 +341,71 @@ def test_torch_path(device, dtype, block_size):
     for b, S in enumerate(lens.tolist()):
         table[b, -(-S // block_size) :] = 10**6
     common.assert_close(lesson.paged_decode(q, kv_cache, table, lens, 131), reference, dtype)
+
+
+@pytest.mark.parametrize("way", ["gathered", "in place"])
+@pytest.mark.parametrize(("Hq", "Hkv", "D"), [(9, 3, 64), (4, 4, 24), (8, 1, 16)])
+@pytest.mark.parametrize("dtype64", [False, True])
+def test_both_ways_without_a_kernel(way, Hq, Hkv, D, dtype64):
+    """One group of lengths or several, an empty sequence among them, NaN in every slot that holds no token; the same
+    plan in two layers."""
+    dtype = torch.float64 if dtype64 else torch.float32
+    for lens in ([7, 5, 4], [5, 0, 6], [1, 40, 0, 9, 33, 16]):
+        (q, kv_cache, table, S), reference = fp64_case(lens, 8, Hq, Hkv, D, dtype)
+        q, kv_cache, table, S = (x.cpu() for x in (q, kv_cache, table, S))
+        if way == "gathered":
+            plan, attend = lesson.gather_plan(table, S, kv_cache.shape), torch_attention.decode_gathered
+        else:
+            plan, attend = torch_attention.in_place_plan(table, S, kv_cache, Hq), torch_attention.decode_in_place
+        other = kv_cache.clone()
+        other[1] *= 3
+        expected = reference.cpu().to(dtype)
+        for layer, scale in ((kv_cache, 1), (other, 3), (kv_cache, 1)):
+            out = torch_attention.decode(q, layer, attend, plan)
+            torch.testing.assert_close(out, scale * expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [64, 32, 16])
+def test_the_way_is_chosen_by_dtype(bits):
+    way = torch_attention.decode_gathered if bits == 16 else torch_attention.decode_in_place
+    for dtype in (torch.float16, torch.bfloat16) if bits == 16 else (getattr(torch, f"float{bits}"),):
+        (_, kv_cache, table, lens), _ = fp64_case([5, 3], 8, 3, 1, 16, dtype)
+        assert lesson.plan_decode(table, lens, kv_cache, 3).keywords["attend"] is way
+
+
+def test_in_place_copies_no_keys():
+    """No operation returns as much as the keys that are read; gathering returns both keys and values."""
+    largest = {}
+
+    class Outputs(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for x in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(x, torch.Tensor) and x.layout is torch.strided and not func.is_view:
+                    largest[way] = max(largest[way], x.numel())
+            return out
+
+    (q, kv_cache, table, lens), _ = fp64_case([500, 510], 16, 6, 3, 64, torch.float32)
+    q, kv_cache, table, lens = (x.cpu() for x in (q, kv_cache, table, lens))
+    plans = {"in place": lesson.plan_decode(table, lens, kv_cache, 6)}
+    plans["gathered"] = functools.partial(torch_attention.decode, attend=torch_attention.decode_gathered,
+                                          plan=lesson.gather_plan(table, lens, kv_cache.shape))  # fmt: skip
+    for way, decode in plans.items():
+        largest[way] = 0
+        with Outputs():
+            decode(q, kv_cache)
+    keys = 2 * 512 * 3 * 64
+    assert largest == {"in place": 2 * 6 * 512, "gathered": 2 * keys}
+
+
+def test_positions_in_a_cache_of_more_than_two_billion_keys():
+    """32-bit indices while they fit, else 64-bit ones: the last slot of the last block of the last KV head."""
+    for blocks, index in ((2**20, torch.int32), (2**27, torch.int64)):
+        kv_cache = SimpleNamespace(shape=(2, blocks, 16, 3, 64), dtype=torch.float32)
+        table = torch.tensor([[blocks - 1]], dtype=torch.int32)
+        ((_, scores, _),) = torch_attention.in_place_plan(table, torch.tensor([16]), kv_cache, 9)
+        assert scores.col_indices().dtype == scores.crow_indices().dtype == index
+        assert scores.col_indices().view(9, 16)[[0, 8], [0, 15]].tolist() == [48 * (blocks - 1), 48 * blocks - 1]
 
 
 def test_torch_path_pads_by_less_than_two(device):
@@ -763,7 +832,7 @@ def test_story():
 
 
 def test_a_wrong_result_stops_the_script(monkeypatch):
-    monkeypatch.setattr(lesson, "paged_decode_torch", lambda q, *_: torch.zeros_like(q))
+    monkeypatch.setattr(lesson, "plan_decode", lambda *_: lambda q, kv_cache: torch.zeros_like(q))
     monkeypatch.setattr(common, "HAS_TRITON", False)
     if common.HAS_GPU:
         pytest.skip("the torch path does not run on a GPU")

@@ -178,10 +178,10 @@ def test_engine_runs_the_kernel(tiny_model, kernels):
 
 @pytest.mark.skipif(common.HAS_GPU, reason="forces the torch path")
 def test_a_mixed_step_on_a_cpu_does_not_loop_over_decodes(tiny_model, monkeypatch):
-    """Many decodes are one gather per group of lengths; only prompts are taken one by one."""
+    """Many decodes are one operation per group of lengths; only prompts are taken one by one."""
     plan = lesson.MixedPlan.build(torch.zeros(40, 9, dtype=torch.int32), [1] * 38 + [5, 3],
-                                  torch.tensor([100] * 38 + [5, 90]), (2, 10, 16, 2, 16))  # fmt: skip
-    assert len(plan.decodes) == 1 and len(plan.prefills) == 2
+                                  torch.tensor([100] * 38 + [5, 90]), torch.zeros(2, 10, 16, 2, 16), 4)  # fmt: skip
+    assert len(plan.decode.keywords["plan"]) == 1 and len(plan.prefills) == 2
     assert plan.prefills[0][3] is None and plan.prefills[1][3].shape == (3, 90)
     assert plan.decode_rows.tolist() == list(range(38))
 

@@ -48,6 +48,8 @@ import llama
 KEY = "02_paged_attention"
 kv_cache_lesson = common.lesson("01_kv_cache")
 KVCacheSpec = kv_cache_lesson.KVCacheSpec
+torch_attention = common.lesson("020_torch_attention")
+plan_decode, gather_plan = torch_attention.plan_decode, torch_attention.gather_plan
 
 
 # --- The block pool -------------------------------------------------------------------------------------------------
@@ -361,7 +363,7 @@ def paged_decode(
     by default as many as fill the GPU. vLLM 0.32: v1/attention/ops/triton_unified_attention.py, its 2D and 3D kernels.
     """
     if not common.runs_kernel(q):
-        return paged_decode_torch(q, kv_cache, gather_plan(block_table, seq_lens, kv_cache.shape))
+        return plan_decode(block_table, seq_lens, kv_cache, q.shape[1])(q, kv_cache)
     B, Hq, D = q.shape
     block_size, Hkv = kv_cache.shape[2:4]
     out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
@@ -404,58 +406,9 @@ def example_launches(dtype: torch.dtype) -> None:
         paged_decode(q, kv_cache, table, lens, max_seq_len=200)  # short: not split
 
 
-# --- The same on a CPU: gather, then attend -------------------------------------------------------------------------
+# --- The same on a CPU ----------------------------------------------------------------------------------------------
 #
-# Torch has no paged attention, so the torch path pays what the kernel avoids: it copies every block into a contiguous
-# buffer first. Where to gather from is the same for all layers, so it is worked out once per step.
-
-
-def gather_plan(block_table: torch.Tensor, seq_lens: torch.Tensor,
-                shape: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:  # fmt: skip
-    """For groups of sequences whose lengths differ by less than a factor of two (so padding stays below that):
-    (rows of the batch, blocks to gather, gathered slots to clear, bias to add to scores). Empty sequences are in none.
-
-    Shapes: block_table [B, W], seq_lens [B], shape that of the cache.
-    """
-    num_blocks, size = shape[1:3]
-    groups: dict[int, list[int]] = collections.defaultdict(list)
-    for b, S in enumerate(seq_lens.tolist()):
-        if S:
-            groups[S.bit_length()].append(b)
-    plan = []
-    for rows in groups.values():
-        S = seq_lens[rows].long()
-        width = -(-int(S.max()) // size)
-        live = torch.arange(width * size, device=S.device) < S[:, None]  # [b, width * size]
-        used = live[:, ::size]  # [b, width]: blocks with at least one live slot
-        table = block_table[rows, :width].long().masked_fill(~used, 0)  # beyond: the null block, which holds zeros
-        source = torch.cat((table.flatten(), table.flatten() + num_blocks))  # keys, then values
-        # Dead slots of used blocks may hold anything, NaN included, and 0 * NaN is NaN: they are cleared.
-        dead = (used.repeat_interleave(size, 1) & ~live).flatten().nonzero().flatten()
-        dead = torch.cat((dead, dead + live.numel()))
-        bias = torch.zeros(live.shape, device=S.device).masked_fill(~live, -math.inf)[:, None, None]
-        plan.append((torch.tensor(rows, device=S.device), source, dead, bias))  # bias [b, 1, 1, width * size]
-    return plan
-
-
-def paged_decode_torch(q: torch.Tensor, kv_cache: torch.Tensor, plan: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-    """What `paged_decode` computes, by gathering. Shapes as there."""
-    Hq, D = q.shape[1:]
-    size, Hkv = kv_cache.shape[2:4]
-    everybody = len(plan) == 1 and len(plan[0][0]) == len(q)  # all about equally long: no rows to pick
-    out = None if everybody else torch.zeros_like(q)
-    for rows, source, dead, bias in plan:
-        b = len(rows)
-        kv = kv_cache.view(-1, size * Hkv * D).index_select(0, source).view(-1, Hkv * D)
-        kv.index_fill_(0, dead, 0)
-        k, v = kv.view(2, b, -1, Hkv, D).transpose(2, 3)  # [b, Hkv, S, D] each
-        # The G query heads of a KV head take the place of G queries: nothing is repeated.
-        queries = (q if everybody else q[rows]).reshape(b, Hkv, Hq // Hkv, D)
-        o = F.scaled_dot_product_attention(queries, k, v, bias.to(q.dtype)).view(b, Hq, D)
-        if everybody:
-            return o
-        out[rows] = o
-    return out
+# Decoding is in a part of its own, `020_torch_attention.py`: planned once per step, then called in every layer.
 
 
 def prefill_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -505,7 +458,7 @@ class PagedKVCache:
         shape = (2, num_blocks, block_size, model.num_kv_heads, model.config.head_dim)
         layers = range(model.config.num_hidden_layers)
         self.layers = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in layers]
-        self.block_size = block_size
+        self.block_size, self.num_heads = block_size, model.num_heads
         self.copied_blocks = 0
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -529,22 +482,20 @@ class PagedKVCache:
                 prompts.append((slice(first, first + n), slots))
                 decode_lens[b] = 0  # the decode kernel skips it: to it, the sequence is empty
             first += n
-        kernel = common.runs_kernel(self.layers[0])
-        plan = None if kernel else gather_plan(meta.block_table, decode_lens, self.layers[0].shape)
-
-        def decoded(kv_cache: torch.Tensor, q: torch.Tensor) -> torch.Tensor:  # [B, Hq, D] -> [B, Hq, D]
-            if kernel:
-                return paged_decode(q, kv_cache, meta.block_table, decode_lens, meta.max_seq_len)
-            return paged_decode_torch(q, kv_cache, plan)
+        if common.runs_kernel(self.layers[0]):
+            decode_attention = functools.partial(paged_decode, block_table=meta.block_table, seq_lens=decode_lens,
+                                                 max_seq_len=meta.max_seq_len)  # fmt: skip
+        else:
+            decode_attention = plan_decode(meta.block_table, decode_lens, self.layers[0], self.num_heads)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             kv_cache = self.layers[layer]
             reshape_and_cache(k, v, kv_cache, meta.slot_mapping)
             if not prompts:
-                return decoded(kv_cache, q)
+                return decode_attention(q, kv_cache)
             out, starts = torch.empty_like(q), meta.query_start_loc[:-1]
             if len(prompts) < len(starts):
-                out[starts] = decoded(kv_cache, q[starts])
+                out[starts] = decode_attention(q[starts], kv_cache)
             for tokens, slots in prompts:
                 keys, values = (k[tokens], v[tokens]) if slots is None else kv_cache.flatten(1, 2)[:, slots]
                 out[tokens] = prefill_attention(q[tokens], keys, values)
@@ -1189,8 +1140,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     bench = benchmark(model, prompts) if args.bench else {}
     if not args.bench and not common.HAS_GPU:
         (row,) = measure_indirection([(32, 192, 16)], 9, 3, 64, torch.float32, 0.3)
-        common.say(f"Time: {row['ratio']:.1f} x a contiguous cache on this CPU, where torch has to gather first.\n"
-                   "A kernel does not gather; --bench on a GPU measures it.")  # fmt: skip
+        common.say(f"Time: {row['ratio']:.1f} x SDPA on a contiguous cache, on this CPU and without a kernel.\n"
+                   "--bench on a GPU measures the kernel.")  # fmt: skip
     common.say(f"Figures: {', '.join(path.name for path in draw(args.figure))}")
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": f, "bench": bench})

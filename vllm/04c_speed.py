@@ -6,7 +6,7 @@ The mechanism:
   1. The floor: the matrix products alone, timed on this machine. With these weights no engine is faster.
   2. Naively: no cache, then a cache, then a batch whose sequences attend one after another.
   3. One thing at a time: attention for all sequences at once, q, k and v in one product, arrays instead of lists,
-     weights in the order in which the processor reads them. Every stage writes the same tokens.
+     weights in the order in which the processor reads them, keys and values where they lie. The same tokens always.
   4. Each operation costs some microseconds however small it is: count them, layer by layer.
   5. A profile: products, attention, the batch's tensors, the rest of the model, sampling, the scheduler.
   6. Ten thousand who wait: a step must not look at those who are not in it.
@@ -55,6 +55,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import llama
 
 kv_cache = common.lesson("01_kv_cache")
+torch_attention = common.lesson("020_torch_attention")
 paged_attention = common.lesson("02_paged_attention")
 batching = common.lesson("04_continuous_batching")
 AttentionMetadata, Request = paged_attention.AttentionMetadata, batching.Request
@@ -118,6 +119,17 @@ def loop_attention(cache: Any, meta: AttentionMetadata) -> llama.Attend:
     return attend
 
 
+def gathered_attention(cache: Any, meta: AttentionMetadata) -> llama.Attend:
+    """For a step of decodes: fetch the blocks of all sequences of about one length, then attend once."""
+    plan = paged_attention.gather_plan(meta.block_table, meta.seq_lens, cache.layers[0].shape)
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        paged_attention.reshape_and_cache(k, v, cache.layers[layer], meta.slot_mapping)
+        return torch_attention.decode(q, cache.layers[layer], torch_attention.decode_gathered, plan)
+
+    return attend
+
+
 class ListBatch:
     """The batch as Python lists: every step walks over every token and every block of every sequence."""
 
@@ -148,18 +160,19 @@ class Stage:
     """What has been done so far. With everything done this is lesson 04's runner."""
 
     name: str
-    batched_attention: bool = True
+    attention: str = "in place"
     fused: bool = True
     arrays: bool = True
     packed: bool = True
 
 
 STAGES = [
-    Stage("a batch, attention in a loop", False, False, False, False),
-    Stage("attention for all at once", True, False, False, False),
-    Stage("q, k, v in one product", True, True, False, False),
-    Stage("arrays, not lists", True, True, True, False),
-    Stage("weights packed"),
+    Stage("a batch, attention in a loop", "in a loop", False, False, False),
+    Stage("attention for all at once", "gathered", False, False, False),
+    Stage("q, k, v in one product", "gathered", True, False, False),
+    Stage("arrays, not lists", "gathered", True, True, False),
+    Stage("weights packed", "gathered"),
+    Stage("keys and values in place"),
 ]
 
 
@@ -175,7 +188,11 @@ class StagedRunner(batching.ModelRunner):
             self.batch = ListBatch(scheduler.kv_cache_manager.block_size)
 
     def attend(self, meta: AttentionMetadata) -> llama.Attend:
-        return super().attend(meta) if self.stage.batched_attention else loop_attention(self.cache, meta)
+        if self.stage.attention == "in a loop":
+            return loop_attention(self.cache, meta)
+        if self.stage.attention == "gathered" and max(meta.query_lens) == 1:
+            return gathered_attention(self.cache, meta)
+        return super().attend(meta)
 
 
 def make_core(model: llama.Llama, stage: Stage, num_seqs: int, max_model_len: int) -> batching.ModelEngineCore:
@@ -347,9 +364,10 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     per_token = kv_cache.KVCacheSpec.from_config(config).bytes_per_token("float32")
     per_layer, outside = operations(stage, B)
     count = per_layer * config["num_hidden_layers"] + outside
+    copies = 1 if stage.attention == "in place" else 3  # gathered: read, written, read again
     parts = {
         "weights": max(2 * W * B / rate, 4 * W / bandwidth),
-        "attention": 3 * B * S * per_token / bandwidth,  # gathered: read, written, read again
+        "attention": copies * B * S * per_token / bandwidth,
         "operations": count * overhead,
     }
     total = sum(parts.values())
@@ -385,7 +403,7 @@ def facts() -> dict[str, Any]:
     config = kv_cache.MODELS["SmolLM2-135M"]
     W = sum(kv_cache.weights_read(config))
     counted = {}
-    for key, stage in zip(("loop", "batched", "fused", "arrays", "packed"), STAGES):
+    for key, stage in zip(("loop", "batched", "fused", "arrays", "packed", "in_place"), STAGES):
         counted[key] = {}
         for B in (1, 8, 32):
             per_layer, outside = operations(stage, B)
@@ -393,7 +411,7 @@ def facts() -> dict[str, Any]:
                                     "step": per_layer * config["num_hidden_layers"] + outside}  # fmt: skip
     steps = {}
     for key, machine in (("cpu", "two CPU cores"), ("gpu", "a GPU")):
-        for name, stage in (("loop", STAGES[0]), ("packed", STAGES[-1])):
+        for name, stage in (("loop", STAGES[0]), ("final", STAGES[-1])):
             for B in (1, 32):
                 steps[f"{key}_{name}_{B}"] = simulate(
                     {"machine": machine, "stage": stage.name, "batch": B, "context": 256}
@@ -638,7 +656,7 @@ def build_parser() -> common.Parser:
 TEXT = """The harbour was quiet that morning. Two ships lay at the quay, one of them loaded with grain, the other empty
 but for a cat that slept on a coil of rope. The harbour master counted the crates, wrote a number into his book, crossed
 it out, and counted again. He had done this for thirty years, and he had never once come to the same result twice."""
-N_OUT = 8
+N_OUT = 6
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -699,9 +717,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if args.bench:
         bench = benchmark(args, model)
-    draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": known, "bench": bench})
+    draw(args.figure)
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ def gqa_decode(
     block_size, Hkv = kv_cache.shape[2:4]
     heads = check_heads(Hq, Hkv, heads_per_load)
     if not common.runs_kernel(q):
-        return paged.paged_decode_torch(q, kv_cache, paged.gather_plan(block_table, seq_lens, kv_cache.shape))
+        return paged.plan_decode(block_table, seq_lens, kv_cache, Hq)(q, kv_cache)
     if B == 0:
         return torch.empty_like(q)
     splits = num_splits or paged.default_splits(B * Hq // heads, max_seq_len, q.device)

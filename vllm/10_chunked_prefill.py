@@ -248,7 +248,7 @@ def unified_attention(q: torch.Tensor, kv_cache: torch.Tensor, block_table: torc
     vLLM 0.32: v1/attention/ops/triton_unified_attention.py (its 2D kernel), whose numbering of tiles this is.
     """
     if not common.runs_kernel(q):
-        plan = MixedPlan.build(block_table, query_start_loc.diff().tolist(), seq_lens, kv_cache.shape)
+        plan = MixedPlan.build(block_table, query_start_loc.diff().tolist(), seq_lens, kv_cache, q.shape[1])
         return unified_attention_torch(q, kv_cache, plan)
     T, Hq, D = q.shape
     B, (block_size, Hkv) = len(seq_lens), kv_cache.shape[2:4]
@@ -288,21 +288,21 @@ def choose_tiles(dtype: torch.dtype, D: int, G: int, max_query_len: int,
 
 @dataclass
 class MixedPlan:
-    """Where a step's attention gathers from; worked out once, used in every layer.
+    """Where a step's attention reads; worked out once, used in every layer.
 
-    Decodes go together, padded within groups of similar length (lesson 02's plan); there are many. Prompts go one by
-    one, each over all of its context; the budget keeps them few.
+    Decodes go together, in place (lesson 02's plan); there are many. Prompts go one by one, each over a copy of all of
+    its context; the budget keeps them few.
     """
 
     decode_rows: torch.Tensor  # int64 [decodes]: their tokens
-    decodes: paged.Plan  # lesson 02's, for these sequences alone
+    decode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # lesson 02's plan, for these sequences alone
     prefills: list[tuple[slice, torch.Tensor, int, torch.Tensor | None]]  # (tokens, pages, S, bias [n, S])
 
     @classmethod
     def build(cls, block_table: torch.Tensor, query_lens: Sequence[int], seq_lens: torch.Tensor,
-              shape: Sequence[int]) -> MixedPlan:  # fmt: skip
-        """`query_lens` are the numbers of tokens of each sequence in this step; `shape` is that of a layer's cache."""
-        num_blocks, block_size = shape[1:3]
+              kv_cache: torch.Tensor, num_heads: int) -> MixedPlan:  # fmt: skip
+        """`query_lens` are the numbers of tokens of each sequence in this step; `kv_cache` is that of any layer."""
+        num_blocks, block_size = kv_cache.shape[1:3]
         device, last = seq_lens.device, list(itertools.accumulate(query_lens))
         decodes = [b for b, n in enumerate(query_lens) if n == 1]
         rows = torch.tensor([last[b] - 1 for b in decodes], dtype=torch.int64, device=device)
@@ -315,17 +315,18 @@ class MixedPlan:
                 if n < S:
                     bias = torch.full((n, S), -math.inf, device=device).triu(S - n + 1)
                 prefills.append((slice(last[b] - n, last[b]), torch.cat((blocks, blocks + num_blocks)), S, bias))
-        return cls(rows, paged.gather_plan(block_table[decodes], seq_lens[decodes], shape), prefills)
+        decode = paged.plan_decode(block_table[decodes], seq_lens[decodes], kv_cache, num_heads)
+        return cls(rows, decode, prefills)
 
 
 def unified_attention_torch(q: torch.Tensor, kv_cache: torch.Tensor, plan: MixedPlan) -> torch.Tensor:
     """What `unified_attention` computes, with PyTorch's fused attention. Shapes as there."""
     (Hq, D), Hkv = q.shape[1:], kv_cache.shape[3]
     if not plan.prefills:
-        return paged.paged_decode_torch(q, kv_cache, plan.decodes)
+        return plan.decode(q, kv_cache)
     out = torch.empty_like(q)
-    if plan.decodes:
-        out[plan.decode_rows] = paged.paged_decode_torch(q[plan.decode_rows], kv_cache, plan.decodes)
+    if len(plan.decode_rows):
+        out[plan.decode_rows] = plan.decode(q[plan.decode_rows], kv_cache)
     pages = kv_cache.flatten(0, 1)  # [2 * num_blocks, block_size, Hkv, D]: keys, then values
     for tokens, chosen, S, bias in plan.prefills:
         k, v = pages.index_select(0, chosen).view(2, -1, Hkv, D)[:, :S].transpose(1, 2)  # [Hkv, S, D]
@@ -347,7 +348,8 @@ class ModelRunner(continuous_batching.ModelRunner):
     def attend(self, meta: paged.AttentionMetadata) -> llama.Attend:
         layers, kernel = self.cache.layers, common.runs_kernel(self.cache.layers[0])
         max_query_len = max(meta.query_lens)
-        plan = None if kernel else MixedPlan.build(meta.block_table, meta.query_lens, meta.seq_lens, layers[0].shape)
+        plan = None if kernel else MixedPlan.build(meta.block_table, meta.query_lens, meta.seq_lens, layers[0],
+                                                   self.model.num_heads)  # fmt: skip
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             kv_cache = layers[layer]

@@ -1,0 +1,143 @@
+"""020 · Paged attention without a kernel: the part of lesson 02 that a CPU runs.
+
+Where Triton has no GPU, attention through a block table is made of torch's operations. Two ways, each planned once per
+step, because where a sequence's keys lie is the same in every layer:
+  * gathered: copy the blocks into a contiguous buffer, then SDPA. Any dtype; every key is read, written, read again;
+  * in place: torch has no paged attention, but it has both its halves. `sampled_addmm` computes those elements of a
+    matrix product that a sparse matrix names: Q Kᵀ, at the slots of the block table. `embedding_bag` adds up rows of a
+    table, each times a weight: P V. With softmax between them nothing is copied. Torch has the first for fp32 and fp64.
+Lesson 02's engine, and with it every later one, decodes in place on a CPU; what is gathered is the reference for it,
+serves 16-bit models, and is how the quantized caches of companion 05d and the latent ones of lesson 09 are read.
+
+Read for this: Kwon et al. 2023 (PagedAttention); vLLM 0.32 `v1/attention/backends/cpu_attn.py`, which
+calls kernels in C++.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+# Torch says so for every sparse matrix in this layout, whatever is done with it.
+warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
+
+Plan = list[tuple[torch.Tensor, ...]]  # for each group of sequences: rows of the batch, and what they read
+Decode = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # q [B, Hq, D], one layer's kv_cache -> [B, Hq, D]
+
+
+def plan_decode(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor, num_heads: int) -> Decode:
+    """The plan of a step, as a function to call in each layer: it computes what lesson 02's `paged_decode` computes.
+
+    Shapes: block_table [B, W], seq_lens [B], kv_cache that of any layer; `num_heads` is Hq.
+    """
+    if kv_cache.dtype in (torch.float32, torch.float64):
+        plan = in_place_plan(block_table, seq_lens, kv_cache, num_heads)
+        return functools.partial(decode, attend=decode_in_place, plan=plan)
+    return functools.partial(decode, attend=decode_gathered, plan=gather_plan(block_table, seq_lens, kv_cache.shape))
+
+
+def decode(q: torch.Tensor, kv_cache: torch.Tensor, attend: Callable, plan: Plan) -> torch.Tensor:
+    """`attend` for each group of the plan. A sequence in no group is empty, and gets 0."""
+    if len(plan) == 1 and len(plan[0][0]) == len(q):  # all about equally long: no rows to pick
+        return attend(q, kv_cache, *plan[0][1:])
+    out = torch.zeros_like(q)
+    for rows, *reads in plan:
+        out[rows] = attend(q[rows], kv_cache, *reads)
+    return out
+
+
+def similar_lengths(block_table: torch.Tensor, seq_lens: torch.Tensor,
+                    size: int) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """Groups of sequences whose lengths differ by less than a factor of two, so padding stays below that; empty ones
+    are in none. Yields rows of the batch, their blocks [b, w], and which slots hold a token [b, w * size]."""
+    groups: dict[int, list[int]] = collections.defaultdict(list)
+    for b, S in enumerate(seq_lens.tolist()):
+        if S:
+            groups[S.bit_length()].append(b)
+    for rows in groups.values():
+        S = seq_lens[rows].long()
+        width = -(-int(S.max()) // size)
+        live = torch.arange(width * size, device=S.device) < S[:, None]
+        # Beyond a sequence's last block: the null block, which holds zeros.
+        yield rows, block_table[rows, :width].long().masked_fill(~live[:, ::size], 0), live
+
+
+# --- Gathered -------------------------------------------------------------------------------------------------------
+
+
+def gather_plan(block_table: torch.Tensor, seq_lens: torch.Tensor, shape: Sequence[int]) -> Plan:
+    """For each group: (rows of the batch, blocks to gather, gathered slots to clear, bias to add to scores).
+
+    Shapes: block_table [B, W], seq_lens [B], shape that of the cache.
+    """
+    num_blocks, size = shape[1:3]
+    plan = []
+    for rows, table, live in similar_lengths(block_table, seq_lens, size):
+        source = torch.cat((table.flatten(), table.flatten() + num_blocks))  # keys, then values
+        # Dead slots of used blocks may hold anything, NaN included, and 0 * NaN is NaN: they are cleared.
+        dead = (live[:, ::size].repeat_interleave(size, 1) & ~live).flatten().nonzero().flatten()
+        dead = torch.cat((dead, dead + live.numel()))
+        bias = torch.zeros(live.shape, device=live.device).masked_fill(~live, -math.inf)[:, None, None]
+        plan.append((torch.tensor(rows, device=live.device), source, dead, bias))  # bias [b, 1, 1, w * size]
+    return plan
+
+
+def decode_gathered(q: torch.Tensor, kv_cache: torch.Tensor, source: torch.Tensor, dead: torch.Tensor,
+                    bias: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    """What `paged_decode` computes, for a group of b sequences, by gathering: q [b, Hq, D] -> [b, Hq, D]."""
+    (b, Hq, D), (size, Hkv) = q.shape, kv_cache.shape[2:4]
+    kv = kv_cache.view(-1, size * Hkv * D).index_select(0, source).view(-1, Hkv * D)
+    kv.index_fill_(0, dead, 0)
+    k, v = kv.view(2, b, -1, Hkv, D).transpose(2, 3)  # [b, Hkv, S, D] each
+    # The G query heads of a KV head take the place of G queries: nothing is repeated.
+    queries = q.reshape(b, Hkv, Hq // Hkv, D)
+    return F.scaled_dot_product_attention(queries, k, v, bias.to(q.dtype)).view(b, Hq, D)
+
+
+# --- In place -------------------------------------------------------------------------------------------------------
+
+
+def in_place_plan(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor,
+                  num_heads: int) -> Plan:  # fmt: skip
+    """For each group: (rows of the batch, the positions of its scores as a sparse matrix, bias to add to scores).
+
+    The matrix has a row for each query head of each sequence and a column for each slot and KV head of the cache.
+    """
+    num_blocks, size, Hkv = kv_cache.shape[1:4]
+    num_keys, plan = num_blocks * size * Hkv, []
+    for rows, table, live in similar_lengths(block_table, seq_lens, size):
+        slots = (table[:, :, None] * size + torch.arange(size, device=table.device)).flatten(1)  # [b, S]
+        slots = slots.masked_fill(~live, 0)  # a dead slot may hold anything: slot 0, of the null block, holds zeros
+        heads = torch.arange(Hkv, device=table.device)[:, None, None]
+        shape = (len(rows), Hkv, num_heads // Hkv, live.shape[1])
+        columns = (slots[:, None, None] * Hkv + heads).expand(shape).flatten()  # [b · Hq · S]
+        index = torch.int32 if max(num_keys, len(columns)) < 2**31 else torch.int64  # half the bytes to read
+        starts = torch.arange(0, len(columns) + 1, live.shape[1], dtype=index, device=table.device)
+        zeros = torch.zeros(len(columns), dtype=kv_cache.dtype, device=table.device)
+        scores = torch.sparse_csr_tensor(starts, columns.to(index), zeros, (len(starts) - 1, num_keys),
+                                         check_invariants=False)  # fmt: skip
+        bias = torch.zeros(live.shape, dtype=kv_cache.dtype, device=table.device).masked_fill(~live, -math.inf)
+        plan.append((torch.tensor(rows, device=table.device), scores, bias[:, None]))  # bias [b, 1, S]
+    return plan
+
+
+def decode_in_place(q: torch.Tensor, kv_cache: torch.Tensor, scores: torch.Tensor,
+                    bias: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    """What `paged_decode` computes, for a group of b sequences, from keys and values where they lie.
+
+    Semantics: s = Q Kᵀ / √D at the plan's positions, p = softmax(s + bias), o = Σ_j p_j v_j over the same positions.
+    Shapes: q [b, Hq, D] -> [b, Hq, D]; `scores` lends its positions, and the memory for their values.
+    """
+    b, Hq, D = q.shape
+    keys, values = kv_cache.view(2, -1, D)  # a row for each slot and KV head
+    torch.sparse.sampled_addmm(scores, q.reshape(-1, D), keys.T, beta=0, alpha=D**-0.5, out=scores)
+    p = (scores.values().view(b, Hq, -1) + bias).softmax(-1)
+    o = F.embedding_bag(scores.col_indices(), values, scores.crow_indices(), mode="sum",
+                        per_sample_weights=p.flatten(), include_last_offset=True)  # fmt: skip
+    return o.view(b, Hq, D)
