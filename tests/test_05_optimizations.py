@@ -338,6 +338,13 @@ def test_the_factor_is_what_the_manager_computes(prefix, message, requests, size
     assert total / computed == pytest.approx(lesson.prefill_factor(prefix, message, requests, size))
 
 
+def test_what_a_cache_should_find():
+    """Whole blocks of what was computed before, and never all of a prompt: its last token has to be computed."""
+    served = [(list(range(31)), [31, 7]), (list(range(16)), [1]), (list(range(17)), [1]), (list(range(33)), [1]),
+              ([9, *range(1, 40)], [1])]  # fmt: skip
+    assert lesson.naive_hits(served, 16) == [0, 0, 16, 32, 0]
+
+
 def test_hit_rates_of_the_workload():
     workload = lesson.chat_workload()
     total = sum(len(prompt) for prompt, _ in workload)

@@ -417,6 +417,7 @@ def test_a_pool_below_one_full_sequence_is_refused_and_so_is_what_never_fits():
         (chunked_prefill.SchedulerConfig, {"max_num_scheduled_tokens": 0}),
         (chunked_prefill.SchedulerConfig, {"long_prefill_token_threshold": 3000}),
         (preemption.SchedulerConfig, {"max_num_active_seqs": 129}),
+        (preemption.SchedulerConfig, {"max_num_active_seqs": 0}),
         (preemption.SchedulerConfig, {"watermark": 1.0}),
     ],
 )

@@ -11,6 +11,7 @@ The mechanism:
   6. The decode kernel reads keys tile by tile and looks up each tile's blocks in the table: one more load, of 4 bytes.
   7. Two sequences with the same past share its blocks: fork copies the table and raises the counts.
   8. A shared block is copied when an owner is about to write into it: copy-on-write, at most one block per fork.
+On a CPU two operations of torch take the kernel's place in step 6: `020_torch_attention.py`.
 
 Numbers to remember: existing systems used 20.4 to 38.2 % of KV memory for tokens, paging 96.3 % (Kwon et al. 2023).
 The table costs 4 bytes per 65,536 bytes of one layer's KV (Llama-3.1-8B, bf16, blocks of 16).

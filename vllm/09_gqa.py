@@ -483,7 +483,7 @@ def mla_tiles(dtype: torch.dtype, H: int, nvidia: bool = False) -> tuple[int, in
 
 def _mla_decode_torch(q: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
                       R: int, scale: float) -> torch.Tensor:  # fmt: skip
-    """The CPU's path: gather blocks as lesson 02 does, then SDPA with one KV head and H queries."""
+    """The CPU's path: gather blocks by lesson 02's plan, then SDPA with one KV head and H queries."""
     out = q.new_zeros(*q.shape[:2], R)
     pages, width = cache.flatten(1), q.shape[2]
     for rows, source, dead, bias in paged.gather_plan(block_table, seq_lens, (2, *cache.shape)):
