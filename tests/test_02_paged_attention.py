@@ -365,6 +365,26 @@ def test_both_ways_without_a_kernel(way, Hq, Hkv, D, dtype64):
             torch.testing.assert_close(out, scale * expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("Hq", "Hkv", "D"), [(9, 3, 64), (4, 4, 24), (8, 1, 16)])
+def test_a_few_tokens_of_several_sequences(dtype, Hq, Hkv, D):
+    """Each token sees the keys up to its own, as if it were decoded alone; too many tokens, or none, are in no plan."""
+    query_lens, lens = [3, 1, 17, 3, 0, 16, 3, 1], [40, 9, 20, 3, 5, 100, 44, 33]
+    (_, kv_cache, table, seq_lens), _ = fp64_case(lens, 8, Hq, Hkv, D, dtype)
+    kv_cache, table, seq_lens = kv_cache.cpu(), table.cpu(), seq_lens.cpu()
+    q = torch.randn(sum(query_lens), Hq, D).to(dtype)
+    owner = torch.tensor([b for b, n in enumerate(query_lens) for _ in range(n)])
+    sees = torch.tensor([S - n + i + 1 for n, S in zip(query_lens, lens, strict=True) for i in range(n)])
+    expected = lesson.paged_decode_reference(q, kv_cache, table[owner], sees)
+    out = torch.full_like(q, torch.nan)
+    plans = torch_attention.plan_few(table, query_lens, seq_lens, kv_cache, Hq)
+    assert [len(rows) for rows, _ in plans] == [9, 2, 16]
+    for rows, attend in plans:
+        assert out[rows].isnan().all()
+        out[rows] = attend(q[rows], kv_cache)
+    assert (out.isnan().any((1, 2)) == (owner == 2)).all()
+    common.assert_close(out[owner != 2], expected[owner != 2], dtype)
+
+
 @pytest.mark.parametrize("bits", [64, 32, 16])
 def test_the_way_is_chosen_by_dtype(bits):
     way = torch_attention.decode_gathered if bits == 16 else torch_attention.decode_in_place

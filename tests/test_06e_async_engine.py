@@ -308,6 +308,44 @@ def test_a_dead_engine_fails_everybody_at_once(tiny, folder, monkeypatch, capsys
     assert "ZeroDivisionError" in capsys.readouterr().err, "the reason is in the log"
 
 
+def test_the_last_letter_arrives_although_somebody_still_writes():
+    """A failed write would close our end, and drop what had been read: the engine listens until we hang up."""
+
+    async def run():
+        client = lesson.MPClient.__new__(lesson.MPClient)
+        client.writer, (client.sock, theirs) = None, socket.socketpair()
+        mailbox, go = lesson.Mailbox(theirs), threading.Event()
+
+        def engine():
+            mailbox.send("ready")
+            go.wait()
+            mailbox.send(lesson.Dead("why"))
+            lesson.hang_up([theirs])
+            theirs.close()
+
+        thread = threading.Thread(target=engine, daemon=True)
+        thread.start()
+        assert await client.receive() == "ready"
+        go.set()
+        thread.join(0.1)  # the event loop is busy with something else while the engine dies
+        client.send("one more request")
+        assert await asyncio.wait_for(client.receive(), 2) == lesson.Dead("why")
+        client.close()
+        thread.join(2)
+        assert not thread.is_alive(), "it ends as soon as we have hung up"
+
+    asyncio.run(run())
+
+
+def test_hanging_up_has_an_end():
+    """A front end that never hangs up does not keep an engine alive."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        start = time.perf_counter()
+        lesson.hang_up([theirs], patience=0.1)
+        assert 0.09 < time.perf_counter() - start < 2 and ours.recv(1) == b""
+
+
 def test_a_reply_that_will_never_come_is_an_error(tiny, folder):
     async def run():
         async with running(folder, "event-loop") as llm:

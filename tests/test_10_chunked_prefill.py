@@ -64,6 +64,8 @@ def test_torch_path(dtype, block_size, guarded):
         pytest.skip("on a GPU the wrapper launches the kernel")
     # Lesson 02's gather, which serves the decodes here, relies on a null block that holds zeros.
     check_batch(MIXED, 6, 2, 16, block_size, dtype, guarded, null=0)
+    guesses = [(3, 40), (3, 44), (2, 19), (3, 3), (1, 9), (16, 64), (3, 12), (0, 7), (16, 50), (17, 33), (2, 2)]
+    check_batch(guesses, 6, 2, 16, block_size, dtype, guarded, null=0)
 
 
 @pytest.mark.parametrize(
@@ -178,12 +180,15 @@ def test_engine_runs_the_kernel(tiny_model, kernels):
 
 @pytest.mark.skipif(common.HAS_GPU, reason="forces the torch path")
 def test_a_mixed_step_on_a_cpu_does_not_loop_over_decodes(tiny_model, monkeypatch):
-    """Many decodes are one operation per group of lengths; only prompts are taken one by one."""
-    plan = lesson.MixedPlan.build(torch.zeros(40, 9, dtype=torch.int32), [1] * 38 + [5, 3],
-                                  torch.tensor([100] * 38 + [5, 90]), torch.zeros(2, 10, 16, 2, 16), 4)  # fmt: skip
-    assert len(plan.decode.keywords["plan"]) == 1 and len(plan.prefills) == 2
-    assert plan.prefills[0][3] is None and plan.prefills[1][3].shape == (3, 90)
-    assert plan.decode_rows.tolist() == list(range(38))
+    """Many decodes are one operation per group of lengths, so are those who ask for the same few tokens; only prompts
+    are taken one by one."""
+    query_lens, lens = [1] * 38 + [17, 3, 20, 3], [100] * 38 + [17, 90, 90, 80]
+    plan = lesson.MixedPlan.build(torch.zeros(42, 9, dtype=torch.int32), query_lens, torch.tensor(lens),
+                                  torch.zeros(2, 10, 16, 2, 16), 4)  # fmt: skip
+    (ones, decode), (threes, verify) = plan.decodes
+    assert len(decode.keywords["plan"]) == len(verify.keywords["plan"]) == 1 and len(plan.prefills) == 2
+    assert plan.prefills[0][3] is None and plan.prefills[1][3].shape == (20, 90)
+    assert ones.tolist() == list(range(38)) and threes.tolist() == [55, 56, 57, 78, 79, 80]
 
 
 def test_real_model_in_chunks(real_model):

@@ -7,7 +7,8 @@ step, because where a sequence's keys lie is the same in every layer:
     matrix product that a sparse matrix names: Q Kᵀ, at the slots of the block table. `embedding_bag` adds up rows of a
     table, each times a weight: P V. With softmax between them nothing is copied. Torch has the first for fp32 and fp64.
 Lesson 02's engine, and with it every later one, decodes in place on a CPU; what is gathered is the reference for it,
-serves 16-bit models, and is how the quantized caches of companion 05d and the latent ones of lesson 09 are read.
+serves 16-bit models and several tokens of a sequence at once, and is how the quantized caches of companion 05d and the
+latent ones of lesson 09 are read.
 
 Read for this: Kwon et al. 2023 (PagedAttention); vLLM 0.32 `v1/attention/backends/cpu_attn.py`, which
 calls kernels in C++.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,18 +30,42 @@ import torch.nn.functional as F
 warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
 
 Plan = list[tuple[torch.Tensor, ...]]  # for each group of sequences: rows of the batch, and what they read
-Decode = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # q [B, Hq, D], one layer's kv_cache -> [B, Hq, D]
+Decode = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # q [B n, Hq, D], a layer's kv_cache -> [B n, Hq, D]
 
 
-def plan_decode(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor, num_heads: int) -> Decode:
+def plan_decode(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor, num_heads: int,
+                query_len: int = 1) -> Decode:  # fmt: skip
     """The plan of a step, as a function to call in each layer: it computes what lesson 02's `paged_decode` computes.
 
-    Shapes: block_table [B, W], seq_lens [B], kv_cache that of any layer; `num_heads` is Hq.
+    Shapes: block_table [B, W], seq_lens [B], kv_cache that of any layer; `num_heads` is Hq, `query_len` the number n of
+    newest tokens that each sequence asks for (lesson 07 has several: a token and what was guessed to follow it).
     """
-    if kv_cache.dtype in (torch.float32, torch.float64):
+    if query_len == 1 and kv_cache.dtype in (torch.float32, torch.float64):
         plan = in_place_plan(block_table, seq_lens, kv_cache, num_heads)
         return functools.partial(decode, attend=decode_in_place, plan=plan)
-    return functools.partial(decode, attend=decode_gathered, plan=gather_plan(block_table, seq_lens, kv_cache.shape))
+    # Several tokens of a sequence read the same keys: a copy serves them all, in place each would fetch its own.
+    plan = gather_plan(block_table, seq_lens, kv_cache.shape, query_len)
+    return functools.partial(decode, attend=decode_gathered, plan=plan)
+
+
+FEW_TOKENS = 16  # up to so many of a sequence are attended to like a decode
+
+
+def plan_few(block_table: torch.Tensor, query_lens: Sequence[int], seq_lens: torch.Tensor, kv_cache: torch.Tensor,
+             num_heads: int) -> list[tuple[torch.Tensor, Decode]]:  # fmt: skip
+    """For sequences that have few tokens in a step, one plan for each number of them: (rows of q, what to call).
+
+    `query_lens` are the numbers of tokens of all sequences; q holds them one after another.
+    """
+    last, together = list(itertools.accumulate(query_lens)), collections.defaultdict(list)
+    for b, n in enumerate(query_lens):
+        if 0 < n <= FEW_TOKENS:
+            together[n].append(b)
+    plans = []
+    for n, sequences in together.items():
+        rows = torch.tensor([row for b in sequences for row in range(last[b] - n, last[b])], device=kv_cache.device)
+        plans.append((rows, plan_decode(block_table[sequences], seq_lens[sequences], kv_cache, num_heads, n)))
+    return plans
 
 
 def decode(q: torch.Tensor, kv_cache: torch.Tensor, attend: Callable, plan: Plan) -> torch.Tensor:
@@ -71,10 +97,10 @@ def similar_lengths(block_table: torch.Tensor, seq_lens: torch.Tensor,
 # --- Gathered -------------------------------------------------------------------------------------------------------
 
 
-def gather_plan(block_table: torch.Tensor, seq_lens: torch.Tensor, shape: Sequence[int]) -> Plan:
-    """For each group: (rows of the batch, blocks to gather, gathered slots to clear, bias to add to scores).
+def gather_plan(block_table: torch.Tensor, seq_lens: torch.Tensor, shape: Sequence[int], query_len: int = 1) -> Plan:
+    """For each group: (rows of the queries, blocks to gather, gathered slots to clear, bias to add to scores).
 
-    Shapes: block_table [B, W], seq_lens [B], shape that of the cache.
+    Shapes: block_table [B, W], seq_lens [B], shape that of the cache; bias [b, 1, n, S], n being `query_len`.
     """
     num_blocks, size = shape[1:3]
     plan = []
@@ -83,21 +109,27 @@ def gather_plan(block_table: torch.Tensor, seq_lens: torch.Tensor, shape: Sequen
         # Dead slots of used blocks may hold anything, NaN included, and 0 * NaN is NaN: they are cleared.
         dead = (live[:, ::size].repeat_interleave(size, 1) & ~live).flatten().nonzero().flatten()
         dead = torch.cat((dead, dead + live.numel()))
-        bias = torch.zeros(live.shape, device=live.device).masked_fill(~live, -math.inf)[:, None, None]
-        plan.append((torch.tensor(rows, device=live.device), source, dead, bias))  # bias [b, 1, 1, w * size]
+        n = torch.arange(query_len, device=live.device)
+        reach = seq_lens[rows, None].long() - query_len + n  # [b, n]: each token's own position, the last one it sees
+        hidden = torch.arange(live.shape[1], device=live.device) > reach[..., None]  # [b, n, S]
+        bias = torch.zeros(hidden.shape, device=live.device).masked_fill(hidden, -math.inf)[:, None]
+        queries = (torch.tensor(rows, device=live.device)[:, None] * query_len + n).flatten()
+        plan.append((queries, source, dead, bias))
     return plan
 
 
 def decode_gathered(q: torch.Tensor, kv_cache: torch.Tensor, source: torch.Tensor, dead: torch.Tensor,
                     bias: torch.Tensor) -> torch.Tensor:  # fmt: skip
-    """What `paged_decode` computes, for a group of b sequences, by gathering: q [b, Hq, D] -> [b, Hq, D]."""
-    (b, Hq, D), (size, Hkv) = q.shape, kv_cache.shape[2:4]
+    """What `paged_decode` computes, for a group of b sequences, by gathering: q [b n, Hq, D] -> [b n, Hq, D]."""
+    (Hq, D), (size, Hkv), (b, _, n, _) = q.shape[1:], kv_cache.shape[2:4], bias.shape
     kv = kv_cache.view(-1, size * Hkv * D).index_select(0, source).view(-1, Hkv * D)
     kv.index_fill_(0, dead, 0)
     k, v = kv.view(2, b, -1, Hkv, D).transpose(2, 3)  # [b, Hkv, S, D] each
-    # The G query heads of a KV head take the place of G queries: nothing is repeated.
-    queries = q.reshape(b, Hkv, Hq // Hkv, D)
-    return F.scaled_dot_product_attention(queries, k, v, bias.to(q.dtype)).view(b, Hq, D)
+    # The G query heads of a KV head take the place of G queries: no key is repeated.
+    queries = q.reshape(b, n, Hkv, -1, D).transpose(1, 2).reshape(b, Hkv, -1, D)  # [b, Hkv, n G, D]
+    bias = bias.to(q.dtype)[:, :, :, None].expand(-1, -1, -1, Hq // Hkv, -1).flatten(2, 3)  # [b, 1, n G, S]
+    o = F.scaled_dot_product_attention(queries, k, v, bias)
+    return o.view(b, Hkv, n, -1, D).transpose(1, 2).reshape(b * n, Hq, D)
 
 
 # --- In place -------------------------------------------------------------------------------------------------------

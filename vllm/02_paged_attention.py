@@ -473,30 +473,35 @@ class PagedKVCache:
     def attend(self, meta: AttentionMetadata) -> llama.Attend:
         """The model's `attend` for one step: store the new keys and values, then look back through the block table.
 
-        Sequences with one new token decode; the others run prompts through torch (lesson 10 has one kernel for both).
+        Sequences with one new token decode, on a CPU those with a few; the others run prompts through torch (lesson 10
+        has one kernel for both).
         """
+        kernel = common.runs_kernel(self.layers[0])
+        few = 1 if kernel else torch_attention.FEW_TOKENS
         size, decode_lens, prompts, first = self.block_size, meta.seq_lens.clone(), [], 0
         for b, n in enumerate(meta.query_lens):
-            if n > 1:
+            if n > few:
                 p = torch.arange(S := int(meta.seq_lens[b]), device=meta.positions.device)  # positions of the context
                 slots = None if n == S else meta.block_table[b, p // size] * size + p % size  # None: all of it is new
                 prompts.append((slice(first, first + n), slots))
                 decode_lens[b] = 0  # the decode kernel skips it: to it, the sequence is empty
             first += n
-        if common.runs_kernel(self.layers[0]):
-            decode_attention = functools.partial(paged_decode, block_table=meta.block_table, seq_lens=decode_lens,
-                                                 max_seq_len=meta.max_seq_len)  # fmt: skip
+        if not kernel:
+            decodes = torch_attention.plan_few(meta.block_table, meta.query_lens, meta.seq_lens, self.layers[0],
+                                               self.num_heads)  # fmt: skip
         else:
-            decode_attention = plan_decode(meta.block_table, decode_lens, self.layers[0], self.num_heads)
+            decode = functools.partial(paged_decode, block_table=meta.block_table, seq_lens=decode_lens,
+                                       max_seq_len=meta.max_seq_len)  # fmt: skip
+            decodes = [(meta.query_start_loc[:-1], decode)] if len(prompts) < len(meta.query_lens) else []
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             kv_cache = self.layers[layer]
             reshape_and_cache(k, v, kv_cache, meta.slot_mapping)
-            if not prompts:
-                return decode_attention(q, kv_cache)
-            out, starts = torch.empty_like(q), meta.query_start_loc[:-1]
-            if len(prompts) < len(starts):
-                out[starts] = decode_attention(q[starts], kv_cache)
+            if len(decodes) == 1 and not prompts:
+                return decodes[0][1](q, kv_cache)
+            out = torch.empty_like(q)
+            for rows, decode in decodes:
+                out[rows] = decode(q[rows], kv_cache)
             for tokens, slots in prompts:
                 keys, values = (k[tokens], v[tokens]) if slots is None else kv_cache.flatten(1, 2)[:, slots]
                 out[tokens] = prefill_attention(q[tokens], keys, values)

@@ -253,21 +253,6 @@ class EngineMailbox:
         except KeyError:
             pass
 
-    def hang_up(self, patience: float = 5.0) -> None:
-        """After the last letter, until it was read. A socket that is closed while something unread waits in it resets
-        the connection, and the letter that says why would be lost."""
-        stop = time.monotonic() + patience
-        for sock in self.clients.values():
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_WR)
-        while self.clients and (left := stop - time.monotonic()) > 0:
-            ready = select.select([*self.clients.values()], [], [], left)[0]
-            for index, sock in [(i, sock) for i, sock in self.clients.items() if sock in ready]:
-                with contextlib.suppress(OSError):
-                    if sock.recv(1 << 18):
-                        continue
-                del self.clients[index]
-
     def _report(self, stats: Any) -> None:
         """Tell the coordinator when the queues have changed."""
         if self.coordinator is None or stats is None:
@@ -302,7 +287,7 @@ def serve_clients(mailbox: EngineMailbox, factory: Factory, args: Any) -> bool:
 
     failed = async_engine.serve_mailbox(factory, args, mailbox.send, mailbox.receive, make_proc)
     if failed:
-        mailbox.hang_up()
+        async_engine.hang_up(mailbox.clients.values())
     return failed
 
 

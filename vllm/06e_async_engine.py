@@ -297,6 +297,21 @@ class Mailbox:
         return letters
 
 
+def hang_up(sockets: Iterable[socket.socket], patience: float = 5.0) -> None:
+    """After the last letter, until it was read, or `patience` seconds: a socket closed while the other side still
+    writes fails there, and asyncio then drops what it has read: the letter that says why."""
+    stop, left = time.monotonic() + patience, set(sockets)
+    for sock in left:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_WR)
+    while left and (seconds := stop - time.monotonic()) > 0:
+        for sock in select.select(left, [], [], seconds)[0]:
+            with contextlib.suppress(OSError):
+                if sock.recv(1 << 18):
+                    continue
+            left.remove(sock)
+
+
 def frame(letter: Any) -> bytes:
     """Four bytes of length, then the letter."""
     body = pickle.dumps(letter, protocol=5)
@@ -337,6 +352,8 @@ def run_engine_core(sock: socket.socket, factory: Factory, args: Any) -> None:
     gc.freeze()  # a million objects of imported libraries are there to stay: no need to look through them ever again
     mailbox = Mailbox(sock)
     failed = serve_mailbox(factory, args, mailbox.send, mailbox.receive)
+    if failed:
+        hang_up([sock])
     os._exit(failed)  # at once: nothing is left to clean up, and a broken state would not survive a clean-up
 
 

@@ -48,7 +48,7 @@ from common import HARDWARE, tl, triton
 import llama
 
 kv_cache_lesson = common.lesson("01_kv_cache")
-paged = common.lesson("02_paged_attention")
+torch_attention, paged = common.lesson("020_torch_attention"), common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
 Request, RequestStatus = continuous_batching.Request, continuous_batching.RequestStatus
 SamplingParams, SchedulerOutput = continuous_batching.SamplingParams, continuous_batching.SchedulerOutput
@@ -290,12 +290,12 @@ def choose_tiles(dtype: torch.dtype, D: int, G: int, max_query_len: int,
 class MixedPlan:
     """Where a step's attention reads; worked out once, used in every layer.
 
-    Decodes go together, in place (lesson 02's plan); there are many. Prompts go one by one, each over a copy of all of
-    its context; the budget keeps them few.
+    Decodes go together, in place (lesson 02's plan); there are many. So do sequences that each have the same few tokens
+    (lesson 07 checks guesses so). Prompts go one by one, each over a copy of all of its context; the budget keeps them
+    few.
     """
 
-    decode_rows: torch.Tensor  # int64 [decodes]: their tokens
-    decode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # lesson 02's plan, for these sequences alone
+    decodes: list[tuple[torch.Tensor, Callable]]  # (rows of q, lesson 02's plan for the sequences they are of)
     prefills: list[tuple[slice, torch.Tensor, int, torch.Tensor | None]]  # (tokens, pages, S, bias [n, S])
 
     @classmethod
@@ -304,29 +304,26 @@ class MixedPlan:
         """`query_lens` are the numbers of tokens of each sequence in this step; `kv_cache` is that of any layer."""
         num_blocks, block_size = kv_cache.shape[1:3]
         device, last = seq_lens.device, list(itertools.accumulate(query_lens))
-        decodes = [b for b, n in enumerate(query_lens) if n == 1]
-        rows = torch.tensor([last[b] - 1 for b in decodes], dtype=torch.int64, device=device)
         prefills = []
         for b, n in enumerate(query_lens):
-            if n > 1:
+            if n > torch_attention.FEW_TOKENS:
                 S = int(seq_lens[b])
                 blocks = block_table[b, : -(-S // block_size)].long()
                 bias = None  # a prompt's first chunk is plainly causal; a later one also sees all that came before it
                 if n < S:
                     bias = torch.full((n, S), -math.inf, device=device).triu(S - n + 1)
                 prefills.append((slice(last[b] - n, last[b]), torch.cat((blocks, blocks + num_blocks)), S, bias))
-        decode = paged.plan_decode(block_table[decodes], seq_lens[decodes], kv_cache, num_heads)
-        return cls(rows, decode, prefills)
+        return cls(torch_attention.plan_few(block_table, query_lens, seq_lens, kv_cache, num_heads), prefills)
 
 
 def unified_attention_torch(q: torch.Tensor, kv_cache: torch.Tensor, plan: MixedPlan) -> torch.Tensor:
     """What `unified_attention` computes, with PyTorch's fused attention. Shapes as there."""
     (Hq, D), Hkv = q.shape[1:], kv_cache.shape[3]
-    if not plan.prefills:
-        return plan.decode(q, kv_cache)
+    if len(plan.decodes) == 1 and not plan.prefills:
+        return plan.decodes[0][1](q, kv_cache)
     out = torch.empty_like(q)
-    if len(plan.decode_rows):
-        out[plan.decode_rows] = plan.decode(q[plan.decode_rows], kv_cache)
+    for rows, decode in plan.decodes:
+        out[rows] = decode(q[rows], kv_cache)
     pages = kv_cache.flatten(0, 1)  # [2 * num_blocks, block_size, Hkv, D]: keys, then values
     for tokens, chosen, S, bias in plan.prefills:
         k, v = pages.index_select(0, chosen).view(2, -1, Hkv, D)[:, :S].transpose(1, 2)  # [Hkv, S, D]
