@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import common
 import pytest
@@ -106,6 +107,7 @@ def test_ranks_of_a_layout():
     assert (parallel.world_size, parallel.output_rank, parallel.backend) == (6, 4, "mp")
     assert ParallelConfig().backend == "uni" and ParallelConfig(1, 1, "mp").backend == "mp"
     config = llama.random_model(**SIZES).config
+    ParallelConfig(4, 5).check(config)  # a stage for each layer
     for wrong, words in ((ParallelConfig(3), "tensor_parallel_size 3"), (ParallelConfig(1, 6), "num_hidden_layers"),
                          (ParallelConfig(2, 1, "uni"), "uni")):  # fmt: skip
         with pytest.raises(common.InputError, match=words):
@@ -247,6 +249,39 @@ def test_weights_are_divided():
     assert max(held[1:4]) < whole / 5
 
 
+def test_an_embedding_that_is_not_tied_is_on_the_first_stage_only():
+    sizes, parallel = {**SIZES, "tie_word_embeddings": False}, ParallelConfig(1, 2)
+    executor = ThreadExecutor(parallel)
+    held = executor.collective_rpc("load_model", lesson.WorkerSpec(sizes, parallel))
+    executor.shutdown()
+    assert sum(held) == llama.random_model(**sizes).num_parameters + 80, "only the last norm is on both"
+
+
+def test_no_more_is_on_the_way_than_there_are_stages(monkeypatch):
+    group, waited = executors.PipelineGroup(range(2), 0), []
+    work = lambda x, rank, group: SimpleNamespace(wait=lambda: waited.append(x.item()))  # noqa: E731
+    monkeypatch.setattr(torch.distributed, "isend", work)
+    for i in range(5):
+        group.send(torch.tensor(i))
+    assert waited == [0, 1, 2] and len(group.on_the_way) == 2
+
+
+def test_waiting_for_the_stage_before_is_not_computing(monkeypatch):
+    worker = executors.Worker()
+    worker.load_model(lesson.WorkerSpec(SIZES, ParallelConfig()))
+    worker.initialize_from_config(scheduler_of().config, 9, 4, 0)
+    times = iter([10, 13, 20, 27])  # of the step: start and end; within it, of the wait
+    monkeypatch.setattr(executors, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(torch.distributed, "recv", lambda *args, **options: None)
+    group = executors.PipelineGroup(range(2), 1)
+    group.recv((3,), torch.float32)
+    assert group.waited == 3
+    worker.pp, worker.runner = group, SimpleNamespace(execute_model=lambda output: group.__dict__.update(waited=8),
+                                                      logprobs={})  # fmt: skip
+    worker.execute_model(executors.StepMessage({}, [], [], [], [], []))
+    assert worker.take_spans() == [(25, 27)] and worker.take_spans() == []
+
+
 # --- Micro-batches in flight ------------------------------------------------------------------------------------------
 
 
@@ -325,6 +360,59 @@ def test_an_abort_in_flight_leaves_nothing(late):
     core.runner.submit(core.scheduler.schedule())
 
 
+def test_a_token_of_an_aborted_namesake_is_dropped(late):
+    core = core_on(late, 3)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    core.add_request(Request("0", PROMPTS[1], params))
+    assert core.put_in_flight()
+    core.abort_requests(["0"])
+    assert serve(core, [[3, 1, 4]], [6]) == serve(plain_core(_model()), [[3, 1, 4]], [6])
+
+
+def proc_on(core):
+    """The serving loop around a core, with all of PROMPTS handed in; and the letters that it sends."""
+    letters = []
+    proc = executors.ParallelEngineCoreProc(SimpleNamespace(core=core), letters.append)
+    for i, (prompt, n) in enumerate(zip(PROMPTS, OUTPUTS)):
+        params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+        proc.handle([(ADD, Request(str(i), list(prompt), params, arrival_time=i))])
+    return proc, letters
+
+
+def test_the_serving_loop_keeps_every_stage_busy(late):
+    core, got, in_flight = core_on(late, 3), {}, []
+    proc, letters = proc_on(core)
+    while core.scheduler.has_unfinished_requests():
+        proc.step()
+        in_flight.append(1 + len(core.batch_queue))
+    for letter in letters:
+        for output in letter.outputs:
+            got.setdefault(int(output.request_id), []).extend(output.new_token_ids)
+    assert [got[i] for i in range(5)] == reference() and max(in_flight) == 3
+    admitted = [list(letter.admitted) for letter in letters]
+    assert admitted[0] == ["0", "1", "2"] and [name for names in admitted for name in names] == list("01234")
+    assert letters[0].scheduler_stats.num_scheduled_tokens == 16 and proc.check_idle() == IDLE
+
+
+def test_who_leaves_while_the_pipeline_runs_hears_no_more(late):
+    proc, letters = proc_on(core_on(late, 2))
+    proc.read_mail = lambda: proc.handle([(ABORT, ["0"])])
+    proc.step()
+    assert [output.request_id for output in letters[0].outputs] == ["1"]
+    proc.handle([(ABORT, list("1234"))])
+    proc.step()
+    assert proc.check_idle() == IDLE and not letters[-1].outputs
+
+
+def test_a_parallel_engine_has_a_batch_for_every_stage(late):
+    class Base:
+        def __init__(self):
+            self.core = SimpleNamespace(scheduler=scheduler_of(), runner=None)
+
+    engine = lesson.parallel_engine(Base, late, ParallelConfig(1, 3))()
+    assert isinstance(engine.core, lesson.PipelineEngineCore) and engine.core.max_concurrent_batches == 3
+
+
 def test_sampling_and_logprobs_survive_the_way(late):
     fields = {"temperature": 0.9, "seed": 7, "top_p": 0.9, "presence_penalty": 0.5, "logprobs": 2}
     core = core_on(late, 2)
@@ -344,6 +432,7 @@ def test_workers_hear_differences_not_requests():
         ready = [r for r in scheduler.running if r.num_computed_tokens == r.num_tokens]
         scheduler.update_from_output(output, {r.request_id: [0] for r in ready})
         assert (message.new == []) == (len(sizes) > 1)
+        assert not any(twin.block_hashes for twin, _ in message.new), "whose prefix is cached was decided already"
     assert max(sizes[1:]) < sizes[0] / 2
     assert writer.write(scheduler.schedule()) is None and writer.finished == ["0"] and not writer.known
 
@@ -376,6 +465,17 @@ def test_a_message_is_written_once_and_read_by_all():
     box.close()
 
 
+def test_a_message_of_exactly_a_chunk_and_nothing_left_in_memory():
+    item = bytes(100)
+    box = lesson.MessageQueue(Context, readers=1, chunks=2, chunk_bytes=len(pickle.dumps(item, protocol=5)))
+    reader, name = box.reader(0), box.memory.name
+    box.enqueue(item)
+    assert reader.dequeue() == item
+    box.close()
+    with pytest.raises(FileNotFoundError):
+        multiprocessing.shared_memory.SharedMemory(name)
+
+
 def test_the_writer_waits_for_the_slowest_reader_and_asks_whether_it_lives():
     box = lesson.MessageQueue(Context, readers=2, chunks=2, chunk_bytes=64)
     fast, slow = box.reader(0), box.reader(1)
@@ -402,6 +502,19 @@ def test_the_writer_waits_for_the_slowest_reader_and_asks_whether_it_lives():
 
 def gone(executor):
     return not any(process.is_alive() for process in executor.processes)
+
+
+def test_answers_are_in_order_of_ranks():
+    future = executors.Future(None, "held", range(3), False, 1)
+    future.waiting, future.answers = set(), {2: "c", 0: "a", 1: "b"}
+    assert future.result() == ["a", "b", "c"]
+
+
+def test_who_waits_for_an_answer_of_the_dead_hears_why():
+    executor = object.__new__(lesson.MultiprocExecutor)
+    executor.failed = "worker 1 of 3 died"
+    with pytest.raises(executors.ExecutorFailed, match="worker 1 of 3 died"):
+        executors.Future(executor, "held", range(3), False, 1).result()
 
 
 def test_processes_write_the_same_tokens_and_a_silent_one_is_named():
@@ -434,6 +547,10 @@ def test_a_killed_worker_is_named_and_another_start_works():
         assert gone(executor)
     finally:
         executor.shutdown()
+    again = lesson.MultiprocExecutor(1)
+    again.shutdown()
+    with pytest.raises(executors.ExecutorFailed, match="was shut down"):
+        again.submit("held")
     again = lesson.MultiprocExecutor(1)
     try:
         with pytest.raises(common.InputError, match="not a folder"):
@@ -486,6 +603,12 @@ def test_a_burst_goes_round_and_ties_rotate():
     assert starts == [0, 1, 2, 3], "clients that know nothing of each other start at different engines"
 
 
+@pytest.mark.parametrize("kind", engine_group.BALANCERS.values())
+def test_idle_engines_take_turns(kind):
+    balancer = kind(3)
+    assert [balancer.pick(request_of([i] * 20)) for i in range(6)] == [0, 1, 2, 0, 1, 2]
+
+
 def test_a_prefix_goes_where_it_was_unless_that_is_too_far_behind():
     balancer = lesson.PrefixAwareBalancer(3, block_size=4, num_blocks=8, max_imbalance=2)
     first = balancer.choose(request_of(range(8)))
@@ -497,7 +620,16 @@ def test_a_prefix_goes_where_it_was_unless_that_is_too_far_behind():
     assert balancer.choose(request_of(range(8), cache_salt="x")) in range(3)
     assert balancer.hashes(request_of(range(8), cache_salt="x")) != balancer.hashes(request_of(range(8)))
     assert balancer.hashes(request_of(range(7))) == balancer.hashes(request_of(range(8)))[:1]
+    assert len(balancer.hashes(request_of(range(8)))) == 2
     assert all(len(sent) <= 8 for sent in balancer.sent)
+
+
+def test_of_two_engines_with_the_prefix_the_shorter_queue():
+    balancer = lesson.PrefixAwareBalancer(3, block_size=4)
+    for engine in (1, 2):
+        balancer.sent[engine].update(dict.fromkeys(balancer.hashes(request_of(range(8)))))
+    balancer.inflight = [0, 3, 2]
+    assert balancer.choose(request_of(range(8))) == 2
 
 
 @settings(max_examples=25)
@@ -521,6 +653,10 @@ def test_the_index_forgets_the_oldest():
     kept = list(balancer.sent[0])
     assert len(kept) == 3 and balancer.hashes(request_of([9]))[0] == kept[-1]
     assert balancer.hashes(request_of([1]))[0] not in kept
+    balancer = lesson.PrefixAwareBalancer(1, block_size=1, num_blocks=2)
+    for token in (1, 2, 1, 3):
+        balancer.choose(request_of([token]))
+    assert list(balancer.sent[0]) == [balancer.hashes(request_of([token]))[0] for token in (1, 3)], "1 was used again"
 
 
 def test_routing_gains_hits_and_costs_balance():
@@ -557,6 +693,94 @@ def test_the_coordinator_publishes_news_at_most_every_100_ms():
     coordinator.note(0, [2, 2, 0.5])
     assert coordinator.due_in(5.04) == pytest.approx(0.06) and coordinator.due_in(5.2) == 0.0
     ours.close(), theirs.close()
+
+
+def test_the_coordinator_tells_whoever_is_left_about_each_engine():
+    pairs = [socket.socketpair() for _ in range(4)]
+    coordinator = lesson.DPCoordinator([a for a, _ in pairs[:2]], [a for a, _ in pairs[2:]])
+    pairs[2][1].close()
+    coordinator.note(1, [3, 2, 0.5])
+    coordinator.publish(5.0)
+    client = lesson.DPLBClient([None, None], None, lesson.LoadBalancer(2))
+    assert client.take(2, engine_group.loads(pairs[3][1].recv(4096)[4:])) is None
+    assert client.balancer.counts == [[0, 0, 0.0], [3, 2, 0.5]] and coordinator.clients == [pairs[3][0]]
+    for sock in sum(pairs, ()):
+        sock.close()
+
+
+@contextlib.contextmanager
+def mailbox(clients=2):
+    """An engine's mailbox, and the other ends of its sockets: the clients', then the coordinator's."""
+    pairs = [socket.socketpair() for _ in range(clients + 1)]
+    theirs = [a for a, _ in pairs]
+    try:
+        yield lesson.EngineMailbox(theirs[:-1], theirs[-1], 1), [b for _, b in pairs]
+    finally:
+        for sock in sum(pairs, ()):
+            sock.close()
+
+
+def test_a_letter_may_come_in_pieces():
+    with mailbox() as (box, (client, *_)):
+        data = async_engine.frame((ADD, request_of([1, 2])))
+        for piece in (data[:3], data[3:9]):
+            client.sendall(piece)
+            assert box.receive(False) == []
+        client.sendall(data[9:] + async_engine.frame((ABORT, ["r"])) + b"\0")
+        (_, request), abort = box.receive(False)
+        assert request.prompt_token_ids == [1, 2] and abort == (ABORT, ["r"])
+
+
+@pytest.mark.parametrize("end", ["aborted", "finished", "refused"])
+def test_a_name_is_free_when_its_request_has_ended(end):
+    with mailbox() as (box, (a, b, _)):
+        a.sendall(async_engine.frame((ADD, request_of([1], "x"))))
+        assert len(box.receive(False)) == 1
+        if end == "aborted":
+            a.sendall(async_engine.frame((ABORT, ["x"])))
+            box.receive(False)
+        elif end == "finished":
+            box.send(async_engine.EngineCoreOutputs([scheduling.EngineCoreOutput("x", [5], "length")]))
+        else:
+            box.send(async_engine.EngineCoreOutputs(refused={"x": "too long"}))
+        b.sendall(async_engine.frame((ADD, request_of([2], "x"))))
+        assert [kind for kind, _ in box.receive(False)] == [ADD]
+
+
+def test_the_coordinator_hears_of_queues_not_of_steps():
+    with mailbox() as (box, (*_, coordinator)):
+        for stats in ((1, 2, 0.5), (1, 2, 0.6), (1, 3, 0.6)):
+            box.send(async_engine.EngineCoreOutputs(scheduler_stats=async_engine.SchedulerStats(*stats)))
+        found = async_engine.Mailbox(coordinator).receive(False)
+        assert found == [(1, [2, 1, 0.5]), (1, [3, 1, 0.6])], "waiting before running"
+
+
+def test_a_step_for_nobody_is_told_to_all_and_one_for_the_dead_to_none():
+    with mailbox() as (box, _):
+        empty = async_engine.EngineCoreOutputs(scheduler_stats=async_engine.SchedulerStats(0, 0, 0.0))
+        assert box.split(empty) == {0: empty, 1: empty}
+        assert box.split(async_engine.EngineCoreOutputs([scheduling.EngineCoreOutput("unknown", [5])])) == {}
+
+
+def test_totals_are_of_all_engines_and_refusals_make_room():
+    client, stats = lesson.DPLBClient([None, None], None, lesson.LoadBalancer(2)), async_engine.SchedulerStats
+    letter = async_engine.EngineCoreOutputs
+    client.send((ADD, request_of([1], "x")))
+    assert client.balancer.inflight == [1, 0]
+    client.take(0, letter(refused={"x": "in use"}, scheduler_stats=stats(1, 2, 0.5, 7)))
+    assert client.balancer.inflight == [0, 0] and not client.engine_of
+    found = client.take(1, letter(scheduler_stats=stats(10, 20, 0.25, 9))).scheduler_stats
+    assert found == stats(11, 22, 0.375, 9)
+    found = client.take(0, letter(scheduler_stats=stats(0, 0, 0.0, 5))).scheduler_stats
+    assert found == stats(10, 20, 0.125, 5)
+
+
+def test_replies_are_added_up_and_an_error_of_one_is_the_answer():
+    client, Reply = lesson.DPLBClient([None, None], None, lesson.LoadBalancer(2)), async_engine.Reply
+    assert client.take(0, Reply(1, {"a": 2, "b": 0})) is None
+    assert client.take(1, Reply(1, {"a": 3, "b": 0})).result == {"a": 5, "b": 0}
+    client.take(1, Reply(2, {"a": 3}))
+    assert client.take(0, Reply(2, {}, error="no")).error == "no" and not client.replies
 
 
 INSIDE, GO, ABORTED = threading.Event(), threading.Event(), []  # of a gated engine: in a step; may go on; was told
@@ -714,6 +938,12 @@ def test_one_engine_of_two_dies_and_everybody_hears(monkeypatch, real_model):
     asyncio.run(story())
 
 
+def test_the_prefix_balancer_hashes_blocks_as_long_as_the_engines():
+    client = lesson.DPLBClient([None], None, lesson.PrefixAwareBalancer(1))
+    client.take(0, async_engine.EngineCoreReady(64, 8, 64, 99, 4, "fcfs", True, 1))
+    assert (client.balancer.block_size, client.balancer.num_blocks) == (4, 99)
+
+
 def test_engines_that_differ_are_refused():
     client = lesson.DPLBClient([None, None], None, lesson.LoadBalancer(2))
     ready = lambda blocks, length: async_engine.EngineCoreReady(length, 8, 64, blocks, 16, "fcfs", True, 1)  # noqa: E731
@@ -738,7 +968,8 @@ def test_engines_dial_in_and_strangers_are_turned_away():
     address = (args.data_parallel_address, args.data_parallel_rpc_port)
     remote, clients = engine_group.dial(*address, 1)
     assert clients == 2 and len(remote) == 3
-    for line in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"x" * 5000, b'{"engine": 1, "slot": 0}\n', b'{"engine": 0}\n'):
+    for line in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"x" * 5000, b'{"engine": 1, "slot": 0}\n', b'{"engine": 0}\n',
+                 b'{"engine": 2, "slot": 3}\n'):  # fmt: skip
         with socket.create_connection(address) as sock:
             sock.sendall(line)
             assert b"error" in sock.recv(4096)
@@ -747,6 +978,7 @@ def test_engines_dial_in_and_strangers_are_turned_away():
     last, _ = engine_group.dial(*address, 2)
     head.join(30)
     assert sorted(found) == [(e, s) for e in (1, 2) for s in range(3)] and len(said) == 3
+    assert {sock.gettimeout() for sock in (*found.values(), *remote, *last)} == {None}, "a quiet hour is no failure"
     for (engine, slot), sock in found.items():
         sock.sendall(b"%d%d" % (engine, slot))
     assert [s.recv(2) for s in (*remote, *last)] == [b"10", b"11", b"12", b"20", b"21", b"22"]
@@ -756,9 +988,20 @@ def test_engines_dial_in_and_strangers_are_turned_away():
         engine_group.dial(address[0], free_port(), 1, patience=0.0)
 
 
+def test_a_line_without_an_end_is_not_read_for_ever():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(0.1)
+        theirs.sendall(b"x" * 5000)
+        with pytest.raises(ValueError, match="no line"):
+            engine_group.read_line(ours)
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [({"tensor_parallel_size": 2, "quantization": "rtn-int8"}, "quantization"),
+     ({"tensor_parallel_size": 2, "kv_transfer_config": {"kv_connector": "TCPConnector", "kv_role": "kv_both"}},
+      "kv_transfer_config"),
      ({"tensor_parallel_size": 2, "engine_place": "thread"}, "engine_place"),
      ({"data_parallel_size": 0, "headless": True}, "data_parallel_size"),
      ({"data_parallel_size": 2, "data_parallel_size_local": 3}, "data_parallel_size_local"),
@@ -774,6 +1017,15 @@ def test_flags_that_are_refused(wrong, words):
         wrong = {**wrong, "quantization": common.lesson("05b_quantization").METHODS[0]}
     with pytest.raises(common.InputError, match=words):
         EngineArgs(**wrong)
+
+
+def test_the_last_engines_may_be_elsewhere():
+    EngineArgs(data_parallel_size=4, headless=True, data_parallel_size_local=2, data_parallel_start_rank=2)
+
+
+def test_the_fullest_worker_says_how_much_cache_there_is():
+    executor = SimpleNamespace(collective_rpc=lambda name, args, budget: [5, 3, 4])
+    assert lesson.Workers(executor, ParallelConfig(3), None, 0).available_memory(None, 64) == 3
 
 
 # --- Experts ----------------------------------------------------------------------------------------------------------
@@ -813,6 +1065,14 @@ def in_threads(n, fn):
         if isinstance(x, BaseException) and not isinstance(x, threading.BrokenBarrierError):
             raise x
     return found
+
+
+def test_weights_of_the_chosen_experts_add_up_to_one():
+    layer, x = layouts.random_moe(top_k=3), torch.randn(5, 64)
+    ids, weights = layouts.route(layer, x)
+    scores = (x @ layer.router.T).exp().gather(1, ids)
+    common.assert_close(weights, scores / scores.sum(1, keepdim=True))
+    assert (weights.diff(dim=1) <= 0).all()
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
@@ -883,6 +1143,37 @@ def test_cost_by_hand():
     assert one["stage_ms"] > 1e3 * reading and one["latency_ms"] > 2 * one["stage_ms"]
     assert layouts.all_reduce_seconds(1e6, 16) > layouts.all_reduce_seconds(1e6, 8)
     assert layouts.models()["DeepSeek-R1"].expert_bytes_read(1) == pytest.approx(layouts.R1_EXPERTS * 8 / 256)
+    talk = 126 / 2 * 2 * layouts.NVLINK.seconds("all_reduce", 16384 * 2, 8)
+    hop = layouts.HOP.latency + 16384 * 2 / 8 / layouts.HOP.bandwidth
+    stage = (model.shared_bytes + model.kv_bytes) / 16 / 3.35e12 + talk
+    assert one["stage_ms"] == pytest.approx(1e3 * stage) and one["latency_ms"] == pytest.approx(1e3 * (2 * stage + hop))
+    assert one["tokens_per_second"] == pytest.approx(1 / (stage + hop))
+    inside, between = layouts.NVLINK.seconds("all_reduce", 1e6, 8), layouts.NETWORK.seconds("all_reduce", 1e6 / 8, 2)
+    assert layouts.all_reduce_seconds(1e6, 16) == inside + between
+
+
+def test_two_engines_have_twice_the_throughput_and_fp8_twice_the_rate():
+    Layout, models = layouts.Layout, layouts.models()
+    model, half = models["Llama-3.1-405B"], models["Llama-3.1-405B-FP8"]
+    one, two = layouts.cost(model, Layout(tp=8), 64), layouts.cost(model, Layout(tp=8, dp=2), 128)
+    assert two["tokens_per_second"] == pytest.approx(2 * one["tokens_per_second"])
+    compute = [x["latency_ms"] - x["talk_ms"] for x in (layouts.cost(m, Layout(tp=8), 1, 4096, 4096)
+                                                        for m in (model, half))]  # fmt: skip
+    assert compute[0] == pytest.approx(2 * compute[1]), "a prefill is bound by arithmetic"
+
+
+def test_a_pool_of_experts_is_asked_by_all_engines():
+    r1 = layouts.models()["DeepSeek-R1"]
+    x = layouts.cost(r1, layouts.Layout(dp=16, ep=True), sequences=16, context=0)
+    read = r1.shared_bytes + r1.expert_bytes_read(16) / 16
+    assert x["stage_ms"] - x["talk_ms"] == pytest.approx(1e3 * read / 3.35e12)
+
+
+def test_no_more_sequences_are_loaded_than_the_cache_holds():
+    model, layout = layouts.models()["Llama-3.1-405B"], layouts.Layout(tp=16)
+    found = layouts.loaded(model, layout)
+    assert found["sequences"] == found["kv_tokens"] // 4096 < 256
+    assert found["tokens_per_second"] == layouts.cost(model, layout, found["sequences"])["tokens_per_second"]
 
 
 @given(st.integers(1, 6), st.integers(1, 8))

@@ -160,6 +160,12 @@ def test_headers_are_not_believed(change):
         transfer.read_frame(reader(transfer.pack_frame(GOOD | change)))
 
 
+@pytest.mark.parametrize("sizes", [(1 << 21, 0), (0, 1 << 33)])
+def test_nobody_waits_for_as_many_bytes_as_a_stranger_announces(sizes):
+    with pytest.raises(transfer.ProtocolError, match="not a frame"):
+        transfer.read_frame(reader(transfer.PREFIX.pack(transfer.MAGIC, *sizes)))
+
+
 @given(st.binary(max_size=200), st.booleans())
 def test_bytes_of_a_stranger_raise_nothing_else(data, prefixed):
     if prefixed:
@@ -173,6 +179,14 @@ def test_a_segment_is_nothing_but_a_segment(name):
     link = SimpleNamespace()
     with pytest.raises(transfer.ProtocolError):
         transfer.SharedMemoryLink.receive(link, {"shm": name}, bytearray())
+
+
+def test_who_maps_a_segment_removes_its_name():
+    name = f"kvx-{os.getpid()}-{'0' * 16}"
+    (transfer.SHM / name).write_bytes(b"abc")
+    take = lambda: transfer.SharedMemoryLink.receive(SimpleNamespace(), {"shm": name}, bytearray())  # noqa: E731
+    assert bytes(take().numpy()) == b"abc" and not (transfer.SHM / name).exists()
+    assert take() is None, "a message that came twice"
 
 
 # --- The two state machines, on the worst of networks ----------------------------------------------------------------
@@ -382,6 +396,111 @@ def test_a_preempted_prefill_offers_nothing_old():
     assert sent == [([2], 0, 0, 5, 0, 1)]
 
 
+class Offered:
+    """A producer of one layer with a prompt `x`, its consumers' links, and what was sent, at a time of our own."""
+
+    def __init__(self, positions, consumers=1, layers=1):
+        self.now, self.sent = 0.0, []
+        self.producer = transfer.Producer(layers, lambda *where: where, lease=30, clock=lambda: self.now)
+        self.links = [lesson.MemoryLink() for _ in range(consumers)]
+        for link in self.links:
+            link.send = self.sent.append
+        self.producer.export("x", [1])
+        for layer in range(layers):
+            self.producer.written("x", layer, positions)
+
+    def say(self, kind, link=0, **fields):
+        get = {"head": 0, "heads": 1, "end": 5000, "have": [0], "consumers": len(self.links)} if kind == "GET" else {}
+        self.producer.on_message(self.links[link], {"kind": kind, "transfer": "x"} | get | fields)
+
+    def pump(self):
+        sent = []
+        self.producer.pump(lambda link, header, payload: sent.append((header["first"], header["count"])))
+        return sent
+
+
+def test_long_prompts_travel_in_pieces_and_wait_for_room():
+    offered = Offered(2500)
+    offered.say("GET")
+    offered.links[0].has_room = False
+    assert offered.pump() == []
+    offered.links[0].has_room = True
+    assert offered.pump() == [(0, 1024), (1024, 1024), (2048, 452)] and offered.producer.stats["early"] == 3
+    offered.producer.written("x", 0, 2600)
+    assert offered.producer.finish("x") and offered.pump() == [(2500, 100)]
+    assert offered.producer.stats["early"] == 3, "the last one was sent after the prefill"
+
+
+def test_blocks_are_kept_until_the_last_reader_has_them():
+    offered = Offered(5, consumers=2)
+    offered.say("GET", 0), offered.say("GET", 1)
+    assert offered.producer.finish("x")
+    offered.say("DONE", 0), offered.say("DONE", 0)
+    assert offered.producer.released == []
+    offered.say("DONE", 1)
+    assert offered.producer.released == ["x"] and not offered.producer.exports
+
+
+def test_a_lease_begins_when_the_prompt_is_computed_and_again_with_every_question():
+    offered = Offered(5)
+    offered.now = 40
+    offered.producer.expire()
+    assert "x" in offered.producer.exports, "a prompt that is being computed has no lease"
+    offered.producer.finish("x")
+    for offered.now in (69, 98, 127):
+        offered.producer.expire()
+        assert not offered.producer.released
+        offered.say("GET")
+    offered.now = 157
+    offered.producer.expire()
+    assert offered.producer.released == ["x"] and offered.producer.stats["expired"] == 1
+
+
+def test_whoever_asks_in_vain_is_told_why():
+    offered = Offered(5)
+    offered.say("GET", have=[0, 0])
+    assert "1 layers" in offered.sent.pop()["why"] and offered.pump() == []
+    offered.say("GET", transfer="y")
+    offered.now = 31
+    offered.producer.expire()
+    assert offered.sent.pop()["why"] == "no such request came here" and not offered.producer.early
+    offered.producer.forget("x", "the prefill was aborted")
+    offered.producer.export("x", [2])
+    assert not offered.producer.exports, "what is over does not begin again"
+    offered.say("GET")
+    assert offered.sent == [{"kind": "GONE", "transfer": "x", "why": "the prefill was aborted"}]
+
+
+def test_letters_of_a_lost_connection_are_forgotten():
+    offered = Offered(5)
+    offered.say("GET", transfer="y")
+    offered.producer.on_lost(offered.links[0])
+    offered.producer.export("y", [2])
+    offered.producer.written("y", 0, 5)
+    assert offered.pump() == []
+
+
+def test_only_the_last_thousand_transfers_are_remembered():
+    producer = transfer.Producer(1, lambda *where: where)
+    for i in range(1003):
+        producer.export(str(i), [1])
+        producer.forget(str(i), "aborted")
+    assert len(producer.gone) == 1000 and "2" not in producer.gone and "1002" in producer.gone
+
+
+@pytest.mark.parametrize("wrong", [{"layer": 1}, {"count": 6}, {"head": 1}, {"heads": 2}])
+def test_a_rectangle_that_nobody_asked_for_is_not_written(wrong):
+    written = []
+    consumer = transfer.Consumer(1, lambda blocks, header, payload: written.append(header) or True)
+    link = lesson.MemoryLink()
+    consumer.start("x", "r", [1], 0, 5, [(link, HeadSlice(0, 0, 1), 1)])
+    right = {"kind": "KV", "transfer": "x", "layer": 0, "first": 0, "count": 5, "head": 0, "heads": 1}
+    consumer.on_message(link, right | wrong, None)
+    assert not written and consumer.stats["corrupt"] == 1
+    consumer.on_message(link, right, None)
+    assert consumer.finished == ["r"]
+
+
 @pytest.mark.parametrize("fault", lesson.KINDS)
 def test_rehearsals(fault):
     found = lesson.rehearse(fault)
@@ -415,9 +534,11 @@ class pair:
 
     def __exit__(self, kind, *_):
         for core in self.cores:
-            core.scheduler.connector.close()
+            connector = core.scheduler.connector
+            connector.close()
             if kind is None:
                 assert_idle(core)
+                assert not connector.in_use and not connector.asked, "names are free again"
 
 
 def assert_idle(core):
@@ -474,7 +595,7 @@ def test_disaggregated_equals_colocated(wire, tiny_model, expected):
         found = handed_over(prefill, decode, prompts, TOKENS)
         assert found == [expected, *(generated(tiny_model, prompt, TOKENS) for prompt in prompts[1:])]
         moved = sum(len(prompt) - 1 for prompt in prompts) * 2 * 2 * 2 * 16 * 4  # halves, layers, heads, D, fp32
-        assert counts(decode)["bytes_in"] == moved
+        assert counts(decode)["bytes_in"] == counts(prefill)["bytes_out"] == moved
     assert not list(transfer.SHM.glob(f"kvx-{os.getpid()}-*")), "no segment is left behind"
 
 
@@ -743,6 +864,29 @@ def test_nothing_is_taken_before_hello():
     link.close(), theirs.close()
 
 
+def test_what_has_left_makes_room():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+    wake, link = threading.Event(), None
+    try:
+        link = transfer.Link(SimpleQueue(), wake, ours)
+        link.ROOM = 1000
+        link.send({"kind": "DONE", "transfer": "x"})
+        assert link.has_room
+        payload = torch.zeros(1 << 23, dtype=torch.uint8)  # more than the sockets hold
+        link.send({"kind": "DONE", "transfer": "x"}, payload)
+        assert not link.has_room
+        theirs.recv(1)  # the first one is on its way
+        wake.clear()
+        left = 2 * len(transfer.pack_frame({"kind": "DONE", "transfer": "x"})) + payload.nbytes - 1
+        while left:
+            left -= len(theirs.recv(min(left, 1 << 20)))
+        assert wake.wait(20) and link.has_room
+    finally:
+        theirs.close(), link.close()
+
+
 def test_no_segment_outlives_a_lost_connection():
     """The reader gives the connection up; the writer has one more message."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -806,6 +950,25 @@ def test_tensor_parallel_degrees_may_differ(producer_tp, consumer_tp, device):
             assert torch.equal(transfer.gather_reference(c.layers[layer], ours, 0, n, 0, heads), wanted)
     for c in (*producers, *consumers):
         c.close()
+
+
+@pytest.mark.parametrize("consumer_tp", [1, 3])
+def test_ranks_that_nobody_reads_from_are_told_once(consumer_tp):
+    """Six ranks hold three KV heads: the copies of those that nobody asks must not wait for their lease."""
+    config = SimpleNamespace(num_key_value_heads=3, num_hidden_layers=1, head_dim=8, hidden_size=9, vocab_size=5)
+    told = []
+    for rank in range(consumer_tp):
+        made = connectors.TCPConnector(KVTransferConfig("TCPConnector", "kv_consumer"))
+        group = SimpleNamespace(rank_in_group=rank, world_size=consumer_tp)
+        cache = torch.zeros(2, 5, 8, 3 // consumer_tp, 8)
+        made.register_kv_caches([cache], SimpleNamespace(config=config, group=group, norm=torch.ones(9)))
+        made.connect = lambda address: SimpleNamespace(send=lambda header: told.append((address[1], header["kind"])))
+        where = {"transfer_id": "x", "remote_host": "h", "remote_port": 100, "tp_size": 6}
+        request = lesson.make_request("r", PROMPT, 1, do_remote_prefill=True, **where)
+        made.bind_connector_metadata(connectors.KVConnectorMetadata([(request, [1, 2, 3], 0, 5)]))
+        made.start_load_kv()
+    unread = [r for r in range(6) if not transfer.num_consumers(3, 6, consumer_tp, r)]
+    assert sorted(told) == [(100 + r, "DONE" if r in unread else "GET") for r in range(6)] and len(unread) == 3
 
 
 # --- The store -------------------------------------------------------------------------------------------------------
@@ -908,6 +1071,28 @@ def test_tiers(tmp_path, folder):
     assert torch.equal(store.read_layer(store.find("a"), 1).view(torch.float32), layers[1].flatten())
 
 
+def test_a_block_that_is_found_is_used_and_one_that_is_being_written_is_not_counted(tmp_path):
+    tier = connectors.Tier(tmp_path / "tier", 10)
+    (tier.folder / ".partial").write_bytes(bytes(100))
+    for i, name in enumerate("ab"):
+        tier.put(name, [bytes(5)])
+        os.utime(tier.path(name), (i, i))
+    store = connectors.KVStore(tmp_path / "store", 0)
+    store.cpu.folder.rmdir()
+    store.cpu = tier
+    assert store.find("a") == tier.path("a")
+    tier.put("c", [bytes(5)])
+    assert sorted(path.name for path in tier.folder.iterdir()) == [".partial", "a", "c"]
+
+
+def test_who_may_not_read_the_cache_does_not_read_the_store(folder, tiny_model, expected):
+    assert ask(store_core(tiny_model, folder), PROMPT, 1)
+    core, request = store_core(tiny_model, folder), lesson.make_request("r", PROMPT, TOKENS)
+    request.sampling_params.skip_reading_prefix_cache = True
+    core.add_request(request)
+    assert drain(core)["r"][0] == expected and counts(core)["bytes_in"] == 0
+
+
 # --- Bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -938,6 +1123,16 @@ def test_configurations_are_checked(text, word):
 def test_transfer_params_are_checked(params, word, tiny_model):
     with pytest.raises(common.InputError, match=word):
         connectors.check_kv_transfer_params(params)
+
+
+def test_a_transfer_is_one_answer():
+    params = {"do_remote_decode": True, "transfer_id": "x"}
+    with pytest.raises(common.InputError, match="n 2"):
+        connectors.attach_params(lesson.SamplingParams(n=2), params)
+    about = {"kv_transfer": {"remote_host": "h", "remote_port": 5}}
+    assert connectors.answer_params(params, {}) == connectors.answer_params({}, about) == {}
+    assert connectors.answer_params(params, about)["kv_transfer_params"] == {
+        "do_remote_prefill": True, "transfer_id": "x", "remote_host": "h", "remote_port": 5}  # fmt: skip
 
 
 def test_a_transfer_has_one_request_on_each_side(tiny_model, expected):
@@ -1008,6 +1203,24 @@ def test_an_answer_goes_on_elsewhere_when_its_worker_dies():
     assert found["a"].token_ids == [7, 8, 6] and found["b"].token_ids == [9]
     assert ("abort", "a.1") in prefill.letters, "its blocks over there are not kept for the dead"
     assert second.letters[-1][:4] == ("add", "a.2", [1, 2, 7], 2), "what was said is part of the prompt"
+
+
+def test_the_router_spreads_what_is_not_done():
+    workers = [FakeWorker(name) for name in ("p0", "p1", "d0", "d1")]
+    router = lesson.Router(workers[:2], workers[2:])
+    for name in "ab":
+        router.submit(name, [1], 1)
+    assert [len(worker.letters) for worker in workers] == [1, 1, 1, 1]
+    workers[3].say("b.1", [5], "length")
+    workers[2].say("a.1", [5], "length")
+    assert all(job.done for job in router.run(10).values())
+    router.submit("c", [1], 2)
+    router.submit("d", [1], 1)
+    workers[3].say("d.1", [6], "length")
+    workers[2].say("c.1", [6]), workers[2].say("c.1", [7], "length")
+    found = router.run(10)
+    assert found["c"].token_ids == [6, 7] and 0 < found["c"].first < found["c"].finish
+    assert [len(worker.letters) for worker in workers] == [2, 2, 2, 2]
 
 
 def test_errors_are_retried_and_then_told():
@@ -1123,6 +1336,36 @@ def test_the_proxy_survives_a_decode_server():
     servers.down = {"d0", "d1"}
     answer = through_proxy(servers, BODY)
     assert answer.status_code == 503 and "no decode server" in answer.json()["error"]["message"]
+
+
+def test_the_proxy_tries_another_decode_server_that_fails_and_takes_turns():
+    pytest.importorskip("fastapi")
+    servers = Servers()
+    servers.status = {"d1": 500}
+    assert through_proxy(servers, BODY).status_code == 200
+    assert [host for host, _ in servers.asked] == ["p0", "d1", "p0", "d0"], "another attempt has another transfer"
+    first, _, second, _ = [body.get("kv_transfer_params", {}).get("transfer_id") for _, body in servers.asked]
+    assert first != second
+    servers.status = {"d0": 503, "d1": 500}
+    assert "says no" in through_proxy(servers, BODY).text, "if all fail, the last one's words"
+
+
+def test_the_proxy_limits_the_prefill_in_both_spellings_and_passes_the_key_on():
+    pytest.importorskip("fastapi")
+    servers, keys = Servers(), []
+
+    async def go():
+        transport = httpx.MockTransport(lambda request: keys.append(request.headers.get("authorization")) or
+                                        servers(request))  # fmt: skip
+        proxy = lesson.Proxy(["http://p0"], ["http://d0", "http://d1"], httpx.AsyncClient(transport=transport))
+        for _ in range(2):
+            answer = await proxy.handle("/v1/completions", {"max_completion_tokens": 9}, {"authorization": "k"})
+            await answer.aclose()
+
+    asyncio.run(go())
+    (_, asked), (first, wanted), _, (second, _) = servers.asked
+    assert (asked["max_completion_tokens"], wanted["max_completion_tokens"]) == (1, 9)
+    assert {first, second} == {"d0", "d1"} and keys == ["k"] * 4
 
 
 def test_the_proxy_passes_refusals_on():
