@@ -606,7 +606,16 @@ def test_profile_run_on_a_gpu(monkeypatch, tiny_model):
 def life(capsys, monkeypatch, timeout, ask, number=signal.SIGTERM, place="thread"):
     """`run_server` in this process; `ask(client)` runs while the signal comes. Returns (code, its result)."""
 
+    add_request = async_engine.AsyncLLM.add_request
+
     async def run():
+        inside = asyncio.Event()
+
+        def noticed(*args, **about):
+            inside.set()
+            return add_request(*args, **about)
+
+        monkeypatch.setattr(async_engine.AsyncLLM, "add_request", noticed)
         args = EngineArgs(max_model_len=256, max_num_seqs=4, kv_cache_gib=0.01, engine_place=place)
         task = asyncio.create_task(lesson.run_server(args, "127.0.0.1", 0, [], timeout))
         out = ""
@@ -616,7 +625,8 @@ def life(capsys, monkeypatch, timeout, ask, number=signal.SIGTERM, place="thread
             assert not task.done(), await task
         async with httpx.AsyncClient(base_url=out.split()[-1], timeout=30) as client:
             asking = asyncio.create_task(ask(client))
-            await asyncio.sleep(0.05)
+            await asyncio.wait_for(inside.wait(), 30)
+            await asyncio.sleep(0.02)
             os.kill(os.getpid(), number)
             return await asyncio.wait_for(task, 30), await asking
 

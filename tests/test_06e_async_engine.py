@@ -282,6 +282,28 @@ def test_shutdown_waits_for_those_inside(tiny, folder):
     assert asyncio.run(run()) == {0: "length"}
 
 
+# --- An end that somebody wanted --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("patience", [0, 5])
+def test_who_comes_during_the_shutdown_is_refused(tiny, folder, patience):
+    """Whoever is inside may finish, or gets what there is; a new request would be cut off, so it is told to go away."""
+
+    async def run():
+        async with running(folder) as llm:
+            inside = asyncio.create_task(read(llm, "inside", prompt(1), GREEDY))
+            while not llm.num_unfinished:
+                await asyncio.sleep(0)
+            leaving = asyncio.create_task(llm.shutdown(patience))
+            await asyncio.sleep(0)
+            with pytest.raises(lesson.QueueOverflowError, match="shutting down"):
+                await read(llm, "late", prompt(1), GREEDY)
+            await leaving
+            return (await inside)[2]
+
+    assert asyncio.run(run()) == {0: "length" if patience else "abort"}
+
+
 # --- An engine that dies ----------------------------------------------------------------------------------------------
 
 
@@ -527,15 +549,23 @@ def test_admission(bound, inside, n, full):
 # --- Any order of events ----------------------------------------------------------------------------------------------
 
 
+class Zeros(scheduling.EngineCore):
+    """No model: everybody's next token is 0."""
+
+    def execute_model(self, output):
+        return {request_id: [0] for request_id in output.num_scheduled_tokens}
+
+
 class Life(RuleBasedStateMachine):
-    """Requests come, leave, stop and finish in any order, letters are delayed: both sides end up with nothing."""
+    """Requests come, leave, stop and finish in any order, letters are delayed, names are used again at once: both sides
+    end up with nothing."""
 
     def __init__(self):
         super().__init__()
         config = preemption.SchedulerConfig(max_model_len=32, max_num_seqs=3, max_num_batched_tokens=16)
-        self.core = scheduling.DryRun(preemption.make_scheduler(config, 13, 4))  # tight: preemptions happen
+        self.core = Zeros(preemption.make_scheduler(config, 13, 4))  # tight: preemptions happen
         self.core.runner = None
-        self.from_core, self.to_core, self.count, self.texts = [], [], 0, {}
+        self.from_core, self.to_core = [], []
         self.proc = lesson.EngineCoreProc(SimpleNamespace(core=self.core), self.from_core.append)
         self.proc.read_mail = self.deliver_to_core
         real = llama.model_folder(None)
@@ -547,7 +577,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(length=st.integers(1, 20), n=st.integers(1, 3), max_tokens=st.integers(1, 14), stop=st.booleans())
     def add(self, length, n, max_tokens, stop):
-        name, self.count = str(self.count * 10 + 1), self.count + 1
+        name = next(name for name in map(str, range(1000)) if name not in self.front.callers)
         params = SamplingParams(
             temperature=1, n=1, max_tokens=max_tokens, ignore_eos=True, stop=["!!"] if stop else None
         )
@@ -613,6 +643,46 @@ def test_an_abort_that_crosses_the_step_wins(tiny):
     proc.step()
     assert [output.request_id for output in sent[-1].outputs] == ["stays"]
     assert sent[-1].scheduler_stats.num_running_reqs == 1 and list(engine.core.scheduler.requests) == ["stays"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_namesake_hears_nothing_of_whoever_left(real_model, tiny, late):
+    """A caller may use a name again at once. The step that computes for its first owner is not over, or its letter is
+    on the way: neither brings the second one a token."""
+    model, tokenizer = real_model
+
+    def story(leave):
+        to_core, from_core, heard = [], [], {}
+        proc = lesson.EngineCoreProc(tiny(), from_core.append)
+        front = lesson.FrontEnd(model.config, tokenizer, to_core.append, 32)
+
+        def read_mail():
+            proc.handle(to_core), to_core.clear()
+
+        def change_hands():
+            front.abort_request(["x"])
+            front.add_request("x", prompt(7), GREEDY)
+
+        if leave:
+            front.add_request("x", prompt(1, 2), GREEDY)
+            read_mail()
+            proc.read_mail = lambda: None if late else (change_hands(), read_mail())
+            proc.step()
+            if late:
+                change_hands()
+            proc.read_mail = lambda: None
+        else:
+            front.add_request("x", prompt(7), GREEDY)
+        while front.callers:
+            for letter in from_core:
+                for output in front.process_outputs(letter, letter.outputs):
+                    heard[output.request_id] = (output.prompt_token_ids, output.outputs[0].token_ids)
+            from_core.clear(), read_mail()
+            if proc.scheduler.has_unfinished_requests():
+                proc.step()
+        return heard
+
+    assert story(leave=True) == story(leave=False)
 
 
 def test_the_busy_loop_says_so_when_an_abort_empties_it(tiny):

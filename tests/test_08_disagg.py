@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -800,9 +801,45 @@ def test_a_client_that_leaves(when, tiny_model):
         while not done() and time.monotonic() < deadline:
             prefill.step(), decode.step()
         assert done()
+        if when == "running":
+            assert scheduler.running[0].num_cached_tokens == len(PROMPT) - 1, "all of it came, but for the last token"
         decode.abort_requests(["a", "other"])
         assert not scheduler.kv_cache_manager.req_to_blocks
-        drain(prefill, decode)
+        drain(prefill, decode, seconds=10)
+
+
+def test_a_prompt_that_nobody_wants_any_more_leaves_no_name(tiny_model):
+    """The decode side leaves while the prompt is computed: there is nothing to keep, and nothing to remember."""
+    with pair(tiny_model, "TCPConnector", prefill={"max_num_batched_tokens": 16, "max_num_seqs": 4}) as (
+        prefill,
+        decode,
+    ):
+        connector = prefill.scheduler.connector
+        submit(prefill, decode, "a", PROMPT, TOKENS)
+        decode.step()
+        while not connector.producer.early:
+            connector.poll()
+        prefill.step()
+        decode.abort_requests(["a"])
+        deadline = time.monotonic() + 10
+        while not connector.producer.exports["a"].done and time.monotonic() < deadline:
+            decode.step(), connector.poll()
+        assert connector.producer.exports["a"].done and connector.names
+        drain(prefill, decode, seconds=10)
+        assert not connector.names
+
+
+def test_who_wants_log_probabilities_is_computed_here_instead(tiny_model):
+    """Even where the policy is to fail: a front end looks for those of every output, and an error has none."""
+    with pair(tiny_model, "TCPConnector") as (prefill, decode):
+        remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
+        request = lesson.make_request("a", PROMPT, TOKENS, **remote)
+        request.sampling_params = dataclasses.replace(request.sampling_params, logprobs=1)
+        decode.add_request(request)
+        decode.step()
+        prefill.scheduler.connector.close()  # nobody will ever send it
+        tokens, reason, _ = drain(decode)["a"]
+        assert len(tokens) == TOKENS and reason == "length"
 
 
 def test_an_aborted_prefill_is_reported(tiny_model):
@@ -1203,6 +1240,18 @@ def test_an_answer_goes_on_elsewhere_when_its_worker_dies():
     assert found["a"].token_ids == [7, 8, 6] and found["b"].token_ids == [9]
     assert ("abort", "a.1") in prefill.letters, "its blocks over there are not kept for the dead"
     assert second.letters[-1][:4] == ("add", "a.2", [1, 2, 7], 2), "what was said is part of the prompt"
+
+
+def test_a_job_that_is_done_is_no_load():
+    workers = [FakeWorker(name) for name in ("p0", "p1", "d0", "d1")]
+    router = lesson.Router(workers[:2], workers[2:])
+    router.submit("a", [1], 1)
+    workers[2].say("a.1", [5], "length")
+    router.run(10)
+    router.submit("b", [1], 1), router.submit("c", [1], 1)
+    assert [worker.letters[-1][:2] for worker in workers[2:]] == [("add", "b.1"), ("add", "c.1")]
+    workers[2].say("b.1", [5], "length"), workers[3].say("c.1", [5], "length")
+    assert all(job.done for job in router.run(10).values())
 
 
 def test_the_router_spreads_what_is_not_done():

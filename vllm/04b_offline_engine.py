@@ -591,9 +591,9 @@ class LLMEngine:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias or ())
         eos = self.model.config.eos_token_ids
-        caller, sequences = _Caller(request_id, text, token_ids, stream), {}
+        caller, sequences, own_name = _Caller(request_id, text, token_ids, stream), {}, self._own_name(request_id)
         for index in range(params.n):  # each of n samples is a request of its own, as in vLLM V1
-            name = request_id if params.n == 1 else f"{index}_{request_id}"
+            name = own_name if params.n == 1 else f"{index}_{own_name}"
             child = params
             if params.n > 1:
                 child = dataclasses.replace(params, n=1, seed=None if params.seed is None else params.seed + index)
@@ -607,6 +607,10 @@ class LLMEngine:
             caller.unfinished.add(name)
         self.sequences |= sequences
         self.callers[request_id] = caller
+
+    def _own_name(self, request_id: str) -> str:
+        """What the core calls the request; the caller's name does, as long as an abort is over when it returns."""
+        return request_id
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):

@@ -432,7 +432,7 @@ class PrometheusStatLogger:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         self.registry = CollectorRegistry()
-        self.times: dict[str, RequestTimes] = {}
+        self.times: dict[tuple[str, int], RequestTimes] = {}  # a request's id, and which of its answers
         labels = {"model_name": model_name, "engine": "0"}
 
         def make(kind: type, name: str, text: str, *more: str, **options: Any) -> Any:
@@ -476,13 +476,16 @@ class PrometheusStatLogger:
                 self.step_tokens.observe(stats.num_scheduled_tokens)
         for name, (queued, num_cached_tokens) in letter.admitted.items():
             if sequence := sequences.get(name):
-                self.times[name] = RequestTimes(sequence.request.arrival_time, queued)
+                self.times[sequence.caller.request_id, sequence.index] = RequestTimes(
+                    sequence.request.arrival_time, queued
+                )
                 self.queries.inc(sequence.request.num_prompt_tokens)
                 self.prompt_tokens.inc(sequence.request.num_prompt_tokens)
                 self.hits.inc(num_cached_tokens)
                 self.queue_time.observe(queued)
         for output in letter.outputs:
-            times, n = self.times.get(output.request_id), len(output.new_token_ids)
+            sequence, n = sequences.get(output.request_id), len(output.new_token_ids)
+            times = sequence and self.times.get((sequence.caller.request_id, sequence.index))
             if times is None or n == 0:
                 continue
             self.generation_tokens.inc(n)
@@ -499,9 +502,7 @@ class PrometheusStatLogger:
         for answer in output.outputs:
             if answer.finish_reason is None:
                 continue
-            times = self.times.pop(f"{answer.index}_{output.request_id}", None) or self.times.pop(
-                output.request_id, None
-            )
+            times = self.times.pop((output.request_id, answer.index), None)
             if times is None:
                 continue
             self.success(finished_reason=answer.finish_reason).inc()
@@ -515,9 +516,9 @@ class PrometheusStatLogger:
             if times.tokens > 1:
                 self.tpot.observe((times.last - times.first) / (times.tokens - 1))
 
-    def record_abort(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.times.pop(name, None)
+    def record_abort(self, sequences: Iterable[Any]) -> None:
+        for sequence in sequences:
+            self.times.pop((sequence.caller.request_id, sequence.index), None)
             self.success(finished_reason="abort").inc()
 
     def record_rejection(self, n: int) -> None:

@@ -488,7 +488,8 @@ async def serve_engines(args: argparse.Namespace, prompts: Sequence[str]) -> dic
         async def client(i: int) -> list[int]:
             name = f"client-{i}"
             collector = llm.add_request(name, prompts[i], params)
-            engines[name] = llm.client.engine_of[name]
+            (own_name,) = llm.front.callers[name].unfinished
+            engines[name] = llm.client.engine_of[own_name]
             async for output in llm.outputs(collector):
                 final = output
             return final.outputs[0].token_ids

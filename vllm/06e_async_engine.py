@@ -51,6 +51,7 @@ import statistics
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,7 +163,7 @@ class EngineDeadError(RuntimeError):
 
 
 class QueueOverflowError(RuntimeError):
-    """As many requests are inside as `max_num_queued_reqs` allows: come back later."""
+    """As many requests are inside as `max_num_queued_reqs` allows, or the server is going: come back later."""
 
 
 # --- 2. The engine core: lesson 04's loop, with a mailbox -------------------------------------------------------------
@@ -525,6 +526,11 @@ class FrontEnd(LLMEngine):
         self.sequences: dict[str, Any] = {}
         self.callers: dict[str, Any] = {}
 
+    def _own_name(self, request_id: str) -> str:
+        """Letters about a request are on their way when it is aborted, and a caller may use its name again at once: the
+        namesake must not get them. vLLM: `InputProcessor.assign_request_id`."""
+        return f"{request_id}-{uuid.uuid4().hex[:8]}"
+
     def process_outputs(self, letter: EngineCoreOutputs, outputs: list[EngineCoreOutput]) -> list[RequestOutput]:
         """Token ids of some sequences into news for their callers."""
         for request_id, (_, num_cached_tokens) in letter.admitted.items():
@@ -588,10 +594,12 @@ class AdmissionControl:
 
     def __init__(self, max_num_queued_reqs: int | None = None) -> None:
         self.max_num_queued_reqs = max_num_queued_reqs  # None: no bound
-        self.num_rejected = 0
+        self.num_rejected, self.closed = 0, False
 
     def check(self, num_inside: int, n: int = 1) -> None:
-        """Raises QueueOverflowError if `n` more would be too many."""
+        """Raises QueueOverflowError if `n` more would be too many, or nobody new is let in."""
+        if self.closed:
+            raise QueueOverflowError("the server is shutting down")
         if self.max_num_queued_reqs is not None and num_inside + n > self.max_num_queued_reqs:
             self.num_rejected += n
             raise QueueOverflowError(f"the server is full: {num_inside} sequences of max_num_queued_reqs "
@@ -687,7 +695,7 @@ class AsyncLLM:
             self.collectors.pop(request_id, None)
             if caller := self.front.callers.get(request_id):
                 if self.stat_logger:
-                    self.stat_logger.record_abort(caller.unfinished)
+                    self.stat_logger.record_abort([self.front.sequences[name] for name in caller.unfinished])
                 self.front.abort_request([request_id])
 
     def finish_all(self) -> None:
@@ -699,7 +707,7 @@ class AsyncLLM:
             if collector:
                 collector.put(RequestOutput(request_id, caller.prompt, caller.prompt_token_ids, outputs, True))
             if self.stat_logger:
-                self.stat_logger.record_abort(caller.unfinished)
+                self.stat_logger.record_abort(sequences)
             self.front.abort_request([request_id])
 
     # -- what the engine says --
@@ -766,8 +774,8 @@ class AsyncLLM:
         return reply.result
 
     async def shutdown(self, timeout: float = 0.0) -> None:
-        """Let requests finish for up to `timeout` seconds, then end them, then the engine."""
-        stop = time.monotonic() + timeout
+        """Let requests finish for up to `timeout` seconds, then end them, then the engine. New ones are refused."""
+        stop, self.admission.closed = time.monotonic() + timeout, True
         while self.front.callers and time.monotonic() < stop and not self.dead:
             await asyncio.sleep(0.02)
         self.finish_all()

@@ -461,9 +461,11 @@ class P2PConnector(KVConnectorBase):
         if self.saves(request):
             transfer = params["transfer_id"]
             if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
-                return self.producer.finish(transfer)
+                if self.producer.finish(transfer):
+                    return True  # `get_finished` will name it
+            else:
+                self.producer.forget(transfer, "the prefill was aborted")
             self.names.pop(transfer, None)
-            self.producer.forget(transfer, "the prefill was aborted")
         elif params.get("do_remote_prefill") and self.config.is_kv_consumer:
             self.consumer.cancel(request.request_id)
             if request.request_id not in self.asked:  # ended before it was admitted: somebody keeps its prompt for us
