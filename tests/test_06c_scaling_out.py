@@ -259,7 +259,10 @@ def test_an_embedding_that_is_not_tied_is_on_the_first_stage_only():
 
 def test_no_more_is_on_the_way_than_there_are_stages(monkeypatch):
     group, waited = executors.PipelineGroup(range(2), 0), []
-    work = lambda x, rank, group: SimpleNamespace(wait=lambda: waited.append(x.item()))  # noqa: E731
+
+    def work(x, rank, group):
+        return SimpleNamespace(wait=lambda: waited.append(x.item()))
+
     monkeypatch.setattr(torch.distributed, "isend", work)
     for i in range(5):
         group.send(torch.tensor(i))

@@ -185,7 +185,10 @@ def test_a_segment_is_nothing_but_a_segment(name):
 def test_who_maps_a_segment_removes_its_name():
     name = f"kvx-{os.getpid()}-{'0' * 16}"
     (transfer.SHM / name).write_bytes(b"abc")
-    take = lambda: transfer.SharedMemoryLink.receive(SimpleNamespace(), {"shm": name}, bytearray())  # noqa: E731
+
+    def take():
+        return transfer.SharedMemoryLink.receive(SimpleNamespace(), {"shm": name}, bytearray())
+
     assert bytes(take().numpy()) == b"abc" and not (transfer.SHM / name).exists()
     assert take() is None, "a message that came twice"
 
