@@ -38,8 +38,8 @@ def test_default_run(lesson):
 def test_default_run_takes_at_most_twenty_seconds(lesson):
     if common.HAS_GPU:
         pytest.skip("the limit is for two CPU cores; a GPU's first run compiles kernels")
-    # The better of two: other work on the machine may have slowed the first.
-    for _ in range(2):
+    # The best of three: other work on the machine may have slowed the others.
+    for _ in range(3):
         seconds = execute(script_job(lesson)[1]).seconds
         if seconds <= 20:
             return

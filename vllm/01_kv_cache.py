@@ -776,7 +776,7 @@ def measure_model(model: llama.Llama, long: bool) -> dict[str, Any]:
     """Decode against context and against batch, prefill against prompt length, and the machine's own ceiling."""
     longest, seconds = min(8192, model.config.max_position_embeddings), 4.0 if long else 0.2
     contexts = [longest * part // 64 for part in ((1, 8, 16, 32, 48, 64) if long else (1, 16))]
-    prompts = [min(n, longest) for n in ((32, 128, 512, 1024) if long else (256,))]
+    prompts = [min(n, longest) for n in ((32, 128, 512, 1024) if long else (128,))]
     batches = (1, 4, 16, 32) if long else (1, 8)
     cache = filled_cache(model, 1, max(contexts + prompts))
     decode = [pass_seconds(model, cache, 1, n, seconds) for n in contexts]

@@ -1170,7 +1170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.heading("3. The same requests on 8 seats, in seconds")
     rows, runs = [], {}
     for policy in POLICIES:
-        runs[policy] = run = serve(make_core(model, policy, 8), prompts, OUTPUTS)
+        runs[policy] = run = serve(make_core(model, policy, 8, 1 + 8 * 32), prompts, OUTPUTS)
         used = sum(run.batch) / (8 * len(run.batch))
         rows.append([policy, len(run.batch), f"{used:.0%}", f"{sum(run.seconds):.2f} s", f"{run.tokens_per_second:.0f}",
                      f"{sum(run.finish) / NUM_REQUESTS:.2f} s", f"{percentile(run.finish, 0.99):.2f} s"])  # fmt: skip
