@@ -14,7 +14,7 @@ import pytest
 
 lesson = common.lesson("11_preemption")
 GOLDEN = Path(__file__).parent / "golden"
-WORKLOADS = sorted(GOLDEN.glob("*/workloads/*.json"))
+WORKLOADS = sorted((*GOLDEN.glob("recorded/workloads/*.json"), *GOLDEN.glob("random/workloads/*.json")))
 
 # Compared in this order, the first difference is a cause rather than a consequence.
 FIELDS = ("step", "added", "aborted", "preempted", "scheduled", "new", "resumed", "running", "prefix_hit", "computed",

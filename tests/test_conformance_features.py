@@ -1,0 +1,247 @@
+"""Speculation, adapters and planning ahead decide as vLLM 0.32 does, too: the recordings of `record_vllm.py`."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from types import SimpleNamespace
+
+import common
+import pytest
+from test_conformance import GOLDEN, first_difference, trace_of
+
+preemption, optimizations = common.lesson("11_preemption"), common.lesson("05_optimizations")
+speculation, multi_lora = common.lesson("07_spec_decode"), common.lesson("12_multi_lora")
+scheduling = preemption.continuous_batching
+FEATURES = ("speculative", "adapters", "ahead")
+WORKLOADS = {feature: sorted((GOLDEN / feature / "workloads").iterdir()) for feature in FEATURES}
+
+
+def replayed(workload: dict) -> dict:
+    """The trace of a workload in which requests have drafts or adapters: lesson 11's `replay`, and what they add."""
+    specs = {spec["id"]: spec for spec in workload["requests"]}
+    features = ("num_speculative_tokens", "max_loras")
+    num_speculative_tokens, max_loras = (workload["config"][key] for key in features)
+
+    class Core(preemption.ReplayCore):
+        def __init__(self, config):
+            super().__init__(config)
+            scheduler = self.scheduler
+            if num_speculative_tokens:
+                scheduler.__class__ = type("Scheduler", (speculation.SpeculativeScheduler, type(scheduler)), {})
+                scheduler.scheduled_spec_decode_tokens = {}
+                scheduler.spec_decoding_stats = speculation.SpecDecodingStats()
+            if max_loras:  # adapters that have been read and find a place whenever the scheduler lets them
+                limits, yes = SimpleNamespace(max_loras=max_loras, fair=False), lambda *about: True
+                manager = SimpleNamespace(
+                    config=limits, blocks=None, retired={}, is_loaded=yes, make_resident=yes, wait=yes
+                )
+                multi_lora.make_lora_scheduler(scheduler, manager)
+
+        def add_request(self, request):
+            request.lora_name = specs[request.request_id].get("lora")
+            super().add_request(request)
+
+        def execute_model(self, output):
+            sampled, drafts = super().execute_model(output), getattr(output, "scheduled_spec_decode_tokens", {})
+            for request_id, token_ids in sampled.items():
+                written = self.scheduler.requests[request_id].num_output_tokens
+                for draft, token_id in zip(drafts.get(request_id, ()), self.forced[request_id][written:]):
+                    if draft != token_id:
+                        break
+                    token_ids.append(self.forced[request_id][written + len(token_ids)])
+            drafts = {request_id: list(token_ids) for request_id, token_ids in drafts.items()}
+            self.entry = {"scheduled": self.entry.pop("scheduled"), "drafts": drafts, **self.entry}
+            self.entry["sampled"] = {request_id: list(token_ids) for request_id, token_ids in sampled.items()}
+            return sampled
+
+        def recorded_step(self):
+            entry, requests = super().recorded_step(), self.scheduler.requests
+            if num_speculative_tokens:
+                self.scheduler.update_draft_token_ids({
+                    i: list(specs[i]["drafts"].get(str(requests[i].num_output_tokens), ()))
+                    for i in entry["sampled"] if i in requests
+                })  # fmt: skip
+            return entry
+
+    plain = {
+        **workload,
+        "config": {key: value for key, value in workload["config"].items() if key not in features},
+        "requests": [{k: v for k, v in spec.items() if k not in ("drafts", "lora")} for spec in workload["requests"]],
+    }
+    trace = preemption.replay(plain, Core)
+    return {key: trace[key] for key in ("vllm", "workload", "steps")}
+
+
+def planned_ahead(workload: dict) -> dict:
+    """Lesson 05's `AsyncScheduler`, driven as its queue of two steps does, without a model."""
+    config = workload["config"]
+    limits = scheduling.SchedulerConfig(
+        config["max_model_len"], config["max_num_seqs"], config["max_num_batched_tokens"]
+    )
+    manager = scheduling.KVCacheManager(config["num_blocks"], config["block_size"], config["max_model_len"])
+    scheduler, queue, steps = optimizations.AsyncScheduler(limits, manager), deque(), []
+    forced = {spec["id"]: iter(spec["forced_output_token_ids"]) for spec in workload["requests"]}
+    pending = deque(enumerate(sorted(workload["requests"], key=lambda spec: spec["arrival_step"])))
+    while pending or scheduler.has_unfinished_requests() or queue:
+        while pending and pending[0][1]["arrival_step"] <= len(steps):
+            rank, spec = pending.popleft()
+            scheduler.add_request(preemption.workload_files.make_request(spec, rank, {"eos_token_id": None}))
+        planned = []
+        while len(queue) < 2 and (output := scheduler.schedule()).num_scheduled_tokens:
+            queue.append(
+                (output, {request_id: [next(forced[request_id])] for request_id in output.num_scheduled_tokens})
+            )
+            planned.append(dict(output.num_scheduled_tokens))
+        outputs = scheduler.update_from_output(*queue.popleft()) if queue else []
+        steps.append({
+            "planned": planned, "heard": {o.request_id: list(o.new_token_ids) for o in outputs},
+            "finished": {o.request_id: o.finish_reason for o in outputs if o.finish_reason},
+            "running_queue": [request.request_id for request in scheduler.running],
+            "waiting_queue": [request.request_id for request in scheduler.waiting],
+        })  # fmt: skip
+    return {"vllm": preemption.REFERENCE, "workload": workload["name"], "steps": steps}
+
+
+def difference(feature, path) -> str | None:
+    workload, recorded = json.loads(path.read_text()), json.loads(trace_of(path).read_text())
+    if feature != "ahead":
+        return first_difference(replayed(workload), recorded)
+    for i, (ours, theirs) in enumerate(zip(planned_ahead(workload)["steps"], recorded["steps"], strict=True)):
+        if json.dumps(ours) != json.dumps(theirs):  # the order of keys counts
+            return f"step {i}: {ours} instead of {theirs}"
+    return None
+
+
+@pytest.mark.parametrize(
+    ("feature", "path"), [pytest.param(f, path, id=path.stem) for f in FEATURES for path in WORKLOADS[f]]
+)
+def test_every_recorded_decision_is_ours(feature, path):
+    assert difference(feature, path) is None
+
+
+def test_the_recordings_meet_the_rules():
+    def steps(feature):
+        for path in WORKLOADS[feature]:
+            workload, trace = (json.loads(p.read_text()) for p in (path, trace_of(path)))
+            assert trace["vllm"] == preemption.REFERENCE and trace["steps"]
+            for step in trace["steps"]:
+                yield workload, step
+
+    seen = set()
+    for workload, step in steps("speculative"):
+        config, specs = workload["config"], {spec["id"]: spec for spec in workload["requests"]}
+        for request_id, drafts in step.get("drafts", {}).items():
+            accepted = len(step["sampled"][request_id]) - 1
+            seen.add("all stand" if accepted == len(drafts) else "some stand" if accepted else "none stands")
+            if request_id in step.get("finished", {}):
+                seen.add(f"{step['finished'][request_id]} at a draft")
+            if len(drafts) < config["num_speculative_tokens"]:
+                seen.add("fewer drafts")
+            if step["computed"][request_id] == config["max_model_len"] - 1:
+                seen.add("up to the last position")
+            if sum(step["scheduled"].values()) == config["max_num_batched_tokens"]:
+                seen.add("up to the budget")
+        for field in ("preempted", "resumed", "aborted", "cached_keys"):
+            if step.get(field):
+                seen.add(f"{field}, {config['policy']}")
+        assert all("drafts" in spec for spec in specs.values())
+    assert seen >= {"all stand", "some stand", "none stands", "length at a draft", "stop at a draft", "fewer drafts",
+                    "up to the last position", "up to the budget", "preempted, fcfs", "preempted, priority",
+                    "resumed, fcfs", "aborted, fcfs", "cached_keys, fcfs"}  # fmt: skip
+
+    seen = set()
+    for workload, step in steps("adapters"):
+        adapter = {spec["id"]: spec.get("lora") for spec in workload["requests"]}
+        running = {adapter[request_id] for request_id in step.get("running_queue", ())}
+        seen.add(f"{len(running - {None})} of {workload['config']['max_loras']}")
+        seen |= {"mixed"} if len(running) > 1 and None in running else set()
+        seen |= {key for key in ("preempted", "prefix_hit", "waiting_queue") if step.get(key)}
+    assert seen >= {"1 of 1", "2 of 2", "mixed", "preempted", "prefix_hit", "waiting_queue"}
+
+    ahead = list(steps("ahead"))
+    assert {len(step["planned"]) for _, step in ahead} == {0, 1, 2}
+    assert {reason for _, step in ahead for reason in step["finished"].values()} == {"length", "stop"}
+
+
+# --- It can fail ------------------------------------------------------------------------------------------------------
+
+Speculative, Ahead = speculation.SpeculativeScheduler, optimizations.AsyncScheduler
+
+
+def _never_rolls_back(self, output, sampled):
+    return super(Speculative, self).update_from_output(output, sampled)
+
+
+def _drafts_uncut(self, request):
+    known = super(Speculative, self)._num_new_tokens(request)
+    behind = request.num_tokens - request.num_computed_tokens
+    return known + (len(getattr(request, "spec_token_ids", ())) if known == behind else 0)
+
+
+def _drafts_free(self, request, num_new_tokens, output, original=Speculative._grant):
+    original(self, request, num_new_tokens, output)
+    self.token_budget += len(self.scheduled_spec_decode_tokens.get(request.request_id, ()))
+
+
+def _victim_keeps_drafts(self, victim, output):
+    super(Speculative, self)._preempt_request(victim, output)
+
+
+def _nobody_overtakes(self, output):
+    preemption.Scheduler._schedule_waiting(self, output)
+
+
+def _ahead_of_the_end(self, request):
+    behind = request.num_tokens + self.num_output_placeholders[request.request_id] - request.num_computed_tokens
+    return behind if behind <= self.token_budget else 0
+
+
+BREAK = {
+    "rejected drafts stay computed": ("speculative", Speculative, "update_from_output", _never_rolls_back),
+    "drafts exceed the budget": ("speculative", Speculative, "_num_new_tokens", _drafts_uncut),
+    "drafts cost nothing": ("speculative", Speculative, "_grant", _drafts_free),
+    "a victim's drafts stay in the step": ("speculative", Speculative, "_preempt_request", _victim_keeps_drafts),
+    "a step is planned behind the last": ("ahead", Ahead, "_num_new_tokens", _ahead_of_the_end),
+}
+
+
+@pytest.mark.parametrize("what", BREAK)
+def test_a_broken_rule_shows(what, monkeypatch):
+    feature, owner, name, broken = BREAK[what]
+    monkeypatch.setattr(owner, name, broken)
+    assert noticed(feature)
+
+
+@pytest.mark.parametrize("what", ["who waits for a place blocks the queue", "one place more", "idle ones keep theirs"])
+def test_a_broken_rule_of_adapters_shows(what, monkeypatch):
+    def broken(base, manager, original=multi_lora.lora_scheduler):
+        if what == "one place more":
+            manager.config.max_loras += 1
+        kind = original(base, manager)
+        if what == "who waits for a place blocks the queue":
+            kind._schedule_waiting = _nobody_overtakes
+        if what == "idle ones keep theirs":
+            admit, seen = kind._admit, set()
+
+            def too_strict(self, request):
+                seen.update(r.lora_name for r in self.running)
+                places = manager.config.max_loras
+                self.passed_over = bool(request.lora_name) and request.lora_name not in seen and len(seen) >= places
+                return 0 if self.passed_over else admit(self, request)
+
+            kind._admit = too_strict
+        return kind
+
+    monkeypatch.setattr(multi_lora, "lora_scheduler", broken)
+    assert noticed("adapters")
+
+
+def noticed(feature) -> bool:
+    def differs(path):
+        try:
+            return difference(feature, path) is not None
+        except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, StopIteration, ValueError):
+            return True  # too broken to finish
+
+    return any(map(differs, WORKLOADS[feature]))
