@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import dataclasses
+import functools
+import io
 import json
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from queue import SimpleQueue
 from types import SimpleNamespace
 
@@ -89,12 +91,13 @@ def test_blocks_to_wire_and_back(wrapper, size, Hkv, D, head, heads, first, coun
     assert torch.equal(target, reference), "every element in its place, and no other one touched"
 
 
-def test_moving_nothing(tiny_model):
-    cache = torch.zeros(2, 3, 4, 2, 16)
-    for context in (common.use_kernels,) if common.HAS_TRITON else ():
+def test_moving_nothing():
+    cache, before = torch.zeros(2, 3, 4, 2, 16), transfer.move_kv_kernel.launches
+    for context in (contextlib.nullcontext, common.use_kernels) if common.HAS_TRITON else (contextlib.nullcontext,):
         with context():
             assert transfer.gather_kv(cache, torch.tensor([1]), 0, 0, 0, 2).shape == (2, 0, 2, 16)
-    transfer.scatter_kv(torch.zeros(2, 0, 2, 16), cache, torch.tensor([1]), 0, 0)
+            transfer.scatter_kv(torch.zeros(2, 0, 2, 16), cache, torch.tensor([1]), 0, 0)
+    assert transfer.move_kv_kernel.launches == before
 
 
 def test_the_engine_moves_blocks_with_the_kernel(kernels, tiny_model):
@@ -150,6 +153,35 @@ def test_a_frame_comes_back_and_half_a_frame_does_not():
             transfer.read_frame(reader(data[:n]))
 
 
+def test_a_frame_is_these_bytes():
+    """Two engines need not be of one version: what one writes, the other must be able to read."""
+    header = b'{"kind": "DONE", "transfer": "x"}'
+    frame = b"kvx1" + len(header).to_bytes(4, "big") + (5).to_bytes(8, "big") + header
+    assert transfer.pack_frame({"kind": "DONE", "transfer": "x"}, 5) == frame
+    with pytest.raises(transfer.ProtocolError, match="not a frame"):
+        transfer.read_frame(reader(b"kvx2" + frame[4:] + bytes(5)))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [GOOD, {"kind": "HELLO", "layout": "2/3", "engine_id": "e", "port": 0},
+     {"kind": "GET", "transfer": "x", "head": 0, "heads": 1, "end": 5, "have": [0, 5], "consumers": 1},
+     {"kind": "DONE", "transfer": "x"}, {"kind": "CANCEL", "transfer": "x"},
+     {"kind": "GONE", "transfer": "x", "why": "aborted"}],
+)  # fmt: skip
+def test_every_field_of_a_message_is_needed(message):
+    assert transfer.read_frame(reader(transfer.pack_frame(message))) == (message, b"")
+    for name in message:
+        with pytest.raises(transfer.ProtocolError):
+            transfer.read_frame(reader(transfer.pack_frame({k: v for k, v in message.items() if k != name})))
+
+
+@pytest.mark.parametrize("header", [b"{", b"[]", b"7", b'"KV"', b"null", b'{"kind": []}', b"[" * 100_000, b"\xff"])
+def test_a_header_may_be_any_bytes(header):
+    with pytest.raises(transfer.ProtocolError):
+        transfer.read_frame(reader(transfer.PREFIX.pack(transfer.MAGIC, len(header), 0) + header))
+
+
 @pytest.mark.parametrize(
     "change",
     [{"kind": "RUN"}, {"kind": None}, {"transfer": 5}, {"layer": -1}, {"layer": 1.0}, {"layer": True},
@@ -161,10 +193,12 @@ def test_headers_are_not_believed(change):
         transfer.read_frame(reader(transfer.pack_frame(GOOD | change)))
 
 
-@pytest.mark.parametrize("sizes", [(1 << 21, 0), (0, 1 << 33)])
+@pytest.mark.parametrize("sizes", [((1 << 20) + 1, 0), (0, (1 << 32) + 1)])
 def test_nobody_waits_for_as_many_bytes_as_a_stranger_announces(sizes):
     with pytest.raises(transfer.ProtocolError, match="not a frame"):
         transfer.read_frame(reader(transfer.PREFIX.pack(transfer.MAGIC, *sizes)))
+    with pytest.raises(EOFError):  # the largest that are waited for
+        transfer.read_frame(reader(transfer.PREFIX.pack(transfer.MAGIC, 1 << 20, 1 << 32)))
 
 
 @given(st.binary(max_size=200), st.booleans())
@@ -175,7 +209,7 @@ def test_bytes_of_a_stranger_raise_nothing_else(data, prefixed):
         transfer.read_frame(reader(data))
 
 
-@pytest.mark.parametrize("name", ["../../etc/passwd", "kvx-1-zz", "", 5])
+@pytest.mark.parametrize("name", ["../../etc/passwd", "kvx-1-zz", f"kvx-1-{'0' * 16}/../x", "", 5])
 def test_a_segment_is_nothing_but_a_segment(name):
     link = SimpleNamespace()
     with pytest.raises(transfer.ProtocolError):
@@ -191,6 +225,119 @@ def test_who_maps_a_segment_removes_its_name():
 
     assert bytes(take().numpy()) == b"abc" and not (transfer.SHM / name).exists()
     assert take() is None, "a message that came twice"
+    (transfer.SHM / name).touch()
+    assert take() is None and not (transfer.SHM / name).exists(), "nothing in it"
+
+
+@pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="no such protection on this platform")
+def test_a_segment_is_no_way_to_another_file(tmp_path, monkeypatch):
+    """A link of that name is neither read nor removed nor written through."""
+    secret, path = tmp_path / "secret", transfer.SHM / f"kvx-{os.getpid()}-{'1' * 16}"
+    secret.write_bytes(b"abc")
+    path.symlink_to(secret)
+    monkeypatch.setattr(transfer.secrets, "token_hex", lambda n: "1" * 16)
+    try:
+        with pytest.raises(OSError):
+            transfer.SharedMemoryLink.receive(SimpleNamespace(), {"shm": path.name}, bytearray())
+        with connection(transfer.SharedMemoryLink) as (link, _), pytest.raises(FileExistsError):
+            link.transmit(GOOD, torch.ones(2, dtype=torch.uint8))
+        assert secret.read_bytes() == b"abc" and path.is_symlink()
+    finally:
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    "header", [{"kind": "HELLO", "port": 1 << 16}, *({"kind": "KV", "nbytes": n} for n in (None, 0, True, 1 << 33))]
+)
+def test_a_process_group_is_not_made_of_nonsense(header):
+    with pytest.raises(transfer.ProtocolError):
+        transfer.DistributedLink.receive(SimpleNamespace(group=None), header, bytearray())
+
+
+# --- Connections -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def connection(kind=transfer.Link, **options):
+    """A link that was accepted, and the socket at the other end."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname(), timeout=20)
+        ours, _ = server.accept()
+    link = kind(SimpleQueue(), threading.Event(), ours, **options)
+    try:
+        yield link, theirs
+    finally:
+        theirs.close(), link.close()
+
+
+DONE = {"kind": "DONE", "transfer": "x"}
+
+
+def test_a_connection_may_be_silent_for_longer_than_it_may_take_to_make():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = transfer.Link(SimpleQueue(), threading.Event(), address=server.getsockname(), timeout=0.05)
+        theirs, _ = server.accept()
+    time.sleep(0.15)
+    theirs.sendall(transfer.pack_frame(DONE))
+    assert link.inbox.get(timeout=20) == (link, DONE, None)
+    assert link.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), "short letters leave at once"
+    theirs.close(), link.close()
+
+
+@pytest.mark.parametrize(("said", "why"), [(0, "the connection was closed"),
+                                           (7, "the connection was closed in the middle of a message")])  # fmt: skip
+def test_a_lost_connection_is_told_once_and_leaves_nothing(said, why):
+    before = {*threading.enumerate()}
+    with connection() as (link, theirs):
+        theirs.sendall(transfer.pack_frame(DONE)[:said])
+        theirs.close()
+        assert link.inbox.get(timeout=20) == (link, {"kind": "LOST", "why": why}, None) and link.wake.wait(20)
+        link.close()
+        for thread in {*threading.enumerate()} - before:
+            thread.join(20)
+            assert not thread.is_alive()
+        assert link.inbox.empty() and link.lost == why and link.sock.fileno() == -1
+
+
+def test_to_close_a_connection_is_heard_at_both_ends():
+    with connection() as (link, theirs):
+        link.close()
+        assert link.inbox.get(timeout=20)[1] == {"kind": "LOST", "why": "closed"} and theirs.recv(1) == b""
+
+
+@pytest.mark.parametrize("error", [OSError("no route"), RuntimeError("no group"), OSError()])
+@pytest.mark.parametrize("way", ["transmit", "receive"])
+def test_a_wire_that_fails_is_a_lost_connection(way, error, monkeypatch):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(transfer.Link, way, fail)
+    with connection() as (link, theirs):
+        link.send(DONE) if way == "transmit" else theirs.sendall(transfer.pack_frame(DONE))
+        _, header, _ = link.inbox.get(timeout=20)
+        assert header == {"kind": "LOST", "why": str(error) or "OSError"}
+
+
+def test_a_segment_is_private_and_goes_with_its_connection(monkeypatch):
+    opened, closed, os_open, os_close = [], [], os.open, os.close
+    monkeypatch.setattr(os, "open", lambda *a: opened.append(os_open(*a)) or opened[-1])
+    monkeypatch.setattr(os, "close", lambda fd: closed.append(fd) or os_close(fd))
+    with connection(transfer.SharedMemoryLink) as (link, theirs):
+        for _ in range(2):
+            link.send(GOOD, torch.arange(100, dtype=torch.uint8))
+        taken, left = (transfer.read_frame(lambda n: bytearray(theirs.recv(n, socket.MSG_WAITALL)))[0] for _ in "ab")
+        path = transfer.SHM / left["shm"]
+        assert path.stat().st_mode & 0o777 == 0o600 and path.read_bytes() == bytes(range(100))
+        assert bytes(link.receive(taken, bytearray()).numpy()) == bytes(range(100))
+        assert len(opened) == 3 and closed == opened, "two were written, one was read"
+    assert not path.exists(), "nobody came for it"
+
+
+def test_nobody_waits_for_ever_for_a_partner_in_a_process_group():
+    hello = {"kind": "HELLO", "layout": "", "engine_id": "", "port": 0}
+    with connection(transfer.DistributedLink, timeout=0.1, hello=hello) as (link, _):
+        link.send(GOOD, torch.ones(4, dtype=torch.uint8))
+        assert link.inbox.get(timeout=20)[1]["kind"] == "LOST"
 
 
 # --- The two state machines, on the worst of networks ----------------------------------------------------------------
@@ -464,15 +611,44 @@ def test_whoever_asks_in_vain_is_told_why():
     offered = Offered(5)
     offered.say("GET", have=[0, 0])
     assert "1 layers" in offered.sent.pop()["why"] and offered.pump() == []
-    offered.say("GET", transfer="y")
-    offered.now = 31
+    offered.say("GET", transfer="y"), offered.say("CANCEL", transfer="z")
+    offered.now = 29
     offered.producer.expire()
-    assert offered.sent.pop()["why"] == "no such request came here" and not offered.producer.early
+    assert offered.sent == []
+    offered.now = 30
+    offered.producer.expire()
+    assert offered.sent.pop()["why"] == "no such request came here" and not offered.sent and not offered.producer.early
     offered.producer.forget("x", "the prefill was aborted")
     offered.producer.export("x", [2])
     assert not offered.producer.exports, "what is over does not begin again"
-    offered.say("GET")
+    offered.say("DONE"), offered.say("GET")
     assert offered.sent == [{"kind": "GONE", "transfer": "x", "why": "the prefill was aborted"}]
+
+
+def test_a_prefill_that_ends_before_it_begins_is_told_to_who_asked_and_to_who_will():
+    offered, gone = Offered(5), {"kind": "GONE", "transfer": "y", "why": "the prefill was aborted"}
+    offered.say("GET", transfer="y"), offered.say("CANCEL", transfer="y")
+    offered.producer.forget("y", gone["why"])
+    assert offered.sent == [gone] and not offered.producer.early
+    offered.say("GET", transfer="y")
+    assert offered.sent == [gone, gone]
+
+
+def test_whoever_asks_again_gets_it_once_and_nothing_after_the_end():
+    offered = Offered(5)
+    offered.say("GET"), offered.say("GET")
+    assert offered.pump() == [(0, 5)]
+    offered.say("GET", have=[3])
+    assert offered.pump() == [(3, 2)]
+    offered.say("DONE")
+    offered.producer.written("x", 0, 9)
+    assert offered.pump() == []
+
+
+def test_nobody_can_say_that_nobody_reads():
+    offered = Offered(5)
+    offered.say("GET", consumers=0)
+    assert offered.producer.finish("x"), "whoever has asked has not got it yet"
 
 
 def test_letters_of_a_lost_connection_are_forgotten():
@@ -490,6 +666,66 @@ def test_only_the_last_thousand_transfers_are_remembered():
         producer.export(str(i), [1])
         producer.forget(str(i), "aborted")
     assert len(producer.gone) == 1000 and "2" not in producer.gone and "1002" in producer.gone
+
+
+class Asked:
+    """A consumer of a prompt `x` of 5 positions, one layer from each link, and what it said, at a time of our own."""
+
+    def __init__(self, producers=1):
+        self.now, self.said = 0.0, []
+        self.consumer = transfer.Consumer(1, lambda *_: True, timeout=10, retries=2, clock=lambda: self.now)
+        self.links = [lesson.MemoryLink() for _ in range(producers)]
+        for i, link in enumerate(self.links):
+            link.send = lambda header, i=i: self.said.append((i, header["kind"]))
+        self.start("x", "r", self.links)
+
+    def start(self, transfer_id, request_id, links):
+        sources = [(link, HeadSlice(i, i, 1), 1) for i, link in enumerate(links)]
+        self.consumer.start(transfer_id, request_id, [1], 0, 5, sources)
+
+    def hear(self, first, count, link=0, name="x"):
+        kv = {"kind": "KV", "transfer": name, "layer": 0, "first": first, "count": count, "head": link, "heads": 1}
+        self.consumer.on_message(self.links[link], kv, None)
+
+    def at(self, now):
+        """What is said when it looks at the clock."""
+        self.now = now
+        self.said.clear()
+        self.consumer.check()
+        return self.said
+
+
+def test_who_hears_nothing_asks_again_twice_and_then_gives_up():
+    asked = Asked()
+    assert asked.said == [(0, "GET")] and asked.at(9.9) == [] and asked.at(10) == [(0, "GET")]
+    assert asked.at(19.9) == [] and asked.at(20) == [(0, "GET")] and asked.at(29.9) == []
+    assert asked.at(30) == [(0, "CANCEL")] and asked.consumer.failed == {"r": "no progress for 10 s"}
+    asked.hear(0, 5)
+    assert asked.consumer.stats == {"retries": 2, "failed": 1, "stale": 1}
+
+
+def test_as_long_as_something_comes_nobody_is_late():
+    asked = Asked(producers=2)
+    asked.now = 9
+    asked.hear(0, 3)
+    assert asked.at(18) == []
+    asked.hear(3, 2)
+    assert asked.at(27) == [] and not asked.consumer.finished, "the other half is missing"
+    assert asked.at(28) == [(1, "GET")], "whoever has sent everything is not asked again"
+    asked.hear(0, 5, link=1)
+    assert asked.consumer.finished == ["r"] and asked.said[1:] == [(0, "DONE"), (1, "DONE")]
+    assert asked.consumer.stats["microseconds"] == 28_000_000
+
+
+def test_an_end_is_the_end_of_one_transfer():
+    asked = Asked(producers=2)
+    asked.start("y", "s", asked.links[1:])
+    asked.consumer.cancel("r")
+    assert set(asked.consumer.imports) == {"y"} and asked.said[-2:] == [(0, "CANCEL"), (1, "CANCEL")]
+    asked.consumer.on_lost(asked.links[0], "lost")
+    assert set(asked.consumer.imports) == {"y"}
+    asked.consumer.on_lost(asked.links[1], "lost")
+    assert list(asked.consumer.failed) == ["s"]
 
 
 @pytest.mark.parametrize("wrong", [{"layer": 1}, {"count": 6}, {"head": 1}, {"heads": 2}])
@@ -539,7 +775,9 @@ class pair:
     def __exit__(self, kind, *_):
         for core in self.cores:
             connector = core.scheduler.connector
+            links = (*connector.links.values(), *connector.accepted)
             connector.close()
+            assert all(link.lost for link in links)
             if kind is None:
                 assert_idle(core)
                 assert not connector.in_use and not connector.asked, "names are free again"
@@ -576,6 +814,14 @@ def drain(*cores, each=lambda: None, seconds=60):
     return found
 
 
+def until(done, *steps, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, "that takes too long"
+        for step in steps:
+            step()
+
+
 def handed_over(prefill, decode, prompts, n, **options):
     for i, prompt in enumerate(prompts):
         submit(prefill, decode, f"r{i}", prompt, n)
@@ -600,6 +846,8 @@ def test_disaggregated_equals_colocated(wire, tiny_model, expected):
         assert found == [expected, *(generated(tiny_model, prompt, TOKENS) for prompt in prompts[1:])]
         moved = sum(len(prompt) - 1 for prompt in prompts) * 2 * 2 * 2 * 16 * 4  # halves, layers, heads, D, fp32
         assert counts(decode)["bytes_in"] == counts(prefill)["bytes_out"] == moved
+        links = (*prefill.scheduler.connector.accepted, *decode.scheduler.connector.links.values())
+        assert [link.timeout for link in links] == [60.0, 60.0], "one connection for all of them"
     assert not list(transfer.SHM.glob(f"kvx-{os.getpid()}-*")), "no segment is left behind"
 
 
@@ -613,11 +861,105 @@ def test_chunked_and_preempted_prefill(tiny_model, expected):
         prefill.step()
         request = prefill.scheduler.running[0]
         assert request.num_computed_tokens == 16
-        output = lesson.SchedulerOutput()
-        prefill.scheduler._preempt_request(request, output)
-        prefill.runner.batch.remove("r0")
-        prefill.scheduler.connector.producer.preempted("r0")
+        prefill.scheduler.void.append(request)
+        prefill.step()
+        assert request.num_preemptions == 1
+        decode.step()
+        until(lambda: not prefill.scheduler.connector.inbox.empty())  # it asks when the new blocks are empty
         assert drain(prefill, decode)["r0"][0] == expected
+
+
+def test_a_layer_leaves_while_the_next_one_is_computed(tiny_model):
+    """Even to somebody who asks in the middle of the step."""
+    with pair(tiny_model, "TCPConnector") as (prefill, _):
+        connector, link, left = prefill.scheduler.connector, lesson.MemoryLink(), []
+        save, get = connector.save_kv_layer, {"head": 0, "heads": 2, "end": 44, "have": [0, 0], "consumers": 1}
+
+        def asked_meanwhile(layer):
+            if layer == 0:
+                connector.inbox.put((link, {"kind": "GET", "transfer": "a", **get}, None))
+            save(layer)
+            left.append([header["layer"] for header, _ in link.arrived])
+
+        connector.save_kv_layer = asked_meanwhile
+        prefill.add_request(lesson.make_request("a", PROMPT, 1, do_remote_decode=True, transfer_id="a"))
+        prefill.step()
+        assert left == [[0], [0, 1]] and counts(prefill, "producer")["early"] == 2
+        connector.inbox.put((link, {"kind": "DONE", "transfer": "a"}, None))
+        drain(prefill)
+
+
+def test_a_prompt_whose_first_token_ends_it_is_handed_over(tiny_model, expected):
+    """To the prefill worker it is over; the decode worker has rules of its own."""
+    with pair(tiny_model, "TCPConnector") as (prefill, decode):
+        params = lesson.make_request("a", PROMPT, 1, do_remote_decode=True, transfer_id="a").sampling_params
+        request = lesson.Request("a", PROMPT, dataclasses.replace(params, stop_token_ids=[expected[0]]))
+        prefill.add_request(request)
+        prefill.step()
+        assert request.get_finished_reason() == "stop" and "a" in prefill.scheduler.sending
+        remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
+        decode.add_request(lesson.make_request("a", PROMPT, TOKENS, **remote))
+        assert drain(prefill, decode)["a"][0] == expected
+
+
+def test_nobody_does_what_is_not_its_role(tiny_model, expected):
+    """A prefill worker fetches nothing, a decode worker keeps nothing for others: they are engines."""
+    with pair(tiny_model, "TCPConnector") as (prefill, decode):
+        remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
+        for core, params in ((prefill, remote), (decode, {"do_remote_decode": True, "transfer_id": "b"})):
+            core.add_request(lesson.make_request("a", PROMPT, TOKENS, **params))
+            assert drain(core, seconds=10)["a"][0] == expected
+            assert not core.scheduler.connector.links
+
+
+def test_who_has_arrived_is_seated_in_order_within_seats_and_budget(tiny_model, expected):
+    with pair(tiny_model, "TCPConnector", decode={"max_num_seqs": 2, "max_num_batched_tokens": 16}) as (
+        prefill,
+        decode,
+    ):
+        scheduler, steps = decode.scheduler, []
+        schedule = scheduler.schedule
+        scheduler.schedule = lambda: steps.append(schedule()) or steps[-1]
+        for name in ("b", "c", "a"):
+            submit(prefill, decode, name, PROMPT, TOKENS)
+        prefill.step(), decode.step()
+        until(lambda: len(scheduler.connector.consumer.finished) == 3, prefill.step, scheduler.connector.poll)
+        own = lesson.make_request("own", PROMPT, TOKENS)
+        decode.add_request(own)
+        decode.step(), decode.step()
+        assert [step.num_scheduled_tokens for step in steps[-2:]] == [{"own": 16}] * 2, "the budget is used up"
+        scheduler.void.append(own)
+        decode.step()
+        assert steps[-1].preempted_reqs == [own] and not steps[-1].num_scheduled_tokens
+        decode.step()
+        assert steps[-1].num_scheduled_tokens == {"b": 1, "c": 1} and len(scheduler.received) == 1
+        found = drain(prefill, decode)
+        rest = expected[1:]
+        assert [found[name][0] for name in ("b", "c", "a", "own")] == [rest, rest, expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("free", "others", "caching", "fetched"),
+    [(12, 0, False, "ab"), (11, 0, False, "a"), (8, 1, False, "a"), (7, 1, False, ""), (4, 1, True, "ab"),
+     (3, 1, True, "a"), (2, 1, True, "")],
+)  # fmt: skip
+def test_a_fetch_takes_blocks_as_admission_does(free, others, caching, fetched, tiny_model):
+    """Whole prompts of 6 blocks, or the one that is not in the cache; in order of the queue; two blocks stay free if
+    anybody runs. Who only waits for a seat is in nobody's way."""
+    size = {"num_blocks": 1 + free + 6 * others, "max_num_seqs": 1, "max_model_len": 56, "prefix_caching": caching}
+    with pair(tiny_model, "TCPConnector", decode=size) as (prefill, decode):
+        decode.scheduler.watermark_blocks = 2
+        for _ in range(others):
+            decode.add_request(lesson.make_request("own", PROMPT, TOKENS))
+            decode.step()
+            decode.add_request(lesson.make_request("next", PROMPT[:3], 2))
+        for name, prompt in zip("abc", (PROMPT, PROMPT, PROMPT[:2])):
+            remote = {"do_remote_prefill": True, "transfer_id": name, **prefill.scheduler.connector.address}
+            decode.add_request(lesson.make_request(name, prompt, TOKENS, **remote))
+        decode.step()
+        assert "".join(decode.scheduler.waiting_for_remote_kvs) == fetched
+        decode.abort_requests(["own", "next", *"abc"])
+        until(lambda: not decode.scheduler.has_unfinished_requests(), decode.step)
 
 
 def test_only_what_the_decode_worker_lacks_travels(tiny_model, expected):
@@ -724,7 +1066,8 @@ def test_changed_bytes_are_not_believed(tiny_model, expected):
 def test_a_prefill_worker_that_vanishes(policy, tiny_model, expected):
     with pair(tiny_model, "TCPConnector", policy) as (prefill, decode):
         remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
-        decode.add_request(lesson.make_request("a", PROMPT, TOKENS, **remote))
+        request = lesson.make_request("a", PROMPT, TOKENS, **remote)
+        decode.add_request(request)
         decode.add_request(lesson.make_request("other", PROMPT, TOKENS))
         first = [token for output in decode.step() for token in output.new_token_ids]
         prefill.scheduler.connector.close()
@@ -734,6 +1077,22 @@ def test_a_prefill_worker_that_vanishes(policy, tiny_model, expected):
             assert found["a"][0] == expected
         else:
             assert found["a"][:2] == ([], "error") and "KV load failed: the connection" in found["a"][2]
+            assert request.is_finished()
+
+
+def test_whose_blocks_do_not_come_is_the_next_to_be_admitted(tiny_model, expected):
+    with pair(tiny_model, "TCPConnector", "recompute", decode={"max_num_seqs": 1}) as (prefill, decode):
+        remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
+        decode.add_request(lesson.make_request("own", PROMPT, 60))
+        decode.step()
+        decode.add_request(lesson.make_request("a", PROMPT, TOKENS, **remote))
+        decode.add_request(lesson.make_request("later", PROMPT, TOKENS))
+        decode.step()
+        prefill.scheduler.connector.close()
+        until(lambda: not decode.scheduler.waiting_for_remote_kvs, decode.step)
+        assert [request.request_id for request in decode.scheduler.waiting] == ["a", "later"]
+        found = drain(decode)
+        assert found["a"][0] == found["later"][0] == expected
 
 
 def test_nobody_listens_there(tiny_model):
@@ -758,6 +1117,54 @@ def test_a_decode_worker_that_vanishes_gives_the_blocks_back(tiny_model):
         drain(prefill)
 
 
+def test_a_connection_that_breaks_ends_what_was_on_it_and_nothing_else(tiny_model, expected):
+    with pair(tiny_model, "TCPConnector") as (prefill, decode):
+        ours, theirs = prefill.scheduler.connector, decode.scheduler.connector
+        ours.wire = lesson.Faults("stall", after=0)
+        submit(prefill, decode, "a", PROMPT, TOKENS)
+        decode.step()
+        until(lambda: ours.producer.early, ours.poll)
+        prefill.step()
+        (link,) = theirs.links.values()
+        link.close()
+        found = drain(prefill, decode, seconds=10)  # long before the lease is up
+        assert found["a"][1] == "error" and not ours.accepted and not theirs.links
+        ours.wire = None
+        submit(prefill, decode, "b", PROMPT, TOKENS)
+        assert drain(prefill, decode)["b"][0] == expected
+
+
+def test_who_is_closed_does_not_listen_any_more(tiny_model):
+    with pair(tiny_model, "TCPConnector") as (prefill, _):
+        connector = prefill.scheduler.connector
+        connector.closed = True  # the first half of `close`: somebody comes in this very moment
+        with socket.create_connection((connector.host, connector.port), timeout=20) as late:
+            while late.recv(1 << 16):
+                pass
+        connector.close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((connector.host, connector.port), timeout=20)
+        assert connector.server.fileno() == -1
+
+
+def test_who_has_nothing_to_compute_waits_for_news_and_not_for_long(tiny_model):
+    with pair(tiny_model, "TCPConnector") as (_, decode):
+        connector, idle = decode.scheduler.connector, []
+        connector.idle = idle.append
+        decode.step()
+        decode.add_request(lesson.make_request("a", PROMPT, 1))
+        decode.step()
+        assert idle == [0.005]
+        del connector.idle
+        connector.wake.set()
+        start = time.monotonic()
+        connector.idle(20)
+        assert not connector.wake.is_set() and time.monotonic() - start < 10
+        start = time.monotonic()
+        connector.idle(0.02)
+        assert time.monotonic() - start > 0.01
+
+
 def test_nobody_comes_for_it(tiny_model):
     with pair(tiny_model, "TCPConnector", extra={"kv_lease_duration": 30}) as (prefill, decode):
         clock = Clock(prefill, decode)
@@ -768,6 +1175,8 @@ def test_nobody_comes_for_it(tiny_model):
         assert prefill.scheduler.has_unfinished_requests() and prefill.scheduler.kv_cache_manager.req_to_blocks
         with pytest.raises(common.InputError, match="in use"):
             prefill.add_request(lesson.make_request("a", PROMPT, 1))
+        with pytest.raises(common.InputError, match="transfer_id 'a' is in use"):
+            prefill.add_request(lesson.make_request("b", PROMPT, 1, do_remote_decode=True, transfer_id="a"))
         clock.now = 30.1
         drain(prefill)
         # Whoever comes later hears at once why there is nothing.
@@ -892,50 +1301,34 @@ def test_hello_is_said_before_an_answer(wire, tiny_model, expected):
 
 def test_nothing_is_taken_before_hello():
     """Whose cache may be like ours, or not."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        theirs = socket.create_connection(server.getsockname())
-        ours, _ = server.accept()
-    inbox = SimpleQueue()
-    kv = {"kind": "KV", "transfer": "a", "layer": 0, "first": 0, "count": 1, "head": 0, "heads": 1, "crc": 0}
-    link = transfer.Link(inbox, threading.Event(), ours)
-    theirs.sendall(transfer.pack_frame(kv, 4) + bytes(4))
-    _, header, payload = inbox.get(timeout=20)
-    assert header["kind"] == "LOST" and "before HELLO" in header["why"] and payload is None
-    link.close(), theirs.close()
+    with connection() as (link, theirs):
+        theirs.sendall(transfer.pack_frame(GOOD, 4) + bytes(4))
+        _, header, payload = link.inbox.get(timeout=20)
+        assert header["kind"] == "LOST" and "before HELLO" in header["why"] and payload is None
 
 
 def test_what_has_left_makes_room():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        theirs = socket.create_connection(server.getsockname())
-        ours, _ = server.accept()
-    wake, link = threading.Event(), None
-    try:
-        link = transfer.Link(SimpleQueue(), wake, ours)
-        link.ROOM = 1000
-        link.send({"kind": "DONE", "transfer": "x"})
-        assert link.has_room
+    with connection() as (link, theirs):
         payload = torch.zeros(1 << 23, dtype=torch.uint8)  # more than the sockets hold
-        link.send({"kind": "DONE", "transfer": "x"}, payload)
+        link.ROOM = payload.nbytes
+        link.send(DONE)
+        assert link.has_room
+        link.send(DONE, payload)
         assert not link.has_room
         theirs.recv(1)  # the first one is on its way
-        wake.clear()
-        left = 2 * len(transfer.pack_frame({"kind": "DONE", "transfer": "x"})) + payload.nbytes - 1
+        link.wake.clear()
+        left = 2 * len(transfer.pack_frame(DONE)) + payload.nbytes - 1
         while left:
             left -= len(theirs.recv(min(left, 1 << 20)))
-        assert wake.wait(20) and link.has_room
-    finally:
-        theirs.close(), link.close()
+        assert link.wake.wait(20) and link.has_room
 
 
 def test_no_segment_outlives_a_lost_connection():
     """The reader gives the connection up; the writer has one more message."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        theirs = socket.create_connection(server.getsockname())
-        ours, _ = server.accept()
-    link = transfer.SharedMemoryLink(SimpleQueue(), threading.Event(), ours)
-    theirs.close(), link.close()
-    with pytest.raises(OSError):
-        link.transmit({"kind": "KV"}, torch.ones(1000, dtype=torch.uint8))
+    with connection(transfer.SharedMemoryLink) as (link, _):
+        link.close()
+        with pytest.raises(OSError):
+            link.transmit({"kind": "KV"}, torch.ones(1000, dtype=torch.uint8))
     assert not list(transfer.SHM.glob(f"kvx-{os.getpid()}-*"))
 
 
@@ -1011,12 +1404,47 @@ def test_ranks_that_nobody_reads_from_are_told_once(consumer_tp):
     assert sorted(told) == [(100 + r, "DONE" if r in unread else "GET") for r in range(6)] and len(unread) == 3
 
 
+def connector_of(kind="TCPConnector", rank=0, tp_size=1, block_size=16, dtype=torch.float32, norm=1.0, **model):
+    """A connector of a rank that has some memory, of a model that has nothing but its shape."""
+    extra = {"folder": model.pop("folder", "store")} if kind == "StoreConnector" else {}
+    made = connectors.CONNECTORS[kind](KVTransferConfig(kind, "kv_consumer", kv_connector_extra_config=extra))
+    shape = {"num_key_value_heads": 4, "num_hidden_layers": 2, "head_dim": 8, "hidden_size": 32, "vocab_size": 5}
+    config, group = SimpleNamespace(**shape | model), SimpleNamespace(rank_in_group=rank, world_size=tp_size)
+    heads = transfer.owned_heads(config.num_key_value_heads, tp_size, rank)[1]
+    memory = torch.zeros(2, 3, block_size, heads, config.head_dim, dtype=dtype)
+    model = SimpleNamespace(config=config, group=group, norm=torch.full((4,), norm))
+    made.register_kv_caches([memory] * config.num_hidden_layers, model)
+    return made
+
+
+OTHERS = [{"dtype": torch.bfloat16}, {"norm": 2.0}, {"num_key_value_heads": 2}, {"num_hidden_layers": 3},
+          {"head_dim": 16}, {"hidden_size": 64}, {"vocab_size": 6}]  # fmt: skip
+
+
+def test_two_caches_must_agree_about_this_and_about_nothing_else():
+    ours = connector_of().layout()
+    assert ours == "2/4/8/torch.float32/32/5/4"
+    assert ours == connector_of(block_size=8).layout() == connector_of(rank=1, tp_size=2).layout()
+    assert ours not in [connector_of(**other).layout() for other in OTHERS]
+
+
+def test_patience_is_as_configured():
+    made = connector_of()
+    assert (made.timeout, made.consumer.timeout, made.consumer.retries, made.producer.lease) == (10, 10, 1, 30)
+    extra = {"timeout": 3, "retries": 0, "kv_lease_duration": 7.5}
+    made = connectors.TCPConnector(KVTransferConfig("TCPConnector", "kv_both", kv_port=0,
+                                                    kv_connector_extra_config=extra))  # fmt: skip
+    made.register_kv_caches(connector_of().layers, connector_of().model)
+    assert (made.timeout, made.consumer.timeout, made.consumer.retries, made.producer.lease) == (3, 3, 0, 7.5)
+    made.close()
+
+
 # --- The store -------------------------------------------------------------------------------------------------------
 
 
-def store_core(model, folder, **options):
-    extra = {"folder": str(folder), "cpu_bytes": 1 << 24} | options
-    config = KVTransferConfig("StoreConnector", "kv_both", kv_connector_extra_config=extra)
+def store_core(model, folder, role="kv_both"):
+    extra = {"folder": str(folder), "cpu_bytes": 1 << 24}
+    config = KVTransferConfig("StoreConnector", role, kv_connector_extra_config=extra)
     return lesson.make_core(model, config, block_size=8, num_blocks=80, prefix_caching=True)
 
 
@@ -1037,10 +1465,44 @@ def test_another_engine_finds_the_blocks(folder, tiny_model, expected):
     assert counts(first, "store")["stored"] == 6, "of 52 computed positions, generated ones included"
     assert ask(second, PROMPT, TOKENS) == expected
     assert counts(second)["bytes_in"] == 5 * 8 * 2 * 2 * 2 * 16 * 4, "5 blocks of 8; the sixth holds what is generated"
-    assert counts(second, "store")["stored"] == 0
+    assert counts(second, "store")["stored"] == counts(second)["bytes_out"] == 0
     assert ask(second, PROMPT[:40], 2) == generated(tiny_model, PROMPT[:40], 2)  # one token must be left to compute
     for core in (first, second):
         assert_idle(core)
+
+
+def test_who_computes_the_same_in_the_same_step_stores_it_once(folder, tiny_model, expected):
+    first, second = store_core(tiny_model, folder), store_core(tiny_model, folder)
+    for name in "ab":
+        first.add_request(lesson.make_request(name, PROMPT, 1))
+    drain(first)
+    assert ask(second, PROMPT, TOKENS) == expected and counts(second)["void_blocks"] == 0
+    second.scheduler.connector.close()
+    with pytest.raises(RuntimeError):
+        second.scheduler.connector.reader.submit(print)  # its thread has ended
+
+
+def test_a_role_says_who_reads_and_who_writes(folder, tiny_model, expected):
+    reader, writer, idle = (store_core(tiny_model, folder, role) for role in ("kv_consumer", "kv_producer", "kv_both"))
+    assert ask(reader, PROMPT, 1) == ask(idle, PROMPT, 1) == expected[:1]
+    assert counts(reader, "store")["stored"] == 0 and counts(idle, "store")["stored"] == 5
+    assert ask(writer, PROMPT, TOKENS) == expected and counts(writer)["bytes_in"] == 0
+
+
+def test_a_hit_has_no_gap(folder, tiny_model):
+    assert ask(store_core(tiny_model, folder), PROMPT, 1)
+    connector, request = store_core(tiny_model, folder).scheduler.connector, lesson.make_request("r", PROMPT, 1)
+    request.block_hashes = hashes(lesson.make_core(tiny_model, None, block_size=8, prefix_caching=True), PROMPT)
+    assert connector.get_num_new_matched_tokens(request, 0) == (40, False)
+    connector.store.find(connector.key(request.block_hashes[1])).unlink()
+    assert connector.get_num_new_matched_tokens(request, 0) == (8, False)
+    assert connector.get_num_new_matched_tokens(request, 16) == (24, False), "what is here need not be there"
+
+
+def test_a_block_has_another_key_wherever_it_means_something_else(folder):
+    alike = [{}, {"block_size": 8}, {"tp_size": 2}, {"rank": 1, "tp_size": 2}, *OTHERS]
+    keys = [connector_of("StoreConnector", folder=str(folder), **each).key(b"hash") for each in alike]
+    assert len({*keys}) == len(alike)
 
 
 def test_another_model_finds_nothing(folder, tiny_model):
@@ -1049,7 +1511,7 @@ def test_another_model_finds_nothing(folder, tiny_model):
     assert ask(store_core(other, folder), PROMPT, TOKENS) == generated(other, PROMPT, TOKENS)
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "small", "gone"])
 def test_unreadable_blocks_are_computed_after_all(damage, folder, tiny_model, expected, monkeypatch):
     """The lookup found them, the load inside the step did not: no token of that step counts, for nobody who shares."""
     assert ask(store_core(tiny_model, folder), PROMPT, 1)
@@ -1064,6 +1526,9 @@ def test_unreadable_blocks_are_computed_after_all(damage, folder, tiny_model, ex
         body = bytearray(victim.read_bytes())
         body[-1] ^= 1
         victim.write_bytes(body)
+    elif damage == "small":
+        victim.unlink()
+        store.put(victim.name, [torch.zeros(4)] * 2)
     else:
         start = core.scheduler.connector.start_load_kv
 
@@ -1082,6 +1547,24 @@ def test_unreadable_blocks_are_computed_after_all(damage, folder, tiny_model, ex
     assert found["a"][0] == found["b"][0] == expected
     assert counts(core)["void_blocks"] >= 1
     assert_idle(core)
+
+
+def test_nothing_that_was_computed_on_void_blocks_is_stored_or_goes_on(folder, tiny_model):
+    assert ask(store_core(tiny_model, folder), PROMPT, 1)
+    core, longer = store_core(tiny_model, folder), PROMPT + PROMPT[:20]
+    connector = core.scheduler.connector
+    victim = connector.store.find(connector.key(hashes(core, PROMPT)[2]))
+    victim.write_bytes(victim.read_bytes()[:-40])
+    for name in ("leaves", "stays"):
+        core.add_request(lesson.make_request(name, longer, TOKENS))
+    assert core.step() == [] and counts(core, "store")["stored"] == 0
+    core.abort_requests(["leaves"])
+    victim.unlink()
+    expected = generated(tiny_model, longer, TOKENS)
+    assert drain(core)["stays"][0] == expected
+    later = store_core(tiny_model, folder)
+    assert ask(later, longer, TOKENS) == expected
+    assert counts(later)["bytes_in"] == 8 * 8 * 2 * 2 * 2 * 16 * 4, "computed after all, and stored: 8 blocks of 8"
 
 
 def hashes(core, prompt):
@@ -1109,6 +1592,36 @@ def test_tiers(tmp_path, folder):
     assert store.find("d").parent == store.cpu.folder and store.find("a").parent == store.disk.folder
     assert store.find("b") is None or store.find("c") is None
     assert torch.equal(store.read_layer(store.find("a"), 1).view(torch.float32), layers[1].flatten())
+    assert store.stats == {"stored": 5, "bytes": 5 * 512, "demoted": 3}
+    store.put("d", layers)
+    assert store.stats["stored"] == 5, "it is there already"
+    path, body = store.find("d"), store.find("d").read_bytes()
+    assert body[:8] == (256).to_bytes(4, "little") + zlib.crc32(body[16:272]).to_bytes(4, "little")
+    for n in (0, 7, 15, 16, 272, size - 1):
+        path.write_bytes(body[:n])
+        with pytest.raises(ValueError, match="d: "):
+            store.read_layer(path, 1)
+
+
+def test_without_a_disk_what_memory_evicts_is_forgotten_and_a_folder_has_one_name(folder):
+    store = connectors.KVStore(folder, 100)
+    for name in "ab":
+        store.put(name, [torch.zeros(20)])
+        os.utime(store.cpu.path(name), (0, 0))
+    assert store.find("a") is None and store.find("b") and not store.stats["demoted"]
+    assert connectors.KVStore(folder / ".." / folder.name, 100).find("b")
+
+
+def test_a_block_appears_when_it_is_complete(tmp_path):
+    tier = connectors.Tier(tmp_path / "tier", 10)
+
+    def parts():
+        yield b"ab"
+        assert all(path.name.startswith(".") for path in tier.folder.iterdir())
+        yield b"cd"
+
+    tier.put("a", parts())
+    assert [path.name for path in tier.folder.iterdir()] == ["a"] and tier.path("a").read_bytes() == b"abcd"
 
 
 def test_a_block_that_is_found_is_used_and_one_that_is_being_written_is_not_counted(tmp_path):
@@ -1157,12 +1670,41 @@ def test_configurations_are_checked(text, word):
     ("params", "word"),
     [([], "object"), ({"do_remote_prefill": True}, "transfer_id"), ({"do_remote_decode": True}, "transfer_id"),
      ({"do_remote_decode": 1}, "bool"), ({"do_remote_prefill": True, "do_remote_decode": True}, "exclude"),
-     ({"do_remote_prefill": True, "transfer_id": "x", "remote_host": "h", "remote_port": 0}, "remote_port"),
+     *(({"do_remote_prefill": True, "transfer_id": "x", "remote_host": "h", "remote_port": port}, "remote_port")
+       for port in (0, 65536, True, "1")),
+     *(({"do_remote_prefill": True, "transfer_id": "x", "remote_host": "h", "remote_port": 65535, "tp_size": n},
+        "tp_size") for n in (0, 1025)),
      ({"do_remote_prefill": True, "transfer_id": "x", "remote_host": "h"}, "remote_port")],
 )  # fmt: skip
-def test_transfer_params_are_checked(params, word, tiny_model):
+def test_transfer_params_are_checked(params, word):
     with pytest.raises(common.InputError, match=word):
         connectors.check_kv_transfer_params(params)
+
+
+def test_transfer_params_are_checked_when_a_request_comes():
+    request, params = functools.partial(lesson.make_request, "r", [1], 1), {"do_remote_prefill": True}
+    with pytest.raises(common.InputError, match="transfer_id"):
+        connector_of().on_new_request(request(**params))
+    largest = {"transfer_id": "x", "remote_host": "h", "remote_port": 65535, "tp_size": 1024}
+    connector_of().on_new_request(request(**params, **largest))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("kv_port", 65536), ("kv_port", True), ("kv_port", -1), ("retries", True), ("retries", 1.5), ("timeout", -1),
+     ("timeout", float("nan")), ("cpu_bytes", 1 << 50), ("host", 5)],
+)  # fmt: skip
+def test_numbers_of_a_configuration_are_in_range(name, value):
+    given = {name: value} if name == "kv_port" else {"kv_connector_extra_config": {name: value}}
+    with pytest.raises(common.InputError, match=name):
+        KVTransferConfig("TCPConnector", "kv_both", **given)
+
+
+def test_configurations_have_defaults():
+    config = KVTransferConfig("TCPConnector", "kv_both", kv_connector_extra_config={"timeout": 5})
+    assert (config.kv_port, config.kv_load_failure_policy, config.extra("timeout", 10.0)) == (14579, "fail", 5)
+    assert config.engine_id and config.engine_id != KVTransferConfig("TCPConnector", "kv_both").engine_id
+    assert KVTransferConfig("TCPConnector", "kv_both", kv_port=65535).kv_port == 65535
 
 
 def test_a_transfer_is_one_answer():
