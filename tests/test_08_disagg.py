@@ -1769,7 +1769,10 @@ def test_the_router_hands_a_request_to_both():
     prefill.say("a.1", [7], "length")
     decode.say("a.1", [7])
     decode.say("a.1", [8], "length")
-    assert router.run(10)["a"].token_ids == [7, 8] and router.events == []
+    heard = []
+    found = router.run(10, on_token=lambda job: heard.append(len(job.token_ids)))
+    assert list(found) == ["a"] and found["a"].token_ids == [7, 8] and heard == [1, 2] and router.events == []
+    assert 0 < found["a"].prefilled < 10, "seconds since it was submitted"
 
 
 def test_an_answer_goes_on_elsewhere_when_its_worker_dies():
@@ -1785,6 +1788,40 @@ def test_an_answer_goes_on_elsewhere_when_its_worker_dies():
     assert found["a"].token_ids == [7, 8, 6] and found["b"].token_ids == [9]
     assert ("abort", "a.1") in prefill.letters, "its blocks over there are not kept for the dead"
     assert second.letters[-1][:4] == ("add", "a.2", [1, 2, 7], 2), "what was said is part of the prompt"
+
+
+def test_an_answer_that_is_complete_stays_as_it_is():
+    """Whatever its worker says afterwards, and even if it dies: others are still at work."""
+    first, second = FakeWorker("d0"), FakeWorker("d1")
+    router = lesson.Router([], [first, second])
+    router.submit("a", [1], 1), router.submit("b", [5], 4)
+    first.say("a.1", [7], "length"), first.say("a.1", [8], "length")
+    first.die()
+    for token in range(4):
+        second.say("b.1", [token])
+    found = router.run(10)
+    assert not first.alive and found["a"].token_ids == [7] and found["a"].attempts == 1
+    assert found["b"].token_ids == [0, 1, 2, 3]
+
+
+def test_nothing_of_an_attempt_that_was_given_up_is_heard():
+    decode = FakeWorker("d")
+    router = lesson.Router([], [decode])
+    router.submit("a", [1], 1)
+    decode.say("a.1", [], "error", "KV load failed: x"), decode.say("a.1", [3]), decode.say("a.2", [9], "length")
+    assert router.run(10)["a"].token_ids == [9]
+
+
+def test_a_dead_prefill_worker_gets_no_more_work():
+    first, second, decode = FakeWorker("p0"), FakeWorker("p1"), FakeWorker("d")
+    router = lesson.Router([first, second], [decode])
+    first.die()
+    router.submit("a", [1], 1)
+    with pytest.raises(common.CheckFailed, match=r"anything for 0\.05 s"):
+        router.run(0.05)
+    assert router.events == ["p0 died (signal SIGKILL)"]
+    router.submit("b", [1], 1), router.submit("c", [1], 1)
+    assert [len(worker.letters) for worker in (first, second)] == [1, 2]
 
 
 def test_a_job_that_is_done_is_no_load():
@@ -1819,13 +1856,13 @@ def test_the_router_spreads_what_is_not_done():
 
 def test_errors_are_retried_and_then_told():
     prefill, decode = FakeWorker("p"), FakeWorker("d")
-    router = lesson.Router([prefill], [decode], max_attempts=2)
+    router = lesson.Router([prefill], [decode])
     router.submit("a", [1], 1)
-    for attempt in (1, 2):
+    for attempt in (1, 2, 3):
         decode.say(f"a.{attempt}", [], "error", "KV load failed: x")
     decode.say("a.1", [3], "length")  # of an attempt that was given up
     job = router.run(10)["a"]
-    assert job.token_ids == [] and "2 attempts" in job.error and len(router.events) == 2
+    assert job.token_ids == [] and "3 attempts" in job.error and len(router.events) == 3
 
 
 def test_without_decode_workers_a_prefill_worker_goes_on_and_without_any_there_is_an_error():
@@ -1839,6 +1876,30 @@ def test_without_decode_workers_a_prefill_worker_goes_on_and_without_any_there_i
     assert job.token_ids == [4] and job.error == "no worker is left"
 
 
+def test_a_worker_ends_with_whoever_started_it(tiny_model, monkeypatch):
+    """A fork holds copies of its parent's ends, of its own pipe and of its partners': with them open, nobody's death
+    would ever be seen."""
+    monkeypatch.setattr(lesson.signal, "signal", lambda *_: None)
+    (ours, theirs), (inherited, _) = multiprocessing.Pipe(), multiprocessing.Pipe()
+    ours.close()
+    config = {"kv_connector": "TCPConnector", "kv_role": "kv_consumer"}
+    lesson.run_worker(theirs, [inherited], tiny_model, config, {})
+    assert inherited.closed
+
+
+def test_a_worker_says_what_it_holds_and_whether_its_books_are_right(tiny_model):
+    core = lesson.make_core(tiny_model, KVTransferConfig("TCPConnector", "kv_consumer"))
+    pool = core.scheduler.kv_cache_manager.block_pool
+    blocks = pool.allocate(3)
+    assert lesson.worker_stats(core)["owned_blocks"] == 3
+    worker = SimpleNamespace(name="w", ask=lambda _: lesson.worker_stats(core))
+    with pytest.raises(common.CheckFailed, match="w: 3 blocks are still owned"):
+        lesson.settled(worker, 0.02)
+    pool.free_queue[blocks[0]] = None
+    with pytest.raises(AssertionError):
+        lesson.worker_stats(core)
+
+
 def test_real_processes_and_a_real_death(tiny_model):
     """Two workers; the prefill worker kills itself in the middle of a transfer. Every answer is one engine's."""
     prompts = [PROMPT[i:] for i in range(8)]
@@ -1847,11 +1908,20 @@ def test_real_processes_and_a_real_death(tiny_model):
     prefill = lesson.Worker("prefill", model, lesson.PREFILL | config, block_size=16)
     decode = lesson.Worker("decode", model, lesson.DECODE | config, block_size=8)
     try:
-        prefill.ask(), decode.ask()
+        first, _ = prefill.ask(), decode.ask()
         prefill.configure("prefill-dies", **lesson.PREFILL, **config)
+        with pytest.raises(ConnectionRefusedError):  # the engine before this one is closed
+            socket.create_connection((first["remote_host"], first["remote_port"]))
+        with pytest.raises(common.CheckFailed, match="decode: The decoder prompt"):
+            lesson.answer(decode, "too long", range(600), 1)
+        decode.send("add", "leaves", PROMPT, 400, {})
+        decode.pipe.recv()
+        decode.send("abort", "leaves")
+        assert decode.ask("stats")["owned_blocks"] == 0
         jobs, events = lesson.disaggregated(prefill, decode, prompts, 6)
         assert [job.token_ids for job in jobs] == lesson.colocated(tiny_model, prompts, 6)
         assert events == ["prefill died (signal SIGKILL)"] and not prefill.process.is_alive()
+        prefill.send("abort", "whatever")  # in vain
         assert lesson.settled(decode, 60)["consumer_failed"] >= 1
     finally:
         prefill.stop(), decode.stop()
@@ -1864,31 +1934,40 @@ def test_real_processes_and_a_real_death(tiny_model):
 class Servers:
     """Stand where real servers would: what each was asked, and what it answers."""
 
-    def __init__(self):
-        self.asked, self.down, self.status = [], set(), {}
+    def __init__(self, stream=None):
+        self.asked, self.requests, self.answers, self.down, self.status = [], [], [], set(), {}
+        self.stream = stream or httpx.ByteStream(b"data: 1\n\n")
 
-    def __call__(self, request: httpx.Request) -> httpx.Response:
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
         host = request.url.host
         if host in self.down:
             raise httpx.ConnectError("refused")
         body = json.loads(request.content) if request.content else {}
-        self.asked.append((host, body))
+        self.asked.append((host, body)), self.requests.append(request)
+        self.answers.append(self.answer(host))
+        return self.answers[-1]
+
+    def answer(self, host):
         if host in self.status:
             return httpx.Response(self.status[host], json={"error": {"message": f"{host} says no"}})
         if host.startswith("p"):
             return httpx.Response(200, json={"kv_transfer_params": {"do_remote_prefill": True, "from": host}})
-        return httpx.Response(
-            200, stream=httpx.ByteStream(b"data: 1\n\n"), headers={"content-type": "text/event-stream"}
-        )
+        return httpx.Response(200, stream=self.stream, headers={"content-type": "text/event-stream"})
 
 
-def through_proxy(servers, body, prefill=("p0",), decode=("d0", "d1")):
+def proxy_before(servers, prefill=("p0",), decode=("d0", "d1")):
+    client = httpx.AsyncClient(transport=httpx.MockTransport(servers))
+    return lesson.build_proxy(*([f"http://{name}" for name in names] for names in (prefill, decode)), client)
+
+
+def through_proxy(servers, body, *names, path="/v1/completions", **options):
     async def go():
-        client = httpx.AsyncClient(transport=httpx.MockTransport(servers))
-        urls = [[f"http://{name}" for name in names] for names in (prefill, decode)]
-        app = lesson.build_proxy(*urls, client)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as user:
-            return await user.post("/v1/completions", content=body if isinstance(body, bytes) else json.dumps(body))
+        transport = httpx.ASGITransport(proxy_before(servers, *names))
+        async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as user:
+            if body is None:
+                return await user.get(path, **options)
+            content = body if isinstance(body, bytes) else json.dumps(body)
+            return await user.post(path, content=content, **options)
 
     return asyncio.run(go())
 
@@ -1901,6 +1980,7 @@ def test_the_proxy_prefills_first():
     servers = Servers()
     answer = through_proxy(servers, BODY)
     assert answer.status_code == 200 and answer.text == "data: 1\n\n"
+    assert answer.headers["content-type"].startswith("text/event-stream")
     (prefill, asked), (decode, wanted) = servers.asked
     params = asked.pop("kv_transfer_params")
     assert prefill == "p0" and asked == {"prompt": "Hi", "max_tokens": 1, "min_tokens": 0, "stream": False}
@@ -1930,6 +2010,7 @@ def test_the_proxy_survives_a_decode_server():
     servers.down = {"d0", "d1"}
     answer = through_proxy(servers, BODY)
     assert answer.status_code == 503 and "no decode server" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["type"] == "ServiceUnavailableError"
 
 
 def test_the_proxy_tries_another_decode_server_that_fails_and_takes_turns():
@@ -1940,26 +2021,31 @@ def test_the_proxy_tries_another_decode_server_that_fails_and_takes_turns():
     assert [host for host, _ in servers.asked] == ["p0", "d1", "p0", "d0"], "another attempt has another transfer"
     first, _, second, _ = [body.get("kv_transfer_params", {}).get("transfer_id") for _, body in servers.asked]
     assert first != second
+    assert all(answer.is_closed for answer in servers.answers), "nobody reads what the first one says"
     servers.status = {"d0": 503, "d1": 500}
-    assert "says no" in through_proxy(servers, BODY).text, "if all fail, the last one's words"
+    answer = through_proxy(servers, BODY)
+    assert answer.status_code == 503 and "d0 says no" in answer.text, "if all fail, the last one's words"
+    servers.status = {"d1": 404}
+    assert through_proxy(servers, BODY).status_code == 404 and servers.asked[-1][0] == "d1"
 
 
 def test_the_proxy_limits_the_prefill_in_both_spellings_and_passes_the_key_on():
     pytest.importorskip("fastapi")
-    servers, keys = Servers(), []
+    servers = Servers()
 
     async def go():
-        transport = httpx.MockTransport(lambda request: keys.append(request.headers.get("authorization")) or
-                                        servers(request))  # fmt: skip
-        proxy = lesson.Proxy(["http://p0"], ["http://d0", "http://d1"], httpx.AsyncClient(transport=transport))
+        transport = httpx.MockTransport(servers)
+        names = [[f"http://{kind}{i}" for i in range(2)] for kind in "pd"]
+        proxy = lesson.Proxy(*names, httpx.AsyncClient(transport=transport))
         for _ in range(2):
             answer = await proxy.handle("/v1/completions", {"max_completion_tokens": 9}, {"authorization": "k"})
             await answer.aclose()
 
     asyncio.run(go())
-    (_, asked), (first, wanted), _, (second, _) = servers.asked
+    (_, asked), (_, wanted), *_ = servers.asked
     assert (asked["max_completion_tokens"], wanted["max_completion_tokens"]) == (1, 9)
-    assert {first, second} == {"d0", "d1"} and keys == ["k"] * 4
+    assert [host for host, _ in servers.asked] == ["p1", "d1", "p0", "d0"]
+    assert [request.headers.get("authorization") for request in servers.requests] == ["k"] * 4
 
 
 def test_the_proxy_passes_refusals_on():
@@ -1969,11 +2055,112 @@ def test_the_proxy_passes_refusals_on():
     answer = through_proxy(servers, BODY)
     assert answer.status_code == 400 and "p0 says no" in answer.text and len(servers.asked) == 1
     for wrong in (b"{", b"[]"):
-        assert through_proxy(servers, wrong).status_code == 400
+        answer = through_proxy(servers, wrong)
+        assert answer.status_code == 400 and answer.json()["error"]["type"] == "BadRequestError"
     servers = Servers()
     assert through_proxy(servers, BODY | {"n": 2}).status_code == 200
     assert through_proxy(servers, BODY | {"prompt": ["a", "b"]}).status_code == 200
-    assert [host[0] for host, _ in servers.asked] == ["d", "d"], "several answers or prompts: not split"
+    assert through_proxy(servers, BODY | {"prompt": [[1, 2], [3]]}).status_code == 200
+    assert [host[0] for host, _ in servers.asked] == ["d"] * 3, "several answers or prompts: not split"
+    for one in ({"n": 1}, {"prompt": [1, 2, 3]}):
+        servers.asked.clear()
+        assert through_proxy(servers, BODY | one).status_code == 200
+        assert [host[0] for host, _ in servers.asked] == ["p", "d"], "one prompt, given as token ids"
+
+
+@pytest.mark.parametrize("key", [None, "Bearer k"])
+def test_the_proxy_asks_on_the_same_path_with_the_same_key(key):
+    pytest.importorskip("fastapi")
+    servers, headers = Servers(), {"authorization": key} if key else {}
+    assert through_proxy(servers, {"messages": []}, path="/v1/chat/completions", headers=headers).status_code == 200
+    assert through_proxy(servers, None, path="/v1/models", headers=headers).status_code == 200
+    assert [(request.url.host, request.url.path) for request in servers.requests] == [
+        ("p0", "/v1/chat/completions"), ("d1", "/v1/chat/completions"), ("d0", "/v1/models")]  # fmt: skip
+    assert all(request.headers.get("authorization") == key for request in servers.requests)
+
+
+def test_the_proxy_is_as_healthy_as_one_of_its_servers():
+    pytest.importorskip("fastapi")
+    servers = Servers()
+    servers.status = {"d0": 404, "p0": 418}
+    answer = through_proxy(servers, None, path="/health")
+    assert answer.status_code == 404 and answer.headers["content-type"] == "application/json"
+    servers.down = {"d0", "d1"}
+    assert through_proxy(servers, None, path="/health").status_code == 418
+    servers.down |= {"p0"}
+    assert through_proxy(servers, None, path="/health").status_code == 503
+
+
+class Talking(httpx.AsyncByteStream):
+    """What a decode server says: one token, and then nothing, or nothing any more."""
+
+    def __init__(self, end):
+        self.end, self.said = end, asyncio.Event()
+
+    async def __aiter__(self):
+        yield b"data: 1\n\n"
+        self.said.set()
+        await self.end()
+
+
+def test_a_stream_that_breaks_says_so():
+    """Its status line has gone out long ago."""
+    pytest.importorskip("fastapi")
+
+    async def end():
+        raise httpx.ReadError("reset")
+
+    answer = through_proxy(Servers(Talking(end)), BODY)
+    first, last = answer.text.strip().split("\n\n")
+    told = json.loads(last.removeprefix("data: "))
+    assert answer.status_code == 200 and first == "data: 1"
+    assert told == {"error": {"message": "the decode server is gone: reset", "code": 502}}
+
+
+def test_a_client_that_hangs_up_ends_the_request_behind_the_proxy():
+    pytest.importorskip("fastapi")
+    silent = Talking(lambda: asyncio.sleep(60))
+    servers, letters = Servers(silent), [{"type": "http.request", "body": json.dumps(BODY).encode()}]
+
+    async def receive():
+        if letters:
+            return letters.pop()
+        await silent.said.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        pass
+
+    async def go():
+        scope = {"type": "http", "asgi": {"spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+                 "path": "/v1/completions", "query_string": b"", "headers": [], "scheme": "http"}  # fmt: skip
+        await asyncio.wait_for(proxy_before(servers)(scope, receive, send), 20)
+
+    asyncio.run(go())
+    assert [answer.is_closed for answer in servers.answers] == [True, True]
+
+
+def test_the_proxy_waits_for_long_answers_and_not_for_connections(monkeypatch):
+    """And it lets as many streams through as there are: a pool of 100 connections would be a queue."""
+    pytest.importorskip("fastapi")
+    made = []
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **options: made.append(options))
+    lesson.build_proxy(["http://p0"], ["http://d0"])
+    (options,) = made
+    assert options["timeout"].read >= 600 and options["timeout"].connect <= 10
+    assert options["limits"].max_connections is None
+
+
+def test_the_proxy_wants_addresses(monkeypatch):
+    pytest.importorskip("fastapi")
+    with pytest.raises(common.InputError, match="p0: must begin with http"):
+        lesson.main(["proxy", "--prefill", "http://d0", "p0", "--decode", "http://d0"])
+    made = []
+    monkeypatch.setattr(lesson, "build_proxy", lambda *urls: made.append(urls))
+    monkeypatch.setattr(lesson.serving, "bind", lambda *address: (_ for _ in ()).throw(common.InputError("--port")))
+    with pytest.raises(common.InputError, match="--port"):
+        lesson.main(["proxy", "--prefill", "http://p0/", "--decode", "http://d0", "https://d1/"])
+    assert made == [(["http://p0"], ["http://d0", "https://d1"])]
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def gather_kv(kv_cache: torch.Tensor, blocks: torch.Tensor, first: int, count: i
     """
     if not common.runs_kernel(kv_cache):  # whole blocks, which are long rows, and then the part that was meant
         (_, num_blocks, size, Hkv, D), last = kv_cache.shape, first + count
-        used = blocks[first // size : -(-last // size)] if count else blocks[:1]
+        used = blocks[first // size : -(-last // size)]
         pages = kv_cache.flatten(0, 1).index_select(0, torch.cat((used, used + num_blocks)))
         skip = first - first // size * size
         return pages.view(2, -1, Hkv, D)[:, skip : skip + count, head : head + heads]
