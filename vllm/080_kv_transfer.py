@@ -475,8 +475,8 @@ class Export:
     transfer: str
     blocks: list[int]
     ready: list[int]
-    deadline: float
     finished: bool = False
+    deadline: float = 0.0  # of the lease, which begins when it is finished
     consumers: int = 1
     done: set = field(default_factory=set)  # links that need no more of it
     subscriptions: list[Subscription] = field(default_factory=list)
@@ -508,7 +508,7 @@ class Producer:
             return
         if transfer in self.gone:
             return
-        self.exports[transfer] = Export(transfer, blocks, [0] * self.num_layers, self.clock() + self.lease)
+        self.exports[transfer] = Export(transfer, blocks, [0] * self.num_layers)
         for link, header, _ in self.early.pop(transfer, ()):
             self.on_message(link, header)
 
