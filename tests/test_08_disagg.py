@@ -320,12 +320,18 @@ def test_a_wire_that_fails_is_a_lost_connection(way, error, monkeypatch):
 
 def test_a_segment_is_private_and_goes_with_its_connection(monkeypatch):
     opened, closed, os_open, os_close = [], [], os.open, os.close
-    monkeypatch.setattr(os, "open", lambda *a: opened.append(os_open(*a)) or opened[-1])
-    monkeypatch.setattr(os, "close", lambda fd: closed.append(fd) or os_close(fd))
-    with connection(transfer.SharedMemoryLink) as (link, theirs):
+
+    def spy(path, *options):
+        descriptor = os_open(path, *options)
+        opened.extend([descriptor] if "kvx-" in str(path) else [])
+        return descriptor
+
+    monkeypatch.setattr(os, "open", spy)
+    monkeypatch.setattr(os, "close", lambda fd: closed.extend([fd] if fd in opened else []) or os_close(fd))
+    with connection(transfer.SharedMemoryLink) as (link, theirs), theirs.makefile("rb") as stream:
         for _ in range(2):
             link.send(GOOD, torch.arange(100, dtype=torch.uint8))
-        taken, left = (transfer.read_frame(lambda n: bytearray(theirs.recv(n, socket.MSG_WAITALL)))[0] for _ in "ab")
+        taken, left = (transfer.read_frame(lambda n: bytearray(stream.read(n)))[0] for _ in "ab")
         path = transfer.SHM / left["shm"]
         assert path.stat().st_mode & 0o777 == 0o600 and path.read_bytes() == bytes(range(100))
         assert bytes(link.receive(taken, bytearray()).numpy()) == bytes(range(100))
@@ -1097,7 +1103,11 @@ def test_whose_blocks_do_not_come_is_the_next_to_be_admitted(tiny_model, expecte
 
 def test_nobody_listens_there(tiny_model):
     with pair(tiny_model, "TCPConnector") as (prefill, decode):
-        prefill.scheduler.connector.close()
+        connector = prefill.scheduler.connector
+        connector.close()
+        assert connector.server.fileno() == -1
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((connector.host, connector.port), timeout=20)
         remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
         decode.add_request(lesson.make_request("a", PROMPT, TOKENS, **remote))
         assert drain(decode)["a"][1] == "error"
@@ -1134,17 +1144,13 @@ def test_a_connection_that_breaks_ends_what_was_on_it_and_nothing_else(tiny_mode
         assert drain(prefill, decode)["b"][0] == expected
 
 
-def test_who_is_closed_does_not_listen_any_more(tiny_model):
+def test_whoever_comes_in_the_moment_of_closing_is_sent_away(tiny_model):
     with pair(tiny_model, "TCPConnector") as (prefill, _):
         connector = prefill.scheduler.connector
-        connector.closed = True  # the first half of `close`: somebody comes in this very moment
+        connector.closed = True
         with socket.create_connection((connector.host, connector.port), timeout=20) as late:
             while late.recv(1 << 16):
                 pass
-        connector.close()
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((connector.host, connector.port), timeout=20)
-        assert connector.server.fileno() == -1
 
 
 def test_who_has_nothing_to_compute_waits_for_news_and_not_for_long(tiny_model):
