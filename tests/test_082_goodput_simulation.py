@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+from fractions import Fraction
 
 import common
 import pytest
@@ -494,6 +495,11 @@ def test_every_contest_is_recorded_in_full():
             assert all(rate == 0 or rate in lesson.RATES[:-1] for rate in rates)
 
 
+def test_a_column_is_one_limit():
+    assert lesson.column("sharegpt", 2) == {"2PD": 174.456, "2PD/256": 143.525, "2PD/512": 174.456, "1P1D": 79.92}
+    assert lesson.CONTESTS[0].tpots[lesson.TPOT_8] == 8
+
+
 def test_what_the_text_concludes():
     found = lesson.facts()
     tight, loose = (found["goodput"]["azure_code"][f"tpot_{t}"] for t in (8, 50))
@@ -561,6 +567,44 @@ def test_simulate_adds_up():
         good = [r["first"] - r["arrival"] <= ttft and r["last"] - r["first"] <= tpot * (r["output"] - 1)
                 for r in trace["requests"]]  # fmt: skip
         assert [r["met"] for r in trace["requests"]] == good and trace["met"] == sum(good)
+
+
+def test_a_limit_that_is_just_reached_is_met(monkeypatch):
+    requests = lesson.simulate(lesson.WIDGET_DEFAULT)["requests"]
+    worst = max(r["first"] - r["arrival"] for r in requests)
+    slowest = max(Fraction(r["last"] - r["first"], r["output"] - 1) for r in requests)
+    for ttft, tpot, met in ((worst, slowest, 16), (worst - 1, slowest, 15), (worst, slowest - 1, 15)):
+        monkeypatch.setitem(lesson.WIDGET_LIMITS, "tight", (Fraction(ttft, 1000), Fraction(tpot, 1000)))
+        assert lesson.simulate(lesson.WIDGET_DEFAULT)["met"] == met
+
+
+def test_the_state_in_words():
+    def request(arrival, first, last, gap, parts):
+        return {"arrival": arrival, "prompt": 2048, "output": 3, "first": first, "last": last, "gap": gap,
+                "parts": parts}  # fmt: skip
+
+    trace = {
+        "params": {"rate": 40, "mix": "code", "layout": "1P 1D", "link": "NVLink"}, "limits_us": [300_000, 8000],
+        "requests": [request(0, 12_345, 20_345, 4000, [0, 10_000, 345, 2000]),
+                     request(1000, 31_000, 51_000, 19_999, [5000, 20_000, 1000, 4000]),
+                     request(2000, 32_000, 44_000, 6000, [0, 0, 0, 30_000])],
+        "gpus": [{"roles": "P", "steps": [[0, 10_000, 2048, 0], [20_000, 35_500, 4096, 0]]},
+                 {"roles": "D", "steps": [[0, 51_000, 0, 2]]}],
+        "end": 51_000, "longest": 2048, "longest_bytes": 2048 * lesson.KV_BYTES, "wire_us": 597, "prefill_us": 49_000,
+        "bytes_moved": 3 * 2048 * lesson.KV_BYTES, "met": 1,
+    }  # fmt: skip
+    assert lesson.describe(trace).splitlines() == [
+        "3 requests at 40/s, code, on 1P 1D; limits TTFT 300 ms, TPOT 8 ms",
+        "GPU 0 P     2 steps, busy  50 %:  6,144 prompt tokens,   0 decodes",
+        "GPU 1 D     1 steps, busy 100 %:      0 prompt tokens,   2 decodes",
+        "first request, #0, 2,048 tokens: TTFT 12.3 ms =",
+        "  queue 0.0 ms + prefill 10.0 ms + transfer 0.3 ms + first step 2.0 ms",
+        "slowest request, #1, 2,048 tokens: TTFT 30.0 ms =",
+        "  queue 5.0 ms + prefill 20.0 ms + transfer 1.0 ms + first step 4.0 ms",
+        "TPOT: median 6.0 ms, worst 10.0 ms; longest silence 19.9 ms",
+        "the cache of 2,048 tokens, 256 MiB: 0.5 ms on NVLink, 49.0 ms to compute",
+        "moved 768 MiB; within both limits: 1 of 3",
+    ]
 
 
 def only_integers(value):

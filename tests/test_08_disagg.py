@@ -1434,6 +1434,24 @@ def test_two_caches_must_agree_about_this_and_about_nothing_else():
     assert ours not in [connector_of(**other).layout() for other in OTHERS]
 
 
+def test_a_rectangle_is_written_whole_or_not_at_all():
+    made, header = connector_of(), {"layer": 0, "first": 2, "count": 3, "head": 0, "heads": 4}
+    right = transfer.as_bytes(torch.arange(2 * 3 * 4 * 8, dtype=torch.float32) + 1)
+    for payload in (None, right[:-32], torch.cat((right, right))):
+        crc = 0 if payload is None else transfer.checksum(payload)
+        assert not made.write([1], header | {"crc": crc}, payload)
+    assert not made.write([1], header | {"crc": transfer.checksum(right) ^ 1}, right)
+    assert not made.layers[0].any() and not made.stats["bytes_in"]
+    assert made.write([1], header | {"crc": transfer.checksum(right)}, right)
+    assert made.layers[0][:, 1, 2:5].flatten().tolist() == list(range(1, 193)) and made.stats["bytes_in"] == 768
+
+
+def test_an_address_is_that_of_the_first_rank():
+    made = connector_of(rank=1, tp_size=2)
+    made.port = 101  # each rank listens at the first one's port plus its number
+    assert (made.address["remote_port"], made.address["tp_size"]) == (100, 2)
+
+
 def test_patience_is_as_configured():
     made = connector_of()
     assert (made.timeout, made.consumer.timeout, made.consumer.retries, made.producer.lease) == (10, 10, 1, 30)
