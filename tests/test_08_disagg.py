@@ -1090,7 +1090,8 @@ def test_a_prefill_worker_that_vanishes(policy, tiny_model, expected):
 
 
 def test_whose_blocks_do_not_come_is_the_next_to_be_admitted(tiny_model, expected):
-    with pair(tiny_model, "TCPConnector", "recompute", decode={"max_num_seqs": 1}) as (prefill, decode):
+    size = {"max_num_seqs": 1, "prefix_caching": True}
+    with pair(tiny_model, "TCPConnector", "recompute", decode=size) as (prefill, decode):
         remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
         decode.add_request(lesson.make_request("own", PROMPT, 60))
         decode.step()
@@ -1099,7 +1100,8 @@ def test_whose_blocks_do_not_come_is_the_next_to_be_admitted(tiny_model, expecte
         decode.step()
         prefill.scheduler.connector.close()
         until(lambda: not decode.scheduler.waiting_for_remote_kvs, decode.step)
-        assert [request.request_id for request in decode.scheduler.waiting] == ["a", "later"]
+        waiting = [(request.request_id, request.num_computed_tokens) for request in decode.scheduler.waiting]
+        assert waiting == [("a", 0), ("later", 0)]
         found = drain(decode)
         assert found["a"][0] == found["later"][0] == expected
 
@@ -1469,10 +1471,10 @@ def test_patience_is_as_configured():
 # --- The store -------------------------------------------------------------------------------------------------------
 
 
-def store_core(model, folder, role="kv_both"):
+def store_core(model, folder, role="kv_both", prefix_caching=True):
     extra = {"folder": str(folder), "cpu_bytes": 1 << 24}
     config = KVTransferConfig("StoreConnector", role, kv_connector_extra_config=extra)
-    return lesson.make_core(model, config, block_size=8, num_blocks=80, prefix_caching=True)
+    return lesson.make_core(model, config, block_size=8, num_blocks=80, prefix_caching=prefix_caching)
 
 
 @pytest.fixture
@@ -1496,6 +1498,19 @@ def test_another_engine_finds_the_blocks(folder, tiny_model, expected):
     assert ask(second, PROMPT[:40], 2) == generated(tiny_model, PROMPT[:40], 2)  # one token must be left to compute
     for core in (first, second):
         assert_idle(core)
+
+
+def test_a_store_needs_no_prefix_cache_and_is_asked_once_for_each_block(folder, tiny_model, expected, monkeypatch):
+    core, asked = store_core(tiny_model, folder, prefix_caching=False), []
+    find = connectors.KVStore.find
+    monkeypatch.setattr(connectors.KVStore, "find", lambda store, key: asked.append(key) or find(store, key))
+    core.add_request(lesson.make_request("a", PROMPT, TOKENS))
+    core.step()
+    asked.clear()
+    core.step()
+    assert asked == [], "this step fills no block"
+    assert drain(core)["a"][0] == expected[2:] and len({*asked}) == 1
+    assert counts(core, "store")["stored"] == 6, "the sixth block holds what was generated"
 
 
 def test_who_computes_the_same_in_the_same_step_stores_it_once(folder, tiny_model, expected):
@@ -1580,13 +1595,16 @@ def test_nothing_that_was_computed_on_void_blocks_is_stored_or_goes_on(folder, t
     assert ask(store_core(tiny_model, folder), PROMPT, 1)
     core, longer = store_core(tiny_model, folder), PROMPT + PROMPT[:20]
     connector = core.scheduler.connector
-    victim = connector.store.find(connector.key(hashes(core, PROMPT)[2]))
-    victim.write_bytes(victim.read_bytes()[:-40])
+    victims = [connector.store.find(connector.key(hashes(core, PROMPT)[i])) for i in (1, 3)]
+    for victim in victims:
+        victim.write_bytes(victim.read_bytes()[:-40])
     for name in ("leaves", "stays"):
         core.add_request(lesson.make_request(name, longer, TOKENS))
     assert core.step() == [] and counts(core, "store")["stored"] == 0
+    assert core.scheduler.local_blocks(lesson.make_request("h", longer, 1))[1] == 8, "what is before them is good"
     core.abort_requests(["leaves"])
-    victim.unlink()
+    for victim in victims:
+        victim.unlink()
     expected = generated(tiny_model, longer, TOKENS)
     assert drain(core)["stays"][0] == expected
     later = store_core(tiny_model, folder)

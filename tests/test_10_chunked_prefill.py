@@ -126,6 +126,8 @@ def test_tiles_are_chosen_by_dtype_and_length():
                     assert rows >= max(16, G if dtype != torch.float32 else 16) and tile >= 16 and warps in (4, 8)
     assert lesson.choose_tiles(torch.bfloat16, 128, 4, 1)[0] == 16
     assert lesson.choose_tiles(torch.bfloat16, 64, 3, 480)[0] == 128
+    assert lesson.choose_tiles(torch.bfloat16, 128, 4, 480) == (64, 32, 4, 2), "more would spill, but on a Hopper"
+    assert lesson.choose_tiles(torch.bfloat16, 128, 4, 480, (9, 0)) == (128, 64, 8, 2)
 
 
 # --- The scheduler --------------------------------------------------------------------------------------------------
@@ -353,6 +355,19 @@ def test_separate_batches_are_separate():
         core.step()
         kinds.append("".join(sorted(core.scheduled)))
     assert kinds == ["a", "b"] * 7
+
+
+def test_separate_batches_of_whole_prompts_let_prompts_go_first():
+    core = lesson.simulated_core(lambda work: 1, 4, 512, lesson.SeparateBatches, max_num_batched_tokens=512,
+                                 enable_chunked_prefill=False)  # fmt: skip
+    core.submit("a", 10, 200)
+    core.step()
+    core.submit("b", 400, 5), core.submit("c", 400, 5)
+    kinds = []
+    for _ in range(3):
+        core.step()
+        kinds.append("".join(sorted(core.scheduled)))
+    assert kinds == ["b", "c", "abc"]
 
 
 # --- The simulation -------------------------------------------------------------------------------------------------
