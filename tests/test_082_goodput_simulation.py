@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+from fractions import Fraction
 
 import common
 import pytest
@@ -42,6 +43,15 @@ def test_roofline_is_the_published_line():
     assert COST.of([(1, 0)]) / 1e3 == pytest.approx(6.44, rel=0.002)
     slope = (COST.of([(1, 101_000)]) - COST.of([(1, 1000)])) / 100_000
     assert slope * 1e3 == pytest.approx(43.7, rel=0.01)
+
+
+def test_prices_are_whole_picoseconds_and_durations_whole_microseconds():
+    """The browser's copy of the arithmetic rests on these very numbers."""
+    assert vars(COST) == {"overhead": 1_460_000_000, "weights": 4_978_391_159, "token": 23_524_058, "row": 1_770_599,
+                          "pair": 884, "context": 43_473}  # fmt: skip
+    assert (lesson.KV_TOKENS, lesson.HIDDEN_BYTES) == (438_991, 8192)
+    cost = CostModel(1_000_000, 2_000_000, 1_000_000, 500_000, 100_000, 300_000)
+    assert [cost(1, 1, 0, 0), cost(3, 1, 0, 0), cost(1, 1, 9, 0), cost(1, 1, 10, 3)] == [3, 4, 3, 4]
 
 
 def test_a_step_is_bound_by_memory_or_by_compute():
@@ -90,6 +100,7 @@ def test_fit_has_no_negative_prices():
     assert min(vars(found).values()) >= 0 and lesson.fit_error(found, synthetic(0, 0, free)) < 0.04
     with pytest.raises(ValueError, match="6 are needed"):
         lesson.fit(synthetic(0)[:5])
+    assert lesson.fit(synthetic(0)[:6])
 
 
 @pytest.mark.parametrize("machine", ["cpu", "h200"])
@@ -122,6 +133,15 @@ def test_measured_steps_are_what_they_say(tiny_model, monkeypatch):
     works = [[(1, 40)], [(1, 17)] * 3, [(16, 16)], [(33, 33)], [(1, 20)] * 2 + [(9, 9)]]
     assert [tuple(row[:4]) for row in table] == [lesson.features(w) for w in works]
     assert all(row[4] > 0 for row in table) and all(work in steps for work in works)
+
+
+def test_a_measured_step_is_the_median_without_the_first_round(tiny_model, monkeypatch):
+    monkeypatch.setattr(lesson, "DECODES", ((1, 40),))
+    monkeypatch.setattr(lesson, "PROMPTS", ())
+    monkeypatch.setattr(lesson, "MIXTURES", ())
+    seconds = [99.0, 3.0, 98.0, 1.0]
+    monkeypatch.setattr(lesson, "time_step", lambda core, work: seconds.pop(0))
+    assert lesson.measure_steps(tiny_model, rounds=3)[0][4] == 3.0 and not seconds
 
 
 # --- The cluster ----------------------------------------------------------------------------------------------------
@@ -192,12 +212,73 @@ def test_one_request_takes_what_its_parts_take():
     (job,) = Cluster(Deployment("1P1D"), [Job("a", 70, prompt, output)]).run()
     assert job.outcome[0] == prefill + wire + decode[0]
     assert job.last - job.first == sum(decode[1:]) and job.gap == decode[-1]
+    assert job.outcome[1:] == (sum(decode[1:]) / 4, job.gap), "four times between five tokens"
     (job,) = Cluster(Deployment("1PD"), [Job("a", 70, prompt, output)]).run()
     assert job.outcome[0] == prefill and job.last - job.first == sum(decode[1:])
     (job,) = Cluster(Deployment("1P1D", layerwise=True), [Job("a", 70, prompt, output)]).run()
     assert job.outcome[0] == prefill + -(-wire // 32) + decode[0]
     (job,) = Cluster(Deployment("1PD", 256), [Job("a", 70, prompt, output)]).run()
     assert job.outcome[0] == sum(COST.of([(n, S)]) for n, S in ((256, 256), (256, 512), (256, 768), (232, 1000)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "budget", "roles", "kind", "limits"),
+    [("4PD", None, "PD", "Scheduler", (8192, 256)), ("2P2D", None, "P", "PrefillScheduler", (8192, 256)),
+     ("2P2D", None, "D", "DecodeScheduler", (8192, 256)), ("4PD", 512, "PD", "ChunkedScheduler", (512, 256)),
+     ("4PD", 128, "PD", "ChunkedScheduler", (128, 128)), ("1E1PD", None, "E", "PrefillScheduler", (8192, 1))],
+)  # fmt: skip
+def test_who_schedules_what_within_which_limits(layout, budget, roles, kind, limits):
+    made = Deployment(layout, budget).scheduler(roles, 4000, 100)
+    assert type(made).__name__ == kind
+    assert (made.max_num_scheduled_tokens, made.max_num_running_reqs) == limits
+
+
+def test_without_chunks_a_budget_holds_the_longest_prompt():
+    assert Deployment("1PD").scheduler("PD", 20_000, 200).max_num_scheduled_tokens == 20_000
+    (job,) = Cluster(Deployment("1PD"), [Job("a", 0, 20_000, 2)]).run()
+    assert job.outcome[0] == COST.of([(20_000, 20_000)])
+
+
+def test_a_pool_holds_what_it_should_to_the_last_block():
+    (job,) = Cluster(Deployment("1PD"), [Job("a", 0, 1000, 300)], kv_tokens=11 * lesson.BLOCK_SIZE).run()
+    assert job.last > 0, "1,299 positions are eleven blocks"
+
+
+def test_whoever_comes_when_a_step_ends_is_in_the_next_one():
+    """In the same microsecond: a request at an engine that decodes, and a cache at a decoder."""
+    (alone,) = (cluster := Cluster(Deployment("1PD"), [Job("a", 0, 100, 20)], leap=1)).run()
+    ends = [end for _, end, *_ in cluster.instances[0].steps]
+    for leap in (1, lesson.LEAP):
+        jobs = Cluster(Deployment("1PD"), [Job("a", 0, 100, 20), Job("b", ends[9], 50, 2)], leap=leap).run()
+        assert jobs[1].prefill[0] == ends[9] and jobs[0].last > alone.last
+    (alone,) = (cluster := Cluster(Deployment("1P1D"), [Job("a", 0, 100, 20)], leap=1)).run()
+    ends = [end for _, end, *_ in cluster.instances[1].steps]
+    way = COST.of([(1000, 1000)]) + -(-1000 * lesson.KV_BYTES * 10**6 // cluster.deployment.link)
+    start = next(end - way for end in ends if end > way + ends[0])
+    for leap in (1, lesson.LEAP):
+        cluster = Cluster(Deployment("1P1D"), [Job("a", 0, 100, 20), Job("b", start, 1000, 2)], leap=leap)
+        job, (_, arrived) = cluster.jobs["b"], (cluster.run(), cluster.jobs["b"].transfer)[1]
+        assert arrived in ends and job.first - arrived < 2 * COST.of([(1, 1000), (1, 120)]) - 1000
+
+
+def test_a_prompt_goes_where_fewest_tokens_wait_and_then_fewest_requests():
+    prompts = (8000, 8000, 5000, 50, 50, 50)  # the first two are begun at once, the others wait
+    jobs = [Job(str(i), i, prompt, 4) for i, prompt in enumerate(prompts)]
+    assert [job.path for job in Cluster(Deployment("2PD"), jobs).run()] == [[0], [1], [0], [1], [1], [1]]
+    jobs = [Job("a", 0, 50, 99), Job("b", 200_000, 50, 4), Job("c", 600_000, 50, 4)]
+    assert [job.path for job in Cluster(Deployment("2PD"), jobs).run()] == [[0], [1], [1]]
+
+
+def test_whoever_is_done_at_a_prefill_leaves_the_books_and_keeps_its_blocks():
+    manager = continuous_batching.KVCacheManager(9, 16, 64)
+    scheduler = lesson.PrefillScheduler(lesson.ChunkedConfig(64, 4, 64), manager)
+    params = continuous_batching.SamplingParams(max_tokens=1, ignore_eos=True)
+    scheduler.add_request(continuous_batching.Request("a", [0] * 20, params))
+    scheduler.update_from_output(scheduler.schedule(), {"a": [0]})
+    assert not scheduler.has_unfinished_requests() and scheduler.schedule().finished_req_ids == ["a"]
+    assert len(manager.req_to_blocks["a"]) == 2
+    scheduler.release("a")
+    assert manager.block_pool.num_free_blocks == 8 and not scheduler.unsent
 
 
 def test_a_decoder_never_waits_for_a_prompt():
@@ -255,6 +336,9 @@ def test_streaming_is_a_pipeline(a, compute, wire, pieces, free):
 def test_images_are_encoded_where_the_layout_says():
     photo = lambda: [Job("a", 0, 600, 4, 500, 20_000)]  # noqa: E731
     encode, prefill = 20_000, COST.of([(600, 600)])
+    crowd = [Job("text", 0, 100, 2), Job("a", 1, 600, 4, 500, 20_000), Job("b", 1, 600, 4, 500, 20_000)]
+    busy, both = COST.of([(100, 100)]), COST.of([(1, 101), (600, 600), (600, 600)])
+    assert [job.first for job in Cluster(Deployment("1EPD"), crowd).run()[1:]] == [busy + 2 * encode + both] * 2
     (whole,) = Cluster(Deployment("1EPD"), photo()).run()
     assert whole.outcome[0] == encode + prefill and whole.path == [0]
     cluster = Cluster(Deployment("1E1P1D"), photo())
@@ -289,6 +373,51 @@ def test_limits_are_all_kept():
     assert limits.met(*good)
     assert not any(limits.met(*(x + (i == j) for j, x in enumerate(good))) for i in range(3))
     assert lesson.attainment([good, (100_001, 0, 0)], limits) == 0.5
+
+
+def test_rates_are_rungs_of_five_percent():
+    assert lesson.RATES[:2] == (0.5, 0.525) and lesson.RATES[-1] == 462.884
+    assert all(b / a == pytest.approx(1.05, rel=2e-3) for a, b in itertools.pairwise(lesson.RATES))
+
+
+def test_throughput_is_nine_tenths_of_a_crowd_over_the_time_it_takes(monkeypatch):
+    crowd = []
+
+    def cluster(deployment, jobs):
+        crowd.extend(jobs)
+        for i, job in enumerate(reversed(jobs)):
+            job.last = (i + 1) * 500_000
+        jobs[0].last = 10**12  # a straggler is not waited for
+        return type("Done", (), {"run": lambda self: jobs})()
+
+    monkeypatch.setattr(lesson, "Cluster", cluster)
+    assert lesson.throughput(Deployment("1PD"), "azure-code", 10) == pytest.approx(2.0)
+    assert len(crowd) == 10 and max(job.arrival for job in crowd) < 100
+
+
+def test_a_link_is_judged_after_and_during_the_prompt(monkeypatch):
+    """The median TTFT in ms, and the share within the limits; whole caches first, then layer by layer."""
+    asked, ms = [], {False: (10, 20, 900), True: (10, 10, 20)}
+
+    def outcomes(deployment, workload, count, rate):
+        asked.append((deployment, workload, count, rate))
+        return [(1000 * t, 0.0, 0) for t in ms[deployment.layerwise]]
+
+    monkeypatch.setattr(lesson, "outcomes", outcomes)
+    assert lesson.linked("azure-code", 10**9) == [20.0, 2 / 3, 10.0, 1.0]
+    assert asked == [(Deployment("6P2D", None, 10**9, layerwise), "azure-code", 800, 45.0)
+                     for layerwise in (False, True)]  # fmt: skip
+
+
+def test_photos_are_what_they_weigh():
+    patches = 4 * 1521
+    flops = 2 * 675_000_000 * patches + 4 * 32 * 1280 * patches**2
+    assert lesson.encode_seconds(1521) == pytest.approx(flops / (0.6 * 989e12))
+    jobs = lesson.photo_jobs(10, 5)
+    assert {(j.prompt, j.output, j.image_tokens, j.encode_us) for j in jobs} == {(1621, 64, 1521, 24_061)}
+    assert jobs[-1].arrival == pytest.approx(5e5) and (lesson.PHOTO_LIMITS.ttft, lesson.PHOTO_LIMITS.gap) == (600, 20)
+    for name, deployment in lesson.PHOTO_LAYOUTS.items():
+        assert name == deployment.layout + (f"/{deployment.budget}" if deployment.budget else "")
 
 
 @pytest.mark.parametrize("edge", [0, 1, 57, len(lesson.RATES) - 1, -1])
@@ -366,6 +495,11 @@ def test_every_contest_is_recorded_in_full():
             assert all(rate == 0 or rate in lesson.RATES[:-1] for rate in rates)
 
 
+def test_a_column_is_one_limit():
+    assert lesson.column("sharegpt", 2) == {"2PD": 174.456, "2PD/256": 143.525, "2PD/512": 174.456, "1P1D": 79.92}
+    assert lesson.CONTESTS[0].tpots[lesson.TPOT_8] == 8
+
+
 def test_what_the_text_concludes():
     found = lesson.facts()
     tight, loose = (found["goodput"]["azure_code"][f"tpot_{t}"] for t in (8, 50))
@@ -385,9 +519,13 @@ def test_what_the_text_concludes():
 
 
 def test_mooncakes_break_even():
+    assert lesson.mooncake_bandwidth(1.0, prefix=1, d=1, gqa=1, bytes_per_element=1) == pytest.approx(2 / (4 + 22))
     assert [round(lesson.mooncake_bandwidth(8 * flops) / 1e9) for flops in (312e12, 989e12)] == [6, 19]
     ours = lesson.shapes_bandwidth(lesson.kv_cache_lesson.MODELS["Llama-3.1-70B"], 8 * 312e12)
     assert ours == pytest.approx(lesson.mooncake_bandwidth(8 * 312e12), rel=0.1)
+    W, _ = lesson.kv_cache_lesson.weights_read(lesson.MODEL)
+    ours = lesson.shapes_bandwidth(lesson.MODEL, 1e12, prefix=2)
+    assert ours == pytest.approx(2 * lesson.KV_BYTES * 1e12 / (2 * W * 2 + 4 * 32 * 32 * 128 * 3)), "three pairs"
 
 
 def test_moving_against_computing():
@@ -421,10 +559,52 @@ def test_simulate_adds_up():
         assert trace["bytes_moved"] == split * lesson.KV_BYTES * sum(r["prompt"] for r in trace["requests"])
         assert sum(step[2] for gpu in trace["gpus"] if "P" in gpu["roles"] for step in gpu["steps"]) == sum(
             r["prompt"] for r in trace["requests"])  # fmt: skip
+        assert trace["end"] == max(r["last"] for r in trace["requests"])
+        longest, link = max(r["prompt"] for r in trace["requests"]), lesson.LINKS[params["link"]]
+        assert trace["wire_us"] == -(-longest * lesson.KV_BYTES * 10**6 // link)
+        assert (trace["longest"], trace["prefill_us"]) == (longest, COST.of([(longest, longest)]))
         ttft, tpot = trace["limits_us"]
         good = [r["first"] - r["arrival"] <= ttft and r["last"] - r["first"] <= tpot * (r["output"] - 1)
                 for r in trace["requests"]]  # fmt: skip
         assert [r["met"] for r in trace["requests"]] == good and trace["met"] == sum(good)
+
+
+def test_a_limit_that_is_just_reached_is_met(monkeypatch):
+    requests = lesson.simulate(lesson.WIDGET_DEFAULT)["requests"]
+    worst = max(r["first"] - r["arrival"] for r in requests)
+    slowest = max(Fraction(r["last"] - r["first"], r["output"] - 1) for r in requests)
+    for ttft, tpot, met in ((worst, slowest, 16), (worst - 1, slowest, 15), (worst, slowest - 1, 15)):
+        monkeypatch.setitem(lesson.WIDGET_LIMITS, "tight", (Fraction(ttft, 1000), Fraction(tpot, 1000)))
+        assert lesson.simulate(lesson.WIDGET_DEFAULT)["met"] == met
+
+
+def test_the_state_in_words():
+    def request(arrival, first, last, gap, parts):
+        return {"arrival": arrival, "prompt": 2048, "output": 3, "first": first, "last": last, "gap": gap,
+                "parts": parts}  # fmt: skip
+
+    trace = {
+        "params": {"rate": 40, "mix": "code", "layout": "1P 1D", "link": "NVLink"}, "limits_us": [300_000, 8000],
+        "requests": [request(0, 12_345, 20_345, 4000, [0, 10_000, 345, 2000]),
+                     request(1000, 31_000, 51_000, 19_999, [5000, 20_000, 1000, 4000]),
+                     request(2000, 32_000, 44_000, 6000, [0, 0, 0, 30_000])],
+        "gpus": [{"roles": "P", "steps": [[0, 10_000, 2048, 0], [20_000, 35_500, 4096, 0]]},
+                 {"roles": "D", "steps": [[0, 51_000, 0, 2]]}],
+        "end": 51_000, "longest": 2048, "longest_bytes": 2048 * lesson.KV_BYTES, "wire_us": 597, "prefill_us": 49_000,
+        "bytes_moved": 3 * 2048 * lesson.KV_BYTES, "met": 1,
+    }  # fmt: skip
+    assert lesson.describe(trace).splitlines() == [
+        "3 requests at 40/s, code, on 1P 1D; limits TTFT 300 ms, TPOT 8 ms",
+        "GPU 0 P     2 steps, busy  50 %:  6,144 prompt tokens,   0 decodes",
+        "GPU 1 D     1 steps, busy 100 %:      0 prompt tokens,   2 decodes",
+        "first request, #0, 2,048 tokens: TTFT 12.3 ms =",
+        "  queue 0.0 ms + prefill 10.0 ms + transfer 0.3 ms + first step 2.0 ms",
+        "slowest request, #1, 2,048 tokens: TTFT 30.0 ms =",
+        "  queue 5.0 ms + prefill 20.0 ms + transfer 1.0 ms + first step 4.0 ms",
+        "TPOT: median 6.0 ms, worst 10.0 ms; longest silence 19.9 ms",
+        "the cache of 2,048 tokens, 256 MiB: 0.5 ms on NVLink, 49.0 ms to compute",
+        "moved 768 MiB; within both limits: 1 of 3",
+    ]
 
 
 def only_integers(value):

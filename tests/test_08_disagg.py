@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import dataclasses
+import functools
+import io
 import json
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from queue import SimpleQueue
 from types import SimpleNamespace
 
@@ -89,12 +91,13 @@ def test_blocks_to_wire_and_back(wrapper, size, Hkv, D, head, heads, first, coun
     assert torch.equal(target, reference), "every element in its place, and no other one touched"
 
 
-def test_moving_nothing(tiny_model):
-    cache = torch.zeros(2, 3, 4, 2, 16)
-    for context in (common.use_kernels,) if common.HAS_TRITON else ():
+def test_moving_nothing():
+    cache, before = torch.zeros(2, 3, 4, 2, 16), transfer.move_kv_kernel.launches
+    for context in (contextlib.nullcontext, common.use_kernels) if common.HAS_TRITON else (contextlib.nullcontext,):
         with context():
             assert transfer.gather_kv(cache, torch.tensor([1]), 0, 0, 0, 2).shape == (2, 0, 2, 16)
-    transfer.scatter_kv(torch.zeros(2, 0, 2, 16), cache, torch.tensor([1]), 0, 0)
+            transfer.scatter_kv(torch.zeros(2, 0, 2, 16), cache, torch.tensor([1]), 0, 0)
+    assert transfer.move_kv_kernel.launches == before
 
 
 def test_the_engine_moves_blocks_with_the_kernel(kernels, tiny_model):
@@ -150,6 +153,35 @@ def test_a_frame_comes_back_and_half_a_frame_does_not():
             transfer.read_frame(reader(data[:n]))
 
 
+def test_a_frame_is_these_bytes():
+    """Two engines need not be of one version: what one writes, the other must be able to read."""
+    header = b'{"kind": "DONE", "transfer": "x"}'
+    frame = b"kvx1" + len(header).to_bytes(4, "big") + (5).to_bytes(8, "big") + header
+    assert transfer.pack_frame({"kind": "DONE", "transfer": "x"}, 5) == frame
+    with pytest.raises(transfer.ProtocolError, match="not a frame"):
+        transfer.read_frame(reader(b"kvx2" + frame[4:] + bytes(5)))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [GOOD, {"kind": "HELLO", "layout": "2/3", "engine_id": "e", "port": 0},
+     {"kind": "GET", "transfer": "x", "head": 0, "heads": 1, "end": 5, "have": [0, 5], "consumers": 1},
+     {"kind": "DONE", "transfer": "x"}, {"kind": "CANCEL", "transfer": "x"},
+     {"kind": "GONE", "transfer": "x", "why": "aborted"}],
+)  # fmt: skip
+def test_every_field_of_a_message_is_needed(message):
+    assert transfer.read_frame(reader(transfer.pack_frame(message))) == (message, b"")
+    for name in message:
+        with pytest.raises(transfer.ProtocolError):
+            transfer.read_frame(reader(transfer.pack_frame({k: v for k, v in message.items() if k != name})))
+
+
+@pytest.mark.parametrize("header", [b"{", b"[]", b"7", b'"KV"', b"null", b'{"kind": []}', b"[" * 100_000, b"\xff"])
+def test_a_header_may_be_any_bytes(header):
+    with pytest.raises(transfer.ProtocolError):
+        transfer.read_frame(reader(transfer.PREFIX.pack(transfer.MAGIC, len(header), 0) + header))
+
+
 @pytest.mark.parametrize(
     "change",
     [{"kind": "RUN"}, {"kind": None}, {"transfer": 5}, {"layer": -1}, {"layer": 1.0}, {"layer": True},
@@ -161,10 +193,12 @@ def test_headers_are_not_believed(change):
         transfer.read_frame(reader(transfer.pack_frame(GOOD | change)))
 
 
-@pytest.mark.parametrize("sizes", [(1 << 21, 0), (0, 1 << 33)])
+@pytest.mark.parametrize("sizes", [((1 << 20) + 1, 0), (0, (1 << 32) + 1)])
 def test_nobody_waits_for_as_many_bytes_as_a_stranger_announces(sizes):
     with pytest.raises(transfer.ProtocolError, match="not a frame"):
         transfer.read_frame(reader(transfer.PREFIX.pack(transfer.MAGIC, *sizes)))
+    with pytest.raises(EOFError):  # the largest that are waited for
+        transfer.read_frame(reader(transfer.PREFIX.pack(transfer.MAGIC, 1 << 20, 1 << 32)))
 
 
 @given(st.binary(max_size=200), st.booleans())
@@ -175,7 +209,7 @@ def test_bytes_of_a_stranger_raise_nothing_else(data, prefixed):
         transfer.read_frame(reader(data))
 
 
-@pytest.mark.parametrize("name", ["../../etc/passwd", "kvx-1-zz", "", 5])
+@pytest.mark.parametrize("name", ["../../etc/passwd", "kvx-1-zz", f"kvx-1-{'0' * 16}/../x", "", 5])
 def test_a_segment_is_nothing_but_a_segment(name):
     link = SimpleNamespace()
     with pytest.raises(transfer.ProtocolError):
@@ -191,6 +225,125 @@ def test_who_maps_a_segment_removes_its_name():
 
     assert bytes(take().numpy()) == b"abc" and not (transfer.SHM / name).exists()
     assert take() is None, "a message that came twice"
+    (transfer.SHM / name).touch()
+    assert take() is None and not (transfer.SHM / name).exists(), "nothing in it"
+
+
+@pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="no such protection on this platform")
+def test_a_segment_is_no_way_to_another_file(tmp_path, monkeypatch):
+    """A link of that name is neither read nor removed nor written through."""
+    secret, path = tmp_path / "secret", transfer.SHM / f"kvx-{os.getpid()}-{'1' * 16}"
+    secret.write_bytes(b"abc")
+    path.symlink_to(secret)
+    monkeypatch.setattr(transfer.secrets, "token_hex", lambda n: "1" * 16)
+    try:
+        with pytest.raises(OSError):
+            transfer.SharedMemoryLink.receive(SimpleNamespace(), {"shm": path.name}, bytearray())
+        with connection(transfer.SharedMemoryLink) as (link, _), pytest.raises(FileExistsError):
+            link.transmit(GOOD, torch.ones(2, dtype=torch.uint8))
+        assert secret.read_bytes() == b"abc" and path.is_symlink()
+    finally:
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    "header", [{"kind": "HELLO", "port": 1 << 16}, *({"kind": "KV", "nbytes": n} for n in (None, 0, True, 1 << 33))]
+)
+def test_a_process_group_is_not_made_of_nonsense(header):
+    with pytest.raises(transfer.ProtocolError):
+        transfer.DistributedLink.receive(SimpleNamespace(group=None), header, bytearray())
+
+
+# --- Connections -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def connection(kind=transfer.Link, **options):
+    """A link that was accepted, and the socket at the other end."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname(), timeout=20)
+        ours, _ = server.accept()
+    link = kind(SimpleQueue(), threading.Event(), ours, **options)
+    try:
+        yield link, theirs
+    finally:
+        theirs.close(), link.close()
+
+
+DONE = {"kind": "DONE", "transfer": "x"}
+
+
+def test_a_connection_may_be_silent_for_longer_than_it_may_take_to_make():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = transfer.Link(SimpleQueue(), threading.Event(), address=server.getsockname(), timeout=0.05)
+        theirs, _ = server.accept()
+    time.sleep(0.15)
+    theirs.sendall(transfer.pack_frame(DONE))
+    assert link.inbox.get(timeout=20) == (link, DONE, None)
+    assert link.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), "short letters leave at once"
+    theirs.close(), link.close()
+
+
+@pytest.mark.parametrize(("said", "why"), [(0, "the connection was closed"),
+                                           (7, "the connection was closed in the middle of a message")])  # fmt: skip
+def test_a_lost_connection_is_told_once_and_leaves_nothing(said, why):
+    before = {*threading.enumerate()}
+    with connection() as (link, theirs):
+        theirs.sendall(transfer.pack_frame(DONE)[:said])
+        theirs.close()
+        assert link.inbox.get(timeout=20) == (link, {"kind": "LOST", "why": why}, None) and link.wake.wait(20)
+        link.close()
+        for thread in {*threading.enumerate()} - before:
+            thread.join(20)
+            assert not thread.is_alive()
+        assert link.inbox.empty() and link.lost == why and link.sock.fileno() == -1
+
+
+def test_to_close_a_connection_is_heard_at_both_ends():
+    with connection() as (link, theirs):
+        link.close()
+        assert link.inbox.get(timeout=20)[1] == {"kind": "LOST", "why": "closed"} and theirs.recv(1) == b""
+
+
+@pytest.mark.parametrize("error", [OSError("no route"), RuntimeError("no group"), OSError()])
+@pytest.mark.parametrize("way", ["transmit", "receive"])
+def test_a_wire_that_fails_is_a_lost_connection(way, error, monkeypatch):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(transfer.Link, way, fail)
+    with connection() as (link, theirs):
+        link.send(DONE) if way == "transmit" else theirs.sendall(transfer.pack_frame(DONE))
+        _, header, _ = link.inbox.get(timeout=20)
+        assert header == {"kind": "LOST", "why": str(error) or "OSError"}
+
+
+def test_a_segment_is_private_and_goes_with_its_connection(monkeypatch):
+    opened, closed, os_open, os_close = [], [], os.open, os.close
+
+    def spy(path, *options):
+        descriptor = os_open(path, *options)
+        opened.extend([descriptor] if "kvx-" in str(path) else [])
+        return descriptor
+
+    monkeypatch.setattr(os, "open", spy)
+    monkeypatch.setattr(os, "close", lambda fd: closed.extend([fd] if fd in opened else []) or os_close(fd))
+    with connection(transfer.SharedMemoryLink) as (link, theirs), theirs.makefile("rb") as stream:
+        for _ in range(2):
+            link.send(GOOD, torch.arange(100, dtype=torch.uint8))
+        taken, left = (transfer.read_frame(lambda n: bytearray(stream.read(n)))[0] for _ in "ab")
+        path = transfer.SHM / left["shm"]
+        assert path.stat().st_mode & 0o777 == 0o600 and path.read_bytes() == bytes(range(100))
+        assert bytes(link.receive(taken, bytearray()).numpy()) == bytes(range(100))
+        assert len(opened) == 3 and closed == opened, "two were written, one was read"
+    assert not path.exists(), "nobody came for it"
+
+
+def test_nobody_waits_for_ever_for_a_partner_in_a_process_group():
+    hello = {"kind": "HELLO", "layout": "", "engine_id": "", "port": 0}
+    with connection(transfer.DistributedLink, timeout=0.1, hello=hello) as (link, _):
+        link.send(GOOD, torch.ones(4, dtype=torch.uint8))
+        assert link.inbox.get(timeout=20)[1]["kind"] == "LOST"
 
 
 # --- The two state machines, on the worst of networks ----------------------------------------------------------------
@@ -464,15 +617,44 @@ def test_whoever_asks_in_vain_is_told_why():
     offered = Offered(5)
     offered.say("GET", have=[0, 0])
     assert "1 layers" in offered.sent.pop()["why"] and offered.pump() == []
-    offered.say("GET", transfer="y")
-    offered.now = 31
+    offered.say("GET", transfer="y"), offered.say("CANCEL", transfer="z")
+    offered.now = 29
     offered.producer.expire()
-    assert offered.sent.pop()["why"] == "no such request came here" and not offered.producer.early
+    assert offered.sent == []
+    offered.now = 30
+    offered.producer.expire()
+    assert offered.sent.pop()["why"] == "no such request came here" and not offered.sent and not offered.producer.early
     offered.producer.forget("x", "the prefill was aborted")
     offered.producer.export("x", [2])
     assert not offered.producer.exports, "what is over does not begin again"
-    offered.say("GET")
+    offered.say("DONE"), offered.say("GET")
     assert offered.sent == [{"kind": "GONE", "transfer": "x", "why": "the prefill was aborted"}]
+
+
+def test_a_prefill_that_ends_before_it_begins_is_told_to_who_asked_and_to_who_will():
+    offered, gone = Offered(5), {"kind": "GONE", "transfer": "y", "why": "the prefill was aborted"}
+    offered.say("GET", transfer="y"), offered.say("CANCEL", transfer="y")
+    offered.producer.forget("y", gone["why"])
+    assert offered.sent == [gone] and not offered.producer.early
+    offered.say("GET", transfer="y")
+    assert offered.sent == [gone, gone]
+
+
+def test_whoever_asks_again_gets_it_once_and_nothing_after_the_end():
+    offered = Offered(5)
+    offered.say("GET"), offered.say("GET")
+    assert offered.pump() == [(0, 5)]
+    offered.say("GET", have=[3])
+    assert offered.pump() == [(3, 2)]
+    offered.say("DONE")
+    offered.producer.written("x", 0, 9)
+    assert offered.pump() == []
+
+
+def test_nobody_can_say_that_nobody_reads():
+    offered = Offered(5)
+    offered.say("GET", consumers=0)
+    assert offered.producer.finish("x"), "whoever has asked has not got it yet"
 
 
 def test_letters_of_a_lost_connection_are_forgotten():
@@ -490,6 +672,66 @@ def test_only_the_last_thousand_transfers_are_remembered():
         producer.export(str(i), [1])
         producer.forget(str(i), "aborted")
     assert len(producer.gone) == 1000 and "2" not in producer.gone and "1002" in producer.gone
+
+
+class Asked:
+    """A consumer of a prompt `x` of 5 positions, one layer from each link, and what it said, at a time of our own."""
+
+    def __init__(self, producers=1):
+        self.now, self.said = 0.0, []
+        self.consumer = transfer.Consumer(1, lambda *_: True, timeout=10, retries=2, clock=lambda: self.now)
+        self.links = [lesson.MemoryLink() for _ in range(producers)]
+        for i, link in enumerate(self.links):
+            link.send = lambda header, i=i: self.said.append((i, header["kind"]))
+        self.start("x", "r", self.links)
+
+    def start(self, transfer_id, request_id, links):
+        sources = [(link, HeadSlice(i, i, 1), 1) for i, link in enumerate(links)]
+        self.consumer.start(transfer_id, request_id, [1], 0, 5, sources)
+
+    def hear(self, first, count, link=0, name="x"):
+        kv = {"kind": "KV", "transfer": name, "layer": 0, "first": first, "count": count, "head": link, "heads": 1}
+        self.consumer.on_message(self.links[link], kv, None)
+
+    def at(self, now):
+        """What is said when it looks at the clock."""
+        self.now = now
+        self.said.clear()
+        self.consumer.check()
+        return self.said
+
+
+def test_who_hears_nothing_asks_again_twice_and_then_gives_up():
+    asked = Asked()
+    assert asked.said == [(0, "GET")] and asked.at(9.9) == [] and asked.at(10) == [(0, "GET")]
+    assert asked.at(19.9) == [] and asked.at(20) == [(0, "GET")] and asked.at(29.9) == []
+    assert asked.at(30) == [(0, "CANCEL")] and asked.consumer.failed == {"r": "no progress for 10 s"}
+    asked.hear(0, 5)
+    assert asked.consumer.stats == {"retries": 2, "failed": 1, "stale": 1}
+
+
+def test_as_long_as_something_comes_nobody_is_late():
+    asked = Asked(producers=2)
+    asked.now = 9
+    asked.hear(0, 3)
+    assert asked.at(18) == []
+    asked.hear(3, 2)
+    assert asked.at(27) == [] and not asked.consumer.finished, "the other half is missing"
+    assert asked.at(28) == [(1, "GET")], "whoever has sent everything is not asked again"
+    asked.hear(0, 5, link=1)
+    assert asked.consumer.finished == ["r"] and asked.said[1:] == [(0, "DONE"), (1, "DONE")]
+    assert asked.consumer.stats["microseconds"] == 28_000_000
+
+
+def test_an_end_is_the_end_of_one_transfer():
+    asked = Asked(producers=2)
+    asked.start("y", "s", asked.links[1:])
+    asked.consumer.cancel("r")
+    assert set(asked.consumer.imports) == {"y"} and asked.said[-2:] == [(0, "CANCEL"), (1, "CANCEL")]
+    asked.consumer.on_lost(asked.links[0], "lost")
+    assert set(asked.consumer.imports) == {"y"}
+    asked.consumer.on_lost(asked.links[1], "lost")
+    assert list(asked.consumer.failed) == ["s"]
 
 
 @pytest.mark.parametrize("wrong", [{"layer": 1}, {"count": 6}, {"head": 1}, {"heads": 2}])
@@ -539,7 +781,9 @@ class pair:
     def __exit__(self, kind, *_):
         for core in self.cores:
             connector = core.scheduler.connector
+            links = (*connector.links.values(), *connector.accepted)
             connector.close()
+            assert all(link.lost for link in links)
             if kind is None:
                 assert_idle(core)
                 assert not connector.in_use and not connector.asked, "names are free again"
@@ -576,6 +820,14 @@ def drain(*cores, each=lambda: None, seconds=60):
     return found
 
 
+def until(done, *steps, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, "that takes too long"
+        for step in steps:
+            step()
+
+
 def handed_over(prefill, decode, prompts, n, **options):
     for i, prompt in enumerate(prompts):
         submit(prefill, decode, f"r{i}", prompt, n)
@@ -600,6 +852,8 @@ def test_disaggregated_equals_colocated(wire, tiny_model, expected):
         assert found == [expected, *(generated(tiny_model, prompt, TOKENS) for prompt in prompts[1:])]
         moved = sum(len(prompt) - 1 for prompt in prompts) * 2 * 2 * 2 * 16 * 4  # halves, layers, heads, D, fp32
         assert counts(decode)["bytes_in"] == counts(prefill)["bytes_out"] == moved
+        links = (*prefill.scheduler.connector.accepted, *decode.scheduler.connector.links.values())
+        assert [link.timeout for link in links] == [60.0, 60.0], "one connection for all of them"
     assert not list(transfer.SHM.glob(f"kvx-{os.getpid()}-*")), "no segment is left behind"
 
 
@@ -613,11 +867,108 @@ def test_chunked_and_preempted_prefill(tiny_model, expected):
         prefill.step()
         request = prefill.scheduler.running[0]
         assert request.num_computed_tokens == 16
-        output = lesson.SchedulerOutput()
-        prefill.scheduler._preempt_request(request, output)
-        prefill.runner.batch.remove("r0")
-        prefill.scheduler.connector.producer.preempted("r0")
+        prefill.scheduler.void.append(request)
+        prefill.step()
+        assert request.num_preemptions == 1
+        pool = prefill.scheduler.kv_cache_manager.block_pool
+        others = pool.allocate(1)  # it will get another block, with nothing in it
+        decode.step()
+        until(lambda: not prefill.scheduler.connector.inbox.empty())  # it asks before there is anything
         assert drain(prefill, decode)["r0"][0] == expected
+        pool.free(others)
+
+
+def test_a_layer_leaves_while_the_next_one_is_computed(tiny_model):
+    """Even to somebody who asks in the middle of the step."""
+    with pair(tiny_model, "TCPConnector") as (prefill, _):
+        connector, link, left = prefill.scheduler.connector, lesson.MemoryLink(), []
+        save, get = connector.save_kv_layer, {"head": 0, "heads": 2, "end": 44, "have": [0, 0], "consumers": 1}
+
+        def asked_meanwhile(layer):
+            if layer == 0:
+                connector.inbox.put((link, {"kind": "GET", "transfer": "a", **get}, None))
+            save(layer)
+            left.append([header["layer"] for header, _ in link.arrived])
+
+        connector.save_kv_layer = asked_meanwhile
+        prefill.add_request(lesson.make_request("a", PROMPT, 1, do_remote_decode=True, transfer_id="a"))
+        prefill.step()
+        assert left == [[0], [0, 1]] and counts(prefill, "producer")["early"] == 2
+        connector.inbox.put((link, {"kind": "DONE", "transfer": "a"}, None))
+        drain(prefill)
+
+
+def test_a_prompt_whose_first_token_ends_it_is_handed_over(tiny_model, expected):
+    """To the prefill worker it is over; the decode worker has rules of its own."""
+    with pair(tiny_model, "TCPConnector") as (prefill, decode):
+        params = lesson.make_request("a", PROMPT, 1, do_remote_decode=True, transfer_id="a").sampling_params
+        request = lesson.Request("a", PROMPT, dataclasses.replace(params, stop_token_ids=[expected[0]]))
+        prefill.add_request(request)
+        prefill.step()
+        assert request.get_finished_reason() == "stop" and "a" in prefill.scheduler.sending
+        remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
+        decode.add_request(lesson.make_request("a", PROMPT, TOKENS, **remote))
+        assert drain(prefill, decode)["a"][0] == expected
+
+
+def test_nobody_does_what_is_not_its_role(tiny_model, expected):
+    """A prefill worker fetches nothing, a decode worker keeps nothing for others: they are engines."""
+    with pair(tiny_model, "TCPConnector") as (prefill, decode):
+        remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
+        for core, params in ((prefill, remote), (decode, {"do_remote_decode": True, "transfer_id": "b"})):
+            core.add_request(lesson.make_request("a", PROMPT, TOKENS, **params))
+            assert drain(core, seconds=10)["a"][0] == expected
+            assert not core.scheduler.connector.links
+
+
+def test_who_has_arrived_is_seated_in_order_within_seats_and_budget(tiny_model, expected):
+    with pair(tiny_model, "TCPConnector", decode={"max_num_seqs": 2, "max_num_batched_tokens": 16}) as (
+        prefill,
+        decode,
+    ):
+        scheduler, steps = decode.scheduler, []
+        schedule = scheduler.schedule
+        scheduler.schedule = lambda: steps.append(schedule()) or steps[-1]
+        for name in ("b", "c", "a"):
+            submit(prefill, decode, name, PROMPT, TOKENS)
+        prefill.step(), decode.step()
+        until(lambda: len(scheduler.connector.consumer.finished) == 3, prefill.step, scheduler.connector.poll)
+        own = lesson.make_request("own", PROMPT, TOKENS)
+        decode.add_request(own)
+        decode.step(), decode.step()
+        assert [step.num_scheduled_tokens for step in steps[-2:]] == [{"own": 16}] * 2, "the budget is used up"
+        scheduler.void.append(own)
+        decode.step()
+        assert steps[-1].preempted_reqs == [own] and not steps[-1].num_scheduled_tokens
+        decode.step()
+        assert steps[-1].num_scheduled_tokens == {"b": 1, "c": 1} and len(scheduler.received) == 1
+        found = drain(prefill, decode)
+        rest = expected[1:]
+        assert [found[name][0] for name in ("b", "c", "a", "own")] == [rest, rest, expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("free", "others", "caching", "fetched"),
+    [(12, 0, False, "ab"), (11, 0, False, "a"), (8, 1, False, "a"), (7, 1, False, ""), (4, 1, True, "ab"),
+     (3, 1, True, "a"), (2, 1, True, "")],
+)  # fmt: skip
+def test_a_fetch_takes_blocks_as_admission_does(free, others, caching, fetched, tiny_model):
+    """Whole prompts of 6 blocks, or the one that is not in the cache; in order of the queue; two blocks stay free if
+    anybody runs. Who only waits for a seat is in nobody's way."""
+    size = {"num_blocks": 1 + free + 6 * others, "max_num_seqs": 1, "max_model_len": 56, "prefix_caching": caching}
+    with pair(tiny_model, "TCPConnector", decode=size) as (prefill, decode):
+        decode.scheduler.watermark_blocks = 2
+        for _ in range(others):
+            decode.add_request(lesson.make_request("own", PROMPT, TOKENS))
+            decode.step()
+            decode.add_request(lesson.make_request("next", PROMPT[:3], 2))
+        for name, prompt in zip("abc", (PROMPT, PROMPT, PROMPT[:2])):
+            remote = {"do_remote_prefill": True, "transfer_id": name, **prefill.scheduler.connector.address}
+            decode.add_request(lesson.make_request(name, prompt, TOKENS, **remote))
+        decode.step()
+        assert "".join(decode.scheduler.waiting_for_remote_kvs) == fetched
+        decode.abort_requests(["own", "next", *"abc"])
+        until(lambda: not decode.scheduler.has_unfinished_requests(), decode.step)
 
 
 def test_only_what_the_decode_worker_lacks_travels(tiny_model, expected):
@@ -724,7 +1075,8 @@ def test_changed_bytes_are_not_believed(tiny_model, expected):
 def test_a_prefill_worker_that_vanishes(policy, tiny_model, expected):
     with pair(tiny_model, "TCPConnector", policy) as (prefill, decode):
         remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
-        decode.add_request(lesson.make_request("a", PROMPT, TOKENS, **remote))
+        request = lesson.make_request("a", PROMPT, TOKENS, **remote)
+        decode.add_request(request)
         decode.add_request(lesson.make_request("other", PROMPT, TOKENS))
         first = [token for output in decode.step() for token in output.new_token_ids]
         prefill.scheduler.connector.close()
@@ -734,11 +1086,33 @@ def test_a_prefill_worker_that_vanishes(policy, tiny_model, expected):
             assert found["a"][0] == expected
         else:
             assert found["a"][:2] == ([], "error") and "KV load failed: the connection" in found["a"][2]
+            assert request.is_finished()
+
+
+def test_whose_blocks_do_not_come_is_the_next_to_be_admitted(tiny_model, expected):
+    size = {"max_num_seqs": 1, "prefix_caching": True}
+    with pair(tiny_model, "TCPConnector", "recompute", decode=size) as (prefill, decode):
+        remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
+        decode.add_request(lesson.make_request("own", PROMPT, 60))
+        decode.step()
+        decode.add_request(lesson.make_request("a", PROMPT, TOKENS, **remote))
+        decode.add_request(lesson.make_request("later", PROMPT, TOKENS))
+        decode.step()
+        prefill.scheduler.connector.close()
+        until(lambda: not decode.scheduler.waiting_for_remote_kvs, decode.step)
+        waiting = [(request.request_id, request.num_computed_tokens) for request in decode.scheduler.waiting]
+        assert waiting == [("a", 0), ("later", 0)]
+        found = drain(decode)
+        assert found["a"][0] == found["later"][0] == expected
 
 
 def test_nobody_listens_there(tiny_model):
     with pair(tiny_model, "TCPConnector") as (prefill, decode):
-        prefill.scheduler.connector.close()
+        connector = prefill.scheduler.connector
+        connector.close()
+        assert connector.server.fileno() == -1
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((connector.host, connector.port), timeout=20)
         remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
         decode.add_request(lesson.make_request("a", PROMPT, TOKENS, **remote))
         assert drain(decode)["a"][1] == "error"
@@ -758,6 +1132,50 @@ def test_a_decode_worker_that_vanishes_gives_the_blocks_back(tiny_model):
         drain(prefill)
 
 
+def test_a_connection_that_breaks_ends_what_was_on_it_and_nothing_else(tiny_model, expected):
+    with pair(tiny_model, "TCPConnector") as (prefill, decode):
+        ours, theirs = prefill.scheduler.connector, decode.scheduler.connector
+        ours.wire = lesson.Faults("stall", after=0)
+        submit(prefill, decode, "a", PROMPT, TOKENS)
+        decode.step()
+        until(lambda: ours.producer.early, ours.poll)
+        prefill.step()
+        (link,) = theirs.links.values()
+        link.close()
+        found = drain(prefill, decode, seconds=10)  # long before the lease is up
+        assert found["a"][1] == "error" and not ours.accepted and not theirs.links
+        ours.wire = None
+        submit(prefill, decode, "b", PROMPT, TOKENS)
+        assert drain(prefill, decode)["b"][0] == expected
+
+
+def test_whoever_comes_in_the_moment_of_closing_is_sent_away(tiny_model):
+    with pair(tiny_model, "TCPConnector") as (prefill, _):
+        connector = prefill.scheduler.connector
+        connector.closed = True
+        with socket.create_connection((connector.host, connector.port), timeout=20) as late:
+            while late.recv(1 << 16):
+                pass
+
+
+def test_who_has_nothing_to_compute_waits_for_news_and_not_for_long(tiny_model):
+    with pair(tiny_model, "TCPConnector") as (_, decode):
+        connector, idle = decode.scheduler.connector, []
+        connector.idle = idle.append
+        decode.step()
+        decode.add_request(lesson.make_request("a", PROMPT, 1))
+        decode.step()
+        assert idle == [0.005]
+        del connector.idle
+        connector.wake.set()
+        start = time.monotonic()
+        connector.idle(20)
+        assert not connector.wake.is_set() and time.monotonic() - start < 10
+        start = time.monotonic()
+        connector.idle(0.02)
+        assert time.monotonic() - start > 0.01
+
+
 def test_nobody_comes_for_it(tiny_model):
     with pair(tiny_model, "TCPConnector", extra={"kv_lease_duration": 30}) as (prefill, decode):
         clock = Clock(prefill, decode)
@@ -768,6 +1186,8 @@ def test_nobody_comes_for_it(tiny_model):
         assert prefill.scheduler.has_unfinished_requests() and prefill.scheduler.kv_cache_manager.req_to_blocks
         with pytest.raises(common.InputError, match="in use"):
             prefill.add_request(lesson.make_request("a", PROMPT, 1))
+        with pytest.raises(common.InputError, match="transfer_id 'a' is in use"):
+            prefill.add_request(lesson.make_request("b", PROMPT, 1, do_remote_decode=True, transfer_id="a"))
         clock.now = 30.1
         drain(prefill)
         # Whoever comes later hears at once why there is nothing.
@@ -892,50 +1312,34 @@ def test_hello_is_said_before_an_answer(wire, tiny_model, expected):
 
 def test_nothing_is_taken_before_hello():
     """Whose cache may be like ours, or not."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        theirs = socket.create_connection(server.getsockname())
-        ours, _ = server.accept()
-    inbox = SimpleQueue()
-    kv = {"kind": "KV", "transfer": "a", "layer": 0, "first": 0, "count": 1, "head": 0, "heads": 1, "crc": 0}
-    link = transfer.Link(inbox, threading.Event(), ours)
-    theirs.sendall(transfer.pack_frame(kv, 4) + bytes(4))
-    _, header, payload = inbox.get(timeout=20)
-    assert header["kind"] == "LOST" and "before HELLO" in header["why"] and payload is None
-    link.close(), theirs.close()
+    with connection() as (link, theirs):
+        theirs.sendall(transfer.pack_frame(GOOD, 4) + bytes(4))
+        _, header, payload = link.inbox.get(timeout=20)
+        assert header["kind"] == "LOST" and "before HELLO" in header["why"] and payload is None
 
 
 def test_what_has_left_makes_room():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        theirs = socket.create_connection(server.getsockname())
-        ours, _ = server.accept()
-    wake, link = threading.Event(), None
-    try:
-        link = transfer.Link(SimpleQueue(), wake, ours)
-        link.ROOM = 1000
-        link.send({"kind": "DONE", "transfer": "x"})
-        assert link.has_room
+    with connection() as (link, theirs):
         payload = torch.zeros(1 << 23, dtype=torch.uint8)  # more than the sockets hold
-        link.send({"kind": "DONE", "transfer": "x"}, payload)
+        link.ROOM = payload.nbytes
+        link.send(DONE)
+        assert link.has_room
+        link.send(DONE, payload)
         assert not link.has_room
         theirs.recv(1)  # the first one is on its way
-        wake.clear()
-        left = 2 * len(transfer.pack_frame({"kind": "DONE", "transfer": "x"})) + payload.nbytes - 1
+        link.wake.clear()
+        left = 2 * len(transfer.pack_frame(DONE)) + payload.nbytes - 1
         while left:
             left -= len(theirs.recv(min(left, 1 << 20)))
-        assert wake.wait(20) and link.has_room
-    finally:
-        theirs.close(), link.close()
+        assert link.wake.wait(20) and link.has_room
 
 
 def test_no_segment_outlives_a_lost_connection():
     """The reader gives the connection up; the writer has one more message."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        theirs = socket.create_connection(server.getsockname())
-        ours, _ = server.accept()
-    link = transfer.SharedMemoryLink(SimpleQueue(), threading.Event(), ours)
-    theirs.close(), link.close()
-    with pytest.raises(OSError):
-        link.transmit({"kind": "KV"}, torch.ones(1000, dtype=torch.uint8))
+    with connection(transfer.SharedMemoryLink) as (link, _):
+        link.close()
+        with pytest.raises(OSError):
+            link.transmit({"kind": "KV"}, torch.ones(1000, dtype=torch.uint8))
     assert not list(transfer.SHM.glob(f"kvx-{os.getpid()}-*"))
 
 
@@ -1011,13 +1415,66 @@ def test_ranks_that_nobody_reads_from_are_told_once(consumer_tp):
     assert sorted(told) == [(100 + r, "DONE" if r in unread else "GET") for r in range(6)] and len(unread) == 3
 
 
+def connector_of(kind="TCPConnector", rank=0, tp_size=1, block_size=16, dtype=torch.float32, norm=1.0, **model):
+    """A connector of a rank that has some memory, of a model that has nothing but its shape."""
+    extra = {"folder": model.pop("folder", "store")} if kind == "StoreConnector" else {}
+    made = connectors.CONNECTORS[kind](KVTransferConfig(kind, "kv_consumer", kv_connector_extra_config=extra))
+    shape = {"num_key_value_heads": 4, "num_hidden_layers": 2, "head_dim": 8, "hidden_size": 32, "vocab_size": 5}
+    config, group = SimpleNamespace(**shape | model), SimpleNamespace(rank_in_group=rank, world_size=tp_size)
+    heads = transfer.owned_heads(config.num_key_value_heads, tp_size, rank)[1]
+    memory = torch.zeros(2, 3, block_size, heads, config.head_dim, dtype=dtype)
+    model = SimpleNamespace(config=config, group=group, norm=torch.full((4,), norm))
+    made.register_kv_caches([memory] * config.num_hidden_layers, model)
+    return made
+
+
+OTHERS = [{"dtype": torch.bfloat16}, {"norm": 2.0}, {"num_key_value_heads": 2}, {"num_hidden_layers": 3},
+          {"head_dim": 16}, {"hidden_size": 64}, {"vocab_size": 6}]  # fmt: skip
+
+
+def test_two_caches_must_agree_about_this_and_about_nothing_else():
+    ours = connector_of().layout()
+    assert ours == "2/4/8/torch.float32/32/5/4"
+    assert ours == connector_of(block_size=8).layout() == connector_of(rank=1, tp_size=2).layout()
+    assert ours not in [connector_of(**other).layout() for other in OTHERS]
+
+
+def test_a_rectangle_is_written_whole_or_not_at_all():
+    made, header = connector_of(), {"layer": 0, "first": 2, "count": 3, "head": 0, "heads": 4}
+    right = transfer.as_bytes(torch.arange(2 * 3 * 4 * 8, dtype=torch.float32) + 1)
+    for payload in (None, right[:-32], torch.cat((right, right))):
+        crc = 0 if payload is None else transfer.checksum(payload)
+        assert not made.write([1], header | {"crc": crc}, payload)
+    assert not made.write([1], header | {"crc": transfer.checksum(right) ^ 1}, right)
+    assert not made.layers[0].any() and not made.stats["bytes_in"]
+    assert made.write([1], header | {"crc": transfer.checksum(right)}, right)
+    assert made.layers[0][:, 1, 2:5].flatten().tolist() == list(range(1, 193)) and made.stats["bytes_in"] == 768
+
+
+def test_an_address_is_that_of_the_first_rank():
+    made = connector_of(rank=1, tp_size=2)
+    made.port = 101  # each rank listens at the first one's port plus its number
+    assert (made.address["remote_port"], made.address["tp_size"]) == (100, 2)
+
+
+def test_patience_is_as_configured():
+    made = connector_of()
+    assert (made.timeout, made.consumer.timeout, made.consumer.retries, made.producer.lease) == (10, 10, 1, 30)
+    extra = {"timeout": 3, "retries": 0, "kv_lease_duration": 7.5}
+    made = connectors.TCPConnector(KVTransferConfig("TCPConnector", "kv_both", kv_port=0,
+                                                    kv_connector_extra_config=extra))  # fmt: skip
+    made.register_kv_caches(connector_of().layers, connector_of().model)
+    assert (made.timeout, made.consumer.timeout, made.consumer.retries, made.producer.lease) == (3, 3, 0, 7.5)
+    made.close()
+
+
 # --- The store -------------------------------------------------------------------------------------------------------
 
 
-def store_core(model, folder, **options):
-    extra = {"folder": str(folder), "cpu_bytes": 1 << 24} | options
-    config = KVTransferConfig("StoreConnector", "kv_both", kv_connector_extra_config=extra)
-    return lesson.make_core(model, config, block_size=8, num_blocks=80, prefix_caching=True)
+def store_core(model, folder, role="kv_both", prefix_caching=True):
+    extra = {"folder": str(folder), "cpu_bytes": 1 << 24}
+    config = KVTransferConfig("StoreConnector", role, kv_connector_extra_config=extra)
+    return lesson.make_core(model, config, block_size=8, num_blocks=80, prefix_caching=prefix_caching)
 
 
 @pytest.fixture
@@ -1037,10 +1494,57 @@ def test_another_engine_finds_the_blocks(folder, tiny_model, expected):
     assert counts(first, "store")["stored"] == 6, "of 52 computed positions, generated ones included"
     assert ask(second, PROMPT, TOKENS) == expected
     assert counts(second)["bytes_in"] == 5 * 8 * 2 * 2 * 2 * 16 * 4, "5 blocks of 8; the sixth holds what is generated"
-    assert counts(second, "store")["stored"] == 0
+    assert counts(second, "store")["stored"] == counts(second)["bytes_out"] == 0
     assert ask(second, PROMPT[:40], 2) == generated(tiny_model, PROMPT[:40], 2)  # one token must be left to compute
     for core in (first, second):
         assert_idle(core)
+
+
+def test_a_store_needs_no_prefix_cache_and_is_asked_once_for_each_block(folder, tiny_model, expected, monkeypatch):
+    core, asked = store_core(tiny_model, folder, prefix_caching=False), []
+    find = connectors.KVStore.find
+    monkeypatch.setattr(connectors.KVStore, "find", lambda store, key: asked.append(key) or find(store, key))
+    core.add_request(lesson.make_request("a", PROMPT, TOKENS))
+    core.step()
+    asked.clear()
+    core.step()
+    assert asked == [], "this step fills no block"
+    assert drain(core)["a"][0] == expected[2:] and len({*asked}) == 1
+    assert counts(core, "store")["stored"] == 6, "the sixth block holds what was generated"
+
+
+def test_who_computes_the_same_in_the_same_step_stores_it_once(folder, tiny_model, expected):
+    first, second = store_core(tiny_model, folder), store_core(tiny_model, folder)
+    for name in "ab":
+        first.add_request(lesson.make_request(name, PROMPT, 1))
+    drain(first)
+    assert ask(second, PROMPT, TOKENS) == expected and counts(second)["void_blocks"] == 0
+    second.scheduler.connector.close()
+    with pytest.raises(RuntimeError):
+        second.scheduler.connector.reader.submit(print)  # its thread has ended
+
+
+def test_a_role_says_who_reads_and_who_writes(folder, tiny_model, expected):
+    reader, writer, idle = (store_core(tiny_model, folder, role) for role in ("kv_consumer", "kv_producer", "kv_both"))
+    assert ask(reader, PROMPT, 1) == ask(idle, PROMPT, 1) == expected[:1]
+    assert counts(reader, "store")["stored"] == 0 and counts(idle, "store")["stored"] == 5
+    assert ask(writer, PROMPT, TOKENS) == expected and counts(writer)["bytes_in"] == 0
+
+
+def test_a_hit_has_no_gap(folder, tiny_model):
+    assert ask(store_core(tiny_model, folder), PROMPT, 1)
+    connector, request = store_core(tiny_model, folder).scheduler.connector, lesson.make_request("r", PROMPT, 1)
+    request.block_hashes = hashes(lesson.make_core(tiny_model, None, block_size=8, prefix_caching=True), PROMPT)
+    assert connector.get_num_new_matched_tokens(request, 0) == (40, False)
+    connector.store.find(connector.key(request.block_hashes[1])).unlink()
+    assert connector.get_num_new_matched_tokens(request, 0) == (8, False)
+    assert connector.get_num_new_matched_tokens(request, 16) == (24, False), "what is here need not be there"
+
+
+def test_a_block_has_another_key_wherever_it_means_something_else(folder):
+    alike = [{}, {"block_size": 8}, {"tp_size": 2}, {"rank": 1, "tp_size": 2}, *OTHERS]
+    keys = [connector_of("StoreConnector", folder=str(folder), **each).key(b"hash") for each in alike]
+    assert len({*keys}) == len(alike)
 
 
 def test_another_model_finds_nothing(folder, tiny_model):
@@ -1049,7 +1553,7 @@ def test_another_model_finds_nothing(folder, tiny_model):
     assert ask(store_core(other, folder), PROMPT, TOKENS) == generated(other, PROMPT, TOKENS)
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "small", "gone"])
 def test_unreadable_blocks_are_computed_after_all(damage, folder, tiny_model, expected, monkeypatch):
     """The lookup found them, the load inside the step did not: no token of that step counts, for nobody who shares."""
     assert ask(store_core(tiny_model, folder), PROMPT, 1)
@@ -1064,6 +1568,9 @@ def test_unreadable_blocks_are_computed_after_all(damage, folder, tiny_model, ex
         body = bytearray(victim.read_bytes())
         body[-1] ^= 1
         victim.write_bytes(body)
+    elif damage == "small":
+        victim.unlink()
+        store.put(victim.name, [torch.zeros(4)] * 2)
     else:
         start = core.scheduler.connector.start_load_kv
 
@@ -1082,6 +1589,27 @@ def test_unreadable_blocks_are_computed_after_all(damage, folder, tiny_model, ex
     assert found["a"][0] == found["b"][0] == expected
     assert counts(core)["void_blocks"] >= 1
     assert_idle(core)
+
+
+def test_nothing_that_was_computed_on_void_blocks_is_stored_or_goes_on(folder, tiny_model):
+    assert ask(store_core(tiny_model, folder), PROMPT, 1)
+    core, longer = store_core(tiny_model, folder), PROMPT + PROMPT[:20]
+    connector = core.scheduler.connector
+    victims = [connector.store.find(connector.key(hashes(core, PROMPT)[i])) for i in (1, 3)]
+    for victim in victims:
+        victim.write_bytes(victim.read_bytes()[:-40])
+    for name in ("leaves", "stays"):
+        core.add_request(lesson.make_request(name, longer, TOKENS))
+    assert core.step() == [] and counts(core, "store")["stored"] == 0
+    assert core.scheduler.local_blocks(lesson.make_request("h", longer, 1))[1] == 8, "what is before them is good"
+    core.abort_requests(["leaves"])
+    for victim in victims:
+        victim.unlink()
+    expected = generated(tiny_model, longer, TOKENS)
+    assert drain(core)["stays"][0] == expected
+    later = store_core(tiny_model, folder)
+    assert ask(later, longer, TOKENS) == expected
+    assert counts(later)["bytes_in"] == 8 * 8 * 2 * 2 * 2 * 16 * 4, "computed after all, and stored: 8 blocks of 8"
 
 
 def hashes(core, prompt):
@@ -1109,6 +1637,36 @@ def test_tiers(tmp_path, folder):
     assert store.find("d").parent == store.cpu.folder and store.find("a").parent == store.disk.folder
     assert store.find("b") is None or store.find("c") is None
     assert torch.equal(store.read_layer(store.find("a"), 1).view(torch.float32), layers[1].flatten())
+    assert store.stats == {"stored": 5, "bytes": 5 * 512, "demoted": 3}
+    store.put("d", layers)
+    assert store.stats["stored"] == 5, "it is there already"
+    path, body = store.find("d"), store.find("d").read_bytes()
+    assert body[:8] == (256).to_bytes(4, "little") + zlib.crc32(body[16:272]).to_bytes(4, "little")
+    for n in (0, 7, 15, 16, 272, size - 1):
+        path.write_bytes(body[:n])
+        with pytest.raises(ValueError, match="d: "):
+            store.read_layer(path, 1)
+
+
+def test_without_a_disk_what_memory_evicts_is_forgotten_and_a_folder_has_one_name(folder):
+    store = connectors.KVStore(folder, 100)
+    for name in "ab":
+        store.put(name, [torch.zeros(20)])
+        os.utime(store.cpu.path(name), (0, 0))
+    assert store.find("a") is None and store.find("b") and not store.stats["demoted"]
+    assert connectors.KVStore(folder / ".." / folder.name, 100).find("b")
+
+
+def test_a_block_appears_when_it_is_complete(tmp_path):
+    tier = connectors.Tier(tmp_path / "tier", 10)
+
+    def parts():
+        yield b"ab"
+        assert all(path.name.startswith(".") for path in tier.folder.iterdir())
+        yield b"cd"
+
+    tier.put("a", parts())
+    assert [path.name for path in tier.folder.iterdir()] == ["a"] and tier.path("a").read_bytes() == b"abcd"
 
 
 def test_a_block_that_is_found_is_used_and_one_that_is_being_written_is_not_counted(tmp_path):
@@ -1157,12 +1715,41 @@ def test_configurations_are_checked(text, word):
     ("params", "word"),
     [([], "object"), ({"do_remote_prefill": True}, "transfer_id"), ({"do_remote_decode": True}, "transfer_id"),
      ({"do_remote_decode": 1}, "bool"), ({"do_remote_prefill": True, "do_remote_decode": True}, "exclude"),
-     ({"do_remote_prefill": True, "transfer_id": "x", "remote_host": "h", "remote_port": 0}, "remote_port"),
+     *(({"do_remote_prefill": True, "transfer_id": "x", "remote_host": "h", "remote_port": port}, "remote_port")
+       for port in (0, 65536, True, "1")),
+     *(({"do_remote_prefill": True, "transfer_id": "x", "remote_host": "h", "remote_port": 65535, "tp_size": n},
+        "tp_size") for n in (0, 1025)),
      ({"do_remote_prefill": True, "transfer_id": "x", "remote_host": "h"}, "remote_port")],
 )  # fmt: skip
-def test_transfer_params_are_checked(params, word, tiny_model):
+def test_transfer_params_are_checked(params, word):
     with pytest.raises(common.InputError, match=word):
         connectors.check_kv_transfer_params(params)
+
+
+def test_transfer_params_are_checked_when_a_request_comes():
+    request, params = functools.partial(lesson.make_request, "r", [1], 1), {"do_remote_prefill": True}
+    with pytest.raises(common.InputError, match="transfer_id"):
+        connector_of().on_new_request(request(**params))
+    largest = {"transfer_id": "x", "remote_host": "h", "remote_port": 65535, "tp_size": 1024}
+    connector_of().on_new_request(request(**params, **largest))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("kv_port", 65536), ("kv_port", True), ("kv_port", -1), ("retries", True), ("retries", 1.5), ("timeout", -1),
+     ("timeout", float("nan")), ("cpu_bytes", 1 << 50), ("host", 5)],
+)  # fmt: skip
+def test_numbers_of_a_configuration_are_in_range(name, value):
+    given = {name: value} if name == "kv_port" else {"kv_connector_extra_config": {name: value}}
+    with pytest.raises(common.InputError, match=name):
+        KVTransferConfig("TCPConnector", "kv_both", **given)
+
+
+def test_configurations_have_defaults():
+    config = KVTransferConfig("TCPConnector", "kv_both", kv_connector_extra_config={"timeout": 5})
+    assert (config.kv_port, config.kv_load_failure_policy, config.extra("timeout", 10.0)) == (14579, "fail", 5)
+    assert config.engine_id and config.engine_id != KVTransferConfig("TCPConnector", "kv_both").engine_id
+    assert KVTransferConfig("TCPConnector", "kv_both", kv_port=65535).kv_port == 65535
 
 
 def test_a_transfer_is_one_answer():
@@ -1227,7 +1814,10 @@ def test_the_router_hands_a_request_to_both():
     prefill.say("a.1", [7], "length")
     decode.say("a.1", [7])
     decode.say("a.1", [8], "length")
-    assert router.run(10)["a"].token_ids == [7, 8] and router.events == []
+    heard = []
+    found = router.run(10, on_token=lambda job: heard.append(len(job.token_ids)))
+    assert list(found) == ["a"] and found["a"].token_ids == [7, 8] and heard == [1, 2] and router.events == []
+    assert 0 < found["a"].prefilled < 10, "seconds since it was submitted"
 
 
 def test_an_answer_goes_on_elsewhere_when_its_worker_dies():
@@ -1243,6 +1833,40 @@ def test_an_answer_goes_on_elsewhere_when_its_worker_dies():
     assert found["a"].token_ids == [7, 8, 6] and found["b"].token_ids == [9]
     assert ("abort", "a.1") in prefill.letters, "its blocks over there are not kept for the dead"
     assert second.letters[-1][:4] == ("add", "a.2", [1, 2, 7], 2), "what was said is part of the prompt"
+
+
+def test_an_answer_that_is_complete_stays_as_it_is():
+    """Whatever its worker says afterwards, and even if it dies: others are still at work."""
+    first, second = FakeWorker("d0"), FakeWorker("d1")
+    router = lesson.Router([], [first, second])
+    router.submit("a", [1], 1), router.submit("b", [5], 4)
+    first.say("a.1", [7], "length"), first.say("a.1", [8], "length")
+    first.die()
+    for token in range(4):
+        second.say("b.1", [token])
+    found = router.run(10)
+    assert not first.alive and found["a"].token_ids == [7] and found["a"].attempts == 1
+    assert found["b"].token_ids == [0, 1, 2, 3]
+
+
+def test_nothing_of_an_attempt_that_was_given_up_is_heard():
+    decode = FakeWorker("d")
+    router = lesson.Router([], [decode])
+    router.submit("a", [1], 1)
+    decode.say("a.1", [], "error", "KV load failed: x"), decode.say("a.1", [3]), decode.say("a.2", [9], "length")
+    assert router.run(10)["a"].token_ids == [9]
+
+
+def test_a_dead_prefill_worker_gets_no_more_work():
+    first, second, decode = FakeWorker("p0"), FakeWorker("p1"), FakeWorker("d")
+    router = lesson.Router([first, second], [decode])
+    first.die()
+    router.submit("a", [1], 1)
+    with pytest.raises(common.CheckFailed, match=r"anything for 0\.05 s"):
+        router.run(0.05)
+    assert router.events == ["p0 died (signal SIGKILL)"]
+    router.submit("b", [1], 1), router.submit("c", [1], 1)
+    assert [len(worker.letters) for worker in (first, second)] == [1, 2]
 
 
 def test_a_job_that_is_done_is_no_load():
@@ -1277,13 +1901,13 @@ def test_the_router_spreads_what_is_not_done():
 
 def test_errors_are_retried_and_then_told():
     prefill, decode = FakeWorker("p"), FakeWorker("d")
-    router = lesson.Router([prefill], [decode], max_attempts=2)
+    router = lesson.Router([prefill], [decode])
     router.submit("a", [1], 1)
-    for attempt in (1, 2):
+    for attempt in (1, 2, 3):
         decode.say(f"a.{attempt}", [], "error", "KV load failed: x")
     decode.say("a.1", [3], "length")  # of an attempt that was given up
     job = router.run(10)["a"]
-    assert job.token_ids == [] and "2 attempts" in job.error and len(router.events) == 2
+    assert job.token_ids == [] and "3 attempts" in job.error and len(router.events) == 3
 
 
 def test_without_decode_workers_a_prefill_worker_goes_on_and_without_any_there_is_an_error():
@@ -1297,6 +1921,30 @@ def test_without_decode_workers_a_prefill_worker_goes_on_and_without_any_there_i
     assert job.token_ids == [4] and job.error == "no worker is left"
 
 
+def test_a_worker_ends_with_whoever_started_it(tiny_model, monkeypatch):
+    """A fork holds copies of its parent's ends, of its own pipe and of its partners': with them open, nobody's death
+    would ever be seen."""
+    monkeypatch.setattr(lesson.signal, "signal", lambda *_: None)
+    (ours, theirs), (inherited, _) = multiprocessing.Pipe(), multiprocessing.Pipe()
+    ours.close()
+    config = {"kv_connector": "TCPConnector", "kv_role": "kv_consumer"}
+    lesson.run_worker(theirs, [inherited], tiny_model, config, {})
+    assert inherited.closed
+
+
+def test_a_worker_says_what_it_holds_and_whether_its_books_are_right(tiny_model):
+    core = lesson.make_core(tiny_model, KVTransferConfig("TCPConnector", "kv_consumer"))
+    pool = core.scheduler.kv_cache_manager.block_pool
+    blocks = pool.allocate(3)
+    assert lesson.worker_stats(core)["owned_blocks"] == 3
+    worker = SimpleNamespace(name="w", ask=lambda _: lesson.worker_stats(core))
+    with pytest.raises(common.CheckFailed, match="w: 3 blocks are still owned"):
+        lesson.settled(worker, 0.02)
+    pool.free_queue[blocks[0]] = None
+    with pytest.raises(AssertionError):
+        lesson.worker_stats(core)
+
+
 def test_real_processes_and_a_real_death(tiny_model):
     """Two workers; the prefill worker kills itself in the middle of a transfer. Every answer is one engine's."""
     prompts = [PROMPT[i:] for i in range(8)]
@@ -1305,11 +1953,20 @@ def test_real_processes_and_a_real_death(tiny_model):
     prefill = lesson.Worker("prefill", model, lesson.PREFILL | config, block_size=16)
     decode = lesson.Worker("decode", model, lesson.DECODE | config, block_size=8)
     try:
-        prefill.ask(), decode.ask()
+        first, _ = prefill.ask(), decode.ask()
         prefill.configure("prefill-dies", **lesson.PREFILL, **config)
+        with pytest.raises(ConnectionRefusedError):  # the engine before this one is closed
+            socket.create_connection((first["remote_host"], first["remote_port"]))
+        with pytest.raises(common.CheckFailed, match="decode: The decoder prompt"):
+            lesson.answer(decode, "too long", range(600), 1)
+        decode.send("add", "leaves", PROMPT, 400, {})
+        decode.pipe.recv()
+        decode.send("abort", "leaves")
+        assert decode.ask("stats")["owned_blocks"] == 0
         jobs, events = lesson.disaggregated(prefill, decode, prompts, 6)
         assert [job.token_ids for job in jobs] == lesson.colocated(tiny_model, prompts, 6)
         assert events == ["prefill died (signal SIGKILL)"] and not prefill.process.is_alive()
+        prefill.send("abort", "whatever")  # in vain
         assert lesson.settled(decode, 60)["consumer_failed"] >= 1
     finally:
         prefill.stop(), decode.stop()
@@ -1322,31 +1979,40 @@ def test_real_processes_and_a_real_death(tiny_model):
 class Servers:
     """Stand where real servers would: what each was asked, and what it answers."""
 
-    def __init__(self):
-        self.asked, self.down, self.status = [], set(), {}
+    def __init__(self, stream=None):
+        self.asked, self.requests, self.answers, self.down, self.status = [], [], [], set(), {}
+        self.stream = stream or httpx.ByteStream(b"data: 1\n\n")
 
-    def __call__(self, request: httpx.Request) -> httpx.Response:
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
         host = request.url.host
         if host in self.down:
             raise httpx.ConnectError("refused")
         body = json.loads(request.content) if request.content else {}
-        self.asked.append((host, body))
+        self.asked.append((host, body)), self.requests.append(request)
+        self.answers.append(self.answer(host))
+        return self.answers[-1]
+
+    def answer(self, host):
         if host in self.status:
             return httpx.Response(self.status[host], json={"error": {"message": f"{host} says no"}})
         if host.startswith("p"):
             return httpx.Response(200, json={"kv_transfer_params": {"do_remote_prefill": True, "from": host}})
-        return httpx.Response(
-            200, stream=httpx.ByteStream(b"data: 1\n\n"), headers={"content-type": "text/event-stream"}
-        )
+        return httpx.Response(200, stream=self.stream, headers={"content-type": "text/event-stream"})
 
 
-def through_proxy(servers, body, prefill=("p0",), decode=("d0", "d1")):
+def proxy_before(servers, prefill=("p0",), decode=("d0", "d1")):
+    client = httpx.AsyncClient(transport=httpx.MockTransport(servers))
+    return lesson.build_proxy(*([f"http://{name}" for name in names] for names in (prefill, decode)), client)
+
+
+def through_proxy(servers, body, *names, path="/v1/completions", **options):
     async def go():
-        client = httpx.AsyncClient(transport=httpx.MockTransport(servers))
-        urls = [[f"http://{name}" for name in names] for names in (prefill, decode)]
-        app = lesson.build_proxy(*urls, client)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as user:
-            return await user.post("/v1/completions", content=body if isinstance(body, bytes) else json.dumps(body))
+        transport = httpx.ASGITransport(proxy_before(servers, *names))
+        async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as user:
+            if body is None:
+                return await user.get(path, **options)
+            content = body if isinstance(body, bytes) else json.dumps(body)
+            return await user.post(path, content=content, **options)
 
     return asyncio.run(go())
 
@@ -1359,6 +2025,7 @@ def test_the_proxy_prefills_first():
     servers = Servers()
     answer = through_proxy(servers, BODY)
     assert answer.status_code == 200 and answer.text == "data: 1\n\n"
+    assert answer.headers["content-type"].startswith("text/event-stream")
     (prefill, asked), (decode, wanted) = servers.asked
     params = asked.pop("kv_transfer_params")
     assert prefill == "p0" and asked == {"prompt": "Hi", "max_tokens": 1, "min_tokens": 0, "stream": False}
@@ -1388,6 +2055,7 @@ def test_the_proxy_survives_a_decode_server():
     servers.down = {"d0", "d1"}
     answer = through_proxy(servers, BODY)
     assert answer.status_code == 503 and "no decode server" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["type"] == "ServiceUnavailableError"
 
 
 def test_the_proxy_tries_another_decode_server_that_fails_and_takes_turns():
@@ -1398,26 +2066,31 @@ def test_the_proxy_tries_another_decode_server_that_fails_and_takes_turns():
     assert [host for host, _ in servers.asked] == ["p0", "d1", "p0", "d0"], "another attempt has another transfer"
     first, _, second, _ = [body.get("kv_transfer_params", {}).get("transfer_id") for _, body in servers.asked]
     assert first != second
+    assert all(answer.is_closed for answer in servers.answers), "nobody reads what the first one says"
     servers.status = {"d0": 503, "d1": 500}
-    assert "says no" in through_proxy(servers, BODY).text, "if all fail, the last one's words"
+    answer = through_proxy(servers, BODY)
+    assert answer.status_code == 503 and "d0 says no" in answer.text, "if all fail, the last one's words"
+    servers.status = {"d1": 404}
+    assert through_proxy(servers, BODY).status_code == 404 and servers.asked[-1][0] == "d1"
 
 
 def test_the_proxy_limits_the_prefill_in_both_spellings_and_passes_the_key_on():
     pytest.importorskip("fastapi")
-    servers, keys = Servers(), []
+    servers = Servers()
 
     async def go():
-        transport = httpx.MockTransport(lambda request: keys.append(request.headers.get("authorization")) or
-                                        servers(request))  # fmt: skip
-        proxy = lesson.Proxy(["http://p0"], ["http://d0", "http://d1"], httpx.AsyncClient(transport=transport))
+        transport = httpx.MockTransport(servers)
+        names = [[f"http://{kind}{i}" for i in range(2)] for kind in "pd"]
+        proxy = lesson.Proxy(*names, httpx.AsyncClient(transport=transport))
         for _ in range(2):
             answer = await proxy.handle("/v1/completions", {"max_completion_tokens": 9}, {"authorization": "k"})
             await answer.aclose()
 
     asyncio.run(go())
-    (_, asked), (first, wanted), _, (second, _) = servers.asked
+    (_, asked), (_, wanted), *_ = servers.asked
     assert (asked["max_completion_tokens"], wanted["max_completion_tokens"]) == (1, 9)
-    assert {first, second} == {"d0", "d1"} and keys == ["k"] * 4
+    assert [host for host, _ in servers.asked] == ["p1", "d1", "p0", "d0"]
+    assert [request.headers.get("authorization") for request in servers.requests] == ["k"] * 4
 
 
 def test_the_proxy_passes_refusals_on():
@@ -1427,11 +2100,112 @@ def test_the_proxy_passes_refusals_on():
     answer = through_proxy(servers, BODY)
     assert answer.status_code == 400 and "p0 says no" in answer.text and len(servers.asked) == 1
     for wrong in (b"{", b"[]"):
-        assert through_proxy(servers, wrong).status_code == 400
+        answer = through_proxy(servers, wrong)
+        assert answer.status_code == 400 and answer.json()["error"]["type"] == "BadRequestError"
     servers = Servers()
     assert through_proxy(servers, BODY | {"n": 2}).status_code == 200
     assert through_proxy(servers, BODY | {"prompt": ["a", "b"]}).status_code == 200
-    assert [host[0] for host, _ in servers.asked] == ["d", "d"], "several answers or prompts: not split"
+    assert through_proxy(servers, BODY | {"prompt": [[1, 2], [3]]}).status_code == 200
+    assert [host[0] for host, _ in servers.asked] == ["d"] * 3, "several answers or prompts: not split"
+    for one in ({"n": 1}, {"prompt": [1, 2, 3]}):
+        servers.asked.clear()
+        assert through_proxy(servers, BODY | one).status_code == 200
+        assert [host[0] for host, _ in servers.asked] == ["p", "d"], "one prompt, given as token ids"
+
+
+@pytest.mark.parametrize("key", [None, "Bearer k"])
+def test_the_proxy_asks_on_the_same_path_with_the_same_key(key):
+    pytest.importorskip("fastapi")
+    servers, headers = Servers(), {"authorization": key} if key else {}
+    assert through_proxy(servers, {"messages": []}, path="/v1/chat/completions", headers=headers).status_code == 200
+    assert through_proxy(servers, None, path="/v1/models", headers=headers).status_code == 200
+    assert [(request.url.host, request.url.path) for request in servers.requests] == [
+        ("p0", "/v1/chat/completions"), ("d1", "/v1/chat/completions"), ("d0", "/v1/models")]  # fmt: skip
+    assert all(request.headers.get("authorization") == key for request in servers.requests)
+
+
+def test_the_proxy_is_as_healthy_as_one_of_its_servers():
+    pytest.importorskip("fastapi")
+    servers = Servers()
+    servers.status = {"d0": 404, "p0": 418}
+    answer = through_proxy(servers, None, path="/health")
+    assert answer.status_code == 404 and answer.headers["content-type"] == "application/json"
+    servers.down = {"d0", "d1"}
+    assert through_proxy(servers, None, path="/health").status_code == 418
+    servers.down |= {"p0"}
+    assert through_proxy(servers, None, path="/health").status_code == 503
+
+
+class Talking(httpx.AsyncByteStream):
+    """What a decode server says: one token, and then nothing, or nothing any more."""
+
+    def __init__(self, end):
+        self.end, self.said = end, asyncio.Event()
+
+    async def __aiter__(self):
+        yield b"data: 1\n\n"
+        self.said.set()
+        await self.end()
+
+
+def test_a_stream_that_breaks_says_so():
+    """Its status line has gone out long ago."""
+    pytest.importorskip("fastapi")
+
+    async def end():
+        raise httpx.ReadError("reset")
+
+    answer = through_proxy(Servers(Talking(end)), BODY)
+    first, last = answer.text.strip().split("\n\n")
+    told = json.loads(last.removeprefix("data: "))
+    assert answer.status_code == 200 and first == "data: 1"
+    assert told == {"error": {"message": "the decode server is gone: reset", "code": 502}}
+
+
+def test_a_client_that_hangs_up_ends_the_request_behind_the_proxy():
+    pytest.importorskip("fastapi")
+    silent = Talking(lambda: asyncio.sleep(60))
+    servers, letters = Servers(silent), [{"type": "http.request", "body": json.dumps(BODY).encode()}]
+
+    async def receive():
+        if letters:
+            return letters.pop()
+        await silent.said.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        pass
+
+    async def go():
+        scope = {"type": "http", "asgi": {"spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+                 "path": "/v1/completions", "query_string": b"", "headers": [], "scheme": "http"}  # fmt: skip
+        await asyncio.wait_for(proxy_before(servers)(scope, receive, send), 20)
+
+    asyncio.run(go())
+    assert [answer.is_closed for answer in servers.answers] == [True, True]
+
+
+def test_the_proxy_waits_for_long_answers_and_not_for_connections(monkeypatch):
+    """And it lets as many streams through as there are: a pool of 100 connections would be a queue."""
+    pytest.importorskip("fastapi")
+    made = []
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **options: made.append(options))
+    lesson.build_proxy(["http://p0"], ["http://d0"])
+    (options,) = made
+    assert options["timeout"].read >= 600 and options["timeout"].connect <= 10
+    assert options["limits"].max_connections is None
+
+
+def test_the_proxy_wants_addresses(monkeypatch):
+    pytest.importorskip("fastapi")
+    with pytest.raises(common.InputError, match="p0: must begin with http"):
+        lesson.main(["proxy", "--prefill", "http://d0", "p0", "--decode", "http://d0"])
+    made = []
+    monkeypatch.setattr(lesson, "build_proxy", lambda *urls: made.append(urls))
+    monkeypatch.setattr(lesson.serving, "bind", lambda *address: (_ for _ in ()).throw(common.InputError("--port")))
+    with pytest.raises(common.InputError, match="--port"):
+        lesson.main(["proxy", "--prefill", "http://p0/", "--decode", "http://d0", "https://d1/"])
+    assert made == [(["http://p0"], ["http://d0", "https://d1"])]
 
 
 @pytest.mark.slow

@@ -89,11 +89,11 @@ def test_kernel_at_every_edge(n, context, guarded, kernels):
 def test_kernel_alone_and_empty(guarded, device, kernels):
     for work in ([(1, 1)], [(3, 3)], [(0, 4), (2, 9)], [(2, 9), (0, 4)]):
         check_batch(work, 6, 2, 16, 16, torch.float32, guarded)
-    q = torch.empty(0, 6, 16, device=device)
+    q, launches = torch.empty(0, 6, 16, device=device), lesson.unified_attention_kernel.launches
     nobody = torch.zeros(1, dtype=torch.int64, device=device)
     out = lesson.unified_attention(q, torch.zeros(2, 2, 16, 2, 16), torch.zeros(0, 1, dtype=torch.int32), nobody,
                                    nobody[1:].int(), 0)  # fmt: skip
-    assert out.shape == (0, 6, 16)
+    assert out.shape == (0, 6, 16) and lesson.unified_attention_kernel.launches == launches
 
 
 def test_kernel_reads_queries_with_a_stride(guarded, device, kernels):
@@ -126,6 +126,67 @@ def test_tiles_are_chosen_by_dtype_and_length():
                     assert rows >= max(16, G if dtype != torch.float32 else 16) and tile >= 16 and warps in (4, 8)
     assert lesson.choose_tiles(torch.bfloat16, 128, 4, 1)[0] == 16
     assert lesson.choose_tiles(torch.bfloat16, 64, 3, 480)[0] == 128
+    assert lesson.choose_tiles(torch.bfloat16, 128, 4, 480) == (64, 32, 4, 2), "more would spill, but on a Hopper"
+    assert lesson.choose_tiles(torch.bfloat16, 128, 4, 480, (9, 0)) == (128, 64, 8, 2)
+
+
+# --- The scheduler --------------------------------------------------------------------------------------------------
+
+
+def scheduler_of(*prompts, **limits):
+    """A scheduler with a budget of 16 tokens before which prompts of these lengths stand."""
+    limits = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16} | limits
+    config = lesson.SchedulerConfig(**limits)
+    made = lesson.Scheduler(config, lesson.continuous_batching.KVCacheManager(65, 4, 64))
+    for i, n in enumerate(prompts):
+        made.add_request(lesson.Request(str(i), [0] * n, lesson.SamplingParams(max_tokens=2), arrival_time=i))
+    return made
+
+
+@pytest.mark.parametrize("knob", [{"max_num_scheduled_tokens": 0}, {"long_prefill_token_threshold": -1},
+                                  {"long_prefill_token_threshold": 65}])  # fmt: skip
+def test_knobs_are_checked(knob):
+    with pytest.raises(common.InputError, match=next(iter(knob))):
+        scheduler_of(**knob)
+
+
+def test_knobs_at_their_limits():
+    assert scheduler_of(3, 3, max_num_scheduled_tokens=1).schedule().num_scheduled_tokens == {"0": 1}
+    assert scheduler_of(20, 3, long_prefill_token_threshold=64).schedule().num_scheduled_tokens == {"0": 16}
+
+
+@pytest.mark.parametrize(("fewer", "budget"), [(None, 16), (8, 8), (99, 16)])
+def test_the_budget_is_the_smaller_of_two(fewer, budget):
+    output = scheduler_of(20, 20, max_num_scheduled_tokens=fewer).schedule()
+    assert output.num_scheduled_tokens == {"0": budget}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "limits", "tokens"),
+    [([10], {}, [10]), ([10, 10], {}, [4, 4]), ([10, 3, 10], {}, [4, 3, 4]), ([10, 10], {"max_num_seqs": 1}, [4]),
+     ([20, 20], {"adaptive": True}, [8, 8]), ([20, 20, 20, 20, 20], {"adaptive": True}, [4, 4, 4, 4]),
+     ([20, 20], {"adaptive": True, "max_num_scheduled_tokens": 8}, [8])],
+)  # fmt: skip
+def test_the_cap_is_for_those_who_are_not_alone(prompts, limits, tokens):
+    """Four tokens each, or a fair share of the whole budget if that is more; those who wait count as well."""
+    limits = {"long_prefill_token_threshold_adaptive": limits.get("adaptive", False),
+              **{name: value for name, value in limits.items() if name != "adaptive"}}  # fmt: skip
+    output = scheduler_of(*prompts, long_prefill_token_threshold=4, **limits).schedule()
+    assert list(output.num_scheduled_tokens.values()) == tokens
+
+
+def test_without_chunks_a_prompt_starts_whole_or_not_at_all():
+    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "max_num_scheduled_tokens": 16}
+    made = scheduler_of(10, 10, **whole)
+    output = made.schedule()
+    assert output.num_scheduled_tokens == {"0": 10}
+    made.update_from_output(output, {"0": [1]})
+    assert made.schedule().num_scheduled_tokens == {"0": 1, "1": 10}
+    assert scheduler_of(16, **whole).schedule().num_scheduled_tokens == {"0": 16}
+    assert scheduler_of(17, **whole).schedule().num_scheduled_tokens == {}
+    runs = made.running[1]
+    runs.num_computed_tokens, made.token_budget = 0, 5
+    assert made._num_new_tokens(runs) == 5, "who has started is cut rather than stopped"
 
 
 # --- Through the engine ---------------------------------------------------------------------------------------------
@@ -176,6 +237,7 @@ def test_engine_runs_the_kernel(tiny_model, kernels):
     # Steps of 3 + 5, 1 + 7, 1 + 7 tokens, in 2 layers. The prompt's last token comes alone, as a decode would.
     assert launches == 2 * 3 and paged.paged_decode_kernel.launches > decodes
     assert with_kernel == [alone(tiny_model, p, 4) for p in prompts]
+    assert serve(tiny_model, 8, prompts=((3, 1),), max_tokens=2) == [alone(tiny_model, (3, 1), 2)], "two are no decode"
 
 
 @pytest.mark.skipif(common.HAS_GPU, reason="forces the torch path")
@@ -189,6 +251,10 @@ def test_a_mixed_step_on_a_cpu_does_not_loop_over_decodes(tiny_model, monkeypatc
     assert len(decode.keywords["plan"]) == len(verify.keywords["plan"]) == 1 and len(plan.prefills) == 2
     assert plan.prefills[0][3] is None and plan.prefills[1][3].shape == (20, 90)
     assert ones.tolist() == list(range(38)) and threes.tolist() == [55, 56, 57, 78, 79, 80]
+    few = lesson.torch_attention.FEW_TOKENS
+    plan = lesson.MixedPlan.build(torch.zeros(2, 9, dtype=torch.int32), [few, few + 1], torch.tensor([90, 90]),
+                                  torch.zeros(2, 10, 16, 2, 16), 4)  # fmt: skip
+    assert [tokens for tokens, *_ in plan.prefills] == [slice(few, 2 * few + 1)], "nobody is computed twice"
 
 
 def test_real_model_in_chunks(real_model):
@@ -251,6 +317,12 @@ def test_below_the_ridge_a_smaller_budget_buys_nothing():
     assert rows[64]["gap_ms"] > 0.9 * rows[256]["gap_ms"] and rows[64]["ttft_ms"] > 6 * rows[256]["ttft_ms"]
 
 
+def test_a_silence_counts_from_the_arrival_on():
+    core = lesson.simulated_core(lambda work: 1, 2, 64)
+    core.token_times = {"a": [0, 100, 103], "b": [90, 101]}
+    assert core.worst_gap("a", 100) == 3 and core.worst_gap("ab", 100) == 11 and core.worst_gap("c", 0) == 0
+
+
 def order(runs, key):
     return sorted(runs, key=lambda policy: runs[policy][key])
 
@@ -285,6 +357,19 @@ def test_separate_batches_are_separate():
     assert kinds == ["a", "b"] * 7
 
 
+def test_separate_batches_of_whole_prompts_let_prompts_go_first():
+    core = lesson.simulated_core(lambda work: 1, 4, 512, lesson.SeparateBatches, max_num_batched_tokens=512,
+                                 enable_chunked_prefill=False)  # fmt: skip
+    core.submit("a", 10, 200)
+    core.step()
+    core.submit("b", 400, 5), core.submit("c", 400, 5)
+    kinds = []
+    for _ in range(3):
+        core.step()
+        kinds.append("".join(sorted(core.scheduled)))
+    assert kinds == ["b", "c", "abc"]
+
+
 # --- The simulation -------------------------------------------------------------------------------------------------
 
 
@@ -297,6 +382,7 @@ def test_simulation_by_formula(budget, decoders, prompt):
     steps = -(-prompt // (budget - decoders))
     chunks = t["chunk"][arrival : arrival + steps]
     assert sum(chunks) == prompt and all(chunks) and not t["starved"]
+    assert t["arrival_us"] == (3 * (10_000 + 50 * decoders) if decoders else 0)
     assert len(t["chunk"]) == arrival + steps + 2 and t["chunk"][-2:] == [1, 1]
     assert t["ttft_us"] == steps * 10_000 + 50 * (prompt + steps * decoders)
     assert t["worst_gap_us"] == (10_000 + 50 * (chunks[0] + decoders) if decoders else 0)

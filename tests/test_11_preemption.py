@@ -231,6 +231,7 @@ def test_swap_brings_everything_back():
     core, scheduler = two_growing("swap", 3)
     (blocks, computed) = scheduler.swapped["1"]
     assert (len(blocks), computed) == (3, 12) and core.copies.total == {"out": 3, "in": 0}
+    assert [scheduler.requests[i].num_preemptions for i in "01"] == [0, 1]
     lesson.run_to_end(core, [])
     assert core.redone == 0 and core.copies.total == {"out": 3, "in": 3} and scheduler.cpu_pool.num_free_blocks == 3
 

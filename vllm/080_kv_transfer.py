@@ -102,7 +102,7 @@ def gather_kv(kv_cache: torch.Tensor, blocks: torch.Tensor, first: int, count: i
     """
     if not common.runs_kernel(kv_cache):  # whole blocks, which are long rows, and then the part that was meant
         (_, num_blocks, size, Hkv, D), last = kv_cache.shape, first + count
-        used = blocks[first // size : -(-last // size)] if count else blocks[:1]
+        used = blocks[first // size : -(-last // size)]
         pages = kv_cache.flatten(0, 1).index_select(0, torch.cat((used, used + num_blocks)))
         skip = first - first // size * size
         return pages.view(2, -1, Hkv, D)[:, skip : skip + count, head : head + heads]
@@ -214,7 +214,7 @@ def read_frame(read: Callable[[int], bytearray]) -> tuple[dict[str, Any], bytear
         raise ProtocolError(f"not a frame: {bytes(magic)!r}, {header_bytes} and {payload_bytes} bytes")
     try:
         header = json.loads(bytes(read(header_bytes)))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"header is not JSON: {error}") from None
     check_header(header)
     return header, read(payload_bytes)
@@ -222,14 +222,15 @@ def read_frame(read: Callable[[int], bytearray]) -> tuple[dict[str, Any], bytear
 
 def check_header(header: Any) -> None:
     """Raises ProtocolError unless the fields of this kind of message are there, of their types, and not negative."""
-    fields = FIELDS.get(header.get("kind")) if isinstance(header, dict) else None
+    kind = header.get("kind") if isinstance(header, dict) else None
+    fields = FIELDS.get(kind) if isinstance(kind, str) else None
     if fields is None:
         raise ProtocolError(f"no such message: {header!r:.80}")
-    for name, kind in fields.items():
+    for name, wanted in fields.items():
         value = header.get(name)
-        numbers = value if kind is list and type(value) is list else [value] if kind is int else []
-        if type(value) is not kind or not all(type(n) is int and 0 <= n < 1 << 40 for n in numbers):
-            raise ProtocolError(f"{header['kind']}: {name} {value!r:.40}: must be a {kind.__name__} in range")
+        numbers = value if wanted is list and type(value) is list else [value] if wanted is int else []
+        if type(value) is not wanted or not all(type(n) is int and 0 <= n < 1 << 40 for n in numbers):
+            raise ProtocolError(f"{kind}: {name} {value!r:.40}: must be a {wanted.__name__} in range")
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -310,7 +311,7 @@ class Link:
             try:
                 self.transmit(header, payload)
             except (OSError, RuntimeError) as error:
-                return self._lose(str(error))
+                return self._lose(str(error) or type(error).__name__)
             with self.lock:
                 self.backlog -= 0 if payload is None else payload.nbytes
             self.wake.set()  # there is room again
@@ -435,7 +436,9 @@ class DistributedLink(Link):
 
     def receive(self, header: dict[str, Any], payload: bytearray) -> torch.Tensor | None:
         if header["kind"] == "HELLO":
-            self.store_port = header["port"]
+            if (port := header["port"]) > 65535:
+                raise ProtocolError(f"port {port}")
+            self.store_port = port
         if header["kind"] != "KV":
             return super().receive(header, payload)
         nbytes = header.get("nbytes")
@@ -472,8 +475,8 @@ class Export:
     transfer: str
     blocks: list[int]
     ready: list[int]
-    deadline: float
     finished: bool = False
+    deadline: float = 0.0  # of the lease, which begins when it is finished
     consumers: int = 1
     done: set = field(default_factory=set)  # links that need no more of it
     subscriptions: list[Subscription] = field(default_factory=list)
@@ -505,7 +508,7 @@ class Producer:
             return
         if transfer in self.gone:
             return
-        self.exports[transfer] = Export(transfer, blocks, [0] * self.num_layers, self.clock() + self.lease)
+        self.exports[transfer] = Export(transfer, blocks, [0] * self.num_layers)
         for link, header, _ in self.early.pop(transfer, ()):
             self.on_message(link, header)
 
@@ -530,9 +533,8 @@ class Producer:
         return True
 
     def forget(self, transfer: str, why: str) -> None:
-        """The request has ended without a prompt to hand over; whoever waits for it must know."""
-        if transfer in self.exports:
-            self._end(transfer, why)
+        """The request has ended without a prompt to hand over; whoever waits for it, or will ask, must know."""
+        self._end(transfer, why)
         for link, header, _ in self.early.pop(transfer, ()):
             if header["kind"] == "GET":
                 link.send({"kind": "GONE", "transfer": transfer, "why": why})
@@ -598,8 +600,8 @@ class Producer:
                 del self.early[transfer]
 
     def _end(self, transfer: str, why: str) -> None:
-        export = self.exports.pop(transfer)
-        for s in export.subscriptions:
+        export = self.exports.pop(transfer, None)  # None: it ended before it began
+        for s in export.subscriptions if export else ():
             s.link.send({"kind": "GONE", "transfer": transfer, "why": why})
         self.gone[transfer] = why
         while len(self.gone) > 1000:

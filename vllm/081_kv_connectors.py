@@ -131,7 +131,7 @@ class KVStore:
             file.seek(sum(size for size, _ in sizes[:layer]), os.SEEK_CUR)
             size, crc = sizes[layer]
             body = bytearray(file.read(size))
-        if len(body) != size or zlib.crc32(body) != crc:
+        if zlib.crc32(body) != crc:
             raise ValueError(f"{path.name}: layer {layer} is not what was stored")
         return torch.frombuffer(body, dtype=torch.uint8)
 
@@ -653,7 +653,6 @@ class StoreConnector(KVConnectorBase):
                 wanted.append((self.store.find(self.key(request.block_hashes[i])), blocks[i]))
         read = functools.partial(self._read_layer, wanted)
         self.layers_read = [self.reader.submit(read, layer) for layer in range(len(self.layers) if wanted else 0)]
-        self.staged = {}
 
     def _read_layer(self, wanted: list[tuple[Path | None, int]], layer: int) -> list[tuple[int, torch.Tensor | None]]:
         found: list[tuple[int, torch.Tensor | None]] = []
@@ -680,21 +679,23 @@ class StoreConnector(KVConnectorBase):
     def save_kv_layer(self, layer: int) -> None:
         """Copy the blocks that this step has filled."""
         for request, blocks, num_tokens in self.meta.to_save:
-            done = request.num_saved_blocks = getattr(request, "num_saved_blocks", 0)
-            full = min(num_tokens // self.block_size, len(request.block_hashes))
-            for i in range(done, full):
+            for i in range(getattr(request, "num_saved_blocks", 0), self._full_blocks(request, num_tokens)):
                 key = self.key(request.block_hashes[i])
                 if layer == 0 and self.store.find(key) is None:
                     self.staged[key] = []
                 if key in self.staged and len(self.staged[key]) == layer:
                     self.staged[key].append(self.payload([blocks[i]], layer, 0, self.block_size, self.head, self.heads))
-            if layer == len(self.layers) - 1:
-                request.num_saved_blocks = full
+
+    def _full_blocks(self, request: Request, num_tokens: int) -> int:
+        return min(num_tokens // self.block_size, len(request.block_hashes))
 
     def wait_for_save(self) -> None:
         """When the step is over, whoever asks finds its blocks; a step with void blocks has nothing to offer."""
-        for key, layers in self.staged.items() if not self.void else ():
-            self.store.put(key, layers)
+        if not self.void:
+            for key, layers in self.staged.items():
+                self.store.put(key, layers)
+            for request, _, num_tokens in self.meta.to_save:
+                request.num_saved_blocks = self._full_blocks(request, num_tokens)
         self.staged, self.layers_read = {}, []
 
     def get_finished(self) -> KVConnectorOutput:

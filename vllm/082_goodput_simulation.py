@@ -515,9 +515,9 @@ def lengths(workload: str, count: int, seed: int = 0) -> tuple[tuple[int, int], 
     return tuple((draw(tables.input, 1), draw(tables.output, 2)) for _ in range(count))
 
 
-def make_jobs(workload: str, rate: float, count: int, seed: int = 0, burstiness: float = 1.0) -> list[Job]:
+def make_jobs(workload: str, rate: float, count: int, seed: int = 0) -> list[Job]:
     """A stream of requests; the same lengths and the same rhythm at every rate."""
-    due = load_generator.arrival_times(count, 1.0, random.Random(seed + 1), burstiness)
+    due = load_generator.arrival_times(count, 1.0, random.Random(seed + 1))
     return [Job(str(i), round(at / rate * 1e6), prompt, output)
             for i, (at, (prompt, output)) in enumerate(zip(due, lengths(workload, count, seed)))]  # fmt: skip
 

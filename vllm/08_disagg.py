@@ -192,12 +192,12 @@ def connector_scheduler(base: type) -> type:
             if news.invalid_block_ids:
                 self._invalidate(news.invalid_block_ids, sampled)
             outputs = super().update_from_output(output, sampled)
-            for request_id in news.finished_recving:
-                if request := self.waiting_for_remote_kvs.pop(request_id, None):
-                    request.num_computed_tokens = request.num_cached_tokens = request.num_prompt_tokens - 1
-                    if self.kv_cache_manager.enable_caching:
-                        self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
-                    self.received.append(request)
+            for request_id in [name for name in self.waiting_for_remote_kvs if name in news.finished_recving]:
+                request = self.waiting_for_remote_kvs.pop(request_id)
+                request.num_computed_tokens = request.num_cached_tokens = request.num_prompt_tokens - 1
+                if self.kv_cache_manager.enable_caching:
+                    self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
+                self.received.append(request)
             for request_id, why in news.failed_recving.items():
                 if request := self.waiting_for_remote_kvs.pop(request_id, None):
                     outputs += self._handle_failed_recving(request, why)
@@ -639,6 +639,10 @@ def build_proxy(prefill: Sequence[str], decode: Sequence[str], client: Any = Non
         kind = "BadRequestError" if status == 400 else "ServiceUnavailableError"
         return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
 
+    def key_of(request: HTTPRequest) -> dict[str, str]:
+        key = request.headers.get("authorization")  # theirs to check
+        return {"authorization": key} if key else {}
+
     async def body_of(answer: Any) -> AsyncIterator[bytes]:
         try:
             async for piece in answer.aiter_raw():
@@ -658,9 +662,8 @@ def build_proxy(prefill: Sequence[str], decode: Sequence[str], client: Any = Non
             return error(400, "the body is not JSON")
         if not isinstance(body, dict):
             return error(400, "the body must be a JSON object")
-        key = request.headers.get("authorization")
         try:
-            answer = await proxy.handle(request.url.path, body, {"authorization": key} if key else {})
+            answer = await proxy.handle(request.url.path, body, key_of(request))
         except httpx.HTTPError as failure:
             return error(503, f"no decode server answers: {failure or type(failure).__name__}")
         kind = answer.headers.get("content-type")
@@ -673,7 +676,7 @@ def build_proxy(prefill: Sequence[str], decode: Sequence[str], client: Any = Non
     async def forward(request: HTTPRequest) -> Response:
         for url in (*proxy.decode, *proxy.prefill):
             with contextlib.suppress(httpx.HTTPError):
-                answer = await client.get(url + request.url.path, headers=dict(request.headers.items() & ()))
+                answer = await client.get(url + request.url.path, headers=key_of(request))
                 return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
         return error(503, "no server answers")
 
