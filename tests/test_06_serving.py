@@ -12,10 +12,12 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Literal
 
 import common
 import httpx
 import openai
+import pydantic
 import pytest
 import torch
 
@@ -74,7 +76,8 @@ def server(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "stderr"
     flags = ["--served-model-name", NAME, "alias", "--api-key", KEY, "--max-model-len", "512", "--max-num-seqs", "8",
              "--max-num-queued-reqs", str(BOUND), "--kv-cache-gib", "0.1", "--max-num-batched-tokens", "64",
-             "--scheduling-policy", "priority", "--shutdown-timeout", "5"]  # fmt: skip
+             "--scheduling-policy", "priority", "--shutdown-timeout", "5", "--enable-auto-tool-choice",
+             "--tool-call-parser", "hermes"]  # fmt: skip
     lines = []
     with lesson.running_server(*flags, echo=lines.append, VLLM_SERVER_DEV_MODE="1",
                                VLLM_KEEP_ALIVE_ON_ENGINE_DEATH="1") as (url, process):  # fmt: skip
@@ -204,6 +207,41 @@ def test_json_comes_out_as_json(server):
     for wrong in ({"regex": "("}, {"choice": []}):
         with pytest.raises(openai.BadRequestError, match="structured_outputs"):
             server.complete("x", extra_body={"structured_outputs": wrong})
+
+
+class Weather(pydantic.BaseModel):
+    """The weather of a city."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    city: Literal["Paris", "Rome"]
+    days: list[bool] = pydantic.Field(max_length=2)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Weather"}}])
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_a_demanded_tool_is_called(server, choice, temperature):
+    """A model of 135 M parameters knows no tools; the official client reads its calls, whole and streamed."""
+    ask = {"tools": [openai.pydantic_function_tool(Weather)], "tool_choice": choice, "temperature": temperature,
+           "max_completion_tokens": 80, "seed": 1, "parallel_tool_calls": False}  # fmt: skip
+    messages = [{"role": "user", "content": "How is the weather?"}]
+    answer = server.openai.chat.completions.parse(model=NAME, messages=messages, **ask).choices[0]
+    (call,) = answer.message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Weather)
+    assert answer.finish_reason == ("tool_calls" if choice == "required" else "stop")
+    with server.openai.chat.completions.stream(model=NAME, messages=messages, **ask) as stream:
+        pieces = [e.arguments_delta for e in stream if e.type == "tool_calls.function.arguments.delta"]
+        again = stream.get_final_completion().choices[0]
+    assert again.message.tool_calls[0].function.arguments == call.function.arguments == "".join(pieces)
+    assert again.finish_reason == answer.finish_reason and len(pieces) > 3
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    said = answer.message.model_dump(exclude_unset=True)
+    assert server.openai.chat.completions.create(model=NAME, messages=[*messages, said, result], max_tokens=3).choices
+
+
+def test_a_tool_that_nobody_demands_is_not_in_the_way(server):
+    tools = [openai.pydantic_function_tool(Weather)]
+    assert server.chat("Hi", tools=tools).choices == server.chat("Hi", tools=tools, tool_choice="none").choices
+    assert server.chat("Hi").choices[0].message.content == server.chat("Hi", tools=tools).choices[0].message.content
 
 
 def test_a_prefix_is_found_again_unless_it_is_salted(server):
@@ -453,7 +491,8 @@ TRANSFER = '{"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port"
      ({"kv_transfer_config": '{"kv_role": "kv_both"}'}, "kv_connector"), ({"kv_transfer_config": "{"}, "not JSON"),
      ({"kv_transfer_config": TRANSFER, "kv_cache_dtype": "fp8"}, "not together with --kv-cache-dtype"),
      ({"kv_transfer_config": TRANSFER, "enable_lora": True}, "not together with --enable-lora"),
-     ({"kv_transfer_config": TRANSFER, "data_parallel_size": 2}, "not together with several engines")],
+     ({"kv_transfer_config": TRANSFER, "data_parallel_size": 2}, "not together with several engines"),
+     ({"tool_call_parser": "magic"}, "hermes"), ({"enable_auto_tool_choice": True}, "--tool-call-parser")],
 )  # fmt: skip
 def test_flags_that_are_refused(wrong, words):
     with pytest.raises(common.InputError, match=words):

@@ -22,6 +22,14 @@ def serve(llm=None, keys=(), kind=lesson.OpenAIServing, names=("smol", "alias"))
     return llm, lesson.build_app(kind(llm, list(names)), keys)
 
 
+class Calling(lesson.OpenAIServing):
+    """Served with --enable-auto-tool-choice --tool-call-parser hermes; its engine is a script and guides nothing."""
+
+    enable_auto_tool_choice, tool_call_parser = True, "hermes"
+
+    async def check_constraint(self, constraint): ...
+
+
 @pytest.fixture(scope="module")
 def shared():
     return serve()
@@ -92,6 +100,9 @@ def test_wrong_completions(shared, body, status, param, text):
 
 
 M = {"messages": [{"role": "user", "content": "Hi"}]}
+CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"],
+        "additionalProperties": False}  # fmt: skip
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "F.", "parameters": CITY, "strict": None}}]
 BAD_CHATS = [
     ({}, "messages"), ({"messages": []}, "messages"), ({"messages": "Hi"}, "messages"),
     ({"messages": [{}]}, "messages"),
@@ -102,7 +113,18 @@ BAD_CHATS = [
     ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
     (M | {"top_logprobs": 2}, "top_logprobs"), (M | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     (M | {"logprobs": 2}, "logprobs"), (M | {"max_completion_tokens": 0}, "max_tokens"),
-    (M | {"tools": []}, "tools"), (M | {"echo": True}, "echo"), (M | {"prompt": "x"}, "prompt"),
+    (M | {"tools": []}, "tools"), (M | {"tools": TOOLS}, "tool_choice"),
+    (M | {"tool_choice": "required"}, "tool_choice"),
+    (M | {"tools": TOOLS, "tool_choice": "auto"}, "tool_choice"), (M | {"tools": [{"type": "function"}]}, "tools"),
+    (M | {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    (M | {"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+    (M | {"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]}]},
+     "messages"),
+    (M | {"web_search_options": {}}, "web_search_options"), (M | {"modalities": ["audio"]}, "modalities"),
+    (M | {"use_beam_search": True}, "use_beam_search"), (M | {"reasoning_effort": 3}, "reasoning_effort"),
+    (M | {"echo": True}, "echo"), (M | {"prompt": "x"}, "prompt"),
 ]  # fmt: skip
 
 
@@ -251,6 +273,219 @@ def test_an_answer_goes_back_as_history(shared):
         assert "Paris." in llm.added[0][1]["prompt"]
     refused = {"messages": [said | {"tool_calls": [{"id": "1"}]}]}
     check_error(ask(app, "/v1/chat/completions", refused), 400, "messages")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"reasoning_effort": "low"}, {"verbosity": "low"}, {"prompt_cache_key": "k", "prompt_cache_retention": "24h"},
+     {"modalities": ["text"]}, {"parallel_tool_calls": False}, {"tool_choice": "none"}, {"tools": None},
+     {"functions": None, "audio": None, "a field of tomorrow": None}, {"tools": TOOLS, "tool_choice": "none"},
+     {"prediction": {"type": "content", "content": "x"}}, {"chat_template_kwargs": {"enable_thinking": False}},
+     {"use_beam_search": False, "length_penalty": 1.0, "spaces_between_special_tokens": True},
+     {"stop": [], "logit_bias": {}, "top_logprobs": 0, "logprobs": False, "n": None, "seed": None}],
+)  # fmt: skip
+def test_fields_that_clients_send(shared, fields):
+    """openai-node, LangChain, LiteLLM and others send them on their own account; vLLM answers."""
+    heard = ask(shared[1], "/v1/chat/completions", M | fields)
+    assert heard.status == 200 and heard.json["choices"][0]["message"]["content"] == "Paris.", heard.text
+
+
+def test_best_of_all_of_them_is_all_of_them(shared):
+    assert ask(shared[1], "/v1/completions", P | {"n": 2, "best_of": 2, "temperature": 1}).status == 200
+
+
+CALL = {"id": "1", "type": "function", "index": 0, "function": {"name": "f", "arguments": '{"city": "Rome"}'}}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize(
+    ("said", "want"),
+    [([CALLED, {"role": "tool", "tool_call_id": "1", "content": "sunny"}], "Hisunny"),
+     ([CALLED | {"content": "Let me see"}, {"role": "tool", "tool_call_id": "1", "name": "f", "content": [
+         {"type": "text", "text": "sun", "cache_control": {"type": "ephemeral"}}]}], "HiLet me seesun"),
+     ([{"role": "assistant", "content": "Yes", "reasoning_content": "?", "thinking_blocks": []}], "HiYes"),
+     ([{"role": "assistant", "content": "Yes", "provider_specific_fields": {"refusal": None}}], "HiYes"),
+     ([{"role": "assistant"}], "Hi")],
+)  # fmt: skip
+def test_histories_that_clients_send(shared, said, want):
+    """Answers with calls and their results, and what LiteLLM and others hang on messages."""
+    llm, app = shared
+    llm.added.clear()
+    assert ask(app, "/v1/chat/completions", {"messages": [*M["messages"], *said]}).status == 200
+    assert llm.added[0][1]["prompt"] == want
+
+
+def test_a_template_hears_of_tools_and_wishes(shared):
+    heard = []
+
+    class Listening(lesson.ScriptedTokenizer):
+        def render_chat(self, messages, add_generation_prompt=True, **variables):
+            heard.append((messages, variables))
+            return super().render_chat(messages)
+
+    llm = lesson.ScriptedLLM(512)
+    llm.front.tokenizer = Listening()
+    body = {"messages": [*M["messages"], CALLED], "tools": TOOLS, "tool_choice": "none", "reasoning_effort": "none",
+            "chat_template_kwargs": {"tools": 5, "x": 1}}  # fmt: skip
+    assert ask(serve(llm)[1], "/v1/chat/completions", body).status == 200
+    ((messages, variables),) = heard
+    assert messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"city": "Rome"}}, "an object"
+    function = {"name": "f", "description": "F.", "parameters": CITY}
+    assert variables == {"x": 1, "reasoning_effort": "none", "enable_thinking": False,
+                         "tools": [{"type": "function", "function": function}]}  # fmt: skip
+
+
+def test_an_answer_is_called_what_its_client_calls_it(shared):
+    """vLLM's `bench serve` sends the header; its request ids are the field."""
+    llm, app = shared
+    llm.added.clear()
+    for path, kind in (("/v1/completions", "cmpl-"), ("/v1/chat/completions", "chatcmpl-")):
+        body = P if kind == "cmpl-" else M
+        assert ask(app, path, body, headers={"x-request-id": "mine"}).json["id"] == kind + "mine"
+        assert ask(app, path, body | {"request_id": "field"}).json["id"] == kind + "field"
+    names = [name for name, *_ in llm.added]
+    assert len(set(names)) == 4 and not any("mine" in name for name in names), "the engine's own names stay its own"
+
+
+def test_a_page_in_a_browser_may_ask():
+    """A preflight has no key; and what a page is refused, it may read."""
+    llm, app = serve(keys=["key"])
+    wants = {"origin": "http://page", "access-control-request-method": "POST",
+             "access-control-request-headers": "authorization,content-type,x-stainless-os"}  # fmt: skip
+    heard = ask(app, "/v1/chat/completions", method="OPTIONS", headers=wants)
+    assert heard.status == 200 and heard.headers["access-control-allow-origin"] == "*"
+    assert "POST" in heard.headers["access-control-allow-methods"]
+    assert heard.headers["access-control-allow-headers"] == wants["access-control-request-headers"]
+    for key, status in (("key", 200), ("wrong", 401)):
+        heard = ask(app, "/v1/completions", P, headers={"origin": "http://page", "authorization": f"Bearer {key}"})
+        assert heard.status == status and heard.headers["access-control-allow-origin"] == "*"
+    assert len(llm.added) == 1
+
+
+# --- Tools ------------------------------------------------------------------------------------------------------------
+
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+def request(choice, tools=TOOLS, **fields):
+    return lesson.ChatCompletionRequest.model_validate(M | {"tools": tools, "tool_choice": choice} | fields)
+
+
+def matches(constraint, text):
+    """May an answer be `text`, byte by byte?"""
+    import llguidance
+
+    guided = common.lesson("06b_guided_decoding")
+    kind, spec = guided.normalize(constraint)
+    matcher = guided.read_grammar(llguidance.LLTokenizer("byte"), kind, spec)
+    return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
+
+
+def call_of(name, arguments):
+    return json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False)
+
+
+def test_a_demanded_call_can_only_be_one():
+    """Two tools whose schemas use the same `$defs` name for different things, and one without a schema."""
+    thing = lambda kind: {"type": "object", "properties": {"x": {"$ref": "#/$defs/T"}}, "required": ["x"],  # noqa: E731
+                          "additionalProperties": False, "$defs": {"T": {"type": kind}}}  # fmt: skip
+    tools = [{"type": "function", "function": {"name": 'q"é', "parameters": thing("integer")}},
+             {"type": "function", "function": {"name": "g", "parameters": thing("boolean")}},
+             {"type": "function", "function": {"name": "h"}}]  # fmt: skip
+    a, b, c = call_of('q"é', {"x": 1}), call_of("g", {"x": True}), call_of("h", {"y": "z"})
+    many, one = (lesson.structured_outputs(request("required", tools, parallel_tool_calls=p)) for p in (True, False))
+    for text in (a, b, c):
+        assert matches(many, f"[{text}]") and matches(one, f"[{text}]") and not matches(many, text)
+    assert matches(many, f"[{a}, {b}, {a}]") and not matches(one, f"[{a}, {b}]")
+    for wrong in ("[]", f"[{call_of('g', {'x': 1})}]", f"[{call_of('i', {})}]", f"[{call_of('h', 5)}]"):
+        assert not matches(many, wrong)
+    named = lesson.structured_outputs(request({"type": "function", "function": {"name": "g"}}, tools))
+    assert matches(named, '{"x": true}') and not matches(named, '{"x": 1}')
+
+
+def test_a_demanded_call_comes_before_a_form_for_texts():
+    both = request("required", response_format={"type": "json_object"})
+    assert "grammar" in lesson.structured_outputs(both)
+    for choice in ("auto", "none"):
+        assert lesson.structured_outputs(request(choice, response_format={"type": "json_object"})) == {
+            "json_object": True
+        }
+
+
+def read(choice, pieces, **fields):
+    """Content and (name, arguments) of every call, put together as a client does."""
+    reader, content, calls = lesson.ToolCallReader(request(choice, **fields)), "", []
+    for i, piece in enumerate(pieces):
+        delta = reader.read(piece, i == len(pieces) - 1)
+        content += delta.get("content") or ""
+        for call in delta.get("tool_calls", ()):
+            if call["index"] == len(calls):
+                assert call["id"].startswith("chatcmpl-tool-") and call["type"] == "function"
+                calls.append([call["function"]["name"], ""])
+            assert call["index"] == len(calls) - 1 and ("id" in call) == ("name" in call["function"])
+            calls[-1][1] += call["function"]["arguments"]
+    return content, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+HARD = {"a": '}]"\\{', "b": [{"c": {}}, '\\"'], "</tool_call>": None}
+DECIDED = '<tool_call>\n{"name": "f", "arguments": {"city": "<Rome>"}}\n</tool_call>'
+
+
+@given(st.lists(st.integers(0, 200), max_size=30), st.sampled_from([
+    ("required", f"[{call_of('f', HARD)}]", "", [("f", HARD)]),
+    ("required", f"[{call_of('é', {})}, {call_of('f', HARD)}]", "", [("é", {}), ("f", HARD)]),
+    (NAMED, json.dumps(HARD), "", [("f", HARD)]),
+    ("none", DECIDED, DECIDED, []), ("auto", "Hello < <tool", "Hello < <tool", []),
+    ("auto", f"Yes. {DECIDED}\n{DECIDED}", "Yes. ", 2 * [("f", {"city": "<Rome>"})]),
+    ("auto", DECIDED.removesuffix("</tool_call>"), "", [("f", {"city": "<Rome>"})]),
+    ("auto", "<tool_call>what?</tool_call> ok", "<tool_call>what?</tool_call> ok", []),
+    ("auto", f"{DECIDED}\n ok", "ok", [("f", {"city": "<Rome>"})]),
+    ("auto", '<tool_call>{"name": "f", "arguments": 5}</tool_call>',
+     '<tool_call>{"name": "f", "arguments": 5}</tool_call>', []), ("auto", "", "", []),
+]))  # fmt: skip
+@settings(max_examples=200)
+def test_calls_read_the_same_however_they_come(cuts, case):
+    choice, text, content, calls = case
+    at = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
+    assert read(choice, [text[a:b] for a, b in itertools.pairwise(at)] or [""]) == (content, calls)
+    assert read(choice, [*text, ""]) == (content, calls)
+
+
+def test_one_call_if_the_client_wants_one():
+    assert read("auto", [f"{DECIDED}{DECIDED}"], parallel_tool_calls=False)[1] == [("f", {"city": "<Rome>"})]
+
+
+@pytest.mark.parametrize(
+    ("choice", "text", "reason"),
+    [("required", f"[{call_of('f', HARD)}]", "tool_calls"), (NAMED, json.dumps(HARD), "stop"),
+     ("auto", DECIDED, "tool_calls"), (None, DECIDED, "tool_calls"), ("auto", "No.", "stop")],
+)  # fmt: skip
+def test_calls_in_answers(choice, text, reason):
+    """In the official client's types, whole and streamed; a named call ends with `stop`, as OpenAI's do."""
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+    pieces = [(0, char, i == len(text) - 1, i == len(text) - 1) for i, char in enumerate(text)]
+    body = M | {"tools": TOOLS, "tool_choice": choice}
+    whole = ask(serve(Letters([(0, text, True, True)]), kind=Calling)[1], "/v1/chat/completions", body)
+    answer = ChatCompletion.model_validate(whole.json, strict=True).choices[0]
+    assert answer.finish_reason == reason and whole.json["choices"][0]["message"]["role"] == "assistant"
+    *events, done = lesson.read_events(
+        ask(serve(Letters(pieces), kind=Calling)[1], "/v1/chat/completions", body | {"stream": True}).text
+    )
+    chunks = [ChatCompletionChunk.model_validate(event, strict=True).choices[0] for event in events]
+    assert done == "[DONE]" and [c.finish_reason for c in chunks] == [None] * (len(chunks) - 1) + [reason]
+    calls = [call for c in chunks for call in c.delta.tool_calls or ()]
+    content = "".join(c.delta.content or "" for c in chunks)
+    if text == "No.":
+        assert (answer.message.content, answer.message.tool_calls, content, calls) == ("No.", None, "No.", [])
+        return
+    (call,) = answer.message.tool_calls
+    assert not answer.message.content and not content and call.function.name == calls[0].function.name == "f"
+    assert "index" not in whole.json["choices"][0]["message"]["tool_calls"][0]
+    streamed = "".join(call.function.arguments for call in calls)
+    assert streamed == call.function.arguments and json.loads(streamed) in (HARD, {"city": "<Rome>"})
+    grows = 1 if choice in ("auto", None) else len(streamed) + (choice == "required")  # the name, then every character
+    assert len(calls) == grows, "a demanded call is told while it grows"
 
 
 def test_a_streamed_chat(shared):

@@ -102,6 +102,8 @@ class EngineArgs:
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
     lora_modules: list[str] | None = None  # name=path of each
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
     kv_transfer_config: str | dict[str, Any] | None = None
     engine_place: str = "process"
     tensor_parallel_size: int = 1
@@ -133,6 +135,8 @@ class EngineArgs:
         if not 0 < self.kv_cache_gib < 1 << 20:
             raise common.InputError(f"kv_cache_gib {self.kv_cache_gib}: must be above 0")
         allowed = {"scheduling_policy": ("fcfs", "priority"), "engine_place": PLACES}
+        if self.tool_call_parser is not None:
+            allowed["tool_call_parser"] = ("hermes",)
         if self.quantization is not None:
             methods = openai_api.companion("05b_quantization", "--quantization").METHODS
             allowed["quantization"] = (*methods, "compressed-tensors")
@@ -142,6 +146,8 @@ class EngineArgs:
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise common.InputError(f"{name} {getattr(self, name)!r}: must be one of {', '.join(values)}")
+        if self.enable_auto_tool_choice and not self.tool_call_parser:
+            raise common.InputError("--enable-auto-tool-choice: needs --tool-call-parser")
 
         if self.scales_out:
             openai_api.companion("06c_scaling_out", "--tensor-parallel-size").check_args(self)
@@ -566,6 +572,7 @@ async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[
         max_num_queued_reqs=args.max_num_queued_reqs, stat_logger=PrometheusStatLogger(args.names[0]),
     )  # fmt: skip
     serving = openai_api.OpenAIServing(llm, args.names, args.adapters)
+    serving.enable_auto_tool_choice, serving.tool_call_parser = args.enable_auto_tool_choice, args.tool_call_parser
     serving.runtime_loras = args.enable_lora and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
     app = openai_api.build_app(serving, api_keys, os.environ.get("VLLM_SERVER_DEV_MODE") == "1")
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off",
@@ -649,6 +656,8 @@ def add_serve_command(subparsers: Any) -> None:
     add("--max-lora-rank", type=whole(1), default=16, metavar="R", help="largest rank (default 16)")
     add("--max-cpu-loras", type=whole(1), metavar="N", help="adapters kept in CPU memory (default: as --max-loras)")
     add("--lora-modules", nargs="+", metavar="NAME=PATH", help="adapters to start with")
+    add("--enable-auto-tool-choice", action="store_true", help="the model may decide to call a tool")
+    add("--tool-call-parser", metavar="NAME", help="how it writes that down: hermes")
     add("--tensor-parallel-size", "-tp", type=whole(1, 64), default=1, metavar="N", help="shards of a layer (06c)")
     add("--pipeline-parallel-size", "-pp", type=whole(1, 64), default=1, metavar="N", help="ranges of layers (06c)")
     add("--distributed-executor-backend", choices=("uni", "mp", "ray"), help="where workers run (06c)")

@@ -44,20 +44,24 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
-
-import pydantic
+from typing import Any
 
 import llama
 
 KEY = "06f_openai_api"
 
+protocol = common.lesson("06f0_openai_protocol")  # requests, tools and errors
 async_engine = common.lesson("06e_async_engine")
 offline = common.lesson("04b_offline_engine")
 scheduling = common.lesson("04_continuous_batching")
 AsyncLLM, EngineDeadError = async_engine.AsyncLLM, async_engine.EngineDeadError
 QueueOverflowError, RequestOutputCollector = async_engine.QueueOverflowError, async_engine.RequestOutputCollector
 RequestOutput, SamplingParams = offline.RequestOutput, offline.SamplingParams
+APIError, ErrorResponse, StreamOptions = protocol.APIError, protocol.ErrorResponse, protocol.StreamOptions
+CommonRequest, CompletionRequest = protocol.CommonRequest, protocol.CompletionRequest
+ChatCompletionRequest, ToolCallReader = protocol.ChatCompletionRequest, protocol.ToolCallReader
+TokenizeRequest, DetokenizeRequest = protocol.TokenizeRequest, protocol.DetokenizeRequest
+LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest = protocol.LoadLoRAAdapterRequest, protocol.UnloadLoRAAdapterRequest
 
 VERSION = "0.1.0"
 MAX_BODY_BYTES = 4 << 20  # a request of the longest context is a few hundred kilobytes
@@ -80,176 +84,6 @@ def text_of(events: Sequence[Any], index: int = 0) -> str:
     return "".join(pieces)
 
 
-# --- 1. What clients may say ------------------------------------------------------------------------------------------
-
-
-class OpenAIModel(pydantic.BaseModel):
-    """Types are taken at their word ("5" is no number), and a field that we do not know is an error, not a surprise."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
-
-
-class StreamOptions(OpenAIModel):
-    include_usage: bool | None = False
-    continuous_usage_stats: bool | None = False
-
-
-class StructuredOutputs(OpenAIModel):
-    """What the output must match: exactly one of these (companion 06b)."""
-
-    json_: str | dict[str, Any] | None = pydantic.Field(None, alias="json")
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-
-
-class JSONSchema(OpenAIModel):
-    name: str
-    description: str | None = None
-    schema_: dict[str, Any] | None = pydantic.Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(OpenAIModel):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JSONSchema | None = None
-
-
-class CommonRequest(OpenAIModel):
-    """What both APIs take: OpenAI's fields, then vLLM's own."""
-
-    model: str | None = None
-    n: int | None = 1
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
-    user: str | None = None  # these five say something about the caller, and change nothing
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    skip_special_tokens: bool = True
-    add_special_tokens: bool | None = None
-    priority: int = 0
-    cache_salt: str | None = None
-    return_token_ids: bool | None = False
-    structured_outputs: StructuredOutputs | None = None
-    kv_transfer_params: dict[str, Any] | None = None  # lesson 08
-    guided_json: str | dict[str, Any] | None = None  # names of older versions, which vLLM 0.32 ignores
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-
-
-class CompletionRequest(CommonRequest):
-    prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: int | None = 16
-    logprobs: int | None = None
-    echo: bool | None = False
-    suffix: str | None = None
-    best_of: int | None = None
-
-
-class TextPart(OpenAIModel):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(OpenAIModel):
-    """An answer comes back as the next request's history, from OpenAI's client with these nulls (`model_dump()`)."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-    refusal: None = None
-    annotations: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: None = None
-
-
-class ChatCompletionRequest(CommonRequest):
-    messages: list[ChatMessage] = pydantic.Field(min_length=1)
-    max_completion_tokens: int | None = None
-    max_tokens: int | None = None  # its older name
-    logprobs: bool | None = False
-    top_logprobs: int | None = None
-    add_generation_prompt: bool = True
-
-
-class TokenizeRequest(OpenAIModel):
-    """A prompt or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
-    return_token_strs: bool = False
-
-
-class DetokenizeRequest(OpenAIModel):
-    model: str | None = None
-    tokens: list[int]
-
-
-class LoadLoRAAdapterRequest(OpenAIModel):
-    lora_name: str = pydantic.Field(min_length=1)
-    lora_path: str = pydantic.Field(min_length=1)
-    load_inplace: bool = False
-
-
-class UnloadLoRAAdapterRequest(OpenAIModel):
-    lora_name: str
-    lora_int_id: int | None = None
-
-
-class ErrorInfo(pydantic.BaseModel):
-    message: str
-    type: str
-    param: str | None = None
-    code: int
-
-
-class ErrorResponse(pydantic.BaseModel):
-    error: ErrorInfo
-
-
-class APIError(Exception):
-    """An answer that is not 200, in OpenAI's shape."""
-
-    TYPES: ClassVar = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError",
-                       405: "MethodNotAllowedError", 413: "RequestTooLargeError", 500: "InternalServerError",
-                       503: "ServiceUnavailableError"}  # fmt: skip
-
-    def __init__(self, status: int, message: str, param: str | None = None,
-                 headers: dict[str, str] | None = None) -> None:  # fmt: skip
-        # It may repeat what the client sent, and JSON can say half of a character ("\\ud800") that UTF-8 cannot.
-        super().__init__(message.encode("utf-8", "replace").decode())
-        param = param and param.encode("utf-8", "replace").decode()
-        self.status, self.param, self.headers = status, param, headers or {}
-
-    def body(self) -> dict[str, Any]:
-        kind = self.TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.status}}
-
-
 def as_api_error(error: Exception) -> APIError:
     """What a client is told about an exception."""
     if isinstance(error, APIError):
@@ -266,7 +100,7 @@ def as_api_error(error: Exception) -> APIError:
     return APIError(500, "internal error; the server's log has the details")
 
 
-# --- 2. From a request's fields to the engine's -----------------------------------------------------------------------
+# --- 1. From a request's fields to the engine's -----------------------------------------------------------------------
 
 
 def sampling_params(body: CommonRequest, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
@@ -296,7 +130,9 @@ def structured_outputs(body: CommonRequest) -> dict[str, Any] | None:
            if (value := getattr(body, f"guided_{name}")) is not None}  # fmt: skip
     if old:
         found.append(old)
-    if body.response_format and body.response_format.type == "json_object":
+    if forced := protocol.tool_constraint(body):  # a call has its own form: response_format is about texts
+        found.append(forced)
+    elif body.response_format and body.response_format.type == "json_object":
         found.append({"json_object": True})
     elif body.response_format and body.response_format.type == "json_schema":
         schema = body.response_format.json_schema
@@ -311,12 +147,6 @@ def structured_outputs(body: CommonRequest) -> dict[str, Any] | None:
     return found[0]
 
 
-def chat_messages(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
-    """Roles and plain text, as templates want them."""
-    text = lambda content: content if isinstance(content, str) else "\n".join(part.text for part in content)  # noqa: E731
-    return [{"role": "system" if m.role == "developer" else m.role, "content": text(m.content)} for m in messages]
-
-
 def companion(name: str, flag: str) -> Any:
     """A companion lesson that a flag or field asks for. Raises InputError if its file is not there."""
     if not (common.HERE / f"{name}.py").is_file():
@@ -328,6 +158,8 @@ class OpenAIServing:
     """Requests to prompts and parameters, outputs to answers: what the two APIs share, and where they differ."""
 
     runtime_loras = False  # may clients load and unload adapters?
+    tool_call_parser: str | None = None  # "hermes": how the model writes a call of its own accord
+    enable_auto_tool_choice = False
 
     def __init__(self, llm: AsyncLLM, names: Sequence[str], loras: dict[str, str] | None = None) -> None:
         self.llm, self.names, self.created = llm, names, int(time.time())
@@ -385,11 +217,21 @@ class OpenAIServing:
             raise common.InputError(f"{field}: half of a surrogate pair is no text")
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
 
+    def render_chat(self, body: ChatCompletionRequest) -> str:
+        """The text of a chat: the template decides whether tools and such wishes are in it."""
+        wishes = body.chat_template_kwargs or {}
+        if body.reasoning_effort is not None:
+            effort = body.reasoning_effort
+            wishes = {"reasoning_effort": effort, "enable_thinking": effort != "none", **wishes}
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None
+        messages = protocol.messages_for_template(body.messages)
+        return self.tokenizer.render_chat(messages, body.add_generation_prompt, **{**wishes, "tools": tools})
+
     async def prompts(self, body: CompletionRequest | ChatCompletionRequest, n: int) -> list[dict[str, Any]]:
         """Every prompt of a request as text and token ids; `n` answers to each are wanted. Raises InputError."""
         chat = isinstance(body, ChatCompletionRequest)
         if chat:
-            given = [self.tokenizer.render_chat(chat_messages(body.messages), body.add_generation_prompt)]
+            given = [self.render_chat(body)]
         else:
             given = body.prompt if isinstance(body.prompt, list) else [body.prompt]
         if not given:
@@ -406,13 +248,17 @@ class OpenAIServing:
                 if isinstance(prompt, str) else {"prompt": None, "prompt_token_ids": prompt}
                 for prompt in given]  # fmt: skip
 
-    async def add(self, body: CompletionRequest | ChatCompletionRequest) -> Job:
-        """Check everything, then hand it to the engine: all prompts of a request, or none of them."""
+    async def add(self, body: CompletionRequest | ChatCompletionRequest, name: str | None = None) -> Job:
+        """Check everything, then hand it to the engine: all prompts of a request, or none of them.
+
+        The answer's id ends with `name`, if the client has given it one.
+        """
         model, llm = self.check_model(body.model), self.llm
         if llm.dead:
             raise EngineDeadError(str(llm.dead))
         if body.stream_options is not None and not body.stream:
             raise common.InputError("stream_options: only allowed when stream is true")
+        protocol.check_tools(body, self.tool_call_parser, self.enable_auto_tool_choice)
         if body.priority != 0 and llm.ready.policy != "priority":
             raise common.InputError("priority: this server was started with --scheduling-policy fcfs; allowed: 0")
         if not -(2**63) <= body.priority < 2**63:
@@ -431,8 +277,9 @@ class OpenAIServing:
             if params.max_tokens is not None and length + params.max_tokens > self.max_model_len:
                 raise common.InputError(f"max_tokens {params.max_tokens}: with a prompt of {length} tokens that is "
                                         f"more than the context of {self.max_model_len}")  # fmt: skip
-        request_id = ("chatcmpl-" if isinstance(body, ChatCompletionRequest) else "cmpl-") + uuid.uuid4().hex
-        job = Job(request_id, model, body, params, [])
+        kind = "chatcmpl-" if isinstance(body, ChatCompletionRequest) else "cmpl-"
+        request_id = kind + uuid.uuid4().hex  # what the engine calls it: two clients may think of the same name
+        job = Job(kind + (name or body.request_id) if name or body.request_id else request_id, model, body, params, [])
         try:
             llm.admission.check(llm.num_unfinished, wanted)
             for i, prompt in enumerate(prompts):
@@ -460,7 +307,7 @@ class OpenAIServing:
             return sampling_params(body, limit, (body.top_logprobs or 0) if body.logprobs else None)
         if body.suffix:
             raise common.InputError("suffix: not supported; this model cannot fill in the middle")
-        if body.best_of not in (None, 1):
+        if body.best_of not in (None, 1, body.n):
             raise common.InputError(f"best_of {body.best_of}: not supported (nor by vLLM's V1); allowed: 1, or n")
         if body.echo and body.logprobs is not None:
             raise common.InputError("echo: not supported together with logprobs: this engine scores no prompts")
@@ -511,7 +358,15 @@ class OpenAIServing:
             content["token_ids"] = answer.token_ids
         if not isinstance(job.body, ChatCompletionRequest):
             return {"index": index, "text": answer.text} | content
-        message = {"role": "assistant", "content": answer.text} if role else {"content": answer.text}
+        reader = job.reader(index)
+        message = reader.read(answer.text, answer.finish_reason is not None)
+        if role:
+            message = {"role": "assistant", "content": ""} | message
+        if reader.count and reader.choice in ("auto", "required") and answer.finish_reason == "stop":
+            content["finish_reason"] = "tool_calls"  # for a named function OpenAI says "stop"
+        if not job.body.stream:
+            for call in message.get("tool_calls", ()):
+                del call["index"]  # which call a piece belongs to: only streams say it
         return {"index": index, "delta" if job.body.stream else "message": message} | content
 
     def envelope(self, job: Job, choices: list[dict], usage: dict | None = None) -> dict[str, Any]:
@@ -563,10 +418,12 @@ class OpenAIServing:
                             yield event(self.envelope(job, [self.choice(job, index, opening, role=True)]))
                         else:
                             piece.text = self.echoed(job, output) + piece.text
-                    if not (piece.text or piece.finish_reason or piece.logprobs or job.body.return_token_ids):
-                        continue  # half a character, or text that may become a stop string: nothing to say yet
+                    choice = self.choice(job, index, piece)
+                    says = choice.get("text") or any(choice.get("delta", {}).values())
+                    if not (says or piece.finish_reason or piece.logprobs or job.body.return_token_ids):
+                        continue  # half a character, or what may become a stop string or a call: nothing to say yet
                     now = usage.as_dict() if options.continuous_usage_stats else None
-                    yield event(self.envelope(job, [self.choice(job, index, piece)], now))
+                    yield event(self.envelope(job, [choice], now))
             if options.include_usage:
                 yield event(self.envelope(job, [], usage.as_dict()))
         except Exception as error:  # the status line is long gone: the stream itself has to say it
@@ -584,6 +441,13 @@ class Job:
     params: SamplingParams
     collectors: list[RequestOutputCollector]
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    readers: dict[int, ToolCallReader] = dataclasses.field(default_factory=dict)
+
+    def reader(self, index: int) -> ToolCallReader:
+        """What has been understood of an answer so far."""
+        if index not in self.readers:
+            self.readers[index] = ToolCallReader(self.body)
+        return self.readers[index]
 
     @property
     def wants_usage(self) -> bool:
@@ -627,7 +491,7 @@ async def merged(collectors: Sequence[RequestOutputCollector]) -> AsyncIterator[
             task.cancel()
 
 
-# --- 3. HTTP ----------------------------------------------------------------------------------------------------------
+# --- 2. HTTP ----------------------------------------------------------------------------------------------------------
 
 
 class Gate:
@@ -679,6 +543,7 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
     import fastapi
     from fastapi import Request as HTTPRequest
     from fastapi.exceptions import RequestValidationError
+    from fastapi.middleware.cors import CORSMiddleware
     from fastapi.responses import JSONResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException
 
@@ -725,7 +590,7 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
     async def respond(body: CompletionRequest | ChatCompletionRequest, request: HTTPRequest) -> Response:
         gone = asyncio.ensure_future(disconnected(request))
         try:
-            job = await unless(gone, serving.add(body), serving.forget)
+            job = await unless(gone, serving.add(body, request.headers.get("x-request-id")), serving.forget)
             if job is not None and body.stream:
                 response = EventStream(serving.stream(job), media_type="text/event-stream")
                 response.job = job
@@ -775,7 +640,8 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
             raise common.InputError("prompt: give either a prompt or messages")
         text, special = body.prompt, body.add_special_tokens is not False
         if body.messages is not None:
-            text = serving.tokenizer.render_chat(chat_messages(body.messages), body.add_generation_prompt)
+            messages = protocol.messages_for_template(body.messages)
+            text = serving.tokenizer.render_chat(messages, body.add_generation_prompt)
             special = bool(body.add_special_tokens)
         tokens = await serving.encode(text, special)
         found = {"count": len(tokens), "max_model_len": serving.max_model_len, "tokens": tokens}
@@ -816,7 +682,10 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
                     "sequences": len(llm.front.sequences), "collectors": len(llm.collectors),
                     "times": len(llm.stat_logger.times) if llm.stat_logger else 0}  # fmt: skip
 
-    return Gate(app, api_keys)
+    # A page in a browser may ask from anywhere, as in vLLM: its key protects this server, not its origin. Outside the
+    # gate, so that a page can read a 401 or 413, too.
+    return CORSMiddleware(Gate(app, api_keys), allow_origins=["*"], allow_methods=["*"], allow_headers=["*"],
+                          expose_headers=["Retry-After"])  # fmt: skip
 
 
 async def disconnected(request: Any) -> None:
@@ -844,7 +713,7 @@ async def unless(gone: asyncio.Future, work: Any, undo: Callable[[Any], None]) -
             await asyncio.wait((task,))
 
 
-# --- 4. A client without a network, and a server without an engine ----------------------------------------------------
+# --- 3. A client without a network, and a server without an engine ----------------------------------------------------
 
 
 @dataclass
@@ -916,7 +785,8 @@ class ScriptedTokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, token_ids))
 
-    def render_chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True,
+                    **variables: Any) -> str:  # fmt: skip
         return "".join(message["content"] for message in messages)
 
 

@@ -362,18 +362,22 @@ class Tokenizer:
         """Render `messages` ({"role", "content"} each) with the model's chat template and encode the result."""
         return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a chat. Raises InputError if there is no template or if it refuses the messages."""
-        import jinja2
+    def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True,
+                    **variables: Any) -> str:  # fmt: skip
+        """The text of a chat. `variables` are what else a template may know: tools, switches.
 
+        Raises InputError if there is no template or if it refuses the messages.
+        """
         if not self.chat_template:
             raise common.InputError("this model has no chat template")
         special = {
             k: v["content"] if isinstance(v, dict) else v for k, v in self.config.items() if k.endswith("_token")
         }
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **special)
-        except jinja2.TemplateError as error:
+            return self._template.render(
+                {**special, **variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
+            )
+        except Exception as error:  # the template is a stranger's code, and the variables are a client's
             raise common.InputError(f"chat template: {error}") from None
 
     @functools.cached_property

@@ -1,0 +1,453 @@
+"""06f0 · What a client may say: requests, tools, errors. The lower half of lesson 06f.
+
+Every field of a request is a type, and whoever writes a field that nobody knows is told so. A tool is a function that
+the model may ask for: a name, and arguments that match a schema. No model can be trusted to write JSON, so a call that
+a client demands is guided (companion 06b), token by token; and since the client wants to see it grow, it is read as it
+comes. Serving and HTTP are in 06f.
+
+Read for this: OpenAI's API reference, *Chat* and *Function calling*; vLLM 0.32 `entrypoints/openai/`, `parser/` and
+`tool_parsers/hermes_tool_parser.py`.
+"""
+
+from __future__ import annotations
+
+import common
+
+import json
+import re
+import uuid
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import pydantic
+
+
+# --- Requests ---------------------------------------------------------------------------------------------------------
+
+
+class OpenAIModel(pydantic.BaseModel):
+    """Types are taken at their word ("5" is no number), and a field that we do not know is an error, not a surprise."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _nothing_said(cls, data: Any) -> Any:
+        """Some clients write out all the fields they have: null under a name that we do not know asks for nothing."""
+        if not isinstance(data, dict):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: value for name, value in data.items() if value is not None or name in known}
+
+
+class Carried(pydantic.BaseModel):
+    """Part of a history or of a tool. Libraries hang things of their own on these; they are carried, and not asked."""
+
+    model_config = pydantic.ConfigDict(extra="ignore", strict=True)
+
+
+class StreamOptions(OpenAIModel):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class StructuredOutputs(OpenAIModel):
+    """What the output must match: exactly one of these (companion 06b)."""
+
+    json_: str | dict[str, Any] | None = pydantic.Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class JSONSchema(OpenAIModel):
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = pydantic.Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(OpenAIModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+
+class CommonRequest(OpenAIModel):
+    """What both APIs take: OpenAI's fields, then vLLM's own."""
+
+    model: str | None = None
+    n: int | None = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    user: str | None = None  # these say something about the caller or its bill, and change no answer
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    return_token_ids: bool | None = False
+    request_id: str | None = None  # what the answer's id shall end with; the header X-Request-Id says it, too
+    spaces_between_special_tokens: bool = True  # these three at what they mean here: nothing
+    use_beam_search: Literal[False] = False
+    length_penalty: float = 1.0
+    structured_outputs: StructuredOutputs | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # lesson 08
+    guided_json: str | dict[str, Any] | None = None  # names of older versions, which vLLM 0.32 ignores
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+class CompletionRequest(CommonRequest):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool | None = False
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+class TextPart(Carried):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Carried):
+    name: str
+    arguments: str
+
+
+class ToolCall(Carried):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Carried):
+    """An answer comes back as the next request's history, with all that a library has added to it."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _somebody_speaks(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":  # who calls a tool need not say anything
+            raise ValueError("content is required")
+        return self
+
+
+class FunctionDefinition(Carried):
+    name: str = pydantic.Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+
+
+class Tool(Carried):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(Carried):
+    name: str
+
+
+class NamedTool(Carried):
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class ChatCompletionRequest(CommonRequest):
+    messages: list[ChatMessage] = pydantic.Field(min_length=1)
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None  # its older name
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = pydantic.Field(None, min_length=1)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = True
+    modalities: list[Literal["text"]] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None  # for templates
+    verbosity: Literal["low", "medium", "high"] | None = None  # these two are hints, and no answer is wrong without
+    prediction: dict[str, Any] | None = None
+
+
+class TokenizeRequest(OpenAIModel):
+    """A prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(OpenAIModel):
+    model: str | None = None
+    tokens: list[int]
+
+
+class LoadLoRAAdapterRequest(OpenAIModel):
+    lora_name: str = pydantic.Field(min_length=1)
+    lora_path: str = pydantic.Field(min_length=1)
+    load_inplace: bool = False
+
+
+class UnloadLoRAAdapterRequest(OpenAIModel):
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+# --- Errors -----------------------------------------------------------------------------------------------------------
+
+
+class ErrorInfo(pydantic.BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: int
+
+
+class ErrorResponse(pydantic.BaseModel):
+    error: ErrorInfo
+
+
+class APIError(Exception):
+    """An answer that is not 200, in OpenAI's shape."""
+
+    TYPES: ClassVar = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError",
+                       405: "MethodNotAllowedError", 413: "RequestTooLargeError", 500: "InternalServerError",
+                       503: "ServiceUnavailableError"}  # fmt: skip
+
+    def __init__(self, status: int, message: str, param: str | None = None,
+                 headers: dict[str, str] | None = None) -> None:  # fmt: skip
+        # It may repeat what the client sent, and JSON can say half of a character ("\\ud800") that UTF-8 cannot.
+        super().__init__(message.encode("utf-8", "replace").decode())
+        param = param and param.encode("utf-8", "replace").decode()
+        self.status, self.param, self.headers = status, param, headers or {}
+
+    def body(self) -> dict[str, Any]:
+        kind = self.TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.status}}
+
+
+# --- Tools ------------------------------------------------------------------------------------------------------------
+
+
+def messages_for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Roles and plain text, as templates want them; arguments of calls as objects. Raises InputError."""
+    found = []
+    for message in messages:
+        content = message.content or ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        entry: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+        entry |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
+        if message.tool_calls:
+            entry["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
+            for call in entry["tool_calls"]:
+                call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+        found.append(entry)
+    return found
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+        if isinstance(found, dict):
+            return found
+    except (ValueError, RecursionError):
+        pass
+    raise common.InputError("messages: the arguments of a tool call must be a JSON object, as a string")
+
+
+def tool_choice(body: CommonRequest) -> str | NamedTool:
+    """Who decides whether a tool is called: "none", "auto" (the model), "required" or a name (the client)."""
+    if getattr(body, "tools", None) is None:
+        return "none"
+    return body.tool_choice or "auto"
+
+
+def check_tools(body: CommonRequest, parser: str | None, auto: bool) -> None:
+    """Refuse what cannot be chosen. `parser` and `auto` are the server's flags. Raises InputError."""
+    wanted = getattr(body, "tool_choice", None)
+    if wanted not in (None, "none") and body.tools is None:
+        raise common.InputError("tool_choice: needs tools")
+    if isinstance(wanted, NamedTool) and wanted.function.name not in [tool.function.name for tool in body.tools]:
+        raise common.InputError(f"tool_choice: none of the tools is called {wanted.function.name!r}")
+    if tool_choice(body) == "auto" and not (parser and auto):
+        raise common.InputError("tool_choice: 'auto' needs a server with --enable-auto-tool-choice and "
+                                "--tool-call-parser; 'required', 'none' and a named function always work")  # fmt: skip
+
+
+def tool_constraint(body: CommonRequest) -> dict[str, Any] | None:
+    """What an answer must match (companion 06b) if the client, and not the model, decides that a tool is called.
+
+    A named tool: its arguments alone. "required": `[{"name": …, "parameters": …}, …]`, at least one. Each schema
+    stands in the grammar as a document of its own, so that `#/$defs/…` finds what its author meant.
+    """
+    chosen = tool_choice(body)
+    if chosen in ("none", "auto"):
+        return None
+    schemas = {tool.function.name: {"type": "object", **(tool.function.parameters or {})} for tool in body.tools}
+    if isinstance(chosen, NamedTool):
+        return {"json": schemas[chosen.function.name]}
+    compact = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    more = '(", " call)*' if body.parallel_tool_calls is not False else ""
+    lines = [f'start: "[" call {more} "]"', "call: " + " | ".join(f"call_{i}" for i in range(len(schemas)))]
+    for i, (name, schema) in enumerate(schemas.items()):
+        begin = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": '
+        lines += [f'call_{i}: {json.dumps(begin, ensure_ascii=False)} arguments_{i} "}}"',
+                  f"arguments_{i}: %json {json.dumps({**schema, 'x-guidance': compact})}"]  # fmt: skip
+    return {"grammar": "\n".join(lines)}
+
+
+class ToolCallReader:
+    """Reads one answer, piece by piece, and says what of it is text and what is a call.
+
+    Pieces of a stream and a whole answer go the same way. A demanded call is told while its arguments grow. One that
+    the model decided on, `<tool_call>{"name": …, "arguments": …}</tool_call>` (Hermes' format, and Qwen's), is told
+    when it is complete: until then it may turn out to be text.
+    """
+
+    HEAD = re.compile(r'[}\[, ]*\{"name": ("(?:[^"\\]|\\.)*"), "parameters": ')
+    OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+    def __init__(self, body: CommonRequest) -> None:
+        self.choice, self.parallel = tool_choice(body), getattr(body, "parallel_tool_calls", True) is not False
+        self.unread, self.count = "", 0  # characters that may yet become something; calls so far
+        self.inside, self.depth, self.in_string, self.escaped = False, 0, False, False  # where in a call's arguments
+        self.after_call = False
+
+    def read(self, text: str, final: bool) -> dict[str, Any]:
+        """The news in `text` as OpenAI's delta: `content`, `tool_calls` or nothing. `final`: no more will come."""
+        if self.choice == "none":
+            return {"content": text}
+        if self.choice == "auto":
+            content, calls = self.read_decided(text, final)
+            return ({"content": content} if content or not calls else {}) | ({"tool_calls": calls} if calls else {})
+        if isinstance(self.choice, NamedTool):
+            start = [] if self.count or not text else [self.begin(self.choice.function.name)]
+            calls = [*start, self.grow(text)] if text else []
+        else:
+            calls = self.read_demanded(text)
+        return {"tool_calls": merged_calls(calls)} if calls else {}
+
+    def begin(self, name: str) -> dict[str, Any]:
+        self.count += 1
+        return {"index": self.count - 1, "id": f"chatcmpl-tool-{uuid.uuid4().hex}", "type": "function",
+                "function": {"name": name, "arguments": ""}}  # fmt: skip
+
+    def grow(self, arguments: str) -> dict[str, Any]:
+        return {"index": self.count - 1, "function": {"arguments": arguments}}
+
+    def read_demanded(self, text: str) -> list[dict[str, Any]]:
+        """`[{"name": "f", "parameters": {…}}, …]`: the grammar has fixed every character around name and arguments."""
+        calls, self.unread = [], self.unread + text
+        while self.unread:
+            if not self.inside:
+                head = self.HEAD.match(self.unread)
+                if head is None:
+                    break  # half a head, or the end of the list
+                self.unread, self.inside = self.unread[head.end() :], True
+                calls.append(self.begin(json.loads(head[1])))
+            else:
+                end = self.end_of_arguments()
+                if end:
+                    calls.append(self.grow(self.unread[:end]))
+                self.unread = self.unread[end:]
+        return calls
+
+    def end_of_arguments(self) -> int:
+        """How many of the unread characters belong to the arguments; `inside` says whether more will."""
+        for i, char in enumerate(self.unread):
+            if self.in_string:
+                self.in_string = self.escaped or char != '"'
+                self.escaped = not self.escaped and char == "\\"
+            elif char == '"':
+                self.in_string = True
+            else:
+                self.depth += (char in "{[") - (char in "}]")
+                if self.depth == 0:
+                    self.inside = False
+                    return i + 1
+        return len(self.unread)
+
+    def read_decided(self, text: str, final: bool) -> tuple[str, list[dict[str, Any]]]:
+        """Text, and calls in the midst of it. What may yet become a call is held back."""
+        content, calls, self.unread = "", [], self.unread + text
+        while self.unread:
+            start = self.unread.find(self.OPEN)
+            if start != 0:  # text, up to the next call or to what may be the beginning of one
+                end = start if start > 0 else len(self.unread) - (0 if final else self.half_open())
+                said, self.unread = self.unread[:end], self.unread[end:]
+                if self.after_call:  # the newline behind it is no text
+                    said = said.lstrip()
+                    self.after_call = not said
+                content += said
+                if start < 0:
+                    break
+            end = self.unread.find(self.CLOSE)
+            if end < 0 and not final:
+                break
+            end = end + len(self.CLOSE) if end >= 0 else len(self.unread)
+            block, self.unread = self.unread[:end], self.unread[end:]
+            call = decided_call(block.removeprefix(self.OPEN).removesuffix(self.CLOSE))
+            if call is None:
+                content += block
+            elif self.parallel or self.count == 0:
+                calls += [self.begin(call[0]), self.grow(call[1])]
+            self.after_call = call is not None
+        return content, merged_calls(calls)
+
+    def half_open(self) -> int:
+        """How many characters at the end may be the beginning of `<tool_call>`."""
+        return next((n for n in range(len(self.OPEN) - 1, 0, -1) if self.unread.endswith(self.OPEN[:n])), 0)
+
+
+def decided_call(text: str) -> tuple[str, str] | None:
+    """Name and arguments of a call that nothing but the model's habit has formed; None if it is none."""
+    try:
+        call = json.loads(text)
+        name, arguments = call["name"], call["arguments"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    valid = isinstance(name, str) and isinstance(arguments, dict)
+    return (name, json.dumps(arguments, ensure_ascii=False)) if valid else None
+
+
+def merged_calls(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One delta per call: its beginning and the arguments that came with it."""
+    found: list[dict[str, Any]] = []
+    for call in calls:
+        if found and found[-1]["index"] == call["index"]:
+            found[-1]["function"]["arguments"] += call["function"]["arguments"]
+        else:
+            found.append(call)
+    return found
