@@ -106,7 +106,7 @@ def connector_scheduler(base: type) -> type:
             super().__init__(config, kv_cache_manager)
             self.connector, self.kv_connector_metadata = connector, connectors.KVConnectorMetadata()
             self.waiting_for_remote_kvs: dict[str, Request] = {}
-            self.received: list[Request] = []  # arrived, and waiting for a seat
+            self.received: set[str] = set()  # of them: arrived, and waiting for a seat
             self.sending: dict[str, Request] = {}  # finished, and their blocks still wanted elsewhere
             self.void: list[Request] = []  # computed on blocks that a load left empty
             self.num_external_tokens = 0  # of the last lookup
@@ -144,46 +144,62 @@ def connector_scheduler(base: type) -> type:
             return blocks, num_tokens + self.num_external_tokens
 
         def _schedule_waiting(self, output: SchedulerOutput) -> None:
-            """Send for what is elsewhere; seat who has got it; then admit as ever."""
-            self._start_fetching()
+            """Seat who has got its keys and values, then admit as ever; whoever must be sent for takes no seat."""
+            if output.preempted_reqs:
+                return
+            manager = self.kv_cache_manager
+            arrived = [r for r in self.waiting_for_remote_kvs.values() if r.request_id in self.received]
+            if self.config.policy == "priority":
+                arrived.sort(key=lambda request: (request.priority, request.arrival_time))
             # These hold blocks already. If others came first, both could wait for ever, for a seat and for blocks.
-            while self.received and self.token_budget > 0 and not output.preempted_reqs:
-                if len(self.running) >= self.max_num_running_reqs:
-                    break
-                request = self.received.pop(0)
+            for request in arrived:
+                if self.token_budget == 0 or len(self.running) >= self.max_num_running_reqs:
+                    return
+                if self.running and manager.block_pool.num_free_blocks < self.watermark_blocks:
+                    return
+                self.received.remove(request.request_id)
+                del self.waiting_for_remote_kvs[request.request_id]
                 request.status = RequestStatus.RUNNING
+                manager.allocate_slots(request, 1)  # it has them; the last block may be full now
                 self.running.append(request)
                 output.scheduled_new_reqs.append(request)
                 self._grant(request, 1, output)
-            super()._schedule_waiting(output)
-
-        def _start_fetching(self) -> None:
-            """Blocks for the whole prompt, in order of the queue, as long as there are any."""
-            manager = self.kv_cache_manager
-            for request in list(self.waiting) if self.connector.fetches_later else ():
-                computed_blocks, num_cached_tokens = self.local_blocks(request)
-                external, later = self.connector.get_num_new_matched_tokens(request, num_cached_tokens)
-                if not later:
-                    continue
-                missing = manager.get_num_blocks_to_allocate(request, request.num_tokens, computed_blocks)
-                if missing + (self.watermark_blocks if self.running else 0) > manager.block_pool.num_free_blocks:
-                    break
-                request.num_computed_tokens = num_cached_tokens
-                # Not indexed yet: nobody may hit what is not here.
-                caching, manager.enable_caching = manager.enable_caching, False
-                manager.allocate_slots(request, request.num_tokens - num_cached_tokens, computed_blocks)
-                manager.enable_caching = caching
-                self.waiting.remove_request(request)
-                self.waiting_for_remote_kvs[request.request_id] = request
-                blocks = manager.get_block_ids(request.request_id)
-                self.connector.update_state_after_alloc(request, blocks, external)
+            self.sent_for = True
+            while self.sent_for:  # and then there is another head of the queue
+                self.sent_for = False
+                super()._schedule_waiting(output)
 
         def _admit(self, request: Request) -> int:
+            if self.connector.fetches_later:
+                computed_blocks, num_cached_tokens = self.local_blocks(request)
+                external, later = self.connector.get_num_new_matched_tokens(request, num_cached_tokens)
+                if later:
+                    self.sent_for = self._send_for(request, computed_blocks, num_cached_tokens, external)
+                    return 0
             num_new_tokens = super()._admit(request)
             if num_new_tokens and self.num_external_tokens:
                 blocks = self.kv_cache_manager.get_block_ids(request.request_id)
                 self.connector.update_state_after_alloc(request, blocks, self.num_external_tokens)
             return num_new_tokens
+
+        def _send_for(self, request: Request, computed_blocks: list[int], num_cached_tokens: int, external: int) -> bool:
+            """Blocks for the whole prompt, if the prompts that are being computed can still have theirs."""
+            manager = self.kv_cache_manager
+            missing = manager.get_num_blocks_to_allocate(request, request.num_tokens, computed_blocks)
+            promised = sum(manager.get_num_blocks_to_allocate(r, r.num_tokens) for r in self.running
+                           if r.num_computed_tokens < r.num_tokens)  # fmt: skip
+            watermark = self.watermark_blocks if self.running else 0
+            if missing + promised + watermark > manager.block_pool.num_free_blocks:
+                return False
+            request.num_computed_tokens = num_cached_tokens
+            # Not indexed yet: nobody may hit what is not here.
+            caching, manager.enable_caching = manager.enable_caching, False
+            manager.allocate_slots(request, request.num_tokens - num_cached_tokens, computed_blocks)
+            manager.enable_caching = caching
+            self.waiting.remove_request(request)
+            self.waiting_for_remote_kvs[request.request_id] = request
+            self.connector.update_state_after_alloc(request, manager.get_block_ids(request.request_id), external)
+            return True
 
         # -- out --
 
@@ -193,11 +209,11 @@ def connector_scheduler(base: type) -> type:
                 self._invalidate(news.invalid_block_ids, sampled)
             outputs = super().update_from_output(output, sampled)
             for request_id in [name for name in self.waiting_for_remote_kvs if name in news.finished_recving]:
-                request = self.waiting_for_remote_kvs.pop(request_id)
+                request = self.waiting_for_remote_kvs[request_id]
                 request.num_computed_tokens = request.num_cached_tokens = request.num_prompt_tokens - 1
                 if self.kv_cache_manager.enable_caching:
                     self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
-                self.received.append(request)
+                self.received.add(request_id)
             for request_id, why in news.failed_recving.items():
                 if request := self.waiting_for_remote_kvs.pop(request_id, None):
                     outputs += self._handle_failed_recving(request, why)
@@ -239,10 +255,8 @@ def connector_scheduler(base: type) -> type:
             request_ids = list(request_ids)
             for request_id in request_ids:  # back to where the base class looks for whoever does not run
                 if request := self.waiting_for_remote_kvs.pop(request_id, None):
+                    self.received.discard(request_id)
                     self.waiting.add_request(request)
-            for request in [r for r in self.received if r.request_id in request_ids]:
-                self.received.remove(request)
-                self.waiting.add_request(request)
             return super().finish_requests(request_ids, status)
 
         def _free_request(self, request: Request) -> None:

@@ -101,7 +101,7 @@ class Scheduler(continuous_batching.Scheduler):
         A request that is alone has nobody to starve, and is not capped. The adaptive form gives each request, running
         or waiting, at least its share of the budget.
         """
-        config, num_requests = self.config, len(self.running) + len(self.waiting)
+        config, num_requests = self.config, len(self.requests)
         if config.long_prefill_token_threshold == 0 or num_requests <= 1:
             return math.inf
         if config.long_prefill_token_threshold_adaptive:
