@@ -1,11 +1,11 @@
-"""What the real vLLM's scheduler decides with speculation, with adapters, and one step ahead. Needs vLLM, not us:
+"""What the real vLLM's scheduler decides with drafts, adapters, keys and values from elsewhere, and one step ahead:
 
     ENV/bin/python tests/record_vllm.py MODEL_FOLDER WORKLOAD.json … --out FOLDER
 
-ENV has vLLM 0.32's CPU build; of MODEL_FOLDER only the configuration is read. Scheduler, KV-cache manager, block hashes
-and requests are vLLM's own; in the model's place, a request whose tokens are all computed gets the next of its
-`forced_output_token_ids`, and with them those of its drafts that are the same. `golden/README.md` has the formats; with
-`--check FOLDER` nothing is written, but compared with what is there.
+ENV has vLLM 0.32's CPU build, and needs nothing of ours; of MODEL_FOLDER only the configuration is read. Scheduler,
+KV-cache manager, block hashes and requests are vLLM's own; in the model's place, a request whose tokens are all
+computed gets the next of its `forced_output_token_ids`, and with them those of its drafts that are the same. The formats are
+in `golden/README.md`; with `--check FOLDER` nothing is written, but compared with what is there.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the old runner's step says who w
 
 import torch
 import vllm
-from vllm.config import CacheConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig
-from vllm.config import VllmConfig
+from vllm.config import CacheConfig, KVTransferConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -31,12 +32,38 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 
-def make_scheduler(folder: str, config: dict) -> tuple[Scheduler, list[str]]:
+class Elsewhere(KVConnectorBase_V1):
+    """The keys and values of some prompts are elsewhere, all of them. Only the scheduler's half does anything."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.remote = self._vllm_config.kv_transfer_config.kv_connector_extra_config["remote"]
+        self.asked: list[str] = []
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        if request.request_id not in self.remote or request.request_id in self.asked:  # once
+            return 0, False
+        return request.num_prompt_tokens - num_computed_tokens, True
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        if num_external_tokens:
+            self.asked.append(request.request_id)
+
+    def build_connector_meta(self, scheduler_output):
+        return KVConnectorMetadata()
+
+    def start_load_kv(self, *args, **kwargs) -> None: ...
+    def wait_for_layer_load(self, layer_name) -> None: ...
+    def save_kv_layer(self, *args, **kwargs) -> None: ...
+    def wait_for_save(self) -> None: ...
+
+
+def make_scheduler(folder: str, config: dict, remote: list[str]) -> tuple[Scheduler, list[str]]:
     """The real scheduler, and the list in which it notes whom it preempts, in order."""
     names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "policy", "enable_chunked_prefill",
              "long_prefill_token_threshold", "watermark")  # fmt: skip
@@ -53,6 +80,11 @@ def make_scheduler(folder: str, config: dict) -> tuple[Scheduler, list[str]]:
         )  # fmt: skip
     if config["max_loras"]:
         extra["lora_config"] = LoRAConfig(max_loras=config["max_loras"], max_lora_rank=8)
+    if remote:
+        extra["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="Elsewhere", kv_connector_module_path="record_vllm", kv_role="kv_consumer",
+            kv_connector_extra_config={"remote": remote},
+        )  # fmt: skip
     whole = VllmConfig(
         model_config=model,
         scheduler_config=SchedulerConfig(is_encoder_decoder=False, async_scheduling=config["async_scheduling"],
@@ -83,8 +115,9 @@ class Recording:
 
     def __init__(self, folder: str, workload: dict) -> None:
         self.config = config = workload["config"]
-        self.scheduler, self.preempted = make_scheduler(folder, config)
         self.specs = {spec["id"]: spec for spec in workload["requests"]}
+        self.remote = {name: spec["remote_steps"] for name, spec in self.specs.items() if "remote_steps" in spec}
+        self.scheduler, self.preempted = make_scheduler(folder, config, list(self.remote))
         self.pending = deque(enumerate(sorted(workload["requests"], key=lambda spec: spec["arrival_step"])))
         self.aborts = deque(sorted((s["abort_step"], s["id"]) for s in self.specs.values() if "abort_step" in s))
         self.last_tables: dict[str, list[int]] = {}
@@ -124,6 +157,11 @@ class Recording:
         ids = list(output.num_scheduled_tokens)
         tokens = [list(sampled.get(request_id, ())) for request_id in ids]
         result = ModelRunnerOutput(ids, {request_id: i for i, request_id in enumerate(ids)}, tokens)
+        on_the_way = [name for name in self.scheduler.connector.asked if name in self.remote] if self.remote else []
+        arrived = {name for name in on_the_way if self.remote[name] == 1}
+        for name in on_the_way:
+            self.remote[name] -= 1
+        result.kv_connector_output = KVConnectorOutput(finished_recving=arrived) if arrived else None
         heard, finished = {}, {}
         for outputs in self.scheduler.update_from_output(output, result).values():
             for each in outputs.outputs:
@@ -152,6 +190,7 @@ class Recording:
             "preempted": list(self.preempted),
             "prefix_hit": {i: hits[i] for i in output.num_scheduled_tokens if i in hits},
             "computed": {r.request_id: r.num_computed_tokens for r in scheduler.running},
+            "loading": sorted(r.request_id for r in scheduler.kv_holding_waiting),
             "blocks": {i: table for i, table in tables.items() if self.last_tables.get(i) != table},
             "free_blocks": [pool.get_num_free_blocks()],
         }  # fmt: skip

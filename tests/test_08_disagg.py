@@ -948,26 +948,26 @@ def test_who_has_arrived_is_seated_in_order_within_seats_and_budget(tiny_model, 
 
 
 @pytest.mark.parametrize(
-    ("free", "others", "caching", "fetched"),
-    [(12, 0, False, "ab"), (11, 0, False, "a"), (8, 1, False, "a"), (7, 1, False, ""), (4, 1, True, "ab"),
-     (3, 1, True, "a"), (2, 1, True, "")],
+    ("free", "others", "caching", "seats", "fetched"),
+    [(12, 0, False, 1, "ab"), (11, 0, False, 1, "a"), (8, 1, False, 2, "a"), (8, 1, False, 1, ""), (7, 1, False, 2, ""),
+     (4, 1, True, 2, "ab"), (3, 1, True, 2, "a"), (2, 1, True, 2, "")],
 )  # fmt: skip
-def test_a_fetch_takes_blocks_as_admission_does(free, others, caching, fetched, tiny_model):
+def test_a_fetch_takes_blocks_as_admission_does(free, others, caching, seats, fetched, tiny_model):
     """Whole prompts of 6 blocks, or the one that is not in the cache; in order of the queue; two blocks stay free if
-    anybody runs. Who only waits for a seat is in nobody's way."""
-    size = {"num_blocks": 1 + free + 6 * others, "max_num_seqs": 1, "max_model_len": 56, "prefix_caching": caching}
+    anybody runs. Without a free seat nobody is sent for."""
+    size = {"num_blocks": 1 + free + 6 * others, "max_num_seqs": 2, "max_model_len": 56, "prefix_caching": caching}
     with pair(tiny_model, "TCPConnector", decode=size) as (prefill, decode):
         decode.scheduler.watermark_blocks = 2
         for _ in range(others):
             decode.add_request(lesson.make_request("own", PROMPT, TOKENS))
             decode.step()
-            decode.add_request(lesson.make_request("next", PROMPT[:3], 2))
+        decode.scheduler.max_num_running_reqs = seats
         for name, prompt in zip("abc", (PROMPT, PROMPT, PROMPT[:2])):
             remote = {"do_remote_prefill": True, "transfer_id": name, **prefill.scheduler.connector.address}
             decode.add_request(lesson.make_request(name, prompt, TOKENS, **remote))
         decode.step()
         assert "".join(decode.scheduler.waiting_for_remote_kvs) == fetched
-        decode.abort_requests(["own", "next", *"abc"])
+        decode.abort_requests(["own", *"abc"])
         until(lambda: not decode.scheduler.has_unfinished_requests(), decode.step)
 
 

@@ -1,4 +1,4 @@
-"""Speculation, adapters and planning ahead decide as vLLM 0.32 does, too: the recordings of `record_vllm.py`."""
+"""Drafts, adapters, keys and values from elsewhere, planning ahead: as vLLM 0.32 decides (`record_vllm.py`)."""
 
 from __future__ import annotations
 
@@ -8,72 +8,113 @@ from types import SimpleNamespace
 
 import common
 import pytest
-from test_conformance import GOLDEN, first_difference, trace_of
+from test_conformance import GOLDEN, trace_of
 
 preemption, optimizations = common.lesson("11_preemption"), common.lesson("05_optimizations")
 speculation, multi_lora = common.lesson("07_spec_decode"), common.lesson("12_multi_lora")
+disagg = common.lesson("08_disagg")
 scheduling = preemption.continuous_batching
-FEATURES = ("speculative", "adapters", "ahead")
+FEATURES = ("speculative", "adapters", "remote", "ahead")
+FIELDS = preemption.CONFIG_FIELDS
 WORKLOADS = {feature: sorted((GOLDEN / feature / "workloads").iterdir()) for feature in FEATURES}
 
 
-def replayed(workload: dict) -> dict:
-    """The trace of a workload in which requests have drafts or adapters: lesson 11's `replay`, and what they add."""
-    specs = {spec["id"]: spec for spec in workload["requests"]}
-    features = ("num_speculative_tokens", "max_loras")
-    num_speculative_tokens, max_loras = (workload["config"][key] for key in features)
+class Elsewhere(disagg.KVConnectorBase):
+    """The keys and values of some prompts are elsewhere, and arrive some steps after they were sent for."""
 
-    class Core(preemption.ReplayCore):
-        def __init__(self, config):
-            super().__init__(config)
-            scheduler = self.scheduler
-            if num_speculative_tokens:
-                scheduler.__class__ = type("Scheduler", (speculation.SpeculativeScheduler, type(scheduler)), {})
-                scheduler.scheduled_spec_decode_tokens = {}
-                scheduler.spec_decoding_stats = speculation.SpecDecodingStats()
-            if max_loras:  # adapters that have been read and find a place whenever the scheduler lets them
-                limits, yes = SimpleNamespace(max_loras=max_loras, fair=False), lambda *about: True
-                manager = SimpleNamespace(
-                    config=limits, blocks=None, retired={}, is_loaded=yes, make_resident=yes, wait=yes
-                )
-                multi_lora.make_lora_scheduler(scheduler, manager)
+    fetches_later = True
 
-        def add_request(self, request):
-            request.lora_name = specs[request.request_id].get("lora")
-            super().add_request(request)
+    def __init__(self, remote_steps):
+        super().__init__(None)
+        self.remote_steps, self.on_the_way = dict(remote_steps), {}
 
-        def execute_model(self, output):
-            sampled, drafts = super().execute_model(output), getattr(output, "scheduled_spec_decode_tokens", {})
-            for request_id, token_ids in sampled.items():
-                written = self.scheduler.requests[request_id].num_output_tokens
-                for draft, token_id in zip(drafts.get(request_id, ()), self.forced[request_id][written:]):
-                    if draft != token_id:
-                        break
-                    token_ids.append(self.forced[request_id][written + len(token_ids)])
-            drafts = {request_id: list(token_ids) for request_id, token_ids in drafts.items()}
-            self.entry = {"scheduled": self.entry.pop("scheduled"), "drafts": drafts, **self.entry}
-            self.entry["sampled"] = {request_id: list(token_ids) for request_id, token_ids in sampled.items()}
-            return sampled
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        if request.request_id not in self.remote_steps:
+            return 0, False
+        return max(0, request.num_prompt_tokens - 1 - num_computed_tokens), True
 
-        def recorded_step(self):
-            entry, requests = super().recorded_step(), self.scheduler.requests
-            if num_speculative_tokens:
-                self.scheduler.update_draft_token_ids({
-                    i: list(specs[i]["drafts"].get(str(requests[i].num_output_tokens), ()))
-                    for i in entry["sampled"] if i in requests
-                })  # fmt: skip
-            return entry
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        self.on_the_way[request.request_id] = self.remote_steps.pop(request.request_id)
 
-    plain = {
-        **workload,
-        "config": {key: value for key, value in workload["config"].items() if key not in features},
-        "requests": [{k: v for k, v in spec.items() if k not in ("drafts", "lora")} for spec in workload["requests"]],
-    }
-    trace = preemption.replay(plain, Core)
-    return {key: trace[key] for key in ("vllm", "workload", "steps")}
+    def get_finished(self):
+        self.on_the_way = {name: steps - 1 for name, steps in self.on_the_way.items() if steps}
+        return disagg.connectors.KVConnectorOutput(finished_recving={i for i, n in self.on_the_way.items() if n == 0})
 
 
-def planned_ahead(workload: dict) -> dict:
+class Core(preemption.ReplayCore):
+    """Lesson 11's, and what drafts, adapters and a connector add to it."""
+
+    def __init__(self, workload):
+        super().__init__({name: workload["config"].get(name, field.default) for name, field in FIELDS.items()})
+        self.specs, self.drafting = {spec["id"]: spec for spec in workload["requests"]}, False
+        remote_steps = {name: spec["remote_steps"] for name, spec in self.specs.items() if "remote_steps" in spec}
+        if workload["config"]["num_speculative_tokens"]:
+            self.drafting = True
+            kind = type("Scheduler", (speculation.SpeculativeScheduler, type(self.scheduler)), {})
+            self.scheduler = kind(self.scheduler.config, self.scheduler.kv_cache_manager)
+        if max_loras := workload["config"]["max_loras"]:
+            # Adapters that have been read, and find a place whenever the scheduler lets them.
+            limits, yes = SimpleNamespace(max_loras=max_loras, fair=False), lambda *about: True
+            manager = SimpleNamespace(
+                config=limits, blocks=None, retired={}, is_loaded=yes, make_resident=yes, wait=yes
+            )
+            multi_lora.make_lora_scheduler(self.scheduler, manager)
+        if remote_steps:
+            kind = disagg.connector_scheduler(type(self.scheduler))
+            connector = Elsewhere(remote_steps)
+            self.scheduler = kind(self.scheduler.config, self.scheduler.kv_cache_manager, connector)
+
+    def execute_model(self, output):
+        sampled, drafts = super().execute_model(output), getattr(output, "scheduled_spec_decode_tokens", {})
+        for request_id, token_ids in sampled.items():
+            written = self.scheduler.requests[request_id].num_output_tokens
+            for draft, token_id in zip(drafts.get(request_id, ()), self.forced[request_id][written:]):
+                if draft != token_id:
+                    break
+                token_ids.append(self.forced[request_id][written + len(token_ids)])
+        self.entry["drafts"] = {request_id: list(token_ids) for request_id, token_ids in drafts.items()}
+        self.entry["sampled"] = {request_id: list(token_ids) for request_id, token_ids in sampled.items()}
+        self.entry["loading"] = sorted(getattr(self.scheduler, "waiting_for_remote_kvs", ()))
+        return sampled
+
+    def recorded_step(self):
+        entry, requests = super().recorded_step(), self.scheduler.requests
+        if self.drafting:
+            self.scheduler.update_draft_token_ids({
+                i: list(self.specs[i]["drafts"].get(str(requests[i].num_output_tokens), ()))
+                for i in entry["sampled"] if i in requests
+            })  # fmt: skip
+        return entry
+
+    def run(self):
+        """Every step of the workload, in the form of the recordings."""
+        pending = deque(enumerate(sorted(self.specs.values(), key=lambda spec: spec["arrival_step"])))
+        aborts = deque(sorted((s["abort_step"], s["id"]) for s in self.specs.values() if "abort_step" in s))
+        step, steps = 0, []
+        while len(steps) < 200 and (pending or self.scheduler.has_unfinished_requests()):  # none is that long
+            if not self.scheduler.has_unfinished_requests():
+                step = max(step, pending[0][1]["arrival_step"])
+            added, aborted = [], []
+            while pending and pending[0][1]["arrival_step"] <= step:
+                rank, spec = pending.popleft()
+                self.forced[spec["id"]] = spec["forced_output_token_ids"]
+                request = preemption.workload_files.make_request(spec, rank, self.config)
+                request.lora_name = spec.get("lora")
+                self.add_request(request)
+                added.append(spec["id"])
+            while aborts and aborts[0][0] <= step:
+                request_id = aborts.popleft()[1]
+                if request_id in self.scheduler.requests:
+                    self.abort_requests([request_id])
+                    self.last_tables.pop(request_id, None)
+                    aborted.append(request_id)
+            entry = {"step": step, "added": added, "aborted": aborted, **self.recorded_step()}
+            steps.append({key: value for key, value in entry.items() if value or key in ("step", "scheduled")})
+            step += 1
+        return steps
+
+
+def planned_ahead(workload: dict) -> list[dict]:
     """Lesson 05's `AsyncScheduler`, driven as its queue of two steps does, without a model."""
     config = workload["config"]
     limits = scheduling.SchedulerConfig(
@@ -100,17 +141,18 @@ def planned_ahead(workload: dict) -> dict:
             "running_queue": [request.request_id for request in scheduler.running],
             "waiting_queue": [request.request_id for request in scheduler.waiting],
         })  # fmt: skip
-    return {"vllm": preemption.REFERENCE, "workload": workload["name"], "steps": steps}
+    return steps
 
 
 def difference(feature, path) -> str | None:
-    workload, recorded = json.loads(path.read_text()), json.loads(trace_of(path).read_text())
-    if feature != "ahead":
-        return first_difference(replayed(workload), recorded)
-    for i, (ours, theirs) in enumerate(zip(planned_ahead(workload)["steps"], recorded["steps"], strict=True)):
-        if json.dumps(ours) != json.dumps(theirs):  # the order of keys counts
-            return f"step {i}: {ours} instead of {theirs}"
-    return None
+    """Where our steps part from the recorded ones, in words; the order of keys within a field counts."""
+    workload, recorded = json.loads(path.read_text()), json.loads(trace_of(path).read_text())["steps"]
+    ours = planned_ahead(workload) if feature == "ahead" else Core(workload).run()
+    for i, (a, b) in enumerate(zip(ours, recorded)):
+        for field in a.keys() | b.keys():
+            if json.dumps(a.get(field)) != json.dumps(b.get(field)):
+                return f"entry {i}, {field}: {a.get(field)} instead of {b.get(field)}"
+    return None if len(ours) == len(recorded) else f"{len(ours)} steps instead of {len(recorded)}"
 
 
 @pytest.mark.parametrize(
@@ -158,6 +200,24 @@ def test_the_recordings_meet_the_rules():
         seen |= {"mixed"} if len(running) > 1 and None in running else set()
         seen |= {key for key in ("preempted", "prefix_hit", "waiting_queue") if step.get(key)}
     assert seen >= {"1 of 1", "2 of 2", "mixed", "preempted", "prefix_hit", "waiting_queue"}
+
+    seen = set()
+    for workload, step in steps("remote"):
+        remote = {spec["id"] for spec in workload["requests"] if "remote_steps" in spec}
+        seen |= {f"{min(2, len(step['loading']))} on their way"} if "loading" in step else set()
+        if remote & {*step.get("waiting_queue", ())}:
+            full = len(step.get("running_queue", ())) == workload["config"]["max_num_seqs"]
+            seen.add("no seat" if full else "no blocks")
+        seen |= {key for key in ("preempted", "prefix_hit", "cached_keys") if step.get(key)}
+    assert seen == {
+        "1 on their way",
+        "2 on their way",
+        "no seat",
+        "no blocks",
+        "preempted",
+        "prefix_hit",
+        "cached_keys",
+    }
 
     ahead = list(steps("ahead"))
     assert {len(step["planned"]) for _, step in ahead} == {0, 1, 2}
@@ -235,6 +295,32 @@ def test_a_broken_rule_of_adapters_shows(what, monkeypatch):
 
     monkeypatch.setattr(multi_lora, "lora_scheduler", broken)
     assert noticed("adapters")
+
+
+@pytest.mark.parametrize("what", ["sent for without a seat", "sent for before prompts have theirs", "seated last"])
+def test_a_broken_rule_of_fetching_shows(what, monkeypatch):
+    def broken(base, original=disagg.connector_scheduler):
+        class Broken(original(base)):
+            def _schedule_waiting(self, output):
+                if what == "seated last":
+                    super(original(base), self)._schedule_waiting(output)
+                if what == "sent for without a seat":
+                    for request in list(self.waiting):
+                        if request.request_id in self.connector.remote_steps:
+                            self._admit(request)
+                super()._schedule_waiting(output)
+
+            def _send_for(self, *about):
+                if what == "sent for before prompts have theirs":
+                    self.running, running = [], self.running
+                    sent_for, self.running = super()._send_for(*about), running
+                    return sent_for
+                return super()._send_for(*about)
+
+        return Broken
+
+    monkeypatch.setattr(disagg, "connector_scheduler", broken)
+    assert noticed("remote")
 
 
 def noticed(feature) -> bool:

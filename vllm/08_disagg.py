@@ -160,7 +160,7 @@ def connector_scheduler(base: type) -> type:
                 self.received.remove(request.request_id)
                 del self.waiting_for_remote_kvs[request.request_id]
                 request.status = RequestStatus.RUNNING
-                manager.allocate_slots(request, 1)  # it has them; the last block may be full now
+                manager.allocate_slots(request, 1)  # nothing new, but from now on others may hit them
                 self.running.append(request)
                 output.scheduled_new_reqs.append(request)
                 self._grant(request, 1, output)
@@ -182,7 +182,9 @@ def connector_scheduler(base: type) -> type:
                 self.connector.update_state_after_alloc(request, blocks, self.num_external_tokens)
             return num_new_tokens
 
-        def _send_for(self, request: Request, computed_blocks: list[int], num_cached_tokens: int, external: int) -> bool:
+        def _send_for(
+            self, request: Request, computed_blocks: list[int], num_cached_tokens: int, external: int
+        ) -> bool:
             """Blocks for the whole prompt, if the prompts that are being computed can still have theirs."""
             manager = self.kv_cache_manager
             missing = manager.get_num_blocks_to_allocate(request, request.num_tokens, computed_blocks)
@@ -211,8 +213,6 @@ def connector_scheduler(base: type) -> type:
             for request_id in [name for name in self.waiting_for_remote_kvs if name in news.finished_recving]:
                 request = self.waiting_for_remote_kvs[request_id]
                 request.num_computed_tokens = request.num_cached_tokens = request.num_prompt_tokens - 1
-                if self.kv_cache_manager.enable_caching:
-                    self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
                 self.received.add(request_id)
             for request_id, why in news.failed_recving.items():
                 if request := self.waiting_for_remote_kvs.pop(request_id, None):
