@@ -4,8 +4,8 @@
 
 ENV has vLLM 0.32's CPU build, and needs nothing of ours; of MODEL_FOLDER only the configuration is read. Scheduler,
 KV-cache manager, block hashes and requests are vLLM's own; in the model's place, a request whose tokens are all
-computed gets the next of its `forced_output_token_ids`, and with them those of its drafts that are the same. The formats are
-in `golden/README.md`; with `--check FOLDER` nothing is written, but compared with what is there.
+computed gets the next of its `forced_output_token_ids`, and with them those of its drafts that are the same. The
+formats are in `golden/README.md`; with `--check FOLDER` nothing is written, but compared with what is there.
 """
 
 from __future__ import annotations
