@@ -215,9 +215,9 @@ def test_everybody_reads_its_own_memory(workload):
 # --- Swap -----------------------------------------------------------------------------------------------------------
 
 
-def two_growing(policy: str, num_cpu_blocks: int) -> tuple:
+def two_growing(policy: str, num_cpu_blocks: int, **limits) -> tuple:
     """Two requests of 4 + 12 tokens in 6 blocks of 4: the later one is evicted when both want a fourth."""
-    scheduler = lesson.build_scheduler(policy, 6, 4, 16, num_cpu_blocks, max_num_seqs=2)
+    scheduler = lesson.build_scheduler(policy, 6, 4, 16, num_cpu_blocks, max_num_seqs=2, **limits)
     core = lesson.MeteredCore(scheduler)
     for i in range(2):
         params = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -241,6 +241,30 @@ def test_a_full_cpu_pool_means_recomputation():
     assert not scheduler.swapped and core.copies.total["out"] == 0
     lesson.run_to_end(core, [])
     assert core.redone == 12
+
+
+@pytest.mark.parametrize(("budget", "lost"), [(16, 12), (5, 11)])  # the smaller one kept the victim a step behind
+def test_what_is_computed_again_is_counted_once_however_it_is_cut(budget, lost):
+    core, _ = two_growing("recompute", 0, max_num_batched_tokens=budget)
+    lesson.run_to_end(core, [])
+    assert (core.useful, core.redone, core.preemptions) == (2 * 15, lost, 1)
+
+
+@pytest.mark.parametrize(
+    ("free", "runs", "watermark", "budget", "tokens"),
+    [(4, False, 0, 16, 1), (3, False, 0, 16, 0), (4, False, 9, 16, 1), (4, True, 1, 16, 0), (5, True, 1, 16, 1),
+     (6, False, 0, 0, 0)],
+)  # fmt: skip
+def test_whoever_was_swapped_out_comes_back_as_others_are_admitted(free, runs, watermark, budget, tokens):
+    """13 tokens, 12 of them on the CPU, are four blocks; the watermark stays free if anybody runs."""
+    core, scheduler = two_growing("swap", 3)
+    request, pool = scheduler.requests["1"], scheduler.kv_cache_manager.block_pool
+    core.abort_requests(["0"])
+    pool.allocate(pool.num_free_blocks - free)
+    scheduler.running += [Request("other", [0], SamplingParams())] * runs
+    scheduler.watermark_blocks, scheduler.token_budget = watermark, budget
+    assert scheduler._admit(request) == tokens
+    assert request.num_computed_tokens == 12 * tokens and ("1" in scheduler.swapped) == (tokens == 0)
 
 
 def test_an_abort_while_swapped_out_frees_the_cpu_blocks():
@@ -276,6 +300,9 @@ def test_the_tier_is_lru():
     tier.store(b"c", 3)
     assert list(tier.blocks) == [b"a", b"c"] and tier.copies.total["out"] == 3
     assert len(tier.take([b"a"])) == 1 and list(tier.blocks) == [b"c"]
+    tier.take([b"c"])
+    tier.store(b"d", 4)
+    assert not tier.blocks, "both are on their way back to the GPU: there is no room yet"
 
 
 def test_a_block_that_the_gpu_has_twice_is_copied_when_the_last_one_goes():
@@ -316,11 +343,15 @@ def test_a_hit_spans_both_tiers():
     whole = Request("3", list(range(8)), params)  # four full blocks, all known: one token must be left to compute
     assert manager.get_computed_blocks(whole)[1] == 6
     again.num_computed_tokens = num_tokens
-    assert manager.allocate_slots(again, 100, blocks) is None and len(manager.tier.blocks) == 4 - len(blocks)
+    assert manager.allocate_slots(again, 5, blocks) is None and len(manager.tier.blocks) == 4 - len(blocks)
     manager.allocate_slots(again, 1, blocks)
     batches = dict(manager.tier.copies.take())
     assert len(batches["in"]) == 4 - len(blocks)
     assert [target for _, target in batches["in"]] == manager.get_block_ids("2")[len(blocks) : 4]
+    unread = Request("4", list(range(9)), SamplingParams(max_tokens=1, skip_reading_prefix_cache=True))
+    manager.update_block_hashes(unread)
+    manager.tier.store(unread.block_hashes[0], 1)
+    assert manager.get_computed_blocks(unread) == ([], 0), "who may not read the cache does not read either tier"
 
 
 # --- The arithmetic -------------------------------------------------------------------------------------------------
