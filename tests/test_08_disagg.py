@@ -336,7 +336,7 @@ def test_a_segment_is_private_and_goes_with_its_connection(monkeypatch):
         assert path.stat().st_mode & 0o777 == 0o600 and path.read_bytes() == bytes(range(100))
         assert bytes(link.receive(taken, bytearray()).numpy()) == bytes(range(100))
         assert len(opened) == 3 and closed == opened, "two were written, one was read"
-    assert not path.exists(), "nobody came for it"
+    assert link.inbox.get(timeout=20)[1]["kind"] == "LOST" and not path.exists(), "nobody came for it"
 
 
 def test_nobody_waits_for_ever_for_a_partner_in_a_process_group():
@@ -1994,7 +1994,8 @@ class Servers:
 
     def answer(self, host):
         if host in self.status:
-            return httpx.Response(self.status[host], json={"error": {"message": f"{host} says no"}})
+            no = httpx.ByteStream(json.dumps({"error": {"message": f"{host} says no"}}).encode())
+            return httpx.Response(self.status[host], stream=no, headers={"content-type": "application/json"})
         if host.startswith("p"):
             return httpx.Response(200, json={"kv_transfer_params": {"do_remote_prefill": True, "from": host}})
         return httpx.Response(200, stream=self.stream, headers={"content-type": "text/event-stream"})
