@@ -387,8 +387,11 @@ def call_of(name, arguments):
 
 def test_a_demanded_call_can_only_be_one():
     """Two tools whose schemas use the same `$defs` name for different things, and one without a schema."""
-    thing = lambda kind: {"type": "object", "properties": {"x": {"$ref": "#/$defs/T"}}, "required": ["x"],  # noqa: E731
-                          "additionalProperties": False, "$defs": {"T": {"type": kind}}}  # fmt: skip
+
+    def thing(kind):
+        return {"type": "object", "properties": {"x": {"$ref": "#/$defs/T"}}, "required": ["x"],
+                "additionalProperties": False, "$defs": {"T": {"type": kind}}}  # fmt: skip
+
     tools = [{"type": "function", "function": {"name": 'q"é', "parameters": thing("integer")}},
              {"type": "function", "function": {"name": "g", "parameters": thing("boolean")}},
              {"type": "function", "function": {"name": "h"}}]  # fmt: skip
