@@ -210,12 +210,12 @@ def connector_scheduler(base: type) -> type:
             if news.invalid_block_ids:
                 self._invalidate(news.invalid_block_ids, sampled)
             outputs = super().update_from_output(output, sampled)
-            for request_id in [name for name in self.waiting_for_remote_kvs if name in news.finished_recving]:
+            for request_id in self.waiting_for_remote_kvs.keys() & news.finished_recving:
                 request = self.waiting_for_remote_kvs[request_id]
                 request.num_computed_tokens = request.num_cached_tokens = request.num_prompt_tokens - 1
                 self.received.add(request_id)
             for request_id, why in news.failed_recving.items():
-                if request := self.waiting_for_remote_kvs.pop(request_id, None):
+                if request_id not in self.received and (request := self.waiting_for_remote_kvs.pop(request_id, None)):
                     outputs += self._handle_failed_recving(request, why)
             for request_id in news.finished_sending:
                 self.kv_cache_manager.free(self.sending.pop(request_id))
