@@ -1326,9 +1326,9 @@ def test_what_has_left_makes_room():
         assert link.has_room
         link.send(DONE, payload)
         assert not link.has_room
-        theirs.recv(1)  # the first one is on its way
+        assert link.wake.wait(20)  # the first one has left, and says so
         link.wake.clear()
-        left = 2 * len(transfer.pack_frame(DONE)) + payload.nbytes - 1
+        left = 2 * len(transfer.pack_frame(DONE)) + payload.nbytes
         while left:
             left -= len(theirs.recv(min(left, 1 << 20)))
         assert link.wake.wait(20) and link.has_room
