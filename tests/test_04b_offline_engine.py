@@ -468,6 +468,95 @@ def test_the_engines_seed_decides_for_those_who_bring_none(tiny_model, real_mode
     assert len(set(map(tuple, run(0)))) == 3
 
 
+def check_scores(found, model, prompt, k):
+    """Against every position of one pass without a cache: `log_softmax`, and ranks by counting."""
+    assert found[0] is None and len(found) == len(prompt)
+    positions = torch.arange(len(prompt), device=model.device)
+    hidden = model.forward(torch.tensor(prompt, device=model.device), positions, scheduling.recompute)
+    for row, token, entry in zip(model.logits(hidden).float().log_softmax(1).cpu(), prompt[1:], found[1:]):
+        assert next(iter(entry)) == token and k <= len(entry) <= k + 1
+        order = row.sort(descending=True)
+        assert {t for t, x in entry.items() if x.rank <= k} == set(order.indices[:k].tolist())
+        for t, x in entry.items():
+            assert x.logprob == pytest.approx(float(row[t]), abs=2e-4) and x.rank == int((row >= row[t]).sum())
+
+
+def scored(engine, prompts, stream=False, max_tokens=4):
+    """{request id: its scores}; they are told once."""
+    for i, (prompt, k) in enumerate(prompts):
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=k)
+        engine.add_request(str(i), ids(*prompt), sampling, stream=stream)
+    found = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.prompt_logprobs is not None:
+                assert output.request_id not in found
+                found[output.request_id] = output.prompt_logprobs
+    assert not engine.core.runner.scored
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 3, 256])
+def test_prompts_are_scored_in_any_company(llm, monkeypatch, rows):
+    monkeypatch.setattr(lesson, "SCORED_ROWS", rows)
+    rng = random.Random(rows)
+    prompts = [
+        ([rng.randrange(40, 128) for _ in range(n)], k) for n, k in ((1, 2), (2, 0), (9, 3), (12, None), (5, 20))
+    ]
+    found = scored(llm.llm_engine, prompts, stream=rows == 3)
+    assert sorted(found) == ["0", "1", "2", "4"], "and nobody else"
+    for name, scores in found.items():
+        check_scores(scores, llm.llm_engine.model, *prompts[int(name)])
+    decode = llm.llm_engine.tokenizer.decode
+    token = prompts[2][0][1]
+    assert found["2"][1][token].decoded_token == decode([token])
+    assert free(llm)
+
+
+def test_each_of_n_samples_comes_with_the_prompts_scores(llm):
+    params = SamplingParams(n=3, max_tokens=3, prompt_logprobs=1, logprobs=1)
+    (output,) = llm.generate(ids(4, 5, 6), params)
+    check_scores(output.prompt_logprobs, llm.llm_engine.model, [4, 5, 6], 1)
+    assert len(output.outputs) == 3 and llm.generate(ids(4, 5, 6))[0].prompt_logprobs is None
+    assert free(llm)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_prompts_are_scored_in_chunks_and_across_preemptions(tiny_model, real_model, seed, stream):
+    """Nothing is missing and nothing is told twice, whatever is computed again; and no cached block is skipped."""
+
+    class Engine(lesson.LLMEngine):
+        config_class = preemption.SchedulerConfig
+        make_scheduler = staticmethod(preemption.make_scheduler)
+
+    engine = Engine(tiny_model, real_model[1], max_model_len=40, max_num_seqs=6, max_num_batched_tokens=7, block_size=4,
+                    num_gpu_blocks_override=12)  # fmt: skip
+    rng, common_part = random.Random(seed), list(range(12))
+    prompts = [
+        (common_part[: rng.choice([4, 12])] + [rng.randrange(128) for _ in range(rng.randint(1, 16))], 2)
+        for _ in range(10)
+    ]
+    preempted, preempt = [], engine.core.scheduler._preempt_request
+
+    def watch(request, *about):
+        preempted.append(request.num_computed_tokens < request.num_prompt_tokens)
+        preempt(request, *about)
+
+    engine.core.scheduler._preempt_request = watch
+    found = scored(engine, prompts, stream, max_tokens=12)
+    assert len(found) == 10
+    for name, scores in found.items():
+        check_scores(scores, tiny_model, *prompts[int(name)])
+    assert any(preempted), "in the middle of a prompt"
+
+
+def test_a_scored_prompt_reads_no_cache_but_fills_it():
+    assert SamplingParams(prompt_logprobs=0).skip_reading_prefix_cache is True
+    assert SamplingParams().skip_reading_prefix_cache is False
+    assert SamplingParams(skip_reading_prefix_cache=True).skip_reading_prefix_cache is True
+
+
 def test_every_way_to_stop(llm):
     (free_run,) = llm.generate(ids(9, 4), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     tokens = free_run.outputs[0].token_ids

@@ -514,6 +514,31 @@ def test_full_graphs_change_no_token(tiny_model, kernels):
     assert all(len(step.graphs) == 1 for (_, whole), step in core.runner.captured.items() if whole)
 
 
+def test_a_replayed_step_scores_prompts_too(tiny_model, real_model):
+    """Among them one whose last chunk is a single token beside decodes: a step that looks like any other."""
+    offline, found = common.lesson("04b_offline_engine"), []
+    preemption = common.lesson("11_preemption")
+    for captured in (False, True):
+
+        class Engine(offline.LLMEngine):
+            config_class = preemption.SchedulerConfig
+            make_scheduler = staticmethod(preemption.make_scheduler)
+            runner_class = graphs(offline.SamplingModelRunner, full=False) if captured else offline.SamplingModelRunner
+
+        engine = Engine(tiny_model, real_model[1], max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8,
+                        num_gpu_blocks_override=40)  # fmt: skip
+        for i, length in enumerate((8, 9, 3, 17)):
+            params = batching.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=1)
+            engine.add_request(str(i), {"prompt_token_ids": [*range(5 * i, 5 * i + length)]}, params)
+        found.append({})
+        while engine.has_unfinished_requests():
+            found[-1] |= {output.request_id: output.prompt_logprobs for output in engine.step()}
+    assert engine.core.runner.num_replays
+    for name, scores in found[0].items():
+        for one, other in zip(scores[1:], found[1][name][1:], strict=True):
+            assert one.keys() == other.keys() and all(one[t].rank == other[t].rank for t in one)
+
+
 def test_nothing_but_the_recording_runs(tiny_model):
     """After the capture, the model's Python is not called any more."""
     core = core_of(tiny_model, caching=False, num_blocks=40, runner_class=graphs(full=False))

@@ -557,6 +557,24 @@ def test_speculative_config_changes_the_engine_and_no_token(tiny_load, tiny_mode
         assert engine.core.scheduler.spec_decoding_stats.num_accepted_tokens > 0
 
 
+def test_prompts_are_scored_beside_drafts(tiny_load):
+    """Whose rows stand between the prompt's: another request is verified in the same step."""
+    config = {"method": "suffix", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    found = []
+    for flags in ({}, {"speculative_config": json.dumps(config), "max_num_batched_tokens": 9}):
+        engine, heard = make(**flags), {}
+        engine.add_request("a", {"prompt_token_ids": [5, 6, 7] * 3}, SamplingParams(temperature=0, max_tokens=30))
+        for _ in range(4):
+            engine.step()
+        params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+        engine.add_request("b", {"prompt_token_ids": [*range(40)]}, params)
+        while engine.has_unfinished_requests():
+            heard |= {output.request_id: output.prompt_logprobs for output in engine.step()}
+        found.append([{t: (x.rank, round(x.logprob, 3)) for t, x in entry.items()} for entry in heard["b"][1:]])
+    assert engine.core.scheduler.spec_decoding_stats.num_accepted_tokens > 0
+    assert found[0] == found[1] and len(found[0]) == 39
+
+
 def answer(engine, *token_ids, **fields):
     engine.add_request("r", {"prompt_token_ids": list(token_ids)},
                        SamplingParams(**{"temperature": 0, "max_tokens": 6, "ignore_eos": True, **fields}))  # fmt: skip

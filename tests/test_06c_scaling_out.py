@@ -202,7 +202,7 @@ class ThreadExecutor(executors.Executor):
             answers = collect()
             if method == "execute_model":  # stages before the last sample nothing, shards of the last the same
                 before, last = answers[: self.last_stage], answers[self.last_stage :]
-                assert all(a == ({}, {}) for a in before) and all(a == last[0] for a in last)
+                assert all(a == ({}, {}, {}) for a in before) and all(a == last[0] for a in last)
             return answers[reply_rank]
 
         result = collect if reply_rank is None else one
@@ -280,7 +280,7 @@ def test_waiting_for_the_stage_before_is_not_computing(monkeypatch):
     group.recv((3,), torch.float32)
     assert group.waited == 3
     worker.pp, worker.runner = group, SimpleNamespace(execute_model=lambda output: group.__dict__.update(waited=8),
-                                                      logprobs={})  # fmt: skip
+                                                      logprobs={}, prompt_logprobs={})  # fmt: skip
     worker.execute_model(executors.StepMessage({}, [], [], [], [], []))
     assert worker.take_spans() == [(25, 27)] and worker.take_spans() == []
 
@@ -421,6 +421,28 @@ def test_sampling_and_logprobs_survive_the_way(late):
     core = core_on(late, 2)
     assert serve(core, **fields) == serve(plain_core(_model()), **fields)
     assert core.runner.logprobs
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 3), (2, 2)])
+def test_prompts_are_scored_where_the_logits_are(tp, pp):
+    executor, parallel, prompts = ThreadExecutor(ParallelConfig(tp, pp)), ParallelConfig(tp, pp), PROMPTS[:4]
+    cores = [plain_core(), parallel_core(executor, parallel)]
+    told = []
+    for core in cores:
+        for i, prompt in enumerate(prompts):
+            params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=2 if i % 2 else None)
+            core.add_request(Request(str(i), prompt, params))
+        told.append({})
+        while core.scheduler.has_unfinished_requests():
+            core.step()
+            told[-1] |= core.runner.prompt_logprobs
+    executor.shutdown()
+    assert [*told[0]] == ["1", "3"] and told[0].keys() == told[1].keys()
+    for name, scores in told[0].items():
+        for one, other in zip(scores[1:], told[1][name][1:], strict=True):
+            assert one.keys() == other.keys()
+            for t in one:
+                assert other[t].rank == one[t].rank and other[t].logprob == pytest.approx(one[t].logprob, abs=1e-4)
 
 
 def test_workers_hear_differences_not_requests():
@@ -676,7 +698,9 @@ def test_letters_and_nothing_else_are_unpickled():
     request = Request("0", [1, 2], SamplingParams(stop=["x"], logit_bias={3: 1.5}), cache_salt="s")
     outputs = async_engine.EngineCoreOutputs([scheduling.EngineCoreOutput("0", [5], "stop", 5)],
                                              async_engine.SchedulerStats(1, 2, 0.5),
-                                             {"0": {5: lesson.offline.Logprob(-0.1, 1, "a")}})  # fmt: skip
+                                             {"0": {5: lesson.offline.Logprob(-0.1, 1, "a")}},
+                                             prompt_logprobs={"0": [None, {2: lesson.offline.Logprob(-3.0, 9)}]},
+                                             )  # fmt: skip
     kind, twin = engine_group.loads(pickle.dumps((ADD, request)))
     assert kind is ADD and vars(twin).keys() == vars(request).keys() and twin.sampling_params == request.sampling_params
     assert engine_group.loads(pickle.dumps(outputs)) == outputs
@@ -763,6 +787,9 @@ def test_a_step_for_nobody_is_told_to_all_and_one_for_the_dead_to_none():
         empty = async_engine.EngineCoreOutputs(scheduler_stats=async_engine.SchedulerStats(0, 0, 0.0))
         assert box.split(empty) == {0: empty, 1: empty}
         assert box.split(async_engine.EngineCoreOutputs([scheduling.EngineCoreOutput("unknown", [5])])) == {}
+        box.owner |= {"mine": 0, "yours": 1}
+        parts = box.split(async_engine.EngineCoreOutputs(prompt_logprobs={"mine": [None], "gone": [None]}))
+        assert {index: part.prompt_logprobs for index, part in parts.items()} == {0: {"mine": [None]}}
 
 
 def test_totals_are_of_all_engines_and_refusals_make_room():

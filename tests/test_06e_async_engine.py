@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import pickle
@@ -108,6 +109,45 @@ def test_many_clients_read_what_one_would(tiny, folder, place, stream):
     assert [texts[0] for texts, *_ in found] == reference
     assert {tuple(reasons.values()) for *_, reasons in found} == {("length",)}
     assert not stream or any(len(pieces) > 1 for _, pieces, _ in found)
+
+
+@in_this_process
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompts_scores_come_once_and_to_its_owner(tiny, folder, monkeypatch, place, stream):
+    """However many turns a letter is read in; they say what the engine says to a blocking caller."""
+    monkeypatch.setattr(lesson.AsyncLLM, "CHUNK", 1)
+    prompts = [[3 + i, 5, 9 + i] for i in range(6)]
+    params = [dataclasses.replace(GREEDY, prompt_logprobs=1 if i % 2 else None) for i in range(6)]
+    engine, want = tiny(), {}
+    for i, (p, sampling) in enumerate(zip(prompts, params)):
+        engine.add_request(str(i), prompt(*p), sampling)
+    while engine.has_unfinished_requests():
+        want |= {output.request_id: output.prompt_logprobs for output in engine.step()}
+    assert [want[str(i)] is None for i in range(6)] == [True, False] * 3
+
+    async def run():
+        async with running(folder, place) as llm:
+            some = (read(llm, str(i), prompt(*p), params[i], stream) for i, p in enumerate(prompts))
+            return await asyncio.gather(*some)
+
+    for i, (_, pieces, _) in enumerate(asyncio.run(run())):
+        told = [output.prompt_logprobs for output in pieces if output.prompt_logprobs is not None]
+        assert told == ([] if want[str(i)] is None else [want[str(i)]])
+
+
+def test_scores_of_a_step_that_gave_nobody_a_token_are_not_lost(tiny_model, real_model):
+    """As in a pipeline: who was preempted meanwhile computes that token again, but not its scores."""
+    llm = lesson.AsyncLLM.__new__(lesson.AsyncLLM)
+    llm.front = lesson.FrontEnd(tiny_model.config, real_model[1], lambda letter: None, 64)
+    llm.stat_logger, llm.collectors = None, {"a": lesson.RequestOutputCollector("a")}
+    llm.front.add_request("a", prompt(1, 2), dataclasses.replace(GREEDY, prompt_logprobs=0), stream=True)
+    (name,) = llm.front.sequences
+    scores = [None, {2: offline.Logprob(-1.0, 3)}]
+    asyncio.run(llm._deliver(lesson.EngineCoreOutputs(prompt_logprobs={name: scores})))
+    assert llm.collectors["a"].get_nowait() is None
+    for token in (5, 6):
+        asyncio.run(llm._deliver(lesson.EngineCoreOutputs([lesson.EngineCoreOutput(name, [token])])))
+    assert llm.collectors["a"].get_nowait().prompt_logprobs == scores, "kept when pieces are put together"
 
 
 def test_a_letter_for_many_is_worked_off_in_pieces(tiny, folder, monkeypatch):

@@ -72,7 +72,10 @@ BAD_COMPLETIONS = [
     (P | {"n": 2, "temperature": 0}, 400, "n", ""),
     (P | {"presence_penalty": 3}, 400, "presence_penalty", ""), (P | {"repetition_penalty": 0}, 400, None, ""),
     (P | {"logprobs": 21}, 400, "logprobs", "0 to 20"), (P | {"logprobs": -1}, 400, "logprobs", ""),
-    (P | {"logprobs": 1, "echo": True}, 400, "echo", "logprobs"), (P | {"suffix": "end"}, 400, "suffix", "middle"),
+    (P | {"prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs", "stream"),
+    (P | {"prompt_logprobs": 21}, 400, "prompt_logprobs", "0 to 20"),
+    (P | {"prompt_logprobs": -1}, 400, "prompt_logprobs", "0 to 20"),
+    (P | {"max_tokens": 0}, 400, "max_tokens", "at least 1"), (P | {"suffix": "end"}, 400, "suffix", "middle"),
     (P | {"best_of": 2}, 400, "best_of", ""), (P | {"logit_bias": {"a": 1.0}}, 400, "logit_bias", "token ids"),
     (P | {"logit_bias": {"5": "x"}}, 400, "logit_bias", ""), (P | {"logit_bias": [1]}, 400, "logit_bias", ""),
     (b'{"prompt": "a", "logit_bias": {"5": Infinity}}', 400, "logit_bias", "finite"),
@@ -693,7 +696,7 @@ def logprobs_of(kind, **fields):
     body = kind(**fields)
     job = lesson.Job("id", "smol", body, serving.check_params(body), [])
     answer = offline.CompletionOutput(0, "AA", [65, 65], logprobs=[entry, {65: entry[67]}])
-    return serving.logprobs(job, answer)
+    return serving.logprobs(job, 0, answer)
 
 
 def test_logprobs_of_a_chat():
@@ -711,6 +714,78 @@ def test_logprobs_of_a_completion():
     assert found["tokens"] == ["A", "C"] and found["text_offset"] == [0, 1]
     assert found["top_logprobs"][0] == {"B": -0.25, "A": -0.5}, "the best, and what was sampled"
     assert logprobs_of(lesson.CompletionRequest, prompt="x") is None
+
+
+class Scoring(lesson.ScriptedLLM):
+    """Scores what it is asked to score: token t gets −t/100 behind the Z; nothing predicts a prompt's first token."""
+
+    ANSWER = ("y", "z")
+
+    def add_request(self, request_id, prompt, params, *, stream=False, **about):
+        self.added.append((request_id, prompt, params))
+
+        def entry(t, k):
+            return {t: offline.Logprob(-t / 100, 2, chr(t))} | ({90: offline.Logprob(-0.01, 1, "Z")} if k else {})
+
+        told, told_prompt = params.logprobs, params.prompt_logprobs
+        ids, collector = prompt["prompt_token_ids"], lesson.RequestOutputCollector(request_id)
+        tokens = [ord(text) for text in self.ANSWER][: params.max_tokens]
+        logprobs = None if told is None else [entry(t, told) for t in tokens]
+        text = "".join(map(chr, tokens))
+        answer = offline.CompletionOutput(0, text, tokens, logprobs=logprobs, finish_reason="length")
+        scores = None if told_prompt is None else [None, *(entry(t, told_prompt) for t in ids[1:])]
+        collector.put(lesson.RequestOutput(request_id, prompt["prompt"], ids, [answer], True, 0, scores))
+        return collector
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("given", ["abc", [97, 98, 99]])
+@pytest.mark.parametrize(("limit", "answer"), [(16, "yz"), (0, "")])
+def test_echo_with_logprobs_scores_the_prompt(stream, given, limit, answer):
+    """What lm-eval asks for: every token's log probability, its place in the text, and the best one beside it."""
+    llm, app = serve(Scoring())
+    body = {"prompt": given, "echo": True, "logprobs": 1, "max_tokens": limit, "stream": stream}
+    heard = ask(app, "/v1/completions", body)
+    found = lesson.read_events(heard.text)[0] if stream else heard.json
+    ((_, _, params),) = llm.added
+    assert params.logprobs == params.prompt_logprobs == 1 and params.max_tokens == (limit or 1)
+    (choice,), text = found["choices"], "abc" + answer
+    assert choice["text"] == text and "prompt_logprobs" not in choice
+    assert choice["logprobs"] == {
+        "tokens": list(text), "text_offset": list(range(len(text))),
+        "token_logprobs": [None, *(-ord(t) / 100 for t in text[1:])],
+        "top_logprobs": [None, *({"Z": -0.01, t: -ord(t) / 100} for t in text[1:])],
+    }  # fmt: skip
+
+
+def test_prompt_logprobs_have_vllms_form():
+    llm, app = serve(Scoring())
+    want = [None, {"98": {"logprob": -0.98, "rank": 2, "decoded_token": "b"}}]
+    found = ask(app, "/v1/completions", {"prompt": ["ab", "cb"], "prompt_logprobs": 0}).json["choices"]
+    assert [choice["prompt_logprobs"] for choice in found] == [want, want]
+    assert [(choice["text"], choice["logprobs"]) for choice in found] == [("yz", None)] * 2
+    found = ask(app, "/v1/chat/completions", M | {"prompt_logprobs": 1}).json
+    assert found["prompt_logprobs"][0] is None and "prompt_logprobs" not in found["choices"][0]
+    assert found["prompt_logprobs"][1]["90"] == {"logprob": -0.01, "rank": 1, "decoded_token": "Z"}
+    body = {"prompt": "ab", "echo": True, "logprobs": 0, "prompt_logprobs": 5}
+    assert ask(app, "/v1/completions", body).json["choices"][0]["logprobs"]["top_logprobs"] == [
+        None, {"b": -0.98}, {"y": -1.21}, {"z": -1.22}]  # fmt: skip
+    assert [params.prompt_logprobs for *_, params in llm.added] == [0, 0, 1, 5]
+    assert "prompt_logprobs" not in ask(app, "/v1/chat/completions", M).json
+
+
+def test_places_in_the_text_go_on_from_piece_to_piece(shared):
+    serving = lesson.OpenAIServing(lesson.ScriptedLLM(), ["smol"])
+    body = lesson.CompletionRequest(prompt="x", stream=True, logprobs=0, n=2)
+    job = lesson.Job("id", "smol", body, serving.check_params(body), [])
+
+    def offsets(index, *words):
+        logprobs = [{i: offline.Logprob(-1.0, 1, word)} for i, word in enumerate(words)]
+        piece = offline.CompletionOutput(index, "", [*range(len(words))], logprobs=logprobs)
+        return serving.choice(job, index, piece)["logprobs"]["text_offset"]
+
+    assert [offsets(0, "ab", "c"), offsets(1, "d"), offsets(0), offsets(0, "e", "f"), offsets(1, "g")] == [
+        [0, 2], [0], [], [3, 4], [1]]  # fmt: skip
 
 
 def test_tokenize_and_back(shared):

@@ -107,6 +107,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
     logprobs: int | None = None  # how many alternatives to report per token
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     max_tokens: int | None = 16  # None: until the context is full
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -121,14 +122,16 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
         self.stop_token_ids = list(self.stop_token_ids or ())
+        self.skip_reading_prefix_cache |= self.prompt_logprobs is not None  # what is not computed has no logits
         for name, kind, low, high in (
             ("n", int, 1, math.inf), ("temperature", float, 0, 2), ("top_k", int, -1, math.inf), ("top_p", float, 0, 1),
             ("min_p", float, 0, 1), ("presence_penalty", float, -2, 2), ("frequency_penalty", float, -2, 2),
             ("repetition_penalty", float, 0, math.inf), ("seed", int, -(2**63), 2**63), ("logprobs", int, 0, 20),
-            ("max_tokens", int, 1, math.inf), ("min_tokens", int, 0, self.max_tokens or math.inf),
+            ("prompt_logprobs", int, 0, 20), ("max_tokens", int, 1, math.inf),
+            ("min_tokens", int, 0, self.max_tokens or math.inf),
         ):  # fmt: skip
             value = getattr(self, name)
-            if value is None and name in ("seed", "logprobs", "max_tokens"):
+            if value is None and name in ("seed", "logprobs", "prompt_logprobs", "max_tokens"):
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, kind)) or not low <= value <= high:
                 allowed = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
@@ -653,7 +656,7 @@ class ModelRunner:
         seq_lens = [request.num_computed_tokens for request in requests]  # this step's tokens are counted already
         token_ids, meta = self.batch.prepare(rows, query_lens, seq_lens, self.model.device)
         hidden = self.forward(token_ids, meta, requests)  # [T, hidden]
-
+        self.score_prompts(hidden, meta, requests)
         # Only a sequence's last token predicts something new, and only if all that is known is computed.
         ready = [b for b, request in enumerate(requests) if request.num_computed_tokens == request.num_tokens]
         if not ready:
@@ -665,6 +668,9 @@ class ModelRunner:
     def forward(self, token_ids: torch.Tensor, meta: AttentionMetadata, requests: Sequence[Request]) -> torch.Tensor:
         """The whole batch through the model, [T] -> [T, hidden]. Later lessons capture it, or adapt it per request."""
         return self.model.forward(token_ids, meta.positions, self.attend(meta))
+
+    def score_prompts(self, hidden: torch.Tensor, meta: AttentionMetadata, requests: Sequence[Request]) -> None:
+        """Nothing. The companion 04b finds log probabilities of prompts here, for those who ask."""
 
     def make_cache(self, model: llama.Llama, num_blocks: int, block_size: int) -> PagedKVCache:
         """The memory behind the block tables. Companion 05d keeps it in fewer bits."""
@@ -901,7 +907,6 @@ def facts() -> dict[str, Any]:
         }  # fmt: skip
 
     article = both(2, LENGTHS["the article's"])
-
     lengths, by_slots = geometric(512, 16, seed=0), {}
     for seats in (2, 4, 8, 16, 32):
         runs = both(seats, lengths)
@@ -950,12 +955,11 @@ def draw(folder: str | Path) -> list[Path]:
                            edgecolor=common.COLORS["grey"], hatch="////", linewidth=0.5, alpha=0.55)  # fmt: skip
         for name, length, (slot, start, stop), color in zip("ABCD", LENGTHS["the article's"], found["spans"], colors):
             ax.broken_barh([(start, stop - start)], (slot - 0.36, 0.72), facecolor=color, edgecolor="white")
+            label = f"{name} {length}"
             if stop - start > 60:
-                ax.text(
-                    (start + stop) / 2, slot, f"{name} {length}", ha="center", va="center", color="white", weight="bold"
-                )
+                ax.text((start + stop) / 2, slot, label, ha="center", va="center", color="white", weight="bold")
             else:
-                ax.text(start, slot - 0.4, f"{name} {length}", ha="left", va="bottom", color=color, weight="bold")
+                ax.text(start, slot - 0.4, label, ha="left", va="bottom", color=color, weight="bold")
         ax.set(yticks=[0, 1], yticklabels=["slot 0", "slot 1"], ylim=(1.5, -0.85), xlim=(0, 720))
         ax.set_title(f"{policy}: {found['steps']} steps, slots used {100 * found['utilisation']:.0f} %")
     axes[1].set_xlabel("step (hatched: an empty seat)")
@@ -970,8 +974,7 @@ def draw(folder: str | Path) -> list[Path]:
             label="1 / (1 + 1/2 + … + 1/slots)")  # fmt: skip
     ax.set(xscale="log", ylim=(0, 105), xlabel="slots", ylabel="slots used, %", xticks=slots, xticklabels=slots,
            title="512 requests of 16 tokens on average, lengths geometric")  # fmt: skip
-    ax.minorticks_off()
-    ax.legend()
+    ax.minorticks_off(), ax.legend()
     return [gantt, common.save_figure(figure, folder, "04_utilisation")]
 
 
@@ -1035,8 +1038,7 @@ def matmul_seconds(model: llama.Llama, rows: int, head_rows: int) -> float:
 
     def products() -> None:
         for name, layer in model.linear.items():
-            x = inputs[layer.weight.shape[1]]
-            layer(x[:head_rows] if name == "lm_head" else x)
+            layer(inputs[layer.weight.shape[1]][: head_rows if name == "lm_head" else rows])
 
     with torch.inference_mode():
         return common.measure(products).median
@@ -1085,8 +1087,7 @@ def benchmark(model: llama.Llama, args: argparse.Namespace) -> dict[str, Any]:
         rows.append([n, *spread, f"{found['floor']:.0f}", f"{found['share_of_floor']:.0%}"])
     common.table(["prompts", *competitors, "matmuls alone", "share"], rows, title="output tokens per second")
 
-    serial = 4 * n_out / statistics.median(seconds("one by one", 4) for _ in range(3))
-    bench["one_by_one"] = serial
+    serial = bench["one_by_one"] = 4 * n_out / statistics.median(seconds("one by one", 4) for _ in range(3))
     final = bench["throughput"]["32"]
     common.table(["32 prompts", "tokens/s", "x"], [
         [name, f"{rate:.0f}", f"{rate / serial:.1f}"] for name, rate in
@@ -1097,8 +1098,7 @@ def benchmark(model: llama.Llama, args: argparse.Namespace) -> dict[str, Any]:
     outputs, rows, bench["policies"] = geometric(64, 32, args.seed), [], {}
     for seats in (8, 32):
         for policy in POLICIES:
-            core = make_core(model, policy, seats)
-            run = serve(core, [prompts[i % 32][:32] for i in range(64)], outputs)
+            run = serve(make_core(model, policy, seats), [prompts[i % 32][:32] for i in range(64)], outputs)
             found = {
                 "steps": len(run.batch), "seconds": sum(run.seconds), "tokens_per_second": run.tokens_per_second,
                 "utilisation": sum(run.batch) / seats / len(run.batch), "mean_latency": statistics.mean(run.finish),

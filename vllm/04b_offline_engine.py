@@ -38,6 +38,7 @@ import dataclasses
 import functools
 import inspect
 import io
+import itertools
 import json
 import math
 import random
@@ -62,6 +63,7 @@ SchedulerConfig, SchedulerOutput = scheduling.SchedulerConfig, scheduling.Schedu
 
 GREEDY = 1e-5  # temperatures below this are 0
 CANDIDATES = 1024  # tokens that top_p looks at before it sorts the whole vocabulary
+SCORED_ROWS = 256  # prompt tokens whose logits exist at a time: 48 MiB in fp32 with SmolLM2's vocabulary
 
 Prompt = str | dict  # text, {"prompt": text} or {"prompt_token_ids": [...]}
 
@@ -266,7 +268,8 @@ class Sampler:
             token_ids[drawn] = draw_tokens(probs, u)
         logprobs: list[dict | None] = [None] * len(states)
         if wanted:
-            for row, found in zip(wanted, self.gather_logprobs(raw, token_ids[wanted], [states[r] for r in wanted])):
+            numbers = [states[row].params.logprobs for row in wanted]
+            for row, found in zip(wanted, self.gather_logprobs(raw, token_ids[wanted], numbers)):
                 logprobs[row] = found
         return token_ids.tolist(), logprobs
 
@@ -284,18 +287,18 @@ class Sampler:
         )
 
     @staticmethod
-    def gather_logprobs(raw: torch.Tensor, token_ids: torch.Tensor, states: Sequence[SamplingState]) -> list[dict]:
-        """The sampled token first, then the `logprobs` most probable ones. raw [R, vocab], token_ids [R]."""
+    def gather_logprobs(raw: torch.Tensor, token_ids: torch.Tensor, wanted: Sequence[int]) -> list[dict]:
+        """The row's own token first, then the `wanted` most probable ones. raw [R, vocab], token_ids and wanted [R]."""
         sampled = raw.gather(1, token_ids[:, None])
         ranks = (raw >= sampled).sum(1).tolist()
-        best = raw.topk(max(1, *(state.params.logprobs for state in states)), dim=1)
+        best = raw.topk(max(1, *wanted), dim=1)
         rows = zip(token_ids.tolist(), sampled.flatten().tolist(), ranks, best.indices.tolist(), best.values.tolist())
         return [
             {token: Logprob(value, rank)} | {
                 t: Logprob(v, i + 1) for i, (t, v) in enumerate(zip(ids, values))
-                if i < state.params.logprobs and t != token
+                if i < k and t != token
             }
-            for (token, value, rank, ids, values), state in zip(rows, states)
+            for (token, value, rank, ids, values), k in zip(rows, wanted)
         ]  # fmt: skip
 
 
@@ -310,18 +313,22 @@ class SamplingModelRunner(ModelRunner):
         self.sampler = Sampler()
         self.states: dict[str, SamplingState] = {}
         self.logprobs: dict[str, dict[int, Logprob]] = {}  # of the last step, for those who asked
+        self.prompt_logprobs: dict[str, list[dict[int, Logprob] | None]] = {}  # of prompts that the last step completed
+        self.scored: dict[str, list[dict[int, Logprob] | None]] = {}  # of prompts, as far as they have come
         self.seeds = random.Random(seed)  # for requests that bring none
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
         for request_id in output.finished_req_ids:
-            self.states.pop(request_id, None)
+            self.states.pop(request_id, None), self.scored.pop(request_id, None)
         for request in output.scheduled_new_reqs:
             seed = request.sampling_params.seed
             state = SamplingState(
                 request, self.seeds.getrandbits(63) if seed is None else seed, self.model.config.eos_token_ids
             )
             self.states[request.request_id] = state
-        self.logprobs = {}
+            if request.sampling_params.prompt_logprobs is not None:
+                self.scored[request.request_id] = [None]  # nothing predicts the first token
+        self.logprobs, self.prompt_logprobs = {}, {}
         return super().execute_model(output)
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> dict[str, list[int]]:
@@ -329,6 +336,28 @@ class SamplingModelRunner(ModelRunner):
         ids = [request.request_id for request in requests]
         self.logprobs = {request_id: found for request_id, found in zip(ids, logprobs) if found}
         return {request_id: [token] for request_id, token in zip(ids, token_ids)}
+
+    @torch.inference_mode()
+    def score_prompts(self, hidden: torch.Tensor, meta: Any, requests: Sequence[Request]) -> None:
+        """The row of token i holds what the model expects as token i + 1: log p(xᵢ₊₁ | x₀…xᵢ), chunk by chunk.
+
+        Who was preempted and computes a prompt once more goes on where its list ends. Shapes: hidden [T, hidden].
+        """
+        if not self.scored:
+            return
+        for request, end in zip(requests, itertools.accumulate(meta.query_lens)):
+            found = self.scored.get(request.request_id)
+            if found is None:
+                continue
+            computed, prompt = request.num_computed_tokens, request.prompt_token_ids
+            first_row = end - computed  # where token 0 would be, were it in this step
+            for i in range(len(found) - 1, min(computed, len(prompt) - 1), SCORED_ROWS):
+                targets = prompt[i + 1 : min(i + SCORED_ROWS, computed) + 1]
+                raw = self.model.logits(hidden[first_row + i : first_row + i + len(targets)]).float().log_softmax(1)
+                ids = torch.tensor(targets, device=raw.device)
+                found += self.sampler.gather_logprobs(raw, ids, [request.sampling_params.prompt_logprobs] * len(ids))
+            if computed >= len(prompt):
+                self.prompt_logprobs[request.request_id] = self.scored.pop(request.request_id)
 
 
 # --- From token ids to text ------------------------------------------------------------------------------------------
@@ -456,6 +485,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # in a stream: once, with the first token
 
 
 @dataclass
@@ -481,6 +511,7 @@ class _Sequence:
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] | None = [] if wants_logprobs else None
         self.cumulative_logprob = 0.0 if wants_logprobs else None
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.num_sent = 0  # tokens that a stream has seen
 
     def completion(self, finish_reason: str | None, stop_reason: int | str | None) -> CompletionOutput:
@@ -645,7 +676,13 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """One forward pass for everyone who is scheduled; returns what callers should hear of."""
         heard: list[RequestOutput] = []
-        for output in self.core.step():
+        outputs = self.core.step()
+        scored = self.core.runner.prompt_logprobs
+        while scored:  # taken out: a letter may be read in several turns
+            request_id, entries = scored.popitem()
+            if sequence := self.sequences.get(request_id):
+                sequence.prompt_logprobs = [entry and self._decoded(entry) for entry in entries]
+        for output in outputs:
             sequence = self.sequences.get(output.request_id)
             if sequence is None:
                 continue
@@ -687,9 +724,9 @@ class LLMEngine:
             if not finished:
                 return None
             outputs = [caller.outputs[i] for i in sorted(caller.outputs)]
-        return RequestOutput(
-            caller.request_id, caller.prompt, caller.prompt_token_ids, outputs, finished, caller.num_cached_tokens
-        )
+        scores, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+        return RequestOutput(caller.request_id, caller.prompt, caller.prompt_token_ids, outputs, finished,
+                             caller.num_cached_tokens, scores)  # fmt: skip
 
     def _decoded(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
         for token_id, logprob in logprobs.items():

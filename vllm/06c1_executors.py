@@ -345,6 +345,10 @@ class Worker:
             def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> dict[str, list[int]]:
                 return super().sample(logits, requests) if last.is_last_rank else {}
 
+            def score_prompts(self, *step: Any) -> None:
+                if last.is_last_rank:  # nobody else has logits
+                    super().score_prompts(*step)
+
         self.spans: list[tuple[float, float]] = []
         self.requests: dict[str, Request] = {}
         self.block_ids: dict[str, list[int]] = {}
@@ -352,8 +356,9 @@ class Worker:
                                   get_block_ids=self.block_ids.__getitem__)  # fmt: skip
         self.runner = StageRunner(self.model, SimpleNamespace(config=config, kv_cache_manager=manager), seed)
 
-    def execute_model(self, message: StepMessage) -> tuple[dict[str, list[int]], dict[str, dict]]:
-        """Bring the copies up to date and run the step. Returns sampled tokens and logprobs; empty before the end."""
+    def execute_model(self, message: StepMessage) -> tuple[dict[str, list[int]], dict[str, dict], dict[str, list]]:
+        """Bring the copies up to date and run the step. Returns sampled tokens, their logprobs and those of prompts;
+        empty before the end."""
         output = scheduling.SchedulerOutput(message.num_scheduled_tokens, finished_req_ids=message.finished)
         for request_id in message.preempted:
             if request := self.requests.get(request_id):
@@ -377,7 +382,7 @@ class Worker:
         start, waited = time.monotonic(), self.pp.waited
         sampled = self.runner.execute_model(output)
         self.spans.append((start + self.pp.waited - waited, time.monotonic()))
-        return sampled, self.runner.logprobs
+        return sampled, self.runner.logprobs, self.runner.prompt_logprobs
 
     def take_spans(self) -> list[tuple[float, float]]:
         """When this rank computed, by the machine's clock: of each step since the last call, [start, end)."""
@@ -810,6 +815,7 @@ class RemoteRunner:
         manager = scheduler.kv_cache_manager
         self.executor, self.output_rank, self.writer = executor, output_rank, StepWriter(manager)
         self.logprobs: dict[str, dict] = {}
+        self.prompt_logprobs: dict[str, list] = {}
         executor.collective_rpc(
             "initialize_from_config", scheduler.config, manager.block_pool.num_blocks, manager.block_size, seed
         )
@@ -851,7 +857,7 @@ class PipelineEngineCore(scheduling.ModelEngineCore):
         Whoever was preempted meanwhile will compute that token once more, so this one is dropped: it would count twice.
         """
         output, future, lives = self.batch_queue.popleft()
-        sampled, self.runner.logprobs = future.result()
+        sampled, self.runner.logprobs, self.runner.prompt_logprobs = future.result()
         requests = self.scheduler.requests
         return output, {
             request_id: token_ids for request_id, token_ids in sampled.items()
@@ -907,4 +913,6 @@ class ParallelEngineCoreProc(async_engine.EngineCoreProc):
         stats.num_scheduled_tokens = output.total_num_scheduled_tokens
         stats.num_preempted_reqs = len(output.preempted_reqs)
         stats.step_seconds = time.monotonic() - start
-        self.send(async_engine.EngineCoreOutputs(outputs, stats, self.core.runner.logprobs, self.admitted.popleft()))
+        runner = self.core.runner
+        self.send(async_engine.EngineCoreOutputs(outputs, stats, runner.logprobs, self.admitted.popleft(),
+                                                 prompt_logprobs=runner.prompt_logprobs))  # fmt: skip

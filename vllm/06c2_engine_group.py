@@ -234,6 +234,9 @@ class EngineMailbox:
         for request_id, why in letter.refused.items():
             if (index := self.owner.pop(request_id, None)) is not None:
                 parts[index].refused[request_id] = why
+        for request_id, scores in letter.prompt_logprobs.items():
+            if (index := self.owner.get(request_id)) is not None:
+                parts[index].prompt_logprobs[request_id] = scores
         for output in letter.outputs:
             if (index := self.owner.get(output.request_id)) is None:
                 continue

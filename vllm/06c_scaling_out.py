@@ -190,6 +190,7 @@ class TimedStages:
         self.stages, self.now, self.free = stages, 0, [0] * stages
         self.batches: list[dict[str, Any]] = []
         self.logprobs: dict[str, dict] = {}
+        self.prompt_logprobs: dict[str, list] = {}
 
     def submit(self, output: Any) -> Any:
         if not (tokens := output.total_num_scheduled_tokens):
@@ -205,9 +206,9 @@ class TimedStages:
         self.batches.append({"tokens": tokens, "requests": len(members), "samples": len(sampled), "spans": spans})
         return SimpleNamespace(result=functools.partial(self._finish, spans[-1][1], sampled))
 
-    def _finish(self, at: int, sampled: dict[str, list[int]]) -> tuple[dict[str, list[int]], dict]:
+    def _finish(self, at: int, sampled: dict[str, list[int]]) -> tuple[dict[str, list[int]], dict, dict]:
         self.now = max(self.now, at)
-        return sampled, {}
+        return sampled, {}, {}
 
 
 def simulate(params: dict) -> dict:

@@ -116,6 +116,7 @@ class EngineCoreOutputs:
     logprobs: dict[str, dict] = field(default_factory=dict)  # request id: {token id: Logprob}, for those who asked
     admitted: dict[str, tuple[float, int]] = field(default_factory=dict)  # id: seconds in the queue, cached tokens
     refused: dict[str, str] = field(default_factory=dict)  # id: why the core could not take it
+    prompt_logprobs: dict[str, list] = field(default_factory=dict)  # id: one entry per token of a prompt now computed
 
 
 @dataclass(slots=True)
@@ -235,7 +236,9 @@ class EngineCoreProc:
         stats.num_scheduled_tokens = output.total_num_scheduled_tokens
         stats.num_preempted_reqs = len(output.preempted_reqs)
         stats.step_seconds = time.monotonic() - start
-        self.send(EngineCoreOutputs(outputs, stats, getattr(self.core.runner, "logprobs", {}), admitted))
+        runner = self.core.runner
+        self.send(EngineCoreOutputs(outputs, stats, getattr(runner, "logprobs", {}), admitted,
+                                    prompt_logprobs=getattr(runner, "prompt_logprobs", {})))  # fmt: skip
 
     def stats(self) -> SchedulerStats:
         pool = self.scheduler.kv_cache_manager.block_pool
@@ -494,6 +497,7 @@ class CoreMailbox:
         self.runner = self.scheduler = self  # the two parts of a core that the front end looks into
         self.outputs: list[EngineCoreOutput] = []
         self.logprobs: dict[str, dict] = {}
+        self.prompt_logprobs: dict[str, list] = {}
 
     def check_request(self, request: Request) -> None:
         """All that can be wrong with a request is known here: the pool holds at least one of `max_model_len`."""
@@ -537,6 +541,7 @@ class FrontEnd(LLMEngine):
             if sequence := self.sequences.get(request_id):
                 sequence.request.num_cached_tokens = num_cached_tokens
         self.core.outputs, self.core.logprobs = outputs, letter.logprobs
+        self.core.prompt_logprobs = letter.prompt_logprobs
         return self.step()
 
 
@@ -575,6 +580,7 @@ class RequestOutputCollector:
 def merge_outputs(old: RequestOutput, new: RequestOutput) -> None:
     """Two pieces of a stream into one. With n > 1, each answer goes on where it was."""
     old.finished, old.num_cached_tokens = new.finished, new.num_cached_tokens
+    old.prompt_logprobs = old.prompt_logprobs or new.prompt_logprobs
     for piece in new.outputs:
         for have in old.outputs:
             if have.index == piece.index:
@@ -732,7 +738,7 @@ class AsyncLLM:
     async def _deliver(self, letter: EngineCoreOutputs) -> None:
         if self.stat_logger:
             self.stat_logger.record(letter, self.front.sequences)
-        for start in range(0, len(letter.outputs), self.CHUNK):
+        for start in range(0, len(letter.outputs) or 1, self.CHUNK):
             if start:
                 await asyncio.sleep(0)
             for output in self.front.process_outputs(letter, letter.outputs[start : start + self.CHUNK]):

@@ -108,6 +108,7 @@ class CommonRequest(OpenAIModel):
     priority: int = 0
     cache_salt: str | None = None
     return_token_ids: bool | None = False
+    prompt_logprobs: int | None = None
     request_id: str | None = None  # what the answer's id shall end with; the header X-Request-Id says it, too
     spaces_between_special_tokens: bool = True  # these three at what they mean here: nothing
     use_beam_search: Literal[False] = False

@@ -118,7 +118,11 @@ def sampling_params(body: CommonRequest, max_tokens: int | None, logprobs: int |
             more["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
         except ValueError:
             raise common.InputError("logit_bias: its keys must be token ids, as strings") from None
-    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, structured_outputs=structured_outputs(body), **more)
+    if body.prompt_logprobs and body.stream:
+        raise common.InputError("prompt_logprobs: only when stream is false; echo with logprobs streams them")
+    scored = body.logprobs if body.prompt_logprobs is None and getattr(body, "echo", False) else body.prompt_logprobs
+    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=scored,
+                          structured_outputs=structured_outputs(body), **more)  # fmt: skip
 
 
 def structured_outputs(body: CommonRequest) -> dict[str, Any] | None:
@@ -309,9 +313,8 @@ class OpenAIServing:
             raise common.InputError("suffix: not supported; this model cannot fill in the middle")
         if body.best_of not in (None, 1, body.n):
             raise common.InputError(f"best_of {body.best_of}: not supported (nor by vLLM's V1); allowed: 1, or n")
-        if body.echo and body.logprobs is not None:
-            raise common.InputError("echo: not supported together with logprobs: this engine scores no prompts")
-        return sampling_params(body, body.max_tokens, body.logprobs)
+        limit = 1 if body.echo and body.max_tokens == 0 else body.max_tokens  # a token that nobody sees
+        return sampling_params(body, limit, body.logprobs)
 
     async def check_constraint(self, constraint: dict[str, Any]) -> None:
         """Compile it, on another thread and within companion 06b's time limit: no engine ever waits for a bad one."""
@@ -330,37 +333,46 @@ class OpenAIServing:
 
     # -- out --
 
-    def logprobs(self, job: Job, answer: offline.CompletionOutput, offset: int = 0) -> dict[str, Any] | None:
+    def logprobs(self, job: Job, index: int, answer: offline.CompletionOutput) -> dict[str, Any] | None:
         """Log probabilities in the shape of the API that was asked."""
         if job.params.logprobs is None or answer.logprobs is None:
             return None
-        found = [(token, entry[token], sorted(((t, x) for t, x in entry.items() if x.rank <= job.params.logprobs),
-                                              key=lambda item: item[1].rank))
-                 for token, entry in zip(answer.token_ids, answer.logprobs)]  # fmt: skip
-        finite = lambda x: max(x.logprob, -9999.0)  # JSON has no infinity  # noqa: E731
+        best = lambda entry: sorted(((t, x) for t, x in entry.items() if x.rank <= job.params.logprobs),  # noqa: E731
+                                    key=lambda item: item[1].rank)  # fmt: skip
+        found = [*zip(answer.token_ids, answer.logprobs)]
         if isinstance(job.body, ChatCompletionRequest):
-            entry = lambda t, x: {"token": x.decoded_token, "logprob": finite(x), "bytes": list(self.token_bytes[t])}  # noqa: E731
-            return {"content": [entry(t, x) | {"top_logprobs": [entry(*item) for item in top]} for t, x, top in found]}
-        lengths = [len(x.decoded_token) for _, x, _ in found]
+            shape = lambda t, x: {"token": x.decoded_token, "logprob": finite(x), "bytes": list(self.token_bytes[t])}  # noqa: E731
+            return {"content": [shape(t, entry[t]) | {"top_logprobs": [shape(*item) for item in best(entry)]}
+                                for t, entry in found]}  # fmt: skip
+        # The first token of an echoed prompt has no entry: nothing predicts it.
+        tokens = [entry[t].decoded_token if entry else self.token_bytes[t].decode("utf-8", "replace")
+                  for t, entry in found]  # fmt: skip
+        offsets = [*itertools.accumulate(map(len, tokens), initial=job.text_offsets.get(index, 0))]
+        job.text_offsets[index] = offsets.pop()
         return {
-            "tokens": [x.decoded_token for _, x, _ in found], "token_logprobs": [finite(x) for _, x, _ in found],
-            "top_logprobs": [{x.decoded_token: finite(x) for _, x in [*top, (t, own)]} for t, own, top in found],
-            "text_offset": [offset + sum(lengths[:i]) for i in range(len(lengths))],
+            "tokens": tokens, "token_logprobs": [entry and finite(entry[t]) for t, entry in found],
+            "top_logprobs": [entry and {x.decoded_token: finite(x) for _, x in [*best(entry), (t, entry[t])]}
+                             for t, entry in found],
+            "text_offset": offsets,
         }  # fmt: skip
 
-    def choice(self, job: Job, index: int, answer: offline.CompletionOutput, role: bool = False) -> dict[str, Any]:
-        """One answer, or one piece of it if the request streams."""
+    def choice(self, job: Job, index: int, answer: offline.CompletionOutput,
+               first: RequestOutput | None = None) -> dict[str, Any]:  # fmt: skip
+        """One answer, or one piece of it if the request streams; `first` is given with what begins an answer."""
         if answer.finish_reason == "error":
             raise APIError(500, str(answer.stop_reason))
-        content = {"logprobs": self.logprobs(job, answer), "finish_reason": answer.finish_reason,
+        shown = self.echoed(job, first, answer) if first and getattr(job.body, "echo", False) else answer
+        content = {"logprobs": self.logprobs(job, index, shown), "finish_reason": answer.finish_reason,
                    "stop_reason": answer.stop_reason}  # fmt: skip
         if job.body.return_token_ids:
             content["token_ids"] = answer.token_ids
         if not isinstance(job.body, ChatCompletionRequest):
-            return {"index": index, "text": answer.text} | content
+            if first and job.body.prompt_logprobs is not None and not job.body.stream:
+                content["prompt_logprobs"] = scores(first)
+            return {"index": index, "text": shown.text} | content
         reader = job.reader(index)
         message = reader.read(answer.text, answer.finish_reason is not None)
-        if role:
+        if first:
             message = {"role": "assistant", "content": ""} | message
         if reader.count and reader.choice in ("auto", "required") and answer.finish_reason == "stop":
             content["finish_reason"] = "tool_calls"  # for a named function OpenAI says "stop"
@@ -376,11 +388,14 @@ class OpenAIServing:
         found = {"id": job.request_id, "object": kind, "created": job.created, "model": job.model, "choices": choices}
         return found | {"usage": usage} if usage or job.wants_usage else found
 
-    def echoed(self, job: Job, output: RequestOutput) -> str:
-        """The prompt, for a client that wants to read it again."""
-        if not getattr(job.body, "echo", False):
-            return ""
-        return output.prompt if output.prompt is not None else self.tokenizer.decode(output.prompt_token_ids)
+    def echoed(self, job: Job, output: RequestOutput, answer: offline.CompletionOutput) -> offline.CompletionOutput:
+        """The answer behind its prompt, for a client that wants to read it again. If it wants no token, only that."""
+        text = output.prompt if output.prompt is not None else self.tokenizer.decode(output.prompt_token_ids)
+        token_ids, logprobs = output.prompt_token_ids, output.prompt_logprobs
+        if job.body.max_tokens != 0:
+            text, token_ids = text + answer.text, token_ids + answer.token_ids
+            logprobs = answer.logprobs and [*(logprobs or ()), *answer.logprobs]
+        return dataclasses.replace(answer, text=text, token_ids=token_ids, logprobs=logprobs)
 
     async def answer(self, job: Job) -> dict[str, Any]:
         """The whole answer at once. Aborts what is left if it is cancelled."""
@@ -393,9 +408,10 @@ class OpenAIServing:
             usage.add_prompt(output)
             for answer in output.outputs:
                 usage.completion += len(answer.token_ids)
-                answer.text = self.echoed(job, output) + answer.text
-                choices.append(self.choice(job, i * job.params.n + answer.index, answer, role=True))
+                choices.append(self.choice(job, i * job.params.n + answer.index, answer, output))
         found, given = self.envelope(job, choices, usage.as_dict()), job.body.kv_transfer_params
+        if isinstance(job.body, ChatCompletionRequest) and job.body.prompt_logprobs is not None:
+            found["prompt_logprobs"] = scores(outputs[0])
         return found | (companion("081_kv_connectors", "").answer_params(given, self.llm.ready.about) if given else {})
 
     async def stream(self, job: Job) -> AsyncIterator[str]:
@@ -411,14 +427,13 @@ class OpenAIServing:
                 for piece in output.outputs:
                     usage.completion += len(piece.token_ids)
                     index = i * job.params.n + piece.index
-                    if index not in seen:
-                        seen.add(index)
-                        if chat:  # OpenAI's streams begin with the role and no text
-                            opening = offline.CompletionOutput(piece.index, "", [])
-                            yield event(self.envelope(job, [self.choice(job, index, opening, role=True)]))
-                        else:
-                            piece.text = self.echoed(job, output) + piece.text
-                    choice = self.choice(job, index, piece)
+                    first = None if index in seen else output
+                    seen.add(index)
+                    if first and chat:  # OpenAI's streams begin with the role and no text
+                        opening = offline.CompletionOutput(piece.index, "", [])
+                        yield event(self.envelope(job, [self.choice(job, index, opening, first)]))
+                        first = None
+                    choice = self.choice(job, index, piece, first)
                     says = choice.get("text") or any(choice.get("delta", {}).values())
                     if not (says or piece.finish_reason or piece.logprobs or job.body.return_token_ids):
                         continue  # half a character, or what may become a stop string or a call: nothing to say yet
@@ -442,6 +457,7 @@ class Job:
     collectors: list[RequestOutputCollector]
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     readers: dict[int, ToolCallReader] = dataclasses.field(default_factory=dict)
+    text_offsets: dict[int, int] = dataclasses.field(default_factory=dict)  # where an answer's next token begins
 
     def reader(self, index: int) -> ToolCallReader:
         """What has been understood of an answer so far."""
@@ -469,6 +485,18 @@ class Usage:
         return {"prompt_tokens": self.prompt, "completion_tokens": self.completion,
                 "total_tokens": self.prompt + self.completion,
                 "prompt_tokens_details": {"cached_tokens": self.cached}}  # fmt: skip
+
+
+def finite(x: offline.Logprob) -> float:
+    """JSON has no infinity."""
+    return max(x.logprob, -9999.0)
+
+
+def scores(output: RequestOutput) -> list[dict[str, dict[str, Any]] | None]:
+    """Log probabilities of a prompt's tokens in vLLM's form: by token id, and null for the first one."""
+    return [entry and {str(t): {"logprob": finite(x), "rank": x.rank, "decoded_token": x.decoded_token}
+                       for t, x in entry.items()}
+            for entry in output.prompt_logprobs or ()]  # fmt: skip
 
 
 def event(body: dict[str, Any]) -> str:

@@ -412,13 +412,14 @@ class StepLogprobs(dict):
 
 
 class RowsToVerify:
-    """Hidden states of a step. Lesson 04's runner picks each sequence's last row; it gets the drafts' rows as well."""
+    """Hidden states of a step. Lesson 04's runner picks each sequence's last row; it gets the drafts' rows as well.
+    A slice is taken as it is: rows of a prompt."""
 
     def __init__(self, hidden: torch.Tensor, rows: list[int]) -> None:
         self.hidden, self.rows = hidden, rows
 
-    def __getitem__(self, last: torch.Tensor) -> torch.Tensor:
-        return self.hidden[torch.tensor(self.rows, device=self.hidden.device)]
+    def __getitem__(self, rows: torch.Tensor | slice) -> torch.Tensor:
+        return self.hidden[rows if isinstance(rows, slice) else torch.tensor(self.rows, device=self.hidden.device)]
 
 
 ACCEPT = 0x5DEECE66D  # makes of a request's seed that of a second, independent stream: one decides, one draws
@@ -533,7 +534,7 @@ class SpeculativeModelRunner:
             self.leftover[request.request_id] = token_ids[start + n : end]
             if state.params.logprobs is not None:
                 raw, ids = logits[start : start + n].log_softmax(1), on_device(token_ids[start : start + n])
-                logprobs[request.request_id] = Sampler.gather_logprobs(raw, ids, [state] * n)
+                logprobs[request.request_id] = Sampler.gather_logprobs(raw, ids, [state.params.logprobs] * n)
         return sampled
 
     def stack_probs(self, requests: Sequence[Request],

@@ -619,7 +619,9 @@ class Proxy:
             params, refusal = None, None
             prompt = body.get("prompt")
             several = isinstance(prompt, list) and not all(type(token) is int for token in prompt)
-            if body.get("n") in (None, 1) and not several:  # one transfer is one prompt and one answer
+            scored = body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None)
+            # One transfer is one prompt and one answer; and a prompt is scored where it is computed.
+            if body.get("n") in (None, 1) and not (several or scored):
                 params, refusal = await self.prefilled(path, body, headers)
             if refusal is not None:
                 return refusal
