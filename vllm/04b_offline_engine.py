@@ -12,7 +12,8 @@ The mechanism:
   5. Stop strings are found in text, because they may begin in one token and end in the next; what could still become
      one is held back from a stream.
   6. `n` samples are n requests with seeds seed, seed+1, …; they meet again only in the answer.
-  7. `LLMEngine` validates, queues, steps and answers; `LLM.generate` and `LLM.chat` are loops around it.
+  7. A prompt is scored where it is computed: row i of a chunk holds what the model expects as token i + 1.
+  8. `LLMEngine` validates, queues, steps and answers; `LLM.generate` and `LLM.chat` are loops around it.
 
 Numbers to remember: a seeded request needs 2 words of state (seed, count). An emoji may be 4 tokens, of which 3 show
 nothing. To hold back one stop string of s characters costs a stream s − 1 characters of delay.
@@ -95,6 +96,13 @@ def reference_distribution(logits: Sequence[float], params: SamplingParams, prom
     p = _softmax(z)
     more_probable = lambda x: sum(q for y, q in zip(z, p) if y > x)  # noqa: E731
     return _softmax([x if params.top_p == 1 or more_probable(x) < params.top_p else -math.inf for x in z])
+
+
+def reference_scores(model: llama.Llama, token_ids: Sequence[int]) -> torch.Tensor:
+    """log p(xᵢ | x₀…xᵢ₋₁) for every token but the first, in one pass and without a cache. fp32 [tokens − 1]."""
+    ids = torch.tensor(token_ids, device=model.device)
+    hidden = model.forward(ids, torch.arange(len(ids), device=model.device), scheduling.recompute)
+    return model.logits(hidden[:-1]).float().log_softmax(1).gather(1, ids[1:, None])[:, 0]
 
 
 def _softmax(z: Sequence[float]) -> list[float]:
@@ -904,7 +912,7 @@ def facts() -> dict[str, Any]:
         "the": {name.split()[0]: prob("the", penalty=name) for name in PENALTIES},
         "xylophone": {str(t).replace(".", ""): prob("xylophone", temperature=t) for t in (0.5, 1, 2)},
         "u": {"seed_7": u.tolist(), "seed_8": uniforms([8], [0]).tolist()},
-        "candidates": CANDIDATES, "counts_bytes": 4 * 49152, "seen_bytes": 49152,
+        "candidates": CANDIDATES, "scored_rows": SCORED_ROWS, "counts_bytes": 4 * 49152, "seen_bytes": 49152,
     }  # fmt: skip
 
 
@@ -1041,7 +1049,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     pool = llm.llm_engine.core.scheduler.kv_cache_manager.block_pool
     common.check_equal("all KV blocks are free again", pool.num_free_blocks, pool.num_blocks - 1)
 
-    common.heading("4. What sampling costs: 32 rows of 49,152 logits")
+    common.heading("4. How probable is what is there already? Three endings of one sentence")
+    endings = [prompts[2] + ending for ending in (" Paris.", " Rome.", " Tuesday.")]
+    outputs = llm.generate(endings, SamplingParams(max_tokens=1, prompt_logprobs=1))
+    scores, first = [], len(tokenizer.encode(prompts[2]))
+    for output in outputs:
+        chosen = [entry[t] for t, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:])]
+        scores += [x.logprob for x in chosen]
+        said = "  ".join(f"{x.decoded_token!r} {x.logprob:.2f} (rank {x.rank})" for x in chosen[first - 1 :])
+        common.say(f"{said}: together {sum(x.logprob for x in chosen[first - 1 :]):.2f}")
+    reference = torch.cat([reference_scores(model, output.prompt_token_ids) for output in outputs])
+    common.check("log probabilities of all prompt tokens", torch.tensor(scores), reference.cpu())
+
+    common.heading("5. What sampling costs: 32 rows of 49,152 logits")
     bench["sampling_ms"] = sampling_cost(model.device, 2.0 if args.bench else 0.15)
     common.table(["parameters", "ms per step"], [[name, f"{ms:.1f}"] for name, ms in bench["sampling_ms"].items()])
     if args.bench:
