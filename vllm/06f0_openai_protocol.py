@@ -73,11 +73,10 @@ class ResponseFormat(OpenAIModel):
     json_schema: JSONSchema | None = None
 
 
-class CommonRequest(OpenAIModel):
-    """What both APIs take: OpenAI's fields, then vLLM's own."""
+class AnyRequest(OpenAIModel):
+    """What all APIs take: OpenAI's fields, then vLLM's own."""
 
     model: str | None = None
-    n: int | None = 1
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
@@ -86,8 +85,6 @@ class CommonRequest(OpenAIModel):
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     user: str | None = None  # these say something about the caller or its bill, and change no answer
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -104,16 +101,25 @@ class CommonRequest(OpenAIModel):
     ignore_eos: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool = True
-    add_special_tokens: bool | None = None
     priority: int = 0
     cache_salt: str | None = None
+    request_id: str | None = None  # what the answer's id shall end with; the header X-Request-Id says it, too
+    structured_outputs: StructuredOutputs | None = None
+
+
+class CommonRequest(AnyRequest):
+    """What chats and completions take, and responses (06f1) do not."""
+
+    n: int | None = 1
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+    add_special_tokens: bool | None = None
     return_token_ids: bool | None = False
     prompt_logprobs: int | None = None
-    request_id: str | None = None  # what the answer's id shall end with; the header X-Request-Id says it, too
     spaces_between_special_tokens: bool = True  # these three at what they mean here: nothing
     use_beam_search: Literal[False] = False
     length_penalty: float = 1.0
-    structured_outputs: StructuredOutputs | None = None
     kv_transfer_params: dict[str, Any] | None = None  # lesson 08
     guided_json: str | dict[str, Any] | None = None  # names of older versions, which vLLM 0.32 ignores
     guided_regex: str | None = None

@@ -51,6 +51,7 @@ import llama
 KEY = "06f_openai_api"
 
 protocol = common.lesson("06f0_openai_protocol")  # requests, tools and errors
+responses_api = common.lesson("06f1_responses_api")  # chats in OpenAI's newer form
 async_engine = common.lesson("06e_async_engine")
 offline = common.lesson("04b_offline_engine")
 scheduling = common.lesson("04_continuous_batching")
@@ -61,6 +62,7 @@ APIError, ErrorResponse, StreamOptions = protocol.APIError, protocol.ErrorRespon
 CommonRequest, CompletionRequest = protocol.CommonRequest, protocol.CompletionRequest
 ChatCompletionRequest, ToolCallReader = protocol.ChatCompletionRequest, protocol.ToolCallReader
 TokenizeRequest, DetokenizeRequest = protocol.TokenizeRequest, protocol.DetokenizeRequest
+ResponsesRequest = responses_api.ResponsesRequest
 LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest = protocol.LoadLoRAAdapterRequest, protocol.UnloadLoRAAdapterRequest
 
 VERSION = "0.1.0"
@@ -90,7 +92,9 @@ def as_api_error(error: Exception) -> APIError:
         return error
     if isinstance(error, common.InputError):
         first = str(error).split(":")[0].split(" ")[0]
-        known = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
+        known = {
+            name for kind in (CompletionRequest, ChatCompletionRequest, ResponsesRequest) for name in kind.model_fields
+        }
         return APIError(400, str(error), first if first in known else None)
     if isinstance(error, QueueOverflowError):
         return APIError(503, str(error), headers={"Retry-After": "1"})
@@ -613,17 +617,17 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
             try:
                 await super().__call__(scope, receive, send)
             finally:
-                serving.forget(self.job)
+                self.forget()
 
-    async def respond(body: CompletionRequest | ChatCompletionRequest, request: HTTPRequest) -> Response:
+    async def respond(body: Any, request: HTTPRequest, api: Any = serving) -> Response:
         gone = asyncio.ensure_future(disconnected(request))
         try:
-            job = await unless(gone, serving.add(body, request.headers.get("x-request-id")), serving.forget)
+            job = await unless(gone, api.add(body, request.headers.get("x-request-id")), api.forget)
             if job is not None and body.stream:
-                response = EventStream(serving.stream(job), media_type="text/event-stream")
-                response.job = job
+                response = EventStream(api.stream(job), media_type="text/event-stream")
+                response.forget = functools.partial(api.forget, job)
                 return response
-            found = job and await unless(gone, serving.answer(job), lambda answer: None)
+            found = job and await unless(gone, api.answer(job), lambda answer: None)
         except Exception as error:
             return error_response(as_api_error(error))
         finally:
@@ -637,6 +641,20 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
     @post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: HTTPRequest) -> Response:
         return await respond(body, request)
+
+    responses = responses_api.ResponsesAPI(serving, as_api_error)
+
+    @post("/v1/responses")
+    async def create_response(body: ResponsesRequest, request: HTTPRequest) -> Response:
+        return await respond(body, request, responses)
+
+    @get("/v1/responses/{response_id}")
+    async def retrieve_response(response_id: str) -> dict[str, Any]:
+        return responses.find(response_id).response
+
+    @app.delete("/v1/responses/{response_id}", responses={status: failures[status] for status in (401, 404)})
+    async def delete_response(response_id: str) -> dict[str, Any]:
+        return responses.delete(response_id)
 
     @get("/v1/models")
     async def list_models() -> dict[str, Any]:

@@ -1,0 +1,391 @@
+"""Lesson 06f1: whoever has every event of a response has the response, and a request says what its chat would say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import common
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+lesson = common.lesson("06f1_responses_api")
+openai_api = common.lesson("06f_openai_api")
+offline, async_engine = openai_api.offline, openai_api.async_engine
+ResponsesRequest = lesson.ResponsesRequest
+USAGE = {"input_tokens": 1}
+
+
+class Script(openai_api.ScriptedLLM):
+    """Says `pieces`, one letter each, if the reader keeps up; an exception in their place is raised."""
+
+    def __init__(self, pieces=("Par", "is", "."), reason="stop", logprobs=False):
+        super().__init__(max_model_len=512, max_num_queued_reqs=9)
+        self.pieces, self.reason, self.logprobs = pieces, reason, logprobs
+
+    def add_request(self, request_id, prompt, params, *, stream=False, **about):
+        self.added.append((request_id, prompt, params))
+        waiting, ids = list(self.pieces), prompt["prompt_token_ids"]
+
+        class Collector(async_engine.RequestOutputCollector):
+            async def get(collector):
+                if isinstance(waiting[0], Exception):
+                    raise waiting.pop(0)
+                texts, waiting[:] = (waiting[:1], waiting[1:]) if stream else (waiting[:], [])
+                found = [{i: offline.Logprob(-1.0, 1, text)} for i, text in enumerate(texts)] if self.logprobs else None
+                answer = offline.CompletionOutput(0, "".join(texts), [*range(len(texts))], logprobs=found,
+                                                  finish_reason=None if waiting else self.reason)  # fmt: skip
+                return openai_api.RequestOutput(request_id, prompt["prompt"], ids, [answer], not waiting, 2)
+
+        return Collector(request_id)
+
+
+class Calling(openai_api.OpenAIServing):
+    enable_auto_tool_choice, tool_call_parser = True, "hermes"
+
+    async def check_constraint(self, constraint): ...
+
+
+def serve(*script, kind=openai_api.OpenAIServing, **about):
+    llm = Script(*script, **about)
+    return llm, openai_api.build_app(kind(llm, ["smol"]))
+
+
+def ask(app, body, path="/v1/responses", **about):
+    return asyncio.run(openai_api.call(app, path, body, **about))
+
+
+def events_of(text):
+    """Server-sent events with names: [event: name, data: JSON]."""
+    found = []
+    for block in text.split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def read(events):
+    """A client: the output, put together from events alone. Everything is said in order and ends once."""
+    items, done, growing = [], [], None
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    for event in events[2:-1]:
+        kind = event["type"].removeprefix("response.")
+        assert event["output_index"] == len(items) - (kind != "output_item.added")
+        if kind == "output_item.added":
+            assert growing is None and event["item"]["status"] == "in_progress"
+            growing = event["item"]
+            assert not (growing.get("content") or growing.get("arguments"))
+            items.append(growing)
+            continue
+        assert kind == "output_item.done" or event["item_id"] == growing["id"]
+        if kind == "content_part.added":
+            growing["content"].append(event["part"])
+        elif kind == "output_text.delta":
+            growing["content"][event["content_index"]]["text"] += event["delta"]
+            growing["content"][0]["logprobs"] += event["logprobs"]
+        elif kind == "output_text.done":
+            part = growing["content"][0]
+            assert (event["text"], event["logprobs"]) == (part["text"], part["logprobs"])
+        elif kind == "content_part.done":
+            assert event["part"] == growing["content"][0]
+        elif kind == "function_call_arguments.delta":
+            growing["arguments"] += event["delta"]
+        elif kind == "function_call_arguments.done":
+            assert (event["arguments"], event["name"]) == (growing["arguments"], growing["name"])
+        elif kind == "output_item.done":
+            assert event["item"] == growing | {"status": event["item"]["status"]}
+            growing["status"] = event["item"]["status"]
+            done.append(growing)
+            growing = None
+        else:
+            pytest.fail(kind)
+    assert growing is None and done == items
+    return items
+
+
+# --- Answers ----------------------------------------------------------------------------------------------------------
+
+text_delta = st.builds(lambda text: {"content": text}, st.text("ab ", max_size=3))
+begin = st.builds(lambda name, text: ("begin", name, text), st.sampled_from("fg"), st.sampled_from(["", "{"]))
+grow = st.builds(lambda text: ("grow", "", text), st.sampled_from(['"x"', "}"]))
+
+
+@given(st.lists(text_delta | begin | grow, max_size=8), st.sampled_from(["stop", "length", "abort"]))
+def test_events_are_the_response(deltas, reason):
+    writer = lesson.ResponseWriter({"output": [], "status": "in_progress"})
+    writer.begin()
+    want, events = [], []
+    for delta in deltas:
+        if isinstance(delta, dict):
+            writer.write(delta, [{"token": delta["content"]}])
+            if delta["content"]:
+                if not want or want[-1][0] != "text":
+                    want.append(["text", ""])
+                want[-1][1] += delta["content"]
+        elif delta[0] == "begin":
+            _, name, text = delta
+            call = {"index": 0, "id": "c", "function": {"name": name, "arguments": text}}
+            writer.write({"tool_calls": [call]})
+            want.append([name, text])
+        elif want and want[-1][0] != "text":
+            writer.write({"tool_calls": [{"index": 0, "function": {"arguments": delta[2]}}]})
+            want[-1][1] += delta[2]
+        events += writer.take()
+    writer.finish(reason, USAGE)
+    events = events_of("".join(events + writer.take()))
+    final = events[-1]["response"]
+    assert events[-1]["type"] == "response.completed" and writer.take() == []
+    assert read(events) == final["output"] == writer.response["output"]
+    said = [[i["name"], i["arguments"]] if i["type"] == "function_call" else ["text", i["content"][0]["text"]]
+            for i in final["output"]]  # fmt: skip
+    assert said == (want or [["text", ""]]), "who says nothing has said an empty message"
+    assert final["status"] == {"stop": "completed", "length": "incomplete", "abort": "cancelled"}[reason]
+    assert [item["status"] for item in final["output"][:-1]] == ["completed"] * (len(said) - 1)
+    assert final["output"][-1]["status"] == ("completed" if reason == "stop" else "incomplete")
+    assert (final.get("incomplete_details") is not None) == (reason == "length") and final["usage"] == USAGE
+    assert all(event["response"]["status"] == "in_progress" for event in events[:2])
+
+
+def test_a_whole_and_a_streamed_response_say_the_same():
+    llm, app = serve()
+    body = {"input": "Hello", "instructions": "Short.", "metadata": {"a": "b"}, "max_output_tokens": 9}
+    whole = ask(app, body).json
+    heard = ask(app, body | {"stream": True})
+    assert heard.headers["content-type"].startswith("text/event-stream") and "[DONE]" not in heard.text
+    events = events_of(heard.text)
+    streamed = events[-1]["response"]
+    assert [e["delta"] for e in events if e["type"] == "response.output_text.delta"] == ["Par", "is", "."]
+    for found in (whole, streamed):
+        assert found["id"].startswith("resp_") and found["output"][0]["id"].startswith("msg_")
+        assert found["output"][0]["content"] == [{"type": "output_text", "text": "Paris.", "annotations": [],
+                                                  "logprobs": []}]  # fmt: skip
+        assert (found["status"], found["model"], found["metadata"]) == ("completed", "smol", {"a": "b"})
+        assert found["usage"] == {
+            "input_tokens": 11, "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0},
+            "output_tokens": 3, "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 14,
+        }  # fmt: skip
+        assert found["created_at"] <= found["completed_at"] and found["max_output_tokens"] == 9
+    assert whole.keys() == streamed.keys() and whole["id"] != streamed["id"]
+    assert [prompt["prompt"] for _, prompt, _ in llm.added] == ["Short.Hello"] * 2
+    assert len(llm.aborted) == 2, "both are forgotten in the end"
+
+
+def test_calls_are_items_between_texts():
+    call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+    tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+    _, app = serve(("Let me see", " <tool", call[5:], "\n", call, " done"), kind=Calling)
+    for stream in (False, True):
+        heard = ask(app, {"input": "x", "tools": tools, "stream": stream})
+        output = read(events_of(heard.text)) if stream else heard.json["output"]
+        texts = [item["content"][0]["text"] for item in output if item["type"] == "message"]
+        assert texts == (["Let me see ", "done"] if stream else ["Let me see done"]), "a whole text comes first"
+        assert [item["type"] for item in output[:3]] == ["message", "function_call", "function_call"]
+        assert [item["arguments"] for item in output[1:3]] == ['{"x": 1}'] * 2
+        assert len({item["call_id"] for item in output[1:3]}) == 2
+        assert all(item["id"].startswith("fc_") and item["name"] == "f" for item in output[1:3])
+
+
+def test_log_probabilities_of_text_that_was_held_back_come_with_it():
+    tools = [{"type": "function", "name": "f"}]
+    body = {"input": "x", "include": ["message.output_text.logprobs"], "tools": tools, "stream": True}
+    llm, app = serve(("a", "<tool", "_x", "b"), kind=Calling, logprobs=True)
+    events = [e for e in events_of(ask(app, body).text) if e["type"] == "response.output_text.delta"]
+    assert [(e["delta"], [x["token"] for x in e["logprobs"]]) for e in events] == [
+        ("a", ["a"]), ("<tool_x", ["<tool", "_x"]), ("b", ["b"])]  # fmt: skip
+    assert llm.added[0][2].logprobs == 0
+    ask(app, body | {"top_logprobs": 3}), ask(app, body | {"include": [], "top_logprobs": 3})
+    assert [params.logprobs for *_, params in llm.added[1:]] == [3, None]
+
+
+@pytest.mark.parametrize(("error", "status"), [(async_engine.EngineDeadError("gone"), 500), (ValueError("x"), 500)])
+def test_errors_on_the_way(error, status, capsys):
+    _, app = serve(("a", error))
+    *events, last = events_of(ask(app, {"input": "x", "stream": True}).text)
+    assert last["type"] == "error" and last["code"] == str(status) and last["sequence_number"] == len(events)
+    assert events[-1]["delta"] == "a" and "Traceback" not in last["message"]
+    heard = ask(serve((error,))[1], {"input": "x"})
+    assert heard.status == status and heard.json["error"]["code"] == status
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_failed_is_an_error(stream):
+    llm, app = serve(("",), reason="error")
+    heard = ask(app, {"input": "x", "stream": stream})
+    assert events_of(heard.text)[-1]["type"] == "error" if stream else heard.status == 500
+    assert len(llm.aborted) == 1
+
+
+def test_whoever_hangs_up_is_forgotten():
+    llm, app = serve()
+    ask(app, {"input": "x", "stream": True}, hang_up_after=1)
+    ask(app, {"input": "x", "stream": True}, hang_up_after=0)
+    assert len(llm.aborted) == len(llm.added)
+
+
+# --- Requests ---------------------------------------------------------------------------------------------------------
+
+X = {"input": "x"}
+TOOL = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "text"),
+    [
+        ({}, 400, "input", "required"), ({"input": 5}, 400, "input", ""), ({"input": []}, 400, "input", "empty"),
+        ({"input": ["a"]}, 400, "input", ""), ({"input": [{"type": "computer_call"}]}, 400, "input", "function_call"),
+        ({"input": [{"role": "tool", "content": "x"}]}, 400, "input", ""),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 400, "input", ""),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "5"}]}, 400, "input", "object"),
+        ({"input": [{"type": "item_reference", "id": "msg_0"}]}, 404, "input", "msg_0"),
+        (X | {"previous_response_id": "resp_0"}, 404, "previous_response_id", "resp_0"),
+        (X | {"max_output_tokens": 0}, 400, "max_output_tokens", ""),
+        (X | {"max_output_tokens": 512}, 400, "max_output_tokens", "context"),
+        (X | {"temperature": 9}, 400, "temperature", "from 0 to 2"), (X | {"n": 2}, 400, "n", ""),
+        (X | {"background": True}, 400, "background", ""), (X | {"truncation": "auto"}, 400, "truncation", ""),
+        (X | {"tools": [{"type": "web_search"}]}, 400, "tools", "'function'"),
+        (X | {"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, 400, "tool_choice", "'g'"),
+        (X | {"tool_choice": "required"}, 400, "tool_choice", "tools"),
+        (X | {"tools": [TOOL]}, 400, "tool_choice", "--tool-call-parser"),
+        (X | {"text": {"format": {"type": "json_schema", "name": "x"}}}, 400, "text", "schema"),
+        (X | {"text": {"format": {"type": "xml"}}}, 400, "text", ""), (X | {"model": "gpt"}, 404, "model", "gpt"),
+        (X | {"include": ["message.output_text.logprobs"], "top_logprobs": 21}, 400, "top_logprobs", "20"),
+        (X | {"include": ["web_search_call.results"]}, 400, "include", ""), (X | {"messages": []}, 400, "messages", ""),
+        ({"input": "y" * 600}, 400, "input", "512"),
+    ],
+)  # fmt: skip
+def test_wrong_requests(body, status, param, text):
+    llm, app = serve()
+    heard = ask(app, body)
+    error = heard.json["error"]
+    assert heard.status == status == error["code"] and error["param"] == param and text in error["message"], error
+    assert not llm.added
+
+
+def chat_of(**fields):
+    body = ResponsesRequest(**fields)
+    return lesson.as_chat(body, body.input)
+
+
+def test_items_are_messages():
+    said = [
+        {"role": "developer", "content": "D"},
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "…"},
+        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
+         "content": [{"type": "output_text", "text": "c", "annotations": []}]},
+        {"type": "function_call", "id": "fc_1", "call_id": "1", "name": "f", "arguments": '{"x": 1}', "status": None},
+        {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "one"},
+        {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "two"}]},
+        {"type": "function_call", "call_id": "3", "name": "f", "arguments": "{}"},
+        {"type": "message", "role": "assistant", "content": "said with it"},
+        {"role": "assistant", "content": "said after it"},
+        {"role": "user", "content": "e"},
+    ]  # fmt: skip
+    chat = chat_of(input=said, instructions="I")
+    call = lambda i, name, arguments: {"id": i, "type": "function", "function": {  # noqa: E731
+        "name": name, "arguments": arguments}}  # fmt: skip
+    assert lesson.protocol.messages_for_template(chat.messages) == [
+        {"role": "system", "content": "I"}, {"role": "system", "content": "D"}, {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "c", "tool_calls": [call("1", "f", {"x": 1}), call("2", "g", {})]},
+        {"role": "tool", "content": "one", "tool_call_id": "1"},
+        {"role": "tool", "content": "two", "tool_call_id": "2"},
+        {"role": "assistant", "content": "said with it", "tool_calls": [call("3", "f", {})]},
+        {"role": "assistant", "content": "said after it"}, {"role": "user", "content": "e"},
+    ]  # fmt: skip
+
+
+def test_fields_are_fields_of_a_chat():
+    schema = {"type": "object"}
+    chat = chat_of(
+        input="x", tools=[TOOL], tool_choice={"type": "function", "name": "f"}, parallel_tool_calls=False,
+        text={"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}, "verbosity": "low"},
+        reasoning={"effort": "low", "summary": "auto"}, temperature=0.5, seed=3, stop=["."], stream=True, user="u",
+        max_output_tokens=7, top_k=4, stream_options={"include_obfuscation": False}, store=False, service_tier="auto",
+    )  # fmt: skip
+    assert chat.tools[0].function.model_dump() == {"name": "f", "description": "d", "parameters": schema}
+    assert chat.tool_choice.function.name == "f" and chat.parallel_tool_calls is False
+    assert chat.response_format.json_schema.schema_ == schema and chat.verbosity == "low"
+    assert (chat.reasoning_effort, chat.temperature, chat.seed, chat.stop) == ("low", 0.5, 3, ["."])
+    assert (chat.stream, chat.max_completion_tokens, chat.top_k, chat.n) == (True, 7, 4, 1)
+    plain = chat_of(input="x", tool_choice="auto", tools=[])
+    assert (plain.tools, plain.tool_choice, plain.logprobs, plain.temperature) == (None, None, False, None)
+    assert chat_of(input="x", text={"format": {"type": "json_object"}}).response_format.type == "json_object"
+    assert chat_of(input="x", text={"format": {"type": "text"}}).response_format is None
+
+
+def test_what_was_asked_stands_in_the_answer():
+    _, app = serve(kind=Calling)
+    wish = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
+    body = X | {"tools": [TOOL], "tool_choice": "none", "text": {"format": wish}, "user": "u", "temperature": 0.25}
+    found = ask(app, body, headers={"x-request-id": "mine"}).json
+    assert found["id"] == "resp_mine" and found["tools"] == [TOOL] and found["tool_choice"] == "none"
+    assert found["text"] == {"format": wish} and (found["user"], found["temperature"]) == ("u", 0.25)
+    named = {"type": "function", "name": "f"}
+    assert ask(app, X | {"tools": [TOOL], "tool_choice": named}).json["tool_choice"] == named
+
+
+# --- Kept -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_goes_on():
+    llm, app = serve()
+    first = ask(app, {"input": "one ", "instructions": "I"}).json
+    second = ask(app, {"input": "two ", "previous_response_id": first["id"], "stream": True})
+    second = events_of(second.text)[-1]["response"]
+    assert second["previous_response_id"] == first["id"]
+    ask(app, {"input": "three", "previous_response_id": second["id"], "instructions": "J"})
+    branch = [{"type": "item_reference", "id": first["output"][0]["id"]}, {"role": "user", "content": "else"}]
+    ask(app, {"input": branch})
+    assert [prompt["prompt"] for _, prompt, _ in llm.added] == [
+        "Ione ",
+        "one Paris.two ",
+        "Jone Paris.two Paris.three",
+        "Paris.else",
+    ], "instructions are for one response; what was said stays"
+    assert ask(app, None, f"/v1/responses/{first['id']}", method="GET").json == first
+    gone = ask(app, None, f"/v1/responses/{first['id']}", method="DELETE")
+    assert gone.json == {"id": first["id"], "object": "response", "deleted": True}
+    for method in ("GET", "DELETE"):
+        assert ask(app, None, f"/v1/responses/{first['id']}", method=method).status == 404
+    assert ask(app, {"input": "x", "previous_response_id": second["id"]}).status == 200
+
+
+def test_what_is_not_to_be_kept_is_not():
+    _, app = serve()
+    found = ask(app, X | {"store": False}).json
+    assert found["store"] is False and ask(app, X | {"previous_response_id": found["id"]}).status == 404
+    _, app = serve(("a", ValueError("x")))
+    ask(app, X | {"stream": True}, headers={"x-request-id": "broken"})
+    assert ask(app, None, "/v1/responses/resp_broken", method="GET").status == 404
+
+
+def test_the_oldest_makes_room(monkeypatch):
+    api = lesson.ResponsesAPI(openai_api.OpenAIServing(Script(), ["smol"]), openai_api.as_api_error)
+
+    def keep(name, text="x"):
+        async def run():
+            return await api.answer(await api.add(ResponsesRequest(input=text), name))
+
+        return asyncio.run(run())["id"]
+
+    a = keep("a")
+    one = api.stored_bytes
+    b = keep("b")
+    assert api.stored_bytes == 2 * one and list(api.stored) == [a, b]
+    keep("b")
+    assert api.stored_bytes == 2 * one, "a name that is used again has one response"
+    monkeypatch.setattr(lesson, "STORE_BYTES", 2 * one + 40)
+    c = keep("c", "y" * 30)
+    assert list(api.stored) == [b, c] and 2 * one + 29 <= api.stored_bytes <= 2 * one + 40
+    d = keep("d", "z" * 100)
+    assert list(api.stored) == [d] and one + 99 <= api.stored_bytes <= one + 110
+    monkeypatch.setattr(lesson, "STORE_BYTES", one)
+    keep("e", "z" * 100)
+    assert not api.stored and api.stored_bytes == 0, "what is too long for the store is answered, and not kept"
+    monkeypatch.undo()
+    api.delete(keep("f"))
+    assert not api.stored and api.stored_bytes == 0

@@ -1,0 +1,443 @@
+"""06f1 · The Responses API: the same engine, asked in OpenAI's newer form. Beside lesson 06f.
+
+A chat is a list of messages; a response is a list of *items*: a message, a call of a function, what the function gave.
+Both say the same to a model, so a request is written as a chat and goes the way of all chats. What differs is the
+answer: a whole one is an object with items in it, a streamed one tells how that object comes about, event by event
+(item added, text grows, item done), and so a reader that has all events has the object. Here the object is always made
+that way. And a conversation may be kept by the server: a request then names the response that it follows.
+
+Read for this: OpenAI's API reference, *Responses* and *Streaming events*; vLLM 0.32 `entrypoints/openai/responses/`.
+"""
+
+from __future__ import annotations
+
+import common
+
+import json
+import re
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import pydantic
+
+protocol = common.lesson("06f0_openai_protocol")
+Carried, OpenAIModel = protocol.Carried, protocol.OpenAIModel
+APIError, ChatCompletionRequest = protocol.APIError, protocol.ChatCompletionRequest
+
+NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}  # a chat's, and ours
+STORE_BYTES = 64 << 20  # of conversations that are kept; vLLM keeps none, unless it is told to keep all
+
+# --- Requests ---------------------------------------------------------------------------------------------------------
+
+
+class Text(Carried):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class Message(Carried):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Text]
+
+
+class Call(Carried):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CallOutput(Carried):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[Text]
+
+
+class Reasoning(Carried):
+    """What another model thought: read, and not repeated to this one."""
+
+    type: Literal["reasoning"]
+
+
+class Reference(Carried):
+    """An item of an earlier response that is kept here."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+def kind_of(item: Any) -> str | None:
+    """Only messages may leave their type out."""
+    if not isinstance(item, dict):
+        return getattr(item, "type", None)
+    return item.get("type") or ("message" if "role" in item else None)
+
+
+Item = Annotated[
+    Annotated[Message, pydantic.Tag("message")] | Annotated[Call, pydantic.Tag("function_call")]
+    | Annotated[CallOutput, pydantic.Tag("function_call_output")] | Annotated[Reasoning, pydantic.Tag("reasoning")]
+    | Annotated[Reference, pydantic.Tag("item_reference")],
+    pydantic.Discriminator(kind_of, custom_error_type="kind", custom_error_message=(
+        "must be a message, function_call, function_call_output, reasoning or item_reference")),
+]  # fmt: skip
+
+
+class FunctionTool(Carried):
+    type: Literal["function"]
+    name: str = pydantic.Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None
+
+
+class NamedFunction(Carried):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(OpenAIModel):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = pydantic.Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(OpenAIModel):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningConfig(OpenAIModel):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesRequest(protocol.AnyRequest):
+    """OpenAI's fields for a response; what all its APIs share, and vLLM's own, is inherited."""
+
+    input: Annotated[list[Item], pydantic.BeforeValidator(
+        lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given)]  # fmt: skip
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = pydantic.Field(None, ge=1)
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    top_logprobs: int | None = None
+    text: TextConfig | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = True
+    reasoning: ReasoningConfig | None = None
+    stream_options: dict[str, Any] | None = None  # whether to hide lengths from who listens on the wire: never done
+    max_tool_calls: int | None = None  # of tools that the server runs; this one runs none
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def plain(content: str | list[Text]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def chat_messages(instructions: str | None, items: Sequence[Any]) -> list[protocol.ChatMessage]:
+    """The conversation as messages: what an assistant says and calls before its next turn is one of them."""
+    found = [protocol.ChatMessage(role="system", content=instructions)] if instructions else []
+    for item in items:
+        last = found[-1] if found and found[-1].role == "assistant" else None
+        if isinstance(item, Message):
+            if last and item.role == "assistant" and last.content is None:
+                last.content = plain(item.content)
+            else:
+                found.append(protocol.ChatMessage(role=item.role, content=plain(item.content)))
+        elif isinstance(item, Call):
+            if last is None:
+                found.append(last := protocol.ChatMessage(role="assistant"))
+            function = protocol.FunctionCall(name=item.name, arguments=item.arguments)
+            last.tool_calls = [*(last.tool_calls or ()), protocol.ToolCall(id=item.call_id, function=function)]
+        elif isinstance(item, CallOutput):
+            content = plain(item.output)
+            found.append(protocol.ChatMessage(role="tool", content=content, tool_call_id=item.call_id))
+    return found
+
+
+def as_chat(body: ResponsesRequest, items: Sequence[Any]) -> ChatCompletionRequest:
+    """The chat that says the same. Raises InputError."""
+    shared = {name: getattr(body, name) for name in protocol.AnyRequest.model_fields if name in body.model_fields_set}
+    if not (messages := chat_messages(body.instructions, items)):
+        raise common.InputError("input: must not be empty")
+    chat = ChatCompletionRequest(
+        messages=messages, max_completion_tokens=body.max_output_tokens, chat_template_kwargs=body.chat_template_kwargs,
+        parallel_tool_calls=body.parallel_tool_calls, reasoning_effort=body.reasoning and body.reasoning.effort,
+        verbosity=body.text and body.text.verbosity, **shared,
+    )  # fmt: skip
+    if body.tools:
+        definitions = [tool.model_dump(exclude={"type", "strict"}) for tool in body.tools]
+        chat.tools = [protocol.Tool(type="function", function=definition) for definition in definitions]
+    choice = body.tool_choice
+    if isinstance(choice, NamedFunction):
+        chat.tool_choice = protocol.NamedTool(function=protocol.FunctionName(name=choice.name))
+    elif body.tools or choice == "required":  # whoever has no tools may well say how to choose among them
+        chat.tool_choice = choice
+    if "message.output_text.logprobs" in (body.include or ()):
+        chat.logprobs, chat.top_logprobs = True, body.top_logprobs or 0
+    wanted = body.text and body.text.format
+    if wanted and wanted.type == "json_object":
+        chat.response_format = protocol.ResponseFormat(type="json_object")
+    elif wanted and wanted.type == "json_schema":
+        if wanted.schema_ is None:
+            raise common.InputError("text: a format json_schema needs a schema")
+        schema = protocol.JSONSchema(name=wanted.name or "schema", schema=wanted.schema_)
+        chat.response_format = protocol.ResponseFormat(type="json_schema", json_schema=schema)
+    return chat
+
+
+# --- Answers ----------------------------------------------------------------------------------------------------------
+
+
+class ResponseWriter:
+    """Makes a response out of what a chat's answer brings, and has an event for everything that happens to it.
+
+    `events` holds them as they are sent: an event is what was true when it happened, and items go on growing.
+    """
+
+    def __init__(self, response: dict[str, Any]) -> None:
+        self.response, self.events, self.num_events = response, [], 0
+        self.item: dict[str, Any] | None = None  # the last one, while it grows
+
+    def say(self, kind: str, **about: Any) -> None:
+        event = {"type": kind, "sequence_number": self.num_events, **about}
+        data = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+        self.events.append(f"event: {kind}\ndata: {data}\n\n")
+        self.num_events += 1
+
+    def begin(self) -> None:
+        for kind in ("response.created", "response.in_progress"):
+            self.say(kind, response=self.response)
+
+    def write(self, delta: dict[str, Any], logprobs: list[dict[str, Any]] | None = None) -> None:
+        """The news of a chat: `content`, and `tool_calls` that begin or grow."""
+        if text := delta.get("content"):
+            part = self.open_text()
+            part["text"] += text
+            part["logprobs"] += logprobs or []
+            self.say("response.output_text.delta", **self.place(), content_index=0, delta=text, logprobs=logprobs or [])
+        for call in delta.get("tool_calls", ()):
+            function = call["function"]
+            if "id" in call:
+                self.open({"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress",
+                           "call_id": call["id"], "name": function["name"], "arguments": ""})  # fmt: skip
+            if function["arguments"]:
+                self.item["arguments"] += function["arguments"]
+                self.say("response.function_call_arguments.delta", **self.place(), delta=function["arguments"])
+
+    def place(self) -> dict[str, Any]:
+        return {"item_id": self.item["id"], "output_index": len(self.response["output"]) - 1}
+
+    def open(self, item: dict[str, Any]) -> None:
+        self.close("completed")
+        self.item = item
+        self.response["output"].append(item)
+        self.say("response.output_item.added", output_index=len(self.response["output"]) - 1, item=item)
+
+    def open_text(self) -> dict[str, Any]:
+        """The text of the message that grows; of a new one, if something else grew last."""
+        if self.item is None or self.item["type"] != "message":
+            self.open({"id": f"msg_{uuid.uuid4().hex}", "type": "message", "status": "in_progress",
+                       "role": "assistant", "content": []})  # fmt: skip
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self.item["content"].append(part)
+            self.say("response.content_part.added", **self.place(), content_index=0, part=part)
+        return self.item["content"][0]
+
+    def close(self, status: str) -> None:
+        """The last item is as it will stay."""
+        if self.item is None:
+            return
+        self.item["status"] = status
+        if self.item["type"] == "message":
+            (part,), where = self.item["content"], {**self.place(), "content_index": 0}
+            self.say("response.output_text.done", **where, text=part["text"], logprobs=part["logprobs"])
+            self.say("response.content_part.done", **where, part=part)
+        else:
+            self.say("response.function_call_arguments.done", **self.place(), name=self.item["name"],
+                     arguments=self.item["arguments"])  # fmt: skip
+        self.say("response.output_item.done", output_index=len(self.response["output"]) - 1, item=self.item)
+        self.item = None
+
+    def finish(self, reason: str, usage: dict[str, Any]) -> None:
+        """`reason` is the chat's. As in vLLM the last event is response.completed, even for what was cut short
+        (OpenAI then says response.incomplete): some clients wait for nothing else, and the status tells all."""
+        status = {"length": "incomplete", "abort": "cancelled"}.get(reason, "completed")
+        if not self.response["output"]:
+            self.open_text()  # the model said nothing; that is a message, too
+        self.close("completed" if status == "completed" else "incomplete")
+        self.response |= {"status": status, "usage": usage, "completed_at": int(time.time())}
+        if status == "incomplete":
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self.say("response.completed", response=self.response)
+
+    def take(self) -> list[str]:
+        """Events since the last call."""
+        events, self.events = self.events, []
+        return events
+
+
+@dataclass
+class ResponseJob:
+    job: Any  # the chat's
+    body: ResponsesRequest
+    items: list[Any]  # the conversation so far
+    writer: ResponseWriter
+
+
+@dataclass
+class Stored:
+    response: dict[str, Any]
+    items: list[Any] = field(repr=False)  # of the conversation, this answer included
+    size: int
+
+
+class ResponsesAPI:
+    """Between lesson 06f's serving and its routes. `explain` makes an APIError of any error."""
+
+    def __init__(self, serving: Any, explain: Callable[[Exception], APIError]) -> None:
+        self.serving, self.explain = serving, explain
+        self.stored: OrderedDict[str, Stored] = OrderedDict()
+        self.stored_bytes = 0
+
+    # -- in --
+
+    def conversation(self, body: ResponsesRequest) -> list[Any]:
+        """What was said, with what the request refers to in its place. Raises APIError."""
+        items = []
+        if body.previous_response_id is not None:
+            items += self.find(body.previous_response_id, "previous_response_id").items
+        for item in body.input:
+            items.append(self.find_item(item.id) if isinstance(item, Reference) else item)
+        return items
+
+    def find(self, response_id: str, param: str | None = None) -> Stored:
+        if response_id not in self.stored:
+            raise APIError(404, f"Response with id {response_id!r} not found: never kept, or too long ago", param)
+        return self.stored[response_id]
+
+    def find_item(self, item_id: str) -> Any:
+        for stored in reversed(self.stored.values()):
+            for item in stored.response["output"]:
+                if item["id"] == item_id:
+                    return ITEM.validate_python(item)
+        raise APIError(404, f"Item with id {item_id!r} not found: never kept, or too long ago", "input")
+
+    async def add(self, body: ResponsesRequest, name: str | None = None) -> ResponseJob:
+        """Check a request and hand it to the engine. Raises InputError or APIError, and nothing was added."""
+        items = self.conversation(body)
+        try:
+            job = await self.serving.add(as_chat(body, items))
+        except common.InputError as error:  # it speaks of the chat; the client wrote something else
+            text = re.sub(r"^\w+", lambda first: NAMES.get(first[0], first[0]), str(error))
+            raise common.InputError(text) from None
+        name = name or body.request_id
+        response_id = f"resp_{name}" if name else f"resp_{uuid.uuid4().hex}"
+        return ResponseJob(job, body, items, ResponseWriter(self.empty(response_id, job, body)))
+
+    def empty(self, response_id: str, job: Any, body: ResponsesRequest) -> dict[str, Any]:
+        """The response before its first token: what was asked for."""
+        chosen = body.tool_choice or "auto"
+        return {
+            "id": response_id, "object": "response", "created_at": job.created, "completed_at": None,
+            "status": "in_progress", "background": False, "error": None, "incomplete_details": None,
+            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls, "metadata": body.metadata or {}, "model": job.model, "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+            "service_tier": "default", "store": body.store is not False, "temperature": job.params.temperature,
+            "text": {"format": {"type": "text"}} if body.text is None or body.text.format is None
+            else body.text.model_dump(by_alias=True, exclude_none=True),
+            "tool_choice": chosen.model_dump() if isinstance(chosen, NamedFunction) else chosen,
+            "tools": [tool.model_dump() for tool in body.tools or ()], "top_logprobs": body.top_logprobs or 0,
+            "top_p": job.params.top_p, "truncation": "disabled", "usage": None, "user": body.user,
+        }  # fmt: skip
+
+    def forget(self, job: ResponseJob) -> None:
+        self.serving.forget(job.job)
+
+    # -- out --
+
+    async def written(self, job: ResponseJob) -> AsyncIterator[None]:
+        """Have the answer written as it comes; a turn for each piece."""
+        chat, writer, num_tokens, finished = job.job, job.writer, 0, False
+        writer.begin()
+        pending: list[dict[str, Any]] = []  # of tokens whose text is held back
+        while not finished:
+            output = await chat.collectors[0].get()
+            finished = output.finished
+            for piece in output.outputs:
+                if piece.finish_reason == "error":
+                    raise APIError(500, str(piece.stop_reason))
+                num_tokens += len(piece.token_ids)
+                pending += (self.serving.logprobs(chat, 0, piece) or {"content": []})["content"]
+                delta = chat.reader(0).read(piece.text, piece.finish_reason is not None)
+                writer.write(delta, pending)
+                pending = [] if delta.get("content") else pending
+            if finished:
+                read, cached = len(output.prompt_token_ids), output.num_cached_tokens
+                writer.finish(piece.finish_reason, {
+                    "input_tokens": read, "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+                    "output_tokens": num_tokens, "output_tokens_details": {"reasoning_tokens": 0},
+                    "total_tokens": read + num_tokens,
+                })  # fmt: skip
+                self.keep(job)
+            yield
+
+    async def answer(self, job: ResponseJob) -> dict[str, Any]:
+        """The whole response at once."""
+        try:
+            async for _ in self.written(job):
+                pass
+        finally:
+            self.forget(job)
+        return job.writer.response
+
+    async def stream(self, job: ResponseJob) -> AsyncIterator[str]:
+        """The response as it comes about."""
+        try:
+            async for _ in self.written(job):
+                for event in job.writer.take():
+                    yield event
+        except Exception as error:  # the status line is long gone: the stream itself has to say it
+            found = self.explain(error)
+            job.writer.say("error", code=str(found.status), message=str(found), param=found.param)
+            for event in job.writer.take():
+                yield event
+
+    # -- kept --
+
+    def keep(self, job: ResponseJob) -> None:
+        """For requests that will follow this one. What is oldest goes when there is too much."""
+        response = job.writer.response
+        if job.body.store is False:
+            return
+        said = [ITEM.validate_python(item) for item in response["output"]]
+        items = [*job.items, *said]
+        size = len(json.dumps(response)) + sum(len(item.model_dump_json()) for item in items)
+        if old := self.stored.pop(response["id"], None):
+            self.stored_bytes -= old.size
+        self.stored[response["id"]] = Stored(response, items, size)
+        self.stored_bytes += size
+        while self.stored_bytes > STORE_BYTES:
+            _, oldest = self.stored.popitem(last=False)
+            self.stored_bytes -= oldest.size
+
+    def delete(self, response_id: str) -> dict[str, Any]:
+        self.stored_bytes -= self.find(response_id).size
+        del self.stored[response_id]
+        return {"id": response_id, "object": "response", "deleted": True}
+
+
+ITEM = pydantic.TypeAdapter(Item)
