@@ -482,13 +482,16 @@ def check_scores(found, model, prompt, k):
 
 
 def scored(engine, prompts, stream=False, max_tokens=4):
-    """{request id: its scores}; they are told once."""
+    """{request id: its scores}; they are told once, and in a stream with the first token."""
     for i, (prompt, k) in enumerate(prompts):
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=k)
         engine.add_request(str(i), ids(*prompt), sampling, stream=stream)
-    found = {}
+    found, heard = {}, set()
     while engine.has_unfinished_requests():
         for output in engine.step():
+            wanted = prompts[int(output.request_id)][1] is not None and output.request_id not in heard
+            assert (output.prompt_logprobs is not None) == wanted
+            heard.add(output.request_id)
             if output.prompt_logprobs is not None:
                 assert output.request_id not in found
                 found[output.request_id] = output.prompt_logprobs
@@ -549,6 +552,21 @@ def test_prompts_are_scored_in_chunks_and_across_preemptions(tiny_model, real_mo
     for name, scores in found.items():
         check_scores(scores, tiny_model, *prompts[int(name)])
     assert any(preempted), "in the middle of a prompt"
+
+
+def test_whoever_leaves_in_the_middle_of_a_prompt_leaves_no_scores(tiny_model, real_model):
+    class Engine(lesson.LLMEngine):
+        config_class = preemption.SchedulerConfig
+        make_scheduler = staticmethod(preemption.make_scheduler)
+
+    engine = Engine(tiny_model, real_model[1], max_model_len=40, max_num_seqs=2, max_num_batched_tokens=8,
+                    num_gpu_blocks_override=20)  # fmt: skip
+    engine.add_request("a", ids(*range(20)), SamplingParams(prompt_logprobs=1))
+    engine.step()
+    assert len(engine.core.runner.scored["a"]) == 9
+    engine.abort_request(["a"])
+    engine.core.step()
+    assert not engine.core.runner.scored
 
 
 def test_a_scored_prompt_reads_no_cache_but_fills_it():

@@ -244,6 +244,62 @@ def test_a_tool_that_nobody_demands_is_not_in_the_way(server):
     assert server.chat("Hi").choices[0].message.content == server.chat("Hi", tools=tools).choices[0].message.content
 
 
+def test_a_prompt_is_scored_as_one_pass_would(server, real_model):
+    """By `echo` with `logprobs`, as benchmarks ask for it; twice, so that a cached prefix could be in the way."""
+    text = "The three laws of motion say that a body at rest remains at rest, and a body in motion remains in motion."
+    model, tokenizer = real_model
+    want = offline.reference_scores(model, tokenizer.encode(text)).tolist()
+    for _ in range(2):
+        (choice,) = server.complete(text, max_tokens=1, echo=True, logprobs=1).choices
+        found = choice.logprobs
+        assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+        assert found.token_logprobs[1:-1] == pytest.approx(want, abs=1e-3) and len(want) > 16
+        assert "".join(found.tokens) == choice.text and choice.text.startswith(text)
+        assert found.text_offset == [len("".join(found.tokens[:i])) for i in range(len(found.tokens))]
+        assert all(token in top for token, top in zip(found.tokens[1:], found.top_logprobs[1:]))
+    assert server.complete(text, max_tokens=0, echo=True).choices[0].text == text
+
+
+def test_responses_say_what_chats_say(server):
+    """The official client reads them whole, streamed, parsed and as a conversation."""
+    ask = {"model": NAME, "temperature": 0, "max_output_tokens": 6}
+    first = server.openai.responses.create(input="Hi", instructions="Be brief.", **ask)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    chat = server.openai.chat.completions.create(model=NAME, messages=messages, temperature=0, max_completion_tokens=6)
+    assert first.output_text == chat.choices[0].message.content and first.status == "incomplete"
+    assert first.usage.total_tokens == chat.usage.total_tokens and first.usage.output_tokens == 6
+    with server.openai.responses.stream(input="Hi", instructions="Be brief.", **ask) as stream:
+        assert "".join(e.delta for e in stream if e.type == "response.output_text.delta") == first.output_text
+        assert stream.get_final_response().output_text == first.output_text
+    said = [{"role": "user", "content": "Hi"}, first.output[0].model_dump(), {"role": "user", "content": "More"}]
+    more = server.openai.responses.create(input="More", previous_response_id=first.id, **ask)
+    assert more.output_text == server.openai.responses.create(input=said, **ask).output_text
+    assert server.openai.responses.retrieve(more.id) == more
+    scored = server.openai.responses.create(input="Hi", include=["message.output_text.logprobs"], top_logprobs=2, **ask)
+    assert len(scored.output[0].content[0].logprobs) == 6
+    with pytest.raises(openai.NotFoundError, match="resp_gone"):
+        server.openai.responses.create(input="x", previous_response_id="resp_gone", **ask)
+    server.check_idle()
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "Weather"}])
+def test_a_response_calls_and_hears_the_answer(server, choice):
+    ask = {"model": NAME, "temperature": 0, "max_output_tokens": 80, "input": "How is the weather?",
+           "tools": [openai.pydantic_function_tool(Weather)["function"] | {"type": "function"}],
+           "tool_choice": choice, "parallel_tool_calls": False}  # fmt: skip
+    (call,) = server.openai.responses.parse(**ask).output
+    Weather.model_validate_json(call.arguments)
+    with server.openai.responses.stream(**ask) as stream:
+        pieces = [e.delta for e in stream if e.type == "response.function_call_arguments.delta"]
+        (again,) = stream.get_final_response().output
+    assert "".join(pieces) == again.arguments == call.arguments and len(pieces) > 3 and call.status == "completed"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    given = [{"role": "user", "content": ask["input"]}, call.model_dump(exclude={"parsed_arguments"}), result]
+    assert server.openai.responses.create(model=NAME, input=given, max_output_tokens=3).output_text
+    parsed = server.openai.responses.parse(model=NAME, input="Rome?", text_format=Weather, temperature=0)
+    assert isinstance(parsed.output_parsed, Weather)
+
+
 def test_a_prefix_is_found_again_unless_it_is_salted(server):
     prompt = "A long story about a whale, a lighthouse and a very patient librarian, told once more. " * 3
     first, second = server.complete(prompt, max_tokens=1), server.complete(prompt, max_tokens=1)

@@ -435,6 +435,7 @@ def test_prompts_are_scored_where_the_logits_are(tp, pp):
         told.append({})
         while core.scheduler.has_unfinished_requests():
             core.step()
+            assert not told[-1].keys() & core.runner.prompt_logprobs.keys(), "told once"
             told[-1] |= core.runner.prompt_logprobs
     executor.shutdown()
     assert [*told[0]] == ["1", "3"] and told[0].keys() == told[1].keys()

@@ -203,9 +203,11 @@ def test_log_probabilities_of_text_that_was_held_back_come_with_it():
 @pytest.mark.parametrize(("error", "status"), [(async_engine.EngineDeadError("gone"), 500), (ValueError("x"), 500)])
 def test_errors_on_the_way(error, status, capsys):
     _, app = serve(("a", error))
-    *events, last = events_of(ask(app, {"input": "x", "stream": True}).text)
-    assert last["type"] == "error" and last["code"] == str(status) and last["sequence_number"] == len(events)
-    assert events[-1]["delta"] == "a" and "Traceback" not in last["message"]
+    *events, said, last = events_of(ask(app, {"input": "x", "stream": True}).text)
+    assert said["type"] == "error" and said["code"] == str(status) and said["sequence_number"] == len(events)
+    assert events[-1]["delta"] == "a" and "Traceback" not in said["message"]
+    assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
+    assert last["response"]["error"] == {"code": "server_error", "message": said["message"]}
     heard = ask(serve((error,))[1], {"input": "x"})
     assert heard.status == status and heard.json["error"]["code"] == status
 
@@ -214,7 +216,7 @@ def test_errors_on_the_way(error, status, capsys):
 def test_an_answer_that_failed_is_an_error(stream):
     llm, app = serve(("",), reason="error")
     heard = ask(app, {"input": "x", "stream": stream})
-    assert events_of(heard.text)[-1]["type"] == "error" if stream else heard.status == 500
+    assert events_of(heard.text)[-1]["type"] == "response.failed" if stream else heard.status == 500
     assert len(llm.aborted) == 1
 
 
@@ -238,11 +240,11 @@ TOOL = {"type": "function", "name": "f", "description": "d", "parameters": {"typ
         ({"input": ["a"]}, 400, "input", ""), ({"input": [{"type": "computer_call"}]}, 400, "input", "function_call"),
         ({"input": [{"role": "tool", "content": "x"}]}, 400, "input", ""),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 400, "input", ""),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "5"}]}, 400, "input", "object"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": 5}]}, 400, "input", "string"),
         ({"input": [{"type": "item_reference", "id": "msg_0"}]}, 404, "input", "msg_0"),
         (X | {"previous_response_id": "resp_0"}, 404, "previous_response_id", "resp_0"),
         (X | {"max_output_tokens": 0}, 400, "max_output_tokens", ""),
-        (X | {"max_output_tokens": 512}, 400, "max_output_tokens", "context"),
+        (X | {"max_output_tokens": 513}, 400, "max_output_tokens", "context"),
         (X | {"temperature": 9}, 400, "temperature", "from 0 to 2"), (X | {"n": 2}, 400, "n", ""),
         (X | {"background": True}, 400, "background", ""), (X | {"truncation": "auto"}, 400, "truncation", ""),
         (X | {"tools": [{"type": "web_search"}]}, 400, "tools", "'function'"),
@@ -352,6 +354,29 @@ def test_a_conversation_goes_on():
     for method in ("GET", "DELETE"):
         assert ask(app, None, f"/v1/responses/{first['id']}", method=method).status == 404
     assert ask(app, {"input": "x", "previous_response_id": second["id"]}).status == 200
+
+
+def test_an_item_is_found_among_others():
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    llm, app = serve(("Hm ", call, " done"), kind=Calling)
+    found = events_of(ask(app, X | {"tools": [TOOL], "stream": True}).text)[-1]["response"]
+    ask(app, {"input": [{"type": "item_reference", "id": item["id"]} for item in found["output"][2:]]})
+    assert llm.added[1][1]["prompt"] == "done"
+    chat = chat_of(input=[{"type": "function_call", "call_id": "1", "name": "f", "arguments": None}])
+    assert lesson.protocol.messages_for_template(chat.messages)[0]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize("fields", [
+    {"tools": [], "include": []}, {"text": {}, "reasoning": {}, "metadata": {}}, {"tool_choice": "none"},
+    {"include": None, "tools": None, "text": None, "reasoning": None, "metadata": None, "user": None, "store": None},
+    {"ignore_eos": True, "truncation": "disabled"}, {"include": ["reasoning.encrypted_content"], "store": False},
+    {"tool_choice": "auto", "parallel_tool_calls": True}, {"stream_options": {"include_obfuscation": False}},
+    {"reasoning": {"effort": "low", "summary": "auto"}, "something of tomorrow": None},
+])  # fmt: skip
+def test_fields_that_clients_send(fields):
+    """Agents, Semantic Kernel, agno, LlamaIndex, guidellm, inspect-ai and others, on their own account."""
+    heard = ask(serve()[1], X | fields)
+    assert heard.status == 200 and heard.json["output"][0]["content"][0]["text"] == "Paris.", heard.text
 
 
 def test_what_is_not_to_be_kept_is_not():

@@ -58,7 +58,7 @@ BAD_COMPLETIONS = [
     ({"prompt": ""}, 400, "prompt", "empty"), ({"prompt": []}, 400, "prompt", "empty"),
     ({"prompt": [""]}, 400, "prompt", "empty"), ({"prompt": ["a", 5]}, 400, "prompt", ""),
     ({"prompt": [[]]}, 400, "prompt", "empty"), ({"prompt": [1.5]}, 400, "prompt", ""),
-    ({"prompt": "x" * 512}, 400, "prompt", "512"), ({"prompt": "x" * 511, "max_tokens": 2}, 400, "max_tokens", "511"),
+    ({"prompt": "x" * 512}, 400, "prompt", "512"), (P | {"max_tokens": 513}, 400, "max_tokens", "512"),
     ({"prompt": "x" * 100_000}, 400, "prompt", "characters"), ({"prompt": {"text": "a"}}, 400, "prompt", ""),
     (P | {"max_tokens": "5"}, 400, "max_tokens", ""), (P | {"max_tokens": 0}, 400, "max_tokens", "at least 1"),
     (P | {"max_tokens": 5.0}, 400, "max_tokens", ""), (P | {"max_tokens": True}, 400, "max_tokens", ""),
@@ -123,7 +123,7 @@ BAD_CHATS = [
     (M | {"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
     (M | {"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]}]},
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": 5}}]}]},
      "messages"),
     (M | {"web_search_options": {}}, "web_search_options"), (M | {"modalities": ["audio"]}, "modalities"),
     (M | {"use_beam_search": True}, "use_beam_search"), (M | {"reasoning_effort": 3}, "reasoning_effort"),
@@ -285,7 +285,8 @@ def test_an_answer_goes_back_as_history(shared):
      {"functions": None, "audio": None, "a field of tomorrow": None}, {"tools": TOOLS, "tool_choice": "none"},
      {"prediction": {"type": "content", "content": "x"}}, {"chat_template_kwargs": {"enable_thinking": False}},
      {"use_beam_search": False, "length_penalty": 1.0, "spaces_between_special_tokens": True},
-     {"stop": [], "logit_bias": {}, "top_logprobs": 0, "logprobs": False, "n": None, "seed": None}],
+     {"stop": [], "logit_bias": {}, "top_logprobs": 0, "logprobs": False, "n": None, "seed": None},
+     {"stream": False, "stream_options": None}],
 )  # fmt: skip
 def test_fields_that_clients_send(shared, fields):
     """openai-node, LangChain, LiteLLM and others send them on their own account; vLLM answers."""
@@ -308,6 +309,7 @@ CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
          {"type": "text", "text": "sun", "cache_control": {"type": "ephemeral"}}]}], "HiLet me seesun"),
      ([{"role": "assistant", "content": "Yes", "reasoning_content": "?", "thinking_blocks": []}], "HiYes"),
      ([{"role": "assistant", "content": "Yes", "provider_specific_fields": {"refusal": None}}], "HiYes"),
+     ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "No"}]}], "HiNo"),
      ([{"role": "assistant"}], "Hi")],
 )  # fmt: skip
 def test_histories_that_clients_send(shared, said, want):
@@ -336,6 +338,38 @@ def test_a_template_hears_of_tools_and_wishes(shared):
     function = {"name": "f", "description": "F.", "parameters": CITY}
     assert variables == {"x": 1, "reasoning_effort": "none", "enable_thinking": False,
                          "tools": [{"type": "function", "function": function}]}  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", ['{"x": 3, "alternative', "[]", "5", "", None, "[" * 5000])
+def test_arguments_that_cannot_be_read_do_not_end_a_conversation(shared, arguments):
+    """A call that max_tokens has cut comes back in every later request (Semantic Kernel)."""
+    said = CALLED | {"tool_calls": [CALL | {"function": {"name": "f", "arguments": arguments}}]}
+    body = lesson.ChatCompletionRequest(messages=[*M["messages"], said])
+    assert lesson.protocol.messages_for_template(body.messages)[1]["tool_calls"][0]["function"]["arguments"] == {}
+    assert ask(shared[1], "/v1/chat/completions", {"messages": [*M["messages"], said]}).status == 200
+
+
+def test_a_limit_beyond_the_context_ends_with_it(shared):
+    llm, app = shared
+    llm.added.clear()
+    for limit in (2, 512):
+        assert ask(app, "/v1/completions", {"prompt": "x" * 511, "max_tokens": limit}).status == 200
+    assert [params.max_tokens for *_, params in llm.added] == [2, 512], "the engine knows where the context ends"
+
+
+def test_nothing_is_hidden_from_listeners(shared):
+    options = {"include_obfuscation": True, "include_usage": True}
+    events = lesson.read_events(ask(shared[1], "/v1/completions", P | {"stream": True, "stream_options": options}).text)
+    assert lesson.text_of(events) == "Paris." and events[-2]["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("text", ["x" * 512, "x" * 600, "x" * 100_000])
+def test_libraries_recognise_a_conversation_that_is_too_long(shared, text):
+    """By these words LiteLLM, Pydantic AI and others know that shortening it would help."""
+    for path, body in (("completions", {"prompt": text}), ("chat/completions", {"messages": [
+            {"role": "user", "content": text}]})):  # fmt: skip
+        message = check_error(ask(shared[1], f"/v1/{path}", body), 400)["message"]
+        assert "this model's maximum context length is 512 tokens" in message
 
 
 def test_an_answer_is_called_what_its_client_calls_it(shared):
@@ -680,7 +714,9 @@ def test_the_forgetful_server_is_caught():
      ({"structured_outputs": {"choice": ["a"]}}, {"choice": ["a"]}),
      ({"structured_outputs": {"json": "{}"}}, {"json": "{}"}),
      ({"guided_json": {"type": "null"}}, {"json": {"type": "null"}}),
-     ({"guided_choice": ["x", "y"]}, {"choice": ["x", "y"]}), ({"guided_grammar": "g"}, {"grammar": "g"})],
+     ({"guided_choice": ["x", "y"]}, {"choice": ["x", "y"]}), ({"guided_grammar": "g"}, {"grammar": "g"}),
+     ({"guided_grammar": "g", "structured_outputs": {"grammar": "g"}, "guided_decoding_backend": "guidance"},
+      {"grammar": "g"})],
 )  # fmt: skip
 def test_three_dialects_of_one_constraint(fields, want):
     assert lesson.structured_outputs(lesson.CompletionRequest(prompt="x", **fields)) == want
@@ -771,6 +807,8 @@ def test_prompt_logprobs_have_vllms_form():
     assert ask(app, "/v1/completions", body).json["choices"][0]["logprobs"]["top_logprobs"] == [
         None, {"b": -0.98}, {"y": -1.21}, {"z": -1.22}]  # fmt: skip
     assert [params.prompt_logprobs for *_, params in llm.added] == [0, 0, 1, 5]
+    heard = ask(app, "/v1/completions", {"prompt": "ab", "prompt_logprobs": 0, "stream": True})
+    assert heard.status == 200 and "prompt_logprobs" not in heard.text, "as in vLLM: allowed, and not told"
     assert "prompt_logprobs" not in ask(app, "/v1/chat/completions", M).json
 
 
@@ -868,7 +906,7 @@ def test_widget_states():
             assert trace["status"] == 401
         elif field == "model gpt-9":
             assert trace["status"] == 404
-        elif (field != "nothing unusual" and not (field == "max_tokens 60" and prompt == "empty")) or prompt == "empty":
+        elif (field != "nothing unusual" and not (field == "max_tokens 65" and prompt == "empty")) or prompt == "empty":
             assert trace["status"] == 400
         else:
             assert trace["status"] == (503 if inside == 4 else 200)

@@ -921,6 +921,16 @@ def test_nobody_does_what_is_not_its_role(tiny_model, expected):
             assert not core.scheduler.connector.links
 
 
+def test_a_prompt_that_is_scored_is_not_fetched(tiny_model):
+    with pair(tiny_model, "TCPConnector") as (prefill, decode):
+        remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
+        request = lesson.make_request("a", PROMPT, TOKENS, **remote)
+        request.sampling_params.prompt_logprobs = 0
+        with pytest.raises(common.InputError, match="prompt_logprobs"):
+            decode.add_request(request)
+        assert not decode.scheduler.waiting
+
+
 def test_who_has_arrived_is_seated_in_order_within_seats_and_budget(tiny_model, expected):
     with pair(tiny_model, "TCPConnector", decode={"max_num_seqs": 2, "max_num_batched_tokens": 16}) as (
         prefill,
@@ -2108,6 +2118,12 @@ def test_the_proxy_passes_refusals_on():
     assert through_proxy(servers, BODY | {"prompt": ["a", "b"]}).status_code == 200
     assert through_proxy(servers, BODY | {"prompt": [[1, 2], [3]]}).status_code == 200
     assert [host[0] for host, _ in servers.asked] == ["d"] * 3, "several answers or prompts: not split"
+    servers.asked.clear()
+    for scored in ({"prompt_logprobs": 0}, {"echo": True, "logprobs": 0}):
+        assert through_proxy(servers, BODY | scored).status_code == 200
+    assert [host[0] for host, _ in servers.asked] == ["d"] * 2, "a prompt is scored where it is computed"
+    assert through_proxy(servers, BODY | {"echo": True}).status_code == 200
+    assert servers.asked[2][0][0] == "p"
     for one in ({"n": 1}, {"prompt": [1, 2, 3]}):
         servers.asked.clear()
         assert through_proxy(servers, BODY | one).status_code == 200

@@ -49,6 +49,7 @@ class Carried(pydantic.BaseModel):
 class StreamOptions(OpenAIModel):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
+    include_obfuscation: bool | None = None  # whether to hide lengths from who listens on the wire: never done
 
 
 class StructuredOutputs(OpenAIModel):
@@ -125,6 +126,7 @@ class CommonRequest(AnyRequest):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None  # there is one
 
 
 class CompletionRequest(CommonRequest):
@@ -141,9 +143,14 @@ class TextPart(Carried):
     text: str
 
 
+class RefusalPart(Carried):
+    type: Literal["refusal"]
+    refusal: str
+
+
 class FunctionCall(Carried):
     name: str
-    arguments: str
+    arguments: str | None
 
 
 class ToolCall(Carried):
@@ -156,7 +163,7 @@ class ChatMessage(Carried):
     """An answer comes back as the next request's history, with all that a library has added to it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | RefusalPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -269,29 +276,28 @@ class APIError(Exception):
 
 
 def messages_for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Roles and plain text, as templates want them; arguments of calls as objects. Raises InputError."""
+    """Roles and plain text, as templates want them; arguments of calls as objects."""
     found = []
     for message in messages:
         content = message.content or ""
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        text = content if isinstance(content, str) else "\n".join(getattr(part, part.type) for part in content)
         entry: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
         entry |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
         if message.tool_calls:
             entry["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
             for call in entry["tool_calls"]:
-                call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+                call["function"]["arguments"] = _arguments(call["function"].get("arguments"))
         found.append(entry)
     return found
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def _arguments(text: str | None) -> dict[str, Any]:
+    """What cannot be read is {}: a call that was cut off stays in its history, where a refusal would end every turn."""
     try:
         found = json.loads(text or "{}")
-        if isinstance(found, dict):
-            return found
     except (ValueError, RecursionError):
-        pass
-    raise common.InputError("messages: the arguments of a tool call must be a JSON object, as a string")
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def tool_choice(body: CommonRequest) -> str | NamedTool:

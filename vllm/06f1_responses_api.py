@@ -49,7 +49,7 @@ class Call(Carried):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: str | None
 
 
 class CallOutput(Carried):
@@ -167,7 +167,7 @@ def chat_messages(instructions: str | None, items: Sequence[Any]) -> list[protoc
 
 def as_chat(body: ResponsesRequest, items: Sequence[Any]) -> ChatCompletionRequest:
     """The chat that says the same. Raises InputError."""
-    shared = {name: getattr(body, name) for name in protocol.AnyRequest.model_fields if name in body.model_fields_set}
+    shared = {name: getattr(body, name) for name in protocol.AnyRequest.model_fields}
     if not (messages := chat_messages(body.instructions, items)):
         raise common.InputError("input: must not be empty")
     chat = ChatCompletionRequest(
@@ -267,7 +267,6 @@ class ResponseWriter:
             self.say("response.function_call_arguments.done", **self.place(), name=self.item["name"],
                      arguments=self.item["arguments"])  # fmt: skip
         self.say("response.output_item.done", output_index=len(self.response["output"]) - 1, item=self.item)
-        self.item = None
 
     def finish(self, reason: str, usage: dict[str, Any]) -> None:
         """`reason` is the chat's. As in vLLM the last event is response.completed, even for what was cut short
@@ -280,6 +279,13 @@ class ResponseWriter:
         if status == "incomplete":
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         self.say("response.completed", response=self.response)
+
+    def fail(self, error: APIError) -> None:
+        """In both of OpenAI's forms: some clients know only one of them."""
+        self.say("error", code=str(error.status), message=str(error), param=error.param)
+        told = {"code": "server_error" if error.status >= 500 else "invalid_prompt", "message": str(error)}
+        self.response |= {"status": "failed", "error": told}
+        self.say("response.failed", response=self.response)
 
     def take(self) -> list[str]:
         """Events since the last call."""
@@ -411,8 +417,7 @@ class ResponsesAPI:
                 for event in job.writer.take():
                     yield event
         except Exception as error:  # the status line is long gone: the stream itself has to say it
-            found = self.explain(error)
-            job.writer.say("error", code=str(found.status), message=str(found), param=found.param)
+            job.writer.fail(self.explain(error))
             for event in job.writer.take():
                 yield event
 

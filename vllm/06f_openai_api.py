@@ -136,7 +136,7 @@ def structured_outputs(body: CommonRequest) -> dict[str, Any] | None:
         found.append(body.structured_outputs.model_dump(by_alias=True, exclude_none=True))
     old = {name: value for name in ("json", "regex", "choice", "grammar")
            if (value := getattr(body, f"guided_{name}")) is not None}  # fmt: skip
-    if old:
+    if old and old not in found:  # guidance says it in both dialects
         found.append(old)
     if forced := protocol.tool_constraint(body):  # a call has its own form: response_format is about texts
         found.append(forced)
@@ -180,6 +180,11 @@ class OpenAIServing:
         vocabulary = self.tokenizer.backend.get_vocab()
         self.max_chars_per_token = max(map(len, vocabulary), default=1)
 
+    @property
+    def too_long(self) -> str:
+        """Libraries look for these words, and shorten the conversation when they find them."""
+        return f"this model's maximum context length is {self.max_model_len} tokens"
+
     # -- in --
 
     def check_model(self, name: str | None) -> str:
@@ -219,8 +224,8 @@ class OpenAIServing:
         """
         limit = self.max_model_len * self.max_chars_per_token
         if len(text) > limit:
-            raise common.InputError(f"{field}: {len(text):,} characters; no text of more than {limit:,} fits into the "
-                                    f"context of {self.max_model_len:,} tokens")  # fmt: skip
+            raise common.InputError(f"{field}: {self.too_long}; {len(text):,} characters cannot fit into it, {limit:,} "
+                                    "might")  # fmt: skip
         if any("\ud800" <= char <= "\udfff" for char in set(text)):
             raise common.InputError(f"{field}: half of a surrogate pair is no text")
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
@@ -281,10 +286,11 @@ class OpenAIServing:
         for prompt in prompts:
             length = len(prompt["prompt_token_ids"])
             if error := scheduling.prompt_length_error(length, self.max_model_len):
+                error = f"{self.too_long}. {error}" if length else error
                 raise common.InputError(f"{'messages' if hasattr(body, 'messages') else 'prompt'}: {error}")
-            if params.max_tokens is not None and length + params.max_tokens > self.max_model_len:
-                raise common.InputError(f"max_tokens {params.max_tokens}: with a prompt of {length} tokens that is "
-                                        f"more than the context of {self.max_model_len}")  # fmt: skip
+            if params.max_tokens is not None and params.max_tokens > self.max_model_len:  # less ends with the context
+                raise common.InputError(f"max_tokens {params.max_tokens}: more than the {self.max_model_len} tokens of "
+                                        "the whole context")  # fmt: skip
         kind = "chatcmpl-" if isinstance(body, ChatCompletionRequest) else "cmpl-"
         request_id = kind + uuid.uuid4().hex  # what the engine calls it: two clients may think of the same name
         job = Job(kind + (name or body.request_id) if name or body.request_id else request_id, model, body, params, [])
@@ -868,7 +874,7 @@ class ScriptedLLM:
 
 FIELDS: dict[str, dict[str, Any]] = {
     "nothing unusual": {}, "temperature 9": {"temperature": 9}, "n 0": {"n": 0}, 'max_tokens "5"': {"max_tokens": "5"},
-    "max_tokens 60": {"max_tokens": 60}, "an unknown field": {"temprature": 1}, "model gpt-9": {"model": "gpt-9"},
+    "max_tokens 65": {"max_tokens": 65}, "an unknown field": {"temprature": 1}, "model gpt-9": {"model": "gpt-9"},
     "a suffix": {"suffix": "x"}, "json_object and a regex": {"response_format": {"type": "json_object"},
                                                              "structured_outputs": {"regex": "a"}},
     "half a body": {},
