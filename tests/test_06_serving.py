@@ -74,10 +74,12 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "stderr"
+    template = log.with_name("template.jinja")
+    template.write_text(llama.Tokenizer(llama.model_folder()).chat_template + "{{ probe if probe is defined }}")
     flags = ["--served-model-name", NAME, "alias", "--api-key", KEY, "--max-model-len", "512", "--max-num-seqs", "8",
              "--max-num-queued-reqs", str(BOUND), "--kv-cache-gib", "0.1", "--max-num-batched-tokens", "64",
              "--scheduling-policy", "priority", "--shutdown-timeout", "5", "--enable-auto-tool-choice",
-             "--tool-call-parser", "hermes"]  # fmt: skip
+             "--tool-call-parser", "hermes", "--chat-template", str(template)]  # fmt: skip
     lines = []
     with lesson.running_server(*flags, echo=lines.append, VLLM_SERVER_DEV_MODE="1",
                                VLLM_KEEP_ALIVE_ON_ENGINE_DEATH="1") as (url, process):  # fmt: skip
@@ -298,6 +300,13 @@ def test_a_response_calls_and_hears_the_answer(server, choice):
     assert server.openai.responses.create(model=NAME, input=given, max_output_tokens=3).output_text
     parsed = server.openai.responses.parse(model=NAME, input="Rome?", text_format=Weather, temperature=0)
     assert isinstance(parsed.output_parsed, Weather)
+
+
+def test_a_template_takes_the_place_of_the_models_own(server):
+    """The one that this server was started with ends with a variable."""
+    plain = server.chat("Hi", max_completion_tokens=1).usage.prompt_tokens
+    probe = {"chat_template_kwargs": {"probe": " one two three"}}
+    assert server.chat("Hi", max_completion_tokens=1, extra_body=probe).usage.prompt_tokens == plain + 3
 
 
 def test_a_prefix_is_found_again_unless_it_is_salted(server):
@@ -548,7 +557,8 @@ TRANSFER = '{"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port"
      ({"kv_transfer_config": TRANSFER, "kv_cache_dtype": "fp8"}, "not together with --kv-cache-dtype"),
      ({"kv_transfer_config": TRANSFER, "enable_lora": True}, "not together with --enable-lora"),
      ({"kv_transfer_config": TRANSFER, "data_parallel_size": 2}, "not together with several engines"),
-     ({"tool_call_parser": "magic"}, "hermes"), ({"enable_auto_tool_choice": True}, "--tool-call-parser")],
+     ({"tool_call_parser": "magic"}, "hermes"), ({"enable_auto_tool_choice": True}, "--tool-call-parser"),
+     ({"chat_template": "no/such.jinja"}, "no/such.jinja"), ({"chat_template": "{% if %}"}, "chat template: line 1")],
 )  # fmt: skip
 def test_flags_that_are_refused(wrong, words):
     with pytest.raises(common.InputError, match=words):

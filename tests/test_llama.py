@@ -324,6 +324,19 @@ def test_chat_template_is_sandboxed(tmp_path):
         llama.Tokenizer(tmp_path).chat([{"role": "user", "content": "Hi"}])
 
 
+def test_a_template_is_a_file_or_a_text(tmp_path):
+    file, text = tmp_path / "t.jinja", "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    file.write_text(text)
+    assert llama.read_chat_template(str(file)) == text == llama.read_chat_template(text)
+    for wrong, words in ((str(tmp_path / "x"), "No such file"), (str(tmp_path), "directory"), ("a\n{% x", "line 2")):
+        with pytest.raises(common.InputError, match=words) as error:
+            llama.read_chat_template(wrong)
+        assert "\n" not in str(error.value)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(common.InputError, match=r"t\.jinja"):
+        llama.read_chat_template(str(file))
+
+
 # --- Preparing the default model ------------------------------------------------------------------------------------
 
 

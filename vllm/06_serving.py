@@ -102,6 +102,7 @@ class EngineArgs:
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
     lora_modules: list[str] | None = None  # name=path of each
+    chat_template: str | None = None  # a file or the text; from __post_init__ on the text
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     kv_transfer_config: str | dict[str, Any] | None = None
@@ -146,6 +147,8 @@ class EngineArgs:
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise common.InputError(f"{name} {getattr(self, name)!r}: must be one of {', '.join(values)}")
+        if self.chat_template is not None:
+            self.chat_template = llama.read_chat_template(self.chat_template)
         if self.enable_auto_tool_choice and not self.tool_call_parser:
             raise common.InputError("--enable-auto-tool-choice: needs --tool-call-parser")
 
@@ -572,6 +575,7 @@ async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[
         max_num_queued_reqs=args.max_num_queued_reqs, stat_logger=PrometheusStatLogger(args.names[0]),
     )  # fmt: skip
     serving = openai_api.OpenAIServing(llm, args.names, args.adapters)
+    serving.tokenizer.chat_template = args.chat_template or serving.tokenizer.chat_template
     serving.enable_auto_tool_choice, serving.tool_call_parser = args.enable_auto_tool_choice, args.tool_call_parser
     serving.runtime_loras = args.enable_lora and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
     app = openai_api.build_app(serving, api_keys, os.environ.get("VLLM_SERVER_DEV_MODE") == "1")
@@ -656,6 +660,7 @@ def add_serve_command(subparsers: Any) -> None:
     add("--max-lora-rank", type=whole(1), default=16, metavar="R", help="largest rank (default 16)")
     add("--max-cpu-loras", type=whole(1), metavar="N", help="adapters kept in CPU memory (default: as --max-loras)")
     add("--lora-modules", nargs="+", metavar="NAME=PATH", help="adapters to start with")
+    add("--chat-template", metavar="FILE", help="a Jinja template in place of the model's own; or its text")
     add("--enable-auto-tool-choice", action="store_true", help="the model may decide to call a tool")
     add("--tool-call-parser", metavar="NAME", help="how it writes that down: hermes")
     add("--tensor-parallel-size", "-tp", type=whole(1, 64), default=1, metavar="N", help="shards of a layer (06c)")

@@ -382,12 +382,33 @@ class Tokenizer:
 
     @functools.cached_property
     def _template(self) -> Any:
-        from jinja2.sandbox import ImmutableSandboxedEnvironment  # a template is code from a stranger's folder
+        return _chat_environment().from_string(self.chat_template)
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse_chat
-        environment.filters["tojson"] = lambda x, **kwargs: json.dumps(x, ensure_ascii=False, **kwargs)
-        return environment.from_string(self.chat_template)
+
+def read_chat_template(given: str) -> str:
+    """A template that takes the place of a model's own: a file, or (with a brace or a newline in it) the text itself.
+
+    Raises InputError if there is no such file, or if it is no template.
+    """
+    import jinja2
+
+    try:
+        text = given if set(given) & set("{}\n") else Path(given).read_text()
+        _chat_environment().from_string(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise common.InputError(f"chat template {given}: {getattr(error, 'strerror', None) or error}") from None
+    except jinja2.TemplateSyntaxError as error:
+        raise common.InputError(f"chat template: line {error.lineno}: {error.message}") from None
+    return text
+
+
+def _chat_environment() -> Any:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment  # a template is code from a stranger's folder
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = _refuse_chat
+    environment.filters["tojson"] = lambda x, **kwargs: json.dumps(x, ensure_ascii=False, **kwargs)
+    return environment
 
 
 def _refuse_chat(message: str) -> None:
