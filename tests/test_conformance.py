@@ -287,6 +287,8 @@ MALFORMED = [
     (edited("requests", 0, "prompt_token_ids", value="abc"), "requests[0].prompt_token_ids"),
     (edited("requests", 0, "prompt_token_ids", value=[1, -1]), "requests[0].prompt_token_ids"),
     (edited("requests", 0, "prompt_token_ids", value=[1, 2.5]), "requests[0].prompt_token_ids"),
+    (edited("requests", 0, "prompt_token_ids", value=[1, True]), "requests[0].prompt_token_ids"),
+    (edited("requests", 0, "prompt_token_ids", value=[1, 2**63]), "requests[0].prompt_token_ids"),
     (edited("requests", 0, "forced_output_token_ids", value=[]), "forced_output_token_ids"),
     (edited("requests", 0, "stop_token_ids", value=3), "requests[0].stop_token_ids"),
     (edited("requests", 0, "max_token", value=3), "requests[0].max_token"),
@@ -321,6 +323,45 @@ def test_an_unreadable_path_and_an_unwritable_folder(capsys, tmp_path):
     for argv in ([tmp_path], [WORKLOADS[0], "--out", tmp_path / "file"]):
         code, out, error = run(capsys, "replay", *argv)
         assert (code, out) == (2, "") and len(error.splitlines()) == 1
+
+
+def test_ranges_include_their_ends():
+    for name, field in lesson.CONFIG_FIELDS.items():
+        for value in {field.low, field.high} - {None}:
+            field.check(name, value)
+            with pytest.raises(common.InputError, match=name):
+                field.check(name, value - 1 if value == field.low else value + 1)
+
+
+def test_an_empty_prompt_may_not_go_round_the_front_end():
+    workload = edited("requests", 0, "prompt_token_ids", value=[])
+    workload["config"] = {**workload["config"], "bypass_frontend": True}
+    with pytest.raises(common.InputError, match=r"requests\[0\]\.prompt_token_ids: must not be empty"):
+        lesson.check_workload(workload)
+
+
+def test_a_trace_for_people_says_all_that_happened():
+    steps = [
+        {"step": 0, "scheduled": {"a": 4, "b": 2}, "new": ["a", "b"], "prefix_hit": {"a": 0, "b": 16},
+         "waiting_queue": ["c", "d"], "free_blocks": [5, 9]},
+        {"step": 1, "scheduled": {"c": 1}, "resumed": ["c"], "preempted": ["a"], "finished": ["b"], "aborted": ["d"]},
+        {"step": 2, "scheduled": {}},
+    ]  # fmt: skip
+    assert [*lesson.step_rows({"steps": steps})] == [
+        [0, "+a:4  +b:2(hit 16)", "", "", "c d", 9], [1, "↻c:1", "a", "b d(abort)", "", 0],
+        [2, "nothing", "", "", "", 0],
+    ]  # fmt: skip
+
+
+def test_who_has_left_owns_nothing():
+    """A finished request has its blocks to the end of its step; one that was preempted or aborted has lost them."""
+    steps = [
+        {"step": 0, "blocks": {"a": [1, 2], "b": [1, 3], "c": [4], "d": [5, 6]}},
+        {"step": 1, "preempted": ["a"], "aborted": ["c"], "blocks": {"b": [1, 3, 7]}, "finished": ["d"]},
+        {"step": 2},
+    ]  # fmt: skip
+    assert lesson.owners_of({"steps": steps}) == [
+        (0, {"a": 2, "b": 1, "c": 1, "d": 2}), (1, {"b": 3, "d": 2}), (2, {"b": 3})]  # fmt: skip
 
 
 def test_defaults_apply_and_an_empty_workload_ends_at_once():
