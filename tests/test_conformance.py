@@ -367,7 +367,14 @@ def test_who_has_left_owns_nothing():
 def test_defaults_apply_and_an_empty_workload_ends_at_once():
     trace = lesson.replay({"name": "empty", "config": {}, "requests": []})
     assert trace["end"] == "finished" and trace["steps"] == []
-    assert trace["config"] == {key: field.default for key, field in lesson.CONFIG_FIELDS.items()}
+    assert trace["config"] == {
+        "block_size": 16, "num_blocks": 65, "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64,
+        "max_num_scheduled_tokens": None, "max_num_active_seqs": None, "enable_chunked_prefill": True,
+        "enable_prefix_caching": False, "prefix_caching_hash_algo": "sha256", "long_prefill_token_threshold": 0,
+        "long_prefill_token_threshold_adaptive": False, "scheduler_reserve_full_isl": True, "watermark": 0.0,
+        "policy": "fcfs", "async_scheduling": False, "eos_token_id": None, "bypass_frontend": False,
+        "record_free_queue": False, "max_steps": 5000,
+    }, "those of the recordings"  # fmt: skip
 
 
 # --- Speed ----------------------------------------------------------------------------------------------------------
