@@ -247,6 +247,7 @@ TOOL = {"type": "function", "name": "f", "description": "d", "parameters": {"typ
         (X | {"max_output_tokens": 513}, 400, "max_output_tokens", "context"),
         (X | {"temperature": 9}, 400, "temperature", "from 0 to 2"), (X | {"n": 2}, 400, "n", ""),
         (X | {"background": True}, 400, "background", ""), (X | {"truncation": "auto"}, 400, "truncation", ""),
+        (X | {"stream": True, "stream_options": {"x": 1}}, 400, "stream_options", ""),
         (X | {"tools": [{"type": "web_search"}]}, 400, "tools", "'function'"),
         (X | {"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, 400, "tool_choice", "'g'"),
         (X | {"tool_choice": "required"}, 400, "tool_choice", "tools"),
@@ -288,8 +289,10 @@ def test_items_are_messages():
         {"role": "user", "content": "e"},
     ]  # fmt: skip
     chat = chat_of(input=said, instructions="I")
-    call = lambda i, name, arguments: {"id": i, "type": "function", "function": {  # noqa: E731
-        "name": name, "arguments": arguments}}  # fmt: skip
+
+    def call(i, name, arguments):
+        return {"id": i, "type": "function", "function": {"name": name, "arguments": arguments}}
+
     assert lesson.protocol.messages_for_template(chat.messages) == [
         {"role": "system", "content": "I"}, {"role": "system", "content": "D"}, {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": "c", "tool_calls": [call("1", "f", {"x": 1}), call("2", "g", {})]},

@@ -365,7 +365,7 @@ def test_nothing_is_hidden_from_listeners(shared):
 
 @pytest.mark.parametrize("text", ["x" * 512, "x" * 600, "x" * 100_000])
 def test_libraries_recognise_a_conversation_that_is_too_long(shared, text):
-    """By these words LiteLLM, Pydantic AI and others know that shortening it would help."""
+    """By these words LiteLLM and others know what was wrong."""
     for path, body in (("completions", {"prompt": text}), ("chat/completions", {"messages": [
             {"role": "user", "content": text}]})):  # fmt: skip
         message = check_error(ask(shared[1], f"/v1/{path}", body), 400)["message"]

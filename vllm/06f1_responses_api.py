@@ -19,7 +19,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -87,6 +87,9 @@ Item = Annotated[
 ]  # fmt: skip
 
 
+ITEM = pydantic.TypeAdapter(Item)
+
+
 class FunctionTool(Carried):
     type: Literal["function"]
     name: str = pydantic.Field(min_length=1)
@@ -133,7 +136,7 @@ class ResponsesRequest(protocol.AnyRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = True
     reasoning: ReasoningConfig | None = None
-    stream_options: dict[str, Any] | None = None  # whether to hide lengths from who listens on the wire: never done
+    stream_options: protocol.StreamOptions | None = None
     max_tool_calls: int | None = None  # of tools that the server runs; this one runs none
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
@@ -219,13 +222,13 @@ class ResponseWriter:
         for kind in ("response.created", "response.in_progress"):
             self.say(kind, response=self.response)
 
-    def write(self, delta: dict[str, Any], logprobs: list[dict[str, Any]] | None = None) -> None:
+    def write(self, delta: dict[str, Any], logprobs: Sequence[dict[str, Any]] = ()) -> None:
         """The news of a chat: `content`, and `tool_calls` that begin or grow."""
         if text := delta.get("content"):
             part = self.open_text()
             part["text"] += text
-            part["logprobs"] += logprobs or []
-            self.say("response.output_text.delta", **self.place(), content_index=0, delta=text, logprobs=logprobs or [])
+            part["logprobs"] += logprobs
+            self.say("response.output_text.delta", **self.place(), content_index=0, delta=text, logprobs=logprobs)
         for call in delta.get("tool_calls", ()):
             function = call["function"]
             if "id" in call:
@@ -304,7 +307,7 @@ class ResponseJob:
 @dataclass
 class Stored:
     response: dict[str, Any]
-    items: list[Any] = field(repr=False)  # of the conversation, this answer included
+    items: list[Any]  # of the conversation, this answer included
     size: int
 
 
@@ -443,6 +446,3 @@ class ResponsesAPI:
         self.stored_bytes -= self.find(response_id).size
         del self.stored[response_id]
         return {"id": response_id, "object": "response", "deleted": True}
-
-
-ITEM = pydantic.TypeAdapter(Item)

@@ -182,7 +182,7 @@ class OpenAIServing:
 
     @property
     def too_long(self) -> str:
-        """Libraries look for these words, and shorten the conversation when they find them."""
+        """By these words LiteLLM and others know what was wrong."""
         return f"this model's maximum context length is {self.max_model_len} tokens"
 
     # -- in --
@@ -347,12 +347,9 @@ class OpenAIServing:
         """Log probabilities in the shape of the API that was asked."""
         if job.params.logprobs is None or answer.logprobs is None:
             return None
-        best = lambda entry: sorted(((t, x) for t, x in entry.items() if x.rank <= job.params.logprobs),  # noqa: E731
-                                    key=lambda item: item[1].rank)  # fmt: skip
-        found = [*zip(answer.token_ids, answer.logprobs)]
+        best, found = functools.partial(most_probable, job.params.logprobs), [*zip(answer.token_ids, answer.logprobs)]
         if isinstance(job.body, ChatCompletionRequest):
-            shape = lambda t, x: {"token": x.decoded_token, "logprob": finite(x), "bytes": list(self.token_bytes[t])}  # noqa: E731
-            return {"content": [shape(t, entry[t]) | {"top_logprobs": [shape(*item) for item in best(entry)]}
+            return {"content": [self.scored(t, entry[t]) | {"top_logprobs": [self.scored(*x) for x in best(entry)]}
                                 for t, entry in found]}  # fmt: skip
         # The first token of an echoed prompt has no entry: nothing predicts it.
         tokens = [entry[t].decoded_token if entry else self.token_bytes[t].decode("utf-8", "replace")
@@ -365,6 +362,10 @@ class OpenAIServing:
                              for t, entry in found],
             "text_offset": offsets,
         }  # fmt: skip
+
+    def scored(self, token: int, x: offline.Logprob) -> dict[str, Any]:
+        """One token of a chat's log probabilities."""
+        return {"token": x.decoded_token, "logprob": finite(x), "bytes": list(self.token_bytes[token])}
 
     def choice(self, job: Job, index: int, answer: offline.CompletionOutput,
                first: RequestOutput | None = None) -> dict[str, Any]:  # fmt: skip
@@ -500,6 +501,11 @@ class Usage:
 def finite(x: offline.Logprob) -> float:
     """JSON has no infinity."""
     return max(x.logprob, -9999.0)
+
+
+def most_probable(k: int, entry: dict[int, offline.Logprob]) -> list[tuple[int, offline.Logprob]]:
+    """The k best of what was reported for one position, best first; what was sampled may be none of them."""
+    return sorted(((t, x) for t, x in entry.items() if x.rank <= k), key=lambda item: item[1].rank)
 
 
 def scores(output: RequestOutput) -> list[dict[str, dict[str, Any]] | None]:
