@@ -505,7 +505,7 @@ def source_html(site: Site, path: Path) -> str:
 def front_text(readme: str) -> str:
     """The README as the front page shows it: the map for its table and graph, a widget before it, the ranking after."""
     text = re.sub(r"(?:^\|.*\n)+", "@@map@@\n", readme, count=1, flags=re.M)
-    text = re.sub(r"[^.\n]*\n\n```mermaid\n.*?^```\n", "\n", text, flags=re.M | re.S)
+    text = re.sub(r"^An arrow[^\n]*\n\n```mermaid\n.*?^</details>\n", "\n", text, flags=re.M | re.S)
     before, lessons, rest = re.split(r"^(?=## )", text, maxsplit=2, flags=re.M)
     return f"{before}## A bet, to begin with\n\n@@widget@@\n\n{lessons}@@ranking@@\n\n{rest}"
 
@@ -525,32 +525,13 @@ def ranking(site: Site) -> str:
     return f"<h2 id=ranking>What each technique is worth, and when</h2>{linked}"
 
 
-def used_by(readme: str, lessons: Iterable[str]) -> set[tuple[str, str]]:
-    """(a, b): lesson b uses a's code, and no lesson in between would say so anyway. From the README's graph.
-
-    A part without a page sorts right before its lesson (050, then 05), and there counts as that one of `lessons`.
-    """
-    files = sorted(f"{number}_" for number in lessons)
-
-    def whole(part: str) -> str:
-        return next((file[:-1] for file in files if file >= f"{part}_"), part)
-
-    found = re.findall(r"^ *L(\w+)(?:\[[^\]]*\])? --> L(\w+)", readme, flags=re.M)
-    arrows = {(whole(a), whole(b)) for a, b in found if whole(a) != whole(b)}
-    arrows -= {(a, b) for a, b in arrows if a < b and (b, a) in arrows}  # 06 loads 06d, which drives 06
-    reach = {a: {b for x, b in arrows if x == a} for a, _ in arrows}
-    for _ in reach:  # the transitive closure
-        reach = {a: bs.union(*(reach.get(b, set()) for b in bs)) for a, bs in reach.items()}
-    return {(a, b) for a, b in arrows if not any(b in reach.get(c, ()) for x, c in arrows if x == a and c != b)}
-
-
 def map_html(site: Site) -> str:
-    """All lessons, one a row, and an arc from each to those that use its code; hovering over a lesson shows its own."""
+    """All lessons, one a row, and README's arrows as arcs; hovering over a lesson shows its own."""
     lessons = [page for page in site.pages if page.number]
     high, wide = 44, 150
     row = {page.number: i for i, page in enumerate(lessons)}
     arcs, rules = [], []
-    arrows = sorted(used_by((ROOT / "README.md").read_text(), row))
+    arrows = re.findall(r"^ *L(\w+) --> L(\w+)$", (ROOT / "README.md").read_text(), flags=re.M)
     for a, b in arrows:
         turn = 4 if row[a] < row[b] else -4
         y0, y1 = (row[a] + 0.5) * high + turn, (row[b] + 0.5) * high - turn

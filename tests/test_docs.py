@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import subprocess
+from collections.abc import Iterable
 
 import common
 import documents
@@ -163,16 +164,56 @@ def test_readme_lists_every_lesson_and_two_commands():
     assert [c.split("#")[0].strip() for c in commands[:2]] == ["uv run python vllm/01_kv_cache.py", "uv run pytest"]
 
 
+def loads() -> dict[str, set[str]]:
+    """Script: whose code it loads, by their numbers. A script loads earlier ones only."""
+    found: dict[str, set[str]] = {}
+    for script in sorted(common.HERE.glob("[01]*.py")):
+        names = set(re.findall(r"common\.lesson\(\"(\w+)\"\)", script.read_text()))
+        for name in names:
+            assert name < script.stem or script.stem == "06_serving", f"{script.stem} loads the later {name}"
+        found[script.stem.split("_")[0]] = {name.split("_")[0] for name in names}
+    return found
+
+
+def used_by(loads: dict[str, set[str]], lessons: Iterable[str]) -> set[tuple[str, str]]:
+    """(a, b): lesson b uses a's code, and no lesson in between would say so anyway.
+
+    A part without a page sorts right before its lesson (050, then 05), and there counts as that one of `lessons`.
+    """
+    files = sorted(f"{number}_" for number in lessons)
+
+    def whole(part: str) -> str:
+        return next((file[:-1] for file in files if file >= f"{part}_"), part)
+
+    arrows = {(whole(a), whole(b)) for b, names in loads.items() for a in names if whole(a) != whole(b)}
+    arrows -= {(a, b) for a, b in arrows if a < b and (b, a) in arrows}  # 06 loads 06d, which drives 06
+    reach = {a: {b for x, b in arrows if x == a} for a, _ in arrows}
+    for _ in reach:  # the transitive closure
+        reach = {a: bs.union(*(reach.get(b, set()) for b in bs)) for a, bs in reach.items()}
+    return {(a, b) for a, b in arrows if not any(b in reach.get(c, ()) for x, c in arrows if x == a and c != b)}
+
+
 def test_dependency_graph_is_the_codes():
-    """README's graph has an arrow A --> B exactly where B loads A; a lesson loads earlier ones only."""
+    """README's graph has every lesson, and an arrow where `used_by` finds one; the list below it has every script."""
+    numbers = [script.stem.split("_")[0] for script in LESSONS]
     (graph,) = [b.body for b in documents.blocks(common.ROOT / "README.md") if b.language == "mermaid"]
-    drawn = set(re.findall(r"^\s*(\w+)(?:\[[^\]]*\])? --> (\w+)", graph, flags=re.M))
-    code = set()
-    for script in common.HERE.glob("[01]*.py"):
-        for loaded in set(re.findall(r"common\.lesson\(\"(\w+)\"\)", script.read_text())):
-            assert loaded < script.stem or script.stem == "06_serving", f"{script.stem} loads the later {loaded}"
-            code.add((f"L{loaded.split('_')[0]}", f"L{script.stem.split('_')[0]}"))
-    assert drawn == code
+    assert re.findall(r"^ *L(\w+)\[\1 [^\]]+\]$", graph, flags=re.M) == numbers
+    drawn = re.findall(r"^ *L(\w+) --> L(\w+)$", graph, flags=re.M)
+    assert sorted(drawn) == sorted(used_by(loads(), numbers))
+    text = (common.ROOT / "README.md").read_text()
+    (table,) = re.findall(r"whose code it loads</summary>\n\n```text\n(.*?)\n```", text, flags=re.S)
+    rows = {line[:4].strip(): set(line[26:].split()) for line in table.splitlines()}
+    assert rows == loads() and len(table.splitlines()) == len(rows)
+
+
+def test_only_arrows_that_say_something_are_drawn():
+    loads = {"B": {"A", "D"}, "C": {"A", "B"}, "D": {"A", "B"}}
+    assert used_by(loads, "ABCD") == {("A", "D"), ("D", "B"), ("B", "C")}
+
+
+def test_an_arrow_from_a_part_comes_from_its_lesson():
+    loads = {"050": {"04"}, "05": {"050"}, "11": {"050"}, "120": {"11"}, "12": {"120"}}
+    assert used_by(loads, ["04", "05", "11", "12"]) == {("04", "05"), ("05", "11"), ("11", "12")}
 
 
 # --- The checks can fail --------------------------------------------------------------------------------------------

@@ -122,16 +122,6 @@ def test_the_front_page_has_map_and_ranking(site):
     assert "CUDA graphs" in front and front.count("<path class=") >= 15
 
 
-def test_only_arrows_that_say_something_are_drawn():
-    graph = "  LA --> LB\n  LB --> LC\n  LA --> LC\n  LA[x] --> LD\n  LB --> LD\n  LD --> LB\n"
-    assert build.used_by(graph, "ABCD") == {("A", "D"), ("D", "B"), ("B", "C")}
-
-
-def test_an_arrow_from_a_part_comes_from_its_lesson():
-    graph = "  L04 --> L050\n  L050 --> L05\n  L050 --> L11\n  L11 --> L120\n  L120 --> L12\n"
-    assert build.used_by(graph, ["04", "05", "11", "12"]) == {("04", "05"), ("05", "11"), ("11", "12")}
-
-
 def test_search_finds_sections_and_symbols(site):
     index = json.loads(read(site / "assets" / "search.js").partition("= ")[2])
     names = {(row[1], row[2]) for row in index}
