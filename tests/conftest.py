@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "vllm"))  # as `python vllm/01_kv_cache.py` does
@@ -61,15 +63,6 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-@pytest.fixture
-def kernels() -> Iterator[None]:
-    """Wrappers launch their Triton kernels: natively on a GPU, else in the interpreter."""
-    if not common.HAS_TRITON:
-        pytest.skip("no Triton wheel on this platform; the torch paths are tested without it")
-    with common.use_kernels():
-        yield
-
-
 @pytest.fixture(scope="session")
 def real_model() -> tuple[llama.Llama, llama.Tokenizer]:
     """SmolLM2-135M-Instruct in fp32, and its tokenizer."""
@@ -91,9 +84,7 @@ class Guarded:
     MARGIN = 512
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        size = 1
-        for n in shape:
-            size *= n
+        size = math.prod(shape)
         self.buffer = torch.empty(size + 2 * self.MARGIN, dtype=dtype, device=device)
         self.sentinel = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
         self.buffer.fill_(self.sentinel)
@@ -103,6 +94,43 @@ class Guarded:
         margins = torch.cat((self.buffer[: self.MARGIN], self.buffer[-self.MARGIN :]))
         untouched = margins.isnan() if self.buffer.dtype.is_floating_point else margins == self.sentinel
         assert untouched.all(), f"{(~untouched).sum()} elements outside the tensor were overwritten"
+
+
+@pytest.fixture
+def kernels() -> Iterator[None]:
+    """Wrappers launch their Triton kernels: natively on a GPU, else in the interpreter.
+
+    What a lesson allocates without filling it lies between guard values meanwhile, and is full of them: a kernel that
+    writes too much is noticed, and so is one that writes too little.
+    """
+    if not common.HAS_TRITON:
+        pytest.skip("no Triton wheel on this platform; the torch paths are tested without it")
+    made: list[Guarded] = []
+    plain, plain_like = torch.empty, torch.empty_like
+
+    def is_ours(device: torch.device, more: dict) -> bool:
+        by_a_lesson = os.path.dirname(sys._getframe(2).f_code.co_filename) == str(common.HERE)
+        return by_a_lesson and device.type != "meta" and not more
+
+    def empty(*shape: Any, dtype: Any = None, device: Any = None, **more: Any) -> torch.Tensor:
+        if not is_ours(torch.device(device or "cpu"), more):
+            return plain(*shape, dtype=dtype, device=device, **more)
+        sizes = shape if isinstance(shape[0], int) else shape[0]
+        made.append(Guarded(tuple(sizes), dtype or torch.get_default_dtype(), torch.device(device or "cpu")))
+        return made[-1].tensor
+
+    def empty_like(x: torch.Tensor, **more: Any) -> torch.Tensor:
+        if not is_ours(x.device, more) or not x.is_contiguous():
+            return plain_like(x, **more)
+        made.append(Guarded(tuple(x.shape), x.dtype, x.device))
+        return made[-1].tensor
+
+    with common.use_kernels(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        patch.setattr(torch, "empty_like", empty_like)
+        yield
+    for guard in made:
+        guard.check()
 
 
 @pytest.fixture

@@ -126,6 +126,7 @@ class Recording:
             init_none_hash(sha256)
             self.hasher = get_request_block_hasher(config["block_size"], sha256)
         self.adapters: dict[str, int] = {}
+        self.depth, self.queue = 1 + config["async_scheduling"], deque()  # steps not heard of (`step_with_batch_queue`)
 
     def request(self, rank: int, spec: dict) -> Request:
         params = SamplingParams(max_tokens=spec["max_tokens"], stop_token_ids=spec.get("stop_token_ids"),
@@ -198,13 +199,16 @@ class Recording:
         sampled = {}
         for request_id in output.num_scheduled_tokens:
             request = scheduler.requests[request_id]
-            if request.num_computed_tokens >= request.num_tokens:
-                rest = self.specs[request_id]["forced_output_token_ids"][request.num_output_tokens :]
+            if not request.is_prefill_chunk:
+                ahead = max(0, request.num_output_placeholders - 1)  # sampled by steps before this one, not heard of
+                rest = self.specs[request_id]["forced_output_token_ids"][request.num_output_tokens + ahead :]
                 drafts = entry["drafts"].get(request_id, [])
                 right = next((i for i, draft in enumerate(drafts) if draft != rest[i]), len(drafts))
                 sampled[request_id] = rest[: right + 1]
-        entry["sampled"] = sampled
-        _, entry["finished"] = self.update(output, sampled)
+        self.queue.append((output, sampled))
+        due = self.queue.popleft() if len(self.queue) == self.depth else None
+        heard, finished = self.update(*due) if due else ({}, {})
+        entry |= {"sampled": {request_id: due[1][request_id] for request_id in heard}, "finished": finished}
         for request_id in entry["finished"]:
             self.last_tables.pop(request_id, None)
         if self.config["num_speculative_tokens"]:
@@ -222,6 +226,7 @@ class Recording:
         steps, step, scheduler = [], 0, self.scheduler
         while self.pending or scheduler.has_unfinished_requests():
             if not scheduler.has_unfinished_requests():
+                self.queue.clear()  # planned for somebody who had ended
                 step = max(step, self.pending[0][1]["arrival_step"])
             added, aborted = self.arrivals(step)
             entry = {"step": step, "added": added, "aborted": aborted, **self.one_step()}
@@ -229,33 +234,9 @@ class Recording:
             step += 1
         return steps
 
-    def run_ahead(self) -> list[dict]:
-        """Plan until two steps are in the queue, then hear of the older one (`step_with_batch_queue`)."""
-        steps, step, scheduler, queue = [], 0, self.scheduler, deque()
-        written = dict.fromkeys(self.specs, 0)
-        while self.pending or scheduler.has_unfinished_requests() or queue:
-            self.arrivals(step)
-            planned = []
-            while len(queue) < 2 and (output := scheduler.schedule()).num_scheduled_tokens:
-                sampled = {}
-                for request_id in output.num_scheduled_tokens:
-                    if not scheduler.requests[request_id].is_prefill_chunk:
-                        sampled[request_id] = [self.specs[request_id]["forced_output_token_ids"][written[request_id]]]
-                        written[request_id] += 1
-                queue.append((output, sampled))
-                planned.append(dict(output.num_scheduled_tokens))
-            heard, finished = self.update(*queue.popleft()) if queue else ({}, {})
-            steps.append({"planned": planned, "heard": heard, "finished": finished,
-                          "running_queue": [r.request_id for r in scheduler.running],
-                          "waiting_queue": [r.request_id for r in scheduler.waiting]})  # fmt: skip
-            step += 1
-        return steps
-
 
 def record(folder: str, workload: dict) -> dict:
-    recording = Recording(folder, workload)
-    steps = recording.run_ahead() if workload["config"]["async_scheduling"] else recording.run()
-    return {"vllm": vllm.__version__, "workload": workload["name"], "steps": steps}
+    return {"vllm": vllm.__version__, "workload": workload["name"], "steps": Recording(folder, workload).run()}
 
 
 def dumps(trace: dict) -> str:

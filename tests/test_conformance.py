@@ -255,7 +255,7 @@ MALFORMED = [
     (edited("config", "num_block", value=3), "config.num_block"),
     (edited("config", "policy", value="random"), "config.policy"),
     (edited("config", "policy", value=["fcfs"]), "config.policy"),
-    (edited("config", "async_scheduling", value=True), "config.async_scheduling"),
+    (edited("config", "async_scheduling", value="yes"), "config.async_scheduling"),
     (edited("config", "prefix_caching_hash_algo", value="md5"), "config.prefix_caching_hash_algo"),
     (edited("config", "watermark", value=1.0), "config.watermark"),
     (edited("config", "watermark", value=-0.1), "config.watermark"),
@@ -375,6 +375,45 @@ def test_defaults_apply_and_an_empty_workload_ends_at_once():
         "policy": "fcfs", "async_scheduling": False, "eos_token_id": None, "bypass_frontend": False,
         "record_free_queue": False, "max_steps": 5000,
     }, "those of the recordings"  # fmt: skip
+
+
+# --- One step ahead ---------------------------------------------------------------------------------------------------
+
+
+def one_request(forced: list[int], **config) -> dict:
+    request = {"id": "a", "arrival_step": 0, "prompt_token_ids": [1, 2, 3], "max_tokens": 3, "stop_token_ids": [9]}
+    return {"name": "one", "config": config, "requests": [request | {"forced_output_token_ids": forced}]}
+
+
+def test_a_step_ahead_is_heard_of_a_step_later():
+    steps = lesson.replay(one_request([4, 5, 6], async_scheduling=True))["steps"]
+    assert [(step["scheduled"], step.get("sampled", {})) for step in steps] == [
+        ({"a": 3}, {}), ({"a": 1}, {"a": 4}), ({"a": 1}, {"a": 5}), ({}, {"a": 6}),
+    ]  # fmt: skip
+    assert steps[-1]["finished"] == {"a": "length"} and steps[-1]["free_blocks"] == [63, 64]
+
+
+def test_a_step_after_the_stop_is_planned_in_vain():
+    """What a model would write there need not be in the file."""
+    steps = lesson.replay(one_request([4, 9], async_scheduling=True))["steps"]
+    assert [(step["scheduled"], step.get("sampled", {})) for step in steps] == [
+        ({"a": 3}, {}), ({"a": 1}, {"a": 4}), ({"a": 1}, {"a": 9}),
+    ]  # fmt: skip
+    assert steps[-1]["finished"] == {"a": "stop"} and steps[-1]["free_blocks"] == [63, 64]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_request_that_goes_on_needs_tokens(ahead):
+    with pytest.raises(common.InputError, match="request 'a': has 2 tokens, but the request goes on"):
+        lesson.replay(one_request([4, 5], async_scheduling=ahead))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_nothing_that_can_change_is_a_stall(ahead):
+    """It fits in no pool of two blocks; the front end, which would have said so, is passed by."""
+    workload = one_request([4, 5, 6], async_scheduling=ahead, num_blocks=3, block_size=1, max_model_len=8)
+    trace = lesson.replay(workload)
+    assert trace["end"] == "stalled" and len(trace["steps"]) == 1
 
 
 # --- Speed ----------------------------------------------------------------------------------------------------------

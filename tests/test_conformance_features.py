@@ -73,12 +73,14 @@ class Core(preemption.ReplayCore):
                     break
                 token_ids.append(self.forced[request_id][written + len(token_ids)])
         self.entry["drafts"] = {request_id: list(token_ids) for request_id, token_ids in drafts.items()}
-        self.entry["sampled"] = {request_id: list(token_ids) for request_id, token_ids in sampled.items()}
+        self.sampled = {request_id: list(token_ids) for request_id, token_ids in sampled.items()}
         self.entry["loading"] = sorted(getattr(self.scheduler, "waiting_for_remote_kvs", ()))
         return sampled
 
     def recorded_step(self):
         entry, requests = super().recorded_step(), self.scheduler.requests
+        # Their traces hold all that was sampled, also what came after a stop.
+        entry["sampled"] = {i: self.sampled[i] if self.drafting else [token] for i, token in entry["sampled"].items()}
         if self.drafting:
             self.scheduler.update_draft_token_ids({
                 i: list(self.specs[i]["drafts"].get(str(requests[i].num_output_tokens), ()))
@@ -114,40 +116,10 @@ class Core(preemption.ReplayCore):
         return steps
 
 
-def planned_ahead(workload: dict) -> list[dict]:
-    """Lesson 05's `AsyncScheduler`, driven as its queue of two steps does, without a model."""
-    config = workload["config"]
-    limits = scheduling.SchedulerConfig(
-        config["max_model_len"], config["max_num_seqs"], config["max_num_batched_tokens"]
-    )
-    manager = scheduling.KVCacheManager(config["num_blocks"], config["block_size"], config["max_model_len"])
-    scheduler, queue, steps = optimizations.AsyncScheduler(limits, manager), deque(), []
-    forced = {spec["id"]: iter(spec["forced_output_token_ids"]) for spec in workload["requests"]}
-    pending = deque(enumerate(sorted(workload["requests"], key=lambda spec: spec["arrival_step"])))
-    while pending or scheduler.has_unfinished_requests() or queue:
-        while pending and pending[0][1]["arrival_step"] <= len(steps):
-            rank, spec = pending.popleft()
-            scheduler.add_request(preemption.workload_files.make_request(spec, rank, {"eos_token_id": None}))
-        planned = []
-        while len(queue) < 2 and (output := scheduler.schedule()).num_scheduled_tokens:
-            queue.append(
-                (output, {request_id: [next(forced[request_id])] for request_id in output.num_scheduled_tokens})
-            )
-            planned.append(dict(output.num_scheduled_tokens))
-        outputs = scheduler.update_from_output(*queue.popleft()) if queue else []
-        steps.append({
-            "planned": planned, "heard": {o.request_id: list(o.new_token_ids) for o in outputs},
-            "finished": {o.request_id: o.finish_reason for o in outputs if o.finish_reason},
-            "running_queue": [request.request_id for request in scheduler.running],
-            "waiting_queue": [request.request_id for request in scheduler.waiting],
-        })  # fmt: skip
-    return steps
-
-
 def difference(feature, path) -> str | None:
     """Where our steps part from the recorded ones, in words; the order of keys within a field counts."""
     workload, recorded = json.loads(path.read_text()), json.loads(trace_of(path).read_text())["steps"]
-    ours = planned_ahead(workload) if feature == "ahead" else Core(workload).run()
+    ours = Core(workload).run()
     for i, (a, b) in enumerate(zip(ours, recorded)):
         for field in a.keys() | b.keys():
             if json.dumps(a.get(field)) != json.dumps(b.get(field)):
@@ -219,9 +191,22 @@ def test_the_recordings_meet_the_rules():
         "cached_keys",
     }
 
-    ahead = list(steps("ahead"))
-    assert {len(step["planned"]) for _, step in ahead} == {0, 1, 2}
-    assert {reason for _, step in ahead for reason in step["finished"].values()} == {"length", "stop"}
+    seen = set()
+    for workload, step in steps("ahead"):
+        config, heard = workload["config"], step.get("sampled", {})
+        seen |= {"only planned"} if step["scheduled"] and not heard else set()
+        seen |= {"only heard of"} if heard and not step["scheduled"] else set()
+        seen |= {f"{key}, {config['policy']}" for key in ("preempted", "resumed", "aborted") if step.get(key)}
+        for request_id in {*step.get("preempted", ())} & heard.keys():
+            seen.add("a token for one without a seat")
+            if request_id in step.get("finished", {}):
+                seen.add("its last token")
+        seen |= {"not scheduled again"} if {*step.get("running_queue", ())} - step["scheduled"].keys() else set()
+        seen |= {"a hit"} if any(step.get("prefix_hit", {}).values()) else set()
+        seen |= set(step.get("finished", {}).values())
+    assert seen >= {"only planned", "only heard of", "preempted, fcfs", "preempted, priority", "resumed, fcfs",
+                    "resumed, priority", "aborted, fcfs", "a token for one without a seat", "its last token",
+                    "not scheduled again", "a hit", "length", "stop"}  # fmt: skip
 
 
 # --- It can fail ------------------------------------------------------------------------------------------------------
@@ -252,9 +237,36 @@ def _nobody_overtakes(self, output):
     preemption.Scheduler._schedule_waiting(self, output)
 
 
-def _ahead_of_the_end(self, request):
-    behind = request.num_tokens + self.num_output_placeholders[request.request_id] - request.num_computed_tokens
-    return behind if behind <= self.token_budget else 0
+def _ahead_of_the_end(self, request, original=Ahead._num_new_tokens):
+    request.max_tokens, most = 10**9, request.max_tokens
+    num_new_tokens = original(self, request)
+    request.max_tokens = most
+    return num_new_tokens
+
+
+def _drops_what_comes(self, victim, output, original=Ahead._preempt_request):
+    original(self, victim, output)
+    self.num_stale_outputs.clear()
+
+
+def _counts_on_what_comes(self, victim, output):
+    super(Ahead, self)._preempt_request(victim, output)
+
+
+def _finds_no_answers(self, output, sampled, original=Ahead.update_from_output):
+    manager = self.kv_cache_manager
+    manager.enable_caching, enabled = False, manager.enable_caching
+    heard = original(self, output, sampled)
+    manager.enable_caching = enabled
+    return heard
+
+
+def _queues_for_ever(self, output, sampled, original=Ahead.update_from_output):
+    self.waiting.remove_request = lambda request: None
+    try:
+        return original(self, output, sampled)
+    finally:
+        del self.waiting.remove_request
 
 
 BREAK = {
@@ -263,6 +275,10 @@ BREAK = {
     "drafts cost nothing": ("speculative", Speculative, "_grant", _drafts_free),
     "a victim's drafts stay in the step": ("speculative", Speculative, "_preempt_request", _victim_keeps_drafts),
     "a step is planned behind the last": ("ahead", Ahead, "_num_new_tokens", _ahead_of_the_end),
+    "what comes for a victim counts twice": ("ahead", Ahead, "_preempt_request", _drops_what_comes),
+    "a victim counts on what comes": ("ahead", Ahead, "_preempt_request", _counts_on_what_comes),
+    "answers are not found": ("ahead", Ahead, "update_from_output", _finds_no_answers),
+    "who ended without a seat queues on": ("ahead", Ahead, "update_from_output", _queues_for_ever),
 }
 
 

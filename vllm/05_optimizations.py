@@ -65,6 +65,7 @@ prefix_caching = common.lesson("050_prefix_caching")
 AttentionMetadata, PagedKVCache = paged_attention.AttentionMetadata, paged_attention.PagedKVCache
 ModelEngineCore, ModelRunner = continuous_batching.ModelEngineCore, continuous_batching.ModelRunner
 Request, SamplingParams = continuous_batching.Request, continuous_batching.SamplingParams
+RequestStatus = continuous_batching.RequestStatus
 Scheduler, SchedulerConfig = continuous_batching.Scheduler, continuous_batching.SchedulerConfig
 SchedulerOutput, EngineCoreOutput = continuous_batching.SchedulerOutput, continuous_batching.EngineCoreOutput
 hash_block_tokens, ROOT_HASH = prefix_caching.hash_block_tokens, prefix_caching.ROOT_HASH
@@ -513,11 +514,15 @@ def measure_compile(model: llama.Llama, num_seqs: int = 8) -> dict[str, Any]:
 
 
 class AsyncScheduler(Scheduler):
-    """A scheduler that may be asked for the next step before it has heard of the last (`AsyncScheduler` in vLLM)."""
+    """A scheduler that may be asked for the next step before it has heard of the last (`AsyncScheduler` in vLLM).
+
+    What it adds holds for any scheduler that it is put in front of: here lesson 04's, in lesson 11 one that preempts.
+    """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: continuous_batching.KVCacheManager) -> None:
         super().__init__(config, kv_cache_manager)
         self.num_output_placeholders: Counter[str] = Counter()  # tokens on their way, per request
+        self.num_stale_outputs: Counter[str] = Counter()  # and those of them that were on their way at a preemption
 
     def schedule(self) -> SchedulerOutput:
         output = super().schedule()
@@ -534,16 +539,35 @@ class AsyncScheduler(Scheduler):
         if coming and (request.num_output_tokens + coming >= request.max_tokens
                        or request.num_tokens + coming >= self.config.max_model_len):  # fmt: skip
             return 0
-        behind = request.num_tokens + coming - request.num_computed_tokens
-        return behind if behind <= self.token_budget else 0
+        request.num_computed_tokens -= coming  # for the scheduler below, which sees the known tokens only
+        num_new_tokens = super()._num_new_tokens(request)
+        request.num_computed_tokens += coming
+        return num_new_tokens
+
+    def _preempt_request(self, victim: Request, output: SchedulerOutput) -> None:
+        """The victim starts again from its known tokens. One that is on its way will be kept when it comes."""
+        super()._preempt_request(victim, output)
+        self.num_stale_outputs[victim.request_id] += self.num_output_placeholders.pop(victim.request_id, 0)
 
     def update_from_output(
         self, output: SchedulerOutput, sampled_token_ids: dict[str, list[int]]
     ) -> list[EngineCoreOutput]:
-        self.num_output_placeholders.subtract(sampled_token_ids.keys())
+        """Whoever is heard of has had all tokens computed that were known until now: full blocks can be found."""
+        requests = [request for i in sampled_token_ids if (request := self.requests.get(i))]  # others were aborted
+        caching = getattr(self.kv_cache_manager, "enable_caching", False)
+        evicted = [request for request in requests if request.status is RequestStatus.PREEMPTED]
+        for request in requests:
+            if self.num_stale_outputs[request.request_id]:
+                self.num_stale_outputs[request.request_id] -= 1
+                continue
+            self.num_output_placeholders[request.request_id] -= 1
+            if caching:
+                self.kv_cache_manager.cache_blocks(request, request.num_tokens)
         heard = super().update_from_output(output, sampled_token_ids)
+        for request in filter(Request.is_finished, evicted):
+            self.waiting.remove_request(request)  # its last token came after it had lost its seat
         for request_id in sampled_token_ids.keys() - self.requests.keys():
-            del self.num_output_placeholders[request_id]
+            del self.num_output_placeholders[request_id], self.num_stale_outputs[request_id]
         return heard
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import common  # first: it settles the device before torch is used
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -161,8 +162,6 @@ def check_workload(workload: Any) -> dict:
         raise common.InputError(f"config.{error}") from None
     if config["prefix_caching_hash_algo"] not in HASH_ALGORITHMS:
         raise common.InputError(f"config.prefix_caching_hash_algo: must be one of {', '.join(HASH_ALGORITHMS)}")
-    if config["async_scheduling"]:
-        raise common.InputError("config.async_scheduling: must be false, only synchronous scheduling is replayed")
     if not isinstance(workload["requests"], list):
         raise common.InputError("requests: must be a list")
     ids = set()
@@ -246,3 +245,21 @@ def owners_of(trace: dict) -> list[tuple[int, dict[str, int]]]:
         for request_id in step.get("finished", ()):
             tables.pop(request_id, None)
     return rows
+
+
+def draw_owners(folder: str | Path, name: str, owners: list, evictions: list[int], pool: int, title: str) -> Path:
+    """One band per request, the one admitted first at the bottom; height: blocks it holds."""
+    import matplotlib
+
+    figure, axis = common.new_figure(8.0, 3.4)
+    ids = list(dict.fromkeys(request_id for _, held in owners for request_id in held))
+    changes = [(a, b) for a, b in itertools.pairwise([(None, None), *owners]) if a[1] != b[1]]
+    owners = [*(b for _, b in changes), owners[-1]]  # a step where nobody's count changes needs no corner
+    steps = [step for step, _ in owners]
+    bands = [[held.get(request_id, 0) for _, held in owners] for request_id in ids]
+    colors = matplotlib.colormaps["viridis"]([i / max(1, len(ids) - 1) for i in range(len(ids))])
+    axis.stackplot(steps, bands, colors=colors, step="post", linewidth=0.3, edgecolor="white")
+    axis.plot(evictions, [pool * 1.045] * len(evictions), "v", color=common.COLORS["red"], markersize=4, clip_on=False)
+    axis.axhline(pool, color=common.COLORS["grey"], linewidth=1)
+    axis.set(xlabel="step", ylabel="blocks held", ylim=(0, pool * 1.09), xlim=(steps[0], steps[-1] + 1), title=title)
+    return common.save_figure(figure, folder, name)

@@ -40,7 +40,7 @@ import random
 import statistics
 import sys
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ paged_attention = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
 chunked_prefill = common.lesson("10_chunked_prefill")
 prefix_cache = common.lesson("050_prefix_caching")
+optimizations = common.lesson("05_optimizations")
 workload_files = common.lesson("110_workload_files")
 Request, RequestStatus = continuous_batching.Request, continuous_batching.RequestStatus
 SamplingParams, SchedulerOutput = continuous_batching.SamplingParams, continuous_batching.SchedulerOutput
@@ -63,7 +64,7 @@ SchedulerConfig, SCHEDULER_KEYS = workload_files.SchedulerConfig, workload_files
 Field, CONFIG_FIELDS, REQUEST_FIELDS = workload_files.Field, workload_files.CONFIG_FIELDS, workload_files.REQUEST_FIELDS
 REFERENCE, check_workload = workload_files.REFERENCE, workload_files.check_workload
 load_workload, dumps = workload_files.load_workload, workload_files.dumps
-step_rows, owners_of = workload_files.step_rows, workload_files.owners_of
+step_rows, owners_of, draw_owners = workload_files.step_rows, workload_files.owners_of, workload_files.draw_owners
 
 KEY = "11_preemption"
 
@@ -172,6 +173,10 @@ class Scheduler(chunked_prefill.Scheduler):
                 return num_new_tokens
         request.num_computed_tokens = 0  # a lookup that admits nobody changes nothing
         return 0
+
+
+class AsyncScheduler(optimizations.AsyncScheduler, Scheduler):
+    """Asked for the next step before it has heard of the last: vLLM's default, and lesson 05's fourth entry."""
 
 
 def make_scheduler(
@@ -503,16 +508,18 @@ def run_to_end(core: continuous_batching.EngineCore, requests: Iterable[Request]
 class ReplayCore(continuous_batching.EngineCore):
     """The engine's loop without a model: a request that has caught up gets the next of its given tokens.
 
-    `execute_model` runs between `schedule()` and `update_from_output()`: just when a step can be looked at.
+    `execute_model` runs between `schedule()` and `update_from_output()`: just when a step can be looked at. With async
+    scheduling the tokens of a step are heard of when the next one has been scheduled.
     The one difference to serving is `evict_uncomputed_blocks=False`, without which it would not decide as vLLM does.
     """
 
     def __init__(self, config: dict) -> None:
-        chosen = {key: config[key] for key in SCHEDULER_KEYS}
-        scheduler_config = SchedulerConfig(**chosen, evict_uncomputed_blocks=False)
-        super().__init__(make_scheduler(scheduler_config, config["num_blocks"], config["block_size"],
-                                        config["enable_prefix_caching"]))  # fmt: skip
-        self.config = config
+        limits = SchedulerConfig(**{key: config[key] for key in SCHEDULER_KEYS}, evict_uncomputed_blocks=False)
+        manager = KVCacheManager(config["num_blocks"], config["block_size"], config["max_model_len"],
+                                 config["enable_prefix_caching"])  # fmt: skip
+        super().__init__((AsyncScheduler if config["async_scheduling"] else Scheduler)(limits, manager))
+        self.config, self.depth = config, 1 + config["async_scheduling"]
+        self.queue: deque[tuple[SchedulerOutput, dict[str, list[int]]]] = deque()  # steps not heard of
         self.forced: dict[str, list[int]] = {}
         self.last_tables: dict[str, list[int]] = {}
         self.entry: dict[str, Any] = {}
@@ -528,11 +535,11 @@ class ReplayCore(continuous_batching.EngineCore):
                    if self.last_tables.get(r.request_id) != tables[r.request_id]}  # fmt: skip
         self.last_tables.update(changed)
         admitted = {r.request_id: r for r in (*output.scheduled_new_reqs, *output.scheduled_resumed_reqs)}
-        sampled = {}
+        sampled, coming = {}, getattr(scheduler, "num_output_placeholders", {})
         for request_id in output.num_scheduled_tokens:
-            request = scheduler.requests[request_id]
-            if request.num_computed_tokens >= request.num_tokens:
-                sampled[request_id] = [self._next_token(request)]
+            request, ahead = scheduler.requests[request_id], max(0, coming.get(request_id, 0) - 1)
+            if request.num_computed_tokens >= request.num_tokens + ahead:
+                sampled[request_id] = self.forced[request_id][request.num_output_tokens + ahead :][:1]
         self.entry = {
             "scheduled": dict(output.num_scheduled_tokens),
             "new": _ids(output.scheduled_new_reqs),
@@ -543,20 +550,30 @@ class ReplayCore(continuous_batching.EngineCore):
             "computed": {r.request_id: r.num_computed_tokens for r in scheduler.running},
             "blocks": changed,
             "free_blocks": [scheduler.kv_cache_manager.block_pool.num_free_blocks],
-            "sampled": {request_id: token_ids[0] for request_id, token_ids in sampled.items()},
         }
         return sampled
 
-    def _next_token(self, request: Request) -> int:
-        forced = self.forced[request.request_id]
-        if request.num_output_tokens >= len(forced):
-            raise common.InputError(f"forced_output_token_ids of request {request.request_id!r}: has {len(forced)} "
-                                    f"tokens, but the request goes on")  # fmt: skip
-        return forced[request.num_output_tokens]
+    def step(self) -> list[continuous_batching.EngineCoreOutput]:
+        """Schedule a step; hear of the oldest once `depth` are in the queue (vLLM: `step_with_batch_queue`)."""
+        output = self.scheduler.schedule()
+        self.queue.append((output, self.execute_model(output)))
+        if len(self.queue) < self.depth:
+            return []
+        output, sampled = self.queue.popleft()
+        for request_id, token_ids in sampled.items():
+            if not token_ids and request_id in self.scheduler.requests:  # it has not ended while this was on its way
+                raise common.InputError(f"forced_output_token_ids of request {request_id!r}: has "
+                                        f"{len(self.forced[request_id])} tokens, but the request goes on")  # fmt: skip
+        heard = self.scheduler.update_from_output(output, sampled)
+        if not self.scheduler.has_unfinished_requests():
+            self.queue.clear()  # planned for somebody who had ended
+        return heard
 
     def recorded_step(self) -> dict[str, Any]:
         """One `step()`, described in the format of the recordings."""
-        finished = {o.request_id: o.finish_reason for o in self.step() if o.finish_reason}
+        heard = self.step()
+        self.entry["sampled"] = {o.request_id: o.new_token_ids[0] for o in heard}
+        finished = {o.request_id: o.finish_reason for o in heard if o.finish_reason}
         for request_id in finished:
             self.last_tables.pop(request_id, None)
         entry, pool = self.entry, self.scheduler.kv_cache_manager.block_pool
@@ -623,7 +640,8 @@ def replay(workload: dict, core_class: type[ReplayCore] = ReplayCore) -> dict:
                 aborted.append(request_id)
         entry = {"step": step, "added": added, "aborted": aborted, **core.recorded_step()}
         trace["steps"].append({key: value for key, value in entry.items() if value or key in ("step", "scheduled")})
-        if not (entry["scheduled"] or entry["preempted"] or pending or aborts) and scheduler.has_unfinished_requests():
+        moving = (entry["scheduled"], entry["preempted"], entry["sampled"], pending, aborts)
+        if not any(moving) and scheduler.has_unfinished_requests():
             trace["end"] = "stalled"
             break
         step += 1
@@ -649,7 +667,7 @@ def replay_command(args: argparse.Namespace) -> None:
             evictions = [step["step"] for step in trace["steps"] for _ in step.get("preempted", ())]
             pool, title = workload["config"]["num_blocks"] - 1, f"Who owns the pool over time: {workload['name']}"
             try:
-                _draw_owners(args.owners, f"replay_{path.stem}", owners_of(trace), evictions, pool, title)
+                draw_owners(args.owners, f"replay_{path.stem}", owners_of(trace), evictions, pool, title)
             except OSError as error:
                 raise common.InputError(f"--figure {args.owners}: {error.strerror}") from None
         if args.table:
@@ -962,27 +980,9 @@ def draw(folder: str | Path) -> list[Path]:
     evictions = [step["step"] for step in trace["steps"] for _ in step["preempted"]]
     title = "Who owns the 64 blocks: 16 requests of 16 blocks each, and every eviction (▾)"
     return [
-        _draw_owners(folder, "11_owners", owners, evictions, WIDGET_DEFAULT["pool_blocks"], title),
+        draw_owners(folder, "11_owners", owners, evictions, WIDGET_DEFAULT["pool_blocks"], title),
         _draw_cost(folder, known), _draw_cliff(folder, known["cliff"]),
     ]  # fmt: skip
-
-
-def _draw_owners(folder: str | Path, name: str, owners: list, evictions: list[int], pool: int, title: str) -> Path:
-    """One band per request, the one admitted first at the bottom; height: blocks it holds."""
-    import matplotlib
-
-    figure, axis = common.new_figure(8.0, 3.4)
-    ids = list(dict.fromkeys(request_id for _, held in owners for request_id in held))
-    changes = [(a, b) for a, b in itertools.pairwise([(None, None), *owners]) if a[1] != b[1]]
-    owners = [*(b for _, b in changes), owners[-1]]  # a step where nobody's count changes needs no corner
-    steps = [step for step, _ in owners]
-    bands = [[held.get(request_id, 0) for _, held in owners] for request_id in ids]
-    colors = matplotlib.colormaps["viridis"]([i / max(1, len(ids) - 1) for i in range(len(ids))])
-    axis.stackplot(steps, bands, colors=colors, step="post", linewidth=0.3, edgecolor="white")
-    axis.plot(evictions, [pool * 1.045] * len(evictions), "v", color=common.COLORS["red"], markersize=4, clip_on=False)
-    axis.axhline(pool, color=common.COLORS["grey"], linewidth=1)
-    axis.set(xlabel="step", ylabel="blocks held", ylim=(0, pool * 1.09), xlim=(steps[0], steps[-1] + 1), title=title)
-    return common.save_figure(figure, folder, name)
 
 
 def _draw_cost(folder: str | Path, known: dict[str, Any]) -> Path:
