@@ -211,6 +211,17 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("07_spec_decode.mjs", "uniforms(3 * seed + i", "uniforms(seed + i"),
         ("lib/uniforms.mjs", "x >> 27n", "x >> 28n"),
     ],
+    "07b_trained_drafters": [
+        ("07b_trained_drafters.mjs", "a.length - b.length ||", ""),
+        ("07b_trained_drafters.mjs", "chance: chance * p", "chance: p"),
+        ("07b_trained_drafters.mjs", "masks[parent] | (1 << i)", "masks[parent] | 1"),
+        ("07b_trained_drafters.mjs", "(2 << i) - 1", "(1 << i) - 1"),
+        ("07b_trained_drafters.mjs", "tokens[child] === favourite[here]", "tokens[child] === favourite[0]"),
+        ("07b_trained_drafters.mjs", "context + tree.depths[j], cache", "context + j, cache"),
+        ("07b_trained_drafters.mjs", "this.put(context + 1 + s, word)", "this.put(context + s, word)"),
+        ("07b_trained_drafters.mjs", "pass + 2 * k + seed", "pass + k + seed"),
+        ("07b_trained_drafters.mjs", "Math.floor((100 * trace.tokens)", "Math.ceil((100 * trace.tokens)"),
+    ],
     "08_disagg": [
         ("08_disagg.mjs", "ceil_div(wire, LAYERS)", "Math.floor(wire / LAYERS)"),
         ("08_disagg.mjs", "(n * (n - 1)) / 2", "(n * (n + 1)) / 2"),
