@@ -202,6 +202,17 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("06_serving.mjs", "turns ? 0 : Math.min(cpu, gpu)", "0"),
         ("06_serving.mjs", "ceil_div(99 * waits.length, 100) - 1", "ceil_div(99 * waits.length, 100)"),
     ],
+    "06e_async_engine": [
+        ("06e_async_engine.mjs", "next_step <= reader_free", "next_step < reader_free"),
+        ("06e_async_engine.mjs", "waiting === BOUND", "waiting > BOUND"),
+        ("06e_async_engine.mjs", "reader_free = now + read_ms", "reader_free += read_ms"),
+        ("06e_async_engine.mjs", "merges ? 1 : waiting", "waiting"),
+        ("06e_async_engine.mjs", "merges ? waiting : 1;", "merges ? Math.min(waiting, 8) : 1;"),
+        ("06e_async_engine.mjs", "left: waiting", "left: waiting + got"),
+        ("06e_async_engine.mjs", "now = Math.max(now, reader_free)", "now = reader_free"),
+        ("06e_async_engine.mjs", "step_ms * tokens", "step_ms * (tokens - 1)"),
+        ("06e_async_engine.mjs", "read_of_each[i] - at", "reads.at(-1).at - at"),
+    ],
     "07_spec_decode": [
         ("07_spec_decode.mjs", "accept_u[j] * q[d] < p[d]", "accept_u[j] < p[d]"),
         ("07_spec_decode.mjs", "c > target", "c >= target * 1.01"),
