@@ -801,13 +801,13 @@ def simulate(params: dict) -> dict:
                 "context": context, "tokens": tree.token_ids, "parents": tree.parents, "masks": tree.masks,
                 "favourite": favourite, "path": path, "written": new,
                 "moves": [[context + i, context + 1 + s] for s, i in enumerate(path) if i != s + 1],
-                "slots": [slot(context + i) for i in range(N)],
+                "slots": [slot(context + i) for i in range(N)], "kept": [at(p) for p in range(context + 1 + len(path))],
             })  # fmt: skip
             written += new
             context += 1 + len(path)
     count = TOY_TOKENS + 1
     same = next((i for i, (a, b) in enumerate(zip(written[:count], plain)) if a != b), count)
-    return {"words": WORDS, "steps": steps, "written": written[1:count], "plain": plain[1:count],
+    return {"words": WORDS, "steps": steps, "written": written[1:count], "plain": plain[1:count], "blocks": TOY_BLOCKS,
             "same": same - 1, "passes": len(steps), "rows": sum(len(step["tokens"]) for step in steps),
             "tokens": sum(len(step["written"]) for step in steps)}  # fmt: skip
 
