@@ -210,6 +210,18 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("05c_tensor_parallel.mjs", "step.sent > 0", "step.sent >= 0"),
         ("05c_tensor_parallel.mjs", "same(y, state[0])", "same(y, reference)"),
     ],
+    "05d_kv_cache_quantization": [
+        ("05d_kv_cache_quantization.mjs", "f(low + high) * 0.5", "f(low + high) * 0.25"),
+        ("05d_kv_cache_quantization.mjs", "round_to_fp16(f(f(Math.max(", "f(f(f(Math.max("),
+        ("05d_kv_cache_quantization.mjs", "(-1) ** ones(i & j)", "(-1) ** ones(i | j)"),
+        ("05d_kv_cache_quantization.mjs", "? times(read, R)", "? times(read, transposed(R))"),
+        ("05d_kv_cache_quantization.mjs", "(per_channel ? transposed(rows)", "(!per_channel ? transposed(rows)"),
+        ("05d_kv_cache_quantization.mjs", "if (two) queries[t][12] = 0;", ""),
+        ("05d_kv_cache_quantization.mjs", "scores.indexOf(", "scores.lastIndexOf("),
+        ("05d_kv_cache_quantization.mjs", "half_even(Math.min(Math.max(place", "Math.floor(Math.min(Math.max(place"),
+        ("05d_kv_cache_quantization.mjs", "4 * groups.length, //", "4 * TOKENS, //"),
+        (FLOATS, "x - below > 0.5", "x - below > 0.6"),
+    ],
     "06_serving": [
         ("06_serving.mjs", "num_inside + 1 > this", "num_inside > this"),
         ("06_serving.mjs", "now = Math.max(now, arrivals[arrived])", "now += step_us"),
