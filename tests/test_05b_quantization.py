@@ -866,6 +866,16 @@ def test_simulation_of_an_outlier():
     assert error(outlier=64, format="fp8") < error(outlier=64, format="int8")
 
 
+@pytest.mark.parametrize("name", lesson.WIDGET_CHOICES["format"])
+def test_simulated_weights_become_the_nearest_level_of_their_group(name):
+    trace = lesson.simulate(lesson.WIDGET_DEFAULT | {"format": name, "group": 8})
+    for i, (weight, means) in enumerate(zip(trace["weights"], trace["decoded_millionths"])):
+        levels = trace["levels_millionths"][i // 8]
+        assert levels == sorted(levels) and means in levels
+        nearest = min(abs(level - 1000 * weight) for level in levels)
+        assert abs(means - 1000 * weight) <= nearest + 1  # a level in millionths is rounded itself
+
+
 STORED = common.results(lesson.KEY).get("bench", {}).get("table")
 
 

@@ -672,6 +672,16 @@ def test_simulation_by_hand():
     assert trace["keys"][3][5] == 60 and trace["codes"][3] == [0] * 5 + [3] + [0] * 10
     assert trace["scale_milli"][3] == 20672 and trace["mid_milli"][3] == 29000
     assert trace["bytes"] == 8 * (16 * 2 // 8 + 4) and trace["bytes_bf16"] == 256
+    assert trace["levels_milli"][3] == [-2008, 18664, 39336, 60008]
+
+
+def test_simulation_asks_all_eight_queries():
+    """What one state says of every query is what the eight states say of one each."""
+    runs = [lesson.simulate(lesson.WIDGET_DEFAULT | {"rotation": True, "bits": 2, "needle": n}) for n in range(8)]
+    for run in runs:
+        assert run["should_each"] == [other["should_find"] for other in runs]
+        assert run["finds_each"] == [other["finds"] for other in runs]
+        assert run["found"] == sum(other["finds"] == other["should_find"] for other in runs)
 
 
 def test_published_numbers():

@@ -138,6 +138,7 @@ def test_javascript_agrees_with_python_in_every_state(name, tmp_path):
 
 BATCHING, CHUNKED, CACHING = "lib/continuous_batching.mjs", "lib/chunked_prefill.mjs", "lib/prefix_caching.mjs"
 PREEMPTION, POOL, TEXT, SHA256 = "lib/preemption.mjs", "lib/block_pool.mjs", "lib/text.mjs", "lib/sha256.mjs"
+FLOATS = "lib/floats.mjs"
 MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands there, what stands there instead)
     "01_kv_cache": [
         ("01_kv_cache.mjs", "stop > room", "stop >= room"),
@@ -163,8 +164,8 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
     "03_flash_attention": [
         ("03_flash_attention.mjs", "l = r(alpha * l);", "l = r(l);"),
         ("03_flash_attention.mjs", "r(o + r(weight * v[i]))", "r(o + weight * v[i])"),
-        ("03_flash_attention.mjs", "below % 2 !== 0", "true"),
-        ("03_flash_attention.mjs", "exponent - 10)", "exponent - 9)"),
+        (FLOATS, "below % 2 !== 0", "true"),
+        (FLOATS, "exponent - 10)", "exponent - 9)"),
         ("03_flash_attention.mjs", "> tile.before.m", ">= tile.before.m"),
         ("03_flash_attention.mjs", "rescale && subtract_max", "rescale"),
     ],
@@ -188,12 +189,38 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("05_optimizations.mjs", "held !== past", "false"),
         (TEXT, """const quote = text.includes("'") && !text.includes('"') ? '"' : "'";""", """const quote = "'";"""),
     ],
+    "05b_quantization": [
+        ("05b_quantization.mjs", "if (size < middle ||", "if (size < values[code + 1] ||"),
+        ("05b_quantization.mjs", "clamp(half_even(f(-low / scale))", "clamp(Math.floor(f(-low / scale))"),
+        ("05b_quantization.mjs", "f(f(high - low) / (2 ** format.bits - 1))", "f(f(high - low) / 2 ** format.bits)"),
+        ("05b_quantization.mjs", "round_to_fp16(Math.max(span, 2 ** -24))", "span"),
+        ("05b_quantization.mjs", "=> 2 ** (binary", "=> 4 ** (binary"),
+        ("05b_quantization.mjs", "MINIFLOATS.e4m3.largest); //", "MINIFLOATS.e2m1.largest); //"),
+        ("05b_quantization.mjs", "Math.max(exponent, 1) - bias", "exponent - bias"),
+        ("05b_quantization.mjs", "? round_to_fp16(low) :", "? low :"),
+        ("05b_quantization.mjs", "return clamp(q, 0,", "return clamp(q, 1,"),
+        ("05b_quantization.mjs", "format.bits - 1) < finite", "format.bits - 1) <= finite"),
+        ("05b_quantization.mjs", "=== OUTLIER ? outlier", "=== 31 ? outlier"),
+        (FLOATS, "x - below > 0.5", "x - below >= 0.5"),
+    ],
     "05c_tensor_parallel": [
         ("05c_tensor_parallel.mjs", "Math.max(0, v)", "v"),
         ("05c_tensor_parallel.mjs", "(2 * (n - 1) * size) / n", "(2 * n * size) / n"),
         ("05c_tensor_parallel.mjs", '"skipped" && n > 1', '"skipped"'),
         ("05c_tensor_parallel.mjs", "step.sent > 0", "step.sent >= 0"),
         ("05c_tensor_parallel.mjs", "same(y, state[0])", "same(y, reference)"),
+    ],
+    "05d_kv_cache_quantization": [
+        ("05d_kv_cache_quantization.mjs", "f(low + high) * 0.5", "f(low + high) * 0.25"),
+        ("05d_kv_cache_quantization.mjs", "round_to_fp16(f(f(Math.max(", "f(f(f(Math.max("),
+        ("05d_kv_cache_quantization.mjs", "(-1) ** ones(i & j)", "(-1) ** ones(i | j)"),
+        ("05d_kv_cache_quantization.mjs", "? times(read, R)", "? times(read, transposed(R))"),
+        ("05d_kv_cache_quantization.mjs", "(per_channel ? transposed(rows)", "(!per_channel ? transposed(rows)"),
+        ("05d_kv_cache_quantization.mjs", "if (two) queries[t][12] = 0;", ""),
+        ("05d_kv_cache_quantization.mjs", "scores.indexOf(", "scores.lastIndexOf("),
+        ("05d_kv_cache_quantization.mjs", "half_even(Math.min(Math.max(place", "Math.floor(Math.min(Math.max(place"),
+        ("05d_kv_cache_quantization.mjs", "4 * groups.length, //", "4 * TOKENS, //"),
+        (FLOATS, "x - below > 0.5", "x - below > 0.6"),
     ],
     "06_serving": [
         ("06_serving.mjs", "num_inside + 1 > this", "num_inside > this"),

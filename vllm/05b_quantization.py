@@ -826,7 +826,8 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
 
     params: format (its grid, type of scale and zero point), group (weights that share a scale, in place of the
     format's own), outlier. Per weight the trace has the weight, its code and what the code means, in millionths;
-    per group the scale; and the errors. Calls `rtn`, as the model's layers do. Raises InputError.
+    per group the scale and every level of its grid; and the errors. Calls `rtn`, as the model's layers do, and
+    `decode` for the grids. Raises InputError.
     """
     params = common.checked(params, WIDGET_CHOICES)
     normal = torch.erfinv((torch.arange(32, dtype=torch.float64) + 0.5) / 16 - 1) * math.sqrt(2)
@@ -834,7 +835,8 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     weights = [bell[13 * i % 32] * (params["outlier"] if 13 * i % 32 == 30 else 1) for i in range(32)]
     format, W = dataclasses.replace(FORMATS[params["format"]], group=params["group"]), torch.tensor([weights]) / 1000
     quantized = rtn(W, format)
-    decoded = quantized.dequantize()
+    decoded, zero = quantized.dequantize(), None if quantized.zero is None else quantized.zero.T  # zero: [groups, 1]
+    grids = decode(torch.arange(1 << format.bits), quantized.scale_values.T, zero, format)  # [groups, 2^bits]
     millionths = lambda x: (x.double() * 1e6).round().long().flatten().tolist()  # noqa: E731
     error = (decoded.double() - W.double()).abs()
     return {
@@ -843,6 +845,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
         "weights": weights,
         "codes": quantized.codes.flatten().tolist(),
         "scale_millionths": millionths(quantized.scale_values),
+        "levels_millionths": [millionths(levels[levels.isfinite()].unique()) for levels in grids],
         "decoded_millionths": millionths(decoded),
         "worst_error_millionths": millionths(error.max())[0],
         "mean_error_millionths": millionths(error.mean())[0],

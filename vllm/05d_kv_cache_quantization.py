@@ -811,15 +811,15 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     params: keys (a preset), bits (2, 3, 4, 8), rotation, group ("token": a scale per key; "channel": one per channel
     over the eight keys), needle (0 … 7: which key the query is made for). Uses the lesson's real `rotation`,
     `quantize`, `pack` and `dequantize`. Keys and scores are integers; whatever is not is given in thousandths.
-    The trace has: stored (the keys as they are quantized: rotated, perhaps), codes, scales and mids (of each group),
-    restored keys, the largest error, exact and restored scores, which key is found, and bytes before and after.
-    Raises InputError.
+    The trace has: stored (the keys as they are quantized: rotated, perhaps), codes, scales, mids and levels (of each
+    group), restored keys, the largest error, exact and restored scores, which key is found, what each of the eight
+    queries should find and finds, how many are right, and bytes before and after. Raises InputError.
     """
     p = common.checked(params, {"keys": PRESETS, "bits": (2, 3, 4, 8), "rotation": (False, True),
                                 "group": ("token", "channel"), "needle": range(TOKENS)})  # fmt: skip
     keys, queries = widget_keys(p["keys"])
     fmt = KVFormat(p["bits"], "uniform", p["rotation"], key_channels=p["group"] == "channel")
-    x, q = torch.tensor(keys).float(), torch.tensor(queries[p["needle"]]).float()
+    x, q, needle = torch.tensor(keys).float(), torch.tensor(queries).float(), p["needle"]
     R = rotation(CHANNELS) if fmt.rotate else torch.eye(CHANNELS)
     stored = x @ R  # exact: integers times ±1/4
     grouped = stored.T if fmt.key_channels else stored
@@ -827,17 +827,20 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     packed = pack(codes, fmt.bits)  # eight keys make whole bytes either way
     restored = dequantize(unpack(packed, fmt.bits), scale, mid, fmt)
     restored = (restored.T if fmt.key_channels else restored) @ R.T
-    scores = [q @ y.T for y in (x, restored)]
-    found = [int(score.argmax()) for score in scores]
+    levels = dequantize(torch.arange(2**fmt.bits, dtype=torch.uint8).expand(len(scale), -1), scale, mid, fmt)
+    scores = [q @ y.T for y in (x, restored)]  # [queries, keys]
+    should, found = (score.argmax(-1).tolist() for score in scores)
     milli = lambda tensor: (tensor.double() * 1000).round().int().tolist()  # noqa: E731
     codes = codes.T if fmt.key_channels else codes
     return {
-        "params": p, "keys": keys, "query": queries[p["needle"]], "stored_milli": milli(stored),
+        "params": p, "keys": keys, "query": queries[needle], "stored_milli": milli(stored),
         "codes": codes.int().tolist(), "scale_milli": milli(scale.flatten()), "mid_milli": milli(mid.flatten()),
+        "levels_milli": milli(levels),
         "restored_milli": milli(restored), "largest_error_milli": milli((restored - x).abs().max()),
-        "scores": scores[0].int().tolist(), "restored_scores_milli": milli(scores[1]), "should_find": found[0],
-        "finds": found[1], "bytes_bf16": 2 * x.numel(),
-        "bytes": packed.numel() + 4 * len(scale),
+        "scores": scores[0][needle].int().tolist(), "restored_scores_milli": milli(scores[1][needle]),
+        "should_find": should[needle], "finds": found[needle], "should_each": should, "finds_each": found,
+        "found": sum(a == b for a, b in zip(should, found)),
+        "bytes_bf16": 2 * x.numel(), "bytes": packed.numel() + 4 * len(scale),
     }  # fmt: skip
 
 
@@ -927,11 +930,9 @@ def facts() -> dict[str, Any]:
     for preset in PRESETS:
         for bits in (2, 3, 4, 8):
             for way, change in (("plain", {}), ("rotated", {"rotation": True}), ("channel", {"group": "channel"})):
-                runs = [simulate(WIDGET_DEFAULT | {"keys": preset, "bits": bits, "needle": n} | change)
-                        for n in range(TOKENS)]  # fmt: skip
+                run = simulate(WIDGET_DEFAULT | {"keys": preset, "bits": bits} | change)
                 widget.setdefault(preset.replace(" ", "_"), {})[f"{way}_{bits}"] = {
-                    "found": sum(run["finds"] == run["should_find"] for run in runs),
-                    "largest_error": runs[0]["largest_error_milli"] / 1000,
+                    "found": run["found"], "largest_error": run["largest_error_milli"] / 1000,
                 }  # fmt: skip
     values = sorted({e4m3_value(byte) for byte in range(256) if byte & 0x7F != 0x7F})
     return {

@@ -1,5 +1,6 @@
 // One row of eight scores through the online softmax, tile by tile, every result rounded: the twin of `simulate` in
 // vllm/03_flash_attention.py.
+import { round_to_fp16 } from "./lib/floats.mjs";
 import { general, fixed, range, scientific } from "./lib/text.mjs";
 
 const ORDERS = {
@@ -9,18 +10,6 @@ const ORDERS = {
   spike: [0, 0, 0, 0, 0, 0, 7, 0],
 };
 const EPS = { fp32: 2 ** -23, fp16: 2 ** -10 }; // between 1 and the next number
-
-/** The nearest half-precision number of a single-precision one: 11 bits, none below 2^-24, ties to even. */
-function round_to_fp16(x) {
-  if (x === 0 || !Number.isFinite(x)) return x;
-  const exponent = Math.max(-14, Math.floor(Math.log2(Math.abs(x))));
-  const unit = 2 ** (exponent - 10);
-  const steps = x / unit; // exact: a power of two
-  const below = Math.floor(steps);
-  const up = steps - below > 0.5 || (steps - below === 0.5 && below % 2 !== 0);
-  const rounded = (below + (up ? 1 : 0)) * unit;
-  return Math.abs(rounded) > 65504 ? Math.sign(x) * Infinity : rounded;
-}
 
 const ROUND = { fp32: Math.fround, fp16: (x) => round_to_fp16(Math.fround(x)) };
 
