@@ -202,6 +202,18 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("06_serving.mjs", "turns ? 0 : Math.min(cpu, gpu)", "0"),
         ("06_serving.mjs", "ceil_div(99 * waits.length, 100) - 1", "ceil_div(99 * waits.length, 100)"),
     ],
+    "06b_guided_decoding": [
+        ("06b_guided_decoding.mjs", "repeat(inner, 1, null)", "repeat(inner, 0, null)"),
+        ("06b_guided_decoding.mjs", "one_of(tree.mask & alphabet)", "tree"),
+        ("06b_guided_decoding.mjs", "first === low[0] ? low.slice(1) : least", "least"),
+        ("06b_guided_decoding.mjs", "if (!this.known.has(key))", "if (true)"),
+        ("06b_guided_decoding.mjs", "[this.add(tree.inner, start), then]);", "[this.add(tree.inner, start)]);"),
+        ("06b_guided_decoding.mjs", "states.includes(0)", "states.at(0) === 0 && states.length === 1"),
+        ("06b_guided_decoding.mjs", 'masks === "text" ? encode(decode(token)) : token', "token"),
+        ("06b_guided_decoding.mjs", "logits[b] > logits[a] ? b : a", "logits[b] < logits[a] ? b : a"),
+        ("06b_guided_decoding.mjs", "token.slice(0, length + 1)", "token"),
+        ("06b_guided_decoding.mjs", "at === 0 || this.masks[at] !== 0n", "this.masks[at] !== 0n || state === 0"),
+    ],
     "07_spec_decode": [
         ("07_spec_decode.mjs", "accept_u[j] * q[d] < p[d]", "accept_u[j] < p[d]"),
         ("07_spec_decode.mjs", "c > target", "c >= target * 1.01"),
