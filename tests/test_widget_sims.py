@@ -28,7 +28,8 @@ needs_node = pytest.mark.skipif(
 
 MOST_STATES = 20_000
 SEEDED_TEXTS = 500
-SAMPLE = {"06_serving": 5, "08_disagg": 15, "11_preemption": 3, "02_paged_attention": 40, "12_multi_lora": 20}
+SAMPLE = {"06_serving": 5, "08_disagg": 15, "11_preemption": 3, "02_paged_attention": 40, "12_multi_lora": 20,
+          "06f_openai_api": 50}  # fmt: skip
 OTHERS = 80  # states of each other lesson in the fast tier, beside its default, presets, bet and neighbours
 
 Params = dict[str, Any]
@@ -213,6 +214,17 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("06b_guided_decoding.mjs", "logits[b] > logits[a] ? b : a", "logits[b] < logits[a] ? b : a"),
         ("06b_guided_decoding.mjs", "token.slice(0, length + 1)", "token"),
         ("06b_guided_decoding.mjs", "at === 0 || this.masks[at] !== 0n", "this.masks[at] !== 0n || state === 0"),
+    ],
+    "06f_openai_api": [
+        ("06f_openai_api.mjs", "sent.length > MAX_BODY_BYTES", "whole.length > MAX_BODY_BYTES"),
+        ("06f_openai_api.mjs", "quotes.length % 2 === 1", "true"),
+        ("06f_openai_api.mjs", "Number.isInteger(value) : typeof", "true : typeof"),
+        ("06f_openai_api.mjs", "n < 1 ||", "n < 0 ||"),
+        ("06f_openai_api.mjs", "length >= MAX_MODEL_LEN", "length > MAX_MODEL_LEN"),
+        ("06f_openai_api.mjs", "max_tokens <= MAX_MODEL_LEN", "max_tokens <= MAX_MODEL_LEN + 1"),
+        ("06f_openai_api.mjs", "inside + 1 > MAX_INSIDE", "inside > MAX_INSIDE"),
+        ("06f_openai_api.mjs", 'param === "prompt" ? "prompt" : "field"', '"field"'),
+        ("06f_openai_api.mjs", "if (refused) break;", ""),
     ],
     "07_spec_decode": [
         ("07_spec_decode.mjs", "accept_u[j] * q[d] < p[d]", "accept_u[j] < p[d]"),
