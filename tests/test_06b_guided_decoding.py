@@ -821,6 +821,7 @@ def test_simulated_answers_match(pattern, model):
     matches = re.fullmatch(trace["pattern"], trace["written"], re.ASCII) is not None
     assert trace["outcome"] == ("ended" if trace["matches"] else "cut") and trace["matches"] == matches
     assert all(step["allowed"] for step in trace["steps"])
+    assert all(step["path"][-1] == after["state"] for step, after in zip(trace["steps"], trace["steps"][1:]))
 
 
 def test_each_bug_shows():

@@ -915,6 +915,18 @@ def test_widget_states():
     assert big["status"] == 413 and big["engine_heard"] == 0
 
 
+def test_stations_look_in_the_order_of_the_figure_and_one_mistake_is_named_at_a_time():
+    order = [*(name for name, *_ in lesson.GATES), "engine"]
+    wrong = {"key": "wrong", "field": "half a body", "prompt": "64 characters", "inside": 4}
+    trace = lesson.simulate(wrong)
+    assert "at at" not in trace["then"][0]["message"]  # Python's reader: "Unterminated string starting at"
+    found = [trace, *trace["then"]]
+    assert [answer["looked"][-1] for answer in found] == ["key", "JSON", "length", "room", "engine"]
+    assert all(answer["looked"] == order[: len(answer["looked"])] for answer in found)
+    assert [answer.get("corrected") for answer in found] == [None, "key", "field", "prompt", "inside"]
+    assert [answer["engine_heard"] for answer in found] == [0, 0, 0, 0, 1]
+
+
 def test_the_widget_uses_the_real_checks(monkeypatch):
     monkeypatch.setattr(lesson, "sampling_params", lambda *args: SamplingParams())
     assert lesson.simulate({**lesson.WIDGET_DEFAULT, "prompt": "5 characters", "inside": 0})["status"] == 200

@@ -28,7 +28,8 @@ needs_node = pytest.mark.skipif(
 
 MOST_STATES = 20_000
 SEEDED_TEXTS = 500
-SAMPLE = {"06_serving": 5, "08_disagg": 15, "11_preemption": 3, "02_paged_attention": 40, "12_multi_lora": 20}
+SAMPLE = {"06_serving": 5, "08_disagg": 15, "11_preemption": 3, "02_paged_attention": 40, "12_multi_lora": 20,
+          "06f_openai_api": 50}  # fmt: skip
 OTHERS = 80  # states of each other lesson in the fast tier, beside its default, presets, bet and neighbours
 
 Params = dict[str, Any]
@@ -229,6 +230,18 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("06_serving.mjs", "turns ? 0 : Math.min(cpu, gpu)", "0"),
         ("06_serving.mjs", "ceil_div(99 * waits.length, 100) - 1", "ceil_div(99 * waits.length, 100)"),
     ],
+    "06b_guided_decoding": [
+        ("06b_guided_decoding.mjs", "repeat(inner, 1, null)", "repeat(inner, 0, null)"),
+        ("06b_guided_decoding.mjs", "one_of(tree.mask & alphabet)", "tree"),
+        ("06b_guided_decoding.mjs", "first === low[0] ? low.slice(1) : least", "least"),
+        ("06b_guided_decoding.mjs", "if (!this.known.has(key))", "if (true)"),
+        ("06b_guided_decoding.mjs", "[this.add(tree.inner, start), then]);", "[this.add(tree.inner, start)]);"),
+        ("06b_guided_decoding.mjs", "states.includes(0)", "states.at(0) === 0 && states.length === 1"),
+        ("06b_guided_decoding.mjs", 'masks === "text" ? encode(decode(token)) : token', "token"),
+        ("06b_guided_decoding.mjs", "logits[b] > logits[a] ? b : a", "logits[b] < logits[a] ? b : a"),
+        ("06b_guided_decoding.mjs", "token.slice(0, length + 1)", "token"),
+        ("06b_guided_decoding.mjs", "at === 0 || this.masks[at] !== 0n", "this.masks[at] !== 0n || state === 0"),
+    ],
     "06e_async_engine": [
         ("06e_async_engine.mjs", "next_step <= reader_free", "next_step < reader_free"),
         ("06e_async_engine.mjs", "waiting === BOUND", "waiting > BOUND"),
@@ -239,6 +252,17 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("06e_async_engine.mjs", "now = Math.max(now, reader_free)", "now = reader_free"),
         ("06e_async_engine.mjs", "step_ms * tokens", "step_ms * (tokens - 1)"),
         ("06e_async_engine.mjs", "read_of_each[i] - at", "reads.at(-1).at - at"),
+    ],
+    "06f_openai_api": [
+        ("06f_openai_api.mjs", "sent.length > MAX_BODY_BYTES", "whole.length > MAX_BODY_BYTES"),
+        ("06f_openai_api.mjs", "quotes.length % 2 === 1", "true"),
+        ("06f_openai_api.mjs", "Number.isInteger(value) : typeof", "true : typeof"),
+        ("06f_openai_api.mjs", "n < 1 ||", "n < 0 ||"),
+        ("06f_openai_api.mjs", "length >= MAX_MODEL_LEN", "length > MAX_MODEL_LEN"),
+        ("06f_openai_api.mjs", "max_tokens <= MAX_MODEL_LEN", "max_tokens <= MAX_MODEL_LEN + 1"),
+        ("06f_openai_api.mjs", "inside + 1 > MAX_INSIDE", "inside > MAX_INSIDE"),
+        ("06f_openai_api.mjs", 'param === "prompt" ? "prompt" : "field"', '"field"'),
+        ("06f_openai_api.mjs", "if (refused) break;", ""),
     ],
     "07_spec_decode": [
         ("07_spec_decode.mjs", "accept_u[j] * q[d] < p[d]", "accept_u[j] < p[d]"),

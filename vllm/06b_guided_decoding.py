@@ -864,17 +864,19 @@ def simulate(params: dict) -> dict:
         logits = [(5 * token + 7 * step + 4 * params["model"]) % n for token in range(n)]
         allowed = allowed_tokens(guide, grammar.state, params["eos"])
         chosen = max(allowed, key=lambda token: logits[token], default=None)
-        steps.append({"state": grammar.state, "logits": logits, "allowed": allowed, "chosen": chosen})
+        steps.append({"state": grammar.state, "logits": logits, "allowed": allowed, "chosen": chosen, "path": []})
         if chosen is None or TOKENS[chosen] == EOS:
             outcome = "stuck" if chosen is None else "ended"
             break
+        token, start = TOKENS[chosen], grammar.state
+        steps[-1]["path"] = [guide.dfa.step(start, token[: i + 1]) for i in range(len(token))]
         grammar.accept_token(chosen)
-        written += TOKENS[chosen]
+        written += token
     states = range(len(guide.dfa.accepting))
     table = guide.dfa.transitions[:, guide.dfa.byte_class]  # [states, 256]
     return {
         "pattern": PATTERNS[params["pattern"]], "tokens": list(map(token_name, TOKENS)),
-        "moves": [[a, b, np.flatnonzero(table[a] == b).tolist()] for a in states for b in {*table[a].tolist()} - {-1}],
+        "moves": [[a, b, np.flatnonzero(table[a] == b).tolist()] for a in states for b in states if b in table[a]],
         "accepting": guide.dfa.accepting.nonzero()[0].tolist(),
         "allowed": [allowed_tokens(guide, state, params["eos"]) for state in states], "steps": steps,
         "written": written.decode("utf-8", "replace"), "num_bytes": len(written), "outcome": outcome,

@@ -37,6 +37,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 import secrets
 import time
 import traceback
@@ -604,7 +605,8 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
     async def invalid(request: HTTPRequest, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
-            return error_response(APIError(400, f"the body is not JSON: {first['ctx']['error']} at {first['loc'][-1]}"))
+            problem = first["ctx"]["error"].removesuffix(" at")  # "Unterminated string starting at"
+            return error_response(APIError(400, f"the body is not JSON: {problem} at {first['loc'][-1]}"))
         where = [str(part) for part in first["loc"] if part != "body"]
         text = f"{'.'.join(where)}: {first['msg']}" if where else first["msg"]
         return error_response(APIError(400, f"invalid request: {text}", where[0] if where else None))
@@ -781,6 +783,7 @@ class Heard:
     status: int = 0
     headers: dict[str, str] = dataclasses.field(default_factory=dict)
     pieces: list[bytes] = dataclasses.field(default_factory=list)
+    body_read: bool = False  # has the app asked for any of the request's body?
 
     @property
     def text(self) -> str:
@@ -809,6 +812,7 @@ async def call(app: Any, path: str, body: Any = None, headers: dict[str, str] | 
              "scheme": "http", "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 1), "root_path": ""}  # fmt: skip
 
     async def receive() -> dict[str, Any]:
+        heard.body_read = True
         if mail:
             return mail.pop(0)
         await gone.wait()
@@ -887,32 +891,76 @@ FIELDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 PROMPTS = {"5 characters": "Hello", "empty": "", "64 characters": "x" * 64, "5 MB": "x" * 5_000_000}
 CHOICES = {"key": ["right", "wrong"], "field": list(FIELDS), "prompt": list(PROMPTS), "inside": [0, 3, 4]}
+CORRECT = {"key": "right", "field": "nothing unusual", "prompt": "5 characters", "inside": 0}
 WIDGET_DEFAULT = {"key": "right", "field": "temperature 9", "prompt": "64 characters", "inside": 4}
 
 
 def simulate(params: dict) -> dict:
-    """One request to the real app, before a scripted engine: context 64, at most 4 inside. Raises InputError."""
-    return asyncio.run(_ask([common.checked(params, CHOICES)]))[0]
+    """One request to the real app, before a scripted engine: context 64, at most 4 inside. Raises InputError.
+
+    And then the same request again and again, without the mistake that it was refused for.
+    """
+    return asyncio.run(_correct(common.checked(params, CHOICES)))
+
+
+async def _correct(case: dict) -> dict:
+    server = ScriptedServer()
+    first = last = await server.ask(case)
+    first["then"] = []
+    for _ in CORRECT:
+        if last["status"] != 200:
+            blamed = "prompt" if last["param"] == "prompt" else "field"
+            blamed = {401: "key", 413: "prompt", 503: "inside"}.get(last["status"], blamed)
+            case = case | {blamed: CORRECT[blamed]}
+            last = {"corrected": blamed, **await server.ask(case)}
+            first["then"].append(last)
+    return first
 
 
 async def _ask(cases: Sequence[dict]) -> list[dict]:
-    llm = ScriptedLLM()
-    app = build_app(OpenAIServing(llm, ["smol"]), ["right"])
-    found = []
-    for case in cases:
+    server = ScriptedServer()
+    return [await server.ask(case) for case in cases]
+
+
+class ScriptedServer:
+    """The real app before a scripted engine; each station signs when it gets to look at a request."""
+
+    def __init__(self) -> None:
+        self.llm, self.signed = ScriptedLLM(), []
+        serving = OpenAIServing(self.llm, ["smol"])
+        self.app = build_app(serving, ["right"])
+        doors = ((self.app.app, "app", "JSON"), (serving, "add", "model"), (serving, "check_params", "values"),
+                 (serving, "prompts", "length"), (self.llm.admission, "check", "room"),
+                 (self.llm, "add_request", "engine"))  # fmt: skip
+        for owner, name, station in doors:
+            setattr(owner, name, self.signing(getattr(owner, name), station))
+
+    def signing(self, function: Callable[..., Any], station: str) -> Callable[..., Any]:
+        def signed(*args: Any, **kwargs: Any) -> Any:
+            self.signed.append(station)
+            return function(*args, **kwargs)
+
+        return signed
+
+    async def ask(self, case: dict) -> dict:
+        llm = self.llm
         llm.num_unfinished, llm.added, llm.aborted = case["inside"], [], []
+        self.signed.clear()
         body = json.dumps({"prompt": PROMPTS[case["prompt"]]} | FIELDS[case["field"]]).encode()
         if case["field"] == "half a body":
             body = body[: len(body) // 2]
-        heard = await call(app, "/v1/completions", body, {"authorization": f"Bearer {case['key']}"})
+        heard = await call(self.app, "/v1/completions", body, {"authorization": f"Bearer {case['key']}"})
         error = heard.json.get("error", {})
-        found.append({
+        message = error.get("message")
+        if "JSON" in self.signed and "not JSON" not in (message or ""):  # the app says which of the two it was
+            self.signed.insert(1, "fields")
+        return {
             "status": heard.status, "type": error.get("type"), "param": error.get("param"),
-            "message": error.get("message"), "retry_after": heard.headers.get("retry-after"),
+            "message": message, "retry_after": heard.headers.get("retry-after"),
             "answer": None if error else heard.json["choices"][0]["text"], "sent_bytes": len(body),
-            "engine_heard": len(llm.added),
-        })  # fmt: skip
-    return found
+            "engine_heard": len(llm.added), "looked": ["key", *["size"] * heard.body_read, *self.signed],
+            "key": case["key"], "body": re.sub("x{8,}", "xx…xx", body.decode()), "inside": case["inside"],
+        }  # fmt: skip
 
 
 def describe(trace: dict) -> str:
@@ -922,6 +970,9 @@ def describe(trace: dict) -> str:
     lines += [f"Retry-After: {trace['retry_after']}"] if trace["retry_after"] else []
     lines += [trace["message"] or f"answer: {trace['answer']}",
               f"requests that the engine heard of: {trace['engine_heard']}"]  # fmt: skip
+    for again in trace["then"]:
+        about = f", param {again['param']}" if again["param"] else ""
+        lines.append(f"{again['corrected']} corrected: HTTP {again['status']} {again['type'] or 'OK'}{about}")
     return "\n".join(lines)
 
 
