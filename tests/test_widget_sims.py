@@ -202,6 +202,18 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("06_serving.mjs", "turns ? 0 : Math.min(cpu, gpu)", "0"),
         ("06_serving.mjs", "ceil_div(99 * waits.length, 100) - 1", "ceil_div(99 * waits.length, 100)"),
     ],
+    "06c_scaling_out": [
+        ("06c_scaling_out.mjs", "Math.max(at, this.free[stage])", "at"),
+        ("06c_scaling_out.mjs", "start + length + SEND", "start + length"),
+        ("06c_scaling_out.mjs", "TOKEN * tokens, this", "TOKEN * tokens - 1, this"),
+        ("06c_scaling_out.mjs", "batch.spans.at(-1)[1] > this.now", "batch.spans.at(-1)[1] >= this.now"),
+        ("06c_scaling_out.mjs", "while (this.put_in_flight());", "this.put_in_flight();"),
+        ("06c_scaling_out.mjs", "this.batch_queue.shift()", "this.batch_queue.pop()"),
+        ("06c_scaling_out.mjs", "if (first[i] < 0) ", ""),
+        ("06c_scaling_out.mjs", "pipeline(1, 1, budget", "pipeline(stages, 1, budget"),
+        ("06c_scaling_out.mjs", "(100 * idle) / (stages * makespan)", "(100 * idle) / makespan"),
+        (CHUNKED, "this.cap, this.token_budget", "this.cap"),
+    ],
     "07_spec_decode": [
         ("07_spec_decode.mjs", "accept_u[j] * q[d] < p[d]", "accept_u[j] < p[d]"),
         ("07_spec_decode.mjs", "c > target", "c >= target * 1.01"),
