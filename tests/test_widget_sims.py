@@ -28,7 +28,8 @@ needs_node = pytest.mark.skipif(
 
 MOST_STATES = 20_000
 SEEDED_TEXTS = 500
-SAMPLE = {"06_serving": 5, "08_disagg": 15, "11_preemption": 3, "02_paged_attention": 40, "12_multi_lora": 20}
+SAMPLE = {"06_serving": 5, "08_disagg": 15, "11_preemption": 3, "02_paged_attention": 40, "12_multi_lora": 20,
+          "06d_load_generator": 30}  # fmt: skip
 OTHERS = 80  # states of each other lesson in the fast tier, beside its default, presets, bet and neighbours
 
 Params = dict[str, Any]
@@ -213,6 +214,20 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("06c_scaling_out.mjs", "pipeline(1, 1, budget", "pipeline(stages, 1, budget"),
         ("06c_scaling_out.mjs", "(100 * idle) / (stages * makespan)", "(100 * idle) / makespan"),
         (CHUNKED, "this.cap, this.token_budget", "this.cap"),
+    ],
+    "06d_load_generator": [
+        ("06d_load_generator.mjs", "Math.max(arrivals[next], seats.shift())", "arrivals[next]"),
+        ("06d_load_generator.mjs", "seats.shift()", "seats.pop()"),
+        ("06d_load_generator.mjs", "arrivals[next] <= core.now", "arrivals[next] < core.now"),
+        ("06d_load_generator.mjs", "arrivals[wanted] <= start", "arrivals[wanted] < start"),
+        ("06d_load_generator.mjs", "run.first[i] ??=", "run.first[i] ="),
+        ("06d_load_generator.mjs", "CONTEXT_NS * context", "CONTEXT_NS * tokens"),
+        ("06d_load_generator.mjs", "a[0] - b[0] || a[1] - b[1]", "a[0] - b[0] || b[1] - a[1]"),
+        ("06d_load_generator.mjs", "start < at)", "start <= at)"),
+        ("06d_load_generator.mjs", "* (values.length - 1)", "* values.length"),
+        ("06d_load_generator.mjs", "place(stop - 1)", "place(stop)"),
+        ("06d_load_generator.mjs", "0.9 * limit", "limit"),
+        (BATCHING, "this.running.length < this.config", "this.running.length + 1 < this.config"),
     ],
     "07_spec_decode": [
         ("07_spec_decode.mjs", "accept_u[j] * q[d] < p[d]", "accept_u[j] < p[d]"),

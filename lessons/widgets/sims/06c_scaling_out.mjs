@@ -68,7 +68,7 @@ class PipelineEngineCore extends EngineCore {
   step() {
     while (this.put_in_flight());
     const [sampled, back] = this.batch_queue.shift();
-    this.runner.now = Math.max(this.runner.now, back);
+    this.runner.now = back; // never earlier than the one before: nobody overtakes in a pipeline
     return this.scheduler.update_from_output(sampled);
   }
 }
