@@ -1226,6 +1226,9 @@ def test_stages_are_never_in_two_places(workload, in_flight):
         assert in_flight != "one batch" or before["spans"][-1][1] <= after["spans"][0][0]
     for batch in trace["batches"]:
         assert all(a[1] + lesson.SEND <= b[0] for a, b in zip(batch["spans"], batch["spans"][1:]))
+        assert sum(batch["scheduled"].values()) == batch["tokens"] and batch["at"] <= batch["spans"][0][0]
+        on_the_way = [b for b in trace["batches"] if b["at"] <= batch["at"] < b["spans"][-1][1]]
+        assert len({b["place"] for b in on_the_way}) == len(on_the_way) <= (3 if in_flight == "one per stage" else 1)
 
 
 def test_the_widget_uses_the_real_core(monkeypatch):

@@ -678,6 +678,8 @@ def check_state(params):
     arrivals, sent, first, done = (trace[name] for name in ("arrivals", "sent", "first", "done"))
     assert arrivals == [at // params["rate"] for at in lesson.unit_arrivals(lesson.REQUESTS, params["seed"])]
     assert all(a <= s < f < d for a, s, f, d in zip(arrivals, sent, first, done))
+    assert all(s <= at < f for s, at, f in zip(sent, trace["admitted"], first))
+    assert set(trace["admitted"]) <= {step[0] for step in trace["steps"]}
     assert trace["area"] == trace["in_flight_sum"] == sum(d - s for d, s in zip(done, sent)), "Little, in integers"
     limit = params["max_concurrency"]
     assert sent == arrivals if not limit else trace["peak_concurrency"] <= limit

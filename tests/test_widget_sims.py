@@ -29,7 +29,7 @@ needs_node = pytest.mark.skipif(
 MOST_STATES = 20_000
 SEEDED_TEXTS = 500
 SAMPLE = {"06_serving": 5, "08_disagg": 15, "11_preemption": 3, "02_paged_attention": 40, "12_multi_lora": 20,
-          "06f_openai_api": 50}  # fmt: skip
+          "06d_load_generator": 30, "06f_openai_api": 50}  # fmt: skip
 OTHERS = 80  # states of each other lesson in the fast tier, beside its default, presets, bet and neighbours
 
 Params = dict[str, Any]
@@ -241,6 +241,32 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("06b_guided_decoding.mjs", "logits[b] > logits[a] ? b : a", "logits[b] < logits[a] ? b : a"),
         ("06b_guided_decoding.mjs", "token.slice(0, length + 1)", "token"),
         ("06b_guided_decoding.mjs", "at === 0 || this.masks[at] !== 0n", "this.masks[at] !== 0n || state === 0"),
+    ],
+    "06c_scaling_out": [
+        ("06c_scaling_out.mjs", "Math.max(at, this.free[stage])", "at"),
+        ("06c_scaling_out.mjs", "start + length + SEND", "start + length"),
+        ("06c_scaling_out.mjs", "TOKEN * tokens, this", "TOKEN * tokens - 1, this"),
+        ("06c_scaling_out.mjs", "batch.spans.at(-1)[1] > this.now", "batch.spans.at(-1)[1] >= this.now"),
+        ("06c_scaling_out.mjs", "while (this.put_in_flight());", "this.put_in_flight();"),
+        ("06c_scaling_out.mjs", "this.batch_queue.shift()", "this.batch_queue.pop()"),
+        ("06c_scaling_out.mjs", "if (first[i] < 0) ", ""),
+        ("06c_scaling_out.mjs", "pipeline(1, 1, budget", "pipeline(stages, 1, budget"),
+        ("06c_scaling_out.mjs", "(100 * idle) / (stages * makespan)", "(100 * idle) / makespan"),
+        (CHUNKED, "this.cap, this.token_budget", "this.cap"),
+    ],
+    "06d_load_generator": [
+        ("06d_load_generator.mjs", "Math.max(arrivals[next], seats.shift())", "arrivals[next]"),
+        ("06d_load_generator.mjs", "seats.shift()", "seats.pop()"),
+        ("06d_load_generator.mjs", "arrivals[next] <= core.now", "arrivals[next] < core.now"),
+        ("06d_load_generator.mjs", "arrivals[wanted] <= start", "arrivals[wanted] < start"),
+        ("06d_load_generator.mjs", "run.first[i] ??=", "run.first[i] ="),
+        ("06d_load_generator.mjs", "CONTEXT_NS * context", "CONTEXT_NS * tokens"),
+        ("06d_load_generator.mjs", "a[0] - b[0] || a[1] - b[1]", "a[0] - b[0] || b[1] - a[1]"),
+        ("06d_load_generator.mjs", "start < at)", "start <= at)"),
+        ("06d_load_generator.mjs", "* (values.length - 1)", "* values.length"),
+        ("06d_load_generator.mjs", "place(stop - 1)", "place(stop)"),
+        ("06d_load_generator.mjs", "0.9 * limit", "limit"),
+        (BATCHING, "this.running.length < this.config", "this.running.length + 1 < this.config"),
     ],
     "06e_async_engine": [
         ("06e_async_engine.mjs", "next_step <= reader_free", "next_step < reader_free"),

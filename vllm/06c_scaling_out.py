@@ -174,8 +174,8 @@ WORKLOADS = {  # prompt tokens of each request, and tokens it wants
     "4 long prompts": ([512] * 4, [8] * 4),
     "a long prompt among short ones": ([32, 32, 32, 768, 32, 32], [16] * 6),
 }
-CHOICES = {"stages": [1, 2, 3, 4], "in_flight": ["one batch", "one per stage"], "budget": [64, 256, 2048],
-           "workload": list(WORKLOADS)}  # fmt: skip
+CHOICES = {"stages": [1, 2, 3, 4], "in_flight": ["one batch", "one per stage"],
+           "budget": [64, 128, 256, 512, 1024, 2048], "workload": list(WORKLOADS)}  # fmt: skip
 WIDGET_DEFAULT = {"stages": 4, "in_flight": "one per stage", "budget": 256, "workload": "4 long prompts"}
 
 
@@ -196,6 +196,7 @@ class TimedStages:
         if not (tokens := output.total_num_scheduled_tokens):
             return None
         length, at, spans = -(-(PASS + TOKEN * tokens) // self.stages), self.now, []
+        taken = {batch["place"] for batch in self.batches if batch["spans"][-1][1] > self.now}  # by those in flight
         for stage in range(self.stages):
             start = max(at, self.free[stage])
             self.free[stage] = start + length
@@ -203,7 +204,9 @@ class TimedStages:
             at = start + length + SEND
         members = (*output.scheduled_running_reqs, *output.scheduled_new_reqs, *output.scheduled_resumed_reqs)
         sampled = {r.request_id: [0] for r in members if r.num_computed_tokens == r.num_tokens}
-        self.batches.append({"tokens": tokens, "requests": len(members), "samples": len(sampled), "spans": spans})
+        self.batches.append({"tokens": tokens, "requests": len(members), "samples": len(sampled), "spans": spans,
+                             "scheduled": dict(output.num_scheduled_tokens), "at": self.now,
+                             "place": min(set(range(len(taken) + 1)) - taken)})  # fmt: skip
         return SimpleNamespace(result=functools.partial(self._finish, spans[-1][1], sampled))
 
     def _finish(self, at: int, sampled: dict[str, list[int]]) -> tuple[dict[str, list[int]], dict, dict]:
@@ -215,11 +218,13 @@ def simulate(params: dict) -> dict:
     """Lesson 11's scheduler and this lesson's engine core on stages that only take time. Raises InputError."""
     params = common.checked(params, CHOICES)
     depth = params["stages"] if params["in_flight"] == "one per stage" else 1
-    return pipeline(params["stages"], depth, params["budget"], *WORKLOADS[params["workload"]])
+    budget, workload = params["budget"], WORKLOADS[params["workload"]]
+    one_stage = pipeline(1, 1, budget, *workload)["makespan"]  # all layers in one place
+    return pipeline(params["stages"], depth, budget, *workload) | {"one_stage": one_stage}
 
 
 def pipeline(stages: int, in_flight: int, budget: int, prompts: Sequence[int], outputs: Sequence[int]) -> dict:
-    """Every micro-batch's way through the stages, in ticks."""
+    """Every micro-batch's way through the stages, in ticks: `at` it was scheduled, and took the first free place."""
     config = preemption.SchedulerConfig(max_model_len=2048, max_num_seqs=32, max_num_batched_tokens=budget,
                                         enable_chunked_prefill=True)  # fmt: skip
     scheduler = preemption.make_scheduler(config, 4096, 16, enable_prefix_caching=False)

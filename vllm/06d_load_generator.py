@@ -45,7 +45,7 @@ import selectors
 import statistics
 import sys
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -657,11 +657,16 @@ def simulate(params: dict) -> dict:
     run = load.__wrapped__(**params)
     first, done = [times[0] for times in run.times], [times[-1] for times in run.times]
     peak, area = concurrency(list(zip(run.sent, done)))
+    starts = [step[0] for step in run.steps]
+    spans = [[b - a for a, b in zip(since, done)] for since in (run.sent, run.arrivals)]
     return {
         "params": params, "requests": REQUESTS, "input_len": INPUT, "output_len": OUTPUT,
         "capacity_milli": round(1000 * capacity(params["max_num_seqs"])),  # requests per second · 1000
         "arrivals": list(run.arrivals), "sent": run.sent, "first": first, "done": done, "steps": run.steps,
-        "peak_concurrency": peak, "area": area, "in_flight_sum": sum(b - a for a, b in zip(run.sent, done)),
+        "admitted": [starts[bisect_left(starts, at) - 1] for at in first],  # to the step that computed it
+        "peak_concurrency": peak, "area": area, "in_flight_sum": sum(spans[0]),
+        "mean_us": [sum(span) // REQUESTS for span in spans],  # since it was sent; since its user asked
+        "p99_us": [int(percentile(span, 99)) for span in spans],
     }  # fmt: skip
 
 
