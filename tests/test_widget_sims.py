@@ -176,6 +176,18 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         (BATCHING, "this.running.length < this.config", "this.running.length + 1 < this.config"),
         (BATCHING, "request.num_output_tokens >= request.max_tokens", "request.num_output_tokens > request.max_tokens"),
     ],
+    "04b_offline_engine": [
+        ("04b_offline_engine.mjs", "count > 0 || PROMPT.includes(token)", "count > 0"),
+        ("04b_offline_engine.mjs", "presence * (count > 0 ? 1 : 0)", "presence * count"),
+        ("04b_offline_engine.mjs", "Math.log(min_p)", "Math.log10(min_p)"),
+        ("04b_offline_engine.mjs", "[top_k - 1]", "[Math.max(0, top_k - 2)]"),
+        ("04b_offline_engine.mjs", "before >= top_p", "before + p / 2 >= top_p"),
+        ("04b_offline_engine.mjs", "of softmax(best)", "of softmax(descending(LOGITS))"),
+        ("04b_offline_engine.mjs", "logits.indexOf(Math.max(...logits))", "LOGITS.indexOf(Math.max(...LOGITS))"),
+        ("04b_offline_engine.mjs", "c > target", "c > 1 - target"),
+        ("04b_offline_engine.mjs", "fixed(probs[token], 4)", "fixed(probs[token], 3)"),
+        ("lib/uniforms.mjs", "x >> 31n", "x >> 30n"),
+    ],
     "05_optimizations": [
         (CACHING, "(request.num_tokens - 1) / this", "request.num_tokens / this"),
         (CACHING, "[...parent_hash, ...tokens", "[...tokens"),
