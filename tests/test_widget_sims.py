@@ -188,6 +188,17 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("04b_offline_engine.mjs", "fixed(probs[token], 4)", "fixed(probs[token], 3)"),
         ("lib/uniforms.mjs", "x >> 31n", "x >> 30n"),
     ],
+    "04c_speed": [
+        ("04c_speed.mjs", "per_sequence * batch", "per_sequence * (batch - 1)"),
+        ("04c_speed.mjs", "Math.max(multiply_us, read)", "multiply_us + read"),
+        ("04c_speed.mjs", "packed ? packed_rate : unpacked_rate", "packed_rate"),
+        ("04c_speed.mjs", "(copies * kv_bytes)", "(3 * kv_bytes)"),
+        ("04c_speed.mjs", "per_layer * LAYERS + outside", "per_layer * LAYERS"),
+        ("04c_speed.mjs", "Math.max(multiply(packed_rate), read)", "multiply(packed_rate)"),
+        ("04c_speed.mjs", "weight_bytes * WEIGHTS", "4 * WEIGHTS"),
+        ("04c_speed.mjs", "multiply_us > read", "multiply_us > 2 * read"),
+        (TEXT, "(tie_to_even(exact) ? exact", "(true ? exact"),
+    ],
     "05_optimizations": [
         (CACHING, "(request.num_tokens - 1) / this", "request.num_tokens / this"),
         (CACHING, "[...parent_hash, ...tokens", "[...tokens"),
