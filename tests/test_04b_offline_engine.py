@@ -777,8 +777,7 @@ def test_every_state_of_the_widget():
         penalty = lesson.PENALTIES[params.pop("penalty")]
         chosen = SamplingParams(**params, **penalty)
         want = lesson.reference_distribution(lesson.LOGITS, chosen, lesson.PROMPT, lesson.OUTPUT)
-        if params["temperature"]:
-            assert trace["stages"][-1]["probs"] == pytest.approx(want, abs=1e-6)
+        assert trace["stages"][-1]["probs"] == pytest.approx(want, abs=1e-6)
         assert all(want[i] > 0 for i in trace["draws"]) and len(trace["draws"]) == lesson.NUM_DRAWS
 
 

@@ -224,25 +224,39 @@ def test_the_clock_measures_a_full_engine():
 def test_a_step_by_arithmetic():
     W = 134_515_008 - 576 * 61  # the norms' weights are not multiplied with
     assert lesson.facts()["weights"] == pytest.approx(W, rel=1e-3)
-    trace = lesson.simulate(lesson.WIDGET_DEFAULT | {"stage": FINAL.name, "batch": 8, "context": 256})
+    trace = lesson.simulate(lesson.WIDGET_DEFAULT | {"batch": 8})
+    assert [stage["name"] for stage in trace["stages"]] == [stage.name for stage in lesson.STAGES]
+    loop, gathered, final = trace["stages"][0], trace["stages"][1], trace["stages"][-1]
     per_layer, outside = lesson.operations(FINAL, 8)
-    assert trace["operations"] == 30 * per_layer + outside
-    assert trace["parts_us"]["weights"] == pytest.approx(4 * lesson.facts()["weights"] / 4e10 * 1e6)
-    assert trace["parts_us"]["attention"] == pytest.approx(8 * 256 * 46_080 / 4e10 * 1e6)
-    gathered = lesson.simulate(lesson.WIDGET_DEFAULT | {"stage": "attention for all at once"})
-    assert gathered["parts_us"]["attention"] == pytest.approx(3 * trace["parts_us"]["attention"])
-    assert trace["total_us"] == pytest.approx(sum(trace["parts_us"].values()))
-    assert trace["tokens_per_second"] == pytest.approx(8e6 / trace["total_us"])
-    bounds = [lesson.simulate(lesson.WIDGET_DEFAULT | {"batch": B})["bound"] for B in (1, 8, 32, 128)]
+    assert final["operations"] == 30 * per_layer + outside
+    assert final["parts_us"]["products"] == round(4 * lesson.facts()["weights"] / 4e10 * 1e6) == trace["floor_us"]
+    assert loop["parts_us"]["products"] == round(2 * 8 * lesson.facts()["weights"] / 1.1e11 * 1e6)
+    assert final["parts_us"]["attention"] == round(8 * 256 * 46_080 / 4e10 * 1e6)
+    assert gathered["parts_us"]["attention"] == pytest.approx(3 * final["parts_us"]["attention"], abs=2)
+    assert loop["per_layer"] - 8 * loop["per_sequence"] == lesson.operations(LOOP, 1)[0] - 5
+    for stage in trace["stages"]:
+        assert stage["total_us"] == sum(stage["parts_us"].values())
+        assert stage["tokens_per_second"] == pytest.approx(8e6 / stage["total_us"])
+        assert stage["share_of_floor"] == pytest.approx(trace["floor_us"] / stage["total_us"])
+    bounds = [lesson.simulate(lesson.WIDGET_DEFAULT | {"batch": B})["stages"][-1]["bound"] for B in (1, 8, 32, 128)]
     assert bounds == ["memory", "memory", "arithmetic", "arithmetic"]
+
+
+def test_the_arithmetic_is_near_what_was_measured():
+    """32 sequences, of 160 tokens in the profile's middle, between contexts 64 and 256."""
+    measured = common.results(lesson.KEY)["bench"]["profile"]
+    low, high = (lesson.simulate(lesson.WIDGET_DEFAULT | {"context": S})["stages"] for S in (64, 256))
+    for name, i in (("attention_in_a_loop", 0), ("final", -1)):
+        assert 0.9 * low[i]["total_us"] < 1000 * measured[name]["total"] < 1.1 * high[i]["total_us"]
+        assert low[i]["parts_us"]["products"] == pytest.approx(1000 * measured[name]["products"], rel=0.05)
 
 
 def test_more_is_never_slower_by_arithmetic():
     """But for the operations that attention in place has more than a gather: among few on a GPU they cost more."""
     for machine in lesson.MACHINES:
         for B in lesson.WIDGET_CHOICES["batch"]:
-            rates = [lesson.simulate({"machine": machine, "stage": s.name, "batch": B, "context": 256})
-                     ["tokens_per_second"] for s in lesson.STAGES]  # fmt: skip
+            trace = lesson.simulate(lesson.WIDGET_DEFAULT | {"machine": machine, "batch": B})
+            rates = [stage["tokens_per_second"] for stage in trace["stages"]]
             if machine == "a GPU" and B < 32:
                 assert rates.pop() < rates[-1]
             assert rates == sorted(rates)

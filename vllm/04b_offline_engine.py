@@ -861,6 +861,8 @@ def simulate(params: dict) -> dict:
         on = list(limits)[: list(limits).index(stage) + 1] if stage in limits else []
         now = off | {name: limits[name] for name in on}
         probs = distribution(adjusted, row(1.0 if stage == "penalties" else temperature), **now)
+        if state.greedy and stage != "penalties":  # nothing is cut or drawn: the best has the whole line
+            probs = torch.zeros_like(probs).scatter_(1, adjusted.argmax(1, keepdim=True), 1.0)
         stages.append(
             {"stage": stage, "probs": probs[0].tolist(), "kept": [i for i, p in enumerate(probs[0]) if p > 0]}
         )
@@ -868,7 +870,11 @@ def simulate(params: dict) -> dict:
     draws = draw_tokens(probs.expand(NUM_DRAWS, -1), u).tolist()
     if state.greedy:
         draws = [int(adjusted.argmax())] * NUM_DRAWS
-    return {"words": WORDS, "logits": adjusted[0].tolist(), "stages": stages, "u": u.tolist(), "draws": draws}
+    model = distribution(torch.tensor([LOGITS], dtype=torch.float64), row(1.0), **off)
+    return {
+        "words": WORDS, "prompt": PROMPT, "output": OUTPUT, "model": model[0].tolist(), "logits": adjusted[0].tolist(),
+        "stages": stages, "left": len(stages[-1]["kept"]), "u": u.tolist(), "draws": draws,
+    }  # fmt: skip
 
 
 def describe(trace: dict) -> str:

@@ -335,58 +335,76 @@ def scheduler_seconds(running: int, waiting: int, steps: int = 40, kind: type[Sc
 
 # --- 7. A step by arithmetic, behind the widget -----------------------------------------------------------------------
 #
-#     t = max(2·W·B / rate, 4·W / bandwidth) + copies · B·S·(KV bytes per token) / bandwidth + operations · overhead
+#     t = max(2·W·B / rate, b·W / bandwidth) + copies · B·S·(KV bytes per token) / bandwidth + operations · overhead
 
-MACHINES = {  # FLOP/s, bytes/s, seconds until an operation has begun
-    "two CPU cores": (3e11, 4e10, 6e-6),  # about what this lesson's measurements say of theirs
-    "a GPU": (6e13, 3.35e12, 5e-6),
+MACHINES = {  # FLOP/s with packed weights, FLOP/s without, bytes/s, seconds until an operation has begun
+    "two CPU cores": (3e11, 1.1e11, 4e10, 6e-6),  # about what this lesson's measurements say of theirs
+    "a GPU": (6e13, 6e13, 3.35e12, 5e-6),  # its library reads the weights as they lie
 }
 WIDGET_CHOICES = {
     "machine": list(MACHINES),
-    "stage": [stage.name for stage in STAGES],
     "batch": [1, 4, 8, 32, 128],
     "context": [64, 256, 1024],
+    "weight_bytes": [1, 2, 4],
 }
-WIDGET_DEFAULT = {"machine": "two CPU cores", "stage": "a batch, attention in a loop", "batch": 8, "context": 256}
+WIDGET_DEFAULT = {"machine": "two CPU cores", "batch": 32, "context": 256, "weight_bytes": 4}
 
 
 def simulate(params: dict[str, Any]) -> dict[str, Any]:
-    """A decode step of SmolLM2 in fp32 on a machine of three numbers: microseconds of each part.
+    """A decode step of SmolLM2 on a machine of four numbers, stage by stage: whole microseconds of each part.
 
-    Raises common.InputError for a name or value that is not among WIDGET_CHOICES.
+    Arithmetic, keys and values are in fp32; weights are stored in `weight_bytes` each. Raises common.InputError for a
+    name or value that is not among WIDGET_CHOICES.
     """
     params = common.checked(params, WIDGET_CHOICES)
-    rate, bandwidth, overhead = MACHINES[params["machine"]]
-    stage = next(s for s in STAGES if s.name == params["stage"])
-    B, S = params["batch"], params["context"]
-    config = kv_cache.MODELS["SmolLM2-135M"]
-    W = sum(kv_cache.weights_read(config))
-    per_token = kv_cache.KVCacheSpec.from_config(config).bytes_per_token("float32")
-    per_layer, outside = operations(stage, B)
-    count = per_layer * config["num_hidden_layers"] + outside
-    copies = 1 if stage.attention == "in place" else 3  # gathered: read, written, read again
-    parts = {
-        "weights": max(2 * W * B / rate, 4 * W / bandwidth),
-        "attention": copies * B * S * per_token / bandwidth,
-        "operations": count * overhead,
-    }
-    total = sum(parts.values())
+    packed_rate, unpacked_rate, bandwidth, overhead = MACHINES[params["machine"]]
+    B, config = params["batch"], kv_cache.MODELS["SmolLM2-135M"]
+    W, layers = sum(kv_cache.weights_read(config)), config["num_hidden_layers"]
+    kv_bytes = B * params["context"] * kv_cache.KVCacheSpec.from_config(config).bytes_per_token("float32")
+    microseconds = lambda seconds: round(seconds * 1e6)  # noqa: E731
+    read_bytes = params["weight_bytes"] * W
+    read = microseconds(read_bytes / bandwidth)
+    floor = max(microseconds(2 * W * B / packed_rate), read)
+    stages = []
+    for stage in STAGES:
+        per_layer, outside = operations(stage, B)
+        count = per_layer * layers + outside
+        copies = 1 if stage.attention == "in place" else 3  # gathered: read, written, read again
+        multiply = microseconds(2 * W * B / (packed_rate if stage.packed else unpacked_rate))
+        parts = {
+            "products": max(multiply, read),
+            "attention": microseconds(copies * kv_bytes / bandwidth),
+            "operations": microseconds(count * overhead),
+        }
+        total = sum(parts.values())
+        stages.append({
+            "name": stage.name, "per_layer": per_layer, "outside": outside, "operations": count,
+            "per_sequence": operations(stage, 2)[0] - operations(stage, 1)[0], "copies": copies,
+            "multiply_us": multiply, "bound": "arithmetic" if multiply > read else "memory",
+            "parts_us": parts, "total_us": total, "tokens_per_second": B * 1e6 / total, "share_of_floor": floor / total,
+        })  # fmt: skip
     return {
-        "parts_us": {name: seconds * 1e6 for name, seconds in parts.items()}, "operations": count,
-        "bound": "arithmetic" if 2 * W * B / rate > 4 * W / bandwidth else "memory",
-        "total_us": total * 1e6, "tokens_per_second": B / total, "share_of_floor": parts["weights"] / total,
+        "params": params, "layers": layers, "overhead_us": microseconds(overhead), "kv_bytes": kv_bytes,
+        "read_bytes": read_bytes, "read_us": read, "floor_us": floor, "stages": stages,
     }  # fmt: skip
 
 
 def describe(trace: dict[str, Any]) -> str:
-    """A trace in a few lines of text."""
-    parts = ", ".join(f"{name} {us / 1e3:.2f}" for name, us in trace["parts_us"].items())
-    rate, share = f"{trace['tokens_per_second']:,.0f} tokens/s", f"{trace['share_of_floor']:.0%}"
-    return "\n".join([
-        f"{trace['total_us'] / 1e3:.2f} ms a step: {parts}",
-        f"{trace['operations']:,} operations; the products are bound by {trace['bound']}",
-        f"{rate}, {share} of what the products allow",
-    ])  # fmt: skip
+    """A trace as a table: milliseconds of each part, a row for each stage."""
+    p, ms = trace["params"], lambda us: f"{us / 1e3:.2f}"
+    lines = [
+        f"batch {p['batch']}, context {p['context']}, {p['machine']}, {p['weight_bytes']}-byte weights",
+        f"{'ms a step':<29}products  attention  operations    total  tokens/s  of the floor",
+    ]
+    for stage in trace["stages"]:
+        products, attention, started = map(ms, stage["parts_us"].values())
+        lines.append(
+            f"{stage['name']:<29}{products:>8}{attention:>11}{started:>12}{ms(stage['total_us']):>9}"
+            f"{stage['tokens_per_second']:>10,.0f}{stage['share_of_floor']:>14.1%}"
+        )
+    bound = trace["stages"][-1]["bound"]
+    lines.append(f"floor: {ms(trace['floor_us'])} ms, the products with packed weights, bound by {bound}")
+    return "\n".join(lines)
 
 
 def slug(name: str) -> str:
@@ -411,14 +429,12 @@ def facts() -> dict[str, Any]:
                                     "step": per_layer * config["num_hidden_layers"] + outside}  # fmt: skip
     steps = {}
     for key, machine in (("cpu", "two CPU cores"), ("gpu", "a GPU")):
-        for name, stage in (("loop", STAGES[0]), ("final", STAGES[-1])):
-            for B in (1, 32):
-                steps[f"{key}_{name}_{B}"] = simulate(
-                    {"machine": machine, "stage": stage.name, "batch": B, "context": 256}
-                )
+        for B in (1, 32):
+            found = simulate(WIDGET_DEFAULT | {"machine": machine, "batch": B})["stages"]
+            steps |= {f"{key}_loop_{B}": found[0], f"{key}_final_{B}": found[-1]}
     return {
         "weights": W, "weight_bytes": 4 * W, "flops_per_row": 2 * W, "operations": counted, "steps": steps,
-        "turning_point": {key: 2 * m[0] / m[1] for key, m in zip(("cpu", "gpu"), MACHINES.values())},
+        "turning_point": {key: 2 * m[0] / m[2] for key, m in zip(("cpu", "gpu"), MACHINES.values())},
         "gathered_bytes": 32 * 160 * kv_cache.KVCacheSpec.from_config(config).bytes_per_token("float32"),
     }  # fmt: skip
 
