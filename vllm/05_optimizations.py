@@ -522,7 +522,7 @@ class AsyncScheduler(Scheduler):
     def __init__(self, config: SchedulerConfig, kv_cache_manager: continuous_batching.KVCacheManager) -> None:
         super().__init__(config, kv_cache_manager)
         self.num_output_placeholders: Counter[str] = Counter()  # tokens on their way, per request
-        self.num_stale_outputs: Counter[str] = Counter()  # and those of them that were on their way at a preemption
+        self.num_stale_outputs: Counter[str] = Counter()  # on their way at a preemption: kept, not counted
 
     def schedule(self) -> SchedulerOutput:
         output = super().schedule()
