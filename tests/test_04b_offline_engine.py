@@ -11,6 +11,7 @@ import sys
 import common
 import numpy as np
 import pytest
+import scripts
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -736,9 +737,7 @@ if __name__ == "__main__":
 """
 
 
-def test_the_offline_example_runs_as_printed(real_model):
-    """From the repository root, with nothing but the model's name resolved to the local folder."""
-    local = f"""
+LOCAL = f"""
 import sys
 sys.path.insert(0, {str(common.HERE)!r})
 import common, llama
@@ -746,7 +745,13 @@ folder = llama.model_folder
 llama.model_folder = lambda name: folder(None) if name == "TinyLlama/TinyLlama-1.1B-Chat-v1.0" else folder(name)
 sys.path.remove({str(common.HERE)!r})
 """
-    done = subprocess.run([sys.executable, "-c", local + EXAMPLE], cwd=common.ROOT, capture_output=True, text=True)
+EXAMPLE_JOB = (("the offline example",), [sys.executable, "-c", LOCAL + EXAMPLE])
+
+
+@pytest.mark.job(EXAMPLE_JOB)
+def test_the_offline_example_runs_as_printed(real_model):
+    """From the repository root, with nothing but the model's name resolved to the local folder."""
+    done = scripts.get(EXAMPLE_JOB)
     assert done.returncode == 0, done.stderr[-2000:]
     first, second, module = done.stdout.splitlines()
     assert first.startswith("Hello, my name is | ") and second.startswith("The president of the United States is | ")

@@ -10,7 +10,7 @@ import common
 import on_gpu
 import pytest
 from documents import LESSONS
-from scripts import execute, output_of, run, script_job
+from scripts import execute, get, output_of, run, script_job
 
 HIDE_TRITON = "import sys; sys.modules['triton'] = None"
 
@@ -107,8 +107,7 @@ def without_triton(lesson):
         assert "SKIPPED" in done.stdout, "kernels that cannot run are reported"
 
 
-def test_without_triton_every_lesson_loads():
-    code = f"""{HIDE_TRITON}
+LOADS = f"""{HIDE_TRITON}
 sys.path.insert(0, {str(common.HERE)!r})
 import common
 assert not common.HAS_TRITON
@@ -116,17 +115,28 @@ for name in {[path.stem for path in LESSONS]!r}:
     lesson = common.lesson(name)
     lesson.facts(), lesson.simulate(lesson.WIDGET_DEFAULT)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+LOADS_JOB = (("every lesson, without Triton",), [sys.executable, "-c", LOADS])
+
+
+@pytest.mark.job(LOADS_JOB)
+def test_without_triton_every_lesson_loads():
+    done = get(LOADS_JOB)
     assert done.returncode == 0, done.stderr
 
 
 # --- Elsewhere ------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_model_is_one_line(tmp_path):
-    for flags, word in ((["--model", str(tmp_path)], "config.json"), (["--model", "no/such-model"], "--model")):
-        done = run(LESSONS[0].stem, *flags)
-        assert done.returncode == 2 and word in done.stderr and len(done.stderr.splitlines()) == 1
+WRONG = {str(common.HERE): "config.json", "no/such-model": "--model"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [pytest.param(w, marks=pytest.mark.job(script_job(LESSONS[0].stem, "--model", w)), id=WRONG[w]) for w in WRONG],
+)
+def test_a_wrong_model_is_one_line(wrong):
+    done = run(LESSONS[0].stem, "--model", wrong)
+    assert done.returncode == 2 and WRONG[wrong] in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 @pytest.fixture(scope="module")
