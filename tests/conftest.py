@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import math
+import mmap
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,21 +80,37 @@ def tiny_model() -> llama.Llama:
     return llama.random_model(seed=0)
 
 
+def at_the_edge(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory that ends at a page which nobody may touch. Linux only."""
+    room = -(-size * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = torch.frombuffer(mmap.mmap(-1, room + mmap.PAGESIZE), dtype=torch.uint8)
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    protect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    assert protect(whole.data_ptr() + room, mmap.PAGESIZE, 0) == 0, os.strerror(ctypes.get_errno())
+    return whole[room - size * dtype.itemsize : room].view(dtype)
+
+
 class Guarded:
     """A tensor inside a larger buffer whose margins hold a sentinel: reads and writes out of bounds are silent in
-    Triton's interpreter, so `check()` looks whether anything outside was written, and NaN margins poison any read."""
+    Triton's interpreter, so `check()` looks whether anything outside was written, and NaN margins poison any read.
+
+    A read whose result is thrown away poisons nothing. So on Linux's CPU there is no margin behind the tensor, but an
+    unreadable page: a kernel without its mask ends the process, and the traceback names the test.
+    """
 
     MARGIN = 512
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        size = math.prod(shape)
-        self.buffer = torch.empty(size + 2 * self.MARGIN, dtype=dtype, device=device)
+        size, edge = math.prod(shape), device.type == "cpu" and sys.platform == "linux"
+        self.after = 0 if edge else self.MARGIN
+        whole = self.MARGIN + size + self.after
+        self.buffer = at_the_edge(whole, dtype) if edge else torch.empty(whole, dtype=dtype, device=device)
         self.sentinel = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
         self.buffer.fill_(self.sentinel)
         self.tensor = self.buffer[self.MARGIN : self.MARGIN + size].view(shape)
 
     def check(self) -> None:
-        margins = torch.cat((self.buffer[: self.MARGIN], self.buffer[-self.MARGIN :]))
+        margins = torch.cat((self.buffer[: self.MARGIN], self.buffer[len(self.buffer) - self.after :]))
         untouched = margins.isnan() if self.buffer.dtype.is_floating_point else margins == self.sentinel
         assert untouched.all(), f"{(~untouched).sum()} elements outside the tensor were overwritten"
 
@@ -100,13 +119,19 @@ class Guarded:
 def kernels() -> Iterator[None]:
     """Wrappers launch their Triton kernels: natively on a GPU, else in the interpreter.
 
-    What a lesson allocates without filling it lies between guard values meanwhile, and is full of them: a kernel that
-    writes too much is noticed, and so is one that writes too little.
+    What a lesson allocates without filling it is `Guarded` meanwhile, and full of sentinels: a kernel that writes too
+    much is noticed, and so is one that writes too little.
     """
     if not common.HAS_TRITON:
         pytest.skip("no Triton wheel on this platform; the torch paths are tested without it")
-    made: list[Guarded] = []
+    made: deque[Guarded] = deque()
     plain, plain_like = torch.empty, torch.empty_like
+
+    def guard(*what: Any) -> torch.Tensor:
+        made.append(Guarded(*what))
+        if len(made) > 1000:  # a process may have some 60,000 maps of memory
+            made.popleft().check()
+        return made[-1].tensor
 
     def is_ours(device: torch.device, more: dict) -> bool:
         by_a_lesson = os.path.dirname(sys._getframe(2).f_code.co_filename) == str(common.HERE)
@@ -116,21 +141,19 @@ def kernels() -> Iterator[None]:
         if not is_ours(torch.device(device or "cpu"), more):
             return plain(*shape, dtype=dtype, device=device, **more)
         sizes = shape if isinstance(shape[0], int) else shape[0]
-        made.append(Guarded(tuple(sizes), dtype or torch.get_default_dtype(), torch.device(device or "cpu")))
-        return made[-1].tensor
+        return guard(tuple(sizes), dtype or torch.get_default_dtype(), torch.device(device or "cpu"))
 
     def empty_like(x: torch.Tensor, **more: Any) -> torch.Tensor:
         if not is_ours(x.device, more) or not x.is_contiguous():
             return plain_like(x, **more)
-        made.append(Guarded(tuple(x.shape), x.dtype, x.device))
-        return made[-1].tensor
+        return guard(tuple(x.shape), x.dtype, x.device)
 
     with common.use_kernels(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", empty)
         patch.setattr(torch, "empty_like", empty_like)
         yield
-    for guard in made:
-        guard.check()
+    for each in made:
+        each.check()
 
 
 @pytest.fixture
