@@ -216,7 +216,7 @@ def case(name, seq_lens, block_size, Hq, Hkv, D, dtype, device, guarded, path="t
     layout = lesson.PageLayout(fmt, block_size, Hkv, D)
     need = [-(-S // block_size) for S in seq_lens]
     num_blocks = sum(need) + 2
-    ids = (torch.randperm(num_blocks - 1) + 1).tolist()
+    ids = [*(torch.randperm(num_blocks - 2) + 1).tolist(), num_blocks - 1]  # the first sequence gets the last of all
     blocks = [[ids.pop() for _ in range(n)] for n in need]
     meta = paged.AttentionMetadata.build(blocks, seq_lens, seq_lens, block_size, device)
     layer = guarded(torch.full((2, num_blocks, layout.page), 255, dtype=torch.uint8))

@@ -58,13 +58,14 @@ def expected(tiny_model):
 @pytest.mark.parametrize(
     ("size", "Hkv", "D", "head", "heads", "first", "count"),
     [(16, 3, 64, 0, 3, 0, 1), (16, 3, 64, 1, 1, 15, 33), (16, 3, 64, 0, 3, 3, 45), (8, 2, 16, 1, 1, 7, 17),
-     (32, 5, 24, 1, 3, 31, 34), (1, 2, 16, 0, 2, 2, 5)],
+     (32, 5, 24, 1, 3, 31, 34), (1, 2, 16, 0, 2, 2, 5), (4, 2, 24, 1, 1, 1, 7)],
 )  # fmt: skip
 def test_blocks_to_wire_and_back(wrapper, size, Hkv, D, head, heads, first, count, dtype, device, guarded):
     if wrapper == "kernel" and not common.HAS_TRITON:
         pytest.skip("no Triton wheel on this platform; the torch path is tested without it")
     used = -(-(first + count) // size)
     blocks = (torch.randperm(used + 3)[:used] + 1).to(device)
+    blocks[-1] = used + 4  # the last of all
     cache = guarded(torch.randn(2, used + 5, size, Hkv, D, device=device).to(dtype))
     wanted = transfer.gather_reference(cache, blocks.tolist(), first, count, head, heads)
     table, before = guarded(blocks), transfer.move_kv_kernel.launches
