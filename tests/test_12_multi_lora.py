@@ -149,8 +149,8 @@ CASES = [("mixed", "slots", "qkv_proj"), ("long", "pages", "gate_up_proj"), ("no
 
 @pytest.mark.parametrize(("name", "where", "kind"), CASES)
 def test_kernels_against_the_naive_loop(tiny, kernels, guarded, device, name, where, kind):
-    """Weights, tables, inputs, outputs and what lies between shrink and expand are guarded; memory without an adapter is
-    NaN."""
+    """All that a kernel gets is guarded: weights, tables, inputs, outputs, and what lies between shrink and expand.
+    Memory without an adapter is NaN."""
     loras, slots = trio(tiny), BATCHES[name]
     memory = place(tiny, loras, where)
     x, y = batch_of(slots, memory.shapes[kind], torch.float32, device)
