@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import common
 import pytest
+import scripts
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -530,13 +530,15 @@ print("done")
 '''
 
 
+MEMORY_JOB = (("02_paged_attention, at the edge",), [sys.executable, "-c", MEMORY.format(vllm=str(common.HERE))])
+
+
+@pytest.mark.job(MEMORY_JOB)
 def test_no_read_past_the_end():
     """Reads that a later mask discards are invisible in values. Here every buffer ends at an unreadable page."""
     if not sys.platform.startswith("linux") or not common.HAS_TRITON or common.HAS_GPU:
         pytest.skip("needs Linux's mprotect and Triton's interpreter")
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY.format(vllm=str(common.HERE))], capture_output=True, text=True, timeout=300
-    )
+    done = scripts.get(MEMORY_JOB)
     assert done.returncode == 0 and done.stdout.endswith("done\n"), f"exit {done.returncode}: {done.stderr[-1500:]}"
 
 

@@ -8,12 +8,12 @@ import itertools
 import json
 import math
 import shutil
-import subprocess
 import sys
 import types
 
 import common
 import pytest
+import scripts
 import torch
 from safetensors.torch import save_file
 
@@ -428,11 +428,14 @@ print("whole")
 """
 
 
+EDGE_JOB = (("05b_quantization, at the edge",), [sys.executable, "-c", AT_THE_EDGE, str(common.HERE)])
+
+
+@pytest.mark.job(EDGE_JOB)
 @pytest.mark.skipif(common.HAS_GPU or not common.HAS_TRITON or sys.platform != "linux", reason="needs the interpreter")
 def test_kernels_read_nothing_behind_their_operands():
     """Masks of loads whose result is thrown away change no number: without them the process would be killed."""
-    command = [sys.executable, "-c", AT_THE_EDGE, str(common.HERE)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = scripts.get(EDGE_JOB)
     assert done.returncode == 0 and done.stdout.endswith("whole\n"), done.stderr[-2000:]
 
 

@@ -7,11 +7,11 @@ import inspect
 import itertools
 import json
 import math
-import subprocess
 import sys
 
 import common
 import pytest
+import scripts
 import torch
 import torch.nn.functional as F
 
@@ -479,12 +479,15 @@ print("done")
 """
 
 
+MEMORY_JOB = (("09_gqa, at the edge",), [sys.executable, "-c", MEMORY.format(vllm=str(common.HERE))])
+
+
+@pytest.mark.job(MEMORY_JOB)
 def test_no_read_past_the_end():
     """Reads that a later mask discards are invisible in values. Here every buffer ends at an unreadable page."""
     if not sys.platform.startswith("linux") or not common.HAS_TRITON or common.HAS_GPU:
         pytest.skip("needs Linux's mprotect and Triton's interpreter")
-    code = MEMORY.format(vllm=str(common.HERE))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = scripts.get(MEMORY_JOB)
     assert done.returncode == 0 and done.stdout.endswith("done\n"), f"exit {done.returncode}: {done.stderr[-1500:]}"
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import common
 import pytest
+import scripts
 
 lesson = common.lesson("11_preemption")
 GOLDEN = Path(__file__).parent / "golden"
@@ -183,13 +183,17 @@ def run(capsys, *argv) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
+REPLAYS = [((f"replay {path}",), [sys.executable, common.HERE / "11_preemption.py", "replay", path])
+           for path in (WORKLOADS[0], "no-such.json")]  # fmt: skip
+
+
+@pytest.mark.job(REPLAYS[0])
+@pytest.mark.job(REPLAYS[1])
 def test_replay_as_a_user_runs_it():
-    path = WORKLOADS[0]
-    script = common.HERE / "11_preemption.py"
-    done = subprocess.run([sys.executable, script, "replay", path], capture_output=True, text=True)
+    done = scripts.get(REPLAYS[0])
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == trace_of(path).read_text()
-    done = subprocess.run([sys.executable, script, "replay", "no-such.json"], capture_output=True, text=True)
+    assert done.stdout == trace_of(WORKLOADS[0]).read_text()
+    done = scripts.get(REPLAYS[1])
     assert done.returncode == 2 and done.stdout == ""
     assert len(done.stderr.splitlines()) == 1 and "no-such.json" in done.stderr
 
