@@ -350,6 +350,10 @@ WIDGET_CHOICES = {
 WIDGET_DEFAULT = {"machine": "two CPU cores", "batch": 32, "context": 256, "weight_bytes": 4}
 
 
+def microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
 def simulate(params: dict[str, Any]) -> dict[str, Any]:
     """A decode step of SmolLM2 on a machine of four numbers, stage by stage: whole microseconds of each part.
 
@@ -361,7 +365,6 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     B, config = params["batch"], kv_cache.MODELS["SmolLM2-135M"]
     W, layers = sum(kv_cache.weights_read(config)), config["num_hidden_layers"]
     kv_bytes = B * params["context"] * kv_cache.KVCacheSpec.from_config(config).bytes_per_token("float32")
-    microseconds = lambda seconds: round(seconds * 1e6)  # noqa: E731
     read_bytes = params["weight_bytes"] * W
     read = microseconds(read_bytes / bandwidth)
     floor = max(microseconds(2 * W * B / packed_rate), read)
