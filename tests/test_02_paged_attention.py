@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 from types import SimpleNamespace
 
 import common
 import pytest
-import scripts
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -496,50 +494,16 @@ def test_offsets_beyond_two_to_the_31(kernels, device):
         assert ".to(tl.int64)" in source.split("block = tl.load(")[1].split("\n")[0]
 
 
-MEMORY = '''
-import ctypes, mmap, sys
-sys.path.insert(0, {vllm!r})
-import common, torch
-lesson = common.lesson("02_paged_attention")
-libc = ctypes.CDLL(None, use_errno=True)
-keep = []
-
-def at_the_end(x):
-    """A copy of `x` whose last byte is the last readable one: behind it lies a page that may not be touched."""
-    page, size = mmap.PAGESIZE, x.nbytes
-    length = -(-size // page) * page
-    area = mmap.mmap(-1, length + page)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    assert libc.mprotect(ctypes.c_void_p(address + length), page, 0) == 0
-    y = torch.frombuffer(area, dtype=x.dtype, count=x.numel(), offset=length - size).view(x.shape)
-    keep.append(area)
-    return y.copy_(x)
-
-torch.manual_seed(0)
-with common.use_kernels():
+def test_no_read_past_the_end(kernels, guarded):
+    """Reads that a later mask discards are invisible in values. Here every buffer ends with its last live element."""
     q, kv_cache, table, lens = lesson.random_case([5, 17, 9], 8, 3, 1, 24, torch.float32)
     kv_cache, table = kv_cache[:, : int(table.max()) + 1].contiguous(), table[:, :3].contiguous()
-    slot = torch.zeros(1, dtype=torch.int64)
     for splits in (1, 2):
-        a = lesson.paged_decode(*map(at_the_end, (q, kv_cache, table, lens)), 17, splits)
+        lesson.paged_decode(*map(guarded, (q, kv_cache, table, lens)), 17, splits)
     k = torch.randn(3, 5, 24)
-    lesson.reshape_and_cache(at_the_end(k), at_the_end(k), at_the_end(torch.zeros(2, 1, 8, 5, 24)),
-                             at_the_end(torch.tensor([0, -1, 7])))
-    lesson.copy_blocks(at_the_end(torch.zeros(2, 3, 8, 5, 24)), at_the_end(torch.tensor([[2, 0]])))
-print("done")
-'''
-
-
-MEMORY_JOB = (("02_paged_attention, at the edge",), [sys.executable, "-c", MEMORY.format(vllm=str(common.HERE))])
-
-
-@pytest.mark.job(MEMORY_JOB)
-def test_no_read_past_the_end():
-    """Reads that a later mask discards are invisible in values. Here every buffer ends at an unreadable page."""
-    if not sys.platform.startswith("linux") or not common.HAS_TRITON or common.HAS_GPU:
-        pytest.skip("needs Linux's mprotect and Triton's interpreter")
-    done = scripts.get(MEMORY_JOB)
-    assert done.returncode == 0 and done.stdout.endswith("done\n"), f"exit {done.returncode}: {done.stderr[-1500:]}"
+    lesson.reshape_and_cache(guarded(k), guarded(k), guarded(torch.zeros(2, 1, 8, 5, 24)),
+                             guarded(torch.tensor([0, -1, 7])))  # fmt: skip
+    lesson.copy_blocks(guarded(torch.zeros(2, 3, 8, 5, 24)), guarded(torch.tensor([[2, 0]])))
 
 
 # --- Through the model ----------------------------------------------------------------------------------------------

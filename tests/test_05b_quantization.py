@@ -13,7 +13,6 @@ import types
 
 import common
 import pytest
-import scripts
 import torch
 from safetensors.torch import save_file
 
@@ -392,51 +391,20 @@ def test_both_paths_of_the_eight_bit_layer_agree(grid, device):
         common.assert_close(kernel, layer(x))
 
 
-# Every operand ends where its memory ends: the next byte belongs to a page that nobody may touch.
-AT_THE_EDGE = """
-import ctypes, mmap, sys
-sys.path.insert(0, sys.argv[1])
-import common, torch
-lesson = common.lesson("05b_quantization")
-libc, pages = ctypes.CDLL(None, use_errno=True), []
-libc.mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-
-def edge(tensor):
-    size = tensor.numel() * tensor.element_size()
-    room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    pages.append(mmap.mmap(-1, room + mmap.PAGESIZE))
-    whole = torch.frombuffer(pages[-1], dtype=torch.uint8)
-    part = whole[room - size : room].view(tensor.dtype).view(tensor.shape)
-    part.copy_(tensor)
-    assert libc.mprotect(whole.data_ptr() + room, mmap.PAGESIZE, 0) == 0
-    return part
-
-with common.use_kernels():
+def test_kernels_read_nothing_behind_their_operands(kernels, guarded):
+    """Masks of loads whose result is thrown away change no number. Here every operand ends where its memory ends."""
     for name, dtype in (("int4-g32", torch.float32), ("int4-g32", torch.float16), ("fp8", torch.float16)):
         weight = lesson.PackedWeight.pack(lesson.rtn(torch.randn(130, 96), lesson.FORMATS[name]))
         for part in ("codes", "scale", "zero"):
             if getattr(weight, part) is not None:
-                setattr(weight, part, edge(getattr(weight, part)))
-        assert lesson.dequant_matmul(edge(torch.randn(3, 96).to(dtype)), weight).isfinite().all()
-    parts, out = edge(torch.randn(2, 3, 5)), torch.empty(3, 5)
+                setattr(weight, part, guarded(getattr(weight, part)))
+        assert lesson.dequant_matmul(guarded(torch.randn(3, 96).to(dtype)), weight).isfinite().all()
+    parts, out = guarded(torch.randn(2, 3, 5)), guarded(torch.zeros(3, 5))
     lesson.add_splits_kernel[(1,)](parts, out, 15, SPLIT_K=2, BLOCK=1024)
     for grid in lesson.EIGHT_BIT:
-        codes, scale = lesson.quantize_rows(edge(torch.randn(3, 83)), grid, edge(torch.rand(83)))
-        b, b_scale = lesson.quantize_rows(torch.randn(5, 83), grid)
-        lesson.scaled_matmul(edge(codes), edge(b), edge(scale), edge(b_scale), torch.float32)
-print("whole")
-"""
-
-
-EDGE_JOB = (("05b_quantization, at the edge",), [sys.executable, "-c", AT_THE_EDGE, str(common.HERE)])
-
-
-@pytest.mark.job(EDGE_JOB)
-@pytest.mark.skipif(common.HAS_GPU or not common.HAS_TRITON or sys.platform != "linux", reason="needs the interpreter")
-def test_kernels_read_nothing_behind_their_operands():
-    """Masks of loads whose result is thrown away change no number: without them the process would be killed."""
-    done = scripts.get(EDGE_JOB)
-    assert done.returncode == 0 and done.stdout.endswith("whole\n"), done.stderr[-2000:]
+        codes, scale = lesson.quantize_rows(guarded(torch.randn(3, 83)), grid, guarded(torch.rand(83)))
+        b, b_scale = lesson.quantize_rows(guarded(torch.randn(5, 83)), grid)
+        lesson.scaled_matmul(*map(guarded, (codes, b, scale, b_scale)), torch.float32)
 
 
 # --- Algorithms -----------------------------------------------------------------------------------------------------

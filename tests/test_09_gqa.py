@@ -7,11 +7,9 @@ import inspect
 import itertools
 import json
 import math
-import sys
 
 import common
 import pytest
-import scripts
 import torch
 import torch.nn.functional as F
 
@@ -450,45 +448,16 @@ def test_mla_costs():
         assert min(cost, key=cost.get) == cheaper
 
 
-MEMORY = """
-import ctypes, mmap, sys
-sys.path.insert(0, {vllm!r})
-import common, torch
-lesson = common.lesson("09_gqa")
-libc = ctypes.CDLL(None, use_errno=True)
-keep = []
-
-def at_the_end(x):
-    area = mmap.mmap(-1, (length := -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE) + mmap.PAGESIZE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    assert libc.mprotect(ctypes.c_void_p(address + length), mmap.PAGESIZE, 0) == 0
-    keep.append(area)
-    return torch.frombuffer(area, dtype=x.dtype, count=x.numel(), offset=length - x.nbytes).view(x.shape).copy_(x)
-
-with common.use_kernels():
+def test_no_read_past_the_end(kernels, guarded):
+    """Reads that a later mask discards are invisible in values. Here every buffer ends with its last live element."""
     q, kv_cache, table, lens = lesson.paged.random_case([5, 17, 24], 8, 6, 2, 24, torch.float32)
     kv_cache, table = kv_cache[:, : int(table.max()) + 1].contiguous(), table[:, :3].contiguous()
     for splits in (1, 2):
-        lesson.gqa_decode(*map(at_the_end, (q, kv_cache, table, lens)), 24, None, splits)
-        lesson.mla_decode(*map(at_the_end, (torch.randn(3, 5, 48), torch.randn(len(kv_cache[0]), 8, 48), table, lens)),
-                          24, 40, 0.1, splits)
-    k = at_the_end(torch.randn(11, 2, 24))
-    lesson.gqa_prefill(at_the_end(torch.randn(11, 6, 24)), k, at_the_end(torch.randn(11, 2, 24)),
-                       at_the_end(torch.tensor([0, 4, 11])), 7)
-print("done")
-"""
-
-
-MEMORY_JOB = (("09_gqa, at the edge",), [sys.executable, "-c", MEMORY.format(vllm=str(common.HERE))])
-
-
-@pytest.mark.job(MEMORY_JOB)
-def test_no_read_past_the_end():
-    """Reads that a later mask discards are invisible in values. Here every buffer ends at an unreadable page."""
-    if not sys.platform.startswith("linux") or not common.HAS_TRITON or common.HAS_GPU:
-        pytest.skip("needs Linux's mprotect and Triton's interpreter")
-    done = scripts.get(MEMORY_JOB)
-    assert done.returncode == 0 and done.stdout.endswith("done\n"), f"exit {done.returncode}: {done.stderr[-1500:]}"
+        lesson.gqa_decode(*map(guarded, (q, kv_cache, table, lens)), 24, None, splits)
+        latent = torch.randn(len(kv_cache[0]), 8, 48)
+        lesson.mla_decode(*map(guarded, (torch.randn(3, 5, 48), latent, table, lens)), 24, 40, 0.1, splits)
+    k, v = guarded(torch.randn(11, 2, 24)), guarded(torch.randn(11, 2, 24))
+    lesson.gqa_prefill(guarded(torch.randn(11, 6, 24)), k, v, guarded(torch.tensor([0, 4, 11])), 7)
 
 
 # --- Pooling and healing --------------------------------------------------------------------------------------------

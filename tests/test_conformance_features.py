@@ -134,6 +134,30 @@ def test_every_recorded_decision_is_ours(feature, path):
     assert difference(feature, path) is None
 
 
+class CarefulCore(Core):
+    """Lesson 05's scheduler in front of lesson 04's, which reserves a request's blocks for its whole life."""
+
+    def __init__(self, workload):
+        super().__init__(workload)
+        config = workload["config"]
+        limits = [config[name] for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")]
+        manager = scheduling.KVCacheManager(config["num_blocks"], config["block_size"], config["max_model_len"])
+        self.scheduler = optimizations.AsyncScheduler(scheduling.SchedulerConfig(*limits), manager)
+
+
+def is_careful(path) -> bool:
+    config = json.loads(path.read_text())["config"]
+    return not config["enable_chunked_prefill"] and "preempted" not in trace_of(path).read_text()
+
+
+@pytest.mark.parametrize("path", filter(is_careful, WORKLOADS["ahead"]), ids=lambda path: path.stem)
+def test_lesson_04_a_step_ahead_decides_as_vllm(path):
+    """Where prompts are whole and nobody is evicted; only which blocks it takes, and when, is another matter."""
+    ours, recorded = CarefulCore(json.loads(path.read_text())).run(), json.loads(trace_of(path).read_text())["steps"]
+    for field in ("scheduled", "sampled", "finished", "running_queue", "waiting_queue"):
+        assert [step.get(field) for step in ours] == [step.get(field) for step in recorded]
+
+
 def test_the_recordings_meet_the_rules():
     def steps(feature):
         for path in WORKLOADS[feature]:
