@@ -150,7 +150,7 @@ def is_careful(path) -> bool:
     return not config["enable_chunked_prefill"] and "preempted" not in trace_of(path).read_text()
 
 
-@pytest.mark.parametrize("path", filter(is_careful, WORKLOADS["ahead"]), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*filter(is_careful, WORKLOADS["ahead"])], ids=lambda path: path.stem)
 def test_lesson_04_a_step_ahead_decides_as_vllm(path):
     """Where prompts are whole and nobody is evicted; only which blocks it takes, and when, is another matter."""
     ours, recorded = CarefulCore(json.loads(path.read_text())).run(), json.loads(trace_of(path).read_text())["steps"]
