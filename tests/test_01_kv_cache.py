@@ -433,7 +433,7 @@ def test_step_cost_equals_counted_flops(T, S, tied):
         return lesson.causal_attention(q, cache.k[layer, 0, :S], cache.v[layer, 0, :S])
 
     with FlopCounterMode(display=False) as counted:
-        hidden = model.forward(torch.zeros(T, dtype=torch.int64), cache.positions, attend)
+        hidden = model.forward(torch.zeros_like(cache.positions), cache.positions, attend)
         model.logits(hidden[-1:])
     flops, moved = lesson.step_cost(config, 1, T, S)
     per_pair = 4 * config["num_hidden_layers"] * config["num_attention_heads"] * config["head_dim"]

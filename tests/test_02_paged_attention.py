@@ -387,7 +387,8 @@ def test_a_few_tokens_of_several_sequences(dtype, Hq, Hkv, D):
 def test_the_way_is_chosen_by_dtype(bits):
     way = torch_attention.decode_gathered if bits == 16 else torch_attention.decode_in_place
     for dtype in (torch.float16, torch.bfloat16) if bits == 16 else (getattr(torch, f"float{bits}"),):
-        (_, kv_cache, table, lens), _ = fp64_case([5, 3], 8, 3, 1, 16, dtype)
+        (_, *memory), _ = fp64_case([5, 3], 8, 3, 1, 16, dtype)
+        kv_cache, table, lens = (x.cpu() for x in memory)
         assert lesson.plan_decode(table, lens, kv_cache, 3).keywords["attend"] is way
 
 

@@ -42,7 +42,7 @@ def test_a_stage_has_what_it_says():
     done = [[attention(s.attention), s.fused, s.arrays, s.packed] for s in lesson.STAGES]
     assert [sum(each) for each in done] == [0, 1, 2, 3, 4, 5] and done[4] == [1, 1, 1, 1]
     assert all(a <= b for before, after in itertools.pairwise(done) for a, b in zip(before, after))
-    model = llama.random_model(0)
+    model = llama.random_model(0, device=torch.device("cpu"))
     first, final = (lesson.make_core(model, stage, 2, 32).runner for stage in (LOOP, FINAL))
     assert isinstance(first.model.linear["layers.0.qkv_proj"], lesson.SplitLinear)
     assert isinstance(first.batch, lesson.ListBatch) and isinstance(final.batch, batching.InputBatch)
@@ -76,7 +76,7 @@ def test_attention_in_a_loop_is_the_batched_one():
             layer.copy_(torch.randn(layer.shape))
             layer[:, 0] = 0
     T = sum(query_lens)
-    q, k, v = torch.randn(T, 6, 16), torch.randn(T, 2, 16), torch.randn(T, 2, 16)
+    q, k, v = (torch.randn(T, heads, 16).to(model.device) for heads in (6, 2, 2))
     for layer in range(2):
         one, other = lesson.loop_attention(caches[0], meta)(layer, q, k, v), caches[1].attend(meta)(layer, q, k, v)
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
@@ -125,7 +125,8 @@ def test_a_loop_pays_per_sequence_and_a_batch_does_not():
     counts = [lesson.operations(stage, 8)[0] for stage in lesson.STAGES]
     assert counts[:-1] == sorted(counts[:-1], reverse=True)
     assert counts[-1] == counts[-2] + 1  # scores, bias, softmax, sum: four for the fetch, the clearing and SDPA
-    core = lesson.make_core(llama.random_model(0, num_hidden_layers=5), LOOP, 3, 32)
+    model = llama.random_model(0, num_hidden_layers=5, device=torch.device("cpu"))
+    core = lesson.make_core(model, LOOP, 3, 32)
     for i in range(3):
         params = batching.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         core.add_request(batching.Request(str(i), [1] * 10, params))

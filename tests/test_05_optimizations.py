@@ -631,7 +631,7 @@ def test_memory_that_moved_is_an_error_and_not_a_wrong_token(tiny_model, what):
     elif what == "weights":
         runner.model.embed_tokens = runner.model.embed_tokens.clone()
     else:
-        runner.model.linear["layers.0.o_proj"] = llama.Linear(torch.zeros(80, 96))
+        runner.model.linear["layers.0.o_proj"] = llama.Linear(torch.zeros(80, 96, device=model.device))
     with pytest.raises(RuntimeError, match="have moved since the capture"):
         serve(core)
 

@@ -96,9 +96,9 @@ def test_what_does_not_divide_goes_where_vllm_puts_it():
 
 
 def test_in_stages_is_the_model(tiny_model):
-    ids = torch.tensor([5, 1, 77, 126])
+    ids, positions = (torch.tensor(x, device=tiny_model.device) for x in ([5, 1, 77, 126], [0, 1, 2, 3]))
     recompute = scheduling.recompute
-    whole = tiny_model.forward(ids, torch.arange(4), recompute)
+    whole = tiny_model.forward(ids, positions, recompute)
     assert lesson.in_stages(tiny_model, ids, recompute, 2).equal(whole)
 
 

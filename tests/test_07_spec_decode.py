@@ -195,7 +195,7 @@ def test_equal_distributions_never_reject_and_rounding_leaves_p():
 
 @pytest.mark.parametrize(("V", "counts"), [(1, [2, 0]), (255, [3, 1, 0]), (256, [0, 4, 2]), (520, [0, 1, 2])])
 @pytest.mark.parametrize("with_q", [True, False])
-def test_kernels_are_the_torch_path(kernels, guarded, V, counts, with_q):
+def test_kernels_are_the_torch_path(kernels, guarded, device, V, counts, with_q):
     for seed in range(2):
         batch = lesson.ragged_batch(V, counts, seed)
         if not with_q:
@@ -205,9 +205,8 @@ def test_kernels_are_the_torch_path(kernels, guarded, V, counts, with_q):
         tokens = lesson.sample_rows(*(batch[k] for k in ("scores", "draft_token_ids", "is_greedy", "draw_u", "accept_u",
                                                          "draft_probs", "draft_rows")))  # fmt: skip
         n = lesson.count_sampled(tokens, batch["draft_token_ids"], batch["cu_num_sampled_tokens"])
-        found = lesson.rejection_sample(
-            **{k: v if k == "is_greedy" or v is None else guarded(v) for k, v in batch.items()}
-        )
+        greedy = {"is_greedy": batch.pop("is_greedy").to(device)}
+        found = lesson.rejection_sample(**greedy, **{k: v if v is None else guarded(v) for k, v in batch.items()})
         if V == 1 and seed and with_q:  # nothing has any weight there
             continue
         assert found[0].tolist() == tokens.tolist() and found[1].tolist() == n.tolist()
@@ -657,7 +656,8 @@ def distance_of_pairs(real_model, n: int) -> tuple[float, float]:
     state = offline.SamplingState(lesson.Request("x", [1, 2], params[0]), 0)
 
     def next_token(tokens):
-        hidden = model.forward(torch.tensor(tokens), torch.arange(len(tokens)), common.lesson("01_kv_cache").recompute)
+        ids, positions = (torch.tensor(x, device=model.device) for x in (tokens, range(len(tokens))))
+        hidden = model.forward(ids, positions, common.lesson("01_kv_cache").recompute)
         return offline.Sampler.probabilities(model.logits(hidden[-1:]), [state])[0].tolist()
 
     want: dict = {}
@@ -709,7 +709,7 @@ def test_every_draft_is_verified_against_what_it_was_drawn_from(tiny_model, real
         assert torch.equal(rows >= 0, (drafts >= 0) & ~greedy)
         for r in range(1, len(drafts)):
             if rows[r] >= 0 and rows[r - 1] >= 0 and r not in starts.tolist():
-                assert torch.equal(probs[rows[r]], dice.q[drafts[r - 1]])
+                assert torch.equal(probs[rows[r]].cpu(), dice.q[int(drafts[r - 1])])
         seen.extend(starts.diff().tolist())
         return right(scores, drafts, starts, greedy, draw_u, accept_u, probs, rows)
 
@@ -741,8 +741,8 @@ def test_hidden_states_are_those_of_accepted_tokens(tiny_model, real_model, jobs
         def propose(self, contexts):
             for c in contexts:
                 n, end = len(c.hidden), len(c.token_ids) - 1
-                ids = torch.tensor(c.token_ids[:end])
-                hidden = tiny_model.forward(ids, torch.arange(end), common.lesson("01_kv_cache").recompute)
+                ids, positions = (torch.tensor(x, device=tiny_model.device) for x in (c.token_ids[:end], range(end)))
+                hidden = tiny_model.forward(ids, positions, common.lesson("01_kv_cache").recompute)
                 right = F.rms_norm(hidden, hidden.shape[-1:], tiny_model.norm, tiny_model.config.rms_norm_eps)
                 common.assert_close(c.hidden, right[end - n :])
                 known = self.known.get(c.request_id)

@@ -154,13 +154,12 @@ def test_sampled_guesses_come_with_their_distribution(tiny_model):
     contexts = [context(str(i), [1, 2, 3], params=params if i else GREEDY) for i in range(24)]
     drafts = lesson.DraftModelDrafter(network).propose(contexts)
     assert drafts[0].probs is None
-    first = network.forward(
-        network.inputs(torch.tensor([1, 2, 3])), torch.arange(3), common.lesson("01_kv_cache").recompute
-    )
+    tokens, positions = (torch.tensor(x, device=tiny_model.device) for x in ([1, 2, 3], [0, 1, 2]))
+    first = network.forward(network.inputs(tokens), positions, common.lesson("01_kv_cache").recompute)
     q = (network.logits(first[-1:])[0] / 0.5).softmax(0)
     for draft in drafts[1:]:
         assert draft.probs.shape == (3, 128)
-        torch.testing.assert_close(draft.probs.sum(1), torch.ones(3))
+        torch.testing.assert_close(draft.probs.sum(1), torch.ones_like(draft.probs[:, 0]))
         torch.testing.assert_close(draft.probs[0, network.d2t], q)
         assert all(draft.probs[j, token] > 0 for j, token in enumerate(draft.token_ids))
     assert len({tuple(draft.token_ids) for draft in drafts}) > 10  # each request draws its own
@@ -311,16 +310,15 @@ def test_tree_attention_kernel(contexts, block_size, kernels, guarded):
 
 
 @pytest.mark.parametrize("G", [1, 3])
-def test_tree_attention_kernel_in_16_bits_and_many_nodes(G, kernels, dtype):
+def test_tree_attention_kernel_in_16_bits_and_many_nodes(G, kernels, dtype, device):
     """64 nodes: several row tiles, and a mask that uses its sign bit."""
     tree, Hkv, D = random_tree(64, random.Random(3)), 2, 16
-    q, kv = torch.randn(64, G * Hkv, D).to(dtype), torch.randn(2, 8, 16, Hkv, D).to(dtype)
-    table = torch.tensor([[5, 2, 7, 1, 3, 6]]).int()
+    q, kv = (torch.randn(shape).to(device, dtype) for shape in ((64, G * Hkv, D), (2, 8, 16, Hkv, D)))
+    table, lens = torch.tensor([[5, 2, 7, 1, 3, 6]], device=device).int(), torch.tensor([9], device=device).int()
     slots = [int(table[0, p // 16]) * 16 + p % 16 for p in range(9 + 64)]
     reference = lesson.tree_attention_reference(q, *kv.flatten(1, 2)[:, slots], 9, tree)
-    out = lesson.tree_attention(
-        q, kv, table, torch.tensor([0, 64]), torch.tensor([9]).int(), tree.mask_tensor(q.device), 64, 73
-    )
+    bounds = torch.tensor([0, 64], device=device)
+    out = lesson.tree_attention(q, kv, table, bounds, lens, tree.mask_tensor(device), 64, 73)
     common.assert_close(out, reference.to(dtype))
 
 
@@ -341,7 +339,7 @@ ACCEPTED = [[[1, 2, 3]], [[3, 4, 5]], [[2, 3, -1], [5, 6, 7], [-1, -1, -1]], [[1
 
 @pytest.mark.parametrize("accepted", ACCEPTED)
 @pytest.mark.parametrize("path", ["torch", "kernel"])
-def test_accepted_nodes_move_together(accepted, path, request, guarded):
+def test_accepted_nodes_move_together(accepted, path, request, guarded, device):
     if path == "kernel":
         request.getfixturevalue("kernels")
     B, size = len(accepted), 4
@@ -355,17 +353,17 @@ def test_accepted_nodes_move_together(accepted, path, request, guarded):
             source, place = slot(int(contexts[b]) + node)
             want[:, block, offset] = kv[:, source, place]
     kv = guarded(kv)
-    lesson.compact_slots(kv, blocks.int(), contexts.int(), torch.tensor(accepted).int())
-    assert torch.equal(kv, want)
+    lesson.compact_slots(kv, *(x.int().to(device) for x in (blocks, contexts, torch.tensor(accepted))))
+    assert torch.equal(kv.cpu(), want)
 
 
-def test_wide_caches_move_in_several_pieces(kernels, guarded):
+def test_wide_caches_move_in_several_pieces(kernels, guarded, device):
     """An 8B model's 1,024 columns and one more head: two programs per half. The last slot of all moves."""
     kv = guarded(torch.randn(2, 2, 8, 9, 128))
     want = kv.clone()
     want[:, 1, 1] = kv[:, 1, 7]
     before = lesson.compact_kernel.launches
-    lesson.compact_slots(kv, torch.tensor([[1]]).int(), torch.tensor([0]).int(), torch.tensor([[7]]).int())
+    lesson.compact_slots(kv, *(torch.tensor(x, device=device).int() for x in ([[1]], [0], [[7]])))
     assert torch.equal(kv, want) and lesson.compact_kernel.launches == before + 1
 
 
@@ -606,7 +604,7 @@ def text(tiny_model, tmp_path_factory):
 
 
 def test_written_text_holds_what_the_target_thought(text, tiny_model):
-    data = training.Text(text, 1)
+    data = training.Text(text, tiny_model.device, 1)
     assert len(data.lengths) == 4
     start = 0
     for i, n in enumerate(data.lengths.tolist()):
@@ -654,7 +652,7 @@ def test_the_draft_vocabulary_is_the_frequent_tokens():
 
 @pytest.mark.parametrize("method", training.METHODS)
 def test_training_learns_stops_and_goes_on(method, text, tiny_model, tmp_path):
-    data = training.Text(text)
+    data = training.Text(text, tiny_model.device)
     d2t = training.choose_vocab(data.raw_tokens.astype(np.int64), 60, 128)
     data.restrict(d2t, 128)
     group = list(range(4))
@@ -676,7 +674,7 @@ def test_training_learns_stops_and_goes_on(method, text, tiny_model, tmp_path):
 
 
 def test_shipping(text, tiny_model, tmp_path, monkeypatch):
-    data = training.Text(text, 1)
+    data = training.Text(text, tiny_model.device, 1)
     training.train(tiny_model, text, tmp_path / "work", 0.0, draft_vocab=50)
     d2t = torch.load(tmp_path / "work" / "d2t.pt")
     for method in training.METHODS:
@@ -692,7 +690,7 @@ def test_shipping(text, tiny_model, tmp_path, monkeypatch):
     with pytest.raises(common.InputError, match="3 heads"):
         lesson.make_drafter("medusa", tiny_model, 4, str(tmp_path / "out" / "medusa.safetensors"))
     with pytest.raises(common.InputError, match="holds no text"):
-        training.Text(tmp_path)
+        training.Text(tmp_path, tiny_model.device)
 
 
 # --- What was learned -----------------------------------------------------------------------------------------------

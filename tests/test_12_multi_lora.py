@@ -611,8 +611,8 @@ def test_training_starts_where_the_model_is():
     loss = training.loss_of(student, examples)
     logs = []
     for prompt, target in examples:
-        tokens = torch.tensor(prompt + target)
-        hidden = model.forward(tokens, torch.arange(len(tokens)), lesson.scheduling.recompute)
+        tokens = torch.tensor(prompt + target, device=model.device)
+        hidden = model.forward(tokens, torch.arange(len(tokens), device=model.device), lesson.scheduling.recompute)
         logs += model.logits(hidden).log_softmax(-1)[
             torch.arange(len(prompt) - 1, len(tokens) - 1), tokens[len(prompt) :]
         ]
@@ -631,7 +631,7 @@ def test_training_reduces_the_loss_and_leaves_the_model_alone():
     options = {"rank": 4, "count": 2, "epochs": 5, "batch": 2, "lr": 2e-2}
     lora, losses = training.train(model, Chat(), "pirate", answers=["It is so."] * 2, **options)
     assert losses[-1] < 0.7 * losses[0] and torch.equal(before, model.linear["layers.0.qkv_proj"].weight)
-    tokens, positions = torch.arange(20), torch.arange(20)
+    tokens = positions = torch.arange(20, device=model.device)
     hidden = [m.forward(tokens, positions, lesson.scheduling.recompute) for m in (model, adapters.merged(model, lora))]
     assert not torch.allclose(*hidden), "the adapter does something"
 
@@ -663,8 +663,8 @@ def folder(tmp_path_factory):
 
 async def with_server(folder, work, **flags):
     serving, api = common.lesson("06_serving"), common.lesson("06f_openai_api")
-    args = serving.EngineArgs(model=str(folder), served_model_name=["base"], max_model_len=64, kv_cache_gib=0.01,
-                              enable_lora=True, max_loras=2, lora_modules=[f"one={folder / 'a0'}"],
+    args = serving.EngineArgs(model=str(folder), served_model_name=["base"], dtype="float32", max_model_len=64,
+                              kv_cache_gib=0.01, enable_lora=True, max_loras=2, lora_modules=[f"one={folder / 'a0'}"],
                               **flags)  # fmt: skip
     llm = await serving.AsyncLLM.start(("06_serving", "make_engine"), args, folder, "event-loop")
     try:

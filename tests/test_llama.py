@@ -227,7 +227,7 @@ def test_low_precision_model(real_model, transformers_model, low):
 
 
 def test_pipeline_stages_add_up(tiny_model):
-    ids, positions = torch.randint(128, (9,)), torch.arange(9)
+    ids, positions = (x.to(tiny_model.device) for x in (torch.randint(128, (9,)), torch.arange(9)))
     whole = tiny_model.forward(ids, positions, attend)
     first = tiny_model.forward(ids, positions, attend, layers=range(1))
     assert torch.equal(tiny_model.forward(None, positions, attend, hidden=first, layers=range(1, 2)), whole)

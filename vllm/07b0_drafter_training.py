@@ -179,7 +179,7 @@ class RecordingRunner(continuous.ModelRunner):
         """Draw from the top 16 at the given temperature; each request has its own stream of random numbers."""
         top = logits.topk(TOP_K)
         logprobs = top.values - logits.logsumexp(1, keepdim=True)  # [R, 16]
-        cumulative = (top.values / self.temperature).softmax(1).cumsum(1).numpy()
+        cumulative = (top.values / self.temperature).softmax(1).cumsum(1).cpu().numpy()
         sampled = {}
         for i, request in enumerate(requests):
             name = request.request_id
@@ -244,9 +244,9 @@ def _save_answers(path: Path, done: Sequence[tuple]) -> None:
     arrays: dict[str, list] = {"token_ids": [], "hidden": [], "top_ids": [], "top_logprobs": []}
     for request, (hidden, top_ids, top_logprobs) in done:
         arrays["token_ids"].append(np.array(request.all_token_ids, dtype=np.uint16))
-        arrays["hidden"].append(torch.cat(hidden).numpy())
-        arrays["top_ids"].append(torch.stack(top_ids).numpy().astype(np.uint16))
-        arrays["top_logprobs"].append(torch.stack(top_logprobs).half().numpy())
+        arrays["hidden"].append(torch.cat(hidden).cpu().numpy())
+        arrays["top_ids"].append(torch.stack(top_ids).cpu().numpy().astype(np.uint16))
+        arrays["top_logprobs"].append(torch.stack(top_logprobs).half().cpu().numpy())
     scratch = path.with_suffix(".part")
     with scratch.open("wb") as file:
         np.savez(file, lengths=[r.num_tokens for r, _ in done], prompt_lengths=[r.num_prompt_tokens for r, _ in done],
@@ -341,6 +341,7 @@ def new_network(method: str, target: llama.Llama, d2t: torch.Tensor, data: Text,
             tensors[name] = torch.randn(shape, generator=generator) / shape[1] ** 0.5
         if name.endswith(("o_proj", "down_proj", "down")):  # what is added to a residual starts small
             tensors[name] *= 0.2 if method != "medusa" else 0.0
+    tensors = {name: tensor.to(target.device) for name, tensor in tensors.items()}
     if method == "medusa":
         for k in range(heads):
             rows = data.feature_rows(k + 1)[:20_000]
@@ -377,15 +378,16 @@ def ridge(x: torch.Tensor, y: torch.Tensor, strength: float = 1e-2) -> tuple[tor
 
 
 class Text:
-    """All answers in a folder, one behind the other, with features and labels by position."""
+    """All answers in a folder, one behind the other, with features and labels by position, on `device`."""
 
-    def __init__(self, folder: Path, limit: int | None = None) -> None:
+    def __init__(self, folder: Path, device: torch.device, limit: int | None = None) -> None:
         """Raises InputError if the folder holds no text."""
         self.files = sorted(folder.glob("text_*.npz"))[:limit]
         if not self.files:
             raise common.InputError(f"--text {folder}: holds no text_*.npz; write some first (--write MINUTES)")
         chunks = [dict(np.load(file)) for file in self.files]
         join = lambda name: np.concatenate([chunk[name] for chunk in chunks])  # noqa: E731
+        put = lambda array: torch.from_numpy(array).to(device)  # noqa: E731
         self.raw_tokens, self.lengths = join("token_ids"), join("lengths").astype(np.int64)
         self.prompt_lengths = join("prompt_lengths").astype(np.int64)
         token_start = np.concatenate(([0], self.lengths.cumsum()))
@@ -394,8 +396,8 @@ class Text:
         has[token_start[1:] - 1] = False
         place = np.flatnonzero(has)
         tokens = self.raw_tokens.astype(np.int64)
-        self.token, self.next_token = torch.from_numpy(tokens[place]), torch.from_numpy(tokens[place + 1])
-        self.hidden = torch.from_numpy(join("hidden"))  # [P, hidden] fp16
+        self.token, self.next_token = put(tokens[place]), put(tokens[place + 1])
+        self.hidden = put(join("hidden"))  # [P, hidden] fp16
         self.start = np.concatenate(([0], (self.lengths - 1).cumsum()))  # of each answer in the arrays by position
         # label[i]: the row of top_ids that says what the target predicts at position i, or −1 within a prompt
         label = np.full(len(place), -1, dtype=np.int64)
@@ -403,24 +405,24 @@ class Text:
         offset = np.concatenate(([0], answers.cumsum()))
         for i in range(len(self.lengths)):
             label[self.start[i] + self.prompt_lengths[i] - 1 : self.start[i + 1]] = np.arange(offset[i], offset[i + 1])
-        self.label = torch.from_numpy(label)
-        self.top_ids = torch.from_numpy(join("top_ids").astype(np.int64))  # [M, 16]
-        self.top_probs = torch.from_numpy(join("top_logprobs")).float().exp()
-        self.owner = torch.from_numpy(np.repeat(np.arange(len(self.lengths)), self.lengths - 1))
+        self.label = put(label)
+        self.top_ids = put(join("top_ids").astype(np.int64))  # [M, 16]
+        self.top_probs = put(join("top_logprobs")).float().exp()
+        self.owner = put(np.repeat(np.arange(len(self.lengths)), self.lengths - 1))
         self.draft_ids, self.draft_probs = self.top_ids, self.top_probs
 
     def restrict(self, d2t: torch.Tensor, vocab_size: int) -> None:
         """Express the labels in the draft vocabulary; what lies outside weighs nothing."""
         t2d = torch.full((vocab_size,), -1)
         t2d[d2t] = torch.arange(len(d2t))
-        ids = t2d[self.top_ids]
+        ids = t2d.to(self.top_ids.device)[self.top_ids]
         self.draft_probs = self.top_probs * (ids >= 0)
         self.draft_ids = ids.clamp(min=0)
         self.best = torch.where(ids[:, 0] >= 0, ids[:, 0], -1)  # what greedy decoding takes; −1: cannot be drafted
 
     def feature_rows(self, ahead: int) -> torch.Tensor:
         """Positions i of answers such that position i + ahead belongs to the same one."""
-        i = torch.arange(len(self.label) - ahead)
+        i = torch.arange(len(self.label) - ahead, device=self.label.device)
         return i[(self.owner[i] == self.owner[i + ahead]) & (self.label[i] >= 0)]
 
 
@@ -455,10 +457,10 @@ def distill(network: Network, features: torch.Tensor, label: torch.Tensor, data:
 
 def padded(data: Text, group: Sequence[int], more: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Position indices [N, L + more] of a group of answers (0 where there is none) and whether there is one."""
-    n = torch.from_numpy(data.lengths[group] - 1)
-    column = torch.arange(int(n.max()) + more)
+    n, start = (torch.from_numpy(x[group]).to(data.label.device) for x in (data.lengths - 1, data.start))
+    column = torch.arange(int(n.max()) + more, device=n.device)
     inside = column < n[:, None]
-    return torch.where(inside, torch.from_numpy(data.start[group])[:, None] + column, 0), inside
+    return torch.where(inside, start[:, None] + column, 0), inside
 
 
 def rollout_attention(N: int, L: int, past: list[tuple[torch.Tensor, torch.Tensor]]) -> llama.Attend:
@@ -478,7 +480,7 @@ def rollout_attention(N: int, L: int, past: list[tuple[torch.Tensor, torch.Tenso
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             scale = q.shape[-1] ** -0.5
-            causal = torch.ones(L, L, dtype=torch.bool).tril()
+            causal = torch.ones(L, L, dtype=torch.bool, device=q.device).tril()
             scores = [(q @ past[0][0].transpose(2, 3) * scale).masked_fill(~causal, float("-inf"))]
             scores += [((q * own).sum(-1, keepdim=True) * scale) for own, _ in past[1:]]
             w = torch.cat(scores, -1).softmax(-1)  # [N, Hq, L, L + s]
@@ -495,7 +497,7 @@ def eagle_loss(network: Network, data: Text, group: Sequence[int], rollout: int)
     place, inside = padded(data, group, rollout)
     N, L = place.shape[0], place.shape[1] - rollout
     features = data.hidden[place[:, :L]].float().view(N * L, -1)
-    row = torch.arange(L).repeat(N)
+    row = torch.arange(L, device=place.device).repeat(N)
     past: list[tuple[torch.Tensor, torch.Tensor]] = []
     attend, loss, agreement = rollout_attention(N, L, past), 0.0, []
     for s in range(rollout):
@@ -521,7 +523,8 @@ def draft_model_loss(
         attend_past.clear()
         return rollout_attention(N, L, attend_past)(layer, q, k, v)
 
-    hidden = network.forward(network.inputs(data.token[place].flatten()), torch.arange(L).repeat(N), attend)
+    row = torch.arange(L, device=place.device).repeat(N)
+    hidden = network.forward(network.inputs(data.token[place].flatten()), row, attend)
     label = torch.where(inside, data.label[place], -1).flatten()
     rows = (label >= 0).nonzero()[:, 0]
     loss, agree = distill(network, hidden[rows], label[rows], data)
@@ -565,7 +568,7 @@ class Trainer:
         self.learning_rate = learning_rate or LEARNING_RATE[method]
         self.optimizer = torch.optim.AdamW(self.network.parameters(), betas=(0.9, 0.95), weight_decay=0.05)
         if self.path.is_file():
-            kept = torch.load(self.path)
+            kept = torch.load(self.path, map_location=target.device)
             for name, tensor in self.network.tensors.items():
                 tensor.data.copy_(kept["weights"][name])
             self.average, self.state = kept["average"], kept["state"]
@@ -618,7 +621,7 @@ def train(model: llama.Llama, text: Path, work: Path, minutes: float, methods: S
           draft_vocab: int = 4096, seed: int = 0) -> None:  # fmt: skip
     """Train `methods` in turns of half a minute, each for its share of `minutes`; goes on from what `work` holds."""
     work.mkdir(parents=True, exist_ok=True)
-    data = Text(text)
+    data = Text(text, model.device)
     vocab_file = work / "d2t.pt"
     if not vocab_file.is_file():
         tokens, config = data.raw_tokens.astype(np.int64), model.config
@@ -665,14 +668,14 @@ def export(model: llama.Llama, text: Path, work: Path, folder: Path) -> list[Pat
     """Write the averaged weights of what is in `work` as fp16 safetensors, with how they came about as metadata."""
     from safetensors.torch import save_file
 
-    data, written = Text(text, 1), []
+    data, written = Text(text, model.device, 1), []
     d2t = torch.load(work / "d2t.pt")
     data.restrict(d2t, model.config.vocab_size)
     folder.mkdir(parents=True, exist_ok=True)
     for method in METHODS:
         if not (work / f"{method}.pt").is_file():
             continue
-        kept = torch.load(work / f"{method}.pt")
+        kept = torch.load(work / f"{method}.pt", map_location=model.device)
         weights = {name: tensor.half().contiguous() for name, tensor in kept["average"].items()}
         network = Network(method, model, d2t, {name: tensor.float() for name, tensor in weights.items()})
         with torch.no_grad():

@@ -405,12 +405,17 @@ class SharedMemoryLink(Link):
                 os.unlink(SHM / name)
 
 
+def which_gpu() -> str:
+    """A name that no other GPU has, whatever number it goes by; empty without one."""
+    return str(torch.cuda.get_device_properties(common.device()).uuid) if common.HAS_GPU else ""
+
+
 class DistributedLink(Link):
-    """torch.distributed: gloo between CPUs, NCCL between GPUs. Frames keep the order; after each, the pair's process
-    group sends the payload from tensor to tensor."""
+    """torch.distributed: gloo between CPUs, NCCL between two GPUs. Frames keep the order; after each, the pair's
+    process group sends the payload from tensor to tensor."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.group, self.store, self.store_port = None, None, 0
+        self.group, self.store, self.store_port, self.device = None, None, 0, torch.device("cpu")
         super().__init__(*args, **kwargs)
 
     def _join(self) -> None:
@@ -420,8 +425,12 @@ class DistributedLink(Link):
             host = self.address[0]
         rank = 0 if self.accepted else 1
         store = self.store or dist.TCPStore(host, self.store_port, is_master=False, timeout=span)
-        make = dist.ProcessGroupNCCL if common.HAS_GPU else dist.ProcessGroupGloo
-        self.group = make(store, rank, 2, span)
+        store.set_timeout(span)
+        store.set(f"gpu {rank}", mine := which_gpu())
+        theirs = store.get(f"gpu {1 - rank}").decode()
+        apart = mine and theirs and mine != theirs  # NCCL refuses two ranks on one GPU
+        self.device = common.device() if apart else torch.device("cpu")
+        self.group = (dist.ProcessGroupNCCL if apart else dist.ProcessGroupGloo)(store, rank, 2, span)
 
     def transmit(self, header: dict[str, Any], payload: torch.Tensor | None) -> None:
         if header["kind"] == "HELLO":  # the meeting point of the two ranks
@@ -432,7 +441,7 @@ class DistributedLink(Link):
         super().transmit({**header, "nbytes": payload.nbytes}, None)
         if self.group is None:
             self._join()
-        self.group.send([payload], 1, 0).wait()
+        self.group.send([payload.to(self.device)], 1, 0).wait()
 
     def receive(self, header: dict[str, Any], payload: bytearray) -> torch.Tensor | None:
         if header["kind"] == "HELLO":
@@ -446,7 +455,7 @@ class DistributedLink(Link):
             raise ProtocolError(f"nbytes {nbytes!r:.40}")
         if self.group is None:
             self._join()
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=common.device())
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self.group.recv([buffer], 0, 0).wait()
         return buffer
 

@@ -596,7 +596,7 @@ class SharedMemoryConnector(P2PConnector):
 
 
 class TorchDistributedConnector(P2PConnector):
-    """From tensor to tensor: gloo, or NCCL where both sides have GPUs."""
+    """From tensor to tensor: gloo, or NCCL where the two sides have a GPU each."""
 
     link_class = kv_transfer.DistributedLink
 

@@ -111,9 +111,10 @@ class TrainedLinear:
 
     def __init__(self, base: llama.Linear, shape: LayerShape, rank: int, scale: float) -> None:
         self.base, self.slices, self.scale = base, shape.slices, scale
-        bound = shape.in_features**-0.5
-        self.a = [torch.empty(rank, shape.in_features).uniform_(-bound, bound).requires_grad_() for _ in shape.slices]
-        self.b = [torch.zeros(out, rank, requires_grad=True) for out in shape.slices]
+        bound, where = shape.in_features**-0.5, base.weight.device
+        start = [torch.empty(rank, shape.in_features).uniform_(-bound, bound) for _ in shape.slices]
+        self.a = [a.to(where).requires_grad_() for a in start]
+        self.b = [torch.zeros(out, rank, device=where, requires_grad=True) for out in shape.slices]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         thin = F.linear(x, torch.cat(self.a)).chunk(len(self.a), dim=-1)  # one product for all slices
@@ -170,7 +171,7 @@ def train(
         losses.append(loss.item())
         progress(f"step {step + 1}/{steps}  loss {losses[-1]:.3f}  {time.perf_counter() - started:.0f} s")
     weights = {
-        name: tuple((a.detach(), alpha / rank * b.detach()) for a, b in zip(layer.a, layer.b))
+        name: tuple((a.detach().cpu(), alpha / rank * b.detach().cpu()) for a, b in zip(layer.a, layer.b))
         for name, layer in layers.items()
     }  # fmt: skip
     return LoRAModel(style, rank, weights), losses
@@ -190,10 +191,11 @@ def loss_of(model: llama.Llama, examples: Sequence[tuple[list[int], list[int]]])
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return torch.cat([paged.prefill_attention(q[a:z], k[a:z], v[a:z]) for a, z in itertools.pairwise(bounds)])
 
+    tokens, positions, targets = (torch.tensor(x, device=model.device) for x in (tokens, positions, targets))
     with_gradients = llama.Llama.forward.__wrapped__  # the decorator on it switches gradients off
-    hidden = with_gradients(model, torch.tensor(tokens), torch.tensor(positions), attend)  # [T, hidden]
+    hidden = with_gradients(model, tokens, positions, attend)  # [T, hidden]
     x = F.rms_norm(hidden[rows], hidden.shape[-1:], model.norm, model.config.rms_norm_eps)
-    return F.cross_entropy(F.linear(x, model.linear["lm_head"].weight), torch.tensor(targets))
+    return F.cross_entropy(F.linear(x, model.linear["lm_head"].weight), targets)
 
 
 def answers_with(model: llama.Llama, tokenizer: llama.Tokenizer, lora: LoRAModel | None, questions: Sequence[str],
