@@ -1,21 +1,26 @@
 """Everything there is to do on a machine with a GPU, in one command: the tests, then every lesson's benchmark.
 
-    python tests/on_gpu.py OUT                   # then: cp OUT/gpu.json lessons/results/h200.json
+    python tests/on_gpu.py OUT                   # then: cp OUT/h200.json lessons/results
     python tests/on_gpu.py OUT tests             # or in parts, where a command may not take long: the tests,
     python tests/on_gpu.py OUT 01 02 03 05 05b   # and some lessons
 
-Writes OUT/tests.txt, OUT/<lesson>.txt and OUT/gpu.json, and prints a short table last. Needs no network and no package
-beyond torch, triton, transformers, matplotlib, rich, pytest and hypothesis: where the default model is not installed,
-random weights of its shapes take its place (times are the same, texts mean nothing). A lesson that hangs is stopped.
+Writes two files, OUT/h200.json (what lessons/results has, and what was measured now) and OUT/log.txt, and prints a
+short table last. Needs no network and no package beyond torch, triton, transformers, matplotlib, rich, pytest and
+hypothesis: where the default model is not installed, random weights of its shapes take its place (times are the same,
+texts mean nothing). What hangs is stopped. Test files run side by side: their time is mostly the compiler's.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
@@ -59,9 +64,9 @@ def random_folder(folder: Path, **changes: object) -> Path:
 
 
 def run(name: str, command: list[str], log: Path, seconds: float) -> tuple[str, str, str]:
-    """One row of the table: what ran, how it ended, its last line. The whole output goes to `log`."""
+    """One row of the table: what ran, how it ended, its last line. The whole output goes to the end of `log`."""
     start = time.perf_counter()
-    with log.open("w") as file:
+    with tempfile.TemporaryFile("w+") as file:
         try:
             process = subprocess.run(
                 [sys.executable, *command], cwd=common.ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=seconds
@@ -69,9 +74,16 @@ def run(name: str, command: list[str], log: Path, seconds: float) -> tuple[str, 
             ended = f"exit {process.returncode}" if process.returncode else "ok"
         except subprocess.TimeoutExpired:
             ended = "stopped"
-    row = (name, f"{ended} {time.perf_counter() - start:.0f} s", (log.read_text().strip().splitlines() or [""])[-1])
-    print(*row, sep="  ", flush=True)
+        file.seek(0)
+        text = file.read().strip()
+    row = (name, f"{ended} {time.perf_counter() - start:.0f} s", (text.splitlines() or [""])[-1])
+    with one_at_a_time, log.open("a") as file:
+        file.write(f"{'=' * 20} {name}: {row[1]}\n{text}\n\n")
+        print(*row, sep="  ", flush=True)
     return row
+
+
+one_at_a_time = threading.Lock()
 
 
 def number(script: Path) -> str:
@@ -80,12 +92,15 @@ def number(script: Path) -> str:
 
 
 def main() -> None:
-    out = Path(sys.argv[1])
+    out, scratch = Path(sys.argv[1]), Path(tempfile.mkdtemp())
     out.mkdir(parents=True, exist_ok=True)
+    results, log = out / "h200.json", out / "log.txt"
+    if (common.RESULTS / results.name).is_file() and not results.exists():
+        shutil.copy(common.RESULTS / results.name, results)
     try:
         model, about_the_model = llama.model_folder(), {"llama"}
     except common.InputError:
-        model, about_the_model = random_folder(out / "random" / "model"), set()
+        model, about_the_model = random_folder(scratch / "model"), set()
     # Such machines often have no network and nothing but torch: lesson 06's server has little to learn from them.
     serves = importlib.util.find_spec("fastapi") is not None and importlib.util.find_spec("llguidance") is not None
     able = [script for script in LESSONS if serves or not script.stem.startswith("06")]
@@ -96,13 +111,15 @@ def main() -> None:
     if "tests" in asked:  # those of lessons and kernels; pages, site and widgets are the same everywhere
         about = {"kernels", "common", *about_the_model, *map(number, able)}
         tests = sorted((common.ROOT / "tests").glob("test_*.py"))
-        chosen = [str(test) for test in tests if test.stem.split("_")[1] in about]
-        flags = ["-p", "no:cacheprovider", "--tb=short", "--continue-on-collection-errors"]
-        rows.append(run("tests", ["-m", "pytest", *flags, *chosen], out / "tests.txt", 1500))
+        chosen = [test for test in tests if test.stem.split("_")[1] in about]
+        flags = ["-q", "-p", "no:cacheprovider", "--tb=short"]
+        with ThreadPoolExecutor(8) as pool:
+            rows += pool.map(lambda test: run(test.stem, ["-m", "pytest", *flags, str(test)], log, 1500), chosen)
     for script in able:
         if number(script) in asked:
-            flags = ["--json", str(out / "gpu.json"), "--figure", str(out / "figures"), "--model", str(model)]
-            rows.append(run(script.stem, [str(script), "--bench", *flags], out / f"{script.stem}.txt", 240))
+            flags = ["--json", str(results), "--figure", str(scratch), "--model", str(model)]
+            rows.append(run(script.stem, [str(script), "--bench", *flags], log, 420))
+    shutil.rmtree(scratch)
     common.table(["what", "how it ended", "last line"], rows)
     sys.exit(any(not ended.startswith("ok ") for _, ended, _ in rows))
 

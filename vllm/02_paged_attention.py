@@ -1006,7 +1006,8 @@ def random_case(seq_lens: Sequence[int], block_size: int, Hq: int, Hkv: int, D: 
     meta = AttentionMetadata.build(blocks, seq_lens, seq_lens, block_size)
     kv_cache = torch.full((2, sum(need) + 3, block_size, Hkv, D), math.nan, dtype=dtype, device=common.device())
     kv_cache[:, 0] = 0
-    kv_cache.view(2, -1, Hkv, D)[:, meta.slot_mapping] = torch.randn(2, sum(seq_lens), Hkv, D).to(kv_cache)
+    written = torch.randn(2, sum(seq_lens), Hkv, D, device=kv_cache.device)
+    kv_cache.view(2, -1, Hkv, D)[:, meta.slot_mapping] = written.to(dtype)
     return torch.randn(len(seq_lens), Hq, D).to(kv_cache), kv_cache, meta.block_table, meta.seq_lens
 
 
