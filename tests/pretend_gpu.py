@@ -63,10 +63,6 @@ def two_devices(what: Any) -> RuntimeError:
     return RuntimeError(f"Expected all tensors to be on the same device, found cuda:0 and cpu ({what})")
 
 
-def no_numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    raise TypeError("can't convert cuda:0 device type tensor to numpy: copy it to host memory first")
-
-
 def on_gpu(inner: torch.Tensor, requires_grad: bool = False) -> OnGPU:
     return OnGPU(inner, requires_grad)
 
@@ -90,12 +86,26 @@ class OnGPU(torch.Tensor):
     device = property(lambda self: GPU)
     is_cuda = property(lambda self: True)
     is_cpu = is_meta = property(lambda self: False)
-    get_device = lambda self: 0  # noqa: E731
-    is_pinned = lambda self, *args: False  # noqa: E731
-    data_ptr = lambda self: self.inner.data_ptr()  # noqa: E731
-    untyped_storage = lambda self: self.inner.untyped_storage()  # noqa: E731
-    type_as = lambda self, other: self.to(other)  # noqa: E731
-    numpy = __array__ = no_numpy
+
+    def get_device(self) -> int:
+        return 0
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return False
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self.inner.untyped_storage()
+
+    def type_as(self, other: torch.Tensor) -> torch.Tensor:
+        return self.to(other)
+
+    def numpy(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy: copy it to host memory first")
+
+    __array__ = numpy
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -189,7 +199,8 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
         args = (OnGPU(torch.zeros(args[0].shape, dtype=args[0].dtype)), *args[1:])
         return run(func, args, kwargs)
     if ours and any(not isinstance(x, OnGPU) and x.device.type == "meta" for x in tensors):
-        raise NotImplementedError(f"{func}: C++ made a tensor beside ours, and on the meta device")
+        # C++ made one for "the same device". It has no numbers: better no answer than a wrong one.
+        raise NotImplementedError(f"{func}: a tensor on the meta device beside ours")
     if ours:
         check_devices(func, name, args, tensors)
     if kwargs.get("generator") is not None and to_gpu:
@@ -299,8 +310,8 @@ def pretend_cuda() -> None:
         setattr(torch.cuda, name, lambda *args, value=value: value)
     torch.cuda.synchronize = lambda *args: not_while_capturing("synchronize")
     torch.cuda.CUDAGraph, torch.cuda.Stream, torch.cuda.stream = Graph, Stream, lambda stream: stream
-    accelerator = types.SimpleNamespace(is_capturing=lambda: capture is not None)
-    torch.accelerator.current_stream = lambda *args: accelerator  # AdamW asks
+    stream = types.SimpleNamespace(is_capturing=lambda: capture is not None)
+    torch.accelerator.current_stream = lambda *args: stream  # AdamW asks
 
 
 def numbered(device: Any) -> Any:
@@ -332,8 +343,7 @@ def pretend_torch() -> None:
     def load(file: Any, map_location: Any = None, **kwargs: Any) -> Any:
         out = plain.load(file, map_location=CPU, **kwargs)
         to_gpu = map_location is not None and torch.device(map_location).type == "cuda"
-        put = lambda x: OnGPU(unwrap(x)) if to_gpu else unwrap(x)  # noqa: E731
-        return tree_map(lambda x: put(x) if isinstance(x, torch.Tensor) else x, out)
+        return tree_map(lambda x: OnGPU(unwrap(x)) if to_gpu and isinstance(x, torch.Tensor) else unwrap(x), out)
 
     def where(condition: Any, *sides: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, OnGPU) for x in (condition, *sides)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -85,3 +86,12 @@ REFUSALS_JOB = (("what a GPU refuses",), [sys.executable, "-c", PATH + REFUSALS]
 def test_what_a_gpu_would_refuse_is_refused():
     done = scripts.get(REFUSALS_JOB)
     assert done.returncode == 0 and done.stdout.strip() == "all refused", done.stderr[-3000:]
+
+
+def test_what_is_skipped_is_there():
+    """A test that got another name would run under the pretence, or a new one be skipped for an old reason."""
+    names = re.findall(r'^    "(test_\w+)[^"]*": ', (TESTS / "pretend_gpu.py").read_text(), flags=re.M)
+    defined = {
+        name for path in TESTS.glob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
+    assert len(names) == 12 and set(names) <= defined

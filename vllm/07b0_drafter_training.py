@@ -457,10 +457,10 @@ def distill(network: Network, features: torch.Tensor, label: torch.Tensor, data:
 
 def padded(data: Text, group: Sequence[int], more: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Position indices [N, L + more] of a group of answers (0 where there is none) and whether there is one."""
-    n, start = (torch.from_numpy(x[group]).to(data.label.device) for x in (data.lengths - 1, data.start))
-    column = torch.arange(int(n.max()) + more, device=n.device)
-    inside = column < n[:, None]
-    return torch.where(inside, start[:, None] + column, 0), inside
+    n, start = (torch.from_numpy(x[group]).to(data.label.device)[:, None] for x in (data.lengths, data.start))
+    column = torch.arange(int(n.max()) - 1 + more, device=n.device)
+    inside = column < n - 1
+    return torch.where(inside, start + column, 0), inside
 
 
 def rollout_attention(N: int, L: int, past: list[tuple[torch.Tensor, torch.Tensor]]) -> llama.Attend:
