@@ -787,6 +787,20 @@ def slow_down(monkeypatch, seconds=0.01):
     monkeypatch.setattr(async_engine.EngineCoreProc, "step", lambda self: (time.sleep(seconds), step(self))[1])
 
 
+def test_the_first_chat_finds_its_template_compiled(tiny_load, real_model, capsys, monkeypatch):
+    made, environment = [], llama._chat_environment
+    monkeypatch.setattr(llama, "_chat_environment", lambda: (made.append(1), environment())[1])
+    vars(real_model[1]).pop("_template", None)
+
+    async def ask(client):
+        before = len(made)
+        tokens = (await client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})).json()
+        return before, tokens["count"], await stream_of(client, 5)
+
+    code, (before, count, _) = life(capsys, monkeypatch, 20, ask)
+    assert (code, before, len(made)) == (0, 1, 1) and count > 2
+
+
 def test_multiprocessing_can_be_switched_off(tiny_load, capsys, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     code, events = life(capsys, monkeypatch, 20, lambda client: stream_of(client, 5), place="process")

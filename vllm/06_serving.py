@@ -576,6 +576,8 @@ async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[
     )  # fmt: skip
     serving = openai_api.OpenAIServing(llm, args.names, args.adapters)
     serving.tokenizer.chat_template = args.chat_template or serving.tokenizer.chat_template
+    with contextlib.suppress(common.InputError):  # no template, or one that wants more than a greeting
+        serving.tokenizer.render_chat([{"role": "user", "content": "warm-up"}])  # else the first client waits for it
     serving.enable_auto_tool_choice, serving.tool_call_parser = args.enable_auto_tool_choice, args.tool_call_parser
     serving.runtime_loras = args.enable_lora and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
     app = openai_api.build_app(serving, api_keys, os.environ.get("VLLM_SERVER_DEV_MODE") == "1")
