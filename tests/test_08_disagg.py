@@ -1831,6 +1831,21 @@ def test_the_router_hands_a_request_to_both():
     assert 0 < found["a"].prefilled < 10, "seconds since it was submitted"
 
 
+def test_letters_for_an_earlier_router_are_passed_over():
+    """The decode worker was quicker: the first router has its answer, and the prefill worker's letter is still there."""
+    prefill, decode = FakeWorker("p"), FakeWorker("d")
+    for name in "ab":
+        router = lesson.Router([prefill], [decode])
+        router.submit(name, [1, 2], 1)
+        decode.say(f"{name}.1", [7], "length")
+        assert router.run(10)[name].token_ids == [7]
+        prefill.say(f"{name}.1", [7], "length")
+    prefill.say("c", [9], "length")
+    worker = object.__new__(lesson.Worker)
+    worker.pipe = prefill.pipe
+    assert worker.hear("c") == ([9], "length", None)
+
+
 def test_an_answer_goes_on_elsewhere_when_its_worker_dies():
     prefill, first, second = FakeWorker("p"), FakeWorker("d0"), FakeWorker("d1")
     router = lesson.Router([prefill], [first, second])

@@ -461,6 +461,12 @@ class Worker:
             pass
         return heard[1]
 
+    def hear(self, name: str) -> tuple[list[int], str | None, str | None]:
+        """The next tokens of request `name`, finish reason and error; what nobody waits for any more is passed over."""
+        while (heard := self.pipe.recv())[:2] != ("output", name):
+            pass
+        return heard[2:]
+
     def configure(self, fault: str = "none", **config: Any) -> None:
         """A fresh engine around the model that is loaded already."""
         self.address = self.ask("configure", config, self.core_args, fault)
@@ -553,9 +559,9 @@ class Router:
 
     def _hear(self, worker: Worker, name: str, token_ids: list[int], finish_reason: str | None, why: str | None,
               on_token: Callable[[Job], None]) -> None:  # fmt: skip
-        job, now = self.jobs[name], time.perf_counter()
-        if name != job.name or job.done:
-            return  # of an attempt that has been given up
+        job, now = self.jobs.get(name), time.perf_counter()
+        if job is None or name != job.name or job.done:
+            return  # of an attempt that has been given up, or of a router that had this worker before
         if worker is job.prefill is not job.decode:
             job.prefilled = now - job.start  # its token is the decode worker's first as well: not needed
             return
@@ -943,7 +949,7 @@ def answer(worker: Worker, name: str, prompt: Sequence[int], max_tokens: int) ->
     worker.send("add", name, list(prompt), max_tokens, {})
     tokens: list[int] = []
     while len(tokens) < max_tokens:
-        _, _, new, finish_reason, why = worker.pipe.recv()
+        new, finish_reason, why = worker.hear(name)
         if finish_reason == "error":
             raise common.CheckFailed(f"{worker.name}: {why}")
         tokens += new
@@ -983,14 +989,15 @@ def bench_wires(prefill: Worker, decode: Worker, prompts: dict[int, list[int]]) 
                 key, before = f"{n}.{i}", settled(decode)
                 job = {"do_remote_decode": True, "transfer_id": key}
                 prefill.send("add", key, prompt, 1, job)
-                prefill.pipe.recv()
+                prefill.hear(key)
                 decode.send("add", key, prompt, 1, {"do_remote_prefill": True, "transfer_id": key, **prefill.address})
-                decode.pipe.recv()
+                decode.hear(key)
                 after = settled(decode)
                 moved = after["bytes_in"] - before.get("bytes_in", 0)
                 late.append((after["consumer_microseconds"] - before.get("consumer_microseconds", 0)) / 1e3)
                 (done,), _ = disaggregated(prefill, decode, [prompt], 1, name=f"{key}-")
-                exposed.append((done.first - done.prefilled) * 1e3)
+                # A decode worker can be heard first: then nothing was left to wait for.
+                exposed.append((done.first - (done.prefilled or done.first)) * 1e3)
             found = bench[name][str(n)] = {
                 "bytes": moved, "after_ms": statistics.median(late[1:]), "exposed_ms": statistics.median(exposed[1:]),
             }  # fmt: skip
