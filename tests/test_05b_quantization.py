@@ -899,3 +899,10 @@ def test_rows_of_the_table_regenerate(real_model):
     same_text(stored)
     count = stored["bench"]["tokens"] // 512
     regenerated(stored["bench"]["table"], *real_model, count, ("q4_1 RTN", "int4-g64 RTN", "int8 W8A8"))
+
+
+def test_only_the_default_model_is_compared_with_its_file(capsys):
+    """Another model can have the same shapes, and not the same weights."""
+    model = types.SimpleNamespace(linear={"layers.0.down_proj": torch.nn.Linear(1536, 576, bias=False)})
+    lesson.show_discovery(model, is_default=False)
+    assert "SKIPPED the model's own file" in capsys.readouterr().out

@@ -1832,7 +1832,7 @@ def test_the_router_hands_a_request_to_both():
 
 
 def test_letters_for_an_earlier_router_are_passed_over():
-    """The decode worker was quicker: the first router has its answer, and the prefill worker's letter is still there."""
+    """The decode worker was quicker: the first router has its answer, and the prefill worker has yet to be heard."""
     prefill, decode = FakeWorker("p"), FakeWorker("d")
     for name in "ab":
         router = lesson.Router([prefill], [decode])
