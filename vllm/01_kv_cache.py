@@ -864,6 +864,7 @@ def run_generation(args: argparse.Namespace, model: llama.Llama, tokenizer: llam
             raise common.InputError(f"--slots {args.slots}: {error}; allowed for this prompt and "
                                     f"--new-tokens {N}: at least {needed}") from None  # fmt: skip
 
+    cached(1, args.restart_positions)  # whoever computes first also waits for the weights to come from the disk
     fast, cache = cached(N, args.restart_positions)
     slow = generate(model, prompt, N)
     common.check_equal(f"{N} tokens after a prompt of {len(prompt)}: the same with and without a cache",
