@@ -1022,6 +1022,19 @@ def test_others_go_on_while_a_request_waits_for_its_blocks(tiny_model, expected)
         assert drain(prefill, decode)["a"][0] == expected
 
 
+def test_a_prompt_that_waits_to_be_fetched_keeps_its_blocks_and_no_row(tiny_model, expected):
+    """Computed, and nobody has come for it: the next prompt needs the only row of the batch."""
+    with pair(tiny_model, "TCPConnector", prefill={"max_num_seqs": 1}) as (prefill, decode):
+        for name in "abc":
+            prefill.add_request(lesson.make_request(name, PROMPT, 1, do_remote_decode=True, transfer_id=name))
+            assert [output.finish_reason for output in prefill.step()] == ["length"]
+        assert prefill.scheduler.sending.keys() == set("abc")
+        for name in "abc":
+            remote = {"do_remote_prefill": True, "transfer_id": name, **prefill.scheduler.connector.address}
+            decode.add_request(lesson.make_request(name, PROMPT, TOKENS, **remote))
+        assert [tokens for tokens, _, _ in drain(prefill, decode).values()] == [expected] * 3
+
+
 def test_a_full_pool_delays_and_loses_nobody(tiny_model, expected):
     """Room for one and a half sequences: requests that have arrived are seated before anybody else is admitted."""
     prompts = [PROMPT, PROMPT[1:], PROMPT[2:], PROMPT[:30]]
