@@ -337,6 +337,15 @@ def test_ranges_include_their_ends():
                 field.check(name, value - 1 if value == field.low else value + 1)
 
 
+@pytest.mark.parametrize("length", [38, 39])
+def test_a_long_value_is_cut_in_the_message(length):
+    field = next(field for field in lesson.CONFIG_FIELDS.values() if field.low is not None)
+    shown = f'"{"x" * length}"'  # 40 characters are shown whole, one more is not
+    with pytest.raises(common.InputError) as error:
+        field.check("size", "x" * length)
+    assert str(error.value).endswith(f"not {shown if length == 38 else shown[:37] + '...'}")
+
+
 def test_an_empty_prompt_may_not_go_round_the_front_end():
     workload = edited("requests", 0, "prompt_token_ids", value=[])
     workload["config"] = {**workload["config"], "bypass_frontend": True}
