@@ -481,6 +481,16 @@ def test_measurements_are_sane(tiny_model):
     assert fit["intercept_ms"] + 128e-3 * fit["slope_us"] == pytest.approx(b)
 
 
+@pytest.mark.parametrize("slope", [5.0, -1.87])
+def test_noise_is_not_read_as_bandwidth(tiny_model, monkeypatch, capsys, slope):
+    bench = lesson.measure_model(tiny_model, long=False)
+    bench["fit"]["slope_us"] = slope
+    monkeypatch.setattr(lesson, "measure_model", lambda model, long: bench)
+    monkeypatch.setattr(lesson, "measure_kernel", lambda long: [])
+    lesson.print_measurements(lesson.build_parser().parse_args([]), tiny_model)
+    assert ("As bandwidth" in capsys.readouterr().out) == (slope > 0)
+
+
 # --- The simulation -------------------------------------------------------------------------------------------------
 
 

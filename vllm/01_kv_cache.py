@@ -959,9 +959,12 @@ def print_measurements(args: argparse.Namespace, model: llama.Llama) -> dict[str
     common.say("decode, one sequence:  " + line("{x:.1f} ms at S={n:,}", decode))
     common.say("decode, context 128:   " + line("{x:,.0f} tok/s at B={n}", batch))
     common.say("prefill, one prompt:   " + line("{x:,.0f} tok/s at T={n:,}", prefill))
-    common.say(f"ITL = {fit['intercept_ms']:.1f} ms + {fit['slope_us']:.2f} µs/token. As bandwidth: weights "
-               f"{fit['weights_gb_s']:.1f} GB/s, cache {fit['cache_gb_s']:.1f} GB/s; "
-               f"a copy: {bench['copy_gb_s']:.1f} GB/s")  # fmt: skip
+    if fit["slope_us"] > 0:
+        common.say(f"ITL = {fit['intercept_ms']:.1f} ms + {fit['slope_us']:.2f} µs/token. As bandwidth: weights "
+                   f"{fit['weights_gb_s']:.1f} GB/s, cache {fit['cache_gb_s']:.1f} GB/s; "
+                   f"a copy: {bench['copy_gb_s']:.1f} GB/s")  # fmt: skip
+    else:  # something else was running
+        common.say("No line for ITL: more context took no longer, so these times are noise; --bench measures longer")
     if common.HAS_GPU:
         bench["kernel"] = measure_kernel(args.bench)
         for r in bench["kernel"]:
