@@ -31,7 +31,7 @@ class Elsewhere(disagg.KVConnectorBase):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         if request.request_id not in self.remote_steps:
             return 0, False
-        return max(0, request.num_prompt_tokens - 1 - num_computed_tokens), True
+        return request.num_prompt_tokens - num_computed_tokens, True
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
         self.on_the_way[request.request_id] = self.remote_steps.pop(request.request_id)
@@ -197,8 +197,10 @@ def test_the_recordings_meet_the_rules():
         seen |= {key for key in ("preempted", "prefix_hit", "waiting_queue") if step.get(key)}
     assert seen >= {"1 of 1", "2 of 2", "mixed", "preempted", "prefix_hit", "waiting_queue"}
 
-    seen = set()
+    seen, on_their_way = set(), ()
     for workload, step in steps("remote"):
+        seen |= {"left on its way"} if {*on_their_way} & {*step.get("aborted", ())} else set()
+        on_their_way = step.get("loading", ())
         remote = {spec["id"] for spec in workload["requests"] if "remote_steps" in spec}
         seen |= {f"{min(2, len(step['loading']))} on their way"} if "loading" in step else set()
         if remote & {*step.get("waiting_queue", ())}:
@@ -208,6 +210,7 @@ def test_the_recordings_meet_the_rules():
     assert seen == {
         "1 on their way",
         "2 on their way",
+        "left on its way",
         "no seat",
         "no blocks",
         "preempted",

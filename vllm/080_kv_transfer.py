@@ -655,6 +655,7 @@ class Consumer:
         self.num_layers, self.write, self.timeout, self.retries, self.clock = num_layers, write, timeout, retries, clock
         self.imports: dict[str, Import] = {}  # by transfer
         self.finished: list[str] = []  # request ids
+        self.cancelled: list[str] = []
         self.failed: dict[str, str] = {}  # request id: why
         self.stats: Counter[str] = Counter()
 
@@ -722,9 +723,10 @@ class Consumer:
             self._ask(found)
 
     def cancel(self, request_id: str) -> None:
-        """The request has ended here. From now on nothing of it is written."""
+        """The request has ended here. From now on nothing of it is written, and its blocks may be freed."""
         for found in [i for i in self.imports.values() if i.request_id == request_id]:
             self._end(found, "CANCEL")
+            self.cancelled.append(request_id)
 
     def _complete(self, found: Import) -> None:
         self.stats["microseconds"] += round((self.clock() - found.started) * 1e6)

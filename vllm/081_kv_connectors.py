@@ -272,7 +272,7 @@ class KVConnectorOutput:
     """What the worker's half tells the scheduler's after a step."""
 
     finished_sending: set[str] = field(default_factory=set)  # request ids: their blocks may be freed
-    finished_recving: set[str] = field(default_factory=set)  # theirs have arrived
+    finished_recving: set[str] = field(default_factory=set)  # theirs have arrived, or are not written any more
     failed_recving: dict[str, str] = field(default_factory=dict)  # theirs never will, and why
     invalid_block_ids: set[int] = field(default_factory=set)  # a load inside the step left nothing in them
 
@@ -328,7 +328,8 @@ class KVConnectorBase:
         return KVConnectorMetadata(loads, saves, list(output.preempted_reqs))
 
     def request_finished(self, request: Request, blocks: list[int]) -> bool:
-        """True: leave its blocks alone until `get_finished` names it among `finished_sending`."""
+        """True: leave its blocks alone until `get_finished` names it among `finished_sending`. They are left alone in
+        any case while they are being loaded: until it is named among `finished_recving`, or `failed_recving`."""
         return False
 
     def has_pending_work(self) -> bool:
@@ -442,14 +443,14 @@ class P2PConnector(KVConnectorBase):
         self.in_use |= {name} - {None}
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """All of the prompt but its last token: what that one predicts must be computed here."""
+        """All of the prompt: its last token is computed here again, for what it predicts, but its block is whole."""
         wanted = self.config.is_kv_consumer and kv_transfer_params(request).get("do_remote_prefill")
         if wanted and request.request_id not in self.asked:  # once: whoever was preempted computes it again
-            return max(0, request.num_prompt_tokens - 1 - num_computed_tokens), True
+            return request.num_prompt_tokens - num_computed_tokens, True
         return 0, False
 
     def update_state_after_alloc(self, request: Request, blocks: list[int], num_external_tokens: int) -> None:
-        end = request.num_prompt_tokens - 1
+        end = request.num_prompt_tokens
         self.asked.add(request.request_id)
         self.loads.append((request, blocks, end - num_external_tokens, end))
 
@@ -476,7 +477,7 @@ class P2PConnector(KVConnectorBase):
         return False
 
     def has_pending_work(self) -> bool:
-        return bool(self.producer.exports or self.consumer.imports or self.loads)
+        return bool(self.producer.exports or self.consumer.imports or self.consumer.cancelled or self.loads)
 
     # -- the worker's half --
 
@@ -541,8 +542,10 @@ class P2PConnector(KVConnectorBase):
         self.producer.expire()
         self.consumer.check()
         sent = {self.names.pop(transfer) for transfer in self.producer.released if transfer in self.names}
-        output = KVConnectorOutput(sent, set(self.consumer.finished), dict(self.consumer.failed))
-        self.producer.released.clear(), self.consumer.finished.clear(), self.consumer.failed.clear()
+        over = {*self.consumer.finished, *self.consumer.cancelled}
+        output = KVConnectorOutput(sent, over, dict(self.consumer.failed))
+        for told in (self.producer.released, self.consumer.finished, self.consumer.cancelled, self.consumer.failed):
+            told.clear()
         return output
 
     def pump(self) -> None:

@@ -9,13 +9,13 @@ The mechanism:
   3. The decode worker takes blocks for the prompt and sets the request aside: it waits in no queue and in no batch.
   4. A KV connector asks the prefill worker for that name. Each layer leaves as soon as attention has written it.
   5. On the wire there are positions and heads, no blocks: sizes and tensor-parallel degrees may differ.
-  6. When all layers have arrived, the decode worker computes the last token of the prompt, and goes on as ever.
+  6. When all layers have arrived, the decode worker computes the prompt's last token again, and goes on as ever.
   7. The prefill worker keeps its blocks until the other one has them; or cancels, or dies, or a lease is up.
   8. Whatever is lost, late, cut or doubled: it is asked for again, then computed here, or refused with a reason.
   9. A store instead of a partner: blocks under their hashes, in memory and on disk, for any engine at any time.
 
 Numbers to remember: a prompt of 8,192 tokens of Llama-3.1-8B is 1 GiB of KV cache: 2.4 ms on NVLink, 21 ms on 400G,
-859 ms on 10 GbE. The last position never travels: its logits are what the decode worker needs.
+859 ms on 10 GbE. Logits never travel: for them, the decode worker computes one position again.
 
 How to run:
   uv run python vllm/08_disagg.py                       both workers, three wires, a store, a death, the simulation
@@ -107,7 +107,7 @@ def connector_scheduler(base: type) -> type:
             self.connector, self.kv_connector_metadata = connector, connectors.KVConnectorMetadata()
             self.waiting_for_remote_kvs: dict[str, Request] = {}
             self.received: set[str] = set()  # of them: arrived, and waiting for a seat
-            self.sending: dict[str, Request] = {}  # finished, and their blocks still wanted elsewhere
+            self.held: dict[str, Request] = {}  # finished, and somebody still reads their blocks, or writes into them
             self.void: list[Request] = []  # computed on blocks that a load left empty
             self.num_external_tokens = 0  # of the last lookup
             self.local_blocks = kv_cache_manager.get_computed_blocks
@@ -115,7 +115,7 @@ def connector_scheduler(base: type) -> type:
 
         def add_request(self, request: Request) -> None:
             """Raises InputError."""
-            if request.request_id in self.sending:
+            if request.request_id in self.held:
                 raise common.InputError(f"request_id {request.request_id!r}: is in use")
             self.connector.on_new_request(request)
             super().add_request(request)
@@ -155,12 +155,13 @@ def connector_scheduler(base: type) -> type:
             for request in arrived:
                 if self.token_budget == 0 or len(self.running) >= self.max_num_running_reqs:
                     return
+                if manager.enable_caching:
+                    manager.cache_blocks(request, request.num_prompt_tokens)  # from now on others may hit them
                 if self.running and manager.block_pool.num_free_blocks < self.watermark_blocks:
                     return
                 self.received.remove(request.request_id)
                 del self.waiting_for_remote_kvs[request.request_id]
                 request.status = RequestStatus.RUNNING
-                manager.allocate_slots(request, 1)  # nothing new, but from now on others may hit them
                 self.running.append(request)
                 output.scheduled_new_reqs.append(request)
                 self._grant(request, 1, output)
@@ -217,8 +218,9 @@ def connector_scheduler(base: type) -> type:
             for request_id, why in news.failed_recving.items():
                 if request_id not in self.received and (request := self.waiting_for_remote_kvs.pop(request_id, None)):
                     outputs += self._handle_failed_recving(request, why)
-            for request_id in news.finished_sending:
-                self.kv_cache_manager.free(self.sending.pop(request_id))
+            no_longer_written = self.held.keys() & (news.finished_recving | news.failed_recving.keys())
+            for request_id in news.finished_sending | no_longer_written:
+                self.kv_cache_manager.free(self.held.pop(request_id))
             return outputs
 
         def _handle_failed_recving(self, request: Request, why: str) -> list[EngineCoreOutput]:
@@ -255,15 +257,18 @@ def connector_scheduler(base: type) -> type:
             request_ids = list(request_ids)
             for request_id in request_ids:  # back to where the base class looks for whoever does not run
                 if request := self.waiting_for_remote_kvs.pop(request_id, None):
+                    if request_id not in self.received:
+                        self.held[request_id] = request  # a load that nobody wants any more still knows its blocks
                     self.received.discard(request_id)
                     self.waiting.add_request(request)
             return super().finish_requests(request_ids, status)
 
         def _free_request(self, request: Request) -> None:
             blocks = self.kv_cache_manager.req_to_blocks.get(request.request_id, [])
-            if not self.connector.request_finished(request, blocks):
+            is_read = self.connector.request_finished(request, blocks)
+            if not is_read and request.request_id not in self.held:
                 return super()._free_request(request)
-            self.sending[request.request_id] = request  # its blocks stay until get_finished says who has them
+            self.held[request.request_id] = request  # until get_finished names it
             self.finished_req_ids.append(request.request_id)
             del self.requests[request.request_id]
 
@@ -825,7 +830,7 @@ def facts() -> dict[str, Any]:
         "kv_bytes": {"smollm2_fp32": small.bytes_per_token("float32"), "llama_31_8b": goodput.KV_BYTES},
         "prompt": PROMPT, "prompt_bytes": PROMPT * goodput.KV_BYTES,
         "sharing": sharing, "faults": rehearsals, "header_bytes": header, "header_share": header / (header + chunk),
-        "story": {"positions": sum(LENGTHS) - len(LENGTHS), "blocks": LENGTHS[0] // 16},
+        "story": {"positions": sum(LENGTHS), "blocks": LENGTHS[0] // 16},
         "simulation": goodput.facts(),
     }  # fmt: skip
 
@@ -1109,7 +1114,7 @@ def story(args: argparse.Namespace, workers: contextlib.ExitStack) -> dict[str, 
                      f"{last.first * 1e3:.0f}"])  # fmt: skip
     common.table(["wire", "MB", "messages", "sent during prefill", "prefill done, ms", "first token, ms"], rows)
     common.say(f"✓ over each wire: the tokens of one engine, {len(prompts)} × {TOKENS}; all blocks free on both sides")
-    positions = sum(LENGTHS) - len(LENGTHS)
+    positions = sum(LENGTHS)
     spec = kv_cache.KVCacheSpec(model.config.num_hidden_layers, model.num_kv_heads, *[model.config.head_dim] * 2)
     each = spec.bytes_per_token("float32")
     common.check_equal(f"{positions} positions × {each:,} bytes have moved, no more",
