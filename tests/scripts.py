@@ -1,11 +1,12 @@
 """Running a lesson's script as a reader does, once per set of arguments, for every test that looks at its output.
 
 Scripts take most of the suite's time. `ahead` starts the ones that will be asked for beside the other tests, one after
-another on the second core.
+another on the second core. When only they are left, both cores do them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
@@ -24,6 +26,7 @@ import common
 Job = tuple[tuple, list[Any]]  # a key, and the command
 
 _futures: dict[tuple, Future] = {}
+_waiting: deque[Job] = deque()  # those of `ahead` that nobody has begun
 _running: list[subprocess.Popen] = []
 
 
@@ -37,6 +40,7 @@ class Done:
     seconds: float  # by the clock
     cpu_seconds: float  # of it and of the processes that it waited for
     results: dict[str, Any]  # what it wrote to --json
+    figures: dict[str, bytes]  # what it drew
 
 
 def execute(command: list[Any], environment: dict[str, str] | None = None) -> Done:
@@ -57,7 +61,8 @@ def execute(command: list[Any], environment: dict[str, str] | None = None) -> Do
             out.seek(0), err.seek(0)
             results = json.loads((folder / "results.json").read_text())
             cpu = usage.ru_utime + usage.ru_stime
-            return Done(process.returncode, out.read(), err.read(), seconds, cpu, results)
+            figures = {path.name: path.read_bytes() for path in folder.glob("*.svg")}
+            return Done(process.returncode, out.read(), err.read(), seconds, cpu, results, figures)
 
 
 def script_job(lesson: str, *arguments: str, prelude: str = "") -> Job:
@@ -88,28 +93,36 @@ def get(job: Job) -> Done:
     if key not in _futures:
         _futures[key] = Future()
         _futures[key].set_result(execute(command))
+    with contextlib.suppress(ValueError):  # somebody has begun it
+        _waiting.remove(job)
+        work(job)
     return _futures[key].result()
 
 
+def work(job: Job) -> None:
+    """Do a job of `ahead` on one core."""
+    key, command = job
+    try:
+        _futures[key].set_result(execute(command, {"OMP_NUM_THREADS": "1"}))
+    except BaseException as error:  # whoever asks for it raises it
+        _futures[key].set_exception(error)
+
+
 def ahead(jobs: Iterable[Job]) -> None:
-    """Do jobs in a thread, in their order, each on one core; `get` waits for the one it needs."""
-    commands = dict(jobs)
-    _futures.update({key: Future() for key in commands})
+    """Do jobs in a thread, in their order; `get` waits for one that has begun, and does one that has not."""
+    _waiting.extend(dict(jobs).items())
+    _futures.update({key: Future() for key, _ in _waiting})
 
-    def work() -> None:
-        for key, command in commands.items():
-            if _futures[key].set_running_or_notify_cancel():
-                try:
-                    _futures[key].set_result(execute(command, {"OMP_NUM_THREADS": "1"}))
-                except BaseException as error:  # whoever asks for it raises it
-                    _futures[key].set_exception(error)
+    def work_ahead() -> None:
+        with contextlib.suppress(IndexError):  # nothing is left
+            while True:
+                work(_waiting.popleft())
 
-    threading.Thread(target=work, daemon=True).start()
+    threading.Thread(target=work_ahead, daemon=True).start()
 
 
 def stop() -> None:
     """Start nothing more, and end what runs."""
-    for future in _futures.values():
-        future.cancel()
+    _waiting.clear()
     for process in list(_running):
         process.terminate()

@@ -220,7 +220,7 @@ class Weather(pydantic.BaseModel):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Weather"}}])
-@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize("temperature", [0, pytest.param(1.5, marks=pytest.mark.slow)])
 def test_a_demanded_tool_is_called(server, choice, temperature):
     """A model of 135 M parameters knows no tools; the official client reads its calls, whole and streamed."""
     ask = {"tools": [openai.pydantic_function_tool(Weather)], "tool_choice": choice, "temperature": temperature,
@@ -284,7 +284,10 @@ def test_responses_say_what_chats_say(server):
     server.check_idle()
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "Weather"}])
+BY_NAME = pytest.param({"type": "function", "name": "Weather"}, marks=pytest.mark.slow, id="by name")
+
+
+@pytest.mark.parametrize("choice", ["required", BY_NAME])
 def test_a_response_calls_and_hears_the_answer(server, choice):
     ask = {"model": NAME, "temperature": 0, "max_output_tokens": 80, "input": "How is the weather?",
            "tools": [openai.pydantic_function_tool(Weather)["function"] | {"type": "function"}],

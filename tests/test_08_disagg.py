@@ -1251,7 +1251,9 @@ def test_a_client_that_leaves(when, tiny_model):
             prefill.step(), decode.step()
         assert done()
         if when == "running":
-            assert scheduler.running[0].num_cached_tokens == len(PROMPT) - 1, "all of it came; the last one was computed again"
+            assert scheduler.running[0].num_cached_tokens == len(PROMPT) - 1, (
+                "all of it came; the last one was computed again"
+            )
         decode.abort_requests(["a", "other"])
         blocks = scheduler.kv_cache_manager.req_to_blocks
         assert list(blocks) == (["a"] if when == "waiting for blocks" else []), "the wire may be writing into them"

@@ -141,14 +141,10 @@ def test_length_and_order(page):
     assert len(titles) >= 10 and "<details>" in text and "figures/" in text
 
 
-def test_figures_are_what_the_scripts_draw(tmp_path):
-    committed = {p.name for p in common.FIGURES.glob("*.svg")}
-    drawn = set()
-    for script in LESSONS:
-        for path in common.lesson(script.stem).draw(tmp_path):
-            assert path.read_bytes() == (common.FIGURES / path.name).read_bytes(), f"{path.name} is out of date"
-            drawn.add(path.name)
-    assert drawn == committed
+def test_figures_belong_to_a_lesson():
+    """What is in them is compared where the scripts run (`test_scripts.py`)."""
+    prefixes = {script.stem.split("_")[0] for script in LESSONS}
+    assert {path.stem.split("_")[0] for path in common.FIGURES.iterdir()} == prefixes
 
 
 def test_readme_lists_every_lesson_and_two_commands():

@@ -12,6 +12,8 @@ import pytest
 from documents import LESSONS
 from scripts import execute, get, output_of, run, script_job
 
+FLAGS = ("--bench", "--json", "--figure", "--model", "--device", "--seed")
+HEAVY = ("06_serving", "08_disagg")  # of those that load most, even for `--help`
 HIDE_TRITON = "import sys; sys.modules['triton'] = None"
 
 by_lesson = pytest.mark.parametrize("lesson", [path.stem for path in LESSONS])
@@ -31,6 +33,8 @@ def test_default_run(lesson):
     assert done.results["other"] == 1, "--json merges"
     mine = done.results[lesson]
     assert mine["machine"]["torch"] and mine["facts"]
+    committed = common.FIGURES.glob(f"{lesson.split('_')[0]}_*.svg")
+    assert done.figures == {path.name: path.read_bytes() for path in committed}, "a figure is out of date"
 
 
 @pytest.mark.slow
@@ -48,9 +52,17 @@ def test_default_run_takes_at_most_twenty_seconds(lesson):
 
 @by_lesson
 def test_help(lesson):
+    text = common.lesson(lesson).build_parser().format_help()
+    assert all(flag in text for flag in FLAGS)
+
+
+@pytest.mark.parametrize(
+    "lesson", [pytest.param(p.stem, marks=[] if p.stem in HEAVY else pytest.mark.slow) for p in LESSONS]
+)
+def test_help_of_a_process(lesson):
     done = subprocess.run([sys.executable, common.HERE / f"{lesson}.py", "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(flag in done.stdout for flag in ("--bench", "--json", "--figure", "--model", "--device", "--seed"))
+    assert all(flag in done.stdout for flag in FLAGS)
 
 
 @by_lesson
@@ -152,7 +164,7 @@ def another_model(tmp_path_factory):
 SIZES = {"05b_quantization": ["--layer", "1"], "05c_tensor_parallel": ["--tensor-parallel-size", "2"],
          "06c_scaling_out": ["--tensor-parallel-size", "2"]}  # fmt: skip
 SHIPPED = {"07b_trained_drafters": "made for another target", "12_multi_lora": "adapters/pirate"}  # for SmolLM2 only
-FAST = ("04_continuous_batching", "12_multi_lora")
+FAST = ("04_continuous_batching",)
 
 
 @pytest.mark.parametrize(
