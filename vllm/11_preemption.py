@@ -557,7 +557,7 @@ class ReplayCore(continuous_batching.EngineCore):
         """Schedule a step; hear of the oldest once `depth` are in the queue (vLLM: `step_with_batch_queue`)."""
         output = self.scheduler.schedule()
         self.queue.append((output, self.execute_model(output)))
-        if len(self.queue) < self.depth:
+        if len(self.queue) < self.depth and self.scheduler.has_unfinished_requests():
             return []
         output, sampled = self.queue.popleft()
         for request_id, token_ids in sampled.items():

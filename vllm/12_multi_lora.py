@@ -407,6 +407,7 @@ def lora_scheduler(base: type[scheduling.Scheduler], manager: LoRAModelManager) 
         def _schedule_waiting(self, output: scheduling.SchedulerOutput) -> None:
             """Whoever waits for an adapter's place is passed over, and keeps its place in the queue."""
             waiting_for_adapter: list[Request] = []
+            self.of_this_step = output.scheduled_running_reqs, output.scheduled_new_reqs, output.scheduled_resumed_reqs
             while True:
                 self.passed_over = False
                 super()._schedule_waiting(output)
@@ -422,7 +423,9 @@ def lora_scheduler(base: type[scheduling.Scheduler], manager: LoRAModelManager) 
         def _admit(self, request: Request) -> int:
             name, active = request.lora_name, {r.lora_name for r in self.running if r.lora_name}
             if name is not None:
-                if name not in active and len(active) == max_loras:
+                # A step ahead, some may run of whom nothing more is to be computed: they do not count.
+                scheduled = {r.lora_name for part in self.of_this_step for r in part if r.lora_name}
+                if name not in scheduled and len(scheduled) == max_loras:
                     self.passed_over = True
                     return 0
                 try:
