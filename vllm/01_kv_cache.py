@@ -562,7 +562,13 @@ def facts() -> dict[str, Any]:
             slug(name): {str(gb): sequences_that_fit(gb * 1e9, config, 2048) for gb in (24, 40, 80, 141)}
             for name, config in MODELS.items()
         },
-        "fit_eight_h200": {"deepseek_v3": sequences_that_fit(8 * 141e9, MODELS["DeepSeek-V3"], 2048)},
+        # A latent vector has no heads to deal out: eight GPUs share the weights, and each keeps the whole cache.
+        "fit_tp8_h200": {
+            "deepseek_v3": int(
+                (GPU_MEMORY_UTILIZATION * 141e9 - weight_bytes(MODELS["DeepSeek-V3"]) / 8)
+                // (2048 * deepseek.bytes_per_token())
+            )
+        },
         "opt_slots": (slots := 12 * 2**30 // opt.bytes_per_token()),
         "opt_requests": slots // 2048,
         "forwards": {kind: sum(counts) for kind, counts in forwards.items()},

@@ -293,9 +293,9 @@ def cost(model: Model, layout: Layout, sequences: int = 256, context: int = 4096
     weights = model.shared_bytes / (tp * pp) + model.expert_bytes / spread
     kv = model.kv_bytes / pp / min(tp, model.kv_heads)  # per token and GPU
     room = kv_cache.GPU_MEMORY_UTILIZATION * H100.memory - weights
-    batch = sequences / dp / pp  # of a micro-batch
+    batch = max(1, sequences / dp / pp)  # of a micro-batch: one sequence alone leaves other engines and stages idle
     new = batch * tokens_each
-    asked = new * (dp if layout.ep else 1)  # tokens whose experts are looked up in one pool
+    asked = max(1, sequences / pp) * tokens_each if layout.ep else new  # tokens whose experts one pool looks up
     read = model.shared_bytes / (tp * pp) + model.expert_bytes_read(asked) / pp / (spread / pp)
     moved = read + batch * kv * context
     rate = H100.flops * (2 if model.name.endswith(("FP8", "R1")) else 1)
@@ -337,7 +337,7 @@ def facts() -> dict[str, Any]:
         for layout in choices:
             key = str(layout).lower().replace(" ", "").replace("×", "_").replace("+", "_")
             found = loaded(models()[name], layout)
-            found["alone_ms"] = cost(models()[name], layout, sequences=max(1, layout.dp))["latency_ms"]
+            found["alone_ms"] = cost(models()[name], layout, sequences=1)["latency_ms"]
             found["prefill_ms"] = cost(models()[name], layout, layout.dp * layout.pp, 4096, 4096)["latency_ms"]
             found["crowd"] = loaded(models()[name], layout, 1536)["tokens_per_second"]
             sizing.setdefault(kv_cache.slug(name), {})[key] = found

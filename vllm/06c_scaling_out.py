@@ -575,7 +575,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, choices in layouts.CHOICES.items():
         for layout in choices:
             x = layouts.loaded(layouts.models()[name], layout)
-            alone = layouts.cost(layouts.models()[name], layout, max(1, layout.dp))
+            alone = layouts.cost(layouts.models()[name], layout, sequences=1)
             rows.append([name, layout, f"{x['weights_gb']:.0f}", f"{x['kv_tokens'] / 1e6:.2f} M",
                          f"{x['kv_copies']:.0f}", x["sequences"], f"{alone['latency_ms']:.1f}",
                          f"{x['latency_ms']:.1f}", f"{x['tokens_per_second']:,.0f}"])  # fmt: skip
