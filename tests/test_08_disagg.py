@@ -1288,6 +1288,21 @@ def test_blocks_of_an_abandoned_load_are_free_when_it_is_over(end, tiny_model):
         drain(prefill, decode, seconds=10)
 
 
+def test_an_id_that_comes_again_waits_for_its_own_prompt(tiny_model, expected):
+    """Its first bearer left before it was admitted. That its prompt is not wanted any more is no news of the second."""
+    with pair(tiny_model, "TCPConnector") as (prefill, decode):
+        scheduler = decode.scheduler
+        for transfer in ("first", "second"):
+            remote = {"do_remote_prefill": True, "transfer_id": transfer, **prefill.scheduler.connector.address}
+            decode.add_request(lesson.make_request("a", PROMPT, TOKENS, **remote))
+            if transfer == "first":
+                decode.abort_requests(["a"])
+        for _ in range(5):
+            assert decode.step() == [] and not scheduler.received and not scheduler.running
+        prefill.add_request(lesson.make_request("a", PROMPT, 1, do_remote_decode=True, transfer_id="second"))
+        assert drain(prefill, decode, seconds=20)["a"][0] == expected
+
+
 def test_a_prompt_that_nobody_wants_any_more_leaves_no_name(tiny_model):
     """The decode side leaves while the prompt is computed: there is nothing to keep, and nothing to remember."""
     with pair(tiny_model, "TCPConnector", prefill={"max_num_batched_tokens": 16, "max_num_seqs": 4}) as (

@@ -204,6 +204,73 @@ def test_older_config_fields(tmp_path):
     compare_with_transformers(tmp_path, theirs)
 
 
+def test_a_file_beside_an_index_is_what_counts(tmp_path):
+    """Saved in pieces, then again in one: Transformers leaves the index behind."""
+    make_folder(tmp_path, shard="50KB", tie_word_embeddings=False)
+    theirs = make_folder(tmp_path, seed=1, tie_word_embeddings=False)
+    assert (tmp_path / "model.safetensors.index.json").is_file() and (tmp_path / "model.safetensors").is_file()
+    compare_with_transformers(tmp_path, theirs)
+
+
+@pytest.mark.parametrize("changes", [
+    {"attention_bias": False}, {"mlp_bias": False}, {"rope_theta": 77.0},
+    {"rope_theta": 77.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0}},
+    {"rope_theta": 77.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+], ids=str)  # fmt: skip
+def test_what_a_config_says_twice(tmp_path, changes):
+    """Where fields or tensors contradict each other, those count that count for Transformers."""
+    from transformers import LlamaForCausalLM
+
+    make_folder(tmp_path, attention_bias=True, mlp_bias=True)
+    edit_config(tmp_path, **changes)
+    compare_with_transformers(tmp_path, LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval())
+
+
+def test_last_tokens_outside_the_vocabulary_are_none(tmp_path):
+    make_folder(tmp_path)
+    edit_both(tmp_path, eos_token_id=[2, 96, -1])
+    assert llama.LlamaConfig.from_folder(tmp_path).eos_token_ids == (2,)
+
+
+def test_a_text_is_neither_cut_nor_filled_up(tmp_path):
+    """Some `tokenizer.json` still say how they were used in training."""
+    make_folder(tmp_path)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["truncation"] = {"max_length": 8, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}
+    tokenizer["padding"] = {"strategy": {"Fixed": 32}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 2,
+                            "pad_type_id": 0, "pad_token": "<|im_end|>"}  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for text in ("Hi", "The capital of France is Paris, and the capital of Italy is"):
+        assert llama.Tokenizer(tmp_path).encode(text) == llama.Tokenizer(llama.model_folder()).encode(text)
+
+
+TEMPLATES = {
+    "a token that is none": ("{{ bos_token }}|{{ messages[0].content }}|{{ eos_token }}", {"bos_token": None}),
+    "a token as an object": ("{{ bos_token }}{{ messages[0].content }}",
+                             {"bos_token": {"__type": "AddedToken", "content": "<|im_start|>", "special": True}}),
+    "what is not given": ("{% if documents is not none %}D{% endif %}{% if tools is not none %}{{ tools|tojson }}"
+                          "{% endif %}{{ messages[0].content }}", {}),
+    "tags": ("{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{% generation %}{{ m.content }}"
+             "{% endgeneration %}{% break %}{% endfor %}", {}),
+    "a date": ("{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}{{ messages[0].content }}", {}),
+    "several": ([{"name": "default", "template": "A{{ messages[0].content }}"},
+                 {"name": "rag", "template": "B"}], {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_say_what_they_say_in_transformers(tmp_path, name):
+    from transformers import AutoTokenizer
+
+    make_folder(tmp_path)
+    template, changes = TEMPLATES[name]
+    edited = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**edited, **changes, "chat_template": template}))
+    messages = [{"role": "user", "content": "Zoë"}, {"role": "assistant", "content": "yes"}]
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, tokenize=False)
+    assert llama.Tokenizer(tmp_path).render_chat(messages, add_generation_prompt=False) == theirs
+
+
 def test_low_precision_weights(tmp_path):
     theirs = make_folder(tmp_path)
     theirs.to(torch.bfloat16).save_pretrained(tmp_path)
@@ -252,6 +319,16 @@ def edit_config(folder, **changes):
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
+def edit_both(folder, **changes):
+    edit_config(folder, **changes)
+    (folder / "generation_config.json").write_text(json.dumps(changes))
+
+
+def only_index(folder, text):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
 BROKEN = {
     "another architecture": (lambda f: edit_config(f, architectures=["Qwen3ForCausalLM"]), "Qwen3ForCausalLM"),
     "another activation": (lambda f: edit_config(f, hidden_act="gelu"), "hidden_act"),
@@ -268,14 +345,20 @@ BROKEN = {
     "config that is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
     "truncated weights": (lambda f: os.truncate(f / "model.safetensors", 5000), "model.safetensors"),
-    "index that names no file": (
-        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}'),
-        "gone.safetensors",
-    ),
-    "index of the wrong shape": (
-        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}'),
-        "weight_map",
-    ),
+    "index that names no file": (lambda f: only_index(f, '{"weight_map": {"a": "gone.safetensors"}}'),
+                                 "gone.safetensors"),
+    "index of the wrong shape": (lambda f: only_index(f, '{"weight_map": ["a"]}'), "weight_map"),
+    "another model of its kind": (lambda f: edit_config(f, model_type="mistral"), "mistral"),
+    "an architecture of the wrong type": (lambda f: edit_config(f, architectures=5), "5"),
+    "RoPE in a word": (lambda f: edit_config(f, rope_scaling="linear"), "linear"),
+    "RoPE in a list": (lambda f: edit_config(f, rope_parameters={"rope_type": ["x"]}), "rope_scaling"),
+    "RoPE that divides by zero": (lambda f: edit_config(f, rope_scaling={"type": "linear", "factor": 0}), "factor"),
+    "an epsilon in quotes": (lambda f: edit_config(f, rms_norm_eps="1e-5"), "rms_norm_eps"),
+    "a truth in quotes": (lambda f: edit_config(f, tie_word_embeddings="false"), "tie_word_embeddings"),
+    "a last token in quotes": (lambda f: edit_both(f, eos_token_id="2"), "eos_token_id"),
+    "no token among last tokens": (lambda f: edit_both(f, eos_token_id=[2, None]), "eos_token_id"),
+    "a bias that is not there": (lambda f: edit_config(f, attention_bias=True), "q_proj.bias"),
+    "a template that is no text": (lambda f: (f / "chat_template.jinja").write_bytes(b"\xff"), "chat_template.jinja"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json"),
     "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json"),
 }  # fmt: skip

@@ -1041,6 +1041,9 @@ def prefill(model: llama.Llama, prompts: Sequence[Sequence[int]], run: Run, othe
 def show_model(args: argparse.Namespace) -> None:
     common.heading("4. The real model: two prompts, packed, in one forward pass")
     model, tokenizer = llama.load(args.model)
+    if model.config.head_dim % 16 or model.config.head_dim > 256:
+        raise common.InputError(f"--model {args.model}: head_dim {model.config.head_dim}; this lesson's kernel takes "
+                                "multiples of 16 up to 256")  # fmt: skip
     prompts = [tokenizer.encode(text) for text in ("The capital of France is", "The opposite of hot is")]
     naive = lambda q, k, v, batch: reference(q, k, v, batch)[0].to(q.dtype)  # noqa: E731
     ref = prefill(model, prompts, naive)

@@ -973,6 +973,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     numbers, bench = facts(), {}
     import httpx
 
+    context = llama.LlamaConfig.from_folder(llama.model_folder(args.model)).max_position_embeddings
+    if context < 1024:
+        raise common.InputError(f"--model {args.model}: a context of {context} is too short; this story takes 1024")
     common.heading("1. Start-up, as `serve` prints it")
     flags = ["--max-num-seqs", str(args.max_num_seqs), "--max-num-queued-reqs", str(args.max_num_queued_reqs),
              "--engine-place", args.engine_place, "--max-model-len", "1024", "--kv-cache-gib", "0.25", "--seed",

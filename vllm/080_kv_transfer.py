@@ -667,8 +667,8 @@ class Consumer:
         now = self.clock()
         found = Import(transfer, request_id, blocks, end, made, now + self.timeout, self.retries, now)
         self.imports[transfer] = found
-        if first >= end:  # nothing is missing, but somebody keeps it for us
-            self._complete(found)
+        if first >= end:  # nothing is wanted, but somebody keeps it for us; and nobody here waits to hear that it came
+            self._end(found, "DONE")
         else:
             self._ask(found)
 

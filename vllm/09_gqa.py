@@ -1093,6 +1093,8 @@ def show_mla() -> None:
 
 def show_pooling(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
     """What it does to the real model to have its KV heads merged, without training."""
+    if (context := model.config.max_position_embeddings) < WINDOW:
+        raise common.InputError(f"--model {args.model}: a context of {context} is too short; windows take {WINDOW}")
     windows = corpus(tokenizer, 5120 if args.bench else 512)
     found = {"trained": perplexity(model, windows)}
     for how in ("mean", "first"):
@@ -1148,8 +1150,7 @@ def run_healing(args: argparse.Namespace, machine: dict[str, Any]) -> None:
     """`--heal MINUTES`: pool to one KV head, train, print the curve, store it."""
     model, tokenizer = llama.load(args.model)
     windows = corpus(tokenizer)
-    held_out = windows[:HELD_OUT]
-    train = without_overlap(windows[HELD_OUT:], held_out)
+    held_out, train = windows[:HELD_OUT], without_overlap(windows[HELD_OUT:], windows[:HELD_OUT])
     common.say(f"{held_out.numel():,} tokens to measure on, {train.numel():,} others to train on, none in both")
     student = pool_kv_heads(model, 1)
     base = perplexity(model, held_out)

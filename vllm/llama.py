@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +60,8 @@ class LlamaConfig:
     rope_scaling: dict[str, Any] | None = None
     tie_word_embeddings: bool = True
     eos_token_ids: tuple[int, ...] = ()
+    attention_bias: bool = False
+    mlp_bias: bool = False
 
     @classmethod
     def from_folder(cls, folder: Path, quantized: bool = False) -> LlamaConfig:
@@ -68,17 +70,17 @@ class LlamaConfig:
         `quantized` is for callers who can read weights that are codes: companion 05b.
         """
         raw = _read_json(folder / "config.json")
-        architecture = (raw.get("architectures") or [raw.get("model_type", "unknown")])[0]
-        if architecture not in ("LlamaForCausalLM", "llama"):
-            raise common.InputError(
-                f"{folder}: architecture {architecture} is not supported; allowed: LlamaForCausalLM"
-            )
+        named = raw.get("architectures") or []
+        named = [*(named if isinstance(named, list) else [named]), raw.get("model_type") or (not named and "unknown")]
+        if other := [name for name in named if name and name not in ("LlamaForCausalLM", "llama")]:
+            raise common.InputError(f"{folder}: architecture {other[0]} is not supported; allowed: LlamaForCausalLM")
         if raw.get("hidden_act", "silu") != "silu":
             raise common.InputError(f"{folder}: hidden_act {raw['hidden_act']!r} is not supported; allowed: 'silu'")
         if raw.get("quantization_config") and not quantized:
             raise common.InputError(f"{folder}: quantization_config is not supported here; allowed: float weights")
-        rope = raw.get("rope_parameters") or {}  # Transformers 5; older folders keep the two fields below
-        scaling = raw.get("rope_scaling") or {k: v for k, v in rope.items() if k != "rope_theta"} or None
+        rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # the second since Transformers 5
+        if not isinstance(rope, dict):
+            raise common.InputError(f"{folder / 'config.json'}: rope_parameters is {rope!r}, expected an object")
         eos = raw.get("eos_token_id")
         with contextlib.suppress(common.InputError):  # generation_config.json may name more stop tokens
             eos = _read_json(folder / "generation_config.json").get("eos_token_id", eos)
@@ -94,10 +96,12 @@ class LlamaConfig:
                 head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
                 max_position_embeddings=raw.get("max_position_embeddings", 2048),
                 rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-                rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-                rope_scaling=scaling,
+                rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+                rope_scaling={k: v for k, v in rope.items() if k != "rope_theta"} or None,
                 tie_word_embeddings=raw.get("tie_word_embeddings", False),
                 eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+                attention_bias=raw.get("attention_bias", False),
+                mlp_bias=raw.get("mlp_bias", False),
             )
         except KeyError as error:
             raise common.InputError(f"{folder / 'config.json'}: field {error} is missing") from None
@@ -108,6 +112,17 @@ class LlamaConfig:
             value = getattr(config, field)
             if type(value) is not int or value < 1:
                 raise common.InputError(f"{folder / 'config.json'}: {field} is {value!r}, expected a positive integer")
+        for field, kinds, expected in (
+            ("rms_norm_eps", (int, float), "a number"), ("tie_word_embeddings", (bool,), "true or false"),
+            ("attention_bias", (bool,), "true or false"), ("mlp_bias", (bool,), "true or false"),
+        ):  # fmt: skip
+            if type(value := getattr(config, field)) not in kinds:
+                raise common.InputError(f"{folder / 'config.json'}: {field} is {value!r}, expected {expected}")
+        if not all(type(token_id) is int for token_id in config.eos_token_ids):
+            raise common.InputError(f"{folder}: eos_token_id is {eos!r}, expected a token id or a list of them")
+        # What is not in the vocabulary is never written.
+        known = tuple(token_id for token_id in config.eos_token_ids if 0 <= token_id < config.vocab_size)
+        config = dataclasses.replace(config, eos_token_ids=known)
         if config.num_attention_heads % config.num_key_value_heads or config.head_dim % 2:
             raise common.InputError(
                 f"{folder / 'config.json'}: num_attention_heads {config.num_attention_heads} must be a multiple of "
@@ -142,10 +157,10 @@ def rope_frequencies(config: LlamaConfig) -> torch.Tensor:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     needed = {"default": (), "linear": ("factor",), "llama3": ("factor", "original_max_position_embeddings",
               "low_freq_factor", "high_freq_factor")}  # fmt: skip
-    if kind not in needed:
+    if not isinstance(kind, str) or kind not in needed:
         raise common.InputError(f"rope_scaling type {kind!r} is not supported; allowed: {', '.join(needed)}")
-    if missing := [field for field in needed[kind] if not isinstance(scaling.get(field), int | float)]:
-        raise common.InputError(f"rope_scaling of type {kind} needs a number in the field {missing[0]!r}")
+    if missing := [f for f in needed[kind] if not isinstance(scaling.get(f), int | float) or scaling[f] <= 0]:
+        raise common.InputError(f"rope_scaling of type {kind} needs a positive number in the field {missing[0]!r}")
     if kind == "linear":
         return theta / scaling["factor"]
     if kind == "llama3":
@@ -201,10 +216,8 @@ class Llama:
         self.config, self.dtype, self.device = config, dtype, device or common.device()
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
 
-        def get(name: str, *shape: int, optional: bool = False) -> torch.Tensor | None:
+        def get(name: str, *shape: int) -> torch.Tensor:
             tensor = tensors(name)
-            if tensor is None and optional:
-                return None
             if tensor is None:
                 raise common.InputError(f"weights: tensor {name} is missing")
             if tuple(tensor.shape) != shape:
@@ -216,8 +229,12 @@ class Llama:
         def pack(prefix: str, names: Sequence[str], rows: Sequence[int], columns: int) -> Linear:
             """One matrix product instead of two or three: stack the weights along their output dimension."""
             weights = [get(f"{prefix}.{n}.weight", r, columns) for n, r in zip(names, rows)]
-            biases = [get(f"{prefix}.{n}.bias", r, optional=True) for n, r in zip(names, rows)]
-            return Linear(self._own(weights), None if biases[0] is None else self._own(biases))
+            biased = c.mlp_bias if prefix.endswith("mlp") else c.attention_bias
+            if biased or any(tensors(f"{prefix}.{n}.bias") is not None for n in names):
+                return Linear(
+                    self._own(weights), self._own([get(f"{prefix}.{n}.bias", r) for n, r in zip(names, rows)])
+                )
+            return Linear(self._own(weights))
 
         c = config
         q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
@@ -344,11 +361,24 @@ class Tokenizer:
             self.backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the Rust parser raises nothing more specific
             raise common.InputError(f"{folder / 'tokenizer.json'}: {error}") from None
+        self.backend.no_truncation()  # a file may ask for both: that was for training
+        self.backend.no_padding()
         self.config: dict[str, Any] = {}
-        with contextlib.suppress(common.InputError):
-            self.config = _read_json(folder / "tokenizer_config.json")
+        self.special_tokens: dict[str, str] = {}  # bos_token, eos_token, …: a template may know them
+        for name in ("special_tokens_map.json", "tokenizer_config.json"):
+            with contextlib.suppress(common.InputError):
+                self.config = _read_json(folder / name)
+                texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in self.config.items()}
+                self.special_tokens |= {k: v for k, v in texts.items() if k.endswith("_token") and isinstance(v, str)}
         template = folder / "chat_template.jinja"
-        self.chat_template = template.read_text() if template.is_file() else self.config.get("chat_template")
+        try:
+            given = template.read_text("utf-8") if template.is_file() else self.config.get("chat_template")
+        except (OSError, UnicodeDecodeError) as error:
+            raise common.InputError(f"{template}: {error}") from None
+        if isinstance(given, list):  # several, by their names
+            named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+            given = named.get("default")
+        self.chat_template: str | None = given
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; `add_special_tokens` adds what the tokenizer puts around every text (SmolLM2: nothing)."""
@@ -370,12 +400,10 @@ class Tokenizer:
         """
         if not self.chat_template:
             raise common.InputError("this model has no chat template")
-        special = {
-            k: v["content"] if isinstance(v, dict) else v for k, v in self.config.items() if k.endswith("_token")
-        }
+        known = {"tools": None, "documents": None, **self.special_tokens, **variables}
         try:
             return self._template.render(
-                {**special, **variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
+                {**known, "messages": messages, "add_generation_prompt": add_generation_prompt}
             )
         except Exception as error:  # the template is a stranger's code, and the variables are a client's
             raise common.InputError(f"chat template: {error}") from None
@@ -393,7 +421,7 @@ def read_chat_template(given: str) -> str:
     import jinja2
 
     try:
-        text = given if set(given) & set("{}\n") else Path(given).read_text()
+        text = given if set(given) & set("{}\n") else Path(given).read_text("utf-8")
         _chat_environment().from_string(text)
     except (OSError, UnicodeDecodeError) as error:
         raise common.InputError(f"chat template {given}: {getattr(error, 'strerror', None) or error}") from None
@@ -403,10 +431,24 @@ def read_chat_template(given: str) -> str:
 
 
 def _chat_environment() -> Any:
+    """What Transformers' templates are written for: tags, filters and functions of the same names."""
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment  # a template is code from a stranger's folder
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    class Generation(Extension):
+        """{% generation %}: marks what a model is trained to say. It changes no text."""
+
+        tags: ClassVar[set[str]] = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+    )
     environment.globals["raise_exception"] = _refuse_chat
+    environment.globals["strftime_now"] = lambda form: time.strftime(form)
     environment.filters["tojson"] = lambda x, **kwargs: json.dumps(x, ensure_ascii=False, **kwargs)
     return environment
 
@@ -427,7 +469,14 @@ def load(path_or_id: str | None = None, dtype: torch.dtype = torch.float32,
     config = LlamaConfig.from_folder(folder)
     tokenizer = Tokenizer(folder)
     with contextlib.ExitStack() as stack:
-        return Llama(config, _open_weights(folder, stack), dtype, device), tokenizer
+        stored = _open_weights(folder, stack)
+
+        def tensors(name: str) -> torch.Tensor | None:
+            """Biases that the configuration does not announce are none, as for Transformers."""
+            biased = config.mlp_bias if ".mlp." in name else config.attention_bias
+            return stored(name) if biased or not name.endswith(".bias") else None
+
+        return Llama(config, tensors, dtype, device), tokenizer
 
 
 def _open_weights(folder: Path, stack: contextlib.ExitStack) -> Callable[[str], torch.Tensor | None]:
@@ -435,13 +484,13 @@ def _open_weights(folder: Path, stack: contextlib.ExitStack) -> Callable[[str], 
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    if (folder / "model.safetensors").is_file():  # an index beside it is left over, from larger weights
+        names = ["model.safetensors"]
+    elif index.is_file():
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise common.InputError(f"{index}: weight_map must map tensor names to file names")
         names = sorted(set(weight_map.values()))
-    elif (folder / "model.safetensors").is_file():
-        names = ["model.safetensors"]
     else:
         raise common.InputError(f"{folder}: model.safetensors is missing (other weight formats are not supported)")
     where: dict[str, Any] = {}
