@@ -673,6 +673,7 @@ def test_aborting_frees_everything(llm):
         (["x"], "prompt"), (ids(128), "prompt_token_ids"), (ids(-1), "prompt_token_ids"),
         (ids("a"), "prompt_token_ids"), (ids(True), "prompt_token_ids"), (ids(), "empty"),
         (ids(*[1] * 64), "maximum model length"), ("", "empty"),
+        ("a tokenizer may know more", "prompt: token id"), ({"prompt": "than its model"}, "prompt: token id"),
     ],
 )  # fmt: skip
 def test_wrong_prompts_are_refused_and_leave_nothing(llm, prompt, word):

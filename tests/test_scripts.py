@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -9,8 +10,11 @@ import sys
 import common
 import on_gpu
 import pytest
+import tokenizers
 from documents import LESSONS
 from scripts import execute, get, output_of, run, script_job
+
+import llama
 
 FLAGS = ("--bench", "--json", "--figure", "--model", "--device", "--seed")
 HEAVY = ("06_serving", "08_disagg")  # of those that load most, even for `--help`
@@ -153,12 +157,18 @@ def test_a_wrong_model_is_one_line(wrong):
 
 @pytest.fixture(scope="module")
 def another_model(tmp_path_factory):
-    """Nothing in it is as in SmolLM2: heads and groups, widths, layers, context, an output matrix of its own."""
-    return on_gpu.random_folder(
+    """Nothing in it is as in SmolLM2: heads and groups, widths, layers, context, an output matrix of its own. Every
+    text begins with a token of its own, as in most Llamas."""
+    folder = on_gpu.random_folder(
         tmp_path_factory.mktemp("another") / "model", hidden_size=128, intermediate_size=256, num_hidden_layers=3,
         num_attention_heads=8, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048,
         tie_word_embeddings=False, eos_token_id=[2, 7],
     )  # fmt: skip
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    begin = "<|endoftext|>"
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(f"{begin} $A", special_tokens=[(begin, 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 SIZES = {"05b_quantization": ["--layer", "1"], "05c_tensor_parallel": ["--tensor-parallel-size", "2"],
@@ -177,3 +187,19 @@ def test_another_model(lesson, another_model):
         assert done.returncode == 2 and SHIPPED[lesson] in done.stderr and len(done.stderr.splitlines()) == 1
     else:
         assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
+
+
+def test_a_model_that_a_story_cannot_use_is_one_line(tmp_path):
+    """The kernel takes heads of other sizes; a server and a window need more context."""
+    folder = on_gpu.random_folder(
+        tmp_path / "model", hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=24, max_position_embeddings=128,
+    )  # fmt: skip
+    args = argparse.Namespace(model=str(folder), bench=False)
+    for name, word, tell in (
+        ("03_flash_attention", "head_dim 24", lambda lesson: lesson.show_model(args)),
+        ("06_serving", "context of 128", lambda lesson: lesson.main(["--model", str(folder)])),
+        ("09_gqa", "context of 128", lambda lesson: lesson.show_pooling(args, *llama.load(str(folder)))),
+    ):
+        with pytest.raises(common.InputError, match=word):
+            tell(common.lesson(name))

@@ -1073,7 +1073,8 @@ def _draw_splits(folder: str | Path) -> Path:
     figure, axis = common.new_figure(8.0, 3.2)
     bars = axis.bar(range(len(split)), list(split.values()), color=common.COLORS["blue"], width=0.62)
     axis.set_xticks(range(len(split)), list(split))
-    axis.bar_label(bars, [f"{rate:.0f}" for rate in split.values()], fontsize=9, padding=2)
+    over = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a line may pass behind a label
+    axis.bar_label(bars, [f"{rate:.0f}" for rate in split.values()], fontsize=9, padding=2, bbox=over)
     known = best(found)
     for name, label, color in (("whole", "8 colocated, whole prompts", "grey"),
                                ("chunked", f"8 colocated, chunks of {known['budget']}", "orange")):  # fmt: skip
