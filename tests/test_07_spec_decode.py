@@ -33,6 +33,32 @@ def test_adversarial_pairs_by_enumeration(pair, K):
         assert abs(found.get(output, 0.0) - p[output[0]] * p[output[1]] * p[output[2]]) < 1e-12
 
 
+def test_only_rounding_is_forgiven(tiny_model):
+    """Two answers may part where u lies on the edge between both tokens, or where two logits tie; nowhere else."""
+    prompt, seen = [3, 1, 4], set()
+    params = [lesson.offline.SamplingParams(temperature=0.7, seed=seed) for seed in range(300)]
+    logits = tiny_model.logits(tiny_model.forward(
+        torch.tensor(prompt, device=tiny_model.device), torch.arange(3, device=tiny_model.device),
+        lesson.offline.scheduling.recompute)[-1:])[0].double().cpu()  # fmt: skip
+    edges = (logits / 0.7).softmax(0).cumsum(0).tolist()
+    for each in params:
+        u = lesson.offline.uniforms([each.seed], [0])[0]
+        drawn = next(x for x, edge in enumerate(edges) if edge > u)
+        for other in {max(drawn - 1, 0), min(drawn + 1, 127), 127 - drawn} - {drawn}:
+            close = all(abs(edges[x] - u) <= 1e-3 for x in (min(drawn, other), max(drawn, other) - 1))
+            pair = [drawn, 5, 6], [other, 7, 8]
+            assert enumeration.same_but_for_rounding(tiny_model, prompt, each, *pair, tolerance=1e-3) == close
+            seen.add(close)
+    assert seen == {True, False}
+    same = functools.partial(enumeration.same_but_for_rounding, tiny_model, prompt, params[0])
+    assert same([1, 2], [1, 2]) and not same([1, 2], [1, 2, 3])
+    greedy = lesson.offline.SamplingParams(temperature=0)
+    best, second = logits.topk(2).indices.tolist()
+    assert not enumeration.same_but_for_rounding(tiny_model, prompt, greedy, [best], [second])
+    gap = (logits[best] - logits[second]).item() / logits.abs().max().item()
+    assert enumeration.same_but_for_rounding(tiny_model, prompt, greedy, [best], [second], tolerance=gap * 1.01)
+
+
 def test_models_with_a_past_and_sampling_parameters_by_enumeration():
     errors, outputs = enumeration.all_errors(range(5))
     assert max(errors) < 1e-12 and outputs == 6480

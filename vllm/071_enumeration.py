@@ -17,6 +17,10 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+
+import llama
+
 offline = common.lesson("04b_offline_engine")
 
 Distribution = Sequence[float]  # over the vocabulary
@@ -126,3 +130,29 @@ def all_errors(Ks: Iterable[int]) -> tuple[list[float], int]:
         for drafter in (toy_model(2), target, one_hot(toy_model(3)), avoid(target)):
             found += [largest_error(target, drafter, K) for K in Ks]
     return found, 3**4 * len(found)
+
+
+# --- Equal, up to rounding ------------------------------------------------------------------------------------------
+
+
+def same_but_for_rounding(model: llama.Llama, prompt: Sequence[int], params: offline.SamplingParams,
+                          ours: Sequence[int], theirs: Sequence[int], tolerance: float = 1e-6) -> bool:  # fmt: skip
+    """Are two answers the same, or do they part at a token where it took a rounding error to decide?
+
+    A batch of another shape rounds logits otherwise. That decides where two logits tie, or where the random number lies
+    on the edge between two tokens: 49,152 edges are close together if a model finds every token equally likely.
+    `params` may have a temperature and a seed.
+    """
+    parted = [i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b]
+    if not parted:
+        return len(ours) == len(theirs)
+    i = parted[0]
+    low, high = sorted((ours[i], theirs[i]))
+    ids = torch.tensor([*prompt, *ours[:i]], device=model.device)
+    hidden = model.forward(ids, torch.arange(len(ids), device=model.device), offline.scheduling.recompute)
+    logits = model.logits(hidden[-1:])[0].double()
+    if params.temperature == 0:
+        return abs(logits[low] - logits[high]).item() <= tolerance * logits.abs().max().item()
+    edges = (logits / params.temperature).softmax(0).cumsum(0)  # token x has [edges[x − 1], edges[x])
+    u = offline.uniforms([params.seed], [i])[0]
+    return all(abs(edges[x].item() - u) <= tolerance for x in (low, high - 1))

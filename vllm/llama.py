@@ -448,7 +448,7 @@ def _chat_environment() -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.globals["raise_exception"] = _refuse_chat
-    environment.globals["strftime_now"] = lambda form: time.strftime(form)
+    environment.globals["strftime_now"] = time.strftime
     environment.filters["tojson"] = lambda x, **kwargs: json.dumps(x, ensure_ascii=False, **kwargs)
     return environment
 
@@ -484,7 +484,7 @@ def _open_weights(folder: Path, stack: contextlib.ExitStack) -> Callable[[str], 
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():  # an index beside it is left over, from larger weights
+    if (folder / "model.safetensors").is_file():  # an index beside it is left over from pieces
         names = ["model.safetensors"]
     elif index.is_file():
         weight_map = _read_json(index).get("weight_map")
