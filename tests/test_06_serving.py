@@ -219,7 +219,10 @@ class Weather(pydantic.BaseModel):
     days: list[bool] = pydantic.Field(max_length=2)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Weather"}}])
+NAMED = pytest.param({"type": "function", "function": {"name": "Weather"}}, marks=pytest.mark.slow, id="by name")
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
 @pytest.mark.parametrize("temperature", [0, pytest.param(1.5, marks=pytest.mark.slow)])
 def test_a_demanded_tool_is_called(server, choice, temperature):
     """A model of 135 M parameters knows no tools; the official client reads its calls, whole and streamed."""

@@ -87,10 +87,10 @@ def test_a_kernel_counts_and_records_its_launches():
     assert kernel.launches == len(calls)
 
 
-def test_gpu_stays_unseen_when_the_cpu_is_asked_for():
-    for argv in (["--device", "cpu"], ["--device=cpu"]):
-        done = run_python("import common; print(common.HAS_GPU, common.INTERPRET)", *argv)
-        assert done.stdout.split() == ["False", "True"], done.stderr
+@pytest.mark.parametrize("argv", [["--device", "cpu"], pytest.param(["--device=cpu"], marks=pytest.mark.slow)], ids=str)
+def test_gpu_stays_unseen_when_the_cpu_is_asked_for(argv):
+    done = run_python("import common; print(common.HAS_GPU, common.INTERPRET)", *argv)
+    assert done.stdout.split() == ["False", "True"], done.stderr
 
 
 # --- Lessons by path ------------------------------------------------------------------------------------------------
