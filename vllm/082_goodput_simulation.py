@@ -12,7 +12,7 @@ time per output token (TPOT). That depends on the lengths, the limits, the link 
 
 Nothing here runs a model, except `measure_steps`. Times are integers: microseconds, and picoseconds for what a token
 costs, so that a browser repeats the arithmetic to the last digit. Run by itself, this file simulates RECORDED anew
-and prints it: two minutes.
+and prints it: twenty minutes.
 
 Read for this: Zhong et al. 2024 (DistServe: goodput), Patel et al. 2024 (Splitwise), Qin et al. 2025 (Mooncake),
 Singh et al. 2025 (EPD: encode as a third stage), vLLM 0.32 `v1/core/sched/scheduler.py`, `benchmarks/serve.py`.
