@@ -374,3 +374,81 @@ def noticed(feature) -> bool:
             return True  # too broken to finish
 
     return any(map(differs, WORKLOADS[feature]))
+
+
+# --- What vLLM 0.33 decides otherwise: three rules --------------------------------------------------------------------
+#
+# All workloads were recorded once more from vLLM 0.33. Where it decides otherwise, `golden/vllm_0.33/` has its trace;
+# three rules changed here, one by one, give that trace.
+
+Next = preemption.Scheduler
+CHANGED = sorted((GOLDEN / "vllm_0.33").iterdir())
+
+
+def _goes_on_behind_itself(self, output):
+    """By priority, a request that evicts itself does not end the walk: others, more important, stand behind it."""
+    for request in tuple(self.running):
+        if request.status is not scheduling.RequestStatus.RUNNING:
+            continue
+        room = self.config.max_model_len - 1 - request.num_computed_tokens
+        num_new_tokens = min(self._num_new_tokens(request), room)
+        while num_new_tokens > 0 and self.kv_cache_manager.allocate_slots(request, num_new_tokens) is None:
+            victim = self._choose_victim()
+            self._preempt_request(victim, output)
+            if victim is request:
+                if self.config.policy != "priority":
+                    return
+                num_new_tokens = 0
+        if num_new_tokens > 0:
+            output.scheduled_running_reqs.append(request)
+            self._grant(request, num_new_tokens, output)
+
+
+def _every_adapter_counts(base, manager, original=multi_lora.lora_scheduler):
+    """Adapters of all who have a seat count, also of those of whom nothing more is to be computed."""
+    return type("Scheduler", (original(base, manager),), {
+        "of_this_step": property(lambda self: (self.running,), lambda self, parts: None),
+    })  # fmt: skip
+
+
+class _FindsWhatWasVerified(Speculative):
+    """Full blocks can be found once their tokens are verified, not only when the next step is scheduled."""
+
+    def update_from_output(self, output, sampled):
+        known = [self.requests[i] for i in sampled if i in self.requests]
+        self.heard = known if self.kv_cache_manager.enable_caching else []
+        heard = super().update_from_output(output, sampled)
+        for request in self.heard:
+            if request.request_id in self.requests:
+                self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
+        return heard
+
+    def _free_request(self, request):
+        if request in self.heard:
+            self.kv_cache_manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens - 1))
+        super()._free_request(request)
+
+
+RULES_OF_033 = {
+    "fuzz": lambda patch: patch.setattr(Next, "_schedule_running", _goes_on_behind_itself),
+    "ahead": lambda patch: patch.setattr(Next, "_schedule_running", _goes_on_behind_itself),
+    "adapters": lambda patch: patch.setattr(multi_lora, "lora_scheduler", _every_adapter_counts),
+    "speculative": lambda patch: patch.setattr(speculation, "SpeculativeScheduler", _FindsWhatWasVerified),
+}
+
+
+@pytest.mark.parametrize("path", CHANGED, ids=lambda path: path.stem)
+def test_three_rules_make_it_vllm_033(path, monkeypatch):
+    def ours():
+        workload = json.loads(next(GOLDEN.glob(f"*/workloads/{path.name}")).read_text())
+        steps = preemption.replay(workload)["steps"] if feature == "fuzz" else Core(workload).run()
+        return text(steps)
+
+    def text(steps):
+        return [{field: json.dumps(value) for field, value in step.items()} for step in steps]  # the order counts in it
+
+    feature, recorded = path.stem.split("_")[0], json.loads(path.read_text())
+    assert recorded["vllm"] == "0.33.0"
+    assert ours() != text(recorded["steps"])
+    RULES_OF_033[feature](monkeypatch)
+    assert ours() == text(recorded["steps"])
