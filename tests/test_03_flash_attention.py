@@ -246,6 +246,21 @@ def test_one_sequence_never_reads_another(kernels, device):
         assert not out[5:23].isnan().any() and out[:5].isnan().all()
 
 
+@pytest.mark.parametrize("mask", [{}, {"window": 16}], ids=["causal", "window"])
+def test_tiles_of_keys_that_no_query_sees_are_skipped(kernels, device, mask):
+    """Values there are NaN, and a weight of 0 would not hide them: this work, half of it or more, is not done."""
+    batch = Batch.of([64])
+    q, k, v = lesson.random_qkv(batch, 1, 1, 16, torch.float32)
+    ref, _ = lesson.reference(q, k, v, batch, **mask)
+    for first in range(0, 64, SMALL.block_m):
+        values, end = v.clone(), first + SMALL.block_m
+        values[end:] = math.nan
+        if mask:
+            values[: max(0, first - 15) // SMALL.block_n * SMALL.block_n] = math.nan
+        out, _ = lesson.flash_attention(q, k, values, *batch, tiles=SMALL, **mask)
+        common.assert_close(out[first:end], ref[first:end])
+
+
 def test_rows_behind_the_last_sequence_are_left_alone(kernels, device, monkeypatch, guarded):
     batch = Batch.of([5, 3])
     q, k, v = lesson.random_qkv(Batch.of([12]), 2, 1, 16, torch.float32)
