@@ -221,6 +221,17 @@ def test_prefill_scores_far_apart(kernels, device):
     common.assert_close(lesson.gqa_prefill(*(x.to(device) for x in (q, k, v, loc)), 100).cpu(), reference)
 
 
+def test_prefill_reads_no_keys_that_nobody_in_a_tile_sees(kernels, device):
+    """Values there are NaN, and a weight of 0 would not hide them: half of a prompt's work is not done."""
+    (q, k, v, loc), reference = prompts([48], 2, 1, 16)
+    block_q = lesson.prefill_tiles(torch.float32, 16, 2)[0] // 2
+    for first in range(0, 48, block_q):
+        values = v.clone()
+        values[first + block_q :] = torch.nan
+        out = lesson.gqa_prefill(*(x.to(device) for x in (q, k, values, loc)), 48)
+        common.assert_close(out[first : first + block_q].cpu(), reference[first : first + block_q], torch.float32)
+
+
 def test_prefill_nothing(kernels, device):
     (q, k, v, _), _ = prompts([3], 4, 2, 16)
     q, k, v = (x.to(device) for x in (q, k, v))

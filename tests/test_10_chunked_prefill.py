@@ -86,6 +86,20 @@ def test_kernel_at_every_edge(n, context, guarded, kernels):
     check_batch([(1, 5), (n, context + n), (1, 34)], 3, 1, 16, 16, torch.float16, guarded)
 
 
+def test_kernel_reads_no_keys_that_nobody_in_a_tile_sees(guarded, device, kernels):
+    """Values there are NaN, and a weight of 0 would not hide them: this part of a prompt's work is not done."""
+    n, S = 40, 64
+    (q, cache, table, *rest), longest = make_batch([(n, S)], 2, 1, 16, 16, torch.float32, guarded)
+    ref = lesson.mixed_attention_reference(q, cache, table, *rest)
+    block_q = lesson.choose_tiles(torch.float32, 16, 2, n)[0] // 2
+    for first in range(0, n, block_q):
+        later = torch.arange(min(S, S - n + first + block_q), S, device=device)
+        values = cache.clone()
+        values[1, table[0, later // 16].long(), later % 16] = float("nan")
+        out = lesson.unified_attention(q, values, table, *rest, longest)
+        common.assert_close(out[first : first + block_q].cpu(), ref[first : first + block_q])
+
+
 def test_kernel_alone_and_empty(guarded, device, kernels):
     for work in ([(1, 1)], [(3, 3)], [(0, 4), (2, 9)], [(2, 9), (0, 4)]):
         check_batch(work, 6, 2, 16, 16, torch.float32, guarded)
