@@ -827,6 +827,15 @@ def test_a_wrong_result_stops_the_script(monkeypatch):
         lesson.check_kernels(16)
 
 
+def test_the_script_names_the_way_that_it_checked(monkeypatch, capsys):
+    if common.HAS_GPU:
+        pytest.skip("the torch path does not run on a GPU")
+    monkeypatch.setattr(common, "HAS_TRITON", False)
+    monkeypatch.setattr(torch_attention, "decode_gathered", lambda *_: pytest.fail("gathered"))
+    lesson.check_kernels(16)
+    assert "torch path: keys and values in place" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("value", ["0", "12", "4096", "x"])
 def test_block_size_flag_refuses(value, capsys):
     with pytest.raises(SystemExit) as stop:

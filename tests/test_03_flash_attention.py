@@ -122,6 +122,16 @@ def test_tiled_attention(mask, T, S):
     common.assert_close(lse, ref_lse)
 
 
+@pytest.mark.parametrize("window", [1, 5, 20])
+def test_a_window_without_causality_looks_ahead(window, device):
+    """`visible` says so: a window alone hides what lies behind, and nothing ahead."""
+    batch = Batch.of([50], [60])
+    q, k, v = lesson.random_qkv(batch, 4, 2, 64, torch.float32)
+    ref = lesson.reference(q, k, v, batch, False, window)[0]
+    common.assert_close(lesson.tiled_attention(q, k, v, False, window, block_m=16, block_n=8)[0], ref)
+    common.assert_close(lesson.run_sdpa(q, k, v, batch, False, window), ref)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("T", "D", "block_m"), [(128, 64, 128), (256, 16, 64), (192, 32, 64), (100, 16, 128)])
 def test_counters_agree_with_the_formulas(T, D, block_m, causal):

@@ -1059,7 +1059,7 @@ def check_kernels(block_size: int) -> None:
     case = random_case([0, 1, block_size - 1, block_size, block_size + 1], block_size, 9, 3, 64, torch.float32)
     reference, S = paged_decode_reference(*case), block_size + 1
     if not common.HAS_GPU:
-        common.check("torch path: gather, then SDPA", paged_decode(*case, S), reference)
+        common.check("torch path: keys and values in place", paged_decode(*case, S), reference)
     if not common.HAS_TRITON:
         common.skipped("the Triton kernels", common.kernel_mode())
         return

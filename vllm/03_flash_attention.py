@@ -178,7 +178,9 @@ def tiled_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, window
             s = q_tile @ k_tile.transpose(1, 2) * scale  # [Hq, M, N]
             if (causal and n + block_n > first + 1) or (window and n <= last - window):  # the mask's edge crosses it
                 position, key = torch.arange(first, last + 1)[:, None], torch.arange(n, n + k_tile.shape[1])
-                hidden = (key > position) | (key <= position - (window or S + T))
+                hidden = key <= position - (window or S + T)
+                if causal:
+                    hidden |= key > position
                 s = s.masked_fill(hidden.to(s.device), -math.inf)
             m_new = torch.maximum(m, s.amax(dim=-1))
             origin = torch.where(m_new == -math.inf, 0, m_new)
@@ -503,8 +505,9 @@ def run_sdpa(q: Tensor, k: Tensor, v: Tensor, batch: Batch, causal: bool = True,
     for sequence in zip(q.split(query_lens), k.split(seq_lens), v.split(seq_lens)):
         x, y, z = (tensor.transpose(0, 1)[None] for tensor in sequence)  # [1, H, T or S, D]
         T, S = x.shape[2], y.shape[2]
-        plain = T == S and not window  # then is_causal says it all: SDPA's diagonal begins at the top left
-        mask = None if plain or not causal else visible(T, S, causal, window, q.device)
+        # Then is_causal says it all: SDPA's diagonal begins at the top left.
+        plain = not window and (T == S or not causal)
+        mask = None if plain else visible(T, S, causal, window, q.device)
         o = F.scaled_dot_product_attention(x, y, z, mask, is_causal=causal and plain, enable_gqa=True)
         out.append(o[0].transpose(0, 1))
     return torch.cat(out)
