@@ -442,6 +442,10 @@ def test_the_cliff_is_the_pools():
     assert low["p99"] == pytest.approx(cliff["ample"]["4"]["p99"]) and low["preemptions"] == 0
     assert high["p99"] > 1.8 * cliff["ample"]["10"]["p99"] and high["pool_used"] > 0.85 and high["redone"] > 0.1
     assert cliff["swap"]["10"]["redone"] == 0 and cliff["swap"]["10"]["p99"] > 0.9 * high["p99"]
+    gpu, config = common.HARDWARE[lesson.CLIFF_GPU], lesson.kv_cache.MODELS[lesson.CLIFF_MODEL]
+    block = 16 * lesson.kv_cache.KVCacheSpec.from_config(config).bytes_per_token()
+    weights = 2 * sum(lesson.kv_cache.weights_read(config))
+    assert weights + max(lesson.POOLS.values()) * block <= 0.9 * gpu.memory, "a pool that the card cannot hold"
 
 
 # --- simulate -------------------------------------------------------------------------------------------------------

@@ -414,6 +414,10 @@ def test_the_least_served_tenant_is_next():
     assert [r.request_id for r in queue] == ["0", "1", "2", "9"] and queue.peek_request().request_id == "0"
     queue.remove_request(late)
     assert len(queue) == 3
+    while len(queue):
+        queue.charge(queue.pop_request().lora_name, 10)
+    queue.add_request(lesson.dry_request(20, 2))
+    assert queue.counters["2"] == queue.counters["0"] == 35, "nobody waits: at the counter of who left last"
     fair = lesson.facts()["fair"]
     assert fair["vtc"]["light"] < fair["fcfs"]["light"] / 10 and fair["vtc"]["steps"] == fair["fcfs"]["steps"]
 

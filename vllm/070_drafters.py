@@ -87,8 +87,9 @@ class Drafter:
 class NgramDrafter(Drafter):
     """Prompt lookup: the last n tokens have occurred before, so what followed them then may follow now.
 
-    The longest n in [min_n, max_n] that has occurred wins, at its first place, as in vLLM. vLLM walks through the whole
-    context in every step (in compiled code); here an index remembers where each n-gram ended first.
+    The longest n in [min_n, max_n] that has occurred wins, at its first place, as in vLLM's first-generation runner.
+    The second's kernel takes the last place. Both walk through the whole context in every step, in compiled code; here
+    an index remembers where each n-gram ended first.
     """
 
     def __init__(self, min_n: int, max_n: int) -> None:

@@ -354,19 +354,21 @@ class FairRequestQueue:
     """The next request is one of the tenant that has been served least (Sheng et al. 2024: virtual token counter).
 
     A tenant is an adapter. Its counter grows by what it is served; one that comes back from a pause starts at the
-    least among those who wait, or it could claim all that it did not use.
+    least among those who wait (if nobody does, at that of who left the queue last), or it could claim all that it did
+    not use.
     """
 
     def __init__(self) -> None:
         self.queues: dict[str | None, deque[Request]] = {}
         self.counters: Counter[str | None] = Counter()
+        self.left_last: str | None = None
 
     def add_request(self, request: Request, front: bool = False) -> None:
         tenant = request.lora_name
         if not self.queues.get(tenant):
-            waiting = [self.counters[other] for other, queue in self.queues.items() if queue]
-            if waiting and not front:
-                self.counters[tenant] = max(self.counters[tenant], min(waiting))
+            waiting = [other for other, queue in self.queues.items() if queue] or [self.left_last]
+            if not front:
+                self.counters[tenant] = max(self.counters[tenant], min(self.counters[other] for other in waiting))
             self.queues[tenant] = deque()
         (self.queues[tenant].appendleft if front else self.queues[tenant].append)(request)
 
@@ -383,6 +385,7 @@ class FairRequestQueue:
     def pop_request(self) -> Request:
         request = self.peek_request()
         self.queues[request.lora_name].popleft()
+        self.left_last = request.lora_name
         return request
 
     def remove_request(self, request: Request) -> None:
@@ -726,8 +729,9 @@ SMOLLM = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num
 LLAMA_8B = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
                 num_key_value_heads=8, head_dim=128, vocab_size=128256)  # fmt: skip
 POPULARITY = ("identical", "Zipf 1.5", "uniform", "distinct")
-# Chen et al. 2023, Figure 8 and text: one operator, rank 16, A100 80GB, µs at batch 1 and 64.
-PUNICA = {"identical": (37, 40), "Zipf 1.5": (37, 46), "uniform": (37, 46), "distinct": (37, 116)}
+# Chen et al. 2023, Figure 8 and text: one operator, rank 16, A100 80GB, µs at batch 1 and 64. Their "Zipf-1.5" is
+# geometric: each adapter has 1.5 times the rows of the next, so 64 rows have 9 adapters, and as uniform ones take 46.
+PUNICA = {"identical": (37, 40), "Zipf 1.5": ("", ""), "uniform": (37, 46), "distinct": (37, 116)}
 
 
 def parameters_per_rank(config: llama.LlamaConfig) -> int:
@@ -740,7 +744,7 @@ PER_RANK = parameters_per_rank(llama.LlamaConfig(**SMOLLM))  # times the bytes o
 
 
 def popularity(kind: str, rows: int, seed: int = 0) -> list[int]:
-    """The adapter of each row of a batch, as Punica's benchmarks draw them: uniform over ⌈√rows⌉ adapters."""
+    """The adapter of each row of a batch. As in Punica's benchmarks, uniform is over ⌈√rows⌉ adapters."""
     rng = random.Random(seed)
     if kind == "identical":
         return [0] * rows
