@@ -117,7 +117,7 @@ class Scheduler(chunked_prefill.Scheduler):
             while self.kv_cache_manager.allocate_slots(request, num_new_tokens) is None:
                 victim = self._choose_victim()
                 self._preempt_request(victim, output)
-                if victim is request:  # the walk ends here, even if others behind it could now go on
+                if victim is request:  # the walk ends here, even if others behind it could go on (in 0.33 they do)
                     return
             output.scheduled_running_reqs.append(request)
             self._grant(request, num_new_tokens, output)
