@@ -328,6 +328,13 @@ def test_wire_bytes_by_counting_a_ring(n, chunk):
     assert lesson.wire_bytes("all_gather", n * chunk, n) == pytest.approx(chunk * (n - 1))
 
 
+def test_published_sizes_are_bytes():
+    """aiconfigurator lists bf16 elements. As bytes they would make NVLink's best ring half as fast as any known one."""
+    payload, n, seconds = lesson.PUBLISHED["32mb_tp8"]
+    assert 300e9 < lesson.wire_bytes("all_reduce", payload, n) / seconds < 450e9
+    assert 300e9 < lesson.LINKS["nvlink"].bandwidth == lesson.LINKS["nvlink_eager"].bandwidth < 450e9
+
+
 def test_arithmetic_of_the_facts():
     found = lesson.facts()
     wire = found["wire"]
@@ -343,6 +350,13 @@ def test_arithmetic_of_the_facts():
     assert found["decode"]["llama_31_8b"]["floor_ms"]["nvlink"] == pytest.approx(65 * 4.5e-3)
     gain = lambda model, link: found["prefill"][model][link]["8"]["speedup"]  # noqa: E731
     assert gain("llama_31_8b", "pcie5") < 1.2 < 2.5 < gain("llama_31_70b", "nvlink")
+    for of in found["shared"].values():  # a group reads weights once, replicas send nothing
+        ahead = {b: of["one"]["tokens_per_second"][b] > of["replicas"]["tokens_per_second"][b] for b in ("512", "2048")}
+        assert ahead == {"512": True, "2048": False} and 512 < of["even_at"] < 2048
+        assert of["one"]["prefill"] < of["replicas"]["prefill"]
+    even = found["prefill"]["llama_31_8b"]["pcie5"]["even_at"]
+    one, eight = (lesson.step_seconds("Llama-3.1-8B", n, lesson.LINKS["pcie5"], 1, 1024, 1024) for n in (1, 8))
+    assert one["compute"] / even == pytest.approx(eight["compute"] / even + eight["talk"])
     eight = found["owns"]["llama_31_8b"]
     assert eight["16"]["kv_bytes"] == eight["8"]["kv_bytes"] and eight["16"]["kv_copies"] == 2
 

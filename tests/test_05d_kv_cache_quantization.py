@@ -453,7 +453,7 @@ def test_forks_share_and_copy(tiny_model):
 
 
 class OpenRows(RuleBasedStateMachine):
-    """Sequences of the channel cache start, grow, fork nothing and end half full; rows are conserved."""
+    """Sequences of the channel cache start, grow, fork and end half full; rows are conserved."""
 
     def __init__(self):
         super().__init__()
@@ -474,12 +474,17 @@ class OpenRows(RuleBasedStateMachine):
             self.step(self.tables[i % len(self.tables)], n)
 
     @rule(i=st.integers(0, 9))
+    def fork(self, i):
+        if self.tables:
+            self.tables.append(self.tables[i % len(self.tables)].fork())
+
+    @rule(i=st.integers(0, 9))
     def end(self, i):
         if self.tables:
             self.tables.pop(i % len(self.tables)).free()
 
     def step(self, table, n):
-        table.append(n)
+        self.cache.copy_blocks(table.append(n))
         meta = paged.AttentionMetadata.build([table.blocks], [table.num_tokens], [n], 4)
         self.cache.begin_step(meta.slot_mapping)
         k = torch.full((n, 2, 16), float(table.num_tokens), device=self.cache.layers[0].device)
@@ -500,6 +505,18 @@ class OpenRows(RuleBasedStateMachine):
 
 OpenRows.TestCase.settings = settings(max_examples=15, stateful_step_count=15)
 TestOpenRows = OpenRows.TestCase
+
+
+def test_a_copy_into_a_block_given_back_half_full_takes_over_its_row(tiny_model):
+    cache = lesson.make_cache(tiny_model, 8, 8, "kivi_2bit")
+    cache.begin_step(torch.tensor([8, 9, 16, 17]))  # blocks 1 and 2 are open
+    cache.open_keys[0][cache.rows[1]], old = 7.0, cache.rows[2]
+    cache.copy_blocks([(1, 2)])  # 2 was given back, and is somebody's copy of 1 now
+    assert cache.rows[2] == old and (cache.open_keys[0][old] == 7).all()
+    assert sorted([*cache.rows.values(), *cache.free_rows]) == list(range(len(cache.open_keys[0])))
+    cache.begin_step(torch.arange(24, 32))  # block 3 is full, and copied into 2: what 2 was is forgotten
+    cache.copy_blocks([(3, 2)])
+    assert 2 not in cache.rows and cache.open_rows[2] == -1 and old in cache.free_rows
 
 
 def test_a_closed_block_cannot_be_continued(tiny_model):

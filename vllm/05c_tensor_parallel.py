@@ -621,14 +621,15 @@ class Link:
         return calls * (self.latency + wire_bytes(collective, payload, n) / self.bandwidth) if n > 1 else 0.0
 
 
-# vLLM's custom all-reduce on an H200, NVIDIA aiconfigurator: up to 16 KB 4.4–4.7 µs in a CUDA graph, 20.8 µs outside.
-# 160 GB/s is what its larger messages come to (450 are nominal). For PCIe we know no such table: the nominal rate.
+# vLLM's all-reduce on an H200, NVIDIA aiconfigurator (whose sizes are bf16 elements, not bytes): up to 16 KB 4.4–5.2 µs
+# in a CUDA graph, about 20.8 µs outside. 320 GB/s is what its larger messages come to (450 are nominal). For PCIe we
+# know no such table: the nominal rate.
 LINKS = {
-    "nvlink": Link(160e9, 4.5e-6),
-    "nvlink_eager": Link(160e9, 20.8e-6),
+    "nvlink": Link(320e9, 4.5e-6),
+    "nvlink_eager": Link(320e9, 20.8e-6),
     "pcie5": Link(63e9, 4.5e-6),
 }
-PUBLISHED = {"1mb_tp2": (1 << 20, 2, 12.4e-6), "1mb_tp8": (1 << 20, 8, 18.1e-6), "16mb_tp8": (16 << 20, 8, 166e-6)}
+PUBLISHED = {"2mb_tp2": (2 << 20, 2, 12.4e-6), "2mb_tp8": (2 << 20, 8, 18.1e-6), "32mb_tp8": (32 << 20, 8, 166e-6)}
 H200 = common.HARDWARE["H200 141GB"]
 
 
@@ -779,18 +780,27 @@ def facts() -> dict[str, Any]:
                 str(n): {"ms": 1e3 * t[n]["total"], "speedup": t[1]["total"] / t[n]["total"],
                          "share": t[n]["talk"] / t[n]["total"]} for n in t
             }  # fmt: skip
+            # The share of its peak at which one GPU, computing, takes as long as eight, computing and talking.
+            prefill[key(model)][name]["even_at"] = (t[1]["total"] - t[8]["compute"]) / t[8]["talk"]
     fit = {name: LINKS["nvlink"].seconds("all_reduce", payload, n) / seconds - 1
            for name, (payload, n, seconds) in PUBLISHED.items()}  # fmt: skip
-    # Eight GPUs as one engine, or as replicas of the smallest group that holds the model, serving 512 sequences.
+    # Eight GPUs as one engine, or as replicas of the smallest group that holds the model.
     shared: dict[str, Any] = {}
     for model, smallest in (("Llama-3.1-8B", 1), ("Llama-3.1-70B", 2)):
+
+        def step(n: int, num_seqs: int) -> float:
+            return step_seconds(model, n, LINKS["nvlink"], num_seqs * n // 8)["total"]  # noqa: B023
+
         for n in (smallest, 8):
             owns, groups = ownership(model, n), 8 // n
             room = kv_cache.GPU_MEMORY_UTILIZATION * H200.memory - owns["weight_bytes"]
-            step = step_seconds(model, n, LINKS["nvlink"], 512 // groups)["total"]
             shared.setdefault(key(model), {})["one" if n == 8 else "replicas"] = {
-                "kv_tokens": groups * int(room // owns["kv_bytes"]), "tokens_per_second": 512 / step, "ms": 1e3 * step,
+                "kv_tokens": groups * int(room // owns["kv_bytes"]),
+                "tokens_per_second": {str(b): b / step(n, b) for b in (512, 2048)},
+                "ms": {str(b): 1e3 * step(n, b) for b in (512, 2048)},
+                "prefill": groups * 1024 / step_seconds(model, n, LINKS["nvlink"], 1, 1024, 1024)["total"],
             }  # fmt: skip
+        shared[key(model)]["even_at"] = next(b for b in range(8, 1 << 14, 8) if step(smallest, b) < step(8, b))
     orders = {order: simulate(WIDGET_DEFAULT | {"order": order}) for order in ORDERS}
     return {
         "wire": wire, "decode": decode, "prefill": prefill, "fit": fit, "worst_fit": max(map(abs, fit.values())),

@@ -584,6 +584,9 @@ class ChannelKVCache(QuantizedKVCache):
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         super().copy_blocks(pairs)
         for source, target in pairs:
+            if target in self.rows:  # whoever had it before gave it back half full
+                self.free_rows.append(self.rows.pop(target))
+                self.open_rows[target] = -1
             if source in self.rows:
                 row = self.rows[target] = self.open_rows[target] = self.take_row()
                 for keys in self.open_keys:

@@ -14,8 +14,8 @@ The mechanism:
   5. For decoding, the matrices that make keys and values are folded into the query and the output. What is left is
      MQA: one KV head of 576, whose value is the first 512 elements of its key.
   6. A rotation between query and key would forbid the folding; that is why position travels in its own 64 elements.
-  7. Tensor parallelism splits heads. A KV head that has fewer than one GPU each is copied: one head is not less than
-     eight on eight GPUs.
+  7. Tensor parallelism splits heads. Where there are fewer KV heads than GPUs, each is copied: one head is not less
+     than eight on eight GPUs.
 
 Numbers to remember: 32 layers of 32 heads of 128, bf16: 512 KiB per token for MHA, 128 for GQA-8, 16 for MQA. On eight
 GPUs, per GPU: 64, 16, and again 16.
