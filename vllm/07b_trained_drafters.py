@@ -26,8 +26,8 @@ How to run:
   uv run python vllm/07b_trained_drafters.py train --write 2 --minutes 3    train your own; goes on where it stopped
 
 Read for this: Cai et al. 2024 (Medusa), Li et al. 2024, 2025 (EAGLE, EAGLE-3), Miao et al. 2024 (SpecInfer), Zhao et
-al. 2025 (FR-Spec), Elhoushi et al. 2024 (LayerSkip); vLLM 0.32 `v1/spec_decode/eagle.py`, `v1/spec_decode/draft_model.py`,
-`v1/spec_decode/medusa.py` (gone in 0.33).
+al. 2025 (FR-Spec), Elhoushi et al. 2024 (LayerSkip); vLLM 0.32 `v1/spec_decode/eagle.py`, `draft_model.py`, and
+`medusa.py`, which is gone in 0.33.
 """
 
 from __future__ import annotations
