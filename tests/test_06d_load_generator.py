@@ -206,6 +206,8 @@ def test_arrivals_at_the_ends():
     again = [lesson.arrival_times(9, 2.0, random.Random(5)) for _ in range(2)]
     assert again[0] == again[1] != lesson.arrival_times(9, 2.0, random.Random(6))
     assert lesson.arrival_times(1, 4.0, rng) == [0.25]
+    tight = [lesson.arrival_times(2, 4.0, random.Random(seed), 0.001) for seed in range(40)]  # gaps may all be 0
+    assert [0.0, 0.0] in tight and {due[-1] for due in tight} == {0.0, 0.5}
 
 
 def test_lengths():

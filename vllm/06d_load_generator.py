@@ -244,7 +244,7 @@ def arrival_times(count: int, rate: float, rng: random.Random, burstiness: float
     if math.isinf(burstiness):
         return [(i + 1) / rate for i in range(count)]
     due = list(itertools.accumulate(rng.gammavariate(burstiness, 1.0) for _ in range(count)))
-    return [at * count / rate / due[-1] for at in due]
+    return [at * count / rate / (due[-1] or 1.0) for at in due]  # bursts so tight that all gaps are 0: all at once
 
 
 WORDS = ("time", "year", "people", "way", "day", "life", "child", "world", "school", "state", "family", "group")
