@@ -457,6 +457,20 @@ def test_a_reply_that_will_never_come_is_an_error(tiny, folder):
     asyncio.run(run())
 
 
+def test_who_calls_the_engine_during_or_after_a_shutdown_does_not_wait(tiny, folder):
+    async def run():
+        async with running(folder, "event-loop") as llm:
+            during = asyncio.create_task(llm.call_utility("check_idle"))
+            await asyncio.sleep(0)
+            await llm.shutdown()
+            for call in (during, llm.call_utility("check_idle")):
+                with pytest.raises(lesson.EngineDeadError, match="shut down"):
+                    async with asyncio.timeout(5):
+                        await call
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("place", ["thread"])
 def test_start_up_errors_reach_the_caller(monkeypatch, folder, place):
     heard = []

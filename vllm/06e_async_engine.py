@@ -759,17 +759,20 @@ class AsyncLLM:
         self.front.callers.clear()
         for collector in self.collectors.values():
             collector.put(EngineDeadError(str(error)))
+        self._no_more_replies(error)
+        self.died.set()
+
+    def _no_more_replies(self, error: EngineDeadError) -> None:
         for future in self.replies.values():
             if not future.done():
                 future.set_exception(EngineDeadError(str(error)))
-        self.died.set()
 
     # -- its state --
 
     async def call_utility(self, name: str, *arguments: Any) -> Any:
         """Have the engine call one of its utilities, between two steps. Raises InputError if it refuses."""
-        if self.dead:
-            raise self.dead
+        if self.dead or self.output_handler.done():
+            raise self.dead or EngineDeadError("the engine was shut down")
         call_id = id(future := asyncio.get_running_loop().create_future())
         self.replies[call_id] = future
         self.client.send((EngineCoreRequestType.UTILITY, (call_id, name, *arguments)))
@@ -787,6 +790,7 @@ class AsyncLLM:
         self.output_handler.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.output_handler
+        self._no_more_replies(EngineDeadError("the engine was shut down"))
         self.client.close()
         await asyncio.to_thread(self.client.join)
 
