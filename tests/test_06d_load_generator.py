@@ -206,6 +206,8 @@ def test_arrivals_at_the_ends():
     again = [lesson.arrival_times(9, 2.0, random.Random(5)) for _ in range(2)]
     assert again[0] == again[1] != lesson.arrival_times(9, 2.0, random.Random(6))
     assert lesson.arrival_times(1, 4.0, rng) == [0.25]
+    tight = [lesson.arrival_times(2, 4.0, random.Random(seed), 0.001) for seed in range(40)]  # gaps may all be 0
+    assert [0.0, 0.0] in tight and {due[-1] for due in tight} == {0.0, 0.5}
 
 
 def test_lengths():
@@ -377,10 +379,9 @@ def test_what_counts_as_a_token():
     role, hi = stream(delta(role="assistant", content=""), done=False), stream(delta(content="Hi"), done=False)
     record = chat(replying(role, hi, stream(delta("stop", content=""), USAGE)))
     assert not record.error and ms([record.ttft, record.e2el]) == [200, 200] and record.text == "Hi"
-    record = chat(
-        replying(stream(delta(reasoning_content="hm"), done=False), stream(delta("stop", content="!"), USAGE))
-    )
-    assert record.text == "hm!" and ms([record.ttft, record.e2el]) == [100, 200]
+    for name in ("reasoning", "reasoning_content"):  # vLLM's name, and what others and its older versions say
+        record = chat(replying(stream(delta(**{name: "hm"}), done=False), stream(delta("stop", content="!"), USAGE)))
+        assert record.text == "hm!" and ms([record.ttft, record.e2el]) == [100, 200]
     record = ask(replying(stream(chunk("", None), done=False), stream(chunk("x", None), chunk("", "stop"), USAGE)))
     assert ms([record.ttft, record.e2el]) == [100, 200] and len(record.times) == 2
     record = ask(replying(stream(chunk("", "stop"), USAGE)))  # nothing but an end: its time is the first token's
@@ -600,6 +601,8 @@ def test_no_server_no_number(capsys):
     assert "0 answered, 2 failed; 2 x connection" in capsys.readouterr().out
     with pytest.raises(common.InputError, match="--base-url"):
         bench(capsys, "--base-url", "http://127.0.0.1:9", "--num-prompts", "2")
+    with pytest.raises(common.CheckFailed, match="connection"):  # no URL at all, and a key that is not ASCII
+        bench(capsys, "--base-url", "http://[::1", "--model", "m", "--num-prompts", "2", "--api-key", "clé")
 
 
 def test_the_lessons_own_server():
@@ -866,6 +869,7 @@ def test_the_commands_can_be_mounted_elsewhere():
         "--rate 7", "bench --request-rate 0", "bench --request-rate nan", "bench --num-prompts 0",
         "bench --burstiness -1", "bench --metric-percentiles 50,101", "bench latency --num-iters 0",
         "tune --max-num-seqs 1,x", "tune --limit-percentile 200", "bench --random-range-ratio 2",
+        "bench --random-cv 1e308",
     ],
 )  # fmt: skip
 def test_wrong_flags_are_one_line(line, capsys):

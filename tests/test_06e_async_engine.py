@@ -240,6 +240,43 @@ def test_whoever_leaves_early_is_forgotten_at_once(tiny, folder, place):
     assert asyncio.run(run()) == lesson.answer_blocking(tiny(), [[5]], GREEDY)[0]
 
 
+@in_this_process
+def test_a_late_goodbye_does_not_end_a_namesake(tiny, folder, place):
+    """Whoever has read the last piece is done; its generator is closed later, when somebody else may have the name."""
+
+    async def run():
+        async with running(folder, place) as llm:
+            first = llm.generate("x", prompt(3), GREEDY)
+            assert (await anext(first)).finished
+            second = asyncio.create_task(read(llm, "x", prompt(3), GREEDY))
+            while not llm.num_unfinished:
+                await asyncio.sleep(0)
+            await first.aclose()
+            async with asyncio.timeout(5):
+                found = await second
+            await idle(llm)
+            return found[2]
+
+    assert asyncio.run(run()) == {0: "length"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_whoever_still_reads_hears_of_an_abort(tiny, folder, stream):
+    async def run():
+        async with running(folder, "event-loop") as llm:
+            long = SamplingParams(n=2, seed=0, max_tokens=120, ignore_eos=True)
+            reader = asyncio.create_task(read(llm, "x", prompt(3), long, stream))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            llm.abort(["x", "unknown"])
+            async with asyncio.timeout(5):
+                texts, pieces, reasons = await reader
+            await idle(llm)
+            return bool(texts[0] and texts[1]), pieces[-1].finished, reasons
+
+    assert asyncio.run(run()) == (True, True, {0: "abort", 1: "abort"})
+
+
 def test_what_cannot_be_served_is_refused_on_arrival(tiny, folder):
     async def run():
         async with running(folder, max_num_queued_reqs=3) as llm:
@@ -416,6 +453,20 @@ def test_a_reply_that_will_never_come_is_an_error(tiny, folder):
             llm._fail(lesson.EngineDeadError("gone"))
             with pytest.raises(lesson.EngineDeadError):
                 await future
+
+    asyncio.run(run())
+
+
+def test_who_calls_the_engine_during_or_after_a_shutdown_does_not_wait(tiny, folder):
+    async def run():
+        async with running(folder, "event-loop") as llm:
+            during = asyncio.create_task(llm.call_utility("check_idle"))
+            await asyncio.sleep(0)
+            await llm.shutdown()
+            for call in (during, llm.call_utility("check_idle")):
+                with pytest.raises(lesson.EngineDeadError, match="shut down"):
+                    async with asyncio.timeout(5):
+                        await call
 
     asyncio.run(run())
 

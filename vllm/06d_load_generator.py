@@ -244,7 +244,7 @@ def arrival_times(count: int, rate: float, rng: random.Random, burstiness: float
     if math.isinf(burstiness):
         return [(i + 1) / rate for i in range(count)]
     due = list(itertools.accumulate(rng.gammavariate(burstiness, 1.0) for _ in range(count)))
-    return [at * count / rate / due[-1] for at in due]
+    return [at * count / rate / (due[-1] or 1.0) for at in due]  # bursts so tight that all gaps are 0: all at once
 
 
 WORDS = ("time", "year", "people", "way", "day", "life", "child", "world", "school", "state", "family", "group")
@@ -361,9 +361,9 @@ async def read_stream(chunks: AsyncIterator[bytes], record: Record, clock: Calla
 
 def _read_choice(choice: dict[str, Any], record: Record, now: float) -> int:
     """1 if the chunk brought a token. A chat's opening chunk (a role, no text) did not, nor did an empty goodbye."""
-    delta = choice.get("delta")
-    text = choice["text"] if delta is None else delta.get("content") or delta.get("reasoning_content")
-    finish = choice.get("finish_reason")
+    delta, finish = choice.get("delta"), choice.get("finish_reason")
+    spoken = ("content", "reasoning", "reasoning_content")  # a thought is text, too, by vLLM's name or its older one
+    text = choice["text"] if delta is None else next(filter(None, map(delta.get, spoken)), None)
     record.text += text or ""
     if text or (finish is None and delta is None) or (finish and not record.times):
         record.times.append(now)
@@ -407,7 +407,7 @@ async def send(client: httpx.AsyncClient, target: Target, prompt: Prompt, record
         record.error, record.detail = "timeout", f"no end after {target.timeout:g} s"
     except BadAnswer as bad:
         record.error, record.detail = bad.args
-    except (httpx.HTTPError, OSError) as error:  # refused, or broken: after text has come, that is an answer cut short
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:  # after text has come, that is an answer cut short
         record.error, record.detail = ("truncated" if record.times else "connection"), repr(error)[:200]
     record.end = clock()
 
@@ -893,7 +893,7 @@ async def serve_load(args: argparse.Namespace) -> tuple[dict[str, Any], list[Rec
     goodput = parse_limits(args.goodput or (), "--goodput", ("ttft", "tpot", "e2el"))
     prompts = make_prompts(args, args.num_prompts, args.seed, chat)
     arrivals = arrival_times(len(prompts), args.request_rate, random.Random(args.seed), args.burstiness)
-    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    headers = {"Authorization": os.fsencode(f"Bearer {args.api_key}")} if args.api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     direct = re.match(r"https?://(127\.|localhost|\[::1\])", base_url)  # a proxy has no business here
     async with httpx.AsyncClient(headers=headers, limits=limits, timeout=None, trust_env=not direct) as client:
@@ -996,7 +996,7 @@ def add_bench_commands(subparsers: Any) -> None:
     add("--random-input-len", type=whole(1), default=1024, metavar="N")
     add("--random-output-len", type=whole(1), default=128, metavar="N")
     add("--random-range-ratio", type=common.number(float, 0, 1), default=0.0, metavar="R", help="uniform ± R")
-    add("--random-cv", type=common.number(float, 0), default=0.0, metavar="CV", help="lognormal: deviation / mean")
+    add("--random-cv", type=common.number(float, 0, 100), default=0.0, metavar="CV", help="lognormal: deviation / mean")
     add("--ignore-eos", action="store_true", help="answers of exactly the length asked for, where the server can")
     add("--goodput", nargs="+", metavar="NAME:MS", help="count requests within these limits: ttft, tpot, e2el")
     add("--metric-percentiles", "--percentiles", type=items(common.number(float, 0, 100)), default=[99.0], metavar="P")

@@ -685,7 +685,8 @@ class AsyncLLM:
                 finished = output.finished
                 yield output
         finally:
-            self.abort([collector.request_id])
+            if self.collectors.get(collector.request_id) is collector:  # else over, or another's name
+                self.abort([collector.request_id])
 
     async def generate(self, request_id: str, prompt: offline.Prompt, params: SamplingParams, *, stream: bool = False,
                        **about: Any) -> AsyncIterator[RequestOutput]:  # fmt: skip
@@ -696,25 +697,23 @@ class AsyncLLM:
                 yield output
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests, and have the engine free their blocks. Finished and unknown ones are passed over."""
-        for request_id in request_ids:
-            self.collectors.pop(request_id, None)
+        """End requests as they stand, and have the engine free their blocks. Finished and unknown ones are passed over.
+        Whoever still reads gets what there is, with finish_reason "abort"."""
+        for request_id in list(request_ids):
+            collector = self.collectors.pop(request_id, None)
             if caller := self.front.callers.get(request_id):
+                sequences = [self.front.sequences[name] for name in caller.unfinished]
+                outputs = [*caller.outputs.values(), *(sequence.completion("abort", None) for sequence in sequences)]
+                if collector:
+                    collector.put(RequestOutput(request_id, caller.prompt, caller.prompt_token_ids, outputs, True,
+                                                caller.num_cached_tokens))  # fmt: skip
                 if self.stat_logger:
-                    self.stat_logger.record_abort([self.front.sequences[name] for name in caller.unfinished])
+                    self.stat_logger.record_abort(sequences)
                 self.front.abort_request([request_id])
 
     def finish_all(self) -> None:
-        """End every request as it stands: its reader gets what there is, with finish_reason "abort"."""
-        for request_id, caller in list(self.front.callers.items()):
-            collector = self.collectors.get(request_id)
-            sequences = [self.front.sequences[name] for name in caller.unfinished]
-            outputs = [*caller.outputs.values(), *(sequence.completion("abort", None) for sequence in sequences)]
-            if collector:
-                collector.put(RequestOutput(request_id, caller.prompt, caller.prompt_token_ids, outputs, True))
-            if self.stat_logger:
-                self.stat_logger.record_abort(sequences)
-            self.front.abort_request([request_id])
+        """End every request as it stands."""
+        self.abort(self.front.callers)
 
     # -- what the engine says --
 
@@ -760,17 +759,20 @@ class AsyncLLM:
         self.front.callers.clear()
         for collector in self.collectors.values():
             collector.put(EngineDeadError(str(error)))
+        self._no_more_replies(error)
+        self.died.set()
+
+    def _no_more_replies(self, error: EngineDeadError) -> None:
         for future in self.replies.values():
             if not future.done():
                 future.set_exception(EngineDeadError(str(error)))
-        self.died.set()
 
     # -- its state --
 
     async def call_utility(self, name: str, *arguments: Any) -> Any:
         """Have the engine call one of its utilities, between two steps. Raises InputError if it refuses."""
-        if self.dead:
-            raise self.dead
+        if self.dead or self.output_handler.done():
+            raise self.dead or EngineDeadError("the engine was shut down")
         call_id = id(future := asyncio.get_running_loop().create_future())
         self.replies[call_id] = future
         self.client.send((EngineCoreRequestType.UTILITY, (call_id, name, *arguments)))
@@ -788,6 +790,7 @@ class AsyncLLM:
         self.output_handler.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.output_handler
+        self._no_more_replies(EngineDeadError("the engine was shut down"))
         self.client.close()
         await asyncio.to_thread(self.client.join)
 
