@@ -80,7 +80,9 @@ BAD_COMPLETIONS = [
     (P | {"logit_bias": {"5": "x"}}, 400, "logit_bias", ""), (P | {"logit_bias": [1]}, 400, "logit_bias", ""),
     (b'{"prompt": "a", "logit_bias": {"5": Infinity}}', 400, "logit_bias", "finite"),
     (b'{"prompt": "a", "temperature": NaN}', 400, "temperature", ""),
-    (P | {"seed": 2**64}, 400, "seed", ""), (P | {"seed": "x"}, 400, "seed", ""),
+    (P | {"seed": 2**63}, 400, "seed", "less than"), (P | {"cache_salt": ""}, 400, "cache_salt", "at least 1"),
+    ({"prompt": ["a", {}]}, 400, "prompt", "prompt.1: "),
+    (P | {"seed": "x"}, 400, "seed", ""),
     (P | {"stop": [""]}, 400, "stop", ""), (P | {"stop": ["x"] * 65}, 400, "stop", "64"),
     (P | {"stop": 5}, 400, "stop", ""),
     (P | {"stop_token_ids": [-1]}, 400, "stop_token_ids", ""), (P | {"min_tokens": 17}, 400, "min_tokens", ""),
@@ -128,6 +130,8 @@ BAD_CHATS = [
     (M | {"web_search_options": {}}, "web_search_options"), (M | {"modalities": ["audio"]}, "modalities"),
     (M | {"use_beam_search": True}, "use_beam_search"), (M | {"reasoning_effort": 3}, "reasoning_effort"),
     (M | {"echo": True}, "echo"), (M | {"prompt": "x"}, "prompt"),
+    (M | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    (M | {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
 ]  # fmt: skip
 
 
@@ -136,6 +140,25 @@ def test_wrong_chats(shared, body, param):
     llm, app = shared
     check_error(ask(app, "/v1/chat/completions", body), 400, param)
     assert not llm.added
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+      "messages.0.content.0.type: Input should be 'text'"),
+     (M | {"tools": TOOLS, "tool_choice": {"type": "x"}}, "tool_choice.type: Input should be 'function'"),
+     (M | {"temPrature": 1}, "temPrature: Extra")],
+)  # fmt: skip
+def test_an_error_names_the_place_that_was_meant(shared, body, text):
+    """And not the first type of a union that does not fit: who sent a list of parts knows that it is no string."""
+    assert f"invalid request: {text}" in check_error(ask(shared[1], "/v1/chat/completions", body), 400)["message"]
+
+
+def test_errors_name_the_clients_field():
+    for said, param in (("prompt_token_ids: token id -1 must be", "prompt"), ("tokens: token id -1 must be", "tokens"),
+                        ("lora_name 'x': is loaded already", "lora_name")):  # fmt: skip
+        error = lesson.as_api_error(common.InputError(said))
+        assert error.param == param and str(error).startswith(param)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +180,8 @@ def test_bodies_that_break_parsers(shared, body):
     ("method", "path", "body", "status"),
     [("GET", "/v1/completions", None, 405), ("POST", "/health", None, 405), ("GET", "/nowhere", None, 404),
      ("GET", "/v1/models/gpt-9", None, 404), ("POST", "/tokenize", {}, 400), ("POST", "/tokenize", {"prompt": 5}, 400),
-     ("POST", "/tokenize", {"prompt": "a", "messages": M["messages"]}, 400), ("DELETE", "/v1/models", None, 405),
+     ("POST", "/tokenize", {"prompt": "a", "messages": M["messages"]}, 400),
+     ("POST", "/tokenize", {"messages": []}, 400), ("DELETE", "/v1/models", None, 405),
      ("POST", "/detokenize", {"tokens": "abc"}, 400), ("POST", "/tokenize", {"prompt": "a", "model": "x"}, 404)],
 )  # fmt: skip
 def test_other_paths(shared, method, path, body, status):
@@ -208,6 +232,7 @@ def test_with_a_key_and_without_need_for_one():
     _, app = serve(keys=["key-1", "key-2"])
     for key in ("key-1", "key-2"):
         assert ask(app, "/v1/completions", P, headers={"authorization": f"Bearer {key}"}).status == 200
+        assert ask(app, "/v1/completions", P, headers={"authorization": f"bearer {key}"}).status == 200, "RFC 9110"
     assert ask(app, "/health", method="GET").status == 200, "a load balancer has no key"
 
 
@@ -541,9 +566,12 @@ def test_a_streamed_chat(shared):
     assert usage["choices"] == [] and usage["usage"]["total_tokens"] == 5
     plain = lesson.read_events(ask(app, "/v1/chat/completions", M | {"stream": True}).text)
     assert "usage" not in plain[0]
-    each = body | {"stream_options": {"continuous_usage_stats": True}}
+    each = body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     *chunks, _ = lesson.read_events(ask(app, "/v1/chat/completions", each).text)
-    assert chunks[-1]["usage"]["completion_tokens"] == 3
+    first, last = chunks[0]["usage"], chunks[-1]["usage"]
+    assert (first["prompt_tokens"], first["completion_tokens"], last["completion_tokens"]) == (2, 0, 3)
+    alone = body | {"stream_options": {"continuous_usage_stats": True}}
+    assert '"usage"' not in ask(app, "/v1/chat/completions", alone).text, "as in vLLM: include_usage decides"
 
 
 class Letters(lesson.ScriptedLLM):
@@ -794,6 +822,52 @@ def test_echo_with_logprobs_scores_the_prompt(stream, given, limit, answer):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("given", ["寿", [0xE5, 0xAF, 0xBF]])
+def test_a_character_of_several_tokens_has_one_place_in_the_text(given):
+    class Bytes(Scoring):
+        """One token per byte."""
+
+        def add_request(self, request_id, prompt, params, **about):
+            ids, collector = [*"寿".encode()], lesson.RequestOutputCollector(request_id)
+            entry = lambda t: {t: offline.Logprob(-1.0, 1, "\ufffd"), 65: offline.Logprob(-2.0, 2, "A")}  # noqa: E731
+            said, scores = [*map(entry, ids), {33: offline.Logprob(-1.0, 1, "!")}], [None, *map(entry, ids[1:])]
+            answer = offline.CompletionOutput(0, "寿!", [*ids, 33], logprobs=said, finish_reason="length")
+            collector.put(lesson.RequestOutput(request_id, prompt["prompt"], ids, [answer], True, 0, scores))
+            return collector
+
+    llm = Bytes()
+    llm.front.token_bytes = {i: bytes([i]) for i in range(256)}
+    llm.front.tokenizer.decode = lambda ids: bytes(ids).decode()
+    (choice,) = ask(serve(llm)[1], "/v1/completions", {"prompt": given, "echo": True, "logprobs": 2}).json["choices"]
+    found = choice["logprobs"]
+    assert found["tokens"] == ["", "", "寿", "", "", "寿", "!"] and "".join(found["tokens"]) == choice["text"]
+    assert found["text_offset"] == [0, 0, 0, 1, 1, 1, 2]
+    assert found["top_logprobs"][2] == {"寿": -1.0, "A": -2.0}, "the token itself under the name that tokens gives it"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_counts_tokens_gets_the_prompts_too(shared, stream):
+    _, app = shared
+
+    def asked(path, body):
+        heard = ask(app, path, body | {"return_token_ids": True, "stream": stream})
+        return lesson.read_events(heard.text)[0] if stream else heard.json
+
+    ids = [[97, 98], [99]]
+    found = [asked("/v1/completions", {"prompt": prompt})["choices"][0] for prompt in ids]
+    assert [choice["prompt_token_ids"] for choice in found] == ids
+    assert asked("/v1/chat/completions", M)["prompt_token_ids"] == [72, 105]
+    assert "prompt_token_ids" not in ask(app, "/v1/chat/completions", M | {"stream": stream}).text
+
+
+def test_no_limit_means_sixteen_tokens_in_a_completion_and_the_context_in_a_chat():
+    llm, app = serve()
+    for body in (P, P | {"max_tokens": None}, P | {"max_tokens": None, "echo": True}):
+        assert ask(app, "/v1/completions", body).status == 200
+    assert ask(app, "/v1/chat/completions", M | {"max_tokens": None}).status == 200
+    assert [params.max_tokens for *_, params in llm.added] == [16, 16, 16, None]
+
+
 def test_prompt_logprobs_have_vllms_form():
     llm, app = serve(Scoring())
     want = [None, {"98": {"logprob": -0.98, "rank": 2, "decoded_token": "b"}}]
@@ -831,6 +905,32 @@ def test_tokenize_and_back(shared):
     found = ask(app, "/tokenize", {"prompt": "abc", "return_token_strs": True}).json
     assert found == {"count": 3, "max_model_len": 512, "tokens": [97, 98, 99], "token_strs": ["a", "b", "c"]}
     assert ask(app, "/tokenize", {"messages": M["messages"]}).json["tokens"] == [72, 105]
+
+
+def test_a_tokenized_chat_is_the_chat_that_would_be_answered():
+    class Showing(lesson.ScriptedTokenizer):
+        def render_chat(self, messages, add_generation_prompt=True, **variables):
+            return json.dumps([messages, add_generation_prompt, variables])
+
+    llm = lesson.ScriptedLLM(512)
+    llm.front.tokenizer = Showing()
+    _, app = serve(llm)
+    body = M | {"tools": TOOLS, "chat_template_kwargs": {"x": 1, "add_generation_prompt": 5},
+                "add_generation_prompt": False}  # fmt: skip
+    tokens = ask(app, "/tokenize", body).json["tokens"]
+    assert ask(app, "/v1/chat/completions", body | {"tool_choice": "none"}).status == 200
+    ((_, prompt, _),) = llm.added
+    assert tokens == prompt["prompt_token_ids"] and '"x": 1' in prompt["prompt"] and ", false, " in prompt["prompt"]
+
+
+def test_a_tokens_name_is_the_vocabularys(shared):
+    """As in vLLM: a byte that is no character has a name there, and as text it would be lost."""
+    llm = lesson.ScriptedLLM(512)
+    llm.front.tokenizer = tokenizer = lesson.ScriptedTokenizer()
+    tokenizer.backend = type("", (), {"get_vocab": staticmethod(lambda: {"Ġw": 32, "Ã": 97})})
+    found = ask(serve(llm)[1], "/tokenize", {"prompt": " a", "return_token_strs": True}).json
+    assert found["token_strs"] == ["Ġw", "Ã"]
+    assert ask(shared[1], "/tokenize", {"prompt": "a", "return_token_strs": None}).status == 200
 
 
 def test_the_document_describes_the_routes(shared):

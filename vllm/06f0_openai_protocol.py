@@ -83,7 +83,7 @@ class AnyRequest(OpenAIModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    seed: int | None = None
+    seed: int | None = pydantic.Field(None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
     stream: bool | None = False
     user: str | None = None  # these say something about the caller or its bill, and change no answer
@@ -103,7 +103,7 @@ class AnyRequest(OpenAIModel):
     min_tokens: int = 0
     skip_special_tokens: bool = True
     priority: int = 0
-    cache_salt: str | None = None
+    cache_salt: str | None = pydantic.Field(None, min_length=1)  # an empty one would share what it should hide
     request_id: str | None = None  # what the answer's id shall end with; the header X-Request-Id says it, too
     structured_outputs: StructuredOutputs | None = None
 
@@ -213,14 +213,16 @@ class ChatCompletionRequest(CommonRequest):
 
 
 class TokenizeRequest(OpenAIModel):
-    """A prompt or messages."""
+    """A prompt or messages, and of a chat's fields those that its template hears of."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: list[ChatMessage] | None = pydantic.Field(None, min_length=1)
+    tools: list[Tool] | None = pydantic.Field(None, min_length=1)
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
-    return_token_strs: bool = False
+    return_token_strs: bool | None = False
 
 
 class DetokenizeRequest(OpenAIModel):

@@ -92,11 +92,10 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, common.InputError):
-        first = str(error).split(":")[0].split(" ")[0]
-        known = {
-            name for kind in (CompletionRequest, ChatCompletionRequest, ResponsesRequest) for name in kind.model_fields
-        }
-        return APIError(400, str(error), first if first in known else None)
+        text = re.sub("^prompt_token_ids", "prompt", str(error))  # the engine's name for it
+        first = text.split(":")[0].split(" ")[0]
+        kinds = (CompletionRequest, ChatCompletionRequest, ResponsesRequest, DetokenizeRequest, LoadLoRAAdapterRequest)
+        return APIError(400, text, first if any(first in kind.model_fields for kind in kinds) else None)
     if isinstance(error, QueueOverflowError):
         return APIError(503, str(error), headers={"Retry-After": "1"})
     if isinstance(error, EngineDeadError):
@@ -179,6 +178,7 @@ class OpenAIServing:
         self.tokenizer, self.token_bytes = llm.front.tokenizer, llm.front.token_bytes
         self.max_model_len = llm.ready.max_model_len
         vocabulary = self.tokenizer.backend.get_vocab()
+        self.vocabulary = {token: text for text, token in vocabulary.items()}
         self.max_chars_per_token = max(map(len, vocabulary), default=1)
 
     @property
@@ -231,15 +231,17 @@ class OpenAIServing:
             raise common.InputError(f"{field}: half of a surrogate pair is no text")
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
 
-    def render_chat(self, body: ChatCompletionRequest) -> str:
-        """The text of a chat: the template decides whether tools and such wishes are in it."""
+    def render_chat(self, body: ChatCompletionRequest | TokenizeRequest) -> str:
+        """The text of a chat: the template decides whether tools and such wishes are in it. Raises InputError."""
         wishes = body.chat_template_kwargs or {}
-        if body.reasoning_effort is not None:
-            effort = body.reasoning_effort
+        if {"self", "messages"} & wishes.keys():
+            raise common.InputError("chat_template_kwargs: self and messages are no wishes")
+        if (effort := getattr(body, "reasoning_effort", None)) is not None:
             wishes = {"reasoning_effort": effort, "enable_thinking": effort != "none", **wishes}
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None
         messages = protocol.messages_for_template(body.messages)
-        return self.tokenizer.render_chat(messages, body.add_generation_prompt, **{**wishes, "tools": tools})
+        ours = {"tools": tools, "add_generation_prompt": body.add_generation_prompt}
+        return self.tokenizer.render_chat(messages, **{**wishes, **ours})
 
     async def prompts(self, body: CompletionRequest | ChatCompletionRequest, n: int) -> list[dict[str, Any]]:
         """Every prompt of a request as text and token ids; `n` answers to each are wanted. Raises InputError."""
@@ -324,7 +326,8 @@ class OpenAIServing:
             raise common.InputError("suffix: not supported; this model cannot fill in the middle")
         if body.best_of not in (None, 1, body.n):
             raise common.InputError(f"best_of {body.best_of}: not supported (nor by vLLM's V1); allowed: 1, or n")
-        limit = 1 if body.echo and body.max_tokens == 0 else body.max_tokens  # a token that nobody sees
+        limit = 16 if body.max_tokens is None else body.max_tokens  # a chat's null is all that is left; here it is 16
+        limit = 1 if body.echo and limit == 0 else limit  # a token that nobody sees
         return sampling_params(body, limit, body.logprobs)
 
     async def check_constraint(self, constraint: dict[str, Any]) -> None:
@@ -352,15 +355,18 @@ class OpenAIServing:
         if isinstance(job.body, ChatCompletionRequest):
             return {"content": [self.scored(t, entry[t]) | {"top_logprobs": [self.scored(*x) for x in best(entry)]}
                                 for t, entry in found]}  # fmt: skip
-        # The first token of an echoed prompt has no entry: nothing predicts it.
-        tokens = [entry[t].decoded_token if entry else self.token_bytes[t].decode("utf-8", "replace")
-                  for t, entry in found]  # fmt: skip
+        # The first token of an echoed prompt has no entry: nothing predicts it. A character of several tokens stands
+        # with the last of them: only so do offsets count the text's characters.
+        read = job.utf8.setdefault(index, codecs.getincrementaldecoder("utf-8")("replace")).decode
+        tokens = [entry[t].decoded_token if entry and "\ufffd" not in entry[t].decoded_token
+                  else read(self.token_bytes[t]) for t, entry in found]  # fmt: skip
         offsets = [*itertools.accumulate(map(len, tokens), initial=job.text_offsets.get(index, 0))]
         job.text_offsets[index] = offsets.pop()
         return {
             "tokens": tokens, "token_logprobs": [entry and finite(entry[t]) for t, entry in found],
-            "top_logprobs": [entry and {x.decoded_token: finite(x) for _, x in [*best(entry), (t, entry[t])]}
-                             for t, entry in found],
+            "top_logprobs": [entry and {text if i == t else x.decoded_token: finite(x)
+                                        for i, x in [*best(entry), (t, entry[t])]}
+                             for (t, entry), text in zip(found, tokens)],
             "text_offset": offsets,
         }  # fmt: skip
 
@@ -379,6 +385,8 @@ class OpenAIServing:
         if job.body.return_token_ids:
             content["token_ids"] = answer.token_ids
         if not isinstance(job.body, ChatCompletionRequest):
+            if first and job.body.return_token_ids:
+                content["prompt_token_ids"] = first.prompt_token_ids
             if first and job.body.prompt_logprobs is not None and not job.body.stream:
                 content["prompt_logprobs"] = scores(first)
             return {"index": index, "text": shown.text} | content
@@ -393,11 +401,15 @@ class OpenAIServing:
                 del call["index"]  # which call a piece belongs to: only streams say it
         return {"index": index, "delta" if job.body.stream else "message": message} | content
 
-    def envelope(self, job: Job, choices: list[dict], usage: dict | None = None) -> dict[str, Any]:
+    def envelope(self, job: Job, choices: list[dict], usage: dict | None = None,
+                 first: RequestOutput | None = None) -> dict[str, Any]:  # fmt: skip
+        """`first` is given with what begins a chat's answer, or is all of it."""
         kind = "chat.completion" if isinstance(job.body, ChatCompletionRequest) else "text_completion"
         if job.body.stream and kind == "chat.completion":
             kind = "chat.completion.chunk"
         found = {"id": job.request_id, "object": kind, "created": job.created, "model": job.model, "choices": choices}
+        if first and job.body.return_token_ids:
+            found["prompt_token_ids"] = first.prompt_token_ids
         return found | {"usage": usage} if usage or job.wants_usage else found
 
     def echoed(self, job: Job, output: RequestOutput, answer: offline.CompletionOutput) -> offline.CompletionOutput:
@@ -421,8 +433,9 @@ class OpenAIServing:
             for answer in output.outputs:
                 usage.completion += len(answer.token_ids)
                 choices.append(self.choice(job, i * job.params.n + answer.index, answer, output))
-        found, given = self.envelope(job, choices, usage.as_dict()), job.body.kv_transfer_params
-        if isinstance(job.body, ChatCompletionRequest) and job.body.prompt_logprobs is not None:
+        first = outputs[0] if isinstance(job.body, ChatCompletionRequest) else None
+        found, given = self.envelope(job, choices, usage.as_dict(), first), job.body.kv_transfer_params
+        if first and job.body.prompt_logprobs is not None:
             found["prompt_logprobs"] = scores(outputs[0])
         return found | (companion("081_kv_connectors", "").answer_params(given, self.llm.ready.about) if given else {})
 
@@ -431,26 +444,27 @@ class OpenAIServing:
         usage, seen, prompts = Usage(), set(), set()
         chat = isinstance(job.body, ChatCompletionRequest)
         options = job.body.stream_options or StreamOptions()
+        counted = options.include_usage and options.continuous_usage_stats
         try:
             async for i, output in merged(job.collectors):
                 if i not in prompts:
                     prompts.add(i)
                     usage.add_prompt(output)
                 for piece in output.outputs:
-                    usage.completion += len(piece.token_ids)
                     index = i * job.params.n + piece.index
                     first = None if index in seen else output
                     seen.add(index)
                     if first and chat:  # OpenAI's streams begin with the role and no text
                         opening = offline.CompletionOutput(piece.index, "", [])
-                        yield event(self.envelope(job, [self.choice(job, index, opening, first)]))
+                        now = usage.as_dict() if counted else None
+                        yield event(self.envelope(job, [self.choice(job, index, opening, first)], now, first))
                         first = None
+                    usage.completion += len(piece.token_ids)
                     choice = self.choice(job, index, piece, first)
                     says = choice.get("text") or any(choice.get("delta", {}).values())
                     if not (says or piece.finish_reason or piece.logprobs or job.body.return_token_ids):
                         continue  # half a character, or what may become a stop string or a call: nothing to say yet
-                    now = usage.as_dict() if options.continuous_usage_stats else None
-                    yield event(self.envelope(job, [choice], now))
+                    yield event(self.envelope(job, [choice], usage.as_dict() if counted else None))
             if options.include_usage:
                 yield event(self.envelope(job, [], usage.as_dict()))
         except Exception as error:  # the status line is long gone: the stream itself has to say it
@@ -470,6 +484,7 @@ class Job:
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     readers: dict[int, ToolCallReader] = dataclasses.field(default_factory=dict)
     text_offsets: dict[int, int] = dataclasses.field(default_factory=dict)  # where an answer's next token begins
+    utf8: dict[int, Any] = dataclasses.field(default_factory=dict)  # decoders: what of a character is there already
 
     def reader(self, index: int) -> ToolCallReader:
         """What has been understood of an answer so far."""
@@ -551,9 +566,10 @@ class Gate:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         if self.api_keys and scope["method"] != "OPTIONS" and scope["path"].startswith(self.PROTECTED):
-            given = dict(scope["headers"]).get(b"authorization", b"")
+            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
             # Comparing takes the same time however many characters are right, so it tells nobody how close they are.
-            if not any([secrets.compare_digest(given, b"Bearer " + key) for key in self.api_keys]):
+            right = any([secrets.compare_digest(given, key) for key in self.api_keys])
+            if scheme.lower() != b"bearer" or not right:
                 return await refuse(
                     send, APIError(401, "Unauthorized: send the header Authorization: Bearer <api key>")
                 )
@@ -603,11 +619,12 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: HTTPRequest, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
+        first = max(error.errors(), key=lambda x: len(x["loc"]))  # of several kinds, the one that was meant most likely
         if first["type"] == "json_invalid":
             problem = first["ctx"]["error"].removesuffix(" at")  # "Unterminated string starting at"
             return error_response(APIError(400, f"the body is not JSON: {problem} at {first['loc'][-1]}"))
-        where = [str(part) for part in first["loc"] if part != "body"]
+        where = [str(part) for part in first["loc"][1:2]]
+        where += [str(x) for x in first["loc"][2:] if not re.match(r"[A-Z]|str$|[\w-]+\[", str(x))]  # types: no fields
         text = f"{'.'.join(where)}: {first['msg']}" if where else first["msg"]
         return error_response(APIError(400, f"invalid request: {text}", where[0] if where else None))
 
@@ -700,13 +717,12 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
             raise common.InputError("prompt: give either a prompt or messages")
         text, special = body.prompt, body.add_special_tokens is not False
         if body.messages is not None:
-            messages = protocol.messages_for_template(body.messages)
-            text = serving.tokenizer.render_chat(messages, body.add_generation_prompt)
+            text = serving.render_chat(body)
             special = bool(body.add_special_tokens)
         tokens = await serving.encode(text, special)
         found = {"count": len(tokens), "max_model_len": serving.max_model_len, "tokens": tokens}
         if body.return_token_strs:
-            found["token_strs"] = [serving.token_bytes[t].decode("utf-8", "replace") for t in tokens]
+            found["token_strs"] = [serving.vocabulary[t] for t in tokens]
         return found
 
     @post("/detokenize")
