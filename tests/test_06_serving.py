@@ -711,7 +711,8 @@ def test_graphs_unless_eager(tiny_load):
 
 
 def test_guided_in_a_batch_with_the_others(tiny_load):
-    engine = make()
+    engine, vocabulary_of = make(), common.lesson("06b_guided_decoding").vocabulary_of
+    vocabulary_of.cache_clear()
     assert answer(engine, 1, structured_outputs={"regex": "7{4}"}, ignore_eos=False)
     texts = {}
     for name, wanted in (("guided", {"regex": "[12]{3}"}), ("free", None)):
@@ -720,6 +721,7 @@ def test_guided_in_a_batch_with_the_others(tiny_load):
     while engine.has_unfinished_requests():
         texts |= {output.request_id: output.outputs[0].text for output in engine.step()}
     assert set(texts["guided"]) <= {"1", "2"} and len(texts["guided"]) == 3 and not set(texts["free"]) <= {"1", "2"}
+    assert vocabulary_of.cache_info().currsize == 1, "what is checked on arrival need not be compiled again"
 
 
 def test_profile_run_on_a_gpu(monkeypatch, tiny_model):

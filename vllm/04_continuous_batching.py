@@ -126,7 +126,7 @@ class SamplingParams:
         for name, kind, low, high in (
             ("n", int, 1, math.inf), ("temperature", float, 0, 2), ("top_k", int, -1, math.inf), ("top_p", float, 0, 1),
             ("min_p", float, 0, 1), ("presence_penalty", float, -2, 2), ("frequency_penalty", float, -2, 2),
-            ("repetition_penalty", float, 0, math.inf), ("seed", int, -(2**63), 2**63), ("logprobs", int, 0, 20),
+            ("repetition_penalty", float, 0, math.inf), ("seed", int, -(2**63), 2**63 - 1), ("logprobs", int, 0, 20),
             ("prompt_logprobs", int, 0, 20), ("max_tokens", int, 1, math.inf),
             ("min_tokens", int, 0, self.max_tokens or math.inf),
         ):  # fmt: skip

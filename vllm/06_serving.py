@@ -246,7 +246,10 @@ def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, toke
         def add_request(self, request_id: str, prompt: offline.Prompt, params: SamplingParams | None = None,
                         **about: Any) -> None:  # fmt: skip
             if getattr(params, "structured_outputs", None) is not None:
-                common.lesson("06b_guided_decoding").validate(params.structured_outputs, self.tokenizer)
+                config = self.model.config  # with its own vocabulary: the runner then finds what is compiled here
+                common.lesson("06b_guided_decoding").validate(
+                    params.structured_outputs, self.tokenizer, config.vocab_size, config.eos_token_ids
+                )
             super().add_request(request_id, prompt, params, **about)
 
     if speculation is not None:

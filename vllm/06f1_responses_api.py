@@ -272,8 +272,8 @@ class ResponseWriter:
         self.say("response.output_item.done", output_index=len(self.response["output"]) - 1, item=self.item)
 
     def finish(self, reason: str, usage: dict[str, Any]) -> None:
-        """`reason` is the chat's. As in vLLM the last event is response.completed, even for what was cut short
-        (OpenAI then says response.incomplete): some clients wait for nothing else, and the status tells all."""
+        """`reason` is the chat's. As in vLLM 0.32 the last event is response.completed, even for what was cut
+        short (OpenAI and 0.33 then say response.incomplete): some clients wait for nothing else; the status tells."""
         status = {"length": "incomplete", "abort": "cancelled"}.get(reason, "completed")
         if not self.response["output"]:
             self.open_text()  # the model said nothing; that is a message, too
