@@ -355,6 +355,16 @@ def test_hit_rates_of_the_workload():
     assert workload == lesson.chat_workload() and len(workload) == lesson.facts()["hits"]["requests"]
 
 
+def test_a_pool_that_cannot_hold_a_request_has_no_hit_rate():
+    """What an unserved prompt would have found is no hit: 64 blocks once counted 60 of 155 such prompts."""
+    workload = lesson.chat_workload()
+    longest = max(-(-(len(prompt) + len(answer) - 1) // 16) for prompt, answer in workload)
+    assert longest <= min(lesson.POOLS)
+    assert 0 < lesson.hit_rates(workload, (longest,))[longest] < 1
+    with pytest.raises(ValueError, match=f"a pool of {longest - 1} blocks cannot hold request"):
+        lesson.hit_rates(workload, (longest - 1,))
+
+
 def test_the_real_model_says_the_same_with_the_cache(real_model):
     model, tokenizer = real_model
     on, off = (lesson.three_requests(core_of(model, caching), tokenizer, 32, 8) for caching in (True, False))
@@ -710,6 +720,11 @@ def test_the_launch_model():
     assert lesson.step_seconds("Llama-3.1-8B", 256, 1024, gpu, 10e-6) == pytest.approx(
         lesson.step_seconds("Llama-3.1-8B", 256, 1024, gpu, 0.0)
     ), "where the GPU is slower than the launches, a graph saves nothing"
+    # What a kernel takes on the GPU beside its bytes stays in a graph.
+    eager, slower = lesson.step_seconds("Llama-3.1-8B", 1, 1024, gpu, 10e-6, kernel=1e-6)
+    assert eager == pytest.approx(n * 10e-6) and slower == pytest.approx(graph + n * 1e-6)
+    for known in (lesson.facts()["graphs"][name] for name in ("smollm2_135m", "llama_3_1_8b")):
+        assert known["factor"]["1"] > known["factor_if_kernel_us"]["1"] > known["factor_if_kernel_us"]["3"] >= 1
 
 
 # --- torch.compile --------------------------------------------------------------------------------------------------

@@ -294,7 +294,8 @@ def chat_workload(seed: int = 0) -> list[tuple[list[int], list[int]]]:
 
 
 def hit_rates(workload: Sequence[tuple[list[int], list[int]]], pools: Sequence[int]) -> dict[int, float]:
-    """Share of prompt tokens found in the cache, for pools of so many usable blocks."""
+    """Share of prompt tokens found in the cache, for pools of so many usable blocks, each large enough for the longest
+    request: one that does not fit is not served, so what it would have found is no hit. Raises ValueError."""
     rates, hashes = {}, {}  # a prefix has the same hashes whatever the pool: they are computed once
     for num_blocks in pools:
         manager, hit, total = PrefixCachingKVCacheManager(num_blocks + 1, BLOCK, 1 << 20), 0, 0
@@ -304,7 +305,8 @@ def hit_rates(workload: Sequence[tuple[list[int], list[int]]], pools: Sequence[i
             blocks, cached = manager.get_computed_blocks(request)
             request.num_computed_tokens = cached
             request.all_token_ids += answer[:-1]  # the last token is sampled, never computed
-            manager.allocate_slots(request, request.num_tokens - cached, blocks)
+            if manager.allocate_slots(request, request.num_tokens - cached, blocks) is None:
+                raise ValueError(f"a pool of {num_blocks} blocks cannot hold request {i}: {request.num_tokens} tokens")
             hashes[i] = list(request.block_hashes)
             manager.free(request)
             hit, total = hit + cached, total + len(prompt)

@@ -14,7 +14,8 @@ The first has its mechanism in 050: lesson 11's scheduler, and with it the whole
 
 Numbers to remember: a hit skips 95 % of a prompt if 95 % of it is somebody's prefix, and not one token if a single
 character in front differs. A decode step is hundreds of launches; as one graph it is one, and the step gets faster
-only where launching was slower than computing: at batch 1 SmolLM2 by 56x, Llama-3.1-8B by 1.15x; at 32 not at all.
+only where launching was slower than computing: at batch 1 SmolLM2 by at most 56x, Llama-3.1-8B by 1.15x (bounds, for
+kernels that cost the GPU only what they move; 8.5x and 1.03x if each costs 1 µs); at 32 the latter not at all.
 
 How to run:
   uv run python vllm/05_optimizations.py                       the cheap form of every entry
@@ -402,13 +403,16 @@ def launches(name: str) -> dict[str, int]:
     return {"total": len(kinds), **{kind: kinds.count(kind) for kind in ("product", "triton", "other")}}
 
 
-def step_seconds(name: str, num_seqs: int, context: int, gpu: common.GPU, launch: float) -> tuple[float, float]:
+def step_seconds(name: str, num_seqs: int, context: int, gpu: common.GPU, launch: float,
+                 kernel: float = 0.0) -> tuple[float, float]:  # fmt: skip
     """(eager, as one graph). The CPU launches ahead of the GPU, so the slower of the two decides: max(n · launch, GPU).
 
-    The GPU's time is lesson 01's roofline: what the step must compute and move.
+    The GPU's time is lesson 01's roofline, what the step must compute and move, and `kernel` seconds for each kernel:
+    to start it, to fill and drain the GPU. No graph saves those. With 0 the gain of a graph is a bound.
     """
-    on_gpu = gpu.seconds(*kv_cache.step_cost(kv_cache.MODELS[name], num_seqs, 1, context))
-    return max(launches(name)["total"] * launch, on_gpu), max(launch, on_gpu)
+    n = launches(name)["total"]
+    on_gpu = gpu.seconds(*kv_cache.step_cost(kv_cache.MODELS[name], num_seqs, 1, context)) + n * kernel
+    return max(n * launch, on_gpu), max(launch, on_gpu)
 
 
 # --- 3. torch.compile -----------------------------------------------------------------------------------------------
@@ -823,9 +827,10 @@ def describe(trace: dict) -> str:
 
 # --- Numbers that the text quotes -----------------------------------------------------------------------------------
 
-POOLS = (64, 128, 256, 512, 1024, 2048, 4096)
+POOLS = (192, 256, 384, 512, 768, 1024, 2048, 4096)  # the longest chat needs 166
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LAUNCH = 10e-6  # seconds: the source's figure, and about what an eager PyTorch operation costs the CPU
+KERNEL_US = (1, 3)  # that a kernel takes beside its bytes; 3: NVIDIA's aiconfigurator, for an operation on an H200
 STOPS = [5, 9, 14, 20, 7, 11, 26, 3] * 4  # where each request of the dry run stops
 
 
@@ -836,11 +841,14 @@ def facts() -> dict[str, Any]:
     bare, workload, graphs = {"suffix_a": "", "suffix_b": ""}, chat_workload(), {}
     tokens = sum(len(prompt) for prompt, _ in workload)
     for name in ("SmolLM2-135M", "Llama-3.1-8B"):
-        times = {str(n): step_seconds(name, n, 1024, HARDWARE["H100 80GB"], LAUNCH) for n in BATCHES}
+        step = functools.partial(step_seconds, name, context=1024, gpu=HARDWARE["H100 80GB"], launch=LAUNCH)
+        times = {str(n): step(n) for n in BATCHES}
+        slower = {str(us): step(1, kernel=1e-6 * us) for us in KERNEL_US}
         graphs[re.sub(r"\W", "_", name).lower()] = launches(name) | {
             "eager_ms": {n: 1e3 * eager for n, (eager, _) in times.items()},
             "graph_ms": {n: 1e3 * graph for n, (_, graph) in times.items()},
             "factor": {n: eager / graph for n, (eager, graph) in times.items()},
+            "factor_if_kernel_us": {us: eager / graph for us, (eager, graph) in slower.items()},  # one sequence
         }  # fmt: skip
     loops = {kind: dry_run(kind, STOPS) for kind in LOOPS}
     padding = [capture_sizes(n)[-1] - n for n in range(1, 513)]
@@ -1002,7 +1010,7 @@ def tell_prefix_caching(args: argparse.Namespace, f: dict[str, Any]) -> dict:
                f"computed again),\n{w['change_60']} if character 60 differs, {w['insert']} if one was put in front, "
                f"{w['salted']} with another salt")  # fmt: skip
     common.say(f"{f['hits']['requests']} turns of {CHATS['conversations']} chats, found: " + ", ".join(
-        f"{rates[n]:.0%} by {n} blocks" for n in ("128", "256", "512", "4096")))  # fmt: skip
+        f"{rates[n]:.0%} by {n} blocks" for n in ("192", "512", "768", "4096")))  # fmt: skip
     common.check_equal(f"comparing tokens, forgetting nothing, finds the same {best:.1%}", rates["4096"], best)
 
     bits, tiger = args.hash_bits, account_prompt(tokenizer, 1234, "tiger")
@@ -1025,7 +1033,9 @@ def tell_cuda_graphs(args: argparse.Namespace, f: dict[str, Any]) -> dict:
         [name, *(f["graphs"][key][kind] for kind in ("total", "product", "triton", "other")),
          *(f"{f['graphs'][key]['factor'][n]:.2f}x" for n in ("1", "16", "256"))] for key, name in names.items()
     ])  # fmt: skip
-    common.say("(B: eager over one graph, by max(launches · 10 µs, roofline of an H100 at 1,024 tokens of context))")
+    common.say("(B: eager over one graph, by max(launches · 10 µs, roofline of an H100 at 1,024 tokens of context). A "
+               "bound: if each\nkernel takes 1 µs beside its bytes, B=1 is " + " and ".join(
+                   f"{f['graphs'][key]['factor_if_kernel_us']['1']:.2f}x" for key in names) + ")")  # fmt: skip
     if not common.HAS_GPU:
         common.skipped("CUDA graphs", "no GPU. A tape of operations takes their place: same buckets, padding, buffers")
     runners = [ModelRunner, graph_runner(ModelRunner, torch.cuda.CUDAGraph if common.HAS_GPU else Tape, largest=32)]
