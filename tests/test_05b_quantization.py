@@ -901,6 +901,15 @@ def test_rows_of_the_table_regenerate(real_model):
     regenerated(stored["bench"]["table"], *real_model, count, ("q4_1 RTN", "int4-g64 RTN", "int8 W8A8"))
 
 
+@pytest.mark.parametrize("grid", ["int8", "fp8"])
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_inputs_that_are_all_zero_stay_zero(grid, per_tensor):
+    device = common.device()
+    quantized = lesson.rtn(torch.randn(8, 64), lesson.FORMATS[grid]).to(device)
+    layer = lesson.W8A8Linear(quantized, grid, per_tensor=per_tensor)
+    assert torch.equal(layer(torch.zeros(3, 64, device=device)), torch.zeros(3, 8, device=device))
+
+
 def test_only_the_default_model_is_compared_with_its_file(capsys):
     """Another model can have the same shapes, and not the same weights."""
     model = types.SimpleNamespace(linear={"layers.0.down_proj": torch.nn.Linear(1536, 576, bias=False)})

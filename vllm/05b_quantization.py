@@ -529,7 +529,7 @@ class W8A8Linear:
         if not self.per_tensor:
             return quantize_rows(x, self.grid, self.inverse)
         v = x.float() if self.inverse is None else x.float() * self.inverse
-        s = v.abs().amax() / EIGHT_BIT[self.grid]
+        s = (v.abs().amax() / EIGHT_BIT[self.grid]).clamp(min=1e-30)
         return _round_to(self.grid, v / s), s.expand(len(x)).contiguous()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
