@@ -1191,6 +1191,18 @@ def test_two_engines_have_twice_the_throughput_and_fp8_twice_the_rate():
     assert compute[0] == pytest.approx(2 * compute[1]), "a prefill is bound by arithmetic"
 
 
+def test_layouts_are_compared_at_equal_work():
+    """Two prompts are done when both are; and at equal load a pipeline is as fast as replicas: it differs in room."""
+    Layout, models = layouts.Layout, layouts.models()
+    x = layouts.cost(models["Llama-3.1-405B"], Layout(tp=8, pp=2), 2, 4096, 4096, layouts.ETHERNET)
+    both = layouts.facts()["slow_prefill_ms"]["8"]
+    assert both == pytest.approx(x["latency_ms"] + x["stage_ms"]) and both > 1.4 * x["latency_ms"]
+    replicas, pipeline = (layouts.cost(models["Llama-3.1-405B-FP8"], layout, 173)
+                          for layout in (Layout(tp=8, dp=2), Layout(tp=8, pp=2)))  # fmt: skip
+    assert pipeline["latency_ms"] == pytest.approx(replicas["latency_ms"], rel=1e-2)
+    assert pipeline["kv_tokens"] > 2 * replicas["kv_tokens"]
+
+
 def test_a_pool_of_experts_is_asked_by_all_engines():
     r1 = layouts.models()["DeepSeek-R1"]
     x = layouts.cost(r1, layouts.Layout(dp=16, ep=True), sequences=16, context=0)
