@@ -468,11 +468,27 @@ def test_recorded_sample():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("contest", "names", "columns"), [
-    (0, ["8PD", "8PD/256", "6P2D", "5P3D"], [1, 2, 9]), (1, ["8PD", "8PD/256", "5P3D"], [1, 7]),
+    (0, ["8PD", "8PD/224", "8PD/256", "6P2D", "5P3D"], [1, 2, 9]), (1, ["8PD", "8PD/256", "5P3D"], [1, 7]),
     (2, ["8PD", "8PD/256", "5P3D"], [0, 3]), (3, ["2PD", "2PD/256", "1P1D"], [1]),
 ])  # fmt: skip
 def test_recorded_searches_are_what_the_simulation_says(contest, names, columns):
     recorded(lesson.CONTESTS[contest], names, columns)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("exposed", "name"), [(0, "8PD/224"), (25, "6P2D"), (100, "8PD/512")])
+def test_recorded_steps_that_overlap_less(exposed, name):
+    layout, _, budget = name.partition("/")
+    at = lesson.exposed_outcomes(Deployment(layout, int(budget) if budget else None), exposed)
+    rates = [lesson.search(at, Limits(300, tpot)) for tpot in lesson.EXPOSED_TPOTS]
+    assert rates == lesson.RECORDED["exposed"][str(exposed)][name]
+
+
+def test_what_a_step_does_not_hide_comes_on_top():
+    cost = CostModel(10**9, 5 * 10**9, 10**8, 0, 0, 0)  # computing takes longer from 50 tokens on
+    for exposed, times in ((0, [6000, 6000, 11000]), (25, [6250, 7250, 12250]), (100, [7000, 11000, 16000])):
+        serial = lesson.SerialCost(**vars(cost), exposed=exposed)
+        assert [serial(T, 1, 0, 0) for T in (10, 50, 100)] == times
 
 
 @pytest.mark.slow
@@ -510,14 +526,22 @@ def test_a_column_is_one_limit():
 def test_what_the_text_concludes():
     found = lesson.facts()
     tight, loose = (found["goodput"]["azure_code"][f"tpot_{t}"] for t in (8, 50))
-    assert tight["split_over_whole"] > 2 and tight["split_over_chunked"] > 1  # strict limits: the split wins
-    assert loose["split_over_chunked"] < 1  # loose ones: it does not
+    assert tight["split_over_whole"] > 2 and tight["split_over_chunked"] < 1  # a budget that fits beats the split
+    assert found["splits"]["6P2D"] > found["splits"]["8PD_256"]  # the next power of two does not
+    assert tight["budget"] < 256 and loose["split_over_chunked"] < 1
+    every = [row["split_over_chunked"] for row in found["goodput"]["azure_code"].values()]
+    assert max(every) < 1.06  # nowhere does the split lead by more than a rung of the search
+    over = {exposed: [rows[f"tpot_{tpot}"]["split_over_chunked"] for tpot in lesson.EXPOSED_TPOTS]
+            for exposed, rows in found["exposed"].items()}  # fmt: skip
+    assert max(over["0"]) < 1 and over["25"][0] > 1.5 and over["25"][1] == 1 and min(over["100"]) > 1.3
     assert found["splits"]["1P7D"] < tight["whole"] < tight["split"]  # the wrong ratio loses to doing nothing
     assert found["throughput"][tight["layout"]] < found["throughput"]["8PD"]  # and it was never throughput
     links = found["links"]["mooncake_conversation"]
     assert links["10_gbe"]["after_attained"] < 0.5 < 0.9 <= links["nvlink"]["after_attained"]
     photos = found["encode"]["goodput"]
-    assert photos["8EPD_256"] < 0.2 * photos["3E5PD_256"]
+    assert photos["8EPD_256"] < 0.2 * photos["3E5PD_256"] < photos["6EP2D"]
+    patient = found["encode"]["patient"]
+    assert patient["8EPD_256"] > max(patient.values()) * 0.999 > patient["3E5PD_256"]
     chat = found["goodput"]["sharegpt"]["tpot_15"]
     assert chat["split"] < chat["whole"]  # short prompts: nothing to take away
 

@@ -1523,6 +1523,32 @@ def test_a_rectangle_is_written_whole_or_not_at_all():
     assert made.layers[0][:, 1, 2:5].flatten().tolist() == list(range(1, 193)) and made.stats["bytes_in"] == 768
 
 
+@pytest.mark.parametrize(("head", "heads"), [(0, 1), (0, 2), (1, 2), (2, 3), (3, 2), (4, 1), (2, 0), (2, 1 << 30)])
+def test_nobody_is_sent_heads_that_are_not_here(head, heads):
+    """Rank 1 of 2 has heads 2 and 3. Anything else would be memory that was not meant, under a checksum that fits."""
+    made, link = connector_of(rank=1, tp_size=2), lesson.MemoryLink()
+    made.producer.export("x", [1])
+    made.producer.written("x", 0, 5)
+    get = {"kind": "GET", "transfer": "x", "head": 2, "heads": 2, "end": 5, "have": [0, 0], "consumers": 1}
+    said = []
+    link.send = lambda header, payload=None: said.append(header["kind"])
+    made.inbox.put((link, get | {"head": head, "heads": heads}, bytearray()))
+    made.get_finished()
+    assert said == ["GONE"] and not made.producer.exports["x"].subscriptions
+    made.inbox.put((link, get, bytearray()))
+    made.get_finished()
+    assert said == ["GONE", "KV"]
+
+
+@pytest.mark.parametrize(("tp_size", "fits"), [(1, True), (2, True), (4, True), (8, True), (3, False), (6, False)])
+def test_ranks_that_cannot_share_the_heads_are_no_address(tp_size, fits):
+    """Three ranks have four heads between them? Some head would be nobody's, and its part of the cache never come."""
+    request = lesson.make_request("r", [1, 2], 1, do_remote_prefill=True, transfer_id="x", remote_host="h",
+                                  remote_port=7, tp_size=tp_size)  # fmt: skip
+    with contextlib.nullcontext() if fits else pytest.raises(common.InputError, match="tp_size"):
+        connector_of().on_new_request(request)
+
+
 def test_an_address_is_that_of_the_first_rank():
     made = connector_of(rank=1, tp_size=2)
     made.port = 101  # each rank listens at the first one's port plus its number

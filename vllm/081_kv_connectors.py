@@ -437,7 +437,9 @@ class P2PConnector(KVConnectorBase):
 
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)
-        name = kv_transfer_params(request).get("transfer_id")
+        name, ranks = (kv_transfer_params(request).get(key) for key in ("transfer_id", "tp_size"))
+        if ranks and ranks % self.num_kv_heads and self.num_kv_heads % ranks:  # some head would be nobody's
+            raise common.InputError(f"kv_transfer_params: tp_size {ranks}: cannot share {self.num_kv_heads} KV heads")
         if name in self.in_use or name in self.producer.exports:
             raise common.InputError(f"kv_transfer_params: transfer_id {name!r:.80} is in use")
         self.in_use |= {name} - {None}
@@ -575,8 +577,15 @@ class P2PConnector(KVConnectorBase):
                     self.consumer.on_lost(link, f"its cache is of another kind: {header['layout']}, ours is {ours}")
             elif kind in ("KV", "GONE"):
                 self.consumer.on_message(link, header, payload)
+            elif kind == "GET" and not self.has_heads(header["head"], header["heads"]):
+                why = f"heads {self.head} to {self.head + self.heads - 1} are here, and no others"
+                link.send({"kind": "GONE", "transfer": header["transfer"], "why": why})
             else:
                 self.producer.on_message(link, header)
+
+    def has_heads(self, head: int, heads: int) -> bool:
+        """The kernel would read beside them, and the checksum would fit."""
+        return heads > 0 and self.head <= head and head + heads <= self.head + self.heads
 
     def close(self) -> None:
         self.closed = True

@@ -12,7 +12,7 @@ time per output token (TPOT). That depends on the lengths, the limits, the link 
 
 Nothing here runs a model, except `measure_steps`. Times are integers: microseconds, and picoseconds for what a token
 costs, so that a browser repeats the arithmetic to the last digit. Run by itself, this file simulates RECORDED anew
-and prints it: twenty minutes.
+and prints it: half an hour.
 
 Read for this: Zhong et al. 2024 (DistServe: goodput), Patel et al. 2024 (Splitwise), Qin et al. 2025 (Mooncake),
 Singh et al. 2025 (EPD: encode as a third stage), vLLM 0.32 `v1/core/sched/scheduler.py`, `benchmarks/serve.py`.
@@ -99,6 +99,18 @@ class CostModel:
         seconds = (overhead, 2 * (W + W_head) / speed, 2 * W / rate, 2 * W_head / rate, pair_flops / rate,
                    spec.bytes_per_token() / speed)  # fmt: skip
         return cls(*(round(x * 1e12) for x in seconds))
+
+
+@dataclass(frozen=True)
+class SerialCost(CostModel):
+    """A GPU that reads weights and computes less at a time than the roofline believes: of the shorter of the two,
+    `exposed` per cent come on top. 0 is the roofline, 100 one after the other."""
+
+    exposed: int = 100
+
+    def __call__(self, T: int, R: int, pairs: int, keys: int) -> int:
+        shorter = min(self.weights, self.token * T + self.row * R)
+        return super().__call__(T, R, pairs, keys) + shorter * self.exposed // 10**8
 
 
 # A decode step of an 8B model on an H100 takes 6.44 ms + 43.7 ns per token of context (vLLM's blog, 22 April 2026).
@@ -579,7 +591,8 @@ class Contest:
     gpus: int = 8
 
 
-BUDGETS = (128, 256, 512, 1024, 2048)
+# The steps of 192 and 224 tokens are the last ones that the weights alone pay for, and not much more.
+BUDGETS = (128, 192, 224, 256, 512, 1024, 2048)
 CONTESTS = (
     Contest("azure-code", 6400, 300, (7, 7.5, 8, 9, 10, 12, 15, 20, 30, 50), BUDGETS, range(1, 8)),
     Contest("azure-conversation", 6400, 300, (7.5, 8, 9, 10, 12, 15, 20, 50), (128, 256, 512, 1024), range(3, 7)),
@@ -587,6 +600,8 @@ CONTESTS = (
     Contest("sharegpt", 8000, 300, (8, 10, 15), (256, 512), range(1, 2), gpus=2),
 )  # fmt: skip
 TIGHT = Limits(300, 8)
+EXPOSED = (0, 25, 100)  # per cent, of SerialCost, for azure-code on eight GPUs
+EXPOSED_TPOTS = (8, 20)  # ms
 POOLS = {2: (1,), 4: (2, 3), 8: (5, 6), 16: (10, 11, 12)}  # GPUs, and how many of them compute prompts
 LINKED = {  # splits without their fast network: layout, limits, requests, and about half their goodput
     "azure-code": ("6P2D", TIGHT, 800, 45.0), "mooncake-conversation": ("5P3D", Limits(3000, 15), 200, 3.0),
@@ -613,6 +628,8 @@ RECORDED: dict[str, Any] = {
     "azure-code": {
         "8PD": [27.321, 30.121, 31.627, 36.612, 40.365, 46.728, 54.093, 69.038, 83.916, 102.001],
         "8PD/128": [44.503, 46.728, 46.728, 46.728, 46.728, 46.728, 46.728, 46.728, 46.728, 46.728],
+        "8PD/192": [76.115, 92.518, 92.518, 92.518, 92.518, 92.518, 92.518, 92.518, 92.518, 92.518],
+        "8PD/224": [51.517, 97.144, 107.101, 107.101, 107.101, 107.101, 107.101, 107.101, 107.101, 107.101],
         "8PD/256": [36.612, 51.517, 79.92, 107.101, 107.101, 107.101, 107.101, 107.101, 107.101, 107.101],
         "8PD/512": [28.687, 33.209, 36.612, 46.728, 54.093, 69.038, 112.456, 118.079, 118.079, 118.079],
         "8PD/1024": [27.321, 30.121, 34.869, 40.365, 46.728, 56.798, 65.751, 83.916, 130.182, 130.182],
@@ -664,6 +681,17 @@ RECORDED: dict[str, Any] = {
         "16": {"16PD": 72.49, "16PD/128": 112.456, "16PD/256": 166.149, "10P6D": 166.149, "11P5D": 183.179,
             "12P4D": 192.338},
     },
+    "exposed": {
+        "0": {"8PD": [31.627, 65.751], "8PD/192": [88.112, 88.112], "8PD/224": [102.001, 102.001],
+            "8PD/256": [79.92, 107.101], "8PD/512": [36.612, 118.079], "5P3D": [72.49, 72.49],
+            "6P2D": [88.112, 92.518], "7P1D": [46.728, 107.101]},
+        "25": {"8PD": [31.627, 65.751], "8PD/192": [54.093, 69.038], "8PD/224": [44.503, 79.92],
+            "8PD/256": [40.365, 88.112], "8PD/512": [33.209, 107.101], "5P3D": [72.49, 72.49],
+            "6P2D": [83.916, 88.112], "7P1D": [42.383, 107.101]},
+        "100": {"8PD": [30.121, 62.62], "8PD/192": [0.0, 0.0], "8PD/224": [11.352, 33.209],
+            "8PD/256": [15.213, 44.503], "8PD/512": [27.321, 72.49], "5P3D": [69.038, 69.038],
+            "6P2D": [76.115, 83.916], "7P1D": [34.869, 102.001]},
+    },
     "links": {
         "azure-code": {"NVLink": [51.0, 1.0, 49.5, 1.0], "InfiniBand 400G": [54.6, 1.0, 50.9, 1.0],
             "PCIe 4": [62.6, 0.9975, 50.7, 1.0], "10 GbE": [48929.8, 0.00375, 46710.8, 0.00375]},
@@ -674,7 +702,15 @@ RECORDED: dict[str, Any] = {
         "8EPD": 10.297, "8EPD/256": 9.807, "8EPD/512": 9.807, "3E5PD/256": 88.112, "3E5PD/512": 69.038,
         "6EP2D": 92.518, "7EP1D": 88.112, "2E4P2D": 79.92, "3E4P1D": 92.518,
     },
+    "patient photos": {"8EPD/256": 97.144, "3E5PD/256": 88.112, "6EP2D": 92.518},
 }  # fmt: skip
+
+
+def exposed_outcomes(deployment: Deployment, exposed: int) -> Callable[[float], Sequence[Outcome]]:
+    """azure-code, if so much of a step's shorter half is not hidden behind the longer one."""
+    cost = SerialCost(**asdict(H100_8B), exposed=exposed)
+    run = lambda rate: Cluster(deployment, make_jobs("azure-code", rate, 3200), cost).run()  # noqa: E731
+    return functools.cache(lambda rate: tuple(job.outcome for job in run(rate)))
 
 
 def linked(workload: str, link: int) -> list[float]:
@@ -688,7 +724,7 @@ def linked(workload: str, link: int) -> list[float]:
 
 
 def record(part: str) -> Any:
-    """One part of RECORDED, searched anew. Parts: a workload's name, throughput, pools, links, photos."""
+    """One part of RECORDED, searched anew; the parts are its keys."""
     if part == "throughput":
         contest = CONTESTS[0]
         return {name: round(throughput(d, contest.workload, contest.count), 1)
@@ -697,11 +733,15 @@ def record(part: str) -> Any:
         return {str(gpus): {name: goodput(d, "azure-code", TIGHT, 800 * gpus)
                             for name, d in deployments(gpus, (128, 256), splits).items()}
                 for gpus, splits in POOLS.items()}  # fmt: skip
+    if part == "exposed":
+        return {str(exposed): {name: [search(exposed_outcomes(d, exposed), Limits(300, tpot)) for tpot in EXPOSED_TPOTS]
+                               for name, d in deployments(8, (192, 224, 256, 512), (5, 6, 7)).items()}
+                for exposed in EXPOSED}  # fmt: skip
     if part == "links":
         return {workload: {name: linked(workload, link) for name, link in LINKS.items()} for workload in LINKED}
-    if part == "photos":
-        return {name: search(functools.partial(photo_outcomes, d, 4000), PHOTO_LIMITS)
-                for name, d in PHOTO_LAYOUTS.items()}  # fmt: skip
+    if part in ("photos", "patient photos"):
+        limits, names = (PHOTO_LIMITS, [*PHOTO_LAYOUTS]) if part == "photos" else (PATIENT_LIMITS, PATIENT_LAYOUTS)
+        return {name: search(functools.partial(photo_outcomes, PHOTO_LAYOUTS[name], 4000), limits) for name in names}
     (contest,) = (c for c in CONTESTS if c.workload == part)
     return {name: [goodput(d, part, Limits(contest.ttft, tpot), contest.count) for tpot in contest.tpots]
             for name, d in deployments(contest.gpus, contest.budgets, contest.splits).items()}  # fmt: skip
@@ -712,6 +752,7 @@ def record(part: str) -> Any:
 VISION = {"layers": 32, "width": 1280, "parameters": 675e6, "patches": 4}  # Qwen2-VL's encoder: 4 patches, 1 token
 PHOTO = (100, 1521, 64)  # tokens of text, tokens of one picture of 1,092 x 1,092, tokens of output
 PHOTO_LIMITS = Limits(ttft=600, tpot=12, gap=20)  # nobody's text may stop for more than 20 ms
+PATIENT_LIMITS = Limits(ttft=600, tpot=12, gap=40)  # long enough for an encoder's 24 ms
 
 
 def encode_seconds(image_tokens: int, flops: float = 0.6) -> float:
@@ -738,6 +779,7 @@ PHOTO_LAYOUTS = {
     "3E5PD/256": Deployment("3E5PD", 256), "3E5PD/512": Deployment("3E5PD", 512), "6EP2D": Deployment("6EP2D"),
     "7EP1D": Deployment("7EP1D"), "2E4P2D": Deployment("2E4P2D"), "3E4P1D": Deployment("3E4P1D"),
 }  # fmt: skip
+PATIENT_LAYOUTS = ["8EPD/256", "3E5PD/256", "6EP2D"]
 
 
 # --- 8. Moving a cache against computing it again -------------------------------------------------------------------
@@ -981,7 +1023,7 @@ def facts() -> dict[str, Any]:
     return {
         "cost": {"overhead_ms": cost.overhead / 1e9, "weights_ms": cost.weights / 1e9, "token_us": cost.token / 1e6,
                  "context_ns": cost.context / 1e3, "pair_ns": cost.pair / 1e3, "kv_tokens": KV_TOKENS,
-                 "ridge_tokens": cost.weights // cost.token},
+                 "ridge_tokens": -(-cost.weights // cost.token)},
         "kv_mib_8k": 8192 * KV_BYTES / 2**20, "recompute_ms_8k": prefill_seconds(8192) * 1e3, "wire": wire,
         "break_even_gb_s": {str(n): break_even(n) / 1e9 for n in (1024, 8192, 32768)},
         "mooncake": {"a800_gb_s": mooncake_bandwidth(8 * a100) / 1e9, "h800_gb_s": mooncake_bandwidth(8 * h100) / 1e9,
@@ -991,6 +1033,9 @@ def facts() -> dict[str, Any]:
         "goodput": {key(c.workload): {f"tpot_{key(float(t))}": best(column(c.workload, i))
                                       for i, t in enumerate(c.tpots)} for c in CONTESTS},
         "splits": {key(name): rate for name, rate in column("azure-code", TPOT_8).items()},
+        "exposed": {exposed: {f"tpot_{tpot}": best({name: rates[i] for name, rates in found.items()})
+                              for i, tpot in enumerate(EXPOSED_TPOTS)}
+                    for exposed, found in RECORDED["exposed"].items()},
         "throughput": {key(name): rate for name, rate in RECORDED["throughput"].items()},
         "pools": {gpus: {name: value / int(gpus) if name in ("whole", "chunked", "split") else value
                          for name, value in best(found).items()} for gpus, found in RECORDED["pools"].items()},
@@ -998,7 +1043,8 @@ def facts() -> dict[str, Any]:
                                   for link, row in found.items()} for workload, found in RECORDED["links"].items()},
         "encode": {"encode_ms": encode_seconds(PHOTO[1]) * 1e3, "prefill_ms": prefill_seconds(sum(PHOTO[:2])) * 1e3,
                    "embedding_mb": HIDDEN_BYTES * PHOTO[1] / 1e6, "kv_mb": KV_BYTES * sum(PHOTO[:2]) / 1e6,
-                   "goodput": {key(name): rate for name, rate in RECORDED["photos"].items()}},
+                   "goodput": {key(name): rate for name, rate in RECORDED["photos"].items()},
+                   "patient": {key(name): rate for name, rate in RECORDED["patient photos"].items()}},
         "widget": {name: {"met": t["met"], "moved_mib": t["bytes_moved"] / 2**20,
                           "worst_gap_ms": max(r["gap"] for r in t["requests"]) / 1e3,
                           "worst_ttft_ms": max(sum(r["parts"]) for r in t["requests"]) / 1e3}
@@ -1080,7 +1126,7 @@ def _draw_splits(folder: str | Path) -> Path:
                                ("chunked", f"8 colocated, chunks of {known['budget']}", "orange")):  # fmt: skip
         axis.axhline(known[name], color=common.COLORS[color], linewidth=1.8, zorder=0)
         axis.text(-0.45, known[name] + 1.5, f"{label}: {known[name]:.0f}", color=common.COLORS[color], fontsize=9)
-    axis.set(ylabel="goodput, requests/s", title="azure-code on 8 GPUs, TTFT ≤ 300 ms, TPOT ≤ 8 ms", ylim=(0, 105))
+    axis.set(ylabel="goodput, requests/s", title="azure-code on 8 GPUs, TTFT ≤ 300 ms, TPOT ≤ 8 ms", ylim=(0, 122))
     return common.save_figure(figure, folder, "08_goodput_splits")
 
 
@@ -1110,7 +1156,8 @@ def _draw_wire(folder: str | Path) -> Path:
 
 
 if __name__ == "__main__":
-    parts = [contest.workload for contest in CONTESTS] + ["throughput", "pools", "links", "photos"]
+    parts = [contest.workload for contest in CONTESTS] + ["throughput", "pools", "exposed", "links", "photos",
+                                                           "patient photos"]
     print("RECORDED: dict[str, Any] = {")
     for part in parts:
         print(f"    {part!r}: {record(part)!r},")
