@@ -1156,8 +1156,8 @@ def _draw_wire(folder: str | Path) -> Path:
 
 
 if __name__ == "__main__":
-    parts = [contest.workload for contest in CONTESTS] + ["throughput", "pools", "exposed", "links", "photos",
-                                                           "patient photos"]
+    parts = [contest.workload for contest in CONTESTS]
+    parts += ["throughput", "pools", "exposed", "links", "photos", "patient photos"]
     print("RECORDED: dict[str, Any] = {")
     for part in parts:
         print(f"    {part!r}: {record(part)!r},")

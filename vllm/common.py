@@ -259,7 +259,7 @@ def assert_close(out: torch.Tensor, ref: torch.Tensor, dtype: torch.dtype | None
 class GPU:
     """Vendor figures: memory in bytes, HBM bandwidth in bytes/s, dense bf16 tensor-core rate in FLOP/s.
 
-    A data sheet's GB of memory are taken as 10^9 bytes. Most cards have some 6 % more (an "80 GB" H100: 79.6 GiB), about
+    A data sheet's GB of memory are taken as 10^9 bytes. Most cards have some 6 % more (an "80 GB" H100 79.6 GiB), about
     what a server keeps for activations and graphs.
     """
 
