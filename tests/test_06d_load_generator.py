@@ -723,6 +723,7 @@ def test_overload_shows_in_an_open_loop_and_hides_in_a_closed_one():
     # Equal requests that share 64 seats wait longer on average than those who enter 16 at a time.
     shared, grouped = (lesson.simulate(over | {"max_num_seqs": 64, "max_concurrency": limit}) for limit in (0, 16))
     assert mean(grouped, "arrivals") < 0.9 * mean(shared, "arrivals")
+    assert "OVERLOADED" in lesson.describe(grouped)  # 16 at a time are served no faster by 64 seats
     # Above capacity a latency is a statement about the length of the run; below, it is one about the server.
     longer = [lesson.load(rate, 0, 16, count=320).records for rate in (60, 20)]
     shorter = [lesson.load(rate, 0, 16, count=160).records for rate in (60, 20)]

@@ -977,6 +977,7 @@ def test_simulation_obeys_the_rule(bug):
         n = [len(r["written"]) for r in trace["rounds"]]
         assert abs(sum(n) / len(n) - trace["tokens_per_round"]) < 1.5
         assert trace["best"] == max(range(9), key=lambda k: (trace["speedups"][k], -k))
+        assert abs(trace["speedups"][K] * (1 + K * 0.1) - trace["tokens_per_round"]) < 1e-12  # a bug's cost is in it
 
 
 def test_simulation_runs_the_real_functions(monkeypatch):

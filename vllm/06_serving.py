@@ -788,8 +788,8 @@ def describe(trace: dict) -> str:
         f"{len(trace['arrivals'])} requests of {TOKENS} tokens, {SEATS} seats, steps of {trace['step_us'] // 1000} ms",
         f"served {served}, rejected {trace['rejected']}; {served * TOKENS / seconds:.0f} tokens/s",
         f"the GPU computes {trace['gpu_percent']} % of the time",
-        f"wait before the first step: mean {trace['wait_sum'] // served // 1000} ms, "
-        f"p99 {trace['wait_p99'] // 1000} ms; most waiting: {trace['most_waiting']}",
+        f"wait before the first step: mean {(trace['wait_sum'] // served + 500) // 1000} ms, "
+        f"p99 {(trace['wait_p99'] + 500) // 1000} ms; most waiting: {trace['most_waiting']}",
         f"Little: {trace['inside_integral'] / trace['makespan']:.1f} inside on average = "
         f"{served / seconds:.1f} per second x {trace['inside_integral'] / served / 1e6:.2f} s",
     ])  # fmt: skip

@@ -657,23 +657,23 @@ def simulate(params: dict) -> dict:
     run = load.__wrapped__(**params)
     first, done = [times[0] for times in run.times], [times[-1] for times in run.times]
     peak, area = concurrency(list(zip(run.sent, done)))
-    starts = [step[0] for step in run.steps]
-    spans = [[b - a for a, b in zip(since, done)] for since in (run.sent, run.arrivals)]
+    starts, seats = [step[0] for step in run.steps], params["max_num_seqs"]
+    spans = [[b - a for a, b in zip(since, done)] for since in (run.sent, run.arrivals)]  # two clocks
     return {
         "params": params, "requests": REQUESTS, "input_len": INPUT, "output_len": OUTPUT,
-        "capacity_milli": round(1000 * capacity(params["max_num_seqs"])),  # requests per second · 1000
+        "capacity_milli": round(1000 * capacity(seats)),  # requests per second · 1000; and with the client's limit:
+        "loop_milli": round(1000 * capacity(min(seats, params["max_concurrency"] or seats))),
         "arrivals": list(run.arrivals), "sent": run.sent, "first": first, "done": done, "steps": run.steps,
         "admitted": [starts[bisect_left(starts, at) - 1] for at in first],  # to the step that computed it
         "peak_concurrency": peak, "area": area, "in_flight_sum": sum(spans[0]),
-        "mean_us": [sum(span) // REQUESTS for span in spans],  # since it was sent; since its user asked
-        "p99_us": [int(percentile(span, 99)) for span in spans],
+        "mean_us": [sum(span) // REQUESTS for span in spans], "p99_us": [int(percentile(span, 99)) for span in spans],
     }  # fmt: skip
 
 
 def describe(trace: dict) -> str:
     """The state under the widget, as text."""
     p, n, arrivals, sent, done = (trace[name] for name in ("params", "requests", "arrivals", "sent", "done"))
-    span, limit = max(done) - arrivals[0], trace["capacity_milli"]
+    span, limit = max(done) - arrivals[0], trace["loop_milli"]
     measured = [b - a for a, b in zip(sent, done)]  # by whoever starts the clock when the request goes out
     felt = [b - a for a, b in zip(arrivals, done)]
     loop = f"at most {p['max_concurrency']} at a time" if p["max_concurrency"] else "open loop"
@@ -681,7 +681,7 @@ def describe(trace: dict) -> str:
     lines = [
         f"{n} requests of {trace['input_len']} + {trace['output_len']} tokens, {p['rate']} a second, {loop}; "
         f"{p['max_num_seqs']} seats",
-        f"served {1e6 * n / span:.1f} a second; the engine's limit is {limit / 1000:.1f}",
+        f"served {1e6 * n / span:.1f} a second; the engine's limit is {trace['capacity_milli'] / 1000:.1f}",
         f"latency since it was sent:    {ms(measured)}",
         f"latency since the user asked: {ms(felt)}",
         f"in flight: {trace['area'] / span:.2f} on average, {trace['peak_concurrency']} at most; "

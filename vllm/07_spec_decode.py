@@ -813,15 +813,15 @@ def simulate(params: dict) -> dict:
     if bug == "resample-from-p":  # it may even draw the draft that fell
         rest, agrees = p, alpha + sum(max(b - a, 0) * a for a, b in zip(p, q))
     tried = [min(a, b) + (1 - alpha) * r for a, b, r in zip(p, q, rest)] if K else p
-    bonus = 0.0 if bug == "no-bonus" and K else agrees**K
-    mean = expected_tokens(agrees, K) - (agrees**K - bonus)
-    rate = lambda k: speedup(alpha, k, params["draft_cost"], params["verify_cost"])  # noqa: E731
+    lost = lambda k: agrees**k if bug == "no-bonus" and k else 0.0  # noqa: E731
+    tokens_of = lambda k: expected_tokens(agrees, k) - lost(k)  # noqa: E731
+    mean, bonus = tokens_of(K), agrees**K - lost(K)
+    gains = [tokens_of(k) / (1 + k * (params["draft_cost"] + params["verify_cost"])) for k in range(9)]
     return {
         "words": WORDS, "p": p, "q": q, "alpha": alpha, "rounds": rounds, "counts": counts,
         "tried": tried, "written": [((mean - bonus) * t + bonus * x) / mean for t, x in zip(tried, p)],
         "distance": sum(abs(a - b) for a, b in zip(tried, p)) / 2,
-        "tokens_per_round": mean, "speedups": [rate(k) for k in range(9)],
-        "best": max(range(9), key=lambda k: (rate(k), -k)),
+        "tokens_per_round": mean, "speedups": gains, "best": max(range(9), key=lambda k: (gains[k], -k)),
     }  # fmt: skip
 
 

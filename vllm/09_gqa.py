@@ -750,16 +750,16 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
         return trace | {"problem": f"{what} {Hq} query heads"}
     per_gpu = kv_heads_per_gpu(Hkv, tp)
     owned = [list(range(gpu * Hkv // tp, gpu * Hkv // tp + per_gpu)) for gpu in range(tp)]
-    right, used = interleaved(Hq, Hkv), HEAD_MAPS[p["head_map"]](Hq, Hkv)
-    q, k = torch.ones(1, Hq, 1), torch.ones(1, Hkv, 1)
-    v = torch.arange(Hkv).float().view(1, Hkv, 1)
+    right, each = interleaved(Hq, Hkv), Hq // tp
+    local = HEAD_MAPS[p["head_map"]](each, per_gpu)  # a kernel counts the heads of its own GPU, from 0
+    used = [owned[h // each][local[h % each]] for h in range(Hq)]
+    q, k, v = torch.ones(1, Hq, 1), torch.ones(1, Hkv, 1), torch.arange(Hkv).float().view(1, Hkv, 1)
     outputs = attention(q, k, v, used).flatten().int().tolist()
     config = {"num_hidden_layers": WIDGET_LAYERS, "num_attention_heads": Hq, "num_key_value_heads": Hkv, "head_dim": D}
-    per_sequence = cache_bytes(config, p["context"], tp)
-    usable = p["gpu_gib"] * 2**30 * 92 // 100
+    per_sequence, usable = cache_bytes(config, p["context"], tp), p["gpu_gib"] * 2**30 * 92 // 100
     return trace | {
         "head_map": used,
-        "gpu_of_head": [h // (Hq // tp) for h in range(Hq)],
+        "gpu_of_head": [h // each for h in range(Hq)],
         "kv_heads_of_gpu": owned,
         "copies": tp * per_gpu // Hkv,
         "outputs": outputs,
@@ -861,7 +861,7 @@ def facts() -> dict[str, Any]:
         },
         "widget": {
             f"hkv{n}_{m}": {k: t[k] for k in ("max_sequences", "copies", "bytes_per_token_per_gpu")}
-            | {"wrong": len(t["wrong_heads"])}
+            | {"wrong": len(simulate(t["params"] | {"tp": 1})["wrong_heads"])}
             for n in (32, 8, 1) for m in HEAD_MAPS
             for t in [simulate(WIDGET_DEFAULT | {"num_kv_heads": n, "head_map": m})]
         },

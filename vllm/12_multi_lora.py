@@ -709,8 +709,7 @@ def describe(trace: dict[str, Any]) -> str:
     letter = lambda k: "·" if k == NONE else chr(65 + k)  # noqa: E731
     lines = [
         f"{p['adapters']} adapters, {p['max_loras']} slots, {p['traffic']}, {p['batch']} per batch: {len(steps)} steps",
-        f"{trace['requests']} requests, {trace['loads']} adapter loads: "
-        f"{100 * trace['loads'] // trace['requests']} % of the requests had to wait for one",
+        f"{trace['requests']} requests, {trace['loads']} adapter loads",
         f"one slot {trace['slot_kib']:,} KiB, all {trace['reserved_kib']:,} KiB, in use {trace['used_kib']:,} KiB",
         f"adapters read by the kernels, summed over steps: {trace['weight_reads']}",
     ]

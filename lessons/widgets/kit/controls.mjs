@@ -44,7 +44,8 @@ function build(control, id, changed) {
   }
   const input = html("select", { id, onchange: () => changed(name, values[input.selectedIndex]) }, ...words.map((word) => html("option", {}, word)));
   const show = (value) => { input.selectedIndex = values.indexOf(value); };
-  return { node: html("div", { class: "control" }, html("div", {}, label_of), input), show };
+  const long = Math.max(...words.map((word) => word.length)) > 14 ? " wide" : ""; // on a phone a box of half the width would cut it
+  return { node: html("div", { class: `control${long}` }, html("div", {}, label_of), input), show };
 }
 
 /** All controls of a widget: {node, show(params)}. */

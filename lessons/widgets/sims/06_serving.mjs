@@ -91,8 +91,8 @@ export function describe(trace) {
     `${trace.arrivals.length} requests of ${TOKENS} tokens, ${SEATS} seats, steps of ${trace.step_us / 1000} ms`,
     `served ${served}, rejected ${trace.rejected}; ${plain((served * TOKENS) / seconds, 0)} tokens/s`,
     `the GPU computes ${trace.gpu_percent} % of the time`,
-    `wait before the first step: mean ${Math.floor(Math.floor(trace.wait_sum / served) / 1000)} ms, ` +
-      `p99 ${Math.floor(trace.wait_p99 / 1000)} ms; most waiting: ${trace.most_waiting}`,
+    `wait before the first step: mean ${Math.round(Math.floor(trace.wait_sum / served) / 1000)} ms, ` +
+      `p99 ${Math.round(trace.wait_p99 / 1000)} ms; most waiting: ${trace.most_waiting}`,
     `Little: ${plain(trace.inside_integral / makespan, 1)} inside on average = ` +
       `${plain(served / seconds, 1)} per second x ${plain(trace.inside_integral / served / 1e6, 2)} s`,
   ].join("\n");

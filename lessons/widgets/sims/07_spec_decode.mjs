@@ -70,9 +70,10 @@ export function simulate({ pair, drafts: K, draft_cost, verify_cost, bug, seed }
   const redrawn = sum(p.map((x, i) => Math.max(q[i] - x, 0) * x)); // the bug may even draw the draft that fell
   const [rest, agrees] = bug === "resample-from-p" ? [p, alpha + redrawn] : [left, alpha];
   const tried = K > 0 ? p.map((x, i) => Math.min(x, q[i]) + (1 - alpha) * rest[i]) : p;
-  const bonus = bug === "no-bonus" && K > 0 ? 0 : agrees ** K;
-  const mean = expected_tokens(agrees, K) - (agrees ** K - bonus);
-  const speedups = range(0, 9).map((k) => expected_tokens(alpha, k) / (1 + k * (draft_cost + verify_cost)));
+  const lost = (k) => (bug === "no-bonus" && k > 0 ? agrees ** k : 0);
+  const tokens_of = (k) => expected_tokens(agrees, k) - lost(k);
+  const [mean, bonus] = [tokens_of(K), agrees ** K - lost(K)];
+  const speedups = range(0, 9).map((k) => tokens_of(k) / (1 + k * (draft_cost + verify_cost)));
   return {
     words: WORDS, p, q, alpha, rounds, counts, tried,
     written: tried.map((t, i) => ((mean - bonus) * t + bonus * p[i]) / mean),

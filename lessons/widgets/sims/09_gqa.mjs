@@ -23,17 +23,20 @@ export function simulate(params) {
   if (Hq % tp !== 0) return { params, problem: `${tp} GPUs cannot share ${Hq} query heads` };
   const per_gpu = kv_heads_per_gpu(Hkv, tp);
   const right = HEAD_MAPS.interleaved(Hq, Hkv);
-  const used = HEAD_MAPS[head_map](Hq, Hkv);
+  const each = Hq / tp;
+  const owned = range(0, tp).map((gpu) => {
+    const first = Math.floor((gpu * Hkv) / tp);
+    return range(first, first + per_gpu);
+  });
+  const local = HEAD_MAPS[head_map](each, per_gpu); // a kernel counts the heads of its own GPU, from 0
+  const used = range(0, Hq).map((h) => owned[Math.floor(h / each)][local[h % each]]);
   const outputs = used; // one key, and the value of KV head i is i: a query head's output is the head that it read
   const usable = Math.floor((gpu_gib * 2 ** 30 * 92) / 100);
   const room = Math.max(0, usable - Math.floor(WEIGHTS / tp));
   return {
     params, problem: null, head_map: used,
-    gpu_of_head: range(0, Hq).map((h) => Math.floor(h / (Hq / tp))),
-    kv_heads_of_gpu: range(0, tp).map((gpu) => {
-      const first = Math.floor((gpu * Hkv) / tp);
-      return range(first, first + per_gpu);
-    }),
+    gpu_of_head: range(0, Hq).map((h) => Math.floor(h / each)),
+    kv_heads_of_gpu: owned,
     copies: (tp * per_gpu) / Hkv,
     outputs,
     wrong_heads: range(0, Hq).filter((h) => outputs[h] !== right[h]),

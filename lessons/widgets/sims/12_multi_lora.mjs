@@ -134,8 +134,7 @@ export function describe(trace) {
   const letter = (k) => (k < 0 ? "·" : String.fromCharCode(65 + k));
   const lines = [
     `${p.adapters} adapters, ${p.max_loras} slots, ${p.traffic}, ${p.batch} per batch: ${steps.length} steps`,
-    `${requests} requests, ${loads} adapter loads: ` +
-      `${Math.floor((100 * loads) / requests)} % of the requests had to wait for one`,
+    `${requests} requests, ${loads} adapter loads`,
     `one slot ${comma(trace.slot_kib)} KiB, all ${comma(trace.reserved_kib)} KiB, in use ${comma(trace.used_kib)} KiB`,
     `adapters read by the kernels, summed over steps: ${trace.weight_reads}`,
   ];

@@ -51,7 +51,7 @@ export function draw(trace, index, kit) {
       legend(["orange", "this tile"], ["blue", "seen, and forgotten but for m, ℓ and O"], ["free", "not read yet"]),
       numbers([shown(result), "O / ℓ at the end", verdict === "right" ? "green" : "red"], [shown(expected), "softmax over the whole row"], [verdict, "in the end", verdict === "right" ? "green" : "red"]),
     ],
-    text: `${index === 0 ? "The first tile has no past to rescale" : grew || !p.rescale ? factor : `The maximum did not grow: α is ${shown(tile.alpha)}, and the past stays as it is`}.`
+    text: `${!p.subtract_max ? `No maximum is subtracted: ${typeof tile.after.l === "number" ? "exp(s) is added as it is" : "ℓ has overflowed"}` : index === 0 ? "The first tile has no past to rescale" : grew || !p.rescale ? factor : `The maximum did not grow: α is ${shown(tile.alpha)}, and the past stays as it is`}.`
       + (last && verdict !== "right" ? ` In the end O / ℓ is ${shown(result)} instead of ${shown(expected)}.` : "")
       + (last && verdict === "right" && (!p.rescale || !p.subtract_max) ? " And the result is right all the same: a test with these scores would have passed." : ""),
   };

@@ -35,7 +35,10 @@ export function draw(trace, index, kit) {
     if (sent.refused) text = `${sent.name} needs more blocks than the pool has. It is refused, and nothing changed.`;
     else if (block.wrong) text = `Two different texts have the same hash. ${sent.name} is answered from “${block.holds}”: another prompt's keys and values, and no error.`;
     else if (block.state === "hit") text = `${sent.name}: the hash ${block.hash.slice(0, 8)} is known, so block ${block.block} is taken as it is. It contains everything before it as well, through its parent.`;
-    else if (block.state === "computed") text = `${sent.name}: nobody has computed this text after this parent. Block ${block.block} is computed, and found under ${block.hash.slice(0, 8)} from now on.`;
+    else if (block.state === "computed") {
+      const earlier = trace.sends.slice(0, i).some((one) => one.blocks.some((other) => other.hash === block.hash && other.text === block.text)), last = shown === sent.blocks.length && sent.text.length % trace.block_size === 0;
+      text = `${sent.name}: ${!earlier ? "nobody has computed this text after this parent" : last ? "the last token must run, so its block is computed even where the hash is known" : "what was computed for this text has been overwritten, or lies behind a block that was"}. Block ${block.block} is computed${earlier && last ? "." : `, and found under ${block.hash.slice(0, 8)} from now on.`}`;
+    }
     else text = `${sent.name}: the last block is not full. It gets no hash and is computed every time.`;
     if (all && left === 0) text += ` In all, ${sent.cached} of ${sent.cached + sent.computed} tokens were found.`;
   }

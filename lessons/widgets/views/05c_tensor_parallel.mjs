@@ -6,7 +6,7 @@ export function steps(trace) {
 
 const LAYOUTS = {
   replicated: ["green", "every rank has all of it"], sharded: ["blue", "each has a slice: concatenate"],
-  partial: ["orange", "each has a summand: add"], broken: ["red", "neither: the ranks disagree"],
+  partial: ["orange", "each has a summand: add"], broken: ["red", "the ranks disagree"],
 };
 
 export function draw(trace, index, kit) {
@@ -45,6 +45,6 @@ export function draw(trace, index, kit) {
         ...(last ? [[wrong ? "wrong" : "right", wrong ? `on ${wrong} of ${ranks} ranks` : "on every rank", wrong ? "red" : "green"]] : [])),
     ],
     text: `${step.name[0].toUpperCase()}${step.name.slice(1)}: ${ranks === 1 ? "with one rank there is nothing to share" : meaning}. `
-      + (last ? (wrong ? "The shapes are right, nothing complains, and the values are wrong." : `That is what one rank alone computes, for ${trace.collectives} collective${trace.collectives === 1 ? "" : "s"}.`) : step.layout === "broken" ? "Nobody notices: the shapes are right." : ""),
+      + (last ? (wrong ? `The shapes are right, nothing complains, and the values are wrong${wrong < ranks ? ` on ${wrong} of ${ranks} ranks` : ""}.` : `That is what one rank alone computes, for ${trace.collectives} collective${trace.collectives === 1 ? "" : "s"}.`) : step.layout === "broken" ? "Nobody notices: the shapes are right." : ""),
   };
 }

@@ -13,7 +13,7 @@ function tick_of(total, width) {
 
 export function draw(trace, index, kit) {
   const { svg, rect, text, line, circle, number, numbers, legend, params: p } = kit;
-  const { requests: n, arrivals, sent, admitted, done, mean_us, p99_us, capacity_milli } = trace;
+  const { requests: n, arrivals, sent, admitted, done, mean_us, p99_us, capacity_milli, loop_milli } = trace;
   const end = Math.max(...done), left = 24, px = (kit.width - left) / end, x = (us) => left + us * px;
   const last = index === n - 1, now = last ? end : arrivals[index], ms = (us) => `${number(us / 1000)} ms`, shapes = [];
 
@@ -52,7 +52,7 @@ export function draw(trace, index, kit) {
   else shapes.push(line(dot(index, sent), one, dot(index, arrivals), two, "accent thick"));
 
   const count_at = (from, to) => from.filter((at, i) => i <= index && at <= now && to[i] > now).length, floor = (us) => `${number(Math.floor(us / 1000))} ms`;
-  const served = number((1e6 * n) / (end - arrivals[0]), 1), limit = number(capacity_milli / 1000, 1), over = 1000 * p.rate > capacity_milli;
+  const served = number((1e6 * n) / (end - arrivals[0]), 1), limit = number(capacity_milli / 1000, 1), reached = number(loop_milli / 1000, 1), over = 1000 * p.rate > loop_milli;
   const parts = [[sent[index] - arrivals[index], "in the client"], [admitted[index] - sent[index], "in the engine"]].filter(([us]) => us > 0).map(([us, where]) => `${ms(us)} ${where}`);
   return {
     picture: [
@@ -60,7 +60,7 @@ export function draw(trace, index, kit) {
       legend(["red", "waits in the client"], ["orange", "waits in the engine"], ["blue", "in the batch"], ...(last ? [["ink", "mean"]] : [])),
       numbers([floor(mean_us[0]), "mean in the report"], [floor(mean_us[1]), "mean for the users", hidden ? "red" : ""], [ms(p99_us[0]), "P99 in the report"], [ms(p99_us[1]), "P99 for the users", hidden ? "red" : ""], [served, `a second, of ${limit}`]),
     ],
-    text: last ? `The report says ${floor(mean_us[0])} on average, ${mean_us[0] === mean_us[1] ? "which is what the users have" : `the users say ${floor(mean_us[1])}: what is red, the report does not count`}. ${over ? `More is wanted than the ${limit} a second that the engine can serve: in a longer run users would wait longer.` : ""}`
+    text: last ? `The report says ${floor(mean_us[0])} on average, ${mean_us[0] === mean_us[1] ? "which is what the users have" : `the users say ${floor(mean_us[1])}: what is red, the report does not count`}. ${over ? `More is wanted than the ${reached} a second that ${loop_milli < capacity_milli ? "the client's limit allows" : "the engine can serve"}: in a longer run users would wait longer.` : ""}`
       : `At ${number(now / 1e6, 2)} s request ${index} is wanted. Then ${count_at(admitted, done)} in the batch, ${count_at(sent, admitted)} waiting in the engine, ${count_at(arrivals, sent)} in the client. It ${parts.length ? `waits ${parts.join(" and ")}` : "does not wait"}, and takes ${ms(done[index] - sent[index])} in the report and ${ms(done[index] - arrivals[index])} for its user.`,
   };
 }

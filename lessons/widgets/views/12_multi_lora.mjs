@@ -50,7 +50,7 @@ export function draw(trace, index, kit) {
     picture: [
       svg(kit.width, tiles + 32, `Step ${index}: ${step.slots.map((k) => name(k) || "empty").join(" ")} in the slots, ${step.tiles.length} segments.`, ...shapes),
       legend(["blue", "an adapter (letters tell them apart)"], ["red", "loaded in this step"], ["free", "empty"]),
-      numbers([number(loads), "loads so far", last && 2 * loads > trace.requests ? "red" : ""], [`${Math.floor((100 * loads) / Math.max(1, done))} %`, "of the rows so far"], [step.waiting, "waiting"], [mib(trace.reserved_kib), `reserved, ${mib(trace.slot_kib)} a slot`], [mib(trace.used_kib), "in use in the end", 2 * trace.used_kib < trace.reserved_kib ? "red" : ""]),
+      numbers([number(loads), "loads so far", last && 2 * loads > trace.requests ? "red" : ""], [number(done / Math.max(1, loads), 1), "rows computed for each load"], [step.waiting, "waiting"], [mib(trace.reserved_kib), `reserved, ${mib(trace.slot_kib)} a slot`], [mib(trace.used_kib), "in use in the end", 2 * trace.used_kib < trace.reserved_kib ? "red" : ""]),
     ],
     text: `Step ${index}: ${loaded ? `adapter${arrived(index).length > 1 ? "s" : ""} ${loaded} ${arrived(index).length > 1 ? "have" : "has"} to be loaded first` : "every adapter is there"}${step.passed_over.length ? `, and ${count(step.passed_over.length, "request")} ${step.passed_over.length === 1 ? "is" : "are"} passed over until a slot is free` : ""}.`
       + (last ? ` In all ${count(trace.loads, "load")} for ${trace.requests} requests${2 * trace.loads > trace.requests ? `: ${p.adapters} adapters take turns in ${p.max_loras} slots, and each comes back just after it was thrown out` : ""}.` : ""),
