@@ -448,7 +448,7 @@ def test_three_rules_make_it_vllm_033(path, monkeypatch):
         return [{field: json.dumps(value) for field, value in step.items()} for step in steps]  # the order counts in it
 
     feature, recorded = path.stem.split("_")[0], json.loads(path.read_text())
-    assert recorded["vllm"] == "0.33.0"
+    assert recorded["vllm"] == "0.33.0" and len(CHANGED) == 15
     assert ours() != text(recorded["steps"])
     RULES_OF_033[feature](monkeypatch)
     assert ours() == text(recorded["steps"])
