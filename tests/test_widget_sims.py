@@ -318,7 +318,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {  # lesson: (file, what stands
         ("07_spec_decode.mjs", "c > target", "c >= target * 1.01"),
         ("07_spec_decode.mjs", "min(accepted + 1, K)", "min(accepted, K)"),
         ("07_spec_decode.mjs", "[p, alpha + redrawn]", "[p, alpha]"),
-        ("07_spec_decode.mjs", "alpha ** (K + 1)", "alpha ** K"),
+        ("07_spec_decode.mjs", "1 + alpha * tau", "1 + tau"),
         ("07_spec_decode.mjs", "uniforms(3 * seed + i", "uniforms(seed + i"),
         ("lib/uniforms.mjs", "x >> 27n", "x >> 28n"),
     ],

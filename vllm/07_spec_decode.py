@@ -652,8 +652,8 @@ def speculative_engine(base: type[LLMEngine], config: SpeculativeConfig,
 
 
 def expected_tokens(alpha: float, K: int) -> float:
-    """Tokens that a round writes on average: τ."""
-    return K + 1 if alpha == 1 else (1 - alpha ** (K + 1)) / (1 - alpha)
+    """Tokens that a round writes on average: τ = 1 + α + … + α^K, or 1 + α (1 + α (…))."""
+    return functools.reduce(lambda tau, _: 1 + alpha * tau, range(K), 1.0)
 
 
 def speedup(alpha: float, K: int, c: float, v: float = 0.0) -> float:
@@ -813,10 +813,10 @@ def simulate(params: dict) -> dict:
     if bug == "resample-from-p":  # it may even draw the draft that fell
         rest, agrees = p, alpha + sum(max(b - a, 0) * a for a, b in zip(p, q))
     tried = [min(a, b) + (1 - alpha) * r for a, b, r in zip(p, q, rest)] if K else p
-    lost = lambda k: agrees**k if bug == "no-bonus" and k else 0.0  # noqa: E731
-    tokens_of = lambda k: expected_tokens(agrees, k) - lost(k)  # noqa: E731
-    mean, bonus = tokens_of(K), agrees**K - lost(K)
-    gains = [tokens_of(k) / (1 + k * (params["draft_cost"] + params["verify_cost"])) for k in range(9)]
+    lost = bug == "no-bonus"  # the last term of τ
+    tau = [expected_tokens(agrees, max(0, k - lost)) for k in range(9)]
+    mean, bonus = tau[K], 0.0 if lost and K else agrees**K
+    gains = [tau[k] / (1 + k * (params["draft_cost"] + params["verify_cost"])) for k in range(9)]
     return {
         "words": WORDS, "p": p, "q": q, "alpha": alpha, "rounds": rounds, "counts": counts,
         "tried": tried, "written": [((mean - bonus) * t + bonus * x) / mean for t, x in zip(tried, p)],

@@ -43,7 +43,7 @@ function verify(p, q, drafts, accept_u, draw_u, bug) {
 
 /** Tokens that a round of K drafts writes on average: 1 + α + … + α^K. */
 function expected_tokens(alpha, K) {
-  return alpha === 1 ? K + 1 : (1 - alpha ** (K + 1)) / (1 - alpha);
+  return range(0, K).reduce((tau) => 1 + alpha * tau, 1);
 }
 
 export function simulate({ pair, drafts: K, draft_cost, verify_cost, bug, seed }) {
@@ -70,10 +70,10 @@ export function simulate({ pair, drafts: K, draft_cost, verify_cost, bug, seed }
   const redrawn = sum(p.map((x, i) => Math.max(q[i] - x, 0) * x)); // the bug may even draw the draft that fell
   const [rest, agrees] = bug === "resample-from-p" ? [p, alpha + redrawn] : [left, alpha];
   const tried = K > 0 ? p.map((x, i) => Math.min(x, q[i]) + (1 - alpha) * rest[i]) : p;
-  const lost = (k) => (bug === "no-bonus" && k > 0 ? agrees ** k : 0);
-  const tokens_of = (k) => expected_tokens(agrees, k) - lost(k);
-  const [mean, bonus] = [tokens_of(K), agrees ** K - lost(K)];
-  const speedups = range(0, 9).map((k) => tokens_of(k) / (1 + k * (draft_cost + verify_cost)));
+  const lost = bug === "no-bonus"; // the last term of the sum
+  const tau = range(0, 9).map((k) => expected_tokens(agrees, Math.max(0, k - lost)));
+  const [mean, bonus] = [tau[K], lost && K > 0 ? 0 : agrees ** K];
+  const speedups = tau.map((tokens, k) => tokens / (1 + k * (draft_cost + verify_cost)));
   return {
     words: WORDS, p, q, alpha, rounds, counts, tried,
     written: tried.map((t, i) => ((mean - bonus) * t + bonus * p[i]) / mean),
