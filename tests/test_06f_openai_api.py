@@ -829,8 +829,9 @@ def test_a_character_of_several_tokens_has_one_place_in_the_text(given):
 
         def add_request(self, request_id, prompt, params, **about):
             ids, collector = [*"寿".encode()], lesson.RequestOutputCollector(request_id)
-            entry = lambda t: {t: offline.Logprob(-1.0, 1, "\ufffd"), 65: offline.Logprob(-2.0, 2, "A")}  # noqa: E731
-            said, scores = [*map(entry, ids), {33: offline.Logprob(-1.0, 1, "!")}], [None, *map(entry, ids[1:])]
+            part, other = offline.Logprob(-1.0, 1, "\ufffd"), offline.Logprob(-2.0, 2, "A")
+            entries = [{t: part, 65: other} for t in ids]
+            said, scores = [*entries, {33: offline.Logprob(-1.0, 1, "!")}], [None, *entries[1:]]
             answer = offline.CompletionOutput(0, "寿!", [*ids, 33], logprobs=said, finish_reason="length")
             collector.put(lesson.RequestOutput(request_id, prompt["prompt"], ids, [answer], True, 0, scores))
             return collector

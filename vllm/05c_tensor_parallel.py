@@ -788,8 +788,8 @@ def facts() -> dict[str, Any]:
     shared: dict[str, Any] = {}
     for model, smallest in (("Llama-3.1-8B", 1), ("Llama-3.1-70B", 2)):
 
-        def step(n: int, num_seqs: int) -> float:
-            return step_seconds(model, n, LINKS["nvlink"], num_seqs * n // 8)["total"]  # noqa: B023
+        def step(n: int, num_seqs: int, model: str = model) -> float:
+            return step_seconds(model, n, LINKS["nvlink"], num_seqs * n // 8)["total"]
 
         for n in (smallest, 8):
             owns, groups = ownership(model, n), 8 // n

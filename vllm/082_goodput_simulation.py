@@ -709,8 +709,13 @@ RECORDED: dict[str, Any] = {
 def exposed_outcomes(deployment: Deployment, exposed: int) -> Callable[[float], Sequence[Outcome]]:
     """azure-code, if so much of a step's shorter half is not hidden behind the longer one."""
     cost = SerialCost(**asdict(H100_8B), exposed=exposed)
-    run = lambda rate: Cluster(deployment, make_jobs("azure-code", rate, 3200), cost).run()  # noqa: E731
-    return functools.cache(lambda rate: tuple(job.outcome for job in run(rate)))
+
+    @functools.cache
+    def outcomes(rate: float) -> tuple[Outcome, ...]:
+        jobs = Cluster(deployment, make_jobs("azure-code", rate, 3200), cost).run()
+        return tuple(job.outcome for job in jobs)
+
+    return outcomes
 
 
 def linked(workload: str, link: int) -> list[float]:
