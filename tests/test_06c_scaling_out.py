@@ -1203,6 +1203,14 @@ def test_layouts_are_compared_at_equal_work():
     assert pipeline["kv_tokens"] > 2 * replicas["kv_tokens"]
 
 
+@pytest.mark.parametrize(("micros", "faster"), [(60, True), (61, False)])
+def test_one_user_gains_by_tp_across_nodes_until_an_all_reduce_takes_60_us(micros, faster):
+    model, between = layouts.models()["Llama-3.1-405B"], layouts.Link(50e9, micros * 1e-6)
+    wide = layouts.cost(model, layouts.Layout(tp=16), 1, between=between)["latency_ms"]
+    deep = layouts.cost(model, layouts.Layout(tp=8, pp=2), 1)["latency_ms"]
+    assert (wide < deep) is faster
+
+
 def test_a_pool_of_experts_is_asked_by_all_engines():
     r1 = layouts.models()["DeepSeek-R1"]
     x = layouts.cost(r1, layouts.Layout(dp=16, ep=True), sequences=16, context=0)

@@ -850,7 +850,7 @@ def facts() -> dict[str, Any]:
             "factor": {n: eager / graph for n, (eager, graph) in times.items()},
             "factor_if_kernel_us": {us: eager / graph for us, (eager, graph) in slower.items()},  # one sequence
         }  # fmt: skip
-    loops = {kind: dry_run(kind, STOPS) for kind in LOOPS}
+    h100, loops = HARDWARE["H100 80GB"], {kind: dry_run(kind, STOPS) for kind in LOOPS}
     padding = [capture_sizes(n)[-1] - n for n in range(1, 513)]
     config = kv_cache.MODELS["Llama-3.1-8B"]
     reduces, (linear, head) = 2 * config["num_hidden_layers"] + 1, kv_cache.weights_read(config)  # 1: the embedding's
@@ -876,7 +876,8 @@ def facts() -> dict[str, Any]:
             "sizes": len(capture_sizes(512)), "most_padding": max(padding), "mean_padding": statistics.mean(padding),
         },
         "compile": {
-            str(n): {"small": small, "weights": weights, "share": small / (small + weights)}
+            str(n): {"small": small, "weights": weights, "share": small / (small + weights),
+                     "small_ms": 1e3 * small / h100.bandwidth, "products_ms": 1e3 * h100.seconds(weights * n, weights)}
             for n in (1, 256, 2048) for small, weights in [activation_bytes("Llama-3.1-8B", n)]
         },
         "loops": {kind: {"plans": len(core.host_seconds), "wasted": core.num_wasted} for kind, core in loops.items()}
