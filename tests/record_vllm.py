@@ -14,7 +14,7 @@ import argparse
 import json
 import logging
 import os
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 
 logging.disable(logging.WARNING)
@@ -74,7 +74,9 @@ def make_scheduler(folder: str, config: dict, remote: list[str]) -> tuple[Schedu
         # K by batch size, the same K for all. With one K for ever, vLLM fills up a new request that computes a single
         # token with K rows that are no drafts: a CUDA graph's shape stays as it is. We have no such graph.
         extra["speculative_config"] = SpeculativeConfig(
-            method="ngram", num_speculative_tokens=K, prompt_lookup_min=1, prompt_lookup_max=3,
+            # A step ahead, only drafters will do that run where the model does.
+            method="ngram_gpu" if config["async_scheduling"] else "ngram",
+            num_speculative_tokens=K, prompt_lookup_min=1, prompt_lookup_max=3,
             num_speculative_tokens_per_batch_size=[(1, config["max_num_seqs"], K)],
             target_model_config=model, target_parallel_config=ParallelConfig(),
         )  # fmt: skip
@@ -126,6 +128,7 @@ class Recording:
             init_none_hash(sha256)
             self.hasher = get_request_block_hasher(config["block_size"], sha256)
         self.adapters: dict[str, int] = {}
+        self.written: Counter[str] = Counter()  # tokens that the model has sampled, per request
         self.depth, self.queue = 1 + config["async_scheduling"], deque()  # steps not heard of (`step_with_batch_queue`)
 
     def request(self, rank: int, spec: dict) -> Request:
@@ -198,20 +201,21 @@ class Recording:
         self.last_tables |= tables
         sampled = {}
         for request_id in output.num_scheduled_tokens:
-            request = scheduler.requests[request_id]
-            if not request.is_prefill_chunk:
-                ahead = max(0, request.num_output_placeholders - 1)  # sampled by steps before this one, not heard of
-                rest = self.specs[request_id]["forced_output_token_ids"][request.num_output_tokens + ahead :]
-                drafts = entry["drafts"].get(request_id, [])
-                right = next((i for i, draft in enumerate(drafts) if draft != rest[i]), len(drafts))
+            if not scheduler.requests[request_id].is_prefill_chunk:
+                written = self.written[request_id]
+                rest = self.specs[request_id]["forced_output_token_ids"][written:] or [0]  # behind an end nobody knew
+                places = len(entry["drafts"].get(request_id, ()))
+                drafts = self.specs[request_id].get("drafts", {}).get(str(written), [])[:places]
+                right = next((i for i, draft in enumerate(drafts) if rest[i : i + 1] != [draft]), len(drafts))
                 sampled[request_id] = rest[: right + 1]
+                self.written[request_id] += len(sampled[request_id])
         self.queue.append((output, sampled))
         due = self.queue.popleft() if len(self.queue) == self.depth else None
         heard, finished = self.update(*due) if due else ({}, {})
         entry |= {"sampled": {request_id: due[1][request_id] for request_id in heard}, "finished": finished}
         for request_id in entry["finished"]:
             self.last_tables.pop(request_id, None)
-        if self.config["num_speculative_tokens"]:
+        if self.config["num_speculative_tokens"] and self.depth == 1:
             alive = [request_id for request_id in sampled if request_id in scheduler.requests]
             drafts = [self.specs[i]["drafts"].get(str(scheduler.requests[i].num_output_tokens), []) for i in alive]
             scheduler.update_draft_token_ids(DraftTokenIds(alive, [list(ids) for ids in drafts]))

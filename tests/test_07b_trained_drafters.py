@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -734,6 +735,63 @@ def test_shipped_heads_learned_and_shuffled_ones_did_not(method, least, taught):
     network = training.load_network(lesson.WEIGHTS / f"{method}.safetensors", taught[0])
     assert first_guesses_right(lesson.DRAFTERS[method](network), taught) >= least
     assert first_guesses_right(lesson.DRAFTERS[method](lesson.shuffled(network)), taught) <= 0.05
+
+
+# --- One step ahead ---------------------------------------------------------------------------------------------------
+
+
+class Prophet(lesson.Drafter):
+    """Knows the answers. Says `right` tokens of them, then a wrong one, if there is room; every third time, nothing."""
+
+    def __init__(self, answers, right):
+        self.answers, self.right, self.asked = answers, right, 0
+
+    def propose(self, contexts):
+        drafts = []
+        for each in contexts:
+            self.asked += 1
+            whole = next(answer for answer in self.answers if answer[: len(each.token_ids)] == each.token_ids)
+            guess = whole[len(each.token_ids) :][: self.right]
+            guess += [(token + 1) % 128 for token in whole[len(each.token_ids) + len(guess) :][:1]]
+            drafts.append(Draft([] if self.asked % 3 == 0 else guess[: each.max_tokens]))
+        return drafts
+
+
+@pytest.fixture(scope="module")
+def answered(tiny_model):
+    """Prompts of 3 to 40 tokens, and 13 greedy tokens behind each, by a pass over all tokens for every token."""
+    rng = random.Random(2)
+    lengths = (3, 17, 40, 16, 15, 9, 31, 5, 8)  # nine, for eight seats
+    prompts = [[rng.randrange(128) for _ in range(n)] for n in lengths]
+    kv_cache = common.lesson("01_kv_cache")
+    spec = kv_cache.KVCacheSpec.from_config(vars(tiny_model.config))
+    fresh = lambda n: kv_cache.KVCache(spec, 1, n + 13, tiny_model.dtype, tiny_model.device)  # noqa: E731
+    return prompts, [kv_cache.generate(tiny_model, p, 13, fresh(len(p))).token_ids for p in prompts]
+
+
+@pytest.mark.parametrize("K", [1, 3, 5])
+@pytest.mark.parametrize("right", [0, 2, 9])
+def test_a_step_ahead_writes_the_same(K, right, tiny_model, answered):
+    """However many stand: each row is computed where it belongs, no step is planned behind a sure end."""
+    prompts, plain = answered
+    whole = [[*prompt, *answer] for prompt, answer in zip(prompts, plain)]
+    runs = lesson.drafts_ahead.compare_loops(tiny_model, prompts, 13, K, lambda config, model: Prophet(whole, right))
+    for kind, run in runs.items():
+        assert run["token_ids"] == plain, kind
+        assert 0 < run["drafts"] < run["places"]
+    assert runs["synchronous"]["in_vain"] == 0
+    assert (runs["async"]["in_vain"] > 0) == (right > 0)  # only accepted drafts bring an end early
+    assert runs["async"]["steps"] - runs["synchronous"]["steps"] in range(4)
+
+
+def test_rows_where_the_plan_has_them(tiny_model, answered, monkeypatch):
+    """Without the worker's correction, a row behind a rejected draft is computed too far to the right."""
+    prompts, plain = answered
+    whole = [[*prompt, *answer] for prompt, answer in zip(prompts, plain)]
+    monkeypatch.setattr(lesson.drafts_ahead, "min", lambda planned, known: planned, raising=False)
+    with contextlib.suppress(IndexError, KeyError, RuntimeError, StopIteration, ValueError):
+        runs = lesson.drafts_ahead.compare_loops(tiny_model, prompts, 13, 3, lambda config, model: Prophet(whole, 1))
+        assert any(run["token_ids"] != plain for run in runs.values())
 
 
 @pytest.mark.slow

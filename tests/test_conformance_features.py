@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from types import SimpleNamespace
 
 import common
@@ -12,9 +12,9 @@ from test_conformance import GOLDEN, trace_of
 
 preemption, optimizations = common.lesson("11_preemption"), common.lesson("05_optimizations")
 speculation, multi_lora = common.lesson("07_spec_decode"), common.lesson("12_multi_lora")
-disagg = common.lesson("08_disagg")
+disagg, drafts_ahead = common.lesson("08_disagg"), common.lesson("07a_drafts_ahead")
 scheduling = preemption.continuous_batching
-FEATURES = ("speculative", "adapters", "remote", "ahead")
+FEATURES = ("speculative", "adapters", "remote", "ahead", "ahead_speculative")
 FIELDS = preemption.CONFIG_FIELDS
 WORKLOADS = {feature: sorted((GOLDEN / feature / "workloads").iterdir()) for feature in FEATURES}
 
@@ -47,10 +47,15 @@ class Core(preemption.ReplayCore):
     def __init__(self, workload):
         super().__init__({name: workload["config"].get(name, field.default) for name, field in FIELDS.items()})
         self.specs, self.drafting = {spec["id"]: spec for spec in workload["requests"]}, False
+        self.sampled = deque()  # of the steps not heard of
+        self.written = Counter()  # tokens that the model has sampled, per request: a step ahead, more than are heard of
         remote_steps = {name: spec["remote_steps"] for name, spec in self.specs.items() if "remote_steps" in spec}
         if workload["config"]["num_speculative_tokens"]:
             self.drafting = True
-            kind = type("Scheduler", (speculation.SpeculativeScheduler, type(self.scheduler)), {})
+            ahead = workload["config"]["async_scheduling"]
+            mixin = drafts_ahead.DraftsAheadScheduler if ahead else speculation.SpeculativeScheduler
+            places = {"num_speculative_tokens": workload["config"]["num_speculative_tokens"]}
+            kind = type("Scheduler", (mixin, type(self.scheduler)), places)
             self.scheduler = kind(self.scheduler.config, self.scheduler.kv_cache_manager)
         if max_loras := workload["config"]["max_loras"]:
             # Adapters that have been read, and find a place whenever the scheduler lets them.
@@ -66,22 +71,26 @@ class Core(preemption.ReplayCore):
 
     def execute_model(self, output):
         sampled, drafts = super().execute_model(output), getattr(output, "scheduled_spec_decode_tokens", {})
-        for request_id, token_ids in sampled.items():
-            written = self.scheduler.requests[request_id].num_output_tokens
-            for draft, token_id in zip(drafts.get(request_id, ()), self.forced[request_id][written:]):
-                if draft != token_id:
-                    break
-                token_ids.append(self.forced[request_id][written + len(token_ids)])
+        for request_id in sampled if self.drafting else ():
+            places, written = len(drafts.get(request_id, ())), self.written[request_id]
+            rest = self.forced[request_id][written:] or [0]  # behind an end nobody knew
+            guesses = self.specs[request_id]["drafts"].get(str(written), ())[:places]
+            right = next((i for i, draft in enumerate(guesses) if rest[i : i + 1] != [draft]), len(guesses))
+            sampled[request_id] = rest[: right + 1]
+            self.written[request_id] += len(sampled[request_id])
         self.entry["drafts"] = {request_id: list(token_ids) for request_id, token_ids in drafts.items()}
-        self.sampled = {request_id: list(token_ids) for request_id, token_ids in sampled.items()}
+        self.sampled.append({request_id: list(token_ids) for request_id, token_ids in sampled.items()})
         self.entry["loading"] = sorted(getattr(self.scheduler, "waiting_for_remote_kvs", ()))
         return sampled
 
     def recorded_step(self):
         entry, requests = super().recorded_step(), self.scheduler.requests
+        sampled = self.sampled.popleft() if len(self.sampled) > len(self.queue) else {}
+        if not self.queue:
+            self.sampled.clear()
         # Their traces hold all that was sampled, also what came after a stop.
-        entry["sampled"] = {i: self.sampled[i] if self.drafting else [token] for i, token in entry["sampled"].items()}
-        if self.drafting:
+        entry["sampled"] = {i: sampled[i] if self.drafting else [token] for i, token in entry["sampled"].items()}
+        if self.drafting and self.depth == 1:
             self.scheduler.update_draft_token_ids({
                 i: list(self.specs[i]["drafts"].get(str(requests[i].num_output_tokens), ()))
                 for i in entry["sampled"] if i in requests
@@ -235,10 +244,29 @@ def test_the_recordings_meet_the_rules():
                     "resumed, priority", "aborted, fcfs", "a token for one without a seat", "its last token",
                     "not scheduled again", "a hit", "length", "stop"}  # fmt: skip
 
+    seen, before = set(), {}
+    for workload, step in steps("ahead_speculative"):
+        config, before, places = workload["config"], step, before.get("drafts", {})  # of those who are heard of now
+        seen |= {f"{key}, {config['policy']}" for key in ("preempted", "resumed", "aborted") if step.get(key)}
+        seen |= {"a hit"} if any(step.get("prefix_hit", {}).values()) else set()
+        if any(len(drafts) < config["num_speculative_tokens"] for drafts in step.get("drafts", {}).values()):
+            seen.add("fewer places")
+        for request_id, token_ids in step.get("sampled", {}).items():
+            fell = len(places.get(request_id, ())) - len(token_ids) + 1
+            seen |= {"some fell" if fell else "all stood"} if request_id in places else set()
+            seen |= {"fell for one without a seat"} if fell > 0 and request_id in step.get("preempted", ()) else set()
+            if request_id in step.get("finished", {}):
+                seen.add(f"{step['finished'][request_id]}{' at a draft' if len(token_ids) > 1 else ''}")
+                seen |= {"in vain"} if request_id in step["scheduled"] else set()
+    assert seen >= {"preempted, fcfs", "preempted, priority", "resumed, fcfs", "resumed, priority", "aborted, fcfs",
+                    "aborted, priority", "a hit", "fewer places", "some fell", "all stood", "length", "stop",
+                    "fell for one without a seat", "length at a draft", "stop at a draft", "in vain"}  # fmt: skip
+
 
 # --- It can fail ------------------------------------------------------------------------------------------------------
 
 Speculative, Ahead = speculation.SpeculativeScheduler, optimizations.AsyncScheduler
+DraftsAhead = drafts_ahead.DraftsAheadScheduler
 
 
 def _never_rolls_back(self, output, sampled):
@@ -276,16 +304,39 @@ def _drops_what_comes(self, victim, output, original=Ahead._preempt_request):
     self.num_stale_outputs.clear()
 
 
-def _counts_on_what_comes(self, victim, output):
-    super(Ahead, self)._preempt_request(victim, output)
-
-
 def _finds_no_answers(self, output, sampled, original=Ahead.update_from_output):
     manager = self.kv_cache_manager
     manager.enable_caching, enabled = False, manager.enable_caching
     heard = original(self, output, sampled)
     manager.enable_caching = enabled
     return heard
+
+
+def _victim_counts_on_drafts(self, victim, output):
+    super(DraftsAhead, self)._preempt_request(victim, output)
+
+
+def _rolls_a_victim_back(self, output, sampled):
+    for request_id, drafts in output.scheduled_spec_decode_tokens.items():
+        self.num_draft_placeholders[request_id] -= len(drafts)
+    return super(DraftsAhead, self).update_from_output(output, sampled)
+
+
+def _behind_the_end(self, request):
+    known = super(Speculative, self)._num_new_tokens(request)
+    if known < request.num_tokens - request.num_computed_tokens:
+        return known
+    return known + max(0, min(len(getattr(request, "spec_token_ids", ())), self.token_budget - known))
+
+
+def _finds_what_was_known(self, request, token_ids):
+    known, caching = request.num_tokens, self.kv_cache_manager.enable_caching
+    self.kv_cache_manager.enable_caching = False
+    new_token_ids = super(Ahead, self)._update_request_with_output(request, token_ids)
+    self.kv_cache_manager.enable_caching = caching
+    if caching and request.status is scheduling.RequestStatus.RUNNING:
+        self.kv_cache_manager.cache_blocks(request, min(request.num_computed_tokens, known))
+    return new_token_ids
 
 
 def _queues_for_ever(self, output, sampled, original=Ahead.update_from_output):
@@ -303,9 +354,14 @@ BREAK = {
     "a victim's drafts stay in the step": ("speculative", Speculative, "_preempt_request", _victim_keeps_drafts),
     "a step is planned behind the last": ("ahead", Ahead, "_num_new_tokens", _ahead_of_the_end),
     "what comes for a victim counts twice": ("ahead", Ahead, "_preempt_request", _drops_what_comes),
-    "a victim counts on what comes": ("ahead", Ahead, "_preempt_request", _counts_on_what_comes),
     "answers are not found": ("ahead", Ahead, "update_from_output", _finds_no_answers),
     "who ended without a seat queues on": ("ahead", Ahead, "update_from_output", _queues_for_ever),
+    "drafts on their way do not count": ("ahead_speculative", DraftsAhead, "_num_ahead", Ahead._num_ahead),
+    "all that is not known is drafts": ("ahead_speculative", DraftsAhead, "_grant", Speculative._grant),
+    "a victim counts on drafts": ("ahead_speculative", DraftsAhead, "_preempt_request", _victim_counts_on_drafts),
+    "a victim is rolled back": ("ahead_speculative", DraftsAhead, "update_from_output", _rolls_a_victim_back),
+    "drafts behind a sure end": ("ahead_speculative", Speculative, "_num_new_tokens", _behind_the_end),
+    "accepted drafts are not found": ("ahead_speculative", Ahead, "_update_request_with_output", _finds_what_was_known),
 }
 
 

@@ -490,19 +490,23 @@ class Scheduler:
             request, token_ids = self.requests.get(request_id), sampled_token_ids.get(request_id)
             if request is None or not token_ids:
                 continue
-            result = EngineCoreOutput(request_id, token_ids)
+            result = EngineCoreOutput(request_id, self._update_request_with_output(request, token_ids))
             outputs.append(result)
-            for count, token_id in enumerate(token_ids, 1):
-                request.append_output_token_id(token_id)
-                if check_stop(request, self.config.max_model_len):
-                    result.new_token_ids = token_ids[:count]
-                    result.finish_reason, result.stop_reason = request.get_finished_reason(), request.stop_reason
-                    self._free_request(request)
-                    stopped = True
-                    break
+            if request.is_finished():
+                result.finish_reason, result.stop_reason = request.get_finished_reason(), request.stop_reason
+                self._free_request(request)
+                stopped = True
         if stopped:
             self.running = [request for request in self.running if not request.is_finished()]
         return outputs
+
+    def _update_request_with_output(self, request: Request, token_ids: list[int]) -> list[int]:
+        """Append tokens, up to one that ends the request. Returns those."""
+        for count, token_id in enumerate(token_ids, 1):
+            request.append_output_token_id(token_id)
+            if check_stop(request, self.config.max_model_len):
+                return token_ids[:count]
+        return token_ids
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:
         """End requests from outside: an abort, or a stop string that only the detokenizer can see.

@@ -532,20 +532,24 @@ class AsyncScheduler(Scheduler):
         output = super().schedule()
         for request in map(self.requests.get, output.num_scheduled_tokens):
             coming = self.num_output_placeholders[request.request_id]
-            if request.num_computed_tokens == request.num_tokens + coming:  # this step will sample one more
+            if request.num_computed_tokens >= request.num_tokens + coming:  # this step will sample one more
                 self.num_output_placeholders[request.request_id] += 1
         return output
+
+    def _num_ahead(self, request: Request) -> int:
+        """By how much `num_computed_tokens` is ahead of what is known: with one sample on its way, by its token."""
+        return self.num_output_placeholders[request.request_id]
 
     def _num_new_tokens(self, request: Request) -> int:
         """Placeholders count as tokens. Whoever is sure to end with those on their way gets no further step; a stop
         token cannot be foreseen, and costs steps."""
-        coming = self.num_output_placeholders[request.request_id]
+        coming, ahead = self.num_output_placeholders[request.request_id], self._num_ahead(request)
         if coming and (request.num_output_tokens + coming >= request.max_tokens
                        or request.num_tokens + coming >= self.config.max_model_len):  # fmt: skip
             return 0
-        request.num_computed_tokens -= coming  # for the scheduler below, which sees the known tokens only
+        request.num_computed_tokens -= ahead  # for the scheduler below, which sees the known tokens only
         num_new_tokens = super()._num_new_tokens(request)
-        request.num_computed_tokens += coming
+        request.num_computed_tokens += ahead
         return num_new_tokens
 
     def _preempt_request(self, victim: Request, output: SchedulerOutput) -> None:
@@ -556,23 +560,25 @@ class AsyncScheduler(Scheduler):
     def update_from_output(
         self, output: SchedulerOutput, sampled_token_ids: dict[str, list[int]]
     ) -> list[EngineCoreOutput]:
-        """Whoever is heard of has had all tokens computed that were known until now: full blocks can be found."""
         requests = [request for i in sampled_token_ids if (request := self.requests.get(i))]  # others were aborted
-        caching = getattr(self.kv_cache_manager, "enable_caching", False)
         evicted = [request for request in requests if request.status is RequestStatus.PREEMPTED]
         for request in requests:
-            if self.num_stale_outputs[request.request_id]:
-                self.num_stale_outputs[request.request_id] -= 1
-                continue
-            self.num_output_placeholders[request.request_id] -= 1
-            if caching:
-                self.kv_cache_manager.cache_blocks(request, request.num_tokens)
+            stale = self.num_stale_outputs[request.request_id] > 0
+            (self.num_stale_outputs if stale else self.num_output_placeholders)[request.request_id] -= 1
         heard = super().update_from_output(output, sampled_token_ids)
         for request in filter(Request.is_finished, evicted):
             self.waiting.remove_request(request)  # its last token came after it had lost its seat
         for request_id in sampled_token_ids.keys() - self.requests.keys():
             del self.num_output_placeholders[request_id], self.num_stale_outputs[request_id]
         return heard
+
+    def _update_request_with_output(self, request: Request, token_ids: list[int]) -> list[int]:
+        """Whoever is heard of has had all tokens computed but the last: full blocks can be found."""
+        has_blocks = request.status is RequestStatus.RUNNING
+        new_token_ids = super()._update_request_with_output(request, token_ids)
+        if has_blocks and getattr(self.kv_cache_manager, "enable_caching", False):
+            self.kv_cache_manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens - 1))
+        return new_token_ids
 
 
 class Worker:
@@ -613,7 +619,8 @@ class Worker:
         step.scheduled_new_reqs = [self.requests[i] for i in new]
         sampled = self.execute_model(step)
         for request_id, token_ids in sampled.items():
-            self.requests[request_id].append_output_token_id(*token_ids)
+            for token_id in token_ids:
+                self.requests[request_id].append_output_token_id(token_id)
         if computed:
             self.busy.append((start, time.perf_counter()))
         return sampled

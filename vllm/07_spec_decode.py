@@ -333,7 +333,7 @@ class SpeculativeScheduler:
         """A request that catches up with its last token may take drafts along, as far as the budget goes."""
         known = super()._num_new_tokens(request)
         drafts = getattr(request, "spec_token_ids", ())
-        if not drafts or known < request.num_tokens - request.num_computed_tokens:
+        if not (known and drafts) or known < request.num_tokens - request.num_computed_tokens:
             return known
         room = min(self.token_budget, getattr(self, "long_prefill_cap", math.inf)) - known
         return known + max(0, min(len(drafts), room))

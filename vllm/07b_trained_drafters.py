@@ -60,7 +60,7 @@ paged = common.lesson("02_paged_attention")
 scheduling = common.lesson("04_continuous_batching")
 offline = common.lesson("04b_offline_engine")
 drafting = common.lesson("070_drafters")
-training = common.lesson("07b0_drafter_training")
+training, drafts_ahead = common.lesson("07b0_drafter_training"), common.lesson("07a_drafts_ahead")
 Draft, DraftContext, Drafter = drafting.Draft, drafting.DraftContext, drafting.Drafter
 SamplingParams = scheduling.SamplingParams
 Network = training.Network
@@ -1108,7 +1108,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.table(["drafter", "guesses accepted", "tokens per step"], rows)
     common.say(f"✓ all {len(rows)} wrote the {sum(map(len, plain))} tokens that plain greedy decoding writes")
 
-    common.heading(f"3. A tree of guesses in one pass: {args.tree_size} of Medusa's")
+    common.heading("3. EAGLE one step ahead: the next step is planned before anybody knows what this one wrote")
+    ids, first = [tokenizer.chat([{"role": "user", "content": text}]) for text in prompts], [x[:8] for x in plain]
+    drafts_ahead.demonstrate(model, ids, first, K, lambda config, model: make_drafter("eagle", model, K))
+
+    common.heading(f"4. A tree of guesses in one pass: {args.tree_size} of Medusa's")
     arguments, reference = random_trees([5, 40], args.seed)
     common.check("tree attention against one path at a time", tree_attention(*arguments), reference)
     if common.HAS_TRITON:
@@ -1116,25 +1120,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             common.check("the same, Triton kernel", tree_attention(*arguments), reference)
     else:
         common.skipped("the Triton kernels", common.kernel_mode())
-    exact = numbers["exact"]
-    common.say(f"✓ several guesses per place, {exact['cases']} cases enumerated: what is written is p, up to "
-               f"{exact['error']:.0e}")  # fmt: skip
+    cases, error = numbers["exact"]["cases"], numbers["exact"]["error"]
+    common.say(f"✓ several guesses per place, {cases} cases enumerated: what is written is p, up to {error:.0e}")
     network = training.load_network(WEIGHTS / "medusa.safetensors", model)
-    ids = tokenizer.chat([{"role": "user", "content": prompts[1]}])
     with broken(args.broken):
-        run = generate_with_tree(model, network, plan_tree(numbers["ranks"], args.tree_size), ids, tokens)
+        run = generate_with_tree(model, network, plan_tree(numbers["ranks"], args.tree_size), ids[1], tokens)
         common.say(f"{run.passes} passes, {run.rows} rows behind the prompt, {run.tokens_per_pass:.2f} tokens per pass")
         if args.broken is None:
             common.check_equal("the tokens of plain greedy decoding", run.token_ids, plain[1])
         else:
             same = next((i for i, (a, b) in enumerate(zip(run.token_ids, plain[1])) if a != b), tokens)
-            pair = (torch.tensor(x, dtype=torch.float64) for x in PAIRS["half right"])
-            written, _ = exact_node(*pair, 2, False)
+            written, _ = exact_node(*(torch.tensor(x, dtype=torch.float64) for x in PAIRS["half right"]), 2, False)
             common.say(f"broken: {args.broken}. The first {same} of {tokens} tokens are those of plain decoding")
             common.say(f"sampled with two guesses, (0.6, 0.3, 0.1) is written as "
                        f"({', '.join(f'{x:.3f}' for x in written.tolist())})")  # fmt: skip
 
-    common.heading("4. The tree of the widget")
+    common.heading("5. The tree of the widget")
     common.say(describe(simulate(WIDGET_DEFAULT)))
     if args.bench:
         bench = benchmark(model, tokenizer, args)
@@ -1146,7 +1147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer, args: argparse.Namespace) -> dict[str, Any]:
     """Acceptance and time by drafter and task, eight held-out prompts each; exits by layer; trees on Medusa."""
     K, bench, rows = args.num_speculative_tokens, {"tasks": {}}, []
-    common.heading("5. By task: 8 held-out prompts each, 64 tokens, greedy and at temperature 0.7")
+    common.heading("6. By task: 8 held-out prompts each, 64 tokens, greedy and at temperature 0.7")
     for task, prompts in training.HELD_OUT.items():
         bench["tasks"][task] = found = {}
         for temperature in (0.0, 0.7):
@@ -1176,11 +1177,11 @@ def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer, args: argparse.Nam
     bench["shuffled"] = {"tokens_per_step": run.tokens_per_step, "acceptance": run.acceptance}
     common.say(f"EAGLE with its weights shuffled: {run.tokens_per_step:.2f} tokens per step")
 
-    common.heading("6. Early exit: how often a layer's favourite is the last layer's")
+    common.heading("7. Early exit: how often a layer's favourite is the last layer's")
     bench["exit"] = agreement_by_layer(model, tokenizer, held_out(8), [8, 12, 16, 20, 24, 26, 28])
     common.table(["layers", *bench["exit"]], [["agreement", *(f"{a:.2f}" for a in bench["exit"].values())]])
 
-    common.heading("7. Medusa: trees of growing size, 64 tokens of each task, one sequence")
+    common.heading("8. Medusa: trees of growing size, 64 tokens of each task, one sequence")
     network, bench["trees"], rows = training.load_network(WEIGHTS / "medusa.safetensors", model), {}, []
     prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in held_out(2)]
     for size in (0, 3, 7, 15, 31, 63):

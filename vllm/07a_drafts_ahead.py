@@ -1,0 +1,162 @@
+"""07a · Drafts one step ahead: how a step is planned when not even the number of this one's tokens is known.
+
+Async scheduling (lesson 05) plans step i + 1 while step i runs: it needs to know *that* a token will come, not which.
+With drafts it does not even know how many will come, 1 to K + 1, and nobody has guessed the next ones yet. Two bets
+and two corrections (vLLM: `AsyncScheduler`, its default with trained drafters):
+
+  1. The plan counts on every draft: all K of the step that runs will stand. So blocks suffice, however it turns out.
+  2. It reserves K places for drafts that nobody has made. The worker fills them; a place left empty counts as fallen.
+  3. The worker knows at once how many stood, and computes each row where it belongs, not where the plan put it.
+  4. The scheduler hears a step later, and takes what fell back from its own count.
+
+What it costs: blocks and budget for drafts that will not be there, and a step in vain whenever accepted drafts reach
+the end of an answer sooner than the plan could be sure of.
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch is used
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import llama
+
+scheduling, offline = common.lesson("04_continuous_batching"), common.lesson("04b_offline_engine")
+optimizations, speculation = common.lesson("05_optimizations"), common.lesson("07_spec_decode")
+Request, SchedulerOutput = scheduling.Request, scheduling.SchedulerOutput
+SpeculativeSchedulerOutput = speculation.SpeculativeSchedulerOutput
+
+
+# --- The scheduler: it counts on everything --------------------------------------------------------------------------
+
+
+class DraftsAheadScheduler(speculation.SpeculativeScheduler, optimizations.AsyncScheduler):
+    """Lesson 07's scheduler in front of lesson 05's: drafts are places, K for whoever has a token on its way.
+
+    A request's `num_computed_tokens` runs ahead of what is known by the tokens that are sure to come, which lesson 05
+    counts in `num_output_placeholders`, and by the drafts in flight, counted here (vLLM has one number for both). In
+    front of lesson 11's scheduler it decides as vLLM does.
+    """
+
+    num_speculative_tokens = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_draft_placeholders: Counter[str] = Counter()
+
+    def schedule(self) -> SpeculativeSchedulerOutput:
+        """Whoever samples in this step gets K places in the next, filled with −1, which is no token."""
+        output = super().schedule()
+        for request_id in output.num_scheduled_tokens:
+            if self.num_output_placeholders[request_id]:
+                drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
+                self.num_draft_placeholders[request_id] += len(drafts)
+                self.requests[request_id].spec_token_ids = [-1] * self.num_speculative_tokens
+        return output
+
+    def num_slots(self, request: Request) -> int:
+        """One more than lesson 04 reserves: for the step in vain behind an end that came early."""
+        return min(super().num_slots(request) + 1, self.config.max_model_len)
+
+    def _num_ahead(self, request: Request) -> int:
+        return super()._num_ahead(request) + self.num_draft_placeholders[request.request_id]
+
+    def _grant(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> None:
+        """Lesson 07 tells drafts from tokens by what is known."""
+        ahead = self._num_ahead(request)
+        request.num_computed_tokens -= ahead
+        super()._grant(request, num_new_tokens, output)
+        request.num_computed_tokens += ahead
+
+    def _preempt_request(self, victim: Request, output: SchedulerOutput) -> None:
+        super()._preempt_request(victim, output)
+        self.num_draft_placeholders.pop(victim.request_id, None)
+
+    def update_from_output(self, output: SpeculativeSchedulerOutput,
+                           sampled_token_ids: dict[str, list[int]]) -> list[scheduling.EngineCoreOutput]:  # fmt: skip
+        """What fell is taken back, by lesson 07; not from a victim, who has begun again since."""
+        drafts = output.scheduled_spec_decode_tokens
+        for request_id in drafts.keys() & self.requests.keys():
+            if self.num_stale_outputs[request_id]:
+                del drafts[request_id]
+            else:
+                self.num_draft_placeholders[request_id] -= len(drafts[request_id])
+        heard = super().update_from_output(output, sampled_token_ids)
+        for request_id in sampled_token_ids.keys() - self.requests.keys():
+            del self.num_draft_placeholders[request_id]
+        return heard
+
+
+# --- The worker: it knows better -------------------------------------------------------------------------------------
+
+
+class DraftingWorker(optimizations.Worker):
+    """Lesson 05's worker around lesson 07's runner: puts drafts into the places, and every row where it belongs."""
+
+    def __init__(self, runner: speculation.SpeculativeModelRunner) -> None:
+        super().__init__(runner.execute_model)
+        self.runner, runner.manager = runner, self
+        self.proposed: dict[str, list[int]] = {}  # for the next step
+        self.num_places = self.num_drafts = 0  # planned, and filled
+
+    def _run(self, output: SpeculativeSchedulerOutput, new: dict, computed: dict[str, int]) -> dict[str, list[int]]:
+        places, output = output.scheduled_spec_decode_tokens, copy.copy(output)
+        output.num_scheduled_tokens = dict(output.num_scheduled_tokens)
+        output.scheduled_spec_decode_tokens = drafts = {}
+        for request_id, empty in places.items():
+            if found := self.proposed.get(request_id, [])[: len(empty)]:
+                drafts[request_id] = found
+            # vLLM computes a row for an empty place as well: a CUDA graph's shape stays as it is.
+            output.num_scheduled_tokens[request_id] -= len(empty) - len(found)
+            self.num_places, self.num_drafts = self.num_places + len(empty), self.num_drafts + len(found)
+        for request_id in computed.keys() - new.keys():  # no further than what is known here, and its drafts
+            known = self.requests[request_id].num_tokens + len(drafts.get(request_id, ()))
+            computed[request_id] = min(computed[request_id], known)
+        sampled = super()._run(output, new, computed)
+        self.proposed = self.runner.take_draft_token_ids()
+        return sampled
+
+
+def make_loop(kind: str, model: llama.Llama, num_speculative_tokens: int, max_model_len: int,
+              drafter: Callable[..., Any] = speculation.make_drafter,
+              overhead: float = 0.0) -> optimizations.QueuedEngineCore:  # fmt: skip
+    """One of lesson 05's loops, eight seats, with drafts; `overhead` is 05's, `drafter(config, model)` is 07's."""
+    blocks = 8 * -(-max_model_len // optimizations.BLOCK) + 1
+    manager = scheduling.KVCacheManager(blocks, optimizations.BLOCK, max_model_len)
+    scheduler = DraftsAheadScheduler(scheduling.SchedulerConfig(max_model_len=max_model_len, max_num_seqs=8), manager)
+    scheduler.num_speculative_tokens = num_speculative_tokens
+
+    class Runner(speculation.SpeculativeModelRunner, offline.SamplingModelRunner):
+        speculative_config = speculation.SpeculativeConfig(num_speculative_tokens=num_speculative_tokens)
+        make_drafter = staticmethod(drafter)
+
+    return optimizations.QueuedEngineCore(kind, scheduler, DraftingWorker(Runner(model, scheduler)), overhead)
+
+
+def compare_loops(model: llama.Llama, prompts: Sequence[Sequence[int]], max_tokens: int, num_speculative_tokens: int,
+                  drafter: Callable[..., Any] = speculation.make_drafter,
+                  overhead: float = 0.0) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """The same greedy requests in step and one step ahead: {loop: their tokens, and what they took}."""
+    longest, found = max(map(len, prompts)) + max_tokens, {}
+    params = scheduling.SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=model.config.eos_token_ids)
+    for kind in ("synchronous", "async"):
+        core = make_loop(kind, model, num_speculative_tokens, longest, drafter, overhead)
+        token_ids = core.run([Request(str(i), prompt, params) for i, prompt in enumerate(prompts)])
+        found[kind] = {"token_ids": token_ids, "steps": len(core.worker.busy), "places": core.worker.num_places,
+                       "drafts": core.worker.num_drafts, "in_vain": core.num_wasted, "idle": core.idle}  # fmt: skip
+    return found
+
+
+def demonstrate(model: llama.Llama, prompts: Sequence[Sequence[int]], expected: list[list[int]],
+                num_speculative_tokens: int, drafter: Callable[..., Any]) -> None:  # fmt: skip
+    """Print both loops side by side. Raises CheckFailed unless both write `expected`, as plain decoding does."""
+    loops = compare_loops(model, prompts, max(map(len, expected)), num_speculative_tokens, drafter, overhead=0.005)
+    common.table(["loop, 5 ms of other work per plan", "steps", "places", "drafts", "samples in vain", "model idle"], [
+        [kind, *(loop[key] for key in ("steps", "places", "drafts", "in_vain")), f"{loop['idle']:.0%}"]
+        for kind, loop in loops.items()
+    ])  # fmt: skip
+    common.check_equal("both wrote the tokens of plain greedy decoding", [x["token_ids"] for x in loops.values()],
+                       [expected] * 2)  # fmt: skip
