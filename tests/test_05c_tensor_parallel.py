@@ -341,6 +341,7 @@ def test_arithmetic_of_the_facts():
     assert wire["calls"] == 61 and wire["payload"] == 2304
     assert wire["all_reduce"] == 61 * 2304 * 4 // 3 and wire["all_gather"] == 49152 * 4 * 2 // 3
     assert found["worst_fit"] < 0.15
+    assert found["too_low"] == pytest.approx({"256kb_tp8": 0.413, "8mb_tp2": 0.286}, abs=1e-3)
     for name, of in found["decode"].items():
         for link in ("nvlink", "nvlink_eager"):
             for n in ("1", "2", "4", "8"):

@@ -803,6 +803,15 @@ def test_the_most_throughput_is_not_the_most_goodput():
     assert found["goodput"]["request_goodput"] > 1.3 * found["goodput_of_most"]["request_goodput"]
 
 
+def test_the_most_throughput_is_the_corner_of_the_grid(monkeypatch):
+    """The page says so: 64 seats are the most of the grid, not the best there is."""
+    most = lesson.facts()["tune"]["most"]
+    assert most["max_num_seqs"] == max(lesson.TUNE_SEATS) and most["max_num_batched_tokens"] == max(lesson.TUNE_BUDGETS)
+    monkeypatch.setattr(lesson, "TUNE_SEATS", (96,))
+    rows = lesson.tune_simulated.__wrapped__()["rows"]
+    assert max(row["output_throughput"] for row in rows) > 1.05 * most["output_throughput"]
+
+
 def test_tune_from_the_command_line(tmp_path, capsys):
     out = tmp_path / "out.json"
     flags = "tune --simulate --max-num-seqs 2,8 --max-num-batched-tokens 256,1024 --num-prompts 24 --limit itl:60"

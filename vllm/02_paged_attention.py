@@ -916,7 +916,7 @@ def describe(trace: dict[str, Any]) -> str:
 
 # Kwon et al. 2023: share of memory that holds tokens (figure 2) and requests in the batch (§6.2, ShareGPT, 2 req/s);
 # blocks saved by sharing on Alpaca (figure 15).
-PAPER = {"Max": (0.204, 7.00), "Pow2": (None, 9.81), "Oracle": (0.382, 13.62), "Paged": (0.963, 30.42)}
+PAPER = {"Max": (0.204, 7.00), "Pow2": (0.268, 9.81), "Oracle": (0.382, 13.62), "Paged": (0.963, 30.42)}
 PAPER_SAVED = {"parallel": {2: 0.0609, 4: 0.0853, 6: 0.0979}, "beam": {2: 0.3756, 4: 0.5313, 6: 0.5516}}
 
 
@@ -987,7 +987,7 @@ def draw(folder: str | Path) -> list[Path]:
         widths = [f["contest"][policy][part] for policy in POLICIES]
         ax.barh(list(POLICIES), widths, left=left, color=color[shade], label=part)
         left = [a + b for a, b in zip(left, widths)]
-    known = {policy: share for policy, (share, _) in PAPER.items() if share}
+    known = {policy: share for policy, (share, _) in PAPER.items()}
     ax.plot(list(known.values()), list(known), "D", color=color["ink"], label="paper: tokens")
     for policy in POLICIES:
         ax.text(1.015, policy, f"{f['contest'][policy]['batch']:.1f} requests", va="center", fontsize=9)

@@ -622,14 +622,15 @@ class Link:
 
 
 # vLLM's all-reduce on an H200, NVIDIA aiconfigurator (whose sizes are bf16 elements, not bytes): up to 16 KB 4.4–5.2 µs
-# in a CUDA graph, about 20.8 µs outside. 320 GB/s is what its larger messages come to (450 are nominal). For PCIe we
-# know no such table: the nominal rate.
+# in a CUDA graph, about 20.8 µs outside. 320 GB/s is what its larger messages come to (450 are nominal); `MISFITS` are
+# its points farthest above this model, on 8 and on 2 GPUs. For PCIe we know no such table: the nominal rate.
 LINKS = {
     "nvlink": Link(320e9, 4.5e-6),
     "nvlink_eager": Link(320e9, 20.8e-6),
     "pcie5": Link(63e9, 4.5e-6),
 }
 PUBLISHED = {"2mb_tp2": (2 << 20, 2, 12.4e-6), "2mb_tp8": (2 << 20, 8, 18.1e-6), "32mb_tp8": (32 << 20, 8, 166e-6)}
+MISFITS = {"256kb_tp8": (256 << 10, 8, 10.1e-6), "8mb_tp2": (8 << 20, 2, 43.0e-6)}
 H200 = common.HARDWARE["H200 141GB"]
 
 
@@ -782,8 +783,8 @@ def facts() -> dict[str, Any]:
             }  # fmt: skip
             # The share of its peak at which one GPU, computing, takes as long as eight, computing and talking.
             prefill[key(model)][name]["even_at"] = (t[1]["total"] - t[8]["compute"]) / t[8]["talk"]
-    fit = {name: LINKS["nvlink"].seconds("all_reduce", payload, n) / seconds - 1
-           for name, (payload, n, seconds) in PUBLISHED.items()}  # fmt: skip
+    fit, misfit = ({name: LINKS["nvlink"].seconds("all_reduce", payload, n) / seconds - 1
+                    for name, (payload, n, seconds) in table.items()} for table in (PUBLISHED, MISFITS))  # fmt: skip
     # Eight GPUs as one engine, or as replicas of the smallest group that holds the model.
     shared: dict[str, Any] = {}
     for model, smallest in (("Llama-3.1-8B", 1), ("Llama-3.1-70B", 2)):
@@ -804,6 +805,7 @@ def facts() -> dict[str, Any]:
     orders = {order: simulate(WIDGET_DEFAULT | {"order": order}) for order in ORDERS}
     return {
         "wire": wire, "decode": decode, "prefill": prefill, "fit": fit, "worst_fit": max(map(abs, fit.values())),
+        "too_low": {name: -error for name, error in misfit.items()},
         "shared": shared,
         "owns": {key(model): {str(n): ownership(model, n) for n in sizes} for model, sizes in SIZES.items()},
         "orders": {order.replace(", ", "_"): {name: t[name] for name in ("collectives", "sent")}
