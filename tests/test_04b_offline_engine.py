@@ -686,7 +686,8 @@ def test_wrong_prompts_are_refused_and_leave_nothing(llm, prompt, word):
 def test_wrong_calls(llm, tiny_model, real_model):
     for params, word in (([SamplingParams()], "sampling_params"), ("greedy", "sampling_params"),
                          (SamplingParams(logit_bias={128: 1.0}), "logit_bias"),
-                         (SamplingParams(stop_token_ids=[128]), "stop_token_ids")):  # fmt: skip
+                         (SamplingParams(stop_token_ids=[128]), "stop_token_ids"),
+                         (SamplingParams(stop_token_ids=list(range(128)), min_tokens=1), "min_tokens")):  # fmt: skip
         with pytest.raises(common.InputError, match=word):
             llm.generate([ids(1), ids(2)], params)
     llm.llm_engine.add_request("x", ids(1))
@@ -708,6 +709,18 @@ def test_wrong_calls(llm, tiny_model, real_model):
         lesson.LLM(tiny_model)
     with pytest.raises(common.InputError, match="no-such-folder"):
         lesson.LLM("no-such-folder")
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1, 2])
+def test_the_extremes_of_what_is_allowed_leave_a_distribution(llm, temperature):
+    """What is no number in one row would be a token that does not exist, and the end of everybody's engine."""
+    extremes = [{"repetition_penalty": 0.01}, {"repetition_penalty": 100}, {"logit_bias": {1: 100.0, 2: -100.0}},
+                {"top_k": 10**30}, {"top_p": 1e-300}, {"min_p": 1}, {"presence_penalty": -2, "frequency_penalty": -2},
+                {"stop_token_ids": list(range(1, 128)), "min_tokens": 3},
+                {"repetition_penalty": 0.01, "logit_bias": {1: 100.0}, "frequency_penalty": 2}]  # fmt: skip
+    params = [SamplingParams(temperature=temperature, max_tokens=4, seed=i, **one) for i, one in enumerate(extremes)]
+    outputs = [output.outputs[0].token_ids for output in llm.generate([ids(1, 2, 3)] * len(params), params)]
+    assert all(tokens and max(tokens) < 128 for tokens in outputs) and free(llm)
 
 
 def test_the_pool_has_the_size_that_was_asked_for(tiny_model, real_model):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import signal
@@ -889,6 +890,17 @@ def test_overlap_and_bounds_do_what_the_text_says():
     assert bounded["wait_ms"] < free["wait_ms"] / 2 and bounded["rejected"] > 0 and bounded["most_waiting"] == 20
     longer = lesson.pipeline(105, 20, 8, "one loop", 0, 1800)
     assert longer["wait_sum"] / longer["served"] / 1e3 > 1.5 * waits[-1], "it grows with the length of the run"
+
+
+def test_above_its_capacity_the_queue_grows_but_not_with_every_newcomer():
+    trace = lesson.simulate({**lesson.WIDGET_DEFAULT, "load": 120})
+    waits = [(first - trace["step_us"] - at) / 1e6 for first, at in zip(trace["first"], trace["arrivals"])]
+    means = [sum(waits[i : i + 50]) / 50 for i in range(0, 200, 50)]
+    assert means == sorted(means) and [round(mean, 1) for mean in means[::3]] == [0.2, 1.3]
+    shorter = sum(later < before for before, later in itertools.pairwise(waits))
+    assert 80 < shorter < 100, "two that come close together find the same end of a step"
+    mean = {n: lesson.facts()["load"]["120"]["wait_ms"] if n == 800 else 1e3 * sum(waits) / n for n in (200, 800)}
+    assert mean[800] > 4 * mean[200]
 
 
 def test_the_widget_uses_the_real_admission_and_scheduler(monkeypatch):

@@ -126,7 +126,7 @@ class SamplingParams:
         for name, kind, low, high in (
             ("n", int, 1, math.inf), ("temperature", float, 0, 2), ("top_k", int, -1, math.inf), ("top_p", float, 0, 1),
             ("min_p", float, 0, 1), ("presence_penalty", float, -2, 2), ("frequency_penalty", float, -2, 2),
-            ("repetition_penalty", float, 0, math.inf), ("seed", int, -(2**63), 2**63 - 1), ("logprobs", int, 0, 20),
+            ("repetition_penalty", float, 0.01, 100), ("seed", int, -(2**63), 2**63 - 1), ("logprobs", int, 0, 20),
             ("prompt_logprobs", int, 0, 20), ("max_tokens", int, 1, math.inf),
             ("min_tokens", int, 0, self.max_tokens or math.inf),
         ):  # fmt: skip
@@ -137,16 +137,15 @@ class SamplingParams:
                 allowed = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
                 what = "whole number" if kind is int else "number"
                 raise common.InputError(f"{name} {value!r}: must be a {what} {allowed}")
-        for name in ("top_p", "repetition_penalty"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise common.InputError(f"{name} {getattr(self, name)}: must be above 0 and finite")
+        if self.top_p == 0:
+            raise common.InputError("top_p 0: must be above 0")
         if not all(isinstance(text, str) and text for text in self.stop):
             raise common.InputError(f"stop {self.stop!r}: must be a string or strings, none of them empty")
         if not all(type(token) is int and token >= 0 for token in self.stop_token_ids):
             raise common.InputError(f"stop_token_ids {self.stop_token_ids!r}: must be token ids, 0 or above")
         bias = self.logit_bias or {}
-        if not (isinstance(bias, dict) and all(type(x) in (int, float) and abs(x) < math.inf for x in bias.values())):
-            raise common.InputError(f"logit_bias {bias!r}: must map token ids to finite numbers")
+        if not (isinstance(bias, dict) and all(type(x) in (int, float) and abs(x) <= 100 for x in bias.values())):
+            raise common.InputError(f"logit_bias {bias!r:.60}: must map token ids to numbers from -100 to 100")
         if self.temperature == 0 and self.n > 1:
             raise common.InputError(f"n {self.n}: must be 1 at temperature 0, where all samples are the same")
 

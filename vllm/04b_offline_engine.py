@@ -290,7 +290,7 @@ class Sampler:
             logits,
             row([p.temperature for p in of], torch.float32),
             row([p.min_p for p in of], torch.float32),
-            row([p.top_k if p.top_k > 0 else vocab for p in of], torch.int64),
+            row([min(p.top_k, vocab) if p.top_k > 0 else vocab for p in of], torch.int64),
             row([p.top_p for p in of], torch.float64),
         )
 
@@ -630,6 +630,8 @@ class LLMEngine:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias or ())
         eos = self.model.config.eos_token_ids
+        if params.min_tokens and len({*params.stop_token_ids, *eos}) == self.model.config.vocab_size:
+            raise common.InputError("min_tokens: not together with stop_token_ids that name every token")
         caller, sequences, own_name = _Caller(request_id, text, token_ids, stream), {}, self._own_name(request_id)
         for index in range(params.n):  # each of n samples is a request of its own, as in vLLM V1
             name = own_name if params.n == 1 else f"{index}_{own_name}"

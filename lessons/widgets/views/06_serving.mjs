@@ -47,7 +47,7 @@ export function draw(trace, index, kit) {
       legend(["blue", "in a seat"], ["orange", "waiting for one"], ["red", "turned away"], ["purple", "CPU"], ["green", "GPU"], ["grey hatched", "idle"]),
       numbers([`${trace.gpu_percent} %`, "of the time, the GPU computes", trace.gpu_percent < 50 ? "red" : ""], [ms(Math.floor(trace.wait_sum / trace.served)), "mean wait"], [ms(trace.wait_p99), "wait, p99"], [trace.most_waiting, "most waiting"], [trace.rejected, "turned away"]),
     ],
-    text: last ? `${trace.served} served, ${trace.rejected} turned away. ${p.load > 100 && !p.queue_bound ? "More arrives than leaves: in a longer run every wait would be longer." : `On average a request waited ${ms(Math.floor(trace.wait_sum / trace.served))} for its first step.`}`
+    text: last ? `${trace.served} served, ${trace.rejected} turned away. ${p.load > 100 && !p.queue_bound ? "More arrives than leaves: in a longer run the mean wait would be longer." : `On average a request waited ${ms(Math.floor(trace.wait_sum / trace.served))} for its first step.`}`
       : `After ${seconds(now)}: ${count(running, "request")} in the ${seats} seats, ${waiting} waiting.`,
   };
 }
