@@ -983,8 +983,9 @@ def draw(folder: str | Path) -> list[Path]:
     # What the memory is filled with.
     figure, ax = common.new_figure(8, 3.1)
     left = [0.0] * len(POLICIES)
-    for part, shade in (("tokens", "blue"), ("reserved", "green"), ("internal", "orange"), ("external", "light")):
-        widths = [f["contest"][policy][part] for policy in POLICIES]
+    parts = {"tokens": "blue", "reserved": "green", "internal": "orange", "external and other": "light"}
+    for part, shade in parts.items():
+        widths = [f["contest"][policy][part.split()[0]] for policy in POLICIES]
         ax.barh(list(POLICIES), widths, left=left, color=color[shade], label=part)
         left = [a + b for a, b in zip(left, widths)]
     known = {policy: share for policy, (share, _) in PAPER.items()}

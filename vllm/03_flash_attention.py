@@ -895,6 +895,9 @@ def _draw_cpu(folder: str | Path, rows: list[dict[str, Any]]) -> Path:
             axis.plot(*zip(*points), color=common.COLORS[color], linewidth=2, marker="o", markersize=4, label=word)
         axis.set(xscale="log", yscale="log", ylabel=label, title=title)
         _length_ticks(axis, rows)
+        axis.minorticks_off()
+        axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
+    axes[1].set_yticks([0.5, 1, 10, 100, 1000], ["0", "1", "10", "100", "1,000"])  # a logarithmic axis has no zero
     axes[0].legend(fontsize=9)
     return common.save_figure(figure, folder, "03_cpu")
 

@@ -951,7 +951,8 @@ def draw(folder: str | Path) -> list[Path]:
             0, p, left=left, height=0.7, color=common.COLORS["blue"], alpha=0.85 - 0.12 * (i % 2 * 3), edgecolor="white"
         )
         if p > 0.03:
-            ax.text(left + p / 2, 0, WORDS[i], ha="center", va="center", color="white", fontsize=9)
+            shade = common.COLORS["ink"] if i % 2 else "white"  # pale boxes, dark words
+            ax.text(left + p / 2, 0, WORDS[i], ha="center", va="center", color=shade, fontsize=9)
         left += p
     ax.plot(trace["u"], [0.52] * NUM_DRAWS, "v", color=common.COLORS["red"], clip_on=False, markersize=6)
     ax.set(yticks=[], xlim=(0, 1), ylim=(-0.4, 0.75), xlabel="u: the first twelve draws of seed 0")

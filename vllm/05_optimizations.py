@@ -915,7 +915,7 @@ def draw(folder: str | Path) -> list[Path]:
         for i, block in enumerate(sent["blocks"]):
             x, middle = 1.3 * i, {"ha": "center", "va": "center"}
             ax.add_patch(Rectangle((x, y), 1.2, 0.62, color=colors[block["state"]]))
-            ax.text(x + 0.6, y + 0.42, block["text"].replace(" ", "␣"), fontsize=6.2, color="white",
+            ax.text(x + 0.6, y + 0.42, block["text"].replace(" ", "␣"), fontsize=7.8, color="white",
                     family="DejaVu Sans Mono", **middle)  # fmt: skip
             ax.text(x + 0.6, y + 0.17, f"block {block['block']}", fontsize=8, color="white", **middle)
             ax.text(x + 0.6, y - 0.2, block["hash"][:8] or "not full: no key", fontsize=8, color=C["ink"], **middle)
@@ -941,6 +941,9 @@ def draw(folder: str | Path) -> list[Path]:
         ax.text(min(rates), 100 * best + 2, f"a cache that forgets nothing: {100 * best:.0f} %", fontsize=8.5)
         ax.set(xscale="log", ylim=(0, 100), xlabel="blocks in the pool")
         ax.set_title(title, fontsize=9.5)
+    for ax, ticks in zip(axes, ((256, 512, 1024, 2048, 4096), (1000, 3000, 10_000, 30_000))):
+        ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
+        ax.minorticks_off()
     axes[0].set_ylabel("prompt tokens found, %")
     paths.append(common.save_figure(figure, folder, "05_hit_rates"))
 

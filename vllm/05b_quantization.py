@@ -962,8 +962,9 @@ def _draw_table(folder: str | Path, table: Sequence[dict[str, Any]]) -> Path:
         axis.plot(*zip(*points), marker, label=kind, color=common.COLORS[color])
     for row in rows:
         if row["algorithm"] == "RTN" and row["bits"] < 6:
-            left = row["format"] == "int4-g64"  # its neighbours stand close on the right
-            axis.annotate(row["format"], (row["bits"], row["perplexity"]), xytext=(-6 if left else 6, 3),
+            left = row["format"] == "int4-g64"  # its neighbours stand close on the right, and close to each other
+            shift = {"int4-g64": (-6, 3), "nvfp4": (4, 6), "int4-g32": (7, -4)}.get(row["format"], (6, 3))
+            axis.annotate(row["format"], (row["bits"], row["perplexity"]), xytext=shift,
                           textcoords="offset points", fontsize=9, ha="right" if left else "left")  # fmt: skip
     axis.set_yscale("log")
     axis.set_ylim(base * 0.9, max(r["perplexity"] for r in rows) * 1.2)

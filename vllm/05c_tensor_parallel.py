@@ -879,7 +879,7 @@ def _draw_scaling(folder: str | Path) -> Path:
                         ha="center", va="bottom", fontsize=8.5)  # fmt: skip
         fits = " (one cannot hold it)" if name.endswith("70b") else ""
         bars[0].set_alpha(0.35 if fits else 1)
-        ax.set(xticks=list(at), xticklabels=sizes, xlabel=f"H200s{fits}", ylim=(0, 1.3 * read[0]),
+        ax.set(xticks=list(at), xticklabels=sizes, xlabel=f"H200s{fits}", ylim=(0, 1.4 * read[0]),
                ylabel="ms per decode step, batch 1", title=f"Llama-3.1-{name[9:].upper()}, bf16")  # fmt: skip
     axes[0].legend(*axes[0].get_legend_handles_labels(), fontsize=8.5, loc="upper right", bbox_to_anchor=(1.04, 1.0))
     return common.save_figure(figure, folder, "05c_scaling")

@@ -991,8 +991,9 @@ def draw(folder: str | Path) -> list[Path]:
     table, bits = known["recorded"]["formats"], known["bits"]
     figure, axes = common.new_figure(8.0, 3.6, ncols=2)
     for family, (shade, names) in FAMILIES.items():
+        style = "o" if family == "8 bits" else "o-"  # other formats, not other widths: no line
         for ax, key in zip(axes, ("perplexity", "needles")):
-            ax.plot([bits[name] for name in names], [table[name][key] for name in names], "o-", label=family,
+            ax.plot([bits[name] for name in names], [table[name][key] for name in names], style, label=family,
                     color=color[shade], markersize=5)  # fmt: skip
     for ax, title in zip(axes, ("perplexity (dotted: not quantized)", f"needles found, of {len(NEEDLES)}")):
         ax.set(title=title, xlabel="bits per element, scales included", xlim=(2, 9))

@@ -849,9 +849,9 @@ def draw(folder: str | Path) -> list[Path]:
 
 def _draw_life(folder: str | Path) -> Path:
     figure, ax = common.new_figure(8.0, 6.0)
-    colors, at = common.COLORS, [0.0, 1.1, 2.2, 4.0]
+    colors, at, shade = common.COLORS, [0.0, 1.1, 2.2, 4.0], "#eceff2"
     names = ["client", "HTTP\n(06f)", "front end\n(06e, 04b)", "engine core\n(06e: 11, 05, 10, 04b)"]
-    ax.axvspan(0.6, 3.1, color=colors["light"], alpha=0.7)
+    ax.axvspan(0.6, 3.1, color=shade)
     ax.axvspan(3.2, 4.6, color=colors["blue"], alpha=0.14)
     ax.text(1.85, -2.05, "API server process: one event loop", ha="center", fontsize=9, color=colors["grey"])
     ax.text(3.9, -2.05, "engine process", ha="center", fontsize=9, color=colors["grey"])
@@ -868,8 +868,11 @@ def _draw_life(folder: str | Path) -> Path:
             ax.annotate(
                 "", (at[end], y), (at[start], y), arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": 1.6}
             )
-            middle = (at[start] + at[end]) / 2 if start < 3 and end < 3 else 3.1
-            ax.text(middle, y - 0.12, text, ha="center", va="bottom", fontsize=9, color=color)
+            past = (start, end) == (2, 0)  # its label covers the line of the station that it passes
+            middle = 1.4 if past else (at[start] + at[end]) / 2 if start < 3 and end < 3 else 3.1
+            ax.text(middle, y - 0.12, text, ha="center", va="bottom", color=color,
+                    fontsize=9 if past or 3 in (start, end) else 8,
+                    bbox={"facecolor": shade, "edgecolor": "none", "pad": 1} if past else None)  # fmt: skip
         ax.text(-0.45, y, y + 1, ha="right", va="center", fontsize=9, color=colors["grey"])
     ax.set(xlim=(-0.55, 4.65), ylim=(len(LIFE) - 0.2, -2.4), xticks=[], yticks=[])
     for spine in ax.spines.values():
@@ -887,10 +890,11 @@ def _draw_load(folder: str | Path) -> Path:
         at, ms = [int(load) for load in waits], [x["wait_ms"] for x in waits.values()]
         ax.plot(at, ms, "o-", color=colors[color], label=label)
     worst = max(known["bounded"], key=int)
-    ax.text(123, 40, f"{known['bounded'][worst]['rejected']} refused", ha="right", va="bottom", fontsize=8)
+    ax.text(int(worst) + 3, 0.7 * known["bounded"][worst]["wait_ms"], f"{known['bounded'][worst]['rejected']}\nrefused",
+            ha="right", va="top", fontsize=8)  # fmt: skip
     ax.axvline(100, color=colors["grey"], linewidth=0.8, linestyle=":")
     ax.set(xlabel="load, % of capacity", ylabel="mean wait, ms", ylim=(0, None), title="simulated: the queue")
-    ax.legend(loc="upper left")
+    ax.legend(loc="upper left", frameon=True, framealpha=1, edgecolor="none")
     at = sorted(map(int, measured))
     for ax, key, label in zip(
         axes[0][1:], ("output_throughput", "median_ttft_ms"), ("output tokens/s", "median TTFT, ms")

@@ -383,6 +383,7 @@ def draw(folder: str | Path) -> list[Path]:
     axes[0].set_xlim(0)
     axes[0].legend(fontsize=7.5, loc="upper left", handlelength=1.4, borderpad=0.1)
     axes[0].set_ylim(0, 1.5 * axes[0].get_ylim()[1])
+    axes[0].yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
     rows = [(name, layout, cost(models()[name], layout)) for name, choices in CHOICES.items() for layout in choices]
     at = range(len(rows))
     axes[1].barh(at, [c["weights_gb"] for *_, c in rows], color=common.COLORS["grey"], label="weights")

@@ -383,7 +383,7 @@ def _draw_processes(folder: str | Path) -> Path:
     def box(x: float, y: float, text: str, color: str, width: float = 1.5, height: float = 0.62) -> None:
         from matplotlib.patches import FancyBboxPatch
 
-        ax.add_patch(FancyBboxPatch((x - width / 2, y - height / 2), width, height, facecolor=colors[color], alpha=0.85,
+        ax.add_patch(FancyBboxPatch((x - width / 2, y - height / 2), width, height, facecolor=colors[color],
                                     edgecolor="white", boxstyle="round,pad=0.02,rounding_size=0.08"))  # fmt: skip
         ax.text(x, y, text, ha="center", va="center", color="white", fontsize=8.5, linespacing=1.2)
 
@@ -394,7 +394,8 @@ def _draw_processes(folder: str | Path) -> Path:
     for server in servers:
         for engine in engines:
             line((server[0], 3.7), (engine[0], 2.7))
-        line(server, (7.6, 4.0), "orange", ":")
+    line(servers[1], (7.6, 4.0), "orange", ":")
+    ax.plot([2.0, 2.0, 7.6, 7.6], [4.0, 4.6, 4.6, 4.0], ":", color=colors["orange"], linewidth=1.1, zorder=0)
     for engine in engines:
         line(engine, (7.6, 4.0), "orange", ":")
     for i, (x, y) in enumerate(servers):
@@ -411,9 +412,9 @@ def _draw_processes(folder: str | Path) -> Path:
             both = {"arrowstyle": "<|-|>", "color": colors["red"]}
             ax.annotate("", (at + 0.86, 0.6), (at + 0.02, 0.6), arrowprops=both)
         ax.annotate("", (x + 0.9, 0.36), (x - 0.9, 0.36), arrowprops={"arrowstyle": "-|>", "color": colors["ink"]})
-    ax.text(7.65, 0.75, "red: all-reduces\nblack: hidden states", fontsize=8.5, va="center", ha="left")
+    ax.text(7.65, 0.75, "↔ all-reduces\n→ hidden states", fontsize=8.5, va="center", ha="left")
     ax.text(7.65, 2.4, "requests, tokens: sockets\ndecisions: shared memory", fontsize=8.5, va="center", ha="left")
-    ax.set(xlim=(0, 9.6), ylim=(0.1, 4.5))
+    ax.set(xlim=(0, 9.6), ylim=(0.1, 4.7))
     ax.axis("off")
     return common.save_figure(figure, folder, "06c_processes")
 
@@ -434,7 +435,7 @@ def _draw_pipeline(folder: str | Path) -> Path:
         mean = sum(trace["first"]) / len(trace["first"])
         ax.set_title(f"{title}: done at {trace['makespan']:,}, idle {idle:.0%}, first token {mean:,.0f}", fontsize=10)
         ax.set(yticks=range(4), yticklabels=[f"stage {i}" for i in range(4)], ylim=(3.6, -0.6), xlim=(0, 6200))
-    axes[2].set_xlabel("ticks (4 prompts of 512 tokens, 8 tokens each; pale: decode steps)")
+    axes[2].set_xlabel("ticks (4 prompts of 512 tokens, 8 tokens each; faint: decode steps)")
     return common.save_figure(figure, folder, "06c_pipeline")
 
 

@@ -1100,8 +1100,8 @@ def draw(folder: str | Path) -> list[Path]:
     front = [(row["p99_itl_ms"], row["output_throughput"], row["max_num_seqs"]) for row in rows if row["front"]]
     ax.plot(*list(zip(*front))[:2], "o", ms=11, mfc="none", mec=common.COLORS["ink"], label="on the front")
     for x, y, seats in front:
-        ax.annotate(f"{seats} seats", (x, y), (-9, -3), textcoords="offset points", ha="right", fontsize=8.5)
-    ax.axvline(TUNE_LIMIT, color=common.COLORS["red"], lw=0.9, ls=":")
+        ax.annotate(f"{seats} seats", (x, y), (-9, 1), textcoords="offset points", ha="right", fontsize=8.5)
+    ax.axvline(TUNE_LIMIT, color=common.COLORS["red"], lw=0.9, ls=":", label=f"limit: {TUNE_LIMIT:g} ms")
     ax.set(xscale="log", xlim=(19, 300), xticks=[20, 40, 80, 160], xticklabels=[20, 40, 80, 160],
            xlabel="P99 inter-token latency, ms", ylabel="output tokens/s", title="20 settings, one engine")  # fmt: skip
     ax.minorticks_off()

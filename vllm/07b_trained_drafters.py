@@ -921,9 +921,9 @@ def draw(folder: str | Path) -> list[Path]:
         if i:
             node = shape[i - 1]
             chance = math.prod(TOY_RANKS[k][r] for k, r in enumerate(node))
-            left.text(tree.depths[i] + 0.12, height[i] - 0.32, f"choice {node[-1] + 1}: {chance:.2f}",
+            left.text(tree.depths[i] + 0.12, height[i] - 0.5, f"choice {node[-1] + 1}: {chance:.2f}",
                       va="center", fontsize=8.5)  # fmt: skip
-    left.set(xlim=(-0.2, 3.0), ylim=(min(height.values()) - 0.6, 0.6), xticks=range(max(tree.depths) + 1),
+    left.set(xlim=(-0.2, 3.0), ylim=(min(height.values()) - 0.75, 0.6), xticks=range(max(tree.depths) + 1),
              xlabel="depth, and the head that guessed", title="A tree, and how often each path is right")  # fmt: skip
     left.yaxis.set_visible(False)
     left.spines["left"].set_visible(False)

@@ -1127,7 +1127,7 @@ def _draw_splits(folder: str | Path) -> Path:
     over = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a line may pass behind a label
     axis.bar_label(bars, [f"{rate:.0f}" for rate in split.values()], fontsize=9, padding=2, bbox=over)
     known = best(found)
-    for name, label, color in (("whole", "8 colocated, whole prompts", "grey"),
+    for name, label, color in (("whole", "8 colocated,\nwhole prompts", "grey"),
                                ("chunked", f"8 colocated, chunks of {known['budget']}", "orange")):  # fmt: skip
         axis.axhline(known[name], color=common.COLORS[color], linewidth=1.8, zorder=0)
         axis.text(-0.45, known[name] + 1.5, f"{label}: {known[name]:.0f}", color=common.COLORS[color], fontsize=9)

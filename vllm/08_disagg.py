@@ -866,7 +866,7 @@ def _draw_handover(folder: str | Path) -> Path:
         box(x, P, width, f"layer {i}", C["blue"])
         box(x + width, W, width * 0.72, f"KV {i}", C["orange"], 0.42)
         arrow(x + width, P - 0.3, x + width + 0.05, W + 0.24, C["blue"])
-        arrow(x + width * 1.72, W - 0.24, x + width * 1.75, D + 0.68, C["orange"])
+        arrow(x + width * 1.72, W - 0.24, x + width * 1.75, D + 0.34, C["orange"])
     end = start + layers * width
     box(end, P, 0.55, "logits", C["blue"])
     box(end + 0.55, P, 1.75, "blocks kept", C["grey"])

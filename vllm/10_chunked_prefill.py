@@ -838,7 +838,7 @@ def _draw_step(folder: str | Path, known: dict[str, Any]) -> Path:
     left.set(xlim=(0, 1024), ylim=(0, 20), xlabel="prompt tokens beside 32 decodes", ylabel="ms, operators alone",
              xticks=range(0, 1025, 256), yticks=range(0, 21, 5),
              title="An H100's step: flat, then a slope")  # fmt: skip
-    left.legend(loc="upper left", fontsize=8.5)
+    left.legend(loc="upper left", fontsize=8.5, frameon=True, framealpha=1, edgecolor="none")
     for share, color, label in (("flops_share", "blue", "FLOP/s"), ("bandwidth_share", "red", "bandwidth")):
         right.plot([max(n, 8) for n in x], [100 * row[share] for row in rows], color=common.COLORS[color], linewidth=2)
         right.text(4300, 100 * rows[-1][share], label, color=common.COLORS[color], va="center", fontsize=9)
@@ -866,9 +866,10 @@ def _draw_budget(folder: str | Path, known: dict[str, Any]) -> Path:
     for axis, (title, points, unit, names) in zip(axes[0], panels):
         points.sort(key=lambda point: point[2])
         axis.plot([p[0] for p in points], [p[1] for p in points], "o-", markersize=5, color=common.COLORS["blue"])
-        for ttft, gap, budget in points:
-            axis.annotate(names.get(str(budget), f"{budget:,}"), (ttft, gap), xytext=(5, 5), textcoords="offset points",
-                          fontsize=8.5)  # fmt: skip
+        for (ttft, gap, budget), (after, _, _) in zip(points, [*points[1:], points[-1]]):
+            left = after > ttft  # where the curve leans right, its left side is free
+            axis.annotate(names.get(str(budget), f"{budget:,}"), (ttft, gap), xytext=(-6, -4) if left else (5, 5),
+                          textcoords="offset points", ha="right" if left else "left", fontsize=8.5)  # fmt: skip
         axis.set(xscale="log", yscale="log", xlabel=f"time to first token of the newcomer, {unit}",
                  ylabel=f"longest silence of the others, {unit}", title=title)  # fmt: skip
         axis.margins(0.12)

@@ -842,8 +842,8 @@ def _draw_batch(folder: str | Path) -> Path:
     for slot, start, stop in meta.segments:
         height = stop - start
         ax.add_patch(_box(5.3, y - height + 0.8, 1.3, height - 0.2, colors[slot], 0.85))
-        listed = ", ".join(map(str, meta.order[start:stop].tolist()))
-        ax.text(5.95, y - height / 2 + 0.7, f"rows {listed}", ha="center", va="center", color="white", fontsize=9)
+        listed = f"row{'s' * (height > 1)} " + ", ".join(map(str, meta.order[start:stop].tolist()))
+        ax.text(5.95, y - height / 2 + 0.7, listed, ha="center", va="center", color="white", fontsize=9)
         rank = {0: 0.5, 1: 0.9, 2: 0.5}[slot]
         for x, width, label in ((7.0, rank, "Aᵀ"), (8.35, 1.1, "Bᵀ")):
             ax.add_patch(_box(x, y - height / 2 + 0.35, width, 0.7, colors[slot], 0.35))
