@@ -482,15 +482,14 @@ class Scheduler:
         """Append what was sampled, finish requests and free their blocks, in scheduling order.
 
         `sampled_token_ids` has an entry for each request that has caught up; a prompt that was computed in part
-        samples nothing. Requests aborted while the model ran are passed over.
-        """
+        samples nothing. Requests aborted while the model ran are passed over."""
         outputs, stopped = [], False
         for request_id in output.num_scheduled_tokens:
             request, token_ids = self.requests.get(request_id), sampled_token_ids.get(request_id)
             if request is None or not token_ids:
                 continue
-            result = EngineCoreOutput(request_id, self._update_request_with_output(request, token_ids))
-            outputs.append(result)
+            new_token_ids = self._update_request_with_output(request, token_ids)
+            outputs.append(result := EngineCoreOutput(request_id, new_token_ids))
             if request.is_finished():
                 result.finish_reason, result.stop_reason = request.get_finished_reason(), request.stop_reason
                 self._free_request(request)
@@ -508,10 +507,8 @@ class Scheduler:
         return token_ids
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:
-        """End requests from outside: an abort, or a stop string that only the detokenizer can see.
-
-        Unknown and finished ids are passed over. Returns the requests that were ended.
-        """
+        """End requests from outside: an abort, or a stop string that only the detokenizer can see. Returns those ended;
+        unknown and finished ids are passed over."""
         ended = []
         for request in filter(None, map(self.requests.get, request_ids)):
             (self.running.remove if request.status is RequestStatus.RUNNING else self.waiting.remove_request)(request)
