@@ -299,9 +299,9 @@ def _ahead_of_the_end(self, request, original=Ahead._num_new_tokens):
     return num_new_tokens
 
 
-def _drops_what_comes(self, victim, output, original=Ahead._preempt_request):
-    original(self, victim, output)
-    self.num_stale_outputs.clear()
+def _loses_what_comes(self, output, sampled, original=Ahead.update_from_output):
+    evicted = {i for i in sampled if i in self.requests and self.requests[i] not in self.running}
+    return original(self, output, {i: token_ids for i, token_ids in sampled.items() if i not in evicted})
 
 
 def _finds_no_answers(self, output, sampled, original=Ahead.update_from_output):
@@ -353,7 +353,7 @@ BREAK = {
     "drafts cost nothing": ("speculative", Speculative, "_grant", _drafts_free),
     "a victim's drafts stay in the step": ("speculative", Speculative, "_preempt_request", _victim_keeps_drafts),
     "a step is planned behind the last": ("ahead", Ahead, "_num_new_tokens", _ahead_of_the_end),
-    "what comes for a victim counts twice": ("ahead", Ahead, "_preempt_request", _drops_what_comes),
+    "what comes for a victim is lost": ("ahead", Ahead, "update_from_output", _loses_what_comes),
     "answers are not found": ("ahead", Ahead, "update_from_output", _finds_no_answers),
     "who ended without a seat queues on": ("ahead", Ahead, "update_from_output", _queues_for_ever),
     "drafts on their way do not count": ("ahead_speculative", DraftsAhead, "_num_ahead", Ahead._num_ahead),

@@ -526,7 +526,6 @@ class AsyncScheduler(Scheduler):
     def __init__(self, config: SchedulerConfig, kv_cache_manager: continuous_batching.KVCacheManager) -> None:
         super().__init__(config, kv_cache_manager)
         self.num_output_placeholders: Counter[str] = Counter()  # tokens on their way, per request
-        self.num_stale_outputs: Counter[str] = Counter()  # on their way at a preemption: kept, not counted
 
     def schedule(self) -> SchedulerOutput:
         output = super().schedule()
@@ -552,24 +551,18 @@ class AsyncScheduler(Scheduler):
         request.num_computed_tokens += ahead
         return num_new_tokens
 
-    def _preempt_request(self, victim: Request, output: SchedulerOutput) -> None:
-        """The victim starts again from its known tokens. One that is on its way will be kept when it comes."""
-        super()._preempt_request(victim, output)
-        self.num_stale_outputs[victim.request_id] += self.num_output_placeholders.pop(victim.request_id, 0)
-
     def update_from_output(
         self, output: SchedulerOutput, sampled_token_ids: dict[str, list[int]]
     ) -> list[EngineCoreOutput]:
+        """A token may come for a request that has lost its seat meanwhile (lesson 11), or that has ended."""
         requests = [request for i in sampled_token_ids if (request := self.requests.get(i))]  # others were aborted
         evicted = [request for request in requests if request.status is RequestStatus.PREEMPTED]
-        for request in requests:
-            stale = self.num_stale_outputs[request.request_id] > 0
-            (self.num_stale_outputs if stale else self.num_output_placeholders)[request.request_id] -= 1
+        self.num_output_placeholders.subtract(request.request_id for request in requests)
         heard = super().update_from_output(output, sampled_token_ids)
         for request in filter(Request.is_finished, evicted):
-            self.waiting.remove_request(request)  # its last token came after it had lost its seat
+            self.waiting.remove_request(request)  # that token was its last
         for request_id in sampled_token_ids.keys() - self.requests.keys():
-            del self.num_output_placeholders[request_id], self.num_stale_outputs[request_id]
+            del self.num_output_placeholders[request_id]
         return heard
 
     def _update_request_with_output(self, request: Request, token_ids: list[int]) -> list[int]:

@@ -77,13 +77,13 @@ class DraftsAheadScheduler(speculation.SpeculativeScheduler, optimizations.Async
 
     def update_from_output(self, output: SpeculativeSchedulerOutput,
                            sampled_token_ids: dict[str, list[int]]) -> list[scheduling.EngineCoreOutput]:  # fmt: skip
-        """What fell is taken back, by lesson 07; not from a victim, who has begun again since."""
+        """What fell is taken back, by lesson 07; not from a victim, who will begin again."""
         drafts = output.scheduled_spec_decode_tokens
-        for request_id in drafts.keys() & self.requests.keys():
-            if self.num_stale_outputs[request_id]:
-                del drafts[request_id]
+        for request in filter(None, map(self.requests.get, tuple(drafts))):
+            if request.status is scheduling.RequestStatus.PREEMPTED:
+                del drafts[request.request_id]
             else:
-                self.num_draft_placeholders[request_id] -= len(drafts[request_id])
+                self.num_draft_placeholders[request.request_id] -= len(drafts[request.request_id])
         heard = super().update_from_output(output, sampled_token_ids)
         for request_id in sampled_token_ids.keys() - self.requests.keys():
             del self.num_draft_placeholders[request_id]
