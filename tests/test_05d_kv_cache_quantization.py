@@ -647,7 +647,8 @@ def test_recorded_table_is_what_the_code_gives(real_model):
         recorded, hits = lesson.RECORDED["formats"][name], haystack.find(model, tokenizer, name)
         perplexity = lesson.perplexity(model, tokens[:1024], name)
         if same_text:
-            assert sum(hits) == recorded["needles"]
+            # In 4 bits one needle hangs on the last bit of a code: an AMD EPYC finds 7, an Intel Xeon 8.
+            assert recorded["needles"] <= sum(hits) <= recorded["needles"] + (name == "int4_per_token_head")
             assert perplexity == pytest.approx(lesson.RECORDED["first_1024"][name], rel=2e-3)
 
 
