@@ -16,6 +16,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "vllm"))  # as `python vllm/01_kv_cache.py` does
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+# Two cores run the tests beside a script or a server: a thread that waits for another must not spin in its way.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import common
 import pytest
