@@ -830,7 +830,7 @@ def describe(trace: dict) -> str:
 POOLS = (192, 256, 384, 512, 768, 1024, 2048, 4096)  # the longest chat needs 166
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LAUNCH = 10e-6  # seconds: the source's figure, and about what an eager PyTorch operation costs the CPU
-KERNEL_US = (1, 3)  # that a kernel takes beside its bytes; 3: NVIDIA's aiconfigurator, for an operation on either
+KERNEL_US = (1, 3)  # that a kernel takes beside its bytes; 3: NVIDIA's aiconfigurator, on an H100 and on an H200
 STOPS = [5, 9, 14, 20, 7, 11, 26, 3] * 4  # where each request of the dry run stops
 
 
