@@ -43,9 +43,11 @@ def test_default_run(lesson):
 
 @pytest.mark.slow
 @by_lesson
-def test_default_run_takes_at_most_twenty_seconds(lesson):
+def test_default_run_takes_at_most_twenty_seconds(lesson, monkeypatch):
     if common.HAS_GPU:
         pytest.skip("the limit is for two CPU cores; a GPU's first run compiles kernels")
+    # As a reader starts it, with both cores to itself: then threads that spin are the faster ones.
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     # The best of three: other work on the machine may have slowed the others.
     for _ in range(3):
         seconds = execute(script_job(lesson)[1]).seconds
