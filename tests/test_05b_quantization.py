@@ -7,7 +7,9 @@ import importlib.util
 import itertools
 import json
 import math
+import os
 import shutil
+import subprocess
 import sys
 import types
 
@@ -367,14 +369,29 @@ def test_eight_bit_matmul(grid, M, N, K, kernels, guarded, device):
     common.assert_close(out, reference.float())
 
 
-def test_integer_sums_are_exact(device):
-    """The engine's fast path on a CPU, and the kernel on a GPU: the integers themselves, at the largest sums too."""
+@pytest.mark.parametrize("by_integers", [True, False])
+def test_integer_sums_are_exact(by_integers, device, monkeypatch):
+    """The engine's paths on a CPU, and the kernel on a GPU: the integers themselves, at the largest sums too."""
+    if not by_integers:
+        monkeypatch.setattr(lesson, "int8_sums_are_exact", lambda: False)
     a = torch.randint(-127, 128, (2, 1000), device=device).to(torch.int8)
     a[0] = 127
     b = torch.cat((a[:1], -a[:1], torch.randint(-127, 128, (30, 1000), device=device).to(torch.int8)))
     out = lesson.scaled_matmul(a, b, torch.ones(2, device=device), torch.ones(32, device=device), torch.float32)
     assert out[0, 0] == 127 * 127 * 1000 and out[0, 1] == -127 * 127 * 1000
     assert torch.equal(out.double(), a.double() @ b.double().T)  # below 2^24, so fp32 holds them
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ["SSE41", "AVX2", "AVX512_CORE"])
+def test_a_cpu_that_adds_pairs_in_sixteen_bits(isa):
+    """oneDNN on an older CPU: 255 · 127 twice is more than 32,767, and the sum would be wrong without a word."""
+    code = """import common, torch
+a, one = torch.full((1, 1000), 127, dtype=torch.int8), torch.ones(1)
+print(common.lesson("05b_quantization").scaled_matmul(a, a, one, one, torch.float32).item())"""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "PYTHONPATH": str(common.HERE), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert float(done.stdout) == 127 * 127 * 1000
 
 
 @pytest.mark.parametrize("grid", lesson.EIGHT_BIT)
