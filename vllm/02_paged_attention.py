@@ -85,7 +85,7 @@ class BlockPool:
     def allocate(self, n: int) -> list[int]:
         """Take `n` blocks from the front of the queue, each with one owner. Raises OutOfBlocks, changing nothing."""
         if n > len(self.free_queue):
-            raise OutOfBlocks(f"{n} blocks asked for, {len(self.free_queue)} free")
+            raise OutOfBlocks(f"{n} block{'s' * (n > 1)} asked for, {len(self.free_queue)} free")
         blocks = [self.free_queue.popitem(last=False)[0] for _ in range(n)]
         for block in blocks:
             self.ref_count[block] = 1

@@ -956,12 +956,12 @@ def facts() -> dict[str, Any]:
 
 
 def bytes_label(members: Sequence[int]) -> str:
-    """Bytes as a reader would list them: "0–2 5", "E2", "80–BF"."""
+    """Bytes as a reader would list them: "0–2, 5", "E2", "80–BF"."""
     runs: list[list[int]] = []
     for b in members:
         runs[-1:] = [[*runs[-1], b]] if runs and runs[-1][-1] == b - 1 else [*runs[-1:], [b]]
     name = lambda b: chr(b) if 32 < b < 127 else f"{b:02X}"  # noqa: E731
-    return " ".join(name(r[0]) if len(r) == 1 else f"{name(r[0])}–{name(r[-1])}" for r in runs)
+    return ", ".join(name(r[0]) if len(r) == 1 else f"{name(r[0])}–{name(r[-1])}" for r in runs)
 
 
 def draw(folder: str | Path) -> list[Path]:

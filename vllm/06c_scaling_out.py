@@ -247,7 +247,7 @@ def pipeline(stages: int, in_flight: int, budget: int, prompts: Sequence[int], o
 def describe(trace: dict) -> str:
     """The state under the widget, as text."""
     batches, stages, makespan = trace["batches"], trace["stages"], trace["makespan"]
-    lines = [f"{len(trace['first'])} requests, {trace['tokens']} output tokens, {stages} stages, "
+    lines = [f"{len(trace['first'])} requests, {trace['tokens']} output tokens, {stages} stage{'s' * (stages > 1)}, "
              f"{len(batches)} micro-batches",
              f"done after {makespan} ticks; stages idle {100 * trace['idle'] // (stages * makespan)} % of the time",
              f"first token: mean {sum(trace['first']) // len(trace['first'])}, last {max(trace['first'])}"]  # fmt: skip

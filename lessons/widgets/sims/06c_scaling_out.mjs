@@ -101,8 +101,9 @@ export function simulate({ stages, in_flight, budget, workload }) {
 }
 
 export function describe({ batches, stages, makespan, idle, first, tokens }) {
+  const line = `${stages} stage${stages > 1 ? "s" : ""}`;
   const lines = [
-    `${first.length} requests, ${tokens} output tokens, ${stages} stages, ${batches.length} micro-batches`,
+    `${first.length} requests, ${tokens} output tokens, ${line}, ${batches.length} micro-batches`,
     `done after ${makespan} ticks; stages idle ${Math.floor((100 * idle) / (stages * makespan))} % of the time`,
     `first token: mean ${Math.floor(sum(first) / first.length)}, last ${Math.max(...first)}`,
   ];

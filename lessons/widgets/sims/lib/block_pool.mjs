@@ -60,7 +60,7 @@ export class BlockPool {
   /** Take `n` blocks from the front of the queue, each with one owner. Throws OutOfBlocks, changing nothing. */
   allocate(n) {
     if (n > this.num_free_blocks) {
-      throw new OutOfBlocks(`${n} blocks asked for, ${this.num_free_blocks} free`);
+      throw new OutOfBlocks(`${n} block${n > 1 ? "s" : ""} asked for, ${this.num_free_blocks} free`);
     }
     const blocks = [];
     for (let i = 0; i < n; i++) {
