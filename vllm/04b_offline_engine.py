@@ -22,7 +22,7 @@ How to run:
   uv run python vllm/04b_offline_engine.py                    the whole story
   uv run python vllm/04b_offline_engine.py --temperature 1.5  what the model says when it is warm
   uv run python vllm/04b_offline_engine.py --decode-tokens    break it: decode token by token, and the check fails
-  uv run python vllm/04b_offline_engine.py --bench            minutes: what each kind of sampling costs a step
+  uv run python vllm/04b_offline_engine.py --bench            a minute: what each kind of sampling costs a step
 
 Read for this: vLLM 0.32 `v1/sample/sampler.py`, `v1/sample/ops/topk_topp_sampler.py`, `v1/engine/detokenizer.py`,
 `v1/engine/parallel_sampling.py`, `outputs.py`; Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p), Keskar et al.
@@ -43,6 +43,7 @@ import itertools
 import json
 import math
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -1074,8 +1075,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     common.heading("5. What sampling costs: 32 rows of 49,152 logits")
     bench["sampling_ms"] = sampling_cost(model.device, 2.0 if args.bench else 0.15)
-    common.table(["parameters", "ms per step"], [[name, f"{ms:.1f}"] for name, ms in bench["sampling_ms"].items()])
+    common.table(["parameters", "ms per step"], [
+        [", ".join(f"{name} {value}" for name, value in WANTED[kind].items()), f"{ms:.1f}"]
+        for kind, ms in bench["sampling_ms"].items()
+    ])  # fmt: skip
     if args.bench:
+        bench["step_ms"] = step_cost(model, tokenizer)
+        common.say(f"a whole step of 32 greedy requests takes {bench['step_ms']:.1f} ms")
         bench["front_end"] = front_end_cost(token_bytes, tokenizer)
         common.say(f"detokenizing costs {bench['front_end']['us_per_token_at_10']:.1f} µs per token at 10 tokens and "
                    f"{bench['front_end']['us_per_token_at_10000']:.1f} µs at 10,000")  # fmt: skip
@@ -1084,18 +1090,34 @@ def main(argv: Sequence[str] | None = None) -> None:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
 
 
+WANTED = {
+    "greedy": {"temperature": 0}, "temperature": {"temperature": 1}, "top_k": {"top_k": 50},
+    "top_p": {"top_p": 0.95}, "both": {"top_k": 50, "top_p": 0.95}, "min_p": {"min_p": 0.05},
+    "penalty": {"temperature": 0, "repetition_penalty": 1.1}, "logprobs": {"temperature": 0, "logprobs": 5},
+}  # fmt: skip
+
+
 def sampling_cost(device: torch.device, seconds: float) -> dict[str, float]:
     """Milliseconds of `Sampler` for 32 requests that ask for the same thing."""
     logits = 4 * torch.randn(32, 49152, generator=torch.Generator().manual_seed(0)).to(device)
     found = {}
-    for name, wanted in {
-        "greedy": {"temperature": 0}, "temperature": {}, "top_k 50": {"top_k": 50}, "top_p 0.95": {"top_p": 0.95},
-        "min_p 0.05": {"min_p": 0.05}, "greedy, penalties": {"temperature": 0, "repetition_penalty": 1.1},
-        "greedy, 5 logprobs": {"temperature": 0, "logprobs": 5},
-    }.items():  # fmt: skip
+    for kind, wanted in WANTED.items():
         states = [SamplingState(Request(str(i), [1, 2, 3], SamplingParams(**wanted)), seed=i) for i in range(32)]
-        found[name] = common.measure(lambda states=states: Sampler()(logits, states), seconds).median * 1e3
+        found[kind] = common.measure(lambda states=states: Sampler()(logits, states), seconds).median * 1e3
     return found
+
+
+def step_cost(model: llama.Llama, tokenizer: llama.Tokenizer) -> float:
+    """Milliseconds of a decode step of the whole engine, with 32 greedy requests; the median of 64."""
+    engine = LLM(model, tokenizer=tokenizer, max_model_len=512, max_num_seqs=32).llm_engine
+    for i in range(32):
+        engine.add_request(str(i), TEXT, SamplingParams(temperature=0, max_tokens=65, ignore_eos=True))
+    engine.step()  # the prompts
+    stamps = [time.perf_counter()]
+    while engine.has_unfinished_requests():
+        engine.step()
+        stamps.append(time.perf_counter())
+    return 1e3 * statistics.median(after - before for before, after in itertools.pairwise(stamps))
 
 
 def front_end_cost(token_bytes: TokenBytes, tokenizer: llama.Tokenizer) -> dict[str, float]:

@@ -457,10 +457,8 @@ def scaled_matmul(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_sca
     """
     (M, K), N, fp8 = a.shape, len(b), a.dtype == torch.uint8
     if not common.runs_kernel(a):
-        if fp8:
-            a, b = a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn)
-        exact = not fp8 and int8_sums_are_exact()
-        sums = torch._int_mm(a, b.T) if exact else a.float() @ b.float().T  # fp32 holds integers up to 2^24
+        by_integers, grid = not fp8 and int8_sums_are_exact(), torch.float8_e4m3fn if fp8 else torch.int8
+        sums = torch._int_mm(a, b.T) if by_integers else a.view(grid).float() @ b.view(grid).float().T
         return (sums * a_scale[:, None] * b_scale).to(dtype)
     out = torch.empty(M, N, dtype=dtype, device=a.device)
     if M:

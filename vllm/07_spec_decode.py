@@ -807,11 +807,11 @@ def simulate(params: dict) -> dict:
         })  # fmt: skip
         for token in written:
             counts[token] += 1
-    # Where a draft was tried, and over everything that is written: exactly.
-    alpha = agrees = sum(map(min, p, q))
+    # Where a draft was tried, and over all that is written. (np.sum adds as a browser does; `sum`, since 3.12, better.)
+    alpha = agrees = float(np.minimum(p, q).sum())
     rest = [max(a - b, 0) / (1 - alpha) if alpha < 1 else 0.0 for a, b in zip(p, q)]
     if bug == "resample-from-p":  # it may even draw the draft that fell
-        rest, agrees = p, alpha + sum(max(b - a, 0) * a for a, b in zip(p, q))
+        rest, agrees = p, alpha + float(np.sum([max(b - a, 0) * a for a, b in zip(p, q)]))
     tried = [min(a, b) + (1 - alpha) * r for a, b, r in zip(p, q, rest)] if K else p
     lost = bug == "no-bonus"  # the last term of τ
     tau = [expected_tokens(agrees, max(0, k - lost)) for k in range(9)]
@@ -820,7 +820,7 @@ def simulate(params: dict) -> dict:
     return {
         "words": WORDS, "p": p, "q": q, "alpha": alpha, "rounds": rounds, "counts": counts,
         "tried": tried, "written": [((mean - bonus) * t + bonus * x) / mean for t, x in zip(tried, p)],
-        "distance": sum(abs(a - b) for a, b in zip(tried, p)) / 2,
+        "distance": float(np.abs(np.subtract(tried, p)).sum()) / 2,
         "tokens_per_round": mean, "speedups": gains, "best": max(range(9), key=lambda k: (gains[k], -k)),
     }  # fmt: skip
 
