@@ -218,19 +218,20 @@ def distribution(logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.T
         z.masked_fill_(z < torch.where(limited[:, None] < vocab, kth, -math.inf), -math.inf)
     if (top_p < 1).any():
         # Nearly always a few hundred candidates hold top_p of the mass; only other rows are sorted to the end.
-        limited = (top_p < 1).nonzero().flatten()
-        for width in sorted({min(CANDIDATES, vocab), vocab}):
+        limited, lowest = (top_p < 1).nonzero().flatten(), z.new_full((len(z),), -math.inf)
+        few = min(CANDIDATES, int(top_k[limited].max()) + 1, vocab)  # of top_k = 50 tokens, nobody need look for 1,024
+        for width in sorted({few, vocab}):
             best = z[limited].topk(width, dim=1).values  # [r, width], descending
             p = (best - z[limited].logsumexp(1, keepdim=True)).exp().double()
             before = p.cumsum(1) - p  # mass of the tokens in front of each
             kept = (before < top_p[limited, None]).sum(1)  # at least 1
             cut = best.gather(1, kept[:, None] - 1)
             done = (kept < width) | (width == vocab)
-            rows = limited[done]
-            z[rows] = z[rows].masked_fill(z[rows] < cut[done], -math.inf)
+            lowest[limited[done]] = cut[done].flatten()
             limited = limited[~done]
             if not len(limited):
                 break
+        z.masked_fill_(z < lowest[:, None], -math.inf)
     return z.softmax(1)
 
 
