@@ -113,6 +113,7 @@ def report(name: str, dtype: torch.dtype, targets: list[str], once: bool) -> lis
                 "lesson": name, "kernel": launch.kernel.name, "target": target, "dtype": str(dtype).split(".")[-1],
                 "arguments": {k: v for k, v in launch.kwargs.items() if isinstance(v, (int, bool, str))},
                 "dots": sorted(set(DOT.findall(compiled.asm["ttir"]))),
+                "fp64": "f64" in compiled.asm["ttir"], "asks_for_fp64": "tl.float64" in launch.kernel.fn.src,
                 "tensor_core": sorted(set(TENSOR_CORE.findall(text))), "shared": compiled.metadata.shared,
                 **resources(compiled, TARGETS[target]),
             })  # fmt: skip

@@ -51,6 +51,8 @@ def complaints(row: dict) -> list[str]:
         found.append(f"a dot of {low_precision} uses no tensor-core instruction")
     if any(kind == "f32" and precision not in ("", "ieee") for precision, kind in row["dots"]):
         found.append("an fp32 dot is rounded to tf32: say input_precision='ieee'")
+    if row["fp64"] and not row["asks_for_fp64"]:
+        found.append("computes in fp64, which its source never asks for: a constant too small or large for fp32?")
     return [f"{row['lesson']}:{row['kernel']} {row['target']} {row['dtype']} {row['arguments']}: {c}" for c in found]
 
 
@@ -84,12 +86,13 @@ def test_kernel_compiles_everywhere(lesson, kernel):
 @pytest.mark.parametrize(
     "change",
     [{"spills": 8}, {"shared": 233000}, {"tensor_core": []}, {"dots": [["tf32", "f32"]]},
-     {"dots": [["", "bf16"], ["tf32", "f32"]]}],
+     {"dots": [["", "bf16"], ["tf32", "f32"]]}, {"fp64": True}],
 )  # fmt: skip
 def test_complaints_can_fail(change):
     good = {
         "lesson": "x", "kernel": "k", "target": "sm_90", "dtype": "bfloat16", "arguments": {}, "spills": 0,
         "registers": 64, "shared": 232448, "dots": [["", "bf16"]], "tensor_core": ["wgmma.mma_async"],
+        "fp64": False, "asks_for_fp64": False,
     }  # fmt: skip
     assert complaints(good) == []
     assert complaints(good | change)

@@ -347,7 +347,8 @@ def combine_splits_kernel(parts, lse, out, D: tl.constexpr, D_PAD: tl.constexpr,
     top = tl.max(lse_i, 0)
     L = tl.exp(lse_i - tl.where(top == float("-inf"), 0.0, top))
     o_i = tl.load(parts + (row * SPLITS + i[:, None]) * D + d[None, :], mask=(d < D)[None, :], other=0.0)
-    o = tl.sum(L[:, None] * o_i, 0) / tl.maximum(tl.sum(L, 0), 1e-38)
+    total = tl.sum(L, 0)
+    o = tl.sum(L[:, None] * o_i, 0) / tl.where(total > 0, total, 1.0)
     tl.store(out + row * D + d, o.to(out.dtype.element_ty), mask=d < D)
 
 
