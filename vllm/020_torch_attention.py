@@ -26,8 +26,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
-# Torch says so for every sparse matrix in this layout, whatever is done with it.
+# Torch says so for every sparse matrix in this layout, whatever is done with it (the second only in 2.11).
 warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
+warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
 
 Plan = list[tuple[torch.Tensor, ...]]  # for each group of sequences: rows of the batch, and what they read
 Decode = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # q [B n, Hq, D], a layer's kv_cache -> [B n, Hq, D]

@@ -1053,7 +1053,7 @@ def facts() -> dict[str, Any]:
         "chunks": summarize(four),
         "azure": {name.split("-")[1]: {side: {"ours": table_mean(table[side]), "published": table["mean"][side]}
                                        for side in ("input", "output")} for name, table in AZURE.items()},
-        "queue": {str(load): queue_at(load / 100, 1000) for load in (50, 80, 95)},
+        "queue": {str(share): queue_at(share / 100, 1000) for share in (50, 80, 95)},
         "alone_ms": StepCost().alone(Prompt([], INPUT, OUTPUT)) / 1e3, "cost": vars(StepCost()),
         "capacity": {str(n): capacity(n) for n in (1, 4, 16, 64)},
         "load": {str(rate): summarize(load(rate, 0, 16, count=160).records) for rate in RATES},

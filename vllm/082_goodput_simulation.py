@@ -1022,7 +1022,7 @@ def facts() -> dict[str, Any]:
     a100, llama_70b = common.HARDWARE["A100 80GB"].flops, kv_cache_lesson.MODELS["Llama-3.1-70B"]
     workloads = {}
     for name, w in WORKLOADS.items():
-        drawn = [statistics.fmean(column) for column in zip(*lengths(name, 800))]
+        drawn = [statistics.fmean(tokens) for tokens in zip(*lengths(name, 800))]
         workloads[key(name)] = {"in": w.mean[0], "out": w.mean[1], "drawn_in": drawn[0], "drawn_out": drawn[1]}
     widget = {key(name): simulate(WIDGET_DEFAULT | change) for name, change in WIDGET_FACTS.items()}
     return {

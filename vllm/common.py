@@ -115,6 +115,16 @@ except ImportError:
     triton = tl = _StandIn()
     HAS_TRITON = False
 
+if INTERPRET and HAS_TRITON and triton.__version__.startswith("3.6."):
+    # Its interpreter takes int() of an array when a loop's bound is a tensor, and numpy 2.4 refuses that.
+    from triton.runtime import interpreter
+
+    def _patch_lang_tensor(tensor: type, scope: Any, patch: Callable = interpreter._patch_lang_tensor) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_lang_tensor
+
 
 @dataclasses.dataclass
 class Launch:
