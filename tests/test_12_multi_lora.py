@@ -304,6 +304,10 @@ def test_no_tenant_reads_what_another_ones_model_cached(make, tiny):
     assert (first.num_cached_tokens, again.num_cached_tokens, base.num_cached_tokens) == (0, 32, 0)
     truth = alone(tiny, None, prompt["prompt_token_ids"], 6)
     assert base.outputs[0].token_ids == truth
+    salted = prompt | {"cache_salt": "mine"}
+    assert [llm.generate([salted], params)[0].num_cached_tokens for _ in range(2)] == [0, 32]
+    with pytest.raises(common.InputError, match="cache_salt"):
+        llm.generate([prompt | {"cache_salt": 7}], params)
     other = make()
     other.llm_engine.lora.add_adapter("a0", lora)
     with lesson.forgotten_adapter(other.llm_engine.core.scheduler.kv_cache_manager):
@@ -420,6 +424,26 @@ def test_the_least_served_tenant_is_next():
     assert queue.counters["2"] == queue.counters["0"] == 35, "nobody waits: at the counter of who left last"
     fair = lesson.facts()["fair"]
     assert fair["vtc"]["light"] < fair["fcfs"]["light"] / 10 and fair["vtc"]["steps"] == fair["fcfs"]["steps"]
+
+
+def test_a_name_that_comes_back_with_other_weights(make, tiny, tmp_path):
+    """What the first weights left in the prefix cache is not for the second; a salt of one's own still separates."""
+    for i, lora in enumerate(some(tiny, 2)):
+        adapters.write_adapter(lora, tmp_path / str(i), alpha=lora.rank, dtype=torch.float32)
+    llm, params = make(), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    prompt = {"prompt_token_ids": list(range(40))}
+
+    def ask(i, **more):
+        return llm.generate([prompt | more], params, lora_request=LoRARequest("a", 1, str(tmp_path / str(i))))[0]
+
+    first = [ask(0).outputs[0].token_ids, ask(0).outputs[0].token_ids]
+    with pytest.raises(common.InputError, match="loaded already, from"):
+        ask(1)
+    llm.llm_engine.remove_lora("a")
+    other, again, salted = ask(1), ask(1), ask(1, cache_salt="mine")
+    truths = [alone(tiny, lora, prompt["prompt_token_ids"], 6) for lora in some(tiny, 2)]
+    assert first == [truths[0]] * 2 and other.outputs[0].token_ids == truths[1] != truths[0]
+    assert (other.num_cached_tokens, again.num_cached_tokens, salted.num_cached_tokens) == (0, 32, 0)
 
 
 class Slots(RuleBasedStateMachine):
@@ -742,6 +766,13 @@ def test_unloading_lets_answers_finish(make, tiny):
     engine.step()
     engine.remove_lora("a0")
     assert engine.list_loras() == [] and "a0" in engine.lora.slots
+    for refused, why in (
+        (lambda: engine.add_request("s", "abc", params, lora_name="a0"), "not loaded"),
+        (lambda: engine.add_lora(LoRARequest("a0", 1, "elsewhere")), "still used"),
+        (lambda: engine.remove_lora("a0"), "not loaded"),
+    ):
+        with pytest.raises(common.InputError, match=why):
+            refused()
     while engine.has_unfinished_requests():
         heard = engine.step()
     assert heard[0].outputs[0].token_ids == alone(tiny, lora, [97, 98, 99], 5)

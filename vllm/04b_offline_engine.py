@@ -620,12 +620,16 @@ class LLMEngine:
                     stream: bool = False, **about: Any) -> None:  # fmt: skip
         """Queue one prompt. `stream`: report new text in every step, not everything at the end.
 
-        `about` goes to the `Request`: priority, arrival_time, cache_salt, lora_name. Raises InputError; then nothing
-        was queued.
+        `about` goes to the `Request`: priority, arrival_time, cache_salt (a prompt that is a dict may have its own),
+        lora_name. Raises InputError; then nothing was queued.
         """
         if request_id in self.callers:
             raise common.InputError(f"request id {request_id!r} is in use")
         text, token_ids = self._tokenize(prompt)
+        if isinstance(prompt, dict) and (salt := prompt.get("cache_salt")) is not None:
+            if not isinstance(salt, str):
+                raise common.InputError(f"cache_salt {salt!r}: must be a string")
+            about = {"cache_salt": salt, **about}
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise common.InputError(f"sampling_params {params!r}: must be a SamplingParams")

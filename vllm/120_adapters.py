@@ -416,7 +416,7 @@ class LoRAConfig:
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """What a caller names an adapter by (`vllm/lora/request.py`). A name stands for the same weights for ever."""
+    """What a caller names an adapter by (`vllm/lora/request.py`). A name has the same weights until it is removed."""
 
     lora_name: str
     lora_int_id: int = 1
@@ -437,6 +437,7 @@ class LoRAModelManager:
     def __init__(self, config: LoRAConfig) -> None:
         self.config = config
         self.sources: dict[str, Source] = {}
+        self.loads = Counter()  # how often each name was made known, perhaps with other weights
         self.cpu: OrderedDict[str, LoRAModel] = OrderedDict()  # least recently used first
         self.loading: dict[str, Future] = {}
         self.slots: OrderedDict[str, int] = OrderedDict()  # least recently used first
@@ -460,18 +461,22 @@ class LoRAModelManager:
     def add_adapter(self, name: str, source: Source) -> None:
         """Make a name known. An adapter that is given as a path is read and checked now. Raises InputError."""
         if name in self.sources:
-            raise common.InputError(f"lora_name {name!r}: is loaded already")
+            why = "is still used by requests from before its removal" if name in self.retired else "is loaded already"
+            raise common.InputError(f"lora_name {name!r}: {why}")
         self._keep(name, self._read(name, source))
-        self.sources[name] = source
-        self.retired.discard(name)
+        self.add_lazily(name, source)
 
     def add_lazily(self, name: str, source: Source) -> None:
         """Make a name known without looking at it: for thousands, and for what somebody has checked already."""
         self.sources[name] = source
+        self.loads[name] += 1
+
+    def knows(self, name: str) -> bool:
+        return name in self.sources and name not in self.retired
 
     def remove_adapter(self, name: str, in_use: bool = False) -> None:
         """Forget a name. While requests still use it, its weights stay. Raises InputError if it is not known."""
-        if name not in self.sources:
+        if name not in self.sources or (in_use and name in self.retired):
             raise common.InputError(f"lora_name {name!r}: is not loaded")
         if in_use:
             self.retired.add(name)

@@ -573,23 +573,30 @@ def lora_engine(base: type[offline.LLMEngine], lora_config: LoRAConfig) -> type[
             if lora_request is not None:
                 self.add_lora(lora_request)
                 about["lora_name"] = lora_request.lora_name
-            if about.get("lora_name") is not None and about["lora_name"] not in self.lora.sources:
-                raise common.InputError(f"the adapter {about['lora_name']!r} is not loaded")
+            if (name := about.get("lora_name")) is not None:
+                if not self.lora.knows(name):
+                    raise common.InputError(f"the adapter {name!r} is not loaded")
+                if (loads := self.lora.loads[name]) > 1:  # it may have had other weights when blocks were cached
+                    salt = about.get("cache_salt") or (isinstance(prompt, dict) and prompt.get("cache_salt")) or ""
+                    about["cache_salt"] = f"{salt}, load {loads}"
             super().add_request(request_id, prompt, params, **about)
 
         def add_lora(self, lora_request: LoRARequest) -> bool:
             """Load an adapter if it is not there yet. Raises InputError, and nothing has changed."""
-            if lora_request.lora_name in self.lora.sources:
-                return False
-            self.lora.add_adapter(lora_request.lora_name, lora_request.lora_path)
-            return True
+            name, path = lora_request.lora_name, lora_request.lora_path
+            if not self.lora.knows(name):
+                self.lora.add_adapter(name, path)
+                return True
+            if path and isinstance(known := self.lora.sources[name], str | Path) and str(known) != str(path):
+                raise common.InputError(f"lora_path {path!r}: {name!r} is loaded already, from {known}")
+            return False
 
         def remove_lora(self, name: str) -> None:
             """Forget an adapter; requests that use it finish with it. Raises InputError."""
             self.lora.remove_adapter(name, in_use=self.core.scheduler.uses(name))
 
         def list_loras(self) -> list[str]:
-            return sorted(set(self.lora.sources) - self.lora.retired)
+            return sorted(filter(self.lora.knows, self.lora.sources))
 
     return LoRAEngine
 
