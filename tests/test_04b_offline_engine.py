@@ -683,6 +683,32 @@ def test_wrong_prompts_are_refused_and_leave_nothing(llm, prompt, word):
     assert llm.generate(ids(1), SamplingParams(max_tokens=2, ignore_eos=True))[0].finished, "the engine lives"
 
 
+def test_prompts_of_token_ids(llm):
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    found = [
+        [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+        for prompts in ([ids(5, 6), ids(7)], [[5, 6], [7]], [[5, 6], ids(7)], [5, 6], [7])
+    ]
+    assert found[0] == found[1] == found[2] == found[3] + found[4] and len(found[0]) == 2
+    assert llm.generate([], params) == []
+
+
+def test_priorities(tiny_model, real_model, monkeypatch):
+    """One seat: by priority, then by arrival; outputs keep their places."""
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    for policy, order in (("priority", [1, 3, 0, 2]), ("fcfs", [0, 1, 2, 3])):
+        llm = lesson.LLM(tiny_model, tokenizer=real_model[1], max_num_seqs=1, scheduling_policy=policy)
+        done, step = [], llm.llm_engine.step
+        monkeypatch.setattr(llm.llm_engine, "step", lambda step=step, done=done: done.extend(found := step()) or found)
+        outputs = llm.generate([[5], [6], [7], [8]], params, priority=[0, -2, 0, -1])
+        assert [output.prompt_token_ids[0] for output in outputs] == [5, 6, 7, 8]
+        assert [output.prompt_token_ids[0] - 5 for output in done] == order
+        for wrong in ([0, 1], 0.5, [0, 1, 2, "high"]):
+            with pytest.raises(common.InputError, match="priority"):
+                llm.generate([[5], [6], [7], [8]], params, priority=wrong)
+        assert free(llm)
+
+
 def test_wrong_calls(llm, tiny_model, real_model):
     for params, word in (([SamplingParams()], "sampling_params"), ("greedy", "sampling_params"),
                          (SamplingParams(logit_bias={128: 1.0}), "logit_bias"),

@@ -67,7 +67,7 @@ GREEDY = 1e-5  # temperatures below this are 0
 CANDIDATES = 1024  # tokens that top_p looks at before it sorts the whole vocabulary
 SCORED_ROWS = 256  # prompt tokens whose logits exist at a time: 48 MiB in fp32 with SmolLM2's vocabulary
 
-Prompt = str | dict  # text, {"prompt": text} or {"prompt_token_ids": [...]}
+Prompt = str | list[int] | dict  # text, token ids, {"prompt": text} or {"prompt_token_ids": [...]}
 
 
 # --- What we want, without cleverness: one row, in plain Python -----------------------------------------------------
@@ -660,14 +660,15 @@ class LLMEngine:
         return request_id
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        prompt = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
         if isinstance(prompt, dict) and isinstance(prompt.get("prompt_token_ids"), list | tuple):
             token_ids = list(prompt["prompt_token_ids"])
             self._check_ids("prompt_token_ids", token_ids)
             return prompt.get("prompt"), token_ids
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         if not isinstance(text, str):
-            raise common.InputError(f"prompt {prompt!r:.60}: must be a string, {{'prompt': a string}} or "
-                                    "{'prompt_token_ids': a list of token ids}")  # fmt: skip
+            raise common.InputError(f"prompt {prompt!r:.60}: must be a string, a list of token ids, "
+                                    "{'prompt': a string} or {'prompt_token_ids': a list of token ids}")  # fmt: skip
         token_ids = self.tokenizer.encode(text)
         self._check_ids("prompt", token_ids)  # a tokenizer may know more tokens than the model
         return text, token_ids
@@ -779,6 +780,21 @@ def progress_bar(total: int, shown: bool) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, text or token ids, or several of them, as a list."""
+    one = isinstance(prompts, str | dict) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int))
+    return [prompts] if one else list(prompts)
+
+
+def for_each(name: str, given: Any, prompts: Sequence[Prompt]) -> list[Any]:
+    """What was given once for all prompts, or once for each. Raises InputError if it is neither."""
+    each = list(given) if isinstance(given, list | tuple) else [given] * len(prompts)
+    if len(each) != len(prompts):
+        raise common.InputError(f"{name}: {len(each)} given for {len(prompts)} prompts; allowed: one, or as many as "
+                                "prompts")  # fmt: skip
+    return each
+
+
 class LLM:
     """The offline interface: `LLM(model=…).generate(prompts, sampling_params)` (`vllm/entrypoints/llm.py`)."""
 
@@ -790,23 +806,21 @@ class LLM:
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-                 use_tqdm: bool = False) -> list[RequestOutput]:  # fmt: skip
+                 use_tqdm: bool = False, priority: int | Sequence[int] = 0) -> list[RequestOutput]:  # fmt: skip
         """Answer all prompts, batched as the scheduler sees fit; outputs come in the order of the prompts.
 
-        One SamplingParams for all, or one for each prompt. Raises InputError before anything has run.
+        One SamplingParams and priority for all, or one for each prompt. Raises InputError before anything has run.
         """
-        engine = self.llm_engine
-        prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
-        params = sampling_params if isinstance(sampling_params, list | tuple) else [sampling_params] * len(prompts)
-        if len(params) != len(prompts):
-            raise common.InputError(f"sampling_params: {len(params)} given for {len(prompts)} prompts; allowed: one, "
-                                    "or as many as prompts")  # fmt: skip
+        engine, prompts = self.llm_engine, as_list(prompts)
+        params = for_each("sampling_params", sampling_params, prompts)
+        priorities = for_each("priority", priority, prompts)
         ids = [str(self.num_requests + i) for i in range(len(prompts))]
         self.num_requests += len(ids)
         ours, done = set(ids), {}
         try:
-            for request_id, prompt, one in zip(ids, prompts, params):
-                engine.add_request(request_id, prompt, one)
+            for request_id, prompt, one, rank in zip(ids, prompts, params, priorities):
+                rank = _whole("priority", rank, -(2**63), 2**63 - 1)
+                engine.add_request(request_id, prompt, one, priority=rank)
             with progress_bar(len(ids), use_tqdm) as advance:
                 while len(done) < len(ids):
                     for output in engine.step():

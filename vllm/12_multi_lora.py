@@ -605,18 +605,16 @@ class LLM(offline.LLM):
     """Lesson 04b's offline interface, where prompts may name an adapter each."""
 
     def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = False,
-                 lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None) -> list[Any]:  # fmt: skip
+                 lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+                 priority: int | Sequence[int] = 0) -> list[Any]:  # fmt: skip
         """As lesson 04b's. One `lora_request` for all prompts, or one (or None) for each."""
-        prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
-        chosen = lora_request if isinstance(lora_request, list | tuple) else [lora_request] * len(prompts)
-        if len(chosen) != len(prompts):
-            raise common.InputError(f"lora_request: {len(chosen)} given for {len(prompts)} prompts; allowed: one, or "
-                                    "as many as prompts")  # fmt: skip
+        prompts = offline.as_list(prompts)
+        chosen = offline.for_each("lora_request", lora_request, prompts)
         if any(chosen):
             if not hasattr(self.llm_engine, "lora"):
                 raise common.InputError("lora_request: this engine was started without enable_lora")
             prompts = [{"inner": prompt, "lora_request": one} for prompt, one in zip(prompts, chosen)]
-        return super().generate(prompts, sampling_params, use_tqdm)
+        return super().generate(prompts, sampling_params, use_tqdm, priority)
 
 
 def make_llm(model: llama.Llama, tokenizer: llama.Tokenizer, config: LoRAConfig, **engine_args: Any) -> LLM:
