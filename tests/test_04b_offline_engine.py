@@ -733,6 +733,8 @@ def test_wrong_calls(llm, tiny_model, real_model):
             lesson.LLM(model, tokenizer=real_model[1], **arguments)
     with pytest.raises(common.InputError, match="tokenizer"):
         lesson.LLM(tiny_model)
+    with pytest.raises(common.InputError, match="tokenizer 'x'"):
+        lesson.LLM(tiny_model, tokenizer="x")
     with pytest.raises(common.InputError, match="no-such-folder"):
         lesson.LLM("no-such-folder")
 

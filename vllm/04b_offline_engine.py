@@ -568,6 +568,8 @@ class LLMEngine:
         by default, as many as fit `kv_cache_memory_bytes`, and at least enough for one sequence of `max_model_len`.
         `options` are further fields of `config_class`, or arguments of `make_scheduler`. Raises InputError.
         """
+        if isinstance(tokenizer, str):
+            raise common.InputError(f"tokenizer {tokenizer!r}: a model folder has its own; otherwise a llama.Tokenizer")
         if not isinstance(model, llama.Llama):
             model, loaded = llama.load(model, _dtype(dtype))
             tokenizer = tokenizer or loaded
