@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import random
 from types import SimpleNamespace
 
@@ -61,6 +62,9 @@ def test_only_rounding_is_forgiven(tiny_model):
 
 
 def test_models_with_a_past_and_sampling_parameters_by_enumeration():
+    target = enumeration.toy_model(1, top_k=2)
+    p, q = target(()), enumeration.avoid(target)(())
+    assert sum(map(operator.mul, p, q)) == 0 and sum(q) == 1, "nothing that this drafter says can stand"
     errors, outputs = enumeration.all_errors(range(5))
     assert max(errors) < 1e-12 and outputs == 6480
     assert any(p == 0 for p in enumeration.toy_model(1, top_k=2)(()))
@@ -336,6 +340,18 @@ def test_suffix_automaton_knows_every_longest_repeat(seed):
     assert len(automaton.next) <= 2 * len(tokens)
 
 
+def test_the_config_names_the_drafter(tiny_model):
+    """Any drafter leaves the text as it is, so only this sees that another one was made."""
+    options = {"prompt_lookup_min": 2, "prompt_lookup_max": 4, "suffix_decoding_max_spec_factor": 1.5}
+    ngram, suffix, lookahead = (
+        lesson.make_drafter(SpeculativeConfig(method, 3, **options), tiny_model) for method in lesson.drafters.METHODS
+    )
+    assert isinstance(ngram, lesson.drafters.NgramDrafter) and list(ngram.lengths) == [4, 3, 2]
+    assert isinstance(suffix, lesson.drafters.SuffixDrafter)
+    assert (suffix.min_n, suffix.max_spec_factor) == (2, 1.5)
+    assert isinstance(lookahead, lesson.drafters.LookaheadDrafter)
+
+
 def test_suffix_drafts_are_as_long_as_what_matched_and_loops_go_on():
     drafter = lesson.drafters.SuffixDrafter(2, max_spec_factor=1.0)
     assert drafter.propose([context([1, 2, 3, 4, 9, 2, 3], 8)])[0].token_ids == [4, 9]
@@ -376,6 +392,7 @@ def test_lookahead_drafts_leftovers_and_what_it_has_pooled():
         ({"num_speculative_tokens_per_batch_size": [[1, 4, 9]]}, "at most"),
         ({"num_speculative_tokens_per_batch_size": [[1, 4, 2], [4, 8, 1]]}, "overlap"),
         ({"num_speculative_tokens_per_batch_size": [1]}, "list"),
+        ({"num_speculative_tokens_per_batch_size": []}, "list"),
     ],
 )
 def test_configs_that_are_refused(wrong, words):

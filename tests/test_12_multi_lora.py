@@ -228,6 +228,25 @@ def test_kernels_drive_the_engine(make, kernels):
 
 
 @pytest.mark.parametrize("memory", ["slots", "unified"])
+def test_adapters_that_leave_layers_and_slices_out(make, tiny, memory):
+    """Side by side in one step, some without the first, the middle or the last slice of a packed layer, or without
+    any of it: the tokens of merged weights."""
+    targets = [("q_proj", "v_proj"), ("k_proj", "up_proj"), ("v_proj", "gate_proj"), ("o_proj", "down_proj")]
+    loras = [
+        adapters.random_adapter(tiny.config, 4, seed=i, name=f"a{i}", size=4.0, targets=some)
+        for i, some in enumerate(targets)
+    ]
+    llm = make(LoRAConfig(4, 8, 4, memory=memory))
+    for lora in loras:
+        llm.llm_engine.lora.add_adapter(lora.name, lora)
+    prompt, params = list(range(9)), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    outputs = llm.generate([prompt] * 5, params, lora_request=[*(LoRARequest(lora.name) for lora in loras), None])
+    truths = [alone(tiny, lora, prompt, 8) for lora in (*loras, None)]
+    assert [output.outputs[0].token_ids for output in outputs] == truths
+    assert len(set(map(tuple, truths))) == 5, "each adapter matters"
+
+
+@pytest.mark.parametrize("memory", ["slots", "unified"])
 @pytest.mark.parametrize("max_loras", [1, 2, 6])
 def test_batched_equals_merged(make, tiny, memory, max_loras):
     """Six adapters and the base, prompts of many lengths: the tokens are always those of merged weights."""
