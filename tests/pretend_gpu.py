@@ -311,7 +311,8 @@ def pretend_cuda() -> None:
     torch.cuda.synchronize = lambda *args: not_while_capturing("synchronize")
     torch.cuda.CUDAGraph, torch.cuda.Stream, torch.cuda.stream = Graph, Stream, lambda stream: stream
     stream = types.SimpleNamespace(is_capturing=lambda: capture is not None)
-    torch.accelerator.current_stream = lambda *args: stream  # AdamW asks
+    torch.accelerator.current_stream = lambda *args: stream  # AdamW asks, in older versions in this way:
+    torch.cuda.is_current_stream_capturing = stream.is_capturing
 
 
 def numbered(device: Any) -> Any:
