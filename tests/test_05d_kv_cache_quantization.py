@@ -507,6 +507,18 @@ OpenRows.TestCase.settings = settings(max_examples=15, stateful_step_count=15)
 TestOpenRows = OpenRows.TestCase
 
 
+def test_rows_of_blocks_given_back_half_full_serve_again(tiny_model):
+    cache, alive = lesson.make_cache(tiny_model, 40, 8, "kivi_2bit"), set()
+    cache.in_use = alive.__contains__
+    for first in (1, 9, 17, 25):  # eight blocks are begun, then given back; eight others follow
+        alive.clear()
+        alive.update(range(first, first + 8))
+        cache.begin_step(torch.arange(first, first + 8) * 8)
+        assert set(cache.rows) == alive and sorted(cache.rows.values()) == list(range(8))
+        assert {block for block in range(40) if cache.open_rows[block] >= 0} == alive
+    assert len(cache.open_keys[0]) == 8
+
+
 def test_a_copy_into_a_block_given_back_half_full_takes_over_its_row(tiny_model):
     cache = lesson.make_cache(tiny_model, 8, 8, "kivi_2bit")
     cache.begin_step(torch.tensor([8, 9, 16, 17]))  # blocks 1 and 2 are open

@@ -465,6 +465,46 @@ def test_a_name_that_comes_back_with_other_weights(make, tiny, tmp_path):
     assert (other.num_cached_tokens, again.num_cached_tokens, salted.num_cached_tokens) == (0, 32, 0)
 
 
+def test_an_adapter_takes_the_blocks_of_an_idle_one():
+    """In unified memory, keys and values and adapters share a pool: what is full is full for both."""
+    model = llama.random_model(seed=0, num_hidden_layers=1)
+    manager, pool = lesson.LoRAModelManager(LoRAConfig(3, 8, 4, memory="unified")), lesson.BlockPool(24)
+    manager.attach(model, lesson.paged.PagedKVCache(model, 24, 16), pool)
+    for lora in some(model, 3, ranks=(8, 8, 2)):
+        manager.add_adapter(lora.name, lora)
+    assert manager.make_resident("a0", set())
+    kv = pool.allocate(pool.num_free_blocks)
+    assert not manager.make_resident("a1", {"a0"}) and set(manager.slots) == {"a0"}, "it is in use, and nothing is free"
+    assert manager.make_resident("a1", set()) and set(manager.slots) == {"a1"} and manager.counts["evict"] == 1
+    assert manager.make_resident("a2", set()) and set(manager.slots) == {"a2"}
+    assert len(manager.blocks["a2"]) == manager.memory.num_blocks_of(manager.cpu["a2"])
+    manager.check()
+    pool.free(kv)
+    manager.remove_adapter("a2")
+    assert pool.num_free_blocks == pool.num_blocks - 1
+
+
+@pytest.mark.parametrize("blocks", [18, 24])
+def test_adapters_and_contexts_in_a_small_pool(make, tiny, blocks):
+    """Contexts of up to five blocks, adapters of six to twelve, and room for a part of them at a time: the tokens of
+    merged weights, and nothing is lost."""
+    loras = some(tiny, 4, ranks=(2, 8, 4, 8))
+    llm = make(LoRAConfig(4, 8, 4, memory="unified"), num_gpu_blocks_override=blocks)
+    for lora in loras:
+        llm.llm_engine.lora.add_adapter(lora.name, lora)
+    owners = [i % 4 for i in range(10)]
+    prompts = [[(7 * i + j) % 128 for j in range(20 + 3 * i)] for i in range(10)]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    outputs = llm.generate(prompts, params, lora_request=[LoRARequest(f"a{i}") for i in owners])
+    truths = [alone(tiny, loras[i], prompt, 30) for i, prompt in zip(owners, prompts)]
+    assert [output.outputs[0].token_ids for output in outputs] == truths
+    manager, pool = llm.llm_engine.lora, llm.llm_engine.core.scheduler.kv_cache_manager.block_pool
+    manager.check()
+    pool.check()
+    assert manager.counts["evict"] > 0
+    assert pool.num_free_blocks == pool.num_blocks - 1 - sum(map(len, manager.blocks.values()))
+
+
 class Slots(RuleBasedStateMachine):
     """Names, CPU memory, slots and blocks of a real pool under any order of calls."""
 
