@@ -811,6 +811,44 @@ def test_json_object_and_schemas_as_text(vocabulary):
     assert not guide.start().accept_token(2), "not before the end"
 
 
+def test_a_parser_that_gives_up_ends_the_answer(vocabulary):
+    """llguidance has limits of its own, and may reach them in the middle of an answer."""
+
+    class TiredMatcher:
+        """Allows everything; from the third mask on it is in error."""
+
+        masks = 0
+
+        def unsafe_compute_mask_ptr(self, address, size):
+            self.masks += 1
+            row[:] = -1
+
+        def consume_token(self, token):
+            return True
+
+        def is_accepting(self):
+            return False
+
+        def is_error(self):
+            return self.masks > 2
+
+        def get_error(self):
+            return "too many rows " * 100
+
+    grammar, row = lesson.GuidanceGrammar(TiredMatcher(), vocabulary), np.zeros(vocabulary.num_words, np.int32)
+    for _ in range(2):
+        grammar.fill_bitmask(row)
+        assert (row == -1).all() and grammar.accept_token(5)
+    with pytest.warns(UserWarning, match="llguidance gave up: too many rows") as heard:
+        grammar.fill_bitmask(row)
+    assert len(str(heard[0].message)) < 300
+    for _ in range(2):  # nothing but the end can follow, and nobody is warned again
+        assert vocabulary.unpack(row).nonzero()[0].tolist() == [2] and not grammar.accept_token(5)
+        row[:] = -1
+        grammar.fill_bitmask(row)
+    assert grammar.accept_token(2)
+
+
 # --- The simulation, and what the script says -------------------------------------------------------------------------
 
 

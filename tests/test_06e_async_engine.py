@@ -407,6 +407,25 @@ def test_a_dead_engine_fails_everybody_at_once(tiny, folder, monkeypatch, capsys
     assert "ZeroDivisionError" in capsys.readouterr().err, "the reason is in the log"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_defect_of_the_front_end_is_not_silent(tiny, folder, monkeypatch, capsys, stream):
+    """Whoever reads what the engine says fails: nobody waits for ever, and the reason is in the log."""
+
+    async def run():
+        async with running(folder) as llm:
+            monkeypatch.setattr(llm.front, "process_outputs", lambda *args: {}["a defect"])
+            tasks = [asyncio.create_task(read(llm, str(i), prompt(i + 1), GREEDY, stream)) for i in range(3)]
+            found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+            for error in found:
+                assert isinstance(error, lesson.EngineDeadError) and "output handler" in str(error)
+            assert llm.died.is_set()
+            with pytest.raises(lesson.EngineDeadError):
+                await asyncio.wait_for(llm.call_utility("check_idle"), 5)
+
+    asyncio.run(run())
+    assert "KeyError: 'a defect'" in capsys.readouterr().err
+
+
 def test_the_last_letter_arrives_although_somebody_still_writes():
     """A failed write would close our end, and drop what had been read: the engine listens until we hang up."""
 
