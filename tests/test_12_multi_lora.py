@@ -6,6 +6,7 @@ import copy
 import asyncio
 import dataclasses
 import json
+import math
 import random
 import shutil
 from collections import Counter
@@ -645,6 +646,20 @@ def broken(folder, what):
         "empty": "no LoRA",
     }
     return words.get(what, what)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("r", None), ("r", 0), ("r", "4"), ("r", True), ("lora_alpha", "x"), ("lora_alpha", math.nan),
+     ("lora_alpha", None), ("init_lora_weights", "pissa"), ("init_lora_weights", "loftq")],
+)  # fmt: skip
+def test_wrong_fields_of_a_config(tmp_path, field, value):
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8} | {field: value}))
+    with pytest.raises(common.InputError, match=f"adapter_config.json: {field}"):
+        adapters.read_config(tmp_path)
+    path.write_text(json.dumps({"r": 4, "lora_alpha": 8, "init_lora_weights": "gaussian"}))
+    assert adapters.read_config(tmp_path, 4) == (4, 2.0)
 
 
 DAMAGE = ["use_dora", "rank_pattern", "modules_to_save", "r", "rank", "peft_type", "not json", "no config",
