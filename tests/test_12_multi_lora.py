@@ -52,6 +52,9 @@ class Words:
     def decode(self, ids, skip_special_tokens=True):
         return "".join(map(chr, ids))
 
+    def render_chat(self, messages):
+        return "".join(f"{message['role']}: {message['content']}" for message in messages)
+
 
 class NoBytes(dict):
     special = frozenset()
@@ -464,6 +467,18 @@ def test_a_name_that_comes_back_with_other_weights(make, tiny, tmp_path):
     truths = [alone(tiny, lora, prompt["prompt_token_ids"], 6) for lora in some(tiny, 2)]
     assert first == [truths[0]] * 2 and other.outputs[0].token_ids == truths[1] != truths[0]
     assert (other.num_cached_tokens, again.num_cached_tokens, salted.num_cached_tokens) == (0, 32, 0)
+
+
+def test_chats_with_adapters(make, tiny):
+    loras, llm = some(tiny, 2), make()
+    for lora in loras:
+        llm.llm_engine.lora.add_adapter(lora.name, lora)
+    chats = [[{"role": "user", "content": "Hello"}]] * 3
+    params, chosen = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), [LoRARequest("a1"), None]
+    outputs = llm.chat(chats, params, lora_request=[*chosen, LoRARequest("a0")], priority=[0, 2, 1])
+    prompt = [ord(c) for c in "user: Hello"]
+    truths = [alone(tiny, lora, prompt, 5) for lora in (loras[1], None, loras[0])]
+    assert [output.outputs[0].token_ids for output in outputs] == truths
 
 
 def test_an_adapter_takes_the_blocks_of_an_idle_one():

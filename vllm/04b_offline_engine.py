@@ -834,15 +834,18 @@ class LLM:
         return [done[request_id] for request_id in ids]
 
     def chat(self, messages: Sequence[Any], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-             use_tqdm: bool = False) -> list[RequestOutput]:  # fmt: skip
-        """Answer one conversation (a list of {"role", "content"}) or a list of them, by the model's chat template."""
+             use_tqdm: bool = False, **about: Any) -> list[RequestOutput]:  # fmt: skip
+        """Answer one conversation (a list of {"role", "content"}) or a list of them, by the model's chat template.
+
+        `about` goes to `generate`.
+        """
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         tokenizer = self.llm_engine.tokenizer
         prompts = []
         for conversation in conversations:
             text = tokenizer.render_chat(conversation)
             prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, **about)
 
 
 # --- The simulation behind the widget ---------------------------------------------------------------------------------
