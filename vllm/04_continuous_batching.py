@@ -105,7 +105,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
-    seed: int | None = None
+    seed: int | None = None  # None or -1: other samples each time
     logprobs: int | None = None  # how many alternatives to report per token
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     max_tokens: int | None = 16  # None: until the context is full
@@ -121,7 +121,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-        self.stop_token_ids = list(self.stop_token_ids or ())
+        self.stop_token_ids, self.seed = list(self.stop_token_ids or ()), None if self.seed == -1 else self.seed
         self.skip_reading_prefix_cache |= self.prompt_logprobs is not None  # what is not computed has no logits
         for name, kind, low, high in (
             ("n", int, 1, math.inf), ("temperature", float, 0, 2), ("top_k", int, -1, math.inf), ("top_p", float, 0, 1),

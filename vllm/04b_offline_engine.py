@@ -645,7 +645,8 @@ class LLMEngine:
             name = own_name if params.n == 1 else f"{index}_{own_name}"
             child = params
             if params.n > 1:
-                child = dataclasses.replace(params, n=1, seed=None if params.seed is None else params.seed + index)
+                child = dataclasses.replace(params, n=1)
+                child.seed = None if params.seed is None else params.seed + index
             request = Request(name, token_ids, child, eos_token_id=eos[0] if eos else None, **about)
             if not child.ignore_eos:
                 request.stop_token_ids |= set(eos[1:])
