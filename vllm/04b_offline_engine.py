@@ -809,14 +809,15 @@ class LLM:
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-                 use_tqdm: bool = False, priority: int | Sequence[int] = 0) -> list[RequestOutput]:  # fmt: skip
+                 use_tqdm: bool = False,
+                 priority: int | Sequence[int] | None = None) -> list[RequestOutput]:  # fmt: skip
         """Answer all prompts, batched as the scheduler sees fit; outputs come in the order of the prompts.
 
         One SamplingParams and priority for all, or one for each prompt. Raises InputError before anything has run.
         """
         engine, prompts = self.llm_engine, as_list(prompts)
         params = for_each("sampling_params", sampling_params, prompts)
-        priorities = for_each("priority", priority, prompts)
+        priorities = for_each("priority", 0 if priority is None else priority, prompts)
         ids = [str(self.num_requests + i) for i in range(len(prompts))]
         self.num_requests += len(ids)
         ours, done = set(ids), {}

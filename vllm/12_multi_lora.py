@@ -606,7 +606,7 @@ class LLM(offline.LLM):
 
     def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = False,
                  lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-                 priority: int | Sequence[int] = 0) -> list[Any]:  # fmt: skip
+                 priority: int | Sequence[int] | None = None) -> list[Any]:  # fmt: skip
         """As lesson 04b's. One `lora_request` for all prompts, or one (or None) for each."""
         prompts = offline.as_list(prompts)
         chosen = offline.for_each("lora_request", lora_request, prompts)
