@@ -459,10 +459,14 @@ def test_n_samples_are_n_requests_with_seeds_in_a_row(llm):
 
 def test_the_seed_minus_one_is_none(llm):
     """As in vLLM; but the second sample of seed −2 has a seed."""
-    ask = lambda **p: llm.generate(ids(1, 2), SamplingParams(max_tokens=8, ignore_eos=True, **p))[0].outputs  # noqa: E731
-    assert SamplingParams(seed=-1).seed is None and ask(seed=-1)[0].token_ids != ask(seed=-1)[0].token_ids
-    first, again = ask(n=2, seed=-2), ask(n=2, seed=-2)
-    assert [x.token_ids for x in first] == [x.token_ids for x in again] and first[0].token_ids != first[1].token_ids
+
+    def ask(**asked):
+        (output,) = llm.generate(ids(1, 2), SamplingParams(max_tokens=8, ignore_eos=True, **asked))
+        return [answer.token_ids for answer in output.outputs]
+
+    assert SamplingParams(seed=-1).seed is None and ask(seed=-1) != ask(seed=-1)
+    first = ask(n=2, seed=-2)
+    assert first == ask(n=2, seed=-2) and first[0] != first[1]
 
 
 def test_the_engines_seed_decides_for_those_who_bring_none(tiny_model, real_model):
