@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import math
@@ -117,12 +118,20 @@ class Guarded:
         assert untouched.all(), f"{(~untouched).sum()} elements outside the tensor were overwritten"
 
 
+def races_are_errors() -> contextlib.AbstractContextManager:
+    if not common.INTERPRET:
+        return contextlib.nullcontext()
+    import races  # it needs Triton
+
+    return races.watched()
+
+
 @pytest.fixture
 def kernels() -> Iterator[None]:
     """Wrappers launch their Triton kernels: natively on a GPU, else in the interpreter.
 
     What a lesson allocates without filling it is `Guarded` meanwhile, and full of sentinels: a kernel that writes too
-    much is noticed, and so is one that writes too little.
+    much is noticed, and so is one that writes too little. In the interpreter, so is one whose programs race.
     """
     if not common.HAS_TRITON:
         pytest.skip("no Triton wheel on this platform; the torch paths are tested without it")
@@ -150,7 +159,7 @@ def kernels() -> Iterator[None]:
             return plain_like(x, **more)
         return guard(tuple(x.shape), x.dtype, x.device)
 
-    with common.use_kernels(), pytest.MonkeyPatch.context() as patch:
+    with common.use_kernels(), races_are_errors(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", empty)
         patch.setattr(torch, "empty_like", empty_like)
         yield
