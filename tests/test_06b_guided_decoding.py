@@ -795,6 +795,64 @@ def test_json_always_conforms(real_model):
     assert free(llm)
 
 
+INT = {"type": "integer"}
+CLOSED = [  # schema, what may be written, what may not: XGrammar's answers (0.2.8, as vLLM 0.32 asks it)
+    ({"type": "object"}, ["{}", '{"x": 1}'], ["1"]),
+    ({"type": "object", "properties": {}}, ["{}"], ['{"x": 1}']),
+    ({"type": "object", "properties": {"a": INT, "b": INT}, "required": ["a"]}, ['{"a": 1}', '{"a": 1, "b": 2}'],
+     ['{"a": 1, "c": 2}', '{"b": 2, "a": 1}', '{"c": 1, "a": 2}']),
+    ({"type": "object", "properties": {"a": INT}, "additionalProperties": INT}, ['{"a": 1, "c": 2}'], ['{"c": "x"}']),
+    ({"type": "object", "properties": {"a": INT}, "additionalProperties": True}, ['{"a": 1, "c": ""}'], ['{"a": ""}']),
+    ({"anyOf": [{"type": "object", "properties": {"a": INT}}, {"type": "object", "properties": {"b": INT}}]},
+     ['{"a": 1}', '{"b": 1}'], ['{"a": 1, "b": 1}', '{"c": 1}']),
+    ({"type": "object", "properties": {"a": {"$ref": "#/$defs/P"}}, "$defs": {"P": {"type": "object",
+      "properties": {"x": INT}}}}, ['{"a": {"x": 1}}'], ['{"a": {"y": 1}}', '{"a": {"x": 1}, "y": 1}']),
+    ({"type": "array", "items": {"type": "object", "properties": {"a": INT}}}, ['[{"a": 1}, {}]'], ['[{"b": 1}]']),
+    ({"type": "object", "additionalProperties": {"type": "object", "properties": {"a": INT}}}, ['{"q": {"a": 1}}'],
+     ['{"q": {"b": 1}}']),
+    ({"type": "array", "prefixItems": [INT, {"type": "object", "properties": {"a": INT}}]}, ["[1]", '[1, {"a": 1}]'],
+     ["[1, {}, 3]", '[1, {"b": 1}]']),
+    ({"type": "array", "prefixItems": [INT], "items": INT}, ["[1, 2]"], ['[1, "x"]']),
+    # "properties" is a name here, and its schema is closed like any other
+    ({"type": "object", "properties": {"properties": {"type": "object", "properties": {"a": INT}}}},
+     ['{"properties": {"a": 1}}'], ['{"properties": {"b": 1}}', '{"a": 1}']),
+    # several schemas of one object: nobody is closed (vLLM asks guidance, which closes nothing)
+    ({"allOf": [{"type": "object", "properties": {"a": INT}}, {"type": "object", "properties": {"b": INT}}]},
+     ['{"a": 1, "b": 2}', '{"c": 1}'], ['{"a": "x"}']),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "may", "may_not"), CLOSED, ids=[json.dumps(schema)[:60] for schema, _, _ in CLOSED])
+def test_what_a_schema_does_not_name_is_not_written(vocabulary, schema, may, may_not):
+    before = json.dumps(schema)
+    guide = lesson.compile_guide({"json": schema}, vocabulary)
+    assert json.dumps(schema) == before, "the request's own schema is not changed"
+    assert lesson.compile_guide({"json": before}, vocabulary) is guide
+    tokens = {token: i for i, token in enumerate(vocabulary.tokens)}
+    for text in (*may, *may_not):
+        grammar = guide.start()
+        fits = all(grammar.accept_token(tokens[char.encode()]) for char in text) and grammar.accept_token(2)
+        assert fits == (text in may), text
+
+
+def closed_by_us(schema):
+    return lesson.schemas.read_schema(json.dumps(schema)) != schema
+
+
+def test_schemas_that_stay_as_they_are():
+    """Each would be closed but for one thing."""
+    a = {"type": "object", "properties": {"a": INT}}
+    assert closed_by_us(a) and closed_by_us({"allOf": [a]}) and closed_by_us(a | {"required": ["a"]})
+    for open_one in (
+        a | {"required": ["a", "z"]}, a | {"unevaluatedProperties": True}, a | {"patternProperties": {"^x": INT}},
+        a | {"required": 5}, a | {"required": [["a"]]}, {"const": a}, {"enum": [a]}, {"default": a, "type": "string"},
+        a | {"anyOf": [{"required": ["a"]}]}, a | {"$ref": "#/$defs/B", "$defs": {"B": a}}, {"properties": 3},
+        {"type": "object", "properties": {"b": a}, "oneOf": [{}]}, {"prefixItems": [INT], "items": True},
+        {"allOf": [{"$ref": "#/$defs/B"}, {"title": "x"}], "$defs": {"B": a}}, {"allOf": 7}, {"not": a}, {},
+    ):  # fmt: skip
+        assert not closed_by_us(open_one), open_one
+
+
 def test_json_object_and_schemas_as_text(vocabulary):
     """Compact, as json.dumps writes it: there is no run of whitespace to get lost in."""
     guide = lesson.compile_guide({"json_object": True}, vocabulary)

@@ -58,6 +58,7 @@ from common import tl, triton
 import llama
 
 offline = common.lesson("04b_offline_engine")
+schemas = common.lesson("06b0_json_schemas")
 Request, SamplingParams, TokenBytes = offline.Request, offline.SamplingParams, offline.TokenBytes
 SamplingModelRunner = offline.SamplingModelRunner
 
@@ -71,7 +72,6 @@ MAX_DEPTH = 100  # of its parentheses and alternatives
 MAX_DFA_STATES = 5_000
 MAX_WORK = 1_000_000  # NFA states looked at while the DFA is built (a new one counts 20): half a second
 MAX_SPEC = 65_536  # characters of a schema, of a grammar, of all choices together
-MAX_NESTING = 64  # of a schema's objects and arrays, as in vLLM
 MAX_SECONDS = 5.0  # for the library's first reading of a schema or grammar, as in vLLM for a pattern
 
 
@@ -631,16 +631,9 @@ def normalize(structured_outputs: dict[str, Any]) -> tuple[str, Any]:
         if sum(map(len, texts)) > MAX_SPEC:
             raise wrong(f"at most {MAX_SPEC:,} characters are allowed")
         "".join(texts).encode()  # a lone surrogate has no UTF-8
-        level, depth = [json.loads(spec)] if kind == "json" else [], 0
-        if level and not isinstance(level[0], dict):
-            raise wrong("must be a schema, a JSON object")
+        spec = json.dumps(schemas.read_schema(spec)) if kind == "json" else spec
     except (ValueError, TypeError, RecursionError) as error:
         raise error if isinstance(error, common.InputError) else wrong(str(error)) from None
-    while level:
-        inner = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
-        level, depth = [child for child in inner if isinstance(child, dict | list)], depth + 1
-        if depth > MAX_NESTING:
-            raise wrong(f"objects and arrays nest more than {MAX_NESTING} deep")
     return kind, texts if kind == "choice" else spec
 
 
@@ -945,7 +938,7 @@ def facts() -> dict[str, Any]:
         "states": {name: len(dfa.accepting) for name, dfa in automata.items()},
         "doubling": [len(determinize(parse_regex(f"(a|b)*a(a|b){{{n}}}")).accepting) for n in range(9)],
         "mask_bytes": 49152 // 8,
-        "limits": {"dfa": MAX_DFA_STATES, "work": MAX_WORK, "spec": MAX_SPEC, "nesting": MAX_NESTING},
+        "limits": {"dfa": MAX_DFA_STATES, "work": MAX_WORK, "spec": MAX_SPEC, "nesting": schemas.MAX_NESTING},
         "distortion": distortion(),
         "widget": {"tokens": len(TOKENS), "runs": len(runs), "accepting": fates("bytes", "accepting"),
                    "always": fates("bytes", "always"), "text": fates("text", "accepting")},
