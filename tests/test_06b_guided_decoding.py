@@ -848,6 +848,7 @@ def test_schemas_that_stay_as_they_are():
         a | {"required": 5}, a | {"required": [["a"]]}, {"const": a}, {"enum": [a]}, {"default": a, "type": "string"},
         a | {"anyOf": [{"required": ["a"]}]}, a | {"$ref": "#/$defs/B", "$defs": {"B": a}}, {"properties": 3},
         {"type": "object", "properties": {"b": a}, "oneOf": [{}]}, {"prefixItems": [INT], "items": True},
+        {"prefixItems": [INT], "unevaluatedItems": True}, {"prefixItems": [INT], "anyOf": [{"minItems": 3}]},
         {"allOf": [{"$ref": "#/$defs/B"}, {"title": "x"}], "$defs": {"B": a}}, {"allOf": 7}, {"not": a}, {},
     ):  # fmt: skip
         assert not closed_by_us(open_one), open_one
