@@ -76,6 +76,7 @@ def watched() -> Iterator[None]:
 
     def watched_launch(self: Any, *args: Any, **kwargs: Any) -> None:
         programs.clear()
+        found.clear()
         launch(self, *args, **kwargs)
         if programs:
             found.extend(races_between(programs))
