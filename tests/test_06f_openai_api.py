@@ -429,6 +429,7 @@ def test_a_page_in_a_browser_may_ask():
 # --- Tools ------------------------------------------------------------------------------------------------------------
 
 NAMED = {"type": "function", "function": {"name": "f"}}
+NAMED_G = {"type": "function", "function": {"name": "g"}}
 
 
 def request(choice, tools=TOOLS, **fields):
@@ -468,6 +469,14 @@ def test_a_demanded_call_can_only_be_one():
         assert not matches(many, wrong)
     named = lesson.structured_outputs(request({"type": "function", "function": {"name": "g"}}, tools))
     assert matches(named, '{"x": true}') and not matches(named, '{"x": 1}')
+
+
+def test_a_demanded_call_has_no_arguments_of_its_own():
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "g", "parameters": parameters}}]
+    many, one = (lesson.structured_outputs(request(choice, tools)) for choice in ("required", NAMED_G))
+    for arguments, fine in (({"x": 1}, True), ({"x": 1, "y": 2}, False)):
+        assert matches(many, f"[{call_of('g', arguments)}]") == matches(one, json.dumps(arguments)) == fine
 
 
 def test_a_demanded_call_comes_before_a_form_for_texts():

@@ -21,6 +21,8 @@ from typing import Any, ClassVar, Literal
 
 import pydantic
 
+json_schemas = common.lesson("06b0_json_schemas")
+
 
 # --- Requests ---------------------------------------------------------------------------------------------------------
 
@@ -337,6 +339,10 @@ def tool_constraint(body: CommonRequest) -> dict[str, Any] | None:
     more = '(", " call)*' if body.parallel_tool_calls is not False else ""
     lines = [f'start: "[" call {more} "]"', "call: " + " | ".join(f"call_{i}" for i in range(len(schemas)))]
     for i, (name, schema) in enumerate(schemas.items()):
+        try:
+            schema = json_schemas.read_schema(json.dumps(schema))
+        except (ValueError, RecursionError) as error:
+            raise common.InputError(f"tools: {name}: {error}") from None
         begin = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": '
         lines += [f'call_{i}: {json.dumps(begin, ensure_ascii=False)} arguments_{i} "}}"',
                   f"arguments_{i}: %json {json.dumps({**schema, 'x-guidance': compact})}"]  # fmt: skip
