@@ -554,19 +554,20 @@ def test_zz_a_killed_engine_turns_everything_red(server, how):
 # --- An engine from flags -------------------------------------------------------------------------------------------
 
 TRANSFER = '{"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port": 0}'
+STORE = '{"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"folder": "x"}}'
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [({"trust_remote_code": True}, "refused"), ({"speculative_config": '{"method": "magic"}'}, "method"),
-     ({"speculative_config": "{}", "enable_lora": True}, "enable-lora"), ({"lora_modules": ["a=b"]}, "--enable-lora"),
+     ({"lora_modules": ["a=b"]}, "--enable-lora"),
      ({"max_num_seqs": 0}, "max_num_seqs"), ({"block_size": 0}, "block_size"), ({"scheduling_policy": "lifo"}, "fcfs"),
      ({"gpu_memory_utilization": 1.5}, "gpu_memory"), ({"kv_cache_gib": 0}, "kv_cache_gib"), ({"seed": -1}, "seed"),
      ({"quantization": "magic"}, "quantization"), ({"kv_cache_dtype": "int1"}, "kv_cache_dtype"),
      ({"num_gpu_blocks_override": 1}, "at least 2"), ({"engine_place": "cloud"}, "process"),
      ({"kv_transfer_config": '{"kv_role": "kv_both"}'}, "kv_connector"), ({"kv_transfer_config": "{"}, "not JSON"),
      ({"kv_transfer_config": TRANSFER, "kv_cache_dtype": "fp8"}, "not together with --kv-cache-dtype"),
-     ({"kv_transfer_config": TRANSFER, "enable_lora": True}, "not together with --enable-lora"),
+     ({"kv_transfer_config": STORE, "enable_lora": True}, "--enable-lora if blocks go to a store"),
      ({"kv_transfer_config": TRANSFER, "data_parallel_size": 2}, "not together with several engines"),
      ({"tool_call_parser": "magic"}, "hermes"), ({"enable_auto_tool_choice": True}, "--tool-call-parser"),
      ({"chat_template": "no/such.jinja"}, "no/such.jinja"), ({"chat_template": "{% if %}"}, "chat template: line 1")],
@@ -574,6 +575,15 @@ TRANSFER = '{"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port"
 def test_flags_that_are_refused(wrong, words):
     with pytest.raises(common.InputError, match=words):
         EngineArgs(**wrong)
+
+
+def test_clients_load_adapters_where_one_api_server_answers(monkeypatch):
+    serve = lesson.build_parser().parse_args(["serve", "--enable-lora", "--api-server-count", "2"])
+    assert not lesson.may_load_adapters(EngineArgs(enable_lora=True)), "a client would name a file that we read"
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    assert lesson.may_load_adapters(EngineArgs(enable_lora=True)) and not lesson.may_load_adapters(EngineArgs())
+    with pytest.raises(common.InputError, match="not together with --api-server-count"):
+        lesson.serve_command(serve)
 
 
 def test_a_companion_that_is_missing_is_named(monkeypatch, tmp_path):

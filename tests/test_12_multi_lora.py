@@ -272,6 +272,36 @@ def test_batched_equals_merged(make, tiny, memory, max_loras):
     assert pool.num_blocks - 1 - pool.num_free_blocks == sum(map(len, manager.blocks.values()))
 
 
+@pytest.mark.parametrize("method", ["ngram", "suffix", "lookahead", "early_exit"])
+def test_drafts_for_adapters(monkeypatch, tiny, method):
+    """What a drafter guesses for the base model or another adapter is a guess; the request's own adapter decides."""
+    monkeypatch.setattr(lesson.offline, "TokenBytes", NoBytes)
+    config = {"method": method, "num_speculative_tokens": 3}
+    config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2} if method == "ngram" else {"prompt_lookup_min": 1}
+    engine = common.lesson("06_serving").offline_engine(
+        tiny, Words(), speculative_config=config, enable_lora=True, max_loras=2, max_cpu_loras=3, max_model_len=96,
+        max_num_seqs=8, num_gpu_blocks_override=40,
+    )  # fmt: skip
+    loras, seen = some(tiny, 3), set()
+    for lora in loras:
+        engine.lora.add_adapter(lora.name, lora)
+    asked = [(loras[0], [5, 6, 7] * 3), (None, [9, 8] * 5), (loras[1], [1, 2, 3, 4] * 2), (loras[2], [7] * 6),
+             (loras[1], [5, 6, 7] * 3)]  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    for i, (lora, prompt) in enumerate(asked):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params, lora_name=lora and lora.name)
+    answers, scheduler = {}, engine.core.scheduler
+    while engine.has_unfinished_requests():
+        answers |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
+        drafted = [scheduler.requests[i].lora_name for i in scheduler.scheduled_spec_decode_tokens
+                   if i in scheduler.requests]  # fmt: skip
+        seen.add(len(set(drafted)))
+        engine.lora.check()
+    assert answers == {str(i): alone(tiny, lora, prompt, 24) for i, (lora, prompt) in enumerate(asked)}
+    assert scheduler.spec_decoding_stats.num_accepted_tokens > 20 and max(seen) >= 2, "several in one step"
+    scheduler.kv_cache_manager.block_pool.check()
+
+
 def test_adapters_change_the_answer(tiny):
     prompt = [1, 2, 3]
     answers = {tuple(alone(tiny, lora, prompt, 6)) for lora in [None, *some(tiny, 4)]}

@@ -14,7 +14,7 @@ preemption, optimizations = common.lesson("11_preemption"), common.lesson("05_op
 speculation, multi_lora = common.lesson("07_spec_decode"), common.lesson("12_multi_lora")
 disagg, drafts_ahead = common.lesson("08_disagg"), common.lesson("07a_drafts_ahead")
 scheduling = preemption.continuous_batching
-FEATURES = ("speculative", "adapters", "remote", "ahead", "ahead_speculative")
+FEATURES = ("speculative", "adapters", "remote", "together", "ahead", "ahead_speculative")
 FIELDS = preemption.CONFIG_FIELDS
 WORKLOADS = {feature: sorted((GOLDEN / feature / "workloads").iterdir()) for feature in FEATURES}
 
@@ -57,17 +57,15 @@ class Core(preemption.ReplayCore):
             places = {"num_speculative_tokens": workload["config"]["num_speculative_tokens"]}
             kind = type("Scheduler", (mixin, type(self.scheduler)), places)
             self.scheduler = kind(self.scheduler.config, self.scheduler.kv_cache_manager)
-        if max_loras := workload["config"]["max_loras"]:
-            # Adapters that have been read, and find a place whenever the scheduler lets them.
-            limits, yes = SimpleNamespace(max_loras=max_loras, fair=False), lambda *about: True
-            manager = SimpleNamespace(
-                config=limits, blocks=None, retired={}, is_loaded=yes, make_resident=yes, wait=yes
-            )
-            multi_lora.make_lora_scheduler(self.scheduler, manager)
         if remote_steps:
             kind = disagg.connector_scheduler(type(self.scheduler))
             connector = Elsewhere(remote_steps)
             self.scheduler = kind(self.scheduler.config, self.scheduler.kv_cache_manager, connector)
+        if max_loras := workload["config"]["max_loras"]:
+            # Adapters that have been read, and find a place whenever the scheduler lets them.
+            limits, yes = SimpleNamespace(max_loras=max_loras, fair=False), lambda *about: True
+            manager = SimpleNamespace(config=limits, blocks={}, retired={}, is_loaded=yes, make_resident=yes, wait=yes)
+            multi_lora.make_lora_scheduler(self.scheduler, manager)
 
     def execute_model(self, output):
         sampled, drafts = super().execute_model(output), getattr(output, "scheduled_spec_decode_tokens", {})
@@ -226,6 +224,15 @@ def test_the_recordings_meet_the_rules():
         "prefix_hit",
         "cached_keys",
     }
+
+    seen = set()
+    for workload, step in steps("together"):
+        has = [word for word in ("drafts", "loading") if step.get(word)]
+        seen.add(" and ".join([*has, "adapters"] if workload["config"]["max_loras"] else has))
+        seen |= {f"{key}, {workload['config']['policy']}" for key in ("preempted", "aborted") if step.get(key)}
+        seen |= {"a hit"} if any(step.get("prefix_hit", {}).values()) else set()
+    assert seen >= {"drafts and loading", "drafts and adapters", "loading and adapters",
+                    "drafts and loading and adapters", "preempted, fcfs", "aborted, fcfs", "a hit"}  # fmt: skip
 
     seen = set()
     for workload, step in steps("ahead"):
@@ -420,6 +427,29 @@ def test_a_broken_rule_of_fetching_shows(what, monkeypatch):
 
     monkeypatch.setattr(disagg, "connector_scheduler", broken)
     assert noticed("remote")
+
+
+@pytest.mark.parametrize("what", ["no room for drafts", "prefills are over when they end", "seated without an adapter"])
+def test_a_broken_rule_of_all_together_shows(what, monkeypatch):
+    def without_room(base, original=disagg.connector_scheduler):
+        return type("Broken", (original(base),), {"num_speculative_tokens": 0})
+
+    def forgetful(base, original=disagg.connector_scheduler):
+        class Broken(original(base)):
+            def schedule(self):
+                output, self.prefilling = super().schedule(), set()
+                return output
+
+        return Broken
+
+    def careless(base, manager, original=multi_lora.lora_scheduler):
+        return type("Broken", (original(base, manager),), {"_may_run": lambda self, request: True})
+
+    if what == "seated without an adapter":
+        monkeypatch.setattr(multi_lora, "lora_scheduler", careless)
+    else:
+        monkeypatch.setattr(disagg, "connector_scheduler", without_room if what == "no room for drafts" else forgetful)
+    assert noticed("together")
 
 
 def noticed(feature) -> bool:

@@ -124,8 +124,6 @@ class EngineArgs:
         if self.trust_remote_code:
             raise common.InputError("--trust-remote-code: refused. It lets a model folder run its own Python; this "
                                     "engine reads config.json, weights and tokenizer, and runs none of it")  # fmt: skip
-        if self.speculation and self.enable_lora:
-            raise common.InputError("--speculative-config: not together with --enable-lora")
         for name, low in (("max_num_seqs", 1), ("max_model_len", 1), ("max_num_batched_tokens", 1), ("block_size", 1),
                           ("num_gpu_blocks_override", 2), ("max_num_queued_reqs", 1), ("seed", 0)):  # fmt: skip
             value = getattr(self, name)
@@ -154,12 +152,12 @@ class EngineArgs:
 
         if self.scales_out:
             openai_api.companion("06c_scaling_out", "--tensor-parallel-size").check_args(self)
-            if self.enable_lora:
-                raise common.InputError("--enable-lora: only with one engine on one device")
-        if self.kv_transfer:
-            several = self.world_size > 1 or self.distributed_executor_backend or self.scales_out
-            for flag, used in (("--kv-cache-dtype", self.kv_cache_dtype != "auto"), ("--enable-lora", self.enable_lora),
-                               ("--speculative-config", self.speculation), ("several engines", several)):  # fmt: skip
+        _, kv_transfer = self.speculation, self.kv_transfer  # wrong ones are refused now
+        if kv_transfer:
+            stored = kv_transfer.kv_connector == "StoreConnector"  # an adapter's name may mean another one tomorrow
+            quantized = self.kv_cache_dtype != "auto"
+            for flag, used in (("--kv-cache-dtype", quantized), ("several engines", self.scales_out),
+                               ("--enable-lora if blocks go to a store", stored and self.enable_lora)):  # fmt: skip
                 if used:
                     raise common.InputError(f"--kv-transfer-config: not together with {flag}")
         if self.lora_modules and not self.enable_lora:
@@ -225,14 +223,16 @@ class MixedModelRunner(offline.SamplingModelRunner, chunked_prefill.ModelRunner)
 
 
 def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, tokenizer: llama.Tokenizer | None = None,
-                 lora_config: Any = None, speculation: Any = None) -> type[LLMEngine]:  # fmt: skip
+                 lora_config: Any = None, speculation: Any = None,
+                 kv_transfer: Any = None) -> type[LLMEngine]:  # fmt: skip
     """The engine that the lessons add up to: lesson 04b's interface around everybody else's parts."""
     runner, block_bytes = MixedModelRunner, LLMEngine.cache_block_bytes
     if kv_cache_dtype != "auto":
         kv_quantization = common.lesson("05d_kv_cache_quantization")
         runner = kv_quantization.quantized_runner(runner, kv_cache_dtype)
         block_bytes = functools.partial(_quantized_block_bytes, kv_cache_dtype)
-    elif not enforce_eager and lora_config is None:  # captures CUDA graphs on a GPU, nothing elsewhere
+    elif not (enforce_eager or lora_config or kv_transfer):  # captures CUDA graphs on a GPU, nothing elsewhere
+        # A graph replays kernels: no connector between two of them, and the adapters of one step for ever.
         runner = common.lesson("05_optimizations").graph_runner(runner)
     if has_guided_decoding():
         runner = common.lesson("06b_guided_decoding").guided_runner(runner, tokenizer)
@@ -252,9 +252,10 @@ def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, toke
                 )
             super().add_request(request_id, prompt, params, **about)
 
-    if speculation is not None:
-        return common.lesson("07_spec_decode").speculative_engine(Engine, speculation)
-    return Engine if lora_config is None else common.lesson("12_multi_lora").lora_engine(Engine, lora_config)
+    # In this order: a connector sees drafts as tokens, and nobody is fetched or seated whose adapter has no place.
+    engine = Engine if speculation is None else common.lesson("07_spec_decode").speculative_engine(Engine, speculation)
+    engine = engine if kv_transfer is None else common.lesson("08_disagg").connector_engine(engine, kv_transfer)
+    return engine if lora_config is None else common.lesson("12_multi_lora").lora_engine(engine, lora_config)
 
 
 def load_model(path_or_id: str | None, dtype: torch.dtype,
@@ -343,11 +344,8 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
           + (f" on {workers}" if workers else ""))  # fmt: skip
 
     kv_transfer = args.kv_transfer
-    # A CUDA graph replays kernels, and no connector between two of them.
-    engine_type = engine_class(args.kv_cache_dtype, args.enforce_eager or kv_transfer is not None, tokenizer,
-                               args.lora_config, args.speculation)  # fmt: skip
-    if kv_transfer:
-        engine_type = common.lesson("08_disagg").connector_engine(engine_type, kv_transfer)
+    engine_type = engine_class(args.kv_cache_dtype, args.enforce_eager, tokenizer, args.lora_config, args.speculation,
+                               kv_transfer)  # fmt: skip
     if workers:
         engine_type = scaling.parallel_engine(engine_type, workers.executor, workers.parallel)
     budget = args.max_num_batched_tokens or (8192 if common.HAS_GPU else 512)
@@ -582,7 +580,7 @@ async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[
     with contextlib.suppress(common.InputError):  # no template, or one that wants more than a greeting
         serving.tokenizer.render_chat([{"role": "user", "content": "warm-up"}])  # else the first client waits for it
     serving.enable_auto_tool_choice, serving.tool_call_parser = args.enable_auto_tool_choice, args.tool_call_parser
-    serving.runtime_loras = args.enable_lora and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
+    serving.runtime_loras = may_load_adapters(args)
     app = openai_api.build_app(serving, api_keys, os.environ.get("VLLM_SERVER_DEV_MODE") == "1")
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off",
                                            timeout_graceful_shutdown=int(shutdown_timeout) + 3))  # fmt: skip
@@ -616,6 +614,11 @@ async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[
     return 1 if llm.dead else 0
 
 
+def may_load_adapters(args: EngineArgs) -> bool:
+    """May clients load and unload them? Whoever may, names files that the server reads."""
+    return args.enable_lora and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
+
+
 def serve_command(args: argparse.Namespace) -> None:
     """Serve a model over OpenAI's API until SIGINT or SIGTERM."""
     if args.device == "cuda" and not common.HAS_GPU:
@@ -626,6 +629,9 @@ def serve_command(args: argparse.Namespace) -> None:
         raise SystemExit(common.lesson("06c_scaling_out").run_headless((KEY, "make_engine"), engine_args))
     server = {"host": args.host, "port": args.port, "api_keys": keys, "shutdown_timeout": args.shutdown_timeout}
     if engine_args.api_server_count > 1:
+        if may_load_adapters(engine_args):
+            raise common.InputError("VLLM_ALLOW_RUNTIME_LORA_UPDATING: not together with --api-server-count: the other "
+                                    "servers would not hear of an adapter that one has loaded")  # fmt: skip
         raise SystemExit(common.lesson("06c_scaling_out").run_api_servers((KEY, "make_engine"), engine_args, server))
     raise SystemExit(asyncio.run(run_server(engine_args, **server)))
 

@@ -315,8 +315,7 @@ class SpeculativeScheduler:
     """In front of lesson 04's scheduler, or one of its descendants: five methods, and drafts are tokens to catch up.
 
     A request's drafts are its `spec_token_ids`. They take budget and KV slots like any other token, and only for one
-    step: whatever happens, they are gone after it.
-    """
+    step: whatever happens, they are gone after it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -635,7 +634,8 @@ def speculative_engine(base: type[LLMEngine], config: SpeculativeConfig,
         @functools.wraps(base.make_scheduler)
         def make_scheduler(*args: Any, **kwargs: Any) -> Any:
             made = base.make_scheduler(*args, **kwargs)
-            kind = type("SpeculativeScheduler", (SpeculativeScheduler, type(made)), {})
+            K = {"num_speculative_tokens": config.num_speculative_tokens}
+            kind = type("SpeculativeScheduler", (SpeculativeScheduler, type(made)), K)
             return kind(made.config, made.kv_cache_manager)
 
     return SpeculativeEngine

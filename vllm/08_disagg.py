@@ -102,6 +102,8 @@ def connector_scheduler(base: type) -> type:
         vLLM calls that state WAITING_FOR_REMOTE_KVS. Such a request costs no step anything, and nobody waits behind it.
         """
 
+        num_speculative_tokens = getattr(base, "num_speculative_tokens", 0)
+
         def __init__(self, config: Any, kv_cache_manager: Any, connector: KVConnectorBase) -> None:
             super().__init__(config, kv_cache_manager)
             self.connector, self.kv_connector_metadata = connector, connectors.KVConnectorMetadata()
@@ -110,6 +112,7 @@ def connector_scheduler(base: type) -> type:
             self.held: dict[str, Request] = {}  # finished, and somebody still reads their blocks, or writes into them
             self.void: list[Request] = []  # computed on blocks that a load left empty
             self.num_external_tokens = 0  # of the last lookup
+            self.prefilling: set[Request] = set()  # when this step began
             self.local_blocks = kv_cache_manager.get_computed_blocks
             kv_cache_manager.get_computed_blocks = self.get_computed_blocks
 
@@ -126,6 +129,8 @@ def connector_scheduler(base: type) -> type:
 
         def schedule(self) -> SchedulerOutput:
             output = super().schedule()
+            self.prefilling = {r for r in self.running if r.num_computed_tokens < r.num_tokens}
+            self.prefilling |= set(self.waiting_for_remote_kvs.values())
             for request in self.running if self.connector.needs_hashes else ():
                 self.kv_cache_manager.update_block_hashes(request)
             tables = self.kv_cache_manager.req_to_blocks
@@ -159,6 +164,8 @@ def connector_scheduler(base: type) -> type:
                     manager.cache_blocks(request, request.num_prompt_tokens)  # from now on others may hit them
                 if self.running and manager.block_pool.num_free_blocks < self.watermark_blocks:
                     return
+                if not self._may_run(request):
+                    continue
                 self.received.remove(request.request_id)
                 del self.waiting_for_remote_kvs[request.request_id]
                 request.status = RequestStatus.RUNNING
@@ -169,6 +176,10 @@ def connector_scheduler(base: type) -> type:
             while self.sent_for:  # and then there is another head of the queue
                 self.sent_for = False
                 super()._schedule_waiting(output)
+
+        def _may_run(self, request: Request) -> bool:
+            """A request that has its keys and values may have to wait for something else (lesson 12: its adapter)."""
+            return True
 
         def _admit(self, request: Request) -> int:
             if self.connector.fetches_later:
@@ -188,9 +199,14 @@ def connector_scheduler(base: type) -> type:
         ) -> bool:
             """Blocks for the whole prompt, if the prompts that are being computed can still have theirs."""
             manager = self.kv_cache_manager
+            size, tables, busy = manager.block_size, manager.req_to_blocks, self.running or self.waiting_for_remote_kvs
+            ahead = 1 + self.num_speculative_tokens if self.num_speculative_tokens else 0  # a step's tokens with drafts
             missing = manager.get_num_blocks_to_allocate(request, request.num_tokens, computed_blocks)
-            promised = sum(manager.get_num_blocks_to_allocate(r, r.num_tokens) for r in self.running
-                           if r.num_computed_tokens < r.num_tokens)  # fmt: skip
+            if busy or -(-request.num_tokens // size) - (-ahead // size) < manager.block_pool.num_blocks:
+                missing -= -ahead // size  # vLLM waits for room for them even where there will never be any
+            prefills = (r for r in self.running if r.num_computed_tokens < r.num_tokens or r in self.prefilling)
+            promised = sum(max(0, -(-(r.num_tokens + ahead) // size) - len(tables[r.request_id]))
+                           for r in (*prefills, *self.waiting_for_remote_kvs.values()))  # fmt: skip
             watermark = self.watermark_blocks if self.running else 0
             if missing + promised + watermark > manager.block_pool.num_free_blocks:
                 return False

@@ -423,22 +423,24 @@ def lora_scheduler(base: type[scheduling.Scheduler], manager: LoRAModelManager) 
             if waiting_for_adapter and not output.num_scheduled_tokens:  # nothing else to do than to wait for a file
                 manager.wait(waiting_for_adapter[0].lora_name)
 
+        def _is_ready(self, request: Request) -> bool:
+            """Does its adapter fit into this step, and is it in CPU memory, or resident?"""
+            name = request.lora_name
+            # A step ahead, some may run of whom nothing more is to be computed: they do not count.
+            scheduled = {r.lora_name for part in self.of_this_step for r in part if r.lora_name}
+            if name is None or (name not in scheduled and len(scheduled) == max_loras):
+                return name is None
+            try:
+                return manager.is_loaded(name)
+            except common.InputError:
+                self.broken.append(request)
+                return False
+
         def _admit(self, request: Request) -> int:
             name, active = request.lora_name, {r.lora_name for r in self.running if r.lora_name}
-            if name is not None:
-                # A step ahead, some may run of whom nothing more is to be computed: they do not count.
-                scheduled = {r.lora_name for part in self.of_this_step for r in part if r.lora_name}
-                if name not in scheduled and len(scheduled) == max_loras:
-                    self.passed_over = True
-                    return 0
-                try:
-                    loaded = manager.is_loaded(name)
-                except common.InputError:
-                    loaded = False
-                    self.broken.append(request)
-                self.passed_over = not loaded
-                if not loaded:
-                    return 0
+            self.passed_over = not self._is_ready(request)
+            if self.passed_over:
+                return 0
             tokens = 0
             if name is None or manager.make_resident(name, active):
                 tokens = super()._admit(request)
@@ -447,9 +449,15 @@ def lora_scheduler(base: type[scheduling.Scheduler], manager: LoRAModelManager) 
                 if not manager.evict_idle(active | {name}):  # idle adapters make room for keys and values
                     break
                 tokens = super()._admit(request)
-            if tokens == 0 and name is not None and not self.running:
+            held = pool.num_blocks - 1 - pool.num_free_blocks
+            if tokens == 0 and name is not None and held == sum(map(len, manager.blocks.values())):
                 self.broken.append(request)  # alone, and still no room for adapter and prompt: there never will be
             return tokens
+
+        def _may_run(self, request: Request) -> bool:
+            """Lesson 08's scheduler asks for a request whose keys and values have come from elsewhere."""
+            name, active = request.lora_name, {r.lora_name for r in self.running if r.lora_name}
+            return self._is_ready(request) and (name is None or manager.make_resident(name, active))
 
         def _grant(self, request: Request, num_new_tokens: int, output: scheduling.SchedulerOutput) -> None:
             super()._grant(request, num_new_tokens, output)
