@@ -16,9 +16,11 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import common
+import httpx
 import pytest
 import torch
 from hypothesis import given, settings
@@ -645,6 +647,7 @@ def test_a_prefix_goes_where_it_was_unless_that_is_too_far_behind():
     assert set(again) != {first}, "a third is not"
     assert balancer.choose(request_of(range(8), cache_salt="x")) in range(3)
     assert balancer.hashes(request_of(range(8), cache_salt="x")) != balancer.hashes(request_of(range(8)))
+    assert balancer.hashes(request_of(range(8), lora_name="x"))[1] != balancer.hashes(request_of(range(8)))[1]
     assert balancer.hashes(request_of(range(7))) == balancer.hashes(request_of(range(8)))[:1]
     assert len(balancer.hashes(request_of(range(8)))) == 2
     assert all(len(sent) <= 8 for sent in balancer.sent)
@@ -1281,17 +1284,15 @@ FLAGS = ["--max-model-len", "256", "--max-num-seqs", "8", "--kv-cache-gib", "0.0
 
 
 @contextlib.contextmanager
-def server(*flags):
+def server(*flags, **env):
     lines = []
-    with serving.running_server(*FLAGS, *flags, echo=lines.append, VLLM_SERVER_DEV_MODE="1") as (url, process):
+    with serving.running_server(*FLAGS, *flags, echo=lines.append, VLLM_SERVER_DEV_MODE="1", **env) as (url, process):
         import openai
 
         yield openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=120), process, lines, url
 
 
 def ask_all(client, rounds=2):
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(8) as pool:
         found = pool.map(lambda text: client.completions.create(model="smol", prompt=text, temperature=0, max_tokens=6),
                          TEXTS * rounds)  # fmt: skip
@@ -1340,6 +1341,37 @@ def test_serve(flags, texts):
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     wait_until_gone(children)
+
+
+@pytest.mark.slow
+def test_adapters_and_drafts_on_two_engines(real_model):
+    """Both engines know what the server was started with, and what a client has loaded since."""
+    folder = common.HERE / "adapters"
+    engine = serving.offline_engine(*real_model, enable_lora=True, max_loras=2, max_model_len=256, max_num_seqs=8)
+    for name in ("pirate", "json"):
+        engine.lora.add_adapter(name, folder / name)
+    params, truths = SamplingParams(temperature=0, max_tokens=12), {}
+    for name in ("pirate", "json", None):
+        for i, text in enumerate(TEXTS):
+            engine.add_request(f"{name} {i}", text, params, lora_name=name)
+    while engine.has_unfinished_requests():
+        truths |= {output.request_id: output.outputs[0].text for output in engine.step()}
+    flags = ["-dp", "2", "--enable-lora", "--max-loras", "2", "--lora-modules", f"pirate={folder / 'pirate'}",
+             "--speculative-config", '{"method": "suffix", "prompt_lookup_min": 1}']  # fmt: skip
+    with server(*flags, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as (client, process, _, url):
+        about = {"lora_name": "json", "lora_path": str(folder / "json")}
+        loaded = httpx.post(f"{url}/v1/load_lora_adapter", json=about)
+        assert loaded.status_code == 200
+        asked = [(name, i) for name in ("pirate", "json", None) for i in range(len(TEXTS))] * 2
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda q: client.completions.create(
+                model=q[0] or "smol", prompt=TEXTS[q[1]], temperature=0, max_tokens=12), asked))  # fmt: skip
+        assert [x.choices[0].text for x in found] == [truths[f"{name} {i}"] for name, i in asked]
+        assert len({truths[f"{name} 0"] for name in ("pirate", "json", None)}) > 1
+        unloaded = httpx.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": "json"})
+        assert unloaded.status_code == 200, "both had it"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
 
 
 def wait_until_gone(pids):

@@ -962,6 +962,28 @@ def test_drafts_and_adapters_go_on_where_a_prefill_worker_ended(drafts, adapted,
             assert_idle(core)
 
 
+def test_an_adapter_that_is_gone_when_its_prompt_arrives_ends_the_request(tiny_model, monkeypatch):
+    lora = common.lesson("12_multi_lora").adapters.random_adapter(tiny_model.config, 4, 0, "a")
+    configs = [KVTransferConfig("SharedMemoryConnector", role, kv_port=0) for role in ("kv_producer", "kv_consumer")]
+    prefill, decode = engines(tiny_model, configs, monkeypatch, None, [lora], num_gpu_blocks_override=40)
+    remote = {"do_remote_prefill": True, "transfer_id": "r", **prefill.core.scheduler.connector.address}
+    for engine, n, params in ((prefill, 1, {"do_remote_decode": True, "transfer_id": "r"}), (decode, 9, remote)):
+        request = lesson.make_request("r", PROMPT, n, **params)
+        request.lora_name = "a"
+        engine.core.add_request(request)
+    scheduler = decode.core.scheduler
+    until(lambda: scheduler.received, prefill.core.step, decode.core.step)
+
+    def unreadable(name):
+        raise common.InputError("no such file")
+
+    monkeypatch.setattr(decode.lora, "is_loaded", unreadable)
+    assert drain(prefill.core, decode.core)["r"][1] == "abort"
+    for engine in (prefill, decode):
+        engine.core.scheduler.connector.close()
+        assert_idle(engine.core)
+
+
 def test_a_prompt_that_fits_without_room_for_drafts_is_sent_for(tiny_model, monkeypatch):
     """vLLM wants room for the drafts of the first step, too, and would wait for it for ever."""
     configs = [KVTransferConfig("SharedMemoryConnector", role, kv_port=0) for role in ("kv_producer", "kv_consumer")]

@@ -425,11 +425,12 @@ def lora_scheduler(base: type[scheduling.Scheduler], manager: LoRAModelManager) 
 
         def _is_ready(self, request: Request) -> bool:
             """Does its adapter fit into this step, and is it in CPU memory, or resident?"""
-            name = request.lora_name
+            if (name := request.lora_name) is None:
+                return True
             # A step ahead, some may run of whom nothing more is to be computed: they do not count.
             scheduled = {r.lora_name for part in self.of_this_step for r in part if r.lora_name}
-            if name is None or (name not in scheduled and len(scheduled) == max_loras):
-                return name is None
+            if name not in scheduled and len(scheduled) == max_loras:
+                return False
             try:
                 return manager.is_loaded(name)
             except common.InputError:
