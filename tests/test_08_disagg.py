@@ -26,6 +26,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from test_12_multi_lora import NoBytes, Words
 
 import llama
 
@@ -900,27 +901,17 @@ def test_a_layer_leaves_while_the_next_one_is_computed(tiny_model):
         drain(prefill)
 
 
-class BytePerToken(dict):
-    special = frozenset()
-
-    def __init__(self, tokenizer):
-        super().__init__()
-
-    def __missing__(self, token):
-        return bytes([token])
-
-
 def engines(model, configs, monkeypatch, speculative_config=None, loras=(), **about):
     """What `serve` makes of its flags, for each of `configs`."""
     serving = common.lesson("06_serving")
-    monkeypatch.setattr(serving.offline, "TokenBytes", BytePerToken)
+    monkeypatch.setattr(serving.offline, "TokenBytes", NoBytes)
     for config in configs:
         flags = serving.EngineArgs(
             speculative_config=speculative_config, kv_transfer_config=dataclasses.asdict(config),
             enable_lora=bool(loras), max_loras=2, max_cpu_loras=4,
         )  # fmt: skip
-        kind = serving.engine_class("auto", True, None, flags.lora_config, flags.speculation, flags.kv_transfer)
-        engine = kind(model, SimpleNamespace(), **{"max_model_len": 96, "max_num_seqs": 8} | about)
+        kind = serving.engine_class("auto", True, Words(), flags.lora_config, flags.speculation, flags.kv_transfer)
+        engine = kind(model, Words(), **{"max_model_len": 96, "max_num_seqs": 8} | about)
         for lora in loras:
             engine.lora.add_adapter(lora.name, lora)
         yield engine

@@ -28,6 +28,9 @@ NONE, Meta, SamplingParams = lesson.NONE, lesson.LoRAKernelMeta, lesson.Sampling
 Request, LoRAConfig, LoRARequest = lesson.Request, lesson.LoRAConfig, lesson.LoRARequest
 
 
+common.lesson("06b_guided_decoding")  # takes TokenBytes along when it is loaded: before a test replaces it
+
+
 class Words:
     """A tokenizer for a model with 128 tokens: a character is a token."""
 

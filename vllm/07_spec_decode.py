@@ -634,8 +634,8 @@ def speculative_engine(base: type[LLMEngine], config: SpeculativeConfig,
         @functools.wraps(base.make_scheduler)
         def make_scheduler(*args: Any, **kwargs: Any) -> Any:
             made = base.make_scheduler(*args, **kwargs)
-            K = {"num_speculative_tokens": config.num_speculative_tokens}
-            kind = type("SpeculativeScheduler", (SpeculativeScheduler, type(made)), K)
+            about = {"num_speculative_tokens": config.num_speculative_tokens}
+            kind = type("SpeculativeScheduler", (SpeculativeScheduler, type(made)), about)
             return kind(made.config, made.kv_cache_manager)
 
     return SpeculativeEngine

@@ -199,11 +199,13 @@ def connector_scheduler(base: type) -> type:
         ) -> bool:
             """Blocks for the whole prompt, if the prompts that are being computed can still have theirs."""
             manager = self.kv_cache_manager
-            size, tables, busy = manager.block_size, manager.req_to_blocks, self.running or self.waiting_for_remote_kvs
+            size, tables = manager.block_size, manager.req_to_blocks
             ahead = 1 + self.num_speculative_tokens if self.num_speculative_tokens else 0  # a step's tokens with drafts
             missing = manager.get_num_blocks_to_allocate(request, request.num_tokens, computed_blocks)
-            if busy or -(-request.num_tokens // size) - (-ahead // size) < manager.block_pool.num_blocks:
-                missing -= -ahead // size  # vLLM waits for room for them even where there will never be any
+            # vLLM wants room for such a step even where prompt and step will never fit together, and waits for ever.
+            fit = -(-request.num_tokens // size) + -(-ahead // size) < manager.block_pool.num_blocks
+            if fit or self.running or self.waiting_for_remote_kvs:
+                missing += -(-ahead // size)
             prefills = (r for r in self.running if r.num_computed_tokens < r.num_tokens or r in self.prefilling)
             promised = sum(max(0, -(-(r.num_tokens + ahead) // size) - len(tables[r.request_id]))
                            for r in (*prefills, *self.waiting_for_remote_kvs.values()))  # fmt: skip
