@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 
 import common
 import pytest
@@ -77,3 +79,12 @@ def test_the_checks_can_fail():
     launch = "@common.kernel\ndef k(x): ...\ndef f() -> None:\n    '''Adds.'''\n    k[(1,)](2)"
     assert undocumented_wrappers(launch) == ["f"]
     assert undocumented_wrappers(launch.replace("Adds.", "Semantics: 1\n    Shapes: 2")) == []
+
+
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=" ".join)
+def test_the_linter_agrees(command):
+    """Whoever runs the tests learns it here, not from CI."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "ruff", *command, str(common.HERE.parent)], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -197,8 +197,8 @@ def connector_scheduler(base: type) -> type:
         def _send_for(
             self, request: Request, computed_blocks: list[int], num_cached_tokens: int, external: int
         ) -> bool:
-            """Blocks for the whole prompt, if the prompts that are being computed can still have theirs, and everybody a
-            first step with drafts (vLLM's pull request 57104: two that hold their prompts could wait for each other)."""
+            """Blocks for the whole prompt, if the prompts that are being computed can still have theirs, and each
+            one's first step with drafts (vLLM's pull request 57104: two with blocks could wait for each other)."""
             manager = self.kv_cache_manager
             size, tables = manager.block_size, manager.req_to_blocks
             ahead = 1 + self.num_speculative_tokens if self.num_speculative_tokens else 0  # a step's tokens with drafts
