@@ -223,8 +223,8 @@ class MixedModelRunner(offline.SamplingModelRunner, chunked_prefill.ModelRunner)
 
 
 def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, tokenizer: llama.Tokenizer | None = None,
-                 lora_config: Any = None, speculation: Any = None,
-                 kv_transfer: Any = None) -> type[LLMEngine]:  # fmt: skip
+                 lora_config: Any = None, speculation: Any = None, kv_transfer: Any = None,
+                 on_workers: bool = False) -> type[LLMEngine]:  # fmt: skip
     """The engine that the lessons add up to: lesson 04b's interface around everybody else's parts."""
     runner, block_bytes = MixedModelRunner, LLMEngine.cache_block_bytes
     if kv_cache_dtype != "auto":
@@ -255,7 +255,22 @@ def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, toke
     # In this order: a connector sees drafts as tokens, and nobody is fetched or seated whose adapter has no place.
     engine = Engine if speculation is None else common.lesson("07_spec_decode").speculative_engine(Engine, speculation)
     engine = engine if kv_transfer is None else common.lesson("08_disagg").connector_engine(engine, kv_transfer)
-    return engine if lora_config is None else common.lesson("12_multi_lora").lora_engine(engine, lora_config)
+    if lora_config is None:
+        return engine
+    multi_lora = common.lesson("12_multi_lora")
+    if on_workers:
+        remote = common.lesson("122_adapters_on_workers").remote_lora_runner
+        return multi_lora.lora_engine(engine, lora_config, remote)
+    return multi_lora.lora_engine(engine, lora_config)
+
+
+def worker_runner(kv_cache_dtype: str, tokenizer: llama.Tokenizer | None, lora_config: Any) -> Any:
+    """What a worker of lesson 06c runs, while its engine is elsewhere."""
+    runner = engine_class(kv_cache_dtype, True, tokenizer).runner_class
+    if lora_config is None:
+        return runner
+    mine = common.lesson("122_adapters_on_workers").WorkerAdapters(lora_config)
+    return common.lesson("12_multi_lora").lora_runner(runner, mine)
 
 
 def load_model(path_or_id: str | None, dtype: torch.dtype,
@@ -300,7 +315,8 @@ def offline_engine(
         tokenizer = tokenizer or own
     elif quantization is not None:
         model = common.lesson("05b_quantization").quantize_model(model, quantization, tokenizer)
-    kind = engine_class(kv_cache_dtype, enforce_eager, tokenizer, checked.lora_config, checked.speculation)
+    kind = engine_class(kv_cache_dtype, enforce_eager, tokenizer, checked.lora_config, checked.speculation,
+                        on_workers=workers is not None)  # fmt: skip
     if not workers:
         return kind(model, tokenizer, **engine_args)
     kind = common.lesson("06c_scaling_out").parallel_engine(kind, workers.executor, workers.parallel)
@@ -345,7 +361,7 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
 
     kv_transfer = args.kv_transfer
     engine_type = engine_class(args.kv_cache_dtype, args.enforce_eager, tokenizer, args.lora_config, args.speculation,
-                               kv_transfer)  # fmt: skip
+                               kv_transfer, bool(workers))  # fmt: skip
     if workers:
         engine_type = scaling.parallel_engine(engine_type, workers.executor, workers.parallel)
     budget = args.max_num_batched_tokens or (8192 if common.HAS_GPU else 512)

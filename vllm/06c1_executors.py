@@ -176,7 +176,8 @@ def load_stage(source: str | dict | None, dtype: torch.dtype, tp: GroupCoordinat
     """One rank's part of a model: some layers, and of these some heads and neurons. The file is mapped, so what other
     ranks own is never read. A dict stands for a seeded random model with these sizes, which tests use.
 
-    A stage is a shallower Llama: its layers are counted from 0, so its KV cache has as many as it needs.
+    A stage is a shallower Llama: its layers are counted from 0, so its KV cache has as many as it needs. What the model
+    is as a whole, `whole_config` says.
     """
     with contextlib.ExitStack() as stack:
         if isinstance(source, dict):
@@ -201,7 +202,7 @@ def load_stage(source: str | dict | None, dtype: torch.dtype, tp: GroupCoordinat
             model = pipeline_stage(tensor_parallel.TensorParallelLlama)(stage_config, lookup, tp, dtype)
         else:
             model = pipeline_stage(llama.Llama)(stage_config, lookup, dtype, tp.device)
-    model.pp = pp
+    model.pp, model.whole_config = pp, config
     if not pp.is_last_rank:
         del model.linear["lm_head"]
     if not embeds["model.embed_tokens.weight"]:
@@ -212,12 +213,14 @@ def load_stage(source: str | dict | None, dtype: torch.dtype, tp: GroupCoordinat
 
 
 def skeleton(config: llama.LlamaConfig, parallel: ParallelConfig, dtype: torch.dtype) -> llama.Llama:
-    """The largest rank's shape without its weights: from it, the engine core knows what a block costs."""
+    """The largest rank's shape without its weights: from it, the engine core knows what a block costs. `whole_config`
+    is that of all ranks together."""
     stages = [get_pp_indices(config.num_hidden_layers, i, parallel.pipeline_parallel_size)
               for i in range(parallel.pipeline_parallel_size)]  # fmt: skip
     deepest = dataclasses.replace(config, num_hidden_layers=max(end - start for start, end in stages))
     n, model = parallel.tensor_parallel_size, object.__new__(llama.Llama)
     model.config, model.dtype, model.device, model.linear = deepest, dtype, torch.device("cpu"), {}
+    model.whole_config = config
     model.num_heads, model.num_kv_heads = config.num_attention_heads // n, max(1, config.num_key_value_heads // n)
     return model
 
@@ -313,7 +316,7 @@ def plain_runner(args: None, samples: bool) -> type:
 def served_runner(args: Any, samples: bool) -> type:
     """What `serve` runs on with these flags. No CUDA graphs: a collective over gloo could not be captured."""
     tokenizer = llama.Tokenizer(llama.model_folder(args.model)) if samples else None
-    return serving.engine_class(args.kv_cache_dtype, True, tokenizer).runner_class
+    return serving.worker_runner(args.kv_cache_dtype, tokenizer, args.lora_config)
 
 
 class Worker:
@@ -856,6 +859,9 @@ class PipelineEngineCore(scheduling.ModelEngineCore):
 
         Whoever was preempted meanwhile will compute that token once more, so this one is dropped: it would count twice.
         """
+        if not self.batch_queue:  # nobody could run; the scheduler may have something to say about that
+            self.runner.logprobs, self.runner.prompt_logprobs = {}, {}
+            return scheduling.SchedulerOutput(), {}
         output, future, lives = self.batch_queue.popleft()
         sampled, self.runner.logprobs, self.runner.prompt_logprobs = future.result()
         requests = self.scheduler.requests
@@ -869,11 +875,12 @@ class PipelineEngineCore(scheduling.ModelEngineCore):
         """Fill the pipeline, then take what comes out of it first."""
         while self.put_in_flight():
             pass
-        return self.scheduler.update_from_output(*self.next_result()) if self.batch_queue else []
+        return self.scheduler.update_from_output(*self.next_result())
 
 
 def parallel_engine(base: type[Any], executor: Executor, parallel: ParallelConfig) -> type[Any]:
-    """A subclass of lesson 04b's engine whose model is with the workers of `executor`. Give it a `skeleton`."""
+    """A subclass of lesson 04b's or 12's engine whose model is with the workers of `executor`; its model is a
+    `skeleton`."""
 
     class ParallelEngine(base):
         runner_class = staticmethod(
@@ -904,15 +911,16 @@ class ParallelEngineCoreProc(async_engine.EngineCoreProc):
                 request.request_id: (start - self.arrived.pop(request.request_id, start), request.num_cached_tokens)
                 for request in output.scheduled_new_reqs
             })  # fmt: skip
-        if not self.core.batch_queue:
-            return
         output, sampled = self.core.next_result()
         self.read_mail()  # whoever left while the model ran is out before its token is looked at
         outputs = self.scheduler.update_from_output(output, sampled)
+        if not (output.num_scheduled_tokens or outputs):
+            return
+        admitted = self.admitted.popleft() if output.num_scheduled_tokens else {}
         stats = self.stats()
         stats.num_scheduled_tokens = output.total_num_scheduled_tokens
         stats.num_preempted_reqs = len(output.preempted_reqs)
         stats.step_seconds = time.monotonic() - start
         runner = self.core.runner
-        self.send(async_engine.EngineCoreOutputs(outputs, stats, runner.logprobs, self.admitted.popleft(),
+        self.send(async_engine.EngineCoreOutputs(outputs, stats, runner.logprobs, admitted,
                                                  prompt_logprobs=runner.prompt_logprobs))  # fmt: skip

@@ -118,7 +118,7 @@ def check_args(args: Any) -> None:
     if args.engine_place != "process":
         raise common.InputError(f"engine_place {args.engine_place}: must be process when an engine has several")
     if args.world_size > 1 or args.distributed_executor_backend:
-        for name in ("quantization", "speculative_config", "enable_lora", "kv_transfer_config"):
+        for name in ("quantization", "speculative_config", "kv_transfer_config"):
             if getattr(args, name, None):
                 raise common.InputError(f"{name}: not together with workers (tensor_parallel_size, "
                                         "pipeline_parallel_size, distributed_executor_backend); data_parallel_size "

@@ -15,6 +15,7 @@ from __future__ import annotations
 import common  # first: it settles the device before torch is used
 
 import copy
+import dataclasses
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,8 @@ import numpy as np
 import torch
 
 import llama
+
+tensor_parallel = common.lesson("05c_tensor_parallel")
 
 # --- What can be adapted ----------------------------------------------------------------------------------------------
 
@@ -254,7 +257,8 @@ class LoRAMemory:
 
     def __init__(self, model: llama.Llama, num_slots: int, max_rank: int) -> None:
         self.model, self.num_slots, self.max_rank = model, num_slots, max_rank
-        self.shapes = layer_shapes(model.config)
+        ranks = model.config.num_attention_heads // model.num_heads  # that share the layers: here is one part of each
+        self.shapes = layer_shapes(tensor_parallel.shard_config(model.config, ranks))
         self.tables = {kind: LoRATables.empty(shape, num_slots, max_rank, model.device)
                        for kind, shape in self.shapes.items()}  # fmt: skip
         # For the CPU: matrices[slot][layer][kind] = (A of all adapted slices [n·rank, in], [(start, stop, Bᵀ) …])
@@ -501,7 +505,7 @@ class LoRAModelManager:
         if source.rank > self.config.max_lora_rank:
             raise common.InputError(f"{name}: LoRA rank {source.rank} is greater than max_lora_rank "
                                     f"{self.config.max_lora_rank}")  # fmt: skip
-        return source
+        return dataclasses.replace(source, name=name)
 
     def _keep(self, name: str, lora: LoRAModel) -> None:
         self.cpu[name] = lora

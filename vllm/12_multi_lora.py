@@ -529,7 +529,12 @@ def adapted_model(model: llama.Llama, manager: LoRAModelManager) -> llama.Llama:
     for layer in range(model.config.num_hidden_layers):
         for kind in adapters.layer_shapes(model.config):
             name = f"layers.{layer}.{kind}"
-            new.linear[name] = LoRALinear(model.linear[name], manager, layer, kind)
+            base = model.linear[name]
+            if hasattr(base, "local"):  # a rank of lesson 05c: its part joins the partial sums before they are added
+                new.linear[name] = copy.copy(base)
+                new.linear[name].local = LoRALinear(base.local, manager, layer, kind)
+            else:
+                new.linear[name] = LoRALinear(base, manager, layer, kind)
     return new
 
 
@@ -541,7 +546,7 @@ def lora_runner(base: type[scheduling.ModelRunner], manager: LoRAModelManager) -
 
         def __init__(self, model: llama.Llama, scheduler: scheduling.Scheduler, *args: Any, **kwargs: Any) -> None:
             super().__init__(model, scheduler, *args, **kwargs)
-            self.model = adapted_model(self.model, manager)
+            self.model, self.lora = adapted_model(self.model, manager), manager
             manager.attach(model, self.cache, scheduler.kv_cache_manager.block_pool)
 
         def forward(self, token_ids: torch.Tensor, meta: paged.AttentionMetadata,
@@ -556,7 +561,8 @@ def lora_runner(base: type[scheduling.ModelRunner], manager: LoRAModelManager) -
     return LoRARunner
 
 
-def lora_engine(base: type[offline.LLMEngine], lora_config: LoRAConfig) -> type[offline.LLMEngine]:
+def lora_engine(base: type[offline.LLMEngine], lora_config: LoRAConfig,
+                make_runner: Callable[..., Any] = lora_runner) -> type[offline.LLMEngine]:  # fmt: skip
     """Any of this project's engines, with adapters. `base` must not capture graphs: they would keep one step's rows."""
 
     class LoRAEngine(base):
@@ -570,7 +576,8 @@ def lora_engine(base: type[offline.LLMEngine], lora_config: LoRAConfig) -> type[
             def make_scheduler(*about: Any, **options: Any) -> scheduling.Scheduler:
                 return make_lora_scheduler(make(*about, **options), self.lora)
 
-            self.make_scheduler, self.runner_class = make_scheduler, lora_runner(base.runner_class, self.lora)
+            self.make_scheduler = make_scheduler
+            self.runner_class = make_runner(self.runner_class, self.lora)
             super().__init__(*args, **kwargs)
             self.core.lora = self
 
@@ -798,8 +805,7 @@ def facts() -> dict[str, Any]:
     """The lesson's deterministic numbers."""
     small, large = llama.LlamaConfig(**SMOLLM), llama.LlamaConfig(**LLAMA_8B)
     per_rank = {name: parameters_per_rank(config) for name, config in (("small", small), ("large", large))}
-    weights = sum(int(np.prod(shape)) for shape in llama.tensor_shapes(small).values())
-    cpu = torch.device("cpu")
+    weights, cpu = sum(map(math.prod, llama.tensor_shapes(small).values())), torch.device("cpu")
     groups = {}
     for kind in POPULARITY:
         slots = popularity(kind, 64)
@@ -807,7 +813,8 @@ def facts() -> dict[str, Any]:
         groups[kind.split()[0]] = {"adapters": len(set(slots)), "tiles": by_sort[True], "unsorted": by_sort[False],
                                    "mib": len(set(slots)) * 16 * 2 * 4096 * 2 / 2**20}  # fmt: skip
     model = llama.Llama.__new__(llama.Llama)  # shapes alone
-    model.config, model.device, model.dtype = small, torch.device("meta"), torch.float32
+    model.config, model.num_heads, model.device = small, small.num_attention_heads, torch.device("meta")
+    model.dtype = torch.float32
     kv = torch.empty(2, 1024, 16, 3, 64, device="meta")
     unified = UnifiedMemory(model, 1, 64, type("Cache", (), {"layers": [kv]}))
     pages = {r: -(-sum(-(-rows // (unified.page // width)) for kind in unified.shapes for rows, width in
