@@ -805,7 +805,7 @@ def facts() -> dict[str, Any]:
     """The lesson's deterministic numbers."""
     small, large = llama.LlamaConfig(**SMOLLM), llama.LlamaConfig(**LLAMA_8B)
     per_rank = {name: parameters_per_rank(config) for name, config in (("small", small), ("large", large))}
-    weights, cpu = sum(map(math.prod, llama.tensor_shapes(small).values())), torch.device("cpu")
+    weights, cpu = sum(int(np.prod(shape)) for shape in llama.tensor_shapes(small).values()), torch.device("cpu")
     groups = {}
     for kind in POPULARITY:
         slots = popularity(kind, 64)
