@@ -29,8 +29,6 @@ import torch
 
 import llama
 
-tensor_parallel = common.lesson("05c_tensor_parallel")
-
 # --- What can be adapted ----------------------------------------------------------------------------------------------
 
 # Packed layer -> the modules of Transformers that lie in it as slices of its output, in this order.
@@ -257,8 +255,7 @@ class LoRAMemory:
 
     def __init__(self, model: llama.Llama, num_slots: int, max_rank: int) -> None:
         self.model, self.num_slots, self.max_rank = model, num_slots, max_rank
-        ranks = model.config.num_attention_heads // model.num_heads  # that share the layers: here is one part of each
-        self.shapes = layer_shapes(tensor_parallel.shard_config(model.config, ranks))
+        self.shapes = layer_shapes(model.config)
         self.tables = {kind: LoRATables.empty(shape, num_slots, max_rank, model.device)
                        for kind, shape in self.shapes.items()}  # fmt: skip
         # For the CPU: matrices[slot][layer][kind] = (A of all adapted slices [n·rank, in], [(start, stop, Bᵀ) …])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import common  # first: it settles the device before torch is used
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -70,7 +71,9 @@ class WorkerAdapters:
         self.meta: Any = None  # of the step that runs
 
     def attach(self, model: llama.Llama, cache: Any, block_pool: Any) -> None:
-        self.memory = SlotMemory(model, self.config.max_loras, self.config.max_lora_rank)
+        part, ranks = copy.copy(model), model.config.num_attention_heads // model.num_heads
+        part.config = tensor_parallel.shard_config(model.config, ranks)  # layers as narrow as this rank has them
+        self.memory = SlotMemory(part, self.config.max_loras, self.config.max_lora_rank)
 
 
 def write_adapter(worker: executors.Worker, slot: int, lora: LoRAModel) -> None:

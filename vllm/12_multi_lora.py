@@ -805,7 +805,8 @@ def facts() -> dict[str, Any]:
     """The lesson's deterministic numbers."""
     small, large = llama.LlamaConfig(**SMOLLM), llama.LlamaConfig(**LLAMA_8B)
     per_rank = {name: parameters_per_rank(config) for name, config in (("small", small), ("large", large))}
-    weights, cpu = sum(int(np.prod(shape)) for shape in llama.tensor_shapes(small).values()), torch.device("cpu")
+    weights = sum(int(np.prod(shape)) for shape in llama.tensor_shapes(small).values())
+    cpu = torch.device("cpu")
     groups = {}
     for kind in POPULARITY:
         slots = popularity(kind, 64)
@@ -813,8 +814,7 @@ def facts() -> dict[str, Any]:
         groups[kind.split()[0]] = {"adapters": len(set(slots)), "tiles": by_sort[True], "unsorted": by_sort[False],
                                    "mib": len(set(slots)) * 16 * 2 * 4096 * 2 / 2**20}  # fmt: skip
     model = llama.Llama.__new__(llama.Llama)  # shapes alone
-    model.config, model.num_heads, model.device = small, small.num_attention_heads, torch.device("meta")
-    model.dtype = torch.float32
+    model.config, model.device, model.dtype = small, torch.device("meta"), torch.float32
     kv = torch.empty(2, 1024, 16, 3, 64, device="meta")
     unified = UnifiedMemory(model, 1, 64, type("Cache", (), {"layers": [kv]}))
     pages = {r: -(-sum(-(-rows // (unified.page // width)) for kind in unified.shapes for rows, width in
