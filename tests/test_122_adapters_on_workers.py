@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import common
 import pytest
@@ -123,6 +124,24 @@ def test_only_an_adapters_own_numbers_travel(loras):
     assert method == (lesson.KEY, "write_adapter") and slot == 1
     (none, pair, _), = lora.weights.values()  # fmt: skip
     assert none is None and [x.untyped_storage().nbytes() for x in pair] == [64, 64]
+
+
+def test_a_cleared_slot_has_no_name_and_no_weights(whole, loras):
+    """So a worker whose write failed, which nobody waits for, fails at the next step instead of answering wrongly."""
+    mine = lesson.WorkerAdapters(adapters.LoRAConfig(max_loras=2, max_lora_rank=8))
+    mine.attach(whole, None, None)
+    alone = SimpleNamespace(rank_in_group=0, world_size=1)
+    worker = SimpleNamespace(tp=alone, pp=alone, runner=SimpleNamespace(lora=mine),
+                             model=SimpleNamespace(whole_config=whole.config))  # fmt: skip
+    lesson.write_adapter(worker, 0, loras["a8"])
+    lesson.write_adapter(worker, 1, loras["a3"])
+    assert mine.slots == {"random-8": 0, "random-3": 1} and mine.memory.tables["down_proj"].ranks[0].tolist() == [8]
+    lesson.clear_adapter(worker, 0)
+    assert mine.slots == {"random-3": 1} and not mine.memory.tables["down_proj"].ranks[0].any()
+    assert list(mine.memory.matrices) == [1]
+    with pytest.raises(RuntimeError, match="size"):
+        lesson.write_adapter(worker, 0, adapters.random_adapter(whole.config, 9, seed=9))
+    assert mine.slots == {"random-3": 1}
 
 
 def test_a_runner_of_pages_is_refused(on_threads):
