@@ -258,10 +258,10 @@ def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, toke
     if lora_config is None:
         return engine
     multi_lora = common.lesson("12_multi_lora")
+    make_runner = multi_lora.lora_runner
     if on_workers:
-        remote = common.lesson("122_adapters_on_workers").remote_lora_runner
-        return multi_lora.lora_engine(engine, lora_config, remote)
-    return multi_lora.lora_engine(engine, lora_config)
+        make_runner = common.lesson("122_adapters_on_workers").remote_lora_runner
+    return multi_lora.lora_engine(engine, lora_config, make_runner)
 
 
 def worker_runner(kv_cache_dtype: str, tokenizer: llama.Tokenizer | None, lora_config: Any) -> Any:
