@@ -34,9 +34,9 @@ export function draw(trace, index, kit) {
     const top_of = narrow ? y + 14 : y;
     shapes.push(rect(left, top_of, kit.width - left, 18, "free"), ...inside.flatMap((make) => make(top_of)));
   };
-  const gap = ends.reduce((best, end, i) => (decodes[i] && end >= arrival_us && end - start_us[i] > ends[best] - start_us[best] ? i : best), 0);
-  lane(0, "a stream",
-    (y) => (trace.worst_gap_us && p.decoders && index >= gap ? [rect(x(start_us[gap]), y, (ends[gap] - start_us[gap]) * px, 18, "box red", `silent for ${ms(trace.worst_gap_us)}`)] : []),
+  const gap = ends.reduce((best, end, i) => (decodes[i] && end > arrival_us && (best < 0 || end - start_us[i] > ends[best] - start_us[best]) ? i : best), -1);
+  lane(0, trace.silent_streams ? "served stream" : "a stream",
+    (y) => (gap >= 0 && trace.worst_gap_us && p.decoders && index >= gap ? [rect(x(start_us[gap]), y, (ends[gap] - start_us[gap]) * px, 18, "box red", `silent for ${ms(trace.worst_gap_us)}`)] : []),
     (y) => ends.slice(0, index + 1).filter((_, i) => decodes[i]).map((end) => rect(x(end) - 1, y + 2, 2, 14, "blue")));
   const first = trace.ttft_us === null ? trace.end_us : arrival_us + trace.ttft_us, now = ends[index];
   lane(1, "long prompt", (y) => (now > arrival_us ? [rect(x(arrival_us), y, (Math.min(first, now) - arrival_us) * px, 18, "box orange", "waits for its first token"), ...(now >= first && trace.ttft_us !== null ? [rect(x(first) - 1, y, 3, 18, "orange")] : [])] : []));
@@ -53,12 +53,12 @@ export function draw(trace, index, kit) {
   return {
     picture: [
       svg(kit.width, bottom + 14, `${index + 1} steps up to ${ms(now)}. This step: ${decodes[index]} decodes and ${chunk[index]} tokens of the prompt.`, ...shapes),
-      legend(["blue", "one token of each stream"], ["orange", "a chunk of the long prompt"], ...(p.short_prompt ? [["purple", "the short prompt"]] : []), ["red", "the streams' longest silence"]),
-      numbers([trace.ttft_us === null ? "never" : ms(trace.ttft_us), "first token of the long prompt", trace.starved ? "red" : ""], [p.decoders ? ms(trace.worst_gap_us) : "–", "a stream's longest silence"],
+      legend(["blue", trace.silent_streams ? "one token of each stream that gets one" : "one token of each stream"], ["orange", "a chunk of the long prompt"], ...(p.short_prompt ? [["purple", "the short prompt"]] : []), ["red", "the streams' longest silence"]),
+      numbers([trace.ttft_us === null ? "never" : ms(trace.ttft_us), "first token of the long prompt", trace.starved ? "red" : ""], trace.silent_streams ? [`${trace.silent_streams} of ${p.decoders}`, "streams never get a token", "red"] : [p.decoders ? ms(trace.worst_gap_us) : "–", "a stream's longest silence"],
         ...(p.short_prompt ? [[trace.short_ttft_us ? ms(trace.short_ttft_us) : "never", "first token of the short one"]] : []), [number(start_us.length), "steps"]),
     ],
-    text: starved ? `The ${p.decoders} streams use up all ${p.budget} tokens of every step. The prompt never starts, and never will.`
-      : `Step ${index} takes ${ms(ends[index] - start_us[index])}: ${count(decodes[index], "decode")}${!chunk[index] ? "" : start_us[index] >= first && trace.ttft_us !== null ? " and the newcomer's next token" : ` and ${count(chunk[index], "token")} of the long prompt`}${short_chunk[index] ? ` and ${number(short_chunk[index])} of the short one` : ""}.`
-        + (last && trace.silent_streams ? ` ${trace.silent_streams} of the streams get no token at all.` : ""),
+    text: (starved ? `The ${p.decoders} streams use up all ${p.budget} tokens of every step. The prompt never starts, and never will.`
+      : `Step ${index} takes ${ms(ends[index] - start_us[index])}: ${count(decodes[index], "decode")}${!chunk[index] ? "" : start_us[index] >= first && trace.ttft_us !== null ? " and the newcomer's next token" : ` and ${count(chunk[index], "token")} of the long prompt`}${short_chunk[index] ? ` and ${number(short_chunk[index])} of the short one` : ""}.`)
+      + (last && trace.silent_streams ? ` ${trace.silent_streams} of the streams get no token at all.` : ""),
   };
 }
