@@ -40,7 +40,8 @@ export function draw(trace, index, kit) {
   shapes.push(rect(0, y, weight_bytes * mx, 30, `box ${weight_bytes > usable_bytes ? "red" : "grey"}`), rect(weight_bytes * mx, y, held * mx, 30, "orange"));
   shapes.push(line(usable_bytes * mx, y - 4, usable_bytes * mx, y + 34, "ink"));
   if (weight_bytes * mx > 110) shapes.push(text(8, y + 19, `weights ${gib(weight_bytes)}`, "small"));
-  shapes.push(text(0, y + 48, "0", "small soft"), text(Math.min(kit.width, usable_bytes * mx), y + 48, `usable ${gib(usable_bytes)}`, "small soft end"));
+  if (usable_bytes * mx > 110) shapes.push(text(0, y + 48, "0", "small soft"));
+  shapes.push(text(Math.max(88, usable_bytes * mx), y + 48, `usable ${gib(usable_bytes)}`, "small soft end"));
 
   const last = index === steps(trace) - 1, computed = forwards.slice(0, done).reduce((a, b) => a + b, 0);
   const fits = weight_bytes <= usable_bytes;

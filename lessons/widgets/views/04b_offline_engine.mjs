@@ -66,7 +66,7 @@ export function draw(trace, index, kit) {
     top_k: on.top_k ? `top_k ${p.top_k}: the line is at number ${p.top_k}` : "top_k: off",
     top_p: on.top_p ? `top_p ${p.top_p}: the line is where ${percent(p.top_p)} % are held` : "top_p: off",
   }[now.stage];
-  shapes.push(text(0, 13, drawn ? "What the draws are made from" : heading, "bold"));
+  shapes.push(text(0, 13, drawn ? "What the draws are made from" : greedy && now.stage in on ? `${now.stage} is not asked: temperature 0 is greedy` : heading, "bold"));
 
   // The same as pieces of [0, 1): what the cuts leave is made to fill the whole line again.
   const start = 80, wide = kit.width - start, first = base + (narrow ? 92 : 80), pitch = 31, thick = 18;
@@ -122,7 +122,7 @@ export function draw(trace, index, kit) {
   return {
     picture: [
       svg(kit.width, floor + 20 + draws.length * gap, `${drawn ? `Draw ${drawn}` : heading}: ${now.kept.map((i) => `${words[i]} ${percent(now.probs[i])} %`).join(", ")}.`, ...shapes),
-      legend(["grey hatched", "cut, at its last height"], ["accent", "the line of a cut"], ["ink", "dashed: before this station"]),
+      legend(["grey hatched", "cut, at its last height"], ["accent", "the line of a cut"], ["ink", "dashed black: the height before this station"]),
       html("p", { class: "written" }, html("span", {}, "drawn: "), draws.slice(0, drawn).map((i) => words[i]).join(" ") || "nothing yet"),
       numbers([`${now.kept.length} of ${words.length}`, "words are left"], [`${percent(now.probs[top_now])} %`, `has the best, ${quoted(top_now)}`], [tail.length ? `${percent(total(now.probs, tail))} %` : "0 %", "have “xylophone” and “zzz” together"]),
     ],

@@ -9,6 +9,8 @@ const LAYOUTS = {
   partial: ["orange", "each has a summand: add"], broken: ["red", "the ranks disagree"],
 };
 
+const signed = (value) => String(value).replace("-", "−");
+
 export function draw(trace, index, kit) {
   const { svg, rect, text, line, box, numbers, legend, number } = kit;
   const shown = trace.steps.slice(0, index + 1), ranks = shown[0].values.length, shapes = [];
@@ -31,7 +33,7 @@ export function draw(trace, index, kit) {
     step.values.forEach((values, rank) => {
       const x = rank * (wide + gap), cell = Math.min(80, (wide - 8) / per_line), indent = (wide - cell * Math.min(values.length, per_line)) / 2;
       shapes.push(rect(x, y, wide, high, here ? "outline accent" : "outline line"));
-      values.forEach((value, j) => shapes.push(box(x + indent + 1.5 + (j % per_line) * cell, y + 4 + 26 * Math.floor(j / per_line), cell - 3, 23, value, css)));
+      values.forEach((value, j) => shapes.push(box(x + indent + 1.5 + (j % per_line) * cell, y + 4 + 26 * Math.floor(j / per_line), cell - 3, 23, signed(value), css)));
     });
     y += high + 16;
   });
@@ -41,7 +43,7 @@ export function draw(trace, index, kit) {
     picture: [
       svg(kit.width, y, `${ranks} ranks after ${step.name}: ${step.values.map((v) => v.join(" ")).join("; ")}`, ...shapes),
       legend(...Object.values(LAYOUTS)),
-      numbers([trace.reference.join("  "), "what one rank alone computes"], [number(shown.reduce((sum, s) => sum + s.sent, 0)), "numbers sent by each rank"], [shown.filter((s) => s.sent > 0).length, "collectives"],
+      numbers([trace.reference.map(signed).join(", "), "what one rank alone computes"], [number(shown.reduce((sum, s) => sum + s.sent, 0)), "numbers sent by each rank"], [shown.filter((s) => s.sent > 0).length, "collectives"],
         ...(last ? [[wrong ? "wrong" : "right", wrong ? `on ${wrong} of ${ranks} ranks` : "on every rank", wrong ? "red" : "green"]] : [])),
     ],
     text: `${step.name[0].toUpperCase()}${step.name.slice(1)}: ${ranks === 1 ? "with one rank there is nothing to share" : meaning}. `

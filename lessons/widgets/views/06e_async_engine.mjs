@@ -40,7 +40,7 @@ export function draw(trace, index, kit) {
   const shelf = base + 52, cell = 34, fits = Math.floor(kit.width / cell), pieces = [];
   for (let token = from; token < beyond; token++) pieces.push(token);
   const item = p.handoff === "collector" ? `one item with ${count(waits, "token")}` : count(waits, "piece");
-  shapes.push(text(0, shelf - 9, `between the two as read ${index} begins: ${item}`, "small soft"));
+  shapes.push(text(0, shelf - 9, `${kit.width < 480 ? "waits" : "between the two"} as read ${index} begins: ${item}`, "small soft"));
   if (p.handoff === "collector") {
     shapes.push(box(0, shelf, Math.min(kit.width, 20 + waits * 26), 24, waits > 1 ? `${from} – ${beyond - 1}` : from, "blue", `the item holds ${count(waits, "token")}`));
   } else {

@@ -29,7 +29,7 @@ export function draw(trace, index, kit) {
   shapes.push(text(0, written - 8, "written", "small soft"));
   round.written.forEach((token, j) => {
     shapes.push(box(j * cell, written, w, 24, words[token], j === own ? "blue" : "green"));
-    if (j === own) shapes.push(text(j * cell + w / 2, written + 38, round.accepted === K ? "bonus" : "drawn anew", "small blue middle"));
+    if (j === own) shapes.push(text(j * cell + w / 2, written + 38, round.accepted === K ? "bonus" : w < 60 ? "new" : "drawn anew", "small blue middle"));
   });
 
   // Three words: what the model wants, what the drafter offers, what comes out.
@@ -48,7 +48,7 @@ export function draw(trace, index, kit) {
   // What K would be worth.
   const beside = half < kit.width, cx = beside ? half + 30 : 0, cy = beside ? y : low + 48, floor = cy + 96, most = Math.max(1.2, ...speedups), wide = kit.width - cx;
   const at = (k) => [cx + 14 + (k * (wide - 28)) / 8, floor - (speedups[k] / most) * 84];
-  shapes.push(text(cx, cy - 6, "speed-up, by number of guesses K", "small soft"), line(cx, floor, cx + wide, floor, "ink"));
+  shapes.push(text(cx, cy - 6, "speed-up, by number of guesses K (dashed: 1 ×)", "small soft"), line(cx, floor, cx + wide, floor, "ink"));
   shapes.push(line(cx, floor - 84 / most, cx + wide, floor - 84 / most, "ink dashed"));
   shapes.push(path(`M${speedups.map((_, k) => at(k).map((v) => v.toFixed(1)).join(" ")).join("L")}`, "accent thick"));
   speedups.forEach((value, k) => {

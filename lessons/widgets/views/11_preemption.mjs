@@ -49,7 +49,7 @@ export function draw(trace, index, kit) {
   shapes.push(text(0, again + 16, "step 0", "small soft"), text(kit.width, again + 16, `step ${number(all.length - 1)}`, "small soft end"));
   if (done < all.length) shapes.push(line(done * px, top, done * px, again, "accent thick"));
 
-  const step = all[index], last = done === all.length, held = Object.entries(step.held).map(([owner, n]) => `r${owner}: ${n}`).join(", ");
+  const step = all[index], last = done === all.length, held = Object.entries(step.held).map(([owner, n]) => `${n} by request ${owner}`).join(", ");
   const victims = step.preempted.map((r) => `request ${r}`).join(" and ");
   return {
     picture: [
@@ -59,7 +59,7 @@ export function draw(trace, index, kit) {
         ...(p.policy === "swap" ? [[number(trace.copied_blocks), "blocks copied in all"]] : [])),
     ],
     text: last ? `All ${p.requests} requests are done after ${number(all.length)} steps: ${count(trace.preemptions, "eviction")}, ${number(trace.useful)} tokens of useful work, ${number(trace.redone)} computed again.`
-      : victims ? `Step ${step.step}: no block is free, so ${victims}, the last to come, ${step.preempted.length > 1 ? "have" : "has"} to go. Left: ${held}.`
-        : `Step ${step.step}: ${held || "nobody"}. ${step.free} free, ${step.waiting.length} waiting.`,
+      : victims ? `Step ${step.step}: no block is free, so ${victims}, the last to come, ${step.preempted.length > 1 ? "have" : "has"} to go. Blocks held: ${held}.`
+        : `Step ${step.step}. Blocks held: ${held || "none"}; ${step.free} free. ${step.waiting.length} waiting.`,
   };
 }
