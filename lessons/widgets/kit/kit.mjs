@@ -20,7 +20,8 @@ function read_hash(spec, hash) {
     const word = given.get(name), value = kind === "text" ? word : values.find((v) => String(v) === word);
     if (value !== undefined && !(kind === "text" && (/[^ -~]/.test(value) || value.length > max_length))) params[name] = value;
   }
-  return { params, at: given.has("at") ? Number(given.get("at")) : Infinity };
+  const at = parseFloat(given.get("at"));
+  return { params, at: Number.isInteger(at) ? at : Infinity };
 }
 
 function write_hash(spec, params, index, last) {
@@ -109,17 +110,30 @@ function mount(host) {
     node: html("button", { type: "button", class: preset.name === "Break it" ? "break" : null, onclick: () => update({ ...start, ...preset.params }) }, preset.name),
   }));
 
-  function render() {
-    const width = Math.max(300, Math.floor(picture.clientWidth));
-    const drawn = view.draw(trace, index, { ...pictures, width, params });
-    picture.replaceChildren(...[drawn.picture].flat());
+  /** Draws a step. What is under the picture stays where it is: a box keeps the height that a step of this run once needed. */
+  function show(at) {
+    const drawn = view.draw(trace, at, { ...pictures, width: Math.max(300, Math.floor(picture.clientWidth)), params });
     says.setAttribute("aria-live", steps_bar.playing() ? "off" : "polite");
+    picture.replaceChildren(...[drawn.picture].flat());
     says.textContent = drawn.text;
+    for (const box of [picture, says]) box.style.minHeight = `${Math.ceil(box.getBoundingClientRect().height)}px`;
+    return drawn;
+  }
+
+  /** The room that the last step takes, which mostly is the tallest, before any other is shown. */
+  function make_room() {
+    for (const box of [picture, says]) box.style.minHeight = "";
+    if (index < steps - 1) show(steps - 1);
+  }
+
+  function render() {
+    const drawn = show(index);
     steps_bar.show(index, steps);
     host.dataset.state = JSON.stringify({ params, index, steps, text: drawn.text });
     clearTimeout(writing); // browsers refuse a hundred changes in a row
     writing = setTimeout(() => {
-      history.replaceState(null, "", write_hash(spec, params, index, steps - 1) || location.pathname + location.search);
+      const hash = write_hash(spec, params, index, steps - 1);
+      if (hash || location.hash.startsWith("#widget?")) history.replaceState(null, "", hash || location.pathname + location.search);
     }, 150);
   }
 
@@ -133,6 +147,7 @@ function mount(host) {
     printed.textContent = sim.describe(trace);
     for (const preset of presets) preset.node.setAttribute("aria-pressed", same({ ...start, ...preset.params }, params));
     preset_says.textContent = presets.find((preset) => preset.node.getAttribute("aria-pressed") === "true")?.says ?? "";
+    make_room();
     render();
     return trace;
   }
@@ -169,6 +184,7 @@ function mount(host) {
   new ResizeObserver(() => {
     if (picture.clientWidth !== width) {
       width = picture.clientWidth;
+      make_room();
       render();
     }
   }).observe(picture);
