@@ -401,6 +401,11 @@ def states(controls: dict) -> int:
 # --- 5. Templates ---------------------------------------------------------------------------------------------------
 
 
+def summary(page: Page) -> str:
+    """The first sentence of a page."""
+    return re.split(r"(?<=[.?!]) ", page.sections[1][2], maxsplit=1)[0]
+
+
 def label(page: Page) -> str:
     return f"{page.number} {page.title}".strip()
 
@@ -412,8 +417,10 @@ SEARCH = (
 )
 
 
-def shell(title: str, body: str, *, base: str = "", kind: str = "", scripts: Iterable[str] = ()) -> str:
-    """A whole page around `body`. `base` leads from it to the site's root."""
+def shell(
+    title: str, body: str, *, about: str = "", base: str = "", kind: str = "", scripts: Iterable[str] = ()
+) -> str:
+    """A whole page around `body`, described by `about`. `base` leads from it to the site's root."""
     tags = "".join(f'<script src="{base}assets/{name}" defer></script>' for name in ["site.js", *scripts])
     return f"""<!doctype html>
 <html lang="en" data-base="{base}" class="{kind}">
@@ -421,6 +428,7 @@ def shell(title: str, body: str, *, base: str = "", kind: str = "", scripts: Ite
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{html.escape(title)}</title>
+<meta name="description" content="{html.escape(about or title)}">
 <link rel="icon" href="data:,">
 <link rel="stylesheet" href="{base}assets/site.css"><link rel="stylesheet" href="{base}assets/kit.css">
 <script>{THEME}</script>
@@ -477,7 +485,7 @@ def lesson_html(site: Site, page: Page, before: Page | None, after: Page | None)
 </main>
 <nav class=contents aria-label="On this page"><p>On this page</p><ol>{contents}</ol></nav>
 </div>"""
-    return shell(f"{label(page)} · {TITLE}", body, scripts=scripts)
+    return shell(f"{label(page)} · {TITLE}", body, about=page.question or summary(page), scripts=scripts)
 
 
 def source_html(site: Site, path: Path) -> str:
@@ -499,7 +507,8 @@ def source_html(site: Site, path: Path) -> str:
 </main>
 <nav class=contents aria-label="In this file"><p>In this file</p><ol>{outline}</ol></nav>
 </div>"""
-    return shell(f"{path.name} · {TITLE}", body, base="../", kind="wide")
+    about = f"{folder}/{path.name}: " + (lesson.question if lesson else "a part of the lessons, line by line")
+    return shell(f"{path.name} · {TITLE}", body, about=about, base="../", kind="wide")
 
 
 def front_text(readme: str) -> str:
@@ -565,7 +574,8 @@ def front_html(site: Site, page: Page) -> str:
     for name, block in (("map", map_html(site)), ("widget", widget), ("ranking", ranking(site))):
         body = body.replace(f"<p>@@{name}@@</p>", block)
     scripts = [f"{FRONT_WIDGET}.js", "kit.js"] if widget else []
-    return shell(TITLE, f"<main id=main class=front><article>{body}</article></main>", scripts=scripts)
+    main = f"<main id=main class=front><article>{body}</article></main>"
+    return shell(TITLE, main, about=summary(page), scripts=scripts)
 
 
 # --- 6. The command -------------------------------------------------------------------------------------------------

@@ -122,6 +122,14 @@ def test_the_front_page_has_map_and_ranking(site):
     assert "CUDA graphs" in front and front.count("<path class=") >= 15
 
 
+def test_every_page_says_what_it_is_about(site):
+    meta = re.compile(r'<meta name="description" content="([^"]{15,200})">')
+    about = {page: meta.findall(read(page)) for page in pages(site)}
+    assert all(len(found) == 1 for found in about.values()), [page.name for page, found in about.items() if not found]
+    assert about[site / "04_continuous_batching.html"] == ["Who takes part in the next step?"]
+    assert len({found[0] for found in about.values()}) == len(about)
+
+
 def test_search_finds_sections_and_symbols(site):
     index = json.loads(read(site / "assets" / "search.js").partition("= ")[2])
     names = {(row[1], row[2]) for row in index}
@@ -385,6 +393,36 @@ def test_a_widget_in_the_browser(open_page):
     assert not layout(page)
     page.locator("#widget").get_by_label("Step back").press("Enter")
     assert page.locator("#widget svg text.small").count() and not layout(page)
+
+
+def test_what_stands_under_the_picture_stays_there(open_page):
+    """Lesson 05's picture grows by hundreds of pixels from the first step to the last; the buttons do not move."""
+    place = "node => node.getBoundingClientRect().top + scrollY"
+    for viewport in (PHONE, DESK):
+        page = open_page("05_optimizations.html", viewport)
+        bar = page.locator("#widget .stepper")
+        places = [bar.evaluate(place)]
+        page.locator("#widget").get_by_label("To the first step").press("Enter")
+        while state(page)["index"] < state(page)["steps"] - 1:
+            places.append(bar.evaluate(place))
+            page.locator("#widget").get_by_label("Step", exact=True).first.press("Enter")
+        assert len(places) > 10 and max(places) - min(places) < 1, places
+
+
+def test_addresses_of_sections_and_nonsense_in_the_url(open_page):
+    page = open_page("02_paged_attention.html#the-mechanism")
+    page.wait_for_timeout(400)
+    assert page.url.endswith("#the-mechanism")
+    for nonsense in ("at=abc", "at=1.5", "at=-3", "at=99999", "block_size=17", "finish=x&at="):
+        shown = state(open_page(f"02_paged_attention.html#widget?{nonsense}"))
+        assert shown["index"] == (0 if nonsense == "at=-3" else shown["steps"] - 1), nonsense
+
+
+def test_break_it_says_who_gets_nothing(open_page):
+    page = open_page("10_chunked_prefill.html")
+    page.get_by_role("button", name="Break it").click()
+    assert "8 of the streams get no token" in state(page)["text"]
+    assert "8 of 16" in page.locator("#widget .numbers").inner_text()
 
 
 @pytest.mark.slow
