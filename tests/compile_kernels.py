@@ -39,6 +39,31 @@ TENSOR_CORE = re.compile(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync|v_s?mfmac?
 DOT = re.compile(r"tt\.dot(?:_scaled)? [^:\n]*?(?:inputPrecision = (\w+))?[^:\n]*? : tensor<[\dx]+x(\w+)>")
 
 
+# One line of Triton's IR: the value that it makes, the operation, what follows.
+VALUE = re.compile(r"^\s*%(\S+) = (\S+) (.*?)(?: loc\(.*)?$", re.M)
+
+
+def narrow_offsets(ttir: str) -> list[str]:
+    """Additions to a pointer of a product that is computed in 32 bits from a number that was loaded: a block's id times
+    the elements of a block. A cache may hold more than 2^31 of them, and what a table holds, no argument's type tells.
+    """
+    loaded, products, found = set(), set(), []
+    for value, operation, rest in VALUE.findall(ttir):
+        operands, kind = set(re.findall(r"%([\w#]+)", rest)), rest.rpartition(" : ")[2].rpartition("->")[2]
+        if operation == "tt.load" and "ptr<i32>" in kind:
+            loaded.add(value)
+        elif operation == "tt.addptr" and operands & products:
+            found.append(f"{operation} {rest}")
+        elif operation == "arith.muli" and "i32" in kind and operands & (loaded | products):
+            products.add(value)
+        elif operation not in ("tt.load", "tt.addptr", "arith.divsi", "arith.remsi", "arith.cmpi"):
+            if operands & products:
+                products.add(value)
+            if operands & loaded and "i32" in kind:
+                loaded.add(value)
+    return found
+
+
 class Driver:
     """Answers Triton's questions about the GPU with a target that is not here."""
 
@@ -113,6 +138,7 @@ def report(name: str, dtype: torch.dtype, targets: list[str], once: bool) -> lis
                 "lesson": name, "kernel": launch.kernel.name, "target": target, "dtype": str(dtype).split(".")[-1],
                 "arguments": {k: v for k, v in launch.kwargs.items() if isinstance(v, (int, bool, str))},
                 "dots": sorted(set(DOT.findall(compiled.asm["ttir"]))),
+                "narrow": narrow_offsets(compiled.asm["ttir"]),
                 "fp64": "f64" in compiled.asm["ttir"], "asks_for_fp64": "tl.float64" in launch.kernel.fn.src,
                 "tensor_core": sorted(set(TENSOR_CORE.findall(text))), "shared": compiled.metadata.shared,
                 **resources(compiled, TARGETS[target]),

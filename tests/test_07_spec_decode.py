@@ -187,6 +187,9 @@ def test_a_draw_at_the_very_end_is_a_token(kernels, device):
     starts, greedy = torch.arange(9, device=device), torch.zeros(8, dtype=torch.bool, device=device)
     tokens, _ = lesson.rejection_sample(p, ids, starts, greedy, zeros + (1 - 2**-52), zeros)
     assert tokens.max() < 520 and (p.gather(1, tokens[:, None]) > 0).all()
+    # A u of 1 is never drawn; here it stands for a running sum that ends below the total, whatever the order of adding.
+    tokens, _ = lesson.rejection_sample(p, ids, starts, greedy, zeros + 1, zeros)
+    assert tokens.tolist() == [514] * 8
 
 
 def test_many_rows_on_both_paths():

@@ -51,6 +51,8 @@ def complaints(row: dict) -> list[str]:
         found.append(f"a dot of {low_precision} uses no tensor-core instruction")
     if any(kind == "f32" and precision not in ("", "ieee") for precision, kind in row["dots"]):
         found.append("an fp32 dot is rounded to tf32: say input_precision='ieee'")
+    if row["narrow"] and row["lesson"] != "12_multi_lora":  # there, of a step's rows and of slots: never many
+        found.append(f"an address is computed in 32 bits from what was loaded: {row['narrow'][0]}")
     if row["fp64"] and not row["asks_for_fp64"]:
         found.append("computes in fp64, which its source never asks for: a constant too small or large for fp32?")
     return [f"{row['lesson']}:{row['kernel']} {row['target']} {row['dtype']} {row['arguments']}: {c}" for c in found]
@@ -86,13 +88,13 @@ def test_kernel_compiles_everywhere(lesson, kernel):
 @pytest.mark.parametrize(
     "change",
     [{"spills": 8}, {"shared": 233000}, {"tensor_core": []}, {"dots": [["tf32", "f32"]]},
-     {"dots": [["", "bf16"], ["tf32", "f32"]]}, {"fp64": True}],
+     {"dots": [["", "bf16"], ["tf32", "f32"]]}, {"fp64": True}, {"narrow": ["tt.addptr"]}],
 )  # fmt: skip
 def test_complaints_can_fail(change):
     good = {
         "lesson": "x", "kernel": "k", "target": "sm_90", "dtype": "bfloat16", "arguments": {}, "spills": 0,
         "registers": 64, "shared": 232448, "dots": [["", "bf16"]], "tensor_core": ["wgmma.mma_async"],
-        "fp64": False, "asks_for_fp64": False,
+        "fp64": False, "asks_for_fp64": False, "narrow": [],
     }  # fmt: skip
     assert complaints(good) == []
     assert complaints(good | change)

@@ -429,7 +429,7 @@ def tree_attention_kernel(q, kv_cache, block_table, query_start_loc, context_len
             live = p < context + n
             block = tl.load(block_table + b * table_width + p // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
             place = kv_cache + ((block * BLOCK_SIZE + p % BLOCK_SIZE) * Hkv + kv_head) * D  # [TILE]
-            k = tl.load(place[None, :] + d[:, None], mask=(d < D)[:, None] & live[None, :], other=0.0)  # [D, TILE]
+            k = tl.load(place[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)  # [D, TILE]
             if UPCAST:
                 k = k.to(tl.float32)
             s = tl.dot(q_tile, k, input_precision="ieee") * scale  # [ROWS, TILE]
