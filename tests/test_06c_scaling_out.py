@@ -1037,8 +1037,7 @@ def test_a_line_without_an_end_is_not_read_for_ever():
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [({"tensor_parallel_size": 2, "quantization": "rtn-int8"}, "quantization"),
-     ({"tensor_parallel_size": 2, "kv_transfer_config": {"kv_connector": "TCPConnector", "kv_role": "kv_both"}},
+    [({"tensor_parallel_size": 2, "kv_transfer_config": {"kv_connector": "TCPConnector", "kv_role": "kv_both"}},
       "kv_transfer_config"),
      ({"tensor_parallel_size": 2, "engine_place": "thread"}, "engine_place"),
      ({"data_parallel_size": 0, "headless": True}, "data_parallel_size"),
@@ -1051,8 +1050,6 @@ def test_a_line_without_an_end_is_not_read_for_ever():
      ({"data_parallel_size": 2, "data_parallel_routing": "random"}, "load, prefix")],
 )  # fmt: skip
 def test_flags_that_are_refused(wrong, words):
-    if wrong.get("quantization"):
-        wrong = {**wrong, "quantization": common.lesson("05b_quantization").METHODS[0]}
     with pytest.raises(common.InputError, match=words):
         EngineArgs(**wrong)
 
@@ -1310,8 +1307,6 @@ def test_offline_workers_are_checked_and_not_left_behind(tiny_model):
         serving.offline_engine(tiny_model, tensor_parallel_size=2)
     with pytest.raises(common.InputError, match="heads"):
         serving.offline_engine(tensor_parallel_size=2)
-    with pytest.raises(common.InputError, match="not together with workers"):
-        serving.offline_engine(pipeline_parallel_size=2, quantization="int8")
 
 
 @pytest.mark.slow

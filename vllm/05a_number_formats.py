@@ -345,6 +345,31 @@ def packed_modules(name: str) -> list[str]:
     return [f"{prefix}.{part}" for part in parts.get(last, ())]
 
 
+def checkpoint_tensors(folder: Path, get: Callable[[str], torch.Tensor | None]
+                       ) -> tuple[Callable[[str], torch.Tensor | None], dict[str, Quantized]]:  # fmt: skip
+    """(a lookup of float weights by name, the codes that it has met so far, by the prefix of their names).
+
+    `get` looks up what a folder with 4-bit GPTQ, AWQ or compressed-tensors weights stores. Raises InputError for others.
+    """
+    quantization = llama._read_json(folder / "config.json").get("quantization_config") or {}
+    layout, codes = quantization.get("quant_method"), {}
+    if layout not in ("gptq", "awq", "compressed-tensors"):
+        raise common.InputError(f"{folder}: quant_method {layout!r}; allowed: gptq, awq, compressed-tensors")
+    if layout != "compressed-tensors" and quantization.get("bits", 4) != 4:
+        raise common.InputError(f"{folder}: bits {quantization['bits']!r}; allowed: 4")
+    if layout == "compressed-tensors" and quantization.get("format") != "pack-quantized":
+        raise common.InputError(f"{folder}: format {quantization.get('format')!r}; allowed: 'pack-quantized'")
+
+    def lookup(name: str) -> torch.Tensor | None:
+        if (plain := get(name)) is not None or not name.endswith("_proj.weight"):
+            return plain
+        prefix = name.removesuffix(".weight")
+        codes[prefix] = read_layer(layout, get, prefix)
+        return codes[prefix].dequantize()
+
+    return lookup, codes
+
+
 def read_layer(layout: str, get: Callable[[str], torch.Tensor | None], prefix: str) -> Quantized:
     """A layer of a checkpoint, from its tensors. Raises InputError for one that is missing or ordered by activation."""
 

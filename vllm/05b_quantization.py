@@ -655,7 +655,7 @@ def quantize_model(model: llama.Llama, method: str, tokenizer: llama.Tokenizer |
         raise common.InputError(f"--quantization {method}: the model is quantized already")
     m = _METHODS[method]
     if method == "gguf":
-        return from_gguf(model, llama._packaged_gguf())
+        return on_codes(model, gguf_codes(model.config))
     if method == "torchao":
         return with_torchao(model)
     if m.algorithm in CALIBRATED and calibration is None:
@@ -665,18 +665,25 @@ def quantize_model(model: llama.Llama, method: str, tokenizer: llama.Tokenizer |
     return quantize(model, m, calibration)[0]
 
 
-def from_gguf(model: llama.Llama, path: Path) -> llama.Llama:
-    """`model` on the codes of the GGUF file that it was converted from. Raises InputError if it was not."""
-    parts, quantized = formats.read_gguf(path, model.config), copy.copy(model)
+def on_codes(model: llama.Llama, codes: dict[str, Quantized]) -> llama.Llama:
+    """A copy that multiplies with `codes`, by Transformers' names. A packed layer needs those of all of its parts."""
+    quantized = copy.copy(model)
     quantized.linear = dict(model.linear)
     for name, layer in model.linear.items():
-        wanted = [f"model.{p}.weight" for p in formats.packed_modules(name)]
-        if name != "lm_head" and all(p in parts and parts[p].format.name == "q4_1" for p in wanted):
-            together = formats.concatenate([parts[p] for p in wanted])
+        parts = [codes.get(f"model.{part}") for part in formats.packed_modules(name)]
+        if parts and None not in parts:
+            together = formats.concatenate(parts).to(layer.weight.device)
             if together.codes.shape != layer.weight.shape:
-                raise common.InputError(f"--quantization gguf: {name} has another shape in {path.name}")
-            quantized.linear[name] = QuantizedLinear(together.to(layer.weight.device), layer.bias)
+                raise common.InputError(f"quantization: {name} is {list(layer.weight.shape)}, its codes are "
+                                        f"{list(together.codes.shape)}")  # fmt: skip
+            quantized.linear[name] = QuantizedLinear(together, layer.bias)
     return quantized
+
+
+def gguf_codes(config: llama.LlamaConfig) -> dict[str, Quantized]:
+    """The codes of the GGUF file that the default model was converted from."""
+    parts = formats.read_gguf(llama._packaged_gguf(), config)
+    return {name.removesuffix(".weight"): part for name, part in parts.items() if part.format.name == "q4_1"}
 
 
 def with_torchao(model: llama.Llama) -> llama.Llama:
@@ -699,33 +706,11 @@ def with_torchao(model: llama.Llama) -> llama.Llama:
 
 def load_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> llama.Llama:
     """A Llama folder whose linear layers are 4-bit GPTQ, AWQ or compressed-tensors. Raises InputError for others."""
-    raw = llama._read_json(folder / "config.json")
-    quantization = raw.get("quantization_config") or {}
-    layout = quantization.get("quant_method")
-    if layout not in ("gptq", "awq", "compressed-tensors"):
-        raise common.InputError(f"{folder}: quant_method {layout!r}; allowed: gptq, awq, compressed-tensors")
-    if layout != "compressed-tensors" and quantization.get("bits", 4) != 4:
-        raise common.InputError(f"{folder}: bits {quantization['bits']!r}; allowed: 4")
-    if layout == "compressed-tensors" and quantization.get("format") != "pack-quantized":
-        raise common.InputError(f"{folder}: format {quantization.get('format')!r}; allowed: 'pack-quantized'")
     config = llama.LlamaConfig.from_folder(folder, quantized=True)
-    layers: dict[str, Quantized] = {}
     with contextlib.ExitStack() as stack:
-        get = llama._open_weights(folder, stack)
-
-        def tensors(name: str) -> torch.Tensor | None:
-            if (plain := get(name)) is not None or not name.endswith("_proj.weight"):
-                return plain
-            prefix = name.removesuffix(".weight")
-            layers[prefix] = formats.read_layer(layout, get, prefix)
-            return layers[prefix].dequantize()
-
+        tensors, codes = formats.checkpoint_tensors(folder, llama._open_weights(folder, stack))
         model = llama.Llama(config, tensors, dtype)
-    for name, layer in model.linear.items():
-        parts = [layers[p] for part in formats.packed_modules(name) if (p := f"model.{part}") in layers]
-        if parts and len(parts) == len(formats.packed_modules(name)):
-            model.linear[name] = QuantizedLinear(formats.concatenate(parts).to(model.device), layer.bias)
-    return model
+    return on_codes(model, codes)
 
 
 # --- What it costs the model ----------------------------------------------------------------------------------------

@@ -347,29 +347,35 @@ class TensorParallelLlama(llama.Llama):
 
 def shard_tensors(tensors: Tensors, config: llama.LlamaConfig, group: GroupCoordinator) -> Tensors:
     """The same weights, each cut to what this rank owns. Raises InputError where a shape contradicts the config."""
-    rank, n, shapes = group.rank_in_group, group.world_size, llama.tensor_shapes(config)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads,
-             "v_proj": config.num_key_value_heads}  # fmt: skip
+    shapes = llama.tensor_shapes(config)
 
     def lookup(name: str) -> torch.Tensor | None:
-        tensor, (layer, kind) = tensors(name), name.split(".")[-2:]
+        tensor = tensors(name)
         if tensor is None:
             return None
         if tuple(tensor.shape) != shapes.get(name, tuple(tensor.shape)):
             raise common.InputError(
                 f"weights: {name} has shape {list(tensor.shape)}, config.json says {list(shapes[name])}"
             )
-        if layer in heads:
-            tensor = QKVParallelLinear.shard(tensor, rank, n, heads[layer])
-        elif layer in ("gate_proj", "up_proj"):
-            tensor = MergedColumnParallelLinear.shard(tensor, rank, n)
-        elif layer in ("o_proj", "down_proj") and kind == "weight":
-            tensor = RowParallelLinear.shard(tensor, rank, n)
-        elif layer in ("embed_tokens", "lm_head"):
-            tensor = VocabParallelEmbedding.shard(tensor, rank, n)
-        return tensor.contiguous()  # the rest, norms and the biases of row-parallel layers, is everybody's
+        return shard_tensor(name, tensor, config, group).contiguous()
 
     return lookup
+
+
+def shard_tensor(name: str, tensor: torch.Tensor, config: llama.LlamaConfig, group: GroupCoordinator) -> torch.Tensor:
+    """What this rank owns of a whole weight or bias, by its name: norms and biases of row-parallel layers whole."""
+    rank, n, (layer, kind) = group.rank_in_group, group.world_size, name.split(".")[-2:]
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads,
+             "v_proj": config.num_key_value_heads}  # fmt: skip
+    if layer in heads:
+        return QKVParallelLinear.shard(tensor, rank, n, heads[layer])
+    if layer in ("gate_proj", "up_proj"):
+        return MergedColumnParallelLinear.shard(tensor, rank, n)
+    if layer in ("o_proj", "down_proj") and kind == "weight":
+        return RowParallelLinear.shard(tensor, rank, n)
+    if layer in ("embed_tokens", "lm_head"):
+        return VocabParallelEmbedding.shard(tensor, rank, n)
+    return tensor
 
 
 def load_shard(path_or_id: str | None, group: GroupCoordinator, dtype: torch.dtype = torch.float32

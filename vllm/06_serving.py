@@ -273,14 +273,19 @@ def worker_runner(kv_cache_dtype: str, tokenizer: llama.Tokenizer | None, lora_c
     return common.lesson("12_multi_lora").lora_runner(runner, mine)
 
 
+def stored_quantization(folder: Path, asked: str | None) -> str | None:
+    """What a folder's weights are in; None: floats. Raises InputError if something else was `asked` for."""
+    stored = (llama._read_json(folder / "config.json").get("quantization_config") or {}).get("quant_method")
+    if stored is not None and asked not in (None, stored):
+        raise common.InputError(f"quantization {asked!r}: {folder.name} has {stored} weights already")
+    return stored
+
+
 def load_model(path_or_id: str | None, dtype: torch.dtype,
                quantization: str | None) -> tuple[llama.Llama, llama.Tokenizer]:  # fmt: skip
     """Float weights as they are or quantized here; or weights that are codes already, and whose folder says which."""
     folder = llama.model_folder(path_or_id)
-    stored = (llama._read_json(folder / "config.json").get("quantization_config") or {}).get("quant_method")
-    if stored is not None:
-        if quantization not in (None, stored):
-            raise common.InputError(f"quantization {quantization!r}: {folder.name} has {stored} weights already")
+    if stored_quantization(folder, quantization):
         return common.lesson("05b_quantization").load_checkpoint(folder, dtype), llama.Tokenizer(folder)
     model, tokenizer = llama.load(path_or_id, dtype)
     if quantization is not None:

@@ -17,11 +17,13 @@ import atexit
 import contextlib
 import copy
 import dataclasses
+import functools
 import io
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import re
 import signal
 import threading
 import time
@@ -172,20 +174,56 @@ def pipeline_stage(base: type[llama.Llama]) -> type[llama.Llama]:
     return PipelineStage
 
 
-def load_stage(source: str | dict | None, dtype: torch.dtype, tp: GroupCoordinator, pp: PipelineGroup) -> llama.Llama:
+def check_quantization(method: str | None) -> None:
+    """Raises InputError for what no rank can do with a part of the weights."""
+    if method in common.lesson("05b_quantization").CALIBRATED:
+        raise common.InputError(f"quantization {method!r}: not on workers, none of which sees what a whole model "
+                                "computes; a folder that was quantized with it is loaded")  # fmt: skip
+
+
+def shard_codes(codes: dict[str, Any], config: llama.LlamaConfig, tp: GroupCoordinator, layers: range) -> dict[str, Any]:
+    """This rank's part of the matrices of codes that its layers have; names count from the stage's first layer.
+
+    Codes are cut as the weights are, and scales and zero points with them: the numbers of an output stay together, and
+    so do those of a group of inputs. Raises InputError if a group would be cut.
+    """
+    parts, n = {}, tp.world_size
+    for name, whole in codes.items():
+        prefix, layer, rest = re.fullmatch(r"(.*layers\.)(\d+)(\..*)", name).groups()
+        if int(layer) not in layers:
+            continue
+        groups, by_rows = whole.scale.shape[1], name.endswith(("o_proj", "down_proj"))
+        if by_rows and groups > 1 and groups % n:
+            raise common.InputError(f"tensor_parallel_size {n}: {rest[1:]} is quantized in {groups} groups of inputs")
+        shared = by_rows and groups == 1  # a scale for all inputs of an output is everybody's
+        cut = functools.partial(tensor_parallel.shard_tensor, f"{name}.weight", config=config, group=tp)
+        scale, zero = (x if x is None or shared else cut(x) for x in (whole.scale, whole.zero))
+        part = dataclasses.replace(whole, codes=cut(whole.codes), scale=scale, zero=zero)
+        parts[f"{prefix}{int(layer) - layers.start}{rest}"] = part
+    return parts
+
+
+def load_stage(source: str | dict | None, dtype: torch.dtype, tp: GroupCoordinator, pp: PipelineGroup,
+               quantization: str | None = None) -> llama.Llama:  # fmt: skip
     """One rank's part of a model: some layers, and of these some heads and neurons. The file is mapped, so what other
     ranks own is never read. A dict stands for a seeded random model with these sizes, which tests use.
 
     A stage is a shallower Llama: its layers are counted from 0, so its KV cache has as many as it needs. What the model
-    is as a whole, `whole_config` says.
+    is as a whole, `whole_config` says. Codes that a file has are cut; otherwise a rank quantizes what it owns, so where
+    inputs are divided an output has a scale on each rank.
     """
+    codes: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         if isinstance(source, dict):
             whole = llama.random_model(dtype=dtype, device=tp.device, **source)
             config, tensors = whole.config, tensor_parallel.model_tensors(whole)
         else:
             folder = llama.model_folder(source)
-            config, tensors = llama.LlamaConfig.from_folder(folder), llama._open_weights(folder, stack)
+            config, tensors = llama.LlamaConfig.from_folder(folder, True), llama._open_weights(folder, stack)
+            if serving.stored_quantization(folder, quantization):
+                tensors, codes = common.lesson("05a_number_formats").checkpoint_tensors(folder, tensors)
+            elif quantization == "gguf":
+                codes = common.lesson("05b_quantization").gguf_codes(config)
         start, end = get_pp_indices(config.num_hidden_layers, pp.rank_in_group, pp.world_size)
         shapes, embeds = llama.tensor_shapes(config), {"model.embed_tokens.weight": pp.is_first_rank or (
             pp.is_last_rank and config.tie_word_embeddings), "lm_head.weight": pp.is_last_rank}  # fmt: skip
@@ -207,9 +245,15 @@ def load_stage(source: str | dict | None, dtype: torch.dtype, tp: GroupCoordinat
         del model.linear["lm_head"]
     if not embeds["model.embed_tokens.weight"]:
         model.embed_tokens = model.embedding = None
-    if tp.world_size > 1:
-        model = tensor_parallel.map_local(model, scheduling.pack_weights)
-    return model
+
+    def change(part: llama.Llama) -> llama.Llama:
+        if codes:
+            part = common.lesson("05b_quantization").on_codes(part, shard_codes(codes, config, tp, range(start, end)))
+        elif quantization:
+            part = common.lesson("05b_quantization").quantize_model(part, quantization)
+        return scheduling.pack_weights(part)
+
+    return tensor_parallel.map_local(model, change) if tp.world_size > 1 else change(model)
 
 
 def skeleton(config: llama.LlamaConfig, parallel: ParallelConfig, dtype: torch.dtype) -> llama.Llama:
@@ -307,6 +351,7 @@ class WorkerSpec:
     dtype: torch.dtype = torch.float32
     runner: Factory = (KEY, "plain_runner")  # called with `runner_args` and whether this rank samples
     runner_args: Any = None
+    quantization: str | None = None
 
 
 def plain_runner(args: None, samples: bool) -> type:
@@ -329,7 +374,7 @@ class Worker:
         """Returns the parameters that this rank holds."""
         self.spec = spec
         self.set_groups(*make_groups(self.world, spec.parallel))
-        self.model = load_stage(spec.model, spec.dtype, self.tp, self.pp)
+        self.model = load_stage(spec.model, spec.dtype, self.tp, self.pp, spec.quantization)
         return parameters_held(self.model)
 
     def set_groups(self, tp: GroupCoordinator, pp: PipelineGroup) -> None:

@@ -118,7 +118,7 @@ def check_args(args: Any) -> None:
     if args.engine_place != "process":
         raise common.InputError(f"engine_place {args.engine_place}: must be process when an engine has several")
     if args.world_size > 1 or args.distributed_executor_backend:
-        for name in ("quantization", "speculative_config", "kv_transfer_config"):
+        for name in ("speculative_config", "kv_transfer_config"):
             if getattr(args, name, None):
                 raise common.InputError(f"{name}: not together with workers (tensor_parallel_size, "
                                         "pipeline_parallel_size, distributed_executor_backend); data_parallel_size "
@@ -155,12 +155,14 @@ class Workers:
 
 def start_workers(args: Any, dtype: torch.dtype) -> Workers:
     """Processes with a part of the model each. Raises InputError if it cannot be divided like that."""
-    parallel, config = parallel_config(args), llama.LlamaConfig.from_folder(llama.model_folder(args.model))
+    parallel, folder = parallel_config(args), llama.model_folder(args.model)
+    config = llama.LlamaConfig.from_folder(folder, quantized=True)
     parallel.check(config)
+    if serving.stored_quantization(folder, args.quantization) is None:
+        executors.check_quantization(args.quantization)
     executor = executors.make_executor(parallel)
-    executor.collective_rpc(
-        "load_model", WorkerSpec(args.model, parallel, dtype, (executors.KEY, "served_runner"), args)
-    )
+    runner = executors.KEY, "served_runner"
+    executor.collective_rpc("load_model", WorkerSpec(args.model, parallel, dtype, runner, args, args.quantization))
     parameters = sum(torch.Size(shape).numel() for shape in llama.tensor_shapes(config).values())
     return Workers(executor, parallel, executors.skeleton(config, parallel, dtype), parameters)
 
