@@ -219,9 +219,10 @@ def test_the_real_model_on_workers(options, method):
         engine_class = staticmethod(serving.offline_engine)
 
     params, answers = serving.SamplingParams(temperature=0, max_tokens=8), []
+    prompts = ["The capital of France is", "1 2 3 4 5"]
     for layout in (options, {}):
         llm = LLM(max_model_len=256, quantization=method, **layout)
-        answers.append([x.outputs[0].token_ids for x in llm.generate(["The capital of France is", "1 2 3 4 5"], params)])
+        answers.append([x.outputs[0].token_ids for x in llm.generate(prompts, params)])
         if layout:
             llm.engine.core.runner.executor.shutdown()
     assert answers[0] == answers[1]

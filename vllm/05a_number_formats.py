@@ -349,7 +349,7 @@ def checkpoint_tensors(folder: Path, get: Callable[[str], torch.Tensor | None]
                        ) -> tuple[Callable[[str], torch.Tensor | None], dict[str, Quantized]]:  # fmt: skip
     """(a lookup of float weights by name, the codes that it has met so far, by the prefix of their names).
 
-    `get` looks up what a folder with 4-bit GPTQ, AWQ or compressed-tensors weights stores. Raises InputError for others.
+    `get` looks up what a folder of 4-bit GPTQ, AWQ or compressed-tensors weights stores. Raises InputError for others.
     """
     quantization = llama._read_json(folder / "config.json").get("quantization_config") or {}
     layout, codes = quantization.get("quant_method"), {}

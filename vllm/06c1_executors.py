@@ -181,7 +181,8 @@ def check_quantization(method: str | None) -> None:
                                 "computes; a folder that was quantized with it is loaded")  # fmt: skip
 
 
-def shard_codes(codes: dict[str, Any], config: llama.LlamaConfig, tp: GroupCoordinator, layers: range) -> dict[str, Any]:
+def shard_codes(codes: dict[str, Any], config: llama.LlamaConfig, tp: GroupCoordinator,
+                layers: range) -> dict[str, Any]:  # fmt: skip
     """This rank's part of the matrices of codes that its layers have; names count from the stage's first layer.
 
     Codes are cut as the weights are, and scales and zero points with them: the numbers of an output stay together, and
