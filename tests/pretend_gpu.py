@@ -302,7 +302,7 @@ def pretend_cuda() -> None:
     properties = types.SimpleNamespace(multi_processor_count=132, total_memory=3 << 29, uuid="GPU-0")
     for name, value in {
         "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0,
-        "get_device_name": "a GPU that is not there", "get_device_capability": (9, 0),
+        "get_device_name": "a GPU that is not there", "get_device_capability": (9, 0), "is_bf16_supported": True,
         "get_device_properties": properties, "mem_get_info": (1 << 30, 3 << 29), "memory_reserved": 1 << 28,
         "max_memory_allocated": 1 << 28, "graph_pool_handle": (0, 1), "_lazy_init": None, "set_device": None,
         "empty_cache": None, "reset_peak_memory_stats": None, "manual_seed": None, "manual_seed_all": None,

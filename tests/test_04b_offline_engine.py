@@ -751,6 +751,22 @@ def test_wrong_calls(llm, tiny_model, real_model):
         lesson.LLM("no-such-folder")
 
 
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_a_gpu_without_bf16_computes_in_fp16(has_bf16, monkeypatch):
+    assert lesson._dtype("auto") == (torch.bfloat16 if common.HAS_GPU else torch.float32)
+    monkeypatch.setattr(common, "HAS_GPU", True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated=True: emulated or has_bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "T4")
+    assert lesson._dtype("auto") == (torch.bfloat16 if has_bf16 else torch.float16)
+    assert lesson._dtype("float16") == torch.float16 and lesson._dtype(torch.float32) == torch.float32
+    if has_bf16:
+        assert lesson._dtype("bfloat16") == torch.bfloat16
+        return
+    for dtype in ("bfloat16", torch.bfloat16):
+        with pytest.raises(common.InputError, match="T4 has no bf16; take float16"):
+            lesson._dtype(dtype)
+
+
 @pytest.mark.parametrize("temperature", [1e-5, 1, 2])
 def test_the_extremes_of_what_is_allowed_leave_a_distribution(llm, temperature):
     """What is no number in one row would be a token that does not exist, and the end of everybody's engine."""

@@ -756,12 +756,16 @@ class LLMEngine:
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """vLLM's names; "auto" is fp32 on a CPU and bf16 on a GPU."""
-    names = {"auto": torch.bfloat16 if common.HAS_GPU else torch.float32, "float32": torch.float32,
+    """vLLM's names; "auto" is fp32 on a CPU, on a GPU bf16 or, before Ampere, which had none, fp16."""
+    has_bf16 = not common.HAS_GPU or torch.cuda.is_bf16_supported(False)  # not in emulation
+    narrow = torch.bfloat16 if has_bf16 else torch.float16
+    names = {"auto": narrow if common.HAS_GPU else torch.float32, "float32": torch.float32,
              "float": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}  # fmt: skip
     found = dtype if dtype in set(names.values()) else names.get(dtype)
     if found is None:
         raise common.InputError(f"dtype {dtype!r}: must be one of {', '.join(names)}")
+    if found == torch.bfloat16 and not has_bf16:
+        raise common.InputError(f"dtype {dtype!r}: {torch.cuda.get_device_name()} has no bf16; take float16")
     return found
 
 
