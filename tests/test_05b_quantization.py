@@ -261,11 +261,14 @@ def test_kernels_write_their_outputs_alone(kernels, device, guarded_outputs):
     assert all(out.isfinite().all() for out in guarded_outputs)
 
 
-@pytest.mark.parametrize("name", ["q4_1", "int4-g32", "fp8", "mxfp4"])
-def test_decoding_matmul_in_every_dtype(name, kernels, device, dtype):
-    """More outputs than a tile has, and a last tile that is half full (16-bit tiles are larger than fp32's)."""
-    q = rtn(torch.randn(130, 96), FORMATS[name])
-    x = torch.randn(4, 96, device=device).to(dtype)
+@pytest.mark.parametrize(
+    ("name", "K"), [("q4_1", 96), ("int4-g32", 96), ("fp8", 96), ("mxfp4", 96), ("int4-g64", 192), ("int4-g128", 384)]
+)
+def test_decoding_matmul_in_every_dtype(name, K, kernels, device, dtype):
+    """More outputs than a tile has, and a last tile that is half full (16-bit tiles are larger than fp32's); groups
+    that are as long as a tile, whose scale waits for the sum."""
+    q = rtn(torch.randn(130, K), FORMATS[name])
+    x = torch.randn(4, K, device=device).to(dtype)
     W = q.dequantize().to(dtype)
     out = lesson.dequant_matmul(x, lesson.PackedWeight.pack(q.to(device)))
     assert out.dtype == dtype

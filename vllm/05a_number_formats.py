@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from common import tl, triton
 
 import llama
 
@@ -397,3 +398,36 @@ def read_layer(layout: str, get: Callable[[str], torch.Tensor | None], prefix: s
         raise common.InputError(f"weights: {prefix}.g_idx regroups the inputs (desc_act); allowed: groups in order")
     f = Format(f"int4-g{group}", "int", 4, group, "fp16", None if zero is None else "int")
     return Quantized(f, codes.contiguous(), scale.half().contiguous(), None if zero is None else zero.contiguous())
+
+
+# --- Codes in a kernel ----------------------------------------------------------------------------------------------
+#
+# Floats without float types. Shift a minifloat's bits to where fp16 has its exponent: the value comes out 2^(15 − bias)
+# times too small, subnormals included, and the scale takes that factor. So e4m3 also runs where no such type exists.
+
+
+@triton.jit
+def decode_tile(q, MANTISSA: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr):
+    """Codes -> values of the grid, fp32, without scale; integers without zero point are counted from their middle."""
+    if MANTISSA >= 0:
+        sign = (q >> (BITS - 1)).to(tl.uint16) << 15
+        bits = sign | ((q & ((1 << (BITS - 1)) - 1)).to(tl.uint16) << (10 - MANTISSA))
+        return bits.to(tl.float16, bitcast=True).to(tl.float32)
+    return q.to(tl.float32) - (0 if ZERO != "none" else 1 << (BITS - 1))
+
+
+@triton.jit
+def decode_four_bits(q, z, HALF: tl.constexpr, BF16: tl.constexpr):
+    """q − z of the low (HALF 0) or high halves of bytes, in x's 16-bit type: four codes in five NVIDIA instructions.
+
+    A code that takes the place of the last bits of a mantissa makes 128 + code in bf16, 1024 + code in fp16, exactly.
+    Converted one by one, codes would cost more time than their bytes (Frantar et al. 2024, Marlin).
+    """
+    ones: tl.constexpr = 128.0 if BF16 else 1024.0  # 0x4300, 0x6400
+    high: tl.constexpr = "0x43434343" if BF16 else "0x64646464"
+    w = tl.inline_asm_elementwise(
+        "{ .reg .b32 t; shr.b32 t, $2, " + ("4" if HALF else "0") + "; and.b32 t, t, 0x0F0F0F0F; "
+        "prmt.b32 $0, t, " + high + ", 0x4140; prmt.b32 $1, t, " + high + ", 0x4342; }",
+        "=r,=r,r", [q], tl.bfloat16 if BF16 else tl.float16, True, 4,
+    )  # fmt: skip
+    return w - (ones + z).to(w.dtype)

@@ -59,6 +59,7 @@ continuous_batching = common.lesson("04_continuous_batching")
 formats = common.lesson("05a_number_formats")  # grids, scales, encode and decode, files
 FORMATS, MINIFLOATS, Format, Quantized = formats.FORMATS, formats.MINIFLOATS, formats.Format, formats.Quantized
 choose_scales, encode, decode = formats.choose_scales, formats.encode, formats.decode
+decode_tile, decode_four_bits = formats.decode_tile, formats.decode_four_bits  # what the kernel below begins with
 
 KEY = "05b_quantization"
 
@@ -177,40 +178,14 @@ def output_error(quantized: torch.Tensor, W: torch.Tensor, X: torch.Tensor) -> f
 # GGUF's order: in each 16 bytes, the low halves are weights 0–15 and the high halves weights 16–31. One load serves two
 # dots, with x at k and at k + 16; nothing has to be interleaved.
 #
-# Floats without float types. Shift a minifloat's bits to where fp16 has its exponent: the value comes out 2^(15 − bias)
-# times too small, subnormals included, and the scale takes that factor. So e4m3 also runs where no such type exists.
+# Late scales. Where an output's weights in a tile share one, it multiplies their sum; 16 bits hold integers exactly.
 #
 # Split-K. A decode batch has one tile of rows, and N / BLOCK_N programs do not fill a GPU. So the K tiles are dealt to
 # SPLIT_K programs, and a second kernel adds their sums up.
 
 
-@triton.jit
-def decode_tile(q, s, z, MANTISSA: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
-                GROUPS: tl.constexpr):  # fmt: skip
-    """Codes [BLOCK_N, bytes] and, per group in the tile, scales and zeros [BLOCK_N, GROUPS] -> fp32 weights."""
-    ROWS: tl.constexpr = q.shape[0]
-    COLUMNS: tl.constexpr = q.shape[1]
-    if MANTISSA >= 0:
-        sign = (q >> (BITS - 1)).to(tl.uint16) << 15
-        bits = sign | ((q & ((1 << (BITS - 1)) - 1)).to(tl.uint16) << (10 - MANTISSA))
-        w = bits.to(tl.float16, bitcast=True).to(tl.float32)
-        s = s * (1 << (15 - BIAS))
-    else:
-        w = q.to(tl.float32)
-    w = tl.reshape(w, (ROWS, GROUPS, COLUMNS // GROUPS))
-    if ZERO == "min":
-        w = w * s[:, :, None] + z[:, :, None]
-    elif ZERO == "int":
-        w = (w - z[:, :, None]) * s[:, :, None]
-    elif MANTISSA < 0:
-        w = (w - (1 << (BITS - 1))) * s[:, :, None]
-    else:
-        w = w * s[:, :, None]
-    return tl.reshape(w, (ROWS, COLUMNS))
-
-
 @common.kernel
-def dequant_matmul_kernel(x, codes, scale, zero, out, M, N, K, stride_x, num_groups,
+def dequant_matmul_kernel(x, codes, scale, zero, out, M, N, K, stride_x,
                           GROUP: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
                           ZERO: tl.constexpr, EXPONENT_SCALE: tl.constexpr, SPLIT_K: tl.constexpr,
                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -218,6 +193,9 @@ def dequant_matmul_kernel(x, codes, scale, zero, out, M, N, K, stride_x, num_gro
     PER_BYTE: tl.constexpr = 8 // BITS
     BYTES: tl.constexpr = BLOCK_K // PER_BYTE
     GROUPS: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1  # groups that a tile spans
+    LATE: tl.constexpr = BITS == 4 and GROUPS == 1 and ZERO != "min"  # a tile's only scale can wait for the sum
+    NARROW: tl.constexpr = not UPCAST and x.dtype.element_ty != tl.float32
+    FAST: tl.constexpr = NARROW and LATE and ZERO == "int" and cuda_capability_geq(8, 0)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(2)
@@ -229,22 +207,42 @@ def dequant_matmul_kernel(x, codes, scale, zero, out, M, N, K, stride_x, num_gro
         byte = start // PER_BYTE + j
         here = (n < N)[:, None] & (byte < K // PER_BYTE)[None, :]
         q = tl.load(codes + row * (K // PER_BYTE) + byte[None, :], mask=here, other=0)  # [BLOCK_N, BYTES]
-        g = start // GROUP + tl.arange(0, GROUPS)
-        known = (n < N)[:, None] & (g < num_groups)[None, :]
-        s = tl.load(scale + row * num_groups + g[None, :], mask=known, other=0)  # [BLOCK_N, GROUPS]
+        if LATE:
+            known, place = n < N, start // GROUP * N + n  # [BLOCK_N]
+        else:
+            g = start // GROUP + tl.arange(0, GROUPS)[None, :]
+            known, place = (n < N)[:, None] & (g < K // GROUP), g * N + n[:, None]  # [BLOCK_N, GROUPS]
+        s = tl.load(scale + place, mask=known, other=0)
         s = tl.exp2(s.to(tl.float32) - 127) if EXPONENT_SCALE else s.to(tl.float32)
+        if MANTISSA >= 0:
+            s = s * (1 << (15 - BIAS))
         z = s
         if ZERO != "none":
-            z = tl.load(zero + row * num_groups + g[None, :], mask=known, other=0).to(tl.float32)
+            z = tl.load(zero + place, mask=known, other=0).to(tl.float32)
+        if LATE:
+            z = z[:, None]
         k = start + (j if PER_BYTE == 1 else j // 16 * 32 + j % 16)
+        part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32) if LATE else acc
         for half in tl.static_range(PER_BYTE):  # low halves of the bytes, then high halves
             inside = (m < M)[:, None] & (k < K)[None, :]
             x_tile = tl.load(x + m.to(tl.int64)[:, None] * stride_x + k[None, :], mask=inside, other=0.0)
             if UPCAST:  # Triton's interpreter multiplies 16-bit floats wrongly; a GPU wants them as they are
                 x_tile = x_tile.to(tl.float32)
-            w = decode_tile(q if PER_BYTE == 1 else q >> 4 * half & 15, s, z, MANTISSA, BIAS, BITS, ZERO, GROUPS)
-            acc = tl.dot(x_tile, w.to(x_tile.dtype).T, acc, input_precision="ieee")
+            if FAST:
+                w = decode_four_bits(q, z, half, x_tile.dtype == tl.bfloat16)
+            else:
+                w = decode_tile(q if PER_BYTE == 1 else q >> 4 * half & 15, MANTISSA, BITS, ZERO)
+                w = tl.reshape(w, (BLOCK_N, GROUPS, BYTES // GROUPS))
+                if ZERO == "int":
+                    w = w - z[:, :, None]
+                if not LATE:
+                    w = w * s[:, :, None]
+                if ZERO == "min":
+                    w = w + z[:, :, None]
+                w = tl.reshape(w, (BLOCK_N, BYTES))
+            part = tl.dot(x_tile, w.to(x_tile.dtype).T, part, input_precision="ieee")
             k += 16
+        acc = acc + part * s[None, :] if LATE else part
     place = (split.to(tl.int64) * M + m[:, None]) * N + n[None, :]
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
@@ -260,7 +258,7 @@ def add_splits_kernel(parts, out, size, SPLIT_K: tl.constexpr, BLOCK: tl.constex
 
 @dataclass
 class PackedWeight:
-    """A `Quantized` matrix as the kernel reads it: codes uint8 [N, K · bits / 8], scales and zeros [N, groups]."""
+    """A `Quantized` matrix as the kernel reads it: codes uint8 [N, K · bits / 8], scales and zeros [groups, N]."""
 
     format: Format
     K: int
@@ -282,19 +280,19 @@ class PackedWeight:
         if format.bits == 4:
             low, high = codes.view(N, K // 32, 2, 16).unbind(2)
             codes = (low | high << 4).flatten(1)  # [N, K/2]
-        zero = None if quantized.zero is None else quantized.zero.contiguous()
-        return cls(format, K, codes.contiguous(), quantized.scale.contiguous(), zero)
+        zero = None if quantized.zero is None else quantized.zero.T.contiguous()
+        return cls(format, K, codes.contiguous(), quantized.scale.T.contiguous(), zero)
 
     def dequantize(self) -> torch.Tensor:
         """The weights back from the packed bytes, fp32 [N, K]."""
         codes = self.codes if self.format.bits == 8 else formats.planes(self.codes, 4, 16).to(torch.uint8)
-        return Quantized(self.format, codes, self.scale, self.zero).dequantize()
+        return Quantized(self.format, codes, self.scale.T, None if self.zero is None else self.zero.T).dequantize()
 
 
 def dequant_matmul(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """A linear layer on 4- or 8-bit weights.
 
-    Semantics: y = x Ŵᵀ with Ŵ decoded from codes, scales and zero points, rounded to x's dtype; sums in fp32.
+    Semantics: y = x Ŵᵀ with Ŵ decoded from codes, scales and zero points; sums in fp32. Ŵ at most rounded to x's dtype.
     Shapes: x [M, K] (row stride free), weight [N, K] -> [M, N] in x's dtype.
     """
     if not common.runs_kernel(x):
@@ -313,7 +311,7 @@ def dequant_matmul(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     minifloat = MINIFLOATS.get(f.grid)
     dequant_matmul_kernel[(triton.cdiv(N, block_n), triton.cdiv(M, block_m), split_k)](
         x, weight.codes, weight.scale, weight.codes if weight.zero is None else weight.zero, target, M, N, K,
-        x.stride(0), weight.scale.shape[1], GROUP=f.group or K, BITS=f.bits,
+        x.stride(0), GROUP=f.group or K, BITS=f.bits,
         MANTISSA=minifloat.mantissa_bits if minifloat else -1, BIAS=minifloat.bias if minifloat else 0,
         ZERO=f.zero or "none", EXPONENT_SCALE=f.scale == "e8m0", SPLIT_K=split_k, BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_K=block_k, UPCAST=common.INTERPRET, num_warps=4, num_stages=num_stages,
@@ -333,6 +331,8 @@ def choose_tiles(dtype: torch.dtype, M: int, N: int, K: int, format: Format) -> 
         block_m, block_n, block_k, num_stages = 16, 64, 32, 2
     elif block_m == 64:
         block_n = 64
+    elif block_m == 16 and format.bits == 4 and (format.group or K) % 128 == 0:
+        block_k, num_stages = 128, 3
     if format.group and format.group % block_k and block_k % format.group:
         block_k = 32
     programs, tiles = triton.cdiv(N, block_n) * triton.cdiv(M, block_m), triton.cdiv(K, block_k)
@@ -481,10 +481,10 @@ def example_launches(dtype: torch.dtype) -> None:
     """Every kernel at layers of SmolLM2 and of an 8B Llama: all formats for a decode batch, int4 for a prompt too."""
     empty = functools.partial(torch.empty, device="meta")
     small, large = (3072, 576), (4096, 14336)  # N, K
-    cases = [(name, 16, large) for name in ("q4_1", "int8", "fp8", "mxfp4", "int4-g64")]
+    cases = [(name, 16, large) for name in ("q4_1", "int8", "fp8", "mxfp4", "int4-g128")]
     for name, M, (N, K) in (*cases, ("int4-g64", 512, large), ("int4-g64", 32, small)):
         f = FORMATS[name]
-        scale = empty(N, K // (f.group or K), dtype=SCALE_DTYPES[f.scale])
+        scale = empty(K // (f.group or K), N, dtype=SCALE_DTYPES[f.scale])
         zero = {None: None, "int": scale.to(torch.uint8), "min": scale}[f.zero]
         weight = PackedWeight(f, K, empty(N, K * f.bits // 8, dtype=torch.uint8), scale, zero)
         dequant_matmul(empty(M, K, dtype=dtype), weight)
