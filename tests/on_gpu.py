@@ -84,6 +84,7 @@ def run(name: str, command: list[str], log: Path, seconds: float) -> tuple[str, 
 
 
 one_at_a_time = threading.Lock()
+TOGETHER = 540  # seconds for all tests: who lends a GPU by the command often allows ten minutes, and a log must come back
 
 
 def number(script: Path) -> str:
@@ -112,9 +113,13 @@ def main() -> None:
         about = {"kernels", "common", *about_the_model, *map(number, able)}
         tests = sorted((common.ROOT / "tests").glob("test_*.py"))
         chosen = [test for test in tests if test.stem.split("_")[1] in about]
-        flags = ["-q", "-p", "no:cacheprovider", "--tb=short"]
+        flags, end = ["-q", "-p", "no:cacheprovider", "--tb=short"], time.perf_counter() + TOGETHER
+
+        def run_tests(test: Path) -> tuple[str, str, str]:
+            return run(test.stem, ["-m", "pytest", *flags, str(test)], log, max(1.0, end - time.perf_counter()))
+
         with ThreadPoolExecutor(8) as pool:
-            rows += pool.map(lambda test: run(test.stem, ["-m", "pytest", *flags, str(test)], log, 1500), chosen)
+            rows += pool.map(run_tests, chosen)
     for script in able:
         if number(script) in asked:
             flags = ["--json", str(results), "--figure", str(scratch), "--model", str(model)]
