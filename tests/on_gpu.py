@@ -84,7 +84,7 @@ def run(name: str, command: list[str], log: Path, seconds: float) -> tuple[str, 
 
 
 one_at_a_time = threading.Lock()
-TOGETHER = 540  # seconds for all tests: who lends a GPU by the command often allows ten minutes, and a log must come back
+TOGETHER = 540  # seconds for all tests: where a command may take ten minutes, their log must come back
 
 
 def number(script: Path) -> str:
