@@ -137,8 +137,7 @@ class LoRAKernelMeta:
 #     shrink   h[i, t] = A_i x[t]              [in] -> [rank]     for each slice i of the layer, A of t's own adapter
 #     expand   y[t, slice i] += h[i, t] B_i    [rank] -> [out_i]
 #
-# h is fp32. Few programs would share a long `in`, so several split it and leave partial sums; expand adds them up as it
-# loads. No atomics: the result is the same every time.
+# h is fp32. Several programs share a long `in` and leave partial sums, which expand adds up as it loads: no atomics.
 
 
 @triton.jit
@@ -176,8 +175,9 @@ def bgmv_expand_kernel(h, pages, rows, ranks, starts, order, tiles, y, num_rows,
                        SLICES: tl.constexpr, MAX_RANK: tl.constexpr, RANK_TILE: tl.constexpr, TILE_N: tl.constexpr,
                        SPLITS: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
     n, i = tl.program_id(0), tl.program_id(1)
-    start = tl.load(starts + i)
-    width = tl.load(starts + i + 1) - start
+    UNIT: tl.constexpr = 16 if ALIGNED else 1  # 16 neighbours are all in the slice or all out: they load together
+    start = tl.multiple_of(tl.load(starts + i), UNIT)
+    width = tl.multiple_of(tl.load(starts + i + 1), UNIT) - start
     c = tl.program_id(2) * TILE_N + tl.arange(0, TILE_N)
     slot = tl.load(tiles + 3 * n + 2)
     t = tl.load(order + n)
@@ -229,8 +229,9 @@ def sgmv_expand_kernel(h, pages, rows, ranks, starts, order, tiles, y, num_rows,
                        TILE_N: tl.constexpr, SPLITS: tl.constexpr, ALIGNED: tl.constexpr,
                        UPCAST: tl.constexpr):  # fmt: skip
     tile, i = tl.program_id(0), tl.program_id(1)
-    start = tl.load(starts + i)
-    width = tl.load(starts + i + 1) - start
+    UNIT: tl.constexpr = 16 if ALIGNED else 1  # 16 neighbours are all in the slice or all out: they load together
+    start = tl.multiple_of(tl.load(starts + i), UNIT)
+    width = tl.multiple_of(tl.load(starts + i + 1), UNIT) - start
     c = tl.program_id(2) * TILE_N + tl.arange(0, TILE_N)
     first_row, count, slot = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     rank = tl.load(ranks + slot * SLICES + i)
@@ -1084,7 +1085,6 @@ def measure_popularity(batches: Sequence[int], hidden: int, rank: int, seconds: 
             run = functools.partial(add_lora, y, x, memory, 0, "o_proj", meta)
             times[kind.split()[0]] = common.measure(run, seconds).median * 1e6
         pairs = [memory.layer(slot, 0, "o_proj") for slot in popularity("distinct", rows)]
-
         times["loop"] = common.measure(functools.partial(loop_over_requests, y, x, pairs), seconds).median * 1e6
         times["base"] = common.measure(functools.partial(torch.matmul, x, weight.T), seconds).median * 1e6
         found[str(rows)] = times
