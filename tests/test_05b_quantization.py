@@ -826,6 +826,46 @@ def test_a_missing_tensor_is_named(tmp_path):
         lesson.load_checkpoint(tmp_path)
 
 
+# --- What no interpreter runs ---------------------------------------------------------------------------------------
+
+
+def emulated_ptx(asm, constraints, args, dtype, is_pure, pack):
+    """Three of NVIDIA's instructions, for four codes at a time: what the inline assembly of `decode_four_bits` does."""
+    assert (constraints, is_pure, pack, len(args)) == ("=r,=r,r", True, 4, 1)
+    words = args[0].view(torch.int32).tolist()
+    halves = []
+    for word in words:
+        registers = {"$2": word & 0xFFFFFFFF}
+        for line in asm.strip("{} ").split(";")[1:]:
+            if not line.strip():
+                continue
+            name, operands = line.split(None, 1)
+            target, *values = (x.strip() for x in operands.split(","))
+            values = [registers[x] if x in registers else int(x, 0) for x in values]
+            if name == "prmt.b32":  # byte i of the result is the one that nibble i of the selector names
+                source = [*values[0].to_bytes(4, "little"), *values[1].to_bytes(4, "little")]
+                chosen = bytes(source[values[2] >> 4 * i & 15] for i in range(4))
+                registers[target] = int.from_bytes(chosen, "little")
+            else:
+                registers[target] = {"shr.b32": values[0] >> values[1], "and.b32": values[0] & values[1]}[name]
+        halves += [registers["$0"] & 0xFFFF, registers["$0"] >> 16, registers["$1"] & 0xFFFF, registers["$1"] >> 16]
+    bits = torch.tensor(halves, dtype=torch.int32).to(torch.int16)  # keeps the bits
+    return bits.view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_four_codes_become_numbers_by_their_bits(dtype, monkeypatch):
+    """Every byte, every zero point, both halves, exactly."""
+    stub = types.SimpleNamespace(inline_asm_elementwise=emulated_ptx, float16=torch.float16, bfloat16=torch.bfloat16,
+                                 constexpr=None)  # fmt: skip
+    decode = formats.decode_four_bits.fn if common.HAS_TRITON else formats.decode_four_bits
+    monkeypatch.setitem(decode.__globals__, "tl", stub)
+    for zero in range(16):
+        for half, codes in enumerate((ALL_CODES & 15, ALL_CODES >> 4)):
+            w = decode(ALL_CODES, float(zero) + torch.zeros(1), half, dtype == torch.bfloat16)
+            assert w.dtype == dtype and torch.equal(w.float(), codes.float() - zero)
+
+
 # --- Numbers that the lesson quotes ---------------------------------------------------------------------------------
 
 
