@@ -2,7 +2,7 @@
 
     python tests/on_gpu.py OUT                   # then: cp OUT/h200.json lessons/results
     python tests/on_gpu.py OUT tests             # or in parts, where a command may not take long: the tests,
-    python tests/on_gpu.py OUT 01 02 03 05 05b   # and some lessons
+    python tests/on_gpu.py OUT 02 03 05b 12 09   # and some lessons: these first, where time is short; then 01 10 05 05d
 
 Writes two files, OUT/h200.json (what lessons/results has, and what was measured now) and OUT/log.txt, and prints a
 short table last. Needs no network and no package beyond torch, triton, transformers, matplotlib, rich, pytest and

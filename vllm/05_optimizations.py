@@ -39,6 +39,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import itertools
 import math
 import re
@@ -1068,6 +1069,7 @@ def measure_graphs(model: llama.Llama, twin: Any = None) -> dict[str, Any]:
     runners = {"eager": ModelRunner, "piecewise": pieces, "full": full}
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     for n, (name, runner_class) in itertools.product((1, 8, 32), runners.items()):
+        gc.collect()  # engines hold themselves in cycles, and each has gigabytes of keys and values
         core = make_core(model, caching=False, num_blocks=2048, runner_class=runner_class)
         for i in range(n):
             core.add_request(Request(str(i), [i + 5] * 64, params))

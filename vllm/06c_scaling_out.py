@@ -246,12 +246,17 @@ def pipeline(stages: int, in_flight: int, budget: int, prompts: Sequence[int], o
             "finish": finish, "tokens": sum(outputs), "idle": stages * runner.now - sum(busy)}  # fmt: skip
 
 
+def round_half_up(a: int, b: int) -> int:
+    """a / b to the nearest whole number, as JavaScript rounds it."""
+    return (2 * a + b) // (2 * b)
+
+
 def describe(trace: dict) -> str:
     """The state under the widget, as text."""
     batches, stages, makespan = trace["batches"], trace["stages"], trace["makespan"]
     lines = [f"{len(trace['first'])} requests, {trace['tokens']} output tokens, {stages} stage{'s' * (stages > 1)}, "
              f"{len(batches)} micro-batches",
-             f"done after {makespan} ticks; stages idle {100 * trace['idle'] // (stages * makespan)} % of the time",
+             f"done after {makespan} ticks; stages idle {round_half_up(100 * trace['idle'], stages * makespan)} % of the time",
              f"first token: mean {sum(trace['first']) // len(trace['first'])}, last {max(trace['first'])}"]  # fmt: skip
     for i, batch in enumerate(batches[:6]):
         spans = "  ".join(f"[{start}, {stop})" for start, stop in batch["spans"])

@@ -104,7 +104,7 @@ export function describe({ batches, stages, makespan, idle, first, tokens }) {
   const line = `${stages} stage${stages > 1 ? "s" : ""}`;
   const lines = [
     `${first.length} requests, ${tokens} output tokens, ${line}, ${batches.length} micro-batches`,
-    `done after ${makespan} ticks; stages idle ${Math.floor((100 * idle) / (stages * makespan))} % of the time`,
+    `done after ${makespan} ticks; stages idle ${Math.round((100 * idle) / (stages * makespan))} % of the time`,
     `first token: mean ${Math.floor(sum(first) / first.length)}, last ${Math.max(...first)}`,
   ];
   batches.slice(0, 6).forEach(({ tokens: n, requests, samples, spans }, i) => {

@@ -72,7 +72,7 @@ export function draw(trace, index, kit) {
       : full ? `That makes ${depth} in flight, one per stage: the next decision waits until one is back.`
         : nobody ? `${in_flight} of ${depth} in flight, and ${rest}: schedule() finds nobody for another.`
           : `${in_flight} of ${depth} in flight: schedule() is asked again at once.`;
-  const idle = Math.floor((100 * trace.idle) / (stages * makespan)), mean = Math.floor(first.reduce((sum, at) => sum + at, 0) / first.length);
+  const idle = Math.round((100 * trace.idle) / (stages * makespan)), mean = Math.floor(first.reduce((sum, at) => sum + at, 0) / first.length);
   return {
     picture: [
       svg(kit.width, floor + 4, `${index + 1} of ${batches.length} micro-batches in ${count(stages, "stage")}, over ${number(end)} of ${number(makespan)} ticks.`, ...shapes),
