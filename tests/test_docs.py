@@ -107,7 +107,9 @@ def test_widget_slot_shows_the_default(page):
 def test_commands_are_accepted(page):
     for script, arguments in documents.commands(page):
         assert script.is_file(), f"{page.name}: {script.name} does not exist"
-        if "-h" not in arguments and "--help" not in arguments:
+        if script.parent != common.HERE:  # lessons/build.py, tests/refresh.py: they have flags only
+            assert set(arguments) <= set(re.findall(r"--\w+", script.read_text())), f"{page.name}: {arguments}"
+        elif "-h" not in arguments and "--help" not in arguments:
             common.lesson(script.stem).build_parser().parse_args(arguments)  # a refusal exits, and names the flag
 
 
@@ -158,6 +160,15 @@ def test_readme_lists_every_lesson_and_two_commands():
         for line in b.body.splitlines()
     ]
     assert [c.split("#")[0].strip() for c in commands[:2]] == ["uv run python vllm/01_kv_cache.py", "uv run pytest"]
+
+
+def test_readers_learn_where_the_widgets_live():
+    """Both READMEs name the command that shows them, under the heading where a reader looks for it."""
+    for page, heading in (("README.md", "Lessons"), ("lessons/README.md", "The shape of a lesson")):
+        text = (common.ROOT / page).read_text()
+        assert "uv run python lessons/build.py --open" in text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    layout = (common.ROOT / "README.md").read_text().partition("\n## Layout\n")[2]
+    assert "widgets/" in layout and "build.py" in layout
 
 
 def loads() -> dict[str, set[str]]:
