@@ -135,12 +135,35 @@ def test_symbols_of_our_own_resolve(page):
 
 
 @by_lesson
-def test_length_and_order(page):
-    """DESIGN's order of sections, and a length that can be read in one sitting."""
+def test_head(page):
+    """Under the title: which script, and the command that runs it with no argument; then the question."""
+    head = page.read_text().partition("\n## ")[0]
+    script = documents.script_of(page).name
+    assert f"\nScript: [`vllm/{script}`](../vllm/{script})" in head
+    assert f"```bash\nuv run python vllm/{script}\n" in head
+
+
+SECTIONS = (
+    "The question, and one number", "A bet", "The mechanism", "The code, from top to bottom", "The arithmetic",
+    "What we measured", "The widget", "How to break it", "Misconceptions", "Where it lives in vLLM today", "Exercises",
+    "What to read",
+)  # fmt: skip
+
+
+@by_lesson
+def test_sections_and_their_order(page):
+    """DESIGN's sections, all of them, in its order, and no others."""
+    titles = re.findall(r"^## (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), flags=re.M)
+    assert [title.removesuffix(", and what others report") for title in titles] == list(SECTIONS)
+
+
+@by_lesson
+def test_length(page):
+    """One sitting; a figure, and an answer that is folded until the reader has decided."""
     text = re.sub(r"<!--.*?-->|```.*?```", "", page.read_text(), flags=re.S)
     assert 1400 <= len(text.split()) <= 3300
-    titles = re.findall(r"^## (.+)$", text, flags=re.M)
-    assert len(titles) >= 10 and "<details>" in text and "figures/" in text
+    bet = text.partition("\n## A bet\n")[2].partition("\n## ")[0]
+    assert "<details>" in bet and "figures/" in text
 
 
 def test_figures_belong_to_a_lesson():
