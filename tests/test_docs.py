@@ -166,6 +166,41 @@ def test_length(page):
     assert "<details>" in bet and "figures/" in text
 
 
+CHECK = re.compile(
+    r"Check:\s+`(?P<call>[^`]*\blesson\.[^`]+)`\s+is\s+(?:`(?P<literal>[^`]+)`|(?P<number>[\d,]+(?:\.\d+)?))"
+)
+
+
+def python_shell(page) -> dict[str, object]:
+    """The shell that lessons/README tells the reader to open, with this page's script."""
+    readme = (common.ROOT / "lessons" / "README.md").read_text()
+    (setup,) = re.findall(r"^cd vllm && uv run python -i -c '(.+)'$", readme, flags=re.M)
+    names: dict[str, object] = {}
+    exec(setup.replace("04_continuous_batching", page.stem), names)
+    return names
+
+
+def agrees(found: object, check: re.Match[str]) -> bool:
+    """The call's result is the literal, or rounded to the decimals shown the number, that the page puts beside it."""
+    if check["literal"]:
+        return found == eval(check["literal"])
+    shown = check["number"].replace(",", "")
+    return abs(float(shown) - found) <= 0.5 * 10 ** -len(shown.partition(".")[2]) * (1 + 1e-9)
+
+
+@by_lesson
+def test_checks_of_the_exercises(page):
+    """A `Check:` names a call of the lesson and its result, or a test that is there."""
+    exercises = page.read_text().partition("\n## Exercises\n")[2]
+    checks, tests = list(CHECK.finditer(exercises)), re.findall(r"Check:\s+`(\w+)` in `(tests/\w+\.py)`", exercises)
+    assert len(checks) + len(tests) == page.read_text().count("Check:")
+    for test, file in tests:
+        assert test in documents.symbols(common.ROOT / file)
+    for check in checks:
+        found = eval(check["call"], python_shell(page))
+        assert agrees(found, check), f"{page.name}: {check['call']} is {found!r}"
+
+
 def test_figures_belong_to_a_lesson():
     """What is in them is compared where the scripts run (`test_scripts.py`)."""
     prefixes = {script.stem.split("_")[0] for script in LESSONS}
@@ -267,6 +302,20 @@ def test_numbers_are_compared_to_the_decimals_shown(tmp_path, text, value, agree
     page.write_text(f"before {text} after")
     (quote,) = documents.quotes(page)
     assert quote.agrees_with(value) == agrees
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "agree"),
+    [
+        ("Check: `lesson.f(1)` is 3.85.", 3.8496, True),
+        ("Check: `lesson.f(1)` is 3.84.", 3.8496, False),
+        ("Check:\n`[lesson.f(n) for n in (1, 2)]` is `[1, 2]`.", [1, 2], True),
+        ("Check: `lesson.f(1)` is `[1]`", [1, 2], False),
+        ("Check: `lesson.f(1)` is 16,128.", 16128, True),
+    ],
+)
+def test_a_check_with_another_result_is_found(text, found, agree):
+    assert agrees(found, CHECK.search(text)) == agree
 
 
 def test_measurements_are_written_in_the_style_of_the_text(tmp_path):
