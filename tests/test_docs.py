@@ -107,7 +107,9 @@ def test_widget_slot_shows_the_default(page):
 def test_commands_are_accepted(page):
     for script, arguments in documents.commands(page):
         assert script.is_file(), f"{page.name}: {script.name} does not exist"
-        if "-h" not in arguments and "--help" not in arguments:
+        if script.parent != common.HERE:  # lessons/build.py, tests/refresh.py: they have flags only
+            assert set(arguments) <= set(re.findall(r"--\w+", script.read_text())), f"{page.name}: {arguments}"
+        elif "-h" not in arguments and "--help" not in arguments:
             common.lesson(script.stem).build_parser().parse_args(arguments)  # a refusal exits, and names the flag
 
 
@@ -133,12 +135,70 @@ def test_symbols_of_our_own_resolve(page):
 
 
 @by_lesson
-def test_length_and_order(page):
-    """DESIGN's order of sections, and a length that can be read in one sitting."""
+def test_head(page):
+    """Under the title: which script, and the command that runs it with no argument; then the question."""
+    head = page.read_text().partition("\n## ")[0]
+    script = documents.script_of(page).name
+    assert f"\nScript: [`vllm/{script}`](../vllm/{script})" in head
+    assert f"```bash\nuv run python vllm/{script}\n" in head
+
+
+SECTIONS = (
+    "The question, and one number", "A bet", "The mechanism", "The code, from top to bottom", "The arithmetic",
+    "What we measured", "The widget", "How to break it", "Misconceptions", "Where it lives in vLLM today", "Exercises",
+    "What to read",
+)  # fmt: skip
+
+
+@by_lesson
+def test_sections_and_their_order(page):
+    """DESIGN's sections, all of them, in its order, and no others."""
+    titles = re.findall(r"^## (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), flags=re.M)
+    assert [title.removesuffix(", and what others report") for title in titles] == list(SECTIONS)
+
+
+@by_lesson
+def test_length(page):
+    """One sitting; a figure, and an answer that is folded until the reader has decided."""
     text = re.sub(r"<!--.*?-->|```.*?```", "", page.read_text(), flags=re.S)
     assert 1400 <= len(text.split()) <= 3300
-    titles = re.findall(r"^## (.+)$", text, flags=re.M)
-    assert len(titles) >= 10 and "<details>" in text and "figures/" in text
+    bet = text.partition("\n## A bet\n")[2].partition("\n## ")[0]
+    assert "<details>" in bet and "figures/" in text
+
+
+CHECK = re.compile(
+    r"Check:\s+`(?P<call>[^`]*\blesson\.[^`]+)`\s+is\s+(?:`(?P<literal>[^`]+)`|(?P<number>[\d,]+(?:\.\d+)?))"
+)
+
+
+def python_shell(page) -> dict[str, object]:
+    """The shell that lessons/README tells the reader to open, with this page's script."""
+    readme = (common.ROOT / "lessons" / "README.md").read_text()
+    (setup,) = re.findall(r"^cd vllm && uv run python -i -c '(.+)'$", readme, flags=re.M)
+    names: dict[str, object] = {}
+    exec(setup.replace("04_continuous_batching", page.stem), names)
+    return names
+
+
+def agrees(found: object, check: re.Match[str]) -> bool:
+    """The call's result is the literal, or rounded to the decimals shown the number, that the page puts beside it."""
+    if check["literal"]:
+        return found == eval(check["literal"])
+    shown = check["number"].replace(",", "")
+    return abs(float(shown) - found) <= 0.5 * 10 ** -len(shown.partition(".")[2]) * (1 + 1e-9)
+
+
+@by_lesson
+def test_checks_of_the_exercises(page):
+    """A `Check:` names a call of the lesson and its result, or a test that is there."""
+    exercises = page.read_text().partition("\n## Exercises\n")[2]
+    checks, tests = list(CHECK.finditer(exercises)), re.findall(r"Check:\s+`(\w+)` in `(tests/\w+\.py)`", exercises)
+    assert len(checks) + len(tests) == page.read_text().count("Check:")
+    for test, file in tests:
+        assert test in documents.symbols(common.ROOT / file)
+    for check in checks:
+        found = eval(check["call"], python_shell(page))
+        assert agrees(found, check), f"{page.name}: {check['call']} is {found!r}"
 
 
 def test_figures_belong_to_a_lesson():
@@ -158,6 +218,15 @@ def test_readme_lists_every_lesson_and_two_commands():
         for line in b.body.splitlines()
     ]
     assert [c.split("#")[0].strip() for c in commands[:2]] == ["uv run python vllm/01_kv_cache.py", "uv run pytest"]
+
+
+def test_readers_learn_where_the_widgets_live():
+    """Both READMEs name the command that shows them, under the heading where a reader looks for it."""
+    for page, heading in (("README.md", "Lessons"), ("lessons/README.md", "The shape of a lesson")):
+        text = (common.ROOT / page).read_text()
+        assert "uv run python lessons/build.py --open" in text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    layout = (common.ROOT / "README.md").read_text().partition("\n## Layout\n")[2]
+    assert "widgets/" in layout and "build.py" in layout
 
 
 def loads() -> dict[str, set[str]]:
@@ -233,6 +302,20 @@ def test_numbers_are_compared_to_the_decimals_shown(tmp_path, text, value, agree
     page.write_text(f"before {text} after")
     (quote,) = documents.quotes(page)
     assert quote.agrees_with(value) == agrees
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "agree"),
+    [
+        ("Check: `lesson.f(1)` is 3.85.", 3.8496, True),
+        ("Check: `lesson.f(1)` is 3.84.", 3.8496, False),
+        ("Check:\n`[lesson.f(n) for n in (1, 2)]` is `[1, 2]`.", [1, 2], True),
+        ("Check: `lesson.f(1)` is `[1]`", [1, 2], False),
+        ("Check: `lesson.f(1)` is 16,128.", 16128, True),
+    ],
+)
+def test_a_check_with_another_result_is_found(text, found, agree):
+    assert agrees(found, CHECK.search(text)) == agree
 
 
 def test_measurements_are_written_in_the_style_of_the_text(tmp_path):

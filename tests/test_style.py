@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Collection
 
 import common
 import pytest
@@ -37,22 +38,27 @@ def untyped(source: str) -> list[str]:
     return found
 
 
-def undocumented_wrappers(source: str) -> list[str]:
-    """Functions that launch a kernel and do not say `Semantics:` and `Shapes:`."""
-    tree = ast.parse(source)
-    kernels = {n.name for n in tree.body if isinstance(n, ast.FunctionDef) and is_kernel(n)}
+def kernels_in(source: str) -> set[str]:
+    return {n.name for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and is_kernel(n)}
+
+
+def undocumented_wrappers(source: str, kernels: Collection[str]) -> list[str]:
+    """Functions and methods that launch one of `kernels` (another file's, too) without `Semantics:` and `Shapes:`."""
     found = []
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name not in kernels:
-            launches = {
-                ast.unparse(n.value)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and not is_kernel(node):
+            launches = {  # `kernel[grid]` and `lesson.kernel[grid]`
+                ast.unparse(n.value).rpartition(".")[2]
                 for n in ast.walk(node)
                 if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load)
             }
             text = ast.get_docstring(node) or ""
-            if launches & kernels and not ("Semantics:" in text and "Shapes:" in text):
+            if launches & set(kernels) and not ("Semantics:" in text and "Shapes:" in text):
                 found.append(node.name)
     return found
+
+
+KERNELS = set().union(*(kernels_in(path.read_text()) for path in FILES))
 
 
 @by_file
@@ -62,7 +68,7 @@ def test_public_functions_have_types(path):
 
 @by_file
 def test_kernel_wrappers_say_what_they_compute(path):
-    assert undocumented_wrappers(path.read_text()) == []
+    assert undocumented_wrappers(path.read_text(), KERNELS) == []
 
 
 @by_file
@@ -77,8 +83,13 @@ def test_the_checks_can_fail():
     assert untyped("class A:\n    def g(self) -> None: ...\n    def h(self): ...") == ["h()"]
     assert untyped("@common.kernel\ndef k(x): ...") == []
     launch = "@common.kernel\ndef k(x): ...\ndef f() -> None:\n    '''Adds.'''\n    k[(1,)](2)"
-    assert undocumented_wrappers(launch) == ["f"]
-    assert undocumented_wrappers(launch.replace("Adds.", "Semantics: 1\n    Shapes: 2")) == []
+    assert kernels_in(launch) == {"k"}
+    far = launch.replace("k[(1,)]", "paged.k[(1,)]").replace("def k", "def other")
+    for source in (launch, far):
+        assert undocumented_wrappers(source, {"k"}) == ["f"]
+        assert undocumented_wrappers(source.replace("Adds.", "Semantics: 1\n    Shapes: 2"), {"k"}) == []
+    method = "class A:\n    def g(self) -> None:\n        paged.k[(1,)](2)"
+    assert undocumented_wrappers(method, {"k"}) == ["g"]
 
 
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=" ".join)

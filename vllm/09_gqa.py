@@ -198,13 +198,16 @@ def split_buffers(q: torch.Tensor, width: int, splits: int) -> tuple[torch.Tenso
 
 
 def combine(parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Merge the splits by their log-sum-exps, with lesson 02's kernel."""
+    """Merge the splits by their log-sum-exps, with lesson 02's kernel; a single split has written `out` itself.
+
+    Semantics: out[b, h] = Σ_i exp(lse[b, h, i]) parts[b, h, i] / Σ_i exp(lse[b, h, i]).
+    Shapes: parts [B, Hq, splits, width] (splits a power of two), lse [B, Hq, splits], out [B, Hq, width] -> out.
+    """
     if parts is not out:
         B, Hq, splits, width = parts.shape
         wide = triton.next_power_of_2(width)
-        paged.combine_splits_kernel[(B * Hq,)](
-            parts, lse, out, D=width, D_PAD=wide, SPLITS=splits, num_warps=4 if splits * wide <= 8192 else 16
-        )
+        warps = 4 if splits * wide <= 8192 else 16
+        paged.combine_splits_kernel[(B * Hq,)](parts, lse, out, D=width, D_PAD=wide, SPLITS=splits, num_warps=warps)
     return out
 
 
@@ -1102,10 +1105,8 @@ def show_pooling(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.
     if args.bench:
         found["tiled_map"] = perplexity(model, windows, tiled(model.num_heads, model.num_kv_heads))
     n, Hq, Hkv = windows.numel(), model.num_heads, model.num_kv_heads
-    common.say(
-        f"perplexity on {n:,} tokens of Python's reference: {found['trained']:.1f} as trained ({Hq}:{Hkv});\n"
-        f"one KV head, the mean of {Hkv}: {found['mean']:,.0f}; the first of them: {found['first']:,.0f}"
-    )
+    common.say(f"perplexity on {n:,} tokens of Python's reference: {found['trained']:.1f} as trained ({Hq}:{Hkv});")
+    common.say(f"one KV head, the mean of {Hkv}: {found['mean']:,.0f}; the first of them: {found['first']:,.0f}")
     stored = common.results(KEY).get("heal")
     healed = f"now {stored['curve'][-1]['perplexity']:,.0f}" if stored else "run it to see"
     common.say(f"--heal trains it for some minutes ({healed}). The paper uptrains with 5 % of the pretraining compute.")
@@ -1176,8 +1177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = common.start(args)
     if args.heal:
         common.heading(f"Nine query heads, one KV head: {args.heal:g} minutes of training")
-        run_healing(args, machine)
-        return
+        return run_healing(args, machine)
     model, tokenizer = llama.load(args.model)
     common.heading("1 · The kernels, each KV head loaded once for its group, against head by head")
     check_kernels()
