@@ -254,9 +254,10 @@ def round_half_up(a: int, b: int) -> int:
 def describe(trace: dict) -> str:
     """The state under the widget, as text."""
     batches, stages, makespan = trace["batches"], trace["stages"], trace["makespan"]
+    idle = round_half_up(100 * trace["idle"], stages * makespan)
     lines = [f"{len(trace['first'])} requests, {trace['tokens']} output tokens, {stages} stage{'s' * (stages > 1)}, "
              f"{len(batches)} micro-batches",
-             f"done after {makespan} ticks; stages idle {round_half_up(100 * trace['idle'], stages * makespan)} % of the time",
+             f"done after {makespan} ticks; stages idle {idle} % of the time",
              f"first token: mean {sum(trace['first']) // len(trace['first'])}, last {max(trace['first'])}"]  # fmt: skip
     for i, batch in enumerate(batches[:6]):
         spans = "  ".join(f"[{start}, {stop})" for start, stop in batch["spans"])
