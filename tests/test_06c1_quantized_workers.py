@@ -224,5 +224,5 @@ def test_the_real_model_on_workers(options, method):
         llm = LLM(max_model_len=256, quantization=method, **layout)
         answers.append([x.outputs[0].token_ids for x in llm.generate(prompts, params)])
         if layout:
-            llm.engine.core.runner.executor.shutdown()
+            llm.llm_engine.core.runner.executor.shutdown()
     assert answers[0] == answers[1]
