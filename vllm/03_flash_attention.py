@@ -52,6 +52,7 @@ from torch import Tensor
 import llama
 
 KEY = "03_flash_attention"
+block_sparse = common.lesson("030_block_sparse_attention")
 LOG2E = math.log2(math.e)
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16}
 
@@ -545,7 +546,7 @@ def run_flash_attn(q: Tensor, k: Tensor, v: Tensor, b: Batch, causal: bool = Tru
 
 
 def run_flashinfer(q: Tensor, k: Tensor, v: Tensor, b: Batch, causal: bool = True, window: int | None = None) -> Tensor:
-    """The package flashinfer: `plan` once per batch shape, `run` once per layer."""
+    """The package flashinfer: its wrapper for packed keys, planned anew in each call. Part 030: pages, and its plan."""
     import flashinfer
 
     workspace = torch.empty(128 << 20, dtype=torch.uint8, device=q.device)
@@ -798,6 +799,7 @@ def facts() -> dict[str, Any]:
         "causal_tiles": {"total": (n := 16384 // M) ** 2, "walked": n * (n + 1) // 2, "masked": n},
         "makespan": {f"{T // 1024}k": makespans(T // M, 16, 132) for T in (4096, 16384)},
         "chosen": {case: select_backend(config)[0] for case, config in CASES.items()},
+        "block_sparse": block_sparse.facts(),
     }  # fmt: skip
 
 
@@ -1079,6 +1081,7 @@ def show_backends() -> None:
         interpreted = name == "TRITON_ATTN" and common.HAS_TRITON
         if backend.run and (interpreted or not backend.invalid_reasons(config)):
             common.check(name, backend.run(q, k, v, batch), ref)
+    block_sparse.show()  # FLASHINFER's format and plan, in torch
     for case, c in CASES.items():
         name, others = select_backend(c)
         before = [f"{other} ({others[other][0]})" for other in priorities(c)[: priorities(c).index(name)]]
