@@ -210,7 +210,7 @@ class ThreadExecutor(executors.Executor):
             answers = collect()
             if method == "execute_model":  # stages before the last sample nothing, shards of the last the same
                 before, last = answers[: self.last_stage], answers[self.last_stage :]
-                assert all(a == ({}, {}, {}) for a in before) and all(a == last[0] for a in last)
+                assert all(a == ({}, {}, {}, {}) for a in before) and all(a == last[0] for a in last)
             return answers[reply_rank]
 
         result = collect if reply_rank is None else one
