@@ -225,6 +225,16 @@ def test_every_drafter_guesses_what_it_guesses_in_one_process(on_threads, monkey
     check_nothing_is_kept(engine, monkeypatch)
 
 
+@pytest.mark.parametrize(
+    ("method", "tp", "pp"), and_slowly([("eagle", 1, 3)], [("eagle", 2, 2), ("draft_model", 2, 2), ("medusa", 2, 1)])
+)
+def test_a_drafter_with_a_memory_when_requests_begin_again(on_threads, monkeypatch, method, tp, pp):
+    engine = on_threads(tp, pp, method, num_gpu_blocks_override=18)
+    tokens = serve(engine)[0]
+    assert [tokens[i] for i in GREEDY] == [plain()[0][i] for i in GREEDY]
+    check_nothing_is_kept(engine, monkeypatch)
+
+
 def test_only_the_last_stage_drafts(on_threads, monkeypatch):
     def look(worker):
         return worker.pp.rank_in_group, type(worker.runner.drafter).__name__, worker.model.embed_tokens is not None

@@ -269,7 +269,7 @@ def worker_runner(kv_cache_dtype: str, tokenizer: llama.Tokenizer | None, lora_c
     """What a worker of lesson 06c runs, while its engine is elsewhere. Without `drafts` it computes those of others."""
     runner = engine_class(kv_cache_dtype, True, tokenizer, speculation=speculation).runner_class
     if speculation is not None and not drafts:
-        silent = common.lesson("070_drafters").Drafter()  # nobody samples there, so it is never asked
+        silent = common.lesson("07_spec_decode").Drafter()  # nobody samples there, so it is never asked
         runner = type(runner.__name__, (runner,), {"make_drafter": staticmethod(lambda config, model: silent)})
     if lora_config is None:
         return runner

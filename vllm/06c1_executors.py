@@ -843,8 +843,9 @@ class RemoteRunner:
 class PipelineEngineCore(scheduling.ModelEngineCore):
     """Lesson 04's loop with up to `max_concurrent_batches` steps in flight: one per stage (`step_with_batch_queue`).
 
-    The scheduler needs no change. A request whose token is still on its way has nothing left to compute, so a second
-    `schedule()` passes it over and finds others; of a long prompt it takes the next chunk, right behind the last one.
+    The scheduler needs no change. A request whose token is still on its way has nothing left to compute (with lesson
+    07's drafts, less than nothing), so a second `schedule()` passes it over and finds others; of a long prompt it takes
+    the next chunk, right behind the last one.
     """
 
     def __init__(self, scheduler: Any, runner: Any, max_concurrent_batches: int = 1) -> None:

@@ -330,7 +330,7 @@ class SpeculativeScheduler:
 
     def _num_new_tokens(self, request: Request) -> int:
         """A request that catches up with its last token may take drafts along, as far as the budget goes."""
-        known = max(0, super()._num_new_tokens(request))  # whose drafts are on their way is ahead of itself (06c)
+        known = max(0, super()._num_new_tokens(request))  # below 0 while its drafts are on their way (06c)
         drafts = getattr(request, "spec_token_ids", ())
         if not (known and drafts) or known < request.num_tokens - request.num_computed_tokens:
             return known
