@@ -254,6 +254,20 @@ def test_only_the_last_stage_drafts(on_threads, monkeypatch):
     assert executor.collective_rpc((scaling.lesson.KEY, "look")) == [stage for stage in stages for _ in range(2)]
 
 
+def test_the_drafters_output_matrix_is_divided(on_threads, monkeypatch):
+    """And its products gathered: ranks that guessed each for itself might differ, and wait for each other for ever."""
+
+    def look(worker):
+        head = worker.runner.drafter.network.head
+        noise = worker.tp.rank_in_group / 100  # as if this rank had rounded otherwise
+        return tuple(head.weight.shape), head(torch.full((1, 80), 1 + noise))[0].tolist()
+
+    monkeypatch.setattr(scaling.lesson, "look", look, raising=False)
+    executor = on_threads(4, 1, "eagle").core.runner.executor
+    shapes, logits = zip(*executor.collective_rpc((scaling.lesson.KEY, "look")))
+    assert set(shapes) == {(10, 80)} and all(row == logits[0] for row in logits) and len(logits[0]) == 40
+
+
 @pytest.mark.parametrize("method", [None, *METHODS])
 def test_who_looks_tokens_up_on_the_last_stage_is_told_when_weights_are_loaded(monkeypatch, method):
     config, sent = llama.random_model(**scaling.SIZES).config, []

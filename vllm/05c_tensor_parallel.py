@@ -341,8 +341,11 @@ class TensorParallelLlama(llama.Llama):
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.embedding(token_ids)  # [T, hidden], the same on all ranks
 
-    def output_rows(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return VocabParallelEmbedding(self.linear["lm_head"].weight, self.group)(token_ids)
+    def output_head(self, token_ids: torch.Tensor) -> ParallelLMHead:
+        """Cut like the whole one. Its logits are gathered, so that all ranks guess the same, to the last bit."""
+        rows = VocabParallelEmbedding(self.linear["lm_head"].weight, self.group)(token_ids)  # [N, hidden]
+        mine = ParallelLMHead.shard(rows, self.group.rank_in_group, self.group.world_size)
+        return ParallelLMHead(llama.Linear(mine.clone()), self.group, len(token_ids))
 
 
 def shard_tensors(tensors: Tensors, config: llama.LlamaConfig, group: GroupCoordinator) -> Tensors:

@@ -295,7 +295,7 @@ class Network:
 
     def __init__(self, method: str, target: llama.Llama, d2t: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
         self.method, self.target, self.d2t, self.tensors = method, target, d2t.to(target.device), tensors
-        self.rows = target.output_rows(self.d2t)  # [draft vocab, hidden], not trained
+        self.head = target.output_head(self.d2t)  # hidden to draft vocabulary; not trained
         self.body = None
         if method != "medusa":  # a Llama with the target's heads, angles and embedding, and layers of its own
             self.body = body = copy.copy(target)  # of a target in shards, whole: each rank has the drafter (06c)
@@ -328,7 +328,7 @@ class Network:
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:
         """Over the draft vocabulary: [R, hidden] -> [R, draft vocab]."""
-        return F.linear(features, self.rows)
+        return self.head(features)
 
 
 def new_network(method: str, target: llama.Llama, d2t: torch.Tensor, data: Text, heads: int = 3,

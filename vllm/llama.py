@@ -295,9 +295,9 @@ class Llama:
         """Rows of the embedding. token_ids int64 [T] -> [T, hidden]."""
         return F.embedding(token_ids, self.embed_tokens)
 
-    def output_rows(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the output matrix, for a drafter that says fewer tokens. token_ids int64 [N] -> [N, hidden]."""
-        return F.embedding(token_ids, self.linear["lm_head"].weight)
+    def output_head(self, token_ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The output matrix of N tokens alone, for a drafter that knows no others. [R, hidden] -> [R, N]."""
+        return Linear(F.embedding(token_ids, self.linear["lm_head"].weight))
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
