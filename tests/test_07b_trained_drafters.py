@@ -786,7 +786,7 @@ def test_rows_where_the_plan_has_them(tiny_model, answered, monkeypatch):
     prompts, plain = answered
     whole = [[*prompt, *answer] for prompt, answer in zip(prompts, plain)]
     monkeypatch.setattr(lesson.drafts_ahead, "min", lambda planned, known: planned, raising=False)
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(RuntimeError, match="a sample was lost"):
         lesson.drafts_ahead.compare_loops(tiny_model, prompts, 13, 3, lambda config, model: Prophet(whole, 1))
 
 
