@@ -237,9 +237,13 @@ def test_every_drafter_guesses_what_it_guesses_in_one_process(on_threads, monkey
     ("method", "tp", "pp"), and_slowly([("eagle", 1, 3)], [("eagle", 2, 2), ("draft_model", 2, 2), ("medusa", 2, 1)])
 )
 def test_a_drafter_with_a_memory_when_requests_begin_again(on_threads, monkeypatch, method, tp, pp):
-    engine = on_threads(tp, pp, method, num_gpu_blocks_override=18)
-    tokens = serve(engine)[0]
+    """What it kept of them is stale: it guesses as if nothing had happened, where it guesses after the same tokens."""
+    engine = on_threads(tp, pp, method, **{**ROOMY, "num_gpu_blocks_override": 18})
+    tokens, _, proposed = serve(engine)
     assert [tokens[i] for i in GREEDY] == [plain()[0][i] for i in GREEDY]
+    want = serve(engine_here(method, **ROOMY))[2]
+    both = want.keys() & proposed.keys()
+    assert len(both) > 20 and [proposed[key] for key in both] == [want[key] for key in both]
     check_nothing_is_kept(engine, monkeypatch)
 
 
