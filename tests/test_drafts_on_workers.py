@@ -113,14 +113,13 @@ def steps(core, most=400):
 
 def serve(engine, jobs=JOBS, priorities=None):
     """All at once. Returns tokens, log probabilities, and every proposal by (request, tokens that it followed)."""
-    core, tokens, logprobs, proposed = engine.core, {}, {}, {}
+    core, tokens, logprobs, proposed, latest = engine.core, {}, {}, {}, {}
     scheduler, pool = core.scheduler, core.scheduler.kv_cache_manager.block_pool
     if hasattr(scheduler, "update_draft_token_ids"):
         update = type(scheduler).update_draft_token_ids
 
         def note(drafts):
-            for name, token_ids in drafts.items():
-                proposed[int(name), scheduler.requests[name].num_tokens] = list(token_ids)
+            latest.update((name, list(token_ids)) for name, token_ids in drafts.items())
             update(scheduler, drafts)
 
         scheduler.update_draft_token_ids = note
@@ -135,6 +134,9 @@ def serve(engine, jobs=JOBS, priorities=None):
                 found = core.runner.logprobs[output.request_id]
                 assert len(output.new_token_ids) == 1 and output.new_token_ids[0] in found
                 logprobs.setdefault(i, []).append({t: Close(x.logprob) for t, x in found.items()})
+        for name in latest.keys() & scheduler.requests.keys():
+            proposed[int(name), scheduler.requests[name].num_tokens] = latest[name]
+        latest.clear()
         pool.check()
     assert pool.num_free_blocks == pool.num_blocks - 1
     return [tokens[i] for i in range(len(jobs))], logprobs, proposed
