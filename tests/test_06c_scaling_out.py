@@ -175,7 +175,7 @@ class ThreadWorker(executors.Worker):
 
 
 class ThreadExecutor(executors.Executor):
-    """Workers as threads: the layouts without processes. Messages are pickled, as on the way to a process."""
+    """Workers as threads: the layouts without processes. All that travels is pickled, as on the way to a process."""
 
     def __init__(self, parallel):
         tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
@@ -194,7 +194,7 @@ class ThreadExecutor(executors.Executor):
     def work(worker, inbox, outbox):
         while (data := inbox.get()) is not None:
             method, args = pickle.loads(data)
-            outbox.put(worker.call(method, args))
+            outbox.put(pickle.loads(pickle.dumps(worker.call(method, args))))
 
     def submit(self, method, *args, reply_rank=None, timeout=None):
         for inbox in self.inboxes:
@@ -210,7 +210,7 @@ class ThreadExecutor(executors.Executor):
             answers = collect()
             if method == "execute_model":  # stages before the last sample nothing, shards of the last the same
                 before, last = answers[: self.last_stage], answers[self.last_stage :]
-                assert all(a == ({}, {}, {}) for a in before) and all(a == last[0] for a in last)
+                assert all(a == ({}, {}, {}, {}) for a in before) and all(a == last[0] for a in last)
             return answers[reply_rank]
 
         result = collect if reply_rank is None else one

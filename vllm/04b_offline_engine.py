@@ -315,6 +315,14 @@ class Sampler:
 # --- The runner of lesson 04, with this sampler -----------------------------------------------------------------------
 
 
+class StepLogprobs(dict):
+    """{request id: one dictionary for each token of the step}, where a step brings several (lesson 07); who asks for a
+    request again gets the next."""
+
+    def __getitem__(self, request_id: str) -> dict[int, Logprob]:
+        return super().__getitem__(request_id).pop(0)
+
+
 class SamplingModelRunner(ModelRunner):
     """Remembers per request what sampling needs from step to step, from its admission until it has finished."""
 

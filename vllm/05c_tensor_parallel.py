@@ -338,11 +338,14 @@ class TensorParallelLlama(llama.Llama):
                  vocab_size=config.vocab_size)}  # fmt: skip
         self.linear = {name: kinds[name.split(".")[-1]](local, group) for name, local in self.linear.items()}
 
-    @torch.inference_mode()
-    def forward(self, token_ids: torch.Tensor | None, positions: torch.Tensor, attend: llama.Attend,
-                hidden: torch.Tensor | None = None, layers: Sequence[int] | None = None) -> torch.Tensor:  # fmt: skip
-        hidden = self.embedding(token_ids) if hidden is None else hidden  # [T, hidden], the same on all ranks
-        return super().forward(None, positions, attend, hidden, layers)
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(token_ids)  # [T, hidden], the same on all ranks
+
+    def output_head(self, token_ids: torch.Tensor) -> ParallelLMHead:
+        """Cut like the whole one. Its logits are gathered, so that all ranks guess the same, to the last bit."""
+        rows = VocabParallelEmbedding(self.linear["lm_head"].weight, self.group)(token_ids)  # [N, hidden]
+        mine = ParallelLMHead.shard(rows, self.group.rank_in_group, self.group.world_size)
+        return ParallelLMHead(llama.Linear(mine.clone()), self.group, len(token_ids))
 
 
 def shard_tensors(tensors: Tensors, config: llama.LlamaConfig, group: GroupCoordinator) -> Tensors:

@@ -264,9 +264,13 @@ def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, toke
     return multi_lora.lora_engine(engine, lora_config, make_runner)
 
 
-def worker_runner(kv_cache_dtype: str, tokenizer: llama.Tokenizer | None, lora_config: Any) -> Any:
-    """What a worker of lesson 06c runs, while its engine is elsewhere."""
-    runner = engine_class(kv_cache_dtype, True, tokenizer).runner_class
+def worker_runner(kv_cache_dtype: str, tokenizer: llama.Tokenizer | None, lora_config: Any, speculation: Any,
+                  drafts: bool) -> Any:  # fmt: skip
+    """What a worker of lesson 06c runs, while its engine is elsewhere. Without `drafts` it computes those of others."""
+    runner = engine_class(kv_cache_dtype, True, tokenizer, speculation=speculation).runner_class
+    if speculation is not None and not drafts:
+        silent = common.lesson("07_spec_decode").Drafter()  # nobody samples there, so it is never asked
+        runner = type(runner.__name__, (runner,), {"make_drafter": staticmethod(lambda config, model: silent)})
     if lora_config is None:
         return runner
     mine = common.lesson("122_adapters_on_workers").WorkerAdapters(lora_config)

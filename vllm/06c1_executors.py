@@ -205,13 +205,14 @@ def shard_codes(codes: dict[str, Any], config: llama.LlamaConfig, tp: GroupCoord
 
 
 def load_stage(source: str | dict | None, dtype: torch.dtype, tp: GroupCoordinator, pp: PipelineGroup,
-               quantization: str | None = None) -> llama.Llama:  # fmt: skip
+               quantization: str | None = None, embeds_last: bool = False) -> llama.Llama:  # fmt: skip
     """One rank's part of a model: some layers, and of these some heads and neurons. The file is mapped, so what other
     ranks own is never read. A dict stands for a seeded random model with these sizes, which tests use.
 
     A stage is a shallower Llama: its layers are counted from 0, so its KV cache has as many as it needs. What the model
-    is as a whole, `whole_config` says. Codes that a file has are cut; otherwise a rank quantizes what it owns, so where
-    inputs are divided an output has a scale on each rank.
+    is as a whole, `whole_config` says. With `embeds_last`, the last stage has the embedding in any case. Codes that a
+    file has are cut; otherwise a rank quantizes what it owns, so where inputs are divided an output has a scale on each
+    rank.
     """
     codes: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
@@ -226,8 +227,9 @@ def load_stage(source: str | dict | None, dtype: torch.dtype, tp: GroupCoordinat
             elif quantization == "gguf":
                 codes = common.lesson("05b_quantization").gguf_codes(config)
         start, end = get_pp_indices(config.num_hidden_layers, pp.rank_in_group, pp.world_size)
-        shapes, embeds = llama.tensor_shapes(config), {"model.embed_tokens.weight": pp.is_first_rank or (
-            pp.is_last_rank and config.tie_word_embeddings), "lm_head.weight": pp.is_last_rank}  # fmt: skip
+        shapes, embeds_last = llama.tensor_shapes(config), embeds_last or config.tie_word_embeddings
+        embeds = {"model.embed_tokens.weight": pp.is_first_rank or (pp.is_last_rank and embeds_last),
+                  "lm_head.weight": pp.is_last_rank}  # fmt: skip
 
         def lookup(name: str) -> torch.Tensor | None:
             if not embeds.get(name, True):  # vLLM's PPMissingLayer: a shape without memory
@@ -293,6 +295,7 @@ class StepMessage:
     resumed: list[CachedRequestData]
     preempted: list[str]
     finished: list[str]
+    scheduled_spec_decode_tokens: dict[str, list[int]] = dataclasses.field(default_factory=dict)  # lesson 07
 
 
 class StepWriter:
@@ -317,7 +320,8 @@ class StepWriter:
         news = [(self.as_new(request), self.blocks(request)) for request in output.scheduled_new_reqs]
         differences = [[self.difference(request) for request in requests]
                        for requests in (output.scheduled_running_reqs, output.scheduled_resumed_reqs)]  # fmt: skip
-        message = StepMessage(output.num_scheduled_tokens, news, *differences, self.preempted, self.finished)
+        drafts = getattr(output, "scheduled_spec_decode_tokens", {})
+        message = StepMessage(output.num_scheduled_tokens, news, *differences, self.preempted, self.finished, drafts)
         self.preempted, self.finished = [], []
         return message
 
@@ -353,6 +357,7 @@ class WorkerSpec:
     runner: Factory = (KEY, "plain_runner")  # called with `runner_args` and whether this rank samples
     runner_args: Any = None
     quantization: str | None = None
+    embeds_last: bool = False  # a drafter on the last stage looks tokens up
 
 
 def plain_runner(args: None, samples: bool) -> type:
@@ -360,9 +365,10 @@ def plain_runner(args: None, samples: bool) -> type:
 
 
 def served_runner(args: Any, samples: bool) -> type:
-    """What `serve` runs on with these flags. No CUDA graphs: a collective over gloo could not be captured."""
+    """What `serve` runs on with these flags. No CUDA graphs: a collective over gloo could not be captured. Only where
+    tokens are sampled is there a drafter, and a tokenizer."""
     tokenizer = llama.Tokenizer(llama.model_folder(args.model)) if samples else None
-    return serving.worker_runner(args.kv_cache_dtype, tokenizer, args.lora_config)
+    return serving.worker_runner(args.kv_cache_dtype, tokenizer, args.lora_config, args.speculation, samples)
 
 
 class Worker:
@@ -375,7 +381,7 @@ class Worker:
         """Returns the parameters that this rank holds."""
         self.spec = spec
         self.set_groups(*make_groups(self.world, spec.parallel))
-        self.model = load_stage(spec.model, spec.dtype, self.tp, self.pp, spec.quantization)
+        self.model = load_stage(spec.model, spec.dtype, self.tp, self.pp, spec.quantization, spec.embeds_last)
         return parameters_held(self.model)
 
     def set_groups(self, tp: GroupCoordinator, pp: PipelineGroup) -> None:
@@ -405,10 +411,14 @@ class Worker:
                                   get_block_ids=self.block_ids.__getitem__)  # fmt: skip
         self.runner = StageRunner(self.model, SimpleNamespace(config=config, kv_cache_manager=manager), seed)
 
-    def execute_model(self, message: StepMessage) -> tuple[dict[str, list[int]], dict[str, dict], dict[str, list]]:
-        """Bring the copies up to date and run the step. Returns sampled tokens, their logprobs and those of prompts;
-        empty before the end."""
-        output = scheduling.SchedulerOutput(message.num_scheduled_tokens, finished_req_ids=message.finished)
+    def execute_model(self, message: StepMessage) -> tuple[dict[str, list[int]], dict[str, dict], dict[str, list],
+                                                           dict[str, list[int]]]:  # fmt: skip
+        """Bring the copies up to date and run the step. Returns sampled tokens, their logprobs and those of prompts,
+        and drafts for the next step; empty before the end."""
+        output_class = getattr(self.runner, "output_class", scheduling.SchedulerOutput)
+        output = output_class(message.num_scheduled_tokens, finished_req_ids=message.finished)
+        if message.scheduled_spec_decode_tokens:
+            output.scheduled_spec_decode_tokens = message.scheduled_spec_decode_tokens
         for request_id in message.preempted:
             if request := self.requests.get(request_id):
                 output.preempted_reqs.append(request)
@@ -431,7 +441,8 @@ class Worker:
         start, waited = time.monotonic(), self.pp.waited
         sampled = self.runner.execute_model(output)
         self.spans.append((start + self.pp.waited - waited, time.monotonic()))
-        return sampled, self.runner.logprobs, self.runner.prompt_logprobs
+        drafts = getattr(self.runner, "take_draft_token_ids", dict)()
+        return sampled, self.runner.logprobs, self.runner.prompt_logprobs, drafts
 
     def take_spans(self) -> list[tuple[float, float]]:
         """When this rank computed, by the machine's clock: of each step since the last call, [start, end)."""
@@ -878,14 +889,16 @@ class RemoteRunner:
 class PipelineEngineCore(scheduling.ModelEngineCore):
     """Lesson 04's loop with up to `max_concurrent_batches` steps in flight: one per stage (`step_with_batch_queue`).
 
-    The scheduler needs no change. A request whose token is still on its way has nothing left to compute, so a second
-    `schedule()` passes it over and finds others; of a long prompt it takes the next chunk, right behind the last one.
+    The scheduler needs no change. A request whose token is still on its way has nothing left to compute (with lesson
+    07's drafts, less than nothing), so a second `schedule()` passes it over and finds others; of a long prompt it takes
+    the next chunk, right behind the last one.
     """
 
     def __init__(self, scheduler: Any, runner: Any, max_concurrent_batches: int = 1) -> None:
         super().__init__(scheduler, runner)
         self.max_concurrent_batches = max_concurrent_batches
         self.batch_queue: deque[tuple[Any, Any, dict[str, tuple[Request, int]]]] = deque()
+        self.empty_output: Any = None  # of the last step in which nobody could run
 
     def put_in_flight(self) -> Any:
         """Schedule one more micro-batch if there is room for it. Returns its SchedulerOutput, or None."""
@@ -894,6 +907,7 @@ class PipelineEngineCore(scheduling.ModelEngineCore):
         output = self.scheduler.schedule()
         future = self.runner.submit(output)
         if future is None:
+            self.empty_output = output
             return None
         members = (*output.scheduled_running_reqs, *output.scheduled_new_reqs, *output.scheduled_resumed_reqs)
         lives = {request.request_id: (request, request.num_preemptions) for request in members}
@@ -904,18 +918,20 @@ class PipelineEngineCore(scheduling.ModelEngineCore):
         """The oldest micro-batch's output and tokens; waits for it.
 
         Whoever was preempted meanwhile will compute that token once more, so this one is dropped: it would count twice.
+        Drafts for the next step go to the scheduler, but not those that follow such a token.
         """
         if not self.batch_queue:  # nobody could run; the scheduler may have something to say about that
             self.runner.logprobs, self.runner.prompt_logprobs = {}, {}
-            return scheduling.SchedulerOutput(), {}
+            return self.empty_output, {}
         output, future, lives = self.batch_queue.popleft()
-        sampled, self.runner.logprobs, self.runner.prompt_logprobs = future.result()
-        requests = self.scheduler.requests
-        return output, {
-            request_id: token_ids for request_id, token_ids in sampled.items()
-            if requests.get(request_id) is lives[request_id][0]
-            and lives[request_id][0].num_preemptions == lives[request_id][1]
+        sampled, self.runner.logprobs, self.runner.prompt_logprobs, drafts = future.result()
+        alive = {
+            request_id for request_id, (request, num_preemptions) in lives.items()
+            if self.scheduler.requests.get(request_id) is request and request.num_preemptions == num_preemptions
         }  # fmt: skip
+        if drafts:
+            self.scheduler.update_draft_token_ids({name: drafts[name] for name in drafts.keys() & alive})
+        return output, {request_id: token_ids for request_id, token_ids in sampled.items() if request_id in alive}
 
     def step(self) -> list[Any]:
         """Fill the pipeline, then take what comes out of it first."""

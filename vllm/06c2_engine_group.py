@@ -140,7 +140,7 @@ class LetterUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = vars(LETTER_MODULES.get(module, object())).get(name) if module in LETTER_MODULES else None
         if isinstance(found, type) and (
-            dataclasses.is_dataclass(found) or issubclass(found, enum.Enum) or found is Request
+            dataclasses.is_dataclass(found) or issubclass(found, enum.Enum) or found in (Request, offline.StepLogprobs)
         ):
             return found
         raise pickle.UnpicklingError(f"{module}.{name} is no letter")
@@ -228,7 +228,8 @@ class EngineMailbox:
 
     def split(self, letter: Any) -> dict[int, Any]:
         """A step's outputs by client. A step that brought nobody anything is told to all: it may have emptied us."""
-        parts: dict[int, Any] = defaultdict(lambda: EngineCoreOutputs(scheduler_stats=letter.scheduler_stats))
+        logprobs, stats = type(letter.logprobs), letter.scheduler_stats  # of one token for each, or of several
+        parts: dict[int, Any] = defaultdict(lambda: EngineCoreOutputs(logprobs=logprobs(), scheduler_stats=stats))
         for request_id, times in letter.admitted.items():
             if (index := self.owner.get(request_id)) is not None:
                 parts[index].admitted[request_id] = times

@@ -117,12 +117,12 @@ def check_args(args: Any) -> None:
             raise common.InputError(f"{name} {getattr(args, name)!r}: must be one of {', '.join(filter(None, values))}")
     if args.engine_place != "process":
         raise common.InputError(f"engine_place {args.engine_place}: must be process when an engine has several")
-    if args.world_size > 1 or args.distributed_executor_backend:
-        for name in ("speculative_config", "kv_transfer_config"):
-            if getattr(args, name, None):
-                raise common.InputError(f"{name}: not together with workers (tensor_parallel_size, "
-                                        "pipeline_parallel_size, distributed_executor_backend); data_parallel_size "
-                                        "goes with it")  # fmt: skip
+    if (args.world_size > 1 or args.distributed_executor_backend) and args.kv_transfer_config:
+        raise common.InputError("kv_transfer_config: not together with workers (tensor_parallel_size, "
+                                "pipeline_parallel_size, distributed_executor_backend)")  # fmt: skip
+    if args.pipeline_parallel_size > 1 and args.speculation and args.speculation.method == "early_exit":
+        raise common.InputError("speculative_config: method early_exit: not together with pipeline_parallel_size: the "
+                                "last stage drafts, and has not the target's first layers")  # fmt: skip
     local = args.data_parallel_size if args.data_parallel_size_local is None else args.data_parallel_size_local
     if not 0 <= local <= args.data_parallel_size:
         raise common.InputError(f"data_parallel_size_local {local}: must be from 0 to data_parallel_size "
@@ -161,8 +161,10 @@ def start_workers(args: Any, dtype: torch.dtype) -> Workers:
     if serving.stored_quantization(folder, args.quantization) is None:
         executors.check_quantization(args.quantization)
     executor = executors.make_executor(parallel)
+    embeds_last = args.speculation is not None and args.speculation.method in ("draft_model", "eagle")
     runner = executors.KEY, "served_runner"
-    executor.collective_rpc("load_model", WorkerSpec(args.model, parallel, dtype, runner, args, args.quantization))
+    spec = WorkerSpec(args.model, parallel, dtype, runner, args, args.quantization, embeds_last)
+    executor.collective_rpc("load_model", spec)
     parameters = sum(torch.Size(shape).numel() for shape in llama.tensor_shapes(config).values())
     return Workers(executor, parallel, executors.skeleton(config, parallel, dtype), parameters)
 
@@ -211,9 +213,9 @@ class TimedStages:
                              "place": min(set(range(len(taken) + 1)) - taken)})  # fmt: skip
         return SimpleNamespace(result=functools.partial(self._finish, spans[-1][1], sampled))
 
-    def _finish(self, at: int, sampled: dict[str, list[int]]) -> tuple[dict[str, list[int]], dict, dict]:
+    def _finish(self, at: int, sampled: dict[str, list[int]]) -> tuple[dict[str, list[int]], dict, dict, dict]:
         self.now = max(self.now, at)
-        return sampled, {}, {}
+        return sampled, {}, {}, {}
 
 
 def simulate(params: dict) -> dict:

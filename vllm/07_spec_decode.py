@@ -330,7 +330,7 @@ class SpeculativeScheduler:
 
     def _num_new_tokens(self, request: Request) -> int:
         """A request that catches up with its last token may take drafts along, as far as the budget goes."""
-        known = super()._num_new_tokens(request)
+        known = max(0, super()._num_new_tokens(request))  # below 0 while its drafts are on their way (06c)
         drafts = getattr(request, "spec_token_ids", ())
         if not (known and drafts) or known < request.num_tokens - request.num_computed_tokens:
             return known
@@ -403,13 +403,6 @@ class DraftedState:
             self.seen = self.seen.index_fill(0, ids, True)
 
 
-class StepLogprobs(dict):
-    """{request id: one dictionary for each token of the step}; who asks for a request again gets the next."""
-
-    def __getitem__(self, request_id: str) -> dict:
-        return super().__getitem__(request_id).pop(0)
-
-
 class RowsToVerify:
     """Hidden states of a step. Lesson 04's runner picks each sequence's last row; it gets the drafts' rows as well.
     A slice is taken as it is: rows of a prompt."""
@@ -433,6 +426,7 @@ class SpeculativeModelRunner:
 
     speculative_config: SpeculativeConfig
     make_drafter = staticmethod(make_drafter)
+    output_class = SpeculativeSchedulerOutput
 
     def __init__(self, model: llama.Llama, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(model, scheduler, *args, **kwargs)
@@ -500,7 +494,7 @@ class SpeculativeModelRunner:
             logprobs = {request_id: [found] for request_id, found in self.logprobs.items()}
         if drafted[0]:
             sampled |= self.verify(logits[drafted[0]] if plain[0] else logits, drafted[1], logprobs)
-        self.logprobs = StepLogprobs(logprobs)
+        self.logprobs = offline.StepLogprobs(logprobs)
         return sampled
 
     @torch.inference_mode()

@@ -295,10 +295,11 @@ class Network:
 
     def __init__(self, method: str, target: llama.Llama, d2t: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
         self.method, self.target, self.d2t, self.tensors = method, target, d2t.to(target.device), tensors
-        self.rows = F.embedding(self.d2t, target.linear["lm_head"].weight)  # [draft vocab, hidden], not trained
+        self.head = target.output_head(self.d2t)  # hidden to draft vocabulary; not trained
         self.body = None
         if method != "medusa":  # a Llama with the target's heads, angles and embedding, and layers of its own
-            self.body = body = copy.copy(target)
+            self.body = body = copy.copy(target)  # of a target in shards, whole: each rank has the drafter (06c)
+            body.num_heads, body.num_kv_heads = target.config.num_attention_heads, target.config.num_key_value_heads
             layers = sum(name.endswith("input_norm") for name in tensors)
             body.config = dataclasses.replace(target.config, num_hidden_layers=layers, vocab_size=len(d2t))
             body.norm = tensors["norm"]
@@ -311,7 +312,7 @@ class Network:
 
     def inputs(self, token_ids: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
         """What the decoder layers get: embeddings, in EAGLE fused with the feature one position before. [T, hidden]."""
-        x = F.embedding(token_ids, self.target.embed_tokens)
+        x = self.target.embed(token_ids)
         return F.linear(fused(x, features), self.tensors["fc"], self.tensors["fc_bias"])
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: llama.Attend) -> torch.Tensor:
@@ -327,7 +328,7 @@ class Network:
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:
         """Over the draft vocabulary: [R, hidden] -> [R, draft vocab]."""
-        return F.linear(features, self.rows)
+        return self.head(features)
 
 
 def new_network(method: str, target: llama.Llama, d2t: torch.Tensor, data: Text, heads: int = 3,

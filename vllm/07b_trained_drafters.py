@@ -280,7 +280,7 @@ class EarlyExit(Network):
         self.body.config = dataclasses.replace(target.config, num_hidden_layers=layers)
 
     def inputs(self, token_ids: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
-        return F.embedding(token_ids, self.target.embed_tokens)
+        return self.target.embed(token_ids)
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:
         return self.target.linear["lm_head"](features)

@@ -277,7 +277,7 @@ class Llama:
         """
         c, eps = self.config, self.config.rms_norm_eps
         Hq, Hkv, D = self.num_heads, self.num_kv_heads, c.head_dim
-        h = F.embedding(token_ids, self.embed_tokens) if hidden is None else hidden  # [T, hidden]
+        h = self.embed(token_ids) if hidden is None else hidden  # [T, hidden]
         T = h.shape[0]
         cos, sin = self.cos[positions], self.sin[positions]  # [T, 1, D]: the same for every head
         for i in range(c.num_hidden_layers) if layers is None else layers:
@@ -290,6 +290,14 @@ class Llama:
             gate, up = self.linear[f"layers.{i}.gate_up_proj"](x).chunk(2, dim=-1)
             h = h + self.linear[f"layers.{i}.down_proj"](F.silu(gate) * up)
         return h
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding. token_ids int64 [T] -> [T, hidden]."""
+        return F.embedding(token_ids, self.embed_tokens)
+
+    def output_head(self, token_ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The output matrix of N tokens alone, for a drafter that knows no others. [R, hidden] -> [R, N]."""
+        return Linear(F.embedding(token_ids, self.linear["lm_head"].weight))
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
