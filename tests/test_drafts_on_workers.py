@@ -79,9 +79,8 @@ def engine_on(executor, parallel, method, sizes=scaling.SIZES, lora=None, tokeni
     args = serving.EngineArgs(speculative_config=config_of(method), **(lora or {}))
     config, source = (llama.random_model(**sizes).config, sizes) if isinstance(sizes, dict) else (sizes, None)
     served = (executors.KEY, "served_runner")
-    executor.collective_rpc(
-        "load_model", executors.WorkerSpec(source, parallel, torch.float32, served, args, method != "ngram")
-    )
+    spec = executors.WorkerSpec(source, parallel, torch.float32, served, args, embeds_last=method != "ngram")
+    executor.collective_rpc("load_model", spec)
     kind = serving.engine_class("auto", True, None, args.lora_config, args.speculation, on_workers=True)
     kind = executors.parallel_engine(kind, executor, parallel)
     return kind(executors.skeleton(config, parallel, torch.float32), tokenizer or Words(), **{**LIMITS, **limits})
