@@ -207,6 +207,33 @@ def test_adapters_on_codes_on_workers(tp, pp, monkeypatch):
     assert answers[0] == answers[1] and answers[0]["a"] != answers[0]["None"]
 
 
+@pytest.mark.parametrize(("tp", "pp", "drafter"), [(2, 1, "ngram"), (2, 1, "early_exit"), (2, 3, "ngram")])
+def test_drafts_on_codes_on_workers(tp, pp, drafter, monkeypatch):
+    """What is written is what the codes say, whoever guesses (lesson 07)."""
+    monkeypatch.setattr(scaling.lesson.offline, "TokenBytes", NoBytes)
+    monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
+    monkeypatch.setattr(llama, "model_folder", lambda name: name)
+    executor, parallel = scaling.ThreadExecutor(ParallelConfig(tp, pp)), ParallelConfig(tp, pp)
+    config = {"method": drafter, "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    args = serving.EngineArgs(speculative_config=config | ({"model": "2"} if drafter == "early_exit" else {}))
+    executor.collective_rpc("load_model", executors.WorkerSpec(
+        SIZES, parallel, runner=(executors.KEY, "served_runner"), runner_args=args, quantization="int4"))  # fmt: skip
+    kind = serving.engine_class("auto", True, None, speculation=args.speculation, on_workers=True)
+    model = llama.random_model(**SIZES)
+    engine = executors.parallel_engine(kind, executor, parallel)(
+        executors.skeleton(model.config, parallel, torch.float32), Words(), max_model_len=64, max_num_seqs=4,
+        max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4,
+    )  # fmt: skip
+    params = scaling.SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    engine.add_request("a", {"prompt_token_ids": [5, 9, 2, 5, 9, 2]}, params)
+    while engine.has_unfinished_requests():
+        heard = engine.step()
+    executor.shutdown()
+    wanted = scaling.scheduling.generate_alone(lesson.quantize_model(model, "int4"), [5, 9, 2, 5, 9, 2], 16)
+    assert heard[0].outputs[0].token_ids == wanted
+    assert engine.core.scheduler.spec_decoding_stats.num_draft_tokens > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "method"), [
     ({"tensor_parallel_size": 3}, "gguf"), ({"pipeline_parallel_size": 2}, "int8"),

@@ -74,12 +74,12 @@ def config_of(method):
     return {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1, **layers}
 
 
-def engine_on(executor, parallel, method, sizes=scaling.SIZES, lora=None, tokenizer=None, **limits):
+def engine_on(executor, parallel, method, sizes=scaling.SIZES, lora=None, tokenizer=None, quantization=None, **limits):
     """`sizes`: of a random model, or the config of the real one."""
     args = serving.EngineArgs(speculative_config=config_of(method), **(lora or {}))
     config, source = (llama.random_model(**sizes).config, sizes) if isinstance(sizes, dict) else (sizes, None)
     served = (executors.KEY, "served_runner")
-    spec = executors.WorkerSpec(source, parallel, torch.float32, served, args, embeds_last=method != "ngram")
+    spec = executors.WorkerSpec(source, parallel, torch.float32, served, args, quantization, method != "ngram")
     executor.collective_rpc("load_model", spec)
     kind = serving.engine_class("auto", True, None, args.lora_config, args.speculation, on_workers=True)
     kind = executors.parallel_engine(kind, executor, parallel)
@@ -432,8 +432,6 @@ def test_with_drafts_too_who_cannot_run_hears_of_it_though_nothing_is_in_flight(
         ({"pipeline_parallel_size": 2, "speculative_config": '{"method": "early_exit"}'},
          "method early_exit: not together with pipeline_parallel_size"),
         ({"tensor_parallel_size": 2, "speculative_config": '{"method": "magic"}'}, "method 'magic'"),
-        ({"tensor_parallel_size": 2, "speculative_config": {"method": "ngram"}, "quantization": "int8"},
-         "quantization: not together with workers"),
         ({"tensor_parallel_size": 2, "speculative_config": {"method": "ngram"}, "kv_transfer_config": {
             "kv_connector": "TCPConnector", "kv_role": "kv_both"}}, "kv_transfer_config: not together with workers"),
     ],
