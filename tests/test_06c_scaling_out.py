@@ -180,15 +180,17 @@ class ThreadExecutor(executors.Executor):
     def __init__(self, parallel):
         tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         self.world_size, self.inboxes, self.outboxes, self.last_stage = tp * pp, [], [], tp * (pp - 1)
-        self.calls, self.answers = 0, {}
+        self.calls, self.answers, self.threads = 0, {}, []
         rows = [(threading.Barrier(tp), [None] * tp) for _ in range(pp)]
         wires = [[queue.SimpleQueue() for _ in range(pp)] for _ in range(tp)]
         for rank in range(tp * pp):
             stage, shard = divmod(rank, tp)
             worker = ThreadWorker(ThreadTP(tp, shard, *rows[stage]), ThreadPP(pp, stage, wires[shard]))
             inbox, outbox = queue.SimpleQueue(), queue.SimpleQueue()
-            threading.Thread(target=self.work, args=(worker, inbox, outbox), daemon=True).start()
+            self.threads.append(threading.Thread(target=self.work, args=(worker, inbox, outbox), daemon=True))
             self.inboxes.append(inbox), self.outboxes.append(outbox)
+        for thread in self.threads:
+            thread.start()
 
     @staticmethod
     def work(worker, inbox, outbox):
@@ -219,6 +221,8 @@ class ThreadExecutor(executors.Executor):
     def shutdown(self):
         for inbox in self.inboxes:
             inbox.put(None)
+        for thread in self.threads:  # or Python may end while one is inside torch, which aborts
+            thread.join(60)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (1, 2), (1, 5), (2, 2)])

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import common
 import pytest
@@ -258,3 +259,12 @@ def test_a_missing_parameter_is_named():
         common.checked({k: v for k, v in GOOD.items() if k != "kind"}, ALLOWED)
     with pytest.raises(common.InputError, match="an object with size"):
         common.checked([], ALLOWED)
+
+
+def test_no_thread_sees_half_a_lesson(tmp_path, monkeypatch):
+    (tmp_path / "99_slow.py").write_text("import time\ntime.sleep(0.2)\nwhole = True\n")
+    monkeypatch.setattr(common, "HERE", tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: common.lesson("99_slow").whole, range(4)))
+    del sys.modules["99_slow"]
+    assert found == [True] * 4

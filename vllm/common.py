@@ -21,6 +21,7 @@ import re
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -223,18 +224,22 @@ def lesson(name: str) -> ModuleType:
     main = sys.modules["__main__"]
     if (file := getattr(main, "__file__", None)) and Path(file).resolve() == path:
         return main
-    if name not in sys.modules:
-        if not path.is_file():
-            raise ImportError(f"there is no lesson {name!r} in {HERE.name}/")
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+    with _loading:  # a server has threads: none of them shall see half a lesson
+        if name not in sys.modules:
+            if not path.is_file():
+                raise ImportError(f"there is no lesson {name!r} in {HERE.name}/")
+            spec = importlib.util.spec_from_file_location(name, path)
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            try:
+                spec.loader.exec_module(module)
+            except BaseException:
+                del sys.modules[name]
+                raise
+        return sys.modules[name]
+
+
+_loading = threading.RLock()
 
 
 # --- Precision ------------------------------------------------------------------------------------------------------
