@@ -3,6 +3,7 @@ what one process guesses."""
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import subprocess
@@ -141,11 +142,10 @@ def serve(engine, jobs=JOBS, priorities=None):
     return [tokens[i] for i in range(len(jobs))], logprobs, proposed
 
 
-def plain(found=[]):  # noqa: B006
-    """What one process writes without drafts; computed once."""
-    if not found:
-        found.append(serve(engine_here())[:2])
-    return found[0]
+@functools.cache
+def plain():
+    """What one process writes without drafts."""
+    return serve(engine_here())[:2]
 
 
 def kept(worker):
