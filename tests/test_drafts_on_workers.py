@@ -501,10 +501,9 @@ def test_served(real_model, method, flags):
         want |= {output.request_id: output.outputs[0] for output in engine.step()}
     about = json.dumps({"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1})
     with scaling.server(*flags, "--speculative-config", about) as (client, process, _, _):
-        ask = lambda text: client.completions.create(  # noqa: E731
-            model=name or "smol", prompt=text, temperature=0, max_tokens=12, logprobs=1)  # fmt: skip
+        fields = {"model": name or "smol", "temperature": 0, "max_tokens": 12, "logprobs": 1}
         with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(ask, scaling.TEXTS * 2))
+            answers = list(pool.map(lambda text: client.completions.create(prompt=text, **fields), scaling.TEXTS * 2))
         for i, answer in enumerate(answers):
             choice, right = answer.choices[0], want[str(i % len(scaling.TEXTS))]
             assert choice.text == right.text

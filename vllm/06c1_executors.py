@@ -174,7 +174,7 @@ def pipeline_stage(base: type[llama.Llama]) -> type[llama.Llama]:
     return PipelineStage
 
 
-def check_quantization(method: str | None) -> None:
+def check_quantization(method: str) -> None:
     """Raises InputError for what no rank can do with a part of the weights."""
     if method in common.lesson("05b_quantization").CALIBRATED:
         raise common.InputError(f"quantization {method!r}: not on workers, none of which sees what a whole model "

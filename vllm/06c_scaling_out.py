@@ -158,7 +158,7 @@ def start_workers(args: Any, dtype: torch.dtype) -> Workers:
     parallel, folder = parallel_config(args), llama.model_folder(args.model)
     config = llama.LlamaConfig.from_folder(folder, quantized=True)
     parallel.check(config)
-    if serving.stored_quantization(folder, args.quantization) is None:
+    if args.quantization and serving.stored_quantization(folder, args.quantization) is None:
         executors.check_quantization(args.quantization)
     executor = executors.make_executor(parallel)
     embeds_last = args.speculation is not None and args.speculation.method in ("draft_model", "eagle")
