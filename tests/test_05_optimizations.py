@@ -513,6 +513,39 @@ def test_piecewise_graphs_change_no_token(tiny_model):
     assert all(len(step.graphs) == layers + 1 and len(step.attention) == layers for step in runner.captured.values())
 
 
+def test_all_is_captured_before_the_first_request(tiny_model, kernels):
+    """The largest bucket first, whose memory the others use; nothing is captured any more in front of a client."""
+    core = core_of(tiny_model, num_blocks=40, runner_class=graphs(largest=16))
+    runner, decodes = core.runner, core.scheduler.config.max_num_seqs
+    runner.capture_all()
+    buckets = [(n, whole) for n in (16, 8, 4, 2, 1) for whole in (False, True) if not whole or n <= decodes]
+    assert list(runner.captured) == buckets and runner.num_replays == 0
+    runner.capture = None
+    for graph in (graph for step in runner.captured.values() for graph in step.graphs):
+        graph.replay()  # only padding: it leaves no trace (and the margins of what it allocates are filled)
+    assert serve(core) == serve(core_of(tiny_model, num_blocks=40)) and runner.num_replays
+
+
+def test_attention_between_two_pieces_reads_the_same_memory_in_every_bucket(tiny_model):
+    """A bucket that kept queries, keys and values of its own would keep them for every layer."""
+    read = set()
+
+    class Reading(batching.ModelRunner):
+        def attend(self, meta):
+            attend = super().attend(meta)
+
+            def noting(layer, q, k, v):
+                read.update((name, x.data_ptr()) for name, x in (("q", q), ("k", k), ("v", v)) if runner.num_replays)
+                return attend(layer, q, k, v)
+
+            return noting
+
+    core = core_of(tiny_model, num_blocks=40, runner_class=graphs(Reading, full=False))
+    runner = core.runner
+    serve(core)
+    assert len(runner.captured) == 5 and len(read) == 3
+
+
 def test_full_graphs_change_no_token(tiny_model, kernels):
     """Attention inside the graph: lesson 02's kernels run from the recording alone."""
     core = core_of(tiny_model, num_blocks=40, runner_class=graphs())

@@ -644,6 +644,17 @@ def test_speculative_config_changes_the_engine_and_no_token(tiny_load, tiny_mode
         assert engine.core.scheduler.spec_decoding_stats.num_accepted_tokens > 0
 
 
+@pytest.mark.skipif(common.HAS_GPU, reason="there, every test of this file serves from graphs")
+@pytest.mark.parametrize("flags", [{}, {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'}])
+def test_every_batch_size_is_captured_before_anybody_is_served(tiny_load, monkeypatch, flags):
+    cuda_graphs = common.lesson("051_cuda_graphs")
+    taped = functools.partial(cuda_graphs.graph_runner, graph_class=cuda_graphs.Tape, largest=8)
+    monkeypatch.setattr(cuda_graphs, "graph_runner", taped)
+    runner = make(**flags).core.runner
+    assert [size for size, whole in runner.captured] == [8, 4, 2, 1] and runner.num_replays > 0
+    assert make(enforce_eager=True, **flags).core.runner.__class__.__name__.count("Graph") == 0
+
+
 def test_prompts_are_scored_beside_drafts(tiny_load):
     """Whose rows stand between the prompt's: another request is verified in the same step."""
     config = {"method": "suffix", "num_speculative_tokens": 3, "prompt_lookup_min": 1}

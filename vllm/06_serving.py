@@ -233,7 +233,7 @@ def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, toke
         block_bytes = functools.partial(_quantized_block_bytes, kv_cache_dtype)
     elif not (enforce_eager or lora_config or kv_transfer):  # captures CUDA graphs on a GPU, nothing elsewhere
         # A graph replays kernels: no connector between two of them, and the adapters of one step for ever.
-        runner = common.lesson("05_optimizations").graph_runner(runner)
+        runner = common.lesson("051_cuda_graphs").graph_runner(runner)
     if has_guided_decoding():
         runner = common.lesson("06b_guided_decoding").guided_runner(runner, tokenizer)
 
@@ -396,7 +396,8 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
     for name, path in args.adapters.items():
         engine.lora.add_adapter(name, path)
     warm_up(engine)
-    stage("warm-up", "one prompt and one sampled token of every kind of step")
+    graphs = len(getattr(engine.core.runner, "captured", ()))
+    stage("warm-up", f"{graphs} batch sizes as CUDA graphs" if graphs else "compiled, packed, paged in")
     engine.about = {"seconds": seconds, "kv_cache_tokens": tokens, "device": m["device"]}
     if kv_transfer:  # where others find this engine's blocks
         engine.about["kv_transfer"] = getattr(engine.core.scheduler.connector, "address", {})
@@ -430,7 +431,9 @@ def kv_cache_memory(args: EngineArgs, model: llama.Llama, budget: int) -> int:
 
 
 def warm_up(engine: LLMEngine) -> None:
-    """What the first request would otherwise pay: compiled kernels, packed weights, pages of memory."""
+    """What the first request would otherwise pay: CUDA graphs, compiled kernels, packed weights, pages of memory."""
+    if hasattr(engine.core.runner, "capture_all"):
+        engine.core.runner.capture_all()
     for i, temperature in enumerate((0.0, 1.0)):
         params = SamplingParams(temperature=temperature, top_p=0.9, max_tokens=3, ignore_eos=True)
         length = min(8, engine.core.scheduler.config.max_model_len - 1)
