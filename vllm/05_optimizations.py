@@ -360,9 +360,11 @@ class AsyncScheduler(Scheduler):
         heard = super().update_from_output(output, sampled_token_ids)
         for request in filter(Request.is_finished, evicted):
             self.waiting.remove_request(request)  # that token was its last
-        for request_id in sampled_token_ids.keys() - self.requests.keys():
-            del self.num_output_placeholders[request_id]
         return heard
+
+    def _free_request(self, request: Request) -> None:
+        super()._free_request(request)
+        del self.num_output_placeholders[request.request_id]  # what is still on its way comes for nobody
 
     def _update_request_with_output(self, request: Request, token_ids: list[int]) -> list[int]:
         """Whoever is heard of has had all tokens computed but the last: full blocks can be found."""
