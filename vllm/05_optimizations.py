@@ -355,10 +355,10 @@ class AsyncScheduler(Scheduler):
     ) -> list[EngineCoreOutput]:
         """A token may come for a request that has lost its seat meanwhile (lesson 11), or that has ended."""
         requests = [request for i in sampled_token_ids if (request := self.requests.get(i))]  # others were aborted
-        evicted = [request for request in requests if request.status is RequestStatus.PREEMPTED]
+        preempted = [request for request in requests if request.status is RequestStatus.PREEMPTED]
         self.num_output_placeholders.subtract(request.request_id for request in requests)
         heard = super().update_from_output(output, sampled_token_ids)
-        for request in filter(Request.is_finished, evicted):
+        for request in filter(Request.is_finished, preempted):
             self.waiting.remove_request(request)  # that token was its last
         for request_id in sampled_token_ids.keys() - self.requests.keys():
             del self.num_output_placeholders[request_id]

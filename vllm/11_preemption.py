@@ -5,17 +5,17 @@ empty in the middle of a step. Somebody must give blocks back. Who, and what hap
 
 The mechanism:
   1. Admission is optimistic: a request comes in if what is known of it fits now. Its output has no reservation.
-  2. A running request that finds no block evicts the one admitted last (priority policy: the least important).
+  2. A running request that finds no block preempts the one admitted last (priority policy: the least important).
   3. Recompute, vLLM's V1: the victim's blocks are freed and its tokens kept; back in front of the queue, it will be
      prefilled again, prompt and output in one go, except what the prefix cache still holds.
   4. Swap, as V0 could: the victim's blocks are copied to CPU memory and copied back later. Nothing is redone.
-  5. Nobody is admitted in a step that evicted, so copies out and copies in never meet in one step.
+  5. Nobody is admitted in a step that preempted, so copies out and copies in never meet in one step.
   6. A second cache on the CPU, keyed by block hash, catches whatever the GPU's prefix cache evicts: copy, not compute.
   7. Who can never fit is refused on arrival: in the queue it would wait forever, and block everybody behind it.
 110_workload_files.py holds the knobs (`SchedulerConfig`), and what `replay` reads and writes.
 
 Numbers to remember: 16 requests of 64 + 192 tokens, one every 16 steps, in a pool that holds 4 of them at full length:
-20 evictions, and 32 % of all computed tokens were computed before. Copying a token of Llama-3.1-8B out and in again
+20 preemptions, and 32 % of all computed tokens were computed before. Copying a token of Llama-3.1-8B out and in again
 takes 5 µs over PCIe 5, computing it again on an H100 14 µs: bandwidth alone would choose swap, and vLLM removed it.
 
 How to run:
@@ -73,7 +73,7 @@ KEY = "11_preemption"
 
 
 def undisturbed(model: llama.Llama, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """What a request must answer however often it was evicted: greedy, alone, in lesson 01's contiguous cache."""
+    """What a request must answer however often it was preempted: greedy, alone, in lesson 01's contiguous cache."""
     spec = kv_cache.KVCacheSpec.from_config(vars(model.config))
     cache = kv_cache.KVCache(spec, 1, len(prompt) + max_tokens, model.dtype, model.device)
     return kv_cache.generate(model, prompt, max_tokens, cache).token_ids
@@ -105,10 +105,10 @@ class Scheduler(chunked_prefill.Scheduler):
         self.watermark_blocks = int(config.watermark * kv_cache_manager.block_pool.num_blocks)
 
     def _schedule_running(self, output: SchedulerOutput) -> None:
-        """Whoever runs goes on, in order of admission, and evicts others until its blocks are there."""
+        """Whoever runs goes on, in order of admission, and preempts others until its blocks are there."""
         for request in tuple(self.running):
             if request.status is not RequestStatus.RUNNING:
-                continue  # evicted a moment ago, for somebody in front of it
+                continue  # preempted a moment ago, for somebody in front of it
             # The last position of a sequence is sampled, never computed.
             room = self.config.max_model_len - 1 - request.num_computed_tokens
             num_new_tokens = min(self._num_new_tokens(request), room)
@@ -447,7 +447,7 @@ class OffloadingModelRunner(continuous_batching.ModelRunner):
         self.host = [torch.zeros(shape, dtype=model.dtype, pin_memory=common.HAS_GPU) for _ in self.cache.layers]
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """Copies first: an evicted block may already belong to somebody who writes it in this forward pass."""
+        """Copies first: a block taken away may already belong to somebody who writes it in this forward pass."""
         for direction, pairs in self.copies.take() if self.copies else ():
             table = torch.tensor(pairs, dtype=torch.int64, device=self.model.device).view(-1, 2)
             for layer, host in zip(self.cache.layers, self.host):
@@ -664,10 +664,10 @@ def replay_command(args: argparse.Namespace) -> None:
         except OSError as error:
             raise common.InputError(f"--out {args.out}: {error.strerror}") from None
         if args.owners and trace["steps"]:
-            evictions = [step["step"] for step in trace["steps"] for _ in step.get("preempted", ())]
+            preemptions = [step["step"] for step in trace["steps"] for _ in step.get("preempted", ())]
             pool, title = workload["config"]["num_blocks"] - 1, f"Who owns the pool over time: {workload['name']}"
             try:
-                draw_owners(args.owners, f"replay_{path.stem}", owners_of(trace), evictions, pool, title)
+                draw_owners(args.owners, f"replay_{path.stem}", owners_of(trace), preemptions, pool, title)
             except OSError as error:
                 raise common.InputError(f"--figure {args.owners}: {error.strerror}") from None
         if args.table:
@@ -679,7 +679,7 @@ def replay_command(args: argparse.Namespace) -> None:
             sys.stdout.write(dumps(trace))
 
 
-# --- 8. What an eviction costs: recompute against swap --------------------------------------------------------------
+# --- 8. What a preemption costs: recompute against swap -------------------------------------------------------------
 
 # Bytes/s in one direction. PCIe: what large copies reach of 31.5 and 63 GB/s; NVLink-C2C (GH200): the data sheet.
 LINKS = {"PCIe 4": 25e9, "PCIe 5": 50e9, "NVLink-C2C": 450e9}
@@ -734,7 +734,7 @@ BYTES_PER_TOKEN = 131_072  # Llama-3.1-8B in bf16, as lesson 01 computes it
 
 
 class ObservedCore(MeteredCore):
-    """Writes down every step: who holds how many blocks, who was evicted, what was redone and copied."""
+    """Writes down every step: who holds how many blocks, who was preempted, what was redone and copied."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
@@ -810,14 +810,14 @@ def describe(trace: dict[str, Any]) -> str:
     ]
     if trace["refused"]:
         return "\n".join([*lines, f"REFUSED on arrival: {trace['refused']}"])
-    evictions = [step for step in trace["steps"] if step["preempted"]]
-    for step in evictions[:4]:
+    preempting = [step for step in trace["steps"] if step["preempted"]]
+    for step in preempting[:4]:
         held = " ".join(f"r{r}:{n}" for r, n in step["held"].items())
         victims = ", ".join(f"r{r}" for r in step["preempted"])
-        lines.append(f"  step {step['step']:>3}: evicted {victims}; left {held}, {step['free']} free, "
+        lines.append(f"  step {step['step']:>3}: preempted {victims}; left {held}, {step['free']} free, "
                      f"{len(step['waiting'])} waiting")  # fmt: skip
-    if len(evictions) > 4:
-        lines.append(f"  … {len(evictions) - 4} more steps with evictions")
+    if len(preempting) > 4:
+        lines.append(f"  … {len(preempting) - 4} more steps with preemptions")
     cost = f"redone in {trace['recompute_us'] / 1e3:.1f} ms"
     if p["policy"] == "swap":
         cost += f"; {trace['copied_blocks']:,} blocks copied in {trace['swap_us'] / 1e3:.1f} ms"
@@ -977,10 +977,10 @@ def draw(folder: str | Path) -> list[Path]:
     """The lesson's figures, from `facts()` and `simulate` alone."""
     known, trace = facts(), simulate(WIDGET_DEFAULT)
     owners = [(step["step"], {f"r{i}": n for i, n in step["held"].items()}) for step in trace["steps"]]
-    evictions = [step["step"] for step in trace["steps"] for _ in step["preempted"]]
-    title = "Who owns the 64 blocks: 16 requests of 16 blocks each, and every eviction (▾)"
+    preemptions = [step["step"] for step in trace["steps"] for _ in step["preempted"]]
+    title = "Who owns the 64 blocks: 16 requests of 16 blocks each, and every preemption (▾)"
     return [
-        draw_owners(folder, "11_owners", owners, evictions, WIDGET_DEFAULT["pool_blocks"], title),
+        draw_owners(folder, "11_owners", owners, preemptions, WIDGET_DEFAULT["pool_blocks"], title),
         _draw_cost(folder, known), _draw_cliff(folder, known["cliff"]),
     ]  # fmt: skip
 
@@ -1105,7 +1105,7 @@ def run_policies(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.
         copied = core.copies.total if core.copies else {"out": 0, "in": 0}
         counts = core.preemptions, core.useful, core.redone, copied["out"], copied["in"]
         rows.append([f"{policy}, {pool} blocks", *counts])
-    common.say(f"✓ {len(rows)} runs of {len(prompts)} requests, evicted or not: the tokens of each alone, undisturbed")
+    common.say(f"✓ {len(rows)} runs of {len(prompts)} requests, preempted or not: each wrote what it writes alone")
     common.table(("policy and pool", "preempted", "useful tokens", "redone", "blocks out", "in"), rows)
 
 
@@ -1119,8 +1119,8 @@ def build_parser() -> common.Parser:
         choices, default = WIDGET_CHOICES[name], WIDGET_DEFAULT[name]
         kind = common.number(int, choices[0], choices[-1])
         parser.add_argument(flag, dest=name, type=kind, default=default, help=f"{text} (default {default})")
-    parser.add_argument("--policy", choices=("recompute", "swap"), default="recompute", help="what an eviction does")
-    parser.add_argument("--prefix-caching", action="store_true", help="let the evicted look for their old blocks")
+    parser.add_argument("--policy", choices=("recompute", "swap"), default="recompute", help="what a preemption does")
+    parser.add_argument("--prefix-caching", action="store_true", help="let the preempted look for their old blocks")
     commands = parser.add_subparsers(dest="command", metavar="replay")
     command = commands.add_parser("replay", help="print what the scheduler decides on recorded or own workloads")
     command.add_argument("workloads", nargs="+", metavar="WORKLOAD.json")
@@ -1141,7 +1141,7 @@ def main(argv: list[str] | None = None) -> None:
     common.heading("1 · One kernel moves blocks between two pools")
     check_kernel(args.seed)
 
-    common.heading(f"2 · {args.model or llama.DEFAULT_MODEL}: evicted, and none the worse for it (blocks of 4 tokens)")
+    common.heading(f"2 · {args.model or llama.DEFAULT_MODEL}: preempted, none the worse for it (blocks of 4 tokens)")
     run_policies(args, model, tokenizer)
 
     common.heading("3 · Too many requests for one pool")
