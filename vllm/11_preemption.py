@@ -423,6 +423,7 @@ class MeteredCore(continuous_batching.EngineCore):
         self.useful = self.redone = self.preemptions = 0
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """Token 0 for whoever has computed all of its own; counts tokens computed before (`redone`)."""
         sampled: dict[str, list[int]] = {}
         self.preemptions += len(output.preempted_reqs)
         for request_id, n in output.num_scheduled_tokens.items():
@@ -528,6 +529,7 @@ class ReplayCore(continuous_batching.EngineCore):
         """vLLM's front end looks at the prompt's length only, and that is done before the replay starts."""
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """The recorded tokens; `entry` is the step as the trace has it."""
         scheduler, tables = self.scheduler, self.scheduler.kv_cache_manager.req_to_blocks
         for request in (*output.preempted_reqs, *output.scheduled_new_reqs, *output.scheduled_resumed_reqs):
             self.last_tables.pop(request.request_id, None)
@@ -742,6 +744,7 @@ class ObservedCore(MeteredCore):
         self.steps: list[dict[str, Any]] = []
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """As the parent, and appends the step as it is after scheduling."""
         scheduler, redone = self.scheduler, self.redone
         copied = sum(len(pairs) for _, pairs in self.copies.take()) if self.copies else 0
         sampled = super().execute_model(output)
@@ -849,6 +852,7 @@ class TimedCore(MeteredCore):
         self.clock = 0.0
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """As the parent; `clock` goes on by the roofline of the step and what was copied, in seconds."""
         sampled, tokens, pairs, context = super().execute_model(output), 0, 0, 0
         for request_id, n in output.num_scheduled_tokens.items():
             S = self.scheduler.requests[request_id].num_computed_tokens
@@ -910,10 +914,8 @@ def round_robin(num_blocks: int, num_cpu_blocks: int, documents: int = 6, length
 
     With a GPU pool that holds fewer texts than there are, LRU throws each one out just before it is asked for again.
     """
-    if num_cpu_blocks:
-        scheduler = build_scheduler("offload", num_blocks, 16, length + 32, num_cpu_blocks)
-    else:
-        scheduler = build_scheduler("recompute", num_blocks, 16, length + 32, prefix_caching=True)
+    policy = "offload" if num_cpu_blocks else "recompute"
+    scheduler = build_scheduler(policy, num_blocks, 16, length + 32, num_cpu_blocks, prefix_caching=True)
     core, prompt_tokens, hits = MeteredCore(scheduler), 0, 0
     for turn in range(rounds * documents):
         document = turn % documents
@@ -938,6 +940,7 @@ BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (16, 64, 256, 1024, 4096, 16384, 65536)
 
 
+@functools.cache
 def facts() -> dict[str, Any]:
     """Every deterministic number of the lesson's text and figures. No model, about a second."""
     thrash, cost, slug = {}, {}, kv_cache.slug
@@ -1081,8 +1084,7 @@ def check_kernel(seed: int) -> None:
     for dtype in common.TOLERANCE:
         cache = torch.randn(2, 12, 16, 3, 64, generator=generator).to(common.device(), dtype)
         host = torch.zeros(2, 8, 16, 3, 64, dtype=dtype, pin_memory=common.HAS_GPU)
-        expected = host.clone()
-        pairs = [(7, 2), (1, 5), (11, 3)]
+        expected, pairs = host.clone(), [(7, 2), (1, 5), (11, 3)]
         with common.use_kernels():
             swap_blocks(cache, host, torch.tensor(pairs, device=cache.device))
         swap_blocks_one_by_one(cache, expected, pairs)
@@ -1103,8 +1105,7 @@ def run_policies(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.
         if run_to_end(core, requests) != expected:
             raise common.CheckFailed(f"{policy} with {pool} blocks: tokens differ from an undisturbed run")
         copied = core.copies.total if core.copies else {"out": 0, "in": 0}
-        counts = core.preemptions, core.useful, core.redone, copied["out"], copied["in"]
-        rows.append([f"{policy}, {pool} blocks", *counts])
+        rows.append([f"{policy}, {pool} blocks", core.preemptions, core.useful, core.redone, *copied.values()])
     common.say(f"✓ {len(rows)} runs of {len(prompts)} requests, preempted or not: each wrote what it writes alone")
     common.table(("policy and pool", "preempted", "useful tokens", "redone", "blocks out", "in"), rows)
 
@@ -1134,9 +1135,8 @@ def main(argv: list[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     if args.command == "replay":
         return replay_command(args)
-    machine = common.start(args)
+    machine, known = common.start(args), facts()
     model, tokenizer = llama.load(args.model)
-    known = facts()
 
     common.heading("1 · One kernel moves blocks between two pools")
     check_kernel(args.seed)
@@ -1173,7 +1173,7 @@ def main(argv: list[str] | None = None) -> None:
     bench = measure(args, model)
     draw(args.figure)
     if args.json:
-        common.merge_json(args.json, KEY, {"machine": machine, "facts": facts(), "bench": bench})
+        common.merge_json(args.json, KEY, {"machine": machine, "facts": known, "bench": bench})
 
 
 def measure(args: argparse.Namespace, model: llama.Llama) -> dict[str, Any]:
