@@ -710,8 +710,8 @@ class PreemptingEngine(lesson.GuidedLLMEngine):
 def test_chunks_and_preemptions_change_nothing(model, real_model, budget, monkeypatch):
     """A pool that is too small and prompts cut into pieces of 8: the same tokens as alone."""
     preempted = []
-    evict = preemption.Scheduler._preempt_request
-    monkeypatch.setattr(preemption.Scheduler, "_preempt_request", lambda *a: preempted.append(a[1]) or evict(*a))
+    preempt = preemption.Scheduler._preempt_request
+    monkeypatch.setattr(preemption.Scheduler, "_preempt_request", lambda *a: preempted.append(a[1]) or preempt(*a))
 
     class LLM(offline.LLM):
         engine_class = PreemptingEngine

@@ -1,4 +1,4 @@
-"""Lesson 11: whoever was evicted answers as if nothing had happened, whatever became of its blocks."""
+"""Lesson 11: whoever was preempted answers as if nothing had happened, whatever became of its blocks."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class AheadCore(lesson.ModelCore):
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("pool", [13, 17, 25])
 def test_a_step_ahead_changes_no_token(pool, caching, policy, tiny_model, answers):
-    """Evicted while a token is on its way: it is kept, its keys and values are computed with all others."""
+    """Preempted while a token is on its way: it is kept, its keys and values are computed with all others."""
     config = lesson.SchedulerConfig(max_model_len=56, max_num_seqs=8, max_num_batched_tokens=16, policy=policy)
     scheduler = lesson.AsyncScheduler(config, lesson.KVCacheManager(pool + 1, 4, 56, caching))
     core = AheadCore(scheduler, tiny_model)
@@ -265,7 +265,7 @@ def test_everybody_reads_its_own_memory(workload):
 
 
 def two_growing(policy: str, num_cpu_blocks: int, **limits) -> tuple:
-    """Two requests of 4 + 12 tokens in 6 blocks of 4: the later one is evicted when both want a fourth."""
+    """Two requests of 4 + 12 tokens in 6 blocks of 4: the later one is preempted when both want a fourth."""
     scheduler = lesson.build_scheduler(policy, 6, 4, 16, num_cpu_blocks, max_num_seqs=2, **limits)
     core = lesson.MeteredCore(scheduler)
     for i in range(2):
@@ -367,7 +367,7 @@ def test_a_block_that_the_gpu_has_twice_is_copied_when_the_last_one_goes():
     assert list(tier.blocks) == [b"same"] and tier.copies.take()[0][1][0][0] == second != first
 
 
-def test_an_evicted_prefix_comes_back():
+def test_a_preempted_prefix_comes_back():
     known = lesson.facts()["tier"]
     assert known["0"]["hits"] == known["32"]["hits"] == 0  # LRU over a cycle that does not fit finds nothing
     assert known["96"]["hits"] == 3 * 6 * 256  # all but the first round

@@ -137,7 +137,7 @@ def _prompts_uncut(self, request):
 BREAK = {
     "admits in a step that preempted": (lesson.Scheduler, "_schedule_waiting", _admit_after_preemption),
     "keeps a victim's tokens": (lesson.Scheduler, "_preempt_request", _forget_refund),
-    "evicts the last of running under priority": (lesson.Scheduler, "_choose_victim", _priority_ignored),
+    "preempts the last of running under priority": (lesson.Scheduler, "_choose_victim", _priority_ignored),
     "ignores the watermark": (lesson.Scheduler, "_admit", _no_watermark),
     "reserves to the last token": (lesson.Scheduler, "_admit", continuous_batching.Scheduler._admit),
     "never cuts a prompt": (chunked_prefill.Scheduler, "_num_new_tokens", _prompts_uncut),

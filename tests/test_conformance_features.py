@@ -159,7 +159,7 @@ def is_careful(path) -> bool:
 
 @pytest.mark.parametrize("path", [*filter(is_careful, WORKLOADS["ahead"])], ids=lambda path: path.stem)
 def test_lesson_04_a_step_ahead_decides_as_vllm(path):
-    """Where prompts are whole and nobody is evicted; only which blocks it takes, and when, is another matter."""
+    """Where prompts are whole and nobody is preempted; only which blocks it takes, and when, is another matter."""
     ours, recorded = CarefulCore(json.loads(path.read_text())).run(), json.loads(trace_of(path).read_text())["steps"]
     for field in ("scheduled", "sampled", "finished", "running_queue", "waiting_queue"):
         assert [step.get(field) for step in ours] == [step.get(field) for step in recorded]
@@ -307,8 +307,8 @@ def _ahead_of_the_end(self, request, original=Ahead._num_new_tokens):
 
 
 def _loses_what_comes(self, output, sampled, original=Ahead.update_from_output):
-    evicted = {i for i in sampled if i in self.requests and self.requests[i] not in self.running}
-    return original(self, output, {i: token_ids for i, token_ids in sampled.items() if i not in evicted})
+    preempted = {i for i in sampled if i in self.requests and self.requests[i] not in self.running}
+    return original(self, output, {i: token_ids for i, token_ids in sampled.items() if i not in preempted})
 
 
 def _finds_no_answers(self, output, sampled, original=Ahead.update_from_output):
@@ -472,7 +472,7 @@ CHANGED = sorted((GOLDEN / "vllm_0.33").iterdir())
 
 
 def _goes_on_behind_itself(self, output):
-    """By priority, a request that evicts itself does not end the walk: others, more important, stand behind it."""
+    """By priority, a request that preempts itself does not end the walk: others, more important, stand behind it."""
     for request in tuple(self.running):
         if request.status is not scheduling.RequestStatus.RUNNING:
             continue

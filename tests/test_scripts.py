@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
+import re
 import subprocess
 import sys
 
@@ -39,6 +41,86 @@ def test_default_run(lesson):
     assert mine["machine"]["torch"] and mine["facts"]
     committed = common.FIGURES.glob(f"{lesson.split('_')[0]}_*.svg")
     assert done.figures == {path.name: path.read_bytes() for path in committed}, "a figure is out of date"
+
+
+# A piece of the heading under which the real model runs, and of the one under which something is timed (None: that
+# takes --bench), and what the story sets of the simulation's parameters that is not the widget's default.
+PARTS: dict[str, tuple[str, str | None, dict]] = {
+    "01_kv_cache": ("The real model", "Measured on this machine", {"batch": 64}),
+    "02_paged_attention": ("A real model", "What the indirection costs", {}),
+    "03_flash_attention": ("The real model", "Measured on this", {}),
+    "04_continuous_batching": ("The real model", "in seconds", {"policy": "continuous"}),
+    "04b_offline_engine": ("The offline engine", "What sampling costs", {}),
+    "04c_speed": ("From naive to final", "The floor", {}),
+    "05_optimizations": ("prefix-caching", None, {}),
+    "05b_quantization": ("Live: block", "Measured here", {"group": 16}),
+    "05c_tensor_parallel": ("The real model", None, {}),
+    "05d_kv_cache_quantization": ("The real model", None, {}),
+    "06_serving": ("One request, followed", None, {}),
+    "06b_guided_decoding": ("One batch", "What strangers send", {}),
+    "06c_scaling_out": ("One scheduler", None, {}),
+    "06d_load_generator": ("The real engine", None, {}),
+    "06e_async_engine": ("Where the engine runs", "waiting streams", {}),
+    "06f_openai_api": ("An answer on the wire", "What it costs", {}),
+    "07_spec_decode": ("The real model", "When it pays", {}),
+    "07b_trained_drafters": ("In the engine", None, {}),
+    "08_disagg": ("Two processes", None, {}),
+    "09_gqa": ("The head map", "Measured on this machine", {}),
+    "10_chunked_prefill": ("Chunked is whole", "Measured: a prompt", {}),
+    "11_preemption": ("SmolLM2-135M-Instruct", "Measured on this machine", {}),
+    "12_multi_lora": ("Four models in one batch", None, {"max_loras": 4}),
+}
+
+
+@pytest.mark.parametrize("lesson", [pytest.param(name, marks=pytest.mark.job(script_job(name))) for name in PARTS])
+def test_a_story_has_its_parts_in_order(lesson):
+    """DESIGN's: the machine, a check against the reference, the real model, the simulation, what was measured."""
+    real, measured, params = PARTS[lesson]
+    module = common.lesson(lesson)
+    told = module.describe(module.simulate(module.WIDGET_DEFAULT | params))
+    assert wrong_parts(output_of(lesson), told, real, measured) is None
+
+
+def wrong_parts(output: str, told: str, real: str, measured: str | None) -> str | None:
+    """What is missing in a script's output, or comes too early; None if all is well."""
+    lines = [line.rstrip() for line in output.splitlines()]
+    headings = [i for i, line in enumerate(lines) if re.match(r"\d+( ·|\.) ", line) and not lines[i - 1]]
+    sections = [*zip(headings, [*headings[1:], len(lines)])]
+    model = next(((i, end) for i, end in sections if real in lines[i]), None)
+    wanted = ["  " + line.rstrip() for line in told.splitlines()]
+    simulation = next((i for i in range(len(lines)) if lines[i : i + len(wanted)] == wanted), None)
+    if model is None or simulation is None:
+        return f"no part {real!r}" if model is None else f"the simulation does not say {told!r}"
+    if next((i for i, line in enumerate(lines) if "✓" in line), simulation) >= min(simulation, model[1]):
+        return "nothing is checked before"
+    if simulation < model[0]:
+        return "the real model comes after the simulation"
+    if measured and not any(measured in lines[i] for i in headings if i > simulation):
+        return f"no part {measured!r} after the simulation"
+    return None
+
+
+def test_a_story_out_of_order_is_found():
+    parts = ["Machine: x", "", "1. Kernels", "  ✓ same", "", "2. The real model", "  ✓ same", "", "3. The widget",
+             "  a", "    b", "", "4. Measured", "  1 ms"]  # fmt: skip
+    found = lambda *parts: wrong_parts("\n".join(parts), "a\n  b", "The real model", "Measured")  # noqa: E731
+    assert found(*parts) is None
+    assert "does not say" in found(*parts[:10], *parts[11:])
+    assert "no part" in found(*parts[:4], *parts[7:])
+    assert "checked" in found(*(line for line in parts if "✓" not in line))
+    assert "after the simulation" in found(*parts[:4], *parts[7:11], *parts[4:7], *parts[11:])
+    assert "no part 'Measured'" in found(*parts[:4], *parts[11:], *parts[4:11])
+
+
+def test_every_script_has_its_parts_named():
+    assert [path.stem for path in LESSONS] == list(PARTS)
+
+
+@by_lesson
+def test_the_figures_are_saved_last(lesson):
+    """And then the numbers, where they are asked for."""
+    rest = inspect.getsource(common.lesson(lesson).main).partition("draw(args.figure)")[2]
+    assert "args.json" in rest and not re.search(r"common\.(heading|say|table|check)", rest)
 
 
 @pytest.mark.slow

@@ -856,22 +856,28 @@ def check_kernel() -> None:
     common.check(f"Triton kernel, {common.kernel_mode()}, the same", out, reference)
 
 
-def run_generation(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
-    """The real model three times: with a cache, without one, and with the wrong positions."""
-    N, limit, chat = args.new_tokens, model.config.max_position_embeddings, [{"role": "user", "content": args.prompt}]
+def prompt_tokens(args: argparse.Namespace, folder: Path) -> list[int]:
+    """The question's token ids; no weights are read. InputError where the model or `--slots` has no room for them."""
+    tokenizer, N = llama.Tokenizer(folder), args.new_tokens
+    limit = llama.LlamaConfig.from_folder(folder).max_position_embeddings
+    chat = [{"role": "user", "content": args.prompt}]
     prompt = tokenizer.chat(chat) if tokenizer.chat_template else tokenizer.encode(args.prompt)
     if not 1 <= len(prompt) <= limit - N:
         raise common.InputError(f"--prompt: {len(prompt)} tokens; allowed with --new-tokens {N}: 1 to {limit - N}")
-    spec = KVCacheSpec.from_config(vars(model.config))
+    if args.slots < len(prompt) + N - 1:  # the last token is written, and never run through the model
+        raise common.InputError(f"--slots {args.slots}: too few; allowed for a prompt of {len(prompt)} tokens and "
+                                f"--new-tokens {N}: at least {len(prompt) + N - 1}")  # fmt: skip
+    return prompt
+
+
+def run_generation(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer,
+                   prompt: list[int]) -> None:  # fmt: skip
+    """The real model three times: with a cache, without one, and with the wrong positions."""
+    N, spec = args.new_tokens, KVCacheSpec.from_config(vars(model.config))
 
     def cached(max_tokens: int, restart_positions: bool) -> tuple[Generation, KVCache]:
         cache = KVCache(spec, 1, args.slots, model.dtype, model.device)
-        try:
-            return generate(model, prompt, max_tokens, cache, restart_positions), cache
-        except CacheFull as error:
-            needed = len(prompt) + N - 1
-            raise common.InputError(f"--slots {args.slots}: {error}; allowed for this prompt and "
-                                    f"--new-tokens {N}: at least {needed}") from None  # fmt: skip
+        return generate(model, prompt, max_tokens, cache, restart_positions), cache
 
     cached(1, args.restart_positions)  # whoever computes first also waits for the weights to come from the disk
     fast, cache = cached(N, args.restart_positions)
@@ -906,7 +912,7 @@ def run_generation(args: argparse.Namespace, model: llama.Llama, tokenizer: llam
                f"{1 - used / args.slots:.1%} of it stayed empty.")  # fmt: skip
 
 
-def print_bill(known: dict[str, Any]) -> None:
+def print_bill(args: argparse.Namespace, known: dict[str, Any]) -> None:
     """Bytes per token of six models, and how many sequences of 2,048 tokens fit beside the weights."""
     rows = []
     for name in MODELS:
@@ -922,8 +928,8 @@ def print_bill(known: dict[str, Any]) -> None:
                        cache.nbytes, 4 * 2048 * spec.bytes_per_token())  # fmt: skip
     kinds = ("fp8", "int8_per_token_head", "nvfp4", "int4_per_token_head")
     common.say("Llama-3.1-8B in " + ", ".join(f"{kind} {known['bytes_by_dtype'][kind]:,}" for kind in kinds))
-    full = describe(simulate(WIDGET_DEFAULT | {"batch": 64})).splitlines()
-    common.say("simulate(), 64 × (512 + 512) tokens, 24 GiB: " + full[-2])
+    params = WIDGET_DEFAULT | {"batch": 64, "restart_positions": args.restart_positions}
+    common.say("simulate(), 64 sequences at once:\n" + describe(simulate(params)))
 
 
 def print_waste(args: argparse.Namespace, known: dict[str, Any]) -> None:
@@ -1004,14 +1010,15 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine, known = common.start(args), facts()
+    prompt = prompt_tokens(args, llama.model_folder(args.model))
     model, tokenizer = llama.load(args.model)
 
     common.heading("1 · The decode kernel against the naive reference")
     check_kernel()
     common.heading("2 · The real model: with a cache, without one, and with the wrong positions")
-    run_generation(args, model, tokenizer)
+    run_generation(args, model, tokenizer, prompt)
     common.heading("3 · The bill, in bf16")
-    print_bill(known)
+    print_bill(args, known)
     common.heading(
         f"4 · What reserving {args.slots:,} slots wastes: 20,000 requests of geometric lengths, seed {args.seed}"
     )

@@ -1129,6 +1129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                    "block, and every sequence takes at least one, however short.")  # fmt: skip
 
     common.heading("4. 16,384 slots, 400 requests of 20 to 199 tokens: how many fit at once?")
+    common.say(describe(simulate(WIDGET_DEFAULT | {"block_size": args.block_size})))
     columns = ["first-fit", *(f"block_{n}" for n in (1, 16, 128, 512, 2048)), "contiguous"]
     rows = [[key, *(f"{f['sweep'][column][key]:,}" for column in columns)] for key in ("running", "wasted")]
     common.table(["slots per block", "(exact)", "1", "16", "128", "512", "2048", "(2048 contiguous)"], rows)

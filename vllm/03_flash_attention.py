@@ -935,10 +935,10 @@ def _length_ticks(axis: Any, rows: list[dict[str, Any]]) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """The shared flags, and the knobs of the widget."""
     p = common.parser(__doc__)
-    p.add_argument("--tile", type=int, choices=WIDGET_CHOICES["tile"], default=2, help="keys per tile in step 1")
-    p.add_argument("--order", choices=list(ORDERS), default="increasing", help="order of the scores in step 1")
+    p.add_argument("--tile", type=int, choices=WIDGET_CHOICES["tile"], default=2, help="keys per tile in step 5")
+    p.add_argument("--order", choices=list(ORDERS), default="increasing", help="order of the scores in step 5")
     p.add_argument("--scale", type=float, choices=WIDGET_CHOICES["scale"], default=1, help="factor of those scores")
-    p.add_argument("--precision", choices=list(PRECISIONS), default="fp32", help="of every operation in step 1")
+    p.add_argument("--precision", choices=list(PRECISIONS), default="fp32", help="of every operation in step 5")
     p.add_argument("--no-rescale", action="store_true", help="break it: forget to multiply the past by α")
     p.add_argument("--no-max", action="store_true", help="break it: do not subtract the maximum")
     p.add_argument("--attention-backend", metavar="NAME", help=f"run the model on this one: {', '.join(BACKENDS)}")
@@ -963,11 +963,11 @@ def random_qkv(batch: Batch, Hq: int, Hkv: int, D: int, dtype: torch.dtype) -> t
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine = common.start(args)
-    show_recurrence(args)
     show_traffic()
     show_kernel()
     show_model(args)
     show_backends()
+    show_recurrence(args)
     show_deleted_lines()
     bench = measure_gpu(args.bench) if common.HAS_GPU else measure_cpu(args.bench)
     draw(args.figure)
@@ -975,18 +975,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": facts(), "bench": bench})
 
 
-def show_recurrence(args: argparse.Namespace) -> None:
-    common.heading("1. One row of scores, a tile at a time")
-    trace = simulate({"tile": args.tile, "order": args.order, "scale": args.scale, "precision": args.precision,
-                      "rescale": not args.no_rescale, "subtract_max": not args.no_max})  # fmt: skip
-    common.say(describe(trace))
-    if trace["verdict"] != "right":
-        raise common.CheckFailed(f"one pass gives {_number(trace['result'])}, softmax {trace['expected']:.3f}")
-    common.say("✓ one pass over the tiles gives the softmax of the whole row")
-
-
 def show_traffic() -> None:
-    common.heading("2. Every float that crosses HBM")
+    """Step 1: floats that the algorithms moved against the formulas, then a table by the formulas."""
+    common.heading("1. Every float that crosses HBM")
     batch = Batch.of([384])
     q, k, v = random_qkv(batch, 2, 2, 64, torch.float32)
     counted: dict[str, int] = {}
@@ -1008,7 +999,8 @@ def show_traffic() -> None:
 
 
 def show_kernel() -> None:
-    common.heading("3. The Triton kernel against fp64: two prefills, a chunk behind a context, a decode, packed")
+    """Step 2: every mask of the kernel against fp64, and the two rows that break a careless softmax."""
+    common.heading("2. The Triton kernel against fp64: two prefills, a chunk behind a context, a decode, packed")
     if not common.HAS_TRITON:
         common.skipped("the kernel", common.kernel_mode())
         return
@@ -1047,7 +1039,8 @@ def prefill(model: llama.Llama, prompts: Sequence[Sequence[int]], run: Run, othe
 
 
 def show_model(args: argparse.Namespace) -> None:
-    common.heading("4. The real model: two prompts, packed, in one forward pass")
+    """Step 3: the model's logits through a backend and through the kernel; InputError for a head it cannot take."""
+    common.heading("3. The real model: two prompts, packed, in one forward pass")
     model, tokenizer = llama.load(args.model)
     if model.config.head_dim % 16 or model.config.head_dim > 256:
         raise common.InputError(f"--model {args.model}: head_dim {model.config.head_dim}; this lesson's kernel takes "
@@ -1069,7 +1062,8 @@ def show_model(args: argparse.Namespace) -> None:
 
 
 def show_backends() -> None:
-    common.heading("5. Which backend runs, and why not the others")
+    """Step 4: what each backend would need, those that run here against fp64, and the choices elsewhere."""
+    common.heading("4. Which backend runs, and why not the others")
     config = here(torch.float32, 64)
     chosen, others = select_backend(config)
     common.say(f"fp32, D = 64, on this machine: {chosen}. The others:")
@@ -1088,7 +1082,19 @@ def show_backends() -> None:
         common.say(f"{case:<19} → {name}" + (f", not {', '.join(before)}" if before else ""))
 
 
+def show_recurrence(args: argparse.Namespace) -> None:
+    """Step 5: one row, tile by tile, as the flags say; CheckFailed if a deleted line made it wrong."""
+    common.heading("5. One row of scores, a tile at a time")
+    trace = simulate({"tile": args.tile, "order": args.order, "scale": args.scale, "precision": args.precision,
+                      "rescale": not args.no_rescale, "subtract_max": not args.no_max})  # fmt: skip
+    common.say(describe(trace))
+    if trace["verdict"] != "right":
+        raise common.CheckFailed(f"one pass gives {_number(trace['result'])}, softmax {trace['expected']:.3f}")
+    common.say("✓ one pass over the tiles gives the softmax of the whole row")
+
+
 def show_deleted_lines() -> None:
+    """Step 6: of the widget's states, those that stay right without a line."""
     common.heading("6. Delete one line: in how many of the widget's states does nobody notice?")
     known = facts()
     of = known["widget"]["states"] // len(ORDERS)

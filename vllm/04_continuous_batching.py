@@ -888,11 +888,6 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def preset_key(name: str) -> str:
-    """A workload's name as the text quotes it: "stragglers, sorted" -> "stragglers_sorted"."""
-    return re.sub(r"\W+", "_", name)
-
-
 @functools.cache
 def facts() -> dict[str, Any]:
     """The lesson's deterministic numbers; everything comes out of the real Scheduler."""
@@ -901,7 +896,7 @@ def facts() -> dict[str, Any]:
     presets = {}
     for name, outputs in LENGTHS.items():
         runs = both(4, outputs)
-        presets[preset_key(name)] = {policy: brief(run) for policy, run in runs.items()} | {
+        presets[re.sub(r"\W+", "_", name)] = {policy: brief(run) for policy, run in runs.items()} | {
             "bound": lower_bound(4, outputs, [0] * len(outputs)),
             "gain": runs["static"].makespan / runs["continuous"].makespan,
         }  # fmt: skip
@@ -1047,7 +1042,7 @@ def matmul_seconds(model: llama.Llama, rows: int, head_rows: int) -> float:
 def benchmark(model: llama.Llama, args: argparse.Namespace) -> dict[str, Any]:
     """Prompts of 128 random tokens, 64 greedy tokens each: ours with and without packed weights, Transformers, and the
     floor. Competitors take turns within a round; the table shows medians of three rounds."""
-    common.heading("5. Throughput: n prompts of 128 tokens, 64 greedy tokens each, fp32 on a CPU, bf16 on a GPU")
+    common.heading("6. Throughput: n prompts of 128 tokens, 64 greedy tokens each, fp32 on a CPU, bf16 on a GPU")
     n_in, n_out, rng = 128, 64, random.Random(0)
     prompts = [[rng.randrange(1000, 40000) for _ in range(n_in)] for _ in range(32)]
     cores = {"ours": make_core(model), "unpacked": make_core(model)}
@@ -1094,7 +1089,7 @@ def benchmark(model: llama.Llama, args: argparse.Namespace) -> dict[str, Any]:
         (("one by one", serial), ("batched", final["unpacked"]), ("batched, packed weights", final["ours"]))
     ])  # fmt: skip
 
-    common.heading("6. Static against continuous: 64 requests, lengths geometric with mean 32")
+    common.heading("7. Static against continuous: 64 requests, lengths geometric with mean 32")
     outputs, rows, bench["policies"] = geometric(64, 32, args.seed), [], {}
     for seats in (8, 32):
         for policy in POLICIES:
@@ -1135,18 +1130,18 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine = common.start(args)
+    dry = Scheduler(SchedulerConfig(512, args.max_num_seqs, 4096), KVCacheManager(args.num_blocks, 16, 512))
+    EngineCore(dry).check_pool()  # before anything is computed or loaded
     numbers, bench = facts(), {}
 
     common.heading("1. Static against continuous batching, in steps of the real scheduler (4 slots)")
     rows = []
-    for name, outputs in LENGTHS.items():
-        found = numbers["presets"][preset_key(name)]
+    for (name, outputs), found in zip(LENGTHS.items(), numbers["presets"].values()):
         for policy, reference in (("static", static_steps), ("continuous", continuous_steps)):
             if found[policy]["steps"] != reference(4, outputs):
                 raise common.CheckFailed(f"{name}: {policy} took {found[policy]['steps']} steps")
-        used = {policy: f"{found[policy]['utilisation']:.0%}" for policy in POLICIES}
-        rows.append([name, found["static"]["steps"], used["static"], found["continuous"]["steps"], used["continuous"],
-                     found["bound"], f"{found['gain']:.2f}x"])  # fmt: skip
+        cells = [x for p in POLICIES for x in (found[p]["steps"], f"{found[p]['utilisation']:.0%}")]
+        rows.append([name, *cells, found["bound"], f"{found['gain']:.2f}x"])
     common.table(["lengths", "static", "used", "continuous", "used", "bound", "gain"], rows)
     common.say(f"✓ all {2 * len(rows)} step counts equal the naive ones (sums of maxima; first free slot first)")
 
@@ -1167,7 +1162,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     pool = core.scheduler.kv_cache_manager.block_pool
     common.check_equal(f"all {pool.num_blocks - 1} blocks are free again", pool.num_free_blocks, pool.num_blocks - 1)
 
-    common.heading("3. The same requests on 8 seats, in seconds")
+    common.heading("3. Who sits where: simulate(), sixteen requests on 4 slots")
+    common.say(describe(simulate(WIDGET_DEFAULT | {"policy": args.policy})))
+
+    common.heading("4. Why slots need pages: one memory, kept in two ways")
+    found = numbers["reserved"]
+    common.table(["KV cache", "sequences at once", "most", "steps"], [
+        [name, f"{found[key]['mean']:.1f}", found[key]["most"], found[key]["steps"]]
+        for name, key in ((f"reserved, {found['max_model_len']} each", "reserved"), ("paged, blocks of 16", "paged"))
+    ])  # fmt: skip
+    common.say(f"{found['requests']} requests, {found['pool_tokens']:,} token slots: {found['gain']:.1f}x fewer steps. "
+               "Both are continuous; only one has seats to offer")  # fmt: skip
+
+    common.heading("5. The same requests on 8 seats, in seconds")
     rows, runs = [], {}
     for policy in POLICIES:
         runs[policy] = run = serve(make_core(model, policy, 8, 1 + 8 * 32), prompts, OUTPUTS)
@@ -1179,15 +1186,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     shorter = 1 - len(runs["continuous"].batch) / len(runs["static"].batch)
     faster = 1 - sum(runs["continuous"].seconds) / sum(runs["static"].seconds)
     common.say(f"{shorter:.0%} fewer steps, {faster:.0%} less time (a step with fewer sequences in it is shorter)")
-
-    common.heading("4. Why slots need pages: one memory, kept in two ways")
-    found = numbers["reserved"]
-    common.table(["KV cache", "sequences at once", "most", "steps"], [
-        [name, f"{found[key]['mean']:.1f}", found[key]["most"], found[key]["steps"]]
-        for name, key in ((f"reserved, {found['max_model_len']} each", "reserved"), ("paged, blocks of 16", "paged"))
-    ])  # fmt: skip
-    common.say(f"{found['requests']} requests, {found['pool_tokens']:,} token slots: {found['gain']:.1f}x fewer steps. "
-               "Both are continuous; only one has seats to offer")  # fmt: skip
 
     if args.bench:
         bench = benchmark(model, args)

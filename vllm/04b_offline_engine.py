@@ -336,6 +336,7 @@ class SamplingModelRunner(ModelRunner):
         self.seeds = random.Random(seed)  # for requests that bring none
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """Open and close the states of requests, then compute; sets `logprobs` and `prompt_logprobs` of this step."""
         for request_id in output.finished_req_ids:
             self.states.pop(request_id, None), self.scored.pop(request_id, None)
         for request in output.scheduled_new_reqs:
@@ -1057,8 +1058,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if sweep["worst"] > sweep["bound"]:
         raise common.CheckFailed(f"draws: a probability is off by {sweep['worst']:.1e}")
     common.say(f"✓ {sweep['points']:,} equally spaced u give every token its probability to {sweep['worst']:.0e}")
-    common.say("the widget's default, stage by stage:")
-    common.say(describe(simulate(WIDGET_DEFAULT)))
 
     common.heading("2. From tokens to text")
     model, tokenizer = llama.load(args.model)
@@ -1111,7 +1110,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     reference = torch.cat([reference_scores(model, output.prompt_token_ids) for output in outputs])
     common.check("log probabilities of all prompt tokens", torch.tensor(scores), reference.cpu())
 
-    common.heading("5. What sampling costs: 32 rows of 49,152 logits")
+    common.heading("5. Eight words, and what each parameter makes of their probabilities: simulate()")
+    common.say(describe(simulate(WIDGET_DEFAULT)))
+
+    common.heading("6. What sampling costs: 32 rows of 49,152 logits")
     bench["sampling_ms"] = sampling_cost(model.device, 2.0 if args.bench else 0.15)
     common.table(["parameters", "ms per step"], [
         [", ".join(f"{name} {value}" for name, value in WANTED[kind].items()), f"{ms:.1f}"]

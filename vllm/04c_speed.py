@@ -188,6 +188,7 @@ class StagedRunner(batching.ModelRunner):
             self.batch = ListBatch(scheduler.kv_cache_manager.block_size)
 
     def attend(self, meta: AttentionMetadata) -> llama.Attend:
+        """The stage's attention; its gathered one takes decodes only, so prompts go through lesson 02's."""
         if self.stage.attention == "in a loop":
             return loop_attention(self.cache, meta)
         if self.stage.attention == "gathered" and max(meta.query_lens) == 1:
@@ -351,6 +352,7 @@ WIDGET_DEFAULT = {"machine": "two CPU cores", "batch": 32, "context": 256, "weig
 
 
 def microseconds(seconds: float) -> int:
+    """Whole µs of `seconds`: integers, as both twins of the simulation have them."""
     return round(seconds * 1e6)
 
 
@@ -653,6 +655,7 @@ def benchmark(args: argparse.Namespace, model: llama.Llama) -> dict[str, Any]:
 
 
 def print_profiles(profiles: dict[str, dict[str, float]]) -> None:
+    """Per part of a decode step: ms, and its share; one column per core."""
     total = {name: sum(parts.values()) for name, parts in profiles.items()}
     rows = []
     for part, text in PARTS.items():
@@ -665,7 +668,7 @@ def build_parser() -> common.Parser:
     p = common.parser(__doc__)
     p.add_argument("--sequences", type=common.number(int, 1, 64), default=8, metavar="N",
                    help="in a batch (default %(default)s)")  # fmt: skip
-    p.add_argument("--rescan", action="store_true", help="step 4 with a scheduler that sorts its queue every step")
+    p.add_argument("--rescan", action="store_true", help="step 5 with a scheduler that sorts its queue every step")
     p.add_argument(
         "--vllm", metavar="PYTHON", help="with --bench: the interpreter of an environment with vLLM's CPU build"
     )
@@ -683,18 +686,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = common.start(args)
     B, bench = args.sequences, {}
 
-    common.heading("1. The floor: matrix products and nothing else")
     model, tokenizer = llama.load(args.model)
     text = tokenizer.encode(TEXT)
     prompts = [text[i % 32 : i % 32 + 32] for i in range(B)]
     known = facts()
-    floor = {n: batching.matmul_seconds(batching.pack_weights(model), n, n) for n in sorted({1, B})}
-    for n, seconds in floor.items():
-        common.say(f"{n:>2} rows: {seconds * 1e3:5.1f} ms, {n / seconds:4.0f} tokens/s at most; "
-                   f"{4 * known['weights'] / seconds / 1e9:.0f} GB/s of weights, "
-                   f"{2 * n * known['weights'] / seconds / 1e9:.0f} GFLOP/s")  # fmt: skip
 
-    common.heading(f"2. From naive to final: prompts of 32 tokens, {N_OUT} greedy tokens each")
+    common.heading(f"1. From naive to final: prompts of 32 tokens, {N_OUT} greedy tokens each")
     rows, before, expected = [], 0.0, None
     for name, cached, n in (("no cache", False, 1), ("a cache, one by one", True, min(B, 2))):
         tokens, seconds = alone(model, prompts[:n], N_OUT, cached)
@@ -721,13 +718,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.say(f"…{tokenizer.decode(prompts[0])[-40:]!r} → {tokenizer.decode(finals[0])!r}"[:110])
     common.say(f"✓ all {2 + len(STAGES)} ways write the same tokens")
 
-    common.heading("3. Where a decode step's time goes")
+    common.heading("2. The same steps by arithmetic, for a machine of one's choice: simulate()")
+    common.say(describe(simulate(WIDGET_DEFAULT)))
+
+    common.heading("3. The floor: matrix products and nothing else")
+    floor = {n: batching.matmul_seconds(batching.pack_weights(model), n, n) for n in sorted({1, B})}
+    for n, seconds in floor.items():
+        common.say(f"{n:>2} rows: {seconds * 1e3:5.1f} ms, {n / seconds:4.0f} tokens/s at most; "
+                   f"{4 * known['weights'] / seconds / 1e9:.0f} GB/s of weights, "
+                   f"{2 * n * known['weights'] / seconds / 1e9:.0f} GFLOP/s")  # fmt: skip
+
+    common.heading("4. Where a decode step's time goes")
     print_profiles({
         name: profile(make_core(model, stage, B, 64), prompts, N_OUT)
         for name, stage in PROFILED.items() if stage is not STAGES[3]
     })  # fmt: skip
 
-    common.heading("4. Who waits costs nothing: a step of the scheduler, without a model")
+    common.heading("5. Who waits costs nothing: a step of the scheduler, without a model")
     kind, rows = RescanningScheduler if args.rescan else Scheduler, []
     for running, waiting in ((100, 0), (1000, 0), (1000, 10_000)):
         seconds = scheduler_seconds(running, waiting, kind=kind)
@@ -736,9 +743,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if args.bench:
         bench = benchmark(args, model)
+    draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": known, "bench": bench})
-    draw(args.figure)
 
 
 if __name__ == "__main__":

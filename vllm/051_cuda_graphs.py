@@ -82,6 +82,7 @@ class Tape(TorchDispatchMode):
 
     @torch.inference_mode()
     def replay(self) -> None:
+        """Every operation once more, its results written where the first ones lie: what a CUDA graph does at once."""
         for func, args, kwargs, recorded in self.tape:
             if isinstance(func, common.Launch):
                 func.kernel[func.grid](*func.args, **func.kwargs)

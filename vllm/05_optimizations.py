@@ -327,6 +327,7 @@ class AsyncScheduler(Scheduler):
         self.num_output_placeholders: Counter[str] = Counter()  # tokens on their way, per request
 
     def schedule(self) -> SchedulerOutput:
+        """As the parent, and counts one coming token for everybody whose step will sample one."""
         output = super().schedule()
         for request in map(self.requests.get, output.num_scheduled_tokens):
             coming = self.num_output_placeholders[request.request_id]
@@ -355,10 +356,10 @@ class AsyncScheduler(Scheduler):
     ) -> list[EngineCoreOutput]:
         """A token may come for a request that has lost its seat meanwhile (lesson 11), or that has ended."""
         requests = [request for i in sampled_token_ids if (request := self.requests.get(i))]  # others were aborted
-        evicted = [request for request in requests if request.status is RequestStatus.PREEMPTED]
+        preempted = [request for request in requests if request.status is RequestStatus.PREEMPTED]
         self.num_output_placeholders.subtract(request.request_id for request in requests)
         heard = super().update_from_output(output, sampled_token_ids)
-        for request in filter(Request.is_finished, evicted):
+        for request in filter(Request.is_finished, preempted):
             self.waiting.remove_request(request)  # that token was its last
         return heard
 
@@ -790,6 +791,7 @@ def load(name: str | None) -> tuple[llama.Llama, llama.Tokenizer]:
 
 
 def tell_prefix_caching(args: argparse.Namespace, f: dict[str, Any]) -> dict:
+    """TTFT of prompts that share a beginning, with and without the cache; ms by workload."""
     (model, tokenizer), rows, bench = load(args.model), [], {}
     workloads = {"instruction of 304, own 16": lambda core: three_requests(core, tokenizer, 304, 16),
                  "chat of 3 turns, with tools": lambda core: conversation(core, tokenizer, 6)}  # fmt: skip
@@ -810,10 +812,8 @@ def tell_prefix_caching(args: argparse.Namespace, f: dict[str, Any]) -> dict:
                      f"{prompt / (prompt - cached):.2f}x", f"{slow / fast:.2f}x"])  # fmt: skip
     common.table(["3 prompts each", "tokens", "found", "of the third", "less to compute", "TTFT, sum"], rows)
     common.say("✓ every token is the same with and without the cache")
-    w, rates, best = f["widget"], f["hits"]["rate"], f["hits"]["best"]
-    common.say(f"64 shared characters, blocks of 16; found: {w['identical']} of an identical prompt (the last block is "
-               f"computed again),\n{w['change_60']} if character 60 differs, {w['insert']} if one was put in front, "
-               f"{w['salted']} with another salt")  # fmt: skip
+    common.say(describe(simulate(WIDGET_DEFAULT | {"hash_bits": args.hash_bits})))
+    rates, best = f["hits"]["rate"], f["hits"]["best"]
     common.say(f"{f['hits']['requests']} turns of {CHATS['conversations']} chats, found: " + ", ".join(
         f"{rates[n]:.0%} by {n} blocks" for n in ("192", "512", "768", "4096")))  # fmt: skip
     common.check_equal(f"comparing tokens, forgetting nothing, finds the same {best:.1%}", rates["4096"], best)
@@ -833,6 +833,7 @@ def tell_prefix_caching(args: argparse.Namespace, f: dict[str, Any]) -> dict:
 
 
 def tell_cuda_graphs(args: argparse.Namespace, f: dict[str, Any]) -> dict:
+    """Launches per step, and graphs (or their stand-in, a tape) against eager steps: the same tokens."""
     (model, tokenizer), names = load(args.model), {"smollm2_135m": "SmolLM2-135M", "llama_3_1_8b": "Llama-3.1-8B"}
     common.table(["launches per decode step", "all", "products", "Triton", "small", "B=1", "B=16", "B=256"], [
         [name, *(f["graphs"][key][kind] for kind in ("total", "product", "triton", "other")),
@@ -888,7 +889,9 @@ def measure_graphs(model: llama.Llama, twin: Any = None) -> dict[str, Any]:
 
 
 def tell_torch_compile(args: argparse.Namespace, f: dict[str, Any]) -> dict | None:
-    for n, known in f["compile"].items():
+    """Bytes that fusing saves, and a compiled step: measured with `full`, else the stored result."""
+    for n in f["compile"] if args.full else ("2048",):
+        known = f["compile"][n]
         common.say(f"{int(n):>5,} tokens: a layer's small operations move {known['small'] / 1e6:6.2f} MB one by one, "
                    f"its weights are {known['weights'] / 1e6:.0f} MB: {known['share']:.1%} of the traffic")  # fmt: skip
     found = common.results(KEY, "h200" if common.HAS_GPU else "cpu").get("bench", {}).get("torch-compile")
@@ -914,6 +917,7 @@ def tell_torch_compile(args: argparse.Namespace, f: dict[str, Any]) -> dict | No
 
 
 def tell_async_scheduling(args: argparse.Namespace, f: dict[str, Any]) -> dict:
+    """Three loops on the same requests: the same tokens, and how long the model waits for a plan."""
     (model, tokenizer), times, rows, bench, tokens = load(args.model), 4 if args.full else 1, [], {}, []
     prompts = [tokenizer.encode(turn) for turn in (*TURNS, "Which films are new?")] * times
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in [9, 5, 12, 7] * times]
@@ -933,6 +937,7 @@ def tell_async_scheduling(args: argparse.Namespace, f: dict[str, Any]) -> dict:
 
 
 def tell_prompt_lookup(args: argparse.Namespace, f: dict[str, Any]) -> dict:
+    """Tokens per pass with guesses out of the text itself, where it repeats and where it does not."""
     (model, tokenizer), n, rows, bench = load(args.model), 64 if args.full else 16, [], {}
     quote = "The library opens at nine in the morning and closes at eight in the evening, on Sundays at five."
     tasks = {"repeat": f"Repeat the text exactly.\nText: {quote}\nText: {quote[:11]}",

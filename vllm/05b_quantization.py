@@ -544,6 +544,8 @@ class W8A8Linear:
 
 
 class Method(NamedTuple):
+    """How a model is rounded: a name of `FORMATS` and an algorithm (rtn, awq, autoround, gptq)."""
+
     format: str
     algorithm: str = "rtn"
     activations: str | None = None  # 8-bit grid of the activations; None: they stay as they are
@@ -1119,8 +1121,8 @@ def print_table(table: Sequence[dict[str, Any]]) -> None:
         common.skipped("perplexities", "no stored results; --bench measures them (minutes)")
         return
     common.say(f"As shipped: {table[0]['perplexity']:.2f}. In brackets: the share of next tokens that stay the same.")
-    common.table(["8 bits on both sides", "perplexity"], [
-        [r["name"], measured[r["format"], r["algorithm"]]] for r in table if "W8A8" in r["name"]])  # fmt: skip
+    both = [f"{r['name']} {measured[r['format'], r['algorithm']]}" for r in table if "W8A8" in r["name"]]
+    common.say(f"8 bits on both sides: {', '.join(both[:3])},\n{', '.join(both[3:])}")
 
 
 def print_roofline(known: dict[str, Any]) -> None:
@@ -1157,8 +1159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_table(bench.get("table") or common.results(KEY).get("bench", {}).get("table") or [])
 
     common.heading("6 · One group and its outlier: simulate()")
-    lines = describe(simulate(WIDGET_DEFAULT)).splitlines()
-    common.say("\n".join((lines[0], lines[-2] + "; " + lines[-1])))
+    common.say(describe(simulate(WIDGET_DEFAULT | {"group": 16})))
 
     common.heading("7 · When it pays, by roofline")
     print_roofline(known)

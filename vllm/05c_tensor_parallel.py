@@ -1024,7 +1024,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     with Ranks(max(4, n), rank_story, n, str(folder), prompts, args.skip_all_reduce) as ranks:
         tell_of_ranks(args, ranks, tokenizer, prompts)
 
-    common.heading("5. Where it stops paying: H200s, arithmetic")
+    common.heading("5. An MLP block in small integers: simulate()")
+    sums = "skipped" if args.skip_all_reduce else "kept"
+    common.say(describe(simulate(WIDGET_DEFAULT | {"all_reduce": sums})))
+
+    common.heading("6. Where it stops paying: H200s, arithmetic")
     rows = []
     for model in ("Llama-3.1-8B", "Llama-3.1-70B"):
         decode, prefill = numbers["decode"][kv_cache.slug(model)], numbers["prefill"][kv_cache.slug(model)]

@@ -573,6 +573,7 @@ class ChannelKVCache(QuantizedKVCache):
         quantize_channels(self.open_keys[layer], self.full_rows, self.full, self.layers[layer], self.layout)
 
     def load(self, layer: int, source: torch.Tensor) -> torch.Tensor:
+        """K then V of the slots `source` [2n] as [2n · block_size, Hkv, D]; an open block has its keys still exact."""
         fmt, n = self.layout.fmt, len(source) // 2
         pages = self.layers[layer].flatten(0, 1).index_select(0, source)
         keys = dequantize(*self.layout.split(pages[:n], channels=True), fmt).to(self.dtype)
@@ -582,6 +583,7 @@ class ChannelKVCache(QuantizedKVCache):
         return torch.cat((keys, values)).flatten(0, 1)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy-on-write: the codes, and the exact keys of a block that is not full, to a row of its own."""
         super().copy_blocks(pairs)
         for source, target in pairs:
             if target in self.rows:  # whoever had it before gave it back half full
@@ -1154,20 +1156,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.heading("1. Codes and kernels against the definitions")
     check_formats()
 
-    common.heading("2. One query among eight keys of sixteen channels, one of them an outlier (the widget)")
-    rows = [[f"{bits} bits", *(f["widget"]["outlier_channel"][f"{way}_{bits}"]["found"]
-                               for way in ("plain", "rotated", "channel"))] for bits in (4, 3, 2)]  # fmt: skip
-    common.table(["keys found, of 8", "one scale per key", "rotated first", "one scale per channel"], rows)
-
-    common.heading(f"3. The real model in the engine, --kv-cache-dtype {name}")
+    common.heading(f"2. The real model in the engine, --kv-cache-dtype {name}")
     model, tokenizer = llama.load(args.model)
     run_engine(model, tokenizer, name)
 
-    common.heading("4. How wrong attention gets, live: 96 tokens, every layer, everything before it exact")
+    common.heading("3. How wrong attention gets, live: 96 tokens, every layer, everything before it exact")
     names = [key for key in dict.fromkeys(("fp8", "int8_per_token_head", name)) if key != "auto"]
     errors = attention_errors(model, evaluation_tokens(tokenizer, 96), names)
     rows = [[key, f"{sum(e) / len(e):.1%}", f"{max(e):.1%}", e.index(max(e))] for key, e in errors.items()]
     common.table(["", "mean error", "worst layer", "which"], rows)
+
+    common.heading("4. One query among eight keys of sixteen channels, one of them an outlier (the widget)")
+    common.say(describe(simulate(WIDGET_DEFAULT)))
+    rows = [[f"{bits} bits", *(f["widget"]["outlier_channel"][f"{way}_{bits}"]["found"]
+                               for way in ("plain", "rotated", "channel"))] for bits in (4, 3, 2)]  # fmt: skip
+    common.table(["keys found, of 8", "one scale per key", "rotated first", "one scale per channel"], rows)
 
     common.heading("5. The whole table, as recorded (regenerate: --bench): SmolLM2-135M, 2,048 tokens")
     show_table(f["recorded"]["formats"])

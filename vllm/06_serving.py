@@ -220,6 +220,7 @@ class EngineArgs:
 
 
 def has_guided_decoding() -> bool:
+    """Whether lesson 06b's file is there: without it, the server refuses `structured_outputs`."""
     return (common.HERE / "06b_guided_decoding.py").is_file()
 
 
@@ -686,6 +687,7 @@ def serve_command(args: argparse.Namespace) -> None:
 
 
 def add_serve_command(subparsers: Any) -> None:
+    """The flags of `serve`, under the names of vLLM's."""
     p = subparsers.add_parser("serve", help="keep a server running", description=serve_command.__doc__)
     add, whole, switch = p.add_argument, functools.partial(common.number, int), argparse.BooleanOptionalAction
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
@@ -1058,6 +1060,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for load, x in [*numbers["load"].items(), ("120", numbers["bounded"]["120"])]]  # fmt: skip
     rows[-1][0] += ", bound 20"
     common.table(["load", "mean wait", "p99", "most waiting", "refused"], rows)
+    common.say("The widget's default, the queue without a bound:\n" + describe(simulate(WIDGET_DEFAULT)))
     draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})

@@ -68,3 +68,14 @@ def close(schema: dict[str, Any]) -> None:
             node["additionalProperties"] = False
         if "prefixItems" in node and not {"items", "unevaluatedItems"} & node.keys():
             node["items"] = False
+
+
+def closed(**properties: dict[str, Any]) -> dict[str, Any]:
+    """The schema of an object with exactly these properties."""
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+TEXT, AGE = {"type": "string", "minLength": 1, "maxLength": 20}, {"type": "integer", "minimum": 0, "maximum": 120}
+PERSON = closed(name=TEXT, age=AGE, city={"enum": ["London", "Paris", "Rome"]},
+                hobbies={"type": "array", "items": TEXT, "maxItems": 2})  # fmt: skip
+CALL = closed(name={"enum": ["get_weather"]}, arguments=closed(city=TEXT, unit={"enum": ["celsius", "fahrenheit"]}))

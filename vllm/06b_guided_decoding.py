@@ -59,6 +59,7 @@ import llama
 
 offline = common.lesson("04b_offline_engine")
 schemas = common.lesson("06b0_json_schemas")
+closed, TEXT, PERSON, CALL = schemas.closed, schemas.TEXT, schemas.PERSON, schemas.CALL
 Request, SamplingParams, TokenBytes = offline.Request, offline.SamplingParams, offline.TokenBytes
 SamplingModelRunner = offline.SamplingModelRunner
 
@@ -87,16 +88,22 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Concat:
+    """Its parts, one after another; of none, the empty string."""
+
     parts: tuple[Node, ...] = ()  # none: the empty string
 
 
 @dataclass(frozen=True)
 class Alt:
+    """One of its parts; of none, no string at all."""
+
     parts: tuple[Node, ...] = ()  # none: no string at all
 
 
 @dataclass(frozen=True)
 class Repeat:
+    """`node` from `low` to `high` times; None is without end."""
+
     node: Node
     low: int
     high: int | None  # None: without end
@@ -109,11 +116,13 @@ EMPTY, NOTHING, ALL_BYTES = Concat(), Alt(), (1 << 256) - 1
 
 
 def concat(nodes: Iterable[Node]) -> Node:
+    """The parts in a row, flat; NOTHING if one of them is."""
     flat = [part for node in nodes for part in (node.parts if isinstance(node, Concat) else (node,))]
     return NOTHING if NOTHING in flat else flat[0] if len(flat) == 1 else Concat(tuple(flat))
 
 
 def alt(nodes: Iterable[Node]) -> Node:
+    """Any of the parts, flat, each once, single bytes united."""
     flat = dict.fromkeys(part for node in nodes for part in (node.parts if isinstance(node, Alt) else (node,)))
     if len(single := [part for part in flat if isinstance(part, Bytes)]) > 1:  # one byte out of either set
         mask = functools.reduce(lambda mask, part: mask | part.mask, single, 0)
@@ -122,6 +131,7 @@ def alt(nodes: Iterable[Node]) -> Node:
 
 
 def repeat(node: Node, low: int, high: int | None) -> Node:
+    """`low` to `high` times, and the empty string as EMPTY alone."""
     if high == 0 or node in (EMPTY, NOTHING):
         return NOTHING if node == NOTHING and low > 0 else EMPTY
     return Repeat(node, low, high)
@@ -297,6 +307,7 @@ class NFA:
         self.start = self.add(node, 0)
 
     def state(self, mask: int, targets: tuple[int, ...]) -> int:
+        """The number of the state that reads a byte of `mask` and goes to `targets`: equal ones are one."""
         found = self.known.setdefault((mask, targets), len(self.masks))
         if found == len(self.masks):
             self.masks.append(mask)
@@ -595,6 +606,7 @@ class GuidanceGrammar:
         return not self.terminated and self.matcher.consume_token(token_id)
 
     def fill_bitmask(self, row: np.ndarray) -> None:
+        """The library's mask, bit t of `row` [V / 32] int32 for token t; at the end, only EOS."""
         if not self.terminated:
             self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             if self.matcher.is_error():  # a limit of the library, in the middle of an answer: it ends here
@@ -804,6 +816,8 @@ class GuidedLLMEngine(offline.LLMEngine):
 
 
 class GuidedLLM(offline.LLM):
+    """Lesson 04b's LLM, which also takes `SamplingParams.structured_outputs`."""
+
     engine_class = GuidedLLMEngine
 
 
@@ -825,6 +839,7 @@ MAX_STEPS = 8
 
 
 def token_name(token: bytes) -> str:
+    """A token as the widget writes it: its text, its bytes where it is a part of a character, or EOS."""
     try:
         return token.decode() or "EOS"
     except UnicodeDecodeError:
@@ -995,16 +1010,6 @@ def draw(folder: str | Path) -> list[Path]:
 
 # --- The story --------------------------------------------------------------------------------------------------------
 
-
-def closed(**properties: dict[str, Any]) -> dict[str, Any]:
-    """The schema of an object with exactly these properties."""
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-
-
-TEXT, AGE = {"type": "string", "minLength": 1, "maxLength": 20}, {"type": "integer", "minimum": 0, "maximum": 120}
-PERSON = closed(name=TEXT, age=AGE, city={"enum": ["London", "Paris", "Rome"]},
-                hobbies={"type": "array", "items": TEXT, "maxItems": 2})  # fmt: skip
-CALL = closed(name={"enum": ["get_weather"]}, arguments=closed(city=TEXT, unit={"enum": ["celsius", "fahrenheit"]}))
 SUM = 'start: sum " = " N\nsum: term (" + " term)? (" + " term)?\nterm: N | "(" sum ")"\nN: /[1-9][0-9]{0,3}/\n'
 
 TASKS = {  # what the answer must be, how to ask for it, and examples
@@ -1157,7 +1162,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.heading("1. Masks from an automaton and a trie, against trying every token")
     checked = check_masks(toy_vocabulary("text" if args.text_masks else "bytes"), args.eos)
     common.say(f"✓ {checked} masks over {len(TOKENS)} tokens: every state of {len(PATTERNS)} patterns, ends included")
-    common.say(describe(simulate(WIDGET_DEFAULT)))
 
     common.heading(f"2. A real vocabulary: {len(vocabulary.tokens):,} tokens, {len(vocabulary.trie.byte):,} trie nodes")
     check_real_masks(vocabulary)
@@ -1174,11 +1178,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     llm = GuidedLLM(model, tokenizer=tokenizer, max_model_len=256, max_num_seqs=64)
     bench["parse_rate"] = ask_everything(llm, 3 if args.bench else 1, args.regex)
 
-    common.heading("4. What strangers send")
+    common.heading("4. One answer, mask by mask: simulate()")
+    common.say(describe(simulate(WIDGET_DEFAULT)))
+
+    common.heading("5. What strangers send")
     bench["refusal_ms"] = refuse(vocabulary)
     common.say("\n".join(f"{name}: refused in {ms:.0f} ms" for name, ms in bench["refusal_ms"].items()))
 
-    common.heading("5. Masks change the distribution: a model that wants to say apple")
+    common.heading("6. Masks change the distribution: a model that wants to say apple")
     kinds = {"free": "free", "given": "given that it matches", "masked": "under masks"}
     common.table(["answer", *kinds.values()], [
         [text, *(f"{100 * numbers['distortion'][kind].get(text, 0):.1f} %" for kind in kinds)]

@@ -175,6 +175,7 @@ def moe_on_rank(worker: Any, seed: int = 0) -> dict[str, Any]:
 
 
 def moe_errors(group: ExpertGroup, seed: int = 0, tokens: int = 48) -> dict[str, Any]:
+    """One rank: relative error and collectives of a layer of experts, sharded in three ways, to the whole one."""
     n, r, layer = group.world_size, group.rank_in_group, random_moe(seed=seed, device=group.device)
     x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(seed + 1)).to(group.device)
     want = moe_reference(layer, x)
@@ -237,6 +238,7 @@ R1_EXPERTS = 58 * 256 * 3 * 7168 * 2048
 
 @functools.cache
 def models() -> dict[str, Model]:
+    """The models of the sizing tables: dense ones by lesson 01, DeepSeek-R1 by its published weights."""
     found = {}
     for name, config, bits in (
         ("Llama-3.1-8B", kv_cache.MODELS["Llama-3.1-8B"], 16), ("Llama-3.1-70B", kv_cache.MODELS["Llama-3.1-70B"], 16),

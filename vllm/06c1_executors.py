@@ -345,6 +345,7 @@ class StepWriter:
         return twin
 
     def difference(self, request: Request) -> CachedRequestData:
+        """What is new of a request since the last step: token ids, blocks, num_computed_tokens."""
         tokens, num_blocks = self.known[request.request_id]
         blocks = self.manager.get_block_ids(request.request_id)
         self.known[request.request_id] = (request.num_tokens, len(blocks))
@@ -370,6 +371,7 @@ class WorkerSpec:
 
 
 def plain_runner(args: None, samples: bool) -> type:
+    """A factory that a worker imports by its name: the runner that serves without drafts and adapters."""
     return serving.MixedModelRunner
 
 
@@ -618,6 +620,7 @@ class MessageQueue:
         return MessageReader(self.memory, self.pipes[index][0], index, self.readers, self.chunks, self.chunk_bytes)
 
     def close(self) -> None:
+        """Give pipes and memory back; the segment itself goes with whoever comes first."""
         for ours, theirs in self.pipes:
             ours.close(), theirs.close()
         self.memory.close()
@@ -705,6 +708,7 @@ class MultiprocExecutor(Executor):
 
     def submit(self, method: str | Factory, *args: Any, reply_rank: int | None = None,
                timeout: float | None = None) -> Future:  # fmt: skip
+        """Broadcast a call; a Future of the answer of `reply_rank` (None: of all). ExecutorFailed if one has died."""
         if self.failed:
             raise ExecutorFailed(self.failed)
         with self._no_broken_pipes():
@@ -765,6 +769,7 @@ class MultiprocExecutor(Executor):
             self.fail(None)
 
     def shutdown(self) -> None:
+        """Kill the workers: no step is in flight that anybody waits for."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -854,6 +859,7 @@ class RayExecutor(Executor):
 
     def submit(self, method: str | Factory, *args: Any, reply_rank: int | None = None,
                timeout: float | None = None) -> RayFuture:  # fmt: skip
+        """Call every actor; who is not to answer sends None. `timeout` in seconds. ExecutorFailed if one has died."""
         if self.failed:
             raise ExecutorFailed(self.failed)
         data = pickle.dumps((method, args), protocol=5)
@@ -861,6 +867,7 @@ class RayExecutor(Executor):
         return RayFuture(self, calls, reply_rank, timeout or self.timeout)
 
     def shutdown(self) -> None:
+        """End actors and their places, and Ray where we started it."""
         self.failed = self.failed or "the executor was shut down"
         atexit.unregister(self.shutdown)
         _living.discard(self)
@@ -872,6 +879,8 @@ class RayExecutor(Executor):
 
 
 class RayFuture:
+    """The answers that Ray has promised; a failed call ends the whole group of workers."""
+
     def __init__(self, executor: RayExecutor, calls: list[Any], reply_rank: int | None, timeout: float) -> None:
         self.executor, self.calls, self.reply_rank, self.timeout = executor, calls, reply_rank, timeout
 
@@ -895,6 +904,7 @@ class RayFuture:
 
 
 def make_executor(parallel: ParallelConfig, ray_address: str | None = None) -> Executor:
+    """The executor of `backend` (uni, mp, ray) for all ranks of `parallel`."""
     if parallel.backend == "uni":
         return ThreadExecutor() if parallel.async_scheduling else UniProcExecutor()
     if parallel.backend == "ray":
@@ -1008,6 +1018,7 @@ class ParallelEngineCoreProc(async_engine.EngineCoreProc):
         self.admitted: deque[dict] = deque()
 
     def step(self) -> None:
+        """With a pipeline: fill it, then wait for the oldest step alone; without, as the parent."""
         if not isinstance(self.core, PipelineEngineCore):
             return super().step()
         start = time.monotonic()

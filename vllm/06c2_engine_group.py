@@ -102,6 +102,7 @@ class PrefixAwareBalancer(LoadBalancer):
         self.sent: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(num_engines)]
 
     def hashes(self, request: Request) -> list[bytes]:
+        """Hashes of the prompt's full blocks, as that engine's prefix cache will have them."""
         parent, found, tokens = prefix_caching.ROOT_HASH, [], request.prompt_token_ids
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
             extra = (("lora", request.lora_name),) if request.lora_name else ()
@@ -111,6 +112,7 @@ class PrefixAwareBalancer(LoadBalancer):
         return found
 
     def pick(self, request: Request) -> int:
+        """The engine that was sent the longest matching prefix, unless it is `max_imbalance` behind the idlest."""
         hashes, engines = self.hashes(request), range(len(self.sent))
         matched = [next((i for i, h in enumerate(hashes) if h not in self.sent[e]), len(hashes)) for e in engines]
         by_load = super().pick(request)
@@ -138,6 +140,7 @@ class LetterUnpickler(pickle.Unpickler):
     other side may be a network; here it can name our dataclasses, our enums and `Request`."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Data classes and enums of our own letters; UnpicklingError for anything else: pickles can call."""
         found = vars(LETTER_MODULES.get(module, object())).get(name) if module in LETTER_MODULES else None
         if isinstance(found, type) and (
             dataclasses.is_dataclass(found) or issubclass(found, enum.Enum) or found in (Request, offline.StepLogprobs)
@@ -147,6 +150,7 @@ class LetterUnpickler(pickle.Unpickler):
 
 
 def loads(data: bytes) -> Any:
+    """A letter out of bytes; UnpicklingError if it is anything else."""
     return LetterUnpickler(io.BytesIO(data)).load()
 
 
@@ -319,6 +323,7 @@ class DPCoordinator:
         return max(0.0, self.last + self.INTERVAL - now) if self.changed else None
 
     def publish(self, now: float) -> None:
+        """Tell every front end how many requests each engine has; who has gone is forgotten."""
         for sock in list(self.clients):
             try:
                 sock.sendall(async_engine.frame(self.counts))
@@ -355,6 +360,7 @@ class DPLBClient:
         self.readers: list[asyncio.Task] = []
 
     def send(self, letter: Any) -> None:
+        """A new request to the engine with the best score, an abort to its own, anything else to all."""
         kind, content = letter
         if kind is EngineCoreRequestType.ADD:
             engine = self.engine_of[content.request_id] = self.balancer.choose(content)
@@ -475,6 +481,7 @@ class DPLBClient:
             writer.close()
 
     def join(self, timeout: float = 5.0) -> None:
+        """Close the sockets; the owner waits up to `timeout` seconds for its engines."""
         for sock in self.socks:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -561,6 +568,7 @@ def start_client(factory: Factory, args: Any) -> DPLBClient:
 
 def make_client(args: Any, engines: Sequence[socket.socket], coordinator: socket.socket | None, index: int = 0,
                 count: int = 1, owner: EngineGroup | None = None) -> DPLBClient:  # fmt: skip
+    """Front end `index` of `count`, with the routing that the flags ask for."""
     balancer = BALANCERS[args.data_parallel_routing](len(engines), index, count)
     return DPLBClient(engines, coordinator, balancer, owner)
 

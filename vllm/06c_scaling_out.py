@@ -100,6 +100,7 @@ def in_stages(model: llama.Llama, token_ids: torch.Tensor, attend: llama.Attend,
 
 
 def parallel_config(args: Any) -> ParallelConfig:
+    """What the flags say."""
     return ParallelConfig(args.tensor_parallel_size, args.pipeline_parallel_size, args.distributed_executor_backend,
                           args.async_scheduling)  # fmt: skip
 
@@ -203,6 +204,7 @@ class TimedStages:
         self.prompt_logprobs: dict[str, list] = {}
 
     def submit(self, output: Any) -> Any:
+        """Place a micro-batch: each stage begins when it is free and the one before has sent; ticks."""
         if not (tokens := output.total_num_scheduled_tokens):
             return None
         length, at, spans = -(-(PASS + TOKEN * tokens) // self.stages), self.now, []
@@ -532,7 +534,7 @@ def build_parser() -> common.Parser:
     p.add_argument("--pipeline-parallel-size", "-pp", type=whole(1, 16), default=1, metavar="N",
                    help="ranges of layers (default %(default)s)")  # fmt: skip
     p.add_argument("--data-parallel-size", "-dp", type=whole(1, 8), default=2, metavar="N",
-                   help="engines in step 3 (default %(default)s)")  # fmt: skip
+                   help="engines in step 2 (default %(default)s)")  # fmt: skip
     p.add_argument("--distributed-executor-backend", choices=("mp", "ray"), default="mp", help="where workers run")
     p.add_argument("--batches-in-flight", type=whole(1, 16), metavar="N", help="default: one per stage; 1 breaks it")
     return p
@@ -559,17 +561,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     finally:
         executor.shutdown()
 
-    common.heading("2. Pipelines: 4 stages, a real scheduler, simulated time (240 ticks a pass, 1 a token)")
-    names = {"one_stage": "8 short prompts, no pipeline", "alone": "one batch in flight",
-             "whole": "4 in flight, prompts whole", "chunked": "4 in flight, chunks of 64",
-             "long_one": "4 long prompts, no pipeline", "long_alone": "one batch in flight",
-             "long_whole": "4 in flight, prompts whole", "long_chunked": "4 in flight, chunks of 256"}  # fmt: skip
-    rows = [[text, x["batches"], f"{x['idle']:.0%}", f"{x['ttft']:.0f}", x["makespan"]]
-            for name, text in names.items() for x in [numbers["pipeline"][name]]]  # fmt: skip
-    common.table(["", "micro-batches", "stages idle", "first token", "done"], rows)
-
     if args.data_parallel_size > 1:
-        common.heading(f"3. {args.data_parallel_size} engines behind one front end")
+        common.heading(f"2. {args.data_parallel_size} engines behind one front end")
         found = asyncio.run(serve_engines(args, TEXTS * 2))
         common.check_equal(f"{len(TEXTS) * 2} requests: the tokens of one engine", found["tokens"], want * 2)
         share = Counter(found["engines"])
@@ -578,6 +571,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         common.check_equal("nothing is left in any engine", found["left"],
                            {"unfinished": 0, "tables": 0, "owned_blocks": 0})  # fmt: skip
         bench["engines_start_s"] = found["start_s"]
+
+    common.heading("3. Pipelines: 4 stages, a real scheduler, simulated time (240 ticks a pass, 1 a token)")
+    names = {"one_stage": "8 short prompts, no pipeline", "alone": "one batch in flight",
+             "whole": "4 in flight, prompts whole", "chunked": "4 in flight, chunks of 64",
+             "long_one": "4 long prompts, no pipeline", "long_alone": "one batch in flight",
+             "long_whole": "4 in flight, prompts whole", "long_chunked": "4 in flight, chunks of 256"}  # fmt: skip
+    rows = [[text, x["batches"], f"{x['idle']:.0%}", f"{x['ttft']:.0f}", x["makespan"]]
+            for name, text in names.items() for x in [numbers["pipeline"][name]]]  # fmt: skip
+    common.table(["", "micro-batches", "stages idle", "first token", "done"], rows)
+    in_flight = "one batch" if args.batches_in_flight == 1 else "one per stage"
+    common.say("The last of them:\n" + describe(simulate(WIDGET_DEFAULT | {"in_flight": in_flight})))
 
     common.heading("4. Routing: 240 requests with 24 shared prefixes, 4 engines (real schedulers and caches, no model)")
     names = {"round_robin": "round robin", "load": "vLLM's score", "prefix_4": "prefix, at most 4 behind",

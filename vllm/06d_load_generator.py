@@ -252,6 +252,7 @@ TOKEN_IDS = (1_000, 10_000)  # of random prompts: ordinary tokens in any vocabul
 
 
 def random_ids(rng: random.Random, length: int, vocab_size: int = TOKEN_IDS[1]) -> list[int]:
+    """`length` token ids that any tokenizer of `vocab_size` has, its first, special ones left out."""
     return rng.choices(range(min(TOKEN_IDS[0], vocab_size // 2), min(TOKEN_IDS[1], vocab_size)), k=length)
 
 
@@ -316,6 +317,7 @@ class SSEDecoder:
         self.data: list[str] = []  # of the event that is being received
 
     def feed(self, chunk: bytes) -> list[str]:
+        """The events that `chunk` completes: their data lines; a rest waits for the next chunk."""
         self.rest += self.utf8.decode(chunk)
         *lines, self.rest = re.split(r"\r\n|\n|\r(?=[^\n])", self.rest)
         events = []
@@ -615,9 +617,8 @@ def queue_at(load: float, count: int, seed: int = 0) -> dict[str, Any]:
     arrivals = [round(at) for at in arrival_times(count, load / service, random.Random(seed))]
     run = run_simulated([prompt] * count, arrivals, max_num_seqs=1)
     waits = [times[0] - at - service for times, at in zip(run.times, arrivals)]
-    lindley = [0]
-    for gap in (b - a for a, b in itertools.pairwise(arrivals)):
-        lindley.append(max(0, lindley[-1] + service - gap))
+    gaps = (b - a for a, b in itertools.pairwise(arrivals))
+    lindley = list(itertools.accumulate(gaps, lambda wait, gap: max(0, wait + service - gap), initial=0))
     return {"theory": load / (2 * (1 - load)), "mean": statistics.fmean(waits) / service, "count": count,
             "longest": max(waits) / service, "exact": waits == lindley}  # fmt: skip
 
@@ -1023,8 +1024,8 @@ def add_bench_commands(subparsers: Any) -> None:
 
 def build_parser() -> common.Parser:
     p = common.parser(__doc__)
-    for name, text in (("rate", "requests a second in step 4; 60 is more than the engine can serve"),
-                       ("max_concurrency", "close the loop of step 4; 0 is open")):  # fmt: skip
+    for name, text in (("rate", "requests a second in step 5; 60 is more than the engine can serve"),
+                       ("max_concurrency", "close the loop of step 5; 0 is open")):  # fmt: skip
         p.add_argument("--" + name.replace("_", "-"), type=int, choices=CHOICES[name], default=WIDGET_DEFAULT[name],
                        metavar="N", help=f"{text} (default %(default)s)")  # fmt: skip
     add_bench_commands(p.add_subparsers(dest="command", metavar="bench|tune"))
@@ -1140,8 +1141,7 @@ async def load_own_server(seed: int) -> tuple[list[Record], list[float]]:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     if args.command:
-        args.run(args)
-        return
+        return args.run(args)
     machine, known, bench = common.start(args), facts(), {}
 
     common.heading("1. The loop that everybody writes first, and one that asks as users do")
@@ -1165,7 +1165,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.say("the same silence here and at the server's socket differ by {p50_off_ms:.2f} ms (median), "
                "{p99_off_ms:.2f} ms (P99)".format(**bench["own_server"]))  # fmt: skip
 
-    common.heading("4. An engine under load: lesson 04's scheduler on the clock of an 8B model on an H100")
+    common.heading("4. The real engine, offline: bench latency")
+    model = ["--model", args.model] if args.model else []
+    for batch, n_in, n_out in ((1, 32, 128), (8, 32, 128), (32, 128, 64)) if args.bench else ((4, 32, 16),):
+        flags = f"--batch-size {batch} --input-tokens {n_in} --output-tokens {n_out} --num-iters-warmup 1 --num-iters "
+        command = ["bench", "latency", *model, *flags.split(), "3" if args.bench else "2"]
+        bench[f"latency_{batch}_{n_in}_{n_out}"] = latency_command(build_parser().parse_args(command))
+
+    common.heading("5. An engine under load: lesson 04's scheduler on the clock of an 8B model on an H100")
     rows = [[f"{name} %", f"{x['theory']:.2f}", f"{x['mean']:.2f}", f"{x['longest']:.1f}"]
             for name, x in known["queue"].items()]  # fmt: skip
     common.table(["one seat, load", "mean wait by theory, in services", "simulated", "longest"], rows)
@@ -1173,19 +1180,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                        [x["exact"] for x in known["queue"].values()], [True] * 3)  # fmt: skip
     common.say(describe(simulate(WIDGET_DEFAULT | {"rate": args.rate, "max_concurrency": args.max_concurrency})))
 
-    common.heading(f"5. Tuning: 20 settings, P99 ITL at most {TUNE_LIMIT:g} ms")
+    common.heading(f"6. Tuning: 20 settings, P99 ITL at most {TUNE_LIMIT:g} ms")
     found = tune_simulated()
     shown = [i for i, row in enumerate(found["rows"]) if row["front"]]
     print_tune({"rows": [found["rows"][i] for i in shown], "best": shown.index(found["best"])}, {"itl": TUNE_LIMIT},
                "output_throughput", 99)  # fmt: skip
     common.say(f"{len(found['rows']) - len(shown)} are not shown: for each, another gives more tokens at no higher ITL")
-
-    common.heading("6. The real engine, offline: bench latency")
-    model = ["--model", args.model] if args.model else []
-    for batch, n_in, n_out in ((1, 32, 128), (8, 32, 128), (32, 128, 64)) if args.bench else ((4, 32, 16),):
-        flags = f"--batch-size {batch} --input-tokens {n_in} --output-tokens {n_out} --num-iters-warmup 1 --num-iters "
-        command = ["bench", "latency", *model, *flags.split(), "3" if args.bench else "2"]
-        bench[f"latency_{batch}_{n_in}_{n_out}"] = latency_command(build_parser().parse_args(command))
     if args.bench:
         common.heading("7. Tuning the real engine: 48 requests of about 96 + 24 tokens, all at once")
         grid = "--max-num-seqs 4,16,48 --max-num-batched-tokens 256,1024 --num-prompts 48 --limit itl:500"

@@ -181,6 +181,7 @@ class EngineCoreProc:
         self.about = getattr(engine, "about", {})
 
     def ready(self) -> EngineCoreReady:
+        """The first letter to the client: limits, cache and process of this core."""
         config, manager = self.scheduler.config, self.scheduler.kv_cache_manager
         return EngineCoreReady(
             config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens, manager.block_pool.num_blocks,
@@ -202,6 +203,7 @@ class EngineCoreProc:
         """Handle what has come in; on an event loop nothing can have."""
 
     def handle(self, letters: Iterable[tuple]) -> None:
+        """Add, abort, or call by name; what a request's sender did wrong goes back to it as text."""
         for kind, content in letters:
             if kind is EngineCoreRequestType.ADD:
                 try:
@@ -469,6 +471,7 @@ class InprocClient:
         self.mail.set()
 
     async def receive(self) -> Any:
+        """One step of the core, in the caller's own loop, if nothing lies in the outbox."""
         await asyncio.sleep(0)  # between two steps, everybody else gets one turn
         while not self.outbox:
             if self.proc.scheduler.has_unfinished_requests():
@@ -557,6 +560,7 @@ class RequestOutputCollector:
         self.ready = asyncio.Event()
 
     def put(self, output: RequestOutput | Exception) -> None:
+        """Keep one output: a second one is merged into it, an error takes its place. Never waits."""
         if self.output is None or isinstance(output, Exception):
             self.output = output
         elif isinstance(self.output, RequestOutput):
@@ -1110,9 +1114,9 @@ async def kill_the_engine(args: argparse.Namespace, prompts: Sequence[list[int]]
 def build_parser() -> common.Parser:
     p = common.parser(__doc__)
     p.add_argument("--clients", type=common.number(int, 1, 32), default=8, metavar="N",
-                   help="streams at once in step 2 (default %(default)s)")  # fmt: skip
-    p.add_argument("--place", choices=("all", *CLIENTS), default="all", help="where the engine runs in step 2")
-    p.add_argument("--handoff", choices=tuple(HANDOFFS), default="collector", help="of step 3 (default %(default)s)")
+                   help="streams at once in step 1 (default %(default)s)")  # fmt: skip
+    p.add_argument("--place", choices=("all", *CLIENTS), default="all", help="where the engine runs in step 1")
+    p.add_argument("--handoff", choices=tuple(HANDOFFS), default="collector", help="of step 2 (default %(default)s)")
     return p
 
 
@@ -1121,16 +1125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = common.start(args)
     numbers, bench = facts(), {}
 
-    streams, rounds = (1024, 20) if args.bench else (256, 5)
-    common.heading(f"1. {streams} waiting streams: a thread each, or a task each")
-    rows = []
-    for name, wake in (("threads", wake_threads), ("tasks", wake_tasks)):
-        created, seconds = wake(streams, rounds)
-        bench[name] = {"streams": streams, "create_us": created / streams * 1e6, "hand_over_us": seconds * 1e6}
-        rows.append([name, f"{created / streams * 1e6:.0f} µs", f"{seconds * 1e6:.1f} µs"])
-    common.table(["", "to create one", "to hand one a token"], rows)
-
-    common.heading(f"2. Where the engine runs: {args.clients} streams, and a heartbeat every 2 ms beside them")
+    common.heading(f"1. Where the engine runs: {args.clients} streams, and a heartbeat every 2 ms beside them")
     tokenizer = llama.Tokenizer(llama.model_folder(args.model))
     prompts = [tokenizer.encode(TEXTS[i % len(TEXTS)]) for i in range(args.clients)]
     params = SamplingParams(temperature=0, max_tokens=48 if args.bench else 8, ignore_eos=True)
@@ -1145,13 +1140,22 @@ def main(argv: Sequence[str] | None = None) -> None:
                      *(f"{found[name]:.1f} ms" for name in ("median_ms", "p99_ms", "max_ms"))])  # fmt: skip
     common.table(["engine in / on", "start", "tokens/s", "loop late", "p99", "worst"], rows)
 
-    common.heading("3. A reader that is slower than the engine")
+    common.heading("2. A reader that is slower than the engine")
     common.say(describe(simulate({**WIDGET_DEFAULT, "handoff": args.handoff})))
     slow = numbers["slow_reader"]
     common.table(["hand-off", "engine done", "reader done", "most items", "oldest news"], [
         [name, f"{x['engine_done']} ms", f"{x['reader_done']} ms", x["most_items"], f"{x['oldest']} ms"]
         for name, x in slow.items()
     ])  # fmt: skip
+
+    streams, rounds = (1024, 20) if args.bench else (256, 5)
+    common.heading(f"3. {streams} waiting streams: a thread each, or a task each")
+    rows = []
+    for name, wake in (("threads", wake_threads), ("tasks", wake_tasks)):
+        created, seconds = wake(streams, rounds)
+        bench[name] = {"streams": streams, "create_us": created / streams * 1e6, "hand_over_us": seconds * 1e6}
+        rows.append([name, f"{created / streams * 1e6:.0f} µs", f"{seconds * 1e6:.1f} µs"])
+    common.table(["", "to create one", "to hand one a token"], rows)
 
     if args.bench or args.place == "process":
         common.heading("4. The engine dies while everybody waits")

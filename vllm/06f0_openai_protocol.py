@@ -49,6 +49,8 @@ class Carried(pydantic.BaseModel):
 
 
 class StreamOptions(OpenAIModel):
+    """`stream_options`: whether a last chunk carries `usage`."""
+
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
     include_obfuscation: bool | None = None  # whether to hide lengths from who listens on the wire: never done
@@ -65,6 +67,8 @@ class StructuredOutputs(OpenAIModel):
 
 
 class JSONSchema(OpenAIModel):
+    """`response_format.json_schema`."""
+
     name: str
     description: str | None = None
     schema_: dict[str, Any] | None = pydantic.Field(None, alias="schema")
@@ -72,6 +76,8 @@ class JSONSchema(OpenAIModel):
 
 
 class ResponseFormat(OpenAIModel):
+    """`response_format`: what the answer must be."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
 
@@ -132,6 +138,8 @@ class CommonRequest(AnyRequest):
 
 
 class CompletionRequest(CommonRequest):
+    """`POST /v1/completions`: prompts as texts or token ids."""
+
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = 16
     logprobs: int | None = None
@@ -141,21 +149,29 @@ class CompletionRequest(CommonRequest):
 
 
 class TextPart(Carried):
+    """A message's part that says something."""
+
     type: Literal["text"]
     text: str
 
 
 class RefusalPart(Carried):
+    """An assistant's part that declines."""
+
     type: Literal["refusal"]
     refusal: str
 
 
 class FunctionCall(Carried):
+    """Which function, and its arguments as JSON text."""
+
     name: str
     arguments: str | None
 
 
 class ToolCall(Carried):
+    """A call in an assistant's message."""
+
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -178,26 +194,36 @@ class ChatMessage(Carried):
 
 
 class FunctionDefinition(Carried):
+    """What a model is told of a function."""
+
     name: str = pydantic.Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema
 
 
 class Tool(Carried):
+    """One of `tools`."""
+
     type: Literal["function"]
     function: FunctionDefinition
 
 
 class FunctionName(Carried):
+    """The function that `tool_choice` names."""
+
     name: str
 
 
 class NamedTool(Carried):
+    """`tool_choice`: this one and no other."""
+
     type: Literal["function"] = "function"
     function: FunctionName
 
 
 class ChatCompletionRequest(CommonRequest):
+    """`POST /v1/chat/completions`."""
+
     messages: list[ChatMessage] = pydantic.Field(min_length=1)
     max_completion_tokens: int | None = None
     max_tokens: int | None = None  # its older name
@@ -228,17 +254,23 @@ class TokenizeRequest(OpenAIModel):
 
 
 class DetokenizeRequest(OpenAIModel):
+    """`POST /detokenize`."""
+
     model: str | None = None
     tokens: list[int]
 
 
 class LoadLoRAAdapterRequest(OpenAIModel):
+    """`POST /v1/load_lora_adapter`: a name for the adapter in a folder of the server."""
+
     lora_name: str = pydantic.Field(min_length=1)
     lora_path: str = pydantic.Field(min_length=1)
     load_inplace: bool = False
 
 
 class UnloadLoRAAdapterRequest(OpenAIModel):
+    """`POST /v1/unload_lora_adapter`."""
+
     lora_name: str
     lora_int_id: int | None = None
 
@@ -247,6 +279,8 @@ class UnloadLoRAAdapterRequest(OpenAIModel):
 
 
 class ErrorInfo(pydantic.BaseModel):
+    """What went wrong, its class, the field to blame, the HTTP status."""
+
     message: str
     type: str
     param: str | None = None
@@ -254,6 +288,8 @@ class ErrorInfo(pydantic.BaseModel):
 
 
 class ErrorResponse(pydantic.BaseModel):
+    """The body of every refusal: OpenAI's."""
+
     error: ErrorInfo
 
 

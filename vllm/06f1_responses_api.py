@@ -35,17 +35,23 @@ STORE_BYTES = 64 << 20  # of conversations that are kept; vLLM keeps none, unles
 
 
 class Text(Carried):
+    """A message's part, asked or answered."""
+
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
 class Message(Carried):
+    """An item: something said."""
+
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[Text]
 
 
 class Call(Carried):
+    """An item: a function that the model has called."""
+
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -53,6 +59,8 @@ class Call(Carried):
 
 
 class CallOutput(Carried):
+    """An item: what that function returned."""
+
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[Text]
@@ -91,6 +99,8 @@ ITEM = pydantic.TypeAdapter(Item)
 
 
 class FunctionTool(Carried):
+    """One of `tools`: the chat's, one level flatter."""
+
     type: Literal["function"]
     name: str = pydantic.Field(min_length=1)
     description: str | None = None
@@ -99,11 +109,15 @@ class FunctionTool(Carried):
 
 
 class NamedFunction(Carried):
+    """`tool_choice`: this one and no other."""
+
     type: Literal["function"]
     name: str
 
 
 class TextFormat(OpenAIModel):
+    """`text.format`: what the answer must be."""
+
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -112,11 +126,15 @@ class TextFormat(OpenAIModel):
 
 
 class TextConfig(OpenAIModel):
+    """`text`: its format, and a hint at its length."""
+
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningConfig(OpenAIModel):
+    """`reasoning`: hints for a template."""
+
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -144,6 +162,7 @@ class ResponsesRequest(protocol.AnyRequest):
 
 
 def plain(content: str | list[Text]) -> str:
+    """Content as one text, a line for each part."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
@@ -298,6 +317,8 @@ class ResponseWriter:
 
 @dataclass
 class ResponseJob:
+    """An answer on its way."""
+
     job: Any  # the chat's
     body: ResponsesRequest
     items: list[Any]  # the conversation so far
@@ -306,6 +327,8 @@ class ResponseJob:
 
 @dataclass
 class Stored:
+    """A finished answer, kept for `previous_response_id`; `size` in bytes."""
+
     response: dict[str, Any]
     items: list[Any]  # of the conversation, this answer included
     size: int
@@ -336,6 +359,7 @@ class ResponsesAPI:
         return self.stored[response_id]
 
     def find_item(self, item_id: str) -> Any:
+        """The item of a kept answer, newest first; APIError 404 if there is none."""
         for stored in reversed(self.stored.values()):
             for item in stored.response["output"]:
                 if item["id"] == item_id:

@@ -500,6 +500,8 @@ class Job:
 
 @dataclass
 class Usage:
+    """Tokens of one HTTP request, whatever its number of prompts and answers."""
+
     prompt: int = 0
     completion: int = 0
     cached: int = 0
@@ -532,6 +534,7 @@ def scores(output: RequestOutput) -> list[dict[str, dict[str, Any]] | None]:
 
 
 def event(body: dict[str, Any]) -> str:
+    """One server-sent event."""
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
@@ -592,6 +595,7 @@ class Gate:
 
 
 async def refuse(send: Any, error: APIError) -> None:
+    """Answer an ASGI request with the error, before any route has seen it."""
     body = json.dumps(error.body()).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
@@ -884,6 +888,7 @@ class ScriptedLLM:
 
     def add_request(self, request_id: str, prompt: dict[str, Any], params: SamplingParams, *, stream: bool = False,
                     **about: Any) -> RequestOutputCollector:  # fmt: skip
+        """Notes that it was asked, and has the whole answer ready at once."""
         self.added.append((request_id, prompt, params))
         collector = RequestOutputCollector(request_id)
         for i, text in enumerate(self.ANSWER):
@@ -952,6 +957,8 @@ class ScriptedServer:
             setattr(owner, name, self.signing(getattr(owner, name), station))
 
     def signing(self, function: Callable[..., Any], station: str) -> Callable[..., Any]:
+        """`function`, which notes its station when a request gets so far."""
+
         def signed(*args: Any, **kwargs: Any) -> Any:
             self.signed.append(station)
             return function(*args, **kwargs)
@@ -959,6 +966,7 @@ class ScriptedServer:
         return signed
 
     async def ask(self, case: dict) -> dict:
+        """One request through the app itself; what was answered, and who looked at it on the way."""
         llm = self.llm
         llm.num_unfinished, llm.added, llm.aborted = case["inside"], [], []
         self.signed.clear()
@@ -1087,6 +1095,7 @@ async def incremental_text(pieces: Iterable[bytes]) -> str:
 
 
 async def tell_story(args: argparse.Namespace, bench: dict[str, Any]) -> None:
+    """Steps 1 to 3, on an engine in a thread; adds its measurements to `bench`."""
     llm = await AsyncLLM.start(
         ("06e_async_engine", "make_small_engine"), {"model": args.model, "seed": args.seed},
         llama.model_folder(args.model), "thread", max_num_queued_reqs=args.max_num_queued_reqs,
@@ -1146,30 +1155,20 @@ async def _tell_story(args: argparse.Namespace, app: Any, llm: AsyncLLM, bench: 
     idle = await llm.call_utility("check_idle")
     common.check_equal("the block pool is whole and empty", (idle["owned_blocks"], idle["unfinished"]), (0, 0))
 
-    common.heading("4. What it costs")
-    bench |= measure_costs(1.0 if args.bench else 0.1)
-    common.say(f"{bench['validate_us']:.0f} µs to validate a chat request of {len(CHAT_BYTES)} bytes, "
-               f"{bench['event_us']:.1f} µs to write an event")  # fmt: skip
-
 
 CHAT = {"model": "smol",
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}],
         "stream": True, "temperature": 0.7, "max_completion_tokens": 64}  # fmt: skip
-CHAT_BYTES = json.dumps(CHAT).encode()
+CHAT_BYTES, WORD = json.dumps(CHAT).encode(), offline.CompletionOutput(0, " word", [1])
 
 
 def measure_costs(seconds: float) -> dict[str, float]:
     """Microseconds of what the event loop does for a request and for a token."""
     serving = OpenAIServing(ScriptedLLM(), ["smol"])
-    body = ChatCompletionRequest(**CHAT)
-    job = Job("chatcmpl-" + 32 * "0", "smol", body, SamplingParams(), [])
-
-    def validate() -> None:
-        serving.check_params(ChatCompletionRequest.model_validate(json.loads(CHAT_BYTES)))
-
-    def write() -> None:
-        event(serving.envelope(job, [serving.choice(job, 0, offline.CompletionOutput(0, " word", [1]))]))
-
+    job = Job("chatcmpl-" + 32 * "0", "smol", ChatCompletionRequest(**CHAT), SamplingParams(), [])
+    read = ChatCompletionRequest.model_validate
+    validate = lambda: serving.check_params(read(json.loads(CHAT_BYTES)))  # noqa: E731
+    write = lambda: event(serving.envelope(job, [serving.choice(job, 0, WORD)]))  # noqa: E731
     return {"validate_us": common.measure(validate, seconds).median * 1e6,
             "event_us": common.measure(write, seconds).median * 1e6}  # fmt: skip
 
@@ -1184,11 +1183,14 @@ def build_parser() -> common.Parser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    machine = common.start(args)
-    bench: dict[str, Any] = {}
+    machine, bench = common.start(args), {}
     asyncio.run(tell_story(args, bench))
-    common.heading("5. The widget's default")
+    common.heading("4. One request, station by station: simulate()")
     common.say(describe(simulate(WIDGET_DEFAULT)))
+    common.heading("5. What it costs")
+    bench |= measure_costs(1.0 if args.bench else 0.1)
+    common.say(f"{bench['validate_us']:.0f} µs to validate a chat request of {len(CHAT_BYTES)} bytes, "
+               f"{bench['event_us']:.1f} µs to write an event")  # fmt: skip
     draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": facts(), "bench": bench})

@@ -100,6 +100,7 @@ class NgramDrafter(Drafter):
         return [Draft(self.lookup(context)) for context in contexts]
 
     def lookup(self, context: DraftContext) -> list[int]:
+        """What followed the longest of the last n-grams where it first stood; the index grows with the text."""
         tokens = context.token_ids
         index, known = self.indexed.get(context.request_id, ({}, 0))
         for end in range(known + 1, len(tokens)):  # n-grams that end before the last token: they have a continuation
@@ -135,6 +136,7 @@ class SuffixAutomaton:
         return len(self.next) - 1
 
     def extend(self, token: int) -> None:
+        """One token more, in constant amortised time (Blumer et al. 1985)."""
         self.size += 1
         state, self.last = self.last, self._add({}, 0, self.size, self.size)
         while state >= 0 and token not in self.next[state]:
@@ -173,6 +175,7 @@ class SuffixDrafter(Drafter):
         return [Draft(self.lookup(context)) for context in contexts]
 
     def lookup(self, context: DraftContext) -> list[int]:
+        """What followed the longest suffix that occurred before, the longer the more."""
         automaton = self.automata.setdefault(context.request_id, SuffixAutomaton())
         for token in context.token_ids[automaton.size :]:
             automaton.extend(token)
@@ -208,6 +211,7 @@ class LookaheadDrafter(Drafter):
         return [Draft(self.guess(context)) for context in contexts]
 
     def guess(self, context: DraftContext) -> list[int]:
+        """Moves the window on by what the last pass computed, and drafts the newest n-gram behind the last token."""
         tokens, n = context.token_ids, len(context.token_ids)
         rows = self.rows.setdefault(context.request_id, deque(maxlen=self.N))
         pool = self.pool.setdefault(context.request_id, {})

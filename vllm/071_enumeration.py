@@ -110,6 +110,7 @@ def avoid(target: NextToken) -> NextToken:
 
 
 def one_hot(drafter: NextToken) -> NextToken:
+    """The drafter that is sure of its best token."""
     return lambda prefix: [float(x == max(drafter(prefix))) for x in drafter(prefix)]
 
 

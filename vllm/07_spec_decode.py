@@ -302,6 +302,7 @@ class SpecDecodingStats:
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
     def observe(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """One request in one step: so many drafted, the first `num_accepted` of them accepted."""
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted
@@ -395,6 +396,7 @@ class DraftedState:
         self.request = SimpleNamespace(num_output_tokens=state.request.num_output_tokens + len(accepted))
 
     def count(self, vocab_size: int, device: torch.device) -> None:
+        """Counts [V] of what is written, the accepted drafts included; penalties read them."""
         self.state.count(vocab_size, device)
         self.counts, self.seen = self.state.counts, self.state.seen
         if self.accepted:
@@ -444,6 +446,7 @@ class SpeculativeModelRunner:
         self.k: dict[str, int] = {}  # of each request, with the heuristic schedule
 
     def execute_model(self, output: SpeculativeSchedulerOutput) -> dict[str, list[int]]:
+        """The drafts join their requests for this pass, whatever happens in it, and the next ones are guessed."""
         for request_id in (*output.finished_req_ids, *(request.request_id for request in output.preempted_reqs)):
             for kept in (self.draft_probs, self.hidden, self.k):
                 kept.pop(request_id, None)
@@ -466,6 +469,7 @@ class SpeculativeModelRunner:
         self.batch.num_tokens[self.batch.rows[request.request_id]] = request.num_tokens
 
     def forward(self, token_ids: torch.Tensor, meta: Any, requests: Sequence[Request]) -> torch.Tensor | RowsToVerify:
+        """Hidden rows [T, hidden], and which of them predict a draft or what follows the last one."""
         hidden = super().forward(token_ids, meta, requests)
         ends = list(itertools.accumulate(meta.query_lens))
         self.ran = (requests, ends, hidden)
@@ -1020,6 +1024,7 @@ def ragged_batch(V: int, counts: Sequence[int], seed: int) -> dict[str, Any]:
 
 
 def tell_rule(found: dict[str, Any]) -> None:
+    """Step 1: the rule, enumerated and counted; None takes today's functions, broken ones too, not the facts."""
     common.heading("1. The rule: guessed by one distribution, distributed like another")
     exact, classic = exactness() if found is None else found["exact"], simulate(WIDGET_DEFAULT)
     common.say(f"p = {classic['p']}, q = {classic['q']}: a draft stands with α = Σ min(p, q) = {classic['alpha']:.1f}")
@@ -1046,6 +1051,7 @@ def tell_rule(found: dict[str, Any]) -> None:
 
 
 def tell_model(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
+    """Steps 2 and 3: every method against plain decoding, token by token; tokens per pass by method."""
     common.heading(f"2. The real model: four requests in one batch, {args.k} drafts at most")
     prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in (*TASKS.values(), TASKS["copy"])]
     names = [*TASKS, "copy, T=0.7"]
@@ -1107,7 +1113,8 @@ def step_costs(model: llama.Llama, tokenizer: llama.Tokenizer, batches: Sequence
 
 def tell_economics(args: argparse.Namespace, numbers: dict[str, Any], model: llama.Llama,
                    tokenizer: llama.Tokenizer) -> None:  # fmt: skip
-    common.heading("4. When it pays: α > c + v")
+    """Step 5: published speed-ups by the formula, and this machine's v with what it is good for."""
+    common.heading("5. When it pays: α > c + v")
     off = [row["name"] for row in numbers["leviathan"]
            if not row["low"] - 0.05 <= row["predicted"] <= row["high"] + 0.05]  # fmt: skip
     common.check_equal("Leviathan's 12 predicted speed-ups, from α, c and K as far as they are printed", off, [])
@@ -1117,8 +1124,7 @@ def tell_economics(args: argparse.Namespace, numbers: dict[str, Any], model: lla
         gains = [speedup(alpha, 4, 0, cost["v"]) for alpha in (0.3, 0.6, 0.9)]
         rows.append([f"batch of {B}", f"{1e3 * cost['seconds']:.0f} ms", f"{cost['v']:.2f}",
                      *(f"{gain:.2f}x" for gain in gains)])  # fmt: skip
-    columns = ["this machine", "plain step", "v", "α 0.3", "α 0.6", "α 0.9"]
-    common.table(columns, rows, title="speed-up with 4 free drafts")
+    common.table(["this machine", "plain step", "v", "α 0.3", "α 0.6", "α 0.9"], rows, "speed-up with 4 free drafts")
 
 
 def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
@@ -1180,9 +1186,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         tell_rule(numbers if args.wrong is None else None)
         model, tokenizer = llama.load(args.model)
         found = tell_model(args, model, tokenizer)
-        tell_economics(args, numbers, model, tokenizer)
-    common.heading("5. The widget's default: three words, and every rule applied by the real function")
+    common.heading("4. The widget's default: three words, and every rule applied by the real function")
     common.say(describe(simulate(WIDGET_DEFAULT)))
+    tell_economics(args, numbers, model, tokenizer)
     if args.bench:
         bench = {"tokens_per_pass": found} | benchmark(model, tokenizer)
     draw(args.figure)

@@ -169,6 +169,7 @@ class RecordingRunner(continuous.ModelRunner):
         self.seed, self.records, self.rngs = seed, {}, {}
 
     def forward(self, token_ids: torch.Tensor, meta: Any, requests: Sequence[continuous.Request]) -> torch.Tensor:
+        """As the parent, and keeps every row's features [T, hidden] in fp16."""
         hidden = super().forward(token_ids, meta, requests)
         features = final_norm(self.model, hidden).half()
         for request, rows in zip(requests, features.split(list(meta.query_lens))):
@@ -595,6 +596,7 @@ class Trainer:
         return agreement
 
     def save(self) -> None:
+        """Write the whole state next to the old one, then take its name: a cut leaves one of the two."""
         scratch = self.path.with_suffix(".part")
         weights = {name: tensor.detach() for name, tensor in self.network.tensors.items()}
         torch.save({"weights": weights, "average": self.average, "optimizer": self.optimizer.state_dict(),

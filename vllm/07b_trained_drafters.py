@@ -101,6 +101,7 @@ class DraftCache:
             table.free()
 
     def append(self, table: DraftTable, num_tokens: int) -> None:
+        """Room for `num_tokens` more; the cache grows where it is full."""
         try:
             table.append(num_tokens)
         except paged.OutOfBlocks:
@@ -136,6 +137,7 @@ class AutoregressiveDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, contexts: list[DraftContext]) -> list[Draft]:
+        """What the drafter has missed in one pass [T], then one row for everybody K times."""
         tables = [self.cache.table(context.request_id) for context in contexts]
         behind = [self.catch_up(context, table) for context, table in zip(contexts, tables)]
         counts = [len(tokens) for tokens, _ in behind]
@@ -208,6 +210,7 @@ class DraftModelDrafter(AutoregressiveDrafter):
         self.drafted: dict[str, list[int]] = {}
 
     def catch_up(self, context: DraftContext, table: DraftTable) -> tuple[list[int], torch.Tensor | None]:
+        """Keeps the drafts that were right, cuts the rest: the tokens that it has not read, no features."""
         name, tokens = context.request_id, context.token_ids
         start = known = self.known.get(name, 0)
         for guess in self.drafted.get(name, [])[: table.num_tokens - known]:
@@ -241,6 +244,7 @@ class EagleDrafter(AutoregressiveDrafter):
         self.true_rows: dict[str, int] = {}
 
     def catch_up(self, context: DraftContext, table: DraftTable) -> tuple[list[int], torch.Tensor | None]:
+        """Cuts its own guesses, then: the tokens behind the target's new features [n, hidden], with those."""
         name, n = context.request_id, len(context.hidden)
         if name not in self.true_rows:  # a cached prefix has no features: start behind it
             self.offset[name] = len(context.token_ids) - 1 - n
@@ -864,8 +868,7 @@ def shipped() -> dict[str, dict[str, Any]]:
 @functools.cache
 def facts() -> dict[str, Any]:
     """The lesson's deterministic numbers: of the shipped files, of planned trees, of the rule for several guesses."""
-    about = shipped()
-    ranks = about["medusa"]["ranks"]
+    about, ranks = shipped(), shipped()["medusa"]["ranks"]
     p, q = (torch.tensor(x, dtype=torch.float64) for x in PAIRS["half right"])
     kept = lambda n, distinct: exact_node(p, q, n, distinct)[1]  # noqa: E731
     with broken("same-p"):
@@ -897,8 +900,7 @@ def draw(folder: str | Path) -> list[Path]:
     """A planned tree and its mask; how the drafters learned."""
     from matplotlib.colors import ListedColormap
 
-    known = facts()
-    shape = SHAPES["planned, 7"]
+    known, shape = facts(), SHAPES["planned, 7"]
     tree = fill_tree(shape, 0, [range(5)] * 3)
     figure, (left, right) = common.new_figure(8.0, 3.4, ncols=2, width_ratios=[1.35, 1])
     leaves = [i for i in range(len(tree.parents)) if not tree.children[i]]
@@ -938,13 +940,11 @@ def draw(folder: str | Path) -> list[Path]:
 
     figure, (left, right) = common.new_figure(8.0, 3.3, ncols=2)
     for name, d in known["drafters"].items():
-        history = d["history"]
-        left.plot([h[0] / 1e3 for h in history], [h[1] for h in history], label=name)
+        left.plot([h[0] / 1e3 for h in d["history"]], [h[1] for h in d["history"]], label=name)
     left.set(xlabel="tokens trained on, thousands", ylabel="first guess = the target's", ylim=(0, 0.6),
              title="Learning, on 48 answers kept out")  # fmt: skip
     left.legend(loc="lower right")
-    sizes = [int(size) for size in known["tree"]]
-    right.plot(sizes, list(known["tree"].values()), "o-", label="planned tree")
+    right.plot([*map(int, known["tree"])], [*known["tree"].values()], "o-", label="planned tree")
     right.plot([1, 2, 3], [expected_path(known["ranks"], chain(k)) for k in (1, 2, 3)], "o-", label="chain")
     ticks = [1, 3, 7, 15, 31, 63]
     right.set(xscale="log", xticks=ticks, xticklabels=ticks, xlabel="guesses in one pass", ylabel="tokens per pass",

@@ -239,6 +239,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(payload: torch.Tensor) -> int:
+    """CRC32 of the bytes."""
     return zlib.crc32(payload.cpu().numpy())
 
 
@@ -363,6 +364,7 @@ class SharedMemoryLink(Link):
         super().__init__(*args, **kwargs)
 
     def transmit(self, header: dict[str, Any], payload: torch.Tensor | None) -> None:
+        """Payload to a named segment, its name over the socket; whoever receives it removes the name."""
         if payload is not None and payload.nbytes:
             name = f"kvx-{os.getpid()}-{secrets.token_hex(8)}"
             descriptor = os.open(SHM / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -383,6 +385,7 @@ class SharedMemoryLink(Link):
             raise
 
     def receive(self, header: dict[str, Any], payload: bytearray) -> torch.Tensor | None:
+        """The segment, mapped and unlinked; None if it was here before. ProtocolError for a name that is not ours."""
         name = header.get("shm")
         if name is None:
             return super().receive(header, payload)
@@ -433,6 +436,7 @@ class DistributedLink(Link):
         self.group = (dist.ProcessGroupNCCL if apart else dist.ProcessGroupGloo)(store, rank, 2, span)
 
     def transmit(self, header: dict[str, Any], payload: torch.Tensor | None) -> None:
+        """Header over the socket, payload [bytes] over torch.distributed, from its own device."""
         if header["kind"] == "HELLO":  # the meeting point of the two ranks
             self.store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
             header = {**header, "port": self.store.port}
@@ -444,6 +448,7 @@ class DistributedLink(Link):
         self.group.send([payload.to(self.device)], 1, 0).wait()
 
     def receive(self, header: dict[str, Any], payload: bytearray) -> torch.Tensor | None:
+        """The payload [nbytes] uint8 on this device; ProtocolError for a size or port that cannot be."""
         if header["kind"] == "HELLO":
             if (port := header["port"]) > 65535:
                 raise ProtocolError(f"port {port}")
@@ -679,6 +684,7 @@ class Consumer:
                              "end": found.end, "have": s.have, "consumers": s.consumers})  # fmt: skip
 
     def on_message(self, link: Any, header: dict[str, Any], payload: Any) -> None:
+        """Only for a transfer that still runs, from a link that it was asked of; others are counted as stale."""
         found = self.imports.get(header["transfer"])
         source = next((s for s in found.sources if s.link is link), None) if found else None
         if source is None:

@@ -68,6 +68,7 @@ class Tier:
         self.trim()
 
     def trim(self) -> None:
+        """Evict the files unused for longest until `capacity` bytes are left; others may do so at the same time."""
         found = []
         with os.scandir(self.folder) as entries:
             for entry in entries:
@@ -136,6 +137,7 @@ class KVStore:
         return torch.frombuffer(body, dtype=torch.uint8)
 
     def clear(self) -> None:
+        """Forget all of it, and the folders."""
         for tier in filter(None, (self.cpu, self.disk)):
             for path in tier.folder.iterdir():
                 with contextlib.suppress(FileNotFoundError):
@@ -436,6 +438,7 @@ class P2PConnector(KVConnectorBase):
     # -- the scheduler's half --
 
     def on_new_request(self, request: Request) -> None:
+        """InputError for a transfer_id that is in use, or heads that cannot be shared out."""
         super().on_new_request(request)
         name, ranks = (kv_transfer_params(request).get(key) for key in ("transfer_id", "tp_size"))
         if ranks and ranks % self.num_kv_heads and self.num_kv_heads % ranks:  # some head would be nobody's
@@ -484,6 +487,7 @@ class P2PConnector(KVConnectorBase):
     # -- the worker's half --
 
     def register_kv_caches(self, layers: list[torch.Tensor], model: Any) -> None:
+        """Producer, consumer, and the thread that takes calls: from here on there are blocks to move."""
         super().register_kv_caches(layers, model)
         lease, retries = self.config.extra("kv_lease_duration", 30.0), self.config.extra("retries", 1)
         self.producer = Producer(len(layers), self.payload, lease)
@@ -509,6 +513,7 @@ class P2PConnector(KVConnectorBase):
         return self.links[address]
 
     def start_load_kv(self) -> None:
+        """Offer what this step finishes, ask every rank that has a piece of what it needs. Does not wait."""
         for request in self.meta.preempted:
             if self.saves(request):
                 self.producer.preempted(kv_transfer_params(request)["transfer_id"])
@@ -539,6 +544,7 @@ class P2PConnector(KVConnectorBase):
             self.pump()
 
     def get_finished(self) -> KVConnectorOutput:
+        """Ids of requests sent, received or failed since the last step: the scheduler frees or resumes them."""
         self.poll()
         self.pump()
         self.producer.expire()
@@ -588,6 +594,7 @@ class P2PConnector(KVConnectorBase):
         return heads > 0 and self.head <= head and head + heads <= self.head + self.heads
 
     def close(self) -> None:
+        """End the thread and all links."""
         self.closed = True
         if self.server:
             with contextlib.suppress(OSError):
@@ -631,6 +638,7 @@ class StoreConnector(KVConnectorBase):
         self.staged: dict[str, list[torch.Tensor]] = {}
 
     def register_kv_caches(self, layers: list[torch.Tensor], model: Any) -> None:
+        """Opens the store; its keys begin with layout, block size and rank: others' bytes are no hit."""
         super().register_kv_caches(layers, model)
         self.store = KVStore(self.config.extra("folder", ""), self.config.extra("cpu_bytes", 1 << 30),
                              self.config.extra("disk_bytes", 0), len(layers))  # fmt: skip
@@ -678,6 +686,7 @@ class StoreConnector(KVConnectorBase):
         return found
 
     def wait_for_layer_load(self, layer: int) -> None:
+        """Scatter a layer that was read ahead; a block that cannot be read is `void` and is computed again."""
         if not self.layers_read:
             return
         kv_cache = self.layers[layer]

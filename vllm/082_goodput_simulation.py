@@ -455,6 +455,7 @@ class Cluster:
         self.at(instance.ends[-1], instance.number, self.step_ended, instance, instance.plan)
 
     def step_ended(self, instance: Instance, plan: int) -> None:
+        """Hand over whom this step finished with, and begin the next one; an outdated plan does nothing."""
         if plan != instance.plan:
             return  # it was cut short
         for name in instance.finish():
@@ -776,6 +777,7 @@ def photo_jobs(rate: float, count: int) -> list[Job]:
 
 
 def photo_outcomes(deployment: Deployment, count: int, rate: float) -> list[Outcome]:
+    """Every job's times on the deployment, `rate` jobs per second."""
     return [job.outcome for job in Cluster(deployment, photo_jobs(rate, count)).run()]
 
 

@@ -1061,6 +1061,7 @@ def show_simulation() -> None:
         gap, ttft = (max(f(r) for r in trace["requests"]) for f in (lambda r: r["gap"], lambda r: sum(r["parts"])))
         rows.append([layout, f"{trace['met']} of {len(trace['requests'])}", f"{gap / 1e3:.0f} ms",
                      f"{ttft / 1e3:.0f} ms", f"{trace['bytes_moved'] / 2**20:,.0f} MiB"])  # fmt: skip
+    common.say(describe(simulate(WIDGET_DEFAULT)))
     common.table(["4 GPUs, 16 requests", "within the limits", "longest silence", "worst TTFT", "moved"], rows)
     common.say("✓ queue + prefill + transfer + first step = TTFT, for every request")
     found = facts()["simulation"]["goodput"]["azure_code"]

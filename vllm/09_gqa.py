@@ -1028,8 +1028,7 @@ def check_kernels() -> None:
         case = paged.random_case([1, 17, 40], 16, Hq, Hkv, 64, torch.float32)
         q, (k, v) = torch.randn(40, Hq, 64), torch.randn(2, 40, Hkv, 64)
         q, k, v, loc = (x.to(common.device()) for x in (q, k, v, torch.tensor([0, 7, 40])))
-        parts = [slice(0, 7), slice(7, 40)]
-        prompts = torch.cat([attention(q[p], k[p], v[p], interleaved(Hq, Hkv)) for p in parts])
+        prompts = torch.cat([attention(q[p], k[p], v[p], interleaved(Hq, Hkv)) for p in (slice(7), slice(7, 40))])
         decoded = paged.paged_decode_reference(*case)
         with common.use_kernels() if common.HAS_TRITON else contextlib.nullcontext():
             for heads in dict.fromkeys((Hq // Hkv, 1)):
@@ -1113,7 +1112,7 @@ def show_pooling(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.
     return found | {"tokens": n}
 
 
-def show_serving() -> None:
+def show_serving(args: argparse.Namespace) -> None:
     """Bytes per token and GPU over tensor parallelism, and what real configurations keep."""
     kib = facts()["kib_per_token"]
     label = {"mha": "MHA (32)", "gqa_8": "GQA-8", "gqa_2": "GQA-2", "mqa": "MQA", "mla": "MLA (576)"}
@@ -1126,6 +1125,7 @@ def show_serving() -> None:
         rows.append([name, kind, *(f"{m[x]:,.0f}" for x in ("bytes_per_token", "mib_8k", "mib_128k", "fit_32k"))])
     common.table(["", "heads", "bytes/token", "MiB at 8k", "MiB at 128k", "32k sequences, H200"], rows)
     common.say("(DeepSeek-V3: on eight H200, each with its own copy of every latent.)")
+    common.say(describe(simulate(WIDGET_DEFAULT | {"head_map": args.head_map})))
 
 
 def show_measurements(args: argparse.Namespace) -> dict[str, Any]:
@@ -1188,7 +1188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.heading("4 · Fewer KV heads in a model that was trained with more")
     bench = {"perplexity": show_pooling(args, model, tokenizer)}
     common.heading("5 · Serving arithmetic, bf16")
-    show_serving()
+    show_serving(args)
     common.heading("6 · Measured on this machine")
     bench |= show_measurements(args)
     common.say(f"Figures: {', '.join(path.name for path in draw(args.figure))}")

@@ -343,6 +343,7 @@ class ModelRunner(continuous_batching.ModelRunner):
     """A step may hold any mixture of chunks and decodes; attention is one launch per layer."""
 
     def attend(self, meta: paged.AttentionMetadata) -> llama.Attend:
+        """K and V [T, Hkv, D] into the cache first, then one call for prompts, chunks and decodes."""
         layers, kernel = self.cache.layers, common.runs_kernel(self.cache.layers[0])
         max_query_len = max(meta.query_lens)
         plan = None if kernel else MixedPlan.build(meta.block_table, meta.query_lens, meta.seq_lens, layers[0],
@@ -450,6 +451,7 @@ class SimulatedCore(continuous_batching.EngineCore):
         self.token_times: dict[str, list[int]] = {}  # when each request's tokens came
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """Token 0 for whoever has computed all of its own; the clock goes on by `cost`."""
         requests, self.scheduled = self.scheduler.requests, dict(output.num_scheduled_tokens)
         self.now += self.cost([(n, requests[i].num_computed_tokens) for i, n in self.scheduled.items()])
         ready = [i for i in self.scheduled if requests[i].num_computed_tokens == requests[i].num_tokens]

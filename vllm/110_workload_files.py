@@ -247,7 +247,7 @@ def owners_of(trace: dict) -> list[tuple[int, dict[str, int]]]:
     return rows
 
 
-def draw_owners(folder: str | Path, name: str, owners: list, evictions: list[int], pool: int, title: str) -> Path:
+def draw_owners(folder: str | Path, name: str, owners: list, preemptions: list[int], pool: int, title: str) -> Path:
     """One band per request, the one admitted first at the bottom; height: blocks it holds."""
     import matplotlib
 
@@ -259,7 +259,8 @@ def draw_owners(folder: str | Path, name: str, owners: list, evictions: list[int
     bands = [[held.get(request_id, 0) for _, held in owners] for request_id in ids]
     colors = matplotlib.colormaps["viridis"]([i / max(1, len(ids) - 1) for i in range(len(ids))])
     axis.stackplot(steps, bands, colors=colors, step="post", linewidth=0.3, edgecolor="white")
-    axis.plot(evictions, [pool * 1.045] * len(evictions), "v", color=common.COLORS["red"], markersize=4, clip_on=False)
+    marks = [pool * 1.045] * len(preemptions)
+    axis.plot(preemptions, marks, "v", color=common.COLORS["red"], markersize=4, clip_on=False)
     axis.axhline(pool, color=common.COLORS["grey"], linewidth=1)
     axis.set(xlabel="step", ylabel="blocks held", ylim=(0, pool * 1.09), xlim=(steps[0], steps[-1] + 1), title=title)
     return common.save_figure(figure, folder, name)

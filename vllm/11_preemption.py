@@ -5,17 +5,17 @@ empty in the middle of a step. Somebody must give blocks back. Who, and what hap
 
 The mechanism:
   1. Admission is optimistic: a request comes in if what is known of it fits now. Its output has no reservation.
-  2. A running request that finds no block evicts the one admitted last (priority policy: the least important).
+  2. A running request that finds no block preempts the one admitted last (priority policy: the least important).
   3. Recompute, vLLM's V1: the victim's blocks are freed and its tokens kept; back in front of the queue, it will be
      prefilled again, prompt and output in one go, except what the prefix cache still holds.
   4. Swap, as V0 could: the victim's blocks are copied to CPU memory and copied back later. Nothing is redone.
-  5. Nobody is admitted in a step that evicted, so copies out and copies in never meet in one step.
+  5. Nobody is admitted in a step that preempted, so copies out and copies in never meet in one step.
   6. A second cache on the CPU, keyed by block hash, catches whatever the GPU's prefix cache evicts: copy, not compute.
   7. Who can never fit is refused on arrival: in the queue it would wait forever, and block everybody behind it.
 110_workload_files.py holds the knobs (`SchedulerConfig`), and what `replay` reads and writes.
 
 Numbers to remember: 16 requests of 64 + 192 tokens, one every 16 steps, in a pool that holds 4 of them at full length:
-20 evictions, and 32 % of all computed tokens were computed before. Copying a token of Llama-3.1-8B out and in again
+20 preemptions, and 32 % of all computed tokens were computed before. Copying a token of Llama-3.1-8B out and in again
 takes 5 µs over PCIe 5, computing it again on an H100 14 µs: bandwidth alone would choose swap, and vLLM removed it.
 
 How to run:
@@ -73,7 +73,7 @@ KEY = "11_preemption"
 
 
 def undisturbed(model: llama.Llama, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """What a request must answer however often it was evicted: greedy, alone, in lesson 01's contiguous cache."""
+    """What a request must answer however often it was preempted: greedy, alone, in lesson 01's contiguous cache."""
     spec = kv_cache.KVCacheSpec.from_config(vars(model.config))
     cache = kv_cache.KVCache(spec, 1, len(prompt) + max_tokens, model.dtype, model.device)
     return kv_cache.generate(model, prompt, max_tokens, cache).token_ids
@@ -105,10 +105,10 @@ class Scheduler(chunked_prefill.Scheduler):
         self.watermark_blocks = int(config.watermark * kv_cache_manager.block_pool.num_blocks)
 
     def _schedule_running(self, output: SchedulerOutput) -> None:
-        """Whoever runs goes on, in order of admission, and evicts others until its blocks are there."""
+        """Whoever runs goes on, in order of admission, and preempts others until its blocks are there."""
         for request in tuple(self.running):
             if request.status is not RequestStatus.RUNNING:
-                continue  # evicted a moment ago, for somebody in front of it
+                continue  # preempted a moment ago, for somebody in front of it
             # The last position of a sequence is sampled, never computed.
             room = self.config.max_model_len - 1 - request.num_computed_tokens
             num_new_tokens = min(self._num_new_tokens(request), room)
@@ -422,6 +422,7 @@ class MeteredCore(continuous_batching.EngineCore):
         self.useful = self.redone = self.preemptions = 0
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """Token 0 for whoever has computed all of its own; counts tokens computed before (`redone`)."""
         sampled: dict[str, list[int]] = {}
         self.preemptions += len(output.preempted_reqs)
         for request_id, n in output.num_scheduled_tokens.items():
@@ -446,7 +447,7 @@ class OffloadingModelRunner(continuous_batching.ModelRunner):
         self.host = [torch.zeros(shape, dtype=model.dtype, pin_memory=common.HAS_GPU) for _ in self.cache.layers]
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """Copies first: an evicted block may already belong to somebody who writes it in this forward pass."""
+        """Copies first: a block taken away may already belong to somebody who writes it in this forward pass."""
         for direction, pairs in self.copies.take() if self.copies else ():
             table = torch.tensor(pairs, dtype=torch.int64, device=self.model.device).view(-1, 2)
             for layer, host in zip(self.cache.layers, self.host):
@@ -527,6 +528,7 @@ class ReplayCore(continuous_batching.EngineCore):
         """vLLM's front end looks at the prompt's length only, and that is done before the replay starts."""
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """The recorded tokens; `entry` is the step as the trace has it."""
         scheduler, tables = self.scheduler, self.scheduler.kv_cache_manager.req_to_blocks
         for request in (*output.preempted_reqs, *output.scheduled_new_reqs, *output.scheduled_resumed_reqs):
             self.last_tables.pop(request.request_id, None)
@@ -663,10 +665,10 @@ def replay_command(args: argparse.Namespace) -> None:
         except OSError as error:
             raise common.InputError(f"--out {args.out}: {error.strerror}") from None
         if args.owners and trace["steps"]:
-            evictions = [step["step"] for step in trace["steps"] for _ in step.get("preempted", ())]
+            preemptions = [step["step"] for step in trace["steps"] for _ in step.get("preempted", ())]
             pool, title = workload["config"]["num_blocks"] - 1, f"Who owns the pool over time: {workload['name']}"
             try:
-                draw_owners(args.owners, f"replay_{path.stem}", owners_of(trace), evictions, pool, title)
+                draw_owners(args.owners, f"replay_{path.stem}", owners_of(trace), preemptions, pool, title)
             except OSError as error:
                 raise common.InputError(f"--figure {args.owners}: {error.strerror}") from None
         if args.table:
@@ -678,7 +680,7 @@ def replay_command(args: argparse.Namespace) -> None:
             sys.stdout.write(dumps(trace))
 
 
-# --- 8. What an eviction costs: recompute against swap --------------------------------------------------------------
+# --- 8. What a preemption costs: recompute against swap -------------------------------------------------------------
 
 # Bytes/s in one direction. PCIe: what large copies reach of 31.5 and 63 GB/s; NVLink-C2C (GH200): the data sheet.
 LINKS = {"PCIe 4": 25e9, "PCIe 5": 50e9, "NVLink-C2C": 450e9}
@@ -733,7 +735,7 @@ BYTES_PER_TOKEN = 131_072  # Llama-3.1-8B in bf16, as lesson 01 computes it
 
 
 class ObservedCore(MeteredCore):
-    """Writes down every step: who holds how many blocks, who was evicted, what was redone and copied."""
+    """Writes down every step: who holds how many blocks, who was preempted, what was redone and copied."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
@@ -741,6 +743,7 @@ class ObservedCore(MeteredCore):
         self.steps: list[dict[str, Any]] = []
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """As the parent, and appends the step as it is after scheduling."""
         scheduler, redone = self.scheduler, self.redone
         copied = sum(len(pairs) for _, pairs in self.copies.take()) if self.copies else 0
         sampled = super().execute_model(output)
@@ -809,14 +812,14 @@ def describe(trace: dict[str, Any]) -> str:
     ]
     if trace["refused"]:
         return "\n".join([*lines, f"REFUSED on arrival: {trace['refused']}"])
-    evictions = [step for step in trace["steps"] if step["preempted"]]
-    for step in evictions[:4]:
+    preempting = [step for step in trace["steps"] if step["preempted"]]
+    for step in preempting[:4]:
         held = " ".join(f"r{r}:{n}" for r, n in step["held"].items())
         victims = ", ".join(f"r{r}" for r in step["preempted"])
-        lines.append(f"  step {step['step']:>3}: evicted {victims}; left {held}, {step['free']} free, "
+        lines.append(f"  step {step['step']:>3}: preempted {victims}; left {held}, {step['free']} free, "
                      f"{len(step['waiting'])} waiting")  # fmt: skip
-    if len(evictions) > 4:
-        lines.append(f"  … {len(evictions) - 4} more steps with evictions")
+    if len(preempting) > 4:
+        lines.append(f"  … {len(preempting) - 4} more steps with preemptions")
     cost = f"redone in {trace['recompute_us'] / 1e3:.1f} ms"
     if p["policy"] == "swap":
         cost += f"; {trace['copied_blocks']:,} blocks copied in {trace['swap_us'] / 1e3:.1f} ms"
@@ -848,6 +851,7 @@ class TimedCore(MeteredCore):
         self.clock = 0.0
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """As the parent; `clock` goes on by the roofline of the step and what was copied, in seconds."""
         sampled, tokens, pairs, context = super().execute_model(output), 0, 0, 0
         for request_id, n in output.num_scheduled_tokens.items():
             S = self.scheduler.requests[request_id].num_computed_tokens
@@ -909,10 +913,8 @@ def round_robin(num_blocks: int, num_cpu_blocks: int, documents: int = 6, length
 
     With a GPU pool that holds fewer texts than there are, LRU throws each one out just before it is asked for again.
     """
-    if num_cpu_blocks:
-        scheduler = build_scheduler("offload", num_blocks, 16, length + 32, num_cpu_blocks)
-    else:
-        scheduler = build_scheduler("recompute", num_blocks, 16, length + 32, prefix_caching=True)
+    policy = "offload" if num_cpu_blocks else "recompute"
+    scheduler = build_scheduler(policy, num_blocks, 16, length + 32, num_cpu_blocks, prefix_caching=True)
     core, prompt_tokens, hits = MeteredCore(scheduler), 0, 0
     for turn in range(rounds * documents):
         document = turn % documents
@@ -937,6 +939,7 @@ BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (16, 64, 256, 1024, 4096, 16384, 65536)
 
 
+@functools.cache
 def facts() -> dict[str, Any]:
     """Every deterministic number of the lesson's text and figures. No model, about a second."""
     thrash, cost, slug = {}, {}, kv_cache.slug
@@ -976,10 +979,10 @@ def draw(folder: str | Path) -> list[Path]:
     """The lesson's figures, from `facts()` and `simulate` alone."""
     known, trace = facts(), simulate(WIDGET_DEFAULT)
     owners = [(step["step"], {f"r{i}": n for i, n in step["held"].items()}) for step in trace["steps"]]
-    evictions = [step["step"] for step in trace["steps"] for _ in step["preempted"]]
-    title = "Who owns the 64 blocks: 16 requests of 16 blocks each, and every eviction (▾)"
+    preemptions = [step["step"] for step in trace["steps"] for _ in step["preempted"]]
+    title = "Who owns the 64 blocks: 16 requests of 16 blocks each, and every preemption (▾)"
     return [
-        draw_owners(folder, "11_owners", owners, evictions, WIDGET_DEFAULT["pool_blocks"], title),
+        draw_owners(folder, "11_owners", owners, preemptions, WIDGET_DEFAULT["pool_blocks"], title),
         _draw_cost(folder, known), _draw_cliff(folder, known["cliff"]),
     ]  # fmt: skip
 
@@ -1080,8 +1083,7 @@ def check_kernel(seed: int) -> None:
     for dtype in common.TOLERANCE:
         cache = torch.randn(2, 12, 16, 3, 64, generator=generator).to(common.device(), dtype)
         host = torch.zeros(2, 8, 16, 3, 64, dtype=dtype, pin_memory=common.HAS_GPU)
-        expected = host.clone()
-        pairs = [(7, 2), (1, 5), (11, 3)]
+        expected, pairs = host.clone(), [(7, 2), (1, 5), (11, 3)]
         with common.use_kernels():
             swap_blocks(cache, host, torch.tensor(pairs, device=cache.device))
         swap_blocks_one_by_one(cache, expected, pairs)
@@ -1102,9 +1104,8 @@ def run_policies(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.
         if run_to_end(core, requests) != expected:
             raise common.CheckFailed(f"{policy} with {pool} blocks: tokens differ from an undisturbed run")
         copied = core.copies.total if core.copies else {"out": 0, "in": 0}
-        counts = core.preemptions, core.useful, core.redone, copied["out"], copied["in"]
-        rows.append([f"{policy}, {pool} blocks", *counts])
-    common.say(f"✓ {len(rows)} runs of {len(prompts)} requests, evicted or not: the tokens of each alone, undisturbed")
+        rows.append([f"{policy}, {pool} blocks", core.preemptions, core.useful, core.redone, *copied.values()])
+    common.say(f"✓ {len(rows)} runs of {len(prompts)} requests, preempted or not: each wrote what it writes alone")
     common.table(("policy and pool", "preempted", "useful tokens", "redone", "blocks out", "in"), rows)
 
 
@@ -1118,8 +1119,8 @@ def build_parser() -> common.Parser:
         choices, default = WIDGET_CHOICES[name], WIDGET_DEFAULT[name]
         kind = common.number(int, choices[0], choices[-1])
         parser.add_argument(flag, dest=name, type=kind, default=default, help=f"{text} (default {default})")
-    parser.add_argument("--policy", choices=("recompute", "swap"), default="recompute", help="what an eviction does")
-    parser.add_argument("--prefix-caching", action="store_true", help="let the evicted look for their old blocks")
+    parser.add_argument("--policy", choices=("recompute", "swap"), default="recompute", help="what a preemption does")
+    parser.add_argument("--prefix-caching", action="store_true", help="let the preempted look for their old blocks")
     commands = parser.add_subparsers(dest="command", metavar="replay")
     command = commands.add_parser("replay", help="print what the scheduler decides on recorded or own workloads")
     command.add_argument("workloads", nargs="+", metavar="WORKLOAD.json")
@@ -1133,14 +1134,13 @@ def main(argv: list[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     if args.command == "replay":
         return replay_command(args)
-    machine = common.start(args)
+    machine, known = common.start(args), facts()
     model, tokenizer = llama.load(args.model)
-    known = facts()
 
     common.heading("1 · One kernel moves blocks between two pools")
     check_kernel(args.seed)
 
-    common.heading(f"2 · {args.model or llama.DEFAULT_MODEL}: evicted, and none the worse for it (blocks of 4 tokens)")
+    common.heading(f"2 · {args.model or llama.DEFAULT_MODEL}: preempted, none the worse for it (blocks of 4 tokens)")
     run_policies(args, model, tokenizer)
 
     common.heading("3 · Too many requests for one pool")
@@ -1172,7 +1172,7 @@ def main(argv: list[str] | None = None) -> None:
     bench = measure(args, model)
     draw(args.figure)
     if args.json:
-        common.merge_json(args.json, KEY, {"machine": machine, "facts": facts(), "bench": bench})
+        common.merge_json(args.json, KEY, {"machine": machine, "facts": known, "bench": bench})
 
 
 def measure(args: argparse.Namespace, model: llama.Llama) -> dict[str, Any]:

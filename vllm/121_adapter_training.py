@@ -100,6 +100,7 @@ def own_answers(model: llama.Llama, tokenizer: llama.Tokenizer, questions: Seque
 
 
 def chat(tokenizer: llama.Tokenizer, question: str) -> list[int]:
+    """The token ids of one question, as it is asked in training and in serving."""
     return tokenizer.chat([{"role": "user", "content": question}])
 
 

@@ -365,6 +365,7 @@ class FairRequestQueue:
         self.left_last: str | None = None
 
     def add_request(self, request: Request, front: bool = False) -> None:
+        """A tenant that comes back starts at the least counter of those who wait: it saves nothing up."""
         tenant = request.lora_name
         if not self.queues.get(tenant):
             waiting = [other for other, queue in self.queues.items() if queue] or [self.left_last]
@@ -692,6 +693,7 @@ def dry_core(max_loras: int, seats: int, ranks: Sequence[int], fair: bool = Fals
 
 
 def dry_request(i: int, adapter: int, tokens: int = TOKENS) -> Request:
+    """Request `i` of one prompt token, for the adapter of that number."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     return Request(str(i), [0], params, arrival_time=i, lora_name=str(adapter))
 
@@ -938,6 +940,7 @@ def check_kernels(model: llama.Llama) -> None:
 
 
 def shipped() -> list[LoRARequest]:
+    """The three adapters that were trained for SmolLM2."""
     return [
         LoRARequest(name, i + 1, str(adapters.SHIPPED / name)) for i, name in enumerate(("pirate", "json", "report"))
     ]
@@ -957,9 +960,7 @@ def tell_models(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.T
     if args.break_ == "merge":
         base = adapters.merged(model, adapters.read_adapter(adapters.SHIPPED / "pirate", model.config))
         common.say("BROKEN (--break merge): pirate is merged into W, which all rows share")
-    config = LoRAConfig(
-        max_loras=args.max_loras, max_lora_rank=args.max_lora_rank, max_cpu_loras=max(4, args.max_loras)
-    )
+    config = LoRAConfig(args.max_loras, args.max_lora_rank, max_cpu_loras=max(4, args.max_loras))
     llm = make_llm(base, tokenizer, config, max_model_len=256, max_num_seqs=16, num_gpu_blocks_override=200)
     choices = [None, *shipped()]
     start = time.perf_counter()
@@ -972,18 +973,16 @@ def tell_models(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.T
                f"files read {manager.counts['read']}")  # fmt: skip
     prompt, n = tokenizer.chat([{"role": "user", "content": QUESTION}]), 8
     for choice, answer in zip(choices[:2], answers):
-        alone = model if choice is None else adapters.merged(model, manager.cpu[choice.lora_name])
-        same = (
-            scheduling.generate_alone(alone, prompt, n) == answer.token_ids[:n]
-        )  # no cache, no batch, no adapter code
+        name, alone = "base", model  # no cache, no batch, no adapter code
+        if choice:
+            name, alone = choice.lora_name, adapters.merged(model, manager.cpu[choice.lora_name])
+        same = scheduling.generate_alone(alone, prompt, n) == answer.token_ids[:n]
         if args.break_ == "merge":
             verdict = "writes what" if same else "does NOT write what"
-            common.say(f"{choice.lora_name if choice else 'base'} {verdict} it writes alone ({n} tokens)")
+            common.say(f"{name} {verdict} it writes alone ({n} tokens)")
         else:
-            what = "the model alone" if choice is None else "pirate merged into a copy of W, alone"
-            common.check_equal(
-                f"{n} tokens of {choice.lora_name if choice else 'base'} are those of {what}", same, True
-            )
+            what = "pirate merged into a copy of W, alone" if choice else "the model alone"
+            common.check_equal(f"{n} tokens of {name} are those of {what}", same, True)
     return llm
 
 
@@ -1097,16 +1096,12 @@ def loop_over_requests(y: torch.Tensor, x: torch.Tensor, pairs: Sequence[Any]) -
         y[t : t + 1] += x[t : t + 1] @ a.T @ b
 
 
-def show_popularity(found: dict[str, Any]) -> None:
-    kinds = [*(kind.split()[0] for kind in POPULARITY), "loop", "base"]
-    common.table(["µs at batch", *found], [[kind, *(f"{found[b][kind]:,.0f}" for b in found)] for kind in kinds])
-
-
 def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer, args: argparse.Namespace) -> dict[str, Any]:
     """Popularity as in Punica, requests per second by number of adapters as in S-LoRA, memory of two kinds."""
     common.heading("8. Popularity: one layer 4096 → 4096, rank 16")
     bench: dict[str, Any] = {"popularity": measure_popularity((1, 2, 4, 8, 16, 32, 64), 4096, 16, 0.3)}
-    show_popularity(bench["popularity"])
+    kinds, found = [*(kind.split()[0] for kind in POPULARITY), "loop", "base"], bench["popularity"]
+    common.table(["µs at batch", *found], [[kind, *(f"{found[b][kind]:,.0f}" for b in found)] for kind in kinds])
     common.heading("9. Throughput by number of adapters: 32 requests, 16 tokens in, 8 out, 8 slots, rank 8")
     rng, rows, bench["throughput"] = random.Random(0), [], {}
     prompts = [{"prompt_token_ids": [rng.randrange(1000, 40000) for _ in range(16)]} for _ in range(32)]
@@ -1151,6 +1146,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return common.lesson("121_adapter_training").train_and_save(
             model, tokenizer, args.train, Path(args.adapters), common.say
         )
+    for request in shipped():  # a rank that is too low is refused before anything is computed or loaded
+        adapters.read_config(Path(request.lora_path), args.max_lora_rank)
     numbers, bench = facts(), {}
 
     common.heading("1. The kernels against the naive loop: ranks 4, 8 and 20, rows without adapter, slices without")
@@ -1166,7 +1163,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.heading("4. A thousand adapters in one process, their weights in pages of the KV cache")
     bench["thousand"] = tell_thousand(model, tokenizer, args)
 
-    common.heading("5. Slots: 8 of them, 720 requests, one at a time")
+    common.heading("5. Slots: simulate(), and 8 of them for 720 requests, one at a time")
+    slots = max(n for n in WIDGET_CHOICES["max_loras"] if n <= args.max_loras)
+    common.say(describe(simulate(WIDGET_DEFAULT | {"max_loras": slots})))
     names = [8, 9, 16, 64]
     common.table(["found in a slot", *(f"{n} adapters" for n in names)], [
         [traffic, *(f"{numbers['hits'][f'{traffic.split()[0]}_{n}']:.1%}" for n in names)]

@@ -387,6 +387,7 @@ class InputError(ValueError):
 
 @functools.cache
 def console() -> Any:
+    """The one console; narrow enough for a page where nobody looks."""
     from rich.console import Console
 
     return Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 110)

@@ -7,7 +7,7 @@ import { ceil_div, comma, fixed, range, sum } from "./lib/text.mjs";
 
 const BYTES_PER_TOKEN = 131_072; // Llama-3.1-8B in bf16
 
-/** Writes down every step: who holds how many blocks, who was evicted, what was redone and copied. */
+/** Writes down every step: who holds how many blocks, who was preempted, what was redone and copied. */
 class ObservedCore extends MeteredCore {
   constructor(scheduler) {
     super(scheduler);
@@ -76,14 +76,14 @@ export function describe(trace) {
       (p.prefix_caching ? ", prefix caching" : ""),
   ];
   if (trace.refused) return [...lines, `REFUSED on arrival: ${trace.refused}`].join("\n");
-  const evictions = trace.steps.filter((step) => step.preempted.length > 0);
-  for (const { step, preempted, held, free, waiting } of evictions.slice(0, 4)) {
+  const preempting = trace.steps.filter((step) => step.preempted.length > 0);
+  for (const { step, preempted, held, free, waiting } of preempting.slice(0, 4)) {
     const left = Object.entries(held).map(([r, n]) => `r${r}:${n}`).join(" ");
     const victims = preempted.map((r) => `r${r}`).join(", ");
     const after = `left ${left}, ${free} free, ${waiting.length} waiting`;
-    lines.push(`  step ${String(step).padStart(3)}: evicted ${victims}; ${after}`);
+    lines.push(`  step ${String(step).padStart(3)}: preempted ${victims}; ${after}`);
   }
-  if (evictions.length > 4) lines.push(`  … ${evictions.length - 4} more steps with evictions`);
+  if (preempting.length > 4) lines.push(`  … ${preempting.length - 4} more steps with preemptions`);
   let cost = `redone in ${fixed(trace.recompute_us / 1e3, 1).replaceAll(",", "")} ms`;
   if (p.policy === "swap") {
     cost += `; ${comma(trace.copied_blocks)} blocks copied in ${fixed(trace.swap_us / 1e3, 1).replaceAll(",", "")} ms`;

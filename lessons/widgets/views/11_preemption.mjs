@@ -1,4 +1,4 @@
-// The pool over time, by owner. Red marks above: somebody was evicted. Red bars below: tokens computed once more.
+// The pool over time, by owner. Red marks above: somebody was preempted. Red bars below: tokens computed once more.
 
 export function steps(trace) {
   return trace.refused ? 1 : trace.steps.length;
@@ -36,15 +36,15 @@ export function draw(trace, index, kit) {
       a = b;
     }
   }
-  let evictions = 0, redone = 0;
+  let preemptions = 0, redone = 0;
   const worst = Math.max(1, ...all.map((step) => step.redone)), again = base + 62;
   all.slice(0, done).forEach((step, i) => {
-    evictions += step.preempted.length;
+    preemptions += step.preempted.length;
     redone += step.redone;
     if (step.preempted.length) shapes.push(path(`M${i * px} ${top - 3}l-3.5 -8h7z`, "area red"));
     if (step.redone) shapes.push(rect(i * px, again - (step.redone / worst) * 34, Math.max(1.5, px), (step.redone / worst) * 34, "red"));
   });
-  shapes.push(text(0, 12, `${p.pool_blocks} blocks, by owner`, "small soft"), text(kit.width, 12, "▾ evicted", "small red end"), line(0, base, kit.width, base, "ink"));
+  shapes.push(text(0, 12, `${p.pool_blocks} blocks, by owner`, "small soft"), text(kit.width, 12, "▾ preempted", "small red end"), line(0, base, kit.width, base, "ink"));
   shapes.push(text(0, base + 18, `tokens computed once more in a step, up to ${worst === 1 && !trace.redone ? 0 : number(worst)}`, "small soft"), line(0, again, kit.width, again, "ink"));
   shapes.push(text(0, again + 16, "step 0", "small soft"), text(kit.width, again + 16, `step ${number(all.length - 1)}`, "small soft end"));
   if (done < all.length) shapes.push(line(done * px, top, done * px, again, "accent thick"));
@@ -53,12 +53,12 @@ export function draw(trace, index, kit) {
   const victims = step.preempted.map((r) => `request ${r}`).join(" and ");
   return {
     picture: [
-      svg(kit.width, again + 20, `Pool of ${p.pool_blocks} blocks over ${done} of ${all.length} steps; ${evictions} evictions, ${redone} tokens computed again.`, ...shapes),
-      legend(["blue", "blocks of a request"], ["free", "free"], ["red", "an eviction, and the work it costs"]),
-      numbers([number(evictions), evictions === 1 ? "eviction" : "evictions", evictions ? "red" : ""], [number(redone), "tokens computed again", redone ? "red" : ""], [step.free, "blocks free"], [step.waiting.length, "waiting"], [number(done), last ? "steps, all done" : "steps so far"],
+      svg(kit.width, again + 20, `Pool of ${p.pool_blocks} blocks over ${done} of ${all.length} steps; ${preemptions} preemptions, ${redone} tokens computed again.`, ...shapes),
+      legend(["blue", "blocks of a request"], ["free", "free"], ["red", "a preemption, and the work it costs"]),
+      numbers([number(preemptions), preemptions === 1 ? "preemption" : "preemptions", preemptions ? "red" : ""], [number(redone), "tokens computed again", redone ? "red" : ""], [step.free, "blocks free"], [step.waiting.length, "waiting"], [number(done), last ? "steps, all done" : "steps so far"],
         ...(p.policy === "swap" ? [[number(trace.copied_blocks), "blocks copied in all"]] : [])),
     ],
-    text: last ? `All ${p.requests} requests are done after ${number(all.length)} steps: ${count(trace.preemptions, "eviction")}, ${number(trace.useful)} tokens of useful work, ${number(trace.redone)} computed again.`
+    text: last ? `All ${p.requests} requests are done after ${number(all.length)} steps: ${count(trace.preemptions, "preemption")}, ${number(trace.useful)} tokens of useful work, ${number(trace.redone)} computed again.`
       : victims ? `Step ${step.step}: no block is free, so ${victims}, the last to come, ${step.preempted.length > 1 ? "have" : "has"} to go. Blocks held: ${held}.`
         : `Step ${step.step}. Blocks held: ${held || "none"}; ${step.free} free. ${step.waiting.length} waiting.`,
   };

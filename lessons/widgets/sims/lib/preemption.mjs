@@ -5,10 +5,10 @@ import { ceil_div } from "./text.mjs";
 
 /** The victim keeps its tokens and forgets their keys and values; back in front of the queue, it starts over. */
 export class PreemptionScheduler extends ChunkedScheduler {
-  /** Whoever runs goes on, in order of admission, and evicts others until its blocks are there. */
+  /** Whoever runs goes on, in order of admission, and preempts others until its blocks are there. */
   schedule_running(output) {
     for (const request of [...this.running]) {
-      if (request.status !== "running") continue; // evicted a moment ago, for somebody in front of it
+      if (request.status !== "running") continue; // preempted a moment ago, for somebody in front of it
       const room = this.config.max_model_len - 1 - request.num_computed_tokens; // the last position is never computed
       const num_new_tokens = Math.min(this.num_new_tokens(request), room);
       if (num_new_tokens <= 0) continue;
