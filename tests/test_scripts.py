@@ -185,6 +185,28 @@ def test_simulation_refuses_wrong_parameters(lesson):
         module.simulate({**module.WIDGET_DEFAULT, "no_such_parameter": 1})
 
 
+@pytest.mark.parametrize(
+    ("lesson", "argv"),
+    [
+        ("01_kv_cache", ["--slots", "50"]),
+        ("01_kv_cache", ["--prompt", "a " * 9000]),
+        ("04_continuous_batching", ["--num-blocks", "32"]),
+        ("05b_quantization", ["--layer", "30"]),
+        ("05c_tensor_parallel", ["-tp", "5"]),
+        ("10_chunked_prefill", ["--budget", "8000"]),
+        ("12_multi_lora", ["--max-lora-rank", "7"]),
+    ],
+)
+def test_values_that_cannot_be_are_refused_before_a_model_is_loaded(real_model, lesson, argv, monkeypatch, tmp_path):
+    def load(*args, **kwargs):
+        pytest.fail("it loads a model first")
+
+    monkeypatch.setattr(llama, "load", load)
+    with pytest.raises(common.InputError) as refused:
+        common.lesson(lesson).main([*argv, "--figure", str(tmp_path)])
+    assert len(str(refused.value).splitlines()) == 1
+
+
 # --- Without Triton -------------------------------------------------------------------------------------------------
 
 

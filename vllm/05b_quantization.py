@@ -1076,9 +1076,6 @@ def show_discovery(model: llama.Llama, is_default: bool) -> None:
 
 def show_layer(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
     """One block: every algorithm on gate_up_proj, 8-bit activations on down_proj; errors on text that was not used."""
-    count = model.config.num_hidden_layers
-    if args.layer >= count:
-        raise common.InputError(f"--layer {args.layer}: allowed: 0 to {count - 1}")
     inputs: dict[str, torch.Tensor] = {}
     recorded, names = copy.copy(model), [f"layers.{args.layer}.{part}" for part in ("gate_up_proj", "down_proj")]
     recorded.linear = model.linear | {n: functools.partial(_record, inputs, n, model.linear[n]) for n in names}
@@ -1142,6 +1139,9 @@ def print_roofline(known: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine, known, bench = common.start(args), facts(), {}
+    count = llama.LlamaConfig.from_folder(llama.model_folder(args.model)).num_hidden_layers
+    if args.layer >= count:
+        raise common.InputError(f"--layer {args.layer}: allowed: 0 to {count - 1}")
 
     common.heading("1 · Formats: grid × group × scale")
     check_formats()
