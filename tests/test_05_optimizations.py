@@ -836,7 +836,7 @@ def test_every_loop_stops_where_it_has_to(stops):
         pool = core.scheduler.kv_cache_manager.block_pool
         pool.check()
         assert pool.num_free_blocks == pool.num_blocks - 1
-        assert not +core.scheduler.num_output_placeholders and not core.scheduler.requests
+        assert not core.scheduler.num_output_placeholders and not core.scheduler.requests
 
 
 def test_waste_of_one_request():

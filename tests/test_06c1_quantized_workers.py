@@ -32,7 +32,7 @@ def serve(source, tp, pp, method=None):
     spec = executors.WorkerSpec(source, parallel, quantization=method)
     floats = executor.collective_rpc("load_model", spec)
     scheduler = scaling.scheduler_of()
-    runner = executors.RemoteRunner(executor, parallel.output_rank, scheduler)
+    runner = executors.RemoteRunner(executor, parallel, scheduler)
     tokens = scaling.serve(executors.PipelineEngineCore(scheduler, runner, pp))
     executor.shutdown()
     return tokens, floats

@@ -57,7 +57,7 @@ def plain_core(model=None, **limits):
 def parallel_core(executor, parallel, depth=None, source=None, **limits):
     executor.collective_rpc("load_model", lesson.WorkerSpec(source or SIZES, parallel))
     scheduler = scheduler_of(**limits)
-    runner = executors.RemoteRunner(executor, parallel.output_rank, scheduler)
+    runner = executors.RemoteRunner(executor, parallel, scheduler)
     return lesson.PipelineEngineCore(scheduler, runner, depth or parallel.pipeline_parallel_size)
 
 
@@ -313,7 +313,7 @@ def late():
 
 def core_on(executor, depth, **limits):
     scheduler = scheduler_of(**limits)
-    return lesson.PipelineEngineCore(scheduler, executors.RemoteRunner(executor, 0, scheduler), depth)
+    return lesson.PipelineEngineCore(scheduler, executors.RemoteRunner(executor, ParallelConfig(), scheduler), depth)
 
 
 @pytest.mark.parametrize("depth", [2, 5])

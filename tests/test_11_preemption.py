@@ -135,7 +135,7 @@ def test_a_step_ahead_changes_no_token(pool, caching, policy, tiny_model, answer
     assert core.late > 0
     scheduler.kv_cache_manager.block_pool.check()
     assert scheduler.kv_cache_manager.block_pool.num_free_blocks == pool
-    assert not +scheduler.num_output_placeholders
+    assert not scheduler.num_output_placeholders
 
 
 def test_the_engine_runs_the_kernel(kernels, tiny_model, answers):

@@ -60,10 +60,11 @@ def on_threads():
     """An engine as `serve` makes it, on workers that are threads."""
     started = []
 
-    def build(tp, pp, method, **about):
-        executor = scaling.ThreadExecutor(ParallelConfig(tp, pp))
+    def build(tp, pp, method, ahead=False, **about):
+        parallel = ParallelConfig(tp, pp, async_scheduling=ahead)
+        executor = scaling.ThreadExecutor(parallel)
         started.append(executor)
-        return engine_on(executor, ParallelConfig(tp, pp), method, **about)
+        return engine_on(executor, parallel, method, **about)
 
     yield build
     for executor in started:
@@ -77,12 +78,14 @@ def config_of(method):
 
 def engine_on(executor, parallel, method, sizes=scaling.SIZES, lora=None, tokenizer=None, quantization=None, **limits):
     """`sizes`: of a random model, or the config of the real one."""
-    args = serving.EngineArgs(speculative_config=config_of(method), **(lora or {}))
+    args = serving.EngineArgs(speculative_config=method and config_of(method), **(lora or {}),
+                              async_scheduling=parallel.async_scheduling)  # fmt: skip
     config, source = (llama.random_model(**sizes).config, sizes) if isinstance(sizes, dict) else (sizes, None)
     served = (executors.KEY, "served_runner")
     spec = executors.WorkerSpec(source, parallel, torch.float32, served, args, quantization, method != "ngram")
     executor.collective_rpc("load_model", spec)
-    kind = serving.engine_class("auto", True, None, args.lora_config, args.speculation, on_workers=True)
+    kind = serving.engine_class("auto", True, None, args.lora_config, args.speculation, on_workers=True,
+                                async_scheduling=parallel.async_scheduling)  # fmt: skip
     kind = executors.parallel_engine(kind, executor, parallel)
     return kind(executors.skeleton(config, parallel, torch.float32), tokenizer or Words(), **{**LIMITS, **limits})
 
@@ -151,9 +154,9 @@ def plain():
 def kept(worker):
     """What this rank's runner and drafter remember of requests."""
     runner = worker.runner
-    books = [runner.batch.rows, runner.states, runner.hidden, runner.k, runner.draft_probs, runner.drafter.__dict__]
-    names = {name for book in books[:-1] for name in book}
-    for book in books[-1].values():
+    books = [runner.batch.rows, runner.states, *(getattr(runner, name, {}) for name in ("hidden", "k", "draft_probs"))]
+    names = {name for book in books for name in book}
+    for book in getattr(runner, "drafter", lambda: None).__dict__.values():
         names |= {name for name in book if isinstance(name, str)} if isinstance(book, dict) else set()
     return sorted(names)
 

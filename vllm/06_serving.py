@@ -96,6 +96,7 @@ class EngineArgs:
     gpu_memory_utilization: float = 0.92
     kv_cache_gib: float = 1.0
     enforce_eager: bool = False
+    async_scheduling: bool = False
     speculative_config: str | dict[str, Any] | None = None
     enable_lora: bool = False
     max_loras: int = 1
@@ -204,9 +205,13 @@ class EngineArgs:
 
     @property
     def scales_out(self) -> bool:
-        """More than one engine and one API server: companion 06c's business."""
-        several = self.world_size > 1 or self.data_parallel_size > 1 or self.api_server_count > 1
-        return several or self.headless or self.distributed_executor_backend is not None
+        """More than one engine, one API server, or one process or thread per engine: companion 06c's business."""
+        return self.has_workers or self.data_parallel_size > 1 or self.api_server_count > 1 or self.headless
+
+    @property
+    def has_workers(self) -> bool:
+        """Does the engine core send its decisions to an executor, in place of running the model itself?"""
+        return self.world_size > 1 or self.distributed_executor_backend is not None or self.async_scheduling
 
     @property
     def names(self) -> list[str]:
@@ -225,7 +230,7 @@ class MixedModelRunner(offline.SamplingModelRunner, chunked_prefill.ModelRunner)
 
 def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, tokenizer: llama.Tokenizer | None = None,
                  lora_config: Any = None, speculation: Any = None, kv_transfer: Any = None,
-                 on_workers: bool = False) -> type[LLMEngine]:  # fmt: skip
+                 on_workers: bool = False, async_scheduling: bool = False) -> type[LLMEngine]:  # fmt: skip
     """The engine that the lessons add up to: lesson 04b's interface around everybody else's parts."""
     runner, block_bytes = MixedModelRunner, LLMEngine.cache_block_bytes
     if kv_cache_dtype != "auto":
@@ -238,9 +243,11 @@ def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, toke
     if has_guided_decoding():
         runner = common.lesson("06b_guided_decoding").guided_runner(runner, tokenizer)
 
+    scheduler = preemption.AsyncScheduler if async_scheduling else preemption.Scheduler
+
     class Engine(LLMEngine):
         config_class = preemption.SchedulerConfig
-        make_scheduler = staticmethod(preemption.make_scheduler)
+        make_scheduler = staticmethod(functools.partial(preemption.make_scheduler, kind=scheduler))
         runner_class = runner
         cache_block_bytes = staticmethod(block_bytes)
 
@@ -254,7 +261,7 @@ def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, toke
             super().add_request(request_id, prompt, params, **about)
 
     # In this order: a connector sees drafts as tokens, and nobody is fetched or seated whose adapter has no place.
-    engine = Engine if speculation is None else common.lesson("07_spec_decode").speculative_engine(Engine, speculation)
+    engine = Engine if speculation is None else drafting_engine(Engine, speculation, async_scheduling)
     engine = engine if kv_transfer is None else common.lesson("08_disagg").connector_engine(engine, kv_transfer)
     if lora_config is None:
         return engine
@@ -265,10 +272,23 @@ def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, toke
     return multi_lora.lora_engine(engine, lora_config, make_runner)
 
 
-def worker_runner(kv_cache_dtype: str, tokenizer: llama.Tokenizer | None, lora_config: Any, speculation: Any,
-                  drafts: bool) -> Any:  # fmt: skip
+def drafting_engine(base: type[LLMEngine], config: Any, async_scheduling: bool) -> type[LLMEngine]:
+    """`base` with drafts; planned before they are made, if it is asked to be a step ahead."""
+    spec_decode = common.lesson("07_spec_decode")
+    if not async_scheduling:
+        return spec_decode.speculative_engine(base, config)
+    ahead = common.lesson("07a_drafts_ahead")
+    engine = spec_decode.speculative_engine(base, config, scheduler=ahead.DraftsAheadScheduler)
+    engine.runner_class = type("DraftsAheadRunner", (ahead.DraftsAheadRunner, engine.runner_class), {})
+    return engine
+
+
+def worker_runner(kv_cache_dtype: str, enforce_eager: bool, tokenizer: llama.Tokenizer | None, lora_config: Any,
+                  speculation: Any, drafts: bool, async_scheduling: bool) -> Any:  # fmt: skip
     """What a worker of lesson 06c runs, while its engine is elsewhere. Without `drafts` it computes those of others."""
-    runner = engine_class(kv_cache_dtype, True, tokenizer, speculation=speculation).runner_class
+    enforce_eager = enforce_eager or lora_config is not None
+    runner = engine_class(kv_cache_dtype, enforce_eager, tokenizer, speculation=speculation,
+                          async_scheduling=async_scheduling).runner_class  # fmt: skip
     if speculation is not None and not drafts:
         silent = common.lesson("07_spec_decode").Drafter()  # nobody samples there, so it is never asked
         runner = type(runner.__name__, (runner,), {"make_drafter": staticmethod(lambda config, model: silent)})
@@ -304,7 +324,7 @@ def offline_engine(
     enforce_eager: bool = False, enable_lora: bool = False, max_loras: int = 1, max_lora_rank: int = 16,
     max_cpu_loras: int | None = None, speculative_config: str | dict[str, Any] | None = None,
     tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, distributed_executor_backend: str | None = None,
-    **engine_args: Any,
+    async_scheduling: bool = False, **engine_args: Any,
 ) -> LLMEngine:  # fmt: skip
     """What `vllm.LLM` runs on: lesson 04b's arguments, and those of this engine's other parts. Raises InputError."""
     loaded = isinstance(model, llama.Llama)
@@ -313,9 +333,10 @@ def offline_engine(
                          max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras,
                          speculative_config=speculative_config, tensor_parallel_size=tensor_parallel_size,
                          pipeline_parallel_size=pipeline_parallel_size,
-                         distributed_executor_backend=distributed_executor_backend)  # fmt: skip
+                         distributed_executor_backend=distributed_executor_backend,
+                         async_scheduling=async_scheduling)  # fmt: skip
     workers = None
-    if checked.scales_out:
+    if checked.has_workers:
         if loaded:
             raise common.InputError("model: workers load it themselves; give a folder or an id")
         workers = common.lesson("06c_scaling_out").start_workers(checked, offline._dtype(dtype))
@@ -326,7 +347,7 @@ def offline_engine(
     elif quantization is not None:
         model = common.lesson("05b_quantization").quantize_model(model, quantization, tokenizer)
     kind = engine_class(kv_cache_dtype, enforce_eager, tokenizer, checked.lora_config, checked.speculation,
-                        on_workers=workers is not None)  # fmt: skip
+                        on_workers=workers is not None, async_scheduling=async_scheduling)  # fmt: skip
     if not workers:
         return kind(model, tokenizer, **engine_args)
     kind = common.lesson("06c_scaling_out").parallel_engine(kind, workers.executor, workers.parallel)
@@ -358,7 +379,7 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
     m = common.machine()
     stage("device", f"{m['name']}, {m['threads']} threads, {str(dtype).removeprefix('torch.')}")
 
-    scaling = common.lesson("06c_scaling_out") if args.world_size > 1 or args.distributed_executor_backend else None
+    scaling = common.lesson("06c_scaling_out") if args.has_workers else None
     workers = scaling.start_workers(args, dtype) if scaling else None
     if workers:
         model, tokenizer = workers.model, llama.Tokenizer(llama.model_folder(args.model))
@@ -371,7 +392,7 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
 
     kv_transfer = args.kv_transfer
     engine_type = engine_class(args.kv_cache_dtype, args.enforce_eager, tokenizer, args.lora_config, args.speculation,
-                               kv_transfer, bool(workers))  # fmt: skip
+                               kv_transfer, bool(workers), args.async_scheduling)  # fmt: skip
     if workers:
         engine_type = scaling.parallel_engine(engine_type, workers.executor, workers.parallel)
     budget = args.max_num_batched_tokens or (8192 if common.HAS_GPU else 512)
@@ -433,7 +454,7 @@ def kv_cache_memory(args: EngineArgs, model: llama.Llama, budget: int) -> int:
 
 def warm_up(engine: LLMEngine) -> None:
     """What the first request would otherwise pay: CUDA graphs, compiled kernels, packed weights, pages of memory."""
-    if hasattr(engine.core.runner, "capture_all"):
+    if hasattr(engine.core.runner, "capture_all"):  # a worker does it itself
         engine.core.runner.capture_all()
     for i, temperature in enumerate((0.0, 1.0)):
         params = SamplingParams(temperature=temperature, top_p=0.9, max_tokens=3, ignore_eos=True)
@@ -695,6 +716,7 @@ def add_serve_command(subparsers: Any) -> None:
     add("--gpu-memory-utilization", type=common.number(float, 0.01, 1), default=0.92, metavar="F", help="default 0.92")
     add("--kv-cache-gib", type=common.number(float, 0.001), default=1.0, metavar="G", help="on a CPU (default 1)")
     add("--enforce-eager", action="store_true", help="capture no CUDA graphs (lesson 05)")
+    add("--async-scheduling", action=switch, default=False, help="plan a step while the last one runs (lesson 05)")
     add("--speculative-config", metavar="JSON", help='lesson 07: \'{"method": "suffix", …}\'')
     add("--enable-lora", action="store_true", help="serve adapters, too (lesson 12)")
     add("--max-loras", type=whole(1), default=1, metavar="N", help="adapters in a step (default 1)")

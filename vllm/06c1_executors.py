@@ -31,6 +31,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
 from types import SimpleNamespace
@@ -63,6 +64,7 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     distributed_executor_backend: str | None = None  # None: uni for one rank, mp for more
+    async_scheduling: bool = False
 
     @property
     def world_size(self) -> int:
@@ -71,6 +73,11 @@ class ParallelConfig:
     @property
     def backend(self) -> str:
         return self.distributed_executor_backend or ("mp" if self.world_size > 1 else "uni")
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """Steps in flight: one per stage, or one that runs and the next."""
+        return 2 if self.async_scheduling else self.pipeline_parallel_size
 
     @property
     def output_rank(self) -> int:
@@ -299,10 +306,11 @@ class StepMessage:
 
 
 class StepWriter:
-    """The engine core's side: remembers what workers know of each request."""
+    """The engine core's side: remembers what workers know of each request. One step ahead, they know the tokens first:
+    `sends_tokens` is False then."""
 
-    def __init__(self, manager: Any) -> None:
-        self.manager = manager
+    def __init__(self, manager: Any, sends_tokens: bool = True) -> None:
+        self.manager, self.sends_tokens = manager, sends_tokens
         self.known: dict[str, tuple[int, int]] = {}  # request id: tokens and blocks that were sent
         self.preempted: list[str] = []  # not sent yet
         self.finished: list[str] = []
@@ -341,7 +349,8 @@ class StepWriter:
         tokens, num_blocks = self.known[request.request_id]
         blocks = self.manager.get_block_ids(request.request_id)
         self.known[request.request_id] = (request.num_tokens, len(blocks))
-        return CachedRequestData(request.request_id, request.all_token_ids[tokens:], list(blocks[num_blocks:]),
+        new_token_ids = request.all_token_ids[tokens:] if self.sends_tokens else []
+        return CachedRequestData(request.request_id, new_token_ids, list(blocks[num_blocks:]),
                                  request.num_computed_tokens)  # fmt: skip
 
 
@@ -367,10 +376,12 @@ def plain_runner(args: None, samples: bool) -> type:
 
 
 def served_runner(args: Any, samples: bool) -> type:
-    """What `serve` runs on with these flags. No CUDA graphs: a collective over gloo could not be captured. Only where
-    tokens are sampled is there a drafter, and a tokenizer."""
+    """What `serve` runs on with these flags. No CUDA graphs for several: a collective over gloo could not be captured.
+    Only where tokens are sampled is there a drafter, and a tokenizer."""
     tokenizer = llama.Tokenizer(llama.model_folder(args.model)) if samples else None
-    return serving.worker_runner(args.kv_cache_dtype, tokenizer, args.lora_config, args.speculation, samples)
+    eager = args.enforce_eager or args.world_size > 1
+    return serving.worker_runner(args.kv_cache_dtype, eager, tokenizer, args.lora_config, args.speculation, samples,
+                                 args.async_scheduling)  # fmt: skip
 
 
 class Worker:
@@ -412,6 +423,8 @@ class Worker:
         manager = SimpleNamespace(block_pool=SimpleNamespace(num_blocks=num_blocks), block_size=block_size,
                                   get_block_ids=self.block_ids.__getitem__)  # fmt: skip
         self.runner = StageRunner(self.model, SimpleNamespace(config=config, kv_cache_manager=manager), seed)
+        if hasattr(self.runner, "capture_all"):
+            self.runner.capture_all()
 
     def execute_model(self, message: StepMessage) -> tuple[dict[str, list[int]], dict[str, dict], dict[str, list],
                                                            dict[str, list[int]]]:  # fmt: skip
@@ -442,6 +455,10 @@ class Worker:
                 target.append(request)
         start, waited = time.monotonic(), self.pp.waited
         sampled = self.runner.execute_model(output)
+        if self.spec.parallel.async_scheduling:  # the next step may be here already, and needs them
+            for request_id, token_ids in sampled.items():
+                for token_id in token_ids:
+                    self.requests[request_id].append_output_token_id(token_id)
         self.spans.append((start + self.pp.waited - waited, time.monotonic()))
         drafts = getattr(self.runner, "take_draft_token_ids", dict)()
         return sampled, self.runner.logprobs, self.runner.prompt_logprobs, drafts
@@ -544,6 +561,26 @@ class UniProcExecutor(Executor):
                timeout: float | None = None) -> Done:  # fmt: skip
         value = self.worker.call(method, args)
         return Done([value] if reply_rank is None else value)
+
+
+class ThreadExecutor(UniProcExecutor):
+    """One worker, on a thread of this process: it runs a step while the engine core plans the next.
+
+    What a step is told must not change until it runs: a `StepMessage` is a copy. (In vLLM `UniProcExecutor` runs on the
+    engine core's own thread; launches on a GPU return at once, so only the copy of the tokens needs a thread.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = ThreadPoolExecutor(1, "worker")
+
+    def submit(self, method: str | Factory, *args: Any, reply_rank: int | None = None,
+               timeout: float | None = None) -> Any:  # fmt: skip
+        submit = super().submit
+        return self.thread.submit(lambda: submit(method, *args, reply_rank=reply_rank).result())
+
+    def shutdown(self) -> None:
+        self.thread.shutdown(cancel_futures=True)
 
 
 class MessageQueue:
@@ -869,7 +906,7 @@ class RayFuture:
 def make_executor(parallel: ParallelConfig, ray_address: str | None = None) -> Executor:
     """The executor of `backend` (uni, mp, ray) for all ranks of `parallel`."""
     if parallel.backend == "uni":
-        return UniProcExecutor()
+        return ThreadExecutor() if parallel.async_scheduling else UniProcExecutor()
     if parallel.backend == "ray":
         return RayExecutor(parallel.world_size, ray_address)
     return MultiprocExecutor(parallel.world_size)
@@ -881,9 +918,10 @@ def make_executor(parallel: ParallelConfig, ray_address: str | None = None) -> E
 class RemoteRunner:
     """Stands where an engine core has its model runner: it writes decisions instead of executing them."""
 
-    def __init__(self, executor: Executor, output_rank: int, scheduler: Any, seed: int = 0) -> None:
+    def __init__(self, executor: Executor, parallel: ParallelConfig, scheduler: Any, seed: int = 0) -> None:
         manager = scheduler.kv_cache_manager
-        self.executor, self.output_rank, self.writer = executor, output_rank, StepWriter(manager)
+        self.executor, self.output_rank = executor, parallel.output_rank
+        self.writer = StepWriter(manager, sends_tokens=not parallel.async_scheduling)
         self.logprobs: dict[str, dict] = {}
         self.prompt_logprobs: dict[str, list] = {}
         executor.collective_rpc(
@@ -901,7 +939,8 @@ class PipelineEngineCore(scheduling.ModelEngineCore):
 
     The scheduler needs no change. A request whose token is still on its way has nothing left to compute (with lesson
     07's drafts, less than nothing), so a second `schedule()` passes it over and finds others; of a long prompt it takes
-    the next chunk, right behind the last one.
+    the next chunk, right behind the last one. Unless `async_scheduling` asks for lesson 05's scheduler, which counts on
+    that token: then the second step is planned for the same requests while the first one runs.
     """
 
     def __init__(self, scheduler: Any, runner: Any, max_concurrent_batches: int = 1) -> None:
@@ -928,17 +967,23 @@ class PipelineEngineCore(scheduling.ModelEngineCore):
         """The oldest micro-batch's output and tokens; waits for it.
 
         Whoever was preempted meanwhile will compute that token once more, so this one is dropped: it would count twice.
-        Drafts for the next step go to the scheduler, but not those that follow such a token.
+        Drafts for the next step go to the scheduler, but not those that follow such a token. A scheduler that is one
+        step ahead counts what is on its way, and hears of every token but those of who has ended.
         """
         if not self.batch_queue:  # nobody could run; the scheduler may have something to say about that
             self.runner.logprobs, self.runner.prompt_logprobs = {}, {}
             return self.empty_output, {}
         output, future, lives = self.batch_queue.popleft()
         sampled, self.runner.logprobs, self.runner.prompt_logprobs, drafts = future.result()
-        alive = {
-            request_id for request_id, (request, num_preemptions) in lives.items()
-            if self.scheduler.requests.get(request_id) is request and request.num_preemptions == num_preemptions
-        }  # fmt: skip
+        if isinstance(self.scheduler, serving.preemption.AsyncScheduler):
+            alive = {name for name, (request, _) in lives.items() if self.scheduler.requests.get(name) is request}
+            for name in lives.keys() - alive:
+                getattr(output, "scheduled_spec_decode_tokens", {}).pop(name, None)
+        else:
+            alive = {
+                request_id for request_id, (request, num_preemptions) in lives.items()
+                if self.scheduler.requests.get(request_id) is request and request.num_preemptions == num_preemptions
+            }  # fmt: skip
         if drafts:
             self.scheduler.update_draft_token_ids({name: drafts[name] for name in drafts.keys() & alive})
         return output, {request_id: token_ids for request_id, token_ids in sampled.items() if request_id in alive}
@@ -955,14 +1000,12 @@ def parallel_engine(base: type[Any], executor: Executor, parallel: ParallelConfi
     `skeleton`."""
 
     class ParallelEngine(base):
-        runner_class = staticmethod(
-            lambda model, scheduler, seed: RemoteRunner(executor, parallel.output_rank, scheduler, seed)
-        )
+        runner_class = staticmethod(lambda model, scheduler, seed: RemoteRunner(executor, parallel, scheduler, seed))
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             core = self.core
-            self.core = PipelineEngineCore(core.scheduler, core.runner, parallel.pipeline_parallel_size)
+            self.core = PipelineEngineCore(core.scheduler, core.runner, parallel.max_concurrent_batches)
 
     return ParallelEngine
 

@@ -101,7 +101,8 @@ def in_stages(model: llama.Llama, token_ids: torch.Tensor, attend: llama.Attend,
 
 def parallel_config(args: Any) -> ParallelConfig:
     """What the flags say."""
-    return ParallelConfig(args.tensor_parallel_size, args.pipeline_parallel_size, args.distributed_executor_backend)
+    return ParallelConfig(args.tensor_parallel_size, args.pipeline_parallel_size, args.distributed_executor_backend,
+                          args.async_scheduling)  # fmt: skip
 
 
 def check_args(args: Any) -> None:
@@ -118,9 +119,12 @@ def check_args(args: Any) -> None:
             raise common.InputError(f"{name} {getattr(args, name)!r}: must be one of {', '.join(filter(None, values))}")
     if args.engine_place != "process":
         raise common.InputError(f"engine_place {args.engine_place}: must be process when an engine has several")
-    if (args.world_size > 1 or args.distributed_executor_backend) and args.kv_transfer_config:
+    if args.has_workers and args.kv_transfer_config:
         raise common.InputError("kv_transfer_config: not together with workers (tensor_parallel_size, "
-                                "pipeline_parallel_size, distributed_executor_backend)")  # fmt: skip
+                                "pipeline_parallel_size, distributed_executor_backend, async_scheduling)")  # fmt: skip
+    if args.async_scheduling and args.pipeline_parallel_size > 1:
+        raise common.InputError("async_scheduling: not together with pipeline_parallel_size, whose first stage would "
+                                "have to know the tokens before the scheduler does")  # fmt: skip
     if args.pipeline_parallel_size > 1 and args.speculation and args.speculation.method == "early_exit":
         raise common.InputError("speculative_config: method early_exit: not together with pipeline_parallel_size: the "
                                 "last stage drafts, and has not the target's first layers")  # fmt: skip
@@ -151,6 +155,8 @@ class Workers:
 
     def __str__(self) -> str:
         p = self.parallel
+        if p.world_size == 1:
+            return f"a worker ({p.backend}{', a step ahead' if p.async_scheduling else ''})"
         return f"{p.world_size} workers (TP {p.tensor_parallel_size} x PP {p.pipeline_parallel_size}, {p.backend})"
 
 

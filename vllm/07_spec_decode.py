@@ -610,8 +610,8 @@ class SpeculativeEngineCore(scheduling.ModelEngineCore):
         return sampled
 
 
-def speculative_engine(base: type[LLMEngine], config: SpeculativeConfig,
-                       drafter: Callable[..., Drafter] = make_drafter) -> type[LLMEngine]:  # fmt: skip
+def speculative_engine(base: type[LLMEngine], config: SpeculativeConfig, drafter: Callable[..., Drafter] = make_drafter,
+                       scheduler: type = SpeculativeScheduler) -> type[LLMEngine]:  # fmt: skip
     """`base` with drafts: its scheduler grants them slots, its runner verifies them, rejected ones roll back.
 
     `base` is lesson 04b's engine or one of its descendants, whose `make_scheduler` returns a scheduler that is made of
@@ -633,7 +633,7 @@ def speculative_engine(base: type[LLMEngine], config: SpeculativeConfig,
         def make_scheduler(*args: Any, **kwargs: Any) -> Any:
             made = base.make_scheduler(*args, **kwargs)
             about = {"num_speculative_tokens": config.num_speculative_tokens}
-            kind = type("SpeculativeScheduler", (SpeculativeScheduler, type(made)), about)
+            kind = type(scheduler.__name__, (scheduler, type(made)), about)
             return kind(made.config, made.kv_cache_manager)
 
     return SpeculativeEngine

@@ -84,25 +84,25 @@ class DraftsAheadScheduler(speculation.SpeculativeScheduler, optimizations.Async
                 del drafts[request.request_id]
             else:
                 self.num_draft_placeholders[request.request_id] -= len(drafts[request.request_id])
-        heard = super().update_from_output(output, sampled_token_ids)
-        for request_id in sampled_token_ids.keys() - self.requests.keys():
-            del self.num_draft_placeholders[request_id]
-        return heard
+        return super().update_from_output(output, sampled_token_ids)
+
+    def _free_request(self, request: Request) -> None:
+        super()._free_request(request)
+        del self.num_draft_placeholders[request.request_id]
 
 
-# --- The worker: it knows better -------------------------------------------------------------------------------------
+# --- The runner: it knows better -------------------------------------------------------------------------------------
 
 
-class DraftingWorker(optimizations.Worker):
-    """Lesson 05's worker around lesson 07's runner: puts drafts into the places, and every row where it belongs."""
+class DraftsAheadRunner(speculation.SpeculativeModelRunner):
+    """Lesson 07's runner behind a plan: puts drafts into the places, and every row where it belongs.
 
-    def __init__(self, runner: speculation.SpeculativeModelRunner) -> None:
-        super().__init__(runner.execute_model)
-        self.runner, runner.manager = runner, self
-        self.proposed: dict[str, list[int]] = {}  # for the next step
-        self.num_places = self.num_drafts = 0  # planned, and filled
+    Its requests are copies, which have all tokens that were sampled (lesson 05's worker, or 06c's).
+    """
 
-    def _run(self, output: SpeculativeSchedulerOutput, new: dict, computed: dict[str, int]) -> dict[str, list[int]]:
+    num_places = num_drafts = 0  # planned, and filled
+
+    def execute_model(self, output: SpeculativeSchedulerOutput) -> dict[str, list[int]]:
         places, output = output.scheduled_spec_decode_tokens, copy.copy(output)
         output.num_scheduled_tokens = dict(output.num_scheduled_tokens)
         output.scheduled_spec_decode_tokens = drafts = {}
@@ -112,28 +112,32 @@ class DraftingWorker(optimizations.Worker):
             # vLLM computes a row for an empty place as well: a CUDA graph's shape stays as it is.
             output.num_scheduled_tokens[request_id] -= len(empty) - len(found)
             self.num_places, self.num_drafts = self.num_places + len(empty), self.num_drafts + len(found)
-        for request_id in computed.keys() - new.keys():  # no further than what is known here, and its drafts
-            known = self.requests[request_id].num_tokens + len(drafts.get(request_id, ()))
-            computed[request_id] = min(computed[request_id], known)
-        sampled = super()._run(output, new, computed)
-        self.proposed = self.runner.take_draft_token_ids()
-        return sampled
+        for request in output.scheduled_running_reqs:  # no further than what is known here, and its drafts
+            known = request.num_tokens + len(drafts.get(request.request_id, ()))
+            request.num_computed_tokens = min(request.num_computed_tokens, known)
+        return super().execute_model(output)
+
+    def take_draft_token_ids(self) -> dict[str, list[int]]:
+        """They stay here: the scheduler has planned for them already."""
+        return {}
 
 
 def make_loop(kind: str, model: llama.Llama, num_speculative_tokens: int, max_model_len: int,
               drafter: Callable[..., Any] = speculation.make_drafter,
-              overhead: float = 0.0) -> optimizations.QueuedEngineCore:  # fmt: skip
-    """One of lesson 05's loops, eight seats, with drafts; `overhead` is 05's, `drafter(config, model)` is 07's."""
+              overhead: float = 0.0) -> tuple[optimizations.QueuedEngineCore, DraftsAheadRunner]:  # fmt: skip
+    """One of lesson 05's loops, eight seats, and what it runs; `overhead` is 05's, `drafter(config, model)` is 07's."""
     blocks = 8 * -(-max_model_len // optimizations.BLOCK) + 1
     manager = scheduling.KVCacheManager(blocks, optimizations.BLOCK, max_model_len)
     scheduler = DraftsAheadScheduler(scheduling.SchedulerConfig(max_model_len=max_model_len, max_num_seqs=8), manager)
     scheduler.num_speculative_tokens = num_speculative_tokens
 
-    class Runner(speculation.SpeculativeModelRunner, offline.SamplingModelRunner):
+    class Runner(DraftsAheadRunner, offline.SamplingModelRunner):
         speculative_config = speculation.SpeculativeConfig(num_speculative_tokens=num_speculative_tokens)
         make_drafter = staticmethod(drafter)
 
-    return optimizations.QueuedEngineCore(kind, scheduler, DraftingWorker(Runner(model, scheduler)), overhead)
+    runner = Runner(model, scheduler)
+    runner.manager = worker = optimizations.Worker(runner.execute_model)
+    return optimizations.QueuedEngineCore(kind, scheduler, worker, overhead), runner
 
 
 def compare_loops(model: llama.Llama, prompts: Sequence[Sequence[int]], max_tokens: int, num_speculative_tokens: int,
@@ -143,10 +147,10 @@ def compare_loops(model: llama.Llama, prompts: Sequence[Sequence[int]], max_toke
     longest, found = max(map(len, prompts)) + max_tokens, {}
     params = scheduling.SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=model.config.eos_token_ids)
     for kind in ("synchronous", "async"):
-        core = make_loop(kind, model, num_speculative_tokens, longest, drafter, overhead)
+        core, runner = make_loop(kind, model, num_speculative_tokens, longest, drafter, overhead)
         token_ids = core.run([Request(str(i), prompt, params) for i, prompt in enumerate(prompts)])
-        found[kind] = {"token_ids": token_ids, "steps": len(core.worker.busy), "places": core.worker.num_places,
-                       "drafts": core.worker.num_drafts, "in_vain": core.num_wasted, "idle": core.idle}  # fmt: skip
+        found[kind] = {"token_ids": token_ids, "steps": len(core.worker.busy), "places": runner.num_places,
+                       "drafts": runner.num_drafts, "in_vain": core.num_wasted, "idle": core.idle}  # fmt: skip
     return found
 
 

@@ -179,11 +179,10 @@ class AsyncScheduler(optimizations.AsyncScheduler, Scheduler):
     """Asked for the next step before it has heard of the last: vLLM's default, and lesson 05's fourth entry."""
 
 
-def make_scheduler(
-    config: SchedulerConfig, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
-) -> Scheduler:
+def make_scheduler(config: SchedulerConfig, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
+                   kind: type[Scheduler] = Scheduler) -> Scheduler:  # fmt: skip
     """The scheduler on its manager: what the engine serves with, and what `replay` drives."""
-    return Scheduler(config, KVCacheManager(num_blocks, block_size, config.max_model_len, enable_prefix_caching))
+    return kind(config, KVCacheManager(num_blocks, block_size, config.max_model_len, enable_prefix_caching))
 
 
 def scheduler_cost(num_requests: int, steps: int = 60, enable_prefix_caching: bool = False) -> float:

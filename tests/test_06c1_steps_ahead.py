@@ -1,0 +1,281 @@
+"""One step ahead, served: `--async-scheduling` changes when a step is planned, and no token."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import common
+import pytest
+import test_06c_scaling_out as scaling
+import test_122_adapters_on_workers as adapting
+import test_drafts_on_workers as drafting
+
+import llama
+
+executors, serving, scheduling = scaling.executors, scaling.serving, scaling.scheduling
+Request, SamplingParams, ParallelConfig = scaling.Request, scaling.SamplingParams, scaling.ParallelConfig
+JOBS, plain, serve, steps = drafting.JOBS, drafting.plain, drafting.serve, drafting.steps
+guess, on_threads, _small_models = drafting.guess, drafting.on_threads, drafting._small_models
+whole, loras = adapting.whole, adapting.loras
+AHEAD = ParallelConfig(async_scheduling=True)
+
+
+@pytest.fixture
+def here():
+    """An engine as `serve --async-scheduling` makes it: its worker is a thread of this process."""
+    started = []
+
+    def build(method=None, **about):
+        executor = executors.make_executor(AHEAD)
+        started.append(executor)
+        return drafting.engine_on(executor, AHEAD, method, **about)
+
+    yield build
+    for executor in started:
+        executor.shutdown()
+
+
+def check_nothing_is_left(engine, monkeypatch):
+    scheduler = engine.core.scheduler
+    assert not scheduler.num_output_placeholders and not getattr(scheduler, "num_draft_placeholders", None)
+    drafting.check_nothing_is_kept(engine, monkeypatch)
+
+
+# --- No token changes -------------------------------------------------------------------------------------------------
+
+LIMITS = {"roomy": {}, "chunks": {"max_num_batched_tokens": 7}, "cramped": {"num_gpu_blocks_override": 18},
+          "uncached": {"num_gpu_blocks_override": 18, "enable_prefix_caching": False},
+          "priority": {"num_gpu_blocks_override": 18, "scheduling_policy": "priority"}}  # fmt: skip
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_a_step_ahead_writes_what_is_written_in_step(here, monkeypatch, limits):
+    """Greedy, sampled, with penalties and log probabilities; cut, preempted, ended by a stop token nobody foresaw."""
+    engine, victims = here(**LIMITS[limits]), []
+    preempt = engine.core.scheduler._preempt_request
+
+    def watch(victim, output):
+        victims.append(engine.core.scheduler.num_output_placeholders[victim.request_id])
+        preempt(victim, output)
+
+    engine.core.scheduler._preempt_request = watch
+    tokens, logprobs, _ = serve(engine, priorities=list(range(len(JOBS)))[::-1])
+    assert (tokens, logprobs) == plain()
+    assert bool(victims) == (limits not in ("roomy", "chunks"))
+    if limits == "uncached":
+        assert max(victims) > 0, "somebody whose token was on its way"
+    assert serve(engine, priorities=list(range(len(JOBS)))[::-1])[0] == plain()[0], "names that are used again"
+    check_nothing_is_left(engine, monkeypatch)
+
+
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_on_shards_too(on_threads, monkeypatch, tp):
+    engine = on_threads(tp, 1, None, ahead=True, num_gpu_blocks_override=18)
+    assert serve(engine)[:2] == plain()
+    check_nothing_is_left(engine, monkeypatch)
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_with_drafts_that_nobody_has_made_yet(here, guess, monkeypatch, limits):
+    guess(0.7)
+    engine = here("ngram", **LIMITS[limits])
+    tokens, logprobs, _ = serve(engine, priorities=list(range(len(JOBS)))[::-1])
+    assert (tokens, logprobs) == plain()
+    stats = engine.core.scheduler.spec_decoding_stats
+    assert 20 < stats.num_accepted_tokens < stats.num_draft_tokens - 10
+    check_nothing_is_left(engine, monkeypatch)
+
+
+FAST = [("suffix", 1), ("draft_model", 2), ("eagle", 1)]
+SLOW = [(method, tp) for method in drafting.METHODS for tp in (1, 2) if (method, tp) not in FAST]
+
+
+@pytest.mark.parametrize(("method", "tp"), drafting.and_slowly(FAST, SLOW))
+def test_every_drafter(on_threads, monkeypatch, method, tp):
+    """Greedy answers are those without drafts; what is drawn follows the drafts, and these may come later here."""
+    engine = on_threads(tp, 1, method, ahead=True, **drafting.ROOMY)
+    tokens = serve(engine)[0]
+    assert [tokens[i] for i in drafting.GREEDY] == [plain()[0][i] for i in drafting.GREEDY]
+    assert engine.core.scheduler.spec_decoding_stats.num_draft_tokens > 20
+    check_nothing_is_left(engine, monkeypatch)
+
+
+@pytest.mark.parametrize("method", [None, "lookahead"])
+def test_with_adapters(here, whole, loras, method):
+    """Two places for three adapters, or their base."""
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4}
+    engine = here(method, lora=lora)
+    for name, each in loras.items():
+        engine.lora.add_adapter(name, each)
+    truths = {}
+    for name in (None, *loras):
+        model = adapting.adapters.merged(whole, loras[name]) if name else whole
+        for i, (prompt, tokens) in enumerate(zip(scaling.PROMPTS, scaling.OUTPUTS)):
+            truths[str(name), i] = scheduling.generate_alone(model, prompt, tokens)
+    assert adapting.ask(engine, (None, *loras)) == truths
+
+
+# --- The plan comes first ---------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_planned_while_the_last_one_runs(here):
+    """The worker does not end a step before it has been sent the next, as long as somebody goes on after this one."""
+    engine = here()
+    core, sent, ends = engine.core, threading.Semaphore(0), []
+    worker, submit = core.runner.executor.worker, core.runner.submit
+    execute_model = worker.execute_model
+
+    def slow(message):
+        result = execute_model(message)
+        ends.append(sent.acquire(timeout=5))  # the plan of the next step
+        return result
+
+    def noting(output):
+        future = submit(output)
+        if future is not None and len(core.batch_queue):
+            sent.release()
+        return future
+
+    worker.execute_model, core.runner.submit = slow, noting
+    core.add_request(Request("8", list(JOBS[8][0]), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)))
+    threading.Timer(0.5, lambda: [sent.release() for _ in range(3)]).start()  # for the last one, behind which is none
+    got = [token for outputs in steps(core) for output in outputs for token in output.new_token_ids]
+    assert got == plain()[0][8][:6] and ends == [True] * 6
+
+
+@pytest.mark.parametrize(("ahead", "pool"), [(True, 60), (True, 18), (False, 18)])
+def test_it_decides_as_the_replay_does_and_the_replay_as_vllm_does(here, ahead, pool):
+    """Which tokens of whom in which step, and who is preempted: lesson 11's replay is compared with recordings."""
+    preemption = common.lesson("11_preemption")
+    prompts, outputs = [*scaling.PROMPTS, [2] * 9], [20, 24, 7, 30, 28, 30]
+    written = scaling.serve(scaling.plain_core(), prompts, outputs)
+    config = {"num_blocks": pool, "block_size": 4, "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16,
+              "enable_prefix_caching": False, "async_scheduling": ahead}  # fmt: skip
+    requests = [
+        {
+            "id": str(i),
+            "prompt_token_ids": prompt,
+            "forced_output_token_ids": tokens,
+            "max_tokens": n,
+            "arrival_step": 0,
+        }
+        for i, (prompt, tokens, n) in enumerate(zip(prompts, written, outputs))
+    ]
+    trace = preemption.replay({"name": "served", "config": config, "requests": requests})
+    want = [(step["scheduled"], step.get("preempted", [])) for step in trace["steps"] if step["scheduled"]]
+
+    engine, found = here(num_gpu_blocks_override=pool, max_num_batched_tokens=16, enable_prefix_caching=False), []
+    submit = engine.core.runner.submit
+
+    def noting(output):
+        if output.num_scheduled_tokens:
+            found.append((dict(output.num_scheduled_tokens), [r.request_id for r in output.preempted_reqs]))
+        return submit(output)
+
+    engine.core.runner.submit = noting
+    assert scaling.serve(engine.core, prompts, outputs) == written
+    assert (found == want) == ahead and (pool == 60 or any(victims for _, victims in found))
+
+
+# --- In the serving loop ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [None, "suffix"])
+def test_letters_of_the_serving_loop(here, method):
+    """Each brings one step's tokens and log probabilities, and says who was admitted; then an abort in full flight."""
+    core, letters, got, scores, admitted = here(method).core, [], {}, {}, []
+    proc = executors.ParallelEngineCoreProc(SimpleNamespace(core=core), letters.append)
+    for i, (prompt, params) in enumerate(JOBS):
+        proc.handle([(scaling.ADD, Request(str(i), list(prompt), params, eos_token_id=17, arrival_time=i))])
+    core.step = proc.step
+    assert not any(steps(core)), "what it brings is in the letters"
+    for letter in letters:
+        admitted += letter.admitted
+        for output in letter.outputs:
+            i = int(output.request_id)
+            got.setdefault(i, []).extend(output.new_token_ids)
+            if JOBS[i][1].logprobs is not None:
+                found = letter.logprobs[output.request_id]
+                scores.setdefault(i, []).append({t: drafting.Close(x.logprob) for t, x in found.items()})
+    assert [got[i] for i in range(len(JOBS))] == plain()[0] and scores == plain()[1]
+    assert sorted(admitted) == sorted(got and map(str, got))
+    proc.handle([(scaling.ADD, Request("late", [1, 2, 3], SamplingParams(temperature=0, max_tokens=40)))])
+    for _ in range(3):
+        proc.step()
+    proc.handle([(scaling.ABORT, ["late"])])
+    assert proc.check_idle() == scaling.IDLE and not core.scheduler.num_output_placeholders
+    sent = len(letters)
+    proc.handle([(scaling.ADD, Request("late", [1, 2, 3], SamplingParams(temperature=0, max_tokens=2)))])
+    assert not any(steps(core)), "a namesake of whom a token was on its way"
+    alone = scheduling.generate_alone(llama.random_model(**scaling.SIZES), [1, 2, 3], 2)
+    assert [t for letter in letters[sent:] for output in letter.outputs for t in output.new_token_ids] == alone
+
+
+@pytest.mark.parametrize(
+    ("about", "words"),
+    [
+        ({"pipeline_parallel_size": 2}, "async_scheduling: not together with pipeline_parallel_size"),
+        ({"kv_transfer_config": {"kv_connector": "TCPConnector", "kv_role": "kv_both"}},
+         r"kv_transfer_config: not together with workers \(.*async_scheduling\)"),
+        ({"engine_place": "thread"}, "engine_place thread: must be process"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(about, words):
+    with pytest.raises(common.InputError, match=words):
+        serving.EngineArgs(async_scheduling=True, **about)
+
+
+def test_a_worker_of_one_captures_graphs_and_several_do_not(monkeypatch):
+    """A collective over gloo could not be captured; the adapters of one step would stay for ever."""
+    asked = []
+    monkeypatch.setattr(common.lesson("051_cuda_graphs"), "graph_runner", lambda base: asked.append(base) or base)
+    lora = {"enable_lora": True}
+    for about in ({}, {"tensor_parallel_size": 2}, lora, {"enforce_eager": True}):
+        executors.served_runner(serving.EngineArgs(async_scheduling=True, **about), samples=False)
+        asked.append(None)
+    assert [x is None for x in asked] == [False, True, True, True, True]
+
+
+def test_guided_answers_on_the_real_model(real_model):
+    """The mask of a step follows from tokens that the scheduler has not heard of when it plans it."""
+    model, tokenizer = real_model
+    jobs = [("A number:", {"structured_outputs": {"regex": "[0-9]{3}"}}),
+            ("Yes or no?", {"structured_outputs": {"choice": ["yes", "no"]}}),
+            ("The capital of France is", {"ignore_eos": True}), ("1 2 3", {"stop": ["6"]})]  # fmt: skip
+    options = dict(max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=40)
+    texts = []
+    executor = executors.make_executor(AHEAD)
+    ahead = drafting.engine_on(executor, AHEAD, None, sizes=model.config, tokenizer=tokenizer, **options)
+    for engine in (serving.offline_engine(model, tokenizer, **options), ahead):
+        for i, (text, fields) in enumerate(jobs):
+            engine.add_request(str(i), text, SamplingParams(temperature=0, max_tokens=8, **fields))
+        texts.append({})
+        while engine.has_unfinished_requests():
+            texts[-1] |= {output.request_id: output.outputs[0].text for output in engine.step()}
+    executor.shutdown()
+    assert texts[0] == texts[1] and texts[0]["0"].isdigit() and texts[0]["1"] in ("yes", "no")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--distributed-executor-backend", "mp"], ["-tp", "3", "-dp", "2"],
+                                   ["--speculative-config", '{"method": "eagle", "num_speculative_tokens": 3}']],
+                         ids=str)  # fmt: skip
+def test_served(real_model, flags):
+    """Eight clients read the texts of one process that plans in step, and a signal ends all processes."""
+    engine, want = serving.offline_engine(*real_model, max_model_len=256, max_num_seqs=8), {}
+    for i, text in enumerate(scaling.TEXTS):
+        engine.add_request(str(i), text, SamplingParams(temperature=0, max_tokens=12))
+    while engine.has_unfinished_requests():
+        want |= {output.request_id: output.outputs[0].text for output in engine.step()}
+    with scaling.server("--async-scheduling", *flags) as (client, process, _, _):
+        with ThreadPoolExecutor(8) as pool:
+            ask = lambda text: client.completions.create(model="smol", prompt=text, temperature=0, max_tokens=12)  # noqa: E731
+            answers = list(pool.map(ask, scaling.TEXTS * 2))
+        assert [a.choices[0].text for a in answers] == [want[str(i)] for i in range(len(scaling.TEXTS))] * 2
+        children = scaling.descendants(process.pid)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    scaling.wait_until_gone(children)
