@@ -873,9 +873,7 @@ def measure_graphs(model: llama.Llama, twin: Any = None) -> dict[str, Any]:
     runner.capture_all()
     found["capture"] = {"s": time.perf_counter() - start, "gib": (free - torch.cuda.mem_get_info()[0]) / 2**30,
                         "graphs": sum(len(step.graphs) for step in runner.captured.values())}  # fmt: skip
-    common.say(
-        "captured before the first request: {graphs:,} graphs in {s:.1f} s, {gib:.2f} GiB".format(**found["capture"])
-    )
+    common.say("captured before any request: {graphs:,} graphs in {s:.1f} s, {gib:.2f} GiB".format(**found["capture"]))
     del runner
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     for n, (name, runner_class) in itertools.product((1, 8, 32), runners.items()):
