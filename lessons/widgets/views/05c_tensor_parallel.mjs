@@ -19,15 +19,15 @@ export function draw(trace, index, kit) {
   let y = 20;
   for (let rank = 0; rank < ranks; rank++) shapes.push(text(centre(rank), 13, ranks === 1 ? "one rank" : `rank ${rank}`, "middle small soft"));
 
-  // A matrix, inputs downwards and outputs to the right, and the part of it that a rank owns.
+  // A weight as it is stored, a row per output and a column per input, and the part of it that a rank owns.
   const matrix = (name, cut, rows, columns, on) => {
-    const s = Math.min(11, (wide - 8) / 8), from = cut === "column" ? columns / ranks : rows / ranks;
+    const named = wide > 150, s = Math.min(11, (wide - (named ? 84 : 8)) / 8), each = (cut === "column" ? rows : columns) / ranks;
     for (let rank = 0; rank < ranks; rank++) {
-      const first = rank * from, own = cut === "column" ? `${name}[:, ${first}:${first + from}]` : `${name}[${first}:${first + from}, :]`;
-      const named = wide > 150, x = centre(rank) - (columns * s) / 2 + (named ? 40 : 0);
+      const first = rank * each, own = cut === "column" ? `${name}[${first}:${first + each}, :]` : `${name}[:, ${first}:${first + each}]`;
+      const x = centre(rank) - (columns * s) / 2 + (named ? 40 : 0);
       for (let r = 0; r < rows; r++) for (let c = 0; c < columns; c++) {
-        const at = cut === "column" ? c : r;
-        shapes.push(rect(x + c * s, y + r * s, s - 1, s - 1, at >= first && at < first + from ? `purple${on ? "" : " faint"}` : "free", own));
+        const at = cut === "column" ? r : c;
+        shapes.push(rect(x + c * s, y + r * s, s - 1, s - 1, at >= first && at < first + each ? `purple${on ? "" : " faint"}` : "free", own));
       }
       if (named) shapes.push(text(x - 10, y + (rows * s) / 2 + 4, own, `mono end${on ? "" : " soft"}`));
     }
@@ -47,7 +47,7 @@ export function draw(trace, index, kit) {
     y += 17;
     shapes.push(text(0, y - 4, step.name, `halo${here ? " bold" : done ? "" : " soft"}`), text(kit.width, y - 4, step.layout, `small end halo ${done ? css : "soft"}`));
     y += 2;
-    if (cut) matrix(name, cut, cut === "column" ? before.values[0].length : total(before), cut === "column" ? total(step) : step.values[0].length, done);
+    if (cut) matrix(name, cut, cut === "column" ? total(step) : step.values[0].length, cut === "column" ? before.values[0].length : total(before), done);
     step.values.forEach((values, rank) => {
       const cell = Math.min(80, (wide - 8) / per_line), indent = (wide - cell * Math.min(values.length, per_line)) / 2;
       shapes.push(rect(left(rank), y, wide, high, here ? "outline accent" : "outline line"));
@@ -60,7 +60,7 @@ export function draw(trace, index, kit) {
   return {
     picture: [
       svg(kit.width, y, `${ranks} ranks after ${step.name}: ${step.values.map((v) => v.join(" ")).join("; ")}`, ...shapes),
-      legend(["purple", "weights of this rank, inputs × outputs"], ...Object.values(LAYOUTS)),
+      legend(["purple", "weights of this rank, outputs × inputs"], ...Object.values(LAYOUTS)),
       numbers([trace.reference.map(signed).join(", "), "what one rank alone computes"], [number(shown.reduce((sum, s) => sum + s.sent, 0)), "numbers sent by each rank"], [shown.filter((s) => s.sent > 0).length, "collectives"],
         ...(last ? [[wrong ? "wrong" : "right", wrong ? `on ${wrong} of ${ranks} ranks` : "on every rank", wrong ? "red" : "green"]] : [])),
     ],

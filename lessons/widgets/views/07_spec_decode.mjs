@@ -15,7 +15,7 @@ export function draw(trace, index, kit) {
   const pitch = kit.width / rounds.length, brick = 7, tape = 20 + (K + 1) * brick;
   shapes.push(text(0, 12, "words that each round writes", "small soft"), line(0, tape + 0.5, kit.width, tape + 0.5));
   rounds.forEach(({ written, accepted }, i) => written.forEach((_, j) => {
-    shapes.push(rect(i * pitch + 1, tape - (j + 1) * brick, pitch - 2, brick - 1, `${j < accepted ? "green" : "blue"}${i > index ? " faint" : ""}`));
+    shapes.push(rect(i * pitch + 1, tape - (j + 1) * brick, pitch - 2, brick - 1, `${j < accepted ? "green" : "purple"}${i > index ? " faint" : ""}`));
   }));
   shapes.push(rect(index * pitch - 0.5, 17, pitch + 1, tape - 15, "outline ink"));
 
@@ -34,8 +34,8 @@ export function draw(trace, index, kit) {
   const written = K ? top + high + (w > 66 ? 40 : 52) : first + 18, own = round.written.length > round.accepted ? round.written.length - 1 : -1;
   shapes.push(text(0, written - 7, "written", "small soft"));
   round.written.forEach((token, j) => {
-    shapes.push(box(j * cell, written, w, 24, words[token], j === own ? "blue" : "green"));
-    if (j === own) shapes.push(text(j * cell + w / 2, written + 37, round.accepted === K ? (K ? "bonus" : "drawn") : w < 62 ? "new" : "drawn anew", "small blue middle"));
+    shapes.push(box(j * cell, written, w, 24, words[token], j === own ? "purple" : "green"));
+    if (j === own) shapes.push(text(j * cell + w / 2, written + 37, round.accepted === K ? (K ? "bonus" : "drawn") : w < 62 ? "new" : "drawn anew", "small purple middle"));
   });
 
   // The rule: of q remains what p has as well; what is refused is drawn anew, and should fill the rest of p.
@@ -47,7 +47,7 @@ export function draw(trace, index, kit) {
     const scale = tall - 14, kept = K ? Math.min(p[i], q[i]) : 0, x = i * third + col * 0.3, mid = x + col, right = x + 2 * col, level = low - p[i] * scale;
     const up = (left, from, to, css, title) => rect(left + 1, low - to * scale, col - 3, (to - from) * scale, css, title);
     if (K) shapes.push(up(x, 0, kept, "green", `${word}: q ${fixed(q[i])}`), up(x, kept, q[i], "hatch red", `${word}: ${fixed(q[i] - kept)} of q are refused`), text(x + col / 2 - 0.5, low - q[i] * scale - 4, hundred(q[i]), "small middle soft"));
-    shapes.push(up(mid, 0, kept, "green"), up(mid, kept, tried[i], "blue", `${word}: ${fixed(tried[i], 3)} come out`));
+    shapes.push(up(mid, 0, kept, "green"), up(mid, kept, tried[i], "purple", `${word}: ${fixed(tried[i], 3)} come out`));
     const off = Math.abs(tried[i] - p[i]) > 1e-9, end = low - tried[i] * scale, above = end - level > 16 ? end : Math.min(level, end); // the line in between
     shapes.push(line(mid - 1, level, mid + col - 1, level, `${off ? "red" : "ink"} thick`), text(mid + col / 2 - 0.5, above - 4, hundred(tried[i]), `small middle bold${off ? " red" : ""}`));
     shapes.push(up(right, 0, counts[i] / total, "grey", `${word}: ${counts[i]} of ${total} written so far`), text(right + col / 2 - 0.5, low - (counts[i] / total) * scale - 4, hundred(counts[i] / total), "small middle soft"));
@@ -69,7 +69,7 @@ export function draw(trace, index, kit) {
   return {
     picture: [
       svg(kit.width, Math.max(low, floor) + 38, `Round ${index}: ${round.accepted} of ${K} guesses accepted, ${round.written.length} words written.`, ...shapes),
-      legend(["green", "a guess that stands"], ["red hatched", "refused: q has more than p"], ["blue", "the target’s own word"], ["ink", "line: p, the target alone"], ["grey", "written so far"]),
+      legend(["green", "a guess that stands"], ["red hatched", "refused: q has more than p"], ["purple", "the target’s own word"], ["ink", "line: p, the target alone"], ["grey", "written so far"]),
       numbers([fixed(trace.alpha), "accepted on average"], [fixed(trace.tokens_per_round), "words per round"], [`${fixed(speedups[K])} ×`, "speed-up", speedups[K] < 1 ? "red" : ""], [`K = ${best}`, `would be best: ${fixed(speedups[best])} ×`],
         [fixed(distance, 3), "distance from p", wrong ? "red" : "green"]),
     ],
