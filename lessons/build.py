@@ -499,6 +499,11 @@ def lesson_html(site: Site, page: Page, before: Page | None, after: Page | None)
     return shell(f"{label(page)} · {TITLE}", body, about=page.question or summary(page), scripts=scripts)
 
 
+def foldable(name: str) -> str:
+    """A name that a narrow column folds between its words."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[a-z]_)(?=[a-z])", "<wbr>", name)
+
+
 def source_html(site: Site, path: Path) -> str:
     """A script as a page: numbered lines that can be linked to, and its definitions beside them."""
     lines = python_html(path.read_text()).rstrip("\n").split("\n")
@@ -506,7 +511,7 @@ def source_html(site: Site, path: Path) -> str:
     lesson = next((page for page in site.pages if page.script == path), None)
     about = f'<a href="../{lesson.url}">Lesson {html.escape(label(lesson))}</a>' if lesson else ""
     outline = "".join(
-        f"<li{' class=method' if '.' in name else ''}><a href=#L{line}>{name.rpartition('.')[2]}</a></li>"
+        f"<li{' class=method' if '.' in name else ''}><a href=#L{line}>{foldable(name.rpartition('.')[2])}</a></li>"
         for name, line in definitions(path).items()
         if not name.rpartition(".")[2].startswith("__")
     )

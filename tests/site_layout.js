@@ -17,6 +17,9 @@
     if (size < 11) found.push(`${size} px high: ${node.textContent}`);
   }
 
+  const [from, to] = [".controls", ".picture"].map((name) => document.querySelector(`#widget ${name}`).getBoundingClientRect().top);
+  if (to - from > innerHeight - 250) found.push(`one who turns the first control does not see the picture, ${Math.round(to - from)} px below`);
+
   for (const picture of all("#widget svg[role=img]")) {
     const drawn = picture.viewBox.baseVal.width, shown = picture.getBoundingClientRect().width;
     if (Math.abs(drawn - shown) > 1) found.push(`drawn for ${drawn} px and scaled to ${shown} px`);

@@ -202,6 +202,12 @@ def test_definitions_are_where_python_says():
         assert {name: known.get(name) for name in wanted} == wanted, script.name
 
 
+def test_long_names_fold_between_words():
+    names = ("PrefixCachingKVCacheManager", "get_computed_blocks", "KEY", "ask")
+    folded = ("Prefix|Caching|KVCache|Manager", "get_|computed_|blocks", "KEY", "ask")
+    assert tuple(build.foldable(name).replace("<wbr>", "|") for name in names) == folded
+
+
 # --- Widgets ----------------------------------------------------------------------------------------------------------
 
 
