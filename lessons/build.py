@@ -268,7 +268,8 @@ class Site:
     def _td_open(self, tokens: list[Token], i: int, *_: object) -> str:
         """A cell; one with a sentence in it says so, and is not squeezed to the width of a word."""
         token = tokens[i]
-        if len(tokens[i + 1].content) > 24 and "style" not in token.attrs:
+        text = "".join(child.content for child in tokens[i + 1].children or [])  # without the links' targets
+        if len(text) > 24 and "style" not in token.attrs:
             token.attrs["class"] = "wordy"
         return self.md.renderer.renderToken(tokens, i, self.md.options, {})
 
