@@ -117,8 +117,10 @@ def python_html(source: str) -> str:
 
 
 def shell_html(source: str) -> str:
-    """A command with its comment marked."""
-    return re.sub(r"((?:^|(?<=\s))#.*)$", r"<i class=c>\1</i>", html.escape(source, quote=False), flags=re.M)
+    """Commands, each a line that may be folded, with their comments marked."""
+    marked = re.sub(r"((?:^|(?<=\s))#.*)$", r"<i class=c>\1</i>", html.escape(source, quote=False), flags=re.M)
+    marked = re.sub(r"(?<=\s)--[\w-]+", r"<span class=flag>\g<0></span>", marked)  # not folded at its hyphens
+    return "".join(f"<span class=line>{line}</span>" for line in marked.split("\n"))
 
 
 @functools.cache
@@ -159,7 +161,7 @@ class Site:
         self.page = self.pages[0]  # the one that is being rendered
         self.md = MarkdownIt("commonmark", {"html": True}).use(gfm_plugin, dollarmath=True)
         rules = (self._text, self._fence, self._code_inline, self._heading_open, self._image)
-        for rule in (*rules, self._table_open, self._table_close):
+        for rule in (*rules, self._table_open, self._table_close, self._td_open):
             self.md.add_render_rule(rule.__name__[1:], lambda _, *args, rule=rule: rule(*args))
         for name in ("math_inline", "math_inline_double", "math_block"):
             block = name != "math_inline"
@@ -214,6 +216,8 @@ class Site:
         elif kind == "output":
             flags = f" {argument}" if argument else ""
             above = f"<figcaption><code>{html.escape(page.script.name + flags)}</code> prints</figcaption>"
+        if language == "bash":
+            kind = f"{kind} bash".strip()  # folded, and copied with a button
         return f'<figure class="code {kind}">{above}<pre tabindex=0><code>{paint(source)}</code></pre></figure>\n'
 
     def _caption(self, url: str, name: str, where: str) -> str:
@@ -260,6 +264,14 @@ class Site:
 
     def _table_close(self, *_: object) -> str:
         return "</table></div>"
+
+    def _td_open(self, tokens: list[Token], i: int, *_: object) -> str:
+        """A cell; one with a sentence in it says so, and is not squeezed to the width of a word."""
+        token = tokens[i]
+        text = "".join(child.content for child in tokens[i + 1].children or [])  # without the links' targets
+        if len(text) > 24 and "style" not in token.attrs:
+            token.attrs["class"] = "wordy"
+        return self.md.renderer.renderToken(tokens, i, self.md.options, {})
 
     def _widget(self, text: str) -> str:
         """The slot: a widget if there is one, and always the text, which the widget replaces."""
@@ -488,6 +500,11 @@ def lesson_html(site: Site, page: Page, before: Page | None, after: Page | None)
     return shell(f"{label(page)} · {TITLE}", body, about=page.question or summary(page), scripts=scripts)
 
 
+def foldable(name: str) -> str:
+    """A name that a narrow column folds between its words."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[a-z]_)(?=[a-z])", "<wbr>", name)
+
+
 def source_html(site: Site, path: Path) -> str:
     """A script as a page: numbered lines that can be linked to, and its definitions beside them."""
     lines = python_html(path.read_text()).rstrip("\n").split("\n")
@@ -495,7 +512,7 @@ def source_html(site: Site, path: Path) -> str:
     lesson = next((page for page in site.pages if page.script == path), None)
     about = f'<a href="../{lesson.url}">Lesson {html.escape(label(lesson))}</a>' if lesson else ""
     outline = "".join(
-        f"<li{' class=method' if '.' in name else ''}><a href=#L{line}>{name.rpartition('.')[2]}</a></li>"
+        f"<li{' class=method' if '.' in name else ''}><a href=#L{line}>{foldable(name.rpartition('.')[2])}</a></li>"
         for name, line in definitions(path).items()
         if not name.rpartition(".")[2].startswith("__")
     )

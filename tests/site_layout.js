@@ -12,14 +12,23 @@
     if ((right > innerWidth + 1 || left < -1) && !scrolls) found.push(`sticks out: ${node.outerHTML.slice(0, 120)}`);
   }
 
-  for (const node of all("#widget svg text, #widget .picture small, #widget label, #widget output")) {
+  for (const node of all("#widget svg text, #widget .picture :is(small, span, li, code), #widget label, #widget output")) {
     const size = parseFloat(getComputedStyle(node).fontSize);
-    if (size < 9) found.push(`${size} px high: ${node.textContent}`);
+    if (size < 11) found.push(`${size} px high: ${node.textContent}`);
   }
+
+  const [from, to] = [".controls", ".picture"].map((name) => document.querySelector(`#widget ${name}`).getBoundingClientRect().top);
+  if (to - from > innerHeight - 250) found.push(`one who turns the first control does not see the picture, ${Math.round(to - from)} px below`);
 
   for (const picture of all("#widget svg[role=img]")) {
     const drawn = picture.viewBox.baseVal.width, shown = picture.getBoundingClientRect().width;
     if (Math.abs(drawn - shown) > 1) found.push(`drawn for ${drawn} px and scaled to ${shown} px`);
+  }
+
+  for (const node of all("#widget svg[role=img] text")) {
+    const text = node.getBoundingClientRect(), room = node.ownerSVGElement.getBoundingClientRect();
+    const out = Math.max(room.left - text.left, text.right - room.right, text.bottom - room.bottom);
+    if (out > 8) found.push(`“${node.textContent}” sticks ${Math.round(out)} px out of the picture`);
   }
 
   const texts = all("#widget svg text").map((node) => [node.textContent, node.getBoundingClientRect()]);

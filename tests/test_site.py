@@ -164,6 +164,9 @@ def test_githubs_dialect(tmp_path):
     assert "<math" in shown and '<a href="04_continuous_batching.html">lesson 04</a>, lessons 99 (<a' in shown
     assert '(<a href="04b_offline_engine.html">04b</a>) (11)' in shown
     assert [anchor for _, anchor, _ in page.headings] == ["a-b-c", "a-b-c-1"]
+    rows = "| a sentence of several words | a number of several words |\n| 1 | 2 |\n"
+    wide = site.render(page, "| a | b |\n|---|--:|\n" + rows)
+    assert '<td class="wordy">a sentence' in wide and wide.count("wordy") == 1
     assert "131,072 bytes" in shown and re.search(r'href="code/02_paged_attention.html#L\d+"><code>simulate\(\)', shown)
     assert "<code>no_such_name</code>" in shown and shown.count("class=symbol") == 1
 
@@ -197,6 +200,12 @@ def test_definitions_are_where_python_says():
                         wanted.setdefault(f"{node.name}.{method.name}", method.lineno)
         known = build.definitions(script)
         assert {name: known.get(name) for name in wanted} == wanted, script.name
+
+
+def test_long_names_fold_between_words():
+    names = ("PrefixCachingKVCacheManager", "get_computed_blocks", "KEY", "ask")
+    folded = ("Prefix|Caching|KVCache|Manager", "get_|computed_|blocks", "KEY", "ask")
+    assert tuple(build.foldable(name).replace("<wbr>", "|") for name in names) == folded
 
 
 # --- Widgets ----------------------------------------------------------------------------------------------------------
@@ -395,18 +404,44 @@ def test_a_widget_in_the_browser(open_page):
     assert page.locator("#widget svg text.small").count() and not layout(page)
 
 
-def test_what_stands_under_the_picture_stays_there(open_page):
-    """Lesson 05's picture grows by hundreds of pixels from the first step to the last; the buttons do not move."""
+@pytest.mark.parametrize("name", ["05_optimizations", "06f_openai_api"])
+def test_what_stands_under_the_picture_stays_there(open_page, name):
+    """Lesson 05's picture grows by hundreds of pixels to the last step, and 06f's is tallest half way."""
     place = "node => node.getBoundingClientRect().top + scrollY"
     for viewport in (PHONE, DESK):
-        page = open_page("05_optimizations.html", viewport)
-        bar = page.locator("#widget .stepper")
-        places = [bar.evaluate(place)]
+        page = open_page(f"{name}.html", viewport)
+        text = page.locator("#widget .says")
+        places = [text.evaluate(place)]
         page.locator("#widget").get_by_label("To the first step").press("Enter")
         while state(page)["index"] < state(page)["steps"] - 1:
-            places.append(bar.evaluate(place))
+            places.append(text.evaluate(place))
             page.locator("#widget").get_by_label("Step", exact=True).first.press("Enter")
-        assert len(places) > 10 and max(places) - min(places) < 1, places
+        assert len(places) == state(page)["steps"] > 3 and max(places) - min(places) < 1, places
+
+
+def test_the_bar_of_steps_stays_in_sight(open_page):
+    """A step changes the top of a picture that is taller than the window, and one sees it."""
+    page = open_page("05_optimizations.html", PHONE)
+    page.locator("#widget .picture").evaluate("node => scrollTo(0, node.getBoundingClientRect().top + scrollY - 70)")
+    bar, picture = (page.locator(f"#widget {name}").bounding_box() for name in (".stepper", ".picture"))
+    assert 0 < picture["y"] < 100 and picture["y"] + picture["height"] > PHONE["height"]
+    assert bar["y"] + bar["height"] <= PHONE["height"] + 1
+    page.locator("#widget").get_by_label("Step back").click()
+    assert page.locator("#widget .picture").bounding_box()["y"] == picture["y"]
+
+
+def test_commands_are_folded_and_copied_without_comments(open_page):
+    cut = "() => [...document.querySelectorAll('.bash pre')].filter((pre) => pre.scrollWidth > pre.clientWidth).length"
+    for viewport in (PHONE, DESK):
+        page = open_page("06c_scaling_out.html", viewport)
+        assert page.locator(".bash pre").count() >= 3 and not page.evaluate(cut)
+    page = open_page("01_kv_cache.html")
+    commands = page.locator("figure.bash", has_text="# reserve")
+    assert "uv run python vllm/01_kv_cache.py --slots 8192" in commands.inner_text()
+    page.evaluate("navigator.clipboard.writeText = async (text) => { globalThis.copied = text; }")
+    commands.get_by_role("button").click()
+    copied = page.evaluate("globalThis.copied").split("\n")
+    assert "uv run python vllm/01_kv_cache.py --slots 8192" in copied and not any("#" in line for line in copied)
 
 
 def test_addresses_of_sections_and_nonsense_in_the_url(open_page):
@@ -444,10 +479,12 @@ def test_every_widget_in_the_browser(open_page, name):
 
 
 @pytest.mark.slow
-def test_every_page_fits_a_phone(open_page, site):
+def test_every_page_fits_its_window(open_page, site):
     for path in sorted(site.glob("*.html")):
         page = open_page(path.name, PHONE)
-        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, path.name
+        for width in (390, 1000, 1300, 1420):  # at the last one code is wider than text
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, (path.name, width)
         broken = "() => [...document.images].filter((i) => i.complete && !i.naturalWidth).map((i) => i.src)"
         assert not page.evaluate(broken), path.name
 

@@ -1080,9 +1080,9 @@ def _draw_timeline(folder: str | Path) -> Path:
     for axis, layout in zip(axes, layouts):
         trace = simulate(WIDGET_DEFAULT | {"layout": layout})
         for number, gpu in enumerate(trace["gpus"]):
-            bars: dict[str, list] = {"orange": [], "green": []}
+            bars: dict[str, list] = {"orange": [], "blue": []}
             for start, end, prompt, decodes in gpu["steps"]:
-                color = "orange" if prompt > decodes and "P" in gpu["roles"] else "green"
+                color = "orange" if prompt > decodes and "P" in gpu["roles"] else "blue"
                 bars[color].append((start / 1e3, (end - start) / 1e3))
             for color, ranges in bars.items():
                 axis.broken_barh(ranges, (number - 0.36, 0.72), linewidth=0.3, facecolor=common.COLORS[color],
@@ -1090,11 +1090,11 @@ def _draw_timeline(folder: str | Path) -> Path:
         for r in trace["requests"]:
             if r["transfer"][0] >= 0 and r["prompt"] > 1000:
                 begin, end = r["transfer"]
-                axis.plot([begin / 1e3, end / 1e3], r["gpus"], color=common.COLORS["blue"], linewidth=1.6)
+                axis.plot([begin / 1e3, end / 1e3], r["gpus"], color=common.COLORS["purple"], linewidth=1.6)
         gap = max(r["gap"] for r in trace["requests"]) / 1e3
         axis.set(yticks=range(4), ylim=(3.6, -0.6), yticklabels=[f"{g['roles']}" for g in trace["gpus"]])
         axis.set_title(f"{layout}: {trace['met']} of {REQUESTS} within the limits, longest silence {gap:,.0f} ms")
-    axes[1].set_xlabel("ms   (orange: steps with prompts; green: decodes only; blue: a long prompt's cache on its way)")
+    axes[1].set_xlabel("ms (orange: steps with prompts; blue: decodes only; purple: a long prompt's cache on its way)")
     return common.save_figure(figure, folder, "08_goodput_timeline")
 
 

@@ -814,17 +814,17 @@ def _draw_timeline(folder: str | Path) -> Path:
         trace = simulate(WIDGET_DEFAULT | {"budget": budget})
         starts = [(t - trace["arrival_us"]) / 1e3 for t in (*trace["start_us"], trace["end_us"])]
         for i, chunk in enumerate(trace["chunk"]):
-            color = common.COLORS["blue" if chunk > 1 else "light"]
+            color = common.COLORS["orange" if chunk > 1 else "light"]
             axis.add_patch(Rectangle((starts[i], 0), starts[i + 1] - starts[i], 1, facecolor=color, edgecolor="white",
                                      linewidth=0.6))  # fmt: skip
-        axis.plot(starts[1:], [1.45] * (len(starts) - 1), ".", markersize=4, color=common.COLORS["green"])
+        axis.plot(starts[1:], [1.45] * (len(starts) - 1), ".", markersize=4, color=common.COLORS["blue"])
         ttft = trace["ttft_us"] / 1e3
-        axis.plot([ttft], [0.5], "v", color=common.COLORS["orange"], markersize=8, clip_on=False)
+        axis.plot([ttft], [0.5], "v", color=common.COLORS["ink"], markersize=8, clip_on=False)
         axis.set(ylim=(0, 2), xlim=(-40, 1180), yticks=[])
         axis.set_title(f"budget {budget:,}: first token after {ttft:,.0f} ms, others wait "
                        f"{trace['worst_gap_us'] / 1e3:,.0f} ms at most", fontsize=10)  # fmt: skip
         axis.spines["left"].set_visible(False)
-    axes[-1].set_xlabel("ms after a prompt of 4,096 tokens arrives   (blue: steps with a chunk of it; "
+    axes[-1].set_xlabel("ms after a prompt of 4,096 tokens arrives   (orange: steps with a chunk of it; "
                         "▼ its first token; dots: tokens of another stream)", fontsize=8.5)  # fmt: skip
     return common.save_figure(figure, folder, "10_timeline")
 

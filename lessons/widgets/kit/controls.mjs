@@ -48,10 +48,21 @@ function build(control, id, changed) {
   return { node: html("div", { class: `control${long}` }, html("div", {}, label_of), input), show };
 }
 
+/** On a phone two narrow controls share a row. One without a partner, because a wide one or none follows, takes all of it. */
+function mark_alone(nodes) {
+  const wide = (node) => !node || /\b(wide|long)\b/.test(node.className);
+  for (let i = 0; i < nodes.length; i++) {
+    if (wide(nodes[i])) continue;
+    if (wide(nodes[i + 1])) nodes[i].classList.add("alone");
+    else i += 1;
+  }
+}
+
 /** All controls of a widget: {node, show(params)}. */
 export function control_bar(spec, changed) {
   const last = (control) => Number(control.kind === "switch"); // boxes to tick stand together, at the end
   const built = [...spec.controls].sort((a, b) => last(a) - last(b)).map((control) => ({ control, ...build(control, `${spec.name}-${control.name}`, changed) }));
+  mark_alone(built.map(({ node }) => node));
   const show = (params) => {
     for (const { control, node, show: show_one } of built) {
       show_one(params[control.name]);

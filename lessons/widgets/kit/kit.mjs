@@ -120,10 +120,10 @@ function mount(host) {
     return drawn;
   }
 
-  /** The room that the last step takes, which mostly is the tallest, before any other is shown. */
+  /** The room that the tallest step takes, before any is shown: of a long run the last, which mostly is the tallest. */
   function make_room() {
     for (const box of [picture, says]) box.style.minHeight = "";
-    if (index < steps - 1) show(steps - 1);
+    for (let at = steps > 10 ? steps - 1 : 0; at < steps; at++) if (at !== index) show(at);
   }
 
   function render() {
@@ -163,8 +163,7 @@ function mount(host) {
     bar.node,
     html("div", { class: "buttons presets", role: "group", "aria-label": "Presets" }, ...presets.map(({ node }) => node)),
     preset_says,
-    picture,
-    steps_bar.node,
+    html("div", {}, picture, steps_bar.node), // the bar stays in sight as long as the picture is
     says,
     html("details", {}, html("summary", {}, "The whole run, as the script prints it"), printed),
     html("p", { class: "compared" }, ...compared),

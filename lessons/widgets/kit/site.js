@@ -36,6 +36,22 @@
   };
   if (headings.length) addEventListener("scroll", mark, { passive: true });
 
+  // Commands are copied without their comments, which not every shell takes.
+  for (const figure of navigator.clipboard ? document.querySelectorAll("figure.bash") : []) {
+    const commands = [...figure.querySelectorAll(".line")].map((line) => {
+      const copy = line.cloneNode(true);
+      copy.querySelector(".c")?.remove();
+      return copy.textContent.trimEnd();
+    }).filter(Boolean).join("\n");
+    const button = Object.assign(document.createElement("button"), { type: "button", className: "copy", textContent: "Copy" });
+    button.addEventListener("click", async () => {
+      await navigator.clipboard.writeText(commands);
+      button.textContent = "Copied";
+      setTimeout(() => { button.textContent = "Copy"; }, 1500);
+    });
+    if (commands) figure.append(button);
+  }
+
   // Search: all words must occur; headings and names count for more than text.
   const input = $(".bar input"), list = $(".results");
   const load = () => {

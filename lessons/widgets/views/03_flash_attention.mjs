@@ -20,8 +20,8 @@ export function draw(trace, index, kit) {
     }
     if (i <= index && typeof after.m === "number" && p.subtract_max) {
       const y = base - (6 + (after.m / p.scale / most) * (high - 26));
-      shapes.push(line(start * cell, y, stop * cell, y, "red thick"));
-      if (i === index) shapes.push(text(start * cell + 3, 14, `m = ${shown(after.m)}`, "red small bold"));
+      shapes.push(line(start * cell, y, stop * cell, y, "purple thick"));
+      if (i === index) shapes.push(text(start * cell + 3, 14, `m = ${shown(after.m)}`, "purple small bold"));
     }
   });
   shapes.push(line(0, base, kit.width, base, "ink"));
@@ -48,7 +48,7 @@ export function draw(trace, index, kit) {
   return {
     picture: [
       svg(kit.width, row - 10, `Tile ${index + 1} of ${tiles.length}: m ${shown(tile.after.m)}, l ${shown(tile.after.l)}, O ${shown(tile.after.o)}.`, ...shapes, ...squares),
-      legend(["orange", "this tile"], ["blue", "seen, and forgotten but for m, ℓ and O"], ["free", "not read yet"]),
+      legend(...(p.subtract_max ? [["purple", "m, the largest so far"]] : []), ["orange", "this tile"], ["blue", "seen, and forgotten but for m, ℓ and O"], ["free", "not read yet"]),
       numbers([shown(result), "O / ℓ at the end", verdict === "right" ? "green" : "red"], [shown(expected), "softmax over the whole row"], [verdict, "in the end", verdict === "right" ? "green" : "red"]),
     ],
     text: `${!p.subtract_max ? `No maximum is subtracted: ${typeof tile.after.l === "number" ? "exp(s) is added as it is" : "ℓ has overflowed"}` : index === 0 ? "The first tile has no past to rescale" : grew || !p.rescale ? factor : `The maximum did not grow: α is ${shown(tile.alpha)}, and the past stays as it is`}.`

@@ -32,7 +32,7 @@ export function draw(trace, index, kit) {
   });
   const tick = tick_of(makespan, kit.width - left);
   for (let step = 0; step <= makespan; step += tick) {
-    shapes.push(line(left + step * px, bottom, left + step * px, bottom + 4), text(left + step * px, bottom + 18, step, "small soft middle"));
+    shapes.push(line(left + step * px, bottom, left + step * px, bottom + 4), text(Math.min(left + step * px, kit.width - 3.5 * String(step).length), bottom + 18, step, "small soft middle"));
   }
   const bound = left + lower_bound * px, far = bound > kit.width - 190;
   shapes.push(line(bound, top - 8, bound, bottom, "ink dashed"), text(bound + (far ? -5 : 5), 11, `no schedule ends before ${lower_bound}`, far ? "small end" : "small"));

@@ -122,7 +122,7 @@ export function draw(trace, index, kit) {
   return {
     picture: [
       svg(kit.width, floor + 20 + draws.length * gap, `${drawn ? `Draw ${drawn}` : heading}: ${now.kept.map((i) => `${words[i]} ${percent(now.probs[i])} %`).join(", ")}.`, ...shapes),
-      legend(["grey hatched", "cut, at its last height"], ["accent", "the line of a cut"], ["ink", "dashed black: the height before this station"]),
+      legend(["grey hatched", "cut, at its last height"], ["accent", "the line of a cut"], ["ink", "the height before this station"]),
       html("p", { class: "written" }, html("span", {}, "drawn: "), draws.slice(0, drawn).map((i) => words[i]).join(" ") || "nothing yet"),
       numbers([`${now.kept.length} of ${words.length}`, "words are left"], [`${percent(now.probs[top_now])} %`, `has the best, ${quoted(top_now)}`], [tail.length ? `${percent(total(now.probs, tail))} %` : "0 %", "have “xylophone” and “zzz” together"]),
     ],

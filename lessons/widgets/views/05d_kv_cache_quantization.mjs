@@ -33,14 +33,14 @@ export function draw(trace, index, kit) {
   // 1. The keys, the query, and the scores that attention would like to see.
   const query = trace.query.map((sign, c) => text(MARGIN + (c + 0.5) * cell, 16, sign > 0 ? "+" : sign < 0 ? "−" : "0", "small middle"));
   const keys = [
-    text(0, 0, `keys, and a query made for key ${p.needle}`, "bold"), ...query, text(9, 16, "q", "small soft end"), text(column, 16, "score", "small soft end"),
+    text(0, 0, `1 · keys × channels, and q made for key ${p.needle}`, "bold"), ...query, text(9, 16, "q", "small soft end"), text(column, 16, "score", "small soft end"),
     part(0, 22, ...map(trace.keys, 3, cell), ...trace.scores.map((score, t) => text(column - 4, t * ROW + 12, minus(String(score)), `small end${t === trace.should_find ? " bold green" : ""}`)), row_frame(trace.should_find, "green")),
   ];
 
   // 2. What is stored of them, and which part of it shares a scale.
   const size = (column - MARGIN) / 16;
   const frame = per_key ? rect(MARGIN - 1, g * ROW - 1, 16 * size + 1, ROW + 1, "outline purple") : rect(MARGIN + g * size - 2, -2, size + 3, 8 * ROW + 3, "outline purple");
-  const kept = [text(0, 0, p.rotation ? "rotated: keys × R" : "stored as they are", "bold"), text(column, 0, per_key ? "a key shares a scale" : "a channel shares a scale", "small soft end"), part(0, 22, ...map(stored, p.rotation && loud ? 18 : 3, size), frame)];
+  const kept = [text(0, 0, p.rotation ? "2 · rotated: keys × R" : "2 · stored as they are", "bold"), text(column, 0, per_key ? "a key shares a scale" : "a channel shares a scale", "small soft end"), part(0, 22, ...map(stored, p.rotation && loud ? 18 : 3, size), frame)];
 
   // 3. That group's elements on its levels.
   const values = per_key ? stored[g] : stored.map((row) => row[g]), codes = per_key ? trace.codes[g] : trace.codes.map((row) => row[g]);
@@ -49,7 +49,7 @@ export function draw(trace, index, kit) {
   const named = levels.length <= 8 ? levels : [levels[0], levels.at(-1)];
   const name = per_key ? `key ${g}` : `channel ${g} of all keys`;
   const plot = [
-    text(0, 0, `${name} on ${levels.length} levels`, "bold"), text(column, 0, `${used} used`, "small soft end"),
+    text(0, 0, `3 · ${name} on ${levels.length} levels`, "bold"), text(column, 0, `${used} used`, "small soft end"),
     part(0, 8, path(levels.map((level) => `M${from} ${y(level).toFixed(2)}H${column}`).join(""), levels.length > 16 ? "line" : ""), ...named.map((level) => text(from - 4, y(level) + 4, minus(level.toFixed(1)), "small soft end")),
       ...values.flatMap((value, i) => [
         line(x(i) - 5, y(levels[codes[i]]), x(i) + 5, y(levels[codes[i]]), "ink thick"), line(x(i), y(value), x(i), y(levels[codes[i]]), value < 0 ? "blue thick" : "orange thick"),
@@ -60,7 +60,7 @@ export function draw(trace, index, kit) {
   // 4. What comes back. Rotated channels can be turned back only when all of them are there.
   const ready = (t, c) => last || (per_key ? t <= index : !p.rotation && c <= index), scored = (t) => last || (per_key && t <= index);
   const back = [
-    text(0, 0, "read back", "bold"), text(column, 0, "score now", "small soft end"),
+    text(0, 0, "4 · read back", "bold"), text(column, 0, "score now", "small soft end"),
     part(0, 8, ...map(restored, 3, cell, ready), ...trace.restored_scores_milli.map((score, t) => (scored(t) ? text(column - 4, t * ROW + 12, tenth(score), `small end${last && t === trace.finds ? ` bold ${verdict}` : ""}`) : null)), last ? row_frame(trace.finds, verdict) : null),
   ];
   const all = trace.finds_each.flatMap((found, i) => {
@@ -80,8 +80,8 @@ export function draw(trace, index, kit) {
   return {
     picture: [
       svg(width, bottom + 42, `Eight keys before and after ${p.bits} bits; ${name} on its levels. The query made for key ${p.needle} finds key ${trace.finds}.`,
-        ...[keys, kept, plot, back].map((shapes, i) => part(...places[i], ...shapes)), part(0, bottom + 6, text(0, 2, "what each of the eight queries finds", "small soft"), ...all)),
-      legend(["blue", "below zero"], ["orange", "above"], ["purple", `the ${per_key ? "key" : "channel"} on its levels`]),
+        ...[keys, kept, plot, back].map((shapes, i) => part(...places[i], ...shapes)), part(0, bottom + 6, text(0, 2, "5 · what each of the eight queries finds", "bold"), ...all)),
+      legend(["blue", "an element below zero"], ["orange", "above zero"], ["purple", `the ${per_key ? "key" : "channel"} on its levels`]),
       numbers([`${trace.found} of 8`, "queries find the right key", trace.found === 8 ? "green" : "red"], [tenth(trace.largest_error_milli), "largest error of an element"], [`${trace.bytes} bytes`, `scales included; ${trace.bytes_bf16} in bf16`]),
     ],
     text: says(),

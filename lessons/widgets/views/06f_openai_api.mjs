@@ -33,8 +33,8 @@ export function draw(trace, index, kit) {
   });
   shown.forEach((answer, i) => {
     const y = top + i * high + 28, last = answer.looked.at(-1), refused = answer.status !== 200, end = at(last), here = i === index;
-    const says = `${i + 1}. ${answer.corrected ? SAID[answer.corrected] : "as sent"}: ${answer.message ?? answer.answer}`, room = Math.floor(kit.width / (here ? 6.6 : 6));
-    shapes.push(text(0, y - 17, says.length > room ? `${says.slice(0, room - 1)}…` : says, `small halo${here ? " bold" : " soft"}`));
+    const who = `${i + 1}. ${answer.corrected ? SAID[answer.corrected] : "as sent"}`, says = `${who}: ${answer.message ?? answer.answer}`;
+    shapes.push(text(0, y - 17, says.length > kit.width / 6.6 ? who : says, `small halo${here ? " bold" : " soft"}`)); // all of it stands below
     shapes.push(line(0, y, end, y, here ? "ink thick" : "soft"));
     for (const station of answer.looked.slice(0, -1)) shapes.push(circle(at(station), y, 4.5, "green"));
     const wide = Math.min(w, 48) - 2, left = end - wide / 2;
@@ -48,8 +48,9 @@ export function draw(trace, index, kit) {
   return {
     picture: [
       svg(kit.width, bottom, `Request ${index + 1} passes ${count(passed, "station")}: ${now.status}${refused ? ` from ${station}` : ""}.`, ...shapes),
-      legend(["green", "lets it pass"], ["red", "refuses it"]), sent, html("div", { class: refused ? "refused" : "written" }, ...said),
+      legend(["green", "lets it pass"], ["red", "refuses it"]),
       numbers([passed, passed === 1 ? "station passed" : "stations passed"], [shown.filter((answer) => answer.status !== 200).length, "refused so far"], [shown.reduce((sum, answer) => sum + answer.engine_heard, 0), "heard of by the engine"]),
+      sent, html("div", { class: refused ? "refused" : "written" }, ...said),
     ],
     text: (refused ? `“${station}” ${STATIONS[station]}. ${unseen > 0 ? `${count(unseen, "station")} behind it ${unseen === 1 ? "has" : "have"} not looked at this request.` : ""}` : `All eight stations let it pass, and the engine ${STATIONS.engine}.`)
       + (last && index > 0 ? ` ${count(index, "refusal")} came before, and the engine heard nothing of ${index === 1 ? "it" : "them"}.` : ""),

@@ -1,4 +1,5 @@
 // GPUs as frames: query heads above, the KV heads that lie there below, a line from each query head to what it reads.
+// Under them what a token costs: as the model has it, and as the GPUs hold it.
 
 export function steps(trace) {
   return trace.problem ? 1 : trace.head_map.length;
@@ -18,7 +19,7 @@ export function draw(trace, index, kit) {
     const there = kv_heads_of_gpu[gpu].indexOf(head), n = kv_heads_of_gpu[gpu].length, wide = Math.min(40, (frame - 12) / n);
     return { x: at(gpu).x + (frame - wide * n) / 2 + there * wide, y: at(gpu).y + 92, wide };
   };
-  const shapes = [], lines = [], names = cell >= 16;
+  const shapes = [], lines = [], names = cell >= 16, kib = (bytes) => `${number(bytes / 1024, bytes % 1024 ? 1 : 0)} KiB`;
   kv_heads_of_gpu.forEach((heads, gpu) => {
     shapes.push(rect(at(gpu).x, at(gpu).y + 1, frame, pitch - 12, "outline line"), text(at(gpu).x + 7, at(gpu).y + 15, frame > 50 ? `GPU ${gpu}` : gpu, "small soft"));
     for (const head of heads) {
@@ -34,11 +35,22 @@ export function draw(trace, index, kit) {
     lines.push(rect(from.x + 1, from.y, cell - 2, 22, `box ${!seen ? "grey" : wrong ? "red" : color(head)}${seen ? "" : " faint"}`, `query head ${h} reads KV head ${head}`));
     if (names) lines.push(text(from.x + cell / 2, from.y + 15, h, "small middle"));
   });
-  const wrong = wrong_heads.includes(index), kib = (bytes) => `${number(bytes / 1024, bytes % 1024 ? 1 : 0)} KiB`, last = index === head_map.length - 1;
+  // The frame is what as many KV heads as query heads would cost.
+  const top = Math.ceil(gpus / per_row) * pitch, head = kit.width / head_map.length, bars = [];
+  const bar = (y, name, cells) => bars.push(text(0, y - 6, name, "small soft"), rect(0, y, kit.width, 20, "free"),
+    ...cells.map(([css, title], i) => rect(i * head + 0.5, y, head - 1, 20, css, title)));
+  bar(top + 18, `keys and values of one token: ${kib(trace.bytes_per_token)} in the model`, Array.from({ length: p.num_kv_heads }, (_, i) => [`box ${color(i)}`, `KV head ${i}`]));
+  if (gpus > 1) {
+    bar(top + 62, `and on ${gpus} GPUs together: ${kib(trace.bytes_per_token_per_gpu)} on each`, kv_heads_of_gpu.flatMap((heads, gpu) => heads.map((i) => {
+      const copy = kv_heads_of_gpu.findIndex((others) => others.includes(i)) !== gpu;
+      return [copy ? `hatch ${color(i)}` : `box ${color(i)}`, `KV head ${i} on GPU ${gpu}${copy ? ", a copy" : ""}`];
+    })));
+  }
+  const wrong = wrong_heads.includes(index), last = index === head_map.length - 1;
   return {
     picture: [
-      svg(kit.width, Math.ceil(gpus / per_row) * pitch, `${head_map.length} query heads on ${gpus} GPUs read ${p.num_kv_heads} KV heads; ${wrong_heads.length} read a wrong one.`, ...shapes, ...lines),
-      legend(["blue", "a query head, a KV head and who reads it"], ...(trace.copies > 1 ? [["blue hatched", "a copy of a KV head"]] : []), ...(wrong_heads.length ? [["red", "reads another group's KV head"]] : [])),
+      svg(kit.width, top + (gpus > 1 ? 88 : 44), `${head_map.length} query heads on ${gpus} GPUs read ${p.num_kv_heads} KV heads; ${wrong_heads.length} read a wrong one.`, ...shapes, ...lines, ...bars),
+      legend(["blue", "a KV head, and the query heads that read it"], ["free", "what a KV head for every query head would take"], ...(trace.copies > 1 ? [["blue hatched", "a copy of a KV head"]] : []), ...(wrong_heads.length ? [["red", "reads another group's KV head"]] : [])),
       numbers([kib(trace.bytes_per_token), "cache per token"], [kib(trace.bytes_per_token_per_gpu), "on each GPU"], [trace.copies, trace.copies === 1 ? "copy of each KV head" : "copies of each KV head", trace.copies > 1 ? "red" : ""],
         [number(trace.max_sequences), `sequences of ${number(p.context)} tokens fit`], ...(wrong_heads.length ? [[wrong_heads.length, "heads read the wrong one", "red"]] : [])),
     ],

@@ -12,7 +12,7 @@ export function draw(trace, index, kit) {
   const arrived = (i) => all[i].slots.filter((who, slot) => who !== NONE && who !== all[i - 1]?.slots[slot]); // loaded in step i
   const shapes = [], left = 46, slots = step.slots.length, high = 20, top = 20, px = (kit.width - left - 30) / all.length, bottom = top + slots * (high + 3);
 
-  shapes.push(text(0, 11, "slots, over time", "small soft"));
+  shapes.push(text(0, 11, "slots, over time", "small soft"), text(kit.width, 11, "now", "small soft end"));
   for (let slot = 0; slot < slots; slot++) {
     const y = top + slot * (high + 3);
     shapes.push(text(0, y + 14, `slot ${slot}`, "small soft"), rect(left, y, kit.width - left - 30, high, "free"));
