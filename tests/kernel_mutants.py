@@ -371,7 +371,7 @@ def main() -> int:
         parser.error(f"no kernel begins with {args.which}; there are {', '.join(map(':'.join, kernels()))}")
     campaign = Campaign(chosen, args.sample, args.seed)
     files = sorted(set().union(*(tests_of(*key) for key in chosen)))
-    code = pytest.main(["-q", "-s", "--no-header", "-p", "no:cacheprovider", "-k", args.k, *files], plugins=[campaign])
+    code = pytest.main(["-q", "-s", "--no-header", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-k", args.k, *files], plugins=[campaign])
     print("\n".join(campaign.wrong))
     return 1 if campaign.wrong else int(code)
 

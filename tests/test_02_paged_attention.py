@@ -478,22 +478,15 @@ def test_copy_blocks(guarded, device, dtype, Hkv, D, forced):
     assert torch.equal(kv_cache, expected)
 
 
-def test_offsets_beyond_two_to_the_31(kernels, device):
-    """Blocks whose first element is past 2^31. Only the pages that are touched become real memory, and the values of a
-    block are where the keys are of the one two further, so that there are not twice as many."""
+def test_offsets_beyond_two_to_the_31(kernels, device, far):
     (q, kv_cache, table, lens), reference = fp64_case([3, 5], 8, 2, 1, 16, torch.float16)
-    far, width = 2**31 // (8 * 16) + 5, 8 * 16
-    big = torch.empty((far + 4) * width, dtype=torch.float16, device=device)
-    big = big.as_strided((2, far + 2, 8, 1, 16), (2 * width, width, 16, 16, 1))
-    moved = torch.tensor([[far], [far + 1]], dtype=torch.int32, device=device)
-    big[:, far:] = kv_cache[:, table[:, 0].long()]
-    common.assert_close(lesson.paged_decode(q, big, moved, lens, 5).cpu(), reference, torch.float16)
+    big, first = far(kv_cache, 1)
+    common.assert_close(lesson.paged_decode(q, big, table + first, lens, 5).cpu(), reference, torch.float16)
     written = torch.arange(16.0, device=device).view(1, 1, 16).half()
-    slot = torch.tensor([(far + 1) * 8 + 7], device=device)
-    lesson.reshape_and_cache(written, -written, big, slot)
-    assert torch.equal(big[:, far + 1, 7], torch.cat((written, -written)))
-    lesson.copy_blocks(big, torch.tensor([[far + 1, far]], device=device))
-    assert torch.equal(big[:, far, 7], torch.cat((written, -written)))
+    lesson.reshape_and_cache(written, -written, big, torch.tensor([(first + 2) * 8 + 7], device=device))
+    assert torch.equal(big[:, first + 2, 7], torch.cat((written, -written)))
+    lesson.copy_blocks(big, torch.tensor([[first + 2, first + 1]], device=device))
+    assert torch.equal(big[:, first + 1, 7], torch.cat((written, -written)))
 
 
 def test_no_read_past_the_end(kernels, guarded):

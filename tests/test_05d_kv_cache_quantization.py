@@ -323,6 +323,14 @@ def test_kernel_shapes(name, Hq, Hkv, D, device, guarded, kernels):
         common.assert_close(out.cpu(), expected, torch.float32)
 
 
+def test_pages_beyond_31_bits(device, guarded, kernels, far):
+    made = case("fp8_per_token_head", [5, 9], 8, 2, 1, 16, torch.float16, device, guarded)
+    q, layer, table, lens, layout, head_scales, *_ = made
+    layer, first = far(layer, 1)
+    out = lesson.quantized_decode(q, layer, table + first, lens, 9, layout, head_scales)
+    common.assert_close(out.cpu(), reference(*made), torch.float16)
+
+
 def test_channels_kernel_writes_the_same_bytes(dtype, device, guarded, kernels):
     for block_size, Hkv, D in ((8, 2, 16), (24, 1, 24)):
         made = []

@@ -268,6 +268,13 @@ def test_kernels_write_their_outputs_and_nothing_else(kernels, guarded, device):
     assert (lesson.sample_rows_kernel.launches, lesson.count_sampled_kernel.launches) == (before[0] + 1, before[1] + 1)
 
 
+def test_rows_beyond_31_bits(kernels, device, apart):
+    batch = {k: v.to(device) for k, v in lesson.ragged_batch(40, [2], seed=1).items()}
+    near = lesson.rejection_sample(**batch)
+    scores = apart(batch["scores"].float())
+    assert [x.tolist() for x in lesson.rejection_sample(**batch | {"scores": scores})] == [x.tolist() for x in near]
+
+
 def test_an_empty_batch(kernels, device):
     empty = lambda *shape, dtype=torch.float64: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
     ids = empty(0, dtype=torch.int64)

@@ -158,23 +158,17 @@ def test_bytes_are_those_of_the_launch():
         assert lesson.decode_traffic(32, 4096, 32, 8, 128, heads)["bytes"] == B * programs * 4096 * 2 * 128 * 2
 
 
-def test_addresses_are_64_bit(kernels, device):
-    """Blocks and rows past 2^31 elements. Only the pages that are touched become real memory, and the values of a block
-    are where the keys are of the one two further, so that there are not twice as many."""
+def test_addresses_are_64_bit(kernels, device, far, apart):
     (q, kv_cache, table, lens), reference = decode_case([3, 5], 8, 2, 1, 16, torch.float16)
-    far, width = 2**31 // (8 * 16) + 5, 8 * 16
-    memory = torch.empty((far + 4) * width, dtype=torch.float16, device=device)
-    big = memory.as_strided((2, far + 2, 8, 1, 16), (2 * width, width, 16, 16, 1))
-    big[:, far:] = kv_cache[:, table[:, 0].long()]
-    moved = torch.tensor([[far], [far + 1]], dtype=torch.int32, device=device)
-    common.assert_close(lesson.gqa_decode(q, big, moved, lens, 5).cpu(), reference, torch.float16)
-    (q, latent, table, lens), reference = latent_case([3, 5], 8, 2, 12, 4, torch.float16)
-    big = memory[: (far + 2) * width].view(far + 2, 8, 16)
-    big[far:] = latent[table[:, 0].long()]
-    common.assert_close(lesson.mla_decode(q, big, moved, lens, 5, 12, 0.1).cpu(), reference, torch.float16)
-    (q, k, v, loc), reference = prompts([1, 2], 2, 1, 16, torch.float16)
-    q, k, v = (memory.as_strided(x.shape, (2**30, 16, 1), 64 * i).copy_(x) for i, x in enumerate((q, k, v)))
-    common.assert_close(lesson.gqa_prefill(q, k, v, loc.int().to(device), 2).cpu(), reference, torch.float16)
+    kv_cache, first = far(kv_cache, 1)
+    common.assert_close(lesson.gqa_decode(q, kv_cache, table + first, lens, 5).cpu(), reference, torch.float16)
+    (q, cache, table, lens), reference = latent_case([3, 5], 8, 2, 12, 4, torch.float16)
+    cache, first = far(cache)
+    out = lesson.mla_decode(q, cache, table + first, lens, 5, 12, 0.1)
+    common.assert_close(out.cpu(), reference, torch.float16)
+    (*qkv, loc), reference = prompts([1, 2], 2, 1, 16, torch.float16)
+    out = lesson.gqa_prefill(*map(apart, qkv), loc.int().to(device), 2)
+    common.assert_close(out.cpu(), reference, torch.float16)
 
 
 # --- GQA: prefill ---------------------------------------------------------------------------------------------------
