@@ -125,7 +125,7 @@ def changes(node: ast.AST, strides: list[str], assigned: Counter) -> Iterator[as
             if "mask" in keywords:
                 yield ast.Call(func, args, [k for k in node.keywords if k.arg not in ("mask", "other")])
             if "other" in keywords:
-                poison = {"0": "1", "-1": "0"}.get(ast.unparse(keywords["other"].value), 'float("nan")')
+                poison = {"0": "1", "-1": "0"}.get(ast.unparse(keywords["other"].value), 'float("inf")')
                 other = ast.keyword("other", ast.parse(poison, mode="eval").body)
                 yield ast.Call(func, args, [k if k.arg != "other" else other for k in node.keywords])
             if name == "tl.load" and isinstance(args[0], ast.BinOp) and TABLE.match(ast.unparse(args[0])):

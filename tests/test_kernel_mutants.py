@@ -51,7 +51,7 @@ def test_mutants_are_other_programs():
         ("x = tl.load(p + i, mask=a & b)", "x = tl.load(p + i, mask=a)"),
         ("x = tl.load(p + i, mask=a & b)", "x = tl.load(p + i, mask=b)"),
         ("x = tl.load(p + i, mask=i < n)", "x = tl.load(p + i, mask=(i <= n))"),
-        ("x = tl.load(p + i, mask=a, other=0.0)", "x = tl.load(p + i, mask=a, other=float('nan'))"),
+        ("x = tl.load(p + i, mask=a, other=0.0)", "x = tl.load(p + i, mask=a, other=float('inf'))"),
         ("x = tl.load(block_table + i).to(tl.int64)", "x = i.to(tl.int64)"),
         ("x = acc * alpha[:, None]", "x = acc"),
         ("x = tl.where(a, b, c)", "x = b"),
