@@ -33,6 +33,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
@@ -272,8 +273,18 @@ def passes(items: list[pytest.Item], i: int) -> bool:
     return not any(report.failed for report in runtestprotocol(items[i], log=False, nextitem=following))
 
 
-def source_of(item: pytest.Item) -> str:
-    return inspect.getsource(getattr(item, "function", item.module))
+@functools.cache
+def launchers(module: ModuleType) -> list[str]:
+    """Functions of a test module that launch kernels for its tests."""
+    functions = inspect.getmembers(module, inspect.isfunction)
+    return ["use_kernels", *(name for name, function in functions if "use_kernels" in inspect.getsource(function))]
+
+
+def may_launch(item: pytest.Item) -> bool:
+    if "real_model" in item.fixturenames:
+        return False
+    source = inspect.getsource(getattr(item, "function", item.module))
+    return "kernels" in item.fixturenames or any(name in source for name in launchers(item.module))
 
 
 class Campaign:
@@ -285,8 +296,7 @@ class Campaign:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """For each kernel: which tests launch it, do they pass without a change, and what do they let live?"""
-        items = [item for item in session.items if "real_model" not in item.fixturenames
-                 and ("kernels" in item.fixturenames or "use_kernels" in source_of(item))]  # fmt: skip
+        items = [item for item in session.items if may_launch(item)]
         status, told = in_a_child(lambda tell: watch(items, tell))
         assert status == 0, f"{items[len(told)].nodeid} fails without a change"
         known = equivalent()

@@ -105,6 +105,19 @@ def write(path, k, v, layer, slots, layout, head_scales=None):
             lesson.quantize_and_cache(*arguments)
 
 
+def test_every_tie_is_encoded(device, kernels):
+    """Each value of e4m3, the middle between neighbours, what lies beside these, and what is too large for it."""
+    values = torch.tensor([lesson.e4m3_value(byte) for byte in range(127)])
+    ties = (values[1:] + values[:-1]) / 2
+    x = torch.cat((values, ties, torch.nextafter(ties, ties + 1), torch.nextafter(ties, ties - 1), torch.tensor([1e3])))
+    x = torch.nn.functional.pad(torch.cat((x, -x)), (0, -2 * len(x) % 64), value=math.inf).view(-1, 1, 64).to(device)
+    layout = lesson.PageLayout(lesson.FORMATS["fp8"], len(x), 1, 64)
+    layers = torch.zeros(2, 2, 1, layout.page, dtype=torch.uint8, device=device)
+    for path, layer in zip(("kernel", "torch"), layers):
+        write(path, x, x, layer, torch.arange(len(x)), layout)
+    assert torch.equal(*layers) and layers.any()
+
+
 def test_every_byte_is_decoded(device, kernels):
     """A sequence of one token attends to nothing but itself: out = v̂. All 256 bytes, NaN included."""
     layout = lesson.PageLayout(lesson.FORMATS["fp8"], 1, 1, 64)
