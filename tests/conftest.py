@@ -83,14 +83,16 @@ def tiny_model() -> llama.Llama:
     return llama.random_model(seed=0)
 
 
-def at_the_edge(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory that ends at a page which nobody may touch. Linux only."""
+def at_the_edge(size: int, dtype: torch.dtype, before: bool = False) -> torch.Tensor:
+    """Memory that ends at a page which nobody may touch, or begins behind one. Linux only."""
     room = -(-size * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
     whole = torch.frombuffer(mmap.mmap(-1, room + mmap.PAGESIZE), dtype=torch.uint8)
     protect = ctypes.CDLL(None, use_errno=True).mprotect
     protect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    assert protect(whole.data_ptr() + room, mmap.PAGESIZE, 0) == 0, os.strerror(ctypes.get_errno())
-    return whole[room - size * dtype.itemsize : room].view(dtype)
+    page = whole.data_ptr() + (0 if before else room)
+    assert protect(page, mmap.PAGESIZE, 0) == 0, os.strerror(ctypes.get_errno())
+    first = mmap.PAGESIZE if before else room - size * dtype.itemsize
+    return whole[first : first + size * dtype.itemsize].view(dtype)
 
 
 class Guarded:
@@ -186,6 +188,14 @@ def guarded(device: torch.device) -> Iterator[Callable[..., torch.Tensor]]:
     yield make
     for guard in made:
         guard.check()
+
+
+@pytest.fixture
+def first_in_memory(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`first_in_memory(x)` is a copy of `x` that begins, on Linux's CPU, behind a page which nobody may touch."""
+    if device.type != "cpu" or sys.platform != "linux":
+        return lambda x: x.clone()
+    return lambda x: at_the_edge(x.numel(), x.dtype, before=True).view(x.shape).copy_(x)
 
 
 @pytest.fixture

@@ -277,7 +277,11 @@ def passes(items: list[pytest.Item], i: int) -> bool:
 def launchers(module: ModuleType) -> list[str]:
     """Functions of a test module that launch kernels for its tests."""
     functions = inspect.getmembers(module, inspect.isfunction)
-    return ["use_kernels", *(name for name, function in functions if "use_kernels" in inspect.getsource(function))]
+    return [
+        "use_kernels",
+        '"kernels"',
+        *(name for name, function in functions if "use_kernels" in inspect.getsource(function)),
+    ]
 
 
 def may_launch(item: pytest.Item) -> bool:
