@@ -165,7 +165,7 @@ def test_edges_of_the_rule_on_both_paths():
 
 
 def test_small_weights_are_added_up_on_both_paths():
-    """Together they are 2^−18 of the whole; in fp32 many of them are lost. With a u of 1, p = q falls: a draw from p."""
+    """Together they are 2^−18 of the whole, and lost in fp32. A u of 1 makes a draft of p = q fall: a draw from p."""
     p = [1.0, *[2.0**-26] * 255]
     assert one_row(p, p, 0, 1.0, 1 - 2**-20)[0][0] == 255 - 64
 
