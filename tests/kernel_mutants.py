@@ -309,7 +309,8 @@ class Campaign:
             costs = {i: seconds for i, (seconds, launched) in zip(items, told) if wanted & set(map(tuple, launched))}
             found, kills = mutants(lesson, kernel), Counter()
             unchanged = Mutant(lesson, kernel, "", "", text_of(lesson, kernel))
-            assert (fate := run(unchanged, costs, kills)) == "lives", f"{kernel} {fate} without a change"
+            quick = {item: costs[item] for item in sorted(costs, key=costs.get)[:3]}
+            assert (fate := run(unchanged, quick, kills)) == "lives", f"{kernel} {fate} without a change"
             if self.sample is not None:
                 found = random.Random(f"{self.seed}{kernel}").sample(found, min(self.sample, len(found)))
             start = time.perf_counter()

@@ -237,6 +237,7 @@ def case(name, seq_lens, block_size, Hq, Hkv, D, dtype, device, guarded, path="t
     k, v = torch.randn(2, sum(seq_lens), Hkv, D, device=device).to(dtype)
     k[..., 1] += 5  # channels as keys have them, all of one sign
     k[..., 2] -= 5
+    k[..., 3] = 2  # and one that does not change at all
     head_scales = torch.rand(2, Hkv, device=device) + 0.5
     write(path, k, v, layer, meta.slot_mapping, layout, head_scales)
     raw = (None, None)
@@ -278,6 +279,7 @@ def test_written_bytes_are_the_same(name, block_size, Hkv, D, dtype, device, gua
     slots[2] = -1
     wide = torch.randn(7, Hkv + 2, D, device=device).to(dtype) * 3  # a token stride that is not Hkv · D
     wide[3] = wide[3] / 30 + 200  # far from zero: mid in fp16 is off by more than a step, and codes must not overflow
+    wide[4] = wide[4] / 30 - 200
     k, v = wide[:, :Hkv], wide[:, 1 : Hkv + 1]
     k[0, 0], k[1] = 0, torch.randn(Hkv, D).to(k) * 1e-4
     head_scales = torch.rand(2, Hkv) + 0.5
@@ -334,6 +336,15 @@ def test_kernel_shapes(name, Hq, Hkv, D, device, guarded, kernels):
     for splits in (1, 4):
         out = lesson.quantized_decode(q, layer, table, lens, 65, layout, head_scales, *raw, num_splits=splits)
         common.assert_close(out.cpu(), expected, torch.float32)
+
+
+def test_full_blocks_have_no_raw_keys(device, guarded, kernels, first_in_memory):
+    """Their row is −1, and before row 0 there is no memory."""
+    made = case("kivi_2bit", [8, 13], 8, 2, 1, 16, torch.float32, device, guarded)
+    q, layer, table, lens, layout, head_scales, open_keys, open_rows = made
+    open_keys = first_in_memory(open_keys)
+    out = lesson.quantized_decode(q, layer, table, lens, 13, layout, head_scales, open_keys, open_rows)
+    common.assert_close(out.cpu(), reference(*made), torch.float32)
 
 
 def test_pages_beyond_31_bits(device, guarded, kernels, far):
