@@ -251,7 +251,7 @@ def copy_blocks_kernel(kv_cache, pairs, stride_kv, WIDTH: tl.constexpr, BLOCK: t
     source, target = tl.load(pairs + 2 * pair), tl.load(pairs + 2 * pair + 1)
     i = chunk * BLOCK + tl.arange(0, BLOCK)
     inside = i < WIDTH  # WIDTH = block_size * Hkv * D
-    base = kv_cache + half.to(tl.int64) * stride_kv + i
+    base = kv_cache + half * stride_kv + i
     tl.store(base + target * WIDTH, tl.load(base + source * WIDTH, mask=inside), mask=inside)
 
 
