@@ -49,6 +49,8 @@ LIST = HERE / "equivalent_mutants.txt"
 
 FLIP = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 SWAP = {"tl.maximum": "tl.minimum", "tl.minimum": "tl.maximum", "tl.max": "tl.min", "tl.min": "tl.max"}
+# Assembly of NVIDIA's, which the interpreter cannot run. `tests/on_gpu.py` does.
+NATIVE = {("05a_number_formats", "decode_four_bits")}
 # Arguments that are shapes, axes or hints: to change them is a mistake of another kind.
 SHAPES = {"tl.zeros", "tl.full", "tl.reshape", "tl.multiple_of", "tl.program_id", "tl.num_programs"}
 AXES = {"tl.sum", "tl.max", "tl.min", "tl.cumsum"}
@@ -383,7 +385,8 @@ def main() -> int:
     args = parser.parse_args()
     if not common.INTERPRET:
         parser.exit(2, "kernels are broken in Triton's interpreter: set CUDA_VISIBLE_DEVICES to nothing\n")
-    chosen = [key for key in kernels() if not args.which or ":".join(key).startswith(tuple(args.which))]
+    wanted = tuple(args.which or [""])
+    chosen = [key for key in kernels() if ":".join(key).startswith(wanted) and key not in NATIVE]
     if not chosen:
         parser.error(f"no kernel begins with {args.which}; there are {', '.join(map(':'.join, kernels()))}")
     campaign = Campaign(chosen, args.sample, args.seed)

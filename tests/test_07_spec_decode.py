@@ -170,6 +170,13 @@ def test_small_weights_are_added_up_on_both_paths():
     assert one_row(p, p, 0, 1.0, 1 - 2**-20)[0][0] == 255 - 64
 
 
+def test_what_is_left_lies_in_several_tiles_on_both_paths():
+    p, q = (3 * torch.randn(2, 900)).softmax(1)
+    falls = int((q - p).argmax())
+    found = {one_row(p.tolist(), q.tolist(), falls, 0.999, u)[0][0] for u in (0.1, 0.5, 0.9)}
+    assert len(found) > 1 and all(p[token] > q[token] for token in found)
+
+
 def test_nothing_is_read_before_the_first_row(kernels, device, first_in_memory):
     """A row without a draft has −1 for it, and −1 for the row of its q."""
     batch = {k: first_in_memory(v.to(device)) for k, v in lesson.ragged_batch(40, [0, 0, 0], seed=1).items()}
@@ -180,19 +187,20 @@ def test_nothing_is_read_before_the_first_row(kernels, device, first_in_memory):
 
 def test_the_largest_score_of_any_tile_on_both_paths():
     """Tops of the tiles in every order; the first of equals wins."""
-    rows = torch.zeros(7, 700)
+    rows = torch.zeros(8, 700)
+    rows[7, 0] = 1
     for row, tops in zip(rows, [*itertools.permutations([0.2, 0.3, 0.5]), (0.4, 0.4, 0.1)]):
         row[[10, 300, 650]] = torch.tensor(tops)
     n = torch.arange(len(rows) + 1)
     tokens, _ = both_paths(
         scores=rows,
-        draft_token_ids=torch.full((7,), -1),
+        draft_token_ids=torch.full((8,), -1),
         cu_num_sampled_tokens=n,
-        is_greedy=torch.ones(7, dtype=torch.bool),
-        draw_u=torch.zeros(7, dtype=torch.float64),
-        accept_u=torch.zeros(7, dtype=torch.float64),
+        is_greedy=torch.ones(8, dtype=torch.bool),
+        draw_u=torch.zeros(8, dtype=torch.float64),
+        accept_u=torch.zeros(8, dtype=torch.float64),
     )
-    assert tokens == [*rows[:6].argmax(1).tolist(), 10]
+    assert tokens == [*rows[:6].argmax(1).tolist(), 10, 0]
 
 
 def test_a_draw_at_the_very_end_is_a_token(kernels, device):
@@ -206,6 +214,8 @@ def test_a_draw_at_the_very_end_is_a_token(kernels, device):
     # A u of 1 is never drawn; here it stands for a running sum that ends below the total, whatever the order of adding.
     tokens, _ = lesson.rejection_sample(p, ids, starts, greedy, zeros + 1, zeros)
     assert tokens.tolist() == [514] * 8
+    p[:, 1:] = 0
+    assert lesson.rejection_sample(p, ids, starts, greedy, zeros + 1, zeros)[0].tolist() == [0] * 8
 
 
 def test_many_rows_on_both_paths():

@@ -95,4 +95,4 @@ def test_without_tests_mutants_live():
 def test_some_mutants_of_every_kernel_are_killed():
     done = scripts.execute([sys.executable, SCRIPT, "--sample", "3"])
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
-    assert done.stdout.count(" mutants ") == len(kernel_mutants.kernels())
+    assert done.stdout.count(" mutants ") == len(kernel_mutants.kernels()) - len(kernel_mutants.NATIVE)
