@@ -83,14 +83,16 @@ def tiny_model() -> llama.Llama:
     return llama.random_model(seed=0)
 
 
-def at_the_edge(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory that ends at a page which nobody may touch. Linux only."""
+def at_the_edge(size: int, dtype: torch.dtype, before: bool = False) -> torch.Tensor:
+    """Memory that ends at a page which nobody may touch, or begins behind one. Linux only."""
     room = -(-size * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
     whole = torch.frombuffer(mmap.mmap(-1, room + mmap.PAGESIZE), dtype=torch.uint8)
     protect = ctypes.CDLL(None, use_errno=True).mprotect
     protect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    assert protect(whole.data_ptr() + room, mmap.PAGESIZE, 0) == 0, os.strerror(ctypes.get_errno())
-    return whole[room - size * dtype.itemsize : room].view(dtype)
+    page = whole.data_ptr() + (0 if before else room)
+    assert protect(page, mmap.PAGESIZE, 0) == 0, os.strerror(ctypes.get_errno())
+    first = mmap.PAGESIZE if before else room - size * dtype.itemsize
+    return whole[first : first + size * dtype.itemsize].view(dtype)
 
 
 class Guarded:
@@ -186,3 +188,42 @@ def guarded(device: torch.device) -> Iterator[Callable[..., torch.Tensor]]:
     yield make
     for guard in made:
         guard.check()
+
+
+@pytest.fixture
+def first_in_memory(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`first_in_memory(x)` is a copy of `x` that begins, on Linux's CPU, behind a page which nobody may touch."""
+    if device.type != "cpu" or sys.platform != "linux":
+        return lambda x: x.clone()
+    return lambda x: at_the_edge(x.numel(), x.dtype, before=True).view(x.shape).copy_(x)
+
+
+@pytest.fixture
+def far(device: torch.device) -> Callable[..., tuple[torch.Tensor, int]]:
+    """`far(x, dim)` is a tensor whose dimension `dim` is so long that what is last in it, a copy of `x`, lies 2^31
+    elements from the start; and the index there of `x`'s first. Two tensors of a KV cache do so in one memory, shifted.
+
+    Only the pages that are touched become real memory, so on a CPU an offset of 32 bits shows.
+    """
+
+    def place(x: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, int]:
+        n, width = x.shape[dim], math.prod(x.shape[dim + 1 :])
+        first = -(-(2**31) // width)
+        memory = torch.empty((first + n * math.prod(x.shape[: dim + 1])) * width, dtype=x.dtype, device=device)
+        strides = [n * width * i for i in range(1, dim + 1)] + list(x[(0,) * dim].stride())
+        whole = memory.as_strided((*x.shape[:dim], first + n, *x.shape[dim + 1 :]), strides)
+        whole.narrow(dim, first, n).copy_(x)
+        return whole, first
+
+    return place
+
+
+@pytest.fixture
+def apart(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`apart(x)` is a copy of `x`, of three rows, that lie 2^30 elements apart: the last is 2^31 from the start."""
+
+    def place(x: torch.Tensor) -> torch.Tensor:
+        memory = torch.empty(2**31 + x[0].numel(), dtype=x.dtype, device=device)
+        return memory.as_strided(x.shape, (2**30, *x[0].contiguous().stride())).copy_(x)
+
+    return place

@@ -256,7 +256,7 @@ def test_one_sequence_never_reads_another(kernels, device):
         assert not out[5:23].isnan().any() and out[:5].isnan().all()
 
 
-@pytest.mark.parametrize("mask", [{}, {"window": 16}], ids=["causal", "window"])
+@pytest.mark.parametrize("mask", [{}, {"window": 16}, {"window": 17}], ids=["causal", "window16", "window17"])
 def test_tiles_of_keys_that_no_query_sees_are_skipped(kernels, device, mask):
     """Values there are NaN, and a weight of 0 would not hide them: this work, half of it or more, is not done."""
     batch = Batch.of([64])
@@ -266,9 +266,25 @@ def test_tiles_of_keys_that_no_query_sees_are_skipped(kernels, device, mask):
         values, end = v.clone(), first + SMALL.block_m
         values[end:] = math.nan
         if mask:
-            values[: max(0, first - 15) // SMALL.block_n * SMALL.block_n] = math.nan
+            values[: max(0, first + 1 - mask["window"]) // SMALL.block_n * SMALL.block_n] = math.nan
         out, _ = lesson.flash_attention(q, k, values, *batch, tiles=SMALL, **mask)
         common.assert_close(out[first:end], ref[first:end])
+
+
+def test_a_window_wider_than_the_prompt(kernels, device):
+    batch = Batch.of([33])
+    q, k, v = lesson.random_qkv(batch, 1, 1, 16, torch.float32)
+    out, _ = lesson.flash_attention(q, k, v, *batch, window=100, tiles=SMALL)
+    common.assert_close(out, lesson.reference(q, k, v, batch)[0])
+
+
+def test_addresses_exceed_31_bits(kernels, apart):
+    batch = Batch.of([1, 1, 1])
+    q, k, v = map(apart, lesson.random_qkv(batch, 1, 1, 16, torch.float16))
+    out, lse = lesson.flash_attention(q, k, v, *batch, tiles=SMALL)
+    ref, ref_lse = lesson.reference(q, k, v, batch)
+    common.assert_close(out, ref)
+    common.assert_close(lse, ref_lse, torch.float16)
 
 
 def test_rows_behind_the_last_sequence_are_left_alone(kernels, device, monkeypatch, guarded):

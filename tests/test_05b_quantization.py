@@ -283,6 +283,15 @@ def test_rows_of_a_larger_tensor(kernels, device):
     common.assert_close(out, x @ q.dequantize().to(device).T)
 
 
+def test_rows_beyond_31_bits_and_in_16(kernels, device, apart):
+    x = torch.randn(3, 64, device=device).bfloat16()
+    weight = lesson.PackedWeight.pack(rtn(torch.randn(20, 64), FORMATS["int4-g64"]).to(device))
+    assert torch.equal(lesson.dequant_matmul(apart(x), weight), lesson.dequant_matmul(x, weight))
+    for grid in lesson.EIGHT_BIT:
+        found, exact = lesson.quantize_rows(apart(x), grid), lesson.quantize_rows(x.float(), grid)
+        assert torch.equal(found[0], exact[0]) and torch.equal(found[1], exact[1])
+
+
 @pytest.mark.parametrize("split", [1, 2, 8])
 def test_splits_of_k_add_up(split, kernels, device, monkeypatch):
     choose = lesson.choose_tiles
@@ -360,7 +369,7 @@ def test_rounding_to_e4m3_on_every_value_and_tie(kernels, device):
 
 
 @pytest.mark.parametrize("grid", lesson.EIGHT_BIT)
-@pytest.mark.parametrize(("M", "N", "K"), [(1, 1, 16), (5, 130, 192), (17, 40, 300)])
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 1, 16), (5, 130, 192), (17, 40, 300), (130, 20, 16)])
 def test_eight_bit_matmul(grid, M, N, K, kernels, guarded, device):
     low = torch.randint(-127, 128, (M + N, K)).to(torch.int8)
     high = formats.encode_minifloat(torch.randn(M + N, K) * 100, "e4m3")

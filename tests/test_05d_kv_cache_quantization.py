@@ -105,6 +105,19 @@ def write(path, k, v, layer, slots, layout, head_scales=None):
             lesson.quantize_and_cache(*arguments)
 
 
+def test_every_tie_is_encoded(device, kernels):
+    """Each value of e4m3, the middle between neighbours, what lies beside these, and what is too large for it."""
+    values = torch.tensor([lesson.e4m3_value(byte) for byte in range(127)])
+    ties = (values[1:] + values[:-1]) / 2
+    x = torch.cat((values, ties, torch.nextafter(ties, ties + 1), torch.nextafter(ties, ties - 1), torch.tensor([1e3])))
+    x = torch.nn.functional.pad(torch.cat((x, -x)), (0, -2 * len(x) % 64), value=math.inf).view(-1, 1, 64).to(device)
+    layout = lesson.PageLayout(lesson.FORMATS["fp8"], len(x), 1, 64)
+    layers = torch.zeros(2, 2, 1, layout.page, dtype=torch.uint8, device=device)
+    for path, layer in zip(("kernel", "torch"), layers):
+        write(path, x, x, layer, torch.arange(len(x)), layout)
+    assert torch.equal(*layers) and layers.any()
+
+
 def test_every_byte_is_decoded(device, kernels):
     """A sequence of one token attends to nothing but itself: out = v̂. All 256 bytes, NaN included."""
     layout = lesson.PageLayout(lesson.FORMATS["fp8"], 1, 1, 64)
@@ -224,6 +237,7 @@ def case(name, seq_lens, block_size, Hq, Hkv, D, dtype, device, guarded, path="t
     k, v = torch.randn(2, sum(seq_lens), Hkv, D, device=device).to(dtype)
     k[..., 1] += 5  # channels as keys have them, all of one sign
     k[..., 2] -= 5
+    k[..., 3] = 2  # and one that does not change at all
     head_scales = torch.rand(2, Hkv, device=device) + 0.5
     write(path, k, v, layer, meta.slot_mapping, layout, head_scales)
     raw = (None, None)
@@ -265,6 +279,7 @@ def test_written_bytes_are_the_same(name, block_size, Hkv, D, dtype, device, gua
     slots[2] = -1
     wide = torch.randn(7, Hkv + 2, D, device=device).to(dtype) * 3  # a token stride that is not Hkv · D
     wide[3] = wide[3] / 30 + 200  # far from zero: mid in fp16 is off by more than a step, and codes must not overflow
+    wide[4] = wide[4] / 30 - 200
     k, v = wide[:, :Hkv], wide[:, 1 : Hkv + 1]
     k[0, 0], k[1] = 0, torch.randn(Hkv, D).to(k) * 1e-4
     head_scales = torch.rand(2, Hkv) + 0.5
@@ -321,6 +336,23 @@ def test_kernel_shapes(name, Hq, Hkv, D, device, guarded, kernels):
     for splits in (1, 4):
         out = lesson.quantized_decode(q, layer, table, lens, 65, layout, head_scales, *raw, num_splits=splits)
         common.assert_close(out.cpu(), expected, torch.float32)
+
+
+def test_full_blocks_have_no_raw_keys(device, guarded, kernels, first_in_memory):
+    """Their row is −1, and before row 0 there is no memory."""
+    made = case("kivi_2bit", [8, 13], 8, 2, 1, 16, torch.float32, device, guarded)
+    q, layer, table, lens, layout, head_scales, open_keys, open_rows = made
+    open_keys = first_in_memory(open_keys)
+    out = lesson.quantized_decode(q, layer, table, lens, 13, layout, head_scales, open_keys, open_rows)
+    common.assert_close(out.cpu(), reference(*made), torch.float32)
+
+
+def test_pages_beyond_31_bits(device, guarded, kernels, far):
+    made = case("fp8_per_token_head", [5, 9], 8, 2, 1, 16, torch.float16, device, guarded)
+    q, layer, table, lens, layout, head_scales, *_ = made
+    layer, first = far(layer, 1)
+    out = lesson.quantized_decode(q, layer, table + first, lens, 9, layout, head_scales)
+    common.assert_close(out.cpu(), reference(*made), torch.float16)
 
 
 def test_channels_kernel_writes_the_same_bytes(dtype, device, guarded, kernels):

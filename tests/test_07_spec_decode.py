@@ -156,10 +156,26 @@ def test_edges_of_the_rule_on_both_paths():
     assert one_row([0.5, 0.25, 0.25], [1.0, 0.0, 0.0], 0, 0.4999, 0.0) == [[0, 1], [2]]
     # All that is left of p is rounding, which is nothing: a draw from p.
     assert one_row([0.25, 0.25, 0.375], [0.25, 0.25, 0.5], 2, 0.9, 0.5)[0][0] == 1
+    # What is left, [.25, .125, .125, 0], has half the weight of p: the draw is from that half.
+    assert one_row([0.5, 0.25, 0.25, 0.0], [0.25, 0.125, 0.125, 0.5], 3, 0.9, 0.6) == [[1, 1], [1]]
     # The draw at the very edges: intervals are closed on the left, and a token without weight is never drawn.
     assert one_row([0.0, 0.5, 0.5], [0.0, 0.0, 1.0], 2, 0.9, 0.0) == [[1, 2], [1]]
     assert one_row([0.5, 0.5, 0.0], [0.0, 0.0, 1.0], 2, 0.9, 0.5) == [[1, 1], [1]]
     assert one_row([0.5, 0.5, 0.0], [0.0, 0.0, 1.0], 2, 0.9, 1 - 2**-52) == [[1, 1], [1]]
+
+
+def test_small_weights_are_added_up_on_both_paths():
+    """Together they are 2^−18 of the whole, and lost in fp32. A u of 1 makes a draft of p = q fall: a draw from p."""
+    p = [1.0, *[2.0**-26] * 255]
+    assert one_row(p, p, 0, 1.0, 1 - 2**-20)[0][0] == 255 - 64
+
+
+def test_nothing_is_read_before_the_first_row(kernels, device, first_in_memory):
+    """A row without a draft has −1 for it, and −1 for the row of its q."""
+    batch = {k: first_in_memory(v.to(device)) for k, v in lesson.ragged_batch(40, [0, 0, 0], seed=1).items()}
+    batch["is_greedy"][:] = False
+    tokens, _ = lesson.rejection_sample(**batch)
+    assert tokens.min() >= 0
 
 
 def test_the_largest_score_of_any_tile_on_both_paths():
@@ -266,6 +282,13 @@ def test_kernels_write_their_outputs_and_nothing_else(kernels, guarded, device):
     lesson.count_sampled_kernel[(3,)](tokens, b["draft_token_ids"], b["cu_num_sampled_tokens"], n)
     assert (tokens[:R] < 40).all() and n.min() >= 1
     assert (lesson.sample_rows_kernel.launches, lesson.count_sampled_kernel.launches) == (before[0] + 1, before[1] + 1)
+
+
+def test_rows_beyond_31_bits(kernels, device, apart):
+    batch = {k: v.to(device) for k, v in lesson.ragged_batch(40, [2], seed=1).items()}
+    near = lesson.rejection_sample(**batch)
+    scores = apart(batch["scores"].float())
+    assert [x.tolist() for x in lesson.rejection_sample(**batch | {"scores": scores})] == [x.tolist() for x in near]
 
 
 def test_an_empty_batch(kernels, device):

@@ -357,6 +357,14 @@ def test_accepted_nodes_move_together(accepted, path, request, guarded, device):
     assert torch.equal(kv.cpu(), want)
 
 
+def test_blocks_beyond_31_bits(kernels, device, far):
+    (q, kv, table, *rest), reference = lesson.random_trees([5, 2], 1, 6, 2, 16, 8, torch.float16)
+    big, first = far(kv, 1)
+    common.assert_close(lesson.tree_attention(q, big, table + first, *rest), reference)
+    lesson.compact_slots(big, *(torch.tensor(x, device=device).int() for x in ([[first, first + 1]], [6], [[3]])))
+    assert torch.equal(big[:, first, 7], big[:, first + 1, 1])
+
+
 def test_wide_caches_move_in_several_pieces(kernels, guarded, device):
     """An 8B model's 1,024 columns and one more head: two programs per half. The last slot of all moves."""
     kv = guarded(torch.randn(2, 2, 8, 9, 128))

@@ -93,6 +93,15 @@ def test_blocks_to_wire_and_back(wrapper, size, Hkv, D, head, heads, first, coun
     assert torch.equal(target, reference), "every element in its place, and no other one touched"
 
 
+def test_blocks_beyond_31_bits(kernels, device, far):
+    pages, blocks = torch.randn(2, 3, 8, 2, 16, device=device).half(), torch.tensor([2, 0], device=device)
+    cache, first = far(pages, 1)
+    wire = transfer.gather_kv(cache, blocks + first, 3, 9, 1, 1)
+    assert torch.equal(wire, transfer.gather_reference(pages, blocks.tolist(), 3, 9, 1, 1))
+    transfer.scatter_kv(-wire, cache, blocks + first, 3, 0)
+    assert torch.equal(cache[:, first + 2, 3:, 0], -pages[:, 2, 3:, 1])
+
+
 def test_moving_nothing():
     cache, before = torch.zeros(2, 3, 4, 2, 16), transfer.move_kv_kernel.launches
     for context in (contextlib.nullcontext, common.use_kernels) if common.HAS_TRITON else (contextlib.nullcontext,):

@@ -118,6 +118,21 @@ def test_kernel_reads_queries_with_a_stride(guarded, device, kernels):
     common.assert_close(out.cpu(), lesson.mixed_attention_reference(q, *rest))
 
 
+def test_no_read_past_the_end(guarded, kernels):
+    """Reads that a later mask discards are invisible in values. Here every buffer ends with its last live element."""
+    (q, cache, table, *rest), longest = make_batch([(1, 8), (3, 16)], 2, 1, 24, 8, torch.float32, guarded)
+    cache, table = guarded(cache[:, : int(table.max()) + 1]), guarded(table[:, :2])
+    out = lesson.unified_attention(q, cache, table, *rest, longest)
+    common.assert_close(out, lesson.mixed_attention_reference(q, cache, table, *rest))
+
+
+def test_addresses_beyond_31_bits(guarded, kernels, far, apart):
+    (q, cache, table, *rest), longest = make_batch([(1, 3), (2, 5)], 2, 1, 16, 8, torch.float16, guarded)
+    ref = lesson.mixed_attention_reference(q, cache, table, *rest)
+    cache, first = far(cache, 1)
+    common.assert_close(lesson.unified_attention(apart(q), cache, table + first, *rest, longest).cpu(), ref)
+
+
 def test_tile_numbers_suffice_and_never_collide():
     """Sequence b gets the tiles from start // BLOCK_Q + b on: enough for its queries, below the next one's first."""
     generator = torch.Generator().manual_seed(0)

@@ -157,14 +157,17 @@ CASES = [("mixed", "slots", "qkv_proj"), ("long", "pages", "gate_up_proj"), ("no
 @pytest.mark.parametrize(("name", "where", "kind"), CASES)
 def test_kernels_against_the_naive_loop(tiny, kernels, guarded, device, name, where, kind):
     """All that a kernel gets is guarded: weights, tables, inputs, outputs, and what lies between shrink and expand.
-    Memory without an adapter is NaN."""
+    Memory without an adapter is NaN, and ends with the last row of this matrix."""
     loras, slots = trio(tiny), BATCHES[name]
     memory = place(tiny, loras, where)
-    x, y = batch_of(slots, memory.shapes[kind], torch.float32, device)
-    x, y, pages = guarded(x), guarded(y), guarded(memory.pages[1])
+    tables, shape = memory.tables[kind], memory.shapes[kind]
+    x, y = batch_of(slots, shape, torch.float32, device)
+    last = [int(tables.a_rows.max()) + shape.in_features]
+    last += [int(rows.max()) + width for rows, width in zip(tables.b_rows.transpose(0, 1), shape.slices)]
+    x, y, pages = guarded(x), guarded(y), guarded(memory.pages[1].flatten()[: max(last)])
     of_row = [None if s == NONE else loras[s].weights.get(f"layers.1.{kind}") for s in slots]
-    reference = lesson.add_lora_reference(y, x, of_row, memory.shapes[kind])
-    meta, tables, before = Meta.build(slots, device), copy.copy(memory.tables[kind]), y.clone()
+    reference = lesson.add_lora_reference(y, x, of_row, shape)
+    meta, tables, before = Meta.build(slots, device), copy.copy(tables), y.clone()
     for lists in (meta, tables):
         vars(lists).update({key: guarded(x) for key, x in vars(lists).items() if isinstance(x, torch.Tensor)})
     runs = [lesson.sgmv, *([lesson.bgmv] if meta.distinct else [])]
@@ -172,7 +175,7 @@ def test_kernels_against_the_naive_loop(tiny, kernels, guarded, device, name, wh
         y.copy_(before)
         run(y, x, pages, tables, meta)
         common.assert_close(y, reference)
-        widths = memory.shapes[kind].slices
+        widths = shape.slices
         touched = [[pair is not None for pair, _ in zip(slices or [None] * 3, widths)] for slices in of_row]
         mask = torch.tensor(touched).repeat_interleave(torch.tensor(widths), dim=1).to(device)
         y.fill_(-0.0)  # −0 + 0 = +0: even adding nothing to a row leaves a trace

@@ -134,6 +134,18 @@ def test_merge_json_refuses_what_it_cannot_merge(tmp_path, content):
     assert path.read_bytes() == content.encode("latin-1")
 
 
+def test_a_figure_has_a_place_before_anything_is_computed(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(SystemExit) as end:
+            common.parser("what it does").parse_args(["--figure", str(wrong)])
+        assert end.value.code == 2 and f"{tmp_path / 'file'} is not a folder" in capsys.readouterr().err
+    assert common.parser("what it does").parse_args(["--figure", str(tmp_path / "new")]).figure
+    (tmp_path / "plot.svg").mkdir()
+    with pytest.raises(common.InputError, match=r"--figure .*: plot.svg cannot be written"):
+        common.save_figure(common.new_figure()[0], tmp_path, "plot")
+
+
 def test_figures_are_reproducible(tmp_path):
     def draw(folder):
         figure, axes = common.new_figure()

@@ -397,6 +397,13 @@ def test_workers_hear_of_drafts_and_of_nothing_more(late):
 whole, loras = adapting.whole, adapting.loras
 
 
+def as_merged(whole, loras):
+    """What each adapter, and the base, answers to every prompt if it is merged into the weights."""
+    models = {"None": whole} | {name: adapting.adapters.merged(whole, each) for name, each in loras.items()}
+    return {(name, i): scheduling.generate_alone(model, prompt, tokens) for name, model in models.items()
+            for i, (prompt, tokens) in enumerate(zip(scaling.PROMPTS, scaling.OUTPUTS))}  # fmt: skip
+
+
 @pytest.mark.parametrize(("tp", "pp"), and_slowly([(2, 2)], [(2, 1), (1, 3)]))
 def test_with_adapters_too(on_threads, whole, loras, tp, pp):
     """Two places for three adapters; every request is drafted for in every step."""
@@ -404,12 +411,7 @@ def test_with_adapters_too(on_threads, whole, loras, tp, pp):
     engine = on_threads(tp, pp, "lookahead", lora=lora)
     for name, each in loras.items():
         engine.lora.add_adapter(name, each)
-    truths = {}
-    for name in (None, *loras):
-        model = adapting.adapters.merged(whole, loras[name]) if name else whole
-        for i, (prompt, tokens) in enumerate(zip(scaling.PROMPTS, scaling.OUTPUTS)):
-            truths[str(name), i] = scheduling.generate_alone(model, prompt, tokens)
-    assert adapting.ask(engine, (None, *loras)) == truths
+    assert adapting.ask(engine, (None, *loras)) == as_merged(whole, loras)
     stats = engine.core.scheduler.spec_decoding_stats
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 

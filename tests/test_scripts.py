@@ -53,10 +53,10 @@ PARTS: dict[str, tuple[str, str | None, dict]] = {
     "04b_offline_engine": ("The offline engine", "What sampling costs", {}),
     "04c_speed": ("From naive to final", "The floor", {}),
     "05_optimizations": ("prefix-caching", None, {}),
-    "05b_quantization": ("Live: block", "Measured here", {"group": 16}),
+    "05b_quantization": ("Live: block", "Measured here", {}),
     "05c_tensor_parallel": ("The real model", None, {}),
     "05d_kv_cache_quantization": ("The real model", None, {}),
-    "06_serving": ("One request, followed", None, {}),
+    "06_serving": ("Load: streams", None, {}),
     "06b_guided_decoding": ("One batch", "What strangers send", {}),
     "06c_scaling_out": ("One scheduler", None, {}),
     "06d_load_generator": ("The real engine", None, {}),
@@ -183,6 +183,28 @@ def test_simulation_refuses_wrong_parameters(lesson):
                 module.simulate({**module.WIDGET_DEFAULT, name: wrong})
     with pytest.raises(common.InputError, match="no_such_parameter"):
         module.simulate({**module.WIDGET_DEFAULT, "no_such_parameter": 1})
+
+
+@pytest.mark.parametrize(
+    ("lesson", "argv"),
+    [
+        ("01_kv_cache", ["--slots", "50"]),
+        ("01_kv_cache", ["--prompt", "a " * 9000]),
+        ("04_continuous_batching", ["--num-blocks", "32"]),
+        ("05b_quantization", ["--layer", "30"]),
+        ("05c_tensor_parallel", ["-tp", "5"]),
+        ("10_chunked_prefill", ["--budget", "8000"]),
+        ("12_multi_lora", ["--max-lora-rank", "7"]),
+    ],
+)
+def test_values_that_cannot_be_are_refused_before_a_model_is_loaded(real_model, lesson, argv, monkeypatch, tmp_path):
+    def load(*args, **kwargs):
+        pytest.fail("it loads a model first")
+
+    monkeypatch.setattr(llama, "load", load)
+    with pytest.raises(common.InputError) as refused:
+        common.lesson(lesson).main([*argv, "--figure", str(tmp_path)])
+    assert len(str(refused.value).splitlines()) == 1
 
 
 # --- Without Triton -------------------------------------------------------------------------------------------------

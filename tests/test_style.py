@@ -14,7 +14,7 @@ FILES = sorted(common.HERE.glob("*.py"))
 by_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 
 
-def is_kernel(node: ast.FunctionDef) -> bool:
+def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Kernels take pointers and constants whose types only a launch knows."""
     return any(ast.unparse(d) in ("common.kernel", "triton.jit") for d in node.decorator_list)
 
@@ -35,6 +35,31 @@ def untyped(source: str) -> list[str]:
             missing = [x.arg for x in arguments if x.annotation is None and x.arg not in ("self", "cls")]
             if missing or node.returns is None:
                 found.append(f"{node.name}({', '.join(missing)})")
+    return found
+
+
+SCRIPT = ("main", "build_parser")  # the same in every script: tests/test_scripts.py says what they do
+
+
+def undocumented(source: str) -> list[str]:
+    """Public functions and classes, and public methods of more than five lines, without a docstring.
+
+    A kernel's stands at its wrapper (`undocumented_wrappers`).
+    """
+    found = []
+
+    def visit(body: list[ast.stmt], scope: str) -> None:
+        for node in body:
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name[0] == "_":
+                continue
+            if isinstance(node, ast.ClassDef):
+                visit(node.body, f"{scope}{node.name}.")
+            elif is_kernel(node) or node.name in SCRIPT or (scope and node.end_lineno - node.lineno < 5):
+                continue
+            if not ast.get_docstring(node):
+                found.append(scope + node.name)
+
+    visit(ast.parse(source).body, "")
     return found
 
 
@@ -67,6 +92,11 @@ def test_public_functions_have_types(path):
 
 
 @by_file
+def test_public_functions_have_docstrings(path):
+    assert undocumented(path.read_text()) == []
+
+
+@by_file
 def test_kernel_wrappers_say_what_they_compute(path):
     assert undocumented_wrappers(path.read_text(), KERNELS) == []
 
@@ -82,6 +112,11 @@ def test_the_checks_can_fail():
     assert untyped("def f(x: int, y): ...") == ["f(y)"]
     assert untyped("class A:\n    def g(self) -> None: ...\n    def h(self): ...") == ["h()"]
     assert untyped("@common.kernel\ndef k(x): ...") == []
+    long = "class A:\n    'A.'\n    def g(self):\n" + "        x = 1\n" * 5
+    assert undocumented(long) == ["A.g"] and undocumented(long.replace("x = 1", "'G.'", 1)) == []
+    assert undocumented(long.replace("        x = 1\n", "", 1)) == [] == undocumented(long.replace("def g", "def _g"))
+    assert undocumented("async def f(): ...\nclass B: ...\ndef main(): ...") == ["f", "B"]
+    assert undocumented("@common.kernel\ndef k(x): ...\nclass _C:\n    x = 1") == []
     launch = "@common.kernel\ndef k(x): ...\ndef f() -> None:\n    '''Adds.'''\n    k[(1,)](2)"
     assert kernels_in(launch) == {"k"}
     far = launch.replace("k[(1,)]", "paged.k[(1,)]").replace("def k", "def other")

@@ -251,7 +251,7 @@ def copy_blocks_kernel(kv_cache, pairs, stride_kv, WIDTH: tl.constexpr, BLOCK: t
     source, target = tl.load(pairs + 2 * pair), tl.load(pairs + 2 * pair + 1)
     i = chunk * BLOCK + tl.arange(0, BLOCK)
     inside = i < WIDTH  # WIDTH = block_size * Hkv * D
-    base = kv_cache + half.to(tl.int64) * stride_kv + i
+    base = kv_cache + half * stride_kv + i
     tl.store(base + target * WIDTH, tl.load(base + source * WIDTH, mask=inside), mask=inside)
 
 
@@ -841,7 +841,8 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     """Requests arrive, grow and finish; an allocator places them, first come, first served. JSON to JSON.
 
     params: as WIDGET_CHOICES lists them; `finish` is a request that finishes at the end, or −1. Returns each admission,
-    refusal, growth and finish with the spans of slots taken or given and the state after it. Raises InputError.
+    refusal, growth (or that there is no room for it: stuck) and finish, with the spans of slots taken or given and the
+    state after it. Raises InputError.
     """
     params = common.checked(params, WIDGET_CHOICES)
     paged, size, num_slots = params["allocator"] == "paged", params["block_size"], params["num_slots"]
@@ -858,7 +859,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
                                 "taken": sum(where.capacity for where in places.values()), "free": sum(holes),
                                 "largest_fit": max(holes, default=0)}})  # fmt: skip
 
-    stuck = blocked = False  # refused: one that must grow; the queue's head, and nothing was freed since
+    stuck = blocked = False  # no room: for one that must grow; for the queue's head, and nothing was freed since
     for event, what in [*workload_events(params["workload"], num_slots), ("finish", params["finish"])]:
         if event == "arrive":
             queue.extend(what)
@@ -869,7 +870,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
                 length[what] += 32
                 record("grow", what, 32, spans(places[what], before) if paged else [])
             except OutOfBlocks as error:
-                record("refuse", what, 32, [], error)
+                record("stuck", what, 32, [], error)
                 stuck = True  # somebody has to go: lesson 11
         elif event == "finish" and what in places:
             where, blocked = places.pop(what), False
@@ -901,7 +902,8 @@ def describe(trace: dict[str, Any]) -> str:
     strip = ("." if t == 0 else "-" if 2 * h < t else "+" if 10 * h < 9 * cell else "#"
              for t, h in ((taken[i], held[i]) for i in range(64)))  # fmt: skip
     blocks = f", blocks of {params['block_size']}" if params["allocator"] == "paged" else ""
-    refused = [f"request {s['request']} refused: {s['why']}" for s in trace["steps"] if s["event"] == "refuse"]
+    happened = {"refuse": "refused", "stuck": "cannot grow"}
+    without = [f"request {s['request']} {happened[s['event']]}: {s['why']}" for s in trace["steps"] if s["why"]]
     return "\n".join([
         f"{params['allocator']}{blocks}, {params['num_slots']:,} slots: {WORKLOADS[params['workload']]}",
         f"[{''.join(strip)}]",
@@ -909,7 +911,7 @@ def describe(trace: dict[str, Any]) -> str:
         f"running {end['running']}, waiting {end['waiting']}; tokens {end['tokens']:,}, taken {end['taken']:,} "
         f"(wasted {end['taken'] - end['tokens']:,})",
         f"free {end['free']:,}, and the largest request that fits is {end['largest_fit']:,}",
-        *refused[-1:],
+        *without[-1:],
     ])  # fmt: skip
 
 

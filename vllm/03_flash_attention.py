@@ -289,7 +289,7 @@ def flash_attention_kernel(
     edge = S // BLOCK_N * BLOCK_N
     if CAUSAL:
         end = tl.minimum(S, first + BLOCK_M)
-        edge = tl.maximum(first + 1, 0) // BLOCK_N * BLOCK_N
+        edge = (first + 1) // BLOCK_N * BLOCK_N  # below 0: none
     if WINDOW:
         begin = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         full = tl.cdiv(tl.maximum(first + BLOCK_M - WINDOW, 0), BLOCK_N) * BLOCK_N

@@ -860,7 +860,7 @@ def tell_cuda_graphs(args: argparse.Namespace, f: dict[str, Any]) -> dict:
 
 def measure_graphs(model: llama.Llama, twin: Any = None) -> dict[str, Any]:
     """On a GPU: ms of a decode step in bf16, and the launches that the profiler sees in one; beside it the matrix
-    products alone and, given its `twin`, Transformers."""
+    products alone and, given its `twin`, Transformers. Before it, what a server's start pays: every bucket captured."""
     found: dict[str, Any] = {}
     for n in (1, 8, 32):
         found[f"products_{n}"] = {"ms": 1e3 * continuous_batching.matmul_seconds(model, n, n)}
@@ -868,6 +868,13 @@ def measure_graphs(model: llama.Llama, twin: Any = None) -> dict[str, Any]:
             found[f"transformers_{n}"] = {"ms": speed.transformers_ms(twin, n)}
     pieces, full = graph_runner(ModelRunner, full=False), graph_runner(ModelRunner)
     runners = {"eager": ModelRunner, "piecewise": pieces, "full": full}
+    runner = make_core(model, caching=False, runner_class=full).runner
+    (free, _), start = torch.cuda.mem_get_info(), time.perf_counter()
+    runner.capture_all()
+    found["capture"] = {"s": time.perf_counter() - start, "gib": (free - torch.cuda.mem_get_info()[0]) / 2**30,
+                        "graphs": sum(len(step.graphs) for step in runner.captured.values())}  # fmt: skip
+    common.say("captured before any request: {graphs:,} graphs in {s:.1f} s, {gib:.2f} GiB".format(**found["capture"]))
+    del runner
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     for n, (name, runner_class) in itertools.product((1, 8, 32), runners.items()):
         gc.collect()  # engines hold themselves in cycles, and each has gigabytes of keys and values

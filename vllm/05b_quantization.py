@@ -1023,13 +1023,15 @@ def build_parser() -> argparse.ArgumentParser:
 def check_formats() -> None:
     """The grids against torch's own float8, on every value there is and on every tie."""
     encode_minifloat, decode_minifloat = formats.encode_minifloat, formats.decode_minifloat
+    same, count = True, 0
     for kind, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
         theirs = (codes := torch.arange(256).to(torch.uint8)).view(dtype).float()
         values = theirs[theirs.isfinite()].unique()
         ties = torch.cat((values, (values[1:] + values[:-1]) / 2))
-        same = torch.equal(decode_minifloat(codes, kind).nan_to_num(7), theirs.nan_to_num(7))
+        same &= torch.equal(decode_minifloat(codes, kind).nan_to_num(7), theirs.nan_to_num(7))
         same &= torch.equal(encode_minifloat(ties, kind), ties.to(dtype).view(torch.uint8))
-        common.check_equal(f"{kind}: 256 codes mean, {len(ties)} values and ties become what torch says", same, True)
+        count += len(ties)
+    common.check_equal(f"e4m3 and e5m2: 2 × 256 codes mean, {count} values and ties become what torch says", same, True)
 
 
 def check_kernels() -> None:
@@ -1074,9 +1076,6 @@ def show_discovery(model: llama.Llama, is_default: bool) -> None:
 
 def show_layer(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
     """One block: every algorithm on gate_up_proj, 8-bit activations on down_proj; errors on text that was not used."""
-    count = model.config.num_hidden_layers
-    if args.layer >= count:
-        raise common.InputError(f"--layer {args.layer}: allowed: 0 to {count - 1}")
     inputs: dict[str, torch.Tensor] = {}
     recorded, names = copy.copy(model), [f"layers.{args.layer}.{part}" for part in ("gate_up_proj", "down_proj")]
     recorded.linear = model.linear | {n: functools.partial(_record, inputs, n, model.linear[n]) for n in names}
@@ -1116,7 +1115,8 @@ def print_table(table: Sequence[dict[str, Any]]) -> None:
     algorithms = ("RTN", "AWQ", "AutoRound", "GPTQ")
     common.table(["format", "grid", "group", "scale", "zero", "bits", *algorithms], [
         [f.name, f.grid, f.group or "row", f.scale, f.zero or "–", f"{f.bits_per_weight(576):.2f}",
-         *(measured.get((f.name, algorithm), "–") for algorithm in algorithms)] for f in FORMATS.values()])  # fmt: skip
+         *(measured.get((f.name, algorithm), "–") for algorithm in algorithms)]
+        for f in FORMATS.values() if not table or (f.name, "RTN") in measured])  # fmt: skip
     if not table:
         common.skipped("perplexities", "no stored results; --bench measures them (minutes)")
         return
@@ -1139,6 +1139,9 @@ def print_roofline(known: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine, known, bench = common.start(args), facts(), {}
+    count = llama.LlamaConfig.from_folder(llama.model_folder(args.model)).num_hidden_layers
+    if args.layer >= count:
+        raise common.InputError(f"--layer {args.layer}: allowed: 0 to {count - 1}")
 
     common.heading("1 · Formats: grid × group × scale")
     check_formats()
@@ -1159,7 +1162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_table(bench.get("table") or common.results(KEY).get("bench", {}).get("table") or [])
 
     common.heading("6 · One group and its outlier: simulate()")
-    common.say(describe(simulate(WIDGET_DEFAULT | {"group": 16})))
+    common.say(describe(simulate(WIDGET_DEFAULT)))
 
     common.heading("7 · When it pays, by roofline")
     print_roofline(known)

@@ -856,10 +856,7 @@ class ScriptedTokenizer:
 
     chat_template = "{{ messages }}"
 
-    class backend:
-        @staticmethod
-        def get_vocab() -> dict[str, int]:
-            return {chr(i): i for i in range(128)}
+    backend = argparse.Namespace(get_vocab=lambda: {chr(i): i for i in range(128)})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [min(ord(char), 127) for char in text]

@@ -103,6 +103,7 @@ class DraftsAheadRunner(speculation.SpeculativeModelRunner):
     num_places = num_drafts = 0  # planned, and filled
 
     def execute_model(self, output: SpeculativeSchedulerOutput) -> dict[str, list[int]]:
+        """The places of this step filled with what was proposed meanwhile; a place without a draft is not computed."""
         places, output = output.scheduled_spec_decode_tokens, copy.copy(output)
         output.num_scheduled_tokens = dict(output.num_scheduled_tokens)
         output.scheduled_spec_decode_tokens = drafts = {}

@@ -518,7 +518,7 @@ def compact_kernel(kv_cache, block_table, context_lens, accepted, stride_kv, tab
     context = tl.load(context_lens + b)
     i = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)  # one thread keeps its columns: loads and stores in order
     inside = i < WIDTH
-    base = kv_cache + half.to(tl.int64) * stride_kv + i
+    base = kv_cache + half * stride_kv + i
     for step in range(depth):
         node = tl.load(accepted + b * depth + step)
         if node > step + 1:

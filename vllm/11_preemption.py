@@ -1126,7 +1126,7 @@ def build_parser() -> common.Parser:
     command.add_argument("workloads", nargs="+", metavar="WORKLOAD.json")
     command.add_argument("--out", metavar="DIR", help="write one trace per workload here, under the workload's name")
     command.add_argument("--table", action="store_true", help="print the steps for people")
-    command.add_argument("--figure", dest="owners", metavar="DIR", help="draw who owns the pool over time, as SVG")
+    command.add_argument("--figure", dest="owners", type=common.folder, metavar="DIR", help="draw the pool's owners")
     return parser
 
 

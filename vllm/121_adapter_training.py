@@ -211,7 +211,13 @@ def answers_with(model: llama.Llama, tokenizer: llama.Tokenizer, lora: LoRAModel
 
 def train_and_save(model: llama.Llama, tokenizer: llama.Tokenizer, styles: Sequence[str], folder: Path,
                    say: Callable[[str], None], **options: Any) -> None:  # fmt: skip
-    """Train each style, write its folder, read it back, and say how many of six new questions it answers in style."""
+    """Train each style, write its folder, read it back, and say how many of six new questions it answers in style.
+
+    Raises InputError, before anything is trained, if the folder cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise common.InputError(f"--adapters {folder}: cannot be written ({error.strerror})") from None
     say(f"asking the model {len(QUESTIONS)} questions of ours")
     answers = own_answers(model, tokenizer, [q for q, _ in QUESTIONS])
     for style in styles:

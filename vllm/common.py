@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
+import io
 import json
 import math
 import os
@@ -466,18 +467,21 @@ def new_figure(width: float = 8.0, height: float = 3.6, **kwargs: Any) -> tuple[
 
 
 def save_figure(figure: Any, folder: str | Path, name: str) -> Path:
-    """Write `folder/name.svg`, byte for byte the same for the same drawing."""
+    """Write `folder/name.svg`, byte for byte the same for the same drawing. Raises InputError."""
     import matplotlib.pyplot as plt
 
-    path = Path(folder) / f"{name}.svg"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    path, drawn = Path(folder) / f"{name}.svg", io.StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
     plt.close(figure)
     # Names of clip paths and markers are hashes of coordinates, whose last bit differs from run to run: count instead.
-    text = path.read_text()
+    text = drawn.getvalue()
     for n, old in enumerate(re.findall(r'id="([a-z][0-9a-f]{10})"', text)):
         text = text.replace(old, f"id-{n}")
-    path.write_text(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise InputError(f"--figure {folder}: {path.name} cannot be written there ({error.strerror})") from None
     return path
 
 
@@ -535,6 +539,14 @@ def number(kind: type = int, low: float | None = None, high: float | None = None
     return parse
 
 
+def folder(text: str) -> str:
+    """An argparse type: a folder, or what may become one."""
+    for path in (Path(text), *Path(text).parents):
+        if path.exists() and not path.is_dir():
+            raise argparse.ArgumentTypeError(f"{path} is not a folder")
+    return text
+
+
 def checked(params: dict[str, Any], allowed: dict[str, Sequence[Any]]) -> dict[str, Any]:
     """A copy of `params` if it has exactly the fields of `allowed`, each with one of its allowed values.
 
@@ -559,7 +571,8 @@ def parser(doc: str, **kwargs: Any) -> Parser:
     p = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
     p.add_argument("--bench", action="store_true", help="measure longer and print the full table")
     p.add_argument("--json", metavar="FILE", help="merge facts and measurements into FILE under this lesson's key")
-    p.add_argument("--figure", metavar="DIR", default=str(FIGURES), help="where to save figures (default %(default)s)")
+    p.add_argument("--figure", type=folder, metavar="DIR", default=str(FIGURES),
+                   help="where to save figures (default %(default)s)")  # fmt: skip
     p.add_argument("--model", metavar="PATH_OR_ID", help="a local Llama-architecture folder, or a hub id "
                    "(default: SmolLM2-135M-Instruct, prepared on first use)")  # fmt: skip
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run (default auto)")

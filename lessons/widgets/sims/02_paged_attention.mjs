@@ -146,27 +146,27 @@ export function simulate(params) {
     steps.push({ event, request, tokens, spans, why, state });
   }
 
-  /** Run `attempt`; if memory is short, write down the refusal. Returns whether it worked. */
-  function or_refuse(request, tokens, attempt) {
+  /** Run `attempt`; if memory is short, write down what `event` says. Returns whether it worked. */
+  function or(event, request, tokens, attempt) {
     try {
       attempt();
       return true;
     } catch (error) {
       if (!(error instanceof OutOfBlocks)) throw error;
-      record("refuse", request, tokens, [], error.message);
+      record(event, request, tokens, [], error.message);
       return false;
     }
   }
 
-  let stuck = false; // a request that must grow was refused
-  let blocked = false; // so was the queue's head, and nothing was freed since
+  let stuck = false; // there was no room for a request that must grow
+  let blocked = false; // none for the queue's head, and nothing was freed since
   for (const [event, what] of [...workload_events(workload, num_slots), ["finish", finish]]) {
     if (event === "arrive") {
       queue.push(...what);
     } else if (event === "grow" && places.has(what) && !stuck) {
       const where = places.get(what);
       const before = paged ? where.blocks.length : 0;
-      stuck = !or_refuse(what, 32, () => {
+      stuck = !or("stuck", what, 32, () => {
         where.append(32);
         length.set(what, length.get(what) + 32);
         record("grow", what, 32, paged ? where.spans(before) : []);
@@ -182,7 +182,7 @@ export function simulate(params) {
     }
     while (queue.length > 0 && !blocked) {
       const [request, tokens, final] = queue[0];
-      blocked = !or_refuse(request, tokens, () => {
+      blocked = !or("refuse", request, tokens, () => {
         places.set(request, place(tokens, final));
         length.set(request, tokens);
         queue.shift();
@@ -213,7 +213,8 @@ export function describe(trace) {
   }
   const strip = taken.map((t, i) => (t === 0 ? "." : 2 * held[i] < t ? "-" : 10 * held[i] < 9 * cell ? "+" : "#"));
   const blocks = params.allocator === "paged" ? `, blocks of ${params.block_size}` : "";
-  const refused = trace.steps.filter((step) => step.event === "refuse");
+  const happened = { refuse: "refused", stuck: "cannot grow" };
+  const without = trace.steps.filter((step) => step.why);
   return [
     `${params.allocator}${blocks}, ${comma(params.num_slots)} slots: ${WORKLOADS[params.workload]}`,
     `[${strip.join("")}]`,
@@ -221,6 +222,6 @@ export function describe(trace) {
     `running ${end.running}, waiting ${end.waiting}; tokens ${comma(end.tokens)}, taken ${comma(end.taken)} ` +
       `(wasted ${comma(end.taken - end.tokens)})`,
     `free ${comma(end.free)}, and the largest request that fits is ${comma(end.largest_fit)}`,
-    ...refused.slice(-1).map((step) => `request ${step.request} refused: ${step.why}`),
+    ...without.slice(-1).map((step) => `request ${step.request} ${happened[step.event]}: ${step.why}`),
   ].join("\n");
 }

@@ -52,9 +52,10 @@ export function draw(trace, index, kit) {
   if (event === "admit" || event === "grow") for (const [start, slots] of spans) place(start, slots, "outline ink");
 
   // What happened: the new blocks of a block table, and where they lie.
-  const head = event === "refuse" ? `request ${request} refused: ${why}` : HAPPENED[event](request, tokens);
-  shapes.push(text(0, 14, paged && event !== "refuse" && event !== "finish" ? `block table of request ${request}${event === "grow" ? ", new" : ""}` : "", "small soft"));
-  if (event === "refuse") shapes.push(rect(0, 22, kit.width, 26, "box red"), text(10, 40, kit.width < 560 ? `request ${request} refused` : head, "red bold"));
+  const fails = { refuse: "is refused", stuck: "cannot grow" }[event];
+  const head = fails ? `request ${request} ${fails}: ${why}` : HAPPENED[event](request, tokens);
+  shapes.push(text(0, 14, paged && !fails && event !== "finish" ? `block table of request ${request}${event === "grow" ? ", new" : ""}` : "", "small soft"));
+  if (fails) shapes.push(rect(0, 22, kit.width, 26, "box red"), text(10, 40, kit.width < 560 ? `request ${request} ${fails}` : head, "red bold"));
   else if (paged && event !== "finish") {
     const blocks = spans.flatMap(([start, slots]) => Array.from({ length: slots / size }, (_, i) => start / size + i));
     const fits = Math.floor(kit.width / 40), shown = blocks.slice(0, blocks.length > fits ? fits - 1 : fits);
@@ -73,7 +74,7 @@ export function draw(trace, index, kit) {
       numbers([number(state.running), "running"], [number(state.waiting), "waiting"], [number(state.tokens), "slots with a token"],
         [number(wasted), "taken for nothing", wasted > state.tokens ? "red" : ""], [number(state.free), "free"], [number(state.largest_fit), "largest that fits", state.largest_fit < state.free ? "red" : ""]),
     ],
-    text: `${event === "refuse" ? `Request ${request} is refused: ${why}.` : head} ${state.running} running, ${state.waiting} waiting.`
-      + (event === "refuse" && state.free >= tokens ? ` ${number(state.free)} slots are free, and ${tokens} do not fit.` : ""),
+    text: `${fails ? `Request ${request} ${fails}: ${why}.` : head} ${state.running} running, ${state.waiting} waiting.`
+      + (fails && state.free >= tokens ? ` ${number(state.free)} slots are free, and ${tokens} do not fit.` : ""),
   };
 }
