@@ -485,6 +485,9 @@ def test_every_page_fits_its_window(open_page, site):
         for width in (390, 1000, 1300, 1420):  # at the last one code is wider than text
             page.set_viewport_size({"width": width, "height": 900})
             assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, (path.name, width)
+        page.set_viewport_size(PHONE)
+        small = "() => [...document.querySelectorAll('.figure img')].filter((i) => i.width && i.width < 700).length"
+        assert not page.evaluate(small), f"{path.name}: a figure with letters too small to read"
         broken = "() => [...document.images].filter((i) => i.complete && !i.naturalWidth).map((i) => i.src)"
         assert not page.evaluate(broken), path.name
 
