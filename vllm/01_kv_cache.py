@@ -858,8 +858,8 @@ def check_kernel() -> None:
 
 def prompt_tokens(args: argparse.Namespace, folder: Path) -> list[int]:
     """The question's token ids; no weights are read. InputError where the model or `--slots` has no room for them."""
-    tokenizer, N = llama.Tokenizer(folder), args.new_tokens
     limit = llama.LlamaConfig.from_folder(folder).max_position_embeddings
+    tokenizer, N = llama.Tokenizer(folder), args.new_tokens
     chat = [{"role": "user", "content": args.prompt}]
     prompt = tokenizer.chat(chat) if tokenizer.chat_template else tokenizer.encode(args.prompt)
     if not 1 <= len(prompt) <= limit - N:
