@@ -418,7 +418,7 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
     for name, path in args.adapters.items():
         engine.lora.add_adapter(name, path)
     warm_up(engine)
-    graphs = len(getattr(engine.core.runner, "captured", ()))
+    graphs = len({size for size, _ in getattr(engine.core.runner, "captured", ())})
     stage("warm-up", f"{graphs} batch sizes as CUDA graphs" if graphs else "compiled, packed, paged in")
     engine.about = {"seconds": seconds, "kv_cache_tokens": tokens, "device": m["device"]}
     if kv_transfer:  # where others find this engine's blocks
