@@ -567,7 +567,8 @@ class ThreadExecutor(UniProcExecutor):
     """One worker, on a thread of this process: it runs a step while the engine core plans the next.
 
     What a step is told must not change until it runs: a `StepMessage` is a copy. (In vLLM `UniProcExecutor` runs on the
-    engine core's own thread; launches on a GPU return at once, so only the copy of the tokens needs a thread.)
+    engine core's own thread and needs no other: launches on a GPU return at once, and the tokens are copied to the host
+    on a stream of their own, for which a future waits.)
     """
 
     def __init__(self) -> None:
