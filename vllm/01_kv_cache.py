@@ -879,7 +879,7 @@ def run_generation(args: argparse.Namespace, model: llama.Llama, tokenizer: llam
         cache = KVCache(spec, 1, args.slots, model.dtype, model.device)
         return generate(model, prompt, max_tokens, cache, restart_positions), cache
 
-    cached(1, args.restart_positions)  # whoever computes first also waits for the weights to come from the disk
+    cached(1, args.restart_positions)  # the first run also waits for the weights to come from the disk: not timed
     fast, cache = cached(N, args.restart_positions)
     slow = generate(model, prompt, N)
     common.check_equal(f"{N} tokens after a prompt of {len(prompt)}: the same with and without a cache",

@@ -121,7 +121,7 @@ class BlockPool:
     def _release(self, blocks: list[int]) -> None:
         """Queue blocks that lost their last owner: as a group, in this order, at the front.
 
-        Table [1, 2, 3, 4] released before queue [8, 9] gives [4, 3, 2, 1, 8, 9]: the pool is a stack, and what was
+        Table [1, 2, 3, 4], released to queue [8, 9], makes it [4, 3, 2, 1, 8, 9]: the pool is a stack, and what was
         used last, and may still be in the GPU's L2 cache, is used next. Lesson 05 sends cached blocks to the back.
         """
         for block in reversed(blocks):

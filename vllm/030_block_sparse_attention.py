@@ -5,8 +5,8 @@ and what is not comes in blocks: a tile of queries times a page of keys. FlashIn
 matrix, by compressed rows (BSR), and everything it does for serving is done to that format:
   * `BSR`: from lesson 02's block tables and back, query tiles, smaller pages, and a dense mask that says what it means;
   * `cascade`: what several sequences share, as coarse rows of their own, merged by log-sum-exp: read once, not by each;
-  * `plan`: who computes what. All rows are cut into chunks of pages, the costliest go first to whoever has least, so
-    that no processor waits for the longest sequence. Once per step, on the host;
+  * `plan`: who computes what. All rows are cut into chunks of pages; each goes, costliest first, to the worker with
+    least, so that no processor waits for the longest sequence. Once per step, on the host;
   * `run`: what the processors do, in each layer. It reads buffers whose shapes and addresses never change, which is
     what a CUDA graph asks for: the next step writes a new plan into them and replays the old graph.
 Part 020 decodes on a CPU through such a matrix too, torch's own: its blocks are single slots. Here is no kernel: `run`

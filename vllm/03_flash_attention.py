@@ -745,7 +745,7 @@ def attention_flops(T: int, S: int, Hq: int, D: int, causal: bool) -> int:
 
 
 def makespans(tiles: int, heads: int, processors: int) -> dict[str, float]:
-    """Time until the last causal program ends, against a perfect split; whoever is free takes the next program."""
+    """Time until the last causal program ends, against a perfect split; a free processor takes the next program."""
 
     def makespan(costs: Sequence[int]) -> float:
         busy = [0] * processors
@@ -1095,7 +1095,7 @@ def show_recurrence(args: argparse.Namespace) -> None:
 
 def show_deleted_lines() -> None:
     """Step 6: of the widget's states, those that stay right without a line."""
-    common.heading("6. Delete one line: in how many of the widget's states does nobody notice?")
+    common.heading("6. Delete one line: in how many of the widget's states is the result still right?")
     known = facts()
     of = known["widget"]["states"] // len(ORDERS)
     rows = {"the rescale": "no_rescale", "the max, fp32": "no_max", "the max, fp16": "no_max_fp16"}
