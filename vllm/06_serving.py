@@ -286,7 +286,7 @@ def drafting_engine(base: type[LLMEngine], config: Any, async_scheduling: bool) 
 
 def worker_runner(kv_cache_dtype: str, enforce_eager: bool, tokenizer: llama.Tokenizer | None, lora_config: Any,
                   speculation: Any, drafts: bool, async_scheduling: bool) -> Any:  # fmt: skip
-    """What a worker of lesson 06c runs, while its engine is elsewhere. With `drafts` it samples, and so also drafts."""
+    """What a worker of lesson 06c runs, while its engine is elsewhere. Without `drafts` it computes those of others."""
     enforce_eager = enforce_eager or lora_config is not None
     runner = engine_class(kv_cache_dtype, enforce_eager, tokenizer, speculation=speculation,
                           async_scheduling=async_scheduling).runner_class  # fmt: skip

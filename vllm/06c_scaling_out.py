@@ -584,8 +584,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.say("The last of them:\n" + describe(simulate(WIDGET_DEFAULT | {"in_flight": in_flight})))
 
     common.heading("4. Routing: 240 requests with 24 shared prefixes, 4 engines (real schedulers and caches, no model)")
-    names = {"round_robin": "round robin", "load": "vLLM's score", "prefix_4": "prefix, at most 4 behind",
-             "prefix_16": "prefix, at most 16 behind", "prefix_1000": "prefix, whatever the load"}  # fmt: skip
+    names = {"round_robin": "round robin", "load": "vLLM's score", "prefix_4": "prefix, at most 4 above best",
+             "prefix_16": "prefix, at most 16 above best", "prefix_1000": "prefix, whatever the load"}  # fmt: skip
     common.table(["", "hit rate", "TTFT, steps", "p99", "longest − shortest queue"], [
         [text, f"{x['hit_rate']:.0%}", f"{x['mean_ttft']:.2f}", x["p99_ttft"], f"{x['spread']:.1f}"]
         for name, text in names.items() for x in [numbers["routing"][name]]
@@ -600,7 +600,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows.append([name, layout, f"{x['weights_gb']:.0f}", f"{x['kv_tokens'] / 1e6:.2f} M",
                          f"{x['kv_copies']:.0f}", x["sequences"], f"{alone['latency_ms']:.1f}",
                          f"{x['latency_ms']:.1f}", f"{x['tokens_per_second']:,.0f}"])  # fmt: skip
-    common.table(["", "", "weights, GB", "KV tokens", "copies", "sequences", "ms alone", "ms", "tokens/s"],
+    common.table(["", "", "weights, GB", "KV tokens", "copies", "fit", "ms, one", "ms, all", "tokens/s"],
                  rows)  # fmt: skip
 
     if args.bench:
