@@ -5,7 +5,7 @@ server on the same day. Who is wrong, and how does one measure so that both get 
 
 The mechanism:
   1. Decide *when* requests go out before looking at the server: a Poisson (or bursty) schedule, fixed by a seed.
-     Who waits for an answer before sending the next request asks less often exactly while the server is slow.
+     A client that waits for an answer before it sends the next request asks less just while the server is slow.
   2. Time every request from the moment its user wanted it, and say how long it waited in the client itself.
   3. Read the answer as it streams: bytes -> UTF-8 -> events -> chunks. A chunk may hold several tokens, or none.
   4. TTFT, ITL, TPOT and E2EL by exact definitions; failures counted by name, and never as speed.
@@ -1162,8 +1162,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.check_equal("all answers complete", [(r.error, r.output_tokens) for r in records], [("", 12)] * 80)
     print_result(summarize(records, None, (99,), metrics=("ttft", "tpot", "itl", "e2el")))
     bench["own_server"] = {f"p{p}_off_ms": percentile([1e3 * abs(gap) for gap in off], p) for p in (50, 99)}
-    common.say("the same silence here and at the server's socket differ by {p50_off_ms:.2f} ms (median), "
-               "{p99_off_ms:.2f} ms (P99)".format(**bench["own_server"]))  # fmt: skip
+    common.say("a gap between two chunks, here and where the server sent them, differs by {p50_off_ms:.2f} ms "
+               "(median), {p99_off_ms:.2f} ms (P99)".format(**bench["own_server"]))  # fmt: skip
 
     common.heading("4. The real engine, offline: bench latency")
     model = ["--model", args.model] if args.model else []
