@@ -5,7 +5,7 @@ what happens to everybody's requests when one of these processes dies?
 
 The mechanism:
   1. One scheduler, in the engine core, decides. Workers only execute: a decision is written once into shared memory,
-     and every worker reads it there. An `Executor` is who brings it to them: in-process, processes, or Ray's actors.
+     and every worker reads it there. An `Executor` brings it to them: in-process, processes, or Ray's actors.
   2. A worker keeps copies of the requests and hears what is new: a token here, a block there. Around these copies it
      runs the ordinary model runner of the earlier lessons, which cannot tell the difference.
   3. Tensor parallel: lesson 05c's shards, one all-reduce per half layer.
@@ -284,7 +284,7 @@ ROUTING = {"engines": 4, "groups": 24, "prefix": 512, "suffix": 32, "output": 32
 
 
 class RoundRobin(LoadBalancer):
-    """Whoever is next. The naive balancer."""
+    """The next engine in turn. The naive balancer."""
 
     def pick(self, request: Request) -> int:
         self.start = (self.start + 1) % len(self.counts)
@@ -390,7 +390,7 @@ def facts() -> dict[str, Any]:
 
 
 def draw(folder: str | Path) -> list[Path]:
-    """Who talks to whom, three ways to run a pipeline, and what layouts cost."""
+    """Which processes talk, three ways to run a pipeline, and what layouts cost."""
     return [_draw_processes(folder), _draw_pipeline(folder), *layouts.draw(folder)]
 
 
