@@ -52,7 +52,7 @@ GroupCoordinator, Request = tensor_parallel.GroupCoordinator, scheduling.Request
 Factory = tuple[str, str]  # a lesson and a function of it: what another process can be told
 
 
-# --- 1. Which rank holds what -------------------------------------------------------------------------------------------
+# --- 1. Which rank holds what -----------------------------------------------------------------------------------------
 
 BACKENDS = ("uni", "mp", "ray")
 
