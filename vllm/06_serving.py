@@ -238,7 +238,7 @@ def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, toke
         runner = kv_quantization.quantized_runner(runner, kv_cache_dtype)
         block_bytes = functools.partial(_quantized_block_bytes, kv_cache_dtype)
     elif not (enforce_eager or lora_config or kv_transfer):  # captures CUDA graphs on a GPU, nothing elsewhere
-        # A graph replays kernels: no connector between two of them, and the adapters of one step for ever.
+        # A graph replays its kernels alone: no connector could act between layers, and adapters would never change.
         runner = common.lesson("051_cuda_graphs").graph_runner(runner)
     if has_guided_decoding():
         runner = common.lesson("06b_guided_decoding").guided_runner(runner, tokenizer)
@@ -260,7 +260,8 @@ def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, toke
                 )
             super().add_request(request_id, prompt, params, **about)
 
-    # In this order: a connector sees drafts as tokens, and nobody is fetched or seated whose adapter has no place.
+    # In this order: a connector sees drafts as tokens; and a request whose adapter finds no place waits before any of
+    # its blocks are fetched and before it gets a seat.
     engine = Engine if speculation is None else drafting_engine(Engine, speculation, async_scheduling)
     engine = engine if kv_transfer is None else common.lesson("08_disagg").connector_engine(engine, kv_transfer)
     if lora_config is None:
@@ -290,7 +291,7 @@ def worker_runner(kv_cache_dtype: str, enforce_eager: bool, tokenizer: llama.Tok
     runner = engine_class(kv_cache_dtype, enforce_eager, tokenizer, speculation=speculation,
                           async_scheduling=async_scheduling).runner_class  # fmt: skip
     if speculation is not None and not drafts:
-        silent = common.lesson("07_spec_decode").Drafter()  # nobody samples there, so it is never asked
+        silent = common.lesson("07_spec_decode").Drafter()  # this worker does not sample, so its drafter is never asked
         runner = type(runner.__name__, (runner,), {"make_drafter": staticmethod(lambda config, model: silent)})
     if lora_config is None:
         return runner
@@ -665,7 +666,7 @@ async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[
 
 
 def may_load_adapters(args: EngineArgs) -> bool:
-    """May clients load and unload them? Whoever may, names files that the server reads."""
+    """May clients load and unload adapters? It lets them name folders that the server then reads."""
     return args.enable_lora and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
 
 
@@ -708,7 +709,7 @@ def add_serve_command(subparsers: Any) -> None:
     add("--enable-chunked-prefill", action=switch, default=True)
     add("--long-prefill-token-threshold", type=whole(0), default=0, metavar="N", help="a prompt's cap per step")
     add("--scheduling-policy", choices=("fcfs", "priority"), default="fcfs")
-    add("--max-num-queued-reqs", type=whole(1), default=1024, metavar="N", help="more inside are 503 (default 1024)")
+    add("--max-num-queued-reqs", type=whole(1), default=1024, metavar="N", help="one more gets a 503 (default 1024)")
     add("--block-size", type=whole(1), default=16, metavar="N", help="tokens in a KV block (default 16)")
     add("--enable-prefix-caching", action=switch, default=True)
     add("--kv-cache-dtype", default="auto", metavar="DTYPE", help="auto, or one of lesson 05d's")
@@ -1112,7 +1113,7 @@ def tell_story(args: argparse.Namespace, client: Any, url: str, model: str, benc
     common.check_equal("malformed, wrong type, out of range, unknown model, too large: " + ", ".join(map(str, answers)),
                        answers, [400, 400, 400, 404, 413])  # fmt: skip
     state = client.get("/debug/engine").json()
-    common.check_equal("the block pool is whole and empty", (state["owned_blocks"], state["tables"]), (0, 0))
+    common.check_equal("no KV block is owned, no block table is left", (state["owned_blocks"], state["tables"]), (0, 0))
 
 
 if __name__ == "__main__":

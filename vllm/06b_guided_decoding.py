@@ -10,7 +10,7 @@ The mechanism:
   4. The vocabulary is a trie. One walk over it, a level at a time, finds all tokens that a state allows: a mask of one
      bit per token, computed when a request first comes to the state, and kept.
   5. The end-of-sequence token is allowed where the automaton accepts, and nowhere else.
-  6. Before sampling, a kernel sets the logits of forbidden tokens to −∞, in the rows of those who asked.
+  6. Before sampling, a kernel sets the logits of forbidden tokens to −∞, in the rows of the requests that asked for it.
   7. JSON schemas and grammars need a stack, not a state: llguidance parses them, and yields masks of the same form.
   8. Patterns come from strangers: our automata may not exceed a fixed size, and the library reads a schema or grammar
      first in a process of its own, where it may hang or crash.
@@ -504,7 +504,7 @@ def vocabulary_of(tokenizer: llama.Tokenizer, vocab_size: int | None = None,
 
 
 class RegexGuide:
-    """A compiled pattern: the automaton, and the masks of those states in which somebody has been."""
+    """A compiled pattern: the automaton, and the masks of those states that requests have reached."""
 
     def __init__(self, node: Node, vocabulary: Vocabulary) -> None:
         self.vocabulary, self.dfa = vocabulary, determinize(restrict(node, vocabulary.alphabet))
@@ -752,7 +752,7 @@ class StructuredOutputManager:
 
 
 def guided_runner(base: type[SamplingModelRunner], tokenizer: llama.Tokenizer | None = None) -> type:
-    """A subclass of `base` that samples under masks whoever has `sampling_params.structured_outputs`.
+    """A subclass of `base` that masks the logits of requests with `sampling_params.structured_outputs`.
 
     It needs the tokenizer (here, or later as its attribute), and a front end that calls `validate`.
     """
@@ -1029,7 +1029,7 @@ TASKS = {  # what the answer must be, how to ask for it, and examples
             ["a sum of two numbers", "a sum of three numbers", "a sum with parentheses"]),
 }  # fmt: skip
 
-EXPLOSIVE = {  # what strangers send; the tests have more of it
+EXPLOSIVE = {  # what anybody may send; the tests have more of it
     "2^21 states": {"regex": "(a|b)*a(a|b){20}"}, "many repeats": {"regex": "((a{1,99}){1,99}){1,99}"},
     "ambiguous": {"regex": "(a?){9999}"}, "only itself": {"json": {"$ref": "#"}},
     "product": {"json": {"allOf": [{"anyOf": [closed(**{f"{i}{j}": TEXT}) for j in range(6)]} for i in range(9)]}},
@@ -1181,7 +1181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.heading("4. One answer, mask by mask: simulate()")
     common.say(describe(simulate(WIDGET_DEFAULT)))
 
-    common.heading("5. What strangers send")
+    common.heading("5. What strangers send, and must be refused")
     bench["refusal_ms"] = refuse(vocabulary)
     common.say("\n".join(f"{name}: refused in {ms:.0f} ms" for name, ms in bench["refusal_ms"].items()))
 

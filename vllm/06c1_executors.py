@@ -52,7 +52,7 @@ GroupCoordinator, Request = tensor_parallel.GroupCoordinator, scheduling.Request
 Factory = tuple[str, str]  # a lesson and a function of it: what another process can be told
 
 
-# --- 1. Who holds what ------------------------------------------------------------------------------------------------
+# --- 1. Which rank holds what -----------------------------------------------------------------------------------------
 
 BACKENDS = ("uni", "mp", "ray")
 
@@ -81,7 +81,7 @@ class ParallelConfig:
 
     @property
     def output_rank(self) -> int:
-        """Who answers for all: the first shard of the last stage. Its neighbours have drawn the same tokens."""
+        """The rank that answers for all: the first shard of the last stage. Its peers have drawn the same tokens."""
         return self.world_size - self.tensor_parallel_size
 
     def check(self, config: llama.LlamaConfig) -> None:
@@ -294,7 +294,7 @@ class CachedRequestData:
 
 @dataclass(slots=True)
 class StepMessage:
-    """A `SchedulerOutput` for those who keep copies: whole requests once, differences from then on."""
+    """A `SchedulerOutput` for workers, which keep copies: whole requests once, differences from then on."""
 
     num_scheduled_tokens: dict[str, int]
     new: list[tuple[Request, list[int]]]  # and its blocks
@@ -520,7 +520,7 @@ def shutdown_all() -> None:
 
 
 class Executor:
-    """Who brings decisions to the workers and answers back (`vllm/v1/executor/abstract.py`)."""
+    """What brings decisions to the workers and answers back (`vllm/v1/executor/abstract.py`)."""
 
     world_size = 1
     failed: str | None = None
@@ -621,7 +621,7 @@ class MessageQueue:
         return MessageReader(self.memory, self.pipes[index][0], index, self.readers, self.chunks, self.chunk_bytes)
 
     def close(self) -> None:
-        """Give pipes and memory back; the segment itself goes with whoever comes first."""
+        """Give pipes and memory back; the first process to do so removes the segment."""
         for ours, theirs in self.pipes:
             ours.close(), theirs.close()
         self.memory.close()
@@ -753,8 +753,8 @@ class MultiprocExecutor(Executor):
             future.waiting.discard(rank)
 
     def fail(self, why: str | None, kind: type[Exception] = ExecutorFailed) -> None:
-        """End all workers and raise. Who complains first is not who died: peers of a dead worker lose their connection
-        to it. So whoever is dead within a second is named before those who complain."""
+        """End all workers and raise. The first error need not come from the worker that died: its peers lose their
+        connection to it. So a worker that is dead within a second is named before workers that raised."""
         if kind is ExecutorFailed and (why is None or "worker" in why):
             multiprocessing.connection.wait([process.sentinel for process in self.processes], 1 if why else 5)
             dead = [rank for rank, process in enumerate(self.processes) if not process.is_alive()]
@@ -886,7 +886,7 @@ class RayFuture:
         self.executor, self.calls, self.reply_rank, self.timeout = executor, calls, reply_rank, timeout
 
     def result(self) -> Any:
-        """Waits for all: an actor that is gone fails its call at once, whoever was to answer."""
+        """Waits for all: an actor that is gone fails its call at once, even if another was to answer."""
         ray, executor = self.executor.ray, self.executor
         try:
             answers = [pickle.loads(x) for x in ray.get(self.calls, timeout=self.timeout)]
@@ -967,9 +967,9 @@ class PipelineEngineCore(scheduling.ModelEngineCore):
     def next_result(self) -> tuple[Any, dict[str, list[int]]]:
         """The oldest micro-batch's output and tokens; waits for it.
 
-        Whoever was preempted meanwhile will compute that token once more, so this one is dropped: it would count twice.
+        A request preempted meanwhile will compute that token again, so this one is dropped: it would count twice.
         Drafts for the next step go to the scheduler, but not those that follow such a token. A scheduler that is one
-        step ahead counts what is on its way, and hears of every token but those of who has ended.
+        step ahead counts what is on its way, and hears of every token but those of requests that have ended.
         """
         if not self.batch_queue:  # nobody could run; the scheduler may have something to say about that
             self.runner.logprobs, self.runner.prompt_logprobs = {}, {}
@@ -1029,7 +1029,7 @@ class ParallelEngineCoreProc(async_engine.EngineCoreProc):
                 for request in output.scheduled_new_reqs
             })  # fmt: skip
         output, sampled = self.core.next_result()
-        self.read_mail()  # whoever left while the model ran is out before its token is looked at
+        self.read_mail()  # a request aborted while the model ran is out before its token is looked at
         outputs = self.scheduler.update_from_output(output, sampled)
         if not (output.num_scheduled_tokens or outputs):
             return

@@ -323,7 +323,7 @@ class DPCoordinator:
         return max(0.0, self.last + self.INTERVAL - now) if self.changed else None
 
     def publish(self, now: float) -> None:
-        """Tell every front end how many requests each engine has; who has gone is forgotten."""
+        """Tell every front end how many requests each engine has; front ends that have gone are forgotten."""
         for sock in list(self.clients):
             try:
                 sock.sendall(async_engine.frame(self.counts))
@@ -346,7 +346,7 @@ class DPCoordinator:
 
 class DPLBClient:
     """What an API server's event loop sees of its engines: a socket to each, and one to the coordinator. It has the
-    interface of lesson 06e's clients, so whoever uses it cannot tell one engine from sixteen (`DPLBAsyncMPClient`)."""
+    interface of lesson 06e's clients, so its user cannot tell one engine from sixteen (`DPLBAsyncMPClient`)."""
 
     def __init__(self, engines: Sequence[socket.socket], coordinator: socket.socket | None, balancer: LoadBalancer,
                  owner: EngineGroup | None = None) -> None:  # fmt: skip

@@ -5,7 +5,7 @@ what happens to everybody's requests when one of these processes dies?
 
 The mechanism:
   1. One scheduler, in the engine core, decides. Workers only execute: a decision is written once into shared memory,
-     and every worker reads it there. An `Executor` is who brings it to them: in-process, processes, or Ray's actors.
+     and every worker reads it there. An `Executor` brings it to them: in-process, processes, or Ray's actors.
   2. A worker keeps copies of the requests and hears what is new: a token here, a block there. Around these copies it
      runs the ordinary model runner of the earlier lessons, which cannot tell the difference.
   3. Tensor parallel: lesson 05c's shards, one all-reduce per half layer.
@@ -284,7 +284,7 @@ ROUTING = {"engines": 4, "groups": 24, "prefix": 512, "suffix": 32, "output": 32
 
 
 class RoundRobin(LoadBalancer):
-    """Whoever is next. The naive balancer."""
+    """The next engine in turn. The naive balancer."""
 
     def pick(self, request: Request) -> int:
         self.start = (self.start + 1) % len(self.counts)
@@ -390,7 +390,7 @@ def facts() -> dict[str, Any]:
 
 
 def draw(folder: str | Path) -> list[Path]:
-    """Who talks to whom, three ways to run a pipeline, and what layouts cost."""
+    """Which processes talk, three ways to run a pipeline, and what layouts cost."""
     return [_draw_processes(folder), _draw_pipeline(folder), *layouts.draw(folder)]
 
 
@@ -584,8 +584,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.say("The last of them:\n" + describe(simulate(WIDGET_DEFAULT | {"in_flight": in_flight})))
 
     common.heading("4. Routing: 240 requests with 24 shared prefixes, 4 engines (real schedulers and caches, no model)")
-    names = {"round_robin": "round robin", "load": "vLLM's score", "prefix_4": "prefix, at most 4 behind",
-             "prefix_16": "prefix, at most 16 behind", "prefix_1000": "prefix, whatever the load"}  # fmt: skip
+    names = {"round_robin": "round robin", "load": "vLLM's score", "prefix_4": "prefix, at most 4 above best",
+             "prefix_16": "prefix, at most 16 above best", "prefix_1000": "prefix, whatever the load"}  # fmt: skip
     common.table(["", "hit rate", "TTFT, steps", "p99", "longest − shortest queue"], [
         [text, f"{x['hit_rate']:.0%}", f"{x['mean_ttft']:.2f}", x["p99_ttft"], f"{x['spread']:.1f}"]
         for name, text in names.items() for x in [numbers["routing"][name]]
@@ -600,7 +600,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows.append([name, layout, f"{x['weights_gb']:.0f}", f"{x['kv_tokens'] / 1e6:.2f} M",
                          f"{x['kv_copies']:.0f}", x["sequences"], f"{alone['latency_ms']:.1f}",
                          f"{x['latency_ms']:.1f}", f"{x['tokens_per_second']:,.0f}"])  # fmt: skip
-    common.table(["", "", "weights, GB", "KV tokens", "copies", "sequences", "ms alone", "ms", "tokens/s"],
+    common.table(["", "", "weights, GB", "KV tokens", "copies", "fit", "ms, one", "ms, all", "tokens/s"],
                  rows)  # fmt: skip
 
     if args.bench:

@@ -5,7 +5,7 @@ server on the same day. Who is wrong, and how does one measure so that both get 
 
 The mechanism:
   1. Decide *when* requests go out before looking at the server: a Poisson (or bursty) schedule, fixed by a seed.
-     Who waits for an answer before sending the next request asks less often exactly while the server is slow.
+     A client that waits for an answer before it sends the next request asks less just while the server is slow.
   2. Time every request from the moment its user wanted it, and say how long it waited in the client itself.
   3. Read the answer as it streams: bytes -> UTF-8 -> events -> chunks. A chunk may hold several tokens, or none.
   4. TTFT, ITL, TPOT and E2EL by exact definitions; failures counted by name, and never as speed.
@@ -582,7 +582,7 @@ def run_simulated(prompts: Sequence[Prompt], arrivals: Sequence[int], max_num_se
                   max_num_batched_tokens: int = 8192, max_concurrency: int = 0) -> Run:  # fmt: skip
     """Serve `prompts`, due at `arrivals` (µs, ascending), with lesson 04's scheduler. `max_concurrency` 0: open loop.
 
-    A step sees whoever was sent by the time it starts. The pool is never the limit: one block per seat.
+    A step sees the requests that were sent by the time it starts. The pool is never the limit: one block per seat.
     """
     longest = max(p.input_len + p.output_len for p in prompts)
     config = scheduling.SchedulerConfig(longest, max_num_seqs, max_num_batched_tokens)
@@ -675,7 +675,7 @@ def describe(trace: dict) -> str:
     """The state under the widget, as text."""
     p, n, arrivals, sent, done = (trace[name] for name in ("params", "requests", "arrivals", "sent", "done"))
     span, limit = max(done) - arrivals[0], trace["loop_milli"]
-    measured = [b - a for a, b in zip(sent, done)]  # by whoever starts the clock when the request goes out
+    measured = [b - a for a, b in zip(sent, done)]  # if the clock starts when the request goes out
     felt = [b - a for a, b in zip(arrivals, done)]
     loop = f"at most {p['max_concurrency']} at a time" if p["max_concurrency"] else "open loop"
     ms = lambda values: f"mean {sum(values) // n // 1000:,} ms, P99 {percentile(values, 99) / 1e3:,.0f} ms"  # noqa: E731
@@ -777,7 +777,7 @@ def build_engine(model: str | None, max_model_len: int, max_num_seqs: int, max_n
 
 def engine_run(engine: Any, prompts: Sequence[Prompt], arrivals: Sequence[float]) -> list[Record]:
     """`drive` for an engine in this process: greedy, exactly `output_len` tokens each, no HTTP and no threads.
-    Who falls due while a step runs is added after it, but its clock starts when it was due."""
+    A request that falls due while a step runs is added after it; its clock starts when it was due."""
     origin, due = time.perf_counter(), deque(range(len(prompts)))
     clock = lambda: time.perf_counter() - origin  # noqa: E731
     records = [Record(at, at, prompt_tokens=p.input_len) for p, at in zip(prompts, arrivals)]
@@ -1162,8 +1162,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.check_equal("all answers complete", [(r.error, r.output_tokens) for r in records], [("", 12)] * 80)
     print_result(summarize(records, None, (99,), metrics=("ttft", "tpot", "itl", "e2el")))
     bench["own_server"] = {f"p{p}_off_ms": percentile([1e3 * abs(gap) for gap in off], p) for p in (50, 99)}
-    common.say("the same silence here and at the server's socket differ by {p50_off_ms:.2f} ms (median), "
-               "{p99_off_ms:.2f} ms (P99)".format(**bench["own_server"]))  # fmt: skip
+    common.say("a gap between two chunks, here and where the server sent them, differs by {p50_off_ms:.2f} ms "
+               "(median), {p99_off_ms:.2f} ms (P99)".format(**bench["own_server"]))  # fmt: skip
 
     common.heading("4. The real engine, offline: bench latency")
     model = ["--model", args.model] if args.model else []

@@ -20,7 +20,7 @@ other (Llama-3-8B, H100). Three places that overlap are 2.6 times as fast as one
 How to run:
   uv run python vllm/06e_async_engine.py                       the whole story
   uv run python vllm/06e_async_engine.py --clients 16          more streams
-  uv run python vllm/06e_async_engine.py --place event-loop    break it: the loop cannot even tell the time
+  uv run python vllm/06e_async_engine.py --place event-loop    break it: the loop is late by whole steps
   uv run python vllm/06e_async_engine.py --bench               a minute: longer runs, more streams
 
 Read for this: vLLM 0.32 `v1/engine/async_llm.py`, `v1/engine/core.py`, `v1/engine/core_client.py`,
@@ -232,7 +232,7 @@ class EngineCoreProc:
         admitted = {request.request_id: (start - self.arrived.pop(request.request_id, start), request.num_cached_tokens)
                     for request in output.scheduled_new_reqs}  # fmt: skip
         sampled = self.core.execute_model(output)
-        self.read_mail()  # whoever left while the model ran is out before its token is looked at
+        self.read_mail()  # a request aborted while the model ran is out before its token is looked at
         outputs = self.scheduler.update_from_output(output, sampled)
         stats = self.stats()
         stats.num_scheduled_tokens = output.total_num_scheduled_tokens
@@ -260,7 +260,7 @@ class EngineCoreProc:
         self.engine.lora.add_adapter(name, path)
 
     def remove_lora(self, name: str) -> None:
-        """Forget an adapter; whoever uses it finishes with it."""
+        """Forget an adapter; requests that use it finish with it."""
         self.engine.remove_lora(name)
 
 
@@ -702,7 +702,7 @@ class AsyncLLM:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests as they stand, and have the engine free their blocks. Finished and unknown ones are passed over.
-        Whoever still reads gets what there is, with finish_reason "abort"."""
+        Callers that still read get what there is, with finish_reason "abort"."""
         for request_id in list(request_ids):
             collector = self.collectors.pop(request_id, None)
             if caller := self.front.callers.get(request_id):
@@ -1138,7 +1138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         bench["place"][place.replace("-", "_")] = found
         rows.append([place, f"{found['start_s']:.1f} s", f"{found['tokens_per_second']:.0f}",
                      *(f"{found[name]:.1f} ms" for name in ("median_ms", "p99_ms", "max_ms"))])  # fmt: skip
-    common.table(["engine in / on", "start", "tokens/s", "loop late", "p99", "worst"], rows)
+    common.table(["engine in / on", "start", "tokens/s", "loop late: median", "P99", "worst"], rows)
 
     common.heading("2. A reader that is slower than the engine")
     common.say(describe(simulate({**WIDGET_DEFAULT, "handoff": args.handoff})))

@@ -1,6 +1,6 @@
 """06f0 · What a client may say: requests, tools, errors. The lower half of lesson 06f.
 
-Every field of a request is a type, and whoever writes a field that nobody knows is told so. A tool is a function that
+Every field of a request is a type, and a field that nobody knows is refused by name. A tool is a function that
 the model may ask for: a name, and arguments that match a schema. No model can be trusted to write JSON, so a call that
 a client demands is guided (companion 06b), token by token; and since the client wants to see it grow, it is read as it
 comes. Serving and HTTP are in 06f.

@@ -203,7 +203,7 @@ def as_chat(body: ResponsesRequest, items: Sequence[Any]) -> ChatCompletionReque
     choice = body.tool_choice
     if isinstance(choice, NamedFunction):
         chat.tool_choice = protocol.NamedTool(function=protocol.FunctionName(name=choice.name))
-    elif body.tools or choice == "required":  # whoever has no tools may well say how to choose among them
+    elif body.tools or choice == "required":  # without tools, the choice among them means nothing
         chat.tool_choice = choice
     if "message.output_text.logprobs" in (body.include or ()):
         chat.logprobs, chat.top_logprobs = True, body.top_logprobs or 0

@@ -10,7 +10,8 @@ The mechanism:
   4. Then room: as many sequences as the bound allows, else 503 and Retry-After.
   5. A prompt becomes a request to 06e's `AsyncLLM`, and a mailbox. Several prompts are several mailboxes.
   6. A streamed answer is server-sent events: `data: {…}`, a blank line, `data: [DONE]`. Half a character sends nothing.
-  7. Whoever hangs up, streaming or not, cancels a task; and the end of the task, however it came, aborts the request.
+  7. A client that hangs up, streaming or not, cancels a task; and the end of the task, however it came, aborts the
+     request.
   8. Every error has one shape. After the status line is sent, the stream itself carries it.
 
 Numbers to remember: a token of five letters travels in an event of about 250 bytes. Eight kinds of refusal cost the
@@ -1118,7 +1119,8 @@ async def _tell_story(args: argparse.Namespace, app: Any, llm: AsyncLLM, bench: 
             rows.append([name, 200, "", "an answer: this tokenizer begins every text with a token"])
             continue
         error = heard.json["error"]
-        rows.append([name, heard.status, error["param"] or "", error["message"][:58]])
+        message = error["message"]
+        rows.append([name, heard.status, error["param"] or "", message[:57] + "…" * (len(message) > 57)])
     common.table(["request", "status", "param", "message"], rows)
     common.check_equal("the engine has heard of nothing", llm.num_unfinished, 0)
 
@@ -1137,7 +1139,7 @@ async def _tell_story(args: argparse.Namespace, app: Any, llm: AsyncLLM, bench: 
             raise common.CheckFailed(f"cut into pieces of {size} bytes, the stream reads differently")
     common.say("✓ cut by the network into pieces of 1, 7 or 1,000 bytes, it reads the same")
 
-    common.heading("3. Who leaves, and who comes too late")
+    common.heading("3. A client that leaves, and one that comes too late")
     long = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "stream": True}
     start = time.perf_counter()
     await call(app, "/v1/completions", long, hang_up_after=2)
@@ -1150,7 +1152,7 @@ async def _tell_story(args: argparse.Namespace, app: Any, llm: AsyncLLM, bench: 
                f"{second.status}, Retry-After {second.headers.get('retry-after')}")  # fmt: skip
     common.check_equal("the one inside is served to its end", (await running).text.endswith("data: [DONE]\n\n"), True)
     idle = await llm.call_utility("check_idle")
-    common.check_equal("the block pool is whole and empty", (idle["owned_blocks"], idle["unfinished"]), (0, 0))
+    common.check_equal("no KV block is owned, no request is left", (idle["owned_blocks"], idle["unfinished"]), (0, 0))
 
 
 CHAT = {"model": "smol",

@@ -1,7 +1,7 @@
 """07 · Speculative decoding: several tokens from one pass, and not one of them different.
 
 The question: a decode step reads every weight to compute one row per sequence, and a few more rows cost next to
-nothing. If somebody cheap guesses the next tokens, the model can check all guesses in one pass. Who guesses, how does
+nothing. If something cheap guesses the next tokens, the model can check all guesses in one pass. What guesses, how does
 the answer stay exactly the model's own, and when is it worth it?
 
 The mechanism:
@@ -503,7 +503,7 @@ class SpeculativeModelRunner:
 
     @torch.inference_mode()
     def verify(self, logits: torch.Tensor, requests: Sequence[Request], logprobs: dict) -> dict[str, list[int]]:
-        """Rejection-sample the rows of requests that have drafts; fills `logprobs` for those who want them."""
+        """Rejection-sample the rows of requests that have drafts; fills `logprobs` where they are asked for."""
         logits, device = logits.float(), logits.device
         drafts = [self.drafts[request.request_id] for request in requests]
         starts = [0, *itertools.accumulate(len(draft) + 1 for draft in drafts)]
@@ -549,7 +549,7 @@ class SpeculativeModelRunner:
         return torch.cat(probs).float().to(self.model.device), torch.tensor(where, device=self.model.device)
 
     def propose(self, sampled: dict[str, list[int]]) -> None:
-        """Ask the drafter about everybody who got a token in this step, unless the token ends the request."""
+        """Ask the drafter about all requests that got a token in this step, unless the token ends the request."""
         requests, ends, hidden = self.ran or ((), (), None)
         config, contexts, begin = self.speculative_config, [], 0
         for request, end in zip(requests, ends):
@@ -714,7 +714,7 @@ def one_token_less(token_ids: torch.Tensor, draft_token_ids: torch.Tensor,
 def look_at_the_last_token(
     self: SpeculativeScheduler, output: SpeculativeSchedulerOutput, sampled: dict[str, list[int]]
 ) -> list[EngineCoreOutput]:
-    """A step brings one token, so who would look for the end of an answer in front of it?"""
+    """The mistake: "a step brings one token, so the end of an answer is its last one"."""
     blind = [r for i, t in sampled.items() if (r := self.requests.get(i)) and {r.eos_token_id, *r.stop_token_ids}
              .isdisjoint(t[-1:])]  # fmt: skip
     ends = [(request.eos_token_id, request.stop_token_ids) for request in blind]
@@ -966,7 +966,7 @@ class Served:
     stats: SpecDecodingStats | None = None
 
     def tokens_per_pass(self, i: int) -> float:
-        """Behind the prompt's pass, which writes one token whoever guesses."""
+        """Behind the prompt's pass, which writes one token whatever is guessed."""
         written = [step[i][1] for step in self.steps if i in step][1:]
         return sum(written) / max(1, len(written))
 
@@ -1075,7 +1075,7 @@ def tell_model(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.To
     common.table(["tokens per pass", *names, "stood", "decoding"], rows)
     common.say(f"✓ {', '.join(methods)}: the tokens of plain decoding, sampled ones included; no block leaked")
 
-    common.heading("3. One continuous batch, other numbers for everybody")
+    common.heading("3. One continuous batch, another number of tokens for each request")
     run = runs[methods[0]]
     common.say(f"{methods[0]}: of each request, tokens written / drafts, pass by pass")
     for i, name in enumerate(names):

@@ -34,7 +34,7 @@ SpeculativeSchedulerOutput = speculation.SpeculativeSchedulerOutput
 
 
 class DraftsAheadScheduler(speculation.SpeculativeScheduler, optimizations.AsyncScheduler):
-    """Lesson 07's scheduler in front of lesson 05's: drafts are places, K for whoever has a token on its way.
+    """Lesson 07's scheduler in front of lesson 05's: drafts are places, K for each request with a token on its way.
 
     A request's `num_computed_tokens` runs ahead of what is known by the tokens that are sure to come, which lesson 05
     counts in `num_output_placeholders`, and by the drafts in flight, counted here (vLLM has one number for both). In
@@ -48,7 +48,7 @@ class DraftsAheadScheduler(speculation.SpeculativeScheduler, optimizations.Async
         self.num_draft_placeholders: Counter[str] = Counter()
 
     def schedule(self) -> SpeculativeSchedulerOutput:
-        """Whoever samples in this step gets K places in the next, filled with −1, which is no token."""
+        """A request that samples in this step gets K places in the next, filled with −1, which is no token."""
         output = super().schedule()
         for request_id in output.num_scheduled_tokens:
             if self.num_output_placeholders[request_id]:
@@ -77,7 +77,7 @@ class DraftsAheadScheduler(speculation.SpeculativeScheduler, optimizations.Async
 
     def update_from_output(self, output: SpeculativeSchedulerOutput,
                            sampled_token_ids: dict[str, list[int]]) -> list[scheduling.EngineCoreOutput]:  # fmt: skip
-        """What fell is taken back, by lesson 07; not from a victim, who will begin again."""
+        """What fell is taken back, by lesson 07; not from a preempted request, which will begin again."""
         drafts = output.scheduled_spec_decode_tokens
         for request in filter(None, map(self.requests.get, tuple(drafts))):
             if request.status is scheduling.RequestStatus.PREEMPTED:

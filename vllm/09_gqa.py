@@ -237,7 +237,7 @@ def gqa_prefill_kernel(q, k, v, query_start_loc, out, scale, stride_q, stride_k,
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-    end = tl.minimum(S, (tile + 1) * BLOCK_Q)  # causality: nobody in this tile sees a key from there on
+    end = tl.minimum(S, (tile + 1) * BLOCK_Q)  # causality: no query in this tile sees a key from there on
     for n in range(0, end, TILE):
         p = n + tl.arange(0, TILE)
         live = (p < end)[:, None] & column
@@ -1085,7 +1085,7 @@ def show_mla() -> None:
     what = "mla_decode_kernel" if common.HAS_TRITON else "torch path"
     common.check(f"its last token through a block table, {what}, keys split in 2", layer.unfold(o), naive[-1:])
     m = facts()["mla"]
-    common.say(f"{m['elements']} elements per token and layer: as GQA with {m['groups']} groups of 128; "
+    common.say(f"{m['elements']} elements per token and layer: as GQA with {m['groups']} KV heads of 128; "
                f"MHA would keep {m['mha_elements']:,}, {m['times_smaller']:.1f} × as many.")  # fmt: skip
     common.say(f"FLOPs per cached token, 128 heads, one query: naive {m['cost']['t1']['naive'] / 1e6:.1f} M, absorbed "
                f"{m['cost']['t1']['absorbed'] / 1e6:.2f} M; with {math.ceil(m['break_even_queries'])} queries or more, "
@@ -1107,7 +1107,7 @@ def show_pooling(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.
     common.say(f"perplexity on {n:,} tokens of Python's reference: {found['trained']:.1f} as trained ({Hq}:{Hkv});")
     common.say(f"one KV head, the mean of {Hkv}: {found['mean']:,.0f}; the first of them: {found['first']:,.0f}")
     stored = common.results(KEY).get("heal")
-    healed = f"now {stored['curve'][-1]['perplexity']:,.0f}" if stored else "run it to see"
+    healed = f"recorded: {stored['curve'][-1]['perplexity']:,.0f}" if stored else "run it to see"
     common.say(f"--heal trains it for some minutes ({healed}). The paper uptrains with 5 % of the pretraining compute.")
     return found | {"tokens": n}
 

@@ -5,7 +5,7 @@ to prevent that?
 
 The mechanism:
   1. A step has a budget of tokens (`max_num_batched_tokens`), and costs about as much as the tokens it holds.
-  2. Whoever runs comes first, in order of admission: a decode takes 1 token of the budget.
+  2. Running requests come first, in order of admission: a decode takes 1 token of the budget.
   3. A prompt takes what is left. If it is longer than that it is cut, and goes on in the next step, now as a runner.
   4. So no step is longer than the budget allows, whatever arrives: the freeze becomes a slower trickle.
   5. One kernel attends for all: queries of any length per sequence, the last of their context, against block tables.
@@ -206,7 +206,7 @@ def unified_attention_kernel(q, kv_cache, block_table, query_start_loc, seq_lens
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
 
     position = context + t
-    end = tl.minimum(S, context + first + BLOCK_Q)  # causality: nobody in this tile sees a key from there on
+    end = tl.minimum(S, context + first + BLOCK_Q)  # causality: no query in this tile sees a key from there on
     for n in range(0, end, TILE):
         p = n + tl.arange(0, TILE)  # positions of the keys
         live = p < end
@@ -351,7 +351,7 @@ class ModelRunner(continuous_batching.ModelRunner):
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             kv_cache = layers[layer]
-            paged.reshape_and_cache(k, v, kv_cache, meta.slot_mapping)  # so a chunk meets itself in the cache, too
+            paged.reshape_and_cache(k, v, kv_cache, meta.slot_mapping)  # so a chunk reads its own keys there, too
             if not kernel:
                 return unified_attention_torch(q, kv_cache, plan)
             if max_query_len == 1:  # everybody decodes: lesson 02's kernel can spread a long context over the GPU
@@ -387,7 +387,7 @@ def example_launches(dtype: torch.dtype) -> None:
 #
 #     t = Σ over operators of max(FLOPs / rate, bytes / bandwidth) + overhead
 #
-# Matrix products: 2·W·T FLOPs on 2·W bytes of bf16 weights, whoever the T tokens belong to. So T is their intensity in
+# Matrix products: 2·W·T FLOPs on 2·W bytes of bf16 weights, from however many sequences. So T is their intensity in
 # FLOP/byte, and it is here, in the weights read once for all, that decodes and prompts share a step.
 # Attention: 4·L·Hq·D FLOPs per query-key pair on S·(bytes per token) of cache: each sequence has its own, nothing is
 # shared, and a decode stays at Hq/Hkv FLOP/byte in any company.
@@ -451,7 +451,7 @@ class SimulatedCore(continuous_batching.EngineCore):
         self.token_times: dict[str, list[int]] = {}  # when each request's tokens came
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """Token 0 for whoever has computed all of its own; the clock goes on by `cost`."""
+        """Token 0 for each request that has computed all of its own; the clock goes on by `cost`."""
         requests, self.scheduled = self.scheduler.requests, dict(output.num_scheduled_tokens)
         self.now += self.cost([(n, requests[i].num_computed_tokens) for i, n in self.scheduled.items()])
         ready = [i for i in self.scheduled if requests[i].num_computed_tokens == requests[i].num_tokens]
@@ -1058,7 +1058,7 @@ def print_step(known: dict[str, Any]) -> None:
     common.table(
         ["tokens in the step", "matmuls", "prompt att.", "decode att.", "step, ms", "FLOP/s", "bandwidth"], rows
     )
-    common.say(f"Ridge: {known['ridge_tokens']} tokens. 32 are decodes, {known['free_seats']} seats are left: filling "
+    common.say(f"Ridge: {known['ridge_tokens']} tokens. 32 are decodes, {known['free_seats']} places are left: filling "
                f"them makes the step {known['step']['extra']:.1%} longer.")  # fmt: skip
     rows = [[f"{row['budget']:,}", row["steps"], f"{row['ttft_ms']:,.0f} ms", f"{row['gap_ms']:,.1f} ms"]
             for row in known["freeze"].values() if row["budget"] in (16384, 2048, 512, 256, 64, 48)]  # fmt: skip

@@ -38,7 +38,7 @@ class SchedulerConfig(chunked_prefill.SchedulerConfig):
 
     max_num_active_seqs: int | None = None  # admit fewer than max_num_seqs
     scheduler_reserve_full_isl: bool = True  # admit only what fits in full now (a test, not a reservation)
-    watermark: float = 0.0  # share of the pool that admission leaves free for those who run
+    watermark: float = 0.0  # share of the pool that admission leaves free for running requests
     evict_uncomputed_blocks: bool = True  # see lesson 11's `_preempt_request`
 
     def __post_init__(self) -> None:
@@ -229,7 +229,7 @@ def step_rows(trace: dict) -> Iterator[list[Any]]:
 
 
 def owners_of(trace: dict) -> list[tuple[int, dict[str, int]]]:
-    """(step, {request: blocks}) of a replayed trace; a shared block is counted once, for whoever came first."""
+    """(step, {request: blocks}) of a replayed trace; a shared block is counted once, for its first owner."""
     tables: dict[str, list[int]] = {}
     rows = []
     for step in trace["steps"]:
@@ -254,7 +254,7 @@ def draw_owners(folder: str | Path, name: str, owners: list, preemptions: list[i
     figure, axis = common.new_figure(8.0, 3.4)
     ids = list(dict.fromkeys(request_id for _, held in owners for request_id in held))
     changes = [(a, b) for a, b in itertools.pairwise([(None, None), *owners]) if a[1] != b[1]]
-    owners = [*(b for _, b in changes), owners[-1]]  # a step where nobody's count changes needs no corner
+    owners = [*(b for _, b in changes), owners[-1]]  # a step in which no count changes needs no corner
     steps = [step for step, _ in owners]
     bands = [[held.get(request_id, 0) for _, held in owners] for request_id in ids]
     colors = matplotlib.colormaps["viridis"]([i / max(1, len(ids) - 1) for i in range(len(ids))])

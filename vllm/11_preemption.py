@@ -1,7 +1,8 @@
 """11 · Preemption and swap: when the cache is full, who pays?
 
 The question: a scheduler that takes blocks only when they are needed serves more requests at once, until the pool is
-empty in the middle of a step. Somebody must give blocks back. Who, and what happens to the keys and values in them?
+empty in the middle of a step. A running request must give its blocks back. Which one, and what happens to the keys and
+values in them?
 
 The mechanism:
   1. Admission is optimistic: a request comes in if what is known of it fits now. Its output has no reservation.
@@ -11,7 +12,7 @@ The mechanism:
   4. Swap, as V0 could: the victim's blocks are copied to CPU memory and copied back later. Nothing is redone.
   5. Nobody is admitted in a step that preempted, so copies out and copies in never meet in one step.
   6. A second cache on the CPU, keyed by block hash, catches whatever the GPU's prefix cache evicts: copy, not compute.
-  7. Who can never fit is refused on arrival: in the queue it would wait forever, and block everybody behind it.
+  7. A request that can never fit is refused on arrival: in the queue it would wait forever, and block all behind it.
 110_workload_files.py holds the knobs (`SchedulerConfig`), and what `replay` reads and writes.
 
 Numbers to remember: 16 requests of 64 + 192 tokens, one every 16 steps, in a pool that holds 4 of them at full length:
@@ -105,10 +106,10 @@ class Scheduler(chunked_prefill.Scheduler):
         self.watermark_blocks = int(config.watermark * kv_cache_manager.block_pool.num_blocks)
 
     def _schedule_running(self, output: SchedulerOutput) -> None:
-        """Whoever runs goes on, in order of admission, and preempts others until its blocks are there."""
+        """Running requests go on, in order of admission; each preempts others until its own blocks are there."""
         for request in tuple(self.running):
             if request.status is not RequestStatus.RUNNING:
-                continue  # preempted a moment ago, for somebody in front of it
+                continue  # preempted a moment ago, for one in front of it
             # The last position of a sequence is sampled, never computed.
             room = self.config.max_model_len - 1 - request.num_computed_tokens
             num_new_tokens = min(self._num_new_tokens(request), room)
@@ -149,7 +150,7 @@ class Scheduler(chunked_prefill.Scheduler):
         output.preempted_reqs.append(victim)
 
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
-        """Nobody is admitted in a step that preempted, however many blocks are free now."""
+        """No request is admitted in a step that preempted one, however many blocks are free now."""
         if not output.preempted_reqs:
             super()._schedule_waiting(output)
 
@@ -302,7 +303,7 @@ class SwapScheduler(Scheduler):
         super()._preempt_request(victim, output)
 
     def _admit(self, request: Request) -> int:
-        """Whoever has blocks on the CPU gets as many here, and their content; it goes on where it was."""
+        """A request with blocks on the CPU gets as many here, and their content; it goes on where it was."""
         if request.request_id not in self.swapped:
             return super()._admit(request)
         cpu_blocks, request.num_computed_tokens = self.swapped[request.request_id]
@@ -422,7 +423,7 @@ class MeteredCore(continuous_batching.EngineCore):
         self.useful = self.redone = self.preemptions = 0
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """Token 0 for whoever has computed all of its own; counts tokens computed before (`redone`)."""
+        """Token 0 for each request that has computed all of its own; counts tokens computed before (`redone`)."""
         sampled: dict[str, list[int]] = {}
         self.preemptions += len(output.preempted_reqs)
         for request_id, n in output.num_scheduled_tokens.items():
@@ -447,7 +448,7 @@ class OffloadingModelRunner(continuous_batching.ModelRunner):
         self.host = [torch.zeros(shape, dtype=model.dtype, pin_memory=common.HAS_GPU) for _ in self.cache.layers]
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """Copies first: a block taken away may already belong to somebody who writes it in this forward pass."""
+        """Copies first: a block taken away may already belong to a request that writes it in this forward pass."""
         for direction, pairs in self.copies.take() if self.copies else ():
             table = torch.tensor(pairs, dtype=torch.int64, device=self.model.device).view(-1, 2)
             for layer, host in zip(self.cache.layers, self.host):
@@ -567,7 +568,7 @@ class ReplayCore(continuous_batching.EngineCore):
                                         f"{len(self.forced[request_id])} tokens, but the request goes on")  # fmt: skip
         heard = self.scheduler.update_from_output(output, sampled)
         if not self.scheduler.has_unfinished_requests():
-            self.queue.clear()  # planned for somebody who had ended
+            self.queue.clear()  # planned for a request that had ended
         return heard
 
     def recorded_step(self) -> dict[str, Any]:
