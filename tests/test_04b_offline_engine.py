@@ -615,7 +615,7 @@ def test_every_way_to_stop(llm):
 
 def test_a_stop_string_ends_a_request_on_the_real_model(real_model):
     model, tokenizer = real_model
-    llm = lesson.LLM(model, tokenizer=tokenizer, max_model_len=128, max_num_seqs=4)
+    llm = lesson.LLM(model, tokenizer=tokenizer, max_model_len=128, max_num_seqs=4, num_gpu_blocks_override=33)
     greedy = SamplingParams(temperature=0, max_tokens=12)
     text = llm.generate("The capital of France is", greedy)[0].outputs[0].text
     stop = text[3:7]  # " Paris…": begins and ends inside tokens
@@ -709,7 +709,8 @@ def test_priorities(tiny_model, real_model, monkeypatch):
     """One seat: by priority, then by arrival; outputs keep their places."""
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     for policy, order in (("priority", [1, 3, 0, 2]), ("fcfs", [0, 1, 2, 3])):
-        llm = lesson.LLM(tiny_model, tokenizer=real_model[1], max_num_seqs=1, scheduling_policy=policy)
+        llm = lesson.LLM(tiny_model, tokenizer=real_model[1], max_num_seqs=1, scheduling_policy=policy,
+                         max_model_len=64, num_gpu_blocks_override=5)  # fmt: skip
         done, step = [], llm.llm_engine.step
         monkeypatch.setattr(llm.llm_engine, "step", lambda step=step, done=done: done.extend(found := step()) or found)
         outputs = llm.generate([[5], [6], [7], [8]], params, priority=[0, -2, 0, -1])

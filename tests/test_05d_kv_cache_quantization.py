@@ -325,7 +325,7 @@ slow = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("name", "Hq", "Hkv", "D"),
-    [("kivi_2bit", 9, 3, 24), ("int3_plain", 4, 1, 128), ("fp8", 9, 3, 24),
+    [("kivi_2bit", 9, 3, 24), pytest.param("int3_plain", 4, 1, 128, marks=slow), ("fp8", 9, 3, 24),
      pytest.param("int4_per_token_head", 4, 1, 128, marks=slow), pytest.param("kivi_2bit", 4, 1, 128, marks=slow)],
 )  # fmt: skip
 def test_kernel_shapes(name, Hq, Hkv, D, device, guarded, kernels):

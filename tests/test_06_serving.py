@@ -608,13 +608,7 @@ def test_flags_and_fields_are_the_same():
 def tiny_load(monkeypatch, tiny_model, real_model):
     """`make_engine` on the tiny model: its flags in milliseconds."""
     monkeypatch.setattr(llama, "load", lambda model, dtype: (tiny_model, real_model[1]))
-    monkeypatch.setattr(llama, "Tokenizer", lambda folder: real_model[1])  # both take half a second to build
-    monkeypatch.setattr(offline, "TokenBytes", token_bytes_of)
-
-
-@functools.cache
-def token_bytes_of(tokenizer, kind=offline.TokenBytes):
-    return kind(tokenizer)
+    monkeypatch.setattr(llama, "Tokenizer", lambda folder: real_model[1])
 
 
 def make(**flags):

@@ -46,7 +46,9 @@ def expected(model):
 
 
 @pytest.mark.parametrize(("layout", "symmetric"), [("gptq", False), ("awq", False), ("compressed-tensors", True)])
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [
+    (4, 1), (2, 2), *(pytest.param(*layout, marks=pytest.mark.slow) for layout in [(1, 1), (2, 1), (1, 2)])
+])  # fmt: skip
 def test_a_quantized_folder_on_workers_writes_what_it_writes_in_one_process(layout, symmetric, tp, pp, tmp_path):
     """Four ranks share two KV heads."""
     model, _ = quantized.write_checkpoint(tmp_path, layout, symmetric)
@@ -115,8 +117,13 @@ class InParts:
         return sum(part(piece.contiguous()) for part, piece in zip(self.parts, x.chunk(self.n, -1)))
 
 
-@pytest.mark.parametrize("method", ROUNDED)
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 3), (4, 2)])
+LAYOUTS = [(2, 1), (1, 3), (4, 2)]
+FAST = [*((method, 2, 1) for method in ROUNDED), ("int8", 1, 3), ("int4", 4, 2)]
+SLOW = [pytest.param(method, *layout, marks=pytest.mark.slow)
+        for method in ROUNDED for layout in LAYOUTS if (method, *layout) not in FAST]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "tp", "pp"), [*FAST, *SLOW])
 def test_every_rank_rounds_what_it_owns(method, tp, pp):
     model = llama.random_model(**SIZES)
     reference = lesson.quantize_model(model, method)

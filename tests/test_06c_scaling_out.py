@@ -879,15 +879,8 @@ async def start(client, real_model):
     while not isinstance(letter := await client.receive(), async_engine.EngineCoreReady):
         assert isinstance(letter, async_engine.Progress)
     config, tokenizer = _model().config, real_model[1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lesson.offline, "TokenBytes", token_bytes)
-        front = async_engine.FrontEnd(config, tokenizer, client.send, letter.max_model_len)
+    front = async_engine.FrontEnd(config, tokenizer, client.send, letter.max_model_len)
     return async_engine.AsyncLLM(client, letter, front)
-
-
-@functools.cache
-def token_bytes(tokenizer, kind=lesson.offline.TokenBytes):
-    return kind(tokenizer)
 
 
 async def ask(llm, name, prompt, n, **fields):

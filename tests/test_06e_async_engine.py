@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import itertools
 import pickle
 import socket
@@ -43,14 +42,8 @@ def tiny(monkeypatch, tiny_model, real_model):
                                  num_gpu_blocks_override=73, **(args or {}))  # fmt: skip
 
     monkeypatch.setattr(lesson, "make_small_engine", make)
-    monkeypatch.setattr(llama, "Tokenizer", lambda folder: real_model[1])  # both take half a second to build
-    monkeypatch.setattr(offline, "TokenBytes", token_bytes_of)
+    monkeypatch.setattr(llama, "Tokenizer", lambda folder: real_model[1])
     return make
-
-
-@functools.cache
-def token_bytes_of(tokenizer, kind=offline.TokenBytes):
-    return kind(tokenizer)
 
 
 FACTORY = (lesson.KEY, "make_small_engine")

@@ -486,14 +486,6 @@ def prompts_and_params(seed: int = 0) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_table_of_token_bytes():
-    """Reading the tokenizer's 49,152 tokens takes longer than most tests here."""
-    original, offline.TokenBytes = offline.TokenBytes, functools.cache(offline.TokenBytes)
-    yield
-    offline.TokenBytes = original
-
-
 def engine_of(model, tokenizer, config=None, drafter=None, base=None, **options):
     base = base or serving.engine_class(tokenizer=tokenizer)
     options = {"max_model_len": 64, "max_num_seqs": 4, "block_size": 4, "num_gpu_blocks_override": 80} | options

@@ -75,8 +75,8 @@ def ask(engine, names):
     return found
 
 
-@pytest.mark.parametrize(("tp", "pp", "max_loras"), [(1, 1, 1), (2, 1, 1), (4, 1, 2), (8, 1, 3), (1, 2, 2), (1, 5, 1),
-                                                     (2, 2, 2)])  # fmt: skip
+@pytest.mark.parametrize(("tp", "pp", "max_loras"), [(2, 1, 1), (1, 5, 1), (2, 2, 2), *(
+    pytest.param(*each, marks=pytest.mark.slow) for each in [(1, 1, 1), (4, 1, 2), (8, 1, 3), (1, 2, 2)])])  # fmt: skip
 def test_every_layout_answers_as_merged_weights_do(on_threads, whole, loras, tp, pp, max_loras):
     """Eight ranks share four KV heads; with fewer places than adapters, places change hands between two steps."""
     engine = on_threads(tp, pp, max_loras)

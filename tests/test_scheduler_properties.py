@@ -309,7 +309,7 @@ def machine(step: int) -> type[RuleBasedStateMachine]:
 
 TestLesson04, TestLesson10, TestLesson11 = (machine(step).TestCase for step in (4, 10, 11))
 TestLesson04.settings = TestLesson10.settings = settings(max_examples=40, stateful_step_count=40)
-TestLesson11.settings = settings(max_examples=120, stateful_step_count=50)
+TestLesson11.settings = settings(max_examples=60, stateful_step_count=50)
 
 
 @pytest.mark.slow

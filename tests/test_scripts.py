@@ -210,9 +210,12 @@ def test_values_that_cannot_be_are_refused_before_a_model_is_loaded(real_model, 
 # --- Without Triton -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.job(script_job(LESSONS[0].stem, prelude=HIDE_TRITON))
+FIRST = (LESSONS[0].stem, "--new-tokens", "4")
+
+
+@pytest.mark.job(script_job(*FIRST, prelude=HIDE_TRITON))
 def test_without_triton_the_first_lesson_runs():
-    without_triton(LESSONS[0].stem)
+    without_triton(*FIRST)
 
 
 @pytest.mark.slow
@@ -221,8 +224,8 @@ def test_without_triton_every_lesson_runs(lesson):
     without_triton(lesson)
 
 
-def without_triton(lesson):
-    done = run(lesson, prelude=HIDE_TRITON)
+def without_triton(lesson, *arguments):
+    done = run(lesson, *arguments, prelude=HIDE_TRITON)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "no Triton wheel" in done.stdout.splitlines()[0] and "✓" in done.stdout
     if "@common.kernel" in (common.HERE / f"{lesson}.py").read_text():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Collection
@@ -12,6 +13,7 @@ import pytest
 
 FILES = sorted(common.HERE.glob("*.py"))
 by_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+parse = functools.cache(ast.parse)  # five tests look at each file
 
 
 def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -22,7 +24,7 @@ def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 def untyped(source: str) -> list[str]:
     """Public functions and methods with a parameter or a result that has no type."""
     found = []
-    for scope in ast.walk(ast.parse(source)):
+    for scope in ast.walk(parse(source)):
         if not isinstance(scope, ast.Module | ast.ClassDef):
             continue
         for node in scope.body:
@@ -59,18 +61,18 @@ def undocumented(source: str) -> list[str]:
             if not ast.get_docstring(node):
                 found.append(scope + node.name)
 
-    visit(ast.parse(source).body, "")
+    visit(parse(source).body, "")
     return found
 
 
 def kernels_in(source: str) -> set[str]:
-    return {n.name for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and is_kernel(n)}
+    return {n.name for n in parse(source).body if isinstance(n, ast.FunctionDef) and is_kernel(n)}
 
 
 def undocumented_wrappers(source: str, kernels: Collection[str]) -> list[str]:
     """Functions and methods that launch one of `kernels` (another file's, too) without `Semantics:` and `Shapes:`."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.FunctionDef) and not is_kernel(node):
             launches = {  # `kernel[grid]` and `lesson.kernel[grid]`
                 ast.unparse(n.value).rpartition(".")[2]
@@ -105,7 +107,7 @@ def test_kernel_wrappers_say_what_they_compute(path):
 def test_scripts_stay_readable(path):
     lines = path.read_text().splitlines()
     assert len(lines) <= 1200
-    assert ast.get_docstring(ast.parse("\n".join(lines)))
+    assert ast.get_docstring(parse(path.read_text()))
 
 
 def test_the_checks_can_fail():

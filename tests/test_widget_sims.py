@@ -29,8 +29,8 @@ needs_node = pytest.mark.skipif(
 MOST_STATES = 20_000
 SEEDED_TEXTS = 500
 SAMPLE = {"06_serving": 5, "08_disagg": 15, "11_preemption": 3, "02_paged_attention": 40, "12_multi_lora": 20,
-          "06d_load_generator": 30, "06f_openai_api": 50}  # fmt: skip
-OTHERS = 80  # states of each other lesson in the fast tier, beside its default, presets, bet and neighbours
+          "06d_load_generator": 30, "06f_openai_api": 50, "04c_speed": 15}  # fmt: skip
+OTHERS = 60  # states of each other lesson in the fast tier, beside its default, presets, bet and neighbours
 
 Params = dict[str, Any]
 
