@@ -214,7 +214,7 @@ def test_letters_of_the_serving_loop(here, method):
     [
         ({"pipeline_parallel_size": 2}, "async_scheduling: not together with pipeline_parallel_size"),
         ({"kv_transfer_config": {"kv_connector": "TCPConnector", "kv_role": "kv_both"}},
-         r"kv_transfer_config: not together with workers \(.*async_scheduling\)"),
+         "kv_transfer_config: not together with async_scheduling"),
         ({"engine_place": "thread"}, "engine_place thread: must be process"),
     ],
 )  # fmt: skip

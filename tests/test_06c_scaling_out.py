@@ -1034,9 +1034,7 @@ def test_a_line_without_an_end_is_not_read_for_ever():
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [({"tensor_parallel_size": 2, "kv_transfer_config": {"kv_connector": "TCPConnector", "kv_role": "kv_both"}},
-      "kv_transfer_config"),
-     ({"tensor_parallel_size": 2, "engine_place": "thread"}, "engine_place"),
+    [({"tensor_parallel_size": 2, "engine_place": "thread"}, "engine_place"),
      ({"data_parallel_size": 0, "headless": True}, "data_parallel_size"),
      ({"data_parallel_size": 2, "data_parallel_size_local": 3}, "data_parallel_size_local"),
      ({"data_parallel_size": 2, "headless": True}, "data_parallel_start_rank"),

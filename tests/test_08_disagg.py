@@ -2438,16 +2438,28 @@ def test_the_proxy_wants_addresses(monkeypatch):
     assert made == [(["http://p0"], ["http://d0", "https://d1"])]
 
 
+def free_ports(count):
+    """The first of some: a rank listens at the one behind its neighbour's."""
+    while True:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            for port in range(first + 1, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+
+
 @pytest.mark.slow
-def test_two_servers_a_proxy_and_the_openai_client():
+@pytest.mark.parametrize(("prefill_tp", "decode_tp", "wire"), [
+    (1, 1, "TCPConnector"), (3, 1, "SharedMemoryConnector"), (1, 3, "TCPConnector")])  # fmt: skip
+def test_two_servers_a_proxy_and_the_openai_client(prefill_tp, decode_tp, wire):
     """The same answers as one server's, streamed and whole; also after the prefill server was killed."""
     import openai
 
     serving = common.lesson("06_serving")
-    config = {"kv_connector": "TCPConnector", "kv_port": 0, "kv_load_failure_policy": "recompute"}
+    config = {"kv_connector": wire, "kv_port": free_ports(prefill_tp), "kv_load_failure_policy": "recompute"}
     small = ("--kv-cache-gib", "0.2", "--max-model-len", "512", "--kv-transfer-config")
-    flags = [(*small, json.dumps(config | {"kv_role": role}), "--block-size", size)
-             for role, size in (("kv_producer", "16"), ("kv_consumer", "32"))]  # fmt: skip
+    flags = [(*small, json.dumps(config | {"kv_role": role}), "--block-size", size, "--tensor-parallel-size", str(tp))
+             for role, size, tp in (("kv_producer", "16", prefill_tp), ("kv_consumer", "32", decode_tp))]  # fmt: skip
     messages = [{"role": "user", "content": "Name three animals that live in the sea, and say why you chose them."}]
     want = {"model": "SmolLM2-135M-Instruct", "messages": messages, "temperature": 0, "max_tokens": 24}
     with contextlib.ExitStack() as stack:

@@ -157,10 +157,12 @@ class EngineArgs:
         if kv_transfer:
             stored = kv_transfer.kv_connector == "StoreConnector"  # an adapter's name may mean another one tomorrow
             quantized = self.kv_cache_dtype != "auto"
-            for flag, used in (("--kv-cache-dtype", quantized), ("several engines", self.scales_out),
+            for flag, used in (("--kv-cache-dtype", quantized), ("several engines", self.has_engines),
                                ("--enable-lora if blocks go to a store", stored and self.enable_lora)):  # fmt: skip
                 if used:
                     raise common.InputError(f"--kv-transfer-config: not together with {flag}")
+            if self.has_workers:
+                openai_api.companion("083_connectors_on_workers", "--kv-transfer-config").check(self)
         if self.lora_modules and not self.enable_lora:
             raise common.InputError("--lora-modules: needs --enable-lora")
         if self.enable_lora and (twice := [name for name in self.adapters if name in self.names]):
@@ -206,7 +208,12 @@ class EngineArgs:
     @property
     def scales_out(self) -> bool:
         """More than one engine, one API server, or one process or thread per engine: companion 06c's business."""
-        return self.has_workers or self.data_parallel_size > 1 or self.api_server_count > 1 or self.headless
+        return self.has_workers or self.has_engines
+
+    @property
+    def has_engines(self) -> bool:
+        """More than one engine or API server, or engines on other machines?"""
+        return self.data_parallel_size > 1 or self.api_server_count > 1 or self.headless
 
     @property
     def has_workers(self) -> bool:
@@ -263,7 +270,13 @@ def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, toke
     # In this order: a connector sees drafts as tokens; and a request whose adapter finds no place waits before any of
     # its blocks are fetched and before it gets a seat.
     engine = Engine if speculation is None else drafting_engine(Engine, speculation, async_scheduling)
-    engine = engine if kv_transfer is None else common.lesson("08_disagg").connector_engine(engine, kv_transfer)
+    if kv_transfer is not None:
+        disagg = common.lesson("08_disagg")
+        if on_workers:
+            remote = common.lesson("083_connectors_on_workers").remote_connector_engine
+            engine = remote(engine, kv_transfer, disagg.connector_scheduler)
+        else:
+            engine = disagg.connector_engine(engine, kv_transfer)
     if lora_config is None:
         return engine
     multi_lora = common.lesson("12_multi_lora")
@@ -285,14 +298,17 @@ def drafting_engine(base: type[LLMEngine], config: Any, async_scheduling: bool) 
 
 
 def worker_runner(kv_cache_dtype: str, enforce_eager: bool, tokenizer: llama.Tokenizer | None, lora_config: Any,
-                  speculation: Any, drafts: bool, async_scheduling: bool) -> Any:  # fmt: skip
+                  speculation: Any, drafts: bool, async_scheduling: bool, kv_transfer: Any = None) -> Any:  # fmt: skip
     """What a worker of lesson 06c runs, while its engine is elsewhere. Without `drafts` it computes those of others."""
-    enforce_eager = enforce_eager or lora_config is not None
+    enforce_eager = enforce_eager or lora_config is not None or kv_transfer is not None
     runner = engine_class(kv_cache_dtype, enforce_eager, tokenizer, speculation=speculation,
                           async_scheduling=async_scheduling).runner_class  # fmt: skip
     if speculation is not None and not drafts:
         silent = common.lesson("07_spec_decode").Drafter()  # this worker does not sample, so its drafter is never asked
         runner = type(runner.__name__, (runner,), {"make_drafter": staticmethod(lambda config, model: silent)})
+    if kv_transfer is not None:
+        runner = common.lesson("08_disagg").connector_runner(runner)
+        runner = common.lesson("083_connectors_on_workers").worker_runner(runner, kv_transfer)
     if lora_config is None:
         return runner
     mine = common.lesson("122_adapters_on_workers").WorkerAdapters(lora_config)

@@ -381,7 +381,7 @@ def served_runner(args: Any, samples: bool) -> type:
     tokenizer = llama.Tokenizer(llama.model_folder(args.model)) if samples else None
     eager = args.enforce_eager or args.world_size > 1
     return serving.worker_runner(args.kv_cache_dtype, eager, tokenizer, args.lora_config, args.speculation, samples,
-                                 args.async_scheduling)  # fmt: skip
+                                 args.async_scheduling, args.kv_transfer)  # fmt: skip
 
 
 class Worker:
@@ -1001,7 +1001,10 @@ def parallel_engine(base: type[Any], executor: Executor, parallel: ParallelConfi
     `skeleton`."""
 
     class ParallelEngine(base):
-        runner_class = staticmethod(lambda model, scheduler, seed: RemoteRunner(executor, parallel, scheduler, seed))
+        remote_runner_class = getattr(base, "remote_runner_class", RemoteRunner)
+        runner_class = staticmethod(
+            lambda model, scheduler, seed: ParallelEngine.remote_runner_class(executor, parallel, scheduler, seed)
+        )
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)

@@ -119,9 +119,6 @@ def check_args(args: Any) -> None:
             raise common.InputError(f"{name} {getattr(args, name)!r}: must be one of {', '.join(filter(None, values))}")
     if args.engine_place != "process":
         raise common.InputError(f"engine_place {args.engine_place}: must be process when an engine has several")
-    if args.has_workers and args.kv_transfer_config:
-        raise common.InputError("kv_transfer_config: not together with workers (tensor_parallel_size, "
-                                "pipeline_parallel_size, distributed_executor_backend, async_scheduling)")  # fmt: skip
     if args.async_scheduling and args.pipeline_parallel_size > 1:
         raise common.InputError("async_scheduling: not together with pipeline_parallel_size, whose first stage would "
                                 "have to know the tokens before the scheduler does")  # fmt: skip
