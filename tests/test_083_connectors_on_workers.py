@@ -96,8 +96,13 @@ def check_nothing_is_kept(monkeypatch, *engines):
         assert not any(kept)
 
 
-@pytest.mark.parametrize("wire", ["TCPConnector", "SharedMemoryConnector"])
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 2), (1, 2), (2, 1), (4, 1), (1, 8)])
+WIRES = ["TCPConnector", "SharedMemoryConnector"]
+FAST = [(2, 1, WIRES[0]), (2, 2, WIRES[1]), (1, 8, WIRES[0])]
+SLOW = [pytest.param(*degrees, wire, marks=pytest.mark.slow) for wire in WIRES
+        for degrees in [(1, 1), (2, 2), (1, 2), (2, 1), (4, 1), (1, 8)] if (*degrees, wire) not in FAST]  # fmt: skip
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp", "wire"), [*FAST, *SLOW])
 def test_a_prompt_goes_from_ranks_to_ranks(build, monkeypatch, prefill_tp, decode_tp, wire):
     """Eight ranks share four KV heads: then each of four is read by two."""
     prefill, decode = build(prefill_tp, "kv_producer", wire), build(decode_tp, "kv_consumer", wire)
@@ -133,7 +138,7 @@ def test_a_preempted_prefill_offers_nothing_old(build, monkeypatch):
     check_nothing_is_kept(monkeypatch, prefill, decode)
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("policy", ["recompute", pytest.param("fail", marks=pytest.mark.slow)])
 def test_one_rank_whose_wire_stalls(build, monkeypatch, policy):
     """Its partner gives up, the other rank is told, and nothing is decided before both have said so."""
     prefill = build(2, "kv_producer", kv_lease_duration=2.0)
