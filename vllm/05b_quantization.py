@@ -1094,8 +1094,8 @@ def show_layer(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.To
 
     W, (X, fresh) = model.linear[names[1]].weight.float().cpu(), inputs[names[1]].float().cpu().chunk(2)
     token, channel = divmod(int(X.abs().argmax()), X.shape[1])
-    common.say(f"{names[1]}, token {token % 256} of its window, input {channel}: {X[token, channel].abs():,.0f}. "
-               f"The largest input of the median token: {X.abs().amax(1).median():.1f}.")  # fmt: skip
+    common.say(f"Largest input of {names[1]}: {X[token, channel].abs():,.0f}, at token {token % 256} of its window, "
+               f"channel {channel}. Of the median token: {X.abs().amax(1).median():.1f}.")  # fmt: skip
     rows, expected = [], X @ W.T
     for smooth, per_tensor in ((False, True), (True, True), (False, False)):
         label = "  and SmoothQuant" if smooth else f"one scale {'for all tokens' if per_tensor else 'per token'}"

@@ -4,10 +4,10 @@ The question: a decode step reads every weight once. If eight GPUs read an eight
 what must they tell each other so that the answer stays the same?
 
 The mechanism:
-  1. Cut the first matrix of a block by output columns: every rank computes some neurons, or some heads, alone.
+  1. Cut the first matrix of a block by its outputs: every rank computes some neurons, or some heads, alone.
   2. What stands between the two matrices (SiLU and product, RoPE and attention) is per neuron, or per head: no
      communication.
-  3. Cut the second matrix by input rows, so that it takes exactly what the rank has. It yields a partial sum.
+  3. Cut the second matrix by its inputs, so that it takes exactly what the rank has. It yields a partial sum.
   4. One all-reduce adds the partial sums. Every rank has the whole result, which is what the next block starts from.
   5. So: one all-reduce per attention, one per MLP; one for the embedding, and the logits are gathered.
   6. Query heads are divided. KV heads too or, where there are fewer of them than ranks, copied.
@@ -1000,7 +1000,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_tensor_parallel_size(config, n)
     start_context()  # its imports run beside what follows
 
-    common.heading("1. One MLP block: first matrix by output columns, second by input rows")
+    common.heading("1. One MLP block: the first matrix cut by its outputs, the second by its inputs")
     H, I = config.hidden_size, config.intermediate_size
     shapes = ((5, H), (I, H), (H, I))
     x, a, b = (torch.randn(shape, device=common.device()) for shape in shapes)
@@ -1008,7 +1008,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.check(f"a sum over {n} slices of the {I} neurons", mlp_in_slices(x, a, b, n), mlp(x, a, b))
     wrong = sum(F.silu(x_r @ a_r.T) for x_r, a_r in zip(x.chunk(max(2, n), 1), a.chunk(max(2, n), 1)))
     error = common.relative_error(wrong, F.silu(x @ a.T))
-    common.say(f"Cut the first by rows, and SiLU meets partial sums: error {error:.2f}, unless you add them up before")
+    common.say(f"Cut the first by inputs, and SiLU gets partial sums: error {error:.2f}, unless they are added first")
 
     common.heading("2. What a rank owns (bf16)")
     rows = []
@@ -1069,7 +1069,7 @@ def tell_of_ranks(args: argparse.Namespace, ranks: Ranks, tokenizer: llama.Token
                        [rank["logits"].equal(members[0]["logits"]) for rank in members], [True] * n)  # fmt: skip
     common.check_equal(f"{len(prompts)} requests: the same tokens as the whole model", members[0]["tokens"],
                        whole.token_ids)  # fmt: skip
-    common.check_equal("every rank's scheduler and sampler came to the same", [r["tokens"] for r in members],
+    common.check_equal("every rank's scheduler and sampler chose the same tokens", [r["tokens"] for r in members],
                        [whole.token_ids] * n)  # fmt: skip
     seeded = all_logits(seeded_model(model.device), range(40))
     for size, what in ((2, "one KV head each"), (4, "each KV head on two ranks")):

@@ -1091,7 +1091,7 @@ def show_table(table: dict[str, dict[str, Any]]) -> None:
     rows = [[name, f"{facts()['bits'][name]:.2f}", f"{capacities[name]['tokens_per_gib']:,.0f}",
              f"{capacities[name]['ratio']:.1f}x", f"{row['error']:.1%}", f"{row['perplexity']:.2f}", row["needles"]]
             for name, row in table.items()]  # fmt: skip
-    common.table(["", "bits/element", "tokens/GiB", "of bf16", "error", "perplexity", f"needles of {len(NEEDLES)}"],
+    common.table(["", "bits/element", "tokens/GiB", "of bf16's", "error", "perplexity", f"needles of {len(NEEDLES)}"],
                  rows)  # fmt: skip
 
 
@@ -1164,7 +1164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = [key for key in dict.fromkeys(("fp8", "int8_per_token_head", name)) if key != "auto"]
     errors = attention_errors(model, evaluation_tokens(tokenizer, 96), names)
     rows = [[key, f"{sum(e) / len(e):.1%}", f"{max(e):.1%}", e.index(max(e))] for key, e in errors.items()]
-    common.table(["", "mean error", "of the worst layer", "which is"], rows)
+    common.table(["", "mean error", "largest", "in layer"], rows)
 
     common.heading("4. One query among eight keys of sixteen channels, one of them an outlier (the widget)")
     common.say(describe(simulate(WIDGET_DEFAULT)))
@@ -1177,8 +1177,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     common.heading("6. What 8 bits buy on a GPU, by others' measurements")
     itl, hopper = f["itl"], f["hopper"]["b32_s4096"]
-    common.say(f"H100, Llama-3.1-8B: {itl['extra_ms']:.2f} ms more per step and {itl['slope_ratio']:.0%} of the slope: "
-               f"pays from {itl['break_even_tokens']:,.0f} tokens of one request on.")  # fmt: skip
+    common.say(f"H100, Llama-3.1-8B: {itl['extra_ms']:.2f} ms more per step, {itl['slope_ratio']:.0%} of the time per "
+               f"cached token: pays from {itl['break_even_tokens']:,.0f} tokens of one request on.")  # fmt: skip
     common.say(f"H200, FA3 decode, 32 x 4,096 tokens: {hopper['bf16_us']} -> {hopper['fp8_us']} µs, "
                f"{hopper['speedup']:.2f}x; {hopper['bf16_tb_s']:.2f} -> {hopper['fp8_tb_s']:.2f} TB/s.")  # fmt: skip
 
