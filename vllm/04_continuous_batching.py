@@ -1,4 +1,4 @@
-"""04 · Continuous batching: who runs in the next step?
+"""04 · Continuous batching: which requests run in the next step?
 
 The question: requests want 10 tokens, or 500. A batch that runs until its longest member is done leaves seats empty;
 how does an engine keep them filled, what is that worth, and when is it worth nothing?

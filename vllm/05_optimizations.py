@@ -443,7 +443,7 @@ class QueuedEngineCore(continuous_batching.EngineCore):
         time.sleep(self.overhead)
         while len(self.queue) < self.depth:
             output = self.scheduler.schedule()
-            future = self.worker.submit(output, self.scheduler.kv_cache_manager)  # even if empty: it says who is gone
+            future = self.worker.submit(output, self.scheduler.kv_cache_manager)  # even if empty: it says what is gone
             if not output.num_scheduled_tokens:
                 break
             self.queue.append((output, future))
