@@ -1,17 +1,17 @@
-"""04 · Continuous batching: who runs in the next step?
+"""04 · Continuous batching: which requests run in the next step?
 
 The question: requests want 10 tokens, or 500. A batch that runs until its longest member is done leaves seats empty;
 how does an engine keep them filled, what is that worth, and when is it worth nothing?
 
 The mechanism:
-  1. One forward pass yields one token for every sequence in it, whoever they are: so choose them anew for every pass.
+  1. One forward pass yields one token for every sequence in it, whichever these are: so choose them anew every time.
   2. A `Request` is its tokens, and how many of them have their keys and values in the cache. It is behind by the rest.
-  3. `Scheduler.schedule()`: those who run go on; then the head of the waiting queue is admitted while there is a seat
-     (max_num_seqs), budget for its prompt (max_num_batched_tokens) and room in lesson 02's blocks.
-  4. The model runs all of it as one flat list of tokens: prompts of newcomers beside single tokens of the others.
+  3. `Scheduler.schedule()`: running requests go on; then the head of the waiting queue is admitted while there is a
+     seat (max_num_seqs), budget for its prompt (max_num_batched_tokens) and room in lesson 02's blocks.
+  4. The model runs all of it as one flat list of tokens: prompts of new requests beside single tokens of the others.
   5. `Scheduler.update_from_output()` appends what was sampled, ends requests and frees their blocks, for the next step.
   6. This first scheduler is careful: it admits a request only if all of it, to its last token, fits. So it never has
-     to take blocks back. Lesson 10 lets it cut prompts; lesson 11 lets it be optimistic, and preempt.
+     to take blocks back. Lesson 10 lets it cut prompts; lesson 11 admits on less, and takes blocks back (preempts).
 The companion 04b_offline_engine.py puts sampling, text and `LLM.generate()` around it.
 
 Numbers to remember: with lengths drawn token by token, static batching uses 1/(1 + 1/2 + … + 1/slots) of its slots:
@@ -20,7 +20,7 @@ Numbers to remember: with lengths drawn token by token, static batching uses 1/(
 How to run:
   uv run python vllm/04_continuous_batching.py                    the whole story
   uv run python vllm/04_continuous_batching.py --max-num-seqs 1   one at a time: same tokens, several times the steps
-  uv run python vllm/04_continuous_batching.py --num-blocks 34    break it: a pool for one long sequence seats few
+  uv run python vllm/04_continuous_batching.py --num-blocks 34    break it: blocks for 22 of 32 requests at a time
   uv run python vllm/04_continuous_batching.py --bench            minutes: throughput beside Transformers and the floor
 
 Read for this: Yu et al. 2022 (Orca: iteration-level scheduling), Kwon et al. 2023 (PagedAttention), Graham 1966 (list
@@ -172,7 +172,7 @@ class Request:
     """One sequence on its way through the engine (`vllm/v1/request.py`).
 
     There is no prefill phase and no decode phase. A request is behind by `num_tokens - num_computed_tokens` tokens,
-    and every step lets it catch up by some of them. Whoever decodes is behind by exactly 1: the token sampled last.
+    and every step lets it catch up by some of them. One that decodes is behind by exactly 1: the token sampled last.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Request:
         self.sampling_params = sampling_params
         self.arrival_time = time.time() if arrival_time is None else arrival_time
         self.priority = priority  # smaller is more important
-        self.cache_salt = cache_salt  # lesson 05: who uses different salts shares nothing
+        self.cache_salt = cache_salt  # lesson 05: requests with different salts share nothing
         self.lora_name = lora_name  # lesson 12
         self.max_tokens = math.inf if sampling_params.max_tokens is None else sampling_params.max_tokens
         self.eos_token_id = None if sampling_params.ignore_eos else eos_token_id
@@ -276,7 +276,7 @@ class FCFSRequestQueue(deque):
 
 
 class PriorityRequestQueue:
-    """The smallest `(priority, arrival_time)` first, whoever comes back included."""
+    """The smallest `(priority, arrival_time)` first, also among preempted requests (lesson 11)."""
 
     def __init__(self) -> None:
         self._heap: list[Request] = []
@@ -436,14 +436,14 @@ class Scheduler:
         return output
 
     def _schedule_running(self, output: SchedulerOutput) -> None:
-        """Whoever runs goes on. Its blocks were taken when it was admitted."""
+        """Running requests go on. Their blocks were taken when they were admitted."""
         for request in self.running:
             if num_new_tokens := self._num_new_tokens(request):
                 output.scheduled_running_reqs.append(request)
                 self._grant(request, num_new_tokens, output)
 
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
-        """Admit from the head of the queue while budget, seats and blocks last. Nobody overtakes the head."""
+        """Admit from the head of the queue while budget, seats and blocks last. No request overtakes the head."""
         while self.waiting and self.token_budget > 0 and len(self.running) < self.max_num_running_reqs:
             request = self.waiting.peek_request()
             num_new_tokens = self._admit(request)
@@ -559,12 +559,12 @@ class EngineCore:
         return self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> list[EngineCoreOutput]:
-        """One forward pass for everyone who is scheduled."""
+        """One forward pass for all that are scheduled."""
         output = self.scheduler.schedule()
         return self.scheduler.update_from_output(output, self.execute_model(output))
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """Run the model on the scheduled tokens. Returns {request id: sampled tokens} for whoever has caught up."""
+        """Run the model on the scheduled tokens. Returns {request id: sampled tokens} for those that have caught up."""
         raise NotImplementedError
 
 
@@ -670,7 +670,7 @@ class ModelRunner:
         return self.model.forward(token_ids, meta.positions, self.attend(meta))
 
     def score_prompts(self, hidden: torch.Tensor, meta: AttentionMetadata, requests: Sequence[Request]) -> None:
-        """Nothing. The companion 04b finds log probabilities of prompts here, for those who ask."""
+        """Nothing. The companion 04b finds log probabilities of prompts here, for requests that ask."""
 
     def make_cache(self, model: llama.Llama, num_blocks: int, block_size: int) -> PagedKVCache:
         """The memory behind the block tables. Companion 05d keeps it in fewer bits."""
@@ -731,8 +731,8 @@ class ModelEngineCore(EngineCore):
 class StaticScheduler(Scheduler):
     """Request-level batching: fill the seats, run until the last one is done, only then look at the queue again.
 
-    Kind to static batching: it starts with whoever is there instead of waiting for a full batch, and a finished
-    sequence costs nothing while its seat stands empty (a padded batch would go on computing it).
+    Kind to static batching: it starts with the requests that are there instead of waiting for a full batch, and a
+    finished sequence costs nothing while its seat stands empty (a padded batch would go on computing it).
     """
 
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
@@ -744,7 +744,7 @@ POLICIES = {"static": StaticScheduler, "continuous": Scheduler}
 
 
 class DryRun(EngineCore):
-    """The loop without a model: everybody's next token is 0, and only the books are kept."""
+    """The loop without a model: every next token is 0, and only queues, budget and blocks are kept."""
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
         self.batch = [*map(int, output.num_scheduled_tokens)]
@@ -753,7 +753,7 @@ class DryRun(EngineCore):
 
 @dataclass
 class Timeline:
-    """A run of the scheduler: who sat where in which step. Times are steps; an output token takes one."""
+    """A run of the scheduler: which request had which seat in which step. An output token takes a step."""
 
     lanes: list[list[int | None]]  # per step and seat: the request that computed something there
     waiting: list[int]  # per step: requests that have arrived and were not admitted
@@ -821,7 +821,8 @@ def timeline(policy: str, seats: int, outputs: Sequence[int], prompts: Sequence[
 
 
 def lower_bound(seats: int, outputs: Sequence[int], arrivals: Sequence[int]) -> int:
-    """No schedule ends earlier: somebody's last token needs its steps, and all work that arrives from t on its seats.
+    """No schedule ends earlier: a request needs a step for each token, and `seats` tokens are all that a step yields,
+    so all tokens of the requests that arrive from t on need ⌈their sum/seats⌉ steps after t.
 
     For requests that are all there at step 0 it is max(longest, ⌈sum/seats⌉).
     """
@@ -981,7 +982,7 @@ PROMPTS = [
     "In Python, a list is", "The best thing about winter is",
 ]  # fmt: skip
 NUM_REQUESTS = 32
-OUTPUTS = [4, 6, 5, 24] * 8  # tokens wanted: one in four talks
+OUTPUTS = [4, 6, 5, 24] * 8  # tokens wanted: one in four is long
 
 
 def make_core(model: llama.Llama, policy: str = "continuous", max_num_seqs: int = 32, num_blocks: int = 1024,
@@ -1015,7 +1016,7 @@ def serve(core: ModelEngineCore, prompts: Sequence[Sequence[int]], outputs: Sequ
         start = time.perf_counter()
         heard = core.step()
         served.seconds.append(time.perf_counter() - start)
-        served.batch.append(len(heard))  # whole prompts only: everybody in the step gets a token
+        served.batch.append(len(heard))  # whole prompts only: each request in the step gets a token
         for output in heard:
             served.token_ids[int(output.request_id)] += output.new_token_ids
             if output.finish_reason:
@@ -1108,7 +1109,7 @@ def benchmark(model: llama.Llama, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_transformers(model_name: str | None, like: llama.Llama) -> Any:
-    """The same weights in Transformers, or None (said aloud) where it is not installed."""
+    """The same weights in Transformers, or None (and SKIPPED is printed) where it is not installed."""
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
@@ -1123,7 +1124,7 @@ def build_parser() -> common.Parser:
     p.add_argument("--max-num-seqs", type=common.number(int, 1, 256), default=32, metavar="N",
                    help="sequences in one step (default %(default)s; 1 serves them one by one)")  # fmt: skip
     p.add_argument("--num-blocks", type=common.number(int, 2), default=1024, metavar="N",
-                   help="KV blocks of 16 tokens (default %(default)s; 34 seat few, below 33 is refused)")  # fmt: skip
+                   help="KV blocks of 16 tokens (default %(default)s; 34 hold few, below 33 is refused)")  # fmt: skip
     return p
 
 
@@ -1167,12 +1168,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     common.heading("4. Why slots need pages: one memory, kept in two ways")
     found = numbers["reserved"]
-    common.table(["KV cache", "sequences at once", "most", "steps"], [
+    common.table(["KV cache", "sequences at once, mean", "most", "steps"], [
         [name, f"{found[key]['mean']:.1f}", found[key]["most"], found[key]["steps"]]
         for name, key in ((f"reserved, {found['max_model_len']} each", "reserved"), ("paged, blocks of 16", "paged"))
     ])  # fmt: skip
     common.say(f"{found['requests']} requests, {found['pool_tokens']:,} token slots: {found['gain']:.1f}x fewer steps. "
-               "Both are continuous; only one has seats to offer")  # fmt: skip
+               "Both batch continuously; paging seats more")  # fmt: skip
 
     common.heading("5. The same requests on 8 seats, in seconds")
     rows, runs = [], {}

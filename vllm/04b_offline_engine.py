@@ -1,7 +1,7 @@
 """04b · The offline engine: from logits to text.
 
-The question: lesson 04 decides who runs, and gets back one row of logits for each. What happens between that row and
-the words a caller reads, if 32 callers in one batch want 32 different things?
+The question: lesson 04 decides which requests run, and gets back one row of logits for each. What happens between that
+row and the words a caller reads, if 32 callers in one batch want 32 different things?
 
 The mechanism:
   1. Adjust: forbid stopping too early (min_tokens), add logit_bias, apply penalties. This can change even the argmax.
@@ -15,12 +15,12 @@ The mechanism:
   7. A prompt is scored where it is computed: row i of a chunk holds what the model expects as token i + 1.
   8. `LLMEngine` validates, queues, steps and answers; `LLM.generate` and `LLM.chat` are loops around it.
 
-Numbers to remember: a seeded request needs 2 words of state (seed, count). An emoji may be 4 tokens, of which 3 show
-nothing. To hold back one stop string of s characters costs a stream s − 1 characters of delay.
+Numbers to remember: a seeded request needs 2 integers of state (seed, count). An emoji may be 4 tokens, of which 3 show
+nothing. With a stop string of s characters a stream always stays s − 1 characters behind.
 
 How to run:
   uv run python vllm/04b_offline_engine.py                    the whole story
-  uv run python vllm/04b_offline_engine.py --temperature 1.5  what the model says when it is warm
+  uv run python vllm/04b_offline_engine.py --temperature 1.5  what the model says at a high temperature
   uv run python vllm/04b_offline_engine.py --decode-tokens    break it: decode token by token, and the check fails
   uv run python vllm/04b_offline_engine.py --bench            a minute: what each kind of sampling costs a step
 
@@ -218,7 +218,7 @@ def distribution(logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.T
     if (top_p < 1).any():
         # Nearly always a few hundred candidates hold top_p of the mass; only other rows are sorted to the end.
         limited, lowest = (top_p < 1).nonzero().flatten(), z.new_full((len(z),), -math.inf)
-        few = min(CANDIDATES, int(top_k[limited].max()) + 1, vocab)  # of top_k = 50 tokens, nobody need look for 1,024
+        few = min(CANDIDATES, int(top_k[limited].max()) + 1, vocab)  # if top_k leaves 50, 51 are enough
         for width in sorted({few, vocab}):
             best = z[limited].topk(width, dim=1).values  # [r, width], descending
             p = (best - z[limited].logsumexp(1, keepdim=True)).exp().double()
@@ -315,8 +315,8 @@ class Sampler:
 
 
 class StepLogprobs(dict):
-    """{request id: one dictionary for each token of the step}, where a step brings several (lesson 07); who asks for a
-    request again gets the next."""
+    """{request id: one dictionary for each token of the step}, where a step brings several (lesson 07); each look-up of
+    a request takes the next one."""
 
     def __getitem__(self, request_id: str) -> dict[int, Logprob]:
         return super().__getitem__(request_id).pop(0)
@@ -329,7 +329,7 @@ class SamplingModelRunner(ModelRunner):
         super().__init__(model, scheduler)
         self.sampler = Sampler()
         self.states: dict[str, SamplingState] = {}
-        self.logprobs: dict[str, dict[int, Logprob]] = {}  # of the last step, for those who asked
+        self.logprobs: dict[str, dict[int, Logprob]] = {}  # of the last step, for requests that ask
         self.prompt_logprobs: dict[str, list[dict[int, Logprob] | None]] = {}  # of prompts that the last step completed
         self.scored: dict[str, list[dict[int, Logprob] | None]] = {}  # of prompts, as far as they have come
         self.seeds = random.Random(seed)  # for requests that bring none
@@ -359,7 +359,7 @@ class SamplingModelRunner(ModelRunner):
     def score_prompts(self, hidden: torch.Tensor, meta: Any, requests: Sequence[Request]) -> None:
         """The row of token i holds what the model expects as token i + 1: log p(xᵢ₊₁ | x₀…xᵢ), chunk by chunk.
 
-        Who was preempted and computes a prompt once more goes on where its list ends. Shapes: hidden [T, hidden].
+        A request that was preempted and computes it again goes on where its list ends. Shapes: hidden [T, hidden].
         """
         if not self.scored:
             return
@@ -703,11 +703,11 @@ class LLMEngine:
     # -- one step --
 
     def step(self) -> list[RequestOutput]:
-        """One forward pass for everyone who is scheduled; returns what callers should hear of."""
+        """One forward pass for all that are scheduled; returns what is new for callers."""
         heard: list[RequestOutput] = []
         outputs = self.core.step()
         scored = self.core.runner.prompt_logprobs
-        while scored:  # taken out: a letter may be read in several turns
+        while scored:  # emptied: companion 06e comes here several times with the scores of one step
             request_id, entries = scored.popitem()
             if sequence := self.sequences.get(request_id):
                 sequence.prompt_logprobs = [entry and self._decoded(entry) for entry in entries]

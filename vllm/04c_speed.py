@@ -9,7 +9,7 @@ The mechanism:
      weights in the order in which the processor reads them, keys and values where they lie. The same tokens always.
   4. Each operation costs some microseconds however small it is: count them, layer by layer.
   5. A profile: products, attention, the batch's tensors, the rest of the model, sampling, the scheduler.
-  6. Ten thousand who wait: a step must not look at those who are not in it.
+  6. Ten thousand waiting requests: a step must not look at requests that are not in it.
   7. The peers, side by side: Transformers, and the real vLLM on a CPU.
 
 Numbers to remember: a step of SmolLM2 in fp32 reads 538 MB of weights whatever the batch, and does 0.27 GFLOP per row.
@@ -17,8 +17,8 @@ Attention in a loop over B sequences is 5·B operations in every layer; at once,
 
 How to run:
   uv run python vllm/04c_speed.py                  the stages, their operations, a profile, a long queue
-  uv run python vllm/04c_speed.py --sequences 32   the same with more company; 1: where batching buys nothing
-  uv run python vllm/04c_speed.py --rescan         break it: a scheduler that looks at everybody, every step
+  uv run python vllm/04c_speed.py --sequences 32   the same with more sequences; 1: where batching buys nothing
+  uv run python vllm/04c_speed.py --rescan         break it: a scheduler that sorts its whole queue in every step
   uv run python vllm/04c_speed.py --bench          ten minutes: 32 prompts of 128 tokens, and the peers
   uv run python vllm/04c_speed.py --bench --vllm ENV/bin/python    with vLLM from another environment among them
 
@@ -302,11 +302,11 @@ def profile(core: batching.ModelEngineCore, prompts: Sequence[list[int]], n_out:
 PROFILED = {"attention in a loop": STAGES[0], "batched, not packed": STAGES[3], "final": STAGES[-1]}
 
 
-# --- 6. Ten thousand who wait -----------------------------------------------------------------------------------------
+# --- 6. Ten thousand waiting requests ---------------------------------------------------------------------------------
 
 
 class RescanningScheduler(Scheduler):
-    """A scheduler that sorts its queue before every step: right, and slower with everybody who joins it."""
+    """A scheduler that sorts its queue before every step: right, and slower with every request that joins it."""
 
     def _schedule_waiting(self, output: batching.SchedulerOutput) -> None:
         waiting = sorted(self.waiting)
@@ -316,7 +316,7 @@ class RescanningScheduler(Scheduler):
 
 
 def scheduler_seconds(running: int, waiting: int, steps: int = 40, kind: type[Scheduler] = Scheduler) -> float:
-    """Median seconds of a step without a model: `running` requests decode, `waiting` more hope for a seat."""
+    """Median seconds of a step without a model: `running` requests decode, `waiting` more wait for a seat."""
     config = batching.SchedulerConfig(2048, running, max(2048, 16 * running))
     per_request = -(-(16 + steps + 8) // 16)
     core = batching.DryRun(kind(config, batching.KVCacheManager(1 + running * per_request, 16, 2048)))
@@ -517,7 +517,7 @@ def vllm_peer(python: str, model_folder: Path) -> Iterator[Callable[..., dict[st
 
 
 def random_twins(name: str) -> tuple[llama.Llama, Any]:
-    """A model of lesson 01's table in bf16, and its like in Transformers; the time of a step is not in the weights."""
+    """A model of lesson 01's table in bf16, and its like in Transformers, with random weights: the time is the same."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config, device = kv_cache.llama_config(kv_cache.MODELS[name]), common.device()
@@ -580,7 +580,7 @@ def throughput(model: llama.Llama, folder: Path, ask: Callable | None) -> dict[s
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(3):
             for name, run in runs.items():
-                time.sleep(0.5)  # whose turn it was has threads that still spin
+                time.sleep(0.5)  # threads of the one before still spin for a while
                 seconds[name].append(run(n))
         mine: dict[str, Any] = {"floor": n * n_out / floor_seconds(model, n, n_in, n_out)}
         for name, each in seconds.items():
@@ -655,7 +655,7 @@ def benchmark(args: argparse.Namespace, model: llama.Llama) -> dict[str, Any]:
 
 
 def print_profiles(profiles: dict[str, dict[str, float]]) -> None:
-    """Per part of a decode step: ms, and its share; one column per core."""
+    """Per part of a decode step: ms, and its share; one column for each profiled stage."""
     total = {name: sum(parts.values()) for name, parts in profiles.items()}
     rows = []
     for part, text in PARTS.items():
@@ -734,7 +734,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, stage in PROFILED.items() if stage is not STAGES[3]
     })  # fmt: skip
 
-    common.heading("5. Who waits costs nothing: a step of the scheduler, without a model")
+    common.heading("5. Waiting requests cost nothing: a step of the scheduler, without a model")
     kind, rows = RescanningScheduler if args.rescan else Scheduler, []
     for running, waiting in ((100, 0), (1000, 0), (1000, 10_000)):
         seconds = scheduler_seconds(running, waiting, kind=kind)

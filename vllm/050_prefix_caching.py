@@ -1,11 +1,11 @@
 """050 · Automatic prefix caching: the first part of lesson 05, and the cache under every later engine.
 
 A block of the KV cache that is full is never written again, and causal attention makes its contents a function of the
-tokens up to its end. So whoever has the same tokens so far can read it. From the bottom up:
+tokens up to its end. So any request with the same tokens so far can read it. From the bottom up:
   * the reference: a cache that forgets nothing and compares tokens;
   * the key of a full block, a hash of all tokens up to its end;
   * `CachingBlockPool`: an index from keys to blocks, and a free queue in which cached blocks live longest;
-  * `PrefixCachingKVCacheManager`: block tables that begin with blocks which somebody else has computed;
+  * `PrefixCachingKVCacheManager`: block tables that begin with blocks computed for earlier requests;
   * `PrefixCachingScheduler`: lesson 04's, looking before it admits;
   * what that finds, counted without a model: by formula, and by pool size for a workload of chats.
 Lesson 05 serves the real model with it, breaks it (`--hash-bits 8`), and goes on to the other entries of its catalog.
@@ -72,7 +72,7 @@ class CachingBlockPool(BlockPool):
     """A block pool with an index of full blocks (`vllm/v1/core/block_pool.py`).
 
     "Free" and "cached" do not exclude each other: a block whose last owner left keeps its content and its key until
-    it is handed out for something else. That is the only eviction there is, and nobody decides it.
+    it is handed out for something else. There is no other eviction, and no policy but this order.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -144,7 +144,7 @@ class PrefixCachingKVCacheManager(KVCacheManager):
     def update_block_hashes(self, request: Request) -> None:
         """Extend `request.block_hashes` to all its full blocks, generated tokens included.
 
-        A salt separates whoever uses it from everybody else; through the chain it needs to be in the first block only.
+        Requests share blocks only if their salts are equal; through the chain it need be in the first block only.
         The adapter changes every layer's keys and values, so its name is in every block.
         """
         hashes, size = request.block_hashes, self.block_size
@@ -176,7 +176,7 @@ class PrefixCachingKVCacheManager(KVCacheManager):
     def get_num_blocks_to_allocate(
         self, request: Request, num_tokens: int, new_computed_blocks: Sequence[int] = ()
     ) -> int:
-        """Blocks that will leave the free queue: those missing, and those found in the cache that nobody owns."""
+        """Blocks that will leave the free queue: those missing, and those found in the cache that have no owner."""
         missing = super().get_num_blocks_to_allocate(request, num_tokens)
         if not new_computed_blocks:
             return missing
@@ -226,7 +226,7 @@ class PrefixCachingKVCacheManager(KVCacheManager):
         self.num_cached_block.pop(request.request_id, None)
 
 
-# --- Who looks, and when ----------------------------------------------------------------------------------------------
+# --- The scheduler looks before it admits -----------------------------------------------------------------------------
 
 
 class PrefixCachingScheduler(Scheduler):
@@ -240,7 +240,7 @@ class PrefixCachingScheduler(Scheduler):
             if manager.allocate_slots(request, slots, computed_blocks) is not None:
                 request.num_cached_tokens = request.num_computed_tokens
                 return num_new_tokens
-        request.num_computed_tokens = 0  # a lookup that admits nobody changes nothing
+        request.num_computed_tokens = 0  # a lookup without admission changes nothing
         return 0
 
     def _grant(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> None:
@@ -263,7 +263,7 @@ def prefill_factor(prefix: int, message: int, requests: int, block_size: int = B
     return requests * total / (total + (requests - 1) * (total - hit))
 
 
-# How large must the pool be? It depends on how much is asked between a turn and the next. So: a workload with
+# How large must the pool be? It depends on how much else is asked between two turns of a chat. So: a workload with
 # parameters, served one request at a time through the real manager, without a model.
 
 CHATS = {"conversations": 40, "system": 256, "turns": 5, "message": 60, "answer": 140, "gap_s": 1, "thinking_s": 8}
@@ -271,7 +271,7 @@ CHATS = {"conversations": 40, "system": 256, "turns": 5, "message": 60, "answer"
 
 def chat_workload(seed: int = 0) -> list[tuple[list[int], list[int]]]:
     """[(prompt, answer)] in order of arrival. Turns, message and answer lengths are geometric with the means in CHATS;
-    conversations start as a Poisson process, and their readers think for exponential times."""
+    conversations start as a Poisson process, and the time between an answer and the next message is exponential."""
     rng = random.Random(seed)
 
     def draw(mean: float) -> int:

@@ -108,7 +108,7 @@ def graph_runner(base: type[ModelRunner], graph_class: Callable[[], Any] | None 
                  largest: int = 512) -> type[ModelRunner]:  # fmt: skip
     """`base` with its forward pass captured: vLLM's default (FULL_AND_PIECEWISE); `--enforce-eager` switches it off.
 
-    Full: a step in which everybody decodes is one graph, attention included, if attention runs as a kernel (the CPU's
+    Full: a step in which every request decodes is one graph, attention included, if that runs as a kernel (the CPU's
     reads lengths in Python). Piecewise, for all other steps of up to `largest` tokens: a graph ends in front of every
     attention and another goes on behind it; attention runs as always, prompts included.
     Without a GPU nothing is captured, unless a `graph_class` says how (`Tape`). A `base.forward` that decides by
@@ -124,7 +124,7 @@ def graph_runner(base: type[ModelRunner], graph_class: Callable[[], Any] | None 
             config, size = scheduler.config, scheduler.kv_cache_manager.block_size
             self.sizes = capture_sizes(min(largest, config.max_num_batched_tokens)) if graph_class else []
             self.captured: dict[tuple[int, bool], CapturedStep] = {}
-            self.largest_decode = capture_sizes(config.max_num_seqs)[-1]  # everybody decodes, one token each
+            self.largest_decode = capture_sizes(config.max_num_seqs)[-1]  # every request decodes, one token each
             self.addresses: list[int] = []
             self.num_replays = 0
             self.breaking: Callable | None = None  # while a piecewise capture runs: its attention
@@ -172,7 +172,7 @@ def graph_runner(base: type[ModelRunner], graph_class: Callable[[], Any] | None 
             size = next((size for size in self.sizes if size >= T), None)
             if size is None:
                 return super().forward(token_ids, meta, requests)
-            # One token each: everybody decodes.
+            # One token each: every request decodes.
             whole = full and len(meta.query_lens) == T and common.runs_kernel(self.cache.layers[0])
             step = self.captured_step(size, whole)
             if self.fixed_addresses() != self.addresses:
@@ -180,7 +180,7 @@ def graph_runner(base: type[ModelRunner], graph_class: Callable[[], Any] | None 
                                    "names, and would go on using the old memory; build a new runner")  # fmt: skip
             self.num_replays += 1
             self.fill(token_ids, meta, size, whole)
-            attend = None if whole else super().attend(meta)  # of this step, for T tokens: padding is not its business
+            attend = None if whole else super().attend(meta)  # of this step, for T tokens, without padding
             Hkv = self.model.num_kv_heads
             q, k, v = self.qkv[:T].split((self.model.num_heads, Hkv, Hkv), dim=1)
             for graph, layer in zip(step.graphs, step.attention):

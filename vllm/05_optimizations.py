@@ -12,7 +12,7 @@ The mechanism, one entry each (`--list` counts what it saves, `--only NAME` runs
 Three more have scripts of their own: tensor parallelism (05c), quantized weights (05b), a quantized KV cache (05d).
 The first two have their mechanism in parts, 050 and 051: the whole engine runs on that manager and that runner.
 
-Numbers to remember: a hit skips 95 % of a prompt if 95 % of it is somebody's prefix, and not one token if a single
+Numbers to remember: a hit skips 95 % of a prompt if 95 % of it was sent before, and not one token if a single
 character in front differs. A decode step is hundreds of launches; as one graph it is one, and the step gets faster
 only where launching was slower than computing: at batch 1 SmolLM2 by at most 56x, Llama-3.1-8B by 1.15x (bounds, for
 kernels that cost the GPU only what they move; 8.5x and 1.03x if each costs 1 µs); at 32 the latter not at all.
@@ -21,7 +21,7 @@ How to run:
   uv run python vllm/05_optimizations.py                       the cheap form of every entry
   uv run python vllm/05_optimizations.py --list                what each entry saves, counted
   uv run python vllm/05_optimizations.py --only torch-compile  one entry in full (this one: a minute)
-  uv run python vllm/05_optimizations.py --hash-bits 8         break it: serve somebody else's text
+  uv run python vllm/05_optimizations.py --hash-bits 8         break it: serve another user's text
   uv run python vllm/05_optimizations.py --bench               minutes: everything measured
 
 Read for this: vLLM 0.32 `v1/core/sched/async_scheduler.py`, `v1/spec_decode/ngram_proposer.py`; Saxena 2023 (prompt
@@ -106,7 +106,7 @@ def ask(core: ModelEngineCore, prompt: Sequence[int], max_tokens: int = 1) -> tu
     return request, ttft
 
 
-# What a server sees: an instruction that everybody gets, definitions of tools, conversations that repeat themselves.
+# What a server sees: an instruction in front of every prompt, definitions of tools, chats that repeat themselves.
 SYSTEM = """You are the assistant of a public library. Answer in one short sentence. Be friendly, be exact, and if you
 do not know something, say so. The library opens at nine in the morning and closes at eight in the evening, on Sundays
 at five. Books may be kept for four weeks, films for one week. A reader's card costs nothing for children."""
@@ -137,7 +137,7 @@ def three_requests(
 
 
 # A hash that is cut to 8 bits has 256 values. Some account number gives the first block of a prompt the key that the
-# first block of somebody else's prompt has, and the cache compares keys, not tokens.
+# first block of another user's prompt has, and the cache compares keys, not tokens.
 
 
 def account_prompt(tokenizer: llama.Tokenizer, number: int, word: str) -> list[int]:
@@ -309,10 +309,10 @@ def measure_compile(model: llama.Llama, num_seqs: int = 8) -> dict[str, Any]:
 # --- 4. Between two steps: multi-step and async scheduling ----------------------------------------------------------
 #
 # `step()` is a chain: schedule, run, update, schedule, run, … While the CPU plans, the GPU waits. Two ways out; both
-# plan steps whose tokens nobody knows yet. The plan does not need to know *which* token it will be, only *that* there
+# plan steps whose tokens are not known yet. The plan does not need to know *which* token it will be, only *that* there
 # will be one: a placeholder is counted.
-#   n-step (vLLM until 2025): plan n steps in one go, run them, hear of all n, plan again. Whoever stops inside computes
-#     to the end of the n for nothing, and newcomers wait that long at the door.
+#   n-step (vLLM until 2025): plan n steps in one go, run them, hear of all n, plan again. A request that stops inside
+#     computes to the end of the n for nothing, and new requests are not admitted before that end.
 #   async (vLLM's default since 0.14): plan step i + 1 while the model runs step i.
 
 
@@ -327,7 +327,7 @@ class AsyncScheduler(Scheduler):
         self.num_output_placeholders: Counter[str] = Counter()  # tokens on their way, per request
 
     def schedule(self) -> SchedulerOutput:
-        """As the parent, and counts one coming token for everybody whose step will sample one."""
+        """As the parent, and counts one coming token for every request whose step will sample one."""
         output = super().schedule()
         for request in map(self.requests.get, output.num_scheduled_tokens):
             coming = self.num_output_placeholders[request.request_id]
@@ -340,8 +340,8 @@ class AsyncScheduler(Scheduler):
         return self.num_output_placeholders[request.request_id]
 
     def _num_new_tokens(self, request: Request) -> int:
-        """Placeholders count as tokens. Whoever is sure to end with those on their way gets no further step; a stop
-        token cannot be foreseen, and costs steps."""
+        """Placeholders count as tokens. A request that is sure to end with those on their way gets no further step; a
+        stop token cannot be foreseen, and costs steps."""
         coming, ahead = self.num_output_placeholders[request.request_id], self._num_ahead(request)
         if coming and (request.num_output_tokens + coming >= request.max_tokens
                        or request.num_tokens + coming >= self.config.max_model_len):  # fmt: skip
@@ -365,10 +365,10 @@ class AsyncScheduler(Scheduler):
 
     def _free_request(self, request: Request) -> None:
         super()._free_request(request)
-        del self.num_output_placeholders[request.request_id]  # what is still on its way comes for nobody
+        del self.num_output_placeholders[request.request_id]  # what is still on its way is dropped
 
     def _update_request_with_output(self, request: Request, token_ids: list[int]) -> list[int]:
-        """Whoever is heard of has had all tokens computed but the last: full blocks can be found."""
+        """A request whose tokens arrive has all but the last of them computed: full blocks can be indexed."""
         has_blocks = request.status is RequestStatus.RUNNING
         new_token_ids = super()._update_request_with_output(request, token_ids)
         if has_blocks and getattr(self.kv_cache_manager, "enable_caching", False):
@@ -379,8 +379,8 @@ class AsyncScheduler(Scheduler):
 class Worker:
     """The model's side of the queue: a thread with its own copy of every request.
 
-    It is told who is new, how far each is computed, who is gone. Sampled tokens it knows before the scheduler does:
-    that is how a placeholder becomes a token. vLLM's workers, processes of their own, keep such copies as well.
+    It is told which requests are new, how far each is computed, which are gone. Sampled tokens it knows before the
+    scheduler does: that is how a placeholder becomes a token. vLLM's workers, processes of their own, keep copies, too.
     """
 
     def __init__(self, execute_model: Callable[[SchedulerOutput], dict[str, list[int]]]) -> None:
@@ -433,7 +433,7 @@ class QueuedEngineCore(continuous_batching.EngineCore):
         (self.depth, self.overlap), self.worker, self.overhead = LOOPS[kind], worker, overhead
         self.queue: deque[tuple[SchedulerOutput, Future]] = deque()
         self.host_seconds: list[float] = []  # of each planning
-        # Tokens sampled for somebody who had ended. Their keys and values harm nobody: whoever gets those blocks next
+        # Tokens sampled for requests that had ended. Their keys and values do no harm: the next owner of those blocks
         # is planned later, so writes them later.
         self.num_wasted = 0
 
@@ -443,7 +443,7 @@ class QueuedEngineCore(continuous_batching.EngineCore):
         time.sleep(self.overhead)
         while len(self.queue) < self.depth:
             output = self.scheduler.schedule()
-            future = self.worker.submit(output, self.scheduler.kv_cache_manager)  # even if empty: it says who is gone
+            future = self.worker.submit(output, self.scheduler.kv_cache_manager)  # even if empty: it says what is gone
             if not output.num_scheduled_tokens:
                 break
             self.queue.append((output, future))
@@ -507,10 +507,10 @@ def dry_run(kind: str, stops: Sequence[int]) -> QueuedEngineCore:
 
 # --- 5. A first look at speculative decoding ------------------------------------------------------------------------
 #
-# A decode step reads all weights to compute one row; a second row would cost next to nothing. If somebody guesses the
-# next k tokens, one pass over 1 + k rows says for each what the model would have written there. The guesses that agree
-# are free tokens, the first that does not is replaced by the model's own. Who guesses? When you are asked to quote,
-# edit or summarise: the prompt.
+# A decode step reads all weights to compute one row; a second row would cost next to nothing. If the next k tokens are
+# guessed, one pass over 1 + k rows says for each what the model would have written there. The guesses that agree
+# are free tokens, the first that does not is replaced by the model's own. Where do guesses come from? In a task
+# to quote, edit or summarise: from the prompt.
 
 
 def prompt_lookup(tokens: Sequence[int], k: int, longest: int = 3) -> list[int]:
@@ -975,7 +975,7 @@ def build_parser() -> common.Parser:
     p.add_argument("--list", action="store_true", help="the catalog: what each entry saves, counted")
     p.add_argument("--only", choices=(*TELLERS, *COMPANIONS), help="one entry of the catalog, in full")
     p.add_argument("--hash-bits", type=int, choices=(8, 16, 64, 256), default=256,
-                   help="bits of a block's key (default 256; 8 serves somebody else's text)")  # fmt: skip
+                   help="bits of a block's key (default 256; 8 serves another user's text)")  # fmt: skip
     p.add_argument("--host-ms", type=common.number(float, 0, 1000), default=5.0, metavar="MS",
                    help="work on the host per plan that async scheduling hides (default %(default)s)")  # fmt: skip
     return p

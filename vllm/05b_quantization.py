@@ -11,7 +11,7 @@ The mechanism:
      rounded yet; AWQ enlarges the input channels that see large activations; AutoRound learns which way to round.
   4. Weight-only kernels read 4 or 8 bits, decode in registers, and multiply in 16 bits: they save bytes, not FLOPs.
   5. W8A8 rounds the activations too and multiplies in 8 bits: it saves both. Activations have outliers, and one of
-     them ruins a scale that all share. A scale per token confines it; SmoothQuant moves part of it into the weights.
+     them ruins a scale that all share. A scale per token confines it; SmoothQuant makes the weights take a part of it.
 
 Numbers to remember: int4 with groups of 128 is 4.16 bits per weight and at best 3.85 × faster. On an H100 that lasts
 to about 77 tokens per step and is gone at 295, where arithmetic is the limit anyway.
@@ -595,7 +595,7 @@ def quantize_layer(W: torch.Tensor, bias: torch.Tensor | None, method: Method,
         return W8A8Linear(found, method.activations, bias, smooth, method.per_tensor), quantized
     if f.bits in (4, 8) and f.scale != "e4m3":
         return QuantizedLinear(found, bias, input_scale), quantized
-    decoded = found.dequantize()  # no kernel for 3 bits or NVFP4 here: the decoded weights show what they are worth
+    decoded = found.dequantize()  # no kernel for 3 bits or NVFP4 here: the decoded weights show their error
     return llama.Linear(decoded if input_scale is None else decoded * input_scale, bias), quantized
 
 
@@ -1094,8 +1094,8 @@ def show_layer(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.To
 
     W, (X, fresh) = model.linear[names[1]].weight.float().cpu(), inputs[names[1]].float().cpu().chunk(2)
     token, channel = divmod(int(X.abs().argmax()), X.shape[1])
-    common.say(f"{names[1]}, token {token % 256} of its window, input {channel}: {X[token, channel].abs():,.0f}. "
-               f"The largest input of the median token: {X.abs().amax(1).median():.1f}.")  # fmt: skip
+    common.say(f"Largest input of {names[1]}: {X[token, channel].abs():,.0f}, at token {token % 256} of its window, "
+               f"channel {channel}. Of the median token: {X.abs().amax(1).median():.1f}.")  # fmt: skip
     rows, expected = [], X @ W.T
     for smooth, per_tensor in ((False, True), (True, True), (False, False)):
         label = "  and SmoothQuant" if smooth else f"one scale {'for all tokens' if per_tensor else 'per token'}"

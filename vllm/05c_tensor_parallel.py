@@ -4,9 +4,10 @@ The question: a decode step reads every weight once. If eight GPUs read an eight
 what must they tell each other so that the answer stays the same?
 
 The mechanism:
-  1. Cut the first matrix of a block by output columns: every rank computes some neurons, or some heads, alone.
-  2. What stands between the two matrices (SiLU and product, RoPE and attention) is per neuron, or per head: no talk.
-  3. Cut the second matrix by input rows, so that it takes exactly what the rank has. It yields a partial sum.
+  1. Cut the first matrix of a block by its outputs: every rank computes some neurons, or some heads, alone.
+  2. What stands between the two matrices (SiLU and product, RoPE and attention) is per neuron, or per head: no
+     communication.
+  3. Cut the second matrix by its inputs, so that it takes exactly what the rank has. It yields a partial sum.
   4. One all-reduce adds the partial sums. Every rank has the whole result, which is what the next block starts from.
   5. So: one all-reduce per attention, one per MLP; one for the embedding, and the logits are gathered.
   6. Query heads are divided. KV heads too or, where there are fewer of them than ranks, copied.
@@ -77,7 +78,7 @@ def mlp_in_slices(x: torch.Tensor, A: torch.Tensor, B: torch.Tensor, n: int) -> 
     """The same as a sum over n ranks: y = Σ_r f(x A_rᵀ) B_rᵀ, where A_r are rows of A, and B_r columns of B.
 
     Neuron i needs all of x, row i of A, and nothing of its neighbours; y is a sum over neurons. So any partition of the
-    neurons will do, and the one thing that needs everybody is the sum.
+    neurons will do, and the one thing that needs all ranks is the sum.
     """
     partial_sums = [F.silu(x @ A_r.T) @ B_r.T for A_r, B_r in zip(A.chunk(n), B.chunk(n, dim=1))]
     return torch.stack(partial_sums).sum(0)
@@ -172,7 +173,7 @@ class GroupCoordinator:
 def wire_bytes(collective: str, payload: int, n: int) -> float:
     """Bytes that each of n ranks sends so that all have a result of `payload` bytes, on a ring.
 
-    all-gather:  (n−1)/n · payload      everybody's part is passed on n − 1 times
+    all-gather:  (n−1)/n · payload      each rank's part is passed on n − 1 times
     all-reduce: 2(n−1)/n · payload      first the sums travel around the ring, then the results
     """
     return {"all_gather": 1, "all_reduce": 2}[collective] * (n - 1) / n * payload
@@ -240,7 +241,7 @@ class ColumnParallelLinear(ParallelLinear):
         return tensor[rank * size : (rank + 1) * size]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.local(x)  # and nobody waits
+        return self.local(x)  # without a collective
 
 
 # Several matrices with one input, stacked (gate above up). Each is cut before they are stacked: a cut through the stack
@@ -283,7 +284,7 @@ class RowParallelLinear(ParallelLinear):
 class VocabParallelEmbedding:
     """E[token], where rank r owns the rows [r·V/n, (r+1)·V/n). Shapes: token_ids [T] -> [T, hidden].
 
-    Whoever does not own a token contributes zeros, and the all-reduce makes it a lookup.
+    A rank that does not own a token contributes zeros, so the all-reduce completes the lookup.
     """
 
     def __init__(self, weight: torch.Tensor, group: GroupCoordinator) -> None:
@@ -459,7 +460,7 @@ class Ranks:
     def __init__(self, world_size: int, fn: Callable, *args: Any, timeout: float = 120.0) -> None:
         """`timeout` seconds is how long a collective may take and, unless told otherwise, all of `results()`."""
         self.timeout = timeout
-        # The parent hosts the meeting point. Port 0: the kernel picks one that is free, and nobody can take it first.
+        # The parent hosts the meeting point. Port 0: the kernel picks one that is free, and binds it at once.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes: list[multiprocessing.process.BaseProcess] = []
         self.pipes: list[multiprocessing.connection.Connection] = []
@@ -553,7 +554,7 @@ def _last_words(process: multiprocessing.process.BaseProcess) -> str:
 
 def _run_rank(pipe: multiprocessing.connection.Connection, rank: int, world_size: int, port: int, timeout: float,
               fn: Callable, args: tuple) -> None:  # fmt: skip
-    """A rank's life: meet the others, do the work, say how it went."""
+    """What a rank does: meet the others, run `fn`, report its result or error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, and the parent ends us
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
@@ -596,7 +597,7 @@ def new_group(ranks: Sequence[int], world: GroupCoordinator) -> GroupCoordinator
     return GroupCoordinator(ranks, ranks.index(rank), world.device, process_group) if rank in ranks else None
 
 
-# --- The bill ---------------------------------------------------------------------------------------------------------
+# --- What is sent, and how long it takes ------------------------------------------------------------------------------
 
 
 def step_traffic(config: llama.LlamaConfig, n: int, tokens: int, rows: int, itemsize: int) -> dict[str, dict[str, int]]:
@@ -645,7 +646,7 @@ H200 = common.HARDWARE["H200 141GB"]
 
 def step_seconds(model: str, n: int, link: Link, num_seqs: int = 1, num_new_tokens: int = 1,
                  context: int = 1024) -> dict[str, float]:  # fmt: skip
-    """One forward pass of a bf16 model on n H200s: what each computes or reads, and what they wait for each other.
+    """One forward pass of a bf16 model on n H200s: seconds to compute or read, and seconds in collectives.
 
     compute = roofline(FLOPs / n, bytes / n)        weights and KV divided; right as long as n ≤ Hkv
     talk    = (2L + 1) all-reduces of T · hidden + one all-gather of the logits
@@ -912,7 +913,7 @@ def all_logits(model: llama.Llama, token_ids: Sequence[int]) -> torch.Tensor:
 
 
 def serve(model: llama.Llama, prompts: Sequence[Sequence[int]], outputs: Sequence[int]) -> Any:
-    """Lesson 04's engine around a whole model or a shard: it cannot tell. Returns its `Served`."""
+    """Lesson 04's engine around a whole model or a shard, which have one interface. Returns its `Served`."""
     core = continuous_batching.make_core(model, num_blocks=128, max_model_len=256)
     return continuous_batching.serve(core, prompts, outputs)
 
@@ -921,7 +922,7 @@ def rank_story(world: GroupCoordinator, n: int, model: str | None, prompts: list
                broken: bool) -> dict[str, Any]:  # fmt: skip
     """What every rank does in the default run. Ranks that a group does not need wait for the next one.
 
-    There is no driver: each rank runs the whole engine, and from equal logits all of them take equal decisions.
+    No rank leads: each runs the whole engine, and from equal logits all of them take equal decisions.
     """
     groups = {size: new_group(range(size), world) for size in sorted({n, 2, 4})}
     found: dict[str, Any] = {}
@@ -997,9 +998,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = llama.model_folder(args.model)
     config = llama.LlamaConfig.from_folder(folder)
     check_tensor_parallel_size(config, n)
-    start_context()  # it has imports to do, while we go on
+    start_context()  # its imports run beside what follows
 
-    common.heading("1. One MLP block: first matrix by output columns, second by input rows")
+    common.heading("1. One MLP block: the first matrix cut by its outputs, the second by its inputs")
     H, I = config.hidden_size, config.intermediate_size
     shapes = ((5, H), (I, H), (H, I))
     x, a, b = (torch.randn(shape, device=common.device()) for shape in shapes)
@@ -1007,7 +1008,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.check(f"a sum over {n} slices of the {I} neurons", mlp_in_slices(x, a, b, n), mlp(x, a, b))
     wrong = sum(F.silu(x_r @ a_r.T) for x_r, a_r in zip(x.chunk(max(2, n), 1), a.chunk(max(2, n), 1)))
     error = common.relative_error(wrong, F.silu(x @ a.T))
-    common.say(f"Cut the first by rows, and SiLU meets partial sums: error {error:.2f}, unless you add them up before")
+    common.say(f"Cut the first by inputs, and SiLU gets partial sums: error {error:.2f}, unless they are added first")
 
     common.heading("2. What a rank owns (bf16)")
     rows = []
@@ -1068,7 +1069,7 @@ def tell_of_ranks(args: argparse.Namespace, ranks: Ranks, tokenizer: llama.Token
                        [rank["logits"].equal(members[0]["logits"]) for rank in members], [True] * n)  # fmt: skip
     common.check_equal(f"{len(prompts)} requests: the same tokens as the whole model", members[0]["tokens"],
                        whole.token_ids)  # fmt: skip
-    common.check_equal("every rank's scheduler and sampler came to the same", [r["tokens"] for r in members],
+    common.check_equal("every rank's scheduler and sampler chose the same tokens", [r["tokens"] for r in members],
                        [whole.token_ids] * n)  # fmt: skip
     seeded = all_logits(seeded_model(model.device), range(40))
     for size, what in ((2, "one KV head each"), (4, "each KV head on two ranks")):
@@ -1089,7 +1090,7 @@ def tell_of_ranks(args: argparse.Namespace, ranks: Ranks, tokenizer: llama.Token
 
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     """All-reduce by size and decode step by ranks, measured in processes of one thread each."""
-    common.heading("6. Measured: processes of one thread each")
+    common.heading("7. Measured: processes of one thread each")
     bench = launch(4, rank_bench, args.model, timeout=600)[0]
     bench["cores"] = os.cpu_count()
     sizes = [f"{int(size):,} bytes" for size in bench["all_reduce_us"]["2"]]

@@ -6,8 +6,8 @@ The mechanism:
   1. A cached vector is one token's key, or value, of one KV head: D numbers. Store D codes and what scales them.
   2. FP8 (E4M3) needs no scale of its own: four exponent bits span 448 down to 1/512. INT8 needs one per vector.
   3. Below 8 bits a vector has 16, 8 or 4 levels between its smallest and largest element. Keys have channels that
-     are ten times the others: the range is theirs, and everybody else rounds to the same two levels.
-  4. So rotate first. A Hadamard matrix spreads each channel over all; q·k = (Hq)·(Hk), so attention never notices.
+     are ten times the others: they set the range, and all others round to the same two levels.
+  4. So rotate first. A Hadamard matrix spreads each channel over all; q·k = (Hq)·(Hk), so scores stay the same.
   5. Or let each channel have its own scale, shared by the tokens of a block (KIVI): then the outlier is alone.
   6. A page holds its codes and, behind them, their scales: block tables, slot mapping, pool and copies stay as they
      were in lesson 02. One kernel quantizes on write, one attends and decodes codes in registers as it loads them.
@@ -439,7 +439,7 @@ class QuantizedKVCache(PagedKVCache):
     """Lesson 02's cache with pages of codes: the same block ids, slots, copies and `attend`; other bytes.
 
     `layers[i]` is uint8 [2, num_blocks, page]. `head_scales[i]` fp32 [2, Hkv] is used by formats without a scale per
-    vector, and is 1 unless somebody calibrates it.
+    vector, and is 1 unless it is calibrated.
     """
 
     def __init__(self, model: llama.Llama, num_blocks: int, block_size: int, kv_cache_dtype: str) -> None:
@@ -586,7 +586,7 @@ class ChannelKVCache(QuantizedKVCache):
         """Copy-on-write: the codes, and the exact keys of a block that is not full, to a row of its own."""
         super().copy_blocks(pairs)
         for source, target in pairs:
-            if target in self.rows:  # whoever had it before gave it back half full
+            if target in self.rows:  # its last owner gave it back half full
                 self.free_rows.append(self.rows.pop(target))
                 self.open_rows[target] = -1
             if source in self.rows:
@@ -1091,7 +1091,7 @@ def show_table(table: dict[str, dict[str, Any]]) -> None:
     rows = [[name, f"{facts()['bits'][name]:.2f}", f"{capacities[name]['tokens_per_gib']:,.0f}",
              f"{capacities[name]['ratio']:.1f}x", f"{row['error']:.1%}", f"{row['perplexity']:.2f}", row["needles"]]
             for name, row in table.items()]  # fmt: skip
-    common.table(["", "bits/element", "tokens/GiB", "of bf16", "error", "perplexity", f"needles of {len(NEEDLES)}"],
+    common.table(["", "bits/element", "tokens/GiB", "of bf16's", "error", "perplexity", f"needles of {len(NEEDLES)}"],
                  rows)  # fmt: skip
 
 
@@ -1164,7 +1164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = [key for key in dict.fromkeys(("fp8", "int8_per_token_head", name)) if key != "auto"]
     errors = attention_errors(model, evaluation_tokens(tokenizer, 96), names)
     rows = [[key, f"{sum(e) / len(e):.1%}", f"{max(e):.1%}", e.index(max(e))] for key, e in errors.items()]
-    common.table(["", "mean error", "worst layer", "which"], rows)
+    common.table(["", "mean error", "largest", "in layer"], rows)
 
     common.heading("4. One query among eight keys of sixteen channels, one of them an outlier (the widget)")
     common.say(describe(simulate(WIDGET_DEFAULT)))
@@ -1177,8 +1177,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     common.heading("6. What 8 bits buy on a GPU, by others' measurements")
     itl, hopper = f["itl"], f["hopper"]["b32_s4096"]
-    common.say(f"H100, Llama-3.1-8B: {itl['extra_ms']:.2f} ms more per step and {itl['slope_ratio']:.0%} of the slope: "
-               f"pays from {itl['break_even_tokens']:,.0f} tokens of one request on.")  # fmt: skip
+    common.say(f"H100, Llama-3.1-8B: {itl['extra_ms']:.2f} ms more per step, {itl['slope_ratio']:.0%} of the time per "
+               f"cached token: pays from {itl['break_even_tokens']:,.0f} tokens of one request on.")  # fmt: skip
     common.say(f"H200, FA3 decode, 32 x 4,096 tokens: {hopper['bf16_us']} -> {hopper['fp8_us']} µs, "
                f"{hopper['speedup']:.2f}x; {hopper['bf16_tb_s']:.2f} -> {hopper['fp8_tb_s']:.2f} TB/s.")  # fmt: skip
 

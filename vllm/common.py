@@ -1,4 +1,4 @@
-"""The one seam between the lessons and the machine: device, Triton, timing, console, figures, command line.
+"""What all lessons need of the machine: device, Triton, timing, console, figures, command line.
 
 Import this before `torch` and `triton`: it decides, once, whether kernels run natively on a GPU or in Triton's
 interpreter, and that has to be settled before the first kernel is defined. No lesson's mechanism lives here.
@@ -89,7 +89,7 @@ def _asked_for_cpu(argv: Sequence[str]) -> bool:
 HAS_GPU: bool = not _HELP and not _asked_for_cpu(sys.argv) and torch.cuda.is_available()
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read by @triton.jit at definition time
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # today's default, said aloud (3.10 changes it)
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # today's default, set here because 3.10 changes it
 INTERPRET: bool = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -225,7 +225,7 @@ def lesson(name: str) -> ModuleType:
     main = sys.modules["__main__"]
     if (file := getattr(main, "__file__", None)) and Path(file).resolve() == path:
         return main
-    with _loading:  # a server has threads: none of them shall see half a lesson
+    with _loading:  # a server has threads: none of them may get a lesson that is half loaded
         if name not in sys.modules:
             if not path.is_file():
                 raise ImportError(f"there is no lesson {name!r} in {HERE.name}/")
@@ -388,7 +388,7 @@ class InputError(ValueError):
 
 @functools.cache
 def console() -> Any:
-    """The one console; narrow enough for a page where nobody looks."""
+    """The one console; 110 columns wide where the output is not a terminal, so that tables fit a page."""
     from rich.console import Console
 
     return Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 110)

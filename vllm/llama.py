@@ -1,8 +1,8 @@
 """The model under every lesson: a Llama without a KV cache.
 
 A batch is a flat list of T tokens with no batch dimension, as in vLLM: sequences lie one behind the other, and only
-attention needs to know where one ends. So attention is not the model's business: every lesson passes its own
-`attend(layer, q, k, v)`, and that one seam is where KV caches, paging, FlashAttention and batching plug in.
+attention needs to know where one ends. So the model does not compute attention itself: every lesson passes its own
+`attend(layer, q, k, v)`, and that is where KV caches, paging, FlashAttention and batching come in.
 
     hidden = model.forward(token_ids, positions, attend)      # [T], [T] -> [T, hidden]
     logits = model.logits(hidden[last_rows])                  # [R, hidden] -> [R, vocab]
