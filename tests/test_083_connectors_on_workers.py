@@ -159,13 +159,20 @@ def test_one_rank_whose_wire_stalls(build, monkeypatch, policy):
 
 
 def test_whose_partner_vanishes_computes_the_prompt_itself(build, monkeypatch):
-    """One rank of the prefill engine closes its connections in the middle; the lease frees what the others hold."""
-    prefill = build(2, "kv_producer", kv_lease_duration=0.5)
-    decode = build(2, "kv_consumer", timeout=5.0)
+    """One rank of the prefill engine closes its connections in the middle. The other falls silent, and its partner
+    would be patient; but it is told that the prompt will not come, and tells."""
+    prefill, decode = build(2, "kv_producer"), build(2, "kv_consumer", timeout=60.0)
     truth = hand_over(prefill, decode)
     prefill.step(), decode.step(), prefill.step(), decode.step()
-    on_ranks(prefill, monkeypatch, lambda connector, rank: connector.close() if rank == 1 else None)
-    assert run(prefill, decode) == truth
+
+    def vanish(connector, rank):
+        connector.wire = lambda link, header, payload: []
+        if rank == 1:
+            connector.producer.lease = 0.5  # for what nobody has asked for yet
+            connector.close()
+
+    on_ranks(prefill, monkeypatch, vanish)
+    assert run(prefill, decode, seconds=30) == truth
     check_nothing_is_kept(monkeypatch, prefill, decode)
 
 
