@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import random
+from types import SimpleNamespace
 
 import common
 import pytest
@@ -524,6 +525,21 @@ def test_all_is_captured_before_the_first_request(tiny_model, kernels):
     for graph in (graph for step in runner.captured.values() for graph in step.graphs):
         graph.replay()  # only padding: it leaves no trace (and the margins of what it allocates are filled)
     assert serve(core) == serve(core_of(tiny_model, num_blocks=40)) and runner.num_replays
+
+
+@pytest.mark.parametrize(
+    ("seats", "drafts", "budget", "largest", "last"),
+    [(1, 0, 512, None, 2), (5, 0, 512, None, 16), (5, 3, 512, None, 40), (400, 0, 2048, None, 512),
+     (60, 4, 64, None, 64), (5, 0, 512, 64, 64)],
+)  # fmt: skip
+def test_as_many_sizes_as_decoding_needs_and_as_many_again(tiny_model, seats, drafts, budget, largest, last):
+    """vLLM's rule: twice the tokens of a step in which all seats decode, at most 512, at most a step's budget."""
+    config = batching.SchedulerConfig(64, max_num_seqs=seats, max_num_batched_tokens=budget)
+    scheduler = batching.Scheduler(config, batching.KVCacheManager(9, 16, 64))
+    kind = lesson.graph_runner(batching.ModelRunner, lesson.Tape, largest=largest)
+    if drafts:
+        kind.speculative_config = SimpleNamespace(num_speculative_tokens=drafts)
+    assert kind(tiny_model, scheduler).sizes[-1] == last
 
 
 def test_attention_between_two_pieces_reads_the_same_memory_in_every_bucket(tiny_model):

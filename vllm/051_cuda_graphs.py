@@ -105,12 +105,13 @@ class CapturedStep:
 
 
 def graph_runner(base: type[ModelRunner], graph_class: Callable[[], Any] | None = None, full: bool = True,
-                 largest: int = 512) -> type[ModelRunner]:  # fmt: skip
+                 largest: int | None = None) -> type[ModelRunner]:  # fmt: skip
     """`base` with its forward pass captured: vLLM's default (FULL_AND_PIECEWISE); `--enforce-eager` switches it off.
 
     Full: a step in which every request decodes is one graph, attention included, if that runs as a kernel (the CPU's
     reads lengths in Python). Piecewise, for all other steps of up to `largest` tokens: a graph ends in front of every
-    attention and another goes on behind it; attention runs as always, prompts included.
+    attention and another goes on behind it; attention runs as always, prompts included. `largest` is by default twice
+    the tokens of a step in which every seat decodes, drafts included, and at most 512.
     Without a GPU nothing is captured, unless a `graph_class` says how (`Tape`). A `base.forward` that decides by
     request what to compute (adapters) cannot be captured: the decision would stay.
     """
@@ -122,7 +123,10 @@ def graph_runner(base: type[ModelRunner], graph_class: Callable[[], Any] | None 
         def __init__(self, model: llama.Llama, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
             super().__init__(model, scheduler, *args, **kwargs)
             config, size = scheduler.config, scheduler.kv_cache_manager.block_size
-            self.sizes = capture_sizes(min(largest, config.max_num_batched_tokens)) if graph_class else []
+            drafts = getattr(self, "speculative_config", None)  # lesson 07's: K guesses behind each token
+            decoding = config.max_num_seqs * (1 + (drafts.num_speculative_tokens if drafts else 0))
+            most = min(largest or min(2 * decoding, 512), config.max_num_batched_tokens)
+            self.sizes = capture_sizes(most) if graph_class else []
             self.captured: dict[tuple[int, bool], CapturedStep] = {}
             self.largest_decode = capture_sizes(config.max_num_seqs)[-1]  # every request decodes, one token each
             self.addresses: list[int] = []

@@ -866,7 +866,7 @@ def measure_graphs(model: llama.Llama, twin: Any = None) -> dict[str, Any]:
         found[f"products_{n}"] = {"ms": 1e3 * continuous_batching.matmul_seconds(model, n, n)}
         if twin is not None:
             found[f"transformers_{n}"] = {"ms": speed.transformers_ms(twin, n)}
-    pieces, full = graph_runner(ModelRunner, full=False), graph_runner(ModelRunner)
+    pieces, full = (graph_runner(ModelRunner, full=full, largest=512) for full in (False, True))
     runners = {"eager": ModelRunner, "piecewise": pieces, "full": full}
     runner = make_core(model, caching=False, runner_class=full).runner
     (free, _), start = torch.cuda.mem_get_info(), time.perf_counter()
