@@ -1087,7 +1087,7 @@ def benchmark(model: llama.Llama, args: argparse.Namespace) -> dict[str, Any]:
     final = bench["throughput"]["32"]
     common.table(["32 prompts", "tokens/s", "x"], [
         [name, f"{rate:.0f}", f"{rate / serial:.1f}"] for name, rate in
-        (("one by one", serial), ("batched", final["unpacked"]), ("batched, packed weights", final["ours"]))
+        (("4 of them, one by one", serial), ("batched", final["unpacked"]), ("batched, packed weights", final["ours"]))
     ])  # fmt: skip
 
     common.heading("7. Static against continuous: 64 requests, lengths geometric with mean 32")
