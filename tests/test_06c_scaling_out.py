@@ -766,33 +766,44 @@ def test_a_letter_may_come_in_pieces():
         data = async_engine.frame((ADD, request_of([1, 2])))
         for piece in (data[:3], data[3:9]):
             client.sendall(piece)
-            assert box.receive(False) == []
+            assert box.receive(0) == []
         client.sendall(data[9:] + async_engine.frame((ABORT, ["r"])) + b"\0")
-        (_, request), abort = box.receive(False)
+        (_, request), abort = box.receive(0)
         assert request.prompt_token_ids == [1, 2] and abort == (ABORT, ["r"])
+
+
+def test_it_waits_for_a_letter_no_longer_than_it_is_asked_to():
+    with mailbox() as (box, (client, *_)):
+        start = time.monotonic()
+        assert box.receive(0.05) == [] and time.monotonic() - start > 0.04
+        client.sendall(async_engine.frame((ABORT, ["r"])))
+        start = time.monotonic()
+        assert box.receive(20) == [(ABORT, ["r"])] and time.monotonic() - start < 10
+        threading.Timer(0.05, lambda: client.sendall(async_engine.frame((ABORT, ["s"])))).start()
+        assert box.receive(None) == [(ABORT, ["s"])]
 
 
 @pytest.mark.parametrize("end", ["aborted", "finished", "refused"])
 def test_a_name_is_free_when_its_request_has_ended(end):
     with mailbox() as (box, (a, b, _)):
         a.sendall(async_engine.frame((ADD, request_of([1], "x"))))
-        assert len(box.receive(False)) == 1
+        assert len(box.receive(0)) == 1
         if end == "aborted":
             a.sendall(async_engine.frame((ABORT, ["x"])))
-            box.receive(False)
+            box.receive(0)
         elif end == "finished":
             box.send(async_engine.EngineCoreOutputs([scheduling.EngineCoreOutput("x", [5], "length")]))
         else:
             box.send(async_engine.EngineCoreOutputs(refused={"x": "too long"}))
         b.sendall(async_engine.frame((ADD, request_of([2], "x"))))
-        assert [kind for kind, _ in box.receive(False)] == [ADD]
+        assert [kind for kind, _ in box.receive(0)] == [ADD]
 
 
 def test_the_coordinator_hears_of_queues_not_of_steps():
     with mailbox() as (box, (*_, coordinator)):
         for stats in ((1, 2, 0.5), (1, 2, 0.6), (1, 3, 0.6)):
             box.send(async_engine.EngineCoreOutputs(scheduler_stats=async_engine.SchedulerStats(*stats)))
-        found = async_engine.Mailbox(coordinator).receive(False)
+        found = async_engine.Mailbox(coordinator).receive(0)
         assert found == [(1, [2, 1, 0.5]), (1, [3, 1, 0.6])], "waiting before running"
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import itertools
 import pickle
+import queue
 import socket
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import common
@@ -522,11 +525,11 @@ def test_letters_arrive_whole_however_the_socket_cuts_them(bodies, size):
         mailbox, raw, got = lesson.Mailbox(theirs), b"".join(map(lesson.frame, bodies)), []
         for start in range(0, len(raw), size):
             ours.sendall(raw[start : start + size])
-            got += mailbox.receive(block=False)
+            got += mailbox.receive(0)
         assert got == bodies and not mailbox.buffer
         ours.close()
         with pytest.raises(lesson.ClientGone):
-            mailbox.receive(block=True)
+            mailbox.receive(None)
         with pytest.raises(lesson.ClientGone):
             for _ in range(1000):
                 mailbox.send(b"x" * 10_000)
@@ -536,10 +539,40 @@ def test_receive_waits_only_if_it_is_asked_to():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         mailbox = lesson.Mailbox(theirs)
-        assert mailbox.receive(block=False) == []
+        assert mailbox.receive(0) == []
         threading.Timer(0.05, lambda: ours.sendall(lesson.frame("late"))).start()
         start = time.perf_counter()
-        assert mailbox.receive(block=True) == ["late"] and time.perf_counter() - start > 0.04
+        assert mailbox.receive(None) == ["late"] and time.perf_counter() - start > 0.04
+
+
+@pytest.mark.parametrize("kind", ["socket", "queue"])
+def test_receive_waits_no_longer_than_it_is_asked_to(kind):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        thread = SimpleNamespace(inbox=queue.SimpleQueue())
+        receive = lesson.Mailbox(theirs).receive if kind == "socket" else partial(lesson.ThreadClient._receive, thread)
+        start = time.perf_counter()
+        assert receive(0.05) == [] and time.perf_counter() - start > 0.04
+        for letter in ("a", "b"):
+            ours.sendall(lesson.frame(letter))
+            thread.inbox.put(letter)
+        start = time.perf_counter()
+        assert receive(20) == ["a", "b"] and time.perf_counter() - start < 10
+
+
+def test_the_event_loop_asks_again_too():
+    """An engine that others want something of, while its client wants nothing."""
+    asked, client = [], object.__new__(lesson.InprocClient)
+
+    def has_unfinished_requests():
+        asked.append(time.perf_counter())
+        return len(asked) > 2
+
+    client.outbox, client.mail = collections.deque(), asyncio.Event()
+    scheduler = SimpleNamespace(has_unfinished_requests=has_unfinished_requests)
+    client.proc = SimpleNamespace(scheduler=scheduler, patience=0.02, step=lambda: client.outbox.append("a letter"))
+    assert asyncio.run(asyncio.wait_for(client.receive(), 10)) == "a letter"
+    assert len(asked) == 3 and asked[2] - asked[0] > 0.03
 
 
 def test_an_engine_waits_for_a_front_end_that_does_not_read():
@@ -560,7 +593,7 @@ def test_an_engine_waits_for_a_front_end_that_does_not_read():
         assert stuck < 64
         reader, got = lesson.Mailbox(ours), 0
         while got < 64:
-            got += len(reader.receive(block=True))
+            got += len(reader.receive(None))
         thread.join(5)
         assert len(sent) == 64 and got == 64
 
@@ -791,10 +824,10 @@ def test_a_namesake_hears_nothing_of_whoever_left(real_model, tiny, late):
 def test_the_busy_loop_says_so_when_an_abort_empties_it(tiny):
     sent, mail = [], [[(Kind.ADD, Request("r", [1, 2], GREEDY))], [], [(Kind.ABORT, ["r"])], []]
 
-    def receive(block):
+    def receive(seconds):
         if not mail:
             raise lesson.ClientGone
-        assert not block or mail
+        assert seconds == 0 or mail
         return mail.pop(0)
 
     with pytest.raises(lesson.ClientGone):

@@ -221,6 +221,26 @@ def test_a_client_that_leaves(build, monkeypatch, leaves):
     check_nothing_is_kept(monkeypatch, prefill, decode)
 
 
+def test_workers_without_work_read_their_mail(build, monkeypatch):
+    """Whoever asks for a prompt that is gone hears of it at once, though nobody else wants anything there."""
+    prefill = build(2, "kv_producer")
+    decode = build(1, "kv_consumer", policy="fail", timeout=60.0)
+    scheduler, address = prefill.core.scheduler, prefill.core.scheduler.connector.address
+    add(prefill, "p", [1, 2, 3], 1, do_remote_decode=True, transfer_id="t")
+    prefill.abort_request(["p"])
+    run(prefill)
+    start = time.monotonic()
+    add(decode, "d", [1, 2, 3], 5, do_remote_prefill=True, transfer_id="t", **address)
+    assert not scheduler.has_unfinished_requests() and scheduler.patience == 0.1
+    answers = []
+    while not answers and time.monotonic() - start < 10:
+        if scheduler.has_unfinished_requests():  # as the loop does that would wait for a client otherwise
+            prefill.step()
+        answers = [answer for answer in decode.step() if answer.finished]
+    assert [list(answer.outputs[0].token_ids) for answer in answers] == [[]]
+    check_nothing_is_kept(monkeypatch, prefill, decode)
+
+
 WORKERS = {"tensor_parallel_size": 2}
 
 

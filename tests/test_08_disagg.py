@@ -804,6 +804,8 @@ class pair:
 def assert_idle(core):
     manager = core.scheduler.kv_cache_manager
     manager.block_pool.check()
+    if isinstance(connector := core.scheduler.connector, lesson.connectors.P2PConnector):
+        connector.poll()  # that the other side has hung up
     assert not manager.req_to_blocks and manager.block_pool.num_free_blocks == manager.block_pool.num_blocks - 1
     assert not core.scheduler.has_unfinished_requests()
 
@@ -1315,12 +1317,7 @@ def test_nobody_comes_for_it(tiny_model):
         # Whoever comes later hears at once why there is nothing.
         remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
         decode.add_request(lesson.make_request("a", PROMPT, TOKENS, **remote))
-        deadline = time.monotonic() + 60
-        found = []
-        while not found and time.monotonic() < deadline:
-            prefill.scheduler.connector.get_finished()
-            found = decode.step()
-        assert "lease" in found[0].stop_reason
+        assert "lease" in drain(prefill, decode)["a"][2]
 
 
 @pytest.mark.parametrize("when", ["queued", "waiting for blocks", "arrived", "running"])
@@ -1442,11 +1439,47 @@ def test_an_aborted_prefill_is_reported(tiny_model):
         decode.step()
         prefill.step()
         prefill.abort_requests(["a"])
-        found, deadline = [], time.monotonic() + 60
-        while not found and time.monotonic() < deadline:
-            prefill.scheduler.connector.get_finished()
-            found = decode.step()
+        assert "the prefill was aborted" in drain(prefill, decode)["a"][2]
+
+
+def test_who_asks_for_what_never_comes_is_told_after_a_lease(tiny_model):
+    """The prefill engine has nothing to do all the while, and none of its steps is in vain."""
+    with pair(tiny_model, "TCPConnector", extra={"kv_lease_duration": 30}) as (prefill, decode):
+        clock = Clock(prefill, decode)
+        remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
+        decode.add_request(lesson.make_request("a", PROMPT, TOKENS, **remote))
+        connector = prefill.scheduler.connector
+        until(lambda: connector.producer.early, lambda: decode.step(), lambda: prefill.step())
+        assert not prefill.scheduler.has_unfinished_requests()
+        clock.now = 29.9
+        assert not prefill.scheduler.has_unfinished_requests()
+        clock.now = 30.0
+        assert "no such request came here" in drain(prefill, decode)["a"][2]
+
+
+def test_an_engine_without_work_reads_its_mail(tiny_model):
+    """In the server's own loop: it asks its connector again every now and then, and tells its client nothing."""
+    async_engine = common.lesson("06e_async_engine")
+    with pair(tiny_model, "TCPConnector") as (prefill, decode):
+        prefill.scheduler.connector.producer.forget("a", "the prefill was aborted")
+        remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
+        decode.add_request(lesson.make_request("a", PROMPT, TOKENS, **remote))
+        found, waited, sent, deadline = [], [], [], time.monotonic() + 20
+
+        def receive(seconds):
+            waited.append(seconds)
+            found.extend(decode.step() if len(waited) > 3 else ())
+            if found or time.monotonic() > deadline:
+                raise async_engine.ClientGone
+            time.sleep(seconds)
+            return []
+
+        proc = async_engine.EngineCoreProc(SimpleNamespace(core=prefill), sent.append)
+        with pytest.raises(async_engine.ClientGone):
+            proc.run_busy_loop(receive)
         assert "the prefill was aborted" in found[0].stop_reason
+        assert set(waited) == {0, 0.1}
+        assert all(letter.scheduler_stats.step_seconds and not letter.outputs for letter in sent), "a letter per step"
 
 
 def test_another_model_is_refused(tiny_model):

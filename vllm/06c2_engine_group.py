@@ -166,12 +166,12 @@ class EngineMailbox:
         self.alive: Callable[[], None] = lambda: None
         self.reported: list[float] = []
 
-    def receive(self, block: bool) -> list[Any]:
-        """All letters that are here; waits for one if `block`. Raises ClientGone, or ExecutorFailed."""
+    def receive(self, seconds: float | None) -> list[Any]:
+        """All letters that are here; waits up to `seconds` for one, None is for ever. Raises ClientGone, or
+        ExecutorFailed."""
         letters: list[Any] = []
         while self.clients:
-            waits = None if block and not letters else 0
-            ready = select.select([*self.clients.values(), *self.watched], [], [], waits)[0]
+            ready = select.select([*self.clients.values(), *self.watched], [], [], 0 if letters else seconds)[0]
             if not ready:
                 return letters
             if any(x in self.watched for x in ready):
@@ -336,7 +336,7 @@ class DPCoordinator:
         while self.mail and self.clients:
             for sock in select.select([*self.mail], [], [], self.due_in(time.monotonic()))[0]:
                 try:
-                    for engine, counts in self.mail[sock].receive(False):
+                    for engine, counts in self.mail[sock].receive(0):
                         self.note(engine, counts)
                 except (async_engine.ClientGone, OSError):
                     del self.mail[sock]

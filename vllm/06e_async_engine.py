@@ -68,6 +68,7 @@ EngineCoreOutput, LLMEngine, RequestOutput = scheduling.EngineCoreOutput, offlin
 Request, RequestStatus, SamplingParams = scheduling.Request, scheduling.RequestStatus, scheduling.SamplingParams
 
 Factory = tuple[str, str]  # a lesson and a function of it that builds an LLMEngine: what another process can be told
+Receive = Callable[[float | None], list[tuple]]  # letters; how many seconds to wait for the first, None is for ever
 
 
 # --- What we want, without cleverness ---------------------------------------------------------------------------------
@@ -179,6 +180,7 @@ class EngineCoreProc:
         self.core, self.scheduler, self.send, self.engine = engine.core, engine.core.scheduler, send, engine
         self.arrived: dict[str, float] = {}  # request id: when its letter came
         self.about = getattr(engine, "about", {})
+        self.patience = getattr(self.scheduler, "patience", None)  # seconds; others than our client may want something
 
     def ready(self) -> EngineCoreReady:
         """The first letter to the client: limits, cache and process of this core."""
@@ -188,15 +190,16 @@ class EngineCoreProc:
             manager.block_size, config.policy, getattr(manager, "enable_caching", False), os.getpid(), self.about,
         )  # fmt: skip
 
-    def run_busy_loop(self, receive: Callable[[bool], Iterable[tuple]]) -> None:
-        """Never returns. `receive(block)` has the letters that are here; it waits for one if `block`, and raises
-        ClientGone when there is nobody left to work for."""
-        self.read_mail = lambda: self.handle(receive(False))
+    def run_busy_loop(self, receive: Receive) -> None:
+        """Never returns. `receive(seconds)` has the letters that are here; it waits so long for one, None is for ever,
+        and raises ClientGone when there is nobody left to work for."""
+        self.read_mail = lambda: self.handle(receive(0))
         while True:
-            self.handle(receive(not self.scheduler.has_unfinished_requests()))
+            letters = receive(0 if self.scheduler.has_unfinished_requests() else self.patience)
+            self.handle(letters)
             if self.scheduler.has_unfinished_requests():
                 self.step()
-            else:
+            elif letters:
                 self.send(EngineCoreOutputs(scheduler_stats=self.stats()))  # an abort emptied it: say so
 
     def read_mail(self) -> None:
@@ -286,10 +289,10 @@ class Mailbox:
         except OSError:
             raise ClientGone from None
 
-    def receive(self, block: bool) -> list[Any]:
-        """All letters that are here; waits for one if `block`. Raises ClientGone."""
+    def receive(self, seconds: float | None) -> list[Any]:
+        """All letters that are here; waits up to `seconds` for one, None is for ever. Raises ClientGone."""
         letters: list[Any] = []
-        while (block and not letters) or select.select([self.sock], [], [], 0)[0]:
+        while select.select([self.sock], [], [], 0 if letters else seconds)[0]:
             try:
                 chunk = self.sock.recv(1 << 18)
             except OSError:
@@ -331,7 +334,7 @@ def build_engine(factory: Factory, args: Any, send: Callable[[Any], None]) -> LL
 
 
 def serve_mailbox(factory: Factory, args: Any, send: Callable[[Any], None],
-                  receive: Callable[[bool], Iterable[tuple]],
+                  receive: Receive,
                   make_proc: Callable[..., EngineCoreProc] = EngineCoreProc) -> bool:  # fmt: skip
     """Build an engine and work until nobody is left to work for. Returns whether it failed; then it has said so."""
     try:
@@ -431,10 +434,11 @@ class ThreadClient:
         with contextlib.suppress(RuntimeError):  # the loop may be closed by now
             self.loop.call_soon_threadsafe(self.outbox.put_nowait, letter)
 
-    def _receive(self, block: bool) -> list[Any]:
-        letters = [self.inbox.get()] if block else []
-        while not self.inbox.empty():
-            letters.append(self.inbox.get())
+    def _receive(self, seconds: float | None) -> list[Any]:
+        letters: list[Any] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                letters.append(self.inbox.get(timeout=0 if letters else seconds))
         if None in letters:
             raise ClientGone
         return letters
@@ -478,7 +482,8 @@ class InprocClient:
                 self.proc.step()
             else:
                 self.mail.clear()
-                await self.mail.wait()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.mail.wait(), self.proc.patience)
         return self.outbox.popleft()
 
     def close(self) -> None: ...

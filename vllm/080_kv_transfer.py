@@ -598,6 +598,10 @@ class Producer:
                         send(s.link, {"kind": "KV", "transfer": export.transfer, "layer": layer, "first": first,
                                       "count": count, "head": s.head, "heads": s.heads}, payload)  # fmt: skip
 
+    def is_late(self) -> bool:
+        """Has somebody waited a whole lease for what never came here?"""
+        return any(self.clock() >= deadline for letters in self.early.values() for *_, deadline in letters)
+
     def expire(self) -> None:
         """Nobody came, or nobody finished: take the blocks back."""
         now = self.clock()

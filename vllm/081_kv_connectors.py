@@ -297,6 +297,7 @@ class KVConnectorBase:
 
     fetches_later: ClassVar[bool] = False  # between steps, while its request waits
     needs_hashes: ClassVar[bool] = False  # of all full blocks, as lesson 05's prefix cache does
+    patience: ClassVar[float | None] = None  # seconds after which an idle engine asks again for `has_pending_work`
 
     def __init__(self, config: KVTransferConfig) -> None:
         self.config, self.meta, self.stats = config, KVConnectorMetadata(), Counter()
@@ -408,6 +409,7 @@ class P2PConnector(KVConnectorBase):
 
     link_class: ClassVar[type[Link]] = Link
     fetches_later = True
+    patience = 0.1  # whoever asks for a prompt that is gone must hear of it, also if nobody else wants anything
 
     def __init__(self, config: KVTransferConfig) -> None:
         super().__init__(config)
@@ -482,7 +484,8 @@ class P2PConnector(KVConnectorBase):
         return False
 
     def has_pending_work(self) -> bool:
-        return bool(self.producer.exports or self.consumer.imports or self.consumer.cancelled or self.loads)
+        held = self.producer.exports or self.consumer.imports or self.consumer.cancelled or self.loads
+        return bool(held) or not self.inbox.empty() or self.producer.is_late()
 
     # -- the worker's half --
 

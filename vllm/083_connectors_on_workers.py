@@ -16,6 +16,7 @@ import common  # first: it settles the device before torch is used
 
 import dataclasses
 import functools
+import time
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -68,8 +69,6 @@ class RemoteProducer:
 class RemoteConsumer:
     """In place of a consumer: knows of each fetched request how many ranks have not reported its end yet."""
 
-    cancelled = ()
-
     def __init__(self, orders: list[Order]) -> None:
         self.orders, self.imports = orders, {}
 
@@ -87,7 +86,7 @@ class RemoteConnector(connectors.P2PConnector):
         self.producer, self.consumer = RemoteProducer(self.orders), RemoteConsumer(self.orders)
         self.sent: Counter[str] = Counter()  # request id: ranks that need not keep its blocks
         self.why: dict[str, str] = {}  # request id: of the first rank that failed
-        self.news = KVConnectorOutput()
+        self.news, self.looked = KVConnectorOutput(), time.monotonic()
 
     def attach(self, world_size: int, about: dict[str, Any]) -> None:
         """`about` is what rank 0 says of itself: address, num_kv_heads."""
@@ -99,7 +98,9 @@ class RemoteConnector(connectors.P2PConnector):
         return self.about["address"]
 
     def has_pending_work(self) -> bool:
-        return bool(self.orders) or super().has_pending_work()
+        """Also whenever the workers have not read their mail for a while: only a step makes them do so."""
+        held = self.orders or self.producer.exports or self.consumer.imports or self.loads
+        return bool(held) or time.monotonic() >= self.looked + self.patience
 
     def take_orders(self, meta: KVConnectorMetadata) -> tuple[KVConnectorMetadata, list[Order]]:
         """What travels with a step: copies, and of each request its name and its kv_transfer_params alone."""
@@ -110,7 +111,7 @@ class RemoteConnector(connectors.P2PConnector):
         for request, _, first, end in meta.to_load:
             if first < end:  # else it has ended here: its prefill engine is told, and there is nothing to wait for
                 self.consumer.imports[request.request_id] = self.world_size
-        orders = list(self.orders)
+        orders, self.looked = list(self.orders), time.monotonic()
         self.orders.clear()
         loads = [(_named(request), list(blocks), *span) for request, blocks, *span in meta.to_load]
         saves = [(_named(request), list(blocks), n) for request, blocks, n in meta.to_save]

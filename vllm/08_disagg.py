@@ -107,6 +107,7 @@ def connector_scheduler(base: type) -> type:
         def __init__(self, config: Any, kv_cache_manager: Any, connector: KVConnectorBase) -> None:
             super().__init__(config, kv_cache_manager)
             self.connector, self.kv_connector_metadata = connector, connectors.KVConnectorMetadata()
+            self.patience = connector.patience
             self.waiting_for_remote_kvs: dict[str, Request] = {}
             self.received: set[str] = set()  # of them: arrived, and waiting for a seat
             self.held: dict[str, Request] = {}  # finished, and somebody still reads their blocks, or writes into them
@@ -426,7 +427,8 @@ def run_worker(pipe: Any, inherited: Sequence[Any], model: llama.Llama | str | i
     with contextlib.suppress(EOFError, OSError):
         pipe.send(("configured", configure(config, core_args)))
         while True:
-            while pipe.poll(0 if core.scheduler.has_unfinished_requests() else None):
+            scheduler = core.scheduler
+            while pipe.poll(0 if scheduler.has_unfinished_requests() else scheduler.patience):
                 kind, *content = pipe.recv()
                 if kind == "add":
                     try:
