@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import time
 
 import common
@@ -14,6 +16,7 @@ from test_12_multi_lora import NoBytes, Words
 import llama
 
 lesson = common.lesson("083_connectors_on_workers")
+adapters = common.lesson("120_adapters")
 executors, serving, SamplingParams = lesson.executors, scaling.serving, scaling.SamplingParams
 LIMITS = dict(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4)
 
@@ -25,44 +28,58 @@ def build(monkeypatch):
     monkeypatch.setattr(llama, "model_folder", lambda name: name)
     started = []
 
-    def make(tp, role, wire="TCPConnector", policy="recompute", limits=LIMITS, **extra):
+    def make(tp, role, wire="TCPConnector", policy="recompute", limits=LIMITS, drafts=None, loras=(), ahead=False,
+             **extra):  # fmt: skip
         config = {"kv_connector": wire, "kv_role": role, "kv_port": free_ports(tp), "kv_load_failure_policy": policy,
                   "kv_connector_extra_config": extra}  # fmt: skip
-        args = serving.EngineArgs(tensor_parallel_size=tp, distributed_executor_backend="mp", kv_transfer_config=config)
-        parallel = executors.ParallelConfig(tp)
+        args = serving.EngineArgs(tensor_parallel_size=tp, distributed_executor_backend="mp", kv_transfer_config=config,
+                                  speculative_config=drafts, enable_lora=bool(loras), max_loras=2, max_cpu_loras=4,
+                                  async_scheduling=ahead)  # fmt: skip
+        parallel = executors.ParallelConfig(tp, async_scheduling=ahead)
         executor = scaling.ThreadExecutor(parallel)
         started.append(executor)
         runner = (executors.KEY, "served_runner")
         executor.collective_rpc(
             "load_model", executors.WorkerSpec(scaling.SIZES, parallel, torch.float32, runner, args)
         )
-        kind = serving.engine_class("auto", True, None, kv_transfer=args.kv_transfer, on_workers=True)
+        kind = serving.engine_class("auto", True, None, args.lora_config, args.speculation, args.kv_transfer, True,
+                                    ahead)  # fmt: skip
         kind = executors.parallel_engine(kind, executor, parallel)
         skeleton = executors.skeleton(llama.random_model(**scaling.SIZES).config, parallel, torch.float32)
-        return kind(skeleton, Words(), **limits)
+        engine = kind(skeleton, Words(), **limits)
+        for lora in loras:
+            engine.lora.add_adapter(lora.name, lora)
+        return engine
 
     yield make
     for executor in started:
         executor.shutdown()
 
 
-def add(engine, name, prompt, tokens, **params):
-    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+def add(engine, name, prompt, tokens, lora=None, stop=None, **params):
+    ends = [stop] if stop else []
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, stop_token_ids=ends)
     sampling.extra_args = {"kv_transfer_params": params}
-    engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+    engine.add_request(name, {"prompt_token_ids": prompt}, sampling, **({"lora_name": lora.name} if lora else {}))
 
 
 JOBS = list(zip(scaling.PROMPTS, scaling.OUTPUTS))
 
 
-def hand_over(prefill, decode, jobs=JOBS):
-    """Give both engines their requests; what one engine without either would answer."""
+def hand_over(prefill, decode, jobs=JOBS, loras=(None,), rng=None):
+    """Give both engines their requests, to these adapters in turn; what one engine without either would answer. Given
+    `rng`, some end with a token that only whoever computes it can know."""
     whole, truth = llama.random_model(**scaling.SIZES), {}
     address = prefill.core.scheduler.connector.address
     for i, (prompt, tokens) in enumerate(jobs):
-        truth[f"d{i}"] = scaling.scheduling.generate_alone(whole, prompt, tokens)
-        add(prefill, f"p{i}", prompt, 1, do_remote_decode=True, transfer_id=f"t{i}")
-        add(decode, f"d{i}", prompt, tokens, do_remote_prefill=True, transfer_id=f"t{i}", **address)
+        lora = loras[i % len(loras)]
+        merged = adapters.merged(whole, lora) if lora else whole
+        tokens_alone = scaling.scheduling.generate_alone(merged, prompt, tokens)
+        stop = rng.choice([None, *tokens_alone]) if rng else None
+        truth[f"d{i}"] = tokens_alone[: tokens_alone.index(stop) + 1] if stop else tokens_alone
+        first = (5, lora, stop) if rng else (1, lora)  # who computes the prompt may write more than a token, too
+        add(prefill, f"p{i}", prompt, *first, do_remote_decode=True, transfer_id=f"t{i}")
+        add(decode, f"d{i}", prompt, tokens, lora, stop, do_remote_prefill=True, transfer_id=f"t{i}", **address)
     return truth
 
 
@@ -92,6 +109,10 @@ def check_nothing_is_kept(monkeypatch, *engines):
         assert pool.num_free_blocks == pool.num_blocks - 1 and not (scheduler.held or scheduler.waiting_for_remote_kvs)
         assert not (connector.names or connector.producer.exports or connector.consumer.imports or connector.orders)
         assert not (connector.sent or connector.why or connector.in_use or connector.asked)
+        for placeholders in ("num_output_placeholders", "num_draft_placeholders"):
+            assert not any(getattr(scheduler, placeholders, {}).values())
+        if hasattr(engine, "lora"):
+            engine.lora.check()
         kept = on_ranks(engine, monkeypatch, lambda c, rank: [*c.producer.exports, *c.consumer.imports, *c.names])
         assert not any(kept)
 
@@ -118,6 +139,72 @@ def test_a_prompt_goes_from_ranks_to_ranks(build, monkeypatch, prefill_tp, decod
     read = [count > 0 for count in early]
     assert sum(read) == min(prefill_tp, 4), "layers leave every rank that is read before the prompt is computed"
     check_nothing_is_kept(monkeypatch, prefill, decode)
+
+
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+
+
+def random_loras(count):
+    config = llama.random_model(**scaling.SIZES).config
+    return [adapters.random_adapter(config, 4, i, f"a{i}", size=1.0) for i in range(count)]
+
+
+TOGETHER = [(2, 1, True, True, False), (1, 2, True, True, True), (1, 2, False, False, True)]
+TOGETHER += [pytest.param(*degrees, *used, marks=pytest.mark.slow)
+             for degrees in [(2, 1), (1, 8)] for used in itertools.product([False, True], repeat=3)
+             if any(used) and (*degrees, *used) not in TOGETHER]  # fmt: skip
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp", "drafts", "adapted", "ahead"), TOGETHER)
+def test_a_prompt_goes_on_with_drafts_with_its_adapter_and_a_step_ahead(
+    build, monkeypatch, prefill_tp, decode_tp, drafts, adapted, ahead
+):
+    loras = random_loras(3 * adapted)
+    about = {"drafts": SUFFIX if drafts else None, "loras": loras, "ahead": ahead}
+    prefill, decode = build(prefill_tp, "kv_producer", **about), build(decode_tp, "kv_consumer", **about)
+    assert decode.core.max_concurrent_batches == 1 + ahead
+    truth = hand_over(prefill, decode, [(p, 20) for p in (*scaling.PROMPTS, [7, 8] * 8)], [*loras, None])
+    assert run(prefill, decode) == truth
+    assert all(on_ranks(decode, monkeypatch, lambda c, rank: c.stats["bytes_in"]))
+    if drafts:
+        stats = decode.core.scheduler.spec_decoding_stats
+        assert 5 < stats.num_accepted_tokens < stats.num_draft_tokens
+    check_nothing_is_kept(monkeypatch, prefill, decode)
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(i, marks=pytest.mark.slow) for i in range(6, 60))])
+def test_whatever_comes_together(build, monkeypatch, seed):
+    """Small pools, few seats, prompts that nobody can predict the end of, and clients that leave on either side."""
+    rng = random.Random(seed)
+    loras = random_loras(3 * (rng.random() < 0.4))
+    about = {"drafts": SUFFIX if rng.random() < 0.5 else None, "loras": loras, "ahead": rng.random() < 0.8,
+             "wire": rng.choice(WIRES)}  # fmt: skip
+
+    def limits():
+        return LIMITS | {
+            "num_gpu_blocks_override": rng.choice([18, 20, 24, 30]), "max_num_seqs": rng.choice([2, 4, 8]),
+            "max_num_batched_tokens": rng.choice([8, 16, 40]), "enable_prefix_caching": rng.random() < 0.6,
+        }  # fmt: skip
+
+    engines = [build(rng.choice([1, 2]), role, limits=limits(), policy=rng.choice(["fail", "recompute"]), **about)
+               for role in ("kv_producer", "kv_consumer")]  # fmt: skip
+    prompts = [[rng.randrange(3, 60) for _ in range(rng.randrange(1, 40))] for _ in range(6)] + [[7, 8] * 8]
+    jobs = [(prompt, rng.randrange(1, 24)) for prompt in prompts]
+    truth = hand_over(*engines, jobs, [*loras, None], rng)
+    found, left, deadline = {}, set(), time.monotonic() + 60
+    while any(engine.core.scheduler.has_unfinished_requests() for engine in engines):
+        assert time.monotonic() < deadline, "somebody waits for ever"
+        for engine, side in zip(engines, "pd"):
+            if rng.random() < 0.8:
+                found |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
+            if rng.random() < 0.04:
+                name = rng.randrange(len(jobs))
+                engine.abort_request([f"{side}{name}"])
+                left.add(f"d{name}")
+    assert {name: found.get(name) for name in truth.keys() - left} == {
+        name: truth[name] for name in truth.keys() - left
+    }
+    check_nothing_is_kept(monkeypatch, *engines)
 
 
 def test_a_preempted_prefill_offers_nothing_old(build, monkeypatch):
@@ -248,10 +335,7 @@ WORKERS = {"tensor_parallel_size": 2}
     ("flags", "config", "words"),
     [
         (WORKERS | {"pipeline_parallel_size": 2}, {}, "not together with pipeline_parallel_size"),
-        ({"async_scheduling": True}, {}, "not together with async_scheduling"),
         (WORKERS | {"distributed_executor_backend": "ray"}, {}, "not together with distributed_executor_backend ray"),
-        (WORKERS | {"speculative_config": {"method": "ngram"}}, {}, "not together with speculative_config on workers"),
-        (WORKERS | {"enable_lora": True}, {}, "not together with enable_lora on workers"),
         (WORKERS, {"kv_connector": "TorchDistributedConnector"}, "workers: TorchDistributedConnector; allowed: Shared"),
         (WORKERS, {"kv_connector": "StoreConnector"}, "workers: StoreConnector"),
         (WORKERS, {"kv_port": 0}, r"kv_port 0: rank r listens at kv_port \+ r"),

@@ -33,10 +33,7 @@ def check(args: Any) -> None:
     """Raises InputError for what these two halves cannot do together."""
     config, name = args.kv_transfer, "kv_transfer_config: not together with"
     for what, used in (("pipeline_parallel_size", args.pipeline_parallel_size > 1),
-                       ("async_scheduling", args.async_scheduling),
-                       ("distributed_executor_backend ray", args.distributed_executor_backend == "ray"),
-                       ("speculative_config on workers", args.speculative_config is not None),
-                       ("enable_lora on workers", args.enable_lora)):  # fmt: skip
+                       ("distributed_executor_backend ray", args.distributed_executor_backend == "ray")):  # fmt: skip
         if used:
             raise common.InputError(f"{name} {what}")
     if config.kv_connector not in ("SharedMemoryConnector", "TCPConnector"):

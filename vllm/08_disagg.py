@@ -284,13 +284,13 @@ def connector_scheduler(base: type) -> type:
             return super().finish_requests(request_ids, status)
 
         def _free_request(self, request: Request) -> None:
-            blocks = self.kv_cache_manager.req_to_blocks.get(request.request_id, [])
-            is_read = self.connector.request_finished(request, blocks)
-            if not is_read and request.request_id not in self.held:
-                return super()._free_request(request)
-            self.held[request.request_id] = request  # until get_finished names it
-            self.finished_req_ids.append(request.request_id)
-            del self.requests[request.request_id]
+            tables, name = self.kv_cache_manager.req_to_blocks, request.request_id
+            blocks = tables.get(name, [])
+            if self.connector.request_finished(request, blocks) or name in self.held:
+                self.held[name], tables[name] = request, []  # all but its blocks ends here
+            super()._free_request(request)
+            if name in self.held:
+                tables[name] = blocks  # until get_finished names it
 
     return ConnectorScheduler
 
@@ -427,8 +427,7 @@ def run_worker(pipe: Any, inherited: Sequence[Any], model: llama.Llama | str | i
     with contextlib.suppress(EOFError, OSError):
         pipe.send(("configured", configure(config, core_args)))
         while True:
-            scheduler = core.scheduler
-            while pipe.poll(0 if scheduler.has_unfinished_requests() else scheduler.patience):
+            while pipe.poll(0 if core.scheduler.has_unfinished_requests() else core.scheduler.patience):
                 kind, *content = pipe.recv()
                 if kind == "add":
                     try:
