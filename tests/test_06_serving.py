@@ -568,13 +568,26 @@ STORE = '{"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_
      ({"kv_transfer_config": '{"kv_role": "kv_both"}'}, "kv_connector"), ({"kv_transfer_config": "{"}, "not JSON"),
      ({"kv_transfer_config": TRANSFER, "kv_cache_dtype": "fp8"}, "not together with --kv-cache-dtype"),
      ({"kv_transfer_config": STORE, "enable_lora": True}, "--enable-lora if blocks go to a store"),
-     ({"kv_transfer_config": TRANSFER, "data_parallel_size": 2}, "not together with several engines"),
+     ({"kv_transfer_config": STORE, "data_parallel_size": 2}, "not together with workers or several engines"),
      ({"tool_call_parser": "magic"}, "hermes"), ({"enable_auto_tool_choice": True}, "--tool-call-parser"),
      ({"chat_template": "no/such.jinja"}, "no/such.jinja"), ({"chat_template": "{% if %}"}, "chat template: line 1")],
 )  # fmt: skip
 def test_flags_that_are_refused(wrong, words):
     with pytest.raises(common.InputError, match=words):
         EngineArgs(**wrong)
+
+
+def test_each_of_several_engines_listens_at_ports_of_its_own():
+    config = {"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port": 5000, "engine_id": "e"}
+    args = EngineArgs(kv_transfer_config=config, tensor_parallel_size=2, data_parallel_size=3)
+    third = args.for_engine(2)
+    assert (third.kv_transfer.kv_port, third.kv_transfer.engine_id) == (5004, "e_dp2"), (
+        "behind four ranks of two others"
+    )
+    assert third.kv_transfer_config == dataclasses.asdict(third.kv_transfer) and third.data_parallel_size == 3
+    assert args.kv_transfer.kv_port == 5000 and args.for_engine(0).kv_transfer.kv_port == 5000
+    assert EngineArgs(kv_transfer_config=TRANSFER, data_parallel_size=2).for_engine(1).kv_transfer.kv_port == 0
+    assert (plain := EngineArgs(data_parallel_size=2)).for_engine(1) is plain
 
 
 def test_clients_load_adapters_where_one_api_server_answers(monkeypatch):

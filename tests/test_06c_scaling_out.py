@@ -984,6 +984,17 @@ def test_one_engine_of_two_dies_and_everybody_hears(monkeypatch, real_model):
     asyncio.run(story())
 
 
+def test_an_engine_is_told_which_of_several_it_is(monkeypatch):
+    started = []
+    process = lambda **about: started.append(about["args"]) or SimpleNamespace(start=lambda: None)  # noqa: E731
+    monkeypatch.setattr(engine_group.tensor_parallel, "start_context", lambda: SimpleNamespace(Process=process))
+    about = {"kv_connector": "TCPConnector", "kv_role": "kv_both", "kv_port": 7000}
+    for args in (serving.EngineArgs(kv_transfer_config=about, data_parallel_size=2), {"any": "other"}):
+        engine_group.start_engine([], 0, 1, ("06_serving", "make_engine"), args, 1)
+    (*_, args, _), (*_, others, _) = started
+    assert args.kv_transfer.kv_port == 7001 and others == {"any": "other"}
+
+
 def test_the_prefix_balancer_hashes_blocks_as_long_as_the_engines():
     client = lesson.DPLBClient([None], None, lesson.PrefixAwareBalancer(1))
     client.take(0, async_engine.EngineCoreReady(64, 8, 64, 99, 4, "fcfs", True, 1))

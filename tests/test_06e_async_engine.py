@@ -657,6 +657,15 @@ def test_a_collector_loses_nothing_and_holds_one_item(events):
     assert got == want and collector.get_nowait() is None
 
 
+def test_what_comes_with_the_last_token_is_in_what_waits():
+    collector, last = lesson.RequestOutputCollector("r"), piece(0, "b", [2], True)
+    last.kv_transfer_params, last.num_cached_tokens = {"remote_port": 7}, 16
+    collector.put(piece(0, "a", [1]))
+    collector.put(last)
+    heard = collector.get_nowait()
+    assert (heard.finished, heard.kv_transfer_params, heard.num_cached_tokens) == (True, {"remote_port": 7}, 16)
+
+
 def test_an_exception_overtakes_what_waits():
     async def run():
         collector = lesson.RequestOutputCollector("r")

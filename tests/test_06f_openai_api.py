@@ -602,7 +602,7 @@ class Letters(lesson.ScriptedLLM):
     async def write(self, collector):
         for what in self.pieces:
             await asyncio.sleep(0.001)
-            if isinstance(what, Exception):
+            if isinstance(what, (Exception, offline.RequestOutput)):
                 collector.put(what)
                 return
             index, text, finished, done = what
@@ -647,16 +647,17 @@ def test_errors_of_the_engine_have_a_status(error, status, capsys):
 
 def test_kv_transfer_params_go_in_and_out():
     """Lesson 08: what a proxy says reaches the engine; what a prefill server answers tells where its blocks are."""
+    params = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "h", "remote_port": 7}
+    answer = offline.CompletionOutput(0, "x", [1], finish_reason="length")
+    llm, app = serve(Letters([offline.RequestOutput("r", "p", [1], [answer], True, kv_transfer_params=params)]))
+    wanted = {"kv_transfer_params": {"do_remote_decode": True, "transfer_id": "t"}}
+    for path, body in (("/v1/completions", P), ("/v1/chat/completions", M)):
+        assert ask(app, path, body | wanted).json["kv_transfer_params"] == params
+    assert [call[2].extra_args for call in llm.added] == [wanted, wanted]
     llm, app = serve()
-    llm.ready.about = {"kv_transfer": {"remote_host": "h", "remote_port": 7}}
-    heard = ask(app, "/v1/completions", P | {"kv_transfer_params": {"do_remote_decode": True, "transfer_id": "t"}})
-    assert heard.json["kv_transfer_params"] == {
-        "do_remote_prefill": True, "transfer_id": "t", "remote_host": "h", "remote_port": 7
-    }  # fmt: skip
-    params = heard.json["kv_transfer_params"]
     heard = ask(app, "/v1/completions", P | {"kv_transfer_params": params})
     assert heard.status == 200 and "kv_transfer_params" not in heard.json
-    assert [call[2].extra_args["kv_transfer_params"]["transfer_id"] for call in llm.added] == ["t", "t"]
+    assert [call[2].extra_args for call in llm.added] == [{"kv_transfer_params": params}]
     assert "kv_transfer_params" not in ask(app, "/v1/completions", P).json
     for wrong in (5, {"do_remote_prefill": True}, {"do_remote_decode": "yes"}):
         check_error(ask(app, "/v1/completions", P | {"kv_transfer_params": wrong}), 400, "kv_transfer_params")

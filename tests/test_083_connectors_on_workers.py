@@ -277,6 +277,21 @@ def test_nobody_comes_for_it(build, monkeypatch):
     check_nothing_is_kept(monkeypatch, prefill)
 
 
+def test_the_answer_says_where_the_ranks_are(build, monkeypatch):
+    """To a client of the engine, with the last of its tokens."""
+    prefill = build(2, "kv_producer", kv_lease_duration=0.2)
+    address = prefill.core.scheduler.connector.address
+    add(prefill, "p", scaling.PROMPTS[0], 2, do_remote_decode=True, transfer_id="t")
+    add(prefill, "q", scaling.PROMPTS[1], 2)
+    answers = {}
+    while len(answers) < 2:
+        answers |= {output.request_id: output.kv_transfer_params for output in prefill.step()}
+    assert answers == {"p": {"do_remote_prefill": True, "transfer_id": "t", **address}, "q": None}
+    assert address["tp_size"] == 2
+    run(prefill)
+    check_nothing_is_kept(monkeypatch, prefill)
+
+
 def test_a_client_that_leaves_before_its_prompt_is_fetched(build, monkeypatch):
     """The prefill engine keeps it for nobody, and is told."""
     prefill, decode = build(2, "kv_producer"), build(2, "kv_consumer", limits=LIMITS | {"max_num_seqs": 1})
@@ -336,11 +351,13 @@ WORKERS = {"tensor_parallel_size": 2}
     [
         (WORKERS | {"pipeline_parallel_size": 2}, {}, "not together with pipeline_parallel_size"),
         (WORKERS | {"distributed_executor_backend": "ray"}, {}, "not together with distributed_executor_backend ray"),
-        (WORKERS, {"kv_connector": "TorchDistributedConnector"}, "workers: TorchDistributedConnector; allowed: Shared"),
-        (WORKERS, {"kv_connector": "StoreConnector"}, "workers: StoreConnector"),
-        (WORKERS, {"kv_port": 0}, r"kv_port 0: rank r listens at kv_port \+ r"),
+        (WORKERS, {"kv_connector": "TorchDistributedConnector"}, "engines: TorchDistributedConnector; allowed: Shared"),
+        (WORKERS, {"kv_connector": "StoreConnector"}, "engines: StoreConnector"),
+        (WORKERS, {"kv_port": 0}, r"kv_port 0: the r-th rank of all engines listens at kv_port \+ r"),
         (WORKERS, {"kv_port": 65535}, "kv_port 65535"),
-        (WORKERS | {"data_parallel_size": 2}, {}, "not together with several engines"),
+        (WORKERS | {"data_parallel_size": 2}, {"kv_port": 65533}, "from 1 to 65532"),
+        ({"data_parallel_size": 2}, {"kv_port": 65535}, "kv_port 65535"),
+        ({"data_parallel_size": 2}, {"kv_connector": "StoreConnector"}, "several engines: StoreConnector"),
         (WORKERS | {"kv_cache_dtype": "fp8"}, {}, "not together with --kv-cache-dtype"),
     ],
 )

@@ -1997,10 +1997,26 @@ def test_a_transfer_is_one_answer():
     params = {"do_remote_decode": True, "transfer_id": "x"}
     with pytest.raises(common.InputError, match="n 2"):
         connectors.attach_params(lesson.SamplingParams(n=2), params)
-    about = {"kv_transfer": {"remote_host": "h", "remote_port": 5}}
-    assert connectors.answer_params(params, {}) == connectors.answer_params({}, about) == {}
-    assert connectors.answer_params(params, about)["kv_transfer_params"] == {
-        "do_remote_prefill": True, "transfer_id": "x", "remote_host": "h", "remote_port": 5}  # fmt: skip
+
+
+def test_the_end_of_a_prompt_says_where_it_is(tiny_model):
+    """And nothing else does: not its tokens before the end, not an answer that is complete, not an aborted prompt."""
+    with pair(tiny_model, "TCPConnector") as (prefill, decode):
+        connector = prefill.scheduler.connector
+        for name, n, remote in (("a", 3, True), ("b", 1, False), ("c", 9, True)):
+            params = {"do_remote_decode": True, "transfer_id": name.upper()} if remote else {}
+            prefill.add_request(lesson.make_request(name, PROMPT, n, **params))
+        heard = prefill.step() + prefill.step()
+        prefill.abort_requests(["c"])
+        heard += prefill.step()
+        told = [(o.request_id, o.kv_transfer_params) for o in heard if o.kv_transfer_params or o.finish_reason]
+        where = {"do_remote_prefill": True, "transfer_id": "A", **connector.address}
+        assert told == [("b", None), ("a", where)] and where["remote_port"] == connector.port
+        decode.add_request(lesson.make_request("a", PROMPT, 2, **where))
+        answers = []
+        until(lambda: answers and answers[-1].finish_reason, prefill.step, lambda: answers.extend(decode.step()))
+        assert not any(o.kv_transfer_params for o in answers)
+        drain(prefill, decode)
 
 
 def test_a_transfer_has_one_request_on_each_side(tiny_model, expected):
@@ -2482,15 +2498,17 @@ def free_ports(count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("prefill_tp", "decode_tp", "wire"), [
-    (1, 1, "TCPConnector"), (3, 1, "SharedMemoryConnector"), (1, 3, "TCPConnector")])  # fmt: skip
-def test_two_servers_a_proxy_and_the_openai_client(prefill_tp, decode_tp, wire):
+@pytest.mark.parametrize(("prefill_tp", "decode_tp", "engines", "wire"), [
+    (1, 1, 1, "TCPConnector"), (3, 1, 1, "SharedMemoryConnector"), (1, 3, 1, "TCPConnector"), (1, 1, 2, "TCPConnector"),
+])  # fmt: skip
+def test_two_servers_a_proxy_and_the_openai_client(prefill_tp, decode_tp, engines, wire):
     """The same answers as one server's, streamed and whole; also after the prefill server was killed."""
     import openai
 
     serving = common.lesson("06_serving")
-    config = {"kv_connector": wire, "kv_port": free_ports(prefill_tp), "kv_load_failure_policy": "recompute"}
-    small = ("--kv-cache-gib", "0.2", "--max-model-len", "512", "--kv-transfer-config")
+    config = {"kv_connector": wire, "kv_port": free_ports(prefill_tp * engines), "kv_load_failure_policy": "recompute"}
+    small = ("--data-parallel-size", str(engines), "--kv-cache-gib", "0.2", "--max-model-len", "512",
+             "--kv-transfer-config")  # fmt: skip
     flags = [(*small, json.dumps(config | {"kv_role": role}), "--block-size", size, "--tensor-parallel-size", str(tp))
              for role, size, tp in (("kv_producer", "16", prefill_tp), ("kv_consumer", "32", decode_tp))]  # fmt: skip
     messages = [{"role": "user", "content": "Name three animals that live in the sea, and say why you chose them."}]

@@ -403,6 +403,7 @@ class EngineCoreOutput:
     new_token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # lesson 08: where its keys and values are
 
 
 class Scheduler:

@@ -504,6 +504,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # in a stream: once, with the first token
+    kv_transfer_params: dict[str, Any] | None = None  # lesson 08: for whoever goes on with this
 
 
 @dataclass
@@ -730,6 +731,7 @@ class LLMEngine:
                 sequence.logprobs.append(found)
                 sequence.cumulative_logprob += found[output.new_token_ids[0]].logprob
             if answer := self._answer(sequence, finish_reason, stop_reason):
+                answer.kv_transfer_params = output.kv_transfer_params
                 heard.append(answer)
         return heard
 

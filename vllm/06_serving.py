@@ -35,6 +35,7 @@ import common  # first: it settles the device before torch and Triton are used
 import argparse
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import functools
 import json
@@ -157,11 +158,11 @@ class EngineArgs:
         if kv_transfer:
             stored = kv_transfer.kv_connector == "StoreConnector"  # an adapter's name may mean another one tomorrow
             quantized = self.kv_cache_dtype != "auto"
-            for flag, used in (("--kv-cache-dtype", quantized), ("several engines", self.has_engines),
+            for flag, used in (("--kv-cache-dtype", quantized),
                                ("--enable-lora if blocks go to a store", stored and self.enable_lora)):  # fmt: skip
                 if used:
                     raise common.InputError(f"--kv-transfer-config: not together with {flag}")
-            if self.has_workers:
+            if self.has_workers or self.has_engines:
                 openai_api.companion("083_connectors_on_workers", "--kv-transfer-config").check(self)
         if self.lora_modules and not self.enable_lora:
             raise common.InputError("--lora-modules: needs --enable-lora")
@@ -209,6 +210,17 @@ class EngineArgs:
     def scales_out(self) -> bool:
         """More than one engine, one API server, or one process or thread per engine: companion 06c's business."""
         return self.has_workers or self.has_engines
+
+    def for_engine(self, engine: int) -> EngineArgs:
+        """The flags of one of several engines: each listens at ports of its own."""
+        config = self.kv_transfer
+        if config is None:
+            return self
+        port = config.kv_port and config.kv_port + engine * self.world_size
+        own = dataclasses.replace(config, engine_id=f"{config.engine_id}_dp{engine}", kv_port=port)
+        mine = copy.copy(self)  # without looking at everything once more
+        mine.kv_transfer_config = dataclasses.asdict(own)
+        return mine
 
     @property
     def has_engines(self) -> bool:
@@ -438,8 +450,6 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
     graphs = len({size for size, _ in getattr(engine.core.runner, "captured", ())})
     stage("warm-up", f"{graphs} batch sizes as CUDA graphs" if graphs else "compiled, packed, paged in")
     engine.about = {"seconds": seconds, "kv_cache_tokens": tokens, "device": m["device"]}
-    if kv_transfer:  # where others find this engine's blocks
-        engine.about["kv_transfer"] = getattr(engine.core.scheduler.connector, "address", {})
     return engine
 
 

@@ -548,6 +548,7 @@ def start_engine(sockets: Sequence[socket.socket], num_clients: int, engine: int
     if before is None and gpus >= (engine + 1) * size and gpus > size:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)  # the child reads it before it looks for GPUs
     try:
+        args = args.for_engine(engine) if hasattr(args, "for_engine") else args
         coordinator = sockets[num_clients] if len(sockets) > num_clients else None
         process = tensor_parallel.start_context().Process(target=run_engine_core, name=f"EngineCore_DP{engine}", args=(
             sockets[:num_clients], coordinator, engine, factory, args, threads))  # fmt: skip

@@ -590,6 +590,7 @@ def merge_outputs(old: RequestOutput, new: RequestOutput) -> None:
     """Two pieces of a stream into one. With n > 1, each answer goes on where it was."""
     old.finished, old.num_cached_tokens = new.finished, new.num_cached_tokens
     old.prompt_logprobs = old.prompt_logprobs or new.prompt_logprobs
+    old.kv_transfer_params = new.kv_transfer_params
     for piece in new.outputs:
         for have in old.outputs:
             if have.index == piece.index:

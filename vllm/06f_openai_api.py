@@ -435,10 +435,10 @@ class OpenAIServing:
                 usage.completion += len(answer.token_ids)
                 choices.append(self.choice(job, i * job.params.n + answer.index, answer, output))
         first = outputs[0] if isinstance(job.body, ChatCompletionRequest) else None
-        found, given = self.envelope(job, choices, usage.as_dict(), first), job.body.kv_transfer_params
+        found = self.envelope(job, choices, usage.as_dict(), first)
         if first and job.body.prompt_logprobs is not None:
             found["prompt_logprobs"] = scores(outputs[0])
-        return found | (companion("081_kv_connectors", "").answer_params(given, self.llm.ready.about) if given else {})
+        return found | ({"kv_transfer_params": params} if (params := outputs[0].kv_transfer_params) else {})
 
     async def stream(self, job: Job) -> AsyncIterator[str]:
         """The answer as server-sent events: `data: {JSON}`, a blank line, and in the end `data: [DONE]`."""

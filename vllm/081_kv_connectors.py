@@ -252,14 +252,6 @@ def attach_params(sampling_params: Any, params: Any) -> None:
     sampling_params.extra_args = {"kv_transfer_params": params}
 
 
-def answer_params(params: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
-    """What a prefill server adds to its answer: the kv_transfer_params for whoever goes on with it."""
-    if not params.get("do_remote_decode") or not about.get("kv_transfer"):
-        return {}
-    address = {"do_remote_prefill": True, "transfer_id": params["transfer_id"], **about["kv_transfer"]}
-    return {"kv_transfer_params": address}
-
-
 @dataclass
 class KVConnectorMetadata:
     """What the scheduler's half tells the worker's half about a step."""
@@ -334,6 +326,9 @@ class KVConnectorBase:
         """True: leave its blocks alone until `get_finished` names it among `finished_sending`. They are left alone in
         any case while they are being loaded: until it is named among `finished_recving`, or `failed_recving`."""
         return False
+
+    def answer_params(self, request: Request) -> dict[str, Any] | None:
+        """For the answer of a request whose blocks are kept: the kv_transfer_params of whoever goes on with it."""
 
     def has_pending_work(self) -> bool:
         """Must the engine go on stepping although nobody is scheduled?"""
@@ -482,6 +477,10 @@ class P2PConnector(KVConnectorBase):
                 self.loads.append((request, [], 0, 0))
             self.asked.discard(request.request_id)
         return False
+
+    def answer_params(self, request: Request) -> dict[str, Any]:
+        transfer = kv_transfer_params(request)["transfer_id"]
+        return {"do_remote_prefill": True, "transfer_id": transfer, **self.address}
 
     def has_pending_work(self) -> bool:
         held = self.producer.exports or self.consumer.imports or self.consumer.cancelled or self.loads

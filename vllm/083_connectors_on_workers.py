@@ -37,10 +37,13 @@ def check(args: Any) -> None:
         if used:
             raise common.InputError(f"{name} {what}")
     if config.kv_connector not in ("SharedMemoryConnector", "TCPConnector"):
-        raise common.InputError(f"{name} workers: {config.kv_connector}; allowed: SharedMemoryConnector, TCPConnector")
-    if config.is_kv_producer and args.world_size > 1 and not 0 < config.kv_port <= 65536 - args.world_size:
-        raise common.InputError(f"kv_port {config.kv_port}: rank r listens at kv_port + r, so it must be from 1 to "
-                                f"{65536 - args.world_size}")  # fmt: skip
+        raise common.InputError(f"{name} workers or several engines: {config.kv_connector}; allowed: "
+                                "SharedMemoryConnector, TCPConnector")  # fmt: skip
+    ranks = args.world_size * args.data_parallel_size
+    fits = config.kv_port <= 65536 - ranks and (config.kv_port or args.world_size == 1)
+    if config.is_kv_producer and not fits:
+        raise common.InputError(f"kv_port {config.kv_port}: the r-th rank of all engines listens at kv_port + r, so it "
+                                f"must be from 1 to {65536 - ranks}")  # fmt: skip
 
 
 # --- In the engine core ----------------------------------------------------------------------------------------------

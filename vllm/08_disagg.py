@@ -231,6 +231,8 @@ def connector_scheduler(base: type) -> type:
             if news.invalid_block_ids:
                 self._invalidate(news.invalid_block_ids, sampled)
             outputs = super().update_from_output(output, sampled)
+            for ended in (o for o in outputs if o.request_id in self.held):
+                ended.kv_transfer_params = self.connector.answer_params(self.held[ended.request_id])
             for request_id in self.waiting_for_remote_kvs.keys() & news.finished_recving:
                 request = self.waiting_for_remote_kvs[request_id]
                 request.num_computed_tokens = request.num_cached_tokens = request.num_prompt_tokens - 1
