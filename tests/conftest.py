@@ -17,10 +17,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "vllm"))  # as `python vllm/01_kv_cache.py` does
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # some sixty processes load the same scripts
 # Two cores run the tests beside a script or a server: a thread that waits for another must not spin in its way.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import common
+import documents
 import pytest
 import scripts
 import torch
@@ -33,6 +35,14 @@ settings.register_profile(
     "lessons", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 settings.load_profile("lessons")
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Collecting takes one core ten seconds. If all will be run, what the scripts print will be looked at."""
+    config = session.config
+    chosen = config.option.keyword or config.option.collectonly or config.option.markexpr != "not slow"
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not chosen:
+        scripts.ahead(scripts.script_job(path.stem) for path in documents.LESSONS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

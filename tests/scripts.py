@@ -88,7 +88,8 @@ def output_of(lesson: str, *arguments: str) -> str:
 
 
 def get(job: Job) -> Done:
-    """The result of a job: of the one that was started ahead, of an earlier call, or of running it now."""
+    """The result of a job: of the one that was started ahead, of an earlier call, or of running it now. While somebody
+    else runs it, the last of those that wait can be done."""
     key, command = job
     if key not in _futures:
         _futures[key] = Future()
@@ -96,6 +97,9 @@ def get(job: Job) -> Done:
     with contextlib.suppress(ValueError):  # somebody has begun it
         _waiting.remove(job)
         work(job)
+    with contextlib.suppress(IndexError):  # none waits
+        while not _futures[key].done():
+            work(_waiting.pop())
     return _futures[key].result()
 
 
@@ -109,16 +113,19 @@ def work(job: Job) -> None:
 
 
 def ahead(jobs: Iterable[Job]) -> None:
-    """Do jobs in a thread, in their order; `get` waits for one that has begun, and does one that has not."""
-    _waiting.extend(dict(jobs).items())
-    _futures.update({key: Future() for key, _ in _waiting})
+    """Do jobs in a thread, in their order, those that are new; `get` waits for one that has begun, and does one that
+    has not."""
+    new = {key: command for key, command in jobs if key not in _futures}
+    _futures.update({key: Future() for key in new})
+    _waiting.extend(new.items())
 
     def work_ahead() -> None:
         with contextlib.suppress(IndexError):  # nothing is left
             while True:
                 work(_waiting.popleft())
 
-    threading.Thread(target=work_ahead, daemon=True).start()
+    if not any(thread.name == "ahead" for thread in threading.enumerate()):
+        threading.Thread(target=work_ahead, daemon=True, name="ahead").start()
 
 
 def stop() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import common
 import pytest
+import scripts
 import torch
 import torch.nn.functional as F
 from hypothesis import given
@@ -571,9 +571,12 @@ print(json.dumps(rows))
 KIB = {"sm_90": 227, "sm_80": 163}  # shared memory that one program may have
 
 
-def check_compiled(cases):
-    command = [sys.executable, "-c", COMPILE, str(Path(__file__).parent), json.dumps(cases)]
-    done = subprocess.run(command, capture_output=True, text=True)
+def compile_job(*cases):
+    return ("tiles", *map(str, cases)), [sys.executable, "-c", COMPILE, Path(__file__).parent, json.dumps(cases)]
+
+
+def check_compiled(*cases):
+    done = scripts.get(compile_job(*cases))
     assert done.returncode == 0, done.stderr[-2000:]
     for case, row in zip(cases, json.loads(done.stdout.splitlines()[-1])):
         assert row["spills"] == 0 and row["shared"] <= KIB[case[0]] * 1024, (case, row)
@@ -584,14 +587,18 @@ def check_compiled(cases):
 needs_triton = pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform: nothing to compile")
 
 
+HOPPER = ("sm_90", (9, 0), 128, {})
+
+
 @needs_triton
+@pytest.mark.job(compile_job(HOPPER))
 def test_hopper_tiles_fit():
-    check_compiled([("sm_90", (9, 0), 128, {})])
+    check_compiled(HOPPER)
 
 
 @needs_triton
 @pytest.mark.slow
 def test_all_tiles_fit():
     options = ({}, {"causal": False}, {"window": 1024})
-    check_compiled([("sm_90", (9, 0), D, o) for D in (64, 128, 256) for o in options])
-    check_compiled([("sm_80", None, D, o) for D in (64, 128, 256) for o in options])
+    check_compiled(*(("sm_90", (9, 0), D, o) for D in (64, 128, 256) for o in options))
+    check_compiled(*(("sm_80", None, D, o) for D in (64, 128, 256) for o in options))

@@ -213,8 +213,6 @@ def test_letters_of_the_serving_loop(here, method):
     ("about", "words"),
     [
         ({"pipeline_parallel_size": 2}, "async_scheduling: not together with pipeline_parallel_size"),
-        ({"kv_transfer_config": {"kv_connector": "TCPConnector", "kv_role": "kv_both"}},
-         "kv_transfer_config: not together with async_scheduling"),
         ({"engine_place": "thread"}, "engine_place thread: must be process"),
     ],
 )  # fmt: skip

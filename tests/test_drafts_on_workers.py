@@ -437,8 +437,6 @@ def test_with_drafts_too_who_cannot_run_hears_of_it_though_nothing_is_in_flight(
         ({"pipeline_parallel_size": 2, "speculative_config": '{"method": "early_exit"}'},
          "method early_exit: not together with pipeline_parallel_size"),
         ({"tensor_parallel_size": 2, "speculative_config": '{"method": "magic"}'}, "method 'magic'"),
-        ({"tensor_parallel_size": 2, "speculative_config": {"method": "ngram"}, "kv_transfer_config": {
-            "kv_connector": "TCPConnector", "kv_role": "kv_both"}}, "not together with speculative_config on workers"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused(about, words):

@@ -12,12 +12,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import common
 import pytest
+import scripts
 
 TESTS = Path(__file__).resolve().parent
 WIDGETS = TESTS.parent / "lessons" / "widgets"
@@ -105,18 +107,35 @@ def sim(name: str, folder: Path = WIDGETS / "sims") -> Path:
     return folder / f"{name}.mjs"
 
 
-@pytest.fixture(scope="module")
-def chosen(tmp_path_factory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("states")
-    return {name: write_states(folder / name, name, chosen_states(name)) for name in LESSONS}
+SCRATCH = tempfile.TemporaryDirectory(prefix="widget-states-")
+WRITE = """
+import json, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[1:3]
+import test_widget_sims as widgets
+
+names, folder = widgets.LESSONS, Path(sys.argv[3])
+chosen = [widgets.write_states(folder / name, name, widgets.chosen_states(name)) for name in names]
+print(json.dumps(widgets.compare(zip(map(widgets.sim, names), chosen))))
+"""
+CHOSEN_JOB = (("widgets",), [sys.executable, "-c", WRITE, common.HERE, TESTS, SCRATCH.name])
 
 
 @pytest.fixture(scope="module")
-def compared(chosen) -> dict[str, dict[str, Any]]:
-    return dict(zip(LESSONS, compare((sim(name), chosen[name]) for name in LESSONS)))
+def compared() -> dict[str, dict[str, Any]]:
+    done = scripts.get(CHOSEN_JOB)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(LESSONS, json.loads(done.stdout)))
+
+
+@pytest.fixture(scope="module")
+def chosen(compared) -> dict[str, Path]:
+    """The states that were compared, and what Python says of each."""
+    return {name: Path(SCRATCH.name) / name for name in LESSONS}
 
 
 @needs_node
+@pytest.mark.job(CHOSEN_JOB)
 @pytest.mark.parametrize("name", LESSONS)
 def test_javascript_agrees_with_python(name, compared):
     """Whole traces, whole numbers exactly, and the text under the picture, on a sample. (All of them: slow.)"""
@@ -415,6 +434,7 @@ def survivors(mutants: list[tuple[str, tuple[str, str, str]]], states: dict[str,
 
 
 @needs_node
+@pytest.mark.job(CHOSEN_JOB)
 def test_a_mutant_of_each_simulation_is_caught(chosen, tmp_path):
     assert not survivors([(name, MUTANTS[name][0]) for name in LESSONS], chosen, tmp_path)
 
