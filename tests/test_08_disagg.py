@@ -2204,6 +2204,28 @@ def test_a_worker_ends_with_whoever_started_it(tiny_model, monkeypatch):
     assert inherited.closed
 
 
+def test_an_engine_that_takes_anothers_place_is_stepped(tiny_model, monkeypatch, folder):
+    """A store has no mail to look for, so a worker waits for its next letter only; the engine after it is another."""
+    monkeypatch.setattr(lesson.signal, "signal", lambda *_: None)
+    ours, theirs = multiprocessing.Pipe()
+    store = {"kv_connector": "StoreConnector", "kv_role": "kv_both",
+             "kv_connector_extra_config": {"folder": str(folder)}}  # fmt: skip
+    worker = threading.Thread(target=lesson.run_worker, args=(theirs, [], tiny_model, store, {}), daemon=True)
+    worker.start()
+    ours.send(("configure", {"kv_connector": "TCPConnector", "kv_role": "kv_consumer"}, {}))
+    ours.send(("add", "a", PROMPT, 3, {}))
+    assert [ours.recv()[0] for _ in range(2)] == ["configured"] * 2
+    tokens, finish_reason = [], None
+    while finish_reason is None:
+        assert ours.poll(20), "it waits for another letter"
+        _, name, new, finish_reason, _ = ours.recv()
+        tokens += new
+    assert (name, tokens, finish_reason) == ("a", generated(tiny_model, PROMPT, 3), "length")
+    ours.close()
+    worker.join(20)
+    assert not worker.is_alive()
+
+
 def test_a_worker_says_what_it_holds_and_whether_its_books_are_right(tiny_model):
     core = lesson.make_core(tiny_model, KVTransferConfig("TCPConnector", "kv_consumer"))
     pool = core.scheduler.kv_cache_manager.block_pool
