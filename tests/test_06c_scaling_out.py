@@ -986,7 +986,11 @@ def test_one_engine_of_two_dies_and_everybody_hears(monkeypatch, real_model):
 
 def test_an_engine_is_told_which_of_several_it_is(monkeypatch):
     started = []
-    process = lambda **about: started.append(about["args"]) or SimpleNamespace(start=lambda: None)  # noqa: E731
+
+    def process(target, name, args):
+        started.append(args)
+        return SimpleNamespace(start=lambda: None)
+
     monkeypatch.setattr(engine_group.tensor_parallel, "start_context", lambda: SimpleNamespace(Process=process))
     about = {"kv_connector": "TCPConnector", "kv_role": "kv_both", "kv_port": 7000}
     for args in (serving.EngineArgs(kv_transfer_config=about, data_parallel_size=2), {"any": "other"}):

@@ -30,12 +30,12 @@ Order = tuple[str, ...]  # "finish", "forget" or "cancel", and its arguments
 
 
 def check(args: Any) -> None:
-    """Raises InputError for what these two halves cannot do together."""
+    """Raises InputError for what a connector cannot do on workers, or with several engines."""
     config, name = args.kv_transfer, "kv_transfer_config: not together with"
-    for what, used in (("pipeline_parallel_size", args.pipeline_parallel_size > 1),
-                       ("distributed_executor_backend ray", args.distributed_executor_backend == "ray")):  # fmt: skip
-        if used:
-            raise common.InputError(f"{name} {what}")
+    if args.pipeline_parallel_size > 1:
+        raise common.InputError(f"{name} pipeline_parallel_size")
+    if args.distributed_executor_backend == "ray":
+        raise common.InputError(f"{name} distributed_executor_backend ray")
     if config.kv_connector not in ("SharedMemoryConnector", "TCPConnector"):
         raise common.InputError(f"{name} workers or several engines: {config.kv_connector}; allowed: "
                                 "SharedMemoryConnector, TCPConnector")  # fmt: skip
