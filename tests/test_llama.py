@@ -158,6 +158,22 @@ VARIANTS = {
         },
         "max_position_embeddings": 512,
     },
+    "YaRN": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5000.0,
+                                 "original_max_position_embeddings": 64}},
+    "YaRN with all its fields": {
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 8.0, "rope_theta": 5000.0, "original_max_position_embeddings": 128,
+            "beta_fast": 8.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 2.5, "truncate": False,
+        },
+        "head_dim": 32,
+    },
+    "YaRN with a factor for scores": {
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 2.0, "rope_theta": 5000.0, "attention_factor": 1.7, "truncate": False,
+            "original_max_position_embeddings": 2048,
+        },
+        "head_dim": 32,
+    },
 }  # fmt: skip
 
 
@@ -336,7 +352,8 @@ def only_index(folder, text):
 BROKEN = {
     "another architecture": (lambda f: edit_config(f, architectures=["Qwen3ForCausalLM"]), "Qwen3ForCausalLM"),
     "another activation": (lambda f: edit_config(f, hidden_act="gelu"), "hidden_act"),
-    "RoPE of another kind": (lambda f: edit_config(f, rope_parameters={"rope_type": "yarn", "factor": 2}), "yarn"),
+    "RoPE of another kind": (
+        lambda f: edit_config(f, rope_parameters={"rope_type": "dynamic", "factor": 2}), "dynamic"),
     "RoPE without factor": (lambda f: edit_config(f, rope_parameters={"rope_type": "llama3"}), "factor"),
     "quantized": (lambda f: edit_config(f, quantization_config={"bits": 4}), "quantization_config"),
     "a field missing": (lambda f: edit_config(f, hidden_size=None), "hidden_size"),
@@ -357,6 +374,8 @@ BROKEN = {
     "RoPE in a word": (lambda f: edit_config(f, rope_scaling="linear"), "linear"),
     "RoPE in a list": (lambda f: edit_config(f, rope_parameters={"rope_type": ["x"]}), "rope_scaling"),
     "RoPE that divides by zero": (lambda f: edit_config(f, rope_scaling={"type": "linear", "factor": 0}), "factor"),
+    "YaRN with a ramp in quotes": (
+        lambda f: edit_config(f, rope_scaling={"type": "yarn", "factor": 2, "beta_fast": "32"}), "beta_fast"),
     "an epsilon in quotes": (lambda f: edit_config(f, rms_norm_eps="1e-5"), "rms_norm_eps"),
     "a truth in quotes": (lambda f: edit_config(f, tie_word_embeddings="false"), "tie_word_embeddings"),
     "a last token in quotes": (lambda f: edit_both(f, eos_token_id="2"), "eos_token_id"),

@@ -146,37 +146,68 @@ def _read_json(path: Path) -> dict[str, Any]:
 # --- Rotary position embedding --------------------------------------------------------------------------------------
 
 
-def rope_frequencies(config: LlamaConfig) -> torch.Tensor:
-    """Angle per position of each rotated pair, fp32 [D/2]: θ_i = base^(−2i/D), rescaled as the config asks.
+def rope_frequencies(config: LlamaConfig) -> tuple[torch.Tensor, float]:
+    """Angle per position of each rotated pair, fp32 [D/2]: θ_i = base^(−2i/D), rescaled as the config asks; and what
+    cosines and sines are multiplied by: 1, except with YaRN.
 
-    Raises InputError for a scaling type other than default, linear or llama3.
+    Raises InputError for a scaling type other than default, linear, llama3 or yarn.
     """
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    theta = 1.0 / config.rope_theta**exponent  # [D/2]
-    scaling = config.rope_scaling or {}
+    D = config.head_dim
+    theta = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.int64).float() / D)  # [D/2]
+    scaling = {"original_max_position_embeddings": config.max_position_embeddings} | (config.rope_scaling or {})
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    needed = {"default": (), "linear": ("factor",), "llama3": ("factor", "original_max_position_embeddings",
-              "low_freq_factor", "high_freq_factor")}  # fmt: skip
+    context = "original_max_position_embeddings"
+    needed = {"default": (), "linear": ("factor",), "llama3": ("factor", context, "low_freq_factor",
+              "high_freq_factor"), "yarn": ("factor", context)}  # fmt: skip
     if not isinstance(kind, str) or kind not in needed:
         raise common.InputError(f"rope_scaling type {kind!r} is not supported; allowed: {', '.join(needed)}")
-    if missing := [f for f in needed[kind] if not isinstance(scaling.get(f), int | float) or scaling[f] <= 0]:
-        raise common.InputError(f"rope_scaling of type {kind} needs a positive number in the field {missing[0]!r}")
+    given = [f for f in YARN_OPTIONS if kind == "yarn" and scaling.get(f) is not None]
+    if wrong := [f for f in (*needed[kind], *given) if type(scaling.get(f)) not in (int, float) or scaling[f] <= 0]:
+        raise common.InputError(f"rope_scaling of type {kind} needs a positive number in the field {wrong[0]!r}")
     if kind == "linear":
-        return theta / scaling["factor"]
+        return theta / scaling["factor"], 1.0
     if kind == "llama3":
         # Llama 3.1: wavelengths longer than the original context are stretched by `factor`, short ones are kept,
         # and those in between are blended.
-        factor, context = scaling["factor"], scaling["original_max_position_embeddings"]
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         wavelength = 2 * math.pi / theta
-        blend = ((context / wavelength - low) / (high - low)).clamp(0, 1)  # 0: stretch, 1: keep
-        return (1 - blend) * theta / factor + blend * theta
-    return theta
+        blend = ((scaling[context] / wavelength - low) / (high - low)).clamp(0, 1)  # 0: stretch, 1: keep
+        return (1 - blend) * theta / scaling["factor"] + blend * theta, 1.0
+    if kind == "yarn":
+        return _yarn(theta, config.rope_theta, scaling[context], scaling)
+    return theta, 1.0
 
 
-def rope_factors(angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+YARN_OPTIONS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+
+
+def _yarn(theta: torch.Tensor, base: float, context: int, scaling: dict[str, Any]) -> tuple[torch.Tensor, float]:
+    """YaRN (Peng et al. 2023): pairs that turn at least `beta_fast` times within the original context are kept, those
+    that turn at most `beta_slow` times are stretched by `factor`, and those between are blended along a line in i.
+
+    As a longer context spreads attention over more keys, all scores are made larger: cosines and sines are multiplied.
+    """
+    D, factor = 2 * len(theta), scaling["factor"]
+    first, last = (
+        D * math.log(context / (2 * math.pi * turns)) / (2 * math.log(base))  # the i whose pair turns so often
+        for turns in (scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1)
+    )
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, D - 1)
+    stretch = ((torch.arange(D // 2) - first) / (last - first or 0.001)).clamp(0, 1)
+
+    def larger(scale: float) -> float:
+        return 0.1 * scale * math.log(max(factor, 1)) + 1
+
+    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    by_default = larger(mscale) / larger(all_dim) if mscale and all_dim else larger(1)
+    return stretch * theta / factor + (1 - stretch) * theta, scaling.get("attention_factor") or by_default
+
+
+def rope_factors(angles: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """(cos, sin) for `apply_rope`, [T, 1, D] each, from angles [T, D/2]; sin carries the sign of its half."""
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos() * scale, angles.sin() * scale
     return torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype)
 
 
@@ -258,8 +289,9 @@ class Llama:
         head = None if c.tie_word_embeddings else get("lm_head.weight", c.vocab_size, c.hidden_size)
         self.linear["lm_head"] = Linear(self.embed_tokens if head is None else self._own([head]))
 
-        angles = torch.arange(c.max_position_embeddings).float()[:, None] * rope_frequencies(c)  # [positions, D/2]
-        self.cos, self.sin = (x.to(self.device) for x in rope_factors(angles, dtype))  # [positions, 1, D] each
+        theta, scale = rope_frequencies(c)
+        angles = torch.arange(c.max_position_embeddings).float()[:, None] * theta  # [positions, D/2]
+        self.cos, self.sin = (x.to(self.device) for x in rope_factors(angles, dtype, scale))  # [positions, 1, D] each
 
     def _own(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Stack along the output dimension; a lone tensor of the right dtype stays mapped from its file."""
