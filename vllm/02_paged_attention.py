@@ -320,7 +320,7 @@ def paged_decode_kernel(q, kv_cache, block_table, seq_lens, out, lse, scale, str
         alpha = tl.exp(m - m_new)
         w = tl.exp(s - m_new[:, None])
         l = l * alpha + tl.sum(w, 1)
-        # A dead slot may hold anything, NaN included, and 0 * NaN is NaN: values need the mask, weights are not enough.
+        # Whatever the null block holds, NaN included: 0 * NaN is NaN, so values need the mask, weights are not enough.
         v = tl.load(place[:, None] + stride_kv + d[None, :], mask=live[:, None] & column, other=0.0)  # [TILE, D]
         if UPCAST:
             v = v.to(tl.float32)

@@ -882,7 +882,7 @@ def facts() -> dict[str, Any]:
         "grids": {k: {"values": 2 * len(formats.minifloat_values(k)) - 1, "largest": m.largest,
                       "smallest": formats.minifloat_values(k)[1].item()} for k, m in MINIFLOATS.items()},
         "ridge": {"a10": a10.ridge, "h100": h100.ridge, "h200": h200.ridge},
-        "int4_full_until": {"a10": a10.ridge * w4 / 16, "h100": h100.ridge * w4 / 16},
+        "int4_full_until": {"a10": int(a10.ridge * w4 / 16), "h100": int(h100.ridge * w4 / 16)},
         "w8a8_overtakes": h100.ridge / 2,
         "marlin": {str(M): {"roofline": speedup(M, w4, a10), "published": x} for M, x in MARLIN.items()},
         "h100": {str(M): {"int4": speedup(M, w4, h100), "w8a8": speedup(M, 8, h100, 2)} for M in (16, 128, 256, 512)},
@@ -1015,8 +1015,8 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--bits", type=common.number(int, 2, 8), default=3, help="of the live layer (default 3)")
     p.add_argument("--group", type=int, choices=(32, 64, 192, 576), default=64, help="of the live layer (default 64)")
     p.add_argument("--layer", type=common.number(int, 0), default=11, help="the block that runs live (default 11)")
-    p.add_argument("--windows", type=common.number(int, 1, 10), default=4,
-                   help="windows of 512 tokens that --bench evaluates on (default 4)")  # fmt: skip
+    p.add_argument("--windows", type=common.number(int, 1, 10), default=2,
+                   help="windows of 512 tokens that --bench evaluates on (default 2)")  # fmt: skip
     return p
 
 
@@ -1093,16 +1093,16 @@ def show_layer(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.To
     common.table([f"{names[0]}, {f.name}", "error of the weights", "error of the output"], rows)
 
     W, (X, fresh) = model.linear[names[1]].weight.float().cpu(), inputs[names[1]].float().cpu().chunk(2)
-    token, channel = divmod(int(X.abs().argmax()), X.shape[1])
-    common.say(f"Largest input of {names[1]}: {X[token, channel].abs():,.0f}, at token {token % 256} of its window, "
-               f"channel {channel}. Of the median token: {X.abs().amax(1).median():.1f}.")  # fmt: skip
-    rows, expected = [], X @ W.T
+    token, channel = divmod(int(fresh.abs().argmax()), fresh.shape[1])
+    common.say(f"Largest input of {names[1]}: {fresh[token, channel].abs():,.0f}, at token {token % 256} of its "
+               f"window, channel {channel}. Of the median token: {fresh.abs().amax(1).median():.1f}.")  # fmt: skip
+    rows, expected = [], fresh @ W.T
     for smooth, per_tensor in ((False, True), (True, True), (False, False)):
         label = "  and SmoothQuant" if smooth else f"one scale {'for all tokens' if per_tensor else 'per token'}"
-        s = smoothquant(W, fresh) if smooth else None
+        s = smoothquant(W, X) if smooth else None
         layer = W8A8Linear(rtn(W if s is None else W * s, FORMATS["int8"]), "int8", None, s, per_tensor)
-        lost = (layer.round_inputs(X)[0] == 0).float().mean().item()
-        error = ((layer(X) - expected).norm(dim=1) / expected.norm(dim=1)).median().item()
+        lost = (layer.round_inputs(fresh)[0] == 0).float().mean().item()
+        error = ((layer(fresh) - expected).norm(dim=1) / expected.norm(dim=1)).median().item()
         found[label.strip() + (", per tensor" if per_tensor else "")] = {"zeros": lost, "median_error": error}
         rows.append([label, f"{lost:.1%}", f"{error:.3f}"])
     common.table([f"{names[1]}, int8 on both sides", "inputs that became 0", "median token's error"], rows)
@@ -1132,7 +1132,7 @@ def print_roofline(known: dict[str, Any]) -> None:
     rows = [known["marlin"][M] for M in ("16", "64", "128")]
     curve = [f"{row['roofline']:.2f} ({row['published']:.2f})" for row in rows]
     common.say(f"int4 on an A10 (and Marlin, published): {', '.join(curve)} × at batch 16, 64, 128.")
-    common.say(f"On an H100: all of it up to {known['int4_full_until']['h100']:.0f} tokens, none from "
+    common.say(f"On an H100: all of it up to {known['int4_full_until']['h100']} tokens, none from "
                f"{known['ridge']['h100']:.0f} on; W8A8 is ahead from {known['w8a8_overtakes']:.0f} on.")  # fmt: skip
 
 

@@ -370,7 +370,7 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
         o = o * alpha[:, None]
         m = m_new
 
-        # A dead slot may hold anything, NaN included, and 0 · NaN is NaN: a weight of 0 is no mask.
+        # Whatever the null block holds, NaN included: 0 · NaN is NaN, so a weight of 0 is no mask.
         behind += stride_half // UNIT
         v = level(load_codes(base + stride_half, d[None, :], live[:, None] & column, D, BITS), table, GRID, BITS)
         if GRID == "uniform":
@@ -654,7 +654,7 @@ def example_launches(dtype: torch.dtype) -> None:
 
 # --- How good is it? Three probes on a real model ---------------------------------------------------------------------
 
-BLOCK = 32  # of the probes: KIVI's group of tokens
+BLOCK = 32  # of the probes and of step 2: KIVI's group of tokens
 
 
 def evaluation_tokens(tokenizer: llama.Tokenizer, count: int) -> list[int]:
@@ -1065,11 +1065,12 @@ def run_engine(model: llama.Llama, tokenizer: llama.Tokenizer, kv_cache_dtype: s
     prompts = [tokenizer.chat([{"role": "user", "content": question}]) for question in QUESTIONS]
     told, rows, memory = {}, [], 64 * 2**20
     for name in dict.fromkeys(("auto", "fp8", kv_cache_dtype)):
-        told[name] = continuous_batching.serve(make_core(model, name), prompts, [max_tokens] * len(prompts)).token_ids
-        size = block_bytes(model, 16, name)
-        rows.append([name, f"{size:,}", f"{memory // size * 16:,}", repr(tokenizer.decode(told[name][0]))])
+        core = make_core(model, name, block_size=BLOCK)
+        told[name] = continuous_batching.serve(core, prompts, [max_tokens] * len(prompts)).token_ids
+        size = block_bytes(model, BLOCK, name)
+        rows.append([name, f"{size:,}", f"{memory // size * BLOCK:,}", repr(tokenizer.decode(told[name][0]))])
     common.table(["--kv-cache-dtype", "bytes of a block", "tokens in 64 MiB", QUESTIONS[0]], rows)
-    alone = continuous_batching.serve(make_core(model, "fp8"), prompts[:1], [max_tokens]).token_ids
+    alone = continuous_batching.serve(make_core(model, "fp8", block_size=BLOCK), prompts[:1], [max_tokens]).token_ids
     common.check_equal("fp8: the first chat gets the same tokens served alone", alone[0], told["fp8"][0])
 
 

@@ -131,7 +131,7 @@ def gqa_decode_kernel(q, kv_cache, block_table, seq_lens, out, lse, scale, strid
         block = tl.load(block_table + b * table_width + p // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
         key = kv_cache + (((block * BLOCK_SIZE + p % BLOCK_SIZE) * Hkv + kv_head) * D)[:, None] + d[None, :]
         k = tl.load(key, mask=(d < D)[None, :], other=0.0)  # [TILE, D]: once for HEADS query heads
-        # A dead position reads the null block, which may hold NaN, and 0 · NaN is NaN: a weight of 0 is no mask.
+        # A dead position reads the null block, whatever it holds: 0 · NaN is NaN, so a weight of 0 is no mask.
         v = tl.load(key + stride_kv, mask=live[:, None] & (d < D)[None, :], other=0.0)
         if UPCAST:
             k, v = k.to(tl.float32), v.to(tl.float32)

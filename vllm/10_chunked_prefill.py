@@ -224,7 +224,7 @@ def unified_attention_kernel(q, kv_cache, block_table, query_start_loc, seq_lens
         alpha = tl.math.exp2(m - m_new)
         w = tl.math.exp2(s - m_new[:, None])
         l = l * alpha + tl.sum(w, 1)
-        # Positions from `end` on read the null block. It may hold NaN, and 0 · NaN is NaN: a weight of 0 is no mask.
+        # Positions from `end` on read the null block, whatever it holds: 0 · NaN is NaN, so a weight of 0 is no mask.
         v = tl.load(key + stride_kv, mask=live[:, None] & (d < D)[None, :], other=0.0)
         if UPCAST:
             v = v.to(tl.float32)
