@@ -209,6 +209,60 @@ def test_letters_of_the_serving_loop(here, method):
     assert [t for letter in letters[sent:] for output in letter.outputs for t in output.new_token_ids] == alone
 
 
+@pytest.mark.parametrize("layout", ["ahead", "two stages"])
+def test_letters_tell_of_every_preemption(here, on_threads, layout):
+    """Also of those in a step that has room for nobody after them, while another one is on its way."""
+    limits = {"block_size": 2, "max_model_len": 32, "num_gpu_blocks_override": 17, "max_num_batched_tokens": 8,
+              "max_num_seqs": 4, "scheduling_policy": "priority", "enable_prefix_caching": False}  # fmt: skip
+    core = (here(**limits) if layout == "ahead" else on_threads(1, 2, None, **limits)).core
+    letters, victims, empty, schedule = [], [], [], core.scheduler.schedule
+
+    def watched():
+        output = schedule()
+        victims.extend(output.preempted_reqs)
+        empty.extend(output.preempted_reqs if not output.num_scheduled_tokens else [])
+        return output
+
+    core.scheduler.schedule = watched
+    proc = executors.ParallelEngineCoreProc(SimpleNamespace(core=core), letters.append)
+    for i in range(32):
+        params = SamplingParams(temperature=0, max_tokens=6 + i % 17, ignore_eos=True)
+        request = Request(str(i), [1 + i] * (1 + i % 13), params, arrival_time=i, priority=i * 7 % 5)
+        proc.handle([(scaling.ADD, request)])
+        proc.step()
+    core.step = proc.step
+    assert not any(steps(core))
+    told = sum(letter.scheduler_stats.num_preempted_reqs for letter in letters)
+    assert told == len(victims) > len(empty) > 0
+
+
+@pytest.mark.parametrize("layout", ["ahead", "two stages"])
+def test_a_namesake_does_not_get_the_scores_of_another_prompt(here, on_threads, layout):
+    engine = here() if layout == "ahead" else on_threads(1, 2, None)
+    engine.add_request("x", [5, 6, 7, 8], SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=1))
+    engine.core.put_in_flight()
+    engine.abort_request(["x"])
+    engine.add_request("x", [5, 6, 7], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert outputs[-1].finished and outputs[-1].prompt_logprobs is None
+
+
+@pytest.mark.parametrize("layout", ["ahead", "two stages"])
+def test_blocks_with_open_keys_on_workers(here, on_threads, layout):
+    """A worker has no pool to ask whose a block is that was given back half full: its own tables say so."""
+    cache = {"kv_cache_dtype": "kivi_2bit", "num_gpu_blocks_override": 90, "enable_prefix_caching": False}
+    engine = here(**cache) if layout == "ahead" else on_threads(1, 2, None, **cache)
+    for i in range(30):
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        engine.add_request(str(i), [3 + i, 5, 6, 7, 8, 9], params)
+    answered = 0
+    while engine.has_unfinished_requests():
+        answered += sum(output.finished for output in engine.step())
+    assert answered == 30
+
+
 @pytest.mark.parametrize(
     ("about", "words"),
     [

@@ -598,6 +598,22 @@ def test_a_killed_worker_is_named_and_another_start_works():
         again.shutdown()
 
 
+def test_a_worker_reads_although_nobody_has_read_its_answer():
+    """Both are larger than a pipe holds: the answer to a prompt with scores, say, and then an adapter."""
+    executor, echo = lesson.MultiprocExecutor(1), ("04b_offline_engine", "for_each")
+    watchdog = threading.Timer(30, executor.processes[0].kill)
+    watchdog.start()
+    try:
+        first = executor.submit(echo, [bytes(300_000)], [1])
+        second = executor.submit(echo, [bytes(3 * executor.queue.chunk_bytes)], [1])
+        many = [executor.submit(echo, [bytes(100_000)], [i]) for i in range(3 * executor.queue.chunks)]
+        assert [len(future.result()[0][0]) for future in (first, second)] == [300_000, 3 * executor.queue.chunk_bytes]
+        assert all(len(future.result()[0][0]) == 100_000 for future in many)
+    finally:
+        watchdog.cancel()
+        executor.shutdown()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "pp", "victim"), [(2, 1, 1), (1, 2, 0), (2, 1, 0)])
 def test_whoever_is_killed_is_named_not_its_peers(tp, pp, victim):

@@ -76,15 +76,16 @@ def config_of(method):
     return {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1, **layers}
 
 
-def engine_on(executor, parallel, method, sizes=scaling.SIZES, lora=None, tokenizer=None, quantization=None, **limits):
+def engine_on(executor, parallel, method, sizes=scaling.SIZES, lora=None, tokenizer=None, quantization=None,
+              kv_cache_dtype="auto", **limits):  # fmt: skip
     """`sizes`: of a random model, or the config of the real one."""
     args = serving.EngineArgs(speculative_config=method and config_of(method), **(lora or {}),
-                              async_scheduling=parallel.async_scheduling)  # fmt: skip
+                              async_scheduling=parallel.async_scheduling, kv_cache_dtype=kv_cache_dtype)  # fmt: skip
     config, source = (llama.random_model(**sizes).config, sizes) if isinstance(sizes, dict) else (sizes, None)
     served = (executors.KEY, "served_runner")
     spec = executors.WorkerSpec(source, parallel, torch.float32, served, args, quantization, method != "ngram")
     executor.collective_rpc("load_model", spec)
-    kind = serving.engine_class("auto", True, None, args.lora_config, args.speculation, on_workers=True,
+    kind = serving.engine_class(kv_cache_dtype, True, None, args.lora_config, args.speculation, on_workers=True,
                                 async_scheduling=parallel.async_scheduling)  # fmt: skip
     kind = executors.parallel_engine(kind, executor, parallel)
     return kind(executors.skeleton(config, parallel, torch.float32), tokenizer or Words(), **{**LIMITS, **limits})

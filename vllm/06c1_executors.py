@@ -23,6 +23,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import queue
 import re
 import signal
 import threading
@@ -423,6 +424,8 @@ class Worker:
         manager = SimpleNamespace(block_pool=SimpleNamespace(num_blocks=num_blocks), block_size=block_size,
                                   get_block_ids=self.block_ids.__getitem__)  # fmt: skip
         self.runner = StageRunner(self.model, SimpleNamespace(config=config, kv_cache_manager=manager), seed)
+        if hasattr(self.runner.cache, "in_use"):  # companion 05d's keys per channel: the pool is elsewhere
+            self.runner.cache.in_use = lambda block: any(block in table for table in self.block_ids.values())
         if hasattr(self.runner, "capture_all"):
             self.runner.capture_all()
 
@@ -792,8 +795,19 @@ def run_worker(pipe: multiprocessing.connection.Connection, reader: MessageReade
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
 
+    # A thread sends the answers. A pipe holds 64 KiB: a worker that waited until its answer is read would not read
+    # meanwhile, and the engine core does not either while it sends what exceeds a chunk, or waits for one to be free.
+    answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def send() -> None:
+        with contextlib.suppress(OSError):  # nobody reads any more: `dequeue` finds out as well
+            while True:
+                pipe.send_bytes(answers.get())
+
+    threading.Thread(target=send, daemon=True).start()
+
     def reply(kind: str, value: Any) -> None:
-        pipe.send_bytes(pickle.dumps((kind, value), protocol=5))
+        answers.put(pickle.dumps((kind, value), protocol=5))
 
     try:
         world = tensor_parallel.init_distributed(rank, world_size, port, timeout=1800) if world_size > 1 else None
@@ -949,12 +963,14 @@ class PipelineEngineCore(scheduling.ModelEngineCore):
         self.max_concurrent_batches = max_concurrent_batches
         self.batch_queue: deque[tuple[Any, Any, dict[str, tuple[Request, int]]]] = deque()
         self.empty_output: Any = None  # of the last step in which nobody could run
+        self.num_preempted_reqs = 0  # since it was last told: a step without members may preempt, too
 
     def put_in_flight(self) -> Any:
         """Schedule one more micro-batch if there is room for it. Returns its SchedulerOutput, or None."""
         if len(self.batch_queue) == self.max_concurrent_batches:
             return None
         output = self.scheduler.schedule()
+        self.num_preempted_reqs += len(output.preempted_reqs)
         future = self.runner.submit(output)
         if future is None:
             self.empty_output = output
@@ -967,7 +983,8 @@ class PipelineEngineCore(scheduling.ModelEngineCore):
     def next_result(self) -> tuple[Any, dict[str, list[int]]]:
         """The oldest micro-batch's output and tokens; waits for it.
 
-        A request preempted meanwhile will compute that token again, so this one is dropped: it would count twice.
+        What belongs to a request that has ended is dropped: another may have its name by now. A request preempted
+        meanwhile will compute that token again, so this one is dropped: it would count twice.
         Drafts for the next step go to the scheduler, but not those that follow such a token. A scheduler that is one
         step ahead counts what is on its way, and hears of every token but those of requests that have ended.
         """
@@ -975,16 +992,14 @@ class PipelineEngineCore(scheduling.ModelEngineCore):
             self.runner.logprobs, self.runner.prompt_logprobs = {}, {}
             return self.empty_output, {}
         output, future, lives = self.batch_queue.popleft()
-        sampled, self.runner.logprobs, self.runner.prompt_logprobs, drafts = future.result()
+        sampled, self.runner.logprobs, scores, drafts = future.result()
+        alive = {name for name, (request, _) in lives.items() if self.scheduler.requests.get(name) is request}
+        self.runner.prompt_logprobs = {name: scores[name] for name in scores.keys() & alive}
         if isinstance(self.scheduler, serving.preemption.AsyncScheduler):
-            alive = {name for name, (request, _) in lives.items() if self.scheduler.requests.get(name) is request}
             for name in lives.keys() - alive:
                 getattr(output, "scheduled_spec_decode_tokens", {}).pop(name, None)
         else:
-            alive = {
-                request_id for request_id, (request, num_preemptions) in lives.items()
-                if self.scheduler.requests.get(request_id) is request and request.num_preemptions == num_preemptions
-            }  # fmt: skip
+            alive = {name for name in alive if lives[name][0].num_preemptions == lives[name][1]}
         if drafts:
             self.scheduler.update_draft_token_ids({name: drafts[name] for name in drafts.keys() & alive})
         return output, {request_id: token_ids for request_id, token_ids in sampled.items() if request_id in alive}
@@ -1039,7 +1054,7 @@ class ParallelEngineCoreProc(async_engine.EngineCoreProc):
         admitted = self.admitted.popleft() if output.num_scheduled_tokens else {}
         stats = self.stats()
         stats.num_scheduled_tokens = output.total_num_scheduled_tokens
-        stats.num_preempted_reqs = len(output.preempted_reqs)
+        stats.num_preempted_reqs, self.core.num_preempted_reqs = self.core.num_preempted_reqs, 0
         stats.step_seconds = time.monotonic() - start
         runner = self.core.runner
         self.send(async_engine.EngineCoreOutputs(outputs, stats, runner.logprobs, admitted,
