@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Literal
 
 import common
@@ -478,6 +479,23 @@ def test_metrics_have_vllms_names_and_count(server):
     whole = grown["e2e_request_latency_seconds_sum"]
     parts = sum(grown[f"request_{part}_time_seconds_sum"] for part in ("queue", "prefill", "decode"))
     assert 0 < parts <= whole * 1.05 + 0.02 and grown["time_to_first_token_seconds_sum"] < whole
+
+
+def test_a_gap_that_ends_in_several_tokens_is_one_gap(monkeypatch):
+    """With drafts a step brings several: the client waits once for all of them, and so does vLLM's histogram say."""
+    logger, now = lesson.PrometheusStatLogger("m"), [100.0]
+    monkeypatch.setattr(lesson.time, "time", lambda: now[0])
+    request = SimpleNamespace(arrival_time=99.5, num_prompt_tokens=3)
+    sequences = {"r": SimpleNamespace(request=request, caller=SimpleNamespace(request_id="r"), index=0)}
+    for tokens in ([1], [2, 3, 4, 5], [6, 7], [8]):
+        admitted = {"r": (0.0, 0)} if tokens == [1] else {}
+        outputs = [SimpleNamespace(request_id="r", new_token_ids=tokens)]
+        logger.record(SimpleNamespace(scheduler_stats=None, admitted=admitted, outputs=outputs), sequences)
+        now[0] += 0.04
+    found = {line.split("{")[0]: float(line.split()[-1]) for line in logger.expose().decode().splitlines()
+             if line.startswith("vllm:inter_token_latency_seconds_")}  # fmt: skip
+    assert found["vllm:inter_token_latency_seconds_count"] == 3
+    assert found["vllm:inter_token_latency_seconds_sum"] == pytest.approx(0.12)
 
 
 SHORT = {"/chat/completions": {"max_tokens": 2, "max_completion_tokens": 2, "n": 1},

@@ -539,7 +539,7 @@ class PrometheusStatLogger:
         self.rejections = make(Counter, "admission_rejections", "Sequences refused by a queue limit.", "reason")
         self.step_tokens = histogram("iteration_tokens_total", "Tokens in one step.", STEP_TOKENS)
         self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN)
-        self.itl = histogram("inter_token_latency_seconds", "Between two tokens.", BETWEEN_TOKENS)
+        self.itl = histogram("inter_token_latency_seconds", "Between two outputs.", BETWEEN_TOKENS)
         self.tpot = histogram(
             "request_time_per_output_token_seconds", "A request's mean between tokens.", BETWEEN_TOKENS
         )
@@ -580,8 +580,7 @@ class PrometheusStatLogger:
                 times.first = now
                 self.ttft.observe(now - times.arrival)
             else:
-                for _ in range(n):
-                    self.itl.observe((now - times.last) / n)
+                self.itl.observe(now - times.last)  # one gap, however many tokens came at its end
             times.last, times.tokens = now, times.tokens + n
 
     def record_finished(self, output: RequestOutput) -> None:
