@@ -456,11 +456,15 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
 def kv_cache_memory(args: EngineArgs, model: llama.Llama, budget: int) -> int:
     """Bytes that the KV cache may have.
 
-    On a GPU: gpu_memory_utilization · total − the peak of a profile run, the largest step there can be. As in vLLM, the
-    run skips attention, whose own memory is small. On a CPU memory is shared with everybody, so the flag decides.
+    On a GPU: gpu_memory_utilization · total − the peak of a profile run, the largest step there can be, with room for
+    adapters. As in vLLM, the run skips attention, whose own memory is small. On a CPU memory is shared with everybody,
+    so the flag decides.
     """
     if not common.HAS_GPU:
         return int(args.kv_cache_gib * 2**30)
+    slots = args.lora_config and common.lesson("122_adapters_on_workers").WorkerAdapters(args.lora_config)
+    if slots:  # the engine makes its own later, as large as these: a slot has room for the largest rank allowed
+        slots.attach(model, None, None)
     torch.cuda.reset_peak_memory_stats()
     ids = torch.zeros(budget, dtype=torch.int64, device=model.device)
     hidden = model.forward(ids, ids, lambda layer, q, k, v: q)
@@ -470,7 +474,7 @@ def kv_cache_memory(args: EngineArgs, model: llama.Llama, budget: int) -> int:
     free, total = torch.cuda.mem_get_info()
     others = total - free - torch.cuda.memory_reserved()  # the driver, other processes
     peak = torch.cuda.max_memory_allocated()
-    del ids, hidden, rows
+    del ids, hidden, rows, slots
     torch.cuda.empty_cache()
     memory = int(args.gpu_memory_utilization * total) - peak - others
     if memory <= 0:
