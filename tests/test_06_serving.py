@@ -789,6 +789,26 @@ def test_profile_run_on_a_gpu(monkeypatch, tiny_model):
         lesson.kv_cache_memory(dataclasses.replace(args, gpu_memory_utilization=0.3), tiny_model, 16)
 
 
+@pytest.mark.parametrize(("on_gpu", "heights"), [(False, {8}), (True, {2, 4, 8, 16, 32, 62})])
+def test_a_warm_up_takes_prompts_of_every_length_that_has_a_kernel(
+    monkeypatch, tiny_model, real_model, on_gpu, heights
+):
+    """Each alone and whole: nothing of it is found in the prefix cache, or shares its step with a longer one."""
+    kind = lesson.engine_class("auto", True, real_model[1])
+    engine = kind(tiny_model, real_model[1], max_model_len=63, num_gpu_blocks_override=9)
+    found, execute = [], engine.core.runner.execute_model
+
+    def watched(output):
+        found.append(list(output.num_scheduled_tokens.values()))
+        return execute(output)
+
+    monkeypatch.setattr(engine.core.runner, "execute_model", watched)
+    monkeypatch.setattr(common, "HAS_GPU", on_gpu)
+    lesson.warm_up(engine)
+    assert all(len(each) == 1 for each in found) and {each[0] for each in found} == heights | {1}
+    assert sum(each != [1] for each in found) >= 2 * len(heights), "greedy and not"
+
+
 def test_slots_for_adapters_are_there_while_the_peak_is_taken(monkeypatch, tiny_model):
     """On a GPU, memory that the KV cache was given cannot hold them as well; afterwards they are gone."""
     made, adapters = [], common.lesson("122_adapters_on_workers")

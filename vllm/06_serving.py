@@ -38,6 +38,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -487,12 +488,14 @@ def warm_up(engine: LLMEngine) -> None:
     """What the first request would otherwise pay: CUDA graphs, compiled kernels, packed weights, pages of memory."""
     if hasattr(engine.core.runner, "capture_all"):  # a worker does it itself
         engine.core.runner.capture_all()
-    for i, temperature in enumerate((0.0, 1.0)):
+    # On a GPU lesson 10's kernel has a variant for each height of its tiles, and a prompt's length decides which it is.
+    lengths = [2**i for i in range(1, 10)] if common.HAS_GPU else [8]
+    for i, (length, temperature) in enumerate(itertools.product(lengths, (0.0, 1.0))):
         params = SamplingParams(temperature=temperature, top_p=0.9, max_tokens=3, ignore_eos=True)
-        length = min(8, engine.core.scheduler.config.max_model_len - 1)
-        engine.add_request(f"warm-up-{i}", {"prompt_token_ids": [1] * length}, params)
-    while engine.has_unfinished_requests():
-        engine.step()
+        length = min(length, engine.core.scheduler.config.max_model_len - 1)
+        engine.add_request(f"warm-up-{i}", {"prompt_token_ids": [1 + i] * length}, params)
+        while engine.has_unfinished_requests():
+            engine.step()
 
 
 # --- 2. What is counted ----------------------------------------------------------------------------------------------
