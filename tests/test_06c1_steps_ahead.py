@@ -178,10 +178,10 @@ def test_it_decides_as_the_replay_does_and_the_replay_as_vllm_does(here, ahead, 
 # --- In the serving loop ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [None, "suffix"])
-def test_letters_of_the_serving_loop(here, method):
+@pytest.mark.parametrize(("method", "limits"), [(None, "roomy"), ("suffix", "roomy"), (None, "chunks")])
+def test_letters_of_the_serving_loop(here, method, limits):
     """Each brings one step's tokens and log probabilities, and says who was admitted; then an abort in full flight."""
-    core, letters, got, scores, admitted = here(method).core, [], {}, {}, []
+    core, letters, got, scores, admitted = here(method, **LIMITS[limits]).core, [], {}, {}, []
     proc = executors.ParallelEngineCoreProc(SimpleNamespace(core=core), letters.append)
     for i, (prompt, params) in enumerate(JOBS):
         proc.handle([(scaling.ADD, Request(str(i), list(prompt), params, eos_token_id=17, arrival_time=i))])
@@ -247,6 +247,13 @@ def test_a_namesake_does_not_get_the_scores_of_another_prompt(here, on_threads, 
     while engine.has_unfinished_requests():
         outputs += engine.step()
     assert outputs[-1].finished and outputs[-1].prompt_logprobs is None
+
+
+def test_a_step_without_members_brings_no_scores_of_the_one_before(here):
+    core = here().core
+    core.runner.logprobs, core.runner.prompt_logprobs = {"x": {}}, {"x": []}
+    assert core.put_in_flight() is None and core.next_result()[1] == {}
+    assert core.runner.logprobs == core.runner.prompt_logprobs == {}
 
 
 @pytest.mark.parametrize("layout", ["ahead", "two stages"])
