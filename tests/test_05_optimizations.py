@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import itertools
 import random
@@ -383,6 +384,19 @@ def test_a_chat_with_the_real_model(real_model):
         assert known - 48 < later.num_cached_tokens <= known, "everything said so far, but for the last blocks"
 
 
+def test_a_model_without_a_chat_template_reads_the_bare_texts(real_model, monkeypatch):
+    tokenizer, prompts = copy.copy(real_model[1]), []
+    tokenizer.chat_template = None
+    answer = SimpleNamespace(output_token_ids=tokenizer.encode("Yes."))
+    monkeypatch.setattr(lesson, "ask", lambda core, prompt, n: (prompts.append(prompt), (answer, 0.0))[1])
+    lesson.conversation(None, tokenizer, 4)
+    said = [lesson.TOOLS]
+    for prompt, turn in zip(prompts, lesson.TURNS, strict=True):
+        said.append(turn)
+        assert tokenizer.decode(prompt) == "\n".join(said)
+        said.append("Yes.")
+
+
 def test_eight_bits_serve_somebody_elses_prefix(tiny_model):
     """A forged prefix whose first block has the key of another: right at 256 bits, wrong at 8."""
     mine = tokens_of(9, 16)
@@ -457,6 +471,21 @@ def test_blocks_promised_by_a_withdrawn_victim_are_never_served(tiny_model):
         got, alone = withdrawn_victims(tiny_model, seed, evict=True)
         assert got == alone
     assert any(got != alone for got, alone in (withdrawn_victims(tiny_model, seed, False) for seed in WITHDRAWN))
+
+
+def test_a_victim_withdrawn_in_the_middle_of_a_block_leaves_no_promise():
+    """6 tokens are computed, the next 3 would fill block 1 and are withdrawn: the twin finds block 0 alone."""
+    config = preemption.SchedulerConfig(max_model_len=16, policy="priority", max_num_scheduled_tokens=6)
+    scheduler = preemption.make_scheduler(config, num_blocks=9, block_size=4)
+    victim, twin = greedy(range(9), name="victim"), greedy(range(9), name="twin")
+    scheduler.add_request(victim)
+    scheduler.update_from_output(scheduler.schedule(), {})
+    output = scheduler.schedule()
+    assert output.num_scheduled_tokens == {"victim": 3} and victim.num_computed_tokens == 9
+    assert scheduler.kv_cache_manager.get_computed_blocks(twin)[1] == 8, "promised, while the victim stands in the step"
+    scheduler._preempt_request(victim, output)
+    assert scheduler.kv_cache_manager.get_computed_blocks(twin)[1] == 4
+    scheduler.kv_cache_manager.block_pool.check()
 
 
 @pytest.mark.slow

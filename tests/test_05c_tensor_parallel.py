@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import on_gpu
 import pytest
 import torch
 import torch.distributed as dist
@@ -574,6 +575,39 @@ def test_the_wrong_number_of_ranks_is_refused_before_anything_starts(real_model)
     with pytest.raises(common.InputError, match=r"tensor_parallel_size 4: .*num_attention_heads \(9\).*: 1, 3$"):
         lesson.main(["--tensor-parallel-size", "4"])
     assert children() == []
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "neurons", "ranks"),
+    [(9, 3, 1536, 3), (32, 8, 14336, 2), (12, 6, 96, 3), (5, 5, 10, 5), (35, 5, 35, 5), (5, 5, 7, 1), (1, 1, 64, 1)],
+)
+def test_by_default_as_many_ranks_as_the_model_allows_to_share_it(heads, kv_heads, neurons, ranks):
+    """3 of SmolLM2, else the fewest above one, if any."""
+    smol = kv_cache.llama_config(kv_cache.MODELS["SmolLM2-135M"])
+    config = dataclasses.replace(smol, num_attention_heads=heads, num_key_value_heads=kv_heads,
+                                 intermediate_size=neurons)  # fmt: skip
+    assert lesson.default_size(config) == ranks
+    lesson.check_tensor_parallel_size(config, ranks)
+
+
+def test_the_story_starts_with_the_default_size_of_its_model(monkeypatch, tmp_path):
+    """A wrong size that somebody asked for stays an error."""
+    folder = on_gpu.random_folder(tmp_path / "model", hidden_size=64, intermediate_size=96, num_hidden_layers=1,
+                                  num_attention_heads=8, num_key_value_heads=2, head_dim=8)  # fmt: skip
+    asked = []
+
+    def ranks(world_size, story, n, *rest):
+        asked.append((world_size, n))
+        raise common.CheckFailed("enough")
+
+    monkeypatch.setattr(lesson, "Ranks", ranks)
+    monkeypatch.setattr(lesson, "start_context", lambda: None)
+    for flags, n in (([], 2), (["-tp", "8"], 8)):
+        with pytest.raises(common.CheckFailed, match="enough"):
+            lesson.main(["--model", str(folder), *flags])
+        assert asked.pop() == (max(4, n), n)
+    with pytest.raises(common.InputError, match=r"tensor_parallel_size 3: .*: 1, 2, 4, 8$"):
+        lesson.main(["--model", str(folder), "-tp", "3"])
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import common
+import on_gpu
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -890,6 +891,16 @@ def test_tasks_and_threads_hand_over_everything():
     for wake in (lesson.wake_threads, lesson.wake_tasks):
         created, seconds = wake(8, 2)
         assert created > 0 and seconds > 0
+
+
+def test_a_model_with_a_short_context_is_named(tmp_path):
+    """Nobody has set a max_model_len."""
+    folder = on_gpu.random_folder(tmp_path / "model", hidden_size=48, intermediate_size=64, num_hidden_layers=1,
+                                  num_attention_heads=2, num_key_value_heads=1, head_dim=24,
+                                  max_position_embeddings=256)  # fmt: skip
+    with pytest.raises(common.InputError) as refused:
+        lesson.main(["--model", str(folder)])
+    assert str(refused.value) == f"--model {folder}: a context of 256 is too short; this story takes 512"
 
 
 @pytest.mark.slow

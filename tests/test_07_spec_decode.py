@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import operator
@@ -21,6 +22,27 @@ offline, serving = common.lesson("04b_offline_engine"), common.lesson("06_servin
 SamplingParams, SpeculativeConfig = offline.SamplingParams, lesson.SpeculativeConfig
 Draft, DraftContext, Drafter = lesson.Draft, lesson.DraftContext, lesson.Drafter
 PAIRS = list(lesson.PAIRS.values())
+
+
+def test_a_model_without_a_chat_template_is_asked_the_bare_question(real_model, monkeypatch):
+    """In the story and in the benchmark."""
+    tokenizer, seen = copy.copy(real_model[1]), []
+    tokenizer.chat_template = None
+
+    def serve(engine, prompts, params):
+        seen.append(prompts)
+        raise common.CheckFailed("asked")
+
+    monkeypatch.setattr(lesson, "serve", serve)
+    monkeypatch.setattr(lesson, "make_engine", lambda *args, **options: None)
+    monkeypatch.setattr(lesson, "step_costs", lambda *args: {})
+    with pytest.raises(common.CheckFailed, match="asked"):
+        lesson.tell_model(SimpleNamespace(k=3, method=None), None, tokenizer)
+    with pytest.raises(common.CheckFailed, match="asked"):
+        lesson.benchmark(None, tokenizer)
+    texts = list(lesson.TASKS.values())
+    assert seen[0] == [tokenizer.encode(text) for text in (*texts, lesson.TASKS["copy"])]
+    assert seen[1] == [tokenizer.encode(texts[0])]
 
 
 # --- The rule -------------------------------------------------------------------------------------------------------

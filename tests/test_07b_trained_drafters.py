@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import inspect
 import itertools
 import json
 import math
@@ -18,6 +20,7 @@ import torch.nn.functional as F
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from scripts import execute, script_job
 
 import llama
 
@@ -595,8 +598,8 @@ def test_figures_are_reproducible(tmp_path):
 class Prompts:
     """A tokenizer for the tiny model: texts become a few tokens."""
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        return [ord(c) % 128 for c in messages[0]["content"][:6]]
+    def ask(self, question: str) -> list[int]:
+        return [ord(c) % 128 for c in question[:6]]
 
 
 @pytest.fixture(scope="module")
@@ -823,6 +826,36 @@ def test_medusas_tree_on_the_real_model(real_model):
         assert [run.token_ids for run in runs] == plain.token_ids
         passes[size] = sum(run.passes for run in runs)
     assert passes[15] <= passes[3]
+
+
+def test_a_question_needs_no_chat_template(real_model):
+    tokenizer = copy.copy(real_model[1])
+    assert tokenizer.ask("Why?") == tokenizer.chat([{"role": "user", "content": "Why?"}])
+    tokenizer.chat_template = None
+    assert tokenizer.ask("Why?") == tokenizer.encode("Why?")
+    model = llama.random_model(vocab_size=49152)
+    run = lesson.serve(model, tokenizer, ["Why?"], 2, None)
+    assert run.token_ids == [offline.scheduling.generate_alone(model, tokenizer.encode("Why?"), 2)]
+    assert lesson.agreement_by_layer(model, tokenizer, ["Why?"], [2]) == {"2": 1.0}
+    with pytest.raises(common.InputError, match="no chat template"):
+        tokenizer.chat([])
+    for part in (lesson, training):
+        assert "tokenizer.chat(" not in inspect.getsource(part), "it would refuse such a model"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["05_optimizations", "07_spec_decode", "07b_trained_drafters"])
+def test_stories_of_a_model_without_a_chat_template(script, real_model, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in llama.model_folder().iterdir():
+        (folder / file.name).symlink_to(file)
+    about = json.loads((folder / "tokenizer_config.json").read_text())
+    assert about.pop("chat_template")
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    done = execute(script_job(script, "--model", folder)[1])
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
 
 
 @pytest.mark.slow

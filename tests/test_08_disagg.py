@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import inspect
 import io
 import json
 import multiprocessing
@@ -21,6 +22,7 @@ from types import SimpleNamespace
 
 import common
 import httpx
+import on_gpu
 import pytest
 import torch
 from hypothesis import given, settings
@@ -2558,6 +2560,17 @@ def test_two_servers_a_proxy_and_the_openai_client(prefill_tp, decode_tp, engine
         process.wait()
         again = front.chat.completions.create(**want, extra_body={"cache_salt": "once more"})
         assert again.choices[0].message.content == expected.choices[0].message.content
+
+
+def test_a_model_with_a_short_context_is_named(tmp_path):
+    """Nobody has set a max_model_len; and a context of 512 is what the engines take."""
+    shape = dict(hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                 num_key_value_heads=1, head_dim=24)  # fmt: skip
+    folder = on_gpu.random_folder(tmp_path / "model", **shape, max_position_embeddings=256)
+    with pytest.raises(common.InputError) as refused:
+        lesson.main(["--model", str(folder)])
+    assert str(refused.value) == f"--model {folder}: a context of 256 is too short; this story takes 512"
+    assert inspect.signature(lesson.make_core).parameters["max_model_len"].default == 512
 
 
 # --- Facts -----------------------------------------------------------------------------------------------------------

@@ -404,6 +404,22 @@ def test_a_widget_in_the_browser(open_page):
     assert page.locator("#widget svg text.small").count() and not layout(page)
 
 
+def test_a_text_box_shows_what_the_simulation_gets(open_page):
+    """ASCII; and an input method is left alone until its word is complete."""
+    page = open_page("05_optimizations.html")
+    box = page.get_by_label("First question")
+    box.fill("ab")
+    box.press("ArrowLeft")
+    page.keyboard.insert_text("é寿司x")
+    page.keyboard.insert_text("y")
+    assert box.input_value() == state(page)["params"]["suffix_a"] == "axyb", "and the caret stays where one types"
+    composing = "node => { node.value = 'a寿'; node.dispatchEvent(new InputEvent('input', { isComposing: true })); }"
+    box.evaluate(composing)
+    assert box.input_value() == "a寿" and state(page)["params"]["suffix_a"] == "a"
+    box.evaluate("node => node.dispatchEvent(new CompositionEvent('compositionend'))")
+    assert box.input_value() == state(page)["params"]["suffix_a"] == "a"
+
+
 @pytest.mark.parametrize("name", ["05_optimizations", "06f_openai_api"])
 def test_what_stands_under_the_picture_stays_there(open_page, name):
     """Lesson 05's picture grows by hundreds of pixels to the last step, and 06f's is tallest half way."""

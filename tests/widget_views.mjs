@@ -35,6 +35,9 @@ for (const name of process.argv.slice(few ? 3 : 2)) {
         const numbers = nodes.flatMap((node) => Object.values(node.attributes));
         const broken = [...numbers, shown].find((value) => /NaN|undefined|Infinity|\[object/.test(value));
         if (broken) console.log(`${where}: ${broken.slice(0, 200)}`);
+        const inked = nodes.some((node) => /^line: /.test(words(node))); // its legend says what the line in ink is
+        const red = nodes.find((node) => node.tag === "line" && /\bred\b/.test(node.attributes.class));
+        if (inked && red) console.log(`${where}: a red line, which the legend does not know`);
         if (!text || !nodes.length) console.log(`${where}: nothing to see or nothing to hear`);
         drawn += 1;
       } catch (error) {

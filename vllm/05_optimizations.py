@@ -119,11 +119,16 @@ TURNS = ["When do you close on Sundays?", "And how long may I keep a film?", "Th
 
 
 def conversation(core: ModelEngineCore, tokenizer: llama.Tokenizer, max_tokens: int) -> list[tuple[Request, float]]:
-    """A chat of three turns; each prompt repeats everything said so far, the model's own words included."""
+    """A chat of three turns; each prompt repeats everything said so far, the model's own words included.
+
+    A model without a chat template gets the bare texts, line by line.
+    """
     messages, answers = [{"role": "system", "content": TOOLS}], []
     for turn in TURNS:
         messages.append({"role": "user", "content": turn})
-        answers.append(ask(core, tokenizer.chat(messages), max_tokens))
+        text = "\n".join(message["content"] for message in messages)
+        prompt = tokenizer.chat(messages) if tokenizer.chat_template else tokenizer.encode(text)
+        answers.append(ask(core, prompt, max_tokens))
         messages.append({"role": "assistant", "content": tokenizer.decode(answers[-1][0].output_token_ids)})
     return answers
 

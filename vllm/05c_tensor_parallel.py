@@ -18,7 +18,7 @@ Numbers to remember: 2 all-reduces per layer. Each sends 2(n−1)/n of its tenso
 and costs 4.5 µs in a CUDA graph on NVLink, 20.8 µs outside (H200, NVIDIA aiconfigurator), however small it is.
 
 How to run:
-  uv run python vllm/05c_tensor_parallel.py                             the whole story, three processes
+  uv run python vllm/05c_tensor_parallel.py                             the whole story: 3 ranks; 4 for some checks
   uv run python vllm/05c_tensor_parallel.py --tensor-parallel-size 9    refused: 9 heads, but 1536 neurons
   uv run python vllm/05c_tensor_parallel.py --skip-all-reduce           break it: every rank keeps its partial sum
   uv run python vllm/05c_tensor_parallel.py --bench                     a minute: all-reduce by size, steps by ranks
@@ -102,6 +102,11 @@ def check_tensor_parallel_size(config: llama.LlamaConfig, n: int) -> None:
             f"intermediate_size ({config.intermediate_size}), and fit num_key_value_heads "
             f"({config.num_key_value_heads}); allowed for this model: {works}"
         )
+
+
+def default_size(config: llama.LlamaConfig) -> int:
+    """3, which SmolLM2 allows; for another model the fewest ranks above one that can share it, or 1 if none can."""
+    return next((n for n in (3, *range(2, config.num_attention_heads + 1)) if divides(config, n)), 1)
 
 
 def pad_vocab_size(vocab_size: int, pad_to: int) -> int:
@@ -985,8 +990,8 @@ def rank_bench(world: GroupCoordinator, model: str | None) -> dict[str, Any]:
 
 def build_parser() -> common.Parser:
     p = common.parser(__doc__)
-    p.add_argument("--tensor-parallel-size", "-tp", type=common.number(int, 1, 64), default=3, metavar="N",
-                   help="ranks that share the model (default %(default)s)")  # fmt: skip
+    p.add_argument("--tensor-parallel-size", "-tp", type=common.number(int, 1, 64), metavar="N",
+                   help="ranks that share the model (default 3; where that is forbidden, fewest above 1)")  # fmt: skip
     p.add_argument("--skip-all-reduce", action="store_true", help="break it: every rank keeps its partial sums")
     return p
 
@@ -994,9 +999,9 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine = common.start(args)
-    n, numbers = args.tensor_parallel_size, facts()
-    folder = llama.model_folder(args.model)
+    folder, numbers = llama.model_folder(args.model), facts()
     config = llama.LlamaConfig.from_folder(folder)
+    n = args.tensor_parallel_size = args.tensor_parallel_size or default_size(config)
     check_tensor_parallel_size(config, n)
     start_context()  # its imports run beside what follows
 

@@ -1054,6 +1054,7 @@ def draw(folder: str | Path) -> list[Path]:
 
 TEXTS = ["The capital of France is", "Once upon a time, in a small village by the sea,", "Water boils at",
          "To make bread you need flour,"]  # fmt: skip
+MAX_MODEL_LEN = 512
 
 
 def make_small_engine(args: dict[str, Any], report: Callable[[str], None] = lambda text: None) -> LLMEngine:
@@ -1061,7 +1062,7 @@ def make_small_engine(args: dict[str, Any], report: Callable[[str], None] = lamb
     report("loading the model")
     model, tokenizer = load_once(args["model"])
     return LLMEngine(
-        model, tokenizer, max_model_len=512, max_num_seqs=32, num_gpu_blocks_override=257, seed=args["seed"]
+        model, tokenizer, max_model_len=MAX_MODEL_LEN, max_num_seqs=32, num_gpu_blocks_override=257, seed=args["seed"]
     )
 
 
@@ -1130,9 +1131,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine = common.start(args)
     numbers, bench = facts(), {}
+    folder = llama.model_folder(args.model)
+    context = llama.LlamaConfig.from_folder(folder).max_position_embeddings
+    if context < MAX_MODEL_LEN:
+        raise common.InputError(
+            f"--model {args.model}: a context of {context} is too short; this story takes {MAX_MODEL_LEN}"
+        )
 
     common.heading(f"1. Where the engine runs: {args.clients} streams, and a heartbeat every 2 ms beside them")
-    tokenizer = llama.Tokenizer(llama.model_folder(args.model))
+    tokenizer = llama.Tokenizer(folder)
     prompts = [tokenizer.encode(TEXTS[i % len(TEXTS)]) for i in range(args.clients)]
     params = SamplingParams(temperature=0, max_tokens=48 if args.bench else 8, ignore_eos=True)
     reference = answer_blocking(make_small_engine({"model": args.model, "seed": args.seed}), prompts[:2], params)

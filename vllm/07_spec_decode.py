@@ -1053,7 +1053,7 @@ def tell_rule(found: dict[str, Any]) -> None:
 def tell_model(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
     """Steps 2 and 3: every method against plain decoding, token by token; tokens per pass by method."""
     common.heading(f"2. The real model: four requests in one batch, {args.k} drafts at most")
-    prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in (*TASKS.values(), TASKS["copy"])]
+    prompts = [tokenizer.ask(text) for text in (*TASKS.values(), TASKS["copy"])]
     names = [*TASKS, "copy, T=0.7"]
     params = [SamplingParams(temperature=0, max_tokens=24)] * 3
     params.append(SamplingParams(temperature=0.7, max_tokens=24, seed=7))
@@ -1135,7 +1135,7 @@ def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
     batches, rows = (1, 4, 16), []
 
     def run(config: SpeculativeConfig | None, task: str, B: int) -> Served:
-        prompt = tokenizer.chat([{"role": "user", "content": TASKS[task]}])
+        prompt = tokenizer.ask(TASKS[task])
         params = [SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)] * B
         return serve(make_engine(model, tokenizer, config, **options), [prompt] * B, params)
 

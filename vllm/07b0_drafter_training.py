@@ -218,7 +218,7 @@ def write_text(model: llama.Llama, tokenizer: llama.Tokenizer, folder: Path, min
     while time.monotonic() < stop or len(files) == first:
         while len(scheduler.waiting) < 4:
             text = next(prompts)
-            ids = tokenizer.chat([{"role": "user", "content": text}])
+            ids = tokenizer.ask(text)
             request = continuous.Request(str(started), ids, continuous.SamplingParams(max_tokens=max_tokens),
                                          eos_token_id=model.config.eos_token_ids[0])  # fmt: skip
             core.add_request(request)

@@ -976,7 +976,7 @@ def serve(model: llama.Llama, tokenizer: llama.Tokenizer, prompts: Sequence[str]
     if drafter is not None:
         config = drafting.SpeculativeConfig(num_speculative_tokens=K)
         engine_class = speculative.speculative_engine(engine_class, config, lambda config, model: drafter())
-    ids = [tokenizer.chat([{"role": "user", "content": text}]) for text in prompts]
+    ids = [tokenizer.ask(text) for text in prompts]
     longest = max(map(len, ids)) + max_tokens
     engine = engine_class(model, tokenizer, max_model_len=longest, max_num_seqs=max(8, len(ids)),
                           num_gpu_blocks_override=2 + len(ids) * -(-longest // 16))  # fmt: skip
@@ -1007,7 +1007,7 @@ def agreement_by_layer(model: llama.Llama, tokenizer: llama.Tokenizer, prompts: 
     """How often the favourite after some layers is the favourite after all of them."""
     recompute, hits, rows = common.lesson("01_kv_cache").recompute, dict.fromkeys(layers, 0), 0
     for text in prompts:
-        ids = torch.tensor(tokenizer.chat([{"role": "user", "content": text}]), device=model.device)
+        ids = torch.tensor(tokenizer.ask(text), device=model.device)
         positions, hidden, favourite = torch.arange(len(ids), device=model.device), None, {}
         for i in range(model.config.num_hidden_layers):
             hidden = model.forward(ids if hidden is None else None, positions, recompute, hidden=hidden, layers=[i])
@@ -1109,7 +1109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.say(f"✓ all {len(rows)} wrote the {sum(map(len, plain))} tokens that plain greedy decoding writes")
 
     common.heading("3. EAGLE one step ahead: the next step is planned before anybody knows what this one wrote")
-    ids, first = [tokenizer.chat([{"role": "user", "content": text}]) for text in prompts], [x[:8] for x in plain]
+    ids, first = [tokenizer.ask(text) for text in prompts], [x[:8] for x in plain]
     drafts_ahead.demonstrate(model, ids, first, K, lambda config, model: make_drafter("eagle", model, K))
 
     common.heading(f"4. A tree of guesses in one pass: {args.tree_size} of Medusa's")
@@ -1183,7 +1183,7 @@ def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer, args: argparse.Nam
 
     common.heading("8. Medusa: trees of growing size, 64 tokens of each task, one sequence")
     network, bench["trees"], rows = training.load_network(WEIGHTS / "medusa.safetensors", model), {}, []
-    prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in held_out(2)]
+    prompts = [tokenizer.ask(text) for text in held_out(2)]
     for size in (0, 3, 7, 15, 31, 63):
         shape = plan_tree(facts()["ranks"], size)
         start = time.perf_counter()

@@ -918,11 +918,8 @@ but for a cat that slept on a coil of rope. The harbour master counted the crate
 it out, and counted again. He had done this for thirty years, and he had never once come to the same result twice. The
 captain of the second ship came down the gangway with a letter in her hand. She asked him"""
 LENGTHS, TOKENS = (90, 61, 34), 12
-WIRES = {
-    "shared memory": "SharedMemoryConnector",
-    "TCP": "TCPConnector",
-    "torch.distributed": "TorchDistributedConnector",
-}
+WIRES = {"shared memory": "SharedMemoryConnector", "TCP": "TCPConnector",
+         "torch.distributed": "TorchDistributedConnector"}  # fmt: skip
 PREFILL = {"kv_role": "kv_producer", "kv_port": 0}
 DECODE = {"kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
 
@@ -1069,7 +1066,7 @@ def show_simulation() -> None:
     common.say("✓ queue + prefill + transfer + first step = TTFT, for every request")
     found = facts()["simulation"]["goodput"]["azure_code"]
     rows = []
-    for limit in ("8", "10", "20", "50"):
+    for limit in ("8", "10", "12", "20", "50"):
         row = found[f"tpot_{limit}"]
         rows.append([f"{limit} ms", f"{row['whole']:.0f}", f"{row['chunked']:.0f} ({row['budget']})",
                      f"{row['split']:.0f} ({row['layout']})", f"{row['split_over_chunked']:.2f}x"])  # fmt: skip
@@ -1111,6 +1108,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def story(args: argparse.Namespace, workers: contextlib.ExitStack) -> dict[str, Any]:
     """What a reader sees."""
     bench: dict[str, Any] = {}
+    context = llama.LlamaConfig.from_folder(llama.model_folder(args.model)).max_position_embeddings
+    if context < 512:  # `make_core`'s max_model_len
+        raise common.InputError(f"--model {args.model}: a context of {context} is too short; this story takes 512")
     common.heading("1. Naively: compute in one cache, copy every block, go on in the other")
     model, tokenizer = llama.load(args.model, torch.float32)
     text = tokenizer.encode(TEXT)

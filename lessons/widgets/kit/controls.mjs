@@ -27,8 +27,17 @@ function build(control, id, changed) {
     return { node: html("div", { class: "control switch" }, input, label_of), show };
   }
   if (control.kind === "text") {
-    const clean = () => input.value.replace(/[^ -~]/g, "").slice(0, control.max_length);
-    const input = html("input", { id, type: "text", maxlength: control.max_length, list: `${id}-list`, spellcheck: "false", autocomplete: "off", oninput: () => changed(name, clean()) });
+    const clean = (typed) => typed.replace(/[^ -~]/g, "").slice(0, control.max_length);
+    const take = (event) => { // the box shows what the simulation gets; an input method keeps it until its word is complete
+      const kept = clean(input.value);
+      if (!event.isComposing && input.value !== kept) {
+        const caret = clean(input.value.slice(0, input.selectionStart)).length;
+        input.value = kept;
+        input.setSelectionRange(caret, caret);
+      }
+      changed(name, kept);
+    };
+    const input = html("input", { id, type: "text", maxlength: control.max_length, list: `${id}-list`, spellcheck: "false", autocomplete: "off", oninput: take, oncompositionend: take });
     const list = html("datalist", { id: `${id}-list` }, ...values.map((value) => html("option", { value })));
     const show = (value) => { if (document.activeElement !== input) input.value = value; };
     return { node: html("div", { class: "control long" }, html("div", {}, label_of), input, list), show };

@@ -49,7 +49,7 @@ export function draw(trace, index, kit) {
     if (K) shapes.push(up(x, 0, kept, "green", `${word}: q ${fixed(q[i])}`), up(x, kept, q[i], "hatch red", `${word}: ${fixed(q[i] - kept)} of q are refused`), text(x + col / 2 - 0.5, low - q[i] * scale - 4, hundred(q[i]), "small middle soft"));
     shapes.push(up(mid, 0, kept, "green"), up(mid, kept, tried[i], "purple", `${word}: ${fixed(tried[i], 3)} come out`));
     const off = Math.abs(tried[i] - p[i]) > 1e-9, end = low - tried[i] * scale, above = end - level > 16 ? end : Math.min(level, end); // the line in between
-    shapes.push(line(mid - 1, level, mid + col - 1, level, `${off ? "red" : "ink"} thick`), text(mid + col / 2 - 0.5, above - 4, hundred(tried[i]), `small middle bold${off ? " red" : ""}`));
+    shapes.push(line(mid - 1, level, mid + col - 1, level, "ink thick"), text(mid + col / 2 - 0.5, above - 4, hundred(tried[i]), `small middle bold${off ? " red" : ""}`));
     shapes.push(up(right, 0, counts[i] / total, "grey", `${word}: ${counts[i]} of ${total} written so far`), text(right + col / 2 - 0.5, low - (counts[i] / total) * scale - 4, hundred(counts[i] / total), "small middle soft"));
     [K ? "q" : "", "out", "so far"].forEach((name, j) => shapes.push(text(x + (j + 0.5) * col, low + 14, name, "small middle soft")));
     shapes.push(text(x + 1.5 * col, low + 30, word, "middle bold"));
