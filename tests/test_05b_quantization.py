@@ -340,6 +340,24 @@ def test_parts_are_added_up(kind, scaled, kernels, guarded, device):
         assert torch.equal(out.double(), sums)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform: nothing to compile")
+def test_a_decode_batch_on_hopper_loads_16_bytes_at_once_and_leaves_room_for_four_programs():
+    """int4 with groups of 128, compiled: what the speed of one program after another hangs on."""
+    code = """import json, re, compile_kernels as ck, common, torch
+with common.captured() as launches:
+    common.lesson("05b_quantization").example_launches(torch.bfloat16)
+(launch,) = [launch for launch in launches if launch.kwargs.get("GROUP") == 128]
+compiled = ck.compile_launch(launch, ck.TARGETS["sm_90"])
+widths = re.findall(r"cp\\.async\\.\\w+\\.shared\\.global.*?, (0x\\w+)", compiled.asm["ptx"])
+print(json.dumps([ck.resources(compiled, ck.TARGETS["sm_90"])["registers"], compiled.metadata.shared, widths]))"""
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    registers, shared, widths = json.loads(done.stdout.splitlines()[-1])
+    assert 4 * 128 * registers <= 65536 and 4 * (shared + 1024) <= 228 * 1024
+    assert widths and {int(width, 16) for width in widths} == {16}
+
+
 def test_four_bit_codes_lie_as_in_a_gguf_block():
     q = rtn(torch.randn(2, 64), FORMATS["q4_1"])
     packed = lesson.PackedWeight.pack(q)

@@ -209,14 +209,14 @@ def dequant_matmul_kernel(x, codes, scale, zero, out, M, N, K, stride_x, stride_
     split, j = tl.program_id(2), tl.arange(0, BYTES)
     row = n.to(tl.int64)[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if LATE:
+    if LATE:  # the first tile's
         s_next, z_next = load_scales(scale, zero, split * BLOCK_K // GROUP * N + n, n < N, ZERO)  # [BLOCK_N]
     for tile in range(split, tl.cdiv(K, BLOCK_K), SPLIT_K):
         start = tile * BLOCK_K
         byte = start // PER_BYTE + j
         here = (n < N)[:, None] if EVEN_K else (n < N)[:, None] & (byte < K // PER_BYTE)[None, :]
         q = tl.load(codes + row * stride_w + byte[None, :], mask=here, other=0)  # [BLOCK_N, BYTES]
-        if LATE:
+        if LATE:  # the next tile's
             s, z, after = s_next, z_next, start + SPLIT_K * BLOCK_K
             s_next, z_next = load_scales(scale, zero, after // GROUP * N + n, n < tl.where(after < K, N, 0), ZERO)
         else:
