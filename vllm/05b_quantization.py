@@ -1027,7 +1027,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--bits", type=common.number(int, 2, 8), default=3, help="of the live layer (default 3)")
     p.add_argument("--group", type=int, choices=(32, 64, 192, 576), default=64, help="of the live layer (default 64)")
     p.add_argument("--layer", type=common.number(int, 0), default=11, help="the block that runs live (default 11)")
-    p.add_argument("--windows", type=common.number(int, 1, 10), default=2, help="of text, for --bench (default 2)")
+    p.add_argument("--windows", type=common.number(int, 1, 10), default=2, help="--bench: of 512 tokens (default 2)")
     return p
 
 
