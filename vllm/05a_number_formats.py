@@ -417,6 +417,13 @@ def decode_tile(q, MANTISSA: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexp
 
 
 @triton.jit
+def e4m3_as_fp16(q):
+    """Exponent and mantissa moved to fp16's places: the value / 2^8."""
+    bits = ((q & 0x80).to(tl.uint16) << 8) | ((q & 0x7F).to(tl.uint16) << 7)
+    return bits.to(tl.float16, bitcast=True)
+
+
+@triton.jit
 def decode_four_bits(q, z, HALF: tl.constexpr, BF16: tl.constexpr):
     """q − z of the low (HALF 0) or high halves of bytes, in x's 16-bit type: four codes in five NVIDIA instructions.
 

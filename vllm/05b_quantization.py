@@ -59,7 +59,7 @@ continuous_batching = common.lesson("04_continuous_batching")
 formats = common.lesson("05a_number_formats")  # grids, scales, encode and decode, files
 FORMATS, MINIFLOATS, Format, Quantized = formats.FORMATS, formats.MINIFLOATS, formats.Format, formats.Quantized
 choose_scales, encode, decode = formats.choose_scales, formats.encode, formats.decode
-decode_tile, decode_four_bits = formats.decode_tile, formats.decode_four_bits  # what the kernel below begins with
+decode_tile, decode_four_bits, e4m3_as_fp16 = formats.decode_tile, formats.decode_four_bits, formats.e4m3_as_fp16
 
 KEY = "05b_quantization"
 
@@ -174,22 +174,30 @@ def output_error(quantized: torch.Tensor, W: torch.Tensor, X: torch.Tensor) -> f
 #
 # The weights travel as 4 or 8 bits and become 16-bit floats in registers, right before the tensor cores.
 #
-# Packing. Rows of W are contiguous along K, so a tile's loads are runs of whole 32-byte sectors. Four-bit codes use
+# Packing. Rows of W are contiguous along K, so a tile's loads are runs of whole 32-byte sectors, 16 bytes at a time
+# (of an argument, stride_w, Triton sees that 16 divides it; of K // 2 it would know 8 alone). Four-bit codes use
 # GGUF's order: in each 16 bytes, the low halves are weights 0–15 and the high halves weights 16–31. One load serves two
 # dots, with x at k and at k + 16; nothing has to be interleaved.
 #
 # Late scales. Where an output's weights in a tile share one, it multiplies their sum; 16 bits hold integers exactly.
+# Triton itself loads ahead only what a dot takes: late scales are loaded one tile early here, or each tile would wait.
 #
 # Split-K. A decode batch has one tile of rows, and N / BLOCK_N programs do not fill a GPU. So the K tiles are dealt to
 # SPLIT_K programs, and a second kernel adds their sums up.
 
 
+@triton.jit
+def load_scales(scale, zero, place, known, ZERO: tl.constexpr):
+    s = tl.load(scale + place, mask=known, other=0)
+    return s, tl.load(zero + place, mask=known, other=0) if ZERO != "none" else s
+
+
 @common.kernel
-def dequant_matmul_kernel(x, codes, scale, zero, out, M, N, K, stride_x,
+def dequant_matmul_kernel(x, codes, scale, zero, out, M, N, K, stride_x, stride_w,
                           GROUP: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
                           ZERO: tl.constexpr, EXPONENT_SCALE: tl.constexpr, SPLIT_K: tl.constexpr,
                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                          UPCAST: tl.constexpr):  # fmt: skip
+                          EVEN_K: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
     PER_BYTE: tl.constexpr = 8 // BITS
     BYTES: tl.constexpr = BLOCK_K // PER_BYTE
     GROUPS: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1  # groups that a tile spans
@@ -198,33 +206,31 @@ def dequant_matmul_kernel(x, codes, scale, zero, out, M, N, K, stride_x,
     FAST: tl.constexpr = NARROW and LATE and ZERO == "int" and cuda_capability_geq(8, 0)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    split = tl.program_id(2)
-    j = tl.arange(0, BYTES)
+    split, j = tl.program_id(2), tl.arange(0, BYTES)
     row = n.to(tl.int64)[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if LATE:  # the first tile's
+        s_next, z_next = load_scales(scale, zero, split * BLOCK_K // GROUP * N + n, n < N, ZERO)  # [BLOCK_N]
     for tile in range(split, tl.cdiv(K, BLOCK_K), SPLIT_K):
         start = tile * BLOCK_K
         byte = start // PER_BYTE + j
-        here = (n < N)[:, None] & (byte < K // PER_BYTE)[None, :]
-        q = tl.load(codes + row * (K // PER_BYTE) + byte[None, :], mask=here, other=0)  # [BLOCK_N, BYTES]
-        if LATE:
-            known, place = n < N, start // GROUP * N + n  # [BLOCK_N]
+        here = (n < N)[:, None] if EVEN_K else (n < N)[:, None] & (byte < K // PER_BYTE)[None, :]
+        q = tl.load(codes + row * stride_w + byte[None, :], mask=here, other=0)  # [BLOCK_N, BYTES]
+        if LATE:  # the next tile's
+            s, z, after = s_next, z_next, start + SPLIT_K * BLOCK_K
+            s_next, z_next = load_scales(scale, zero, after // GROUP * N + n, n < tl.where(after < K, N, 0), ZERO)
         else:
             g = start // GROUP + tl.arange(0, GROUPS)[None, :]
-            known, place = (n < N)[:, None] & (g < K // GROUP), g * N + n[:, None]  # [BLOCK_N, GROUPS]
-        s = tl.load(scale + place, mask=known, other=0)
+            known = (n < N)[:, None] & (g < K // GROUP)  # [BLOCK_N, GROUPS]
+            s, z = load_scales(scale, zero, g * N + n[:, None], known, ZERO)
         s = tl.exp2(s.to(tl.float32) - 127) if EXPONENT_SCALE else s.to(tl.float32)
         if MANTISSA >= 0:
             s = s * (1 << (15 - BIAS))
-        z = s
-        if ZERO != "none":
-            z = tl.load(zero + place, mask=known, other=0).to(tl.float32)
-        if LATE:
-            z = z[:, None]
+        z = z.to(tl.float32)[:, None] if LATE else z.to(tl.float32)
         k = start + (j if PER_BYTE == 1 else j // 16 * 32 + j % 16)
         part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32) if LATE else acc
         for half in tl.static_range(PER_BYTE):  # low halves of the bytes, then high halves
-            inside = (m < M)[:, None] & (k < K)[None, :]
+            inside = (m < M)[:, None] if EVEN_K else (m < M)[:, None] & (k < K)[None, :]
             x_tile = tl.load(x + m.to(tl.int64)[:, None] * stride_x + k[None, :], mask=inside, other=0.0)
             if UPCAST:  # Triton's interpreter multiplies 16-bit floats wrongly; a GPU wants them as they are
                 x_tile = x_tile.to(tl.float32)
@@ -248,12 +254,24 @@ def dequant_matmul_kernel(x, codes, scale, zero, out, M, N, K, stride_x,
 
 
 @common.kernel
-def add_splits_kernel(parts, out, size, SPLIT_K: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
+def add_splits_kernel(parts, a_scale, b_scale, out, M, N, SPLIT_K: tl.constexpr, SCALED: tl.constexpr,
+                      BLOCK: tl.constexpr):  # fmt: skip
+    m, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], parts.dtype.element_ty)  # fp32, or int32 for sums of integers
     for split in tl.static_range(SPLIT_K):
-        total += tl.load(parts + split * size.to(tl.int64) + i, mask=i < size, other=0.0)
-    tl.store(out + i, total.to(out.dtype.element_ty), mask=i < size)
+        total += tl.load(parts + (split * M + m) * N + n, mask=n < N, other=0)
+    y = total.to(tl.float32)
+    if SCALED:  # kernel two's scales
+        y = y * tl.load(a_scale + m) * tl.load(b_scale + n, mask=n < N, other=0.0)
+    tl.store(out + m * N + n, y.to(out.dtype.element_ty), mask=n < N)
+
+
+def choose_split(programs: int, tiles: int, wanted: int) -> int:
+    """SPLIT_K for a grid of `programs`: until there are `wanted`, at most 16, each with four of the K tiles or more."""
+    split_k = 1
+    while programs * split_k < wanted and split_k * 8 <= tiles and split_k < 16:
+        split_k *= 2
+    return split_k
 
 
 @dataclass
@@ -311,20 +329,21 @@ def dequant_matmul(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     minifloat = MINIFLOATS.get(f.grid)
     dequant_matmul_kernel[(triton.cdiv(N, block_n), triton.cdiv(M, block_m), split_k)](
         x, weight.codes, weight.scale, weight.codes if weight.zero is None else weight.zero, target, M, N, K,
-        x.stride(0), GROUP=f.group or K, BITS=f.bits,
+        x.stride(0), weight.codes.stride(0), GROUP=f.group or K, BITS=f.bits,
         MANTISSA=minifloat.mantissa_bits if minifloat else -1, BIAS=minifloat.bias if minifloat else 0,
         ZERO=f.zero or "none", EXPONENT_SCALE=f.scale == "e8m0", SPLIT_K=split_k, BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_K=block_k, UPCAST=common.INTERPRET, num_warps=4, num_stages=num_stages,
+        BLOCK_K=block_k, EVEN_K=K % block_k == 0, UPCAST=common.INTERPRET, num_warps=4, num_stages=num_stages,
     )  # fmt: skip
     if split_k > 1:
-        add_splits_kernel[(triton.cdiv(M * N, 1024),)](target, out, M * N, SPLIT_K=split_k, BLOCK=1024)
+        add_splits_kernel[(triton.cdiv(N, 1024), M)](
+            target, target, target, out, M, N, SPLIT_K=split_k, SCALED=False, BLOCK=1024)  # fmt: skip
     return out
 
 
 def choose_tiles(dtype: torch.dtype, M: int, N: int, K: int, format: Format) -> tuple[int, int, int, int, int]:
     """(BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, stages). Chosen by compiling: these spill on no GPU that tests know.
 
-    A tile spans whole groups or lies within one; K is split until there are two programs for each SM of an H200.
+    A tile spans whole groups or lies within one; K is split until there are two programs for each of an H200's 132 SMs.
     """
     block_m, block_n, block_k, num_stages = min(max(16, triton.next_power_of_2(M)), 64), 128, 64, 4
     if dtype == torch.float32:  # no tensor cores for exact fp32
@@ -332,13 +351,12 @@ def choose_tiles(dtype: torch.dtype, M: int, N: int, K: int, format: Format) -> 
     elif block_m == 64:
         block_n = 64
     elif block_m == 16 and format.bits == 4 and (format.group or K) % 128 == 0:
-        block_k, num_stages = 128, 3
+        block_k, num_stages = 128, 5  # four programs fit on an SM, by registers and by shared memory
     if format.group and format.group % block_k and block_k % format.group:
         block_k = 32
-    programs, tiles = triton.cdiv(N, block_n) * triton.cdiv(M, block_m), triton.cdiv(K, block_k)
-    split_k = 1
-    while programs * split_k < 264 and split_k * 4 <= tiles and split_k < 16:
-        split_k *= 2
+    if K % 16:  # codes are loaded byte by byte then, each into a register
+        block_n = block_k = 32
+    split_k = choose_split(triton.cdiv(N, block_n) * triton.cdiv(M, block_m), triton.cdiv(K, block_k), 264)
     return block_m, block_n, block_k, split_k, num_stages
 
 
@@ -416,13 +434,14 @@ def _round_to(grid: str, v: torch.Tensor) -> torch.Tensor:
 
 @common.kernel
 def scaled_matmul_kernel(a, b, a_scale, b_scale, out, M, N, K, FP8: tl.constexpr, NATIVE: tl.constexpr,
-                         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+                         SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                         BLOCK_K: tl.constexpr):  # fmt: skip
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     a_row, b_row = a + m.to(tl.int64)[:, None] * K, b + n.to(tl.int64)[:, None] * K
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32 if FP8 else tl.int32)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
+    for tile in range(tl.program_id(2), tl.cdiv(K, BLOCK_K), SPLIT_K):
+        k = tile * BLOCK_K + tl.arange(0, BLOCK_K)
         a_tile = tl.load(a_row + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0)
         b_tile = tl.load(b_row + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0)
         if not FP8:
@@ -433,26 +452,21 @@ def scaled_matmul_kernel(a, b, a_scale, b_scale, out, M, N, K, FP8: tl.constexpr
             acc = tl.dot(a_e4m3, b_e4m3.T, acc, max_num_imprecise_acc=BLOCK_K)
         else:  # the same products from fp16, 2^−8 times too small on each side
             acc = tl.dot(e4m3_as_fp16(a_tile), e4m3_as_fp16(b_tile).T, acc)
-    y = acc.to(tl.float32)
     if FP8 and not (NATIVE and cuda_capability_geq(8, 9)):
-        y = y * 65536.0
-    y = y * tl.load(a_scale + m, mask=m < M, other=0.0)[:, None] * tl.load(b_scale + n, mask=n < N, other=0.0)[None, :]
-    place = m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(out + place, y.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
-
-
-@triton.jit
-def e4m3_as_fp16(q):
-    """Exponent and mantissa moved to fp16's places: the value / 2^8."""
-    bits = ((q & 0x80).to(tl.uint16) << 8) | ((q & 0x7F).to(tl.uint16) << 7)
-    return bits.to(tl.float16, bitcast=True)
+        acc = acc * 65536.0
+    if SPLIT_K == 1:  # else the scales wait until the parts are added up: int8's sums stay exact
+        acc = acc.to(tl.float32) * tl.load(a_scale + m, mask=m < M, other=0.0)[:, None]
+        acc = acc * tl.load(b_scale + n, mask=n < N, other=0.0)[None, :]
+    place = (tl.program_id(2).to(tl.int64) * M + m[:, None]) * N + n[None, :]
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
 def scaled_matmul(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor,
                   dtype: torch.dtype) -> torch.Tensor:  # fmt: skip
     """8-bit matrix product with its scales applied on the way out.
 
-    Semantics: y[m, n] = a_scale[m] · b_scale[n] · Σ_k a[m, k] · b[n, k]; the sum in int32 (int8), in fp32 (e4m3).
+    Semantics: y[m, n] = a_scale[m] · b_scale[n] · Σ_k a[m, k] · b[n, k]; int8's sum is exact (int32), e4m3's in fp32.
+        But Hopper's FP8 tensor cores, used from 33 rows on, add up in about 14 bits: a relative error of 3e-5.
     Shapes: a [M, K], b [N, K], both int8 or both e4m3 codes as uint8, contiguous; scales fp32 [M], [N] -> [M, N].
     """
     (M, K), N, fp8 = a.shape, len(b), a.dtype == torch.uint8
@@ -461,12 +475,21 @@ def scaled_matmul(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_sca
         sums = torch._int_mm(a, b.T) if by_integers else a.view(grid).float() @ b.view(grid).float().T
         return (sums * a_scale[:, None] * b_scale).to(dtype)
     out = torch.empty(M, N, dtype=dtype, device=a.device)
-    if M:
-        block_m = min(max(16, triton.next_power_of_2(M)), 128)
-        grid = (triton.cdiv(M, block_m), triton.cdiv(N, 128))
-        scaled_matmul_kernel[grid](a, b, a_scale, b_scale, out, M, N, K, FP8=fp8, NATIVE=not common.INTERPRET,
-                                   BLOCK_M=block_m, BLOCK_N=128, BLOCK_K=128, num_warps=8 if block_m > 64 else 4,
-                                   num_stages=3)  # fmt: skip
+    if M == 0:
+        return out
+    block_m, block = min(max(16, triton.next_power_of_2(M)), 128), 32 if K % 16 else 128  # as in choose_tiles
+    # Narrow tiles would fill a GPU in a decode step too, but each reads all of a: at 64 tokens more than the weights.
+    split_k = choose_split(triton.cdiv(N, block), triton.cdiv(K, block), 132) if M <= 64 else 1
+    target = out
+    if split_k > 1:
+        target = torch.empty(split_k, M, N, dtype=torch.float32 if fp8 else torch.int32, device=a.device)
+    scaled_matmul_kernel[(triton.cdiv(M, block_m), triton.cdiv(N, block), split_k)](
+        a, b, a_scale, b_scale, target, M, N, K, FP8=fp8, NATIVE=not common.INTERPRET, SPLIT_K=split_k,
+        BLOCK_M=block_m, BLOCK_N=block, BLOCK_K=block, num_warps=8 if block_m > 64 else 4, num_stages=3,
+    )  # fmt: skip
+    if split_k > 1:
+        add_splits_kernel[(triton.cdiv(N, 1024), M)](
+            target, a_scale, b_scale, out, M, N, SPLIT_K=split_k, SCALED=True, BLOCK=1024)  # fmt: skip
     return out
 
 
@@ -478,18 +501,19 @@ def int8_sums_are_exact() -> bool:
 
 
 def example_launches(dtype: torch.dtype) -> None:
-    """Every kernel at layers of SmolLM2 and of an 8B Llama: all formats for a decode batch, int4 for a prompt too."""
+    """Every kernel at layers of SmolLM2 and of an 8B Llama, for decode batches and prompts; and rows of 300 codes."""
     empty = functools.partial(torch.empty, device="meta")
     small, large = (3072, 576), (4096, 14336)  # N, K
     cases = [(name, 16, large) for name in ("q4_1", "int8", "fp8", "mxfp4", "int4-g128")]
-    for name, M, (N, K) in (*cases, ("int4-g64", 512, large), ("int4-g64", 32, small)):
+    cases += [("int4-g64", 512, large), ("int4-g64", 32, small), ("int8", 64, (40, 300))]
+    for name, M, (N, K) in cases:
         f = FORMATS[name]
         scale = empty(K // (f.group or K), N, dtype=SCALE_DTYPES[f.scale])
         zero = {None: None, "int": scale.to(torch.uint8), "min": scale}[f.zero]
         weight = PackedWeight(f, K, empty(N, K * f.bits // 8, dtype=torch.uint8), scale, zero)
         dequant_matmul(empty(M, K, dtype=dtype), weight)
     for grid in EIGHT_BIT:
-        for M, (N, K), smooth in ((16, small, True), (512, large, False)):
+        for M, (N, K), smooth in ((16, small, True), (64, large, False), (512, large, False), (17, (40, 300), False)):
             a, a_scale = quantize_rows(empty(M, K, dtype=dtype), grid, empty(K) if smooth else None)
             scaled_matmul(a, empty(N, K, dtype=a.dtype), a_scale, empty(N), dtype)
 
@@ -555,19 +579,12 @@ class Method(NamedTuple):
 # What `--quantization` accepts. The names are vLLM's where it has them; but gptq and awq quantize here and now, while
 # vLLM only loads what others quantized (as `load_checkpoint` does), and our MX formats leave the activations alone.
 _METHODS = {
-    "int8_per_channel_weight_only": Method("int8"),
-    "int8": Method("int8", activations="int8"),
-    "smoothquant": Method("int8", "smoothquant", "int8"),
-    "fp8_per_channel": Method("fp8", activations="fp8"),
-    "mxfp8": Method("mxfp8"),
-    "mxfp4": Method("mxfp4"),
-    "int4": Method("int4-g64"),
-    "gptq": Method("int4-g64", "gptq"),
-    "awq": Method("int4-g64", "awq"),
-    "autoround": Method("int4-g64", "autoround"),
-    "gguf": Method("q4_1", "gguf"),
-    "torchao": Method("int8", "torchao"),
-}
+    "int8_per_channel_weight_only": Method("int8"), "int8": Method("int8", activations="int8"),
+    "smoothquant": Method("int8", "smoothquant", "int8"), "fp8_per_channel": Method("fp8", activations="fp8"),
+    "mxfp8": Method("mxfp8"), "mxfp4": Method("mxfp4"), "int4": Method("int4-g64"),
+    "gptq": Method("int4-g64", "gptq"), "awq": Method("int4-g64", "awq"), "autoround": Method("int4-g64", "autoround"),
+    "gguf": Method("q4_1", "gguf"), "torchao": Method("int8", "torchao"),
+}  # fmt: skip
 METHODS: tuple[str, ...] = tuple(_METHODS)
 CALIBRATED = ("gptq", "awq", "autoround", "smoothquant")
 ROWS = 256  # calibration tokens that the searches of AWQ and AutoRound look at
@@ -833,18 +850,13 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     millionths = lambda x: (x.double() * 1e6).round().long().flatten().tolist()  # noqa: E731
     error = (decoded.double() - W.double()).abs()
     return {
-        "params": params,
-        "bits_per_weight_thousandths": round(1000 * format.bits_per_weight(32)),
-        "weights": weights,
-        "codes": quantized.codes.flatten().tolist(),
-        "scale_millionths": millionths(quantized.scale_values),
+        "params": params, "bits_per_weight_thousandths": round(1000 * format.bits_per_weight(32)), "weights": weights,
+        "codes": quantized.codes.flatten().tolist(), "scale_millionths": millionths(quantized.scale_values),
         "levels_millionths": [millionths(levels[levels.isfinite()].unique()) for levels in grids],
         "decoded_millionths": millionths(decoded),
-        "worst_error_millionths": millionths(error.max())[0],
-        "mean_error_millionths": millionths(error.mean())[0],
-        "zeroed": int(((decoded == 0) & (W != 0)).sum()),
-        "distinct": len(decoded[0].unique()),
-    }
+        "worst_error_millionths": millionths(error.max())[0], "mean_error_millionths": millionths(error.mean())[0],
+        "zeroed": int(((decoded == 0) & (W != 0)).sum()), "distinct": len(decoded[0].unique()),
+    }  # fmt: skip
 
 
 def describe(trace: dict[str, Any]) -> str:
@@ -1015,8 +1027,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--bits", type=common.number(int, 2, 8), default=3, help="of the live layer (default 3)")
     p.add_argument("--group", type=int, choices=(32, 64, 192, 576), default=64, help="of the live layer (default 64)")
     p.add_argument("--layer", type=common.number(int, 0), default=11, help="the block that runs live (default 11)")
-    p.add_argument("--windows", type=common.number(int, 1, 10), default=2,
-                   help="windows of 512 tokens that --bench evaluates on (default 2)")  # fmt: skip
+    p.add_argument("--windows", type=common.number(int, 1, 10), default=2, help="--bench: of 512 tokens (default 2)")
     return p
 
 
