@@ -483,14 +483,25 @@ def test_measurements_are_sane(tiny_model):
     assert fit["intercept_ms"] + 128e-3 * fit["slope_us"] == pytest.approx(b)
 
 
-@pytest.mark.parametrize("slope", [5.0, -1.87])
-def test_noise_is_not_read_as_bandwidth(tiny_model, monkeypatch, capsys, slope):
-    bench = lesson.measure_model(tiny_model, long=False)
-    bench["fit"]["slope_us"] = slope
-    monkeypatch.setattr(lesson, "measure_model", lambda model, long: bench)
+@pytest.mark.parametrize(("seconds", "sound"), [([1.0, 1.1], True), ([1.1, 1.0], False), ([1.0, 1.0], False),
+                                                ([0.01, 2.0], False)])  # fmt: skip
+def test_noise_is_not_read_as_bandwidth(tiny_model, monkeypatch, capsys, seconds, sound):
+    """A slope or an intercept that is 0 or less; the contexts that are printed are those that were measured."""
+    times = iter([*seconds, 1.0, 1.0, 1.0])
+    monkeypatch.setattr(lesson, "pass_seconds", lambda *_: next(times))
+    monkeypatch.setattr(common, "copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(lesson, "measure_kernel", lambda long: [])
-    lesson.print_measurements(lesson.build_parser().parse_args([]), tiny_model)
-    assert ("As bandwidth" in capsys.readouterr().out) == (slope > 0)
+    fit = lesson.print_measurements(lesson.build_parser().parse_args([]), tiny_model)["fit"]
+    out = capsys.readouterr().out
+    assert ("As bandwidth" in out) == sound and ("SKIPPED the line for ITL" in out) != sound
+    assert bool(fit["weights_gb_s"] and fit["cache_gb_s"]) == sound
+    assert "at S=8, " in out and "decode, context 8:     " in out
+
+
+@pytest.mark.parametrize("limit", [3, 40])
+def test_a_model_of_few_positions_is_measured(limit):
+    bench = lesson.measure_model(lesson.llama.random_model(max_position_embeddings=limit), long=False)
+    assert bench["decode"]["context"] == [1, max(1, limit // 4)] and bench["batch"]["tok_s"][0] > 0
 
 
 # --- The simulation -------------------------------------------------------------------------------------------------

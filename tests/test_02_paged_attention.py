@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import common
@@ -13,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import llama
 
 torch_attention = common.lesson("020_torch_attention")
 lesson = common.lesson("02_paged_attention")
@@ -831,6 +835,54 @@ def test_the_script_names_the_way_that_it_checked(monkeypatch, capsys):
     monkeypatch.setattr(torch_attention, "decode_gathered", lambda *_: pytest.fail("gathered"))
     lesson.check_kernels(16)
     assert "torch path: keys and values in place" in capsys.readouterr().out
+
+
+def test_benchmark_compares_with_the_same_code_and_with_a_copy(monkeypatch, capsys):
+    order = []
+    row = {"B": 32, "S": 192, "block_size": 16, "paged": 3e-3, "one_block": 2e-3, "contiguous": 1e-3, "gbps": 40.0,
+           "ratio": 3.0, "to_one_block": 1.5}  # fmt: skip
+    monkeypatch.setattr(common, "copy_bandwidth", lambda: order.append("copy") or 50e9)
+    monkeypatch.setattr(lesson, "measure_indirection", lambda *_: order.append("kernels") or [row])
+    monkeypatch.setattr(lesson, "PAPER_SAVED", {"beam": {}})
+    assert lesson.benchmark(None, [])["copy_bandwidth"] == 50e9 and order == ["copy", "kernels"]
+    assert capsys.readouterr().out.split()[-3:] == ["1.50", "40.0", "80%"]
+
+
+def test_tiles_of_a_decode():
+    """Of two bytes on an NVIDIA GPU: `test_kernels.py` has what comes of it. Everything else is as it was."""
+    assert lesson.decode_tiles(torch.bfloat16, 128, True) == (32, 4, 5)
+    assert lesson.decode_tiles(torch.float16, 64, True) == (64, 4, 5)
+    assert lesson.decode_tiles(torch.bfloat16, 128, False) == (64, 4, 3)
+    assert lesson.decode_tiles(torch.float32, 128, True) == lesson.decode_tiles(torch.float32, 128, False) == (32, 8, 3)
+
+
+def without_template(folder):
+    """The default model's folder again, without its chat template."""
+    source = llama.model_folder()
+    for path in source.iterdir():
+        (folder / path.name).symlink_to(path)
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return llama.Tokenizer(folder)
+
+
+def test_a_question_without_a_chat_template(real_model, tmp_path):
+    tokenizer = real_model[1]
+    bare = without_template(tmp_path)
+    assert bare.ask("Say hello.") == bare.encode("Say hello.")
+    assert tokenizer.ask("Say hello.") == tokenizer.chat([{"role": "user", "content": "Say hello."}])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["02_paged_attention", "09_gqa", "10_chunked_prefill"])
+def test_lessons_run_without_a_chat_template(name, real_model, tmp_path):
+    (tmp_path / "model").mkdir()
+    without_template(tmp_path / "model")
+    command = [sys.executable, common.HERE / f"{name}.py", "--model", tmp_path / "model", "--figure", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("value", ["0", "12", "4096", "x"])

@@ -230,6 +230,11 @@ def test_kernel_takes_views_of_a_packed_projection(kernels, device):
     assert lesson._aligned(odd).data_ptr() != odd.data_ptr() and lesson._aligned(k).data_ptr() == k.data_ptr()
     out, _ = lesson.flash_attention(q, odd, v, *batch, tiles=SMALL)
     common.assert_close(out, lesson.reference(q, odd, v, batch)[0])
+    # Contiguous, and yet not where TMA wants them: `contiguous` returns such a tensor as it is.
+    for wrong in (torch.randn(27 * 32 + 1)[1:].view(27, 1, 32), torch.randn(192).as_strided((1, 3, 64), (1, 64, 1))):
+        assert wrong.is_contiguous()
+        right = lesson._aligned(wrong)
+        assert right.data_ptr() % 16 == 0 and right.stride(0) % 4 == 0 == right.stride(1) % 4 and right.equal(wrong)
 
 
 def test_scale_reaches_scores_and_lse(kernels, device):
@@ -466,6 +471,10 @@ def test_selection(change, chosen):
     assert all(why and all(isinstance(reason, str) and reason for reason in why) for why in others.values())
     before = lesson.priorities(c)[: lesson.priorities(c).index(chosen)]
     assert all("was asked first" not in others[other][0] for other in before)
+    if c.device == "rocm":
+        assert before == ["ROCM_ATTN"] and "TRITON_ATTN stands in" in others["ROCM_ATTN"][0]
+    else:
+        assert "for AMD" in others["ROCM_ATTN"]
     if lesson.BACKENDS[chosen].run is None or chosen not in lesson.priorities(c):
         pytest.fail("chose what cannot run")
 

@@ -250,6 +250,26 @@ def test_prefill_torch_path(device, dtype):
     common.assert_close(lesson.gqa_prefill(*arguments, 45), reference, dtype)
 
 
+def test_tiles_of_a_prefill():
+    """Exact fp32 has eight warps (with four, Triton 3.6 spills on an H100), a Hopper three tiles of keys in flight."""
+    assert lesson.prefill_tiles(torch.float32, 64, 3) == (32, 32, 8, 2)
+    assert lesson.prefill_tiles(torch.bfloat16, 128, 4, (9, 0)) == (128, 64, 8, 3)
+    assert lesson.prefill_tiles(torch.bfloat16, 128, 4, (8, 0)) == (64, 32, 4, 2)
+
+
+def test_kernels_are_measured_beside_a_copy(monkeypatch):
+    """The copy comes first. It reaches 100 GB/s here, so a share in percent is the number of GB/s."""
+    order = []
+    monkeypatch.setattr(common, "device", lambda: torch.device("meta"))
+    monkeypatch.setattr(common, "copy_bandwidth", lambda: order.append("copy") or 100e9)
+    monkeypatch.setattr(common, "measure", lambda *_: order.append("kernel") or common.Timing(1e-3, 1e-3, 1e-3))
+    monkeypatch.setattr(paged, "random_case", lambda *_: ())
+    found = lesson.measure_kernels()
+    assert order[0] == "copy" and order.count("copy") == 1 and found["copy_gb_s"] == 100
+    for row in (*found["decode"], *found["mla"]):
+        assert row["% of copy"] == pytest.approx(row["gb_s"]) and row["gb_s"] > 0
+
+
 # --- The kernels under a model --------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import common
 import pytest
 import torch
@@ -70,8 +72,8 @@ def test_torch_path(dtype, block_size, guarded):
 
 @pytest.mark.parametrize(
     ("Hq", "Hkv", "D", "block_size"),
-    [(6, 2, 16, 8), (9, 3, 64, 16), (4, 4, 24, 16), (32, 1, 16, 32), (8, 1, 128, 64)],
-    ids=["gqa3", "smollm2", "mha-odd-head", "mqa32", "d128"],
+    [(6, 2, 16, 8), (9, 3, 64, 16), (4, 4, 24, 16), (32, 1, 16, 32), (8, 1, 128, 64), (32, 1, 128, 16)],
+    ids=["gqa3", "smollm2", "mha-odd-head", "mqa32", "d128", "mqa32-d128"],
 )
 def test_kernel(dtype, Hq, Hkv, D, block_size, guarded, kernels):
     if dtype == torch.bfloat16 and Hq > 9:
@@ -148,15 +150,15 @@ def test_tile_numbers_suffice_and_never_collide():
 def test_tiles_are_chosen_by_dtype_and_length():
     """Decodes alone get 16 rows, chunks get tall tiles; every dot is at least 16 on each side."""
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for D, G in ((16, 1), (64, 3), (128, 4), (128, 32)):
+        for D, G in ((16, 1), (64, 3), (128, 4), (128, 17), (128, 32), (64, 64), (128, 200)):
             for longest in (1, 2, 17, 480):
-                for capability in (None, (9, 0)):
+                for capability in (None, (8, 0), (9, 0)):
                     rows, tile, warps, _ = lesson.choose_tiles(dtype, D, G, longest, capability)
-                    assert rows >= max(16, G if dtype != torch.float32 else 16) and tile >= 16 and warps in (4, 8)
+                    assert rows >= max(16, G) and tile >= 16 and warps in (4, 8)
     assert lesson.choose_tiles(torch.bfloat16, 128, 4, 1)[0] == 16
     assert lesson.choose_tiles(torch.bfloat16, 64, 3, 480)[0] == 128
     assert lesson.choose_tiles(torch.bfloat16, 128, 4, 480) == (64, 32, 4, 2), "more would spill, but on a Hopper"
-    assert lesson.choose_tiles(torch.bfloat16, 128, 4, 480, (9, 0)) == (128, 64, 8, 2)
+    assert lesson.choose_tiles(torch.bfloat16, 128, 4, 480, (9, 0)) == (128, 64, 8, 5)
 
 
 # --- The scheduler --------------------------------------------------------------------------------------------------
@@ -350,6 +352,27 @@ def test_a_silence_counts_from_the_arrival_on():
     core = lesson.simulated_core(lambda work: 1, 2, 64)
     core.token_times = {"a": [0, 100, 103], "b": [90, 101]}
     assert core.worst_gap("a", 100) == 3 and core.worst_gap("ab", 100) == 11 and core.worst_gap("c", 0) == 0
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_what_a_gpu_compiles_is_not_timed(monkeypatch, gpu):
+    """There, every budget has run once with the whole prompt before any is measured."""
+    ran = []
+
+    def arrive(model, decoders, prompt, budget, max_tokens, threshold=0):
+        ran.append((len(prompt), budget))
+        return {"tokens": [], "steps": [(1, 1.0), (len(ran), 2.0)], "chunks": 1, "budget": budget,
+                "ttft_s": float(len(ran)), "gap_s": 1.0}  # fmt: skip
+
+    monkeypatch.setattr(common, "HAS_GPU", gpu)
+    monkeypatch.setattr(lesson, "arrival_among_decodes", arrive)
+    monkeypatch.setattr(lesson, "long_prompt", lambda tokenizer, length: [0] * length)
+    tokenizer = SimpleNamespace(encode=lambda text: [0])
+    args = lesson.build_parser().parse_args(["--prompt-tokens", "400", "--budget", "100"])
+    found = lesson.show_arrival(args, None, tokenizer)
+    both = [(400, 404), (400, 100)]
+    assert ran == [(64, 256), *both, *(both if gpu else [])]
+    assert [run["ttft_s"] for run in found["budgets"]] == ([4, 5] if gpu else [2, 3])
 
 
 def order(runs, key):

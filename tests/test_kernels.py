@@ -85,6 +85,91 @@ def test_kernel_compiles_everywhere(lesson, kernel):
     check("all", lesson, kernel)
 
 
+# --- Tiles that only an NVIDIA GPU gets: a wrapper on meta tensors does not know one ----------------------------------
+
+ON_NVIDIA = r"""
+import json, re, sys
+sys.path.insert(0, sys.argv[1])
+import compile_kernels as ck, common, torch
+paged, gqa, chunked = (common.lesson(x) for x in ("02_paged_attention", "09_gqa", "10_chunked_prefill"))
+decode, prefill, unified = paged.decode_tiles, gqa.prefill_tiles, chunked.choose_tiles
+rows = []
+for target, wrapper, kind, Hq, Hkv, D, longest in json.loads(sys.argv[2]):
+    capability = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "gfx942": None}[target]
+    paged.decode_tiles = lambda dtype, D, nvidia: decode(dtype, D, capability is not None)
+    gqa.prefill_tiles = lambda dtype, D, heads, _: prefill(dtype, D, heads, capability)
+    chunked.choose_tiles = lambda dtype, D, G, longest, _: unified(dtype, D, G, longest, capability)
+    empty = lambda *shape, dtype=getattr(torch, kind): torch.empty(*shape, dtype=dtype, device="meta")
+    q, k, cache = empty(32 * longest, Hq, D), empty(32 * longest, Hkv, D), empty(2, 4000, 16, Hkv, D)
+    table, lens, loc = (empty(*shape, dtype=torch.int32) for shape in ((32, 1024), (32,), (33,)))
+    with common.captured() as launches:
+        match wrapper:
+            case "paged_decode":
+                paged.paged_decode(q, cache, table, lens, 16384)
+            case "gqa_decode":
+                gqa.gqa_decode(q, cache, table, lens, 16384)
+            case "gqa_prefill":
+                gqa.gqa_prefill(q, k, k, loc.long(), longest)
+            case "unified_attention":
+                chunked.unified_attention(q, cache, table, loc.long(), lens, longest)
+    compiled = ck.compile_launch(launches[0], ck.TARGETS[target])
+    text = compiled.asm["ttgir"]
+    loop = text[text.rindex("scf.for") :].partition("scf.yield")[0]
+    buffers = re.findall(r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x\d+x\d+xb?f", text)
+    waits = re.findall(r"async_wait .*num = (\d+)", loop)
+    rows.append({"buffers": [int(n) for n in buffers], "waits": [int(n) for n in waits],
+                 "spills": ck.resources(compiled, ck.TARGETS[target])["spills"], "shared": compiled.metadata.shared})
+print(json.dumps(rows))
+"""
+DECODE, CHUNK = ("bfloat16", 32, 8, 128, 1), ("bfloat16", 32, 8, 128, 480)
+HOPPER = [("sm_90", "paged_decode", *DECODE), ("sm_90", "gqa_decode", *DECODE), ("sm_90", "unified_attention", *DECODE),
+          ("sm_90", "unified_attention", *CHUNK), ("sm_90", "gqa_prefill", *CHUNK),
+          ("sm_90", "unified_attention", "float32", 32, 1, 128, 20)]  # fmt: skip
+ELSEWHERE = [
+    *((target, wrapper, *shape) for target in ("sm_80", "sm_90", "sm_100")
+      for wrapper in ("paged_decode", "gqa_decode", "unified_attention")
+      for shape in (("bfloat16", 9, 3, 64, 1), ("float16", 32, 32, 128, 1), ("bfloat16", 16, 8, 256, 1))),
+    *((target, wrapper, *shape) for target in ("sm_80", "sm_90", "sm_100")
+      for wrapper in ("gqa_prefill", "unified_attention")
+      for shape in (("bfloat16", 9, 3, 64, 480), ("bfloat16", 32, 8, 64, 480), CHUNK, ("float32", 9, 3, 64, 480))),
+    ("sm_90", "unified_attention", "bfloat16", 16, 8, 256, 480),
+    *((target, "unified_attention", "float32", *shape, 20) for target in SHARED
+      for shape in ((32, 1, 128), (64, 1, 128), (64, 1, 64), (128, 1, 64))),
+]  # fmt: skip
+
+
+def nvidia_job(cases: list) -> scripts.Job:
+    return ("nvidia", len(cases)), [sys.executable, "-c", ON_NVIDIA, Path(__file__).parent, json.dumps(cases)]
+
+
+def compiled_on_nvidia(cases: list) -> list[dict]:
+    done = scripts.get(nvidia_job(cases))
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(done.stdout.splitlines()[-1])
+    for case, row in zip(cases, rows, strict=True):
+        assert row["spills"] == 0 and row["shared"] <= SHARED[case[0]] * 1024, (case, row)
+    return rows
+
+
+@needs_triton
+@pytest.mark.job(nvidia_job(HOPPER))
+def test_keys_are_fetched_ahead_on_hopper():
+    """Two buffers or more for K and for V, and no wait in the loop for what was asked for last."""
+    for case, row in zip(HOPPER, compiled_on_nvidia(HOPPER)):
+        if case[2] == "bfloat16":
+            assert len(row["buffers"]) == 2 and min(row["buffers"]) >= 2 and min(row["waits"]) > 0, (case, row)
+        if case[1] == "gqa_prefill":
+            assert row["buffers"] == [3, 3]
+
+
+@needs_triton
+@pytest.mark.slow
+def test_tiles_of_nvidia_everywhere():
+    for case, row in zip(ELSEWHERE, compiled_on_nvidia(ELSEWHERE)):
+        if case[2] != "float32" and case[1] != "gqa_prefill" and case[-1] == 1:
+            assert min(row["buffers"]) >= 2 and min(row["waits"]) > 0, (case, row)
+
+
 @pytest.mark.parametrize(
     "change",
     [{"spills": 8}, {"shared": 233000}, {"tensor_core": []}, {"dots": [["tf32", "f32"]]},

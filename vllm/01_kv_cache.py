@@ -784,7 +784,7 @@ def pass_seconds(model: llama.Llama, cache: KVCache, num_new_tokens: int, contex
 def measure_model(model: llama.Llama, long: bool) -> dict[str, Any]:
     """Decode against context and against batch, prefill against prompt length, and the machine's own ceiling."""
     longest, seconds = min(8192, model.config.max_position_embeddings), 4.0 if long else 0.2
-    contexts = [longest * part // 64 for part in ((1, 8, 16, 32, 48, 64) if long else (1, 16))]
+    contexts = [max(1, longest * part // 64) for part in ((1, 8, 16, 32, 48, 64) if long else (1, 16))]
     prompts = [min(n, longest) for n in ((32, 128, 512, 1024) if long else (128,))]
     batches = (1, 4, 16, 32) if long else (1, 8)
     cache = filled_cache(model, 1, max(contexts + prompts))
@@ -794,16 +794,17 @@ def measure_model(model: llama.Llama, long: bool) -> dict[str, Any]:
     # ITL = intercept + slope · context by least squares. Both are bandwidths in disguise.
     mean_x, mean_y = sum(contexts) / len(contexts), sum(decode) / len(decode)
     variance = sum((x - mean_x) ** 2 for x in contexts)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(contexts, decode)) / variance
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(contexts, decode)) / variance if variance else 0.0
     intercept = mean_y - slope * mean_x
     dtype = str(model.dtype).removeprefix("torch.")
     weights, per_token = latency_line(vars(model.config), 1.0, dtype, model.embed_tokens.element_size())
+    gb_s = lambda moved, seconds: moved / seconds / 1e9 if seconds > 0 else None  # noqa: E731  (noise makes it negative)
     return {
         "decode": {"context": contexts, "ms": [1e3 * s for s in decode]},
         "prefill": {"tokens": prompts, "tok_s": [n / s for n, s in zip(prompts, prefill)]},
         "batch": {"size": list(batches), "tok_s": [B / s for B, s in zip(batches, batched)]},
-        "fit": {"intercept_ms": intercept * 1e3, "slope_us": slope * 1e6, "weights_gb_s": weights / intercept / 1e9,
-                "cache_gb_s": per_token / slope / 1e9},
+        "fit": {"intercept_ms": intercept * 1e3, "slope_us": slope * 1e6, "weights_gb_s": gb_s(weights, intercept),
+                "cache_gb_s": gb_s(per_token, slope)},
         "copy_gb_s": common.copy_bandwidth() / 1e9,
     }  # fmt: skip
 
@@ -860,8 +861,7 @@ def prompt_tokens(args: argparse.Namespace, folder: Path) -> list[int]:
     """The question's token ids; no weights are read. InputError where the model or `--slots` has no room for them."""
     limit = llama.LlamaConfig.from_folder(folder).max_position_embeddings
     tokenizer, N = llama.Tokenizer(folder), args.new_tokens
-    chat = [{"role": "user", "content": args.prompt}]
-    prompt = tokenizer.chat(chat) if tokenizer.chat_template else tokenizer.encode(args.prompt)
+    prompt = tokenizer.ask(args.prompt)
     if not 1 <= len(prompt) <= limit - N:
         raise common.InputError(f"--prompt: {len(prompt)} tokens; allowed with --new-tokens {N}: 1 to {limit - N}")
     if args.slots < len(prompt) + N - 1:  # the last token is written, and never run through the model
@@ -972,14 +972,15 @@ def print_measurements(args: argparse.Namespace, model: llama.Llama) -> dict[str
     decode, prefill, batch, fit = (bench[key] for key in ("decode", "prefill", "batch", "fit"))
     line = lambda text, values: ", ".join(text.format(n=n, x=x) for n, x in zip(*values.values()))  # noqa: E731
     common.say("decode, one sequence:  " + line("{x:.1f} ms at S={n:,}", decode))
-    common.say("decode, context 128:   " + line("{x:,.0f} tok/s at B={n}", batch))
+    common.say(f"decode, context {decode['context'][0]}:".ljust(23) + line("{x:,.0f} tok/s at B={n}", batch))
     common.say("prefill, one prompt:   " + line("{x:,.0f} tok/s at T={n:,}", prefill))
-    if fit["slope_us"] > 0:
+    if fit["weights_gb_s"] and fit["cache_gb_s"]:
         common.say(f"ITL = {fit['intercept_ms']:.1f} ms + {fit['slope_us']:.2f} µs/token. As bandwidth: weights "
                    f"{fit['weights_gb_s']:.1f} GB/s, cache {fit['cache_gb_s']:.1f} GB/s; "
                    f"a copy: {bench['copy_gb_s']:.1f} GB/s")  # fmt: skip
     else:  # something else was running
-        common.say("No line for ITL: more context took no longer, so these times are noise; --bench measures longer")
+        common.skipped("the line for ITL", f"{fit['intercept_ms']:.1f} ms + {fit['slope_us']:.2f} µs/token is noise, "
+                       "for neither can be 0 or less; --bench measures longer")  # fmt: skip
     if common.HAS_GPU:
         bench["kernel"] = measure_kernel(args.bench)
         for r in bench["kernel"]:

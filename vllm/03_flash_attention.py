@@ -406,7 +406,7 @@ def _aligned(x: Tensor) -> Tensor:
     """TMA wants a contiguous last dimension, and rows and heads that begin at multiples of 16 bytes."""
     unit = 16 // x.element_size()
     fits = x.stride(2) == 1 and x.stride(0) % unit == 0 and x.stride(1) % unit == 0 and x.data_ptr() % 16 == 0
-    return x if fits else x.contiguous()
+    return x if fits else x.clone(memory_format=torch.contiguous_format)  # `contiguous` may return x as it is
 
 
 def _torch_attention(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor,
@@ -588,13 +588,15 @@ BACKENDS: dict[str, Backend] = {
                            (c.head_size % 16 != 0 or c.head_size > 256, "head sizes: multiples of 16 up to 256"),
                            (c.use_mla, MLA), ("triton" not in c.installed, "Triton has no wheel for this platform")),
         run_triton),
-    "FLEX_ATTENTION": Backend(
-        "PyTorch compiles a kernel for any mask", lambda c: _reasons((c.use_mla, MLA)), run_flex),
+    "FLEX_ATTENTION": Backend("PyTorch compiles a kernel for any mask", lambda c: _reasons((c.use_mla, MLA)), run_flex),
     "TORCH_SDPA": Backend(
         "PyTorch's built-in; in vLLM for vision encoders", lambda c: _reasons((c.use_mla, MLA)), run_sdpa),
     "CPU_ATTN": Backend(
         "vLLM's C++ kernels for CPUs",
         lambda c: _reasons((c.device != "cpu", "for CPUs"), (True, "part of vLLM's CPU build; TORCH_SDPA stands in"))),
+    "ROCM_ATTN": Backend(
+        "vLLM's kernels for AMD GPUs",
+        lambda c: _reasons((c.device != "rocm", "for AMD"), (True, "in vLLM's ROCm build; TRITON_ATTN stands in"))),
     "FLASHMLA": Backend(
         "DeepSeek's kernels for its 576-wide latents",
         lambda c: _reasons((not c.use_mla, "for MLA models only"), _nvidia(c, (9, 0), (10, 3)),
@@ -602,19 +604,19 @@ BACKENDS: dict[str, Backend] = {
     "TRTLLM_GEN": Backend(
         "NVIDIA's precompiled kernels, inside FLASHINFER",
         lambda c: _reasons(_nvidia(c, (10, 0), (10, 3)), (True, "no backend of its own: choose FLASHINFER"))),
-    "XFORMERS": Backend(
-        "Meta's memory-efficient attention", lambda c: ["removed from vLLM (PR #29262)"]),
+    "XFORMERS": Backend("Meta's memory-efficient attention", lambda c: ["removed from vLLM (PR #29262)"]),
 }  # fmt: skip
 
 
 def priorities(c: AttentionSelectorConfig) -> list[str]:
-    """Who is asked first (vLLM: `platforms/cuda.py:_get_backend_priorities`), TORCH_SDPA added as the last resort."""
+    """Who is asked first (vLLM: `_get_backend_priorities` in `platforms/cuda.py`, `rocm.py`), and last TORCH_SDPA."""
     if c.device == "cpu":
         return ["CPU_ATTN", "TORCH_SDPA", "FLEX_ATTENTION"]
     if c.use_mla:
         return ["FLASHMLA"]
     blackwell = c.capability is not None and c.capability[0] == 10 and not c.use_non_causal
-    first = ["FLASHINFER", "FLASH_ATTN"] if blackwell else ["FLASH_ATTN", "FLASHINFER"]
+    nvidia = ["FLASHINFER", "FLASH_ATTN"] if blackwell else ["FLASH_ATTN", "FLASHINFER"]
+    first = ["ROCM_ATTN"] if c.device == "rocm" else nvidia
     return [*first, "TRITON_ATTN", "FLEX_ATTENTION", "TORCH_SDPA"]
 
 
@@ -982,8 +984,7 @@ def show_traffic() -> None:
     q, k, v = random_qkv(batch, 2, 2, 64, torch.float32)
     counted: dict[str, int] = {}
     for name, attention in (("naive", naive_attention), ("tiled", tiled_attention)):
-        hbm = HBM()
-        out, _ = attention(q, k, v, hbm=hbm)
+        out, _ = attention(q, k, v, hbm=(hbm := HBM()))
         counted[name] = hbm.floats
     common.check("tiled attention in torch", out, reference(q, k, v, batch)[0])
     formula = hbm_floats(384, 64, causal=True)
@@ -1154,8 +1155,7 @@ def measure_gpu(long: bool) -> dict[str, Any]:
     ceiling = common.matmul_rate(torch.bfloat16) / 1e12
     common.say(f"ceilings of this run: matmul {ceiling:.0f} TFLOP/s, copy {common.copy_bandwidth() / 1e12:.2f} TB/s")
     peers = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-    rows: list[dict[str, Any]] = []
-    sweep: list[dict[str, Any]] = []
+    rows, sweep = [], []
     lengths = (512, 1024, 2048, 4096, 8192, 16384) if long else (1024, 4096, 16384)
     for D, T, causal in ((D, T, causal) for D in (128, 64) for T in lengths for causal in (True, False)):
         B, H = 16384 // T, 2048 // D

@@ -158,8 +158,7 @@ def gqa_decode(
     of their KV head: the result is the same, the bytes are G / heads_per_load times as many. Raises ValueError.
     vLLM 0.32: v1/attention/ops/triton_decode_attention.py, whose stage 1 comes in a normal and a grouped version.
     """
-    B, Hq, D = q.shape
-    block_size, Hkv = kv_cache.shape[2:4]
+    (B, Hq, D), (block_size, Hkv) = q.shape, kv_cache.shape[2:4]
     heads = check_heads(Hq, Hkv, heads_per_load)
     if not common.runs_kernel(q):
         return paged.plan_decode(block_table, seq_lens, kv_cache, Hq)(q, kv_cache)
@@ -168,12 +167,12 @@ def gqa_decode(
     splits = num_splits or paged.default_splits(B * Hq // heads, max_seq_len, q.device)
     out, parts, lse = split_buffers(q, D, splits)
     D_pad = max(16, triton.next_power_of_2(D))
-    small = q.element_size() * D_pad <= 256
+    tile, num_warps, num_stages = paged.decode_tiles(q.dtype, D_pad, q.is_cuda and not torch.version.hip)
     gqa_decode_kernel[(B, Hq // heads, splits)](
         q, kv_cache, block_table, seq_lens, parts, lse, LOG2E / math.sqrt(D), q.stride(0), kv_cache.stride(0),
         block_table.stride(0), Hq=Hq, Hkv=Hkv, D=D, BLOCK_SIZE=block_size, HEADS=heads,
-        ROWS=max(16, triton.next_power_of_2(heads)), D_PAD=D_pad, TILE=64 if small else 32, SPLITS=splits,
-        UPCAST=common.INTERPRET, num_warps=4 if small else 8, num_stages=3,
+        ROWS=max(16, triton.next_power_of_2(heads)), D_PAD=D_pad, TILE=tile, SPLITS=splits,
+        UPCAST=common.INTERPRET, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return combine(parts, lse, out)
 
@@ -289,9 +288,9 @@ def prefill_tiles(dtype: torch.dtype, D: int, heads: int,
     """(rows, keys per tile, warps, stages). Found by compiling: these spill on no GPU that the tests compile for."""
     least = triton.next_power_of_2(heads)  # a tile holds the group's heads at least once
     if dtype == torch.float32:  # no tensor cores for exact fp32
-        return (max(32, least), 32, 4, 2) if D <= 64 else (max(16, least), 32, 8, 1)
+        return (max(32, least), 32, 8, 2) if D <= 64 else (max(16, least), 32, 8, 1)
     if capability == (9, 0) and D <= 128:
-        return max(128, least), 64, 8, 2
+        return max(128, least), 64, 8, 3
     return max(64, least), 64 if D <= 64 else 32, 4, 2
 
 
@@ -980,16 +979,17 @@ def measure_mla(S: int, seconds: float) -> dict[str, float]:
     return {"S": S, "naive": n, "absorbed": a, "ratio": n / a}
 
 
-def measure_kernels() -> dict[str, list[dict[str, Any]]]:
-    """On a GPU, bf16: GB/s of cache (each byte counted once) and TFLOP/s; packed, and one query head per load."""
-    decode, latent, prefill, dtype, device = [], [], [], torch.bfloat16, common.device()
+def measure_kernels() -> dict[str, Any]:
+    """On a GPU, bf16: GB/s of cache (each byte once), % of a copy's, TFLOP/s; packed, and one query head per load."""
+    copy, decode, latent, prefill, dtype, device = common.copy_bandwidth(), [], [], [], torch.bfloat16, common.device()
+    rate = lambda moved, us: {"gb_s": moved / us / 1e3, "% of copy": moved / us / copy * 1e8}  # noqa: E731
     for B, S, Hkv in ((32, 4096, 8), (32, 16384, 8), (1, 65536, 8), (32, 4096, 1), (32, 4096, 32)):
         case = paged.random_case([S] * B, 16, 32, Hkv, 128, dtype)
         row = {"B": B, "S": S, "Hkv": Hkv}
         for name, heads in (("packed", None), ("one_by_one", 1)):
             row[f"{name}_us"] = common.measure(functools.partial(gqa_decode, *case, S, heads), 0.3).median * 1e6
         once = decode_traffic(B, S, 32, Hkv, 128)["bytes"]
-        decode.append(row | {"gb_s": once / row["packed_us"] / 1e3, "ratio": row["one_by_one_us"] / row["packed_us"]})
+        decode.append(row | rate(once, row["packed_us"]) | {"ratio": row["one_by_one_us"] / row["packed_us"]})
     for B, S, H in ((128, 16384, 16), (32, 4096, 16), (32, 4096, 128), (1, 65536, 16)):
         blocks = S // 64
         cache = torch.randn(B * blocks + 1, 64, 576, device=device, dtype=dtype)
@@ -998,15 +998,15 @@ def measure_kernels() -> dict[str, list[dict[str, Any]]]:
         q = torch.randn(B, H, 576, device=device, dtype=dtype)
         us = common.measure(lambda: mla_decode(q, cache, table, lens, S, 512, 192**-0.5), 0.3).median * 1e6  # noqa: B023
         flops = B * S * mla_cost(H, 1)["absorbed"]
-        latent.append({"B": B, "S": S, "H": H, "us": us, "gb_s": B * S * 1152 / us / 1e3, "tflop_s": flops / us / 1e6})
+        latent.append({"B": B, "S": S, "H": H, "us": us, **rate(B * S * 1152, us), "tflop_s": flops / us / 1e6})
     for T in (2048, 8192):
         q, (k, v) = torch.randn(T, 32, 128).to(device, dtype), torch.randn(2, T, 8, 128).to(device, dtype)
         loc = torch.tensor([0, T], device=device)
         us = [common.measure(functools.partial(gqa_prefill, q, k, v, loc, T, heads), 0.3).median * 1e6
               for heads in (None, 1)]  # fmt: skip
-        rate = 2 * T * T * 32 * 128 / us[0] / 1e6
-        prefill.append({"T": T, "packed_us": us[0], "one_by_one_us": us[1], "tflop_s": rate})
-    return {"decode": decode, "mla": latent, "prefill": prefill}
+        flops = 2 * T * T * 32 * 128
+        prefill.append({"T": T, "packed_us": us[0], "one_by_one_us": us[1], "tflop_s": flops / us[0] / 1e6})
+    return {"copy_gb_s": copy / 1e9, "decode": decode, "mla": latent, "prefill": prefill}
 
 
 def save(path: str, **parts: Any) -> None:
@@ -1048,7 +1048,7 @@ def show_map(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Toke
         rows.append([f"32 : {Hkv}", facts()["right_heads"][str(Hkv)], f"{error:.2f}"])
     common.table(["tiled map, h mod Hkv", "heads that are right", "relative error"], rows)
     heads = HEAD_MAPS[args.head_map](model.num_heads, model.num_kv_heads)
-    prompt = tokenizer.chat([{"role": "user", "content": QUESTION}])
+    prompt = tokenizer.ask(QUESTION)
     tokens = list(prompt)
     for _ in range(8):
         hidden = model.forward(torch.tensor(tokens, device=model.device),
@@ -1131,7 +1131,7 @@ def show_serving(args: argparse.Namespace) -> None:
 def show_measurements(args: argparse.Namespace) -> dict[str, Any]:
     """Time follows the bytes that are loaded: on a CPU, with PyTorch's attention; on a GPU, with the kernels above."""
     if common.HAS_GPU:
-        bench: dict[str, Any] = measure_kernels() | {"copy_gb_s": common.copy_bandwidth() / 1e9}
+        bench = measure_kernels()
         for kind in ("decode", "mla", "prefill"):
             cells = [[f"{x:,.1f}" if isinstance(x, float) else x for x in row.values()] for row in bench[kind]]
             common.table(list(bench[kind][0]), cells, title=kind)
