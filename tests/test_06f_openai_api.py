@@ -218,6 +218,7 @@ def test_a_body_says_that_it_is_json(shared):
         assert "the body must be one JSON object" in check_error(heard, 400)["message"]
     for header in ("application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"):
         assert ask(shared[1], "/v1/completions", P, headers={"content-type": header}).status == 200
+        check_error(ask(shared[1], "/v1/completions", b"null", headers={"content-type": header}), 400, None, "the body")
     shared[0].added.clear()
 
 
@@ -893,9 +894,12 @@ def test_a_character_of_several_tokens_has_one_place_in_the_text(given):
 
         def add_request(self, request_id, prompt, params, **about):
             ids, collector = [*"寿".encode()], lesson.RequestOutputCollector(request_id)
-            other = offline.Logprob(-2.0, 2, "A")
-            entries = [{t: offline.Logprob(-1.0, 1, text), 65: other} for t, text in zip(ids, ("", "", "寿"))]
-            said, scores = [*entries, {33: offline.Logprob(-1.0, 1, "!")}], [None, *entries[1:]]
+
+            def entry(t, text):
+                return {t: offline.Logprob(-1.0, 1, text), 65: offline.Logprob(-2.0, 2, "A")}
+
+            # A prompt's first token is not scored: who looks at the others alone knows nothing of its byte.
+            said, scores = [*map(entry, [*ids, 33], ["", "", "寿", "!"])], [None, entry(ids[1], ""), entry(ids[2], "")]
             answer = offline.CompletionOutput(0, "寿!", [*ids, 33], logprobs=said, finish_reason="length")
             collector.put(lesson.RequestOutput(request_id, prompt["prompt"], ids, [answer], True, 0, scores))
             return collector
