@@ -431,11 +431,8 @@ def decoded_token(token_bytes: TokenBytes, token_id: int, before: Sequence[int])
         return alone
     for start in range(len(before) - 1, max(-1, len(before) - 1 - MAX_BYTES), -1):
         whole = decode(*before[start:], token_id)
-        if not whole.endswith("\ufffd"):
-            end = len(before)  # of the tokens that had a text of their own
-            while end > start and decode(before[end - 1]).endswith("\ufffd"):
-                end -= 1
-            return whole.removeprefix(decode(*before[start:end]))
+        if not whole.endswith("\ufffd"):  # the fewest that do: none of them had a text of its own
+            return whole
     return ""
 
 
