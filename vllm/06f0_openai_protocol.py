@@ -44,7 +44,7 @@ class OpenAIModel(pydantic.BaseModel):
     @pydantic.field_validator("*", mode="before")
     @classmethod
     def _text_in_utf8(cls, value: Any) -> Any:
-        """JSON can say half of a character ("\\ud83d"), in a key, too: no answer could repeat it, nor a model read it."""
+        """JSON can say half of a character ("\\ud83d"), also in a key: no answer could repeat it, no model read it."""
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
