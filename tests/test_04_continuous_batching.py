@@ -322,13 +322,23 @@ def test_32_requests_on_the_real_model(real_model):
         ("repetition_penalty", float("inf")), ("logprobs", -1), ("logprobs", 21), ("logprobs", 0.5), ("max_tokens", 0),
         ("max_tokens", "16"), ("min_tokens", -1), ("min_tokens", 17), ("seed", 0.5), ("seed", "x"), ("stop", [""]),
         ("stop", [3]), ("logit_bias", [1]), ("logit_bias", {1: "a"}), ("logit_bias", {1: float("nan")}),
-        ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]),
+        ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("stop_token_ids", 5), ("stop_token_ids", 0),
+        ("stop_token_ids", {1: 2}), ("stop", 5), ("stop", 0), ("stop", {"a": 1}), ("stop", b"a"), ("stop", ""),
+        ("n", 16_385),
     ],
 )  # fmt: skip
 def test_wrong_sampling_params_name_the_field(field, value):
     with pytest.raises(common.InputError, match=field) as error:
         SamplingParams(**{field: value})
     assert len(str(error.value).splitlines()) == 1 and isinstance(error.value, ValueError)
+    assert str(error.value).startswith(field), "and the server blames the field that comes first"
+
+
+def test_lists_of_ways_to_stop_are_copies():
+    given, ids = ["a"], (1, 2)
+    params = SamplingParams(n=16_384, stop=given, stop_token_ids=ids)
+    assert (params.stop, params.stop_token_ids) == (["a"], [1, 2]) and params.stop is not given
+    assert SamplingParams(stop="a").stop == ["a"] and SamplingParams().stop == SamplingParams().stop_token_ids == []
 
 
 def test_greedy_samples_would_all_be_the_same():

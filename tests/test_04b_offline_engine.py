@@ -243,6 +243,35 @@ def test_half_a_character_is_never_shown(token_bytes, real_model, text):
         assert len(ids) > 1 and pieces[0] == ""
 
 
+def decoded(token_bytes, ids):
+    return [lesson.decoded_token(token_bytes, token, ids[max(0, i - 4) : i]) for i, token in enumerate(ids)]
+
+
+def test_the_last_token_of_a_character_is_all_of_it(token_bytes, real_model):
+    """As vLLM 0.32's `LogprobsProcessor` told these tokens, and 15,000 others of broken texts."""
+    ids = real_model[1].encode(lesson.TEXT)
+    found = decoded(token_bytes, ids)
+    assert found == ["Z", "o", "ë", " paid", " ", "5", " €", " for", "", "", " 寿", "", "司", ";", "", "", " 👩", "",
+                     "\u200d", "", "", "🚀", " said", ":", " “", "bon", "”"]  # fmt: skip
+    assert "".join(found) == lesson.TEXT == real_model[1].decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("before", "token", "text"),
+    [
+        ([], b"a", "a"), ([], b"\xe5", ""), ([b"\xe5", b"\xaf"], b"\xbf", "寿"), ([b"\xe5\xaf"], b"\xbf!", "\ufffd!"),
+        ([b"x", b"\xe5\xaf"], b"\xbf", "寿"), ([b"x\xe5", b"\xaf"], b"\xbf", "x寿"), ([b"\xe5", b"\xaf"], b"A", "A"),
+        ([b"\xf0", b"\x9f", b"\x9a"], b"\x80", "🚀"), ([b"y\xf0", b"\x9f", b"\x9a"], b"\x80", "y🚀"),
+        ([b"\xe5", b"\xaf"], b"\xc3", ""), ([b"\xaf"], b"\xbf", ""), ([b"x"], b"\xbf", ""), ([b"y"], b"x\xe5", ""),
+        ([b"\xe5", b"\xaf"], b"\xbf\xe5", ""), ([b"z", "\ufffd".encode(), b"\xc3"], b"\xab", "ë"),
+    ],
+)  # fmt: skip
+def test_tokens_within_a_character_by_hand(before, token, text):
+    """vLLM's rule to its odd ends: what has a text alone keeps it, and nobody tells of bytes that came to nothing."""
+    pieces = [*before, token]
+    assert lesson.decoded_token(dict(enumerate(pieces)), len(before), range(len(before))) == text
+
+
 def test_special_tokens_are_shown_only_on_request(token_bytes, real_model):
     eos = real_model[0].config.eos_token_ids[0]
     assert pieces_of(token_bytes, [eos]) == [""]
@@ -527,6 +556,42 @@ def test_prompts_are_scored_in_any_company(llm, monkeypatch, rows):
     token = prompts[2][0][1]
     assert found["2"][1][token].decoded_token == decode([token])
     assert free(llm)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_scored_tokens_are_told_in_their_context(llm, monkeypatch, stream):
+    """Tokens and their alternatives, of a prompt and of answers; neither continues the other, nor a first token."""
+    engine = llm.llm_engine
+    alphabet = (b"\xe5", b"\xaf", b"\xbf", b"a")
+    monkeypatch.setattr(engine, "token_bytes", spelled := WithSpecial({i: alphabet[i % 4] for i in range(128)}))
+    params = SamplingParams(max_tokens=60, ignore_eos=True, seed=3, n=2, logprobs=3, prompt_logprobs=2)
+    engine.add_request("x", [3, 0, 1, 2, 4, 5, 6, 0, 1], params, stream=stream)
+    scores, tokens, entries = None, {0: [], 1: []}, {0: [], 1: []}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            scores = scores or output.prompt_logprobs
+            for piece in output.outputs:
+                tokens[piece.index] += piece.token_ids
+                entries[piece.index] += piece.logprobs
+    prompt = output.prompt_token_ids
+    told = [entry[t].decoded_token for t, entry in zip(prompt[1:], scores[1:])]
+    assert told == ["", "", "寿", "", "", "寿", "", ""]
+    completed = 0
+    for ids, found in ((prompt[1:], scores[1:]), *((tokens[i], entries[i]) for i in (0, 1))):
+        assert len(ids) == len(found)
+        for i, entry in enumerate(found):
+            for token, x in entry.items():
+                assert x.decoded_token == lesson.decoded_token(spelled, token, ids[max(0, i - 4) : i])
+                completed += x.decoded_token == "寿"
+    assert completed > 4
+    engine.add_request("y", [0, 1, 2, 3], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    (output,) = engine.step()
+    told = [x.decoded_token for entry in output.prompt_logprobs[1:] for x in entry.values()]
+    assert told == ["", "", "a"] and free(llm)
+
+
+class WithSpecial(dict):
+    special = frozenset()
 
 
 def test_each_of_n_samples_comes_with_the_prompts_scores(llm):
@@ -868,3 +933,20 @@ def test_a_broken_sampler_breaks_the_simulation(monkeypatch):
 def test_the_bug_of_decoding_token_by_token_is_caught(real_model, capsys):
     with pytest.raises(common.CheckFailed, match="pieces"):
         lesson.main(["--decode-tokens", "--figure", "unused"])
+
+
+def test_a_model_without_some_characters_and_without_a_template_is_no_fault(tiny_model, tmp_path, monkeypatch, capsys):
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    printable = [*map(chr, range(33, 127)), "Ġ"]
+    backend = tokenizers.Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(printable)}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = lesson.llama.Tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode(lesson.TEXT)) == "Zo paid 5  for ;  said: bon"
+    monkeypatch.setattr(lesson.llama, "load", lambda *_: (tiny_model, tokenizer))
+    monkeypatch.setattr(lesson, "sampling_cost", lambda *_: {"greedy": 1.0})
+    lesson.main(["--figure", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert "✓ the pieces make up the text" in shown and "SKIPPED chat: this model has no chat template" in shown

@@ -267,6 +267,41 @@ def test_wrong_requests(body, status, param, text):
     assert not llm.added
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [("request_id", "\ud83d"), ("user", "\ud83d"), ("instructions", "\ud83d"), ("metadata", {"\ud83d": "x"}),
+     ("metadata", {"x": "\ud83d"}), ("tools", [TOOL | {"description": "\ud83d"}]), ("input", "\ud83d"),
+     ("input", [{"role": "user", "content": [{"type": "input_text", "text": "\ud83d"}]}]),
+     ("text", {"format": {"type": "json_schema", "name": "\ud83d", "schema": {}}})],
+)  # fmt: skip
+def test_half_a_surrogate_pair_is_refused_in_every_field(field, given, stream):
+    """A response repeats what was asked for; half a character cannot be repeated."""
+    llm, app = serve()
+    heard = ask(app, X | {"tool_choice": "none", "stream": stream, field: given})
+    error = heard.json["error"]
+    assert heard.status == 400 and error["param"] == field and "half of a surrogate pair" in error["message"]
+    assert not llm.added
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "f"}])
+@pytest.mark.parametrize("said", [{}, {"parameters": None}, {"parameters": {}}])
+def test_a_function_that_names_no_parameters_has_none(said, choice):
+    import llguidance
+
+    chat = chat_of(input=[{"role": "user", "content": "x"}], tools=[{"type": "function", "name": "f", **said}],
+                   tool_choice=choice)  # fmt: skip
+    guided = common.lesson("06b_guided_decoding")
+    constraint = openai_api.structured_outputs(chat)
+
+    def matches(arguments):
+        text = f'[{{"name": "f", "parameters": {arguments}}}]' if choice == "required" else arguments
+        matcher = guided.read_grammar(llguidance.LLTokenizer("byte"), *guided.normalize(constraint))
+        return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
+
+    assert matches("{}") and not matches('{"x": 1}')
+
+
 def chat_of(**fields):
     body = ResponsesRequest(**fields)
     return lesson.as_chat(body, body.input)

@@ -83,7 +83,8 @@ BAD_COMPLETIONS = [
     (P | {"logit_bias": {"5": 1e300}}, 400, "logit_bias", "-100 to 100"),
     (b'{"prompt": "a", "temperature": NaN}', 400, "temperature", ""),
     (P | {"seed": 2**63}, 400, "seed", "less than"), (P | {"cache_salt": ""}, 400, "cache_salt", "at least 1"),
-    ({"prompt": ["a", {}]}, 400, "prompt", "prompt.1: "),
+    *(({"prompt": wrong}, 400, "prompt", "prompt: must be a text, token ids, or a list of either, all of one kind")
+      for wrong in (None, 5, {}, [1.5], [True], ["a", {}], ["a", [1, 2]], [1, "a"], [[1], 2], [[1.0]])),
     (P | {"seed": "x"}, 400, "seed", ""),
     (P | {"stop": [""]}, 400, "stop", ""), (P | {"stop": ["x"] * 65}, 400, "stop", "64"),
     (P | {"stop": 5}, 400, "stop", ""),
@@ -119,7 +120,8 @@ BAD_CHATS = [
     ({"messages": [{"role": "user", "content": ""}]}, "messages"),
     ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
     (M | {"top_logprobs": 2}, "top_logprobs"), (M | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    (M | {"logprobs": 2}, "logprobs"), (M | {"max_completion_tokens": 0}, "max_tokens"),
+    (M | {"logprobs": 2}, "logprobs"), (M | {"max_tokens": 0}, "max_tokens"),
+    *((M | {"max_completion_tokens": n, "max_tokens": 1}, "max_completion_tokens") for n in (0, 513, "5")),
     (M | {"tools": []}, "tools"), (M | {"tools": TOOLS}, "tool_choice"),
     (M | {"tool_choice": "required"}, "tool_choice"),
     (M | {"tools": TOOLS, "tool_choice": "auto"}, "tool_choice"), (M | {"tools": [{"type": "function"}]}, "tools"),
@@ -149,6 +151,7 @@ def test_wrong_chats(shared, body, param):
     [({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
       "messages.0.content.0.type: Input should be 'text'"),
      (M | {"tools": TOOLS, "tool_choice": {"type": "x"}}, "tool_choice.type: Input should be 'function'"),
+     (M | {"messages": [{"role": "user"}]}, "messages.0: content is required"),
      (M | {"temPrature": 1}, "temPrature: Extra")],
 )  # fmt: skip
 def test_an_error_names_the_place_that_was_meant(shared, body, text):
@@ -174,8 +177,49 @@ def test_bodies_that_break_parsers(shared, body):
     """Lone surrogates that no answer could repeat, nesting without end, numbers of 5,000 digits."""
     llm, app = shared
     heard = ask(app, "/v1/completions", body)
-    check_error(heard, 404 if b"model" in body else 400)
+    check_error(heard, 400)
     assert not llm.added
+
+
+HALF = "\ud83d"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "field", "given"),
+    [*(("completions", field, HALF) for field in ("prompt", "model", "request_id", "user", "stop", "cache_salt",
+                                                  "guided_regex", "service_tier")),
+     ("completions", "stop", ["a", HALF]), ("completions", "metadata", {"a": [HALF]}),
+     ("completions", "metadata", {HALF: 1}), ("completions", "response_format", {"type": "text", HALF: 1}),
+     ("chat/completions", "messages", [{"role": "user", "content": HALF}]),
+     ("chat/completions", "tools", [{"type": "function", "function": {"name": "f", "description": HALF}}]),
+     ("chat/completions", "chat_template_kwargs", {"a": HALF})],
+)  # fmt: skip
+def test_half_a_surrogate_pair_is_refused_in_every_field(shared, path, field, given, stream):
+    """No answer could repeat it, and a stream would break in the middle."""
+    llm, app = shared
+    body = (P if path == "completions" else M) | {"stream": stream, field: given}
+    check_error(ask(app, f"/v1/{path}", body), 400, field, f"{field}: half of a surrogate pair is no text")
+    check_error(ask(app, "/tokenize", {"prompt": HALF}), 400, "prompt", "surrogate")
+    assert not llm.added
+    whole = ask(app, "/v1/completions", P | {"request_id": "👩‍🚀", "user": "é"})
+    assert whole.status == 200 and whole.json["id"] == "cmpl-👩‍🚀"
+    llm.added.clear()
+
+
+def test_a_body_says_that_it_is_json(shared):
+    """`curl -d` sends a form, unless it is told; FastAPI then sees a text and would complain about fields."""
+    for header in ("application/x-www-form-urlencoded", "text/plain", ""):
+        for body in (P, b""):
+            heard = ask(shared[1], "/v1/completions", body, headers={"content-type": header})
+            check_error(heard, 400, None, "invalid request: Content-Type: must be application/json")
+    for body in (b"null", b"[]", b'"x"', b"5", b"true", b""):
+        heard = ask(shared[1], "/v1/completions", body)
+        assert "the body must be one JSON object" in check_error(heard, 400)["message"]
+    for header in ("application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"):
+        assert ask(shared[1], "/v1/completions", P, headers={"content-type": header}).status == 200
+        check_error(ask(shared[1], "/v1/completions", b"null", headers={"content-type": header}), 400, None, "the body")
+    shared[0].added.clear()
 
 
 @pytest.mark.parametrize(
@@ -451,7 +495,7 @@ def call_of(name, arguments):
 
 
 def test_a_demanded_call_can_only_be_one():
-    """Two tools whose schemas use the same `$defs` name for different things, and one without a schema."""
+    """Two tools whose schemas use the same `$defs` name for different things, and one that takes any object."""
 
     def thing(kind):
         return {"type": "object", "properties": {"x": {"$ref": "#/$defs/T"}}, "required": ["x"],
@@ -459,7 +503,7 @@ def test_a_demanded_call_can_only_be_one():
 
     tools = [{"type": "function", "function": {"name": 'q"é', "parameters": thing("integer")}},
              {"type": "function", "function": {"name": "g", "parameters": thing("boolean")}},
-             {"type": "function", "function": {"name": "h"}}]  # fmt: skip
+             {"type": "function", "function": {"name": "h", "parameters": {"type": "object"}}}]  # fmt: skip
     a, b, c = call_of('q"é', {"x": 1}), call_of("g", {"x": True}), call_of("h", {"y": "z"})
     many, one = (lesson.structured_outputs(request("required", tools, parallel_tool_calls=p)) for p in (True, False))
     for text in (a, b, c):
@@ -476,6 +520,15 @@ def test_a_demanded_call_has_no_arguments_of_its_own():
     tools = [{"type": "function", "function": {"name": "g", "parameters": parameters}}]
     many, one = (lesson.structured_outputs(request(choice, tools)) for choice in ("required", NAMED_G))
     for arguments, fine in (({"x": 1}, True), ({"x": 1, "y": 2}, False)):
+        assert matches(many, f"[{call_of('g', arguments)}]") == matches(one, json.dumps(arguments)) == fine
+
+
+@pytest.mark.parametrize("said", [{}, {"parameters": None}, {"parameters": {}}])
+def test_a_function_that_names_no_parameters_has_none(said):
+    """As OpenAI says and vLLM does: a demanded call has the arguments {}, and invents none."""
+    tools = [{"type": "function", "function": {"name": "g", **said}}]
+    many, one = (lesson.structured_outputs(request(choice, tools)) for choice in ("required", NAMED_G))
+    for arguments, fine in (({}, True), ({"x": 1}, False)):
         assert matches(many, f"[{call_of('g', arguments)}]") == matches(one, json.dumps(arguments)) == fine
 
 
@@ -771,7 +824,7 @@ def logprobs_of(kind, **fields):
     }
     body = kind(**fields)
     job = lesson.Job("id", "smol", body, serving.check_params(body), [])
-    answer = offline.CompletionOutput(0, "AA", [65, 65], logprobs=[entry, {65: entry[67]}])
+    answer = offline.CompletionOutput(0, "AC", [65, 67], logprobs=[entry, {67: entry[67]}])
     return serving.logprobs(job, 0, answer)
 
 
@@ -841,9 +894,12 @@ def test_a_character_of_several_tokens_has_one_place_in_the_text(given):
 
         def add_request(self, request_id, prompt, params, **about):
             ids, collector = [*"寿".encode()], lesson.RequestOutputCollector(request_id)
-            part, other = offline.Logprob(-1.0, 1, "\ufffd"), offline.Logprob(-2.0, 2, "A")
-            entries = [{t: part, 65: other} for t in ids]
-            said, scores = [*entries, {33: offline.Logprob(-1.0, 1, "!")}], [None, *entries[1:]]
+
+            def entry(t, text):
+                return {t: offline.Logprob(-1.0, 1, text), 65: offline.Logprob(-2.0, 2, "A")}
+
+            # A prompt's first token is not scored: who looks at the others alone knows nothing of its byte.
+            said, scores = [*map(entry, [*ids, 33], ["", "", "寿", "!"])], [None, entry(ids[1], ""), entry(ids[2], "")]
             answer = offline.CompletionOutput(0, "寿!", [*ids, 33], logprobs=said, finish_reason="length")
             collector.put(lesson.RequestOutput(request_id, prompt["prompt"], ids, [answer], True, 0, scores))
             return collector
@@ -905,8 +961,10 @@ def test_places_in_the_text_go_on_from_piece_to_piece(shared):
     job = lesson.Job("id", "smol", body, serving.check_params(body), [])
 
     def offsets(index, *words):
-        logprobs = [{i: offline.Logprob(-1.0, 1, word)} for i, word in enumerate(words)]
-        piece = offline.CompletionOutput(index, "", [*range(len(words))], logprobs=logprobs)
+        ids = [ord(word[0]) for word in words]
+        serving.token_bytes |= {i: word.encode() for i, word in zip(ids, words)}
+        logprobs = [{i: offline.Logprob(-1.0, 1, word)} for i, word in zip(ids, words)]
+        piece = offline.CompletionOutput(index, "", ids, logprobs=logprobs)
         return serving.choice(job, index, piece)["logprobs"]["text_offset"]
 
     assert [offsets(0, "ab", "c"), offsets(1, "d"), offsets(0), offsets(0, "e", "f"), offsets(1, "g")] == [

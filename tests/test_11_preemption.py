@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import random
 from collections import deque
 
@@ -507,6 +508,37 @@ def test_without_the_check_at_the_door_it_waits_for_ever():
     trace = lesson.replay({"name": "x", "config": config,
                            "requests": [request | {"forced_output_token_ids": [1] * 192}]})  # fmt: skip
     assert trace["end"] == "stalled" and trace["steps"][-2]["preempted"] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("where", "field", "value", "text"),
+    [("", "name", "\ud83d", "name: must be a string of printable"), ("", "name", "a\nb", "name: must be"),
+     ("requests", "id", "\ud83d", "requests[0].id: must be"), ("requests", "id", "a\nb", "requests[0].id: must be"),
+     ("requests", "id", "\x1b[31m", "requests[0].id: must be"),
+     ("requests", "cache_salt", "\ud83d", "requests[0].cache_salt: must be a string without half"),
+     ("requests", "a\n\x1b[31m", 1, 'requests[0]."a\\n\\u001b[31m": unknown field'),
+     ("config", "\ud83d", 1, 'config."\\ud83d": unknown field'),
+     ("config", "num_blocks", 10**6 + 1, "config.num_blocks: must be a whole number from 2 to 1000000"),
+     ("config", "num_blocks", 10**8, "config.num_blocks: must be")],
+)  # fmt: skip
+def test_what_cannot_be_shown_is_refused_in_one_line(tmp_path, where, field, value, text):
+    """And before anything runs: a pool of 10⁸ blocks alone would take gigabytes."""
+    request = {"id": "a", "arrival_step": 0, "max_tokens": 1, "prompt_token_ids": [1], "forced_output_token_ids": [1]}
+    workload = {"name": "w", "config": {}, "requests": [request]}
+    {"": workload, "requests": request, "config": workload["config"]}[where][field] = value
+    (tmp_path / "w.json").write_text(json.dumps(workload))
+    with pytest.raises(common.InputError) as error:
+        lesson.main(["replay", str(tmp_path / "w.json"), "--table"])
+    assert text in str(error.value) and str(error.value).isprintable()
+
+
+def test_texts_that_can_be_shown_are_taken(capsys, tmp_path):
+    """A salt only has to be hashed."""
+    request = {"id": "寿 é", "arrival_step": 0, "max_tokens": 1, "prompt_token_ids": [1], "cache_salt": "a\n",
+               "forced_output_token_ids": [1]}  # fmt: skip
+    (tmp_path / "w.json").write_text(json.dumps({"name": "👩", "config": {"num_blocks": 3}, "requests": [request]}))
+    lesson.main(["replay", str(tmp_path / "w.json"), "--table"])
+    assert "寿 é" in capsys.readouterr().out
 
 
 def test_replay_draws(tmp_path, capsys):

@@ -120,11 +120,12 @@ class SamplingParams:
     extra_args: dict[str, Any] | None = None  # for connectors (lesson 08)
 
     def __post_init__(self) -> None:
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-        self.stop_token_ids, self.seed = list(self.stop_token_ids or ()), None if self.seed == -1 else self.seed
+        self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        self.stop, ids = ([] if given is None else given for given in (self.stop, self.stop_token_ids))
+        self.seed = None if self.seed == -1 else self.seed
         self.skip_reading_prefix_cache |= self.prompt_logprobs is not None  # what is not computed has no logits
         for name, kind, low, high in (
-            ("n", int, 1, math.inf), ("temperature", float, 0, 2), ("top_k", int, -1, math.inf), ("top_p", float, 0, 1),
+            ("n", int, 1, 16_384), ("temperature", float, 0, 2), ("top_k", int, -1, math.inf), ("top_p", float, 0, 1),
             ("min_p", float, 0, 1), ("presence_penalty", float, -2, 2), ("frequency_penalty", float, -2, 2),
             ("repetition_penalty", float, 0.01, 100), ("seed", int, -(2**63), 2**63 - 1), ("logprobs", int, 0, 20),
             ("prompt_logprobs", int, 0, 20), ("max_tokens", int, 1, math.inf),
@@ -139,10 +140,11 @@ class SamplingParams:
                 raise common.InputError(f"{name} {value!r}: must be a {what} {allowed}")
         if self.top_p == 0:
             raise common.InputError("top_p 0: must be above 0")
-        if not all(isinstance(text, str) and text for text in self.stop):
+        if not (isinstance(self.stop, list | tuple | set) and all(isinstance(x, str) and x for x in self.stop)):
             raise common.InputError(f"stop {self.stop!r}: must be a string or strings, none of them empty")
-        if not all(type(token) is int and token >= 0 for token in self.stop_token_ids):
-            raise common.InputError(f"stop_token_ids {self.stop_token_ids!r}: must be token ids, 0 or above")
+        if not (isinstance(ids, list | tuple | set) and all(type(x) is int and x >= 0 for x in ids)):
+            raise common.InputError(f"stop_token_ids {ids!r}: must be token ids, 0 or above")
+        self.stop, self.stop_token_ids = list(self.stop), list(ids)
         bias = self.logit_bias or {}
         if not (isinstance(bias, dict) and all(type(x) in (int, float) and abs(x) <= 100 for x in bias.values())):
             raise common.InputError(f"logit_bias {bias!r:.60}: must map token ids to numbers from -100 to 100")
@@ -266,7 +268,7 @@ def prompt_length_error(num_prompt_tokens: int, max_model_len: int) -> str | Non
 
 
 class FCFSRequestQueue(deque):
-    """First come, first served; a preempted request goes back in front (lesson 11)."""
+    """First come, first served; whoever is preempted goes back in front of all others (lesson 11)."""
 
     add_request, prepend_request = deque.append, deque.appendleft
     pop_request, remove_request = deque.popleft, deque.remove
@@ -276,7 +278,7 @@ class FCFSRequestQueue(deque):
 
 
 class PriorityRequestQueue:
-    """The smallest `(priority, arrival_time)` first, also among preempted requests (lesson 11)."""
+    """The smallest `(priority, arrival_time)` first; whoever is preempted goes back to that place (lesson 11)."""
 
     def __init__(self) -> None:
         self._heap: list[Request] = []
@@ -880,9 +882,9 @@ def describe(trace: dict) -> str:
 
 
 def geometric(count: int, mean: float, seed: int) -> list[int]:
-    """Lengths with P(n) ∝ (1 − 1/mean)^n: every step has the same chance to be the last, as if drawn token by token."""
-    rng = random.Random(seed)
-    return [1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / mean)) for _ in range(count)]
+    """As many lengths, drawn as lesson 01 draws them: every step has the same chance to be the last."""
+    rng, draw_one = random.Random(seed), common.lesson("01_kv_cache").geometric
+    return [draw_one(rng, mean) for _ in range(count)]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -1070,9 +1072,7 @@ def benchmark(model: llama.Llama, args: argparse.Namespace) -> dict[str, Any]:
         packed = cores["ours"].runner.model
         floor = matmul_seconds(packed, n * n_in, n) + (n_out - 1) * matmul_seconds(packed, n, n)
         found: dict[str, Any] = {"floor": n * n_out / floor}
-        for name in competitors:
-            seconds(name, n)  # warm up
-        rounds = [{name: seconds(name, n) for name in competitors} for _ in range(3)]
+        rounds = [{name: seconds(name, n) for name in competitors} for _ in range(4)][1:]  # the first warms up
         for name in competitors:
             rates = sorted(n * n_out / each[name] for each in rounds)
             found |= {name: rates[1], f"{name}_low": rates[0], f"{name}_high": rates[2]}

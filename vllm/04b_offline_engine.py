@@ -64,6 +64,7 @@ SchedulerConfig, SchedulerOutput = scheduling.SchedulerConfig, scheduling.Schedu
 
 GREEDY = 1e-5  # temperatures below this are 0
 CANDIDATES = 1024  # tokens that top_p looks at before it sorts the whole vocabulary
+MAX_BYTES = 4  # of a character in UTF-8
 SCORED_ROWS = 256  # prompt tokens whose logits exist at a time: 48 MiB in fp32 with SmolLM2's vocabulary
 
 Prompt = str | list[int] | dict  # text, token ids, {"prompt": text} or {"prompt_token_ids": [...]}
@@ -340,10 +341,8 @@ class SamplingModelRunner(ModelRunner):
             self.states.pop(request_id, None), self.scored.pop(request_id, None)
         for request in output.scheduled_new_reqs:
             seed = request.sampling_params.seed
-            state = SamplingState(
-                request, self.seeds.getrandbits(63) if seed is None else seed, self.model.config.eos_token_ids
-            )
-            self.states[request.request_id] = state
+            seed = self.seeds.getrandbits(63) if seed is None else seed
+            self.states[request.request_id] = SamplingState(request, seed, self.model.config.eos_token_ids)
             if request.sampling_params.prompt_logprobs is not None:
                 self.scored[request.request_id] = [None]  # nothing predicts the first token
         self.logprobs, self.prompt_logprobs = {}, {}
@@ -418,6 +417,23 @@ class TokenBytes:
         elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes([int(token[3:5], 16)])
         return token.replace("▁", " ").encode()
+
+
+def decoded_token(token_bytes: TokenBytes, token_id: int, before: Sequence[int]) -> str:
+    """The text of one token among its log probabilities (`vllm/v1/engine/logprobs.py:_correct_decoded_token`).
+
+    One that ends within a character is "", and one that completes it is all of it, begun by the last tokens `before`
+    it. An alternative continues the same text as the token that was chosen.
+    """
+    decode = lambda *ids: b"".join(map(token_bytes.__getitem__, ids)).decode("utf-8", "replace")  # noqa: E731
+    alone = decode(token_id)
+    if not alone.endswith("\ufffd"):
+        return alone
+    for start in range(len(before) - 1, max(-1, len(before) - 1 - MAX_BYTES), -1):
+        whole = decode(*before[start:], token_id)
+        if not whole.endswith("\ufffd"):  # the fewest that do: none of them had a text of its own
+            return whole
+    return ""
 
 
 class IncrementalDetokenizer:
@@ -711,7 +727,10 @@ class LLMEngine:
         while scored:  # emptied: companion 06e comes here several times with the scores of one step
             request_id, entries = scored.popitem()
             if sequence := self.sequences.get(request_id):
-                sequence.prompt_logprobs = [entry and self._decoded(entry) for entry in entries]
+                ids = sequence.request.prompt_token_ids
+                sequence.prompt_logprobs = [
+                    entry and self._decoded(entry, ids[max(1, i - MAX_BYTES) : i]) for i, entry in enumerate(entries)
+                ]
         for output in outputs:
             sequence = self.sequences.get(output.request_id)
             if sequence is None:
@@ -727,7 +746,9 @@ class LLMEngine:
                     finish_reason, stop_reason = "stop", found
                     break
             if sequence.logprobs is not None and output.new_token_ids:
-                found = self._decoded(self.core.runner.logprobs[output.request_id])
+                n = len(sequence.logprobs)
+                before = sequence.token_ids[max(0, n - MAX_BYTES) : n]
+                found = self._decoded(self.core.runner.logprobs[output.request_id], before)
                 sequence.logprobs.append(found)
                 sequence.cumulative_logprob += found[output.new_token_ids[0]].logprob
             if answer := self._answer(sequence, finish_reason, stop_reason):
@@ -735,9 +756,8 @@ class LLMEngine:
                 heard.append(answer)
         return heard
 
-    def _answer(
-        self, sequence: _Sequence, finish_reason: str | None, stop_reason: int | str | None
-    ) -> RequestOutput | None:
+    def _answer(self, sequence: _Sequence, finish_reason: str | None,
+                stop_reason: int | str | None) -> RequestOutput | None:  # fmt: skip
         caller = sequence.caller
         if finish_reason is not None:
             caller.unfinished.discard(sequence.request.request_id)
@@ -759,9 +779,10 @@ class LLMEngine:
         return RequestOutput(caller.request_id, caller.prompt, caller.prompt_token_ids, outputs, finished,
                              caller.num_cached_tokens, scores)  # fmt: skip
 
-    def _decoded(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
+    def _decoded(self, logprobs: dict[int, Logprob], before: Sequence[int]) -> dict[int, Logprob]:
+        """`before`: the last tokens that were scored; as in vLLM, a prompt is not what an answer's tokens continue."""
         for token_id, logprob in logprobs.items():
-            logprob.decoded_token = self.token_bytes[token_id].decode("utf-8", "replace")
+            logprob.decoded_token = decoded_token(self.token_bytes, token_id, before)
         return logprobs
 
 
@@ -896,20 +917,16 @@ def simulate(params: dict) -> dict:
     row = lambda value: torch.tensor([value], dtype=torch.float64)  # noqa: E731
     temperature = 1.0 if state.greedy else chosen.temperature
     stages, off = [], {"min_p": row(0.0), "top_k": torch.tensor([len(WORDS)]), "top_p": row(1.0)}
-    limits = {
-        "min_p": row(chosen.min_p),
-        "top_k": torch.tensor([chosen.top_k or len(WORDS)]),
-        "top_p": row(chosen.top_p),
-    }
+    limits = {"min_p": row(chosen.min_p), "top_k": torch.tensor([chosen.top_k or len(WORDS)]),
+              "top_p": row(chosen.top_p)}  # fmt: skip
     for stage in ("penalties", "temperature", *limits):
         on = list(limits)[: list(limits).index(stage) + 1] if stage in limits else []
         now = off | {name: limits[name] for name in on}
         probs = distribution(adjusted, row(1.0 if stage == "penalties" else temperature), **now)
         if state.greedy and stage != "penalties":  # nothing is cut or drawn: the best has the whole line
             probs = torch.zeros_like(probs).scatter_(1, adjusted.argmax(1, keepdim=True), 1.0)
-        stages.append(
-            {"stage": stage, "probs": probs[0].tolist(), "kept": [i for i, p in enumerate(probs[0]) if p > 0]}
-        )
+        kept = [i for i, p in enumerate(probs[0]) if p > 0]
+        stages.append({"stage": stage, "probs": probs[0].tolist(), "kept": kept})
     u = uniforms([chosen.seed] * NUM_DRAWS, range(NUM_DRAWS))
     draws = draw_tokens(probs.expand(NUM_DRAWS, -1), u).tolist()
     if state.greedy:
@@ -979,18 +996,15 @@ def draw(folder: str | Path) -> list[Path]:
     width, colors = 0.16, [common.COLORS[name] for name in ("grey", "orange", "purple", "green", "blue")]
     ax, last = axes[0], trace["stages"][-1]
     for i, (stage, color) in enumerate(zip(trace["stages"], colors)):
-        ax.bar(
-            [x + (i - 2) * width for x in range(len(WORDS))], stage["probs"], width, color=color, label=stage["stage"]
-        )
+        places = [x + (i - 2) * width for x in range(len(WORDS))]
+        ax.bar(places, stage["probs"], width, color=color, label=stage["stage"])
     ax.set(xticks=range(len(WORDS)), xticklabels=WORDS, ylabel="probability")
     ax.set_title("temperature 0.8, top_p 0.95, repetition_penalty 1.5 after “the sea → the the moon”")
     ax.legend(ncols=5, loc="upper right", columnspacing=1.0, handlelength=1.2)
     ax, left = axes[1], 0.0
     for i in last["kept"]:
-        p = last["probs"][i]
-        ax.barh(
-            0, p, left=left, height=0.7, color=common.COLORS["blue"], alpha=0.85 - 0.12 * (i % 2 * 3), edgecolor="white"
-        )
+        p, alpha = last["probs"][i], 0.85 - 0.12 * (i % 2 * 3)
+        ax.barh(0, p, left=left, height=0.7, color=common.COLORS["blue"], alpha=alpha, edgecolor="white")
         if p > 0.03:
             shade = common.COLORS["ink"] if i % 2 else "white"  # pale boxes, dark words
             ax.text(left + p / 2, 0, WORDS[i], ha="center", va="center", color=shade, fontsize=9)
@@ -1035,10 +1049,9 @@ def batch_distributions(cases: Sequence[tuple], logits: torch.Tensor, eos: int) 
 
 def build_parser() -> common.Parser:
     p = common.parser(__doc__)
-    p.add_argument(
-        "--temperature", type=common.number(float, 0, 2), default=0.8, help="of step 3 (default %(default)s)"
-    )
-    p.add_argument("--top-p", type=common.number(float, 0.01, 1), default=0.95, help="of step 3 (default %(default)s)")
+    shown = "of step 3 (default %(default)s)"
+    p.add_argument("--temperature", type=common.number(float, 0, 2), default=0.8, help=shown)
+    p.add_argument("--top-p", type=common.number(float, 0.01, 1), default=0.95, help=shown)
     p.add_argument("--decode-tokens", action="store_true", help="the bug: turn every token into text on its own")
     return p
 
@@ -1073,8 +1086,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             pieces.append(detokenizer.get_next_output_text(finished=False))
     common.say(f"{len(TEXT)} characters, {len(ids)} tokens; what each token adds to what a reader sees:")
     common.say("|".join(pieces))
-    text = "".join(pieces).removeprefix(" ")  # Llama 2's tokenizers put a space before every first word
-    common.check_equal("the pieces make up the text", text, TEXT)
+    # Not TEXT: a tokenizer may lack some of its characters. Llama 2's puts a space before every first word.
+    text, whole = "".join(pieces).removeprefix(" "), tokenizer.decode(ids).removeprefix(" ")
+    common.check_equal("the pieces make up the text", text, whole)
 
     common.heading("3. The offline engine: what vLLM's documentation calls LLM")
     llm = LLM(model, tokenizer=tokenizer, max_model_len=512, max_num_seqs=16)
@@ -1094,8 +1108,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     alone = [llm.generate(prompt, one)[0] for prompt, one in zip(prompts, params)]
     tokens = lambda outputs: [[answer.token_ids for answer in output.outputs] for output in outputs]  # noqa: E731
     common.check_equal("each prompt alone gets the same tokens, sampled ones included", tokens(together), tokens(alone))
-    (reply,) = llm.chat([{"role": "user", "content": "What is 2+2?"}], SamplingParams(temperature=0, max_tokens=16))
-    common.say(f"chat: {reply.outputs[0].text!r} ({reply.outputs[0].finish_reason})")
+    if tokenizer.chat_template:
+        ask = [{"role": "user", "content": "What is 2+2?"}]
+        (answer,) = llm.chat(ask, SamplingParams(temperature=0, max_tokens=16))[0].outputs
+        common.say(f"chat: {answer.text!r} ({answer.finish_reason})")
+    else:
+        common.skipped("chat", "this model has no chat template")
     pool = llm.llm_engine.core.scheduler.kv_cache_manager.block_pool
     common.check_equal("all KV blocks are free again", pool.num_free_blocks, pool.num_blocks - 1)
 

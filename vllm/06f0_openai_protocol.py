@@ -16,8 +16,8 @@ import common
 import json
 import re
 import uuid
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 
@@ -40,6 +40,20 @@ class OpenAIModel(pydantic.BaseModel):
             return data
         known = {field.alias or name for name, field in cls.model_fields.items()}
         return {name: value for name, value in data.items() if value is not None or name in known}
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _text_in_utf8(cls, value: Any) -> Any:
+        """JSON can say half of a character ("\\ud83d"), also in a key: no answer could repeat it, no model read it."""
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("half of a surrogate pair is no text") from None
+        except RecursionError:
+            raise ValueError("is nested too deeply") from None
+        except TypeError:  # not from JSON, but from our own code
+            pass
+        return value
 
 
 class Carried(pydantic.BaseModel):
@@ -137,10 +151,18 @@ class CommonRequest(AnyRequest):
     guided_decoding_backend: str | None = None  # there is one
 
 
+def _prompts(given: Any, read: Callable[[Any], Any]) -> Any:
+    """One error for four types that do not fit."""
+    try:
+        return read(given)
+    except pydantic.ValidationError:
+        raise ValueError("must be a text, token ids, or a list of either, all of one kind") from None
+
+
 class CompletionRequest(CommonRequest):
     """`POST /v1/completions`: prompts as texts or token ids."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]], pydantic.WrapValidator(_prompts)]
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = False
@@ -368,7 +390,8 @@ def tool_constraint(body: CommonRequest) -> dict[str, Any] | None:
     chosen = tool_choice(body)
     if chosen in ("none", "auto"):
         return None
-    schemas = {tool.function.name: {"type": "object", **(tool.function.parameters or {})} for tool in body.tools}
+    none: dict[str, Any] = {"properties": {}}  # a function that says nothing of its parameters has none
+    schemas = {tool.function.name: {"type": "object", **(tool.function.parameters or none)} for tool in body.tools}
     if isinstance(chosen, NamedTool):
         return {"json": schemas[chosen.function.name]}
     compact = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -88,12 +88,14 @@ def text_of(events: Sequence[Any], index: int = 0) -> str:
     return "".join(pieces)
 
 
-def as_api_error(error: Exception) -> APIError:
-    """What a client is told about an exception."""
+def as_api_error(error: Exception, body: Any = None) -> APIError:
+    """What a client is told about an exception; `body` is its request."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, common.InputError):
         text = re.sub("^prompt_token_ids", "prompt", str(error))  # the engine's name for it
+        if getattr(body, "max_completion_tokens", None) is not None:
+            text = re.sub("^max_tokens", "max_completion_tokens", text)
         first = text.split(":")[0].split(" ")[0]
         kinds = (CompletionRequest, ChatCompletionRequest, ResponsesRequest, DetokenizeRequest, LoadLoRAAdapterRequest)
         return APIError(400, text, first if any(first in kind.model_fields for kind in kinds) else None)
@@ -228,8 +230,6 @@ class OpenAIServing:
         if len(text) > limit:
             raise common.InputError(f"{field}: {self.too_long}; {len(text):,} characters cannot fit into it, {limit:,} "
                                     "might")  # fmt: skip
-        if any("\ud800" <= char <= "\udfff" for char in set(text)):
-            raise common.InputError(f"{field}: half of a surrogate pair is no text")
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
 
     def render_chat(self, body: ChatCompletionRequest | TokenizeRequest) -> str:
@@ -357,10 +357,9 @@ class OpenAIServing:
             return {"content": [self.scored(t, entry[t]) | {"top_logprobs": [self.scored(*x) for x in best(entry)]}
                                 for t, entry in found]}  # fmt: skip
         # The first token of an echoed prompt has no entry: nothing predicts it. A character of several tokens stands
-        # with the last of them: only so do offsets count the text's characters.
+        # with the last of them, whatever is scored: only so do offsets count the text's characters.
         read = job.utf8.setdefault(index, codecs.getincrementaldecoder("utf-8")("replace")).decode
-        tokens = [entry[t].decoded_token if entry and "\ufffd" not in entry[t].decoded_token
-                  else read(self.token_bytes[t]) for t, entry in found]  # fmt: skip
+        tokens = [read(self.token_bytes[t]) for t, _ in found]
         offsets = [*itertools.accumulate(map(len, tokens), initial=job.text_offsets.get(index, 0))]
         job.text_offsets[index] = offsets.pop()
         return {
@@ -372,7 +371,7 @@ class OpenAIServing:
         }  # fmt: skip
 
     def scored(self, token: int, x: offline.Logprob) -> dict[str, Any]:
-        """One token of a chat's log probabilities."""
+        """One token of a chat's log probabilities: its text as vLLM tells it, and its own bytes as OpenAI does."""
         return {"token": x.decoded_token, "logprob": finite(x), "bytes": list(self.token_bytes[token])}
 
     def choice(self, job: Job, index: int, answer: offline.CompletionOutput,
@@ -630,7 +629,13 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
             return error_response(APIError(400, f"the body is not JSON: {problem} at {first['loc'][-1]}"))
         where = [str(part) for part in first["loc"][1:2]]
         where += [str(x) for x in first["loc"][2:] if not re.match(r"[A-Z]|str$|[\w-]+\[", str(x))]  # types: no fields
-        text = f"{'.'.join(where)}: {first['msg']}" if where else first["msg"]
+        text = first["msg"].removeprefix("Value error, ")
+        if where:
+            text = f"{'.'.join(where)}: {text}"
+        elif first["type"] != "string_unicode":  # which is about a field's name
+            is_json = re.match(r"application/(.+\+)?json\b", request.headers.get("content-type", ""), re.I)
+            # Without this header, FastAPI takes no body for JSON.
+            text = "the body must be one JSON object" if is_json else "Content-Type: must be application/json"
         return error_response(APIError(400, f"invalid request: {text}", where[0] if where else None))
 
     @app.exception_handler(HTTPException)
@@ -665,7 +670,7 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
                 return response
             found = job and await unless(gone, api.answer(job), lambda answer: None)
         except Exception as error:
-            return error_response(as_api_error(error))
+            return error_response(as_api_error(error, body))
         finally:
             gone.cancel()
         return Response(status_code=499) if found is None else JSONResponse(found)  # 499: nobody will read it
@@ -827,7 +832,7 @@ async def call(app: Any, path: str, body: Any = None, headers: dict[str, str] | 
     heard, gone = Heard(), asyncio.Event()
     if hang_up_after == 0:
         gone.set()
-    sent = [(b"content-type", b"application/json"), *((k.encode(), v.encode()) for k, v in (headers or {}).items())]
+    sent = [(k.encode(), v.encode()) for k, v in {"content-type": "application/json", **(headers or {})}.items()]
     scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
              "headers": sent, "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
              "scheme": "http", "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 1), "root_path": ""}  # fmt: skip
@@ -1033,14 +1038,11 @@ GATES = [("key", 401, "Bearer …"), ("size", 413, "at most\n4 MiB"), ("JSON", 4
 def draw(folder: str | Path) -> list[Path]:
     """The stations between a socket and the engine, each with its way out."""
     figure, ax = common.new_figure(8.0, 3.1)
-    colors = common.COLORS
+    colors, way_out = common.COLORS, functools.partial(dict, arrowstyle="-|>", linewidth=1.3)
     for x, (name, status, what) in enumerate(GATES):
-        outside = x < 2
-        ax.add_patch(_box(ax, x, colors["grey"] if outside else colors["blue"]))
+        ax.add_patch(_box(ax, x, colors["grey" if x < 2 else "blue"]))
         ax.text(x, 0.12, name, ha="center", va="center", color="white", weight="bold", fontsize=9.5)
-        ax.annotate(
-            "", (x, -1.02), (x, -0.36), arrowprops={"arrowstyle": "-|>", "color": colors["red"], "linewidth": 1.3}
-        )
+        ax.annotate("", (x, -1.02), (x, -0.36), arrowprops=way_out(color=colors["red"]))
         ax.text(x, -1.12, str(status), ha="center", va="top", color=colors["red"], weight="bold")
         ax.text(x, -1.5, what, ha="center", va="top", fontsize=7.5, color=colors["grey"])
     through = {"arrowstyle": "-|>", "color": colors["ink"], "linewidth": 1.2}
@@ -1048,9 +1050,7 @@ def draw(folder: str | Path) -> list[Path]:
     ax.add_patch(_box(ax, 8.4, colors["green"]))
     ax.text(8.4, 0.12, "engine", ha="center", va="center", color="white", weight="bold", fontsize=9.5)
     ax.text(8.4, -1.12, "200", ha="center", va="top", color=colors["green"], weight="bold")
-    ax.annotate(
-        "", (8.4, -1.02), (8.4, -0.36), arrowprops={"arrowstyle": "-|>", "color": colors["green"], "linewidth": 1.3}
-    )
+    ax.annotate("", (8.4, -1.02), (8.4, -0.36), arrowprops=way_out(color=colors["green"]))
     ax.text(0.5, 0.85, "before FastAPI", ha="center", fontsize=9, color=colors["grey"])
     ax.text(4.5, 0.85, "in the API process, without the engine", ha="center", fontsize=9, color=colors["blue"])
     ax.set(xlim=(-0.8, 8.9), ylim=(-2.2, 1.15), xticks=[], yticks=[])

@@ -52,7 +52,8 @@ class SchedulerConfig(chunked_prefill.SchedulerConfig):
 
 # --- 2. The fields ----------------------------------------------------------------------------------------------------
 
-ID, INT, FLOAT, BOOL, IDS = "a string", "a whole number", "a number", "true or false", "a list of token ids"
+ID, TEXT = "a string of printable characters", "a string without half a surrogate pair"
+INT, FLOAT, BOOL, IDS = "a whole number", "a number", "true or false", "a list of token ids"
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ class Field:
         if value is None and self.nullable:
             return
         if self.kind == ID:
-            good = isinstance(value, str)
+            good = isinstance(value, str) and value.isprintable()
+        elif self.kind == TEXT:
+            good = isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
         elif self.kind == BOOL:
             good = isinstance(value, bool)
         elif self.kind == IDS:
@@ -89,7 +92,7 @@ class Field:
 MOST = 10**9
 CONFIG_FIELDS = {
     "block_size": Field(INT, 16, 1, MOST),
-    "num_blocks": Field(INT, 65, 2, 10**8),  # null block included
+    "num_blocks": Field(INT, 65, 2, 10**6),  # null block included; each is an object
     "max_model_len": Field(INT, 512, 1, MOST),
     "max_num_seqs": Field(INT, 8, 1, MOST),
     "max_num_batched_tokens": Field(INT, 64, 1, MOST),
@@ -118,7 +121,7 @@ REQUEST_FIELDS = {
     "priority": Field(INT, 0),
     "abort_step": Field(INT, None, 0, MOST),
     "stop_token_ids": Field(IDS, nullable=True),
-    "cache_salt": Field(ID, nullable=True),
+    "cache_salt": Field(TEXT, nullable=True),
     "skip_reading_prefix_cache": Field(BOOL, nullable=True),
 }
 SCHEDULER_KEYS = SchedulerConfig.__dataclass_fields__.keys() & CONFIG_FIELDS.keys()
@@ -134,7 +137,8 @@ def _check_object(name: str, value: Any, fields: dict[str, Field]) -> None:
         raise common.InputError(f"{name}: must be an object")
     for key in value:
         if key not in fields:
-            raise common.InputError(f"{name}.{key}: unknown field (known: {', '.join(fields)})")
+            shown = key if key.isprintable() else json.dumps(key)
+            raise common.InputError(f"{name}.{shown}: unknown field (known: {', '.join(fields)})")
     for key, spec in fields.items():
         if key in value:
             spec.check(f"{name}.{key}", value[key])

@@ -7,8 +7,8 @@ values in them?
 The mechanism:
   1. Admission is optimistic: a request comes in if what is known of it fits now. Its output has no reservation.
   2. A running request that finds no block preempts the one admitted last (priority policy: the least important).
-  3. Recompute, vLLM's V1: the victim's blocks are freed and its tokens kept; back in front of the queue, it will be
-     prefilled again, prompt and output in one go, except what the prefix cache still holds.
+  3. Recompute, vLLM's V1: the victim's blocks are freed and its tokens kept; back in the queue (in front; by priority
+     at its place), it will be prefilled again, prompt and output in one go, except what the prefix cache still holds.
   4. Swap, as V0 could: the victim's blocks are copied to CPU memory and copied back later. Nothing is redone.
   5. Nobody is admitted in a step that preempted, so copies out and copies in never meet in one step.
   6. A second cache on the CPU, keyed by block hash, catches whatever the GPU's prefix cache evicts: copy, not compute.
@@ -96,8 +96,8 @@ def swap_blocks_one_by_one(source: torch.Tensor, target: torch.Tensor, pairs: Se
 class Scheduler(chunked_prefill.Scheduler):
     """Blocks are taken when they are needed. If there are none, the least important running request loses its own.
 
-    The victim keeps its tokens and forgets their keys and values (`num_computed_tokens = 0`); back in front of the
-    queue, it will compute them again, except what the prefix cache still holds. As vLLM's V1 does; there is no swap.
+    As in vLLM's V1, the victim keeps its tokens and forgets their keys and values (`num_computed_tokens = 0`). Back in
+    the queue, in front or by priority at its place, it computes again what the prefix cache no longer holds: no swap.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
