@@ -690,6 +690,7 @@ def test_a_stop_string_ends_a_request_on_the_real_model(real_model):
         end = text.index(stop) + (len(stop) if include else 0)
         assert (answer.text, answer.finish_reason, answer.stop_reason) == (text[:end], "stop", stop)
         assert tokenizer.decode(answer.token_ids).find(stop) >= 0
+        assert free(llm), "the core hears of an end that only text has"
     (reply,) = llm.chat([{"role": "user", "content": "Say hi."}], SamplingParams(temperature=0, max_tokens=30))
     assert reply.prompt.endswith("assistant\n") and reply.outputs[0].text
     assert reply.outputs[0].finish_reason in ("stop", "length")

@@ -742,6 +742,19 @@ class Dice(Drafter):
         return drafts
 
 
+def test_what_drafts_were_drawn_from_leaves_with_the_request(tiny_model, real_model):
+    engine = engine_of(tiny_model, real_model[1], lesson.configure("ngram", 2), lambda c, m: Dice(128), max_num_seqs=4)
+    core = engine.core
+    for name, n in (("ends", 6), ("leaves", 40), ("stays", 40)):
+        core.add_request(lesson.Request(name, [1, 2, 3], SamplingParams(seed=1, max_tokens=n, ignore_eos=True)))
+    while "ends" in core.scheduler.requests:
+        core.step()
+    assert core.runner.draft_probs.keys() >= {"leaves", "stays"}
+    core.abort_requests(["leaves"])
+    core.step()
+    assert core.runner.draft_probs.keys() <= {"stays"}
+
+
 def distance_of_pairs(real_model, n: int) -> tuple[float, float]:
     """Σ|frequency − probability| of the second and third token of n answers, whose first is drafted for; and a bound
     that holds with probability 1 − 1e-6 (Bretagnolle–Huber–Carol)."""
