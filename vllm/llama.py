@@ -432,6 +432,10 @@ class Tokenizer:
         """Render `messages` ({"role", "content"} each) with the model's chat template and encode the result."""
         return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
 
+    def ask(self, question: str) -> list[int]:
+        """A question as the model expects it: by its chat template, or as it is where there is none."""
+        return self.chat([{"role": "user", "content": question}]) if self.chat_template else self.encode(question)
+
     def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True,
                     **variables: Any) -> str:  # fmt: skip
         """The text of a chat. `variables` are what else a template may know: tools, switches.
