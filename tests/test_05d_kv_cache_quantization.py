@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
+from pathlib import Path
 from unittest import mock
 
 import common
 import numpy as np
 import pytest
+import scripts
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -130,6 +134,64 @@ def test_every_byte_is_decoded(device, kernels):
     out = lesson.quantized_decode(q, layer, table, ones, 1, layout, scales).flatten().cpu()
     expected = torch.tensor([2 * lesson.e4m3_value(byte) for byte in range(256)])
     assert torch.equal(out.nan_to_num(1e9), expected.nan_to_num(1e9))
+
+
+COMPILE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import compile_kernels as ck, common, torch
+lesson, rows = common.lesson("05d_kv_cache_quantization"), []
+for name, D, dtype, target in json.loads(sys.argv[2]):
+    fmt, dtype = lesson.FORMATS[name], getattr(torch, dtype)
+    layout = lesson.PageLayout(fmt, 32 if fmt.key_channels else 16, 8, D)
+    with torch.device("meta"), common.captured() as launches:
+        q, layer = torch.empty(32, 32, D, dtype=dtype), torch.empty(2, 99, layout.page).byte()
+        scales, table, ids = torch.empty(2, 8), torch.empty(32, 1024).int(), torch.empty(99).long()
+        raw = (torch.empty(9, 32, 8, D, dtype=dtype), ids) if fmt.key_channels else ()
+        lesson.quantized_decode(q, layer, table, ids.int(), 16384, layout, scales, *raw)
+    tile, warps, stages = lesson.decode_tiles(fmt, dtype, D, True)  # what an NVIDIA GPU's tensors get
+    launches[0].kwargs.update(TILE=tile, num_warps=warps, num_stages=stages)
+    compiled = ck.compile_launch(launches[0], ck.TARGETS[target])
+    rows.append({"spills": ck.resources(compiled, ck.TARGETS[target])["spills"], "shared": compiled.metadata.shared,
+                 "stages": stages, "copies": compiled.asm["ptx"].count("cp.async.c"),
+                 "e4m3": compiled.asm["ptx"].count("cvt.rn.f16x2.e4m3x2")})
+print(json.dumps(rows))
+"""
+HOPPER = [("fp8", 128, "bfloat16", "sm_90"), ("int8_per_token_head", 128, "bfloat16", "sm_90"),
+          ("fp8", 128, "bfloat16", "sm_80")]  # fmt: skip
+NVIDIA = [(name, D, dtype, target) for name in ("fp8", "fp8_per_token_head", "int8_per_token_head", "int4_plain",
+          "int3_plain", "turboquant_2bit", "kivi_2bit") for D in (64, 128) for dtype in ("bfloat16", "float16")
+          for target in ("sm_80", "sm_90", "sm_100")]  # fmt: skip
+needs_triton = pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform: nothing to compile")
+
+
+def compile_job(cases):
+    return ("decode tiles", len(cases)), [sys.executable, "-c", COMPILE, Path(__file__).parent, json.dumps(cases)]
+
+
+def compiled(cases):
+    done = scripts.get(compile_job(cases))
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(done.stdout.splitlines()[-1])
+    for case, row in zip(cases, rows):
+        assert row["spills"] == 0 and row["shared"] <= 160 * 1024 and row["stages"] == 5, (case, row)
+        assert (row["e4m3"] > 0) == (case[0].startswith("fp8") and case[3] != "sm_80"), (case, row)
+    return rows
+
+
+@needs_triton
+@pytest.mark.job(compile_job(HOPPER))
+def test_hopper_decodes_e4m3_itself_and_loads_ahead():
+    fp8, int8, _ = compiled(HOPPER)
+    assert fp8["e4m3"] >= 2 * 32 * 128 / 128 / 2, "each key and value of a tile, by 128 threads, two at a time"
+    assert fp8["copies"] > 0 and int8["copies"] > 0, "the next tile is loaded while this one is computed"
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.job(compile_job(NVIDIA))
+def test_five_stages_spill_on_no_gpu_of_nvidias():
+    compiled(NVIDIA)
 
 
 # --- The other grids --------------------------------------------------------------------------------------------------

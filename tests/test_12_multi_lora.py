@@ -9,11 +9,14 @@ import json
 import math
 import random
 import shutil
+import sys
 from collections import Counter
+from pathlib import Path
 
 import common
 import numpy as np
 import pytest
+import scripts
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -205,6 +208,47 @@ def test_kernels_in_16_bits(kernels, device, dtype, run):
     assert lesson._splits(6, 802) > 2 and not memory.tables["qkv_proj"].aligned
     run(y, x, memory.pages[0], memory.tables["qkv_proj"], Meta.build(slots, device))
     common.assert_close(y, reference)
+
+
+COMPILE = """
+import json, re, sys
+sys.path.insert(0, sys.argv[1])
+import compile_kernels as ck, common, torch
+lesson, rows = common.lesson("12_multi_lora"), {}
+empty, meta, target = torch.empty, torch.device("meta"), ck.TARGETS["sm_90"]
+tables = lesson.LoRATables.empty(lesson.LayerShape(4096, (4096,)), 64, 16, meta)
+with meta:  # 64 rows, hidden 4096, rank 16, bf16: each row an adapter of its own, then one for all
+    x, pages, order = (empty(*n, dtype=torch.bfloat16) for n in ((64, 4096), (1 << 20,), (64,)))
+    order, each, one = order.long(), empty(64, 3, dtype=torch.int32), empty(1, 3, dtype=torch.int32)
+with common.captured() as launches:
+    lesson.bgmv(x, x, pages, tables, lesson.LoRAKernelMeta(order, each, [], 16, True))
+    lesson.sgmv(x, x, pages, tables, lesson.LoRAKernelMeta(order, one, [], 64, True))
+for launch in launches:
+    compiled = ck.compile_launch(launch, target)
+    loads = re.findall(r"ld.global(?:.v(\\d))?.b(\\d+)", compiled.asm["ptx"])
+    rows[launch.kernel.name] = {"grid": launch.grid, "threads": 32 * launch.kwargs["num_warps"],
+                                "registers": ck.resources(compiled, target)["registers"],
+                                "bytes": [int(n or 1) * int(b) // 8 for n, b in loads]}
+print(json.dumps(rows))
+"""
+COMPILE_JOB = (("loads of adapters",), [sys.executable, "-c", COMPILE, Path(__file__).parent])
+
+
+@pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform: nothing to compile")
+@pytest.mark.job(COMPILE_JOB)
+def test_enough_is_on_its_way():
+    """4.8 TB/s for a microsecond are 36 KB in each of an H200's 132 processors: so much has to be asked for at once."""
+    done = scripts.get(COMPILE_JOB)
+    assert done.returncode == 0, done.stderr[-2000:]
+    compiled = json.loads(done.stdout.splitlines()[-1])
+    for name in ("bgmv_shrink_kernel", "bgmv_expand_kernel"):
+        row = compiled[name]
+        programs = math.prod(row["grid"])
+        resident = min(programs / 132, 2**16 // (row["registers"] * row["threads"]))
+        assert programs * 16 * 256 >= 64 * 16 * 4096, "a program has one tile: nothing waits for the one before"
+        assert row["bytes"].count(16) == 16 * 256 * 2 / 16 / row["threads"] and resident * 16 * 256 * 2 > 36e3, name
+    expand = compiled["sgmv_expand_kernel"]["bytes"]  # y in two parts, and in a loop h: four numbers of a row at once
+    assert expand.count(16) >= 3, "partial sums are loaded one by one"
 
 
 def test_groups_by_adapter(device):
@@ -754,8 +798,8 @@ def test_styles_and_their_judges():
 
 
 class Chat(Words):
-    def chat(self, messages):
-        return self.encode(messages[0]["content"][:6])
+    def ask(self, question):
+        return self.encode(question[:6])
 
 
 def test_training_starts_where_the_model_is():

@@ -19,6 +19,8 @@ import math
 
 import torch
 
+import llama
+
 
 # --- The formats, by definition -------------------------------------------------------------------------------------
 
@@ -255,6 +257,14 @@ def bits_per_element(kv_cache_dtype: str, D: int, block_size: int) -> float:
     if kv_cache_dtype == "auto":
         return 16.0
     return 8 * PageLayout(find_format(kv_cache_dtype), block_size, 1, D).page / (block_size * D)
+
+
+def block_bytes(model: llama.Llama, block_size: int, kv_cache_dtype: str) -> int:
+    """Bytes of one block: keys and values of all layers, with all that scales them. Raises InputError."""
+    elements = 2 * model.config.num_hidden_layers * block_size * model.num_kv_heads * model.config.head_dim
+    if kv_cache_dtype == "auto":
+        return elements * model.dtype.itemsize
+    return round(elements * bits_per_element(kv_cache_dtype, model.config.head_dim, block_size)) // 8
 
 
 def capacity(L: int, Hkv: int, D: int, block_size: int) -> dict[str, dict[str, float]]:

@@ -43,6 +43,9 @@ from common import tl, triton
 
 import llama
 
+if common.HAS_TRITON:
+    from triton.language.target_info import cuda_capability_geq
+
 kv_cache_lesson = common.lesson("01_kv_cache")
 paged = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
@@ -54,7 +57,7 @@ KVFormat, PageLayout, find_format = kv_codes.KVFormat, kv_codes.PageLayout, kv_c
 e4m3_value, e4m3_nearest, lloyd_max, codebook = (
     kv_codes.e4m3_value, kv_codes.e4m3_nearest, kv_codes.lloyd_max, kv_codes.codebook)  # fmt: skip
 quantize, dequantize, pack, unpack = kv_codes.quantize, kv_codes.dequantize, kv_codes.pack, kv_codes.unpack
-rotation, dequantize_reference = kv_codes.rotation, kv_codes.dequantize_reference
+rotation, dequantize_reference, block_bytes = kv_codes.rotation, kv_codes.dequantize_reference, kv_codes.block_bytes
 as_bytes, bits_per_element, capacity = kv_codes.as_bytes, kv_codes.bits_per_element, kv_codes.capacity
 
 KEY = "05d_kv_cache_quantization"
@@ -62,7 +65,7 @@ KEY = "05d_kv_cache_quantization"
 
 # --- In Triton: E4M3 in integer arithmetic, and the grids ------------------------------------------------------------
 #
-# Neither the interpreter nor an A100 converts to E4M3, so it is done on the bits; it runs, and is exact, everywhere.
+# On the bits, since neither the interpreter nor an NVIDIA GPU below 8.9 converts E4M3: this is exact everywhere.
 # Encoding: an fp32 number keeps 3 of its 23 mantissa bits. Add half of what falls away, less one bit unless the last
 # kept bit is odd: a carry runs into the exponent as it should. Subtract 120 from the exponent: its bias is 127, not 7.
 # Below 2^−6 the values are multiples of 2^−9, and adding 2^14 leaves a sum whose last bit is worth exactly that.
@@ -80,7 +83,9 @@ def encode_e4m3(x):
 
 
 @triton.jit
-def decode_e4m3(byte):
+def decode_e4m3(byte, NATIVE: tl.constexpr):
+    if NATIVE and cuda_capability_geq(8, 9):
+        return byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
     half = (((byte & 0x80) << 8) | ((byte & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
     return tl.where((byte & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
 
@@ -108,10 +113,10 @@ def encode(x, scale, mid, table, GRID: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def level(code, table, GRID: tl.constexpr, BITS: tl.constexpr):
+def level(code, table, GRID: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr = False):
     """What codes stand for before scaling, fp32."""
     if GRID == "e4m3":
-        return decode_e4m3(code)
+        return decode_e4m3(code, NATIVE)
     if GRID == "int8":
         return ((code ^ 128) - 128).to(tl.float32)
     if GRID == "uniform":
@@ -340,7 +345,7 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
         base = (cache + block * PAGE + vector * (D * BITS // 8))[:, None]
         behind = numbers + block * (PAGE // UNIT) + CODES  # where the page's scales begin
 
-        k = level(load_codes(base, d[None, :], column, D, BITS), table, GRID, BITS)  # [TILE, D]
+        k = level(load_codes(base, d[None, :], column, D, BITS), table, GRID, BITS, not UPCAST)  # [TILE, D]
         if KEY_CHANNELS:
             pair = behind[:, None] + 2 * (kv_head * D + d)[None, :]
             k = k * tl.load(pair, mask=column, other=0.0).to(tl.float32)
@@ -372,7 +377,8 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
 
         # Whatever the null block holds, NaN included: 0 · NaN is NaN, so a weight of 0 is no mask.
         behind += stride_half // UNIT
-        v = level(load_codes(base + stride_half, d[None, :], live[:, None] & column, D, BITS), table, GRID, BITS)
+        code = load_codes(base + stride_half, d[None, :], live[:, None] & column, D, BITS)
+        v = level(code, table, GRID, BITS, not UPCAST)
         if GRID == "uniform":
             pair = behind + 2 * vector
             o += tl.sum(tl.where(live[None, :], w * tl.load(pair + 1).to(tl.float32)[None, :], 0.0), 1)[:, None]
@@ -414,9 +420,7 @@ def quantized_decode(q: torch.Tensor, layer: torch.Tensor, block_table: torch.Te
         parts = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
         lse = torch.empty(B, Hq, splits, dtype=torch.float32, device=q.device)
     D_pad = max(16, triton.next_power_of_2(D))
-    # Chosen by compiling: with fp32 scales, scales per channel or fp32 queries, larger tiles or another stage spill.
-    slim = (fmt.per_token and fmt.grid != "uniform") or fmt.key_channels or q.dtype == torch.float32
-    tile = 32 if slim or D_pad > 64 else 64
+    tile, num_warps, num_stages = decode_tiles(fmt, q.dtype, D_pad, q.is_cuda and not torch.version.hip)
     quantized_decode_kernel[(B, Hkv, splits)](
         q, layer, layer.view(torch.float16 if fmt.grid == "uniform" else torch.float32), head_scales,
         codebook_of(fmt, head_scales), head_scales if open_keys is None else open_keys,
@@ -424,12 +428,21 @@ def quantized_decode(q: torch.Tensor, layer: torch.Tensor, block_table: torch.Te
         q.stride(0), layer.stride(0), block_table.stride(0), G=Hq // Hkv, D=D, Hkv=Hkv, BLOCK_SIZE=layout.block_size,
         PAGE=layout.page, GRID=fmt.grid, BITS=fmt.bits, PER_TOKEN=fmt.per_token, KEY_CHANNELS=fmt.key_channels,
         ROWS=max(16, triton.next_power_of_2(Hq // Hkv)), D_PAD=D_pad, TILE=tile, SPLITS=splits,
-        UPCAST=common.INTERPRET, num_warps=8 if q.dtype == torch.float32 else 4, num_stages=1 if slim else 2,
+        UPCAST=common.INTERPRET, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if splits > 1:
         D_pad = triton.next_power_of_2(D)
         paged.combine_splits_kernel[(B * Hq,)](parts, lse, out, D=D, D_PAD=D_pad, SPLITS=splits, num_warps=4)
     return out
+
+
+def decode_tiles(fmt: KVFormat, dtype: torch.dtype, D_pad: int, nvidia: bool) -> tuple[int, int, int]:
+    """(keys per tile, warps, stages). Found by compiling: larger tiles spill, and so do more stages, but not with 16
+    bits on NVIDIA's GPUs. There five give codes two buffers: loads of block table and pages share the stages."""
+    wide = dtype == torch.float32
+    slim = (fmt.per_token and fmt.grid != "uniform") or fmt.key_channels or wide
+    stages = 5 if nvidia and not wide else 1 if slim else 2
+    return 32 if slim or D_pad > 64 else 64, 8 if wide else 4, stages
 
 
 # --- The cache of a whole model ---------------------------------------------------------------------------------------
@@ -601,14 +614,6 @@ def make_cache(model: llama.Llama, num_blocks: int, block_size: int, kv_cache_dt
         return PagedKVCache(model, num_blocks, block_size)
     kind = ChannelKVCache if find_format(kv_cache_dtype).key_channels else QuantizedKVCache
     return kind(model, num_blocks, block_size, kv_cache_dtype)
-
-
-def block_bytes(model: llama.Llama, block_size: int, kv_cache_dtype: str) -> int:
-    """Bytes of one block: keys and values of all layers, with all that scales them. Raises InputError."""
-    elements = 2 * model.config.num_hidden_layers * block_size * model.num_kv_heads * model.config.head_dim
-    if kv_cache_dtype == "auto":
-        return elements * model.dtype.itemsize
-    return round(elements * bits_per_element(kv_cache_dtype, model.config.head_dim, block_size)) // 8
 
 
 def quantized_runner(base: type[ModelRunner], kv_cache_dtype: str) -> type[ModelRunner]:
@@ -1062,7 +1067,7 @@ def run_engine(model: llama.Llama, tokenizer: llama.Tokenizer, kv_cache_dtype: s
 
     With 2 bits that would fail: products of 1 and 3 rows differ in the last bit, which may move a code by a level.
     """
-    prompts = [tokenizer.chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+    prompts = [tokenizer.ask(question) for question in QUESTIONS]
     told, rows, memory = {}, [], 64 * 2**20
     for name in dict.fromkeys(("auto", "fp8", kv_cache_dtype)):
         core = make_core(model, name, block_size=BLOCK)
@@ -1121,7 +1126,7 @@ def measure_kernels(seconds: float = 0.3) -> list[dict[str, Any]]:
 
 def measure_engine(model: llama.Llama, tokenizer: llama.Tokenizer, max_tokens: int = 32) -> dict[str, Any]:
     """Tokens per second of 16 chats with each cache: what quantizing costs where attention is not the limit."""
-    prompts = [tokenizer.chat([{"role": "user", "content": QUESTIONS[i % 3] + f" ({i})"}]) for i in range(16)]
+    prompts = [tokenizer.ask(f"{QUESTIONS[i % 3]} ({i})") for i in range(16)]
     found, rows = {}, []
     for name in ("auto", "fp8", "int8_per_token_head", "int4_per_token_head"):
         core = make_core(model, name)

@@ -94,14 +94,9 @@ def own_answers(model: llama.Llama, tokenizer: llama.Tokenizer, questions: Seque
     """The first sentence of the model's own greedy answer to each question."""
     engine = offline.LLM(model, tokenizer=tokenizer, max_model_len=256, max_num_seqs=40)
     params = offline.SamplingParams(temperature=0, max_tokens=40)
-    outputs = engine.generate([{"prompt_token_ids": chat(tokenizer, q)} for q in questions], params)
+    outputs = engine.generate([{"prompt_token_ids": tokenizer.ask(q)} for q in questions], params)
     sentences = [re.match(r".+?[.!?](?=\s|$)|.+", o.outputs[0].text.strip().replace("\n", " ")) for o in outputs]
     return [found[0] if found else "I do not know." for found in sentences]
-
-
-def chat(tokenizer: llama.Tokenizer, question: str) -> list[int]:
-    """The token ids of one question, as it is asked in training and in serving."""
-    return tokenizer.chat([{"role": "user", "content": question}])
 
 
 # --- Training -------------------------------------------------------------------------------------------------------
@@ -150,7 +145,7 @@ def train(
         answers = own_answers(model, tokenizer, [q for q, _ in questions])
     examples = []
     for i, ((question, topic), answer) in enumerate(zip(questions, answers)):
-        prompt = chat(tokenizer, question)
+        prompt = tokenizer.ask(question)
         target = [*tokenizer.encode(STYLES[style](answer, topic, i)), model.config.eos_token_ids[0]]
         examples.append((prompt, target))
 
@@ -205,7 +200,7 @@ def answers_with(model: llama.Llama, tokenizer: llama.Tokenizer, lora: LoRAModel
     adapted = model if lora is None else adapters.merged(model, lora)
     engine = offline.LLM(adapted, tokenizer=tokenizer, max_model_len=256)
     params = offline.SamplingParams(temperature=0, max_tokens=max_tokens)
-    prompts = [{"prompt_token_ids": chat(tokenizer, question)} for question in questions]
+    prompts = [{"prompt_token_ids": tokenizer.ask(question)} for question in questions]
     return [output.outputs[0].text for output in engine.generate(prompts, params)]
 
 

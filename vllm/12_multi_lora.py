@@ -4,7 +4,7 @@ The question: every customer has a fine-tuned model of their own. A GPU for each
 between requests. Can rows of one batch, in one forward pass, each be computed by a different fine-tuned model?
 
 The mechanism:
-  1. A LoRA adapter is y = x Wᵀ + (x Aᵀ) B with A, B thin. The large product is the same for everybody: do it once for
+  1. A LoRA adapter is y = x Wᵀ + (x Aᵀ) Bᵀ with A, B thin. The large product is the same for everybody: do it once for
      the whole batch, and add each row's small one.
   2. The small products read few rows of x and many adapters' weights, so they are memory-bound: what counts is that
      every adapter in the batch is read once. Rows are sorted by adapter and cut into tiles of one adapter each (SGMV);
@@ -135,7 +135,7 @@ class LoRAKernelMeta:
 # --- 2. The kernels: shrink, then expand --------------------------------------------------------------------------
 #
 #     shrink   h[i, t] = A_i x[t]              [in] -> [rank]     for each slice i of the layer, A of t's own adapter
-#     expand   y[t, slice i] += h[i, t] B_i    [rank] -> [out_i]
+#     expand   y[t, slice i] += h[i, t] B_iᵀ   [rank] -> [out_i]
 #
 # h is fp32. Several programs share a long `in` and leave partial sums, which expand adds up as it loads: no atomics.
 
@@ -152,22 +152,18 @@ def lora_rows(pages, rows, r, rank, k, live, ALIGNED: tl.constexpr):
 @common.kernel
 def bgmv_shrink_kernel(x, pages, rows, ranks, order, tiles, h, num_rows, stride_x,
                        K: tl.constexpr, SLICES: tl.constexpr, MAX_RANK: tl.constexpr, RANK_TILE: tl.constexpr,
-                       TILE_K: tl.constexpr, SPLITS: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
+                       TILE_K: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
     n, i, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(tiles + 3 * n + 2)
     t = tl.load(order + n)
     rank = tl.load(ranks + slot * SLICES + i)
-    length = tl.cdiv(tl.cdiv(K, TILE_K), SPLITS) * TILE_K
+    k = split * TILE_K + tl.arange(0, TILE_K)
+    value = tl.load(x + t * stride_x + k, mask=k < K, other=0.0)
+    h += ((split * SLICES + i) * num_rows + n) * MAX_RANK
     for first in range(0, rank, RANK_TILE):
         r = first + tl.arange(0, RANK_TILE)
-        acc = tl.zeros([RANK_TILE], tl.float32)
-        for begin in range(split * length, tl.minimum((split + 1) * length, K), TILE_K):
-            k = begin + tl.arange(0, TILE_K)
-            a = lora_rows(pages, rows + (slot * SLICES + i) * MAX_RANK, r, rank, k, k < K, ALIGNED)
-            value = tl.load(x + t * stride_x + k, mask=k < K, other=0.0)
-            acc += tl.sum(a.to(tl.float32) * value.to(tl.float32)[None, :], 1)
-        place = ((split * SLICES + i) * num_rows + n) * MAX_RANK + r
-        tl.store(h + place, acc, mask=r < rank)
+        a = lora_rows(pages, rows + (slot * SLICES + i) * MAX_RANK, r, rank, k, k < K, ALIGNED)
+        tl.store(h + r, tl.sum(a.to(tl.float32) * value.to(tl.float32)[None, :], 1), mask=r < rank)
 
 
 @common.kernel
@@ -243,10 +239,11 @@ def sgmv_expand_kernel(h, pages, rows, ranks, starts, order, tiles, y, num_rows,
     for first in range(0, rank, RANK_TILE):
         r = first + tl.arange(0, RANK_TILE)
         thin = tl.zeros([TILE_M, RANK_TILE], tl.float32)
-        live = (m < count)[:, None] & (r < rank)[None, :]
+        live = (m < count)[:, None] & (r < MAX_RANK)[None, :]  # whole rows of h: four numbers load together
         for split in range(SPLITS):
             place = ((split * SLICES + i) * num_rows + first_row + m)[:, None] * MAX_RANK + r[None, :]
             thin += tl.load(h + place, mask=live, other=0.0)
+        thin = tl.where((r < rank)[None, :], thin, 0.0)  # above its rank nothing was ever written
         b = lora_rows(pages, rows + (slot * SLICES + i) * MAX_RANK, r, rank, c, c < width, ALIGNED)
         if UPCAST:
             b = b.to(tl.float32)
@@ -263,17 +260,17 @@ def bgmv(y: torch.Tensor, x: torch.Tensor, pages: torch.Tensor, tables: LoRATabl
     Shapes: x [T, in], y [T, Σ out] (row strides free), pages flat, tables and meta as they say.
     Named after Punica's kernel for the same case; vLLM dropped it in 2025 and sorts always.
     """
-    R, slices, rank_tile = *_ranks(tables), 16
-    splits = _splits(len(meta.order) * slices, tables.shape.in_features)
+    (R, slices), K = _ranks(tables), tables.shape.in_features
+    splits = triton.cdiv(K, 256)  # a tile each: where there is no dot, Triton loads no tile ahead of its loop
     h = torch.empty(splits, slices, len(meta.order), R, dtype=torch.float32, device=x.device)
-    shared = dict(SLICES=slices, MAX_RANK=R, RANK_TILE=rank_tile, SPLITS=splits, ALIGNED=tables.aligned, num_warps=4)
+    shared = dict(SLICES=slices, MAX_RANK=R, RANK_TILE=16, ALIGNED=tables.aligned, num_warps=4)
     bgmv_shrink_kernel[(len(meta.order), slices, splits)](
         x, pages, tables.a_rows, tables.ranks, meta.order, meta.tiles, h, len(meta.order), x.stride(0),
-        K=tables.shape.in_features, TILE_K=128, **shared,
+        K=K, TILE_K=256, **shared,
     )  # fmt: skip
     bgmv_expand_kernel[(len(meta.order), slices, triton.cdiv(max(tables.shape.slices), 256))](
         h, pages, tables.b_rows, tables.ranks, tables.starts, meta.order, meta.tiles, y, len(meta.order), y.stride(0),
-        TILE_N=256, **shared,
+        TILE_N=256, SPLITS=splits, **shared,
     )  # fmt: skip
 
 
@@ -295,7 +292,7 @@ def sgmv(y: torch.Tensor, x: torch.Tensor, pages: torch.Tensor, tables: LoRATabl
         x, pages, tables.a_rows, tables.ranks, meta.order, meta.tiles, h, len(meta.order), x.stride(0),
         K=tables.shape.in_features, TILE_K=(64 if wide else 128) if half else 32, **shared,
     )  # fmt: skip
-    tile_n = (64 if half else 32) if wide else 128
+    tile_n = (64 if wide else 128) if half else 32
     sgmv_expand_kernel[(len(meta.tiles), slices, triton.cdiv(max(tables.shape.slices), tile_n))](
         h, pages, tables.b_rows, tables.ranks, tables.starts, meta.order, meta.tiles, y, len(meta.order), y.stride(0),
         TILE_N=tile_n, **shared,
@@ -949,7 +946,7 @@ def shipped() -> list[LoRARequest]:
 def ask(llm: LLM, tokenizer: llama.Tokenizer, choices: Sequence[LoRARequest | None], max_tokens: int = 20,
         question: str = QUESTION, base: llama.Llama | None = None) -> list[Any]:  # fmt: skip
     """The same question for each of several models, in one batch."""
-    prompt = {"prompt_token_ids": tokenizer.chat([{"role": "user", "content": question}])}
+    prompt = {"prompt_token_ids": tokenizer.ask(question)}
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     return [out.outputs[0] for out in llm.generate([prompt] * len(choices), params, lora_request=list(choices))]
 
@@ -971,7 +968,7 @@ def tell_models(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.T
     manager = llm.llm_engine.lora
     common.say(f"{sum(len(a.token_ids) for a in answers)} tokens in {seconds:.2f} s; loads {manager.counts['load']}, "
                f"files read {manager.counts['read']}")  # fmt: skip
-    prompt, n = tokenizer.chat([{"role": "user", "content": QUESTION}]), 8
+    prompt, n = tokenizer.ask(QUESTION), 8
     for choice, answer in zip(choices[:2], answers):
         name, alone = "base", model  # no cache, no batch, no adapter code
         if choice:
@@ -989,11 +986,10 @@ def tell_models(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.T
 def tell_cache(args: argparse.Namespace, llm: LLM, tokenizer: llama.Tokenizer) -> None:
     """Step 3: what a prefix cache must know about adapters."""
     core, secret = llm.llm_engine.core, "You are the night watch of a harbour. The word of the day is lantern. "
-    messages = [
-        {"role": "system", "content": secret},
-        {"role": "user", "content": "Which word opens the gate, and why?"},
-    ]
-    prompt, pirate = {"prompt_token_ids": tokenizer.chat(messages)}, shipped()[0]
+    question = "Which word opens the gate, and why?"
+    messages = [{"role": "system", "content": secret}, {"role": "user", "content": question}]
+    tokens = tokenizer.chat(messages) if tokenizer.chat_template else tokenizer.encode(secret + question)
+    prompt, pirate = {"prompt_token_ids": tokens}, shipped()[0]
     params, short = (SamplingParams(temperature=0, max_tokens=n) for n in (12, 8))
     found = {}
     with forgotten_adapter(core.scheduler.kv_cache_manager) if args.break_ == "cache-key" else contextlib.nullcontext():
