@@ -968,12 +968,13 @@ def tell_models(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.T
     manager = llm.llm_engine.lora
     common.say(f"{sum(len(a.token_ids) for a in answers)} tokens in {seconds:.2f} s; loads {manager.counts['load']}, "
                f"files read {manager.counts['read']}")  # fmt: skip
-    prompt, n = tokenizer.ask(QUESTION), 8
+    prompt = tokenizer.ask(QUESTION)
     for choice, answer in zip(choices[:2], answers):
         name, alone = "base", model  # no cache, no batch, no adapter code
         if choice:
             name, alone = choice.lora_name, adapters.merged(model, manager.cpu[choice.lora_name])
-        same = scheduling.generate_alone(alone, prompt, n) == answer.token_ids[:n]
+        n = len(written := answer.token_ids[:8])  # fewer if the answer ended
+        same = scheduling.generate_alone(alone, prompt, n) == written
         if args.break_ == "merge":
             verdict = "writes what" if same else "does NOT write what"
             common.say(f"{name} {verdict} it writes alone ({n} tokens)")
