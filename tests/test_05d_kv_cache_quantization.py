@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import sys
@@ -822,6 +823,20 @@ def test_published_numbers():
     assert (itl["batch"]["speedup"] - 1) / (itl["batch"]["line"] - 1) == pytest.approx(0.57, abs=0.01)
     assert hopper["speedup"] == pytest.approx(1.345, abs=1e-3) and hopper["sum_model_tb_s"] > 4.8
     assert [round(row["speedup"], 2) for row in lesson.facts()["hopper"].values()] == [1.30, 1.35, 1.40]
+
+
+def test_a_model_without_a_chat_template_is_asked_the_bare_question(real_model, monkeypatch):
+    model, tokenizer = real_model
+    plain, asked, serve_all = copy.copy(tokenizer), [], continuous_batching.serve
+    plain.chat_template = None
+
+    def heard(core, prompts, max_tokens):
+        asked.extend(prompts)
+        return serve_all(core, prompts, max_tokens)
+
+    monkeypatch.setattr(continuous_batching, "serve", heard)
+    lesson.run_engine(model, plain, "fp8", max_tokens=2)
+    assert asked[:3] == [tokenizer.encode(question) for question in lesson.QUESTIONS]
 
 
 @pytest.mark.slow

@@ -1093,6 +1093,24 @@ def test_the_shipped_adapters_answer_in_style(real_model):
         assert sum(training.follows(name, text) for text in texts) >= 2, texts
 
 
+def test_a_question_needs_no_chat_template(make, tiny):
+    class Plain(Words):
+        ask = llama.Tokenizer.ask
+
+    (answer,) = lesson.ask(make(), Plain(), [None], max_tokens=3, question="Why?")
+    written = alone(tiny, None, [ord(c) for c in "Why?"], 3)
+    assert answer.token_ids == written[: len(answer.token_ids)] and answer.token_ids
+
+
+@pytest.mark.slow
+def test_the_story_of_a_model_without_a_chat_template(real_model):
+    model, tokenizer = real_model
+    plain = copy.copy(tokenizer)
+    plain.chat_template = None
+    args = lesson.build_parser().parse_args([])
+    lesson.tell_cache(args, lesson.tell_models(args, model, plain), plain)
+
+
 @pytest.mark.slow
 def test_a_thousand_adapters_on_the_real_model(real_model):
     import argparse
