@@ -288,7 +288,7 @@ def prefill_tiles(dtype: torch.dtype, D: int, heads: int,
     """(rows, keys per tile, warps, stages). Found by compiling: these spill on no GPU that the tests compile for."""
     least = triton.next_power_of_2(heads)  # a tile holds the group's heads at least once
     if dtype == torch.float32:  # no tensor cores for exact fp32
-        return (max(32, least), 32, 8, 2) if D <= 64 else (max(16, least), 32, 8, 1)
+        return (max(16, least), 32, 8, 1) if D > 64 else (max(32, least), 32, 8, 2) if heads > 1 else (16, 32, 4, 2)
     if capability == (9, 0) and D <= 128:
         return max(128, least), 64, 8, 3
     return max(64, least), 64 if D <= 64 else 32, 4, 2
