@@ -1109,6 +1109,34 @@ def test_who_dials_waits_while_others_before_it_say_nothing(monkeypatch):
         assert clients == 1
 
 
+def test_api_servers_end_with_the_process_that_started_them():
+    """However that ends: they would keep the port, and go on without a coordinator."""
+    code = f"""
+import sys; sys.path.insert(0, {str(common.HERE)!r})
+import asyncio, common, multiprocessing, types
+group, servers = common.lesson("06c2_engine_group"), multiprocessing.get_context("fork")
+group.make_client = lambda *_, **about: None
+group.serving.run_server = lambda *_, **about: asyncio.sleep(600)
+args = types.SimpleNamespace(api_server_count=1)
+process = servers.Process(target=group.run_api_server, args=(args, {{}}, None, (), 0, None))
+process.start()
+print(process.pid, flush=True)
+process.join()
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    server = int(parent.stdout.readline())
+    try:
+        assert alive(server)
+        parent.kill()
+        wait_until_gone([server])
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_engines_without_an_api_server_end_with_the_process_that_was_told_to(number):
     code = f"""

@@ -744,6 +744,11 @@ def broken(folder, what):
     return words.get(what, what)
 
 
+def test_a_folder_of_nobody_is_no_folder(tiny):
+    with pytest.raises(common.InputError, match="~nobody-has-this-name/a: no such adapter folder"):
+        adapters.read_adapter("~nobody-has-this-name/a", tiny.config)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("r", None), ("r", 0), ("r", "4"), ("r", True), ("lora_alpha", "x"), ("lora_alpha", math.nan),

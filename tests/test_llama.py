@@ -406,7 +406,8 @@ def test_a_broken_folder_gets_one_line(good_folder, tmp_path, name):
     assert word in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("path", ["does/not/exist", "/no/such/folder", "owner/nobody-has-this-model", "", "README.md"])
+@pytest.mark.parametrize("path", ["does/not/exist", "/no/such/folder", "owner/nobody-has-this-model", "", "README.md",
+                                  "~nobody-has-this-name/model", "~nobody-has-this-name"])  # fmt: skip
 def test_a_model_that_is_not_there(path):
     with pytest.raises(common.InputError, match="--model"):
         llama.load(path)

@@ -735,7 +735,9 @@ def run_api_servers(factory: Factory, args: Any, server: dict[str, Any]) -> int:
 
 def run_api_server(args: Any, server: dict[str, Any], sock: socket.socket, sockets: tuple, index: int,
                    pipe: Any) -> None:  # fmt: skip
-    """One API server process: lesson 06's, with a client that others have connected."""
+    """One API server process: lesson 06's, with a client that others have connected. It ends with its parent."""
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os.kill(os.getpid(), signal.SIGTERM)), daemon=True).start()
     client = make_client(args, *sockets, index=index, count=args.api_server_count)
 
     def say(text: str) -> None:

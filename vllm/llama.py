@@ -551,7 +551,7 @@ def model_folder(path_or_id: str | None = None) -> Path:
     """Resolve `--model`: None (default model), a local folder, or a hub id (its local cache, else the network)."""
     if path_or_id is None:
         return _default_folder()
-    folder = Path(path_or_id).expanduser()
+    folder = Path(os.path.expanduser(path_or_id))  # a user who is not known stays as written
     if path_or_id and folder.is_dir():
         return folder
     parts = path_or_id.split("/")
