@@ -744,9 +744,10 @@ def broken(folder, what):
     return words.get(what, what)
 
 
-def test_a_folder_of_nobody_is_no_folder(tiny):
-    with pytest.raises(common.InputError, match="~nobody-has-this-name/a: no such adapter folder"):
-        adapters.read_adapter("~nobody-has-this-name/a", tiny.config)
+@pytest.mark.parametrize("path", ["~nobody-has-this-name/a", "x" * 5000, "\0"])
+def test_what_cannot_be_a_folder_is_none(tiny, path):
+    with pytest.raises(common.InputError, match="no such adapter folder"):
+        adapters.read_adapter(path, tiny.config)
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def read_adapter(folder: str | Path, config: llama.LlamaConfig, name: str | None
     from safetensors.torch import load_file
 
     folder = Path(os.path.expanduser(folder))  # a user who is not known stays as written
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # or it may not be looked at
         raise common.InputError(f"{folder}: no such adapter folder")
     rank, scale = read_config(folder, max_lora_rank)
     path = folder / "adapter_model.safetensors"
