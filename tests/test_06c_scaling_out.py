@@ -788,6 +788,17 @@ def test_a_letter_may_come_in_pieces():
         assert request.prompt_token_ids == [1, 2] and abort == (ABORT, ["r"])
 
 
+def test_requests_end_with_a_client_that_is_found_gone_by_writing_to_it():
+    """Not by reading: its end comes between the last look into the mail and the step's answer."""
+    with mailbox() as (box, (first, second, _)):
+        for name, client in (("r", first), ("s", second)):
+            client.sendall(async_engine.frame((ADD, request_of([1, 2], name))))
+        assert len(box.receive(20)) == 2
+        first.close()
+        box.send(async_engine.EngineCoreOutputs([async_engine.EngineCoreOutput("r", [5])]))
+        assert box.receive(0) == [(ABORT, ["r"])] and list(box.owner) == ["s"] and box.receive(0) == []
+
+
 def test_it_waits_for_a_letter_no_longer_than_it_is_asked_to():
     with mailbox() as (box, (client, *_)):
         start = time.monotonic()
@@ -1063,6 +1074,100 @@ def test_engines_dial_in_and_strangers_are_turned_away():
         sock.close()
     with pytest.raises(common.InputError, match="--data-parallel-address"):
         engine_group.dial(address[0], free_port(), 1, patience=0.0)
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n", b"[]\n", b""])
+def test_who_dials_somebody_else_reads_one_line(answer):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept():
+            sock, _ = server.accept()
+            with sock:
+                sock.recv(4096)
+                sock.sendall(answer)
+
+        threading.Thread(target=accept).start()
+        with pytest.raises(common.InputError, match="--data-parallel-address"):
+            engine_group.dial(*server.getsockname(), 1)
+
+
+def test_who_dials_waits_while_others_before_it_say_nothing(monkeypatch):
+    """The head hears one after the other, each for up to 10 s; connecting takes longer than that for nobody."""
+    connect = socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", lambda address, timeout: connect(address, 0.1))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept():
+            sock, _ = server.accept()
+            time.sleep(0.4)
+            sock.sendall(b'{"slots": 1, "clients": 1}\n')
+            sock.close()
+
+        threading.Thread(target=accept).start()
+        (sock,), clients = engine_group.dial(*server.getsockname(), 1)
+        sock.close()
+        assert clients == 1
+
+
+def test_api_servers_end_with_the_process_that_started_them():
+    """However that ends: they would keep the port, and go on without a coordinator."""
+    code = f"""
+import sys; sys.path.insert(0, {str(common.HERE)!r})
+import asyncio, common, multiprocessing, types
+group, servers = common.lesson("06c2_engine_group"), multiprocessing.get_context("fork")
+group.make_client = lambda *_, **about: None
+group.serving.run_server = lambda *_, **about: asyncio.sleep(600)
+args = types.SimpleNamespace(api_server_count=1)
+process = servers.Process(target=group.run_api_server, args=(args, {{}}, None, (), 0, None))
+process.start()
+print(process.pid, flush=True)
+process.join()
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    server = int(parent.stdout.readline())
+    try:
+        assert alive(server)
+        parent.kill()
+        wait_until_gone([server])
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_engines_without_an_api_server_end_with_the_process_that_was_told_to(number):
+    code = f"""
+import sys; sys.path.insert(0, {str(common.HERE)!r})
+import common, multiprocessing, signal, time, types
+group, engines = common.lesson("06c2_engine_group"), multiprocessing.get_context("fork")
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def start_engine(*_):
+    process = engines.Process(target=time.sleep, args=(600,))
+    process.start()
+    print(process.pid, flush=True)
+    return process
+group.dial, group.start_engine = lambda *_: ([], 1), start_engine
+args = types.SimpleNamespace(data_parallel_size_local=2, data_parallel_start_rank=1, data_parallel_address="",
+                             data_parallel_rpc_port=0)
+sys.exit(group.run_headless(None, args, lambda text: None))
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    engines = []
+    try:
+        engines += [int(process.stdout.readline()) for _ in range(2)]
+        time.sleep(0.2)
+        process.send_signal(number)
+        assert process.wait(20) == 0 and not any(map(alive, engines))
+    finally:
+        for pid in engines:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def test_a_line_without_an_end_is_not_read_for_ever():

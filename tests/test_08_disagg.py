@@ -11,6 +11,7 @@ import io
 import json
 import multiprocessing
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -350,6 +351,43 @@ def test_a_segment_is_private_and_goes_with_its_connection(monkeypatch):
         assert bytes(link.receive(taken, bytearray()).numpy()) == bytes(range(100))
         assert len(opened) == 3 and closed == opened, "two were written, one was read"
     assert link.inbox.get(timeout=20)[1]["kind"] == "LOST" and not path.exists(), "nobody came for it"
+
+
+def test_memory_that_is_full_ends_the_connection_and_not_the_process(tmp_path):
+    """A file system of 64 KiB. Storing into a mapping that has no memory behind it would be a bus error."""
+    shell = f'mount -t tmpfs -o size=64k none "{tmp_path}" && "$@"'
+    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", shell, "sh"]
+    if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("no file system of our own can be mounted here")
+    code = f"""
+import sys; sys.path.insert(0, {str(common.HERE)!r})
+import common, pathlib, queue, socket, threading, torch
+transfer = common.lesson("080_kv_transfer")
+transfer.SHM = pathlib.Path({str(tmp_path)!r})
+with socket.create_server(("127.0.0.1", 0)) as server:
+    theirs = socket.create_connection(server.getsockname())
+    link = transfer.SharedMemoryLink(queue.SimpleQueue(), threading.Event(), server.accept()[0])
+link.send({GOOD}, torch.ones(1 << 20, dtype=torch.uint8))
+print(link.inbox.get(timeout=20)[1], list(transfer.SHM.iterdir()))
+for thread in threading.enumerate()[1:]:
+    thread.join(20)
+"""
+    done = subprocess.run([*alone, sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "'LOST'" in done.stdout and "No space left" in done.stdout and done.stdout.endswith(" []\n")
+
+
+def test_names_that_were_mapped_are_forgotten(monkeypatch):
+    monkeypatch.setattr(transfer.SharedMemoryLink, "MANY", 4)
+    with connection(transfer.SharedMemoryLink) as (link, _):
+        for i in range(20):
+            link.transmit(GOOD, torch.ones(2, dtype=torch.uint8))
+            if i > 1:  # the first two are never fetched
+                *_, newest = sorted(link.names, key=lambda name: (transfer.SHM / name).exists() and
+                                    (transfer.SHM / name).stat().st_mtime_ns)  # fmt: skip
+                (transfer.SHM / newest).unlink()
+            assert len(link.names) <= 5
+    assert not list(transfer.SHM.glob(f"kvx-{os.getpid()}-*"))
 
 
 def test_nobody_waits_for_ever_for_a_partner_in_a_process_group():
@@ -1546,6 +1584,24 @@ def test_no_segment_outlives_a_lost_connection():
     assert not list(transfer.SHM.glob(f"kvx-{os.getpid()}-*"))
 
 
+def test_callers_are_let_in_again_when_there_are_descriptors_again(tiny_model):
+    """Whoever accepts must not give up for good while the process may open no file. (Linux reserves the descriptor of
+    a call before it waits for one: it is the second that finds none.)"""
+    connector = connectors.TCPConnector(KVTransferConfig("TCPConnector", "kv_producer", kv_port=0))
+    connector.register_kv_caches([torch.zeros(2, 5, 8, 2, 16)] * 2, tiny_model)
+    try:
+        with socket.socket() as first, socket.socket() as second:
+            with limited("RLIMIT_NOFILE", first.fileno()):
+                first.connect(("127.0.0.1", connector.port))
+                time.sleep(0.2)
+            second.connect(("127.0.0.1", connector.port))
+            for caller in (first, second):
+                caller.settimeout(5)
+                assert caller.recv(4) == transfer.MAGIC, "HELLO"
+    finally:
+        connector.close()
+
+
 @pytest.mark.parametrize(("producer_tp", "consumer_tp"), [(3, 1), (1, 3), (3, 3), (6, 1)])
 def test_tensor_parallel_degrees_may_differ(producer_tp, consumer_tp, device):
     """Ranks of a cache with 3 KV heads and blocks of 16, to ranks with blocks of 8: every head in its place."""
@@ -1924,6 +1980,40 @@ def test_a_block_that_is_found_is_used_and_one_that_is_being_written_is_not_coun
     assert store.find("a") == tier.path("a")
     tier.put("c", [bytes(5)])
     assert sorted(path.name for path in tier.folder.iterdir()) == [".partial", "a", "c"]
+
+
+@contextlib.contextmanager
+def limited(name, soft):
+    """A resource limit of this process, for a while."""
+    resource = pytest.importorskip("resource")
+    kind = getattr(resource, name)
+    limits = resource.getrlimit(kind)
+    resource.setrlimit(kind, (soft, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, limits)
+
+
+def test_a_store_without_room_is_no_end_of_the_engine(folder, tiny_model, expected):
+    """Files may be of 1,000 bytes at most, a block has more: the write fails as on a full file system."""
+    core = store_core(tiny_model, folder)
+    with limited("RLIMIT_FSIZE", 1000):
+        assert ask(core, PROMPT, TOKENS) == expected
+    store = core.scheduler.connector.store
+    assert not store.stats["stored"] and not list(store.cpu.folder.iterdir())
+    assert ask(core, PROMPT[:20], 1, "again") and store.stats["stored"] == 2
+    assert_idle(core)
+
+
+def test_a_disk_without_room_forgets_what_memory_evicts(folder):
+    store = connectors.KVStore(folder, 4100, 1 << 20)
+    store.put("a", [torch.zeros(1000)])
+    os.utime(store.cpu.path("a"), (0, 0))
+    with limited("RLIMIT_FSIZE", 1000):
+        store.put("b", [torch.zeros(100)])
+    assert store.find("a") is None and store.find("b") and not store.stats["demoted"]
+    assert not list(store.disk.folder.iterdir())
 
 
 def test_who_may_not_read_the_cache_does_not_read_the_store(folder, tiny_model, expected):

@@ -744,6 +744,12 @@ def broken(folder, what):
     return words.get(what, what)
 
 
+@pytest.mark.parametrize("path", ["~nobody-has-this-name/a", "x" * 5000, "\0"])
+def test_what_cannot_be_a_folder_is_none(tiny, path):
+    with pytest.raises(common.InputError, match="no such adapter folder"):
+        adapters.read_adapter(path, tiny.config)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("r", None), ("r", 0), ("r", "4"), ("r", True), ("lora_alpha", "x"), ("lora_alpha", math.nan),

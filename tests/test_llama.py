@@ -363,6 +363,7 @@ BROKEN = {
     "too many layers": (lambda f: edit_config(f, num_hidden_layers=4), "model.layers.3"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
     "config that is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json"),
+    "config of brackets": (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json"),
     "config that is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
     "truncated weights": (lambda f: os.truncate(f / "model.safetensors", 5000), "model.safetensors"),
@@ -406,7 +407,8 @@ def test_a_broken_folder_gets_one_line(good_folder, tmp_path, name):
     assert word in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("path", ["does/not/exist", "/no/such/folder", "owner/nobody-has-this-model", "", "README.md"])
+@pytest.mark.parametrize("path", ["does/not/exist", "/no/such/folder", "owner/nobody-has-this-model", "", "README.md",
+                                  "~nobody-has-this-name/model", "~nobody-has-this-name", "x" * 5000])  # fmt: skip
 def test_a_model_that_is_not_there(path):
     with pytest.raises(common.InputError, match="--model"):
         llama.load(path)

@@ -165,11 +165,12 @@ class EngineMailbox:
         self.watched: Sequence[Any] = ()  # readable when a worker has died
         self.alive: Callable[[], None] = lambda: None
         self.reported: list[float] = []
+        self.unread: list[Any] = []  # letters that we wrote ourselves for clients who had hung up
 
     def receive(self, seconds: float | None) -> list[Any]:
         """All letters that are here; waits up to `seconds` for one, None is for ever. Raises ClientGone, or
         ExecutorFailed."""
-        letters: list[Any] = []
+        letters, self.unread = self.unread, []
         while self.clients:
             ready = select.select([*self.clients.values(), *self.watched], [], [], 0 if letters else seconds)[0]
             if not ready:
@@ -254,13 +255,11 @@ class EngineMailbox:
         return parts if parts or letter.outputs else {index: letter for index in self.clients}
 
     def _send(self, index: int, letter: Any) -> None:
-        try:
-            self.clients[index].sendall(async_engine.frame(letter))
-        except OSError:
-            with contextlib.suppress(KeyError):
-                self._hung_up(index)  # its requests end with the next `receive`
-        except KeyError:
-            pass
+        if index in self.clients:
+            try:
+                self.clients[index].sendall(async_engine.frame(letter))
+            except OSError:
+                self.unread += self._hung_up(index)  # its requests end with the next `receive`
 
     def _report(self, stats: Any) -> None:
         """Tell the coordinator when the queues have changed."""
@@ -639,13 +638,14 @@ def dial(address: str, port: int, engine: int, patience: float = 600.0) -> tuple
     while len(sockets) < slots:
         try:
             sock = socket.create_connection((address, port), timeout=10)
-        except OSError as error:
-            if time.monotonic() > stop:
+            sock.sendall(json.dumps({"engine": engine, "slot": len(sockets)}).encode() + b"\n")
+            sock.settimeout(max(1.0, stop - time.monotonic()))  # others may stand before us and say nothing
+            answer = read_line(sock)
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) or time.monotonic() > stop:
                 raise common.InputError(f"--data-parallel-address {address}, port {port}: {error}") from None
             time.sleep(0.2)
             continue
-        sock.sendall(json.dumps({"engine": engine, "slot": len(sockets)}).encode() + b"\n")
-        answer = read_line(sock)
         if "error" in answer:
             raise common.InputError(f"--data-parallel-start-rank: refused by {address}: {answer['error']}")
         slots, clients = answer["slots"], answer["clients"]
@@ -656,17 +656,30 @@ def dial(address: str, port: int, engine: int, patience: float = 600.0) -> tuple
 
 
 def run_headless(factory: Factory, args: Any, say: Callable[[str], None] = say_aloud) -> int:
-    """Engines without an API server. They end when the API servers hang up. Returns the exit code."""
+    """Engines without an API server. They end when the API servers hang up, or at a signal. Returns the exit code."""
+
+    def stop(*_: Any) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):  # a second one would interrupt the end
+            signal.signal(number, signal.SIG_IGN)
+        raise SystemExit(0)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     local = args.data_parallel_size_local or 1
     ranks = range(args.data_parallel_start_rank, args.data_parallel_start_rank + local)
     processes = []
-    for engine in ranks:
-        sockets, clients = dial(args.data_parallel_address, args.data_parallel_rpc_port, engine)
-        say(f"engine {engine} serves {args.data_parallel_address}:{args.data_parallel_rpc_port}")
-        threads = max(1, torch.get_num_threads() // local)
-        processes.append(start_engine(sockets, clients, engine, factory, args, threads))
-    for process in processes:
-        process.join()
+    try:
+        for engine in ranks:
+            sockets, clients = dial(args.data_parallel_address, args.data_parallel_rpc_port, engine)
+            say(f"engine {engine} serves {args.data_parallel_address}:{args.data_parallel_rpc_port}")
+            threads = max(1, torch.get_num_threads() // local)
+            processes.append(start_engine(sockets, clients, engine, factory, args, threads))
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:  # they take no signals, and would go on without us
+            process.kill()
+            process.join()
     return max(abs(process.exitcode) for process in processes)
 
 
@@ -722,7 +735,9 @@ def run_api_servers(factory: Factory, args: Any, server: dict[str, Any]) -> int:
 
 def run_api_server(args: Any, server: dict[str, Any], sock: socket.socket, sockets: tuple, index: int,
                    pipe: Any) -> None:  # fmt: skip
-    """One API server process: lesson 06's, with a client that others have connected."""
+    """One API server process: lesson 06's, with a client that others have connected. It ends with its parent."""
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os.kill(os.getpid(), signal.SIGTERM)), daemon=True).start()
     client = make_client(args, *sockets, index=index, count=args.api_server_count)
 
     def say(text: str) -> None:

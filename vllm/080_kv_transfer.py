@@ -359,30 +359,36 @@ class SharedMemoryLink(Link):
     """Same host: a payload is a file in memory, the frame says its name. Whoever maps it removes the name at once, so
     it goes with its last reader, however that ends; the sender removes those that nobody came for."""
 
+    MANY = 1000  # names after which we look which of them are still there
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.names: set[str] = set()
         super().__init__(*args, **kwargs)
 
     def transmit(self, header: dict[str, Any], payload: torch.Tensor | None) -> None:
         """Payload to a named segment, its name over the socket; whoever receives it removes the name."""
-        if payload is not None and payload.nbytes:
-            name = f"kvx-{os.getpid()}-{secrets.token_hex(8)}"
-            descriptor = os.open(SHM / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            self.names.add(name)
-            try:
-                os.ftruncate(descriptor, payload.nbytes)
-                with mmap.mmap(descriptor, payload.nbytes) as segment:
-                    torch.frombuffer(segment, dtype=torch.uint8).copy_(payload)
-            except BufferError:  # torch still holds the mapping; it goes with the tensor
-                pass
-            finally:
-                os.close(descriptor)
-            header = {**header, "shm": name, "nbytes": payload.nbytes}
         try:
+            if payload is not None and payload.nbytes:
+                header = {**header, "shm": self._write_segment(payload), "nbytes": payload.nbytes}
             super().transmit(header, None)
         except OSError:  # nobody will map it; and the connection may have been given up before it was there
             self.forget()
             raise
+
+    def _write_segment(self, payload: torch.Tensor) -> str:
+        """The name of a new file with these bytes. OSError if the memory is full: `write` says so, where to store into
+        a mapping would end the process (SIGBUS)."""
+        name = f"kvx-{os.getpid()}-{secrets.token_hex(8)}"
+        descriptor = os.open(SHM / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        if len(self.names) >= self.MANY:
+            self.names = {known for known in self.names if (SHM / known).exists()}  # the others were mapped
+        self.names.add(name)
+        try:
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(payload.cpu().numpy())
+        finally:
+            os.close(descriptor)
+        return name
 
     def receive(self, header: dict[str, Any], payload: bytearray) -> torch.Tensor | None:
         """The segment, mapped and unlinked; None if it was here before. ProtocolError for a name that is not ours."""

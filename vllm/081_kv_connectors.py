@@ -23,8 +23,8 @@ import queue
 import secrets
 import socket
 import struct
-import tempfile
 import threading
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -59,13 +59,19 @@ class Tier:
     def path(self, key: str) -> Path:
         return self.folder / key
 
-    def put(self, key: str, parts: Iterable[Any]) -> None:
-        """Write a block, then make room for it."""
-        with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", delete=False) as file:
-            for part in parts:
-                file.write(part)
-        os.replace(file.name, self.path(key))
+    def put(self, key: str, parts: Iterable[Any]) -> bool:
+        """Write a block, then make room for it. False, and nothing is left of it, if the file system has no room."""
+        path = self.folder / f".{secrets.token_hex(8)}"
+        try:
+            with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.writelines(parts)
+            os.replace(path, self.path(key))
+        except OSError:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return False
         self.trim()
+        return True
 
     def trim(self) -> None:
         """Evict the files unused for longest until `capacity` bytes are left; others may do so at the same time."""
@@ -102,8 +108,7 @@ class KVStore:
     def _demote(self, path: Path) -> None:
         body = path.read_bytes()
         path.unlink()
-        self.disk.put(path.name, [body])
-        self.stats["demoted"] += 1
+        self.stats["demoted"] += self.disk.put(path.name, [body])
 
     def find(self, key: str) -> Path | None:
         """Where a block is, if it is; it counts as used now."""
@@ -114,13 +119,14 @@ class KVStore:
         return None
 
     def put(self, key: str, layers: Sequence[torch.Tensor]) -> None:
-        """A block: one payload per layer, layer 0 first, so that a reader can begin with layer 0."""
+        """A block: one payload per layer, layer 0 first, so that a reader can begin with layer 0. Where it cannot be
+        written, the store has one less, and its engine goes on."""
         if self.find(key) is None:
             parts = [kv_transfer.as_bytes(layer).cpu().numpy() for layer in layers]
             heads = [self.HEADER.pack(part.nbytes, zlib.crc32(part)) for part in parts]
-            self.cpu.put(key, [*heads, *parts])
-            self.stats["stored"] += 1
-            self.stats["bytes"] += sum(part.nbytes for part in parts)
+            if self.cpu.put(key, [*heads, *parts]):
+                self.stats["stored"] += 1
+                self.stats["bytes"] += sum(part.nbytes for part in parts)
 
     def read_layer(self, path: Path, layer: int) -> torch.Tensor:
         """uint8. Raises OSError or ValueError if the block is gone, cut short or changed."""
@@ -502,7 +508,10 @@ class P2PConnector(KVConnectorBase):
             try:
                 sock, _ = self.server.accept()
             except OSError:
-                return
+                if self.closed:
+                    return
+                time.sleep(0.1)  # no descriptor was left, or the caller has gone again: the next one may have more luck
+                continue
             hello = {"kind": "HELLO", "layout": self.layout(), "engine_id": self.config.engine_id, "port": 0}
             link = self.link_class(self.inbox, self.wake, sock, timeout=self.timeout, hello=hello)
             self.accepted.append(link)

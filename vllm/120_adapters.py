@@ -17,6 +17,7 @@ import common  # first: it settles the device before torch is used
 import copy
 import dataclasses
 import math
+import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -154,8 +155,8 @@ def read_adapter(folder: str | Path, config: llama.LlamaConfig, name: str | None
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    folder = Path(folder).expanduser()
-    if not folder.is_dir():
+    folder = Path(os.path.expanduser(folder))  # a user who is not known stays as written
+    if not os.path.isdir(folder):  # or it may not be looked at
         raise common.InputError(f"{folder}: no such adapter folder")
     rank, scale = read_config(folder, max_lora_rank)
     path = folder / "adapter_model.safetensors"

@@ -136,7 +136,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise common.InputError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise common.InputError(f"{path}: not readable as JSON ({error})") from None
     if not isinstance(content, dict):
         raise common.InputError(f"{path}: holds a JSON {type(content).__name__}, expected an object")
@@ -551,11 +551,11 @@ def model_folder(path_or_id: str | None = None) -> Path:
     """Resolve `--model`: None (default model), a local folder, or a hub id (its local cache, else the network)."""
     if path_or_id is None:
         return _default_folder()
-    folder = Path(path_or_id).expanduser()
-    if path_or_id and folder.is_dir():
+    folder = Path(os.path.expanduser(path_or_id))  # a user who is not known stays as written
+    if path_or_id and os.path.isdir(folder):  # False also for what may not be looked at
         return folder
     parts = path_or_id.split("/")
-    if folder.exists() or len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
+    if os.path.exists(folder) or len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
         raise common.InputError(
             f"--model {path_or_id}: not a folder; allowed: a local Llama folder or a hub id (owner/name)"
         )
