@@ -46,8 +46,9 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked with the job that they look at come last; until then the jobs run beside the other tests."""
-    items.sort(key=lambda item: item.get_closest_marker("job") is not None)
+    """Tests marked with the job that they look at come late; until then the jobs run beside the other tests. Those that
+    look at the clock come last, when nothing does."""
+    items.sort(key=lambda item: [item.get_closest_marker(name) is not None for name in ("alone", "job")])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

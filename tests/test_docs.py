@@ -81,8 +81,14 @@ def test_quoted_output(page):
     check_output(page, with_flags=False)
 
 
+def jobs_with_flags(page):
+    """Jobs of the runs whose flags the page shows beside what they print."""
+    return [pytest.mark.job(script_job(page.stem, *block.argument.split()))
+            for block in documents.blocks(page) if block.kind == "output" and block.argument]  # fmt: skip
+
+
 @pytest.mark.slow
-@by_lesson
+@pytest.mark.parametrize("page", [pytest.param(p, marks=jobs_with_flags(p), id=p.name) for p in LESSON_PAGES])
 def test_quoted_output_with_flags(page):
     check_output(page, with_flags=True)
 

@@ -24,6 +24,7 @@ SCRIPT = Path(kernel_mutants.__file__)
 
 
 TWO = ["02_paged_attention:copy", "02_paged_attention:reshape"]
+SOME = (("mutants of every kernel",), [sys.executable, SCRIPT, "--sample", "3"])
 COPIES = (("mutants",), [sys.executable, SCRIPT, *TWO, "--sample", "3", "-k", "copy_blocks or cache or past_the_end"])
 
 
@@ -92,7 +93,8 @@ def test_without_tests_mutants_live():
 
 
 @pytest.mark.slow
+@pytest.mark.job(SOME)
 def test_some_mutants_of_every_kernel_are_killed():
-    done = scripts.execute([sys.executable, SCRIPT, "--sample", "3"])
+    done = scripts.get(SOME)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     assert done.stdout.count(" mutants ") == len(kernel_mutants.kernels()) - len(kernel_mutants.NATIVE)

@@ -80,6 +80,7 @@ def test_kernel_compiles(lesson, kernel):
 
 @needs_triton
 @pytest.mark.slow
+@pytest.mark.job(compile_job("all"))
 @pytest.mark.parametrize(("lesson", "kernel"), KERNELS)
 def test_kernel_compiles_everywhere(lesson, kernel):
     check("all", lesson, kernel)
@@ -164,6 +165,7 @@ def test_keys_are_fetched_ahead_on_hopper():
 
 @needs_triton
 @pytest.mark.slow
+@pytest.mark.job(nvidia_job(ELSEWHERE))
 def test_tiles_of_nvidia_everywhere():
     for case, row in zip(ELSEWHERE, compiled_on_nvidia(ELSEWHERE)):
         if case[2] != "float32" and case[1] != "gqa_prefill" and case[-1] == 1:

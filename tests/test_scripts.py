@@ -6,7 +6,6 @@ import argparse
 import inspect
 import json
 import re
-import subprocess
 import sys
 
 import common
@@ -124,6 +123,7 @@ def test_the_figures_are_saved_last(lesson):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @by_lesson
 def test_default_run_takes_at_most_twenty_seconds(lesson, monkeypatch):
     if common.HAS_GPU:
@@ -144,11 +144,13 @@ def test_help(lesson):
     assert all(flag in text for flag in FLAGS)
 
 
-@pytest.mark.parametrize(
-    "lesson", [pytest.param(p.stem, marks=[] if p.stem in HEAVY else pytest.mark.slow) for p in LESSONS]
-)
+HELP = [pytest.param(p.stem, marks=[pytest.mark.job(script_job(p.stem, "--help")),
+                                    *([] if p.stem in HEAVY else [pytest.mark.slow])]) for p in LESSONS]  # fmt: skip
+
+
+@pytest.mark.parametrize("lesson", HELP)
 def test_help_of_a_process(lesson):
-    done = subprocess.run([sys.executable, common.HERE / f"{lesson}.py", "--help"], capture_output=True, text=True)
+    done = run(lesson, "--help")
     assert done.returncode == 0, done.stderr
     assert all(flag in done.stdout for flag in FLAGS)
 
@@ -219,7 +221,9 @@ def test_without_triton_the_first_lesson_runs():
 
 
 @pytest.mark.slow
-@by_lesson
+@pytest.mark.parametrize(
+    "lesson", [pytest.param(p.stem, marks=pytest.mark.job(script_job(p.stem, prelude=HIDE_TRITON))) for p in LESSONS]
+)
 def test_without_triton_every_lesson_runs(lesson):
     without_triton(lesson)
 
