@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import common
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -452,3 +453,18 @@ def test_the_oldest_makes_room(monkeypatch):
     monkeypatch.undo()
     api.delete(keep("f"))
     assert not api.stored and api.stored_bytes == 0
+
+
+def test_events_of_a_kept_response_are_refused():
+    """OpenAI's `retrieve(id, stream=True)` reads events; in one whole object it finds none, and says nothing."""
+    _, app = serve()
+    kept = ask(app, X).json
+
+    async def retrieve(stream):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+            return await client.get(f"/v1/responses/{kept['id']}", params={"stream": stream})
+
+    refused = asyncio.run(retrieve("true"))
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "stream", refused.text
+    assert asyncio.run(retrieve("maybe")).json()["error"]["param"] == "stream"
+    assert asyncio.run(retrieve("false")).json() == kept

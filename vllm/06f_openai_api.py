@@ -616,7 +616,7 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
     failures = {status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 500, 503)}
     app = fastapi.FastAPI(title="vLLM, from first principles", version=VERSION, docs_url=None, redoc_url=None)
     post = functools.partial(app.post, responses={**failures, 422: {"description": "never: such errors are 400"}})
-    get = functools.partial(app.get, responses={status: failures[status] for status in (401, 404, 500, 503)})
+    get = functools.partial(app.get, responses={status: failures[status] for status in (400, 401, 404, 500, 503)})
 
     def error_response(error: APIError) -> Response:
         return JSONResponse(error.body(), error.status, error.headers)
@@ -690,8 +690,8 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
         return await respond(body, request, responses)
 
     @get("/v1/responses/{response_id}")
-    async def retrieve_response(response_id: str) -> dict[str, Any]:
-        return responses.find(response_id).response
+    async def retrieve_response(response_id: str, stream: bool = False) -> dict[str, Any]:
+        return responses.retrieve(response_id, stream)
 
     @app.delete("/v1/responses/{response_id}", responses={status: failures[status] for status in (401, 404)})
     async def delete_response(response_id: str) -> dict[str, Any]:
