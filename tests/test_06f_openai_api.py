@@ -133,7 +133,9 @@ BAD_CHATS = [
      "messages"),
     (M | {"web_search_options": {}}, "web_search_options"), (M | {"modalities": ["audio"]}, "modalities"),
     (M | {"use_beam_search": True}, "use_beam_search"), (M | {"reasoning_effort": 3}, "reasoning_effort"),
-    (M | {"echo": True}, "echo"), (M | {"prompt": "x"}, "prompt"),
+    (M | {"echo": True}, "echo"), (M | {"continue_final_message": True}, "continue_final_message"),
+    (M | {"bad_words": ["x"]}, "bad_words"), (M | {"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+    (M | {"prompt": "x"}, "prompt"),
     (M | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     (M | {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
 ]  # fmt: skip
@@ -356,6 +358,8 @@ def test_an_answer_goes_back_as_history(shared):
      {"functions": None, "audio": None, "a field of tomorrow": None}, {"tools": TOOLS, "tool_choice": "none"},
      {"prediction": {"type": "content", "content": "x"}}, {"chat_template_kwargs": {"enable_thinking": False}},
      {"use_beam_search": False, "length_penalty": 1.0, "spaces_between_special_tokens": True},
+     {"bad_words": [], "return_tokens_as_token_ids": False, "allowed_token_ids": None, "truncate_prompt_tokens": None},
+     {"continue_final_message": False, "echo": False, "include_reasoning": True},
      {"stop": [], "logit_bias": {}, "top_logprobs": 0, "logprobs": False, "n": None, "seed": None},
      {"stream": False, "stream_options": None}],
 )  # fmt: skip

@@ -140,9 +140,12 @@ class CommonRequest(AnyRequest):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = False
     prompt_logprobs: int | None = None
-    spaces_between_special_tokens: bool = True  # these three at what they mean here: nothing
+    spaces_between_special_tokens: bool = True  # from here to the blank line: at what they mean here, which is nothing
     use_beam_search: Literal[False] = False
     length_penalty: float = 1.0
+    bad_words: list[str] | None = pydantic.Field(None, max_length=0)
+    return_tokens_as_token_ids: Literal[False] | None = None
+
     kv_transfer_params: dict[str, Any] | None = None  # lesson 08
     guided_json: str | dict[str, Any] | None = None  # names of older versions, which vLLM 0.32 ignores
     guided_regex: str | None = None
@@ -252,6 +255,9 @@ class ChatCompletionRequest(CommonRequest):
     logprobs: bool | None = False
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
+    continue_final_message: Literal[False] = False
+    echo: Literal[False] = False
+    include_reasoning: bool = True  # there is none to leave out
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = pydantic.Field(None, min_length=1)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
