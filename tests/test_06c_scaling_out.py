@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import common
@@ -596,6 +598,17 @@ def test_a_killed_worker_is_named_and_another_start_works():
         assert gone(again), "a refusal ends them, too"
     finally:
         again.shutdown()
+
+
+def test_workers_end_with_the_last_who_has_their_executor():
+    """`del llm` is how a notebook makes room for the next."""
+    executor = lesson.MultiprocExecutor(1)
+    (process,), memory = executor.processes, Path("/dev/shm", executor.queue.memory.name)
+    core = parallel_core(executor, ParallelConfig(1, 1, "mp"))
+    assert process.is_alive() and memory.exists()
+    del executor, core
+    gc.collect()
+    assert not process.is_alive() and not memory.exists()
 
 
 def test_a_worker_reads_although_nobody_has_read_its_answer():
@@ -1464,11 +1477,11 @@ def test_the_offline_engine_on_workers(options, texts):
         engine_class = staticmethod(serving.offline_engine)
 
     llm = LLM(max_model_len=256, **options)
-    try:
-        found = llm.generate(TEXTS, SamplingParams(temperature=0, max_tokens=6))
-        assert [output.outputs[0].text for output in found] == texts
-    finally:
-        llm.llm_engine.core.runner.executor.shutdown()
+    found = llm.generate(TEXTS, SamplingParams(temperature=0, max_tokens=6))
+    assert [output.outputs[0].text for output in found] == texts
+    del llm
+    gc.collect()
+    assert not multiprocessing.active_children(), "its workers end with it"
 
 
 @pytest.mark.slow

@@ -689,7 +689,9 @@ class MultiprocExecutor(Executor):
         self.bytes_broadcast = 0
         context = tensor_parallel.start_context()
         self.queue = MessageQueue(context, world_size)
-        atexit.register(self.shutdown)
+        # Called by `shutdown`, or when nobody has this executor any more, or when this process ends.
+        self._end = weakref.finalize(self, end_workers, self.processes, self.pipes, self.queue)
+        atexit.register(self._end)  # before multiprocessing's own end, which would wait for the workers
         _living.add(self)
         try:
             # The meeting point of the process group is ours. Port 0: the kernel picks one that is free.
@@ -774,16 +776,21 @@ class MultiprocExecutor(Executor):
 
     def shutdown(self) -> None:
         """Kill the workers: no step is in flight that anybody waits for."""
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join()
-        for pipe in self.pipes:
-            pipe.close()
-        self.queue.close()
         self.failed = self.failed or "the executor was shut down"
-        atexit.unregister(self.shutdown)
+        self._end()
+        atexit.unregister(self._end)
         _living.discard(self)
+
+
+def end_workers(processes: list[Any], pipes: list[Any], queue: MessageQueue) -> None:
+    """Kill the processes and give back what connected them."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+    for pipe in pipes:
+        pipe.close()
+    queue.close()
 
 
 def run_worker(pipe: multiprocessing.connection.Connection, reader: MessageReader, rank: int, world_size: int,
@@ -845,10 +852,12 @@ class RayExecutor(Executor):
             options = {} if address else {"num_cpus": world_size, "include_dashboard": False}
             ray.init(address=address or os.environ.get("RAY_ADDRESS"), log_to_driver=False, logging_level="error",
                      runtime_env={"env_vars": {"PYTHONPATH": str(common.HERE)}}, **options)  # fmt: skip
-        atexit.register(self.shutdown)
         _living.add(self)
         device = {"GPU": 1} if common.HAS_GPU else {"CPU": 1}
         self.group = ray.util.placement_group([device] * world_size, strategy="PACK")  # as few machines as possible
+        self.actors: list[Any] = []
+        self._end = weakref.finalize(self, end_actors, ray, self.actors, self.group, self.owns_ray)
+        atexit.register(self._end)
         ray.get(self.group.ready(), timeout=self.timeout)
         one_machine = len({node["NodeID"] for node in ray.nodes() if node["Alive"]}) == 1
         host = "127.0.0.1" if one_machine else ray.util.get_node_ip_address()
@@ -869,7 +878,7 @@ class RayExecutor(Executor):
 
         bundle = lambda i: ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, i)  # noqa: E731
         resources = {"num_gpus": 1} if common.HAS_GPU else {"num_cpus": 1}
-        self.actors = [ray.remote(RayWorker).options(scheduling_strategy=bundle(rank), **resources).remote(
+        self.actors += [ray.remote(RayWorker).options(scheduling_strategy=bundle(rank), **resources).remote(
             rank, world_size, host, self.store.port) for rank in range(world_size)]  # fmt: skip
 
     def submit(self, method: str | Factory, *args: Any, reply_rank: int | None = None,
@@ -884,13 +893,18 @@ class RayExecutor(Executor):
     def shutdown(self) -> None:
         """End actors and their places, and Ray where we started it."""
         self.failed = self.failed or "the executor was shut down"
-        atexit.unregister(self.shutdown)
+        self._end()
+        atexit.unregister(self._end)
         _living.discard(self)
-        for actor in self.actors:
-            self.ray.kill(actor)
-        self.ray.util.remove_placement_group(self.group)
-        if self.owns_ray:
-            self.ray.shutdown()
+
+
+def end_actors(ray: Any, actors: list[Any], group: Any, owns_ray: bool) -> None:
+    """End the actors, give their places back, and end Ray where it was started for them."""
+    for actor in actors:
+        ray.kill(actor)
+    ray.util.remove_placement_group(group)
+    if owns_ray:
+        ray.shutdown()
 
 
 class RayFuture:
