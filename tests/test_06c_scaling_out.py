@@ -1089,6 +1089,24 @@ def test_engines_dial_in_and_strangers_are_turned_away():
         engine_group.dial(address[0], free_port(), 1, patience=0.0)
 
 
+def test_an_engine_that_died_before_all_were_there_may_come_again():
+    args = EngineArgs(data_parallel_size=3, data_parallel_size_local=1, data_parallel_rpc_port=free_port())
+    found, said = {}, []
+    head = threading.Thread(target=lambda: found.update(engine_group.accept_engines(args, 1, said.append)), daemon=True)
+    head.start()
+    address = (args.data_parallel_address, args.data_parallel_rpc_port)
+    for sock in engine_group.dial(*address, 1)[0]:
+        sock.close()
+    sockets = [*engine_group.dial(*address, 1)[0], *engine_group.dial(*address, 2)[0]]
+    head.join(30)
+    assert sorted(found) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    for (engine, slot), sock in found.items():
+        sock.sendall(b"%d%d" % (engine, slot))
+    assert [sock.recv(2) for sock in sockets] == [b"10", b"11", b"20", b"21"]
+    for sock in (*found.values(), *sockets):
+        sock.close()
+
+
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n", b"[]\n", b""])
 def test_who_dials_somebody_else_reads_one_line(answer):
     with socket.create_server(("127.0.0.1", 0)) as server:

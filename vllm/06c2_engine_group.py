@@ -613,6 +613,7 @@ def accept_engines(
             try:
                 hello = read_line(sock)
                 key = (hello.get("engine"), hello.get("slot"))
+                forget_the_gone(found)
                 if key[0] not in expected or key[1] not in range(slots) or key in found:
                     raise ValueError(f"engine {key[0]}, slot {key[1]}: expected are engines {sorted(expected)}, once")
             except (ValueError, OSError) as error:
@@ -627,6 +628,22 @@ def accept_engines(
             if key[1] == slots - 1:
                 say(f"engine {key[0]} is here, from {address[0]}")
     return found
+
+
+def forget_the_gone(found: dict[tuple[int, int], socket.socket]) -> None:
+    """Engines that hung up before all were here lose their places: they may be started again."""
+
+    def has_hung_up(sock: socket.socket) -> bool:
+        try:
+            return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:  # it is there, and says nothing
+            return False
+        except OSError:
+            return True
+
+    gone = {engine for (engine, _), sock in found.items() if has_hung_up(sock)}
+    for key in [key for key in found if key[0] in gone]:
+        found.pop(key).close()
 
 
 def dial(address: str, port: int, engine: int, patience: float = 600.0) -> tuple[list[socket.socket], int]:

@@ -18,6 +18,7 @@ import copy
 import dataclasses
 import math
 import os
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -130,11 +131,11 @@ def read_config(folder: Path, max_lora_rank: int | None = None) -> tuple[int, fl
     if raw.get("peft_type", "LORA") != "LORA":
         raise common.InputError(f"{path}: peft_type {raw['peft_type']!r}; allowed: 'LORA'")
     rank, alpha = raw.get("r"), raw.get("lora_alpha", 8)
-    if type(rank) is not int or rank < 1:
+    if type(rank) is not int or not 0 < rank < 2**31:
         raise common.InputError(f"{path}: r is {rank!r}, expected a positive whole number")
     if max_lora_rank is not None and rank > max_lora_rank:
         raise common.InputError(f"{path}: LoRA rank {rank} is greater than max_lora_rank {max_lora_rank}")
-    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+    if type(alpha) not in (int, float) or not abs(alpha) <= sys.float_info.max:
         raise common.InputError(f"{path}: lora_alpha is {alpha!r}, expected a number")
     for field, allowed in PLAIN.items():
         if field in raw and raw[field] not in allowed:
