@@ -755,6 +755,7 @@ def test_what_cannot_be_a_folder_is_none(tiny, path):
     [("r", None), ("r", 0), ("r", "4"), ("r", True), ("lora_alpha", "x"), ("lora_alpha", math.nan),
      ("lora_alpha", 10**400), ("r", 10**400),
      ("lora_alpha", None), ("init_lora_weights", "pissa"), ("init_lora_weights", "loftq")],
+    ids=lambda value: str(value)[:20],
 )  # fmt: skip
 def test_wrong_fields_of_a_config(tmp_path, field, value):
     path = tmp_path / "adapter_config.json"
