@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ import httpx
 import openai
 import pydantic
 import pytest
+import scripts
 import torch
 
 import llama
@@ -941,15 +941,23 @@ def test_a_port_that_is_taken_and_a_host_that_is_none():
         lesson.bind("no.such.host.invalid", 0)
 
 
+def refused_job(*flags):
+    return ("serve", *flags), [sys.executable, common.HERE / "06_serving.py", "serve", "--port", "0", *flags]
+
+
+REFUSED = [(refused_job(*flags), word) for *flags, word in (
+    ("--trust-remote-code", "refused"), ("--model", "/nowhere", "/nowhere"), ("--quantization", "magic", "magic"),
+    ("--max-model-len", "100000", "max_model_len"))]  # fmt: skip
+
+
 @pytest.mark.slow
-def test_the_command_line_ends_with_one_line():
+@pytest.mark.parametrize(
+    ("job", "word"), [pytest.param(job, word, marks=pytest.mark.job(job), id=word) for job, word in REFUSED]
+)
+def test_the_command_line_ends_with_one_line(job, word):
     """Fast twins: the same errors as exceptions, above."""
-    for flags, words in ((["--trust-remote-code"], "refused"), (["--model", "/nowhere"], "/nowhere"),
-                         (["--quantization", "magic"], "magic"),
-                         (["--max-model-len", "100000"], "max_model_len")):  # fmt: skip
-        done = subprocess.run([sys.executable, common.HERE / "06_serving.py", "serve", "--port", "0", *flags],
-                              capture_output=True, text=True)  # fmt: skip
-        assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+    done = scripts.get(job)
+    assert done.returncode == 2 and word in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 # --- The widget -----------------------------------------------------------------------------------------------------
