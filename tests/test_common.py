@@ -11,13 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import common
 import pytest
+import scripts
 import torch
 
 
+def python_job(code: str, *argv: str) -> scripts.Job:
+    """`code` in a fresh interpreter with the lessons' folder on its path."""
+    whole = f"import sys; sys.path.insert(0, {str(common.HERE)!r})\n{code}"
+    return ("python", code, *argv), [sys.executable, "-c", whole, *argv]
+
+
 def run_python(code: str, *argv: str) -> subprocess.CompletedProcess:
-    """Run `code` in a fresh interpreter with the lessons' folder on its path."""
-    code = f"import sys; sys.path.insert(0, {str(common.HERE)!r})\n{code}"
-    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True)
+    return subprocess.run(python_job(code, *argv)[1], capture_output=True, text=True)
 
 
 # --- Comparing ------------------------------------------------------------------------------------------------------
@@ -88,9 +93,16 @@ def test_a_kernel_counts_and_records_its_launches():
     assert kernel.launches == len(calls)
 
 
-@pytest.mark.parametrize("argv", [["--device", "cpu"], pytest.param(["--device=cpu"], marks=pytest.mark.slow)], ids=str)
-def test_gpu_stays_unseen_when_the_cpu_is_asked_for(argv):
-    done = run_python("import common; print(common.HAS_GPU, common.INTERPRET)", *argv)
+ASKED = [python_job("import common; print(common.HAS_GPU, common.INTERPRET)", *argv)
+         for argv in (["--device", "cpu"], ["--device=cpu"])]  # fmt: skip
+
+
+@pytest.mark.parametrize("job", [
+    pytest.param(ASKED[0], marks=pytest.mark.job(ASKED[0]), id="two words"),
+    pytest.param(ASKED[1], marks=[pytest.mark.job(ASKED[1]), pytest.mark.slow], id="one word"),
+])  # fmt: skip
+def test_gpu_stays_unseen_when_the_cpu_is_asked_for(job):
+    done = scripts.get(job)
     assert done.stdout.split() == ["False", "True"], done.stderr
 
 
@@ -201,9 +213,13 @@ def test_wrong_input_is_one_line_and_an_exit_code(argv, code, word, monkeypatch,
     assert not lines or (word in lines[0] and lines[0].startswith("script.py: "))
 
 
+WANTS_A_GPU = python_job(SCRIPT, "--device", "cuda")  # as a process of its own: no traceback either
+
+
 @pytest.mark.skipif(common.HAS_GPU, reason="there is a GPU here")
+@pytest.mark.job(WANTS_A_GPU)
 def test_a_missing_gpu_is_one_line():
-    done = run_python(SCRIPT, "--device", "cuda")  # as a process of its own: no traceback either
+    done = scripts.get(WANTS_A_GPU)
     assert done.returncode == 2 and "no GPU" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
