@@ -66,6 +66,15 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _memory() -> Iterator[None]:
+    """What a module's models took goes back to the machine: glibc would keep it, in the end some 10 GB."""
+    yield
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError):  # another libc
+            ctypes.CDLL(None).malloc_trim(0)
+
+
 @pytest.fixture
 def device() -> torch.device:
     """A GPU if there is one, else the CPU."""
