@@ -172,6 +172,23 @@ def test_a_step_reads_only_what_is_new():
     assert Watched.read == 20
 
 
+@pytest.mark.parametrize("processor", ["Intel(R) Xeon(R) Processor", "AMD EPYC"])
+def test_a_product_with_a_packed_matrix_is_the_same_product(processor, monkeypatch):
+    """Whose library it is depends on the processor; the weights are packed once, for any number of rows."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("no oneDNN here: weights are not packed")
+    monkeypatch.setattr(common, "cpu_name", lambda: processor)
+    for N, K in ((17, 80), (64, 33), (576, 1536)):
+        for bias in (None, torch.randn(N)):
+            layer = llama.Linear(torch.randn(N, K), bias)
+            packed = lesson.PackedLinear(layer.weight, layer.bias)
+            assert packed.mkl == ("Intel" in processor and torch.backends.mkl.is_available())
+            for shape in ((0, K), (1, K), (2, K), (31, K), (33, K), (3, 5, K)):
+                x = torch.randn(shape)
+                with torch.inference_mode():
+                    common.assert_close(packed(x), layer(x))
+
+
 def test_packed_weights_are_the_same_matrix_and_leave_the_model_alone():
     model = llama.random_model(seed=3, device=torch.device("cpu"))
     before = dict(model.linear)

@@ -571,7 +571,7 @@ def throughput(model: llama.Llama, folder: Path, ask: Callable | None) -> dict[s
         tokens["vllm"] = answer["token_ids"]
         return answer["seconds"]
 
-    runs = {"ours": ours} | ({"transformers": theirs} if transformers else {}) | ({"vllm": vllm} if ask else {})
+    runs = {"ours": ours, "transformers": theirs} | ({"vllm": vllm} if ask else {})
     found: dict[str, Any] = {}
     rows = []
     for n in (1, 8, 32):

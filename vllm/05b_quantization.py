@@ -315,10 +315,10 @@ def dequant_matmul(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """
     if not common.runs_kernel(x):
         if weight.unpacked is None:  # decoded once: on a CPU weight-only saves disk, neither time nor memory
-            weight.unpacked = llama.Linear(weight.dequantize().to(x.dtype))
+            weight.unpacked = llama.Linear(W := weight.dequantize().to(x.dtype))
             if x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-                weight.unpacked = continuous_batching.PackedLinear(weight.unpacked.weight, None)
-                weight.unpacked.weight = None
+                weight.unpacked = continuous_batching.PackedLinear(W, None)
+                weight.unpacked.weight = x.new_empty(1, 1).expand_as(W)  # nothing but its shape is read
         return weight.unpacked(x)
     (M, K), N, f = x.shape, len(weight.codes), weight.format
     out = torch.empty(M, N, dtype=x.dtype, device=x.device)

@@ -309,18 +309,21 @@ HARDWARE = {
 }
 
 
+@functools.cache
+def cpu_name() -> str:
+    """The processor, as the system calls it."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), name)
+    return name
+
+
 def machine() -> dict[str, Any]:
     """What this is, for the first printed line and for `results/*.json`."""
-    if HAS_GPU:
-        name = torch.cuda.get_device_name()
-    else:
-        name = platform.processor() or platform.machine()
-        with contextlib.suppress(OSError):
-            lines = Path("/proc/cpuinfo").read_text().splitlines()
-            name = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), name)
     return {
         "device": device().type,
-        "name": name,
+        "name": torch.cuda.get_device_name() if HAS_GPU else cpu_name(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
