@@ -388,6 +388,9 @@ def test_a_conversation_goes_on():
         "Paris.else",
     ], "instructions are for one response; what was said stays"
     assert ask(app, None, f"/v1/responses/{first['id']}", method="GET").json == first
+    late = ask(app, None, f"/v1/responses/{first['id']}/cancel")
+    assert late.status == 400 and late.json["error"]["param"] == "response_id"
+    assert ask(app, None, "/v1/responses/resp_none/cancel").status == 404
     gone = ask(app, None, f"/v1/responses/{first['id']}", method="DELETE")
     assert gone.json == {"id": first["id"], "object": "response", "deleted": True}
     for method in ("GET", "DELETE"):
@@ -451,7 +454,7 @@ def test_the_oldest_makes_room(monkeypatch):
     keep("e", "z" * 100)
     assert not api.stored and api.stored_bytes == 0, "what is too long for the store is answered, and not kept"
     monkeypatch.undo()
-    api.delete(keep("f"))
+    asyncio.run(api.delete(keep("f")))
     assert not api.stored and api.stored_bytes == 0
 
 

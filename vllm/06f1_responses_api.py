@@ -466,14 +466,19 @@ class ResponsesAPI:
             _, oldest = self.stored.popitem(last=False)
             self.stored_bytes -= oldest.size
 
-    def retrieve(self, response_id: str, stream: bool) -> dict[str, Any]:
+    async def retrieve(self, response_id: str, stream: bool = False) -> dict[str, Any]:
         """A kept response. Raises APIError: a client that wants events would read an object as none at all."""
         response = self.find(response_id).response
         if stream:
             raise APIError(400, "stream: events are sent once and not kept; without it, the whole is here", "stream")
         return response
 
-    def delete(self, response_id: str) -> dict[str, Any]:
+    async def cancel(self, response_id: str) -> None:
+        """Raises APIError: what is kept has ended. (A response that runs is ended by hanging up.)"""
+        self.find(response_id)
+        raise APIError(400, "response_id: this one has ended, and none runs in the background", "response_id")
+
+    async def delete(self, response_id: str) -> dict[str, Any]:
         self.stored_bytes -= self.find(response_id).size
         del self.stored[response_id]
         return {"id": response_id, "object": "response", "deleted": True}

@@ -689,13 +689,11 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
     async def create_response(body: ResponsesRequest, request: HTTPRequest) -> Response:
         return await respond(body, request, responses)
 
-    @get("/v1/responses/{response_id}")
-    async def retrieve_response(response_id: str, stream: bool = False) -> dict[str, Any]:
-        return responses.retrieve(response_id, stream)
-
-    @app.delete("/v1/responses/{response_id}", responses={status: failures[status] for status in (401, 404)})
-    async def delete_response(response_id: str) -> dict[str, Any]:
-        return responses.delete(response_id)
+    get("/v1/responses/{response_id}")(responses.retrieve)
+    post("/v1/responses/{response_id}/cancel")(responses.cancel)
+    app.delete("/v1/responses/{response_id}", responses={status: failures[status] for status in (401, 404)})(
+        responses.delete
+    )
 
     @get("/v1/models")
     async def list_models() -> dict[str, Any]:
