@@ -1020,3 +1020,10 @@ def test_the_widget_uses_the_real_admission_and_scheduler(monkeypatch):
     monkeypatch.setattr(lesson.scheduling.DryRun, "step", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         lesson.simulate(params)
+
+
+def test_what_the_page_says_of_throughput():
+    """As long as there are seats, it grows, though less than the number of streams."""
+    load = json.loads((common.ROOT / "lessons/results/cpu.json").read_text())["06_serving"]["bench"]["load"]
+    measured = [load[streams]["output_throughput"] for streams in ("1", "2", "4", "8", "16")]
+    assert all(1 < more / fewer < 2 for fewer, more in itertools.pairwise(measured))
