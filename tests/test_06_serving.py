@@ -582,6 +582,7 @@ STORE = '{"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_
      ({"lora_modules": ["a=b"]}, "--enable-lora"),
      ({"max_num_seqs": 0}, "max_num_seqs"), ({"block_size": 0}, "block_size"), ({"scheduling_policy": "lifo"}, "fcfs"),
      ({"gpu_memory_utilization": 1.5}, "gpu_memory"), ({"kv_cache_gib": 0}, "kv_cache_gib"), ({"seed": -1}, "seed"),
+     ({"kv_cache_gib": 1e9}, "below 1048576"),
      ({"quantization": "magic"}, "quantization"), ({"kv_cache_dtype": "int1"}, "kv_cache_dtype"),
      ({"num_gpu_blocks_override": 1}, "at least 2"), ({"engine_place": "cloud"}, "process"),
      ({"kv_transfer_config": '{"kv_role": "kv_both"}'}, "kv_connector"), ({"kv_transfer_config": "{"}, "not JSON"),
@@ -1020,3 +1021,10 @@ def test_the_widget_uses_the_real_admission_and_scheduler(monkeypatch):
     monkeypatch.setattr(lesson.scheduling.DryRun, "step", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         lesson.simulate(params)
+
+
+def test_what_the_page_says_of_throughput():
+    """As long as there are seats, it grows, though less than the number of streams."""
+    load = json.loads((common.ROOT / "lessons/results/cpu.json").read_text())["06_serving"]["bench"]["load"]
+    measured = [load[streams]["output_throughput"] for streams in ("1", "2", "4", "8", "16")]
+    assert all(1 < more / fewer < 2 for fewer, more in itertools.pairwise(measured))

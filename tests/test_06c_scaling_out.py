@@ -1087,6 +1087,12 @@ def test_engines_dial_in_and_strangers_are_turned_away():
         sock.close()
     with pytest.raises(common.InputError, match="--data-parallel-address"):
         engine_group.dial(address[0], free_port(), 1, patience=0.0)
+    with socket.create_server((address[0], 0)) as taken:
+        args = EngineArgs(
+            data_parallel_size=2, data_parallel_size_local=1, data_parallel_rpc_port=taken.getsockname()[1]
+        )
+        with pytest.raises(common.InputError, match=r"--data-parallel-address .* --data-parallel-rpc-port"):
+            engine_group.accept_engines(args, 1)
 
 
 def test_an_engine_that_died_before_all_were_there_may_come_again():

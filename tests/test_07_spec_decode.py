@@ -632,6 +632,17 @@ def test_on_lesson_04s_scheduler(tiny_model, real_model, jobs, plain):
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
 
 
+@pytest.mark.parametrize("base", [(), (offline.LLMEngine,)], ids=["lesson 11", "lesson 04"])
+def test_drafts_that_are_granted_as_tokens_are_noticed(tiny_model, real_model, jobs, plain, monkeypatch, base):
+    """The page's third exercise."""
+    scheduler = lesson.SpeculativeScheduler
+    monkeypatch.setattr(scheduler, "_grant", lambda self, *of: super(scheduler, self)._grant(*of))
+    oracle = Oracle(truth_of(jobs, plain), right=1.0)
+    engine = engine_of(tiny_model, real_model[1], lesson.configure("ngram", 5), lambda config, model: oracle, *base)
+    with pytest.raises(AssertionError, match="num_computed_tokens"):
+        run(engine, jobs)
+
+
 def test_a_perfect_drafter_writes_k_plus_one_tokens_per_pass(tiny_model, real_model):
     jobs = [([1, 2, 3], SamplingParams(temperature=0, max_tokens=13, ignore_eos=True))]
     tokens, _ = run(engine_of(tiny_model, real_model[1]), jobs)

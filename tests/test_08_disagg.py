@@ -2589,10 +2589,16 @@ def test_the_proxy_waits_for_long_answers_and_not_for_connections(monkeypatch):
     assert options["limits"].max_connections is None
 
 
-def test_the_proxy_wants_addresses(monkeypatch):
+def test_the_proxy_wants_addresses(monkeypatch, capsys):
     pytest.importorskip("fastapi")
-    with pytest.raises(common.InputError, match="p0: must begin with http"):
-        lesson.main(["proxy", "--prefill", "http://d0", "p0", "--decode", "http://d0"])
+    for words, said in (
+        ("proxy --prefill http://d0 p0 --decode http://d0", "argument --prefill: 'p0' is not http://HOST:PORT"),
+        ("proxy --prefill http://p0 --decode http://d0:99999", "argument --decode: 'http://d0:99999' is not"),
+        ("worker", "argument proxy: invalid choice: 'worker'"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            lesson.main(words.split())
+        assert said in capsys.readouterr().err
     made = []
     monkeypatch.setattr(lesson, "build_proxy", lambda *urls: made.append(urls))
     monkeypatch.setattr(lesson.serving, "bind", lambda *address: (_ for _ in ()).throw(common.InputError("--port")))

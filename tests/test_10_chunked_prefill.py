@@ -485,3 +485,8 @@ def test_facts_are_what_the_simulation_says():
 def test_a_budget_above_the_whole_is_refused(capsys):
     with pytest.raises(common.InputError, match="--budget 500"):
         lesson.main(["--budget", "500", "--prompt-tokens", "100"])
+
+
+def test_the_readme_names_the_prompt_that_is_measured():
+    length = lesson.build_parser().parse_args([]).prompt_tokens
+    assert f"while a prompt of {length:,} tokens comes in" in (common.ROOT / "README.md").read_text()

@@ -1120,6 +1120,13 @@ def test_the_story_of_a_model_without_a_chat_template(real_model):
 
 
 @pytest.mark.slow
+def test_an_adapter_in_w_is_everybodys(real_model, capsys):
+    lesson.tell_models(lesson.build_parser().parse_args(["--break", "merge"]), *real_model)
+    said = capsys.readouterr().out
+    assert "base does NOT write what" in said and "pirate does NOT write what" in said, "applied twice"
+
+
+@pytest.mark.slow
 def test_a_thousand_adapters_on_the_real_model(real_model):
     import argparse
 

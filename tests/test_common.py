@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import subprocess
@@ -170,6 +171,15 @@ def test_figures_are_reproducible(tmp_path):
 
 
 # --- Command line ---------------------------------------------------------------------------------------------------
+
+
+def test_an_address_is_one_that_a_client_can_call():
+    for text in ("http://localhost", "https://example.org:443/v1", "http://[::1]:8000", "http://10.0.0.1:1/"):
+        assert common.url(text) == text.rstrip("/")
+    for text in ("localhost:8000", "ftp://a", "http://", "http://[::1", "http://a:x", "http://a:0", "http://a:65536"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not http://HOST:PORT"):
+            common.url(text)
+
 
 SCRIPT = """
 import common

@@ -135,7 +135,7 @@ class EngineArgs:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise common.InputError(f"gpu_memory_utilization {self.gpu_memory_utilization}: must be above 0, at most 1")
         if not 0 < self.kv_cache_gib < 1 << 20:
-            raise common.InputError(f"kv_cache_gib {self.kv_cache_gib}: must be above 0")
+            raise common.InputError(f"kv_cache_gib {self.kv_cache_gib}: must be above 0, below {1 << 20}")
         allowed = {"scheduling_policy": ("fcfs", "priority"), "engine_place": PLACES}
         if self.tool_call_parser is not None:
             allowed["tool_call_parser"] = ("hermes",)
@@ -626,7 +626,7 @@ class PrometheusStatLogger:
 # --- 3. The server's own life -----------------------------------------------------------------------------------------
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, flags: tuple[str, str] = ("--host", "--port")) -> socket.socket:
     """Take the port before anything slow happens. Raises InputError if somebody has it."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -635,7 +635,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
         return sock
     except OSError as error:
-        raise common.InputError(f"--host {host} --port {port}: {error.strerror or error}") from None
+        raise common.InputError(f"{flags[0]} {host} {flags[1]} {port}: {error.strerror or error}") from None
 
 
 async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[str], shutdown_timeout: float,

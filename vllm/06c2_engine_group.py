@@ -603,7 +603,8 @@ def accept_engines(
     if not expected:
         return {}
     slots, found = num_clients + 1, {}
-    with serving.bind(args.data_parallel_address, args.data_parallel_rpc_port) as listener:
+    flags = "--data-parallel-address", "--data-parallel-rpc-port"
+    with serving.bind(args.data_parallel_address, args.data_parallel_rpc_port, flags) as listener:
         listener.listen()
         host, port = listener.getsockname()[:2]
         say(f"waiting for {len(expected)} engines at {host}:{port}")

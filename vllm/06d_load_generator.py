@@ -890,7 +890,7 @@ async def first_model(client: httpx.AsyncClient, base_url: str) -> str:
 
 async def serve_load(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
     """Drive the server at `args.base_url` as asked. Returns the result, with vLLM's keys, and the records."""
-    base_url, chat = args.base_url.rstrip("/").removesuffix("/v1"), args.backend == "openai-chat"
+    base_url, chat = args.base_url.removesuffix("/v1"), args.backend == "openai-chat"
     goodput = parse_limits(args.goodput or (), "--goodput", ("ttft", "tpot", "e2el"))
     prompts = make_prompts(args, args.num_prompts, args.seed, chat)
     arrivals = arrival_times(len(prompts), args.request_rate, random.Random(args.seed), args.burstiness)
@@ -984,7 +984,7 @@ def add_bench_commands(subparsers: Any) -> None:
         parser.set_defaults(run=run)
 
     add = bench.add_argument
-    add("--base-url", default="http://127.0.0.1:8000", metavar="URL")
+    add("--base-url", type=common.url, default="http://127.0.0.1:8000", metavar="URL")
     add("--backend", choices=("openai", "openai-chat"), default="openai", help="which API (default: completions)")
     add("--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY", help="default: $OPENAI_API_KEY")
     add("--request-rate", type=rate_or_inf, default=math.inf, metavar="R", help="requests a second (inf: all at once)")

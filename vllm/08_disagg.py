@@ -736,10 +736,7 @@ def proxy_command(args: argparse.Namespace) -> None:
     """Forward OpenAI requests to prefill and decode servers until SIGINT or SIGTERM."""
     import uvicorn
 
-    for url in (*args.prefill, *args.decode):
-        if not url.startswith(("http://", "https://")):
-            raise common.InputError(f"{url}: must begin with http:// or https://")
-    app = build_proxy([url.rstrip("/") for url in args.prefill], [url.rstrip("/") for url in args.decode])
+    app = build_proxy(args.prefill, args.decode)
     sock = serving.bind(args.host, args.port)
     print(f"Listening on http://{args.host}:{sock.getsockname()[1]}", flush=True)
     uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[sock])
@@ -1079,12 +1076,12 @@ def build_parser() -> common.Parser:
     p.add_argument("--fault", choices=Faults.KINDS, default="prefill-dies",
                    help="what happens in step 4, from the twelfth message on (default %(default)s)")  # fmt: skip
     p.set_defaults(run=None)
-    commands = p.add_subparsers(title="commands", metavar="")
+    commands = p.add_subparsers(title="commands", metavar="proxy")
     proxy = commands.add_parser(
         "proxy", help="in front of prefill and decode servers", description=proxy_command.__doc__
     )
-    proxy.add_argument("--prefill", nargs="+", required=True, metavar="URL", help="servers that are kv_producer")
-    proxy.add_argument("--decode", nargs="+", required=True, metavar="URL", help="servers that are kv_consumer")
+    proxy.add_argument("--prefill", type=common.url, nargs="+", required=True, metavar="URL", help="the kv_producers")
+    proxy.add_argument("--decode", type=common.url, nargs="+", required=True, metavar="URL", help="the kv_consumers")
     proxy.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     proxy.add_argument(
         "--port", type=common.number(int, 0, 65535), default=8000, help="default 8000; 0 takes a free one"

@@ -973,7 +973,7 @@ def tell_models(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.T
         name, alone = "base", model  # no cache, no batch, no adapter code
         if choice:
             name, alone = choice.lora_name, adapters.merged(model, manager.cpu[choice.lora_name])
-        n = len(written := answer.token_ids[:8])  # fewer if the answer ended
+        n = len(written := answer.token_ids[:12])  # fewer if the answer ended
         same = scheduling.generate_alone(alone, prompt, n) == written
         if args.break_ == "merge":
             verdict = "writes what" if same else "does NOT write what"
@@ -1182,7 +1182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ])  # fmt: skip
 
     common.heading("7. Who shares with whom: 64 rows, one layer 4096 → 4096, rank 16, bf16")
-    rows = [[kind, g["adapters"], g["tiles"], g["unsorted"], f"{g['mib']:.1f} MiB", *PUNICA[kind]]
+    rows = [[kind, g["adapters"], g["tiles"], g["unsorted"], f"{g['mib']:g} MiB", *PUNICA[kind]]
             for kind in POPULARITY for g in [numbers["groups"][kind.split()[0]]]]  # fmt: skip
     common.table(["", "adapters", "tiles", "unsorted", "weights", "Punica µs, 1 row", "64 rows"], rows)
     if args.bench:

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -548,6 +549,15 @@ def folder(text: str) -> str:
         if path.exists() and not path.is_dir():
             raise argparse.ArgumentTypeError(f"{path} is not a folder")
     return text
+
+
+def url(text: str) -> str:
+    """An argparse type: where an HTTP server is, without a slash at the end."""
+    with contextlib.suppress(ValueError):  # a port that is none
+        parts = urllib.parse.urlsplit(text)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return text.rstrip("/")
+    raise argparse.ArgumentTypeError(f"{text!r} is not http://HOST:PORT (or https://), with a port from 1 to 65535")
 
 
 def checked(params: dict[str, Any], allowed: dict[str, Sequence[Any]]) -> dict[str, Any]:
