@@ -134,7 +134,7 @@ BAD_CHATS = [
     (M | {"web_search_options": {}}, "web_search_options"), (M | {"modalities": ["audio"]}, "modalities"),
     (M | {"use_beam_search": True}, "use_beam_search"), (M | {"reasoning_effort": 3}, "reasoning_effort"),
     (M | {"echo": True}, "echo"), (M | {"continue_final_message": True}, "continue_final_message"),
-    (M | {"bad_words": ["x"]}, "bad_words"), (M | {"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+    (M | {"bad_words": ["x"]}, "bad_words"), (M | {"allowed_token_ids": [5]}, "allowed_token_ids"),
     (M | {"prompt": "x"}, "prompt"),
     (M | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     (M | {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
@@ -849,6 +849,19 @@ def test_logprobs_of_a_completion():
     assert logprobs_of(lesson.CompletionRequest, prompt="x") is None
 
 
+def test_logprobs_under_token_ids():
+    """As vLLM names them: texts can be alike, and as keys two would be one. The places in the text stay."""
+    by_id = {"return_tokens_as_token_ids": True}
+    found = logprobs_of(lesson.CompletionRequest, prompt="x", logprobs=1, **by_id)
+    assert found["tokens"] == ["token_id:65", "token_id:67"] and found["text_offset"] == [0, 1]
+    assert found["top_logprobs"][0] == {"token_id:66": -0.25, "token_id:65": -0.5}
+    found = logprobs_of(lesson.ChatCompletionRequest, **M, logprobs=True, top_logprobs=2, **by_id)["content"]
+    assert found[0]["token"] == "token_id:65" and found[0]["bytes"] == [65], "the bytes are the text's"
+    assert [x["token"] for x in found[0]["top_logprobs"]] == ["token_id:66", "token_id:65"]
+    plain = logprobs_of(lesson.CompletionRequest, prompt="x", logprobs=1, return_tokens_as_token_ids=False)
+    assert plain["tokens"] == ["A", "C"]
+
+
 class Scoring(lesson.ScriptedLLM):
     """Scores what it is asked to score: token t gets −t/100 behind the Z; nothing predicts a prompt's first token."""
 
@@ -889,6 +902,13 @@ def test_echo_with_logprobs_scores_the_prompt(stream, given, limit, answer):
         "token_logprobs": [None, *(-ord(t) / 100 for t in text[1:])],
         "top_logprobs": [None, *({"Z": -0.01, t: -ord(t) / 100} for t in text[1:])],
     }  # fmt: skip
+
+
+def test_an_echoed_prompt_under_token_ids_names_its_first_token_too():
+    body = {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 0, "return_tokens_as_token_ids": True}
+    found = ask(serve(Scoring())[1], "/v1/completions", body).json["choices"][0]["logprobs"]
+    assert found["tokens"] == ["token_id:97", "token_id:98", "token_id:99"] and found["top_logprobs"][0] is None
+    assert found["top_logprobs"][1] == {"token_id:90": -0.01, "token_id:98": -0.98}
 
 
 @pytest.mark.parametrize("given", ["寿", [0xE5, 0xAF, 0xBF]])

@@ -139,12 +139,12 @@ class CommonRequest(AnyRequest):
 
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False  # in logprobs: "token_id:5" where a token's text would stand
     prompt_logprobs: int | None = None
     spaces_between_special_tokens: bool = True  # from here to the blank line: at what they mean here, which is nothing
     use_beam_search: Literal[False] = False
     length_penalty: float = 1.0
     bad_words: list[str] | None = pydantic.Field(None, max_length=0)
-    return_tokens_as_token_ids: Literal[False] | None = None
 
     kv_transfer_params: dict[str, Any] | None = None  # lesson 08
     guided_json: str | dict[str, Any] | None = None  # names of older versions, which vLLM 0.32 ignores

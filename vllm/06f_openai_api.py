@@ -353,6 +353,9 @@ class OpenAIServing:
         if job.params.logprobs is None or answer.logprobs is None:
             return None
         best, found = functools.partial(most_probable, job.params.logprobs), [*zip(answer.token_ids, answer.logprobs)]
+        if by_id := job.body.return_tokens_as_token_ids:  # texts can be alike (half a character), ids cannot
+            found = [(t, e and {i: dataclasses.replace(x, decoded_token=f"token_id:{i}") for i, x in e.items()})
+                     for t, e in found]  # fmt: skip
         if isinstance(job.body, ChatCompletionRequest):
             return {"content": [self.scored(t, entry[t]) | {"top_logprobs": [self.scored(*x) for x in best(entry)]}
                                 for t, entry in found]}  # fmt: skip
@@ -361,7 +364,7 @@ class OpenAIServing:
         read = job.utf8.setdefault(index, codecs.getincrementaldecoder("utf-8")("replace")).decode
         tokens = [read(self.token_bytes[t]) for t, _ in found]
         offsets = [*itertools.accumulate(map(len, tokens), initial=job.text_offsets.get(index, 0))]
-        job.text_offsets[index] = offsets.pop()
+        job.text_offsets[index], tokens = offsets.pop(), [f"token_id:{t}" for t, _ in found] if by_id else tokens
         return {
             "tokens": tokens, "token_logprobs": [entry and finite(entry[t]) for t, entry in found],
             "top_logprobs": [entry and {text if i == t else x.decoded_token: finite(x)
