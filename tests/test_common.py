@@ -204,6 +204,7 @@ common.run(main)
         (["--blocks", "13"], 2, "allowed: others"),
         (["--blocks", "0"], 2, "from 1 to 64"),
         (["--blocks", "x"], 2, "'x' is not a whole number"),
+        (["--blocks", "1" + 400 * "0"], 2, "from 1 to 64"),
         (["--rate", "nan"], 2, "--rate"),
         (["--rate", "-1"], 2, "at least 0"),
         (["--seed", "-1"], 2, "--seed"),

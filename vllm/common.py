@@ -534,11 +534,11 @@ def number(kind: type = int, low: float | None = None, high: float | None = None
     def parse(text: str) -> Any:
         try:
             value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
-        if not math.isfinite(value) or (low is not None and value < low) or (high is not None and value > high):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-        return value
+            if math.isfinite(value) and (low is None or value >= low) and (high is None or value <= high):
+                return value
+        except (ValueError, OverflowError):  # no number; a whole one that no float reaches
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
 
     return parse
 
