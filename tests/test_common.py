@@ -209,6 +209,7 @@ common.run(main)
         (["--rate", "-1"], 2, "at least 0"),
         (["--seed", "-1"], 2, "--seed"),
         (["--device", "tpu"], 2, "tpu"),
+        (["--json", "."], 2, "not readable as JSON"),  # before anything is measured, not after
         (["--nonsense"], 2, "--nonsense"),
     ],
 )
