@@ -133,7 +133,8 @@ class Recording:
 
     def request(self, rank: int, spec: dict) -> Request:
         params = SamplingParams(max_tokens=spec["max_tokens"], stop_token_ids=spec.get("stop_token_ids"),
-                                ignore_eos=True)  # fmt: skip
+                                ignore_eos=True,
+                                skip_reading_prefix_cache=spec.get("skip_reading_prefix_cache"))  # fmt: skip
         lora = None
         if name := spec.get("lora"):
             number = self.adapters.setdefault(name, len(self.adapters) + 1)

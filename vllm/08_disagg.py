@@ -146,7 +146,7 @@ def connector_scheduler(base: type) -> type:
             if self.connector.needs_hashes:
                 self.kv_cache_manager.update_block_hashes(request)
             external, later = self.connector.get_num_new_matched_tokens(request, num_tokens)
-            self.num_external_tokens = 0 if later else external
+            self.num_external_tokens = 0 if later or request.sampling_params.skip_reading_prefix_cache else external
             return blocks, num_tokens + self.num_external_tokens
 
         def _schedule_waiting(self, output: SchedulerOutput) -> None:
@@ -186,7 +186,7 @@ def connector_scheduler(base: type) -> type:
             if self.connector.fetches_later:
                 computed_blocks, num_cached_tokens = self.local_blocks(request)
                 external, later = self.connector.get_num_new_matched_tokens(request, num_cached_tokens)
-                if later:
+                if later and not request.sampling_params.skip_reading_prefix_cache:
                     self.sent_for = self._send_for(request, computed_blocks, num_cached_tokens, external)
                     return 0
             num_new_tokens = super()._admit(request)
