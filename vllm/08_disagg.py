@@ -241,7 +241,7 @@ def connector_scheduler(base: type) -> type:
                 if request_id not in self.received and (request := self.waiting_for_remote_kvs.pop(request_id, None)):
                     outputs += self._handle_failed_recving(request, why)
             no_longer_written = self.held.keys() & (news.finished_recving | news.failed_recving.keys())
-            for request_id in news.finished_sending | no_longer_written:
+            for request_id in sorted(news.finished_sending | no_longer_written):  # sets have no order of their own
                 self.kv_cache_manager.free(self.held.pop(request_id))
             return outputs
 
