@@ -77,7 +77,8 @@ def make_scheduler(folder: str, config: dict, remote: list[str]) -> tuple[Schedu
             # A step ahead, only drafters will do that run where the model does.
             method="ngram_gpu" if config["async_scheduling"] else "ngram",
             num_speculative_tokens=K, prompt_lookup_min=1, prompt_lookup_max=3,
-            num_speculative_tokens_per_batch_size=[(1, config["max_num_seqs"], K)],
+            num_speculative_tokens_per_batch_size=config.get(
+                "num_speculative_tokens_per_batch_size", [(1, config["max_num_seqs"], K)]),
             target_model_config=model, target_parallel_config=ParallelConfig(),
         )  # fmt: skip
     if config["max_loras"]:

@@ -54,7 +54,11 @@ class Core(preemption.ReplayCore):
             self.drafting = True
             ahead = workload["config"]["async_scheduling"]
             mixin = drafts_ahead.DraftsAheadScheduler if ahead else speculation.SpeculativeScheduler
-            places = {"num_speculative_tokens": workload["config"]["num_speculative_tokens"]}
+            about = {name: workload["config"].get(name) for name in (
+                "num_speculative_tokens", "num_speculative_tokens_per_batch_size")}  # fmt: skip
+            config = speculation.SpeculativeConfig(**about)
+            places = {"num_speculative_tokens": config.num_speculative_tokens,
+                      "drafts_in_batch": config.drafts_in_batch}  # fmt: skip
             kind = type("Scheduler", (mixin, type(self.scheduler)), places)
             self.scheduler = kind(self.scheduler.config, self.scheduler.kv_cache_manager)
         if remote_steps:
