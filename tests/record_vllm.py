@@ -77,7 +77,8 @@ def make_scheduler(folder: str, config: dict, remote: list[str]) -> tuple[Schedu
             # A step ahead, only drafters will do that run where the model does.
             method="ngram_gpu" if config["async_scheduling"] else "ngram",
             num_speculative_tokens=K, prompt_lookup_min=1, prompt_lookup_max=3,
-            num_speculative_tokens_per_batch_size=[(1, config["max_num_seqs"], K)],
+            num_speculative_tokens_per_batch_size=config.get(
+                "num_speculative_tokens_per_batch_size", [(1, config["max_num_seqs"], K)]),
             target_model_config=model, target_parallel_config=ParallelConfig(),
         )  # fmt: skip
     if config["max_loras"]:
@@ -133,7 +134,8 @@ class Recording:
 
     def request(self, rank: int, spec: dict) -> Request:
         params = SamplingParams(max_tokens=spec["max_tokens"], stop_token_ids=spec.get("stop_token_ids"),
-                                ignore_eos=True)  # fmt: skip
+                                ignore_eos=True,
+                                skip_reading_prefix_cache=spec.get("skip_reading_prefix_cache"))  # fmt: skip
         lora = None
         if name := spec.get("lora"):
             number = self.adapters.setdefault(name, len(self.adapters) + 1)

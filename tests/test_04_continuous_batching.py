@@ -379,5 +379,11 @@ def test_what_can_never_be_served_is_refused_on_arrival(tiny_model):
         tiny_core(llama.random_model(0, max_position_embeddings=95))
 
 
+def test_the_script_refuses_more_blocks_than_a_laptop_holds(capsys):
+    with pytest.raises(SystemExit):
+        lesson.build_parser().parse_args(["--num-blocks", "2000000"])
+    assert "'2000000' is not a whole number from 2 to 16384" in capsys.readouterr().err
+
+
 def test_the_runner_of_a_schedule_without_anybody(tiny_model):
     assert tiny_core(tiny_model).step() == []

@@ -936,6 +936,21 @@ def test_the_bug_of_decoding_token_by_token_is_caught(real_model, capsys):
         lesson.main(["--decode-tokens", "--figure", "unused"])
 
 
+def test_greedy_samples_of_the_script_are_one(real_model, monkeypatch):
+    """Two would be the same and are refused, but its --temperature may be 0."""
+    asked = []
+
+    def generate(self, prompts, params):
+        asked.append([one.n for one in params])
+        raise InterruptedError
+
+    monkeypatch.setattr(lesson.llama, "load", lambda *_: real_model)
+    monkeypatch.setattr(lesson.LLM, "generate", generate)
+    with pytest.raises(InterruptedError):
+        lesson.main(["--temperature", "0"])
+    assert asked == [[1, 1, 1, 1]]
+
+
 def test_a_model_without_some_characters_and_without_a_template_is_no_fault(tiny_model, tmp_path, monkeypatch, capsys):
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers

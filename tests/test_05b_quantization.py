@@ -870,6 +870,7 @@ def test_published_words():
         ("gptq", {"bits": 8}, "bits 8; allowed: 4"),
         ("gptq", {"quant_method": "quip"}, "quant_method 'quip'; allowed: gptq"),
         ("compressed-tensors", {"format": "int-quantized"}, "allowed: 'pack-quantized'"),
+        ("gptq", {"checkpoint_format": "gptq_v2"}, "checkpoint_format 'gptq_v2'; allowed: 'gptq'"),
     ],
 )
 def test_other_checkpoints_are_refused(layout, config, message, tmp_path):
@@ -878,24 +879,38 @@ def test_other_checkpoints_are_refused(layout, config, message, tmp_path):
         lesson.load_checkpoint(tmp_path)
 
 
-def test_act_order_checkpoints_are_refused(tmp_path):
-    write_checkpoint(tmp_path, "gptq")
+def edit_tensors(folder, edit):
+    """What `edit` makes of a folder's tensors, a dictionary that it changes."""
     from safetensors.torch import load_file
 
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.g_idx"] = tensors["model.layers.0.mlp.up_proj.g_idx"].flip(0).contiguous()
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(common.InputError, match="desc_act"):
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(("layout", "name"), [("gptq", "g_idx"), ("compressed-tensors", "weight_g_idx")])
+def test_act_order_checkpoints_are_refused(layout, name, tmp_path):
+    write_checkpoint(tmp_path, layout)
+    order = torch.arange(64, dtype=torch.int32) // 32  # what the layer has: groups of 32 of its 64 inputs
+    edit_tensors(tmp_path, lambda tensors: tensors.update({f"model.layers.0.mlp.up_proj.{name}": order}))
+    lesson.load_checkpoint(tmp_path)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({f"model.layers.0.mlp.up_proj.{name}": order.flip(0)}))
+    with pytest.raises(common.InputError, match=rf"up_proj\.{name} regroups the inputs \(desc_act\)"):
+        lesson.load_checkpoint(tmp_path)
+
+
+def test_eight_bits_in_the_layout_of_four_are_refused(tmp_path):
+    """compressed-tensors has one layout for both; as 4 bits, the words of 8 are a wrong model without an error."""
+    write_checkpoint(tmp_path, "compressed-tensors", symmetric=True)
+    name = "model.layers.0.mlp.up_proj.weight_packed"
+    edit_tensors(tmp_path, lambda tensors: tensors.update({name: tensors[name].repeat(1, 2)}))
+    with pytest.raises(common.InputError, match="weight_packed has 16 words for 64 inputs; allowed: 8 inputs"):
         lesson.load_checkpoint(tmp_path)
 
 
 def test_a_missing_tensor_is_named(tmp_path):
     write_checkpoint(tmp_path, "awq")
-    from safetensors.torch import load_file
-
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.self_attn.q_proj.qzeros"]
-    save_file(tensors, tmp_path / "model.safetensors")
+    edit_tensors(tmp_path, lambda tensors: tensors.pop("model.layers.1.self_attn.q_proj.qzeros"))
     with pytest.raises(common.InputError, match=r"layers\.1\.self_attn\.q_proj\.qzeros is missing"):
         lesson.load_checkpoint(tmp_path)
 

@@ -839,6 +839,16 @@ def test_a_model_without_a_chat_template_is_asked_the_bare_question(real_model, 
     assert asked[:3] == [tokenizer.encode(question) for question in lesson.QUESTIONS]
 
 
+def test_step_2_says_what_auto_is(real_model, monkeypatch, capsys):
+    """In fp32 it takes four times the bytes of fp8, and not twice as in bf16, of which the page speaks."""
+    monkeypatch.setattr(llama, "load", lambda *args: real_model)
+    monkeypatch.setattr(lesson, "check_formats", lambda: None)
+    monkeypatch.setattr(lesson, "run_engine", mock.Mock(side_effect=InterruptedError))
+    with pytest.raises(InterruptedError):
+        lesson.main([])
+    assert f"(auto: {real_model[0].dtype})" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_real_model_in_the_engine(real_model):
     model, tokenizer = real_model

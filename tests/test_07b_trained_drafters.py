@@ -792,6 +792,22 @@ def test_a_step_ahead_writes_the_same(K, right, tiny_model, answered):
     assert runs["async"]["steps"] - runs["synchronous"]["steps"] in range(4)
 
 
+def test_places_follow_the_batch_as_drafts_do():
+    """The served engine's scheduler asks for no more places than its drafter may fill in a batch of that size."""
+    config = lesson.drafting.SpeculativeConfig(num_speculative_tokens_per_batch_size=[[1, 1, 3], [2, 8, 0]])
+    serving, batching = common.lesson("06_serving"), common.lesson("04_continuous_batching")
+    limits = common.lesson("11_preemption").SchedulerConfig(max_model_len=64, max_num_seqs=8)
+    engine = serving.engine_class(speculation=config, async_scheduling=True)
+    scheduler, planned = engine.make_scheduler(limits, 9, 16), []
+    for name in ("a", "b"):
+        scheduler.add_request(batching.Request(name, [1, 2], batching.SamplingParams(max_tokens=9)))
+    for _ in range(2):
+        scheduler.schedule()
+        planned.append([request.spec_token_ids for request in scheduler.running])
+        scheduler.finish_requests(["a"], batching.RequestStatus.FINISHED_ABORTED)
+    assert planned == [[[], []], [[-1, -1, -1]]]
+
+
 def test_rows_where_the_plan_has_them(tiny_model, answered, monkeypatch):
     """Without the worker's correction, rows behind a rejected draft would lie beyond what is known."""
     prompts, plain = answered

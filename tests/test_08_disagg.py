@@ -1071,6 +1071,17 @@ def test_a_prompt_that_is_scored_is_not_fetched(tiny_model):
         assert not decode.scheduler.waiting
 
 
+def test_who_may_not_read_the_cache_does_not_fetch(tiny_model, expected):
+    """The prompt is computed here, and the other side hears that nobody will come for its blocks."""
+    with pair(tiny_model, "TCPConnector") as (prefill, decode):
+        prefill.add_request(lesson.make_request("a", PROMPT, 1, do_remote_decode=True, transfer_id="a"))
+        remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
+        request = lesson.make_request("a", PROMPT, TOKENS, **remote)
+        request.sampling_params.skip_reading_prefix_cache = True
+        decode.add_request(request)
+        assert drain(prefill, decode, seconds=10)["a"][0] == expected and counts(decode)["bytes_in"] == 0
+
+
 def test_who_has_arrived_is_seated_in_order_within_seats_and_budget(tiny_model, expected):
     with pair(tiny_model, "TCPConnector", decode={"max_num_seqs": 2, "max_num_batched_tokens": 16}) as (
         prefill,

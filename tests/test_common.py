@@ -204,10 +204,12 @@ common.run(main)
         (["--blocks", "13"], 2, "allowed: others"),
         (["--blocks", "0"], 2, "from 1 to 64"),
         (["--blocks", "x"], 2, "'x' is not a whole number"),
+        (["--blocks", "1" + 400 * "0"], 2, "from 1 to 64"),
         (["--rate", "nan"], 2, "--rate"),
         (["--rate", "-1"], 2, "at least 0"),
         (["--seed", "-1"], 2, "--seed"),
         (["--device", "tpu"], 2, "tpu"),
+        (["--json", "."], 2, "not readable as JSON"),  # before anything is measured, not after
         (["--nonsense"], 2, "--nonsense"),
     ],
 )

@@ -54,7 +54,11 @@ class Core(preemption.ReplayCore):
             self.drafting = True
             ahead = workload["config"]["async_scheduling"]
             mixin = drafts_ahead.DraftsAheadScheduler if ahead else speculation.SpeculativeScheduler
-            places = {"num_speculative_tokens": workload["config"]["num_speculative_tokens"]}
+            about = {name: workload["config"].get(name) for name in (
+                "num_speculative_tokens", "num_speculative_tokens_per_batch_size")}  # fmt: skip
+            config = speculation.SpeculativeConfig(**about)
+            places = {"num_speculative_tokens": config.num_speculative_tokens,
+                      "drafts_in_batch": config.drafts_in_batch}  # fmt: skip
             kind = type("Scheduler", (mixin, type(self.scheduler)), places)
             self.scheduler = kind(self.scheduler.config, self.scheduler.kv_cache_manager)
         if remote_steps:
@@ -139,6 +143,16 @@ def difference(feature, path) -> str | None:
 )
 def test_every_recorded_decision_is_ours(feature, path):
     assert difference(feature, path) is None
+
+
+def test_loads_that_end_together_free_their_blocks_in_one_order():
+    """vLLM walks over a set here, whose order is another in each process; with ours, equal runs stay equal."""
+    spec = {"arrival_step": 0, "prompt_token_ids": [1, 2], "max_tokens": 5, "forced_output_token_ids": [3] * 5}
+    config = {"block_size": 8, "num_speculative_tokens": 0, "max_loras": 0, "num_blocks": 10, "record_free_queue": True}
+    unwanted = [{"id": f"r{i}", "abort_step": 1, "remote_steps": 3, **spec} for i in range(6)]
+    steps = Core({"config": config, "requests": [*unwanted, {"id": "other", **spec}]}).run()
+    assert steps[0]["loading"] == [request["id"] for request in unwanted] and len(steps[1]["aborted"]) == 6
+    assert [step["free_queue"] for step in steps[1:3]] == [[8, 9], [6, 5, 4, 3, 2, 1, 8, 9]]
 
 
 class CarefulCore(Core):

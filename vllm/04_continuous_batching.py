@@ -1124,7 +1124,7 @@ def build_parser() -> common.Parser:
     p.add_argument("--policy", choices=tuple(POLICIES), default="continuous", help="batching of step 2")
     p.add_argument("--max-num-seqs", type=common.number(int, 1, 256), default=32, metavar="N",
                    help="sequences in one step (default %(default)s; 1 serves them one by one)")  # fmt: skip
-    p.add_argument("--num-blocks", type=common.number(int, 2), default=1024, metavar="N",
+    p.add_argument("--num-blocks", type=common.number(int, 2, 1 << 14), default=1024, metavar="N",
                    help="KV blocks of 16 tokens (default %(default)s; 34 hold few, below 33 is refused)")  # fmt: skip
     return p
 

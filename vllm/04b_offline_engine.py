@@ -1093,14 +1093,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.heading("3. The offline engine: what vLLM's documentation calls LLM")
     llm = LLM(model, tokenizer=tokenizer, max_model_len=512, max_num_seqs=16)
     prompts = ["Hello, my name is", "The president of the United States is", "The capital of France is", "2, 4, 6, 8,"]
+    n = 1 if args.temperature < GREEDY else 2  # greedy ones would be the same
     params = [
         SamplingParams(temperature=args.temperature, top_p=args.top_p, max_tokens=12, seed=args.seed),
-        SamplingParams(temperature=args.temperature, top_p=args.top_p, max_tokens=12, n=2, seed=args.seed + 1),
+        SamplingParams(temperature=args.temperature, top_p=args.top_p, max_tokens=12, n=n, seed=args.seed + 1),
         SamplingParams(temperature=0, max_tokens=12, stop=[". "]),
         SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.2, logprobs=2),
     ]
-    if args.temperature < GREEDY:
-        params[1] = dataclasses.replace(params[1], n=1)
     together = llm.generate(prompts, params)
     for output in together:
         for answer in output.outputs:

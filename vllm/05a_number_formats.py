@@ -358,6 +358,8 @@ def checkpoint_tensors(folder: Path, get: Callable[[str], torch.Tensor | None]
         raise common.InputError(f"{folder}: quant_method {layout!r}; allowed: gptq, awq, compressed-tensors")
     if layout != "compressed-tensors" and quantization.get("bits", 4) != 4:
         raise common.InputError(f"{folder}: bits {quantization['bits']!r}; allowed: 4")
+    if layout == "gptq" and (version := quantization.get("checkpoint_format") or "gptq") != "gptq":
+        raise common.InputError(f"{folder}: checkpoint_format {version!r}; allowed: 'gptq' (version 2 stores z itself)")
     if layout == "compressed-tensors" and quantization.get("format") != "pack-quantized":
         raise common.InputError(f"{folder}: format {quantization.get('format')!r}; allowed: 'pack-quantized'")
 
@@ -372,7 +374,8 @@ def checkpoint_tensors(folder: Path, get: Callable[[str], torch.Tensor | None]
 
 
 def read_layer(layout: str, get: Callable[[str], torch.Tensor | None], prefix: str) -> Quantized:
-    """A layer of a checkpoint, from its tensors. Raises InputError for one that is missing or ordered by activation."""
+    """A layer of a checkpoint, from its tensors. Raises InputError for tensors that are missing, not of 4 bits, or
+    ordered by activation."""
 
     def need(name: str) -> torch.Tensor:
         if (tensor := get(f"{prefix}.{name}")) is None:
@@ -381,8 +384,11 @@ def read_layer(layout: str, get: Callable[[str], torch.Tensor | None], prefix: s
 
     zero: torch.Tensor | None = None
     if layout == "compressed-tensors":
-        codes, scale = unpack_int32(need("weight_packed")), need("weight_scale")
-        codes = codes[:, : int(need("weight_shape")[1])]
+        packed, scale, K = need("weight_packed"), need("weight_scale"), int(need("weight_shape")[1])
+        if packed.shape[1] != -(-K // 8):
+            raise common.InputError(f"weights: {prefix}.weight_packed has {packed.shape[1]} words for {K} inputs; "
+                                    "allowed: 8 inputs in a word, of 4 bits each")  # fmt: skip
+        codes = unpack_int32(packed)[:, :K]
         if (packed := get(f"{prefix}.weight_zero_point")) is not None:
             zero = unpack_int32(packed.T).T[: len(codes)]
     else:
@@ -393,9 +399,10 @@ def read_layer(layout: str, get: Callable[[str], torch.Tensor | None], prefix: s
         else:
             codes, zero = unpack_int32(need("qweight"), AWQ_ORDER).T, unpack_int32(need("qzeros"), AWQ_ORDER).T
     group = codes.shape[1] // scale.shape[1]
-    order = get(f"{prefix}.g_idx")
+    name = f"{prefix}.weight_g_idx" if layout == "compressed-tensors" else f"{prefix}.g_idx"
+    order = get(name)
     if order is not None and not torch.equal(order.long(), torch.arange(len(order)) // group):
-        raise common.InputError(f"weights: {prefix}.g_idx regroups the inputs (desc_act); allowed: groups in order")
+        raise common.InputError(f"weights: {name} regroups the inputs (desc_act); allowed: groups in order")
     f = Format(f"int4-g{group}", "int", 4, group, "fp16", None if zero is None else "int")
     return Quantized(f, codes.contiguous(), scale.half().contiguous(), None if zero is None else zero.contiguous())
 

@@ -14,7 +14,7 @@ The mechanism:
      them ruins a scale that all share. A scale per token confines it; SmoothQuant makes the weights take a part of it.
 
 Numbers to remember: int4 with groups of 128 is 4.16 bits per weight and at best 3.85 × faster. On an H100 that lasts
-to about 77 tokens per step and is gone at 295, where arithmetic is the limit anyway.
+to 76 tokens per step and is gone at 295, where arithmetic is the limit anyway.
 
 How to run:
   uv run python vllm/05b_quantization.py                    the whole story, with the stored table

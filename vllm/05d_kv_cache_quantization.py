@@ -1162,8 +1162,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.heading("1. Codes and kernels against the definitions")
     check_formats()
 
-    common.heading(f"2. The real model in the engine, --kv-cache-dtype {name}")
     model, tokenizer = llama.load(args.model)
+    common.heading(f"2. The real model in the engine, --kv-cache-dtype {name} (auto: {model.dtype})")
     run_engine(model, tokenizer, name)
 
     common.heading("3. How wrong attention gets, live: 96 tokens, every layer, everything before it exact")

@@ -632,7 +632,7 @@ def speculative_engine(base: type[LLMEngine], config: SpeculativeConfig, drafter
         @functools.wraps(base.make_scheduler)
         def make_scheduler(*args: Any, **kwargs: Any) -> Any:
             made = base.make_scheduler(*args, **kwargs)
-            about = {"num_speculative_tokens": config.num_speculative_tokens}
+            about = {"num_speculative_tokens": config.num_speculative_tokens, "drafts_in_batch": config.drafts_in_batch}
             kind = type(scheduler.__name__, (scheduler, type(made)), about)
             return kind(made.config, made.kv_cache_manager)
 

@@ -50,12 +50,17 @@ class DraftsAheadScheduler(speculation.SpeculativeScheduler, optimizations.Async
     def schedule(self) -> SpeculativeSchedulerOutput:
         """A request that samples in this step gets K places in the next, filled with −1, which is no token."""
         output = super().schedule()
+        num_places = self.drafts_in_batch(len(output.num_scheduled_tokens))
         for request_id in output.num_scheduled_tokens:
             if self.num_output_placeholders[request_id]:
                 drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
                 self.num_draft_placeholders[request_id] += len(drafts)
-                self.requests[request_id].spec_token_ids = [-1] * self.num_speculative_tokens
+                self.requests[request_id].spec_token_ids = [-1] * num_places
         return output
+
+    def drafts_in_batch(self, num_seqs: int) -> int:
+        """K, which may depend on how many sequences a step has (lesson 07's config, when it makes this scheduler)."""
+        return self.num_speculative_tokens
 
     def num_slots(self, request: Request) -> int:
         """One more than lesson 04 reserves: for the step in vain behind an end that came early."""

@@ -311,7 +311,10 @@ class KVConnectorBase:
             raise common.InputError("prompt_logprobs: a prompt that was computed elsewhere has no logits here")
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """(tokens beyond `num_computed_tokens` that can be loaded, whether that takes longer than a step)."""
+        """(tokens beyond `num_computed_tokens` that can be loaded, whether that takes longer than a step).
+
+        The scheduler does not use the answer for a request that may not read the cache (`skip_reading_prefix_cache`).
+        """
         return 0, False
 
     def update_state_after_alloc(self, request: Request, blocks: list[int], num_external_tokens: int) -> None:
@@ -661,7 +664,7 @@ class StoreConnector(KVConnectorBase):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Blocks in the store behind the local hit, without a gap. One token is left to compute, for its logits."""
-        if not self.config.is_kv_consumer or request.sampling_params.skip_reading_prefix_cache:
+        if not self.config.is_kv_consumer:
             return 0, False
         first, last = num_computed_tokens // self.block_size, (request.num_tokens - 1) // self.block_size
         found = 0

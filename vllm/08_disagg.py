@@ -146,7 +146,7 @@ def connector_scheduler(base: type) -> type:
             if self.connector.needs_hashes:
                 self.kv_cache_manager.update_block_hashes(request)
             external, later = self.connector.get_num_new_matched_tokens(request, num_tokens)
-            self.num_external_tokens = 0 if later else external
+            self.num_external_tokens = 0 if later or request.sampling_params.skip_reading_prefix_cache else external
             return blocks, num_tokens + self.num_external_tokens
 
         def _schedule_waiting(self, output: SchedulerOutput) -> None:
@@ -186,7 +186,7 @@ def connector_scheduler(base: type) -> type:
             if self.connector.fetches_later:
                 computed_blocks, num_cached_tokens = self.local_blocks(request)
                 external, later = self.connector.get_num_new_matched_tokens(request, num_cached_tokens)
-                if later:
+                if later and not request.sampling_params.skip_reading_prefix_cache:
                     self.sent_for = self._send_for(request, computed_blocks, num_cached_tokens, external)
                     return 0
             num_new_tokens = super()._admit(request)
@@ -241,7 +241,7 @@ def connector_scheduler(base: type) -> type:
                 if request_id not in self.received and (request := self.waiting_for_remote_kvs.pop(request_id, None)):
                     outputs += self._handle_failed_recving(request, why)
             no_longer_written = self.held.keys() & (news.finished_recving | news.failed_recving.keys())
-            for request_id in news.finished_sending | no_longer_written:
+            for request_id in sorted(news.finished_sending | no_longer_written):  # sets have no order of their own
                 self.kv_cache_manager.free(self.held.pop(request_id))
             return outputs
 

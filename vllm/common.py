@@ -495,8 +495,8 @@ def results(name: str, machine_name: str = "cpu") -> dict[str, Any]:
     return json.loads(path.read_text()).get(name, {}) if path.is_file() else {}
 
 
-def merge_json(path: str | Path, key: str, value: dict[str, Any]) -> None:
-    """Set `key` in the JSON object stored at `path`, leaving other keys alone; the file is replaced atomically."""
+def stored_object(path: str | Path) -> dict[str, Any]:
+    """The JSON object stored at `path`, an empty one if there is no file. Raises InputError."""
     path = Path(path)
     try:
         content = json.loads(path.read_text()) if path.exists() else {}
@@ -504,6 +504,12 @@ def merge_json(path: str | Path, key: str, value: dict[str, Any]) -> None:
         raise InputError(f"--json {path}: not readable as JSON ({error})") from None
     if not isinstance(content, dict):
         raise InputError(f"--json {path}: holds a JSON {type(content).__name__}, expected an object")
+    return content
+
+
+def merge_json(path: str | Path, key: str, value: dict[str, Any]) -> None:
+    """Set `key` in the JSON object stored at `path`, leaving other keys alone; the file is replaced atomically."""
+    path, content = Path(path), stored_object(path)
     content[key] = value
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -534,11 +540,11 @@ def number(kind: type = int, low: float | None = None, high: float | None = None
     def parse(text: str) -> Any:
         try:
             value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
-        if not math.isfinite(value) or (low is not None and value < low) or (high is not None and value > high):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-        return value
+            if math.isfinite(value) and (low is None or value >= low) and (high is None or value <= high):
+                return value
+        except (ValueError, OverflowError):  # no number; a whole one that no float reaches
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
 
     return parse
 
@@ -594,9 +600,12 @@ def parser(doc: str, **kwargs: Any) -> Parser:
 
 
 def start(args: argparse.Namespace) -> dict[str, Any]:
-    """Seed everything, print the machine line, return `machine()`. Raises InputError if the device is not here."""
+    """Seed everything, print the machine line, return `machine()`. Raises InputError if the device is not here, or if
+    nothing could be merged into `--json` in the end."""
     if args.device == "cuda" and not HAS_GPU:
         raise InputError("--device cuda: torch sees no GPU here; allowed on this machine: auto, cpu")
+    if args.json:
+        stored_object(args.json)
     torch.manual_seed(args.seed)
     m = machine()
     console().print(f"Machine: {m['name']}, {m['device']}, {m['threads']} threads, torch {m['torch']}; "
