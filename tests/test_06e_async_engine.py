@@ -461,12 +461,14 @@ def test_hanging_up_has_an_end():
         assert 0.09 < time.perf_counter() - start < 2 and ours.recv(1) == b""
 
 
-def test_an_engine_that_nobody_has_any_more_ends(tiny, folder):
+@pytest.mark.parametrize("used", [False, True])
+def test_an_engine_that_nobody_has_any_more_ends(tiny, folder, used):
     """As vLLM's `__del__` does it: the task that reads its letters does not keep it."""
 
     async def run():
         llm = await lesson.AsyncLLM.start(FACTORY, None, folder, "thread")
-        await read(llm, "x", prompt(1, 2, 3), GREEDY)
+        if used:
+            await read(llm, "x", prompt(1, 2, 3), GREEDY)
         thread, reader = llm.client.thread, llm.output_handler
         del llm
         await asyncio.wait([reader], timeout=5)

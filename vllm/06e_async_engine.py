@@ -379,8 +379,8 @@ class MPClient:
         self.process.start()
         theirs.close()  # the engine's copy is the only one left, so its death closes the connection
         self.writer: asyncio.StreamWriter | None = None
-        self._end = weakref.finalize(self, end_process, self.process, self.sock)  # if nobody calls `join`
-        atexit.register(self._end)  # before multiprocessing's own end, which would wait for the engine
+        # If nobody calls `join`. At exit, it comes before multiprocessing's own end, which would wait for the engine.
+        self._end = atexit.register(weakref.finalize(self, end_process, self.process, self.sock))
 
     def send(self, letter: Any) -> None:
         """Never waits: what does not fit into the socket is kept here, and admission control bounds it."""
@@ -402,7 +402,8 @@ class MPClient:
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         if self.writer is not None:
-            self.writer.close()
+            with contextlib.suppress(RuntimeError):  # its loop may be closed by now
+                self.writer.close()
 
     def join(self) -> None:
         """Wait until it has."""
@@ -641,7 +642,8 @@ class AsyncLLM:
         self.dead: EngineDeadError | None = None
         self.died = asyncio.Event()
         self.output_handler = asyncio.create_task(self._output_handler(client, weakref.ref(self)))
-        weakref.finalize(self, self.output_handler.cancel).atexit = False  # dropped without `shutdown`
+        for end in (client.close, self.output_handler.cancel):  # when it is dropped without `shutdown`
+            weakref.finalize(self, end).atexit = False
 
     @classmethod
     async def start(
@@ -747,8 +749,6 @@ class AsyncLLM:
                 error = EngineDeadError(f"the output handler failed: {error!r}")
             if engine():
                 engine()._fail(error)
-        finally:
-            client.close()
 
     async def _read(self, letter: Any) -> None:
         if isinstance(letter, EngineCoreOutputs):
