@@ -671,6 +671,36 @@ def test_speculative_config_changes_the_engine_and_no_token(tiny_load, tiny_mode
         assert engine.core.scheduler.spec_decoding_stats.num_accepted_tokens > 0
 
 
+@pytest.mark.parametrize("speculation", [None, {"method": "ngram", "num_speculative_tokens": 2}])
+def test_who_asks_again_after_ctrl_c_is_answered_right(tiny_model, real_model, monkeypatch, speculation):
+    """In a notebook the engine lives on. Blocks are indexed before the model has computed what is in them."""
+
+    class LLM(offline.LLM):
+        engine_class = staticmethod(lesson.offline_engine)
+
+    options = {"tokenizer": real_model[1], "max_model_len": 96, "num_gpu_blocks_override": 20,
+               "speculative_config": speculation}  # fmt: skip
+    prompts, params = [list(range(5, 75))] * 2, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    want = [x.outputs[0].token_ids for x in LLM(tiny_model, **options).generate(prompts, params)]
+    llm = LLM(tiny_model, **options)
+    core, runs = llm.llm_engine.core, itertools.count()
+    execute_model = core.runner.execute_model
+
+    def interrupted(output):
+        if next(runs) in (0, 3):
+            raise KeyboardInterrupt
+        return execute_model(output)
+
+    monkeypatch.setattr(core.runner, "execute_model", interrupted)
+    for _ in range(2):  # before the first step of the prompts, and later in the middle of an answer
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, params)
+        assert core.scheduler.kv_cache_manager.block_pool.num_free_blocks == 19
+    for cached in (0, 64):
+        found = llm.generate(prompts, params)
+        assert [x.outputs[0].token_ids for x in found] == want and found[0].num_cached_tokens == cached
+
+
 @pytest.mark.skipif(common.HAS_GPU, reason="there, every test of this file serves from graphs")
 @pytest.mark.parametrize("flags", [{}, {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'}])
 def test_every_batch_size_is_captured_before_anybody_is_served(tiny_load, monkeypatch, flags):

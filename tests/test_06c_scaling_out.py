@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
+import errno
 import functools
 import gc
 import json
@@ -535,6 +537,52 @@ def test_the_writer_waits_for_the_slowest_reader_and_asks_whether_it_lives():
     box.enqueue(2, full)
     assert (fast.dequeue(), slow.dequeue(), slow.dequeue()) == (2, 1, 2)
     box.close()
+
+
+def test_memory_that_is_full_is_said_before_anything_starts(monkeypatch):
+    """A page that is not there when it is first written is a bus error, with no words."""
+    made = []
+
+    class Memory(executors.SharedMemory):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self.name)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(executors, "SharedMemory", Memory)
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    with pytest.raises(common.InputError, match=r"131,080 bytes of shared memory.*No space left"):
+        lesson.MessageQueue(Context, readers=1, chunk_bytes=1 << 14)
+    with pytest.raises(FileNotFoundError):
+        multiprocessing.shared_memory.SharedMemory(made[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it has no file")
+def test_all_of_the_ring_is_there_from_the_start():
+    box = lesson.MessageQueue(Context, readers=1)
+    try:
+        assert Path("/dev/shm", box.memory.name).stat().st_blocks * 512 >= box.memory.size
+    finally:
+        box.close()
+
+
+def test_a_call_that_nobody_reads_has_an_end(monkeypatch):
+    """A worker that is stopped, say: it neither dies nor reads. Who waited for its answer would have heard of it."""
+    executor, heard = object.__new__(lesson.MultiprocExecutor), []
+    stopped = SimpleNamespace(sentinel=Context.Pipe()[0], is_alive=lambda: True)  # its other end is closed: no wait
+    executor.world_size, executor.timeout, executor.processes = 1, 60, [stopped]
+    executor.queue, executor.bytes_broadcast = lesson.MessageQueue(Context, readers=1, chunks=1, chunk_bytes=64), 0
+    executor.pending = [collections.deque()]
+    monkeypatch.setattr(lesson.MultiprocExecutor, "shutdown", lambda self: heard.append(self))
+    try:
+        executor.submit("held", reply_rank=0, timeout=0)
+        with pytest.raises(executors.ExecutorFailed, match=r"no room for held within 0\.01 s: a worker of 1 does not"):
+            executor.submit("held", reply_rank=0, timeout=0.01)
+        assert heard == [executor] and "no room" in executor.failed
+    finally:
+        executor.queue.close()
 
 
 # --- Processes --------------------------------------------------------------------------------------------------------

@@ -461,6 +461,40 @@ def test_hanging_up_has_an_end():
         assert 0.09 < time.perf_counter() - start < 2 and ours.recv(1) == b""
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_an_engine_that_nobody_has_any_more_ends(tiny, folder, used):
+    """As vLLM's `__del__` does it: the task that reads its letters does not keep it."""
+
+    async def run():
+        llm = await lesson.AsyncLLM.start(FACTORY, None, folder, "thread")
+        if used:
+            await read(llm, "x", prompt(1, 2, 3), GREEDY)
+        thread, reader = llm.client.thread, llm.output_handler
+        del llm
+        await asyncio.wait([reader], timeout=5)
+        await asyncio.to_thread(thread.join, 5)
+        return reader.done() and not thread.is_alive()
+
+    assert asyncio.run(run())
+
+
+def test_a_process_that_nobody_has_any_more_is_waited_for(monkeypatch):
+    class Process(threading.Thread):
+        def __init__(self, target, args, name):
+            super().__init__(target=target, args=(args[0].dup(),), daemon=True)
+
+        def kill(self):
+            assert not self.is_alive()
+
+    monkeypatch.setattr(lesson, "run_engine_core", lambda sock: sock.recv(1))  # until we hang up
+    monkeypatch.setattr(lesson.multiprocessing, "get_context", lambda kind: SimpleNamespace(Process=Process))
+    client = lesson.MPClient(FACTORY, None)
+    process = client.process
+    assert process.is_alive()
+    del client
+    assert not process.is_alive()
+
+
 def test_a_reply_that_will_never_come_is_an_error(tiny, folder):
     async def run():
         async with running(folder, "event-loop") as llm:
@@ -913,3 +947,11 @@ def test_a_killed_process_and_every_place_on_the_real_model(folder):
     assert found[0] == found[1] == found[2]
     heard, seconds = asyncio.run(lesson.kill_the_engine(args, prompts))
     assert heard == 3 and seconds < 2
+
+    async def drop():
+        llm = await lesson.AsyncLLM.start(FACTORY, {"model": args.model, "seed": 0}, folder)
+        return llm.client.process
+
+    process = asyncio.run(drop())
+    process.join(10)
+    assert process.exitcode == 0, "an engine that nobody has any more ends"

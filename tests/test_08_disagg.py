@@ -1993,6 +1993,23 @@ def test_a_block_that_is_found_is_used_and_one_that_is_being_written_is_not_coun
     assert sorted(path.name for path in tier.folder.iterdir()) == [".partial", "a", "c"]
 
 
+def test_what_a_killed_writer_left_is_removed(tmp_path):
+    tier = connectors.Tier(tmp_path / "tier", 10)
+    left, begun = (tier.folder / name for name in (".left", ".begun"))
+    for path in (left, begun):
+        path.write_bytes(bytes(100))
+    os.utime(left, (0, time.time() - 2 * tier.STALE))
+    assert tier.put("a", [bytes(5)]) and begun.exists() and not left.exists()
+
+    def slow():
+        yield bytes(5)
+        partial = next(path for path in tier.folder.iterdir() if path.name not in ("a", ".begun"))
+        os.utime(partial, (0, 0))
+        tier.trim()  # another engine's; and we were only stopped for a while
+
+    assert not tier.put("b", slow()) and sorted(path.name for path in tier.folder.iterdir()) == [".begun", "a"]
+
+
 @contextlib.contextmanager
 def limited(name, soft):
     """A resource limit of this process, for a while."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import subprocess
 import sys
 import time
@@ -223,6 +224,25 @@ def test_wrong_input_is_one_line_and_an_exit_code(argv, code, word, monkeypatch,
     lines = capsys.readouterr().err.splitlines()
     assert left == code and len(lines) == (code != 0)
     assert not lines or (word in lines[0] and lines[0].startswith("script.py: "))
+
+
+def test_a_signal_ends_what_was_started():
+    """A process that is ended by SIGTERM itself leaves behind the server that it runs, and its folders."""
+    ended, before = [], signal.getsignal(signal.SIGTERM)
+
+    def main():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            ended.append("server")
+
+    try:
+        with pytest.raises(SystemExit) as stop:
+            common.run(main)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stop.value.code == 143 and ended == ["server"]
 
 
 WANTS_A_GPU = python_job(SCRIPT, "--device", "cuda")  # as a process of its own: no traceback either

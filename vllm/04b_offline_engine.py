@@ -722,7 +722,11 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """One forward pass for all that are scheduled; returns what is new for callers."""
         heard: list[RequestOutput] = []
-        outputs = self.core.step()
+        try:
+            outputs = self.core.step()
+        except BaseException:  # Ctrl-C, say: what the step was to compute is in the prefix cache's index already
+            getattr(self.core.scheduler.kv_cache_manager, "reset_prefix_cache", lambda: None)()
+            raise
         scored = self.core.runner.prompt_logprobs
         while scored:  # emptied: companion 06e comes here several times with the scores of one step
             request_id, entries = scored.popitem()

@@ -221,6 +221,12 @@ class PrefixCachingKVCacheManager(KVCacheManager):
             if self.block_pool.block_hash[block] is not None:
                 self.block_pool.evict(block)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all that is indexed; whoever runs keeps its blocks."""
+        for block, block_hash in enumerate(self.block_pool.block_hash):
+            if block_hash is not None:
+                self.block_pool.evict(block)
+
     def free(self, request: Request) -> None:
         super().free(request)
         self.num_cached_block.pop(request.request_id, None)

@@ -598,6 +598,13 @@ class MessageQueue:
     def __init__(self, context: Any, readers: int, chunks: int = 8, chunk_bytes: int = 1 << 20) -> None:
         self.readers, self.chunks, self.chunk_bytes, self.written = readers, chunks, chunk_bytes, 0
         self.memory = SharedMemory(create=True, size=chunks * (readers + chunk_bytes))
+        if hasattr(os, "posix_fallocate"):  # Linux gives a page when it is first written; with none left, that is a
+            try:  # SIGBUS, and nobody hears why
+                os.posix_fallocate(self.memory._fd, 0, self.memory.size)
+            except OSError as error:
+                self.memory.close(), self.memory.unlink()
+                raise common.InputError(f"distributed_executor_backend mp: {self.memory.size:,} bytes of shared memory "
+                                        f"for decisions: {error.strerror}") from None  # fmt: skip
         self.memory.buf[: chunks * readers] = b"\1" * (chunks * readers)
         self.pipes = [context.Pipe(duplex=False) for _ in range(readers)]
 
@@ -717,10 +724,19 @@ class MultiprocExecutor(Executor):
         """Broadcast a call; a Future of the answer of `reply_rank` (None: of all). ExecutorFailed if one has died."""
         if self.failed:
             raise ExecutorFailed(self.failed)
-        with self._no_broken_pipes():
-            self.bytes_broadcast += self.queue.enqueue((method, args, reply_rank), self.check_health)
         name = method if isinstance(method, str) else method[1]
-        return self._expect(name, reply_rank, self.timeout if timeout is None else timeout)
+        timeout = self.timeout if timeout is None else timeout
+        stop = time.monotonic() + timeout
+
+        def alive() -> None:
+            self.check_health()
+            if time.monotonic() > stop:
+                self.fail(f"no room for {name} within {timeout:g} s: a worker of {self.world_size} does not read; all "
+                          "were ended")  # fmt: skip
+
+        with self._no_broken_pipes():
+            self.bytes_broadcast += self.queue.enqueue((method, args, reply_rank), alive)
+        return self._expect(name, reply_rank, timeout)
 
     @contextlib.contextmanager
     def _no_broken_pipes(self) -> Iterator[None]:

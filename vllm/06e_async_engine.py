@@ -52,6 +52,7 @@ import threading
 import time
 import traceback
 import uuid
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -333,8 +334,7 @@ def build_engine(factory: Factory, args: Any, send: Callable[[Any], None]) -> LL
     return getattr(common.lesson(lesson), function)(args, lambda text: send(Progress(text)))
 
 
-def serve_mailbox(factory: Factory, args: Any, send: Callable[[Any], None],
-                  receive: Receive,
+def serve_mailbox(factory: Factory, args: Any, send: Callable[[Any], None], receive: Receive,
                   make_proc: Callable[..., EngineCoreProc] = EngineCoreProc) -> bool:  # fmt: skip
     """Build an engine and work until nobody is left to work for. Returns whether it failed; then it has said so."""
     try:
@@ -379,7 +379,8 @@ class MPClient:
         self.process.start()
         theirs.close()  # the engine's copy is the only one left, so its death closes the connection
         self.writer: asyncio.StreamWriter | None = None
-        atexit.register(self.join)
+        # If nobody calls `join`. At exit, it comes before multiprocessing's own end, which would wait for the engine.
+        self._end = atexit.register(weakref.finalize(self, end_process, self.process, self.sock))
 
     def send(self, letter: Any) -> None:
         """Never waits: what does not fit into the socket is kept here, and admission control bounds it."""
@@ -401,17 +402,22 @@ class MPClient:
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         if self.writer is not None:
-            self.writer.close()
+            with contextlib.suppress(RuntimeError):  # its loop may be closed by now
+                self.writer.close()
 
-    def join(self, timeout: float = 5.0) -> None:
-        """Wait until it has; an engine that does not end is killed."""
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)  # after an exit without `close`
-        self.process.join(timeout)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        atexit.unregister(self.join)
+    def join(self) -> None:
+        """Wait until it has."""
+        self._end()
+        atexit.unregister(self._end)
+
+
+def end_process(process: Any, sock: socket.socket, timeout: float = 5.0) -> None:
+    """Hang up and wait for an engine process; one that does not end is killed."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    process.join(timeout)
+    process.kill()  # of one that has ended, nothing
+    process.join()
 
 
 class ThreadClient:
@@ -635,7 +641,9 @@ class AsyncLLM:
         self.replies: dict[int, asyncio.Future] = {}
         self.dead: EngineDeadError | None = None
         self.died = asyncio.Event()
-        self.output_handler = asyncio.create_task(self._output_handler())
+        self.output_handler = asyncio.create_task(self._output_handler(client, weakref.ref(self)))
+        for end in (client.close, self.output_handler.cancel):  # when it is dropped without `shutdown`
+            weakref.finalize(self, end).atexit = False
 
     @classmethod
     async def start(
@@ -727,22 +735,28 @@ class AsyncLLM:
 
     # -- what the engine says --
 
-    async def _output_handler(self) -> None:
+    @staticmethod
+    async def _output_handler(client: Any, engine: weakref.ref[AsyncLLM]) -> None:
+        """While this waits for a letter it does not keep the engine: whoever drops that ends it."""
         try:
             while True:
-                letter = await self.client.receive()
-                if isinstance(letter, EngineCoreOutputs):
-                    await self._deliver(letter)
-                elif isinstance(letter, Reply) and (future := self.replies.pop(letter.call_id, None)):
-                    if not future.done():
-                        future.set_result(letter)
-                elif isinstance(letter, Dead):
-                    raise EngineDeadError(letter.error)
-        except EngineDeadError as error:
-            self._fail(error)
-        except Exception as error:  # a defect of the front end: better dead than silent
-            traceback.print_exc()
-            self._fail(EngineDeadError(f"the output handler failed: {error!r}"))
+                letter = await client.receive()
+                if engine():
+                    await engine()._read(letter)
+        except Exception as error:
+            if not isinstance(error, EngineDeadError):  # a defect of the front end: better dead than silent
+                traceback.print_exc()
+                error = EngineDeadError(f"the output handler failed: {error!r}")
+            if engine():
+                engine()._fail(error)
+
+    async def _read(self, letter: Any) -> None:
+        if isinstance(letter, EngineCoreOutputs):
+            await self._deliver(letter)
+        elif isinstance(letter, Reply) and (future := self.replies.pop(letter.call_id, None)) and not future.done():
+            future.set_result(letter)
+        elif isinstance(letter, Dead):
+            raise EngineDeadError(letter.error)
 
     async def _deliver(self, letter: EngineCoreOutputs) -> None:
         if self.stat_logger:

@@ -52,6 +52,8 @@ class Tier:
     just been evicted finds nothing, which is a miss. What `evict` gets is the path of a block on its way out.
     """
 
+    STALE = 60.0  # seconds since the last write: a block takes milliseconds, so its writer was killed
+
     def __init__(self, folder: Path, capacity: int, evict: Callable[[Path], None] = os.unlink) -> None:
         self.folder, self.capacity, self.evict = Path(folder), capacity, evict
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -74,13 +76,16 @@ class Tier:
         return True
 
     def trim(self) -> None:
-        """Evict the files unused for longest until `capacity` bytes are left; others may do so at the same time."""
-        found = []
+        """Evict the files unused for longest until `capacity` bytes are left, and remove those that will never be
+        complete; others may do so at the same time."""
+        found, stale = [], time.time() - self.STALE
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     if not entry.name.startswith("."):
                         found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
+                    elif entry.stat().st_mtime < stale:
+                        os.unlink(entry.path)
         total = sum(size for _, size, _ in found)
         for _, size, path in sorted(found):
             if total <= self.capacity:

@@ -19,6 +19,7 @@ import math
 import os
 import platform
 import re
+import signal
 import statistics
 import sys
 import tempfile
@@ -615,6 +616,7 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(main: Callable[[], Any]) -> None:
     """Call a script's `main` and turn expected failures into one line and an exit code: 2 bad input, 1 wrong result."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: whatever was started on the way is ended, too
     try:
         main()
     except InputError as error:
