@@ -1061,23 +1061,15 @@ def test_nobody_does_what_is_not_its_role(tiny_model, expected):
             assert not core.scheduler.connector.links
 
 
-def test_a_prompt_that_is_scored_is_not_fetched(tiny_model):
-    with pair(tiny_model, "TCPConnector") as (prefill, decode):
-        remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
-        request = lesson.make_request("a", PROMPT, TOKENS, **remote)
-        request.sampling_params.prompt_logprobs = 0
-        with pytest.raises(common.InputError, match="prompt_logprobs"):
-            decode.add_request(request)
-        assert not decode.scheduler.waiting
-
-
-def test_who_may_not_read_the_cache_does_not_fetch(tiny_model, expected):
-    """The prompt is computed here, and the other side hears that nobody will come for its blocks."""
+@pytest.mark.parametrize("asked", [{"skip_reading_prefix_cache": True}, {"prompt_logprobs": 0}], ids=str)
+def test_who_may_not_read_the_cache_does_not_fetch(tiny_model, expected, asked):
+    """Nor who wants the prompt scored: what is not computed has no logits. It is computed here, and the other side
+    hears that nobody will come for its blocks."""
     with pair(tiny_model, "TCPConnector") as (prefill, decode):
         prefill.add_request(lesson.make_request("a", PROMPT, 1, do_remote_decode=True, transfer_id="a"))
         remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
         request = lesson.make_request("a", PROMPT, TOKENS, **remote)
-        request.sampling_params.skip_reading_prefix_cache = True
+        request.sampling_params = dataclasses.replace(request.sampling_params, **asked)
         decode.add_request(request)
         assert drain(prefill, decode, seconds=10)["a"][0] == expected and counts(decode)["bytes_in"] == 0
 

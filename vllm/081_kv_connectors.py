@@ -311,9 +311,7 @@ class KVConnectorBase:
 
     def on_new_request(self, request: Request) -> None:
         """Raises InputError if what it says about its keys and values makes no sense."""
-        check_kv_transfer_params(params := kv_transfer_params(request))
-        if params.get("do_remote_prefill") and request.sampling_params.prompt_logprobs is not None:
-            raise common.InputError("prompt_logprobs: a prompt that was computed elsewhere has no logits here")
+        check_kv_transfer_params(kv_transfer_params(request))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """(tokens beyond `num_computed_tokens` that can be loaded, whether that takes longer than a step).
