@@ -379,11 +379,15 @@ class SharedMemoryLink(Link):
         """The name of a new file with these bytes. OSError if the memory is full: `write` says so, where to store into
         a mapping would end the process (SIGBUS)."""
         name = f"kvx-{os.getpid()}-{secrets.token_hex(8)}"
+        descriptor = os.open(SHM / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         if len(self.names) >= self.MANY:
             self.names = {known for known in self.names if (SHM / known).exists()}  # the others were mapped
         self.names.add(name)
-        with open(SHM / name, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-            file.write(payload.cpu().numpy())
+        try:
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(payload.cpu().numpy())
+        finally:
+            os.close(descriptor)
         return name
 
     def receive(self, header: dict[str, Any], payload: bytearray) -> torch.Tensor | None:
