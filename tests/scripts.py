@@ -112,6 +112,27 @@ def work(job: Job) -> None:
         _futures[key].set_exception(error)
 
 
+# What scripts do, in 3.1 s on two quiet cores of the EPYC that DESIGN's limits are for: import torch, stream weights
+# through both cores, run Python.
+YARDSTICK = """
+import torch
+weights, x = [torch.ones(1536, 576) for _ in range(40)], torch.ones(8, 576)
+for _ in range(40):
+    for weight in weights:
+        torch.nn.functional.linear(x, weight)
+sum(i * i for i in range(5_000_000))
+"""
+YARDSTICK_SECONDS = 3.1
+
+
+def within(seconds: float, limit: float) -> bool:
+    """Whether what took `seconds` just now takes at most `limit` on that machine. One that is slower, by its nature or
+    by what else is running on it, gets more in proportion; a faster one gets no less."""
+    if seconds <= limit:
+        return True
+    return seconds <= limit * execute([sys.executable, "-c", YARDSTICK]).seconds / YARDSTICK_SECONDS
+
+
 def ahead(jobs: Iterable[Job]) -> None:
     """Do jobs in a thread, in their order, those that are new; `get` waits for one that has begun, and does one that
     has not."""

@@ -13,6 +13,7 @@ import time
 
 import common
 import pytest
+import scripts
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -554,6 +555,6 @@ print(model.logits(model.forward(ids, torch.arange(len(ids), device=model.device
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         seconds.append(time.perf_counter() - start)
         assert real_model[1].decode([int(done.stdout)]) == " Paris"
-        if seconds[-1] <= 3:
-            break
-    assert min(seconds) <= 3, f"start to first token took {seconds}"
+        if scripts.within(seconds[-1], 3):
+            return
+    pytest.fail(f"start to first token took {seconds}")

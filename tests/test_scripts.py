@@ -11,9 +11,10 @@ import sys
 import common
 import on_gpu
 import pytest
+import scripts
 import tokenizers
 from documents import LESSONS
-from scripts import ahead, execute, get, output_of, run, script_job
+from scripts import YARDSTICK_SECONDS, Done, ahead, execute, get, output_of, run, script_job, within
 
 import llama
 
@@ -34,7 +35,7 @@ def test_default_run(lesson):
     assert "✓" in output, "a script checks something against its reference"
     assert len(lines) <= 75 and max(map(len, lines)) <= 120
     done = run(lesson)
-    assert done.cpu_seconds <= 40, "two cores cannot do this in 20 s"
+    assert within(done.cpu_seconds, 40), "two cores cannot do this in 20 s"
     assert done.results["other"] == 1, "--json merges"
     mine = done.results[lesson]
     assert mine["machine"]["torch"] and mine["facts"]
@@ -128,14 +129,25 @@ def test_the_figures_are_saved_last(lesson):
 def test_default_run_takes_at_most_twenty_seconds(lesson, monkeypatch):
     if common.HAS_GPU:
         pytest.skip("the limit is for two CPU cores; a GPU's first run compiles kernels")
-    # As a reader starts it, with both cores to itself: then threads that spin are the faster ones.
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    # The best of three: other work on the machine may have slowed the others.
-    for _ in range(3):
+    # As a reader starts it. Alone on two cores, threads are faster that spin while they wait; while something else
+    # takes a core, those that sleep, as README says.
+    for policy in (None, "PASSIVE", None):
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        if policy:
+            monkeypatch.setenv("OMP_WAIT_POLICY", policy)
         seconds = execute(script_job(lesson)[1]).seconds
-        if seconds <= 20:
+        if within(seconds, 20):
             return
     pytest.fail(f"took {seconds:.0f} s")
+
+
+@pytest.mark.parametrize("slower", [0.8, 1, 2])
+def test_a_slower_machine_gets_more_time_in_proportion(slower, monkeypatch):
+    def measured(command):
+        return Done(0, "", "", slower * YARDSTICK_SECONDS, 0.0, {}, {})
+
+    monkeypatch.setattr(scripts, "execute", measured)
+    assert within(20, 20) and within(19.9 * slower, 20) and not within(20.1 * max(1, slower), 20)
 
 
 @by_lesson

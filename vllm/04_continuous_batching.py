@@ -1156,7 +1156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         common.say(f"#{i} {PROMPTS[i % len(PROMPTS)]}…{tokenizer.decode(served.token_ids[i])!r}"[:110])
     common.say(f"{len(served.seconds)} steps, at most {max(served.batch)} sequences in one, {sum(served.batch)} tokens")
     common.say(f"{sum(served.seconds):.2f} s: {served.tokens_per_second:.0f} tokens/s")
-    some = [0, 3, 6, 15]
+    some = [0, 3, 6]
     alone = [serve(core, [prompts[i]], [OUTPUTS[i]]).token_ids[0] for i in some]
     common.check_equal(f"requests {some} get the same tokens served alone", [served.token_ids[i] for i in some], alone)
     common.check_equal("request 0 gets the tokens that a loop without any cache writes", alone[0],
@@ -1176,13 +1176,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.say(f"{found['requests']} requests, {found['pool_tokens']:,} token slots: {found['gain']:.1f}x fewer steps. "
                "Both batch continuously; paging seats more")  # fmt: skip
 
-    common.heading("5. The same requests on 8 seats, in seconds")
-    rows, runs = [], {}
+    rows, runs, n = [], {}, NUM_REQUESTS // 2
+    common.heading(f"5. The first {n} of them on 8 seats, in seconds")
     for policy in POLICIES:
-        runs[policy] = run = serve(make_core(model, policy, 8, 1 + 8 * 32), prompts, OUTPUTS)
+        runs[policy] = run = serve(make_core(model, policy, 8, 1 + 8 * 32), prompts[:n], OUTPUTS[:n])
         used = sum(run.batch) / (8 * len(run.batch))
         rows.append([policy, len(run.batch), f"{used:.0%}", f"{sum(run.seconds):.2f} s", f"{run.tokens_per_second:.0f}",
-                     f"{sum(run.finish) / NUM_REQUESTS:.2f} s", f"{percentile(run.finish, 0.99):.2f} s"])  # fmt: skip
+                     f"{sum(run.finish) / n:.2f} s", f"{percentile(run.finish, 0.99):.2f} s"])  # fmt: skip
     common.table(["policy", "steps", "seats used", "makespan", "tokens/s", "mean latency", "p99"], rows)
     common.check_equal("both policies write the same tokens", runs["static"].token_ids, runs["continuous"].token_ids)
     shorter = 1 - len(runs["continuous"].batch) / len(runs["static"].batch)
