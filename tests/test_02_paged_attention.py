@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import common
@@ -873,16 +871,6 @@ def test_a_question_without_a_chat_template(real_model, tmp_path):
     bare = without_template(tmp_path)
     assert bare.ask("Say hello.") == bare.encode("Say hello.")
     assert tokenizer.ask("Say hello.") == tokenizer.chat([{"role": "user", "content": "Say hello."}])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["02_paged_attention", "09_gqa", "10_chunked_prefill"])
-def test_lessons_run_without_a_chat_template(name, real_model, tmp_path):
-    (tmp_path / "model").mkdir()
-    without_template(tmp_path / "model")
-    command = [sys.executable, common.HERE / f"{name}.py", "--model", tmp_path / "model", "--figure", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("value", ["0", "12", "4096", "x"])

@@ -314,7 +314,7 @@ TestLesson11.settings = settings(max_examples=60, stateful_step_count=50)
 
 @pytest.mark.slow
 class TestLesson11Long(machine(11).TestCase):
-    settings = settings(max_examples=3000, stateful_step_count=80)
+    settings = settings(max_examples=1500, stateful_step_count=80)
 
 
 # --- The blocks of a withdrawn victim -------------------------------------------------------------------------------

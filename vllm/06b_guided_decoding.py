@@ -1108,8 +1108,7 @@ def ask_everything(llm: offline.LLM, count: int, regex: str | None) -> dict[str,
     """`count` questions of each task, free and guided, in one batch. The shares that parse. Raises CheckFailed."""
     tasks = ({} if regex is None else {"yours": ({"regex": regex}, "Say {}.", ["something"])}) | TASKS
     asked = [(name, template.format(x)) for name, (_, template, examples) in tasks.items() for x in examples[:count]]
-    chat = llm.llm_engine.tokenizer.chat
-    prompts = [{"prompt_token_ids": chat([{"role": "user", "content": text}])} for _, text in asked]
+    prompts = [{"prompt_token_ids": llm.llm_engine.tokenizer.ask(text)} for _, text in asked]
     wanted = [*[None] * len(asked), *(tasks[name][0] for name, _ in asked)]
     params = [SamplingParams(temperature=0, max_tokens=120 if x else 64, structured_outputs=x) for x in wanted]
     answers = [output.outputs[0] for output in llm.generate(prompts * 2, params)]
