@@ -134,8 +134,9 @@ BAD_CHATS = [
     (M | {"web_search_options": {}}, "web_search_options"), (M | {"modalities": ["audio"]}, "modalities"),
     (M | {"use_beam_search": True}, "use_beam_search"), (M | {"reasoning_effort": 3}, "reasoning_effort"),
     (M | {"echo": True}, "echo"), (M | {"continue_final_message": True}, "continue_final_message"),
-    (M | {"bad_words": ["x"]}, "bad_words"), (M | {"allowed_token_ids": [5]}, "allowed_token_ids"),
-    (M | {"prompt": "x"}, "prompt"),
+    (M | {"bad_words": "x"}, "bad_words"), (M | {"allowed_token_ids": []}, "allowed_token_ids"),
+    (M | {"truncate_prompt_tokens": 513}, "truncate_prompt_tokens"),
+    (M | {"logprob_token_ids": [5]}, "logprob_token_ids"), (M | {"prompt": "x"}, "prompt"),
     (M | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     (M | {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
 ]  # fmt: skip

@@ -508,6 +508,14 @@ def prompts_and_params(seed: int = 0) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
+def ruled() -> list[tuple[list[int], SamplingParams]]:
+    """Some tokens are ruled out: all but a few; whatever was written just now, be it a draft."""
+    twice = dict(bad_words=["xx"], _bad_words_token_ids=[[t, t] for t in range(512)])
+    wishes = [dict(seed=7, allowed_token_ids=[3, 1, 41, 59, 26]), dict(temperature=0, **twice),
+              dict(seed=8, logprobs=1, top_p=0.9, presence_penalty=1.0, **twice)]  # fmt: skip
+    return [([5, 5, 6 + i], SamplingParams(max_tokens=16, **w)) for i, w in enumerate(wishes)]
+
+
 def engine_of(model, tokenizer, config=None, drafter=None, base=None, **options):
     base = base or serving.engine_class(tokenizer=tokenizer)
     options = {"max_model_len": 64, "max_num_seqs": 4, "block_size": 4, "num_gpu_blocks_override": 80} | options
@@ -568,7 +576,7 @@ def run(engine, jobs):
 
 @pytest.fixture(scope="module")
 def jobs():
-    return prompts_and_params()
+    return [*prompts_and_params(), *ruled()]
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ what one process guesses."""
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import signal
 import subprocess
@@ -236,6 +237,19 @@ def test_every_drafter_guesses_what_it_guesses_in_one_process(on_threads, monkey
     untouched = serve(engine_here(sizes=sizes))[0]
     assert [found[0][i] for i in GREEDY] == [untouched[i] for i in GREEDY]
     check_nothing_is_kept(engine, monkeypatch)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
+@pytest.mark.parametrize("method", [None, "suffix"])
+def test_what_is_ruled_out_is_so_on_workers(on_threads, method, ahead):
+    """The wishes travel with the parameters; bad words look at tokens that the scheduler has not heard of yet."""
+    want = serve(engine_here(**ROOMY), drafting.ruled())
+    engine = on_threads(2, 1, method, ahead, **ROOMY)
+    found = serve(engine, drafting.ruled())
+    assert found[:2] == want[:2] and set(found[0][0]) <= {3, 1, 41, 59, 26}
+    assert not any(a == b for tokens in found[0][1:] for a, b in itertools.pairwise(tokens))
+    if method:
+        assert engine.core.scheduler.spec_decoding_stats.num_draft_tokens > 5
 
 
 @pytest.mark.parametrize(

@@ -117,11 +117,17 @@ class SamplingParams:
     skip_special_tokens: bool = True
     skip_reading_prefix_cache: bool = False  # write the prefix cache, but do not read it (lesson 05)
     structured_outputs: dict[str, Any] | None = None  # what the output must match (companion 06b)
+    allowed_token_ids: list[int] | None = None  # it may hold nothing else
+    bad_words: list[str] | None = None  # it must hold none of these
     extra_args: dict[str, Any] | None = None  # for connectors (lesson 08)
+    _bad_words_token_ids: list[list[int]] | None = None  # by whoever has the tokenizer (companion 04b)
 
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        self.stop, ids = ([] if given is None else given for given in (self.stop, self.stop_token_ids))
+        for name, kind, unset in (("stop", str, []), ("bad_words", str, []), ("stop_token_ids", int, []),
+                                  ("allowed_token_ids", int, None)):  # fmt: skip
+            given = getattr(self, name)
+            setattr(self, name, unset if given is None else common.listed(name, given, kind, may_be_empty=unset == []))
         self.seed = None if self.seed == -1 else self.seed
         self.skip_reading_prefix_cache |= self.prompt_logprobs is not None  # what is not computed has no logits
         for name, kind, low, high in (
@@ -140,11 +146,6 @@ class SamplingParams:
                 raise common.InputError(f"{name} {value!r}: must be a {what} {allowed}")
         if self.top_p == 0:
             raise common.InputError("top_p 0: must be above 0")
-        if not (isinstance(self.stop, list | tuple | set) and all(isinstance(x, str) and x for x in self.stop)):
-            raise common.InputError(f"stop {self.stop!r}: must be a string or strings, none of them empty")
-        if not (isinstance(ids, list | tuple | set) and all(type(x) is int and x >= 0 for x in ids)):
-            raise common.InputError(f"stop_token_ids {ids!r}: must be token ids, 0 or above")
-        self.stop, self.stop_token_ids = list(self.stop), list(ids)
         bias = self.logit_bias or {}
         if not (isinstance(bias, dict) and all(type(x) in (int, float) and abs(x) <= 100 for x in bias.values())):
             raise common.InputError(f"logit_bias {bias!r:.60}: must map token ids to numbers from -100 to 100")
@@ -645,9 +646,7 @@ class ModelRunner:
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
         """One forward pass for all scheduled sequences. Returns a token for each that has caught up."""
-        for request in output.preempted_reqs:
-            self.batch.remove(request.request_id)
-        for request_id in output.finished_req_ids:
+        for request_id in (*(request.request_id for request in output.preempted_reqs), *output.finished_req_ids):
             self.batch.remove(request_id)
         for request in (*output.scheduled_new_reqs, *output.scheduled_resumed_reqs):
             self.batch.add(request.request_id)
@@ -818,9 +817,8 @@ def timeline(policy: str, seats: int, outputs: Sequence[int], prompts: Sequence[
                 lane_of[i] = free.pop(0)
             lanes[lane_of[i]] = i
         for i in finished:
-            free.append(lane_of[i])
             run.finish[i] = step + 1
-        free.sort()
+        free = sorted([*free, *(lane_of[i] for i in finished)])
         run.lanes.append(lanes)
         run.waiting.append(len(core.scheduler.waiting))
         step += 1

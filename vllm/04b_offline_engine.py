@@ -56,7 +56,7 @@ import llama
 
 KEY = "04b_offline_engine"
 
-scheduling = common.lesson("04_continuous_batching")
+scheduling, token_rules = common.lesson("04_continuous_batching"), common.lesson("04b0_token_rules")
 EngineCore, ModelEngineCore, ModelRunner = scheduling.EngineCore, scheduling.ModelEngineCore, scheduling.ModelRunner
 KVCacheManager, Scheduler = scheduling.KVCacheManager, scheduling.Scheduler
 Request, RequestStatus, SamplingParams = scheduling.Request, scheduling.RequestStatus, scheduling.SamplingParams
@@ -76,9 +76,7 @@ Prompt = str | list[int] | dict  # text, token ids, {"prompt": text} or {"prompt
 def reference_distribution(logits: Sequence[float], params: SamplingParams, prompt: Sequence[int] = (),
                            output: Sequence[int] = (), stop_token_ids: Sequence[int] = ()) -> list[float]:  # fmt: skip
     """The probabilities that one request draws its next token from, step by step as vLLM's Sampler documents them."""
-    z = list(logits)
-    for token in stop_token_ids if len(output) < params.min_tokens else ():
-        z[token] = -math.inf
+    z = token_rules.reference_allowed(logits, params, output, stop_token_ids)
     for token, bias in (params.logit_bias or {}).items():
         z[token] += bias
     for token in set(prompt) | set(output):
@@ -143,8 +141,12 @@ class SamplingState:
         self.greedy = p.temperature < GREEDY
         self.penalized = p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
         self.stop_token_ids = sorted({*request.stop_token_ids, *eos_token_ids})  # what min_tokens forbids
+        self.allowed = None if p.allowed_token_ids is None else torch.tensor(p.allowed_token_ids)
+        self.bad_words = p._bad_words_token_ids or []
+        self.restricted = bool(self.bad_words) or self.allowed is not None
         # Only the greedy majority that asks for nothing else takes the short way.
-        self.plain = self.greedy and not (self.penalized or p.logit_bias or p.min_tokens or p.logprobs is not None)
+        adjusted = self.penalized or p.logit_bias or p.min_tokens or self.restricted
+        self.plain = self.greedy and not adjusted and p.logprobs is None
         self.counts: torch.Tensor | None = None  # fp32 [vocab]: times generated
         self.seen: torch.Tensor | None = None  # bool [vocab]: in the prompt or generated
         self.num_counted = 0
@@ -163,24 +165,15 @@ class SamplingState:
 
 
 def adjust_logits(logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
-    """Everything that can change even the greedy choice, in vLLM's order: min_tokens, logit_bias, penalties.
+    """Everything that can change even the greedy choice, in vLLM's order: what is ruled out, logit_bias, penalties.
 
     Shapes: logits fp32 [R, vocab], changed in place; returned for convenience.
     """
-    rows, columns, values = [], [], []
-    for row, state in enumerate(states):
-        if state.params.min_tokens > state.request.num_output_tokens:  # too early to stop
-            rows += [row] * len(state.stop_token_ids)
-            columns += state.stop_token_ids
-            values += [-math.inf] * len(state.stop_token_ids)
-        if bias := state.params.logit_bias:
-            rows += [row] * len(bias)
-            columns += bias.keys()
-            values += bias.values()
-    if rows:
-        index = torch.tensor([rows, columns], device=logits.device)
-        values = torch.tensor(values, dtype=logits.dtype, device=logits.device)
-        logits.index_put_((index[0], index[1]), values, accumulate=True)
+    token_rules.rule_out(logits, states)
+    biased = [(row, *item) for row, state in enumerate(states) for item in (state.params.logit_bias or {}).items()]
+    if biased:
+        rows, tokens, biases = (torch.tensor(column, device=logits.device) for column in zip(*biased))
+        logits[rows, tokens] += biases.to(logits.dtype)
 
     if penalized := [row for row, state in enumerate(states) if state.penalized]:
         chosen = [states[row] for row in penalized]
@@ -644,15 +637,18 @@ class LLMEngine:
     # -- requests --
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *,
-                    stream: bool = False, **about: Any) -> None:  # fmt: skip
+                    stream: bool = False, tokenization_kwargs: dict[str, Any] | None = None,
+                    **about: Any) -> None:  # fmt: skip
         """Queue one prompt. `stream`: report new text in every step, not everything at the end.
 
+        `tokenization_kwargs` may have 04b0's truncate_prompt_tokens and truncation_side.
         `about` goes to the `Request`: priority, arrival_time, cache_salt (a prompt that is a dict may have its own),
         lora_name. Raises InputError; then nothing was queued.
         """
         if request_id in self.callers:
             raise common.InputError(f"request id {request_id!r} is in use")
-        text, token_ids = self._tokenize(prompt)
+        limits = token_rules.TokenizeParams.of(self.core.scheduler.config.max_model_len, tokenization_kwargs)
+        text, token_ids = self._tokenize(prompt, limits)
         if isinstance(prompt, dict) and (salt := prompt.get("cache_salt")) is not None:
             if not isinstance(salt, str):
                 raise common.InputError(f"cache_salt {salt!r}: must be a string")
@@ -660,8 +656,9 @@ class LLMEngine:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise common.InputError(f"sampling_params {params!r}: must be a SamplingParams")
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("logit_bias", params.logit_bias or ())
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            self._check_ids(name, getattr(params, name) or ())
+        params = token_rules.update_from_tokenizer(params, self.tokenizer)
         eos = self.model.config.eos_token_ids
         if params.min_tokens and len({*params.stop_token_ids, *eos}) == self.model.config.vocab_size:
             raise common.InputError("min_tokens: not together with stop_token_ids that name every token")
@@ -687,17 +684,17 @@ class LLMEngine:
         """What the core calls the request; the caller's name does, as long as an abort is over when it returns."""
         return request_id
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _tokenize(self, prompt: Prompt, limits: token_rules.TokenizeParams) -> tuple[str | None, list[int]]:
         prompt = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
         if isinstance(prompt, dict) and isinstance(prompt.get("prompt_token_ids"), list | tuple):
-            token_ids = list(prompt["prompt_token_ids"])
+            token_ids = limits.truncate(list(prompt["prompt_token_ids"]))
             self._check_ids("prompt_token_ids", token_ids)
             return prompt.get("prompt"), token_ids
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         if not isinstance(text, str):
             raise common.InputError(f"prompt {prompt!r:.60}: must be a string, a list of token ids, "
                                     "{'prompt': a string} or {'prompt_token_ids': a list of token ids}")  # fmt: skip
-        token_ids = self.tokenizer.encode(text)
+        token_ids = limits.encode(self.tokenizer, text)
         self._check_ids("prompt", token_ids)  # a tokenizer may know more tokens than the model
         return text, token_ids
 
@@ -849,7 +846,8 @@ class LLM:
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
                  use_tqdm: bool = False,
-                 priority: int | Sequence[int] | None = None) -> list[RequestOutput]:  # fmt: skip
+                 priority: int | Sequence[int] | None = None,
+                 tokenization_kwargs: dict[str, Any] | None = None) -> list[RequestOutput]:  # fmt: skip
         """Answer all prompts, batched as the scheduler sees fit; outputs come in the order of the prompts.
 
         One SamplingParams and priority for all, or one for each prompt. Raises InputError before anything has run.
@@ -863,7 +861,7 @@ class LLM:
         try:
             for request_id, prompt, one, rank in zip(ids, prompts, params, priorities):
                 rank = _whole("priority", rank, -(2**63), 2**63 - 1)
-                engine.add_request(request_id, prompt, one, priority=rank)
+                engine.add_request(request_id, prompt, one, priority=rank, tokenization_kwargs=tokenization_kwargs)
             with progress_bar(len(ids), use_tqdm) as advance:
                 while len(done) < len(ids):
                     for output in engine.step():
@@ -1032,6 +1030,8 @@ def random_case(rng: random.Random, vocab: int) -> tuple[SamplingParams, list[in
         min_p=rng.choice([0, 0.05, 0.5]), repetition_penalty=rng.choice([0.8, 1, 1.7]),
         presence_penalty=rng.choice([0, 1.5, -1]), frequency_penalty=rng.choice([0, 0.7, -0.5]),
         logit_bias=rng.choice([None, {0: 4.0, 3: -100.0}]), min_tokens=rng.choice([0, 6]),
+        allowed_token_ids=rng.choice([None, None, [0, 5, 9, 2], [5]]),
+        _bad_words_token_ids=rng.choice([None, [[9], [5, 2], [2, 5, 0, 7]]]),
     )  # fmt: skip
     return params, rng.choices(range(vocab), k=5), rng.choices(range(vocab), k=rng.choice([0, 4]))
 

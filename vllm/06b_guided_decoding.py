@@ -46,7 +46,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from re import _constants, _parser
 from typing import Any
@@ -779,8 +779,6 @@ def guided_runner(base: type[SamplingModelRunner], tokenizer: llama.Tokenizer | 
                 return super().sample(logits, requests)
             guided = [requests[i] for i in rows]
             bitmask = self.structured_output_manager.grammar_bitmask(guided)
-            for request, mask in zip(guided, bitmask):
-                self.end_if_complete(request, mask)
             on_device = torch.from_numpy(bitmask).to(logits.device)
             apply_token_bitmask_inplace(logits, on_device, torch.tensor(rows, device=logits.device))
             sampled = super().sample(logits, requests)
@@ -788,15 +786,6 @@ def guided_runner(base: type[SamplingModelRunner], tokenizer: llama.Tokenizer | 
                 found = self.logprobs[request_id]  # what is forbidden is no alternative
                 self.logprobs[request_id] = {token: x for token, x in found.items() if x.logprob > -math.inf}
             return sampled
-
-        def end_if_complete(self, request: Request, mask: np.ndarray) -> None:
-            """min_tokens forbids what ends an answer. If the grammar allows nothing else, the grammar wins."""
-            state = self.states[request.request_id]
-            if state.params.min_tokens > request.num_output_tokens:
-                allowed = self.structured_output_manager.vocabulary.unpack(mask)
-                allowed[state.stop_token_ids] = False
-                if not allowed.any():
-                    state.params = replace(state.params, min_tokens=0)
 
     return GuidedModelRunner
 

@@ -508,7 +508,7 @@ class CoreMailbox:
 
     def __init__(self, send: Callable[[Any], None], max_model_len: int) -> None:
         self.send, self.max_model_len = send, max_model_len
-        self.runner = self.scheduler = self  # the two parts of a core that the front end looks into
+        self.runner = self.scheduler = self.config = self  # the parts of a core that the front end looks into
         self.outputs: list[EngineCoreOutput] = []
         self.logprobs: dict[str, dict] = {}
         self.prompt_logprobs: dict[str, list] = {}

@@ -141,10 +141,13 @@ class CommonRequest(AnyRequest):
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False  # in logprobs: "token_id:5" where a token's text would stand
     prompt_logprobs: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     spaces_between_special_tokens: bool = True  # from here to the blank line: at what they mean here, which is nothing
     use_beam_search: Literal[False] = False
     length_penalty: float = 1.0
-    bad_words: list[str] | None = pydantic.Field(None, max_length=0)
 
     kv_transfer_params: dict[str, Any] | None = None  # lesson 08
     guided_json: str | dict[str, Any] | None = None  # names of older versions, which vLLM 0.32 ignores

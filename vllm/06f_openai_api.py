@@ -60,6 +60,7 @@ scheduling = common.lesson("04_continuous_batching")
 AsyncLLM, EngineDeadError = async_engine.AsyncLLM, async_engine.EngineDeadError
 QueueOverflowError, RequestOutputCollector = async_engine.QueueOverflowError, async_engine.RequestOutputCollector
 RequestOutput, SamplingParams = offline.RequestOutput, offline.SamplingParams
+TokenizeParams = offline.token_rules.TokenizeParams
 APIError, ErrorResponse, StreamOptions = protocol.APIError, protocol.ErrorResponse, protocol.StreamOptions
 CommonRequest, CompletionRequest = protocol.CommonRequest, protocol.CompletionRequest
 ChatCompletionRequest, ToolCallReader = protocol.ChatCompletionRequest, protocol.ToolCallReader
@@ -70,6 +71,7 @@ LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest = protocol.LoadLoRAAdapterReque
 VERSION = "0.1.0"
 MAX_BODY_BYTES = 4 << 20  # a request of the longest context is a few hundred kilobytes
 MAX_STOP_STRINGS, MAX_N = 64, 128
+READ_IN_THEIR_OWN_WAY = {"max_tokens", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs"}
 
 
 # --- What we want, without cleverness ---------------------------------------------------------------------------------
@@ -112,10 +114,8 @@ def as_api_error(error: Exception, body: Any = None) -> APIError:
 
 def sampling_params(body: CommonRequest, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     """Lesson 04's parameters from a request's. Raises InputError."""
-    more = {name: value for name in ("n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed",
-                                      "stop", "top_k", "min_p", "repetition_penalty", "stop_token_ids",
-                                      "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens")
-             if (value := getattr(body, name)) is not None}  # fmt: skip
+    names = {field.name for field in dataclasses.fields(SamplingParams)} - READ_IN_THEIR_OWN_WAY
+    more = {name: value for name in names if (value := getattr(body, name, None)) is not None}
     if body.n is not None and not 1 <= body.n <= MAX_N:
         raise common.InputError(f"n {body.n}: must be a whole number from 1 to {MAX_N}")
     if isinstance(body.stop, list) and len(body.stop) > MAX_STOP_STRINGS:
@@ -221,16 +221,18 @@ class OpenAIServing:
             await self.llm.call_utility("remove_lora", inner)
         return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
-    async def encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
+    async def encode(self, text: str, add_special_tokens: bool, field: str = "prompt",
+                     params: TokenizeParams | None = None) -> list[int]:  # fmt: skip
         """Tokenize on another thread: a long text takes longer than the event loop may be away.
 
         What cannot fit even if every token were the longest there is, is not tokenized at all.
         """
         limit = self.max_model_len * self.max_chars_per_token
-        if len(text) > limit:
+        params = params or TokenizeParams(self.max_model_len)
+        if len(text) > limit and params.max_length is None:
             raise common.InputError(f"{field}: {self.too_long}; {len(text):,} characters cannot fit into it, {limit:,} "
                                     "might")  # fmt: skip
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+        return await asyncio.to_thread(params.encode, self.tokenizer, params.shorten(text, limit), add_special_tokens)
 
     def render_chat(self, body: ChatCompletionRequest | TokenizeRequest) -> str:
         """The text of a chat: the template decides whether tools and such wishes are in it. Raises InputError."""
@@ -247,23 +249,22 @@ class OpenAIServing:
     async def prompts(self, body: CompletionRequest | ChatCompletionRequest, n: int) -> list[dict[str, Any]]:
         """Every prompt of a request as text and token ids; `n` answers to each are wanted. Raises InputError."""
         chat = isinstance(body, ChatCompletionRequest)
-        if chat:
-            given = [self.render_chat(body)]
-        else:
-            given = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+        given = [self.render_chat(body)] if chat else offline.as_list(body.prompt)
         if not given:
             raise common.InputError("prompt: must not be empty")
-        if isinstance(given[0], int):
-            given = [given]
         bound = self.llm.admission.max_num_queued_reqs
         if bound is not None and len(given) * n > bound:  # before a hundred thousand prompts are tokenized
             raise common.InputError(f"n: {len(given)} prompts times {n} is more than this server ever holds ({bound})")
         # A chat template writes the special tokens itself; a plain prompt gets what the tokenizer puts around a text.
         special = not chat if body.add_special_tokens is None else body.add_special_tokens
-        field = "messages" if chat else "prompt"
-        return [{"prompt": prompt, "prompt_token_ids": await self.encode(prompt, special, field)}
-                if isinstance(prompt, str) else {"prompt": None, "prompt_token_ids": prompt}
-                for prompt in given]  # fmt: skip
+        params = TokenizeParams(self.max_model_len, body.truncate_prompt_tokens, body.truncation_side)
+        field, found = "messages" if chat else "prompt", []
+        for prompt in given:
+            text = prompt if isinstance(prompt, str) else None
+            ids = params.truncate(prompt) if text is None else await self.encode(text, special, field, params)
+            # Echoed is what was read, where vLLM repeats the whole text beside the offsets of a part.
+            found.append({"prompt": None if len(ids) == params.max_length else text, "prompt_token_ids": ids})
+        return found
 
     async def add(self, body: CompletionRequest | ChatCompletionRequest, name: str | None = None) -> Job:
         """Check everything, then hand it to the engine: all prompts of a request, or none of them.
@@ -285,6 +286,8 @@ class OpenAIServing:
             companion("081_kv_connectors", "kv_transfer_params").attach_params(params, body.kv_transfer_params)
         if params.structured_outputs is not None:
             await self.check_constraint(params.structured_outputs)
+        if params.bad_words:
+            params = await asyncio.to_thread(offline.token_rules.update_from_tokenizer, params, self.tokenizer)
         prompts = await self.prompts(body, params.n)
         wanted = len(prompts) * params.n
         for prompt in prompts:
@@ -743,12 +746,9 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
         return {"prompt": await asyncio.to_thread(serving.tokenizer.decode, body.tokens, False)}
 
     @get("/health")
+    @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
     async def health() -> Response:
         """Empty, and 200 as long as the engine lives; a load balancer asks nothing else."""
-        return Response(status_code=503 if llm.dead else 200)
-
-    @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
-    async def ping() -> Response:
         return Response(status_code=503 if llm.dead else 200)
 
     @get("/version")
@@ -865,7 +865,7 @@ class ScriptedTokenizer:
 
     backend = argparse.Namespace(get_vocab=lambda: {chr(i): i for i in range(128)})
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, max_length: int | None = None) -> list[int]:
         return [min(ord(char), 127) for char in text]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

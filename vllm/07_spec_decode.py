@@ -390,10 +390,10 @@ class DraftedState:
     """What sampling knows about a request whose drafts up to here were accepted: lesson 04b's state, some tokens on."""
 
     def __init__(self, state: SamplingState, accepted: list[int]) -> None:
-        self.state, self.accepted = state, accepted
-        self.params, self.seed, self.greedy, self.penalized = state.params, state.seed, state.greedy, state.penalized
-        self.stop_token_ids = state.stop_token_ids
-        self.request = SimpleNamespace(num_output_tokens=state.request.num_output_tokens + len(accepted))
+        vars(self).update(vars(state), state=state, accepted=accepted)
+        written = state.request.output_token_ids if state.bad_words else []  # nobody else looks at them
+        self.request = SimpleNamespace(num_output_tokens=state.request.num_output_tokens + len(accepted),
+                                       output_token_ids=[*written, *accepted])  # fmt: skip
 
     def count(self, vocab_size: int, device: torch.device) -> None:
         """Counts [V] of what is written, the accepted drafts included; penalties read them."""

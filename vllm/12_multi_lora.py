@@ -621,7 +621,8 @@ class LLM(offline.LLM):
 
     def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = False,
                  lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-                 priority: int | Sequence[int] | None = None) -> list[Any]:  # fmt: skip
+                 priority: int | Sequence[int] | None = None,
+                 tokenization_kwargs: dict[str, Any] | None = None) -> list[Any]:  # fmt: skip
         """As lesson 04b's. One `lora_request` for all prompts, or one (or None) for each."""
         prompts = offline.as_list(prompts)
         chosen = offline.for_each("lora_request", lora_request, prompts)
@@ -629,7 +630,7 @@ class LLM(offline.LLM):
             if not hasattr(self.llm_engine, "lora"):
                 raise common.InputError("lora_request: this engine was started without enable_lora")
             prompts = [{"inner": prompt, "lora_request": one} for prompt, one in zip(prompts, chosen)]
-        return super().generate(prompts, sampling_params, use_tqdm, priority)
+        return super().generate(prompts, sampling_params, use_tqdm, priority, tokenization_kwargs)
 
 
 def make_llm(model: llama.Llama, tokenizer: llama.Tokenizer, config: LoRAConfig, **engine_args: Any) -> LLM:

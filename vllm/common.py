@@ -586,6 +586,15 @@ def checked(params: dict[str, Any], allowed: dict[str, Sequence[Any]]) -> dict[s
     return dict(params)
 
 
+def listed(name: str, given: Any, kind: type, may_be_empty: bool = True) -> list[Any]:
+    """A list of texts (kind str), none of them empty, or of token ids (kind int). Raises InputError."""
+    fits = (lambda x: isinstance(x, str) and x) if kind is str else (lambda x: type(x) is int and x >= 0)
+    if not (isinstance(given, list | tuple | set) and all(map(fits, given)) and (given or may_be_empty)):
+        wanted = "texts, none of them empty" if kind is str else "token ids, 0 or above"
+        raise InputError(f"{name} {given!r:.60}: must be a list of {wanted}{'' if may_be_empty else '; at least one'}")
+    return list(given)
+
+
 def parser(doc: str, **kwargs: Any) -> Parser:
     """A parser with the flags that every lesson has; the lesson adds the knobs that its text talks about."""
     p = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)

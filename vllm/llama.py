@@ -420,9 +420,19 @@ class Tokenizer:
             given = named.get("default")
         self.chat_template: str | None = given
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; `add_special_tokens` adds what the tokenizer puts around every text (SmolLM2: nothing)."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(self, text: str, add_special_tokens: bool = True, max_length: int | None = None) -> list[int]:
+        """Token ids; `add_special_tokens` adds what the tokenizer puts around every text (SmolLM2: nothing).
+
+        Of more than `max_length` the first ones of the text go, and what was put around it stays.
+        """
+        encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        ids, cut = encoding.ids, 0 if max_length is None else len(encoding.ids) - max_length
+        if cut <= 0:
+            return ids
+        of_text = [i for i, special in enumerate(encoding.special_tokens_mask) if not special]
+        gone = set(of_text[:cut])
+        kept = [token for i, token in enumerate(ids) if i not in gone]
+        return kept[len(kept) - max_length :]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are not valid UTF-8 become U+FFFD."""
