@@ -238,20 +238,20 @@ def bare_model(tmp_path_factory, request):
     folder = small_folder(tmp_path_factory.mktemp("bare") / "model")
     (folder / "tokenizer_config.json").write_text("{}")
     asking = (item for item in request.session.items if item.originalname == "test_without_triton_every_lesson_runs")
-    ahead(without_triton_job(item.callspec.params["lesson"], folder) for item in asking)
+    lessons = (item.callspec.params["lesson"] for item in asking)
+    ahead(script_job(lesson, *bare_arguments(lesson, folder), prelude=HIDE_TRITON) for lesson in lessons)
     return folder
 
 
-def without_triton_job(lesson, folder):
-    model = () if lesson in SHIPPED else ("--model", folder, *SIZES.get(lesson, ()))
-    return script_job(lesson, *model, prelude=HIDE_TRITON)
+def bare_arguments(lesson, folder):
+    return () if lesson in SHIPPED else ("--model", folder, *SIZES.get(lesson, ()))
 
 
 @pytest.mark.slow
 @by_lesson
 def test_without_triton_every_lesson_runs(lesson, bare_model):
     """Nor with a chat template, which models that only complete texts lack."""
-    without_triton(*without_triton_job(lesson, bare_model)[0][:-1])
+    without_triton(lesson, *bare_arguments(lesson, bare_model))
 
 
 def without_triton(lesson, *arguments):
