@@ -111,6 +111,7 @@ def test_start_up_says_what_it_does(server):
 def test_models(server):
     assert [m.id for m in server.openai.models.list().data] == [NAME, "alias"]
     card = server.openai.models.retrieve("alias")
+    assert card.root == str(llama.model_folder()), "whoever does not know this name finds the tokenizer there"
     assert card.id == "alias" and card.max_model_len == 512
     with pytest.raises(openai.NotFoundError):
         server.openai.models.retrieve("gpt-9")

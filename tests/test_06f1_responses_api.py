@@ -247,7 +247,7 @@ TOOL = {"type": "function", "name": "f", "description": "d", "parameters": {"typ
         (X | {"max_output_tokens": 0}, 400, "max_output_tokens", ""),
         (X | {"max_output_tokens": 513}, 400, "max_output_tokens", "context"),
         (X | {"temperature": 9}, 400, "temperature", "from 0 to 2"), (X | {"n": 2}, 400, "n", ""),
-        (X | {"background": True}, 400, "background", ""), (X | {"truncation": "auto"}, 400, "truncation", ""),
+        (X | {"background": True}, 400, "background", ""), (X | {"truncation": "middle"}, 400, "truncation", ""),
         (X | {"stream": True, "stream_options": {"x": 1}}, 400, "stream_options", ""),
         (X | {"tools": [{"type": "web_search"}]}, 400, "tools", "'function'"),
         (X | {"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, 400, "tool_choice", "'g'"),
@@ -293,7 +293,7 @@ def test_a_function_that_names_no_parameters_has_none(said, choice):
     chat = chat_of(input=[{"role": "user", "content": "x"}], tools=[{"type": "function", "name": "f", **said}],
                    tool_choice=choice)  # fmt: skip
     guided = common.lesson("06b_guided_decoding")
-    constraint = openai_api.structured_outputs(chat)
+    constraint = openai_api.protocol.structured_outputs(chat)
 
     def matches(arguments):
         text = f'[{{"name": "f", "parameters": {arguments}}}]' if choice == "required" else arguments
@@ -356,6 +356,34 @@ def test_fields_are_fields_of_a_chat():
     assert (plain.tools, plain.tool_choice, plain.logprobs, plain.temperature) == (None, None, False, None)
     assert chat_of(input="x", text={"format": {"type": "json_object"}}).response_format.type == "json_object"
     assert chat_of(input="x", text={"format": {"type": "text"}}).response_format is None
+
+
+@pytest.mark.parametrize("given", [{}, {"truncation": None}, {"truncation": "disabled"}, {"truncation": "auto"}])
+def test_what_is_too_long_is_cut_if_its_client_says_so(given):
+    """LangChain, pydantic-ai and agents say it; the end stays, and room for a token."""
+    llm, app = serve()
+    long = {"input": "x" * 300 + "y" * 300} | given
+    heard = ask(app, long)
+    if given.get("truncation") != "auto":
+        assert heard.status == 400 and heard.json["error"]["param"] == "input"
+        assert ask(app, X | given).json["truncation"] == "disabled"
+        return
+    ((_, prompt, _),) = llm.added
+    assert heard.json["truncation"] == "auto" and heard.json["usage"]["input_tokens"] == 511
+    assert prompt["prompt_token_ids"] == [*b"x" * 211, *b"y" * 300]
+
+
+@pytest.mark.parametrize(
+    ("role", "status", "open_end"),
+    [("assistant", "incomplete", True), ("assistant", "in_progress", True), ("assistant", "completed", False),
+     ("assistant", None, False)],
+)  # fmt: skip
+def test_a_message_that_is_marked_as_unfinished_goes_on(role, status, open_end):
+    said = {"type": "message", "role": role, "content": [{"type": "output_text", "text": "Sure,"}], "status": status}
+    question = {"role": "user", "content": "a"}
+    chat = chat_of(input=[question, said])
+    assert (chat.continue_final_message, chat.add_generation_prompt) == (open_end, not open_end)
+    assert not chat_of(input=[question, said, question]).continue_final_message
 
 
 def test_what_was_asked_stands_in_the_answer():

@@ -48,6 +48,18 @@ def check_error(heard, status, param=None, text=""):
     return error
 
 
+@pytest.mark.parametrize("root", [None, "/models/of/mine"])
+def test_a_client_finds_the_tokenizer_of_a_model_that_has_another_name(root):
+    """`vllm bench serve` loads it from what a model's card calls root."""
+    llm, serving = lesson.ScriptedLLM(), lesson.OpenAIServing(lesson.ScriptedLLM(), ["smol"], {"mine": "/adapters/1"})
+    serving.llm, serving.root = llm, root
+    app = lesson.build_app(serving)
+    cards = {card["id"]: card for card in ask(app, "/v1/models", method="GET").json["data"]}
+    assert {name: (card["root"], card["parent"]) for name, card in cards.items()} == {
+        "smol": (root or "smol", None), "mine": ("/adapters/1", "smol")}  # fmt: skip
+    assert ask(app, "/v1/models/mine", method="GET").json == cards["mine"]
+
+
 # --- Wrong requests ---------------------------------------------------------------------------------------------------
 
 P = {"prompt": "Hello"}
@@ -330,7 +342,8 @@ def test_a_chat(shared):
             "max_completion_tokens": 9, "max_tokens": 3}  # fmt: skip
     found = ask(app, "/v1/chat/completions", body).json
     assert found["object"] == "chat.completion" and found["id"].startswith("chatcmpl-")
-    assert found["choices"][0]["message"] == {"role": "assistant", "content": "Paris."}
+    silent = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+    assert found["choices"][0]["message"] == {"role": "assistant", "content": "Paris."} | silent, "as vLLM writes it"
     ((_, prompt, params),) = llm.added
     assert prompt["prompt"] == "Sa\nb" and params.max_tokens == 9
     llm.added.clear()
@@ -361,6 +374,8 @@ def test_an_answer_goes_back_as_history(shared):
      {"use_beam_search": False, "length_penalty": 1.0, "spaces_between_special_tokens": True},
      {"bad_words": [], "return_tokens_as_token_ids": False, "allowed_token_ids": None, "truncate_prompt_tokens": None},
      {"continue_final_message": False, "echo": False, "include_reasoning": True},
+     {"mm_payload": "tensors", "return_mm_kwargs": None, "return_token_offsets": False, "watermarking": None,
+      "routed_experts_prompt_start": 0, "session_id": "s", "return_prompt_text": None, "documents": []},
      {"stop": [], "logit_bias": {}, "top_logprobs": 0, "logprobs": False, "n": None, "seed": None},
      {"stream": False, "stream_options": None}],
 )  # fmt: skip
@@ -414,6 +429,76 @@ def test_a_template_hears_of_tools_and_wishes(shared):
     function = {"name": "f", "description": "F.", "parameters": CITY}
     assert variables == {"x": 1, "reasoning_effort": "none", "enable_thinking": False,
                          "tools": [{"type": "function", "function": function}]}  # fmt: skip
+
+
+def test_a_template_hears_of_documents(shared):
+    heard = []
+
+    class Listening(lesson.ScriptedTokenizer):
+        def render_chat(self, messages, add_generation_prompt=True, **variables):
+            heard.append(variables)
+            return super().render_chat(messages)
+
+    llm = lesson.ScriptedLLM(512)
+    llm.front.tokenizer = Listening()
+    given = [{"title": "t", "text": "x"}]
+    for more in ({}, {"chat_template_kwargs": {"documents": 5}}):
+        assert ask(serve(llm)[1], "/v1/chat/completions", M | more | {"documents": given}).status == 200
+    assert [variables["documents"] for variables in heard] == [given, given]
+
+
+class Closing(lesson.ScriptedTokenizer):
+    """Its template closes every message; `strips` as Llama 3's does."""
+
+    def __init__(self, strips=False, omits=False):
+        self.strips, self.omits = strips, omits
+
+    def render_chat(self, messages, add_generation_prompt=True, **variables):
+        texts = [message["content"].strip() if self.strips else message["content"] for message in messages]
+        texts[-1:] = [] if self.omits else texts[-1:]
+        return "".join(f"<{text}>" for text in texts) + "<" * add_generation_prompt
+
+
+@pytest.mark.parametrize(("strips", "want"), [(False, "<Hi>< Sure, "), (True, "<Hi><Sure,")])
+def test_an_answer_goes_on_where_its_client_began_it(strips, want):
+    """What the client began is the prompt's end, and no part of the answer."""
+    llm = lesson.ScriptedLLM(512)
+    llm.front.tokenizer = Closing(strips)
+    _, app = serve(llm)
+    said = {"messages": [*M["messages"], {"role": "assistant", "content": " Sure, "}]}
+    body = said | {"continue_final_message": True, "add_generation_prompt": False, "return_prompt_text": True}
+    found = ask(app, "/v1/chat/completions", body).json
+    assert found["choices"][0]["message"]["content"] == "Paris." and found["prompt_text"] == want
+    assert llm.added[0][1]["prompt"] == want
+    streamed = lesson.read_events(ask(app, "/v1/chat/completions", body | {"stream": True}).text)
+    assert [x.get("prompt_text") for x in streamed[:-1]] == [want, *[None] * (len(streamed) - 2)], "once"
+    tokens = {name: value for name, value in body.items() if name != "return_prompt_text"}
+    assert ask(app, "/tokenize", tokens).json["tokens"] == llm.added[0][1]["prompt_token_ids"]
+    for path in ("/v1/chat/completions", "/tokenize"):
+        more = {"continue_final_message": True}
+        check_error(ask(app, path, said | more), 400, "continue_final_message", "add_generation_prompt to be false")
+    llm.front.tokenizer.omits = True
+    check_error(ask(app, "/v1/chat/completions", body), 400, "continue_final_message", "leaves the last message out")
+
+
+@pytest.mark.parametrize("strip", ["", " | trim"])
+@pytest.mark.parametrize("said", ["Sure, ", "Sure", "  two  words\n", "", "<|im_end|>", "Hello"])
+def test_an_open_end_is_transformers_own(said, strip):
+    """Of SmolLM2's template, and of one that strips messages as Llama 3's does."""
+    import transformers
+
+    folder = lesson.llama.model_folder()
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), lesson.llama.Tokenizer(folder)
+    theirs.chat_template = ours.chat_template = theirs.chat_template.replace(
+        "message['content']", f"(message['content']{strip})"
+    )
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": said}]
+    want = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+
+    def render(found):
+        return ours.render_chat(found, add_generation_prompt=False)
+
+    assert lesson.protocol.left_open(render, messages) == want and messages[-1]["content"] == said
 
 
 @pytest.mark.parametrize("arguments", ['{"x": 3, "alternative', "[]", "5", "", None, "[" * 5000])
@@ -510,20 +595,21 @@ def test_a_demanded_call_can_only_be_one():
              {"type": "function", "function": {"name": "g", "parameters": thing("boolean")}},
              {"type": "function", "function": {"name": "h", "parameters": {"type": "object"}}}]  # fmt: skip
     a, b, c = call_of('q"é', {"x": 1}), call_of("g", {"x": True}), call_of("h", {"y": "z"})
-    many, one = (lesson.structured_outputs(request("required", tools, parallel_tool_calls=p)) for p in (True, False))
+    constraint = lesson.protocol.structured_outputs
+    many, one = (constraint(request("required", tools, parallel_tool_calls=p)) for p in (True, False))
     for text in (a, b, c):
         assert matches(many, f"[{text}]") and matches(one, f"[{text}]") and not matches(many, text)
     assert matches(many, f"[{a}, {b}, {a}]") and not matches(one, f"[{a}, {b}]")
     for wrong in ("[]", f"[{call_of('g', {'x': 1})}]", f"[{call_of('i', {})}]", f"[{call_of('h', 5)}]"):
         assert not matches(many, wrong)
-    named = lesson.structured_outputs(request({"type": "function", "function": {"name": "g"}}, tools))
+    named = lesson.protocol.structured_outputs(request({"type": "function", "function": {"name": "g"}}, tools))
     assert matches(named, '{"x": true}') and not matches(named, '{"x": 1}')
 
 
 def test_a_demanded_call_has_no_arguments_of_its_own():
     parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
     tools = [{"type": "function", "function": {"name": "g", "parameters": parameters}}]
-    many, one = (lesson.structured_outputs(request(choice, tools)) for choice in ("required", NAMED_G))
+    many, one = (lesson.protocol.structured_outputs(request(choice, tools)) for choice in ("required", NAMED_G))
     for arguments, fine in (({"x": 1}, True), ({"x": 1, "y": 2}, False)):
         assert matches(many, f"[{call_of('g', arguments)}]") == matches(one, json.dumps(arguments)) == fine
 
@@ -532,16 +618,16 @@ def test_a_demanded_call_has_no_arguments_of_its_own():
 def test_a_function_that_names_no_parameters_has_none(said):
     """As OpenAI says and vLLM does: a demanded call has the arguments {}, and invents none."""
     tools = [{"type": "function", "function": {"name": "g", **said}}]
-    many, one = (lesson.structured_outputs(request(choice, tools)) for choice in ("required", NAMED_G))
+    many, one = (lesson.protocol.structured_outputs(request(choice, tools)) for choice in ("required", NAMED_G))
     for arguments, fine in (({}, True), ({"x": 1}, False)):
         assert matches(many, f"[{call_of('g', arguments)}]") == matches(one, json.dumps(arguments)) == fine
 
 
 def test_a_demanded_call_comes_before_a_form_for_texts():
     both = request("required", response_format={"type": "json_object"})
-    assert "grammar" in lesson.structured_outputs(both)
+    assert "grammar" in lesson.protocol.structured_outputs(both)
     for choice in ("auto", "none"):
-        assert lesson.structured_outputs(request(choice, response_format={"type": "json_object"})) == {
+        assert lesson.protocol.structured_outputs(request(choice, response_format={"type": "json_object"})) == {
             "json_object": True
         }
 
@@ -817,7 +903,7 @@ def test_the_forgetful_server_is_caught():
       {"grammar": "g"})],
 )  # fmt: skip
 def test_three_dialects_of_one_constraint(fields, want):
-    assert lesson.structured_outputs(lesson.CompletionRequest(prompt="x", **fields)) == want
+    assert lesson.protocol.structured_outputs(lesson.CompletionRequest(prompt="x", **fields)) == want
 
 
 def logprobs_of(kind, **fields):

@@ -663,7 +663,7 @@ async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[
     with contextlib.suppress(common.InputError):  # no template, or one that wants more than a greeting
         serving.tokenizer.render_chat([{"role": "user", "content": "warm-up"}])  # else the first client waits for it
     serving.enable_auto_tool_choice, serving.tool_call_parser = args.enable_auto_tool_choice, args.tool_call_parser
-    serving.runtime_loras = may_load_adapters(args)
+    serving.root, serving.runtime_loras = args.model or str(llama.model_folder()), may_load_adapters(args)
     app = openai_api.build_app(serving, api_keys, os.environ.get("VLLM_SERVER_DEV_MODE") == "1")
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off",
                                            timeout_graceful_shutdown=int(shutdown_timeout) + 3))  # fmt: skip

@@ -127,6 +127,10 @@ class AnyRequest(OpenAIModel):
     priority: int = 0
     cache_salt: str | None = pydantic.Field(None, min_length=1)  # an empty one would share what it should hide
     request_id: str | None = None  # what the answer's id shall end with; the header X-Request-Id says it, too
+    session_id: str | None = None  # for routers in front of servers
+    mm_payload: Literal["tensors", "none"] = "tensors"  # of pictures, and there are none
+    return_mm_kwargs: bool | None = None
+    watermarking: Literal[False] | None = None
     structured_outputs: StructuredOutputs | None = None
 
 
@@ -143,6 +147,8 @@ class CommonRequest(AnyRequest):
     prompt_logprobs: int | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    return_token_offsets: bool | None = False  # vLLM heeds it where prompts are rendered and not answered
+    routed_experts_prompt_start: int = pydantic.Field(0, ge=0)  # of experts' records, and there are no experts
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     spaces_between_special_tokens: bool = True  # from here to the blank line: at what they mean here, which is nothing
@@ -249,6 +255,16 @@ class NamedTool(Carried):
     function: FunctionName
 
 
+def _goes_on(value: bool, about: pydantic.ValidationInfo) -> bool:
+    """`continue_final_message`, which stands behind the field that it must not meet."""
+    if value and about.data.get("add_generation_prompt", True):
+        raise ValueError("needs add_generation_prompt to be false: a message that goes on has no other behind it")
+    return value
+
+
+GoesOn = Annotated[bool, pydantic.AfterValidator(_goes_on)]
+
+
 class ChatCompletionRequest(CommonRequest):
     """`POST /v1/chat/completions`."""
 
@@ -258,9 +274,11 @@ class ChatCompletionRequest(CommonRequest):
     logprobs: bool | None = False
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
-    continue_final_message: Literal[False] = False
+    continue_final_message: GoesOn = False
+    return_prompt_text: bool | None = False
     echo: Literal[False] = False
     include_reasoning: bool = True  # there is none to leave out
+    documents: list[dict[str, str]] | None = None  # for templates that quote them
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = pydantic.Field(None, min_length=1)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -281,6 +299,7 @@ class TokenizeRequest(OpenAIModel):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
+    continue_final_message: GoesOn = False
     return_token_strs: bool | None = False
 
 
@@ -304,6 +323,10 @@ class UnloadLoRAAdapterRequest(OpenAIModel):
 
     lora_name: str
     lora_int_id: int | None = None
+
+
+# What a whole message has in OpenAI's form and vLLM's, and this model's never has; clients read it as null.
+NEVER_SAID = ("refusal", "annotations", "audio", "function_call", "reasoning")
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------
@@ -362,6 +385,22 @@ def messages_for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any
     return found
 
 
+def left_open(render: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]) -> str:
+    """A chat whose last message is not closed, so that the answer goes on with it. Raises InputError.
+
+    Only the template knows what it writes behind a message: with a mark at its end, everybody does. The space behind
+    the mark tells whether the template strips messages of theirs.
+    """
+    mark = f"{uuid.uuid4().hex} "
+    *before, last = messages
+    text = render([*before, {**last, "content": last["content"] + mark}])
+    kept = mark in text
+    text, found, _ = text.rpartition(mark if kept else mark.strip())
+    if not found:
+        raise common.InputError("continue_final_message: this model's chat template leaves the last message out")
+    return text if kept else text.rstrip()
+
+
 def _arguments(text: str | None) -> dict[str, Any]:
     """What cannot be read is {}: a call that was cut off stays in its history, where a refusal would end every turn."""
     try:
@@ -415,6 +454,32 @@ def tool_constraint(body: CommonRequest) -> dict[str, Any] | None:
         lines += [f'call_{i}: {json.dumps(begin, ensure_ascii=False)} arguments_{i} "}}"',
                   f"arguments_{i}: %json {json.dumps({**schema, 'x-guidance': compact})}"]  # fmt: skip
     return {"grammar": "\n".join(lines)}
+
+
+def structured_outputs(body: CommonRequest) -> dict[str, Any] | None:
+    """The one constraint that a request names, in any of its three dialects. Raises InputError."""
+    found: list[dict[str, Any]] = []
+    if body.structured_outputs is not None:
+        found.append(body.structured_outputs.model_dump(by_alias=True, exclude_none=True))
+    old = {name: value for name in ("json", "regex", "choice", "grammar")
+           if (value := getattr(body, f"guided_{name}")) is not None}  # fmt: skip
+    if old and old not in found:  # guidance says it in both dialects
+        found.append(old)
+    if forced := tool_constraint(body):  # a call has its own form: response_format is about texts
+        found.append(forced)
+    elif body.response_format and body.response_format.type == "json_object":
+        found.append({"json_object": True})
+    elif body.response_format and body.response_format.type == "json_schema":
+        schema = body.response_format.json_schema
+        if schema is None or schema.schema_ is None:
+            raise common.InputError("response_format: json_schema needs a field json_schema with a schema in it")
+        found.append({"json": schema.schema_})
+    if not found:
+        return None
+    if len(found) > 1 or len(found[0]) != 1:
+        raise common.InputError("structured_outputs: exactly one constraint is allowed: json, regex, choice, grammar "
+                                "or json_object, in structured_outputs, response_format or guided_*")  # fmt: skip
+    return found[0]
 
 
 class ToolCallReader:

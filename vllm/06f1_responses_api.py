@@ -47,6 +47,7 @@ class Message(Carried):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[Text]
+    status: str | None = None
 
 
 class Call(Carried):
@@ -156,7 +157,7 @@ class ResponsesRequest(protocol.AnyRequest):
     reasoning: ReasoningConfig | None = None
     stream_options: protocol.StreamOptions | None = None
     max_tool_calls: int | None = None  # of tools that the server runs; this one runs none
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     background: Literal[False] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -192,7 +193,11 @@ def as_chat(body: ResponsesRequest, items: Sequence[Any]) -> ChatCompletionReque
     shared = {name: getattr(body, name) for name in protocol.AnyRequest.model_fields}
     if not (messages := chat_messages(body.instructions, items)):
         raise common.InputError("input: must not be empty")
+    last = items[-1] if body.input else None  # as in vLLM, what a client marks as unfinished is what goes on
+    goes_on = isinstance(last, Message) and last.status in ("in_progress", "incomplete")
     chat = ChatCompletionRequest(
+        add_generation_prompt=not goes_on, continue_final_message=goes_on,
+        truncate_prompt_tokens=-1 if body.truncation == "auto" else None,
         messages=messages, max_completion_tokens=body.max_output_tokens, chat_template_kwargs=body.chat_template_kwargs,
         parallel_tool_calls=body.parallel_tool_calls, reasoning_effort=body.reasoning and body.reasoning.effort,
         verbosity=body.text and body.text.verbosity, **shared,
@@ -394,7 +399,7 @@ class ResponsesAPI:
             else body.text.model_dump(by_alias=True, exclude_none=True),
             "tool_choice": chosen.model_dump() if isinstance(chosen, NamedFunction) else chosen,
             "tools": [tool.model_dump() for tool in body.tools or ()], "top_logprobs": body.top_logprobs or 0,
-            "top_p": job.params.top_p, "truncation": "disabled", "usage": None, "user": body.user,
+            "top_p": job.params.top_p, "truncation": body.truncation or "disabled", "usage": None, "user": body.user,
         }  # fmt: skip
 
     def forget(self, job: ResponseJob) -> None:

@@ -129,33 +129,7 @@ def sampling_params(body: CommonRequest, max_tokens: int | None, logprobs: int |
         raise common.InputError("prompt_logprobs: only when stream is false; echo with logprobs streams them")
     scored = body.logprobs if body.prompt_logprobs is None and getattr(body, "echo", False) else body.prompt_logprobs
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=scored,
-                          structured_outputs=structured_outputs(body), **more)  # fmt: skip
-
-
-def structured_outputs(body: CommonRequest) -> dict[str, Any] | None:
-    """The one constraint that a request names, in any of its three dialects. Raises InputError."""
-    found: list[dict[str, Any]] = []
-    if body.structured_outputs is not None:
-        found.append(body.structured_outputs.model_dump(by_alias=True, exclude_none=True))
-    old = {name: value for name in ("json", "regex", "choice", "grammar")
-           if (value := getattr(body, f"guided_{name}")) is not None}  # fmt: skip
-    if old and old not in found:  # guidance says it in both dialects
-        found.append(old)
-    if forced := protocol.tool_constraint(body):  # a call has its own form: response_format is about texts
-        found.append(forced)
-    elif body.response_format and body.response_format.type == "json_object":
-        found.append({"json_object": True})
-    elif body.response_format and body.response_format.type == "json_schema":
-        schema = body.response_format.json_schema
-        if schema is None or schema.schema_ is None:
-            raise common.InputError("response_format: json_schema needs a field json_schema with a schema in it")
-        found.append({"json": schema.schema_})
-    if not found:
-        return None
-    if len(found) > 1 or len(found[0]) != 1:
-        raise common.InputError("structured_outputs: exactly one constraint is allowed: json, regex, choice, grammar "
-                                "or json_object, in structured_outputs, response_format or guided_*")  # fmt: skip
-    return found[0]
+                          structured_outputs=protocol.structured_outputs(body), **more)  # fmt: skip
 
 
 def companion(name: str, flag: str) -> Any:
@@ -168,6 +142,7 @@ def companion(name: str, flag: str) -> Any:
 class OpenAIServing:
     """Requests to prompts and parameters, outputs to answers: what the two APIs share, and where they differ."""
 
+    root: str | None = None  # the model's folder or hub id: clients load its tokenizer from there
     runtime_loras = False  # may clients load and unload adapters?
     tool_call_parser: str | None = None  # "hermes": how the model writes a call of its own accord
     enable_auto_tool_choice = False
@@ -244,7 +219,10 @@ class OpenAIServing:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None
         messages = protocol.messages_for_template(body.messages)
         ours = {"tools": tools, "add_generation_prompt": body.add_generation_prompt}
-        return self.tokenizer.render_chat(messages, **{**wishes, **ours})
+        if documents := getattr(body, "documents", None):
+            ours["documents"] = documents
+        render = functools.partial(self.tokenizer.render_chat, **{**wishes, **ours})
+        return protocol.left_open(render, messages) if body.continue_final_message else render(messages)
 
     async def prompts(self, body: CompletionRequest | ChatCompletionRequest, n: int) -> list[dict[str, Any]]:
         """Every prompt of a request as text and token ids; `n` answers to each are wanted. Raises InputError."""
@@ -405,6 +383,7 @@ class OpenAIServing:
         if not job.body.stream:
             for call in message.get("tool_calls", ()):
                 del call["index"]  # which call a piece belongs to: only streams say it
+            message |= dict.fromkeys(protocol.NEVER_SAID)
         return {"index": index, "delta" if job.body.stream else "message": message} | content
 
     def envelope(self, job: Job, choices: list[dict], usage: dict | None = None,
@@ -416,6 +395,8 @@ class OpenAIServing:
         found = {"id": job.request_id, "object": kind, "created": job.created, "model": job.model, "choices": choices}
         if first and job.body.return_token_ids:
             found["prompt_token_ids"] = first.prompt_token_ids
+        if first and job.body.return_prompt_text:
+            found["prompt_text"] = first.prompt
         return found | {"usage": usage} if usage or job.wants_usage else found
 
     def echoed(self, job: Job, output: RequestOutput, answer: offline.CompletionOutput) -> offline.CompletionOutput:
@@ -710,7 +691,9 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
         return model_card(serving.check_model(name))
 
     def model_card(name: str) -> dict[str, Any]:
-        root, parent = (serving.loras[name][0], serving.names[0]) if name in serving.loras else (serving.names[0], None)
+        root, parent = serving.root or serving.names[0], None
+        if name in serving.loras:
+            root, parent = serving.loras[name][0], serving.names[0]
         return {"id": name, "object": "model", "created": serving.created, "owned_by": "vllm-from-first-principles",
                 "root": root, "parent": parent, "max_model_len": serving.max_model_len}  # fmt: skip
 
