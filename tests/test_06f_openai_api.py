@@ -144,6 +144,7 @@ BAD_CHATS = [
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": 5}}]}]},
      "messages"),
     (M | {"web_search_options": {}}, "web_search_options"), (M | {"modalities": ["audio"]}, "modalities"),
+    (M | {"stream_interval": 0}, "stream_interval"), (M | {"stream_interval": "2"}, "stream_interval"),
     (M | {"use_beam_search": True}, "use_beam_search"), (M | {"reasoning_effort": 3}, "reasoning_effort"),
     (M | {"echo": True}, "echo"), (M | {"continue_final_message": True}, "continue_final_message"),
     (M | {"bad_words": "x"}, "bad_words"), (M | {"allowed_token_ids": []}, "allowed_token_ids"),
@@ -765,6 +766,29 @@ def test_n_answers_share_a_stream_and_silence_sends_nothing():
         "a role first, then only what says something"
     )
     assert events[-2]["choices"][0]["finish_reason"] == "stop", "the end is something to say"
+
+
+@pytest.mark.parametrize(
+    ("interval", "want"),
+    [(None, ["a", "b", "c", "d", "e", "f"]), (1, ["a", "b", "c", "d", "e", "f"]), (2, ["a", "bc", "de", "f"]),
+     (3, ["a", "bcd", "ef"]), (9, ["a", "bcdef"])],
+)  # fmt: skip
+@pytest.mark.parametrize(("path", "n"), [("completions", 1), ("completions", 2), ("chat/completions", 2)])
+def test_a_client_may_want_fewer_and_larger_pieces(path, n, interval, want):
+    """The first token comes at once, and so does the end; in between, each answer counts its own."""
+    pieces = [(i, text, text == "f", text == "f" and i == n - 1) for text in "abcdef" for i in range(n)]
+    _, app = serve(Letters(pieces))
+    chat = path.startswith("chat")
+    body = (M if chat else P) | {"n": n, "stream": True, "stream_interval": interval, "return_token_ids": True}
+    more = {"stream_options": {"include_usage": True}}
+    *chunks, usage, _ = lesson.read_events(ask(app, f"/v1/{path}", body | more).text)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    for i in range(n):
+        mine = [c for c in choices if c["index"] == i][chat:]  # a chat's first piece says the role
+        assert [c["delta"]["content"] if chat else c["text"] for c in mine] == want
+        assert [len(c["token_ids"]) for c in mine] == [len(text) for text in want]
+        assert [c["finish_reason"] for c in mine] == [*[None] * (len(want) - 1), "stop"]
+    assert usage["usage"]["completion_tokens"] == 6 * n
 
 
 def test_an_error_after_the_status_line_comes_in_the_stream():

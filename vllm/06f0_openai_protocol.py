@@ -139,6 +139,7 @@ class CommonRequest(AnyRequest):
 
     n: int | None = 1
     stream_options: StreamOptions | None = None
+    stream_interval: int | None = pydantic.Field(None, ge=1)  # tokens in a piece, but for the first and the last
     response_format: ResponseFormat | None = None
 
     add_special_tokens: bool | None = None

@@ -428,17 +428,24 @@ class OpenAIServing:
 
     async def stream(self, job: Job) -> AsyncIterator[str]:
         """The answer as server-sent events: `data: {JSON}`, a blank line, and in the end `data: [DONE]`."""
-        usage, seen, prompts = Usage(), set(), set()
+        usage, seen, prompts, held = Usage(), set(), set(), {}
         chat = isinstance(job.body, ChatCompletionRequest)
         options = job.body.stream_options or StreamOptions()
         counted = options.include_usage and options.continuous_usage_stats
         try:
             async for i, output in merged(job.collectors):
+                if i in held:
+                    async_engine.merge_outputs(held[i], output)
+                    output = held.pop(i)
                 if i not in prompts:
                     prompts.add(i)
                     usage.add_prompt(output)
                 for piece in output.outputs:
                     index = i * job.params.n + piece.index
+                    fewest = 0 if index not in seen or piece.finish_reason else job.body.stream_interval or 0
+                    if len(piece.token_ids) < fewest:  # the client wants fewer and larger pieces
+                        held.setdefault(i, dataclasses.replace(output, outputs=[])).outputs.append(piece)
+                        continue
                     first = None if index in seen else output
                     seen.add(index)
                     if first and chat:  # OpenAI's streams begin with the role and no text
