@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import common
+import llama
 import pytest
 import torch
 
