@@ -583,7 +583,9 @@ STORE = '{"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_
      ({"lora_modules": ["a=b"]}, "--enable-lora"),
      ({"max_num_seqs": 0}, "max_num_seqs"), ({"block_size": 0}, "block_size"), ({"scheduling_policy": "lifo"}, "fcfs"),
      ({"gpu_memory_utilization": 1.5}, "gpu_memory"), ({"kv_cache_gib": 0}, "kv_cache_gib"), ({"seed": -1}, "seed"),
-     ({"kv_cache_gib": 1e9}, "below 1048576"),
+     ({"kv_cache_gib": 1e9}, "below 1048576"), ({"max_model_len": 1}, "at least 2"),
+     ({"max_num_seqs": 10**20}, "at most 65536"), ({"served_model_name": [""]}, "must not be empty"),
+     ({"served_model_name": ["a", ""]}, "must not be empty"),
      ({"quantization": "magic"}, "quantization"), ({"kv_cache_dtype": "int1"}, "kv_cache_dtype"),
      ({"num_gpu_blocks_override": 1}, "at least 2"), ({"engine_place": "cloud"}, "process"),
      ({"kv_transfer_config": '{"kv_role": "kv_both"}'}, "kv_connector"), ({"kv_transfer_config": "{"}, "not JSON"),
@@ -596,6 +598,24 @@ STORE = '{"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_
 def test_flags_that_are_refused(wrong, words):
     with pytest.raises(common.InputError, match=words):
         EngineArgs(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("flags", "lower"),
+    [({"num_gpu_blocks_override": 10**20}, "num_gpu_blocks_override"), ({"kv_cache_gib": 1e6}, "kv_cache_gib"),
+     ({"block_size": 10**20}, "block_size")],
+)  # fmt: skip
+def test_a_cache_that_no_memory_holds_is_refused_at_once(tiny_load, flags, lower):
+    """It once took minutes and all of the memory to find that out."""
+    start = time.perf_counter()
+    with pytest.raises(common.InputError, match=f"KV cache: .* GiB in blocks of .*; lower {lower}"):
+        lesson.make_engine(EngineArgs(**{"max_model_len": 64, **flags}))
+    assert time.perf_counter() - start < 5
+
+
+def test_an_empty_key_is_none():
+    with pytest.raises(common.InputError, match="--api-key '': a key must not be empty"):
+        lesson.main(["serve", "--api-key", "secret", "--api-key", ""])
 
 
 def test_each_of_several_engines_listens_at_ports_of_its_own():

@@ -315,6 +315,7 @@ def test_patterns_that_are_refused(pattern, why):
     with pytest.raises(common.InputError, match=why) as error:
         lesson.compile_guide({"regex": pattern}, BYTES)
     assert time.process_time() - start < LIMIT and len(str(error.value)) < 400
+    assert str(error.value).startswith(f"structured_outputs: regex {pattern[:20]!r}"[:-1])  # which pattern it was
 
 
 @pytest.mark.parametrize(

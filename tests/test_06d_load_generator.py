@@ -879,7 +879,8 @@ def test_the_commands_can_be_mounted_elsewhere():
         "--rate 7", "bench --request-rate 0", "bench --request-rate nan", "bench --num-prompts 0",
         "bench --burstiness -1", "bench --metric-percentiles 50,101", "bench latency --num-iters 0",
         "tune --max-num-seqs 1,x", "tune --limit-percentile 200", "bench --random-range-ratio 2",
-        "bench --random-cv 1e308",
+        "bench --random-cv 1e308", "bench --request-rate 1e-320", "tune --request-rate 0.0009",
+        "bench --num-prompts 99999999999999999999", "bench latency --batch-size 1000001", "--rate nan",
     ],
 )  # fmt: skip
 def test_wrong_flags_are_one_line(line, capsys):
@@ -888,6 +889,15 @@ def test_wrong_flags_are_one_line(line, capsys):
         lesson.build_parser().parse_args(argv)
     error = capsys.readouterr().err
     assert stop.value.code == 2 and len(error.splitlines()) == 1 and argv[-2] in error
+
+
+@pytest.mark.parametrize("command", ["bench", "bench latency", "tune --simulate"])
+def test_a_file_that_holds_no_json_is_named_before_anything_is_measured(command, tmp_path, monkeypatch):
+    (tmp_path / "notes.txt").write_text("shopping")
+    for name in ("serve_load", "build_engine", "tune"):
+        monkeypatch.setattr(lesson, name, None)
+    with pytest.raises(common.InputError, match=r"notes\.txt: not readable as JSON"):
+        lesson.main([*command.split(), "--json", str(tmp_path / "notes.txt")])
 
 
 @pytest.mark.slow

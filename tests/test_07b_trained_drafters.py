@@ -882,3 +882,14 @@ def test_the_train_command(tmp_path, capsys, monkeypatch):
         lesson.main(["train", "--minutes", "0.1", "--work", str(tmp_path), *flags])
     assert (tmp_path / "eagle.safetensors").is_file() and "tokens, agreement" in capsys.readouterr().out
     assert SimpleNamespace(**training.about(tmp_path / "medusa.safetensors")).steps > 0
+
+
+def test_training_names_the_folder_that_it_cannot_use(tmp_path, capsys):
+    with pytest.raises(common.InputError, match="holds no text") as error:
+        training.Text(tmp_path, torch.device("cpu"))
+    assert str(error.value).startswith(str(tmp_path)), "and no flag that the script does not have"
+    (tmp_path / "file").write_text("")
+    for flag in ("--work", "--ship"):
+        with pytest.raises(SystemExit):
+            lesson.build_parser().parse_args(["train", flag, str(tmp_path / "file")])
+        assert f"{flag}: {tmp_path / 'file'} is not a folder" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import common
+import llama
 import pytest
 import torch
 
@@ -299,6 +300,14 @@ def test_real_model_in_chunks(real_model):
     assert [run["chunks"] for run in runs[:2]] == [1, 4] and runs[2]["chunks"] == 3
     assert all(len(tokens) == 5 for tokens in runs[0]["tokens"])
     assert sum(n for n, _ in runs[1]["steps"]) == sum(map(len, others)) + len(prompt) + 3 * 4
+
+
+def test_a_cap_makes_as_many_chunks_as_exercise_3_says():
+    """Four answers of 16 tokens, 1,500 tokens three tokens later, 64 of them a step as long as anybody writes."""
+    model = llama.random_model(max_position_embeddings=2048)
+    runs = [lesson.arrival_among_decodes(model, [[i] for i in range(1, 5)], [7] * 1500, budget, 16, 64)
+            for budget in (1504, 256)]  # fmt: skip
+    assert [run["chunks"] for run in runs] == [14, 16] and runs[0]["tokens"] == runs[1]["tokens"]
 
 
 def test_a_chunk_predicts_what_is_known(tiny_model):

@@ -188,6 +188,7 @@ def main():
     p = common.parser("doc")
     p.add_argument("--blocks", type=common.number(int, 1, 64), default=4)
     p.add_argument("--rate", type=common.number(float, 0), default=1.0)
+    p.add_argument("--tile", type=int, choices=(1, 2, 4))
     args = p.parse_args()
     common.start(args)
     if args.blocks == 13:
@@ -209,6 +210,8 @@ common.run(main)
         (["--rate", "nan"], 2, "--rate"),
         (["--rate", "-1"], 2, "at least 0"),
         (["--seed", "-1"], 2, "--seed"),
+        (["--tile", "nan"], 2, "argument --tile: invalid choice: 'nan' (choose from 1, 2, 4)"),
+        (["--tile", "3"], 2, "argument --tile: invalid choice: 3 (choose from 1, 2, 4)"),
         (["--device", "tpu"], 2, "tpu"),
         (["--json", "."], 2, "not readable as JSON"),  # before anything is measured, not after
         (["--nonsense"], 2, "--nonsense"),

@@ -1124,7 +1124,7 @@ def print_table(table: Sequence[dict[str, Any]]) -> None:
     """All formats (grid × group × scale), and perplexity (agreement) by algorithm; then 8 bits on both sides."""
     measured = {(r["format"], r["algorithm"]): f"{r['perplexity']:.2f} ({r['agreement']:.0%})" for r in table}
     algorithms = ("RTN", "AWQ", "AutoRound", "GPTQ")
-    common.table(["format", "grid", "group", "scale", "zero", "bits", *algorithms], [
+    common.table(["format", "grid", "group", "scale", "zero", "bits, rows of 576", *algorithms], [
         [f.name, f.grid, f.group or "row", f.scale, f.zero or "–", f"{f.bits_per_weight(576):.2f}",
          *(measured.get((f.name, algorithm), "–") for algorithm in algorithms)]
         for f in FORMATS.values() if not table or (f.name, "RTN") in measured])  # fmt: skip

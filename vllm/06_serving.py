@@ -69,6 +69,7 @@ AsyncLLM, QueueOverflowError = async_engine.AsyncLLM, async_engine.QueueOverflow
 LLMEngine, RequestOutput, SamplingParams = offline.LLMEngine, offline.RequestOutput, offline.SamplingParams
 
 PLACES = tuple(async_engine.CLIENTS)
+MAX_NUM_SEQS = 1 << 16  # there are tables with a row for each
 
 
 # --- 1. An engine from flags ------------------------------------------------------------------------------------------
@@ -127,11 +128,15 @@ class EngineArgs:
         if self.trust_remote_code:
             raise common.InputError("--trust-remote-code: refused. It lets a model folder run its own Python; this "
                                     "engine reads config.json, weights and tokenizer, and runs none of it")  # fmt: skip
-        for name, low in (("max_num_seqs", 1), ("max_model_len", 1), ("max_num_batched_tokens", 1), ("block_size", 1),
+        for name, low in (("max_num_seqs", 1), ("max_model_len", 2), ("max_num_batched_tokens", 1), ("block_size", 1),
                           ("num_gpu_blocks_override", 2), ("max_num_queued_reqs", 1), ("seed", 0)):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < low):
                 raise common.InputError(f"{name} {value!r}: must be a whole number of at least {low}")
+        if self.max_num_seqs > MAX_NUM_SEQS:
+            raise common.InputError(f"max_num_seqs {self.max_num_seqs}: must be at most {MAX_NUM_SEQS}")
+        if not all(self.served_model_name or ["default"]):
+            raise common.InputError(f"served_model_name {self.served_model_name}: a name must not be empty")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise common.InputError(f"gpu_memory_utilization {self.gpu_memory_utilization}: must be above 0, at most 1")
         if not 0 < self.kv_cache_gib < 1 << 20:
@@ -433,6 +438,14 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
     memory = workers.available_memory(args, budget) if workers else kv_cache_memory(args, model, budget)
     stage("profile", f"{memory / 2**30:.2f} GiB for the KV cache" + ("" if common.HAS_GPU else " (--kv-cache-gib)"))
 
+    block_bytes = engine_type.cache_block_bytes(model, args.block_size)
+    asked = args.num_gpu_blocks_override * block_bytes if args.num_gpu_blocks_override else max(memory, 2 * block_bytes)
+    if asked > (there := total_memory() * args.world_size):
+        raise common.InputError(f"KV cache: {asked / 2**30:,.1f} GiB in blocks of {args.block_size} tokens, here are "
+                                f"{there / 2**30:,.1f}; lower "
+                                + ("num_gpu_blocks_override" if args.num_gpu_blocks_override else
+                                   "kv_cache_gib" if memory > there else "block_size"))  # fmt: skip
+
     engine = engine_type(
         model, tokenizer, seed=args.seed, max_model_len=max_model_len, max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=budget, block_size=args.block_size, num_gpu_blocks_override=args.num_gpu_blocks_override,
@@ -452,6 +465,13 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
     stage("warm-up", f"{graphs} batch sizes as CUDA graphs" if graphs else "compiled, packed, paged in")
     engine.about = {"seconds": seconds, "kv_cache_tokens": tokens, "device": m["device"]}
     return engine
+
+
+def total_memory() -> int:
+    """Bytes of the GPU, or of the host; where the host does not say (Windows), as many as can be addressed."""
+    if common.HAS_GPU:
+        return torch.cuda.mem_get_info()[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else sys.maxsize
 
 
 def kv_cache_memory(args: EngineArgs, model: llama.Llama, budget: int) -> int:
@@ -635,7 +655,8 @@ def bind(host: str, port: int, flags: tuple[str, str] = ("--host", "--port")) ->
         sock.bind((host, port))
         return sock
     except OSError as error:
-        raise common.InputError(f"{flags[0]} {host} {flags[1]} {port}: {error.strerror or error}") from None
+        where = f"{flags[0]} {host or repr(host)} {flags[1]} {port}"
+        raise common.InputError(f"{where}: {error.strerror or error}") from None
 
 
 async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[str], shutdown_timeout: float,
@@ -708,6 +729,8 @@ def serve_command(args: argparse.Namespace) -> None:
         raise common.InputError("--device cuda: torch sees no GPU here; allowed on this machine: auto, cpu")
     engine_args = EngineArgs(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EngineArgs)})
     keys = args.api_key or list(filter(None, [os.environ.get("VLLM_API_KEY")]))
+    if not all(keys):  # of an unset variable, perhaps: no key at all would be a surprise, and an empty one is none
+        raise common.InputError("--api-key '': a key must not be empty")
     if engine_args.headless:
         raise SystemExit(common.lesson("06c_scaling_out").run_headless((KEY, "make_engine"), engine_args))
     server = {"host": args.host, "port": args.port, "api_keys": keys, "shutdown_timeout": args.shutdown_timeout}
@@ -735,8 +758,8 @@ def add_serve_command(subparsers: Any) -> None:
     add("--dtype", default="auto", help="auto, float32, bfloat16, float16")
     add("--seed", type=whole(0, 2**31 - 1), default=0)
     add("--quantization", "-q", metavar="METHOD", help="of the weights: lesson 05b's methods")
-    add("--max-model-len", type=whole(1), metavar="N", help="tokens in a sequence (default: the model's)")
-    add("--max-num-seqs", type=whole(1), default=64, metavar="N", help="sequences in a step (default 64)")
+    add("--max-model-len", type=whole(2), metavar="N", help="tokens in a sequence (default: the model's)")
+    add("--max-num-seqs", type=whole(1, MAX_NUM_SEQS), default=64, metavar="N", help="sequences in a step (default 64)")
     add("--max-num-batched-tokens", type=whole(1), metavar="N", help="tokens in a step (default 512, on a GPU 8192)")
     add("--enable-chunked-prefill", action=switch, default=True)
     add("--long-prefill-token-threshold", type=whole(0), default=0, metavar="N", help="a prompt's cap per step")
@@ -1066,6 +1089,8 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     if args.command:
+        if args.json:  # not after minutes
+            common.stored_object(args.json)
         return args.run(args)
     machine = common.start(args)
     numbers, bench = facts(), {}

@@ -214,9 +214,9 @@ def parse_regex(pattern: str) -> Node:
         items = items[: len(items) - (bool(items) and items[-1] == (_constants.AT, _constants.AT_END))]
         return translate(items, 0)
     except RecursionError:
-        raise common.InputError(f"regex {pattern[:60]!r}: nests too deep") from None
+        raise common.InputError("nests too deep") from None
     except (ValueError, OverflowError, re.error) as error:
-        raise common.InputError(f"regex {pattern[:60]!r}: {error}") from None
+        raise common.InputError(str(error)) from None
 
 
 def translate(items: Iterable[tuple[Any, Any]], depth: int) -> Node:
@@ -471,12 +471,12 @@ class Vocabulary:
 
     def compile(self, kind: str, spec: Any) -> Guide:
         """The guide for a normalized request. Raises InputError."""
-        if kind in ("regex", "choice"):
-            return RegexGuide(parse_regex(spec) if kind == "regex" else alt(map(literal, spec)), self)
         try:
+            if kind in ("regex", "choice"):
+                return RegexGuide(parse_regex(spec) if kind == "regex" else alt(map(literal, spec)), self)
             return GuidanceGrammar(read_grammar(self.ll_tokenizer, kind, spec), self)
         except ValueError as error:
-            raise common.InputError(f"structured_outputs: {kind}: {error}") from None
+            raise common.InputError(f"structured_outputs: {kind} {spec!r:.60}: {error}") from None
 
     @functools.cached_property
     def ll_tokenizer(self) -> Any:

@@ -533,7 +533,8 @@ def build_parser() -> common.Parser:
     p.add_argument("--data-parallel-size", "-dp", type=whole(1, 8), default=2, metavar="N",
                    help="engines in step 2 (default %(default)s)")  # fmt: skip
     p.add_argument("--distributed-executor-backend", choices=("mp", "ray"), default="mp", help="where workers run")
-    p.add_argument("--batches-in-flight", type=whole(1, 16), metavar="N", help="default: one per stage; 1 breaks it")
+    p.add_argument("--batches-in-flight", type=whole(1, 16), metavar="N",
+                   help="steps at once in a pipeline (default: one per stage; 1 breaks it)")  # fmt: skip
     return p
 
 
@@ -548,7 +549,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     tensor_parallel.start_context()  # it has imports to do, while we go on
     tokenizer = llama.Tokenizer(folder)
 
-    common.heading(f"1. One scheduler, {parallel.world_size} workers: TP {tp} x PP {parallel.pipeline_parallel_size}")
+    n, pp = parallel.world_size, parallel.pipeline_parallel_size
+    common.heading(f"1. One scheduler, {n} worker{'s' * (n > 1)}: TP {tp} x PP {pp}")
     reference = build_engine(args.model, None, tokenizer)
     want = answer(reference, TEXTS)
     del reference
@@ -618,8 +620,9 @@ def tell_of_workers(args: argparse.Namespace, parallel: ParallelConfig, executor
     common.check_equal(f"{len(TEXTS)} requests at once: the tokens of one process", got, want)
     spans = executor.collective_rpc("take_spans")
     counts = executor.collective_rpc("take_counts")[0]
-    common.table(["rank 0 told its peers", "calls", "bytes"], [
-        [name, f"{c['calls']:,}", f"{c['bytes']:,}"] for name, c in counts.items()])  # fmt: skip
+    if counts:
+        common.table(["rank 0 told its peers", "calls", "bytes"], [
+            [name, f"{c['calls']:,}", f"{c['bytes']:,}"] for name, c in counts.items()])  # fmt: skip
     if parallel.pipeline_parallel_size > 1:
         common.say(f"{len(spans[0])} steps; stages were idle {idle_share(spans):.0%} of the time")
     if hasattr(executor, "bytes_broadcast"):

@@ -958,11 +958,8 @@ def bench_command(args: argparse.Namespace) -> None:
 
 
 def rate_or_inf(text: str) -> float:
-    """An argparse type: a number above 0, or inf."""
-    with contextlib.suppress(ValueError):
-        if float(text) > 0:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, or inf")
+    """An argparse type: inf, or a number of at least a thousandth: a request in 17 minutes is slow enough."""
+    return math.inf if text == "inf" else common.number(float, 0.001)(text)
 
 
 def items(parse: Callable[[str], Any]) -> Callable[[str], list]:
@@ -973,6 +970,7 @@ def items(parse: Callable[[str], Any]) -> Callable[[str], list]:
 def add_bench_commands(subparsers: Any) -> None:
     """Add `bench` (vLLM's `bench serve`), `bench latency` and `tune`; each sets `run`, a function of the arguments."""
     whole = functools.partial(common.number, int)
+    some = whole(1, 10**6)  # more prompts, tokens or runs than that are a slip of the hand
     bench = subparsers.add_parser("bench", help="load a server, or time one batch", description=bench_command.__doc__)
     kinds = bench.add_subparsers(dest="what", metavar="latency")
     latency = kinds.add_parser("latency", help="seconds for one batch, without a server")
@@ -990,12 +988,12 @@ def add_bench_commands(subparsers: Any) -> None:
     add("--request-rate", type=rate_or_inf, default=math.inf, metavar="R", help="requests a second (inf: all at once)")
     add("--burstiness", type=rate_or_inf, default=1.0, metavar="B", help="1 Poisson, below 1 bursts, inf a clock")
     add("--max-concurrency", type=whole(1), metavar="N", help="send no more at a time: closes the loop")
-    add("--num-prompts", type=whole(1), default=100, metavar="N")
-    add("--num-warmups", "--warmup", type=whole(0), default=0, metavar="N", help="requests before the clock starts")
+    add("--num-prompts", type=some, default=100, metavar="N")
+    add("--num-warmups", "--warmup", type=whole(0, 10**6), default=0, metavar="N", help="before the clock starts")
     add("--dataset-name", choices=("random", "custom", *AZURE), default="random")
     add("--dataset-path", metavar="FILE.jsonl", help='one {"prompt": …, "output_tokens": …} a line')
-    add("--random-input-len", type=whole(1), default=1024, metavar="N")
-    add("--random-output-len", type=whole(1), default=128, metavar="N")
+    add("--random-input-len", type=some, default=1024, metavar="N")
+    add("--random-output-len", type=some, default=128, metavar="N")
     add("--random-range-ratio", type=common.number(float, 0, 1), default=0.0, metavar="R", help="uniform ± R")
     add("--random-cv", type=common.number(float, 0, 100), default=0.0, metavar="CV", help="lognormal: deviation / mean")
     add("--ignore-eos", action="store_true", help="answers of exactly the length asked for, where the server can")
@@ -1004,17 +1002,17 @@ def add_bench_commands(subparsers: Any) -> None:
     add("--request-timeout", type=common.number(float, 0.001), default=600.0, metavar="S", help="then it has failed")
 
     add = latency.add_argument
-    add("--input-tokens", "--input-len", type=whole(1), default=32, metavar="N", help="of each prompt (default 32)")
-    add("--output-tokens", "--output-len", type=whole(1), default=128, metavar="N", help="of each answer (default 128)")
-    add("--batch-size", type=whole(1), default=8, metavar="N", help="prompts in the batch (default 8)")
-    add("--num-iters", type=whole(1), default=30, metavar="N", help="measured batches (default 30)")
-    add("--num-iters-warmup", type=whole(0), default=10, metavar="N", help="batches before them (default 10)")
+    add("--input-tokens", "--input-len", type=some, default=32, metavar="N", help="of each prompt (default 32)")
+    add("--output-tokens", "--output-len", type=some, default=128, metavar="N", help="of each answer (default 128)")
+    add("--batch-size", type=some, default=8, metavar="N", help="prompts in the batch (default 8)")
+    add("--num-iters", type=some, default=30, metavar="N", help="measured batches (default 30)")
+    add("--num-iters-warmup", type=whole(0, 10**6), default=10, metavar="N", help="batches before them (default 10)")
 
     add = search.add_argument
-    add("--max-num-seqs", type=items(whole(1)), default=[1, 4, 16, 64], metavar="N,N,…")
-    add("--max-num-batched-tokens", type=items(whole(1)), default=[512, 2048], metavar="N,N,…")
+    add("--max-num-seqs", type=items(some), default=[1, 4, 16, 64], metavar="N,N,…")
+    add("--max-num-batched-tokens", type=items(some), default=[512, 2048], metavar="N,N,…")
     for name, default in (("--num-prompts", 64), ("--input-tokens", 128), ("--output-tokens", 32)):
-        add(name, type=whole(1), default=default, metavar="N", help=f"default {default}")
+        add(name, type=some, default=default, metavar="N", help=f"default {default}")
     add("--request-rate", type=rate_or_inf, default=math.inf, metavar="R", help="default inf: all at once")
     add("--limit", nargs="+", metavar="NAME:MS", help="what the winner must keep, of ttft tpot itl e2el")
     add("--limit-percentile", type=common.number(float, 0, 100), default=99.0, metavar="P")
@@ -1141,6 +1139,8 @@ async def load_own_server(seed: int) -> tuple[list[Record], list[float]]:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     if args.command:
+        if args.json:  # not after minutes
+            common.stored_object(args.json)
         return args.run(args)
     machine, known, bench = common.start(args), facts(), {}
 

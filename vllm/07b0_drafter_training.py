@@ -386,7 +386,7 @@ class Text:
         """Raises InputError if the folder holds no text."""
         self.files = sorted(folder.glob("text_*.npz"))[:limit]
         if not self.files:
-            raise common.InputError(f"--text {folder}: holds no text_*.npz; write some first (--write MINUTES)")
+            raise common.InputError(f"{folder}: holds no text_*.npz; write some first (--write MINUTES)")
         chunks = [dict(np.load(file)) for file in self.files]
         join = lambda name: np.concatenate([chunk[name] for chunk in chunks])  # noqa: E731
         put = lambda array: torch.from_numpy(array).to(device)  # noqa: E731

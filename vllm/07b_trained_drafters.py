@@ -1060,8 +1060,8 @@ def build_parser() -> common.Parser:
     group.add_argument("--write", type=common.number(float, 0), default=0.0, metavar="MINUTES",
                        help="time to write more text first (needed once; default 0)")  # fmt: skip
     group.add_argument("--drafter", choices=training.METHODS, action="append", help="only this one (may be repeated)")
-    group.add_argument("--work", metavar="DIR", help="text and checkpoints (default: in the user's cache folder)")
-    group.add_argument("--ship", metavar="DIR", help="where to write the weights (default: --work)")
+    group.add_argument("--work", type=common.folder, metavar="DIR", help="text, checkpoints (default: a cache folder)")
+    group.add_argument("--ship", type=common.folder, metavar="DIR", help="where to write the weights (default: --work)")
     return p
 
 

@@ -188,7 +188,7 @@ def load_workload(path: str | Path) -> dict:
     try:
         return check_workload(json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=refuse_constant))
     except OSError as error:
-        raise common.InputError(f"{path}: {error.strerror}") from None
+        raise common.InputError(f"workload {str(path)!r}: {error.strerror}") from None
     except common.InputError as error:
         raise common.InputError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:  # broken JSON or UTF-8

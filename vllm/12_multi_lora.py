@@ -1132,7 +1132,8 @@ def build_parser() -> common.Parser:
     p.add_argument("--break", dest="break_", choices=BREAKS, help="a bug to look at")
     p.add_argument("--train", nargs="+", metavar="STYLE", choices=("pirate", "json", "report"),
                    help="train adapters instead, 2 minutes each: pirate, json, report")  # fmt: skip
-    p.add_argument("--adapters", metavar="DIR", default="adapters", help="where --train saves (default ./%(default)s)")
+    p.add_argument("--adapters", type=common.folder, metavar="DIR", default="adapters",
+                   help="where --train saves (default ./%(default)s)")  # fmt: skip
     return p
 
 

@@ -532,6 +532,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
 
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        """argparse reads a value before it looks at the choices: a text that is no number must hear of them, too."""
+        try:
+            return super()._get_value(action, text)
+        except argparse.ArgumentError:
+            if action.choices is None:
+                raise
+            allowed = ", ".join(map(str, action.choices))
+            raise argparse.ArgumentError(action, f"invalid choice: {text!r} (choose from {allowed})") from None
+
 
 def number(kind: type = int, low: float | None = None, high: float | None = None) -> Callable[[str], Any]:
     """An argparse type: an int or float within [low, high]."""
