@@ -443,7 +443,8 @@ def test_a_broken_rule_of_fetching_shows(what, monkeypatch):
     assert noticed("remote")
 
 
-@pytest.mark.parametrize("what", ["no room for drafts", "prefills are over when they end", "seated without an adapter"])
+@pytest.mark.parametrize("what", ["no room for drafts", "prefills are over when they end", "seated without an adapter",
+                                  "who was left out is a prefill"])  # fmt: skip
 def test_a_broken_rule_of_all_together_shows(what, monkeypatch):
     def without_room(base, original=disagg.connector_scheduler):
         return type("Broken", (original(base),), {"num_speculative_tokens": 0})
@@ -452,6 +453,9 @@ def test_a_broken_rule_of_all_together_shows(what, monkeypatch):
         class Broken(original(base)):
             def schedule(self):
                 output, self.prefilling = super().schedule(), set()
+                if what == "who was left out is a prefill":
+                    self.prefilling = {r for r in self.running if r.num_computed_tokens < r.num_tokens}
+                    self.prefilling |= set(self.waiting_for_remote_kvs.values())
                 return output
 
         return Broken

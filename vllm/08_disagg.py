@@ -130,7 +130,10 @@ def connector_scheduler(base: type) -> type:
 
         def schedule(self) -> SchedulerOutput:
             output = super().schedule()
-            self.prefilling = {r for r in self.running if r.num_computed_tokens < r.num_tokens}
+            # A decode without a token in this step (somebody before it evicted itself) has one left, and is no prefill.
+            prefills = (*self.prefilling, *output.scheduled_new_reqs, *output.scheduled_resumed_reqs)
+            running = (r for r in prefills if r.status is RequestStatus.RUNNING)
+            self.prefilling = {r for r in running if r.num_computed_tokens < r.num_tokens}
             self.prefilling |= set(self.waiting_for_remote_kvs.values())
             for request in self.running if self.connector.needs_hashes else ():
                 self.kv_cache_manager.update_block_hashes(request)
@@ -163,10 +166,10 @@ def connector_scheduler(base: type) -> type:
                     return
                 if manager.enable_caching:
                     manager.cache_blocks(request, request.num_prompt_tokens)  # from now on others may hit them
-                if self.running and manager.block_pool.num_free_blocks < self.watermark_blocks:
-                    return
                 if not self._may_run(request):
                     continue
+                if self.running and manager.block_pool.num_free_blocks < self.watermark_blocks:
+                    return
                 self.received.remove(request.request_id)
                 del self.waiting_for_remote_kvs[request.request_id]
                 request.status = RequestStatus.RUNNING
