@@ -568,20 +568,24 @@ def test_all_of_the_ring_is_there_from_the_start():
         box.close()
 
 
-def test_a_call_that_nobody_reads_has_an_end(monkeypatch):
+@pytest.mark.parametrize("size", [0, 1 << 18], ids=["a full ring", "more than a ring or a pipe holds"])
+def test_a_call_that_nobody_reads_has_an_end(monkeypatch, size):
     """A worker that is stopped, say: it neither dies nor reads. Who waited for its answer would have heard of it."""
     executor, heard = object.__new__(lesson.MultiprocExecutor), []
     stopped = SimpleNamespace(sentinel=Context.Pipe()[0], is_alive=lambda: True)  # its other end is closed: no wait
     executor.world_size, executor.timeout, executor.processes = 1, 60, [stopped]
-    executor.queue, executor.bytes_broadcast = lesson.MessageQueue(Context, readers=1, chunks=1, chunk_bytes=64), 0
+    executor.queue, executor.bytes_broadcast = lesson.MessageQueue(Context, readers=1, chunks=1, chunk_bytes=128), 0
     executor.pending = [collections.deque()]
     monkeypatch.setattr(lesson.MultiprocExecutor, "shutdown", lambda self: heard.append(self))
+    watchdog = threading.Timer(10, executor.queue.pipes[0][0].close)  # then whoever waits for a reader reads an error
+    watchdog.start()
     try:
-        executor.submit("held", reply_rank=0, timeout=0)
         with pytest.raises(executors.ExecutorFailed, match=r"no room for held within 0\.01 s: a worker of 1 does not"):
-            executor.submit("held", reply_rank=0, timeout=0.01)
+            for _ in range(2):
+                executor.submit("held", bytes(size), reply_rank=0, timeout=0.01)
         assert heard == [executor] and "no room" in executor.failed
     finally:
+        watchdog.cancel()
         executor.queue.close()
 
 
