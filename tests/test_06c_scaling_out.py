@@ -832,6 +832,17 @@ def test_the_coordinator_tells_whoever_is_left_about_each_engine():
         sock.close()
 
 
+def test_the_coordinator_unpickles_letters_and_nothing_else():
+    """Engines may be elsewhere, and then what dials in may be anybody."""
+    (engine, ours), (_, a) = sockets = [socket.socketpair() for _ in range(2)]
+    coordinator = lesson.DPCoordinator([ours], [a])
+    engine.sendall(async_engine.frame(os.getcwd))
+    coordinator.run()
+    assert not coordinator.mail
+    for sock in sum(sockets, ()):
+        sock.close()
+
+
 @contextlib.contextmanager
 def mailbox(clients=2):
     """An engine's mailbox, and the other ends of its sockets: the clients', then the coordinator's."""

@@ -361,7 +361,7 @@ class DPCoordinator:
     INTERVAL = 0.1
 
     def __init__(self, engines: Sequence[socket.socket], clients: Sequence[socket.socket]) -> None:
-        self.mail = {sock: async_engine.Mailbox(sock) for sock in engines}
+        self.mail = {sock: async_engine.Mailbox(sock, loads) for sock in engines}
         self.clients = [Outbox(sock) for sock in clients]
         self.counts: list[list[float]] = [[0, 0, 0.0] for _ in engines]
         self.changed, self.last = False, 0.0
@@ -391,7 +391,7 @@ class DPCoordinator:
                 try:
                     for engine, counts in self.mail[sock].receive(0):
                         self.note(engine, counts)
-                except (async_engine.ClientGone, OSError):
+                except (async_engine.ClientGone, OSError, pickle.UnpicklingError):
                     del self.mail[sock]
             if self.due_in(time.monotonic()) == 0.0:
                 self.publish(time.monotonic())

@@ -279,8 +279,8 @@ class Mailbox:
     ZeroMQ, which is both faster and fit for a network.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock, self.buffer = sock, bytearray()
+    def __init__(self, sock: socket.socket, loads: Callable[[bytes], Any] = pickle.loads) -> None:
+        self.sock, self.buffer, self.loads = sock, bytearray(), loads
         sock.setblocking(True)
 
     def send(self, letter: Any) -> None:
@@ -302,7 +302,7 @@ class Mailbox:
                 raise ClientGone
             self.buffer += chunk
             while len(self.buffer) >= 4 and len(self.buffer) >= (end := 4 + int.from_bytes(self.buffer[:4], "big")):
-                letters.append(pickle.loads(self.buffer[4:end]))
+                letters.append(self.loads(self.buffer[4:end]))
                 del self.buffer[:end]
         return letters
 
