@@ -341,7 +341,7 @@ def serve_clients(mailbox: EngineMailbox, factory: Factory, args: Any) -> bool:
     """Build an engine and work for the clients of a mailbox, with an eye on the workers. Returns whether it failed."""
 
     def make_proc(engine: Any, send: Callable[[Any], None]) -> ParallelEngineCoreProc:
-        if executor := getattr(getattr(engine.core, "runner", None), "executor", None):
+        if executor := getattr(engine.core.runner, "executor", None):
             mailbox.watched, mailbox.alive = executor.sentinels, executor.check_health
         return ParallelEngineCoreProc(engine, send)
 
