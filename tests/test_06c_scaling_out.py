@@ -1161,6 +1161,21 @@ def test_one_engine_of_two_dies_and_everybody_hears(monkeypatch, real_model):
     asyncio.run(story())
 
 
+def test_engines_end_with_who_had_them_although_the_loop_is_closed(monkeypatch, real_model):
+    """A notebook whose cell has ended, and then `del llm`."""
+    engines = Engines(monkeypatch, 2, 1)
+
+    async def story():
+        llm = await start(engines.client(0), real_model)
+        assert await ask(llm, "0", PROMPTS[0], 3) == reference()[0][:3]
+        return llm
+
+    asyncio.run(story()).client.close()
+    for thread in engines.threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
 def test_an_engine_is_told_which_of_several_it_is(monkeypatch):
     started = []
 

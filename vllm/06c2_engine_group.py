@@ -530,8 +530,9 @@ class DPLBClient:
         for sock in (*self.socks, *([self.coordinator] if self.coordinator else [])):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-        for writer in self.writers:
-            writer.close()
+        with contextlib.suppress(RuntimeError):  # their loop may be closed by now
+            for writer in self.writers:
+                writer.close()
 
     def join(self, timeout: float = 5.0) -> None:
         """Close the sockets; the owner waits up to `timeout` seconds for its engines."""
