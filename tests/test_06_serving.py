@@ -947,6 +947,22 @@ def test_a_signal_without_patience_ends_them_with_what_there_is(tiny_load, capsy
     assert json.loads(events[-2])["choices"][0]["finish_reason"] == "abort"
 
 
+def test_answers_do_not_end_with_whoever_read_the_console(tiny_load, capsys, monkeypatch):
+    """`serve | tee log`, and tee has ended: the line about the signal goes nowhere."""
+
+    def say(text, **how):
+        if text.startswith("stopping"):
+            raise BrokenPipeError
+        print(text, **how)
+
+    monkeypatch.setattr(lesson, "print", say, raising=False)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    monkeypatch.setattr(sys.stdout, "fileno", lambda: 1)
+    code, events = life(capsys, monkeypatch, 20, lambda client: stream_of(client, 60))
+    assert code == 0 and events[-1] == "[DONE]"
+    assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+
+
 def slow_down(monkeypatch, seconds=0.01):
     step = async_engine.EngineCoreProc.step
     monkeypatch.setattr(async_engine.EngineCoreProc, "step", lambda self: (time.sleep(seconds), step(self))[1])

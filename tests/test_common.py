@@ -324,6 +324,14 @@ def test_a_missing_parameter_is_named():
         common.checked([], ALLOWED)
 
 
+def test_a_reader_that_has_seen_enough_is_no_error():
+    """`| head -1`."""
+    code = f"import sys; sys.path.insert(0, {str(common.HERE)!r}); import common; common.run(lambda: common.say('x'))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(60) == 0
+
+
 def test_no_thread_sees_half_a_lesson(tmp_path, monkeypatch):
     (tmp_path / "99_slow.py").write_text("import time\ntime.sleep(0.2)\nwhole = True\n")
     monkeypatch.setattr(common, "HERE", tmp_path)

@@ -710,7 +710,10 @@ async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[
         say(f"EngineCore is dead: {llm.dead}")
         if os.environ.get("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH") == "1":
             await stopped  # stay, and answer /health with 503
-    say(f"stopping: {llm.num_unfinished} sequences inside, {shutdown_timeout:g} s for them")
+    try:
+        say(f"stopping: {llm.num_unfinished} sequences inside, {shutdown_timeout:g} s for them")
+    except BrokenPipeError:  # whoever read this has left; those inside still get their answers
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     server.should_exit = True  # no new connections from here on
     await llm.shutdown(shutdown_timeout)
     await running

@@ -819,5 +819,5 @@ def run_api_server(args: Any, server: dict[str, Any], sock: socket.socket, socke
         elif index == 0:
             print(text, flush=True)
 
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):  # nobody reads what we say
         raise SystemExit(asyncio.run(serving.run_server(args, **server, sock=sock, client=client, say=say)))

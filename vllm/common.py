@@ -396,7 +396,11 @@ def console() -> Any:
     """The one console; 110 columns wide where the output is not a terminal, so that tables fit a page."""
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 110)
+    class OurConsole(Console):
+        def on_broken_pipe(self) -> None:  # rich would leave with code 1; `run` says what it is
+            raise
+
+    return OurConsole(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 110)
 
 
 def heading(text: str) -> None:
