@@ -614,9 +614,12 @@ def test_a_cache_that_no_memory_holds_is_refused_at_once(tiny_load, flags, lower
     assert time.perf_counter() - start < 5
 
 
-def test_an_empty_key_is_none():
+def test_an_empty_key_is_none(monkeypatch):
+    asked = []
+    monkeypatch.setattr(common, "set_ulimit", lambda: asked.append("open files"))
     with pytest.raises(common.InputError, match="--api-key '': a key must not be empty"):
         lesson.main(["serve", "--api-key", "secret", "--api-key", ""])
+    assert asked == ["open files"]
 
 
 def test_each_of_several_engines_listens_at_ports_of_its_own():

@@ -324,6 +324,17 @@ def test_a_missing_parameter_is_named():
         common.checked([], ALLOWED)
 
 
+@pytest.mark.parametrize(("limits", "then"), [((1024, 4096), (4096, 4096)), ((256, -1), (65535, -1)),
+                                              ((1024, 1 << 20), (65535, 1 << 20)), ((70000, 80000), None),
+                                              ((-1, -1), None)])  # fmt: skip
+def test_a_server_may_have_as_many_connections_as_the_machine_allows(monkeypatch, limits, then):
+    resource, now = pytest.importorskip("resource"), []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: now.append(pair))
+    common.set_ulimit()
+    assert now == ([then] if then else [])
+
+
 def test_a_reader_that_has_seen_enough_is_no_error():
     """`| head -1`."""
     code = f"import sys; sys.path.insert(0, {str(common.HERE)!r}); import common; common.run(lambda: common.say('x'))"

@@ -738,6 +738,7 @@ def serve_command(args: argparse.Namespace) -> None:
     """Serve a model over OpenAI's API until SIGINT or SIGTERM."""
     if os.environ.get("SERVE_UNTIL_EOF") == "1":
         threading.Thread(target=stop_at_eof, args=[0], daemon=True).start()
+    common.set_ulimit()
     if args.device == "cuda" and not common.HAS_GPU:
         raise common.InputError("--device cuda: torch sees no GPU here; allowed on this machine: auto, cpu")
     engine_args = EngineArgs(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EngineArgs)})

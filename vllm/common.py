@@ -652,6 +652,17 @@ def run(main: Callable[[], Any]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def set_ulimit(wanted: int = 65535) -> None:
+    """Let this process have more files open, if it may: every connection is one, and shells allow 256 or 1,024. vLLM's
+    servers do the same (`vllm/utils/system_utils.py`)."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # no such limit on Windows, a second one on macOS
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 <= soft < wanted:  # -1: there is none
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
+
+
 def _exit(code: int, message: str) -> None:
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     raise SystemExit(code)
