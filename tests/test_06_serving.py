@@ -536,7 +536,8 @@ def test_schemathesis(server):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL])
 def test_zz_a_killed_engine_turns_everything_red(server, how):
-    """Whoever waits hears of it at once, in a stream and outside; /health is red; SIGTERM ends it with code 1."""
+    """Whoever waits hears of it at once, in a stream and outside; /health is red; the end of whoever started it, which
+    closes its input, ends it with code 1."""
     pid, heard = server.state()["pid"], {}
     for ignored in (signal.SIGTERM, signal.SIGINT):  # whole process groups get these; the front end decides
         os.kill(pid, ignored)
@@ -565,7 +566,7 @@ def test_zz_a_killed_engine_turns_everything_red(server, how):
     assert httpx.get(server.url + "/v1/models", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
     with pytest.raises(openai.InternalServerError):
         server.complete("x")
-    server.process.terminate()
+    server.process.stdin.close()
     assert server.process.wait(15) == 1, "whoever supervises it must see that it did not end well"
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -613,9 +614,12 @@ def test_a_cache_that_no_memory_holds_is_refused_at_once(tiny_load, flags, lower
     assert time.perf_counter() - start < 5
 
 
-def test_an_empty_key_is_none():
+def test_an_empty_key_is_none(monkeypatch):
+    asked = []
+    monkeypatch.setattr(common, "set_ulimit", lambda: asked.append("open files"))
     with pytest.raises(common.InputError, match="--api-key '': a key must not be empty"):
         lesson.main(["serve", "--api-key", "secret", "--api-key", ""])
+    assert asked == ["open files"]
 
 
 def test_each_of_several_engines_listens_at_ports_of_its_own():
@@ -944,6 +948,22 @@ def test_a_signal_without_patience_ends_them_with_what_there_is(tiny_load, capsy
     code, events = life(capsys, monkeypatch, 0, lambda client: stream_of(client, 240))
     assert code == 0 and events[-1] == "[DONE]"
     assert json.loads(events[-2])["choices"][0]["finish_reason"] == "abort"
+
+
+def test_answers_do_not_end_with_whoever_read_the_console(tiny_load, capsys, monkeypatch):
+    """`serve | tee log`, and tee has ended: the line about the signal goes nowhere."""
+
+    def say(text, **how):
+        if text.startswith("stopping"):
+            raise BrokenPipeError
+        print(text, **how)
+
+    monkeypatch.setattr(lesson, "print", say, raising=False)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    monkeypatch.setattr(sys.stdout, "fileno", lambda: 1)
+    code, events = life(capsys, monkeypatch, 20, lambda client: stream_of(client, 60))
+    assert code == 0 and events[-1] == "[DONE]"
+    assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
 
 
 def slow_down(monkeypatch, seconds=0.01):

@@ -568,20 +568,24 @@ def test_all_of_the_ring_is_there_from_the_start():
         box.close()
 
 
-def test_a_call_that_nobody_reads_has_an_end(monkeypatch):
+@pytest.mark.parametrize("size", [0, 1 << 18], ids=["a full ring", "more than a ring or a pipe holds"])
+def test_a_call_that_nobody_reads_has_an_end(monkeypatch, size):
     """A worker that is stopped, say: it neither dies nor reads. Who waited for its answer would have heard of it."""
     executor, heard = object.__new__(lesson.MultiprocExecutor), []
     stopped = SimpleNamespace(sentinel=Context.Pipe()[0], is_alive=lambda: True)  # its other end is closed: no wait
     executor.world_size, executor.timeout, executor.processes = 1, 60, [stopped]
-    executor.queue, executor.bytes_broadcast = lesson.MessageQueue(Context, readers=1, chunks=1, chunk_bytes=64), 0
+    executor.queue, executor.bytes_broadcast = lesson.MessageQueue(Context, readers=1, chunks=1, chunk_bytes=128), 0
     executor.pending = [collections.deque()]
     monkeypatch.setattr(lesson.MultiprocExecutor, "shutdown", lambda self: heard.append(self))
+    watchdog = threading.Timer(10, executor.queue.pipes[0][0].close)  # then whoever waits for a reader reads an error
+    watchdog.start()
     try:
-        executor.submit("held", reply_rank=0, timeout=0)
         with pytest.raises(executors.ExecutorFailed, match=r"no room for held within 0\.01 s: a worker of 1 does not"):
-            executor.submit("held", reply_rank=0, timeout=0.01)
+            for _ in range(2):
+                executor.submit("held", bytes(size), reply_rank=0, timeout=0.01)
         assert heard == [executor] and "no room" in executor.failed
     finally:
+        watchdog.cancel()
         executor.queue.close()
 
 
@@ -821,8 +825,21 @@ def test_the_coordinator_tells_whoever_is_left_about_each_engine():
     coordinator.publish(5.0)
     client = lesson.DPLBClient([None, None], None, lesson.LoadBalancer(2))
     assert client.take(2, engine_group.loads(pairs[3][1].recv(4096)[4:])) is None
-    assert client.balancer.counts == [[0, 0, 0.0], [3, 2, 0.5]] and coordinator.clients == [pairs[3][0]]
+    assert client.balancer.counts == [[0, 0, 0.0], [3, 2, 0.5]] and [box.sock for box in coordinator.clients] == [
+        pairs[3][0]
+    ]
     for sock in sum(pairs, ()):
+        sock.close()
+
+
+def test_the_coordinator_unpickles_letters_and_nothing_else():
+    """Engines may be elsewhere, and then what dials in may be anybody."""
+    (engine, ours), (_, a) = sockets = [socket.socketpair() for _ in range(2)]
+    coordinator = lesson.DPCoordinator([ours], [a])
+    engine.sendall(async_engine.frame(os.getcwd))
+    coordinator.run()
+    assert not coordinator.mail
+    for sock in sum(sockets, ()):
         sock.close()
 
 
@@ -858,6 +875,78 @@ def test_requests_end_with_a_client_that_is_found_gone_by_writing_to_it():
         first.close()
         box.send(async_engine.EngineCoreOutputs([async_engine.EngineCoreOutput("r", [5])]))
         assert box.receive(0) == [(ABORT, ["r"])] and list(box.owner) == ["s"] and box.receive(0) == []
+
+
+def read_letters(sock):
+    """All that comes until the other side hangs up; then we do."""
+    data, letters = b"", []
+    with sock:
+        while chunk := sock.recv(1 << 18):
+            data += chunk
+    while data:
+        end = 4 + int.from_bytes(data[:4], "big")
+        letters.append(engine_group.loads(data[4:end]))
+        data = data[end:]
+    return letters
+
+
+@contextlib.contextmanager
+def nobody_waits(*sockets):
+    """Whoever waits for one of these to be read fails after ten seconds, instead of never."""
+    watchdog = threading.Timer(10, lambda: [sock.shutdown(socket.SHUT_RDWR) for sock in sockets])
+    watchdog.start()
+    try:
+        yield
+        assert watchdog.is_alive(), "somebody waited"
+    finally:
+        watchdog.cancel()
+
+
+def test_a_client_that_has_stopped_holds_up_nobody_and_reads_everything_in_the_end():
+    Outputs, Stats = async_engine.EngineCoreOutputs, async_engine.SchedulerStats
+    output = async_engine.EngineCoreOutput
+    with mailbox() as (box, (stopped, other, coordinator)), nobody_waits(stopped, coordinator):
+        for name, client in (("s", stopped), ("o", other)):
+            client.sendall(async_engine.frame((ADD, request_of([1, 2], name))))
+        assert len(box.receive(20)) == 2
+        for i in range(300):
+            box.send(Outputs([output("s", [i] * 2000)]))
+        waiting = len(box.clients[0].unsent)
+        for i in range(2000):  # what only says how things are does not pile up, however long nobody reads it
+            box.send(Outputs(scheduler_stats=Stats(i, 0, 0.0)))
+        assert waiting > 100_000 and len(box.clients[0].unsent) == waiting and box.clients[0].state
+        assert len(box.coordinator.unsent) < 1000 and box.coordinator.state and box.receive(0) == []
+        with ThreadPoolExecutor(3) as reading:
+            heard = [reading.submit(read_letters, sock) for sock in (stopped, other, coordinator)]
+            while box.pending():
+                assert box.receive(0.05) == []
+            box.send(Outputs([output("o", [7] * (1 << 20))]))  # more than a socket holds: it waits for `close`
+            box.send(async_engine.Dead("the end"))
+            box.close(), box.coordinator.sock.shutdown(socket.SHUT_WR)
+            (*pieces, state, end), (*_, last, _), (*_, counts) = [future.result(20) for future in heard]
+    assert [x.outputs[0].new_token_ids[0] for x in pieces] == list(range(300))
+    assert state.scheduler_stats == Stats(1999, 0, 0.0) and end == async_engine.Dead("the end")
+    assert len(last.outputs[0].new_token_ids) == 1 << 20 and counts == (1, [0, 1999, 0.0])
+
+
+def test_a_client_that_has_stopped_does_not_hold_up_the_coordinator():
+    """It reads the latest when it goes on."""
+    (engine, ours), (stopped, a), (other, b) = sockets = [socket.socketpair() for _ in range(3)]
+    coordinator = lesson.DPCoordinator([ours], [a, b])
+    with nobody_waits(stopped, other), ThreadPoolExecutor(3) as pool:
+        for i in range(2000):
+            coordinator.note(0, [i, 0, 0.0])
+            coordinator.publish(0.0)
+        assert all(box.state and len(box.unsent) < 1000 for box in coordinator.clients)
+        running, *heard = [pool.submit(coordinator.run), *(pool.submit(read_letters, x) for x in (stopped, other))]
+        while any(box.pending for box in coordinator.clients):
+            engine.sendall(async_engine.frame((0, [2000, 0, 0.0])))  # news wake it up
+            time.sleep(0.01)
+        engine.close(), running.result(20), a.shutdown(socket.SHUT_WR), b.shutdown(socket.SHUT_WR)
+        for future in heard:
+            assert future.result(20)[-1][0][0] in (1999, 2000)
+    for sock in sum(sockets, ()):
+        sock.close()
 
 
 def test_it_waits_for_a_letter_no_longer_than_it_is_asked_to():
@@ -1070,6 +1159,21 @@ def test_one_engine_of_two_dies_and_everybody_hears(monkeypatch, real_model):
         await llm.shutdown()
 
     asyncio.run(story())
+
+
+def test_engines_end_with_who_had_them_although_the_loop_is_closed(monkeypatch, real_model):
+    """A notebook whose cell has ended, and then `del llm`."""
+    engines = Engines(monkeypatch, 2, 1)
+
+    async def story():
+        llm = await start(engines.client(0), real_model)
+        assert await ask(llm, "0", PROMPTS[0], 3) == reference()[0][:3]
+        return llm
+
+    asyncio.run(story()).client.close()
+    for thread in engines.threads:
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_an_engine_is_told_which_of_several_it_is(monkeypatch):

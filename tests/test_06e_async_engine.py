@@ -275,6 +275,27 @@ def test_whoever_still_reads_hears_of_an_abort(tiny, folder, stream):
     assert asyncio.run(run()) == (True, True, {0: "abort", 1: "abort"})
 
 
+def test_an_answer_that_was_complete_counts_although_its_sibling_was_aborted(tiny, folder):
+    """Nobody has read it: without `stream`, answers wait for each other. The logger must not wait with them."""
+    logger = common.lesson("06_serving").PrometheusStatLogger("m")
+
+    async def run():
+        async with running(folder, "event-loop", stat_logger=logger) as llm:
+            llm.add_request("x", prompt(3), SamplingParams(n=2, seed=0, max_tokens=120, ignore_eos=True))
+            while any(times.tokens < 2 for times in logger.times.values()) or len(logger.times) < 2:
+                await asyncio.sleep(0)
+            first = next(iter(llm.front.sequences))
+            llm.front.core.abort_requests([first])
+            await llm._deliver(lesson.EngineCoreOutputs([lesson.EngineCoreOutput(first, [5], "length")]))
+            llm.abort(["x"])
+            await idle(llm)
+
+    asyncio.run(run())
+    said = [line for line in logger.expose().decode().splitlines() if "request_success_total{" in line]
+    ends = [end for end in ("length", "abort") for line in said if f'"{end}"' in line and line.endswith(" 1.0")]
+    assert not logger.times and ends == ["length", "abort"]
+
+
 def test_what_cannot_be_served_is_refused_on_arrival(tiny, folder):
     async def run():
         async with running(folder, max_num_queued_reqs=3) as llm:

@@ -377,6 +377,20 @@ for thread in threading.enumerate()[1:]:
     assert "'LOST'" in done.stdout and "No space left" in done.stdout and done.stdout.endswith(" []\n")
 
 
+def test_a_new_link_removes_what_killed_processes_left(monkeypatch, tmp_path):
+    """Of those that are an hour old: neither what a living process has written nor what only looks like a segment."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    monkeypatch.setattr(transfer, "SHM", tmp_path)
+    names = {f"kvx-{pid}-{i:016x}": pid for i, pid in enumerate((ended.pid, os.getpid(), 10**30, 1))}
+    for name in (*names, young := f"kvx-{ended.pid}-{'f' * 16}", f"kvx-{ended.pid}", f"kvx-{ended.pid}-{'f' * 17}"):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - (3500 if name == young else 3700),) * 2)
+    before = set(tmp_path.iterdir())
+    with connection(transfer.SharedMemoryLink):
+        assert before - set(tmp_path.iterdir()) == {tmp_path / name for name in names if names[name] == ended.pid}
+
+
 def test_names_that_were_mapped_are_forgotten(monkeypatch):
     monkeypatch.setattr(transfer.SharedMemoryLink, "MANY", 4)
     with connection(transfer.SharedMemoryLink) as (link, _):

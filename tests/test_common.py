@@ -324,6 +324,25 @@ def test_a_missing_parameter_is_named():
         common.checked([], ALLOWED)
 
 
+@pytest.mark.parametrize(("limits", "then"), [((1024, 4096), (4096, 4096)), ((256, -1), (65535, -1)),
+                                              ((1024, 1 << 20), (65535, 1 << 20)), ((70000, 80000), None),
+                                              ((-1, -1), None)])  # fmt: skip
+def test_a_server_may_have_as_many_connections_as_the_machine_allows(monkeypatch, limits, then):
+    resource, now = pytest.importorskip("resource"), []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: now.append(pair))
+    common.set_ulimit()
+    assert now == ([then] if then else [])
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    """`| head -1`."""
+    code = f"import sys; sys.path.insert(0, {str(common.HERE)!r}); import common; common.run(lambda: common.say('x'))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(60) == 0
+
+
 def test_no_thread_sees_half_a_lesson(tmp_path, monkeypatch):
     (tmp_path / "99_slow.py").write_text("import time\ntime.sleep(0.2)\nwhole = True\n")
     monkeypatch.setattr(common, "HERE", tmp_path)

@@ -47,6 +47,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -709,7 +710,10 @@ async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[
         say(f"EngineCore is dead: {llm.dead}")
         if os.environ.get("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH") == "1":
             await stopped  # stay, and answer /health with 503
-    say(f"stopping: {llm.num_unfinished} sequences inside, {shutdown_timeout:g} s for them")
+    try:
+        say(f"stopping: {llm.num_unfinished} sequences inside, {shutdown_timeout:g} s for them")
+    except BrokenPipeError:  # whoever read this has left; those inside still get their answers
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     server.should_exit = True  # no new connections from here on
     await llm.shutdown(shutdown_timeout)
     await running
@@ -723,8 +727,18 @@ def may_load_adapters(args: EngineArgs) -> bool:
     return args.enable_lora and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
 
 
+def stop_at_eof(descriptor: int) -> None:
+    """SIGTERM for this process when nobody holds the other end of a pipe: its parent has ended, whatever way."""
+    while os.read(descriptor, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def serve_command(args: argparse.Namespace) -> None:
     """Serve a model over OpenAI's API until SIGINT or SIGTERM."""
+    if os.environ.get("SERVE_UNTIL_EOF") == "1":
+        threading.Thread(target=stop_at_eof, args=[0], daemon=True).start()
+    common.set_ulimit()
     if args.device == "cuda" and not common.HAS_GPU:
         raise common.InputError("--device cuda: torch sees no GPU here; allowed on this machine: auto, cpu")
     engine_args = EngineArgs(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EngineArgs)})
@@ -802,9 +816,11 @@ def add_serve_command(subparsers: Any) -> None:
 @contextlib.contextmanager
 def running_server(*flags: str, echo: Callable[[str], None] = lambda line: None, **environment: str
                    ) -> Iterator[tuple[str, subprocess.Popen]]:  # fmt: skip
-    """A server as anybody would start it, on a free port: (its URL, its process). Stopped by SIGTERM at the end."""
+    """A server as anybody would start it, on a free port: (its URL, its process). Stopped by SIGTERM at the end, its
+    own if we are killed: then nobody holds the other end of its input."""
     command = [sys.executable, str(Path(__file__).resolve()), "serve", "--port", "0", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    environment = {**os.environ, "SERVE_UNTIL_EOF": "1", **environment}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         url = None
         for line in process.stdout:
@@ -823,7 +839,7 @@ def running_server(*flags: str, echo: Callable[[str], None] = lambda line: None,
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        process.stdout.close()
+        process.stdin.close(), process.stdout.close()
 
 
 # --- The simulation behind the widget ---------------------------------------------------------------------------------

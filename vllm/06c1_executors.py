@@ -591,7 +591,8 @@ class MessageQueue:
     """One writer, n readers: pickled once, written once into shared memory, read by all (`shm_broadcast.py`).
 
     A ring of chunks; each has a flag per reader that says "read". The writer waits only if it is a whole ring ahead.
-    A pipe to each reader says how long the next message is: it wakes the reader, and takes what exceeds a chunk.
+    A pipe to each reader says that a chunk is there, which wakes the reader, and how much of the message is left. One
+    that exceeds a chunk takes several: a pipe would hold the writer for ever if its reader had stopped.
     (vLLM's readers spin for a while before they sleep, which is faster and needs cores to burn.)
     """
 
@@ -610,21 +611,19 @@ class MessageQueue:
 
     def enqueue(self, item: Any, alive: Callable[[], None] = lambda: None) -> int:
         """Returns the bytes of the message. `alive` may raise while the ring is full."""
-        data, chunk = pickle.dumps(item, protocol=5), self.written % self.chunks
-        flags = slice(chunk * self.readers, (chunk + 1) * self.readers)
-        while bytes(self.memory.buf[flags]) != b"\1" * self.readers:
-            alive()
-            time.sleep(0.0005)
-        self.memory.buf[flags] = bytes(self.readers)
-        fits = len(data) <= self.chunk_bytes
-        if fits:
+        data = pickle.dumps(item, protocol=5)
+        for at in range(0, len(data), self.chunk_bytes):
+            chunk, piece = self.written % self.chunks, data[at : at + self.chunk_bytes]
+            flags = slice(chunk * self.readers, (chunk + 1) * self.readers)
+            while bytes(self.memory.buf[flags]) != b"\1" * self.readers:
+                alive()
+                time.sleep(0.0005)
+            self.memory.buf[flags] = bytes(self.readers)
             start = self.chunks * self.readers + chunk * self.chunk_bytes
-            self.memory.buf[start : start + len(data)] = data
-        for _, pipe in self.pipes:
-            pipe.send_bytes(len(data).to_bytes(8, "big"))
-            if not fits:
-                pipe.send_bytes(data)
-        self.written += 1
+            self.memory.buf[start : start + len(piece)] = piece
+            for _, pipe in self.pipes:
+                pipe.send_bytes((len(data) - at).to_bytes(8, "big"))
+            self.written += 1
         return len(data)
 
     def reader(self, index: int) -> MessageReader:
@@ -653,15 +652,15 @@ class MessageReader:
 
     def dequeue(self) -> Any:
         """The next message; waits for it. Raises EOFError when the writer is gone."""
-        size, chunk = int.from_bytes(self.pipe.recv_bytes(), "big"), self.read % self.chunks
-        if size <= self.chunk_bytes:
+        data, left = bytearray(), 1
+        while left > 0:
+            left, chunk = int.from_bytes(self.pipe.recv_bytes(), "big"), self.read % self.chunks
             start = self.chunks * self.readers + chunk * self.chunk_bytes
-            item = pickle.loads(self.memory.buf[start : start + size])
-        else:
-            item = pickle.loads(self.pipe.recv_bytes())
-        self.memory.buf[chunk * self.readers + self.index] = 1
-        self.read += 1
-        return item
+            data += self.memory.buf[start : start + min(left, self.chunk_bytes)]
+            self.memory.buf[chunk * self.readers + self.index] = 1
+            self.read += 1
+            left -= self.chunk_bytes
+        return pickle.loads(data)
 
 
 class Future:
@@ -819,7 +818,7 @@ def run_worker(pipe: multiprocessing.connection.Connection, reader: MessageReade
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
 
     # A thread sends the answers. A pipe holds 64 KiB: a worker that waited until its answer is read would not read
-    # meanwhile, and the engine core does not either while it sends what exceeds a chunk, or waits for one to be free.
+    # meanwhile, and the engine core does not either while it waits for a chunk to be free.
     answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def send() -> None:

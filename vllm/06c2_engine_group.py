@@ -154,37 +154,93 @@ def loads(data: bytes) -> Any:
     return LetterUnpickler(io.BytesIO(data)).load()
 
 
+class Outbox:
+    """A socket, and what its reader has not taken yet. Who writes to several readers must not wait for one of them: one
+    that has stopped would stop all the others."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock, self.unsent, self.state, self.gone = sock, bytearray(), b"", False
+        sock.setblocking(False)
+
+    def fileno(self) -> int:  # `select` takes it as it is
+        return self.sock.fileno()
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.unsent or self.state)
+
+    def put(self, letter: Any, is_state: bool = False) -> None:
+        """Send a letter now, or when there is room. Of those that only say how things are, one waits: the last."""
+        if is_state:
+            self.state = async_engine.frame(letter)
+        else:
+            self.unsent += self.state + async_engine.frame(letter)
+            self.state = b""
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what there is room for."""
+        try:
+            while self.pending:
+                if not self.unsent:
+                    self.unsent, self.state = bytearray(self.state), b""
+                del self.unsent[: self.sock.send(self.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:  # nobody will ever read it
+            self.unsent, self.state, self.gone = bytearray(), b"", True
+
+
 class EngineMailbox:
-    """The engine core's end of its sockets: one for every API server process, and one to the coordinator."""
+    """The engine core's end of its sockets: one for every API server process, and one to the coordinator.
+
+    What an API server does not read waits here, and its own requests bound that: it asks for nothing more meanwhile.
+    """
 
     def __init__(self, clients: Sequence[socket.socket], coordinator: socket.socket | None, engine: int) -> None:
-        self.clients: dict[int, socket.socket] = dict(enumerate(clients))
-        self.coordinator, self.engine = coordinator, engine
+        self.clients: dict[int, Outbox] = {index: Outbox(sock) for index, sock in enumerate(clients)}
+        self.coordinator, self.engine = coordinator and Outbox(coordinator), engine
         self.buffers = {index: bytearray() for index in self.clients}
         self.owner: dict[str, int] = {}  # request id: the client that sent it
         self.watched: Sequence[Any] = ()  # readable when a worker has died
         self.alive: Callable[[], None] = lambda: None
         self.reported: list[float] = []
-        self.unread: list[Any] = []  # letters that we wrote ourselves for clients who had hung up
 
     def receive(self, seconds: float | None) -> list[Any]:
         """All letters that are here; waits up to `seconds` for one, None is for ever. Raises ClientGone, or
         ExecutorFailed."""
-        letters, self.unread = self.unread, []
+        letters, stop = [], time.monotonic() + (seconds or 0)
         while self.clients:
-            ready = select.select([*self.clients.values(), *self.watched], [], [], 0 if letters else seconds)[0]
-            if not ready:
+            wait = 0 if letters else seconds and max(0.0, stop - time.monotonic())
+            readable, writable, _ = select.select([*self.clients.values(), *self.watched], self.pending(), [], wait)
+            if not (readable or writable):
                 return letters
-            if any(x in self.watched for x in ready):
+            if any(x in self.watched for x in readable):
                 self.alive()
-            for index, sock in list(self.clients.items()):
-                if sock in ready:
-                    letters += self._read(index, sock)
+            for box in writable:
+                box.flush()
+            for index, box in list(self.clients.items()):
+                if box in readable:
+                    letters += self._read(index, box.sock)
         raise async_engine.ClientGone
+
+    def pending(self) -> list[Outbox]:
+        """Who has not taken all that was sent."""
+        return [box for box in (*self.clients.values(), self.coordinator) if box and box.pending]
+
+    def close(self, patience: float = 2.0) -> None:
+        """Hang up when all that was sent has been read; after `patience` seconds in any case."""
+        stop = time.monotonic() + patience
+        while (late := self.pending()) and (wait := stop - time.monotonic()) > 0:
+            for box in select.select([], late, [], wait)[1]:
+                box.flush()
+        async_engine.hang_up(box.sock for box in self.clients.values())
 
     def _read(self, index: int, sock: socket.socket) -> list[Any]:
         try:
             chunk = sock.recv(1 << 18)
+        except BlockingIOError:
+            return []
         except OSError:
             chunk = b""
         if not chunk:
@@ -224,11 +280,11 @@ class EngineMailbox:
         elif isinstance(letter, EngineCoreOutputs):
             self._report(letter.scheduler_stats)
             for index, part in self.split(letter).items():
-                self._send(index, part)
+                self._send(index, part, is_state=part is letter)
         else:
-            for index in list(self.clients):
+            for index in self.clients:
                 self._send(index, letter)
-        if not self.clients:
+        if all(box.gone for box in self.clients.values()):
             raise async_engine.ClientGone
 
     def split(self, letter: Any) -> dict[int, Any]:
@@ -254,12 +310,9 @@ class EngineMailbox:
                 del self.owner[output.request_id]
         return parts if parts or letter.outputs else {index: letter for index in self.clients}
 
-    def _send(self, index: int, letter: Any) -> None:
+    def _send(self, index: int, letter: Any, is_state: bool = False) -> None:
         if index in self.clients:
-            try:
-                self.clients[index].sendall(async_engine.frame(letter))
-            except OSError:
-                self.unread += self._hung_up(index)  # its requests end with the next `receive`
+            self.clients[index].put(letter, is_state)
 
     def _report(self, stats: Any) -> None:
         """Tell the coordinator when the queues have changed."""
@@ -268,8 +321,7 @@ class EngineMailbox:
         counts = [stats.num_waiting_reqs, stats.num_running_reqs, stats.kv_cache_usage]
         if counts[:2] != self.reported[:2]:
             self.reported = counts
-            with contextlib.suppress(OSError):
-                self.coordinator.sendall(async_engine.frame((self.engine, counts)))
+            self.coordinator.put((self.engine, counts), is_state=True)
 
 
 def run_engine_core(clients: Sequence[socket.socket], coordinator: socket.socket | None, engine: int,
@@ -289,13 +341,13 @@ def serve_clients(mailbox: EngineMailbox, factory: Factory, args: Any) -> bool:
     """Build an engine and work for the clients of a mailbox, with an eye on the workers. Returns whether it failed."""
 
     def make_proc(engine: Any, send: Callable[[Any], None]) -> ParallelEngineCoreProc:
-        if executor := getattr(getattr(engine.core, "runner", None), "executor", None):
+        if executor := getattr(engine.core.runner, "executor", None):
             mailbox.watched, mailbox.alive = executor.sentinels, executor.check_health
         return ParallelEngineCoreProc(engine, send)
 
     failed = async_engine.serve_mailbox(factory, args, mailbox.send, mailbox.receive, make_proc)
     if failed:
-        async_engine.hang_up(mailbox.clients.values())
+        mailbox.close()
     return failed
 
 
@@ -309,8 +361,8 @@ class DPCoordinator:
     INTERVAL = 0.1
 
     def __init__(self, engines: Sequence[socket.socket], clients: Sequence[socket.socket]) -> None:
-        self.mail = {sock: async_engine.Mailbox(sock) for sock in engines}
-        self.clients = list(clients)
+        self.mail = {sock: async_engine.Mailbox(sock, loads) for sock in engines}
+        self.clients = [Outbox(sock) for sock in clients]
         self.counts: list[list[float]] = [[0, 0, 0.0] for _ in engines]
         self.changed, self.last = False, 0.0
 
@@ -323,21 +375,23 @@ class DPCoordinator:
 
     def publish(self, now: float) -> None:
         """Tell every front end how many requests each engine has; front ends that have gone are forgotten."""
-        for sock in list(self.clients):
-            try:
-                sock.sendall(async_engine.frame(self.counts))
-            except OSError:
-                self.clients.remove(sock)
+        for box in self.clients:
+            box.put(self.counts, is_state=True)
+        self.clients = [box for box in self.clients if not box.gone]
         self.changed, self.last = False, now
 
     def run(self) -> None:
         """Until all engines or all clients are gone."""
         while self.mail and self.clients:
-            for sock in select.select([*self.mail], [], [], self.due_in(time.monotonic()))[0]:
+            late = [box for box in self.clients if box.pending]
+            readable, writable, _ = select.select([*self.mail], late, [], self.due_in(time.monotonic()))
+            for box in writable:
+                box.flush()
+            for sock in readable:
                 try:
                     for engine, counts in self.mail[sock].receive(0):
                         self.note(engine, counts)
-                except (async_engine.ClientGone, OSError):
+                except (async_engine.ClientGone, OSError, pickle.UnpicklingError):
                     del self.mail[sock]
             if self.due_in(time.monotonic()) == 0.0:
                 self.publish(time.monotonic())
@@ -476,8 +530,9 @@ class DPLBClient:
         for sock in (*self.socks, *([self.coordinator] if self.coordinator else [])):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-        for writer in self.writers:
-            writer.close()
+        with contextlib.suppress(RuntimeError):  # their loop may be closed by now
+            for writer in self.writers:
+                writer.close()
 
     def join(self, timeout: float = 5.0) -> None:
         """Close the sockets; the owner waits up to `timeout` seconds for its engines."""
@@ -764,5 +819,5 @@ def run_api_server(args: Any, server: dict[str, Any], sock: socket.socket, socke
         elif index == 0:
             print(text, flush=True)
 
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):  # nobody reads what we say
         raise SystemExit(asyncio.run(serving.run_server(args, **server, sock=sock, client=client, say=say)))

@@ -279,8 +279,8 @@ class Mailbox:
     ZeroMQ, which is both faster and fit for a network.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock, self.buffer = sock, bytearray()
+    def __init__(self, sock: socket.socket, loads: Callable[[bytes], Any] = pickle.loads) -> None:
+        self.sock, self.buffer, self.loads = sock, bytearray(), loads
         sock.setblocking(True)
 
     def send(self, letter: Any) -> None:
@@ -302,7 +302,7 @@ class Mailbox:
                 raise ClientGone
             self.buffer += chunk
             while len(self.buffer) >= 4 and len(self.buffer) >= (end := 4 + int.from_bytes(self.buffer[:4], "big")):
-                letters.append(pickle.loads(self.buffer[4:end]))
+                letters.append(self.loads(self.buffer[4:end]))
                 del self.buffer[:end]
         return letters
 
@@ -722,11 +722,13 @@ class AsyncLLM:
             if caller := self.front.callers.get(request_id):
                 sequences = [self.front.sequences[name] for name in caller.unfinished]
                 outputs = [*caller.outputs.values(), *(sequence.completion("abort", None) for sequence in sequences)]
+                output = RequestOutput(request_id, caller.prompt, caller.prompt_token_ids, outputs, True,
+                                       caller.num_cached_tokens)  # fmt: skip
                 if collector:
-                    collector.put(RequestOutput(request_id, caller.prompt, caller.prompt_token_ids, outputs, True,
-                                                caller.num_cached_tokens))  # fmt: skip
+                    collector.put(output)
                 if self.stat_logger:
                     self.stat_logger.record_abort(sequences)
+                    self.stat_logger.record_finished(output)  # of n answers, some may have been complete
                 self.front.abort_request([request_id])
 
     def finish_all(self) -> None:
@@ -779,8 +781,7 @@ class AsyncLLM:
     def _fail(self, error: EngineDeadError) -> None:
         """The engine is dead: everybody who waits hears of it now."""
         self.dead = error
-        self.front.sequences.clear()
-        self.front.callers.clear()
+        self.front.sequences.clear(), self.front.callers.clear()
         for collector in self.collectors.values():
             collector.put(EngineDeadError(str(error)))
         self._no_more_replies(error)
@@ -833,8 +834,7 @@ async def heartbeat(lateness: list[float], interval: float = 0.002) -> None:
 
 async def serve_clients(llm: AsyncLLM, prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:
     """All prompts at once, streamed: texts, seconds, and how late the loop was meanwhile."""
-    lateness: list[float] = []
-    first: list[float] = []
+    lateness, first = [], []
 
     async def client(i: int) -> str:
         text = ""

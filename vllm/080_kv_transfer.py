@@ -352,17 +352,32 @@ class Link:
 
 
 SHM = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-SEGMENT = re.compile(r"kvx-\d+-[0-9a-f]{16}")
+SEGMENT = re.compile(r"kvx-(\d+)-[0-9a-f]{16}")
+
+
+def remove_abandoned(seconds: float = 3600.0) -> None:
+    """Remove segments that are as old as that and whose sender is gone: it was killed, and so was who might have come
+    for them. Young ones stay: a process in another container may use this memory, and we cannot see it."""
+    for path in SHM.glob("kvx-*"):
+        sender = SEGMENT.fullmatch(path.name)
+        with contextlib.suppress(OSError, OverflowError):  # another user's; somebody was faster; no number of a process
+            if sender and time.time() - path.lstat().st_mtime > seconds:
+                try:
+                    os.kill(int(sender[1]), 0)
+                except ProcessLookupError:
+                    path.unlink()
 
 
 class SharedMemoryLink(Link):
     """Same host: a payload is a file in memory, the frame says its name. Whoever maps it removes the name at once, so
-    it goes with its last reader, however that ends; the sender removes those that nobody came for."""
+    it goes with its last reader, however that ends; the sender removes those that nobody came for. If both were killed,
+    whoever makes a link later does."""
 
     MANY = 1000  # names after which we look which of them are still there
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.names: set[str] = set()
+        remove_abandoned()
         super().__init__(*args, **kwargs)
 
     def transmit(self, header: dict[str, Any], payload: torch.Tensor | None) -> None:

@@ -396,7 +396,11 @@ def console() -> Any:
     """The one console; 110 columns wide where the output is not a terminal, so that tables fit a page."""
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 110)
+    class OurConsole(Console):
+        def on_broken_pipe(self) -> None:  # rich would leave with code 1; `run` says what it is
+            raise
+
+    return OurConsole(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 110)
 
 
 def heading(text: str) -> None:
@@ -646,6 +650,17 @@ def run(main: Callable[[], Any]) -> None:
         _exit(130, "interrupted")
     except BrokenPipeError:  # the reader closed the pipe (`| head`): not an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def set_ulimit(wanted: int = 65535) -> None:
+    """Let this process have more files open, if it may: every connection is one, and shells allow 256 or 1,024. vLLM's
+    servers do the same (`vllm/utils/system_utils.py`)."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # no such limit on Windows, a second one on macOS
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 <= soft < wanted:  # -1: there is none
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
 
 
 def _exit(code: int, message: str) -> None:
