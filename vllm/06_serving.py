@@ -839,7 +839,8 @@ def running_server(*flags: str, echo: Callable[[str], None] = lambda line: None,
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        process.stdin.close(), process.stdout.close()
+        process.stdin.close()
+        process.stdout.close()
 
 
 # --- The simulation behind the widget ---------------------------------------------------------------------------------
