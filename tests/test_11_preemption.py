@@ -485,6 +485,12 @@ def test_a_request_that_can_never_fit_is_refused():
     assert "REFUSED" in lesson.describe(lesson.simulate(lesson.WIDGET_DEFAULT | {"pool_blocks": 12}))
 
 
+def test_preempting_the_oldest_redoes_as_much_as_the_page_says(monkeypatch):
+    monkeypatch.setattr(lesson.Scheduler, "_choose_victim", lambda self: self.running[0])
+    trace = lesson.simulate(lesson.WIDGET_DEFAULT)
+    assert trace["redone"] / (trace["redone"] + trace["useful"]) == pytest.approx(0.43, abs=0.005)
+
+
 @pytest.mark.parametrize(
     ("cls", "method", "broken", "change"),
     [
