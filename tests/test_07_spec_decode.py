@@ -1000,6 +1000,7 @@ def test_wrong_rules_are_caught():
     assert max(counted_error()) < 1e-12
     with lesson.broken("resample-from-p"):
         assert counted_error()[0] > 0.05
+        assert round(lesson.swept_round(p[:2], q[:1], levels=8, draws=48)[1], 3) == 1.672  # as the page says
     with lesson.broken("no-bonus"):
         assert counted_error()[1] > 0.2
     assert max(counted_error()) < 1e-12

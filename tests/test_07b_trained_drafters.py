@@ -415,6 +415,25 @@ def test_several_guesses_leave_the_distribution_alone(guesses, distinct):
     assert guesses < 1 or (wrong - torch.tensor([0.6, 0.3, 0.1])).abs().max() > 0.05
 
 
+def test_the_script_enumerates_the_rule_as_it_is(monkeypatch, capsys, tmp_path):
+    """`--break same-p` is noticed by step 4; whatever needs the model has a stand-in."""
+    run = SimpleNamespace(token_ids=[[0] * 20] * 2, acceptance=0.0, tokens_per_step=1.0)
+    tree = SimpleNamespace(token_ids=[0] * 20, passes=20, rows=20, tokens_per_pass=1.0)
+    monkeypatch.setattr(lesson.llama, "load", lambda path: (None, SimpleNamespace(ask=lambda text: [1])))
+    monkeypatch.setattr(lesson, "serve", lambda *args: run)
+    monkeypatch.setattr(lesson, "generate_with_tree", lambda *args: tree)
+    monkeypatch.setattr(lesson.training, "load_network", lambda *args: None)
+    monkeypatch.setattr(lesson.drafts_ahead, "demonstrate", lambda *args: None)
+    monkeypatch.setattr(lesson.common, "HAS_TRITON", False)
+    monkeypatch.setattr(lesson, "draw", lambda folder: [])
+    for flags, mark in ([], "✓"), (["--break", "same-p"], "✗"):
+        lesson.main([*flags, "--figure", str(tmp_path)])
+        assert f"  {mark} several guesses per place, 50 cases" in capsys.readouterr().out
+    monkeypatch.setattr(lesson, "left_over", lambda p, token, q: p)
+    with pytest.raises(common.CheckFailed, match="what is written misses p"):
+        lesson.main(["--figure", str(tmp_path)])
+
+
 class Chance:
     """A random number that takes every side: `walk` calls a function again and again until all were taken."""
 

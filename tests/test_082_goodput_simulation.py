@@ -63,6 +63,11 @@ def test_a_step_is_bound_by_memory_or_by_compute():
     )
 
 
+def test_a_step_of_256_tokens_takes_longer_than_one_of_224_by_what_the_page_says():
+    step = lambda budget: COST(budget, 8, (budget - 8) * 1024, 8 * 2048)  # 8 decodes, the rest is a chunk  # noqa: E731
+    assert (step(256) - step(224)) / 1000 == pytest.approx(0.8, abs=0.05)
+
+
 def test_features_count_what_attention_sees():
     work = [(1, 10), (1, 1), (4, 4), (3, 10)]
     seen = sum(S - n + i + 1 for n, S in work if n > 1 for i in range(n))

@@ -375,6 +375,21 @@ def test_a_preempted_prefix_comes_back():
     assert known["96"]["copied"]["in"] == 3 * 6 * 16
 
 
+def test_a_tier_that_keeps_what_it_lends_copies_each_block_out_once(monkeypatch):
+    """Exercise 3: an inclusive tier. The hits are the same, and only the first eviction of a block is a copy."""
+
+    def take(tier, block_hashes):
+        kept = [tier.blocks[block_hash] for block_hash in block_hashes]
+        tier.pool.touch(kept)  # the caller gives them back
+        return kept
+
+    exclusive = lesson.facts()["tier"]["96"]
+    monkeypatch.setattr(lesson.CPUTier, "take", take)
+    inclusive = lesson.round_robin(48, 96)
+    assert inclusive == exclusive | {"copied": {"out": 96, "in": exclusive["copied"]["in"]}}
+    assert exclusive["copied"]["out"] > 3 * 96
+
+
 def test_a_hit_spans_both_tiers():
     """The head of a prefix on the GPU, its tail on the CPU: found as one, and only the tail is copied."""
     manager = lesson.OffloadingKVCacheManager(7, 2, 16, num_cpu_blocks=8)
@@ -468,6 +483,12 @@ def test_a_request_that_can_never_fit_is_refused():
         trace = lesson.simulate(lesson.WIDGET_DEFAULT | {"pool_blocks": blocks})
         assert (trace["refused"] is not None) == refused and (trace["steps"] == []) == refused
     assert "REFUSED" in lesson.describe(lesson.simulate(lesson.WIDGET_DEFAULT | {"pool_blocks": 12}))
+
+
+def test_preempting_the_oldest_redoes_as_much_as_the_page_says(monkeypatch):
+    monkeypatch.setattr(lesson.Scheduler, "_choose_victim", lambda self: self.running[0])
+    trace = lesson.simulate(lesson.WIDGET_DEFAULT)
+    assert trace["redone"] / (trace["redone"] + trace["useful"]) == pytest.approx(0.43, abs=0.005)
 
 
 @pytest.mark.parametrize(

@@ -1120,20 +1120,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             common.check("the same, Triton kernel", tree_attention(*arguments), reference)
     else:
         common.skipped("the Triton kernels", common.kernel_mode())
-    cases, error = numbers["exact"]["cases"], numbers["exact"]["error"]
-    common.say(f"✓ several guesses per place, {cases} cases enumerated: what is written is p, up to {error:.0e}")
-    network = training.load_network(WEIGHTS / "medusa.safetensors", model)
+    cases, network = numbers["exact"]["cases"], training.load_network(WEIGHTS / "medusa.safetensors", model)
     with broken(args.broken):
+        error = max(largest_tree_error(*pair) for pair in PAIRS.values())  # of the rule as it is now, not a fact
+        found = f"several guesses per place, {cases} cases enumerated: what is written misses p by {error:.1g} at most"
+        if error > 1e-12 and args.broken is None:
+            raise common.CheckFailed(found)
+        common.say(f"{'✗' if error > 1e-12 else '✓'} {found}")
         run = generate_with_tree(model, network, plan_tree(numbers["ranks"], args.tree_size), ids[1], tokens)
         common.say(f"{run.passes} passes, {run.rows} rows behind the prompt, {run.tokens_per_pass:.2f} tokens per pass")
         if args.broken is None:
             common.check_equal("the tokens of plain greedy decoding", run.token_ids, plain[1])
         else:
             same = next((i for i, (a, b) in enumerate(zip(run.token_ids, plain[1])) if a != b), tokens)
-            written, _ = exact_node(*(torch.tensor(x, dtype=torch.float64) for x in PAIRS["half right"]), 2, False)
             common.say(f"broken: {args.broken}. The first {same} of {tokens} tokens are those of plain decoding")
-            common.say(f"sampled with two guesses, (0.6, 0.3, 0.1) is written as "
-                       f"({', '.join(f'{x:.3f}' for x in written.tolist())})")  # fmt: skip
 
     common.heading("5. The tree of the widget")
     common.say(describe(simulate(WIDGET_DEFAULT)))

@@ -23,7 +23,7 @@ Numbers to remember: 8 slots in turn serve 8 adapters with 1 % misses, and 9 ada
 How to run:
   uv run python vllm/12_multi_lora.py                      the whole story
   uv run python vllm/12_multi_lora.py --break cache-key    break it: one tenant reads what another one's model cached
-  uv run python vllm/12_multi_lora.py --break merge        break it: one adapter in W, and everybody talks like it
+  uv run python vllm/12_multi_lora.py --break merge        break it: one adapter in W, which all rows pass through
   uv run python vllm/12_multi_lora.py --max-loras 1        one adapter per step: the same answers, more steps
   uv run python vllm/12_multi_lora.py --bench              minutes: popularity, number of adapters, slots
   uv run python vllm/12_multi_lora.py --train pirate       2 minutes: an adapter of your own
