@@ -500,6 +500,27 @@ def test_a_gap_that_ends_in_several_tokens_is_one_gap(monkeypatch):
     assert found["vllm:inter_token_latency_seconds_sum"] == pytest.approx(0.12)
 
 
+def test_drafts_are_counted_where_they_were_verified():
+    """The engines say how many there were so far; a letter that was never sent is in the next one."""
+    group = common.lesson("06c2_engine_group")
+    logger, client = lesson.PrometheusStatLogger("m", 3), group.DPLBClient([None, None], None, group.LoadBalancer(2))
+
+    def drafted():
+        return {(sample.name.removeprefix("vllm:spec_decode_num_"), sample.labels.get("position")): sample.value
+                for family in logger.registry.collect() if "spec_decode" in family.name
+                for sample in family.samples if sample.name.endswith("_total")}  # fmt: skip
+
+    assert len(drafted()) == 6 and not any(drafted().values())
+    for engine, counts in ((0, [2, 5, 3, 2, 1]), (1, [1, 1, 1, 1]), (0, [4, 11, 6, 3, 2, 1])):
+        stats = async_engine.SchedulerStats(0, 0, 0.0, spec_decoding=counts)
+        letter = async_engine.EngineCoreOutputs(scheduler_stats=stats)
+        logger.record(client.take(engine, letter), {})
+    by_place = {("accepted_tokens_per_pos_total", str(i)): n for i, n in enumerate((4, 2, 1))}
+    assert drafted() == by_place | {("drafts_total", None): 5, ("draft_tokens_total", None): 12,
+                                    ("accepted_tokens_total", None): 7}  # fmt: skip
+    assert b"spec_decode" not in lesson.PrometheusStatLogger("m").expose()
+
+
 SHORT = {"/chat/completions": {"max_tokens": 2, "max_completion_tokens": 2, "n": 1},
          "/completions": {"max_tokens": 2, "n": 1}, "/responses": {"max_output_tokens": 2}}  # fmt: skip
 

@@ -525,6 +525,8 @@ LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 24
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
                640, 2560)  # fmt: skip
 BETWEEN_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+DRAFTS = (("drafts", "Drafts verified."), ("draft_tokens", "Tokens in them."), ("accepted_tokens", "Those accepted."),
+          ("accepted_tokens_per_pos", "Those accepted, by their place in a draft.", "position"))  # fmt: skip
 STEP_TOKENS = tuple(2**i for i in (0, *range(3, 15)))
 REQUEST_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 
@@ -543,7 +545,7 @@ class RequestTimes:
 class PrometheusStatLogger:
     """vLLM's metrics, under its names, where the meaning is the same (`vllm/v1/metrics/loggers.py`)."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, num_speculative_tokens: int = 0) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         self.registry = CollectorRegistry()
@@ -565,12 +567,15 @@ class PrometheusStatLogger:
         self.generation_tokens = make(Counter, "generation_tokens", "Tokens generated.")
         self.success = make(Counter, "request_success", "Finished sequences.", "finished_reason")
         self.rejections = make(Counter, "admission_rejections", "Sequences refused by a queue limit.", "reason")
+        self.drafts: list[list] = []  # a counter, and how far it has come: the engine says how many there were so far
+        if num_speculative_tokens:
+            *counters, by_place = [make(Counter, f"spec_decode_num_{name}", *about) for name, *about in DRAFTS]
+            counters += [by_place(position=str(i)) for i in range(num_speculative_tokens)]
+            self.drafts = [[counter, 0] for counter in counters]
         self.step_tokens = histogram("iteration_tokens_total", "Tokens in one step.", STEP_TOKENS)
         self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN)
         self.itl = histogram("inter_token_latency_seconds", "Between two outputs.", BETWEEN_TOKENS)
-        self.tpot = histogram(
-            "request_time_per_output_token_seconds", "A request's mean between tokens.", BETWEEN_TOKENS
-        )
+        self.tpot = histogram("request_time_per_output_token_seconds", "Mean between a request's.", BETWEEN_TOKENS)
         self.e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.", LATENCY)
         self.queue_time = histogram("request_queue_time_seconds", "Waiting to be admitted.", LATENCY)
         self.prefill_time = histogram("request_prefill_time_seconds", "From admission to the first token.", LATENCY)
@@ -587,13 +592,15 @@ class PrometheusStatLogger:
             self.waiting.set(stats.num_waiting_reqs)
             self.kv_usage.set(stats.kv_cache_usage)
             self.preemptions.inc(stats.num_preempted_reqs)
+            for count, n in zip(self.drafts, stats.spec_decoding):
+                count[0].inc(n - count[1])
+                count[1] = n
             if stats.num_scheduled_tokens:
                 self.step_tokens.observe(stats.num_scheduled_tokens)
         for name, (queued, num_cached_tokens) in letter.admitted.items():
             if sequence := sequences.get(name):
-                self.times[sequence.caller.request_id, sequence.index] = RequestTimes(
-                    sequence.request.arrival_time, queued
-                )
+                name = sequence.caller.request_id, sequence.index
+                self.times[name] = RequestTimes(sequence.request.arrival_time, queued)
                 self.queries.inc(sequence.request.num_prompt_tokens)
                 self.prompt_tokens.inc(sequence.request.num_prompt_tokens)
                 self.hits.inc(num_cached_tokens)
@@ -676,10 +683,9 @@ async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[
         place = lambda factory, args: client  # noqa: E731
     elif args.scales_out:
         place = common.lesson("06c_scaling_out").start_client
-    llm = await AsyncLLM.start(
-        (KEY, "make_engine"), args, llama.model_folder(args.model), place, say,
-        max_num_queued_reqs=args.max_num_queued_reqs, stat_logger=PrometheusStatLogger(args.names[0]),
-    )  # fmt: skip
+    logger = PrometheusStatLogger(args.names[0], getattr(args.speculation, "num_speculative_tokens", 0))
+    llm = await AsyncLLM.start((KEY, "make_engine"), args, llama.model_folder(args.model), place, say,
+                               max_num_queued_reqs=args.max_num_queued_reqs, stat_logger=logger)  # fmt: skip
     serving = openai_api.OpenAIServing(llm, args.names, args.adapters)
     serving.tokenizer.chat_template = args.chat_template or serving.tokenizer.chat_template
     with contextlib.suppress(common.InputError):  # no template, or one that wants more than a greeting

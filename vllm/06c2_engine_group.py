@@ -20,6 +20,7 @@ import enum
 import functools
 import gc
 import io
+import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -493,12 +494,13 @@ class DPLBClient:
         return letter
 
     def total(self, stats: Any) -> Any:
-        """The gauges of all engines together; what the step did is of the engine whose step it was."""
+        """Gauges and sums of all engines together; what the step did is of the engine whose step it was."""
         known = list(self.stats.values())
         return dataclasses.replace(
             stats, num_running_reqs=sum(s.num_running_reqs for s in known),
             num_waiting_reqs=sum(s.num_waiting_reqs for s in known),
             kv_cache_usage=sum(s.kv_cache_usage for s in known) / len(self.socks),
+            spec_decoding=tuple(map(sum, itertools.zip_longest(*(s.spec_decoding for s in known), fillvalue=0))),
         )  # fmt: skip
 
     def _all_ready(self) -> Any:

@@ -54,7 +54,7 @@ import traceback
 import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +107,7 @@ class SchedulerStats:
     num_scheduled_tokens: int = 0
     num_preempted_reqs: int = 0
     step_seconds: float = 0.0
+    spec_decoding: tuple[int, ...] = ()  # lesson 07, so far: drafts, their tokens, accepted ones, these by place
 
 
 @dataclass(slots=True)
@@ -247,9 +248,11 @@ class EngineCoreProc:
                                     prompt_logprobs=getattr(runner, "prompt_logprobs", {})))  # fmt: skip
 
     def stats(self) -> SchedulerStats:
-        pool = self.scheduler.kv_cache_manager.block_pool
+        """How things are: the queues, the pool, and what drafts have brought so far."""
+        scheduler, pool = self.scheduler, self.scheduler.kv_cache_manager.block_pool
         usage = 1 - pool.num_free_blocks / (pool.num_blocks - 1)
-        return SchedulerStats(len(self.scheduler.running), len(self.scheduler.waiting), usage)
+        *counts, by_place = astuple(s) if (s := getattr(scheduler, "spec_decoding_stats", None)) else ((),)
+        return SchedulerStats(len(scheduler.running), len(scheduler.waiting), usage, spec_decoding=(*counts, *by_place))
 
     def check_idle(self) -> dict[str, int]:
         """For tests: the pool's invariants, and what is still inside."""
@@ -1114,7 +1117,6 @@ async def kill_the_engine(args: argparse.Namespace, prompts: Sequence[list[int]]
     """Kill the engine process while everybody waits. Returns how many heard of it, and seconds until the last did."""
     llm = await AsyncLLM.start((KEY, "make_small_engine"), {"model": args.model, "seed": args.seed},
                                llama.model_folder(args.model))  # fmt: skip
-
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)  # nobody finishes before the blow
 
     async def client(i: int) -> float:
@@ -1145,15 +1147,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine = common.start(args)
     numbers, bench = facts(), {}
-    folder = llama.model_folder(args.model)
-    context = llama.LlamaConfig.from_folder(folder).max_position_embeddings
+    context = llama.LlamaConfig.from_folder(llama.model_folder(args.model)).max_position_embeddings
     if context < MAX_MODEL_LEN:
-        raise common.InputError(
-            f"--model {args.model}: a context of {context} is too short; this story takes {MAX_MODEL_LEN}"
-        )
+        raise common.InputError(f"--model {args.model}: a context of {context} is too short; "
+                                f"this story takes {MAX_MODEL_LEN}")  # fmt: skip
 
     common.heading(f"1. Where the engine runs: {args.clients} stream{'s' * (args.clients > 1)}, a heartbeat every 2 ms")
-    tokenizer = llama.Tokenizer(folder)
+    tokenizer = llama.Tokenizer(llama.model_folder(args.model))
     prompts = [tokenizer.encode(TEXTS[i % len(TEXTS)]) for i in range(args.clients)]
     params = SamplingParams(temperature=0, max_tokens=48 if args.bench else 8, ignore_eos=True)
     reference = answer_blocking(make_small_engine({"model": args.model, "seed": args.seed}), prompts[:2], params)
