@@ -26,7 +26,7 @@ import torch
 
 import llama
 
-lesson = common.lesson("06_serving")
+lesson, metrics = common.lesson("06_serving"), common.lesson("060_metrics")
 offline, async_engine, api = lesson.offline, lesson.async_engine, lesson.openai_api
 EngineArgs, SamplingParams = lesson.EngineArgs, lesson.SamplingParams
 NAME, KEY = "smol", "secret"
@@ -478,16 +478,46 @@ def test_metrics_have_vllms_names_and_count(server):
         grown["prompt_tokens_total"] == 3 == grown["prefix_cache_queries_total"] == grown["request_prompt_tokens_sum"]
     )
     assert grown["iteration_tokens_total_sum"] == 3 + 4 and grown["iteration_tokens_total_count"] == 5
+    assert grown["request_params_n_sum"] == 1 and grown["request_max_num_generation_tokens_sum"] == 5
+    assert grown["request_params_max_tokens_sum"] == 5 and grown["prompt_tokens_cached_total"] == 0
+    assert grown["request_prefill_kv_computed_tokens_sum"] == 3 and after["cache_config_info"] == 1
     whole = grown["e2e_request_latency_seconds_sum"]
     parts = sum(grown[f"request_{part}_time_seconds_sum"] for part in ("queue", "prefill", "decode"))
     assert 0 < parts <= whole * 1.05 + 0.02 and grown["time_to_first_token_seconds_sum"] < whole
 
 
+def test_of_a_requests_answers_the_longest_counts():
+    """`n` and the longest are observed once, when all have ended."""
+    logger = metrics.PrometheusStatLogger("m")
+    request = SimpleNamespace(arrival_time=0.0, num_prompt_tokens=9, sampling_params=SamplingParams(max_tokens=50))
+    sequences = {f"{i}_r": SimpleNamespace(request=request, caller=SimpleNamespace(request_id="r"), index=i)
+                 for i in range(3)}  # fmt: skip
+    outputs = [async_engine.EngineCoreOutput(name, [1] * n) for name, n in zip(sequences, (4, 7, 2))]
+    letter = async_engine.EngineCoreOutputs(outputs, admitted={name: (0.0, 8) for name in sequences})
+    logger.record(letter, sequences)
+    observed = {}
+    for last in range(3):
+        answers = [SimpleNamespace(index=i, finish_reason="stop" if i <= last else None) for i in range(3)]
+        about = {"request_id": "r", "prompt_token_ids": [0] * 9, "finished": last == 2}
+        logger.record_finished(SimpleNamespace(outputs=answers, **about))
+        for name in ("params_n", "max_num_generation_tokens", "params_max_tokens", "prefill_kv_computed_tokens"):
+            labels = {"model_name": "m", "engine": "0"}
+            found = (
+                logger.registry.get_sample_value(f"vllm:request_{name}_{part}", labels) for part in ("count", "sum")
+            )
+            observed.setdefault(name, []).append(tuple(found))
+    once = [(0, 0), (0, 0)]
+    assert observed == {"params_n": [*once, (1, 3)], "max_num_generation_tokens": [*once, (1, 7)],
+                        "params_max_tokens": [(1, 50), (2, 100), (3, 150)],
+                        "prefill_kv_computed_tokens": [(1, 1), (2, 2), (3, 3)]}  # fmt: skip
+    assert not logger.answers and not logger.times
+
+
 def test_a_gap_that_ends_in_several_tokens_is_one_gap(monkeypatch):
     """With drafts a step brings several: the client waits once for all of them, and so does vLLM's histogram say."""
-    logger, now = lesson.PrometheusStatLogger("m"), [100.0]
-    monkeypatch.setattr(lesson.time, "time", lambda: now[0])
-    request = SimpleNamespace(arrival_time=99.5, num_prompt_tokens=3)
+    logger, now = metrics.PrometheusStatLogger("m"), [100.0]
+    monkeypatch.setattr(metrics.time, "time", lambda: now[0])
+    request = SimpleNamespace(arrival_time=99.5, num_prompt_tokens=3, sampling_params=SamplingParams())
     sequences = {"r": SimpleNamespace(request=request, caller=SimpleNamespace(request_id="r"), index=0)}
     for tokens in ([1], [2, 3, 4, 5], [6, 7], [8]):
         admitted = {"r": (0.0, 0)} if tokens == [1] else {}
@@ -503,7 +533,7 @@ def test_a_gap_that_ends_in_several_tokens_is_one_gap(monkeypatch):
 def test_drafts_are_counted_where_they_were_verified():
     """The engines say how many there were so far; a letter that was never sent is in the next one."""
     group = common.lesson("06c2_engine_group")
-    logger, client = lesson.PrometheusStatLogger("m", 3), group.DPLBClient([None, None], None, group.LoadBalancer(2))
+    logger, client = metrics.PrometheusStatLogger("m", 3), group.DPLBClient([None, None], None, group.LoadBalancer(2))
 
     def drafted():
         return {(sample.name.removeprefix("vllm:spec_decode_num_"), sample.labels.get("position")): sample.value
@@ -518,7 +548,7 @@ def test_drafts_are_counted_where_they_were_verified():
     by_place = {("accepted_tokens_per_pos_total", str(i)): n for i, n in enumerate((4, 2, 1))}
     assert drafted() == by_place | {("drafts_total", None): 5, ("draft_tokens_total", None): 12,
                                     ("accepted_tokens_total", None): 7}  # fmt: skip
-    assert b"spec_decode" not in lesson.PrometheusStatLogger("m").expose()
+    assert b"spec_decode" not in metrics.PrometheusStatLogger("m").expose()
 
 
 SHORT = {"/chat/completions": {"max_tokens": 2, "max_completion_tokens": 2, "n": 1},

@@ -277,7 +277,7 @@ def test_whoever_still_reads_hears_of_an_abort(tiny, folder, stream):
 
 def test_an_answer_that_was_complete_counts_although_its_sibling_was_aborted(tiny, folder):
     """Nobody has read it: without `stream`, answers wait for each other. The logger must not wait with them."""
-    logger = common.lesson("06_serving").PrometheusStatLogger("m")
+    logger = common.lesson("060_metrics").PrometheusStatLogger("m")
 
     async def run():
         async with running(folder, "event-loop", stat_logger=logger) as llm:
@@ -293,7 +293,7 @@ def test_an_answer_that_was_complete_counts_although_its_sibling_was_aborted(tin
     asyncio.run(run())
     said = [line for line in logger.expose().decode().splitlines() if "request_success_total{" in line]
     ends = [end for end in ("length", "abort") for line in said if f'"{end}"' in line and line.endswith(" 1.0")]
-    assert not logger.times and ends == ["length", "abort"]
+    assert not logger.times and not logger.answers and ends == ["length", "abort"]
 
 
 def test_what_cannot_be_served_is_refused_on_arrival(tiny, folder):

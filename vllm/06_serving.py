@@ -11,7 +11,7 @@ The mechanism:
      refused with 503, and handed over. From there on it is a lesson-04 `Request` and a mailbox.
   4. What comes back is text, as server-sent events in the shapes that OpenAI's clients expect.
   5. A client that hangs up aborts its request; SIGTERM finishes what it can; a dead engine turns /health red.
-  6. Every step of it is counted under vLLM's metric names.
+  6. Every step of it is counted under vLLM's metric names (060_metrics.py).
 
 Numbers to remember: at 95 % load the queue is three times as long as at 80 %, and at 105 % it grows for ever: only a
 bound keeps it short. With 8 ms of Python per step in one loop, a GPU with 2 ms steps is used 20 % of the time.
@@ -49,7 +49,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ import llama
 
 KEY = "06_serving"
 
+metrics = common.lesson("060_metrics")
 async_engine = common.lesson("06e_async_engine")
 openai_api = common.lesson("06f_openai_api")
 offline = common.lesson("04b_offline_engine")
@@ -519,139 +520,7 @@ def warm_up(engine: LLMEngine) -> None:
             engine.step()
 
 
-# --- 2. What is counted ----------------------------------------------------------------------------------------------
-
-LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
-               640, 2560)  # fmt: skip
-BETWEEN_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-DRAFTS = (("drafts", "Drafts verified."), ("draft_tokens", "Tokens in them."), ("accepted_tokens", "Those accepted."),
-          ("accepted_tokens_per_pos", "Those accepted, by their place in a draft.", "position"))  # fmt: skip
-STEP_TOKENS = tuple(2**i for i in (0, *range(3, 15)))
-REQUEST_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
-
-
-@dataclass(slots=True)
-class RequestTimes:
-    """Of one sequence, seconds since the epoch; `queued` is a duration that the engine measured."""
-
-    arrival: float
-    queued: float = 0.0
-    first: float = 0.0
-    last: float = 0.0
-    tokens: int = 0
-
-
-class PrometheusStatLogger:
-    """vLLM's metrics, under its names, where the meaning is the same (`vllm/v1/metrics/loggers.py`)."""
-
-    def __init__(self, model_name: str, num_speculative_tokens: int = 0) -> None:
-        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
-        self.registry = CollectorRegistry()
-        self.times: dict[tuple[str, int], RequestTimes] = {}  # a request's id, and which of its answers
-        labels = {"model_name": model_name, "engine": "0"}
-
-        def make(kind: type, name: str, text: str, *more: str, **options: Any) -> Any:
-            metric = kind(f"vllm:{name}", text, [*labels, *more], registry=self.registry, **options)
-            return functools.partial(metric.labels, **labels) if more else metric.labels(**labels)
-
-        histogram = lambda name, text, buckets: make(Histogram, name, text, buckets=buckets)  # noqa: E731
-        self.running = make(Gauge, "num_requests_running", "Sequences in the engine's batch.")
-        self.waiting = make(Gauge, "num_requests_waiting", "Sequences waiting to be scheduled.")
-        self.kv_usage = make(Gauge, "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them.")
-        self.queries = make(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self.hits = make(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        self.preemptions = make(Counter, "num_preemptions", "Sequences that lost their blocks to others.")
-        self.prompt_tokens = make(Counter, "prompt_tokens", "Prompt tokens of admitted sequences.")
-        self.generation_tokens = make(Counter, "generation_tokens", "Tokens generated.")
-        self.success = make(Counter, "request_success", "Finished sequences.", "finished_reason")
-        self.rejections = make(Counter, "admission_rejections", "Sequences refused by a queue limit.", "reason")
-        self.drafts: list[list] = []  # a counter, and how far it has come: the engine says how many there were so far
-        if num_speculative_tokens:
-            *counters, by_place = [make(Counter, f"spec_decode_num_{name}", *about) for name, *about in DRAFTS]
-            counters += [by_place(position=str(i)) for i in range(num_speculative_tokens)]
-            self.drafts = [[counter, 0] for counter in counters]
-        self.step_tokens = histogram("iteration_tokens_total", "Tokens in one step.", STEP_TOKENS)
-        self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN)
-        self.itl = histogram("inter_token_latency_seconds", "Between two outputs.", BETWEEN_TOKENS)
-        self.tpot = histogram("request_time_per_output_token_seconds", "Mean between a request's.", BETWEEN_TOKENS)
-        self.e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.", LATENCY)
-        self.queue_time = histogram("request_queue_time_seconds", "Waiting to be admitted.", LATENCY)
-        self.prefill_time = histogram("request_prefill_time_seconds", "From admission to the first token.", LATENCY)
-        self.decode_time = histogram("request_decode_time_seconds", "From the first token to the last.", LATENCY)
-        self.inference_time = histogram("request_inference_time_seconds", "From admission to the last token.", LATENCY)
-        self.request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", REQUEST_TOKENS)
-        self.request_output = histogram("request_generation_tokens", "Generated tokens of a request.", REQUEST_TOKENS)
-
-    def record(self, letter: Any, sequences: dict[str, Any]) -> None:
-        """What one step of the engine brought; called before its tokens become text."""
-        now, stats = time.time(), letter.scheduler_stats
-        if stats:
-            self.running.set(stats.num_running_reqs)
-            self.waiting.set(stats.num_waiting_reqs)
-            self.kv_usage.set(stats.kv_cache_usage)
-            self.preemptions.inc(stats.num_preempted_reqs)
-            for count, n in zip(self.drafts, stats.spec_decoding):
-                count[0].inc(n - count[1])
-                count[1] = n
-            if stats.num_scheduled_tokens:
-                self.step_tokens.observe(stats.num_scheduled_tokens)
-        for name, (queued, num_cached_tokens) in letter.admitted.items():
-            if sequence := sequences.get(name):
-                name = sequence.caller.request_id, sequence.index
-                self.times[name] = RequestTimes(sequence.request.arrival_time, queued)
-                self.queries.inc(sequence.request.num_prompt_tokens)
-                self.prompt_tokens.inc(sequence.request.num_prompt_tokens)
-                self.hits.inc(num_cached_tokens)
-                self.queue_time.observe(queued)
-        for output in letter.outputs:
-            sequence, n = sequences.get(output.request_id), len(output.new_token_ids)
-            times = sequence and self.times.get((sequence.caller.request_id, sequence.index))
-            if times is None or n == 0:
-                continue
-            self.generation_tokens.inc(n)
-            if times.tokens == 0:
-                times.first = now
-                self.ttft.observe(now - times.arrival)
-            else:
-                self.itl.observe(now - times.last)  # one gap, however many tokens came at its end
-            times.last, times.tokens = now, times.tokens + n
-
-    def record_finished(self, output: RequestOutput) -> None:
-        """Histograms of those answers in `output` that are complete."""
-        for answer in output.outputs:
-            if answer.finish_reason is None:
-                continue
-            times = self.times.pop((output.request_id, answer.index), None)
-            if times is None:
-                continue
-            self.success(finished_reason=answer.finish_reason).inc()
-            self.e2e.observe(times.last - times.arrival)
-            self.decode_time.observe(times.last - times.first)
-            admitted = min(times.first, times.arrival + times.queued)
-            self.prefill_time.observe(times.first - admitted)
-            self.inference_time.observe(times.last - admitted)
-            self.request_prompt.observe(len(output.prompt_token_ids))
-            self.request_output.observe(times.tokens)
-            if times.tokens > 1:
-                self.tpot.observe((times.last - times.first) / (times.tokens - 1))
-
-    def record_abort(self, sequences: Iterable[Any]) -> None:
-        for sequence in sequences:
-            self.times.pop((sequence.caller.request_id, sequence.index), None)
-            self.success(finished_reason="abort").inc()
-
-    def record_rejection(self, n: int) -> None:
-        self.rejections(reason="max_num_queued_reqs").inc(n)
-
-    def expose(self) -> bytes:
-        from prometheus_client import generate_latest
-
-        return generate_latest(self.registry)
-
-
-# --- 3. The server's own life -----------------------------------------------------------------------------------------
+# --- 2. The server's own life -----------------------------------------------------------------------------------------
 
 
 def bind(host: str, port: int, flags: tuple[str, str] = ("--host", "--port")) -> socket.socket:
@@ -683,9 +552,10 @@ async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[
         place = lambda factory, args: client  # noqa: E731
     elif args.scales_out:
         place = common.lesson("06c_scaling_out").start_client
-    logger = PrometheusStatLogger(args.names[0], getattr(args.speculation, "num_speculative_tokens", 0))
+    logger = metrics.PrometheusStatLogger(args.names[0], getattr(args.speculation, "num_speculative_tokens", 0))
     llm = await AsyncLLM.start((KEY, "make_engine"), args, llama.model_folder(args.model), place, say,
                                max_num_queued_reqs=args.max_num_queued_reqs, stat_logger=logger)  # fmt: skip
+    logger.describe(llm.ready)
     serving = openai_api.OpenAIServing(llm, args.names, args.adapters)
     serving.tokenizer.chat_template = args.chat_template or serving.tokenizer.chat_template
     with contextlib.suppress(common.InputError):  # no template, or one that wants more than a greeting

@@ -1,0 +1,190 @@
+"""060 · Metrics: what a server counts, under vLLM's names. A part of lesson 06.
+
+A counter only grows, a gauge is how things are, a histogram says how many observations were at most so large. From
+these three, Prometheus computes rates and percentiles, and a dashboard made for vLLM shows our server. The front end
+feeds them (06e calls `record` for every step, `record_finished` for every answer); the server's life is in 06.
+
+Read for this: vLLM 0.32 `v1/metrics/loggers.py`, `v1/metrics/buckets.py`, `v1/spec_decode/metrics.py`; Prometheus'
+documentation of metric types.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+# Where vLLM's histograms have their boundaries: seconds, then tokens.
+LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
+               640, 2560)  # fmt: skip
+BETWEEN_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+STEP_TOKENS = tuple(2**i for i in (0, *range(3, 15)))
+REQUEST_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
+ANSWERS = (1, 2, 5, 10, 20)
+
+CACHE_CONFIG = ("block_size", "num_gpu_blocks", "enable_prefix_caching")
+DRAFTS = (("drafts", "Drafts verified."), ("draft_tokens", "Tokens in them."), ("accepted_tokens", "Those accepted."),
+          ("accepted_tokens_per_pos", "Those accepted, by their place in a draft.", "position"))  # fmt: skip
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Of one sequence, seconds since the epoch; `queued` is a duration that the engine measured."""
+
+    arrival: float
+    queued: float
+    max_tokens: int | None
+    cached_tokens: int  # of its prompt
+    first: float = 0.0
+    last: float = 0.0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class Answers:
+    """Of a request: how many of its answers were admitted, and the tokens of the longest that is complete."""
+
+    admitted: int = 0
+    longest: int = 0
+
+
+class PrometheusStatLogger:
+    """vLLM's metrics, under its names, where the meaning is the same (`vllm/v1/metrics/loggers.py`)."""
+
+    def __init__(self, model_name: str, num_speculative_tokens: int = 0) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+        self.registry = CollectorRegistry()
+        self.times: dict[tuple[str, int], RequestTimes] = {}  # a request's id, and which of its answers
+        self.answers: defaultdict[str, Answers] = defaultdict(Answers)
+        labels = {"model_name": model_name, "engine": "0"}
+
+        def make(kind: type, name: str, text: str, *more: str, **options: Any) -> Any:
+            metric = kind(f"vllm:{name}", text, [*labels, *more], registry=self.registry, **options)
+            return functools.partial(metric.labels, **labels) if more else metric.labels(**labels)
+
+        histogram = lambda name, text, buckets: make(Histogram, name, text, buckets=buckets)  # noqa: E731
+        self.running = make(Gauge, "num_requests_running", "Sequences in the engine's batch.")
+        self.waiting = make(Gauge, "num_requests_waiting", "Sequences waiting to be scheduled.")
+        self.kv_usage = make(Gauge, "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them.")
+        self.queries = make(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.hits = make(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.preemptions = make(Counter, "num_preemptions", "Sequences that lost their blocks to others.")
+        self.cached_tokens = make(Counter, "prompt_tokens_cached", "Prompt tokens that were not computed again.")
+        self.prompt_tokens = make(Counter, "prompt_tokens", "Prompt tokens of admitted sequences.")
+        self.generation_tokens = make(Counter, "generation_tokens", "Tokens generated.")
+        self.success = make(Counter, "request_success", "Finished sequences.", "finished_reason")
+        self.rejections = make(Counter, "admission_rejections", "Sequences refused by a queue limit.", "reason")
+        self.drafts: list[list] = []  # a counter, and how far it has come: the engine says how many there were so far
+        if num_speculative_tokens:
+            *counters, by_place = [make(Counter, f"spec_decode_num_{name}", *about) for name, *about in DRAFTS]
+            counters += [by_place(position=str(i)) for i in range(num_speculative_tokens)]
+            self.drafts = [[counter, 0] for counter in counters]
+        self.step_tokens = histogram("iteration_tokens_total", "Tokens in one step.", STEP_TOKENS)
+        self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN)
+        self.itl = histogram("inter_token_latency_seconds", "Between two outputs.", BETWEEN_TOKENS)
+        self.tpot = histogram(
+            "request_time_per_output_token_seconds", "A request's mean between tokens.", BETWEEN_TOKENS
+        )
+        self.e2e = histogram("e2e_request_latency_seconds", "From arrival to the last token.", LATENCY)
+        self.queue_time = histogram("request_queue_time_seconds", "Waiting to be admitted.", LATENCY)
+        self.prefill_time = histogram("request_prefill_time_seconds", "From admission to the first token.", LATENCY)
+        self.decode_time = histogram("request_decode_time_seconds", "From the first token to the last.", LATENCY)
+        self.inference_time = histogram("request_inference_time_seconds", "From admission to the last token.", LATENCY)
+        self.request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", REQUEST_TOKENS)
+        self.request_output = histogram("request_generation_tokens", "Generated tokens of a request.", REQUEST_TOKENS)
+        self.computed = histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens that were not in the cache.", REQUEST_TOKENS
+        )
+        self.max_tokens = histogram("request_params_max_tokens", "What a request allows.", REQUEST_TOKENS)
+        self.n = histogram("request_params_n", "Answers to one prompt.", ANSWERS)
+        self.longest = histogram("request_max_num_generation_tokens", "Of these, the longest.", REQUEST_TOKENS)
+        config = Gauge("vllm:cache_config_info", "The KV cache: 1, and what there is in its labels.",
+                       ["engine", *CACHE_CONFIG], registry=self.registry)  # fmt: skip
+        self.cache_config = functools.partial(config.labels, engine="0")
+
+    def describe(self, ready: Any) -> None:
+        """What the engine said when it was up; routers read from it how many tokens fit (vLLM: `CacheConfig`)."""
+        self.cache_config(**{name: str(getattr(ready, name)) for name in CACHE_CONFIG}).set(1)
+
+    def record(self, letter: Any, sequences: dict[str, Any]) -> None:
+        """What one step of the engine brought; called before its tokens become text."""
+        now, stats = time.time(), letter.scheduler_stats
+        if stats:
+            self.running.set(stats.num_running_reqs)
+            self.waiting.set(stats.num_waiting_reqs)
+            self.kv_usage.set(stats.kv_cache_usage)
+            self.preemptions.inc(stats.num_preempted_reqs)
+            for count, n in zip(self.drafts, stats.spec_decoding):
+                count[0].inc(n - count[1])
+                count[1] = n
+            if stats.num_scheduled_tokens:
+                self.step_tokens.observe(stats.num_scheduled_tokens)
+        for name, (queued, num_cached_tokens) in letter.admitted.items():
+            if sequence := sequences.get(name):
+                request, request_id = sequence.request, sequence.caller.request_id
+                self.times[request_id, sequence.index] = RequestTimes(
+                    request.arrival_time, queued, request.sampling_params.max_tokens, num_cached_tokens
+                )
+                self.answers[request_id].admitted += 1
+                self.queries.inc(request.num_prompt_tokens)
+                self.prompt_tokens.inc(request.num_prompt_tokens)
+                self.hits.inc(num_cached_tokens)
+                self.cached_tokens.inc(num_cached_tokens)
+                self.queue_time.observe(queued)
+        for output in letter.outputs:
+            sequence, n = sequences.get(output.request_id), len(output.new_token_ids)
+            times = sequence and self.times.get((sequence.caller.request_id, sequence.index))
+            if times is None or n == 0:
+                continue
+            self.generation_tokens.inc(n)
+            if times.tokens == 0:
+                times.first = now
+                self.ttft.observe(now - times.arrival)
+            else:
+                self.itl.observe(now - times.last)  # one gap, however many tokens came at its end
+            times.last, times.tokens = now, times.tokens + n
+
+    def record_finished(self, output: Any) -> None:
+        """Histograms of those answers in `output` that are complete, and of the request when all are."""
+        for answer in output.outputs:
+            if answer.finish_reason is None:
+                continue
+            times = self.times.pop((output.request_id, answer.index), None)
+            if times is None:
+                continue
+            self.success(finished_reason=answer.finish_reason).inc()
+            self.e2e.observe(times.last - times.arrival)
+            self.decode_time.observe(times.last - times.first)
+            admitted = min(times.first, times.arrival + times.queued)
+            self.prefill_time.observe(times.first - admitted)
+            self.inference_time.observe(times.last - admitted)
+            self.request_prompt.observe(len(output.prompt_token_ids))
+            self.request_output.observe(times.tokens)
+            self.computed.observe(len(output.prompt_token_ids) - times.cached_tokens)
+            if times.max_tokens:
+                self.max_tokens.observe(times.max_tokens)
+            if times.tokens > 1:
+                self.tpot.observe((times.last - times.first) / (times.tokens - 1))
+            answers = self.answers[output.request_id]
+            answers.longest = max(answers.longest, times.tokens)
+        if output.finished and (answers := self.answers.pop(output.request_id, None)):
+            self.n.observe(answers.admitted)
+            self.longest.observe(answers.longest)
+
+    def record_abort(self, sequences: Iterable[Any]) -> None:
+        for sequence in sequences:
+            self.times.pop((sequence.caller.request_id, sequence.index), None)
+            self.success(finished_reason="abort").inc()
+
+    def record_rejection(self, n: int) -> None:
+        self.rejections(reason="max_num_queued_reqs").inc(n)
+
+    def expose(self) -> bytes:
+        from prometheus_client import generate_latest
+
+        return generate_latest(self.registry)
