@@ -513,6 +513,25 @@ def test_of_a_requests_answers_the_longest_counts():
     assert not logger.answers and not logger.times
 
 
+def test_a_router_reads_which_adapters_run_and_which_wait():
+    logger = metrics.PrometheusStatLogger("m", max_loras=2)
+    sequences = {}
+    for name, lora in (("a", "pirate"), ("b", None), ("c", "json"), ("d", "pirate"), ("e", "report")):
+        request = lesson.scheduling.Request(name, [1] * 9, SamplingParams(), lora_name=lora)
+        sequences[name] = SimpleNamespace(request=request, caller=SimpleNamespace(request_id=name), index=0)
+
+    def labels(admitted, outputs=()):
+        admitted = {name: (0.0, 0) for name in admitted}
+        logger.record(async_engine.EngineCoreOutputs(list(outputs), admitted=admitted), sequences)
+        (family,) = (f for f in logger.registry.collect() if f.name == "vllm:lora_requests_info")
+        (sample,) = family.samples
+        assert abs(sample.value - time.time()) < 60 and sample.labels["max_lora"] == "2"
+        return sample.labels["waiting_lora_adapters"], sample.labels["running_lora_adapters"]
+
+    assert labels("abc") == ("pirate,report", "json,pirate")
+    assert labels("d", [async_engine.EngineCoreOutput("c", [1], "stop")]) == ("report", "pirate")
+
+
 def test_a_gap_that_ends_in_several_tokens_is_one_gap(monkeypatch):
     """With drafts a step brings several: the client waits once for all of them, and so does vLLM's histogram say."""
     logger, now = metrics.PrometheusStatLogger("m"), [100.0]

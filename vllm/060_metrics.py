@@ -26,6 +26,7 @@ STEP_TOKENS = tuple(2**i for i in (0, *range(3, 15)))
 REQUEST_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 ANSWERS = (1, 2, 5, 10, 20)
 
+ADAPTERS = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
 CACHE_CONFIG = ("block_size", "num_gpu_blocks", "enable_prefix_caching")
 DRAFTS = (("drafts", "Drafts verified."), ("draft_tokens", "Tokens in them."), ("accepted_tokens", "Those accepted."),
           ("accepted_tokens_per_pos", "Those accepted, by their place in a draft.", "position"))  # fmt: skip
@@ -55,7 +56,7 @@ class Answers:
 class PrometheusStatLogger:
     """vLLM's metrics, under its names, where the meaning is the same (`vllm/v1/metrics/loggers.py`)."""
 
-    def __init__(self, model_name: str, num_speculative_tokens: int = 0) -> None:
+    def __init__(self, model_name: str, num_speculative_tokens: int = 0, max_loras: int = 0) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         self.registry = CollectorRegistry()
@@ -103,6 +104,10 @@ class PrometheusStatLogger:
         self.max_tokens = histogram("request_params_max_tokens", "What a request allows.", REQUEST_TOKENS)
         self.n = histogram("request_params_n", "Answers to one prompt.", ANSWERS)
         self.longest = histogram("request_max_num_generation_tokens", "Of these, the longest.", REQUEST_TOKENS)
+        self.max_loras = max_loras
+        if max_loras:
+            self.adapters = Gauge("vllm:lora_requests_info", "When it was last so; adapters are in the labels.",
+                                  ADAPTERS, registry=self.registry)  # fmt: skip
         config = Gauge("vllm:cache_config_info", "The KV cache: 1, and what there is in its labels.",
                        ["engine", *CACHE_CONFIG], registry=self.registry)  # fmt: skip
         self.cache_config = functools.partial(config.labels, engine="0")
@@ -148,6 +153,21 @@ class PrometheusStatLogger:
             else:
                 self.itl.observe(now - times.last)  # one gap, however many tokens came at its end
             times.last, times.tokens = now, times.tokens + n
+
+        if self.max_loras:
+            ended = {output.request_id for output in letter.outputs if output.finish_reason}
+            self._record_adapters([sequence for name, sequence in sequences.items() if name not in ended])
+
+    def _record_adapters(self, sequences: Iterable[Any]) -> None:
+        """Routers send a request where its adapter is. (vLLM 0.32 names each adapter under both labels.)"""
+        waiting, running = set(), set()
+        for sequence in sequences:
+            if name := sequence.request.lora_name:
+                admitted = (sequence.caller.request_id, sequence.index) in self.times
+                (running if admitted else waiting).add(name)
+        self.adapters.clear()  # or every combination that there ever was would stay
+        names = (",".join(sorted(adapters)) for adapters in (waiting, running))
+        self.adapters.labels(str(self.max_loras), *names).set_to_current_time()
 
     def record_finished(self, output: Any) -> None:
         """Histograms of those answers in `output` that are complete, and of the request when all are."""
