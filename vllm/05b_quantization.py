@@ -1124,14 +1124,14 @@ def print_table(table: Sequence[dict[str, Any]]) -> None:
     """All formats (grid × group × scale), and perplexity (agreement) by algorithm; then 8 bits on both sides."""
     measured = {(r["format"], r["algorithm"]): f"{r['perplexity']:.2f} ({r['agreement']:.0%})" for r in table}
     algorithms = ("RTN", "AWQ", "AutoRound", "GPTQ")
-    common.table(["format", "grid", "group", "scale", "zero", "bits, rows of 576", *algorithms], [
+    common.table(["format", "grid", "group", "scale", "zero", "bits", *algorithms], [
         [f.name, f.grid, f.group or "row", f.scale, f.zero or "–", f"{f.bits_per_weight(576):.2f}",
          *(measured.get((f.name, algorithm), "–") for algorithm in algorithms)]
         for f in FORMATS.values() if not table or (f.name, "RTN") in measured])  # fmt: skip
     if not table:
         common.skipped("perplexities", "no stored results; --bench measures them (minutes)")
         return
-    common.say(f"As shipped: {table[0]['perplexity']:.2f}. In brackets: the share of next tokens that stay the same.")
+    common.say(f"As shipped: {table[0]['perplexity']:.2f}. In brackets: next tokens that stay. Bits: in rows of 576.")
     both = [f"{r['name']} {measured[r['format'], r['algorithm']]}" for r in table if "W8A8" in r["name"]]
     common.say(f"8 bits on both sides: {', '.join(both[:3])},\n{', '.join(both[3:])}")
 
