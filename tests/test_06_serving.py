@@ -510,6 +510,11 @@ def test_of_a_requests_answers_the_longest_counts():
     assert observed == {"params_n": [*once, (1, 3)], "max_num_generation_tokens": [*once, (1, 7)],
                         "params_max_tokens": [(1, 50), (2, 100), (3, 150)],
                         "prefill_kv_computed_tokens": [(1, 1), (2, 2), (3, 3)]}  # fmt: skip
+    logger.record(async_engine.EngineCoreOutputs(admitted={name: (0.0, 8) for name in sequences}), sequences)
+    logger.record_abort(sequences.values())  # the same again, and its client hangs up
+    aborted = [SimpleNamespace(index=i, finish_reason="abort") for i in range(3)]
+    logger.record_finished(SimpleNamespace(outputs=aborted, **about))
+    assert logger.registry.get_sample_value("vllm:request_params_n_count", labels) == 1
     assert not logger.answers and not logger.times
 
 

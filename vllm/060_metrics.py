@@ -192,7 +192,8 @@ class PrometheusStatLogger:
                 self.tpot.observe((times.last - times.first) / (times.tokens - 1))
             answers = self.answers[output.request_id]
             answers.longest = max(answers.longest, times.tokens)
-        if output.finished and (answers := self.answers.pop(output.request_id, None)):
+        answers = self.answers.pop(output.request_id, None) if output.finished else None
+        if answers and answers.longest:  # of those that were all aborted, vLLM observes nothing
             self.n.observe(answers.admitted)
             self.longest.observe(answers.longest)
 
