@@ -68,7 +68,9 @@ class PrometheusStatLogger:
             metric = kind(f"vllm:{name}", text, [*labels, *more], registry=self.registry, **options)
             return functools.partial(metric.labels, **labels) if more else metric.labels(**labels)
 
-        histogram = lambda name, text, buckets: make(Histogram, name, text, buckets=buckets)  # noqa: E731
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
+            return make(Histogram, name, text, buckets=buckets)
+
         self.running = make(Gauge, "num_requests_running", "Sequences in the engine's batch.")
         self.waiting = make(Gauge, "num_requests_waiting", "Sequences waiting to be scheduled.")
         self.kv_usage = make(Gauge, "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them.")
