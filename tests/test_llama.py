@@ -217,6 +217,12 @@ def test_llamas_by_another_name(tmp_path, kind):
     edit_config(tmp_path, **window)
     with pytest.raises(common.InputError, match="sliding_window 16 is not supported here; allowed: null"):
         llama.load(str(tmp_path))
+    window.pop("sliding_window")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["sliding_window"]  # it says nothing: then Transformers assumes one
+    (tmp_path / "config.json").write_text(json.dumps(config | window))
+    with pytest.raises(common.InputError, match="sliding_window 4096 is not supported here; allowed: null"):
+        llama.load(str(tmp_path))
 
 
 def test_sharded_folder(tmp_path):

@@ -81,8 +81,8 @@ class LlamaConfig:
         if family is None:
             raise common.InputError(f"{folder}: architecture {', '.join(map(str, named))} is not supported; allowed: "
                                     f"{', '.join(FAMILIES)}")  # fmt: skip
-        window = raw.get("sliding_window") if raw.get("use_sliding_window", family == "mistral") else None
-        if window is not None and family != "llama":
+        has_window = {"llama": False, "mistral": True, "qwen2": raw.get("use_sliding_window", False)}[family]
+        if has_window and (window := raw.get("sliding_window", 4096)) is not None:  # its default
             raise common.InputError(f"{folder}: sliding_window {window!r} is not supported here; allowed: null")
         if raw.get("hidden_act", "silu") != "silu":
             raise common.InputError(f"{folder}: hidden_act {raw['hidden_act']!r} is not supported; allowed: 'silu'")
