@@ -28,6 +28,9 @@ Job = tuple[tuple, list[Any]]  # a key, and the command
 _futures: dict[tuple, Future] = {}
 _waiting: deque[Job] = deque()  # those of `ahead` that nobody has begun
 _running: list[subprocess.Popen] = []
+# Who has it may open files and start processes. A test that limits this process holds it meanwhile: else the thread of
+# `ahead` would find that no job can be started, of one after the other.
+unlimited = threading.Lock()
 
 
 @dataclasses.dataclass
@@ -45,7 +48,7 @@ class Done:
 
 def execute(command: list[Any], environment: dict[str, str] | None = None) -> Done:
     """Run a command to its end; `FILE.json` and `FIGURES` in it stand for scratch paths."""
-    with tempfile.TemporaryDirectory() as name:
+    with unlimited, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "results.json").write_text('{"other": 1}')
         words = [str(word).replace("FILE.json", f"{folder}/results.json").replace("FIGURES", name) for word in command]
@@ -54,7 +57,11 @@ def execute(command: list[Any], environment: dict[str, str] | None = None) -> Do
             process = subprocess.Popen(words, stdout=out, stderr=err, cwd=common.ROOT,
                                        env={**os.environ, **(environment or {})})  # fmt: skip
             _running.append(process)
-            _, status, usage = os.wait4(process.pid, 0)
+            unlimited.release()
+            try:
+                _, status, usage = os.wait4(process.pid, 0)
+            finally:
+                unlimited.acquire()
             process.returncode = os.waitstatus_to_exitcode(status)
             _running.remove(process)
             seconds = time.perf_counter() - start
