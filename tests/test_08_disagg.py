@@ -396,13 +396,31 @@ def test_names_that_were_mapped_are_forgotten(monkeypatch):
     monkeypatch.setattr(transfer.SharedMemoryLink, "MANY", 4)
     with connection(transfer.SharedMemoryLink) as (link, _):
         for i in range(20):
+            before = set(link.names)
             link.transmit(GOOD, torch.ones(2, dtype=torch.uint8))
+            (newest,) = link.names - before
             if i > 1:  # the first two are never fetched
-                *_, newest = sorted(link.names, key=lambda name: (transfer.SHM / name).exists() and
-                                    (transfer.SHM / name).stat().st_mtime_ns)  # fmt: skip
                 (transfer.SHM / newest).unlink()
             assert len(link.names) <= 5
     assert not list(transfer.SHM.glob(f"kvx-{os.getpid()}-*"))
+
+
+def test_close_waits_for_the_thread_that_gives_back(monkeypatch):
+    """The other side is gone: the reading thread has begun to tidy when the engine closes the link and ends."""
+    begun, forget = threading.Event(), transfer.SharedMemoryLink.forget
+
+    def slowly(link):
+        begun.set()
+        time.sleep(0.3)
+        forget(link)
+
+    monkeypatch.setattr(transfer.SharedMemoryLink, "forget", slowly)
+    with connection(transfer.SharedMemoryLink) as (link, theirs):
+        link.transmit(GOOD, torch.ones(2, dtype=torch.uint8))
+        theirs.close()
+        assert begun.wait(20)
+        link.close()
+        assert not list(transfer.SHM.glob(f"kvx-{os.getpid()}-*"))
 
 
 def test_nobody_waits_for_ever_for_a_partner_in_a_process_group():

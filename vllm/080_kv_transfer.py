@@ -279,6 +279,7 @@ class Link:
         self.outbox.put((header, payload))
 
     def close(self) -> None:
+        """End the connection. What it held is given back when this returns, whichever thread did it."""
         self._lose("closed")
 
     def _read(self) -> None:
@@ -318,16 +319,16 @@ class Link:
             self.wake.set()  # there is room again
 
     def _lose(self, why: str) -> None:
-        with self.lock:
+        with self.lock:  # to the end: who comes second may leave the process next, and a thread's work would be lost
             if self.lost is not None:
                 return
             self.lost = why
-        self.outbox.put(None)
-        if self.sock is not None:
-            with contextlib.suppress(OSError):
-                self.sock.shutdown(socket.SHUT_RDWR)
-            self.sock.close()
-        self.forget()
+            self.outbox.put(None)
+            if self.sock is not None:
+                with contextlib.suppress(OSError):
+                    self.sock.shutdown(socket.SHUT_RDWR)
+                self.sock.close()
+            self.forget()
         self._deliver({"kind": "LOST", "why": why}, None)
 
     def _deliver(self, header: dict[str, Any], payload: torch.Tensor | None) -> None:
