@@ -818,11 +818,12 @@ def compiled_and_eager(model, rows=3):
     return out, model.forward(token_ids, meta.positions, cache.attend(meta))
 
 
-def test_layer_by_layer_through_the_opaque_operator(tiny_model, monkeypatch):
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_layer_by_layer_through_the_opaque_operator(qk_norm, monkeypatch):
     """What is handed to the compiler computes the same, attention outside; the compiler itself is in the slow tier."""
     handed = []
     monkeypatch.setattr(torch, "compile", lambda fn, **kwargs: handed.append(kwargs) or fn)
-    out, reference = compiled_and_eager(tiny_model)
+    out, reference = compiled_and_eager(llama.random_model(qk_norm=qk_norm))
     assert torch.equal(out, reference) and handed == [{"dynamic": False}]
 
 

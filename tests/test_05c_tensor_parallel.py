@@ -176,7 +176,9 @@ IDS = [5, 1, 77, 126, 0, 63, 64, 31, 32, 99]
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
-@pytest.mark.parametrize("sizes", [{}, {"biases": True}, {"vocab_size": 131, "tie_word_embeddings": False}])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"biases": True}, {"qk_norm": True}, {"vocab_size": 131, "tie_word_embeddings": False}]
+)
 def test_shards_are_the_model(n, sizes, device):
     model = model_with(device, **sizes)
     want = lesson.all_logits(model, IDS)

@@ -255,10 +255,12 @@ def test_every_layout_writes_the_same_tokens(tp, pp):
     executor.shutdown()
 
 
-def test_weights_are_divided():
-    whole = llama.random_model(**SIZES).num_parameters
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_weights_are_divided(qk_norm):
+    sizes = {**SIZES, "qk_norm": qk_norm}
+    whole = llama.random_model(**sizes).num_parameters
     executor = ThreadExecutor(ParallelConfig(1, 5))
-    held = executor.collective_rpc("load_model", lesson.WorkerSpec(SIZES, ParallelConfig(1, 5)))
+    held = executor.collective_rpc("load_model", lesson.WorkerSpec(sizes, ParallelConfig(1, 5)))
     executor.shutdown()
     embedding, norm = 131 * 80, 80
     assert sum(held) == whole + embedding + 4 * norm, "tied: the last stage has the embedding, too; norms have all"

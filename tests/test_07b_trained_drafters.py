@@ -115,6 +115,21 @@ def test_eagle_behind_a_cached_prefix(tiny_model):
     assert late == short
 
 
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_a_drafter_has_a_llamas_layers_also_for_a_target_that_norms_heads(method):
+    """Layers of its own have no norms but their own two; all else of the two targets is the same."""
+    plain, normed = llama.random_model(), llama.random_model(qk_norm=True)
+    for name in ("embed_tokens", "linear"):
+        setattr(normed, name, getattr(plain, name))
+    ids, outs = torch.arange(5, device=plain.device), []
+    for target in (plain, normed):
+        network = random_network(method, target)
+        features = torch.ones(5, 80, device=plain.device) if method == "eagle" else None
+        x = network.inputs(ids, features)
+        outs.append(network.forward(x, ids, common.lesson("01_kv_cache").recompute))
+    assert torch.equal(*outs)
+
+
 def test_guesses_that_nobody_verified_are_not_kept(tiny_model):
     """Asked again some tokens later: the rows of the old guesses go, although none of them was ever rejected."""
     text, drafter = [9, 8, 7, 6, 5], drafter_for("draft_model", tiny_model)

@@ -576,6 +576,17 @@ def test_healing_heals_and_leaves_the_teacher_alone(tiny_model):
     assert student.linear["layers.0.down_proj"] is tiny_model.linear["layers.0.down_proj"]
 
 
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_what_is_healed_is_what_is_served(qk_norm, monkeypatch):
+    """A student that has lost nothing: training computes its layers as the forward pass does, and finds no error."""
+    model, errors, mse_loss = llama.random_model(qk_norm=qk_norm), [], lesson.F.mse_loss
+    monkeypatch.setattr(lesson.F, "mse_loss", lambda y, want: errors.append(common.relative_error(y, want)) or
+                        mse_loss(y, want))  # fmt: skip
+    train = torch.randint(128, (1, 32), generator=torch.Generator().manual_seed(0))
+    lesson.heal(model, lesson.pool_kv_heads(model, 2), train, 1e-9, float)
+    assert len(errors) == 2 and max(errors) < 1e-5
+
+
 def test_training_text_has_nothing_of_the_held_out():
     held_out = torch.arange(40).view(2, 20)
     train = torch.stack([torch.arange(100, 120), torch.cat((torch.arange(200, 210), torch.arange(15, 25))),

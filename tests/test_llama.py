@@ -202,6 +202,7 @@ def compare_with_transformers(folder, theirs, length=120):
     with torch.inference_mode():
         reference = theirs(torch.tensor([ids])).logits[0]
     common.assert_close(logits_of(model, ids), reference)
+    return model
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -209,11 +210,12 @@ def test_other_llamas_equal_transformers(tmp_path, name):
     compare_with_transformers(tmp_path, make_folder(tmp_path, **VARIANTS[name]))
 
 
-@pytest.mark.parametrize("kind", ["mistral", "qwen2"])
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
 def test_llamas_by_another_name(tmp_path, kind):
     theirs = make_folder(tmp_path, kind=kind, sliding_window=None, tie_word_embeddings=True)
-    compare_with_transformers(tmp_path, theirs)
-    window = {"mistral": {"sliding_window": 16}, "qwen2": {"sliding_window": 16, "use_sliding_window": True}}[kind]
+    model = compare_with_transformers(tmp_path, theirs)
+    assert model.num_parameters == sum(p.numel() for p in theirs.parameters())
+    window = {"sliding_window": 16} if kind == "mistral" else {"sliding_window": 16, "use_sliding_window": True}
     edit_config(tmp_path, **window)
     with pytest.raises(common.InputError, match="sliding_window 16 is not supported here; allowed: null"):
         llama.load(str(tmp_path))

@@ -250,7 +250,8 @@ def compiled_forward(model: llama.Llama) -> Callable[[torch.Tensor, torch.Tensor
         view.config = dataclasses.replace(model.config, num_hidden_layers=1)
         view.linear = {name.replace(prefix, "layers.0."): layer for name, layer in model.linear.items()
                        if name.startswith(prefix)}  # fmt: skip
-        view.input_norm, view.post_attention_norm = [model.input_norm[i]], [model.post_attention_norm[i]]
+        for norms in ("input_norm", "post_attention_norm", "q_norm", "k_norm"):
+            setattr(view, norms, getattr(model, norms)[i : i + 1])
         views.append(view)
     run = llama.Llama.forward.__wrapped__  # without its switch to inference mode
 

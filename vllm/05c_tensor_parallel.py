@@ -414,6 +414,9 @@ def model_tensors(model: llama.Llama) -> Tensors:
         p = f"model.layers.{i}"
         found[f"{p}.input_layernorm.weight"] = model.input_norm[i]
         found[f"{p}.post_attention_layernorm.weight"] = model.post_attention_norm[i]
+        if c.qk_norm:
+            found[f"{p}.self_attn.q_norm.weight"] = model.q_norm[i]
+            found[f"{p}.self_attn.k_norm.weight"] = model.k_norm[i]
         for packed, block, parts, rows in (
             ("qkv_proj", "self_attn", ("q_proj", "k_proj", "v_proj"), (q, kv, kv)),
             ("o_proj", "self_attn", ("o_proj",), (c.hidden_size,)),

@@ -108,7 +108,7 @@ def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[
 
 def parameters_held(model: llama.Llama) -> int:
     """Elements in this rank's memory, each counted once; what only has a shape has none."""
-    tensors = [model.embed_tokens, model.norm, *model.input_norm, *model.post_attention_norm]
+    tensors = [model.embed_tokens, model.norm, *model.norms]
     for layer in model.linear.values():
         tensors += [layer.weight, layer.bias]
     return sum({t.data_ptr(): t.numel() for t in tensors if t is not None}.values())

@@ -306,6 +306,7 @@ class Network:
             body.norm = tensors["norm"]
             body.input_norm = [tensors[f"layers.{i}.input_norm"] for i in range(layers)]
             body.post_attention_norm = [tensors[f"layers.{i}.post_attention_norm"] for i in range(layers)]
+            body.q_norm = body.k_norm = []
             body.linear = {name: llama.Linear(tensors[name]) for name in tensors if name.endswith("_proj")}
 
     def parameters(self) -> list[torch.Tensor]:

@@ -633,7 +633,7 @@ def heal(teacher: llama.Llama, student: llama.Llama, train: torch.Tensor, second
         optimizer.zero_grad()
         for i, (x, target) in enumerate(record_attention(teacher, window)):
             qkv = student.linear[f"layers.{i}.qkv_proj"](x).view(len(x), Hq + 2 * Hkv, D)
-            q, k = llama.apply_rope(qkv[:, : Hq + Hkv], cos, sin).split((Hq, Hkv), dim=1)
+            q, k = student.queries_and_keys(i, qkv, cos, sin)
             o = paged.prefill_attention(q, k, qkv[:, Hq + Hkv :])
             y = student.linear[f"layers.{i}.o_proj"](o.reshape(len(x), -1))
             (F.mse_loss(y, target) / target.square().mean()).backward()

