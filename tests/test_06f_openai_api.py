@@ -432,6 +432,18 @@ def test_a_template_hears_of_tools_and_wishes(shared):
                          "tools": [{"type": "function", "function": function}]}  # fmt: skip
 
 
+@pytest.mark.parametrize(("said", "heard"), [
+    ({"reasoning": "Hm."}, "Hm."), ({"reasoning_content": "Hm."}, "Hm."), ({"reasoning": ""}, ""),
+    ({"reasoning": None}, None), ({"reasoning": {"of": "a library"}}, None),
+    ({"role": "user", "reasoning": "Hm."}, None),
+])  # fmt: skip
+def test_a_template_hears_what_an_answer_was_thought_of(said, heard):
+    """Of answers that other servers gave; vLLM hands it on under both names, too."""
+    chat = lesson.protocol.ChatCompletionRequest(messages=[{"role": "assistant", "content": "42", **said}])
+    (message,) = lesson.protocol.messages_for_template(chat.messages)
+    assert message.get("reasoning") == message.get("reasoning_content") == heard
+
+
 def test_a_template_hears_of_documents(shared):
     heard = []
 

@@ -220,6 +220,7 @@ class ChatMessage(Carried):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning: Any = pydantic.Field(None, validation_alias=pydantic.AliasChoices("reasoning", "reasoning_content"))
 
     @pydantic.model_validator(mode="after")
     def _somebody_speaks(self) -> ChatMessage:
@@ -382,6 +383,8 @@ def messages_for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any
             entry["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
             for call in entry["tool_calls"]:
                 call["function"]["arguments"] = _arguments(call["function"].get("arguments"))
+        if message.role == "assistant" and isinstance(message.reasoning, str):
+            entry |= dict.fromkeys(("reasoning", "reasoning_content"), message.reasoning)  # templates know either
         found.append(entry)
     return found
 
