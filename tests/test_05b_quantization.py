@@ -223,10 +223,11 @@ SIZES = [(1, 1, 64), (5, 70, 192), (16, 129, 64), (17, 33, 576), (33, 64, 320)] 
 
 
 @pytest.mark.parametrize(("name", "size"), [*((n, SIZES[1]) for n in KERNEL_FORMATS), *(("int4-g64", s) for s in SIZES),
-                                            *(("fp8", s) for s in SIZES[2:4]), ("int8", (3, 20, 83))])  # fmt: skip
+                                            *(("fp8", s) for s in SIZES[2:4]), ("int8", (3, 20, 83)),
+                                            ("blocks", (5, 70, 384))])  # fmt: skip
 def test_decoding_matmul(name, size, kernels, guarded, device):
     M, N, K = size
-    q = rtn(torch.randn(N, K), FORMATS[name])
+    q = rtn(torch.randn(N, K), FORMATS.get(name, formats.FP8_BLOCKS))
     weight = lesson.PackedWeight.pack(q.to(device))
     for part in ("codes", "scale", "zero"):
         if (tensor := getattr(weight, part)) is not None:
@@ -790,11 +791,29 @@ def checkpoint_layer(layout, q):
     return tensors
 
 
+def eight_bit_layer(layout, W):
+    """A layer's tensors in 8 bits, and what they stand for: fp8 in blocks of 48 outputs and 32 inputs."""
+    kind, largest = (torch.int8, 127) if layout.startswith("int") else (torch.float8_e4m3fn, 448)
+    rows, columns = {"fp8": (48, 32), "one scale": W.shape}.get(layout, (1, W.shape[1]))
+    scale = torch.stack([torch.stack([block.abs().amax() / largest for block in part.split(columns, 1)])
+                         for part in W.split(rows)]).to(torch.bfloat16)  # fmt: skip
+    spread = scale.float().repeat_interleave(rows, 0)[: len(W)].repeat_interleave(columns, 1)
+    stored = (W / spread).clamp(-largest, largest)
+    stored = (stored.round() if kind is torch.int8 else stored).to(kind)
+    name = "weight_scale_inv" if layout == "fp8" else "weight_scale"
+    return {"weight": stored, name: scale.squeeze() if layout == "one scale" else scale}, stored.float() * spread
+
+
 QUANTIZATION = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
     "compressed-tensors": {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [48, 32]},
+    "float-quantized": {"quant_method": "compressed-tensors", "format": "float-quantized"},
+    "int-quantized": {"quant_method": "compressed-tensors", "format": "int-quantized"},
+    "one scale": {"quant_method": "fp8", "activation_scheme": "static"},
 }
+EIGHT_BITS = ("fp8", "float-quantized", "int-quantized", "one scale")
 
 
 def write_checkpoint(folder, layout, symmetric=False, **config):
@@ -814,8 +833,12 @@ def write_checkpoint(folder, layout, symmetric=False, **config):
             continue  # the output matrix
         sizes = [rows[part.rpartition(".")[2]] for part in parts]
         for part, W in zip(parts, layer.weight.split(sizes)):
-            q = expected[f"model.{part}"] = rtn(W, f)
-            tensors |= {f"model.{part}.{k}": t for k, t in checkpoint_layer(layout, q).items()}
+            if layout in EIGHT_BITS:
+                stored, expected[f"model.{part}"] = eight_bit_layer(layout, W)
+            else:
+                q = rtn(W, f)
+                stored, expected[f"model.{part}"] = checkpoint_layer(layout, q), q.dequantize()
+            tensors |= {f"model.{part}.{k}": t for k, t in stored.items()}
     fields = dataclasses.asdict(c) | {"architectures": ["LlamaForCausalLM"], "eos_token_id": None}
     fields["quantization_config"] = QUANTIZATION[layout] | config
     (folder / "config.json").write_text(json.dumps(fields))
@@ -823,8 +846,10 @@ def write_checkpoint(folder, layout, symmetric=False, **config):
     return model, expected
 
 
-@pytest.mark.parametrize(("layout", "symmetric"), [("gptq", False), ("awq", False), ("compressed-tensors", False),
-                                                   ("compressed-tensors", True)])  # fmt: skip
+@pytest.mark.parametrize(("layout", "symmetric"), [
+    ("gptq", False), ("awq", False), ("compressed-tensors", False), ("compressed-tensors", True),
+    *((layout, True) for layout in EIGHT_BITS),
+])  # fmt: skip
 def test_checkpoints_load_as_they_were_written(layout, symmetric, tmp_path):
     original, expected = write_checkpoint(tmp_path, layout, symmetric)
     loaded = lesson.load_checkpoint(tmp_path)
@@ -832,7 +857,7 @@ def test_checkpoints_load_as_they_were_written(layout, symmetric, tmp_path):
         if name != "lm_head":
             parts = [expected[f"model.{part}"] for part in formats.packed_modules(name)]
             assert isinstance(layer, lesson.QuantizedLinear)
-            assert torch.equal(layer.packed.dequantize().cpu(), torch.cat([q.dequantize() for q in parts]))
+            assert torch.equal(layer.packed.dequantize().cpu(), torch.cat(parts))
     assert common.relative_error(logits_of(loaded).cpu(), logits_of(original)) < 0.3
 
 
@@ -869,7 +894,10 @@ def test_published_words():
     [
         ("gptq", {"bits": 8}, "bits 8; allowed: 4"),
         ("gptq", {"quant_method": "quip"}, "quant_method 'quip'; allowed: gptq"),
-        ("compressed-tensors", {"format": "int-quantized"}, "allowed: 'pack-quantized'"),
+        ("compressed-tensors", {"format": "marlin-24"}, "format 'marlin-24'; allowed: pack-quantized, float"),
+        ("fp8", {"weight_block_size": [128]}, r"weight_block_size \[128\]; allowed: two positive whole numbers"),
+        ("fp8", {"weight_block_size": [48, 128]}, "q_proj is 128 x 64, its scales are .* 48 outputs and 128 inputs"),
+        ("fp8", {"weight_block_size": None}, "q_proj.weight is float8_e4m3fn; allowed: .* its scale beside it"),
         ("gptq", {"checkpoint_format": "gptq_v2"}, "checkpoint_format 'gptq_v2'; allowed: 'gptq'"),
     ],
 )
@@ -908,10 +936,34 @@ def test_eight_bits_in_the_layout_of_four_are_refused(tmp_path):
         lesson.load_checkpoint(tmp_path)
 
 
-def test_a_missing_tensor_is_named(tmp_path):
-    write_checkpoint(tmp_path, "awq")
-    edit_tensors(tmp_path, lambda tensors: tensors.pop("model.layers.1.self_attn.q_proj.qzeros"))
-    with pytest.raises(common.InputError, match=r"layers\.1\.self_attn\.q_proj\.qzeros is missing"):
+@pytest.mark.parametrize(("layout", "config", "tensor", "make", "message"), [
+    ("int-quantized", {}, "weight_zero_point", lambda _: torch.zeros(128, 1), "is int8; allowed: .* around zero"),
+    ("float-quantized", {}, "weight", lambda w: w.to(torch.float8_e5m2), "is float8_e5m2; allowed"),
+    ("fp8", {"weight_block_size": [48, 48]}, "weight_scale_inv", lambda s: s[:, :1], r"128 x 64, .* are \[3, 1\]"),
+])  # fmt: skip
+def test_eight_bits_of_another_kind_are_refused(layout, config, tensor, make, message, tmp_path):
+    write_checkpoint(tmp_path, layout, **config)
+    name = f"model.layers.0.self_attn.q_proj.{tensor}"
+    edit_tensors(tmp_path, lambda tensors: tensors.update({name: make(tensors.get(name))}))
+    with pytest.raises(common.InputError, match=message):
+        lesson.load_checkpoint(tmp_path)
+
+
+def test_a_layer_that_was_left_alone_stays_as_it_is(tmp_path):
+    """Quantizers skip layers by name (`modules_to_not_convert`): these are floats, among codes."""
+    write_checkpoint(tmp_path, "fp8")
+    plain = torch.randn(64, 128)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"model.layers.1.mlp.down_proj.weight": plain}))
+    loaded = lesson.load_checkpoint(tmp_path)
+    assert torch.equal(loaded.linear["layers.1.down_proj"].weight.cpu(), plain)
+    assert isinstance(loaded.linear["layers.0.down_proj"], lesson.QuantizedLinear)
+
+
+@pytest.mark.parametrize(("layout", "name"), [("awq", "qzeros"), ("fp8", "weight")])
+def test_a_missing_tensor_is_named(layout, name, tmp_path):
+    write_checkpoint(tmp_path, layout)
+    edit_tensors(tmp_path, lambda tensors: tensors.pop(f"model.layers.1.self_attn.q_proj.{name}"))
+    with pytest.raises(common.InputError, match=rf"layers\.1\.self_attn\.q_proj\.{name} is missing"):
         lesson.load_checkpoint(tmp_path)
 
 

@@ -45,7 +45,9 @@ def expected(model):
 # --- Codes that a folder has ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("layout", "symmetric"), [("gptq", False), ("awq", False), ("compressed-tensors", True)])
+@pytest.mark.parametrize(("layout", "symmetric"), [
+    ("gptq", False), ("awq", False), ("compressed-tensors", True), ("fp8", True),
+])  # fmt: skip
 @pytest.mark.parametrize(("tp", "pp"), [
     (4, 1), (2, 2), *(pytest.param(*layout, marks=pytest.mark.slow) for layout in [(1, 1), (2, 1), (1, 2)])
 ])  # fmt: skip

@@ -124,6 +124,7 @@ FORMATS = {f.name: f for f in (
     Format("q8_0", "int", 8, 32, "fp16"),
     Format("q4_1", "int", 4, 32, "fp16", "min"),
 )}  # fmt: skip
+FP8_BLOCKS = Format("fp8-g128", "e4m3", 8, 128, "fp32")  # of checkpoints: DeepSeek-V3's, Qwen3's
 
 
 @dataclass
@@ -328,6 +329,13 @@ def read_gguf(path: Path, config: llama.LlamaConfig, prefix: str = "") -> dict[s
 #     GPTQ                qweight [K/8, N]   along inputs, in order        qzeros [G, N/8]  z − 1
 #     AWQ                 qweight [K, N/8]   along outputs, 0 2 4 6 1 3 5 7 qzeros [G, N/8]  z, in the same order
 #     compressed-tensors  weight_packed [N, K/8]  along inputs, in order   weight_zero_point [N/8, G], or none: z = 8
+#
+# Eight bits need no packing, so these matrices go by the name of what they stand for, with a scale beside them:
+#
+#     fp8                 weight e4m3 [N, K]          weight_scale_inv [⌈N/128⌉, K/128] (DeepSeek-V3's square blocks)
+#     compressed-tensors  weight e4m3 or int8 [N, K]  weight_scale [N, 1], or one number
+
+LAYOUTS = ("gptq", "awq", "compressed-tensors", "fp8")
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs stands at the lowest 4 bits, the next, …
 
@@ -350,25 +358,35 @@ def checkpoint_tensors(folder: Path, get: Callable[[str], torch.Tensor | None]
                        ) -> tuple[Callable[[str], torch.Tensor | None], dict[str, Quantized]]:  # fmt: skip
     """(a lookup of float weights by name, the codes that it has met so far, by the prefix of their names).
 
-    `get` looks up what a folder of 4-bit GPTQ, AWQ or compressed-tensors weights stores. Raises InputError for others.
+    `get` looks up what a folder in one of LAYOUTS stores. Raises InputError for others.
     """
     quantization = llama._read_json(folder / "config.json").get("quantization_config") or {}
     layout, codes = quantization.get("quant_method"), {}
-    if layout not in ("gptq", "awq", "compressed-tensors"):
-        raise common.InputError(f"{folder}: quant_method {layout!r}; allowed: gptq, awq, compressed-tensors")
-    if layout != "compressed-tensors" and quantization.get("bits", 4) != 4:
+    if layout not in LAYOUTS:
+        raise common.InputError(f"{folder}: quant_method {layout!r}; allowed: {', '.join(LAYOUTS)}")
+    if layout in ("gptq", "awq") and quantization.get("bits", 4) != 4:
         raise common.InputError(f"{folder}: bits {quantization['bits']!r}; allowed: 4")
     if layout == "gptq" and (version := quantization.get("checkpoint_format") or "gptq") != "gptq":
         raise common.InputError(f"{folder}: checkpoint_format {version!r}; allowed: 'gptq' (version 2 stores z itself)")
-    if layout == "compressed-tensors" and quantization.get("format") != "pack-quantized":
-        raise common.InputError(f"{folder}: format {quantization.get('format')!r}; allowed: 'pack-quantized'")
+    block = quantization.get("weight_block_size")
+    whole = type(block) is list and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    if block is not None and not whole:
+        raise common.InputError(f"{folder}: weight_block_size {block!r}; allowed: two positive whole numbers")
+    known = ("pack-quantized", "float-quantized", "int-quantized")
+    if layout == "compressed-tensors" and quantization.get("format") not in known:
+        raise common.InputError(f"{folder}: format {quantization.get('format')!r}; allowed: {', '.join(known)}")
+    packed = layout in ("gptq", "awq") or quantization.get("format") == "pack-quantized"
 
     def lookup(name: str) -> torch.Tensor | None:
-        if (plain := get(name)) is not None or not name.endswith("_proj.weight"):
-            return plain
+        plain = get(name)
+        if not name.endswith("_proj.weight") or (plain is not None and plain.dtype.itemsize > 1):
+            return plain  # a layer that was left as it is
         prefix = name.removesuffix(".weight")
-        codes[prefix] = read_layer(layout, get, prefix)
-        return codes[prefix].dequantize()
+        if plain is not None:
+            codes[prefix] = read_eight_bits(plain, get, prefix, block)
+        elif packed:
+            codes[prefix] = read_layer(layout, get, prefix)
+        return codes[prefix].dequantize() if prefix in codes else None
 
     return lookup, codes
 
@@ -405,6 +423,31 @@ def read_layer(layout: str, get: Callable[[str], torch.Tensor | None], prefix: s
         raise common.InputError(f"weights: {name} regroups the inputs (desc_act); allowed: groups in order")
     f = Format(f"int4-g{group}", "int", 4, group, "fp16", None if zero is None else "int")
     return Quantized(f, codes.contiguous(), scale.half().contiguous(), None if zero is None else zero.contiguous())
+
+
+def read_eight_bits(weight: torch.Tensor, get: Callable[[str], torch.Tensor | None], prefix: str,
+                    block: Sequence[int] | None = None) -> Quantized:  # fmt: skip
+    """A layer whose matrix [N, K] is there in 8 bits, and its scales: one for each `block` of outputs and inputs, for
+    each output, or for all. Activations stay floats here, also where the file says how vLLM is to round them.
+
+    Raises InputError for other types and scales.
+    """
+    grid = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}.get(weight.dtype)
+    scale = get(f"{prefix}.weight_scale_inv" if block else f"{prefix}.weight_scale")
+    if grid is None or scale is None or get(f"{prefix}.weight_zero_point") is not None:
+        raise common.InputError(f"weights: {prefix}.weight is {str(weight.dtype).removeprefix('torch.')}; allowed: "
+                                "float8_e4m3fn or int8 around zero, and its scale beside it")  # fmt: skip
+    (N, K), codes, f = weight.shape, weight.view(torch.uint8), FORMATS[grid]
+    rows, columns = block or (1, K)
+    if not block and scale.numel() == 1:
+        scale = scale.reshape(1, 1).expand(N, 1)
+    if scale.shape != (-(-N // rows), K // columns) or K % columns:
+        raise common.InputError(f"weights: {prefix} is {N} x {K}, its scales are {list(scale.shape)}; allowed: one for "
+                                f"{rows} outputs and {columns} inputs")  # fmt: skip
+    if block:
+        f = dataclasses.replace(f, name=f"{grid}-g{columns}", group=columns)
+    scale = scale.float().repeat_interleave(rows, 0)[:N].contiguous()
+    return Quantized(f, (codes ^ 128 if grid == "int8" else codes).contiguous(), scale)
 
 
 # --- Codes in a kernel ----------------------------------------------------------------------------------------------

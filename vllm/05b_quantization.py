@@ -505,9 +505,9 @@ def example_launches(dtype: torch.dtype) -> None:
     empty = functools.partial(torch.empty, device="meta")
     small, large = (3072, 576), (4096, 14336)  # N, K
     cases = [(name, 16, large) for name in ("q4_1", "int8", "fp8", "mxfp4", "int4-g128")]
-    cases += [("int4-g64", 512, large), ("int4-g64", 32, small), ("int8", 64, (40, 300))]
+    cases += [("int4-g64", 512, large), ("int4-g64", 32, small), ("int8", 64, (40, 300)), ("blocks", 16, large)]
     for name, M, (N, K) in cases:
-        f = FORMATS[name]
+        f = FORMATS.get(name, formats.FP8_BLOCKS)
         scale = empty(K // (f.group or K), N, dtype=SCALE_DTYPES[f.scale])
         zero = {None: None, "int": scale.to(torch.uint8), "min": scale}[f.zero]
         weight = PackedWeight(f, K, empty(N, K * f.bits // 8, dtype=torch.uint8), scale, zero)
@@ -724,7 +724,7 @@ def with_torchao(model: llama.Llama) -> llama.Llama:
 
 
 def load_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> llama.Llama:
-    """A Llama folder whose linear layers are 4-bit GPTQ, AWQ or compressed-tensors. Raises InputError for others."""
+    """A Llama folder whose linear layers are codes in one of `formats.LAYOUTS`. Raises InputError for others."""
     config = llama.LlamaConfig.from_folder(folder, quantized=True)
     with contextlib.ExitStack() as stack:
         tensors, codes = formats.checkpoint_tensors(folder, llama._open_weights(folder, stack))

@@ -148,7 +148,7 @@ class EngineArgs:
             allowed["tool_call_parser"] = ("hermes",)
         if self.quantization is not None:
             methods = openai_api.companion("05b_quantization", "--quantization").METHODS
-            allowed["quantization"] = (*methods, "compressed-tensors")
+            allowed["quantization"] = (*methods, "compressed-tensors", "fp8")
         if self.kv_cache_dtype != "auto":
             cache = openai_api.companion("05d_kv_cache_quantization", "--kv-cache-dtype")
             allowed["kv_cache_dtype"] = cache.KV_CACHE_DTYPES
