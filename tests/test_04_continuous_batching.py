@@ -106,6 +106,16 @@ def test_a_slot_cache_is_a_paged_cache_with_huge_blocks():
     assert found["paged"]["most"] > 3 * found["reserved"]["most"] and found["gain"] > 2
 
 
+def test_a_request_takes_no_slot_for_its_last_token():
+    """100 + 29 − 1 tokens are 8 blocks of 16; one more asks for a ninth."""
+    for max_tokens, blocks in ((29, 8), (30, 9)):
+        manager = lesson.KVCacheManager(17, 16, 256)
+        scheduler = lesson.Scheduler(lesson.SchedulerConfig(256, 1, 256), manager)
+        scheduler.add_request(Request("r", [0] * 100, SamplingParams(max_tokens=max_tokens)))
+        scheduler.schedule()
+        assert len(manager.get_block_ids("r")) == blocks
+
+
 # --- What the model is given ----------------------------------------------------------------------------------------
 
 
@@ -229,6 +239,7 @@ def run_with_arrivals(core, requests, arrivals):
         for output in core.step():
             found[int(output.request_id)] += output.new_token_ids
         step += 1
+        assert step < 1000, "whoever waits will wait for ever"
     pool = core.scheduler.kv_cache_manager.block_pool
     pool.check()
     assert pool.num_free_blocks == pool.num_blocks - 1

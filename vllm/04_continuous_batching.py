@@ -811,6 +811,7 @@ def timeline(policy: str, seats: int, outputs: Sequence[int], prompts: Sequence[
             core.add_request(Request(str(i), [0] * prompts[i], params, arrival_time=arrived))
             arrived += 1
         finished = [int(o.request_id) for o in core.step() if o.finish_reason]
+        assert core.batch or arrived < len(order), "nobody runs, and whoever waits will wait for ever"
         lanes: list[int | None] = [None] * seats
         for i in core.batch:
             if i not in lane_of:
