@@ -107,7 +107,7 @@ class PrefixAwareBalancer(LoadBalancer):
         parent, found, tokens = prefix_caching.ROOT_HASH, [], request.prompt_token_ids
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
             extra = (("lora", request.lora_name),) if request.lora_name else ()
-            extra += (request.cache_salt,) if request.cache_salt and not found else ()
+            extra += (("cache_salt", request.cache_salt),) if request.cache_salt and not found else ()
             parent = prefix_caching.hash_block_tokens(parent, tokens[end - self.block_size : end], extra)
             found.append(parent)
         return found
