@@ -54,7 +54,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     torch.set_num_threads(1)  # the second core is for the jobs
     if not session.config.option.collectonly:
-        scripts.ahead(marker.args[0] for item in session.items for marker in item.iter_markers("job"))
+        jobs = [marker.args[0] for item in session.items for marker in item.iter_markers("job")]
+        scripts.ahead(sorted(jobs, key=lambda job: "as if there were a GPU" not in job[0]))  # the longest first
 
 
 def pytest_sessionfinish() -> None:
