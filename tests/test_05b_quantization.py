@@ -348,7 +348,7 @@ def test_a_decode_batch_on_hopper_loads_16_bytes_at_once_and_leaves_room_for_fou
     code = """import json, re, compile_kernels as ck, common, torch
 with common.captured() as launches:
     common.lesson("05b_quantization").example_launches(torch.bfloat16)
-(launch,) = [launch for launch in launches if launch.kwargs.get("GROUP") == 128]
+(launch,) = [launch for launch in launches if (launch.kwargs.get("GROUP"), launch.kwargs.get("BITS")) == (128, 4)]
 compiled = ck.compile_launch(launch, ck.TARGETS["sm_90"])
 widths = re.findall(r"cp\\.async\\.\\w+\\.shared\\.global.*?, (0x\\w+)", compiled.asm["ptx"])
 print(json.dumps([ck.resources(compiled, ck.TARGETS["sm_90"])["registers"], compiled.metadata.shared, widths]))"""
