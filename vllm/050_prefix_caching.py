@@ -65,6 +65,17 @@ def hash_block_tokens(parent_hash: bytes, token_ids: Sequence[int], extra_keys: 
 
 ROOT_HASH = hashlib.sha256(b"the parent of every first block").digest()
 
+
+def block_extra_keys(request: Request, first: bool) -> tuple:
+    """What besides its tokens makes a request's block (its `first` one or another) what it is.
+
+    Requests share blocks only if their salts are equal; through the chain it need be in the first block only.
+    The adapter changes every layer's keys and values, so its name is in every block.
+    """
+    adapter = (("lora", request.lora_name),) if request.lora_name else ()
+    return (*adapter, ("cache_salt", request.cache_salt)) if request.cache_salt and first else adapter
+
+
 # --- The index and the queue ------------------------------------------------------------------------------------------
 
 
@@ -142,17 +153,10 @@ class PrefixCachingKVCacheManager(KVCacheManager):
         self.num_cached_block: dict[str, int] = {}  # leading blocks of each table that are in the index
 
     def update_block_hashes(self, request: Request) -> None:
-        """Extend `request.block_hashes` to all its full blocks, generated tokens included.
-
-        Requests share blocks only if their salts are equal; through the chain it need be in the first block only.
-        The adapter changes every layer's keys and values, so its name is in every block.
-        """
+        """Extend `request.block_hashes` to all its full blocks, generated tokens included."""
         hashes, size = request.block_hashes, self.block_size
         for end in range((len(hashes) + 1) * size, request.num_tokens + 1, size):
-            extra_keys = (("lora", request.lora_name),) if request.lora_name else ()
-            if request.cache_salt and not hashes:
-                extra_keys += (("cache_salt", request.cache_salt),)
-            parent = hashes[-1] if hashes else ROOT_HASH
+            parent, extra_keys = hashes[-1] if hashes else ROOT_HASH, block_extra_keys(request, not hashes)
             block_hash = hash_block_tokens(parent, request.all_token_ids[end - size : end], extra_keys)
             hashes.append(block_hash[: self.hash_bits // 8])
 

@@ -106,9 +106,8 @@ class PrefixAwareBalancer(LoadBalancer):
         """Hashes of the prompt's full blocks, as that engine's prefix cache will have them."""
         parent, found, tokens = prefix_caching.ROOT_HASH, [], request.prompt_token_ids
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
-            extra = (("lora", request.lora_name),) if request.lora_name else ()
-            extra += (("cache_salt", request.cache_salt),) if request.cache_salt and not found else ()
-            parent = prefix_caching.hash_block_tokens(parent, tokens[end - self.block_size : end], extra)
+            extra_keys = prefix_caching.block_extra_keys(request, not found)
+            parent = prefix_caching.hash_block_tokens(parent, tokens[end - self.block_size : end], extra_keys)
             found.append(parent)
         return found
 
