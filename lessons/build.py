@@ -150,6 +150,11 @@ def anchor_of(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).strip().replace(" ", "-")
 
 
+def inside_link(tokens: list[Token], i: int) -> bool:
+    """Whether token `i` is the text of a link, in which there must be no other."""
+    return [t.type for t in tokens[:i] if t.type.startswith("link_")][-1:] == ["link_open"]
+
+
 class Site:
     """Pages, the links between them, and the files that they need."""
 
@@ -187,8 +192,7 @@ class Site:
     def _text(self, tokens: list[Token], i: int, *_: object) -> str:
         """Plain text; "lesson 04" is a link wherever the lesson exists."""
         text = html.escape(tokens[i].content, quote=False)
-        depth = sum(t.type == "link_open" for t in tokens[:i]) - sum(t.type == "link_close" for t in tokens[:i])
-        if depth:
+        if inside_link(tokens, i):
             return text
         return self._link_numbers(r"(?:[Ll]esson |(?<=\())(0\d[a-z]?|(?<=esson )\d\d[a-z]?)\b", text)
 
@@ -227,7 +231,7 @@ class Site:
         """`vllm/file.py:symbol`, and names that this lesson's script defines, lead to the line."""
         text = tokens[i].content
         shown = f"<code>{html.escape(text, quote=False)}</code>"
-        if any(t.type == "link_open" for t in tokens[:i]) and not any(t.type == "link_close" for t in tokens[:i]):
+        if inside_link(tokens, i):
             return shown
         url = None
         if match := re.fullmatch(r"((?:vllm|tests|lessons)/[\w./-]+\.py)(?::([\w.]+))?", text):

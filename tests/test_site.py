@@ -80,6 +80,12 @@ def test_every_internal_link_resolves(site):
     assert not wrong
 
 
+def test_no_link_is_inside_another(site):
+    for page in pages(site):
+        nested = re.search(r"<a\b[^>]*>(?:(?!</a>).)*<a\b[^>]*>", read(page), re.DOTALL)
+        assert not nested, f"{page.name}: {nested[0][-200:]}"
+
+
 def test_nothing_is_fetched_from_elsewhere(site):
     for page in pages(site):
         for tag in re.findall(r"<(?!a\b)[a-z]+ [^>]*\b(?:src|href|srcset)=[^>]*>", read(page)):
