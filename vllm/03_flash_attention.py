@@ -211,15 +211,17 @@ def hbm_floats(T: int, D: int, block_m: int = 128, causal: bool = False) -> dict
 
 @triton.jit
 def attend_to_keys(
-    acc, l, m, s, q, k_rows, v_rows, start, stop, first, S, scale,
+    acc, l, m, q, k_rows, v_rows, start, stop, first, S, scale,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys [start, stop) into (m, ℓ, O). `s` arrives holding the scores of the first tile.
+    """Fold the keys [start, stop) into (m, ℓ, O).
 
-    Scores are computed one tile ahead, and O += P V comes last: nothing waits for it until the next scores are there,
-    so the tensor cores work on it while the other units do the next softmax. The price: two tiles of scores at a time.
+    On Hopper tl.dot starts the tensor cores and goes on. Scores are waited for at once, O += P V only when the next
+    scores are: until then P must stay where it is. So the next scores come before the next P, in this order only.
     """
     for n in range(start, stop, BLOCK_N):
+        k = k_rows.load([n, 0]).to(q.dtype)  # [N, D]; rows past the end of the sequence are zero
+        s = tl.dot(q, k.T, input_precision="ieee")  # [M, N]
         if MASKED:
             position = first + tl.arange(0, BLOCK_M)[:, None]
             key = n + tl.arange(0, BLOCK_N)[None, :]
@@ -232,14 +234,10 @@ def attend_to_keys(
         p = tl.math.exp2(s * scale - origin[:, None])  # [M, N]
         alpha = tl.math.exp2(m - origin)
         l = l * alpha + tl.sum(p, 1)
-        m = m_new
-        p = p.to(q.dtype)
-        k = k_rows.load([n + BLOCK_N, 0]).to(q.dtype)  # [N, D]; rows past the end of the sequence are zero
-        s = tl.dot(q, k.T, input_precision="ieee")
-        acc = acc * alpha[:, None]
         v = v_rows.load([n, 0]).to(q.dtype)
-        acc = tl.dot(p, v, acc, input_precision="ieee")
-    return acc, l, m, s
+        acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision="ieee")  # [M, D]
+        m = m_new
+    return acc, l, m
 
 
 @common.kernel
@@ -300,14 +298,13 @@ def flash_attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    s = tl.dot(q, k_rows.load([begin, 0]).to(q.dtype).T, input_precision="ieee")  # [M, N]
     if WINDOW:
-        acc, l, m, s = attend_to_keys(acc, l, m, s, q, k_rows, v_rows, begin, tl.minimum(full, end), first, S, scale,
-                                      True, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)  # fmt: skip
-    acc, l, m, s = attend_to_keys(acc, l, m, s, q, k_rows, v_rows, full, edge, first, S, scale,
-                                  False, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)  # fmt: skip
-    acc, l, m, s = attend_to_keys(acc, l, m, s, q, k_rows, v_rows, tl.maximum(full, edge), end, first, S, scale,
-                                  True, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)  # fmt: skip
+        acc, l, m = attend_to_keys(acc, l, m, q, k_rows, v_rows, begin, tl.minimum(full, end), first, S, scale,
+                                   True, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)  # fmt: skip
+    acc, l, m = attend_to_keys(acc, l, m, q, k_rows, v_rows, full, edge, first, S, scale,
+                               False, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)  # fmt: skip
+    acc, l, m = attend_to_keys(acc, l, m, q, k_rows, v_rows, tl.maximum(full, edge), end, first, S, scale,
+                               True, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)  # fmt: skip
 
     row = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)
@@ -321,27 +318,31 @@ def flash_attention_kernel(
 
 
 class Tiles(NamedTuple):
-    """How one program is cut: queries and keys per tile, warps, and tiles of keys in flight."""
+    """How one program is cut: queries and keys per tile, warps, tiles of keys in flight, most registers per thread."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None
 
 
 def choose_tiles(dtype: torch.dtype, head_size: int, window: int | None = None,
                  capability: tuple[int, int] | None = None) -> Tiles:  # fmt: skip
-    """Tile sizes by what has to stay in registers: O [M, D], and the scores of two tiles [M, N], all in fp32.
+    """Tile sizes by what has to stay in registers: O [M, D] and the scores of a tile [M, N], in fp32.
 
-    On Hopper (capability (9, 0)) TMA needs no registers for addresses, so 128 × 128 tiles fit the 255 that a thread
-    has. Elsewhere, and where the GPU is not known, the largest that spill nowhere. Found by compiling (a test repeats
-    it). fp32 has no exact product on tensor cores: each thread holds whole rows and columns, so its tiles are small.
+    On Hopper (capability (9, 0)) two programs share an SM, and one has its exponentials while the other has the tensor
+    cores: 2 × 256 threads × 128 registers are all it has. Elsewhere, and where the GPU is not known, the largest that
+    spill nowhere (a test compiles them). fp32 has no exact product on tensor cores: each thread holds whole rows and
+    columns, so its tiles are small.
     """
     hopper = capability == (9, 0)
     if dtype == torch.float32:
         return Tiles(32, 16, 8, 1) if head_size <= 64 else Tiles(16, 16, 8, 1)
+    if hopper and head_size <= 64:
+        return Tiles(64, 128, 4, 2)
     if head_size <= 128:
-        return Tiles(128, 128, 8, 2) if hopper and not window else Tiles(128, 64, 8, 2)
+        return Tiles(128, 64, 8, 2, 128 if hopper and not window else None)
     return Tiles(128, 32, 8, 2) if hopper else Tiles(64, 32, 8, 1)
 
 
@@ -389,7 +390,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         Hq=Hq, Hkv=Hkv, D=D, BLOCK_D=triton.next_power_of_2(D), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         CAUSAL=causal, WINDOW=window or 0, UPCAST=common.INTERPRET and q.dtype == torch.bfloat16,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **({"maxnreg": tiles.maxnreg} if tiles.maxnreg else {}),
     )  # fmt: skip
     return out, lse
 
