@@ -831,9 +831,9 @@ def measure_kernel(long: bool) -> list[dict[str, float]]:
         lens = torch.full((B,), S, dtype=torch.int32, device=common.device())
         sdpa = functools.partial(F.scaled_dot_product_attention, q[:, :, None], k.transpose(1, 2), v.transpose(1, 2),
                                  enable_gqa=True)  # fmt: skip
-        ours = common.measure(functools.partial(decode_attention, q, k, v, lens, S)).median
+        ours = common.measure_graph(functools.partial(decode_attention, q, k, v, lens, S)).median
         rows.append({"batch": B, "context": S, "us": ours * 1e6, "gb_s": 2 * k.nbytes / ours / 1e9,
-                     "sdpa_us": common.measure(sdpa).median * 1e6})  # fmt: skip
+                     "sdpa_us": common.measure_graph(sdpa).median * 1e6})  # fmt: skip
     return rows
 
 

@@ -1035,10 +1035,10 @@ def measure_indirection(cases: Iterable[tuple[int, int, int]], Hq: int, Hkv: int
         row: dict[str, Any] = {"B": B, "S": S, "block_size": block_size}
         for name, size in (("paged", block_size), ("one_block", S)):
             case = random_case([S] * B, size, Hq, Hkv, D, dtype)
-            row[name] = common.measure(functools.partial(paged_decode, *case, S), seconds).median
+            row[name] = common.measure_graph(functools.partial(paged_decode, *case, S), seconds).median
         k, v = torch.randn(2, B, S, Hkv, D, device=common.device()).to(dtype)
         contiguous = functools.partial(kv_cache_lesson.decode_attention, case[0], k, v, case[3], S)
-        row["contiguous"] = common.measure(contiguous, seconds).median
+        row["contiguous"] = common.measure_graph(contiguous, seconds).median
         row["gbps"] = 2 * k.nbytes / row["paged"] / 1e9
         rows.append(row | {"ratio": row["paged"] / row["contiguous"], "to_one_block": row["paged"] / row["one_block"]})
     return rows

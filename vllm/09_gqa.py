@@ -462,7 +462,8 @@ def mla_decode(q: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor, 
         return _mla_decode_torch(q, cache, block_table, seq_lens, R, scale)
     if B == 0:
         return q[:, :, :R].clone()
-    rows, tile, num_warps, num_stages = mla_tiles(q.dtype, H, q.is_cuda and not torch.version.hip)
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda and not torch.version.hip else None
+    rows, tile, num_warps, num_stages = mla_tiles(q.dtype, H, capability)
     groups = triton.cdiv(H, rows)
     splits = num_splits or paged.default_splits(B * groups, max_seq_len, q.device)
     out, parts, lse = split_buffers(q, R, splits)
@@ -475,12 +476,14 @@ def mla_decode(q: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor, 
     return combine(parts, lse, out)
 
 
-def mla_tiles(dtype: torch.dtype, H: int, nvidia: bool = False) -> tuple[int, int, int, int]:
+def mla_tiles(dtype: torch.dtype, H: int, capability: tuple[int, int] | None) -> tuple[int, int, int, int]:
     """(heads, keys per tile, warps, stages): a tile's sums are heads × 512 fp32 numbers, in registers. As compiled:
-    32 heads spill on an MI300, and no NVIDIA GPU."""
+    32 heads spill on an MI300, and no NVIDIA GPU; of these, Hopper's tensor cores take 64 at once from 64 keys."""
     if dtype == torch.float32:
         return 16, 16, 8, 2
-    return (32, 32, 8, 1) if H > 16 and nvidia else (16, 32, 4, 2)
+    if H > 32 and capability == (9, 0):
+        return 64, 64, 8, 2
+    return (32, 32, 8, 1) if H > 16 and capability else (16, 32, 4, 2)
 
 
 def _mla_decode_torch(q: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
@@ -987,7 +990,7 @@ def measure_kernels() -> dict[str, Any]:
         case = paged.random_case([S] * B, 16, 32, Hkv, 128, dtype)
         row = {"B": B, "S": S, "Hkv": Hkv}
         for name, heads in (("packed", None), ("one_by_one", 1)):
-            row[f"{name}_us"] = common.measure(functools.partial(gqa_decode, *case, S, heads), 0.3).median * 1e6
+            row[f"{name}_us"] = common.measure_graph(functools.partial(gqa_decode, *case, S, heads), 0.3).median * 1e6
         once = decode_traffic(B, S, 32, Hkv, 128)["bytes"]
         decode.append(row | rate(once, row["packed_us"]) | {"ratio": row["one_by_one_us"] / row["packed_us"]})
     for B, S, H in ((128, 16384, 16), (32, 4096, 16), (32, 4096, 128), (1, 65536, 16)):
@@ -996,13 +999,13 @@ def measure_kernels() -> dict[str, Any]:
         table = (torch.randperm(B * blocks, device=device) + 1).int().view(B, blocks)
         lens = torch.full((B,), S, dtype=torch.int32, device=device)
         q = torch.randn(B, H, 576, device=device, dtype=dtype)
-        us = common.measure(lambda: mla_decode(q, cache, table, lens, S, 512, 192**-0.5), 0.3).median * 1e6  # noqa: B023
+        us = common.measure_graph(lambda: mla_decode(q, cache, table, lens, S, 512, 192**-0.5), 0.3).median * 1e6  # noqa: B023
         flops = B * S * mla_cost(H, 1)["absorbed"]
         latent.append({"B": B, "S": S, "H": H, "us": us, **rate(B * S * 1152, us), "tflop_s": flops / us / 1e6})
     for T in (2048, 8192):
         q, (k, v) = torch.randn(T, 32, 128).to(device, dtype), torch.randn(2, T, 8, 128).to(device, dtype)
         loc = torch.tensor([0, T], device=device)
-        us = [common.measure(functools.partial(gqa_prefill, q, k, v, loc, T, heads), 0.3).median * 1e6
+        us = [common.measure_graph(functools.partial(gqa_prefill, q, k, v, loc, T, heads), 0.3).median * 1e6
               for heads in (None, 1)]  # fmt: skip
         flops = 2 * T * T * 32 * 128
         prefill.append({"T": T, "packed_us": us[0], "one_by_one_us": us[1], "tflop_s": flops / us[0] / 1e6})

@@ -940,8 +940,8 @@ def measure_kernel(long: bool) -> list[dict[str, Any]]:
         if n:
             halves.append(functools.partial(unified_attention, q[decodes:], cache, table[decodes:],
                                             start_loc[decodes:] - decodes, seq_lens[decodes:], longest))  # fmt: skip
-        seconds = common.measure(functools.partial(unified_attention, *batch)).median
-        apart = sum(common.measure(half).median for half in halves)
+        seconds = common.measure_graph(functools.partial(unified_attention, *batch)).median
+        apart = sum(common.measure_graph(half).median for half in halves)
         pairs = sum(m * c - m * (m - 1) // 2 for m, c in work)
         moved = 4 * Hkv * D * sum(c for _, c in work)  # keys and values, two bytes each
         rows.append({"case": name, "us": seconds * 1e6, "tflop_s": 4 * Hq * D * pairs / seconds / 1e12,

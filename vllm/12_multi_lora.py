@@ -1080,10 +1080,10 @@ def measure_popularity(batches: Sequence[int], hidden: int, rank: int, seconds: 
         for kind in POPULARITY:
             meta = LoRAKernelMeta.build(popularity(kind, rows), model.device)
             run = functools.partial(add_lora, y, x, memory, 0, "o_proj", meta)
-            times[kind.split()[0]] = common.measure(run, seconds).median * 1e6
+            times[kind.split()[0]] = common.measure_graph(run, seconds).median * 1e6
         pairs = [memory.layer(slot, 0, "o_proj") for slot in popularity("distinct", rows)]
-        times["loop"] = common.measure(functools.partial(loop_over_requests, y, x, pairs), seconds).median * 1e6
-        times["base"] = common.measure(functools.partial(torch.matmul, x, weight.T), seconds).median * 1e6
+        times["loop"] = common.measure_graph(functools.partial(loop_over_requests, y, x, pairs), seconds).median * 1e6
+        times["base"] = common.measure_graph(functools.partial(torch.matmul, x, weight.T), seconds).median * 1e6
         found[str(rows)] = times
     return found
 
