@@ -280,6 +280,33 @@ def test_decoding_matmul_in_every_dtype(name, K, kernels, device, dtype):
     common.assert_close(out, (x.double().cpu() @ W.double().T).to(device), dtype)
 
 
+@pytest.mark.parametrize(("name", "K"), [*((n, 192) for n in KERNEL_FORMATS), ("int4-g128", 384), ("blocks", 384),
+                                         ("int8", 83), ("g96", 288)])  # fmt: skip
+def test_weights_decoded_once(name, K, kernels, device, dtype, guarded, guarded_outputs):
+    """All of them, nothing beside them, rounded to x's dtype at most; tiles end within N, and within K."""
+    others = {"blocks": formats.FP8_BLOCKS, "g96": Format("g96", "int", 4, 96, "fp16", "int")}
+    q = rtn(torch.randn(70, K), others.get(name) or FORMATS[name])
+    weight = lesson.PackedWeight.pack(q.to(device))
+    for part in ("codes", "scale", "zero"):
+        if (tensor := getattr(weight, part)) is not None:
+            setattr(weight, part, guarded(tensor))
+    common.assert_close(lesson.decode_weight(weight, dtype), q.dequantize().to(device, dtype), dtype)
+
+
+def test_many_rows_are_multiplied_by_decoded_weights(kernels, device, dtype):
+    """Around the threshold both ways yield the same rows, and each is gone only on its side."""
+    weight = lesson.PackedWeight.pack(rtn(torch.randn(24, 64), FORMATS["int4-g64"]).to(device))
+    x = torch.randn(lesson.DECODE_ONCE + 1, 64, device=device).to(dtype)
+    launches = lambda: (lesson.dequant_matmul_kernel.launches, lesson.dequantize_kernel.launches)  # noqa: E731
+    before, few = launches(), lesson.dequant_matmul(x[:-1], weight)
+    between, many = launches(), lesson.dequant_matmul(x, weight)
+    assert between == (before[0] + 1, before[1]) and launches() == (between[0], between[1] + 1)
+    assert many.dtype == dtype and many.shape == (len(x), 24)
+    reference = x.double() @ weight.dequantize().to(dtype).double().T
+    for out in (few, many):
+        common.assert_close(out, reference[: len(out)], dtype)
+
+
 def test_rows_of_a_larger_tensor(kernels, device):
     """x may be a slice: its row stride is not its width."""
     q = rtn(torch.randn(20, 64), FORMATS["mxfp4"])

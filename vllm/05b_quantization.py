@@ -41,7 +41,6 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +58,8 @@ continuous_batching = common.lesson("04_continuous_batching")
 formats = common.lesson("05a_number_formats")  # grids, scales, encode and decode, files
 FORMATS, MINIFLOATS, Format, Quantized = formats.FORMATS, formats.MINIFLOATS, formats.Format, formats.Quantized
 choose_scales, encode, decode = formats.choose_scales, formats.encode, formats.decode
-decode_tile, decode_four_bits, e4m3_as_fp16 = formats.decode_tile, formats.decode_four_bits, formats.e4m3_as_fp16
+PackedWeight, load_scales, scale_values = formats.PackedWeight, formats.load_scales, formats.scale_values
+decode_groups, decode_four_bits, e4m3_as_fp16 = formats.decode_groups, formats.decode_four_bits, formats.e4m3_as_fp16
 
 KEY = "05b_quantization"
 
@@ -182,14 +182,13 @@ def output_error(quantized: torch.Tensor, W: torch.Tensor, X: torch.Tensor) -> f
 # Late scales. Where an output's weights in a tile share one, it multiplies their sum; 16 bits hold integers exactly.
 # Triton itself loads ahead only what a dot takes: late scales are loaded one tile early here, or each tile would wait.
 #
+# Many tokens. Every tile of rows decodes all weights again. Beyond DECODE_ONCE rows it is less work to write them out
+# once, in x's dtype, and to leave the product to the fastest kernel there is. vLLM does so for AWQ from 256 rows on.
+#
 # Split-K. A decode batch has one tile of rows, and N / BLOCK_N programs do not fill a GPU. So the K tiles are dealt to
 # SPLIT_K programs, and a second kernel adds their sums up.
 
-
-@triton.jit
-def load_scales(scale, zero, place, known, ZERO: tl.constexpr):
-    s = tl.load(scale + place, mask=known, other=0)
-    return s, tl.load(zero + place, mask=known, other=0) if ZERO != "none" else s
+DECODE_ONCE = 64
 
 
 @common.kernel
@@ -223,9 +222,7 @@ def dequant_matmul_kernel(x, codes, scale, zero, out, M, N, K, stride_x, stride_
             g = start // GROUP + tl.arange(0, GROUPS)[None, :]
             known = (n < N)[:, None] & (g < K // GROUP)  # [BLOCK_N, GROUPS]
             s, z = load_scales(scale, zero, g * N + n[:, None], known, ZERO)
-        s = tl.exp2(s.to(tl.float32) - 127) if EXPONENT_SCALE else s.to(tl.float32)
-        if MANTISSA >= 0:
-            s = s * (1 << (15 - BIAS))
+        s = scale_values(s, MANTISSA, BIAS, EXPONENT_SCALE)
         z = z.to(tl.float32)[:, None] if LATE else z.to(tl.float32)
         k = start + (j if PER_BYTE == 1 else j // 16 * 32 + j % 16)
         part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32) if LATE else acc
@@ -237,20 +234,49 @@ def dequant_matmul_kernel(x, codes, scale, zero, out, M, N, K, stride_x, stride_
             if FAST:
                 w = decode_four_bits(q, z, half, x_tile.dtype == tl.bfloat16)
             else:
-                w = decode_tile(q if PER_BYTE == 1 else q >> 4 * half & 15, MANTISSA, BITS, ZERO)
-                w = tl.reshape(w, (BLOCK_N, GROUPS, BYTES // GROUPS))
-                if ZERO == "int":
-                    w = w - z[:, :, None]
-                if not LATE:
-                    w = w * s[:, :, None]
-                if ZERO == "min":
-                    w = w + z[:, :, None]
-                w = tl.reshape(w, (BLOCK_N, BYTES))
+                w = decode_groups(q if PER_BYTE == 1 else q >> 4 * half & 15, s, z, MANTISSA, BITS, ZERO, not LATE)
             part = tl.dot(x_tile, w.to(x_tile.dtype).T, part, input_precision="ieee")
             k += 16
         acc = acc + part * s[None, :] if LATE else part
     place = (split.to(tl.int64) * M + m[:, None]) * N + n[None, :]
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@common.kernel
+def dequantize_kernel(codes, scale, zero, out, N, K, stride_w, GROUP: tl.constexpr, BITS: tl.constexpr,
+                      MANTISSA: tl.constexpr, BIAS: tl.constexpr, ZERO: tl.constexpr, EXPONENT_SCALE: tl.constexpr,
+                      BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    PER_BYTE: tl.constexpr = 8 // BITS
+    GROUPS: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
+    start = tl.program_id(0) * BLOCK_K
+    n, j = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K // PER_BYTE)
+    byte, row = start // PER_BYTE + j, n.to(tl.int64)[:, None]
+    here = (n < N)[:, None] & (byte < K // PER_BYTE)[None, :]
+    q = tl.load(codes + row * stride_w + byte[None, :], mask=here, other=0)  # [BLOCK_N, bytes]
+    g = start // GROUP + tl.arange(0, GROUPS)[None, :]
+    s, z = load_scales(scale, zero, g * N + n[:, None], (n < N)[:, None] & (g < K // GROUP), ZERO)
+    s, z = scale_values(s, MANTISSA, BIAS, EXPONENT_SCALE), z.to(tl.float32)
+    k = start + (j if PER_BYTE == 1 else j // 16 * 32 + j % 16)
+    for half in tl.static_range(PER_BYTE):
+        w = decode_groups(q if PER_BYTE == 1 else q >> 4 * half & 15, s, z, MANTISSA, BITS, ZERO, True)
+        tl.store(out + row * K + k[None, :], w.to(out.dtype.element_ty), mask=here)
+        k += 16
+
+
+def decode_weight(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """All weights, for a product that uses each of them often.
+
+    Semantics: Ŵ decoded from codes, scales and zero points in fp32, rounded to `dtype`.
+    Shapes: weight [N, K] -> [N, K].
+    """
+    N, K, group = len(weight.codes), weight.K, weight.format.group or weight.K
+    out = torch.empty(N, K, dtype=dtype, device=weight.codes.device)
+    block_k = 128 if group % 128 == 0 or 128 % group == 0 or group == K else 32  # whole groups, or within one
+    dequantize_kernel[(triton.cdiv(K, block_k), triton.cdiv(N, 32))](
+        weight.codes, weight.scale, weight.codes if weight.zero is None else weight.zero, out, N, K,
+        weight.codes.stride(0), **weight.constants, BLOCK_N=32, BLOCK_K=block_k,
+    )  # fmt: skip
+    return out
 
 
 @common.kernel
@@ -274,39 +300,6 @@ def choose_split(programs: int, tiles: int, wanted: int) -> int:
     return split_k
 
 
-@dataclass
-class PackedWeight:
-    """A `Quantized` matrix as the kernel reads it: codes uint8 [N, K · bits / 8], scales and zeros [groups, N]."""
-
-    format: Format
-    K: int
-    codes: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor | None
-    unpacked: Callable | None = None  # what a CPU multiplies with
-
-    @classmethod
-    def pack(cls, quantized: Quantized) -> PackedWeight:
-        """Raises InputError for what the kernel does not decode: other widths, groups below 32, NVFP4's scales."""
-        format, (N, K) = quantized.format, quantized.codes.shape
-        group = format.group or K
-        tiled = group % 32 == 0 if format.bits == 4 or format.group else True
-        if format.bits not in (4, 8) or format.scale == "e4m3" or not tiled:
-            raise common.InputError(f"format {format.name} with {K} inputs: the kernel takes 4 or 8 bits and groups "
-                                    "that are multiples of 32")  # fmt: skip
-        codes = quantized.codes
-        if format.bits == 4:
-            low, high = codes.view(N, K // 32, 2, 16).unbind(2)
-            codes = (low | high << 4).flatten(1)  # [N, K/2]
-        zero = None if quantized.zero is None else quantized.zero.T.contiguous()
-        return cls(format, K, codes.contiguous(), quantized.scale.T.contiguous(), zero)
-
-    def dequantize(self) -> torch.Tensor:
-        """The weights back from the packed bytes, fp32 [N, K]."""
-        codes = self.codes if self.format.bits == 8 else formats.planes(self.codes, 4, 16).to(torch.uint8)
-        return Quantized(self.format, codes, self.scale.T, None if self.zero is None else self.zero.T).dequantize()
-
-
 def dequant_matmul(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """A linear layer on 4- or 8-bit weights.
 
@@ -320,18 +313,17 @@ def dequant_matmul(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
                 weight.unpacked = continuous_batching.PackedLinear(W, None)
                 weight.unpacked.weight = x.new_empty(1, 1).expand_as(W)  # nothing but its shape is read
         return weight.unpacked(x)
-    (M, K), N, f = x.shape, len(weight.codes), weight.format
+    (M, K), N = x.shape, len(weight.codes)
+    if M > DECODE_ONCE:
+        return F.linear(x, decode_weight(weight, x.dtype))
     out = torch.empty(M, N, dtype=x.dtype, device=x.device)
     if M == 0:
         return out
-    block_m, block_n, block_k, split_k, num_stages = choose_tiles(x.dtype, M, N, K, f)
+    block_m, block_n, block_k, split_k, num_stages = choose_tiles(x.dtype, M, N, K, weight.format)
     target = out if split_k == 1 else torch.empty(split_k, M, N, dtype=torch.float32, device=x.device)
-    minifloat = MINIFLOATS.get(f.grid)
     dequant_matmul_kernel[(triton.cdiv(N, block_n), triton.cdiv(M, block_m), split_k)](
         x, weight.codes, weight.scale, weight.codes if weight.zero is None else weight.zero, target, M, N, K,
-        x.stride(0), weight.codes.stride(0), GROUP=f.group or K, BITS=f.bits,
-        MANTISSA=minifloat.mantissa_bits if minifloat else -1, BIAS=minifloat.bias if minifloat else 0,
-        ZERO=f.zero or "none", EXPONENT_SCALE=f.scale == "e8m0", SPLIT_K=split_k, BLOCK_M=block_m, BLOCK_N=block_n,
+        x.stride(0), weight.codes.stride(0), **weight.constants, SPLIT_K=split_k, BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_K=block_k, EVEN_K=K % block_k == 0, UPCAST=common.INTERPRET, num_warps=4, num_stages=num_stages,
     )  # fmt: skip
     if split_k > 1:
@@ -505,7 +497,8 @@ def example_launches(dtype: torch.dtype) -> None:
     empty = functools.partial(torch.empty, device="meta")
     small, large = (3072, 576), (4096, 14336)  # N, K
     cases = [(name, 16, large) for name in ("q4_1", "int8", "fp8", "mxfp4", "int4-g128")]
-    cases += [("int4-g64", 512, large), ("int4-g64", 32, small), ("int8", 64, (40, 300)), ("blocks", 16, large)]
+    cases += [("int4-g64", 512, large), ("int4-g128", 64, large), ("int4-g64", 32, small), ("int8", 64, (40, 300)),
+              ("blocks", 16, large)]  # fmt: skip
     for name, M, (N, K) in cases:
         f = FORMATS.get(name, formats.FP8_BLOCKS)
         scale = empty(K // (f.group or K), N, dtype=SCALE_DTYPES[f.scale])
