@@ -368,6 +368,40 @@ def test_parts_are_added_up(kind, scaled, kernels, guarded, device):
         assert torch.equal(out.double(), sums)
 
 
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("size", [(65, 40, 320), (128, 4096, 4096), (512, 4096, 4096)])
+def test_tiles_of_many_rows(size, deep):
+    """K is split until half of an H200 has work, not further: the parts of many rows are many as well."""
+    wide, block_m, block_n, block_k, split = lesson.choose_scaled_tiles(*size, deep)
+    assert (wide, block_m, block_n, block_k) == (True, 128, 128, 256 if deep else 128)
+    assert split == {65: 1, 128: 4, 512: 1}[size[0]]
+    assert not lesson.choose_scaled_tiles(64, *size[1:], deep)[0], "few rows: a descriptor takes longer to make"
+    assert lesson.choose_scaled_tiles(65, 40, 300, deep)[::3] == (False, 32), "no descriptor has such rows"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform: nothing to compile")
+def test_many_rows_in_8_bits_on_hopper_wait_for_nothing_else():
+    """The loop of FP8's deep tiles: eight products of 32 codes, one sum of 64 registers, no load by a thread."""
+    code = """import json, re, compile_kernels as ck, common, torch
+lesson, rows = common.lesson("05b_quantization"), []
+choose = lesson.choose_scaled_tiles
+lesson.choose_scaled_tiles = lambda M, N, K, deep: choose(M, N, K, True)
+with common.captured() as launches:
+    lesson.example_launches(torch.bfloat16)
+for launch in launches:
+    if launch.kwargs.get("FP8") and launch.kwargs.get("WIDE"):
+        compiled = ck.compile_launch(launch, ck.TARGETS["sm_90"])
+        loop = compiled.asm["ttgir"].partition("scf.for")[2].partition("scf.yield")[0]
+        rows.append([ck.resources(compiled, ck.TARGETS["sm_90"])["spills"], compiled.metadata.shared,
+                     len(re.findall(r"wgmma\\.mma_async.*e4m3\\.e4m3", compiled.asm["ptx"])), "local_load" in loop])
+print(json.dumps(rows))"""
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    ((spills, shared, products, through_registers),) = json.loads(done.stdout.splitlines()[-1])
+    assert spills == 0 and shared <= 227 * 1024 and products == 8 and not through_registers
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform: nothing to compile")
 def test_a_decode_batch_on_hopper_loads_16_bytes_at_once_and_leaves_room_for_four_programs():
@@ -447,9 +481,8 @@ def test_rounding_to_e4m3_on_every_value_and_tie(kernels, device):
 
 
 @pytest.mark.parametrize("grid", lesson.EIGHT_BIT)
-@pytest.mark.parametrize(
-    ("M", "N", "K"), [(1, 1, 16), (5, 130, 192), (3, 20, 1040), (17, 40, 300), (40, 20, 304), (130, 20, 16)]
-)
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 1, 16), (5, 130, 192), (3, 20, 1040), (17, 40, 300), (40, 20, 304),
+                                           (130, 20, 144), (1060, 130, 16), (70, 20, 83)])  # fmt: skip
 def test_eight_bit_matmul(grid, M, N, K, kernels, guarded, device):
     low = torch.randint(-127, 128, (M + N, K)).to(torch.int8)
     high = formats.encode_minifloat(torch.randn(M + N, K) * 100, "e4m3")

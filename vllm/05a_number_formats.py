@@ -516,6 +516,25 @@ def e4m3_as_fp16(q):
 
 
 @triton.jit
+def round_to_int(x):
+    """Nearest integer, ties to even, for |x| < 2^22: adding 1.5 · 2^23 leaves no room for a fraction."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def round_to_e4m3(x):
+    """e4m3 codes of fp32 values within ±448, ties to even, by integer arithmetic: the same on every machine."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # Normal: keep 3 of 23 mantissa bits; adding ½ − 1 ulp and the lowest kept bit rounds half to even. The carry may
+    # run into the exponent, as it should. Then move the exponent's bias from 127 to 7.
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    small = round_to_int(size.to(tl.float32, bitcast=True) * 512.0).to(tl.int32)  # subnormal: multiples of 2^−9
+    code = tl.where(size < 0x3C800000, small, normal)  # below 2^−6
+    return code | (bits >> 24 & 0x80)
+
+
+@triton.jit
 def decode_four_bits(q, z, HALF: tl.constexpr, BF16: tl.constexpr):
     """q − z of the low (HALF 0) or high halves of bytes, in x's 16-bit type: four codes in five NVIDIA instructions.
 

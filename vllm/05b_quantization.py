@@ -59,6 +59,7 @@ formats = common.lesson("05a_number_formats")  # grids, scales, encode and decod
 FORMATS, MINIFLOATS, Format, Quantized = formats.FORMATS, formats.MINIFLOATS, formats.Format, formats.Quantized
 choose_scales, encode, decode = formats.choose_scales, formats.encode, formats.decode
 PackedWeight, load_scales, scale_values = formats.PackedWeight, formats.load_scales, formats.scale_values
+round_to_int, round_to_e4m3 = formats.round_to_int, formats.round_to_e4m3
 decode_groups, decode_four_bits, e4m3_as_fp16 = formats.decode_groups, formats.decode_four_bits, formats.e4m3_as_fp16
 
 KEY = "05b_quantization"
@@ -363,25 +364,6 @@ def choose_tiles(dtype: torch.dtype, M: int, N: int, K: int, format: Format) -> 
 EIGHT_BIT = {"int8": 127.0, "fp8": 448.0}  # the largest code, on the grid of activations
 
 
-@triton.jit
-def round_to_int(x):
-    """Nearest integer, ties to even, for |x| < 2^22: adding 1.5 · 2^23 leaves no room for a fraction."""
-    return (x + 12582912.0) - 12582912.0
-
-
-@triton.jit
-def round_to_e4m3(x):
-    """e4m3 codes of fp32 values within ±448, ties to even, by integer arithmetic: the same on every machine."""
-    bits = x.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    # Normal: keep 3 of 23 mantissa bits; adding ½ − 1 ulp and the lowest kept bit rounds half to even. The carry may
-    # run into the exponent, as it should. Then move the exponent's bias from 127 to 7.
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    small = round_to_int(size.to(tl.float32, bitcast=True) * 512.0).to(tl.int32)  # subnormal: multiples of 2^−9
-    code = tl.where(size < 0x3C800000, small, normal)  # below 2^−6
-    return code | (bits >> 24 & 0x80)
-
-
 @common.kernel
 def quantize_rows_kernel(x, smooth, codes, scale, K, stride_x, LARGEST: tl.constexpr, FP8: tl.constexpr,
                          SMOOTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
@@ -426,25 +408,35 @@ def _round_to(grid: str, v: torch.Tensor) -> torch.Tensor:
 
 @common.kernel
 def scaled_matmul_kernel(a, b, a_scale, b_scale, out, M, N, K, FP8: tl.constexpr, NATIVE: tl.constexpr,
-                         SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                         WIDE: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                          BLOCK_K: tl.constexpr):  # fmt: skip
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    a_row, b_row = a + m.to(tl.int64)[:, None] * K, b + n.to(tl.int64)[:, None] * K
+    # Eight tiles of rows side by side: programs that run together share the codes that they read, in L2.
+    i, j = tl.swizzle2d(tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), 8)
+    m, n = i * BLOCK_M + tl.arange(0, BLOCK_M), j * BLOCK_N + tl.arange(0, BLOCK_N)
+    E4M3: tl.constexpr = FP8 and NATIVE and cuda_capability_geq(8, 9)
+    if E4M3:  # as floats from the first load on: a cast in the loop would send every tile through registers
+        a, b = a.to(tl.pointer_type(tl.float8e4nv), bitcast=True), b.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+    if WIDE:  # descriptors: see lesson 03
+        a_rows = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
+        b_rows = tl.make_tensor_descriptor(b, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
+    else:
+        a_row, b_row = a + m.to(tl.int64)[:, None] * K, b + n.to(tl.int64)[:, None] * K
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32 if FP8 else tl.int32)
     for tile in range(tl.program_id(2), tl.cdiv(K, BLOCK_K), SPLIT_K):
-        k = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-        a_tile = tl.load(a_row + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0)
-        b_tile = tl.load(b_row + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0)
+        if WIDE:
+            a_tile, b_tile = a_rows.load([i * BLOCK_M, tile * BLOCK_K]), b_rows.load([j * BLOCK_N, tile * BLOCK_K])
+        else:
+            k = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+            a_tile = tl.load(a_row + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
+            b_tile = tl.load(b_row + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
         if not FP8:
             acc = tl.dot(a_tile, b_tile.T, acc, out_dtype=tl.int32)
-        elif NATIVE and cuda_capability_geq(8, 9):
+        elif E4M3:
             # Hopper's FP8 tensor cores add up in about 14 bits; every BLOCK_K products the sum moves to fp32 registers.
-            a_e4m3, b_e4m3 = a_tile.to(tl.float8e4nv, bitcast=True), b_tile.to(tl.float8e4nv, bitcast=True)
-            acc = tl.dot(a_e4m3, b_e4m3.T, acc, max_num_imprecise_acc=BLOCK_K)
+            acc = tl.dot(a_tile, b_tile.T, acc, max_num_imprecise_acc=BLOCK_K)
         else:  # the same products from fp16, 2^−8 times too small on each side
             acc = tl.dot(e4m3_as_fp16(a_tile), e4m3_as_fp16(b_tile).T, acc)
-    if FP8 and not (NATIVE and cuda_capability_geq(8, 9)):
+    if FP8 and not E4M3:
         acc = acc * 65536.0
     if SPLIT_K == 1:  # else the scales wait until the parts are added up: int8's sums stay exact
         acc = acc.to(tl.float32) * tl.load(a_scale + m, mask=m < M, other=0.0)[:, None]
@@ -458,7 +450,7 @@ def scaled_matmul(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_sca
     """8-bit matrix product with its scales applied on the way out.
 
     Semantics: y[m, n] = a_scale[m] · b_scale[n] · Σ_k a[m, k] · b[n, k]; int8's sum is exact (int32), e4m3's in fp32.
-        But Hopper's FP8 tensor cores, used from 33 rows on, add up in about 14 bits: a relative error of 3e-5.
+        But Hopper's FP8 tensor cores, used from 33 rows on, add up in about 14 bits: an error of some 1e-4.
     Shapes: a [M, K], b [N, K], both int8 or both e4m3 codes as uint8, contiguous; scales fp32 [M], [N] -> [M, N].
     """
     (M, K), N, fp8 = a.shape, len(b), a.dtype == torch.uint8
@@ -469,20 +461,33 @@ def scaled_matmul(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_sca
     out = torch.empty(M, N, dtype=dtype, device=a.device)
     if M == 0:
         return out
-    block_m, block = min(max(16, triton.next_power_of_2(M)), 128), 32 if K % 16 else 128  # as in choose_tiles
-    # Narrow tiles would fill a GPU in a decode step too, but each reads all of a: at 64 tokens more than the weights.
-    split_k = choose_split(triton.cdiv(N, block), triton.cdiv(K, block), 132) if M <= 64 else 1
+    capability = None
+    if a.is_cuda and not torch.version.hip:
+        capability = torch.cuda.get_device_capability(a.device)
+        triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+    wide, block_m, block, block_k, split_k = choose_scaled_tiles(M, N, K, fp8 and capability == (9, 0))
     target = out
     if split_k > 1:
         target = torch.empty(split_k, M, N, dtype=torch.float32 if fp8 else torch.int32, device=a.device)
-    scaled_matmul_kernel[(triton.cdiv(M, block_m), triton.cdiv(N, block), split_k)](
-        a, b, a_scale, b_scale, target, M, N, K, FP8=fp8, NATIVE=not common.INTERPRET, SPLIT_K=split_k,
-        BLOCK_M=block_m, BLOCK_N=block, BLOCK_K=block, num_warps=8 if block_m > 64 else 4, num_stages=3,
+    scaled_matmul_kernel[(triton.cdiv(N, block), triton.cdiv(M, block_m), split_k)](
+        a, b, a_scale, b_scale, target, M, N, K, FP8=fp8, NATIVE=not common.INTERPRET, WIDE=wide, SPLIT_K=split_k,
+        BLOCK_M=block_m, BLOCK_N=block, BLOCK_K=block_k, num_warps=8 if block_m > 64 else 4, num_stages=3,
     )  # fmt: skip
     if split_k > 1:
         add_splits_kernel[(triton.cdiv(N, 1024), M)](
             target, a_scale, b_scale, out, M, N, SPLIT_K=split_k, SCALED=True, BLOCK=1024)  # fmt: skip
     return out
+
+
+def choose_scaled_tiles(M: int, N: int, K: int, deep: bool) -> tuple[bool, int, int, int, int]:
+    """(WIDE, BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K). Wide tiles are read by descriptors, whose rows are multiples of 16
+    bytes. `deep`: FP8 on Hopper, which has to move its sums after each tile, and room for three tiles of 256 codes."""
+    block_m, block = min(max(16, triton.next_power_of_2(M)), 128), 32 if K % 16 else 128  # as in choose_tiles
+    wide = M > 64 and K % 16 == 0
+    block_k = 256 if wide and deep else block
+    # Narrow tiles would fill a GPU in a decode step too, but each reads all of a: at 64 tokens more than the weights.
+    programs = triton.cdiv(N, block) * triton.cdiv(M, block_m)
+    return wide, block_m, block, block_k, choose_split(programs, triton.cdiv(K, block_k), 66 if M > 64 else 132)
 
 
 @functools.cache
@@ -506,7 +511,7 @@ def example_launches(dtype: torch.dtype) -> None:
         weight = PackedWeight(f, K, empty(N, K * f.bits // 8, dtype=torch.uint8), scale, zero)
         dequant_matmul(empty(M, K, dtype=dtype), weight)
     for grid in EIGHT_BIT:
-        for M, (N, K), smooth in ((16, small, True), (64, large, False), (512, large, False), (17, (40, 300), False)):
+        for M, (N, K), smooth in ((16, small, True), (64, large, False), (512, large, False), (90, (40, 300), False)):
             a, a_scale = quantize_rows(empty(M, K, dtype=dtype), grid, empty(K) if smooth else None)
             scaled_matmul(a, empty(N, K, dtype=a.dtype), a_scale, empty(N), dtype)
 
