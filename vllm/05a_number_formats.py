@@ -494,6 +494,10 @@ class PackedWeight:
                 "EXPONENT_SCALE": f.scale == "e8m0"}  # fmt: skip
 
 
+def on_hopper(x: torch.Tensor) -> bool:
+    return x.is_cuda and not torch.version.hip and torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
 # Floats without float types. Shift a minifloat's bits to where fp16 has its exponent: the value comes out 2^(15 − bias)
 # times too small, subnormals included, and the scale takes that factor. So e4m3 also runs where no such type exists.
 

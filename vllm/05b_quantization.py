@@ -320,7 +320,7 @@ def dequant_matmul(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     out = torch.empty(M, N, dtype=x.dtype, device=x.device)
     if M == 0:
         return out
-    block_m, block_n, block_k, split_k, num_stages = choose_tiles(x.dtype, M, N, K, weight.format)
+    block_m, block_n, block_k, split_k, num_stages = choose_tiles(x.dtype, M, N, K, weight.format, formats.on_hopper(x))
     target = out if split_k == 1 else torch.empty(split_k, M, N, dtype=torch.float32, device=x.device)
     dequant_matmul_kernel[(triton.cdiv(N, block_n), triton.cdiv(M, block_m), split_k)](
         x, weight.codes, weight.scale, weight.codes if weight.zero is None else weight.zero, target, M, N, K,
@@ -333,18 +333,19 @@ def dequant_matmul(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     return out
 
 
-def choose_tiles(dtype: torch.dtype, M: int, N: int, K: int, format: Format) -> tuple[int, int, int, int, int]:
+def choose_tiles(dtype: torch.dtype, M: int, N: int, K: int, format: Format, hopper: bool = False) -> tuple[int, ...]:
     """(BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, stages). Chosen by compiling: these spill on no GPU that tests know.
 
     A tile spans whole groups or lies within one; K is split until there are two programs for each of an H200's 132 SMs.
     """
     block_m, block_n, block_k, num_stages = min(max(16, triton.next_power_of_2(M)), 64), 128, 64, 4
+    late = format.bits == 4 and (format.group or K) % 128 == 0  # a tile of 128 has one scale
     if dtype == torch.float32:  # no tensor cores for exact fp32
         block_m, block_n, block_k, num_stages = 16, 64, 32, 2
-    elif block_m == 64:
+    elif block_m == 64 and not (hopper and late):
         block_n = 64
-    elif block_m == 16 and format.bits == 4 and (format.group or K) % 128 == 0:
-        block_k, num_stages = 128, 5  # four programs fit on an SM, by registers and by shared memory
+    elif block_m in (16, 64) and late:
+        block_k, num_stages = 128, 5 if block_m == 16 else 3  # four, or two, programs fit on an SM
     if format.group and format.group % block_k and block_k % format.group:
         block_k = 32
     if K % 16:  # codes are loaded byte by byte then, each into a register
@@ -461,11 +462,9 @@ def scaled_matmul(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_sca
     out = torch.empty(M, N, dtype=dtype, device=a.device)
     if M == 0:
         return out
-    capability = None
-    if a.is_cuda and not torch.version.hip:
-        capability = torch.cuda.get_device_capability(a.device)
+    wide, block_m, block, block_k, split_k = choose_scaled_tiles(M, N, K, fp8 and formats.on_hopper(a))
+    if wide and a.is_cuda and not torch.version.hip:
         triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
-    wide, block_m, block, block_k, split_k = choose_scaled_tiles(M, N, K, fp8 and capability == (9, 0))
     target = out
     if split_k > 1:
         target = torch.empty(split_k, M, N, dtype=torch.float32 if fp8 else torch.int32, device=a.device)
