@@ -495,6 +495,7 @@ class PackedWeight:
 
 
 def on_hopper(x: torch.Tensor) -> bool:
+    """Is `x` on an H100 or H200, whose shared memory and tensor cores take larger tiles?"""
     return x.is_cuda and not torch.version.hip and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
@@ -562,7 +563,7 @@ def load_scales(scale, zero, place, known, ZERO: tl.constexpr):
 
 
 @triton.jit
-def scale_values(s, MANTISSA: tl.constexpr, BIAS: tl.constexpr, EXPONENT_SCALE: tl.constexpr):
+def widen_scales(s, MANTISSA: tl.constexpr, BIAS: tl.constexpr, EXPONENT_SCALE: tl.constexpr):
     """Scales as numbers, fp32, with the power of two that `decode_tile` leaves out."""
     s = tl.exp2(s.to(tl.float32) - 127) if EXPONENT_SCALE else s.to(tl.float32)
     if MANTISSA >= 0:

@@ -58,7 +58,7 @@ continuous_batching = common.lesson("04_continuous_batching")
 formats = common.lesson("05a_number_formats")  # grids, scales, encode and decode, files
 FORMATS, MINIFLOATS, Format, Quantized = formats.FORMATS, formats.MINIFLOATS, formats.Format, formats.Quantized
 choose_scales, encode, decode = formats.choose_scales, formats.encode, formats.decode
-PackedWeight, load_scales, scale_values = formats.PackedWeight, formats.load_scales, formats.scale_values
+PackedWeight, load_scales, widen_scales = formats.PackedWeight, formats.load_scales, formats.widen_scales
 round_to_int, round_to_e4m3 = formats.round_to_int, formats.round_to_e4m3
 decode_groups, decode_four_bits, e4m3_as_fp16 = formats.decode_groups, formats.decode_four_bits, formats.e4m3_as_fp16
 
@@ -223,7 +223,7 @@ def dequant_matmul_kernel(x, codes, scale, zero, out, M, N, K, stride_x, stride_
             g = start // GROUP + tl.arange(0, GROUPS)[None, :]
             known = (n < N)[:, None] & (g < K // GROUP)  # [BLOCK_N, GROUPS]
             s, z = load_scales(scale, zero, g * N + n[:, None], known, ZERO)
-        s = scale_values(s, MANTISSA, BIAS, EXPONENT_SCALE)
+        s = widen_scales(s, MANTISSA, BIAS, EXPONENT_SCALE)
         z = z.to(tl.float32)[:, None] if LATE else z.to(tl.float32)
         k = start + (j if PER_BYTE == 1 else j // 16 * 32 + j % 16)
         part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32) if LATE else acc
@@ -256,7 +256,7 @@ def dequantize_kernel(codes, scale, zero, out, N, K, stride_w, GROUP: tl.constex
     q = tl.load(codes + row * stride_w + byte[None, :], mask=here, other=0)  # [BLOCK_N, bytes]
     g = start // GROUP + tl.arange(0, GROUPS)[None, :]
     s, z = load_scales(scale, zero, g * N + n[:, None], (n < N)[:, None] & (g < K // GROUP), ZERO)
-    s, z = scale_values(s, MANTISSA, BIAS, EXPONENT_SCALE), z.to(tl.float32)
+    s, z = widen_scales(s, MANTISSA, BIAS, EXPONENT_SCALE), z.to(tl.float32)
     k = start + (j if PER_BYTE == 1 else j // 16 * 32 + j % 16)
     for half in tl.static_range(PER_BYTE):
         w = decode_groups(q if PER_BYTE == 1 else q >> 4 * half & 15, s, z, MANTISSA, BITS, ZERO, True)
