@@ -280,6 +280,33 @@ def test_decoding_matmul_in_every_dtype(name, K, kernels, device, dtype):
     common.assert_close(out, (x.double().cpu() @ W.double().T).to(device), dtype)
 
 
+@pytest.mark.parametrize(("name", "K"), [*((n, 192) for n in KERNEL_FORMATS), ("int4-g128", 384), ("blocks", 384),
+                                         ("int8", 83), ("g96", 288)])  # fmt: skip
+def test_weights_decoded_once(name, K, kernels, device, dtype, guarded, guarded_outputs):
+    """All of them, nothing beside them, rounded to x's dtype at most; tiles end within N, and within K."""
+    others = {"blocks": formats.FP8_BLOCKS, "g96": Format("g96", "int", 4, 96, "fp16", "int")}
+    q = rtn(torch.randn(70, K), others.get(name) or FORMATS[name])
+    weight = lesson.PackedWeight.pack(q.to(device))
+    for part in ("codes", "scale", "zero"):
+        if (tensor := getattr(weight, part)) is not None:
+            setattr(weight, part, guarded(tensor))
+    common.assert_close(lesson.decode_weight(weight, dtype), q.dequantize().to(device, dtype), dtype)
+
+
+def test_many_rows_are_multiplied_by_decoded_weights(kernels, device, dtype):
+    """Around the threshold both ways yield the same rows, and each is gone only on its side."""
+    weight = lesson.PackedWeight.pack(rtn(torch.randn(24, 64), FORMATS["int4-g64"]).to(device))
+    x = torch.randn(lesson.DECODE_ONCE + 1, 64, device=device).to(dtype)
+    launches = lambda: (lesson.dequant_matmul_kernel.launches, lesson.dequantize_kernel.launches)  # noqa: E731
+    before, few = launches(), lesson.dequant_matmul(x[:-1], weight)
+    between, many = launches(), lesson.dequant_matmul(x, weight)
+    assert between == (before[0] + 1, before[1]) and launches() == (between[0], between[1] + 1)
+    assert many.dtype == dtype and many.shape == (len(x), 24)
+    reference = x.double() @ weight.dequantize().to(dtype).double().T
+    for out in (few, many):
+        common.assert_close(out, reference[: len(out)], dtype)
+
+
 def test_rows_of_a_larger_tensor(kernels, device):
     """x may be a slice: its row stride is not its width."""
     q = rtn(torch.randn(20, 64), FORMATS["mxfp4"])
@@ -323,6 +350,14 @@ def test_decode_batches_fill_the_gpu(N, K):
         assert len(launches) == 1 + (split > 1)
 
 
+def test_tiles_of_64_rows():
+    """On Hopper, four-bit weights whose groups fill a tile get large tiles; elsewhere those would spill."""
+    choose = functools.partial(lesson.choose_tiles, torch.bfloat16, 64, 4096, 4096)
+    assert choose(FORMATS["int4-g128"], True) == (64, 128, 128, 8, 3)
+    others = choose(FORMATS["int4-g128"], False), choose(FORMATS["int4-g64"], True), choose(FORMATS["fp8"], True)
+    assert {tiles[:3] for tiles in others} == {(64, 64, 64)}
+
+
 @pytest.mark.parametrize("kind", [torch.float32, torch.int32])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_parts_are_added_up(kind, scaled, kernels, guarded, device):
@@ -341,6 +376,40 @@ def test_parts_are_added_up(kind, scaled, kernels, guarded, device):
         assert torch.equal(out.double(), sums)
 
 
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("size", [(65, 40, 320), (128, 4096, 4096), (512, 4096, 4096)])
+def test_tiles_of_many_rows(size, deep):
+    """K is split until half of an H200 has work, not further: the parts of many rows are many as well."""
+    wide, block_m, block_n, block_k, split = lesson.choose_scaled_tiles(*size, deep)
+    assert (wide, block_m, block_n, block_k) == (True, 128, 128, 256 if deep else 128)
+    assert split == {65: 1, 128: 4, 512: 1}[size[0]]
+    assert not lesson.choose_scaled_tiles(64, *size[1:], deep)[0], "few rows: a descriptor takes longer to make"
+    assert lesson.choose_scaled_tiles(65, 40, 300, deep)[::3] == (False, 32), "no descriptor has such rows"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform: nothing to compile")
+def test_many_rows_in_8_bits_on_hopper_wait_for_nothing_else():
+    """The loop of FP8's deep tiles: eight products of 32 codes, one sum of 64 registers, no load by a thread."""
+    code = """import json, re, compile_kernels as ck, common, torch
+lesson, rows = common.lesson("05b_quantization"), []
+choose = lesson.choose_scaled_tiles
+lesson.choose_scaled_tiles = lambda M, N, K, deep: choose(M, N, K, True)
+with common.captured() as launches:
+    lesson.example_launches(torch.bfloat16)
+for launch in launches:
+    if launch.kwargs.get("FP8") and launch.kwargs.get("WIDE"):
+        compiled = ck.compile_launch(launch, ck.TARGETS["sm_90"])
+        loop = compiled.asm["ttgir"].partition("scf.for")[2].partition("scf.yield")[0]
+        rows.append([ck.resources(compiled, ck.TARGETS["sm_90"])["spills"], compiled.metadata.shared,
+                     len(re.findall(r"wgmma\\.mma_async.*e4m3\\.e4m3", compiled.asm["ptx"])), "local_load" in loop])
+print(json.dumps(rows))"""
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    ((spills, shared, products, through_registers),) = json.loads(done.stdout.splitlines()[-1])
+    assert spills == 0 and shared <= 227 * 1024 and products == 8 and not through_registers
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform: nothing to compile")
 def test_a_decode_batch_on_hopper_loads_16_bytes_at_once_and_leaves_room_for_four_programs():
@@ -348,7 +417,7 @@ def test_a_decode_batch_on_hopper_loads_16_bytes_at_once_and_leaves_room_for_fou
     code = """import json, re, compile_kernels as ck, common, torch
 with common.captured() as launches:
     common.lesson("05b_quantization").example_launches(torch.bfloat16)
-(launch,) = [launch for launch in launches if (launch.kwargs.get("GROUP"), launch.kwargs.get("BITS")) == (128, 4)]
+launch, *_ = [launch for launch in launches if (launch.kwargs.get("GROUP"), launch.kwargs.get("BITS")) == (128, 4)]
 compiled = ck.compile_launch(launch, ck.TARGETS["sm_90"])
 widths = re.findall(r"cp\\.async\\.\\w+\\.shared\\.global.*?, (0x\\w+)", compiled.asm["ptx"])
 print(json.dumps([ck.resources(compiled, ck.TARGETS["sm_90"])["registers"], compiled.metadata.shared, widths]))"""
@@ -420,9 +489,8 @@ def test_rounding_to_e4m3_on_every_value_and_tie(kernels, device):
 
 
 @pytest.mark.parametrize("grid", lesson.EIGHT_BIT)
-@pytest.mark.parametrize(
-    ("M", "N", "K"), [(1, 1, 16), (5, 130, 192), (3, 20, 1040), (17, 40, 300), (40, 20, 304), (130, 20, 16)]
-)
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 1, 16), (5, 130, 192), (3, 20, 1040), (17, 40, 300), (40, 20, 304),
+                                           (130, 20, 144), (1060, 130, 16), (70, 20, 83)])  # fmt: skip
 def test_eight_bit_matmul(grid, M, N, K, kernels, guarded, device):
     low = torch.randint(-127, 128, (M + N, K)).to(torch.int8)
     high = formats.encode_minifloat(torch.randn(M + N, K) * 100, "e4m3")

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -450,8 +450,55 @@ def read_eight_bits(weight: torch.Tensor, get: Callable[[str], torch.Tensor | No
     return Quantized(f, (codes ^ 128 if grid == "int8" else codes).contiguous(), scale)
 
 
-# --- Codes in a kernel ----------------------------------------------------------------------------------------------
-#
+# --- In a kernel ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PackedWeight:
+    """A `Quantized` matrix as the kernel reads it: codes uint8 [N, K · bits / 8], scales and zeros [groups, N]."""
+
+    format: Format
+    K: int
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    unpacked: Callable | None = None  # what a CPU multiplies with
+
+    @classmethod
+    def pack(cls, quantized: Quantized) -> PackedWeight:
+        """Raises InputError for what the kernel does not decode: other widths, groups below 32, NVFP4's scales."""
+        format, (N, K) = quantized.format, quantized.codes.shape
+        group = format.group or K
+        tiled = group % 32 == 0 if format.bits == 4 or format.group else True
+        if format.bits not in (4, 8) or format.scale == "e4m3" or not tiled:
+            raise common.InputError(f"format {format.name} with {K} inputs: the kernel takes 4 or 8 bits and groups "
+                                    "that are multiples of 32")  # fmt: skip
+        codes = quantized.codes
+        if format.bits == 4:
+            low, high = codes.view(N, K // 32, 2, 16).unbind(2)
+            codes = (low | high << 4).flatten(1)  # [N, K/2]
+        zero = None if quantized.zero is None else quantized.zero.T.contiguous()
+        return cls(format, K, codes.contiguous(), quantized.scale.T.contiguous(), zero)
+
+    def dequantize(self) -> torch.Tensor:
+        """The weights back from the packed bytes, fp32 [N, K]."""
+        codes = self.codes if self.format.bits == 8 else planes(self.codes, 4, 16).to(torch.uint8)
+        return Quantized(self.format, codes, self.scale.T, None if self.zero is None else self.zero.T).dequantize()
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What a kernel that decodes it is compiled for."""
+        f, float_ = self.format, MINIFLOATS.get(self.format.grid)
+        return {"GROUP": f.group or self.K, "BITS": f.bits, "MANTISSA": float_.mantissa_bits if float_ else -1,
+                "BIAS": float_.bias if float_ else 0, "ZERO": f.zero or "none",
+                "EXPONENT_SCALE": f.scale == "e8m0"}  # fmt: skip
+
+
+def on_hopper(x: torch.Tensor) -> bool:
+    """Is `x` on an H100 or H200, whose shared memory and tensor cores take larger tiles?"""
+    return x.is_cuda and not torch.version.hip and torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
 # Floats without float types. Shift a minifloat's bits to where fp16 has its exponent: the value comes out 2^(15 − bias)
 # times too small, subnormals included, and the scale takes that factor. So e4m3 also runs where no such type exists.
 
@@ -474,6 +521,25 @@ def e4m3_as_fp16(q):
 
 
 @triton.jit
+def round_to_int(x):
+    """Nearest integer, ties to even, for |x| < 2^22: adding 1.5 · 2^23 leaves no room for a fraction."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def round_to_e4m3(x):
+    """e4m3 codes of fp32 values within ±448, ties to even, by integer arithmetic: the same on every machine."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # Normal: keep 3 of 23 mantissa bits; adding ½ − 1 ulp and the lowest kept bit rounds half to even. The carry may
+    # run into the exponent, as it should. Then move the exponent's bias from 127 to 7.
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    small = round_to_int(size.to(tl.float32, bitcast=True) * 512.0).to(tl.int32)  # subnormal: multiples of 2^−9
+    code = tl.where(size < 0x3C800000, small, normal)  # below 2^−6
+    return code | (bits >> 24 & 0x80)
+
+
+@triton.jit
 def decode_four_bits(q, z, HALF: tl.constexpr, BF16: tl.constexpr):
     """q − z of the low (HALF 0) or high halves of bytes, in x's 16-bit type: four codes in five NVIDIA instructions.
 
@@ -488,3 +554,31 @@ def decode_four_bits(q, z, HALF: tl.constexpr, BF16: tl.constexpr):
         "=r,=r,r", [q], tl.bfloat16 if BF16 else tl.float16, True, 4,
     )  # fmt: skip
     return w - (ones + z).to(w.dtype)
+
+
+@triton.jit
+def load_scales(scale, zero, place, known, ZERO: tl.constexpr):
+    s = tl.load(scale + place, mask=known, other=0)
+    return s, tl.load(zero + place, mask=known, other=0) if ZERO != "none" else s
+
+
+@triton.jit
+def widen_scales(s, MANTISSA: tl.constexpr, BIAS: tl.constexpr, EXPONENT_SCALE: tl.constexpr):
+    """Scales as numbers, fp32, with the power of two that `decode_tile` leaves out."""
+    s = tl.exp2(s.to(tl.float32) - 127) if EXPONENT_SCALE else s.to(tl.float32)
+    if MANTISSA >= 0:
+        s = s * (1 << (15 - BIAS))
+    return s
+
+
+@triton.jit
+def decode_groups(q, s, z, MANTISSA: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, SCALED: tl.constexpr):
+    """Codes [rows, n] -> weights, fp32; s and z [rows, groups]. Without SCALED the scale is left to the caller."""
+    w = tl.reshape(decode_tile(q, MANTISSA, BITS, ZERO), (q.shape[0], z.shape[1], q.shape[1] // z.shape[1]))
+    if ZERO == "int":
+        w = w - z[:, :, None]
+    if SCALED:
+        w = w * s[:, :, None]
+    if ZERO == "min":
+        w = w + z[:, :, None]
+    return tl.reshape(w, q.shape)
