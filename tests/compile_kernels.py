@@ -64,6 +64,53 @@ def narrow_offsets(ttir: str) -> list[str]:
     return found
 
 
+# One instruction of a GPU's machine code (SASS): its address, its guard, the operation, its operands.
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+)?\s*([\w.]+)\s*(.*?)\s*;", re.M)
+
+
+def written(operation: str, operands: str) -> set[int]:
+    """The registers that an instruction writes, as far as names tell."""
+    first = re.match(r"R(\d+)\b", operands)
+    if first is None or operation.startswith(("ST", "RED", "BAR", "BRA", "SYNCS.ARRIVE", "UTMA")):
+        return set()
+    wide = 4 if ".128" in operation or operation.startswith(("HMMA", "IMMA", "QMMA")) else 1
+    if ".64" in operation or ".WIDE" in operation:
+        wide = 2
+    return set(range(int(first[1]), int(first[1]) + wide))
+
+
+def overwritten(sass: str) -> list[str]:
+    """Hopper's tensor cores (wgmma) read their first operand from registers while the program goes on. Says what, on
+    some path to the wait for such a product, writes a register that it reads: the assembler does not look."""
+    code = [(int(m[1], 16), m[2], m[3], m[4]) for m in INSTRUCTION.finditer(sass)]
+    place = {address: i for i, (address, *_) in enumerate(code)}
+    found = []
+    for start, (_, _, operation, operands) in enumerate(code):
+        product = re.match(r"[HQI]GMMA", operation) and re.match(r"R\d+, R(\d+),", operands)
+        if not product:
+            continue
+        reads = set(range(int(product[1]), int(product[1]) + 4))
+        paths, seen = [(start + 1, 0)], set()
+        while paths:  # where we are, and how many groups of products have been closed since
+            here, groups = paths.pop()
+            if here >= len(code) or (here, groups) in seen:
+                continue
+            seen.add((here, groups))
+            _, guard, operation, operands = code[here]
+            if operation.startswith("WARPGROUP.DEPBAR") and int(operands.split(",")[1], 16) <= groups:
+                continue  # waited for
+            if "GMMA" in operation:
+                groups = min(groups + ("gsb0" in operands), 4)
+            elif written(operation, operands) & reads:
+                found.append(f"{operation} {operands}")
+                break
+            if operation.startswith("BRA") and (target := re.search(r"0x([0-9a-f]+)", operands)):
+                paths.append((place[int(target[1], 16)], groups))
+            if guard or not operation.startswith(("BRA", "EXIT")):
+                paths.append((here + 1, groups))
+    return found
+
+
 class Driver:
     """Answers Triton's questions about the GPU with a target that is not here."""
 
@@ -102,14 +149,21 @@ def resources(compiled: Any, target: GPUTarget) -> dict[str, int]:
         text = compiled.asm["amdgcn"]
         count = {k: int(v) for k, v in re.findall(r"\.(\w+_count):\s+(\d+)", text)}
         return {"registers": count["vgpr_count"], "spills": count["vgpr_spill_count"] + count["sgpr_spill_count"]}
+    field = {k: int(v) for k, v in re.findall(r"(\w+):(\d+)", dump(compiled, "-res-usage"))}
+    return {"registers": field["REG"], "spills": field["LOCAL"] + field.get("STACK", 0)}
+
+
+def dump(compiled: Any, what: str) -> str:
+    """What NVIDIA's `cuobjdump` says of the machine code."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [tools / "cuobjdump", "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True)
-    field = {k: int(v) for k, v in re.findall(r"(\w+):(\d+)", usage.stdout)}
-    return {"registers": field["REG"], "spills": field["LOCAL"] + field.get("STACK", 0)}
+        return subprocess.run([tools / "cuobjdump", what, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def wgmma_races(compiled: Any) -> list[str]:
+    return overwritten(dump(compiled, "-sass")) if "wgmma" in compiled.asm.get("ptx", "") else []
 
 
 def impossible(launch: common.Launch, target: str) -> str | None:
@@ -141,7 +195,7 @@ def report(name: str, dtype: torch.dtype, targets: list[str], once: bool) -> lis
                 "narrow": narrow_offsets(compiled.asm["ttir"]),
                 "fp64": "f64" in compiled.asm["ttir"], "asks_for_fp64": "tl.float64" in launch.kernel.fn.src,
                 "tensor_core": sorted(set(TENSOR_CORE.findall(text))), "shared": compiled.metadata.shared,
-                **resources(compiled, TARGETS[target]),
+                "overwritten": wgmma_races(compiled), **resources(compiled, TARGETS[target]),
             })  # fmt: skip
     return rows
 
