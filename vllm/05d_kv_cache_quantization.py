@@ -85,9 +85,12 @@ def encode_e4m3(x):
 @triton.jit
 def decode_e4m3(byte, NATIVE: tl.constexpr):
     if NATIVE and cuda_capability_geq(8, 9):
-        return byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    half = (((byte & 0x80) << 8) | ((byte & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
-    return tl.where((byte & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+        x = byte.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        code = byte.to(tl.int16)
+        half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        x = tl.where((code & 0x7F) == 0x7F, float("nan"), half * 256.0)
+    return x
 
 
 @triton.jit
@@ -114,14 +117,16 @@ def encode(x, scale, mid, table, GRID: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def level(code, table, GRID: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr = False):
-    """What codes stand for before scaling, fp32."""
+    """What codes (uint8) stand for before scaling, exactly: fp16, or fp32 where it needs more."""
     if GRID == "e4m3":
-        return decode_e4m3(code, NATIVE)
-    if GRID == "int8":
-        return ((code ^ 128) - 128).to(tl.float32)
-    if GRID == "uniform":
-        return code.to(tl.float32) - (2**BITS - 1) / 2
-    return tl.load(table + code)
+        x = decode_e4m3(code, NATIVE)
+    elif GRID == "int8":
+        x = ((code.to(tl.int16) ^ 0x6480)).to(tl.float16, bitcast=True) - 1152.0
+    elif GRID == "uniform":
+        x = ((code.to(tl.int16) << 1) | 0x6000).to(tl.float16, bitcast=True) - (512 + (2**BITS - 1) / 2)
+    else:
+        x = tl.load(table + code)
+    return x
 
 
 # --- Kernel 1: quantize this step's keys and values into their slots -------------------------------------------------
@@ -299,16 +304,28 @@ def quantize_channels(open_keys: torch.Tensor, rows: torch.Tensor, blocks: torch
 
 
 @triton.jit
-def load_codes(base, d, mask, D: tl.constexpr, BITS: tl.constexpr):
-    """Codes (int32) of channels d of the vectors at `base`; what is masked reads as code 0."""
-    if BITS == 8:
-        return tl.load(base + d, mask=mask, other=0).to(tl.int32)
-    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
-    N: tl.constexpr = D * WIDTH // 8
-    code = (tl.load(base + d % N, mask=mask, other=0).to(tl.int32) >> (d // N * WIDTH)) & (2**WIDTH - 1)
+def load_codes(base, mask, D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr):
+    """Codes of the vectors at `base`, one vector a row, uint8 in the order of `channels`; what is masked is 0."""
+    FIELDS: tl.constexpr = 4 if BITS == 3 else 8 // BITS
+    i = tl.arange(0, D_PAD // FIELDS)[None, :]
+    code = tl.load(base + i, mask=mask & (i < D // FIELDS), other=0)
+    if FIELDS == 2:
+        code = tl.join(code & 15, code >> 4).reshape(base.shape[0], D_PAD)
+    if FIELDS == 4:
+        even, odd = tl.join(code & 3, (code >> 4) & 3), tl.join((code >> 2) & 3, code >> 6)
+        code = tl.join(even, odd).reshape(base.shape[0], D_PAD)
     if BITS == 3:
-        code |= ((tl.load(base + N + d % (D // 8), mask=mask, other=0).to(tl.int32) >> (d // (D // 8))) & 1) << 2
+        d = channels(D, D_PAD, BITS)[None, :]
+        upper = tl.load(base + D // 4 + d % (D // 8), mask=mask & (d < D), other=0)
+        code |= ((upper >> (d // (D // 8)).to(tl.uint8)) & 1) << 2
     return code
+
+
+@triton.jit
+def channels(D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr):
+    FIELDS: tl.constexpr = 4 if BITS == 3 else 8 // BITS
+    c = tl.arange(0, D_PAD)
+    return c % FIELDS * (D // FIELDS) + c // FIELDS + tl.where(c < D, 0, D_PAD)
 
 
 @common.kernel
@@ -326,12 +343,14 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
     UNIT: tl.constexpr = 2 if GRID == "uniform" else 4  # bytes of a number behind the codes
     CODES: tl.constexpr = BLOCK_SIZE * Hkv * (D * BITS // 8) // UNIT
 
-    g, d, j = tl.arange(0, ROWS), tl.arange(0, D_PAD), tl.arange(0, TILE)
+    g, d, j = tl.arange(0, ROWS), channels(D, D_PAD, BITS), tl.arange(0, TILE)
     row, column = (g < G)[:, None], (d < D)[None, :]
     head = kv_head * G + g[:, None]
     q_tile = tl.load(q + b * stride_q + head * D + d[None, :], mask=row & column, other=0.0)  # [ROWS, D]
     if UPCAST:  # Triton's interpreter multiplies 16-bit floats wrongly; a GPU wants them as they are
         q_tile = q_tile.to(tl.float32)
+    elif q_tile.dtype == tl.bfloat16:
+        q_tile = q_tile.to(tl.float16)
     q_sum = tl.sum(q_tile.to(tl.float32), 1)  # [ROWS]
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
@@ -345,7 +364,7 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
         base = (cache + block * PAGE + vector * (D * BITS // 8))[:, None]
         behind = numbers + block * (PAGE // UNIT) + CODES  # where the page's scales begin
 
-        k = level(load_codes(base, d[None, :], column, D, BITS), table, GRID, BITS, not UPCAST)  # [TILE, D]
+        k = level(load_codes(base, live[:, None], D, D_PAD, BITS), table, GRID, BITS, not UPCAST)  # [TILE, D]
         if KEY_CHANNELS:
             pair = behind[:, None] + 2 * (kv_head * D + d)[None, :]
             k = k * tl.load(pair, mask=column, other=0.0).to(tl.float32)
@@ -377,7 +396,7 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
 
         # Whatever the null block holds, NaN included: 0 · NaN is NaN, so a weight of 0 is no mask.
         behind += stride_half // UNIT
-        code = load_codes(base + stride_half, d[None, :], live[:, None] & column, D, BITS)
+        code = load_codes(base + stride_half, live[:, None], D, D_PAD, BITS)
         v = level(code, table, GRID, BITS, not UPCAST)
         if GRID == "uniform":
             pair = behind + 2 * vector
