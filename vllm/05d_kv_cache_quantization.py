@@ -85,7 +85,7 @@ def encode_e4m3(x):
 @triton.jit
 def decode_e4m3(byte, NATIVE: tl.constexpr):
     if NATIVE and cuda_capability_geq(8, 9):
-        x = byte.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        x = byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
         code = byte.to(tl.int16)
         half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.float16, bitcast=True)
@@ -121,9 +121,9 @@ def level(code, table, GRID: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.conste
     if GRID == "e4m3":
         x = decode_e4m3(code, NATIVE)
     elif GRID == "int8":
-        x = ((code.to(tl.int16) ^ 0x6480)).to(tl.float16, bitcast=True) - 1152.0
+        x = code.to(tl.float16, bitcast=True) - 1152.0
     elif GRID == "uniform":
-        x = ((code.to(tl.int16) << 1) | 0x6000).to(tl.float16, bitcast=True) - (512 + (2**BITS - 1) / 2)
+        x = code.to(tl.float16, bitcast=True) - (1024 + 2 ** (BITS - 1))
     else:
         x = tl.load(table + code)
     return x
@@ -304,28 +304,41 @@ def quantize_channels(open_keys: torch.Tensor, rows: torch.Tensor, blocks: torch
 
 
 @triton.jit
-def load_codes(base, mask, D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr):
-    """Codes of the vectors at `base`, one vector a row, uint8 in the order of `channels`; what is masked is 0."""
-    FIELDS: tl.constexpr = 4 if BITS == 3 else 8 // BITS
-    i = tl.arange(0, D_PAD // FIELDS)[None, :]
-    code = tl.load(base + i, mask=mask & (i < D // FIELDS), other=0)
-    if FIELDS == 2:
-        code = tl.join(code & 15, code >> 4).reshape(base.shape[0], D_PAD)
-    if FIELDS == 4:
-        even, odd = tl.join(code & 3, (code >> 4) & 3), tl.join((code >> 2) & 3, code >> 6)
-        code = tl.join(even, odd).reshape(base.shape[0], D_PAD)
-    if BITS == 3:
-        d = channels(D, D_PAD, BITS)[None, :]
-        upper = tl.load(base + D // 4 + d % (D // 8), mask=mask & (d < D), other=0)
-        code |= ((upper >> (d // (D // 8)).to(tl.uint8)) & 1) << 2
-    return code
+def channels(D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr):
+    """[D_PAD] The channel of each column of `load_codes`, or D where there is none."""
+    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
+    c, N, FIELDS = tl.arange(0, D_PAD), 32 // WIDTH, 8 // WIDTH
+    field = c % 2 * (N // 2) + c % N // 2  # of the word
+    byte = c // N * 4 + field // FIELDS
+    return tl.where(byte < D // FIELDS, field % FIELDS * (D // FIELDS) + byte, D)
 
 
 @triton.jit
-def channels(D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr):
-    FIELDS: tl.constexpr = 4 if BITS == 3 else 8 // BITS
-    c = tl.arange(0, D_PAD)
-    return c % FIELDS * (D // FIELDS) + c // FIELDS + tl.where(c < D, 0, D_PAD)
+def load_codes(base, live, GRID: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr):
+    """int16 [TILE, D_PAD]."""
+    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
+    N: tl.constexpr = 32 // WIDTH
+    MAGIC: tl.constexpr = 0x64006400 if GRID == "uniform" else 0x64806480 if GRID == "int8" else 0
+    i = tl.arange(0, D_PAD // N)[None, :]
+    if D * BITS % 32 == 0:
+        word = tl.load(base.to(tl.pointer_type(tl.int32)) + i, mask=live & (i < D // N), other=0)
+    else:
+        word = tl.zeros((base.shape[0], D_PAD // N), tl.int32)
+        for n in tl.static_range(4):
+            byte = tl.load(base + 4 * i + n, mask=live & (4 * i + n < D * WIDTH // 8), other=0)
+            word |= byte.to(tl.int32) << 8 * n
+    word = tl.join(word, word >> 8)
+    if WIDTH <= 4:
+        word = tl.join(word, word >> 4)
+    if WIDTH == 2:
+        word = tl.join(word, word >> 2)
+    word = (word & ((2**WIDTH - 1) * 0x10001)) ^ MAGIC
+    code = tl.join(word.to(tl.int16), (word >> 16).to(tl.int16)).reshape(base.shape[0], D_PAD)
+    if BITS == 3:
+        d = channels(D, D_PAD, BITS)[None, :]
+        upper = tl.load(base + D // 4 + d % (D // 8), mask=live & (d < D), other=0).to(tl.int16)
+        code |= ((upper >> (d // (D // 8)).to(tl.int16)) & 1) << 2
+    return code
 
 
 @common.kernel
@@ -364,7 +377,7 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
         base = (cache + block * PAGE + vector * (D * BITS // 8))[:, None]
         behind = numbers + block * (PAGE // UNIT) + CODES  # where the page's scales begin
 
-        k = level(load_codes(base, live[:, None], D, D_PAD, BITS), table, GRID, BITS, not UPCAST)  # [TILE, D]
+        k = level(load_codes(base, live[:, None], GRID, D, D_PAD, BITS), table, GRID, BITS, not UPCAST)  # [TILE, D]
         if KEY_CHANNELS:
             pair = behind[:, None] + 2 * (kv_head * D + d)[None, :]
             k = k * tl.load(pair, mask=column, other=0.0).to(tl.float32)
@@ -396,7 +409,7 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
 
         # Whatever the null block holds, NaN included: 0 · NaN is NaN, so a weight of 0 is no mask.
         behind += stride_half // UNIT
-        code = load_codes(base + stride_half, live[:, None], D, D_PAD, BITS)
+        code = load_codes(base + stride_half, live[:, None], GRID, D, D_PAD, BITS)
         v = level(code, table, GRID, BITS, not UPCAST)
         if GRID == "uniform":
             pair = behind + 2 * vector
