@@ -116,17 +116,17 @@ def encode(x, scale, mid, table, GRID: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def level(code, table, GRID: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr = False):
-    """What codes (uint8) stand for before scaling, exactly: fp16, or fp32 where it needs more."""
+def level(code, table, GRID: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr = False):
+    """What codes stand for before scaling."""
     if GRID == "e4m3":
         x = decode_e4m3(code, NATIVE)
-    elif GRID == "int8":
-        x = code.to(tl.float16, bitcast=True) - 1152.0
-    elif GRID == "uniform":
-        x = code.to(tl.float16, bitcast=True) - (1024 + 2 ** (BITS - 1))
-    else:
+    elif GRID == "lloyd":
         x = tl.load(table + code)
-    return x
+    elif DTYPE == tl.bfloat16:
+        x = code.to(tl.bfloat16, bitcast=True)
+    else:
+        x = code.to(tl.float16, bitcast=True)
+    return x.to(DTYPE)
 
 
 # --- Kernel 1: quantize this step's keys and values into their slots -------------------------------------------------
@@ -180,7 +180,7 @@ def quantize_and_cache_kernel(k, v, cache, numbers, slot_mapping, head_scales, t
             elif GRID == "lloyd":
                 size = tl.sum(x * x)
                 scale = tl.maximum(tl.sqrt_rn(size / D), 1e-20)
-                reached = tl.where(inside, level(encode(x, scale, mid, table, GRID, BITS), table, GRID, BITS), 0.0)
+                reached = tl.where(inside, level(encode(x, scale, mid, table, GRID, BITS), table, GRID, tl.float32), 0.0)
                 tl.store(numbers + behind // 4 + vector, tl.sqrt_rn(tl.div_rn(size, tl.sum(reached * reached))))
             elif PER_TOKEN:
                 largest = tl.maximum(tl.max(tl.abs(x)), 1e-30)
@@ -304,38 +304,42 @@ def quantize_channels(open_keys: torch.Tensor, rows: torch.Tensor, blocks: torch
 
 
 @triton.jit
-def channels(D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr):
-    """[D_PAD] The channel of each column of `load_codes`, or D where there is none."""
+def channels(GRID: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr):
+    """[D_PAD] The channel of each column of `load_codes`, D or more where there is none."""
     WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
-    c, N, FIELDS = tl.arange(0, D_PAD), 32 // WIDTH, 8 // WIDTH
-    field = c % 2 * (N // 2) + c % N // 2  # of the word
-    byte = c // N * 4 + field // FIELDS
-    return tl.where(byte < D // FIELDS, field % FIELDS * (D // FIELDS) + byte, D)
+    c = tl.arange(0, D_PAD)
+    field = c if GRID == "e4m3" else c % 2 * (16 // WIDTH) + c % (32 // WIDTH) // 2  # of its word
+    byte = c // (32 // WIDTH) * 4 + field % (32 // WIDTH) * WIDTH // 8
+    return tl.where(byte < D * WIDTH // 8, field % (8 // WIDTH) * (D * WIDTH // 8) + byte, D)
 
 
 @triton.jit
 def load_codes(base, live, GRID: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr):
     """int16 [TILE, D_PAD]."""
     WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
-    N: tl.constexpr = 32 // WIDTH
-    MAGIC: tl.constexpr = 0x64006400 if GRID == "uniform" else 0x64806480 if GRID == "int8" else 0
-    i = tl.arange(0, D_PAD // N)[None, :]
+    i = tl.arange(0, D_PAD * WIDTH // 32)[None, :]
     if D * BITS % 32 == 0:
-        word = tl.load(base.to(tl.pointer_type(tl.int32)) + i, mask=live & (i < D // N), other=0)
+        word = tl.load(base.to(tl.pointer_type(tl.int32)) + i, mask=live & (i < D * WIDTH // 32), other=0)
     else:
-        word = tl.zeros((base.shape[0], D_PAD // N), tl.int32)
+        word = tl.zeros((base.shape[0], D_PAD * WIDTH // 32), tl.int32)
         for n in tl.static_range(4):
             byte = tl.load(base + 4 * i + n, mask=live & (4 * i + n < D * WIDTH // 8), other=0)
             word |= byte.to(tl.int32) << 8 * n
-    word = tl.join(word, word >> 8)
-    if WIDTH <= 4:
-        word = tl.join(word, word >> 4)
-    if WIDTH == 2:
-        word = tl.join(word, word >> 2)
-    word = (word & ((2**WIDTH - 1) * 0x10001)) ^ MAGIC
-    code = tl.join(word.to(tl.int16), (word >> 16).to(tl.int16)).reshape(base.shape[0], D_PAD)
+    if GRID == "e4m3":
+        word = tl.join(word, word >> 16)
+        code = tl.join(word.to(tl.uint8), (word >> 8).to(tl.uint8)).reshape(base.shape[0], D_PAD)
+    else:
+        if GRID == "int8":
+            word ^= -0x7F7F7F80
+        word = tl.join(word, word >> 8)
+        if WIDTH <= 4:
+            word = tl.join(word, word >> 4)
+        if WIDTH == 2:
+            word = tl.join(word, word >> 2)
+        word &= (2**WIDTH - 1) * 0x10001
+        code = tl.join(word.to(tl.int16), (word >> 16).to(tl.int16)).reshape(base.shape[0], D_PAD)
     if BITS == 3:
-        d = channels(D, D_PAD, BITS)[None, :]
+        d = channels(GRID, D, D_PAD, BITS)[None, :]
         upper = tl.load(base + D // 4 + d % (D // 8), mask=live & (d < D), other=0).to(tl.int16)
         code |= ((upper >> (d // (D // 8)).to(tl.int16)) & 1) << 2
     return code
@@ -353,18 +357,34 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
     length = tl.cdiv(tl.cdiv(S, TILE), SPLITS) * TILE
     start = split * length
     end = tl.minimum(start + length, S)
-    UNIT: tl.constexpr = 2 if GRID == "uniform" else 4  # bytes of a number behind the codes
-    CODES: tl.constexpr = BLOCK_SIZE * Hkv * (D * BITS // 8) // UNIT
+    NUMBER: tl.constexpr = 2 if GRID == "uniform" else 4  # bytes of a number behind the codes
+    CODES: tl.constexpr = BLOCK_SIZE * Hkv * (D * BITS // 8) // NUMBER
+    INTEGER: tl.constexpr = GRID == "int8" or GRID == "uniform"
+    OFFSET: tl.constexpr = 128.0 if GRID == "int8" else (2**BITS - 1) / 2
+    BF16: tl.constexpr = q.dtype.element_ty == tl.bfloat16 and not UPCAST
+    LIFT: tl.constexpr = 2.0**100 if BF16 else 1.0
+    UNIT: tl.constexpr = 2.0**33 if BF16 else 2.0**24
 
-    g, d, j = tl.arange(0, ROWS), channels(D, D_PAD, BITS), tl.arange(0, TILE)
+    g, d, j = tl.arange(0, ROWS), channels(GRID, D, D_PAD, BITS), tl.arange(0, TILE)
     row, column = (g < G)[:, None], (d < D)[None, :]
     head = kv_head * G + g[:, None]
     q_tile = tl.load(q + b * stride_q + head * D + d[None, :], mask=row & column, other=0.0)  # [ROWS, D]
     if UPCAST:  # Triton's interpreter multiplies 16-bit floats wrongly; a GPU wants them as they are
         q_tile = q_tile.to(tl.float32)
-    elif q_tile.dtype == tl.bfloat16:
-        q_tile = q_tile.to(tl.float16)
-    q_sum = tl.sum(q_tile.to(tl.float32), 1)  # [ROWS]
+    q_scale = tl.full([ROWS], 1.4426950408889634, tl.float32) * scale  # scores in units of ln 2, for exp2
+    v_unit = 1.0
+    if INTEGER:
+        q_sum = tl.sum(q_tile.to(tl.float32), 1)  # [ROWS]
+        q_tile = (q_tile * LIFT).to(q_tile.dtype)
+        v_unit = UNIT
+    elif not PER_TOKEN:
+        if q_tile.dtype == tl.bfloat16:
+            largest = tl.maximum(tl.max(tl.abs(q_tile.to(tl.float32)), 1), 1e-30)
+            q_tile = (q_tile.to(tl.float32) / largest[:, None]).to(tl.float16)
+            q_scale *= largest
+        q_scale *= tl.load(head_scales + kv_head)
+        v_unit = tl.load(head_scales + Hkv + kv_head)
+    shift = tl.zeros([ROWS], tl.float32)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     o = tl.zeros([ROWS, D_PAD], tl.float32)
@@ -375,57 +395,63 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
         block = tl.load(block_table + b * table_width + p // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
         vector = p % BLOCK_SIZE * Hkv + kv_head
         base = (cache + block * PAGE + vector * (D * BITS // 8))[:, None]
-        behind = numbers + block * (PAGE // UNIT) + CODES  # where the page's scales begin
+        behind = numbers + block * (PAGE // NUMBER) + CODES  # where the page's scales begin
 
-        k = level(load_codes(base, live[:, None], GRID, D, D_PAD, BITS), table, GRID, BITS, not UPCAST)  # [TILE, D]
+        k = level(load_codes(base, live[:, None], GRID, D, D_PAD, BITS), table, GRID, q_tile.dtype, not UPCAST)
         if KEY_CHANNELS:
             pair = behind[:, None] + 2 * (kv_head * D + d)[None, :]
-            k = k * tl.load(pair, mask=column, other=0.0).to(tl.float32)
+            k = (k.to(tl.float32) * (UNIT * LIFT) - OFFSET) * tl.load(pair, mask=column, other=0.0).to(tl.float32)
             k += tl.load(pair + 1, mask=column, other=0.0).to(tl.float32)
             # The keys of a block that is not full are still as they came.
             unfinished = tl.load(open_rows + block)
             raw = open_keys + ((unfinished * BLOCK_SIZE + p % BLOCK_SIZE) * Hkv + kv_head)[:, None] * D + d[None, :]
             is_open = (unfinished >= 0)[:, None]
             k = tl.where(is_open, tl.load(raw, mask=is_open & column, other=0.0).to(tl.float32), k)
-        k = k.to(q_tile.dtype)
-        s = tl.dot(q_tile, k.T, input_precision="ieee")  # [ROWS, TILE]
-        if GRID == "uniform":
-            if not KEY_CHANNELS:
-                pair = behind + 2 * vector
-                s = s * tl.load(pair).to(tl.float32)[None, :]
-                s += q_sum[:, None] * tl.load(pair + 1).to(tl.float32)[None, :]
-        elif PER_TOKEN:
-            s = s * tl.load(behind + vector)[None, :]
+            s = tl.dot(q_tile, k.to(q_tile.dtype).T, input_precision="ieee") * (1 / LIFT)  # [ROWS, TILE]
         else:
-            s = s * tl.load(head_scales + kv_head)
-        s = tl.where(live[None, :], s * scale, float("-inf"))
+            s = tl.dot(q_tile, k.T, input_precision="ieee")  # [ROWS, TILE]
+            if GRID == "uniform":
+                pair = behind + 2 * vector
+                k_scale = tl.load(pair).to(tl.float32)
+                k_mid = tl.load(pair + 1).to(tl.float32) - OFFSET * k_scale
+                s = s * (k_scale * UNIT)[None, :] + q_sum[:, None] * k_mid[None, :]
+            elif GRID == "int8":
+                s = (s * UNIT - q_sum[:, None] * OFFSET) * tl.load(behind + vector)[None, :]
+            elif PER_TOKEN:
+                s = s * tl.load(behind + vector)[None, :]
+        s = tl.where(live[None, :], s * q_scale[:, None], float("-inf"))
 
         m_new = tl.maximum(m, tl.max(s, 1))
-        alpha = tl.exp(m - m_new)
-        w = tl.exp(s - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+        w = tl.exp2(s - m_new[:, None])
         l = l * alpha + tl.sum(w, 1)
         o = o * alpha[:, None]
         m = m_new
 
         # Whatever the null block holds, NaN included: 0 · NaN is NaN, so a weight of 0 is no mask.
-        behind += stride_half // UNIT
+        behind += stride_half // NUMBER
         code = load_codes(base + stride_half, live[:, None], GRID, D, D_PAD, BITS)
-        v = level(code, table, GRID, BITS, not UPCAST)
+        v = level(code, table, GRID, q_tile.dtype, not UPCAST)
         if GRID == "uniform":
             pair = behind + 2 * vector
-            o += tl.sum(tl.where(live[None, :], w * tl.load(pair + 1).to(tl.float32)[None, :], 0.0), 1)[:, None]
-            w = tl.where(live[None, :], w * tl.load(pair).to(tl.float32)[None, :], 0.0)
+            middle = w * tl.load(pair + 1, mask=live, other=0.0).to(tl.float32)[None, :]
+            w = w * (tl.load(pair, mask=live, other=0.0).to(tl.float32) * LIFT)[None, :]
         elif PER_TOKEN:
-            w = tl.where(live[None, :], w * tl.load(behind + vector)[None, :], 0.0)
-        else:
-            w = w * tl.load(head_scales + Hkv + kv_head)
-        o += tl.dot(w.to(q_tile.dtype), v.to(q_tile.dtype), input_precision="ieee")
+            w = w * (tl.load(behind + vector, mask=live, other=0.0) * LIFT)[None, :]
+        w = w.to(q_tile.dtype)
+        o += tl.dot(w, v, input_precision="ieee")
+        if INTEGER:
+            offset = w.to(tl.float32) * (-OFFSET / LIFT)
+            if GRID == "uniform":
+                offset += middle
+            shift = shift * alpha + tl.sum(offset, 1)
 
     l = tl.where(l > 0, l, 1.0)  # no key at all (an empty sequence or split): o is 0 and m is −inf
+    o = (o * v_unit + shift[:, None]) / l[:, None]
     part = (b * Hkv * G + head) * SPLITS + split  # [ROWS, 1]
-    tl.store(out + part * D + d[None, :], (o / l[:, None]).to(out.dtype.element_ty), mask=row & column)
+    tl.store(out + part * D + d[None, :], o.to(out.dtype.element_ty), mask=row & column)
     if SPLITS > 1:
-        tl.store(lse + part, (m + tl.log(l))[:, None], mask=row)
+        tl.store(lse + part, ((m + tl.log2(l)) * 0.6931471805599453)[:, None], mask=row)
 
 
 def quantized_decode(q: torch.Tensor, layer: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
