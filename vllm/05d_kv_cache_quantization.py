@@ -85,7 +85,7 @@ def encode_e4m3(x):
 @triton.jit
 def decode_e4m3(byte, NATIVE: tl.constexpr):
     if NATIVE and cuda_capability_geq(8, 9):
-        x = byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        x = byte.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
         code = byte.to(tl.int16)
         half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.float16, bitcast=True)
@@ -113,20 +113,6 @@ def encode(x, scale, mid, table, GRID: tl.constexpr, BITS: tl.constexpr):
     for i in tl.static_range(1, 2**BITS - 1):
         code += (y > tl.load(table + 2**BITS + i)).to(tl.int32)
     return code
-
-
-@triton.jit
-def level(code, table, GRID: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr = False):
-    """What codes stand for before scaling."""
-    if GRID == "e4m3":
-        x = decode_e4m3(code, NATIVE)
-    elif GRID == "lloyd":
-        x = tl.load(table + code)
-    elif DTYPE == tl.bfloat16:
-        x = code.to(tl.bfloat16, bitcast=True)
-    else:
-        x = code.to(tl.float16, bitcast=True)
-    return x.to(DTYPE)
 
 
 # --- Kernel 1: quantize this step's keys and values into their slots -------------------------------------------------
@@ -180,7 +166,7 @@ def quantize_and_cache_kernel(k, v, cache, numbers, slot_mapping, head_scales, t
             elif GRID == "lloyd":
                 size = tl.sum(x * x)
                 scale = tl.maximum(tl.sqrt_rn(size / D), 1e-20)
-                reached = tl.where(inside, level(encode(x, scale, mid, table, GRID, BITS), table, GRID, tl.float32), 0.0)
+                reached = tl.where(inside, tl.load(table + encode(x, scale, mid, table, GRID, BITS)), 0.0)
                 tl.store(numbers + behind // 4 + vector, tl.sqrt_rn(tl.div_rn(size, tl.sum(reached * reached))))
             elif PER_TOKEN:
                 largest = tl.maximum(tl.max(tl.abs(x)), 1e-30)
@@ -299,50 +285,67 @@ def quantize_channels(open_keys: torch.Tensor, rows: torch.Tensor, blocks: torch
 #
 #     q·k̂ = s (q·c) + m Σ_d q_d           Σ_j w_j v̂_j = Σ_j (w_j s_j) c_j + Σ_j w_j m_j
 #
-# so the tensor cores multiply the levels c themselves, which are small and exact in 16 bits, and the scales cost one
-# multiplication per key. (Only scales per channel have to be applied to the elements.)
+# so the tensor cores multiply the codes c themselves, and the scales cost one multiplication per key. (Only scales per
+# channel have to be applied to the elements.) Here c counts from 0, and m is moved to fit: by s times OFFSET.
+#
+# What is done to every element decides the speed, and a conversion is too much. An integer in the low bits of a 16-bit
+# float is that float already, a subnormal one: c · 2^−24 in fp16, c · 2^−133 in bf16. So codes are unpacked two at a
+# time, each in its half of a 32-bit word, by a shift and a mask. The columns of a tile are then channels in another
+# order; a product over channels does not mind if q has the same one, and the output is stored where it belongs.
 
 
 @triton.jit
 def channels(GRID: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr):
-    """[D_PAD] The channel of each column of `load_codes`, D or more where there is none."""
+    """[D_PAD]: the channel that `load_levels` has in each column; D where it has none."""
     WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
     c = tl.arange(0, D_PAD)
-    field = c if GRID == "e4m3" else c % 2 * (16 // WIDTH) + c % (32 // WIDTH) // 2  # of its word
-    byte = c // (32 // WIDTH) * 4 + field % (32 // WIDTH) * WIDTH // 8
-    return tl.where(byte < D * WIDTH // 8, field % (8 // WIDTH) * (D * WIDTH // 8) + byte, D)
+    word, field = c * WIDTH // 32, c % (32 // WIDTH)
+    if GRID != "e4m3":  # one from the lower half of the word, one from the upper
+        field = c % 2 * (16 // WIDTH) + field // 2
+    byte, PLANE = word * 4 + field * WIDTH // 8, D * WIDTH // 8
+    return tl.where(byte < PLANE, field % (8 // WIDTH) * PLANE + byte, D)
 
 
 @triton.jit
-def load_codes(base, live, GRID: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr):
-    """int16 [TILE, D_PAD]."""
-    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
+def load_levels(base, live, table, GRID: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr,
+                DTYPE: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    """[TILE, D_PAD]: what the codes of the vectors at `base` stand for, before scaling. Integers count from 0, in units
+    of DTYPE's smallest number (fp32: of fp16's). What is masked is 0, or the first level of a table."""
+    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS  # of the (lower) plane
+    PLANE: tl.constexpr = D * WIDTH // 8
     i = tl.arange(0, D_PAD * WIDTH // 32)[None, :]
     if D * BITS % 32 == 0:
-        word = tl.load(base.to(tl.pointer_type(tl.int32)) + i, mask=live & (i < D * WIDTH // 32), other=0)
-    else:
+        word = tl.load(base.to(tl.pointer_type(tl.int32)) + i, mask=live & (i < PLANE // 4), other=0)
+    else:  # vectors do not begin where words do
         word = tl.zeros((base.shape[0], D_PAD * WIDTH // 32), tl.int32)
         for n in tl.static_range(4):
-            byte = tl.load(base + 4 * i + n, mask=live & (4 * i + n < D * WIDTH // 8), other=0)
+            byte = tl.load(base + 4 * i + n, mask=live & (4 * i + n < PLANE), other=0)
             word |= byte.to(tl.int32) << 8 * n
     if GRID == "e4m3":
         word = tl.join(word, word >> 16)
         code = tl.join(word.to(tl.uint8), (word >> 8).to(tl.uint8)).reshape(base.shape[0], D_PAD)
+        x = decode_e4m3(code, NATIVE)
     else:
         if GRID == "int8":
-            word ^= -0x7F7F7F80
+            word ^= -0x7F7F7F80  # 0x80808080: from 0 on, not from −128
         word = tl.join(word, word >> 8)
-        if WIDTH <= 4:
+        if WIDTH < 8:
             word = tl.join(word, word >> 4)
         if WIDTH == 2:
             word = tl.join(word, word >> 2)
         word &= (2**WIDTH - 1) * 0x10001
         code = tl.join(word.to(tl.int16), (word >> 16).to(tl.int16)).reshape(base.shape[0], D_PAD)
-    if BITS == 3:
-        d = channels(GRID, D, D_PAD, BITS)[None, :]
-        upper = tl.load(base + D // 4 + d % (D // 8), mask=live & (d < D), other=0).to(tl.int16)
-        code |= ((upper >> (d // (D // 8)).to(tl.int16)) & 1) << 2
-    return code
+        if BITS == 3:
+            d = channels(GRID, D, D_PAD, BITS)[None, :]
+            upper = tl.load(base + PLANE + d % (D // 8), mask=live & (d < D), other=0).to(tl.int32)
+            code |= (((upper >> (d // (D // 8))) & 1) << 2).to(tl.int16)
+        if GRID == "lloyd":
+            x = tl.load(table + code)
+        elif DTYPE == tl.bfloat16:
+            x = code.to(tl.bfloat16, bitcast=True)
+        else:
+            x = code.to(tl.float16, bitcast=True)
+    return x.to(DTYPE)
 
 
 @common.kernel
@@ -361,9 +364,10 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
     CODES: tl.constexpr = BLOCK_SIZE * Hkv * (D * BITS // 8) // NUMBER
     INTEGER: tl.constexpr = GRID == "int8" or GRID == "uniform"
     OFFSET: tl.constexpr = 128.0 if GRID == "int8" else (2**BITS - 1) / 2
-    BF16: tl.constexpr = q.dtype.element_ty == tl.bfloat16 and not UPCAST
+    # Units of 2^−133 are too small for a sum in fp32: what they are multiplied by is 2^100 times itself.
+    BF16: tl.constexpr = INTEGER and not UPCAST and q.dtype.element_ty == tl.bfloat16
     LIFT: tl.constexpr = 2.0**100 if BF16 else 1.0
-    UNIT: tl.constexpr = 2.0**33 if BF16 else 2.0**24
+    UNITS: tl.constexpr = 2.0**33 if BF16 else 2.0**24 if INTEGER else 1.0
 
     g, d, j = tl.arange(0, ROWS), channels(GRID, D, D_PAD, BITS), tl.arange(0, TILE)
     row, column = (g < G)[:, None], (d < D)[None, :]
@@ -374,20 +378,23 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
     q_scale = tl.full([ROWS], 1.4426950408889634, tl.float32) * scale  # scores in units of ln 2, for exp2
     v_unit = 1.0
     if INTEGER:
-        q_sum = tl.sum(q_tile.to(tl.float32), 1)  # [ROWS]
+        q_scale = tl.zeros([ROWS], tl.float32) + scale * 1.4426950408889634  # for powers of 2 instead of e
+    q_sum = tl.sum(q_tile.to(tl.float32), 1)  # [ROWS]
+    v_scale = UNITS
+    if INTEGER and not KEY_CHANNELS:
         q_tile = (q_tile * LIFT).to(q_tile.dtype)
-        v_unit = UNIT
-    elif not PER_TOKEN:
-        if q_tile.dtype == tl.bfloat16:
+    if not PER_TOKEN:
+        if q_tile.dtype == tl.bfloat16:  # E4M3 becomes fp16 by one instruction, so q does, too: the largest is 1
             largest = tl.maximum(tl.max(tl.abs(q_tile.to(tl.float32)), 1), 1e-30)
             q_tile = (q_tile.to(tl.float32) / largest[:, None]).to(tl.float16)
             q_scale *= largest
         q_scale *= tl.load(head_scales + kv_head)
-        v_unit = tl.load(head_scales + Hkv + kv_head)
-    shift = tl.zeros([ROWS], tl.float32)
+        v_scale = tl.load(head_scales + Hkv + kv_head)
+    DTYPE: tl.constexpr = q_tile.dtype
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     o = tl.zeros([ROWS, D_PAD], tl.float32)
+    middle = tl.zeros([ROWS], tl.float32)  # Σ_j w_j m_j
 
     for first in range(start, end, TILE):
         p = first + j  # positions [TILE]
@@ -397,28 +404,29 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
         base = (cache + block * PAGE + vector * (D * BITS // 8))[:, None]
         behind = numbers + block * (PAGE // NUMBER) + CODES  # where the page's scales begin
 
-        k = level(load_codes(base, live[:, None], GRID, D, D_PAD, BITS), table, GRID, q_tile.dtype, not UPCAST)
+        alive = live[:, None]
         if KEY_CHANNELS:
+            k = load_levels(base, alive, table, GRID, D, D_PAD, BITS, tl.float16, False).to(tl.float32) * 2.0**24
             pair = behind[:, None] + 2 * (kv_head * D + d)[None, :]
-            k = (k.to(tl.float32) * (UNIT * LIFT) - OFFSET) * tl.load(pair, mask=column, other=0.0).to(tl.float32)
+            k = (k - OFFSET) * tl.load(pair, mask=column, other=0.0).to(tl.float32)
             k += tl.load(pair + 1, mask=column, other=0.0).to(tl.float32)
             # The keys of a block that is not full are still as they came.
             unfinished = tl.load(open_rows + block)
             raw = open_keys + ((unfinished * BLOCK_SIZE + p % BLOCK_SIZE) * Hkv + kv_head)[:, None] * D + d[None, :]
             is_open = (unfinished >= 0)[:, None]
-            k = tl.where(is_open, tl.load(raw, mask=is_open & column, other=0.0).to(tl.float32), k)
-            s = tl.dot(q_tile, k.to(q_tile.dtype).T, input_precision="ieee") * (1 / LIFT)  # [ROWS, TILE]
+            k = tl.where(is_open, tl.load(raw, mask=is_open & column, other=0.0).to(tl.float32), k).to(DTYPE)
         else:
-            s = tl.dot(q_tile, k.T, input_precision="ieee")  # [ROWS, TILE]
-            if GRID == "uniform":
+            k = load_levels(base, alive, table, GRID, D, D_PAD, BITS, DTYPE, not UPCAST)
+        s = tl.dot(q_tile, k.T, input_precision="ieee")  # [ROWS, TILE]
+        if GRID == "uniform":
+            if not KEY_CHANNELS:
                 pair = behind + 2 * vector
-                k_scale = tl.load(pair).to(tl.float32)
-                k_mid = tl.load(pair + 1).to(tl.float32) - OFFSET * k_scale
-                s = s * (k_scale * UNIT)[None, :] + q_sum[:, None] * k_mid[None, :]
-            elif GRID == "int8":
-                s = (s * UNIT - q_sum[:, None] * OFFSET) * tl.load(behind + vector)[None, :]
-            elif PER_TOKEN:
-                s = s * tl.load(behind + vector)[None, :]
+                k_scale, k_mid = tl.load(pair).to(tl.float32), tl.load(pair + 1).to(tl.float32)
+                s = s * (k_scale * UNITS)[None, :] + q_sum[:, None] * (k_mid - k_scale * OFFSET)[None, :]
+        elif GRID == "int8":
+            s = (s * UNITS - q_sum[:, None] * OFFSET) * tl.load(behind + vector)[None, :]
+        elif PER_TOKEN:
+            s = s * tl.load(behind + vector)[None, :]
         s = tl.where(live[None, :], s * q_scale[:, None], float("-inf"))
 
         m_new = tl.maximum(m, tl.max(s, 1))
@@ -430,24 +438,22 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
 
         # Whatever the null block holds, NaN included: 0 · NaN is NaN, so a weight of 0 is no mask.
         behind += stride_half // NUMBER
-        code = load_codes(base + stride_half, live[:, None], GRID, D, D_PAD, BITS)
-        v = level(code, table, GRID, q_tile.dtype, not UPCAST)
+        v = load_levels(base + stride_half, alive, table, GRID, D, D_PAD, BITS, DTYPE, not UPCAST)
+        if INTEGER:
+            middle = middle * alpha
         if GRID == "uniform":
             pair = behind + 2 * vector
-            middle = w * tl.load(pair + 1, mask=live, other=0.0).to(tl.float32)[None, :]
+            middle += tl.sum(w * tl.load(pair + 1, mask=live, other=0.0).to(tl.float32)[None, :], 1)
             w = w * (tl.load(pair, mask=live, other=0.0).to(tl.float32) * LIFT)[None, :]
         elif PER_TOKEN:
             w = w * (tl.load(behind + vector, mask=live, other=0.0) * LIFT)[None, :]
-        w = w.to(q_tile.dtype)
+        w = w.to(DTYPE)
+        if INTEGER:  # of w as it is multiplied, rounded
+            middle -= tl.sum(w.to(tl.float32), 1) * (OFFSET / LIFT)
         o += tl.dot(w, v, input_precision="ieee")
-        if INTEGER:
-            offset = w.to(tl.float32) * (-OFFSET / LIFT)
-            if GRID == "uniform":
-                offset += middle
-            shift = shift * alpha + tl.sum(offset, 1)
 
     l = tl.where(l > 0, l, 1.0)  # no key at all (an empty sequence or split): o is 0 and m is −inf
-    o = (o * v_unit + shift[:, None]) / l[:, None]
+    o = (o * v_scale + middle[:, None]) / l[:, None]
     part = (b * Hkv * G + head) * SPLITS + split  # [ROWS, 1]
     tl.store(out + part * D + d[None, :], o.to(out.dtype.element_ty), mask=row & column)
     if SPLITS > 1:
