@@ -59,6 +59,9 @@ e4m3_value, e4m3_nearest, lloyd_max, codebook = (
 quantize, dequantize, pack, unpack = kv_codes.quantize, kv_codes.dequantize, kv_codes.pack, kv_codes.unpack
 rotation, dequantize_reference, block_bytes = kv_codes.rotation, kv_codes.dequantize_reference, kv_codes.block_bytes
 as_bytes, bits_per_element, capacity = kv_codes.as_bytes, kv_codes.bits_per_element, kv_codes.capacity
+CHANNELS, TOKENS, PRESETS, WIDGET_DEFAULT = (
+    kv_codes.CHANNELS, kv_codes.TOKENS, kv_codes.PRESETS, kv_codes.WIDGET_DEFAULT)  # fmt: skip
+simulate, describe = kv_codes.simulate, kv_codes.describe  # the widget
 
 KEY = "05d_kv_cache_quantization"
 
@@ -341,10 +344,8 @@ def load_levels(base, live, table, GRID: tl.constexpr, D: tl.constexpr, D_PAD: t
             code |= (((upper >> (d // (D // 8))) & 1) << 2).to(tl.int16)
         if GRID == "lloyd":
             x = tl.load(table + code)
-        elif DTYPE == tl.bfloat16:
-            x = code.to(tl.bfloat16, bitcast=True)
         else:
-            x = code.to(tl.float16, bitcast=True)
+            x = code.to(tl.float16 if DTYPE == tl.float32 else DTYPE, bitcast=True)  # noqa: SIM300
     return x.to(DTYPE)
 
 
@@ -375,10 +376,7 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
     q_tile = tl.load(q + b * stride_q + head * D + d[None, :], mask=row & column, other=0.0)  # [ROWS, D]
     if UPCAST:  # Triton's interpreter multiplies 16-bit floats wrongly; a GPU wants them as they are
         q_tile = q_tile.to(tl.float32)
-    q_scale = tl.full([ROWS], 1.4426950408889634, tl.float32) * scale  # scores in units of ln 2, for exp2
-    v_unit = 1.0
-    if INTEGER:
-        q_scale = tl.zeros([ROWS], tl.float32) + scale * 1.4426950408889634  # for powers of 2 instead of e
+    q_scale = tl.full([ROWS], 1.4426950408889634, tl.float32) * scale  # and 2^x = e^(x ln 2)
     q_sum = tl.sum(q_tile.to(tl.float32), 1)  # [ROWS]
     v_scale = UNITS
     if INTEGER and not KEY_CHANNELS:
@@ -501,12 +499,15 @@ def quantized_decode(q: torch.Tensor, layer: torch.Tensor, block_table: torch.Te
 
 
 def decode_tiles(fmt: KVFormat, dtype: torch.dtype, D_pad: int, nvidia: bool) -> tuple[int, int, int]:
-    """(keys per tile, warps, stages). Found by compiling: larger tiles spill, and so do more stages, but not with 16
-    bits on NVIDIA's GPUs. There five give codes two buffers: loads of block table and pages share the stages."""
+    """(keys per tile, warps, stages). On NVIDIA's GPUs many keys, since what is done once per tile is much; found by
+    compiling: no spills, three programs at a time. Three stages give codes one buffer: the block table has the other.
+    """
     wide = dtype == torch.float32
+    gathers = fmt.grid == "lloyd" or fmt.bits == 3 or fmt.key_channels  # element by element: slow, and many registers
+    if nvidia and not wide:
+        return 32 if gathers else 128, 4, 3
     slim = (fmt.per_token and fmt.grid != "uniform") or fmt.key_channels or wide
-    stages = 5 if nvidia and not wide else 1 if slim else 2
-    return 32 if slim or D_pad > 64 else 64, 8 if wide else 4, stages
+    return 32 if slim or D_pad > 64 else 64, 8 if wide or fmt.grid == "lloyd" else 4, 1 if slim else 2
 
 
 # --- The cache of a whole model ---------------------------------------------------------------------------------------
@@ -848,94 +849,6 @@ class Haystack:
             for tokens, token in zip(written, picked):
                 tokens.append(token)
         return [tokenizer.decode(tokens).strip().startswith(a) for tokens, a in zip(written, self.answers)]
-
-
-# --- The simulation: sixteen channels, eight keys, one query ----------------------------------------------------------
-
-CHANNELS, TOKENS = 16, 8
-PRESETS = ("outlier channel", "two outlier channels", "no outlier", "outlier token")
-WIDGET_DEFAULT = {"keys": "outlier channel", "bits": 3, "rotation": False, "group": "token", "needle": 3}
-
-
-# Keys of −2 … 2 (as digits 0 … 4), and the query that finds each: the key before noise, and blind to channel 5.
-KEY_DIGITS = ("2133004420342210", "3021240243342120", "1240433222403221", "3204320332313213",
-              "3410122212412200", "4342234302432022", "2423420340221242", "4430203234303022")  # fmt: skip
-QUERY_SIGNS = ("--++-0++--+++---", "+----0-++++++-+-", "--+-+0+++++-+-+-", "+--++0-++-+-+--+",
-               "++---0++--+-----", "+++--0++-++++-++", "-++++0-++-+--+++", "+++--0+++++-+-++")  # fmt: skip
-
-
-def widget_keys(preset: str) -> tuple[list[list[int]], list[list[int]]]:
-    """Keys [8][16] with what the preset adds, and the query for each."""
-    keys = [[int(digit) - 2 for digit in row] for row in KEY_DIGITS]
-    queries = [["-0+".index(sign) - 1 for sign in row] for row in QUERY_SIGNS]
-    for t in range(TOKENS):
-        if preset in ("outlier channel", "two outlier channels"):
-            keys[t][5] += 60
-        if preset == "two outlier channels":
-            keys[t][12] -= 45
-            queries[t][12] = 0
-    if preset == "outlier token":
-        keys[0] = [10 * x for x in keys[0]]
-    return keys, queries
-
-
-def simulate(params: dict[str, Any]) -> dict[str, Any]:
-    """Quantize eight keys and look for one of them.
-
-    params: keys (a preset), bits (2, 3, 4, 8), rotation, group ("token": a scale per key; "channel": one per channel
-    over the eight keys), needle (0 … 7: which key the query is made for). Uses the lesson's real `rotation`,
-    `quantize`, `pack` and `dequantize`. Keys and scores are integers; whatever is not is given in thousandths.
-    The trace has: stored (the keys as they are quantized: rotated, perhaps), codes, scales, mids and levels (of each
-    group), restored keys, the largest error, exact and restored scores, which key is found, what each of the eight
-    queries should find and finds, how many are right, and bytes before and after. Raises InputError.
-    """
-    p = common.checked(params, {"keys": PRESETS, "bits": (2, 3, 4, 8), "rotation": (False, True),
-                                "group": ("token", "channel"), "needle": range(TOKENS)})  # fmt: skip
-    keys, queries = widget_keys(p["keys"])
-    fmt = KVFormat(p["bits"], "uniform", p["rotation"], key_channels=p["group"] == "channel")
-    x, q, needle = torch.tensor(keys).float(), torch.tensor(queries).float(), p["needle"]
-    R = rotation(CHANNELS) if fmt.rotate else torch.eye(CHANNELS)
-    stored = x @ R  # exact: integers times ±1/4
-    grouped = stored.T if fmt.key_channels else stored
-    codes, scale, mid = quantize(grouped, fmt)
-    packed = pack(codes, fmt.bits)  # eight keys make whole bytes either way
-    restored = dequantize(unpack(packed, fmt.bits), scale, mid, fmt)
-    restored = (restored.T if fmt.key_channels else restored) @ R.T
-    levels = dequantize(torch.arange(2**fmt.bits, dtype=torch.uint8).expand(len(scale), -1), scale, mid, fmt)
-    scores = [q @ y.T for y in (x, restored)]  # [queries, keys]
-    should, found = (score.argmax(-1).tolist() for score in scores)
-    milli = lambda tensor: (tensor.double() * 1000).round().int().tolist()  # noqa: E731
-    codes = codes.T if fmt.key_channels else codes
-    return {
-        "params": p, "keys": keys, "query": queries[needle], "stored_milli": milli(stored),
-        "codes": codes.int().tolist(), "scale_milli": milli(scale.flatten()), "mid_milli": milli(mid.flatten()),
-        "levels_milli": milli(levels),
-        "restored_milli": milli(restored), "largest_error_milli": milli((restored - x).abs().max()),
-        "scores": scores[0][needle].int().tolist(), "restored_scores_milli": milli(scores[1][needle]),
-        "should_find": should[needle], "finds": found[needle], "should_each": should, "finds_each": found,
-        "found": sum(a == b for a, b in zip(should, found)),
-        "bytes_bf16": 2 * x.numel(), "bytes": packed.numel() + 4 * len(scale),
-    }  # fmt: skip
-
-
-def describe(trace: dict[str, Any]) -> str:
-    """The state of the simulation as text, as the widget's slot shows it."""
-    p, needle = trace["params"], trace["params"]["needle"]
-    row = lambda values, width: "".join(f"{x:>{width}}" for x in values)  # noqa: E731
-    tenths = lambda values: [f"{x / 1000:.1f}" for x in values]  # noqa: E731
-    right = trace["finds"] == trace["should_find"]
-    verdict = f"finds key {trace['finds']}" + ("" if right else f", WRONG: should be {trace['should_find']}")
-    return "\n".join([
-        f"{p['keys']}; {p['bits']} bits, {'rotated, ' * p['rotation']}one scale per {p['group']}: "
-        f"{trace['bytes']} bytes instead of {trace['bytes_bf16']}",
-        f"key {needle}    {row(trace['keys'][needle], 6)}",
-        f"stored   {row(tenths(trace['stored_milli'][needle]), 6)}",
-        f"codes    {row(trace['codes'][needle], 6)}",
-        f"restored {row(tenths(trace['restored_milli'][needle]), 6)}",
-        f"largest error of any key: {trace['largest_error_milli'] / 1000:.1f}",
-        f"scores   {row(trace['scores'], 6)}",
-        f"now      {row(tenths(trace['restored_scores_milli']), 6)}   {verdict}",
-    ])  # fmt: skip
 
 
 # --- What others measured ---------------------------------------------------------------------------------------------
