@@ -794,7 +794,7 @@ def test_simulation_tells_the_story():
 def test_breaking_the_lesson_breaks_the_simulation(target, broken):
     params = lesson.WIDGET_DEFAULT | {"rotation": True}
     right = lesson.simulate(params)
-    with mock.patch.object(lesson, target, broken):
+    with mock.patch.object(lesson.kv_codes, target, broken):
         assert lesson.simulate(params) != right
 
 
