@@ -159,7 +159,8 @@ def test_tiles_are_chosen_by_dtype_and_length():
     assert lesson.choose_tiles(torch.bfloat16, 128, 4, 1)[0] == 16
     assert lesson.choose_tiles(torch.bfloat16, 64, 3, 480)[0] == 128
     assert lesson.choose_tiles(torch.bfloat16, 128, 4, 480) == (64, 32, 4, 2), "more would spill, but on a Hopper"
-    assert lesson.choose_tiles(torch.bfloat16, 128, 4, 480, (9, 0)) == (128, 64, 8, 5)
+    assert lesson.choose_tiles(torch.bfloat16, 128, 4, 480, (9, 0)) == (64, 64, 4, 5)
+    assert lesson.choose_tiles(torch.bfloat16, 128, 4, 1024, (9, 0)) == (128, 64, 8, 5)
 
 
 # --- The scheduler --------------------------------------------------------------------------------------------------

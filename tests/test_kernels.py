@@ -100,7 +100,7 @@ decode, prefill, unified, tiles = paged.decode_tiles, gqa.prefill_tiles, chunked
 rows = []
 for target, wrapper, kind, Hq, Hkv, D, longest in json.loads(sys.argv[2]):
     capability = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "gfx942": None}[target]
-    paged.decode_tiles = lambda dtype, D, nvidia: decode(dtype, D, capability is not None)
+    paged.decode_tiles = lambda dtype, D, nvidia, rows=16: decode(dtype, D, capability is not None, rows)
     gqa.prefill_tiles = lambda dtype, D, heads, _: prefill(dtype, D, heads, capability)
     chunked.choose_tiles = lambda dtype, D, G, longest, _: unified(dtype, D, G, longest, capability)
     flash.choose_tiles = lambda dtype, D, window, _: tiles(dtype, D, window, capability)

@@ -336,7 +336,8 @@ def dequant_matmul(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
 def choose_tiles(dtype: torch.dtype, M: int, N: int, K: int, format: Format, hopper: bool = False) -> tuple[int, ...]:
     """(BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, stages). Chosen by compiling: these spill on no GPU that tests know.
 
-    A tile spans whole groups or lies within one; K is split until there are two programs for each of an H200's 132 SMs.
+    A tile spans whole groups or lies within one; K is split until there are two programs for each of an H200's 132 SMs,
+    or one of the largest.
     """
     block_m, block_n, block_k, num_stages = min(max(16, triton.next_power_of_2(M)), 64), 128, 64, 4
     late = format.bits == 4 and (format.group or K) % 128 == 0  # a tile of 128 has one scale
@@ -345,12 +346,13 @@ def choose_tiles(dtype: torch.dtype, M: int, N: int, K: int, format: Format, hop
     elif block_m == 64 and not (hopper and late):
         block_n = 64
     elif block_m in (16, 64) and late:
-        block_k, num_stages = 128, 5 if block_m == 16 else 3  # four, or two, programs fit on an SM
+        block_k, num_stages = 128, 3
     if format.group and format.group % block_k and block_k % format.group:
         block_k = 32
     if K % 16:  # codes are loaded byte by byte then, each into a register
         block_n = block_k = 32
-    split_k = choose_split(triton.cdiv(N, block_n) * triton.cdiv(M, block_m), triton.cdiv(K, block_k), 264)
+    wanted = 132 if (block_m, block_k) == (64, 128) else 264
+    split_k = choose_split(triton.cdiv(N, block_n) * triton.cdiv(M, block_m), triton.cdiv(K, block_k), wanted)
     return block_m, block_n, block_k, split_k, num_stages
 
 

@@ -166,12 +166,12 @@ def gqa_decode(
         return torch.empty_like(q)
     splits = num_splits or paged.default_splits(B * Hq // heads, max_seq_len, q.device)
     out, parts, lse = split_buffers(q, D, splits)
-    D_pad = max(16, triton.next_power_of_2(D))
-    tile, num_warps, num_stages = paged.decode_tiles(q.dtype, D_pad, q.is_cuda and not torch.version.hip)
+    D_pad, rows = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(heads))
+    tile, num_warps, num_stages = paged.decode_tiles(q.dtype, D_pad, q.is_cuda and not torch.version.hip, rows)
     gqa_decode_kernel[(B, Hq // heads, splits)](
         q, kv_cache, block_table, seq_lens, parts, lse, LOG2E / math.sqrt(D), q.stride(0), kv_cache.stride(0),
         block_table.stride(0), Hq=Hq, Hkv=Hkv, D=D, BLOCK_SIZE=block_size, HEADS=heads,
-        ROWS=max(16, triton.next_power_of_2(heads)), D_PAD=D_pad, TILE=tile, SPLITS=splits,
+        ROWS=rows, D_PAD=D_pad, TILE=tile, SPLITS=splits,
         UPCAST=common.INTERPRET, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return combine(parts, lse, out)
@@ -465,7 +465,7 @@ def mla_decode(q: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor, 
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda and not torch.version.hip else None
     rows, tile, num_warps, num_stages = mla_tiles(q.dtype, H, capability)
     groups = triton.cdiv(H, rows)
-    splits = num_splits or paged.default_splits(B * groups, max_seq_len, q.device)
+    splits = num_splits or paged.default_splits(B * groups, max_seq_len, q.device, 1 if rows > 16 else 2)
     out, parts, lse = split_buffers(q, R, splits)
     mla_decode_kernel[(B, groups, splits)](
         q, cache, block_table, seq_lens, parts, lse, LOG2E * scale, q.stride(0), block_table.stride(0),

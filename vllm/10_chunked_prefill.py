@@ -284,6 +284,8 @@ def choose_tiles(dtype: torch.dtype, D: int, G: int, max_query_len: int,
     if rows == 16:
         return rows, *paged.decode_tiles(dtype, triton.next_power_of_2(D), capability is not None)
     most, tile = (128, 64) if D <= 64 or capability == (9, 0) else (64, 32)
+    if capability == (9, 0) and D > 64 and max_query_len < 1024:
+        most = 64  # a decode beside a chunk fills a tile of its own: on an H200 a shorter one gains more than it loses
     rows = max(least, min(rows, most))
     # The table's load takes its share of the stages (lesson 02). On Blackwell 5 spill.
     return rows, tile, 8 if rows >= 128 else 4, 5 if capability and capability < (10, 0) and D <= 128 else 2
