@@ -175,7 +175,7 @@ def compiled(cases):
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout.splitlines()[-1])
     for case, row in zip(cases, rows):
-        assert row["spills"] == 0 and row["shared"] <= 160 * 1024 and row["stages"] == 5, (case, row)
+        assert row["spills"] == 0 and row["shared"] <= 75 * 1024 and row["stages"] >= 2, (case, row)
         assert (row["e4m3"] > 0) == (case[0].startswith("fp8") and case[3] != "sm_80"), (case, row)
     return rows
 
@@ -184,14 +184,14 @@ def compiled(cases):
 @pytest.mark.job(compile_job(HOPPER))
 def test_hopper_decodes_e4m3_itself_and_loads_ahead():
     fp8, int8, _ = compiled(HOPPER)
-    assert fp8["e4m3"] >= 2 * 32 * 128 / 128 / 2, "each key and value of a tile, by 128 threads, two at a time"
+    assert fp8["e4m3"] >= 2 * 128 * 128 / 128 / 2, "each key and value of a tile, by 128 threads, two at a time"
     assert fp8["copies"] > 0 and int8["copies"] > 0, "the next tile is loaded while this one is computed"
 
 
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.job(compile_job(NVIDIA))
-def test_five_stages_spill_on_no_gpu_of_nvidias():
+def test_decode_tiles_spill_on_no_gpu_of_nvidias():
     compiled(NVIDIA)
 
 
@@ -794,7 +794,7 @@ def test_simulation_tells_the_story():
 def test_breaking_the_lesson_breaks_the_simulation(target, broken):
     params = lesson.WIDGET_DEFAULT | {"rotation": True}
     right = lesson.simulate(params)
-    with mock.patch.object(lesson, target, broken):
+    with mock.patch.object(lesson.kv_codes, target, broken):
         assert lesson.simulate(params) != right
 
 

@@ -2,7 +2,8 @@
 
 A cached vector of D elements becomes D codes and what scales them: x̂ = scale · level(code) + mid. Here are the grids
 (E4M3, integers, Lloyd-Max), the rotation that may come first, the order of codes in bytes and of bytes in a page, and
-the naive reference that takes a page apart element by element. Kernels, cache and engine are in 05d.
+the naive reference that takes a page apart element by element; and the simulation of the page's widget. Kernels, cache
+and engine are in 05d.
 
 Read for this: Micikevicius et al. 2022 (FP8), Max 1960, Ashkboos et al. 2024 (QuaRot), Zandieh et al. 2025
 (TurboQuant).
@@ -16,6 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from typing import Any
 
 import torch
 
@@ -306,3 +308,91 @@ def dequantize_reference(layer: torch.Tensor, layout: PageLayout, head_scales: t
             scale = behind.view(torch.float32).item()
         out[half, block, offset, head, d] = scale * level(code) + mid
     return out @ rotation(D).double().T if fmt.rotate else out
+
+
+# --- The simulation: sixteen channels, eight keys, one query ----------------------------------------------------------
+
+CHANNELS, TOKENS = 16, 8
+PRESETS = ("outlier channel", "two outlier channels", "no outlier", "outlier token")
+WIDGET_DEFAULT = {"keys": "outlier channel", "bits": 3, "rotation": False, "group": "token", "needle": 3}
+
+
+# Keys of −2 … 2 (as digits 0 … 4), and the query that finds each: the key before noise, and blind to channel 5.
+KEY_DIGITS = ("2133004420342210", "3021240243342120", "1240433222403221", "3204320332313213",
+              "3410122212412200", "4342234302432022", "2423420340221242", "4430203234303022")  # fmt: skip
+QUERY_SIGNS = ("--++-0++--+++---", "+----0-++++++-+-", "--+-+0+++++-+-+-", "+--++0-++-+-+--+",
+               "++---0++--+-----", "+++--0++-++++-++", "-++++0-++-+--+++", "+++--0+++++-+-++")  # fmt: skip
+
+
+def widget_keys(preset: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Keys [8][16] with what the preset adds, and the query for each."""
+    keys = [[int(digit) - 2 for digit in row] for row in KEY_DIGITS]
+    queries = [["-0+".index(sign) - 1 for sign in row] for row in QUERY_SIGNS]
+    for t in range(TOKENS):
+        if preset in ("outlier channel", "two outlier channels"):
+            keys[t][5] += 60
+        if preset == "two outlier channels":
+            keys[t][12] -= 45
+            queries[t][12] = 0
+    if preset == "outlier token":
+        keys[0] = [10 * x for x in keys[0]]
+    return keys, queries
+
+
+def simulate(params: dict[str, Any]) -> dict[str, Any]:
+    """Quantize eight keys and look for one of them.
+
+    params: keys (a preset), bits (2, 3, 4, 8), rotation, group ("token": a scale per key; "channel": one per channel
+    over the eight keys), needle (0 … 7: which key the query is made for). Uses the lesson's real `rotation`,
+    `quantize`, `pack` and `dequantize`. Keys and scores are integers; whatever is not is given in thousandths.
+    The trace has: stored (the keys as they are quantized: rotated, perhaps), codes, scales, mids and levels (of each
+    group), restored keys, the largest error, exact and restored scores, which key is found, what each of the eight
+    queries should find and finds, how many are right, and bytes before and after. Raises InputError.
+    """
+    p = common.checked(params, {"keys": PRESETS, "bits": (2, 3, 4, 8), "rotation": (False, True),
+                                "group": ("token", "channel"), "needle": range(TOKENS)})  # fmt: skip
+    keys, queries = widget_keys(p["keys"])
+    fmt = KVFormat(p["bits"], "uniform", p["rotation"], key_channels=p["group"] == "channel")
+    x, q, needle = torch.tensor(keys).float(), torch.tensor(queries).float(), p["needle"]
+    R = rotation(CHANNELS) if fmt.rotate else torch.eye(CHANNELS)
+    stored = x @ R  # exact: integers times ±1/4
+    grouped = stored.T if fmt.key_channels else stored
+    codes, scale, mid = quantize(grouped, fmt)
+    packed = pack(codes, fmt.bits)  # eight keys make whole bytes either way
+    restored = dequantize(unpack(packed, fmt.bits), scale, mid, fmt)
+    restored = (restored.T if fmt.key_channels else restored) @ R.T
+    levels = dequantize(torch.arange(2**fmt.bits, dtype=torch.uint8).expand(len(scale), -1), scale, mid, fmt)
+    scores = [q @ y.T for y in (x, restored)]  # [queries, keys]
+    should, found = (score.argmax(-1).tolist() for score in scores)
+    milli = lambda tensor: (tensor.double() * 1000).round().int().tolist()  # noqa: E731
+    codes = codes.T if fmt.key_channels else codes
+    return {
+        "params": p, "keys": keys, "query": queries[needle], "stored_milli": milli(stored),
+        "codes": codes.int().tolist(), "scale_milli": milli(scale.flatten()), "mid_milli": milli(mid.flatten()),
+        "levels_milli": milli(levels),
+        "restored_milli": milli(restored), "largest_error_milli": milli((restored - x).abs().max()),
+        "scores": scores[0][needle].int().tolist(), "restored_scores_milli": milli(scores[1][needle]),
+        "should_find": should[needle], "finds": found[needle], "should_each": should, "finds_each": found,
+        "found": sum(a == b for a, b in zip(should, found)),
+        "bytes_bf16": 2 * x.numel(), "bytes": packed.numel() + 4 * len(scale),
+    }  # fmt: skip
+
+
+def describe(trace: dict[str, Any]) -> str:
+    """The state of the simulation as text, as the widget's slot shows it."""
+    p, needle = trace["params"], trace["params"]["needle"]
+    row = lambda values, width: "".join(f"{x:>{width}}" for x in values)  # noqa: E731
+    tenths = lambda values: [f"{x / 1000:.1f}" for x in values]  # noqa: E731
+    right = trace["finds"] == trace["should_find"]
+    verdict = f"finds key {trace['finds']}" + ("" if right else f", WRONG: should be {trace['should_find']}")
+    return "\n".join([
+        f"{p['keys']}; {p['bits']} bits, {'rotated, ' * p['rotation']}one scale per {p['group']}: "
+        f"{trace['bytes']} bytes instead of {trace['bytes_bf16']}",
+        f"key {needle}    {row(trace['keys'][needle], 6)}",
+        f"stored   {row(tenths(trace['stored_milli'][needle]), 6)}",
+        f"codes    {row(trace['codes'][needle], 6)}",
+        f"restored {row(tenths(trace['restored_milli'][needle]), 6)}",
+        f"largest error of any key: {trace['largest_error_milli'] / 1000:.1f}",
+        f"scores   {row(trace['scores'], 6)}",
+        f"now      {row(tenths(trace['restored_scores_milli']), 6)}   {verdict}",
+    ])  # fmt: skip

@@ -59,6 +59,9 @@ e4m3_value, e4m3_nearest, lloyd_max, codebook = (
 quantize, dequantize, pack, unpack = kv_codes.quantize, kv_codes.dequantize, kv_codes.pack, kv_codes.unpack
 rotation, dequantize_reference, block_bytes = kv_codes.rotation, kv_codes.dequantize_reference, kv_codes.block_bytes
 as_bytes, bits_per_element, capacity = kv_codes.as_bytes, kv_codes.bits_per_element, kv_codes.capacity
+CHANNELS, TOKENS, PRESETS, WIDGET_DEFAULT = (
+    kv_codes.CHANNELS, kv_codes.TOKENS, kv_codes.PRESETS, kv_codes.WIDGET_DEFAULT)  # fmt: skip
+simulate, describe = kv_codes.simulate, kv_codes.describe  # the widget
 
 KEY = "05d_kv_cache_quantization"
 
@@ -85,9 +88,12 @@ def encode_e4m3(x):
 @triton.jit
 def decode_e4m3(byte, NATIVE: tl.constexpr):
     if NATIVE and cuda_capability_geq(8, 9):
-        return byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    half = (((byte & 0x80) << 8) | ((byte & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
-    return tl.where((byte & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+        x = byte.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        code = byte.to(tl.int8, bitcast=True).to(tl.int16)  # the sign is in the upper bits as well
+        half = ((code << 7) & -0x4001).to(tl.float16, bitcast=True)
+        x = tl.where(tl.abs(half) == 1.875, float("nan"), half * 256.0)  # 480 would be the largest: it is NaN
+    return x
 
 
 @triton.jit
@@ -110,18 +116,6 @@ def encode(x, scale, mid, table, GRID: tl.constexpr, BITS: tl.constexpr):
     for i in tl.static_range(1, 2**BITS - 1):
         code += (y > tl.load(table + 2**BITS + i)).to(tl.int32)
     return code
-
-
-@triton.jit
-def level(code, table, GRID: tl.constexpr, BITS: tl.constexpr, NATIVE: tl.constexpr = False):
-    """What codes stand for before scaling, fp32."""
-    if GRID == "e4m3":
-        return decode_e4m3(code, NATIVE)
-    if GRID == "int8":
-        return ((code ^ 128) - 128).to(tl.float32)
-    if GRID == "uniform":
-        return code.to(tl.float32) - (2**BITS - 1) / 2
-    return tl.load(table + code)
 
 
 # --- Kernel 1: quantize this step's keys and values into their slots -------------------------------------------------
@@ -175,7 +169,7 @@ def quantize_and_cache_kernel(k, v, cache, numbers, slot_mapping, head_scales, t
             elif GRID == "lloyd":
                 size = tl.sum(x * x)
                 scale = tl.maximum(tl.sqrt_rn(size / D), 1e-20)
-                reached = tl.where(inside, level(encode(x, scale, mid, table, GRID, BITS), table, GRID, BITS), 0.0)
+                reached = tl.where(inside, tl.load(table + encode(x, scale, mid, table, GRID, BITS)), 0.0)
                 tl.store(numbers + behind // 4 + vector, tl.sqrt_rn(tl.div_rn(size, tl.sum(reached * reached))))
             elif PER_TOKEN:
                 largest = tl.maximum(tl.max(tl.abs(x)), 1e-30)
@@ -294,21 +288,65 @@ def quantize_channels(open_keys: torch.Tensor, rows: torch.Tensor, blocks: torch
 #
 #     q·k̂ = s (q·c) + m Σ_d q_d           Σ_j w_j v̂_j = Σ_j (w_j s_j) c_j + Σ_j w_j m_j
 #
-# so the tensor cores multiply the levels c themselves, which are small and exact in 16 bits, and the scales cost one
-# multiplication per key. (Only scales per channel have to be applied to the elements.)
+# so the tensor cores multiply the codes c themselves, and the scales cost one multiplication per key. (Only scales per
+# channel have to be applied to the elements.) Here c counts from 0, and m is moved to fit: by s times OFFSET.
+#
+# What is done to every element decides the speed, and a conversion is too much. An integer in the low bits of a 16-bit
+# float is that float already, a subnormal one: c · 2^−24 in fp16, c · 2^−133 in bf16. So codes are unpacked two at a
+# time, each in its half of a 32-bit word, by a shift and a mask. The columns of a tile are then channels in another
+# order; a product over channels does not mind if q has the same one, and the output is stored where it belongs.
 
 
 @triton.jit
-def load_codes(base, d, mask, D: tl.constexpr, BITS: tl.constexpr):
-    """Codes (int32) of channels d of the vectors at `base`; what is masked reads as code 0."""
-    if BITS == 8:
-        return tl.load(base + d, mask=mask, other=0).to(tl.int32)
+def channels(GRID: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr):
+    """[D_PAD]: the channel that `load_levels` has in each column; D where it has none."""
     WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
-    N: tl.constexpr = D * WIDTH // 8
-    code = (tl.load(base + d % N, mask=mask, other=0).to(tl.int32) >> (d // N * WIDTH)) & (2**WIDTH - 1)
-    if BITS == 3:
-        code |= ((tl.load(base + N + d % (D // 8), mask=mask, other=0).to(tl.int32) >> (d // (D // 8))) & 1) << 2
-    return code
+    c = tl.arange(0, D_PAD)
+    word, field = c * WIDTH // 32, c % (32 // WIDTH)
+    if GRID != "e4m3":  # one from the lower half of the word, one from the upper
+        field = c % 2 * (16 // WIDTH) + field // 2
+    byte, PLANE = word * 4 + field * WIDTH // 8, D * WIDTH // 8
+    return tl.where(byte < PLANE, field % (8 // WIDTH) * PLANE + byte, D)
+
+
+@triton.jit
+def load_levels(base, live, table, GRID: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr,
+                DTYPE: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    """[TILE, D_PAD]: what the codes of the vectors at `base` stand for, before scaling. Integers count from 0, in units
+    of DTYPE's smallest number (fp32: of fp16's). What is masked is 0, or the first level of a table."""
+    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS  # of the (lower) plane
+    PLANE: tl.constexpr = D * WIDTH // 8
+    i = tl.arange(0, D_PAD * WIDTH // 32)[None, :]
+    if D * BITS % 32 == 0:
+        word = tl.load(base.to(tl.pointer_type(tl.int32)) + i, mask=live & (i < PLANE // 4), other=0)
+    else:  # vectors do not begin where words do
+        word = tl.zeros((base.shape[0], D_PAD * WIDTH // 32), tl.int32)
+        for n in tl.static_range(4):
+            byte = tl.load(base + 4 * i + n, mask=live & (4 * i + n < PLANE), other=0)
+            word |= byte.to(tl.int32) << 8 * n
+    if GRID == "e4m3":
+        word = tl.join(word, word >> 16)
+        code = tl.join(word.to(tl.uint8), (word >> 8).to(tl.uint8)).reshape(base.shape[0], D_PAD)
+        x = decode_e4m3(code, NATIVE)
+    else:
+        if GRID == "int8":
+            word ^= -0x7F7F7F80  # 0x80808080: from 0 on, not from −128
+        word = tl.join(word, word >> 8)
+        if WIDTH < 8:
+            word = tl.join(word, word >> 4)
+        if WIDTH == 2:
+            word = tl.join(word, word >> 2)
+        word &= (2**WIDTH - 1) * 0x10001
+        code = tl.join(word.to(tl.int16), (word >> 16).to(tl.int16)).reshape(base.shape[0], D_PAD)
+        if BITS == 3:
+            d = channels(GRID, D, D_PAD, BITS)[None, :]
+            upper = tl.load(base + PLANE + d % (D // 8), mask=live & (d < D), other=0).to(tl.int32)
+            code |= (((upper >> (d // (D // 8))) & 1) << 2).to(tl.int16)
+        if GRID == "lloyd":
+            x = tl.load(table + code)
+        else:
+            x = code.to(tl.float16 if DTYPE == tl.float32 else DTYPE, bitcast=True)  # noqa: SIM300
+    return x.to(DTYPE)
 
 
 @common.kernel
@@ -323,19 +361,38 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
     length = tl.cdiv(tl.cdiv(S, TILE), SPLITS) * TILE
     start = split * length
     end = tl.minimum(start + length, S)
-    UNIT: tl.constexpr = 2 if GRID == "uniform" else 4  # bytes of a number behind the codes
-    CODES: tl.constexpr = BLOCK_SIZE * Hkv * (D * BITS // 8) // UNIT
+    NUMBER: tl.constexpr = 2 if GRID == "uniform" else 4  # bytes of a number behind the codes
+    CODES: tl.constexpr = BLOCK_SIZE * Hkv * (D * BITS // 8) // NUMBER
+    INTEGER: tl.constexpr = GRID == "int8" or GRID == "uniform"
+    OFFSET: tl.constexpr = 128.0 if GRID == "int8" else (2**BITS - 1) / 2
+    # Units of 2^−133 are too small for a sum in fp32: what they are multiplied by is 2^100 times itself.
+    BF16: tl.constexpr = INTEGER and not UPCAST and q.dtype.element_ty == tl.bfloat16
+    LIFT: tl.constexpr = 2.0**100 if BF16 else 1.0
+    UNITS: tl.constexpr = 2.0**33 if BF16 else 2.0**24 if INTEGER else 1.0
 
-    g, d, j = tl.arange(0, ROWS), tl.arange(0, D_PAD), tl.arange(0, TILE)
-    row, column = (g < G)[:, None], (d < D)[None, :]
+    g, d, j = tl.arange(0, ROWS), channels(GRID, D, D_PAD, BITS), tl.arange(0, TILE)
+    row, column, everywhere = (g < G)[:, None], (d < D)[None, :], tl.full([1, 1], True, tl.int1)
     head = kv_head * G + g[:, None]
     q_tile = tl.load(q + b * stride_q + head * D + d[None, :], mask=row & column, other=0.0)  # [ROWS, D]
     if UPCAST:  # Triton's interpreter multiplies 16-bit floats wrongly; a GPU wants them as they are
         q_tile = q_tile.to(tl.float32)
+    q_scale = tl.full([ROWS], 1.4426950408889634, tl.float32) * scale  # and 2^x = e^(x ln 2)
     q_sum = tl.sum(q_tile.to(tl.float32), 1)  # [ROWS]
+    v_scale = UNITS
+    if INTEGER and not KEY_CHANNELS:
+        q_tile = (q_tile * LIFT).to(q_tile.dtype)
+    if not PER_TOKEN:
+        if q_tile.dtype == tl.bfloat16:  # E4M3 becomes fp16 by one instruction, so q does, too: the largest is 1
+            largest = tl.maximum(tl.max(tl.abs(q_tile.to(tl.float32)), 1), 1e-30)
+            q_tile = (q_tile.to(tl.float32) / largest[:, None]).to(tl.float16)
+            q_scale *= largest
+        q_scale *= tl.load(head_scales + kv_head)
+        v_scale = tl.load(head_scales + Hkv + kv_head)
+    DTYPE: tl.constexpr = q_tile.dtype
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     o = tl.zeros([ROWS, D_PAD], tl.float32)
+    middle = tl.zeros([ROWS], tl.float32)  # Σ_j w_j m_j
 
     for first in range(start, end, TILE):
         p = first + j  # positions [TILE]
@@ -343,57 +400,61 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
         block = tl.load(block_table + b * table_width + p // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
         vector = p % BLOCK_SIZE * Hkv + kv_head
         base = (cache + block * PAGE + vector * (D * BITS // 8))[:, None]
-        behind = numbers + block * (PAGE // UNIT) + CODES  # where the page's scales begin
+        behind = numbers + block * (PAGE // NUMBER) + CODES  # where the page's scales begin
 
-        k = level(load_codes(base, d[None, :], column, D, BITS), table, GRID, BITS, not UPCAST)  # [TILE, D]
         if KEY_CHANNELS:
+            k = load_levels(base, everywhere, table, GRID, D, D_PAD, BITS, tl.float16, False).to(tl.float32) * 2.0**24
             pair = behind[:, None] + 2 * (kv_head * D + d)[None, :]
-            k = k * tl.load(pair, mask=column, other=0.0).to(tl.float32)
+            k = (k - OFFSET) * tl.load(pair, mask=column, other=0.0).to(tl.float32)
             k += tl.load(pair + 1, mask=column, other=0.0).to(tl.float32)
             # The keys of a block that is not full are still as they came.
             unfinished = tl.load(open_rows + block)
             raw = open_keys + ((unfinished * BLOCK_SIZE + p % BLOCK_SIZE) * Hkv + kv_head)[:, None] * D + d[None, :]
             is_open = (unfinished >= 0)[:, None]
-            k = tl.where(is_open, tl.load(raw, mask=is_open & column, other=0.0).to(tl.float32), k)
-        k = k.to(q_tile.dtype)
+            k = tl.where(is_open, tl.load(raw, mask=is_open & column, other=0.0).to(tl.float32), k).to(DTYPE)
+        else:
+            k = load_levels(base, everywhere, table, GRID, D, D_PAD, BITS, DTYPE, not UPCAST)
         s = tl.dot(q_tile, k.T, input_precision="ieee")  # [ROWS, TILE]
         if GRID == "uniform":
             if not KEY_CHANNELS:
                 pair = behind + 2 * vector
-                s = s * tl.load(pair).to(tl.float32)[None, :]
-                s += q_sum[:, None] * tl.load(pair + 1).to(tl.float32)[None, :]
+                k_scale, k_mid = tl.load(pair).to(tl.float32), tl.load(pair + 1).to(tl.float32)
+                s = s * (k_scale * UNITS)[None, :] + q_sum[:, None] * (k_mid - k_scale * OFFSET)[None, :]
+        elif GRID == "int8":
+            s = (s * UNITS - q_sum[:, None] * OFFSET) * tl.load(behind + vector)[None, :]
         elif PER_TOKEN:
             s = s * tl.load(behind + vector)[None, :]
-        else:
-            s = s * tl.load(head_scales + kv_head)
-        s = tl.where(live[None, :], s * scale, float("-inf"))
+        s = tl.where(live[None, :], s * q_scale[:, None], float("-inf"))
 
         m_new = tl.maximum(m, tl.max(s, 1))
-        alpha = tl.exp(m - m_new)
-        w = tl.exp(s - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+        w = tl.exp2(s - m_new[:, None])
         l = l * alpha + tl.sum(w, 1)
         o = o * alpha[:, None]
         m = m_new
 
         # Whatever the null block holds, NaN included: 0 · NaN is NaN, so a weight of 0 is no mask.
-        behind += stride_half // UNIT
-        code = load_codes(base + stride_half, d[None, :], live[:, None] & column, D, BITS)
-        v = level(code, table, GRID, BITS, not UPCAST)
+        behind += stride_half // NUMBER
+        v = load_levels(base + stride_half, live[:, None], table, GRID, D, D_PAD, BITS, DTYPE, not UPCAST)
+        if INTEGER:
+            middle = middle * alpha
         if GRID == "uniform":
             pair = behind + 2 * vector
-            o += tl.sum(tl.where(live[None, :], w * tl.load(pair + 1).to(tl.float32)[None, :], 0.0), 1)[:, None]
-            w = tl.where(live[None, :], w * tl.load(pair).to(tl.float32)[None, :], 0.0)
+            middle += tl.sum(w * tl.load(pair + 1, mask=live, other=0.0).to(tl.float32)[None, :], 1)
+            w = w * (tl.load(pair, mask=live, other=0.0).to(tl.float32) * LIFT)[None, :]
         elif PER_TOKEN:
-            w = tl.where(live[None, :], w * tl.load(behind + vector)[None, :], 0.0)
-        else:
-            w = w * tl.load(head_scales + Hkv + kv_head)
-        o += tl.dot(w.to(q_tile.dtype), v.to(q_tile.dtype), input_precision="ieee")
+            w = w * (tl.load(behind + vector, mask=live, other=0.0) * LIFT)[None, :]
+        w = w.to(DTYPE)
+        if INTEGER:  # of w as it is multiplied, rounded
+            middle -= tl.sum(w.to(tl.float32), 1) * (OFFSET / LIFT)
+        o += tl.dot(w, v, input_precision="ieee")
 
     l = tl.where(l > 0, l, 1.0)  # no key at all (an empty sequence or split): o is 0 and m is −inf
+    o = (o * v_scale + middle[:, None]) / l[:, None]
     part = (b * Hkv * G + head) * SPLITS + split  # [ROWS, 1]
-    tl.store(out + part * D + d[None, :], (o / l[:, None]).to(out.dtype.element_ty), mask=row & column)
+    tl.store(out + part * D + d[None, :], o.to(out.dtype.element_ty), mask=row & column)
     if SPLITS > 1:
-        tl.store(lse + part, (m + tl.log(l))[:, None], mask=row)
+        tl.store(lse + part, ((m + tl.log2(l)) * 0.6931471805599453)[:, None], mask=row)
 
 
 def quantized_decode(q: torch.Tensor, layer: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
@@ -437,12 +498,16 @@ def quantized_decode(q: torch.Tensor, layer: torch.Tensor, block_table: torch.Te
 
 
 def decode_tiles(fmt: KVFormat, dtype: torch.dtype, D_pad: int, nvidia: bool) -> tuple[int, int, int]:
-    """(keys per tile, warps, stages). Found by compiling: larger tiles spill, and so do more stages, but not with 16
-    bits on NVIDIA's GPUs. There five give codes two buffers: loads of block table and pages share the stages."""
+    """(keys per tile, warps, stages). Found by compiling: no spills; with 16 bits on NVIDIA's GPUs three programs at
+    a time on Hopper, with many keys: what is done once per tile is much. Loads of block table and pages share the
+    stages: five give codes two buffers, three give them one, for which bytes have room.
+    """
     wide = dtype == torch.float32
-    slim = (fmt.per_token and fmt.grid != "uniform") or fmt.key_channels or wide
-    stages = 5 if nvidia and not wide else 1 if slim else 2
-    return 32 if slim or D_pad > 64 else 64, 8 if wide else 4, stages
+    gathers = fmt.grid == "lloyd" or fmt.bits == 3 or fmt.key_channels  # element by element: slow, and many registers
+    if nvidia and not wide:
+        return 32 if gathers else 128, 4, 3 if fmt.bits == 8 else 2 if fmt.key_channels else 5
+    slim = fmt.grid == "int8" or fmt.key_channels or wide
+    return 32 if slim or gathers or D_pad > 64 else 64, 8 if wide else 4, 1 if slim else 2
 
 
 # --- The cache of a whole model ---------------------------------------------------------------------------------------
@@ -784,94 +849,6 @@ class Haystack:
             for tokens, token in zip(written, picked):
                 tokens.append(token)
         return [tokenizer.decode(tokens).strip().startswith(a) for tokens, a in zip(written, self.answers)]
-
-
-# --- The simulation: sixteen channels, eight keys, one query ----------------------------------------------------------
-
-CHANNELS, TOKENS = 16, 8
-PRESETS = ("outlier channel", "two outlier channels", "no outlier", "outlier token")
-WIDGET_DEFAULT = {"keys": "outlier channel", "bits": 3, "rotation": False, "group": "token", "needle": 3}
-
-
-# Keys of −2 … 2 (as digits 0 … 4), and the query that finds each: the key before noise, and blind to channel 5.
-KEY_DIGITS = ("2133004420342210", "3021240243342120", "1240433222403221", "3204320332313213",
-              "3410122212412200", "4342234302432022", "2423420340221242", "4430203234303022")  # fmt: skip
-QUERY_SIGNS = ("--++-0++--+++---", "+----0-++++++-+-", "--+-+0+++++-+-+-", "+--++0-++-+-+--+",
-               "++---0++--+-----", "+++--0++-++++-++", "-++++0-++-+--+++", "+++--0+++++-+-++")  # fmt: skip
-
-
-def widget_keys(preset: str) -> tuple[list[list[int]], list[list[int]]]:
-    """Keys [8][16] with what the preset adds, and the query for each."""
-    keys = [[int(digit) - 2 for digit in row] for row in KEY_DIGITS]
-    queries = [["-0+".index(sign) - 1 for sign in row] for row in QUERY_SIGNS]
-    for t in range(TOKENS):
-        if preset in ("outlier channel", "two outlier channels"):
-            keys[t][5] += 60
-        if preset == "two outlier channels":
-            keys[t][12] -= 45
-            queries[t][12] = 0
-    if preset == "outlier token":
-        keys[0] = [10 * x for x in keys[0]]
-    return keys, queries
-
-
-def simulate(params: dict[str, Any]) -> dict[str, Any]:
-    """Quantize eight keys and look for one of them.
-
-    params: keys (a preset), bits (2, 3, 4, 8), rotation, group ("token": a scale per key; "channel": one per channel
-    over the eight keys), needle (0 … 7: which key the query is made for). Uses the lesson's real `rotation`,
-    `quantize`, `pack` and `dequantize`. Keys and scores are integers; whatever is not is given in thousandths.
-    The trace has: stored (the keys as they are quantized: rotated, perhaps), codes, scales, mids and levels (of each
-    group), restored keys, the largest error, exact and restored scores, which key is found, what each of the eight
-    queries should find and finds, how many are right, and bytes before and after. Raises InputError.
-    """
-    p = common.checked(params, {"keys": PRESETS, "bits": (2, 3, 4, 8), "rotation": (False, True),
-                                "group": ("token", "channel"), "needle": range(TOKENS)})  # fmt: skip
-    keys, queries = widget_keys(p["keys"])
-    fmt = KVFormat(p["bits"], "uniform", p["rotation"], key_channels=p["group"] == "channel")
-    x, q, needle = torch.tensor(keys).float(), torch.tensor(queries).float(), p["needle"]
-    R = rotation(CHANNELS) if fmt.rotate else torch.eye(CHANNELS)
-    stored = x @ R  # exact: integers times ±1/4
-    grouped = stored.T if fmt.key_channels else stored
-    codes, scale, mid = quantize(grouped, fmt)
-    packed = pack(codes, fmt.bits)  # eight keys make whole bytes either way
-    restored = dequantize(unpack(packed, fmt.bits), scale, mid, fmt)
-    restored = (restored.T if fmt.key_channels else restored) @ R.T
-    levels = dequantize(torch.arange(2**fmt.bits, dtype=torch.uint8).expand(len(scale), -1), scale, mid, fmt)
-    scores = [q @ y.T for y in (x, restored)]  # [queries, keys]
-    should, found = (score.argmax(-1).tolist() for score in scores)
-    milli = lambda tensor: (tensor.double() * 1000).round().int().tolist()  # noqa: E731
-    codes = codes.T if fmt.key_channels else codes
-    return {
-        "params": p, "keys": keys, "query": queries[needle], "stored_milli": milli(stored),
-        "codes": codes.int().tolist(), "scale_milli": milli(scale.flatten()), "mid_milli": milli(mid.flatten()),
-        "levels_milli": milli(levels),
-        "restored_milli": milli(restored), "largest_error_milli": milli((restored - x).abs().max()),
-        "scores": scores[0][needle].int().tolist(), "restored_scores_milli": milli(scores[1][needle]),
-        "should_find": should[needle], "finds": found[needle], "should_each": should, "finds_each": found,
-        "found": sum(a == b for a, b in zip(should, found)),
-        "bytes_bf16": 2 * x.numel(), "bytes": packed.numel() + 4 * len(scale),
-    }  # fmt: skip
-
-
-def describe(trace: dict[str, Any]) -> str:
-    """The state of the simulation as text, as the widget's slot shows it."""
-    p, needle = trace["params"], trace["params"]["needle"]
-    row = lambda values, width: "".join(f"{x:>{width}}" for x in values)  # noqa: E731
-    tenths = lambda values: [f"{x / 1000:.1f}" for x in values]  # noqa: E731
-    right = trace["finds"] == trace["should_find"]
-    verdict = f"finds key {trace['finds']}" + ("" if right else f", WRONG: should be {trace['should_find']}")
-    return "\n".join([
-        f"{p['keys']}; {p['bits']} bits, {'rotated, ' * p['rotation']}one scale per {p['group']}: "
-        f"{trace['bytes']} bytes instead of {trace['bytes_bf16']}",
-        f"key {needle}    {row(trace['keys'][needle], 6)}",
-        f"stored   {row(tenths(trace['stored_milli'][needle]), 6)}",
-        f"codes    {row(trace['codes'][needle], 6)}",
-        f"restored {row(tenths(trace['restored_milli'][needle]), 6)}",
-        f"largest error of any key: {trace['largest_error_milli'] / 1000:.1f}",
-        f"scores   {row(trace['scores'], 6)}",
-        f"now      {row(tenths(trace['restored_scores_milli']), 6)}   {verdict}",
-    ])  # fmt: skip
 
 
 # --- What others measured ---------------------------------------------------------------------------------------------
