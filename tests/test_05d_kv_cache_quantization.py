@@ -101,13 +101,14 @@ def test_nan_is_not_hidden(path, device):
 
 def write(path, k, v, layer, slots, layout, head_scales=None):
     head_scales = torch.ones(2, layout.Hkv) if head_scales is None else head_scales
-    arguments = (k, v, layer, slots.to(k.device), layout, head_scales.to(k.device))
     if path == "kernel":
         with common.use_kernels():
-            lesson.quantize_and_cache(*arguments)
-    else:
+            lesson.quantize_and_cache(k, v, layer, slots.to(k.device), layout, head_scales.to(k.device))
+    else:  # on the CPU: on a GPU, torch divides by a number by multiplying
         with mock.patch.object(common, "runs_kernel", lambda x: False):
-            lesson.quantize_and_cache(*arguments)
+            stored = layer.cpu()
+            lesson.quantize_and_cache(k.cpu(), v.cpu(), stored, slots.cpu(), layout, head_scales.cpu())
+            layer.copy_(stored)
 
 
 def test_every_tie_is_encoded(device, kernels):
@@ -175,7 +176,7 @@ def compiled(cases):
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout.splitlines()[-1])
     for case, row in zip(cases, rows):
-        assert row["spills"] == 0 and row["shared"] <= 160 * 1024 and row["stages"] == 5, (case, row)
+        assert row["spills"] == 0 and row["shared"] <= 75 * 1024 and row["stages"] >= 2, (case, row)
         assert (row["e4m3"] > 0) == (case[0].startswith("fp8") and case[3] != "sm_80"), (case, row)
     return rows
 
@@ -184,14 +185,14 @@ def compiled(cases):
 @pytest.mark.job(compile_job(HOPPER))
 def test_hopper_decodes_e4m3_itself_and_loads_ahead():
     fp8, int8, _ = compiled(HOPPER)
-    assert fp8["e4m3"] >= 2 * 32 * 128 / 128 / 2, "each key and value of a tile, by 128 threads, two at a time"
+    assert fp8["e4m3"] >= 2 * 128 * 128 / 128 / 2, "each key and value of a tile, by 128 threads, two at a time"
     assert fp8["copies"] > 0 and int8["copies"] > 0, "the next tile is loaded while this one is computed"
 
 
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.job(compile_job(NVIDIA))
-def test_five_stages_spill_on_no_gpu_of_nvidias():
+def test_decode_tiles_spill_on_no_gpu_of_nvidias():
     compiled(NVIDIA)
 
 

@@ -90,9 +90,9 @@ def decode_e4m3(byte, NATIVE: tl.constexpr):
     if NATIVE and cuda_capability_geq(8, 9):
         x = byte.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
-        code = byte.to(tl.int16)
-        half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        x = tl.where((code & 0x7F) == 0x7F, float("nan"), half * 256.0)
+        code = byte.to(tl.int8, bitcast=True).to(tl.int16)  # the sign is in the upper bits as well
+        half = ((code << 7) & -0x4001).to(tl.float16, bitcast=True)
+        x = tl.where(tl.abs(half) == 1.875, float("nan"), half * 256.0)  # 480 would be the largest: it is NaN
     return x
 
 
@@ -371,7 +371,7 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
     UNITS: tl.constexpr = 2.0**33 if BF16 else 2.0**24 if INTEGER else 1.0
 
     g, d, j = tl.arange(0, ROWS), channels(GRID, D, D_PAD, BITS), tl.arange(0, TILE)
-    row, column = (g < G)[:, None], (d < D)[None, :]
+    row, column, everywhere = (g < G)[:, None], (d < D)[None, :], tl.full([1, 1], True, tl.int1)
     head = kv_head * G + g[:, None]
     q_tile = tl.load(q + b * stride_q + head * D + d[None, :], mask=row & column, other=0.0)  # [ROWS, D]
     if UPCAST:  # Triton's interpreter multiplies 16-bit floats wrongly; a GPU wants them as they are
@@ -402,9 +402,8 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
         base = (cache + block * PAGE + vector * (D * BITS // 8))[:, None]
         behind = numbers + block * (PAGE // NUMBER) + CODES  # where the page's scales begin
 
-        alive = live[:, None]
         if KEY_CHANNELS:
-            k = load_levels(base, alive, table, GRID, D, D_PAD, BITS, tl.float16, False).to(tl.float32) * 2.0**24
+            k = load_levels(base, everywhere, table, GRID, D, D_PAD, BITS, tl.float16, False).to(tl.float32) * 2.0**24
             pair = behind[:, None] + 2 * (kv_head * D + d)[None, :]
             k = (k - OFFSET) * tl.load(pair, mask=column, other=0.0).to(tl.float32)
             k += tl.load(pair + 1, mask=column, other=0.0).to(tl.float32)
@@ -414,7 +413,7 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
             is_open = (unfinished >= 0)[:, None]
             k = tl.where(is_open, tl.load(raw, mask=is_open & column, other=0.0).to(tl.float32), k).to(DTYPE)
         else:
-            k = load_levels(base, alive, table, GRID, D, D_PAD, BITS, DTYPE, not UPCAST)
+            k = load_levels(base, everywhere, table, GRID, D, D_PAD, BITS, DTYPE, not UPCAST)
         s = tl.dot(q_tile, k.T, input_precision="ieee")  # [ROWS, TILE]
         if GRID == "uniform":
             if not KEY_CHANNELS:
@@ -436,7 +435,7 @@ def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, op
 
         # Whatever the null block holds, NaN included: 0 · NaN is NaN, so a weight of 0 is no mask.
         behind += stride_half // NUMBER
-        v = load_levels(base + stride_half, alive, table, GRID, D, D_PAD, BITS, DTYPE, not UPCAST)
+        v = load_levels(base + stride_half, live[:, None], table, GRID, D, D_PAD, BITS, DTYPE, not UPCAST)
         if INTEGER:
             middle = middle * alpha
         if GRID == "uniform":
@@ -499,15 +498,16 @@ def quantized_decode(q: torch.Tensor, layer: torch.Tensor, block_table: torch.Te
 
 
 def decode_tiles(fmt: KVFormat, dtype: torch.dtype, D_pad: int, nvidia: bool) -> tuple[int, int, int]:
-    """(keys per tile, warps, stages). On NVIDIA's GPUs many keys, since what is done once per tile is much; found by
-    compiling: no spills, three programs at a time. Three stages give codes one buffer: the block table has the other.
+    """(keys per tile, warps, stages). Found by compiling: no spills; with 16 bits on NVIDIA's GPUs three programs at
+    a time on Hopper, with many keys: what is done once per tile is much. Loads of block table and pages share the
+    stages: five give codes two buffers, three give them one, for which bytes have room.
     """
     wide = dtype == torch.float32
     gathers = fmt.grid == "lloyd" or fmt.bits == 3 or fmt.key_channels  # element by element: slow, and many registers
     if nvidia and not wide:
-        return 32 if gathers else 128, 4, 3
-    slim = (fmt.per_token and fmt.grid != "uniform") or fmt.key_channels or wide
-    return 32 if slim or D_pad > 64 else 64, 8 if wide or fmt.grid == "lloyd" else 4, 1 if slim else 2
+        return 32 if gathers else 128, 4, 3 if fmt.bits == 8 else 2 if fmt.key_channels else 5
+    slim = fmt.grid == "int8" or fmt.key_channels or wide
+    return 32 if slim or gathers or D_pad > 64 else 64, 8 if wide else 4, 1 if slim else 2
 
 
 # --- The cache of a whole model ---------------------------------------------------------------------------------------
