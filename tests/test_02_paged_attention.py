@@ -847,7 +847,7 @@ def test_benchmark_compares_with_the_same_code_and_with_a_copy(monkeypatch, caps
 
 
 def test_tiles_of_a_decode():
-    """Of two bytes on an NVIDIA GPU, more where the heads of a group leave room: `test_kernels.py` has what comes of it."""
+    """Of two bytes on an NVIDIA GPU, if the heads of a group leave room: `test_kernels.py` has what comes of it."""
     assert lesson.decode_tiles(torch.bfloat16, 128, True) == (128, 4, 3)
     assert lesson.decode_tiles(torch.bfloat16, 128, True, 64) == (64, 4, 3)
     assert lesson.decode_tiles(torch.float16, 64, True) == (64, 4, 3)

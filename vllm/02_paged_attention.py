@@ -402,8 +402,8 @@ def decode_tiles(dtype: torch.dtype, D_pad: int, nvidia: bool, rows: int = 16) -
 
 
 def default_splits(programs: int, max_seq_len: int, device: torch.device, per_sm: int = 3) -> int:
-    """A power of two up to 64: as many as all run at once, `per_sm` on an SM, if each has 256 keys. One more would start
-    when the first have ended, and then most SMs wait for it."""
+    """A power of two up to 64: as many as run at once, `per_sm` on each SM, if all have 256 keys. Of more, the last
+    would start when the first have ended, and most SMs would wait for them."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     most = max(1, min(64, max_seq_len // 256, per_sm * processors // programs))
     return triton.next_power_of_2(most + 1) // 2

@@ -1008,10 +1008,10 @@ def measure_kernels(seconds: float) -> list[dict[str, Any]]:
             layers[f"{grid} W8A8"] = W8A8Linear(rtn(W, FORMATS[grid]), grid)
         for M in (1, 16, 64, 128, 512, 4096):
             x = torch.randn(M, K, dtype=torch.bfloat16, device=device)
-            base = common.measure(functools.partial(F.linear, x, plain), seconds).median
+            base = common.measure_graph(functools.partial(F.linear, x, plain), seconds).median
             row: dict[str, Any] = {"N": N, "K": K, "M": M, "bf16_us": base * 1e6}
             for name, layer in layers.items():
-                took = common.measure(functools.partial(layer, x), seconds).median
+                took = common.measure_graph(functools.partial(layer, x), seconds).median
                 moved = N * K * FORMATS[name.split()[0]].bits_per_weight(K) / 8
                 row[name] = {"us": took * 1e6, "speedup": base / took, "gb_s": moved / took / 1e9}
             rows.append(row)

@@ -1041,9 +1041,9 @@ def bench_kernel(dtype: torch.dtype) -> dict[str, Any]:
     buffer = kv_transfer.gather_kv(kv_cache_layer, blocks, 0, PROMPT, 0, 8)
     plain = torch.empty_like(buffer)
     seconds = {
-        "gather": common.measure(lambda: kv_transfer.gather_kv(kv_cache_layer, blocks, 0, PROMPT, 0, 8)).median,
-        "scatter": common.measure(lambda: kv_transfer.scatter_kv(buffer, kv_cache_layer, blocks, 0, 0)).median,
-        "copy": common.measure(lambda: plain.copy_(buffer)).median,
+        "gather": common.measure_graph(lambda: kv_transfer.gather_kv(kv_cache_layer, blocks, 0, PROMPT, 0, 8)).median,
+        "scatter": common.measure_graph(lambda: kv_transfer.scatter_kv(buffer, kv_cache_layer, blocks, 0, 0)).median,
+        "copy": common.measure_graph(lambda: plain.copy_(buffer)).median,
     }
     found = {name: 2 * buffer.nbytes / t / 1e9 for name, t in seconds.items()}
     common.table(["one layer, 8,192 tokens", "GB/s read and written"], [[n, f"{x:.1f}"] for n, x in found.items()])
