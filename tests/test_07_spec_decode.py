@@ -18,7 +18,7 @@ import llama
 
 lesson = common.lesson("07_spec_decode")
 drafters, enumeration = common.lesson("070_drafters"), common.lesson("071_enumeration")
-offline, serving = common.lesson("04b_offline_engine"), common.lesson("06_serving")
+offline = common.lesson("04b_offline_engine")
 SamplingParams, SpeculativeConfig = offline.SamplingParams, lesson.SpeculativeConfig
 Draft, DraftContext, Drafter = lesson.Draft, lesson.DraftContext, lesson.Drafter
 PAIRS = list(lesson.PAIRS.values())
@@ -517,7 +517,7 @@ def ruled() -> list[tuple[list[int], SamplingParams]]:
 
 
 def engine_of(model, tokenizer, config=None, drafter=None, base=None, **options):
-    base = base or serving.engine_class(tokenizer=tokenizer)
+    base = base or common.lesson("06_serving").engine_class(tokenizer=tokenizer)
     options = {"max_model_len": 64, "max_num_seqs": 4, "block_size": 4, "num_gpu_blocks_override": 80} | options
     kind = base if config is None else lesson.speculative_engine(base, config, drafter or lesson.make_drafter)
     return kind(model, tokenizer, **options)
@@ -923,13 +923,13 @@ def test_k_follows_the_batch_and_the_luck(tiny_model, real_model):
 
 
 def test_a_cache_that_cannot_take_back_is_refused(tiny_model, real_model):
-    base = serving.engine_class("kivi_2bit", tokenizer=real_model[1])
+    base = common.lesson("06_serving").engine_class("kivi_2bit", tokenizer=real_model[1])
     with pytest.raises(common.InputError, match="kivi_2bit"):
         engine_of(tiny_model, real_model[1], lesson.configure("ngram", 3), base=base)
 
 
 def test_a_quantized_cache(tiny_model, real_model):
-    base = serving.engine_class("fp8", tokenizer=real_model[1])
+    base = common.lesson("06_serving").engine_class("fp8", tokenizer=real_model[1])
     jobs = [([3, 4, 3, 4, 3], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))]
     plain = run(engine_of(tiny_model, real_model[1], base=base), jobs)
     assert run(engine_of(tiny_model, real_model[1], lesson.configure("suffix", 4), base=base), jobs) == plain
@@ -972,7 +972,7 @@ def test_real_model_in_the_whole_engine(real_model):
     for speculative_config in (None, config):
         llm = offline.LLM.__new__(offline.LLM)
         llm.num_requests = 0
-        llm.llm_engine = serving.offline_engine(
+        llm.llm_engine = common.lesson("06_serving").offline_engine(
             model,
             tokenizer,
             speculative_config=speculative_config,

@@ -273,7 +273,7 @@ def dense(windows):
 
     def attend(layer, q, k, v):
         T, G = len(q), q.shape[1] // k.shape[1]
-        mask = torch.ones(T, T, dtype=torch.bool).tril()
+        mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
         if windows[layer]:
             mask = mask.triu(1 - windows[layer])
         k, v = (x.repeat_interleave(G, 1).transpose(0, 1) for x in (k, v))
@@ -309,9 +309,9 @@ def test_the_model_reads_what_its_windows_need_and_nothing_freed(windows, cachin
                 memory[:, gone] = torch.nan
             tables = manager.get_block_ids(request.request_id)
             freed += sum(table.count(part.NULL_BLOCK) for table in tables)
-            hidden = model.forward(tokens[r, start : start + n], torch.arange(start, start + n),
-                                   cache.attend(tables, start))  # fmt: skip
-            whole = model.forward(tokens[r, : start + n], torch.arange(start + n), dense(windows))
+            ids, positions = tokens[r, : start + n].to(model.device), torch.arange(start + n, device=model.device)
+            hidden = model.forward(ids[start:], positions[start:], cache.attend(tables, start))
+            whole = model.forward(ids, positions, dense(windows))
             torch.testing.assert_close(hidden, whole[start:], rtol=1e-4, atol=1e-5)
             request.num_computed_tokens += n
         if r % 2:

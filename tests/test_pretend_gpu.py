@@ -20,7 +20,7 @@ ONE_OF_A_KIND = ("not small_pool and not thousand and not (drafts_for_adapters a
 WHAT = [("llama", ""), ("01_kv_cache", "not recorded_bug"), ("02_paged_attention", ""), ("03_flash_attention", ""),
         ("04_continuous_batching", ""), ("05_optimizations", "graph or capture or bucket or moved or padded"),
         ("05b_quantization", ""), ("05c_tensor_parallel", ""), ("05d_kv_cache_quantization", "kernel"),
-        ("07_spec_decode", ""), ("07b_trained_drafters", ""), ("09_gqa", ""),
+        ("07_spec_decode", ""), ("07b_trained_drafters", ""), ("09_gqa", ""), ("090_hybrid_kv_cache", ""),
         ("10_chunked_prefill", "not in_chunks and not as_many_chunks"), ("12_multi_lora", ONE_OF_A_KIND)]  # fmt: skip
 
 pytestmark = [

@@ -216,8 +216,8 @@ def attend_to_keys(
 ):  # fmt: skip
     """Fold the keys [start, stop) into (m, ℓ, O).
 
-    On Hopper tl.dot starts the tensor cores and goes on. Scores are waited for at once, O += P V only when the next
-    scores are: until then P must stay where it is. So the next scores come before the next P, in this order only.
+    On Hopper, tl.dot starts the tensor cores and goes on. Scores are waited for at once; O += P V, which comes last, is
+    waited for with the next scores. Until then it reads P from registers, and nobody keeps others from writing there.
     """
     for n in range(start, stop, BLOCK_N):
         k = k_rows.load([n, 0]).to(q.dtype)  # [N, D]; rows past the end of the sequence are zero
@@ -329,12 +329,11 @@ class Tiles(NamedTuple):
 
 def choose_tiles(dtype: torch.dtype, head_size: int, window: int | None = None,
                  capability: tuple[int, int] | None = None) -> Tiles:  # fmt: skip
-    """Tile sizes by what has to stay in registers: O [M, D] and the scores of a tile [M, N], in fp32.
+    """Tile sizes by what has to stay in registers, in fp32: O [M, D], and a tile's scores [M, N].
 
-    On Hopper (capability (9, 0)) two programs share an SM, and one has its exponentials while the other has the tensor
-    cores: 2 × 256 threads × 128 registers are all it has. Elsewhere, and where the GPU is not known, the largest that
-    spill nowhere (a test compiles them). fp32 has no exact product on tensor cores: each thread holds whole rows and
-    columns, so its tiles are small.
+    On Hopper (capability (9, 0)) two programs share an SM, and one takes its exponentials while the other has the
+    tensor cores: 2 × 256 threads × 128 registers are all there are. Elsewhere (None: not NVIDIA's) the largest that
+    spill nowhere; a test compiles them. fp32 has no exact product on tensor cores: a thread holds whole rows.
     """
     hopper = capability == (9, 0)
     if dtype == torch.float32:
@@ -342,7 +341,7 @@ def choose_tiles(dtype: torch.dtype, head_size: int, window: int | None = None,
     if hopper and head_size <= 64:
         return Tiles(64, 128, 4, 2)
     if head_size <= 128:
-        return Tiles(128, 64, 8, 2, 128 if hopper and not window else None)
+        return Tiles(128, 64 if capability else 32, 8, 2, 128 if hopper and not window else None)
     return Tiles(128, 32, 8, 2) if hopper else Tiles(64, 32, 8, 1)
 
 
@@ -799,7 +798,8 @@ def facts() -> dict[str, Any]:
             # Cycles of one SM for a tile of keys: it does 2,048 multiply-adds, or 16 exponentials, a cycle.
             "mma_cycles": 2 * M * N * D // 2048, "exp_cycles": M * N // 16,
         },
-        "causal_tiles": {"total": (n := 16384 // M) ** 2, "walked": n * (n + 1) // 2, "masked": n},
+        "causal_tiles": {"total": (n := 16384 // M) ** 2 * M // N, "walked": n * (n + 1) // 2 * M // N,
+                         "masked": n * M // N},
         "makespan": {f"{T // 1024}k": makespans(T // M, 16, 132) for T in (4096, 16384)},
         "chosen": {case: select_backend(config)[0] for case, config in CASES.items()},
         "block_sparse": block_sparse.facts(),

@@ -1186,7 +1186,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.check_equal("both policies write the same tokens", runs["static"].token_ids, runs["continuous"].token_ids)
     shorter = 1 - len(runs["continuous"].batch) / len(runs["static"].batch)
     faster = 1 - sum(runs["continuous"].seconds) / sum(runs["static"].seconds)
-    common.say(f"{shorter:.0%} fewer steps, {faster:.0%} less time (a step with fewer sequences in it is shorter)")
+    change = f"{abs(faster):.0%} {'less' if faster >= 0 else 'more'} time"
+    common.say(f"{shorter:.0%} fewer steps, {change} (a step with fewer sequences in it is shorter)")
 
     if args.bench:
         bench = benchmark(model, args)
