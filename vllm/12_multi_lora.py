@@ -19,6 +19,7 @@ The mechanism:
 
 Numbers to remember: 8 slots in turn serve 8 adapters with 1 % misses, and 9 adapters with 100 %. An adapter of rank
 8 on all layers has 1.8 % of this model's weights; one of rank 64 in the house makes every slot eight times as large.
+Rank 16 adds 15 µs to 64 rows of a 4096 → 4096 layer that takes 18 on an H200 if all share, 25 if nobody does.
 
 How to run:
   uv run python vllm/12_multi_lora.py                      the whole story
