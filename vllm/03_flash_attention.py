@@ -798,8 +798,7 @@ def facts() -> dict[str, Any]:
             # Cycles of one SM for a tile of keys: it does 2,048 multiply-adds, or 16 exponentials, a cycle.
             "mma_cycles": 2 * M * N * D // 2048, "exp_cycles": M * N // 16,
         },
-        "causal_tiles": {"total": (n := 16384 // M) ** 2 * M // N, "walked": n * (n + 1) // 2 * M // N,
-                         "masked": n * M // N},
+        "causal_tiles": {"total": 16384**2 // M // N, "walked": (n := 16384 // N) * (16384 // M + 1) // 2, "masked": n},
         "makespan": {f"{T // 1024}k": makespans(T // M, 16, 132) for T in (4096, 16384)},
         "chosen": {case: select_backend(config)[0] for case, config in CASES.items()},
         "block_sparse": block_sparse.facts(),
