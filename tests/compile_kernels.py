@@ -24,6 +24,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
 
 import common
+import sass
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -61,53 +62,6 @@ def narrow_offsets(ttir: str) -> list[str]:
                 products.add(value)
             if operands & loaded and "i32" in kind:
                 loaded.add(value)
-    return found
-
-
-# One instruction of a GPU's machine code (SASS): its address, its guard, the operation, its operands.
-INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+)?\s*([\w.]+)\s*(.*?)\s*;", re.M)
-
-
-def written(operation: str, operands: str) -> set[int]:
-    """The registers that an instruction writes, as far as names tell."""
-    first = re.match(r"R(\d+)\b", operands)
-    if first is None or operation.startswith(("ST", "RED", "BAR", "BRA", "SYNCS.ARRIVE", "UTMA")):
-        return set()
-    wide = 4 if ".128" in operation or operation.startswith(("HMMA", "IMMA", "QMMA")) else 1
-    if ".64" in operation or ".WIDE" in operation:
-        wide = 2
-    return set(range(int(first[1]), int(first[1]) + wide))
-
-
-def overwritten(sass: str) -> list[str]:
-    """Hopper's tensor cores (wgmma) read their first operand from registers while the program goes on. Says what, on
-    some path to the wait for such a product, writes a register that it reads: the assembler does not look."""
-    code = [(int(m[1], 16), m[2], m[3], m[4]) for m in INSTRUCTION.finditer(sass)]
-    place = {address: i for i, (address, *_) in enumerate(code)}
-    found = []
-    for start, (_, _, operation, operands) in enumerate(code):
-        product = re.match(r"[HQI]GMMA", operation) and re.match(r"R\d+, R(\d+),", operands)
-        if not product:
-            continue
-        reads = set(range(int(product[1]), int(product[1]) + 4))
-        paths, seen = [(start + 1, 0)], set()
-        while paths:  # where we are, and how many groups of products have been closed since
-            here, groups = paths.pop()
-            if here >= len(code) or (here, groups) in seen:
-                continue
-            seen.add((here, groups))
-            _, guard, operation, operands = code[here]
-            if operation.startswith("WARPGROUP.DEPBAR") and int(operands.split(",")[1], 16) <= groups:
-                continue  # waited for
-            if "GMMA" in operation:
-                groups = min(groups + ("gsb0" in operands), 4)
-            elif written(operation, operands) & reads:
-                found.append(f"{operation} {operands}")
-                break
-            if operation.startswith("BRA") and (target := re.search(r"0x([0-9a-f]+)", operands)):
-                paths.append((place[int(target[1], 16)], groups))
-            if guard or not operation.startswith(("BRA", "EXIT")):
-                paths.append((here + 1, groups))
     return found
 
 
@@ -163,7 +117,7 @@ def dump(compiled: Any, what: str) -> str:
 
 
 def wgmma_races(compiled: Any) -> list[str]:
-    return overwritten(dump(compiled, "-sass")) if "wgmma" in compiled.asm.get("ptx", "") else []
+    return sass.overwritten(dump(compiled, "-sass")) if "wgmma" in compiled.asm.get("ptx", "") else []
 
 
 def impossible(launch: common.Launch, target: str) -> str | None:

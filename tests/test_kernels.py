@@ -14,6 +14,7 @@ from pathlib import Path
 
 import common
 import pytest
+import sass
 import scripts
 
 KERNELS = [
@@ -198,3 +199,31 @@ def test_complaints_can_fail(change):
     }  # fmt: skip
     assert complaints(good) == []
     assert complaints(good | change)
+
+
+# A loop as Hopper runs it: the product reads R8 to R11 while the next turn begins.
+TURN = """
+        /*0000*/                   {first} ;
+        /*0010*/                   WARPGROUP.ARRIVE ;
+        /*0020*/                   HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR8].tnspB, R24, gsb0 ;
+        /*0030*/                   {then} ;
+        /*0040*/              @!P0 BRA 0x0 ;
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0060*/                   FADD R8, R24, R24 ;
+        /*0070*/                   EXIT ;
+"""
+ANOTHER = "HGMMA.64x64x16.F32.BF16 R56, gdesc[UR4], RZ, !UPT, gsb0"
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "found"),
+    [("FADD R12, R9, R9", "NOP", []), ("FADD R11, R9, R9", "NOP", ["FADD R11, R9, R9"]),
+     ("NOP", "LDS.128 R8, [R40]", ["LDS.128 R8, [R40]"]), ("NOP", "LDS.64 R6, [R40]", []),
+     ("WARPGROUP.DEPBAR.LE gsb0, 0x0", "NOP", []), ("STS [R8], R9", "NOP", []),
+     ("FADD R8, R9, R9", "WARPGROUP.DEPBAR.LE gsb0, 0x0", []),
+     ("FADD R8, R9, R9", "WARPGROUP.DEPBAR.LE gsb0, 0x1", ["FADD R8, R9, R9"]),
+     ("FADD R8, R9, R9", f"{ANOTHER} ;\n        /*0038*/  WARPGROUP.DEPBAR.LE gsb0, 0x1", [])],
+)  # fmt: skip
+def test_registers_that_a_product_still_reads(first, then, found):
+    """A write before the wait is found, across the loop's end too; a later product's wait covers the earlier one."""
+    assert sass.overwritten(TURN.format(first=first, then=then)) == found
