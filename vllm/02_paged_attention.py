@@ -283,10 +283,10 @@ def copy_blocks(kv_cache: torch.Tensor, pairs: torch.Tensor) -> None:
 
 
 @common.kernel
-def paged_decode_kernel(q, kv_cache, block_table, seq_lens, out, lse, scale, stride_q, stride_kv, table_width,
-                        G: tl.constexpr, D: tl.constexpr, Hkv: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-                        ROWS: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-                        UPCAST: tl.constexpr):  # fmt: skip
+def paged_decode_kernel(q, kv_cache, block_table, seq_lens, out, lse, scale, stride_q, stride_kv,
+                        table_width: tl.int32, G: tl.constexpr, D: tl.constexpr, Hkv: tl.constexpr,
+                        BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr,
+                        SPLITS: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
     b, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     S = tl.load(seq_lens + b)
     length = tl.cdiv(tl.cdiv(S, TILE), SPLITS) * TILE  # whole tiles, shared out evenly over the splits

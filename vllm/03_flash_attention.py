@@ -243,7 +243,7 @@ def attend_to_keys(
 @common.kernel
 def flash_attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, query_start_loc, seq_start_loc,
-    scale, T, num_keys, num_tiles, heads_per_group,
+    scale, T: tl.int32, num_keys: tl.int32, num_tiles: tl.int32, heads_per_group,
     q_stride: tl.constexpr, q_head_stride: tl.constexpr, k_stride: tl.constexpr, k_head_stride: tl.constexpr,
     v_stride: tl.constexpr, v_head_stride: tl.constexpr,
     Hq: tl.constexpr, Hkv: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,

@@ -193,7 +193,7 @@ DECODE_ONCE = 64
 
 
 @common.kernel
-def dequant_matmul_kernel(x, codes, scale, zero, out, M, N, K, stride_x, stride_w,
+def dequant_matmul_kernel(x, codes, scale, zero, out, M: tl.int32, N, K, stride_x, stride_w,
                           GROUP: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
                           ZERO: tl.constexpr, EXPONENT_SCALE: tl.constexpr, SPLIT_K: tl.constexpr,
                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -281,7 +281,7 @@ def decode_weight(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
 
 
 @common.kernel
-def add_splits_kernel(parts, a_scale, b_scale, out, M, N, SPLIT_K: tl.constexpr, SCALED: tl.constexpr,
+def add_splits_kernel(parts, a_scale, b_scale, out, M: tl.int32, N, SPLIT_K: tl.constexpr, SCALED: tl.constexpr,
                       BLOCK: tl.constexpr):  # fmt: skip
     m, n = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], parts.dtype.element_ty)  # fp32, or int32 for sums of integers
@@ -410,7 +410,7 @@ def _round_to(grid: str, v: torch.Tensor) -> torch.Tensor:
 
 
 @common.kernel
-def scaled_matmul_kernel(a, b, a_scale, b_scale, out, M, N, K, FP8: tl.constexpr, NATIVE: tl.constexpr,
+def scaled_matmul_kernel(a, b, a_scale, b_scale, out, M: tl.int32, N, K, FP8: tl.constexpr, NATIVE: tl.constexpr,
                          WIDE: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                          BLOCK_K: tl.constexpr):  # fmt: skip
     # Eight tiles of rows side by side: programs that run together share the codes that they read, in L2.

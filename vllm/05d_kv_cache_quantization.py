@@ -351,7 +351,7 @@ def load_levels(base, live, table, GRID: tl.constexpr, D: tl.constexpr, D_PAD: t
 
 @common.kernel
 def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, open_rows, block_table, seq_lens, out,
-                            lse, scale, stride_q, stride_half, table_width, G: tl.constexpr, D: tl.constexpr,
+                            lse, scale, stride_q, stride_half, table_width: tl.int32, G: tl.constexpr, D: tl.constexpr,
                             Hkv: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGE: tl.constexpr, GRID: tl.constexpr,
                             BITS: tl.constexpr, PER_TOKEN: tl.constexpr, KEY_CHANNELS: tl.constexpr,
                             ROWS: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,

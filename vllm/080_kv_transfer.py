@@ -64,9 +64,9 @@ def scatter_reference(buffer: torch.Tensor, kv_cache: torch.Tensor, blocks: Sequ
 
 
 @common.kernel
-def move_kv_kernel(kv_cache, blocks, buffer, first, count, head, stride_half, ROW: tl.constexpr, D: tl.constexpr,
-                   BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
-                   TO_CACHE: tl.constexpr):  # fmt: skip
+def move_kv_kernel(kv_cache, blocks, buffer, first: tl.int32, count: tl.int32, head, stride_half,
+                   ROW: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
+                   COLUMNS: tl.constexpr, TOKENS: tl.constexpr, TO_CACHE: tl.constexpr):  # fmt: skip
     tile, half = tl.program_id(0), tl.program_id(1).to(tl.int64)  # half 0: keys, 1: values
     t, i = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, COLUMNS)
     p = first + t  # positions [TOKENS]

@@ -104,7 +104,7 @@ def softmax_step(s, m, l):
 
 
 @common.kernel
-def gqa_decode_kernel(q, kv_cache, block_table, seq_lens, out, lse, scale, stride_q, stride_kv, table_width,
+def gqa_decode_kernel(q, kv_cache, block_table, seq_lens, out, lse, scale, stride_q, stride_kv, table_width: tl.int32,
                       Hq: tl.constexpr, Hkv: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                       HEADS: tl.constexpr, ROWS: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr,
                       SPLITS: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
@@ -406,7 +406,7 @@ class MLA:
 
 
 @common.kernel
-def mla_decode_kernel(q, cache, block_table, seq_lens, out, lse, scale, stride_q, table_width,
+def mla_decode_kernel(q, cache, block_table, seq_lens, out, lse, scale, stride_q, table_width: tl.int32,
                       H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                       ROWS: tl.constexpr, R_PAD: tl.constexpr, P_PAD: tl.constexpr, TILE: tl.constexpr,
                       SPLITS: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip

@@ -179,7 +179,7 @@ def find_sequence(query_start_loc, tile, num_seqs, BLOCK_Q: tl.constexpr):
 
 @common.kernel
 def unified_attention_kernel(q, kv_cache, block_table, query_start_loc, seq_lens, out, scale,
-                             num_seqs: tl.int32, stride_q, stride_kv, table_width,
+                             num_seqs: tl.int32, stride_q, stride_kv, table_width: tl.int32,
                              G: tl.constexpr, Hkv: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                              BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr,
                              UPCAST: tl.constexpr):  # fmt: skip
@@ -284,7 +284,7 @@ def choose_tiles(dtype: torch.dtype, D: int, G: int, max_query_len: int,
     if rows == 16:
         return rows, *paged.decode_tiles(dtype, triton.next_power_of_2(D), capability is not None)
     most, tile = (128, 64) if D <= 64 or capability == (9, 0) else (64, 32)
-    if capability == (9, 0) and D > 64 and max_query_len < 1024:
+    if capability == (9, 0) and 64 < D <= 128 and max_query_len < 1024:
         most = 64  # a decode beside a chunk fills a tile of its own: on an H200 a shorter one gains more than it loses
     rows = max(least, min(rows, most))
     # The table's load takes its share of the stages (lesson 02). On Blackwell 5 spill.

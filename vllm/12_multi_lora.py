@@ -151,7 +151,7 @@ def lora_rows(pages, rows, r, rank, k, live, ALIGNED: tl.constexpr):
 
 
 @common.kernel
-def bgmv_shrink_kernel(x, pages, rows, ranks, order, tiles, h, num_rows, stride_x,
+def bgmv_shrink_kernel(x, pages, rows, ranks, order, tiles, h, num_rows: tl.int32, stride_x,
                        K: tl.constexpr, SLICES: tl.constexpr, MAX_RANK: tl.constexpr, RANK_TILE: tl.constexpr,
                        TILE_K: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
     n, i, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -168,7 +168,7 @@ def bgmv_shrink_kernel(x, pages, rows, ranks, order, tiles, h, num_rows, stride_
 
 
 @common.kernel
-def bgmv_expand_kernel(h, pages, rows, ranks, starts, order, tiles, y, num_rows, stride_y,
+def bgmv_expand_kernel(h, pages, rows, ranks, starts, order, tiles, y, num_rows: tl.int32, stride_y,
                        SLICES: tl.constexpr, MAX_RANK: tl.constexpr, RANK_TILE: tl.constexpr, TILE_N: tl.constexpr,
                        SPLITS: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
     n, i = tl.program_id(0), tl.program_id(1)
@@ -195,7 +195,7 @@ def bgmv_expand_kernel(h, pages, rows, ranks, starts, order, tiles, y, num_rows,
 
 
 @common.kernel
-def sgmv_shrink_kernel(x, pages, rows, ranks, order, tiles, h, num_rows, stride_x,
+def sgmv_shrink_kernel(x, pages, rows, ranks, order, tiles, h, num_rows: tl.int32, stride_x,
                        K: tl.constexpr, SLICES: tl.constexpr, MAX_RANK: tl.constexpr, RANK_TILE: tl.constexpr,
                        TILE_M: tl.constexpr, TILE_K: tl.constexpr, SPLITS: tl.constexpr, ALIGNED: tl.constexpr,
                        UPCAST: tl.constexpr):  # fmt: skip
@@ -221,7 +221,7 @@ def sgmv_shrink_kernel(x, pages, rows, ranks, order, tiles, h, num_rows, stride_
 
 
 @common.kernel
-def sgmv_expand_kernel(h, pages, rows, ranks, starts, order, tiles, y, num_rows, stride_y,
+def sgmv_expand_kernel(h, pages, rows, ranks, starts, order, tiles, y, num_rows: tl.int32, stride_y,
                        SLICES: tl.constexpr, MAX_RANK: tl.constexpr, RANK_TILE: tl.constexpr, TILE_M: tl.constexpr,
                        TILE_N: tl.constexpr, SPLITS: tl.constexpr, ALIGNED: tl.constexpr,
                        UPCAST: tl.constexpr):  # fmt: skip

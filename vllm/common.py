@@ -99,7 +99,7 @@ class _StandIn:
     """Takes Triton's place where it has no wheel (macOS, Windows): kernels can be defined there, not launched."""
 
     constexpr = staticmethod(lambda value: value)
-    jit = staticmethod(lambda fn: fn)
+    jit = staticmethod(lambda fn, **options: fn)
 
     @staticmethod
     def cdiv(a: int, b: int) -> int:
@@ -144,13 +144,15 @@ class Kernel:
     """A Triton kernel, launched as `kernel[grid](...)`, that counts its launches.
 
     The count is how a test proves that an engine runs the kernel; `captured()` is how the compile check sees
-    exactly what a wrapper would launch on a GPU that is not here.
+    exactly what a wrapper would launch on a GPU that is not here. Integers of a step, like its number of sequences, are
+    annotated `tl.int32`: for one that is 1, or a multiple of 16, Triton would else compile anew while requests wait.
     """
 
     def __init__(self, fn: Callable) -> None:
         functools.update_wrapper(self, fn)
         self.name = fn.__name__
-        self.fn = triton.jit(fn)
+        of_a_step = [name for name, kind in fn.__annotations__.items() if kind == "tl.int32"]
+        self.fn = triton.jit(fn, do_not_specialize=of_a_step)
         self.launches = 0
 
     def __getitem__(self, grid: Any) -> Callable:
