@@ -480,7 +480,7 @@ def quantized_decode(q: torch.Tensor, layer: torch.Tensor, block_table: torch.Te
         parts = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
         lse = torch.empty(B, Hq, splits, dtype=torch.float32, device=q.device)
     D_pad = max(16, triton.next_power_of_2(D))
-    tile, num_warps, num_stages = decode_tiles(fmt, q.dtype, D_pad, q.is_cuda and not torch.version.hip)
+    tile, num_warps, num_stages = decode_tiles(fmt, q.dtype, q.is_cuda and not torch.version.hip)
     quantized_decode_kernel[(B, Hkv, splits)](
         q, layer, layer.view(torch.float16 if fmt.grid == "uniform" else torch.float32), head_scales,
         codebook_of(fmt, head_scales), head_scales if open_keys is None else open_keys,
@@ -496,7 +496,7 @@ def quantized_decode(q: torch.Tensor, layer: torch.Tensor, block_table: torch.Te
     return out
 
 
-def decode_tiles(fmt: KVFormat, dtype: torch.dtype, D_pad: int, nvidia: bool) -> tuple[int, int, int]:
+def decode_tiles(fmt: KVFormat, dtype: torch.dtype, nvidia: bool) -> tuple[int, int, int]:
     """(keys per tile, warps, stages). Found by compiling: no spills; with 16 bits on NVIDIA's GPUs three programs at
     a time on Hopper, with many keys: what is done once per tile is much. Loads of block table and pages share the
     stages: five give codes two buffers, three give them one, for which bytes have room.
@@ -506,8 +506,7 @@ def decode_tiles(fmt: KVFormat, dtype: torch.dtype, D_pad: int, nvidia: bool) ->
     gathers = fmt.grid == "lloyd" or fmt.bits == 3 or fmt.key_channels  # element by element: slow, and many registers
     if nvidia:
         return 32 if gathers else 128, 4, 3 if fmt.bits == 8 else 2 if fmt.key_channels else 5
-    slim = fmt.grid == "int8" or fmt.key_channels
-    return 32 if slim or gathers or D_pad > 64 else 64, 4, 1 if slim else 2
+    return 32, 4, 1 if fmt.bits == 8 or fmt.key_channels else 2
 
 
 # --- The cache of a whole model ---------------------------------------------------------------------------------------
