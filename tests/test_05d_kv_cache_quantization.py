@@ -151,7 +151,7 @@ for name, D, dtype, target in json.loads(sys.argv[2]):
         scales, table, ids = torch.empty(2, 8), torch.empty(32, 1024).int(), torch.empty(99).long()
         raw = (torch.empty(9, 32, 8, D, dtype=dtype), ids) if fmt.key_channels else ()
         lesson.quantized_decode(q, layer, table, ids.int(), 16384, layout, scales, *raw)
-    tile, warps, stages = lesson.decode_tiles(fmt, dtype, D, True)  # what an NVIDIA GPU's tensors get
+    tile, warps, stages = lesson.decode_tiles(fmt, dtype, True)  # what an NVIDIA GPU's tensors get
     launches[0].kwargs.update(TILE=tile, num_warps=warps, num_stages=stages)
     compiled = ck.compile_launch(launches[0], ck.TARGETS[target])
     rows.append({"spills": ck.resources(compiled, ck.TARGETS[target])["spills"], "shared": compiled.metadata.shared,

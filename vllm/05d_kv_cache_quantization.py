@@ -313,17 +313,16 @@ def channels(GRID: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.
 def load_levels(base, live, table, GRID: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr,
                 DTYPE: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
     """[TILE, D_PAD]: what the codes of the vectors at `base` stand for, before scaling. Integers count from 0, in units
-    of DTYPE's smallest number (fp32: of fp16's). What is masked is 0, or the first level of a table."""
+    of DTYPE's smallest number (fp32: of fp16's). Of dead vectors come any, but no NaN."""
     WIDTH: tl.constexpr = 2 if BITS == 3 else BITS  # of the (lower) plane
     PLANE: tl.constexpr = D * WIDTH // 8
     i = tl.arange(0, D_PAD * WIDTH // 32)[None, :]
     if D * BITS % 32 == 0:
         word = tl.load(base.to(tl.pointer_type(tl.int32)) + i, mask=live & (i < PLANE // 4), other=0)
-    else:  # vectors do not begin where words do
+    else:  # vectors do not begin where words do; what lies behind their codes ends in columns without a channel
         word = tl.zeros((base.shape[0], D_PAD * WIDTH // 32), tl.int32)
         for n in tl.static_range(4):
-            byte = tl.load(base + 4 * i + n, mask=live & (4 * i + n < PLANE), other=0)
-            word |= byte.to(tl.int32) << 8 * n
+            word |= tl.load(base + 4 * i + n).to(tl.int32) << 8 * n
     if GRID == "e4m3":
         word = tl.join(word, word >> 16)
         code = tl.join(word.to(tl.uint8), (word >> 8).to(tl.uint8)).reshape(base.shape[0], D_PAD)
@@ -340,7 +339,7 @@ def load_levels(base, live, table, GRID: tl.constexpr, D: tl.constexpr, D_PAD: t
         code = tl.join(word.to(tl.int16), (word >> 16).to(tl.int16)).reshape(base.shape[0], D_PAD)
         if BITS == 3:
             d = channels(GRID, D, D_PAD, BITS)[None, :]
-            upper = tl.load(base + PLANE + d % (D // 8), mask=live & (d < D), other=0).to(tl.int32)
+            upper = tl.load(base + PLANE + d % (D // 8)).to(tl.int32)
             code |= (((upper >> (d // (D // 8))) & 1) << 2).to(tl.int16)
         if GRID == "lloyd":
             x = tl.load(table + code)
@@ -482,7 +481,7 @@ def quantized_decode(q: torch.Tensor, layer: torch.Tensor, block_table: torch.Te
         parts = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
         lse = torch.empty(B, Hq, splits, dtype=torch.float32, device=q.device)
     D_pad = max(16, triton.next_power_of_2(D))
-    tile, num_warps, num_stages = decode_tiles(fmt, q.dtype, D_pad, q.is_cuda and not torch.version.hip)
+    tile, num_warps, num_stages = decode_tiles(fmt, q.dtype, q.is_cuda and not torch.version.hip)
     quantized_decode_kernel[(B, Hkv, splits)](
         q, layer, layer.view(torch.float16 if fmt.grid == "uniform" else torch.float32), head_scales,
         codebook_of(fmt, head_scales), head_scales if open_keys is None else open_keys,
@@ -498,17 +497,17 @@ def quantized_decode(q: torch.Tensor, layer: torch.Tensor, block_table: torch.Te
     return out
 
 
-def decode_tiles(fmt: KVFormat, dtype: torch.dtype, D_pad: int, nvidia: bool) -> tuple[int, int, int]:
+def decode_tiles(fmt: KVFormat, dtype: torch.dtype, nvidia: bool) -> tuple[int, int, int]:
     """(keys per tile, warps, stages). Found by compiling: no spills; with 16 bits on NVIDIA's GPUs three programs at
     a time on Hopper, with many keys: what is done once per tile is much. Loads of block table and pages share the
     stages: five give codes two buffers, three give them one, for which bytes have room.
     """
-    wide = dtype == torch.float32
+    if dtype == torch.float32:
+        return 16, 8, 1
     gathers = fmt.grid == "lloyd" or fmt.bits == 3 or fmt.key_channels  # element by element: slow, and many registers
-    if nvidia and not wide:
+    if nvidia:
         return 32 if gathers else 128, 4, 3 if fmt.bits == 8 else 2 if fmt.key_channels else 5
-    slim = fmt.grid == "int8" or fmt.key_channels or wide
-    return 32 if slim or gathers or D_pad > 64 else 64, 8 if wide else 4, 1 if slim else 2
+    return 32, 4, 1 if fmt.bits == 8 or fmt.key_channels else 2
 
 
 # --- The cache of a whole model ---------------------------------------------------------------------------------------
