@@ -297,7 +297,10 @@ def test_many_rows_are_multiplied_by_decoded_weights(kernels, device, dtype):
     """Around the threshold both ways yield the same rows, and each is gone only on its side."""
     weight = lesson.PackedWeight.pack(rtn(torch.randn(24, 64), FORMATS["int4-g64"]).to(device))
     x = torch.randn(lesson.DECODE_ONCE + 1, 64, device=device).to(dtype)
-    launches = lambda: (lesson.dequant_matmul_kernel.launches, lesson.dequantize_kernel.launches)  # noqa: E731
+
+    def launches():
+        return lesson.dequant_matmul_kernel.launches, lesson.dequantize_kernel.launches
+
     before, few = launches(), lesson.dequant_matmul(x[:-1], weight)
     between, many = launches(), lesson.dequant_matmul(x, weight)
     assert between == (before[0] + 1, before[1]) and launches() == (between[0], between[1] + 1)

@@ -390,7 +390,8 @@ def paged_decode(
 
 
 def decode_tiles(dtype: torch.dtype, D_pad: int, nvidia: bool, rows: int = 16) -> tuple[int, int, int]:
-    """(keys per tile, warps, stages) of a decode kernel: these spill nowhere, and were the fastest on an H200.
+    """(keys per tile, warps, stages) of a decode kernel: without spills up to 64 heads of a group (`rows`), and in 16
+    bits the fastest on an H200.
 
     The pipeliner shares its stages out between the table's load and those of the keys, which wait for it: of 3, K and V
     get one buffer each, of 5 two, and the next tile is on its way. There, twice the keys in each tile did more.
