@@ -98,11 +98,13 @@ def compile_launch(launch: common.Launch, target: GPUTarget) -> Any:
 
 
 def resources(compiled: Any, target: GPUTarget) -> dict[str, int]:
-    """Registers per thread and spilled bytes (NVIDIA) or registers (AMD), from the assembler."""
+    """Registers per thread and bytes per thread that they spill to memory, from the assembler. (AMD's scalar registers
+    spill into lanes of vector registers, which are no memory.)
+    """
     if target.backend == "hip":
         text = compiled.asm["amdgcn"]
-        count = {k: int(v) for k, v in re.findall(r"\.(\w+_count):\s+(\d+)", text)}
-        return {"registers": count["vgpr_count"], "spills": count["vgpr_spill_count"] + count["sgpr_spill_count"]}
+        count = {k: int(v) for k, v in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", text)}
+        return {"registers": count["vgpr_count"], "spills": count["private_segment_fixed_size"]}
     field = {k: int(v) for k, v in re.findall(r"(\w+):(\d+)", dump(compiled, "-res-usage"))}
     return {"registers": field["REG"], "spills": field["LOCAL"] + field.get("STACK", 0)}
 

@@ -342,7 +342,7 @@ def choose_tiles(dtype: torch.dtype, head_size: int, window: int | None = None,
         return Tiles(64, 128, 4, 2)
     if head_size <= 128:
         return Tiles(128, 64 if capability else 32, 8, 2, 128 if hopper and not window else None)
-    return Tiles(128, 32, 8, 2) if hopper else Tiles(64, 32, 8, 1)
+    return Tiles(128 if hopper else 64, 32, 8, 2)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor,
