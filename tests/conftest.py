@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib.util
 import math
 import mmap
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,7 +24,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # some sixty processes load the
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import common
-import documents
 import pytest
 import scripts
 import torch
@@ -37,29 +38,70 @@ settings.register_profile(
 settings.load_profile("lessons")
 
 
-def pytest_collection(session: pytest.Session) -> None:
-    """Collecting takes one core ten seconds. If all will be run, what the scripts print will be looked at."""
-    config = session.config
-    chosen = config.option.keyword or config.option.collectonly or config.option.markexpr != "not slow"
-    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not chosen:
-        scripts.ahead(scripts.script_job(path.stem) for path in documents.LESSONS)
+# --- Several processes ----------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """All tests together run in several processes, by pytest-xdist; what is asked for by name runs in this one."""
+    option = config.option
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not option.keyword
+    if hasattr(config, "workerinput") or not whole or common.HAS_GPU or sys.platform == "win32":
+        return
+    if getattr(option, "numprocesses", 0) is None:  # neither given, nor is there no pytest-xdist
+        option.numprocesses, option.dist, option.loadscopereorder = "auto", "loadscope", False
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    return min(os.cpu_count() or 1, 4)  # each takes some 3 GB
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            """One process runs all tests of a file, for they share what is expensive; or, where these are processes of
+            many lessons, all that look at one lesson's."""
+            file, _, test = nodeid.partition("::")
+            lesson = re.search(r"\[(\w+)", test)
+            return lesson[1] if lesson and file.endswith(BY_LESSON) else file
+
+    return ByFile(config, log)
+
+
+BY_LESSON = ("test_docs.py", "test_pretend_gpu.py", "test_scripts.py")
+LONGEST = (*BY_LESSON, "test_kernels.py", "test_06_serving.py", "test_widget_sims.py", "test_site.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked with the job that they look at come late; until then the jobs run beside the other tests. Those that
-    look at the clock come last, when nothing does."""
-    items.sort(key=lambda item: [item.get_closest_marker(name) is not None for name in ("alone", "job")])
+    """The longest come first, so that no process has to wait for another in the end; those that look at the clock come
+    last, when the others have nothing to do."""
+    items.sort(key=lambda item: (item.get_closest_marker("alone") is not None, item.path.name not in LONGEST))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    torch.set_num_threads(1)  # the second core is for the jobs
-    if not session.config.option.collectonly:
-        jobs = [marker.args[0] for item in session.items for marker in item.iter_markers("job")]
-        scripts.ahead(sorted(jobs, key=lambda job: "as if there were a GPU" not in job[0]))  # the longest first
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test that looks at the clock waits until the other processes have ended theirs, and they wait for it."""
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    import fcntl
+
+    with open(__file__) as door, open(scripts.__file__) as room:
+        fcntl.flock(door, fcntl.LOCK_EX)  # nobody overtakes who waits for the room
+        fcntl.flock(room, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(room, fcntl.LOCK_UN)  # processes that it has forked have the file open
 
 
-def pytest_sessionfinish() -> None:
-    scripts.stop()
+def pytest_collection_finish() -> None:
+    torch.set_num_threads(1)  # the other cores are for the other processes
+    gc.freeze()  # six thousand tests and all lessons: the collector need not look at them again and again
 
 
 @pytest.fixture(autouse=True)

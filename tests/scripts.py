@@ -1,23 +1,14 @@
-"""Running a lesson's script as a reader does, once per set of arguments, for every test that looks at its output.
-
-Scripts take most of the suite's time. `ahead` starts the ones that will be asked for beside the other tests, one after
-another on the second core. When only they are left, both cores do them.
-"""
+"""Running a lesson's script as a reader does, once per set of arguments, for every test that looks at its output."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
-from collections.abc import Iterable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +16,10 @@ import common
 
 Job = tuple[tuple, list[Any]]  # a key, and the command
 
-_futures: dict[tuple, Future] = {}
-_waiting: deque[Job] = deque()  # those of `ahead` that nobody has begun
-_running: list[subprocess.Popen] = []
-# Who has it may open files and start processes. A test that limits this process holds it meanwhile: else the thread of
-# `ahead` would find that no job can be started, of one after the other.
-unlimited = threading.Lock()
+# Another process runs tests on the other core.
+ONE_CORE = {"OMP_NUM_THREADS": "1"} if "PYTEST_XDIST_WORKER" in os.environ else {}
+
+_done: dict[tuple, Done] = {}
 
 
 @dataclasses.dataclass
@@ -48,7 +37,7 @@ class Done:
 
 def execute(command: list[Any], environment: dict[str, str] | None = None) -> Done:
     """Run a command to its end; `FILE.json` and `FIGURES` in it stand for scratch paths."""
-    with unlimited, tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "results.json").write_text('{"other": 1}')
         words = [str(word).replace("FILE.json", f"{folder}/results.json").replace("FIGURES", name) for word in command]
@@ -56,14 +45,12 @@ def execute(command: list[Any], environment: dict[str, str] | None = None) -> Do
         with open(folder / "out", "w+") as out, open(folder / "err", "w+") as err:
             process = subprocess.Popen(words, stdout=out, stderr=err, cwd=common.ROOT,
                                        env={**os.environ, **(environment or {})})  # fmt: skip
-            _running.append(process)
-            unlimited.release()
             try:
                 _, status, usage = os.wait4(process.pid, 0)
+                process.returncode = os.waitstatus_to_exitcode(status)
             finally:
-                unlimited.acquire()
-            process.returncode = os.waitstatus_to_exitcode(status)
-            _running.remove(process)
+                if process.returncode is None:
+                    process.kill()
             seconds = time.perf_counter() - start
             out.seek(0), err.seek(0)
             results = json.loads((folder / "results.json").read_text())
@@ -95,28 +82,11 @@ def output_of(lesson: str, *arguments: str) -> str:
 
 
 def get(job: Job) -> Done:
-    """The result of a job: of the one that was started ahead, of an earlier call, or of running it now. While somebody
-    else runs it, the last of those that wait can be done."""
+    """The result of a job: of an earlier call, or of running it now."""
     key, command = job
-    if key not in _futures:
-        _futures[key] = Future()
-        _futures[key].set_result(execute(command))
-    with contextlib.suppress(ValueError):  # somebody has begun it
-        _waiting.remove(job)
-        work(job)
-    with contextlib.suppress(IndexError):  # none waits
-        while not _futures[key].done():
-            work(_waiting.pop())
-    return _futures[key].result()
-
-
-def work(job: Job) -> None:
-    """Do a job of `ahead` on one core."""
-    key, command = job
-    try:
-        _futures[key].set_result(execute(command, {"OMP_NUM_THREADS": "1"}))
-    except BaseException as error:  # whoever asks for it raises it
-        _futures[key].set_exception(error)
+    if key not in _done:
+        _done[key] = execute(command, ONE_CORE)
+    return _done[key]
 
 
 # What scripts do, in 3.1 s on two quiet cores of the EPYC that DESIGN's limits are for: import torch, stream weights
@@ -138,26 +108,3 @@ def within(seconds: float, limit: float) -> bool:
     if seconds <= limit:
         return True
     return seconds <= limit * execute([sys.executable, "-c", YARDSTICK]).seconds / YARDSTICK_SECONDS
-
-
-def ahead(jobs: Iterable[Job]) -> None:
-    """Do jobs in a thread, in their order, those that are new; `get` waits for one that has begun, and does one that
-    has not."""
-    new = {key: command for key, command in jobs if key not in _futures}
-    _futures.update({key: Future() for key in new})
-    _waiting.extend(new.items())
-
-    def work_ahead() -> None:
-        with contextlib.suppress(IndexError):  # nothing is left
-            while True:
-                work(_waiting.popleft())
-
-    if not any(thread.name == "ahead" for thread in threading.enumerate()):
-        threading.Thread(target=work_ahead, daemon=True, name="ahead").start()
-
-
-def stop() -> None:
-    """Start nothing more, and end what runs."""
-    _waiting.clear()
-    for process in list(_running):
-        process.terminate()

@@ -607,7 +607,6 @@ HOPPER = ("sm_90", (9, 0), 128, {})
 
 
 @needs_triton
-@pytest.mark.job(compile_job(HOPPER))
 def test_hopper_tiles_fit():
     check_compiled(HOPPER)
 

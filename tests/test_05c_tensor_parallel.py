@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from scripts import run, script_job
+from scripts import run
 
 import llama
 
@@ -614,7 +614,6 @@ def test_the_story_starts_with_the_default_size_of_its_model(monkeypatch, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.job(script_job("05c_tensor_parallel", "--skip-all-reduce"))
 def test_the_break_is_caught():
     done = run("05c_tensor_parallel", "--skip-all-reduce")
     assert done.returncode == 1 and "without the all-reduce: relative error of the logits" in done.stdout
@@ -622,7 +621,6 @@ def test_the_break_is_caught():
 
 
 @pytest.mark.slow
-@pytest.mark.job(script_job("05c_tensor_parallel", "--bench"))
 def test_benchmark_measures_what_it_says():
     done = run("05c_tensor_parallel", "--bench")
     assert done.returncode == 0, done.stderr[-2000:]

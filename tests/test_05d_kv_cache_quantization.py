@@ -184,7 +184,6 @@ def compiled(cases):
 
 
 @needs_triton
-@pytest.mark.job(compile_job(HOPPER))
 def test_hopper_decodes_e4m3_itself_and_loads_ahead():
     fp8, int8, _ = compiled(HOPPER)
     assert fp8["e4m3"] >= 2 * 128 * 128 / 128 / 2, "each key and value of a tile, by 128 threads, two at a time"
@@ -193,7 +192,6 @@ def test_hopper_decodes_e4m3_itself_and_loads_ahead():
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.job(compile_job(NVIDIA))
 def test_decode_tiles_spill_on_no_gpu_of_nvidias():
     compiled(NVIDIA)
 

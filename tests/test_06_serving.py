@@ -1098,9 +1098,7 @@ REFUSED = [(refused_job(*flags), word) for *flags, word in (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("job", "word"), [pytest.param(job, word, marks=pytest.mark.job(job), id=word) for job, word in REFUSED]
-)
+@pytest.mark.parametrize(("job", "word"), [pytest.param(job, word, id=word) for job, word in REFUSED])
 def test_the_command_line_ends_with_one_line(job, word):
     """Fast twins: the same errors as exceptions, above."""
     done = scripts.get(job)

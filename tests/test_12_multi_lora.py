@@ -235,7 +235,6 @@ COMPILE_JOB = (("loads of adapters",), [sys.executable, "-c", COMPILE, Path(__fi
 
 
 @pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform: nothing to compile")
-@pytest.mark.job(COMPILE_JOB)
 def test_enough_is_on_its_way():
     """4.8 TB/s for a microsecond are 36 KB in each of an H200's 132 processors: so much has to be asked for at once."""
     done = scripts.get(COMPILE_JOB)

@@ -100,8 +100,8 @@ ASKED = [python_job("import common; print(common.HAS_GPU, common.INTERPRET)", *a
 
 
 @pytest.mark.parametrize("job", [
-    pytest.param(ASKED[0], marks=pytest.mark.job(ASKED[0]), id="two words"),
-    pytest.param(ASKED[1], marks=[pytest.mark.job(ASKED[1]), pytest.mark.slow], id="one word"),
+    pytest.param(ASKED[0], id="two words"),
+    pytest.param(ASKED[1], marks=pytest.mark.slow, id="one word"),
 ])  # fmt: skip
 def test_gpu_stays_unseen_when_the_cpu_is_asked_for(job):
     done = scripts.get(job)
@@ -252,7 +252,6 @@ WANTS_A_GPU = python_job(SCRIPT, "--device", "cuda")  # as a process of its own:
 
 
 @pytest.mark.skipif(common.HAS_GPU, reason="there is a GPU here")
-@pytest.mark.job(WANTS_A_GPU)
 def test_a_missing_gpu_is_one_line():
     done = scripts.get(WANTS_A_GPU)
     assert done.returncode == 2 and "no GPU" in done.stderr and len(done.stderr.splitlines()) == 1

@@ -187,8 +187,6 @@ REPLAYS = [((f"replay {path}",), [sys.executable, common.HERE / "11_preemption.p
            for path in (WORKLOADS[0], "no-such.json")]  # fmt: skip
 
 
-@pytest.mark.job(REPLAYS[0])
-@pytest.mark.job(REPLAYS[1])
 def test_replay_as_a_user_runs_it():
     done = scripts.get(REPLAYS[0])
     assert (done.returncode, done.stderr) == (0, "")

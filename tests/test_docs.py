@@ -11,7 +11,7 @@ import common
 import documents
 import pytest
 from documents import LESSONS, PAGES
-from scripts import output_of, script_job
+from scripts import output_of
 
 LESSON_PAGES = [page for page in PAGES if documents.script_of(page)]
 by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -73,22 +73,13 @@ def test_excerpts_are_literal(page):
             )
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(p, marks=pytest.mark.job(script_job(p.stem)), id=p.name) for p in LESSON_PAGES],
-)
+@by_lesson
 def test_quoted_output(page):
     check_output(page, with_flags=False)
 
 
-def jobs_with_flags(page):
-    """Jobs of the runs whose flags the page shows beside what they print."""
-    return [pytest.mark.job(script_job(page.stem, *block.argument.split()))
-            for block in documents.blocks(page) if block.kind == "output" and block.argument]  # fmt: skip
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [pytest.param(p, marks=jobs_with_flags(p), id=p.name) for p in LESSON_PAGES])
+@by_lesson
 def test_quoted_output_with_flags(page):
     check_output(page, with_flags=True)
 

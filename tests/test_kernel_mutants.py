@@ -80,7 +80,6 @@ def test_the_list_of_equivalent_mutants_is_of_today():
     assert not listed.keys() - there, "no such change: " + "\n".join(map(str, listed.keys() - there))
 
 
-@pytest.mark.job(COPIES)
 def test_a_few_mutants_are_killed():
     done = scripts.get(COPIES)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -93,7 +92,6 @@ def test_without_tests_mutants_live():
 
 
 @pytest.mark.slow
-@pytest.mark.job(SOME)
 def test_some_mutants_of_every_kernel_are_killed():
     done = scripts.get(SOME)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]

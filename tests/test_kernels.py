@@ -75,7 +75,6 @@ def test_kernels_are_found():
 
 
 @needs_triton
-@pytest.mark.job(compile_job("fast"))
 @pytest.mark.parametrize(("lesson", "kernel"), KERNELS)
 def test_kernel_compiles(lesson, kernel):
     check("fast", lesson, kernel)
@@ -83,7 +82,6 @@ def test_kernel_compiles(lesson, kernel):
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.job(compile_job("all"))
 @pytest.mark.parametrize(("lesson", "kernel"), KERNELS)
 def test_kernel_compiles_everywhere(lesson, kernel):
     check("all", lesson, kernel)
@@ -165,7 +163,6 @@ def compiled_on_nvidia(cases: list) -> list[dict]:
 
 
 @needs_triton
-@pytest.mark.job(nvidia_job(HOPPER))
 def test_keys_are_fetched_ahead_on_hopper():
     """Two buffers or more for K and for V, and no wait in the loop for what was asked for last. A decode's tiles are so
     large that one buffer each does more: of three programs on an SM, two wait for theirs."""
@@ -180,7 +177,6 @@ def test_keys_are_fetched_ahead_on_hopper():
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.job(nvidia_job(ELSEWHERE))
 def test_tiles_of_nvidia_everywhere():
     for case, row in zip(ELSEWHERE, compiled_on_nvidia(ELSEWHERE)):
         if case[5] == 256 and case[-1] == 1:
@@ -215,7 +211,6 @@ STEPS_JOB: scripts.Job = ("steps", 0), [sys.executable, "-c", STEPS, Path(__file
 
 
 @needs_triton
-@pytest.mark.job(STEPS_JOB)
 def test_steps_of_other_sizes_compile_nothing_new():
     """Neither one sequence nor sixteen, for which Triton would compile anew, hold up the requests of a step."""
     done = scripts.get(STEPS_JOB)

@@ -35,10 +35,7 @@ def job_of(name: str, expression: str) -> scripts.Job:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "expression"),
-    [pytest.param(*what, marks=pytest.mark.job(job_of(*what)), id=what[0]) for what in WHAT],
-)
+@pytest.mark.parametrize(("name", "expression"), [pytest.param(*what, id=what[0]) for what in WHAT])
 def test_as_if_there_were_a_gpu(name, expression):
     done = scripts.get(job_of(name, expression))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -84,7 +81,6 @@ print("all refused")
 REFUSALS_JOB = (("what a GPU refuses",), [sys.executable, "-c", PATH + REFUSALS])
 
 
-@pytest.mark.job(REFUSALS_JOB)
 def test_what_a_gpu_would_refuse_is_refused():
     done = scripts.get(REFUSALS_JOB)
     assert done.returncode == 0 and done.stdout.strip() == "all refused", done.stderr[-3000:]

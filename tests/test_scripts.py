@@ -11,10 +11,9 @@ import sys
 import common
 import on_gpu
 import pytest
-import scripts
 import tokenizers
 from documents import LESSONS
-from scripts import YARDSTICK_SECONDS, Done, ahead, execute, get, output_of, run, script_job, within
+from scripts import get, output_of, run, script_job, within
 
 import llama
 
@@ -25,9 +24,7 @@ HIDE_TRITON = "import sys; sys.modules['triton'] = None"
 by_lesson = pytest.mark.parametrize("lesson", [path.stem for path in LESSONS])
 
 
-@pytest.mark.parametrize(
-    "lesson", [pytest.param(path.stem, marks=pytest.mark.job(script_job(path.stem))) for path in LESSONS]
-)
+@by_lesson
 def test_default_run(lesson):
     output = output_of(lesson)
     lines = output.splitlines()
@@ -72,7 +69,7 @@ PARTS: dict[str, tuple[str, str | None, dict]] = {
 }
 
 
-@pytest.mark.parametrize("lesson", [pytest.param(name, marks=pytest.mark.job(script_job(name))) for name in PARTS])
+@pytest.mark.parametrize("lesson", PARTS)
 def test_a_story_has_its_parts_in_order(lesson):
     """DESIGN's: the machine, a check against the reference, the real model, the simulation, what was measured."""
     real, measured, params = PARTS[lesson]
@@ -123,44 +120,15 @@ def test_the_figures_are_saved_last(lesson):
     assert "args.json" in rest and not re.search(r"common\.(heading|say|table|check)", rest)
 
 
-@pytest.mark.slow
-@pytest.mark.alone
-@by_lesson
-def test_default_run_takes_at_most_twenty_seconds(lesson, monkeypatch):
-    if common.HAS_GPU:
-        pytest.skip("the limit is for two CPU cores; a GPU's first run compiles kernels")
-    # With threads that sleep while they wait, then as a reader starts it, with threads that spin: these are faster on
-    # two free cores, but take twice as long as the others while something else keeps one of them busy.
-    for policy in ("PASSIVE", None):
-        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-        if policy:
-            monkeypatch.setenv("OMP_WAIT_POLICY", policy)
-        seconds = execute(script_job(lesson)[1]).seconds
-        if within(seconds, 20):
-            return
-    pytest.fail(f"took {seconds:.0f} s")
-
-
-@pytest.mark.parametrize("slower", [0.8, 1, 2])
-def test_a_slower_machine_gets_more_time_in_proportion(slower, monkeypatch):
-    def measured(command):
-        return Done(0, "", "", slower * YARDSTICK_SECONDS, 0.0, {}, {})
-
-    monkeypatch.setattr(scripts, "execute", measured)
-    assert within(20, 20) and within(19.9 * slower, 20) and not within(20.1 * max(1, slower), 20)
-
-
 @by_lesson
 def test_help(lesson):
     text = common.lesson(lesson).build_parser().format_help()
     assert all(flag in text for flag in FLAGS)
 
 
-HELP = [pytest.param(p.stem, marks=[pytest.mark.job(script_job(p.stem, "--help")),
-                                    *([] if p.stem in HEAVY else [pytest.mark.slow])]) for p in LESSONS]  # fmt: skip
-
-
-@pytest.mark.parametrize("lesson", HELP)
+@pytest.mark.parametrize(
+    "lesson", [pytest.param(p.stem, marks=[] if p.stem in HEAVY else pytest.mark.slow) for p in LESSONS]
+)
 def test_help_of_a_process(lesson):
     done = run(lesson, "--help")
     assert done.returncode == 0, done.stderr
@@ -227,19 +195,15 @@ def test_values_that_cannot_be_are_refused_before_a_model_is_loaded(real_model, 
 FIRST = (LESSONS[0].stem, "--new-tokens", "4")
 
 
-@pytest.mark.job(script_job(*FIRST, prelude=HIDE_TRITON))
 def test_without_triton_the_first_lesson_runs():
     without_triton(*FIRST)
 
 
 @pytest.fixture(scope="module")
-def bare_model(tmp_path_factory, request):
-    """A small one whose tokenizer has no chat template. What will be asked of it begins at once."""
+def bare_model(tmp_path_factory):
+    """A small one whose tokenizer has no chat template."""
     folder = small_folder(tmp_path_factory.mktemp("bare") / "model")
     (folder / "tokenizer_config.json").write_text("{}")
-    asking = (item for item in request.session.items if item.originalname == "test_without_triton_every_lesson_runs")
-    lessons = (item.callspec.params["lesson"] for item in asking)
-    ahead(script_job(lesson, *bare_arguments(lesson, folder), prelude=HIDE_TRITON) for lesson in lessons)
     return folder
 
 
@@ -272,7 +236,6 @@ for name in {[path.stem for path in LESSONS]!r}:
 LOADS_JOB = (("every lesson, without Triton",), [sys.executable, "-c", LOADS])
 
 
-@pytest.mark.job(LOADS_JOB)
 def test_without_triton_every_lesson_loads():
     done = get(LOADS_JOB)
     assert done.returncode == 0, done.stderr
@@ -284,10 +247,7 @@ def test_without_triton_every_lesson_loads():
 WRONG = {str(common.HERE): "config.json", "no/such-model": "--model"}
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [pytest.param(w, marks=pytest.mark.job(script_job(LESSONS[0].stem, "--model", w)), id=WRONG[w]) for w in WRONG],
-)
+@pytest.mark.parametrize("wrong", WRONG, ids=WRONG.values())
 def test_a_wrong_model_is_one_line(wrong):
     done = run(LESSONS[0].stem, "--model", wrong)
     assert done.returncode == 2 and WRONG[wrong] in done.stderr and len(done.stderr.splitlines()) == 1
@@ -302,16 +262,14 @@ def small_folder(path):
 
 
 @pytest.fixture(scope="module")
-def another_model(tmp_path_factory, request):
+def another_model(tmp_path_factory):
     """Nothing in it is as in SmolLM2: heads and groups, widths, layers, context, an output matrix of its own. Every
-    text begins with a token of its own, as in most Llamas. What will be asked of it begins at once."""
+    text begins with a token of its own, as in most Llamas."""
     folder = small_folder(tmp_path_factory.mktemp("another") / "model")
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     begin = "<|endoftext|>"
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(f"{begin} $A", special_tokens=[(begin, 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    asking = (item for item in request.session.items if item.originalname == "test_another_model")
-    ahead(another_job(item.callspec.params["lesson"], folder) for item in asking)
     return folder
 
 

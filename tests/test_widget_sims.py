@@ -135,7 +135,6 @@ def chosen(compared) -> dict[str, Path]:
 
 
 @needs_node
-@pytest.mark.job(CHOSEN_JOB)
 @pytest.mark.parametrize("name", LESSONS)
 def test_javascript_agrees_with_python(name, compared):
     """Whole traces, whole numbers exactly, and the text under the picture, on a sample. (All of them: slow.)"""
@@ -434,7 +433,6 @@ def survivors(mutants: list[tuple[str, tuple[str, str, str]]], states: dict[str,
 
 
 @needs_node
-@pytest.mark.job(CHOSEN_JOB)
 def test_a_mutant_of_each_simulation_is_caught(chosen, tmp_path):
     assert not survivors([(name, MUTANTS[name][0]) for name in LESSONS], chosen, tmp_path)
 
