@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import importlib.util
 import math
 import mmap
@@ -61,15 +60,19 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByFile(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            """One process runs all tests of a file, for they share what is expensive; or, where these are processes of
-            many lessons, all that look at one lesson's."""
-            file, _, test = nodeid.partition("::")
-            lesson = re.search(r"\[(\w+)", test)
-            return lesson[1] if lesson and file.endswith(BY_LESSON) else file
+    class Together(LoadScopeScheduling):
+        _split_scope = staticmethod(together)
 
-    return ByFile(config, log)
+    return Together(config, log)
+
+
+def together(nodeid: str) -> str:
+    """What the tests that one process has to run have in common: they are of a file, for these share what is expensive;
+    or they look at the processes of one lesson, where a file starts some of each lesson.
+    """
+    file, _, test = nodeid.partition("::")
+    lesson = re.search(r"\[(\w+)", test)
+    return lesson[1] if lesson and file.endswith(BY_LESSON) else file
 
 
 BY_LESSON = ("test_docs.py", "test_pretend_gpu.py", "test_scripts.py")
@@ -101,7 +104,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 def pytest_collection_finish() -> None:
     torch.set_num_threads(1)  # the other cores are for the other processes
-    gc.freeze()  # six thousand tests and all lessons: the collector need not look at them again and again
 
 
 @pytest.fixture(autouse=True)

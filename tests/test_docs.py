@@ -73,7 +73,10 @@ def test_excerpts_are_literal(page):
             )
 
 
-@by_lesson
+@pytest.mark.parametrize(  # as in test_scripts.py, whose processes these are
+    "page",
+    [pytest.param(p, marks=[] if re.match(r"\d\d_", p.name) else pytest.mark.slow, id=p.name) for p in LESSON_PAGES],
+)
 def test_quoted_output(page):
     check_output(page, with_flags=False)
 

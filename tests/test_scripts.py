@@ -12,6 +12,7 @@ import common
 import on_gpu
 import pytest
 import tokenizers
+from conftest import together
 from documents import LESSONS
 from scripts import get, output_of, run, script_job, within
 
@@ -22,9 +23,13 @@ HEAVY = ("06_serving", "08_disagg")  # of those that load most, even for `--help
 HIDE_TRITON = "import sys; sys.modules['triton'] = None"
 
 by_lesson = pytest.mark.parametrize("lesson", [path.stem for path in LESSONS])
+# The fast tier tells the twelve lessons' own stories, the slow one those of the scripts beside them (05b, …), too.
+by_story = pytest.mark.parametrize(
+    "lesson", [pytest.param(p.stem, marks=[] if re.match(r"\d\d_", p.stem) else pytest.mark.slow) for p in LESSONS]
+)
 
 
-@by_lesson
+@by_story
 def test_default_run(lesson):
     output = output_of(lesson)
     lines = output.splitlines()
@@ -69,7 +74,7 @@ PARTS: dict[str, tuple[str, str | None, dict]] = {
 }
 
 
-@pytest.mark.parametrize("lesson", PARTS)
+@by_story
 def test_a_story_has_its_parts_in_order(lesson):
     """DESIGN's: the machine, a check against the reference, the real model, the simulation, what was measured."""
     real, measured, params = PARTS[lesson]
@@ -111,6 +116,13 @@ def test_a_story_out_of_order_is_found():
 
 def test_every_script_has_its_parts_named():
     assert [path.stem for path in LESSONS] == list(PARTS)
+
+
+def test_who_looks_at_what_a_script_prints_is_in_one_process():
+    default, quoted = "tests/test_scripts.py::test_default_run[", "tests/test_docs.py::test_quoted_output["
+    assert together(f"{default}01_kv_cache]") == together(f"{quoted}01_kv_cache.md]") == "01_kv_cache"
+    assert together(f"{default}05_optimizations]") != together(f"{quoted}05b_quantization.md]")
+    assert together("tests/test_12_multi_lora.py::test_two[5-3]") == together("tests/test_12_multi_lora.py::test_three")
 
 
 @by_lesson
@@ -192,11 +204,9 @@ def test_values_that_cannot_be_are_refused_before_a_model_is_loaded(real_model, 
 # --- Without Triton -------------------------------------------------------------------------------------------------
 
 
-FIRST = (LESSONS[0].stem, "--new-tokens", "4")
-
-
+@pytest.mark.slow
 def test_without_triton_the_first_lesson_runs():
-    without_triton(*FIRST)
+    without_triton(LESSONS[0].stem, "--new-tokens", "4")
 
 
 @pytest.fixture(scope="module")
@@ -211,8 +221,9 @@ def bare_arguments(lesson, folder):
     return () if lesson in SHIPPED else ("--model", folder, *SIZES.get(lesson, ()))
 
 
-@pytest.mark.slow
-@by_lesson
+@pytest.mark.parametrize(
+    "lesson", [pytest.param(p.stem, marks=pytest.mark.slow if p != LESSONS[0] else []) for p in LESSONS]
+)
 def test_without_triton_every_lesson_runs(lesson, bare_model):
     """Nor with a chat template, which models that only complete texts lack."""
     without_triton(lesson, *bare_arguments(lesson, bare_model))
@@ -244,13 +255,13 @@ def test_without_triton_every_lesson_loads():
 # --- Elsewhere ------------------------------------------------------------------------------------------------------
 
 
-WRONG = {str(common.HERE): "config.json", "no/such-model": "--model"}
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=WRONG.values())
-def test_a_wrong_model_is_one_line(wrong):
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [(str(common.HERE), "config.json"), pytest.param("no/such-model", "--model", marks=pytest.mark.slow)],
+)
+def test_a_wrong_model_is_one_line(wrong, word):
     done = run(LESSONS[0].stem, "--model", wrong)
-    assert done.returncode == 2 and WRONG[wrong] in done.stderr and len(done.stderr.splitlines()) == 1
+    assert done.returncode == 2 and word in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def small_folder(path):
