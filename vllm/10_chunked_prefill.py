@@ -581,7 +581,7 @@ def describe(trace: dict[str, Any]) -> str:
     shown = [i for i in range(done) if i < 5 or i >= done - 4]
     for before, i in zip([-1, *shown], shown):
         if i - before > 1:
-            lines.append(f"  … {i - before - 1} more steps")
+            lines.append(f"  … and {i - before - 1} more")
         short = f" + short prompt {trace['short_chunk'][i]}" if p["short_prompt"] else ""
         lines.append(f"  step {i:>3}, {ms(ends[i] - trace['start_us'][i]):>8}: decodes {trace['decodes'][i]:>3} "
                      f"+ chunk {trace['chunk'][i]:>4}{short}")  # fmt: skip

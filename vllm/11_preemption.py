@@ -820,7 +820,7 @@ def describe(trace: dict[str, Any]) -> str:
         lines.append(f"  step {step['step']:>3}: preempted {victims}; left {held}, {step['free']} free, "
                      f"{len(step['waiting'])} waiting")  # fmt: skip
     if len(preempting) > 4:
-        lines.append(f"  … {len(preempting) - 4} more steps with preemptions")
+        lines.append(f"  … and {len(preempting) - 4} more with preemptions")
     cost = f"redone in {trace['recompute_us'] / 1e3:.1f} ms"
     if p["policy"] == "swap":
         cost += f"; {trace['copied_blocks']:,} blocks copied in {trace['swap_us'] / 1e3:.1f} ms"

@@ -95,7 +95,7 @@ export function describe(trace) {
   const ends = [...trace.start_us.slice(1), trace.end_us];
   let before = -1;
   for (const i of range(0, done).filter((step) => step < 5 || step >= done - 4)) {
-    if (i - before > 1) lines.push(`  … ${i - before - 1} more steps`);
+    if (i - before > 1) lines.push(`  … and ${i - before - 1} more`);
     before = i;
     const short = p.short_prompt > 0 ? ` + short prompt ${trace.short_chunk[i]}` : "";
     const took = ms(ends[i] - trace.start_us[i]).padStart(8);

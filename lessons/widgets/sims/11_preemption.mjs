@@ -83,7 +83,7 @@ export function describe(trace) {
     const after = `left ${left}, ${free} free, ${waiting.length} waiting`;
     lines.push(`  step ${String(step).padStart(3)}: preempted ${victims}; ${after}`);
   }
-  if (preempting.length > 4) lines.push(`  … ${preempting.length - 4} more steps with preemptions`);
+  if (preempting.length > 4) lines.push(`  … and ${preempting.length - 4} more with preemptions`);
   let cost = `redone in ${fixed(trace.recompute_us / 1e3, 1).replaceAll(",", "")} ms`;
   if (p.policy === "swap") {
     cost += `; ${comma(trace.copied_blocks)} blocks copied in ${fixed(trace.swap_us / 1e3, 1).replaceAll(",", "")} ms`;
