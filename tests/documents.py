@@ -138,9 +138,10 @@ def commands(page: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def lookup(value: object, path: str) -> float:
-    """`value["a"]["b"]` for the path "a.b"; list items by index."""
+    """`value["a"]["b c"]` for the path "a.b_c"; list items by index."""
     for key in path.split("."):
-        value = value[int(key)] if isinstance(value, list) else value[key]
+        spaced = key.replace("_", " ")
+        value = value[int(key)] if isinstance(value, list) else value[spaced if spaced in value else key]
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{path} is {value!r}, not a number")
     return value
