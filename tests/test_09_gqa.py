@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
 from types import SimpleNamespace
 
 import common
+import first_layers
 import pytest
 import torch
 import torch.nn.functional as F
@@ -265,6 +267,7 @@ def test_kernels_are_measured_beside_a_copy(monkeypatch):
     monkeypatch.setattr(common, "copy_bandwidth", lambda: order.append("copy") or 100e9)
     monkeypatch.setattr(common, "measure_graph", lambda *_: order.append("kernel") or common.Timing(1e-3, 1e-3, 1e-3))
     monkeypatch.setattr(paged, "random_case", lambda *_: ())
+    monkeypatch.setattr(torch, "randn", functools.partial(torch.randn, device="meta"))
     found = lesson.measure_kernels()
     assert order[0] == "copy" and order.count("copy") == 1 and found["copy_gb_s"] == 100
     for row in (*found["decode"], *found["mla"]):
@@ -308,8 +311,9 @@ def test_the_model_runs_on_the_torch_path(tiny_model):
     assert run_model(tiny_model, prompt_ids, 5) == [dense(tiny_model, prompt, 5) for prompt in prompt_ids]
 
 
-def test_the_wrong_map_breaks_the_real_model(real_model, capsys):
-    model, tokenizer = real_model
+@pytest.mark.parametrize("layers", first_layers.CUT_OR_WHOLE)
+def test_the_wrong_map_breaks_the_real_model(real_model, capsys, layers, tmp_path):
+    model, tokenizer = llama.load(str(first_layers.folder_of(layers, tmp_path))) if layers else real_model
     with pytest.raises(common.CheckFailed, match="grouped cache"):
         lesson.show_map(argparse.Namespace(head_map="tiled"), model, tokenizer)
     assert "Paris" not in capsys.readouterr().out
