@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 import common
+import first_layers
 import httpx
 import openai
 import pydantic
@@ -36,8 +37,8 @@ BOUND = 12
 class Server:
     """One server for the whole file, and clients for it."""
 
-    def __init__(self, url, process):
-        self.url, self.process = url, process
+    def __init__(self, url, process, folder):
+        self.url, self.process, self.folder = url, process, folder
         self.http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
         self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60)
 
@@ -74,19 +75,32 @@ class Server:
             time.sleep(0.01)
 
 
+@pytest.fixture(scope="module", params=first_layers.CUT_OR_WHOLE)
+def folder(request, real_model, tmp_path_factory):
+    """What the server loads: the real model, in the fast tier its first layers."""
+    return first_layers.folder_of(request.param, tmp_path_factory.mktemp("model"))
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def served_model(folder):
+    """The same, in this process."""
+    return llama.load(str(folder))
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "stderr"
     template = log.with_name("template.jinja")
     template.write_text(llama.Tokenizer(llama.model_folder()).chat_template + "{{ probe if probe is defined }}")
-    flags = ["--served-model-name", NAME, "alias", "--api-key", KEY, "--max-model-len", "512", "--max-num-seqs", "8",
+    flags = ["--model", str(folder), "--served-model-name", NAME, "alias", "--api-key", KEY,
+             "--max-model-len", "512", "--max-num-seqs", "8",
              "--max-num-queued-reqs", str(BOUND), "--kv-cache-gib", "0.1", "--max-num-batched-tokens", "64",
              "--scheduling-policy", "priority", "--shutdown-timeout", "5", "--enable-auto-tool-choice",
              "--tool-call-parser", "hermes", "--chat-template", str(template)]  # fmt: skip
     lines = []
     with lesson.running_server(*flags, echo=lines.append, VLLM_SERVER_DEV_MODE="1",
                                VLLM_KEEP_ALIVE_ON_ENGINE_DEATH="1") as (url, process):  # fmt: skip
-        found = Server(url, process)
+        found = Server(url, process, folder)
         found.lines, found.log = lines, log
         yield found
 
@@ -111,7 +125,7 @@ def test_start_up_says_what_it_does(server):
 def test_models(server):
     assert [m.id for m in server.openai.models.list().data] == [NAME, "alias"]
     card = server.openai.models.retrieve("alias")
-    assert card.root == str(llama.model_folder()), "whoever does not know this name finds the tokenizer there"
+    assert card.root == str(server.folder), "whoever does not know this name finds the tokenizer there"
     assert card.id == "alias" and card.max_model_len == 512
     with pytest.raises(openai.NotFoundError):
         server.openai.models.retrieve("gpt-9")
@@ -126,9 +140,9 @@ def test_small_endpoints(server):
     assert server.http.post("/detokenize", json={"tokens": [10**7]}).status_code == 400
 
 
-def test_answers_are_the_offline_engines(server, real_model):
+def test_answers_are_the_offline_engines(server, served_model):
     """Greedy completions, chats and a seeded sample: the server adds nothing and loses nothing."""
-    model, tokenizer = real_model
+    model, tokenizer = served_model
     llm = offline.LLM(model, tokenizer=tokenizer, max_model_len=512, max_num_seqs=8, num_gpu_blocks_override=129)
     (want,) = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=3))
     found = server.complete("The capital of France is", logprobs=2, extra_body={"return_token_ids": True})
@@ -156,13 +170,13 @@ def test_streams_say_the_same(server):
 
 
 def test_stop_strings_and_tokens(server):
-    full = server.complete("The capital of France is", max_tokens=8).choices[0].text
+    answer = server.complete("The capital of France is", max_tokens=8, extra_body={"return_token_ids": True}).choices[0]
+    full, ids = answer.text, answer.token_ids
     stop = full[3:7]
     cut = server.complete("The capital of France is", max_tokens=8, stop=[stop]).choices[0]
     assert (cut.text, cut.finish_reason, cut.stop_reason) == (full[:3], "stop", stop)
     pieces = list(server.complete("The capital of France is", max_tokens=8, stop=[stop], stream=True))
     assert "".join(p.choices[0].text for p in pieces) == full[:3]
-    ids = server.http.post("/tokenize", json={"prompt": full}).json()["tokens"]
     first = server.complete("The capital of France is", extra_body={"stop_token_ids": [ids[1]]}).choices[0]
     assert first.stop_reason == ids[1] and first.finish_reason == "stop"
     kept = server.complete(
@@ -253,10 +267,10 @@ def test_a_tool_that_nobody_demands_is_not_in_the_way(server):
     assert server.chat("Hi").choices[0].message.content == server.chat("Hi", tools=tools).choices[0].message.content
 
 
-def test_a_prompt_is_scored_as_one_pass_would(server, real_model):
+def test_a_prompt_is_scored_as_one_pass_would(server, served_model):
     """By `echo` with `logprobs`, as benchmarks ask for it; twice, so that a cached prefix could be in the way."""
     text = "The three laws of motion say that a body at rest remains at rest, and a body in motion remains in motion."
-    model, tokenizer = real_model
+    model, tokenizer = served_model
     want = offline.reference_scores(model, tokenizer.encode(text)).tolist()
     for _ in range(2):
         (choice,) = server.complete(text, max_tokens=1, echo=True, logprobs=1).choices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from types import SimpleNamespace
 
@@ -45,15 +46,17 @@ def expected(model):
 # --- Codes that a folder has ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("layout", "symmetric"), [
-    ("gptq", False), ("awq", False), ("compressed-tensors", True), ("fp8", True),
-])  # fmt: skip
-@pytest.mark.parametrize(("tp", "pp"), [
-    (4, 1), (2, 2), *(pytest.param(*layout, marks=pytest.mark.slow) for layout in [(1, 1), (2, 1), (1, 2)])
-])  # fmt: skip
-def test_a_quantized_folder_on_workers_writes_what_it_writes_in_one_process(layout, symmetric, tp, pp, tmp_path):
+SYMMETRIC = {"gptq": False, "awq": False, "compressed-tensors": True, "fp8": True}
+STORED_FAST = [("gptq", 4, 1), ("awq", 2, 2), ("compressed-tensors", 4, 1), ("fp8", 2, 2)]
+STORED_SLOW = [pytest.param(layout, *degrees, marks=pytest.mark.slow)
+               for layout in SYMMETRIC for degrees in [(4, 1), (2, 2), (1, 1), (2, 1), (1, 2)]
+               if (layout, *degrees) not in STORED_FAST]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "tp", "pp"), [*STORED_FAST, *STORED_SLOW])
+def test_a_quantized_folder_on_workers_writes_what_it_writes_in_one_process(layout, tp, pp, tmp_path):
     """Four ranks share two KV heads."""
-    model, _ = quantized.write_checkpoint(tmp_path, layout, symmetric)
+    model, _ = quantized.write_checkpoint(tmp_path, layout, SYMMETRIC[layout])
     tokens, floats = serve(str(tmp_path), tp, pp)
     assert tokens == expected(lesson.load_checkpoint(tmp_path)) != expected(model)
     c = model.config
@@ -119,6 +122,11 @@ class InParts:
         return sum(part(piece.contiguous()) for part, piece in zip(self.parts, x.chunk(self.n, -1)))
 
 
+@functools.cache
+def rounded(method, tp, pp):
+    return serve(SIZES, tp, pp, method)
+
+
 LAYOUTS = [(2, 1), (1, 3), (4, 2)]
 FAST = [*((method, 2, 1) for method in ROUNDED), ("int8", 1, 3), ("int4", 4, 2)]
 SLOW = [pytest.param(method, *layout, marks=pytest.mark.slow)
@@ -132,14 +140,14 @@ def test_every_rank_rounds_what_it_owns(method, tp, pp):
     for name, layer in model.linear.items():
         if tp > 1 and name.endswith(("o_proj", "down_proj")):
             reference.linear[name] = InParts(layer, method, tp)
-    tokens, floats = serve(SIZES, tp, pp, method)
+    tokens, floats = rounded(method, tp, pp)
     assert tokens == expected(reference)
     assert max(floats) < model.num_parameters / 4, "the floats are gone"
 
 
 def test_the_methods_do_round():
     exact = expected(llama.random_model(**SIZES))
-    assert all(serve(SIZES, 2, 1, method)[0] != exact for method in ("int4", "mxfp4"))
+    assert all(rounded(method, 2, 1)[0] != exact for method in ("int4", "mxfp4"))
 
 
 def write_folder(folder, model):
@@ -151,7 +159,9 @@ def write_folder(folder, model):
     save_file({name: get(name).cpu().contiguous().clone() for name in names}, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("tp", "pp"), [*(pytest.param(*each, marks=pytest.mark.slow) for each in [(2, 1), (1, 2)]), (2, 2)]
+)
 def test_the_default_models_own_codes_on_workers(tp, pp, tmp_path, monkeypatch):
     model = llama.random_model(**SIZES)
     write_folder(tmp_path, model)
@@ -182,7 +192,7 @@ def test_what_the_folder_says_is_asked_before_anybody_starts(tmp_path, monkeypat
         serving.offline_engine(str(tmp_path), tensor_parallel_size=2, quantization="int8")
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 3)])
+@pytest.mark.parametrize(("tp", "pp"), [pytest.param(2, 1, marks=pytest.mark.slow), (2, 3)])
 def test_adapters_on_codes_on_workers(tp, pp, monkeypatch):
     """Lesson 12's products join those of the codes, on every rank."""
     monkeypatch.setattr(scaling.lesson.offline, "TokenBytes", NoBytes)
@@ -216,7 +226,10 @@ def test_adapters_on_codes_on_workers(tp, pp, monkeypatch):
     assert answers[0] == answers[1] and answers[0]["a"] != answers[0]["None"]
 
 
-@pytest.mark.parametrize(("tp", "pp", "drafter"), [(2, 1, "ngram"), (2, 1, "early_exit"), (2, 3, "ngram")])
+@pytest.mark.parametrize(
+    ("tp", "pp", "drafter"),
+    [pytest.param(2, 1, "ngram", marks=pytest.mark.slow), (2, 1, "early_exit"), (2, 3, "ngram")],
+)
 def test_drafts_on_codes_on_workers(tp, pp, drafter, monkeypatch):
     """What is written is what the codes say, whoever guesses (lesson 07)."""
     monkeypatch.setattr(scaling.lesson.offline, "TokenBytes", NoBytes)

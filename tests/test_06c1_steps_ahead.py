@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import common
+import first_layers
 import pytest
 import test_06c_scaling_out as scaling
 import test_122_adapters_on_workers as adapting
@@ -51,7 +53,11 @@ LIMITS = {"roomy": {}, "chunks": {"max_num_batched_tokens": 7}, "cramped": {"num
           "priority": {"num_gpu_blocks_override": 18, "scheduling_policy": "priority"}}  # fmt: skip
 
 
-@pytest.mark.parametrize("limits", LIMITS)
+def limits_of(*slow):
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in LIMITS]
+
+
+@pytest.mark.parametrize("limits", limits_of("roomy"))
 def test_a_step_ahead_writes_what_is_written_in_step(here, monkeypatch, limits):
     """Greedy, sampled, with penalties and log probabilities; cut, preempted, ended by a stop token nobody foresaw."""
     engine, victims = here(**LIMITS[limits]), []
@@ -78,7 +84,7 @@ def test_on_shards_too(on_threads, monkeypatch, tp):
     check_nothing_is_left(engine, monkeypatch)
 
 
-@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("limits", limits_of("roomy", "uncached", "priority"))
 def test_with_drafts_that_nobody_has_made_yet(here, guess, monkeypatch, limits):
     guess(0.7)
     engine = here("ngram", **LIMITS[limits])
@@ -110,7 +116,7 @@ def test_with_adapters(here, whole, loras, method):
     engine = here(method, lora=lora)
     for name, each in loras.items():
         engine.lora.add_adapter(name, each)
-    assert adapting.ask(engine, (None, *loras)) == drafting.as_merged(whole, loras)
+    assert adapting.ask(engine, (None, *loras)) == adapting.as_merged()
 
 
 # --- The plan comes first ---------------------------------------------------------------------------------------------
@@ -141,12 +147,20 @@ def test_a_step_is_planned_while_the_last_one_runs(here):
     assert got == plain()[0][8][:6] and ends == [True] * 6
 
 
-@pytest.mark.parametrize(("ahead", "pool"), [(True, 60), (True, 18), (False, 18)])
+LONGER = [*scaling.PROMPTS, [2] * 9], [20, 24, 7, 30, 28, 30]
+
+
+@functools.cache
+def written_at_leisure():
+    return scaling.serve(scaling.plain_core(), *LONGER)
+
+
+@pytest.mark.parametrize(("ahead", "pool"), [pytest.param(True, 60, marks=pytest.mark.slow), (True, 18), (False, 18)])
 def test_it_decides_as_the_replay_does_and_the_replay_as_vllm_does(here, ahead, pool):
     """Which tokens of whom in which step, and who is preempted: lesson 11's replay is compared with recordings."""
     preemption = common.lesson("11_preemption")
-    prompts, outputs = [*scaling.PROMPTS, [2] * 9], [20, 24, 7, 30, 28, 30]
-    written = scaling.serve(scaling.plain_core(), prompts, outputs)
+    prompts, outputs = LONGER
+    written = written_at_leisure()
     config = {"num_blocks": pool, "block_size": 4, "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16,
               "enable_prefix_caching": False, "async_scheduling": ahead}  # fmt: skip
     requests = [
@@ -293,9 +307,12 @@ def test_a_worker_of_one_captures_graphs_and_several_do_not(monkeypatch):
     assert [x is None for x in asked] == [False, True, True, True, True]
 
 
-def test_guided_answers_on_the_real_model(real_model):
+@pytest.mark.parametrize("layers", first_layers.CUT_OR_WHOLE)
+def test_guided_answers_on_the_real_model(real_model, layers, tmp_path, monkeypatch):
     """The mask of a step follows from tokens that the scheduler has not heard of when it plans it."""
-    model, tokenizer = real_model
+    folder = first_layers.folder_of(layers, tmp_path)
+    monkeypatch.setattr(llama, "model_folder", lambda name=None: folder)  # the worker's, too
+    model, tokenizer = llama.load() if layers else real_model
     jobs = [("A number:", {"structured_outputs": {"regex": "[0-9]{3}"}}),
             ("Yes or no?", {"structured_outputs": {"choice": ["yes", "no"]}}),
             ("The capital of France is", {"ignore_eos": True}), ("1 2 3", {"stop": ["6"]})]  # fmt: skip

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import functools
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -229,7 +230,9 @@ class ThreadExecutor(executors.Executor):
             thread.join(60)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (1, 2), (1, 5), (2, 2)])
+@pytest.mark.parametrize(
+    ("tp", "pp"), [(2, 1), (1, 5), (2, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(4, 1), (1, 2)])]
+)
 def test_every_layout_writes_the_same_tokens(tp, pp):
     """Chunks of 16, five requests of all lengths; what travelled is what the formulas say."""
     parallel = ParallelConfig(tp, pp)
@@ -322,9 +325,13 @@ def core_on(executor, depth, **limits):
     return lesson.PipelineEngineCore(scheduler, executors.RemoteRunner(executor, ParallelConfig(), scheduler), depth)
 
 
-@pytest.mark.parametrize("depth", [2, 5])
-@pytest.mark.parametrize("blocks", [60, 17])
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+CROWDED = [("fcfs", 17, 5), ("priority", 17, 2), ("fcfs", 60, 5)]
+
+
+@pytest.mark.parametrize(("policy", "blocks", "depth"), [
+    *CROWDED, *(pytest.param(*each, marks=pytest.mark.slow)
+                for each in itertools.product(["fcfs", "priority"], [60, 17], [2, 5]) if each not in CROWDED)
+])  # fmt: skip
 def test_in_flight_preempted_and_cached_the_tokens_stay(late, depth, blocks, policy):
     core = core_on(late, depth, blocks=blocks, policy=policy)
     outputs, seen, in_flight = [9, 14, 7, 20, 16], [], []
@@ -1331,7 +1338,7 @@ process.join()
             os.kill(server, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_engines_without_an_api_server_end_with_the_process_that_was_told_to(number):
     code = f"""
 import sys; sys.path.insert(0, {str(common.HERE)!r})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import functools
 import itertools
 import json
 
@@ -494,10 +495,8 @@ def test_an_answer_goes_on_where_its_client_began_it(strips, want):
     check_error(ask(app, "/v1/chat/completions", body), 400, "continue_final_message", "leaves the last message out")
 
 
-@pytest.mark.parametrize("strip", ["", " | trim"])
-@pytest.mark.parametrize("said", ["Sure, ", "Sure", "  two  words\n", "", "<|im_end|>", "Hello"])
-def test_an_open_end_is_transformers_own(said, strip):
-    """Of SmolLM2's template, and of one that strips messages as Llama 3's does."""
+@functools.cache
+def tokenizers(strip):
     import transformers
 
     folder = lesson.llama.model_folder()
@@ -505,6 +504,14 @@ def test_an_open_end_is_transformers_own(said, strip):
     theirs.chat_template = ours.chat_template = theirs.chat_template.replace(
         "message['content']", f"(message['content']{strip})"
     )
+    return theirs, ours
+
+
+@pytest.mark.parametrize("strip", ["", " | trim"])
+@pytest.mark.parametrize("said", ["Sure, ", "Sure", "  two  words\n", "", "<|im_end|>", "Hello"])
+def test_an_open_end_is_transformers_own(said, strip):
+    """Of SmolLM2's template, and of one that strips messages as Llama 3's does."""
+    theirs, ours = tokenizers(strip)
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": said}]
     want = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
 
@@ -1169,14 +1176,28 @@ VALUES = st.recursive(
 NAMES = sorted({*lesson.CompletionRequest.model_fields, *lesson.ChatCompletionRequest.model_fields, "x"})
 
 
-@given(st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]),
-       st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4), st.booleans())  # fmt: skip
-@settings(max_examples=80)
+BODIES = given(st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]),
+               st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4), st.booleans())  # fmt: skip
+
+
+@settings(max_examples=40)
+@BODIES
 def test_no_body_makes_the_server_fail(path, body, complete):
     """The fast twin of schemathesis, with half of the requests otherwise complete."""
+    check_body(path, body, complete)
+
+
+@pytest.mark.slow
+@settings(max_examples=400)
+@BODIES
+def test_no_body_makes_the_server_fail_in_a_long_time(path, body, complete):
+    check_body(path, body, complete)
+
+
+def check_body(path, body, complete):
     if complete:
         body = (M if "chat" in path else {"tokens": [1]} if path == "/detokenize" else P) | body
-    app = test_no_body_makes_the_server_fail.app
+    app = check_body.app
     heard = ask(app, path, json.dumps(body).encode())
     assert heard.status in (200, 400, 404, 503), heard.text
     if heard.status != 200:
@@ -1192,7 +1213,7 @@ class Total(lesson.ScriptedLLM):
         self.front.model = lesson.argparse.Namespace(config=lesson.argparse.Namespace(vocab_size=128, eos_token_ids=()))
 
 
-test_no_body_makes_the_server_fail.app = serve(Total())[1]
+check_body.app = serve(Total())[1]
 
 
 @given(st.text(max_size=40), st.integers(1, 60))

@@ -9,6 +9,7 @@ import math
 from types import SimpleNamespace
 
 import common
+import first_layers
 import pytest
 import torch
 import torch.nn.functional as F
@@ -308,8 +309,9 @@ def test_the_model_runs_on_the_torch_path(tiny_model):
     assert run_model(tiny_model, prompt_ids, 5) == [dense(tiny_model, prompt, 5) for prompt in prompt_ids]
 
 
-def test_the_wrong_map_breaks_the_real_model(real_model, capsys):
-    model, tokenizer = real_model
+@pytest.mark.parametrize("layers", first_layers.CUT_OR_WHOLE)
+def test_the_wrong_map_breaks_the_real_model(real_model, capsys, layers, tmp_path):
+    model, tokenizer = llama.load(str(first_layers.folder_of(layers, tmp_path))) if layers else real_model
     with pytest.raises(common.CheckFailed, match="grouped cache"):
         lesson.show_map(argparse.Namespace(head_map="tiled"), model, tokenizer)
     assert "Paris" not in capsys.readouterr().out

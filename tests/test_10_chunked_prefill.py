@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import common
+import first_layers
 import llama
 import pytest
 import torch
@@ -290,9 +291,10 @@ def test_a_mixed_step_on_a_cpu_does_not_loop_over_decodes(tiny_model, monkeypatc
     assert [tokens for tokens, *_ in plan.prefills] == [slice(few, 2 * few + 1)], "nobody is computed twice"
 
 
-def test_real_model_in_chunks(real_model):
+@pytest.mark.parametrize("layers", first_layers.CUT_OR_WHOLE)
+def test_real_model_in_chunks(real_model, layers, tmp_path):
     """One prompt of text among two answers on SmolLM2: whole, in chunks, and with a cap, the same tokens."""
-    model, tokenizer = real_model
+    model, tokenizer = llama.load(str(first_layers.folder_of(layers, tmp_path))) if layers else real_model
     others = [tokenizer.encode(text) for text in lesson.DECODERS[:2]]
     prompt = lesson.long_prompt(tokenizer, 70)
     runs = [lesson.arrival_among_decodes(model, others, prompt, budget, 5, threshold)

@@ -9,10 +9,13 @@ import random
 from collections import deque
 
 import common
+import first_layers
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+import llama
 
 lesson = common.lesson("11_preemption")
 Request, SamplingParams = lesson.Request, lesson.SamplingParams
@@ -74,12 +77,15 @@ def some_requests(n: int, vocabulary: int, max_tokens: int, seed: int = 1) -> li
     return [Request(str(i), p, params, arrival_time=i, priority=(n - i) // 2) for i, p in enumerate(prompts)]
 
 
+SLOW_POOLS = [pytest.param(pool, marks=pytest.mark.slow) for pool in (17, 25)]
+
+
 @pytest.fixture(scope="module")
 def answers(tiny_model):
     return {r.request_id: lesson.undisturbed(tiny_model, r.prompt_token_ids, 20) for r in some_requests(6, 128, 20)}
 
 
-@pytest.mark.parametrize("pool", [13, pytest.param(17, marks=pytest.mark.slow), 25, 100])  # the longest needs 12 or 13
+@pytest.mark.parametrize("pool", [13, *SLOW_POOLS, 100])  # the longest needs 12 or 13
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("policy", lesson.POLICIES)
 def test_outputs_do_not_depend_on_policy_or_pool(policy, caching, pool, tiny_model, answers):
@@ -126,7 +132,7 @@ class AheadCore(lesson.ModelCore):
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("pool", [13, 17, 25])
+@pytest.mark.parametrize("pool", [13, *SLOW_POOLS])
 def test_a_step_ahead_changes_no_token(pool, caching, policy, tiny_model, answers):
     """Preempted while a token is on its way: it is kept, its keys and values are computed with all others."""
     config = lesson.SchedulerConfig(max_model_len=56, max_num_seqs=8, max_num_batched_tokens=16, policy=policy)
@@ -158,9 +164,10 @@ def _with_kernels(function, *args):
         function(*args)
 
 
-def test_real_model(real_model):
+@pytest.mark.parametrize("layers", first_layers.CUT_OR_WHOLE)
+def test_real_model(real_model, layers, tmp_path):
     """SmolLM2, a pool for little more than one of three requests: swapped, recomputed, undisturbed, all the same."""
-    model, tokenizer = real_model
+    model, tokenizer = llama.load(str(first_layers.folder_of(layers, tmp_path))) if layers else real_model
     prompts, new = [tokenizer.encode(text) for text in lesson.TEXTS], 8
     expected = {str(i): lesson.undisturbed(model, prompt, new) for i, prompt in enumerate(prompts)}
     longest = max(map(len, prompts)) + new

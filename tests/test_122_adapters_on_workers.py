@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -22,16 +23,31 @@ SamplingParams, ParallelConfig = scaling.SamplingParams, scaling.ParallelConfig
 LIMITS = dict(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4)
 
 
-@pytest.fixture(scope="module")
-def whole():
-    return llama.random_model(**scaling.SIZES)
-
-
-@pytest.fixture(scope="module")
-def loras(whole):
+@functools.cache
+def base_and_adapters():
     """On all layers; on some; on other ones, and not on the first of each slice."""
+    model = llama.random_model(**scaling.SIZES)
     kinds = (4, adapters.TARGETS), (8, ("q_proj", "down_proj")), (3, ("k_proj", "o_proj", "up_proj"))
-    return {f"a{r}": adapters.random_adapter(whole.config, r, seed=r, targets=targets) for r, targets in kinds}
+    return model, {f"a{r}": adapters.random_adapter(model.config, r, seed=r, targets=targets) for r, targets in kinds}
+
+
+@pytest.fixture
+def whole():
+    return base_and_adapters()[0]
+
+
+@pytest.fixture
+def loras():
+    return base_and_adapters()[1]
+
+
+@functools.cache
+def as_merged():
+    """What each adapter, and the base, answers to every prompt if it is merged into the weights."""
+    whole, loras = base_and_adapters()
+    models = {"None": whole} | {name: adapters.merged(whole, each) for name, each in loras.items()}
+    return {(name, i): scaling.scheduling.generate_alone(model, prompt, tokens) for name, model in models.items()
+            for i, (prompt, tokens) in enumerate(zip(scaling.PROMPTS, scaling.OUTPUTS))}  # fmt: skip
 
 
 @pytest.fixture
@@ -75,18 +91,15 @@ def ask(engine, names):
     return found
 
 
-@pytest.mark.parametrize(("tp", "pp", "max_loras"), [(2, 1, 1), (1, 5, 1), (2, 2, 2), *(
-    pytest.param(*each, marks=pytest.mark.slow) for each in [(1, 1, 1), (4, 1, 2), (8, 1, 3), (1, 2, 2)])])  # fmt: skip
+@pytest.mark.parametrize(("tp", "pp", "max_loras"), [(1, 5, 1), (2, 2, 2), *(
+    pytest.param(*each, marks=pytest.mark.slow)
+    for each in [(1, 1, 1), (2, 1, 1), (4, 1, 2), (8, 1, 3), (1, 2, 2)])])  # fmt: skip
 def test_every_layout_answers_as_merged_weights_do(on_threads, whole, loras, tp, pp, max_loras):
     """Eight ranks share four KV heads; with fewer places than adapters, places change hands between two steps."""
     engine = on_threads(tp, pp, max_loras)
     for name, lora in loras.items():
         engine.lora.add_adapter(name, lora)
-    truths = {}
-    for name in (None, *loras):
-        model = adapters.merged(whole, loras[name]) if name else whole
-        for i, (prompt, tokens) in enumerate(zip(scaling.PROMPTS, scaling.OUTPUTS)):
-            truths[str(name), i] = scaling.scheduling.generate_alone(model, prompt, tokens)
+    truths = as_merged()
     assert ask(engine, (None, *loras)) == truths
     assert len({tuple(truths[str(name), 2]) for name in (None, *loras)}) == 4, "they do differ"
     assert engine.lora.counts["evict"] >= 3 - max_loras

@@ -580,7 +580,7 @@ def test_an_adapter_takes_the_blocks_of_an_idle_one():
     assert pool.num_free_blocks == pool.num_blocks - 1
 
 
-@pytest.mark.parametrize("blocks", [18, 24])
+@pytest.mark.parametrize("blocks", [18, pytest.param(24, marks=pytest.mark.slow)])
 def test_adapters_and_contexts_in_a_small_pool(make, tiny, blocks):
     """Contexts of up to five blocks, adapters of six to twelve, and room for a part of them at a time: the tokens of
     merged weights, and nothing is lost."""

@@ -1,0 +1,32 @@
+"""The real model's first layers: its tokens, its weights and its shapes, for a third of the time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import llama
+
+LAYERS = 4
+
+# In the fast tier the first layers, in the slow one all thirty.
+CUT_OR_WHOLE = [pytest.param(LAYERS, id="cut"), pytest.param(None, marks=pytest.mark.slow, id="whole")]
+
+
+def folder_of(layers: int | None, scratch: Path) -> Path:
+    """The default model's folder, or one in `scratch` with so many of its layers."""
+    whole = llama.model_folder()
+    if layers is None:
+        return whole
+    cut = shutil.copytree(whole, scratch / "cut", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((cut / "config.json").read_text()) | {"num_hidden_layers": layers}
+    (cut / "config.json").write_text(json.dumps(config))
+    with safe_open(whole / "model.safetensors", "pt") as weights:
+        names = llama.tensor_shapes(llama.LlamaConfig.from_folder(cut)).keys() & set(weights.keys())
+        save_file({name: weights.get_tensor(name) for name in names}, cut / "model.safetensors")
+    return cut
