@@ -7,6 +7,7 @@ import json
 from types import SimpleNamespace
 
 import common
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -275,11 +276,11 @@ def guard(case, guarded):
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 64])
-@pytest.mark.parametrize("num_splits", [1, 4])
-def test_paged_decode_kernel(kernels, guarded, dtype, block_size, num_splits):
+@pytest.mark.parametrize(("num_splits", "Hkv"), [(1, 2), (4, 1)])
+def test_paged_decode_kernel(kernels, guarded, dtype, block_size, num_splits, Hkv):
     if dtype is not torch.float32 and block_size == 64:
         pytest.skip("fp32 covers it; interpreter time")
-    case, reference = fp64_case(lens_around(block_size), block_size, 6, 2, 64, dtype)
+    case, reference = fp64_case(lens_around(block_size), block_size, 3 * Hkv, Hkv, 64, dtype)
     before = lesson.paged_decode_kernel.launches, lesson.combine_splits_kernel.launches
     out = lesson.paged_decode(*guard(case, guarded), max_seq_len=2 * block_size + 3, num_splits=num_splits)
     assert out.dtype == dtype
@@ -291,7 +292,7 @@ def test_paged_decode_kernel(kernels, guarded, dtype, block_size, num_splits):
 @pytest.mark.parametrize(("Hq", "Hkv", "D"), [(1, 1, 16), (9, 3, 64), (4, 4, 32), (40, 2, 16), (5, 1, 24), (2, 2, 128)])
 def test_paged_decode_kernel_shapes(kernels, guarded, Hq, Hkv, D):
     """One head, grouped, MHA, more than 16 query heads per KV head; head sizes from 16, one no power of two."""
-    case, reference = fp64_case([5, 33, 70], 8, Hq, Hkv, D, torch.float32)
+    case, reference = fp64_case([5, 70], 8, Hq, Hkv, D, torch.float32)
     for num_splits in (1, 2):
         out = lesson.paged_decode(*guard(case, guarded), max_seq_len=70, num_splits=num_splits)
         common.assert_close(out.cpu(), reference)
@@ -368,7 +369,7 @@ def test_both_ways_without_a_kernel(way, Hq, Hkv, D, dtype64):
 @pytest.mark.parametrize(("Hq", "Hkv", "D"), [(9, 3, 64), (4, 4, 24), (8, 1, 16)])
 def test_a_few_tokens_of_several_sequences(dtype, Hq, Hkv, D):
     """Each token sees the keys up to its own, as if it were decoded alone; too many tokens, or none, are in no plan."""
-    query_lens, lens = [3, 1, 17, 3, 0, 16, 3, 1], [40, 9, 20, 3, 5, 100, 44, 33]
+    query_lens, lens = [3, 1, 17, 3, 0, 16, 3, 1], [20, 9, 18, 3, 5, 30, 24, 13]
     (_, kv_cache, table, seq_lens), _ = fp64_case(lens, 8, Hq, Hkv, D, dtype)
     kv_cache, table, seq_lens = kv_cache.cpu(), table.cpu(), seq_lens.cpu()
     q = torch.randn(sum(query_lens), Hq, D).to(dtype)
@@ -577,7 +578,7 @@ def test_metadata(device):
 @pytest.mark.parametrize("length", [7, 8, 21])
 def test_shared_blocks_equal_private_copies(tiny_model, n, select, length):
     prompts = prompts_of(tiny_model, [length])
-    shared, private = (lesson.decode(tiny_model, prompts, select(n), 14, 100, 8, share) for share in (True, False))
+    shared, private = (lesson.decode(tiny_model, prompts, select(n), 10, 100, 8, share) for share in (True, False))
     assert shared.token_ids == private.token_ids and len(shared.token_ids) == n
     assert private.blocks == private.table_entries == shared.table_entries  # without sharing each entry is a block
     assert all(a <= b for a, b in zip(shared.blocks, private.blocks))
@@ -613,8 +614,8 @@ def test_beam_search_finds_what_exhaustive_beams_find(tiny_model):
 def test_real_model(real_model):
     model, tokenizer = real_model
     prompts = [tokenizer.encode(text) for text in ("The capital of France is", "Once upon a time there was a small")]
-    run = lesson.decode(model, prompts, lesson.greedy, 8, 12, 16)
-    assert run.token_ids == [contiguous(model, prompt, 8) for prompt in prompts]
+    run = lesson.decode(model, prompts, lesson.greedy, 5, 12, 16)
+    assert run.token_ids == [contiguous(model, prompt, 5) for prompt in prompts]
     assert "Paris" in tokenizer.decode(run.token_ids[0])
 
 
@@ -742,22 +743,22 @@ def test_simulation_conserves_memory():
     """Replaying the spans of the trace: no slot has two owners, free + taken + null = all, at every step."""
     for params in all_states():
         trace = lesson.simulate(params)
-        owner: dict[int, int] = {}
+        owner, null = np.full(params["num_slots"], -1), trace["null_slots"]
+        taken = 0
         for step in trace["steps"]:
-            slots = [slot for start, size in step["spans"] for slot in range(start, start + size)]
-            if step["event"] == "finish":
-                assert {owner.pop(slot) for slot in slots} == {step["request"]}
-            else:
-                assert not any(slot in owner for slot in slots) and all(slot < params["num_slots"] for slot in slots)
-                owner |= dict.fromkeys(slots, step["request"])
+            free, request = step["event"] == "finish", step["request"]
+            for start, size in step["spans"]:
+                assert null <= start and start + size <= params["num_slots"]
+                assert (owner[start : start + size] == (request if free else -1)).all()
+                owner[start : start + size] = -1 if free else request
+                taken += -size if free else size
             state = step["state"]
-            assert len(owner) == state["taken"] >= state["tokens"]
-            assert state["taken"] + state["free"] + trace["null_slots"] == params["num_slots"]
-            assert not owner or min(owner) >= trace["null_slots"]
+            assert taken == state["taken"] >= state["tokens"]
+            assert taken + state["free"] + null == params["num_slots"]
             assert (step["event"] in ("refuse", "stuck")) == bool(step["why"])
         for request, tokens, spans in trace["places"]:
             mine = sorted(slot for start, size in spans for slot in range(start, start + size))
-            assert mine == sorted(slot for slot, who in owner.items() if who == request) and tokens <= len(mine)
+            assert mine == np.flatnonzero(owner == request).tolist() and tokens <= len(mine)
             if params["allocator"] == "paged":
                 assert len(mine) - tokens < params["block_size"]
         assert len(lesson.describe(trace).splitlines()) <= 15

@@ -172,7 +172,8 @@ BATCHES = [
 @pytest.mark.parametrize("mask", MASKS, ids=mask_ids)
 @pytest.mark.parametrize("lens", BATCHES, ids=str)
 def test_kernel_at_awkward_sizes(kernels, guarded, device, monkeypatch, lens, mask):
-    check_kernel(guarded, monkeypatch, Batch.of(*lens), torch.float32, 4, 2, 16, SMALL, mask)
+    Hkv = 2 if mask == MASKS[0] else 1  # an order of heads has nothing to do with a mask
+    check_kernel(guarded, monkeypatch, Batch.of(*lens), torch.float32, 2 * Hkv, Hkv, 16, SMALL, mask)
 
 
 @pytest.mark.parametrize(("Hq", "Hkv", "D"), [(3, 1, 64), (2, 2, 80), (1, 1, 128), (1, 1, 256)])
@@ -353,7 +354,7 @@ def test_lse_merges_two_halves(kernels, device):
 
 
 def test_any_order_of_programs_covers_everything(kernels, device, monkeypatch):
-    batch = Batch.of([20, 35])
+    batch = Batch.of([5, 20])
     q, k, v = lesson.random_qkv(batch, 8, 4, 16, torch.float32)
     ref, ref_lse = lesson.reference(q, k, v, batch)
     for group in (2, 4, 8):
@@ -524,7 +525,7 @@ def reachable():
 @pytest.mark.parametrize("name", reachable())
 def test_reachable_backends_agree(name, device):
     batch = Batch.of((20, 1, 9), (20, 30, 14))
-    q, k, v = lesson.random_qkv(batch, 4, 2, 64, torch.float32)
+    q, k, v = lesson.random_qkv(batch, 2, 1, 64, torch.float32)
     for causal, window in ((True, None), (False, None), (True, 6)):
         out = lesson.BACKENDS[name].run(q, k, v, batch, causal, window)
         common.assert_close(out, lesson.reference(q, k, v, batch, causal, window)[0])

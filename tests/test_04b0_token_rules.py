@@ -251,28 +251,35 @@ def test_what_leaves_nothing_does_not_end_anybodys_engine(llm):
         assert token_ids(llm, PROMPT, banned) == [[5, 5, 5]] and token_ids(llm, PROMPT, early) == [[5]]
 
 
+SERVED = [(name, [i, *PROMPT, i]) for i, name in enumerate([*wishes()] * 2)]
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny_model):
+    """What each of SERVED is to answer."""
+    return [masked_argmax(tiny_model, prompt, 12, *wishes()[name]) for name, prompt in SERVED]
+
+
 @pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 8}, {"num_gpu_blocks_override": 17}],
                          ids=["roomy", "chunks", "cramped"])  # fmt: skip
 @pytest.mark.parametrize("ahead", [False, True])
-def test_on_the_servers_scheduler(tiny_model, real_model, limits, ahead):
+def test_on_the_servers_scheduler(tiny_model, real_model, wanted, limits, ahead):
     """Prefix cache, chunked prefill, preemption; with drafts of which some stand; planned in step."""
     options = {"max_model_len": 64, "max_num_seqs": 4, "block_size": 4, "num_gpu_blocks_override": 80} | limits
-    names, prompts = [*wishes()] * 2, [[i, *PROMPT, i] for i in range(8)]
-    want = [masked_argmax(tiny_model, p, 12, *wishes()[name]) for p, name in zip(prompts, names)]
     kind, preempted = serving.engine_class(tokenizer=real_model[1]), []
     if ahead:  # drafts: what the answer will be, and every third of them wrong
-        truth = {tuple(p): tokens for p, tokens in zip(prompts, want)}
+        truth = {tuple(p): tokens for (_, p), tokens in zip(SERVED, wanted)}
         config = speculation.configure("ngram", 3)
         kind = speculation.speculative_engine(kind, config, lambda config, model: Guesses(truth))
     engine = kind(tiny_model, real_model[1], **options)
     preempt = engine.core.scheduler._preempt_request
     engine.core.scheduler._preempt_request = lambda *a: (preempted.append(a), preempt(*a))
-    for i, (p, name) in enumerate(zip(prompts, names)):
+    for i, (name, p) in enumerate(SERVED):
         engine.add_request(str(i), p, params_of(name))
     found = {}
     while engine.has_unfinished_requests():
         found |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
-    assert [found[str(i)] for i in range(8)] == want
+    assert [found[str(i)] for i in range(len(SERVED))] == wanted
     assert bool(preempted) == ("num_gpu_blocks_override" in limits)
     if ahead:
         stats = engine.core.scheduler.spec_decoding_stats
@@ -300,13 +307,17 @@ class Guesses:
         pass
 
 
+@pytest.fixture(scope="module")
+def guided_llm(real_model):
+    return guided.GuidedLLM(real_model[0], tokenizer=real_model[1], max_model_len=64, num_gpu_blocks_override=5)
+
+
 @pytest.mark.parametrize(("wishes", "text"), [({"allowed_token_ids": [81, 82, 2]}, "ab"), ({"bad_words": ["a"]}, "b"),
                                               ({"allowed_token_ids": [83]}, "abc")])  # fmt: skip
-def test_together_with_a_grammar(real_model, wishes, text):
+def test_together_with_a_grammar(guided_llm, wishes, text):
     """Both hold; where they contradict each other, the answer still matches."""
-    llm = guided.GuidedLLM(real_model[0], tokenizer=real_model[1], max_model_len=64, num_gpu_blocks_override=5)
     params = SamplingParams(temperature=0, max_tokens=8, structured_outputs={"regex": "[abc]{3}"}, **wishes)
-    (output,) = llm.generate(["Letters:"], params)
+    (output,) = guided_llm.generate(["Letters:"], params)
     said = output.outputs[0].text
     assert len(said) == 3 and set(said) <= set("abc")
     if "allowed_token_ids" in wishes and 81 in wishes["allowed_token_ids"]:

