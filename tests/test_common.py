@@ -95,16 +95,18 @@ def test_a_kernel_counts_and_records_its_launches():
     assert kernel.launches == len(calls)
 
 
-ASKED = [python_job("import common; print(common.HAS_GPU, common.INTERPRET)", *argv)
-         for argv in (["--device", "cpu"], ["--device=cpu"])]  # fmt: skip
+CPU = (["--device", "cpu"], ["--device=cpu"])
 
 
-@pytest.mark.parametrize("job", [
-    pytest.param(ASKED[0], id="two words"),
-    pytest.param(ASKED[1], marks=pytest.mark.slow, id="one word"),
-])  # fmt: skip
-def test_gpu_stays_unseen_when_the_cpu_is_asked_for(job):
-    done = scripts.get(job)
+def test_the_cpu_is_asked_for():
+    assert all(common._asked_for_cpu(["x.py", *argv, "--seed", "1"]) for argv in CPU)
+    assert not any(common._asked_for_cpu(argv) for argv in (["--device", "cuda"], ["--device"], ["--model", "cpu"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("argv", CPU, ids=" ".join)
+def test_gpu_stays_unseen_when_the_cpu_is_asked_for(argv):
+    done = scripts.get(python_job("import common; print(common.HAS_GPU, common.INTERPRET)", *argv))
     assert done.stdout.split() == ["False", "True"], done.stderr
 
 

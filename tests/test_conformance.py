@@ -183,17 +183,12 @@ def run(capsys, *argv) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
-REPLAYS = [((f"replay {path}",), [sys.executable, common.HERE / "11_preemption.py", "replay", path])
-           for path in (WORKLOADS[0], "no-such.json")]  # fmt: skip
-
-
-def test_replay_as_a_user_runs_it():
-    done = scripts.get(REPLAYS[0])
+def test_replay_as_a_user_runs_it(capsys):
+    done = scripts.execute([sys.executable, common.HERE / "11_preemption.py", "replay", WORKLOADS[0]])
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == trace_of(WORKLOADS[0]).read_text()
-    done = scripts.get(REPLAYS[1])
-    assert done.returncode == 2 and done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1 and "no-such.json" in done.stderr
+    code, out, error = run(capsys, "replay", "no-such.json")
+    assert (code, out) == (2, "") and len(error.splitlines()) == 1 and "no-such.json" in error
 
 
 def test_out_writes_one_trace_per_file(capsys, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import subprocess
 from collections.abc import Iterable
@@ -18,30 +17,10 @@ by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 by_lesson = pytest.mark.parametrize("page", LESSON_PAGES, ids=lambda page: page.name)
 
 
-@functools.cache
-def facts(lesson: str) -> dict:
-    return common.lesson(lesson).facts()
-
-
 def test_every_lesson_has_its_page_and_its_tests():
     for script in LESSONS:
         assert (common.ROOT / "lessons" / f"{script.stem}.md").is_file()
         assert (common.ROOT / "tests" / f"test_{script.stem}.py").is_file()
-
-
-@by_name
-def test_quoted_numbers(page):
-    wrong = []
-    for quote in documents.quotes(page):
-        source = facts(quote.lesson) if quote.source == "fact" else common.results(quote.lesson, quote.source)
-        try:
-            value = documents.lookup(source, quote.path)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            wrong.append(f"{quote}: no such value ({error!r})")
-            continue
-        if not quote.agrees_with(value):
-            wrong.append(f"{quote}: the code says {value}")
-    assert not wrong, "\n".join(wrong)
 
 
 @by_name

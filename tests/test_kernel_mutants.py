@@ -23,9 +23,8 @@ import kernel_mutants
 SCRIPT = Path(kernel_mutants.__file__)
 
 
-TWO = ["02_paged_attention:copy", "02_paged_attention:reshape"]
 SOME = (("mutants of every kernel",), [sys.executable, SCRIPT, "--sample", "3"])
-COPIES = (("mutants",), [sys.executable, SCRIPT, *TWO, "--sample", "3", "-k", "copy_blocks or reshape or past_the_end"])
+COPIES = (("mutants",), [sys.executable, SCRIPT, "02_paged_attention:copy", "--sample", "3", "-k", "copy_blocks"])
 
 
 def test_every_kernel_is_found():
@@ -83,7 +82,7 @@ def test_the_list_of_equivalent_mutants_is_of_today():
 def test_a_few_mutants_are_killed():
     done = scripts.get(COPIES)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert re.findall(r"(\d+) mutants .* (\d+) live", done.stdout) == [("3", "0")] * 2
+    assert re.findall(r"(\d+) mutants .* (\d+) live", done.stdout) == [("3", "0")]
 
 
 def test_without_tests_mutants_live():

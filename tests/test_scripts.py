@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import re
 import sys
 
@@ -155,15 +154,6 @@ def test_wrong_flags_are_one_line(lesson, capsys):
             parser.parse_args(argv)
         error = capsys.readouterr().err
         assert stop.value.code == 2 and len(error.splitlines()) == 1 and argv[0] in error
-
-
-@by_lesson
-def test_facts_and_simulation_are_json(lesson):
-    module = common.lesson(lesson)
-    for make in (module.facts, lambda: module.simulate(module.WIDGET_DEFAULT)):
-        first, second = json.dumps(make(), sort_keys=True), json.dumps(make(), sort_keys=True)
-        assert first == second
-    assert module.describe(module.simulate(module.WIDGET_DEFAULT)).strip()
 
 
 @by_lesson

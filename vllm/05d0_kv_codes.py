@@ -19,6 +19,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import torch
 
 import llama
@@ -288,25 +289,26 @@ def dequantize_reference(layer: torch.Tensor, layout: PageLayout, head_scales: t
     Shapes: layer uint8 [2, num_blocks, page], head_scales [2, Hkv] -> [2, num_blocks, block_size, Hkv, D].
     """
     fmt, D, bits = layout.fmt, layout.D, layout.fmt.bits
-    out = torch.empty(2, layer.shape[1], layout.block_size, layout.Hkv, D, dtype=torch.float64)
+    shape, values = (2, layer.shape[1], layout.block_size, layout.Hkv, D), []
     level = {"e4m3": e4m3_value, "int8": lambda code: code - 256 * (code > 127), "uniform": lambda code: code - top / 2,
              "lloyd": lambda code: lloyd_max(bits)[code]}[fmt.grid]  # fmt: skip
-    layer, top = layer.cpu(), 2**bits - 1
-    for half, block, offset, head, d in torch.cartesian_prod(*map(torch.arange, out.shape)).tolist():
-        page, vector, code = layer[half, block], offset * layout.Hkv + head, 0
+    pages, top = layer.cpu().numpy(), 2**bits - 1
+    for half, block, offset, head, d in itertools.product(*map(range, shape)):
+        page, vector, code = pages[half, block], offset * layout.Hkv + head, 0
         first = vector * D * bits // 8  # byte of the vector's plane
         for width, below in PLANES[bits]:
             n = D * width // 8
             code |= (int(page[first + d % n]) >> d // n * width & 2**width - 1) << below
             first += n
         number = head * D + d if fmt.key_channels and half == 0 else vector
-        behind = page[layout.codes + 4 * number :][:4].clone()
+        behind = page[layout.codes + 4 * number :][:4]
         scale, mid = float(head_scales[half, head]), 0.0
         if fmt.grid == "uniform":
-            scale, mid = behind.view(torch.float16).tolist()
+            scale, mid = behind.view(np.float16).tolist()
         elif fmt.per_token:
-            scale = behind.view(torch.float32).item()
-        out[half, block, offset, head, d] = scale * level(code) + mid
+            scale = behind.view(np.float32).item()
+        values.append(scale * level(code) + mid)
+    out = torch.tensor(values, dtype=torch.float64).view(shape)
     return out @ rotation(D).double().T if fmt.rotate else out
 
 
