@@ -12,14 +12,12 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import common
 import pytest
-import scripts
 
 TESTS = Path(__file__).resolve().parent
 WIDGETS = TESTS.parent / "lessons" / "widgets"
@@ -107,31 +105,16 @@ def sim(name: str, folder: Path = WIDGETS / "sims") -> Path:
     return folder / f"{name}.mjs"
 
 
-SCRATCH = tempfile.TemporaryDirectory(prefix="widget-states-")
-WRITE = """
-import json, sys
-from pathlib import Path
-sys.path[:0] = sys.argv[1:3]
-import test_widget_sims as widgets
-
-names, folder = widgets.LESSONS, Path(sys.argv[3])
-chosen = [widgets.write_states(folder / name, name, widgets.chosen_states(name)) for name in names]
-print(json.dumps(widgets.compare(zip(map(widgets.sim, names), chosen))))
-"""
-CHOSEN_JOB = (("widgets",), [sys.executable, "-c", WRITE, common.HERE, TESTS, SCRATCH.name])
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory) -> dict[str, Path]:
+    """The chosen states of each simulation, and what Python says of them."""
+    folder = tmp_path_factory.mktemp("states")
+    return {name: write_states(folder / name, name, chosen_states(name)) for name in LESSONS}
 
 
 @pytest.fixture(scope="module")
-def compared() -> dict[str, dict[str, Any]]:
-    done = scripts.get(CHOSEN_JOB)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(LESSONS, json.loads(done.stdout)))
-
-
-@pytest.fixture(scope="module")
-def chosen(compared) -> dict[str, Path]:
-    """The states that were compared, and what Python says of each."""
-    return {name: Path(SCRATCH.name) / name for name in LESSONS}
+def compared(chosen) -> dict[str, dict[str, Any]]:
+    return dict(zip(LESSONS, compare((sim(name), path) for name, path in chosen.items())))
 
 
 @needs_node
