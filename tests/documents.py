@@ -27,6 +27,8 @@ import common
 
 # A script is a lesson, or a companion such as 05b, once it has a main(); what others need of it may stand before.
 LESSONS = [path for path in sorted(common.HERE.glob("[01]*.py")) if "\ndef main(" in path.read_text()]
+# Whose stories the fast tier tells: the twelve lessons', but the two that take longest. The slow tier tells all.
+TOLD = [path for path in LESSONS if re.match(r"\d\d_", path.stem) and path.stem[:2] not in ("05", "10")]
 PAGES = [common.ROOT / "README.md", *sorted((common.ROOT / "lessons").glob("*.md"))]
 
 NUMBER = re.compile(

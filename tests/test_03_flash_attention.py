@@ -604,14 +604,6 @@ def check_compiled(*cases):
 needs_triton = pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform: nothing to compile")
 
 
-HOPPER = ("sm_90", (9, 0), 128, {})
-
-
-@needs_triton
-def test_hopper_tiles_fit():
-    check_compiled(HOPPER)
-
-
 @needs_triton
 @pytest.mark.slow
 def test_all_tiles_fit():

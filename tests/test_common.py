@@ -215,6 +215,9 @@ common.run(main)
         (["--tile", "nan"], 2, "argument --tile: invalid choice: 'nan' (choose from 1, 2, 4)"),
         (["--tile", "3"], 2, "argument --tile: invalid choice: 3 (choose from 1, 2, 4)"),
         (["--device", "tpu"], 2, "tpu"),
+        pytest.param(
+            ["--device", "cuda"], 2, "no GPU", marks=pytest.mark.skipif(common.HAS_GPU, reason="there is one")
+        ),
         (["--json", "."], 2, "not readable as JSON"),  # before anything is measured, not after
         (["--nonsense"], 2, "--nonsense"),
     ],
@@ -248,15 +251,6 @@ def test_a_signal_ends_what_was_started():
     finally:
         signal.signal(signal.SIGTERM, before)
     assert stop.value.code == 143 and ended == ["server"]
-
-
-WANTS_A_GPU = python_job(SCRIPT, "--device", "cuda")  # as a process of its own: no traceback either
-
-
-@pytest.mark.skipif(common.HAS_GPU, reason="there is a GPU here")
-def test_a_missing_gpu_is_one_line():
-    done = scripts.get(WANTS_A_GPU)
-    assert done.returncode == 2 and "no GPU" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_help_does_not_wait_for_torch():

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import common
 import documents
 import pytest
-from documents import LESSONS, PAGES
+from documents import LESSONS, PAGES, TOLD
 from scripts import output_of
 
 LESSON_PAGES = [page for page in PAGES if documents.script_of(page)]
@@ -52,10 +52,10 @@ def test_excerpts_are_literal(page):
             )
 
 
-@pytest.mark.parametrize(  # as in test_scripts.py, whose processes these are
-    "page",
-    [pytest.param(p, marks=[] if re.match(r"\d\d_", p.name) else pytest.mark.slow, id=p.name) for p in LESSON_PAGES],
-)
+@pytest.mark.parametrize("page", [
+    pytest.param(page, marks=[] if documents.script_of(page) in TOLD else pytest.mark.slow, id=page.name)
+    for page in LESSON_PAGES
+])  # fmt: skip
 def test_quoted_output(page):
     check_output(page, with_flags=False)
 

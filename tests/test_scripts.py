@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+import shutil
 import sys
 
 import common
@@ -12,7 +13,7 @@ import on_gpu
 import pytest
 import tokenizers
 from conftest import together
-from documents import LESSONS
+from documents import LESSONS, TOLD
 from scripts import get, output_of, run, script_job, within
 
 import llama
@@ -22,9 +23,8 @@ HEAVY = ("06_serving", "08_disagg")  # of those that load most, even for `--help
 HIDE_TRITON = "import sys; sys.modules['triton'] = None"
 
 by_lesson = pytest.mark.parametrize("lesson", [path.stem for path in LESSONS])
-# The fast tier tells the twelve lessons' own stories, the slow one those of the scripts beside them (05b, …), too.
 by_story = pytest.mark.parametrize(
-    "lesson", [pytest.param(p.stem, marks=[] if re.match(r"\d\d_", p.stem) else pytest.mark.slow) for p in LESSONS]
+    "lesson", [pytest.param(p.stem, marks=[] if p in TOLD else pytest.mark.slow) for p in LESSONS]
 )
 
 
@@ -200,9 +200,9 @@ def test_without_triton_the_first_lesson_runs():
 
 
 @pytest.fixture(scope="module")
-def bare_model(tmp_path_factory):
-    """A small one whose tokenizer has no chat template."""
-    folder = small_folder(tmp_path_factory.mktemp("bare") / "model")
+def bare_model(another_model, tmp_path_factory):
+    """The small one, and its tokenizer has no chat template."""
+    folder = shutil.copytree(another_model, tmp_path_factory.mktemp("bare") / "model")
     (folder / "tokenizer_config.json").write_text("{}")
     return folder
 
@@ -277,16 +277,14 @@ def another_model(tmp_path_factory):
 SIZES = {"05b_quantization": ["--layer", "1"], "05c_tensor_parallel": ["--tensor-parallel-size", "2"],
          "06c_scaling_out": ["--tensor-parallel-size", "2"]}  # fmt: skip
 SHIPPED = {"07b_trained_drafters": "made for another target", "12_multi_lora": "adapters/pirate"}  # for SmolLM2 only
-FAST = ("04_continuous_batching",)
 
 
 def another_job(lesson, folder):
     return script_job(lesson, "--model", folder, "--seed", "3", *SIZES.get(lesson, ()))
 
 
-@pytest.mark.parametrize(
-    "lesson", [pytest.param(p.stem, marks=[] if p.stem in FAST else pytest.mark.slow) for p in LESSONS]
-)
+@pytest.mark.slow
+@by_lesson
 def test_another_model(lesson, another_model):
     done = get(another_job(lesson, another_model))
     if lesson in SHIPPED:
