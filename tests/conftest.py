@@ -53,7 +53,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    return min(os.cpu_count() or 1, 4)  # each takes some 3 GB
+    return min(os.cpu_count() or 1, 4)  # each takes some 2 GB
 
 
 @pytest.hookimpl(optionalhook=True)
