@@ -12,6 +12,7 @@ import common
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 lesson = common.lesson("06f_openai_api")
 async_engine, offline = lesson.async_engine, lesson.offline
@@ -1205,12 +1206,18 @@ def check_body(path, body, complete):
 
 
 class Total(lesson.ScriptedLLM):
-    """Its front end can check token ids, as the real one does for /detokenize."""
+    """Its front end can check token ids and compile guides, as the real one does."""
 
     def __init__(self):
         super().__init__(512)
+        # ASCII in GPT-2's byte alphabet: a token per byte, as in the scripted `encode`.
+        tokens = [*map(chr, range(256, 289)), *map(chr, range(33, 127)), chr(289)]
+        tokenizer = self.front.tokenizer
+        tokenizer.config = {}
+        tokenizer.backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+        tokenizer.backend.decoder = decoders.ByteLevel()
         self.front._check_ids = lambda name, ids: offline.LLMEngine._check_ids(self.front, name, ids)
-        self.front.model = lesson.argparse.Namespace(config=lesson.argparse.Namespace(vocab_size=128, eos_token_ids=()))
+        self.front.model = lesson.argparse.Namespace(config=lesson.argparse.Namespace(vocab_size=128, eos_token_ids=(0,)))
 
 
 check_body.app = serve(Total())[1]

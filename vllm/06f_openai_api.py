@@ -42,7 +42,6 @@ import re
 import secrets
 import time
 import traceback
-import types
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -853,7 +852,7 @@ class ScriptedTokenizer:
     """One token per character. For the widget and for tests: the checks in front of the engine need no model."""
 
     chat_template = "{{ messages }}"
-    config = types.MappingProxyType({})
+
     backend = argparse.Namespace(get_vocab=lambda: {chr(i): i for i in range(128)})
 
     def encode(self, text: str, add_special_tokens: bool = True, max_length: int | None = None) -> list[int]:
