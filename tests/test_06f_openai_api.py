@@ -1217,7 +1217,8 @@ class Total(lesson.ScriptedLLM):
         tokenizer.backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
         tokenizer.backend.decoder = decoders.ByteLevel()
         self.front._check_ids = lambda name, ids: offline.LLMEngine._check_ids(self.front, name, ids)
-        self.front.model = lesson.argparse.Namespace(config=lesson.argparse.Namespace(vocab_size=128, eos_token_ids=(0,)))
+        config = lesson.argparse.Namespace(vocab_size=128, eos_token_ids=(0,))
+        self.front.model = lesson.argparse.Namespace(config=config)
 
 
 check_body.app = serve(Total())[1]
