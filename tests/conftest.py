@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib.util
 import math
 import mmap
@@ -17,6 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "vllm"))  # as `python vllm/01_kv_cache.py` does
+gc.disable()  # while a million objects come to stay; `pytest_collection_finish` sets them aside
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # some sixty processes load the same scripts
 # Two cores run the tests beside a script or a server: a thread that waits for another must not spin in its way.
@@ -103,6 +105,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
     torch.set_num_threads(1)  # the other cores are for the other processes
 
 

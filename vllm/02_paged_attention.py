@@ -762,10 +762,10 @@ def contest(policy: str, lengths: Sequence[tuple[int, int]], num_slots: int, ste
                 queue.appendleft(victim)
                 preempted += 1
         if step >= steps // 4:
-            for job in running:
-                coming = min(job.final, job.place.capacity) - job.tokens
-                never = job.place.capacity - job.tokens - coming
-                sums.update(batch=1, tokens=job.tokens, reserved=coming, internal=never)
+            tokens = sum(job.tokens for job in running)
+            used = sum(min(job.final, job.place.capacity) for job in running)
+            never = sum(job.place.capacity for job in running) - used
+            sums.update(batch=len(running), tokens=tokens, reserved=used - tokens, internal=never)
         for job in running:
             if job.tokens == job.final:
                 served += 1

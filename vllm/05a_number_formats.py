@@ -309,10 +309,8 @@ def read_gguf(path: Path, config: llama.LlamaConfig, prefix: str = "") -> dict[s
 
     Rows of q and k are put into Transformers' order (see `llama.convert_gguf`). Nothing becomes a float on the way.
     """
-    import gguf
-
     found = {}
-    for tensor in gguf.GGUFReader(path).tensors:
+    for tensor in llama.gguf_reader(path).tensors:
         if (kind := tensor.tensor_type.name) in ("Q4_1", "Q8_0") and tensor.name.startswith(prefix):
             data = torch.from_numpy(tensor.data.copy())
             if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):

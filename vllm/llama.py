@@ -662,6 +662,17 @@ def _packaged_gguf() -> Path:
     return Path(spec.origin).parent / f"{DEFAULT_MODEL}.Q4_1.gguf"
 
 
+def gguf_reader(path: Path) -> Any:
+    """`gguf.GGUFReader`, three times as fast: it slices the file a million times, and a memory map is slow at that."""
+    import gguf
+    import numpy as np
+
+    class Reader(gguf.GGUFReader):
+        data = property(lambda self: self.plain, lambda self, mapped: setattr(self, "plain", mapped.view(np.ndarray)))
+
+    return Reader(path)
+
+
 def convert_gguf(source: Path, folder: Path) -> None:
     """Write a GGUF file of the Llama architecture as a Hugging Face folder with fp32 weights.
 
@@ -672,7 +683,7 @@ def convert_gguf(source: Path, folder: Path) -> None:
     from rich.progress import Progress
     from safetensors.torch import save_file
 
-    reader = gguf.GGUFReader(source)
+    reader = gguf_reader(source)
     field = lambda name: reader.fields[name].contents()  # noqa: E731
     heads, kv_heads = field("llama.attention.head_count"), field("llama.attention.head_count_kv")
 
