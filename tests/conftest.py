@@ -110,6 +110,10 @@ def pytest_collection_finish() -> None:
     torch.set_num_threads(1)  # the other cores are for the other processes
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or extensions would call it a leak
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
