@@ -193,7 +193,7 @@ def test_a_product_with_a_packed_matrix_is_the_same_product(processor, monkeypat
             layer = llama.Linear(torch.randn(N, K), bias)
             packed = lesson.PackedLinear(layer.weight, layer.bias)
             assert packed.mkl == ("Intel" in processor and torch.backends.mkl.is_available())
-            for shape in ((0, K), (1, K), (2, K), (31, K), (33, K), (3, 5, K)):
+            for shape in ((0, K), (1, K), (2, K), (31, K), (33, K), (3, 5, K), (128, K), (129, K), (3, 64, K)):
                 x = torch.randn(shape)
                 with torch.inference_mode():
                     common.assert_close(packed(x), layer(x))
