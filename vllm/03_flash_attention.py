@@ -281,7 +281,6 @@ def flash_attention_kernel(
 
     # Keys [begin, end) are of interest. Of those, [full, edge) are visible to every query of the tile: no mask there.
     first = m0 + S - query_len  # position of the tile's first query
-    begin = 0
     full = 0
     end = S
     edge = S // BLOCK_N * BLOCK_N
