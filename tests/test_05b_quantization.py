@@ -673,6 +673,17 @@ def test_awq_layers_shrink_their_inputs(device):
     assert common.relative_error(layer(X.to(device)).cpu(), X @ W.T) < 0.15
 
 
+@pytest.mark.parametrize("processor", ["Intel(R) Xeon(R) Processor", "AMD EPYC"])
+def test_the_weights_that_were_decoded_do_not_stay_beside_the_packed_ones(processor, monkeypatch):
+    """Whatever lesson 04 would do with them: a long prompt comes out as a short one."""
+    monkeypatch.setattr(common, "cpu_name", lambda: processor)
+    q = rtn(torch.randn(48, 64), FORMATS["int4-g64"])
+    weight, x = lesson.PackedWeight.pack(q), torch.randn(300, 64)
+    long = lesson.dequant_matmul(x, weight)
+    common.assert_close(long, x @ q.dequantize().T)
+    common.assert_close(long[:1], lesson.dequant_matmul(x[:1], weight))
+
+
 def test_awq_leaves_equal_inputs_alone():
     W, _ = layer_and_inputs()
     quantized, inverse = lesson.awq(W, torch.ones(10, 96), INT3)

@@ -312,7 +312,8 @@ def dequant_matmul(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
             weight.unpacked = llama.Linear(W := weight.dequantize().to(x.dtype))
             if x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
                 weight.unpacked = continuous_batching.PackedLinear(W, None)
-                weight.unpacked.weight = x.new_empty(1, 1).expand_as(W)  # nothing but its shape is read
+                weight.unpacked.most_rows = math.inf  # W goes: of what stands for it, only the shape is read
+                weight.unpacked.weight = x.new_full((1, 1), math.nan).expand_as(W)
         return weight.unpacked(x)
     (M, K), N = x.shape, len(weight.codes)
     if M > DECODE_ONCE:
