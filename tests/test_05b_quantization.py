@@ -682,6 +682,8 @@ def test_the_weights_that_were_decoded_do_not_stay_beside_the_packed_ones(proces
     long = lesson.dequant_matmul(x, weight)
     common.assert_close(long, x @ q.dequantize().T)
     common.assert_close(long[:1], lesson.dequant_matmul(x[:1], weight))
+    if torch.backends.mkldnn.is_available():
+        assert weight.unpacked.weight.untyped_storage().nbytes() == 4
 
 
 def test_awq_leaves_equal_inputs_alone():
