@@ -507,7 +507,7 @@ def test_of_a_requests_answers_the_longest_counts():
     sequences = {f"{i}_r": SimpleNamespace(request=request, caller=SimpleNamespace(request_id="r"), index=i)
                  for i in range(3)}  # fmt: skip
     outputs = [async_engine.EngineCoreOutput(name, [1] * n) for name, n in zip(sequences, (4, 7, 2))]
-    letter = async_engine.EngineCoreOutputs(outputs, admitted={name: (0.0, 8) for name in sequences})
+    letter = async_engine.EngineCoreOutputs(outputs, admitted={name: (0.0, 8, 0) for name in sequences})
     logger.record(letter, sequences)
     observed = {}
     for last in range(3):
@@ -524,12 +524,45 @@ def test_of_a_requests_answers_the_longest_counts():
     assert observed == {"params_n": [*once, (1, 3)], "max_num_generation_tokens": [*once, (1, 7)],
                         "params_max_tokens": [(1, 50), (2, 100), (3, 150)],
                         "prefill_kv_computed_tokens": [(1, 1), (2, 2), (3, 3)]}  # fmt: skip
-    logger.record(async_engine.EngineCoreOutputs(admitted={name: (0.0, 8) for name in sequences}), sequences)
+    logger.record(async_engine.EngineCoreOutputs(admitted={name: (0.0, 8, 0) for name in sequences}), sequences)
     logger.record_abort(sequences.values())  # the same again, and its client hangs up
     aborted = [SimpleNamespace(index=i, finish_reason="abort") for i in range(3)]
     logger.record_finished(SimpleNamespace(outputs=aborted, **about))
     assert logger.registry.get_sample_value("vllm:request_params_n_count", labels) == 1
     assert not logger.answers and not logger.times
+
+
+def test_where_prompts_came_from_who_waits_and_who_was_preempted():
+    def said(logger):
+        """{name: value}, {name and label: value}; zeros, too."""
+        return {" ".join([s.name.removeprefix("vllm:"), *(v for k, v in s.labels.items() if k not in ours)]): s.value
+                for family in logger.registry.collect() for s in family.samples
+                if s.name.endswith(("_total", "_count", "_sum", "waiting", "_reason"))}  # fmt: skip
+
+    ours = {"model_name", "engine"}
+    sequences = {}
+    for name, length in (("a", 20), ("b", 9)):
+        request = lesson.scheduling.Request(name, [1] * length, SamplingParams())
+        sequences[name] = SimpleNamespace(request=request, caller=SimpleNamespace(request_id=name), index=0)
+    plain, logger = metrics.PrometheusStatLogger("m"), metrics.PrometheusStatLogger("m", connector=True)
+    names = ["prompt_tokens_by_source_total local_compute", "prompt_tokens_by_source_total local_cache_hit",
+             "prompt_tokens_by_source_total external_kv_transfer", "prefix_cache_queries_total",
+             "prefix_cache_hits_total", "external_prefix_cache_queries_total", "external_prefix_cache_hits_total",
+             "prompt_tokens_cached_total", "prompt_tokens_total", "num_preemptions_total",
+             "request_num_preemptions_count", "request_num_preemptions_sum"]  # fmt: skip
+    assert [said(logger)[name] for name in names] == [0] * len(names)
+    admitted = {"a": async_engine.Admission(0.5, 12, 8), "b": async_engine.Admission(0.0, 0, 0)}
+    for each in (plain, logger):
+        each.record(async_engine.EngineCoreOutputs(admitted=admitted, preempted=["b", "gone"]), sequences)
+        each.record(async_engine.EngineCoreOutputs(scheduler_stats=async_engine.SchedulerStats(1, 2, 0.5, 3),
+                                                   preempted=["b", "a"]), sequences)  # fmt: skip
+        answer = SimpleNamespace(index=0, finish_reason="stop")
+        about = {"request_id": "b", "prompt_token_ids": [0] * 9, "finished": True, "outputs": [answer]}
+        each.record_finished(SimpleNamespace(**about))
+    assert [said(logger)[name] for name in names] == [17, 4, 8, 29, 4, 25, 8, 12, 29, 3, 1, 2]
+    assert said(plain) == said(logger) | {f"external_prefix_cache_{x}_total": 0 for x in ("queries", "hits")}
+    waiting = [said(logger)[f"num_requests_waiting{x}"] for x in ("", "_by_reason capacity", "_by_reason deferred")]
+    assert waiting == [5, 2, 3]
 
 
 def test_a_router_reads_which_adapters_run_and_which_wait():
@@ -540,7 +573,7 @@ def test_a_router_reads_which_adapters_run_and_which_wait():
         sequences[name] = SimpleNamespace(request=request, caller=SimpleNamespace(request_id=name), index=0)
 
     def labels(admitted, outputs=()):
-        admitted = {name: (0.0, 0) for name in admitted}
+        admitted = {name: (0.0, 0, 0) for name in admitted}
         logger.record(async_engine.EngineCoreOutputs(list(outputs), admitted=admitted), sequences)
         (family,) = (f for f in logger.registry.collect() if f.name == "vllm:lora_requests_info")
         (sample,) = family.samples
@@ -558,9 +591,9 @@ def test_a_gap_that_ends_in_several_tokens_is_one_gap(monkeypatch):
     request = SimpleNamespace(arrival_time=99.5, num_prompt_tokens=3, sampling_params=SamplingParams())
     sequences = {"r": SimpleNamespace(request=request, caller=SimpleNamespace(request_id="r"), index=0)}
     for tokens in ([1], [2, 3, 4, 5], [6, 7], [8]):
-        admitted = {"r": (0.0, 0)} if tokens == [1] else {}
+        admitted = {"r": (0.0, 0, 0)} if tokens == [1] else {}
         outputs = [SimpleNamespace(request_id="r", new_token_ids=tokens)]
-        logger.record(SimpleNamespace(scheduler_stats=None, admitted=admitted, outputs=outputs), sequences)
+        logger.record(async_engine.EngineCoreOutputs(outputs, admitted=admitted), sequences)
         now[0] += 0.04
     found = {line.split("{")[0]: float(line.split()[-1]) for line in logger.expose().decode().splitlines()
              if line.startswith("vllm:inter_token_latency_seconds_")}  # fmt: skip

@@ -246,8 +246,8 @@ def test_letters_tell_of_every_preemption(here, on_threads, layout):
         proc.step()
     core.step = proc.step
     assert not any(steps(core))
-    told = sum(letter.scheduler_stats.num_preempted_reqs for letter in letters)
-    assert told == len(victims) > len(empty) > 0
+    told = [name for letter in letters for name in letter.preempted]
+    assert told == [request.request_id for request in victims] and len(victims) > len(empty) > 0
 
 
 @pytest.mark.parametrize("layout", ["ahead", "two stages"])

@@ -990,7 +990,7 @@ def test_a_name_is_free_when_its_request_has_ended(end):
 
 def test_the_coordinator_hears_of_queues_not_of_steps():
     with mailbox() as (box, (*_, coordinator)):
-        for stats in ((1, 2, 0.5), (1, 2, 0.6), (1, 3, 0.6)):
+        for stats in ((1, 2, 0.5), (1, 1, 0.6, 1), (1, 0, 0.6, 3)):  # those that are passed over wait, too
             box.send(async_engine.EngineCoreOutputs(scheduler_stats=async_engine.SchedulerStats(*stats)))
         found = async_engine.Mailbox(coordinator).receive(0)
         assert found == [(1, [2, 1, 0.5]), (1, [3, 1, 0.6])], "waiting before running"
@@ -1004,6 +1004,8 @@ def test_a_step_for_nobody_is_told_to_all_and_one_for_the_dead_to_none():
         box.owner |= {"mine": 0, "yours": 1}
         parts = box.split(async_engine.EngineCoreOutputs(prompt_logprobs={"mine": [None], "gone": [None]}))
         assert {index: part.prompt_logprobs for index, part in parts.items()} == {0: {"mine": [None]}}
+        parts = box.split(async_engine.EngineCoreOutputs(preempted=["mine", "gone"]))
+        assert {index: part.preempted for index, part in parts.items()} == {0: ["mine"]}
 
 
 def test_totals_are_of_all_engines_and_refusals_make_room():
@@ -1011,12 +1013,12 @@ def test_totals_are_of_all_engines_and_refusals_make_room():
     letter = async_engine.EngineCoreOutputs
     client.send((ADD, request_of([1], "x")))
     assert client.balancer.inflight == [1, 0]
-    client.take(0, letter(refused={"x": "in use"}, scheduler_stats=stats(1, 2, 0.5, 7)))
+    client.take(0, letter(refused={"x": "in use"}, scheduler_stats=stats(1, 2, 0.5, 4, 7)))
     assert client.balancer.inflight == [0, 0] and not client.engine_of
-    found = client.take(1, letter(scheduler_stats=stats(10, 20, 0.25, 9))).scheduler_stats
-    assert found == stats(11, 22, 0.375, 9)
-    found = client.take(0, letter(scheduler_stats=stats(0, 0, 0.0, 5))).scheduler_stats
-    assert found == stats(10, 20, 0.125, 5)
+    found = client.take(1, letter(scheduler_stats=stats(10, 20, 0.25, 1, 9))).scheduler_stats
+    assert found == stats(11, 22, 0.375, 5, 9)
+    found = client.take(0, letter(scheduler_stats=stats(0, 0, 0.0, 0, 5))).scheduler_stats
+    assert found == stats(10, 20, 0.125, 1, 5)
 
 
 def test_replies_are_added_up_and_an_error_of_one_is_the_answer():

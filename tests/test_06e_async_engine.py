@@ -908,7 +908,7 @@ def test_queue_time_and_cached_tokens_travel_with_the_admission(tiny):
     proc.handle([(Kind.ADD, Request("r", [1, 2], GREEDY))])
     time.sleep(0.02)
     proc.step()
-    queued, cached = sent[-1].admitted["r"]
+    queued, cached, _ = sent[-1].admitted["r"]
     assert 0.02 <= queued < 1 and cached == 0 and not proc.arrived
     proc.step()
     assert sent[-1].admitted == {}

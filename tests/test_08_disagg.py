@@ -1196,6 +1196,33 @@ def test_others_go_on_while_a_request_waits_for_its_blocks(tiny_model, expected)
         assert drain(prefill, decode)["a"][0] == expected
 
 
+def told(core, letters):
+    return common.lesson("06e_async_engine").EngineCoreProc(SimpleNamespace(core=core), letters.append)
+
+
+def test_who_is_sent_for_waits_and_what_was_fetched_was_not_found_here(tiny_model, expected):
+    """For the metrics: a request without a seat is one that waits, and 44 of 45 tokens came from elsewhere."""
+    letters, waits = [], []
+    with pair(tiny_model, "TCPConnector", prefix_caching=True) as (prefill, decode):
+        proc = told(decode, letters)
+
+        def state():
+            stats = proc.stats()
+            return stats.num_running_reqs, stats.num_waiting_reqs, stats.num_skipped_waiting_reqs
+
+        for name in "ab":
+            submit(prefill, decode, name, PROMPT, 2)
+            waits.append(state())
+            proc.step()
+            waits.append(state())
+            until(lambda: not decode.scheduler.has_unfinished_requests(), prefill.step, proc.step)
+            waits.append(state())
+    assert waits == 2 * [(0, 1, 0), (0, 0, 1), (0, 0, 0)]
+    admitted = {name: admission[1:] for letter in letters for name, admission in letter.admitted.items()}
+    assert admitted == {"a": (44, 44), "b": (44, 4)}, "b found 40 here"
+    assert [token for letter in letters for o in letter.outputs for token in o.new_token_ids] == 2 * expected[:2]
+
+
 def test_a_prompt_that_waits_to_be_fetched_keeps_its_blocks_and_no_row(tiny_model, expected):
     """Computed, and nobody has come for it: the next prompt needs the only row of the batch."""
     with pair(tiny_model, "TCPConnector", prefill={"max_num_seqs": 1}) as (prefill, decode):
@@ -1818,6 +1845,17 @@ def test_another_engine_finds_the_blocks(folder, tiny_model, expected):
     assert ask(second, PROMPT[:40], 2) == generated(tiny_model, PROMPT[:40], 2)  # one token must be left to compute
     for core in (first, second):
         assert_idle(core)
+
+
+def test_what_the_store_had_was_not_found_here(folder, tiny_model):
+    letters = []
+    assert ask(store_core(tiny_model, folder), PROMPT[:24], 1)
+    core = store_core(tiny_model, folder)
+    for name, prompt in (("a", PROMPT[:8]), ("b", PROMPT), ("c", PROMPT)):
+        core.add_request(lesson.make_request(name, prompt, 1))
+        told(core, letters).step()
+    found = [admission[1:] for letter in letters for admission in letter.admitted.values()]
+    assert found == [(0, 0), (24, 16), (40, 0)], "8 of its 24 were here by then"
 
 
 def test_no_draft_is_stored(folder, monkeypatch):

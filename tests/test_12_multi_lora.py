@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import common
 import numpy as np
@@ -430,6 +431,8 @@ def test_whoever_has_no_place_is_passed_over():
     core.step()
     assert core.batch == [0, 1, 3, 4] and core.scheduler.waiting_for_adapter == ["2"]
     assert [r.request_id for r in core.scheduler.waiting] == ["2", "5"]
+    proc = common.lesson("06e_async_engine").EngineCoreProc(SimpleNamespace(core=core), None)
+    assert (proc.stats().num_waiting_reqs, proc.stats().num_skipped_waiting_reqs) == (1, 1)
     core.step()
     core.step()
     assert core.batch == [2, 5]

@@ -25,6 +25,9 @@ BETWEEN_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
 STEP_TOKENS = tuple(2**i for i in (0, *range(3, 15)))
 REQUEST_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 ANSWERS = (1, 2, 5, 10, 20)
+PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
+
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 ADAPTERS = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
 CACHE_CONFIG = ("block_size", "num_gpu_blocks", "enable_prefix_caching")
@@ -40,6 +43,7 @@ class RequestTimes:
     queued: float
     max_tokens: int | None
     cached_tokens: int  # of its prompt
+    preemptions: int = 0
     first: float = 0.0
     last: float = 0.0
     tokens: int = 0
@@ -56,7 +60,8 @@ class Answers:
 class PrometheusStatLogger:
     """vLLM's metrics, under its names, where the meaning is the same (`vllm/v1/metrics/loggers.py`)."""
 
-    def __init__(self, model_name: str, num_speculative_tokens: int = 0, max_loras: int = 0) -> None:
+    def __init__(self, model_name: str, num_speculative_tokens: int = 0, max_loras: int = 0,
+                 connector: bool = False) -> None:  # fmt: skip
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         self.registry = CollectorRegistry()
@@ -73,15 +78,23 @@ class PrometheusStatLogger:
 
         self.running = make(Gauge, "num_requests_running", "Sequences in the engine's batch.")
         self.waiting = make(Gauge, "num_requests_waiting", "Sequences waiting to be scheduled.")
+        self.waiting_by = make(Gauge, "num_requests_waiting_by_reason", "For their turn (capacity), or passed over "
+                               "until a transfer or an adapter is there (deferred).", "reason")  # fmt: skip
         self.kv_usage = make(Gauge, "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them.")
         self.queries = make(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.hits = make(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.external_queries = make(Counter, "external_prefix_cache_queries", "Prompt tokens asked of a connector.")
+        self.external_hits = make(Counter, "external_prefix_cache_hits", "Prompt tokens that a connector brings.")
         self.preemptions = make(Counter, "num_preemptions", "Sequences that lost their blocks to others.")
         self.cached_tokens = make(Counter, "prompt_tokens_cached", "Prompt tokens that were not computed again.")
         self.prompt_tokens = make(Counter, "prompt_tokens", "Prompt tokens of admitted sequences.")
+        self.sources = make(Counter, "prompt_tokens_by_source", "Prompt tokens: computed, found, fetched.", "source")
         self.generation_tokens = make(Counter, "generation_tokens", "Tokens generated.")
         self.success = make(Counter, "request_success", "Finished sequences.", "finished_reason")
         self.rejections = make(Counter, "admission_rejections", "Sequences refused by a queue limit.", "reason")
+        for source in SOURCES:
+            self.sources(source=source)  # a counter says 0 before anything has happened
+        self.connector = connector
         self.drafts: list[list] = []  # a counter, and how far it has come: the engine says how many there were so far
         if num_speculative_tokens:
             *counters, by_place = [make(Counter, f"spec_decode_num_{name}", *about) for name, *about in DRAFTS]
@@ -103,6 +116,7 @@ class PrometheusStatLogger:
         self.computed = histogram(
             "request_prefill_kv_computed_tokens", "Prompt tokens that were not in the cache.", REQUEST_TOKENS
         )
+        self.times_preempted = histogram("request_num_preemptions", "How often a request was preempted.", PREEMPTIONS)
         self.max_tokens = histogram("request_params_max_tokens", "What a request allows.", REQUEST_TOKENS)
         self.n = histogram("request_params_n", "Answers to one prompt.", ANSWERS)
         self.longest = histogram("request_max_num_generation_tokens", "Of these, the longest.", REQUEST_TOKENS)
@@ -123,26 +137,22 @@ class PrometheusStatLogger:
         now, stats = time.time(), letter.scheduler_stats
         if stats:
             self.running.set(stats.num_running_reqs)
-            self.waiting.set(stats.num_waiting_reqs)
+            self.waiting.set(stats.num_waiting_reqs + stats.num_skipped_waiting_reqs)
+            self.waiting_by(reason="capacity").set(stats.num_waiting_reqs)
+            self.waiting_by(reason="deferred").set(stats.num_skipped_waiting_reqs)
             self.kv_usage.set(stats.kv_cache_usage)
-            self.preemptions.inc(stats.num_preempted_reqs)
             for count, n in zip(self.drafts, stats.spec_decoding):
                 count[0].inc(n - count[1])
                 count[1] = n
             if stats.num_scheduled_tokens:
                 self.step_tokens.observe(stats.num_scheduled_tokens)
-        for name, (queued, num_cached_tokens) in letter.admitted.items():
+        for name, admission in letter.admitted.items():
             if sequence := sequences.get(name):
-                request, request_id = sequence.request, sequence.caller.request_id
-                self.times[request_id, sequence.index] = RequestTimes(
-                    request.arrival_time, queued, request.sampling_params.max_tokens, num_cached_tokens
-                )
-                self.answers[request_id].admitted += 1
-                self.queries.inc(request.num_prompt_tokens)
-                self.prompt_tokens.inc(request.num_prompt_tokens)
-                self.hits.inc(num_cached_tokens)
-                self.cached_tokens.inc(num_cached_tokens)
-                self.queue_time.observe(queued)
+                self._record_admission(sequence, admission)
+        for sequence in filter(None, map(sequences.get, letter.preempted)):
+            self.preemptions.inc()
+            if times := self.times.get((sequence.caller.request_id, sequence.index)):
+                times.preemptions += 1
         for output in letter.outputs:
             sequence, n = sequences.get(output.request_id), len(output.new_token_ids)
             times = sequence and self.times.get((sequence.caller.request_id, sequence.index))
@@ -159,6 +169,24 @@ class PrometheusStatLogger:
         if self.max_loras:
             ended = {output.request_id for output in letter.outputs if output.finish_reason}
             self._record_adapters([sequence for name, sequence in sequences.items() if name not in ended])
+
+    def _record_admission(self, sequence: Any, admission: Any) -> None:
+        """Where a prompt's keys and values come from: here, now; here, from earlier; from elsewhere."""
+        request, request_id, (queued, cached, external) = sequence.request, sequence.caller.request_id, admission
+        num_prompt_tokens, local = request.num_prompt_tokens, cached - external
+        max_tokens = request.sampling_params.max_tokens
+        self.times[request_id, sequence.index] = RequestTimes(request.arrival_time, queued, max_tokens, cached)
+        self.answers[request_id].admitted += 1
+        self.queue_time.observe(queued)
+        self.prompt_tokens.inc(num_prompt_tokens)
+        self.cached_tokens.inc(cached)
+        for source, n in zip(SOURCES, (num_prompt_tokens - cached, local, external)):
+            self.sources(source=source).inc(n)
+        self.queries.inc(num_prompt_tokens)
+        self.hits.inc(local)
+        if self.connector:
+            self.external_queries.inc(num_prompt_tokens - local)
+            self.external_hits.inc(external)
 
     def _record_adapters(self, sequences: Iterable[Any]) -> None:
         """Routers send a request where its adapter is. (vLLM 0.32 names each adapter under both labels.)"""
@@ -180,6 +208,7 @@ class PrometheusStatLogger:
             if times is None:
                 continue
             self.success(finished_reason=answer.finish_reason).inc()
+            self.times_preempted.observe(times.preemptions)
             self.e2e.observe(times.last - times.arrival)
             self.decode_time.observe(times.last - times.first)
             admitted = min(times.first, times.arrival + times.queued)

@@ -553,7 +553,8 @@ async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[
     elif args.scales_out:
         place = common.lesson("06c_scaling_out").start_client
     logger = metrics.PrometheusStatLogger(args.names[0], getattr(args.speculation, "num_speculative_tokens", 0),
-                                          args.max_loras if args.enable_lora else 0)  # fmt: skip
+                                          args.max_loras if args.enable_lora else 0,
+                                          args.kv_transfer is not None)  # fmt: skip
     llm = await AsyncLLM.start((KEY, "make_engine"), args, llama.model_folder(args.model), place, say,
                                max_num_queued_reqs=args.max_num_queued_reqs, stat_logger=logger)  # fmt: skip
     logger.describe(llm.ready)

@@ -992,14 +992,14 @@ class PipelineEngineCore(scheduling.ModelEngineCore):
         self.max_concurrent_batches = max_concurrent_batches
         self.batch_queue: deque[tuple[Any, Any, dict[str, tuple[Request, int]]]] = deque()
         self.empty_output: Any = None  # of the last step in which nobody could run
-        self.num_preempted_reqs = 0  # since it was last told: a step without members may preempt, too
+        self.preempted: list[str] = []  # since it was last told: a step without members may preempt, too
 
     def put_in_flight(self) -> Any:
         """Schedule one more micro-batch if there is room for it. Returns its SchedulerOutput, or None."""
         if len(self.batch_queue) == self.max_concurrent_batches:
             return None
         output = self.scheduler.schedule()
-        self.num_preempted_reqs += len(output.preempted_reqs)
+        self.preempted += [request.request_id for request in output.preempted_reqs]
         future = self.runner.submit(output)
         if future is None:
             self.empty_output = output
@@ -1071,10 +1071,7 @@ class ParallelEngineCoreProc(async_engine.EngineCoreProc):
             return super().step()
         start = time.monotonic()
         while output := self.core.put_in_flight():
-            self.admitted.append({
-                request.request_id: (start - self.arrived.pop(request.request_id, start), request.num_cached_tokens)
-                for request in output.scheduled_new_reqs
-            })  # fmt: skip
+            self.admitted.append(self.admissions(output, start))
         output, sampled = self.core.next_result()
         self.read_mail()  # a request aborted while the model ran is out before its token is looked at
         outputs = self.scheduler.update_from_output(output, sampled)
@@ -1083,8 +1080,7 @@ class ParallelEngineCoreProc(async_engine.EngineCoreProc):
         admitted = self.admitted.popleft() if output.num_scheduled_tokens else {}
         stats = self.stats()
         stats.num_scheduled_tokens = output.total_num_scheduled_tokens
-        stats.num_preempted_reqs, self.core.num_preempted_reqs = self.core.num_preempted_reqs, 0
         stats.step_seconds = time.monotonic() - start
-        runner = self.core.runner
-        self.send(async_engine.EngineCoreOutputs(outputs, stats, runner.logprobs, admitted,
+        runner, preempted, self.core.preempted = self.core.runner, self.core.preempted, []
+        self.send(async_engine.EngineCoreOutputs(outputs, stats, runner.logprobs, admitted, preempted,
                                                  prompt_logprobs=runner.prompt_logprobs))  # fmt: skip

@@ -142,9 +142,8 @@ class LetterUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Data classes and enums of our own letters; UnpicklingError for anything else: pickles can call."""
         found = vars(LETTER_MODULES.get(module, object())).get(name) if module in LETTER_MODULES else None
-        if isinstance(found, type) and (
-            dataclasses.is_dataclass(found) or issubclass(found, enum.Enum) or found in (Request, offline.StepLogprobs)
-        ):
+        others = (Request, offline.StepLogprobs, async_engine.Admission)
+        if isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, (enum.Enum, *others))):
             return found
         raise pickle.UnpicklingError(f"{module}.{name} is no letter")
 
@@ -291,9 +290,12 @@ class EngineMailbox:
         """A step's outputs by client. A step that brought nobody anything is told to all: it may have emptied us."""
         logprobs, stats = type(letter.logprobs), letter.scheduler_stats  # of one token for each, or of several
         parts: dict[int, Any] = defaultdict(lambda: EngineCoreOutputs(logprobs=logprobs(), scheduler_stats=stats))
-        for request_id, times in letter.admitted.items():
+        for request_id, admission in letter.admitted.items():
             if (index := self.owner.get(request_id)) is not None:
-                parts[index].admitted[request_id] = times
+                parts[index].admitted[request_id] = admission
+        for request_id in letter.preempted:
+            if (index := self.owner.get(request_id)) is not None:
+                parts[index].preempted.append(request_id)
         for request_id, why in letter.refused.items():
             if (index := self.owner.pop(request_id, None)) is not None:
                 parts[index].refused[request_id] = why
@@ -318,7 +320,7 @@ class EngineMailbox:
         """Tell the coordinator when the queues have changed."""
         if self.coordinator is None or stats is None:
             return
-        counts = [stats.num_waiting_reqs, stats.num_running_reqs, stats.kv_cache_usage]
+        counts = [stats.num_waiting_reqs + stats.num_skipped_waiting_reqs, stats.num_running_reqs, stats.kv_cache_usage]
         if counts[:2] != self.reported[:2]:
             self.reported = counts
             self.coordinator.put((self.engine, counts), is_state=True)
@@ -498,6 +500,7 @@ class DPLBClient:
         return dataclasses.replace(
             stats, num_running_reqs=sum(s.num_running_reqs for s in known),
             num_waiting_reqs=sum(s.num_waiting_reqs for s in known),
+            num_skipped_waiting_reqs=sum(s.num_skipped_waiting_reqs for s in known),
             kv_cache_usage=sum(s.kv_cache_usage for s in known) / len(self.socks),
             spec_decoding=tuple(map(sum, itertools.zip_longest(*(s.spec_decoding for s in known), fillvalue=0))),
         )  # fmt: skip

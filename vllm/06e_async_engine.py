@@ -57,7 +57,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import llama
 
@@ -102,12 +102,20 @@ class SchedulerStats:
     """The state after a step, and what the step did: the source of most metrics."""
 
     num_running_reqs: int
-    num_waiting_reqs: int
+    num_waiting_reqs: int  # for a seat, tokens or blocks
     kv_cache_usage: float  # share of the pool's blocks that somebody owns
+    num_skipped_waiting_reqs: int = 0  # for keys and values on their way (lesson 08), or an adapter's place (lesson 12)
     num_scheduled_tokens: int = 0
-    num_preempted_reqs: int = 0
     step_seconds: float = 0.0
     spec_decoding: tuple[int, ...] = ()  # lesson 07, so far: drafts, their tokens, accepted ones, these by place
+
+
+class Admission(NamedTuple):
+    """What the first admission of a request found."""
+
+    queued: float  # seconds
+    num_cached_tokens: int  # of its prompt
+    num_external_tokens: int  # of these, those that a connector brings (lesson 08)
 
 
 @dataclass(slots=True)
@@ -117,7 +125,8 @@ class EngineCoreOutputs:
     outputs: list[EngineCoreOutput] = field(default_factory=list)
     scheduler_stats: SchedulerStats | None = None
     logprobs: dict[str, dict] = field(default_factory=dict)  # request id: {token id: Logprob}, for those who asked
-    admitted: dict[str, tuple[float, int]] = field(default_factory=dict)  # id: seconds in the queue, cached tokens
+    admitted: dict[str, Admission] = field(default_factory=dict)  # by request id
+    preempted: list[str] = field(default_factory=list)  # request ids
     refused: dict[str, str] = field(default_factory=dict)  # id: why the core could not take it
     prompt_logprobs: dict[str, list] = field(default_factory=dict)  # id: one entry per token of a prompt now computed
 
@@ -234,25 +243,30 @@ class EngineCoreProc:
         """One forward pass for everyone who is scheduled, and one letter about it."""
         start = time.monotonic()
         output = self.scheduler.schedule()
-        admitted = {request.request_id: (start - self.arrived.pop(request.request_id, start), request.num_cached_tokens)
-                    for request in output.scheduled_new_reqs}  # fmt: skip
+        admitted = self.admissions(output, start)
         sampled = self.core.execute_model(output)
         self.read_mail()  # a request aborted while the model ran is out before its token is looked at
         outputs = self.scheduler.update_from_output(output, sampled)
         stats = self.stats()
         stats.num_scheduled_tokens = output.total_num_scheduled_tokens
-        stats.num_preempted_reqs = len(output.preempted_reqs)
         stats.step_seconds = time.monotonic() - start
-        runner = self.core.runner
-        self.send(EngineCoreOutputs(outputs, stats, getattr(runner, "logprobs", {}), admitted,
+        runner, preempted = self.core.runner, [request.request_id for request in output.preempted_reqs]
+        self.send(EngineCoreOutputs(outputs, stats, getattr(runner, "logprobs", {}), admitted, preempted,
                                     prompt_logprobs=getattr(runner, "prompt_logprobs", {})))  # fmt: skip
+
+    def admissions(self, output: scheduling.SchedulerOutput, now: float) -> dict[str, Admission]:
+        return {r.request_id: Admission(now - self.arrived.pop(r.request_id, now), r.num_cached_tokens,
+                                        r.num_external_computed_tokens) for r in output.scheduled_new_reqs}  # fmt: skip
 
     def stats(self) -> SchedulerStats:
         """How things are: the queues, the pool, and what drafts have brought so far."""
         scheduler, pool = self.scheduler, self.scheduler.kv_cache_manager.block_pool
         usage = 1 - pool.num_free_blocks / (pool.num_blocks - 1)
         *counts, by_place = astuple(s) if (s := getattr(scheduler, "spec_decoding_stats", None)) else ((),)
-        return SchedulerStats(len(scheduler.running), len(scheduler.waiting), usage, spec_decoding=(*counts, *by_place))
+        skipped = len(scheduler.requests.keys() & set(getattr(scheduler, "waiting_for_adapter", ())))
+        waiting, fetched = len(scheduler.waiting) - skipped, len(getattr(scheduler, "waiting_for_remote_kvs", ()))
+        return SchedulerStats(len(scheduler.running), waiting, usage, skipped + fetched,
+                              spec_decoding=(*counts, *by_place))  # fmt: skip
 
     def check_idle(self) -> dict[str, int]:
         """For tests: the pool's invariants, and what is still inside."""
@@ -433,9 +447,8 @@ class ThreadClient:
         self.outbox: asyncio.Queue = asyncio.Queue()
         self.room = threading.Semaphore(self.ROOM)
         self.loop = asyncio.get_running_loop()
-        self.thread = threading.Thread(
-            target=serve_mailbox, args=(factory, args, self._post, self._receive), daemon=True, name="EngineCore"
-        )
+        mailbox = (factory, args, self._post, self._receive)
+        self.thread = threading.Thread(target=serve_mailbox, args=mailbox, daemon=True, name="EngineCore")
         self.thread.start()
 
     def _post(self, letter: Any) -> None:
@@ -554,9 +567,9 @@ class FrontEnd(LLMEngine):
 
     def process_outputs(self, letter: EngineCoreOutputs, outputs: list[EngineCoreOutput]) -> list[RequestOutput]:
         """Token ids of some sequences into news for their callers."""
-        for request_id, (_, num_cached_tokens) in letter.admitted.items():
+        for request_id, admission in letter.admitted.items():
             if sequence := self.sequences.get(request_id):
-                sequence.request.num_cached_tokens = num_cached_tokens
+                sequence.request.num_cached_tokens = admission.num_cached_tokens
         self.core.outputs, self.core.logprobs = outputs, letter.logprobs
         self.core.prompt_logprobs = letter.prompt_logprobs
         return self.step()
@@ -860,8 +873,7 @@ async def serve_clients(llm: AsyncLLM, prompts: Sequence[list[int]], params: Sam
 
 def wake_threads(consumers: int, rounds: int) -> tuple[float, float]:
     """A thread per stream, each waiting on its queue: seconds to create them, and per token handed over."""
-    queues = [queue.SimpleQueue() for _ in range(consumers)]
-    done = threading.Semaphore(0)
+    queues, done = [queue.SimpleQueue() for _ in range(consumers)], threading.Semaphore(0)
 
     def consume(mine: queue.SimpleQueue) -> None:
         while mine.get() is not None:
@@ -960,16 +972,12 @@ def simulate(params: dict) -> dict:
             got = take()
             reads.append({"at": now, "tokens": len(got), "left": waiting()[1]})
             reader_free, delivered = now + read, delivered + len(got)
+    read_at = [read["at"] for read in reads for _ in range(read["tokens"])]  # of each token
     return {
         "put_at": put_at, "reads": reads, "engine_done": put_at[-1], "reader_done": reader_free,
         "most_items": most_items, "engine_waited": put_at[-1] - step * tokens,
-        "oldest": max(read["at"] - at for read, at in zip(_read_of_each(reads), put_at)),
+        "oldest": max(read - put for read, put in zip(read_at, put_at)),
     }  # fmt: skip
-
-
-def _read_of_each(reads: list[dict]) -> list[dict]:
-    """For each token, the read that brought it."""
-    return [read for read in reads for _ in range(read["tokens"])]
 
 
 def describe(trace: dict) -> str:
@@ -1021,15 +1029,9 @@ def facts() -> dict[str, Any]:
 def draw(folder: str | Path) -> list[Path]:
     """Three engines' letters on one event loop, and three ways to treat a slow reader."""
     figure, axes = common.new_figure(8.0, 5.2, nrows=2, height_ratios=[1.15, 1])
-    colors = common.COLORS
-    ax = axes[0]
+    colors, ax = common.COLORS, axes[0]
     step, python = 20, 5  # milliseconds: a step, and the part of it that holds the interpreter lock
-    lanes = [
-        ("event loop", "engine on\nthe event loop"),
-        ("loop", "engine on\na thread"),
-        ("loop", "engine in\na process"),
-    ]
-    for row, (_, name) in enumerate(lanes):
+    for row, name in enumerate(("engine on\nthe event loop", "engine on\na thread", "engine in\na process")):
         for i in range(4):
             start = i * (step + 2)
             if row == 0:
@@ -1059,9 +1061,8 @@ def draw(folder: str | Path) -> list[Path]:
         ax.plot(range(0, 3400, 10), backlog, color=colors[color], label=f"{handoff}: {HANDOFFS[handoff]}")
         ax.plot(trace["engine_done"], 0, "^", color=colors[color], clip_on=False)
         ax.plot(read[-1], 0, "o", color=colors[color], clip_on=False, markersize=5)
-    ax.set(
-        xlim=(0, 3400), ylim=(0, 28), xlabel="milliseconds (▲ engine done, ● last read)", ylabel="tokens not read yet"
-    )
+    ax.set(xlim=(0, 3400), ylim=(0, 28), xlabel="milliseconds (▲ engine done, ● last read)",
+           ylabel="tokens not read yet")  # fmt: skip
     ax.set_title("A reader that needs 100 ms, a token every 20 ms")
     ax.legend(loc="upper right")
     return [common.save_figure(figure, folder, "06e_loop")]
@@ -1078,9 +1079,8 @@ def make_small_engine(args: dict[str, Any], report: Callable[[str], None] = lamb
     """The factory of this script's own demonstration: lesson 04b's engine."""
     report("loading the model")
     model, tokenizer = load_once(args["model"])
-    return LLMEngine(
-        model, tokenizer, max_model_len=MAX_MODEL_LEN, max_num_seqs=32, num_gpu_blocks_override=257, seed=args["seed"]
-    )
+    return LLMEngine(model, tokenizer, max_model_len=MAX_MODEL_LEN, max_num_seqs=32, num_gpu_blocks_override=257,
+                     seed=args["seed"])  # fmt: skip
 
 
 load_once = functools.cache(llama.load)  # the engines of one process share their weights

@@ -193,14 +193,14 @@ def connector_scheduler(base: type) -> type:
                     self.sent_for = self._send_for(request, computed_blocks, num_cached_tokens, external)
                     return 0
             num_new_tokens = super()._admit(request)
+            request.num_external_computed_tokens = self.num_external_tokens
             if num_new_tokens and self.num_external_tokens:
                 blocks = self.kv_cache_manager.get_block_ids(request.request_id)
                 self.connector.update_state_after_alloc(request, blocks, self.num_external_tokens)
             return num_new_tokens
 
-        def _send_for(
-            self, request: Request, computed_blocks: list[int], num_cached_tokens: int, external: int
-        ) -> bool:
+        def _send_for(self, request: Request, computed_blocks: list[int], num_cached_tokens: int,
+                      external: int) -> bool:  # fmt: skip
             """Blocks for the whole prompt, if the prompts that are being computed can still have theirs, and each
             one's first step with drafts (vLLM's pull request 57104: two with blocks could wait for each other)."""
             manager = self.kv_cache_manager
@@ -218,6 +218,7 @@ def connector_scheduler(base: type) -> type:
             if missing + promised + watermark > manager.block_pool.num_free_blocks:
                 return False
             request.num_computed_tokens = num_cached_tokens
+            request.num_external_computed_tokens = request.num_prompt_tokens - 1 - num_cached_tokens
             # Not indexed yet: nobody may hit what is not here.
             caching, manager.enable_caching = manager.enable_caching, False
             manager.allocate_slots(request, request.num_tokens - num_cached_tokens, computed_blocks)
@@ -399,9 +400,8 @@ class Faults:
             return [(header, payload), *held]
         if self.kind == "reorder":
             self.held = [(header, payload)]
-        return {"drop": [], "reorder": [], "truncate": [(header, payload[: payload.nbytes // 2])]}.get(
-            self.kind, [(header, payload)]
-        )
+        changed = {"drop": [], "reorder": [], "truncate": [(header, payload[: payload.nbytes // 2])]}
+        return changed.get(self.kind, [(header, payload)])
 
 
 def load_model(name: llama.Llama | str | int | None) -> llama.Llama:
