@@ -25,6 +25,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # some sixty processes load the
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import common
+import numpy as np
 import pytest
 import scripts
 import torch
@@ -241,6 +242,49 @@ def kernels() -> Iterator[None]:
         yield
     for each in made:
         each.check()
+
+
+@pytest.fixture
+def halves(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels multiply 16-bit floats as they are, as on a GPU. In Triton's interpreter they would make fp32 of them,
+    because it takes the bits of a bf16 for an integer and cuts off what does not fit into one: here it does neither.
+    """
+    if common.HAS_GPU:
+        return
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    builder, TensorHandle, tl = interpreter.InterpreterBuilder, interpreter.TensorHandle, common.tl
+    launch, binary, dot, cast = common.Kernel._launch, builder.binary_op, builder.create_dot, builder.cast_impl
+
+    def wide(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def narrow(x: Any) -> Any:
+        bits = x.data.view(np.uint32)
+        return TensorHandle(((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16), tl.bfloat16)
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Callable) -> Any:
+        found = binary(self, wide(lhs), wide(rhs), op)
+        return narrow(found) if lhs.dtype.scalar == tl.bfloat16 else found
+
+    def cast_impl(self: Any, x: Any, to: Any) -> Any:
+        if x.dtype.scalar == tl.float32 and to.scalar == tl.bfloat16:
+            return narrow(x)
+        return cast(self, wide(x), to) if to.scalar != tl.bfloat16 else cast(self, x, to)
+
+    monkeypatch.setattr(builder, "get_bf16", lambda self, value: narrow(self.get_fp32(value)), raising=False)  # 3.6
+    monkeypatch.setattr(builder, "binary_op", binary_op)
+    monkeypatch.setattr(builder, "cast_impl", cast_impl)
+    monkeypatch.setattr(builder, "create_dot", lambda self, a, b, *more: dot(self, wide(a), wide(b), *more))
+    monkeypatch.setattr(common.Kernel, "_launch", lambda kernel, grid, *args, UPCAST=None, **more: launch(
+        kernel, grid, *args, **more | ({} if UPCAST is None else {"UPCAST": False})))  # fmt: skip
+
+
+@pytest.fixture(params=[HALF, pytest.param(torch.bfloat16, id="bf16")])
+def half(request: pytest.FixtureRequest, halves: None) -> torch.dtype:
+    """The dtypes that a GPU multiplies as they are, in a test that is to see kernels do so."""
+    return request.param
 
 
 @pytest.fixture

@@ -14,13 +14,11 @@ not known here, so nothing is said about it.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import triton.language as tl
 from triton.runtime import interpreter
 
 
@@ -51,18 +49,11 @@ def races_between(programs: dict[tuple[int, int, int], Program]) -> Iterator[str
                 yield f"program {ids[reader]} reads what program {ids[other]} writes"
 
 
-@functools.cache
-def languages_of(fn: Any) -> frozenset[str]:
-    return frozenset(module.__name__ for module in fn.__globals__.values() if module is tl or module is tl.core)
-
-
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
     """Inside this block, a launch in the interpreter raises `Race` after it has run, if it has one."""
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     load, store, launch = builder.create_masked_load, builder.create_masked_store, executor.__call__
-    make_interpreted = interpreter._patch_lang
-    interpreted: set[str] = set()  # modules of Triton's language, in this launch
     programs: dict[tuple[int, int, int], Program] = {}
     found: list[str] = []
 
@@ -83,18 +74,9 @@ def watched() -> Iterator[None]:
         program.writes = np.union1d(program.writes, unique)
         return store(self, ptrs, value, mask, *rest, **more)
 
-    def make_interpreted_once(fn: Any) -> Any:
-        """A launch does it for its kernel and again whenever that calls a function: a third of all the time."""
-        modules = languages_of(fn)
-        if modules <= interpreted:
-            return interpreter._LangPatchScope()
-        interpreted.update(modules)
-        return make_interpreted(fn)
-
     def watched_launch(self: Any, *args: Any, **kwargs: Any) -> None:
         programs.clear()
         found.clear()
-        interpreted.clear()
         launch(self, *args, **kwargs)
         if programs:
             found.extend(races_between(programs))
@@ -105,5 +87,4 @@ def watched() -> Iterator[None]:
         patch.setattr(builder, "create_masked_load", watched_load)
         patch.setattr(builder, "create_masked_store", watched_store)
         patch.setattr(executor, "__call__", watched_launch)
-        patch.setattr(interpreter, "_patch_lang", make_interpreted_once)
         yield

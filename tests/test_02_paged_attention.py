@@ -289,6 +289,10 @@ def test_paged_decode_kernel(kernels, guarded, dtype, block_size, num_splits, Hk
     assert lesson.combine_splits_kernel.launches == before[1] + (num_splits > 1)
 
 
+def test_paged_decode_kernel_with_16_bits_as_they_are(kernels, guarded, half):
+    test_paged_decode_kernel(kernels, guarded, half, block_size=16, num_splits=4, Hkv=1)
+
+
 @pytest.mark.parametrize(("Hq", "Hkv", "D"), [(1, 1, 16), (9, 3, 64), (4, 4, 32), (40, 2, 16), (5, 1, 24), (2, 2, 128)])
 def test_paged_decode_kernel_shapes(kernels, guarded, Hq, Hkv, D):
     """One head, grouped, MHA, more than 16 query heads per KV head; head sizes from 16, one no power of two."""

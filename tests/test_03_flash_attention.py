@@ -182,6 +182,10 @@ def test_kernel_dtypes_and_head_sizes(kernels, guarded, device, monkeypatch, dty
     check_kernel(guarded, monkeypatch, batch, dtype, Hq, Hkv, D, SMALL, {"causal": True})
 
 
+def test_kernel_with_16_bits_as_they_are(kernels, guarded, device, monkeypatch, half):
+    check_kernel(guarded, monkeypatch, Batch.of([18, 3], [18, 35]), half, 3, 1, 64, SMALL, {"causal": True})
+
+
 def test_kernel_at_its_default_tiles(kernels, guarded, device, monkeypatch, dtype):
     batch = Batch.of([140, 1], [140, 70])
     check_kernel(guarded, monkeypatch, batch, dtype, 2, 1, 64, None, {"causal": True})

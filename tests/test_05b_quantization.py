@@ -290,6 +290,11 @@ def test_decoding_matmul_in_every_dtype(name, K, kernels, device, dtype):
     common.assert_close(out, (x.double().cpu() @ W.double().T).to(device), dtype)
 
 
+@pytest.mark.parametrize(("name", "K"), [("q4_1", 96), ("int4-g32", 96), ("fp8", 96), ("mxfp4", 96), ("int4-g64", 192)])
+def test_decoding_matmul_with_16_bits_as_they_are(name, K, kernels, device, half):
+    test_decoding_matmul_in_every_dtype(name, K, kernels, device, half)
+
+
 DECODED = [*((n, 192) for n in KERNEL_FORMATS), ("int4-g128", 384), ("blocks", 384), ("int8", 83), ("g96", 288)]
 
 

@@ -387,6 +387,15 @@ def test_kernel(name, dtype, device, guarded, kernels):
 slow = pytest.mark.slow
 
 
+@pytest.mark.parametrize("name", [
+    "fp8", "fp8_per_token_head", "int8_per_token_head", "int3_per_token_head", "turboquant_2bit", "kivi_2bit",
+    *(pytest.param(name, marks=slow) for name in ("int4_plain", "int2_plain", "turboquant_3bit")),
+])  # fmt: skip
+def test_kernel_with_16_bits_as_they_are(name, half, device, guarded, kernels):
+    """Codes become units of a dtype's smallest number, whose products must not vanish."""
+    test_kernel(name, half, device, guarded, kernels)
+
+
 @pytest.mark.parametrize(
     ("name", "Hq", "Hkv", "D"),
     [("kivi_2bit", 6, 2, 56), ("int3_plain", 6, 2, 56), ("fp8", 3, 1, 24),

@@ -340,6 +340,10 @@ def test_tree_attention_kernel_in_16_bits_and_many_nodes(G, kernels, dtype, devi
     common.assert_close(out, reference.to(dtype))
 
 
+def test_tree_attention_kernel_with_16_bits_as_they_are(kernels, half, device):
+    test_tree_attention_kernel_in_16_bits_and_many_nodes(3, kernels, half, device)
+
+
 @pytest.mark.parametrize("path", ["torch", "kernel"])
 def test_dead_slots_may_hold_anything(path, request):
     (q, kv, table, bounds, lens, *rest), reference = lesson.random_trees([5, 2], 4, 6, 2, 24, 16)

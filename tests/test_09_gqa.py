@@ -95,6 +95,10 @@ def test_decode_kernel(kernels, guarded, guarded_outputs, dtype, heads, num_spli
     common.assert_close(out.cpu(), reference, dtype)
 
 
+def test_decode_kernel_with_16_bits_as_they_are(kernels, guarded, guarded_outputs, half):
+    test_decode_kernel(kernels, guarded, guarded_outputs, half, heads=3, num_splits=4)
+
+
 @pytest.mark.parametrize(("Hq", "Hkv", "D", "heads"), [
     (1, 1, 16, None), (4, 4, 32, None), (9, 3, 64, 1), (40, 2, 16, None), (40, 2, 16, 10), (5, 1, 24, None),
     (71, 1, 16, None), (4, 2, 128, 2),
@@ -195,6 +199,10 @@ def test_prefill_kernel(kernels, guarded, device, dtype, heads):
     out = lesson.gqa_prefill(q, k, v, guarded(loc.to(device)), 45, heads)
     assert out.dtype == dtype and lesson.gqa_prefill_kernel.launches == before + 1
     common.assert_close(out.cpu(), reference, dtype)
+
+
+def test_prefill_kernel_with_16_bits_as_they_are(kernels, guarded, device, half):
+    test_prefill_kernel(kernels, guarded, device, half, heads=3)
 
 
 @pytest.mark.parametrize(("Hq", "Hkv", "D", "heads"), [
@@ -402,6 +410,10 @@ def test_mla_decode_kernel(kernels, guarded, guarded_outputs, dtype, num_splits)
     out = lesson.mla_decode(*guard_latent(case, guarded), 75, 40, 0.1, num_splits)
     assert out.dtype == dtype and lesson.mla_decode_kernel.launches == before + 1
     common.assert_close(out.cpu(), reference, dtype)
+
+
+def test_mla_decode_kernel_with_16_bits_as_they_are(kernels, guarded, guarded_outputs, half):
+    test_mla_decode_kernel(kernels, guarded, guarded_outputs, half, num_splits=4)
 
 
 @pytest.mark.parametrize(("H", "R", "P", "block_size"), [

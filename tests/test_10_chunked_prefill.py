@@ -83,6 +83,10 @@ def test_kernel(dtype, Hq, Hkv, D, block_size, guarded, kernels):
     check_batch(MIXED if Hkv > 1 else MIXED[2:6], Hq, Hkv, D, block_size, dtype, guarded)
 
 
+def test_kernel_with_16_bits_as_they_are(half, guarded, kernels):
+    check_batch(MIXED, 6, 2, 16, 8, half, guarded)
+
+
 @pytest.mark.parametrize("n", [1, 2, 20, 21, 22, 43])
 @pytest.mark.parametrize("context", [0, 1, 31, 32, 33, 64])
 def test_kernel_at_every_edge(n, context, guarded, kernels):

@@ -211,6 +211,11 @@ def test_kernels_in_16_bits(kernels, device, dtype, run):
     common.assert_close(y, reference)
 
 
+@pytest.mark.parametrize("run", [lesson.sgmv, lesson.bgmv], ids=["sgmv", "bgmv"])
+def test_kernels_with_16_bits_as_they_are(kernels, device, half, run):
+    test_kernels_in_16_bits(kernels, device, half, run)
+
+
 COMPILE = """
 import json, re, sys
 sys.path.insert(0, sys.argv[1])

@@ -119,15 +119,28 @@ except ImportError:
     triton = tl = _StandIn()
     HAS_TRITON = False
 
-if INTERPRET and HAS_TRITON and triton.__version__.startswith("3.6."):
-    # Its interpreter takes int() of an array when a loop's bound is a tensor, and numpy 2.4 refuses that.
+if INTERPRET and HAS_TRITON:
     from triton.runtime import interpreter
 
-    def _patch_lang_tensor(tensor: type, scope: Any, patch: Callable = interpreter._patch_lang_tensor) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    @functools.cache
+    def _languages(fn: Callable) -> list[Any]:
+        return [module for module in fn.__globals__.values() if module is tl or module is tl.core]
 
-    interpreter._patch_lang_tensor = _patch_lang_tensor
+    def _patch_lang(fn: Callable, patch: Callable = interpreter._patch_lang) -> Any:
+        """A launch makes Triton's language interpreted, and would do so again whenever its kernel calls a function
+        (`tl.sum` is one): a fifth of all the time."""
+        is_native = any(tl.core.is_builtin(module.load) for module in _languages(fn))
+        return patch(fn) if is_native else interpreter._LangPatchScope()
+
+    interpreter._patch_lang = _patch_lang
+
+    if triton.__version__.startswith("3.6."):
+        # It takes int() of an array when a loop's bound is a tensor, and numpy 2.4 refuses that.
+        def _patch_lang_tensor(tensor: type, scope: Any, patch: Callable = interpreter._patch_lang_tensor) -> None:
+            patch(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+        interpreter._patch_lang_tensor = _patch_lang_tensor
 
 
 @dataclasses.dataclass
