@@ -387,13 +387,23 @@ def test_kernel(name, dtype, device, guarded, kernels):
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", [
-    "fp8", "fp8_per_token_head", "int8_per_token_head", "int3_per_token_head", "turboquant_2bit", "kivi_2bit",
-    *(pytest.param(name, marks=slow) for name in ("int4_plain", "int2_plain", "turboquant_3bit")),
-])  # fmt: skip
-def test_kernel_with_16_bits_as_they_are(name, half, device, guarded, kernels):
+@cases(["fp8-bf16", "fp8_per_token_head-bf16", "int8_per_token_head-bf16", "int8_per_token_head-fp16",
+        "int3_per_token_head-bf16", "turboquant_2bit-bf16", "kivi_2bit-bf16"])  # fmt: skip
+def test_kernel_with_16_bits_as_they_are(name, dtype, device, guarded, kernels, halves):
     """Codes become units of a dtype's smallest number, whose products must not vanish."""
-    test_kernel(name, half, device, guarded, kernels)
+    test_kernel(name, dtype, device, guarded, kernels)
+
+
+def test_queries_of_any_size_become_fp16(device, guarded, kernels, halves):
+    """Beyond its range, below it, all negative, and zero."""
+    made = case("fp8", [8, 35], 8, 6, 2, 16, torch.bfloat16, device, guarded)
+    q, layer, table, lens, layout, head_scales, *_ = made
+    q[:, 0] = 0
+    q[:, 1] = -q[:, 1].abs() * 1e5
+    q[:, 2, ::2] = 0
+    q[:, 3] *= 1e-8
+    out = lesson.quantized_decode(q, layer, table, lens, 35, layout, head_scales)
+    common.assert_close(out.cpu(), reference(*made), torch.bfloat16)
 
 
 @pytest.mark.parametrize(
