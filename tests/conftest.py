@@ -269,9 +269,7 @@ def halves(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
         return narrow(found) if lhs.dtype.scalar == tl.bfloat16 else found
 
     def cast_impl(self: Any, x: Any, to: Any) -> Any:
-        if x.dtype.scalar == tl.float32 and to.scalar == tl.bfloat16:
-            return narrow(x)
-        return cast(self, wide(x), to) if to.scalar != tl.bfloat16 else cast(self, x, to)
+        return narrow(cast(self, wide(x), tl.float32)) if to.scalar == tl.bfloat16 else cast(self, wide(x), to)
 
     monkeypatch.setattr(builder, "get_bf16", lambda self, value: narrow(self.get_fp32(value)), raising=False)  # 3.6
     monkeypatch.setattr(builder, "binary_op", binary_op)

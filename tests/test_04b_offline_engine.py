@@ -654,11 +654,12 @@ def test_a_scored_prompt_reads_no_cache_but_fills_it():
 
 
 def test_every_way_to_stop(llm):
-    (free_run,) = llm.generate(ids(28, 4), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
-    tokens = free_run.outputs[0].token_ids
+    def finish(**params):
+        return llm.generate(ids(28, 4), SamplingParams(temperature=0, **params))[0].outputs[0]
+
+    tokens = finish(max_tokens=12, ignore_eos=True).token_ids
     third = tokens[2]
     at = tokens.index(third)
-    finish = lambda **p: llm.generate(ids(28, 4), SamplingParams(temperature=0, **p))[0].outputs[0]  # noqa: E731
     a = finish(max_tokens=12, stop_token_ids=[third], ignore_eos=True)
     assert (a.token_ids, a.finish_reason, a.stop_reason) == (tokens[: at + 1], "stop", third)
     assert a.text == llm.llm_engine.tokenizer.decode(tokens[:at]) == "RZ", "the stop token is not in the text"

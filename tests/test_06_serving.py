@@ -551,6 +551,7 @@ def test_where_prompts_came_from_who_waits_and_who_was_preempted():
              "prompt_tokens_cached_total", "prompt_tokens_total", "num_preemptions_total",
              "request_num_preemptions_count", "request_num_preemptions_sum"]  # fmt: skip
     assert [said(logger)[name] for name in names] == [0] * len(names)
+    assert said(logger)["num_requests_waiting_by_reason deferred"] == 0
     admitted = {"a": async_engine.Admission(0.5, 12, 8), "b": async_engine.Admission(0.0, 0, 0)}
     for each in (plain, logger):
         each.record(async_engine.EngineCoreOutputs(admitted=admitted, preempted=["b", "gone"]), sequences)

@@ -92,8 +92,10 @@ class PrometheusStatLogger:
         self.generation_tokens = make(Counter, "generation_tokens", "Tokens generated.")
         self.success = make(Counter, "request_success", "Finished sequences.", "finished_reason")
         self.rejections = make(Counter, "admission_rejections", "Sequences refused by a queue limit.", "reason")
-        for source in SOURCES:
-            self.sources(source=source)  # a counter says 0 before anything has happened
+        for source in SOURCES:  # which say 0 before anything has happened
+            self.sources(source=source)
+        for reason in ("capacity", "deferred"):
+            self.waiting_by(reason=reason)
         self.connector = connector
         self.drafts: list[list] = []  # a counter, and how far it has come: the engine says how many there were so far
         if num_speculative_tokens:

@@ -1071,7 +1071,7 @@ class ParallelEngineCoreProc(async_engine.EngineCoreProc):
             return super().step()
         start = time.monotonic()
         while output := self.core.put_in_flight():
-            self.admitted.append(self.admissions(output, start))
+            self.admitted.append(self._admissions(output, start))
         output, sampled = self.core.next_result()
         self.read_mail()  # a request aborted while the model ran is out before its token is looked at
         outputs = self.scheduler.update_from_output(output, sampled)

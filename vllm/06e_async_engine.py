@@ -243,7 +243,7 @@ class EngineCoreProc:
         """One forward pass for everyone who is scheduled, and one letter about it."""
         start = time.monotonic()
         output = self.scheduler.schedule()
-        admitted = self.admissions(output, start)
+        admitted = self._admissions(output, start)
         sampled = self.core.execute_model(output)
         self.read_mail()  # a request aborted while the model ran is out before its token is looked at
         outputs = self.scheduler.update_from_output(output, sampled)
@@ -254,7 +254,7 @@ class EngineCoreProc:
         self.send(EngineCoreOutputs(outputs, stats, getattr(runner, "logprobs", {}), admitted, preempted,
                                     prompt_logprobs=getattr(runner, "prompt_logprobs", {})))  # fmt: skip
 
-    def admissions(self, output: scheduling.SchedulerOutput, now: float) -> dict[str, Admission]:
+    def _admissions(self, output: scheduling.SchedulerOutput, now: float) -> dict[str, Admission]:
         return {r.request_id: Admission(now - self.arrived.pop(r.request_id, now), r.num_cached_tokens,
                                         r.num_external_computed_tokens) for r in output.scheduled_new_reqs}  # fmt: skip
 

@@ -218,7 +218,7 @@ def connector_scheduler(base: type) -> type:
             if missing + promised + watermark > manager.block_pool.num_free_blocks:
                 return False
             request.num_computed_tokens = num_cached_tokens
-            request.num_external_computed_tokens = request.num_prompt_tokens - 1 - num_cached_tokens
+            request.num_external_computed_tokens = request.num_prompt_tokens - 1 - num_cached_tokens  # 1: computed here
             # Not indexed yet: nobody may hit what is not here.
             caching, manager.enable_caching = manager.enable_caching, False
             manager.allocate_slots(request, request.num_tokens - num_cached_tokens, computed_blocks)

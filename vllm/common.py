@@ -134,8 +134,8 @@ if INTERPRET and HAS_TRITON:
 
     interpreter._patch_lang = _patch_lang
     # It would add, subtract and multiply integers once more in 64 bits, for an assertion that is off: a third.
-    options = interpreter.interpreter_builder.options
-    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    _builder = interpreter.interpreter_builder
+    _builder.options = dataclasses.replace(_builder.options, sanitize_overflow=False)
 
     if triton.__version__.startswith("3.6."):
         # It takes int() of an array when a loop's bound is a tensor, and numpy 2.4 refuses that.
