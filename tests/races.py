@@ -14,7 +14,7 @@ not known here, so nothing is said about it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -50,8 +50,11 @@ def races_between(programs: dict[tuple[int, int, int], Program]) -> Iterator[str
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
-    """Inside this block, a launch in the interpreter raises `Race` after it has run, if it has one."""
+def watched() -> Iterator[dict[tuple[int, int, int], Program]]:
+    """Inside this block, a launch in the interpreter raises `Race` after it has run, if it has one.
+
+    Yields the programs of the last launch by their ids, in the order in which they ran.
+    """
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     load, store, launch = builder.create_masked_load, builder.create_masked_store, executor.__call__
     programs: dict[tuple[int, int, int], Program] = {}
@@ -87,4 +90,11 @@ def watched() -> Iterator[None]:
         patch.setattr(builder, "create_masked_load", watched_load)
         patch.setattr(builder, "create_masked_store", watched_store)
         patch.setattr(executor, "__call__", watched_launch)
-        yield
+        yield programs
+
+
+def elements_read(launch: Callable[[], Any]) -> list[int]:
+    """How many elements each program of a launch reads, in the order in which programs start."""
+    with watched() as programs:
+        launch()
+        return [sum(map(len, program.reads)) for program in programs.values()]

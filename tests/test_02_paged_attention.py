@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import json
 from types import SimpleNamespace
@@ -116,9 +117,13 @@ def test_pool_is_linear():
             steps += 1
             return super().__getitem__(i)
 
-    pool.ref_count = Counting(pool.ref_count)
+    class Queue(collections.OrderedDict):
+        def __iter__(self):
+            raise AssertionError("somebody walks the whole queue")
+
+    pool.ref_count, pool.free_queue = Counting(pool.ref_count), Queue.fromkeys(pool.free_queue)
     pool.free(pool.allocate(100))
-    assert steps <= 500
+    assert steps <= 500 and pool.num_free_blocks == 999_999
 
 
 # --- Block tables, fork, copy-on-write ------------------------------------------------------------------------------
@@ -141,6 +146,7 @@ def test_copy_on_write_copies_for_the_first_writer_only():
     parent.append(6)
     children = [parent.fork(), parent.fork()]
     assert pool.ref_count[1:3] == [3, 3] and pool.num_free_blocks == 7
+    assert children[1].append(0) == [] and children[1].blocks == [1, 2]  # nothing to write: nothing to copy
     assert parent.append(1) == [(2, 3)] and parent.blocks == [1, 3]
     assert children[0].append(1) == [(2, 4)] and children[0].blocks == [1, 4]
     assert children[1].append(1) == [] and children[1].blocks == [1, 2]  # the last owner writes in place

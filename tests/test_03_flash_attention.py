@@ -369,8 +369,20 @@ def test_any_order_of_programs_covers_everything(kernels, device, monkeypatch):
         common.assert_close(lse, ref_lse)
 
 
-def test_heavy_programs_start_first(device):
-    """The grid has one program per tile, head and sequence; heads form groups whose keys and values fit L2."""
+def test_heavy_programs_start_first(kernels):
+    """A causal program near the end of its sequence has the most keys to read, and must not start last."""
+    if not common.INTERPRET:
+        pytest.skip("what each program reads is seen in Triton's interpreter")
+    import races
+
+    batch = Batch.of([112])
+    q, k, v = lesson.random_qkv(batch, 2, 1, 16, torch.float32)
+    read = races.elements_read(lambda: lesson.flash_attention(q, k, v, *batch, tiles=SMALL))
+    assert len(read) == 2 * 7 and read == sorted(read, reverse=True) and read[0] > 4 * read[-1]
+
+
+def test_the_grid(device):
+    """One program per tile, head and sequence; heads form groups whose keys and values fit L2."""
     q = torch.empty(512, 8, 64, dtype=torch.bfloat16, device="meta")
     k = torch.empty(512, 4, 64, dtype=torch.bfloat16, device="meta")
     loc = torch.empty(3, dtype=torch.int32, device="meta")
@@ -466,6 +478,10 @@ def config(device="cuda", capability=(9, 0), dtype=torch.bfloat16, head_size=128
         ({"capability": (10, 0), "head_size": 80}, "FLASH_ATTN"),
         ({"capability": (10, 0), "use_non_causal": True}, "FLASH_ATTN"),
         ({"capability": (12, 0)}, "FLASH_ATTN"),
+        ({"head_size": 512}, "FLASH_ATTN"),  # vLLM's own FA4; FA3 ends at 256
+        ({"capability": (10, 0), "head_size": 320}, "FLASH_ATTN"),
+        ({"capability": (8, 0), "head_size": 512}, "FLASHINFER"),
+        ({"capability": (12, 0), "head_size": 320}, "FLEX_ATTENTION"),
         ({"capability": (7, 5), "dtype": torch.float16}, "TRITON_ATTN"),
         ({"dtype": torch.float32}, "TRITON_ATTN"),
         ({"head_size": 20, "dtype": torch.float32}, "FLEX_ATTENTION"),

@@ -566,13 +566,17 @@ def _nvidia(c: AttentionSelectorConfig, low: tuple[int, int], high: tuple[int, i
     return not low <= c.capability <= high, f"needs SM {low[0]}.{low[1]}{newest}"
 
 
+def _heads(c: AttentionSelectorConfig, step: int, largest: int) -> tuple[bool, str]:
+    return c.head_size % step != 0 or c.head_size > largest, f"head sizes: multiples of {step} up to {largest}"
+
+
 HALF = (torch.float16, torch.bfloat16)
 MLA = "multi-head latent attention is not supported"
 BACKENDS: dict[str, Backend] = {
     "FLASH_ATTN": Backend(
         "Dao's CUDA kernels: FA2, FA3 on Hopper, FA4 on Blackwell",
         lambda c: _reasons(_nvidia(c, (8, 0)), (c.dtype not in HALF, "fp16 and bf16 only"), (c.use_mla, MLA),
-                           (c.head_size % 8 != 0 or c.head_size > 256, "head sizes: multiples of 8 up to 256"),
+                           _heads(c, 8, 512 if c.capability and c.capability[0] in (9, 10, 11) else 256),  # 512: FA4
                            ("flash_attn" not in c.installed, "package flash-attn is not installed")),
         run_flash_attn),
     "FLASHINFER": Backend(
@@ -583,8 +587,7 @@ BACKENDS: dict[str, Backend] = {
         run_flashinfer),
     "TRITON_ATTN": Backend(
         "this lesson's kernel; portable",
-        lambda c: _reasons((c.device == "cpu", "interpreted on a CPU: exact, slow, never chosen"),
-                           (c.head_size % 16 != 0 or c.head_size > 256, "head sizes: multiples of 16 up to 256"),
+        lambda c: _reasons((c.device == "cpu", "interpreted on a CPU: exact, slow, never chosen"), _heads(c, 16, 256),
                            (c.use_mla, MLA), ("triton" not in c.installed, "Triton has no wheel for this platform")),
         run_triton),
     "FLEX_ATTENTION": Backend("PyTorch compiles a kernel for any mask", lambda c: _reasons((c.use_mla, MLA)), run_flex),
@@ -598,8 +601,7 @@ BACKENDS: dict[str, Backend] = {
         lambda c: _reasons((c.device != "rocm", "for AMD"), (True, "in vLLM's ROCm build; TRITON_ATTN stands in"))),
     "FLASHMLA": Backend(
         "DeepSeek's kernels for its 576-wide latents",
-        lambda c: _reasons((not c.use_mla, "for MLA models only"), _nvidia(c, (9, 0), (10, 3)),
-                           (True, "not part of this lesson, see lesson 09"))),
+        lambda c: _reasons((not c.use_mla, "for MLA models only"), _nvidia(c, (9, 0), (10, 3)), (True, "lesson 09"))),
     "TRTLLM_GEN": Backend(
         "NVIDIA's precompiled kernels, inside FLASHINFER",
         lambda c: _reasons(_nvidia(c, (10, 0), (10, 3)), (True, "no backend of its own: choose FLASHINFER"))),
@@ -649,8 +651,7 @@ def requested_backend(flag: str | None) -> str | None:
     """`--attention-backend`, else the environment variable that older vLLM read and 0.32 ignores."""
     name = os.environ.get("VLLM_ATTENTION_BACKEND")
     if flag is None and name:
-        common.say(f"VLLM_ATTENTION_BACKEND={name}: vLLM 0.32 no longer reads this variable; "
-                   "use --attention-backend. Honoured here.")  # fmt: skip
+        common.say(f"VLLM_ATTENTION_BACKEND={name}: honoured, but vLLM 0.32 no longer reads it: --attention-backend.")
     return flag or name or None
 
 
@@ -798,7 +799,7 @@ def facts() -> dict[str, Any]:
             "mma_cycles": 2 * M * N * D // 2048, "exp_cycles": M * N // 16,
         },
         "causal_tiles": {"total": 16384**2 // M // N, "walked": (n := 16384 // N) * (16384 // M + 1) // 2, "masked": n},
-        "makespan": {f"{T // 1024}k": makespans(T // M, 16, 132) for T in (4096, 16384)},
+        "makespan": {f"{T // 1024}k": makespans(T // M, 16, 2 * 132) for T in (4096, 16384)},
         "chosen": {case: select_backend(config)[0] for case, config in CASES.items()},
         "block_sparse": block_sparse.facts(),
     }  # fmt: skip

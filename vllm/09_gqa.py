@@ -717,15 +717,17 @@ def decode_traffic(B: int, S: int, Hq: int, Hkv: int, D: int, heads_per_load: in
     return {"flops": B * S * Hq * 4 * D, "bytes": B * S * loads * 2 * D * 2}
 
 
-def mla_cost(H: int, T: int, config: MLAConfig = MLAConfig()) -> dict[str, int]:
-    """FLOPs per cached token of one layer, for T queries that all see it: naive and absorbed.
+def mla_cost(H: int, T: int, S: int, config: MLAConfig = MLAConfig()) -> dict[str, int]:
+    """FLOPs of one layer, for T queries that all see S cached tokens: naive and absorbed.
 
-    naive = 2·R·H·(N + V) + T·H·2·(N + P + V)          make keys and values once, then attend as MHA
-    absorbed = T·H·2·((R + P) + R)                     attend to the latent: longer dot products
+    F = 2·R·H·(N + V)                           one token through W_UK and W_UV
+    naive = S·F + T·S·H·2·(N + P + V)           make S keys and values, then attend as MHA
+    absorbed = T·F + T·S·H·2·((R + P) + R)      fold T queries, unfold what they find: longer dot products between
     """
     c = config
     R, N, P, V = c.kv_lora_rank, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
-    return {"naive": 2 * R * H * (N + V) + 2 * T * H * (N + P + V), "absorbed": 2 * T * H * (2 * R + P)}
+    F = 2 * R * H * (N + V)
+    return {"naive": S * F + 2 * T * S * H * (N + P + V), "absorbed": T * F + 2 * T * S * H * (2 * R + P)}
 
 
 # --- The simulation: heads, GPUs, and a map -----------------------------------------------------------------------
@@ -817,10 +819,11 @@ def facts() -> dict[str, Any]:
     wrong = {str(n): sum(a != b for a, b in zip(interleaved(32, n), tiled(32, n))) for n in shapes.values()}
     packed, naive = (decode_traffic(32, 4096, 32, 8, 128, heads) for heads in (4, 1))
     h200, mla = common.HARDWARE["H200 141GB"], MLAConfig()
-    cost = {f"t{T}": mla_cost(128, T) for T in (1, 128, 512)}
+    cost = {f"t{T}_s{S}": mla_cost(128, T, S) for T, S in ((1, 8192), (128, 8192), (512, 8192), (512, 512))}
     V3, row = MODELS["DeepSeek-V3"], mla.kv_lora_rank + mla.qk_rope_head_dim
-    intensity = {f"h{H}": mla_cost(H, 1)["absorbed"] / (2 * row) for H in (16, 128)}
-    a, b = mla_cost(1, 1), mla_cost(1, 0)
+    fold = mla_cost(1, 1, 0)["absorbed"]  # of a head: what a query costs absorbed, and a cached token naive
+    per_head = {how: flops - fold for how, flops in mla_cost(1, 1, 1).items()}
+    endless = fold / (per_head["absorbed"] - per_head["naive"])  # queries, where cached tokens are all that counts
     return {
         "wrong_heads": wrong,
         "right_heads": {n: 32 - count for n, count in wrong.items()},
@@ -848,12 +851,11 @@ def facts() -> dict[str, Any]:
         "gemma_3n_unshared_mib": cache_bytes(MODELS["Gemma-3n-E4B"] | {"num_kv_shared_layers": 0}, 131072) / 2**20,
         "mla": {
             "elements": row, "groups": row / (2 * 128), "mha_elements": 2 * 128 * 128,
-            "times_smaller": 2 * 128 * 128 / row, "per_head_naive": a["naive"] - b["naive"],
-            "per_head_absorbed": a["absorbed"], "flops_ratio": a["absorbed"] / (a["naive"] - b["naive"]),
-            "decompress_mflop": mla_cost(128, 0)["naive"] / 1e6, "cost": cost,
-            "t1_ratio": cost["t1"]["naive"] / cost["t1"]["absorbed"],
-            "break_even_queries": mla_cost(128, 0)["naive"] / (128 * (a["absorbed"] - a["naive"] + b["naive"])),
-            "intensity": intensity, "ridge_h200": h200.ridge,
+            "times_smaller": 2 * 128 * 128 / row, "per_head": per_head,
+            "flops_ratio": per_head["absorbed"] / per_head["naive"], "fold_mflop": 128 * fold / 1e6, "cost": cost,
+            "t1_ratio": cost["t1_s8192"]["naive"] / cost["t1_s8192"]["absorbed"],
+            "break_even_queries": {"s8192": 1 / (1 / endless + 1 / 8192), "endless": endless},
+            "intensity": {f"h{H}": H * per_head["absorbed"] / (2 * row) for H in (16, 128)}, "ridge_h200": h200.ridge,
             "tp8_total_kib": 8 * cache_bytes(V3, 1, 8) / 1024, "rotated_error": rotated_absorption_error(),
         },
         "paper": {
@@ -996,15 +998,14 @@ def measure_kernels() -> dict[str, Any]:
         lens = torch.full((B,), S, dtype=torch.int32, device=device)
         q = torch.randn(B, H, 576, device=device, dtype=dtype)
         us = common.measure_graph(lambda: mla_decode(q, cache, table, lens, S, 512, 192**-0.5), 0.3).median * 1e6  # noqa: B023
-        flops = B * S * mla_cost(H, 1)["absorbed"]
+        flops = B * (mla_cost(H, 1, S)["absorbed"] - mla_cost(H, 1, 0)["absorbed"])  # q comes folded
         latent.append({"B": B, "S": S, "H": H, "us": us, **rate(B * S * 1152, us), "tflop_s": flops / us / 1e6})
     for T in (2048, 8192):
         q, (k, v) = torch.randn(T, 32, 128).to(device, dtype), torch.randn(2, T, 8, 128).to(device, dtype)
         loc = torch.tensor([0, T], device=device)
         us = [common.measure_graph(functools.partial(gqa_prefill, q, k, v, loc, T, heads), 0.3).median * 1e6
               for heads in (None, 1)]  # fmt: skip
-        flops = 2 * T * T * 32 * 128
-        prefill.append({"T": T, "packed_us": us[0], "one_by_one_us": us[1], "tflop_s": flops / us[0] / 1e6})
+        prefill.append({"T": T, "packed_us": us[0], "one_by_one_us": us[1], "tflop_s": 4096 * 2 * T * T / us[0] / 1e6})
     return {"copy_gb_s": copy / 1e9, "decode": decode, "mla": latent, "prefill": prefill}
 
 
@@ -1086,9 +1087,9 @@ def show_mla() -> None:
     m = facts()["mla"]
     common.say(f"{m['elements']} elements per token and layer: as GQA with {m['groups']} KV heads of 128; "
                f"MHA would keep {m['mha_elements']:,}, {m['times_smaller']:.1f} × as many.")  # fmt: skip
-    common.say(f"FLOPs per cached token, 128 heads, one query: naive {m['cost']['t1']['naive'] / 1e6:.1f} M, absorbed "
-               f"{m['cost']['t1']['absorbed'] / 1e6:.2f} M; with {math.ceil(m['break_even_queries'])} queries or more, "
-               "naive is less.")  # fmt: skip
+    naive, absorbed = (m["cost"]["t1_s8192"][how] / 1e9 for how in ("naive", "absorbed"))
+    common.say(f"One query on 8,192 tokens, 128 heads: naive {naive:.0f} GFLOP, absorbed {absorbed:.1f}; from "
+               f"{math.ceil(m['break_even_queries']['s8192'])} queries on, naive is less.")  # fmt: skip
     common.say(f"If the 512 were rotated too, the folded scores would be off by {m['rotated_error']:.2f}.")
 
 

@@ -46,7 +46,7 @@ export function draw(trace, index, kit) {
   shapes.push(text(Math.max(88, usable_bytes * mx), y + 48, `usable ${gib(usable_bytes)}`, "small soft end"));
 
   const last = index === steps(trace) - 1, computed = forwards.slice(0, done).reduce((a, b) => a + b, 0);
-  let says = fits ? `Step ${number(index)} runs ${count(forwards[index] ?? 0, "token")} through the model${p.cache ? ` and reads ${number(reused[index] ?? 0)} from the cache` : ", all of them once more"}.` : `The weights alone do not fit: ${gib(weight_bytes - usable_bytes)} are missing.`;
+  let says = fits ? `Step ${number(index)} runs ${count(forwards[index] ?? 0, "token")} through the model${p.cache ? ` and reads ${number(reused[index] ?? 0)} from the cache` : index ? ", all but the newest once more" : ", the whole prompt"}.` : `The weights alone do not fit: ${gib(weight_bytes - usable_bytes)} are missing.`;
   if (last && fits && oom_step !== null) says += ` The next step finds no room: ${gib(held)} of keys and values beside ${gib(weight_bytes)} of weights.`;
   if (p.cache && p.restart_positions) says += " Positions restart at 0 in every step: the first token is right, and then the text goes wrong.";
   return {
