@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -672,6 +673,12 @@ def test_every_way_to_stop(llm):
         assert (a.token_ids, a.finish_reason, a.stop_reason) == (tokens[: at + 1], "stop", None)
         assert finish(max_tokens=12, ignore_eos=True).token_ids == tokens
         assert len(finish(max_tokens=12, min_tokens=at + 2).token_ids) >= at + 2
+        unused = next(token for token in range(128) if token not in tokens)
+        object.__setattr__(config, "eos_token_ids", (unused, third))  # a second one: to vLLM it is a stop token
+        a = finish(max_tokens=12)
+        assert (a.token_ids, a.finish_reason, a.stop_reason) == (tokens[: at + 1], "stop", third)
+        assert finish(max_tokens=12, ignore_eos=True).token_ids == tokens
+        assert len(finish(max_tokens=12, min_tokens=at + 2).token_ids) >= at + 2
     finally:
         object.__setattr__(config, "eos_token_ids", ())
     a = finish(max_tokens=None)
@@ -692,6 +699,8 @@ def test_a_stop_string_ends_a_request_on_the_real_model(real_model):
         assert (answer.text, answer.finish_reason, answer.stop_reason) == (text[:end], "stop", stop)
         assert tokenizer.decode(answer.token_ids).find(stop) >= 0
         assert free(llm), "the core hears of an end that only text has"
+        params = dataclasses.replace(params, max_tokens=len(answer.token_ids))  # the last token completes it
+        assert llm.generate("The capital of France is", params)[0].outputs == [answer] and free(llm)
     (reply,) = llm.chat([{"role": "user", "content": "Say hi."}], SamplingParams(temperature=0, max_tokens=6))
     assert reply.prompt.endswith("assistant\n") and reply.outputs[0].text
     assert reply.outputs[0].finish_reason in ("stop", "length")
@@ -796,6 +805,23 @@ def test_wrong_calls(llm, tiny_model, real_model):
                          (SamplingParams(stop_token_ids=list(range(128)), min_tokens=1), "min_tokens")):  # fmt: skip
         with pytest.raises(common.InputError, match=word):
             llm.generate([ids(1), ids(2)], params)
+    for wanted in ({"choice": ["yes", "no"]}, 3):
+        with pytest.raises(common.InputError, match=r"structured_outputs: .*companion 06b"):
+            llm.generate(ids(1), SamplingParams(structured_outputs=wanted))
+    for about, word in (({"cache_salt": 3}, "cache_salt 3"), ({"priority": "a"}, "priority 'a'"),
+                        ({"priority": 2**63}, "priority"), ({"priority": True}, "priority")):  # fmt: skip
+        with pytest.raises(common.InputError, match=word):
+            llm.llm_engine.add_request("x", ids(1), **about)
+    with pytest.raises(common.InputError, match="cache_salt 3"):
+        llm.llm_engine.add_request("x", ids(1) | {"cache_salt": 3})
+    with pytest.raises(TypeError, match=r"add_request\(\) got an unexpected keyword argument 'foo'"):
+        llm.llm_engine.add_request("x", ids(1), foo=1)
+    for nothing in (None, 5, 0.5, b"bytes"):
+        with pytest.raises(common.InputError, match=f"prompt {nothing!r}: must be a string"):
+            llm.generate(nothing)
+        with pytest.raises(common.InputError, match="chat template"):
+            llm.chat(nothing)
+    assert free(llm)
     llm.llm_engine.add_request("x", ids(1))
     with pytest.raises(common.InputError, match="'x'"):
         llm.llm_engine.add_request("x", ids(1))

@@ -7,7 +7,7 @@ The mechanism:
   1. Adjust: forbid stopping too early (min_tokens), add logit_bias, apply penalties. This can change even the argmax.
   2. Shape: temperature, then min_p, top_k, top_p. Each row its own values, all rows in the same few tensor operations.
   3. Draw: one uniform number per row, a hash of the request's seed and of how many tokens it has written. So the rest
-     of the batch, the step, or a preemption cannot change what a request draws.
+     of the batch, the step, or a preemption cannot change this number.
   4. Text: token -> bytes -> an incremental UTF-8 decoder. Half a character is never shown, and a token costs O(1).
   5. Stop strings are found in text, because they may begin in one token and end in the next; what could still become
      one is held back from a stream.
@@ -116,7 +116,8 @@ def uniforms(seeds: Sequence[int], steps: Sequence[int]) -> np.ndarray:
     """One number in [0, 1) per request: a hash of its seed and of how many tokens it has generated. float64 [R].
 
     SplitMix64 as a counter-based generator: there is no state to carry, so neither the rest of the batch nor a
-    preemption can change what a request draws.
+    preemption can change this number u. They do change the last bits of logits: a u within rounding of the boundary
+    between two tokens may give the one or the other.
     """
     mask = (1 << 64) - 1
     with np.errstate(over="ignore"):
@@ -318,6 +319,8 @@ class StepLogprobs(dict):
 
 class SamplingModelRunner(ModelRunner):
     """Remembers per request what sampling needs from step to step, from its admission until it has finished."""
+
+    structured_output_manager = None  # companion 06b's runner has one
 
     def __init__(self, model: llama.Llama, scheduler: Scheduler, seed: int = 0) -> None:
         super().__init__(model, scheduler)
@@ -557,8 +560,7 @@ class _Sequence:
 class LLMEngine:
     """Requests in, outputs out: validates, tokenizes, steps, detokenizes (`vllm/v1/engine/llm_engine.py`).
 
-    Subclasses assemble other engines by replacing `config_class`, `runner_class`, `make_scheduler` and
-    `cache_block_bytes`.
+    Other engines replace `config_class`, `runner_class`, `make_scheduler` and `cache_block_bytes`.
     """
 
     config_class = SchedulerConfig
@@ -637,25 +639,28 @@ class LLMEngine:
     # -- requests --
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *,
-                    stream: bool = False, tokenization_kwargs: dict[str, Any] | None = None,
-                    **about: Any) -> None:  # fmt: skip
+                    stream: bool = False, tokenization_kwargs: dict[str, Any] | None = None, priority: int = 0,
+                    cache_salt: str | None = None, lora_name: str | None = None) -> None:  # fmt: skip
         """Queue one prompt. `stream`: report new text in every step, not everything at the end.
 
-        `tokenization_kwargs` may have 04b0's truncate_prompt_tokens and truncation_side.
-        `about` goes to the `Request`: priority, arrival_time, cache_salt (a prompt that is a dict may have its own),
-        lora_name. Raises InputError; then nothing was queued.
+        `tokenization_kwargs` may have 04b0's truncate_prompt_tokens and truncation_side. The last three go to the
+        `Request`; a prompt that is a dict may have its own cache_salt. Raises InputError; then nothing was queued.
         """
         if request_id in self.callers:
             raise common.InputError(f"request id {request_id!r} is in use")
         limits = token_rules.TokenizeParams.of(self.core.scheduler.config.max_model_len, tokenization_kwargs)
         text, token_ids = self._tokenize(prompt, limits)
-        if isinstance(prompt, dict) and (salt := prompt.get("cache_salt")) is not None:
-            if not isinstance(salt, str):
-                raise common.InputError(f"cache_salt {salt!r}: must be a string")
-            about = {"cache_salt": salt, **about}
+        if cache_salt is None and isinstance(prompt, dict):
+            cache_salt = prompt.get("cache_salt")
+        if not isinstance(cache_salt, str | None):
+            raise common.InputError(f"cache_salt {cache_salt!r}: must be a string")
+        _whole("priority", priority, -(2**63), 2**63 - 1)
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise common.InputError(f"sampling_params {params!r}: must be a SamplingParams")
+        guides = getattr(type(self.core.runner), "structured_output_manager", "elsewhere")  # companions 06c and 06e
+        if params.structured_outputs is not None and guides is None:
+            raise common.InputError("structured_outputs: this engine has no guided decoding (companion 06b)")
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             self._check_ids(name, getattr(params, name) or ())
         params = token_rules.update_from_tokenizer(params, self.tokenizer)
@@ -664,12 +669,12 @@ class LLMEngine:
             raise common.InputError("min_tokens: not together with stop_token_ids that name every token")
         caller, sequences, own_name = _Caller(request_id, text, token_ids, stream), {}, self._own_name(request_id)
         for index in range(params.n):  # each of n samples is a request of its own, as in vLLM V1
-            name = own_name if params.n == 1 else f"{index}_{own_name}"
-            child = params
+            child, name = params, own_name
             if params.n > 1:
-                child = dataclasses.replace(params, n=1)
+                child, name = dataclasses.replace(params, n=1), f"{index}_{own_name}"
                 child.seed = None if params.seed is None else params.seed + index
-            request = Request(name, token_ids, child, eos_token_id=eos[0] if eos else None, **about)
+            request = Request(name, token_ids, child, priority=priority, eos_token_id=eos[0] if eos else None,
+                              cache_salt=cache_salt, lora_name=lora_name)  # fmt: skip
             if not child.ignore_eos:
                 request.stop_token_ids |= set(eos[1:])
             self.core.check_request(request)
@@ -820,9 +825,10 @@ def progress_bar(total: int, shown: bool) -> Iterator[Callable[[], None]]:
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, text or token ids, or several of them, as a list."""
-    one = isinstance(prompts, str | dict) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int))
-    return [prompts] if one else list(prompts)
+    """One prompt, text or token ids, or several of them, as a list. What is neither counts as one, and is refused."""
+    token_ids = isinstance(prompts, list) and prompts and isinstance(prompts[0], int)
+    several = isinstance(prompts, Iterable) and not (token_ids or isinstance(prompts, str | bytes | dict))
+    return list(prompts) if several else [prompts]
 
 
 def for_each(name: str, given: Any, prompts: Sequence[Prompt]) -> list[Any]:
@@ -860,7 +866,6 @@ class LLM:
         ours, done = set(ids), {}
         try:
             for request_id, prompt, one, rank in zip(ids, prompts, params, priorities):
-                rank = _whole("priority", rank, -(2**63), 2**63 - 1)
                 engine.add_request(request_id, prompt, one, priority=rank, tokenization_kwargs=tokenization_kwargs)
             with progress_bar(len(ids), use_tqdm) as advance:
                 while len(done) < len(ids):
@@ -878,10 +883,9 @@ class LLM:
 
         `about` goes to `generate`.
         """
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        tokenizer = self.llm_engine.tokenizer
-        prompts = []
-        for conversation in conversations:
+        several = isinstance(messages, list | tuple) and not (messages and isinstance(messages[0], dict))
+        tokenizer, prompts = self.llm_engine.tokenizer, []
+        for conversation in messages if several else [messages]:
             text = tokenizer.render_chat(conversation)
             prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
         return self.generate(prompts, sampling_params, use_tqdm, **about)
@@ -963,13 +967,10 @@ def swept(probs: torch.Tensor, points: int) -> torch.Tensor:
 @functools.cache
 def facts() -> dict[str, Any]:
     """The lesson's deterministic numbers."""
-    logits = torch.tensor([LOGITS], dtype=torch.float64)
     kept = lambda **params: len(simulate({**PLAIN, **params})["stages"][-1]["kept"])  # noqa: E731
     prob = lambda word, **params: simulate({**PLAIN, **params})["stages"][-1]["probs"][WORDS.index(word)]  # noqa: E731
-    probs = logits[0].softmax(0)
-    points = 20_000
+    probs, points = torch.tensor(LOGITS, dtype=torch.float64).softmax(0), 20_000
     share = swept(probs, points)
-    u = uniforms([7] * 3, range(3))
     return {
         "sweep": {"points": points, "worst": (share - probs).abs().max().item(), "bound": 1 / points},
         "kept": {
@@ -980,7 +981,7 @@ def facts() -> dict[str, Any]:
         },
         "the": {name.split()[0]: prob("the", penalty=name) for name in PENALTIES},
         "xylophone": {str(t).replace(".", ""): prob("xylophone", temperature=t) for t in (0.5, 1, 2)},
-        "u": {"seed_7": u.tolist(), "seed_8": uniforms([8], [0]).tolist()},
+        "u": {"seed_7": uniforms([7] * 3, range(3)).tolist(), "seed_8": uniforms([8], [0]).tolist()},
         "candidates": CANDIDATES, "scored_rows": SCORED_ROWS, "counts_bytes": 4 * 49152, "seen_bytes": 49152,
     }  # fmt: skip
 
