@@ -670,6 +670,18 @@ def test_awq_scales_follow_the_inputs():
     assert inverse[::17].mean() < 0.5 * inverse.mean(), "large inputs are shrunk, their weights enlarged"
 
 
+@pytest.mark.parametrize(("weights", "inputs", "power"), [(1 / 1000, 1000, 1), (10, 2, 0)])
+def test_awq_searches_from_end_to_end(weights, inputs, power):
+    """Where a channel's inputs are large and its weights as much smaller, only the whole factor brings these onto the
+    grid; where its weights are the largest anyway, any factor makes the others' scale coarser."""
+    W, X = layer_and_inputs(outliers=1.0)
+    X = X.sign()  # all inputs equally large, but for one channel
+    W[:, 5], X[:, 5] = W[:, 5] * weights, X[:, 5] * inputs
+    _, inverse = lesson.awq(W, X, INT3)
+    s = X.abs().mean(0) ** power
+    assert torch.allclose(inverse * s, (s.max() * s.min()).sqrt().expand(96))
+
+
 def test_awq_layers_shrink_their_inputs(device):
     """The factor that the weights took must come off the inputs, in the layer that the model calls."""
     W, X = layer_and_inputs(K=128)
