@@ -817,6 +817,9 @@ def measure_table(model: llama.Llama, tokenizer: llama.Tokenizer, count: int) ->
 # Its text says 3.87 up to 16 or 32; the rest is read off its chart.
 MARLIN = {1: 3.87, 16: 3.87, 32: 3.8, 64: 3.1, 128: 1.55}
 
+# Ours: instructions of kernel one's loop for 128 × 128 four-bit codes, counted in Triton 3.9's machine code for Hopper.
+LOOP_LENGTH, SMS, CLOCK = 428, 132, 1.98e9  # an H200's SM can issue one for each of a program's warps a cycle
+
 
 def speedup(M: int, bits: float, gpu: common.GPU, rate: float = 1.0) -> float:
     """Over bf16, at M tokens, for weights of `bits`; `rate` 2 is W8A8's doubled arithmetic."""
@@ -898,6 +901,7 @@ def facts() -> dict[str, Any]:
         "w8a8_overtakes": h100.ridge / 2,
         "marlin": {str(M): {"roofline": speedup(M, w4, a10), "published": x} for M, x in MARLIN.items()},
         "h100": {str(M): {"int4": speedup(M, w4, h100), "w8a8": speedup(M, 8, h100, 2)} for M in (16, 128, 256, 512)},
+        "loop": {"instructions": LOOP_LENGTH, "us": 28672 * 4096 / 128**2 * LOOP_LENGTH / SMS / CLOCK * 1e6},
         "outlier": {"none": outlier(outlier=1), "g32": outlier(), "g16": outlier(group=16), "g8": outlier(group=8),
                     "int8": outlier(outlier=64, format="int8"), "fp8": outlier(outlier=64, format="fp8")},
     }  # fmt: skip
@@ -1002,14 +1006,11 @@ def measure_kernels(seconds: float) -> list[dict[str, Any]]:
     rows, device = [], common.device()
     for N, K in ((4096, 4096), (28672, 4096), (4096, 14336)):
         W = torch.randn(N, K, device=device) / math.sqrt(K)
-        plain, layers = W.bfloat16(), {}
-        for name in ("int4-g128", "int8", "fp8", "mxfp4"):
-            layers[name] = QuantizedLinear(rtn(W, FORMATS[name]))
-        for grid in EIGHT_BIT:
-            layers[f"{grid} W8A8"] = W8A8Linear(rtn(W, FORMATS[grid]), grid)
+        layers = {n: QuantizedLinear(rtn(W, FORMATS[n])) for n in ("int4-g128", "int8", "fp8", "mxfp4")}
+        layers |= {f"{grid} W8A8": W8A8Linear(rtn(W, FORMATS[grid]), grid) for grid in EIGHT_BIT}
         for M in (1, 16, 64, 128, 512, 4096):
             x = torch.randn(M, K, dtype=torch.bfloat16, device=device)
-            base = common.measure_graph(functools.partial(F.linear, x, plain), seconds).median
+            base = common.measure_graph(functools.partial(F.linear, x, W.bfloat16()), seconds).median
             row: dict[str, Any] = {"N": N, "K": K, "M": M, "bf16_us": base * 1e6}
             for name, layer in layers.items():
                 took = common.measure_graph(functools.partial(layer, x), seconds).median
@@ -1033,14 +1034,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def check_formats() -> None:
     """The grids against torch's own float8, on every value there is and on every tie."""
-    encode_minifloat, decode_minifloat = formats.encode_minifloat, formats.decode_minifloat
     same, count = True, 0
     for kind, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
         theirs = (codes := torch.arange(256).to(torch.uint8)).view(dtype).float()
         values = theirs[theirs.isfinite()].unique()
         ties = torch.cat((values, (values[1:] + values[:-1]) / 2))
-        same &= torch.equal(decode_minifloat(codes, kind).nan_to_num(7), theirs.nan_to_num(7))
-        same &= torch.equal(encode_minifloat(ties, kind), ties.to(dtype).view(torch.uint8))
+        same &= torch.equal(formats.decode_minifloat(codes, kind).nan_to_num(7), theirs.nan_to_num(7))
+        same &= torch.equal(formats.encode_minifloat(ties, kind), ties.to(dtype).view(torch.uint8))
         count += len(ties)
     common.check_equal(f"e4m3 and e5m2: 2 × 256 codes mean, {count} values and ties become what torch says", same, True)
 
