@@ -717,6 +717,16 @@ def test_llm_engine_with_a_quantized_runner(tiny_model, real_model):
     assert lesson.quantized_runner(offline.SamplingModelRunner, "auto") is offline.SamplingModelRunner
 
 
+def test_keys_per_channel_ask_the_engines_pool_who_is_alive():
+    manager = continuous_batching.KVCacheManager(9, 16, 64)
+    scheduler = continuous_batching.Scheduler(continuous_batching.SchedulerConfig(64, 2, 64), manager)
+    runner = lesson.quantized_runner(continuous_batching.ModelRunner, "kivi_2bit")(llama.random_model(), scheduler)
+    held = manager.block_pool.allocate(3)
+    assert [block for block in range(1, 9) if runner.cache.in_use(block)] == sorted(held)
+    manager.block_pool.free(held)
+    assert not any(map(runner.cache.in_use, range(1, 9)))
+
+
 @pytest.mark.parametrize("name", ["fp8", "int8_per_token_head", "int4_per_token_head", "kivi_2bit"])
 def test_chunked_prefill_on_a_quantized_cache(name):
     """Lesson 10's runner, quantized: every prompt is cut, and with 8 bits nobody notices. Blocks and rows come back."""
