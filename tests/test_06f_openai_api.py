@@ -7,6 +7,8 @@ import asyncio
 import functools
 import itertools
 import json
+import os
+import threading
 
 import common
 import pytest
@@ -1222,6 +1224,34 @@ class Total(lesson.ScriptedLLM):
 
 
 check_body.app = serve(Total())[1]
+
+
+def test_no_prompt_waits_for_anybodys_schema(monkeypatch):
+    """More schemas are being read than asyncio's own threads could hold; a text is tokenized on one of those."""
+    guided, go_on, begun = common.lesson("06b_guided_decoding"), threading.Event(), threading.Event()
+
+    def slow(*args):
+        begun.set()
+        go_on.wait(20)
+
+    monkeypatch.setattr(guided, "validate", slow)
+    llm, app = serve(Total())
+    llm.admission.max_num_queued_reqs = None
+
+    async def run():
+        schemas = [P | {"structured_outputs": {"regex": "a" * i}} for i in range(1, min(32, os.cpu_count() + 4) + 2)]
+        waiting = [asyncio.create_task(lesson.call(app, "/v1/completions", body)) for body in schemas]
+        try:
+            while not begun.is_set():
+                await asyncio.sleep(0)
+            async with asyncio.timeout(5):
+                plain = await lesson.call(app, "/v1/completions", P)
+            assert plain.status == 200 and not any(task.done() for task in waiting)
+        finally:
+            go_on.set()
+        assert all(heard.status == 200 for heard in await asyncio.gather(*waiting))
+
+    asyncio.run(run())
 
 
 @given(st.text(max_size=40), st.integers(1, 60))

@@ -34,6 +34,7 @@ import common  # first: it settles the device before torch and Triton are used
 import argparse
 import asyncio
 import codecs
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -71,6 +72,7 @@ LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest = protocol.LoadLoRAAdapterReque
 VERSION = "0.1.0"
 MAX_BODY_BYTES = 4 << 20  # a request of the longest context is a few hundred kilobytes
 MAX_STOP_STRINGS, MAX_N = 64, 128
+CONSTRAINTS = concurrent.futures.ThreadPoolExecutor(2)  # where schemas are read: no text to tokenize waits behind them
 READ_IN_THEIR_OWN_WAY = {"max_tokens", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs"}
 
 
@@ -315,10 +317,9 @@ class OpenAIServing:
     async def check_constraint(self, constraint: dict[str, Any]) -> None:
         """Compile it, on another thread and within companion 06b's time limit: no engine ever waits for a bad one."""
         guided, config = companion("06b_guided_decoding", "structured_outputs"), self.llm.front.model.config
+        about = (constraint, self.tokenizer, config.vocab_size, config.eos_token_ids)
         try:
-            await asyncio.to_thread(
-                guided.validate, constraint, self.tokenizer, config.vocab_size, config.eos_token_ids
-            )
+            await asyncio.get_running_loop().run_in_executor(CONSTRAINTS, guided.validate, *about)
         except common.InputError as error:
             text = str(error)
             raise common.InputError(text if text.startswith("struct") else f"structured_outputs: {text}") from None
