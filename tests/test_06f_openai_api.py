@@ -31,7 +31,7 @@ class Calling(lesson.OpenAIServing):
 
     enable_auto_tool_choice, tool_call_parser = True, "hermes"
 
-    async def check_constraint(self, constraint): ...
+    async def check_constraint(self, *about): ...
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ BAD_COMPLETIONS = [
     (P | {"response_format": {"type": "json_schema"}}, 400, "response_format", "schema"),
     (P | {"structured_outputs": {}}, 400, "structured_outputs", "exactly one"),
     (P | {"structured_outputs": {"regex": "a", "choice": ["b"]}}, 400, "structured_outputs", "exactly one"),
-    (P | {"guided_regex": "a", "response_format": {"type": "json_object"}}, 400, "structured_outputs", "exactly one"),
+    (P | {"guided_regex": "a", "response_format": {"type": "json_object"}}, 400, "guided_regex", "exactly one"),
 ]  # fmt: skip
 
 
@@ -607,6 +607,10 @@ def call_of(name, arguments):
     return json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False)
 
 
+def constraint(body):
+    return lesson.protocol.structured_outputs(body)[1]
+
+
 def test_a_demanded_call_can_only_be_one():
     """Two tools whose schemas use the same `$defs` name for different things, and one that takes any object."""
 
@@ -618,21 +622,20 @@ def test_a_demanded_call_can_only_be_one():
              {"type": "function", "function": {"name": "g", "parameters": thing("boolean")}},
              {"type": "function", "function": {"name": "h", "parameters": {"type": "object"}}}]  # fmt: skip
     a, b, c = call_of('q"é', {"x": 1}), call_of("g", {"x": True}), call_of("h", {"y": "z"})
-    constraint = lesson.protocol.structured_outputs
     many, one = (constraint(request("required", tools, parallel_tool_calls=p)) for p in (True, False))
     for text in (a, b, c):
         assert matches(many, f"[{text}]") and matches(one, f"[{text}]") and not matches(many, text)
     assert matches(many, f"[{a}, {b}, {a}]") and not matches(one, f"[{a}, {b}]")
     for wrong in ("[]", f"[{call_of('g', {'x': 1})}]", f"[{call_of('i', {})}]", f"[{call_of('h', 5)}]"):
         assert not matches(many, wrong)
-    named = lesson.protocol.structured_outputs(request({"type": "function", "function": {"name": "g"}}, tools))
+    named = constraint(request({"type": "function", "function": {"name": "g"}}, tools))
     assert matches(named, '{"x": true}') and not matches(named, '{"x": 1}')
 
 
 def test_a_demanded_call_has_no_arguments_of_its_own():
     parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
     tools = [{"type": "function", "function": {"name": "g", "parameters": parameters}}]
-    many, one = (lesson.protocol.structured_outputs(request(choice, tools)) for choice in ("required", NAMED_G))
+    many, one = (constraint(request(choice, tools)) for choice in ("required", NAMED_G))
     for arguments, fine in (({"x": 1}, True), ({"x": 1, "y": 2}, False)):
         assert matches(many, f"[{call_of('g', arguments)}]") == matches(one, json.dumps(arguments)) == fine
 
@@ -641,18 +644,16 @@ def test_a_demanded_call_has_no_arguments_of_its_own():
 def test_a_function_that_names_no_parameters_has_none(said):
     """As OpenAI says and vLLM does: a demanded call has the arguments {}, and invents none."""
     tools = [{"type": "function", "function": {"name": "g", **said}}]
-    many, one = (lesson.protocol.structured_outputs(request(choice, tools)) for choice in ("required", NAMED_G))
+    many, one = (constraint(request(choice, tools)) for choice in ("required", NAMED_G))
     for arguments, fine in (({}, True), ({"x": 1}, False)):
         assert matches(many, f"[{call_of('g', arguments)}]") == matches(one, json.dumps(arguments)) == fine
 
 
 def test_a_demanded_call_comes_before_a_form_for_texts():
     both = request("required", response_format={"type": "json_object"})
-    assert "grammar" in lesson.protocol.structured_outputs(both)
+    assert "grammar" in constraint(both)
     for choice in ("auto", "none"):
-        assert lesson.protocol.structured_outputs(request(choice, response_format={"type": "json_object"})) == {
-            "json_object": True
-        }
+        assert constraint(request(choice, response_format={"type": "json_object"})) == {"json_object": True}
 
 
 def read(choice, pieces, **fields):
@@ -949,7 +950,8 @@ def test_the_forgetful_server_is_caught():
       {"grammar": "g"})],
 )  # fmt: skip
 def test_three_dialects_of_one_constraint(fields, want):
-    assert lesson.protocol.structured_outputs(lesson.CompletionRequest(prompt="x", **fields)) == want
+    found = lesson.protocol.structured_outputs(lesson.CompletionRequest(prompt="x", **fields))
+    assert found is None if want is None else found[0] in fields and found[1] == want
 
 
 def logprobs_of(kind, **fields):
@@ -1224,6 +1226,61 @@ class Total(lesson.ScriptedLLM):
 
 
 check_body.app = serve(Total())[1]
+
+
+WRONG_SCHEMA = {"type": "wrong"}
+DEEP = functools.reduce(lambda inner, _: {"items": inner}, range(70), {})
+
+
+def tool(name, parameters):
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def answer_of(schema):
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+
+
+NAMED_TOOL = {"tools": [tool("h", CITY), tool("f", WRONG_SCHEMA)], "tool_choice": NAMED}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [("completions", {"structured_outputs": {"json": WRONG_SCHEMA}}, "structured_outputs: json: Invalid type: wrong"),
+     ("completions", {"structured_outputs": {"regex": "("}}, "structured_outputs: regex '(': missing )"),
+     ("completions", {"structured_outputs": {"choice": []}}, "structured_outputs: choice []: must be a list of str"),
+     ("completions", {"structured_outputs": {"grammar": "start: a"}}, "structured_outputs: grammar: at 1(8): unknown"),
+     ("completions", {"guided_json": WRONG_SCHEMA}, "guided_json: json: Invalid type: wrong"),
+     ("completions", {"guided_regex": "("}, "guided_regex: regex '(': missing )"),
+     ("completions", answer_of(WRONG_SCHEMA), "response_format: json: Invalid type: wrong"),
+     ("completions", answer_of(DEEP), "response_format: json '"),
+     ("completions", {"structured_outputs": {"regex": "a"}} | answer_of(CITY), "structured_outputs: exactly one"),
+     ("chat/completions", answer_of(WRONG_SCHEMA), "response_format: json: Invalid type: wrong"),
+     ("chat/completions", NAMED_TOOL, "tools: f: Invalid type: wrong"),
+     ("chat/completions", NAMED_TOOL | {"tool_choice": "required"}, "tools: f: Invalid type: wrong"),
+     ("chat/completions", {"tools": [tool("f", CITY), tool("é", {"properties": {"x": 5}})], "tool_choice": "required"},
+      "tools: é: "),
+     ("chat/completions", {"tools": [tool("f", CITY), tool("f", {"not": {}}), tool("g", CITY)],
+                           "tool_choice": "required"}, 'tools: f: Unimplemented keys: ["not"]'),
+     ("chat/completions", {"tools": [tool("f", CITY), tool("g", DEEP)], "tool_choice": "required"}, "tools: g: obj"),
+     ("chat/completions", {"tools": [tool("f", DEEP)], "tool_choice": NAMED}, "tools: f: json '"),
+     ("chat/completions", {"tools": [tool("f" * i, CITY) for i in range(1, 300)], "tool_choice": "required"},
+      "tools: at most 65,536 characters are allowed"),
+     ("chat/completions", {"tools": [tool("f", {"type": "w" * 400})], "tool_choice": "required"},
+      f"tools: f: Invalid type: {'w' * 200}"),
+     ("responses", {"text": {"format": {"type": "json_schema", "schema": WRONG_SCHEMA}}},
+      "text: json: Invalid type: wrong"),
+     ("responses", {"tools": [{"type": "function", "name": "f", "parameters": WRONG_SCHEMA}],
+                    "tool_choice": "required"}, "tools: f: Invalid type: wrong")],
+)  # fmt: skip
+def test_a_wrong_constraint_is_blamed_on_what_the_client_wrote(path, body, text):
+    """On its field, and of tools on the function; our own grammar of calls is nobody's business."""
+    llm, app = serve(Total())
+    message = check_error(
+        ask(app, f"/v1/{path}", {"completions": P, "responses": {"input": "x"}}.get(path, M) | body),
+        400, text.split(":")[0],
+    )["message"]  # fmt: skip
+    assert message.startswith(text) and not llm.added
+    assert path == "completions" or not any(ours in message for ours in ("structured_", "arguments_", "x-guidance"))
 
 
 def test_no_prompt_waits_for_anybodys_schema(monkeypatch):

@@ -460,30 +460,51 @@ def tool_constraint(body: CommonRequest) -> dict[str, Any] | None:
     return {"grammar": "\n".join(lines)}
 
 
-def structured_outputs(body: CommonRequest) -> dict[str, Any] | None:
-    """The one constraint that a request names, in any of its three dialects. Raises InputError."""
-    found: list[dict[str, Any]] = []
+def structured_outputs(body: CommonRequest) -> tuple[str, dict[str, Any]] | None:
+    """The one constraint that a request names, in any of its dialects, behind the field it came from.
+
+    Raises InputError.
+    """
+    found: list[tuple[str, dict[str, Any]]] = []
     if body.structured_outputs is not None:
-        found.append(body.structured_outputs.model_dump(by_alias=True, exclude_none=True))
+        found.append(("structured_outputs", body.structured_outputs.model_dump(by_alias=True, exclude_none=True)))
     old = {name: value for name in ("json", "regex", "choice", "grammar")
            if (value := getattr(body, f"guided_{name}")) is not None}  # fmt: skip
-    if old and old not in found:  # guidance says it in both dialects
-        found.append(old)
+    if old and old not in [constraint for _, constraint in found]:  # guidance says it in both dialects
+        found.append((f"guided_{next(iter(old))}", old))
     if forced := tool_constraint(body):  # a call has its own form: response_format is about texts
-        found.append(forced)
+        found.append(("tools", forced))
     elif body.response_format and body.response_format.type == "json_object":
-        found.append({"json_object": True})
+        found.append(("response_format", {"json_object": True}))
     elif body.response_format and body.response_format.type == "json_schema":
         schema = body.response_format.json_schema
         if schema is None or schema.schema_ is None:
             raise common.InputError("response_format: json_schema needs a field json_schema with a schema in it")
-        found.append({"json": schema.schema_})
+        found.append(("response_format", {"json": schema.schema_}))
     if not found:
         return None
-    if len(found) > 1 or len(found[0]) != 1:
-        raise common.InputError("structured_outputs: exactly one constraint is allowed: json, regex, choice, grammar "
-                                "or json_object, in structured_outputs, response_format or guided_*")  # fmt: skip
-    return found[0]
+    field, constraint = found[0]
+    if len(found) > 1 or len(constraint) != 1:
+        raise common.InputError(f"{field}: exactly one constraint is allowed: json, regex, choice, grammar or "
+                                "json_object, in structured_outputs, response_format or guided_*")  # fmt: skip
+    return field, constraint
+
+
+def constraint_error(field: str, error: str, body: CommonRequest) -> str:
+    """What companion 06b says against a constraint, in the client's words: its field, and of `tools` the function.
+
+    The grammar of calls is ours (`tool_constraint`): line 2i + 4 of it is the schema of function i.
+    """
+    said = re.sub("^structured_outputs:? ", "", error)
+    if field != "tools":
+        return f"{field}: {said}"
+    if isinstance(body.tool_choice, NamedTool):
+        return f"tools: {body.tool_choice.function.name}: {said.removeprefix('json: ')}"
+    found = re.match(r"grammar: at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*?)(?: \d+ \| |$)", said)
+    if found is None:  # it is about all of them: their size, the time they take
+        return f"tools: {said.rpartition(': ')[2]}"
+    names = [*dict.fromkeys(tool.function.name for tool in body.tools)]
+    return f"tools: {names[int(found[1]) // 2 - 2]}: {found[2]}"
 
 
 class ToolCallReader:

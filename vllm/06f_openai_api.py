@@ -130,8 +130,7 @@ def sampling_params(body: CommonRequest, max_tokens: int | None, logprobs: int |
     if body.prompt_logprobs and body.stream:
         raise common.InputError("prompt_logprobs: only when stream is false; echo with logprobs streams them")
     scored = body.logprobs if body.prompt_logprobs is None and getattr(body, "echo", False) else body.prompt_logprobs
-    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=scored,
-                          structured_outputs=protocol.structured_outputs(body), **more)  # fmt: skip
+    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=scored, **more)
 
 
 def companion(name: str, flag: str) -> Any:
@@ -264,8 +263,9 @@ class OpenAIServing:
         params = self.check_params(body)
         if body.kv_transfer_params is not None:
             companion("081_kv_connectors", "kv_transfer_params").attach_params(params, body.kv_transfer_params)
-        if params.structured_outputs is not None:
-            await self.check_constraint(params.structured_outputs)
+        if found := protocol.structured_outputs(body):
+            params.structured_outputs = found[1]
+            await self.check_constraint(*found, body)
         if params.bad_words:
             params = await asyncio.to_thread(offline.token_rules.update_from_tokenizer, params, self.tokenizer)
         prompts = await self.prompts(body, params.n)
@@ -314,15 +314,14 @@ class OpenAIServing:
         limit = 1 if body.echo and limit == 0 else limit  # a token that nobody sees
         return sampling_params(body, limit, body.logprobs)
 
-    async def check_constraint(self, constraint: dict[str, Any]) -> None:
+    async def check_constraint(self, field: str, constraint: dict[str, Any], body: CommonRequest) -> None:
         """Compile it, on another thread and within companion 06b's time limit: no engine ever waits for a bad one."""
-        guided, config = companion("06b_guided_decoding", "structured_outputs"), self.llm.front.model.config
+        guided, config = companion("06b_guided_decoding", field), self.llm.front.model.config
         about = (constraint, self.tokenizer, config.vocab_size, config.eos_token_ids)
         try:
             await asyncio.get_running_loop().run_in_executor(CONSTRAINTS, guided.validate, *about)
         except common.InputError as error:
-            text = str(error)
-            raise common.InputError(text if text.startswith("struct") else f"structured_outputs: {text}") from None
+            raise common.InputError(protocol.constraint_error(field, str(error), body)) from None
 
     def forget(self, job: Job) -> None:
         """The end of a request, however it came."""
