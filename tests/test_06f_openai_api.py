@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import functools
+import gzip
 import itertools
 import json
 import os
@@ -68,8 +69,8 @@ def test_a_client_finds_the_tokenizer_of_a_model_that_has_another_name(root):
 
 P = {"prompt": "Hello"}
 BAD_COMPLETIONS = [
-    (b"", 400, None, ""), (b"{", 400, None, "not JSON"), (b"[]", 400, None, ""), (b"null", 400, None, ""),
-    (b'"text"', 400, None, ""), (b"\xff\xfe", 400, None, ""), (b'{"prompt": "a"} x', 400, None, "not JSON"),
+    (b"", 400, None, "one JSON object"), (b"{", 400, None, "not JSON"), (b"[]", 400, None, "one JSON object"),
+    (b"null", 400, None, "one JSON object"), (b'"text"', 400, None, "one JSON object"), (b"\xff\xfe", 400, None, "not JSON"), (b'{"prompt": "a"} x', 400, None, "not JSON"),
     ({}, 400, "prompt", "required"), ({"prompt": None}, 400, "prompt", ""), ({"prompt": 5}, 400, "prompt", ""),
     ({"prompt": ""}, 400, "prompt", "empty"), ({"prompt": []}, 400, "prompt", "empty"),
     ({"prompt": [""]}, 400, "prompt", "empty"), ({"prompt": ["a", 5]}, 400, "prompt", ""),
@@ -186,18 +187,26 @@ def test_errors_name_the_clients_field():
         assert error.param == param and str(error).startswith(param)
 
 
+UNREADABLE = "the body is not JSON that can be read: it must be UTF-8, not nested too deeply"
+SURROGATE = "half of a surrogate pair is no text"
+
+
 @pytest.mark.parametrize(
-    "body",
-    [b'{"prompt": "\\ud800"}', b'{"prompt": "x", "model": "\\ud800"}', b'{"prompt": "x", "\\ud800": 1}',
-     b'{"prompt": "x", "logit_bias": {"\\ud800": 1}}', b'{"prompt": "x", "response_format": {"type": "\\udfff"}}',
-     b"[" * 100_000, b'{"prompt": ' + b'{"a": ' * 50_000, b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}",
-     b'{"prompt": "x", "seed": 1e999}', b'{"prompt": "x\x00", "n": -0.0}', b"\xef\xbb\xbf{}", b"nan"],
+    ("body", "text"),
+    [(b'{"prompt": "\\ud800"}', f"prompt: {SURROGATE}"), (b'{"prompt": "x", "model": "\\ud800"}', SURROGATE),
+     (b'{"prompt": "x", "\\ud800": 1}', "unicode"), (b'{"prompt": "x", "logit_bias": {"\\ud800": 1}}', SURROGATE),
+     (b'{"prompt": "x", "response_format": {"type": "\\udfff"}}', SURROGATE),
+     (b"[" * 100_000, UNREADABLE), (b'{"prompt": ' + b'{"a": ' * 50_000, UNREADABLE),
+     (b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}", UNREADABLE),
+     ('{"prompt": "é"}'.encode("latin-1"), UNREADABLE), (gzip.compress(b'{"prompt": "x"}', mtime=0), UNREADABLE),
+     (b'{"prompt": "x", "seed": 1e999}', "seed: "), (b'{"prompt": "x\x00", "n": -0.0}', "not JSON: Invalid control"),
+     (b"\xef\xbb\xbf{}", "prompt: Field required"), (b"nan", "not JSON: Expecting value")],
 )  # fmt: skip
-def test_bodies_that_break_parsers(shared, body):
-    """Lone surrogates that no answer could repeat, nesting without end, numbers of 5,000 digits."""
+def test_bodies_that_break_parsers(shared, body, text):
+    """Lone surrogates that no answer could repeat, nesting without end, numbers of 5,000 digits, other encodings."""
     llm, app = shared
     heard = ask(app, "/v1/completions", body)
-    check_error(heard, 400)
+    check_error(heard, 400, text=text)
     assert not llm.added
 
 

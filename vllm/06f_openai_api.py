@@ -634,10 +634,11 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
 
     @app.exception_handler(HTTPException)
     async def http_error(request: HTTPRequest, error: HTTPException) -> Response:
-        status = 400 if error.status_code == 422 else error.status_code
-        return error_response(
-            APIError(status, f"{error.detail}: {request.method} {request.url.path}", None, error.headers)
-        )
+        text = f"{error.detail}: {request.method} {request.url.path}"
+        if error.status_code == 400:  # FastAPI could not read the body, and does not say why
+            text = ("the body is not JSON that can be read: it must be UTF-8, not nested too deeply, without numbers "
+                    "of thousands of digits")  # fmt: skip
+        return error_response(APIError(error.status_code, text, None, error.headers))
 
     for kind in (APIError, common.InputError, QueueOverflowError, EngineDeadError, Exception):
 
