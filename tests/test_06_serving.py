@@ -229,6 +229,14 @@ def test_json_comes_out_as_json(server):
             server.complete("x", extra_body={"structured_outputs": wrong})
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_no_token_can_write_is_an_error_and_no_answer(server, stream):
+    """F1 80 80 80: no token of this model has the byte F1, and an end without it would be half a document."""
+    body = {"structured_outputs": {"json": {"const": "\U00040000"}}}
+    with pytest.raises(openai.APIError, match="the answer has left its grammar"):
+        list(server.complete("x", max_tokens=9, stream=stream, extra_body=body))
+
+
 class Weather(pydantic.BaseModel):
     """The weather of a city."""
 
@@ -953,6 +961,13 @@ def test_guided_in_a_batch_with_the_others(tiny_load):
         texts |= {output.request_id: output.outputs[0].text for output in engine.step()}
     assert set(texts["guided"]) <= {"1", "2"} and len(texts["guided"]) == 3 and not set(texts["free"]) <= {"1", "2"}
     assert vocabulary_of.cache_info().currsize == 1, "what is checked on arrival need not be compiled again"
+    engine.add_request("r", {"prompt_token_ids": [1]}, SamplingParams(structured_outputs={"regex": "7{9}"}))
+    engine.step()
+    engine.core.scheduler.requests["r"].append_output_token_id(1)
+    with pytest.warns(UserWarning, match="breaks its grammar"):
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+    assert outputs[0].outputs[0].finish_reason == "error", "no mask allowed that token"
 
 
 def test_profile_run_on_a_gpu(monkeypatch, tiny_model):

@@ -648,7 +648,37 @@ def test_a_token_that_breaks_the_grammar_ends_the_answer(llm):
         while engine.has_unfinished_requests():
             (output,) = engine.step() or [None]
     (answer,) = output.outputs
-    assert answer.finish_reason == "stop" and len(answer.token_ids) == 2 and answer.token_ids[1] == 2
+    assert len(answer.token_ids) == 2 and answer.token_ids[1] == 2, "its front end has not seen the other token"
+    assert answer.finish_reason == "error" and "left its grammar" in answer.stop_reason and answer.text == "a"
+
+
+MISSING = {
+    "grammar": {"grammar": 'start: "a\\u0004b"'}, "const": {"json": {"const": "x\U00040000"}},
+    "pattern of a schema": {"json": {"type": "string", "pattern": "^\U000bffff$"}},
+}  # fmt: skip
+
+
+def test_an_answer_that_cannot_be_written_is_an_error(real_model):
+    """SmolLM2 has no token with 04, F1 or F2; the library allows the one behind it. A neighbour does not notice."""
+    llm = lesson.GuidedLLM(real_model[0], tokenizer=real_model[1], max_model_len=32, max_num_seqs=9,
+                           num_gpu_blocks_override=19)  # fmt: skip
+    engine, found, prompt, writable = llm.llm_engine, {}, {"prompt_token_ids": [30]}, "x\U0003ffff\U000c0000"
+    for name, wanted in MISSING.items():
+        engine.add_request(f"{name}, whole", prompt, params(wanted))
+        engine.add_request(f"{name}, streamed", prompt, params(wanted), stream=True)
+    engine.add_request("cut before", prompt, params(MISSING["const"], max_tokens=2))
+    engine.add_request("cut behind", prompt, params(MISSING["const"], max_tokens=3))
+    engine.add_request("neighbour", prompt, params({"json": {"const": writable}}))
+    with pytest.warns(UserWarning, match="breaks its grammar"):
+        while engine.has_unfinished_requests():
+            found |= {output.request_id: output.outputs[0] for output in engine.step()}
+    cut, neighbour = found.pop("cut before"), found.pop("neighbour")
+    assert (cut.text, cut.finish_reason) == ('"x', "length"), "so far it was right"
+    assert json.loads(neighbour.text) == writable and neighbour.finish_reason == "stop"
+    assert {(answer.finish_reason, answer.stop_reason) for answer in found.values()} == {("error", lesson.BROKEN)}
+    assert len(found) == 7 and free(llm)
+    with pytest.raises(common.InputError, match="no answer can match"):  # of patterns, such strings are struck
+        text_of(llm, prompt, params({"regex": "x\U00040000"}))
 
 
 class Manager(RuleBasedStateMachine):

@@ -70,7 +70,8 @@ def test_a_client_finds_the_tokenizer_of_a_model_that_has_another_name(root):
 P = {"prompt": "Hello"}
 BAD_COMPLETIONS = [
     (b"", 400, None, "one JSON object"), (b"{", 400, None, "not JSON"), (b"[]", 400, None, "one JSON object"),
-    (b"null", 400, None, "one JSON object"), (b'"text"', 400, None, "one JSON object"), (b"\xff\xfe", 400, None, "not JSON"), (b'{"prompt": "a"} x', 400, None, "not JSON"),
+    (b"null", 400, None, "one JSON object"), (b'"text"', 400, None, "one JSON object"),
+    (b"\xff\xfe", 400, None, "not JSON"), (b'{"prompt": "a"} x', 400, None, "not JSON"),
     ({}, 400, "prompt", "required"), ({"prompt": None}, 400, "prompt", ""), ({"prompt": 5}, 400, "prompt", ""),
     ({"prompt": ""}, 400, "prompt", "empty"), ({"prompt": []}, 400, "prompt", "empty"),
     ({"prompt": [""]}, 400, "prompt", "empty"), ({"prompt": ["a", 5]}, 400, "prompt", ""),
@@ -878,6 +879,41 @@ def test_an_answer_that_failed_is_an_error(stream):
     heard = ask(serve(Failing(512))[1], "/v1/completions", P | {"stream": stream})
     error = (lesson.read_events(heard.text)[0] if stream else heard.json)["error"]
     assert error["code"] == 500 and error["message"] == "KV load failed: x"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+def test_an_answer_that_has_left_its_grammar_is_an_error(path, stream, monkeypatch):
+    """The token that does not fit is not told any more. Two answers to one request have two places in the pattern."""
+    guided = common.lesson("06b_guided_decoding")
+    vocabulary = guided.Vocabulary([bytes([b]) for b in range(127)] + [b""], [127])
+    monkeypatch.setattr(guided, "validate", lambda wanted, *about: guided.compile_guide(wanted, vocabulary))
+
+    class Wrong(lesson.ScriptedLLM):
+        """Writes what it likes."""
+
+        def add_request(self, request_id, prompt, params, **about):
+            collector = async_engine.RequestOutputCollector(request_id)
+
+            async def write():
+                for i, text in enumerate(self.ANSWER):
+                    piece = offline.CompletionOutput(0, text, [*text.encode()])
+                    piece.finish_reason = "stop" if i == len(self.ANSWER) - 1 else None
+                    collector.put(offline.RequestOutput(request_id, "p", [1], [piece], piece.finish_reason is not None))
+                    await asyncio.sleep(0.005 if about["stream"] else 0)
+
+            self.added.append(asyncio.create_task(write()))
+            return collector
+
+    llm, app = serve(Wrong(512))
+    llm.front.model = lesson.argparse.Namespace(config=lesson.argparse.Namespace(vocab_size=128, eos_token_ids=(127,)))
+    body = {"completions": {"prompt": ["a", "b"]}, "responses": {"input": "x"}}.get(path, M) | {"stream": stream}
+    body |= {"structured_outputs": {"regex": "[a-z ]{1,9}"}}
+    for llm.ANSWER, fine in ((("ab", "c", " d"), True), (("ab", "c!", "d"), False), (("ab", "c\x7f"), True)):
+        heard = ask(app, f"/v1/{path}", body)
+        assert (guided.BROKEN in heard.text) != fine and "!" not in heard.text
+        assert heard.status == (200 if fine or stream else 500)
+        assert "ab" in heard.text or not (fine or stream), "what was right of it is told"
 
 
 def test_a_dead_engine_is_said_at_once():

@@ -287,6 +287,11 @@ def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, toke
                 )
             super().add_request(request_id, prompt, params, **about)
 
+        def _answer(self, sequence: Any, *why: Any) -> RequestOutput | None:
+            if sequence.request.sampling_params.structured_outputs is not None:
+                why = common.lesson("06b_guided_decoding").ending(self, sequence, *why)
+            return super()._answer(sequence, *why)
+
     # In this order: a connector sees drafts as tokens; and a request whose adapter finds no place waits before any of
     # its blocks are fetched and before it gets a seat.
     engine = Engine if speculation is None else drafting_engine(Engine, speculation, async_scheduling)

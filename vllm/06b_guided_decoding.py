@@ -550,8 +550,8 @@ def read_grammar(tokenizer: Any, kind: str, spec: str) -> Any:
     else:  # as json.dumps writes it: where whitespace is free, a small model may write newlines until it is cut off
         compact = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         grammar = llguidance.LLMatcher.grammar_from_json_schema(spec, overrides=compact)
-    limits = llguidance.LLParserLimits(verbose_errors=False)
-    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0,
+                                   limits=llguidance.LLParserLimits(verbose_errors=False))  # fmt: skip
     first = matcher.deep_copy()
     first.compute_bitmask()
     if first.is_error():  # a matcher is silent about what cannot match until it is asked for a mask
@@ -658,14 +658,28 @@ def compile_guide(structured_outputs: dict[str, Any], vocabulary: Vocabulary, ch
 
 
 def validate(structured_outputs: dict[str, Any] | None, tokenizer: llama.Tokenizer, vocab_size: int | None = None,
-             eos_token_ids: Iterable[int] = ()) -> None:  # fmt: skip
+             eos_token_ids: Iterable[int] = ()) -> Guide | None:  # fmt: skip
     """Refuse on arrival what cannot be guided or would cost too much. For the front end, so that no engine waits.
 
     In the same process, the engine finds the compiled guide in the cache. `vocab_size` and `eos_token_ids` are the
     model's, where they differ from the tokenizer's. Raises InputError, within MAX_SECONDS and a second for our part.
     """
     if structured_outputs is not None:
-        compile_guide(structured_outputs, vocabulary_of(tokenizer, vocab_size, tuple(eos_token_ids)))
+        return compile_guide(structured_outputs, vocabulary_of(tokenizer, vocab_size, tuple(eos_token_ids)))
+
+
+# Where only a byte may follow that no token has, llguidance allows the token behind it, and refuses it afterwards.
+BROKEN = "the answer has left its grammar, which may ask for a byte that no token of this model has"
+
+
+def ending(engine: Any, sequence: Any, finish_reason: str | None, stop_reason: Any) -> tuple[str | None, Any]:
+    """Why an answer of lesson 04b's engine has ended, if it has; "error" if its grammar refuses one of its tokens."""
+    wanted, config = sequence.request.sampling_params.structured_outputs, engine.model.config
+    if finish_reason is not None and wanted is not None:
+        vocabulary = vocabulary_of(engine.tokenizer, config.vocab_size, config.eos_token_ids)
+        if not all(map(compile_guide(wanted, vocabulary, checked=True).start().accept_token, sequence.token_ids)):
+            return "error", BROKEN
+    return finish_reason, stop_reason
 
 
 # --- In the engine ----------------------------------------------------------------------------------------------------
@@ -743,7 +757,7 @@ class StructuredOutputManager:
                 self.grammars[request.request_id] = [guide.start(), 0]
             entry = self.grammars[request.request_id]
             for token_id in request.output_token_ids[entry[1] :]:
-                if not entry[0].accept_token(token_id):  # somebody sampled it without our mask: end the answer
+                if not entry[0].accept_token(token_id):  # BROKEN, or sampled without our mask: end the answer
                     warnings.warn(f"request {request.request_id}: token {token_id} breaks its grammar", stacklevel=2)
                     entry[0].terminated = True
             entry[1] = request.num_output_tokens
@@ -778,9 +792,8 @@ def guided_runner(base: type[SamplingModelRunner], tokenizer: llama.Tokenizer | 
             if not rows:
                 return super().sample(logits, requests)
             guided = [requests[i] for i in rows]
-            bitmask = self.structured_output_manager.grammar_bitmask(guided)
-            on_device = torch.from_numpy(bitmask).to(logits.device)
-            apply_token_bitmask_inplace(logits, on_device, torch.tensor(rows, device=logits.device))
+            bitmask = torch.from_numpy(self.structured_output_manager.grammar_bitmask(guided)).to(logits.device)
+            apply_token_bitmask_inplace(logits, bitmask, torch.tensor(rows, device=logits.device))
             sampled = super().sample(logits, requests)
             for request_id in {request.request_id for request in guided} & self.logprobs.keys():
                 found = self.logprobs[request_id]  # what is forbidden is no alternative
@@ -802,6 +815,9 @@ class GuidedLLMEngine(offline.LLMEngine):
             config = self.model.config
             validate(params.structured_outputs, self.tokenizer, config.vocab_size, config.eos_token_ids)
         super().add_request(request_id, prompt, params, **about)
+
+    def _answer(self, sequence: Any, *why: Any) -> Any:
+        return super()._answer(sequence, *ending(self, sequence, *why))
 
 
 class GuidedLLM(offline.LLM):
@@ -877,7 +893,7 @@ def simulate(params: dict) -> dict:
         "accepting": guide.dfa.accepting.nonzero()[0].tolist(),
         "allowed": [allowed_tokens(guide, state, params["eos"]) for state in states], "steps": steps,
         "written": written.decode("utf-8", "replace"), "num_bytes": len(written), "outcome": outcome,
-        "matches": grammar.state in guide.dfa.accepting.nonzero()[0],
+        "matches": bool(guide.dfa.accepting[grammar.state]),
     }  # fmt: skip
 
 
@@ -941,9 +957,8 @@ def facts() -> dict[str, Any]:
     return {
         "states": {name: len(dfa.accepting) for name, dfa in automata.items()},
         "doubling": [len(determinize(parse_regex(f"(a|b)*a(a|b){{{n}}}")).accepting) for n in range(9)],
-        "mask_bytes": 49152 // 8,
+        "mask_bytes": 49152 // 8, "distortion": distortion(),
         "limits": {"dfa": MAX_DFA_STATES, "work": MAX_WORK, "spec": MAX_SPEC, "nesting": schemas.MAX_NESTING},
-        "distortion": distortion(),
         "widget": {"tokens": len(TOKENS), "runs": len(runs), "accepting": fates("bytes", "accepting"),
                    "always": fates("bytes", "always"), "text": fates("text", "accepting")},
     }  # fmt: skip
@@ -975,8 +990,7 @@ def draw(folder: str | Path) -> list[Path]:
     for state, target, members in trace["moves"]:
         (x0, y0), (x1, y1) = where[state], where[target]
         color = orange if min(members) > 127 else ink
-        arrow = {"arrowstyle": "-|>", "color": color, "shrinkA": 14, "shrinkB": 14}
-        ax.annotate("", (x1, y1), (x0, y0), arrowprops=arrow)
+        ax.annotate("", (x1, y1), (x0, y0), arrowprops=dict(arrowstyle="-|>", color=color, shrinkA=14, shrinkB=14))
         ax.text((x0 + x1) / 2, (y0 + y1) / 2 + 0.08, bytes_label(members), ha="center", va="bottom", color=color)
     for state, (x, y) in where.items():
         for size in (24, 18) if state in trace["accepting"] else (24,):
@@ -1066,13 +1080,12 @@ def check_real_masks(vocabulary: Vocabulary) -> None:
     allowed = vocabulary.unpack(mask)
     what = f"after {written.decode()} a date may go on with {len(expected)} tokens; trying all took {seconds:.1f} s"
     common.check_equal(what, {*allowed.nonzero()[0].tolist()}, expected)
-    logits = torch.randn(3, len(allowed), device=common.device())
+    device = common.device()
+    logits = torch.randn(3, len(allowed), device=device)
     want = logits.clone()
-    want[2, torch.from_numpy(~allowed).to(want.device)] = -math.inf
+    want[2, torch.from_numpy(~allowed).to(device)] = -math.inf
     with common.use_kernels() if common.HAS_TRITON else contextlib.nullcontext():
-        apply_token_bitmask_inplace(
-            logits, *(x.to(want.device) for x in (torch.from_numpy(mask[None]), torch.tensor([2])))
-        )
+        apply_token_bitmask_inplace(logits, torch.from_numpy(mask[None]).to(device), torch.tensor([2], device=device))
     common.check("the last of three rows, masked in place", logits, want)
     if not common.HAS_TRITON:
         common.skipped("the kernel", f"{common.kernel_mode()}; the torch path was checked")
@@ -1084,9 +1097,9 @@ def time_guides(vocabulary: Vocabulary) -> dict[str, dict[str, float]]:
     read_apart("json", json.dumps(PERSON))
     for name, pattern in (SHOWN | {"schema": ""}).items():
         key = ("regex", pattern) if pattern else ("json", json.dumps(PERSON))
-        guide = vocabulary.compile(*key)
-        grammar, compiles = guide.start(), functools.partial(vocabulary.compile, *key)
-        again = functools.partial(grammar.fill_bitmask, row)
+        compiles = functools.partial(vocabulary.compile, *key)
+        guide = compiles()
+        again = functools.partial(guide.start().fill_bitmask, row)
         first = functools.partial(lambda g: vocabulary.pack(g.allowed(0)), guide) if pattern else again
         found = [common.measure(part, 0.02).median * 1e3 for part in (compiles, first, again)]
         costs[name] = dict(zip(("compile_ms", "mask_ms", "again_ms"), found))

@@ -416,11 +416,10 @@ class ResponsesAPI:
             output = await chat.collectors[0].get()
             finished = output.finished
             for piece in output.outputs:
-                if piece.finish_reason == "error":
-                    raise APIError(500, str(piece.stop_reason))
+                self.serving.check_answer(chat, 0, piece)
                 num_tokens += len(piece.token_ids)
                 pending += (self.serving.logprobs(chat, 0, piece) or {"content": []})["content"]
-                delta = chat.reader(0).read(piece.text, piece.finish_reason is not None)
+                delta = chat.readers[0].read(piece.text, piece.finish_reason is not None)
                 writer.write(delta, pending)
                 pending = [] if delta.get("content") else pending
             if finished:

@@ -34,6 +34,7 @@ import common  # first: it settles the device before torch and Triton are used
 import argparse
 import asyncio
 import codecs
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -263,9 +264,11 @@ class OpenAIServing:
         params = self.check_params(body)
         if body.kv_transfer_params is not None:
             companion("081_kv_connectors", "kv_transfer_params").attach_params(params, body.kv_transfer_params)
+        grammars = None
         if found := protocol.structured_outputs(body):
             params.structured_outputs = found[1]
-            await self.check_constraint(*found, body)
+            guide = await self.check_constraint(*found, body)
+            grammars = guide and collections.defaultdict(guide.start)
         if params.bad_words:
             params = await asyncio.to_thread(offline.token_rules.update_from_tokenizer, params, self.tokenizer)
         prompts = await self.prompts(body, params.n)
@@ -280,7 +283,8 @@ class OpenAIServing:
                                         "the whole context")  # fmt: skip
         kind = "chatcmpl-" if isinstance(body, ChatCompletionRequest) else "cmpl-"
         request_id = kind + uuid.uuid4().hex  # what the engine calls it: two clients may think of the same name
-        job = Job(kind + (name or body.request_id) if name or body.request_id else request_id, model, body, params, [])
+        name = kind + (name or body.request_id) if name or body.request_id else request_id
+        job = Job(name, model, body, params, [], grammars=grammars)
         try:
             llm.admission.check(llm.num_unfinished, wanted)
             for i, prompt in enumerate(prompts):
@@ -314,12 +318,12 @@ class OpenAIServing:
         limit = 1 if body.echo and limit == 0 else limit  # a token that nobody sees
         return sampling_params(body, limit, body.logprobs)
 
-    async def check_constraint(self, field: str, constraint: dict[str, Any], body: CommonRequest) -> None:
-        """Compile it, on another thread and within companion 06b's time limit: no engine ever waits for a bad one."""
+    async def check_constraint(self, field: str, constraint: dict[str, Any], body: CommonRequest) -> Any:
+        """Its guide, compiled on another thread and within 06b's time limit: no engine ever waits for a bad one."""
         guided, config = companion("06b_guided_decoding", field), self.llm.front.model.config
         about = (constraint, self.tokenizer, config.vocab_size, config.eos_token_ids)
         try:
-            await asyncio.get_running_loop().run_in_executor(CONSTRAINTS, guided.validate, *about)
+            return await asyncio.get_running_loop().run_in_executor(CONSTRAINTS, guided.validate, *about)
         except common.InputError as error:
             raise common.InputError(protocol.constraint_error(field, str(error), body)) from None
 
@@ -328,6 +332,13 @@ class OpenAIServing:
         self.llm.abort(collector.request_id for collector in job.collectors)
 
     # -- out --
+
+    def check_answer(self, job: Job, index: int, answer: offline.CompletionOutput) -> None:
+        """Raises APIError: an answer, or this piece of it, has failed, or its grammar refuses it (06b, BROKEN)."""
+        if answer.finish_reason == "error":
+            raise APIError(500, str(answer.stop_reason))
+        if job.grammars is not None and not all(map(job.grammars[index].accept_token, answer.token_ids)):
+            raise APIError(500, companion("06b_guided_decoding", "structured_outputs").BROKEN)
 
     def logprobs(self, job: Job, index: int, answer: offline.CompletionOutput) -> dict[str, Any] | None:
         """Log probabilities in the shape of the API that was asked."""
@@ -361,8 +372,7 @@ class OpenAIServing:
     def choice(self, job: Job, index: int, answer: offline.CompletionOutput,
                first: RequestOutput | None = None) -> dict[str, Any]:  # fmt: skip
         """One answer, or one piece of it if the request streams; `first` is given with what begins an answer."""
-        if answer.finish_reason == "error":
-            raise APIError(500, str(answer.stop_reason))
+        self.check_answer(job, index, answer)
         shown = self.echoed(job, first, answer) if first and getattr(job.body, "echo", False) else answer
         content = {"logprobs": self.logprobs(job, index, shown), "finish_reason": answer.finish_reason,
                    "stop_reason": answer.stop_reason}  # fmt: skip
@@ -374,7 +384,7 @@ class OpenAIServing:
             if first and job.body.prompt_logprobs is not None and not job.body.stream:
                 content["prompt_logprobs"] = scores(first)
             return {"index": index, "text": shown.text} | content
-        reader = job.reader(index)
+        reader = job.readers[index]
         message = reader.read(answer.text, answer.finish_reason is not None)
         if first:
             message = {"role": "assistant", "content": ""} | message
@@ -476,15 +486,12 @@ class Job:
     params: SamplingParams
     collectors: list[RequestOutputCollector]
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
-    readers: dict[int, ToolCallReader] = dataclasses.field(default_factory=dict)
     text_offsets: dict[int, int] = dataclasses.field(default_factory=dict)  # where an answer's next token begins
+    grammars: dict[int, Any] | None = None  # what each answer must match, as far as it has come (companion 06b)
     utf8: dict[int, Any] = dataclasses.field(default_factory=dict)  # decoders: what of a character is there already
 
-    def reader(self, index: int) -> ToolCallReader:
-        """What has been understood of an answer so far."""
-        if index not in self.readers:
-            self.readers[index] = ToolCallReader(self.body)
-        return self.readers[index]
+    def __post_init__(self) -> None:  # what has been understood of each answer so far
+        self.readers = collections.defaultdict(functools.partial(ToolCallReader, self.body))
 
     @property
     def wants_usage(self) -> bool:
