@@ -715,7 +715,7 @@ STORE = '{"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_
      ({"lora_modules": ["a=b"]}, "--enable-lora"),
      ({"max_num_seqs": 0}, "max_num_seqs"), ({"block_size": 0}, "block_size"), ({"scheduling_policy": "lifo"}, "fcfs"),
      ({"gpu_memory_utilization": 1.5}, "gpu_memory"), ({"kv_cache_gib": 0}, "kv_cache_gib"), ({"seed": -1}, "seed"),
-     ({"kv_cache_gib": 1e9}, "below 1048576"), ({"max_model_len": 1}, "at least 2"),
+     ({"kv_cache_gib": 1e9}, "at most 1048576"), ({"max_model_len": 1}, "at least 2"),
      ({"max_num_seqs": 10**20}, "at most 65536"), ({"served_model_name": [""]}, "must not be empty"),
      ({"served_model_name": ["a", ""]}, "must not be empty"),
      ({"quantization": "magic"}, "quantization"), ({"kv_cache_dtype": "int1"}, "kv_cache_dtype"),
@@ -724,6 +724,17 @@ STORE = '{"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_
      ({"kv_transfer_config": TRANSFER, "kv_cache_dtype": "fp8"}, "not together with --kv-cache-dtype"),
      ({"kv_transfer_config": STORE, "enable_lora": True}, "--enable-lora if blocks go to a store"),
      ({"kv_transfer_config": STORE, "data_parallel_size": 2}, "not together with workers or several engines"),
+     *(({name: value}, f"{name} {value!r}: must be a whole number of at least {low}")
+       for name, low in (("long_prefill_token_threshold", 0), ("tensor_parallel_size", 1),
+                         ("pipeline_parallel_size", 1), ("data_parallel_size", 1), ("data_parallel_size_local", 0),
+                         ("data_parallel_start_rank", 0), ("api_server_count", 1), ("block_size", 1))
+       for value in (low - 1, "x", 1.0, True)),
+     *(({name: value}, f"{name} {value!r}: must be a number above 0")
+       for name in ("gpu_memory_utilization", "kv_cache_gib") for value in (0, -1, "x", float("nan"), True)),
+     ({"dtype": "x"}, "dtype 'x': must be one of auto, float32"),
+     *(({"enable_lora": True} | limits, name) for name, limits in (
+         ("max_loras 0", {"max_loras": 0}), ("max_lora_rank 0", {"max_lora_rank": 0}),
+         ("max_cpu_loras 1", {"max_loras": 2, "max_cpu_loras": 1}))),
      ({"tool_call_parser": "magic"}, "hermes"), ({"enable_auto_tool_choice": True}, "--tool-call-parser"),
      ({"chat_template": "no/such.jinja"}, "no/such.jinja"), ({"chat_template": "{% if %}"}, "chat template: line 1")],
 )  # fmt: skip

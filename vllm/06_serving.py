@@ -24,8 +24,8 @@ How to run:
   uv run python vllm/06_serving.py --bench                    minutes: latency and throughput against load
   uv run python vllm/06_serving.py bench --help               lesson 06d's load generator, for any server
 
-Read for this: vLLM 0.32 `entrypoints/openai/`, `v1/engine/async_llm.py`, `v1/metrics/loggers.py`; OpenAI's API
-reference; the HTML standard's chapter on server-sent events; Little 1961.
+Read for this: vLLM 0.32 `entrypoints/launchers/`, `entrypoints/openai/`, `v1/engine/async_llm.py`,
+`v1/metrics/loggers.py`; OpenAI's API reference; the HTML standard's chapter on server-sent events; Little 1961.
 """
 
 from __future__ import annotations
@@ -131,7 +131,10 @@ class EngineArgs:
             raise common.InputError("--trust-remote-code: refused. It lets a model folder run its own Python; this "
                                     "engine reads config.json, weights and tokenizer, and runs none of it")  # fmt: skip
         for name, low in (("max_num_seqs", 1), ("max_model_len", 2), ("max_num_batched_tokens", 1), ("block_size", 1),
-                          ("num_gpu_blocks_override", 2), ("max_num_queued_reqs", 1), ("seed", 0)):  # fmt: skip
+                          ("num_gpu_blocks_override", 2), ("max_num_queued_reqs", 1), ("seed", 0),
+                          ("long_prefill_token_threshold", 0), ("tensor_parallel_size", 1),
+                          ("pipeline_parallel_size", 1), ("data_parallel_size", 1), ("data_parallel_size_local", 0),
+                          ("data_parallel_start_rank", 0), ("api_server_count", 1)):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < low):
                 raise common.InputError(f"{name} {value!r}: must be a whole number of at least {low}")
@@ -139,10 +142,11 @@ class EngineArgs:
             raise common.InputError(f"max_num_seqs {self.max_num_seqs}: must be at most {MAX_NUM_SEQS}")
         if not all(self.served_model_name or ["default"]):
             raise common.InputError(f"served_model_name {self.served_model_name}: a name must not be empty")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise common.InputError(f"gpu_memory_utilization {self.gpu_memory_utilization}: must be above 0, at most 1")
-        if not 0 < self.kv_cache_gib < 1 << 20:
-            raise common.InputError(f"kv_cache_gib {self.kv_cache_gib}: must be above 0, below {1 << 20}")
+        for name, high in (("gpu_memory_utilization", 1), ("kv_cache_gib", 1 << 20)):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value <= high:
+                raise common.InputError(f"{name} {value!r}: must be a number above 0, at most {high}")
+        offline._dtype(self.dtype)
         allowed = {"scheduling_policy": ("fcfs", "priority"), "engine_place": PLACES}
         if self.tool_call_parser is not None:
             allowed["tool_call_parser"] = ("hermes",)
@@ -162,7 +166,7 @@ class EngineArgs:
 
         if self.scales_out:
             openai_api.companion("06c_scaling_out", "--tensor-parallel-size").check_args(self)
-        _, kv_transfer = self.speculation, self.kv_transfer  # wrong ones are refused now
+        _, _, kv_transfer = self.lora_config, self.speculation, self.kv_transfer  # wrong ones are refused now
         if kv_transfer:
             stored = kv_transfer.kv_connector == "StoreConnector"  # an adapter's name may mean another one tomorrow
             quantized = self.kv_cache_dtype != "auto"
