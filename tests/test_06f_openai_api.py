@@ -849,13 +849,15 @@ def test_errors_of_the_engine_have_a_status(error, status, capsys):
 def test_kv_transfer_params_go_in_and_out():
     """Lesson 08: what a proxy says reaches the engine; what a prefill server answers tells where its blocks are."""
     params = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "h", "remote_port": 7}
+    connected = type("Connected", (lesson.OpenAIServing,), {"has_kv_connector": True})
     answer = offline.CompletionOutput(0, "x", [1], finish_reason="length")
-    llm, app = serve(Letters([offline.RequestOutput("r", "p", [1], [answer], True, kv_transfer_params=params)]))
+    news = offline.RequestOutput("r", "p", [1], [answer], True, kv_transfer_params=params)
+    llm, app = serve(Letters([news]), kind=connected)
     wanted = {"kv_transfer_params": {"do_remote_decode": True, "transfer_id": "t"}}
     for path, body in (("/v1/completions", P), ("/v1/chat/completions", M)):
         assert ask(app, path, body | wanted).json["kv_transfer_params"] == params
     assert [call[2].extra_args for call in llm.added] == [wanted, wanted]
-    llm, app = serve()
+    llm, app = serve(kind=connected)
     heard = ask(app, "/v1/completions", P | {"kv_transfer_params": params})
     assert heard.status == 200 and "kv_transfer_params" not in heard.json
     assert [call[2].extra_args for call in llm.added] == [{"kv_transfer_params": params}]
@@ -863,6 +865,10 @@ def test_kv_transfer_params_go_in_and_out():
     for wrong in (5, {"do_remote_prefill": True}, {"do_remote_decode": "yes"}):
         check_error(ask(app, "/v1/completions", P | {"kv_transfer_params": wrong}), 400, "kv_transfer_params")
     check_error(ask(app, "/v1/completions", P | {"n": 2, "temperature": 1, "kv_transfer_params": {}}), 400, "n")
+    llm, app = serve()
+    heard = ask(app, "/v1/completions", P | {"kv_transfer_params": params})
+    check_error(heard, 400, "kv_transfer_params", "was started without --kv-transfer-config")
+    assert not llm.added and ask(app, "/v1/completions", P | {"kv_transfer_params": None}).status == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -571,6 +571,7 @@ async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[
     serving.tokenizer.chat_template = args.chat_template or serving.tokenizer.chat_template
     with contextlib.suppress(common.InputError):  # no template, or one that wants more than a greeting
         serving.tokenizer.render_chat([{"role": "user", "content": "warm-up"}])  # else the first client waits for it
+    serving.has_kv_connector = args.kv_transfer is not None
     serving.enable_auto_tool_choice, serving.tool_call_parser = args.enable_auto_tool_choice, args.tool_call_parser
     serving.root, serving.runtime_loras = args.model or str(llama.model_folder()), may_load_adapters(args)
     app = openai_api.build_app(serving, api_keys, os.environ.get("VLLM_SERVER_DEV_MODE") == "1")

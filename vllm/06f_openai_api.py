@@ -146,6 +146,7 @@ class OpenAIServing:
 
     root: str | None = None  # the model's folder or hub id: clients load its tokenizer from there
     runtime_loras = False  # may clients load and unload adapters?
+    has_kv_connector = False  # does anybody read kv_transfer_params? (lesson 08)
     tool_call_parser: str | None = None  # "hermes": how the model writes a call of its own accord
     enable_auto_tool_choice = False
 
@@ -263,6 +264,8 @@ class OpenAIServing:
             raise common.InputError("priority: must fit in 64 bits")
         params = self.check_params(body)
         if body.kv_transfer_params is not None:
+            if not self.has_kv_connector:
+                raise common.InputError("kv_transfer_params: this server was started without --kv-transfer-config")
             companion("081_kv_connectors", "kv_transfer_params").attach_params(params, body.kv_transfer_params)
         grammars = None
         if found := protocol.structured_outputs(body):
@@ -860,7 +863,6 @@ class ScriptedTokenizer:
     """One token per character. For the widget and for tests: the checks in front of the engine need no model."""
 
     chat_template = "{{ messages }}"
-
     backend = argparse.Namespace(get_vocab=lambda: {chr(i): i for i in range(128)})
 
     def encode(self, text: str, add_special_tokens: bool = True, max_length: int | None = None) -> list[int]:
