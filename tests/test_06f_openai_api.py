@@ -551,6 +551,26 @@ def test_a_limit_beyond_the_context_ends_with_it(shared):
     assert [params.max_tokens for *_, params in llm.added] == [2, 512], "the engine knows where the context ends"
 
 
+@pytest.mark.parametrize(("side", "read"), [("left", "y" * 5), ("right", "x" * 5), (None, "y" * 5)])
+def test_of_a_text_that_is_cut_only_what_can_be_read_is_tokenized(side, read):
+    """512 tokens of at most one character: behind 512 characters nobody need look, however many there are."""
+    seen = []
+
+    class Noting(lesson.ScriptedTokenizer):
+        def encode(self, text, *about):
+            seen.append(len(text))
+            return super().encode(text, *about)
+
+    llm = lesson.ScriptedLLM(512)
+    llm.front.tokenizer = Noting()
+    _, app = serve(llm)
+    body = {"prompt": "x" * 50_000 + "y" * 50_000, "truncate_prompt_tokens": 5, "truncation_side": side}
+    for prompt, length in ((body["prompt"], 512), ("x" * 100 + "y" * 100, 200)):
+        assert ask(app, "/v1/completions", body | {"prompt": prompt}).status == 200
+        assert seen == [length] and bytes(llm.added[-1][1]["prompt_token_ids"]).decode() == read
+        seen.clear()
+
+
 def test_nothing_is_hidden_from_listeners(shared):
     options = {"include_obfuscation": True, "include_usage": True}
     events = lesson.read_events(ask(shared[1], "/v1/completions", P | {"stream": True, "stream_options": options}).text)

@@ -364,8 +364,8 @@ class ResponsesAPI:
         return self.stored[response_id]
 
     def find_item(self, item_id: str) -> Any:
-        """The item of a kept answer, newest first; APIError 404 if there is none."""
-        for stored in reversed(self.stored.values()):
+        """The item of a kept answer; APIError 404 if there is none."""
+        for stored in self.stored.values():
             for item in stored.response["output"]:
                 if item["id"] == item_id:
                     return ITEM.validate_python(item)
