@@ -319,6 +319,32 @@ def test_to_close_a_connection_is_heard_at_both_ends():
         assert link.inbox.get(timeout=20)[1] == {"kind": "LOST", "why": "closed"} and theirs.recv(1) == b""
 
 
+def test_a_connection_that_is_closed_while_it_is_made_ends_at_both_ends(monkeypatch):
+    """And what was to be said over it is not said any more."""
+    make, before = socket.create_connection, {*threading.enumerate()}
+    going, closed = threading.Event(), threading.Event()
+
+    def slowly(*args):
+        going.set()
+        assert closed.wait(20)
+        return make(*args)
+
+    monkeypatch.setattr(socket, "create_connection", slowly)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = transfer.Link(SimpleQueue(), threading.Event(), address=server.getsockname())
+        link.send(DONE)
+        assert going.wait(20)
+        link.close(), closed.set()
+        theirs, _ = server.accept()
+        theirs.settimeout(20)
+        assert theirs.recv(1) == b""
+        theirs.close()
+    for thread in {*threading.enumerate()} - before:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert link.inbox.get()[1] == {"kind": "LOST", "why": "closed"} and link.inbox.empty()
+
+
 @pytest.mark.parametrize("error", [OSError("no route"), RuntimeError("no group"), OSError()])
 @pytest.mark.parametrize("way", ["transmit", "receive"])
 def test_a_wire_that_fails_is_a_lost_connection(way, error, monkeypatch):

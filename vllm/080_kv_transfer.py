@@ -285,8 +285,12 @@ class Link:
     def _read(self) -> None:
         try:
             if self.sock is None:
-                self.sock = socket.create_connection(self.address, self.timeout)
-                self.sock.settimeout(None)
+                sock = socket.create_connection(self.address, self.timeout)
+                sock.settimeout(None)
+                with self.lock:
+                    if self.lost is not None:  # closed meanwhile, when there was no socket to close
+                        return sock.close()
+                    self.sock = sock
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             threading.Thread(target=self._write, daemon=True).start()
             while True:
