@@ -1613,8 +1613,14 @@ def test_an_engine_without_work_reads_its_mail(tiny_model):
 def test_another_model_is_refused(tiny_model):
     other = llama.random_model(seed=1)
     with pair(tiny_model, "TCPConnector", decode_model=other) as (prefill, decode):
-        submit(prefill, decode, "a", PROMPT, TOKENS)
-        assert "another kind" in drain(prefill, decode)["a"][2]
+        for name in "ab":  # by the second one, HELLO has been said
+            submit(prefill, decode, name, PROMPT, TOKENS)
+            tokens, _, why = drain(prefill, decode, seconds=20)[name]
+            assert tokens == [] and "another kind" in why and not counts(decode)["bytes_in"]
+        connector = decode.scheduler.connector
+        prefill.scheduler.connector.close()
+        until(lambda: not connector.links, connector.poll)
+        assert not connector.refused, "whoever listens there tomorrow is heard"
 
 
 @pytest.mark.parametrize("wire", WIRES)

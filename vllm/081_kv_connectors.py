@@ -424,6 +424,7 @@ class P2PConnector(KVConnectorBase):
         self.timeout = config.extra("timeout", 10.0)
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.links: dict[tuple[str, int], Link] = {}  # those that we made, by address
+        self.refused: dict[Link, str] = {}  # of these: whose HELLO named another cache than ours
         self.accepted: list[Link] = []
         self.names: dict[str, str] = {}  # transfer: request id, of what we export
         self.wire: Callable[[Link, dict, Any], Iterable[tuple[dict, Any]]] | None = None  # faults, for 08_disagg
@@ -550,6 +551,8 @@ class P2PConnector(KVConnectorBase):
                 if not kv_transfer.num_consumers(self.num_kv_heads, tp_size, self.tp_size, rank):
                     done = {"kind": "DONE", "transfer": params["transfer_id"]}
                     self.connect((params["remote_host"], port + rank)).send(done)
+        for link, why in self.refused.items():  # HELLO is said once for all requests
+            self.consumer.on_lost(link, why)
         self.poll()
 
     def save_kv_layer(self, layer: int) -> None:
@@ -593,11 +596,13 @@ class P2PConnector(KVConnectorBase):
                 self.consumer.on_lost(link, header["why"])
                 self.producer.on_lost(link)
                 self.links = {address: other for address, other in self.links.items() if other is not link}
+                self.refused.pop(link, None)
                 with contextlib.suppress(ValueError):  # it is ours; or lost before _accept() noted it
                     self.accepted.remove(link)
             elif kind == "HELLO":
-                if header["layout"] != (ours := self.layout()):
-                    self.consumer.on_lost(link, f"its cache is of another kind: {header['layout']}, ours is {ours}")
+                if (theirs := header["layout"]) != (ours := self.layout()):
+                    self.refused[link] = f"its cache is of another kind: {theirs}, ours is {ours}"
+                    self.consumer.on_lost(link, self.refused[link])
             elif kind in ("KV", "GONE"):
                 self.consumer.on_message(link, header, payload)
             elif kind == "GET" and not self.has_heads(header["head"], header["heads"]):
