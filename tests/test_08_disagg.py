@@ -2484,12 +2484,16 @@ def test_real_processes_and_a_real_death(tiny_model):
 # --- The proxy -------------------------------------------------------------------------------------------------------
 
 
+KEPT = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": "127.0.0.1", "remote_port": 9}  # nobody is there
+
+
 class Servers:
     """Stand where real servers would: what each was asked, and what it answers."""
 
     def __init__(self, stream=None):
         self.asked, self.requests, self.answers, self.down, self.status = [], [], [], set(), {}
         self.stream = stream or httpx.ByteStream(b"data: 1\n\n")
+        self.kept = KEPT
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         host = request.url.host
@@ -2505,7 +2509,7 @@ class Servers:
             no = httpx.ByteStream(json.dumps({"error": {"message": f"{host} says no"}}).encode())
             return httpx.Response(self.status[host], stream=no, headers={"content-type": "application/json"})
         if host.startswith("p"):
-            return httpx.Response(200, json={"kv_transfer_params": {"do_remote_prefill": True, "from": host}})
+            return httpx.Response(200, json={"kv_transfer_params": self.kept | {"from": host}})
         return httpx.Response(200, stream=self.stream, headers={"content-type": "text/event-stream"})
 
 
@@ -2539,7 +2543,7 @@ def test_the_proxy_prefills_first():
     params = asked.pop("kv_transfer_params")
     assert prefill == "p0" and asked == {"prompt": "Hi", "max_tokens": 1, "min_tokens": 0, "stream": False}
     assert params["do_remote_decode"] and params["transfer_id"]
-    assert decode in ("d0", "d1") and wanted == BODY | {"kv_transfer_params": {"do_remote_prefill": True, "from": "p0"}}
+    assert decode in ("d0", "d1") and wanted == BODY | {"kv_transfer_params": KEPT | {"from": "p0"}}
 
 
 def test_the_proxy_survives_a_prefill_server():
@@ -2626,6 +2630,60 @@ def test_the_proxy_passes_refusals_on():
         servers.asked.clear()
         assert through_proxy(servers, BODY | one).status_code == 200
         assert [host[0] for host, _ in servers.asked] == ["p", "d"], "one prompt, given as token ids"
+
+
+STRANGE = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": "10.0.0.5", "remote_port": 22}
+
+
+@pytest.mark.parametrize(("change", "down", "asked"), [
+    ({}, (), ["p0", "d1"]), ({}, ("p0",), ["d1"]), ({"prompt": ["Hi"]}, (), ["d1"]),
+    ({"echo": True, "logprobs": 1}, (), ["d1"]),
+])  # fmt: skip
+def test_no_client_says_where_keys_and_values_are(change, down, asked):
+    """Neither beside the proxy's own word, nor where the proxy has nothing to say."""
+    pytest.importorskip("fastapi")
+    servers = Servers()
+    servers.down = {*down}
+    assert through_proxy(servers, BODY | change | {"kv_transfer_params": STRANGE}).status_code == 200
+    assert [host for host, _ in servers.asked] == asked
+    assert not any("10.0.0.5" in json.dumps(body) for _, body in servers.asked)
+    assert ("kv_transfer_params" in servers.asked[-1][1]) == (len(asked) == 2)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(("status", "down"), [({"d0": 400}, ()), ({"d0": 500}, ()), ({}, ("d0",))], ids=str)
+def test_a_prompt_that_no_decode_server_comes_for_is_given_up(wire, status, down, tiny_model):
+    """Its prefill server need not wait for the end of the lease."""
+    pytest.importorskip("fastapi")
+    with pair(tiny_model, wire) as (prefill, _):
+        prefill.add_request(lesson.make_request("a", PROMPT, 1, do_remote_decode=True, transfer_id="x"))
+        (output,) = prefill.step()
+        assert prefill.scheduler.held
+        servers = Servers()
+        servers.kept, servers.status, servers.down = output.kv_transfer_params, status, {*down}
+        assert through_proxy(servers, BODY, ["p0"], ["d0"]).status_code == (status or {"d0": 503})["d0"]
+        drain(prefill, seconds=10)
+        assert not prefill.scheduler.held and not counts(prefill, "producer")["expired"]
+
+
+def test_a_prompt_is_given_up_on_every_rank():
+    """And who cannot be reached has its lease."""
+
+    async def go():
+        heard, first = [], free_ports(3)
+
+        async def rank(reader, writer):
+            writer.write(b"HELLO")
+            heard.append(transfer.read_frame(io.BytesIO(await reader.read()).read)[0])
+            writer.close()
+
+        for port in (first, first + 2):
+            await asyncio.start_server(rank, "127.0.0.1", port)
+        params = {"transfer_id": "x", "remote_host": "127.0.0.1", "remote_port": first, "tp_size": 3}
+        await asyncio.wait_for(connectors.give_up(params), 20)
+        assert heard == [{"kind": "CANCEL", "transfer": "x"}] * 2
+
+    asyncio.run(go())
 
 
 @pytest.mark.parametrize("key", [None, "Bearer k"])

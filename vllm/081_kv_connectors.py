@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -261,6 +262,19 @@ def attach_params(sampling_params: Any, params: Any) -> None:
     if sampling_params.n != 1:
         raise common.InputError(f"n {sampling_params.n}: must be 1 with kv_transfer_params: one transfer, one answer")
     sampling_params.extra_args = {"kv_transfer_params": params}
+
+
+async def give_up(params: dict[str, Any]) -> None:
+    """Nobody will come for this prompt: say so to every rank that keeps it, as a decode worker would. A rank that
+    cannot be reached keeps it until its lease is up."""
+    frame = kv_transfer.pack_frame({"kind": "CANCEL", "transfer": params["transfer_id"]})
+    for rank in range(params.get("tp_size", 1)):
+        with contextlib.suppress(OSError):  # TimeoutError is one
+            async with asyncio.timeout(5):
+                reader, writer = await asyncio.open_connection(params["remote_host"], params["remote_port"] + rank)
+                with contextlib.closing(writer):
+                    writer.write(frame), writer.write_eof()
+                    await reader.read()  # its HELLO, and then its end of the connection: it has heard
 
 
 @dataclass

@@ -651,14 +651,15 @@ class Proxy:
 
         self.turn += 1
         failure: Exception | None = None
+        # They name a host that a decode server will connect to, and believe: no client's word.
+        body = {name: value for name, value in body.items() if name != "kv_transfer_params"}
+        prompt = body.get("prompt")
+        several = isinstance(prompt, list) and not all(type(token) is int for token in prompt)
+        scored = body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None)
+        # One transfer is one prompt and one answer; and a prompt is scored where it is computed.
+        split = body.get("n") in (None, 1) and not (several or scored)
         for i in range(len(self.decode)):
-            params, refusal = None, None
-            prompt = body.get("prompt")
-            several = isinstance(prompt, list) and not all(type(token) is int for token in prompt)
-            scored = body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None)
-            # One transfer is one prompt and one answer; and a prompt is scored where it is computed.
-            if body.get("n") in (None, 1) and not (several or scored):
-                params, refusal = await self.prefilled(path, body, headers)
+            params, refusal = await self.prefilled(path, body, headers) if split else (None, None)
             if refusal is not None:
                 return refusal
             wanted = {**body, "kv_transfer_params": params} if params else body
@@ -667,7 +668,10 @@ class Proxy:
                 request = self.client.build_request("POST", url + path, json=wanted, headers=headers)
                 answer = await self.client.send(request, stream=True)
             except httpx.HTTPError as error:
-                failure = error
+                answer, failure = None, error
+            if params and (answer is None or answer.status_code >= 400):
+                await connectors.give_up(params)
+            if answer is None:
                 continue
             if answer.status_code < 500 or i == len(self.decode) - 1:
                 return answer
@@ -895,9 +899,8 @@ def _draw_handover(folder: str | Path) -> Path:
     arrow(1.0, D + 0.3, 1.35, P - 0.32, C["green"])
     note(1.28, (P + D) / 2, "GET", color=C["green"])
     box(0.75, D, end + 0.1, "WAITING_FOR_REMOTE_KVS: has blocks, costs no step anything; others decode", C["grey"])
-    box(end + 0.85, D, 0.75, "token", C["green"])
-    box(end + 1.6, D, 0.75, "token", C["green"])
-    box(end + 2.35, D, 0.75, "token", C["green"])
+    for i in range(3):
+        box(end + 0.85 + 0.75 * i, D, 0.75, "token", C["green"])
     arrow(end + 0.95, D + 0.3, end + 2.25, P - 0.3, C["green"])
     note(end + 1.72, W, "DONE", color=C["green"])
     note(end + 2.4, P, "freed")
@@ -1028,9 +1031,8 @@ def bench_wires(prefill: Worker, decode: Worker, prompts: dict[int, list[int]]) 
             found["mb_s"] = moved / found["after_ms"] / 1e3
             rows.append([wire, n, f"{moved / 1e6:.1f}", f"{found['after_ms']:.1f}", f"{found['mb_s']:.0f}",
                          f"{found['exposed_ms']:.1f}"])  # fmt: skip
-    common.table(
-        ["wire", "tokens", "MB", "ms, asked for afterwards", "MB/s", "ms from prefill to token, streamed"], rows
-    )
+    head = ["wire", "tokens", "MB", "ms, asked for afterwards", "MB/s", "ms from prefill to token, streamed"]
+    common.table(head, rows)
     return bench
 
 
@@ -1080,15 +1082,13 @@ def build_parser() -> common.Parser:
                    help="what happens in step 4, from the twelfth message on (default %(default)s)")  # fmt: skip
     p.set_defaults(run=None)
     commands = p.add_subparsers(title="commands", metavar="proxy")
-    proxy = commands.add_parser(
-        "proxy", help="in front of prefill and decode servers", description=proxy_command.__doc__
-    )
+    about = {"help": "in front of prefill and decode servers", "description": proxy_command.__doc__}
+    proxy = commands.add_parser("proxy", **about)
     proxy.add_argument("--prefill", type=common.url, nargs="+", required=True, metavar="URL", help="the kv_producers")
     proxy.add_argument("--decode", type=common.url, nargs="+", required=True, metavar="URL", help="the kv_consumers")
     proxy.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    proxy.add_argument(
-        "--port", type=common.number(int, 0, 65535), default=8000, help="default 8000; 0 takes a free one"
-    )
+    port = common.number(int, 0, 65535)
+    proxy.add_argument("--port", type=port, default=8000, help="default 8000; 0 takes a free one")
     proxy.set_defaults(run=proxy_command)
     return p
 
