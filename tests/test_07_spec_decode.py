@@ -440,6 +440,10 @@ def test_lookahead_drafts_leftovers_and_what_it_has_pooled():
         ({"num_speculative_tokens": True}, "num_speculative_tokens"),
         ({"prompt_lookup_max": 2, "prompt_lookup_min": 3}, "prompt_lookup_min 3"),
         ({"prompt_lookup_max": -1}, "prompt_lookup_max"),
+        ({"prompt_lookup_max": 0}, "prompt_lookup_max 0: must be a whole number of at least 1"),
+        ({"prompt_lookup_max": False}, "prompt_lookup_max False"),
+        ({"prompt_lookup_min": 0}, "prompt_lookup_min 0"),
+        ({"prompt_lookup_min": 0, "prompt_lookup_max": 4}, "prompt_lookup_min 0"),
         ({"suffix_decoding_max_spec_factor": 0}, "above 0"),
         ({"model": 3}, "a path"),
         ({"num_speculative_tokens_schedule": "x"}, "heuristic"),
@@ -462,6 +466,8 @@ def test_configs_as_vllm_reads_them():
     config = SpeculativeConfig.from_json('{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}')
     assert (config.prompt_lookup_min, config.prompt_lookup_max) == (4, 4)
     assert (SpeculativeConfig().prompt_lookup_min, SpeculativeConfig().prompt_lookup_max) == (5, 5)
+    config = SpeculativeConfig(prompt_lookup_min=3)
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == (3, 3)
     config = SpeculativeConfig(num_speculative_tokens_per_batch_size=[[1, 2, 4], [3, 8, 1], [9, 9, 0]])
     assert [config.drafts_in_batch(n) for n in (1, 2, 3, 8, 9, 50)] == [4, 4, 1, 1, 0, 0]
 

@@ -264,9 +264,6 @@ class SpeculativeConfig:
     num_speculative_tokens_schedule: str = "constant"  # "heuristic": +2 where all stood, else −1, as Transformers does
 
     def __post_init__(self) -> None:
-        low, high = self.prompt_lookup_min, self.prompt_lookup_max
-        self.prompt_lookup_min, self.prompt_lookup_max = low or high or 5, high or low or 5
-
         def check(name: str, good: Callable[[Any], bool], allowed: str) -> None:
             if not good(getattr(self, name)):
                 raise common.InputError(f"speculative_config: {name} {getattr(self, name)!r}: must be {allowed}")
@@ -276,7 +273,10 @@ class SpeculativeConfig:
         check("method", methods.__contains__, f"one of {', '.join(methods)}")
         check("num_speculative_tokens", whole(1, 128), "a whole number from 1 to 128")
         check("model", lambda value: value is None or isinstance(value, str), "a path")
-        check("prompt_lookup_max", whole(1, 1 << 20), "a whole number of at least 1")
+        for name in ("prompt_lookup_max", "prompt_lookup_min"):
+            check(name, lambda n: n is None or whole(1, 1 << 20)(n), "a whole number of at least 1")
+        given = [n for n in (self.prompt_lookup_min, self.prompt_lookup_max) if n is not None] or [5]
+        self.prompt_lookup_min, self.prompt_lookup_max = given[0], given[-1]  # one alone is both
         check("prompt_lookup_min", whole(1, self.prompt_lookup_max), "a whole number from 1 to prompt_lookup_max")
         check("suffix_decoding_max_spec_factor", lambda value: type(value) in (int, float) and 0 < value < math.inf,
               "a number above 0")  # fmt: skip
