@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import common
 import pytest
@@ -139,6 +142,52 @@ def test_a_prompt_goes_from_ranks_to_ranks(build, monkeypatch, prefill_tp, decod
     read = [count > 0 for count in early]
     assert sum(read) == min(prefill_tp, 4), "layers leave every rank that is read before the prompt is computed"
     check_nothing_is_kept(monkeypatch, prefill, decode)
+
+
+def digests_of_ranks(model, n, change=lambda part: part):
+    """What each of n ranks, as threads, calls its part of `model` after a change to its layers."""
+    meeting, table, cut = threading.Barrier(n), [None] * n, executors.tensor_parallel
+
+    def digest(rank):
+        part = cut.shard_model(model, scaling.ThreadTP(n, rank, meeting, table))
+        return lesson.connectors.weights_digest(cut.map_local(part, change))
+
+    with ThreadPoolExecutor(n) as ranks:
+        return list(ranks.map(digest, range(n)))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_model_has_one_digest_however_it_is_cut(ranks):
+    """With biases and norms of heads; four of eight ranks have copies of the others' keys and values."""
+    model = llama.random_model(**scaling.SIZES | {"qk_norm": True, "vocab_size": 131})  # 131: some ranks are padded
+    model.config = dataclasses.replace(model.config, attention_bias=True, mlp_bias=True)
+    for layer in model.linear.values():
+        layer.bias = torch.randn(layer.weight.shape[0])
+    whole = lesson.connectors.weights_digest(model)
+    assert digests_of_ranks(model, ranks) == [whole] * ranks
+    values, down = model.linear["layers.0.qkv_proj"], model.linear["layers.1.down_proj"]
+    for last in (values.weight[-1], values.bias[-1:], down.weight[:, -1], down.bias[-1:]):  # an output, an input
+        last += 1
+        (other,) = {*digests_of_ranks(model, ranks)}
+        assert other == lesson.connectors.weights_digest(model) != whole
+        whole = other
+
+
+@pytest.mark.parametrize("method", ["int4", "mxfp8", "int8"])
+def test_codes_have_one_digest_however_they_are_cut(method):
+    """If they are the same: with a scale for all inputs of an output, a rank has its own for its inputs."""
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
+    model, quantize = llama.random_model(**shape), common.lesson("05b_quantization").quantize_model
+    (found,) = {*digests_of_ranks(model, 2, lambda part: quantize(part, method))}
+    whole = lesson.connectors.weights_digest(quantize(model, method))
+    assert (found == whole) == (method != "int8")
+    assert lesson.connectors.weights_digest(model) not in (found, whole)
+
+
+def test_ranks_tell_their_connectors_one_digest(build, monkeypatch):
+    whole = lesson.connectors.weights_digest(llama.random_model(**scaling.SIZES))
+    for tp in (1, 2):
+        assert on_ranks(build(tp, "kv_producer"), monkeypatch, lambda c, rank: c.digest) == [whole] * tp
 
 
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 3, "prompt_lookup_min": 1}

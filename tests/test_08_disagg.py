@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -1610,8 +1611,12 @@ def test_an_engine_without_work_reads_its_mail(tiny_model):
         assert all(letter.scheduler_stats.step_seconds and not letter.outputs for letter in sent), "a letter per step"
 
 
-def test_another_model_is_refused(tiny_model):
+@pytest.mark.parametrize("tuned", [False, True])
+def test_another_model_is_refused(tiny_model, tuned):
+    """Also one that has all but a matrix in common with ours."""
     other = llama.random_model(seed=1)
+    if tuned:
+        other = changed(tiny_model, "layers.0.qkv_proj", lambda W: W + 0.01)
     with pair(tiny_model, "TCPConnector", decode_model=other) as (prefill, decode):
         for name in "ab":  # by the second one, HELLO has been said
             submit(prefill, decode, name, PROMPT, TOKENS)
@@ -1696,11 +1701,25 @@ def test_callers_are_let_in_again_when_there_are_descriptors_again(tiny_model):
         connector.close()
 
 
+def bare_config(**shape):
+    """Of a Llama of which nothing but its keys and values matters."""
+    return llama.LlamaConfig(**{
+        "vocab_size": 5, "hidden_size": 9, "intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1,
+        "num_key_value_heads": 1, "head_dim": 8,
+    } | shape)  # fmt: skip
+
+
+def bare_model(config, group, weight=1.0):
+    """What a connector must know of a model that has nothing but its shape, and a weight on every rank."""
+    return SimpleNamespace(config=config, group=group, norms=[], linear={},
+                           embed_tokens=torch.full((5, 9), weight))  # fmt: skip
+
+
 @pytest.mark.parametrize(("producer_tp", "consumer_tp"), [(3, 1), (1, 3), (3, 3), (6, 1)])
 def test_tensor_parallel_degrees_may_differ(producer_tp, consumer_tp, device):
     """Ranks of a cache with 3 KV heads and blocks of 16, to ranks with blocks of 8: every head in its place."""
     Hkv, D, layers, n = 3, 8, 2, 21
-    config = SimpleNamespace(num_key_value_heads=Hkv, num_hidden_layers=layers, head_dim=D, hidden_size=9, vocab_size=5)
+    config = bare_config(num_key_value_heads=Hkv, num_hidden_layers=layers, head_dim=D)
     whole = torch.randn(layers, 2, 5, 16, Hkv, D, device=device)
     theirs, ours = [3, 1, 2], [2, 4, 1]
 
@@ -1710,8 +1729,8 @@ def test_tensor_parallel_degrees_may_differ(producer_tp, consumer_tp, device):
         caches = [whole[i, :, :, :, head : head + heads].contiguous() for i in range(layers)]
         if role == "kv_consumer":
             caches = [torch.zeros(2, 5, size, heads, D, device=device) for _ in range(layers)]
-        group = SimpleNamespace(rank_in_group=rank, world_size=tp)
-        made.register_kv_caches(caches, SimpleNamespace(config=config, group=group, norm=torch.ones(9)))
+        group = SimpleNamespace(rank_in_group=rank, world_size=tp, all_reduce=lambda x: x)
+        made.register_kv_caches(caches, bare_model(config, group))
         return made
 
     producers = [rank_of("kv_producer", rank, producer_tp, 16, 0) for rank in range(producer_tp)]
@@ -1752,13 +1771,13 @@ def test_tensor_parallel_degrees_may_differ(producer_tp, consumer_tp, device):
 @pytest.mark.parametrize("consumer_tp", [1, 3])
 def test_ranks_that_nobody_reads_from_are_told_once(consumer_tp):
     """Six ranks hold three KV heads: the copies of those that nobody asks must not wait for their lease."""
-    config = SimpleNamespace(num_key_value_heads=3, num_hidden_layers=1, head_dim=8, hidden_size=9, vocab_size=5)
+    config = bare_config(num_key_value_heads=3, num_hidden_layers=1, head_dim=8)
     told = []
     for rank in range(consumer_tp):
         made = connectors.TCPConnector(KVTransferConfig("TCPConnector", "kv_consumer"))
-        group = SimpleNamespace(rank_in_group=rank, world_size=consumer_tp)
+        group = SimpleNamespace(rank_in_group=rank, world_size=consumer_tp, all_reduce=lambda x: x)
         cache = torch.zeros(2, 5, 8, 3 // consumer_tp, 8)
-        made.register_kv_caches([cache], SimpleNamespace(config=config, group=group, norm=torch.ones(9)))
+        made.register_kv_caches([cache], bare_model(config, group))
         made.connect = lambda address: SimpleNamespace(send=lambda header: told.append((address[1], header["kind"])))
         where = {"transfer_id": "x", "remote_host": "h", "remote_port": 100, "tp_size": 6}
         request = lesson.make_request("r", PROMPT, 1, do_remote_prefill=True, **where)
@@ -1768,28 +1787,93 @@ def test_ranks_that_nobody_reads_from_are_told_once(consumer_tp):
     assert sorted(told) == [(100 + r, "DONE" if r in unread else "GET") for r in range(6)] and len(unread) == 3
 
 
-def connector_of(kind="TCPConnector", rank=0, tp_size=1, block_size=16, dtype=torch.float32, norm=1.0, **model):
+def connector_of(kind="TCPConnector", rank=0, tp_size=1, block_size=16, dtype=torch.float32, weight=1.0, **model):
     """A connector of a rank that has some memory, of a model that has nothing but its shape."""
     extra = {"folder": model.pop("folder", "store")} if kind == "StoreConnector" else {}
     made = connectors.CONNECTORS[kind](KVTransferConfig(kind, "kv_consumer", kv_connector_extra_config=extra))
-    shape = {"num_key_value_heads": 4, "num_hidden_layers": 2, "head_dim": 8, "hidden_size": 32, "vocab_size": 5}
-    config, group = SimpleNamespace(**shape | model), SimpleNamespace(rank_in_group=rank, world_size=tp_size)
+    config = bare_config(**{"num_key_value_heads": 4, "num_hidden_layers": 2, "head_dim": 8, "hidden_size": 32} | model)
+    group = SimpleNamespace(rank_in_group=rank, world_size=tp_size, all_reduce=lambda x: x)
     heads = transfer.owned_heads(config.num_key_value_heads, tp_size, rank)[1]
     memory = torch.zeros(2, 3, block_size, heads, config.head_dim, dtype=dtype)
-    model = SimpleNamespace(config=config, group=group, norm=torch.full((4,), norm))
-    made.register_kv_caches([memory] * config.num_hidden_layers, model)
+    made.register_kv_caches([memory] * config.num_hidden_layers, bare_model(config, group, weight))
     return made
 
 
-OTHERS = [{"dtype": torch.bfloat16}, {"norm": 2.0}, {"num_key_value_heads": 2}, {"num_hidden_layers": 3},
+OTHERS = [{"dtype": torch.bfloat16}, {"weight": 2.0}, {"num_key_value_heads": 2}, {"num_hidden_layers": 3},
           {"head_dim": 16}, {"hidden_size": 64}, {"vocab_size": 6}]  # fmt: skip
 
 
 def test_two_caches_must_agree_about_this_and_about_nothing_else():
     ours = connector_of().layout()
-    assert ours == "2/4/8/torch.float32/32/5/4"
+    shape, _, digest = ours.rpartition("/")
+    assert shape == "2/4/8/torch.float32/32/5" and len(digest) == 16
     assert ours == connector_of(block_size=8).layout() == connector_of(rank=1, tp_size=2).layout()
     assert ours not in [connector_of(**other).layout() for other in OTHERS]
+
+
+def changed(model, name, change):
+    """A copy of `model` in which one layer has another matrix."""
+    other, layer = copy.copy(model), model.linear[name]
+    other.linear = model.linear | {name: llama.Linear(change(layer.weight.clone()), layer.bias)}
+    return other
+
+
+class Opaque(torch.Tensor):
+    """Codes that look like a tensor, as torchao's do: they may be decoded, and not be cut in all ways."""
+
+    def __getitem__(self, index):
+        raise NotImplementedError
+
+    def dequantize(self):
+        return self.as_subclass(torch.Tensor).round(decimals=2)
+
+
+def test_weights_that_make_keys_and_values_have_a_digest(tiny_model):
+    """Whichever is changed, and however the linear layers are packed; the output matrix makes none."""
+    digest, quantization = connectors.weights_digest, common.lesson("05b_quantization")
+    ours = digest(tiny_model)
+    packed = lesson.continuous_batching.pack_weights(tiny_model)
+    assert ours == digest(packed) == digest(llama.random_model(seed=SEED))
+    assert ours == digest(changed(tiny_model, "lm_head", lambda W: W + 1))
+    others = [
+        changed(tiny_model, name, lambda W: W + 0.01 * W.flip(0)) for name in tiny_model.linear if name != "lm_head"
+    ]
+    for seed in (0, 1):  # a merged adapter
+        lora = common.lesson("12_multi_lora").adapters
+        others.append(lora.merged(tiny_model, lora.random_adapter(tiny_model.config, 4, seed, "a", size=0.01)))
+    others.append(copy.copy(tiny_model))
+    others[-1].embed_tokens = tiny_model.embed_tokens * 1.01
+    for norms in ("input_norm", "post_attention_norm"):
+        other = copy.copy(tiny_model)
+        setattr(other, norms, [norm + 0.01 for norm in getattr(tiny_model, norms)])
+        others.append(other)
+    for change in (
+        {"rope_theta": 5e5},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rms_norm_eps": 1e-6},
+    ):
+        others.append(copy.copy(tiny_model))
+        others[-1].config = dataclasses.replace(tiny_model.config, **change)
+    others.append(llama.random_model(seed=SEED, dtype=torch.bfloat16))
+    wide = llama.random_model(seed=SEED, hidden_size=64, intermediate_size=128, head_dim=32, num_attention_heads=4)
+    methods = ("int8", "int8_per_channel_weight_only", "fp8_per_channel", "mxfp8", "mxfp4", "int4")
+    rounded = [wide, *(quantization.quantize_model(wide, method) for method in methods)]
+    rounded.append(quantization.quantize(wide, quantization.Method("fp8"))[0])  # the codes, and not the inputs
+    rounded.append(changed(wide, "layers.0.o_proj", lambda W: W.as_subclass(Opaque)))
+    digests = [ours, *map(digest, others), *map(digest, rounded)]
+    assert len({*digests}) == len(digests)
+
+
+def test_biases_and_norms_of_heads_have_a_part_in_the_digest():
+    digests, model = set(), llama.random_model(seed=SEED, qk_norm=True)
+    for layer in model.linear.values():
+        layer.bias = torch.ones(layer.weight.shape[0])
+    changes = [lambda: None, lambda: model.q_norm[1].add_(1), lambda: model.k_norm[0].add_(1)]
+    changes += [lambda layer=layer: layer.bias.add_(1) for name, layer in model.linear.items() if name != "lm_head"]
+    for change in changes:
+        change()
+        digests.add(connectors.weights_digest(model))
+    assert len(digests) == len(changes)
 
 
 def test_a_rectangle_is_written_whole_or_not_at_all():
@@ -1953,8 +2037,9 @@ def test_a_block_has_another_key_wherever_it_means_something_else(folder):
 
 def test_another_model_finds_nothing(folder, tiny_model):
     assert ask(store_core(tiny_model, folder), PROMPT, 2)
-    other = llama.random_model(seed=1)
-    assert ask(store_core(other, folder), PROMPT, TOKENS) == generated(other, PROMPT, TOKENS)
+    for other in (llama.random_model(seed=1), changed(tiny_model, "layers.0.qkv_proj", lambda W: W + 0.01)):
+        core = store_core(other, folder)
+        assert ask(core, PROMPT, TOKENS) == generated(other, PROMPT, TOKENS) and not counts(core)["bytes_in"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "small", "gone"])

@@ -296,6 +296,42 @@ class KVConnectorOutput:
     invalid_block_ids: set[int] = field(default_factory=set)  # a load inside the step left nothing in them
 
 
+SAMPLE = 61  # every 61st input, or output: training and rounding change nearly all weights of a matrix, not a few
+
+
+def weights_digest(model: Any) -> str:
+    """Tells models of one shape apart by what their keys and values depend on: all weights but the output matrix.
+
+    Equal on all ranks, and however many there are: each adds up the bits of a sample of its part, and then they add up
+    their sums. These are whole numbers, which have one sum in any order. All ranks must call this.
+    """
+    c, group = model.config, getattr(model, "group", None)
+    rank, ranks = (group.rank_in_group, group.world_size) if group else (0, 1)
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]).sum()
+
+    sums, grids = [total(model.embed_tokens[:, ::SAMPLE])], set()  # a grid is what a layer rounds its inputs to
+    sums += [total(norm) * (rank == 0) for norm in model.norms]  # whole on every rank: one of them counts
+    for name, layer in model.linear.items():
+        if name == "lm_head":
+            continue
+        layer = getattr(layer, "local", layer)  # lesson 05c: this rank's part
+        matrix = layer.weight if layer.weight is not None else getattr(layer, "packed", layer).codes  # lesson 05b
+        if type(matrix.data) is not torch.Tensor:  # torchao's
+            matrix = matrix.dequantize()
+        by_inputs = name.endswith(("o_proj", "down_proj"))  # so are they cut, and others by outputs
+        copies = max(1, ranks // c.num_key_value_heads) if name.endswith("qkv_proj") else 1
+        mine = slice(model.num_heads * c.head_dim if rank % copies else None)  # a neighbour counts the same KV head
+        bias = 0 if layer.bias is None else total(layer.bias[mine])
+        sums.append(total(matrix[::SAMPLE] if by_inputs else matrix[mine, ::SAMPLE]) + bias)
+        grids.add(str(getattr(layer, "grid", None)))
+    found = torch.stack(sums)
+    found = group.all_reduce(found) if group else found
+    made_of = (found.tolist(), sorted(grids), c.rope_theta, c.rope_scaling, c.rms_norm_eps)
+    return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
+
+
 class KVConnectorBase:
     """Who asks, who loads, who saves, who frees, and when (`kv_connector/v1/base.py:KVConnectorBase_V1`).
 
@@ -370,6 +406,7 @@ class KVConnectorBase:
         group, self.num_kv_heads = getattr(model, "group", None), model.config.num_key_value_heads
         self.tp_rank, self.tp_size = (group.rank_in_group, group.world_size) if group else (0, 1)
         self.head, self.heads = kv_transfer.owned_heads(self.num_kv_heads, self.tp_size, self.tp_rank)
+        self.digest = weights_digest(model)
 
     def bind_connector_metadata(self, meta: KVConnectorMetadata) -> None:
         self.meta = meta
@@ -398,8 +435,7 @@ class KVConnectorBase:
         """What two caches must have in common. Neither block size nor tensor-parallel degree is part of it."""
         c = self.model.config
         found = (c.num_hidden_layers, self.num_kv_heads, c.head_dim, self.layers[0].dtype, c.hidden_size, c.vocab_size)
-        # Two models of one shape differ in their weights; norms are whole on every tensor-parallel rank.
-        return "/".join(map(str, (*found, f"{self.model.norm.float().sum().item():.6g}")))
+        return "/".join(map(str, (*found, self.digest)))
 
     def table(self, blocks: Sequence[int]) -> torch.Tensor:
         return torch.tensor(blocks, dtype=torch.int64, device=self.layers[0].device)
