@@ -405,7 +405,7 @@ def test_a_link_is_judged_after_and_during_the_prompt(monkeypatch):
     """The median TTFT in ms, and the share within the limits; whole caches first, then layer by layer."""
     asked, ms = [], {False: (10, 20, 900), True: (10, 10, 20)}
 
-    def outcomes(deployment, workload, count, rate):
+    def outcomes(deployment, workload, count, rate, seed):
         asked.append((deployment, workload, count, rate))
         return [(1000 * t, 0.0, 0) for t in ms[deployment.layerwise]]
 
@@ -475,6 +475,20 @@ def test_recorded_sample():
     recorded(lesson.CONTESTS[0], ["1P7D"], [2])
 
 
+def test_recorded_draws():
+    """What a run says depends on its draw, and of a short one it depends more."""
+    found, split = lesson.RECORDED["draws"], Deployment("6P2D")
+    spread = [max(found[count]) / min(found[count]) for count in ("800", "3200", "6400")]
+    assert spread == sorted(spread, reverse=True) and spread[-1] == 1
+    for seed, rate in list(enumerate(found["800"]))[2:]:
+        assert holds(functools.partial(lesson.outcomes, split, "azure-code", 800, seed=seed), lesson.TIGHT, rate)
+    assert lesson.linked("azure-code", lesson.LINKS["PCIe 4"], 3)[2] == found["PCIe 4"][3]
+    for link in ("InfiniBand 400G", "PCIe 4"):
+        assert found[link][0] == lesson.RECORDED["links"]["azure-code"][link][2]
+    assert found["6400"][0] == lesson.RECORDED["azure-code"]["6P2D"][lesson.TPOT_8]
+    assert found["3200"][0] == lesson.RECORDED["exposed"]["0"]["6P2D"][0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("contest", "names", "columns"), [
     (0, ["8PD", "8PD/224", "8PD/256", "6P2D", "5P3D"], [1, 2, 9]), (1, ["8PD", "8PD/256", "5P3D"], [1, 7]),
@@ -504,6 +518,7 @@ def test_what_a_step_does_not_hide_comes_on_top():
 def test_recorded_parts_are_what_the_simulation_says():
     assert lesson.record("throughput") == lesson.RECORDED["throughput"]
     assert lesson.record("links") == lesson.RECORDED["links"]
+    assert lesson.record("draws") == lesson.RECORDED["draws"]
     for name in ("8EPD/256", "3E5PD/256"):
         at = lambda rate, d=lesson.PHOTO_LAYOUTS[name]: lesson.photo_outcomes(d, 4000, rate)  # noqa: E731
         assert holds(at, lesson.PHOTO_LIMITS, lesson.RECORDED["photos"][name])
@@ -527,7 +542,7 @@ def test_nobody_serves_more_within_limits_than_without():
 
 def test_a_column_is_one_limit():
     assert lesson.column("sharegpt", 2) == {"2PD": 130.182, "2PD/256": 123.983, "2PD/512": 130.182, "1P1D": 72.49}
-    assert lesson.CONTESTS[0].tpots[lesson.TPOT_8] == 8
+    assert (lesson.CONTESTS[0].tpots[lesson.TPOT_8], lesson.CONTESTS[0].tpots[lesson.TPOT_20]) == (8, 20)
 
 
 def test_what_the_text_concludes():

@@ -303,7 +303,9 @@ def weights_digest(model: Any) -> str:
     """Tells models of one shape apart by what their keys and values depend on: all weights but the output matrix.
 
     Equal on all ranks, and however many there are: each adds up the bits of a sample of its part, and then they add up
-    their sums. These are whole numbers, which have one sum in any order. All ranks must call this.
+    their sums. These are whole numbers, which have one sum in any order. All ranks must call this. Weights
+    that ranks have rounded for themselves are others for another number of them, where a scale spans the cut; so is
+    their digest.
     """
     c, group = model.config, getattr(model, "group", None)
     rank, ranks = (group.rank_in_group, group.world_size) if group else (0, 1)
