@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import common
@@ -619,6 +620,15 @@ def test_facts_describe_the_shipped_files():
         assert d["megabytes"] < 10 and d["tokens"] > 100_000, name
         weights = (lesson.WEIGHTS / f"{name}.safetensors").read_bytes()
         assert b'"F16"' in weights[:4000] and b'"F32"' not in weights[:4000]
+        # Whole positions, divided once; a guess is asked for where all before it were right and the answer goes on.
+        assert d["agreement"] == [right / asked for right, asked in zip(d["right"], d["asked"])], name
+        assert d["right"][0] >= d["asked"][1] >= d["right"][1] >= d["asked"][2] >= d["right"][2] > 300, name
+        assert d["expected"] == training.expected_tokens(d["agreement"])
+        history = training.about(lesson.WEIGHTS / f"{name}.safetensors")["history"]
+        gained = history[-1][1] - next(found for tokens, found, *_ in history[::-1] if tokens < 0.95 * d["tokens"])
+        assert 0.005 < gained < 0.01, f"{name}: the page says that the end of training still gained"
+    medusa = known["drafters"]["medusa"]  # the same head at the same positions: one number
+    assert known["ranks"][0][0] == pytest.approx(medusa["right"][0] / medusa["asked"][0], abs=1e-6)
     assert known["exact"]["error"] < 1e-12 and known["same_p"]["distance"] > 0.05
     assert known["tree"]["15"] > known["tree"]["3"] >= known["chain"] > 1
 
@@ -627,7 +637,7 @@ def test_facts_describe_the_shipped_files():
 def test_figures_are_reproducible(tmp_path):
     first, second = lesson.draw(tmp_path / "a"), lesson.draw(tmp_path / "b")
     assert [a.read_bytes() == b.read_bytes() for a, b in zip(first, second)] == [True] * len(first)
-    assert {path.name for path in first} == {"07b_tree.svg", "07b_training.svg"}
+    assert {path.name for path in first} == {"07b_tree.svg", "07b_chains.svg"}
 
 
 # --- Training -------------------------------------------------------------------------------------------------------
@@ -673,10 +683,13 @@ def test_written_text_holds_what_the_target_thought(text, tiny_model):
 
 
 def test_rollout_attention_sees_its_own_past():
-    N, L, Hq, Hkv, D, past = 2, 5, 4, 2, 8, []
-    attend = training.rollout_attention(N, L, past)
+    N, L, Hq, Hkv, D = 2, 5, 4, 2, 8
+    attend = training.rollout_attention(N, L)
     steps = [[torch.randn(N * L, heads, D) for heads in (Hq, Hkv, Hkv)] for _ in range(3)]
-    outs = [attend(0, *step).view(N, L, Hq, D) for step in steps]
+    outs = []
+    for step in steps:
+        outs.append(attend(0, *step).view(N, L, Hq, D))
+        attend(1, *(torch.randn_like(x) for x in step))  # another layer's past is its own
     row = lambda s, which, n, i, h: steps[s][which].view(N, L, -1, D)[n, i, h]  # noqa: E731
     for s, n, i, h in itertools.product(range(3), range(N), range(L), range(Hq)):
         seen = [(0, j) for j in range(i + 1)] + [(r, i) for r in range(1, s + 1)]
@@ -697,6 +710,69 @@ def test_ridge_is_least_squares():
 def test_the_draft_vocabulary_is_the_frequent_tokens():
     ids = np.array([5] * 9 + [3] * 7 + [8] * 5 + [1])
     assert training.choose_vocab(ids, 3, 12, keep=[11]).tolist() == [3, 5, 11]
+
+
+def in_step(method: str, model: llama.Llama, d2t: torch.Tensor, data: training.Text) -> training.Network:
+    """A drafter that is right now and then: on the tiny model's embedding, one that learned nothing is never."""
+    trainer = training.Trainer(method, model, d2t, data, Path("/no/such/folder"), 2e-2)
+    for _ in range(6):
+        trainer.step(data, range(len(data.lengths)))
+    return training.Network(method, model, d2t, {name: t.detach() for name, t in trainer.network.tensors.items()})
+
+
+@pytest.mark.parametrize("method", training.METHODS)
+def test_chains_are_counted_as_they_are_drafted_and_verified(method, text, tiny_model):
+    """At every position: the drafter that the engine uses, asked from scratch, and the target, one token at a time."""
+    data = training.Text(text, tiny_model.device, 1)
+    d2t = training.choose_vocab(data.raw_tokens.astype(np.int64), 60, 128)
+    data.restrict(d2t, 128)
+    network = in_step(method, tiny_model, d2t, data)
+    favourite = functools.cache(lambda tokens: int(tiny_model.logits(
+        tiny_model.forward(*(torch.tensor(x, device=tiny_model.device) for x in (tokens, range(len(tokens)))),
+                           common.lesson("01_kv_cache").recompute)[-1:]).argmax()))  # fmt: skip
+    asked, right, left_the_text, start = [0] * 3, [0] * 3, 0, 0
+    for n, prompt in zip(data.lengths.tolist(), data.prompt_lengths.tolist()):
+        tokens = data.raw_tokens[start : start + n].tolist()
+        features, start = features_of(tiny_model, tokens), start + n
+        for j in range(prompt, n - 1):  # token j was sampled last
+            known = tokens[: j + 1]
+            drafter = lesson.DRAFTERS[method](copy.copy(network))
+            for k, guess in enumerate(drafter.propose([context("a", known, features)])[0].token_ids[: n - 1 - j]):
+                asked[k] += 1
+                if guess != favourite(tuple(known)):
+                    break
+                right[k] += 1
+                known.append(guess)
+                left_the_text += k < 2 and known != tokens[: len(known)]
+    assert training.count_chains(network, data) == (asked, right)
+    assert right[1] > 0 and left_the_text > 0, "or this shows nothing"
+
+
+@pytest.mark.parametrize("method", training.METHODS)
+def test_agreement_is_a_share_of_positions(method, text, tiny_model):
+    """Whatever the batches: of 1, 2 and 3 answers, or of all."""
+    data = training.Text(text, tiny_model.device, 1)
+    d2t = training.choose_vocab(data.raw_tokens.astype(np.int64), 60, 128)
+    data.restrict(d2t, 128)
+    network = in_step(method, tiny_model, d2t, data)
+    split = [[0], [1, 2], [3]], [[0, 1, 2, 3]]
+    parts, whole = ([training.LOSSES[method](network, data, group, 3)[1] for group in groups] for groups in split)
+    assert [tuple(map(sum, zip(*column))) for column in zip(*parts)] == whole[0]
+    assert all(0 < same <= rows for same, rows in whole[0][:1])
+    trainer = training.Trainer(method, tiny_model, d2t, data, Path("/no/such/folder"))
+    trainer.average = network.tensors
+    for size in (1, 10_000):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(training, "BATCH", size)
+            assert trainer.evaluate(data, range(4)) == [same / rows for same, rows in whole[0]]
+    if method == "medusa":
+        ranks = training.rank_table(network, data)
+        assert [row[0] for row in ranks] == pytest.approx([same / rows for same, rows in whole[0]])
+
+
+def test_tokens_per_pass_of_a_chain():
+    assert training.expected_tokens([0.5, 0.4, 0.25]) == pytest.approx(1 + 0.5 + 0.2 + 0.05)
+    assert training.expected_tokens([]) == 1
 
 
 @pytest.mark.parametrize("method", training.METHODS)

@@ -25,7 +25,9 @@ import common  # first: it settles the device before torch is used
 
 import copy
 import dataclasses
+import itertools
 import json
+import operator
 import pydoc_data.topics
 import random
 import time
@@ -446,8 +448,14 @@ def batches(data: Text, answers: Sequence[int], size: int, rng: random.Random) -
 # --- Losses ---------------------------------------------------------------------------------------------------------
 
 
-def distill(network: Network, features: torch.Tensor, label: torch.Tensor, data: Text) -> tuple[torch.Tensor, float]:
-    """Cross-entropy with the target's top 16, Σ p_k (log Σ exp z − z_k); and how often both have the same favourite.
+Counts = list[tuple[int, int]]  # by distance: rows where drafter and target have the same favourite, and all rows
+
+
+def distill(
+    network: Network, features: torch.Tensor, label: torch.Tensor, data: Text
+) -> tuple[torch.Tensor, tuple[int, int]]:
+    """Cross-entropy with the target's top 16, Σ p_k (log Σ exp z − z_k); in how many rows both have the same favourite,
+    and of how many.
 
     Shapes: features [R, hidden], label int64 [R] rows of data.draft_ids.
     """
@@ -455,7 +463,7 @@ def distill(network: Network, features: torch.Tensor, label: torch.Tensor, data:
     p = data.draft_probs[label]  # [R, 16]
     loss = (p * (z.logsumexp(1, keepdim=True) - z.gather(1, data.draft_ids[label]))).sum(1).mean()
     with torch.no_grad():
-        return loss, (z.argmax(1) == data.best[label]).float().mean().item()
+        return loss, (int((z.argmax(1) == data.best[label]).sum()), len(label))
 
 
 def padded(data: Text, group: Sequence[int], more: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -466,15 +474,16 @@ def padded(data: Text, group: Sequence[int], more: int) -> tuple[torch.Tensor, t
     return torch.where(inside, start + column, 0), inside
 
 
-def rollout_attention(N: int, L: int, past: list[tuple[torch.Tensor, torch.Tensor]]) -> llama.Attend:
-    """Attention of rollout step s from every position i at once.
+def rollout_attention(N: int, L: int) -> llama.Attend:
+    """Attention of rollout step s from every position i at once. Step s is the s-th call for a layer.
 
     Row i of step 0 sees step-0 keys of positions ≤ i. Row i of step s stands at position i + s; what lies between is
     the drafter's own past, so it sees the same step-0 keys, and the keys of row i from steps 1 … s (its diagonal).
     """
+    kept: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by layer: keys and values of every step
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        G = q.shape[1] // k.shape[1]
+        G, past = q.shape[1] // k.shape[1], kept.setdefault(layer, [])
         split = lambda t: t.view(N, L, t.shape[1], t.shape[2]).transpose(1, 2)  # noqa: E731
         q = split(q)  # [N, Hq, L, D]
         k, v = (split(t).repeat_interleave(G, 1) for t in (k, v))
@@ -495,14 +504,13 @@ def rollout_attention(N: int, L: int, past: list[tuple[torch.Tensor, torch.Tenso
     return attend
 
 
-def eagle_loss(network: Network, data: Text, group: Sequence[int], rollout: int) -> tuple[torch.Tensor, list[float]]:
+def eagle_loss(network: Network, data: Text, group: Sequence[int], rollout: int) -> tuple[torch.Tensor, Counts]:
     """Unroll the drafter `rollout` steps on its own features, weighted 0.8^s: what it will have to live with."""
     place, inside = padded(data, group, rollout)
     N, L = place.shape[0], place.shape[1] - rollout
     features = data.hidden[place[:, :L]].float().view(N * L, -1)
     row = torch.arange(L, device=place.device).repeat(N)
-    past: list[tuple[torch.Tensor, torch.Tensor]] = []
-    attend, loss, agreement = rollout_attention(N, L, past), 0.0, []
+    attend, loss, agreement = rollout_attention(N, L), 0.0, []
     for s in range(rollout):
         tokens = data.next_token[place[:, s : L + s]].flatten()  # x_{i+1+s}
         features = network.forward(network.inputs(tokens, features), row + s, attend)  # now stands for f_{i+1+s}
@@ -514,27 +522,19 @@ def eagle_loss(network: Network, data: Text, group: Sequence[int], rollout: int)
     return loss, agreement
 
 
-def draft_model_loss(
-    network: Network, data: Text, group: Sequence[int], rollout: int
-) -> tuple[torch.Tensor, list[float]]:
+def draft_model_loss(network: Network, data: Text, group: Sequence[int], rollout: int) -> tuple[torch.Tensor, Counts]:
     """A language model of its own, distilled: it always sees true tokens, so there is nothing to unroll."""
     place, inside = padded(data, group, 0)
     N, L = place.shape
-    attend_past: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        attend_past.clear()
-        return rollout_attention(N, L, attend_past)(layer, q, k, v)
-
     row = torch.arange(L, device=place.device).repeat(N)
-    hidden = network.forward(network.inputs(data.token[place].flatten()), row, attend)
+    hidden = network.forward(network.inputs(data.token[place].flatten()), row, rollout_attention(N, L))
     label = torch.where(inside, data.label[place], -1).flatten()
     rows = (label >= 0).nonzero()[:, 0]
     loss, agree = distill(network, hidden[rows], label[rows], data)
     return loss, [agree]
 
 
-def medusa_loss(network: Network, data: Text, group: Sequence[int], rollout: int) -> tuple[torch.Tensor, list[float]]:
+def medusa_loss(network: Network, data: Text, group: Sequence[int], rollout: int) -> tuple[torch.Tensor, Counts]:
     """Every head on every feature: head k learns what the target says k + 1 positions later."""
     place, inside = padded(data, group, rollout)
     loss, agreement, L = 0.0, [], place.shape[1] - rollout
@@ -577,12 +577,12 @@ class Trainer:
             self.average, self.state = kept["average"], kept["state"]
             self.optimizer.load_state_dict(kept["optimizer"])
 
-    def step(self, data: Text, group: Sequence[int], pace: float = 1.0) -> list[float]:
-        """One update, `pace` times as long as at the start. Returns how often each distance agreed with the target."""
+    def step(self, data: Text, group: Sequence[int], pace: float = 1.0) -> None:
+        """One update, `pace` times as long as at the start."""
         begin = time.monotonic()
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = self.learning_rate * min(1.0, (self.state["steps"] + 1) / 50) * pace
-        loss, agreement = LOSSES[self.method](self.network, data, group, ROLLOUT)
+        loss, _ = LOSSES[self.method](self.network, data, group, ROLLOUT)
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
@@ -594,7 +594,6 @@ class Trainer:
         self.state["steps"] += 1
         self.state["tokens"] += int(sum(data.lengths[i] for i in group))
         self.state["seconds"] += time.monotonic() - begin
-        return agreement
 
     def save(self) -> None:
         """Write the whole state next to the old one, then take its name: a cut leaves one of the two."""
@@ -606,19 +605,12 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, data: Text, answers: Sequence[int]) -> list[float]:
-        """Agreement by drafted distance of the averaged weights, on answers that were kept out of training."""
+        """By distance, the share of positions where the averaged weights have the target's favourite, on answers that
+        were kept out of training. What they said at shorter distances plays no part: `count_chains` asks for that."""
         averaged = Network(self.method, self.network.target, self.network.d2t, self.average)
-        found = [LOSSES[self.method](averaged, data, group, ROLLOUT)[1]
-                 for group in batches(data, answers, 4 * BATCH, random.Random(0))]  # fmt: skip
-        return [sum(column) / len(found) for column in zip(*found)]
-
-
-def expected_tokens(agreement: Sequence[float], drafts: int = 3) -> float:
-    """1 + a₁ + a₁a₂ + …: tokens per step if distance k is right with probability a_k, given all before it are."""
-    chain = [1.0]
-    for k in range(drafts):
-        chain.append(chain[-1] * agreement[min(k, len(agreement) - 1)])
-    return sum(chain)
+        counts = [LOSSES[self.method](averaged, data, group, ROLLOUT)[1]
+                  for group in batches(data, answers, 4 * BATCH, random.Random(0))]  # fmt: skip
+        return [sum(same for same, _ in column) / sum(rows for _, rows in column) for column in zip(*counts)]
 
 
 def train(model: llama.Llama, text: Path, work: Path, minutes: float, methods: Sequence[str] = METHODS,
@@ -659,10 +651,87 @@ def train(model: llama.Llama, text: Path, work: Path, minutes: float, methods: S
                 state["history"].append([state["tokens"], *found])
                 one.save()
                 print(f"{(time.monotonic() - begin) / 60:5.1f} min  {name:11}  {state['steps']:6,} steps  "
-                      f"{state['tokens']:10,} tokens {state['tokens'] / state['seconds']:5.0f}/s  agreement "
-                      f"{' '.join(f'{a:.3f}' for a in found)}  about {expected_tokens(found):.2f} tokens per step",
-                      flush=True)  # fmt: skip
+                      f"{state['tokens']:10,} tokens {state['tokens'] / state['seconds']:5.0f}/s  same favourite, "
+                      f"by distance {' '.join(f'{a:.3f}' for a in found)}", flush=True)  # fmt: skip
             saved = time.monotonic()
+
+
+# --- How far a chain of guesses is right -----------------------------------------------------------------------------
+#
+# A guess is worth something only where all guesses before it were right. So aₖ = P(guess k is right | 1 … k − 1 were),
+# which is not how often guess k agrees with the target wherever it stands: behind two right guesses, the text is easy.
+
+
+@torch.no_grad()
+def write_chains(network: Network, data: Text, answer: int) -> torch.Tensor:
+    """The guesses that the drafter makes behind every position of an answer, each from its own guesses before.
+
+    Returns tokens [L − 1, ROLLOUT]: row j − 1 says what follows token j; it knows tokens to j and features to j − 1.
+    """
+    mine = slice(*data.start[answer : answer + 2])
+    tokens, features, guesses = data.token[mine], data.hidden[mine].float(), []
+    if network.method == "medusa":
+        guesses = [network.logits(network.medusa(features[:-1], k)).argmax(1) for k in range(ROLLOUT)]
+        return network.d2t[torch.stack(guesses, 1)]
+    eagle = network.method == "eagle"
+    if eagle:  # feature j − 1 beside token j; a draft model reads tokens alone, from the first
+        tokens, features = tokens[1:], features[:-1]
+    row, attend = torch.arange(len(tokens), device=tokens.device), rollout_attention(1, len(tokens))
+    for s in range(ROLLOUT):
+        features = network.forward(network.inputs(tokens, features if eagle else None), row + s, attend)
+        tokens = network.d2t[network.logits(features).argmax(1)]
+        guesses.append(tokens if eagle else tokens[1:])
+    return torch.stack(guesses, 1)
+
+
+def judge_chains(target: llama.Llama, text: torch.Tensor, last: torch.Tensor, guesses: torch.Tensor) -> torch.Tensor:
+    """The target's favourite behind each guess, in one pass: a text, and chains that leave it behind its tokens `last`.
+
+    Shapes: text int64 [L], last int64 [R], guesses int64 [R, K] -> tokens [R, K].
+    """
+    (R, K), L = guesses.shape, len(text)
+    start = torch.arange(K * R, device=text.device) % R  # guesses of one distance stand side by side
+    ids, depth = torch.cat((text, guesses.T.flatten())), torch.arange(1, K + 1, device=text.device).repeat_interleave(R)
+    positions = torch.cat((torch.arange(L, device=text.device), last[start] + depth))
+    sees = torch.ones(len(ids), len(ids), dtype=torch.bool, device=text.device).tril()
+    sees[L:, :L] = torch.arange(L, device=text.device) <= last[start][:, None]
+    sees[L:, L:] &= start == start[:, None]  # of the guesses, those before it in its own chain
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, sees, enable_gqa=True)[0].transpose(0, 1)
+
+    return target.logits(target.forward(ids, positions, attend)[L:]).argmax(1).view(K, R).T
+
+
+def count_chains(network: Network, data: Text) -> tuple[list[int], list[int]]:
+    """At every position of all answers, a chain of guesses, checked as greedy decoding checks it. Returns by distance
+    how many guesses had only right ones before them, and how many of these were right.
+
+    Text that was sampled may leave the target's favourites: what is right behind a right guess, the target must say.
+    """
+    asked, right = [0] * ROLLOUT, [0] * ROLLOUT
+    for answer in range(len(data.lengths)):
+        mine = slice(*data.start[answer : answer + 2])
+        label, chains = data.label[mine], write_chains(network, data, answer)
+        last = torch.arange(int(data.prompt_lengths[answer]), len(label), device=label.device)
+        guesses = chains[last - 1]
+        same = guesses[:, 0] == data.top_ids[label[last], 0]
+        asked[0], right[0] = asked[0] + len(last), right[0] + int(same.sum())
+        last, guesses = last[same], guesses[same]
+        favourites = judge_chains(network.target, data.token[mine], last, guesses[:, :-1])
+        alive = torch.ones_like(last, dtype=torch.bool)
+        for k in range(1, ROLLOUT):
+            alive &= last + k < len(label)  # the answer ends
+            asked[k] += int(alive.sum())
+            alive &= guesses[:, k] == favourites[:, k - 1]
+            right[k] += int(alive.sum())
+    return asked, right
+
+
+def expected_tokens(agreement: Sequence[float]) -> float:
+    """1 + a₁ + a₁a₂ + …: tokens per pass if guess k is right with probability aₖ, given that all before it are."""
+    return 1 + sum(itertools.accumulate(agreement, operator.mul))
 
 
 # --- Files ----------------------------------------------------------------------------------------------------------
@@ -682,15 +751,12 @@ def export(model: llama.Llama, text: Path, work: Path, folder: Path) -> list[Pat
         kept = torch.load(work / f"{method}.pt", map_location=model.device)
         weights = {name: tensor.half().contiguous() for name, tensor in kept["average"].items()}
         network = Network(method, model, d2t, {name: tensor.float() for name, tensor in weights.items()})
-        with torch.no_grad():
-            found = [LOSSES[method](network, data, group, ROLLOUT)[1]
-                     for group in batches(data, range(len(data.lengths)), 4 * BATCH, random.Random(0))]  # fmt: skip
-        state = kept["state"]
+        (asked, right), state = count_chains(network, data), kept["state"]
         about = {
             "method": method, "parameters": sum(t.numel() for t in weights.values()), "draft_vocab": len(d2t),
             "coverage": float((data.best >= 0).float().mean()), "steps": state["steps"], "tokens": state["tokens"],
-            "minutes": state["seconds"] / 60, "agreement": [sum(column) / len(found) for column in zip(*found)],
-            "history": state.get("history", []),
+            "minutes": state["seconds"] / 60, "history": state.get("history", []), "asked": asked, "right": right,
+            "agreement": [n / max(1, of) for n, of in zip(right, asked)],
         }  # fmt: skip
         if method == "medusa":
             about["ranks"] = rank_table(network, data)

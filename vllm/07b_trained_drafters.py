@@ -264,12 +264,11 @@ class MedusaDrafter(Drafter):
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self.num_heads = sum(name.endswith(".linear") for name in network.tensors)
 
     @torch.inference_mode()
     def propose(self, contexts: list[DraftContext]) -> list[Draft]:
         last = torch.stack([context.hidden[-1] for context in contexts])  # [B, hidden]
-        heads = [self.network.logits(self.network.medusa(last, k)).argmax(1) for k in range(self.num_heads)]
+        heads = [self.network.logits(self.network.medusa(last, k)).argmax(1) for k in range(training.ROLLOUT)]
         guesses = self.network.d2t[torch.stack(heads, 1)].tolist()  # [B][heads]
         return [Draft(guess[: context.max_tokens]) for context, guess in zip(contexts, guesses)]
 
@@ -538,8 +537,7 @@ def compact_slots(kv_cache: torch.Tensor, block_table: torch.Tensor, context_len
     Shapes: kv_cache [2, num_blocks, block_size, Hkv, D], block_table int32 [B, W], context_lens int32 [B], accepted
     int32 [B, depth], ascending, padded with −1.
     """
-    B, depth = accepted.shape
-    size, width = kv_cache.shape[2], kv_cache.stride(2)
+    (B, depth), size, width = accepted.shape, kv_cache.shape[2], kv_cache.stride(2)
     if not common.runs_kernel(kv_cache):
         b, step = (accepted > 0).nonzero(as_tuple=True)
         source, target = (context_lens[b] + accepted[b, step]).long(), (context_lens[b] + step + 1).long()
@@ -675,11 +673,10 @@ class TreeRun:
 def generate_with_tree(model: llama.Llama, network: Network, shape: Sequence[tuple[int, ...]], prompt: Sequence[int],
                        max_tokens: int, temperature: float = 0.0, seed: int = 0) -> TreeRun:  # fmt: skip
     """One sequence, one tree of Medusa's guesses per pass, on lesson 02's paged cache. Greedy at temperature 0."""
-    device, width = model.device, 1 + max((r for node in shape for r in node), default=0)
+    device, size, width = model.device, 16, 1 + max((r for node in shape for r in node), default=0)
     depth = max(map(len, shape), default=0)
     generator = torch.Generator().manual_seed(seed)
     uniform = lambda: float(torch.rand((), generator=generator, dtype=torch.float64))  # noqa: E731
-    size = 16
     num_blocks = 2 + (len(prompt) + max_tokens + len(shape) + depth) // size
     pages, table = paged.PagedKVCache(model, num_blocks, size), DraftTable(paged.BlockPool(num_blocks), size)
 
@@ -775,8 +772,7 @@ def simulate(params: dict) -> dict:
     params = common.checked(params, WIDGET_CHOICES)
     shape, skill, seed = SHAPES[params["shape"]], SKILLS[params["heads"]], params["seed"]
     plain = [seed % len(WORDS)]
-    while len(plain) <= TOY_TOKENS + 4:
-        plain.append(toy_next(list(enumerate(plain)), seed))
+    plain += choices_truth(plain, seed, TOY_TOKENS + 4)
     cache = torch.zeros(2, len(TOY_BLOCKS) + 1, TOY_BLOCK_SIZE, 1, 1)
     slot = lambda p: TOY_BLOCKS[p // TOY_BLOCK_SIZE] * TOY_BLOCK_SIZE + p % TOY_BLOCK_SIZE  # noqa: E731
     at = lambda p: int(cache[0].view(-1)[slot(p)])  # noqa: E731
@@ -785,7 +781,7 @@ def simulate(params: dict) -> dict:
         while len(written) <= TOY_TOKENS:
             choices = []
             for k in range(3):
-                truth = toy_next(list(enumerate([*written, *choices_truth(written, seed, k)])), seed)
+                truth = choices_truth(written, seed, k + 1)[-1]
                 others = [w for w in range(len(WORDS)) if w != truth]
                 others.insert(skill[(len(steps) + 2 * k + seed) % len(skill)], truth)
                 choices.append(others)
@@ -859,16 +855,11 @@ PAIRS = {  # target p, draft q
 
 
 @functools.cache
-def shipped() -> dict[str, dict[str, Any]]:
-    """What the shipped files say about themselves, and their size."""
-    files = sorted(WEIGHTS.glob("*.safetensors"))
-    return {f.stem: training.about(f) | {"megabytes": f.stat().st_size / 1e6} for f in files}
-
-
-@functools.cache
 def facts() -> dict[str, Any]:
     """The lesson's deterministic numbers: of the shipped files, of planned trees, of the rule for several guesses."""
-    about, ranks = shipped(), shipped()["medusa"]["ranks"]
+    files = sorted(WEIGHTS.glob("*.safetensors"))
+    about = {f.stem: training.about(f) | {"megabytes": f.stat().st_size / 1e6} for f in files}
+    ranks = about["medusa"]["ranks"]
     p, q = (torch.tensor(x, dtype=torch.float64) for x in PAIRS["half right"])
     kept = lambda n, distinct: exact_node(p, q, n, distinct)[1]  # noqa: E731
     with broken("same-p"):
@@ -877,8 +868,8 @@ def facts() -> dict[str, Any]:
     default = simulate(WIDGET_DEFAULT)
     return {
         "drafters": {
-            name: {key: d[key] for key in ("parameters", "megabytes", "steps", "tokens", "minutes", "coverage",
-                   "agreement", "history")} | {"expected": training.expected_tokens(d["agreement"])}
+            name: {key: d[key] for key in ("parameters", "megabytes", "steps", "tokens", "minutes", "coverage", "asked",
+                   "right", "agreement")} | {"expected": training.expected_tokens(d["agreement"])}
             for name, d in about.items()
         },
         "draft_vocab": about["medusa"]["draft_vocab"],
@@ -897,7 +888,7 @@ def facts() -> dict[str, Any]:
 
 
 def draw(folder: str | Path) -> list[Path]:
-    """A planned tree and its mask; how the drafters learned."""
+    """A planned tree and its mask; how often each guess of a chain is right."""
     from matplotlib.colors import ListedColormap
 
     known, shape = facts(), SHAPES["planned, 7"]
@@ -917,14 +908,12 @@ def draw(folder: str | Path) -> list[Path]:
         if parent >= 0:
             ends = [tree.depths[parent], tree.depths[i]], [height[parent], height[i]]
             left.plot(*ends, color=common.COLORS["grey"], zorder=1)
+            chance = math.prod(TOY_RANKS[k][r] for k, r in enumerate(shape[i - 1]))
+            left.text(tree.depths[i] + 0.12, height[i] - 0.5, f"choice {shape[i - 1][-1] + 1}: {chance:.2f}",
+                      va="center", fontsize=8.5)  # fmt: skip
         color = common.COLORS["ink" if i == 0 else "blue"]
         left.scatter(tree.depths[i], height[i], s=330, color=color, zorder=2)
         left.text(tree.depths[i], height[i], str(i), ha="center", va="center", color="white", weight="bold")
-        if i:
-            node = shape[i - 1]
-            chance = math.prod(TOY_RANKS[k][r] for k, r in enumerate(node))
-            left.text(tree.depths[i] + 0.12, height[i] - 0.5, f"choice {node[-1] + 1}: {chance:.2f}",
-                      va="center", fontsize=8.5)  # fmt: skip
     left.set(xlim=(-0.2, 3.0), ylim=(min(height.values()) - 0.75, 0.6), xticks=range(max(tree.depths) + 1),
              xlabel="depth, and the head that guessed", title="A tree, and how often each path is right")  # fmt: skip
     left.yaxis.set_visible(False)
@@ -940,18 +929,22 @@ def draw(folder: str | Path) -> list[Path]:
 
     figure, (left, right) = common.new_figure(8.0, 3.3, ncols=2)
     for name, d in known["drafters"].items():
-        left.plot([h[0] / 1e3 for h in d["history"]], [h[1] for h in d["history"]], label=name)
-    left.set(xlabel="tokens trained on, thousands", ylabel="first guess = the target's", ylim=(0, 0.6),
-             title="Learning, on 48 answers kept out")  # fmt: skip
-    left.legend(loc="lower right")
+        left.plot([1, 2, 3], d["agreement"], "o-", label=name)
+    left.plot([1, 2, 3], [head[0] for head in known["ranks"]], "o:", color=common.COLORS["green"],
+              label="medusa, whatever\ncame before")  # fmt: skip
+    left.set(xlabel="guess", ylabel="right, if all before it were", xticks=[1, 2, 3], ylim=(0, 0.6),
+             title="Guess by guess, on 48 answers kept out")  # fmt: skip
+    left.legend(loc="lower left", ncols=2, fontsize=8.5)
     right.plot([*map(int, known["tree"])], [*known["tree"].values()], "o-", label="planned tree")
     right.plot([1, 2, 3], [expected_path(known["ranks"], chain(k)) for k in (1, 2, 3)], "o-", label="chain")
+    counted = known["drafters"]["medusa"]["agreement"]
+    right.plot([1, 2, 3], [training.expected_tokens(counted[:k]) for k in (1, 2, 3)], "o:", label="chain, as counted")
     ticks = [1, 3, 7, 15, 31, 63]
     right.set(xscale="log", xticks=ticks, xticklabels=ticks, xlabel="guesses in one pass", ylabel="tokens per pass",
               title="What Medusa's heads promise", ylim=(1, None))  # fmt: skip
     right.minorticks_off()
     right.legend(loc="lower right")
-    return [*paths, common.save_figure(figure, folder, "07b_training")]
+    return [*paths, common.save_figure(figure, folder, "07b_chains")]
 
 
 # --- The story --------------------------------------------------------------------------------------------------------
@@ -967,6 +960,7 @@ class Measured:
     tokens_per_step: float  # of a request in steps that verified a draft
     acceptance: float  # of drafted tokens
     seconds: float
+    places: tuple[int, ...] = ()  # chains verified; of these, whose first guess stood, first two, first three
 
 
 def serve(model: llama.Llama, tokenizer: llama.Tokenizer, prompts: Sequence[str], max_tokens: int,
@@ -994,7 +988,8 @@ def serve(model: llama.Llama, tokenizer: llama.Tokenizer, prompts: Sequence[str]
         return Measured([done[i] for i in range(len(ids))], 1.0, 0.0, seconds)
     stats = engine.core.scheduler.spec_decoding_stats
     return Measured([done[i] for i in range(len(ids))], 1 + stats.num_accepted_tokens / max(1, stats.num_drafts),
-                    stats.num_accepted_tokens / max(1, stats.num_draft_tokens), seconds)  # fmt: skip
+                    stats.num_accepted_tokens / max(1, stats.num_draft_tokens), seconds,
+                    (stats.num_drafts, *stats.num_accepted_tokens_per_pos))  # fmt: skip
 
 
 def held_out(number: int) -> list[str]:
@@ -1086,9 +1081,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     numbers, bench = facts(), {}
 
     common.heading("1. What was trained, on text that the target wrote")
-    common.table(["drafter", "weights", "file", "tokens seen", "1st right", "2nd", "3rd", "tokens per step"], [
+    common.table(["drafter", "weights", "file", "tokens seen", "1st right", "2nd then", "3rd then", "tokens/step"], [
         [name, f"{d['parameters'] / 1e6:.1f}M", f"{d['megabytes']:.1f} MB", f"{d['tokens']:,}",
-         *[f"{a:.2f}" for a in d["agreement"]], *["="] * (3 - len(d["agreement"])), f"{d['expected']:.2f}"]
+         *(f"{a:.2f}" for a in d["agreement"]), f"{d['expected']:.2f}"]
         for name, d in numbers["drafters"].items()
     ])  # fmt: skip
     head, covered = numbers["head"], numbers["drafters"]["medusa"]["coverage"]
@@ -1146,7 +1141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer, args: argparse.Namespace) -> dict[str, Any]:
     """Acceptance and time by drafter and task, eight held-out prompts each; exits by layer; trees on Medusa."""
-    K, bench, rows = args.num_speculative_tokens, {"tasks": {}}, []
+    K, bench, rows = args.num_speculative_tokens, {"tasks": {}, "chains": {}}, []
     common.heading("6. By task: 8 held-out prompts each, 64 tokens, greedy and at temperature 0.7")
     for task, prompts in training.HELD_OUT.items():
         bench["tasks"][task] = found = {}
@@ -1161,7 +1156,7 @@ def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer, args: argparse.Nam
                 found[key] = {"tokens_per_step": run.tokens_per_step, "acceptance": run.acceptance,
                               "tokens_per_second": rate, "speedup": rate / speed}  # fmt: skip
                 if temperature == 0:
-                    found[key]["same"] = run.token_ids == plain.token_ids
+                    found[key] |= {"same": run.token_ids == plain.token_ids, "places": run.places}
                     alone = serve(model, tokenizer, prompts[:1], 64, make, K)
                     base = serve(model, tokenizer, prompts[:1], 64, None)
                     found[key]["speedup_alone"] = base.seconds / alone.seconds
@@ -1171,6 +1166,11 @@ def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer, args: argparse.Nam
             rows.append([f"{task}, {name}", f"{greedy['tokens_per_step']:.2f}", f"{sampled['tokens_per_step']:.2f}",
                          f"{greedy['speedup']:.2f}x", f"{greedy['speedup_alone']:.2f}x"])  # fmt: skip
     common.table(["", "tokens per step", "at T = 0.7", f"speed, {len(prompts)} at once", "speed, one alone"], rows)
+    for name in NAMES:
+        n = np.sum([found[name]["places"] for found in bench["tasks"].values()], 0)
+        a = (n[1:] / n[:-1].clip(1)).tolist()
+        bench["chains"][name] = {"places": n.tolist(), "agreement": a, "expected": training.expected_tokens(a)}
+        common.say(f"{name}, all tasks: of guesses with none but right ones before, {' '.join(f'{x:.2f}' for x in a)}")
 
     nonsense = shuffled(training.load_network(WEIGHTS / "eagle.safetensors", model))
     run = serve(model, tokenizer, held_out(2), 32, functools.partial(EagleDrafter, nonsense), K)
