@@ -184,6 +184,67 @@ def test_sampled_guesses_come_with_their_distribution(tiny_model):
     assert len({tuple(draft.token_ids) for draft in drafts}) > 10  # each request draws its own
 
 
+def test_guesses_are_drawn_from_what_is_reported(tiny_model):
+    """3,000 seeds, two rounds of two guesses: pairs within a round and across rounds come as often as the reported q
+    say. Σ|frequency − probability| has a bound that holds with probability 1 − 1e-6 (Bretagnolle–Huber–Carol)."""
+    n, V = 3000, 5
+    drafter = lesson.DraftModelDrafter(random_network("draft_model", tiny_model, V))
+    for tensor in drafter.network.tensors.values():
+        tensor *= 0.5  # so that no guess is sure
+    found, q, place = [], [], {int(token): i for i, token in enumerate(drafter.network.d2t)}
+    for text in ([1, 2, 3], [1, 2, 3, 9, 7]):
+        drafts = []
+        for b in range(0, n, 500):
+            batch = [context(str(i), text, most=2, params=SamplingParams(temperature=0.8, seed=i // 2))
+                     for i in range(b, b + 500)]  # fmt: skip
+            drafts += drafter.propose(batch)
+            for one in batch:
+                drafter.forget(one.request_id)
+        found.append(np.array([[place[token] for token in draft.token_ids] for draft in drafts]))  # [n, 2]
+        q.append(torch.stack([draft.probs for draft in drafts])[:, :, drafter.network.d2t].double().cpu().numpy())
+    bound = ((V * V * math.log(2) - math.log(1e-6)) * 2 / n) ** 0.5
+    assert bound < 0.15
+    for (r, j), (s, k) in [((0, 0), (0, 1)), ((0, 0), (1, 0)), ((0, 1), (1, 1)), ((1, 0), (1, 1))]:
+        have, want = np.zeros((V, V)), np.zeros((V, V))
+        np.add.at(have, (found[r][:, j], found[s][:, k]), 1 / n)
+        for a in range(V):  # what the later guess was drawn from depends on the earlier one, if it is of its round
+            after = q[s][found[r][:, j] == a, k] if r == s else q[s][:, k]
+            first = q[r][:, j, a].mean()
+            assert 0.02 < first < 0.7, "a q as flat as this shows what is wrong"
+            want[a] = first * after.mean(0)
+        assert np.abs(have - want).sum() < bound, ((r, j), (s, k))
+
+
+def test_random_numbers_of_guesses_are_nobody_elses(tiny_model, monkeypatch):
+    """In the engine: each round's first number is new, and none of them decides or draws in verification."""
+    drawn, others, choosing = {}, [], []
+    choose, uniforms = lesson.choose, offline.uniforms
+
+    def listening(seeds, steps):
+        u = uniforms(seeds, steps)
+        if choosing:
+            contexts, step = choosing
+            for one, number in zip(contexts, u):
+                drawn.setdefault((one.request_id, step), []).append(float(number))
+        else:
+            others.extend(u.tolist())
+        return u
+
+    def watched(network, features, contexts, step):
+        choosing[:] = contexts, step
+        result = choose(network, features, contexts, step)
+        choosing.clear()
+        return result
+
+    monkeypatch.setattr(lesson, "choose", watched)
+    monkeypatch.setattr(offline, "uniforms", listening)
+    answers(tiny_model, drafter_for("draft_model", tiny_model), temperature=1.0)
+    firsts = [number for (_, step), numbers in drawn.items() if step == 0 for number in numbers]
+    assert len(firsts) == len(set(firsts)) > 20
+    every = {number for numbers in drawn.values() for number in numbers}
+    assert len(others) > 40 and every.isdisjoint(others)
+
+
 @pytest.mark.parametrize("method", lesson.NAMES)
 def test_in_the_engine_greedy_answers_are_plain_ones(method, tiny_model):
     """Many requests, few seats, blocks of 16: rejected guesses leave no trace, and at the end nothing is kept."""
@@ -195,7 +256,7 @@ def test_in_the_engine_greedy_answers_are_plain_ones(method, tiny_model):
         assert drafter.cache.pool.num_free_blocks == drafter.cache.pool.num_blocks - 1
 
 
-def answers(tiny_model: llama.Llama, drafter: lesson.Drafter | None) -> list[list[int]]:
+def answers(tiny_model: llama.Llama, drafter: lesson.Drafter | None, temperature: float = 0.0) -> list[list[int]]:
     rng = random.Random(0)
     prompts = [[rng.randrange(128) for _ in range(n)] for n in (3, 15, 17, 40)]
     scheduling = common.lesson("04_continuous_batching")
@@ -212,7 +273,7 @@ def answers(tiny_model: llama.Llama, drafter: lesson.Drafter | None) -> list[lis
     core = core_class(scheduler, runner(tiny_model, scheduler))
     done: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
     for i, prompt in enumerate(prompts):
-        params = SamplingParams(temperature=0, max_tokens=4 + 4 * i, ignore_eos=True)
+        params = SamplingParams(temperature=temperature, seed=i, max_tokens=16 - 4 * i, ignore_eos=True)
         core.add_request(scheduling.Request(str(i), prompt, params))
     while scheduler.has_unfinished_requests():
         for output in core.step():
