@@ -685,9 +685,6 @@ def test_facts_describe_the_shipped_files():
         assert d["agreement"] == [right / asked for right, asked in zip(d["right"], d["asked"])], name
         assert d["right"][0] >= d["asked"][1] >= d["right"][1] >= d["asked"][2] >= d["right"][2] > 300, name
         assert d["expected"] == training.expected_tokens(d["agreement"])
-        history = training.about(lesson.WEIGHTS / f"{name}.safetensors")["history"]
-        gained = history[-1][1] - next(found for tokens, found, *_ in history[::-1] if tokens < 0.95 * d["tokens"])
-        assert 0.005 < gained < 0.01, f"{name}: the page says that the end of training still gained"
     medusa = known["drafters"]["medusa"]  # the same head at the same positions: one number
     assert known["ranks"][0][0] == pytest.approx(medusa["right"][0] / medusa["asked"][0], abs=1e-6)
     assert known["exact"]["error"] < 1e-12 and known["same_p"]["distance"] > 0.05

@@ -14,6 +14,7 @@ The steps:
      drafted, which costs acceptance and not exactness.
   3. `train`: packed sequences, fp32, one thread; a loss that unrolls the drafter on its own features (EAGLE-3's
      "training-time test"), because that is how it will be used.
+  4. `count_chains`: three guesses behind every position of answers kept out, checked as the engine checks them.
 
 Everything is resumable: `07b_trained_drafters.py train --minutes 30` goes on where the last run stopped.
 Read for this: Li et al. 2024, 2025 (EAGLE, EAGLE-3), Cai et al. 2024 (Medusa), Zhao et al. 2025 (FR-Spec).

@@ -1166,7 +1166,7 @@ def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer, args: argparse.Nam
             rows.append([f"{task}, {name}", f"{greedy['tokens_per_step']:.2f}", f"{sampled['tokens_per_step']:.2f}",
                          f"{greedy['speedup']:.2f}x", f"{greedy['speedup_alone']:.2f}x"])  # fmt: skip
     common.table(["", "tokens per step", "at T = 0.7", f"speed, {len(prompts)} at once", "speed, one alone"], rows)
-    for name in NAMES:
+    for name in training.METHODS:
         n = np.sum([found[name]["places"] for found in bench["tasks"].values()], 0)
         a = (n[1:] / n[:-1].clip(1)).tolist()
         bench["chains"][name] = {"places": n.tolist(), "agreement": a, "expected": training.expected_tokens(a)}
