@@ -10,6 +10,7 @@ import math
 import random
 import shutil
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -401,6 +402,23 @@ def test_pages_of_the_cache_go_to_whoever_needs_them(make, tiny):
     manager.check()
 
 
+def test_idle_adapters_make_room_for_a_prompt(make, tiny):
+    """Nobody runs, and of 29 blocks one is free: a base request of six blocks is not kept waiting."""
+    llm = make(LoRAConfig(4, 8, 8, memory="unified"), num_gpu_blocks_override=30, max_num_seqs=2)
+    engine, pool = llm.llm_engine, llm.llm_engine.core.scheduler.kv_cache_manager.block_pool
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    for lora in some(tiny, 4, ranks=(4,)):
+        engine.lora.add_adapter(lora.name, lora)
+        llm.generate(["abcd"], params, lora_request=LoRARequest(lora.name))
+    assert len(engine.lora.slots) == 4 and pool.num_free_blocks == 1
+    engine.add_request("x", "a" * 90, params)
+    (output,) = engine.step()
+    assert output.outputs[0].token_ids == alone(tiny, None, [97] * 90, 1)
+    assert list(engine.lora.slots) == ["a1", "a2", "a3"], "of those that nobody uses, the one used longest ago"
+    engine.lora.check()
+    pool.check()
+
+
 # --- The prefix cache -------------------------------------------------------------------------------------------------
 
 
@@ -459,12 +477,12 @@ def test_base_requests_need_no_place():
     assert core.batch == [0, 2]
 
 
-def test_a_file_is_read_while_others_run(make, tiny):
+def test_a_file_is_read_while_others_run(make, tiny, gate):
     """An adapter that is not in CPU memory is read by a thread; the batch goes on without its request."""
     llm = make(LoRAConfig(2, 8, 2))
     manager, engine = llm.llm_engine.lora, llm.llm_engine
-    gate, lora = lesson_event(), some(tiny, 1)[0]
-    manager.add_lazily("slow", lambda: (gate.wait(5), lora)[1])
+    lora = some(tiny, 1)[0]
+    manager.add_lazily("slow", lambda: (gate.wait(30), lora)[1])
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     engine.add_request("waits", "abc", params, lora_name="slow")
     engine.add_request("runs", "abc", params)
@@ -477,21 +495,152 @@ def test_a_file_is_read_while_others_run(make, tiny):
     assert done == {"runs": alone(tiny, None, [97, 98, 99], 4), "waits": alone(tiny, lora, [97, 98, 99], 4)}
 
 
-def lesson_event():
-    import threading
+@pytest.fixture
+def gate():
+    opened = threading.Event()
+    yield opened
+    opened.set()  # or the thread that reads would wait behind a test that failed
 
-    return threading.Event()
+
+def gated(engine, gate, loras, **about):
+    """A base request runs meanwhile, and one for each adapter waits: nothing is read before the gate opens."""
+    reads = Counter()
+
+    def read(lora):
+        gate.wait(30)
+        reads[lora.name] += 1
+        return lora
+
+    for lora in loras:
+        engine.lora.add_lazily(lora.name, lambda lora=lora: read(lora))
+    long = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    engine.add_request("runs", "abc", long)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    for lora in loras:
+        engine.add_request(lora.name, "abc", params, lora_name=lora.name, **about)
+    engine.step()
+    return reads
 
 
-def test_an_adapter_that_cannot_be_read_any_more_ends_its_requests(make):
+@pytest.mark.parametrize("max_cpu_loras", [1, 3])
+def test_what_is_read_has_a_place_in_cpu_memory(make, tiny, gate, max_cpu_loras):
+    """A hundred wait for an adapter each: no more are read than fit. Who goes away leaves nothing to be read."""
+    engine = make(LoRAConfig(1, 8, max_cpu_loras)).llm_engine
+    reads = gated(engine, gate, some(tiny, 100))
+    engine.lora.check()
+    assert list(engine.lora.loading) == [f"a{i}" for i in range(max_cpu_loras)], "first come, first served"
+    engine.abort_request([f"a{i}" for i in range(100)])
+    assert list(engine.lora.loading) == ["a0"], "the thread is at it; the others it need not read"
+    gate.set()
+    engine.lora.reader.submit(lambda: None).result()
+    engine.lora.check()
+    engine.step()
+    assert reads == {"a0": 1} and list(engine.lora.cpu) == ["a0"] and not engine.lora.loading
+    engine.abort_request(["runs"])
+
+
+def test_one_reading_at_a_time_pushes_others_out(make, tiny, gate):
+    """CPU memory is full, five new adapters wait in front: those behind whose adapters are there still go ahead."""
+    engine, loras = make(LoRAConfig(1, 8, 3)).llm_engine, some(tiny, 8)
+    for lora in loras[5:]:
+        engine.lora.add_adapter(lora.name, lora)
+    gated(engine, gate, loras[:5])
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    for lora in loras[6:]:
+        engine.add_request(lora.name, "abc", params, lora_name=lora.name)
+    heard = [output.request_id for _ in range(2) for output in engine.step()]
+    assert heard == ["a6", "a7"] and list(engine.lora.loading) == ["a0"] and list(engine.lora.cpu) == ["a6", "a7"]
+
+
+@pytest.mark.parametrize("fair", [False, True])
+@pytest.mark.parametrize(("max_loras", "max_cpu_loras"), [(1, 1), (1, 2), (2, 2), (2, 5), (3, 3)])
+def test_many_adapters_through_few_places(make, tiny, gate, max_loras, max_cpu_loras, fair):
+    """Each adapter is read once, in the order of the queue, and nobody waits for ever; two of three go away."""
+    engine = make(LoRAConfig(max_loras, 8, max_cpu_loras, fair=fair)).llm_engine
+    loras, answers = some(tiny, 24), {}
+    reads = gated(engine, gate, loras)
+    gate.set()
+    engine.abort_request([f"a{i}" for i in range(6, 18) if i % 3])
+    stay = [f"a{i}" for i in range(24) if not 6 <= i < 18 or i % 3 == 0]
+    for _ in range(400):
+        answers |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
+        engine.lora.check()
+        if answers.keys() >= set(stay):
+            break
+    assert list(reads.items()) == [(name, 1) for name in stay], "none is dropped before it was used"
+    for name in (stay[0], stay[-1]):
+        assert answers[name] == alone(tiny, loras[int(name[1:])], [97, 98, 99], 2)
+
+
+def test_who_comes_first_gets_the_place(make, tiny, gate):
+    """Under priorities, somebody new is ahead of one whose adapter has been read and still waits for a slot."""
+    engine = make(LoRAConfig(1, 8, 1), scheduling_policy="priority").llm_engine
+    loras, params = some(tiny, 3), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    reads = gated(engine, gate, loras[:1], priority=5)
+    for lora in loras[1:]:
+        engine.lora.add_lazily(lora.name, lambda lora=lora: (reads.update([lora.name]), lora)[1])
+    engine.add_request("a1", "abc", params, lora_name="a1", priority=1)
+    engine.step()
+    gate.set()
+    engine.lora.reader.submit(lambda: None).result()
+    order = []
+    for _ in range(60):
+        order += [output.request_id for output in engine.step()]
+        engine.lora.check()
+        if len(order) == 2:
+            break
+    assert order == ["a1", "a0"] and reads["a1"] == 1
+
+
+def test_a_step_with_nothing_else_to_do_waits_for_the_file(make, tiny, gate):
+    """Not in a loop of empty steps: one until the file is there, two in which the answer is written."""
+    engine, lora = make(LoRAConfig(1, 8, 1)).llm_engine, some(tiny, 1)[0]
+    engine.lora.add_lazily("slow", lambda: (gate.wait(30), lora)[1])
+    engine.add_request("x", "abc", SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), lora_name="slow")
+    threading.Timer(0.2, gate.set).start()
+    steps = 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        steps += 1
+    assert steps == 3
+
+
+def test_a_name_removed_while_it_is_read_and_added_again(make, tiny, gate):
+    """It has the weights of the second time, not those that the thread was busy with."""
+    engine, (old, new) = make(LoRAConfig(2, 8, 2)).llm_engine, some(tiny, 2)
+    reads = gated(engine, gate, [old])
+    engine.abort_request([old.name])
+    engine.remove_lora(old.name)
+    engine.lora.add_lazily(old.name, lambda: new)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    engine.add_request("x", "abc", params, lora_name=old.name)
+    gate.set()
+    engine.lora.reader.submit(lambda: None).result()
+    heard = {}
+    while "x" not in heard:
+        heard |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
+    assert reads == {old.name: 1} and heard["x"] == alone(tiny, new, [97, 98, 99], 4)
+    assert heard["x"] != alone(tiny, old, [97, 98, 99], 4)
+
+
+def test_an_adapter_that_cannot_be_read_any_more_ends_its_requests(make, tiny):
     llm = make(LoRAConfig(2, 8, 2))
 
+    there, lora = [], some(tiny, 1)[0]
+
     def gone():
-        raise common.InputError("the file is gone")
+        if not there:
+            raise common.InputError("the file is gone")
+        return lora
 
     llm.llm_engine.lora.add_lazily("gone", gone)
-    output = llm.generate(["abc"], lora_request=LoRARequest("gone"))[0]
-    assert output.outputs[0].finish_reason == "abort" and not llm.llm_engine.core.scheduler.requests
+    outputs = llm.generate(["abc"] * 2, lora_request=LoRARequest("gone"))
+    assert [output.outputs[0].finish_reason for output in outputs] == ["abort"] * 2
+    assert not llm.llm_engine.core.scheduler.requests
+    there.append("it was put back")
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    output = llm.generate(["abc"], params, lora_request=LoRARequest("gone"))[0]
+    assert output.outputs[0].token_ids == alone(tiny, lora, [97, 98, 99], 3)
 
 
 def test_what_never_fits_beside_its_adapter_is_ended(make, tiny):
@@ -514,6 +663,25 @@ def test_slots_are_least_recently_used():
     assert list(core.lora.slots) == ["0", "2"], "1 was used longest ago"
     assert core.lora.make_resident("1", {"0"}) and "0" in core.lora.slots
     assert not core.lora.make_resident("2", {"0", "1"}), "both are needed in this step"
+
+
+def test_cpu_memory_is_least_recently_used_too():
+    """Who finds it in a slot uses it as well: a, used four times, is not what was used longest ago."""
+    manager = lesson.LoRAModelManager(LoRAConfig(2, 8, 2))
+    manager.memory, manager.block_pool = lesson.NoMemory(), lesson.BlockPool(2)
+    for name in "abc":
+        manager.add_lazily(name, lambda: lesson.LoRAModel("x", 8, {}))
+    for name in "abaaac":
+        if not manager.is_loaded(name):
+            manager.wait()
+            manager.collect()
+        assert manager.is_loaded(name) and manager.make_resident(name, set())
+        manager.check()
+    assert list(manager.cpu) == list(manager.slots) == ["a", "c"]
+    core = lesson.dry_core(1, 1, [8] * 3)
+    for k in (0, 1, 0, 2):
+        core.lora.make_resident(str(k), set())
+    assert list(core.lora.cpu) == ["1", "0", "2"], "and who takes it into a slot does"
 
 
 def test_the_least_served_tenant_is_next():
@@ -647,7 +815,8 @@ class Slots(RuleBasedStateMachine):
         pinned = set(data.draw(st.lists(st.sampled_from(sorted(self.known)), max_size=2)))
         held = {other: self.manager.slots.get(other) for other in pinned}
         if not self.manager.is_loaded(name):
-            self.manager.wait(name)
+            self.manager.wait()
+            self.manager.collect()
             assert self.manager.is_loaded(name)
         if self.manager.make_resident(name, pinned):
             assert list(self.manager.slots)[-1] == name
@@ -948,6 +1117,7 @@ def test_unloading_lets_answers_finish(make, tiny):
     engine.lora.add_adapter("a0", lora)
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     engine.add_request("r", "abc", params, lora_name="a0")
+    engine.add_request("q", "abc", dataclasses.replace(params, max_tokens=2), lora_name="a0")
     engine.step()
     engine.remove_lora("a0")
     assert engine.list_loras() == [] and "a0" in engine.lora.slots

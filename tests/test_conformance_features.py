@@ -68,7 +68,8 @@ class Core(preemption.ReplayCore):
         if max_loras := workload["config"]["max_loras"]:
             # Adapters that have been read, and find a place whenever the scheduler lets them.
             limits, yes = SimpleNamespace(max_loras=max_loras, fair=False), lambda *about: True
-            manager = SimpleNamespace(config=limits, blocks={}, retired={}, is_loaded=yes, make_resident=yes, wait=yes)
+            manager = SimpleNamespace(config=limits, blocks={}, retired={}, loading={}, collect=yes, is_loaded=yes,
+                                      make_resident=yes, wait=yes)  # fmt: skip
             multi_lora.make_lora_scheduler(self.scheduler, manager)
 
     def execute_model(self, output):

@@ -442,7 +442,8 @@ class LoRAModelManager:
         self.sources: dict[str, Source] = {}
         self.loads = Counter()  # how often each name was made known, perhaps with other weights
         self.cpu: OrderedDict[str, LoRAModel] = OrderedDict()  # least recently used first
-        self.loading: dict[str, Future] = {}
+        self.loading: dict[str, Future] = {}  # the thread's, in its order; each has a place in CPU memory
+        self.failed: dict[str, BaseException] = {}  # what could not be read, until the next step
         self.slots: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self.free_slots = list(range(config.max_loras))[::-1]
         self.blocks: dict[str, list[int]] = {}  # of each resident adapter, in unified memory
@@ -466,7 +467,8 @@ class LoRAModelManager:
         if name in self.sources:
             why = "is still used by requests from before its removal" if name in self.retired else "is loaded already"
             raise common.InputError(f"lora_name {name!r}: {why}")
-        self._keep(name, self._read(name, source))
+        self.cpu[name] = self._read(name, source)
+        self._make_room()
         self.add_lazily(name, source)
 
     def add_lazily(self, name: str, source: Source) -> None:
@@ -506,41 +508,61 @@ class LoRAModelManager:
                                     f"{self.config.max_lora_rank}")  # fmt: skip
         return dataclasses.replace(source, name=name)
 
-    def _keep(self, name: str, lora: LoRAModel) -> None:
-        self.cpu[name] = lora
-        while len(self.cpu) > self.config.max_cpu_loras:
+    def _make_room(self) -> None:
+        while len(self.cpu) + len(self.loading) > self.config.max_cpu_loras:
             self.cpu.popitem(last=False)
 
+    def collect(self) -> None:
+        """Take what the thread has read since the last step: within a step, nothing comes or fails."""
+        self.failed = {}
+        for name in [name for name, future in self.loading.items() if future.done()]:
+            future = self.loading.pop(name)
+            if error := future.exception():
+                self.failed[name] = error
+            else:
+                self.cpu[name] = future.result()
+
     def is_loaded(self, name: str) -> bool:
-        """Is it in CPU memory, or resident? If not, the thread starts reading. Raises InputError if that failed."""
+        """Is it in CPU memory, or resident? If not, the thread is to read it. Raises InputError if that failed.
+
+        A reading takes a free place, or that of the adapter used longest ago: of those, no more at a time than can
+        become resident. Who finds no place waits until a reading ends, and nobody who asks later gets there first.
+        """
         if name in self.cpu or name in self.slots:
             return True
         if name not in self.sources:
             raise common.InputError(f"the adapter {name!r} is not loaded")
-        future = self.loading.get(name)
-        if future is None:
-            future = self.loading[name] = self.reader.submit(self._read, name, self.sources[name])
-        if not future.done():
-            return False
-        del self.loading[name]
-        self._keep(name, future.result())
-        return True
+        if name in self.failed:
+            raise self.failed[name]
+        places = max(self.config.max_cpu_loras - len(self.cpu), self.config.max_loras)
+        if name not in self.loading and len(self.loading) < places:
+            self.loading[name] = self.reader.submit(self._read, name, self.sources[name])
+            self._make_room()
+        return False
 
-    def wait(self, name: str) -> None:
-        """Until its reading is over, however it ended: for a step that has nothing else to do."""
-        if future := self.loading.get(name):
-            future.exception()
+    def release(self, name: str) -> None:
+        """No request has this name any more. If it was removed, it goes now; a reading that did not begin is off."""
+        if name in self.retired:
+            self.remove_adapter(name)
+        elif name in self.loading and self.loading[name].cancel():
+            del self.loading[name]
+
+    def wait(self) -> None:
+        """Until a reading is over, however it ends: for a step that has nothing else to do."""
+        if self.loading:
+            next(iter(self.loading.values())).exception()
 
     # -- slots --
 
     def make_resident(self, name: str, pinned: set[str]) -> bool:
         """Give an adapter a slot, taking the least recently used one that is not `pinned`; False: there is no place."""
+        if name in self.cpu:
+            self.cpu.move_to_end(name)
         if name in self.slots:
             self.slots.move_to_end(name)
             self.counts["hit"] += 1
             return True
         lora = self.cpu[name]
-        self.cpu.move_to_end(name)
         blocks: list[int] = []
         if isinstance(self.memory, UnifiedMemory):
             needed = self.memory.num_blocks_of(lora)
@@ -580,4 +602,4 @@ class LoRAModelManager:
         assert sorted([*self.free_slots, *self.slots.values()]) == list(range(self.config.max_loras)), "a slot is lost"
         assert set(self.blocks) <= set(self.slots), "blocks without an adapter"
         assert set(self.slots) <= set(self.sources), "a slot for a name that is gone"
-        assert len(self.cpu) <= self.config.max_cpu_loras, "more in CPU memory than allowed"
+        assert len(self.cpu) + len(self.loading) <= self.config.max_cpu_loras, "more in CPU memory than allowed"

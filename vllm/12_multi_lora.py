@@ -409,6 +409,7 @@ def lora_scheduler(base: type[scheduling.Scheduler], manager: LoRAModelManager) 
 
         def _schedule_waiting(self, output: scheduling.SchedulerOutput) -> None:
             """Whoever waits for an adapter's place is passed over, and keeps its place in the queue."""
+            manager.collect()
             waiting_for_adapter: list[Request] = []
             self.of_this_step = output.scheduled_running_reqs, output.scheduled_new_reqs, output.scheduled_resumed_reqs
             while True:
@@ -421,7 +422,7 @@ def lora_scheduler(base: type[scheduling.Scheduler], manager: LoRAModelManager) 
             for request in reversed(waiting_for_adapter):
                 self.waiting.prepend_request(request)
             if waiting_for_adapter and not output.num_scheduled_tokens:  # nothing else to do than to wait for a file
-                manager.wait(waiting_for_adapter[0].lora_name)
+                manager.wait()
 
         def _is_ready(self, request: Request) -> bool:
             """Does its adapter fit into this step, and is it in CPU memory, or resident?"""
@@ -442,9 +443,7 @@ def lora_scheduler(base: type[scheduling.Scheduler], manager: LoRAModelManager) 
             self.passed_over = not self._is_ready(request)
             if self.passed_over:
                 return 0
-            tokens = 0
-            if name is None or manager.make_resident(name, active):
-                tokens = super()._admit(request)
+            tokens = super()._admit(request) if name is None or manager.make_resident(name, active) else 0
             pool, size = self.kv_cache_manager.block_pool, self.kv_cache_manager.block_size
             while tokens == 0 and pool.num_free_blocks * size < request.num_tokens and manager.blocks:
                 if not manager.evict_idle(active | {name}):  # idle adapters make room for keys and values
@@ -478,8 +477,9 @@ def lora_scheduler(base: type[scheduling.Scheduler], manager: LoRAModelManager) 
 
         def _free_request(self, request: Request) -> None:
             super()._free_request(request)
-            if request.lora_name in manager.retired and not self.uses(request.lora_name):
-                manager.remove_adapter(request.lora_name)
+            name = request.lora_name
+            if (name in manager.retired or name in manager.loading) and not self.uses(name):
+                manager.release(name)
 
         def uses(self, name: str) -> bool:
             return any(request.lora_name == name for request in self.requests.values())
