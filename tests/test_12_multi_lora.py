@@ -942,6 +942,35 @@ def test_wrong_fields_of_a_config(tmp_path, field, value):
     assert adapters.read_config(tmp_path, 4) == (4, 2.0)
 
 
+@pytest.mark.parametrize(("alpha", "dtype", "refused"), [
+    (1e6, torch.float16, True), (1e6, torch.bfloat16, False), (1e308, torch.float32, True), (8, torch.float16, False),
+])  # fmt: skip
+def test_weights_are_finite_as_they_are_kept(tmp_path, tiny, alpha, dtype, refused):
+    """B is multiplied by alpha / r and cast: what was finite in the file need not be any more."""
+    adapters.write_adapter(some(tiny, 1)[0], tmp_path, alpha=4, dtype=torch.float32)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": alpha}))
+    if refused:
+        with pytest.raises(common.InputError, match=rf"lora_B of .*q_proj times its scale .* is not finite in {dtype}"):
+            adapters.read_adapter(tmp_path, tiny.config, dtype=dtype)
+    else:
+        lora = adapters.read_adapter(tmp_path, tiny.config, dtype=dtype)
+        assert all(x.isfinite().all() for pairs in lora.weights.values() for pair in pairs for x in pair)
+
+
+@pytest.mark.parametrize("wrong", [torch.full((4, 80), 1e6), torch.ones(4, 80, dtype=torch.int8)], ids=["inf", "int"])
+def test_a_is_made_of_numbers_that_its_type_can_hold(tmp_path, tiny, wrong):
+    from safetensors.torch import load_file, save_file
+
+    adapters.write_adapter(some(tiny, 1)[0], tmp_path, alpha=4, dtype=torch.float32)
+    path, key = tmp_path / "adapter_model.safetensors", "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
+    weights = load_file(path)
+    assert weights[key].shape == wrong.shape
+    save_file(weights | {key: wrong}, path)
+    with pytest.raises(common.InputError, match=f"lora_A.*({wrong.dtype}, expected|not finite in torch.float16)"):
+        adapters.read_adapter(tmp_path, tiny.config, dtype=torch.float16)
+
+
 DAMAGE = ["use_dora", "rank_pattern", "modules_to_save", "r", "rank", "peft_type", "not json", "no config",
           "no weights", "cut", "partner", "shape", "nan", "stranger", "empty"]  # fmt: skip
 

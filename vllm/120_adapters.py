@@ -150,8 +150,9 @@ def read_adapter(folder: str | Path, config: llama.LlamaConfig, name: str | None
                  max_lora_rank: int | None = None, dtype: torch.dtype = torch.float32) -> LoRAModel:  # fmt: skip
     """Load and check a PEFT folder for a model with this `config`.
 
-    Every tensor must be one that the model has a place for, in the right shape, finite, and with its partner: an
-    adapter of another model is refused here, not in the middle of a forward pass. Raises InputError.
+    Every tensor must be one that the model has a place for, in the right shape, finite in `dtype` (B times the scale),
+    and with its partner: an adapter of another model is refused here, not in the middle of a forward pass. Raises
+    InputError.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -180,14 +181,21 @@ def read_adapter(folder: str | Path, config: llama.LlamaConfig, name: str | None
                     if tensor is not None and tuple(tensor.shape) != wanted:
                         raise common.InputError(f"{path}: {key} has shape {list(tensor.shape)}, this model and rank "
                                                 f"{rank} need {list(wanted)}")  # fmt: skip
-                    if tensor is not None and not (tensor.is_floating_point() and tensor.isfinite().all()):
-                        raise common.InputError(f"{path}: {key} has values that are not finite numbers")
+                    if tensor is not None and not tensor.is_floating_point():
+                        raise common.InputError(f"{path}: {key} is of {tensor.dtype}, expected floating-point numbers")
                     pair.append(tensor)
                 if (pair[0] is None) != (pair[1] is None):
                     letter = "A" if pair[0] is None else "B"
                     raise common.InputError(f"{path}: lora_{letter} of layers.{i}.{module} is missing")
-                a, b = pair
-                pairs.append(None if a is None else (a.to(dtype), (b.float() * scale).to(dtype)))
+                if pair[0] is None:
+                    pairs.append(None)
+                    continue
+                a, b = pair[0].to(dtype), (pair[1].float() * scale).to(dtype)
+                for letter, weight, times in (("A", a, ""), ("B", b, f" times its scale {scale:g}")):
+                    if not weight.isfinite().all():
+                        raise common.InputError(f"{path}: lora_{letter} of layers.{i}.{module}{times} is not finite "
+                                                f"in {dtype}")  # fmt: skip
+                pairs.append((a, b))
             if any(pair is not None for pair in pairs):
                 found[f"layers.{i}.{packed}"] = tuple(pairs)
     if tensors:
