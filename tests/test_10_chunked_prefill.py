@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
 from types import SimpleNamespace
 
 import common
@@ -506,3 +509,16 @@ def test_a_budget_above_the_whole_is_refused(capsys):
 def test_the_readme_names_the_prompt_that_is_measured():
     length = lesson.build_parser().parse_args([]).prompt_tokens
     assert f"while a prompt of {length:,} tokens comes in" in (common.ROOT / "README.md").read_text()
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="Node is not installed: it runs the widget's code")
+def test_pictures_round_as_the_text_does():
+    """A step of 10.85 ms is one of 10.8 in both: steps of the widget take multiples of 50 µs."""
+    kit = common.ROOT / "lessons" / "widgets" / "kit" / "draw.mjs"
+    code = f"""const {{ number }} = await import({json.dumps(kit.as_uri())});
+    console.log(JSON.stringify(Array.from({{ length: 1000 }}, (_, i) => number((i * 50) / 1000, 1))));
+    console.log([number(1234567.5), number(-1234.125, 2), number(0)].join());"""
+    done = subprocess.run(["node", "--input-type=module", "-e", code], capture_output=True, text=True, check=True)
+    numbers, others = done.stdout.splitlines()
+    assert json.loads(numbers) == [f"{i * 50 / 1000:,.1f}" for i in range(1000)]
+    assert others == f"{1234567.5:,.0f},{-1234.125:,.2f},0"

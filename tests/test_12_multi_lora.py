@@ -9,6 +9,7 @@ import json
 import math
 import random
 import shutil
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -1201,6 +1202,36 @@ def test_the_widget_is_the_real_thing(monkeypatch):
     monkeypatch.setattr(lesson.LoRAModelManager, "evict_idle",
                         lambda self, pinned: evict(self, pinned | {next(iter(self.slots))}))  # fmt: skip
     assert lesson.simulate(lesson.WIDGET_DEFAULT)["loads"] < trace["loads"], "another victim, another trace"
+
+
+VIEW = """
+class Element { setAttribute() {} append() {} addEventListener() {} }
+globalThis.document = { createElement: () => new Element(), createElementNS: () => new Element() };
+const [kit, { simulate }, view] = await Promise.all(["kit/draw", "sims/12_multi_lora", "views/12_multi_lora"].map(
+  (name) => import(`${process.argv[1]}/${name}.mjs`)));
+console.log(JSON.stringify(JSON.parse(process.argv[2]).map((params) => {
+  const trace = simulate(params);
+  return view.draw(trace, view.steps(trace) - 1, { ...kit, width: 720, params }).text;
+})));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="Node is not installed: it runs the widget's code")
+def test_what_the_picture_says_in_the_end():
+    """Why there were many loads: with Zipf traffic nobody takes turns, and of many nobody comes back at once."""
+    states = [{}, {"adapters": 16, "max_loras": 1}, {"traffic": "Zipf", "max_loras": 1},
+              {"traffic": "Zipf", "max_loras": 2}, {"batch": 8, "max_loras": 4}, {"adapters": 8}]  # fmt: skip
+    states = [lesson.WIDGET_DEFAULT | state for state in states]
+    widgets = (common.ROOT / "lessons" / "widgets").as_uri()
+    command = ["node", "--input-type=module", "-e", VIEW, widgets, json.dumps(states)]
+    said = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    turns = "take turns in {}, and each is thrown out before its turn comes again."
+    few = "too few for what these requests ask for."
+    loads = [lesson.simulate(state)["loads"] for state in states]
+    assert [text.partition(" In all ")[2] for text in said] == [
+        f"{n} loads for 48 requests{why}" for n, why in zip(loads, (
+            f": 9 adapters {turns.format('8 slots')}", f": 16 adapters {turns.format('1 slot')}",
+            f": 1 slot is {few}", f": 2 slots are {few}", f": 4 slots are {few}", "."))]  # fmt: skip
 
 
 def test_traffic():

@@ -1,5 +1,7 @@
 // Elements, and the few shapes that the pictures are made of. A class sets the colour; what it colours depends on the shape.
 
+import { fixed } from "../sims/lib/text.mjs";
+
 const SVG = "http://www.w3.org/2000/svg";
 
 function fill(node, attributes, children) {
@@ -61,9 +63,9 @@ export function box(x, y, width, height, string, css = "", title = null) {
   return shape("g", {}, rect(x, y, width, height, `box ${css}`, title), string === "" ? null : middle);
 }
 
-/** 12345 → "12,345". */
+/** 12345 → "12,345", and 10.85 with one digit → "10.8": as Python rounds it in the text beside the picture. */
 export function number(value, digits = 0) {
-  return value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  return fixed(value, digits);
 }
 
 /** "1 step", "2 steps". */

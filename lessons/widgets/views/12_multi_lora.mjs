@@ -46,6 +46,8 @@ export function draw(trace, index, kit) {
   const loads = all.slice(0, index + 1).reduce((sum, _, i) => sum + arrived(i).length, 0), done = all.slice(0, index + 1).reduce((sum, { rows: batch }) => sum + batch.length, 0);
   const mib = (kib) => (kib >= 1024 ? `${number(kib / 1024, kib % 1024 ? 1 : 0)} MiB` : `${number(kib)} KiB`), last = index === all.length - 1;
   const loaded = arrived(index).map(name).join(", ");
+  const why = p.traffic === "round robin" && trace.loads === trace.requests ? `: ${p.adapters} adapters take turns in ${count(p.max_loras, "slot")}, and each is thrown out before its turn comes again`
+    : 2 * trace.loads > trace.requests ? `: ${p.max_loras === 1 ? "1 slot is" : `${p.max_loras} slots are`} too few for what these requests ask for` : "";
   return {
     picture: [
       svg(kit.width, tiles + 32, `Step ${index}: ${step.slots.map((k) => name(k) || "empty").join(" ")} in the slots, ${step.tiles.length} segments.`, ...shapes),
@@ -53,6 +55,6 @@ export function draw(trace, index, kit) {
       numbers([number(loads), "loads so far", last && 2 * loads > trace.requests ? "red" : ""], [number(done / Math.max(1, loads), 1), "rows computed for each load"], [step.waiting, "waiting"], [mib(trace.reserved_kib), `reserved, ${mib(trace.slot_kib)} a slot`], [mib(trace.used_kib), "in use in the end", 2 * trace.used_kib < trace.reserved_kib ? "red" : ""]),
     ],
     text: `Step ${index}: ${loaded ? `adapter${arrived(index).length > 1 ? "s" : ""} ${loaded} ${arrived(index).length > 1 ? "have" : "has"} to be loaded first` : "every adapter is there"}${step.passed_over.length ? `, and ${count(step.passed_over.length, "request")} ${step.passed_over.length === 1 ? "is" : "are"} passed over until a slot is free` : ""}.`
-      + (last ? ` In all ${count(trace.loads, "load")} for ${trace.requests} requests${2 * trace.loads > trace.requests ? `: ${p.adapters} adapters take turns in ${p.max_loras} slots, and each comes back just after it was thrown out` : ""}.` : ""),
+      + (last ? ` In all ${count(trace.loads, "load")} for ${trace.requests} requests${why}.` : ""),
   };
 }
