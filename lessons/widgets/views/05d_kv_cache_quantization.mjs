@@ -8,9 +8,9 @@ export function steps(trace) {
 }
 
 export function draw(trace, index, kit) {
-  const { svg, rect, text, line, path, circle, group: part, shape, legend, numbers } = kit, p = trace.params, width = kit.width;
+  const { svg, rect, text, line, path, circle, group: part, shape, legend, number, numbers } = kit, p = trace.params, width = kit.width;
   const per_key = p.group === "token", last = index === steps(trace) - 1, g = !last ? index : per_key ? p.needle : 5;
-  const minus = (string) => (Number(string) === 0 ? string.replace("-", "") : string.replace("-", "−")), tenth = (milli) => minus((milli / 1000).toFixed(1));
+  const minus = (string) => (Number(string) === 0 ? string.replace("-", "") : string.replace("-", "−")), tenth = (milli) => minus(number(milli / 1000, 1));
   const wide = width >= 560, column = wide ? (width - 36) / 2 : width, cell = (column - MARGIN - SCORES) / 16, right = MARGIN + 16 * cell;
   const verdict = trace.finds === trace.should_find ? "green" : "red", loud = p.keys.includes("channel");
 
