@@ -501,9 +501,32 @@ def test_facts_are_what_the_simulation_says():
     assert (a, b) == (pytest.approx(1.0), pytest.approx(2.0))
 
 
-def test_a_budget_above_the_whole_is_refused(capsys):
-    with pytest.raises(common.InputError, match="--budget 500"):
-        lesson.main(["--budget", "500", "--prompt-tokens", "100"])
+@pytest.mark.parametrize(("argv", "refused"), [
+    (["--budget", "500", "--prompt-tokens", "100"], r"--budget 500: allowed: .*\(104\)"),
+    (["--threshold", "2000"], r"--threshold 2000: allowed: .*\(1500\)"),
+    (["--threshold", "101", "--prompt-tokens", "100"], r"--threshold 101: allowed: .*\(100\)"),
+])  # fmt: skip
+def test_what_is_too_much_for_the_prompt_is_refused_at_once(monkeypatch, argv, refused):
+    monkeypatch.setattr(common, "start", lambda args: pytest.fail("it starts first"))
+    with pytest.raises(common.InputError, match=refused):
+        lesson.main(argv)
+
+
+@pytest.mark.parametrize(("argv", "budget"), [
+    ([], 256), (["--prompt-tokens", "16"], 20), (["--prompt-tokens", "251", "--decoders", "4"], 255),
+    (["--prompt-tokens", "16", "--threshold", "16", "--budget", "7"], 7),
+])  # fmt: skip
+def test_the_default_budget_is_never_refused(monkeypatch, argv, budget):
+    class Started(Exception):
+        pass
+
+    def start(args):
+        assert args.budget == budget
+        raise Started
+
+    monkeypatch.setattr(common, "start", start)
+    with pytest.raises(Started):
+        lesson.main(argv)
 
 
 def test_the_readme_names_the_prompt_that_is_measured():

@@ -973,8 +973,9 @@ def long_prompt(tokenizer: llama.Tokenizer, length: int) -> list[int]:
 
 def build_parser() -> argparse.ArgumentParser:
     p = common.parser(__doc__)
-    p.add_argument("--budget", type=common.number(int, 1, 8192), default=256,
-                   help="tokens per step (default 256; with no more than --decoders, the prompt starves)")  # fmt: skip
+    p.add_argument("--budget", type=common.number(int, 1, 8192),
+                   help="tokens per step (default 256 or, if that is less, the whole prompt and the decodes; with no "
+                        "more than --decoders, the prompt starves)")  # fmt: skip
     p.add_argument("--prompt-tokens", type=common.number(int, 16, 4000), default=1500,
                    help="length of the prompt that arrives (default 1500)")  # fmt: skip
     p.add_argument("--decoders", type=common.number(int, 0, len(DECODERS)), default=4,
@@ -1103,9 +1104,14 @@ def print_ablation(known: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    if args.budget > args.prompt_tokens + args.decoders:
-        raise common.InputError(f"--budget {args.budget}: allowed: at most --prompt-tokens + --decoders "
-                                f"({args.prompt_tokens + args.decoders}): the whole prompt in one step")  # fmt: skip
+    whole = args.prompt_tokens + args.decoders
+    args.budget = args.budget or min(256, whole)
+    if args.budget > whole:
+        raise common.InputError(f"--budget {args.budget}: allowed: at most --prompt-tokens + --decoders ({whole}): "
+                                "the whole prompt in one step")  # fmt: skip
+    if args.threshold > args.prompt_tokens:
+        raise common.InputError(f"--threshold {args.threshold}: allowed: at most --prompt-tokens "
+                                f"({args.prompt_tokens}): nobody asks for more")  # fmt: skip
     machine, known = common.start(args), facts()
 
     common.heading("1 · One kernel for prompts, chunks and decodes")
