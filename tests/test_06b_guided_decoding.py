@@ -286,6 +286,29 @@ def test_a_tokenizer_with_byte_fallback():
     assert allowed(b" t") == [8], "byte by byte, too"
 
 
+def test_no_space_goes_in_front_of_what_a_grammar_forces(tmp_path):
+    """A tokenizer may put one in front of every text. What a grammar forces stands in the middle of one."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["</s>", *characters, "Ġt", "th", "the"])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "t"), ("t", "h"), ("th", "e")]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = lesson.vocabulary_of(lesson.llama.Tokenizer(tmp_path), None, (0,))
+    for wanted, text in (({"grammar": 'start: "the cache"'}, "the cache"), ({"json": {"const": "the"}}, '"the"')):
+        grammar, written = lesson.compile_guide(wanted, vocabulary).start(), b""
+        row = np.empty(vocabulary.num_words, np.int32)
+        while not grammar.terminated:
+            grammar.fill_bitmask(row)
+            token = int(vocabulary.unpack(row).nonzero()[0][-1])  # the longest
+            assert grammar.accept_token(token), (written, token)
+            written += vocabulary.tokens[token]
+        assert written.decode() == text
+
+
 # --- What strangers send ----------------------------------------------------------------------------------------------
 
 LIMIT = 3.0  # seconds for our own part, on a busy machine

@@ -515,14 +515,15 @@ def test_no_read_past_the_end(kernels, guarded):
     lesson.gqa_prefill(guarded(torch.randn(11, 6, 24)), k, v, guarded(torch.tensor([0, 4, 11])), 7)
 
 
-def test_the_longest_rows_start_first(kernels):
+def test_the_longest_rows_start_first(kernels, device):
     """Of a prompt's tiles the last reads the most keys; started last, it would run alone."""
     if not common.INTERPRET:
         pytest.skip("what each program reads is seen in Triton's interpreter")
     import races
 
-    q, k, v = torch.randn(112, 2, 16), torch.randn(112, 1, 16), torch.randn(112, 1, 16)
-    read = races.elements_read(lambda: lesson.gqa_prefill(q, k, v, torch.tensor([0, 112]), 112))
+    q, (k, v) = torch.randn(112, 2, 16, device=device), torch.randn(2, 112, 1, 16, device=device)
+    loc = torch.tensor([0, 112], device=device)
+    read = races.elements_read(lambda: lesson.gqa_prefill(q, k, v, loc, 112))
     assert len(read) > 3 and read == sorted(read, reverse=True) and read[0] > 2 * read[-1]
 
 

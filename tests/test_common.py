@@ -141,7 +141,7 @@ def test_merge_json_keeps_other_keys(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["out.json"]
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", "\xff"])
+@pytest.mark.parametrize("content", ["{", "[1]", "\xff", "[" * 200_000], ids=["open", "list", "bytes", "deep"])
 def test_merge_json_refuses_what_it_cannot_merge(tmp_path, content):
     path = tmp_path / "out.json"
     path.write_bytes(content.encode("latin-1"))
@@ -218,6 +218,7 @@ common.run(main)
         pytest.param(
             ["--device", "cuda"], 2, "no GPU", marks=pytest.mark.skipif(common.HAS_GPU, reason="there is one")
         ),
+        (["--figure", "x" * 5000], 2, "--figure"),
         (["--json", "."], 2, "not readable as JSON"),  # before anything is measured, not after
         (["--nonsense"], 2, "--nonsense"),
     ],

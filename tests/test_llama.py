@@ -411,6 +411,9 @@ BROKEN = {
     "YaRN with a ramp in quotes": (
         lambda f: edit_config(f, rope_scaling={"type": "yarn", "factor": 2, "beta_fast": "32"}), "beta_fast"),
     "an epsilon in quotes": (lambda f: edit_config(f, rms_norm_eps="1e-5"), "rms_norm_eps"),
+    "no epsilon": (lambda f: edit_config(f, rms_norm_eps=float("nan")), "rms_norm_eps"),
+    "more positions than memory": (lambda f: edit_config(f, max_position_embeddings=10**12), "max_position_embeddings"),
+    "RoPE with a base of one": (lambda f: edit_config(f, rope_parameters={"rope_theta": 1.0}), "rope_theta"),
     "a truth in quotes": (lambda f: edit_config(f, tie_word_embeddings="false"), "tie_word_embeddings"),
     "a last token in quotes": (lambda f: edit_both(f, eos_token_id="2"), "eos_token_id"),
     "no token among last tokens": (lambda f: edit_both(f, eos_token_id=[2, None]), "eos_token_id"),
@@ -445,6 +448,17 @@ def test_a_broken_folder_gets_one_line(good_folder, tmp_path, name):
 def test_a_model_that_is_not_there(path):
     with pytest.raises(common.InputError, match="--model"):
         llama.load(path)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path):
+    make_folder(tmp_path, vocab_size=20)
+    tokenizer = llama.load(str(tmp_path))[1]
+    backend = llama.Tokenizer(tmp_path).backend
+    first = {c: backend.encode(c).ids[0] for c in "abcdefghijklmnopqrstuvwxyz0123456789 !"}
+    known, unknown = min(first, key=first.get), max(first, key=first.get)
+    assert tokenizer.encode(known) == [first[known]] and first[unknown] >= 20
+    with pytest.raises(common.InputError, match=r"token id \d+ of the tokenizer: the model has 20 tokens"):
+        tokenizer.encode(known + unknown)
 
 
 def test_chat_without_template(tmp_path):

@@ -1050,8 +1050,8 @@ def benchmark(model: llama.Llama, args: argparse.Namespace) -> dict[str, Any]:
     """Prompts of 128 random tokens, 64 greedy tokens each: ours with and without packed weights, Transformers, and the
     floor. Competitors take turns within a round; the table shows medians of three rounds."""
     common.heading("6. Throughput: n prompts of 128 tokens, 64 greedy tokens each, fp32 on a CPU, bf16 on a GPU")
-    n_in, n_out, rng = 128, 64, random.Random(0)
-    prompts = [[rng.randrange(1000, 40000) for _ in range(n_in)] for _ in range(32)]
+    n_in, n_out, rng, V = 128, 64, random.Random(0), model.config.vocab_size
+    prompts = [[rng.randrange(min(1000, V // 2), min(40000, V)) for _ in range(n_in)] for _ in range(32)]
     cores = {"ours": make_core(model), "unpacked": make_core(model)}
     cores["unpacked"].runner.model = model
     peer = load_transformers(args.model, model)

@@ -548,8 +548,8 @@ def transformers_ms(model: Any, n: int) -> float:
 
 def throughput(model: llama.Llama, folder: Path, ask: Callable | None) -> dict[str, Any]:
     """Ours, Transformers and vLLM in turns, three rounds: output tokens per second, median, lowest and highest."""
-    n_in, n_out, rng = 128, 64, random.Random(0)
-    prompts = [[rng.randrange(1000, 40000) for _ in range(n_in)] for _ in range(32)]
+    n_in, n_out, rng, V = 128, 64, random.Random(0), model.config.vocab_size
+    prompts = [[rng.randrange(min(1000, V // 2), min(40000, V)) for _ in range(n_in)] for _ in range(32)]
     transformers = batching.load_transformers(str(folder), model)
     tokens: dict[str, list[list[int]]] = {}
 
@@ -615,8 +615,8 @@ def scheduler_table(ask: Callable | None) -> dict[str, Any]:
 
 def benchmark(args: argparse.Namespace, model: llama.Llama) -> dict[str, Any]:
     """The stages at 32 prompts of 128 tokens, their profiles, and the peers."""
-    n_in, n_out, rng = 128, 64, random.Random(0)
-    prompts = [[rng.randrange(1000, 40000) for _ in range(n_in)] for _ in range(32)]
+    n_in, n_out, rng, V = 128, 64, random.Random(0), model.config.vocab_size
+    prompts = [[rng.randrange(min(1000, V // 2), min(40000, V)) for _ in range(n_in)] for _ in range(32)]
     common.heading("5. From naive to final: 32 prompts of 128 tokens, 64 greedy tokens each")
     floor = 32 * n_out / floor_seconds(model, 32, n_in, n_out)
     bench: dict[str, Any] = {"floor": floor, "stages": {}}

@@ -1057,6 +1057,8 @@ def tell_story(args: argparse.Namespace, client: Any, url: str, model: str, benc
                      f"{found['output_throughput']:.0f}"])  # fmt: skip
     common.table(["streams", "answered", "refused", "TTFT", "ITL", "end to end", "tokens/s"], rows)
     if args.max_num_queued_reqs >= max(levels):
+        if not texts[1]:
+            raise common.CheckFailed("no request of the load was answered")
         common.check_equal(f"{levels[-1]} at once read the same texts as one by one", texts[levels[-1]], texts[1])
 
     common.heading("4. What must not harm anybody else")

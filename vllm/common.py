@@ -541,7 +541,7 @@ def stored_object(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     try:
         content = json.loads(path.read_text()) if path.exists() else {}
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise InputError(f"--json {path}: not readable as JSON ({error})") from None
     if not isinstance(content, dict):
         raise InputError(f"--json {path}: holds a JSON {type(content).__name__}, expected an object")
@@ -602,9 +602,12 @@ def number(kind: type = int, low: float | None = None, high: float | None = None
 
 def folder(text: str) -> str:
     """An argparse type: a folder, or what may become one."""
-    for path in (Path(text), *Path(text).parents):
-        if path.exists() and not path.is_dir():
-            raise argparse.ArgumentTypeError(f"{path} is not a folder")
+    try:
+        wrong = [path for path in (Path(text), *Path(text).parents) if path.exists() and not path.is_dir()]
+    except OSError as error:  # a name that is too long
+        raise argparse.ArgumentTypeError(f"{text[:60]!r}: {error.strerror}") from None
+    if wrong:
+        raise argparse.ArgumentTypeError(f"{wrong[0]} is not a folder")
     return text
 
 

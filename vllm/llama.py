@@ -133,6 +133,10 @@ class LlamaConfig:
         ):  # fmt: skip
             if type(value := getattr(config, field)) not in kinds:
                 raise common.InputError(f"{folder / 'config.json'}: {field} is {value!r}, expected {expected}")
+        for field, low, high in (("max_position_embeddings", 1, 2**24), ("rms_norm_eps", 0, 1),
+                                 ("rope_theta", 2, 1e12)):  # fmt: skip
+            if not low <= (value := getattr(config, field)) <= high:
+                raise common.InputError(f"{folder / 'config.json'}: {field} is {value!r}, expected {low} to {high:g}")
         if not all(type(token_id) is int for token_id in config.eos_token_ids):
             raise common.InputError(f"{folder}: eos_token_id is {eos!r}, expected a token id or a list of them")
         # What is not in the vocabulary is never written.
@@ -447,6 +451,7 @@ class Tokenizer:
             raise common.InputError(f"{folder / 'tokenizer.json'}: {error}") from None
         self.backend.no_truncation()  # a file may ask for both: that was for training
         self.backend.no_padding()
+        self.vocab_size: float = math.inf  # the model's, which may have fewer tokens
         self.config: dict[str, Any] = {}
         self.special_tokens: dict[str, str] = {}  # bos_token, eos_token, …: a template may know them
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -467,10 +472,13 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, max_length: int | None = None) -> list[int]:
         """Token ids; `add_special_tokens` adds what the tokenizer puts around every text (SmolLM2: nothing).
 
-        Of more than `max_length` the first ones of the text go, and what was put around it stays.
+        Of more than `max_length` the first ones of the text go, and what was put around it stays. Raises InputError
+        for a token that the model does not have.
         """
         encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
         ids, cut = encoding.ids, 0 if max_length is None else len(encoding.ids) - max_length
+        if (largest := max(ids, default=0)) >= self.vocab_size:
+            raise common.InputError(f"token id {largest} of the tokenizer: the model has {self.vocab_size} tokens")
         if cut <= 0:
             return ids
         of_text = [i for i, special in enumerate(encoding.special_tokens_mask) if not special]
@@ -566,6 +574,7 @@ def load(path_or_id: str | None = None, dtype: torch.dtype = torch.float32,
     folder = model_folder(path_or_id)
     config = LlamaConfig.from_folder(folder)
     tokenizer = Tokenizer(folder)
+    tokenizer.vocab_size = config.vocab_size
     with contextlib.ExitStack() as stack:
         return Llama(config, _open_weights(folder, stack), dtype, device), tokenizer
 
