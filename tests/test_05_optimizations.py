@@ -1085,3 +1085,23 @@ def test_bad_values_are_one_line(capsys, arguments):
     with pytest.raises(SystemExit) as stop:
         lesson.build_parser().parse_args(arguments)
     assert stop.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_without_the_cache_nothing_is_indexed_in_decode_steps_either(tiny_model):
+    core = core_of(tiny_model, caching=False)
+    core.add_request(greedy(tokens_of(1, 20), 30))
+    while core.scheduler.has_unfinished_requests():
+        core.step()
+        assert not core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
+
+
+@pytest.mark.parametrize("kind", list(lesson.LOOPS))
+def test_the_worker_forgets_who_has_gone(tiny_model, kind):
+    core = lesson.make_loop(kind, tiny_model)
+    core.run([greedy(PROMPTS[0], n, str(n)) for n in (1, 2, 20)])
+    assert core.worker.requests.keys() | core.worker.tables.keys() <= {"20"}, "the last one was not followed by a plan"
+
+
+def test_waste_is_counted_per_token():
+    """Five that stop in one step: the next one was planned for all of them."""
+    assert lesson.dry_run("async", [3] * 5).num_wasted == 5

@@ -1814,3 +1814,60 @@ def test_serve_with_ray(texts):
         pytest.skip("ray is not installed: it is an extra")
     with server("-tp", "3", "--distributed-executor-backend", "ray") as (client, _, _, _):
         assert ask_all(client) == texts * 2
+
+
+@pytest.mark.parametrize("wish", [None, "3,1"])
+def test_every_engine_gets_gpus_of_its_own(monkeypatch, wish):
+    """The first engines start before the last: what one was told must not be read as the user's wish by the next."""
+    seen = []
+
+    def process(**about):
+        return SimpleNamespace(start=lambda: seen.append(os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+    monkeypatch.setattr(engine_group.tensor_parallel, "start_context", lambda: SimpleNamespace(Process=process))
+    monkeypatch.setattr(common, "HAS_GPU", True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wish) if wish else monkeypatch.delenv("CUDA_VISIBLE_DEVICES", False)
+    for engine in range(3):
+        engine_group.start_engine([], 0, engine, ("any", "factory"), SimpleNamespace(world_size=2), 1)
+    assert seen == ([wish] * 3 if wish else ["0,1", "2,3", None]), "there is nothing left for a third"
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == wish
+
+
+def test_each_client_gets_its_part_of_everything_in_a_letter():
+    StepLogprobs, Logprob = lesson.offline.StepLogprobs, lesson.offline.Logprob
+    with mailbox() as (box, _):
+        box.owner |= {"mine": 0, "yours": 1}
+        parts = box.split(async_engine.EngineCoreOutputs(
+            [scheduling.EngineCoreOutput(name, [5]) for name in ("mine", "yours", "gone")],
+            logprobs=StepLogprobs({"yours": {5: Logprob(-1.0, 1)}, "gone": {}}),
+            admitted={name: async_engine.Admission(0.5, 16, 0) for name in ("mine", "gone")},
+        ))  # fmt: skip
+        assert {i: [o.request_id for o in part.outputs] for i, part in parts.items()} == {0: ["mine"], 1: ["yours"]}
+        assert parts[0].admitted == {"mine": async_engine.Admission(0.5, 16, 0)} and parts[1].admitted == {}
+        assert [type(part.logprobs) for part in parts.values()] == [StepLogprobs] * 2, "it says whose tokens these are"
+        assert parts[1].logprobs == {"yours": {5: Logprob(-1.0, 1)}} and not parts[0].logprobs
+
+
+def test_letters_arrive_in_the_order_they_were_sent_in_whatever_they_say():
+    """How things were must not be read after what came of it."""
+    ours, theirs = socket.socketpair()
+    box, big = engine_group.Outbox(ours), async_engine.Dead("x" * (1 << 21))  # more than a socket holds
+    with nobody_waits(theirs), ThreadPoolExecutor(1) as pool:
+        then = async_engine.Dead("then")
+        for letter, is_state in ((big, False), ([1], True), ([2], True), (then, False), ([3], True)):
+            box.put(letter, is_state)
+        heard = pool.submit(read_letters, theirs)
+        while box.pending:
+            box.flush()
+        ours.close()
+        assert heard.result(20) == [big, [2], then, [3]]
+
+
+def test_nothing_waits_for_a_reader_that_has_gone():
+    """Or `select` would call its socket ready for ever, and an idle engine would spin."""
+    with mailbox() as (box, (*_, coordinator)):
+        coordinator.close()
+        for i in range(2):
+            box.send(async_engine.EngineCoreOutputs(scheduler_stats=async_engine.SchedulerStats(i, 0, 0.0)))
+        assert box.coordinator.gone and not box.pending()

@@ -977,3 +977,58 @@ def test_a_killed_process_and_every_place_on_the_real_model(folder):
     process = asyncio.run(drop())
     process.join(10)
     assert process.exitcode == 0, "an engine that nobody has any more ends"
+
+
+def test_of_pieces_put_together_the_last_says_how_it_ended():
+    collector, last = lesson.RequestOutputCollector("r"), piece(0, "b", [2], True, [{2: 0}])
+    last.outputs[0].cumulative_logprob, last.outputs[0].stop_reason = -3.0, "b"
+    collector.put(piece(0, "a", [1], logprobs=[{1: 0}]))
+    collector.put(last)
+    (answer,) = collector.get_nowait().outputs
+    assert (answer.cumulative_logprob, answer.finish_reason, answer.stop_reason) == (-3.0, "stop", "b")
+
+
+def test_an_engine_on_a_thread_ends_although_nobody_has_read_its_letters(tiny, monkeypatch):
+    monkeypatch.setattr(lesson.ThreadClient, "ROOM", 2)
+
+    async def run():
+        client = lesson.ThreadClient(FACTORY, None)
+        client.send((Kind.ADD, Request("r", [1, 2], GREEDY)))
+        while client.outbox.qsize() < 2 or not client.inbox.empty():  # the letters of the start fill the room
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # the engine waits in its first step, with a third letter in its hand
+        client.close()
+        await asyncio.to_thread(client.join, 2)
+        return client.thread.is_alive()
+
+    assert not asyncio.run(run())
+
+
+def test_an_engine_whose_front_end_cannot_start_is_ended(tiny, folder, monkeypatch):
+    def refuse(folder):
+        raise common.InputError("no tokenizer")
+
+    monkeypatch.setattr(llama, "Tokenizer", refuse)
+    before = set(threading.enumerate())
+    with pytest.raises(common.InputError, match="no tokenizer"):
+        asyncio.run(lesson.AsyncLLM.start(FACTORY, None, folder, "thread"))
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "EngineCore"]
+
+
+def test_who_is_aborted_is_counted_and_not_measured(tiny, folder):
+    """Neither the time of one who was cut off nor that of one who never had a seat says anything about the server."""
+    logger = common.lesson("060_metrics").PrometheusStatLogger("m")
+
+    async def run():
+        async with running(folder, "event-loop", stat_logger=logger) as llm:
+            for i in range(9):  # one more than there are seats
+                llm.add_request(str(i), prompt(3), SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+            while not any(times.tokens > 2 for times in logger.times.values()):
+                await asyncio.sleep(0)
+            llm.abort(map(str, range(9)))
+
+    asyncio.run(run())
+    said = dict(line.rsplit(" ", 1) for line in logger.expose().decode().splitlines() if not line.startswith("#"))
+    ended = {float(n) for name, n in said.items() if "request_success_total{" in name and '"abort"' in name}
+    measured = {float(n) for name, n in said.items() if "e2e_request_latency_seconds_count" in name}
+    assert (ended, measured, logger.times) == ({9.0}, {0.0}, {})

@@ -576,3 +576,38 @@ def test_replay_draws(tmp_path, capsys):
     lesson.main(["replay", str(workload), "--table", "--figure", str(tmp_path / "figures")])
     assert (tmp_path / "figures" / "replay_w.svg").read_text().startswith("<?xml")
     assert "finished" in capsys.readouterr().out
+
+
+def test_of_victims_that_came_together_the_first_admitted_goes():
+    """vLLM takes `max(running, key=(priority, arrival time))`: of equals the first in the list, whatever its name."""
+    scheduler = lesson.build_scheduler("priority", 9, 4, 16, max_num_seqs=4)
+    for names in ("abc", "cab"):
+        scheduler.running = [Request(name, [0], SamplingParams(), arrival_time=1.0) for name in names]
+        assert scheduler._choose_victim() is scheduler.running[0]
+
+
+@pytest.mark.parametrize(("free", "tokens"), [(3, 0), (4, 1)])
+def test_a_prompt_that_was_swapped_out_half_way_comes_back_when_all_of_it_fits(free, tokens):
+    """16 known tokens are four blocks, however little of them this step may compute."""
+    scheduler = lesson.build_scheduler("swap", 6, 4, 24, 3, max_num_seqs=2)
+    request, pool = Request("r", [0] * 16, SamplingParams()), scheduler.kv_cache_manager.block_pool
+    scheduler.swapped["r"] = scheduler.cpu_pool.allocate(1), 4
+    pool.allocate(pool.num_free_blocks - free)
+    scheduler.token_budget = 1
+    assert scheduler._admit(request) == tokens and ("r" in scheduler.swapped) == (tokens == 0)
+
+
+def test_what_comes_back_is_not_pushed_out_by_what_makes_room():
+    """A tier of one block, with the tail of a prefix. The block that this takes on the GPU held something, too."""
+    manager, params = lesson.OffloadingKVCacheManager(4, 2, 16, num_cpu_blocks=1), SamplingParams(max_tokens=1)
+    for name, tokens in (("0", range(5)), ("1", range(50, 53))):
+        request = Request(name, list(tokens), params)
+        manager.allocate_slots(request, len(tokens))
+        manager.free(request)
+    manager.tier.copies.take()
+    again = Request("2", list(range(5)), params)
+    blocks, again.num_computed_tokens = manager.get_computed_blocks(again)
+    assert (len(blocks), again.num_computed_tokens, len(manager.tier.blocks)) == (1, 4, 1)
+    manager.allocate_slots(again, 1, blocks)
+    assert manager.tier.copies.take() == [("in", [(1, manager.get_block_ids("2")[1])])], "no room for what left"
+    assert not manager.tier.blocks and manager.tier.pool.num_free_blocks == 1

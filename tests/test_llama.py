@@ -604,3 +604,79 @@ print(model.logits(model.forward(ids, torch.arange(len(ids), device=model.device
         if scripts.within(seconds[-1], 3):
             return
     pytest.fail(f"start to first token took {seconds}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [("qwen3", "head_dim"), ("llama", "rms_norm_eps"), ("qwen2", "rms_norm_eps"), ("llama", "tie_word_embeddings"),
+     ("llama", "num_key_value_heads")],
+)  # fmt: skip
+def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path, kind, field):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    given = {"head_dim": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": 4}
+    make_folder(tmp_path, kind=kind, **{field: given[field]})
+    edit_config(tmp_path, **{field: None})
+    assert field not in json.loads((tmp_path / "config.json").read_text())
+    assert getattr(AutoConfig.from_pretrained(tmp_path), field) is not None
+    compare_with_transformers(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval())
+    config = llama.LlamaConfig.from_folder(tmp_path)
+    assert getattr(config, field) == given[field]
+
+
+@pytest.mark.parametrize(("said", "more", "known"), [(2, [2, 3], (2, 3)), (2, 5, (5,)), ([2, 4], None, (2, 4))])
+def test_generation_config_may_name_more_last_tokens(tmp_path, said, more, known):
+    """As in the first Llama 3: config.json has the end of a text, and this one the end of a turn besides."""
+    make_folder(tmp_path)
+    edit_config(tmp_path, eos_token_id=said)
+    (tmp_path / "generation_config.json").write_text(json.dumps({} if more is None else {"eos_token_id": more}))
+    assert llama.LlamaConfig.from_folder(tmp_path).eos_token_ids == known
+
+
+def test_a_folder_that_says_its_special_tokens_twice(tmp_path):
+    """Before Transformers 5 there was a file for them beside the tokenizer's own, which counts and has the template."""
+    make_folder(tmp_path)
+    said = {"bos_token": "<old>", "unk_token": {"content": "<unk>"}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(said))
+    config = {"bos_token": "<new>", "chat_template": "{{ bos_token }}{{ unk_token }}{{ messages[0].content }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert llama.Tokenizer(tmp_path).render_chat([{"role": "user", "content": "Hi"}]) == "<new><unk>Hi"
+
+
+@pytest.mark.parametrize("fields", [
+    {"rope_theta": 3.0, "original_max_position_embeddings": 64},  # the ramp would end behind the last dimension
+    {"rope_theta": 5000.0, "original_max_position_embeddings": 64, "factor": 0.5},  # nothing to stretch
+    {"rope_theta": 5000.0, "original_max_position_embeddings": 64, "mscale": 0.7},  # one of two that go together
+], ids=str)  # fmt: skip
+def test_yarn_at_its_edges(tmp_path, fields):
+    rope = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0} | fields}
+    compare_with_transformers(tmp_path, make_folder(tmp_path, **rope))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_an_epsilon_that_shows(tmp_path, kind):
+    """1e-5 could be anything, or missing from a norm: next to it, nothing is small."""
+    compare_with_transformers(tmp_path, make_folder(tmp_path, kind=kind, rms_norm_eps=0.5))
+
+
+def test_of_several_templates_the_default(tmp_path):
+    make_folder(tmp_path)
+    templates = [{"name": name, "template": name + " {{ messages[0].content }}"} for name in ("tool_use", "default")]
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": templates}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert llama.Tokenizer(tmp_path).render_chat([{"role": "user", "content": "Hi"}]) == "default Hi"
+
+
+def test_a_text_that_is_cut_keeps_what_stands_around_it(tmp_path):
+    """Of more than fits, the first tokens of the text go; of less than stands around it, the last ones stay."""
+    from tokenizers.processors import TemplateProcessing
+
+    make_folder(tmp_path)
+    tokenizer = llama.Tokenizer(tmp_path)
+    around = [("<|im_start|>", 1), ("<|im_end|>", 2)]
+    tokenizer.backend.post_processor = TemplateProcessing("<|im_start|> $A <|im_end|>", special_tokens=around)
+    first, *text, last = tokenizer.encode("abcd")
+    assert (first, last, len(text)) == (1, 2, 4)
+    cut = {n: tokenizer.encode("abcd", max_length=n) for n in (7, 6, 4, 2, 1)}
+    whole = [1, *text, 2]
+    assert cut == {7: whole, 6: whole, 4: [1, *text[2:], 2], 2: [1, 2], 1: [2]}
