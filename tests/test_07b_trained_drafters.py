@@ -770,21 +770,22 @@ def test_the_draft_vocabulary_is_the_frequent_tokens():
     assert training.choose_vocab(ids, 3, 12, keep=[11]).tolist() == [3, 5, 11]
 
 
-def in_step(method: str, model: llama.Llama, d2t: torch.Tensor, data: training.Text) -> training.Network:
+def in_step(method: str, model: llama.Llama, text: Path) -> tuple[training.Network, training.Text]:
     """A drafter that is right now and then: on the tiny model's embedding, one that learned nothing is never."""
+    data = training.Text(text, model.device, 1)
+    d2t = training.choose_vocab(data.raw_tokens.astype(np.int64), 60, 128)
+    data.restrict(d2t, 128)
     trainer = training.Trainer(method, model, d2t, data, Path("/no/such/folder"), 2e-2)
     for _ in range(6):
         trainer.step(data, range(len(data.lengths)))
-    return training.Network(method, model, d2t, {name: t.detach() for name, t in trainer.network.tensors.items()})
+    weights = {name: t.detach() for name, t in trainer.network.tensors.items()}
+    return training.Network(method, model, d2t, weights), data
 
 
 @pytest.mark.parametrize("method", training.METHODS)
 def test_chains_are_counted_as_they_are_drafted_and_verified(method, text, tiny_model):
     """At every position: the drafter that the engine uses, asked from scratch, and the target, one token at a time."""
-    data = training.Text(text, tiny_model.device, 1)
-    d2t = training.choose_vocab(data.raw_tokens.astype(np.int64), 60, 128)
-    data.restrict(d2t, 128)
-    network = in_step(method, tiny_model, d2t, data)
+    network, data = in_step(method, tiny_model, text)
     favourite = functools.cache(lambda tokens: int(tiny_model.logits(
         tiny_model.forward(*(torch.tensor(x, device=tiny_model.device) for x in (tokens, range(len(tokens)))),
                            common.lesson("01_kv_cache").recompute)[-1:]).argmax()))  # fmt: skip
@@ -809,15 +810,12 @@ def test_chains_are_counted_as_they_are_drafted_and_verified(method, text, tiny_
 @pytest.mark.parametrize("method", training.METHODS)
 def test_agreement_is_a_share_of_positions(method, text, tiny_model):
     """Whatever the batches: of 1, 2 and 3 answers, or of all."""
-    data = training.Text(text, tiny_model.device, 1)
-    d2t = training.choose_vocab(data.raw_tokens.astype(np.int64), 60, 128)
-    data.restrict(d2t, 128)
-    network = in_step(method, tiny_model, d2t, data)
+    network, data = in_step(method, tiny_model, text)
     split = [[0], [1, 2], [3]], [[0, 1, 2, 3]]
     parts, whole = ([training.LOSSES[method](network, data, group, 3)[1] for group in groups] for groups in split)
     assert [tuple(map(sum, zip(*column))) for column in zip(*parts)] == whole[0]
     assert all(0 < same <= rows for same, rows in whole[0][:1])
-    trainer = training.Trainer(method, tiny_model, d2t, data, Path("/no/such/folder"))
+    trainer = training.Trainer(method, tiny_model, network.d2t, data, Path("/no/such/folder"))
     trainer.average = network.tensors
     for size in (1, 10_000):
         with pytest.MonkeyPatch.context() as patch:

@@ -661,7 +661,7 @@ def validate(structured_outputs: dict[str, Any] | None, tokenizer: llama.Tokeniz
              eos_token_ids: Iterable[int] = ()) -> Guide | None:  # fmt: skip
     """Refuse on arrival what cannot be guided or would cost too much. For the front end, so that no engine waits.
 
-    In the same process, the engine finds the compiled guide in the cache. `vocab_size` and `eos_token_ids` are the
+    Returns the guide; in the same process, the engine finds it in the cache. `vocab_size` and `eos_token_ids` are the
     model's, where they differ from the tokenizer's. Raises InputError, within MAX_SECONDS and a second for our part.
     """
     if structured_outputs is not None:
