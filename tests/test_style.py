@@ -18,7 +18,8 @@ parse = functools.cache(ast.parse)  # five tests look at each file
 
 def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Kernels take pointers and constants whose types only a launch knows."""
-    return any(ast.unparse(d) in ("common.kernel", "triton.jit") for d in node.decorator_list)
+    names = {ast.unparse(d).split("(")[0] for d in node.decorator_list}
+    return bool(names & {"common.kernel", "triton.jit", "gluon.jit"})
 
 
 def untyped(source: str) -> list[str]:

@@ -375,22 +375,30 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor,
     if not common.runs_kernel(q):
         return _torch_attention(q, k, v, query_start_loc, seq_start_loc, causal, window, scale, out, lse)
 
-    capability = None
-    if q.is_cuda and not torch.version.hip:
-        capability = torch.cuda.get_device_capability(q.device)
+    if capability := nvidia_capability() if q.is_cuda else None:
         triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
-    tiles = tiles or choose_tiles(q.dtype, D, window, capability)
     q, k, v = (_aligned(x) for x in (q, k, v))
+    group = heads_per_group(Hq, Hkv, max_seq_len * 2 * D * q.element_size())
+    if capability == (9, 0) and not (tiles or common.INTERPRET):
+        hopper = common.lesson("031_warp_specialized_attention")
+        if hopper.fits(q, k, v, max_query_len, window):
+            return hopper.warp_specialized_attention(q, k, v, query_start_loc, seq_start_loc, max_query_len, group,
+                                                     causal, scale, out, lse)  # fmt: skip
+    tiles = tiles or choose_tiles(q.dtype, D, window, capability)
     num_tiles = triton.cdiv(max_query_len, tiles.block_m)
     flash_attention_kernel[(len(query_start_loc) - 1) * Hq * num_tiles,](
-        q, k, v, out, lse, query_start_loc, seq_start_loc, scale * LOG2E, T, num_keys, num_tiles,
-        heads_per_group(Hq, Hkv, max_seq_len * 2 * D * q.element_size()),
+        q, k, v, out, lse, query_start_loc, seq_start_loc, scale * LOG2E, T, num_keys, num_tiles, group,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         Hq=Hq, Hkv=Hkv, D=D, BLOCK_D=triton.next_power_of_2(D), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         CAUSAL=causal, WINDOW=window or 0, UPCAST=common.INTERPRET and q.dtype == torch.bfloat16,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **({"maxnreg": tiles.maxnreg} if tiles.maxnreg else {}),
     )  # fmt: skip
     return out, lse
+
+
+def nvidia_capability() -> tuple[int, int] | None:
+    """Of this machine's GPU, if it is NVIDIA's."""
+    return torch.cuda.get_device_capability() if common.HAS_GPU and not torch.version.hip else None
 
 
 def heads_per_group(Hq: int, Hkv: int, kv_bytes: int, l2_bytes: int = 32 << 20) -> int:
@@ -540,8 +548,7 @@ def run_flash_attn(q: Tensor, k: Tensor, v: Tensor, b: Batch, causal: bool = Tru
     """The package flash-attn. vLLM carries its own build, with FA3 and FA4 in it."""
     from flash_attn import flash_attn_varlen_func
 
-    left = window - 1 if window else -1
-    return flash_attn_varlen_func(q, k, v, *b, causal=causal, window_size=(left, -1))
+    return flash_attn_varlen_func(q, k, v, *b, causal=causal, window_size=(window - 1 if window else -1, -1))
 
 
 def run_flashinfer(q: Tensor, k: Tensor, v: Tensor, b: Batch, causal: bool = True, window: int | None = None) -> Tensor:
@@ -593,15 +600,12 @@ BACKENDS: dict[str, Backend] = {
     "FLEX_ATTENTION": Backend("PyTorch compiles a kernel for any mask", lambda c: _reasons((c.use_mla, MLA)), run_flex),
     "TORCH_SDPA": Backend(
         "PyTorch's built-in; in vLLM for vision encoders", lambda c: _reasons((c.use_mla, MLA)), run_sdpa),
-    "CPU_ATTN": Backend(
-        "vLLM's C++ kernels for CPUs",
-        lambda c: _reasons((c.device != "cpu", "for CPUs"), (True, "part of vLLM's CPU build; TORCH_SDPA stands in"))),
-    "ROCM_ATTN": Backend(
-        "vLLM's kernels for AMD GPUs",
-        lambda c: _reasons((c.device != "rocm", "for AMD"), (True, "in vLLM's ROCm build; TRITON_ATTN stands in"))),
-    "FLASHMLA": Backend(
-        "DeepSeek's kernels for its 576-wide latents",
-        lambda c: _reasons((not c.use_mla, "for MLA models only"), _nvidia(c, (9, 0), (10, 3)), (True, "lesson 09"))),
+    "CPU_ATTN": Backend("vLLM's C++ kernels for CPUs", lambda c: _reasons(
+        (c.device != "cpu", "for CPUs"), (True, "part of vLLM's CPU build; TORCH_SDPA stands in"))),
+    "ROCM_ATTN": Backend("vLLM's kernels for AMD GPUs", lambda c: _reasons(
+        (c.device != "rocm", "for AMD"), (True, "in vLLM's ROCm build; TRITON_ATTN stands in"))),
+    "FLASHMLA": Backend("DeepSeek's kernels for its 576-wide latents", lambda c: _reasons(
+        (not c.use_mla, "for MLA models only"), _nvidia(c, (9, 0), (10, 3)), (True, "lesson 09"))),
     "TRTLLM_GEN": Backend(
         "NVIDIA's precompiled kernels, inside FLASHINFER",
         lambda c: _reasons(_nvidia(c, (10, 0), (10, 3)), (True, "no backend of its own: choose FLASHINFER"))),
@@ -639,12 +643,10 @@ def select_backend(c: AttentionSelectorConfig, requested: str | None = None) -> 
 
 def here(dtype: torch.dtype, head_size: int) -> AttentionSelectorConfig:
     """This machine as a selector's input."""
-    packages = {name for name in ("flash_attn", "flashinfer") if importlib.util.find_spec(name)}
-    rocm = common.HAS_GPU and bool(torch.version.hip)
-    capability = torch.cuda.get_device_capability() if common.HAS_GPU and not rocm else None
-    device = "rocm" if rocm else "cuda" if common.HAS_GPU else "cpu"
-    installed = frozenset(packages | ({"triton"} if common.HAS_TRITON else set()))
-    return AttentionSelectorConfig(device, capability, dtype, head_size, installed=installed)
+    installed = {name for name in ("flash_attn", "flashinfer") if importlib.util.find_spec(name)}
+    installed |= {"triton"} if common.HAS_TRITON else set()
+    device = "cpu" if not common.HAS_GPU else "rocm" if torch.version.hip else "cuda"
+    return AttentionSelectorConfig(device, nvidia_capability(), dtype, head_size, installed=frozenset(installed))
 
 
 def requested_backend(flag: str | None) -> str | None:
@@ -911,7 +913,7 @@ def _draw_gpu(folder: str | Path, rows: list[dict[str, Any]]) -> Path:
     figure, axes = common.new_figure(8.0, 3.4, ncols=2, sharey=True)
     for axis, causal in zip(axes, (True, False)):
         for (D, style), (kind, color) in itertools.product(
-            ((128, "-"), (64, "--")), (("ours", "blue"), ("flash", "grey"), ("cudnn", "green"))
+            ((128, "-"), (64, "--")), (("ours", "blue"), ("plain", "orange"), ("flash", "grey"), ("cudnn", "green"))
         ):
             points = [(r["T"], r[kind]) for r in rows if (r["D"], r["causal"]) == (D, causal) and r.get(kind)]
             if points:
@@ -1003,8 +1005,7 @@ def show_kernel() -> None:
     """Step 2: every mask of the kernel against fp64, and the two rows that break a careless softmax."""
     common.heading("2. The Triton kernel against fp64: two prefills, a chunk behind a context, a decode, packed")
     if not common.HAS_TRITON:
-        common.skipped("the kernel", common.kernel_mode())
-        return
+        return common.skipped("the kernel", common.kernel_mode())
     batch = Batch.of((65, 17, 30, 1), (65, 17, 100, 50))
     dtypes = (torch.bfloat16, torch.float16, torch.float32) if common.HAS_GPU else (torch.float32,)
     worst = 0.0
@@ -1073,8 +1074,7 @@ def show_backends() -> None:
     q, k, v = random_qkv(batch, 4, 2, 64, torch.float32)
     ref, _ = reference(q, k, v, batch)
     for name, backend in BACKENDS.items():
-        interpreted = name == "TRITON_ATTN" and common.HAS_TRITON
-        if backend.run and (interpreted or not backend.invalid_reasons(config)):
+        if backend.run and ((name == "TRITON_ATTN" and common.HAS_TRITON) or not backend.invalid_reasons(config)):
             common.check(name, backend.run(q, k, v, batch), ref)
     block_sparse.show()  # FLASHINFER's format and plan, in torch
     for case, c in CASES.items():
@@ -1132,11 +1132,11 @@ def measure_cpu(long: bool) -> dict[str, Any]:
         rows.append({"T": T} | {f"{name}_mib": peak_memory(fn) for name, fn in ways.items()} | {
             f"{name}_ms": common.measure(fn, 2.0 if long else 0.1).median * 1e3 for name, fn in ways.items()
         })  # fmt: skip
-    mib = lambda x: "–" if x is None else f"{x:,.0f} MiB"  # noqa: E731
     common.table(
         ("T", "unfused", "memory", "tiled, in torch", "memory", "torch's fused", "memory"),
         [(f"{r['T']:,}", *(cell for name in ("naive", "tiled", "fused")
-                           for cell in (f"{r[name + '_ms']:.1f} ms", mib(r[name + "_mib"])))) for r in rows],
+                           for cell in (f"{r[name + '_ms']:.1f} ms", "–" if r[name + "_mib"] is None else
+                                        f"{r[name + '_mib']:,.0f} MiB"))) for r in rows],
     )  # fmt: skip
     common.skipped("TFLOP/s of the kernel", "no GPU here, and the interpreter's time means nothing")
     return {"cpu": rows}
@@ -1173,9 +1173,9 @@ def measure_gpu(long: bool) -> dict[str, Any]:
         def ours(tiles: Tiles | None, q=q, k=k, v=v, batch=batch, causal=causal) -> Any:
             return flash_attention(q, k, v, *batch, causal=causal, tiles=tiles)
 
-        ours(None)  # must run
-        shape = {"T": T, "D": D, "causal": causal}
-        row = shape | {"ours": rate(lambda f=ours: f(None))}
+        shape, plain = {"T": T, "D": D, "causal": causal}, choose_tiles(torch.bfloat16, D, None, nvidia_capability())
+        common.assert_close(ours(None)[0], ours(plain)[0])
+        row = shape | {"ours": rate(lambda f=ours: f(None)), "plain": rate(lambda f=ours, t=plain: f(t))}
         for name, backend in peers.items():
             with sdpa_kernel(backend):
                 row[name] = rate(lambda d=dense, c=causal: F.scaled_dot_product_attention(*d, is_causal=c))
@@ -1184,7 +1184,7 @@ def measure_gpu(long: bool) -> dict[str, Any]:
         rows.append(row)
         if long and T in (2048, 16384):
             sweep += [shape | {"tiles": list(tiles), "ours": rate(lambda f=ours, t=tiles: f(t))} for tiles in SWEEP]
-    names = [name for name in ("ours", "flash", "cudnn", "flash_attn") if any(row.get(name) for row in rows)]
+    names = [name for name in ("ours", "plain", "flash", "cudnn", "flash_attn") if any(row.get(name) for row in rows)]
     show = lambda x: f"{x:.0f}" if x else "–"  # noqa: E731
     where = lambda r: (f"{r['T']:,}", r["D"], "causal" if r["causal"] else "full")  # noqa: E731
     common.table(("T", "D", "mask", *(f"{name} TFLOP/s" for name in names), "of matmul"),
