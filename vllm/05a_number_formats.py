@@ -453,7 +453,10 @@ def read_eight_bits(weight: torch.Tensor, get: Callable[[str], torch.Tensor | No
 
 @dataclass
 class PackedWeight:
-    """A `Quantized` matrix as the kernel reads it: codes uint8 [N, K · bits / 8], scales and zeros [groups, N]."""
+    """A `Quantized` matrix as the kernel reads it: codes uint8 [N, K · bits / 8], scales and zeros [groups, N].
+
+    On a GPU that runs part 05b0's kernel, `words` are scales and zeros once more, in its order (`scale_words`).
+    """
 
     format: Format
     K: int
@@ -461,6 +464,7 @@ class PackedWeight:
     scale: torch.Tensor
     zero: torch.Tensor | None
     unpacked: Callable | None = None  # what a CPU multiplies with
+    words: torch.Tensor | None = None
 
     @classmethod
     def pack(cls, quantized: Quantized) -> PackedWeight:
@@ -476,7 +480,8 @@ class PackedWeight:
             low, high = codes.view(N, K // 32, 2, 16).unbind(2)
             codes = (low | high << 4).flatten(1)  # [N, K/2]
         zero = None if quantized.zero is None else quantized.zero.T.contiguous()
-        return cls(format, K, codes.contiguous(), quantized.scale.T.contiguous(), zero)
+        words = scale_words(quantized) if on_hopper(codes) else None
+        return cls(format, K, codes.contiguous(), quantized.scale.T.contiguous(), zero, words=words)
 
     def dequantize(self) -> torch.Tensor:
         """The weights back from the packed bytes, fp32 [N, K]."""
@@ -490,6 +495,24 @@ class PackedWeight:
         return {"GROUP": f.group or self.K, "BITS": f.bits, "MANTISSA": float_.mantissa_bits if float_ else -1,
                 "BIAS": float_.bias if float_ else 0, "ZERO": f.zero or "none",
                 "EXPONENT_SCALE": f.scale == "e8m0"}  # fmt: skip
+
+
+def scale_words(quantized: Quantized) -> torch.Tensor | None:
+    """Scale and zero point of each output and 128 inputs, as part 05b0's kernel reads them: int32 [K/256 · ⌈N/16⌉, 32].
+
+    The low half of a word is the fp16 scale, the high half 128 + z in bf16, exactly. A row has 16 outputs and two
+    groups: of output r = 0 … 15 first r mod 4 counts, then r // 4 mod 2, then r // 8, last the group. (A larger group's
+    word is there several times.) None for formats that it does not take.
+    """
+    f, (N, K) = quantized.format, quantized.codes.shape
+    group = f.group or K
+    if (f.grid, f.bits, f.scale) != ("int", 4, "fp16") or f.zero == "min" or group % 128 or K % 256:
+        return None
+    zero = torch.full_like(quantized.scale, f.center) if quantized.zero is None else quantized.zero
+    high, low = ((t.view(torch.int16).int()) for t in ((128 + zero.float()).bfloat16(), quantized.scale.contiguous()))
+    words = F.pad(high << 16 | low & 0xFFFF, (0, 0, 0, -N % 16)).repeat_interleave(group // 128, 1)  # [N, K/128]
+    words = words.view(-1, 2, 2, 4, K // 256, 2)  # 16 outputs, r // 8, r // 4 mod 2, r mod 4, tile, group
+    return words.permute(4, 0, 3, 2, 1, 5).reshape(-1, 32).contiguous()
 
 
 def on_hopper(x: torch.Tensor) -> bool:

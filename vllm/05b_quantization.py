@@ -13,8 +13,8 @@ The mechanism:
   5. W8A8 rounds the activations too and multiplies in 8 bits: it saves both. Activations have outliers, and one of
      them ruins a scale that all share. A scale per token confines it; SmoothQuant makes the weights take a part of it.
 
-Numbers to remember: int4 with groups of 128 is 4.16 bits per weight and at best 3.85 × faster (ours 1.3–1.7 × on an
-H200). On an H100 that lasts to 76 tokens per step and is gone at 295, where arithmetic is the limit anyway.
+Numbers to remember: int4 with groups of 128 is 4.16 bits per weight and at best 3.85 × faster. On an H100 that lasts
+to 76 tokens per step and is gone at 295, where arithmetic is the limit anyway.
 
 How to run:
   uv run python vllm/05b_quantization.py                    the whole story, with the stored table
@@ -56,6 +56,7 @@ if common.HAS_TRITON:
 kv_cache_lesson = common.lesson("01_kv_cache")
 continuous_batching = common.lesson("04_continuous_batching")
 formats = common.lesson("05a_number_formats")  # grids, scales, encode and decode, files
+hopper = common.lesson("05b0_int4_on_hopper")  # kernel one again, for one format on one GPU
 FORMATS, MINIFLOATS, Format, Quantized = formats.FORMATS, formats.MINIFLOATS, formats.Format, formats.Quantized
 choose_scales, encode, decode = formats.choose_scales, formats.encode, formats.decode
 PackedWeight, load_scales, widen_scales = formats.PackedWeight, formats.load_scales, formats.widen_scales
@@ -183,8 +184,8 @@ def output_error(quantized: torch.Tensor, W: torch.Tensor, X: torch.Tensor) -> f
 # Late scales. Where an output's weights in a tile share one, it multiplies their sum; 16 bits hold integers exactly.
 # Triton itself loads ahead only what a dot takes: late scales are loaded one tile early here, or each tile would wait.
 #
-# Many tokens. Every tile of rows decodes all weights again. Beyond DECODE_ONCE rows it is less work to write them out
-# once, in x's dtype, and to leave the product to the fastest kernel there is. vLLM does so for AWQ from 256 rows on.
+# Many tokens. Every tile of rows decodes all weights again. Beyond DECODE_ONCE rows they are written out once, in x's
+# dtype, and the fastest kernel that there is multiplies. vLLM does so for AWQ from 256 rows on.
 #
 # Split-K. A decode batch has one tile of rows, and N / BLOCK_N programs do not fill a GPU. So the K tiles are dealt to
 # SPLIT_K programs, and a second kernel adds their sums up.
@@ -316,21 +317,23 @@ def dequant_matmul(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
                 weight.unpacked.weight = x.new_full((1, 1), math.nan).expand_as(W)
         return weight.unpacked(x)
     (M, K), N = x.shape, len(weight.codes)
-    if M > DECODE_ONCE:
-        return F.linear(x, decode_weight(weight, x.dtype))
+    if not 0 < M <= DECODE_ONCE:
+        return F.linear(x, decode_weight(weight, x.dtype)) if M else x.new_empty(0, N)
+    if hopper.takes(x, weight):
+        parts = hopper.int4_matmul(x, weight)  # [SPLIT_K, M, N]
+    else:
+        block_m, block_n, block_k, split_k, stages = choose_tiles(x.dtype, M, N, K, weight.format, formats.on_hopper(x))
+        parts = torch.empty(split_k, M, N, dtype=x.dtype if split_k == 1 else torch.float32, device=x.device)
+        dequant_matmul_kernel[(triton.cdiv(N, block_n), triton.cdiv(M, block_m), split_k)](
+            x, weight.codes, weight.scale, weight.codes if weight.zero is None else weight.zero, parts, M, N, K,
+            x.stride(0), weight.codes.stride(0), **weight.constants, SPLIT_K=split_k, BLOCK_M=block_m, BLOCK_N=block_n,
+            BLOCK_K=block_k, EVEN_K=K % block_k == 0, UPCAST=common.INTERPRET, num_warps=4, num_stages=stages,
+        )  # fmt: skip
+    if len(parts) == 1:
+        return parts[0]
     out = torch.empty(M, N, dtype=x.dtype, device=x.device)
-    if M == 0:
-        return out
-    block_m, block_n, block_k, split_k, num_stages = choose_tiles(x.dtype, M, N, K, weight.format, formats.on_hopper(x))
-    target = out if split_k == 1 else torch.empty(split_k, M, N, dtype=torch.float32, device=x.device)
-    dequant_matmul_kernel[(triton.cdiv(N, block_n), triton.cdiv(M, block_m), split_k)](
-        x, weight.codes, weight.scale, weight.codes if weight.zero is None else weight.zero, target, M, N, K,
-        x.stride(0), weight.codes.stride(0), **weight.constants, SPLIT_K=split_k, BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_K=block_k, EVEN_K=K % block_k == 0, UPCAST=common.INTERPRET, num_warps=4, num_stages=num_stages,
-    )  # fmt: skip
-    if split_k > 1:
-        add_splits_kernel[(triton.cdiv(N, 1024), M)](
-            target, target, target, out, M, N, SPLIT_K=split_k, SCALED=False, BLOCK=1024)  # fmt: skip
+    add_splits_kernel[(triton.cdiv(N, 1024), M)](
+        parts, parts, parts, out, M, N, SPLIT_K=len(parts), SCALED=False, BLOCK=1024)  # fmt: skip
     return out
 
 
@@ -508,7 +511,8 @@ def example_launches(dtype: torch.dtype) -> None:
               ("blocks", 16, large)]  # fmt: skip
     for name, M, (N, K) in cases:
         f = FORMATS.get(name, formats.FP8_BLOCKS)
-        scale = empty(K // (f.group or K), N, dtype=SCALE_DTYPES[f.scale])
+        stored = {"fp32": torch.float32, "fp16": torch.float16, "e8m0": torch.uint8}[f.scale]
+        scale = empty(K // (f.group or K), N, dtype=stored)
         zero = {None: None, "int": scale.to(torch.uint8), "min": scale}[f.zero]
         weight = PackedWeight(f, K, empty(N, K * f.bits // 8, dtype=torch.uint8), scale, zero)
         dequant_matmul(empty(M, K, dtype=dtype), weight)
@@ -516,9 +520,6 @@ def example_launches(dtype: torch.dtype) -> None:
         for M, (N, K), smooth in ((16, small, True), (64, large, False), (512, large, False), (90, (40, 300), False)):
             a, a_scale = quantize_rows(empty(M, K, dtype=dtype), grid, empty(K) if smooth else None)
             scaled_matmul(a, empty(N, K, dtype=a.dtype), a_scale, empty(N), dtype)
-
-
-SCALE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "e8m0": torch.uint8}
 
 
 # --- Into the model -------------------------------------------------------------------------------------------------
@@ -817,9 +818,6 @@ def measure_table(model: llama.Llama, tokenizer: llama.Tokenizer, count: int) ->
 # Its text says 3.87 up to 16 or 32; the rest is read off its chart.
 MARLIN = {1: 3.87, 16: 3.87, 32: 3.8, 64: 3.1, 128: 1.55}
 
-# Ours: instructions of kernel one's loop for 128 × 128 four-bit codes, counted in Triton 3.9's machine code for Hopper.
-LOOP_LENGTH, SMS, CLOCK = 428, 132, 1.98e9  # an H200's SM can issue one for each of a program's warps a cycle
-
 
 def speedup(M: int, bits: float, gpu: common.GPU, rate: float = 1.0) -> float:
     """Over bf16, at M tokens, for weights of `bits`; `rate` 2 is W8A8's doubled arithmetic."""
@@ -901,7 +899,7 @@ def facts() -> dict[str, Any]:
         "w8a8_overtakes": h100.ridge / 2,
         "marlin": {str(M): {"roofline": speedup(M, w4, a10), "published": x} for M, x in MARLIN.items()},
         "h100": {str(M): {"int4": speedup(M, w4, h100), "w8a8": speedup(M, 8, h100, 2)} for M in (16, 128, 256, 512)},
-        "loop": {"instructions": LOOP_LENGTH, "us": 28672 * 4096 / 128**2 * LOOP_LENGTH / SMS / CLOCK * 1e6},
+        "loop": hopper.instruction_facts(),
         "outlier": {"none": outlier(outlier=1), "g32": outlier(), "g16": outlier(group=16), "g8": outlier(group=8),
                     "int8": outlier(outlier=64, format="int8"), "fp8": outlier(outlier=64, format="fp8")},
     }  # fmt: skip
@@ -1002,19 +1000,20 @@ def measure_linears(model: llama.Llama, methods: Sequence[str], seconds: float) 
 
 
 def measure_kernels(seconds: float) -> list[dict[str, Any]]:
-    """On a GPU: both kernels beside torch's bf16 product, at layers of an 8B model."""
-    rows, device = [], common.device()
+    """On a GPU: both kernels beside torch's bf16 product, at layers of an 8B model. Times are of one layer in a row of
+    them, in one CUDA graph, each with its own weights: as a model's layers, they find nothing in the L2 cache."""
+    rows, device, in_a_row = [], common.device(), functools.partial(hopper.time_in_a_row, seconds=seconds)
     for N, K in ((4096, 4096), (28672, 4096), (4096, 14336)):
         W = torch.randn(N, K, device=device) / math.sqrt(K)
         layers = {n: QuantizedLinear(rtn(W, FORMATS[n])) for n in ("int4-g128", "int8", "fp8", "mxfp4")}
         layers |= {f"{grid} W8A8": W8A8Linear(rtn(W, FORMATS[grid]), grid) for grid in EIGHT_BIT}
         for M in (1, 16, 64, 128, 512, 4096):
             x = torch.randn(M, K, dtype=torch.bfloat16, device=device)
-            base = common.measure_graph(functools.partial(F.linear, x, W.bfloat16()), seconds).median
+            base = in_a_row(llama.Linear(W.bfloat16()), x, 2 * N * K)
             row: dict[str, Any] = {"N": N, "K": K, "M": M, "bf16_us": base * 1e6}
             for name, layer in layers.items():
-                took = common.measure_graph(functools.partial(layer, x), seconds).median
                 moved = N * K * FORMATS[name.split()[0]].bits_per_weight(K) / 8
+                took = in_a_row(layer, x, moved)
                 row[name] = {"us": took * 1e6, "speedup": base / took, "gb_s": moved / took / 1e9}
             rows.append(row)
     return rows

@@ -1,0 +1,357 @@
+"""Part 05b0: what it reads is what was packed, its index arithmetic in torch, its machine code; on Hopper, its sums.
+
+No interpreter runs Gluon. Without a Hopper GPU the kernel's own text runs on torch tensors, one program after another,
+where layouts and barriers mean nothing; the compiler, which refuses a layout that does not fit, runs as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+import types
+
+import common
+import pytest
+import torch
+from test_05b_quantization import emulated_ptx
+
+lesson, hopper = common.lesson("05b_quantization"), common.lesson("05b0_int4_on_hopper")
+formats = common.lesson("05a_number_formats")
+Format = formats.Format
+
+needs_triton = pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform: nothing to compile")
+needs_hopper = pytest.mark.skipif(
+    not common.HAS_GPU or common.INTERPRET or not formats.on_hopper(torch.empty(0, device=common.device())),
+    reason="needs an H100 or H200",
+)
+
+
+def quantized(N, K, group=128, zero="int"):
+    """Random codes, scales of both signs' neighbourhood, and every zero point."""
+    f = Format(f"int4-g{group}", "int", 4, group, "fp16", zero)
+    scale = (torch.rand(N, K // group) + 0.5).half() / 64
+    points = torch.randint(0, 16, scale.shape, dtype=torch.uint8) if zero else None
+    return formats.Quantized(f, torch.randint(0, 16, (N, K), dtype=torch.uint8), scale, points)
+
+
+def packed(q, device):
+    weight = lesson.PackedWeight.pack(q.to(device))
+    weight.words = formats.scale_words(q.to(device))
+    return weight
+
+
+# --- Words ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", ["int", None])
+@pytest.mark.parametrize(("N", "group"), [(1, 128), (40, 128), (130, 256), (16, 512)])
+def test_words_hold_scales_and_zero_points_exactly(N, group, zero):
+    q = quantized(N, 1024, group, zero)
+    words = formats.scale_words(q)
+    assert words.dtype == torch.int32 and words.shape == (4 * -(-N // 16), 32)
+    for n, g in itertools.product({0, 1, 5, 11, N - 1} & set(range(N)), range(8)):
+        r = n % 16
+        column = (r % 4) * 8 + (r // 4 % 2) * 4 + (r // 8) * 2 + g % 2
+        word = words[g // 2 * -(-N // 16) + n // 16, column].item() & 0xFFFFFFFF
+        low, high = (torch.tensor([half]).short() for half in (word & 0xFFFF, word >> 16))
+        assert low.view(torch.float16).item() == q.scale[n, g * 128 // group].item()
+        assert high.view(torch.bfloat16).item() == 128 + (8 if zero is None else q.zero[n, g * 128 // group].item())
+
+
+def test_other_formats_have_no_words():
+    for name in ("int4-g64", "q4_1", "int8", "fp8", "mxfp4", "q8_0"):
+        assert formats.scale_words(lesson.rtn(torch.randn(4, 768), lesson.FORMATS[name])) is None
+    assert formats.scale_words(quantized(4, 384)) is None, "half a tile"
+    assert formats.scale_words(quantized(4, 768, 768)) is not None, "one scale a row"
+
+
+def test_only_hopper_gets_words_and_only_what_it_can_read_is_taken(monkeypatch):
+    q, x = quantized(16, 512), torch.zeros(20, 520, dtype=torch.bfloat16)
+    assert lesson.PackedWeight.pack(q).words is None
+    assert not hopper.takes(x[:1, :512], packed(q, "cpu"))
+    monkeypatch.setattr(formats, "on_hopper", lambda x: True)
+    monkeypatch.setattr(common, "INTERPRET", False)
+    weight = lesson.PackedWeight.pack(q)
+    assert weight.words is not None
+    assert hopper.takes(x[:1, :512], weight) and hopper.takes(x[4:20, 8:], weight)
+    for wrong in (x[:0, :512], x[:17, :512], x[:1, 1:513], x[:1, :512].half(), x[:1, :512].float(),
+                  torch.zeros(2, 513, dtype=torch.bfloat16)[:, :512], torch.zeros(512, 4, dtype=torch.bfloat16).T,
+                  torch.zeros(1, 512, dtype=torch.bfloat16).expand(3, 512)):  # fmt: skip
+        assert not hopper.takes(wrong, weight)
+    assert not hopper.takes(x[:1, :512], lesson.PackedWeight.pack(lesson.rtn(torch.randn(4, 512), formats.FP8_BLOCKS)))
+    monkeypatch.setattr(common, "INTERPRET", True)
+    assert not hopper.takes(x[:1, :512], weight)
+
+
+def test_splits():
+    table = {(28672, 4096): (2, 3), (4096, 14336): (14, 14), (4096, 4096): (8, 8), (6144, 4096): (8, 8),
+             (128256, 4096): (1, 1), (3072, 512): (1, 1), (576, 1536): (3, 3), (8, 256): (1, 1)}  # fmt: skip
+    assert {size: tuple(hopper.choose_split(*size, M) for M in (8, 9)) for size in table} == table
+    for N, tiles, M in itertools.product((1, 128, 500, 4096, 30000), range(1, 80), (1, 16)):
+        split = hopper.choose_split(N, 256 * tiles, M)
+        share = -(-tiles // split)
+        assert 1 <= split <= 16 and share * (split - 1) < tiles and (share >= 2 or tiles == 1)
+
+
+# --- The kernel's own text on torch -----------------------------------------------------------------------------------
+
+
+class Tile(torch.Tensor):
+    """A tensor that knows the methods of Gluon's, as far as the kernel calls them."""
+
+    def to(self, kind, bitcast=False):
+        found = self.as_subclass(torch.Tensor)
+        return (found.contiguous().view(kind) if bitcast else found.to(kind)).as_subclass(Tile)
+
+
+class Memory:
+    """Shared memory of several stages, or a counter: `index` yields a stage."""
+
+    def __init__(self, shape, dtype):
+        self.stages = [types.SimpleNamespace(content=torch.empty(0), load=None) for _ in range(shape[0])]
+        for stage in self.stages:
+            stage.load = lambda layout, stage=stage: stage.content.clone().as_subclass(Tile)
+
+    def index(self, i):
+        return self.stages[i]
+
+
+def copy_tile(source, at, counter, target, wanted):
+    """What TMA does: outside the tensor are zeros."""
+    if wanted:
+        tile = torch.zeros(source.block, dtype=source.tensor.dtype)
+        inside = source.tensor[at[0] : at[0] + source.block[0], at[1] : at[1] + source.block[1]]
+        tile[: inside.shape[0], : inside.shape[1]] = inside
+        target.content, counter.content = tile, counter.content - 1
+
+
+def expect(counter, nbytes, wanted):
+    if wanted:
+        counter.content = counter.content.new_zeros(()) + 1
+
+
+def wait(counter, phase):
+    assert counter.content == 0, "nothing was fetched"
+    counter.phase = getattr(counter, "phase", -1) + 1
+    assert phase == counter.phase % 2
+
+
+def assembly(asm, constraints, args, dtype, is_pure, pack):
+    halves = emulated_ptx(asm, constraints, [args[0].as_subclass(torch.Tensor).flatten()], dtype, is_pure, pack)
+    return halves.view(args[0].shape).as_subclass(Tile)
+
+
+def store(pointer, values, mask):
+    out, (place, values, mask) = pointer.out, torch.broadcast_tensors(pointer.place, values, mask)
+    assert out[place[mask]].isnan().all(), "written twice"
+    out[place[mask]] = values[mask].as_subclass(torch.Tensor)
+
+
+class Out:
+    """A pointer to the output."""
+
+    def __init__(self, out):
+        self.out, self.dtype = out, types.SimpleNamespace(element_ty=out.dtype)
+
+    def __add__(self, place):
+        return types.SimpleNamespace(out=self.out, place=place.as_subclass(torch.Tensor))
+
+
+class Number(int):
+    """A scalar of the kernel's."""
+
+    def to(self, kind):
+        return self
+
+
+def product(w, x, acc):
+    assert w.dtype == x.dtype == torch.bfloat16
+    return (acc + w.float() @ x.float()).as_subclass(Tile)
+
+
+def plain(fn):
+    """The Python function under a compiled one."""
+    return getattr(fn, "fn", fn)
+
+
+@pytest.fixture
+def gluon_on_torch(monkeypatch):
+    """`run(x, weight)` -> the parts that all programs write, by the kernel's text and the wrapper's grid."""
+    ids = [0, 0, 0]
+    tile = lambda make: lambda shape, *a: make(tuple(shape), *a[:-1]).as_subclass(Tile)  # noqa: E731
+    language = types.SimpleNamespace(
+        constexpr=None, uint8=torch.uint8, int16=torch.int16, int32=torch.int32, int64=torch.int64,
+        float16=torch.float16, float32=torch.float32, bfloat16=torch.bfloat16, minimum=min,
+        static_range=range, program_id=lambda i: Number(ids[i]), inline_asm_elementwise=assembly,
+        reshape=lambda t, shape: t.reshape(shape), permute=lambda t, order: t.permute(order),
+        split=lambda t: t.unbind(-1), convert_layout=lambda t, layout, assert_trivial: t, store=store,
+        zeros=tile(lambda shape, kind: torch.zeros(shape, dtype=kind)),
+        full=tile(lambda shape, value, kind: torch.full(shape, value, dtype=kind)),
+        arange=lambda a, b, layout: torch.arange(a, b).as_subclass(Tile),
+        allocate_shared_memory=lambda kind, shape, layout: Memory(shape, kind),
+        **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "DistributedLinearLayout"),
+                        lambda *a: None),
+    )  # fmt: skip
+    barriers = types.SimpleNamespace(expect=expect, wait=wait, init=lambda *a: None, MBarrierLayout=lambda: None)
+    for name, value in {"gl": language, "mbarrier": barriers, "mma_v2": product, "copy_tile": copy_tile,
+                        "fence_async_shared": lambda: None, "meet": lambda: None}.items():  # fmt: skip
+        monkeypatch.setattr(hopper, name, value, raising=False)
+    kernel = plain(hopper.int4_kernel)
+    for name in ("announce", "fetch", "decode", "add_group"):
+        monkeypatch.setattr(hopper, name, plain(getattr(hopper, name)))
+
+    def run(x, weight):
+        (M, K), N = x.shape, len(weight.codes)
+        block_m, split_k = 8 if M <= 8 else 16, hopper.choose_split(N, K, M)
+        out = torch.full((split_k * M * N,), float("nan"))
+        source = lambda tensor, *block: types.SimpleNamespace(tensor=tensor, block=block, layout=None)  # noqa: E731
+        for ids[0], ids[1], ids[2] in itertools.product(range(-(-N // 128)), range(-(-M // block_m)), range(split_k)):
+            kernel(source(weight.codes, 128, 128), source(weight.words, 8, 32), source(x, block_m, 256), Out(out),
+                   M, N, K, split_k, 128, block_m, 2)  # fmt: skip
+        return out.view(split_k, M, N)
+
+    return run
+
+
+@pytest.mark.parametrize(("M", "N", "K", "group", "zero"), [
+    (1, 128, 256, 128, "int"), (3, 72, 768, 256, None), (9, 130, 1536, 128, "int"), (16, 40, 512, 512, "int"),
+])  # fmt: skip
+def test_codes_meet_their_inputs(M, N, K, group, zero, gluon_on_torch):
+    """Permutations of k, rows, words and stages; tiles that end beyond N and M; shares of k."""
+    q = quantized(N, K, group, zero)
+    x = torch.randn(M, K).bfloat16()
+    parts = gluon_on_torch(x, packed(q, "cpu"))
+    assert parts.isfinite().all()
+    common.assert_close(parts.sum(0), (x.double() @ q.dequantize().double().T).float())
+
+
+# --- Compiled for Hopper --------------------------------------------------------------------------------------------
+
+COMPILE = """
+import json, re, sys
+sys.path.insert(0, sys.argv[1])
+import compile_kernels as ck, common, sass, torch, triton
+hopper, rows = common.lesson("05b0_int4_on_hopper"), []
+formats, kernel = hopper.formats, hopper.int4_kernel
+empty = lambda *shape, dtype=torch.bfloat16: torch.empty(*shape, dtype=dtype, device="meta")
+
+
+class Recorder:
+    def __getitem__(self, grid):
+        return lambda *args, **options: rows.append(kernel.warmup(*args, grid=grid, **options))
+
+
+def loop(text):
+    code = [(int(m[1], 16), m[3], m[4]) for m in sass.INSTRUCTION.finditer(text)]
+    turns = [(int(m[1], 16), at) for at, op, rest in code if op == "BRA" and (m := re.search(r"0x([0-9a-f]+)", rest))]
+    bodies = [[op for at, op, _ in code if a <= at <= b] for a, b in turns if a < b]
+    return max((body for body in bodies if "EXIT" not in body), key=len)
+
+
+hopper.int4_kernel = Recorder()
+triton.runtime.driver.set_active(ck.Driver(ck.TARGETS["sm_90"]))
+f = formats.FORMATS["int4-g128"]
+for M in (1, 16):
+    N, K = 4096, 14336
+    words = empty(K // 256 * (N // 16), 32, dtype=torch.int32)
+    hopper.int4_matmul(empty(M, K), formats.PackedWeight(f, K, empty(N, K // 2, dtype=torch.uint8), None, None,
+                                                         words=words))
+found = []
+for compiled in rows:
+    body = loop(ck.dump(compiled, "-sass"))
+    convert = re.findall(r"convert_layout.*", compiled.asm["ttgir"].partition("scf.for")[2].partition("scf.yield")[0])
+    found.append({**ck.resources(compiled, ck.TARGETS["sm_90"]), "shared": compiled.metadata.shared, "loop": len(body),
+                  "HMMA": sum(op.startswith("HMMA") for op in body), "STS": sum(op.startswith("STS") for op in body),
+                  "LDG": sum(op.startswith("LDG") for op in body), "SHFL": sum(op.startswith("SHFL") for op in body),
+                  "LDS": [op for op in body if op.startswith("LDS")], "BAR": sum(op.startswith("BAR") for op in body),
+                  "TMA": sum(op.startswith("UTMALDG") for op in body)})
+print(json.dumps(found))
+"""
+
+
+@needs_triton
+def test_the_loop_decodes_and_multiplies_and_does_little_else():
+    """sm_90: no spill, four or five programs to an SM, nothing but 16-byte loads from shared memory, none from global
+    memory, no exchange between threads; and as many instructions as the lesson says."""
+    command = [sys.executable, "-c", COMPILE, os.path.dirname(__file__)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    few, many = json.loads(done.stdout.splitlines()[-1])
+    for row, programs, tokens in ((few, 5, 8), (many, 4, 16)):
+        assert row["spills"] == 0, row
+        assert programs * 128 * row["registers"] <= 65536 and programs * (row["shared"] + 1024) <= 228 * 1024, row
+        assert row["STS"] == row["LDG"] == row["SHFL"] == 0 and set(row["LDS"]) == {"LDS.128"}, row
+        assert len(row["LDS"]) == 8 + 2 + tokens, "codes, words, x"
+        assert row["HMMA"] == 6 * tokens and row["TMA"] == 3 and row["BAR"] <= 4, row
+    instructions, codes = hopper.LOOPS["hopper"]
+    assert codes == 128 * 256 and abs(few["loop"] - instructions) <= 10, few["loop"]
+
+
+# --- On Hopper ------------------------------------------------------------------------------------------------------
+
+
+@needs_hopper
+@pytest.mark.parametrize("zero", ["int", None])
+@pytest.mark.parametrize("group", [128, 256])
+@pytest.mark.parametrize("K", [256, 1536, 4096])
+@pytest.mark.parametrize("N", [1, 128, 200, 1000])
+def test_sums_on_hopper(N, K, group, zero, guarded, device):
+    """Parts and whole, on both sides of a tile of tokens; x, codes and words lie between NaN and sentinels."""
+    q = quantized(N, K, group, zero)
+    weight = lesson.PackedWeight.pack(q.to(device))
+    weight.codes, weight.words = guarded(weight.codes), guarded(weight.words)
+    W = q.dequantize().to(device)
+    wrong = []
+    for M in (1, 5, 8, 9, 16):
+        memory = torch.full((M + 20, K + 16), float("nan"), dtype=torch.bfloat16, device=device)
+        x = memory[3 : M + 3, 8 : K + 8].copy_(torch.randn(M, K))
+        assert hopper.takes(x, weight)
+        reference = x.double() @ W.double().T
+        parts = hopper.int4_matmul(x, weight).float().sum(0)
+        allowed = common.TOLERANCE[torch.float32 if hopper.choose_split(N, K, M) > 1 else torch.bfloat16]
+        for name, out, bound in (("parts", parts, allowed), ("layer", lesson.dequant_matmul(x, weight), 2e-2)):
+            if not (error := common.relative_error(out, reference)) <= bound:
+                rows = (out.double() - reference).abs().amax(0)
+                wrong.append((name, M, error, "worst outputs", rows.nan_to_num(9e9).topk(min(4, N)).indices.tolist()))
+    assert not wrong
+
+
+@needs_hopper
+@pytest.mark.parametrize("M", [1, 16])
+def test_large_layers_on_hopper_equal_the_plain_kernel(M, device, monkeypatch):
+    """An 8B model's layers, twice and in a CUDA graph: the same bits each time, and the plain kernel's sums."""
+    for N, K in ((28672, 4096), (4096, 14336), (4096, 4096)):
+        weight = lesson.PackedWeight.pack(quantized(N, K).to(device))
+        x = torch.randn(M, K, device=device).bfloat16()
+        out = lesson.dequant_matmul(x, weight)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = lesson.dequant_matmul(x, weight)
+        for _ in range(20):
+            graph.replay()
+            assert torch.equal(again, out)
+        with monkeypatch.context() as patch:
+            patch.setattr(hopper, "takes", lambda *_: False)
+            common.assert_close(out, lesson.dequant_matmul(x, weight))
+
+
+@needs_hopper
+def test_a_layer_runs_it(device, monkeypatch):
+    calls, run = [], hopper.int4_matmul
+    monkeypatch.setattr(hopper, "int4_matmul", lambda *a: calls.append(a) or run(*a))
+    layer = lesson.QuantizedLinear(quantized(256, 512).to(device))
+    for M, kind, taken in ((1, torch.bfloat16, True), (17, torch.bfloat16, False), (1, torch.float16, False)):
+        calls.clear()
+        layer(torch.randn(M, 512, device=device).to(kind))
+        assert bool(calls) == taken
+
+
+@pytest.mark.skipif(not common.HAS_GPU or common.INTERPRET, reason="needs a GPU")
+def test_a_row_of_layers_is_timed_by_the_layer(device):
+    seen = []
+    layer = functools.partial(lambda seen, x: seen.append(x.mul(2)), seen)
+    assert 0 < hopper.time_in_a_row(layer, torch.ones(1000, device=device), 30e6, 0.01) < 1e-3
