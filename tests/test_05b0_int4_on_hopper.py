@@ -201,7 +201,7 @@ def gluon_on_torch(monkeypatch):
                         "fence_async_shared": lambda: None, "meet": lambda: None}.items():  # fmt: skip
         monkeypatch.setattr(hopper, name, value, raising=False)
     kernel = plain(hopper.int4_kernel)
-    for name in ("announce", "fetch", "decode", "add_group"):
+    for name in ("announce", "fetch", "decode_half", "add_group"):
         monkeypatch.setattr(hopper, name, plain(getattr(hopper, name)))
 
     def run(x, weight):

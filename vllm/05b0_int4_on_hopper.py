@@ -81,7 +81,7 @@ def fetch(sources, targets, counters, stage, tile, row, token, word, wanted):
 
 
 @gluon.jit
-def decode(q, HALF: gl.constexpr):
+def decode_half(q, HALF: gl.constexpr):
     """128 + code of the low (HALF 0) or high halves of bytes [N, 128]: the weights of group a and of group b."""
     w = gl.inline_asm_elementwise(
         "{ .reg .b32 t; shr.b32 t, $2, " + ("4" if HALF else "0") + "; and.b32 t, t, 0x0F0F0F0F; "
@@ -163,8 +163,8 @@ def int4_kernel(codes, words, x, out, M, N, K, SPLIT_K, BLOCK_N: gl.constexpr, B
         low, high = gl.split(gl.permute(v, [4, 5, 2, 6, 0, 1, 3]))
         low_a, low_b = gl.split(low)
         high_a, high_b = gl.split(high)
-        w_low_a, w_low_b = decode(q, 0)
-        w_high_a, w_high_b = decode(q, 1)
+        w_low_a, w_low_b = decode_half(q, 0)
+        w_high_a, w_high_b = decode_half(q, 1)
         acc = add_group(acc, s_a, w_low_a, w_high_a, low_a, high_a, ACC)
         acc = add_group(acc, s_b, w_low_b, w_high_b, low_b, high_b, ACC)
     a = gl.arange(0, BLOCK_N, gl.SliceLayout(1, ACC))
