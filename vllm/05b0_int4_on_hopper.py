@@ -2,7 +2,7 @@
 
 An int4 layer reads about a quarter of bf16's bytes. Before it can be three times as fast, each code must become a
 number, and time for that is short. 4.8 TB/s are 36 GB/s for each of an H200's 132 SMs: at three times bf16's speed
-there are 4.7 instruction slots per weight (4 schedulers, 32 lanes, 1.98 GHz). An A10's 72 SMs get 8 GB/s each, which
+there are 4.6 instruction slots per weight (4 schedulers, 32 lanes, 1.98 GHz). An A10's 72 SMs get 8 GB/s each, which
 leaves 17. The plain kernel takes 3.3 and then waits at barriers; this one takes 1.7. Four ideas:
 
   1. Addresses cost nothing. The copy engine (TMA) fetches whole tiles into a ring of stages in shared memory. A counter
@@ -43,20 +43,21 @@ if common.HAS_TRITON:
 else:
     gluon = types.SimpleNamespace(jit=lambda fn=None, **_: fn or (lambda fn: fn))
 
-MOST_ROWS = 16  # tokens; beyond them x takes more of shared memory than the codes, and the plain kernel's tiles suffice
+MOST_ROWS = 16  # tokens: with the sums of more in registers, four programs do not fit on an SM
 BLOCK_N, TILE_K, STAGES = 128, 256, 2  # two stages a program, but four or five programs on an SM: ten tiles under way
 SMS = 132
 
 # --- The kernel -----------------------------------------------------------------------------------------------------
 #
-# A tile is 128 outputs × 256 inputs, so 128 bytes of codes a row, two groups a (inputs 0–127) and b. As in the plain
+# A tile is 128 outputs × 256 inputs, so a row has 128 bytes of codes and two groups, a and b. As in the plain
 # kernel, 16 bytes hold inputs 0–15 in their low halves and 16–31 in their high halves.
 #
 # Whose codes? In the accumulator's layout lane l of a warp has rows l/4 and l/4 + 8 of 16, and of each product's 16
 # inputs those in four places that depend on l mod 4. Let lane l hold chunk l mod 4 (16 bytes, 32 inputs) of each group:
 # all it needs is in its registers, and the four places are neighbours in a chunk. In bits of the input's number,
 #
-#     group (1) · chunk (2) · half of the byte (1) · byte (4: c c b a)   becomes   half · group · c c b · chunk · a
+#     group · chunk (2 bits) · half of a byte · byte (4 bits: 3 2 1 0)     becomes
+#     group and half (a call of the tensor cores each) · byte 3 2 (its four products) · byte 1 · chunk · byte 0
 #
 # and each side's `permute` says so. `assert_trivial` makes the compiler refuse whatever would move between threads.
 #
@@ -88,7 +89,7 @@ def decode_half(q, HALF: gl.constexpr):
         "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }",
         "=r,=r,r", [q], gl.bfloat16, True, 4,
     )  # fmt: skip
-    w = gl.reshape(w, [q.shape[0] // 8, 2, 4, 2, 4, 4, 2, 2])  # row, row's bit 2, bits 0–1, group, chunk, cc, b, a
+    w = gl.reshape(w, [q.shape[0] // 8, 2, 4, 2, 4, 4, 2, 2])  # row: 3–6, 2, 0–1; group, chunk, byte: 3–2, 1, 0
     return gl.split(gl.permute(w, [0, 2, 1, 5, 6, 4, 7, 3]))
 
 
@@ -157,9 +158,9 @@ def int4_kernel(codes, words, x, out, M, N, K, SPLIT_K, BLOCK_N: gl.constexpr, B
         v = targets[2].index(stage).load(X)
         meet()  # all have read: the stage is free
         fetch(sources, targets, counters, stage, later, row, word + later * words_of_tile, later < end)
-        s = gl.permute(gl.reshape(s, [2, 4, 8, 2, 2]), [0, 1, 3, 2, 4])  # row's bit 6, 4–5, 0–2, 3, group
+        s = gl.permute(gl.reshape(s, [2, 4, 8, 2, 2]), [0, 1, 3, 2, 4])  # row: 6, 4–5, 0–2, 3; group
         s_a, s_b = gl.split(gl.reshape(s, [BLOCK_N, 2]))
-        v = gl.reshape(v, [BLOCK_M, 2, 4, 2, 4, 2, 2])  # token, group, chunk, half, cc, b, a
+        v = gl.reshape(v, [BLOCK_M, 2, 4, 2, 4, 2, 2])  # token, group, chunk, half, byte: 3–2, 1, 0
         low, high = gl.split(gl.permute(v, [4, 5, 2, 6, 0, 1, 3]))
         low_a, low_b = gl.split(low)
         high_a, high_b = gl.split(high)
@@ -180,14 +181,15 @@ def int4_kernel(codes, words, x, out, M, N, K, SPLIT_K, BLOCK_N: gl.constexpr, B
 def takes(x: torch.Tensor, weight: formats.PackedWeight) -> bool:
     """Does the kernel multiply these? x [M, K]: bf16 (in fp16 it would be 1024 + code, and Σ x·1024 costs accuracy), at
     most MOST_ROWS tokens, rows that TMA can read; a weight that was packed for it; a GPU that has what it needs."""
+    if weight.words is None or common.INTERPRET or not formats.on_hopper(x):
+        return False
     aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    fits = x.dtype == torch.bfloat16 and 0 < len(x) <= MOST_ROWS and aligned and x.stride(0) >= x.shape[1]
-    return weight.words is not None and not common.INTERPRET and fits and formats.on_hopper(x)
+    return x.dtype == torch.bfloat16 and 0 < len(x) <= MOST_ROWS and aligned and x.stride(0) >= x.shape[1]
 
 
 def choose_split(N: int, K: int, M: int) -> int:
     """SPLIT_K, at most 16: about four programs for each of an H200's SMs (five beyond 8 tokens), which run at once; no
-    share is empty, and none has less than two tiles, if there are two. Close to what measured best at an 8B model's."""
+    share is empty, and all but the last have two tiles or more. Close to what measured best at an 8B model's layers."""
     wanted, tiles = SMS * (4 if M <= 8 else 5), K // TILE_K
     split = max(1, min(round(wanted / triton.cdiv(N, BLOCK_N)), tiles // 2, 16))
     return triton.cdiv(tiles, triton.cdiv(tiles, split))
