@@ -34,11 +34,12 @@ def case(query_lens, seq_lens, D, dtype, Hq=4, Hkv=2):
 
 
 def emulate(module, q, k, v, batch, causal):
-    (T, Hq, D), Hkv = q.shape, k.shape[1]
+    """What the threads compute, on a CPU in any case."""
+    (T, Hq, D), Hkv, device = q.shape, k.shape[1], q.device
     out, lse = torch.full((T, Hq, D), math.nan, dtype=q.dtype), torch.full((Hq, T), math.nan)
-    return module.warp_specialized_attention(
-        q, k, v, batch.query_start_loc, batch.seq_start_loc, batch.max_query_len, Hq // Hkv, causal, D**-0.5, out, lse
-    )
+    q, k, v, *starts = (x.cpu() for x in (q, k, v, batch.query_start_loc, batch.seq_start_loc))
+    module.warp_specialized_attention(q, k, v, *starts, batch.max_query_len, Hq // Hkv, causal, D**-0.5, out, lse)
+    return out.to(device), lse.to(device)
 
 
 @pytest.mark.parametrize("slow", ["odd", "even", "groups"])
@@ -52,15 +53,15 @@ def test_groups_of_warps_compute_attention(batch, causal, slow):
     common.assert_close(lse, ref_lse, torch.float32)
 
 
-def with_a_bad_neighbour(device, D=64):
+def with_a_bad_neighbour(D=64):
     """Two short sequences; the second's keys and values are NaN."""
     q, k, v, batch = case((40, 300), (40, 300), D, torch.bfloat16)
     k[40:], v[40:] = math.nan, math.nan
-    return q.to(device), k.to(device), v.to(device), batch
+    return q, k, v, batch
 
 
 def test_a_neighbour_cannot_leak_in():
-    q, k, v, batch = with_a_bad_neighbour("cpu")
+    q, k, v, batch = with_a_bad_neighbour()
     out, lse = emulate(gluon_emulator.load(PATH), q, k, v, batch, False)
     ref, ref_lse = flash.reference(q, k, v, batch, False)
     common.assert_close(out[:40], ref[:40])
@@ -89,7 +90,7 @@ def test_what_is_wrong_is_seen(change, monkeypatch):
     slow, *texts = CHANGES[change]
     module = gluon_emulator.load(PATH, slow, tuple(texts))
     bad = "neighbour" in change
-    q, k, v, batch = with_a_bad_neighbour("cpu") if bad else case((256, 70), (700, 400), 64, torch.bfloat16)
+    q, k, v, batch = with_a_bad_neighbour() if bad else case((256, 70), (700, 400), 64, torch.bfloat16)
     ref = flash.reference(q, k, v, batch)[0]
     rows = slice(0, 40) if bad else slice(None)
     with pytest.raises((AssertionError, TimeoutError)):
@@ -198,7 +199,7 @@ def test_on_hopper(D, dtype):
 @on_hopper
 def test_a_neighbour_on_hopper():
     part = common.lesson("031_warp_specialized_attention")
-    q, k, v, batch = with_a_bad_neighbour("cuda", 128)
+    q, k, v, batch = with_a_bad_neighbour(128)
     out, lse = torch.full_like(q, math.nan), torch.full((q.shape[1], len(q)), math.nan, device=q.device)
     part.warp_specialized_attention(
         q, k, v, batch.query_start_loc, batch.seq_start_loc, batch.max_query_len, 2, True, 0.1, out, lse

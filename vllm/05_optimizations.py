@@ -14,8 +14,8 @@ The first two have their mechanism in parts, 050 and 051: the whole engine runs 
 
 Numbers to remember: a hit skips 95 % of a prompt if 95 % of it was sent before, and not one token if a single
 character in front differs. A decode step is hundreds of launches; as one graph it is one, and the step gets faster
-only where launching was slower than computing: at batch 1 SmolLM2 by at most 56x, Llama-3.1-8B by 1.15x (bounds, for
-kernels that cost the GPU only what they move; an H200 measured 5x for the former); at 32 the latter not at all.
+only where launching was slower than computing: for one sequence SmolLM2 by at most 56x, an 8B by 1.15x (bounds at 10 us
+a launch, for kernels that cost the GPU only what they move; an H200, at 22 us with Python, measured 5x and 2x).
 
 How to run:
   uv run python vllm/05_optimizations.py                       the cheap form of every entry

@@ -180,8 +180,9 @@ def int4_kernel(codes, words, x, out, M, N, K, SPLIT_K, BLOCK_N: gl.constexpr, B
 
 def takes(x: torch.Tensor, weight: formats.PackedWeight) -> bool:
     """Does the kernel multiply these? x [M, K]: bf16 (in fp16 it would be 1024 + code, and Σ x·1024 costs accuracy), at
-    most MOST_ROWS tokens, rows that TMA can read; a weight that was packed for it; a GPU that has what it needs."""
-    if weight.words is None or common.INTERPRET or not formats.on_hopper(x):
+    most MOST_ROWS tokens, rows that TMA can read; a weight that was packed for it and has a tile's outputs (with one,
+    its tests failed on an H200); a GPU that has what it needs."""
+    if weight.words is None or len(weight.codes) < BLOCK_N or common.INTERPRET or not formats.on_hopper(x):
         return False
     aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     return x.dtype == torch.bfloat16 and 0 < len(x) <= MOST_ROWS and aligned and x.stride(0) >= x.shape[1]
