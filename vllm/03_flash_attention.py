@@ -922,7 +922,7 @@ def _draw_gpu(folder: str | Path, rows: list[dict[str, Any]]) -> Path:
         axis.set(xscale="log", title="causal" if causal else "full", ylim=(0, None))
         _length_ticks(axis, rows)
     axes[0].set_ylabel("TFLOP/s")
-    axes[1].legend(fontsize=8)
+    axes[1].legend(fontsize=8, ncols=2, loc="lower right")
     return common.save_figure(figure, folder, "03_gpu")
 
 
