@@ -68,6 +68,12 @@ def test_a_neighbour_cannot_leak_in():
     common.assert_close(lse[:, :40], ref_lse[:, :40], torch.float32)
 
 
+def test_scores_of_minus_infinity_weigh_nothing():
+    q, k, v, batch = case((300,), (300,), 64, torch.bfloat16)
+    out, lse = emulate(gluon_emulator.load(PATH), q * 0 + 1e20, k * 0 - 1e20, v, batch, False)
+    assert not out.any() and (lse == -math.inf).all()
+
+
 # One line changed, and who must be slow for it to show (odd loads are keys, even ones values): wrong numbers, a product
 # too early, or nobody who comes.
 CHANGES = {

@@ -93,7 +93,7 @@ def fold(s, m, l, scale, position, end, j, MASKED: gl.constexpr, CAUSAL: gl.cons
         last = gl.minimum(position, last) if CAUSAL else last + 0 * position
         s = gl.where(key[None, :] <= last[:, None], s, float("-inf"))
     m_new = gl.maximum(m, gl.max(s, 1) * scale)
-    origin = gl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
+    origin = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet
     p = gl.exp2(s * scale - origin[:, None])
     alpha = gl.exp2(m - origin)
     return p, m_new, l * alpha + gl.sum(p, 1), alpha
