@@ -53,19 +53,21 @@ def test_groups_of_warps_compute_attention(batch, causal, slow):
     common.assert_close(lse, ref_lse, torch.float32)
 
 
-def with_a_bad_neighbour(D=64):
-    """Two short sequences; the second's keys and values are NaN."""
-    q, k, v, batch = case((40, 300), (40, 300), D, torch.bfloat16)
-    k[40:], v[40:] = math.nan, math.nan
+def with_a_bad_neighbour(S, D=64):
+    """Two sequences; the second's keys and values are NaN."""
+    q, k, v, batch = case((S, 70), (S, 70), D, torch.bfloat16)
+    k[S:], v[S:] = math.nan, math.nan
     return q, k, v, batch
 
 
-def test_a_neighbour_cannot_leak_in():
-    q, k, v, batch = with_a_bad_neighbour()
-    out, lse = emulate(gluon_emulator.load(PATH), q, k, v, batch, False)
-    ref, ref_lse = flash.reference(q, k, v, batch, False)
-    common.assert_close(out[:40], ref[:40])
-    common.assert_close(lse[:, :40], ref_lse[:, :40], torch.float32)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("S", [40, 300])
+def test_a_neighbour_cannot_leak_in(S, causal):
+    q, k, v, batch = with_a_bad_neighbour(S)
+    out, lse = emulate(gluon_emulator.load(PATH), q, k, v, batch, causal)
+    ref, ref_lse = flash.reference(q, k, v, batch, causal)
+    common.assert_close(out[:S], ref[:S])
+    common.assert_close(lse[:, :S], ref_lse[:, :S], torch.float32)
 
 
 def test_scores_of_minus_infinity_weigh_nothing():
@@ -87,6 +89,7 @@ CHANGES = {
     "O is not rescaled": ("even", "acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]", "acc"),
     "keys count twice": ("even", "last = end - j * BLOCK_N - 1", "last = end - 1"),
     "a neighbour's values stay": ("even", "    if S < BLOCK_N:", "    if S < 0:"),
+    "a neighbour's keys are read": ("even", "end = gl.minimum(S, first + BLOCK_M)", "end = first + BLOCK_M"),
 }  # fmt: skip
 
 
@@ -95,10 +98,10 @@ def test_what_is_wrong_is_seen(change, monkeypatch):
     monkeypatch.setattr(gluon_emulator, "PATIENCE", 1)
     slow, *texts = CHANGES[change]
     module = gluon_emulator.load(PATH, slow, tuple(texts))
-    bad = "neighbour" in change
-    q, k, v, batch = with_a_bad_neighbour() if bad else case((256, 70), (700, 400), 64, torch.bfloat16)
+    S = 0 if "neighbour" not in change else 40 if "values" in change else 300
+    q, k, v, batch = with_a_bad_neighbour(S) if S else case((256, 70), (700, 400), 64, torch.bfloat16)
     ref = flash.reference(q, k, v, batch)[0]
-    rows = slice(0, 40) if bad else slice(None)
+    rows = slice(0, S or None)
     with pytest.raises((AssertionError, TimeoutError)):
         common.assert_close(emulate(module, q, k, v, batch, True)[0][rows], ref[rows])
 
@@ -203,14 +206,15 @@ def test_on_hopper(D, dtype):
 
 
 @on_hopper
-def test_a_neighbour_on_hopper():
+@pytest.mark.parametrize("S", [40, 300])
+def test_a_neighbour_on_hopper(S):
     part = common.lesson("031_warp_specialized_attention")
-    q, k, v, batch = with_a_bad_neighbour(128)
+    q, k, v, batch = with_a_bad_neighbour(S, 128)
     out, lse = torch.full_like(q, math.nan), torch.full((q.shape[1], len(q)), math.nan, device=q.device)
     part.warp_specialized_attention(
         q, k, v, batch.query_start_loc, batch.seq_start_loc, batch.max_query_len, 2, True, 0.1, out, lse
     )
-    common.assert_close(out[:40], flash.reference(q, k, v, batch, scale=0.1)[0][:40])
+    common.assert_close(out[:S], flash.reference(q, k, v, batch, scale=0.1)[0][:S])
 
 
 @on_hopper

@@ -22,8 +22,9 @@ It fits the registers: of a thread's, O takes 64, S 64 and P 32. At launch each 
 the loader's group keeps 24 of them, and the two others take 240.
 
 Triton cannot say this: there the compiler decides who does what. Gluon, which comes with it, is the same language one
-floor below: layouts, shared memory, barriers and products that nobody waits for are part of the program. It has no
-interpreter, so nothing here runs on a CPU: tests compile it and read the machine code, and check its numbers on a GPU.
+floor below: layouts, shared memory, barriers and products that nobody waits for are part of the program. Triton's
+interpreter does not know it. On a CPU tests run this source with threads for groups of warps, compile it and read the
+machine code; on a GPU they check its numbers.
 
 Keys are counted from the end. Tile 0 ends with the last key that the program may see, so in causal attention it alone
 is on the diagonal. The last tile begins at key 0, may overlap the one before it, and masks what has been seen. So all
@@ -256,7 +257,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor, max_query_len: int, window: int | None
     """Whether the kernel takes this (16 bits, head size 64 or 128, no window, a token's heads in one row), and gains.
 
     A program has a multiprocessor for itself, so what it does before its first product and after its last is not hidden
-    behind another's work: on an H200 short prompts are faster with lesson 03's kernel.
+    behind another's work. An H200 did 207 TFLOP/s with it at 512 tokens (causal, D = 128), and 214 with lesson 03's.
     """
     D = q.shape[2]
     rows = all(x.stride(0) >= (x.shape[1] - 1) * x.stride(1) + D for x in (q, k, v))

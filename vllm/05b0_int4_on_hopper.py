@@ -180,8 +180,8 @@ def int4_kernel(codes, words, x, out, M, N, K, SPLIT_K, BLOCK_N: gl.constexpr, B
 
 def takes(x: torch.Tensor, weight: formats.PackedWeight) -> bool:
     """Does the kernel multiply these? x [M, K]: bf16 (in fp16 it would be 1024 + code, and Σ x·1024 costs accuracy), at
-    most MOST_ROWS tokens, rows that TMA can read; a weight that was packed for it and has a tile's outputs (with one,
-    its tests failed on an H200); a GPU that has what it needs."""
+    most MOST_ROWS tokens, rows that TMA can read; a weight that was packed for it and has a tile's outputs (fewer
+    are not trusted: with one, tests failed on an H200, nobody knows why); a GPU that has what it needs."""
     if weight.words is None or len(weight.codes) < BLOCK_N or common.INTERPRET or not formats.on_hopper(x):
         return False
     aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
@@ -189,8 +189,8 @@ def takes(x: torch.Tensor, weight: formats.PackedWeight) -> bool:
 
 
 def choose_split(N: int, K: int, M: int) -> int:
-    """SPLIT_K, at most 16: about four programs for each of an H200's SMs (five beyond 8 tokens), which run at once; no
-    share is empty, and all but the last have two tiles or more. Close to what measured best at an 8B model's layers."""
+    """SPLIT_K, at most 16: about four programs for each of an H200's SMs, five beyond 8 tokens, as was best at an 8B
+    model's layers (five and four of them run at once); no share is empty, and all but the last have two tiles."""
     wanted, tiles = SMS * (4 if M <= 8 else 5), K // TILE_K
     split = max(1, min(round(wanted / triton.cdiv(N, BLOCK_N)), tiles // 2, 16))
     return triton.cdiv(tiles, triton.cdiv(tiles, split))
