@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import common
 import pytest
@@ -150,13 +152,27 @@ def test_merge_json_refuses_what_it_cannot_merge(tmp_path, content):
     assert path.read_bytes() == content.encode("latin-1")
 
 
-def test_a_figure_has_a_place_before_anything_is_computed(tmp_path, capsys):
+def test_results_have_a_place_before_anything_is_computed(tmp_path, capsys, monkeypatch):
     (tmp_path / "file").touch()
-    for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
+
+    def refused(flag, path):
         with pytest.raises(SystemExit) as end:
-            common.parser("what it does").parse_args(["--figure", str(wrong)])
-        assert end.value.code == 2 and f"{tmp_path / 'file'} is not a folder" in capsys.readouterr().err
-    assert common.parser("what it does").parse_args(["--figure", str(tmp_path / "new")]).figure
+            common.parser("what it does").parse_args(
+                [flag, str(path), *(["--figure", "."] if flag == "--json" else [])]
+            )
+        assert end.value.code == 2
+        return capsys.readouterr().err
+
+    for flag, wrong in (("--figure", "file"), ("--figure", "file/below"), ("--json", "file/a.json")):
+        assert f"{flag}: {tmp_path / 'file'} is not a folder" in refused(flag, tmp_path / wrong)
+    assert f"--json: {tmp_path} is a folder" in refused("--json", tmp_path)
+    arguments = ["--figure", str(tmp_path / "new"), "--json", str(tmp_path / "new" / "x" / "a.json")]
+    assert common.parser("what it does").parse_args(arguments).figure
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, how: Path(path) != tmp_path and may(path, how))
+    for flag in ("--figure", "--json"):
+        assert f"{flag}: {tmp_path} cannot be written to" in refused(flag, tmp_path / "new" / "below")
+    monkeypatch.undo()
     (tmp_path / "plot.svg").mkdir()
     with pytest.raises(common.InputError, match=r"--figure .*: plot.svg cannot be written"):
         common.save_figure(common.new_figure()[0], tmp_path, "plot")
@@ -219,7 +235,7 @@ common.run(main)
             ["--device", "cuda"], 2, "no GPU", marks=pytest.mark.skipif(common.HAS_GPU, reason="there is one")
         ),
         (["--figure", "x" * 5000], 2, "--figure"),
-        (["--json", "."], 2, "not readable as JSON"),  # before anything is measured, not after
+        (["--json", "."], 2, "is a folder"),  # before anything is measured, not after
         (["--nonsense"], 2, "--nonsense"),
     ],
 )

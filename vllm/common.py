@@ -601,13 +601,24 @@ def number(kind: type = int, low: float | None = None, high: float | None = None
 
 
 def folder(text: str) -> str:
-    """An argparse type: a folder, or what may become one."""
+    """An argparse type: a folder to write to, or what may become one."""
+    path = Path(text).absolute()
     try:
-        wrong = [path for path in (Path(text), *Path(text).parents) if path.exists() and not path.is_dir()]
+        there = [path for path in (path, *path.parents) if path.exists()]
     except OSError as error:  # a name that is too long
         raise argparse.ArgumentTypeError(f"{text[:60]!r}: {error.strerror}") from None
-    if wrong:
+    if wrong := [path for path in there if not path.is_dir()]:
         raise argparse.ArgumentTypeError(f"{wrong[0]} is not a folder")
+    if not os.access(there[0], os.W_OK):
+        raise argparse.ArgumentTypeError(f"{there[0]} cannot be written to")
+    return text
+
+
+def file(text: str) -> str:
+    """An argparse type: a file in a folder to write to, or what may become one."""
+    folder(str(Path(text).absolute().parent))
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder")
     return text
 
 
@@ -652,7 +663,9 @@ def parser(doc: str, **kwargs: Any) -> Parser:
     """A parser with the flags that every lesson has; the lesson adds the knobs that its text talks about."""
     p = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
     p.add_argument("--bench", action="store_true", help="measure longer and print the full table")
-    p.add_argument("--json", metavar="FILE", help="merge facts and measurements into FILE under this lesson's key")
+    p.add_argument(
+        "--json", type=file, metavar="FILE", help="merge facts and measurements into FILE under this lesson's key"
+    )
     p.add_argument("--figure", type=folder, metavar="DIR", default=str(FIGURES),
                    help="where to save figures (default %(default)s)")  # fmt: skip
     p.add_argument("--model", metavar="PATH_OR_ID", help="a local Llama-architecture folder, or a hub id "
