@@ -340,3 +340,8 @@ def test_random_twins(monkeypatch):
     assert ours.num_parameters == sum(p.numel() for p in theirs.parameters())
     assert ours.dtype == theirs.dtype == torch.bfloat16
     assert lesson.transformers_ms(theirs, 2) > 0
+
+
+def test_a_peer_that_nobody_asks_is_refused():
+    with pytest.raises(common.InputError, match="only --bench"):
+        lesson.main(["--vllm", "python"])

@@ -7,6 +7,8 @@ import itertools
 import json
 import math
 import random
+import subprocess
+import sys
 from fractions import Fraction
 
 import common
@@ -721,3 +723,9 @@ def test_the_bet_the_surprise_and_the_break():
     assert met["1P 3D"] < met["4 chunked, 512"] < met["4 colocated"] < met["2P 2D"] < met["3P 1D"]
     slow = lesson.simulate(lesson.WIDGET_DEFAULT | {"link": "10 GbE"})
     assert slow["wire_us"] > 3 * slow["prefill_us"] and slow["met"] < met["4 chunked, 512"]
+
+
+def test_help_simulates_nothing():
+    path = common.HERE / "082_goodput_simulation.py"
+    done = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "RECORDED" in done.stdout

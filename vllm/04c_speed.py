@@ -683,6 +683,8 @@ N_OUT = 6
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
+    if args.vllm and not args.bench:
+        raise common.InputError("--vllm: only --bench compares with it")
     machine = common.start(args)
     B, bench = args.sequences, {}
 

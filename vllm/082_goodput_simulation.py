@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import common  # first: it settles the device before torch is used
 
+import argparse
 import functools
 import heapq
 import itertools
@@ -1178,6 +1179,7 @@ def _draw_wire(folder: str | Path) -> Path:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description="Simulates everything anew, in minutes, and prints RECORDED.").parse_args()
     parts = [contest.workload for contest in CONTESTS]
     parts += ["throughput", "pools", "exposed", "links", "photos", "patient photos", "draws"]
     print("RECORDED: dict[str, Any] = {")
