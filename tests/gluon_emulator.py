@@ -68,6 +68,18 @@ for _name in ("lt", "le", "gt", "ge", "eq"):
     setattr(Register, f"__{_name}__", lambda self, other, fn=_fn: Register(fn(self.value, raw(other))))
 
 
+def of_one(fn: Any) -> Any:
+    return lambda a: Register(fn(raw(a)))
+
+
+def of_two(fn: Any) -> Any:
+    return lambda a, b: Register(fn(torch.as_tensor(raw(a)), torch.as_tensor(raw(b))))
+
+
+def layout(*args: Any) -> None:
+    """Where a tensor's elements lie: nowhere in particular."""
+
+
 class Pointer:
     """Into a flat tensor, with an offset."""
 
@@ -233,17 +245,14 @@ class Emulator:
 
     def modules(self) -> dict[str, Any]:
         """What the kernel's module is given instead of Gluon's names."""
-        two = lambda fn: lambda a, b: Register(fn(torch.as_tensor(raw(a)), torch.as_tensor(raw(b))))  # noqa: E731
-        one = lambda fn: lambda a: Register(fn(raw(a)))  # noqa: E731
-        layout = lambda *args: None  # noqa: E731
         gl = SimpleNamespace(
             constexpr=lambda x: x, program_id=lambda axis: self.program, load=self.load, store=self.store,
             arange=lambda start, stop, layout: Register(torch.arange(start, stop)),
             full=lambda shape, x, dtype, layout: Register(torch.full(shape, x, dtype=dtype)),
             zeros=lambda shape, dtype, layout: Register(torch.zeros(shape, dtype=dtype)),
-            zeros_like=one(torch.zeros_like), exp2=one(torch.exp2), log2=one(torch.log2),
+            zeros_like=of_one(torch.zeros_like), exp2=of_one(torch.exp2), log2=of_one(torch.log2),
             where=lambda c, a, b: Register(torch.where(raw(c), raw(a), raw(b))),
-            maximum=two(torch.maximum), minimum=two(torch.minimum), cdiv=lambda a, b: (a + b - 1) // b,
+            maximum=of_two(torch.maximum), minimum=of_two(torch.minimum), cdiv=lambda a, b: (a + b - 1) // b,
             max=lambda x, axis: Register(x.value.amax(axis)), sum=lambda x, axis: Register(x.value.sum(axis)),
             convert_layout=lambda x, layout: x, static_range=range, allocate_shared_memory=self.allocate,
             warp_specialize=self.warp_specialize, float32=torch.float32, int64=torch.int64, bfloat16=torch.bfloat16,
@@ -256,9 +265,11 @@ class Emulator:
             expect=lambda b, n: b.move(1, n), arrive=lambda b: b.move(1, 0))  # fmt: skip
         hopper = SimpleNamespace(
             warpgroup_mma=self.mma, warpgroup_mma_wait=self.mma_wait, fence_async_shared=lambda: None)  # fmt: skip
-        jit = lambda fn=None, **options: Function(self, fn) if fn else lambda fn: Function(self, fn)  # noqa: E731
         return {"gl": gl, "mbarrier": mbarrier, "hopper": hopper, "tma_load": self.tma_load, "TensorDescriptor": Rows,
-                "gluon": SimpleNamespace(jit=jit), "tma": SimpleNamespace(async_load=self.tma_load)}  # fmt: skip
+                "gluon": SimpleNamespace(jit=self.jit), "tma": SimpleNamespace(async_load=self.tma_load)}  # fmt: skip
+
+    def jit(self, fn: Any = None, **options: Any) -> Any:
+        return Function(self, fn) if fn else self.jit
 
     def dawdle(self) -> None:
         if self.slow == "groups":

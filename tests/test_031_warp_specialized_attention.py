@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 import math
@@ -10,13 +11,13 @@ from pathlib import Path
 
 import common
 import gluon_emulator
+import needs
 import pytest
 import scripts
 import torch
 
 flash = common.lesson("03_flash_attention")
 PATH = common.HERE / "031_warp_specialized_attention.py"
-needs_triton = pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform: nothing to compile")
 # Queries of each sequence, keys of each.
 BATCHES = {
     "whole": ((256, 128), (256, 128)),
@@ -160,7 +161,7 @@ print(json.dumps(rows))
 """
 
 
-@needs_triton
+@needs.triton
 @pytest.mark.parametrize("cases", [[(128, True, "bfloat16")], pytest.param(
     [(128, False, "float16"), (64, True, "bfloat16"), (64, False, "float16")], marks=pytest.mark.slow)])  # fmt: skip
 def test_machine_code(cases):
@@ -171,9 +172,9 @@ def test_machine_code(cases):
     assert done.returncode == 0, done.stderr[-2000:]
     for case_, row in zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True):
         code = row["code"]
-        count = lambda name, code=code: sum(x.split(".")[0] == name for x in code)  # noqa: E731
+        count = collections.Counter(x.partition(".")[0] for x in code)
         assert row["registers"] <= 168 and row["spills"] <= 8 and row["shared"] <= 227 * 1024 and not row["overwritten"]
-        assert count("HGMMA") and count("UTMALDG") and count("USETMAXREG") and count("STL") <= 1, case_
+        assert count["HGMMA"] and count["UTMALDG"] and count["USETMAXREG"] and count["STL"] <= 1, case_
         # Two waits follow each other: for the scores (one product may run on), then, after their exponentials, for it.
         waits = [(i, x) for i, x in enumerate(code) if "DEPBAR" in x]
         pairs = [(i, j) for (i, x), (j, y) in itertools.pairwise(waits) if x.endswith("0x1") and y.endswith("0x0")]
@@ -184,12 +185,8 @@ def test_machine_code(cases):
 
 # --- On a GPU -------------------------------------------------------------------------------------------------------
 
-on_hopper = pytest.mark.skipif(
-    not common.HAS_GPU or common.INTERPRET or flash.nvidia_capability() != (9, 0), reason="needs a Hopper GPU"
-)
 
-
-@on_hopper
+@needs.hopper
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_on_hopper(D, dtype):
@@ -205,7 +202,7 @@ def test_on_hopper(D, dtype):
         common.assert_close(lse, ref_lse, torch.float32)
 
 
-@on_hopper
+@needs.hopper
 @pytest.mark.parametrize("S", [40, 300])
 def test_a_neighbour_on_hopper(S):
     part = common.lesson("031_warp_specialized_attention")
@@ -217,7 +214,7 @@ def test_a_neighbour_on_hopper(S):
     common.assert_close(out[:S], flash.reference(q, k, v, batch, scale=0.1)[0][:S])
 
 
-@on_hopper
+@needs.hopper
 @pytest.mark.parametrize("longest", [1023, 1100])
 def test_long_prompts_take_it(longest, monkeypatch):
     part, taken = common.lesson("031_warp_specialized_attention"), []

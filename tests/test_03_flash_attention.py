@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
+import needs
 import pytest
 import scripts
 import torch
@@ -620,10 +621,7 @@ def check_compiled(*cases):
             assert row["wgmma"] and row["tma"], case
 
 
-needs_triton = pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform: nothing to compile")
-
-
-@needs_triton
+@needs.triton
 @pytest.mark.slow
 def test_all_tiles_fit():
     options = ({}, {"causal": False}, {"window": 1024})

@@ -6,7 +6,6 @@ where layouts and barriers mean nothing; the compiler, which refuses a layout th
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
@@ -15,6 +14,7 @@ import sys
 import types
 
 import common
+import needs
 import pytest
 import torch
 from test_05b_quantization import emulated_ptx
@@ -22,12 +22,6 @@ from test_05b_quantization import emulated_ptx
 lesson, hopper = common.lesson("05b_quantization"), common.lesson("05b0_int4_on_hopper")
 formats = common.lesson("05a_number_formats")
 Format = formats.Format
-
-needs_triton = pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform: nothing to compile")
-needs_hopper = pytest.mark.skipif(
-    not common.HAS_GPU or common.INTERPRET or not formats.on_hopper(torch.empty(0, device=common.device())),
-    reason="needs an H100 or H200",
-)
 
 
 def quantized(N, K, group=128, zero="int"):
@@ -186,7 +180,10 @@ def plain(fn):
 def gluon_on_torch(monkeypatch):
     """`run(x, weight)` -> the parts that all programs write, by the kernel's text and the wrapper's grid."""
     ids, stages = [0, 0], []
-    tile = lambda make: lambda shape, *a: make(tuple(shape), *a[:-1]).as_subclass(Tile)  # noqa: E731
+
+    def tile(make):
+        return lambda shape, *a: make(tuple(shape), *a[:-1]).as_subclass(Tile)
+
     language = types.SimpleNamespace(
         constexpr=None, uint8=torch.uint8, int16=torch.int16, int32=torch.int32, int64=torch.int64,
         float16=torch.float16, float32=torch.float32, bfloat16=torch.bfloat16, minimum=min,
@@ -277,7 +274,7 @@ print(json.dumps(found))
 """
 
 
-@needs_triton
+@needs.triton
 def test_the_loop_decodes_and_multiplies_and_does_little_else():
     """sm_90: no spill, four or five programs to an SM, nothing but 16-byte loads from shared memory, none from global
     memory, no exchange between threads; and as many instructions as the lesson says."""
@@ -299,7 +296,7 @@ def test_the_loop_decodes_and_multiplies_and_does_little_else():
 # --- On Hopper ------------------------------------------------------------------------------------------------------
 
 
-@needs_hopper
+@needs.hopper
 @pytest.mark.parametrize("N", [128, 200, 1000])
 def test_sums_on_hopper(N, guarded, device):
     """Parts and whole, on both sides of a tile of tokens; x, codes and words lie between NaN and sentinels."""
@@ -323,7 +320,7 @@ def test_sums_on_hopper(N, guarded, device):
     assert not wrong
 
 
-@needs_hopper
+@needs.hopper
 @pytest.mark.parametrize("M", [1, 16])
 def test_large_layers_on_hopper_equal_the_plain_kernel(M, device, monkeypatch):
     """An 8B model's layers, twice and in a CUDA graph: the same bits each time, and the plain kernel's sums."""
@@ -342,7 +339,7 @@ def test_large_layers_on_hopper_equal_the_plain_kernel(M, device, monkeypatch):
             common.assert_close(out, lesson.dequant_matmul(x, weight))
 
 
-@needs_hopper
+@needs.hopper
 def test_a_layer_runs_it(device, monkeypatch):
     calls, run = [], hopper.int4_matmul
     monkeypatch.setattr(hopper, "int4_matmul", lambda *a: calls.append(a) or run(*a))
@@ -351,10 +348,3 @@ def test_a_layer_runs_it(device, monkeypatch):
         calls.clear()
         layer(torch.randn(M, 512, device=device).to(kind))
         assert bool(calls) == taken
-
-
-@pytest.mark.skipif(not common.HAS_GPU or common.INTERPRET, reason="needs a GPU")
-def test_a_row_of_layers_is_timed_by_the_layer(device):
-    seen = []
-    layer = functools.partial(lambda seen, x: seen.append(x.mul(2)), seen)
-    assert 0 < hopper.time_in_a_row(layer, torch.ones(1000, device=device), 30e6, 0.01) < 1e-3

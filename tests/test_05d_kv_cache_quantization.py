@@ -11,6 +11,7 @@ from unittest import mock
 
 import common
 import numpy as np
+import needs
 import pytest
 import scripts
 import torch
@@ -164,7 +165,6 @@ HOPPER = [("fp8", 128, "bfloat16", "sm_90"), ("int8_per_token_head", 128, "bfloa
 NVIDIA = [(name, D, dtype, target) for name in ("fp8", "fp8_per_token_head", "int8_per_token_head", "int4_plain",
           "int3_plain", "turboquant_2bit", "kivi_2bit") for D in (64, 128) for dtype in ("bfloat16", "float16")
           for target in ("sm_80", "sm_90", "sm_100")]  # fmt: skip
-needs_triton = pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform: nothing to compile")
 
 
 def compile_job(cases):
@@ -183,14 +183,14 @@ def compiled(cases):
     return rows
 
 
-@needs_triton
+@needs.triton
 def test_hopper_decodes_e4m3_itself_and_loads_ahead():
     fp8, int8, _ = compiled(HOPPER)
     assert fp8["e4m3"] >= 2 * 128 * 128 / 128 / 2, "each key and value of a tile, by 128 threads, two at a time"
     assert fp8["copies"] > 0 and int8["copies"] > 0, "the next tile is loaded while this one is computed"
 
 
-@needs_triton
+@needs.triton
 @pytest.mark.slow
 def test_decode_tiles_spill_on_no_gpu_of_nvidias():
     compiled(NVIDIA)

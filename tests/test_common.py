@@ -364,3 +364,19 @@ def test_no_thread_sees_half_a_lesson(tmp_path, monkeypatch):
         found = list(pool.map(lambda _: common.lesson("99_slow").whole, range(4)))
     del sys.modules["99_slow"]
     assert found == [True] * 4
+
+
+def test_a_row_of_layers_is_timed_by_the_layer(device):
+    """Four copies and the layer itself, 2 ms each (a GPU waits for nothing here)."""
+
+    class Layer:
+        def __init__(self):
+            self.weight = torch.ones(3)
+
+        def __call__(self, x):
+            seen.add(self.weight.data_ptr())
+            time.sleep(0.002)
+
+    seen = set()
+    took = common.measure_in_a_row(Layer(), torch.ones(1, device=device), 60e6, 0.01)
+    assert len(seen) == 5 and (0.002 <= took < 0.008 or common.HAS_GPU)

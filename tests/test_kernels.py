@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import common
+import needs
 import pytest
 import sass
 import scripts
@@ -25,8 +26,6 @@ KERNELS = [
 TARGETS = {"fast": ["sm_90", "gfx942"], "all": ["sm_80", "sm_90", "sm_100", "gfx942"]}
 # KiB of shared memory that one program may have: CUDA's programming guide, and CDNA 3's LDS. A launch above it fails.
 SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
-
-needs_triton = pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform: nothing to compile")
 
 
 def compile_job(tier: str) -> scripts.Job:
@@ -74,13 +73,13 @@ def test_kernels_are_found():
     assert len(KERNELS) >= 5
 
 
-@needs_triton
+@needs.triton
 @pytest.mark.parametrize(("lesson", "kernel"), KERNELS)
 def test_kernel_compiles(lesson, kernel):
     check("fast", lesson, kernel)
 
 
-@needs_triton
+@needs.triton
 @pytest.mark.slow
 @pytest.mark.parametrize(("lesson", "kernel"), KERNELS)
 def test_kernel_compiles_everywhere(lesson, kernel):
@@ -162,7 +161,7 @@ def compiled_on_nvidia(cases: list) -> list[dict]:
     return rows
 
 
-@needs_triton
+@needs.triton
 def test_keys_are_fetched_ahead_on_hopper():
     """Two buffers or more for K and for V, and no wait in the loop for what was asked for last. A decode's tiles are so
     large that one buffer each does more: of three programs on an SM, two wait for theirs."""
@@ -175,7 +174,7 @@ def test_keys_are_fetched_ahead_on_hopper():
             assert row["buffers"] == [3, 3]
 
 
-@needs_triton
+@needs.triton
 @pytest.mark.slow
 def test_tiles_of_nvidia_everywhere():
     for case, row in zip(ELSEWHERE, compiled_on_nvidia(ELSEWHERE)):
@@ -210,7 +209,7 @@ print(json.dumps({name: len(hashes) for name, hashes in compiled.items()}))
 STEPS_JOB: scripts.Job = ("steps", 0), [sys.executable, "-c", STEPS, Path(__file__).parent]
 
 
-@needs_triton
+@needs.triton
 def test_steps_of_other_sizes_compile_nothing_new():
     """Neither one sequence nor sixteen, for which Triton would compile anew, hold up the requests of a step."""
     done = scripts.get(STEPS_JOB)

@@ -23,10 +23,7 @@ from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used
 
-import copy
-import math
 import types
-from collections.abc import Callable
 
 import torch
 from common import triton
@@ -235,16 +232,3 @@ def instruction_facts() -> dict[str, dict[str, float]]:
     found = {name: {"instructions": n, "per_weight": n * 128 / codes, "us": us(n, codes)}
              for name, (n, codes) in LOOPS.items()}  # fmt: skip
     return found | {"slots": {"h200": 2 / 3 / h200 * SMS * CLOCK * 128, "a10": 2 / 3 / a10 * 72 * 1.695e9 * 128}}
-
-
-def time_in_a_row(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, nbytes: float,
-                  seconds: float) -> float:  # fmt: skip
-    """Seconds that a layer of `nbytes` takes on a GPU when another one went before and another one follows: one CUDA
-    graph of so many copies that they exceed four times 60 MB, more than an L2 cache, divided by their number."""
-    layers = [layer, *(copy.deepcopy(layer) for _ in range(math.ceil(4 * 60e6 / nbytes)))]
-
-    def run() -> None:
-        for one in layers:
-            one(x)
-
-    return common.measure_graph(run, seconds).median / len(layers)

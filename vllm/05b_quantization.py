@@ -1002,7 +1002,7 @@ def measure_linears(model: llama.Llama, methods: Sequence[str], seconds: float) 
 def measure_kernels(seconds: float) -> list[dict[str, Any]]:
     """On a GPU: both kernels beside torch's bf16 product, at layers of an 8B model. Times are of one layer in a row of
     them, in one CUDA graph, each with its own weights: as a model's layers, they find nothing in the L2 cache."""
-    rows, device, in_a_row = [], common.device(), functools.partial(hopper.time_in_a_row, seconds=seconds)
+    rows, device, in_a_row = [], common.device(), functools.partial(common.measure_in_a_row, seconds=seconds)
     for N, K in ((4096, 4096), (28672, 4096), (4096, 14336)):
         W = torch.randn(N, K, device=device) / math.sqrt(K)
         layers = {n: QuantizedLinear(rtn(W, FORMATS[n])) for n in ("int4-g128", "int8", "fp8", "mxfp4")}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import functools
@@ -399,6 +400,18 @@ def measure_graph(fn: Callable[[], Any], seconds: float = 0.5) -> Timing:
         graph.capture_end()
     torch.cuda.synchronize()
     return measure(graph.replay, seconds)
+
+
+def measure_in_a_row(layer: Callable[[Any], Any], x: torch.Tensor, nbytes: float, seconds: float = 0.5) -> float:
+    """Seconds that a layer of `nbytes` takes when another one went before and another one follows: as many copies as
+    exceed four times 60 MB, more than an L2 cache holds, in one CUDA graph; their time divided by their number."""
+    layers = [layer, *(copy.deepcopy(layer) for _ in range(math.ceil(4 * 60e6 / nbytes)))]
+
+    def run() -> None:
+        for one in layers:
+            one(x)
+
+    return measure_graph(run, seconds).median / len(layers)
 
 
 def copy_bandwidth() -> float:
