@@ -122,7 +122,7 @@ def test_rejection_sample_counted_without_error():
 def test_rejection_sample_counted_without_error_for_three_drafts():
     rows = [*lesson.GRID, ([6, 6, 4], [4, 8, 4])]
     p, q = ([[n / 16 for n in row[i]] for row in rows] for i in (0, 1))
-    shares, _ = lesson.swept_round(p, q[:3], levels=8, draws=48)
+    shares, _ = enumeration.swept_round(lesson.rejection_sample, p, q[:3], levels=8, draws=48)
     want = enumeration.exact_round(p, q[:3])
     assert max(abs(shares.get(output, 0) - want.get(output, 0)) for output in {*shares, *want}) < 1e-12
 
@@ -199,30 +199,51 @@ def test_what_is_left_lies_in_several_tiles_on_both_paths():
     assert len(found) > 1 and all(p[token] > q[token] for token in found)
 
 
+def test_every_row_has_its_own_weights_in_every_tile_on_both_paths():
+    """Drafts that fall, in rows where p − q is left and in rows where nothing is: a u of 1 makes those fall, too."""
+    g = torch.Generator().manual_seed(5)
+    p, other = torch.rand(2, 24, 700, generator=g).softmax(2)
+    same = torch.arange(24)[:, None] % 4 < 2
+    q, rows = torch.where(same, p, other), torch.arange(24)
+    is_bonus = rows % 2 == 1
+    tokens, _ = both_paths(
+        scores=p,
+        draft_token_ids=torch.where(is_bonus, -1, (q - p).argmax(1)),
+        cu_num_sampled_tokens=torch.arange(13) * 2,
+        is_greedy=torch.zeros(24, dtype=torch.bool),
+        draft_probs=q,
+        draft_rows=torch.where(is_bonus, -1, rows),
+        accept_u=torch.where(same[:, 0] | (rows < 8), 1.0, torch.rand(24, generator=g)).double(),
+        draw_u=torch.rand(24, generator=g, dtype=torch.float64),
+    )
+    assert {token // 256 for token in tokens[:4:2]} | {token // 256 for token in tokens[4::2]} == {0, 1, 2}
+
+
 def test_nothing_is_read_before_the_first_row(kernels, device, first_in_memory):
     """A row without a draft has −1 for it, and −1 for the row of its q."""
-    batch = {k: first_in_memory(v.to(device)) for k, v in lesson.ragged_batch(40, [0, 0, 0], seed=1).items()}
+    batch = {k: first_in_memory(v.to(device)) for k, v in enumeration.ragged_batch(40, [0, 0, 0], seed=1).items()}
     batch["is_greedy"][:] = False
     tokens, _ = lesson.rejection_sample(**batch)
     assert tokens.min() >= 0
 
 
 def test_the_largest_score_of_any_tile_on_both_paths():
-    """Tops of the tiles in every order; the first of equals wins."""
-    rows = torch.zeros(8, 700)
+    """Tops of the tiles in every order; the first of equals wins, and a tile of many low ones does not."""
+    rows = torch.zeros(9, 700)
     rows[7, 0] = 1
     for row, tops in zip(rows, [*itertools.permutations([0.2, 0.3, 0.5]), (0.4, 0.4, 0.1)]):
         row[[10, 300, 650]] = torch.tensor(tops)
+    rows[8], rows[8, 300] = -1 - torch.rand(700), -0.5  # as logits may be; the last tile has the fewest to add up
     n = torch.arange(len(rows) + 1)
     tokens, _ = both_paths(
         scores=rows,
-        draft_token_ids=torch.full((8,), -1),
+        draft_token_ids=torch.full((9,), -1),
         cu_num_sampled_tokens=n,
-        is_greedy=torch.ones(8, dtype=torch.bool),
-        draw_u=torch.zeros(8, dtype=torch.float64),
-        accept_u=torch.zeros(8, dtype=torch.float64),
+        is_greedy=torch.ones(9, dtype=torch.bool),
+        draw_u=torch.zeros(9, dtype=torch.float64),
+        accept_u=torch.zeros(9, dtype=torch.float64),
     )
-    assert tokens == [*rows[:6].argmax(1).tolist(), 10, 0]
+    assert tokens == [*rows[:6].argmax(1).tolist(), 10, 0, 300]
 
 
 def test_a_draw_at_the_very_end_is_a_token(kernels, device):
@@ -240,9 +261,43 @@ def test_a_draw_at_the_very_end_is_a_token(kernels, device):
     assert lesson.rejection_sample(p, ids, starts, greedy, zeros + 1, zeros)[0].tolist() == [0] * 8
 
 
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_row_of_nan_is_some_token(kernels, device, greedy):
+    """Whatever a broken model says, the next step must find it in the embedding. What is NaN is nobody's favourite."""
+    R = torch.arange(4, device=device)
+    u = torch.full((3,), 0.5, dtype=torch.float64, device=device)
+    scores = torch.full((3, 300), float("nan"), device=device)
+    scores[1, 256:], scores[2, 260:] = -torch.inf, torch.arange(-46.0, -6, device=device)
+    tokens, _ = lesson.rejection_sample(scores, R[:3] * 0 - 1, R, torch.full((3,), greedy, device=device), u, u)
+    assert tokens.min() >= 0 and tokens.max() < 300
+    assert tokens[2] == 299 or not greedy
+
+
+def test_the_benchmark_counts_the_bytes_that_must_be_read(monkeypatch):
+    """160 rows and, where there is a q, the 128 of the drafts; all rows of one kind."""
+    seen = []
+
+    def measure(run):
+        seen.append(run.keywords)
+        tokens, n = run()
+        assert len(tokens) == 160 and len(n) == 32
+        return SimpleNamespace(median=1e-3)
+
+    monkeypatch.setattr(common, "measure_graph", measure)
+    found = lesson.measure_sampler(V=100)
+    assert [kind["us"] for kind in found.values()] == [1000] * 3
+    rates = {"greedy": 160 * 400 / 1e6, "without_q": 160 * 400 / 1e6, "with_q": 288 * 400 / 1e6}
+    assert {kind: x["gb_s"] for kind, x in found.items()} == pytest.approx(rates)
+    assert [bool(x["is_greedy"].all()) for x in seen] == [True, False, False]
+    assert [x["draft_probs"] is None for x in seen] == [True, True, False]
+    assert (
+        seen[2]["draft_rows"].ge(0).sum() == 128 and (seen[2]["draft_token_ids"][seen[2]["draft_rows"] < 0] < 0).all()
+    )
+
+
 def test_many_rows_on_both_paths():
     """Every kind of row beside every other, the q in another order, in the middle of a wider matrix."""
-    batch = lesson.ragged_batch(40, [1, 2, 3, 0, 1, 2] * 2, seed=4)
+    batch = enumeration.ragged_batch(40, [1, 2, 3, 0, 1, 2] * 2, seed=4)
     order = torch.randperm(len(batch["scores"]))
     batch["draft_rows"] = torch.where(batch["draft_rows"] >= 0, order[batch["draft_rows"]], -1)
     q = torch.empty_like(batch["draft_probs"])
@@ -279,7 +334,7 @@ def test_equal_distributions_never_reject_and_rounding_leaves_p():
 @pytest.mark.parametrize("with_q", [True, False])
 def test_kernels_are_the_torch_path(kernels, guarded, device, V, counts, with_q):
     for seed in range(2):
-        batch = lesson.ragged_batch(V, counts, seed)
+        batch = enumeration.ragged_batch(V, counts, seed)
         if not with_q:
             batch |= {"draft_probs": None, "draft_rows": None}
         elif seed:
@@ -296,7 +351,7 @@ def test_kernels_are_the_torch_path(kernels, guarded, device, V, counts, with_q)
 
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
 def test_kernels_take_scores_in_16_bits(kernels, device, low):
-    batch = lesson.ragged_batch(300, [2, 1, 3], seed=3)
+    batch = enumeration.ragged_batch(300, [2, 1, 3], seed=3)
     batch["scores"] = batch["scores"].to(low)
     right = lesson.sample_rows(batch["scores"].float(), *(batch[k] for k in ("draft_token_ids", "is_greedy", "draw_u",
                                "accept_u", "draft_probs", "draft_rows")))  # fmt: skip
@@ -304,20 +359,27 @@ def test_kernels_take_scores_in_16_bits(kernels, device, low):
 
 
 def test_kernels_write_their_outputs_and_nothing_else(kernels, guarded, device):
-    b = {k: v.to(device) for k, v in lesson.ragged_batch(40, [2, 0, 3], seed=1).items()}
+    b = {k: v.to(device) for k, v in enumeration.ragged_batch(100, [2, 0, 3], seed=1).items()}
     R, tokens, n = len(b["scores"]), guarded((8,), torch.int64), guarded((3,), torch.int64)
-    before = lesson.sample_rows_kernel.launches, lesson.count_sampled_kernel.launches
+    sums = guarded((2, R, 2), torch.float64)
+    three = lesson.sum_tiles_kernel, lesson.sample_rows_kernel, lesson.count_sampled_kernel
+    before = [kernel.launches for kernel in three]
+    q = b["draft_probs"], b["draft_rows"]
+    lesson.sum_tiles_kernel[(R, 2)](b["scores"], b["is_greedy"], *q, sums, 100, 100, 100, HAS_DRAFT_PROBS=True,
+                                    BLOCK=64)  # fmt: skip
     lesson.sample_rows_kernel[(R,)](
-        b["scores"], b["draft_token_ids"], b["is_greedy"], b["draft_probs"], b["draft_rows"], b["accept_u"],
-        b["draw_u"], tokens, 40, 40, 40, HAS_DRAFT_PROBS=True, BLOCK=64,
+        b["scores"], b["draft_token_ids"], b["is_greedy"], *q, b["accept_u"], b["draw_u"], sums, tokens, 100, 2, 100,
+        100, HAS_DRAFT_PROBS=True, TILES=16, BLOCK=64,
     )  # fmt: skip
     lesson.count_sampled_kernel[(3,)](tokens, b["draft_token_ids"], b["cu_num_sampled_tokens"], n)
-    assert (tokens[:R] < 40).all() and n.min() >= 1
-    assert (lesson.sample_rows_kernel.launches, lesson.count_sampled_kernel.launches) == (before[0] + 1, before[1] + 1)
+    assert (tokens[:R] < 100).all() and n.min() >= 1
+    random = ~b["is_greedy"]
+    torch.testing.assert_close(sums[1].sum(1)[random], b["scores"].double().sum(1)[random], rtol=1e-6, atol=0)
+    assert [kernel.launches for kernel in three] == [count + 1 for count in before]
 
 
 def test_rows_beyond_31_bits(kernels, device, apart):
-    batch = {k: v.to(device) for k, v in lesson.ragged_batch(40, [2], seed=1).items()}
+    batch = {k: v.to(device) for k, v in enumeration.ragged_batch(40, [2], seed=1).items()}
     near = lesson.rejection_sample(**batch)
     scores = apart(batch["scores"].float())
     assert [x.tolist() for x in lesson.rejection_sample(**batch | {"scores": scores})] == [x.tolist() for x in near]
@@ -947,11 +1009,12 @@ def test_kernels_in_the_engine(tiny_model, real_model):
             ([1, 2, 1, 2], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))]  # fmt: skip
     plain = run(engine_of(model, real_model[1], num_gpu_blocks_override=17), jobs)
     truth = {tuple(prompt): plain[0][str(i)] for i, (prompt, _) in enumerate(jobs)}
-    before = lesson.sample_rows_kernel.launches, lesson.count_sampled_kernel.launches
+    kernels = lesson.sum_tiles_kernel, lesson.sample_rows_kernel, lesson.count_sampled_kernel
+    before = [kernel.launches for kernel in kernels]
     engine = engine_of(model, real_model[1], lesson.configure("ngram", 1), lambda c, m: Oracle(truth, 1.0))
     with common.use_kernels():
         assert run(engine, jobs) == plain
-    assert lesson.sample_rows_kernel.launches > before[0] and lesson.count_sampled_kernel.launches > before[1]
+    assert all(kernel.launches > count for kernel, count in zip(kernels, before))
 
 
 def test_structured_output_is_not_drafted_for(tiny_model, real_model, jobs, plain):
@@ -1000,13 +1063,14 @@ def test_wrong_rules_are_caught():
     tokens = sum(len(output) * chance for output, chance in want.items())
 
     def counted_error():
-        shares, mean = lesson.swept_round(p[:2], q[:1], levels=8, draws=48)
+        shares, mean = enumeration.swept_round(lesson.rejection_sample, p[:2], q[:1], levels=8, draws=48)
         return max(abs(shares.get(o, 0) - want.get(o, 0)) for o in {*shares, *want}), abs(mean - tokens)
 
     assert max(counted_error()) < 1e-12
     with lesson.broken("resample-from-p"):
         assert counted_error()[0] > 0.05
-        assert round(lesson.swept_round(p[:2], q[:1], levels=8, draws=48)[1], 3) == 1.672  # as the page says
+        mean = enumeration.swept_round(lesson.rejection_sample, p[:2], q[:1], levels=8, draws=48)[1]
+        assert round(mean, 3) == 1.672  # as the page says
     with lesson.broken("no-bonus"):
         assert counted_error()[1] > 0.2
     assert max(counted_error()) < 1e-12

@@ -17,6 +17,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 import llama
@@ -79,6 +80,58 @@ def exact_round(p: Sequence[Distribution], q: Sequence[Distribution]) -> dict[tu
 
     walk((), 1.0)
     return {tokens: chance for tokens, chance in found.items() if chance > 0}
+
+
+def swept_round(sample: Callable, p: Sequence[Distribution], q: Sequence[Distribution], levels: int,
+                draws: int) -> tuple[dict[tuple[int, ...], float], float]:  # fmt: skip
+    """What `rejection_sample` (lesson 07) really does with every draft and every u on a grid: ({output: share}, tokens
+    a round).
+
+    If every p/q is a multiple of 1/levels and every cumulative weight one of 1/draws of its total, the share of the
+    grid that leads to an output is its probability, with no error at all: a proof by counting, not a sample.
+    """
+    K, V = len(q), len(p[0])
+    grid = itertools.product(*[range(V)] * K, *[range(levels)] * K, range(draws))
+    grid = np.array(list(grid), dtype=np.int64).reshape(-1, 2 * K + 1)  # [B, drafts, accept_u …, draw_u]
+    B = len(grid)
+    weight = np.prod([np.asarray(q[j], dtype=np.float64)[grid[:, j]] for j in range(K)], axis=0) * np.ones(B)
+    column = lambda x: torch.from_numpy(np.ascontiguousarray(x))  # noqa: E731
+    drafts = column(np.concatenate((grid[:, :K], np.full((B, 1), -1)), axis=1))  # [B, K + 1]
+    accept = column(np.concatenate(((grid[:, K : 2 * K] + 0.5) / levels, np.zeros((B, 1))), axis=1))
+    draw = column(((grid[:, -1:] + 0.5) / draws) * np.ones((1, K + 1)))
+    scores = torch.tensor(p, dtype=torch.float64).repeat(B, 1)  # [B · (K + 1), V]
+    rows = torch.arange(K + 1).where(torch.arange(K + 1) < K, -1).repeat(B)
+    tokens, num_sampled = sample(
+        scores, drafts.flatten(), torch.arange(B + 1) * (K + 1), torch.zeros(len(scores), dtype=torch.bool),
+        draw.flatten(), accept.flatten(), torch.tensor(q, dtype=torch.float64).view(K, V) if K else None, rows,
+    )  # fmt: skip
+    tokens, n = tokens.view(B, K + 1), num_sampled[:, None]
+    codes = torch.where(torch.arange(K + 1) < n, tokens + 1, 0) @ (V + 1) ** torch.arange(K + 1)
+    found, where = np.unique(codes.numpy(), return_inverse=True)
+    shares = np.bincount(where, weights=weight) / (levels**K * draws)
+    decode = lambda code: tuple(t - 1 for j in range(K + 1) if (t := int(code) // (V + 1) ** j % (V + 1)))  # noqa: E731
+    mean = float((num_sampled.double() @ column(weight)) / (levels**K * draws))
+    return {decode(code): float(share) for code, share in zip(found, shares) if share > 0}, mean
+
+
+def ragged_batch(V: int, counts: Sequence[int], seed: int) -> dict[str, Any]:
+    """Arguments for lesson 07's `rejection_sample`: requests with so many drafts each, greedy, without a q,
+    with a q, in turn."""
+    g, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+    starts = [0, *itertools.accumulate(k + 1 for k in counts)]
+    R, kinds = starts[-1], [b % 3 for b, k in enumerate(counts) for _ in range(k + 1)]
+    p = (3 * torch.randn(R, V, generator=g)).softmax(1)
+    q = torch.where(torch.rand(R, 1, generator=g) < 0.5, (3 * torch.randn(R, V, generator=g)).softmax(1), p)
+    likely = [int(p[r].argmax()) if rng.random() < 0.7 else rng.randrange(V) for r in range(R)]
+    for end in starts[1:]:
+        likely[end - 1] = -1
+    rows = [r if kind == 2 and likely[r] >= 0 else -1 for r, kind in enumerate(kinds)]
+    return {
+        "scores": p, "draft_token_ids": torch.tensor(likely), "cu_num_sampled_tokens": torch.tensor(starts),
+        "is_greedy": torch.tensor([kind == 0 for kind in kinds]), "draft_probs": q, "draft_rows": torch.tensor(rows),
+        "draw_u": torch.rand(R, generator=g, dtype=torch.float64),
+        "accept_u": torch.rand(R, generator=g, dtype=torch.float64),
+    }  # fmt: skip
 
 
 # --- Targets and drafters ---------------------------------------------------------------------------------------------

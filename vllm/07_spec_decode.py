@@ -49,7 +49,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import HARDWARE, tl
+from common import HARDWARE, tl, triton
 
 import llama
 
@@ -109,54 +109,71 @@ def naive_round(target: NextToken, drafter: NextToken, prefix: Sequence[int], K:
 
 
 @common.kernel
-def sample_rows_kernel(scores, draft_token_ids, is_greedy, draft_probs, draft_rows, accept_u, draw_u, token_ids,
-                       V, stride_scores, stride_draft, HAS_DRAFT_PROBS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def sum_tiles_kernel(scores, is_greedy, draft_probs, draft_rows, sums, V, stride_scores, stride_draft,
+                     HAS_DRAFT_PROBS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """A row of 128,256 is too long for one program: each sums up a tile. sums [2, R, tiles]: of p − q, and of p."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    sums += row * tl.num_programs(1) + tile
+    i = tile * BLOCK + tl.arange(0, BLOCK)
+    s = tl.load(scores + row * stride_scores + i, mask=i < V, other=float("-inf")).to(tl.float32)
+    if tl.load(is_greedy + row):
+        tl.store(sums, tl.max(tl.where(s == s, s, float("-inf")), 0).to(tl.float64))  # NaN is below everything
+    else:
+        w = tl.where(i < V, s, 0.0)
+        if HAS_DRAFT_PROBS:
+            tl.store(sums + tl.num_programs(0) * tl.num_programs(1), tl.sum(w.to(tl.float64), 0))
+            q_row = tl.load(draft_rows + row)
+            q_size = tl.where(q_row >= 0, V, 0)  # without a q, nothing of it is read, and p − 0 is p
+            q = tl.load(draft_probs + q_row * stride_draft + i, mask=i < q_size, other=0.0)
+            w = tl.maximum(w - q, 0.0)
+        tl.store(sums, tl.sum(w.to(tl.float64), 0))
+
+
+@triton.jit
+def draw_index(w, before, target, i):
+    """The first i at which `before`, and all weights w [n] up to there, is more than the target."""
+    found = tl.min(tl.where((before + tl.cumsum(w, 0) > target) & (w > 0), i, 2147483647), 0)
+    # Two sums of the same numbers may differ in their last bit: at most the last that has any weight.
+    return tl.minimum(found, tl.max(tl.where(w > 0, i, 0), 0))
+
+
+@common.kernel
+def sample_rows_kernel(scores, draft_token_ids, is_greedy, draft_probs, draft_rows, accept_u, draw_u, sums, token_ids,
+                       V, num_tiles, stride_scores, stride_draft, HAS_DRAFT_PROBS: tl.constexpr,
+                       TILES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Which tile, and then which of its tokens: of a row, no more is read than its sums and one tile."""
     row = tl.program_id(0).to(tl.int64)
     scores += row * stride_scores
-    i = tl.arange(0, BLOCK)
+    n, i = tl.arange(0, TILES), tl.arange(0, BLOCK)
     if tl.load(is_greedy + row):
-        best = tl.full([], float("-inf"), tl.float32)
-        token = tl.full([], 0, tl.int32)
-        for first in range(0, V, BLOCK):
-            s = tl.load(scores + first + i, mask=first + i < V, other=float("-inf")).to(tl.float32)
-            top, at = tl.max(s, 0, return_indices=True)
-            token = tl.where(top > best, first + at, token)
-            best = tl.maximum(best, top)
-        tl.store(token_ids + row, token)
+        tops = tl.load(sums + row * num_tiles + n, mask=n < num_tiles, other=float("-inf"))
+        first = tl.argmax(tops, 0) * BLOCK
+        s = tl.load(scores + first + i, mask=first + i < V, other=float("-inf")).to(tl.float32)
+        tl.store(token_ids + row, first + tl.argmax(tl.where(s == s, s, float("-inf")), 0))
     else:
         draft = tl.load(draft_token_ids + row)
+        rest = tl.load(sums + row * num_tiles + n, mask=n < num_tiles, other=0.0)
         stands = False
         if HAS_DRAFT_PROBS:
             q_row = tl.load(draft_rows + row)
             draft_probs += tl.maximum(q_row, 0) * stride_draft
-            q_size = tl.where(q_row >= 0, V, 0)  # without a q, nothing of it is read, and p − 0 is p
             # fp64, as the draw below: a probability of 1e-9 shall not round to "never", nor 0 to "once in 2^24".
             p_d = tl.load(scores + tl.maximum(draft, 0)).to(tl.float64)
             q_d = tl.load(draft_probs + tl.maximum(draft, 0)).to(tl.float64)
             stands = (q_row >= 0) & (tl.load(accept_u + row) * q_d < p_d)
-        all_p = tl.full([], 0.0, tl.float64)
-        total = tl.full([], 0.0, tl.float64)
-        for first in range(0, V, BLOCK):
-            w = tl.load(scores + first + i, mask=first + i < V, other=0.0).to(tl.float32)
-            all_p += tl.sum(w.to(tl.float64), 0)
-            if HAS_DRAFT_PROBS:
-                w = tl.maximum(w - tl.load(draft_probs + first + i, mask=first + i < q_size, other=0.0), 0.0)
-            total += tl.sum(w.to(tl.float64), 0)
-        empty = total <= 0  # p = q up to rounding: nothing is left to draw from but p
-        target = tl.load(draw_u + row) * tl.where(empty, all_p, total)
-        token = tl.full([], 2147483647, tl.int32)
-        last = tl.full([], 0, tl.int32)
-        before = tl.full([], 0.0, tl.float64)
-        for first in range(0, V, BLOCK):
-            w = tl.load(scores + first + i, mask=first + i < V, other=0.0).to(tl.float32)
-            if HAS_DRAFT_PROBS:
-                q = tl.load(draft_probs + first + i, mask=first + i < q_size, other=0.0)
-                w = tl.where(empty, w, tl.maximum(w - q, 0.0))
-            c = before + tl.cumsum(w.to(tl.float64), 0)
-            token = tl.minimum(token, tl.min(tl.where((c > target) & (w > 0), first + i, 2147483647), 0))
-            last = tl.maximum(last, tl.max(tl.where(w > 0, first + i, 0), 0))
-            before += tl.sum(w.to(tl.float64), 0)
-        token = tl.minimum(token, last)  # two sums of the same numbers may differ in their last bit
+            empty = tl.sum(rest, 0) <= 0  # p = q up to rounding: nothing is left to draw from but p
+            p_row = tl.num_programs(0) + row
+            all_p = tl.load(sums + p_row * num_tiles + n, mask=n < num_tiles, other=0.0)
+            rest = tl.where(empty, all_p, rest)
+            q_size = tl.where((q_row >= 0) & (empty == 0), V, 0)
+        target = tl.load(draw_u + row) * tl.sum(rest, 0)
+        tile = draw_index(rest, 0.0, target, n)
+        first = tile * BLOCK
+        w = tl.load(scores + first + i, mask=first + i < V, other=0.0).to(tl.float32)
+        if HAS_DRAFT_PROBS:
+            w = tl.maximum(w - tl.load(draft_probs + first + i, mask=first + i < q_size, other=0.0), 0.0)
+        before = tl.sum(tl.where(n < tile, rest, 0.0), 0)
+        token = draw_index(w.to(tl.float64), before, target, first + i)
         tl.store(token_ids + row, tl.where(stands, draft, token))
 
 
@@ -196,12 +213,15 @@ def rejection_sample(
     num_sampled = torch.empty(len(cu_num_sampled_tokens) - 1, dtype=torch.int64, device=scores.device)
     if R == 0:
         return token_ids, num_sampled
-    has_q = draft_probs is not None
-    sample_rows_kernel[(R,)](
-        scores, draft_token_ids, is_greedy, draft_probs if has_q else scores, draft_rows if has_q else draft_token_ids,
-        accept_u, draw_u, token_ids, V, scores.stride(0), draft_probs.stride(0) if has_q else 0,
-        HAS_DRAFT_PROBS=has_q, BLOCK=256 if common.INTERPRET else 2048, num_warps=8,
-    )  # fmt: skip
+    has_q, BLOCK = draft_probs is not None, 256 if common.INTERPRET else 2048
+    num_tiles = triton.cdiv(V, BLOCK)
+    sums = torch.empty(2 if has_q else 1, R, num_tiles, dtype=torch.float64, device=scores.device)
+    q = (draft_probs, draft_rows) if has_q else (scores, draft_token_ids)  # not read
+    sizes = {"stride_scores": scores.stride(0), "stride_draft": q[0].stride(0), "HAS_DRAFT_PROBS": has_q,
+             "BLOCK": BLOCK, "num_warps": 8}  # fmt: skip
+    sum_tiles_kernel[(R, num_tiles)](scores, is_greedy, *q, sums, V, **sizes)
+    sample_rows_kernel[(R,)](scores, draft_token_ids, is_greedy, *q, accept_u, draw_u, sums, token_ids, V, num_tiles,
+                             TILES=max(16, triton.next_power_of_2(num_tiles)), **sizes)  # fmt: skip
     count_sampled_kernel[(len(num_sampled),)](
         token_ids, draft_token_ids, cu_num_sampled_tokens, num_sampled, num_warps=1
     )
@@ -249,37 +269,6 @@ def example_launches(dtype: torch.dtype) -> None:
         scores, starts = empty(160, V, dtype=dtype), empty(33, dtype=torch.int64)
         rejection_sample(scores, ids, starts, greedy, u, u)
         rejection_sample(scores, ids, starts, greedy, u, u, empty(128, V), ids)
-
-
-def swept_round(p: Sequence[Distribution], q: Sequence[Distribution], levels: int,
-                draws: int) -> tuple[dict[tuple[int, ...], float], float]:  # fmt: skip
-    """What `rejection_sample` really does with every draft and every u on a grid: ({output: share}, tokens a round).
-
-    If every p/q is a multiple of 1/levels and every cumulative weight one of 1/draws of its total, the share of the
-    grid that leads to an output is its probability, with no error at all: a proof by counting, not a sample.
-    """
-    K, V = len(q), len(p[0])
-    grid = itertools.product(*[range(V)] * K, *[range(levels)] * K, range(draws))
-    grid = np.array(list(grid), dtype=np.int64).reshape(-1, 2 * K + 1)  # [B, drafts, accept_u …, draw_u]
-    B = len(grid)
-    weight = np.prod([np.asarray(q[j], dtype=np.float64)[grid[:, j]] for j in range(K)], axis=0) * np.ones(B)
-    column = lambda x: torch.from_numpy(np.ascontiguousarray(x))  # noqa: E731
-    drafts = column(np.concatenate((grid[:, :K], np.full((B, 1), -1)), axis=1))  # [B, K + 1]
-    accept = column(np.concatenate(((grid[:, K : 2 * K] + 0.5) / levels, np.zeros((B, 1))), axis=1))
-    draw = column(((grid[:, -1:] + 0.5) / draws) * np.ones((1, K + 1)))
-    scores = torch.tensor(p, dtype=torch.float64).repeat(B, 1)  # [B · (K + 1), V]
-    rows = torch.arange(K + 1).where(torch.arange(K + 1) < K, -1).repeat(B)
-    tokens, num_sampled = rejection_sample(
-        scores, drafts.flatten(), torch.arange(B + 1) * (K + 1), torch.zeros(len(scores), dtype=torch.bool),
-        draw.flatten(), accept.flatten(), torch.tensor(q, dtype=torch.float64).view(K, V) if K else None, rows,
-    )  # fmt: skip
-    tokens, n = tokens.view(B, K + 1), num_sampled[:, None]
-    codes = torch.where(torch.arange(K + 1) < n, tokens + 1, 0) @ (V + 1) ** torch.arange(K + 1)
-    found, where = np.unique(codes.numpy(), return_inverse=True)
-    shares = np.bincount(where, weights=weight) / (levels**K * draws)
-    decode = lambda code: tuple(t - 1 for j in range(K + 1) if (t := int(code) // (V + 1) ** j % (V + 1)))  # noqa: E731
-    mean = float((num_sampled.double() @ column(weight)) / (levels**K * draws))
-    return {decode(code): float(share) for code, share in zip(found, shares) if share > 0}, mean
 
 
 # --- 3. In the engine: the scheduler ----------------------------------------------------------------------------------
@@ -696,11 +685,6 @@ EAGLE = {"batch": [2, 4, 8, 16, 24, 32, 48, 56], "EAGLE": [1.30, 1.25, 1.21, 1.1
          "EAGLE-3": [1.75, 1.68, 1.58, 1.49, 1.42, 1.36, 1.21, 1.01]}  # fmt: skip
 
 
-def predicted_range(K: int, alpha: float, c: float) -> tuple[float, float]:
-    """The formula at the ends of what α and c were before they were rounded to two digits."""
-    return speedup(alpha - 0.005, K, c + 0.005), speedup(alpha + 0.005, K, c - 0.005)
-
-
 # --- 6. How to do it wrong --------------------------------------------------------------------------------------------
 
 
@@ -854,7 +838,7 @@ def exactness() -> dict[str, Any]:
     counted, off, means = {}, 0.0, {}
     for K in range(3):
         p, q = sixteenths([p for p, _ in GRID[: K + 1]]), sixteenths([q for _, q in GRID[:K]])
-        shares, mean = swept_round(p, q, levels=8, draws=48)
+        shares, mean = enumeration.swept_round(rejection_sample, p, q, levels=8, draws=48)
         want = enumeration.exact_round(p, q)
         off = max(off, *(abs(shares.get(output, 0) - want.get(output, 0)) for output in {*shares, *want}))
         means[str(K)] = {"counted": mean, "expected": sum(len(output) * chance for output, chance in want.items())}
@@ -869,7 +853,8 @@ def facts() -> dict[str, Any]:
     bug = simulate({**WIDGET_DEFAULT, "bug": "resample-from-p"})
     rows = []
     for task, temperature, drafter, K, alpha, c, predicted, measured in LEVIATHAN:
-        low, high = predicted_range(K, alpha, c)
+        # At the ends of what α and c were before they were rounded to two digits.
+        low, high = (speedup(alpha + off, K, c - off) for off in (-0.005, 0.005))
         rows.append({"name": f"{task}, T={temperature}, {drafter}", "K": K, "alpha": alpha, "c": c,
                      "formula": speedup(alpha, K, c), "low": low, "high": high, "predicted": predicted,
                      "measured": measured, "cost": expected_tokens(alpha, K) / measured})  # fmt: skip
@@ -1004,25 +989,6 @@ def configure(method: str, K: int, **more: Any) -> SpeculativeConfig:
     return SpeculativeConfig(method, K, prompt_lookup_min=2, prompt_lookup_max=4, **more)
 
 
-def ragged_batch(V: int, counts: Sequence[int], seed: int) -> dict[str, Any]:
-    """Arguments for `rejection_sample`: requests with so many drafts each, greedy, without a q, with a q, in turn."""
-    g, rng = torch.Generator().manual_seed(seed), random.Random(seed)
-    starts = [0, *itertools.accumulate(k + 1 for k in counts)]
-    R, kinds = starts[-1], [b % 3 for b, k in enumerate(counts) for _ in range(k + 1)]
-    p = (3 * torch.randn(R, V, generator=g)).softmax(1)
-    q = torch.where(torch.rand(R, 1, generator=g) < 0.5, (3 * torch.randn(R, V, generator=g)).softmax(1), p)
-    likely = [int(p[r].argmax()) if rng.random() < 0.7 else rng.randrange(V) for r in range(R)]
-    for end in starts[1:]:
-        likely[end - 1] = -1
-    rows = [r if kind == 2 and likely[r] >= 0 else -1 for r, kind in enumerate(kinds)]
-    return {
-        "scores": p, "draft_token_ids": torch.tensor(likely), "cu_num_sampled_tokens": torch.tensor(starts),
-        "is_greedy": torch.tensor([kind == 0 for kind in kinds]), "draft_probs": q, "draft_rows": torch.tensor(rows),
-        "draw_u": torch.rand(R, generator=g, dtype=torch.float64),
-        "accept_u": torch.rand(R, generator=g, dtype=torch.float64),
-    }  # fmt: skip
-
-
 def tell_rule(found: dict[str, Any]) -> None:
     """Step 1: the rule, enumerated and counted; None takes today's functions, broken ones too, not the facts."""
     common.heading("1. The rule: guessed by one distribution, distributed like another")
@@ -1041,7 +1007,7 @@ def tell_rule(found: dict[str, Any]) -> None:
     if not common.HAS_TRITON:
         common.skipped("the kernels", "no Triton wheel on this platform")
         return
-    batch = ragged_batch(300, [3, 0, 4, 2, 5, 1, 0, 2, 3], seed=0)
+    batch = enumeration.ragged_batch(300, [3, 0, 4, 2, 5, 1, 0, 2, 3], seed=0)
     batch = {name: x.to(common.device()) for name, x in batch.items()}
     tokens, n = (x.tolist() for x in rejection_sample(**{name: x.cpu() for name, x in batch.items()}))
     with common.use_kernels():
@@ -1127,6 +1093,20 @@ def tell_economics(args: argparse.Namespace, numbers: dict[str, Any], model: lla
     common.table(["this machine", "plain step", "v", "α 0.3", "α 0.6", "α 0.9"], rows, "speed-up with 4 free drafts")
 
 
+def measure_sampler(V: int, B: int = 32, K: int = 4) -> dict[str, dict[str, float]]:
+    """K drafts of each of B requests verified, by kind of row: µs, and GB/s of the rows that must be read."""
+    batch = {name: x.to(common.device()) for name, x in enumeration.ragged_batch(V, [K] * B, 0).items()}
+    drafts, found = batch["draft_token_ids"] >= 0, {}
+    q = {"draft_rows": torch.arange(len(drafts), device=drafts.device).where(drafts, -1)}
+    no_q, rows = {"draft_rows": None, "draft_probs": None}, B * (K + 1)
+    for kind, greedy, guesses, read in (("greedy", True, no_q, rows), ("without_q", False, no_q, rows),
+                                        ("with_q", False, q, rows + B * K)):  # fmt: skip
+        run = functools.partial(rejection_sample, **batch | guesses | {"is_greedy": torch.full_like(drafts, greedy)})
+        seconds = common.measure_graph(run).median
+        found[kind] = {"us": 1e6 * seconds, "gb_s": 4 * V * read / seconds / 1e9}
+    return found
+
+
 def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
     """Drafters, tasks and batch sizes against plain decoding: 64 tokens each, B copies of a task's prompt; then K."""
     common.heading("6. Measured: tokens per pass, and speed-up of decoding")
@@ -1167,6 +1147,11 @@ def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
         }  # fmt: skip
         rows.append([name, f"{tokens:.2f}", drafts, f"{gain:.2f}x"])
     common.table(["", "tokens/pass", "drafts", "speed-up"], rows)
+    common.heading("8. The rule alone: 4 drafts of each of 32 requests, by kind of row")
+    bench["sampler"] = {str(V): measure_sampler(V) for V in (49152, 128256)}
+    rows = [[f"{int(V):,}", *(f"{x['us']:,.0f} µs, {x['gb_s']:,.0f} GB/s" for x in kinds.values())]
+            for V, kinds in bench["sampler"].items()]  # fmt: skip
+    common.table(["vocabulary", "greedy", "without a q", "with a q"], rows)
     return bench
 
 
