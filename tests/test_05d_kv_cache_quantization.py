@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import common
@@ -885,3 +887,41 @@ def test_the_real_model_in_the_engine(real_model):
         assert together == serve(model, name, prompts, 12)
         if name != "int4_per_token_head":
             assert [serve(model, name, [prompt], 12)[0] for prompt in prompts] == together
+
+
+def test_a_step_in_few_bits_as_one_graph(monkeypatch, capsys):
+    """What `--bench` times on a GPU: here a tape is the graph. Few bits in weights, cache, both, neither."""
+    speed, graphs = common.lesson("04c_speed"), common.lesson("051_cuda_graphs")
+    model = llama.random_model(seed=1, hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=32)
+    monkeypatch.setattr(speed, "random_twins", lambda name: (model, None))
+    if not common.HAS_GPU:
+        monkeypatch.setattr(graphs, "graph_runner", functools.partial(graphs.graph_runner, graph_class=graphs.Tape))
+    ready, logits = graphs.decode_at, []
+
+    def decode_at(runner, n, context):
+        for layer in runner.cache.layers:  # values that every format has: 1, or 0.125 in a byte
+            layer[:, 1:] = 1 if layer.dtype == model.dtype else 0x38
+        step = ready(runner, n, context)
+        step()
+        assert runner.num_replays == 1
+        logits.append(step())
+        return step
+
+    monkeypatch.setattr(graphs, "decode_at", decode_at)
+    monkeypatch.setattr(common, "measure", lambda step: SimpleNamespace(median=2e-3))
+    rows = lesson.measure_together("tiny", context=64)
+    few = [(cache, weights) for cache in ("auto", "fp8") for weights in ("bf16", "int4")]
+    assert [(r["B"], r["cache"], r["weights"]) for r in rows] == [(n, *which) for n in (1, 32) for which in few]
+    for first in (0, 4):
+        exact, int4, fp8, both = logits[first : first + 4]
+        assert exact.shape == (rows[first]["B"], 128)
+        assert 0.01 < common.relative_error(int4, exact) < 0.3  # 4 bits of random weights
+        assert common.relative_error(fp8, exact) < 0.03 and common.relative_error(both, int4) < 0.03
+        assert not torch.equal(fp8, exact)
+    # A layer has 128 × (128 + 2 · 64) weights of q, k and v, 128 × 128 of o, and 128 × 256 × 3.
+    blocks, head, keys = 2 * 128 * (256 + 128 + 768), 128 * 128, 2 * 2 * 2 * 32  # keys and values of a token
+    for r in rows:
+        weights = 2 * (blocks + head) if r["weights"] == "bf16" else 2 * head + blocks * (4 + (16 + 4) / 128) / 8
+        cache = (1 + r["B"] * 4) * 16 * keys * (model.cos.element_size() if r["cache"] == "auto" else 1)
+        assert r["gb"] * 1e9 == pytest.approx(weights + cache) and r["ms"] == 2
+    assert capsys.readouterr().out.count("2.00 ms") == 8

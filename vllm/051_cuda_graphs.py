@@ -260,3 +260,14 @@ def graph_runner(base: type[ModelRunner], graph_class: Callable[[], Any] | None 
 
     GraphRunner.__name__ = GraphRunner.__qualname__ = f"Graph{base.__name__}"
     return GraphRunner
+
+
+def decode_at(runner: ModelRunner, n: int, context: int) -> Callable[[], torch.Tensor]:
+    """The next token's logits of `n` sequences of `context` tokens, to be called again and again: what their cache
+    holds is zeros, and takes as long to read."""
+    size, device = runner.cache.block_size, runner.model.device
+    width = -(-context // size)
+    blocks = [range(1 + b * width, 1 + (b + 1) * width) for b in range(n)]
+    meta = AttentionMetadata.build(blocks, [context] * n, [1] * n, size, device)
+    ids = torch.zeros(n, dtype=torch.int64, device=device)
+    return lambda: runner.model.logits(runner.forward(ids, meta, ()))

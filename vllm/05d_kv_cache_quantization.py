@@ -29,9 +29,11 @@ from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used
 
+import copy
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,7 +53,7 @@ paged = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
 kv_codes = common.lesson("05d0_kv_codes")  # the formats, in torch, and the naive reference
 AttentionMetadata, PagedKVCache = paged.AttentionMetadata, paged.PagedKVCache
-ModelRunner = continuous_batching.ModelRunner
+ModelEngineCore, ModelRunner = continuous_batching.ModelEngineCore, continuous_batching.ModelRunner
 FORMATS, KV_CACHE_DTYPES, PLANES = kv_codes.FORMATS, kv_codes.KV_CACHE_DTYPES, kv_codes.PLANES
 KVFormat, PageLayout, find_format = kv_codes.KVFormat, kv_codes.PageLayout, kv_codes.find_format
 e4m3_value, e4m3_nearest, lloyd_max, codebook = (
@@ -995,13 +997,13 @@ QUESTIONS = ["What is the capital of France?", "What are the three primary color
 
 
 def make_core(model: llama.Llama, kv_cache_dtype: str, num_blocks: int = 256, block_size: int = 16,
-              ) -> continuous_batching.ModelEngineCore:  # fmt: skip
+              max_model_len: int = 1024, wrap: Callable = lambda runner: runner) -> ModelEngineCore:  # fmt: skip
     """Lesson 04's engine on a quantized cache. Raises InputError for an unknown dtype."""
-    config = continuous_batching.SchedulerConfig(max_model_len=1024, max_num_seqs=32, max_num_batched_tokens=4096)
-    manager = continuous_batching.KVCacheManager(num_blocks, block_size, config.max_model_len)
+    config = continuous_batching.SchedulerConfig(max_model_len, max_num_seqs=32, max_num_batched_tokens=4096)
+    manager = continuous_batching.KVCacheManager(num_blocks, block_size, max_model_len)
     scheduler = continuous_batching.Scheduler(config, manager)
-    runner = quantized_runner(ModelRunner, kv_cache_dtype)(model, scheduler)
-    return continuous_batching.ModelEngineCore(scheduler, runner)
+    runner = wrap(quantized_runner(ModelRunner, kv_cache_dtype))
+    return ModelEngineCore(scheduler, runner(model, scheduler))
 
 
 def random_layer(fmt: KVFormat, seq_lens: Sequence[int], block_size: int, Hq: int, Hkv: int, D: int,
@@ -1102,6 +1104,25 @@ def measure_kernels(seconds: float = 0.3) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_together(name: str = "Llama-3.1-8B", context: int = 4096) -> list[dict[str, Any]]:
+    """On a GPU: ms of an 8B model's decode step, one CUDA graph, and the GB it reads; weights and cache in few bits."""
+    quantization, graphs = common.lesson("05b_quantization"), common.lesson("051_cuda_graphs")
+    model, int4, rows = common.lesson("04c_speed").random_twins(name)[0], quantization.FORMATS["int4-g128"], []
+    small = copy.copy(model)
+    small.linear = {n: layer if n == "lm_head" else quantization.QuantizedLinear(quantization.rtn(layer.weight, int4))
+                    for n, layer in model.linear.items()}  # fmt: skip
+    rest, head = sum(x.weight.numel() for x in model.linear.values()), model.linear["lm_head"].weight.numel()
+    gb = {"bf16": 2e-9 * rest, "int4": 2e-9 * head + 1e-9 * (rest - head) * int4.bits_per_weight(4096) / 8}
+    for n, dtype, (weights, m) in itertools.product((1, 32), ("auto", "fp8"), (("bf16", model), ("int4", small))):
+        runner = make_core(m, dtype, 1 + n * -(-context // 16), 16, context, graphs.graph_runner).runner
+        took = common.measure(graphs.decode_at(runner, n, context)).median
+        read = gb[weights] + sum(layer.nbytes for layer in runner.cache.layers) / 1e9
+        rows.append({"B": n, "weights": weights, "cache": dtype, "ms": 1e3 * took, "gb": read})
+        common.say(f"{name}, {n:>2} × {context:,} tokens, weights {weights}, cache {dtype:<4}: {1e3 * took:5.2f} ms, "
+                   f"{read:.1f} GB")  # fmt: skip
+    return rows
+
+
 def measure_engine(model: llama.Llama, tokenizer: llama.Tokenizer, max_tokens: int = 32) -> dict[str, Any]:
     """Tokens per second of 16 chats with each cache: what quantizing costs where attention is not the limit."""
     prompts = [tokenizer.ask(f"{QUESTIONS[i % 3]} ({i})") for i in range(16)]
@@ -1129,7 +1150,8 @@ def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
     bench = {"table": table, "fp8_calibrated": calibrated, "outliers": outliers, "text": text_digest(tokens)}
     bench["engine"] = measure_engine(model, tokenizer)
     if common.HAS_GPU:
-        bench["decode"], bench["copy_bandwidth"] = measure_kernels(), common.copy_bandwidth()
+        bench |= {"decode": measure_kernels(), "together": measure_together()}
+        bench["copy_bandwidth"] = common.copy_bandwidth()
     return bench
 
 
