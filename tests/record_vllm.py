@@ -63,7 +63,7 @@ class Elsewhere(KVConnectorBase_V1):
     def wait_for_save(self) -> None: ...
 
 
-def make_scheduler(folder: str, config: dict, remote: list[str]) -> tuple[Scheduler, list[str]]:
+def make_scheduler(folder: str, config: dict, remote: list[str], gpu: bool) -> tuple[Scheduler, list[str]]:
     """The real scheduler, and the list in which it notes whom it preempts, in order."""
     names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "policy", "enable_chunked_prefill",
              "long_prefill_token_threshold", "watermark")  # fmt: skip
@@ -96,6 +96,8 @@ def make_scheduler(folder: str, config: dict, remote: list[str]) -> tuple[Schedu
                                  enable_prefix_caching=config["enable_prefix_caching"]), **extra,
     )  # fmt: skip
     assert all(getattr(whole.scheduler_config, key) == value for key, value in limits.items() if key != "max_model_len")
+    if gpu:  # a CPU's platform turns it off, and a connector's scheduler then frees at once what a step may still write
+        whole.scheduler_config.async_scheduling = config["async_scheduling"]
     whole.cache_config.num_gpu_blocks = config["num_blocks"]
     spec = FullAttentionSpec(block_size=config["block_size"], num_kv_heads=1, head_size=1, dtype=torch.float32)
     base, preempted = AsyncScheduler if config["async_scheduling"] else Scheduler, []
@@ -116,11 +118,11 @@ def make_scheduler(folder: str, config: dict, remote: list[str]) -> tuple[Schedu
 class Recording:
     """One workload: requests in, steps out."""
 
-    def __init__(self, folder: str, workload: dict) -> None:
+    def __init__(self, folder: str, workload: dict, gpu: bool = False) -> None:
         self.config = config = workload["config"]
         self.specs = {spec["id"]: spec for spec in workload["requests"]}
         self.remote = {name: spec["remote_steps"] for name, spec in self.specs.items() if "remote_steps" in spec}
-        self.scheduler, self.preempted = make_scheduler(folder, config, list(self.remote))
+        self.scheduler, self.preempted = make_scheduler(folder, config, list(self.remote), gpu)
         self.pending = deque(enumerate(sorted(workload["requests"], key=lambda spec: spec["arrival_step"])))
         self.aborts = deque(sorted((s["abort_step"], s["id"]) for s in self.specs.values() if "abort_step" in s))
         self.last_tables: dict[str, list[int]] = {}
@@ -142,7 +144,7 @@ class Recording:
             lora = LoRARequest(lora_name=name, lora_int_id=number, lora_path="unused")
         return Request(request_id=spec["id"], prompt_token_ids=list(spec["prompt_token_ids"]), sampling_params=params,
                        pooling_params=None, arrival_time=float(rank), priority=spec.get("priority", 0),
-                       lora_request=lora, block_hasher=self.hasher)  # fmt: skip
+                       lora_request=lora, cache_salt=spec.get("cache_salt"), block_hasher=self.hasher)  # fmt: skip
 
     def arrivals(self, step: int) -> tuple[list[str], list[str]]:
         """Hand over who arrives, then abort who leaves, at this step."""
@@ -164,7 +166,7 @@ class Recording:
         tokens = [list(sampled.get(request_id, ())) for request_id in ids]
         result = ModelRunnerOutput(ids, {request_id: i for i, request_id in enumerate(ids)}, tokens)
         on_the_way = [name for name in self.scheduler.connector.asked if name in self.remote] if self.remote else []
-        arrived = {name for name in on_the_way if self.remote[name] == 1}
+        arrived = sorted(name for name in on_the_way if self.remote[name] == 1)  # a set has another order each time
         for name in on_the_way:
             self.remote[name] -= 1
         result.kv_connector_output = KVConnectorOutput(finished_recving=arrived) if arrived else None
@@ -241,8 +243,8 @@ class Recording:
         return steps
 
 
-def record(folder: str, workload: dict) -> dict:
-    return {"vllm": vllm.__version__, "workload": workload["name"], "steps": Recording(folder, workload).run()}
+def record(folder: str, workload: dict, gpu: bool = False) -> dict:
+    return {"vllm": vllm.__version__, "workload": workload["name"], "steps": Recording(folder, workload, gpu).run()}
 
 
 def dumps(trace: dict) -> str:
@@ -256,13 +258,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("workloads", nargs="+", type=Path)
+    parser.add_argument("--gpu", action="store_true", help="a step ahead as the scheduler is configured on a GPU")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--out", type=Path)
     where.add_argument("--check", type=Path)
     args = parser.parse_args()
     different = 0
     for path in args.workloads:
-        text = dumps(record(args.model, json.loads(path.read_text())))
+        text = dumps(record(args.model, json.loads(path.read_text()), args.gpu))
         if args.out:
             (args.out / path.name).write_text(text)
         elif (args.check / path.name).read_text() != text:
