@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter, deque
 from types import SimpleNamespace
@@ -557,3 +558,72 @@ def test_three_rules_make_it_vllm_033(path, monkeypatch):
     assert ours() != text(recorded["steps"])
     RULES_OF_033[feature](monkeypatch)
     assert ours() == text(recorded["steps"])
+
+
+# --- What it decides otherwise on a GPU: one rule ---------------------------------------------------------------------
+#
+# A step ahead, with a connector, vLLM holds back freed blocks as long as a step in flight may write to them: its loads
+# do not wait for that step. Ours do, so we free at once, as vLLM's scheduler does where its platform is a CPU. The
+# rule, put in front of our scheduler, gives the traces of a GPU.
+
+ON_A_GPU = sorted((GOLDEN / "on_a_gpu").iterdir())
+
+
+class InFlight(Exception):
+    """The victim's blocks may still be written to: to preempt it would not help now, so the walk ends."""
+
+
+def _holds_back(base, original=disagg.connector_scheduler):
+    class Scheduler(original(base)):
+        def __init__(self, *about):
+            super().__init__(*about)
+            self.num_planned = self.num_heard = 0  # steps, of those with tokens
+            self.last_step, self.held_back = Counter(), deque()
+
+        def is_in_flight(self, request):
+            return self.last_step[request.request_id] > self.num_heard
+
+        def schedule(self):
+            output = super().schedule()
+            if output.num_scheduled_tokens:
+                self.num_planned += 1
+                self.last_step |= dict.fromkeys(output.num_scheduled_tokens, self.num_planned)
+            return output
+
+        def _schedule_running(self, output):
+            with contextlib.suppress(InFlight):
+                super()._schedule_running(output)
+
+        def _choose_victim(self):
+            victim = super()._choose_victim()
+            if self.is_in_flight(victim):
+                raise InFlight
+            return victim
+
+        def _free_request(self, request):
+            tables, name = self.kv_cache_manager.req_to_blocks, request.request_id
+            if self.is_in_flight(request) and name in tables:
+                self.held_back.append((self.num_planned, tables[name]))
+                tables[name] = []
+            super()._free_request(request)
+
+        def update_from_output(self, output, sampled):
+            self.num_heard += bool(output.num_scheduled_tokens)
+            while self.held_back and self.held_back[0][0] <= self.num_heard:
+                self.kv_cache_manager.block_pool.free(self.held_back.popleft()[1])
+            return super().update_from_output(output, sampled)
+
+    return Scheduler
+
+
+@pytest.mark.parametrize("path", ON_A_GPU, ids=lambda path: path.stem)
+def test_one_rule_makes_it_a_gpus(path, monkeypatch):
+    def ours():
+        workload = json.loads((GOLDEN / "remote" / "workloads" / path.name).read_text())
+        return [{field: json.dumps(value) for field, value in step.items()} for step in Core(workload).run()]
+
+    recorded = [{field: json.dumps(value) for field, value in step.items()}
+                for step in json.loads(path.read_text())["steps"]]  # fmt: skip
+    assert ours() != recorded
+    monkeypatch.setattr(disagg, "connector_scheduler", _holds_back)
+    assert ours() == recorded
