@@ -442,3 +442,24 @@ def test_of_equals_that_came_together_the_name_decides():
     for name in "bca":
         queue.add_request(Request(name, [1], SamplingParams(), arrival_time=1.0))
     assert [queue.pop_request().request_id for _ in range(3)] == list("abc")
+
+
+def test_who_leaves_a_long_priority_queue_is_found_at_once(monkeypatch):
+    """Thousands of clients may hang up together, and each is taken out by itself."""
+    rng, N, compared = random.Random(0), 4096, 0
+    requests = [Request(f"{i}", [1], SamplingParams(), arrival_time=i, priority=rng.randint(0, 9)) for i in range(N)]
+    queue, less = lesson.PriorityRequestQueue(), Request.__lt__
+    for request in requests:
+        queue.add_request(request)
+
+    def count(one, other):
+        nonlocal compared
+        compared += 1
+        return less(one, other)
+
+    monkeypatch.setattr(Request, "__lt__", count)
+    gone = rng.sample(requests, N // 2)
+    for request in gone:
+        queue.remove_request(request)
+    assert compared <= len(gone) * 13
+    assert [queue.pop_request() for _ in range(len(queue))] == sorted(set(requests) - set(gone))
