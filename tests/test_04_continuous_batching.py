@@ -199,6 +199,24 @@ def test_a_product_with_a_packed_matrix_is_the_same_product(processor, monkeypat
                     common.assert_close(packed(x), layer(x))
 
 
+@pytest.mark.parametrize("processor", ["Intel(R) Xeon(R) Processor", "AMD EPYC"])
+def test_weights_of_16_bits_are_packed_where_they_can_be(processor, monkeypatch):
+    monkeypatch.setattr(common, "cpu_name", lambda: processor)
+    model = llama.random_model(seed=3, dtype=torch.bfloat16, device=torch.device("cpu"))
+    if not lesson.packs(model.embed_tokens):
+        pytest.skip("no product of packed matrices in bf16 here")
+    packed = lesson.pack_weights(model)
+    for name, layer in packed.linear.items():
+        assert isinstance(layer, lesson.PackedLinear) and not layer.mkl
+        x = torch.randn(5, layer.weight.shape[1]).bfloat16()
+        with torch.inference_mode():
+            common.assert_close(layer(x), model.linear[name](x))
+    half = llama.random_model(seed=3, dtype=torch.float16, device=torch.device("cpu"))
+    assert lesson.pack_weights(half) is half
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert lesson.pack_weights(model) is model
+
+
 def test_packed_weights_are_the_same_matrix_and_leave_the_model_alone():
     model = llama.random_model(seed=3, device=torch.device("cpu"))
     before = dict(model.linear)

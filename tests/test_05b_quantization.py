@@ -1234,3 +1234,83 @@ def test_only_the_default_model_is_compared_with_its_file(capsys):
     model = types.SimpleNamespace(linear={"layers.0.down_proj": torch.nn.Linear(1536, 576, bias=False)})
     lesson.show_discovery(model, is_default=False)
     assert "SKIPPED the model's own file" in capsys.readouterr().out
+
+
+# --- On a CPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["q4_1", "int4-g32", "int4-g64", "int4-g128", "symmetric"])
+def test_few_rows_are_multiplied_with_their_codes(name, monkeypatch):
+    """In bf16 torch reads 4-bit codes as they are. They stand for the same numbers, one row or many."""
+    f = formats.Format(name, "int", 4, 32, "fp16") if name == "symmetric" else FORMATS[name]
+    q = rtn(torch.randn(48, 256) + 0.3, f)
+    x = torch.randn(40, 512).bfloat16()[:, ::2]  # as it comes
+    expected, calls = x.float() @ q.dequantize().T, []
+    multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+
+    def count(*args):
+        calls.append(args[0].shape)
+        return multiply(*args)
+
+    monkeypatch.setattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu", count)
+    weight = lesson.PackedWeight.pack(q)
+    for M in (0, 1, formats.FEW_ROWS, formats.FEW_ROWS + 1, 40):
+        y = lesson.dequant_matmul(x[:M], weight)
+        assert y.dtype == torch.bfloat16 and y.shape == (M, 48)
+        assert M == 0 or common.relative_error(y.float(), expected[:M]) < common.TOLERANCE[torch.bfloat16] / 4
+    assert [shape[0] for shape in calls] == [0, 1, formats.FEW_ROWS]
+
+
+@pytest.mark.parametrize("why", ["fp32", "fp16", "rows of 40", "a group of 96", "8 bits", "floats"])
+def test_what_has_no_such_product_is_decoded(why, monkeypatch):
+    monkeypatch.setattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu", None)
+    N, K = (40, 192) if why == "rows of 40" else (48, 192)
+    f = {"a group of 96": formats.Format("g96", "int", 4, 96, "fp16", "int"), "8 bits": FORMATS["q8_0"],
+         "floats": FORMATS["mxfp4"]}.get(why, FORMATS["int4-g64"])  # fmt: skip
+    q, dtype = rtn(torch.randn(N, K), f), {"fp32": torch.float32, "fp16": torch.float16}.get(why, torch.bfloat16)
+    x = torch.randn(2, K).to(dtype)
+    y = lesson.dequant_matmul(x, lesson.PackedWeight.pack(q))
+    assert y.dtype == dtype and common.relative_error(y.float(), x.float() @ q.dequantize().T) < 2e-2
+
+
+@pytest.mark.slow
+def test_the_default_models_own_codes_in_bf16(real_model):
+    """The weights are the same numbers, so they lose no more than bf16 loses anyway, in few rows and in many."""
+    model, tokenizer = real_model
+    half = llama.load(None, torch.bfloat16)[0]
+    ids = torch.tensor(tokenizer.encode("Water boils at a temperature of"))
+    four, attend = lesson.quantize_model(half, "gguf"), lesson.window_attention(1)
+    for M in (4, len(ids)):
+        exact, lossy, found = (m.logits(m.forward(ids[:M], torch.arange(M), attend)[-1:]).float()
+                               for m in (model, half, four))  # fmt: skip
+        assert common.relative_error(found, exact) < 1.5 * common.relative_error(lossy, exact)
+
+
+def test_what_bench_compares_on_a_cpu(monkeypatch, capsys):
+    """Every variant the same prompts in turns; all linear layers of the blocks, the output matrix not."""
+    speed = common.lesson("04c_speed")
+    model = llama.random_model(seed=3)
+    four = lesson.quantize_model(llama.random_model(seed=3, dtype=torch.bfloat16, hidden_size=128, head_dim=32,
+                                                    num_attention_heads=4, intermediate_size=64), "int4")  # fmt: skip
+    seen, served = [], []
+
+    def measure(step, seconds):
+        seen.append((seconds, len(step())))
+        return types.SimpleNamespace(median=len(seen) * 1e-3)
+
+    monkeypatch.setattr(common, "measure", measure)
+    rows = speed.measure_linears({"a": model, "b": four}, 0.7)
+    assert seen == [(0.7, 8)] * 8 and [r["method"] for r in rows] == ["a", "b"]
+    assert [rows[0][f"ms_{M}"] for M in (1, 4, 8, 32)] == [1, 2, 3, 4] and rows[1]["ms_32"] == 8
+
+    def serve(core, prompts, outputs):
+        assert all(len(p) == 128 and max(p) < 128 for p in prompts) and outputs == [64] * len(prompts)
+        assert len({tuple(p) for p in prompts}) == len(prompts)
+        served.append((len(prompts), core.runner.model.config.hidden_size))
+        return types.SimpleNamespace(tokens_per_second=10.0 * len(served))
+
+    monkeypatch.setattr(speed.batching, "serve", serve)
+    rows = speed.measure_serving({"a": model, "b": four})
+    assert served == [(n, hidden) for n in (1, 8, 32) for _ in range(3) for hidden in (80, 128)]
+    assert [rows[0][f"tokens_s_{n}"] for n in (1, 8, 32)] == [30, 90, 150] and rows[1]["tokens_s_32"] == 160
+    assert "32 prompts" in capsys.readouterr().out

@@ -686,7 +686,7 @@ class PackedLinear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight, self.bias = weight, bias
-        self.mkl = torch.backends.mkl.is_available() and "Intel" in common.cpu_name()
+        self.mkl = weight.dtype == torch.float32 and torch.backends.mkl.is_available() and "Intel" in common.cpu_name()
         pack = torch.ops.mkl._mkl_reorder_linear_weight if self.mkl else torch.ops.mkldnn._reorder_linear_weight
         self.packed = pack(weight, 32)  # tuned for 32 rows; right for any
         self.most_rows: float = 128  # of more, MKL's product is faster with W as it was: 04c
@@ -699,9 +699,15 @@ class PackedLinear:
         return torch.ops.mkl._mkl_linear(x, self.packed, self.weight, self.bias, rows)
 
 
+def packs(x: torch.Tensor) -> bool:
+    """Is there a library on this CPU that packs weights like `x`, and multiplies with them?"""
+    here, is_bf16 = x.device.type == "cpu" and torch.backends.mkldnn.is_available(), x.dtype == torch.bfloat16
+    return here and (torch.ops.mkldnn._is_mkldnn_bf16_supported() if is_bf16 else x.dtype == torch.float32)
+
+
 def pack_weights(model: llama.Llama) -> llama.Llama:
-    """The same model with every fp32 linear layer packed, on a CPU that has oneDNN; `model` itself is left alone."""
-    if model.device.type != "cpu" or model.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+    """The same model with every linear layer packed, where a CPU can do that; `model` itself is left alone."""
+    if not packs(model.embed_tokens):
         return model
     packed = copy.copy(model)
     packed.linear = dict(model.linear)

@@ -35,6 +35,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import random
@@ -596,6 +597,40 @@ def throughput(model: llama.Llama, folder: Path, ask: Callable | None) -> dict[s
         spread = [f"{mine[c]:.0f} ({mine[f'{c}_low']:.0f}–{mine[f'{c}_high']:.0f})" for c in runs]
         rows.append([n, *spread, f"{mine['floor']:.0f}", f"{mine['share_of_floor']:.0%}"])
     common.table(["prompts", *runs, "products alone", "share"], rows, title="output tokens per second")
+    return found
+
+
+def measure_linears(variants: dict[str, llama.Llama], seconds: float) -> list[dict[str, Any]]:
+    """Of models with weights in other formats: milliseconds of all linear layers of the blocks, one after another, at
+    M tokens; float layers as engines run them (on a CPU packed by lesson 04)."""
+    found: list[dict[str, Any]] = [{"method": name} for name in variants]
+    for row, model in zip(found, variants.values()):
+        c, layers = model.config, batching.pack_weights(model).linear
+        inputs = {"down_proj": c.intermediate_size, "o_proj": c.num_attention_heads * c.head_dim}
+        widths = {n: inputs.get(n.split(".")[-1], c.hidden_size) for n in layers if n != "lm_head"}
+        for M in (1, 4, 8, 32):
+            x = {K: torch.randn(M, K, dtype=model.dtype, device=model.device) for K in widths.values()}
+            step = lambda layers=layers, widths=widths, x=x: [layers[n](x[K]) for n, K in widths.items()]  # noqa: E731
+            row[f"ms_{M}"] = common.measure(step, seconds).median * 1e3
+    common.table(["linear layers, ms", *(f"M = {M}" for M in (1, 4, 8, 32))],
+                 [[r["method"], *(f"{r[f'ms_{M}']:.1f}" for M in (1, 4, 8, 32))] for r in found])  # fmt: skip
+    return found
+
+
+def measure_serving(variants: dict[str, llama.Llama]) -> list[dict[str, Any]]:
+    """Output tokens per second of lesson 04's engine, 64 to each of n prompts of 128; the median of three rounds, in
+    which all take turns."""
+    V, found = min(model.config.vocab_size for model in variants.values()), [{"method": name} for name in variants]
+    prompts = [[(1000 + 37 * i + j) % V for j in range(128)] for i in range(32)]
+    for n in (1, 8, 32):
+        rates: list[list[float]] = [[] for _ in variants]
+        for _, (each, model) in itertools.product(range(3), zip(rates, variants.values())):
+            core = batching.make_core(model)
+            each.append(batching.serve(core, prompts[:n], [64] * n).tokens_per_second)
+        for row, each in zip(found, rates):
+            row[f"tokens_s_{n}"] = statistics.median(each)
+    common.table(["tokens/s", *(f"{n} prompts" for n in (1, 8, 32))],
+                 [[r["method"], *(f"{r[f'tokens_s_{n}']:.0f}" for n in (1, 8, 32))] for r in found])  # fmt: skip
     return found
 
 

@@ -26,6 +26,8 @@ from common import tl, triton
 
 import llama
 
+batching = common.lesson("04_continuous_batching")
+
 
 # --- Grids: which values a code can stand for -----------------------------------------------------------------------
 
@@ -463,7 +465,7 @@ class PackedWeight:
     codes: torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor | None
-    unpacked: Callable | None = None  # what a CPU multiplies with
+    unpacked: Callable | None = None  # what a CPU multiplies with: `on_cpu`
     words: torch.Tensor | None = None
 
     @classmethod
@@ -495,6 +497,38 @@ class PackedWeight:
         return {"GROUP": f.group or self.K, "BITS": f.bits, "MANTISSA": float_.mantissa_bits if float_ else -1,
                 "BIAS": float_.bias if float_ else 0, "ZERO": f.zero or "none",
                 "EXPONENT_SCALE": f.scale == "e8m0"}  # fmt: skip
+
+
+def on_cpu(weight: PackedWeight, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a CPU multiplies with, x [M, K] -> [M, N]: weights decoded once, which saves disk, neither time nor memory.
+
+    Except that torch has a product for integer codes of 4 bits in bf16. It decodes them anew for every row, so it is
+    for few rows, where a step does nothing but read weights.
+    """
+    W = weight.dequantize().to(dtype)
+    many = llama.Linear(W)
+    if batching.packs(W):
+        many = batching.PackedLinear(W, None)
+        many.most_rows = math.inf  # W goes: of what stands for it, only the shape is read
+        many.weight = W.new_full((1, 1), math.nan).expand_as(W)
+    f, (N, K) = weight.format, W.shape
+    if (f.grid, f.bits, dtype) != ("int", 4, torch.bfloat16) or N % 16 or (f.group or K) not in (32, 64, 128, 256):
+        return many
+    codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(planes(weight.codes, 4, 16).int(), 1)
+    scale, zero = weight.scale.float(), f.center if weight.zero is None else weight.zero.float()
+    # Its numbers are (code − 8) · scale + minimum.
+    minimum = zero + 8 * scale if f.zero == "min" else (8 - zero) * scale
+    numbers = torch.stack((scale, minimum), -1).bfloat16()  # [K / group, N, 2]
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        if len(x) > FEW_ROWS:
+            return many(x)
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), codes, f.group or K, numbers)
+
+    return multiply
+
+
+FEW_ROWS = 4  # from 8 on, weights that are decoded and packed are faster
 
 
 def scale_words(quantized: Quantized) -> torch.Tensor | None:

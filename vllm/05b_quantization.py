@@ -54,7 +54,7 @@ if common.HAS_TRITON:
     from triton.language.target_info import cuda_capability_geq
 
 kv_cache_lesson = common.lesson("01_kv_cache")
-continuous_batching = common.lesson("04_continuous_batching")
+continuous_batching, speed = common.lesson("04_continuous_batching"), common.lesson("04c_speed")
 formats = common.lesson("05a_number_formats")  # grids, scales, encode and decode, files
 hopper = common.lesson("05b0_int4_on_hopper")  # kernel one again, for one format on one GPU
 FORMATS, MINIFLOATS, Format, Quantized = formats.FORMATS, formats.MINIFLOATS, formats.Format, formats.Quantized
@@ -309,12 +309,7 @@ def dequant_matmul(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     Shapes: x [M, K] (row stride free), weight [N, K] -> [M, N] in x's dtype.
     """
     if not common.runs_kernel(x):
-        if weight.unpacked is None:  # decoded once: on a CPU weight-only saves disk, neither time nor memory
-            weight.unpacked = llama.Linear(W := weight.dequantize().to(x.dtype))
-            if x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-                weight.unpacked = continuous_batching.PackedLinear(W, None)
-                weight.unpacked.most_rows = math.inf  # W goes: of what stands for it, only the shape is read
-                weight.unpacked.weight = x.new_full((1, 1), math.nan).expand_as(W)
+        weight.unpacked = weight.unpacked or formats.on_cpu(weight, x.dtype)
         return weight.unpacked(x)
     (M, K), N = x.shape, len(weight.codes)
     if not 0 < M <= DECODE_ONCE:
@@ -985,20 +980,6 @@ def _draw_table(folder: str | Path, table: Sequence[dict[str, Any]]) -> Path:
 # --- Measurements ---------------------------------------------------------------------------------------------------
 
 
-def measure_linears(model: llama.Llama, methods: Sequence[str], seconds: float) -> list[dict[str, Any]]:
-    """Milliseconds of all linear layers of the blocks, one after another, at M tokens; float layers as engines run
-    them (on a CPU packed by lesson 04)."""
-    widths = {n: layer.weight.shape[1] for n, layer in model.linear.items() if n != "lm_head"}
-    variants = {"float": continuous_batching.pack_weights(model)} | {m: quantize_model(model, m) for m in methods}
-    found: list[dict[str, Any]] = [{"method": name} for name in variants]
-    for M in (1, 8, 32):
-        x = {K: torch.randn(M, K, dtype=model.dtype, device=model.device) for K in widths.values()}
-        for row, variant in zip(found, variants.values()):
-            step = lambda layers=variant.linear, x=x: [layers[n](x[K]) for n, K in widths.items()]  # noqa: E731
-            row[f"ms_{M}"] = common.measure(step, seconds).median * 1e3
-    return found
-
-
 def measure_kernels(seconds: float) -> list[dict[str, Any]]:
     """On a GPU: both kernels beside torch's bf16 product, at layers of an 8B model. Times are of one layer in a row of
     them, in one CUDA graph, each with its own weights: as a model's layers, they find nothing in the L2 cache."""
@@ -1178,9 +1159,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_roofline(known)
 
     common.heading("8 · Measured here: all linear layers of the blocks")
-    bench["linears"] = measure_linears(model, ("int8",), 2.0 if args.bench else 0.2)
-    rows = [[r["method"], *(f"{r[f'ms_{M}']:.1f} ms" for M in (1, 8, 32))] for r in bench["linears"]]
-    common.table(["", "M = 1", "M = 8", "M = 32"], rows)
+    variants = {"fp32": model, "int8 W8A8": quantize_model(model, "int8")}
+    if args.bench:  # as the codes of its own file, the default model has the same weights in 4 bits
+        half = llama.load(args.model, torch.bfloat16)[0]
+        variants |= {"bf16": half, "int4, bf16": quantize_model(half, "int4" if args.model else "gguf")}
+        if not common.HAS_GPU:
+            bench["serving"] = speed.measure_serving(variants)
+    bench["linears"] = speed.measure_linears(variants, 2.0 if args.bench else 0.2)
     if common.HAS_GPU:
         bench |= {"kernels": measure_kernels(0.3 if args.bench else 0.05), "copy_gb_s": common.copy_bandwidth() / 1e9}
         common.table(["N × K, M", "bf16", "int4", "GB/s", "fp8 W8A8"], [
