@@ -131,6 +131,17 @@ def test_models(server):
         server.openai.models.retrieve("gpt-9")
 
 
+def test_the_official_client_reads_none_where_nothing_was_asked_for(server):
+    """And another fingerprint says that the same seed may bring another answer."""
+    whole = server.complete("a")
+    fields = (whole.kv_transfer_params, whole.choices[0].token_ids, whole.choices[0].prompt_logprobs)
+    assert fields == (None, None, None) and whole.system_fingerprint.startswith("fp-")
+    (*_, last) = server.complete("a", stream=True)
+    assert last.system_fingerprint == whole.system_fingerprint
+    told = [lesson.system_fingerprint(EngineArgs(**flags)) for flags in ({}, {}, {"dtype": "bfloat16"}, {"seed": 1})]
+    assert told[0] == told[1] and len(set(told)) == 3
+
+
 def test_small_endpoints(server):
     for path in ("/health", "/ping", "/version", "/openapi.json", "/metrics"):
         assert httpx.get(server.url + path).status_code == 200, "without a key"

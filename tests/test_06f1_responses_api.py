@@ -358,6 +358,15 @@ def test_fields_are_fields_of_a_chat():
     assert chat_of(input="x", text={"format": {"type": "text"}}).response_format is None
 
 
+def test_a_response_says_what_it_was_made_with():
+    """What vLLM 0.32 repeats, by a recorded answer."""
+    _, app = serve()
+    wanted = {"temperature": 0.5, "top_p": 0.9, "presence_penalty": 0.25, "frequency_penalty": -0.5}
+    for said, told in ((wanted, wanted), ({}, {"presence_penalty": 0, "frequency_penalty": 0, "prompt": None})):
+        found = ask(app, X | said).json
+        assert {name: found[name] for name in told} == told
+
+
 @pytest.mark.parametrize("given", [{}, {"truncation": None}, {"truncation": "disabled"}, {"truncation": "auto"}])
 def test_what_is_too_long_is_cut_if_its_client_says_so(given):
     """LangChain, pydantic-ai and agents say it; the end stays, and room for a token."""

@@ -63,6 +63,7 @@ def test_a_client_finds_the_tokenizer_of_a_model_that_has_another_name(root):
     assert {name: (card["root"], card["parent"]) for name, card in cards.items()} == {
         "smol": (root or "smol", None), "mine": ("/adapters/1", "smol")}  # fmt: skip
     assert ask(app, "/v1/models/mine", method="GET").json == cards["mine"]
+    assert ask(app, "/v1/models/", method="GET").json == ask(app, "/v1/models", method="GET").json, "a slash at its end"
 
 
 # --- Wrong requests ---------------------------------------------------------------------------------------------------
@@ -323,8 +324,9 @@ def test_a_completion(shared):
                 "metadata": {"a": 1}}  # fmt: skip
     found = ask(app, "/v1/completions", body).json
     assert found["object"] == "text_completion" and found["model"] == "alias" and found["id"].startswith("cmpl-")
+    unasked = dict.fromkeys(("token_ids", "prompt_token_ids", "prompt_logprobs", "routed_experts"))
     assert found["choices"] == [
-        {"index": 0, "text": "Paris.", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+        {"index": 0, "text": "Paris.", "logprobs": None, "finish_reason": "stop", "stop_reason": None} | unasked
     ]
     assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8,
                               "prompt_tokens_details": {"cached_tokens": 0}}  # fmt: skip
@@ -333,6 +335,40 @@ def test_a_completion(shared):
     assert params == SamplingParams(max_tokens=7, temperature=0.5, stop=["x"], seed=3, logit_bias={5: 1.5}, top_k=4,
                                     min_p=0.1, ignore_eos=True, min_tokens=2)  # fmt: skip
     assert llm.aborted, "the end of a request is always told"
+
+
+# Recorded from vLLM 0.32: the fields of whole answers to plain requests, and of their choices.
+RECORDED = {
+    "/v1/completions": (
+        "id object created model choices service_tier system_fingerprint usage kv_transfer_params ec_transfer_params "
+        "metrics", "index text logprobs finish_reason stop_reason token_ids prompt_logprobs prompt_token_ids "
+        "routed_experts"),
+    "/v1/chat/completions": (
+        "id object created model choices service_tier system_fingerprint usage prompt_logprobs prompt_token_ids "
+        "prompt_text kv_transfer_params ec_transfer_params metrics",
+        "index message logprobs finish_reason stop_reason token_ids routed_experts"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", RECORDED)
+def test_whole_answers_have_vllms_fields(shared, path):
+    """The OpenAI client makes attributes of them: reading one that is absent is an AttributeError, null is None."""
+    found = ask(shared[1], path, (P if path == "/v1/completions" else M) | {"max_tokens": 3}).json
+    of_answer, of_choice = (set(names.split()) for names in RECORDED[path])
+    assert found.keys() == of_answer and found["choices"][0].keys() == of_choice
+
+
+@pytest.mark.parametrize("usage", [False, True])
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", P), ("/v1/chat/completions", M)])
+def test_the_fingerprint_comes_with_an_answer_or_the_end_of_its_stream(path, body, usage):
+    named = type("Named", (lesson.OpenAIServing,), {"system_fingerprint": "fp-1"})
+    _, app = serve(kind=named)
+    assert ask(app, path, body).json["system_fingerprint"] == "fp-1"
+    streamed = ask(app, path, body | {"stream": True, "stream_options": {"include_usage": usage}})
+    events = lesson.read_events(streamed.text)[:-1]
+    told = [event.get("system_fingerprint") for event in events]
+    ends = [not event["choices"] or event["choices"][0]["finish_reason"] is not None for event in events]
+    assert told == ["fp-1" if end else None for end in ends] and told[-1] == "fp-1"
 
 
 @pytest.mark.parametrize(
@@ -392,7 +428,7 @@ def test_an_answer_goes_back_as_history(shared):
      {"mm_payload": "tensors", "return_mm_kwargs": None, "return_token_offsets": False, "watermarking": None,
       "routed_experts_prompt_start": 0, "session_id": "s", "return_prompt_text": None, "documents": []},
      {"stop": [], "logit_bias": {}, "top_logprobs": 0, "logprobs": False, "n": None, "seed": None},
-     {"stream": False, "stream_options": None}],
+     {"stream": False, "stream_options": None}, {"tools": [{"function": {"name": "f"}}], "tool_choice": "none"}],
 )  # fmt: skip
 def test_fields_that_clients_send(shared, fields):
     """openai-node, LangChain, LiteLLM and others send them on their own account; vLLM answers."""
@@ -879,9 +915,9 @@ def test_kv_transfer_params_go_in_and_out():
     assert [call[2].extra_args for call in llm.added] == [wanted, wanted]
     llm, app = serve(kind=connected)
     heard = ask(app, "/v1/completions", P | {"kv_transfer_params": params})
-    assert heard.status == 200 and "kv_transfer_params" not in heard.json
+    assert heard.status == 200 and heard.json["kv_transfer_params"] is None
     assert [call[2].extra_args for call in llm.added] == [{"kv_transfer_params": params}]
-    assert "kv_transfer_params" not in ask(app, "/v1/completions", P).json
+    assert ask(app, "/v1/completions", P).json["kv_transfer_params"] is None
     for wrong in (5, {"do_remote_prefill": True}, {"do_remote_decode": "yes"}):
         check_error(ask(app, "/v1/completions", P | {"kv_transfer_params": wrong}), 400, "kv_transfer_params")
     check_error(ask(app, "/v1/completions", P | {"n": 2, "temperature": 1, "kv_transfer_params": {}}), 400, "n")
@@ -1102,7 +1138,8 @@ def test_echo_with_logprobs_scores_the_prompt(stream, given, limit, answer):
     ((_, _, params),) = llm.added
     assert params.logprobs == params.prompt_logprobs == 1 and params.max_tokens == (limit or 1)
     (choice,), text = found["choices"], "abc" + answer
-    assert choice["text"] == text and "prompt_logprobs" not in choice
+    assert choice["text"] == text and choice.get("prompt_logprobs") is None
+    assert ("prompt_logprobs" in choice) is not stream
     assert choice["logprobs"] == {
         "tokens": list(text), "text_offset": list(range(len(text))),
         "token_logprobs": [None, *(-ord(t) / 100 for t in text[1:])],
@@ -1156,7 +1193,11 @@ def test_a_client_that_counts_tokens_gets_the_prompts_too(shared, stream):
     found = [asked("/v1/completions", {"prompt": prompt})["choices"][0] for prompt in ids]
     assert [choice["prompt_token_ids"] for choice in found] == ids
     assert asked("/v1/chat/completions", M)["prompt_token_ids"] == [72, 105]
-    assert "prompt_token_ids" not in ask(app, "/v1/chat/completions", M | {"stream": stream}).text
+    heard = ask(app, "/v1/chat/completions", M | {"stream": stream})
+    if stream:
+        assert "prompt_token_ids" not in heard.text
+    else:
+        assert heard.json["prompt_token_ids"] is None
 
 
 def test_no_limit_means_sixteen_tokens_in_a_completion_and_the_context_in_a_chat():
@@ -1182,7 +1223,7 @@ def test_prompt_logprobs_have_vllms_form():
     assert [params.prompt_logprobs for *_, params in llm.added] == [0, 0, 1, 5]
     heard = ask(app, "/v1/completions", {"prompt": "ab", "prompt_logprobs": 0, "stream": True})
     assert heard.status == 200 and "prompt_logprobs" not in heard.text, "as in vLLM: allowed, and not told"
-    assert "prompt_logprobs" not in ask(app, "/v1/chat/completions", M).json
+    assert ask(app, "/v1/chat/completions", M).json["prompt_logprobs"] is None
 
 
 def test_places_in_the_text_go_on_from_piece_to_piece(shared):

@@ -38,6 +38,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -574,6 +575,7 @@ async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[
     serving.has_kv_connector = args.kv_transfer is not None
     serving.enable_auto_tool_choice, serving.tool_call_parser = args.enable_auto_tool_choice, args.tool_call_parser
     serving.root, serving.runtime_loras = args.model or str(llama.model_folder()), may_load_adapters(args)
+    serving.system_fingerprint = system_fingerprint(args)
     app = openai_api.build_app(serving, api_keys, os.environ.get("VLLM_SERVER_DEV_MODE") == "1")
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off",
                                            timeout_graceful_shutdown=int(shutdown_timeout) + 3))  # fmt: skip
@@ -608,6 +610,13 @@ async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[
     died.cancel()
     stopped.cancel()
     return 1 if llm.dead else 0
+
+
+def system_fingerprint(args: EngineArgs) -> str:
+    """Changes with whatever may change an answer: this version, torch's, the flags, what it runs on."""
+    place = torch.cuda.get_device_name() if common.HAS_GPU else "cpu"
+    about = hashlib.sha256(repr((torch.__version__, place, args)).encode())
+    return f"fp-{openai_api.VERSION}-{about.hexdigest()[:8]}"
 
 
 def may_load_adapters(args: EngineArgs) -> bool:

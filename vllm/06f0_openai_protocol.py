@@ -240,7 +240,7 @@ class FunctionDefinition(Carried):
 class Tool(Carried):
     """One of `tools`."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionDefinition
 
 
@@ -327,8 +327,25 @@ class UnloadLoRAAdapterRequest(OpenAIModel):
     lora_int_id: int | None = None
 
 
-# What a whole message has in OpenAI's form and vLLM's, and this model's never has; clients read it as null.
-NEVER_SAID = ("refusal", "annotations", "audio", "function_call", "reasoning")
+# What whole answers have in vLLM's form, asked for or not. Clients read these as attributes, so null is not absence.
+OF_ANSWER = ("service_tier", "kv_transfer_params", "ec_transfer_params", "metrics")
+OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")  # once in a chat, in completions with each choice
+OF_CHOICE = ("token_ids", "routed_experts")
+OF_MESSAGE = ("refusal", "annotations", "audio", "function_call", "reasoning")
+
+
+def in_full(answer: dict[str, Any]) -> dict[str, Any]:
+    """A whole answer with every field of its form: null is what nobody asked for, or no answer of ours ever has."""
+
+    def full(given: dict[str, Any], *names: str) -> dict[str, Any]:
+        return given | {name: None for name in names if name not in given}
+
+    if answer["object"] == "text_completion":
+        choices = [full(choice, *OF_CHOICE, *OF_PROMPT) for choice in answer["choices"]]
+        return full(answer | {"choices": choices}, *OF_ANSWER)
+    choices = [full(choice, *OF_CHOICE) | {"message": full(choice["message"], *OF_MESSAGE)}
+               for choice in answer["choices"]]  # fmt: skip
+    return full(answer | {"choices": choices}, *OF_ANSWER, *OF_PROMPT, "prompt_text")
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------

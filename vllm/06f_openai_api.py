@@ -145,6 +145,7 @@ class OpenAIServing:
     """Requests to prompts and parameters, outputs to answers: what the two APIs share, and where they differ."""
 
     root: str | None = None  # the model's folder or hub id: clients load its tokenizer from there
+    system_fingerprint: str | None = None  # another one says: the same seed may now bring another answer
     runtime_loras = False  # may clients load and unload adapters?
     has_kv_connector = False  # does anybody read kv_transfer_params? (lesson 08)
     tool_call_parser: str | None = None  # "hermes": how the model writes a call of its own accord
@@ -396,16 +397,16 @@ class OpenAIServing:
         if not job.body.stream:
             for call in message.get("tool_calls", ()):
                 del call["index"]  # which call a piece belongs to: only streams say it
-            message |= dict.fromkeys(protocol.NEVER_SAID)
         return {"index": index, "delta" if job.body.stream else "message": message} | content
 
     def envelope(self, job: Job, choices: list[dict], usage: dict | None = None,
                  first: RequestOutput | None = None) -> dict[str, Any]:  # fmt: skip
         """`first` is given with what begins a chat's answer, or is all of it."""
-        kind = "chat.completion" if isinstance(job.body, ChatCompletionRequest) else "text_completion"
-        if job.body.stream and kind == "chat.completion":
-            kind = "chat.completion.chunk"
+        chat = isinstance(job.body, ChatCompletionRequest)
+        kind = "chat.completion" + ".chunk" * bool(job.body.stream) if chat else "text_completion"
         found = {"id": job.request_id, "object": kind, "created": job.created, "model": job.model, "choices": choices}
+        if not (job.body.stream and choices and choices[0]["finish_reason"] is None):  # in a stream: with its end
+            found["system_fingerprint"] = self.system_fingerprint
         if first and job.body.return_token_ids:
             found["prompt_token_ids"] = first.prompt_token_ids
         if first and job.body.return_prompt_text:
@@ -437,7 +438,7 @@ class OpenAIServing:
         found = self.envelope(job, choices, usage.as_dict(), first)
         if first and job.body.prompt_logprobs is not None:
             found["prompt_logprobs"] = scores(outputs[0])
-        return found | ({"kv_transfer_params": params} if (params := outputs[0].kv_transfer_params) else {})
+        return protocol.in_full(found | {"kv_transfer_params": outputs[0].kv_transfer_params or None})
 
     async def stream(self, job: Job) -> AsyncIterator[str]:
         """The answer as server-sent events: `data: {JSON}`, a blank line, and in the end `data: [DONE]`."""
@@ -577,9 +578,8 @@ class Gate:
             # Comparing takes the same time however many characters are right, so it tells nobody how close they are.
             right = any([secrets.compare_digest(given, key) for key in self.api_keys])
             if scheme.lower() != b"bearer" or not right:
-                return await refuse(
-                    send, APIError(401, "Unauthorized: send the header Authorization: Bearer <api key>")
-                )
+                error = APIError(401, "Unauthorized: send the header Authorization: Bearer <api key>")
+                return await refuse(send, error)
         body, total, more = bytearray(), 0, True
         while more and total <= 16 * MAX_BODY_BYTES:  # an over-long body is read to its end, and dropped: then the
             message = await receive()  # client is ready to hear why
@@ -696,11 +696,11 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
 
     get("/v1/responses/{response_id}")(responses.retrieve)
     post("/v1/responses/{response_id}/cancel")(responses.cancel)
-    app.delete("/v1/responses/{response_id}", responses={status: failures[status] for status in (401, 404)})(
-        responses.delete
-    )
+    told = {status: failures[status] for status in (401, 404)}
+    app.delete("/v1/responses/{response_id}", responses=told)(responses.delete)
 
     @get("/v1/models")
+    @app.get("/v1/models/", include_in_schema=False)  # here no redirect: the next route would take it for no name
     async def list_models() -> dict[str, Any]:
         return {"object": "list", "data": [model_card(name) for name in [*serving.names, *serving.loras]]}
 
@@ -770,8 +770,8 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
                     "sequences": len(llm.front.sequences), "collectors": len(llm.collectors),
                     "times": len(llm.stat_logger.times) if llm.stat_logger else 0}  # fmt: skip
 
-    # A page in a browser may ask from anywhere, as in vLLM: its key protects this server, not its origin. Outside the
-    # gate, so that a page can read a 401 or 413, too.
+    # A page in a browser may ask from anywhere: the key protects, not the origin. (vLLM 0.32 lets none ask unless
+    # --allowed-origins names it.) Outside the gate, so that a page can read a 401 or 413, too.
     return CORSMiddleware(Gate(app, api_keys), allow_origins=["*"], allow_methods=["*"], allow_headers=["*"],
                           expose_headers=["Retry-After"])  # fmt: skip
 
