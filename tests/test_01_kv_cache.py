@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
+from types import SimpleNamespace
 
 import common
 import hypothesis.strategies as st
@@ -57,6 +59,13 @@ SHAPES = [
     ([40, 3], 20, 1, 24),
 ]
 shapes = pytest.mark.parametrize(("lens", "Hq", "Hkv", "D"), SHAPES)
+
+
+def test_reference_computes_in_fp32_whatever_it_is_given(device):
+    """Rounded once, at the end: it is what bf16 kernels are compared with."""
+    q, k, v = (torch.randn(9, heads, 16, device=device).bfloat16() for heads in (6, 2, 2))
+    whole = lesson.causal_attention(q.float(), k.float(), v.float())
+    assert torch.equal(lesson.causal_attention(q, k, v), whole.bfloat16())
 
 
 def random_cache(lens, Hq, Hkv, D, dtype, device, tail):
@@ -193,6 +202,24 @@ def test_cached_equals_uncached(schedule, tiny_model):
     texts = [torch.randint(128, (sum(n),)).tolist() for n in zip(*schedule)]
     for out, text in zip(run_ragged(tiny_model, schedule, texts), texts):
         common.assert_close(out, logits_without_cache(tiny_model, text))
+
+
+def test_a_decode_step_reads_what_is_used_and_not_what_is_reserved(tiny_model):
+    cache = new_cache(tiny_model, 2, 40)
+    cache.allocate_slots([5, 3])
+    tiny_model.forward(torch.arange(8, device=tiny_model.device), cache.positions, cache.attend)
+    cache.k[:, :, 6:] = cache.v[:, :, 6:] = float("nan")  # no row that the longest sequence has
+    cache.allocate_slots([1, 1])
+    ids = torch.tensor([8, 9], device=tiny_model.device)
+    assert tiny_model.forward(ids, cache.positions, cache.attend).isfinite().all()
+
+
+def test_a_pass_names_all_sequences(tiny_model):
+    """One that is left out would be cut off from its rows in silence."""
+    cache = new_cache(tiny_model, 2, 4)
+    with pytest.raises(ValueError):
+        cache.allocate_slots([1])
+    assert cache.seq_lens == [0, 0]
 
 
 def test_decode_steps_run_the_kernel(tiny_model, kernels):
@@ -368,7 +395,7 @@ def test_sequences_that_fit_is_the_largest_number_that_does(name, gpu):
     config = lesson.MODELS[name]
     n = lesson.sequences_that_fit(gpu, config, 2048)
     need = lambda n: lesson.weight_bytes(config) + n * 2048 * lesson.KVCacheSpec.from_config(config).bytes_per_token()  # noqa: E731
-    assert need(n) <= 0.92 * gpu < need(n + 1) or (n == 0 and need(1) > 0.92 * gpu)
+    assert n >= 0 and (need(n) <= 0.92 * gpu or n == 0) and need(n + 1) > 0.92 * gpu
 
 
 # --- Reservations ---------------------------------------------------------------------------------------------------
@@ -402,7 +429,8 @@ def test_waste_equals_the_exact_expectation(name):
 
 
 def test_waste_at_the_edges():
-    assert lesson.reservation_waste(1.0001, 1.0001, slots=2, requests=100)["simulated"] == 0
+    full = lesson.reservation_waste(1.0001, 1.0001, slots=2, requests=100)  # 1 + 1 tokens each: all there is
+    assert (full["simulated"], full["cut"], full["refused"]) == (0, 0, 0)
     nobody = lesson.reservation_waste(10, 10, slots=1, requests=100)
     assert (nobody["refused"], nobody["simulated"], nobody["used_percentiles"]) == (1.0, None, [])
 
@@ -549,6 +577,13 @@ def test_the_bill_of_512_and_512():
         assert lesson.simulate(lesson.WIDGET_DEFAULT | {"cache": cache})["total_forwards"] == total
 
 
+@pytest.mark.parametrize("n", [1, 4, 5])
+def test_steps_that_are_not_shown_leave_a_mark(n):
+    """Shown are the first three and the last."""
+    lines = lesson.describe(lesson.simulate(lesson.WIDGET_DEFAULT | {"new_tokens": n})).splitlines()
+    assert sum(line.startswith("  step") for line in lines) == min(n, 4) and ("  …" in lines) == (n > 4)
+
+
 @pytest.mark.parametrize(
     "breakage",
     [
@@ -593,3 +628,18 @@ def test_restart_positions_is_caught(loaded, monkeypatch, tmp_path):
 def test_bad_values_name_the_flag(loaded, flags, message, tmp_path):
     with pytest.raises(common.InputError, match=message):
         lesson.main([*flags, "--figure", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots", "message"),
+    [(1, 8, None), (9, 16, None), (9, 15, "--slots 15: .* at least 16"), (0, 99, "--prompt: 0 tokens; .* 1 to 92"),
+     (92, 99, None), (93, 200, "--prompt: 93 tokens; .* 1 to 92")],
+)  # fmt: skip
+def test_the_prompt_and_all_but_the_last_new_token_need_room(monkeypatch, tokens, slots, message):
+    """8 new tokens, of a model with 100 positions."""
+    monkeypatch.setattr(lesson.llama.LlamaConfig, "from_folder", lambda _: lesson.llama.random_model(
+        max_position_embeddings=100).config)  # fmt: skip
+    monkeypatch.setattr(lesson.llama, "Tokenizer", lambda _: SimpleNamespace(ask=lambda text: [7] * tokens))
+    args = lesson.build_parser().parse_args(["--new-tokens", "8", "--slots", str(slots)])
+    with pytest.raises(common.InputError, match=message) if message else contextlib.nullcontext():
+        assert lesson.prompt_tokens(args, None) == [7] * tokens

@@ -313,7 +313,9 @@ def test_aborted_requests_leave_at_once(tiny_model):
     found = {str(i): [] for i in range(5)}
     for step in range(60):
         if step == 2:
-            core.abort_requests(["1", "4", "4", "unknown"])  # one runs, one waits
+            ended = core.abort_requests(["1", "4", "4", "unknown"])  # one runs, one waits
+            assert [(r.request_id, r.is_finished(), r.get_finished_reason()) for r in ended] == [
+                ("1", True, "abort"), ("4", True, "abort")]  # fmt: skip
         for output in core.step():
             found[output.request_id] += output.new_token_ids
     assert not core.scheduler.has_unfinished_requests() and len(found["1"]) == 2 and found["4"] == []
