@@ -103,6 +103,8 @@ def test_groups_have_equally_many_layers_and_equal_bytes():
     assert gemma[-1].layers == (5, 11, 17, 23, 29) and isinstance(gemma[-1].spec, part.FullAttentionSpec)
     almost = part.get_kv_cache_groups([spec(0)] * 13 + [spec(8)] * 12)  # not 12 and 12 and a single layer
     assert [len(group.layers) for group in almost] == [13, 12]
+    for full, count in ((20, 2), (21, 2), (19, 3)):  # 29 are 1.45, 1.38 and 1.53 times as many
+        assert len(part.get_kv_cache_groups([spec(0)] * full + [spec(8)] * 29)) == count
     mixed = part.get_kv_cache_groups([spec(0, num_kv_heads=4), spec(8, num_kv_heads=2)])
     assert [group.spec.block_size for group in mixed] == [4, 8]
     assert len({group.spec.page_size_bytes for group in mixed}) == 1
@@ -147,6 +149,52 @@ def test_kinds_are_asked_again():
         manager.block_pool.evict(block)
     tables, tokens = manager.get_computed_blocks(request_of(range(17), "s"))
     assert (tables, tokens) == ([wide[:1], narrow[:1]], 4)
+
+
+def test_a_hit_is_whole_blocks_of_every_size():
+    """Blocks of 4 and of 6 tokens: a hit is a multiple of 12, and a request has a hash for every 2 tokens."""
+    groups = [part.KVCacheGroup((i,), spec(window, size)) for i, (window, size) in enumerate(((0, 4), (0, 6), (5, 6)))]
+    manager = part.HybridKVCacheManager(40, groups, 99)
+    first = request_of(range(30))
+    manager.allocate_slots(first, 30)
+    full, large, window = manager.get_block_ids("r")
+    known = manager.block_pool.cached_block_hash_to_block
+    assert (len(first.block_hashes), len(known)) == (15, 6 + 4 + 2), "of the window, what 12 and 24 tokens end with"
+    assert manager.get_computed_blocks(request_of(range(30), "s")) == ([full[:6], large[:4], [0, 0, 0, window[3]]], 24)
+    assert manager.get_computed_blocks(request_of([*range(20), *range(9)], "t"))[1] == 12
+
+
+def test_who_may_not_read_the_cache_finds_nothing():
+    manager = part.HybridKVCacheManager(20, groups_of(5, 0), 99)
+    manager.allocate_slots(request_of(range(13)), 13)
+    params = SamplingParams(max_tokens=1, skip_reading_prefix_cache=True)
+    assert manager.get_computed_blocks(Request("s", list(range(13)), params)) == ([[], []], 0)
+    assert manager.get_computed_blocks(request_of(range(13), "t"))[1] == 12
+
+
+def test_without_a_prefix_cache_nothing_is_indexed():
+    manager = part.HybridKVCacheManager(20, groups_of(5, 0), 99, enable_caching=False)
+    request = request_of(range(13))
+    manager.allocate_slots(request, 13)
+    assert not manager.block_pool.cached_block_hash_to_block and not request.block_hashes
+
+
+def test_guesses_get_a_place_and_no_name():
+    """Lesson 07's drafts lie behind the known tokens: nobody may find them, and none lies behind max_model_len."""
+    manager = part.HybridKVCacheManager(20, groups_of(5, 0), 14)
+    request = request_of(range(7))
+    assert [len(blocks) for blocks in manager.allocate_slots(request, 7 + 2)] == [3, 3]
+    assert len(manager.block_pool.cached_block_hash_to_block) == 2, "the first block of each group"
+    request.num_computed_tokens = 7
+    assert [len(blocks) for blocks in manager.allocate_slots(request, 10)] == [1, 1], "14 tokens are 4 blocks"
+
+
+def test_a_long_hit_of_one_group_does_not_pay_for_another():
+    """Ten blocks found, nine of them null; a window is charged for three at most, and never for less than none."""
+    window, full = part.HybridKVCacheManager(40, groups_of(5, 0), 99, max_in_flight_tokens=4).managers
+    assert window.max_admission_blocks_per_request() == 3  # 4 + 4 tokens, exactly two blocks, and one
+    assert window.get_num_blocks_to_allocate("r", 41, [0] * 9 + [7], admission=True) == 1  # which nobody owns
+    assert full.get_num_blocks_to_allocate("r", 41, [1] * 10, admission=True) == 10 + 1
 
 
 # --- Any order of events --------------------------------------------------------------------------------------------
@@ -290,6 +338,7 @@ def test_the_model_reads_what_its_windows_need_and_nothing_freed(windows, cachin
     groups = part.get_kv_cache_groups([spec(window) for window in windows])
     manager = part.HybridKVCacheManager(60, groups, 99, caching)
     pool, cache = manager.block_pool, part.HybridKVCache(model, groups, 60)
+    assert len(cache.tensors) == max(len(group.layers) for group in groups), "groups share memory"
     for memory in cache.tensors:
         memory.fill_(torch.nan)
     tokens = torch.randint(128, (3, 28), generator=torch.Generator().manual_seed(1))

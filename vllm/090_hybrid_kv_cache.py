@@ -247,7 +247,7 @@ class SlidingWindowManager(FullAttentionManager):
     def is_reachable(self, block: int) -> bool:
         """A hit ends at a multiple of `alignment` and needs the last few blocks before it."""
         period = self.alignment // self.block_size
-        return self.num_blocks_for_hit >= period or block % period >= period - self.num_blocks_for_hit
+        return block % period >= period - self.num_blocks_for_hit
 
     def max_admission_blocks_per_request(self) -> int:
         """W − 1 tokens and what one step adds; one more block, since a window may begin in the middle of its first."""
@@ -299,7 +299,7 @@ class HybridKVCacheManager:
         self.alignment = math.lcm(*sizes)  # of a hit: whole blocks in every group
         self.block_pool = prefix_caching.CachingBlockPool(num_blocks)
         self.max_model_len, self.enable_caching = max_model_len, enable_caching
-        in_flight = min(max_in_flight_tokens or max_model_len, max_model_len)
+        in_flight = max_in_flight_tokens or max_model_len
         self.managers = [
             (SlidingWindowManager if isinstance(group.spec, SlidingWindowSpec) else FullAttentionManager)(
                 group.spec, i, self.block_pool, self.alignment, self.block_size, in_flight
