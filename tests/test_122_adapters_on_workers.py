@@ -94,7 +94,7 @@ def ask(engine, names):
 @pytest.mark.parametrize(("tp", "pp", "max_loras"), [(1, 5, 1), (2, 2, 2), *(
     pytest.param(*each, marks=pytest.mark.slow)
     for each in [(1, 1, 1), (2, 1, 1), (4, 1, 2), (8, 1, 3), (1, 2, 2)])])  # fmt: skip
-def test_every_layout_answers_as_merged_weights_do(on_threads, whole, loras, tp, pp, max_loras):
+def test_every_layout_answers_as_merged_weights_do(on_threads, whole, loras, tp, pp, max_loras, monkeypatch):
     """Eight ranks share four KV heads; with fewer places than adapters, places change hands between two steps."""
     engine = on_threads(tp, pp, max_loras)
     for name, lora in loras.items():
@@ -103,6 +103,9 @@ def test_every_layout_answers_as_merged_weights_do(on_threads, whole, loras, tp,
     assert ask(engine, (None, *loras)) == truths
     assert len({tuple(truths[str(name), 2]) for name in (None, *loras)}) == 4, "they do differ"
     assert engine.lora.counts["evict"] >= 3 - max_loras
+    monkeypatch.setattr(lesson, "probe", lambda worker: worker.runner.lora.slots, raising=False)
+    kept = engine.core.runner.executor.collective_rpc((lesson.KEY, "probe"))
+    assert kept == [engine.lora.slots] * (tp * pp), "no worker has a name whose place somebody else took"
 
 
 def test_parts_make_the_whole(whole, loras):
