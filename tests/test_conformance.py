@@ -270,7 +270,7 @@ MALFORMED = [
     (edited("config", "long_prefill_token_threshold", value=-1), "config.long_prefill_token_threshold"),
     (edited("config", "enable_prefix_caching", value="yes"), "config.enable_prefix_caching"),
     (edited("config", "enable_chunked_prefill", value=None), "config.enable_chunked_prefill"),
-    (edited("config", "eos_token_id", value=-1), "config.eos_token_id"),
+    (edited("config", "eos_token_id", value=-1), "config.eos_token_id: must be a whole number from 0 or null"),
     (edited("config", "max_steps", value=10**12), "config.max_steps"),
     *((edited("requests", 1, field, drop=True), f"requests[1].{field}") for field in
       ("id", "arrival_step", "prompt_token_ids", "max_tokens", "forced_output_token_ids")),
@@ -278,9 +278,11 @@ MALFORMED = [
     (edited("requests", 0, "arrival_step", value=-1), "requests[0].arrival_step"),
     (edited("requests", 0, "abort_step", value=-2), "requests[0].abort_step"),
     (edited("requests", 0, "abort_step", value=None), "requests[0].abort_step"),
+    (edited("requests", 0, "arrival_step", value=10**9 + 1), "from 0 to 1000000000"),
     (edited("requests", 0, "max_tokens", value=0), "requests[0].max_tokens"),
     (edited("requests", 0, "priority", value="high"), "requests[0].priority"),
     (edited("requests", 0, "cache_salt", value=1), "requests[0].cache_salt"),
+    *((edited("requests", 0, "cache_salt", value=half), "requests[0].cache_salt") for half in ("\ud800", "a\udfff")),
     (edited("requests", 0, "prompt_token_ids", value="abc"), "requests[0].prompt_token_ids"),
     (edited("requests", 0, "prompt_token_ids", value=[1, -1]), "requests[0].prompt_token_ids"),
     (edited("requests", 0, "prompt_token_ids", value=[1, 2.5]), "requests[0].prompt_token_ids"),
@@ -330,6 +332,17 @@ def test_ranges_include_their_ends():
                 field.check(name, value - 1 if value == field.low else value + 1)
 
 
+def test_what_a_request_may_leave_out_it_may_also_say():
+    """The smallest values, and null where a client's library writes it for a field that is not set."""
+    request = {"id": "", "arrival_step": 0, "prompt_token_ids": [0], "max_tokens": 1, "forced_output_token_ids": [0]}
+    more = {"abort_step": 3, "priority": -1, "stop_token_ids": None, "cache_salt": None,
+            "skip_reading_prefix_cache": None}  # fmt: skip
+    short, long = (lesson.replay({"name": "", "config": {}, "requests": [r]}) for r in (request, request | more))
+    assert long == short and short["steps"][0]["finished"] == {"": "length"}
+    early = lesson.replay({"name": "", "config": {}, "requests": [request | {"abort_step": 0, "cache_salt": "\ud7ff"}]})
+    assert early["steps"] == [{"step": 0, "added": [""], "aborted": [""], "scheduled": {}, "free_blocks": [64, 64]}]
+
+
 @pytest.mark.parametrize("length", [38, 39])
 def test_a_long_value_is_cut_in_the_message(length):
     field = next(field for field in lesson.CONFIG_FIELDS.values() if field.low is not None)
@@ -337,6 +350,8 @@ def test_a_long_value_is_cut_in_the_message(length):
     with pytest.raises(common.InputError) as error:
         field.check("size", "x" * length)
     assert str(error.value).endswith(f"not {shown if length == 38 else shown[:37] + '...'}")
+    with pytest.raises(common.InputError, match="size: must be a whole number from .*, not"):
+        field.check("size", {1})  # from a program: no JSON at all
 
 
 def test_an_empty_prompt_may_not_go_round_the_front_end():
@@ -368,6 +383,11 @@ def test_who_has_left_owns_nothing():
     ]  # fmt: skip
     assert lesson.owners_of({"steps": steps}) == [
         (0, {"a": 2, "b": 1, "c": 1, "d": 2}), (1, {"b": 3, "d": 2}), (2, {"b": 3})]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
+def test_every_hash_of_vllms_makes_the_same_decisions(name):
+    assert lesson.replay(edited("config", "prefix_caching_hash_algo", value=name))["steps"] == lesson.replay(GOOD)["steps"]
 
 
 def test_defaults_apply_and_an_empty_workload_ends_at_once():
