@@ -350,7 +350,7 @@ def test_a_long_value_is_cut_in_the_message(length):
     with pytest.raises(common.InputError) as error:
         field.check("size", "x" * length)
     assert str(error.value).endswith(f"not {shown if length == 38 else shown[:37] + '...'}")
-    with pytest.raises(common.InputError, match="size: must be a whole number from .*, not"):
+    with pytest.raises(common.InputError, match=r"size: must be a whole number from .*, not"):
         field.check("size", {1})  # from a program: no JSON at all
 
 
@@ -387,7 +387,9 @@ def test_who_has_left_owns_nothing():
 
 @pytest.mark.parametrize("name", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
 def test_every_hash_of_vllms_makes_the_same_decisions(name):
-    assert lesson.replay(edited("config", "prefix_caching_hash_algo", value=name))["steps"] == lesson.replay(GOOD)["steps"]
+    assert (
+        lesson.replay(edited("config", "prefix_caching_hash_algo", value=name))["steps"] == lesson.replay(GOOD)["steps"]
+    )
 
 
 def test_defaults_apply_and_an_empty_workload_ends_at_once():
