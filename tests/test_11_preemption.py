@@ -587,6 +587,16 @@ def test_of_victims_that_came_together_the_first_admitted_goes():
 
 
 @pytest.mark.parametrize(("free", "tokens"), [(3, 0), (4, 1)])
+def test_unless_told_otherwise_a_prompt_comes_in_when_all_of_it_fits(free, tokens):
+    """Four blocks, though this step computes one token of it."""
+    scheduler = lesson.build_scheduler("recompute", 6, 4, 24, max_num_seqs=2)
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.allocate(pool.num_free_blocks - free)
+    scheduler.token_budget = 1
+    assert scheduler._admit(Request("r", [0] * 16, SamplingParams())) == tokens
+
+
+@pytest.mark.parametrize(("free", "tokens"), [(3, 0), (4, 1)])
 def test_a_prompt_that_was_swapped_out_half_way_comes_back_when_all_of_it_fits(free, tokens):
     """16 known tokens are four blocks, however little of them this step may compute."""
     scheduler = lesson.build_scheduler("swap", 6, 4, 24, 3, max_num_seqs=2)

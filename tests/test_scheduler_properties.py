@@ -330,13 +330,13 @@ class TestLesson11Long(machine(11).TestCase):
 # --- The blocks of a withdrawn victim -------------------------------------------------------------------------------
 
 
-def right_under_priority(seed: int, evict_uncomputed_blocks: bool) -> bool:
+def right_under_priority(seed: int, **config: bool) -> bool:
     """A long unimportant prompt in chunks of four blocks, and important requests that push it out of a step in which
     it already stands. Does everybody get the tokens that it gets alone?"""
     draw = random.Random(seed)
     config = preemption.SchedulerConfig(
         max_model_len=40, max_num_seqs=6, max_num_batched_tokens=48, policy="priority", long_prefill_token_threshold=8,
-        evict_uncomputed_blocks=evict_uncomputed_blocks,
+        **config,
     )  # fmt: skip
     engine = FakeEngine(preemption.make_scheduler(config, num_blocks=draw.randint(21, 26), block_size=2))
     arrivals = [(0, "r0", draw.randint(30, 38), 2, 9), (0, "r1", 1, 1, 9)]
@@ -357,7 +357,7 @@ def right_under_priority(seed: int, evict_uncomputed_blocks: bool) -> bool:
 @pytest.mark.parametrize("seeds", [range(200, 300), pytest.param(range(400), marks=pytest.mark.slow)], ids=str)
 def test_a_victim_withdrawn_from_the_step_takes_its_promises_along(seeds):
     """vLLM 0.32 leaves blocks in the index that the withdrawn chunk would have filled; ours does not."""
-    assert all(right_under_priority(seed, evict_uncomputed_blocks=True) for seed in seeds)
+    assert all(right_under_priority(seed) for seed in seeds)
     assert not all(right_under_priority(seed, evict_uncomputed_blocks=False) for seed in seeds)
 
 
