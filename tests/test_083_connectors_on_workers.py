@@ -421,6 +421,13 @@ def test_what_does_not_go_together_is_refused(flags, config, words, tmp_path):
         serving.EngineArgs(**flags, kv_transfer_config=about | config)
 
 
-def test_one_worker_takes_any_port():
-    about = {"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port": 0}
-    assert serving.EngineArgs(distributed_executor_backend="mp", kv_transfer_config=about).has_workers
+@pytest.mark.parametrize(
+    ("ranks", "role", "port"),
+    [(1, "kv_producer", 0), (2, "kv_producer", 65534), (2, "kv_both", 65534), (2, "kv_consumer", 0),
+     (2, "kv_consumer", 65535)],
+)  # fmt: skip
+def test_a_port_for_every_rank_that_listens_is_enough(ranks, role, port):
+    """One worker takes any; who only fetches has no use for one."""
+    about = {"kv_connector": "TCPConnector", "kv_role": role, "kv_port": port}
+    assert serving.EngineArgs(tensor_parallel_size=ranks, distributed_executor_backend="mp",
+                              kv_transfer_config=about).has_workers  # fmt: skip
