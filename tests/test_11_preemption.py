@@ -564,7 +564,8 @@ def test_texts_that_can_be_shown_are_taken(capsys, tmp_path):
     """A salt only has to be hashed."""
     request = {"id": "寿 é", "arrival_step": 0, "max_tokens": 1, "prompt_token_ids": [1], "cache_salt": "a\n",
                "forced_output_token_ids": [1]}  # fmt: skip
-    (tmp_path / "w.json").write_text(json.dumps({"name": "👩", "config": {"num_blocks": 3}, "requests": [request]}))
+    workload = {"name": "👩", "config": {"num_blocks": 3}, "requests": [request]}
+    (tmp_path / "w.json").write_text(json.dumps(workload, ensure_ascii=False), encoding="utf-8")
     lesson.main(["replay", str(tmp_path / "w.json"), "--table"])
     assert "寿 é" in capsys.readouterr().out
 
@@ -576,6 +577,21 @@ def test_replay_draws(tmp_path, capsys):
     lesson.main(["replay", str(workload), "--table", "--figure", str(tmp_path / "figures")])
     assert (tmp_path / "figures" / "replay_w.svg").read_text().startswith("<?xml")
     assert "finished" in capsys.readouterr().out
+    workload.write_text('{"name": "w", "config": {}, "requests": []}')
+    with pytest.raises(common.InputError, match=r"--out .*file"):
+        (tmp_path / "file").write_text("")
+        lesson.main(["replay", str(workload), "--out", str(tmp_path / "file" / "deep")])
+    lesson.main(["replay", str(workload), "--out", str(tmp_path / "new" / "deep"), "--figure", str(tmp_path / "none")])
+    assert (tmp_path / "new" / "deep" / "w.json").exists() and not (tmp_path / "none").exists(), "nothing to draw"
+
+
+def test_the_table_names_who_was_refused(tmp_path, capsys):
+    request = {"id": "long", "arrival_step": 0, "max_tokens": 1, "prompt_token_ids": [1] * 600,
+               "forced_output_token_ids": [1]}  # fmt: skip
+    short = request | {"id": "short", "prompt_token_ids": [1]}
+    (tmp_path / "w.json").write_text(json.dumps({"name": "w", "config": {}, "requests": [request, short]}))
+    lesson.main(["replay", str(tmp_path / "w.json"), "--table"])
+    assert "long refused: " in capsys.readouterr().out
 
 
 def test_of_victims_that_came_together_the_first_admitted_goes():

@@ -249,6 +249,7 @@ MALFORMED = [
     (edited("requests", value={}), "requests"),
     (edited("requests", 0, value=3), "requests[0]"),
     (edited("requests", 1, "id", value=GOOD["requests"][0]["id"]), "requests[1].id"),
+    (edited("requests", 2, "id", value=GOOD["requests"][0]["id"]), "requests[2].id"),
     (edited("config", "num_block", value=3), "config.num_block"),
     (edited("config", "policy", value="random"), "config.policy"),
     (edited("config", "policy", value=["fcfs"]), "config.policy"),
@@ -340,7 +341,9 @@ def test_what_a_request_may_leave_out_it_may_also_say():
     short, long = (lesson.replay({"name": "", "config": {}, "requests": [r]}) for r in (request, request | more))
     assert long == short and short["steps"][0]["finished"] == {"": "length"}
     early = lesson.replay({"name": "", "config": {}, "requests": [request | {"abort_step": 0, "cache_salt": "\ud7ff"}]})
-    assert early["steps"] == [{"step": 0, "added": [""], "aborted": [""], "scheduled": {}, "free_blocks": [64, 64]}]
+    assert early["end"] == "finished" and early["steps"] == [
+        {"step": 0, "added": [""], "aborted": [""], "scheduled": {}, "free_blocks": [64, 64]}
+    ]
 
 
 @pytest.mark.parametrize("length", [38, 39])
@@ -392,6 +395,11 @@ def test_every_hash_of_vllms_makes_the_same_decisions(name):
     )
 
 
+def test_an_empty_prompt_is_refused_and_nobody_else():
+    trace = lesson.replay(edited("requests", 0, "prompt_token_ids", value=[]))
+    assert list(trace["rejected"]) == [GOOD["requests"][0]["id"]] and trace["end"] == "finished"
+
+
 def test_defaults_apply_and_an_empty_workload_ends_at_once():
     trace = lesson.replay({"name": "empty", "config": {}, "requests": []})
     assert trace["end"] == "finished" and trace["steps"] == []
@@ -430,6 +438,20 @@ def test_a_step_after_the_stop_is_planned_in_vain():
     assert steps[-1]["finished"] == {"a": "stop"} and steps[-1]["free_blocks"] == [63, 64]
 
 
+def test_steps_in_vain_are_nobody_elses():
+    """Two that stop while a step for them is on its way, one of them alone in the engine; and one that never ran."""
+    workload = one_request([4, 9], async_scheduling=True)
+    (a,) = workload["requests"]
+    late = a | {"id": "c", "arrival_step": 9, "forced_output_token_ids": [4, 5, 6]}
+    workload["requests"] += [a | {"id": "b", "forced_output_token_ids": [4, 5, 6]}, late,
+                             late | {"id": "gone", "arrival_step": 7, "abort_step": 7}]  # fmt: skip
+    trace = lesson.replay(workload)
+    heard = {(step["step"], name): token for step in trace["steps"] for name, token in step.get("sampled", {}).items()}
+    assert heard == {(1, "a"): 4, (1, "b"): 4, (2, "a"): 9, (2, "b"): 5, (3, "b"): 6,
+                     (10, "c"): 4, (11, "c"): 5, (12, "c"): 6}  # fmt: skip
+    assert trace["end"] == "finished" and trace["steps"][-1]["free_blocks"][-1] == 64
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_request_that_goes_on_needs_tokens(ahead):
     with pytest.raises(common.InputError, match="request 'a': has 2 tokens, but the request goes on"):
@@ -440,8 +462,22 @@ def test_a_request_that_goes_on_needs_tokens(ahead):
 def test_nothing_that_can_change_is_a_stall(ahead):
     """It fits in no pool of two blocks; the front end, which would have said so, is passed by."""
     workload = one_request([4, 5, 6], async_scheduling=ahead, num_blocks=3, block_size=1, max_model_len=8)
+    refused = {"id": "b", "prompt_token_ids": list(range(9)), "arrival_step": 0, "abort_step": 8}
+    workload["requests"].append(workload["requests"][0] | refused)
     trace = lesson.replay(workload)
-    assert trace["end"] == "stalled" and len(trace["steps"]) == 1
+    assert trace["end"] == "stalled" and len(trace["steps"]) == 1 and list(trace["rejected"]) == ["b"]
+    workload["requests"][0]["abort_step"] = 3  # that can
+    trace = lesson.replay(workload)
+    assert trace["end"] == "finished" and trace["steps"][-1]["aborted"] == ["a"] and len(trace["steps"]) == 4
+
+
+def test_a_step_that_only_hears_of_the_last_one_is_no_stall():
+    """All blocks are a's until its last token is heard of, and no step is planned meanwhile."""
+    workload = one_request([4, 5, 6], async_scheduling=True, num_blocks=6, block_size=1, max_model_len=6)
+    workload["requests"].append(workload["requests"][0] | {"id": "b"})
+    trace = lesson.replay(workload)
+    assert {} in [step["scheduled"] for step in trace["steps"]]
+    assert trace["end"] == "finished" and trace["steps"][-1]["finished"] == {"b": "length"}
 
 
 # --- Speed ----------------------------------------------------------------------------------------------------------

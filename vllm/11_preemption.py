@@ -531,7 +531,7 @@ class ReplayCore(continuous_batching.EngineCore):
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
         """The recorded tokens; `entry` is the step as the trace has it."""
         scheduler, tables = self.scheduler, self.scheduler.kv_cache_manager.req_to_blocks
-        for request in (*output.preempted_reqs, *output.scheduled_new_reqs, *output.scheduled_resumed_reqs):
+        for request in output.preempted_reqs:  # its next table is news, even if it should be the same
             self.last_tables.pop(request.request_id, None)
         changed = {r.request_id: list(tables[r.request_id]) for r in scheduler.running
                    if self.last_tables.get(r.request_id) != tables[r.request_id]}  # fmt: skip
@@ -559,28 +559,22 @@ class ReplayCore(continuous_batching.EngineCore):
         """Schedule a step; hear of the oldest once `depth` are in the queue (vLLM: `step_with_batch_queue`)."""
         output = self.scheduler.schedule()
         self.queue.append((output, self.execute_model(output)))
-        if len(self.queue) < self.depth and self.scheduler.has_unfinished_requests():
+        if len(self.queue) < self.depth:
             return []
         output, sampled = self.queue.popleft()
         for request_id, token_ids in sampled.items():
             if not token_ids and request_id in self.scheduler.requests:  # it has not ended while this was on its way
                 raise common.InputError(f"forced_output_token_ids of request {request_id!r}: has "
                                         f"{len(self.forced[request_id])} tokens, but the request goes on")  # fmt: skip
-        heard = self.scheduler.update_from_output(output, sampled)
-        if not self.scheduler.has_unfinished_requests():
-            self.queue.clear()  # planned for a request that had ended
-        return heard
+        return self.scheduler.update_from_output(output, sampled)
 
     def recorded_step(self) -> dict[str, Any]:
         """One `step()`, described in the format of the recordings."""
         heard = self.step()
         self.entry["sampled"] = {o.request_id: o.new_token_ids[0] for o in heard}
-        finished = {o.request_id: o.finish_reason for o in heard if o.finish_reason}
-        for request_id in finished:
-            self.last_tables.pop(request_id, None)
         entry, pool = self.entry, self.scheduler.kv_cache_manager.block_pool
         entry["free_blocks"].append(pool.num_free_blocks)
-        entry["finished"] = finished
+        entry["finished"] = {o.request_id: o.finish_reason for o in heard if o.finish_reason}
         entry["running_queue"] = _ids(self.scheduler.running)
         entry["waiting_queue"] = _ids(self.scheduler.waiting)
         if self.config["enable_prefix_caching"]:
@@ -627,7 +621,7 @@ def replay(workload: dict, core_class: type[ReplayCore] = ReplayCore) -> dict:
             if not pending:
                 trace["end"] = "finished"
                 break
-            step = max(step, pending[-1][0]["arrival_step"])  # an idle engine sleeps until somebody comes
+            step = pending[-1][0]["arrival_step"]  # an idle engine sleeps until somebody comes
         added, aborted = [], []
         while pending and pending[-1][0]["arrival_step"] <= step:
             spec, rank = pending.pop()
@@ -638,7 +632,6 @@ def replay(workload: dict, core_class: type[ReplayCore] = ReplayCore) -> dict:
             request_id = aborts.pop()[1]
             if request_id in scheduler.requests:
                 core.abort_requests([request_id])
-                core.last_tables.pop(request_id, None)
                 aborted.append(request_id)
         entry = {"step": step, "added": added, "aborted": aborted, **core.recorded_step()}
         trace["steps"].append({key: value for key, value in entry.items() if value or key in ("step", "scheduled")})
