@@ -601,7 +601,54 @@ def test_a_router_reads_which_adapters_run_and_which_wait():
         return sample.labels["waiting_lora_adapters"], sample.labels["running_lora_adapters"]
 
     assert labels("abc") == ("pirate,report", "json,pirate")
-    assert labels("d", [async_engine.EngineCoreOutput("c", [1], "stop")]) == ("report", "pirate")
+    heard = [async_engine.EngineCoreOutput("c", [1], "stop"), async_engine.EngineCoreOutput("a", [1])]
+    assert labels("d", heard) == ("report", "pirate")
+    sequences.pop("d")  # `a` wrote a token, and goes on
+    assert labels("", [async_engine.EngineCoreOutput("a", [1])]) == ("report", "json,pirate")
+
+
+def test_where_the_time_of_a_request_went(monkeypatch):
+    """Two come at 100 s. `a` waits 2 s and writes at 105 and, two tokens, at 107; `b`'s queue time, by the engine's
+    clock, ends after its only token came. Who has left, and an output without tokens, change nothing."""
+    logger, now = metrics.PrometheusStatLogger("m"), [103.0]
+    monkeypatch.setattr(metrics.time, "time", lambda: now[0])
+    sequences = {}
+    for name, max_tokens in (("a", 8), ("b", None)):
+        params = SimpleNamespace(max_tokens=max_tokens)
+        request = SimpleNamespace(arrival_time=100.0, num_prompt_tokens=3, sampling_params=params)
+        sequences[name] = SimpleNamespace(request=request, caller=SimpleNamespace(request_id=name), index=0)
+    admitted = {"a": (2.0, 0, 0), "b": (9.0, 0, 0), "gone": (4.0, 0, 0)}
+    for at, tokens in ((103, {"a": [], "gone": [1]}), (105, {"a": [1], "b": [1]}), (107, {"a": [2, 3]})):
+        now[0] = float(at)
+        outputs = [SimpleNamespace(request_id=name, new_token_ids=ids) for name, ids in tokens.items()]
+        stats = async_engine.SchedulerStats(0, 0, 0.0, num_scheduled_tokens=0 if at == 103 else 5)
+        logger.record(async_engine.EngineCoreOutputs(outputs, stats, admitted=admitted if at == 103 else {}), sequences)
+    for name in sequences:
+        answer = SimpleNamespace(index=0, finish_reason="stop")
+        about = {"request_id": name, "prompt_token_ids": [0] * 3, "finished": True, "outputs": [answer]}
+        logger.record_finished(SimpleNamespace(**about))
+    logger.record_rejection(2)
+    logger.describe(SimpleNamespace(block_size=16, num_gpu_blocks=99, enable_prefix_caching=True))
+    known = {}
+    for family in logger.registry.collect():
+        for sample in family.samples:
+            if sample.name.endswith(("_total", "_count", "_sum")):
+                known.setdefault(sample.name.removeprefix("vllm:"), []).append(sample.value)
+    found = {name: (*known[f"{name}_count"], *known[f"{name}_sum"]) for name in (
+        "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
+        "request_decode_time_seconds", "request_inference_time_seconds", "request_params_max_tokens",
+        "iteration_tokens_total")}  # fmt: skip
+    assert found == {
+        "time_to_first_token_seconds": (2, 5 + 5), "inter_token_latency_seconds": (1, 2),
+        "request_time_per_output_token_seconds": (1, (107 - 105) / 2), "e2e_request_latency_seconds": (2, 7 + 5),
+        "request_queue_time_seconds": (2, 2 + 9), "request_prefill_time_seconds": (2, 3 + 0),
+        "request_decode_time_seconds": (2, 2 + 0), "request_inference_time_seconds": (2, 5 + 0),
+        "request_params_max_tokens": (1, 8), "iteration_tokens_total": (2, 10),
+    }  # fmt: skip
+    assert known["generation_tokens_total"] == [4] and known["admission_rejections_total"] == [2]
+    about = {"engine": "0", "block_size": "16", "num_gpu_blocks": "99", "enable_prefix_caching": "True"}
+    assert logger.registry.get_sample_value("vllm:cache_config_info", about) == 1
 
 
 def test_a_gap_that_ends_in_several_tokens_is_one_gap(monkeypatch):
