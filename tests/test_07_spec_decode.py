@@ -729,6 +729,20 @@ def test_a_perfect_drafter_writes_k_plus_one_tokens_per_pass(tiny_model, real_mo
     assert served.tokens_per_pass(0) == 4
 
 
+def test_what_was_drafted_counts_though_nothing_stood():
+    stats = lesson.SpecDecodingStats()
+    for drafted, accepted in ((3, 0), (3, 2), (1, 1)):
+        stats.observe(drafted, accepted)
+    assert vars(stats) == {"num_drafts": 3, "num_draft_tokens": 7, "num_accepted_tokens": 3,
+                           "num_accepted_tokens_per_pos": [2, 1, 0]}  # fmt: skip
+
+
+def test_one_by_one_the_last_token_brings_the_end():
+    whole = lesson.EngineCoreOutput("r", [5, 6, 7], "stop", 7)
+    parts = [(o.new_token_ids, o.finish_reason, o.stop_reason) for o in lesson.one_by_one(whole)]
+    assert parts == [([5], None, None), ([6], None, None), ([7], "stop", 7)]
+
+
 def test_stops_inside_a_draft(tiny_model, real_model, plain, jobs):
     """A stop token, the end of the answer, and the limit on its length, each in front of drafts that are right."""
     prompt, out = jobs[2][0], plain[0]["2"]
@@ -988,6 +1002,57 @@ def test_k_follows_the_batch_and_the_luck(tiny_model, real_model):
 
 
 # --- With the rest of the engine --------------------------------------------------------------------------------------
+
+
+def test_k_grows_by_two_where_all_stood_and_else_shrinks_by_one():
+    """As Transformers does it: never above the config's, never 0; a pass without drafts says nothing."""
+    runner = SimpleNamespace(k={}, speculative_config=SimpleNamespace(num_speculative_tokens=7))
+    passes = [(7, 3, 6), (6, 0, 5), (0, 0, 5), (5, 5, 7), (7, 7, 7), *((k, 0, k - 1) for k in range(7, 1, -1)),
+              (1, 0, 1), (1, 1, 3)]  # fmt: skip
+    for drafts, accepted, following in passes:
+        assert lesson.SpeculativeModelRunner.adapt(runner, "r", drafts, accepted) == following
+    assert lesson.SpeculativeModelRunner.adapt(runner, "other", 0, 0) == 7
+
+
+def test_what_was_broken_to_show_it_is_mended_whatever_happens():
+    for name, (owner, attribute, wrong) in lesson.BREAKS.items():
+        right = getattr(owner, attribute)
+        with pytest.raises(KeyError), lesson.broken(name):
+            assert getattr(owner, attribute) is wrong
+            raise KeyError
+        assert getattr(owner, attribute) is right
+
+
+def ahead(tiny_model):
+    """Lesson 05's loop with three drafts a step ahead, and requests of four prompt tokens."""
+    core, _ = common.lesson("07a_drafts_ahead").make_loop("async", tiny_model, 3, 16)
+    make = lambda n: lesson.Request("r", [1, 2, 3, 4], SamplingParams(max_tokens=n, ignore_eos=True))  # noqa: E731
+    return core, core.scheduler, make
+
+
+def test_drafts_ahead_need_no_slot_behind_the_end_of_the_context(tiny_model):
+    _, scheduler, make = ahead(tiny_model)
+    assert [scheduler.num_slots(make(n)) for n in (1, 11, 12, 13)] == [5, 15, 16, 16]
+
+
+def test_drafts_ahead_leave_no_count_behind(tiny_model):
+    core, scheduler, make = ahead(tiny_model)
+    core.run([make(9)])
+    assert not scheduler.num_draft_placeholders and not scheduler.num_output_placeholders
+
+
+def test_nothing_is_taken_back_from_who_will_begin_again(tiny_model):
+    """Preempted while three drafts were on their way, of which none stood: it has computed nothing any more."""
+    _, scheduler, make = ahead(tiny_model)
+    scheduler.add_request(request := make(9))
+    scheduler.schedule()
+    output = scheduler.schedule()
+    assert output.scheduled_spec_decode_tokens == {"r": [-1] * 3}
+    scheduler.running.remove(request)
+    scheduler.waiting.prepend_request(request)
+    request.status, request.num_computed_tokens = lesson.scheduling.RequestStatus.PREEMPTED, 0
+    scheduler.update_from_output(output, {"r": [5]})
+    assert request.num_computed_tokens == 0 and scheduler.spec_decoding_stats.num_drafts == 0
 
 
 def test_a_cache_that_cannot_take_back_is_refused(tiny_model, real_model):
