@@ -482,6 +482,16 @@ def test_suffix_drafts_are_as_long_as_what_matched_and_loops_go_on():
     assert lesson.drafters.SuffixDrafter(1, 3.0).propose([context([7, 8, 1, 7], 8)])[0].token_ids == [8, 1, 7]
 
 
+def test_lookahead_keeps_the_newest_continuations_of_a_token():
+    """Five of token 1, of which one came twice: the four that came last, and the last of them is drafted."""
+    seen = [(10, 11, 12), (20, 21, 22), (30, 31, 32), (40, 41, 42), (20, 21, 22), (50, 51, 52), (30, 31, 32)]
+    tokens = [token for gram in seen for token in (1, *gram)] + [1]
+    drafter = drafters.LookaheadDrafter()
+    context = drafters.DraftContext(request_id="r", token_ids=tokens, max_tokens=2, params=SamplingParams())
+    assert drafter.propose([context])[0].token_ids == [30, 31], "no more than was asked for"
+    assert list(drafter.pool["r"][1]) == [(40, 41, 42), (20, 21, 22), (50, 51, 52), (30, 31, 32)]
+
+
 def test_lookahead_drafts_leftovers_and_what_it_has_pooled():
     drafter = lesson.drafters.LookaheadDrafter()
     assert drafter.propose([context([1, 2, 3, 4, 5, 1], 3)])[0].token_ids == [2, 3, 4]  # the prompt's own n-gram

@@ -64,7 +64,7 @@ class DraftsAheadScheduler(speculation.SpeculativeScheduler, optimizations.Async
 
     def num_slots(self, request: Request) -> int:
         """One more than lesson 04 reserves: for the step in vain behind an end that came early."""
-        return min(super().num_slots(request) + 1, self.config.max_model_len)
+        return super().num_slots(request) + 1
 
     def _num_ahead(self, request: Request) -> int:
         return super()._num_ahead(request) + self.num_draft_placeholders[request.request_id]
