@@ -233,6 +233,7 @@ def test_azure_lengths_have_the_published_percentiles(name):
         values = [lesson.quantile(table, x) for x in u]
         assert values == sorted(values) and values[0] >= 1
         assert lesson.table_mean(table) == pytest.approx(np.mean(values), rel=1e-3)
+        assert lesson.quantile(table, 0.999) == table[-1][1], "nothing beyond the last"
         published = lesson.AZURE[name]["mean"][side]
         assert lesson.table_mean(table) == pytest.approx(published, rel=0.02 if name == "azure-code" else 0.13)
 
@@ -252,7 +253,7 @@ def test_prompts_of_a_run(tmp_path):
     azure = lesson.make_prompts(bench_args("--dataset-name", "azure-code"), 400, 0)
     assert statistics.median(p.input_len for p in azure) == pytest.approx(1469, rel=0.15)
     file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "one\\u2028line", "output_tokens": 9}\n\n{"prompt": "two"}\n', encoding="utf-8")
+    file.write_text('{"prompt": "one\u2028line", "output_tokens": 9}\n\n{"prompt": "two"}\n', encoding="utf-8")
     custom = lesson.make_prompts(bench_args("--dataset-path", str(file), "--random-output-len", "4"), 3, 0)
     assert [(p.content, p.output_len) for p in custom] == [("one\u2028line", 9), ("two", 4), ("one\u2028line", 9)]
 
@@ -261,7 +262,8 @@ def test_prompts_of_a_run(tmp_path):
     ("content", "word"),
     [
         ('{"prompt": 3}', "line 1"), ('{"prompt": "a"}\n{"text": "b"}', "line 2"), ("[]", "line 1"), ("{", "line 1"),
-        ('{"prompt": "a", "output_tokens": 0}', "line 1"), ("", "no prompt"), (b"\xff\xfe", "line 1"),
+        ('{"prompt": "a", "output_tokens": 0}', "line 1"), ('{"prompt": "a"}\n\n{"prompt": ""}', "line 3"),
+        ('{"prompt": "a", "output_tokens": true}', "line 1"), ("", "no prompt"), (b"\xff\xfe", "line 1"),
         (None, "not readable"),
     ],
 )  # fmt: skip
@@ -342,6 +344,10 @@ def test_a_cut_inside_a_line_ending_is_no_event(newline):
         assert [*decoder.feed(body[:cut]), *decoder.feed(body[cut:] + b"x")] == ["1\n2", "3"]
 
 
+def test_of_an_events_data_one_space_is_the_formats():
+    assert lesson.SSEDecoder().feed(b"data:  a \n\ndata:b\n\n") == [" a ", "b"]
+
+
 def test_httpx_lines_would_cut_the_text():
     """Why the client brings a decoder of its own."""
     lines = list(httpx.Response(200, content=stream(chunk(AWKWARD))).iter_lines())
@@ -386,6 +392,26 @@ def test_what_counts_as_a_token():
     assert ms([record.ttft, record.e2el]) == [100, 200] and len(record.times) == 2
     record = ask(replying(stream(chunk("", "stop"), USAGE)))  # nothing but an end: its time is the first token's
     assert not record.error and ms([record.ttft]) == [100]
+
+
+def test_a_chunk_of_usage_may_have_null_for_choices():
+    record = ask(replying(stream(chunk("a", "stop"), USAGE | {"choices": None})))
+    assert not record.error and record.output_tokens == 7
+
+
+def test_an_address_that_is_none_is_a_failure_like_others_and_progress_counts_it():
+    progress = []
+
+    async def run():
+        async with httpx.AsyncClient() as client:
+            return await lesson.drive(client, Target("http://x:y", "m"), ones(2), [0.0, 0.0], None,
+                                      lambda: progress.append(1))  # fmt: skip
+
+    assert [record.error for record in asyncio.run(run())] == ["connection"] * 2 == ["connection"] * len(progress)
+
+
+def test_the_server_freezes_from_the_first_moment_to_the_last():
+    assert [lesson.freezing_server()(at) for at in (4_999, 5_000, 6_999, 7_000)] == [5_019, 7_020, 7_020, 7_020]
 
 
 def test_without_usage_chunks_are_counted():
