@@ -619,11 +619,34 @@ def test_a_connection_that_breaks_is_a_cut_answer(capsys):
     assert "failed; " in text and "x truncated" in text and "0 answered" not in text
 
 
-def test_no_server_no_number(capsys):
+def test_an_open_loop_has_a_connection_for_everybody():
+    """120 users, and a server that answers when all of them are there; a client has 100 by default."""
+    here = []
+
+    async def reply(body):
+        here.append(body)
+        while len(here) < 120:
+            await asyncio.sleep(0.01)
+        async for data in Script(0.0, 0.0).reply(body):
+            yield data
+
+    async def run():
+        server, url = await lesson.start_server(reply)
+        async with server:
+            return await lesson.serve_load(lesson.build_parser().parse_args(
+                ["bench", "--base-url", url, "--model", "m", "--num-prompts", "120", "--random-input-len", "2",
+                 "--random-output-len", "1", "--request-timeout", "10"]))  # fmt: skip
+
+    result, _ = asyncio.run(run())
+    assert (result["completed"], result["failed"]) == (120, 0)
+
+
+def test_no_server_no_number(capsys, tmp_path):
+    out = tmp_path / "out.json"
     with pytest.raises(common.CheckFailed, match="connection"):
-        bench(
-            capsys, "--base-url", "http://127.0.0.1:9", "--model", "m", "--num-prompts", "2", "--random-input-len", "3"
-        )
+        bench(capsys, "--base-url", "http://127.0.0.1:9", "--model", "m", "--num-prompts", "2", "--random-input-len",
+              "3", "--json", str(out))  # fmt: skip
+    assert json.loads(out.read_text())["bench"]["request_rate"] == "inf", "JSON has no word for infinity"
     assert "0 answered, 2 failed; 2 x connection" in capsys.readouterr().out
     with pytest.raises(common.InputError, match="--base-url"):
         bench(capsys, "--base-url", "http://127.0.0.1:9", "--num-prompts", "2")
@@ -820,6 +843,7 @@ def test_tune_chooses_within_the_limits():
     assert best["rows"][best["best"]]["max_num_seqs"] == 1, "a metric that was not measured limits nobody"
     assert lesson.tune(measured, (1, 4), (2, 8), {"itl": 1.0})["best"] is None
     assert lesson.tune(measured, (8,), (2,), {})["best"] is None
+    assert lesson.tune(measured, (1,), (2,), {"itl": 3.0})["best"] == 0, "a limit that is just kept"
 
 
 def test_the_most_throughput_is_not_the_most_goodput():
