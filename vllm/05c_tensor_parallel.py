@@ -466,7 +466,7 @@ class Ranks:
     """
 
     def __init__(self, world_size: int, fn: Callable, *args: Any, timeout: float = 120.0) -> None:
-        """`timeout` seconds is how long a collective may take and, unless told otherwise, all of `results()`."""
+        """`timeout` seconds is how long a collective may take, and all of `results()`."""
         self.timeout = timeout
         # The parent hosts the meeting point. Port 0: the kernel picks one that is free, and binds it at once.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -487,14 +487,13 @@ class Ranks:
             self.stop()
             raise
 
-    def results(self, timeout: float | None = None) -> list[Any]:
+    def results(self) -> list[Any]:
         """What `fn` returned on each rank, by rank. Raises RankFailed, after which no rank is left."""
-        timeout = self.timeout if timeout is None else timeout
         waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
         answers: dict[int, Any] = {}
         died: dict[int, str] = {}
         raised: dict[int, tuple[str, str]] = {}
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + self.timeout
         while waiting and (ready := multiprocessing.connection.wait([*waiting], max(0, deadline - time.monotonic()))):
             for pipe in ready:
                 rank = waiting.pop(pipe)
@@ -518,7 +517,7 @@ class Ranks:
             raise error
         if waiting:
             silent = ", ".join(map(str, sorted(waiting.values())))
-            raise RankFailed(f"no answer from rank {silent} {of} within {timeout:g} s; all were ended")
+            raise RankFailed(f"no answer from rank {silent} {of} within {self.timeout:g} s; all were ended")
         return [answers[rank] for rank in sorted(answers)]
 
     def stop(self) -> None:
