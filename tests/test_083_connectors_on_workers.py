@@ -396,6 +396,27 @@ def test_workers_without_work_read_their_mail(build, monkeypatch):
     check_nothing_is_kept(monkeypatch, prefill, decode)
 
 
+def test_while_anything_is_on_its_way_a_step_is_wanted():
+    config = lesson.connectors.KVTransferConfig("TCPConnector", "kv_both", kv_port=5000)
+    connector = lesson.RemoteConnector(config)
+    connector.looked = time.monotonic() + 1000  # not because of the mail
+    assert not connector.has_pending_work()
+    for kept, keep in ((connector.orders, list.append), (connector.producer.exports, set.add),
+                       (connector.consumer.imports, dict.setdefault), (connector.loads, list.append)):  # fmt: skip
+        keep(kept, "r")
+        assert connector.has_pending_work()
+        kept.clear()
+    assert not connector.has_pending_work()
+
+
+def test_what_the_workers_do_not_have_is_not_waited_for():
+    """A prompt that ended before a step took it along: its blocks are free at once, and no rank is told."""
+    producer = lesson.RemoteProducer(orders := [])
+    assert not producer.finish("t") and orders == []
+    producer.exports.add("t")
+    assert producer.finish("t") and orders == [("finish", "t")]
+
+
 WORKERS = {"tensor_parallel_size": 2}
 
 
