@@ -477,7 +477,7 @@ class Worker:
 
     def held(self) -> dict[str, int]:
         """For tests: what is left of requests."""
-        return {"requests": len(self.requests), "rows": len(self.runner.batch.rows)}
+        return {"requests": len(self.requests), "tables": len(self.block_ids), "rows": len(self.runner.batch.rows)}
 
     def sleep(self, seconds: float, rank: int) -> None:
         """For tests: one rank falls silent."""
