@@ -699,15 +699,15 @@ class PackedLinear:
         return torch.ops.mkl._mkl_linear(x, self.packed, self.weight, self.bias, rows)
 
 
-def packs(x: torch.Tensor) -> bool:
-    """Is there a library on this CPU that packs weights like `x`, and multiplies with them?"""
-    here, is_bf16 = x.device.type == "cpu" and torch.backends.mkldnn.is_available(), x.dtype == torch.bfloat16
-    return here and (torch.ops.mkldnn._is_mkldnn_bf16_supported() if is_bf16 else x.dtype == torch.float32)
+def packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Is there a library here that packs such weights, and multiplies with them?"""
+    here, is_bf16 = device.type == "cpu" and torch.backends.mkldnn.is_available(), dtype == torch.bfloat16
+    return here and (torch.ops.mkldnn._is_mkldnn_bf16_supported() if is_bf16 else dtype == torch.float32)
 
 
 def pack_weights(model: llama.Llama) -> llama.Llama:
     """The same model with every linear layer packed, where a CPU can do that; `model` itself is left alone."""
-    if not packs(model.embed_tokens):
+    if not packs(model.device, model.dtype):
         return model
     packed = copy.copy(model)
     packed.linear = dict(model.linear)

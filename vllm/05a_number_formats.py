@@ -507,7 +507,7 @@ def on_cpu(weight: PackedWeight, dtype: torch.dtype) -> Callable[[torch.Tensor],
     """
     W = weight.dequantize().to(dtype)
     many = llama.Linear(W)
-    if batching.packs(W):
+    if batching.packs(W.device, dtype):
         many = batching.PackedLinear(W, None)
         many.most_rows = math.inf  # W goes: of what stands for it, only the shape is read
         many.weight = W.new_full((1, 1), math.nan).expand_as(W)
