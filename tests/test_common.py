@@ -56,6 +56,22 @@ def test_assert_close_is_as_strict_as_the_contract(dtype, tolerance):
         common.assert_close(torch.full((1000,), math.nan), ref, dtype)
 
 
+def test_a_long_line_goes_on_below(capsys):
+    common.say("short\n" + "word " * 30 + "\n" + "x" * 130 + "\n  table   kept" + " " * 90 + "end")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "  short" and max(map(len, lines)) <= common.PAGE
+    assert [line.split() for line in lines[1:3]] == [["word"] * 21, ["word"] * 9]
+    assert "".join("".join(lines[3:5]).split()) == "x" * 130 and lines[-1] == "    table   kept" + " " * 90 + "end"
+
+
+def test_a_home_that_cannot_be_written_is_not_reported():
+    code = f"import sys; sys.path.insert(0, {str(common.HERE)!r}); import common; common.new_figure()"
+    environment = {k: v for k, v in os.environ.items() if k not in ("MPLCONFIGDIR", "XDG_CONFIG_HOME")}
+    environment |= {"HOME": "/dev/null/nobody", "XDG_CACHE_HOME": "/dev/null/nothing"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
 def test_checks_stop_a_script(capsys):
     common.check("same", torch.ones(3), torch.ones(3))
     common.check_equal("tokens", [1, 2], [1, 2])

@@ -470,6 +470,37 @@ def test_chat_without_template(tmp_path):
         llama.Tokenizer(tmp_path).chat([{"role": "user", "content": "Hi"}])
 
 
+def test_a_conversation_with_any_template(tmp_path):
+    """Where the template refuses a system's message, it begins the question; where there is none, lines are lines."""
+    make_folder(tmp_path)
+    edited = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Bye"}]  # fmt: skip
+    plain = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + plain
+    for template, text in (
+        (plain, "s:Be brief.;u:Hi;a:Yes?;u:Bye;"),
+        (refusing, "u:Be brief.\n\nHi;a:Yes?;u:Bye;"),
+        (None, "Be brief.\nHi\nYes?\nBye"),
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(edited | {"chat_template": template}))
+        tokenizer = llama.Tokenizer(tmp_path)
+        assert tokenizer.converse(messages) == tokenizer.encode(text)
+        assert messages[1]["content"] == "Hi", "the caller's messages stay as they are"
+    with pytest.raises(common.InputError, match="never"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(edited | {
+            "chat_template": "{{ raise_exception('never') }}"}))  # fmt: skip
+        llama.Tokenizer(tmp_path).converse(messages)
+
+
+def test_a_context_that_a_story_takes(tmp_path):
+    make_folder(tmp_path)
+    assert llama.check_context(str(tmp_path), 256).max_position_embeddings == 256
+    with pytest.raises(common.InputError) as error:
+        llama.check_context(str(tmp_path), 257)
+    assert str(error.value) == "--model: a context of 256 tokens is too short; this story takes 257"
+
+
 def test_chat_template_is_sandboxed(tmp_path):
     make_folder(tmp_path)
     edited = json.loads((tmp_path / "tokenizer_config.json").read_text())

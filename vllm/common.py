@@ -16,6 +16,7 @@ import importlib.util
 import itertools
 import io
 import json
+import logging
 import math
 import os
 import platform
@@ -24,6 +25,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import urllib.parse
@@ -36,6 +38,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 FIGURES = ROOT / "lessons" / "figures"
 RESULTS = ROOT / "lessons" / "results"
+PAGE = 110  # columns
 
 
 class _Nothing(ModuleType):
@@ -442,14 +445,14 @@ class InputError(ValueError):
 
 @functools.cache
 def console() -> Any:
-    """The one console; 110 columns wide where the output is not a terminal, so that tables fit a page."""
+    """The one console; a page wide where the output is not a terminal, so that tables fit a page."""
     from rich.console import Console
 
     class OurConsole(Console):
         def on_broken_pipe(self) -> None:  # rich would leave with code 1; `run` says what it is
             raise
 
-    return OurConsole(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 110)
+    return OurConsole(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else PAGE)
 
 
 def heading(text: str) -> None:
@@ -459,8 +462,16 @@ def heading(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """One line (or paragraph) of the story, indented under its heading."""
-    console().print("\n".join("  " + line for line in text.splitlines()))
+    """One line (or paragraph) of the story, indented under its heading. What a page cannot hold goes on below."""
+    lines = ["  " + line for line in text.splitlines()]
+    console().print("\n".join(part for line in lines for part in _on_a_page(line)))
+
+
+def _on_a_page(line: str) -> list[str]:
+    """A stranger's model may answer with anything, at any length."""
+    return [line] if len(line) <= PAGE else textwrap.wrap(
+        line, PAGE, subsequent_indent="    ", replace_whitespace=False, expand_tabs=False, break_on_hyphens=False
+    )  # fmt: skip
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None) -> None:
@@ -511,6 +522,7 @@ COLORS = {"blue": "#2f6fb0", "orange": "#d9822b", "green": "#3a8f5c", "red": "#c
 def new_figure(width: float = 8.0, height: float = 3.6, **kwargs: Any) -> tuple[Any, Any]:
     """A matplotlib figure and its axes in the lessons' style; size in inches."""
     os.environ.setdefault("MPLBACKEND", "svg")
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # else it reports a HOME that cannot be written
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({

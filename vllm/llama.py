@@ -496,7 +496,22 @@ class Tokenizer:
 
     def ask(self, question: str) -> list[int]:
         """A question as the model expects it: by its chat template, or as it is where there is none."""
-        return self.chat([{"role": "user", "content": question}]) if self.chat_template else self.encode(question)
+        return self.converse([{"role": "user", "content": question}])
+
+    def converse(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """A chat as the model expects it: by its template, or line by line where there is none.
+
+        A template may refuse a system's message, as Gemma's and Mistral's first ones do: it begins the question then.
+        """
+        if not self.chat_template:
+            return self.encode("\n".join(message["content"] for message in messages))
+        try:
+            return self.chat(messages)
+        except common.InputError:
+            if messages[0]["role"] != "system":
+                raise
+            system, question, *rest = messages
+            return self.chat([question | {"content": f"{system['content']}\n\n{question['content']}"}, *rest])
 
     def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True,
                     **variables: Any) -> str:  # fmt: skip
@@ -622,6 +637,14 @@ def model_folder(path_or_id: str | None = None) -> Path:
         with contextlib.suppress(Exception):  # not cached, no such id, no network: one line below says what to do
             return Path(snapshot_download(path_or_id, allow_patterns=wanted, local_files_only=offline))
     raise common.InputError(f"--model {path_or_id}: not a local folder, and no hub could deliver it")
+
+
+def check_context(path_or_id: str | None, tokens: int) -> LlamaConfig:
+    """The config of `--model`. Raises InputError if it has fewer positions than the `tokens` that a story takes."""
+    config = LlamaConfig.from_folder(model_folder(path_or_id))
+    if (context := config.max_position_embeddings) < tokens:
+        raise common.InputError(f"--model: a context of {context} tokens is too short; this story takes {tokens}")
+    return config
 
 
 # --- The default model: GGUF to a Hugging Face folder, once ---------------------------------------------------------
