@@ -862,6 +862,10 @@ def prompt_tokens(args: argparse.Namespace, folder: Path) -> list[int]:
     limit = llama.LlamaConfig.from_folder(folder).max_position_embeddings
     tokenizer, N = llama.Tokenizer(folder), args.new_tokens
     prompt = tokenizer.ask(args.prompt)
+    if (args.prompt, N) == (QUESTION, 24):  # nobody asked for more
+        llama.check_context(args.model, 256 if args.bench else len(prompt) + N)
+    if limit - N < 1:
+        raise common.InputError(f"--new-tokens {N}: allowed with this model's context: 1 to {limit - 1}")
     if not 1 <= len(prompt) <= limit - N:
         raise common.InputError(f"--prompt: {len(prompt)} tokens; allowed with --new-tokens {N}: 1 to {limit - N}")
     if args.slots < len(prompt) + N - 1:  # the last token is written, and never run through the model
@@ -897,11 +901,13 @@ def run_generation(args: argparse.Namespace, model: llama.Llama, tokenizer: llam
         with common.use_kernels():
             few, _ = cached(2, restart_positions=False)
         launches = decode_attention_kernel.launches - before
-        common.check_equal(f"a decode step through the Triton kernel, {launches} launches for "
-                           f"{spec.num_layers} layers: the same token", few.token_ids, fast.token_ids[:2])  # fmt: skip
+        common.check_equal(f"a decode step through the Triton kernel, {launches} launch{'es' * (launches != 1)} for "
+                           f"{spec.num_layers} layer{'s' * (spec.num_layers > 1)}: the same token",
+                           few.token_ids, fast.token_ids[:2])  # fmt: skip
 
     wrong, _ = cached(N, restart_positions=True)
-    common.say("The bug: every decode step numbers its token from 0. No error, the same cost, another text.")
+    text = "another text" if wrong.token_ids != fast.token_ids else "here even the same text"
+    common.say(f"The bug: every decode step numbers its token from 0. No error, the same cost, {text}.")
     common.say(f"  right    {tokenizer.decode(fast.token_ids)!r}\n  restart  {tokenizer.decode(wrong.token_ids)!r}")
     if args.model is None and (args.prompt, N) == (QUESTION, 24):
         pieces = {"right": fast, "restarted": wrong}
@@ -960,7 +966,7 @@ def print_roofline(known: dict[str, Any]) -> None:
     itl, intensity, (a, b) = known["itl"], known["intensity"], PUBLISHED_ITL["bfloat16"]
     common.say(f"Decode attention alone: {intensity['attention']['llama_31_8b']:.0f} FLOP/byte in any batch; "
                f"at context 2,048 no batch passes {intensity['decode_limit']:.0f}.")  # fmt: skip
-    common.say(f"ITL = weights/bandwidth + tokens · bytes/bandwidth = {itl['intercept_ms']:.2f} ms + "
+    common.say(f"ITL = (weights + tokens · bytes) / bandwidth = {itl['intercept_ms']:.2f} ms + "
                f"{itl['slope_ms']:.2e} ms/token; published: {a} + {b:.2e}.")  # fmt: skip
     common.say(f"Read as bandwidth, the published slope is {itl['slope_tb_s']:.2f} TB/s, {itl['slope_share']:.0%} of "
                f"the data sheet; the intercept {itl['intercept_tb_s']:.2f}, {itl['intercept_share']:.0%}.")  # fmt: skip
@@ -979,8 +985,8 @@ def print_measurements(args: argparse.Namespace, model: llama.Llama) -> dict[str
                    f"{fit['weights_gb_s']:.1f} GB/s, cache {fit['cache_gb_s']:.1f} GB/s; "
                    f"a copy: {bench['copy_gb_s']:.1f} GB/s")  # fmt: skip
     else:  # something else was running
-        common.skipped("the line for ITL", f"{fit['intercept_ms']:.1f} ms + {fit['slope_us']:.2f} µs/token is noise, "
-                       "for neither can be 0 or less; --bench measures longer")  # fmt: skip
+        common.skipped("the line for ITL", f"{fit['intercept_ms']:.1f} ms + {fit['slope_us']:.2f} µs/token is noise: "
+                       "neither can be below 0;\n--bench measures longer")  # fmt: skip
     if common.HAS_GPU:
         bench["kernel"] = measure_kernel(args.bench)
         for r in bench["kernel"]:

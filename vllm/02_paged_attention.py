@@ -1101,7 +1101,8 @@ def check_model(model: llama.Llama, prompts: Sequence[list[int]], num_blocks: in
         before = paged_decode_kernel.launches
         with common.use_kernels():
             (same,) = decode(model, prompts[:1], greedy, 2, num_blocks, block_size).token_ids
-        what = f"the first 2 of them by {paged_decode_kernel.launches - before} launches of paged_decode_kernel"
+        n = paged_decode_kernel.launches - before
+        what = f"the first 2 of them by {n} launch{'es' * (n > 1)} of paged_decode_kernel"
         common.check_equal(what, same, outputs[0][:2])
 
 
@@ -1133,12 +1134,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine, f, num_blocks = common.start(args), facts(), args.num_slots // args.block_size
 
+    model, tokenizer = llama.load(args.model)
+    prompts = [tokenizer.ask(question) for question in QUESTIONS]
+    llama.check_context(args.model, max(map(len, prompts)) + (58 if args.bench else 12))
     common.heading(f"1. Attention through a block table, blocks of {args.block_size}")
     check_kernels(args.block_size)
 
     common.heading(f"2. A real model in {num_blocks} blocks: three prompts at once")
-    model, tokenizer = llama.load(args.model)
-    prompts = [tokenizer.ask(question) for question in QUESTIONS]
     try:
         check_model(model, prompts[:3], num_blocks, args.block_size)
         common.heading("3. One prompt, several sequences: shared blocks against private copies")

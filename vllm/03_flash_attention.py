@@ -1057,7 +1057,7 @@ def show_model(args: argparse.Namespace) -> None:
     else:
         common.skipped("the prefill through the kernel", common.kernel_mode())
     for prompt, row in zip(prompts, ref):
-        common.say(f"{tokenizer.decode(prompt)} →{tokenizer.decode([int(row.argmax())])}")
+        common.say(f"{tokenizer.decode(prompt)} →{tokenizer.decode([int(row.argmax())], False)}")
 
 
 def show_backends() -> None:

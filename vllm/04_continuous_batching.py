@@ -1130,9 +1130,9 @@ def build_parser() -> common.Parser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    machine = common.start(args)
-    dry = Scheduler(SchedulerConfig(512, args.max_num_seqs, 4096), KVCacheManager(args.num_blocks, 16, 512))
-    EngineCore(dry).check_pool()  # before anything is computed or loaded
+    machine, config = common.start(args), SchedulerConfig(512, args.max_num_seqs, 4096)
+    EngineCore(Scheduler(config, KVCacheManager(args.num_blocks, 16, 512))).check_pool()  # before anything is computed
+    llama.check_context(args.model, 512)
     numbers, bench = facts(), {}
 
     common.heading("1. Static against continuous batching, in steps of the real scheduler (4 slots)")

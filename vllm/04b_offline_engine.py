@@ -1064,6 +1064,7 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine = common.start(args)
+    llama.check_context(args.model, 512)
     numbers, bench = facts(), {}
 
     common.heading("1. One batch, every row its own parameters, against the row-by-row reference")

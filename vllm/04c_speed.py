@@ -723,6 +723,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = common.start(args)
     B, bench = args.sequences, {}
 
+    llama.check_context(args.model, 192 if args.bench else 64)
     model, tokenizer = llama.load(args.model)
     text = tokenizer.encode(TEXT)
     prompts = [text[i % 32 : i % 32 + 32] for i in range(B)]
@@ -760,10 +761,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     common.heading("3. The floor: matrix products and nothing else")
     floor = {n: batching.matmul_seconds(batching.pack_weights(model), n, n) for n in sorted({1, B})}
+    weights = sum(layer.weight.numel() for layer in model.linear.values())
     for n, seconds in floor.items():
         common.say(f"{n:>2} rows: {seconds * 1e3:5.1f} ms, {n / seconds:4.0f} tokens/s at most; "
-                   f"{4 * known['weights'] / seconds / 1e9:.0f} GB/s of weights, "
-                   f"{2 * n * known['weights'] / seconds / 1e9:.0f} GFLOP/s")  # fmt: skip
+                   f"{4 * weights / seconds / 1e9:.0f} GB/s of weights, "
+                   f"{2 * n * weights / seconds / 1e9:.0f} GFLOP/s")  # fmt: skip
 
     common.heading("4. Where a decode step's time goes")
     print_profiles({

@@ -119,16 +119,11 @@ TURNS = ["When do you close on Sundays?", "And how long may I keep a film?", "Th
 
 
 def conversation(core: ModelEngineCore, tokenizer: llama.Tokenizer, max_tokens: int) -> list[tuple[Request, float]]:
-    """A chat of three turns; each prompt repeats everything said so far, the model's own words included.
-
-    A model without a chat template gets the bare texts, line by line.
-    """
+    """A chat of three turns; each prompt repeats everything said so far, the model's own words included."""
     messages, answers = [{"role": "system", "content": TOOLS}], []
     for turn in TURNS:
         messages.append({"role": "user", "content": turn})
-        text = "\n".join(message["content"] for message in messages)
-        prompt = tokenizer.chat(messages) if tokenizer.chat_template else tokenizer.encode(text)
-        answers.append(ask(core, prompt, max_tokens))
+        answers.append(ask(core, tokenizer.converse(messages), max_tokens))
         messages.append({"role": "assistant", "content": tokenizer.decode(answers[-1][0].output_token_ids)})
     return answers
 
@@ -846,7 +841,7 @@ def tell_cuda_graphs(args: argparse.Namespace, f: dict[str, Any]) -> dict:
          *(f"{f['graphs'][key]['factor'][n]:.2f}x" for n in ("1", "16", "256"))] for key, name in names.items()
     ])  # fmt: skip
     common.say("(B: eager over one graph, by max(launches · 10 µs, roofline of an H100 at 1,024 tokens of context). A "
-               "bound: if each\nkernel takes 1 µs beside its bytes, B=1 is " + " and ".join(
+               "bound:\nif each kernel takes 1 µs beside its bytes, B=1 is " + " and ".join(
                    f"{f['graphs'][key]['factor_if_kernel_us']['1']:.2f}x" for key in names) + ")")  # fmt: skip
     if not common.HAS_GPU:
         common.skipped("CUDA graphs", "no GPU. A tape of operations takes their place: same buckets, padding, buffers")
@@ -906,7 +901,7 @@ def tell_torch_compile(args: argparse.Namespace, f: dict[str, Any]) -> dict | No
     for n in f["compile"] if args.full else ("2048",):
         known = f["compile"][n]
         common.say(f"{int(n):>5,} tokens: a layer's small operations move {known['small'] / 1e6:6.2f} MB one by one, "
-                   f"its weights are {known['weights'] / 1e6:.0f} MB: {known['share']:.1%} of the traffic")  # fmt: skip
+                   f"its weights are {known['weights'] / 1e6:.0f} MB: {known['share']:.1%} of all")  # fmt: skip
     found = common.results(KEY, "h200" if common.HAS_GPU else "cpu").get("bench", {}).get("torch-compile")
     if not args.full and not found:
         common.skipped("compiling", "it takes 10–45 s: `--only torch-compile` does it")
@@ -945,7 +940,7 @@ def tell_async_scheduling(args: argparse.Namespace, f: dict[str, Any]) -> dict:
                   "total"], rows)  # fmt: skip
     common.check_equal("all three loops write the same tokens", tokens, [tokens[0]] * 3)
     common.say(f"{f['loops']['requests']} requests, {f['loops']['tokens']} tokens, ended by an unforeseen stop token;"
-               " sampled in vain: " + ", ".join(f"{kind} {f['loops'][kind]['wasted']}" for kind in LOOPS))  # fmt: skip
+               "\nsampled in vain: " + ", ".join(f"{kind} {f['loops'][kind]['wasted']}" for kind in LOOPS))  # fmt: skip
     return bench
 
 
@@ -997,6 +992,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         common.say("\n".join(f"{name:<22} {command(name)}" for name in entries))
         return
     args.full, bench = bool(args.only or args.bench), {}
+    llama.check_context(args.model, 2112 if args.full else 1024)
     for number, name in enumerate(entries, 1):
         if args.only in (None, name):
             common.heading(f"{number}. {name}")

@@ -1007,7 +1007,7 @@ def build_parser() -> argparse.ArgumentParser:
     p = common.parser(__doc__)
     p.add_argument("--bits", type=common.number(int, 2, 8), default=3, help="of the live layer (default 3)")
     p.add_argument("--group", type=int, choices=(32, 64, 192, 576), default=64, help="of the live layer (default 64)")
-    p.add_argument("--layer", type=common.number(int, 0), default=11, help="the block that runs live (default 11)")
+    p.add_argument("--layer", type=common.number(int, 0), help="the block that runs live (default 11, or the last)")
     p.add_argument("--windows", type=common.number(int, 1, 10), default=2, help="--bench: of 512 tokens (default 2)")
     return p
 
@@ -1129,10 +1129,11 @@ def print_roofline(known: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    machine, known, bench = common.start(args), facts(), {}
-    count = llama.LlamaConfig.from_folder(llama.model_folder(args.model)).num_hidden_layers
-    if args.layer >= count:
-        raise common.InputError(f"--layer {args.layer}: allowed: 0 to {count - 1}")
+    machine, known, bench, mine = common.start(args), facts(), {}, args.model is None
+    last = llama.check_context(args.model, 512 if args.bench else 256).num_hidden_layers - 1
+    args.layer = min(11, last) if args.layer is None else args.layer
+    if args.layer > last:
+        raise common.InputError(f"--layer {args.layer}: allowed: 0 to {last}")
 
     common.heading("1 · Formats: grid × group × scale")
     check_formats()
@@ -1140,14 +1141,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.heading("2 · Both kernels against decoded weights")
     check_kernels()
 
-    common.heading("3 · A discovery: 4 bits cost this model nothing")
+    common.heading(f"3 · {'A discovery: 4 bits cost this model nothing' if mine else 'What rounding does to weights'}")
     model, tokenizer = llama.load(args.model)
-    show_discovery(model, args.model is None)
+    show_discovery(model, mine)
 
     common.heading(f"4 · Live: block {args.layer}")
     bench["layer"] = show_layer(args, model, tokenizer)
 
-    common.heading("5 · The whole model")
+    common.heading(f"5 · The whole model{'' if mine or args.bench else ', recorded: ' + llama.DEFAULT_MODEL}")
     if args.bench and not common.HAS_GPU:  # algorithms run on the CPU: the same table on every machine
         bench |= {"table": measure_table(model, tokenizer, args.windows), "tokens": 512 * args.windows}
     print_table(bench.get("table") or common.results(KEY).get("bench", {}).get("table") or [])

@@ -1001,8 +1001,8 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine = common.start(args)
+    config = llama.check_context(args.model, 256)
     folder, numbers = llama.model_folder(args.model), facts()
-    config = llama.LlamaConfig.from_folder(folder)
     n = args.tensor_parallel_size = args.tensor_parallel_size or default_size(config)
     check_tensor_parallel_size(config, n)
     start_context()  # its imports run beside what follows

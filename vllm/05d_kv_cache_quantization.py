@@ -1038,7 +1038,7 @@ def check_formats() -> None:
             out = quantized_decode(*made)
         dense = dequantize_reference(layer, layout, head_scales)
         reference = paged.paged_decode_reference(q, dense, table, lens).float()
-        common.check(f"{name}: written by one kernel, attended to by the other", out.cpu(), reference)
+        common.check(f"{name}: written by one kernel, read by the other", out.cpu(), reference)
 
 
 def run_engine(model: llama.Llama, tokenizer: llama.Tokenizer, kv_cache_dtype: str, max_tokens: int = 16) -> None:
@@ -1158,6 +1158,7 @@ def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine, f, bench, name = common.start(args), facts(), {}, args.kv_cache_dtype
+    llama.check_context(args.model, 1024)
 
     common.heading("1. Codes and kernels against the definitions")
     check_formats()

@@ -965,20 +965,29 @@ async def load_server(url: str, model: str, clients: int, count: int, tokens: in
 
 
 def follow_one_request(client: Any, model: str) -> dict[str, float]:
-    """Stream one chat answer; where its time went, by the client's clock and by the server's metrics."""
-    before, start, first, chunks, text = metrics_of(client), time.perf_counter(), 0.0, 0, ""
-    body = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": True,
-            "temperature": 0, "max_completion_tokens": 16}  # fmt: skip
-    with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                delta = json.loads(line[6:])["choices"][0]["delta"].get("content")
-                if delta:
-                    first, chunks, text = first or time.perf_counter(), chunks + 1, text + delta
+    """Stream one answer, in a chat if the model knows chats; where its time went, by the client's clock and by the
+    server's metrics."""
+    before, first, chunks, text, question = metrics_of(client), 0.0, 0, "", "What is the capital of France?"
+    always = {"model": model, "stream": True, "temperature": 0}
+    for path, ask in {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": question}], "max_completion_tokens": 16},
+        "/v1/completions": {"prompt": question, "max_tokens": 16},
+    }.items():
+        start = time.perf_counter()
+        with client.stream("POST", path, json=always | ask) as response:
+            if response.status_code == 400:  # no chat template
+                common.say(f"{path}: {json.loads(response.read())['error']['message']}")
+                continue
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    (choice,) = json.loads(line[6:])["choices"]
+                    if piece := choice["text"] if "text" in choice else choice["delta"].get("content"):
+                        first, chunks, text = first or time.perf_counter(), chunks + 1, text + piece
+        break
     end, after = time.perf_counter(), metrics_of(client)
     spent = lambda name: (after[f"{name}_sum"] - before[f"{name}_sum"]) * 1e3  # noqa: E731
-    common.say(f"“What is the capital of France?” → {text!r} in {chunks} events")
-    found = {"client_ttft_ms": (first - start) * 1e3, "client_e2e_ms": (end - start) * 1e3,
+    common.say(f"“{question}” → {text!r} in {chunks} events")
+    found = {"client_ttft_ms": ((first or end) - start) * 1e3, "client_e2e_ms": (end - start) * 1e3,
              "queue_ms": spent("request_queue_time_seconds"), "prefill_ms": spent("request_prefill_time_seconds"),
              "decode_ms": spent("request_decode_time_seconds"),
              "e2e_ms": spent("e2e_request_latency_seconds")}  # fmt: skip
@@ -1010,9 +1019,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     numbers, bench = facts(), {}
     import httpx
 
-    context = llama.LlamaConfig.from_folder(llama.model_folder(args.model)).max_position_embeddings
-    if context < 1024:
-        raise common.InputError(f"--model {args.model}: a context of {context} is too short; this story takes 1024")
+    llama.check_context(args.model, 1024)
     common.heading("1. Start-up, as `serve` prints it")
     flags = ["--max-num-seqs", str(args.max_num_seqs), "--max-num-queued-reqs", str(args.max_num_queued_reqs),
              "--engine-place", args.engine_place, "--max-model-len", "1024", "--kv-cache-gib", "0.25", "--seed",
@@ -1071,7 +1078,7 @@ def tell_story(args: argparse.Namespace, client: Any, url: str, model: str, benc
         common.check_equal(f"{levels[-1]} at once read the same texts as one by one", texts[levels[-1]], texts[1])
 
     common.heading("4. What must not harm anybody else")
-    long = {"prompt": "Once", "max_tokens": 900, "stream": True}
+    long = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
     with client.stream("POST", "/v1/completions", json=long) as response:
         next(response.iter_lines())  # one piece, and the client hangs up
     start = time.perf_counter()

@@ -1153,8 +1153,8 @@ def build_parser() -> common.Parser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    machine = common.start(args)
-    numbers, bench = facts(), {}
+    machine, numbers, bench = common.start(args), facts(), {}
+    llama.check_context(args.model, 256)
     model, tokenizer = llama.load(args.model)
     vocabulary = vocabulary_of(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
     if args.regex is not None:

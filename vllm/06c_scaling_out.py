@@ -527,7 +527,7 @@ async def serve_engines(args: argparse.Namespace, prompts: Sequence[str]) -> dic
 def build_parser() -> common.Parser:
     p, whole = common.parser(__doc__), functools.partial(common.number, int)
     p.add_argument("--tensor-parallel-size", "-tp", type=whole(1, 16), metavar="N", help="shards of each layer "
-                   "(default 3; 1 with a pipeline)")  # fmt: skip
+                   "(default 3 or, where that is forbidden, fewest above 1; 1 with a pipeline)")  # fmt: skip
     p.add_argument("--pipeline-parallel-size", "-pp", type=whole(1, 16), default=1, metavar="N",
                    help="ranges of layers (default %(default)s)")  # fmt: skip
     p.add_argument("--data-parallel-size", "-dp", type=whole(1, 8), default=2, metavar="N",
@@ -541,11 +541,13 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine = common.start(args)
+    config = llama.check_context(args.model, 256)
     numbers, bench = facts(), {}
     folder = llama.model_folder(args.model)
-    tp = args.tensor_parallel_size or (3 if args.pipeline_parallel_size == 1 else 1)
+    alone = args.pipeline_parallel_size == 1
+    tp = args.tensor_parallel_size or (tensor_parallel.default_size(config) if alone else 1)
     parallel = ParallelConfig(tp, args.pipeline_parallel_size, args.distributed_executor_backend)
-    parallel.check(llama.LlamaConfig.from_folder(folder))
+    parallel.check(config)
     tensor_parallel.start_context()  # it has imports to do, while we go on
     tokenizer = llama.Tokenizer(folder)
 

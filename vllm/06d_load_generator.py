@@ -1143,7 +1143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             common.stored_object(args.json)
         return args.run(args)
     machine, known, bench = common.start(args), facts(), {}
-
+    offline.llama.check_context(args.model, 192 if args.bench else 48)
     common.heading("1. The loop that everybody writes first, and one that asks as users do")
     names = ("closed: ask again after the answer", "open: 25 requests a second")
     rows = [[name, x["completed"], *(f"{x[f'{rule}_e2el_ms']:,.0f} ms" for rule in ("median", "mean", "p99"))]

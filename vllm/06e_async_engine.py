@@ -1147,10 +1147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine = common.start(args)
     numbers, bench = facts(), {}
-    context = llama.LlamaConfig.from_folder(llama.model_folder(args.model)).max_position_embeddings
-    if context < MAX_MODEL_LEN:
-        raise common.InputError(f"--model {args.model}: a context of {context} is too short; "
-                                f"this story takes {MAX_MODEL_LEN}")  # fmt: skip
+    llama.check_context(args.model, MAX_MODEL_LEN)
 
     common.heading(f"1. Where the engine runs: {args.clients} stream{'s' * (args.clients > 1)}, a heartbeat every 2 ms")
     tokenizer = llama.Tokenizer(llama.model_folder(args.model))

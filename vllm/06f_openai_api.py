@@ -1119,8 +1119,7 @@ async def _tell_story(args: argparse.Namespace, app: Any, llm: AsyncLLM, bench: 
         if name == "an empty prompt" and heard.status == 200:
             rows.append([name, 200, "", "an answer: this tokenizer begins every text with a token"])
             continue
-        error = heard.json["error"]
-        message = error["message"]
+        error, message = heard.json["error"], heard.json["error"]["message"]
         rows.append([name, heard.status, error["param"] or "", message[:57] + "…" * (len(message) > 57)])
     common.table(["request", "status", "param", "message"], rows)
     common.check_equal("the engine has heard of nothing", llm.num_unfinished, 0)
@@ -1184,6 +1183,7 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine, bench = common.start(args), {}
+    llama.check_context(args.model, 512)  # the small engine's
     asyncio.run(tell_story(args, bench))
     common.heading("4. One request, station by station: simulate()")
     common.say(describe(simulate(WIDGET_DEFAULT)))

@@ -45,6 +45,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -726,12 +727,8 @@ def broken(name: str | None) -> Iterator[None]:
         yield
         return
     owner, attribute, wrong = BREAKS[name]
-    right = getattr(owner, attribute)
-    setattr(owner, attribute, wrong)
-    try:
+    with mock.patch.object(owner, attribute, wrong):
         yield
-    finally:
-        setattr(owner, attribute, right)
 
 
 # --- 7. The simulation behind the widget ------------------------------------------------------------------------------
@@ -1165,12 +1162,14 @@ def build_parser() -> common.Parser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    machine = common.start(args)
-    numbers, bench = facts(), {}
+    machine, numbers, bench = common.start(args), facts(), {}
+    llama.check_context(args.model, 512)
     with broken(args.wrong):
         tell_rule(numbers if args.wrong is None else None)
         model, tokenizer = llama.load(args.model)
         found = tell_model(args, model, tokenizer)
+    if args.wrong:
+        common.say(f"NOT CAUGHT (--break {args.wrong}): nothing in these answers gave the bug an occasion to show")
     common.heading("4. The widget's default: three words, and every rule applied by the real function")
     common.say(describe(simulate(WIDGET_DEFAULT)))
     tell_economics(args, numbers, model, tokenizer)

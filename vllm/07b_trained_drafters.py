@@ -1079,7 +1079,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.command == "train":
         return train(args)
     numbers, bench = facts(), {}
-
+    llama.check_context(args.model, 192 if args.bench else 64)
+    model, tokenizer = llama.load(args.model)
     common.heading("1. What was trained, on text that the target wrote")
     common.table(["drafter", "weights", "file", "tokens seen", "1st right", "2nd then", "3rd then", "tokens/step"], [
         [name, f"{d['parameters'] / 1e6:.1f}M", f"{d['megabytes']:.1f} MB", f"{d['tokens']:,}",
@@ -1088,11 +1089,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     ])  # fmt: skip
     head, covered = numbers["head"], numbers["drafters"]["medusa"]["coverage"]
     common.say(f"{numbers['draft_vocab']:,} tokens to draft from: {head['draft']:.1f}M weights of the output matrix, "
-               f"not {head['full']:.1f}M; {covered:.1%} of what the target says is among them")  # fmt: skip
+               f"not {head['full']:.1f}M;\n{covered:.1%} of what the target says is among them")  # fmt: skip
 
-    K, tokens = args.num_speculative_tokens, 20
+    K, tokens, cases = args.num_speculative_tokens, 20, numbers["exact"]["cases"]
     common.heading(f"2. In the engine: chains of {K}, two prompts that were held out")
-    model, tokenizer = llama.load(args.model)
+    network = training.load_network(WEIGHTS / "medusa.safetensors", model)
     prompts = held_out(1)[:2]
     plain, rows = serve(model, tokenizer, prompts, tokens, None).token_ids, []
     for name in NAMES:
@@ -1115,7 +1116,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             common.check("the same, Triton kernel", tree_attention(*arguments), reference)
     else:
         common.skipped("the Triton kernels", common.kernel_mode())
-    cases, network = numbers["exact"]["cases"], training.load_network(WEIGHTS / "medusa.safetensors", model)
     with broken(args.broken):
         error = max(largest_tree_error(*pair) for pair in PAIRS.values())  # of the rule as it is now, not a fact
         found = f"several guesses per place, {cases} cases enumerated: what is written misses p by {error:.1g} at most"

@@ -1108,9 +1108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def story(args: argparse.Namespace, workers: contextlib.ExitStack) -> dict[str, Any]:
     """What a reader sees."""
     bench: dict[str, Any] = {}
-    context = llama.LlamaConfig.from_folder(llama.model_folder(args.model)).max_position_embeddings
-    if context < 512:  # `make_core`'s max_model_len
-        raise common.InputError(f"--model {args.model}: a context of {context} is too short; this story takes 512")
+    llama.check_context(args.model, 512)  # `make_core`'s max_model_len
     common.heading("1. Naively: compute in one cache, copy every block, go on in the other")
     model, tokenizer = llama.load(args.model, torch.float32)
     text = tokenizer.encode(TEXT)

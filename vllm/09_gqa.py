@@ -1083,7 +1083,7 @@ def show_mla() -> None:
     with common.use_kernels() if common.HAS_TRITON else contextlib.nullcontext():
         o = mla_decode(layer.absorb(q[-1:]), blocks, table, lens, 40, 512, layer.scale, 2)
     what = "mla_decode_kernel" if common.HAS_TRITON else "torch path"
-    common.check(f"its last token through a block table, {what}, keys split in 2", layer.unfold(o), naive[-1:])
+    common.check(f"its last token, paged, {what}, keys split in 2", layer.unfold(o), naive[-1:])
     m = facts()["mla"]
     common.say(f"{m['elements']} elements per token and layer: as GQA with {m['groups']} KV heads of 128; "
                f"MHA would keep {m['mha_elements']:,}, {m['times_smaller']:.1f} × as many.")  # fmt: skip
@@ -1095,8 +1095,6 @@ def show_mla() -> None:
 
 def show_pooling(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
     """What it does to the real model to have its KV heads merged, without training."""
-    if (context := model.config.max_position_embeddings) < WINDOW:
-        raise common.InputError(f"--model {args.model}: a context of {context} is too short; windows take {WINDOW}")
     windows = corpus(tokenizer, 5120 if args.bench else 512)
     found = {"trained": perplexity(model, windows)}
     for how in ("mean", "first"):
@@ -1175,6 +1173,7 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine = common.start(args)
+    llama.check_context(args.model, WINDOW)
     if args.heal:
         common.heading(f"Nine query heads, one KV head: {args.heal:g} minutes of training")
         return run_healing(args, machine)

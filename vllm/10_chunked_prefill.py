@@ -1113,6 +1113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise common.InputError(f"--threshold {args.threshold}: allowed: at most --prompt-tokens "
                                 f"({args.prompt_tokens}): nobody asks for more")  # fmt: skip
     machine, known = common.start(args), facts()
+    llama.check_context(args.model, max(128, args.prompt_tokens + (25 if args.bench else 17)))
 
     common.heading("1 · One kernel for prompts, chunks and decodes")
     check_kernel()

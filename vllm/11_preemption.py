@@ -1088,9 +1088,9 @@ def check_kernel(seed: int) -> None:
 
 def run_policies(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
     """The same requests under every policy in a pool too small for them: same tokens, different work."""
-    prompts, new = [tokenizer.encode(text) for text in TEXTS], 9
+    prompts, new, rows = [tokenizer.encode(text) for text in TEXTS], 9, []
+    llama.check_context(args.model, longest := max(map(len, prompts)) + new)
     expected = {str(i): undisturbed(model, prompt, new) for i, prompt in enumerate(prompts)}
-    longest, rows = max(map(len, prompts)) + new, []
     sampling = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
     for policy, pool in (("recompute", 64), *((policy, -(-longest // 4) + 1) for policy in POLICIES)):
         core = ModelCore(build_scheduler(policy, pool, 4, longest, num_cpu_blocks=32), model, 32)
@@ -1130,11 +1130,11 @@ def main(argv: list[str] | None = None) -> None:
         return replay_command(args)
     machine, known = common.start(args), facts()
     model, tokenizer = llama.load(args.model)
-
     common.heading("1 · One kernel moves blocks between two pools")
     check_kernel(args.seed)
 
-    common.heading(f"2 · {args.model or llama.DEFAULT_MODEL}: preempted, none the worse for it (blocks of 4 tokens)")
+    name = Path(args.model or llama.DEFAULT_MODEL).name
+    common.heading(f"2 · {name}: preempted, none the worse for it (blocks of 4 tokens)")
     run_policies(args, model, tokenizer)
 
     common.heading("3 · Too many requests for one pool")
@@ -1178,7 +1178,7 @@ def measure(args: argparse.Namespace, model: llama.Llama) -> dict[str, Any]:
     for n, us in bench["scheduler_us"].items():
         common.say(f"scheduling {n:>4} decodes: {us:7.0f} µs a step; vLLM 0.32 on another machine: "
                    f"{VLLM_SCHEDULER_US[int(n)]:,} µs")  # fmt: skip
-    where = "GPU to pinned host memory" if common.HAS_GPU else "host memory to host memory: there is no link here"
+    where = "GPU to pinned host memory" if common.HAS_GPU else "host to host memory (no link here)"
     bench["swap"] = {str(b): measure_swap(b, 256 if common.HAS_GPU else 32, 1.0 if args.bench else 0.1) for b in sizes}
     for b, x in bench["swap"].items():
         common.say(f"blocks of {b:>2}, {where}: {x['one_by_one_gb_s']:.1f} GB/s one by one "

@@ -991,8 +991,7 @@ def tell_cache(args: argparse.Namespace, llm: LLM, tokenizer: llama.Tokenizer) -
     core, secret = llm.llm_engine.core, "You are the night watch of a harbour. The word of the day is lantern. "
     question = "Which word opens the gate, and why?"
     messages = [{"role": "system", "content": secret}, {"role": "user", "content": question}]
-    tokens = tokenizer.chat(messages) if tokenizer.chat_template else tokenizer.encode(secret + question)
-    prompt, pirate = {"prompt_token_ids": tokens}, shipped()[0]
+    prompt, pirate = {"prompt_token_ids": tokenizer.converse(messages)}, shipped()[0]
     params, short = (SamplingParams(temperature=0, max_tokens=n) for n in (12, 8))
     found = {}
     with forgotten_adapter(core.scheduler.kv_cache_manager) if args.break_ == "cache-key" else contextlib.nullcontext():
@@ -1148,8 +1147,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     for request in shipped():  # a rank that is too low is refused before anything is computed or loaded
         adapters.read_config(Path(request.lora_path), args.max_lora_rank)
+    llama.check_context(args.model, 256)
     numbers, bench = facts(), {}
-
     common.heading("1. The kernels against the naive loop: ranks 4, 8 and 20, rows without adapter, slices without")
     check_kernels(llama.random_model(seed=0))
 

@@ -2,7 +2,7 @@
 
 Lesson 04b's offline interface, with lesson 12's adapters (`LoRARequest`), around the engine that lesson 06 serves. The
 lessons are loaded on first use, by path: their names start with digits, and this folder shadows the real package of
-the same name.
+the same name. `python -m vllm.01_kv_cache` runs one, too.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import Any
 __all__ = ["LLM", "LoRARequest", "SamplingParams"]
 
 
+folder = str(Path(__file__).resolve().parent)
+if folder not in sys.path:
+    sys.path.insert(0, folder)  # where `common` and `llama` are, as for a script that is run
+
+
 @functools.cache
 def _assemble() -> dict[str, Any]:
-    folder = str(Path(__file__).resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)  # where `common` and `llama` are, as for a script that is run
     import common
 
     multi_lora, serving = common.lesson("12_multi_lora"), common.lesson("06_serving")
