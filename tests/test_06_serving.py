@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -1304,3 +1305,37 @@ def test_what_the_page_says_of_throughput():
     load = json.loads((common.ROOT / "lessons/results/cpu.json").read_text())["06_serving"]["bench"]["load"]
     measured = [load[streams]["output_throughput"] for streams in ("1", "2", "4", "8", "16")]
     assert all(1 < more / fewer < 2 for fewer, more in itertools.pairwise(measured))
+
+
+# --- The story with another model -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answers", "told", "asked"),
+    [
+        ([(200, [{"delta": {"role": "assistant"}}, {"delta": {"content": "Paris"}}, {"delta": {"content": "."}}])],
+         "'Paris.' in 2 events", ["chat/completions"]),
+        ([(200, [{"delta": {"role": "assistant"}}, {"delta": {}}])], "'' in 0 events", ["chat/completions"]),
+        ([(400, "this model has no chat template"), (200, [{"text": "Pa"}, {"text": ""}])], "'Pa' in 1 events",
+         ["chat/completions", "completions"]),
+    ],
+)  # fmt: skip
+def test_one_request_is_followed_whatever_the_model_takes_and_says(answers, told, asked, monkeypatch, capsys):
+    """A model without a chat template completes the question; one that says nothing has its first token at the end."""
+    paths, names = [], ("request_queue_time", "request_prefill_time", "request_decode_time", "e2e_request_latency")
+    monkeypatch.setattr(lesson, "metrics_of", lambda client: {f"{name}_seconds_sum": 0.0 for name in names})
+
+    class Client:
+        @contextlib.contextmanager
+        def stream(self, method, path, json):
+            paths.append(path.removeprefix("/v1/"))
+            code, body = answers[len(paths) - 1]
+            lines = [f"data: {dumps({'choices': [choice]})}" for choice in body] if code == 200 else []
+            error = dumps({"error": {"message": body}})
+            yield SimpleNamespace(status_code=code, read=lambda: error, iter_lines=lambda: [*lines, "data: [DONE]"])
+
+    dumps = json.dumps
+    found = lesson.follow_one_request(Client(), "m")
+    out = capsys.readouterr().out
+    assert told in out and paths == asked and ("no chat template" in out) == (len(asked) == 2)
+    assert 0 <= found["client_ttft_ms"] <= found["client_e2e_ms"] == found["around_ms"] < 1e4

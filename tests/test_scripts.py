@@ -14,6 +14,7 @@ import pytest
 import tokenizers
 from conftest import together
 from documents import LESSONS, TOLD
+from safetensors.torch import load_file, save_file
 from scripts import execute, get, output_of, run, script_job, within
 
 import llama
@@ -323,6 +324,49 @@ def test_a_context_that_is_too_short_is_one_line(lesson, short_model, tmp_path, 
     with pytest.raises(common.InputError) as refused:
         module.main(["--model", str(short_model), "--figure", str(tmp_path)])
     assert re.fullmatch(r"--model: a context of 32 tokens is too short; this story takes \d+", str(refused.value))
+
+
+@pytest.fixture(scope="module")
+def sure_model(tmp_path_factory):
+    """It says one token, which ends the answer, and is as sure of it as a float can be."""
+    folder = on_gpu.random_folder(
+        tmp_path_factory.mktemp("sure") / "model", hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, vocab_size=512, tie_word_embeddings=False,
+    )  # fmt: skip
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][:, 0] = 50
+    weights["lm_head.weight"][2] = 0
+    weights["lm_head.weight"][2, 0] = 1000
+    save_file(weights, folder / "model.safetensors")
+    return llama.load(str(folder))
+
+
+def test_what_an_answer_that_ends_at_once_leaves_to_be_told(sure_model, capsys):
+    """No rate of nothing, and no perplexity that a float cannot hold."""
+    common.lesson("07_spec_decode").tell_model(argparse.Namespace(k=4, method="ngram"), *sure_model)
+    told = capsys.readouterr().out
+    assert "ends at its first token, at '<|im_end|>'" in told and "0/0" not in told and "0.00  " not in told
+    found = common.lesson("09_gqa").show_pooling(argparse.Namespace(bench=False), *sure_model)
+    told = capsys.readouterr().out
+    assert found["trained"] == 1e9 and "over a billion as trained" in told and "inf" not in told
+
+
+@pytest.mark.parametrize("name", ["03_flash_attention", "04c_speed"])
+def test_numbers_of_the_model_that_is_there(sure_model, monkeypatch, capsys, tmp_path, name):
+    module = common.lesson(name)
+    monkeypatch.setattr(llama, "load", lambda path: sure_model)
+    if name == "03_flash_attention":
+        module.show_model(argparse.Namespace(model="sure", attention_backend=None))
+        assert "is →<|im_end|>" in capsys.readouterr().out
+        return
+    for part in ("print_profiles", "draw"):
+        monkeypatch.setattr(module, part, lambda *args: None)
+    monkeypatch.setattr(module.batching, "matmul_seconds", lambda *args: 1e-6)
+    monkeypatch.setattr(llama, "check_context", lambda *args: None)
+    monkeypatch.setattr(module, "scheduler_seconds", lambda *args, **options: 1e-3)
+    module.main(["--sequences", "2", "--figure", str(tmp_path)])
+    weights = sum(layer.weight.numel() for layer in sure_model[0].linear.values())
+    assert f"{2 * 2 * weights / 1e-6 / 1e9:.0f} GFLOP/s" in capsys.readouterr().out
 
 
 def test_a_script_runs_as_a_module():

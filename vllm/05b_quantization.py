@@ -755,7 +755,7 @@ def evaluate(model: llama.Llama, text: torch.Tensor) -> tuple[float, torch.Tenso
         logits = model.logits(model.forward(tokens, positions, window_attention(1)))  # [S, vocab]
         loss += F.cross_entropy(logits[:-1].float(), tokens[1:], reduction="sum").item()
         predicted.append(logits.argmax(-1))
-    return math.exp(loss / (text.numel() - len(text))), torch.stack(predicted)
+    return math.exp(min(700.0, loss / (text.numel() - len(text)))), torch.stack(predicted)
 
 
 TABLE = {  # a row's label and method

@@ -756,7 +756,7 @@ def perplexity(model: llama.Llama, tokens: Sequence[int], kv_cache_dtype: str, w
         hidden = model.forward(ids, meta.positions, cache.attend(meta))
         loss = F.cross_entropy(model.logits(hidden[:-1]).float(), ids[1:], reduction="sum")
         total, count = total + loss.item(), count + len(ids) - 1
-    return math.exp(total / count)
+    return math.exp(min(700.0, total / count))
 
 
 def attention_errors(model: llama.Llama, tokens: Sequence[int], names: Sequence[str]) -> dict[str, list[float]]:

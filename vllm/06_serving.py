@@ -433,7 +433,7 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
     else:
         model, tokenizer = load_model(args.model, dtype, args.quantization)
     parameters = workers.parameters if workers else sum(map(math.prod, llama.tensor_shapes(model.config).values()))
-    stage("load", f"{args.names[0]}, {parameters / 1e6:.0f} M parameters"
+    stage("load", f"{args.names[0]}, {parameters / 1e6:.{0 if parameters > 1e7 else 2}f} M parameters"
           + (f", {args.quantization}" if args.quantization else "")
           + (f" on {workers}" if workers else ""))  # fmt: skip
 
@@ -1068,8 +1068,9 @@ def tell_story(args: argparse.Namespace, client: Any, url: str, model: str, benc
             name: found[name] for name in ("completed", "failed", "output_throughput", "median_ttft_ms", "p99_ttft_ms",
                                            "median_itl_ms", "p99_itl_ms", "median_e2el_ms", "p99_e2el_ms")
         }  # fmt: skip
-        rows.append([clients, found["completed"], found["failed"], f"{found['median_ttft_ms']:.0f} ms",
-                     f"{found['median_itl_ms']:.0f} ms", f"{found['median_e2el_ms']:.0f} ms",
+        times = (found[f"median_{name}_ms"] for name in ("ttft", "itl", "e2el"))  # None: of answers without a text
+        rows.append([clients, found["completed"], found["failed"],
+                     *("–" if ms is None else f"{ms:.0f} ms" for ms in times),
                      f"{found['output_throughput']:.0f}"])  # fmt: skip
     common.table(["streams", "answered", "refused", "TTFT", "ITL", "end to end", "tokens/s"], rows)
     if args.max_num_queued_reqs >= max(levels):

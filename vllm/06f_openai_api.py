@@ -1108,14 +1108,12 @@ async def tell_story(args: argparse.Namespace, bench: dict[str, Any]) -> None:
 
 async def _tell_story(args: argparse.Namespace, app: Any, llm: AsyncLLM, bench: dict[str, Any]) -> None:
     common.heading("1. What is refused before the engine hears of it")
-    rows, repeat = [], 30 if args.bench else 3
-    bench["refusal_us"] = {}
+    rows, repeat, bench["refusal_us"] = [], 30 if args.bench else 3, {}
     for name, body in WRONG.items():
         start = time.perf_counter()
         for _ in range(repeat):
             heard = await call(app, "/v1/completions", body)
-        took = (time.perf_counter() - start) / repeat * 1e6
-        bench["refusal_us"][name] = took
+        bench["refusal_us"][name] = (time.perf_counter() - start) / repeat * 1e6
         if name == "an empty prompt" and heard.status == 200:
             rows.append([name, 200, "", "an answer: this tokenizer begins every text with a token"])
             continue
@@ -1140,13 +1138,15 @@ async def _tell_story(args: argparse.Namespace, app: Any, llm: AsyncLLM, bench: 
     common.say("✓ cut by the network into pieces of 1, 7 or 1,000 bytes, it reads the same")
 
     common.heading("3. A client that leaves, and one that comes too late")
-    long = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    long = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "stream": True,
+            "skip_special_tokens": False}  # fmt: skip
     start = time.perf_counter()
     await call(app, "/v1/completions", long, hang_up_after=2)
     common.check_equal(f"hung up after 2 of 400 tokens ({(time.perf_counter() - start) * 1e3:.0f} ms): nobody inside",
                        llm.num_unfinished, 0)  # fmt: skip
-    running = asyncio.create_task(call(app, "/v1/completions", long | {"max_tokens": 6}))
-    await asyncio.sleep(0.02)
+    running = asyncio.create_task(call(app, "/v1/completions", long | {"max_tokens": 16}))
+    while not (llm.num_unfinished or running.done()):
+        await asyncio.sleep(0.001)
     second = await call(app, "/v1/completions", ask | {"n": args.max_num_queued_reqs, "temperature": 1})
     common.say(f"{llm.num_unfinished} inside, bound {args.max_num_queued_reqs}; {args.max_num_queued_reqs} more: "
                f"{second.status}, Retry-After {second.headers.get('retry-after')}")  # fmt: skip

@@ -948,7 +948,7 @@ class Served:
     stats: SpecDecodingStats | None = None
 
     def tokens_per_pass(self, i: int) -> float:
-        """Behind the prompt's pass, which writes one token whatever is guessed."""
+        """Behind the prompt's pass, which writes one token whatever is guessed; 0 if the answer ended there."""
         written = [step[i][1] for step in self.steps if i in step][1:]
         return sum(written) / max(1, len(written))
 
@@ -1026,8 +1026,9 @@ def tell_model(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.To
     for method in methods:
         engine = make_engine(model, tokenizer, configure(method, args.k))
         runs[method] = run = serve(engine, prompts, params)
-        accepted = f"{run.stats.num_accepted_tokens}/{run.stats.num_draft_tokens}"
-        rows.append([method, *(f"{run.tokens_per_pass(i):.2f}" for i in range(4)), accepted, f"{run.seconds:.2f} s"])
+        accepted, drafted = run.stats.num_accepted_tokens, run.stats.num_draft_tokens
+        rows.append([method, *(f"{rate:.2f}" if (rate := run.tokens_per_pass(i)) else "–" for i in range(4)),
+                     f"{accepted}/{drafted}" if drafted else "–", f"{run.seconds:.2f} s"])  # fmt: skip
         pool = engine.core.scheduler.kv_cache_manager.block_pool
         for i, (ours, theirs) in enumerate(zip(run.token_ids, plain.token_ids)):
             if not enumeration.same_but_for_rounding(model, prompts[i], params[i], ours, theirs):
@@ -1051,7 +1052,7 @@ def tell_model(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.To
     one = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[written[at]])
     stopped = serve(make_engine(model, tokenizer, configure(methods[0], args.k)), prompts[:1], [one])
     where = "inside a draft" if at else "at its first token"
-    common.check_equal(f"an answer that ends {where}, at {tokenizer.decode([written[at]])!r}, ends there",
+    common.check_equal(f"an answer that ends {where}, at {tokenizer.decode([written[at]], False)!r}, ends there",
                        stopped.token_ids[0], plain.token_ids[0][: at + 1])  # fmt: skip
     return {method: [run.tokens_per_pass(i) for i in range(4)] for method, run in runs.items()}
 

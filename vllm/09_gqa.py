@@ -580,12 +580,12 @@ def whole_prompt(heads: Sequence[int] | None = None) -> llama.Attend:
 
 
 def perplexity(model: llama.Llama, windows: torch.Tensor, heads: Sequence[int] | None = None) -> float:
-    """exp of the mean negative log-likelihood of every window's tokens but its first. windows [N, W]."""
+    """exp(mean −log p) of all tokens of a window [W] but its first, at most a billion: floats end. windows [N, W]."""
     total, positions = 0.0, torch.arange(windows.shape[1], device=model.device)
     for tokens in windows.to(model.device):
         logits = model.logits(model.forward(tokens, positions, whole_prompt(heads)))  # [W, vocab]
         total += F.cross_entropy(logits[:-1].float(), tokens[1:], reduction="sum").item()
-    return math.exp(total / (len(windows) * (windows.shape[1] - 1)))
+    return min(1e9, math.exp(min(100.0, total / (len(windows) * (windows.shape[1] - 1)))))
 
 
 def record_attention(model: llama.Llama, tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -1102,8 +1102,9 @@ def show_pooling(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.
     if args.bench:
         found["tiled_map"] = perplexity(model, windows, tiled(model.num_heads, model.num_kv_heads))
     n, Hq, Hkv = windows.numel(), model.num_heads, model.num_kv_heads
-    common.say(f"perplexity on {n:,} tokens of Python's reference: {found['trained']:.1f} as trained ({Hq}:{Hkv});")
-    common.say(f"one KV head, the mean of {Hkv}: {found['mean']:,.0f}; the first of them: {found['first']:,.0f}")
+    shown = {k: f"{x:,.{1 if k == 'trained' else 0}f}" if x < 1e9 else "over a billion" for k, x in found.items()}
+    common.say(f"perplexity on {n:,} tokens of Python's reference: {shown['trained']} as trained ({Hq}:{Hkv});")
+    common.say(f"one KV head, the mean of {Hkv}: {shown['mean']}; the first of them: {shown['first']}")
     stored = common.results(KEY).get("heal")
     healed = f"recorded: {stored['curve'][-1]['perplexity']:,.0f}" if stored else "run it to see"
     common.say(f"--heal trains it for some minutes ({healed}). The paper uptrains with 5 % of the pretraining compute.")
