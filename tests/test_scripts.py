@@ -326,6 +326,15 @@ def test_a_context_that_is_too_short_is_one_line(lesson, short_model, tmp_path, 
     assert re.fullmatch(r"--model: a context of 32 tokens is too short; this story takes \d+", str(refused.value))
 
 
+@pytest.mark.parametrize("lesson", SHIPPED)
+def test_weights_that_were_trained_for_another_model_say_so(lesson, bare_model, tmp_path, capsys):
+    with pytest.raises(common.InputError) as refused:
+        common.lesson(lesson).main(["--model", str(bare_model), "--figure", str(tmp_path)])
+    words = (f"--model: this story takes {llama.DEFAULT_MODEL}", SHIPPED[lesson])
+    assert all(word in str(refused.value) for word in words) and "\n" not in str(refused.value)
+    assert len(capsys.readouterr().out.splitlines()) == 1, "the machine: nothing was told yet"
+
+
 @pytest.fixture(scope="module")
 def sure_model(tmp_path_factory):
     """It says one token, which ends the answer, and is as sure of it as a float can be."""

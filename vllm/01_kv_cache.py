@@ -529,7 +529,7 @@ def describe(trace: dict[str, Any]) -> str:
     elif trace["oom_step"] is not None:
         lines.append(f"OUT OF MEMORY at step {trace['oom_step']}: room for {trace['room']:,} positions "
                      f"of {p['batch']} sequences")  # fmt: skip
-    lines.append(f"SmolLM2 says: {''.join(trace['text'])!r}")
+    lines.append(f"SmolLM2 says:\n{''.join(trace['text'])!r}")
     return "\n".join(lines)
 
 
@@ -908,7 +908,7 @@ def run_generation(args: argparse.Namespace, model: llama.Llama, tokenizer: llam
     wrong, _ = cached(N, restart_positions=True)
     text = "another text" if wrong.token_ids != fast.token_ids else "here even the same text"
     common.say(f"The bug: every decode step numbers its token from 0. No error, the same cost, {text}.")
-    common.say(f"  right    {tokenizer.decode(fast.token_ids)!r}\n  restart  {tokenizer.decode(wrong.token_ids)!r}")
+    common.say(f"right: {tokenizer.decode(fast.token_ids)!r}\nwrong: {tokenizer.decode(wrong.token_ids)!r}")
     if args.model is None and (args.prompt, N) == (QUESTION, 24):
         pieces = {"right": fast, "restarted": wrong}
         pieces = {name: [tokenizer.decode([i], False) for i in run.token_ids] for name, run in pieces.items()}

@@ -1081,6 +1081,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     numbers, bench = facts(), {}
     llama.check_context(args.model, 192 if args.bench else 64)
     model, tokenizer = llama.load(args.model)
+    with llama.made_for_default():
+        network = training.load_network(WEIGHTS / "medusa.safetensors", model)
     common.heading("1. What was trained, on text that the target wrote")
     common.table(["drafter", "weights", "file", "tokens seen", "1st right", "2nd then", "3rd then", "tokens/step"], [
         [name, f"{d['parameters'] / 1e6:.1f}M", f"{d['megabytes']:.1f} MB", f"{d['tokens']:,}",
@@ -1093,9 +1095,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     K, tokens, cases = args.num_speculative_tokens, 20, numbers["exact"]["cases"]
     common.heading(f"2. In the engine: chains of {K}, two prompts that were held out")
-    network = training.load_network(WEIGHTS / "medusa.safetensors", model)
-    prompts = held_out(1)[:2]
-    plain, rows = serve(model, tokenizer, prompts, tokens, None).token_ids, []
+    plain, rows = serve(model, tokenizer, prompts := held_out(1)[:2], tokens, None).token_ids, []
     for name in NAMES:
         run = serve(model, tokenizer, prompts, tokens, functools.partial(make_drafter, name, model, K), K)
         if run.token_ids != plain:

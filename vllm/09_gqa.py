@@ -1106,7 +1106,7 @@ def show_pooling(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.
     common.say(f"perplexity on {n:,} tokens of Python's reference: {shown['trained']} as trained ({Hq}:{Hkv});")
     common.say(f"one KV head, the mean of {Hkv}: {shown['mean']}; the first of them: {shown['first']}")
     stored = common.results(KEY).get("heal")
-    healed = f"recorded: {stored['curve'][-1]['perplexity']:,.0f}" if stored else "run it to see"
+    healed = f"SmolLM2: {stored['curve'][-1]['perplexity']:,.0f}" if stored else "run it to see"
     common.say(f"--heal trains it for some minutes ({healed}). The paper uptrains with 5 % of the pretraining compute.")
     return found | {"tokens": n}
 

@@ -1147,8 +1147,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     for request in shipped():  # a rank that is too low is refused before anything is computed or loaded
         adapters.read_config(Path(request.lora_path), args.max_lora_rank)
-    llama.check_context(args.model, 256)
-    numbers, bench = facts(), {}
+    config, numbers, bench = llama.check_context(args.model, 256), facts(), {}
+    with llama.made_for_default():
+        adapters.read_adapter(adapters.SHIPPED / "pirate", config)
     common.heading("1. The kernels against the naive loop: ranks 4, 8 and 20, rows without adapter, slices without")
     check_kernels(llama.random_model(seed=0))
 

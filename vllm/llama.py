@@ -29,7 +29,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -645,6 +645,16 @@ def check_context(path_or_id: str | None, tokens: int) -> LlamaConfig:
     if (context := config.max_position_embeddings) < tokens:
         raise common.InputError(f"--model: a context of {context} tokens is too short; this story takes {tokens}")
     return config
+
+
+@contextlib.contextmanager
+def made_for_default() -> Iterator[None]:
+    """Around the reading of weights that were trained for the default model: with another one, an error says so."""
+    try:
+        yield
+    except common.InputError as error:
+        only = f"--model: this story takes {DEFAULT_MODEL}, for which its own weights were trained"
+        raise common.InputError(f"{only} ({error})") from None
 
 
 # --- The default model: GGUF to a Hugging Face folder, once ---------------------------------------------------------

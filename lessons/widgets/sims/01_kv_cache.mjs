@@ -74,6 +74,6 @@ export function describe(trace) {
     const room = `room for ${comma(trace.room)} positions of ${p.batch} sequences`;
     lines.push(`OUT OF MEMORY at step ${trace.oom_step}: ${room}`);
   }
-  lines.push(`SmolLM2 says: ${repr(trace.text.join(""))}`);
+  lines.push(`SmolLM2 says:\n${repr(trace.text.join(""))}`);
   return lines.join("\n");
 }
