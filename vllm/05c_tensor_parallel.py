@@ -976,7 +976,8 @@ def rank_bench(world: GroupCoordinator, model: str | None) -> dict[str, Any]:
         dist.barrier()
     wide = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=16,
                 num_key_value_heads=4, head_dim=64, vocab_size=8192)  # fmt: skip
-    for name, sizes in (("smollm2", (1, 3)), ("wide", (1, 2, 4))):
+    most = default_size(llama.LlamaConfig.from_folder(llama.model_folder(model)))
+    for name, sizes in (("smollm2", [1, most][: 1 + (most in (2, 3, 4))]), ("wide", (1, 2, 4))):
         for size in sizes:
             if group := groups[size]:
                 shard = load_shard(model, group) if name == "smollm2" else shard_model(
@@ -1109,7 +1110,8 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for name, by_size in bench["step_ms"].items():
         for size, times in by_size.items():
-            rows.append([name, size, *(f"{t:.1f} ms, {by_size['1'][b] / t:.2f}x" for b, t in times.items())])
+            label = Path(args.model or llama.DEFAULT_MODEL).name if name == "smollm2" else name
+            rows.append([label, size, *(f"{t:.1f} ms, {by_size['1'][b] / t:.2f}x" for b, t in times.items())])
     common.table(["decode step", "ranks", "1 sequence", "8 sequences"], rows)
     if bench["backend"] == "gloo" and common.HAS_GPU:
         common.skipped("NCCL", f"it needs a GPU for each of 4 ranks, here are {torch.cuda.device_count()}")

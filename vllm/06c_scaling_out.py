@@ -667,6 +667,11 @@ def benchmark(args: argparse.Namespace, tokenizer: llama.Tokenizer) -> dict[str,
     forms = {"one process": ParallelConfig(1, 1, "uni"), "1 worker": ParallelConfig(1, 1, "mp"),
              "TP 3": ParallelConfig(3, 1), "PP 2": ParallelConfig(1, 2), "PP 3": ParallelConfig(1, 3)}  # fmt: skip
     for name, parallel in forms.items():
+        try:
+            parallel.check(llama.LlamaConfig.from_folder(llama.model_folder(args.model)))
+        except common.InputError as error:
+            common.skipped(name, str(error))
+            continue
         executor, key = executors.make_executor(parallel), name.lower().replace(" ", "_")
         try:
             executor.collective_rpc("load_model", WorkerSpec(args.model, parallel))
