@@ -1086,7 +1086,7 @@ def show_layer(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.To
     W, (X, fresh) = model.linear[names[1]].weight.float().cpu(), inputs[names[1]].float().cpu().chunk(2)
     token, channel = divmod(int(fresh.abs().argmax()), fresh.shape[1])
     common.say(f"Largest input of {names[1]}: {fresh[token, channel].abs():,.0f}, at token {token % 256} of its "
-               f"window, channel {channel}. Of the median token: {fresh.abs().amax(1).median():.1f}.")  # fmt: skip
+               f"window, channel {channel}. Median token: {fresh.abs().amax(1).median():.1f}.")  # fmt: skip
     rows, expected = [], fresh @ W.T
     for smooth, per_tensor in ((False, True), (True, True), (False, False)):
         label = "  and SmoothQuant" if smooth else f"one scale {'for all tokens' if per_tensor else 'per token'}"
