@@ -1141,8 +1141,7 @@ def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
     """The recorded table anew, and times."""
     tokens, haystack = evaluation_tokens(tokenizer, 2048), Haystack.build(model, tokenizer)
     names = [name for name in KV_CACHE_DTYPES if name != "fp8_e4m3"]
-    table = probe(model, tokenizer, names, tokens, haystack)
-    show_table(table)
+    show_table(table := probe(model, tokenizer, names, tokens, haystack))
     scales, outliers = calibrate(model, tokens[:512])
     calibrated = perplexity(model, tokens, "fp8", head_scales=scales)
     common.say(f"fp8 with calibrated scales: perplexity {calibrated:.3f}, with 1: {table['fp8']['perplexity']:.3f}")
