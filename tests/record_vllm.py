@@ -38,21 +38,33 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 
 class Elsewhere(KVConnectorBase_V1):
-    """The keys and values of some prompts are elsewhere, all of them. Only the scheduler's half does anything."""
+    """The keys and values of some prompts are elsewhere: all of them, which takes steps, or those of their first
+    blocks, which are loaded within the step. Only the scheduler's half does anything."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.remote = self._vllm_config.kv_transfer_config.kv_connector_extra_config["remote"]
+        about = self._vllm_config.kv_transfer_config.kv_connector_extra_config
+        self.size = self._vllm_config.cache_config.block_size
+        self.remote, self.stored_blocks = about["remote"], about["stored_blocks"]
         self.asked: list[str] = []
+        self.within_step: list[str] = []
+        self.first: dict[str, int] = {}  # of the blocks that are to be loaded
+        self.loaded: dict[str, list[int]] = {}  # into which blocks
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        self.first[request.request_id] = num_computed_tokens // self.size
+        if blocks := self.stored_blocks.get(request.request_id):
+            return max(0, min(blocks, (request.num_tokens - 1) // self.size) * self.size - num_computed_tokens), False
         if request.request_id not in self.remote or request.request_id in self.asked:  # once
             return 0, False
         return request.num_prompt_tokens - num_computed_tokens, True
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
         if num_external_tokens:
-            self.asked.append(request.request_id)
+            within = request.request_id in self.stored_blocks
+            (self.within_step if within else self.asked).append(request.request_id)
+            table, first = blocks.get_block_ids()[0], self.first[request.request_id]
+            self.loaded[request.request_id] = table[first : first - (-num_external_tokens // self.size)]
 
     def build_connector_meta(self, scheduler_output):
         return KVConnectorMetadata()
@@ -63,7 +75,7 @@ class Elsewhere(KVConnectorBase_V1):
     def wait_for_save(self) -> None: ...
 
 
-def make_scheduler(folder: str, config: dict, remote: list[str], gpu: bool) -> tuple[Scheduler, list[str]]:
+def make_scheduler(folder: str, config: dict, elsewhere: dict, gpu: bool) -> tuple[Scheduler, list[str]]:
     """The real scheduler, and the list in which it notes whom it preempts, in order."""
     names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "policy", "enable_chunked_prefill",
              "long_prefill_token_threshold", "watermark")  # fmt: skip
@@ -83,10 +95,11 @@ def make_scheduler(folder: str, config: dict, remote: list[str], gpu: bool) -> t
         )  # fmt: skip
     if config["max_loras"]:
         extra["lora_config"] = LoRAConfig(max_loras=config["max_loras"], max_lora_rank=8)
-    if remote:
+    if any(elsewhere.values()):
         extra["kv_transfer_config"] = KVTransferConfig(
             kv_connector="Elsewhere", kv_connector_module_path="record_vllm", kv_role="kv_consumer",
-            kv_connector_extra_config={"remote": remote},
+            kv_connector_extra_config=elsewhere,
+            kv_load_failure_policy=config.get("kv_load_failure_policy", "fail"),
         )  # fmt: skip
     whole = VllmConfig(
         model_config=model,
@@ -107,6 +120,12 @@ def make_scheduler(folder: str, config: dict, remote: list[str], gpu: bool) -> t
             preempted.append(request.request_id)
             super()._preempt_request(request, *args, **kwargs)
 
+        def finish_requests(self, request_ids, status):
+            if status is not RequestStatus.FINISHED_ERROR:
+                return super().finish_requests(request_ids, status)
+            # Those whose loads failed come as a set, which has another order each time.
+            return [r for request_id in sorted(request_ids) for r in base.finish_requests(self, request_id, status)]
+
     scheduler = Noting(
         vllm_config=whole, structured_output_manager=StructuredOutputManager(whole), block_size=config["block_size"],
         kv_cache_config=KVCacheConfig(num_blocks=config["num_blocks"], kv_cache_tensors=[],
@@ -122,7 +141,10 @@ class Recording:
         self.config = config = workload["config"]
         self.specs = {spec["id"]: spec for spec in workload["requests"]}
         self.remote = {name: spec["remote_steps"] for name, spec in self.specs.items() if "remote_steps" in spec}
-        self.scheduler, self.preempted = make_scheduler(folder, config, list(self.remote), gpu)
+        self.failed_block = {name: spec["failed_block"] for name, spec in self.specs.items() if "failed_block" in spec}
+        stored = {name: spec["stored_blocks"] for name, spec in self.specs.items() if "stored_blocks" in spec}
+        elsewhere = {"remote": list(self.remote), "stored_blocks": stored}
+        self.scheduler, self.preempted = make_scheduler(folder, config, elsewhere, gpu)
         self.pending = deque(enumerate(sorted(workload["requests"], key=lambda spec: spec["arrival_step"])))
         self.aborts = deque(sorted((s["abort_step"], s["id"]) for s in self.specs.values() if "abort_step" in s))
         self.last_tables: dict[str, list[int]] = {}
@@ -165,15 +187,24 @@ class Recording:
         ids = list(output.num_scheduled_tokens)
         tokens = [list(sampled.get(request_id, ())) for request_id in ids]
         result = ModelRunnerOutput(ids, {request_id: i for i, request_id in enumerate(ids)}, tokens)
-        on_the_way = [name for name in self.scheduler.connector.asked if name in self.remote] if self.remote else []
+        connector = self.scheduler.connector
+        on_the_way = [name for name in connector.asked if name in self.remote] if connector else []
         arrived = sorted(name for name in on_the_way if self.remote[name] == 1)  # a set has another order each time
         for name in on_the_way:
             self.remote[name] -= 1
-        result.kv_connector_output = KVConnectorOutput(finished_recving=arrived) if arrived else None
+        if over := [*arrived, *connector.within_step] if connector else []:
+            connector.within_step.clear()
+            first = {name: self.failed_block.pop(name) for name in over if name in self.failed_block}  # once
+            result.kv_connector_output = KVConnectorOutput(
+                finished_recving=arrived, failed_recving={name for name, block in first.items() if block is None},
+                invalid_block_ids={block for name, i in first.items() if i is not None
+                                   for block in connector.loaded[name][i:]},
+            )  # fmt: skip
         heard, finished = {}, {}
         for outputs in self.scheduler.update_from_output(output, result).values():
             for each in outputs.outputs:
-                heard[each.request_id] = list(each.new_token_ids)
+                if str(each.finish_reason) != "error":  # whose load has failed, has no tokens
+                    heard[each.request_id] = list(each.new_token_ids)
                 if each.finish_reason is not None:
                     finished[each.request_id] = str(each.finish_reason)
         return heard, finished
@@ -217,6 +248,8 @@ class Recording:
         due = self.queue.popleft() if len(self.queue) == self.depth else None
         heard, finished = self.update(*due) if due else ({}, {})
         entry |= {"sampled": {request_id: due[1][request_id] for request_id in heard}, "finished": finished}
+        for request_id in due[1].keys() - heard.keys() & scheduler.requests.keys() if due else ():
+            self.written[request_id] -= len(due[1][request_id])  # computed on nothing
         for request_id in entry["finished"]:
             self.last_tables.pop(request_id, None)
         if self.config["num_speculative_tokens"] and self.depth == 1:

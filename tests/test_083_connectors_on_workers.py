@@ -292,8 +292,8 @@ def test_one_rank_whose_wire_stalls(build, monkeypatch, policy):
             connector.wire = lambda link, header, payload: []
 
     on_ranks(prefill, monkeypatch, stall)
-    reasons, fail = [], decode.core.scheduler._handle_failed_recving
-    decode.core.scheduler._handle_failed_recving = lambda request, why: (reasons.append(why), fail(request, why))[1]
+    reasons, fail = [], decode.core.scheduler._handle_failed_load
+    decode.core.scheduler._handle_failed_load = lambda *about: (reasons.append(about[-1]), fail(*about))[1]
     found = run(prefill, decode)
     assert reasons == ["no progress for 0.5 s"] * len(truth), "once for each request, and not for each rank"
     assert found == (truth if policy == "recompute" else {name: [] for name in truth})

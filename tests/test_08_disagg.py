@@ -858,7 +858,7 @@ def test_a_rectangle_that_nobody_asked_for_is_not_written(wrong):
     assert consumer.finished == ["r"]
 
 
-@pytest.mark.parametrize("fault", lesson.KINDS)
+@pytest.mark.parametrize("fault", [kind for kind in lesson.Faults.KINDS if kind != "decode-dies"])
 def test_rehearsals(fault):
     found = lesson.rehearse(fault)
     assert found["left"] == (fault == "prefill-dies"), "what a dead process kept is nobody's problem"
@@ -1345,17 +1345,18 @@ def test_whose_blocks_do_not_come_is_the_next_to_be_admitted(tiny_model, expecte
     size = {"max_num_seqs": 1, "prefix_caching": True}
     with pair(tiny_model, "TCPConnector", "recompute", decode=size) as (prefill, decode):
         remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
-        decode.add_request(lesson.make_request("own", PROMPT, 60))
-        decode.step()
         decode.add_request(lesson.make_request("a", PROMPT, TOKENS, **remote))
-        decode.add_request(lesson.make_request("later", PROMPT, TOKENS))
+        for name, max_tokens in (("own", 400), ("later", TOKENS)):
+            decode.add_request(lesson.make_request(name, PROMPT, max_tokens))
         decode.step()
         prefill.scheduler.connector.close()
-        until(lambda: not decode.scheduler.waiting_for_remote_kvs, decode.step)
-        waiting = [(request.request_id, request.num_computed_tokens) for request in decode.scheduler.waiting]
-        assert waiting == [("a", 0), ("later", 0)]
+        until(lambda: decode.scheduler.received, decode.step)
+        waiting = [*decode.scheduler.waiting_for_remote_kvs.values(), *decode.scheduler.waiting]
+        assert [(request.request_id, request.num_computed_tokens) for request in waiting] == [("a", 0), ("later", 0)]
+        assert "a" in decode.scheduler.kv_cache_manager.req_to_blocks, "its blocks are its own until its turn comes"
+        assert [request.request_id for request in decode.scheduler.running] == ["own"]
         found = drain(decode)
-        assert found["a"][0] == found["later"][0] == expected
+        assert found["a"][0] == found["later"][0] == expected and [*found] == ["own", "a", "later"]
 
 
 def test_nobody_listens_there(tiny_model):
@@ -1934,9 +1935,9 @@ def test_patience_is_as_configured():
 # --- The store -------------------------------------------------------------------------------------------------------
 
 
-def store_core(model, folder, role="kv_both", prefix_caching=True):
+def store_core(model, folder, role="kv_both", prefix_caching=True, policy="recompute"):
     extra = {"folder": str(folder), "cpu_bytes": 1 << 24}
-    config = KVTransferConfig("StoreConnector", role, kv_connector_extra_config=extra)
+    config = KVTransferConfig("StoreConnector", role, "engine", 0, policy, extra)
     return lesson.make_core(model, config, block_size=8, num_blocks=80, prefix_caching=prefix_caching)
 
 
@@ -2099,6 +2100,48 @@ def test_nothing_that_was_computed_on_void_blocks_is_stored_or_goes_on(folder, t
     later = store_core(tiny_model, folder)
     assert ask(later, longer, TOKENS) == expected
     assert counts(later)["bytes_in"] == 8 * 8 * 2 * 2 * 2 * 16 * 4, "computed after all, and stored: 8 blocks of 8"
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_who_asked_for_no_second_try_hears_of_an_unreadable_block(logprobs, folder, tiny_model, expected):
+    """By default a request ends with its load, as in vLLM; not one whose front end looks for log probabilities."""
+    assert ask(store_core(tiny_model, folder), PROMPT, 1)
+    core = store_core(tiny_model, folder, policy="fail")
+    for path in core.scheduler.connector.store.cpu.folder.iterdir():
+        path.write_bytes(path.read_bytes()[:-40])
+    request = lesson.make_request("a", PROMPT, TOKENS)
+    request.sampling_params = dataclasses.replace(request.sampling_params, logprobs=logprobs)
+    core.add_request(request)
+    if logprobs is None:
+        (heard,) = core.step()
+        assert (heard.new_token_ids, heard.finish_reason) == ([], "error")
+        assert heard.stop_reason == "KV load failed: a block is unreadable"
+        assert core.scheduler.local_blocks(lesson.make_request("h", PROMPT, 1)) == ([], 0)
+    else:
+        assert drain(core)["a"][0] == expected and request.num_preemptions == 0
+    assert_idle(core)
+
+
+def test_who_alone_has_an_unreadable_block_keeps_its_seat(folder, tiny_model, expected):
+    """It goes back to that block, and on from there; whoever shares it gives its own blocks back, and hits them."""
+    assert ask(store_core(tiny_model, folder), PROMPT, 1)
+    core = store_core(tiny_model, folder)
+    store = core.scheduler.connector.store
+    victim = store.find(core.scheduler.connector.key(hashes(core, PROMPT)[2]))
+    victim.write_bytes(victim.read_bytes()[:-40])
+    longer = [*PROMPT, 5]
+    alone, shares = lesson.make_request("alone", PROMPT, TOKENS), lesson.make_request("shares", longer, TOKENS)
+    core.add_request(alone), core.add_request(shares)
+    table = None
+    while core.scheduler.has_unfinished_requests():
+        core.step()
+        table = table or list(core.scheduler.kv_cache_manager.get_block_ids("alone"))
+        if alone in core.scheduler.running:
+            assert core.scheduler.kv_cache_manager.get_block_ids("alone")[: len(table)] == table
+    assert (alone.num_preemptions, shares.num_preemptions) == (0, 1)
+    assert alone.output_token_ids == expected and shares.output_token_ids == generated(tiny_model, longer, TOKENS)
+    assert alone.num_cached_tokens == 16
+    assert_idle(core)
 
 
 def hashes(core, prompt):
@@ -2466,7 +2509,7 @@ def test_the_router_spreads_what_is_not_done():
     workers[3].say("d.1", [6], "length")
     workers[2].say("c.1", [6]), workers[2].say("c.1", [7], "length")
     found = router.run(10)
-    assert found["c"].token_ids == [6, 7] and 0 < found["c"].first < found["c"].finish
+    assert found["c"].token_ids == [6, 7] and found["c"].first > 0
     assert [len(worker.letters) for worker in workers] == [2, 2, 2, 2]
 
 

@@ -15,31 +15,52 @@ preemption, optimizations = common.lesson("11_preemption"), common.lesson("05_op
 speculation, multi_lora = common.lesson("07_spec_decode"), common.lesson("12_multi_lora")
 disagg, drafts_ahead = common.lesson("08_disagg"), common.lesson("07a_drafts_ahead")
 scheduling = preemption.continuous_batching
-FEATURES = ("speculative", "adapters", "remote", "together", "ahead", "ahead_speculative")
+FEATURES = ("speculative", "adapters", "remote", "loads", "together", "ahead", "ahead_speculative")
 FIELDS = preemption.CONFIG_FIELDS
 WORKLOADS = {feature: sorted((GOLDEN / feature / "workloads").iterdir()) for feature in FEATURES}
 
 
 class Elsewhere(disagg.KVConnectorBase):
-    """The keys and values of some prompts are elsewhere, and arrive some steps after they were sent for."""
+    """The keys and values of some prompts are elsewhere: all arrive some steps after they were sent for, or those of
+    the first blocks within the step."""
 
     fetches_later = True
 
-    def __init__(self, remote_steps):
-        super().__init__(None)
-        self.remote_steps, self.on_the_way = dict(remote_steps), {}
+    def __init__(self, workload):
+        specs, config = {spec["id"]: spec for spec in workload["requests"]}, workload["config"]
+        super().__init__(SimpleNamespace(kv_load_failure_policy=config.get("kv_load_failure_policy", "fail")))
+        self.remote_steps = {name: spec["remote_steps"] for name, spec in specs.items() if "remote_steps" in spec}
+        self.stored_blocks = {name: spec["stored_blocks"] for name, spec in specs.items() if "stored_blocks" in spec}
+        self.failed_block = {name: spec["failed_block"] for name, spec in specs.items() if "failed_block" in spec}
+        self.on_the_way, self.within_step, self.first, self.loaded = {}, set(), {}, {}
+        self.size = config["block_size"]
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        self.first[request.request_id] = num_computed_tokens // self.size
+        if blocks := self.stored_blocks.get(request.request_id):
+            return max(0, min(blocks, (request.num_tokens - 1) // self.size) * self.size - num_computed_tokens), False
         if request.request_id not in self.remote_steps:
             return 0, False
         return request.num_prompt_tokens - num_computed_tokens, True
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
-        self.on_the_way[request.request_id] = self.remote_steps.pop(request.request_id)
+        if request.request_id in self.stored_blocks:
+            self.within_step.add(request.request_id)
+        else:
+            self.on_the_way[request.request_id] = self.remote_steps.pop(request.request_id)
+        first = self.first[request.request_id]
+        self.loaded[request.request_id] = blocks[first : first - (-num_external_tokens // self.size)]
 
     def get_finished(self):
         self.on_the_way = {name: steps - 1 for name, steps in self.on_the_way.items() if steps}
-        return disagg.connectors.KVConnectorOutput(finished_recving={i for i, n in self.on_the_way.items() if n == 0})
+        over = {name for name, steps in self.on_the_way.items() if steps == 0}
+        first = {name: self.failed_block.pop(name) for name in (over | self.within_step) & self.failed_block.keys()}
+        self.within_step.clear()
+        failed = {name: "lost" for name, block in first.items() if block is None}
+        invalid = {block for name, i in first.items() if i is not None for block in self.loaded[name][i:]}
+        return disagg.connectors.KVConnectorOutput(
+            finished_recving=over - failed.keys(), failed_recving=failed, invalid_block_ids=invalid
+        )
 
 
 class Core(preemption.ReplayCore):
@@ -50,7 +71,6 @@ class Core(preemption.ReplayCore):
         self.specs, self.drafting = {spec["id"]: spec for spec in workload["requests"]}, False
         self.sampled = deque()  # of the steps not heard of
         self.written = Counter()  # tokens that the model has sampled, per request: a step ahead, more than are heard of
-        remote_steps = {name: spec["remote_steps"] for name, spec in self.specs.items() if "remote_steps" in spec}
         if workload["config"]["num_speculative_tokens"]:
             self.drafting = True
             ahead = workload["config"]["async_scheduling"]
@@ -62,10 +82,9 @@ class Core(preemption.ReplayCore):
                       "drafts_in_batch": config.drafts_in_batch}  # fmt: skip
             kind = type("Scheduler", (mixin, type(self.scheduler)), places)
             self.scheduler = kind(self.scheduler.config, self.scheduler.kv_cache_manager)
-        if remote_steps:
+        if any({"remote_steps", "stored_blocks"} & spec.keys() for spec in self.specs.values()):
             kind = disagg.connector_scheduler(type(self.scheduler))
-            connector = Elsewhere(remote_steps)
-            self.scheduler = kind(self.scheduler.config, self.scheduler.kv_cache_manager, connector)
+            self.scheduler = kind(self.scheduler.config, self.scheduler.kv_cache_manager, Elsewhere(workload))
         if max_loras := workload["config"]["max_loras"]:
             # Adapters that have been read, and find a place whenever the scheduler lets them.
             limits, yes = SimpleNamespace(max_loras=max_loras, fair=False), lambda *about: True
@@ -240,6 +259,21 @@ def test_the_recordings_meet_the_rules():
         "prefix_hit",
         "cached_keys",
     }
+
+    seen = set()
+    for workload, step in steps("loads"):
+        specs, config = {spec["id"]: spec for spec in workload["requests"]}, workload["config"]
+        failed = {name for name, spec in specs.items() if "failed_block" in spec}
+        seen |= {why for why in step.get("finished", {}).values() if config["kv_load_failure_policy"] == "fail"}
+        for name in failed & step.get("prefix_hit", {}).keys():
+            when = "within the step" if "stored_blocks" in specs[name] else "before it"
+            rest = len(specs[name]["prompt_token_ids"]) - step["prefix_hit"][name]
+            seen |= {f"{when}, {'whole' if specs[name]['failed_block'] is None else 'from a block on'}"}
+            seen |= {"in chunks"} if step["scheduled"][name] < rest else set()
+        seen |= {key for key in ("preempted", "waiting_queue") if step.get(key)}
+        seen |= {"ahead"} if config["async_scheduling"] else set()
+    assert seen >= {"error", "within the step, from a block on", "before it, whole", "before it, from a block on",
+                    "in chunks", "preempted", "waiting_queue", "ahead"}  # fmt: skip
 
     seen = set()
     for workload, step in steps("together"):
@@ -472,6 +506,40 @@ def test_a_broken_rule_of_all_together_shows(what, monkeypatch):
     assert noticed("together")
 
 
+@pytest.mark.parametrize("what", ["blocks are free at once", "all of it is lost", "an error waits for its turn",
+                                  "its turn is the last", "who computed on nothing keeps the token"])  # fmt: skip
+def test_a_broken_rule_of_failed_loads_shows(what, monkeypatch):
+    def broken(base, original=disagg.connector_scheduler):
+        class Broken(original(base)):
+            def _handle_failed_load(self, request, num_tokens, why):
+                if what == "all of it is lost":
+                    num_tokens = 0
+                if what == "an error waits for its turn":
+                    self.connector.config.kv_load_failure_policy = "recompute"
+                if what == "blocks are free at once" and request not in self.running:
+                    self.kv_cache_manager.free(request)
+                    num_tokens = 0
+                return super()._handle_failed_load(request, num_tokens, why)
+
+            def _schedule_waiting(self, output):
+                if what == "its turn is the last":
+                    for name in [i for i in self.received if not self.waiting_for_remote_kvs[i].num_computed_tokens]:
+                        self.kv_cache_manager.free(self.waiting_for_remote_kvs[name])
+                        self.received.remove(name)
+                        self.waiting.add_request(self.waiting_for_remote_kvs.pop(name))
+                super()._schedule_waiting(output)
+
+            def update_from_output(self, output, sampled):
+                if what == "who computed on nothing keeps the token":
+                    sampled = type("Kept", (dict,), {"pop": lambda *about: None})(sampled)
+                return super().update_from_output(output, sampled)
+
+        return Broken
+
+    monkeypatch.setattr(disagg, "connector_scheduler", broken)
+    assert noticed("loads")
+
+
 def noticed(feature) -> bool:
     def differs(path):
         try:
@@ -480,6 +548,44 @@ def noticed(feature) -> bool:
             return True  # too broken to finish
 
     return any(map(differs, WORKLOADS[feature]))
+
+
+# --- What it decides otherwise when a load within the step fails: it trusts -------------------------------------------
+#
+# vLLM leaves blocks in the index that a load within the step has left empty, and lets whoever shares them go on: the
+# first one will compute them again. In this recording it does not, or not yet, and others read what nobody has written.
+
+
+def _trusts(base, original=disagg.connector_scheduler):
+    class Scheduler(original(base)):
+        def __init__(self, *about):
+            super().__init__(*about)
+            self.kv_cache_manager.evict_uncomputed = lambda *about: None
+
+        def update_from_output(self, output, sampled):
+            self.in_step = output.num_scheduled_tokens
+            return super().update_from_output(output, sampled)
+
+        def _lost(self, news):
+            found, shared, self.void = super()._lost(news), self.void, []
+            return found | {r: (r.num_computed_tokens - self.in_step[r.request_id], "shared") for r in shared}
+
+    return Scheduler
+
+
+def test_blocks_that_nobody_has_written_are_not_read(monkeypatch):
+    (path,) = (GOLDEN / "unwritten" / "workloads").iterdir()
+    workload, recorded = json.loads(path.read_text()), json.loads(trace_of(path).read_text())["steps"]
+    ours = Core(workload).run()
+    # `leaves` and `first` were the only ones who could have computed their first eight tokens.
+    assert recorded[1]["aborted"] == ["leaves"] and recorded[1]["prefix_hit"] == {"later": 8}
+    assert recorded[1]["computed"]["first"] == 5 and recorded[1]["sampled"]["shares"] == [2]
+    hits = {name: hit for step in ours[1:] for name, hit in step.get("prefix_hit", {}).items()}
+    assert hits == {"shares": 8, "later": 0} and ours[1]["preempted"] == ["shares"]
+    assert [step["computed"]["first"] for step in ours[:3]] == [10, 5, 10] and "shares" in ours[2]["resumed"]
+    monkeypatch.setattr(disagg, "connector_scheduler", _trusts)
+    ours = [{field: json.dumps(value) for field, value in step.items()} for step in Core(workload).run()]
+    assert ours == [{field: json.dumps(value) for field, value in step.items()} for step in recorded]
 
 
 # --- What vLLM 0.33 decides otherwise: three rules --------------------------------------------------------------------

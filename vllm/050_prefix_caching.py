@@ -220,8 +220,10 @@ class PrefixCachingKVCacheManager(KVCacheManager):
         self.num_cached_block[request.request_id] = num_full
 
     def evict_uncomputed(self, request: Request, num_computed_tokens: int) -> None:
-        """Take back, before the table is freed, what `cache_blocks` promised and no model run will keep."""
-        for block in self.req_to_blocks[request.request_id][num_computed_tokens // self.block_size :]:
+        """Take back what `cache_blocks` promised and no model run has kept."""
+        first = num_computed_tokens // self.block_size
+        self.num_cached_block[request.request_id] = min(self.num_cached_block.get(request.request_id, 0), first)
+        for block in self.req_to_blocks[request.request_id][first:]:
             if self.block_pool.block_hash[block] is not None:
                 self.block_pool.evict(block)
 

@@ -699,7 +699,7 @@ class StoreConnector(KVConnectorBase):
 
     A hit is loaded inside the step that needs it, layer by layer, in front of the model: a thread reads and verifies
     layer i + 1 while layer i is computed. A block that turns out to be unreadable makes the step's result void for
-    whoever has it in its table; the scheduler lets them compute it after all.
+    whoever has it in its table; the scheduler lets them compute it after all, or ends them, by policy.
     """
 
     needs_hashes = True

@@ -111,7 +111,7 @@ def connector_scheduler(base: type) -> type:
             self.waiting_for_remote_kvs: dict[str, Request] = {}
             self.received: set[str] = set()  # of them: arrived, and waiting for a seat
             self.held: dict[str, Request] = {}  # finished, and somebody still reads their blocks, or writes into them
-            self.void: list[Request] = []  # computed on blocks that a load left empty
+            self.void: list[Request] = []  # to be preempted: they read blocks that others must compute again
             self.num_external_tokens = 0  # of the last lookup
             self.prefilling: set[Request] = set()  # when this step began
             self.local_blocks = kv_cache_manager.get_computed_blocks
@@ -164,18 +164,30 @@ def connector_scheduler(base: type) -> type:
             for request in arrived:
                 if self.token_budget == 0 or len(self.running) >= self.max_num_running_reqs:
                     return
-                if manager.enable_caching:
-                    manager.cache_blocks(request, request.num_prompt_tokens)  # from now on others may hit them
+                if request.num_computed_tokens == 0:  # nothing came: it is a prompt like any other, and the next one
+                    manager.free(request)
+                elif manager.enable_caching:
+                    manager.cache_blocks(request, request.num_computed_tokens)  # from now on others may hit them
                 if not self._may_run(request):
                     continue
-                if self.running and manager.block_pool.num_free_blocks < self.watermark_blocks:
+                if request.num_computed_tokens == 0:
+                    num_new_tokens = self._admit(request)
+                elif self.running and manager.block_pool.num_free_blocks < self.watermark_blocks:
+                    return
+                else:
+                    found = min(request.num_computed_tokens, request.num_tokens - 1)  # the last one: for its logits
+                    request.num_external_computed_tokens = found - request.num_cached_tokens
+                    request.num_computed_tokens = request.num_cached_tokens = found
+                    if num_new_tokens := self._num_new_tokens(request):
+                        manager.allocate_slots(request, num_new_tokens)  # it has the blocks: for the index
+                if num_new_tokens == 0:
                     return
                 self.received.remove(request.request_id)
                 del self.waiting_for_remote_kvs[request.request_id]
                 request.status = RequestStatus.RUNNING
                 self.running.append(request)
                 output.scheduled_new_reqs.append(request)
-                self._grant(request, 1, output)
+                self._grant(request, num_new_tokens, output)
             self.sent_for = True
             while self.sent_for:  # and then there is another head of the queue
                 self.sent_for = False
@@ -186,7 +198,7 @@ def connector_scheduler(base: type) -> type:
             return True
 
         def _admit(self, request: Request) -> int:
-            if self.connector.fetches_later:
+            if self.connector.fetches_later and request.request_id not in self.received:
                 computed_blocks, num_cached_tokens = self.local_blocks(request)
                 external, later = self.connector.get_num_new_matched_tokens(request, num_cached_tokens)
                 if later and not request.sampling_params.skip_reading_prefix_cache:
@@ -217,12 +229,12 @@ def connector_scheduler(base: type) -> type:
             watermark = self.watermark_blocks if self.running else 0
             if missing + promised + watermark > manager.block_pool.num_free_blocks:
                 return False
-            request.num_computed_tokens = num_cached_tokens
-            request.num_external_computed_tokens = request.num_prompt_tokens - 1 - num_cached_tokens  # 1: computed here
+            request.num_computed_tokens = request.num_cached_tokens = num_cached_tokens
             # Not indexed yet: nobody may hit what is not here.
             caching, manager.enable_caching = manager.enable_caching, False
             manager.allocate_slots(request, request.num_tokens - num_cached_tokens, computed_blocks)
             manager.enable_caching = caching
+            request.num_computed_tokens += external  # a load that fails takes them back
             self.waiting.remove_request(request)
             self.waiting_for_remote_kvs[request.request_id] = request
             self.connector.update_state_after_alloc(request, manager.get_block_ids(request.request_id), external)
@@ -232,45 +244,45 @@ def connector_scheduler(base: type) -> type:
 
         def update_from_output(self, output: SchedulerOutput, sampled: dict[str, list[int]]) -> list[EngineCoreOutput]:
             news = self.connector.get_finished()
-            if news.invalid_block_ids:
-                self._invalidate(news.invalid_block_ids, sampled)
+            lost = self._lost(news)
+            for request in lost:
+                sampled.pop(request.request_id, None)  # computed on nothing
             outputs = super().update_from_output(output, sampled)
             for ended in (o for o in outputs if o.request_id in self.held):
                 ended.kv_transfer_params = self.connector.answer_params(self.held[ended.request_id])
-            for request_id in self.waiting_for_remote_kvs.keys() & news.finished_recving:
-                request = self.waiting_for_remote_kvs[request_id]
-                request.num_computed_tokens = request.num_cached_tokens = request.num_prompt_tokens - 1
-                self.received.add(request_id)
-            for request_id, why in news.failed_recving.items():
-                if request_id not in self.received and (request := self.waiting_for_remote_kvs.pop(request_id, None)):
-                    outputs += self._handle_failed_recving(request, why)
-            no_longer_written = self.held.keys() & (news.finished_recving | news.failed_recving.keys())
-            for request_id in sorted(news.finished_sending | no_longer_written):  # sets have no order of their own
+            for request in sorted(lost, key=lambda request: request.request_id):  # sets have no order of their own
+                outputs += self._handle_failed_load(request, *lost[request])
+            over = news.finished_recving | news.failed_recving.keys()
+            self.received |= self.waiting_for_remote_kvs.keys() & over
+            for request_id in sorted(news.finished_sending | self.held.keys() & over):
                 self.kv_cache_manager.free(self.held.pop(request_id))
             return outputs
 
-        def _handle_failed_recving(self, request: Request, why: str) -> list[EngineCoreOutput]:
-            """kv_load_failure_policy: compute the prompt here after all, or end the request and say why."""
-            request.num_computed_tokens = 0
-            # A front end looks for the log probabilities of every output, and an error has none.
-            wants_logprobs = request.sampling_params.logprobs is not None
-            if self.connector.config.kv_load_failure_policy == "recompute" or wants_logprobs:
-                self.kv_cache_manager.free(request)
-                self.waiting.prepend_request(request)
-                return []
-            request.status = RequestStatus.FINISHED_ABORTED
-            self._free_request(request)
-            return [EngineCoreOutput(request.request_id, [], "error", f"KV load failed: {why}")]
+        def _lost(self, news: connectors.KVConnectorOutput) -> dict[Request, tuple[int, str]]:
+            """Whose load has failed: up to which position its keys and values are there, and why not further."""
+            loading = [r for name, r in self.waiting_for_remote_kvs.items() if name not in self.received]
+            found = {r: (0, news.failed_recving[r.request_id]) for r in loading if r.request_id in news.failed_recving}
+            left, manager = set(news.invalid_block_ids), self.kv_cache_manager
+            for request in (*self.running, *loading) if left else ():
+                table, size = manager.get_block_ids(request.request_id), manager.block_size
+                if bad := [block for block in table if block in news.invalid_block_ids]:
+                    found[request] = table.index(bad[0]) * size, "a block is unreadable"
+                    if not left.issuperset(bad):  # somebody else computes them again, and not always in one step
+                        self.void.append(request)
+                    left.difference_update(bad)
+            return found
 
-        def _invalidate(self, block_ids: set[int], sampled: dict[str, list[int]]) -> None:
-            """A load inside this step failed. Whoever has such a block in its table computed nonsense behind it: its
-            token is dropped, its blocks leave the index, and the next step preempts it."""
-            for request in self.running:
-                table = self.kv_cache_manager.get_block_ids(request.request_id)
-                if bad := [i for i, block in enumerate(table) if block in block_ids]:
-                    sampled.pop(request.request_id, None)
-                    self.kv_cache_manager.evict_uncomputed(request, bad[0] * self.kv_cache_manager.block_size)
-                    self.void.append(request)
+        def _handle_failed_load(self, request: Request, num_tokens: int, why: str) -> list[EngineCoreOutput]:
+            """kv_load_failure_policy: compute here what is not there, in its turn, or end the request and say why."""
+            if request.status is RequestStatus.RUNNING:
+                self.kv_cache_manager.evict_uncomputed(request, num_tokens)
+            policy, params = self.connector.config.kv_load_failure_policy, request.sampling_params
+            if policy == "recompute" or params.logprobs is not None:  # all outputs have some, and an error has none
+                request.num_computed_tokens = min(request.num_computed_tokens, num_tokens)
+                request.num_cached_tokens = min(request.num_cached_tokens, num_tokens)
+                return []
+            self.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
+            return [EngineCoreOutput(request.request_id, [], "error", f"KV load failed: {why}")]
 
         def _schedule_running(self, output: SchedulerOutput) -> None:
             void, self.void = self.void, []
@@ -525,7 +537,6 @@ class Job:
     start: float = 0.0
     prefilled: float = 0.0  # when the prefill worker was done, seconds after the start
     first: float = 0.0  # when the first token came
-    finish: float = 0.0
 
     @property
     def done(self) -> bool:
@@ -600,7 +611,6 @@ class Router:
             return self._dispatch(job)
         job.first = job.first or now - job.start
         job.token_ids += token_ids
-        job.finish = now - job.start
         on_token(job)
 
     def _bury(self, worker: Worker) -> None:
@@ -769,7 +779,7 @@ def rehearse(fault: str, num_layers: int = 30, num_tokens: int = 100, steps: int
 
     Returns counts, the fake seconds it took, and why it failed, if it did.
     """
-    now, memory, wire = 0.0, {}, Faults("none" if fault == "prefill-dies" else fault)
+    now, died, memory, wire = 0.0, False, {}, Faults("none" if fault == "prefill-dies" else fault)
     ours, theirs = MemoryLink(), MemoryLink()  # the producer's end, the consumer's
     ours.other, theirs.other = theirs, ours
 
@@ -781,11 +791,8 @@ def rehearse(fault: str, num_layers: int = 30, num_tokens: int = 100, steps: int
     producer = kv_transfer.Producer(num_layers, lambda *_: torch.zeros(2, dtype=torch.uint8), clock=lambda: now)
     consumer = kv_transfer.Consumer(num_layers, write, timeout=10, retries=1, clock=lambda: now)
     consumer.start("x", "r", [], 0, num_tokens, [(theirs, kv_transfer.HeadSlice(0, 0, 3), 1)])
-    bytes_of = {"KV": 0, "other": 0}
-    died = False
 
     def put(link: MemoryLink, header: dict[str, Any], payload: torch.Tensor) -> None:
-        bytes_of["KV"] += len(kv_transfer.pack_frame({**header, "crc": 2**32 - 1}))
         for each in wire(link, header, payload):
             link.send(*each)
 
@@ -816,12 +823,10 @@ def rehearse(fault: str, num_layers: int = 30, num_tokens: int = 100, steps: int
         consumer.check()
         exchange()
     exchange()
-    stats = consumer.stats
     return {
-        "messages": producer.stats["messages"], "arrived": stats["messages"], "duplicate": stats["duplicate"],
-        "corrupt": stats["corrupt"], "gap": stats["gap"], "retries": stats["retries"], "seconds": now,
-        "header_bytes": bytes_of["KV"] / producer.stats["messages"], "why": consumer.failed.get("r", ""),
-        "whole": len(memory) == num_layers * num_tokens, "kept": kept, "left": len(producer.exports),
+        **{name: consumer.stats[name] for name in ("duplicate", "corrupt", "gap", "retries")}, "seconds": now,
+        "messages": producer.stats["messages"], "arrived": consumer.stats["messages"], "left": len(producer.exports),
+        "why": consumer.failed.get("r", ""), "whole": len(memory) == num_layers * num_tokens, "kept": kept,
     }  # fmt: skip
 
 
@@ -834,7 +839,6 @@ WIDGET_DEFAULT, WIDGET_CHOICES = goodput.WIDGET_DEFAULT, goodput.WIDGET_CHOICES
 # --- Numbers that the text quotes -------------------------------------------------------------------------------------
 
 PROMPT = 8192
-KINDS = [kind for kind in Faults.KINDS if kind != "decode-dies"]
 
 
 @functools.cache
@@ -849,13 +853,11 @@ def facts() -> dict[str, Any]:
         readers = [kv_transfer.num_consumers(Hkv, producer, consumer, rank) for rank in range(producer)]
         sharing[key] = {"sources": len(sources[0]), "heads": sources[0][0].heads, "readers": max(readers),
                         "unread": readers.count(0)}  # fmt: skip
-    rehearsals = {kind.replace("-", "_"): rehearse(kind) for kind in KINDS}
-    chunk = 50 * small.bytes_per_token("float32") // small.num_layers  # of a rehearsal's message, on the real model
-    header = rehearsals["none"]["header_bytes"]
+    rehearsals = {kind.replace("-", "_"): rehearse(kind) for kind in Faults.KINDS if kind != "decode-dies"}
     return {
         "kv_bytes": {"smollm2_fp32": small.bytes_per_token("float32"), "llama_31_8b": goodput.KV_BYTES},
         "prompt": PROMPT, "prompt_bytes": PROMPT * goodput.KV_BYTES,
-        "sharing": sharing, "faults": rehearsals, "header_bytes": header, "header_share": header / (header + chunk),
+        "sharing": sharing, "faults": rehearsals,
         "story": {"positions": sum(LENGTHS), "blocks": LENGTHS[0] // 16},
         "simulation": goodput.facts(),
     }  # fmt: skip
@@ -1004,8 +1006,7 @@ def check_layouts(model: llama.Llama) -> None:
 
 def bench_wires(prefill: Worker, decode: Worker, prompts: dict[int, list[int]]) -> dict[str, Any]:
     """Each wire with prompts of some lengths: asked for when the prefill is over, and asked for before it."""
-    bench: dict[str, Any] = {}
-    rows = []
+    bench, rows = {}, []
     for wire, name in WIRES.items():
         prefill.configure(**PREFILL, kv_connector=name)
         decode.configure(**DECODE, kv_connector=name)
@@ -1135,11 +1136,10 @@ def story(args: argparse.Namespace, workers: contextlib.ExitStack) -> dict[str, 
                      f"{last.first * 1e3:.0f}"])  # fmt: skip
     common.table(["wire", "MB", "messages", "sent during prefill", "prefill done, ms", "first token, ms"], rows)
     common.say(f"✓ over each wire: the tokens of one engine, {len(prompts)} × {TOKENS}; all blocks free on both sides")
-    positions = sum(LENGTHS)
     spec = kv_cache.KVCacheSpec(model.config.num_hidden_layers, model.num_kv_heads, *[model.config.head_dim] * 2)
     each = spec.bytes_per_token("float32")
-    common.check_equal(f"{positions} positions × {each:,} bytes have moved, no more",
-                       here["bytes_in"], positions * each)  # fmt: skip
+    common.check_equal(f"{sum(LENGTHS)} positions × {each:,} bytes have moved, no more",
+                       here["bytes_in"], sum(LENGTHS) * each)  # fmt: skip
 
     common.heading("3. No partner: a store that any engine finds blocks in")
     with tempfile.TemporaryDirectory() as folder:

@@ -571,7 +571,7 @@ class ReplayCore(continuous_batching.EngineCore):
     def recorded_step(self) -> dict[str, Any]:
         """One `step()`, described in the format of the recordings."""
         heard = self.step()
-        self.entry["sampled"] = {o.request_id: o.new_token_ids[0] for o in heard}
+        self.entry["sampled"] = {o.request_id: o.new_token_ids[0] for o in heard if o.new_token_ids}
         entry, pool = self.entry, self.scheduler.kv_cache_manager.block_pool
         entry["free_blocks"].append(pool.num_free_blocks)
         entry["finished"] = {o.request_id: o.finish_reason for o in heard if o.finish_reason}
