@@ -176,6 +176,32 @@ def test_loads_that_end_together_free_their_blocks_in_one_order():
     assert [step["free_queue"] for step in steps[1:3]] == [[8, 9], [6, 5, 4, 3, 2, 1, 8, 9]]
 
 
+@pytest.mark.parametrize(("lost", "kept"), [([], 13), ([{2}, {3}], 8), ([{3}, {2}], 8), ([{2, 3}], 8)])
+def test_what_came_from_elsewhere_before_a_block_that_did_not_is_kept_and_counted(lost, kept):
+    """One block is found here, three are sent for. A connector may tell of what is missing bit by bit."""
+    spec = {"arrival_step": 0, "max_tokens": 5, "forced_output_token_ids": [3] * 5}
+    config = {"block_size": 4, "num_speculative_tokens": 0, "max_loras": 0, "num_blocks": 20,
+              "enable_prefix_caching": True, "kv_load_failure_policy": "recompute"}  # fmt: skip
+    requests = [{"id": "here", "prompt_token_ids": [*range(5)], **spec},
+                {"id": "there", "prompt_token_ids": [*range(14)], "remote_steps": 9, **spec}]  # fmt: skip
+    core = Core({"config": config, "requests": requests})
+    for rank, request in enumerate(requests):
+        core.forced[request["id"]] = [3] * 5
+        core.add_request(preemption.workload_files.make_request(request, rank, core.config))
+        core.recorded_step()
+    connector, there = core.scheduler.connector, core.scheduler.requests["there"]
+    table = core.scheduler.kv_cache_manager.get_block_ids("there")
+    assert table[1:] == connector.loaded["there"] and len(table) == 4
+    for blocks in ({table[i] for i in each} for each in lost):
+        connector.get_finished = lambda: disagg.connectors.KVConnectorOutput(invalid_block_ids=blocks)  # noqa: B023
+        core.recorded_step()
+    connector.get_finished = lambda: disagg.connectors.KVConnectorOutput(finished_recving={"there"})
+    core.recorded_step()
+    assert core.recorded_step()["prefix_hit"] == {"there": kept}
+    assert (there.num_cached_tokens, there.num_external_computed_tokens) == (kept, kept - 4)
+    assert core.scheduler.kv_cache_manager.get_block_ids("there")[:4] == table
+
+
 class CarefulCore(Core):
     """Lesson 05's scheduler in front of lesson 04's, which reserves a request's blocks for its whole life."""
 
@@ -507,7 +533,8 @@ def test_a_broken_rule_of_all_together_shows(what, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["blocks are free at once", "all of it is lost", "an error waits for its turn",
-                                  "its turn is the last", "who computed on nothing keeps the token"])  # fmt: skip
+                                  "its turn is the last", "others overtake it",
+                                  "who computed on nothing keeps the token"])  # fmt: skip
 def test_a_broken_rule_of_failed_loads_shows(what, monkeypatch):
     def broken(base, original=disagg.connector_scheduler):
         class Broken(original(base)):
@@ -527,6 +554,10 @@ def test_a_broken_rule_of_failed_loads_shows(what, monkeypatch):
                         self.kv_cache_manager.free(self.waiting_for_remote_kvs[name])
                         self.received.remove(name)
                         self.waiting.add_request(self.waiting_for_remote_kvs.pop(name))
+                if what == "others overtake it":
+                    loads = self.waiting_for_remote_kvs
+                    by_luck = sorted(self.received, key=lambda name: loads[name].num_computed_tokens == 0)
+                    self.waiting_for_remote_kvs = {name: loads.pop(name) for name in by_luck} | loads
                 super()._schedule_waiting(output)
 
             def update_from_output(self, output, sampled):

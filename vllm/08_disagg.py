@@ -198,7 +198,7 @@ def connector_scheduler(base: type) -> type:
             return True
 
         def _admit(self, request: Request) -> int:
-            if self.connector.fetches_later and request.request_id not in self.received:
+            if self.connector.fetches_later:
                 computed_blocks, num_cached_tokens = self.local_blocks(request)
                 external, later = self.connector.get_num_new_matched_tokens(request, num_cached_tokens)
                 if later and not request.sampling_params.skip_reading_prefix_cache:
