@@ -111,12 +111,14 @@ class Core(preemption.ReplayCore):
         sampled = self.sampled.popleft() if len(self.sampled) > len(self.queue) else {}
         if not self.queue:
             self.sampled.clear()
+        for request_id in (sampled.keys() - entry["sampled"].keys()) & requests.keys():
+            self.written[request_id] -= len(sampled[request_id])  # computed on nothing, and not heard of
         # Their traces hold all that was sampled, also what came after a stop.
         entry["sampled"] = {i: sampled[i] if self.drafting else [token] for i, token in entry["sampled"].items()}
         if self.drafting and self.depth == 1:
             self.scheduler.update_draft_token_ids({
                 i: list(self.specs[i]["drafts"].get(str(requests[i].num_output_tokens), ()))
-                for i in entry["sampled"] if i in requests
+                for i in sampled if i in requests
             })  # fmt: skip
         return entry
 
