@@ -956,7 +956,7 @@ def test_a_model_with_a_short_context_is_named(tmp_path):
                                   max_position_embeddings=256)  # fmt: skip
     with pytest.raises(common.InputError) as refused:
         lesson.main(["--model", str(folder)])
-    assert str(refused.value) == f"--model {folder}: a context of 256 is too short; this story takes 512"
+    assert str(refused.value) == "--model: a context of 256 tokens is too short; this story takes 512"
 
 
 @pytest.mark.slow

@@ -2973,7 +2973,7 @@ def test_a_model_with_a_short_context_is_named(tmp_path):
     folder = on_gpu.random_folder(tmp_path / "model", **shape, max_position_embeddings=256)
     with pytest.raises(common.InputError) as refused:
         lesson.main(["--model", str(folder)])
-    assert str(refused.value) == f"--model {folder}: a context of 256 is too short; this story takes 512"
+    assert str(refused.value) == "--model: a context of 256 tokens is too short; this story takes 512"
     assert inspect.signature(lesson.make_core).parameters["max_model_len"].default == 512
 
 
