@@ -1340,7 +1340,7 @@ def test_the_shipped_adapters_answer_in_style(real_model):
 
 def test_a_question_needs_no_chat_template(make, tiny):
     class Plain(Words):
-        ask = llama.Tokenizer.ask
+        ask, converse = llama.Tokenizer.ask, llama.Tokenizer.converse
 
     (answer,) = lesson.ask(make(), Plain(), [None], max_tokens=3, question="Why?")
     written = alone(tiny, None, [ord(c) for c in "Why?"], 3)
