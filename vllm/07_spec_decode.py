@@ -112,7 +112,8 @@ def naive_round(target: NextToken, drafter: NextToken, prefix: Sequence[int], K:
 @common.kernel
 def sum_tiles_kernel(scores, is_greedy, draft_probs, draft_rows, sums, V, stride_scores, stride_draft,
                      HAS_DRAFT_PROBS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """A row of 128,256 is too long for one program: each sums up a tile. sums [2, R, tiles]: of p − q, and of p."""
+    """A row of 128,256 is long for one program: each sums up a tile. sums fp64 [1 or 2, R, tiles]: Σ max(p − q, 0) (of
+    a greedy row: the largest score) and, where there are q, Σ p."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sums += row * tl.num_programs(1) + tile
     i = tile * BLOCK + tl.arange(0, BLOCK)
@@ -142,7 +143,7 @@ def draw_index(w, before, target, i):
 def sample_rows_kernel(scores, draft_token_ids, is_greedy, draft_probs, draft_rows, accept_u, draw_u, sums, token_ids,
                        V, num_tiles, stride_scores, stride_draft, HAS_DRAFT_PROBS: tl.constexpr,
                        TILES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Which tile, and then which of its tokens: of a row, no more is read than its sums and one tile."""
+    """Which tile, and then which of its tokens: no more of a row is read than its sums and one tile."""
     row = tl.program_id(0).to(tl.int64)
     scores += row * stride_scores
     n, i = tl.arange(0, TILES), tl.arange(0, BLOCK)
