@@ -1252,3 +1252,13 @@ def test_size_of_the_widget():
     for values in lesson.WIDGET_CHOICES.values():
         n *= len(values)
     assert n <= 20_000
+
+
+def test_a_bug_that_nothing_shows_is_said_to_be_there(monkeypatch, capsys):
+    """Answers may end before a bug matters: then the story does not claim that all is well."""
+    for name in ("tell_rule", "tell_model", "tell_economics", "draw"):
+        monkeypatch.setattr(lesson, name, lambda *args: {})
+    monkeypatch.setattr(llama, "load", lambda name: (None, None))
+    for flags in ([], ["--break", "past-eos"]):
+        lesson.main(flags)
+        assert ("NOT CAUGHT (--break past-eos)" in capsys.readouterr().out) == bool(flags)
