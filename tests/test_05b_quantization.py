@@ -1253,6 +1253,7 @@ def test_few_rows_are_multiplied_with_their_codes(name, monkeypatch):
         return multiply(*args)
 
     monkeypatch.setattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu", count)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     weight = lesson.PackedWeight.pack(q)
     for M in (0, 1, formats.FEW_ROWS, formats.FEW_ROWS + 1, 40):
         y = lesson.dequant_matmul(x[:M], weight)
@@ -1261,9 +1262,10 @@ def test_few_rows_are_multiplied_with_their_codes(name, monkeypatch):
     assert [shape[0] for shape in calls] == [0, 1, formats.FEW_ROWS]
 
 
-@pytest.mark.parametrize("why", ["fp32", "fp16", "rows of 40", "a group of 96", "8 bits", "floats"])
+@pytest.mark.parametrize("why", ["fp32", "fp16", "rows of 40", "a group of 96", "8 bits", "floats", "another CPU"])
 def test_what_has_no_such_product_is_decoded(why, monkeypatch):
     monkeypatch.setattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu", None)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NEON" if why == "another CPU" else "AVX512")
     N, K = (40, 192) if why == "rows of 40" else (48, 192)
     f = {"a group of 96": formats.Format("g96", "int", 4, 96, "fp16", "int"), "8 bits": FORMATS["q8_0"],
          "floats": FORMATS["mxfp4"]}.get(why, FORMATS["int4-g64"])  # fmt: skip

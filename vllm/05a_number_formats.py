@@ -511,8 +511,9 @@ def on_cpu(weight: PackedWeight, dtype: torch.dtype) -> Callable[[torch.Tensor],
         many = batching.PackedLinear(W, None)
         many.most_rows = math.inf  # W goes: of what stands for it, only the shape is read
         many.weight = W.new_full((1, 1), math.nan).expand_as(W)
-    f, (N, K) = weight.format, W.shape
-    if (f.grid, f.bits, dtype) != ("int", 4, torch.bfloat16) or N % 16 or (f.group or K) not in (32, 64, 128, 256):
+    f, (N, K), here = weight.format, W.shape, torch.backends.cpu.get_cpu_capability() if W.is_cpu else "GPU"
+    is_int4 = (f.grid, f.bits, dtype) == ("int", 4, torch.bfloat16)
+    if not is_int4 or N % 16 or (f.group or K) not in (32, 64, 128, 256) or here not in ("AVX2", "AVX512"):
         return many
     codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(planes(weight.codes, 4, 16).int(), 1)
     scale, zero = weight.scale.float(), f.center if weight.zero is None else weight.zero.float()
