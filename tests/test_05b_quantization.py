@@ -1239,32 +1239,38 @@ def test_only_the_default_model_is_compared_with_its_file(capsys):
 # --- On a CPU ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def decoded(monkeypatch):
+    """How many rows were multiplied with decoded weights, call by call."""
+    rows = []
+
+    class Counted(llama.Linear):
+        def __call__(self, x):
+            rows.append(len(x))
+            return super().__call__(x)
+
+    monkeypatch.setattr(formats.batching, "packs", lambda device, dtype: False)
+    monkeypatch.setattr(llama, "Linear", Counted)
+    return rows
+
+
 @pytest.mark.parametrize("name", ["q4_1", "int4-g32", "int4-g64", "int4-g128", "symmetric"])
-def test_few_rows_are_multiplied_with_their_codes(name, monkeypatch):
+def test_few_rows_are_multiplied_with_their_codes(name, decoded, monkeypatch):
     """In bf16 torch reads 4-bit codes as they are. They stand for the same numbers, one row or many."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     f = formats.Format(name, "int", 4, 32, "fp16") if name == "symmetric" else FORMATS[name]
     q = rtn(torch.randn(48, 256) + 0.3, f)
     x = torch.randn(40, 512).bfloat16()[:, ::2]  # as it comes
-    expected, calls = x.float() @ q.dequantize().T, []
-    multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
-
-    def count(*args):
-        calls.append(args[0].shape)
-        return multiply(*args)
-
-    monkeypatch.setattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu", count)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    weight = lesson.PackedWeight.pack(q)
+    expected, weight = x.float() @ q.dequantize().T, lesson.PackedWeight.pack(q)
     for M in (0, 1, formats.FEW_ROWS, formats.FEW_ROWS + 1, 40):
         y = lesson.dequant_matmul(x[:M], weight)
         assert y.dtype == torch.bfloat16 and y.shape == (M, 48)
         assert M == 0 or common.relative_error(y.float(), expected[:M]) < common.TOLERANCE[torch.bfloat16] / 4
-    assert [shape[0] for shape in calls] == [0, 1, formats.FEW_ROWS]
+    assert decoded == [formats.FEW_ROWS + 1, 40]
 
 
 @pytest.mark.parametrize("why", ["fp32", "fp16", "rows of 40", "a group of 96", "8 bits", "floats", "another CPU"])
-def test_what_has_no_such_product_is_decoded(why, monkeypatch):
-    monkeypatch.setattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu", None)
+def test_what_has_no_such_product_is_decoded(why, decoded, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NEON" if why == "another CPU" else "AVX512")
     N, K = (40, 192) if why == "rows of 40" else (48, 192)
     f = {"a group of 96": formats.Format("g96", "int", 4, 96, "fp16", "int"), "8 bits": FORMATS["q8_0"],
@@ -1273,6 +1279,7 @@ def test_what_has_no_such_product_is_decoded(why, monkeypatch):
     x = torch.randn(2, K).to(dtype)
     y = lesson.dequant_matmul(x, lesson.PackedWeight.pack(q))
     assert y.dtype == dtype and common.relative_error(y.float(), x.float() @ q.dequantize().T) < 2e-2
+    assert decoded == [2]
 
 
 @pytest.mark.slow
