@@ -335,7 +335,10 @@ def test_a_shape_that_contradicts_the_config_is_one_line(tiny_model):
 
 def test_a_weight_that_is_not_there_is_named(tiny_model):
     lookup, name = lesson.model_tensors(tiny_model), "model.layers.1.mlp.down_proj.weight"
-    tensors = lambda wanted: None if wanted == name else lookup(wanted)  # noqa: E731
+
+    def tensors(wanted):
+        return None if wanted == name else lookup(wanted)
+
     with pytest.raises(common.InputError, match=name):
         lesson.TensorParallelLlama(tiny_model.config, tensors, ThreadGroup(2, 0, None, [], CPU))
 

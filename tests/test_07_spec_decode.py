@@ -1036,7 +1036,10 @@ def test_what_was_broken_to_show_it_is_mended_whatever_happens():
 def ahead(tiny_model):
     """Lesson 05's loop with three drafts a step ahead, and requests of four prompt tokens."""
     core, _ = common.lesson("07a_drafts_ahead").make_loop("async", tiny_model, 3, 16)
-    make = lambda n: lesson.Request("r", [1, 2, 3, 4], SamplingParams(max_tokens=n, ignore_eos=True))  # noqa: E731
+
+    def make(n):
+        return lesson.Request("r", [1, 2, 3, 4], SamplingParams(max_tokens=n, ignore_eos=True))
+
     return core, core.scheduler, make
 
 

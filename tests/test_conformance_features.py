@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections import Counter, deque
 from types import SimpleNamespace
@@ -194,10 +195,11 @@ def test_what_came_from_elsewhere_before_a_block_that_did_not_is_kept_and_counte
     connector, there = core.scheduler.connector, core.scheduler.requests["there"]
     table = core.scheduler.kv_cache_manager.get_block_ids("there")
     assert table[1:] == connector.loaded["there"] and len(table) == 4
+    heard = disagg.connectors.KVConnectorOutput
     for blocks in ({table[i] for i in each} for each in lost):
-        connector.get_finished = lambda: disagg.connectors.KVConnectorOutput(invalid_block_ids=blocks)  # noqa: B023
+        connector.get_finished = functools.partial(heard, invalid_block_ids=blocks)
         core.recorded_step()
-    connector.get_finished = lambda: disagg.connectors.KVConnectorOutput(finished_recving={"there"})
+    connector.get_finished = functools.partial(heard, finished_recving={"there"})
     core.recorded_step()
     assert core.recorded_step()["prefix_hit"] == {"there": kept}
     assert (there.num_cached_tokens, there.num_external_computed_tokens) == (kept, kept - 4)

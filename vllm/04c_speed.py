@@ -600,6 +600,11 @@ def throughput(model: llama.Llama, folder: Path, ask: Callable | None) -> dict[s
     return found
 
 
+def one_by_one(work: Sequence[Callable]) -> list[torch.Tensor]:
+    """What each of them computes."""
+    return [each() for each in work]
+
+
 def measure_linears(variants: dict[str, llama.Llama], seconds: float) -> list[dict[str, Any]]:
     """Of models with weights in other formats: milliseconds of all linear layers of the blocks, one after another, at
     M tokens; float layers as engines run them (on a CPU packed by lesson 04)."""
@@ -610,8 +615,8 @@ def measure_linears(variants: dict[str, llama.Llama], seconds: float) -> list[di
         widths = {n: inputs.get(n.split(".")[-1], c.hidden_size) for n in layers if n != "lm_head"}
         for M in (1, 4, 8, 32):
             x = {K: torch.randn(M, K, dtype=model.dtype, device=model.device) for K in widths.values()}
-            step = lambda layers=layers, widths=widths, x=x: [layers[n](x[K]) for n, K in widths.items()]  # noqa: E731
-            row[f"ms_{M}"] = common.measure(step, seconds).median * 1e3
+            work = [functools.partial(layers[n], x[K]) for n, K in widths.items()]
+            row[f"ms_{M}"] = common.measure(functools.partial(one_by_one, work), seconds).median * 1e3
     common.table(["linear layers, ms", *(f"M = {M}" for M in (1, 4, 8, 32))],
                  [[r["method"], *(f"{r[f'ms_{M}']:.1f}" for M in (1, 4, 8, 32))] for r in found])  # fmt: skip
     return found

@@ -91,11 +91,18 @@ def swept_round(sample: Callable, p: Sequence[Distribution], q: Sequence[Distrib
     grid that leads to an output is its probability, with no error at all: a proof by counting, not a sample.
     """
     K, V = len(q), len(p[0])
+
+    def column(x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x))
+
+    def decode(code: int) -> tuple[int, ...]:
+        digits = (int(code) // (V + 1) ** j % (V + 1) for j in range(K + 1))
+        return tuple(digit - 1 for digit in digits if digit)
+
     grid = itertools.product(*[range(V)] * K, *[range(levels)] * K, range(draws))
     grid = np.array(list(grid), dtype=np.int64).reshape(-1, 2 * K + 1)  # [B, drafts, accept_u …, draw_u]
     B = len(grid)
     weight = np.prod([np.asarray(q[j], dtype=np.float64)[grid[:, j]] for j in range(K)], axis=0) * np.ones(B)
-    column = lambda x: torch.from_numpy(np.ascontiguousarray(x))  # noqa: E731
     drafts = column(np.concatenate((grid[:, :K], np.full((B, 1), -1)), axis=1))  # [B, K + 1]
     accept = column(np.concatenate(((grid[:, K : 2 * K] + 0.5) / levels, np.zeros((B, 1))), axis=1))
     draw = column(((grid[:, -1:] + 0.5) / draws) * np.ones((1, K + 1)))
@@ -109,7 +116,6 @@ def swept_round(sample: Callable, p: Sequence[Distribution], q: Sequence[Distrib
     codes = torch.where(torch.arange(K + 1) < n, tokens + 1, 0) @ (V + 1) ** torch.arange(K + 1)
     found, where = np.unique(codes.numpy(), return_inverse=True)
     shares = np.bincount(where, weights=weight) / (levels**K * draws)
-    decode = lambda code: tuple(t - 1 for j in range(K + 1) if (t := int(code) // (V + 1) ** j % (V + 1)))  # noqa: E731
     mean = float((num_sampled.double() @ column(weight)) / (levels**K * draws))
     return {decode(code): float(share) for code, share in zip(found, shares) if share > 0}, mean
 
