@@ -281,7 +281,7 @@ for line in sys.stdin:
     request = json.loads(line)
     if request["command"] == "end":
         break
-    print("noise\\n" + json.dumps({"seconds": 1e-3, "heard": request["command"]}), flush=True)
+    print("noise\\n" + json.dumps({"seconds": 1e-3, "heard": request["command"], "dtype": sys.argv[2]}), flush=True)
 """
 
 
@@ -289,19 +289,21 @@ def test_talking_to_a_peer(tmp_path, monkeypatch, capsys):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "vllm_peer.py").write_text(PEER)
     monkeypatch.setattr(common, "ROOT", tmp_path)
-    with lesson.vllm_peer(sys.executable, tmp_path) as ask:
-        assert ask(command="schedule")["heard"] == "schedule"
+    with lesson.vllm_peer(sys.executable, tmp_path, "float32") as ask:
+        assert ask(command="schedule") == {"seconds": 1e-3, "heard": "schedule", "dtype": "float32"}
         monkeypatch.setattr(lesson, "scheduler_seconds", lambda running, waiting: running * 1e-6)
         found = lesson.scheduler_table(ask)
         assert found["1000_10000"] == {"ours": pytest.approx(1000), "vllm": pytest.approx(1000)}
         with pytest.raises(common.InputError, match="it ended"):
             ask(command="end")
-    with pytest.raises(common.InputError, match="No such file"), lesson.vllm_peer("no/such/python", tmp_path):
+    nobody = lesson.vllm_peer("no/such/python", tmp_path, "float32")
+    with pytest.raises(common.InputError, match="No such file"), nobody:
         pass
 
 
 def test_an_environment_without_vllm_is_one_line(tmp_path):
-    with lesson.vllm_peer(sys.executable, tmp_path) as ask, pytest.raises(common.InputError, match="it ended"):
+    peer = lesson.vllm_peer(sys.executable, tmp_path, "float32")
+    with peer as ask, pytest.raises(common.InputError, match="it ended"):
         ask(command="schedule", running=1, waiting=0, steps=1)
 
 

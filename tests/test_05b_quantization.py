@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -1295,13 +1296,37 @@ def test_the_default_models_own_codes_in_bf16(real_model):
         assert common.relative_error(found, exact) < 1.5 * common.relative_error(lossy, exact)
 
 
+def test_vllm_is_asked_in_both_dtypes(monkeypatch):
+    """Only if its interpreter is named; and its processes end with the measurement."""
+    speed, talk = common.lesson("04c_speed"), []
+
+    @contextlib.contextmanager
+    def peer(python, folder, dtype):
+        talk.append((python, folder, dtype))
+        yield dtype
+        talk.append(f"{dtype} ends")
+
+    monkeypatch.setattr(speed, "vllm_peer", peer)
+    monkeypatch.setattr(speed, "measure_serving", lambda variants, peers: talk.append(peers) or [variants])
+    monkeypatch.setattr(llama, "model_folder", lambda name: f"folder of {name}")
+    assert lesson.serve_beside_vllm({"a": 1}, types.SimpleNamespace(vllm=None, model="m")) == [{"a": 1}] and talk == [
+        {}
+    ]
+    lesson.serve_beside_vllm({}, types.SimpleNamespace(vllm="py", model="m"))
+    assert talk[1:] == [
+        ("py", "folder of m", "float32"), ("py", "folder of m", "bfloat16"),
+        {"vLLM, fp32": "float32", "vLLM, bf16": "bfloat16"}, "bfloat16 ends", "float32 ends"]  # fmt: skip
+    with pytest.raises(common.InputError, match="only --bench"):
+        lesson.main(["--vllm", "py"])
+
+
 def test_what_bench_compares_on_a_cpu(monkeypatch, capsys):
     """Every variant the same prompts in turns; all linear layers of the blocks, the output matrix not."""
     speed = common.lesson("04c_speed")
     model = llama.random_model(seed=3)
     four = lesson.quantize_model(llama.random_model(seed=3, dtype=torch.bfloat16, hidden_size=128, head_dim=32,
                                                     num_attention_heads=4, intermediate_size=64), "int4")  # fmt: skip
-    seen, served = [], []
+    seen, served, asked = [], [], []
 
     def measure(step, seconds):
         seen.append((seconds, len(step())))
@@ -1319,7 +1344,16 @@ def test_what_bench_compares_on_a_cpu(monkeypatch, capsys):
         return types.SimpleNamespace(tokens_per_second=10.0 * len(served))
 
     monkeypatch.setattr(speed.batching, "serve", serve)
-    rows = speed.measure_serving({"a": model, "b": four})
+
+    def ask(command, prompts, max_tokens):
+        assert command == "generate" and max_tokens == 64
+        asked.append(len(prompts))
+        return {"seconds": len(asked)}
+
+    monkeypatch.setattr(speed.time, "sleep", lambda seconds: None)
+    rows = speed.measure_serving({"a": model, "b": four}, {"theirs": ask})
+    assert asked == [1] * 3 + [8] * 3 + [32] * 3 and rows[2] == {
+        "method": "theirs", "tokens_s_1": 64 / 2, "tokens_s_8": 8 * 64 / 5, "tokens_s_32": 32 * 64 / 8}  # fmt: skip
     assert served == [(n, hidden) for n in (1, 8, 32) for _ in range(3) for hidden in (80, 128)]
     assert [rows[0][f"tokens_s_{n}"] for n in (1, 8, 32)] == [30, 90, 150] and rows[1]["tokens_s_32"] == 160
     assert "32 prompts" in capsys.readouterr().out

@@ -1,10 +1,10 @@
 """The real vLLM as a competitor. Runs in an environment of its own, not in ours:
 
-    ENV/bin/python tests/vllm_peer.py MODEL_FOLDER
+    ENV/bin/python tests/vllm_peer.py MODEL_FOLDER DTYPE
 
 Reads one JSON object per line, answers each with one: {"command": "generate", "prompts": [[ids]], "max_tokens": n} ->
 {"seconds", "token_ids"}; {"command": "schedule", "running": n, "waiting": n, "steps": n} -> {"seconds"} of a step.
-Greedy, EOS ignored, fp32, no prefix cache, compiled, on all cores (by itself it keeps one back). Written against vLLM
+Greedy, EOS ignored, no prefix cache, compiled, on all cores (by itself it keeps one back). Written against vLLM
 0.32's CPU build.
 """
 
@@ -83,7 +83,7 @@ def schedule(folder: str, running: int, waiting: int, steps: int) -> dict:
 
 
 def main() -> None:
-    folder = sys.argv[1]
+    folder, dtype = sys.argv[1:]
     answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
     llm = None
     for line in sys.stdin:
@@ -93,7 +93,7 @@ def main() -> None:
         else:
             from vllm import LLM
 
-            llm = llm or LLM(model=folder, dtype="float32", max_model_len=2048, enable_prefix_caching=False)
+            llm = llm or LLM(model=folder, dtype=dtype, max_model_len=2048, enable_prefix_caching=False)
             answer = generate(llm, **request)
         print(json.dumps(answer), file=answers, flush=True)
 

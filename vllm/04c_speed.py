@@ -35,7 +35,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import random
@@ -484,13 +483,13 @@ def draw(folder: str | Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def vllm_peer(python: str, model_folder: Path) -> Iterator[Callable[..., dict[str, Any]]]:
+def vllm_peer(python: str, model_folder: Path, dtype: str) -> Iterator[Callable[..., dict[str, Any]]]:
     """The real vLLM in processes of its own: ask(command=…) -> answer. Raises InputError if it does not start.
 
     They are stopped between two questions: vLLM's worker spins while it waits for work, on a core that ours needs.
     """
     script = common.ROOT / "tests" / "vllm_peer.py"
-    command = [python, str(script), str(model_folder)]
+    command = [python, str(script), str(model_folder), dtype]
     try:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                    start_new_session=True)  # fmt: skip
@@ -622,16 +621,27 @@ def measure_linears(variants: dict[str, llama.Llama], seconds: float) -> list[di
     return found
 
 
-def measure_serving(variants: dict[str, llama.Llama]) -> list[dict[str, Any]]:
-    """Output tokens per second of lesson 04's engine, 64 to each of n prompts of 128; the median of three rounds, in
-    which all take turns."""
-    V, found = min(model.config.vocab_size for model in variants.values()), [{"method": name} for name in variants]
+def measure_serving(variants: dict[str, llama.Llama], peers: dict[str, Callable] | None = None) -> list[dict[str, Any]]:
+    """Output tokens per second of lesson 04's engine with each model, and of vLLM's as `peers` (ask(…) of each): 64
+    to each of n prompts of 128; the median of three rounds, in which all take turns."""
+    V = min(model.config.vocab_size for model in variants.values())
     prompts = [[(1000 + 37 * i + j) % V for j in range(128)] for i in range(32)]
+
+    def ours(model: llama.Llama, n: int) -> float:
+        return batching.serve(batching.make_core(model), prompts[:n], [64] * n).tokens_per_second
+
+    def theirs(ask: Callable, n: int) -> float:
+        return n * 64 / ask(command="generate", prompts=prompts[:n], max_tokens=64)["seconds"]
+
+    runs = {name: functools.partial(ours, model) for name, model in variants.items()}
+    runs |= {name: functools.partial(theirs, ask) for name, ask in (peers or {}).items()}
+    found: list[dict[str, Any]] = [{"method": name} for name in runs]
     for n in (1, 8, 32):
-        rates: list[list[float]] = [[] for _ in variants]
-        for _, (each, model) in itertools.product(range(3), zip(rates, variants.values())):
-            core = batching.make_core(model)
-            each.append(batching.serve(core, prompts[:n], [64] * n).tokens_per_second)
+        rates: list[list[float]] = [[] for _ in runs]
+        for _ in range(3):
+            for each, run in zip(rates, runs.values()):
+                time.sleep(0.5)  # threads of the one before still spin for a while
+                each.append(run(n))
         for row, each in zip(found, rates):
             row[f"tokens_s_{n}"] = statistics.median(each)
     common.table(["tokens/s", *(f"{n} prompts" for n in (1, 8, 32))],
@@ -682,7 +692,7 @@ def benchmark(args: argparse.Namespace, model: llama.Llama) -> dict[str, Any]:
     bench["profile"] = {slug(name): parts | {"total": sum(parts.values())} for name, parts in profiles.items()}
     common.heading("6. Peers, in turns")
     folder = llama.model_folder(args.model)
-    peer = vllm_peer(args.vllm, folder) if args.vllm else contextlib.nullcontext()
+    peer = vllm_peer(args.vllm, folder, "float32") if args.vllm else contextlib.nullcontext()
     with peer as ask:
         if ask is None:
             common.skipped("vLLM", "no --vllm")

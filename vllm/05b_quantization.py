@@ -1000,6 +1000,15 @@ def measure_kernels(seconds: float) -> list[dict[str, Any]]:
     return rows
 
 
+def serve_beside_vllm(variants: dict[str, llama.Llama], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """04c's tokens per second of each model, and, if `--vllm` names an interpreter, of vLLM on the original."""
+    folder, peers = llama.model_folder(args.model), {}
+    with contextlib.ExitStack() as stack:
+        for name, dtype in {"vLLM, fp32": "float32", "vLLM, bf16": "bfloat16"}.items() if args.vllm else ():
+            peers[name] = stack.enter_context(speed.vllm_peer(args.vllm, folder, dtype))
+        return speed.measure_serving(variants, peers)
+
+
 # --- The story ------------------------------------------------------------------------------------------------------
 
 
@@ -1009,6 +1018,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--group", type=int, choices=(32, 64, 192, 576), default=64, help="of the live layer (default 64)")
     p.add_argument("--layer", type=common.number(int, 0), help="the block that runs live (default 11, or the last)")
     p.add_argument("--windows", type=common.number(int, 1, 10), default=2, help="--bench: of 512 tokens (default 2)")
+    p.add_argument("--vllm", metavar="PYTHON", help="with --bench: as in 04c, in fp32 and in bf16")
     return p
 
 
@@ -1129,6 +1139,8 @@ def print_roofline(known: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
+    if args.vllm and not args.bench:
+        raise common.InputError("--vllm: only --bench compares with it")
     machine, known, bench, mine = common.start(args), facts(), {}, args.model is None
     last = llama.check_context(args.model, 512 if args.bench else 256).num_hidden_layers - 1
     args.layer = min(11, last) if args.layer is None else args.layer
@@ -1165,7 +1177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         half = llama.load(args.model, torch.bfloat16)[0]
         variants |= {"bf16": half, "int4, bf16": quantize_model(half, "int4" if args.model else "gguf")}
         if not common.HAS_GPU:
-            bench["serving"] = speed.measure_serving(variants)
+            bench["serving"] = serve_beside_vllm(variants, args)
     bench["linears"] = speed.measure_linears(variants, 2.0 if args.bench else 0.2)
     if common.HAS_GPU:
         bench |= {"kernels": measure_kernels(0.3 if args.bench else 0.05), "copy_gb_s": common.copy_bandwidth() / 1e9}
