@@ -10,6 +10,8 @@ import itertools
 import pickle
 import queue
 import socket
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -672,6 +674,23 @@ def test_the_thread_has_room_for_a_bounded_number_of_letters(monkeypatch):
     asyncio.run(run())
 
 
+def test_the_thread_ends_before_python_does(tiny, folder, monkeypatch):
+    """Whoever leaves without `shutdown`: Python aborts on a thread that is still inside of torch."""
+    at_exit = []
+    monkeypatch.setattr(lesson.atexit, "register", at_exit.append)
+    monkeypatch.setattr(lesson.atexit, "unregister", at_exit.remove)
+
+    async def leave():
+        llm = await lesson.AsyncLLM.start(FACTORY, None, folder, "thread")
+        llm.add_request("r", [3, 5], SamplingParams(max_tokens=100, ignore_eos=True))
+        return llm.client
+
+    client = asyncio.run(leave())
+    (end,) = at_exit
+    end()
+    assert not client.thread.is_alive() and not at_exit
+
+
 def test_requests_and_outputs_survive_the_journey():
     params = SamplingParams(temperature=0.5, stop=["x"], logit_bias={3: 1.0}, structured_outputs={"regex": "a"})
     request = Request("r", [1, 2, 3], params, priority=2, cache_salt="s", eos_token_id=7)
@@ -977,6 +996,28 @@ def test_a_killed_process_and_every_place_on_the_real_model(folder):
     process = asyncio.run(drop())
     process.join(10)
     assert process.exitcode == 0, "an engine that nobody has any more ends"
+
+
+LEAVE = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[1])
+import common, llama
+lesson = common.lesson("06e_async_engine")
+async def leave():
+    engine, args = (lesson.KEY, "make_small_engine"), {"model": None, "seed": 0}
+    llm = await lesson.AsyncLLM.start(engine, args, llama.model_folder(None), sys.argv[2])
+    llm.add_request("r", "Hello", lesson.offline.SamplingParams(max_tokens=200, ignore_eos=True))
+    await asyncio.sleep(0.3)
+    sys.exit(3)
+asyncio.run(leave())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", lesson.CLIENTS)
+def test_leaving_in_the_middle_of_an_answer(place):
+    done = subprocess.run([sys.executable, "-c", LEAVE, str(common.HERE), place], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 def test_of_pieces_put_together_the_last_says_how_it_ended():

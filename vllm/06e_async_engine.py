@@ -450,6 +450,7 @@ class ThreadClient:
         mailbox = (factory, args, self._post, self._receive)
         self.thread = threading.Thread(target=serve_mailbox, args=mailbox, daemon=True, name="EngineCore")
         self.thread.start()
+        atexit.register(self.join)  # if nobody calls it: Python would abort on a thread that still computes
 
     def _post(self, letter: Any) -> None:
         self.room.acquire()
@@ -479,7 +480,9 @@ class ThreadClient:
             self.room.release()
 
     def join(self, timeout: float = 5.0) -> None:
+        self.close()
         self.thread.join(timeout)
+        atexit.unregister(self.join)
 
 
 class InprocClient:
