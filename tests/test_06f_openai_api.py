@@ -80,7 +80,11 @@ BAD_COMPLETIONS = [
     ({"prompt": "x" * 512}, 400, "prompt", "512"), (P | {"max_tokens": 513}, 400, "max_tokens", "512"),
     ({"prompt": "x" * 100_000}, 400, "prompt", "characters"), ({"prompt": {"text": "a"}}, 400, "prompt", ""),
     (P | {"max_tokens": "5"}, 400, "max_tokens", ""), (P | {"max_tokens": 0}, 400, "max_tokens", "at least 1"),
-    (P | {"max_tokens": 5.0}, 400, "max_tokens", ""), (P | {"max_tokens": True}, 400, "max_tokens", ""),
+    (P | {"max_tokens": 5.5}, 400, "max_tokens", ""), (P | {"max_tokens": True}, 400, "max_tokens", ""),
+    (P | {"max_tokens": "5.0"}, 400, "max_tokens", ""), (P | {"seed": 2.0**63}, 400, "seed", "integer"),
+    (P | {"seed": 1e300}, 400, "seed", "integer"), (P | {"echo": 1.0}, 400, "echo", "boolean"),
+    (P | {"user": 5.0}, 400, "user", "string"), (P | {"stop": [5.0]}, 400, "stop", "string"),
+    (P | {"stop_token_ids": [5.5]}, 400, "stop_token_ids", "integer"), ({"prompt": 5.0}, 400, "prompt", ""),
     (P | {"max_tokens": -1}, 400, "max_tokens", ""), (P | {"max_tokens": 10**30}, 400, "max_tokens", "context"),
     (P | {"temperature": 2.1}, 400, "temperature", "0 to 2"), (P | {"temperature": "hot"}, 400, "temperature", ""),
     (P | {"temperature": [1]}, 400, "temperature", ""), (P | {"top_p": 0}, 400, "top_p", ""),
@@ -103,7 +107,8 @@ BAD_COMPLETIONS = [
     (b'{"prompt": "a", "temperature": NaN}', 400, "temperature", ""),
     (P | {"seed": 2**63}, 400, "seed", "less than"), (P | {"cache_salt": ""}, 400, "cache_salt", "at least 1"),
     *(({"prompt": wrong}, 400, "prompt", "prompt: must be a text, token ids, or a list of either, all of one kind")
-      for wrong in (None, 5, {}, [1.5], [True], ["a", {}], ["a", [1, 2]], [1, "a"], [[1], 2], [[1.0]])),
+      for wrong in (None, 5, {}, [1.5], [True], ["a", {}], ["a", [1, 2]], [1, "a"], [[1], 2], [[1.5]], ["a", 1.0],
+                    [[[1.0]]], [1e300])),
     (P | {"seed": "x"}, 400, "seed", ""),
     (P | {"stop": [""]}, 400, "stop", ""), (P | {"stop": ["x"] * 65}, 400, "stop", "64"),
     (P | {"stop": 5}, 400, "stop", ""),
@@ -276,6 +281,18 @@ def test_a_body_beyond_the_limit_is_413_however_it_comes(monkeypatch):
     assert ask(app, "/v1/completions", [exact[:1], exact[1:500], exact[500:]]).status == 200
 
 
+@pytest.mark.parametrize("where", ["http://host:8000", "https://host", "HTTP://key@host"])
+def test_a_target_may_be_a_whole_url(where):
+    """So do clients ask that take the server for a proxy (`curl -x`); RFC 9112: every server must understand it."""
+    _, app = serve(keys=["key"])
+    key = {"authorization": "Bearer key"}
+    assert ask(app, f"{where}/v1/completions", P, headers=key).status == 200
+    assert ask(app, f"{where}/health", method="GET").status == 200
+    check_error(ask(app, f"{where}/v1/completions", P), 401, text="Unauthorized")
+    check_error(ask(app, where, method="GET"), 404, text="GET /")
+    check_error(ask(app, f"/{where}/v1/completions", P, headers=key), 404)  # a path that looks like one
+
+
 def test_a_client_that_hangs_up_in_the_middle_of_its_body(monkeypatch):
     llm, app = serve()
 
@@ -337,6 +354,30 @@ def test_a_completion(shared):
     assert llm.aborted, "the end of a request is always told"
 
 
+def test_an_integer_may_be_written_with_a_point(shared):
+    """As pydantic's lax mode lets vLLM take it: JSON does not tell 5.0 from 5, and what counts is where it stands."""
+    llm, app = shared
+    llm.added.clear()
+    body = {"max_tokens": 7.0, "seed": 1e18, "n": 1.0, "top_k": -1.0, "stop_token_ids": [5.0, 6], "temperature": 1,
+            "allowed_token_ids": [7, 8.0], "logprobs": 2.0, "stream_interval": 3.0, "priority": -0.0,
+            "metadata": {"x": 5.0}, "documents": None}  # fmt: skip
+    for prompt, want in (([97.0, 98], [[97, 98]]), ([[97.0], [98, 99.0]], [[97], [98, 99]])):
+        assert ask(app, "/v1/completions", {"prompt": prompt} | body).status == 200
+        assert [prompt["prompt_token_ids"] for _, prompt, _ in llm.added] == want
+        assert all(type(token) is int for ids in want for token in ids)
+        for _, _, params in llm.added:
+            assert params == SamplingParams(max_tokens=7, seed=10**18, top_k=-1, stop_token_ids=[5, 6], logprobs=2,
+                                            allowed_token_ids=[7, 8])  # fmt: skip
+            assert {type(x) for x in (params.max_tokens, params.seed, *params.allowed_token_ids)} == {int}
+        llm.added.clear()
+    chat = M | {"max_completion_tokens": 7.0, "logprobs": True, "top_logprobs": 2.0}
+    assert ask(app, "/v1/chat/completions", chat).status == 200 and llm.added[0][2].max_tokens == 7
+    assert lesson.DetokenizeRequest(tokens=[97.0, 98]).tokens == [97, 98]
+    kept = {"metadata": {"x": 5.0}, "chat_template_kwargs": {"x": [5.0]}}
+    read = lesson.ChatCompletionRequest(**M, **kept)
+    assert json.dumps([read.metadata, read.chat_template_kwargs]) == json.dumps([*kept.values()]), "theirs, untouched"
+
+
 # Recorded from vLLM 0.32: the fields of whole answers to plain requests, and of their choices.
 RECORDED = {
     "/v1/completions": (
@@ -356,6 +397,29 @@ def test_whole_answers_have_vllms_fields(shared, path):
     found = ask(shared[1], path, (P if path == "/v1/completions" else M) | {"max_tokens": 3}).json
     of_answer, of_choice = (set(names.split()) for names in RECORDED[path])
     assert found.keys() == of_answer and found["choices"][0].keys() == of_choice
+
+
+# And of the chunks of a stream: of the first one, of those in its midst, of the last one. (The first one of a chat has
+# no token_ids there. Here it has: one rule less.)
+RECORDED_CHUNKS = {
+    "/v1/completions": 3 * ["index text logprobs finish_reason stop_reason prompt_token_ids token_ids"],
+    "/v1/chat/completions": [*2 * ["index delta logprobs finish_reason token_ids"],
+                             "index delta logprobs finish_reason stop_reason token_ids"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", RECORDED_CHUNKS)
+def test_chunks_have_vllms_fields(path):
+    _, app = serve(Letters([(0, "a", False, False), (0, "b", False, False), (0, "c", True, True)]))
+    chat, envelope = path != "/v1/completions", {"id", "object", "created", "model", "choices"}
+    heard = ask(app, path, (M if chat else P) | {"stream": True})
+    *chunks, _ = lesson.read_events(heard.text)
+    first, middle, last = RECORDED_CHUNKS[path]
+    wanted = [first, *[middle] * (len(chunks) - 2), last]
+    assert len(chunks) > 2 and [chunk["choices"][0].keys() for chunk in chunks] == [set(x.split()) for x in wanted]
+    opening = {"prompt_token_ids", "prompt_text"} if chat else set()
+    ends = [opening, *[set()] * (len(chunks) - 2), {"system_fingerprint"}]
+    assert [chunk.keys() for chunk in chunks] == [envelope | end for end in ends]
 
 
 @pytest.mark.parametrize("usage", [False, True])
@@ -1194,10 +1258,9 @@ def test_a_client_that_counts_tokens_gets_the_prompts_too(shared, stream):
     assert [choice["prompt_token_ids"] for choice in found] == ids
     assert asked("/v1/chat/completions", M)["prompt_token_ids"] == [72, 105]
     heard = ask(app, "/v1/chat/completions", M | {"stream": stream})
-    if stream:
-        assert "prompt_token_ids" not in heard.text
-    else:
-        assert heard.json["prompt_token_ids"] is None
+    found = lesson.read_events(heard.text)[0] if stream else heard.json
+    assert found["prompt_token_ids"] is None
+    assert not stream or heard.text.count("prompt_token_ids") == 1, "once, with the opening"
 
 
 def test_no_limit_means_sixteen_tokens_in_a_completion_and_the_context_in_a_chat():

@@ -27,6 +27,15 @@ json_schemas = common.lesson("06b0_json_schemas")
 # --- Requests ---------------------------------------------------------------------------------------------------------
 
 
+def whole(value: Any, depth: int = 2) -> Any:
+    """JSON knows numbers of one kind: what many languages write for 5 is 5.0, alone or among the ids of prompts."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
+        return int(value)
+    if isinstance(value, list) and depth and {float, list} & set(map(type, value)):
+        return [whole(x, depth - 1) for x in value]
+    return value
+
+
 class OpenAIModel(pydantic.BaseModel):
     """Types are taken at their word ("5" is no number), and a field that we do not know is an error, not a surprise."""
 
@@ -34,12 +43,12 @@ class OpenAIModel(pydantic.BaseModel):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _nothing_said(cls, data: Any) -> Any:
+    def _what_is_said(cls, data: Any) -> Any:
         """Some clients write out all the fields they have: null under a name that we do not know asks for nothing."""
         if not isinstance(data, dict):
             return data
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {name: value for name, value in data.items() if value is not None or name in known}
+        return {name: whole(value) for name, value in data.items() if value is not None or name in known}
 
     @pydantic.field_validator("*", mode="before")
     @classmethod

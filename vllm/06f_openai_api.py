@@ -10,8 +10,7 @@ The mechanism:
   4. Then room: as many sequences as the bound allows, else 503 and Retry-After.
   5. A prompt becomes a request to 06e's `AsyncLLM`, and a mailbox. Several prompts are several mailboxes.
   6. A streamed answer is server-sent events: `data: {…}`, a blank line, `data: [DONE]`. Half a character sends nothing.
-  7. A client that hangs up, streaming or not, cancels a task; and the end of the task, however it came, aborts the
-     request.
+  7. A client that hangs up, streaming or not, cancels a task; a task's end, however it came, aborts the request.
   8. Every error has one shape. After the status line is sent, the stream itself carries it.
 
 Numbers to remember: a token of five letters travels in an event of about 250 bytes. Eight kinds of refusal cost the
@@ -378,13 +377,13 @@ class OpenAIServing:
         """One answer, or one piece of it if the request streams; `first` is given with what begins an answer."""
         self.check_answer(job, index, answer)
         shown = self.echoed(job, first, answer) if first and getattr(job.body, "echo", False) else answer
-        content = {"logprobs": self.logprobs(job, index, shown), "finish_reason": answer.finish_reason,
-                   "stop_reason": answer.stop_reason}  # fmt: skip
-        if job.body.return_token_ids:
-            content["token_ids"] = answer.token_ids
-        if not isinstance(job.body, ChatCompletionRequest):
-            if first and job.body.return_token_ids:
-                content["prompt_token_ids"] = first.prompt_token_ids
+        chat, by_id = isinstance(job.body, ChatCompletionRequest), job.body.return_token_ids
+        content = {"logprobs": self.logprobs(job, index, shown), "finish_reason": answer.finish_reason}
+        if answer.finish_reason is not None or not (chat and job.body.stream):
+            content["stop_reason"] = answer.stop_reason
+        content["token_ids"] = answer.token_ids if by_id else None
+        if not chat:
+            content["prompt_token_ids"] = first.prompt_token_ids if first and by_id else None
             if first and job.body.prompt_logprobs is not None and not job.body.stream:
                 content["prompt_logprobs"] = scores(first)
             return {"index": index, "text": shown.text} | content
@@ -407,10 +406,9 @@ class OpenAIServing:
         found = {"id": job.request_id, "object": kind, "created": job.created, "model": job.model, "choices": choices}
         if not (job.body.stream and choices and choices[0]["finish_reason"] is None):  # in a stream: with its end
             found["system_fingerprint"] = self.system_fingerprint
-        if first and job.body.return_token_ids:
-            found["prompt_token_ids"] = first.prompt_token_ids
-        if first and job.body.return_prompt_text:
-            found["prompt_text"] = first.prompt
+        if first:
+            found["prompt_token_ids"] = first.prompt_token_ids if job.body.return_token_ids else None
+            found["prompt_text"] = first.prompt if job.body.return_prompt_text else None
         return found | {"usage": usage} if usage or job.wants_usage else found
 
     def echoed(self, job: Job, output: RequestOutput, answer: offline.CompletionOutput) -> offline.CompletionOutput:
@@ -573,6 +571,8 @@ class Gate:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        if not scope["path"].startswith("/"):  # through some proxies a target comes as a whole URL (RFC 9112, 3.2.2)
+            scope = {**scope, "path": "/" + scope["path"].partition("://")[2].partition("/")[2]}
         if self.api_keys and scope["method"] != "OPTIONS" and scope["path"].startswith(self.PROTECTED):
             scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
             # Comparing takes the same time however many characters are right, so it tells nobody how close they are.
@@ -1127,7 +1127,7 @@ async def _tell_story(args: argparse.Namespace, app: Any, llm: AsyncLLM, bench: 
     whole = (await call(app, "/v1/completions", ask)).json["choices"][0]["text"]
     streamed = await call(app, "/v1/completions", ask | {"stream": True})
     for piece in streamed.pieces[:2]:
-        common.say(f"data: {{… {piece.decode().strip()[-96:]}")
+        common.say(f"data: {{… [{piece.decode().partition('[')[2][:84]} …")
     common.say(f"… {len(streamed.pieces)} pieces, {sum(map(len, streamed.pieces)):,} bytes for {len(whole)} characters")
     common.check_equal("the stream's text is the whole answer's", text_of(read_events(streamed.text)), whole)
     raw = streamed.text.encode()
