@@ -346,7 +346,8 @@ def test_a_completion(shared):
         {"index": 0, "text": "Paris.", "logprobs": None, "finish_reason": "stop", "stop_reason": None} | unasked
     ]
     assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8,
-                              "prompt_tokens_details": {"cached_tokens": 0}}  # fmt: skip
+                              "prompt_tokens_details": {"cached_tokens": 0},
+                              "completion_tokens_details": None}  # fmt: skip
     ((_, prompt, params),) = llm.added
     assert prompt == {"prompt": "Hello", "prompt_token_ids": list(b"Hello")}
     assert params == SamplingParams(max_tokens=7, temperature=0.5, stop=["x"], seed=3, logit_bias={5: 1.5}, top_k=4,
@@ -397,6 +398,8 @@ def test_whole_answers_have_vllms_fields(shared, path):
     found = ask(shared[1], path, (P if path == "/v1/completions" else M) | {"max_tokens": 3}).json
     of_answer, of_choice = (set(names.split()) for names in RECORDED[path])
     assert found.keys() == of_answer and found["choices"][0].keys() == of_choice
+    assert found["usage"].keys() == {"prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details",
+                                     "completion_tokens_details"}  # fmt: skip
 
 
 # And of the chunks of a stream: of the first one, of those in its midst, of the last one. (The first one of a chat has

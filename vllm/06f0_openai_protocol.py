@@ -349,6 +349,7 @@ def in_full(answer: dict[str, Any]) -> dict[str, Any]:
     def full(given: dict[str, Any], *names: str) -> dict[str, Any]:
         return given | {name: None for name in names if name not in given}
 
+    answer = answer | {"usage": full(answer["usage"], "completion_tokens_details")}
     if answer["object"] == "text_completion":
         choices = [full(choice, *OF_CHOICE, *OF_PROMPT) for choice in answer["choices"]]
         return full(answer | {"choices": choices}, *OF_ANSWER)
