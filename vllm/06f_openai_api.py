@@ -13,8 +13,7 @@ The mechanism:
   7. A client that hangs up, streaming or not, cancels a task; a task's end, however it came, aborts the request.
   8. Every error has one shape. After the status line is sent, the stream itself carries it.
 
-Numbers to remember: a token of five letters travels in an event of about 250 bytes. Eight kinds of refusal cost the
-engine nothing.
+Numbers to remember: a token of five letters travels in 250 bytes; eight kinds of refusal cost the engine nothing.
 
 How to run:
   uv run python vllm/06f_openai_api.py                        the whole story, against an app in this process
@@ -578,8 +577,12 @@ class Gate:
             # Comparing takes the same time however many characters are right, so it tells nobody how close they are.
             right = any([secrets.compare_digest(given, key) for key in self.api_keys])
             if scheme.lower() != b"bearer" or not right:
-                error = APIError(401, "Unauthorized: send the header Authorization: Bearer <api key>")
+                error = APIError(401, "Unauthorized: send the header Authorization: Bearer <api key>",
+                                 headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
                 return await refuse(send, error)
+        if {b"content-length", b"transfer-encoding"} <= dict(scope["headers"]).keys():  # a proxy may read the other
+            error = APIError(400, "Content-Length and Transfer-Encoding: one of them", headers={"Connection": "close"})
+            return await refuse(send, error)
         body, total, more = bytearray(), 0, True
         while more and total <= 16 * MAX_BODY_BYTES:  # an over-long body is read to its end, and dropped: then the
             message = await receive()  # client is ready to hear why
@@ -601,8 +604,9 @@ class Gate:
 async def refuse(send: Any, error: APIError) -> None:
     """Answer an ASGI request with the error, before any route has seen it."""
     body = json.dumps(error.body()).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
+    pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": pairs})
     await send({"type": "http.response.body", "body": body})
 
 
@@ -732,8 +736,7 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
             raise common.InputError("prompt: give either a prompt or messages")
         text, special = body.prompt, body.add_special_tokens is not False
         if body.messages is not None:
-            text = serving.render_chat(body)
-            special = bool(body.add_special_tokens)
+            text, special = serving.render_chat(body), bool(body.add_special_tokens)
         tokens = await serving.encode(text, special)
         found = {"count": len(tokens), "max_model_len": serving.max_model_len, "tokens": tokens}
         if body.return_token_strs:
@@ -921,10 +924,7 @@ WIDGET_DEFAULT = {"key": "right", "field": "temperature 9", "prompt": "64 charac
 
 
 def simulate(params: dict) -> dict:
-    """One request to the real app, before a scripted engine: context 64, at most 4 inside. Raises InputError.
-
-    And then the same request again and again, without the mistake that it was refused for.
-    """
+    """One request to the real app (context 64, at most 4 inside), then again, mistake by mistake. Raises InputError."""
     return asyncio.run(_correct(common.checked(params, CHOICES)))
 
 
