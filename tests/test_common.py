@@ -64,6 +64,15 @@ def test_a_long_line_goes_on_below(capsys):
     assert "".join("".join(lines[3:5]).split()) == "x" * 130 and lines[-1] == "    table   kept" + " " * 90 + "end"
 
 
+def test_what_a_model_wrote_moves_no_cursor(capsys):
+    """Random weights write any byte: a bell, a carriage return, ESC [ 2 J, which clears a terminal."""
+    common.say("a\x07b\rc\x1b[2Jd\x9b\ne")
+    common.table(["task", "free"], [["date", "a\x07b\rc\x1b[2Jd\x7f"]])
+    told = capsys.readouterr().out
+    assert told.startswith("  a␇b␍c␛[2Jd�\n  e\n") and "a␇b␍c␛[2Jd␡" in told
+    assert not [c for c in told if c != "\n" and not c.isprintable()]
+
+
 def test_a_home_that_cannot_be_written_is_not_reported():
     code = f"import sys; sys.path.insert(0, {str(common.HERE)!r}); import common; common.new_figure()"
     environment = {k: v for k, v in os.environ.items() if k not in ("MPLCONFIGDIR", "XDG_CONFIG_HOME")}

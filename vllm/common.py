@@ -461,9 +461,13 @@ def heading(text: str) -> None:
     console().print(text, style="bold")
 
 
+# What a model wrote never moves a terminal's cursor: ESC is shown as ␛; only newlines stay.
+VISIBLE = {c: 0x2400 + c for c in range(32) if c != ord("\n")} | {0x7F: "␡"} | dict.fromkeys(range(0x80, 0xA0), "�")
+
+
 def say(text: str) -> None:
     """One line (or paragraph) of the story, indented under its heading. What a page cannot hold goes on below."""
-    lines = ["  " + line for line in text.splitlines()]
+    lines = ["  " + line for line in text.translate(VISIBLE).splitlines()]
     console().print("\n".join(part for line in lines for part in _on_a_page(line)))
 
 
@@ -483,7 +487,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | No
     for i, column in enumerate(columns):
         grid.add_column(column, justify="left" if i == 0 else "right")
     for row in rows:
-        grid.add_row(*(str(cell) for cell in row))
+        grid.add_row(*(str(cell).translate(VISIBLE) for cell in row))
     console().print(grid)
 
 
