@@ -641,6 +641,25 @@ def test_healing_the_real_model(real_model, tmp_path, monkeypatch, capsys):
     assert lesson.draw(tmp_path)
 
 
+def test_a_model_with_one_kv_head_has_none_to_merge(monkeypatch, capsys):
+    model = llama.random_model(num_attention_heads=4, num_key_value_heads=1)
+    monkeypatch.setattr(lesson.llama, "check_context", lambda *args: model.config)
+    monkeypatch.setattr(lesson, "run_healing", lambda *args: pytest.fail("it trains"))
+    with pytest.raises(common.InputError, match=r"--heal: .* one KV head; it takes a model with more"):
+        lesson.main(["--heal", "0.05", "--model", "mqa"])
+    capsys.readouterr()
+    assert lesson.show_pooling(argparse.Namespace(bench=False), model, None) == {}
+    assert capsys.readouterr().out == "  SKIPPED the merging of KV heads: this model has one\n"
+
+
+def test_healing_says_how_many_heads_the_model_has(monkeypatch, capsys):
+    config = llama.random_model(num_attention_heads=4, num_key_value_heads=2).config
+    monkeypatch.setattr(lesson.llama, "check_context", lambda *args: config)
+    monkeypatch.setattr(lesson, "run_healing", lambda *args: None)
+    lesson.main(["--heal", "0.05"])
+    assert "4 query heads, one KV head: 0.05 minutes" in capsys.readouterr().out
+
+
 def test_pooling_breaks_the_real_model(real_model):
     """The lesson's claim, on 127 predictions: merged heads are no switch."""
     model, tokenizer = real_model

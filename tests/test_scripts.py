@@ -340,7 +340,7 @@ def sure_model(tmp_path_factory):
     """It says one token, which ends the answer, and is as sure of it as a float can be."""
     folder = on_gpu.random_folder(
         tmp_path_factory.mktemp("sure") / "model", hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, vocab_size=512, tie_word_embeddings=False,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, vocab_size=512, tie_word_embeddings=False,
     )  # fmt: skip
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"][:, 0] = 50

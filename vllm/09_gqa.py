@@ -572,8 +572,7 @@ def whole_prompt(heads: Sequence[int] | None = None) -> llama.Attend:
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if heads is not None:
-            index = torch.tensor(heads, device=k.device)
-            k, v = k[:, index], v[:, index]  # every query head its own copy, as the map says
+            k, v = k[:, heads], v[:, heads]  # every query head its own copy, as the map says
         return paged.prefill_attention(q, k, v)
 
     return attend
@@ -905,8 +904,7 @@ def _draw_tp(folder: str | Path, kib: dict[str, dict[str, float]]) -> Path:
     for name, label, color, marker in (("mha", "MHA, 32 heads", "grey", "s"), ("gqa_8", "GQA, 8", "blue", "o"),
                                        ("gqa_2", "GQA, 2", "green", "^"), ("mla", "MLA, 576 elements", "purple", "P"),
                                        ("mqa", "MQA, 1", "orange", "D")):  # fmt: skip
-        values = list(kib[name].values())
-        axis.plot(range(5), values, marker=marker, color=common.COLORS[color], label=label, linewidth=2)
+        axis.plot(range(5), list(kib[name].values()), marker=marker, color=common.COLORS[color], label=label, lw=2)
     axis.set_yscale("log", base=2)
     axis.set_xticks(range(5), ["1", "2", "4", "8", "16"])
     axis.set_yticks([16, 32, 64, 128, 256, 512], ["16", "32", "64", "128", "256", "512"])
@@ -952,8 +950,7 @@ def _draw_healing(folder: str | Path, curve: Sequence[Mapping[str, float]]) -> P
 def measure_heads(S: int, seconds: float) -> list[dict[str, Any]]:
     """On a CPU: decode attention of one sequence, 32 query heads of 128, fp32, for several numbers of KV heads; with a
     group as the rows of one product, and with keys and values repeated for every query head first. Seconds."""
-    rows, q = [], torch.randn(1, 32, 128)
-    lens = torch.tensor([S], dtype=torch.int32)
+    rows, q, lens = [], torch.randn(1, 32, 128), torch.tensor([S], dtype=torch.int32)
     for Hkv in (32, 8, 4, 1):
         k, v = torch.randn(2, 1, S, Hkv, 128)
 
@@ -1095,19 +1092,20 @@ def show_mla() -> None:
 
 def show_pooling(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
     """What it does to the real model to have its KV heads merged, without training."""
+    if model.num_kv_heads == 1:
+        common.skipped("the merging of KV heads", "this model has one")
+        return {}
     windows = corpus(tokenizer, 5120 if args.bench else 512)
-    found = {"trained": perplexity(model, windows)}
-    for how in ("mean", "first"):
-        found[how] = perplexity(pool_kv_heads(model, 1, how), windows)
+    students = {"trained": model} | {how: pool_kv_heads(model, 1, how) for how in ("mean", "first")}
+    found = {name: perplexity(student, windows) for name, student in students.items()}
     if args.bench:
         found["tiled_map"] = perplexity(model, windows, tiled(model.num_heads, model.num_kv_heads))
     n, Hq, Hkv = windows.numel(), model.num_heads, model.num_kv_heads
     shown = {k: f"{x:,.{1 if k == 'trained' else 0}f}" if x < 1e9 else "over a billion" for k, x in found.items()}
     common.say(f"perplexity on {n:,} tokens of Python's reference: {shown['trained']} as trained ({Hq}:{Hkv});")
     common.say(f"one KV head, the mean of {Hkv}: {shown['mean']}; the first of them: {shown['first']}")
-    stored = common.results(KEY).get("heal")
-    healed = f"SmolLM2: {stored['curve'][-1]['perplexity']:,.0f}" if stored else "run it to see"
-    common.say(f"--heal trains it for some minutes ({healed}). The paper uptrains with 5 % of the pretraining compute.")
+    healed = common.results(KEY)["heal"]["curve"][-1]["perplexity"]
+    common.say(f"--heal trains it for some minutes (SmolLM2: {healed:,.0f}). The paper uptrains with 5 % of the pretraining compute.")
     return found | {"tokens": n}
 
 
@@ -1174,9 +1172,11 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine = common.start(args)
-    llama.check_context(args.model, WINDOW)
+    config = llama.check_context(args.model, WINDOW)
+    if args.heal and config.num_key_value_heads == 1:
+        raise common.InputError(f"--heal: {args.model} has one KV head; it takes a model with more")
     if args.heal:
-        common.heading(f"Nine query heads, one KV head: {args.heal:g} minutes of training")
+        common.heading(f"{config.num_attention_heads} query heads, one KV head: {args.heal:g} minutes of training")
         return run_healing(args, machine)
     model, tokenizer = llama.load(args.model)
     common.heading("1 · The kernels, each KV head loaded once for its group, against head by head")
