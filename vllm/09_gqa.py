@@ -1104,8 +1104,8 @@ def show_pooling(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.
     shown = {k: f"{x:,.{1 if k == 'trained' else 0}f}" if x < 1e9 else "over a billion" for k, x in found.items()}
     common.say(f"perplexity on {n:,} tokens of Python's reference: {shown['trained']} as trained ({Hq}:{Hkv});")
     common.say(f"one KV head, the mean of {Hkv}: {shown['mean']}; the first of them: {shown['first']}")
-    healed = common.results(KEY)["heal"]["curve"][-1]["perplexity"]
-    common.say(f"--heal trains it for some minutes (SmolLM2: {healed:,.0f}). The paper uptrains with 5 % of the pretraining compute.")
+    healed = f"SmolLM2: {common.results(KEY)['heal']['curve'][-1]['perplexity']:,.0f}"
+    common.say(f"--heal trains it for some minutes ({healed}). The paper uptrains with 5 % of the pretraining compute.")
     return found | {"tokens": n}
 
 
