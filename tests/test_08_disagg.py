@@ -2609,6 +2609,33 @@ def test_real_processes_and_a_real_death(tiny_model):
     assert not decode.process.is_alive()
 
 
+@pytest.mark.parametrize(("layers", "fault"), [(1, "prefill-dies"), (2, "truncate"), (3, "drop")])
+def test_a_bad_day_comes_to_a_model_of_few_layers_too(layers, fault):
+    """Three prompts are as many messages as three times the layers: what happens must happen before the last."""
+    model, prompts = llama.random_model(SEED, num_hidden_layers=layers), [PROMPT[i:] for i in range(3)]
+    config = {"kv_connector": "TCPConnector"}
+    prefill = lesson.Worker("prefill", model, lesson.PREFILL | config, block_size=16)
+    decode = lesson.Worker("decode", model, lesson.DECODE | config, block_size=16)
+    try:
+        prefill.ask(), decode.ask()
+        prefill.configure(fault, **lesson.PREFILL, **config)
+        decode.configure(**lesson.DECODE, **config, kv_connector_extra_config={"timeout": 0.2, "retries": 1})
+        jobs, events = lesson.disaggregated(prefill, decode, prompts, 4)
+        assert [job.token_ids for job in jobs] == lesson.colocated(model, prompts, 4)
+        stats = lesson.settled(decode, 20)
+        assert events == ["prefill died (signal SIGKILL)"] * (fault == "prefill-dies")
+        assert fault == "prefill-dies" or stats["consumer_retries"] >= 1
+        assert (stats.get("consumer_corrupt", 0) > 0) == (fault == "truncate")
+    finally:
+        prefill.stop(), decode.stop()
+
+
+@pytest.mark.parametrize(("heads", "told"), [(1, "1 rank with"), (2, "2 ranks with")])
+def test_layouts_of_one_rank_and_of_more(heads, told, capsys):
+    lesson.check_layouts(llama.random_model(num_attention_heads=2, num_key_value_heads=heads))
+    assert told in capsys.readouterr().out
+
+
 # --- The proxy -------------------------------------------------------------------------------------------------------
 
 

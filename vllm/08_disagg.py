@@ -399,7 +399,7 @@ class Faults:
         self.kind, self.after, self.count, self.held = kind, after, 0, []
 
     def __call__(self, link: Any, header: dict[str, Any], payload: torch.Tensor) -> list[tuple[dict, torch.Tensor]]:
-        """What is really sent. From the twelfth message on, each kind does its worst."""
+        """What is really sent. From message `after` on, each kind does its worst."""
         self.count += 1
         if self.kind == "prefill-dies" and self.count > self.after:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -438,7 +438,8 @@ def run_worker(pipe: Any, inherited: Sequence[Any], model: llama.Llama | str | i
             core.scheduler.connector.close()
         core = make_core(model, KVTransferConfig(**config), **core_args)
         if fault != "none":
-            core.scheduler.connector.wire = Faults(fault)
+            after = min(12, model.config.num_hidden_layers)  # a prompt is a message for each layer
+            core.scheduler.connector.wire = Faults(fault, after)
         return getattr(core.scheduler.connector, "address", {})
 
     with contextlib.suppress(EOFError, OSError):
@@ -987,18 +988,18 @@ def answer(worker: Worker, name: str, prompt: Sequence[int], max_tokens: int) ->
 
 def check_layouts(model: llama.Llama) -> None:
     """Blocks of 16 to blocks of 32, whole and one head at a time, against the reference; with the kernel if it runs."""
-    c = model.config
-    source = torch.randn(2, 8, 16, c.num_key_value_heads, c.head_dim, device=model.device)
-    targets = [torch.zeros(2, 5, 32, c.num_key_value_heads, c.head_dim, device=model.device) for _ in range(2)]
+    Hkv, D = model.config.num_key_value_heads, model.config.head_dim
+    source = torch.randn(2, 8, 16, Hkv, D, device=model.device)
+    targets = [torch.zeros(2, 5, 32, Hkv, D, device=model.device) for _ in range(2)]
     theirs, ours = torch.tensor([5, 2, 7, 1], device=model.device), torch.tensor([4, 1], device=model.device)
     kernel = common.use_kernels() if common.HAS_TRITON else contextlib.nullcontext()
     with kernel:
-        for head in range(c.num_key_value_heads):
+        for head in range(Hkv):
             piece = kv_transfer.gather_kv(source, theirs, 3, 45, head, 1)
             kv_transfer.scatter_kv(piece, targets[0], ours, 3, head)
-    whole = kv_transfer.gather_reference(source, theirs.tolist(), 3, 45, 0, c.num_key_value_heads)
+    whole = kv_transfer.gather_reference(source, theirs.tolist(), 3, 45, 0, Hkv)
     kv_transfer.scatter_reference(whole, targets[1], ours.tolist(), 3, 0)
-    common.check_equal(f"{c.num_key_value_heads} ranks with blocks of 16 to one with blocks of 32: every bit is in its "
+    common.check_equal(f"{Hkv} rank{'s' * (Hkv > 1)} with blocks of 16 to one with blocks of 32: every bit is in its "
                        "place", torch.equal(*targets), True)  # fmt: skip
     if not common.HAS_TRITON:
         common.skipped("move_kv_kernel", f"{common.kernel_mode()}; the torch path did it")
@@ -1080,7 +1081,8 @@ def show_simulation() -> None:
 def build_parser() -> common.Parser:
     p = common.parser(__doc__)
     p.add_argument("--fault", choices=Faults.KINDS, default="prefill-dies",
-                   help="what happens in step 4, from the twelfth message on (default %(default)s)")  # fmt: skip
+                   help="what happens in step 4, from the twelfth message on; if the model has fewer layers, "
+                        "from as many messages on (default %(default)s)")  # fmt: skip
     p.set_defaults(run=None)
     commands = p.add_subparsers(title="commands", metavar="proxy")
     about = {"help": "in front of prefill and decode servers", "description": proxy_command.__doc__}
