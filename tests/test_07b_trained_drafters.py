@@ -1044,6 +1044,25 @@ def test_its_story_without_a_chat_template(real_model, tmp_path):
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
 
 
+def test_what_was_trained_is_told_of_the_model_it_was_trained_for(tiny_model, monkeypatch, capsys):
+    """Another model of its shapes may be the target: what is recorded is not about that one."""
+    heading = common.heading
+
+    def first(text):
+        if text[0] != "1":
+            raise StopIteration
+        heading(text)
+
+    monkeypatch.setattr(common, "heading", first)
+    monkeypatch.setattr(llama, "check_context", lambda *args: None)
+    monkeypatch.setattr(llama, "load", lambda name: (tiny_model, None))
+    monkeypatch.setattr(training, "load_network", lambda *args: None)
+    with pytest.raises(StopIteration):
+        lesson.main(["--model", "another"])
+    told = capsys.readouterr().out
+    assert f"text that {llama.DEFAULT_MODEL} wrote" in told and "target" not in told
+
+
 @pytest.mark.slow
 def test_the_train_command(tmp_path, capsys, monkeypatch):
     """The whole of it, short: text, three drafters, files that load."""

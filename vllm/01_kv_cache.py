@@ -865,7 +865,7 @@ def prompt_tokens(args: argparse.Namespace, folder: Path) -> list[int]:
     if (args.prompt, N) == (QUESTION, 24):  # nobody asked for more
         llama.check_context(args.model, 256 if args.bench else len(prompt) + N)
     if limit - N < 1:
-        raise common.InputError(f"--new-tokens {N}: allowed with this model's context: 1 to {limit - 1}")
+        raise common.InputError(f"--new-tokens {N}: allowed with this model's context: 2 to {limit - 1}")
     if not 1 <= len(prompt) <= limit - N:
         raise common.InputError(f"--prompt: {len(prompt)} tokens; allowed with --new-tokens {N}: 1 to {limit - N}")
     if args.slots < len(prompt) + N - 1:  # the last token is written, and never run through the model

@@ -1083,7 +1083,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, tokenizer = llama.load(args.model)
     with llama.made_for_default():
         network = training.load_network(WEIGHTS / "medusa.safetensors", model)
-    common.heading("1. What was trained, on text that the target wrote")
+    common.heading(f"1. What was trained, on text that {llama.DEFAULT_MODEL} wrote")
     common.table(["drafter", "weights", "file", "tokens seen", "1st right", "2nd then", "3rd then", "tokens/step"], [
         [name, f"{d['parameters'] / 1e6:.1f}M", f"{d['megabytes']:.1f} MB", f"{d['tokens']:,}",
          *(f"{a:.2f}" for a in d["agreement"]), f"{d['expected']:.2f}"]
@@ -1091,7 +1091,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ])  # fmt: skip
     head, covered = numbers["head"], numbers["drafters"]["medusa"]["coverage"]
     common.say(f"{numbers['draft_vocab']:,} tokens to draft from: {head['draft']:.1f}M weights of the output matrix, "
-               f"not {head['full']:.1f}M;\n{covered:.1%} of what the target says is among them")  # fmt: skip
+               f"not {head['full']:.1f}M;\n{covered:.1%} of what it says is among them")  # fmt: skip
 
     K, tokens, cases = args.num_speculative_tokens, 20, numbers["exact"]["cases"]
     common.heading(f"2. In the engine: chains of {K}, two prompts that were held out")
