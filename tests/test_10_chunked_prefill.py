@@ -394,6 +394,38 @@ def test_what_a_gpu_compiles_is_not_timed(monkeypatch, gpu):
     assert [run["ttft_s"] for run in found["budgets"]] == ([4, 5] if gpu else [2, 3])
 
 
+def test_a_short_prompt_arrives_among_longer_ones(tiny_model):
+    """Those that decode have room for all that they write: with less, the arrival would be waited for for ever."""
+    run = lesson.arrival_among_decodes(tiny_model, [list(range(20, 50))], list(range(16)), 8, 4)
+    assert [len(tokens) for tokens in run["tokens"]] == [4, 4] and run["chunks"] >= 2
+
+
+def show_arrival(monkeypatch, capsys, steps, *argv):
+    """What step 6 says when every run took these steps."""
+    monkeypatch.setattr(lesson, "arrival_among_decodes", lambda model, decoders, prompt, budget, *rest: {
+        "tokens": [], "steps": steps, "chunks": 1, "budget": budget, "ttft_s": 1.0, "gap_s": float(len(decoders)),
+    })  # fmt: skip
+    monkeypatch.setattr(lesson, "long_prompt", lambda tokenizer, length: [0] * length)
+    args = lesson.build_parser().parse_args(["--budget", "256", *argv])
+    found = lesson.show_arrival(args, None, SimpleNamespace(encode=lambda text: [0]))
+    return found, capsys.readouterr().out
+
+
+def test_nobody_has_no_longest_silence(monkeypatch, capsys):
+    found, told = show_arrival(monkeypatch, capsys, [(1, 1.0), (2, 2.0)], "--decoders", "0")
+    assert found["whole_over_256"] == {"ttft_s": 1.0} and "0 ms" not in told and told.count(" – ") == 2
+    found, told = show_arrival(monkeypatch, capsys, [(1, 1.0), (2, 2.5)], "--decoders", "1")
+    assert found["whole_over_256"] == {"ttft_s": 1.0, "gap_s": 1.0} and "1,000 ms" in told
+
+
+@pytest.mark.parametrize(("steps", "said"), [
+    ([(1, 1.0), (2, 0.9)], "SKIPPED the line for a step"), ([(1, 0.1), (2, 1.0)], "SKIPPED the line for a step"),
+    ([(1, 0.2), (2, 0.3)], "A step here takes about 100 ms + 100.00 ms per token."),
+])  # fmt: skip
+def test_a_line_that_goes_down_is_noise(monkeypatch, capsys, steps, said):
+    assert said in show_arrival(monkeypatch, capsys, steps)[1]
+
+
 def order(runs, key):
     return sorted(runs, key=lambda policy: runs[policy][key])
 

@@ -673,7 +673,8 @@ def arrival_among_decodes(model: llama.Llama, decoders: Sequence[Sequence[int]],
     Returns the newcomer's TTFT and the others' longest silence after its arrival in seconds, per step (tokens,
     seconds), and everybody's tokens.
     """
-    prompts, max_model_len = [*decoders, prompt], len(prompt) + max_tokens + 1
+    prompts = [*decoders, prompt]
+    max_model_len = max(map(len, prompts)) + max_tokens + 1
     num_blocks = 1 + sum(-(-(len(tokens) + max_tokens) // 16) for tokens in prompts) + -(-max_model_len // 16)
     config = SchedulerConfig(
         max_model_len=max_model_len, max_num_seqs=len(prompts), max_num_batched_tokens=max(budget, len(prompts)),
@@ -1043,7 +1044,7 @@ def show_arrival(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.
         run = arrive(budget)
         runs.append(run)
         rows.append([f"budget {budget:,}" + (" (whole)" if budget == whole else ""), run["chunks"],
-                     f"{run['ttft_s']:.2f} s", f"{run['gap_s'] * 1e3:,.0f} ms"])  # fmt: skip
+                     f"{run['ttft_s']:.2f} s", f"{run['gap_s'] * 1e3:,.0f} ms" if decoders else "–"])  # fmt: skip
     common.table(["", "chunks", "TTFT of the prompt", "longest silence of the others"], rows)
     common.check_equal("everybody's tokens are the same under every budget", [run["tokens"] for run in runs[1:]],
                        [runs[0]["tokens"]] * (len(runs) - 1))  # fmt: skip
@@ -1051,12 +1052,16 @@ def show_arrival(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.
         common.say(f"STARVED: {args.decoders} decodes use all {args.budget} tokens of a step. Nothing of the prompt "
                    "was computed until one of them had finished.")  # fmt: skip
     a, b = fit_line(step for run in runs for step in run["steps"])
-    common.say(f"A step here takes about {a * 1e3:.0f} ms + {b * 1e3:.2f} ms per token.")
+    if min(a, b) > 0:
+        common.say(f"A step here takes about {a * 1e3:.0f} ms + {b * 1e3:.2f} ms per token.")
+    else:
+        common.skipped("the line for a step", "noise: neither the constant nor the slope can be below 0")
     return {
         "budgets": [{k: run[k] for k in ("budget", "ttft_s", "gap_s", "chunks")} for run in runs],
         "fit": {"step_ms": a * 1e3, "token_ms": b * 1e3},
         "whole_over_256": {
-            key: runs[0][key] / run[key] for run in runs if run["budget"] == 256 for key in ("ttft_s", "gap_s")
+            key: runs[0][key] / run[key]
+            for run in runs if run["budget"] == 256 for key in ("ttft_s", "gap_s") if run[key]
         },
     }  # fmt: skip
 
