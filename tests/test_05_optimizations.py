@@ -1070,6 +1070,20 @@ def test_a_companion_is_counted_and_named(monkeypatch, capsys, tmp_path, name):
     assert lesson.catalog()[name] in out and f"uv run python vllm/{lesson.COMPANIONS[name]}.py" in out
 
 
+@pytest.mark.parametrize(("argv", "tokens"), [
+    ([], 1024), (["--bench"], 2112), (["--only", "prefix-caching"], 2112), (["--only", "cuda-graphs"], 1024),
+    (["--only", "async-scheduling", "--bench"], 1024),
+])  # fmt: skip
+def test_an_entry_takes_the_context_that_it_uses(monkeypatch, argv, tokens):
+    """Most models of before 2024 have 2,048; only the prompts of 2,000 + 105 do not fit there."""
+    taken = []
+    monkeypatch.setattr(lesson.llama, "check_context", lambda path, n: taken.append(n))
+    monkeypatch.setattr(common, "heading", lambda text: pytest.exit(text))
+    with pytest.raises(pytest.exit.Exception):
+        lesson.main(argv)
+    assert taken == [tokens]
+
+
 def test_the_list_has_every_entry_and_a_command(capsys):
     lesson.main(["--list"])
     out = capsys.readouterr().out

@@ -992,7 +992,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         common.say("\n".join(f"{name:<22} {command(name)}" for name in entries))
         return
     args.full, bench = bool(args.only or args.bench), {}
-    llama.check_context(args.model, 2112 if args.full else 1024)
+    llama.check_context(args.model, 2112 if args.full and args.only in (None, "prefix-caching") else 1024)
     for number, name in enumerate(entries, 1):
         if args.only in (None, name):
             common.heading(f"{number}. {name}")
