@@ -630,6 +630,20 @@ def test_bad_values_name_the_flag(loaded, flags, message, tmp_path):
         lesson.main([*flags, "--figure", str(tmp_path)])
 
 
+def test_what_is_allowed_is_what_the_flag_takes(monkeypatch, capsys):
+    """For a context of 64: as few new tokens as the flag takes, and one place left for a prompt."""
+    monkeypatch.setattr(lesson.llama.LlamaConfig, "from_folder", lambda folder: lesson.llama.random_model(
+        max_position_embeddings=64).config)  # fmt: skip
+    monkeypatch.setattr(lesson.llama, "Tokenizer", lambda folder: SimpleNamespace(ask=lambda prompt: [1]))
+    parse = lesson.build_parser().parse_args
+    with pytest.raises(common.InputError, match=r"--new-tokens 64: .* 2 to 63$"):
+        lesson.prompt_tokens(parse(["--new-tokens", "64"]), None)
+    for count in ("2", "63"):
+        assert lesson.prompt_tokens(parse(["--new-tokens", count]), None) == [1]
+    with pytest.raises(SystemExit):
+        parse(["--new-tokens", "1"])
+
+
 @pytest.mark.parametrize(
     ("tokens", "slots", "message"),
     [(1, 8, None), (9, 16, None), (9, 15, "--slots 15: .* at least 16"), (0, 99, "--prompt: 0 tokens; .* 1 to 92"),
