@@ -83,6 +83,24 @@ def test_only_rounding_is_forgiven(tiny_model):
     assert enumeration.same_but_for_rounding(tiny_model, prompt, greedy, [best], [second], tolerance=gap * 1.01)
 
 
+def test_rounding_is_judged_where_two_answers_part(tiny_model):
+    """Behind what both have written, with the random number of that place; a tie is one within the logits' size."""
+    ids = torch.tensor([3, 1, 4, 9, 9], device=tiny_model.device)
+    hidden = tiny_model.forward(ids, torch.arange(5, device=ids.device), lesson.scheduling.recompute)
+    logits = tiny_model.logits(hidden[-1:])[0].double().cpu()
+    best, second = logits.topk(2).indices.tolist()
+    edges = (logits / 0.7).softmax(0).cumsum(0)
+    u = offline.uniforms([5], [2])[0]
+    drawn = int((edges > u).nonzero()[0])
+    gap = ((logits[best] - logits[second]) / logits.abs().max()).item()
+    cases = [(SamplingParams(temperature=0), best, second, gap),
+             (SamplingParams(temperature=0.7, seed=5), drawn, drawn + 1, edges[drawn] - u)]  # fmt: skip
+    for params, a, b, apart in cases:
+        for tolerance, same in ((1.01 * abs(apart), True), (0.99 * abs(apart), False)):
+            answers = [9, 9, a, 7], [9, 9, b, 8]
+            assert enumeration.same_but_for_rounding(tiny_model, [3, 1, 4], params, *answers, tolerance) == same
+
+
 def test_models_with_a_past_and_sampling_parameters_by_enumeration():
     target = enumeration.toy_model(1, top_k=2)
     p, q = target(()), enumeration.avoid(target)(())
@@ -90,6 +108,73 @@ def test_models_with_a_past_and_sampling_parameters_by_enumeration():
     errors, outputs = enumeration.all_errors(range(5))
     assert max(errors) < 1e-12 and outputs == 6480
     assert any(p == 0 for p in enumeration.toy_model(1, top_k=2)(()))
+
+
+@pytest.mark.parametrize(("right", "K", "places"), [(True, 2, [0, 1, 3, 4, 6]), (False, 2, range(7)), (True, 0, [])])
+def test_rounds_are_enumerated_as_they_are_drafted(right, K, places):
+    """Whoever is always right is not asked for the bonus; behind a draft that fell, K begin again."""
+    p, asked = [1.0, 0.0, 0.0], set()
+
+    def drafter(prefix):
+        asked.add(len(prefix))
+        return p if right else p[::-1]
+
+    assert enumeration.exact_output(lambda _: p, drafter, K, length=7) == {(0,) * 7: 1.0}
+    assert asked == {*places}
+
+
+def test_toy_models_differ_by_all_tokens_before_and_have_every_setting():
+    plain = enumeration.toy_model(1)
+    assert len({plain(prefix) for prefix in itertools.product(range(3), repeat=2)}) == 9
+    for prefix in [(), (0,), (1,), (2,)]:
+        p = plain(prefix)
+        squared, low = [x * x for x in p], min(p)
+        want = {"plain": p, "temperature 0.5": squared, "top_k 2": [x * (x > low) for x in p],
+                "top_p 0.7": [x * (sum(y for y in p if y > x) < 0.7) for x in p]}  # fmt: skip
+        assert want.keys() == enumeration.SETTINGS.keys()
+        for name, params in enumeration.SETTINGS.items():
+            found = enumeration.toy_model(1, **params)(prefix)
+            assert found == pytest.approx([x / sum(want[name]) for x in want[name]], abs=1e-6)
+
+
+def test_drafters_that_are_sure_and_that_are_wrong():
+    assert enumeration.one_hot(lambda _: [0.2, 0.5, 0.3])(()) == [0, 1, 0]
+    assert enumeration.avoid(lambda _: [0.0, 1.0, 0.0])(()) == [0.5, 0, 0.5]
+    assert enumeration.avoid(lambda _: [0.2, 0.5, 0.3])(()) == [1, 0, 0]  # it could say anything
+
+
+@pytest.mark.parametrize("off", [0.01, -0.01])
+@pytest.mark.parametrize("output", [(0, 0, 0, 0), (1, 2, 0, 1), (2, 2, 2, 2)])
+def test_one_wrong_probability_is_the_largest_error(monkeypatch, output, off):
+    target = enumeration.toy_model(1)
+    right = enumeration.exact_output(target, target, K=1, length=4)
+    monkeypatch.setattr(enumeration, "exact_output", lambda *args: {**right, output: right[output] + off})
+    assert enumeration.largest_error(target, target, 1) == pytest.approx(0.01)
+
+
+def test_every_setting_meets_every_drafter(monkeypatch):
+    seen = []
+    monkeypatch.setattr(enumeration, "largest_error", lambda *args: seen.append(args) or 0.0)
+    errors, outputs = enumeration.all_errors([0, 3])
+    assert (len(errors), outputs) == (32, 32 * 81) and [K for _, _, K in seen] == [0, 3] * 16
+    for i, params in enumerate(enumeration.SETTINGS.values()):
+        (target, other, _), (_, same, _), (_, sure, _), (_, wrong, _) = seen[8 * i : 8 * i + 8 : 2]
+        p = target(())
+        assert p == enumeration.toy_model(1, **params)(()) and same is target
+        assert other(()) != p and max(sure(())) == 1
+        assert wrong(()) == enumeration.avoid(target)(())
+
+
+def test_a_ragged_batch_has_rows_of_every_kind():
+    """Tests of the kernels see what is in it, and nothing else."""
+    batch = enumeration.ragged_batch(40, [2, 1, 3, 0, 2, 1] * 20, seed=0)
+    p, drafts, rows = (batch[name] for name in ("scores", "draft_token_ids", "draft_rows"))
+    for b, (start, end) in enumerate(itertools.pairwise(batch["cu_num_sampled_tokens"].tolist())):
+        assert drafts[end - 1] == -1 and (drafts[start : end - 1] >= 0).all()
+        assert batch["is_greedy"][start:end].tolist() == [b % 3 == 0] * (end - start)
+        assert rows[start:end].tolist() == ([*range(start, end - 1), -1] if b % 3 == 2 else [-1] * (end - start))
+    for share in ((p == batch["draft_probs"]).all(1), (p.argmax(1) == drafts)[drafts >= 0]):
+        assert 0.4 < share.float().mean() < 0.8, "drafts stand and fall, where a q is p and where it is not"
 
 
 def test_the_enumeration_can_fail():
@@ -106,7 +191,7 @@ def test_the_naive_round_draws_what_is_enumerated():
     for _ in range(n):
         output = tuple(lesson.naive_round(lambda _: p, lambda _: q, (), 2, rng))
         found[output] = found.get(output, 0) + 1
-    assert found.keys() <= want.keys()
+    assert found.keys() <= want.keys() and all(want.values())
     # Bretagnolle–Huber–Carol: P(Σ|f − p| ≥ ε) ≤ 2^cells · exp(−n ε²/2); ε = 0.08 gives 1e-7 for 13 cells.
     assert sum(abs(found.get(o, 0) / n - chance) for o, chance in want.items()) < 0.08
 

@@ -72,10 +72,8 @@ def exact_round(p: Sequence[Distribution], q: Sequence[Distribution]) -> dict[tu
             for x, weight in enumerate(p[j]):
                 found[*prefix, x] = found.get((*prefix, x), 0.0) + chance * weight
             return
-        for d, weight in enumerate(q[j]):
-            if min(weight, p[j][d]) > 0:
-                walk((*prefix, d), chance * min(weight, p[j][d]))
         for x, (a, b) in enumerate(zip(p[j], q[j])):
+            walk((*prefix, x), chance * min(a, b))
             found[*prefix, x] = found.get((*prefix, x), 0.0) + chance * max(a - b, 0)
 
     walk((), 1.0)
@@ -117,7 +115,7 @@ def swept_round(sample: Callable, p: Sequence[Distribution], q: Sequence[Distrib
     found, where = np.unique(codes.numpy(), return_inverse=True)
     shares = np.bincount(where, weights=weight) / (levels**K * draws)
     mean = float((num_sampled.double() @ column(weight)) / (levels**K * draws))
-    return {decode(code): float(share) for code, share in zip(found, shares) if share > 0}, mean
+    return {decode(code): float(share) for code, share in zip(found, shares)}, mean
 
 
 def ragged_batch(V: int, counts: Sequence[int], seed: int) -> dict[str, Any]:
