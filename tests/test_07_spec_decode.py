@@ -279,6 +279,22 @@ def test_edges_of_the_rule_on_both_paths():
     assert one_row([0.5, 0.5, 0.0], [0.0, 0.0, 1.0], 2, 0.9, 1 - 2**-52) == [[1, 1], [1]]
 
 
+def test_every_row_is_decided_by_its_own_number_on_both_paths():
+    """A greedy request, one without a q, and three whose drafts stand with probability 1/2."""
+    is_draft = torch.arange(10) % 2 == 0
+    tokens, n = both_paths(
+        scores=torch.full((10, 2), 0.5),
+        draft_token_ids=torch.where(is_draft, 0, -1),
+        cu_num_sampled_tokens=torch.arange(6) * 2,
+        is_greedy=torch.arange(10) < 2,
+        draft_probs=torch.tensor([[1.0, 0.0]]),
+        draft_rows=torch.where(is_draft & (torch.arange(10) > 3), 0, -1),
+        accept_u=torch.tensor([0.9, 0.9, 0.9, 0.9, 0.4, 0.9, 0.6, 0.9, 0.6, 0.9], dtype=torch.float64),
+        draw_u=torch.tensor([0.9, 0.9, 0.4, 0.6, 0.9, 0.4, 0.9, 0.6, 0.9, 0.4], dtype=torch.float64),
+    )
+    assert tokens == [0, 0, 0, 1, 0, 0, 1, 1, 1, 0] and n == [2, 2, 2, 1, 1]
+
+
 def test_small_weights_are_added_up_on_both_paths():
     """Together they are 2^−18 of the whole, and lost in fp32. A u of 1 makes a draft of p = q fall: a draw from p."""
     p = [1.0, *[2.0**-26] * 255]
@@ -480,7 +496,7 @@ def test_rows_beyond_31_bits(kernels, device, apart):
 
 def test_an_empty_batch(kernels, device):
     empty = lambda *shape, dtype=torch.float64: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
-    ids = empty(0, dtype=torch.int64)
+    ids, before = empty(0, dtype=torch.int64), lesson.sum_tiles_kernel.launches
     tokens, n = lesson.rejection_sample(
         empty(0, 8),
         ids,
@@ -490,6 +506,7 @@ def test_an_empty_batch(kernels, device):
         empty(0),
     )
     assert len(tokens) == len(n) == 0
+    assert lesson.sum_tiles_kernel.launches == before, "a GPU refuses a grid of nothing"
 
 
 @pytest.mark.parametrize("seed", range(20))

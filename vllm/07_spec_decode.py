@@ -247,7 +247,7 @@ def sample_rows(scores: torch.Tensor, draft_token_ids: torch.Tensor, is_greedy: 
     stands = torch.zeros(len(rows), dtype=torch.bool, device=scores.device)
     if draft_probs is not None and bool((has_q := draft_rows[rows] >= 0).any()):
         q, guess = draft_probs[draft_rows[rows][has_q]], d[has_q][:, None]  # [N, V], [N, 1]
-        p_d, q_d = (x.gather(1, guess).flatten().double() for x in (p[has_q], q))
+        p_d, q_d = (x.gather(1, guess).flatten() for x in (p[has_q], q))  # fp64, as soon as u comes in
         stands[has_q] = accept_u[rows][has_q] * q_d < p_d
         p[has_q] = residual(p[has_q], q)
     token_ids = scores.argmax(1)
