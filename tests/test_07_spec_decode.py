@@ -730,6 +730,7 @@ def run(engine, jobs):
 
     def watched():
         output = schedule(scheduler)
+        assert getattr(output, "scheduled_spec_decode_tokens", {}).keys() <= output.num_scheduled_tokens.keys()
         assert output.total_num_scheduled_tokens <= scheduler.max_num_scheduled_tokens
         for request_id, n in output.num_scheduled_tokens.items():
             request = scheduler.requests[request_id]
@@ -837,6 +838,39 @@ def test_drafts_that_are_granted_as_tokens_are_noticed(tiny_model, real_model, j
     engine = engine_of(tiny_model, real_model[1], lesson.configure("ngram", 5), lambda config, model: oracle, *base)
     with pytest.raises(AssertionError, match="num_computed_tokens"):
         run(engine, jobs)
+
+
+@pytest.mark.parametrize("base", [None, offline.LLMEngine], ids=["lesson 11", "lesson 04"])
+def test_drafts_go_with_the_last_token_as_far_as_the_budget_goes(tiny_model, real_model, base):
+    """Not before it, and not while it is on its way; and where drafts are, too, nothing is taken back (06c)."""
+    scheduler = engine_of(tiny_model, real_model[1], lesson.configure("ngram", 3), base=base).core.scheduler
+    request = lesson.Request("r", [1, 2, 3, 4, 5], SamplingParams())
+    request.status, request.spec_token_ids = lesson.scheduling.RequestStatus.RUNNING, [7, 8, 9]
+    chunk = 2 if base is None else 0  # lesson 04 computes all of a prompt, or waits
+    for computed, budget, granted in ((4, 9, 4), (4, 3, 3), (4, 1, 1), (2, 9, 6), (2, 2, chunk), (5, 9, 0), (7, 9, 0)):
+        request.num_computed_tokens, scheduler.token_budget = computed, budget
+        assert scheduler._num_new_tokens(request) == granted
+
+
+def test_who_loses_its_seat_in_a_step_takes_its_drafts_along(tiny_model, real_model):
+    """It was in the step already, with a draft, when somebody more urgent needed its blocks."""
+    engine = engine_of(tiny_model, real_model[1], lesson.configure("ngram", 3), scheduling_policy="priority")
+    core, scheduler = engine.core, engine.core.scheduler
+    low, high = (lesson.Request(name, prompt, SamplingParams(max_tokens=9, ignore_eos=True), priority=priority)
+                 for name, prompt, priority in (("low", [1] * 5, 1), ("high", [2] * 8, 0)))  # fmt: skip
+    for request in (low, high):
+        core.add_request(request)
+        core.step()
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.allocate(pool.num_free_blocks)
+    low.spec_token_ids, high.spec_token_ids = [9], []
+    output = scheduler.schedule()
+    assert output.preempted_reqs == [low] and output.num_scheduled_tokens == {"high": 1}
+    assert not output.scheduled_spec_decode_tokens and not low.spec_token_ids
+    # Whoever gets no token of a step has nothing taken back.
+    high.num_computed_tokens, output.scheduled_spec_decode_tokens = 9, {"high": [5, 6]}
+    scheduler.update_from_output(output, {})
+    assert high.num_computed_tokens == 9 and scheduler.spec_decoding_stats.num_drafts == 0
 
 
 def test_a_perfect_drafter_writes_k_plus_one_tokens_per_pass(tiny_model, real_model):

@@ -324,10 +324,10 @@ class SpeculativeScheduler:
         """A request that catches up with its last token may take drafts along, as far as the budget goes."""
         known = max(0, super()._num_new_tokens(request))  # below 0 while its drafts are on their way (06c)
         drafts = getattr(request, "spec_token_ids", ())
-        if not (known and drafts) or known < request.num_tokens - request.num_computed_tokens:
+        if not (known and drafts):
             return known
-        room = min(self.token_budget, getattr(self, "long_prefill_cap", math.inf)) - known
-        return known + max(0, min(len(drafts), room))
+        room = min(self.token_budget, getattr(self, "long_prefill_cap", math.inf)) - known  # 0 if it does not catch up
+        return known + min(len(drafts), room)
 
     def _grant(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> None:
         """Known tokens in the base's way, drafts on top: nothing there may take a draft for a token of the request."""
