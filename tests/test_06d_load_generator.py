@@ -70,6 +70,10 @@ def test_the_real_client_sees_what_the_naive_loops_see():
     assert ms(r.e2el_including_client_queue for r in limited) == [latency for _, latency in want]
 
 
+def test_a_closed_loop_asks_until_its_time_is_up():
+    assert lesson.closed_loop(lesson.freezing_server(), 60) == [(0, 20), (20, 20), (40, 20)]
+
+
 def test_the_closed_loop_hides_the_freeze():
     known = lesson.facts()
     closed, opened = known["omission"]["closed"], known["omission"]["open"]
@@ -144,7 +148,17 @@ def test_numbers_of_a_hand_made_run():
         assert found[f"p90_{name}_ms"] == pytest.approx(np.percentile(values, 90)), name
     assert found["output_tokens_per_chunk"] == 6 / 4
     assert found["max_output_tokens_per_s"] == pytest.approx(1 + 5 / 3)  # from 1.5 to 2.5
-    assert lesson.summarize(hand_made(), 7.0)["request_throughput"] == 2 / 7
+    longer = lesson.summarize(hand_made(), 7.0)
+    assert longer["request_throughput"] == 2 / 7 and longer["mean_concurrency"] == pytest.approx(4.1 / 7)
+
+
+def test_a_failure_counts_in_time_and_a_connection_that_stays_open_does_not():
+    """The run lasts until the last has failed; an answer until its last text. Two tokens have one time between them."""
+    found = lesson.summarize([Record(1.0, 1.5, 4.0, [2.2, 2.4], 10, 2), Record(0.25, 0.25, 9.0, error="timeout")])
+    assert found["duration"] == 9 and found["mean_concurrency"] == pytest.approx((2.5 + 8.75) / 9)
+    assert [round(found[f"mean_{name}_ms"]) for name in ("tpot", "e2el", "e2el_including_client_queue")] == [
+        200, 900, 1400]  # fmt: skip
+    assert found["max_output_tokens_per_s"] == 1, "seconds are counted from the first request, 1.95 and 2.15 after it"
 
 
 def test_keys_are_vllms():
@@ -220,7 +234,10 @@ def test_lengths():
     assert abs(statistics.fmean(lognormal) - 100) < 4 * 50 / 63.2  # four standard errors
     assert statistics.pstdev(lognormal) == pytest.approx(50, rel=0.1) and min(lognormal) >= 1
     assert statistics.median(lognormal) == pytest.approx(100 / math.sqrt(1.25), rel=0.04)
-    assert min(lesson.random_length(rng, 1, range_ratio=1.0) for _ in range(50)) == 1, "never empty"
+    assert statistics.median(draw(cv=1.5)) == pytest.approx(100 / math.sqrt(1 + 1.5**2), rel=0.06)
+    assert {lesson.random_length(rng, 10, 0.25) for _ in range(200)} == {*range(7, 14)}, "7.5 and 12.5, as vLLM rounds"
+    for how in ({"range_ratio": 1.0}, {"cv": 2.0}):
+        assert min(lesson.random_length(rng, 1, **how) for _ in range(50)) == 1, "never empty"
 
 
 @pytest.mark.parametrize("name", lesson.AZURE)
@@ -256,6 +273,13 @@ def test_prompts_of_a_run(tmp_path):
     file.write_text('{"prompt": "one\u2028line", "output_tokens": 9}\n\n{"prompt": "two"}\n', encoding="utf-8")
     custom = lesson.make_prompts(bench_args("--dataset-path", str(file), "--random-output-len", "4"), 3, 0)
     assert [(p.content, p.output_len) for p in custom] == [("one\u2028line", 9), ("two", 4), ("one\u2028line", 9)]
+
+
+@pytest.mark.parametrize(("length", "tokens"), [(2.7, 3), (2.3, 2), (0.2, 1)])
+def test_lengths_between_published_ones_are_rounded(monkeypatch, length, tokens):
+    monkeypatch.setattr(lesson, "quantile", lambda table, u: length)
+    (prompt,) = lesson.make_prompts(bench_args("--dataset-name", "azure-code"), 1, 0)
+    assert (len(prompt.content), prompt.input_len, prompt.output_len) == (tokens,) * 3
 
 
 @pytest.mark.parametrize(
@@ -421,6 +445,7 @@ def test_without_usage_chunks_are_counted():
 
 MISBEHAVIOUR = {
     "truncated": [stream(chunk("a"), chunk("b"), done=False)],
+    "truncated, before any text": [b": ping\n\n"],
     "truncated, in an event": [stream(chunk("a"), done=False), b"data: {"],
     "error event": [stream(chunk("a"), {"error": {"message": "CUDA out of memory", "code": 500}})],
     "malformed": [stream(chunk("a"), done=False), b"data: {]\n\n", stream(USAGE)],
@@ -475,6 +500,19 @@ def test_the_clock_starts_before_the_server_accepts():
     with asyncio.Runner(loop_factory=lesson.VirtualTimeLoop) as runner:
         records = runner.run(run())
     assert ms(r.ttft for r in records) == [3500, 3500] and ms(r.end for r in records) == [3600, 4600]
+
+
+def test_the_clock_starts_when_the_body_is_encoded(monkeypatch):
+    """Ten thousand token ids take a while; that is our time, and the server's only begins then."""
+    request = Target.request
+
+    def slow(*args):
+        asyncio.get_running_loop().now += 1.0
+        return request(*args)
+
+    monkeypatch.setattr(Target, "request", slow)
+    (record,) = lesson.drive_scripted(Script(0.2, 0.1).reply, ones(1), [0.0])
+    assert ms([record.client_queue_time, record.ttft]) == [1000, 200]
 
 
 def test_a_generator_that_is_late_says_so():

@@ -239,8 +239,6 @@ def arrival_times(count: int, rate: float, rng: random.Random, burstiness: float
 
     As in vLLM the gaps are then scaled so that the last request is due at count/rate exactly: the sum of a hundred is
     typically a tenth off, and every throughput with it."""
-    if math.isinf(rate):
-        return [0.0] * count
     if math.isinf(burstiness):
         return [(i + 1) / rate for i in range(count)]
     due = list(itertools.accumulate(rng.gammavariate(burstiness, 1.0) for _ in range(count)))
