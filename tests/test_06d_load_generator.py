@@ -372,6 +372,22 @@ def test_of_an_events_data_one_space_is_the_formats():
     assert lesson.SSEDecoder().feed(b"data:  a \n\ndata:b\n\n") == [" a ", "b"]
 
 
+def test_fields_of_other_names_are_not_data():
+    assert lesson.SSEDecoder().feed(b"database: 1\ndata: 2\n\n") == ["2"]
+
+
+def test_what_came_together_has_one_time_and_a_long_error_is_cut():
+    async def pieces(*messages):
+        yield stream(*messages)
+
+    record, ticks = Record(0.0), itertools.count()
+    asyncio.run(lesson.read_stream(pieces(chunk("a"), chunk("b", "stop"), USAGE), record, lambda: next(ticks)))
+    assert record.times == [0, 0]
+    with pytest.raises(lesson.BadAnswer) as bad:
+        asyncio.run(lesson.read_stream(pieces({"error": "x" * 999}), record, lambda: next(ticks)))
+    assert bad.value.args == ("error event", "x" * 200)
+
+
 def test_httpx_lines_would_cut_the_text():
     """Why the client brings a decoder of its own."""
     lines = list(httpx.Response(200, content=stream(chunk(AWKWARD))).iter_lines())
@@ -633,6 +649,26 @@ def test_bench_from_end_to_end(tmp_path, capsys):
     assert all(body["ignore_eos"] and body["model"] == "served" for _, body in posts)
     prompts = [tuple(body["prompt"]) for _, body in posts]
     assert len(set(prompts)) == 15, "a warm-up must not put a measured prompt into the server's prefix cache"
+
+
+@pytest.mark.parametrize("rate", [5.0, math.inf])
+def test_the_load_is_what_the_flags_say(monkeypatch, rate):
+    calls = []
+
+    async def drive(client, target, prompts, arrivals, limit, advance=None):
+        calls.append((target, prompts, arrivals, limit))
+        return [Record(0.0, 0.0, 1.0, [1.0], 1, 1) for _ in prompts]
+
+    monkeypatch.setattr(lesson, "drive", drive)
+    flags = f"--num-prompts 3 --num-warmups 2 --seed 7 --request-rate {rate} --burstiness 0.5 --max-concurrency 4"
+    args = bench_args(*flags.split(), "--request-timeout", "9", "--random-input-len", "3")
+    result, _ = asyncio.run(lesson.serve_load(args))
+    (_, warmups, at_once, few), (target, prompts, due, limit) = calls
+    assert (at_once, few, limit) == ([0.0] * 2, 4, 4) and (target.timeout, target.extra) == (9, {})
+    assert due == lesson.arrival_times(3, rate, random.Random(7), 0.5)
+    assert prompts == lesson.make_prompts(args, 3, 7) and warmups[0] not in prompts
+    # All at once, there is no time at which a user asked.
+    assert ("mean_e2el_including_client_queue_ms" in result) == (rate == 5)
 
 
 def test_bench_chat_with_a_limit(tmp_path, capsys):
@@ -949,6 +985,46 @@ def test_latency_has_vllms_keys(engine):
     assert found["output_throughput"] == pytest.approx(3 * 4 / found["avg_latency"])
     one = lesson.measure_latency(engine, 2, 8, 1, num_iters=1)
     assert one["median_tpot_ms"] is None, "one token has no next one"
+
+
+def test_a_batch_lasts_until_its_last_answer_and_no_prompt_comes_twice(engine, monkeypatch):
+    asked = []
+
+    def run(engine, prompts, due):
+        asked.extend(prompts)
+        return [Record(0.0, 0.0, end, [1.0, end], 8, 4) for end in (3.0, 2.0)]
+
+    monkeypatch.setattr(lesson, "engine_run", run)
+    found = lesson.measure_latency(engine, 2, 8, 4, num_iters=3, num_iters_warmup=2)
+    assert found["latencies"] == [3.0] * 3
+    assert len({tuple(p.content) for p in asked}) == 10 and {p[1:] for p in asked} == {(8, 4)}
+
+
+def test_the_engine_has_room_for_all_that_is_measured(monkeypatch):
+    """Blocks for every seat, a budget for the whole batch or for the longest request, and no prefix cache."""
+    monkeypatch.setattr(common.lesson("06_serving"), "make_engine", lambda args: args)
+    args = lesson.build_engine(None, 33, 4, 64)
+    assert (args.max_model_len, args.max_num_seqs, args.max_num_batched_tokens) == (33, 4, 64)
+    assert args.num_gpu_blocks_override - 2 == 4 * 3 and not args.enable_prefix_caching
+    sizes, known = [], {"avg_latency": 1, "percentiles": {"99": 1}, "output_throughput": 1, "median_ttft_ms": 1,
+                        "median_tpot_ms": 1}  # fmt: skip
+    monkeypatch.setattr(lesson, "build_engine", lambda model, *size: sizes.append(size))
+    monkeypatch.setattr(lesson, "measure_latency", lambda *args: known)
+    for n_in, n_out in ((8, 4), (2, 40)):
+        lesson.main(["bench", "latency", "--batch-size", "3", "--input-len", str(n_in), "--output-len", str(n_out)])
+    assert sizes == [(12, 3, 24), (42, 3, 42)]
+
+
+def test_tune_asks_for_what_it_is_told_to(monkeypatch, capsys):
+    seen, run = [], lesson.run_simulated
+    monkeypatch.setattr(lesson, "run_simulated", lambda *args: seen.append(args) or run(*args))
+    flags = "tune --simulate --max-num-seqs 4 --max-num-batched-tokens 512 --num-prompts 40 --input-tokens 100"
+    lesson.main([*flags.split(), "--output-tokens", "10", "--request-rate", "20", "--limit", "itl:60",
+                 "--limit-percentile", "90"])  # fmt: skip
+    ((prompts, due, seats, budget),) = seen
+    assert (len(due), due[-1], seats, budget) == (40, 2_000_000, 4, 512)
+    assert all(50 <= p.input_len <= 150 and 5 <= p.output_len <= 15 for p in prompts)
+    assert "under P90 itl ≤ 60 ms: --max-num-seqs 4" in capsys.readouterr().out
 
 
 def test_the_commands_can_be_mounted_elsewhere():
