@@ -174,6 +174,20 @@ def test_keys_are_vllms():
     assert set(lesson.summarize(hand_made(), percentiles=(99, 99.9))) == vllm | ours
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words", "said"),
+    [
+        ("max_lateness_ms", 151, "WARNING", True), ("max_lateness_ms", 149, "WARNING", False),  # a fifth of the TTFT
+        ("max_lateness_ms", None, "WARNING", False), ("request_goodput", 0.0, "goodput: 0.00", True),
+        ("request_goodput", None, "goodput", False), ("output_tokens_per_chunk", 1.06, "A chunk brought", True),
+        ("output_tokens_per_chunk", 1.04, "A chunk brought", False), ("output_tokens_per_chunk", None, "A chunk", False),
+    ],
+)  # fmt: skip
+def test_what_the_report_says(capsys, key, value, words, said):
+    lesson.print_result(lesson.summarize(hand_made()) | {"output_tokens_per_chunk": 1.0, key: value}, ["ttft:1"])
+    assert (words in capsys.readouterr().out) == said
+
+
 def test_nothing_measured_is_not_zero():
     failed = [Record(0.0, 0.0, 1.0, error="http 500")]
     found = lesson.summarize(failed, goodput={"ttft": 1e9})
@@ -881,6 +895,9 @@ def test_the_yardstick_is_the_same_for_all():
     assert found["mean_ttft_ms"] == pytest.approx(statistics.fmean(t[0] - s for t, s in zip(run.times, run.sent)) / 1e3)
     rate_times_latency = found["request_throughput"] * found["mean_e2el_ms"] / 1e3
     assert found["mean_concurrency"] == pytest.approx(rate_times_latency), "Little's law"
+    limited = lesson.load(60, 8, 16)
+    queued = lesson.summarize(limited.records)["mean_client_queue_time_ms"]
+    assert queued == pytest.approx(statistics.fmean(map(int.__sub__, limited.sent, limited.arrivals)) / 1e3) != 0
 
 
 # --- Tuning ---------------------------------------------------------------------------------------------------------
@@ -948,7 +965,7 @@ def test_tune_from_the_command_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "pair", ["ttft", "ttft:", "ttft:-1", "ttft:0", "ttft:x", "speed:3", "ttft:inf", "ttft:nan", ":5"]
+    "pair", ["ttft", "ttft:", "ttft:-1", "ttft:0", "ttft:x", "speed:3", "ttft:inf", "ttft:nan", ":5", "ttft:5x"]
 )
 def test_wrong_limits_are_named(pair):
     with pytest.raises(common.InputError, match="--goodput"):
