@@ -180,7 +180,7 @@ def test_keys_are_vllms():
         ("max_lateness_ms", 151, "WARNING", True), ("max_lateness_ms", 149, "WARNING", False),  # a fifth of the TTFT
         ("max_lateness_ms", None, "WARNING", False), ("request_goodput", 0.0, "goodput: 0.00", True),
         ("request_goodput", None, "goodput", False), ("output_tokens_per_chunk", 1.06, "A chunk brought", True),
-        ("output_tokens_per_chunk", 1.04, "A chunk brought", False), ("output_tokens_per_chunk", None, "A chunk", False),
+        ("output_tokens_per_chunk", 1.04, "A chunk brought", False), ("output_tokens_per_chunk", None, "A chu", False),
     ],
 )  # fmt: skip
 def test_what_the_report_says(capsys, key, value, words, said):
@@ -807,6 +807,8 @@ def test_a_step_costs_what_it_says():
     cost = lesson.StepCost()
     assert cost([(1, 1000)]) == 6_440 + (27_000 + 44_000) // 1000
     assert cost([(512, 512), (1, 600)]) == 6_440 + (27_000 * 513 + 44 * 1112) // 1000
+    alone = cost.alone(Prompt([], lesson.INPUT, lesson.OUTPUT))
+    assert lesson.capacity(1) == pytest.approx(1e6 / alone), "from the start, not from the first answer"
     assert cost.alone(Prompt([], 100, 3)) == cost([(100, 100)]) + cost([(1, 101)]) + cost([(1, 102)])
 
 

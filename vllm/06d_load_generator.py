@@ -595,7 +595,7 @@ def run_simulated(prompts: Sequence[Prompt], arrivals: Sequence[int], max_num_se
             i = waiting.popleft()
             run.sent[i] = max(arrivals[i], seats.popleft())
             params = scheduling.SamplingParams(max_tokens=prompts[i].output_len, ignore_eos=True)
-            core.add_request(scheduling.Request(str(i), [0] * prompts[i].input_len, params, arrival_time=run.sent[i]))
+            core.add_request(scheduling.Request(str(i), [0] * prompts[i].input_len, params))
         start, outside = core.now, bisect_right(arrivals, core.now) - (len(prompts) - len(waiting))
         heard = core.step()
         run.steps.append([start, len(heard), len(core.scheduler.waiting), outside])
