@@ -1506,6 +1506,14 @@ def test_sequence_parallel_for_any_number_of_tokens(tokens):
         common.assert_close(out, want)
 
 
+def test_a_rank_alone_needs_no_process_group_and_no_token_no_expert():
+    found = layouts.moe_errors(layouts.ExpertGroup([0], 0))
+    assert max(found["errors"].values()) < 1e-6 and not any(found["counts"].values())
+    layer, nothing = layouts.random_moe(), torch.zeros(0, 64)
+    assert layouts.moe_reference(layer, nothing).shape == (0, 64)
+    assert layouts.by_expert(layer, layer.experts, nothing).shape == (0, 64)
+
+
 def test_everybody_wants_the_same_expert():
     """All tokens go to one rank, the others get nothing: empty messages are messages."""
     layer = layouts.random_moe(top_k=1)

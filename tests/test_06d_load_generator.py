@@ -872,6 +872,12 @@ def test_overload_shows_in_an_open_loop_and_hides_in_a_closed_one():
     assert growth[0] > 1.4 and growth[1] < 1.15
 
 
+def test_close_to_capacity_is_the_edge():
+    """47.5 a second with 16 seats: 40 are less than nine tenths of that, 45 are more."""
+    for rate, words in ((40, "keeps up"), (45, "At the edge"), (50, "OVERLOADED")):
+        assert words in lesson.describe(lesson.simulate(lesson.WIDGET_DEFAULT | {"rate": rate}))
+
+
 def test_a_broken_scheduler_breaks_the_simulation(monkeypatch):
     right, scheduling = lesson.simulate(lesson.WIDGET_DEFAULT), lesson.scheduling
     admit = scheduling.Scheduler._admit
