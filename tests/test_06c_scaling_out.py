@@ -1593,6 +1593,24 @@ def test_a_pool_of_experts_is_asked_by_all_engines():
     assert x["stage_ms"] - x["talk_ms"] == pytest.approx(1e3 * read / 3.35e12)
 
 
+def test_cost_of_experts_by_hand():
+    Layout, r1, hop = layouts.Layout, layouts.models()["DeepSeek-R1"], layouts.HOP
+    wide = layouts.cost(r1, Layout(dp=16, ep=True), sequences=32, context=0)  # two tokens each
+    talk = 61 * (2 * hop.latency + 2 * 8 * 7168 * (1 + 2) / hop.bandwidth)  # to 8 experts: a byte there, two back
+    stage = (r1.shared_bytes + r1.expert_bytes_read(32) / 16) / 3.35e12 + talk
+    assert wide["talk_ms"] == pytest.approx(1e3 * talk) and wide["stage_ms"] == pytest.approx(1e3 * stage)
+    assert wide["tokens_per_second"] == pytest.approx(32 / stage), "one stage has nobody to send to"
+    assert wide["weights_gb"] == pytest.approx((r1.shared_bytes + r1.expert_bytes / 16) / 1e9) and wide["fits"]
+    for ep in (False, True):  # a token alone: each stage reads its layers' share of the experts that it asks
+        deep = layouts.cost(r1, Layout(tp=8, pp=2, ep=ep), sequences=1, context=0)
+        read = (r1.shared_bytes + r1.expert_bytes_read(1)) / 16
+        assert 2 * deep["stage_ms"] - deep["talk_ms"] == pytest.approx(2e3 * read / 3.35e12)
+    twice = layouts.cost(r1, Layout(tp=8, dp=2))
+    assert twice["weights_gb"] == pytest.approx((r1.shared_bytes + r1.expert_bytes) / 8e9)
+    assert not twice["fits"] and twice["kv_tokens"] == 0 and layouts.loaded(r1, Layout(tp=8, dp=2))["sequences"] == 0
+    assert layouts.cost(layouts.models()["Llama-3.1-70B"], Layout(tp=4))["kv_copies"] == 1
+
+
 def test_no_more_sequences_are_loaded_than_the_cache_holds():
     model, layout = layouts.models()["Llama-3.1-405B"], layouts.Layout(tp=16)
     found = layouts.loaded(model, layout)

@@ -300,7 +300,7 @@ def cost(model: Model, layout: Layout, sequences: int = 256, context: int = 4096
     batch = max(1, sequences / dp / pp)  # of a micro-batch: one sequence alone leaves other engines and stages idle
     new = batch * tokens_each
     asked = max(1, sequences / pp) * tokens_each if layout.ep else new  # tokens whose experts one pool looks up
-    read = model.shared_bytes / (tp * pp) + model.expert_bytes_read(asked) / pp / (spread / pp)
+    read = model.shared_bytes / (tp * pp) + model.expert_bytes_read(asked) / spread
     moved = read + batch * kv * context
     rate = H100.flops * (2 if model.name.endswith(("FP8", "R1")) else 1)
     compute = max(2 * model.active * new / (tp * pp) / rate, moved / H100.bandwidth)
@@ -320,8 +320,8 @@ def cost(model: Model, layout: Layout, sequences: int = 256, context: int = 4096
 
 def loaded(model: Model, layout: Layout, wanted: int = 256, context: int = 4096) -> dict[str, float]:
     """`cost` with as many of `wanted` sequences as the KV cache holds."""
-    fitting = int(cost(model, layout)["kv_tokens"] // context)
-    return {"sequences": min(wanted, fitting)} | cost(model, layout, max(1, min(wanted, fitting)), context)
+    sequences = min(wanted, int(cost(model, layout)["kv_tokens"] // context))
+    return {"sequences": sequences} | cost(model, layout, sequences, context)
 
 
 CHOICES: dict[str, list[Layout]] = {  # on two nodes of eight
