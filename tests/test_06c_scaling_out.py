@@ -116,7 +116,7 @@ def test_ranks_of_a_layout():
     config = llama.random_model(**SIZES).config
     ParallelConfig(4, 5).check(config)  # a stage for each layer
     for wrong, words in ((ParallelConfig(3), "tensor_parallel_size 3"), (ParallelConfig(1, 6), "num_hidden_layers"),
-                         (ParallelConfig(2, 1, "uni"), "uni")):  # fmt: skip
+                         (ParallelConfig(2, 1, "uni"), "uni"), (ParallelConfig(1, 2, "uni"), "2 ranks")):  # fmt: skip
         with pytest.raises(common.InputError, match=words):
             wrong.check(config)
 
@@ -730,6 +730,12 @@ def test_a_burst_goes_round_and_ties_rotate():
     for index in range(4):
         starts.append(lesson.LoadBalancer(4, client_index=index, client_count=4).choose(request_of([1])))
     assert starts == [0, 1, 2, 3], "clients that know nothing of each other start at different engines"
+
+
+@pytest.mark.parametrize(("engines", "clients", "starts"), [(8, 2, [0, 4]), (2, 4, [0, 0, 1, 1]), (3, 1, [0])])
+def test_clients_begin_far_from_each_other(engines, clients, starts):
+    """Each with its own share of the engines, or several with one, before anybody knows of anybody's load."""
+    assert [engine_group.LoadBalancer(engines, i, clients).choose(None) for i in range(clients)] == starts
 
 
 @pytest.mark.parametrize("kind", engine_group.BALANCERS.values())
