@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -280,15 +281,17 @@ def test_an_embedding_that_is_not_tied_is_on_the_first_stage_only():
 
 
 def test_no_more_is_on_the_way_than_there_are_stages(monkeypatch):
-    group, waited = executors.PipelineGroup(range(2), 0), []
+    group, waited, buffers = executors.PipelineGroup(range(2), 0), [], []
 
     def work(x, rank, group):
-        return SimpleNamespace(wait=lambda: waited.append(x.item()))
+        buffers.append(weakref.ref(x))
+        return SimpleNamespace(wait=functools.partial(waited.append, x.item()))
 
     monkeypatch.setattr(torch.distributed, "isend", work)
     for i in range(5):
         group.send(torch.tensor(i))
     assert waited == [0, 1, 2] and len(group.on_the_way) == 2
+    assert [buffer() is not None for buffer in buffers] == [False] * 3 + [True] * 2, "it lives until it has left"
 
 
 def test_waiting_for_the_stage_before_is_not_computing(monkeypatch):
