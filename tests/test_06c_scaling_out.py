@@ -1038,12 +1038,16 @@ def test_totals_are_of_all_engines_and_refusals_make_room():
     letter = async_engine.EngineCoreOutputs
     client.send((ADD, request_of([1], "x")))
     assert client.balancer.inflight == [1, 0]
-    client.take(0, letter(refused={"x": "in use"}, scheduler_stats=stats(1, 2, 0.5, 4, 7)))
+    first = client.take(0, letter(refused={"x": "in use"}, scheduler_stats=stats(1, 2, 0.5, 4, 7)))
+    assert first.scheduler_stats.kv_cache_usage == 0.25, "who has not spoken yet has an empty cache"
     assert client.balancer.inflight == [0, 0] and not client.engine_of
     found = client.take(1, letter(scheduler_stats=stats(10, 20, 0.25, 1, 9))).scheduler_stats
     assert found == stats(11, 22, 0.375, 5, 9)
     found = client.take(0, letter(scheduler_stats=stats(0, 0, 0.0, 0, 5))).scheduler_stats
     assert found == stats(10, 20, 0.125, 1, 5)
+    for engine, counts in ((0, (3, 9, 4)), (1, (1, 2, 1, 5))):  # as many positions as each has drafted for
+        found = client.take(engine, letter(scheduler_stats=stats(0, 0, 0.0, 0, 0, spec_decoding=counts)))
+    assert found.scheduler_stats.spec_decoding == (4, 11, 5, 5)
 
 
 def test_replies_are_added_up_and_an_error_of_one_is_the_answer():
@@ -1242,6 +1246,7 @@ def test_engines_that_differ_are_refused():
     assert client.take(0, ready(10, 64)) is None
     letter = client.take(1, ready(12, 32))
     assert isinstance(letter, async_engine.Dead) and letter.bad_input and "max_model_len" in letter.error
+    assert client.take(1, ready(12, 64)).num_gpu_blocks == 22, "of those who are alike, all blocks"
 
 
 # --- Engines elsewhere ------------------------------------------------------------------------------------------------
