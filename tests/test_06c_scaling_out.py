@@ -512,11 +512,11 @@ def test_a_message_is_written_once_and_read_by_all():
     threads = [threading.Thread(target=read, args=(i,)) for i in range(3)]
     for thread in threads:
         thread.start()
-    for item in items:
-        box.enqueue(item)
+    sizes = [box.enqueue(item) for item in items]
     for thread in threads:
         thread.join(60)
     assert got == [items] * 3
+    assert sizes == [len(pickle.dumps(item, protocol=5)) for item in items], "once, however many read it"
     box.close()
 
 
