@@ -1017,7 +1017,7 @@ def test_a_batch_lasts_until_its_last_answer_and_no_prompt_comes_twice(engine, m
 
     def run(engine, prompts, due):
         asked.extend(prompts)
-        return [Record(0.0, 0.0, end, [1.0, end], 8, 4) for end in (3.0, 2.0)]
+        return [Record(0.0, 0.0, end, [1.0, end], 8, 4) for end in (2.0, 3.0)]
 
     monkeypatch.setattr(lesson, "engine_run", run)
     found = lesson.measure_latency(engine, 2, 8, 4, num_iters=3, num_iters_warmup=2)
