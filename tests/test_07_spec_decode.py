@@ -198,7 +198,10 @@ def test_the_naive_round_draws_what_is_enumerated():
 
 def test_the_naive_round_asks_about_what_was_drafted():
     """Both models say one thing after each text; and what the target never says falls whatever the random number."""
-    sure = lambda prefix: [float(x == (sum(prefix) + 1) % 3) for x in range(3)]  # noqa: E731
+
+    def sure(prefix):
+        return [float(x == (sum(prefix) + 1) % 3) for x in range(3)]
+
     assert lesson.naive_round(sure, sure, (1,), 3, random.Random(0)) == [2, 1, 2, 1]
     lowest = SimpleNamespace(random=lambda: 0.0, choices=lambda all, weights: [weights.index(max(weights))])
     assert lesson.naive_round(lambda _: [0, 1], lambda _: [1, 0], (), 1, lowest) == [1]
