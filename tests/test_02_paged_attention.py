@@ -377,6 +377,32 @@ def test_both_ways_without_a_kernel(way, Hq, Hkv, D, dtype64):
 
 
 @pytest.mark.parametrize(("Hq", "Hkv", "D"), [(9, 3, 64), (4, 4, 24), (8, 1, 16)])
+@pytest.mark.parametrize("dtype16", [torch.bfloat16, torch.float16])
+def test_keys_are_copied_for_16_bits(Hq, Hkv, D, dtype16):
+    """The same cases in both 16-bit types, three layers with one plan."""
+    for lens in ([7, 5, 4], [5, 0, 6], [1, 40, 0, 9, 33, 16]):
+        (q, kv_cache, table, S), reference = fp64_case(lens, 8, Hq, Hkv, D, dtype16)
+        q, kv_cache, table, S = (x.cpu() for x in (q, kv_cache, table, S))
+        packed = torch.randn(len(q), Hq + 2, D).to(dtype16)  # as a model hands queries over: a part of a wider tensor
+        packed[:, :Hq] = q
+        plan = torch_attention.copied_keys_plan(table, S, kv_cache, Hq)
+        for layer, scale in ((kv_cache, 1), (torch.stack((kv_cache[0], kv_cache[1] * 2)), 2), (kv_cache, 1)):
+            out = torch_attention.decode(packed[:, :Hq], layer, torch_attention.decode_copied_keys, plan)
+            assert out.dtype == dtype16
+            common.assert_close(out / scale, reference.cpu(), dtype16)
+
+
+def test_scores_of_16_bit_keys_are_not_rounded():
+    """Keys that give scores of 256 and 257, which bfloat16 cannot tell apart: the weights are those of a sigmoid."""
+    kv_cache = torch.zeros(2, 2, 16, 1, 16, dtype=torch.bfloat16)
+    kv_cache[0, 1, 0, 0, 0], kv_cache[0, 1, 1, 0, :2] = 1024, torch.tensor([1024.0, 4.0])
+    kv_cache[1, 1, 1] = 1
+    q, table = torch.ones(1, 1, 16, dtype=torch.bfloat16), torch.tensor([[1]], dtype=torch.int32)
+    out = lesson.plan_decode(table, torch.tensor([2]), kv_cache, 1)(q, kv_cache)
+    torch.testing.assert_close(out.float(), torch.full((1, 1, 16), 1.0).sigmoid(), atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize(("Hq", "Hkv", "D"), [(9, 3, 64), (4, 4, 24), (8, 1, 16)])
 def test_a_few_tokens_of_several_sequences(dtype, Hq, Hkv, D):
     """Each token sees the keys up to its own, as if it were decoded alone; too many tokens, or none, are in no plan."""
     query_lens, lens = [3, 1, 17, 3, 0, 16, 3, 1], [20, 9, 18, 3, 5, 30, 24, 13]
@@ -398,7 +424,7 @@ def test_a_few_tokens_of_several_sequences(dtype, Hq, Hkv, D):
 
 @pytest.mark.parametrize("bits", [64, 32, 16])
 def test_the_way_is_chosen_by_dtype(bits):
-    way = torch_attention.decode_gathered if bits == 16 else torch_attention.decode_in_place
+    way = torch_attention.decode_copied_keys if bits == 16 else torch_attention.decode_in_place
     for dtype in (torch.float16, torch.bfloat16) if bits == 16 else (getattr(torch, f"float{bits}"),):
         (_, *memory), _ = fp64_case([5, 3], 8, 3, 1, 16, dtype)
         kv_cache, table, lens = (x.cpu() for x in memory)

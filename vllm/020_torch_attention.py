@@ -5,10 +5,11 @@ step, because where a sequence's keys lie is the same in every layer:
   * gathered: copy the blocks into a contiguous buffer, then SDPA. Any dtype; every key is read, written, read again;
   * in place: torch has no paged attention, but it has both its halves. `sampled_addmm` computes those elements of a
     matrix product that a sparse matrix names: Q Kᵀ, at the slots of the block table. `embedding_bag` adds up rows of a
-    table, each times a weight: P V. With softmax between them nothing is copied. Torch has the first for fp32 and fp64.
+    table, each times a weight: P V. With softmax between them nothing is copied. Torch has the first for fp32 and fp64
+    only: of a 16-bit model the keys are copied, and the values read in place.
 Lesson 02's engine, and with it every later one, decodes in place on a CPU; what is gathered is the reference for it,
-serves 16-bit models and several tokens of a sequence at once, and is how the quantized caches of companion 05d and the
-latent ones of lesson 09 are read.
+serves several tokens of a sequence at once, and is how the quantized caches of companion 05d and the latent ones of
+lesson 09 are read.
 
 Read for this: Kwon et al. 2023 (PagedAttention); vLLM 0.32 `v1/attention/backends/cpu_attn.py`, which
 calls kernels in C++.
@@ -41,12 +42,13 @@ def plan_decode(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: tor
     Shapes: block_table [B, W], seq_lens [B], kv_cache that of any layer; `num_heads` is Hq, `query_len` the number n of
     newest tokens that each sequence asks for (lesson 07 has several: a token and what was guessed to follow it).
     """
-    if query_len == 1 and kv_cache.dtype in (torch.float32, torch.float64):
-        plan = in_place_plan(block_table, seq_lens, kv_cache, num_heads)
-        return functools.partial(decode, attend=decode_in_place, plan=plan)
-    # Several tokens of a sequence read the same keys: a copy serves them all, in place each would fetch its own.
-    plan = gather_plan(block_table, seq_lens, kv_cache.shape, query_len)
-    return functools.partial(decode, attend=decode_gathered, plan=plan)
+    if query_len > 1:  # they read the same keys: a copy serves them all, in place each would fetch its own
+        plan, attend = gather_plan(block_table, seq_lens, kv_cache.shape, query_len), decode_gathered
+    elif kv_cache.dtype in (torch.float32, torch.float64):
+        plan, attend = in_place_plan(block_table, seq_lens, kv_cache, num_heads), decode_in_place
+    else:
+        plan, attend = copied_keys_plan(block_table, seq_lens, kv_cache, num_heads), decode_copied_keys
+    return functools.partial(decode, attend=attend, plan=plan)
 
 
 FEW_TOKENS = 16  # up to so many of a sequence are attended to like a decode
@@ -136,27 +138,38 @@ def decode_gathered(q: torch.Tensor, kv_cache: torch.Tensor, source: torch.Tenso
 # --- In place -------------------------------------------------------------------------------------------------------
 
 
+def score_places(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor, num_heads: int
+                 ) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """For each group: rows of the batch; for each of its scores, b · Hq rows of S, the place of the key and value that
+    it is about [b · Hq · S]; where each row begins [b · Hq + 1]; which of the S positions hold a token [b, S].
+
+    A place is a row of a layer's keys, or values, seen as [slots · Hkv, D].
+    """
+    num_blocks, size, Hkv = kv_cache.shape[1:4]
+    heads = torch.arange(Hkv, device=block_table.device)[:, None, None]
+    for rows, table, live in similar_lengths(block_table, seq_lens, size):
+        slots = (table[:, :, None] * size + torch.arange(size, device=table.device)).flatten(1)  # [b, S]
+        slots = slots.masked_fill(~live, 0)  # a dead slot may hold anything: slot 0, of the null block, holds zeros
+        shape = (len(rows), Hkv, num_heads // Hkv, live.shape[1])
+        places = (slots[:, None, None] * Hkv + heads).expand(shape).flatten()
+        index = torch.int32 if max(num_blocks * size * Hkv, len(places)) < 2**31 else torch.int64  # half the bytes
+        starts = torch.arange(0, len(places) + 1, live.shape[1], dtype=index, device=table.device)
+        yield rows, places.to(index), starts, live
+
+
 def in_place_plan(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor,
                   num_heads: int) -> Plan:  # fmt: skip
     """For each group: (rows of the batch, the positions of its scores as a sparse matrix, bias to add to scores).
 
     The matrix has a row for each query head of each sequence and a column for each slot and KV head of the cache.
     """
-    num_blocks, size, Hkv = kv_cache.shape[1:4]
-    num_keys, plan = num_blocks * size * Hkv, []
-    for rows, table, live in similar_lengths(block_table, seq_lens, size):
-        slots = (table[:, :, None] * size + torch.arange(size, device=table.device)).flatten(1)  # [b, S]
-        slots = slots.masked_fill(~live, 0)  # a dead slot may hold anything: slot 0, of the null block, holds zeros
-        heads = torch.arange(Hkv, device=table.device)[:, None, None]
-        shape = (len(rows), Hkv, num_heads // Hkv, live.shape[1])
-        columns = (slots[:, None, None] * Hkv + heads).expand(shape).flatten()  # [b · Hq · S]
-        index = torch.int32 if max(num_keys, len(columns)) < 2**31 else torch.int64  # half the bytes to read
-        starts = torch.arange(0, len(columns) + 1, live.shape[1], dtype=index, device=table.device)
-        zeros = torch.zeros(len(columns), dtype=kv_cache.dtype, device=table.device)
-        scores = torch.sparse_csr_tensor(starts, columns.to(index), zeros, (len(starts) - 1, num_keys),
-                                         check_invariants=False)  # fmt: skip
-        bias = torch.zeros(live.shape, dtype=kv_cache.dtype, device=table.device).masked_fill(~live, -math.inf)
-        plan.append((torch.tensor(rows, device=table.device), scores, bias[:, None]))  # bias [b, 1, S]
+    plan = []
+    for rows, places, starts, live in score_places(block_table, seq_lens, kv_cache, num_heads):
+        zeros = torch.zeros(len(places), dtype=kv_cache.dtype, device=live.device)
+        shape = (len(starts) - 1, math.prod(kv_cache.shape[1:4]))
+        scores = torch.sparse_csr_tensor(starts, places, zeros, shape, check_invariants=False)
+        bias = torch.zeros(live.shape, dtype=kv_cache.dtype, device=live.device).masked_fill(~live, -math.inf)
+        plan.append((torch.tensor(rows, device=live.device), scores, bias[:, None]))  # bias [b, 1, S]
     return plan
 
 
@@ -174,3 +187,32 @@ def decode_in_place(q: torch.Tensor, kv_cache: torch.Tensor, scores: torch.Tenso
     o = F.embedding_bag(scores.col_indices(), values, scores.crow_indices(), mode="sum",
                         per_sample_weights=p.flatten(), include_last_offset=True)  # fmt: skip
     return o.view(b, Hq, D)
+
+
+def copied_keys_plan(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor,
+                     num_heads: int) -> Plan:  # fmt: skip
+    """For each group: (rows of the batch, keys to copy, bias to add to scores, and for the sums over values the places
+    and the starts of `score_places`). Keys [b · Hkv · S], bias [b · Hkv, 1, S]."""
+    Hkv, plan = kv_cache.shape[3], []
+    for rows, places, starts, live in score_places(block_table, seq_lens, kv_cache, num_heads):
+        b, S = live.shape
+        keys = places.view(b, Hkv, -1, S)[:, :, 0].flatten()  # the query heads of a group share them
+        bias = torch.zeros(live.shape, device=live.device).masked_fill(~live, -math.inf)
+        bias = bias.repeat_interleave(Hkv, 0)[:, None]
+        plan.append((torch.tensor(rows, device=live.device), keys, bias, places, starts))
+    return plan
+
+
+def decode_copied_keys(q: torch.Tensor, kv_cache: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor,
+                       places: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    """What `decode_in_place` computes, for 16-bit caches: q [b, Hq, D] -> [b, Hq, D].
+
+    Keys are copied as fp32, since torch's product of 16-bit matrices rounds each score to 16 bits.
+    """
+    (_, Hq, D), (bHkv, _, S) = q.shape, bias.shape
+    k, values = kv_cache.view(2, -1, D)
+    k = k.index_select(0, keys).float().view(bHkv, S, D)
+    s = torch.baddbmm(bias, q.reshape(bHkv, -1, D).float(), k.mT, alpha=D**-0.5)  # [b Hkv, G, S]
+    p = s.softmax(-1).to(values.dtype).flatten()
+    o = F.embedding_bag(places, values, starts, mode="sum", per_sample_weights=p, include_last_offset=True)
+    return o.view(-1, Hq, D)

@@ -678,7 +678,7 @@ class ModelRunner:
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> dict[str, list[int]]:
         """The most probable token of each row, [R, vocab] -> R tokens. The companion 04b samples as requests ask."""
-        return {request.request_id: [token] for request, token in zip(requests, logits.argmax(1).tolist())}
+        return {request.request_id: [token] for request, token in zip(requests, logits.float().argmax(1).tolist())}
 
 
 class PackedLinear:
