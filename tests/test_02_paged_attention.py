@@ -917,3 +917,14 @@ def test_block_size_flag_refuses(value, capsys):
     with pytest.raises(SystemExit) as stop:
         lesson.build_parser().parse_args(["--block-size", value])
     assert stop.value.code == 2 and "--block-size" in capsys.readouterr().err
+
+
+def test_what_does_not_grow_with_the_context():
+    """The page's line through its rows of 32 sequences on the H200: 18 us a launch, and the rest at 4.5 TB/s."""
+    rows = [r for r in common.results("02_paged_attention", "h200")["bench"]["indirection"]
+            if (r["B"], r["block_size"]) == (32, 16)]  # fmt: skip
+    us = np.array([r["paged"] for r in rows]) * 1e6
+    mb = np.array([r["gbps"] * r["paged"] for r in rows]) * 1e3
+    (fixed, per_mb), *_ = np.linalg.lstsq(np.stack((1 / us, mb / us), 1), np.ones(3))
+    assert abs((fixed + per_mb * mb) / us - 1).max() < 0.02
+    assert round(fixed) == 18 and round(1 / per_mb, 1) == 4.5

@@ -12,6 +12,7 @@ from pathlib import Path
 import common
 import gluon_emulator
 import needs
+import numpy as np
 import pytest
 import scripts
 import torch
@@ -223,3 +224,22 @@ def test_long_prompts_take_it(longest, monkeypatch):
     q, k, v, batch = case((longest, 50), (longest, 400), 128, torch.bfloat16)
     common.assert_close(flash.flash_attention(q, k, v, *batch)[0], flash.reference(q, k, v, batch)[0])
     assert bool(taken) == (longest >= 1024)
+
+
+def test_what_a_programs_beginning_and_end_cost():
+    """The page's figures: rows of one kernel on a line, microseconds a program on one of 132 multiprocessors against
+    tiles of 128 keys. By least squares of relative errors, which stay below 3 %."""
+    rows = [r for r in common.results("03_flash_attention", "h200")["bench"]["gpu"] if r["D"] == 128 and r["causal"]]
+    rows = [r for r in rows if r["T"] >= 1024]  # below, the plain kernel runs
+    tiles = np.array([(r["T"] / 128 + 1) / 2 for r in rows])
+    found = {}
+    for name in ("ours", "cudnn"):
+        flops = [4 * r["T"] / 2 * 16384 * 2048 for r in rows]  # causal: half; Hq · D = 2,048
+        programs = 16384 / 128 * 16
+        us = np.array([f / r[name] / 1e6 / programs * 132 for f, r in zip(flops, rows, strict=True)])
+        line, *_ = np.linalg.lstsq(np.stack((1 / us, tiles / us), 1), np.ones(len(rows)))
+        assert abs((line[0] + line[1] * tiles) / us - 1).max() < 0.03
+        found[name] = *line, us[-1]
+    (ours, tile, whole), (cudnn, cudnn_tile, _) = found["ours"], found["cudnn"]
+    assert (round(ours, 1), round(tile, 1), round(cudnn, 1), round(cudnn_tile, 1)) == (5.6, 1.8, 2.0, 2.0)
+    assert round(whole) == 119 and round(rows[-1]["ours"] * whole / (whole - ours + cudnn)) == 613

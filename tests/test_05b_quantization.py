@@ -1357,3 +1357,16 @@ def test_what_bench_compares_on_a_cpu(monkeypatch, capsys):
     assert served == [(n, hidden) for n in (1, 8, 32) for _ in range(3) for hidden in (80, 128)]
     assert [rows[0][f"tokens_s_{n}"] for n in (1, 8, 32)] == [30, 90, 150] and rows[1]["tokens_s_32"] == 160
     assert "32 prompts" in capsys.readouterr().out
+
+
+def test_what_neither_format_saves_in_a_layer():
+    """The page's line through both layers on the H200: microseconds in any layer, and how much faster the rest is."""
+    rows = {(r["N"], r["M"]): r for r in common.results(lesson.KEY, "h200")["bench"]["kernels"] if r["K"] == 4096}
+    for tokens, faster in ((1, 2.9), (16, 2.5)):
+        small, large = rows[4096, tokens], rows[28672, tokens]
+        bf16 = (large["bf16_us"] - small["bf16_us"]) / 6  # 28,672 is 7 times 4,096
+        int4 = (large["int4-g128"]["us"] - small["int4-g128"]["us"]) / 6
+        assert 5 < small["int4-g128"]["us"] - int4 < 6 and 5 < small["bf16_us"] - bf16 < 7
+        assert round(bf16 / int4, 1) == faster
+        bits = 4096 * 4096 * (4 + 20 / 128)  # per group a scale of 16 bits and a zero point of 4
+        assert round(bits / 8 / int4 / 1e6, 1) == {1: 3.2, 16: 2.7}[tokens]
