@@ -294,14 +294,22 @@ def test_another_model(lesson, another_model):
         assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
 
 
-def test_a_model_that_a_story_cannot_use_is_one_line(tmp_path):
-    """The kernel takes heads of other sizes."""
+@pytest.mark.parametrize(("lesson", "head_dim", "why"), [
+    ("03_flash_attention", 24, r"--model .*: head_dim 24; this lesson's kernel takes multiples of 16 to 256"),
+    ("03_flash_attention", 272, r"--model .*: head_dim 272; this lesson's kernel takes multiples of 16 to 256"),
+    ("05b_quantization", 24, r"--group 64: must divide the model's hidden size, 48"),
+    ("05d_kv_cache_quantization", 12, r"--model .*: head_dim 12; every format takes multiples of 8"),
+])  # fmt: skip
+def test_a_model_that_a_story_cannot_use_is_one_line(lesson, head_dim, why, tmp_path, capsys):
+    """Before the story begins."""
     folder = on_gpu.random_folder(
         tmp_path / "model", hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=24, max_position_embeddings=128,
+        num_key_value_heads=1, head_dim=head_dim, max_position_embeddings=1024,
     )  # fmt: skip
-    with pytest.raises(common.InputError, match="head_dim 24"):
-        common.lesson("03_flash_attention").show_model(argparse.Namespace(model=str(folder), bench=False))
+    with pytest.raises(common.InputError) as refused:
+        common.lesson(lesson).main(["--model", str(folder), "--figure", str(tmp_path)])
+    assert re.fullmatch(why, str(refused.value))
+    assert not re.search(r"^ *1\b", capsys.readouterr().out, re.M)
 
 
 @pytest.fixture(scope="module")

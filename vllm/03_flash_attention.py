@@ -964,6 +964,10 @@ def random_qkv(batch: Batch, Hq: int, Hkv: int, D: int, dtype: torch.dtype) -> t
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine = common.start(args)
+    if (D := llama.check_context(args.model, 8).head_dim) % 16 or D > 256:
+        raise common.InputError(
+            f"--model {args.model}: head_dim {D}; this lesson's kernel takes multiples of 16 to 256"
+        )
     show_traffic()
     show_kernel()
     show_model(args)
@@ -1038,12 +1042,9 @@ def prefill(model: llama.Llama, prompts: Sequence[Sequence[int]], run: Run, othe
 
 
 def show_model(args: argparse.Namespace) -> None:
-    """Step 3: the model's logits through a backend and through the kernel; InputError for a head it cannot take."""
+    """Step 3: the model's logits through a backend and through the kernel."""
     common.heading("3. The real model: two prompts, packed, in one forward pass")
     model, tokenizer = llama.load(args.model)
-    if model.config.head_dim % 16 or model.config.head_dim > 256:
-        raise common.InputError(f"--model {args.model}: head_dim {model.config.head_dim}; this lesson's kernel takes "
-                                "multiples of 16 up to 256")  # fmt: skip
     prompts = [tokenizer.encode(text) for text in ("The capital of France is", "The opposite of hot is")]
     naive = lambda q, k, v, batch: reference(q, k, v, batch)[0].to(q.dtype)  # noqa: E731
     ref = prefill(model, prompts, naive)

@@ -1152,7 +1152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     core = make_core(model, args.policy, args.max_num_seqs, args.num_blocks)
     served = serve(core, prompts, OUTPUTS)
     for i in (3, 7):
-        common.say(f"#{i} {PROMPTS[i % len(PROMPTS)]}…{tokenizer.decode(served.token_ids[i])!r}"[:110])
+        common.say(f"#{i} {PROMPTS[i % len(PROMPTS)]}…{tokenizer.decode(served.token_ids[i])!r}"[:108])
     common.say(f"{len(served.seconds)} steps, at most {max(served.batch)} sequences in one, {sum(served.batch)} tokens")
     common.say(f"{sum(served.seconds):.2f} s: {served.tokens_per_second:.0f} tokens/s")
     some = [0, 3, 6]

@@ -768,7 +768,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         before = run.tokens_per_second
     common.table([f"{B} sequences", "tokens/s", "gain", "operations a step"], rows)
-    common.say(f"…{tokenizer.decode(prompts[0])[-40:]!r} → {tokenizer.decode(finals[0])!r}"[:110])
+    common.say(f"…{tokenizer.decode(prompts[0])[-40:]!r} → {tokenizer.decode(finals[0])!r}"[:108])
     common.say(f"✓ all {2 + len(STAGES)} ways write the same tokens")
 
     common.heading("2. The same steps by arithmetic, for a machine of one's choice: simulate()")

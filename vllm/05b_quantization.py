@@ -1142,7 +1142,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.vllm and not args.bench:
         raise common.InputError("--vllm: only --bench compares with it")
     machine, known, bench, mine = common.start(args), facts(), {}, args.model is None
-    last = llama.check_context(args.model, 512 if args.bench else 256).num_hidden_layers - 1
+    config = llama.check_context(args.model, 512 if args.bench else 256)
+    if config.hidden_size % args.group:
+        raise common.InputError(f"--group {args.group}: must divide the model's hidden size, {config.hidden_size}")
+    last = config.num_hidden_layers - 1
     args.layer = min(11, last) if args.layer is None else args.layer
     if args.layer > last:
         raise common.InputError(f"--layer {args.layer}: allowed: 0 to {last}")

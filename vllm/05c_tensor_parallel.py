@@ -1065,7 +1065,7 @@ def tell_of_ranks(args: argparse.Namespace, ranks: Ranks, tokenizer: llama.Token
     found = ranks.results()
     members = found[:n]
     for prompt, tokens in list(zip(prompts, members[0]["tokens"]))[:2]:
-        common.say(f"{tokenizer.decode(prompt)}…{tokenizer.decode(tokens)!r}"[:110])
+        common.say(f"{tokenizer.decode(prompt)}…{tokenizer.decode(tokens)!r}"[:108])
     loaded = [f"{count / 1e6:.1f} M" for count in (members[0]["parameters"], model.num_parameters,
                                                    sum(rank["parameters"] for rank in members))]  # fmt: skip
     common.say(f"rank 0 loaded {loaded[0]} of {loaded[1]} parameters, all ranks together {loaded[2]}")

@@ -937,8 +937,7 @@ def facts() -> dict[str, Any]:
         "llama_8b": capacity(32, 8, 128, BLOCK),
         "bits": {name: bits_per_element(name, 64, BLOCK) for name in KV_CACHE_DTYPES},
         **published_facts(),
-        "widget": widget,
-        "recorded": RECORDED,
+        "widget": widget, "recorded": RECORDED,
     }  # fmt: skip
 
 
@@ -1157,7 +1156,8 @@ def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine, f, bench, name = common.start(args), facts(), {}, args.kv_cache_dtype
-    llama.check_context(args.model, 1024)
+    if (D := llama.check_context(args.model, 1024).head_dim) % 8:
+        raise common.InputError(f"--model {args.model}: head_dim {D}; every format takes multiples of 8")
 
     common.heading("1. Codes and kernels against the definitions")
     check_formats()

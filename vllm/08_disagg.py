@@ -1117,7 +1117,7 @@ def story(args: argparse.Namespace, workers: contextlib.ExitStack) -> dict[str, 
     text = tokenizer.encode(TEXT)
     prompts = [text[-n:] for n in LENGTHS]
     expected = colocated(model, prompts, TOKENS)
-    common.say(f"…{tokenizer.decode(prompts[2])!r} → {tokenizer.decode(expected[2])!r}"[:110])
+    common.say(f"…{tokenizer.decode(prompts[2])!r} → {tokenizer.decode(expected[2])!r}"[:108])
     common.check_equal("a copied cache continues as one engine does", hand_over(model, prompts[2], TOKENS), expected[2])
     check_layouts(model)
 
