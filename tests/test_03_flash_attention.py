@@ -65,6 +65,12 @@ def test_every_widget_state_tells_the_truth():
             assert (trace["verdict"] == "right") == (trace["largest"] < limit[params["precision"]]), params
 
 
+def test_a_scale_from_the_command_line_reads_like_the_default():
+    args = lesson.build_parser().parse_args(["--scale", "16"])
+    trace = lesson.simulate(lesson.WIDGET_DEFAULT | {"scale": args.scale})
+    assert lesson.describe(trace).startswith("scores 16 × increasing")
+
+
 def test_widget_default_and_the_two_bugs():
     default = lesson.WIDGET_DEFAULT
     assert lesson.simulate(default)["result"] == pytest.approx(7.421, abs=5e-4)

@@ -723,7 +723,7 @@ def describe(trace: dict[str, Any]) -> str:
     """The state of the simulation as text, as the widget's slot shows it."""
     p = trace["params"]
     deleted = [what for what, kept in (("rescale", p["rescale"]), ("max", p["subtract_max"])) if not kept]
-    lines = [f"scores {p['scale']} × {p['order']}, tiles of {p['tile']}, {p['precision']}"
+    lines = [f"scores {p['scale']:g} × {p['order']}, tiles of {p['tile']}, {p['precision']}"
              + (f", without {' and '.join(deleted)}" if deleted else "")]  # fmt: skip
     for tile in trace["tiles"]:
         a, b = tile["before"], tile["after"]
