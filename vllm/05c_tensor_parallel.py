@@ -188,7 +188,7 @@ def ring_all_reduce(x: torch.Tensor, group: GroupCoordinator) -> tuple[torch.Ten
     """An all-reduce from sends to the right and receives from the left alone. Returns the sum and the bytes sent.
 
     Semantics: out = Σ_r x_r. Shapes: any. The result has the same bits on every rank: each chunk's sum is computed
-    once, by one rank, and then handed around. (Patarasuk & Yuan 2009: no algorithm sends fewer bytes.)
+    once, by one rank, and then handed around. (Patarasuk & Yuan 2009: no ranks that add for themselves send less.)
     """
     n, r, size = group.world_size, group.rank_in_group, x.numel()
     right, left = group.ranks[(r + 1) % n], group.ranks[(r - 1) % n]

@@ -653,7 +653,7 @@ class ChannelKVCache(QuantizedKVCache):
         quantize_channels(self.open_keys[layer], self.full_rows, self.full, self.layers[layer], self.layout)
 
     def load(self, layer: int, source: torch.Tensor) -> torch.Tensor:
-        """K then V of the slots `source` [2n] as [2n · block_size, Hkv, D]; an open block has its keys still exact."""
+        """As above, for n blocks: `source` [2n] -> [2n · block_size, Hkv, D]. Keys of an open block are still exact."""
         fmt, n = self.layout.fmt, len(source) // 2
         pages = self.layers[layer].flatten(0, 1).index_select(0, source)
         keys = dequantize(*self.layout.split(pages[:n], channels=True), fmt).to(self.dtype)
