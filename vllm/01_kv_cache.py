@@ -682,7 +682,7 @@ def _draw_cost(folder: str | Path, known: dict[str, Any], measured: dict[str, An
         for kind, color, where, dy in (("uncached", "red", 0.72, 10), ("cached", "blue", 1.0, 8)):
             line = list(itertools.accumulate(curves[kind]))
             axis.plot(range(1, len(line) + 1), line, color=common.COLORS[color], linewidth=2)
-            end = f"{line[-1]:,}" if isinstance(line[-1], int) else f"{line[-1]:.0f} s"
+            end = f"{line[-1]:,}" if isinstance(line[-1], int) else f"{line[-1]:.1f} s"
             at, word = int(where * len(line)) - 1, "without" if kind == "uncached" else "with"
             axis.annotate(f"{word} a cache: {end}", (at + 1, line[at]), xytext=(-6, dy), textcoords="offset points",
                           ha="right", color=common.COLORS[color],

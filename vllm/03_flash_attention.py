@@ -908,15 +908,15 @@ def _draw_cpu(folder: str | Path, rows: list[dict[str, Any]]) -> Path:
 def _draw_gpu(folder: str | Path, rows: list[dict[str, Any]]) -> Path:
     """TFLOP/s over T on the GPU that was measured, beside PyTorch's two fused backends."""
     figure, axes = common.new_figure(8.0, 3.4, ncols=2, sharey=True)
+    ways = (("ours", "blue", "warps take turns"), ("plain", "orange", "all warps alike"),
+            ("flash", "grey", "FlashAttention-2"), ("cudnn", "green", "cuDNN"))  # fmt: skip
     for axis, causal in zip(axes, (True, False)):
-        for (D, style), (kind, color) in itertools.product(
-            ((128, "-"), (64, "--")), (("ours", "blue"), ("plain", "orange"), ("flash", "grey"), ("cudnn", "green"))
-        ):
+        for (D, style), (kind, color, word) in itertools.product(((128, "-"), (64, "--")), ways):
             points = [(r["T"], r[kind]) for r in rows if (r["D"], r["causal"]) == (D, causal) and r.get(kind)]
             if points:
                 axis.plot(*zip(*points), style, color=common.COLORS[color], linewidth=2, marker="o", markersize=3,
-                          label=f"{kind}, D = {D}")  # fmt: skip
-        axis.set(xscale="log", title="causal" if causal else "full", ylim=(0, None))
+                          label=word if D == 128 else None)  # fmt: skip
+        axis.set(xscale="log", title=f"{'causal' if causal else 'full'}, D = 128 (dashed: 64)", ylim=(0, None))
         _length_ticks(axis, rows)
     axes[0].set_ylabel("TFLOP/s")
     axes[1].legend(fontsize=8, ncols=2, loc="lower right")
