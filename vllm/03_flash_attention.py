@@ -994,12 +994,10 @@ def show_traffic() -> None:
     common.check_equal("what it and the naive one moved is what the formulas say", counted,
                        {kind: 2 * formula[kind] for kind in counted})  # fmt: skip
     common.say("By those formulas, per head, D = 128, full attention, tiles of 128 queries:")
-    common.table(
-        ("T", "unfused", "fused, no L2", "less by", "fused, K and V in L2", "less by", "matrix, fp32"),
-        [(f"{int(T):,}", f"{n['naive'] / 1e6:,.1f} M", f"{n['tiled'] / 1e6:.1f} M", f"{n['tiled_ratio']:.2f} ×",
-          f"{n['once'] / 1e6:.1f} M", f"{n['once_ratio']:.1f} ×", f"{int(T) ** 2 * 4 / 1e6:,.0f} MB")
-         for T, n in facts()["hbm"]["d128"].items() if T != "2048"],
-    )  # fmt: skip
+    common.table(("T", "unfused", "fused, no L2", "less by", "fused, K and V in L2", "less by", "matrix, fp32"), [
+        (f"{int(T):,}", f"{n['naive'] / 1e6:,.1f} M", f"{n['tiled'] / 1e6:.1f} M", f"{n['tiled_ratio']:.2f} ×",
+         f"{n['once'] / 1e6:.1f} M", f"{n['once_ratio']:.1f} ×", f"{int(T) ** 2 * 4 / 1e6:,.0f} MB")
+        for T, n in facts()["hbm"]["d128"].items() if T != "2048"])  # fmt: skip
 
 
 def show_kernel() -> None:
