@@ -346,7 +346,7 @@ def test_a_connection_that_is_closed_while_it_is_made_ends_at_both_ends(monkeypa
     assert link.inbox.get()[1] == {"kind": "LOST", "why": "closed"} and link.inbox.empty()
 
 
-@pytest.mark.parametrize("error", [OSError("no route"), RuntimeError("no group"), OSError()])
+@pytest.mark.parametrize("error", [OSError("no route"), RuntimeError("no group"), MemoryError()])
 @pytest.mark.parametrize("way", ["transmit", "receive"])
 def test_a_wire_that_fails_is_a_lost_connection(way, error, monkeypatch):
     def fail(*_):
@@ -356,7 +356,7 @@ def test_a_wire_that_fails_is_a_lost_connection(way, error, monkeypatch):
     with connection() as (link, theirs):
         link.send(DONE) if way == "transmit" else theirs.sendall(transfer.pack_frame(DONE))
         _, header, _ = link.inbox.get(timeout=20)
-        assert header == {"kind": "LOST", "why": str(error) or "OSError"}
+        assert header == {"kind": "LOST", "why": str(error) or "MemoryError"}
 
 
 def test_a_segment_is_private_and_goes_with_its_connection(monkeypatch):
@@ -447,6 +447,27 @@ def test_close_waits_for_the_thread_that_gives_back(monkeypatch):
         assert begun.wait(20)
         link.close()
         assert not list(transfer.SHM.glob(f"kvx-{os.getpid()}-*"))
+
+
+@pytest.mark.parametrize("kind", ["SharedMemoryLink", "DistributedLink"])
+def test_python_ends_while_payloads_are_on_their_way(kind):
+    """It would abort on a thread that returns from torch when there is no Python any more to return to."""
+    hello = {"kind": "HELLO", "layout": "", "engine_id": "", "port": 0}
+    code = f"""
+import sys; sys.path.insert(0, {str(common.HERE)!r})
+import common, queue, socket, threading, torch
+kind = common.lesson("080_kv_transfer").{kind}
+with socket.create_server(("127.0.0.1", 0)) as server:
+    reader = kind(queue.SimpleQueue(), threading.Event(), address=server.getsockname(), timeout=60)
+    writer = kind(queue.SimpleQueue(), threading.Event(), server.accept()[0], timeout=60, hello={hello})
+for _ in range(300):
+    writer.send({GOOD}, torch.zeros(1 << 22, dtype=torch.uint8))
+assert [reader.inbox.get(timeout=20)[1]["kind"] for _ in range(4)] == ["HELLO", "KV", "KV", "KV"]
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 0, told[-2000:]
+    assert not list(transfer.SHM.glob(f"kvx-{process.pid}-*"))
 
 
 def test_nobody_waits_for_ever_for_a_partner_in_a_process_group():
@@ -2541,9 +2562,12 @@ def test_a_worker_ends_with_whoever_started_it(tiny_model, monkeypatch):
     monkeypatch.setattr(lesson.signal, "signal", lambda *_: None)
     (ours, theirs), (inherited, _) = multiprocessing.Pipe(), multiprocessing.Pipe()
     ours.close()
-    config = {"kv_connector": "TCPConnector", "kv_role": "kv_consumer"}
+    made, make = [], lesson.make_core
+    monkeypatch.setattr(lesson, "make_core", lambda *args, **options: made.append(make(*args, **options)) or made[-1])
+    config = {"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port": 0}
     lesson.run_worker(theirs, [inherited], tiny_model, config, {})
-    assert inherited.closed
+    connector = made[0].scheduler.connector
+    assert inherited.closed and connector.closed and connector.server.fileno() == -1
 
 
 def test_an_engine_that_takes_anothers_place_is_stepped(tiny_model, monkeypatch, folder):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used
 
+import atexit
 import contextlib
 import datetime
 import functools
@@ -266,7 +267,8 @@ class Link:
         self.accepted, self.greeted = sock is not None, False
         if hello is not None:
             self.send(hello)
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     @property
     def has_room(self) -> bool:
@@ -283,24 +285,29 @@ class Link:
         self._lose("closed")
 
     def _read(self) -> None:
+        OPEN.add(self)
+        writer = threading.Thread(target=self._write, daemon=True)
         try:
             if self.sock is None:
                 sock = socket.create_connection(self.address, self.timeout)
                 sock.settimeout(None)
                 with self.lock:
                     if self.lost is not None:  # closed meanwhile, when there was no socket to close
-                        return sock.close()
+                        sock.close()  # so that its first use fails
                     self.sock = sock
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            threading.Thread(target=self._write, daemon=True).start()
+            writer.start()
             while True:
                 header, payload = read_frame(self._read_exactly)
                 self.greeted |= header["kind"] == "HELLO"
                 if header["kind"] == "KV" and not self.greeted:
                     raise ProtocolError("keys and values before HELLO: who knows what they look like")
                 self._deliver(header, self.receive(header, payload))
-        except (OSError, EOFError, ProtocolError, RuntimeError) as error:
+        except Exception as error:  # whatever it is: nobody hears of the other side any more, and requests wait
             self._lose(str(error) or type(error).__name__)
+        if writer.ident is not None:
+            writer.join()
+        OPEN.discard(self)
 
     def _read_exactly(self, n: int) -> bytearray:
         buffer, done = bytearray(n), 0
@@ -316,7 +323,7 @@ class Link:
             header, payload = message
             try:
                 self.transmit(header, payload)
-            except (OSError, RuntimeError) as error:
+            except Exception as error:
                 return self._lose(str(error) or type(error).__name__)
             with self.lock:
                 self.backlog -= 0 if payload is None else payload.nbytes
@@ -354,6 +361,19 @@ class Link:
 
     def forget(self) -> None:
         """The connection is gone: give back what it held."""
+
+
+OPEN: set[Link] = set()  # whose threads still run
+
+
+@atexit.register
+def close_all(seconds: float = 5.0) -> None:
+    """End all threads, for so long at most: Python aborts on one that returns from torch when its end has begun."""
+    links, end = list(OPEN), time.monotonic() + seconds
+    for link in links:
+        link.close()
+    for link in links:
+        link.reader.join(max(0.0, end - time.monotonic()))
 
 
 SHM = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
@@ -446,6 +466,10 @@ class DistributedLink(Link):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.group, self.store, self.store_port, self.device = None, None, 0, torch.device("cpu")
         super().__init__(*args, **kwargs)
+
+    def _read(self) -> None:
+        super()._read()
+        self.group = self.store = None  # whose end the other side hears, if it waits in there
 
     def _join(self) -> None:
         """Rank 0 accepted the connection and hosts the store; rank 1 made it."""

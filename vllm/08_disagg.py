@@ -430,19 +430,19 @@ def run_worker(pipe: Any, inherited: Sequence[Any], model: llama.Llama | str | i
     for end in inherited:  # a pipe is at its end when nobody holds the other one
         end.close()
     torch.set_num_threads(1)
-    model, core = load_model(model), None
+    model, core, engine = load_model(model), None, contextlib.ExitStack()
 
     def configure(config: dict[str, Any], core_args: dict[str, Any], fault: str = "none") -> dict[str, Any]:
         nonlocal core
-        if core is not None:
-            core.scheduler.connector.close()
+        engine.close()
         core = make_core(model, KVTransferConfig(**config), **core_args)
+        engine.callback(core.scheduler.connector.close)
         if fault != "none":
             after = min(12, model.config.num_hidden_layers)  # a prompt is a message for each layer
             core.scheduler.connector.wire = Faults(fault, after)
         return getattr(core.scheduler.connector, "address", {})
 
-    with contextlib.suppress(EOFError, OSError):
+    with contextlib.suppress(EOFError, OSError), engine:
         pipe.send(("configured", configure(config, core_args)))
         while True:
             while pipe.poll(0 if core.scheduler.has_unfinished_requests() else core.scheduler.patience):
