@@ -470,6 +470,26 @@ assert [reader.inbox.get(timeout=20)[1]["kind"] for _ in range(4)] == ["HELLO", 
     assert not list(transfer.SHM.glob(f"kvx-{process.pid}-*"))
 
 
+def test_who_waits_in_a_process_group_hears_that_the_other_side_has_left(monkeypatch):
+    """Long before the group's patience ends."""
+    hello, receive = {"kind": "HELLO", "layout": "", "engine_id": "", "port": 0}, transfer.DistributedLink.receive
+
+    def leave(link, header, payload):
+        if header["kind"] != "KV":
+            return receive(link, header, payload)
+        link._join()
+        raise OSError("enough")
+
+    monkeypatch.setattr(transfer.DistributedLink, "receive", leave)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        left = transfer.DistributedLink(SimpleQueue(), threading.Event(), address=server.getsockname(), timeout=60)
+        link = transfer.DistributedLink(SimpleQueue(), threading.Event(), server.accept()[0], timeout=60, hello=hello)
+    link.send(GOOD, torch.ones(1 << 24, dtype=torch.uint8))
+    for ended in (left, link):
+        ended.reader.join(20)
+        assert not ended.reader.is_alive() and ended.lost and ended not in transfer.OPEN
+
+
 def test_nobody_waits_for_ever_for_a_partner_in_a_process_group():
     hello = {"kind": "HELLO", "layout": "", "engine_id": "", "port": 0}
     with connection(transfer.DistributedLink, timeout=0.1, hello=hello) as (link, _):
