@@ -96,6 +96,19 @@ def test_flags_break_the_first_step():
             lesson.show_recurrence(parse(flags))
 
 
+def test_a_deleted_line_that_does_no_harm_is_luck_and_the_help_says_where_it_does(capsys):
+    parser = lesson.build_parser()
+    for flags in ([], ["--no-max"], ["--no-max", "--precision", "fp16"], ["--no-rescale", "--order", "decreasing"]):
+        lesson.show_recurrence(parser.parse_args(flags))
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.startswith("  ✓ one pass") and last.endswith("by luck") == bool(flags)
+    broken = lesson.WIDGET_DEFAULT | {"subtract_max": False}
+    least = {precision: min(scale for scale in lesson.WIDGET_CHOICES["scale"]
+                            if lesson.simulate(broken | {"precision": precision, "scale": scale})["verdict"] != "right")
+             for precision in lesson.PRECISIONS}  # fmt: skip
+    assert f"seen at --scale {least['fp32']}, fp16: {least['fp16']}" in " ".join(parser.format_help().split())
+
+
 # --- Reference, tiled form, counters --------------------------------------------------------------------------------
 
 

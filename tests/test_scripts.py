@@ -294,20 +294,30 @@ def test_another_model(lesson, another_model):
         assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
 
 
-@pytest.mark.parametrize(("lesson", "head_dim", "why"), [
-    ("03_flash_attention", 24, r"--model .*: head_dim 24; this lesson's kernel takes multiples of 16 to 256"),
-    ("03_flash_attention", 272, r"--model .*: head_dim 272; this lesson's kernel takes multiples of 16 to 256"),
-    ("05b_quantization", 24, r"--group 64: must divide the model's hidden size, 48"),
-    ("05d_kv_cache_quantization", 12, r"--model .*: head_dim 12; every format takes multiples of 8"),
+MULTIPLES = r"--model .*: layers of \(%s\) inputs; allowed: multiples of %d"
+
+
+@pytest.mark.parametrize(("lesson", "shape", "flags", "why"), [
+    ("03_flash_attention", {"head_dim": 24}, [], r"--model .*: head_dim 24; the kernel takes multiples of 16 to 256"),
+    ("03_flash_attention", {"head_dim": 272}, [], r"--model .*: head_dim 272; the kernel takes multiples of 16 to 256"),
+    ("03_flash_attention", {}, ["--attention-backend", "NONE"], r"attention backend NONE: unknown; allowed: .*"),
+    ("03_flash_attention", {}, ["--attention-backend", "XFORMERS"], r"attention backend XFORMERS cannot run here: .*"),
+    ("05b_quantization", {"hidden_size": 48}, [], r"--group 64: must divide the model's hidden size, 48"),
+    ("05b_quantization", {"hidden_size": 32}, ["--group", "32", "--bench"], MULTIPLES % ("32, 64, 64", 64)),
+    ("05b_quantization", {"intermediate_size": 80}, [], MULTIPLES % ("64, 80, 64", 32)),
+    ("05b_quantization", {"intermediate_size": 96}, ["--bench"], MULTIPLES % ("64, 96, 64", 64)),
+    ("05b_quantization", {"head_dim": 48}, ["--bench"], MULTIPLES % ("64, 64, 96", 64)),
+    ("05d_kv_cache_quantization", {"head_dim": 12}, [], r"--model .*: head_dim 12; every format takes multiples of 8"),
+    ("05d_kv_cache_quantization", {}, ["--bench"], r"--model: a context of 1024 .* too short; this story takes 2048"),
 ])  # fmt: skip
-def test_a_model_that_a_story_cannot_use_is_one_line(lesson, head_dim, why, tmp_path, capsys):
+def test_a_model_that_a_story_cannot_use_is_one_line(lesson, shape, flags, why, tmp_path, capsys):
     """Before the story begins."""
+    usable = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "max_position_embeddings": 1024}
     folder = on_gpu.random_folder(
-        tmp_path / "model", hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=head_dim, max_position_embeddings=1024,
-    )  # fmt: skip
+        tmp_path / "model", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, **usable | shape
+    )
     with pytest.raises(common.InputError) as refused:
-        common.lesson(lesson).main(["--model", str(folder), "--figure", str(tmp_path)])
+        common.lesson(lesson).main(["--model", str(folder), "--figure", str(tmp_path), *flags])
     assert re.fullmatch(why, str(refused.value))
     assert not re.search(r"^ *1\b", capsys.readouterr().out, re.M)
 

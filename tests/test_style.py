@@ -86,6 +86,13 @@ def undocumented_wrappers(source: str, kernels: Collection[str]) -> list[str]:
     return found
 
 
+def cut_too_late(source: str) -> list[int]:
+    """Lines that cut what they say beyond a page's last column: `say` puts two spaces in front."""
+    said = [n.args[0] for n in ast.walk(parse(source)) if isinstance(n, ast.Call) and ast.unparse(n.func)[-3:] == "say"]
+    cuts = [x.slice.upper for x in said if isinstance(x, ast.Subscript) and isinstance(x.slice, ast.Slice)]
+    return [x.lineno for x in cuts if not (isinstance(x, ast.Constant) and x.value <= common.PAGE - 2)]
+
+
 KERNELS = set().union(*(kernels_in(path.read_text()) for path in FILES))
 
 
@@ -111,7 +118,14 @@ def test_scripts_stay_readable(path):
     assert ast.get_docstring(parse(path.read_text()))
 
 
+@by_file
+def test_an_answer_ends_where_the_page_does(path):
+    assert cut_too_late(path.read_text()) == []
+
+
 def test_the_checks_can_fail():
+    assert cut_too_late("\ncommon.say(f'{x!r}'[:109])") == [2] and cut_too_late("common.say(f'{x}'[:108])") == []
+    assert cut_too_late("say(x[: common.PAGE])") == [1]
     assert untyped("def f(x: int, y): ...") == ["f(y)"]
     assert untyped("class A:\n    def g(self) -> None: ...\n    def h(self): ...") == ["h()"]
     assert untyped("@common.kernel\ndef k(x): ...") == []

@@ -941,7 +941,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--scale", type=float, choices=WIDGET_CHOICES["scale"], default=1, help="factor of those scores")
     p.add_argument("--precision", choices=list(PRECISIONS), default="fp32", help="of every operation in step 5")
     p.add_argument("--no-rescale", action="store_true", help="break it: forget to multiply the past by α")
-    p.add_argument("--no-max", action="store_true", help="break it: do not subtract the maximum")
+    p.add_argument("--no-max", action="store_true", help="break it: subtract no maximum (seen at --scale 16, fp16: 4)")
     p.add_argument("--attention-backend", metavar="NAME", help=f"run the model on this one: {', '.join(BACKENDS)}")
     return p
 
@@ -965,9 +965,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine = common.start(args)
     if (D := llama.check_context(args.model, 8).head_dim) % 16 or D > 256:
-        raise common.InputError(
-            f"--model {args.model}: head_dim {D}; this lesson's kernel takes multiples of 16 to 256"
-        )
+        raise common.InputError(f"--model {args.model}: head_dim {D}; the kernel takes multiples of 16 to 256")
+    args.attention_backend = requested_backend(args.attention_backend)
+    select_backend(here(torch.float32, D), args.attention_backend)  # or the reasons why not, before the story begins
     show_traffic()
     show_kernel()
     show_model(args)
@@ -1046,7 +1046,7 @@ def show_model(args: argparse.Namespace) -> None:
     prompts = [tokenizer.encode(text) for text in ("The capital of France is", "The opposite of hot is")]
     naive = lambda q, k, v, batch: reference(q, k, v, batch)[0].to(q.dtype)  # noqa: E731
     ref = prefill(model, prompts, naive)
-    name, _ = select_backend(here(model.dtype, model.config.head_dim), requested_backend(args.attention_backend))
+    name, _ = select_backend(here(model.dtype, model.config.head_dim), args.attention_backend)
     common.check(f"logits through {name}", prefill(model, prompts, BACKENDS[name].run), ref)
     if common.HAS_TRITON:
         every, before = 1 if common.HAS_GPU else 5, flash_attention_kernel.launches
@@ -1087,7 +1087,8 @@ def show_recurrence(args: argparse.Namespace) -> None:
     common.say(describe(trace))
     if trace["verdict"] != "right":
         raise common.CheckFailed(f"one pass gives {_number(trace['result'])}, softmax {trace['expected']:.3f}")
-    common.say("✓ one pass over the tiles gives the softmax of the whole row")
+    luck = ", by luck" if args.no_rescale or args.no_max else ""
+    common.say(f"✓ one pass over the tiles gives the softmax of the whole row{luck}")
 
 
 def show_deleted_lines() -> None:

@@ -1038,11 +1038,9 @@ def check_formats() -> None:
 def check_kernels() -> None:
     """Every variant of both kernels against the decoded weights; in Triton where there is one."""
     W, x = torch.randn(72, 192), torch.randn(5, 192).to(common.device())
-    with contextlib.ExitStack() as stack:
-        if common.HAS_TRITON:
-            stack.enter_context(common.use_kernels())
-        else:
-            common.skipped("the Triton kernels", common.kernel_mode())
+    if not common.HAS_TRITON:
+        common.skipped("the Triton kernels", common.kernel_mode())
+    with common.use_kernels():
         for name in ("int4-g64", "q4_1", "int8", "fp8", "mxfp4"):
             quantized = rtn(W, FORMATS[name])
             reference = (x.double().cpu() @ quantized.dequantize().double().T).to(x)
@@ -1119,8 +1117,7 @@ def print_table(table: Sequence[dict[str, Any]]) -> None:
          *(measured.get((f.name, algorithm), "–") for algorithm in algorithms)]
         for f in FORMATS.values() if not table or (f.name, "RTN") in measured])  # fmt: skip
     if not table:
-        common.skipped("perplexities", "no stored results; --bench measures them (minutes)")
-        return
+        return common.skipped("perplexities", "no stored results; --bench measures them (minutes)")
     common.say(f"As shipped: {table[0]['perplexity']:.2f}. In brackets: next tokens that stay. Bits: in rows of 576.")
     both = [f"{r['name']} {measured[r['format'], r['algorithm']]}" for r in table if "W8A8" in r["name"]]
     common.say(f"8 bits on both sides: {', '.join(both[:3])},\n{', '.join(both[3:])}")
@@ -1130,8 +1127,7 @@ def print_roofline(known: dict[str, Any]) -> None:
     """Sizes of an 8B model, and Marlin's curve beside the roofline."""
     sizes = ", ".join(f"{n} {known['formats'][n.replace('-', '_')]['gb_8b']:.1f}" for n in ("fp8", "int4-g128"))
     common.say(f"Llama-3.1-8B: {known['bf16_gb_8b']:.1f} GB in bf16; with quantized blocks: {sizes} GB.")
-    rows = [known["marlin"][M] for M in ("16", "64", "128")]
-    curve = [f"{row['roofline']:.2f} ({row['published']:.2f})" for row in rows]
+    curve = [f"{x['roofline']:.2f} ({x['published']:.2f})" for x in map(known["marlin"].get, ("16", "64", "128"))]
     common.say(f"int4 on an A10 (and Marlin, published): {', '.join(curve)} × at batch 16, 64, 128.")
     common.say(f"On an H100: all of it up to {known['int4_full_until']['h100']} tokens, none from "
                f"{known['ridge']['h100']:.0f} on; W8A8 is ahead from {known['w8a8_overtakes']:.0f} on.")  # fmt: skip
@@ -1145,6 +1141,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = llama.check_context(args.model, 512 if args.bench else 256)
     if config.hidden_size % args.group:
         raise common.InputError(f"--group {args.group}: must divide the model's hidden size, {config.hidden_size}")
+    multiple = 64 if args.bench else 32  # of the largest group that the table, or step 3, rounds in
+    sizes = (config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim)
+    if any(K % multiple for K in sizes):
+        raise common.InputError(f"--model {args.model}: layers of {sizes} inputs; allowed: multiples of {multiple}")
     last = config.num_hidden_layers - 1
     args.layer = min(11, last) if args.layer is None else args.layer
     if args.layer > last:

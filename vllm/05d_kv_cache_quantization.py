@@ -1156,7 +1156,7 @@ def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine, f, bench, name = common.start(args), facts(), {}, args.kv_cache_dtype
-    if (D := llama.check_context(args.model, 1024).head_dim) % 8:
+    if (D := llama.check_context(args.model, 2048 if args.bench else 1024).head_dim) % 8:
         raise common.InputError(f"--model {args.model}: head_dim {D}; every format takes multiples of 8")
 
     common.heading("1. Codes and kernels against the definitions")
