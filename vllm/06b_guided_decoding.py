@@ -11,7 +11,7 @@ The mechanism:
      bit per token, computed when a request first comes to the state, and kept.
   5. The end-of-sequence token is allowed where the automaton accepts, and nowhere else.
   6. Before sampling, a kernel sets the logits of forbidden tokens to −∞, in the rows of the requests that asked for it.
-  7. JSON schemas and grammars need a stack, not a state: llguidance parses them, and yields masks of the same form.
+  7. JSON schemas and grammars may nest without end: llguidance keeps a parser, and yields masks of the same form.
   8. Patterns come from strangers: our automata may not exceed a fixed size, and the library reads a schema or grammar
      first in a process of its own, where it may hang or crash.
 
