@@ -327,7 +327,7 @@ LIMIT = 3.0  # seconds for our own part, on a busy machine
         (r"\ud800", "no answer"),
         ("(?=a)a", "lookaround"), ("(?<!a)b", "lookaround"), (r"(a)\1", "backreference"), (r"a\bb", "boundary"),
         ("a^b", "anchor"), ("a$b", "anchor"), ("^a|b$", "anchor"), ("(?i)a", "flag"), ("(?i:a)", "flag"),
-        ("a*+", "possessive"),
+        ("a*+", "possessive"), (r"\bfoo", "^(?!.*middle).*boundary"), (r"\Afoo\Z", "^(?!.*middle).*anchor"),
         ("(?>a)", "atomic"), ("(a)(?(1)b|c)", "conditional"),
         ("(a", "unterminated"), ("a)", "unbalanced"), ("*a", "nothing to repeat"), ("a**", "multiple repeat"),
         ("[b-a]", "range"),

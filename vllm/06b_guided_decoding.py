@@ -190,9 +190,9 @@ def literal(text: str) -> Node:
 CLASSES = {"DIGIT": [(48, 57)], "SPACE": [(9, 13), (32, 32)], "WORD": [(48, 57), (65, 90), (95, 95), (97, 122)]}
 CLASSES |= {f"NOT_{name}": complement(ranges) for name, ranges in CLASSES.items()}
 REFUSED = {
-    "AT": "an anchor or boundary in the middle", "ASSERT": "lookaround", "ASSERT_NOT": "lookaround",
-    "GROUPREF": "a backreference", "GROUPREF_EXISTS": "a conditional", "ATOMIC_GROUP": "an atomic group",
-    "POSSESSIVE_REPEAT": "a possessive quantifier",
+    "AT": "a boundary, or an anchor but ^ in front and $ at the end,", "ASSERT": "lookaround",
+    "ASSERT_NOT": "lookaround", "GROUPREF": "a backreference", "GROUPREF_EXISTS": "a conditional",
+    "ATOMIC_GROUP": "an atomic group", "POSSESSIVE_REPEAT": "a possessive quantifier",
 }  # fmt: skip
 
 
