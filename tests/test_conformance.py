@@ -11,6 +11,10 @@ from pathlib import Path
 import common
 import pytest
 import scripts
+from engine.core.block_pool import BlockPool
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.scheduler import Scheduler
+from support.broken import break_class
 
 lesson = common.lesson("11_preemption")
 GOLDEN = Path(__file__).parent / "golden"
@@ -72,93 +76,50 @@ def test_the_recordings_meet_every_rule():
 
 # --- It can fail: each rule, broken in the real class, shows ---------------------------------------------------------
 
-continuous_batching, chunked_prefill = lesson.continuous_batching, lesson.chunked_prefill
-Pool = lesson.KVCacheManager.pool_class
-
-
-def _admit_after_preemption(self, output):
-    chunked_prefill.Scheduler._schedule_waiting(self, output)
-
-
-def _forget_refund(self, victim, output, original=lesson.Scheduler._preempt_request):
-    budget = self.token_budget
-    original(self, victim, output)
-    self.token_budget = budget
-
-
-def _queue_at_the_back(self, blocks):
-    self.free_queue.update((block, None) for block in blocks)
-
-
-def _head_first(self, blocks, original=Pool._release):
-    original(self, blocks[::-1])
-
-
-def _cap_the_lonely(self):
-    return self.config.long_prefill_token_threshold or float("inf")
-
-
-def _newest_duplicate(self, block_hash):
-    return next(reversed(self.cached_block_hash_to_block.get(block_hash, {})), None)
-
-
-def _hit_everything(self, request):
-    if not self.enable_caching or request.sampling_params.skip_reading_prefix_cache:
-        return [], 0
-    request.all_token_ids.append(0)  # one token more than it has: the last full block may be hit too
-    blocks, tokens = type(self)._original(self, request)
-    request.all_token_ids.pop()
-    return blocks, min(tokens, request.num_tokens - 1)
-
-
-def _salt_ignored(self, request, original=lesson.KVCacheManager.update_block_hashes):
-    salt, request.cache_salt = request.cache_salt, None
-    original(self, request)
-    request.cache_salt = salt
-
-
-def _priority_ignored(self):
-    return self.running[-1]
-
-
-def _no_watermark(self, request, original=lesson.Scheduler._admit):
-    self.watermark_blocks = 0
-    return original(self, request)
-
-
-def _victim_to_the_back(self, request):
-    self.append(request)
-
-
-def _prompts_uncut(self, request):
-    return continuous_batching.Scheduler._num_new_tokens(self, request)
-
-
 BREAK = {
-    "admits in a step that preempted": (lesson.Scheduler, "_schedule_waiting", _admit_after_preemption),
-    "keeps a victim's tokens": (lesson.Scheduler, "_preempt_request", _forget_refund),
-    "preempts the last of running under priority": (lesson.Scheduler, "_choose_victim", _priority_ignored),
-    "ignores the watermark": (lesson.Scheduler, "_admit", _no_watermark),
-    "reserves to the last token": (lesson.Scheduler, "_admit", continuous_batching.Scheduler._admit),
-    "never cuts a prompt": (chunked_prefill.Scheduler, "_num_new_tokens", _prompts_uncut),
-    "caps a request that is alone": (chunked_prefill.Scheduler, "_long_prefill_cap", _cap_the_lonely),
-    "queues a victim at the back": (continuous_batching.FCFSRequestQueue, "prepend_request", _victim_to_the_back),
-    "frees uncached blocks to the back": (Pool, "_release", _queue_at_the_back),
-    "frees a table head first": (Pool, "_release", _head_first),
-    "finds the newest duplicate": (Pool, "get_cached_block", _newest_duplicate),
-    "forgets to evict": (Pool, "allocate", common.lesson("02_paged_attention").BlockPool.allocate),
-    "hits the whole prompt": (lesson.KVCacheManager, "get_computed_blocks", _hit_everything),
-    "ignores the salt": (lesson.KVCacheManager, "update_block_hashes", _salt_ignored),
+    "admits in a step that preempted": (Scheduler, "if not output.preempted_reqs and", "if"),
+    "keeps a victim's tokens": (Scheduler, "self.token_budget += withdrawn", "pass"),
+    "preempts the last of running under priority": (
+        Scheduler,
+        """if self.config.policy == "priority":
+            return max""",
+        """if False:
+            return max""",
+    ),
+    "ignores the watermark": (Scheduler, "int(config.watermark * kv_cache_manager.block_pool.num_blocks)", "0"),
+    "reserves to the last token": (
+        Scheduler,
+        "needed = manager.get_num_blocks_to_allocate(request, num_tokens,",
+        "needed = manager.get_num_blocks_to_allocate(request, self.num_slots(request),",
+    ),
+    "never cuts a prompt": (Scheduler, "may_be_cut = self.config.enable_chunked_prefill or", "may_be_cut ="),
+    "caps a request that is alone": (Scheduler, " or num_requests <= 1:", ":"),
+    "queues a victim at the back": (
+        Scheduler,
+        "self.waiting.prepend_request(victim)",
+        "self.waiting.add_request(victim)",
+    ),
+    "frees uncached blocks to the back": (BlockPool, "self.free_queue.move_to_end(block, last=False)", "pass"),
+    "frees a table head first": (BlockPool, "for block in reversed(blocks):", "for block in blocks:"),
+    "finds the newest duplicate": (BlockPool, "next(iter(blocks))", "next(reversed(blocks))"),
+    "forgets to evict": (BlockPool, "if self.block_hash[block] is not None:", "if False:"),
+    "hits the whole prompt": (
+        KVCacheManager,
+        "(request.num_tokens - 1) // self.block_size",
+        "request.num_tokens // self.block_size",
+    ),
+    "ignores the salt": (
+        KVCacheManager,
+        "block_extra_keys(request, not hashes)\n",
+        "block_extra_keys(request, False)\n",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", BREAK)
 def test_a_broken_rule_shows(what, monkeypatch):
-    """The recordings notice each rule that is broken; and since the classes that break are those of the lessons, it
-    is those that `replay` drives."""
-    owner, name, broken = BREAK[what]
-    monkeypatch.setattr(owner, "_original", getattr(owner, name), raising=False)
-    monkeypatch.setattr(owner, name, broken)
+    """The recordings notice each rule that is broken, in the classes that serve."""
+    break_class(monkeypatch, *BREAK[what])
 
     def differs(path):
         try:
@@ -492,9 +453,9 @@ def calls_per_step(num_running: int, num_waiting: int) -> int:
     """Function calls of one decode step, C functions included: work that no other process on the machine changes."""
     config = lesson.SchedulerConfig(max_model_len=64, max_num_seqs=num_running, max_num_batched_tokens=8 * num_running)
     scheduler = lesson.make_scheduler(config, num_blocks=8 * num_running + 1, block_size=8)
-    params = continuous_batching.SamplingParams(max_tokens=None)
+    params = lesson.SamplingParams(max_tokens=None)
     for i in range(num_running + num_waiting):
-        scheduler.add_request(continuous_batching.Request(f"r{i}", [i] * 8, params, arrival_time=i))
+        scheduler.add_request(lesson.Request(f"r{i}", [i] * 8, params, arrival_time=i))
 
     def step():
         output = scheduler.schedule()

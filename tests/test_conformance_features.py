@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import common
 import pytest
+from engine.core.scheduler import Scheduler
+from engine.seams import KVConnectorOutput
+from support.broken import break_class
 from test_conformance import GOLDEN, trace_of
 
-preemption, optimizations = common.lesson("11_preemption"), common.lesson("05_optimizations")
-speculation, multi_lora = common.lesson("07_spec_decode"), common.lesson("12_multi_lora")
-disagg, drafts_ahead = common.lesson("08_disagg"), common.lesson("07a_drafts_ahead")
-scheduling = preemption.continuous_batching
+preemption = common.lesson("11_preemption")
+speculation, disagg = common.lesson("07_spec_decode"), common.lesson("08_disagg")
 FEATURES = ("speculative", "adapters", "remote", "loads", "together", "ahead", "ahead_speculative")
 FIELDS = preemption.CONFIG_FIELDS
 WORKLOADS = {feature: sorted((GOLDEN / feature / "workloads").iterdir()) for feature in FEATURES}
@@ -59,39 +60,62 @@ class Elsewhere(disagg.KVConnectorBase):
         self.within_step.clear()
         failed = {name: "lost" for name, block in first.items() if block is None}
         invalid = {block for name, i in first.items() if i is not None for block in self.loaded[name][i:]}
-        return disagg.connectors.KVConnectorOutput(
+        return KVConnectorOutput(
             finished_recving=over - failed.keys(), failed_recving=failed, invalid_block_ids=invalid
         )
 
 
+class Resident:
+    """Adapters that have been read, and find a place whenever the scheduler lets them."""
+
+    fair, num_blocks = False, 0
+
+    def __init__(self, max_loras):
+        self.max_loras = max_loras
+
+    def collect(self):
+        pass
+
+    wait = collect
+
+    def is_loaded(self, name):
+        return True
+
+    def make_resident(self, name, pinned):
+        return True
+
+    def give_blocks(self, pinned):
+        return False
+
+    def is_leaving(self, name):
+        return False
+
+
 class Core(preemption.ReplayCore):
     """Lesson 11's, and what drafts, adapters and a connector add to it."""
+
+    scheduler_class = Scheduler
 
     def __init__(self, workload):
         super().__init__({name: workload["config"].get(name, field.default) for name, field in FIELDS.items()})
         self.specs, self.drafting = {spec["id"]: spec for spec in workload["requests"]}, False
         self.sampled = deque()  # of the steps not heard of
         self.written = Counter()  # tokens that the model has sampled, per request: a step ahead, more than are heard of
-        if workload["config"]["num_speculative_tokens"]:
+        config, collaborators = workload["config"], {}
+        if config["num_speculative_tokens"]:
             self.drafting = True
-            ahead = workload["config"]["async_scheduling"]
-            mixin = drafts_ahead.DraftsAheadScheduler if ahead else speculation.SpeculativeScheduler
-            about = {name: workload["config"].get(name) for name in (
-                "num_speculative_tokens", "num_speculative_tokens_per_batch_size")}  # fmt: skip
-            config = speculation.SpeculativeConfig(**about)
-            places = {"num_speculative_tokens": config.num_speculative_tokens,
-                      "drafts_in_batch": config.drafts_in_batch}  # fmt: skip
-            kind = type("Scheduler", (mixin, type(self.scheduler)), places)
-            self.scheduler = kind(self.scheduler.config, self.scheduler.kv_cache_manager)
+            collaborators["drafts"] = speculation.SpeculativeConfig(
+                num_speculative_tokens=config["num_speculative_tokens"],
+                num_speculative_tokens_per_batch_size=config.get("num_speculative_tokens_per_batch_size"),
+            )
         if any({"remote_steps", "stored_blocks"} & spec.keys() for spec in self.specs.values()):
-            kind = disagg.connector_scheduler(type(self.scheduler))
-            self.scheduler = kind(self.scheduler.config, self.scheduler.kv_cache_manager, Elsewhere(workload))
-        if max_loras := workload["config"]["max_loras"]:
-            # Adapters that have been read, and find a place whenever the scheduler lets them.
-            limits, yes = SimpleNamespace(max_loras=max_loras, fair=False), lambda *about: True
-            manager = SimpleNamespace(config=limits, blocks={}, retired={}, loading={}, collect=yes, is_loaded=yes,
-                                      make_resident=yes, wait=yes)  # fmt: skip
-            multi_lora.make_lora_scheduler(self.scheduler, manager)
+            collaborators["connector"] = Elsewhere(workload)
+        if config["max_loras"]:
+            collaborators["adapters"] = Resident(config["max_loras"])
+        plain = self.scheduler
+        self.scheduler = self.scheduler_class(
+            plain.config, plain.kv_cache_manager, async_scheduling=plain.async_scheduling, **collaborators
+        )
 
     def execute_model(self, output):
         sampled, drafts = super().execute_model(output), getattr(output, "scheduled_spec_decode_tokens", {})
@@ -195,7 +219,7 @@ def test_what_came_from_elsewhere_before_a_block_that_did_not_is_kept_and_counte
     connector, there = core.scheduler.connector, core.scheduler.requests["there"]
     table = core.scheduler.kv_cache_manager.get_block_ids("there")
     assert table[1:] == connector.loaded["there"] and len(table) == 4
-    heard = disagg.connectors.KVConnectorOutput
+    heard = KVConnectorOutput
     for blocks in ({table[i] for i in each} for each in lost):
         connector.get_finished = functools.partial(heard, invalid_block_ids=blocks)
         core.recorded_step()
@@ -204,30 +228,6 @@ def test_what_came_from_elsewhere_before_a_block_that_did_not_is_kept_and_counte
     assert core.recorded_step()["prefix_hit"] == {"there": kept}
     assert (there.num_cached_tokens, there.num_external_computed_tokens) == (kept, kept - 4)
     assert core.scheduler.kv_cache_manager.get_block_ids("there")[:4] == table
-
-
-class CarefulCore(Core):
-    """Lesson 05's scheduler in front of lesson 04's, which reserves a request's blocks for its whole life."""
-
-    def __init__(self, workload):
-        super().__init__(workload)
-        config = workload["config"]
-        limits = [config[name] for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")]
-        manager = scheduling.KVCacheManager(config["num_blocks"], config["block_size"], config["max_model_len"])
-        self.scheduler = optimizations.AsyncScheduler(scheduling.SchedulerConfig(*limits), manager)
-
-
-def is_careful(path) -> bool:
-    config = json.loads(path.read_text())["config"]
-    return not config["enable_chunked_prefill"] and "preempted" not in trace_of(path).read_text()
-
-
-@pytest.mark.parametrize("path", [*filter(is_careful, WORKLOADS["ahead"])], ids=lambda path: path.stem)
-def test_lesson_04_a_step_ahead_decides_as_vllm(path):
-    """Where prompts are whole and nobody is preempted; only which blocks it takes, and when, is another matter."""
-    ours, recorded = CarefulCore(json.loads(path.read_text())).run(), json.loads(trace_of(path).read_text())["steps"]
-    for field in ("scheduled", "sampled", "finished", "running_queue", "waiting_queue"):
-        assert [step.get(field) for step in ours] == [step.get(field) for step in recorded]
 
 
 def test_the_recordings_meet_the_rules():
@@ -352,227 +352,86 @@ def test_the_recordings_meet_the_rules():
 
 # --- It can fail ------------------------------------------------------------------------------------------------------
 
-Speculative, Ahead = speculation.SpeculativeScheduler, optimizations.AsyncScheduler
-DraftsAhead = drafts_ahead.DraftsAheadScheduler
-
-
-def _never_rolls_back(self, output, sampled):
-    return super(Speculative, self).update_from_output(output, sampled)
-
-
-def _drafts_uncut(self, request):
-    known = super(Speculative, self)._num_new_tokens(request)
-    behind = request.num_tokens - request.num_computed_tokens
-    return known + (len(getattr(request, "spec_token_ids", ())) if known == behind else 0)
-
-
-def _drafts_free(self, request, num_new_tokens, output, original=Speculative._grant):
-    original(self, request, num_new_tokens, output)
-    self.token_budget += len(self.scheduled_spec_decode_tokens.get(request.request_id, ()))
-
-
-def _victim_keeps_drafts(self, victim, output):
-    super(Speculative, self)._preempt_request(victim, output)
-
-
-def _nobody_overtakes(self, output):
-    preemption.Scheduler._schedule_waiting(self, output)
-
-
-def _ahead_of_the_end(self, request, original=Ahead._num_new_tokens):
-    request.max_tokens, most = 10**9, request.max_tokens
-    num_new_tokens = original(self, request)
-    request.max_tokens = most
-    return num_new_tokens
-
-
-def _loses_what_comes(self, output, sampled, original=Ahead.update_from_output):
-    preempted = {i for i in sampled if i in self.requests and self.requests[i] not in self.running}
-    return original(self, output, {i: token_ids for i, token_ids in sampled.items() if i not in preempted})
-
-
-def _finds_no_answers(self, output, sampled, original=Ahead.update_from_output):
-    manager = self.kv_cache_manager
-    manager.enable_caching, enabled = False, manager.enable_caching
-    heard = original(self, output, sampled)
-    manager.enable_caching = enabled
-    return heard
-
-
-def _victim_counts_on_drafts(self, victim, output):
-    super(DraftsAhead, self)._preempt_request(victim, output)
-
-
-def _rolls_a_victim_back(self, output, sampled):
-    for request_id, drafts in output.scheduled_spec_decode_tokens.items():
-        self.num_draft_placeholders[request_id] -= len(drafts)
-    return super(DraftsAhead, self).update_from_output(output, sampled)
-
-
-def _behind_the_end(self, request):
-    known = super(Speculative, self)._num_new_tokens(request)
-    if known < request.num_tokens - request.num_computed_tokens:
-        return known
-    return known + max(0, min(len(getattr(request, "spec_token_ids", ())), self.token_budget - known))
-
-
-def _finds_what_was_known(self, request, token_ids):
-    known, caching = request.num_tokens, self.kv_cache_manager.enable_caching
-    self.kv_cache_manager.enable_caching = False
-    new_token_ids = super(Ahead, self)._update_request_with_output(request, token_ids)
-    self.kv_cache_manager.enable_caching = caching
-    if caching and request.status is scheduling.RequestStatus.RUNNING:
-        self.kv_cache_manager.cache_blocks(request, min(request.num_computed_tokens, known))
-    return new_token_ids
-
-
-def _queues_for_ever(self, output, sampled, original=Ahead.update_from_output):
-    self.waiting.remove_request = lambda request: None
-    try:
-        return original(self, output, sampled)
-    finally:
-        del self.waiting.remove_request
-
-
-BREAK = {
-    "rejected drafts stay computed": ("speculative", Speculative, "update_from_output", _never_rolls_back),
-    "drafts exceed the budget": ("speculative", Speculative, "_num_new_tokens", _drafts_uncut),
-    "drafts cost nothing": ("speculative", Speculative, "_grant", _drafts_free),
-    "a victim's drafts stay in the step": ("speculative", Speculative, "_preempt_request", _victim_keeps_drafts),
-    "a step is planned behind the last": ("ahead", Ahead, "_num_new_tokens", _ahead_of_the_end),
-    "what comes for a victim is lost": ("ahead", Ahead, "update_from_output", _loses_what_comes),
-    "answers are not found": ("ahead", Ahead, "update_from_output", _finds_no_answers),
-    "who ended without a seat queues on": ("ahead", Ahead, "update_from_output", _queues_for_ever),
-    "drafts on their way do not count": ("ahead_speculative", DraftsAhead, "_num_ahead", Ahead._num_ahead),
-    "all that is not known is drafts": ("ahead_speculative", DraftsAhead, "_grant", Speculative._grant),
-    "a victim counts on drafts": ("ahead_speculative", DraftsAhead, "_preempt_request", _victim_counts_on_drafts),
-    "a victim is rolled back": ("ahead_speculative", DraftsAhead, "update_from_output", _rolls_a_victim_back),
-    "drafts behind a sure end": ("ahead_speculative", Speculative, "_num_new_tokens", _behind_the_end),
-    "accepted drafts are not found": ("ahead_speculative", Ahead, "_update_request_with_output", _finds_what_was_known),
-}
+BREAK = {  # the feature whose recordings notice, the text of a rule, and what stands in its place
+    "rejected drafts stay computed": (
+        "speculative", "request.num_computed_tokens -= len(drafts) - num_accepted", "pass"),
+    "drafts exceed the budget": (
+        "speculative", "num_new_tokens += min(len(request.spec_token_ids), room)",
+        "num_new_tokens += len(request.spec_token_ids)"),
+    "drafts cost nothing": ("speculative", "self.token_budget -= num_new_tokens", "self.token_budget -= 1"),
+    "a victim's drafts stay in the step": (
+        "speculative", "victim.spec_token_ids = []", "pass"),
+    "a step is planned behind the last": ("ahead", "if coming and (", "if False and ("),
+    "what comes for a victim is lost": (
+        "ahead", "if request is None or not token_ids:",
+        "if request is None or not token_ids or request.status is RequestStatus.PREEMPTED:"),
+    "answers are not found": ("ahead", "if self.async_scheduling and has_blocks and", "if False and"),
+    "who ended without a seat queues on": ("ahead", "if was_preempted:", "if False:"),
+    "drafts on their way do not count": (
+        "ahead_speculative", "request.num_output_placeholders + request.num_draft_placeholders\n",
+        "request.num_output_placeholders\n"),
+    "a victim counts on drafts": (
+        "ahead_speculative", "victim.num_computed_tokens = victim.num_draft_placeholders = 0",
+        "victim.num_computed_tokens = 0"),
+    "a victim is rolled back": (
+        "ahead_speculative", "(self.async_scheduling and request.status is RequestStatus.PREEMPTED)", "False"),
+    "drafts behind a sure end": (
+        "ahead_speculative", "            return 0\n        num_new_tokens = min(self._behind",
+        "            return min(len(request.spec_token_ids), self.token_budget)\n        num_new_tokens = min(self._behind"),
+    "accepted drafts are not found": (
+        "ahead_speculative", "num_computed = min(request.num_computed_tokens, request.num_tokens - 1)",
+        "num_computed = min(request.num_computed_tokens, request.num_tokens - len(token_ids))"),
+    "who waits for a place blocks the queue": (
+        "adapters", """                passed_over.append(self.waiting.pop_request())
+                continue
+""", """                break
+"""),
+    "one place more": ("adapters", "len(scheduled) == adapters.max_loras", "len(scheduled) == adapters.max_loras + 1"),
+    "idle ones keep theirs": (
+        "adapters", "members = (output.scheduled_running_reqs,", "members = (self.running,"),
+    "sent for before prompts have theirs": (
+        "remote", "if missing + promised + watermark >", "if missing + watermark >"),
+    "seated last": (
+        "remote", """        if not output.preempted_reqs and self._schedule_received(output):
+            self._schedule_waiting(output)
+""", """        if not output.preempted_reqs:
+            self._schedule_waiting(output)
+            self._schedule_received(output)
+"""),
+    "no room for drafts": (
+        "together", "ahead = 1 + self.drafts.num_speculative_tokens if self.drafts else 0", "ahead = 0"),
+    "prefills are over when they end": (
+        "together", "self.prefilling = {r for r in running if r.num_computed_tokens < r.num_tokens}",
+        "self.prefilling = set()"),
+    "who was left out is a prefill": (
+        "together", "prefills = (*self.prefilling, *output.scheduled_new_reqs, *output.scheduled_resumed_reqs)",
+        "prefills = self.running"),
+    "seated without an adapter": (
+        "together", "if self.adapters and not self._adapter_may_run(request, output, self.adapters):", "if False:"),
+    "blocks are free at once": (
+        "loads", """        if request.status is RequestStatus.RUNNING:
+            self.kv_cache_manager.evict_uncomputed(request, num_tokens)
+""", """        if request.status is RequestStatus.RUNNING:
+            self.kv_cache_manager.evict_uncomputed(request, num_tokens)
+        else:
+            self.kv_cache_manager.free(request)
+            num_tokens = 0
+"""),
+    "all of it is lost": ("loads", "found[request] = table.index(bad[0]) * manager.block_size,", "found[request] = 0,"),
+    "an error waits for its turn": ("loads", 'if connector.load_failure_policy == "recompute" or', "if True or"),
+    "others overtake it": (
+        "loads", "        for request in arrived:\n",
+        "        for request in sorted(arrived, key=lambda request: request.num_computed_tokens == 0):\n"),
+    "who computed on nothing keeps the token": (
+        "loads", "sampled_token_ids.pop(request.request_id, None)  # computed on nothing", "pass"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", BREAK)
 def test_a_broken_rule_shows(what, monkeypatch):
-    feature, owner, name, broken = BREAK[what]
-    monkeypatch.setattr(owner, name, broken)
+    feature, old, new = BREAK[what]
+    break_class(monkeypatch, Scheduler, old, new)
     assert noticed(feature)
-
-
-@pytest.mark.parametrize("what", ["who waits for a place blocks the queue", "one place more", "idle ones keep theirs"])
-def test_a_broken_rule_of_adapters_shows(what, monkeypatch):
-    def broken(base, manager, original=multi_lora.lora_scheduler):
-        if what == "one place more":
-            manager.config.max_loras += 1
-        kind = original(base, manager)
-        if what == "who waits for a place blocks the queue":
-            kind._schedule_waiting = _nobody_overtakes
-        if what == "idle ones keep theirs":
-            admit, seen = kind._admit, set()
-
-            def too_strict(self, request):
-                seen.update(r.lora_name for r in self.running)
-                places = manager.config.max_loras
-                self.passed_over = bool(request.lora_name) and request.lora_name not in seen and len(seen) >= places
-                return 0 if self.passed_over else admit(self, request)
-
-            kind._admit = too_strict
-        return kind
-
-    monkeypatch.setattr(multi_lora, "lora_scheduler", broken)
-    assert noticed("adapters")
-
-
-@pytest.mark.parametrize("what", ["sent for without a seat", "sent for before prompts have theirs", "seated last"])
-def test_a_broken_rule_of_fetching_shows(what, monkeypatch):
-    def broken(base, original=disagg.connector_scheduler):
-        class Broken(original(base)):
-            def _schedule_waiting(self, output):
-                if what == "seated last":
-                    super(original(base), self)._schedule_waiting(output)
-                if what == "sent for without a seat":
-                    for request in list(self.waiting):
-                        if request.request_id in self.connector.remote_steps:
-                            self._admit(request)
-                super()._schedule_waiting(output)
-
-            def _send_for(self, *about):
-                if what == "sent for before prompts have theirs":
-                    self.running, running = [], self.running
-                    sent_for, self.running = super()._send_for(*about), running
-                    return sent_for
-                return super()._send_for(*about)
-
-        return Broken
-
-    monkeypatch.setattr(disagg, "connector_scheduler", broken)
-    assert noticed("remote")
-
-
-@pytest.mark.parametrize("what", ["no room for drafts", "prefills are over when they end", "seated without an adapter",
-                                  "who was left out is a prefill"])  # fmt: skip
-def test_a_broken_rule_of_all_together_shows(what, monkeypatch):
-    def without_room(base, original=disagg.connector_scheduler):
-        return type("Broken", (original(base),), {"num_speculative_tokens": 0})
-
-    def forgetful(base, original=disagg.connector_scheduler):
-        class Broken(original(base)):
-            def schedule(self):
-                output, self.prefilling = super().schedule(), set()
-                if what == "who was left out is a prefill":
-                    self.prefilling = {r for r in self.running if r.num_computed_tokens < r.num_tokens}
-                    self.prefilling |= set(self.waiting_for_remote_kvs.values())
-                return output
-
-        return Broken
-
-    def careless(base, manager, original=multi_lora.lora_scheduler):
-        return type("Broken", (original(base, manager),), {"_may_run": lambda self, request: True})
-
-    if what == "seated without an adapter":
-        monkeypatch.setattr(multi_lora, "lora_scheduler", careless)
-    else:
-        monkeypatch.setattr(disagg, "connector_scheduler", without_room if what == "no room for drafts" else forgetful)
-    assert noticed("together")
-
-
-@pytest.mark.parametrize("what", ["blocks are free at once", "all of it is lost", "an error waits for its turn",
-                                  "its turn is the last", "others overtake it",
-                                  "who computed on nothing keeps the token"])  # fmt: skip
-def test_a_broken_rule_of_failed_loads_shows(what, monkeypatch):
-    def broken(base, original=disagg.connector_scheduler):
-        class Broken(original(base)):
-            def _handle_failed_load(self, request, num_tokens, why):
-                if what == "all of it is lost":
-                    num_tokens = 0
-                if what == "an error waits for its turn":
-                    self.connector.config.kv_load_failure_policy = "recompute"
-                if what == "blocks are free at once" and request not in self.running:
-                    self.kv_cache_manager.free(request)
-                    num_tokens = 0
-                return super()._handle_failed_load(request, num_tokens, why)
-
-            def _schedule_waiting(self, output):
-                if what == "its turn is the last":
-                    for name in [i for i in self.received if not self.waiting_for_remote_kvs[i].num_computed_tokens]:
-                        self.kv_cache_manager.free(self.waiting_for_remote_kvs[name])
-                        self.received.remove(name)
-                        self.waiting.add_request(self.waiting_for_remote_kvs.pop(name))
-                if what == "others overtake it":
-                    loads = self.waiting_for_remote_kvs
-                    by_luck = sorted(self.received, key=lambda name: loads[name].num_computed_tokens == 0)
-                    self.waiting_for_remote_kvs = {name: loads.pop(name) for name in by_luck} | loads
-                super()._schedule_waiting(output)
-
-            def update_from_output(self, output, sampled):
-                if what == "who computed on nothing keeps the token":
-                    sampled = type("Kept", (dict,), {"pop": lambda *about: None})(sampled)
-                return super().update_from_output(output, sampled)
-
-        return Broken
-
-    monkeypatch.setattr(disagg, "connector_scheduler", broken)
-    assert noticed("loads")
 
 
 def noticed(feature) -> bool:
@@ -591,21 +450,23 @@ def noticed(feature) -> bool:
 # first one will compute them again. In this recording it does not, or not yet, and others read what nobody has written.
 
 
-def _trusts(base, original=disagg.connector_scheduler):
-    class Scheduler(original(base)):
-        def __init__(self, *about):
-            super().__init__(*about)
-            self.kv_cache_manager.evict_uncomputed = lambda *about: None
+def texts(steps):
+    """Steps whose order of keys counts."""
+    return [{field: json.dumps(value) for field, value in step.items()} for step in steps]
 
-        def update_from_output(self, output, sampled):
-            self.in_step = output.num_scheduled_tokens
-            return super().update_from_output(output, sampled)
 
-        def _lost(self, news):
-            found, shared, self.void = super()._lost(news), self.void, []
-            return found | {r: (r.num_computed_tokens - self.in_step[r.request_id], "shared") for r in shared}
+class Trusting(Scheduler):
+    def __init__(self, *about, **collaborators):
+        super().__init__(*about, **collaborators)
+        self.kv_cache_manager.evict_uncomputed = lambda *about: None
 
-    return Scheduler
+    def update_from_output(self, output, sampled_token_ids):
+        self.in_step = output.num_scheduled_tokens
+        return super().update_from_output(output, sampled_token_ids)
+
+    def _lost(self, news):
+        found, shared, self.void = super()._lost(news), self.void, []
+        return found | {r: (r.num_computed_tokens - self.in_step[r.request_id], "shared") for r in shared}
 
 
 def test_blocks_that_nobody_has_written_are_not_read(monkeypatch):
@@ -618,9 +479,8 @@ def test_blocks_that_nobody_has_written_are_not_read(monkeypatch):
     hits = {name: hit for step in ours[1:] for name, hit in step.get("prefix_hit", {}).items()}
     assert hits == {"shares": 8, "later": 0} and ours[1]["preempted"] == ["shares"]
     assert [step["computed"]["first"] for step in ours[:3]] == [10, 5, 10] and "shares" in ours[2]["resumed"]
-    monkeypatch.setattr(disagg, "connector_scheduler", _trusts)
-    ours = [{field: json.dumps(value) for field, value in step.items()} for step in Core(workload).run()]
-    assert ours == [{field: json.dumps(value) for field, value in step.items()} for step in recorded]
+    monkeypatch.setattr(Core, "scheduler_class", Trusting)
+    assert texts(Core(workload).run()) == texts(recorded)
 
 
 # --- What vLLM 0.33 decides otherwise: three rules --------------------------------------------------------------------
@@ -628,59 +488,33 @@ def test_blocks_that_nobody_has_written_are_not_read(monkeypatch):
 # All workloads were recorded once more from vLLM 0.33. Where it decides otherwise, `golden/vllm_0.33/` has its trace;
 # three rules changed here, one by one, give that trace.
 
-Next = preemption.Scheduler
 CHANGED = sorted((GOLDEN / "vllm_0.33").iterdir())
 
-
-def _goes_on_behind_itself(self, output):
-    """By priority, a request that preempts itself does not end the walk: others, more important, stand behind it."""
-    for request in tuple(self.running):
-        if request.status is not scheduling.RequestStatus.RUNNING:
-            continue
-        room = self.config.max_model_len - 1 - request.num_computed_tokens
-        num_new_tokens = min(self._num_new_tokens(request), room)
-        while num_new_tokens > 0 and self.kv_cache_manager.allocate_slots(request, num_new_tokens) is None:
-            victim = self._choose_victim()
-            self._preempt_request(victim, output)
-            if victim is request:
-                if self.config.policy != "priority":
+# By priority, a request that preempts itself does not end the walk: others, more important, stand behind it.
+GOES_ON_BEHIND_ITSELF = (
+    """  # the walk ends here, even if others behind it could go on (in 0.33 they do)
                     return
-                num_new_tokens = 0
-        if num_new_tokens > 0:
-            output.scheduled_running_reqs.append(request)
-            self._grant(request, num_new_tokens, output)
-
-
-def _every_adapter_counts(base, manager, original=multi_lora.lora_scheduler):
-    """Adapters of all who have a seat count, also of those of whom nothing more is to be computed."""
-    return type("Scheduler", (original(base, manager),), {
-        "of_this_step": property(lambda self: (self.running,), lambda self, parts: None),
-    })  # fmt: skip
-
-
-class _FindsWhatWasVerified(Speculative):
-    """Full blocks can be found once their tokens are verified, not only when the next step is scheduled."""
-
-    def update_from_output(self, output, sampled):
-        known = [self.requests[i] for i in sampled if i in self.requests]
-        self.heard = known if self.kv_cache_manager.enable_caching else []
-        heard = super().update_from_output(output, sampled)
-        for request in self.heard:
-            if request.request_id in self.requests:
-                self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
-        return heard
-
-    def _free_request(self, request):
-        if request in self.heard:
-            self.kv_cache_manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens - 1))
-        super()._free_request(request)
-
-
+            output""",
+    """
+                    break
+            if request.status is not RequestStatus.RUNNING:
+                if self.config.policy == "priority":
+                    continue
+                return
+            output""",
+)
+# Adapters of all who have a seat count, also of those of whom nothing more is to be computed.
+EVERY_ADAPTER_COUNTS = ("for part in members for r in part if", "for r in self.running if")
+# Full blocks can be found once their tokens are verified, not only when the next step is scheduled.
+FINDS_WHAT_WAS_VERIFIED = (
+    "if self.async_scheduling and has_blocks and",
+    "if (self.async_scheduling or self.drafts) and has_blocks and",
+)
 RULES_OF_033 = {
-    "fuzz": lambda patch: patch.setattr(Next, "_schedule_running", _goes_on_behind_itself),
-    "ahead": lambda patch: patch.setattr(Next, "_schedule_running", _goes_on_behind_itself),
-    "adapters": lambda patch: patch.setattr(multi_lora, "lora_scheduler", _every_adapter_counts),
-    "speculative": lambda patch: patch.setattr(speculation, "SpeculativeScheduler", _FindsWhatWasVerified),
+    "fuzz": GOES_ON_BEHIND_ITSELF,
+    "ahead": GOES_ON_BEHIND_ITSELF,
+    "adapters": EVERY_ADAPTER_COUNTS,
+    "speculative": FINDS_WHAT_WAS_VERIFIED,
 }
 
 
@@ -689,16 +523,13 @@ def test_three_rules_make_it_vllm_033(path, monkeypatch):
     def ours():
         workload = json.loads(next(GOLDEN.glob(f"*/workloads/{path.name}")).read_text())
         steps = preemption.replay(workload)["steps"] if feature == "fuzz" else Core(workload).run()
-        return text(steps)
-
-    def text(steps):
-        return [{field: json.dumps(value) for field, value in step.items()} for step in steps]  # the order counts in it
+        return texts(steps)
 
     feature, recorded = path.stem.split("_")[0], json.loads(path.read_text())
     assert recorded["vllm"] == "0.33.0" and len(CHANGED) == 15
-    assert ours() != text(recorded["steps"])
-    RULES_OF_033[feature](monkeypatch)
-    assert ours() == text(recorded["steps"])
+    assert ours() != texts(recorded["steps"])
+    break_class(monkeypatch, Scheduler, *RULES_OF_033[feature])
+    assert ours() == texts(recorded["steps"])
 
 
 # --- What it decides otherwise on a GPU: one rule ---------------------------------------------------------------------
@@ -714,57 +545,50 @@ class InFlight(Exception):
     """The victim's blocks may still be written to: to preempt it would not help now, so the walk ends."""
 
 
-def _holds_back(base, original=disagg.connector_scheduler):
-    class Scheduler(original(base)):
-        def __init__(self, *about):
-            super().__init__(*about)
-            self.num_planned = self.num_heard = 0  # steps, of those with tokens
-            self.last_step, self.held_back = Counter(), deque()
+class HoldsBack(Scheduler):
+    def __init__(self, *about, **collaborators):
+        super().__init__(*about, **collaborators)
+        self.num_planned = self.num_heard = 0  # steps, of those with tokens
+        self.last_step, self.held_back = Counter(), deque()
 
-        def is_in_flight(self, request):
-            return self.last_step[request.request_id] > self.num_heard
+    def is_in_flight(self, request):
+        return self.last_step[request.request_id] > self.num_heard
 
-        def schedule(self):
-            output = super().schedule()
-            if output.num_scheduled_tokens:
-                self.num_planned += 1
-                self.last_step |= dict.fromkeys(output.num_scheduled_tokens, self.num_planned)
-            return output
+    def schedule(self):
+        output = super().schedule()
+        if output.num_scheduled_tokens:
+            self.num_planned += 1
+            self.last_step |= dict.fromkeys(output.num_scheduled_tokens, self.num_planned)
+        return output
 
-        def _schedule_running(self, output):
-            with contextlib.suppress(InFlight):
-                super()._schedule_running(output)
+    def _schedule_running(self, output):
+        with contextlib.suppress(InFlight):
+            super()._schedule_running(output)
 
-        def _choose_victim(self):
-            victim = super()._choose_victim()
-            if self.is_in_flight(victim):
-                raise InFlight
-            return victim
+    def _choose_victim(self):
+        victim = super()._choose_victim()
+        if self.is_in_flight(victim):
+            raise InFlight
+        return victim
 
-        def _free_request(self, request):
-            tables, name = self.kv_cache_manager.req_to_blocks, request.request_id
-            if self.is_in_flight(request) and name in tables:
-                self.held_back.append((self.num_planned, tables[name]))
-                tables[name] = []
-            super()._free_request(request)
+    def _free_request(self, request):
+        tables, name = self.kv_cache_manager.req_to_blocks, request.request_id
+        if self.is_in_flight(request) and name in tables:
+            self.held_back.append((self.num_planned, tables[name]))
+            tables[name] = []
+        super()._free_request(request)
 
-        def update_from_output(self, output, sampled):
-            self.num_heard += bool(output.num_scheduled_tokens)
-            while self.held_back and self.held_back[0][0] <= self.num_heard:
-                self.kv_cache_manager.block_pool.free(self.held_back.popleft()[1])
-            return super().update_from_output(output, sampled)
-
-    return Scheduler
+    def update_from_output(self, output, sampled_token_ids):
+        self.num_heard += bool(output.num_scheduled_tokens)
+        while self.held_back and self.held_back[0][0] <= self.num_heard:
+            self.kv_cache_manager.block_pool.free(self.held_back.popleft()[1])
+        return super().update_from_output(output, sampled_token_ids)
 
 
 @pytest.mark.parametrize("path", ON_A_GPU, ids=lambda path: path.stem)
 def test_one_rule_makes_it_a_gpus(path, monkeypatch):
-    def ours():
-        workload = json.loads((GOLDEN / "remote" / "workloads" / path.name).read_text())
-        return [{field: json.dumps(value) for field, value in step.items()} for step in Core(workload).run()]
-
-    recorded = [{field: json.dumps(value) for field, value in step.items()}
-                for step in json.loads(path.read_text())["steps"]]  # fmt: skip
-    assert ours() != recorded
-    monkeypatch.setattr(disagg, "connector_scheduler", _holds_back)
-    assert ours() == recorded
+    workload = json.loads((GOLDEN / "remote" / "workloads" / path.name).read_text())
+    recorded = texts(json.loads(path.read_text())["steps"])
+    assert texts(Core(workload).run()) != recorded
+    monkeypatch.setattr(Core, "scheduler_class", HoldsBack)
+    assert texts(Core(workload).run()) == recorded

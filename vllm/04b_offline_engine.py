@@ -37,7 +37,6 @@ import codecs
 import contextlib
 import dataclasses
 import functools
-import inspect
 import io
 import itertools
 import math
@@ -53,14 +52,15 @@ import numpy as np
 import torch
 
 import llama
+from engine.config import SchedulerConfig
+from engine.core.scheduler import Scheduler, make_scheduler
+from engine.output import SchedulerOutput
+from engine.request import Request, RequestStatus, SamplingParams
 
 KEY = "04b_offline_engine"
 
 scheduling, token_rules = common.lesson("04_continuous_batching"), common.lesson("04b0_token_rules")
 EngineCore, ModelEngineCore, ModelRunner = scheduling.EngineCore, scheduling.ModelEngineCore, scheduling.ModelRunner
-KVCacheManager, Scheduler = scheduling.KVCacheManager, scheduling.Scheduler
-Request, RequestStatus, SamplingParams = scheduling.Request, scheduling.RequestStatus, scheduling.SamplingParams
-SchedulerConfig, SchedulerOutput = scheduling.SchedulerConfig, scheduling.SchedulerOutput
 
 GREEDY = 1e-5  # temperatures below this are 0
 CANDIDATES = 1024  # tokens that top_p looks at before it sorts the whole vocabulary
@@ -560,10 +560,9 @@ class _Sequence:
 class LLMEngine:
     """Requests in, outputs out: validates, tokenizes, steps, detokenizes (`vllm/v1/engine/llm_engine.py`).
 
-    Other engines replace `config_class`, `runner_class`, `make_scheduler` and `cache_block_bytes`.
+    Other engines replace `runner_class`, `collaborators` and `cache_block_bytes`.
     """
 
-    config_class = SchedulerConfig
     runner_class = SamplingModelRunner
 
     def __init__(
@@ -580,13 +579,14 @@ class LLMEngine:
         num_gpu_blocks_override: int | None = None,
         kv_cache_memory_bytes: int = 1 << 30,
         scheduling_policy: str = "fcfs",
+        enable_prefix_caching: bool = True,
         **options: Any,
     ) -> None:
         """`model` is a folder, a hub id, None for the default model, or a loaded model together with its `tokenizer`.
 
         The KV cache has `num_gpu_blocks_override` blocks (block 0 included, on a CPU as well: the name is vLLM's) or,
         by default, as many as fit `kv_cache_memory_bytes`, and at least enough for one sequence of `max_model_len`.
-        `options` are further fields of `config_class`, or arguments of `make_scheduler`. Raises InputError.
+        `options` are further fields of `SchedulerConfig`. Raises InputError.
         """
         if isinstance(tokenizer, str):
             raise common.InputError(f"tokenizer {tokenizer!r}: a model folder has its own; otherwise a llama.Tokenizer")
@@ -601,26 +601,23 @@ class LLMEngine:
         max_model_len = _whole("max_model_len", limit if max_model_len is None else max_model_len, 1, limit)
         _whole("max_num_seqs", max_num_seqs, 1)
         _whole("block_size", block_size, 1)
-        fields = {f.name for f in dataclasses.fields(self.config_class)}
-        limits = {name: options.pop(name) for name in list(options) if name in fields}
+        known = {f.name for f in dataclasses.fields(SchedulerConfig)} - {"policy"}
+        if unknown := [name for name in options if name not in known]:
+            allowed = ", ".join(sorted(known | {"block_size", "enable_prefix_caching"}))
+            raise common.InputError(f"{unknown[0]}: no such engine argument; allowed, too: {allowed}")
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(4096, max_num_seqs)
-            if not limits.get("enable_chunked_prefill", self.config_class.enable_chunked_prefill):
+            if not options.get("enable_chunked_prefill", SchedulerConfig.enable_chunked_prefill):
                 max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)  # a prompt is computed whole
         _whole("max_num_batched_tokens", max_num_batched_tokens, 1)
-        limits |= {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
-        config = self.config_class(max_num_batched_tokens=max_num_batched_tokens, policy=scheduling_policy, **limits)
+        config = SchedulerConfig(max_model_len, max_num_seqs, max_num_batched_tokens, scheduling_policy, **options)
         num_blocks = num_gpu_blocks_override
         if num_blocks is None:
             _whole("kv_cache_memory_bytes", kv_cache_memory_bytes, 1)
             fitting = kv_cache_memory_bytes // self.cache_block_bytes(model, block_size)
             num_blocks = 1 + max(fitting, -(-max_model_len // block_size))
         _whole("num_gpu_blocks_override", num_blocks, 2)
-        known = inspect.signature(self.make_scheduler).parameters
-        if unknown := [name for name in options if name not in known]:
-            allowed = sorted((fields | set(known)) - {"config", "num_blocks", "policy"})
-            raise common.InputError(f"{unknown[0]}: no such engine argument; allowed, too: {', '.join(allowed)}")
-        scheduler = self.make_scheduler(config, num_blocks, block_size, **options)
+        scheduler = make_scheduler(config, num_blocks, block_size, enable_prefix_caching, **self.collaborators())
         EngineCore(scheduler).check_pool()  # before the memory is taken
         self.core = ModelEngineCore(scheduler, self.runner_class(model, scheduler, seed))
         self.sequences: dict[str, _Sequence] = {}
@@ -632,9 +629,9 @@ class LLMEngine:
         c = model.config
         return 2 * c.num_hidden_layers * block_size * model.num_kv_heads * c.head_dim * model.dtype.itemsize
 
-    @staticmethod
-    def make_scheduler(config: SchedulerConfig, num_blocks: int, block_size: int) -> Scheduler:
-        return Scheduler(config, KVCacheManager(num_blocks, block_size, config.max_model_len))
+    def collaborators(self) -> dict[str, Any]:
+        """What the scheduler works with besides: keyword arguments of `Scheduler`."""
+        return {}
 
     # -- requests --
 

@@ -53,6 +53,11 @@ from common import HARDWARE
 from torch.utils._pytree import tree_leaves
 
 import llama
+from engine.config import SchedulerConfig as EngineConfig
+from engine.core.kv_cache_manager import ROOT_HASH, KVCacheManager, hash_block_tokens
+from engine.core.scheduler import Scheduler
+from engine.output import EngineCoreOutput, SchedulerOutput
+from engine.request import Request, SamplingParams
 
 kv_cache = common.lesson("01_kv_cache")
 paged_attention = common.lesson("02_paged_attention")
@@ -62,13 +67,8 @@ prefix_caching = common.lesson("050_prefix_caching")
 cuda_graphs = common.lesson("051_cuda_graphs")
 AttentionMetadata, PagedKVCache = paged_attention.AttentionMetadata, paged_attention.PagedKVCache
 ModelEngineCore, ModelRunner = continuous_batching.ModelEngineCore, continuous_batching.ModelRunner
-Request, SamplingParams = continuous_batching.Request, continuous_batching.SamplingParams
-RequestStatus = continuous_batching.RequestStatus
-Scheduler, SchedulerConfig = continuous_batching.Scheduler, continuous_batching.SchedulerConfig
-SchedulerOutput, EngineCoreOutput = continuous_batching.SchedulerOutput, continuous_batching.EngineCoreOutput
-hash_block_tokens, ROOT_HASH = prefix_caching.hash_block_tokens, prefix_caching.ROOT_HASH
-CachingBlockPool, PrefixCachingScheduler = prefix_caching.CachingBlockPool, prefix_caching.PrefixCachingScheduler
-PrefixCachingKVCacheManager = prefix_caching.PrefixCachingKVCacheManager
+SchedulerConfig = continuous_batching.SchedulerConfig
+PrefixCachingScheduler = prefix_caching.PrefixCachingScheduler
 CHATS, chat_workload, naive_hits = prefix_caching.CHATS, prefix_caching.chat_workload, prefix_caching.naive_hits
 hit_rates, prefill_factor, MOONCAKE = prefix_caching.hit_rates, prefix_caching.prefill_factor, prefix_caching.MOONCAKE
 capture_sizes, graph_runner, Tape = cuda_graphs.capture_sizes, cuda_graphs.graph_runner, cuda_graphs.Tape
@@ -87,7 +87,7 @@ def make_core(model: llama.Llama, caching: bool = True, num_blocks: int = 160, m
               hash_bits: int = 256, runner_class: type[ModelRunner] = ModelRunner) -> ModelEngineCore:  # fmt: skip
     """Lesson 04's engine on this lesson's manager."""
     config = SchedulerConfig(max_model_len, max_num_seqs=32, max_num_batched_tokens=max_model_len)
-    manager = PrefixCachingKVCacheManager(num_blocks, BLOCK, max_model_len, caching)
+    manager = KVCacheManager(num_blocks, BLOCK, max_model_len, caching)
     manager.hash_bits = hash_bits
     scheduler = PrefixCachingScheduler(config, manager)
     return ModelEngineCore(scheduler, runner_class(model, scheduler))
@@ -317,66 +317,6 @@ def measure_compile(model: llama.Llama, num_seqs: int = 8) -> dict[str, Any]:
 #   async (vLLM's default since 0.14): plan step i + 1 while the model runs step i.
 
 
-class AsyncScheduler(Scheduler):
-    """A scheduler that may be asked for the next step before it has heard of the last (`AsyncScheduler` in vLLM).
-
-    What it adds holds for any scheduler that it is put in front of: here lesson 04's, in lesson 11 one that preempts.
-    """
-
-    def __init__(self, config: SchedulerConfig, kv_cache_manager: continuous_batching.KVCacheManager) -> None:
-        super().__init__(config, kv_cache_manager)
-        self.num_output_placeholders: Counter[str] = Counter()  # tokens on their way, per request
-
-    def schedule(self) -> SchedulerOutput:
-        """As the parent, and counts one coming token for every request whose step will sample one."""
-        output = super().schedule()
-        for request in map(self.requests.get, output.num_scheduled_tokens):
-            coming = self.num_output_placeholders[request.request_id]
-            if request.num_computed_tokens >= request.num_tokens + coming:  # this step will sample one more
-                self.num_output_placeholders[request.request_id] += 1
-        return output
-
-    def _num_ahead(self, request: Request) -> int:
-        """By how much `num_computed_tokens` is ahead of what is known: with one sample on its way, by its token."""
-        return self.num_output_placeholders[request.request_id]
-
-    def _num_new_tokens(self, request: Request) -> int:
-        """Placeholders count as tokens. A request that is sure to end with those on their way gets no further step; a
-        stop token cannot be foreseen, and costs steps."""
-        coming, ahead = self.num_output_placeholders[request.request_id], self._num_ahead(request)
-        if coming and (request.num_output_tokens + coming >= request.max_tokens
-                       or request.num_tokens + coming >= self.config.max_model_len):  # fmt: skip
-            return 0
-        request.num_computed_tokens -= ahead  # for the scheduler below, which sees the known tokens only
-        num_new_tokens = super()._num_new_tokens(request)
-        request.num_computed_tokens += ahead
-        return num_new_tokens
-
-    def update_from_output(
-        self, output: SchedulerOutput, sampled_token_ids: dict[str, list[int]]
-    ) -> list[EngineCoreOutput]:
-        """A token may come for a request that has lost its seat meanwhile (lesson 11), or that has ended."""
-        requests = [request for i in sampled_token_ids if (request := self.requests.get(i))]  # others were aborted
-        preempted = [request for request in requests if request.status is RequestStatus.PREEMPTED]
-        self.num_output_placeholders.subtract(request.request_id for request in requests)
-        heard = super().update_from_output(output, sampled_token_ids)
-        for request in filter(Request.is_finished, preempted):
-            self.waiting.remove_request(request)  # that token was its last
-        return heard
-
-    def _free_request(self, request: Request) -> None:
-        super()._free_request(request)
-        del self.num_output_placeholders[request.request_id]  # what is still on its way is dropped
-
-    def _update_request_with_output(self, request: Request, token_ids: list[int]) -> list[int]:
-        """A request whose tokens arrive has all but the last of them computed: full blocks can be indexed."""
-        has_blocks = request.status is RequestStatus.RUNNING
-        new_token_ids = super()._update_request_with_output(request, token_ids)
-        if has_blocks and getattr(self.kv_cache_manager, "enable_caching", False):
-            self.kv_cache_manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens - 1))
-        return new_token_ids
-
-
 class Worker:
     """The model's side of the queue: a thread with its own copy of every request.
 
@@ -395,19 +335,23 @@ class Worker:
         """The runner asks here and not at the scheduler's manager, which is steps ahead."""
         return self.tables[request_id]
 
-    def submit(self, output: SchedulerOutput, manager: continuous_batching.KVCacheManager) -> Future:
+    def submit(self, output: SchedulerOutput, manager: KVCacheManager) -> Future:
         """Queue a step, as it is now: the scheduler's requests will have changed when it runs."""
-        new = {r.request_id: (r.prompt_token_ids, r.sampling_params, list(manager.get_block_ids(r.request_id)))
-               for r in output.scheduled_new_reqs}  # fmt: skip
+        new = {r.request_id: (r.prompt_token_ids, r.sampling_params) for r in output.scheduled_new_reqs}
         scheduled = (*output.scheduled_running_reqs, *output.scheduled_new_reqs)
-        return self.thread.submit(self._run, output, new, {r.request_id: r.num_computed_tokens for r in scheduled})
+        computed = {r.request_id: r.num_computed_tokens for r in scheduled}
+        tables = {r.request_id: list(manager.get_block_ids(r.request_id)) for r in scheduled}
+        return self.thread.submit(self._run, output, new, computed, tables)
 
-    def _run(self, output: SchedulerOutput, new: dict, computed: dict[str, int]) -> dict[str, list[int]]:
+    def _run(
+        self, output: SchedulerOutput, new: dict, computed: dict[str, int], tables: dict[str, list[int]]
+    ) -> dict[str, list[int]]:
         start = time.perf_counter()
         for request_id in output.finished_req_ids:
             self.requests.pop(request_id, None), self.tables.pop(request_id, None)
-        for request_id, (prompt, params, table) in new.items():
-            self.requests[request_id], self.tables[request_id] = Request(request_id, prompt, params), table
+        self.tables.update(tables)
+        for request_id, (prompt, params) in new.items():
+            self.requests[request_id] = Request(request_id, prompt, params)
         for request_id, num_computed_tokens in computed.items():
             self.requests[request_id].num_computed_tokens = num_computed_tokens
         step = copy.copy(output)  # the same step with this side's requests
@@ -428,7 +372,7 @@ LOOPS = {"synchronous": (1, False), "n-step": (4, False), "async": (2, True)}  #
 class QueuedEngineCore(continuous_batching.EngineCore):
     """Lesson 04's loop with a queue between scheduler and model (vLLM: `EngineCore.step_with_batch_queue`)."""
 
-    def __init__(self, kind: str, scheduler: AsyncScheduler, worker: Worker, overhead: float = 0.0) -> None:
+    def __init__(self, kind: str, scheduler: Scheduler, worker: Worker, overhead: float = 0.0) -> None:
         """`overhead`: seconds that every planning takes longer, in place of a server's further work on the host."""
         super().__init__(scheduler)
         (self.depth, self.overlap), self.worker, self.overhead = LOOPS[kind], worker, overhead
@@ -482,8 +426,8 @@ class QueuedEngineCore(continuous_batching.EngineCore):
 
 def make_loop(kind: str, run: llama.Llama | Callable, overhead: float = 0.0) -> QueuedEngineCore:
     """One of LOOPS, eight seats, around lesson 04's runner of a model, or around what runs in its place."""
-    config = SchedulerConfig(max_model_len=256, max_num_seqs=8)
-    scheduler = AsyncScheduler(config, continuous_batching.KVCacheManager(8 * 16 + 1, BLOCK, 256))
+    config = EngineConfig(max_model_len=256, max_num_seqs=8)
+    scheduler = Scheduler(config, KVCacheManager(8 * 16 + 1, BLOCK, 256, enable_caching=False), async_scheduling=True)
     if not isinstance(run, llama.Llama):
         return QueuedEngineCore(kind, scheduler, Worker(run), overhead)
     runner = ModelRunner(run, scheduler)
@@ -567,7 +511,7 @@ def simulate(params: dict) -> dict:
         if not (isinstance(value, str) and len(value) <= LONGEST_SUFFIX and all(" " <= c <= "~" for c in value)):
             raise common.InputError(f"{name} {value!r}: must be up to {LONGEST_SUFFIX} printable ASCII characters")
     size = params["block_size"]
-    manager = PrefixCachingKVCacheManager(params["pool_blocks"] + 1, size, 1024)
+    manager = KVCacheManager(params["pool_blocks"] + 1, size, 1024)
     manager.hash_bits, pool = params["hash_bits"], manager.block_pool
     contents: dict[int, tuple[str, str]] = {}  # of each physical block: salt, and text up to its end
     first, second = PREFIX + params["suffix_a"], EDITS[params["edit"]] + params["suffix_b"]
@@ -577,7 +521,7 @@ def simulate(params: dict) -> dict:
     return {"block_size": size, "hash_bits": params["hash_bits"], "pool_blocks": params["pool_blocks"], "sends": sends}
 
 
-def send(manager: PrefixCachingKVCacheManager, contents: dict, name: str, text: str, salt: str) -> dict:
+def send(manager: KVCacheManager, contents: dict, name: str, text: str, salt: str) -> dict:
     """One prompt through the manager: lookup, allocation, end. `contents` says what really lies in each block."""
     size, pool = manager.block_size, manager.block_pool
     request = Request(name, [ord(c) for c in text], SamplingParams(max_tokens=1), cache_salt=salt or None)

@@ -275,13 +275,12 @@ def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, toke
     if has_guided_decoding():
         runner = common.lesson("06b_guided_decoding").guided_runner(runner, tokenizer)
 
-    scheduler = preemption.AsyncScheduler if async_scheduling else preemption.Scheduler
-
     class Engine(LLMEngine):
-        config_class = preemption.SchedulerConfig
-        make_scheduler = staticmethod(functools.partial(preemption.make_scheduler, kind=scheduler))
         runner_class = runner
         cache_block_bytes = staticmethod(block_bytes)
+
+        def collaborators(self) -> dict[str, Any]:
+            return {"async_scheduling": async_scheduling}
 
         def add_request(self, request_id: str, prompt: offline.Prompt, params: SamplingParams | None = None,
                         **about: Any) -> None:  # fmt: skip
@@ -304,7 +303,7 @@ def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, toke
         disagg = common.lesson("08_disagg")
         if on_workers:
             remote = common.lesson("083_connectors_on_workers").remote_connector_engine
-            engine = remote(engine, kv_transfer, disagg.connector_scheduler)
+            engine = remote(engine, kv_transfer)
         else:
             engine = disagg.connector_engine(engine, kv_transfer)
     if lora_config is None:
@@ -322,7 +321,7 @@ def drafting_engine(base: type[LLMEngine], config: Any, async_scheduling: bool) 
     if not async_scheduling:
         return spec_decode.speculative_engine(base, config)
     ahead = common.lesson("07a_drafts_ahead")
-    engine = spec_decode.speculative_engine(base, config, scheduler=ahead.DraftsAheadScheduler)
+    engine = spec_decode.speculative_engine(base, config)
     engine.runner_class = type("DraftsAheadRunner", (ahead.DraftsAheadRunner, engine.runner_class), {})
     return engine
 

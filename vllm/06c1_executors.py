@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 
 import llama
+from engine.output import SchedulerOutput
 
 KEY = "06c1_executors"
 
@@ -329,7 +330,7 @@ class StepWriter:
         news = [(self.as_new(request), self.blocks(request)) for request in output.scheduled_new_reqs]
         differences = [[self.difference(request) for request in requests]
                        for requests in (output.scheduled_running_reqs, output.scheduled_resumed_reqs)]  # fmt: skip
-        drafts = getattr(output, "scheduled_spec_decode_tokens", {})
+        drafts = output.scheduled_spec_decode_tokens
         message = StepMessage(output.num_scheduled_tokens, news, *differences, self.preempted, self.finished, drafts)
         self.preempted, self.finished = [], []
         return message
@@ -433,10 +434,8 @@ class Worker:
                                                            dict[str, list[int]]]:  # fmt: skip
         """Bring the copies up to date and run the step. Returns sampled tokens, their logprobs and those of prompts,
         and drafts for the next step; empty before the end."""
-        output_class = getattr(self.runner, "output_class", scheduling.SchedulerOutput)
-        output = output_class(message.num_scheduled_tokens, finished_req_ids=message.finished)
-        if message.scheduled_spec_decode_tokens:
-            output.scheduled_spec_decode_tokens = message.scheduled_spec_decode_tokens
+        output = SchedulerOutput(message.num_scheduled_tokens, finished_req_ids=message.finished,
+                                 scheduled_spec_decode_tokens=message.scheduled_spec_decode_tokens)  # fmt: skip
         for request_id in message.preempted:
             if request := self.requests.get(request_id):
                 output.preempted_reqs.append(request)
@@ -1024,9 +1023,9 @@ class PipelineEngineCore(scheduling.ModelEngineCore):
         sampled, self.runner.logprobs, scores, drafts = future.result()
         alive = {name for name, (request, _) in lives.items() if self.scheduler.requests.get(name) is request}
         self.runner.prompt_logprobs = {name: scores[name] for name in scores.keys() & alive}
-        if isinstance(self.scheduler, serving.preemption.AsyncScheduler):
+        if self.scheduler.async_scheduling:
             for name in lives.keys() - alive:
-                getattr(output, "scheduled_spec_decode_tokens", {}).pop(name, None)
+                output.scheduled_spec_decode_tokens.pop(name, None)
         else:
             alive = {name for name in alive if lives[name][0].num_preemptions == lives[name][1]}
         if drafts:

@@ -37,8 +37,9 @@ from typing import Any
 
 import torch
 
+from engine.core.kv_cache_manager import ROOT_HASH, block_extra_keys, hash_block_tokens
+
 scheduling = common.lesson("04_continuous_batching")
-prefix_caching = common.lesson("050_prefix_caching")
 tensor_parallel = common.lesson("05c_tensor_parallel")
 executors = common.lesson("06c1_executors")
 serving = common.lesson("06_serving")
@@ -104,10 +105,10 @@ class PrefixAwareBalancer(LoadBalancer):
 
     def hashes(self, request: Request) -> list[bytes]:
         """Hashes of the prompt's full blocks, as that engine's prefix cache will have them."""
-        parent, found, tokens = prefix_caching.ROOT_HASH, [], request.prompt_token_ids
+        parent, found, tokens = ROOT_HASH, [], request.prompt_token_ids
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
-            extra_keys = prefix_caching.block_extra_keys(request, not found)
-            parent = prefix_caching.hash_block_tokens(parent, tokens[end - self.block_size : end], extra_keys)
+            extra_keys = block_extra_keys(request, not found)
+            parent = hash_block_tokens(parent, tokens[end - self.block_size : end], extra_keys)
             found.append(parent)
         return found
 

@@ -191,7 +191,8 @@ class EngineCoreProc:
         self.core, self.scheduler, self.send, self.engine = engine.core, engine.core.scheduler, send, engine
         self.arrived: dict[str, float] = {}  # request id: when its letter came
         self.about = getattr(engine, "about", {})
-        self.patience = getattr(self.scheduler, "patience", None)  # seconds; others than our client may want something
+        connector = self.scheduler.connector
+        self.patience = connector.patience if connector else None  # seconds; others than our client may want something
 
     def ready(self) -> EngineCoreReady:
         """The first letter to the client: limits, cache and process of this core."""
@@ -262,9 +263,9 @@ class EngineCoreProc:
         """How things are: the queues, the pool, and what drafts have brought so far."""
         scheduler, pool = self.scheduler, self.scheduler.kv_cache_manager.block_pool
         usage = 1 - pool.num_free_blocks / (pool.num_blocks - 1)
-        *counts, by_place = astuple(s) if (s := getattr(scheduler, "spec_decoding_stats", None)) else ((),)
-        skipped = len(scheduler.requests.keys() & set(getattr(scheduler, "waiting_for_adapter", ())))
-        waiting, fetched = len(scheduler.waiting) - skipped, len(getattr(scheduler, "waiting_for_remote_kvs", ()))
+        *counts, by_place = astuple(scheduler.spec_decoding_stats) if scheduler.drafts else ((),)
+        skipped = len(scheduler.requests.keys() & set(scheduler.waiting_for_adapter))
+        waiting, fetched = len(scheduler.waiting) - skipped, len(scheduler.waiting_for_remote_kvs)
         return SchedulerStats(len(scheduler.running), waiting, usage, skipped + fetched,
                               spec_decoding=(*counts, *by_place))  # fmt: skip
 

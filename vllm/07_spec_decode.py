@@ -36,12 +36,11 @@ import argparse
 import contextlib
 import functools
 import itertools
-import math
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,12 +52,15 @@ import torch.nn.functional as F
 from common import HARDWARE, tl, triton
 
 import llama
+from engine.core.scheduler import Scheduler
+from engine.core.stats import SpecDecodingStats
+from engine.output import EngineCoreOutput, SchedulerOutput
+from engine.request import Request
 
 kv_cache = common.lesson("01_kv_cache")
 scheduling = common.lesson("04_continuous_batching")
 offline = common.lesson("04b_offline_engine")
 enumeration, drafters = common.lesson("071_enumeration"), common.lesson("070_drafters")
-EngineCoreOutput, Request, SchedulerOutput = scheduling.EngineCoreOutput, scheduling.Request, scheduling.SchedulerOutput
 LLMEngine, SamplingParams = offline.LLMEngine, offline.SamplingParams
 Sampler, SamplingState = offline.Sampler, offline.SamplingState
 Draft, DraftContext, Drafter = drafters.Draft, drafters.DraftContext, drafters.Drafter
@@ -273,108 +275,7 @@ def example_launches(dtype: torch.dtype) -> None:
         rejection_sample(scores, ids, starts, greedy, u, u, empty(128, V), ids)
 
 
-# --- 3. In the engine: the scheduler ----------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class SpeculativeSchedulerOutput(SchedulerOutput):
-    """Lesson 04's, and which drafts are among the scheduled tokens."""
-
-    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
-
-
-@dataclass
-class SpecDecodingStats:
-    """`vllm/v1/spec_decode/metrics.py`: counted where drafts were verified."""
-
-    num_drafts: int = 0  # times that a request had any
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-
-    def observe(self, num_draft_tokens: int, num_accepted: int) -> None:
-        """One request in one step: so many drafted, the first `num_accepted` of them accepted."""
-        self.num_drafts += 1
-        self.num_draft_tokens += num_draft_tokens
-        self.num_accepted_tokens += num_accepted
-        per_pos = self.num_accepted_tokens_per_pos
-        per_pos += [0] * (num_draft_tokens - len(per_pos))
-        for j in range(num_accepted):
-            per_pos[j] += 1
-
-
-class SpeculativeScheduler:
-    """In front of lesson 04's scheduler, or one of its descendants: five methods, and drafts are tokens to catch up.
-
-    A request's drafts are its `spec_token_ids`. They take budget and KV slots like any other token, and only for one
-    step: whatever happens, they are gone after it."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.scheduled_spec_decode_tokens: dict[str, list[int]] = {}
-        self.spec_decoding_stats = SpecDecodingStats()
-
-    def schedule(self) -> SpeculativeSchedulerOutput:
-        self.scheduled_spec_decode_tokens = {}
-        output = super().schedule()
-        return SpeculativeSchedulerOutput(*(getattr(output, f.name) for f in fields(SchedulerOutput)),
-                                          self.scheduled_spec_decode_tokens)  # fmt: skip
-
-    def _num_new_tokens(self, request: Request) -> int:
-        """A request that catches up with its last token may take drafts along, as far as the budget goes."""
-        known = max(0, super()._num_new_tokens(request))  # below 0 while its drafts are on their way (06c)
-        drafts = getattr(request, "spec_token_ids", ())
-        if not (known and drafts):
-            return known
-        room = min(self.token_budget, getattr(self, "long_prefill_cap", math.inf)) - known  # 0 if it does not catch up
-        return known + min(len(drafts), room)
-
-    def _grant(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> None:
-        """Known tokens in the base's way, drafts on top: nothing there may take a draft for a token of the request."""
-        drafted = max(0, request.num_computed_tokens + num_new_tokens - request.num_tokens)
-        super()._grant(request, num_new_tokens - drafted, output)
-        if drafted:
-            self.scheduled_spec_decode_tokens[request.request_id] = request.spec_token_ids[:drafted]
-            output.num_scheduled_tokens[request.request_id] += drafted
-            self.token_budget -= drafted
-            request.num_computed_tokens += drafted
-        request.spec_token_ids = []
-
-    def _preempt_request(self, victim: Request, output: SchedulerOutput) -> None:
-        super()._preempt_request(victim, output)
-        self.scheduled_spec_decode_tokens.pop(victim.request_id, None)
-        victim.spec_token_ids = []
-
-    def update_draft_token_ids(self, drafts: dict[str, list[int]]) -> None:
-        """What the drafter wants verified in the next step."""
-        for request_id, token_ids in drafts.items():
-            if request := self.requests.get(request_id):
-                request.spec_token_ids = token_ids
-
-    def update_from_output(
-        self, output: SpeculativeSchedulerOutput, sampled_token_ids: dict[str, list[int]]
-    ) -> list[EngineCoreOutput]:
-        """Roll back what was computed for rejected drafts, then go on as ever: a stop inside a draft is found there."""
-        for request_id, drafts in output.scheduled_spec_decode_tokens.items():
-            request, token_ids = self.requests.get(request_id), sampled_token_ids.get(request_id)
-            if request is None or not token_ids:
-                continue
-            num_accepted = len(token_ids) - 1  # and one that is not a draft
-            request.num_computed_tokens -= len(drafts) - num_accepted
-            self.spec_decoding_stats.observe(len(drafts), num_accepted)
-        wants = {i for i in sampled_token_ids if (r := self.requests.get(i)) and r.sampling_params.logprobs is not None}
-        heard = super().update_from_output(output, sampled_token_ids)
-        return [part for o in heard for part in (one_by_one(o) if o.request_id in wants else (o,))]
-
-
-def one_by_one(output: EngineCoreOutput) -> Iterator[EngineCoreOutput]:
-    """Lesson 04b's front end reads the log probabilities of one token per output."""
-    for token_id in output.new_token_ids[:-1]:
-        yield EngineCoreOutput(output.request_id, [token_id])
-    yield EngineCoreOutput(output.request_id, output.new_token_ids[-1:], output.finish_reason, output.stop_reason)
-
-
-# --- 4. In the engine: the runner -------------------------------------------------------------------------------------
+# --- 3. In the engine: the runner -------------------------------------------------------------------------------------
 
 
 class DraftedState:
@@ -419,7 +320,6 @@ class SpeculativeModelRunner:
 
     speculative_config: SpeculativeConfig
     make_drafter = staticmethod(make_drafter)
-    output_class = SpeculativeSchedulerOutput
 
     def __init__(self, model: llama.Llama, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(model, scheduler, *args, **kwargs)
@@ -436,7 +336,7 @@ class SpeculativeModelRunner:
         self.hidden: dict[str, list[torch.Tensor]] = {}  # computed, accepted and not yet handed to the drafter
         self.k: dict[str, int] = {}  # of each request, with the heuristic schedule
 
-    def execute_model(self, output: SpeculativeSchedulerOutput) -> dict[str, list[int]]:
+    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
         """The drafts join their requests for this pass, whatever happens in it, and the next ones are guessed."""
         for request_id in (*output.finished_req_ids, *(request.request_id for request in output.preempted_reqs)):
             for kept in (self.draft_probs, self.hidden, self.k):
@@ -595,18 +495,17 @@ class SpeculativeModelRunner:
 class SpeculativeEngineCore(scheduling.ModelEngineCore):
     """The loop: schedule drafts, verify them and propose others in one call of the runner, hand these back."""
 
-    def execute_model(self, output: SpeculativeSchedulerOutput) -> dict[str, list[int]]:
+    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
         sampled = super().execute_model(output)
         self.scheduler.update_draft_token_ids(self.runner.take_draft_token_ids())
         return sampled
 
 
-def speculative_engine(base: type[LLMEngine], config: SpeculativeConfig, drafter: Callable[..., Drafter] = make_drafter,
-                       scheduler: type = SpeculativeScheduler) -> type[LLMEngine]:  # fmt: skip
+def speculative_engine(base: type[LLMEngine], config: SpeculativeConfig,
+                       drafter: Callable[..., Drafter] = make_drafter) -> type[LLMEngine]:  # fmt: skip
     """`base` with drafts: its scheduler grants them slots, its runner verifies them, rejected ones roll back.
 
-    `base` is lesson 04b's engine or one of its descendants, whose `make_scheduler` returns a scheduler that is made of
-    a config and a manager. `drafter(config, model)` may be one of your own.
+    `base` is lesson 04b's engine or one of its descendants. `drafter(config, model)` may be one of your own.
     """
     members = {"speculative_config": config, "make_drafter": staticmethod(drafter)}
 
@@ -619,18 +518,13 @@ def speculative_engine(base: type[LLMEngine], config: SpeculativeConfig, drafter
             super().__init__(*args, **kwargs)
             self.core = SpeculativeEngineCore(self.core.scheduler, self.core.runner)
 
-        @staticmethod
-        @functools.wraps(base.make_scheduler)
-        def make_scheduler(*args: Any, **kwargs: Any) -> Any:
-            made = base.make_scheduler(*args, **kwargs)
-            about = {"num_speculative_tokens": config.num_speculative_tokens, "drafts_in_batch": config.drafts_in_batch}
-            kind = type(scheduler.__name__, (scheduler, type(made)), about)
-            return kind(made.config, made.kv_cache_manager)
+        def collaborators(self) -> dict[str, Any]:
+            return super().collaborators() | {"drafts": config}
 
     return SpeculativeEngine
 
 
-# --- 5. When does it pay? ---------------------------------------------------------------------------------------------
+# --- 4. When does it pay? ---------------------------------------------------------------------------------------------
 #
 # Each draft stands with probability α, as if independently. Then a round of K drafts writes
 #
@@ -687,7 +581,7 @@ EAGLE = {"batch": [2, 4, 8, 16, 24, 32, 48, 56], "EAGLE": [1.30, 1.25, 1.21, 1.1
          "EAGLE-3": [1.75, 1.68, 1.58, 1.49, 1.42, 1.36, 1.21, 1.01]}  # fmt: skip
 
 
-# --- 6. How to do it wrong --------------------------------------------------------------------------------------------
+# --- 5. How to do it wrong --------------------------------------------------------------------------------------------
 
 
 def one_token_less(token_ids: torch.Tensor, draft_token_ids: torch.Tensor,
@@ -698,7 +592,7 @@ def one_token_less(token_ids: torch.Tensor, draft_token_ids: torch.Tensor,
 
 
 def look_at_the_last_token(
-    self: SpeculativeScheduler, output: SpeculativeSchedulerOutput, sampled: dict[str, list[int]]
+    self: Scheduler, output: SchedulerOutput, sampled: dict[str, list[int]]
 ) -> list[EngineCoreOutput]:
     """The mistake: "a step brings one token, so the end of an answer is its last one"."""
     blind = [r for i, t in sampled.items() if (r := self.requests.get(i)) and {r.eos_token_id, *r.stop_token_ids}
@@ -712,12 +606,12 @@ def look_at_the_last_token(
     return heard
 
 
-update_from_output, right_count = SpeculativeScheduler.update_from_output, count_sampled
+update_from_output, right_count = Scheduler.update_from_output, count_sampled
 BREAKS: dict[str, tuple[Any, str, Callable]] = {  # name: (whose, which attribute, what stands in its place)
     "resample-from-p": (sys.modules[__name__], "residual", lambda p, q: p),
     "no-bonus": (sys.modules[__name__], "count_sampled", one_token_less),
     "stale-kv": (SpeculativeModelRunner, "_roll_back", lambda self, request: None),
-    "past-eos": (SpeculativeScheduler, "update_from_output", look_at_the_last_token),
+    "past-eos": (Scheduler, "update_from_output", look_at_the_last_token),
 }
 
 
@@ -732,7 +626,7 @@ def broken(name: str | None) -> Iterator[None]:
         yield
 
 
-# --- 7. The simulation behind the widget ------------------------------------------------------------------------------
+# --- 6. The simulation behind the widget ------------------------------------------------------------------------------
 
 WORDS = ["sea", "moon", "cat"]
 PAIRS = {  # target p, draft q
@@ -824,7 +718,7 @@ def describe(trace: dict) -> str:
     return "\n".join(lines)
 
 
-# --- 8. Numbers that the text quotes ----------------------------------------------------------------------------------
+# --- 7. Numbers that the text quotes ----------------------------------------------------------------------------------
 
 GRID = [([9, 5, 2], [4, 4, 8]), ([4, 4, 8], [8, 8, 0]), ([10, 4, 2], [4, 4, 8])]  # sixteenths: p, q of three rows
 
@@ -879,7 +773,7 @@ def facts() -> dict[str, Any]:
     }  # fmt: skip
 
 
-# --- 9. The story -----------------------------------------------------------------------------------------------------
+# --- 8. The story -----------------------------------------------------------------------------------------------------
 
 
 def draw(folder: str | Path) -> list[Path]:

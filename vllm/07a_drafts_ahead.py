@@ -18,82 +18,20 @@ from __future__ import annotations
 import common  # first: it settles the device before torch is used
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import llama
+from engine.config import SchedulerConfig
+from engine.core.scheduler import make_scheduler
+from engine.output import SchedulerOutput
+from engine.request import Request, SamplingParams
 
-scheduling, offline = common.lesson("04_continuous_batching"), common.lesson("04b_offline_engine")
+offline = common.lesson("04b_offline_engine")
 optimizations, speculation = common.lesson("05_optimizations"), common.lesson("07_spec_decode")
-Request, SchedulerOutput = scheduling.Request, scheduling.SchedulerOutput
-SpeculativeSchedulerOutput = speculation.SpeculativeSchedulerOutput
 
 
 # --- The scheduler: it counts on everything --------------------------------------------------------------------------
-
-
-class DraftsAheadScheduler(speculation.SpeculativeScheduler, optimizations.AsyncScheduler):
-    """Lesson 07's scheduler in front of lesson 05's: drafts are places, K for each request with a token on its way.
-
-    A request's `num_computed_tokens` runs ahead of what is known by the tokens that are sure to come, which lesson 05
-    counts in `num_output_placeholders`, and by the drafts in flight, counted here (vLLM has one number for both). In
-    front of lesson 11's scheduler it decides as vLLM does.
-    """
-
-    num_speculative_tokens = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.num_draft_placeholders: Counter[str] = Counter()
-
-    def schedule(self) -> SpeculativeSchedulerOutput:
-        """A request that samples in this step gets K places in the next, filled with −1, which is no token."""
-        output = super().schedule()
-        num_places = self.drafts_in_batch(len(output.num_scheduled_tokens))
-        for request_id in output.num_scheduled_tokens:
-            if self.num_output_placeholders[request_id]:
-                drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
-                self.num_draft_placeholders[request_id] += len(drafts)
-                self.requests[request_id].spec_token_ids = [-1] * num_places
-        return output
-
-    def drafts_in_batch(self, num_seqs: int) -> int:
-        """K, which may depend on how many sequences a step has (lesson 07's config, when it makes this scheduler)."""
-        return self.num_speculative_tokens
-
-    def num_slots(self, request: Request) -> int:
-        """One more than lesson 04 reserves: for the step in vain behind an end that came early."""
-        return super().num_slots(request) + 1
-
-    def _num_ahead(self, request: Request) -> int:
-        return super()._num_ahead(request) + self.num_draft_placeholders[request.request_id]
-
-    def _grant(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> None:
-        """Lesson 07 tells drafts from tokens by what is known."""
-        ahead = self._num_ahead(request)
-        request.num_computed_tokens -= ahead
-        super()._grant(request, num_new_tokens, output)
-        request.num_computed_tokens += ahead
-
-    def _preempt_request(self, victim: Request, output: SchedulerOutput) -> None:
-        super()._preempt_request(victim, output)
-        self.num_draft_placeholders.pop(victim.request_id, None)
-
-    def update_from_output(self, output: SpeculativeSchedulerOutput,
-                           sampled_token_ids: dict[str, list[int]]) -> list[scheduling.EngineCoreOutput]:  # fmt: skip
-        """What fell is taken back, by lesson 07; not from a preempted request, which will begin again."""
-        drafts = output.scheduled_spec_decode_tokens
-        for request in filter(None, map(self.requests.get, tuple(drafts))):
-            if request.status is scheduling.RequestStatus.PREEMPTED:
-                del drafts[request.request_id]
-            else:
-                self.num_draft_placeholders[request.request_id] -= len(drafts[request.request_id])
-        return super().update_from_output(output, sampled_token_ids)
-
-    def _free_request(self, request: Request) -> None:
-        super()._free_request(request)
-        del self.num_draft_placeholders[request.request_id]
 
 
 # --- The runner: it knows better -------------------------------------------------------------------------------------
@@ -107,7 +45,7 @@ class DraftsAheadRunner(speculation.SpeculativeModelRunner):
 
     num_places = num_drafts = 0  # planned, and filled
 
-    def execute_model(self, output: SpeculativeSchedulerOutput) -> dict[str, list[int]]:
+    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
         """The places of this step filled with what was proposed meanwhile; a place without a draft is not computed."""
         places, output = output.scheduled_spec_decode_tokens, copy.copy(output)
         output.num_scheduled_tokens = dict(output.num_scheduled_tokens)
@@ -133,12 +71,14 @@ def make_loop(kind: str, model: llama.Llama, num_speculative_tokens: int, max_mo
               overhead: float = 0.0) -> tuple[optimizations.QueuedEngineCore, DraftsAheadRunner]:  # fmt: skip
     """One of lesson 05's loops, eight seats, and what it runs; `overhead` is 05's, `drafter(config, model)` is 07's."""
     blocks = 8 * -(-max_model_len // optimizations.BLOCK) + 1
-    manager = scheduling.KVCacheManager(blocks, optimizations.BLOCK, max_model_len)
-    scheduler = DraftsAheadScheduler(scheduling.SchedulerConfig(max_model_len=max_model_len, max_num_seqs=8), manager)
-    scheduler.num_speculative_tokens = num_speculative_tokens
+    config = speculation.SpeculativeConfig(num_speculative_tokens=num_speculative_tokens)
+    limits = SchedulerConfig(max_model_len=max_model_len, max_num_seqs=8)
+    scheduler = make_scheduler(
+        limits, blocks, optimizations.BLOCK, enable_prefix_caching=False, drafts=config, async_scheduling=True
+    )
 
     class Runner(DraftsAheadRunner, offline.SamplingModelRunner):
-        speculative_config = speculation.SpeculativeConfig(num_speculative_tokens=num_speculative_tokens)
+        speculative_config = config
         make_drafter = staticmethod(drafter)
 
     runner = Runner(model, scheduler)
@@ -151,7 +91,7 @@ def compare_loops(model: llama.Llama, prompts: Sequence[Sequence[int]], max_toke
                   overhead: float = 0.0) -> dict[str, dict[str, Any]]:  # fmt: skip
     """The same greedy requests in step and one step ahead: {loop: their tokens, and what they took}."""
     longest, found = max(map(len, prompts)) + max_tokens, {}
-    params = scheduling.SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=model.config.eos_token_ids)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=model.config.eos_token_ids)
     for kind in ("synchronous", "async"):
         core, runner = make_loop(kind, model, num_speculative_tokens, longest, drafter, overhead)
         token_ids = core.run([Request(str(i), prompt, params) for i, prompt in enumerate(prompts)])

@@ -36,10 +36,11 @@ from typing import Any, ClassVar
 
 import torch
 
-continuous_batching = common.lesson("04_continuous_batching")
+from engine.output import SchedulerOutput
+from engine.request import Request, RequestStatus
+from engine.seams import KVConnectorMetadata, KVConnectorOutput
+
 kv_transfer = common.lesson("080_kv_transfer")
-Request, RequestStatus = continuous_batching.Request, continuous_batching.RequestStatus
-SchedulerOutput = continuous_batching.SchedulerOutput
 Consumer, Link, Producer = kv_transfer.Consumer, kv_transfer.Link, kv_transfer.Producer
 
 
@@ -277,25 +278,6 @@ async def give_up(params: dict[str, Any]) -> None:
                     await reader.read()  # its HELLO, and then its end of the connection: it has heard
 
 
-@dataclass
-class KVConnectorMetadata:
-    """What the scheduler's half tells the worker's half about a step."""
-
-    to_load: list[tuple[Request, list[int], int, int]] = field(default_factory=list)  # its blocks, positions [a, b)
-    to_save: list[tuple[Request, list[int], int]] = field(default_factory=list)  # its blocks, positions computed
-    preempted: list[Request] = field(default_factory=list)
-
-
-@dataclass
-class KVConnectorOutput:
-    """What the worker's half tells the scheduler's after a step."""
-
-    finished_sending: set[str] = field(default_factory=set)  # request ids: their blocks may be freed
-    finished_recving: set[str] = field(default_factory=set)  # theirs have arrived, or are not written any more
-    failed_recving: dict[str, str] = field(default_factory=dict)  # theirs never will, and why
-    invalid_block_ids: set[int] = field(default_factory=set)  # a load inside the step left nothing in them
-
-
 SAMPLE = 61  # every 61st input, or output: training and rounding change nearly all weights of a matrix, not a few
 
 
@@ -360,6 +342,10 @@ class KVConnectorBase:
         self.wake = threading.Event()
 
     # -- the scheduler's half --
+
+    @property
+    def load_failure_policy(self) -> str:
+        return self.config.kv_load_failure_policy
 
     def on_new_request(self, request: Request) -> None:
         """Raises InputError if what it says about its keys and values makes no sense."""

@@ -15,10 +15,8 @@ from __future__ import annotations
 import common  # first: it settles the device before torch is used
 
 import dataclasses
-import functools
 import time
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,19 +170,14 @@ class ConnectorRemoteRunner(executors.RemoteRunner):
         return SimpleNamespace(result=result) if message else result()
 
 
-def remote_connector_engine(base: type, config: connectors.KVTransferConfig,
-                            connector_scheduler: Callable[[type], type]) -> type:  # fmt: skip
-    """Lesson 08's `connector_engine`, with its scheduler, for an engine whose runners are with workers."""
+def remote_connector_engine(base: type, config: connectors.KVTransferConfig) -> type:
+    """Lesson 08's `connector_engine`, for an engine whose runners are with workers."""
 
     class Engine(base):
         remote_runner_class = ConnectorRemoteRunner
 
-        @staticmethod
-        @functools.wraps(base.make_scheduler)
-        def make_scheduler(*args: Any, **kwargs: Any) -> Any:
-            made = base.make_scheduler(*args, **kwargs)
-            kind = connector_scheduler(type(made))
-            return kind(made.config, made.kv_cache_manager, RemoteConnector(config))
+        def collaborators(self) -> dict[str, Any]:
+            return super().collaborators() | {"connector": RemoteConnector(config)}
 
     return Engine
 

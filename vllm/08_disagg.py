@@ -45,7 +45,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ from typing import Any
 import torch
 
 import llama
+from engine.config import SchedulerConfig
+from engine.core.scheduler import make_scheduler
 
 kv_transfer = common.lesson("080_kv_transfer")
 connectors = common.lesson("081_kv_connectors")
@@ -90,227 +92,6 @@ def hand_over(model: llama.Llama, prompt: Sequence[int], max_tokens: int, block_
 
 
 # --- 2. A scheduler that asks elsewhere -------------------------------------------------------------------------------
-
-
-@functools.cache
-def connector_scheduler(base: type) -> type:
-    """Lesson 11's scheduler (or another with its methods) with the scheduler's half of a connector."""
-
-    class ConnectorScheduler(base):
-        """A request whose keys and values are elsewhere has blocks and no seat until they are here.
-
-        vLLM calls that state WAITING_FOR_REMOTE_KVS. Such a request costs no step anything, and nobody waits behind it.
-        """
-
-        num_speculative_tokens = getattr(base, "num_speculative_tokens", 0)
-
-        def __init__(self, config: Any, kv_cache_manager: Any, connector: KVConnectorBase) -> None:
-            super().__init__(config, kv_cache_manager)
-            self.connector, self.kv_connector_metadata = connector, connectors.KVConnectorMetadata()
-            self.patience = connector.patience
-            self.waiting_for_remote_kvs: dict[str, Request] = {}
-            self.received: set[str] = set()  # of them: arrived, and waiting for a seat
-            self.held: dict[str, Request] = {}  # finished, and somebody still reads their blocks, or writes into them
-            self.void: list[Request] = []  # to be preempted: they read blocks that others must compute again
-            self.num_external_tokens = 0  # of the last lookup
-            self.prefilling: set[Request] = set()  # when this step began
-            self.local_blocks = kv_cache_manager.get_computed_blocks
-            kv_cache_manager.get_computed_blocks = self.get_computed_blocks
-
-        def add_request(self, request: Request) -> None:
-            """Raises InputError."""
-            if request.request_id in self.held:
-                raise common.InputError(f"request_id {request.request_id!r}: is in use")
-            self.connector.on_new_request(request)
-            super().add_request(request)
-
-        def has_unfinished_requests(self) -> bool:
-            """Others may still want something of us: then the loop must go on."""
-            return super().has_unfinished_requests() or self.connector.has_pending_work()
-
-        def schedule(self) -> SchedulerOutput:
-            output = super().schedule()
-            # A decode without a token in this step (somebody before it evicted itself) has one left, and is no prefill.
-            prefills = (*self.prefilling, *output.scheduled_new_reqs, *output.scheduled_resumed_reqs)
-            running = (r for r in prefills if r.status is RequestStatus.RUNNING)
-            self.prefilling = {r for r in running if r.num_computed_tokens < r.num_tokens}
-            self.prefilling |= set(self.waiting_for_remote_kvs.values())
-            for request in self.running if self.connector.needs_hashes else ():
-                self.kv_cache_manager.update_block_hashes(request)
-            tables = self.kv_cache_manager.req_to_blocks
-            self.kv_connector_metadata = self.connector.build_connector_meta(output, tables)
-            return output
-
-        # -- in --
-
-        def get_computed_blocks(self, request: Request) -> tuple[list[int], int]:
-            """The manager's answer, and what can be loaded within the step: to admission, a hit is a hit."""
-            blocks, num_tokens = self.local_blocks(request)
-            if self.connector.needs_hashes:
-                self.kv_cache_manager.update_block_hashes(request)
-            external, later = self.connector.get_num_new_matched_tokens(request, num_tokens)
-            self.num_external_tokens = 0 if later or request.sampling_params.skip_reading_prefix_cache else external
-            return blocks, num_tokens + self.num_external_tokens
-
-        def _schedule_waiting(self, output: SchedulerOutput) -> None:
-            """Seat who has got its keys and values, then admit as ever; whoever must be sent for takes no seat."""
-            if output.preempted_reqs:
-                return
-            manager = self.kv_cache_manager
-            arrived = [r for r in self.waiting_for_remote_kvs.values() if r.request_id in self.received]
-            if self.config.policy == "priority":
-                arrived.sort(key=lambda request: (request.priority, request.arrival_time))
-            # These hold blocks already. If others came first, both could wait for ever, for a seat and for blocks.
-            for request in arrived:
-                if self.token_budget == 0 or len(self.running) >= self.max_num_running_reqs:
-                    return
-                if request.num_computed_tokens == 0:  # nothing came: it is a prompt like any other, and the next one
-                    manager.free(request)
-                elif manager.enable_caching:
-                    manager.cache_blocks(request, request.num_computed_tokens)  # from now on others may hit them
-                if not self._may_run(request):
-                    continue
-                if request.num_computed_tokens == 0:
-                    num_new_tokens = self._admit(request)
-                elif self.running and manager.block_pool.num_free_blocks < self.watermark_blocks:
-                    return
-                else:
-                    found = min(request.num_computed_tokens, request.num_tokens - 1)  # the last one: for its logits
-                    request.num_external_computed_tokens = found - request.num_cached_tokens
-                    request.num_computed_tokens = request.num_cached_tokens = found
-                    if num_new_tokens := self._num_new_tokens(request):
-                        manager.allocate_slots(request, num_new_tokens)  # it has the blocks: for the index
-                if num_new_tokens == 0:
-                    return
-                self.received.remove(request.request_id)
-                del self.waiting_for_remote_kvs[request.request_id]
-                request.status = RequestStatus.RUNNING
-                self.running.append(request)
-                output.scheduled_new_reqs.append(request)
-                self._grant(request, num_new_tokens, output)
-            self.sent_for = True
-            while self.sent_for:  # and then there is another head of the queue
-                self.sent_for = False
-                super()._schedule_waiting(output)
-
-        def _may_run(self, request: Request) -> bool:
-            """A request that has its keys and values may have to wait for something else (lesson 12: its adapter)."""
-            return True
-
-        def _admit(self, request: Request) -> int:
-            if self.connector.fetches_later:
-                computed_blocks, num_cached_tokens = self.local_blocks(request)
-                external, later = self.connector.get_num_new_matched_tokens(request, num_cached_tokens)
-                if later and not request.sampling_params.skip_reading_prefix_cache:
-                    self.sent_for = self._send_for(request, computed_blocks, num_cached_tokens, external)
-                    return 0
-            num_new_tokens = super()._admit(request)
-            request.num_external_computed_tokens = self.num_external_tokens
-            if num_new_tokens and self.num_external_tokens:
-                blocks = self.kv_cache_manager.get_block_ids(request.request_id)
-                self.connector.update_state_after_alloc(request, blocks, self.num_external_tokens)
-            return num_new_tokens
-
-        def _send_for(self, request: Request, computed_blocks: list[int], num_cached_tokens: int,
-                      external: int) -> bool:  # fmt: skip
-            """Blocks for the whole prompt, if the prompts that are being computed can still have theirs, and each
-            one's first step with drafts (vLLM's pull request 57104: two with blocks could wait for each other)."""
-            manager = self.kv_cache_manager
-            size, tables = manager.block_size, manager.req_to_blocks
-            ahead = 1 + self.num_speculative_tokens if self.num_speculative_tokens else 0  # a step's tokens with drafts
-            missing = manager.get_num_blocks_to_allocate(request, request.num_tokens, computed_blocks)
-            # vLLM wants room for such a step even where prompt and step will never fit together, and waits for ever.
-            fit = -(-request.num_tokens // size) + -(-ahead // size) < manager.block_pool.num_blocks
-            if fit or self.running or self.waiting_for_remote_kvs:
-                missing += -(-ahead // size)
-            prefills = (r for r in self.running if r.num_computed_tokens < r.num_tokens or r in self.prefilling)
-            promised = sum(max(0, -(-(r.num_tokens + ahead) // size) - len(tables[r.request_id]))
-                           for r in (*prefills, *self.waiting_for_remote_kvs.values()))  # fmt: skip
-            watermark = self.watermark_blocks if self.running else 0
-            if missing + promised + watermark > manager.block_pool.num_free_blocks:
-                return False
-            request.num_computed_tokens = request.num_cached_tokens = num_cached_tokens
-            # Not indexed yet: nobody may hit what is not here.
-            caching, manager.enable_caching = manager.enable_caching, False
-            manager.allocate_slots(request, request.num_tokens - num_cached_tokens, computed_blocks)
-            manager.enable_caching = caching
-            request.num_computed_tokens += external  # a load that fails takes them back
-            self.waiting.remove_request(request)
-            self.waiting_for_remote_kvs[request.request_id] = request
-            self.connector.update_state_after_alloc(request, manager.get_block_ids(request.request_id), external)
-            return True
-
-        # -- out --
-
-        def update_from_output(self, output: SchedulerOutput, sampled: dict[str, list[int]]) -> list[EngineCoreOutput]:
-            news = self.connector.get_finished()
-            lost = self._lost(news)
-            for request in lost:
-                sampled.pop(request.request_id, None)  # computed on nothing
-            outputs = super().update_from_output(output, sampled)
-            for ended in (o for o in outputs if o.request_id in self.held):
-                ended.kv_transfer_params = self.connector.answer_params(self.held[ended.request_id])
-            for request in sorted(lost, key=lambda request: request.request_id):  # sets have no order of their own
-                outputs += self._handle_failed_load(request, *lost[request])
-            over = news.finished_recving | news.failed_recving.keys()
-            self.received |= self.waiting_for_remote_kvs.keys() & over
-            for request_id in sorted(news.finished_sending | self.held.keys() & over):
-                self.kv_cache_manager.free(self.held.pop(request_id))
-            return outputs
-
-        def _lost(self, news: connectors.KVConnectorOutput) -> dict[Request, tuple[int, str]]:
-            """Whose load has failed: up to which position its keys and values are there, and why not further."""
-            loading = [r for name, r in self.waiting_for_remote_kvs.items() if name not in self.received]
-            found = {r: (0, news.failed_recving[r.request_id]) for r in loading if r.request_id in news.failed_recving}
-            left, manager = set(news.invalid_block_ids), self.kv_cache_manager
-            for request in (*self.running, *loading) if left else ():
-                table, size = manager.get_block_ids(request.request_id), manager.block_size
-                if bad := [block for block in table if block in news.invalid_block_ids]:
-                    found[request] = table.index(bad[0]) * size, "a block is unreadable"
-                    if not left.issuperset(bad):  # somebody else computes them again, and not always in one step
-                        self.void.append(request)
-                    left.difference_update(bad)
-            return found
-
-        def _handle_failed_load(self, request: Request, num_tokens: int, why: str) -> list[EngineCoreOutput]:
-            """kv_load_failure_policy: compute here what is not there, in its turn, or end the request and say why."""
-            if request.status is RequestStatus.RUNNING:
-                self.kv_cache_manager.evict_uncomputed(request, num_tokens)
-            policy, params = self.connector.config.kv_load_failure_policy, request.sampling_params
-            if policy == "recompute" or params.logprobs is not None:  # all outputs have some, and an error has none
-                request.num_computed_tokens = min(request.num_computed_tokens, num_tokens)
-                request.num_cached_tokens = min(request.num_cached_tokens, num_tokens)
-                return []
-            self.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
-            return [EngineCoreOutput(request.request_id, [], "error", f"KV load failed: {why}")]
-
-        def _schedule_running(self, output: SchedulerOutput) -> None:
-            void, self.void = self.void, []
-            for request in void:
-                if request.status is RequestStatus.RUNNING:  # not aborted meanwhile
-                    self._preempt_request(request, output)
-            super()._schedule_running(output)
-
-        def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:
-            request_ids = list(request_ids)
-            for request_id in request_ids:  # back to where the base class looks for whoever does not run
-                if request := self.waiting_for_remote_kvs.pop(request_id, None):
-                    if request_id not in self.received:
-                        self.held[request_id] = request  # a load that nobody wants any more still knows its blocks
-                    self.received.discard(request_id)
-                    self.waiting.add_request(request)
-            return super().finish_requests(request_ids, status)
-
-        def _free_request(self, request: Request) -> None:
-            tables, name = self.kv_cache_manager.req_to_blocks, request.request_id
-            blocks = tables.get(name, [])
-            if self.connector.request_finished(request, blocks) or name in self.held:
-                self.held[name], tables[name] = request, []  # all but its blocks ends here
-            super()._free_request(request)
-            if name in self.held:
-                tables[name] = blocks  # until get_finished names it
-
-    return ConnectorScheduler
 
 
 # --- 3. A runner that loads and saves ---------------------------------------------------------------------------------
@@ -355,12 +136,8 @@ def connector_engine(base: type, config: KVTransferConfig) -> type:
     class Engine(base):
         runner_class = connector_runner(base.runner_class)
 
-        @staticmethod
-        @functools.wraps(base.make_scheduler)  # whose parameters are the engine's arguments
-        def make_scheduler(*args: Any, **kwargs: Any) -> Any:
-            made = base.make_scheduler(*args, **kwargs)
-            connector = connectors.CONNECTORS[config.kv_connector](config)
-            return connector_scheduler(type(made))(made.config, made.kv_cache_manager, connector)
+        def collaborators(self) -> dict[str, Any]:
+            return super().collaborators() | {"connector": connectors.CONNECTORS[config.kv_connector](config)}
 
     return Engine
 
@@ -370,13 +147,10 @@ def make_core(
     max_model_len: int = 512, max_num_seqs: int = 16, max_num_batched_tokens: int = 512, prefix_caching: bool = False,
 ) -> continuous_batching.ModelEngineCore:  # fmt: skip
     """A greedy engine core with a connector, or without one: lesson 11's scheduler, lesson 10's runner."""
-    limits = preemption.SchedulerConfig(max_model_len, max_num_seqs, max_num_batched_tokens)
-    scheduler = preemption.make_scheduler(limits, num_blocks, block_size, prefix_caching)
-    runner = chunked_prefill.ModelRunner
-    if config is not None:
-        connector = connectors.CONNECTORS[config.kv_connector](config)
-        scheduler = connector_scheduler(type(scheduler))(limits, scheduler.kv_cache_manager, connector)
-        runner = connector_runner(runner)
+    limits = SchedulerConfig(max_model_len, max_num_seqs, max_num_batched_tokens)
+    connector = connectors.CONNECTORS[config.kv_connector](config) if config else None
+    scheduler = make_scheduler(limits, num_blocks, block_size, prefix_caching, connector=connector)
+    runner = connector_runner(chunked_prefill.ModelRunner) if connector else chunked_prefill.ModelRunner
     return continuous_batching.ModelEngineCore(scheduler, runner(model, scheduler))
 
 

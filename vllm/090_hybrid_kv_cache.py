@@ -31,10 +31,12 @@ from typing import Any
 import torch
 
 import llama
+from engine.core.block_pool import BlockPool
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.request import Request, SamplingParams
 
 continuous_batching = common.lesson("04_continuous_batching")
 prefix_caching = common.lesson("050_prefix_caching")
-Request, SamplingParams = continuous_batching.Request, continuous_batching.SamplingParams
 
 NULL_BLOCK = 0  # the pool never hands it out
 
@@ -288,7 +290,7 @@ class HybridKVCacheManager:
     """
 
     hash_bits = 256
-    update_block_hashes = prefix_caching.PrefixCachingKVCacheManager.update_block_hashes
+    update_block_hashes = KVCacheManager.update_block_hashes
 
     def __init__(
         self, num_blocks: int, groups: Sequence[KVCacheGroup], max_model_len: int, enable_caching: bool = True,
@@ -297,7 +299,7 @@ class HybridKVCacheManager:
         sizes = [group.spec.block_size for group in groups]
         self.block_size = math.gcd(*sizes)  # of a hash
         self.alignment = math.lcm(*sizes)  # of a hit: whole blocks in every group
-        self.block_pool = prefix_caching.CachingBlockPool(num_blocks)
+        self.block_pool = BlockPool(num_blocks)
         self.max_model_len, self.enable_caching = max_model_len, enable_caching
         in_flight = max_in_flight_tokens or max_model_len
         self.managers = [

@@ -24,33 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-continuous_batching = common.lesson("04_continuous_batching")
-chunked_prefill = common.lesson("10_chunked_prefill")
-Request, SamplingParams = continuous_batching.Request, continuous_batching.SamplingParams
+from engine.config import SchedulerConfig
+from engine.request import Request, SamplingParams
 
 
-# --- 1. The knobs -----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class SchedulerConfig(chunked_prefill.SchedulerConfig):
-    """Lesson 10's knobs, three about admission, and one where we part from vLLM 0.32."""
-
-    max_num_active_seqs: int | None = None  # admit fewer than max_num_seqs
-    scheduler_reserve_full_isl: bool = True  # admit only what fits in full now (a test, not a reservation)
-    watermark: float = 0.0  # share of the pool that admission leaves free for running requests
-    evict_uncomputed_blocks: bool = True  # see lesson 11's `_preempt_request`
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_num_active_seqs is not None and not 1 <= self.max_num_active_seqs <= self.max_num_seqs:
-            raise common.InputError(f"max_num_active_seqs {self.max_num_active_seqs}: must be from 1 to max_num_seqs "
-                                    f"({self.max_num_seqs})")  # fmt: skip
-        if not 0 <= self.watermark < 1:
-            raise common.InputError(f"watermark {self.watermark}: must be at least 0 and below 1")
-
-
-# --- 2. The fields ----------------------------------------------------------------------------------------------------
+# --- The fields ----------------------------------------------------------------------------------------------------
 
 ID, TEXT = "a string of printable characters", "a string without half a surrogate pair"
 INT, FLOAT, BOOL, IDS = "a whole number", "a number", "true or false", "a list of token ids"

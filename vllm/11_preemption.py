@@ -50,18 +50,20 @@ import torch
 from common import HARDWARE, tl
 
 import llama
+from engine.config import SchedulerConfig
+from engine.core.block_pool import BlockPool
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.scheduler import Scheduler as EngineScheduler
+from engine.core.scheduler import make_scheduler
+from engine.output import SchedulerOutput
+from engine.request import Request, RequestStatus, SamplingParams
 
 kv_cache = common.lesson("01_kv_cache")
 paged_attention = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
 chunked_prefill = common.lesson("10_chunked_prefill")
-prefix_cache = common.lesson("050_prefix_caching")
-optimizations = common.lesson("05_optimizations")
 workload_files = common.lesson("110_workload_files")
-Request, RequestStatus = continuous_batching.Request, continuous_batching.RequestStatus
-SamplingParams, SchedulerOutput = continuous_batching.SamplingParams, continuous_batching.SchedulerOutput
-KVCacheManager = prefix_cache.PrefixCachingKVCacheManager
-SchedulerConfig, SCHEDULER_KEYS = workload_files.SchedulerConfig, workload_files.SCHEDULER_KEYS
+SCHEDULER_KEYS = workload_files.SCHEDULER_KEYS
 Field, CONFIG_FIELDS, REQUEST_FIELDS = workload_files.Field, workload_files.CONFIG_FIELDS, workload_files.REQUEST_FIELDS
 REFERENCE, check_workload = workload_files.REFERENCE, workload_files.check_workload
 load_workload, dumps = workload_files.load_workload, workload_files.dumps
@@ -174,16 +176,6 @@ class Scheduler(chunked_prefill.Scheduler):
                 return num_new_tokens
         request.num_computed_tokens = 0  # a lookup that admits nobody changes nothing
         return 0
-
-
-class AsyncScheduler(optimizations.AsyncScheduler, Scheduler):
-    """Asked for the next step before it has heard of the last: vLLM's default, and lesson 05's fourth entry."""
-
-
-def make_scheduler(config: SchedulerConfig, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
-                   kind: type[Scheduler] = Scheduler) -> Scheduler:  # fmt: skip
-    """The scheduler on its manager: what the engine serves with, and what `replay` drives."""
-    return kind(config, KVCacheManager(num_blocks, block_size, config.max_model_len, enable_prefix_caching))
 
 
 def scheduler_cost(num_requests: int, steps: int = 60, enable_prefix_caching: bool = False) -> float:
@@ -358,7 +350,7 @@ class CPUTier:
         return [self.blocks.pop(block_hash) for block_hash in block_hashes]
 
 
-class OffloadingBlockPool(prefix_cache.CachingBlockPool):
+class OffloadingBlockPool(BlockPool):
     """Lesson 05's pool; what it evicts goes down a tier, unless the GPU has the same block once more."""
 
     def __init__(self, num_blocks: int, tier: CPUTier) -> None:
@@ -379,9 +371,9 @@ class OffloadingKVCacheManager(KVCacheManager):
     """Lesson 05's manager on two tiers. The scheduler above runs on it unchanged: to it, a hit is a hit."""
 
     def __init__(self, num_blocks: int, block_size: int, max_model_len: int, num_cpu_blocks: int) -> None:
-        self.tier = CPUTier(num_cpu_blocks)
-        self.pool_class = functools.partial(OffloadingBlockPool, tier=self.tier)
         super().__init__(num_blocks, block_size, max_model_len)
+        self.tier = CPUTier(num_cpu_blocks)
+        self.block_pool = OffloadingBlockPool(num_blocks, self.tier)
 
     def get_computed_blocks(self, request: Request) -> tuple[list[int], int]:
         """Blocks found on the GPU, and the tokens found on either tier: from the first GPU miss on, the CPU's count."""
@@ -394,17 +386,21 @@ class OffloadingKVCacheManager(KVCacheManager):
         return blocks, num_tokens
 
     def allocate_slots(
-        self, request: Request, num_new_tokens: int, new_computed_blocks: Sequence[int] = ()
+        self,
+        request: Request,
+        num_new_tokens: int,
+        new_computed_blocks: Sequence[int] = (),
+        delay_caching: bool = False,
     ) -> list[int] | None:
         """Tokens that count as computed but have no block yet are on the CPU: they get new blocks, and a copy each."""
         if request.request_id in self.req_to_blocks:
-            return super().allocate_slots(request, num_new_tokens)
+            return super().allocate_slots(request, num_new_tokens, (), delay_caching)
         num_tokens = request.num_computed_tokens + num_new_tokens
         if self.get_num_blocks_to_allocate(request, num_tokens, new_computed_blocks) > self.block_pool.num_free_blocks:
             return None
         first, last = len(new_computed_blocks), request.num_computed_tokens // self.block_size
         cpu_blocks = self.tier.take(request.block_hashes[first:last])
-        new_blocks = super().allocate_slots(request, num_new_tokens, new_computed_blocks)
+        new_blocks = super().allocate_slots(request, num_new_tokens, new_computed_blocks, delay_caching)
         self.tier.copies.add("in", zip(cpu_blocks, self.get_block_ids(request.request_id)[first:last]))
         self.tier.pool.free(cpu_blocks)
         return new_blocks
@@ -518,7 +514,7 @@ class ReplayCore(continuous_batching.EngineCore):
         limits = SchedulerConfig(**{key: config[key] for key in SCHEDULER_KEYS}, evict_uncomputed_blocks=False)
         manager = KVCacheManager(config["num_blocks"], config["block_size"], config["max_model_len"],
                                  config["enable_prefix_caching"])  # fmt: skip
-        super().__init__((AsyncScheduler if config["async_scheduling"] else Scheduler)(limits, manager))
+        super().__init__(EngineScheduler(limits, manager, async_scheduling=config["async_scheduling"]))
         self.config, self.depth = config, 1 + config["async_scheduling"]
         self.queue: deque[tuple[SchedulerOutput, dict[str, list[int]]]] = deque()  # steps not heard of
         self.forced: dict[str, list[int]] = {}
@@ -537,9 +533,10 @@ class ReplayCore(continuous_batching.EngineCore):
                    if self.last_tables.get(r.request_id) != tables[r.request_id]}  # fmt: skip
         self.last_tables.update(changed)
         admitted = {r.request_id: r for r in (*output.scheduled_new_reqs, *output.scheduled_resumed_reqs)}
-        sampled, coming = {}, getattr(scheduler, "num_output_placeholders", {})
+        sampled = {}
         for request_id in output.num_scheduled_tokens:
-            request, ahead = scheduler.requests[request_id], max(0, coming.get(request_id, 0) - 1)
+            request = scheduler.requests[request_id]
+            ahead = max(0, request.num_output_placeholders - 1)
             if request.num_computed_tokens >= request.num_tokens + ahead:
                 sampled[request_id] = self.forced[request_id][request.num_output_tokens + ahead :][:1]
         self.entry = {

@@ -520,6 +520,19 @@ class LoRAModelManager:
         while len(self.cpu) + len(self.loading) > self.config.max_cpu_loras:
             self.cpu.popitem(last=False)
 
+    @property
+    def max_loras(self) -> int:
+        return self.config.max_loras
+
+    @property
+    def fair(self) -> bool:
+        return self.config.fair
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that hold adapters, in unified memory."""
+        return sum(map(len, self.blocks.values()))
+
     def collect(self) -> None:
         """Take what the thread has read since the last step: within a step, nothing comes or fails."""
         self.failed = {}
@@ -547,6 +560,10 @@ class LoRAModelManager:
             self.loading[name] = self.reader.submit(self._read, name, self.sources[name])
             self._make_room()
         return False
+
+    def is_leaving(self, name: str) -> bool:
+        """Does it wait for its last request to end, removed or not even read?"""
+        return name in self.retired or name in self.loading
 
     def release(self, name: str) -> None:
         """No request has this name any more. If it was removed, it goes now; a reading that did not begin is off."""
@@ -598,6 +615,10 @@ class LoRAModelManager:
         self._evict(victim)
         self.counts["evict"] += 1
         return True
+
+    def give_blocks(self, pinned: set[str | None]) -> bool:
+        """Evict an adapter that is not `pinned` for its KV blocks; False: none has any."""
+        return bool(self.blocks) and self.evict_idle(pinned)
 
     def _evict(self, name: str) -> None:
         slot = self.slots.pop(name)

@@ -44,7 +44,6 @@ import dataclasses
 import functools
 import random
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +54,8 @@ import torch
 from common import tl, triton
 
 import llama
+from engine.config import SchedulerConfig
+from engine.core.scheduler import make_scheduler
 
 KEY = "12_multi_lora"
 paged = common.lesson("02_paged_attention")
@@ -349,163 +350,6 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, memory: SlotMemory | UnifiedMemor
 # --- 3. Who runs: the scheduler's part ------------------------------------------------------------------------------
 
 
-class FairRequestQueue:
-    """The next request is one of the tenant that has been served least (Sheng et al. 2024: virtual token counter).
-
-    A tenant is an adapter. Its counter grows by what it is served; one that comes back from a pause starts at the
-    least among those who wait (if nobody does, at that of who left the queue last), or it could claim all that it did
-    not use.
-    """
-
-    def __init__(self) -> None:
-        self.queues: dict[str | None, deque[Request]] = {}
-        self.counters: Counter[str | None] = Counter()
-        self.left_last: str | None = None
-
-    def add_request(self, request: Request, front: bool = False) -> None:
-        """A tenant that comes back starts at the least counter of those who wait: it saves nothing up."""
-        tenant = request.lora_name
-        if not self.queues.get(tenant):
-            waiting = [other for other, queue in self.queues.items() if queue] or [self.left_last]
-            if not front:
-                self.counters[tenant] = max(self.counters[tenant], min(self.counters[other] for other in waiting))
-            self.queues[tenant] = deque()
-        (self.queues[tenant].appendleft if front else self.queues[tenant].append)(request)
-
-    def prepend_request(self, request: Request) -> None:
-        self.add_request(request, front=True)
-
-    def charge(self, tenant: str | None, tokens: int) -> None:
-        self.counters[tenant] += tokens
-
-    def peek_request(self) -> Request:
-        tenants = [tenant for tenant, queue in self.queues.items() if queue]
-        return self.queues[min(tenants, key=lambda t: (self.counters[t], self.queues[t][0].arrival_time))][0]
-
-    def pop_request(self) -> Request:
-        request = self.peek_request()
-        self.queues[request.lora_name].popleft()
-        self.left_last = request.lora_name
-        return request
-
-    def remove_request(self, request: Request) -> None:
-        self.queues[request.lora_name].remove(request)
-
-    def __len__(self) -> int:
-        return sum(map(len, self.queues.values()))
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(sorted((request for queue in self.queues.values() for request in queue),
-                           key=lambda request: request.arrival_time))  # fmt: skip
-
-
-def lora_scheduler(base: type[scheduling.Scheduler], manager: LoRAModelManager) -> type[scheduling.Scheduler]:
-    """`base` with one more condition for admission: the request's adapter must have a place."""
-    max_loras = manager.config.max_loras
-
-    class LoRAScheduler(base):
-        __doc__ = base.__doc__
-        passed_over = False  # did the last `_admit` fail for its adapter, not for seats, budget or blocks?
-
-        def _schedule_waiting(self, output: scheduling.SchedulerOutput) -> None:
-            """Whoever waits for an adapter's place is passed over, and keeps its place in the queue."""
-            manager.collect()
-            waiting_for_adapter: list[Request] = []
-            self.of_this_step = output.scheduled_running_reqs, output.scheduled_new_reqs, output.scheduled_resumed_reqs
-            while True:
-                self.passed_over = False
-                super()._schedule_waiting(output)
-                if not self.passed_over:
-                    break
-                waiting_for_adapter.append(self.waiting.pop_request())
-            self.waiting_for_adapter = [request.request_id for request in waiting_for_adapter]
-            for request in reversed(waiting_for_adapter):
-                self.waiting.prepend_request(request)
-            if waiting_for_adapter and not output.num_scheduled_tokens:  # nothing else to do than to wait for a file
-                manager.wait()
-
-        def _is_ready(self, request: Request) -> bool:
-            """Does its adapter fit into this step, and is it in CPU memory, or resident?"""
-            if (name := request.lora_name) is None:
-                return True
-            # A step ahead, some may run of whom nothing more is to be computed: they do not count.
-            scheduled = {r.lora_name for part in self.of_this_step for r in part if r.lora_name}
-            if name not in scheduled and len(scheduled) == max_loras:
-                return False
-            try:
-                return manager.is_loaded(name)
-            except common.InputError:
-                self.broken.append(request)
-                return False
-
-        def _admit(self, request: Request) -> int:
-            name, active = request.lora_name, {r.lora_name for r in self.running if r.lora_name}
-            self.passed_over = not self._is_ready(request)
-            if self.passed_over:
-                return 0
-            tokens = super()._admit(request) if name is None or manager.make_resident(name, active) else 0
-            pool, size = self.kv_cache_manager.block_pool, self.kv_cache_manager.block_size
-            while tokens == 0 and pool.num_free_blocks * size < request.num_tokens and manager.blocks:
-                if not manager.evict_idle(active | {name}):  # idle adapters make room for keys and values
-                    break
-                tokens = super()._admit(request)
-            held = pool.num_blocks - 1 - pool.num_free_blocks
-            if tokens == 0 and name is not None and held == sum(map(len, manager.blocks.values())):
-                self.broken.append(request)  # alone, and still no room for adapter and prompt: there never will be
-            return tokens
-
-        def _may_run(self, request: Request) -> bool:
-            """Lesson 08's scheduler asks for a request whose keys and values have come from elsewhere."""
-            name, active = request.lora_name, {r.lora_name for r in self.running if r.lora_name}
-            return self._is_ready(request) and (name is None or manager.make_resident(name, active))
-
-        def _grant(self, request: Request, num_new_tokens: int, output: scheduling.SchedulerOutput) -> None:
-            super()._grant(request, num_new_tokens, output)
-            if isinstance(self.waiting, FairRequestQueue):
-                self.waiting.charge(request.lora_name, num_new_tokens)
-
-        def update_from_output(
-            self, output: scheduling.SchedulerOutput, sampled_token_ids: dict[str, list[int]]
-        ) -> list[scheduling.EngineCoreOutput]:
-            """As always; and whoever's adapter could not be read any more, or will never fit, hears of it."""
-            outputs = super().update_from_output(output, sampled_token_ids)
-            broken = {request.request_id for request in self.broken if request.request_id in self.requests}
-            self.broken = []
-            for request in self.finish_requests(sorted(broken), scheduling.RequestStatus.FINISHED_ABORTED):
-                outputs.append(scheduling.EngineCoreOutput(request.request_id, [], "abort"))
-            return outputs
-
-        def _free_request(self, request: Request) -> None:
-            super()._free_request(request)
-            name = request.lora_name
-            if (name in manager.retired or name in manager.loading) and not self.uses(name):
-                manager.release(name)
-
-        def uses(self, name: str) -> bool:
-            return any(request.lora_name == name for request in self.requests.values())
-
-    return LoRAScheduler
-
-
-def make_lora_scheduler(scheduler: scheduling.Scheduler, manager: LoRAModelManager) -> scheduling.Scheduler:
-    """Turn a scheduler that was just made into one that minds adapters: its state stays, its decisions change."""
-    scheduler.__class__ = lora_scheduler(type(scheduler), manager)
-    scheduler.broken = []
-    if manager.config.fair:
-        scheduler.waiting = FairRequestQueue()
-    allocate = scheduler.kv_cache_manager.allocate_slots
-
-    def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> list[int] | None:
-        """Before anybody is preempted for want of blocks, adapters that nobody uses give theirs."""
-        while (blocks := allocate(request, *args, **kwargs)) is None and manager.blocks:
-            if not manager.evict_idle({r.lora_name for r in (*scheduler.running, request)}):
-                break
-        return blocks
-
-    scheduler.kv_cache_manager.allocate_slots = allocate_slots
-    return scheduler
-
-
 # --- 4. The model's part, and an engine from both -------------------------------------------------------------------
 
 
@@ -570,16 +414,12 @@ def lora_engine(base: type[offline.LLMEngine], lora_config: LoRAConfig,
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.lora = LoRAModelManager(lora_config)
-            make = base.make_scheduler
-
-            @functools.wraps(make)
-            def make_scheduler(*about: Any, **options: Any) -> scheduling.Scheduler:
-                return make_lora_scheduler(make(*about, **options), self.lora)
-
-            self.make_scheduler = make_scheduler
             self.runner_class = make_runner(self.runner_class, self.lora)
             super().__init__(*args, **kwargs)
             self.core.lora = self
+
+        def collaborators(self) -> dict[str, Any]:
+            return super().collaborators() | {"adapters": self.lora}
 
         def add_request(self, request_id: str, prompt: Any, params: SamplingParams | None = None, *,
                         lora_request: LoRARequest | None = None, **about: Any) -> None:  # fmt: skip
@@ -636,13 +476,8 @@ class LLM(offline.LLM):
 
 def make_llm(model: llama.Llama, tokenizer: llama.Tokenizer, config: LoRAConfig, **engine_args: Any) -> LLM:
     """An `LLM` on lesson 11's scheduler and 05's prefix cache, with adapters."""
-
-    class Engine(offline.LLMEngine):
-        config_class = preemption.SchedulerConfig
-        make_scheduler = staticmethod(preemption.make_scheduler)
-
     llm = LLM.__new__(LLM)
-    llm.llm_engine, llm.num_requests = lora_engine(Engine, config)(model, tokenizer, **engine_args), 0
+    llm.llm_engine, llm.num_requests = lora_engine(offline.LLMEngine, config)(model, tokenizer, **engine_args), 0
     return llm
 
 
@@ -684,9 +519,8 @@ def dry_core(max_loras: int, seats: int, ranks: Sequence[int], fair: bool = Fals
     manager.memory, manager.block_pool = NoMemory(), BlockPool(2)
     for k, rank in enumerate(ranks):
         manager.add_adapter(str(k), LoRAModel(str(k), rank, {}))
-    config = preemption.SchedulerConfig(max_model_len=64, max_num_seqs=seats, max_num_batched_tokens=4096)
-    scheduler = preemption.make_scheduler(config, 1 + 4 * seats, 16, enable_prefix_caching=False)
-    core = scheduling.DryRun(make_lora_scheduler(scheduler, manager))
+    config = SchedulerConfig(max_model_len=64, max_num_seqs=seats, max_num_batched_tokens=4096)
+    core = scheduling.DryRun(make_scheduler(config, 1 + 4 * seats, 16, False, adapters=manager))
     core.lora = manager
     return core
 

@@ -1,0 +1,60 @@
+"""The limits and choices that an engine is started with.
+
+Owns their defaults, and refuses those that contradict each other; read by everybody, changed by nobody. It never loads
+a model or opens a file. vLLM: `vllm/config/scheduler.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common import InputError
+
+
+@dataclass
+class SchedulerConfig:
+    """What the scheduler may put into a step, and how it chooses.
+
+    Raises:
+        InputError: limits that contradict each other, by vLLM's rules; the message names the field.
+    """
+
+    max_model_len: int = 2048  # tokens in one sequence, prompt and output
+    max_num_seqs: int = 128  # sequences in one step
+    max_num_batched_tokens: int = 2048  # tokens in one step: what the buffers are made for
+    policy: str = "fcfs"  # or "priority"
+
+    enable_chunked_prefill: bool = True
+    max_num_scheduled_tokens: int | None = None  # a smaller budget than the buffers were made for
+    long_prefill_token_threshold: int = 0  # no request gets more tokens than this in a step; 0: no such cap
+    long_prefill_token_threshold_adaptive: bool = False  # raise the cap to a fair share of the budget
+
+    max_num_active_seqs: int | None = None  # admit fewer than max_num_seqs
+    scheduler_reserve_full_isl: bool = True  # admit only what fits in full now (a test, not a reservation)
+    watermark: float = 0.0  # share of the pool that admission leaves free for running requests
+    evict_uncomputed_blocks: bool = True  # vLLM 0.32 does not: see the scheduler's `_preempt_request`
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} {getattr(self, name)}: must be at least 1")
+        if self.policy not in ("fcfs", "priority"):
+            raise InputError(f"policy {self.policy!r}: must be 'fcfs' or 'priority'")
+        budget = f"max_num_batched_tokens {self.max_num_batched_tokens}: must be at least"
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InputError(f"{budget} max_num_seqs ({self.max_num_seqs}), or decodes would starve")
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise InputError(f"{budget} max_model_len ({self.max_model_len}) without chunked prefill")
+        if self.max_num_scheduled_tokens is not None and self.max_num_scheduled_tokens < 1:
+            raise InputError(f"max_num_scheduled_tokens {self.max_num_scheduled_tokens}: must be at least 1")
+        if not 0 <= self.long_prefill_token_threshold <= self.max_model_len:
+            raise InputError(
+                f"long_prefill_token_threshold {self.long_prefill_token_threshold}: must be from 0 "
+                f"to max_model_len ({self.max_model_len})"
+            )
+        if self.max_num_active_seqs is not None and not 1 <= self.max_num_active_seqs <= self.max_num_seqs:
+            raise InputError(
+                f"max_num_active_seqs {self.max_num_active_seqs}: must be from 1 to max_num_seqs ({self.max_num_seqs})"
+            )
+        if not 0 <= self.watermark < 1:
+            raise InputError(f"watermark {self.watermark}: must be at least 0 and below 1")

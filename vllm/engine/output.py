@@ -1,0 +1,40 @@
+"""What the scheduler says to the model runner, and what it says to whoever asked.
+
+Owns nothing: plain records, made by the scheduler, read by worker and front end, and pickled on their way between
+processes. vLLM: `vllm/v1/core/sched/output.py`, `vllm/v1/engine/__init__.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.request import Request
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """What one step computes. The flattened batch is in the order of `num_scheduled_tokens`: running, then admitted."""
+
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    scheduled_running_reqs: list[Request] = field(default_factory=list)
+    scheduled_new_reqs: list[Request] = field(default_factory=list)  # admitted now, for the first time
+    scheduled_resumed_reqs: list[Request] = field(default_factory=list)  # admitted now, again
+    preempted_reqs: list[Request] = field(default_factory=list)
+    finished_req_ids: list[str] = field(default_factory=list)  # finished or aborted since the step before
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)  # the drafts among the tokens
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+@dataclass(slots=True)
+class EngineCoreOutput:
+    """What a step brought one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # where its keys and values are, for whoever goes on with it
