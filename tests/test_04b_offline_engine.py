@@ -454,11 +454,7 @@ def test_any_batch_gives_each_request_what_it_gets_alone(llm, seed):
 def test_preemption_changes_no_draw(tiny_model, real_model, seed):
     """The assembled scheduler on a pool that is too small: sampled requests are preempted, and draw the same."""
 
-    class Engine(lesson.LLMEngine):
-        config_class = preemption.SchedulerConfig
-        make_scheduler = staticmethod(preemption.make_scheduler)
-
-    make = lambda blocks: Engine(  # noqa: E731
+    make = lambda blocks: lesson.LLMEngine(  # noqa: E731
         tiny_model, real_model[1], max_model_len=40, max_num_seqs=6, max_num_batched_tokens=16, block_size=4,
         num_gpu_blocks_override=blocks,
     )  # fmt: skip
@@ -607,13 +603,10 @@ def test_each_of_n_samples_comes_with_the_prompts_scores(llm):
 @pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_prompts_are_scored_in_chunks_and_across_preemptions(tiny_model, real_model, seed, stream):
     """Nothing is missing and nothing is told twice, whatever is computed again; and no cached block is skipped."""
-
-    class Engine(lesson.LLMEngine):
-        config_class = preemption.SchedulerConfig
-        make_scheduler = staticmethod(preemption.make_scheduler)
-
-    engine = Engine(tiny_model, real_model[1], max_model_len=40, max_num_seqs=6, max_num_batched_tokens=7, block_size=4,
-                    num_gpu_blocks_override=12)  # fmt: skip
+    engine = lesson.LLMEngine(
+        tiny_model, real_model[1], max_model_len=40, max_num_seqs=6, max_num_batched_tokens=7, block_size=4,
+        num_gpu_blocks_override=12,
+    )  # fmt: skip
     rng, common_part = random.Random(seed), list(range(12))
     prompts = [
         (common_part[: rng.choice([4, 12])] + [rng.randrange(128) for _ in range(rng.randint(1, 16))], 2)
@@ -634,11 +627,7 @@ def test_prompts_are_scored_in_chunks_and_across_preemptions(tiny_model, real_mo
 
 
 def test_whoever_leaves_in_the_middle_of_a_prompt_leaves_no_scores(tiny_model, real_model):
-    class Engine(lesson.LLMEngine):
-        config_class = preemption.SchedulerConfig
-        make_scheduler = staticmethod(preemption.make_scheduler)
-
-    engine = Engine(tiny_model, real_model[1], max_model_len=40, max_num_seqs=2, max_num_batched_tokens=8,
+    engine = lesson.LLMEngine(tiny_model, real_model[1], max_model_len=40, max_num_seqs=2, max_num_batched_tokens=8,
                     num_gpu_blocks_override=20)  # fmt: skip
     engine.add_request("a", ids(*range(20)), SamplingParams(prompt_logprobs=1))
     engine.step()
@@ -918,7 +907,7 @@ def test_the_offline_example_runs_as_printed(real_model):
     assert done.returncode == 0, done.stderr[-2000:]
     first, second, module = done.stdout.splitlines()
     assert first.startswith("Hello, my name is | ") and second.startswith("The president of the United States is | ")
-    assert 1 <= int(first.split("|")[-1]) <= 16 and module == "11_preemption"
+    assert 1 <= int(first.split("|")[-1]) <= 16 and module == "engine.core.scheduler"
 
 
 def test_the_package_hands_on_two_names():

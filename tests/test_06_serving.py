@@ -1294,7 +1294,7 @@ def test_the_widget_uses_the_real_admission_and_scheduler(monkeypatch):
     monkeypatch.setattr(async_engine.AdmissionControl, "check", lambda self, inside, n=1: None)
     assert lesson.simulate(params)["rejected"] == 0 < before["rejected"]
     monkeypatch.undo()
-    monkeypatch.setattr(lesson.preemption.Scheduler, "_admit", lambda self, request: 0)
+    monkeypatch.setattr(lesson.preemption.EngineScheduler, "_admit", lambda self, request: 0)
     monkeypatch.setattr(lesson.scheduling.DryRun, "step", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         lesson.simulate(params)

@@ -12,6 +12,8 @@ import time
 import common
 import numpy as np
 import pytest
+from engine.config import SchedulerConfig
+from engine.core.scheduler import Scheduler, make_scheduler
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -21,7 +23,6 @@ import llama
 
 lesson = common.lesson("06b_guided_decoding")
 offline = common.lesson("04b_offline_engine")
-preemption = common.lesson("11_preemption")
 Request, SamplingParams = lesson.Request, lesson.SamplingParams
 REGEX = {"regex": r"[a-z]{2,5}-\d{1,3}"}
 
@@ -754,22 +755,15 @@ TestManager = Manager.TestCase
 TestManager.settings = settings(max_examples=40, stateful_step_count=25)
 
 
-class PreemptingEngine(lesson.GuidedLLMEngine):
-    """Lesson 11's scheduler, with chunked prefill and preemption."""
-
-    config_class = preemption.SchedulerConfig
-    make_scheduler = staticmethod(preemption.make_scheduler)
-
-
 @pytest.mark.parametrize("budget", [8, 64])
 def test_chunks_and_preemptions_change_nothing(model, real_model, budget, monkeypatch):
     """A pool that is too small and prompts cut into pieces of 8: the same tokens as alone."""
     preempted = []
-    preempt = preemption.Scheduler._preempt_request
-    monkeypatch.setattr(preemption.Scheduler, "_preempt_request", lambda *a: preempted.append(a[1]) or preempt(*a))
+    preempt = Scheduler._preempt_request
+    monkeypatch.setattr(Scheduler, "_preempt_request", lambda *a: preempted.append(a[1]) or preempt(*a))
 
     class LLM(offline.LLM):
-        engine_class = PreemptingEngine
+        engine_class = lesson.GuidedLLMEngine
 
     wanted = [{"regex": r"([a-z]{4}-){5}\."}, None, {"choice": ["a-longer-answer-than-usual", "another-one,as-long"]}]
     some = [params(wanted[i % 3], seed=i, max_tokens=30, ignore_eos=i % 3 == 1) for i in range(9)]
@@ -800,7 +794,7 @@ def test_the_engine_runs_the_kernel(kernels, model, real_model):
 
 def test_a_runner_without_a_tokenizer_says_so(tiny_model):
     runner_class = lesson.guided_runner(lesson.SamplingModelRunner)
-    scheduler = offline.LLMEngine.make_scheduler(offline.SchedulerConfig(max_model_len=32), 9, 16)
+    scheduler = make_scheduler(SchedulerConfig(max_model_len=32), 9, 16)
     runner = runner_class(tiny_model, scheduler)
     with pytest.raises(AssertionError, match="tokenizer"):
         runner.sample(torch.zeros(1, 128), [Request("r", [1], params())])

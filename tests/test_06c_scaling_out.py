@@ -28,6 +28,7 @@ from types import SimpleNamespace
 import common
 import httpx
 import pytest
+from engine.core.kv_cache_manager import KVCacheManager
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -760,7 +761,7 @@ def test_a_prefix_goes_where_it_was_unless_that_is_too_far_behind():
     assert balancer.hashes(request_of(range(8), lora_name="x"))[1] != balancer.hashes(request_of(range(8)))[1]
     assert balancer.hashes(request_of(range(7))) == balancer.hashes(request_of(range(8)))[:1]
     assert len(balancer.hashes(request_of(range(8)))) == 2
-    manager = lesson.engine_group.prefix_caching.PrefixCachingKVCacheManager(9, 4, 64)
+    manager = KVCacheManager(9, 4, 64)
     manager.update_block_hashes(both := request_of(range(8), cache_salt="x", lora_name="y"))
     assert balancer.hashes(both) == both.block_hashes, "the keys that the engine's cache will have"
     assert all(len(sent) <= 8 for sent in balancer.sent)

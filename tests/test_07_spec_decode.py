@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import common
 import pytest
+from engine.core.scheduler import one_by_one
+from support.broken import break_class
 import torch
 import torch.nn.functional as F
 
@@ -832,25 +834,21 @@ def test_on_lesson_04s_scheduler(tiny_model, real_model, jobs, plain):
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("base", [(), (offline.LLMEngine,)], ids=["lesson 11", "lesson 04"])
-def test_drafts_that_are_granted_as_tokens_are_noticed(tiny_model, real_model, jobs, plain, monkeypatch, base):
+def test_drafts_that_are_granted_as_tokens_are_noticed(tiny_model, real_model, jobs, plain, monkeypatch):
     """The page's third exercise."""
-    scheduler = lesson.SpeculativeScheduler
-    monkeypatch.setattr(scheduler, "_grant", lambda self, *of: super(scheduler, self)._grant(*of))
+    break_class(monkeypatch, lesson.Scheduler, "drafted := num_new_tokens - self._behind(request)", "drafted := 0")
     oracle = Oracle(truth_of(jobs, plain), right=1.0)
-    engine = engine_of(tiny_model, real_model[1], lesson.configure("ngram", 5), lambda config, model: oracle, *base)
+    engine = engine_of(tiny_model, real_model[1], lesson.configure("ngram", 5), lambda config, model: oracle)
     with pytest.raises(AssertionError, match="num_computed_tokens"):
         run(engine, jobs)
 
 
-@pytest.mark.parametrize("base", [None, offline.LLMEngine], ids=["lesson 11", "lesson 04"])
-def test_drafts_go_with_the_last_token_as_far_as_the_budget_goes(tiny_model, real_model, base):
+def test_drafts_go_with_the_last_token_as_far_as_the_budget_goes(tiny_model, real_model):
     """Not before it, and not while it is on its way; and where drafts are, too, nothing is taken back (06c)."""
-    scheduler = engine_of(tiny_model, real_model[1], lesson.configure("ngram", 3), base=base).core.scheduler
+    scheduler = engine_of(tiny_model, real_model[1], lesson.configure("ngram", 3)).core.scheduler
     request = lesson.Request("r", [1, 2, 3, 4, 5], SamplingParams())
     request.status, request.spec_token_ids = lesson.scheduling.RequestStatus.RUNNING, [7, 8, 9]
-    chunk = 2 if base is None else 0  # lesson 04 computes all of a prompt, or waits
-    for computed, budget, granted in ((4, 9, 4), (4, 3, 3), (4, 1, 1), (2, 9, 6), (2, 2, chunk), (5, 9, 0), (7, 9, 0)):
+    for computed, budget, granted in ((4, 9, 4), (4, 3, 3), (4, 1, 1), (2, 9, 6), (2, 2, 2), (5, 9, 0), (7, 9, 0)):
         request.num_computed_tokens, scheduler.token_budget = computed, budget
         assert scheduler._num_new_tokens(request) == granted
 
@@ -896,7 +894,7 @@ def test_what_was_drafted_counts_though_nothing_stood():
 
 def test_one_by_one_the_last_token_brings_the_end():
     whole = lesson.EngineCoreOutput("r", [5, 6, 7], "stop", 7)
-    parts = [(o.new_token_ids, o.finish_reason, o.stop_reason) for o in lesson.one_by_one(whole)]
+    parts = [(o.new_token_ids, o.finish_reason, o.stop_reason) for o in one_by_one(whole)]
     assert parts == [([5], None, None), ([6], None, None), ([7], "stop", 7)]
 
 
@@ -1197,8 +1195,8 @@ def test_drafts_ahead_need_no_slot_behind_the_end_of_the_context(tiny_model):
 
 def test_drafts_ahead_leave_no_count_behind(tiny_model):
     core, scheduler, make = ahead(tiny_model)
-    core.run([make(9)])
-    assert not scheduler.num_draft_placeholders and not scheduler.num_output_placeholders
+    core.run([request := make(9)])
+    assert request.num_draft_placeholders == request.num_output_placeholders == 0 and not scheduler.requests
 
 
 def test_nothing_is_taken_back_from_who_will_begin_again(tiny_model):

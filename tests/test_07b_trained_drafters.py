@@ -16,6 +16,8 @@ from types import SimpleNamespace
 import common
 import numpy as np
 import pytest
+from engine.config import SchedulerConfig
+from engine.core.scheduler import make_scheduler
 import torch
 import torch.nn.functional as F
 from hypothesis import settings
@@ -260,13 +262,12 @@ def answers(tiny_model: llama.Llama, drafter: lesson.Drafter | None, temperature
     rng = random.Random(0)
     prompts = [[rng.randrange(128) for _ in range(n)] for n in (3, 15, 17, 40)]
     scheduling = common.lesson("04_continuous_batching")
-    config = scheduling.SchedulerConfig(max_model_len=96, max_num_seqs=3, max_num_batched_tokens=128)
-    scheduler = scheduling.Scheduler(config, scheduling.KVCacheManager(64, 16, 96))
+    limits = SchedulerConfig(max_model_len=96, max_num_seqs=3, max_num_batched_tokens=128)
+    config = lesson.drafting.SpeculativeConfig(num_speculative_tokens=3) if drafter else None
+    scheduler = make_scheduler(limits, 64, 16, enable_prefix_caching=False, drafts=config)
     runner, core_class = offline.SamplingModelRunner, scheduling.ModelEngineCore
     if drafter:
-        scheduler_class = type("S", (speculative.SpeculativeScheduler, scheduling.Scheduler), {})
-        scheduler = scheduler_class(config, scheduling.KVCacheManager(64, 16, 96))
-        members = {"speculative_config": lesson.drafting.SpeculativeConfig(num_speculative_tokens=3),
+        members = {"speculative_config": config,
                    "make_drafter": staticmethod(lambda config, model: drafter)}  # fmt: skip
         runner = type("R", (speculative.SpeculativeModelRunner, runner), members)
         core_class = speculative.SpeculativeEngineCore
@@ -965,10 +966,8 @@ def test_a_step_ahead_writes_the_same(K, right, tiny_model, answered):
 def test_places_follow_the_batch_as_drafts_do():
     """The served engine's scheduler asks for no more places than its drafter may fill in a batch of that size."""
     config = lesson.drafting.SpeculativeConfig(num_speculative_tokens_per_batch_size=[[1, 1, 3], [2, 8, 0]])
-    serving, batching = common.lesson("06_serving"), common.lesson("04_continuous_batching")
-    limits = common.lesson("11_preemption").SchedulerConfig(max_model_len=64, max_num_seqs=8)
-    engine = serving.engine_class(speculation=config, async_scheduling=True)
-    scheduler, planned = engine.make_scheduler(limits, 9, 16), []
+    batching, limits = common.lesson("04_continuous_batching"), SchedulerConfig(max_model_len=64, max_num_seqs=8)
+    scheduler, planned = make_scheduler(limits, 9, 16, drafts=config, async_scheduling=True), []
     for name in ("a", "b"):
         scheduler.add_request(batching.Request(name, [1, 2], batching.SamplingParams(max_tokens=9)))
     for _ in range(2):

@@ -112,8 +112,7 @@ def check_nothing_is_kept(monkeypatch, *engines):
         assert pool.num_free_blocks == pool.num_blocks - 1 and not (scheduler.held or scheduler.waiting_for_remote_kvs)
         assert not (connector.names or connector.producer.exports or connector.consumer.imports or connector.orders)
         assert not (connector.sent or connector.why or connector.in_use or connector.asked)
-        for placeholders in ("num_output_placeholders", "num_draft_placeholders"):
-            assert not any(getattr(scheduler, placeholders, {}).values())
+        assert not scheduler.requests
         if hasattr(engine, "lora"):
             engine.lora.check()
         kept = on_ranks(engine, monkeypatch, lambda c, rank: [*c.producer.exports, *c.consumer.imports, *c.names])
@@ -293,7 +292,7 @@ def test_one_rank_whose_wire_stalls(build, monkeypatch, policy):
 
     on_ranks(prefill, monkeypatch, stall)
     reasons, fail = [], decode.core.scheduler._handle_failed_load
-    decode.core.scheduler._handle_failed_load = lambda *about: (reasons.append(about[-1]), fail(*about))[1]
+    decode.core.scheduler._handle_failed_load = lambda *about: (reasons.append(about[-2]), fail(*about))[1]
     found = run(prefill, decode)
     assert reasons == ["no progress for 0.5 s"] * len(truth), "once for each request, and not for each rank"
     assert found == (truth if policy == "recompute" else {name: [] for name in truth})

@@ -2132,7 +2132,9 @@ def test_nothing_that_was_computed_on_void_blocks_is_stored_or_goes_on(folder, t
     for name in ("leaves", "stays"):
         core.add_request(lesson.make_request(name, longer, TOKENS))
     assert core.step() == [] and counts(core, "store")["stored"] == 0
-    assert core.scheduler.local_blocks(lesson.make_request("h", longer, 1))[1] == 8, "what is before them is good"
+    assert core.scheduler.kv_cache_manager.get_computed_blocks(lesson.make_request("h", longer, 1))[1] == 8, (
+        "what is before them is good"
+    )
     core.abort_requests(["leaves"])
     for victim in victims:
         victim.unlink()
@@ -2157,7 +2159,7 @@ def test_who_asked_for_no_second_try_hears_of_an_unreadable_block(logprobs, fold
         (heard,) = core.step()
         assert (heard.new_token_ids, heard.finish_reason) == ([], "error")
         assert heard.stop_reason == "KV load failed: a block is unreadable"
-        assert core.scheduler.local_blocks(lesson.make_request("h", PROMPT, 1)) == ([], 0)
+        assert core.scheduler.kv_cache_manager.get_computed_blocks(lesson.make_request("h", PROMPT, 1)) == ([], 0)
     else:
         assert drain(core)["a"][0] == expected and request.num_preemptions == 0
     assert_idle(core)

@@ -110,7 +110,7 @@ class AheadCore(lesson.ModelCore):
 
     def step(self):
         output = self.scheduler.schedule()
-        self.late += sum(self.scheduler.num_output_placeholders[r.request_id] for r in output.preempted_reqs)
+        self.late += sum(r.num_output_placeholders for r in output.preempted_reqs)
         self.queue.append((output, self.execute_model(output)))
         return self.scheduler.update_from_output(*self.queue.popleft()) if len(self.queue) == 2 else []
 
@@ -136,13 +136,12 @@ class AheadCore(lesson.ModelCore):
 def test_a_step_ahead_changes_no_token(pool, caching, policy, tiny_model, answers):
     """Preempted while a token is on its way: it is kept, its keys and values are computed with all others."""
     config = lesson.SchedulerConfig(max_model_len=56, max_num_seqs=8, max_num_batched_tokens=16, policy=policy)
-    scheduler = lesson.AsyncScheduler(config, lesson.KVCacheManager(pool + 1, 4, 56, caching))
+    scheduler = lesson.make_scheduler(config, pool + 1, 4, caching, async_scheduling=True)
     core = AheadCore(scheduler, tiny_model)
     assert lesson.run_to_end(core, some_requests(6, 128, 20)) == answers
     assert core.late > 0
     scheduler.kv_cache_manager.block_pool.check()
     assert scheduler.kv_cache_manager.block_pool.num_free_blocks == pool
-    assert not scheduler.num_output_placeholders
 
 
 def test_the_engine_runs_the_kernel(kernels, tiny_model, answers):

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import common
 import numpy as np
 import pytest
+from engine.core.queues import FairRequestQueue
 import scripts
 import torch
 from hypothesis import settings
@@ -348,10 +349,12 @@ def test_drafts_for_adapters(monkeypatch, tiny, method):
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     for i, (lora, prompt) in enumerate(asked):
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params, lora_name=lora and lora.name)
-    answers, scheduler = {}, engine.core.scheduler
+    answers, scheduler, outputs = {}, engine.core.scheduler, []
+    schedule = scheduler.schedule
+    monkeypatch.setattr(scheduler, "schedule", lambda: outputs.append(schedule()) or outputs[-1])
     while engine.has_unfinished_requests():
         answers |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
-        drafted = [scheduler.requests[i].lora_name for i in scheduler.scheduled_spec_decode_tokens
+        drafted = [scheduler.requests[i].lora_name for i in outputs[-1].scheduled_spec_decode_tokens
                    if i in scheduler.requests]  # fmt: skip
         seen.add(len(set(drafted)))
         engine.lora.check()
@@ -686,7 +689,7 @@ def test_cpu_memory_is_least_recently_used_too():
 
 
 def test_the_least_served_tenant_is_next():
-    queue = lesson.FairRequestQueue()
+    queue = FairRequestQueue()
     for i, tenant in enumerate([0, 0, 0, 1]):
         queue.add_request(lesson.dry_request(i, tenant))
     queue.charge("0", 5)

@@ -376,8 +376,8 @@ BREAK = {  # the feature whose recordings notice, the text of a rule, and what s
     "a victim is rolled back": (
         "ahead_speculative", "(self.async_scheduling and request.status is RequestStatus.PREEMPTED)", "False"),
     "drafts behind a sure end": (
-        "ahead_speculative", "            return 0\n        num_new_tokens = min(self._behind",
-        "            return min(len(request.spec_token_ids), self.token_budget)\n        num_new_tokens = min(self._behind"),
+        "ahead_speculative", "return 0\n        num_new_tokens = min(self._behind",
+        "return min(len(request.spec_token_ids), self.token_budget)\n        num_new_tokens = min(self._behind"),
     "accepted drafts are not found": (
         "ahead_speculative", "num_computed = min(request.num_computed_tokens, request.num_tokens - 1)",
         "num_computed = min(request.num_computed_tokens, request.num_tokens - len(token_ids))"),

@@ -37,6 +37,8 @@ from typing import Any
 
 import torch
 
+from engine import output as engine_output
+from engine import request as engine_request
 from engine.core.kv_cache_manager import ROOT_HASH, block_extra_keys, hash_block_tokens
 
 scheduling = common.lesson("04_continuous_batching")
@@ -133,7 +135,7 @@ BALANCERS = {"load": LoadBalancer, "prefix": PrefixAwareBalancer}
 
 # --- 2. Engines, API servers, and the sockets between them ------------------------------------------------------------
 
-LETTER_MODULES = {module.__name__: module for module in (scheduling, offline, async_engine)}
+LETTER_MODULES = {module.__name__: module for module in (engine_request, engine_output, offline, async_engine)}
 
 
 class LetterUnpickler(pickle.Unpickler):

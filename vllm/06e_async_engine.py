@@ -191,8 +191,7 @@ class EngineCoreProc:
         self.core, self.scheduler, self.send, self.engine = engine.core, engine.core.scheduler, send, engine
         self.arrived: dict[str, float] = {}  # request id: when its letter came
         self.about = getattr(engine, "about", {})
-        connector = self.scheduler.connector
-        self.patience = connector.patience if connector else None  # seconds; others than our client may want something
+        self.patience = self.scheduler.patience  # seconds; others than our client may want something
 
     def ready(self) -> EngineCoreReady:
         """The first letter to the client: limits, cache and process of this core."""

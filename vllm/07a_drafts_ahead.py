@@ -90,7 +90,8 @@ def compare_loops(model: llama.Llama, prompts: Sequence[Sequence[int]], max_toke
                   drafter: Callable[..., Any] = speculation.make_drafter,
                   overhead: float = 0.0) -> dict[str, dict[str, Any]]:  # fmt: skip
     """The same greedy requests in step and one step ahead: {loop: their tokens, and what they took}."""
-    longest, found = max(map(len, prompts)) + max_tokens, {}
+    # Beyond the longest answer there is room for drafts: the end of the context cuts none.
+    longest, found = max(map(len, prompts)) + max_tokens + num_speculative_tokens + 1, {}
     params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=model.config.eos_token_ids)
     for kind in ("synchronous", "async"):
         core, runner = make_loop(kind, model, num_speculative_tokens, longest, drafter, overhead)

@@ -91,6 +91,11 @@ class Scheduler:
         """Must the loop go on? With a connector, others may still want something of us."""
         return bool(self.requests) or (self.connector is not None and self.connector.has_pending_work())
 
+    @property
+    def patience(self) -> float | None:
+        """Seconds after which an idle loop asks again whether others want something; None: they never do."""
+        return self.connector.patience if self.connector else None
+
     def num_slots(self, request: Request) -> int:
         """KV slots that a request fills in its life. Its last token is sampled and never computed, hence − 1; a step
         ahead, drafts that reach the end sooner than planned are followed by a step in vain, hence + 1."""
