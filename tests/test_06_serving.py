@@ -971,7 +971,7 @@ def answer(engine, *token_ids, **fields):
 def test_every_flag_does_what_it_says(tiny_load, tiny_model):
     engine = make()
     scheduler, manager = engine.core.scheduler, engine.core.scheduler.kv_cache_manager
-    assert isinstance(scheduler, lesson.preemption.Scheduler) and isinstance(
+    assert isinstance(scheduler, lesson.preemption.EngineScheduler) and isinstance(
         engine.core.runner, lesson.MixedModelRunner
     )
     config = scheduler.config
