@@ -135,6 +135,29 @@ def device() -> torch.device:
     return common.device()
 
 
+@pytest.fixture(params=["MKL", "oneDNN", "neither"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who packs lesson 04's matrices in fp32: MKL on Intel's processors, oneDNN on others. Here, each on any."""
+    name = request.param
+    if name != "neither" and not getattr(torch.backends, {"MKL": "mkl", "oneDNN": "mkldnn"}[name]).is_available():
+        pytest.skip(f"torch was built without {name}")
+    monkeypatch.setattr(common, "cpu_name", lambda: "Intel(R) Xeon(R) Processor" if name == "MKL" else "AMD EPYC")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: name != "neither")
+    return name
+
+
+@pytest.fixture
+def packs_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, oneDNN packs where the processor has instructions for that (AVX-512, AMX). Here, a stand-in on any."""
+    ops = torch.ops.mkldnn
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(ops, "_is_mkldnn_bf16_supported", lambda: True)
+    monkeypatch.setattr(ops, "_reorder_linear_weight", lambda weight, rows: weight.clone())
+    monkeypatch.setattr(
+        ops, "_linear_pointwise", lambda x, packed, bias, *_: torch.nn.functional.linear(x, packed, bias)
+    )
+
+
 HALF = pytest.param(torch.float16, marks=pytest.mark.slow, id="fp16")  # the fast tier has bf16, the harder of the two
 
 
