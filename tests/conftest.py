@@ -9,7 +9,6 @@ import importlib.util
 import math
 import mmap
 import os
-import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,7 +26,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import common
 import numpy as np
 import pytest
-import scripts
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -42,6 +40,8 @@ settings.load_profile("lessons")
 
 # --- Several processes ----------------------------------------------------------------------------------------------
 
+pytest_plugins = ("processes",)
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
@@ -52,57 +52,6 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         return
     if getattr(option, "numprocesses", 0) is None:  # neither given, nor is there no pytest-xdist
         option.numprocesses, option.dist, option.loadscopereorder = "auto", "loadscope", False
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    return min(os.cpu_count() or 1, 4)  # each takes some 2 GB
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Together(LoadScopeScheduling):
-        _split_scope = staticmethod(together)
-
-    return Together(config, log)
-
-
-def together(nodeid: str) -> str:
-    """What the tests that one process has to run have in common: they are of a file, for these share what is expensive;
-    or they look at the processes of one lesson, where a file starts some of each lesson.
-    """
-    file, _, test = nodeid.partition("::")
-    lesson = re.search(r"\[(\w+)", test)
-    return lesson[1] if lesson and file.endswith(BY_LESSON) else file
-
-
-BY_LESSON = ("test_docs.py", "test_pretend_gpu.py", "test_scripts.py")
-LONGEST = (*BY_LESSON, "test_kernels.py", "test_06_serving.py", "test_widget_sims.py", "test_site.py")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest come first, so that no process has to wait for another in the end; those that look at the clock come
-    last, when the others have nothing to do."""
-    items.sort(key=lambda item: (item.get_closest_marker("alone") is not None, item.path.name not in LONGEST))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """A test that looks at the clock waits until the other processes have ended theirs, and they wait for it."""
-    if not hasattr(item.config, "workerinput"):
-        return (yield)
-    import fcntl
-
-    with open(__file__) as door, open(scripts.__file__) as room:
-        fcntl.flock(door, fcntl.LOCK_EX)  # nobody overtakes who waits for the room
-        fcntl.flock(room, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
-        fcntl.flock(door, fcntl.LOCK_UN)
-        try:
-            return (yield)
-        finally:
-            fcntl.flock(room, fcntl.LOCK_UN)  # processes that it has forked have the file open
 
 
 def pytest_collection_finish() -> None:
@@ -133,6 +82,29 @@ def _memory() -> Iterator[None]:
 def device() -> torch.device:
     """A GPU if there is one, else the CPU."""
     return common.device()
+
+
+@pytest.fixture(params=["MKL", "oneDNN", "neither"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who packs lesson 04's matrices in fp32: MKL on Intel's processors, oneDNN on others. Here, each on any."""
+    name = request.param
+    if name != "neither" and not getattr(torch.backends, {"MKL": "mkl", "oneDNN": "mkldnn"}[name]).is_available():
+        pytest.skip(f"torch was built without {name}")
+    monkeypatch.setattr(common, "cpu_name", lambda: "Intel(R) Xeon(R) Processor" if name == "MKL" else "AMD EPYC")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: name != "neither")
+    return name
+
+
+@pytest.fixture
+def packs_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, oneDNN packs where the processor has instructions for that (AVX-512, AMX). Here, a stand-in on any."""
+    ops = torch.ops.mkldnn
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(ops, "_is_mkldnn_bf16_supported", lambda: True)
+    monkeypatch.setattr(ops, "_reorder_linear_weight", lambda weight, rows: weight.clone())
+    monkeypatch.setattr(
+        ops, "_linear_pointwise", lambda x, packed, bias, *_: torch.nn.functional.linear(x, packed, bias)
+    )
 
 
 HALF = pytest.param(torch.float16, marks=pytest.mark.slow, id="fp16")  # the fast tier has bf16, the harder of the two

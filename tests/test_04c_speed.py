@@ -36,7 +36,7 @@ def test_every_stage_writes_the_same_tokens(stage, num_seqs):
     assert lesson.alone(model, PROMPTS[:1], OUTPUTS[0], cached=False)[0] == expected[:1]
 
 
-def test_a_stage_has_what_it_says():
+def test_a_stage_has_what_it_says(library):
     """The first has nothing, each next one thing more, the last is lesson 04's runner."""
     attention = ["in a loop", "gathered", "in place"].index
     done = [[attention(s.attention), s.fused, s.arrays, s.packed] for s in lesson.STAGES]
@@ -47,8 +47,9 @@ def test_a_stage_has_what_it_says():
     assert isinstance(first.model.linear["layers.0.qkv_proj"], lesson.SplitLinear)
     assert isinstance(first.batch, lesson.ListBatch) and isinstance(final.batch, batching.InputBatch)
     assert type(model.linear["layers.0.qkv_proj"]) is llama.Linear  # the caller's model is as it was
-    if torch.backends.mkldnn.is_available():
-        assert isinstance(final.model.linear["layers.0.qkv_proj"], batching.PackedLinear)
+    packed = final.model.linear["layers.0.qkv_proj"]
+    assert isinstance(packed, batching.PackedLinear) == (library != "neither")
+    assert getattr(packed, "mkl", False) == (library == "MKL")
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import llama
 
@@ -523,6 +524,77 @@ def test_a_tape_replays_operations_and_no_python():
     tape.replay()
     assert y.tolist() == [11.0, 13.0, 15.0] and seen == ["python", "more"]
     assert len(tape.tape) == 3, "views launch nothing"
+
+
+PACKS = {
+    "mkl::_mkl_reorder_linear_weight": lambda w: torch.ops.mkl._mkl_reorder_linear_weight(w, 32),
+    "mkldnn::_reorder_linear_weight": lambda w: torch.ops.mkldnn._reorder_linear_weight(w, 32),
+    "aten::to_mkldnn": lambda w: w.to_mkldnn(),
+    "aten::_convert_weight_to_int4pack_for_cpu": lambda w: torch.ops.aten._convert_weight_to_int4pack_for_cpu(
+        torch.zeros_like(w, dtype=torch.int32), 1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_a_tape_refuses_to_pack(name):
+    """MKL's packed bytes are another matrix at another address, which is where a replay would have copied them."""
+    if ("mkl:" in name and not torch.backends.mkl.is_available()) or not torch.backends.mkldnn.is_available():
+        pytest.skip("no such library here")
+    weight, tape = torch.randn(512, 128), lesson.Tape()
+    with torch.inference_mode():
+        tape.capture_begin()
+        try:
+            with pytest.raises(RuntimeError, match=f"{name} packs a matrix while a tape records"):
+                PACKS[name](weight)
+        finally:
+            tape.capture_end()
+
+
+@pytest.mark.skipif(common.HAS_GPU, reason="a GPU's products pack nothing")
+def test_layers_that_pack_when_they_are_first_called_are_packed_before_the_capture(tiny_model, library):
+    """And are read from there by every replay: whichever library it is, and whether it packs at all."""
+
+    class Lazy:
+        weight = None
+
+        def __init__(self, layer):
+            self.layer, self.packed = layer, None
+
+        def __call__(self, x):
+            packs = batching.packs(x.device, x.dtype)
+            self.packed = self.packed or (batching.PackedLinear(self.layer.weight, None) if packs else self.layer)
+            return self.packed(x)
+
+    model = copy.copy(tiny_model)
+    model.linear = {name: Lazy(layer) for name, layer in tiny_model.linear.items()}
+    core = core_of(model, num_blocks=40, runner_class=graphs(full=False))
+    assert serve(core) == serve(core_of(tiny_model, num_blocks=40))
+    assert core.runner.num_replays == 5
+    product = {"MKL": "mkl::_mkl_linear", "oneDNN": "mkldnn::_linear_pointwise", "neither": "aten::linear"}[library]
+    names = {func.name() for step in core.runner.captured.values() for graph in step.graphs for func, *_ in graph.tape}
+    assert product in names and not any("reorder" in name for name in names)
+
+
+@pytest.mark.parametrize("failing", [1, 2], ids=["warming up", "recording"])
+def test_nothing_is_recorded_after_a_capture_that_failed(tiny_model, failing):
+    model, calls = copy.copy(tiny_model), itertools.count(1)
+    model.linear = dict(tiny_model.linear)
+    name = list(model.linear)[-2]
+
+    def layer(x):
+        if next(calls) == failing:
+            raise KeyError("in the middle of it")
+        return tiny_model.linear[name](x)
+
+    model.linear[name] = layer
+    runner = core_of(model, num_blocks=40, runner_class=graphs(full=False)).runner
+    with pytest.raises(KeyError, match="in the middle of it"):
+        runner.captured_step(2, whole=False)
+    still = _get_current_dispatch_mode()
+    if still is not None:
+        still.capture_end()  # or the tests that follow are recorded too
+    assert still is None and runner.breaking is None and not runner.captured
 
 
 PROMPTS = [tokens_of(20 + n, n) for n in (5, 17, 2, 1, 7)]

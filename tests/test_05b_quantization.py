@@ -691,17 +691,14 @@ def test_awq_layers_shrink_their_inputs(device):
     assert common.relative_error(layer(X.to(device)).cpu(), X @ W.T) < 0.15
 
 
-@pytest.mark.parametrize("processor", ["Intel(R) Xeon(R) Processor", "AMD EPYC"])
-def test_the_weights_that_were_decoded_do_not_stay_beside_the_packed_ones(processor, monkeypatch):
+def test_the_weights_that_were_decoded_do_not_stay_beside_the_packed_ones(library):
     """Whatever lesson 04 would do with them: a long prompt comes out as a short one."""
-    monkeypatch.setattr(common, "cpu_name", lambda: processor)
     q = rtn(torch.randn(48, 64), FORMATS["int4-g64"])
     weight, x = lesson.PackedWeight.pack(q), torch.randn(300, 64)
     long = lesson.dequant_matmul(x, weight)
     common.assert_close(long, x @ q.dequantize().T)
     common.assert_close(long[:1], lesson.dequant_matmul(x[:1], weight))
-    if torch.backends.mkldnn.is_available():
-        assert weight.unpacked.weight.untyped_storage().nbytes() == 4
+    assert weight.unpacked.weight.untyped_storage().nbytes() == 4 * (48 * 64 if library == "neither" else 1)
 
 
 def test_awq_leaves_equal_inputs_alone():
@@ -1268,6 +1265,22 @@ def test_few_rows_are_multiplied_with_their_codes(name, decoded, monkeypatch):
         assert y.dtype == torch.bfloat16 and y.shape == (M, 48)
         assert M == 0 or common.relative_error(y.float(), expected[:M]) < common.TOLERANCE[torch.bfloat16] / 4
     assert decoded == [formats.FEW_ROWS + 1, 40]
+
+
+@pytest.mark.parametrize("capability", ["AVX512", "NEON"])
+def test_codes_beside_weights_that_were_packed_in_16_bits(capability, packs_16_bits, monkeypatch):
+    """On a processor with AMX, few rows read the codes and many the packed weights."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    q, x = rtn(torch.randn(48, 256), FORMATS["int4-g64"]), torch.randn(40, 256).bfloat16()
+    expected, weight, rows = x.float() @ q.dequantize().T, lesson.PackedWeight.pack(q), []
+    call = formats.batching.PackedLinear.__call__
+    monkeypatch.setattr(
+        formats.batching.PackedLinear, "__call__", lambda layer, x: rows.append(len(x)) or call(layer, x)
+    )
+    for M in (1, formats.FEW_ROWS, formats.FEW_ROWS + 1, 40):
+        y = lesson.dequant_matmul(x[:M], weight)
+        assert common.relative_error(y.float(), expected[:M]) < common.TOLERANCE[torch.bfloat16] / 4
+    assert rows == ([] if capability == "AVX512" else [1, formats.FEW_ROWS]) + [formats.FEW_ROWS + 1, 40]
 
 
 @pytest.mark.parametrize("why", ["fp32", "fp16", "rows of 40", "a group of 96", "8 bits", "floats", "another CPU"])

@@ -889,7 +889,7 @@ def test_the_real_model_in_the_engine(real_model):
             assert [serve(model, name, [prompt], 12)[0] for prompt in prompts] == together
 
 
-def test_a_step_in_few_bits_as_one_graph(monkeypatch, capsys):
+def test_a_step_in_few_bits_as_one_graph(library, monkeypatch, capsys):
     """What `--bench` times on a GPU: here a tape is the graph. Few bits in weights, cache, both, neither."""
     speed, graphs = common.lesson("04c_speed"), common.lesson("051_cuda_graphs")
     model = llama.random_model(seed=1, hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=32)

@@ -12,8 +12,8 @@ import common
 import on_gpu
 import pytest
 import tokenizers
-from conftest import together
 from documents import LESSONS, TOLD
+from processes import together
 from safetensors.torch import load_file, save_file
 from scripts import execute, get, output_of, run, script_job, within
 

@@ -49,6 +49,10 @@ class Tape(TorchDispatchMode):
 
     Like a graph it knows addresses and no Python, so what would break a graph breaks a tape. Views are not recorded:
     they launch nothing.
+
+    Raises RuntimeError where a library packs a matrix while it records. `replay` would pack it anew and copy its bytes
+    to the first one's address; but MKL aligns what it packs within its memory, so at another address the same bytes are
+    another matrix, or end the process. A layer that packs when it is first called is called once before.
     """
 
     def __init__(self) -> None:
@@ -76,6 +80,11 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         self._take_launches()  # those that came before
         out = func(*args, **(kwargs or {}))
+        if func.name() in PACKING or any(getattr(x, "layout", None) == OPAQUE for x in tree_leaves(out)):
+            raise RuntimeError(
+                f"{func.name()} packs a matrix while a tape records, and a replay cannot write packed bytes anew: "
+                "call the layer once before it is recorded"
+            )
         if not func.is_view and func.name() not in ALLOCATIONS:
             self.tape.append((func, args, kwargs or {}, out))
         return out
@@ -94,6 +103,8 @@ class Tape(TorchDispatchMode):
 
 
 ALLOCATIONS = {"aten::empty.memory_format", "aten::empty_like", "aten::new_empty", "aten::detach"}  # no kernel
+OPAQUE = torch._mkldnn  # the layout of what MKL and oneDNN have packed: only they can read it
+PACKING = {"aten::_convert_weight_to_int4pack_for_cpu"}  # its result has the layout of any tensor
 
 
 @dataclass
@@ -210,8 +221,9 @@ def graph_runner(base: type[ModelRunner], graph_class: Callable[[], Any] | None 
                     buffer[T:size].fill_(padding)
 
         def capture(self, size: int, whole: bool) -> CapturedStep:
-            """Run the step twice on the static buffers: once to warm up (Triton compiles, libraries choose), once to
-            record. All rows are padding meanwhile, so nothing is written. A piece ends wherever attention is called.
+            """Run the step twice on the static buffers: once to warm up (Triton compiles, libraries choose, weights are
+            packed when first used), once to record. All rows are padding meanwhile, so nothing is written. A piece ends
+            wherever attention is called.
 
             What attention reads is copied out of the graphs' pool, by one kernel: a reference would keep memory there
             for every layer of every bucket, gigabytes for a large model (vLLM's references are weak, in C++).
@@ -239,13 +251,15 @@ def graph_runner(base: type[ModelRunner], graph_class: Callable[[], Any] | None 
             # Not on the default stream: that cannot be captured.
             with torch.cuda.stream(self.stream) if common.HAS_GPU else contextlib.nullcontext():
                 self.breaking = None if whole else lambda layer, q, k, v: torch.zeros_like(q)
-                if common.HAS_GPU:
+                try:
                     run()
-                self.breaking = None if whole else breaking
-                begin()
-                self.output[:size].copy_(run())
-                step.graphs[-1].capture_end()
-                self.breaking = None
+                    self.breaking = None if whole else breaking
+                    begin()
+                    self.output[:size].copy_(run())
+                finally:  # whatever went wrong, what comes next is not recorded
+                    self.breaking = None
+                    if step.graphs:
+                        step.graphs[-1].capture_end()
             if common.HAS_GPU:
                 torch.cuda.synchronize()
             return step

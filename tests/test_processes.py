@@ -1,0 +1,83 @@
+"""A test process that dies, or a test that never ends, fails the run at once and by name."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import processes
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there, tests run in one process")
+
+FILE = """
+import os, signal, time, pytest
+
+@pytest.mark.parametrize("i", range(3))
+def test_passes(i):
+    pass
+"""
+LAST = """
+def test_ends():
+    if os.fork() == 0:
+        time.sleep(1000)  # with pytest's pipe and the locks of the process that has forked it
+    {end}
+
+def test_after():
+    pass
+"""
+
+
+def run(folder: Path, end: str, plugin: str = "") -> tuple[int, str]:
+    """Six files of tests in two processes; the last one's test does `end`. -> exit status, all output."""
+    for i in range(6):
+        (folder / f"test_{i}.py").write_text(FILE + (LAST.format(end=end) if i == 5 else ""))
+    (folder / "more.py").write_text(f"import os, processes\n{plugin}")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(processes.__file__).parent), str(folder)])}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder",
+               "-p", "processes", "-p", "more", "-p", "no:cacheprovider"]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGFPE"])
+def test_a_process_that_dies_fails_the_run_by_the_name_of_its_test(tmp_path, name):
+    """Within the minute that `run` waits, although what the test has forked would live on."""
+    status, output = run(tmp_path, f"os.kill(os.getpid(), signal.{name})")
+    assert status == 1
+    assert len(re.findall(r"^FAILED test_5.py::test_ends", output, re.M)) == 1, output
+    assert re.search(r"the test process gw\d died in test_5.py::test_ends", output)
+    assert ("Fatal Python error: Floating point exception" in output) == (name == "SIGFPE")
+
+
+def test_a_test_that_never_ends_is_ended(tmp_path):
+    """Where it stood, its traceback says."""
+    status, output = run(tmp_path, "while True: time.sleep(1)", "processes.LIMIT = 1")
+    assert status == 1 and "FAILED test_5.py::test_ends" in output
+    assert re.search(r'File ".*test_5.py", line \d+ in test_ends', output)
+
+
+@pytest.mark.slow  # the fast ones die in a test
+def test_a_process_that_dies_after_its_tests_fails_the_run_too(tmp_path):
+    plugin = 'def pytest_sessionfinish(session):\n    if hasattr(session.config, "workerinput"): os._exit(3)'
+    status, output = run(tmp_path, "pass", plugin)
+    assert status == 1 and re.search(r"the test process gw\d died in no test", output)
+
+
+@pytest.mark.slow  # the fast ones fork as well
+def test_what_a_test_has_forked_has_alarms_of_its_own(tmp_path):
+    """They end it as they would without us, and it prints nothing."""
+    end = """
+    if (other := os.fork()) == 0:
+        signal.alarm(1)
+        time.sleep(1000)
+    assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) == -signal.SIGALRM
+"""
+    status, output = run(tmp_path, end)
+    assert status == 0 and "20 passed" in output and "most recent call first" not in output
