@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 protocol = common.lesson("06f0_openai_protocol")
-Carried, OpenAIModel = protocol.Carried, protocol.OpenAIModel
+Carried, Many, OpenAIModel = protocol.Carried, protocol.Many, protocol.OpenAIModel
 APIError, ChatCompletionRequest = protocol.APIError, protocol.ChatCompletionRequest
 
 NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}  # a chat's, and ours
@@ -46,7 +46,7 @@ class Message(Carried):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Text]
+    content: str | Many[Text]
     status: str | None = None
 
 
@@ -64,7 +64,7 @@ class CallOutput(Carried):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[Text]
+    output: str | Many[Text]
 
 
 class Reasoning(Carried):
@@ -143,15 +143,15 @@ class ReasoningConfig(OpenAIModel):
 class ResponsesRequest(protocol.AnyRequest):
     """OpenAI's fields for a response; what all its APIs share, and vLLM's own, is inherited."""
 
-    input: Annotated[list[Item], pydantic.BeforeValidator(
+    input: Annotated[Many[Item], pydantic.BeforeValidator(
         lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given)]  # fmt: skip
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = pydantic.Field(None, ge=1)
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Many[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: int | None = None
     text: TextConfig | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Many[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = True
     reasoning: ReasoningConfig | None = None

@@ -70,7 +70,7 @@ LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest = protocol.LoadLoRAAdapterReque
 
 VERSION = "0.1.0"
 MAX_BODY_BYTES = 4 << 20  # a request of the longest context is a few hundred kilobytes
-MAX_STOP_STRINGS, MAX_N = 64, 128
+MAX_STOP_STRINGS, MAX_N = protocol.MAX_STOP_STRINGS, 128
 CONSTRAINTS = concurrent.futures.ThreadPoolExecutor(2)  # where schemas are read: no text to tokenize waits behind them
 READ_IN_THEIR_OWN_WAY = {"max_tokens", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs"}
 
@@ -119,8 +119,6 @@ def sampling_params(body: CommonRequest, max_tokens: int | None, logprobs: int |
     more = {name: value for name in names if (value := getattr(body, name, None)) is not None}
     if body.n is not None and not 1 <= body.n <= MAX_N:
         raise common.InputError(f"n {body.n}: must be a whole number from 1 to {MAX_N}")
-    if isinstance(body.stop, list) and len(body.stop) > MAX_STOP_STRINGS:
-        raise common.InputError(f"stop: {len(body.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
     if body.logit_bias:
         try:
             more["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
@@ -620,9 +618,11 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
     from fastapi.responses import JSONResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException
 
+    bodies = common.lesson("06f2_request_bodies")
     llm = serving.llm
     failures = {status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 500, 503)}
     app = fastapi.FastAPI(title="vLLM, from first principles", version=VERSION, docs_url=None, redoc_url=None)
+    app.router.route_class = bodies.BodyRoute
     post = functools.partial(app.post, responses={**failures, 422: {"description": "never: such errors are 400"}})
     get = functools.partial(app.get, responses={status: failures[status] for status in (400, 401, 404, 500, 503)})
 
@@ -641,8 +641,7 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
         if where:
             text = f"{'.'.join(where)}: {text}"
         elif first["type"] != "string_unicode":  # which is about a field's name
-            is_json = re.match(r"application/(.+\+)?json\b", request.headers.get("content-type", ""), re.I)
-            # Without this header, FastAPI takes no body for JSON.
+            is_json = bodies.says_json(request)
             text = "the body must be one JSON object" if is_json else "Content-Type: must be application/json"
         return error_response(APIError(400, f"invalid request: {text}", where[0] if where else None))
 
