@@ -2,9 +2,9 @@
 
 Every field of a request is a type, and a field that nobody knows is refused by name. What a request may cost before it
 is refused is bounded too: lists are counted before their elements are looked at, and read up to the first mistake.
-A tool is a function that the model may ask for: a name, and arguments that match a schema. No model can be trusted to write JSON, so a call that
-a client demands is guided (companion 06b), token by token; and since the client wants to see it grow, it is read as it
-comes. Serving and HTTP are in 06f.
+A tool is a function that the model may ask for: a name, and arguments that match a schema. No model can be trusted to
+write JSON, so a call that a client demands is guided (companion 06b), token by token; and since the client wants to see
+it grow, it is read as it comes. Serving and HTTP are in 06f.
 
 Read for this: OpenAI's API reference, *Chat* and *Function calling*; vLLM 0.32 `entrypoints/openai/`, `parser/` and
 `tool_parsers/hermes_tool_parser.py`.
@@ -28,16 +28,18 @@ import pydantic
 json_schemas = common.lesson("06b0_json_schemas")
 
 LARGE_BYTES = 16 << 10  # of a body: a larger one is read and prepared away from the event loop
-MAX_CONTAINERS = 1 << 18  # arrays and objects in a body
+MAX_PARTS = 1 << 18  # arrays, objects and names in a body
 MAX_NESTING = 128  # of a body's arrays and objects; schemas in it may nest half as deep (06b0)
 MAX_ELEMENTS = 4096  # of a list or an object, unless it is one of these
 MAX_STOP_STRINGS = 64  # each is searched for in every step
+MAX_STOP_CHARS = 4096  # in all of them
 MAX_IDS = 1 << 20  # token ids: more than a body holds
 LENGTHS = {
     "stop": MAX_STOP_STRINGS, "bad_words": 128, "logit_bias": 1 << 14,
     **dict.fromkeys(("prompt", "tokens", "stop_token_ids", "allowed_token_ids"), MAX_IDS),
 }  # fmt: skip
 MAX_NAME = 256  # characters of a name that every piece of an answer repeats
+MAX_MESSAGE = 2000  # characters of an error
 
 
 # --- Away from the event loop -----------------------------------------------------------------------------------------
@@ -59,10 +61,13 @@ def parse(body: bytes) -> Any:
     """What a body says. For a thread of its own: `json` is one long call that lets nobody else run Python, but here it
     comes back to Python at every number and object, and there other threads get their turn.
 
-    Raises JSONDecodeError; RecursionError, UnicodeDecodeError or another ValueError for what cannot be read at all.
+    Raises InputError for a body of too many parts, JSONDecodeError, RecursionError, or another ValueError.
     """
-    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:  # some of them in texts, but no honest text has so many
-        raise ValueError(f"more than {MAX_CONTAINERS:,} arrays and objects")
+    # Some of them stand in texts, and count as well: no text that a model can read has so many.
+    if sum(map(body.count, (b"[", b"{", b'":'))) > MAX_PARTS:
+        raise common.InputError(f"the body has more than {MAX_PARTS:,} arrays, objects and names")
+    if body.count(b",") > MAX_IDS:
+        raise common.InputError(f"the body has more than {MAX_IDS:,} elements")
     text = body.decode("utf-8-sig")
     said = json.loads(text, object_hook=lambda x: x, parse_int=lambda x: int(x), parse_float=lambda x: float(x))
     level, depth = [said], 0
@@ -118,19 +123,12 @@ class OpenAIModel(pydantic.BaseModel):
     """Types are taken at their word ("5" is no number), and a field that we do not know is an error, not a surprise."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
-    _num_bytes: int = pydantic.PrivateAttr(0)  # of the body that this was read from
+    _num_bytes: int = pydantic.PrivateAttr(0)  # of the body that said this
 
     @property
     def is_large(self) -> bool:
         """Whether what is done with it is too much for an event loop."""
         return self._num_bytes > LARGE_BYTES
-
-    @classmethod
-    def read(cls, said: Any, num_bytes: int) -> OpenAIModel:
-        """A request from what `parse` found in a body. Raises ValidationError."""
-        body = cls.model_validate(said)
-        body._num_bytes = num_bytes
-        return body
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -479,9 +477,11 @@ class APIError(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None,
                  headers: dict[str, str] | None = None) -> None:  # fmt: skip
-        # It may repeat what the client sent, and JSON can say half of a character ("\\ud800") that UTF-8 cannot.
+        # It may repeat what the client sent: megabytes, or half of a character ("\\ud800"), which UTF-8 cannot say.
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[:MAX_MESSAGE]} … ({len(message):,} characters)"
         super().__init__(message.encode("utf-8", "replace").decode())
-        param = param and param.encode("utf-8", "replace").decode()
+        param = param and param[:MAX_NAME].encode("utf-8", "replace").decode()
         self.status, self.param, self.headers = status, param, headers or {}
 
     def body(self) -> dict[str, Any]:

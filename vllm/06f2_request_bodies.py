@@ -61,15 +61,20 @@ class BodyRoute(APIRoute):
 
 
 def read(kind: type[pydantic.BaseModel], body: bytes) -> Any:
-    """A body as a model of this kind. Raises what FastAPI would raise."""
+    """A body as a model of this kind. Raises what FastAPI would raise, and InputError."""
     try:
         said = protocol.parse(body)
-        return kind.read(said, len(body)) if isinstance(said, dict) else said  # else FastAPI refuses it
+        if isinstance(said, dict):  # else FastAPI refuses it
+            said = kind.model_validate(said)
+            said._num_bytes = len(body)
+        return said
     except json.JSONDecodeError as error:
         about = {"type": "json_invalid", "loc": ("body", error.pos), "ctx": {"error": error.msg}}
         raise RequestValidationError([about]) from None
     except pydantic.ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
         raise RequestValidationError([each | {"loc": ("body", *each["loc"])} for each in found]) from None
+    except common.InputError:
+        raise
     except (ValueError, RecursionError) as error:
         raise HTTPException(400) from error
