@@ -399,8 +399,8 @@ def test_what_was_asked_stands_in_the_answer():
     _, app = serve(kind=Calling)
     wish = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
     body = X | {"tools": [TOOL], "tool_choice": "none", "text": {"format": wish}, "user": "u", "temperature": 0.25}
-    found = ask(app, body, headers={"x-request-id": "mine"}).json
-    assert found["id"] == "resp_mine" and found["tools"] == [TOOL] and found["tool_choice"] == "none"
+    found = ask(app, body).json
+    assert found["tools"] == [TOOL] and found["tool_choice"] == "none"
     assert found["text"] == {"format": wish} and (found["user"], found["temperature"]) == ("u", 0.25)
     named = {"type": "function", "name": "f"}
     assert ask(app, X | {"tools": [TOOL], "tool_choice": named}).json["tool_choice"] == named
@@ -463,36 +463,106 @@ def test_what_is_not_to_be_kept_is_not():
     found = ask(app, X | {"store": False}).json
     assert found["store"] is False and ask(app, X | {"previous_response_id": found["id"]}).status == 404
     _, app = serve(("a", ValueError("x")))
-    ask(app, X | {"stream": True}, headers={"x-request-id": "broken"})
-    assert ask(app, None, "/v1/responses/resp_broken", method="GET").status == 404
+    broken = events_of(ask(app, X | {"stream": True}).text)[-1]["response"]
+    assert broken["status"] == "failed"
+    assert ask(app, None, f"/v1/responses/{broken['id']}", method="GET").status == 404
 
 
-def test_the_oldest_makes_room(monkeypatch):
-    api = lesson.ResponsesAPI(openai_api.OpenAIServing(Script(), ["smol"]), openai_api.as_api_error)
+KEYS = {name: {"authorization": f"Bearer key-{name}"} for name in "ab"}
 
-    def keep(name, text="x"):
-        async def run():
-            return await api.answer(await api.add(ResponsesRequest(input=text), name))
 
-        return asyncio.run(run())["id"]
+def serve_two(**about):
+    llm = Script(**about)
+    return llm, openai_api.build_app(openai_api.OpenAIServing(llm, ["smol"]), ["key-a", "key-b"])
 
-    a = keep("a")
-    one = api.stored_bytes
-    b = keep("b")
-    assert api.stored_bytes == 2 * one and list(api.stored) == [a, b]
-    keep("b")
-    assert api.stored_bytes == 2 * one, "a name that is used again has one response"
-    monkeypatch.setattr(lesson, "STORE_BYTES", 2 * one + 40)
-    c = keep("c", "y" * 30)
-    assert list(api.stored) == [b, c] and 2 * one + 29 <= api.stored_bytes <= 2 * one + 40
-    d = keep("d", "z" * 100)
-    assert list(api.stored) == [d] and one + 99 <= api.stored_bytes <= one + 110
-    monkeypatch.setattr(lesson, "STORE_BYTES", one)
-    keep("e", "z" * 100)
-    assert not api.stored and api.stored_bytes == 0, "what is too long for the store is answered, and not kept"
-    monkeypatch.undo()
-    asyncio.run(api.delete(keep("f")))
-    assert not api.stored and api.stored_bytes == 0
+
+@pytest.mark.parametrize("how", ["header", "field"])
+def test_two_clients_that_choose_the_same_name_have_two_conversations(how):
+    """A proxy that counts its requests is enough for that. The id is neither the client's nor to be guessed."""
+    llm, app = serve_two()
+    chosen, header = ({"request_id": "1"}, {}) if how == "field" else ({}, {"x-request-id": "1"})
+    a, again, b = (
+        ask(app, {"input": text, **chosen}, headers={**KEYS[who], **header}).json
+        for who, text in (("a", "Alice. "), ("a", "Alice, too. "), ("b", "Bob. "))
+    )
+    assert len({a["id"], again["id"], b["id"]}) == 3
+    assert all(len(set(found["id"].removeprefix("resp_"))) > 5 for found in (a, again, b))
+    assert ask(app, None, f"/v1/responses/{a['id']}", method="GET", headers=KEYS["a"]).json == a
+    ask(app, {"input": "more", "previous_response_id": a["id"]}, headers=KEYS["a"])
+    assert llm.added[-1][1]["prompt"] == "Alice. Paris.more"
+
+
+def test_what_is_kept_is_its_keys_own():
+    """Who has the id, but another key, hears what is said of ids that never were."""
+    llm, app = serve_two()
+    found = ask(app, {"input": "Alice"}, headers=KEYS["a"]).json
+    name, item = found["id"], found["output"][0]["id"]
+    asked = len(llm.added)
+    for path, method in ((f"/v1/responses/{name}", "GET"), (f"/v1/responses/{name}", "DELETE"),
+                         (f"/v1/responses/{name}/cancel", "POST")):  # fmt: skip
+        heard, never = (ask(app, None, path.replace(name, x), method=method, headers=KEYS["b"])
+                        for x in (name, "resp_0"))  # fmt: skip
+        assert (heard.status, heard.text.replace(name, "resp_0")) == (404, never.text)
+    for body in (X | {"previous_response_id": name}, {"input": [{"type": "item_reference", "id": item}]}):
+        assert ask(app, body, headers=KEYS["b"]).status == 404
+        assert ask(app, body, headers=KEYS["a"]).status == 200
+    assert len(llm.added) == asked + 2
+    assert ask(app, None, f"/v1/responses/{name}", method="DELETE", headers=KEYS["a"]).status == 200
+    assert ask(app, {"input": [{"type": "item_reference", "id": item}]}, headers=KEYS["a"]).status == 404
+
+
+def test_a_salt_is_its_keys_own():
+    """What is cached under a salt tells by its speed, and in `cached_tokens`, what others have asked."""
+    salts = []
+
+    class Salted(Script):
+        def add_request(self, *about, cache_salt, **more):
+            salts.append(cache_salt)
+            return super().add_request(*about, **more)
+
+    llm = Salted()
+    app = openai_api.build_app(openai_api.OpenAIServing(llm, ["smol"]), ["key-a", "key-b"])
+    for who, salt in (("a", "1"), ("b", "1"), ("a", "1"), ("a", "2"), ("a", None)):
+        for path, body in (("/v1/responses", X), ("/v1/completions", {"prompt": "x"})):
+            ask(app, body | {"cache_salt": salt}, path, headers=KEYS[who])
+    assert salts[::2] == salts[1::2], "an API is not a tenant"
+    a, b, again, other, none = salts[::2]
+    assert a == again and len({a, b, other}) == 3 and none is None
+
+
+def test_the_oldest_makes_room():
+    api = lesson.Kept(most=100)
+
+    def keep(name, size):
+        output = [{"id": f"msg_{name}"}]
+        api.add(lesson.Stored({"id": name, "output": output}, ["before", name], size))
+
+    keep("a", 50), keep("b", 50)
+    assert api.find("a").size == 50 and api.find_item("msg_a") == "a" and api.size == 100
+    keep("c", 1)
+    assert list(api.responses) == ["b", "c"] and list(api.items) == ["msg_b", "msg_c"] and api.size == 51
+    keep("d", 100)
+    assert list(api.responses) == ["d"] and api.size == 100
+    keep("e", 101)
+    assert not (api.responses or api.items or api.size), "what is too long for the store is answered, and not kept"
+
+
+def test_a_conversation_takes_the_room_of_its_key(monkeypatch):
+    """Of all that was said, with the request's own fields; what one key keeps, displaces nothing of another's."""
+    _, app = serve_two()
+    monkeypatch.setattr(lesson, "STORE_BYTES", 2 * 20_000)
+    alice = ask(app, X, headers=KEYS["a"]).json
+
+    def is_kept(found, who):
+        return ask(app, None, f"/v1/responses/{found['id']}", method="GET", headers=KEYS[who]).status == 200
+
+    first = ask(app, X | {"metadata": {"x": "y" * 12_000}}, headers=KEYS["b"]).json
+    assert is_kept(first, "b")
+    second = ask(app, X | {"previous_response_id": first["id"]}, headers=KEYS["b"]).json
+    assert is_kept(second, "b") and not is_kept(first, "b"), "a conversation that goes on is all there"
+    for _ in range(20):
+        last = ask(app, X, headers=KEYS["b"]).json
+    assert is_kept(last, "b") and is_kept(alice, "a")
 
 
 def test_events_of_a_kept_response_are_refused():

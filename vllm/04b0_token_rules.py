@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 MAX_BAD_WORDS = 128  # token sequences; vLLM's default of VLLM_MAX_NUM_BAD_WORDS
+MAX_BAD_CHARS = 4096  # in all of them: every step compares them with what is written
 
 
 # --- What we want, without cleverness: one row, in plain Python -----------------------------------------------------
@@ -110,7 +111,10 @@ def update_from_tokenizer(params: Any, tokenizer: Any) -> Any:
     if not params.bad_words or params._bad_words_token_ids is not None:
         return params
     found: list[list[int]] = []
-    for word in dict.fromkeys(params.bad_words):
+    words = [*dict.fromkeys(params.bad_words)]
+    if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > MAX_BAD_CHARS:  # before they are tokenized
+        raise common.InputError(f"bad_words: at most {MAX_BAD_WORDS} of them, of {MAX_BAD_CHARS:,} characters in all")
+    for word in words:
         alone, inside = (tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
         if not alone:
             raise common.InputError(f"bad_words: {word!r:.60} has no tokens")

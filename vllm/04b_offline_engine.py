@@ -702,6 +702,8 @@ class LLMEngine:
 
     def _check_ids(self, name: str, token_ids: Iterable[Any]) -> None:
         vocab = self.model.config.vocab_size
+        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab:  # long lists, at once
+            return
         for token_id in token_ids:
             if type(token_id) is not int or not 0 <= token_id < vocab:
                 raise common.InputError(f"{name}: token id {token_id!r} must be a whole number from 0 to {vocab - 1}")

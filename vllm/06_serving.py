@@ -38,6 +38,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import hashlib
 import itertools
 import json
@@ -590,6 +591,7 @@ async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[
     say(f"ready after {time.perf_counter() - started:.1f} s: {', '.join([*args.names, *args.adapters])}, engine core: "
         f"{place if isinstance(place, str) else f'{args.data_parallel_size} x process'}, "
         f"pid {llm.ready.pid}")  # fmt: skip
+    gc.freeze()  # else a large request has the collector look through a million objects of imported libraries
     sock.listen(2048)  # the server is about to do it: whoever reads the next line may connect
     say(f"Listening on {address}")
 
@@ -606,6 +608,7 @@ async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[
     server.should_exit = True  # no new connections from here on
     await llm.shutdown(shutdown_timeout)
     await running
+    gc.unfreeze()  # some of those libraries complain at exit of what was not collected
     died.cancel()
     stopped.cancel()
     return 1 if llm.dead else 0

@@ -796,7 +796,8 @@ def run_api_servers(factory: Factory, args: Any, server: dict[str, Any]) -> int:
             theirs.close()
             servers.append(process)
             pipes.append(ours)
-        group.forget_sockets()  # those of the servers are the only ones left
+        group.forget_sockets()  # those of the servers are the only ones left,
+        sock.close()  # and so is the one they listen on: the kernel takes connections as long as anybody holds it
         with contextlib.suppress(EOFError):  # each says where it listens, or closes its end by dying
             lines = [pipe.recv() for pipe in pipes]
             print(lines[0], flush=True)

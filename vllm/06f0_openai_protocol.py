@@ -1,9 +1,10 @@
 """06f0 · What a client may say: requests, tools, errors. The lower half of lesson 06f.
 
-Every field of a request is a type, and a field that nobody knows is refused by name. A tool is a function that
-the model may ask for: a name, and arguments that match a schema. No model can be trusted to write JSON, so a call that
-a client demands is guided (companion 06b), token by token; and since the client wants to see it grow, it is read as it
-comes. Serving and HTTP are in 06f.
+Every field of a request is a type, and a field that nobody knows is refused by name. What a request may cost before it
+is refused is bounded too: lists are counted before their elements are looked at, and read up to the first mistake.
+A tool is a function that the model may ask for: a name, and arguments that match a schema. No model can be trusted to
+write JSON, so a call that a client demands is guided (companion 06b), token by token; and since the client wants to see
+it grow, it is read as it comes. Serving and HTTP are in 06f.
 
 Read for this: OpenAI's API reference, *Chat* and *Function calling*; vLLM 0.32 `entrypoints/openai/`, `parser/` and
 `tool_parsers/hermes_tool_parser.py`.
@@ -13,18 +14,75 @@ from __future__ import annotations
 
 import common
 
+import asyncio
+import concurrent.futures
+import itertools
 import json
 import re
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
 
 json_schemas = common.lesson("06b0_json_schemas")
 
+LARGE_BYTES = 16 << 10  # of a body: a larger one is read and prepared away from the event loop
+MAX_PARTS = 1 << 18  # arrays, objects and names in a body
+MAX_NESTING = 128  # of a body's arrays and objects; schemas in it may nest half as deep (06b0)
+MAX_ELEMENTS = 4096  # of a list or an object, unless it is one of these
+MAX_STOP_STRINGS = 64  # each is searched for in every step
+MAX_STOP_CHARS = 4096  # in all of them
+MAX_IDS = 1 << 20  # token ids: more than a body holds
+LENGTHS = {
+    "stop": MAX_STOP_STRINGS, "bad_words": 128, "logit_bias": 1 << 14,
+    **dict.fromkeys(("prompt", "tokens", "stop_token_ids", "allowed_token_ids"), MAX_IDS),
+}  # fmt: skip
+MAX_NAME = 256  # characters of a name that every piece of an answer repeats
+MAX_MESSAGE = 2000  # characters of an error
+
+
+# --- Away from the event loop -----------------------------------------------------------------------------------------
+
+LARGE_BODIES = concurrent.futures.ThreadPoolExecutor(1, "LargeBodies")  # what they take in memory, one takes at a time
+
+
+async def away(large: bool, work: Callable[..., Any], *args: Any) -> Any:
+    """`work(*args)`, for a large body on the thread of those: no stream waits meanwhile, and no small request."""
+    if not large:
+        return work(*args)
+    return await asyncio.get_running_loop().run_in_executor(LARGE_BODIES, work, *args)
+
+
+# --- Reading a body ---------------------------------------------------------------------------------------------------
+
+
+def parse(body: bytes) -> Any:
+    """What a body says. For a thread of its own: `json` is one long call that lets nobody else run Python, but here it
+    comes back to Python at every number and object, and there other threads get their turn.
+
+    Raises InputError for a body of too many parts, JSONDecodeError, RecursionError, or another ValueError.
+    """
+    # Some of them stand in texts, and count as well: no text that a model can read has so many.
+    if sum(map(body.count, (b"[", b"{", b'":'))) > MAX_PARTS:
+        raise common.InputError(f"the body has more than {MAX_PARTS:,} arrays, objects and names")
+    if body.count(b",") > MAX_IDS:
+        raise common.InputError(f"the body has more than {MAX_IDS:,} elements")
+    text = body.decode("utf-8-sig")
+    said = json.loads(text, object_hook=lambda x: x, parse_int=lambda x: int(x), parse_float=lambda x: float(x))
+    level, depth = [said], 0
+    while level := [x for x in level if isinstance(x, dict | list)]:
+        depth += 1
+        if depth > MAX_NESTING:
+            raise RecursionError
+        level = [*itertools.chain.from_iterable(x.values() if isinstance(x, dict) else x for x in level)]
+    return said
+
 
 # --- Requests ---------------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+Many = Annotated[list[T], pydantic.Field(fail_fast=True)]  # a million wrong elements are one mistake
 
 
 def whole(value: Any, depth: int = 2) -> Any:
@@ -36,39 +94,68 @@ def whole(value: Any, depth: int = 2) -> Any:
     return value
 
 
+def counted(value: Any, field: str | None = None) -> Any:
+    """A list or an object of too many elements is refused before the first of them is looked at."""
+    most = LENGTHS.get(field, MAX_ELEMENTS)
+    if isinstance(value, list | dict) and len(value) > most:
+        raise ValueError(f"has {len(value):,} elements; at most {most:,} are allowed")
+    return value
+
+
+def in_utf8(value: Any) -> Any:
+    """JSON can say half of a character ("\\ud83d"), also in a key: no answer could repeat it, no model read it."""
+    left = [value]
+    while left:
+        said = left.pop()
+        if isinstance(said, str):
+            try:
+                said.encode()
+            except UnicodeEncodeError:
+                raise ValueError("half of a surrogate pair is no text") from None
+        elif isinstance(said, dict):
+            left += (*said, *said.values())
+        elif isinstance(said, list) and not set(map(type, said)) <= {int, float}:
+            left += said
+    return value
+
+
 class OpenAIModel(pydantic.BaseModel):
     """Types are taken at their word ("5" is no number), and a field that we do not know is an error, not a surprise."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+    _num_bytes: int = pydantic.PrivateAttr(0)  # of the body that said this
+
+    @property
+    def is_large(self) -> bool:
+        """Whether what is done with it is too much for an event loop."""
+        return self._num_bytes > LARGE_BYTES
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _what_is_said(cls, data: Any) -> Any:
-        """Some clients write out all the fields they have: null under a name that we do not know asks for nothing."""
+        """Some clients write out all the fields they have: null under a name that we do not know asks for nothing.
+        Of names that do ask for something, the first is enough for an error."""
         if not isinstance(data, dict):
             return data
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {name: whole(value) for name, value in data.items() if value is not None or name in known}
+        unknown = (name for name, value in data.items() if value is not None and name not in known)
+        return {name: whole(data[name]) for name in (*(known & data.keys()), *itertools.islice(unknown, 1))}
 
     @pydantic.field_validator("*", mode="before")
     @classmethod
-    def _text_in_utf8(cls, value: Any) -> Any:
-        """JSON can say half of a character ("\\ud83d"), also in a key: no answer could repeat it, no model read it."""
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise ValueError("half of a surrogate pair is no text") from None
-        except RecursionError:
-            raise ValueError("is nested too deeply") from None
-        except TypeError:  # not from JSON, but from our own code
-            pass
-        return value
+    def _look_at(cls, value: Any, about: pydantic.ValidationInfo) -> Any:
+        return in_utf8(counted(value, about.field_name))
 
 
 class Carried(pydantic.BaseModel):
     """Part of a history or of a tool. Libraries hang things of their own on these; they are carried, and not asked."""
 
     model_config = pydantic.ConfigDict(extra="ignore", strict=True)
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _look_at(cls, value: Any, about: pydantic.ValidationInfo) -> Any:
+        return counted(value, about.field_name)
 
 
 class StreamOptions(OpenAIModel):
@@ -84,7 +171,7 @@ class StructuredOutputs(OpenAIModel):
 
     json_: str | dict[str, Any] | None = pydantic.Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Many[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -115,7 +202,7 @@ class AnyRequest(OpenAIModel):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = pydantic.Field(None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
+    stop: str | Many[str] | None = None
     stream: bool | None = False
     user: str | None = None  # these say something about the caller or its bill, and change no answer
     metadata: dict[str, Any] | None = None
@@ -128,14 +215,17 @@ class AnyRequest(OpenAIModel):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Many[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool = True
     priority: int = 0
     cache_salt: str | None = pydantic.Field(None, min_length=1)  # an empty one would share what it should hide
-    request_id: str | None = None  # what the answer's id shall end with; the header X-Request-Id says it, too
+    request_id: str | None = pydantic.Field(
+        None, max_length=MAX_NAME
+    )  # what the answer's id shall end with; the header
+    # X-Request-Id says it, too
     session_id: str | None = None  # for routers in front of servers
     mm_payload: Literal["tensors", "none"] = "tensors"  # of pictures, and there are none
     return_mm_kwargs: bool | None = None
@@ -155,8 +245,8 @@ class CommonRequest(AnyRequest):
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False  # in logprobs: "token_id:5" where a token's text would stand
     prompt_logprobs: int | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Many[int] | None = None
+    bad_words: Many[str] | None = None
     return_token_offsets: bool | None = False  # vLLM heeds it where prompts are rendered and not answered
     routed_experts_prompt_start: int = pydantic.Field(0, ge=0)  # of experts' records, and there are no experts
     truncate_prompt_tokens: int | None = None
@@ -168,7 +258,7 @@ class CommonRequest(AnyRequest):
     kv_transfer_params: dict[str, Any] | None = None  # lesson 08
     guided_json: str | dict[str, Any] | None = None  # names of older versions, which vLLM 0.32 ignores
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Many[str] | None = None
     guided_grammar: str | None = None
     guided_decoding_backend: str | None = None  # there is one
 
@@ -184,7 +274,7 @@ def _prompts(given: Any, read: Callable[[Any], Any]) -> Any:
 class CompletionRequest(CommonRequest):
     """`POST /v1/completions`: prompts as texts or token ids."""
 
-    prompt: Annotated[str | list[str] | list[int] | list[list[int]], pydantic.WrapValidator(_prompts)]
+    prompt: Annotated[str | Many[str] | Many[int] | Many[Many[int]], pydantic.WrapValidator(_prompts)]
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = False
@@ -225,9 +315,9 @@ class ChatMessage(Carried):
     """An answer comes back as the next request's history, with all that a library has added to it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart | RefusalPart] | None = None
+    content: str | Many[TextPart | RefusalPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning: Any = pydantic.Field(None, validation_alias=pydantic.AliasChoices("reasoning", "reasoning_content"))
 
@@ -279,7 +369,7 @@ GoesOn = Annotated[bool, pydantic.AfterValidator(_goes_on)]
 class ChatCompletionRequest(CommonRequest):
     """`POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage] = pydantic.Field(min_length=1)
+    messages: Many[ChatMessage] = pydantic.Field(min_length=1)
     max_completion_tokens: int | None = None
     max_tokens: int | None = None  # its older name
     logprobs: bool | None = False
@@ -289,12 +379,14 @@ class ChatCompletionRequest(CommonRequest):
     return_prompt_text: bool | None = False
     echo: Literal[False] = False
     include_reasoning: bool = True  # there is none to leave out
-    documents: list[dict[str, str]] | None = None  # for templates that quote them
+    documents: Many[Annotated[dict[str, str], pydantic.BeforeValidator(counted)]] | None = (
+        None  # for templates that quote them
+    )
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = pydantic.Field(None, min_length=1)
+    tools: Many[Tool] | None = pydantic.Field(None, min_length=1)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True
-    modalities: list[Literal["text"]] | None = None
+    modalities: Many[Literal["text"]] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None  # for templates
     verbosity: Literal["low", "medium", "high"] | None = None  # these two are hints, and no answer is wrong without
     prediction: dict[str, Any] | None = None
@@ -305,8 +397,8 @@ class TokenizeRequest(OpenAIModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = pydantic.Field(None, min_length=1)
-    tools: list[Tool] | None = pydantic.Field(None, min_length=1)
+    messages: Many[ChatMessage] | None = pydantic.Field(None, min_length=1)
+    tools: Many[Tool] | None = pydantic.Field(None, min_length=1)
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
@@ -318,7 +410,7 @@ class DetokenizeRequest(OpenAIModel):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Many[int]
 
 
 class LoadLoRAAdapterRequest(OpenAIModel):
@@ -385,9 +477,11 @@ class APIError(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None,
                  headers: dict[str, str] | None = None) -> None:  # fmt: skip
-        # It may repeat what the client sent, and JSON can say half of a character ("\\ud800") that UTF-8 cannot.
+        # It may repeat what the client sent: megabytes, or half of a character ("\\ud800"), which UTF-8 cannot say.
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[:MAX_MESSAGE]} … ({len(message):,} characters)"
         super().__init__(message.encode("utf-8", "replace").decode())
-        param = param and param.encode("utf-8", "replace").decode()
+        param = param and param[:MAX_NAME].encode("utf-8", "replace").decode()
         self.status, self.param, self.headers = status, param, headers or {}
 
     def body(self) -> dict[str, Any]:

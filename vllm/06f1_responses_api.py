@@ -17,7 +17,7 @@ import json
 import re
 import time
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -25,11 +25,14 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 protocol = common.lesson("06f0_openai_protocol")
-Carried, OpenAIModel = protocol.Carried, protocol.OpenAIModel
+Carried, Many, OpenAIModel = protocol.Carried, protocol.Many, protocol.OpenAIModel
 APIError, ChatCompletionRequest = protocol.APIError, protocol.ChatCompletionRequest
+
+away = protocol.away
 
 NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}  # a chat's, and ours
 STORE_BYTES = 64 << 20  # of conversations that are kept; vLLM keeps none, unless it is told to keep all
+ITEM_BYTES = 1 << 10  # of an item as an object, beside its text
 
 # --- Requests ---------------------------------------------------------------------------------------------------------
 
@@ -46,7 +49,7 @@ class Message(Carried):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Text]
+    content: str | Many[Text]
     status: str | None = None
 
 
@@ -64,7 +67,7 @@ class CallOutput(Carried):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[Text]
+    output: str | Many[Text]
 
 
 class Reasoning(Carried):
@@ -143,15 +146,15 @@ class ReasoningConfig(OpenAIModel):
 class ResponsesRequest(protocol.AnyRequest):
     """OpenAI's fields for a response; what all its APIs share, and vLLM's own, is inherited."""
 
-    input: Annotated[list[Item], pydantic.BeforeValidator(
+    input: Annotated[Many[Item], pydantic.BeforeValidator(
         lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given)]  # fmt: skip
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = pydantic.Field(None, ge=1)
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Many[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: int | None = None
     text: TextConfig | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Many[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = True
     reasoning: ReasoningConfig | None = None
@@ -181,7 +184,8 @@ def chat_messages(instructions: str | None, items: Sequence[Any]) -> list[protoc
             if last is None:
                 found.append(last := protocol.ChatMessage(role="assistant"))
             function = protocol.FunctionCall(name=item.name, arguments=item.arguments)
-            last.tool_calls = [*(last.tool_calls or ()), protocol.ToolCall(id=item.call_id, function=function)]
+            last.tool_calls = last.tool_calls or []
+            last.tool_calls.append(protocol.ToolCall(id=item.call_id, function=function))
         elif isinstance(item, CallOutput):
             content = plain(item.output)
             found.append(protocol.ChatMessage(role="tool", content=content, tool_call_id=item.call_id))
@@ -202,6 +206,7 @@ def as_chat(body: ResponsesRequest, items: Sequence[Any]) -> ChatCompletionReque
         parallel_tool_calls=body.parallel_tool_calls, reasoning_effort=body.reasoning and body.reasoning.effort,
         verbosity=body.text and body.text.verbosity, **shared,
     )  # fmt: skip
+    chat._num_bytes = body._num_bytes
     if body.tools:
         definitions = [tool.model_dump(exclude={"type", "strict"}) for tool in body.tools]
         chat.tools = [protocol.Tool(type="function", function=definition) for definition in definitions]
@@ -327,7 +332,9 @@ class ResponseJob:
     job: Any  # the chat's
     body: ResponsesRequest
     items: list[Any]  # the conversation so far
+    size: int  # its bytes
     writer: ResponseWriter
+    kept: Kept  # where it will go
 
 
 @dataclass
@@ -339,49 +346,82 @@ class Stored:
     size: int
 
 
-class ResponsesAPI:
-    """Between lesson 06f's serving and its routes. `explain` makes an APIError of any error."""
+class Kept:
+    """The conversations of one key: others neither find nor displace them. `most` is their room in bytes."""
 
-    def __init__(self, serving: Any, explain: Callable[[Exception], APIError]) -> None:
-        self.serving, self.explain = serving, explain
-        self.stored: OrderedDict[str, Stored] = OrderedDict()
-        self.stored_bytes = 0
-
-    # -- in --
-
-    def conversation(self, body: ResponsesRequest) -> list[Any]:
-        """What was said, with what the request refers to in its place. Raises APIError."""
-        items = []
-        if body.previous_response_id is not None:
-            items += self.find(body.previous_response_id, "previous_response_id").items
-        for item in body.input:
-            items.append(self.find_item(item.id) if isinstance(item, Reference) else item)
-        return items
+    def __init__(self, most: int) -> None:
+        self.responses: OrderedDict[str, Stored] = OrderedDict()
+        self.items: dict[str, Any] = {}  # of their answers, by id
+        self.most, self.size = most, 0
 
     def find(self, response_id: str, param: str | None = None) -> Stored:
-        if response_id not in self.stored:
+        """A kept answer; APIError 404 if there is none."""
+        if response_id not in self.responses:
             raise APIError(404, f"Response with id {response_id!r} not found: never kept, or too long ago", param)
-        return self.stored[response_id]
+        return self.responses[response_id]
 
     def find_item(self, item_id: str) -> Any:
         """The item of a kept answer; APIError 404 if there is none."""
-        for stored in self.stored.values():
-            for item in stored.response["output"]:
-                if item["id"] == item_id:
-                    return ITEM.validate_python(item)
-        raise APIError(404, f"Item with id {item_id!r} not found: never kept, or too long ago", "input")
+        if item_id not in self.items:
+            raise APIError(404, f"Item with id {item_id!r} not found: never kept, or too long ago", "input")
+        return self.items[item_id]
 
-    async def add(self, body: ResponsesRequest, name: str | None = None) -> ResponseJob:
-        """Check a request and hand it to the engine. Raises InputError or APIError, and nothing was added."""
-        items = self.conversation(body)
+    def add(self, stored: Stored) -> None:
+        """For requests that will follow this one. What is oldest goes when there is too much."""
+        said = stored.response["output"]
+        self.items |= zip((item["id"] for item in said), stored.items[len(stored.items) - len(said) :])
+        self.responses[stored.response["id"]] = stored
+        self.size += stored.size
+        while self.size > self.most:
+            self.remove(next(iter(self.responses)))
+
+    def remove(self, response_id: str) -> None:
+        """Forget an answer and its items. Raises APIError."""
+        stored = self.find(response_id)
+        for item in stored.response["output"]:
+            del self.items[item["id"]]
+        del self.responses[response_id]
+        self.size -= stored.size
+
+
+class ResponsesAPI:
+    """Between lesson 06f's serving and its routes. `explain` makes an APIError of any error; `num_owners` keys share
+    the store."""
+
+    def __init__(self, serving: Any, explain: Callable[[Exception], APIError], num_owners: int = 1) -> None:
+        self.serving, self.explain = serving, explain
+        self.kept: defaultdict[str | None, Kept] = defaultdict(lambda: Kept(STORE_BYTES // num_owners))  # by owner
+
+    # -- in --
+
+    def conversation(self, body: ResponsesRequest, kept: Kept) -> list[Any]:
+        """What was said, with what the request refers to in its place. Raises APIError."""
+        items = []
+        if body.previous_response_id is not None:
+            items += kept.find(body.previous_response_id, "previous_response_id").items
+        for item in body.input:
+            items.append(kept.find_item(item.id) if isinstance(item, Reference) else item)
+        if len(items) > protocol.MAX_ELEMENTS:
+            raise common.InputError(f"input: the conversation has more than {protocol.MAX_ELEMENTS:,} items")
+        return items
+
+    async def add(self, body: ResponsesRequest, name: str | None = None, owner: str | None = None) -> ResponseJob:
+        """Check a request and hand it to the engine. Raises InputError or APIError, and nothing was added.
+
+        What is kept has a name that nobody can guess or choose: the client's `name` is not part of it.
+        """
+        kept = self.kept[owner]
+        items = self.conversation(body, kept)
+        before = body.previous_response_id
+        size = body._num_bytes + ITEM_BYTES * len(items) + (kept.find(before).size if before else 0)
+        large = size > protocol.LARGE_BYTES
         try:
-            job = await self.serving.add(as_chat(body, items))
+            job = await self.serving.add(await away(large, as_chat, body, items), owner=owner)
         except common.InputError as error:  # it speaks of the chat; the client wrote something else
             text = re.sub(r"^\w+", lambda first: NAMES.get(first[0], first[0]), str(error))
             raise common.InputError(text) from None
-        name = name or body.request_id
-        response_id = f"resp_{name}" if name else f"resp_{uuid.uuid4().hex}"
-        return ResponseJob(job, body, items, ResponseWriter(self.empty(response_id, job, body)))
+        response = await away(large, self.empty, f"resp_{uuid.uuid4().hex}", job, body)
+        return ResponseJob(job, body, items, size, ResponseWriter(response), kept)
 
     def empty(self, response_id: str, job: Any, body: ResponsesRequest) -> dict[str, Any]:
         """The response before its first token: what was asked for."""
@@ -411,7 +451,7 @@ class ResponsesAPI:
     async def written(self, job: ResponseJob) -> AsyncIterator[None]:
         """Have the answer written as it comes; a turn for each piece."""
         chat, writer, num_tokens, finished = job.job, job.writer, 0, False
-        writer.begin()
+        await away(job.body.is_large, writer.begin)  # it repeats what was asked
         pending: list[dict[str, Any]] = []  # of tokens whose text is held back
         while not finished:
             output = await chat.collectors[0].get()
@@ -425,11 +465,12 @@ class ResponsesAPI:
                 pending = [] if delta.get("content") else pending
             if finished:
                 read, cached = len(output.prompt_token_ids), output.num_cached_tokens
-                writer.finish(piece.finish_reason, {
+                usage = {
                     "input_tokens": read, "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
                     "output_tokens": num_tokens, "output_tokens_details": {"reasoning_tokens": 0},
                     "total_tokens": read + num_tokens,
-                })  # fmt: skip
+                }  # fmt: skip
+                await away(job.body.is_large, writer.finish, piece.finish_reason, usage)
                 self.keep(job)
             yield
 
@@ -456,34 +497,27 @@ class ResponsesAPI:
     # -- kept --
 
     def keep(self, job: ResponseJob) -> None:
-        """For requests that will follow this one. What is oldest goes when there is too much."""
+        """For requests that will follow this one."""
         response = job.writer.response
         if job.body.store is False:
             return
         said = [ITEM.validate_python(item) for item in response["output"]]
-        items = [*job.items, *said]
-        size = len(json.dumps(response)) + sum(len(item.model_dump_json()) for item in items)
-        if old := self.stored.pop(response["id"], None):
-            self.stored_bytes -= old.size
-        self.stored[response["id"]] = Stored(response, items, size)
-        self.stored_bytes += size
-        while self.stored_bytes > STORE_BYTES:
-            _, oldest = self.stored.popitem(last=False)
-            self.stored_bytes -= oldest.size
+        size = job.size + sum(ITEM_BYTES + len(item.model_dump_json()) for item in said)
+        job.kept.add(Stored(response, [*job.items, *said], size))
 
-    async def retrieve(self, response_id: str, stream: bool = False) -> dict[str, Any]:
+    def retrieve(self, response_id: str, owner: str | None = None, stream: bool = False) -> Stored:
         """A kept response. Raises APIError: a client that wants events would read an object as none at all."""
-        response = self.find(response_id).response
+        found = self.kept[owner].find(response_id)
         if stream:
             raise APIError(400, "stream: events are sent once and not kept; without it, the whole is here", "stream")
-        return response
+        return found
 
-    async def cancel(self, response_id: str) -> None:
+    def cancel(self, response_id: str, owner: str | None = None) -> None:
         """Raises APIError: what is kept has ended. (A response that runs is ended by hanging up.)"""
-        self.find(response_id)
+        self.kept[owner].find(response_id)
         raise APIError(400, "response_id: this one has ended, and none runs in the background", "response_id")
 
-    async def delete(self, response_id: str) -> dict[str, Any]:
-        self.stored_bytes -= self.find(response_id).size
-        del self.stored[response_id]
+    def delete(self, response_id: str, owner: str | None = None) -> dict[str, Any]:
+        """Forget a kept response. Raises APIError."""
+        self.kept[owner].remove(response_id)
         return {"id": response_id, "object": "response", "deleted": True}

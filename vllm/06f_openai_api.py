@@ -36,6 +36,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import re
@@ -64,13 +65,14 @@ TokenizeParams = offline.token_rules.TokenizeParams
 APIError, ErrorResponse, StreamOptions = protocol.APIError, protocol.ErrorResponse, protocol.StreamOptions
 CommonRequest, CompletionRequest = protocol.CommonRequest, protocol.CompletionRequest
 ChatCompletionRequest, ToolCallReader = protocol.ChatCompletionRequest, protocol.ToolCallReader
+away = protocol.away
 TokenizeRequest, DetokenizeRequest = protocol.TokenizeRequest, protocol.DetokenizeRequest
 ResponsesRequest = responses_api.ResponsesRequest
 LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest = protocol.LoadLoRAAdapterRequest, protocol.UnloadLoRAAdapterRequest
 
 VERSION = "0.1.0"
 MAX_BODY_BYTES = 4 << 20  # a request of the longest context is a few hundred kilobytes
-MAX_STOP_STRINGS, MAX_N = 64, 128
+MAX_STOP_STRINGS, MAX_N = protocol.MAX_STOP_STRINGS, 128
 CONSTRAINTS = concurrent.futures.ThreadPoolExecutor(2)  # where schemas are read: no text to tokenize waits behind them
 READ_IN_THEIR_OWN_WAY = {"max_tokens", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs"}
 
@@ -119,8 +121,8 @@ def sampling_params(body: CommonRequest, max_tokens: int | None, logprobs: int |
     more = {name: value for name in names if (value := getattr(body, name, None)) is not None}
     if body.n is not None and not 1 <= body.n <= MAX_N:
         raise common.InputError(f"n {body.n}: must be a whole number from 1 to {MAX_N}")
-    if isinstance(body.stop, list) and len(body.stop) > MAX_STOP_STRINGS:
-        raise common.InputError(f"stop: {len(body.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
+    if sum(map(len, [body.stop] if isinstance(body.stop, str) else body.stop or ())) > protocol.MAX_STOP_CHARS:
+        raise common.InputError(f"stop: more than {protocol.MAX_STOP_CHARS:,} characters in all")
     if body.logit_bias:
         try:
             more["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
@@ -137,6 +139,11 @@ def companion(name: str, flag: str) -> Any:
     if not (common.HERE / f"{name}.py").is_file():
         raise common.InputError(f"{flag}: needs vllm/{name}.py, which is not there")
     return common.lesson(name)
+
+
+def own_salt(owner: str | None, salt: str) -> str:
+    """A salt that only requests with the same key can name: what is cached under it tells nobody else of its prompt."""
+    return hashlib.sha256(f"{owner} {salt}".encode()).hexdigest()
 
 
 class OpenAIServing:
@@ -229,7 +236,7 @@ class OpenAIServing:
     async def prompts(self, body: CompletionRequest | ChatCompletionRequest, n: int) -> list[dict[str, Any]]:
         """Every prompt of a request as text and token ids; `n` answers to each are wanted. Raises InputError."""
         chat = isinstance(body, ChatCompletionRequest)
-        given = [self.render_chat(body)] if chat else offline.as_list(body.prompt)
+        given = [await away(body.is_large, self.render_chat, body)] if chat else offline.as_list(body.prompt)
         if not given:
             raise common.InputError("prompt: must not be empty")
         bound = self.llm.admission.max_num_queued_reqs
@@ -246,10 +253,11 @@ class OpenAIServing:
             found.append({"prompt": None if len(ids) == params.max_length else text, "prompt_token_ids": ids})
         return found
 
-    async def add(self, body: CompletionRequest | ChatCompletionRequest, name: str | None = None) -> Job:
+    async def add(self, body: CompletionRequest | ChatCompletionRequest, name: str | None = None,
+                  owner: str | None = None) -> Job:  # fmt: skip
         """Check everything, then hand it to the engine: all prompts of a request, or none of them.
 
-        The answer's id ends with `name`, if the client has given it one.
+        The answer's id ends with `name`, if the client has given it one. What is cached under a salt is `owner`'s.
         """
         model, llm = self.check_model(body.model), self.llm
         if llm.dead:
@@ -261,13 +269,13 @@ class OpenAIServing:
             raise common.InputError("priority: this server was started with --scheduling-policy fcfs; allowed: 0")
         if not -(2**63) <= body.priority < 2**63:
             raise common.InputError("priority: must fit in 64 bits")
-        params = self.check_params(body)
+        params = await away(body.is_large, self.check_params, body)
         if body.kv_transfer_params is not None:
             if not self.has_kv_connector:
                 raise common.InputError("kv_transfer_params: this server was started without --kv-transfer-config")
             companion("081_kv_connectors", "kv_transfer_params").attach_params(params, body.kv_transfer_params)
         grammars = None
-        if found := protocol.structured_outputs(body):
+        if found := await away(body.is_large, protocol.structured_outputs, body):
             params.structured_outputs = found[1]
             guide = await self.check_constraint(*found, body)
             grammars = guide and collections.defaultdict(guide.start)
@@ -287,11 +295,12 @@ class OpenAIServing:
         request_id = kind + uuid.uuid4().hex  # what the engine calls it: two clients may think of the same name
         name = kind + (name or body.request_id) if name or body.request_id else request_id
         job = Job(name, model, body, params, [], grammars=grammars)
+        salt = body.cache_salt and own_salt(owner, body.cache_salt)
         try:
             llm.admission.check(llm.num_unfinished, wanted)
             for i, prompt in enumerate(prompts):
                 collector = llm.add_request(f"{request_id}-{i}", prompt, params, stream=bool(body.stream),
-                                            priority=body.priority, cache_salt=body.cache_salt,
+                                            priority=body.priority, cache_salt=salt,
                                             lora_name=self.loras.get(model, ("", None))[1])  # fmt: skip
                 job.collectors.append(collector)
         except QueueOverflowError:
@@ -566,6 +575,7 @@ class Gate:
 
     def __init__(self, app: Any, api_keys: Sequence[str]) -> None:
         self.app, self.api_keys = app, [key.encode() for key in api_keys]
+        self.owners = [hashlib.sha256(key).hexdigest() for key in self.api_keys]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -575,11 +585,12 @@ class Gate:
         if self.api_keys and scope["method"] != "OPTIONS" and scope["path"].startswith(self.PROTECTED):
             scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
             # Comparing takes the same time however many characters are right, so it tells nobody how close they are.
-            right = any([secrets.compare_digest(given, key) for key in self.api_keys])
+            right = [owner for key, owner in zip(self.api_keys, self.owners) if secrets.compare_digest(given, key)]
             if scheme.lower() != b"bearer" or not right:
                 error = APIError(401, "Unauthorized: send the header Authorization: Bearer <api key>",
                                  headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
                 return await refuse(send, error)
+            scope = {**scope, "owner": right[0]}
         if {b"content-length", b"transfer-encoding"} <= dict(scope["headers"]).keys():  # a proxy may read the other
             error = APIError(400, "Content-Length and Transfer-Encoding: one of them", headers={"Connection": "close"})
             return await refuse(send, error)
@@ -620,9 +631,11 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
     from fastapi.responses import JSONResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException
 
+    bodies = common.lesson("06f2_request_bodies")
     llm = serving.llm
     failures = {status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 500, 503)}
     app = fastapi.FastAPI(title="vLLM, from first principles", version=VERSION, docs_url=None, redoc_url=None)
+    app.router.route_class = bodies.BodyRoute
     post = functools.partial(app.post, responses={**failures, 422: {"description": "never: such errors are 400"}})
     get = functools.partial(app.get, responses={status: failures[status] for status in (400, 401, 404, 500, 503)})
 
@@ -641,8 +654,7 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
         if where:
             text = f"{'.'.join(where)}: {text}"
         elif first["type"] != "string_unicode":  # which is about a field's name
-            is_json = re.match(r"application/(.+\+)?json\b", request.headers.get("content-type", ""), re.I)
-            # Without this header, FastAPI takes no body for JSON.
+            is_json = bodies.says_json(request)
             text = "the body must be one JSON object" if is_json else "Content-Type: must be application/json"
         return error_response(APIError(400, f"invalid request: {text}", where[0] if where else None))
 
@@ -669,10 +681,17 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
             finally:
                 self.forget()
 
+    def owner_of(request: HTTPRequest) -> str | None:
+        """Whose key it came with: what is kept between requests is found again with the same one."""
+        return request.scope.get("owner")
+
     async def respond(body: Any, request: HTTPRequest, api: Any = serving) -> Response:
+        name = request.headers.get("x-request-id")
+        if name and len(name) > protocol.MAX_NAME:
+            raise common.InputError(f"X-Request-Id: more than {protocol.MAX_NAME} characters")
         gone = asyncio.ensure_future(disconnected(request))
         try:
-            job = await unless(gone, api.add(body, request.headers.get("x-request-id")), api.forget)
+            job = await unless(gone, api.add(body, name, owner_of(request)), api.forget)
             if job is not None and body.stream:
                 response = EventStream(api.stream(job), media_type="text/event-stream")
                 response.forget = functools.partial(api.forget, job)
@@ -682,7 +701,9 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
             return error_response(as_api_error(error, body))
         finally:
             gone.cancel()
-        return Response(status_code=499) if found is None else JSONResponse(found)  # 499: nobody will read it
+        if found is None:
+            return Response(status_code=499)  # nobody will read it
+        return await away(body.is_large, JSONResponse, found)  # a response repeats what was asked
 
     @post("/v1/chat/completions")
     async def create_chat_completion(body: ChatCompletionRequest, request: HTTPRequest) -> Response:
@@ -692,16 +713,24 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
     async def create_completion(body: CompletionRequest, request: HTTPRequest) -> Response:
         return await respond(body, request)
 
-    responses = responses_api.ResponsesAPI(serving, as_api_error)
+    responses = responses_api.ResponsesAPI(serving, as_api_error, max(1, len(api_keys)))
 
     @post("/v1/responses")
     async def create_response(body: ResponsesRequest, request: HTTPRequest) -> Response:
         return await respond(body, request, responses)
 
-    get("/v1/responses/{response_id}")(responses.retrieve)
-    post("/v1/responses/{response_id}/cancel")(responses.cancel)
-    told = {status: failures[status] for status in (401, 404)}
-    app.delete("/v1/responses/{response_id}", responses=told)(responses.delete)
+    @get("/v1/responses/{response_id}")
+    async def retrieve_response(response_id: str, request: HTTPRequest, stream: bool = False) -> Response:
+        found = responses.retrieve(response_id, owner_of(request), stream)
+        return await away(found.size > protocol.LARGE_BYTES, JSONResponse, found.response)
+
+    @post("/v1/responses/{response_id}/cancel")
+    async def cancel_response(response_id: str, request: HTTPRequest) -> None:
+        responses.cancel(response_id, owner_of(request))
+
+    @app.delete("/v1/responses/{response_id}", responses={status: failures[status] for status in (401, 404)})
+    async def delete_response(response_id: str, request: HTTPRequest) -> dict[str, Any]:
+        return responses.delete(response_id, owner_of(request))
 
     @get("/v1/models")
     @app.get("/v1/models/", include_in_schema=False)  # here no redirect: the next route would take it for no name
@@ -736,7 +765,8 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
             raise common.InputError("prompt: give either a prompt or messages")
         text, special = body.prompt, body.add_special_tokens is not False
         if body.messages is not None:
-            text, special = serving.render_chat(body), bool(body.add_special_tokens)
+            text = await away(body.is_large, serving.render_chat, body)
+            special = bool(body.add_special_tokens)
         tokens = await serving.encode(text, special)
         found = {"count": len(tokens), "max_model_len": serving.max_model_len, "tokens": tokens}
         if body.return_token_strs:

@@ -437,6 +437,9 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 # --- Tokenizer ------------------------------------------------------------------------------------------------------
 
 
+LONG = 4096  # characters or tokens that take a millisecond
+
+
 class Tokenizer:
     """Text to token ids and back, from a folder's `tokenizer.json`; chat messages by the folder's own template."""
 
@@ -475,7 +478,10 @@ class Tokenizer:
         Of more than `max_length` the first ones of the text go, and what was put around it stays. Raises InputError
         for a token that the model does not have.
         """
-        encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        if len(text) > LONG:  # `encode` lets no other thread run Python meanwhile, `encode_batch` does
+            (encoding,) = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        else:
+            encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
         ids, cut = encoding.ids, 0 if max_length is None else len(encoding.ids) - max_length
         if (largest := max(ids, default=0)) >= self.vocab_size:
             raise common.InputError(f"token id {largest} of the tokenizer: the model has {self.vocab_size} tokens")
@@ -488,6 +494,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are not valid UTF-8 become U+FFFD."""
+        if len(token_ids) > LONG:
+            return self.backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
