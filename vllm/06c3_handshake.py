@@ -150,7 +150,12 @@ class Reception:
                     oldest = next(iter(self.strangers))
                     del self.strangers[oldest]
                     _hang_up(oldest)  # its own thread hears of it, and closes it
-            threading.Thread(target=self._greet, args=(sock, address), daemon=True).start()
+            try:
+                threading.Thread(target=self._greet, args=(sock, address), daemon=True).start()
+            except RuntimeError:  # no thread was left either
+                with self.lock:
+                    self.strangers.pop(sock, None)
+                sock.close()
 
     def _greet(self, sock: socket.socket, address: tuple) -> None:
         try:
