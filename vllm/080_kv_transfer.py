@@ -40,7 +40,7 @@ import torch.distributed as dist
 from common import tl, triton
 
 tensor_parallel = common.lesson("05c_tensor_parallel")
-handshake = common.lesson("06c3_handshake")
+handshake = common.lesson("061_handshake")
 
 # --- 1. What travels: positions and heads -----------------------------------------------------------------------------
 #

@@ -579,6 +579,7 @@ class P2PConnector(KVConnectorBase):
             link.close()
 
     def connect(self, address: tuple[str, int]) -> Link:
+        """The link to a producer's rank; no payload of it is larger than a message that we could have asked for."""
         if address not in self.links:
             row = max(kv_cache[:, 0, 0].nbytes for kv_cache in self.layers)  # of one position, all our heads
             self.links[address] = self.link_class(self.inbox, self.wake, address=address, timeout=self.timeout,

@@ -1,4 +1,4 @@
-"""06c3 · The handshake: who may be an engine of ours. The lowest part of lesson 06c, and of lesson 08's transfers.
+"""061 · The handshake: who may be an engine of ours. The lowest part of lesson 06c, and of lesson 08's transfers.
 
 A port that engines dial is open to whoever reaches it. Before a byte of such a connection is believed, both sides prove
 that they know one secret, without saying it: an HMAC over two random numbers, one of each side. All of it is of fixed
