@@ -8,12 +8,14 @@ import contextlib
 import errno
 import functools
 import gc
+import hmac
 import itertools
 import json
 import multiprocessing
 import os
 import pickle
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -37,6 +39,7 @@ import llama
 
 lesson = common.lesson("06c_scaling_out")
 executors, engine_group, layouts = lesson.executors, lesson.engine_group, lesson.layouts
+handshake = engine_group.handshake
 serving, async_engine, scheduling = lesson.serving, lesson.async_engine, lesson.scheduling
 Request, SamplingParams, ParallelConfig = lesson.Request, lesson.SamplingParams, lesson.ParallelConfig
 EngineArgs, ADD = serving.EngineArgs, async_engine.EngineCoreRequestType.ADD
@@ -1258,19 +1261,39 @@ def free_port(host="127.0.0.1"):
         return sock.getsockname()[1]
 
 
-def test_engines_dial_in_and_strangers_are_turned_away():
+@pytest.fixture
+def secret(monkeypatch):
+    monkeypatch.setenv("VLLM_ENGINE_SECRET", "for these tests alone")
+    return handshake.secret()
+
+
+def greeted(address, key):
+    """A caller who knows the secret."""
+    return handshake.dial(address, key, 20)
+
+
+def test_engines_dial_in_and_strangers_are_turned_away(secret):
     args = EngineArgs(data_parallel_size=3, data_parallel_size_local=1, data_parallel_rpc_port=free_port())
     found, said = {}, []
-    head = threading.Thread(target=lambda: found.update(engine_group.accept_engines(args, 2, said.append)))
+    head = threading.Thread(target=lambda: found.update(engine_group.accept_engines(args, 2, said.append)), daemon=True)
     head.start()
     address = (args.data_parallel_address, args.data_parallel_rpc_port)
     remote, clients = engine_group.dial(*address, 1)
     assert clients == 2 and len(remote) == 3
     for line in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"x" * 5000, b'{"engine": 1, "slot": 0}\n', b'{"engine": 0}\n',
-                 b'{"engine": 2, "slot": 3}\n'):  # fmt: skip
+                 b'{"engine": 2, "slot": 3}\n', b'{"engine": [], "slot": 0}\n', b'{"engine": 2, "slot": []}\n',
+                 b'{"engine": 2.0, "slot": 0.0}\n', b'{"engine": true, "slot": true}\n', b"[" * 4000 + b"\n",
+                 b"\xff\xfe\n", b'{"engine": NaN}\n', b'"\\ud800"\n', b"9" * 4090 + b"\n"):  # fmt: skip
         with socket.create_connection(address) as sock:
+            sock.settimeout(20)
             sock.sendall(line)
-            assert b"error" in sock.recv(4096)
+            told = sock.recv(4096)
+            assert told == told[: len(handshake.MAGIC) + handshake.NONCE], "a stranger hears a random number"
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(4096) == b""
+        with greeted(address, secret) as sock:  # nonsense of one of ours is no better
+            sock.sendall(line)
+            assert b'{"error": ' in sock.recv(4096)
     with pytest.raises(common.InputError, match="refused"):
         engine_group.dial(*address, 7)
     last, _ = engine_group.dial(*address, 2)
@@ -1292,7 +1315,7 @@ def test_engines_dial_in_and_strangers_are_turned_away():
             engine_group.accept_engines(args, 1)
 
 
-def test_an_engine_that_died_before_all_were_there_may_come_again():
+def test_an_engine_that_died_before_all_were_there_may_come_again(secret):
     args = EngineArgs(data_parallel_size=3, data_parallel_size_local=1, data_parallel_rpc_port=free_port())
     found, said = {}, []
     head = threading.Thread(target=lambda: found.update(engine_group.accept_engines(args, 1, said.append)), daemon=True)
@@ -1310,8 +1333,8 @@ def test_an_engine_that_died_before_all_were_there_may_come_again():
         sock.close()
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n", b"[]\n", b""])
-def test_who_dials_somebody_else_reads_one_line(answer):
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n", b"[]\n" * 40, b""])
+def test_who_dials_somebody_else_reads_one_line(answer, secret):
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def accept():
@@ -1322,25 +1345,144 @@ def test_who_dials_somebody_else_reads_one_line(answer):
 
         threading.Thread(target=accept).start()
         with pytest.raises(common.InputError, match="--data-parallel-address"):
-            engine_group.dial(*server.getsockname(), 1)
+            engine_group.dial(*server.getsockname(), 1, patience=0.0)
 
 
-def test_who_dials_waits_while_others_before_it_say_nothing(monkeypatch):
-    """The head hears one after the other, each for up to 10 s; connecting takes longer than that for nobody."""
-    connect = socket.create_connection
-    monkeypatch.setattr(socket, "create_connection", lambda address, timeout: connect(address, 0.1))
+@pytest.mark.parametrize("answer", [b"[]\n", b'{"engine": 1\n', b"[" * 4000 + b"\n", b"x" * 5000])
+def test_who_dials_a_head_that_talks_nonsense_reads_one_line(answer, secret):
     with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def accept():
-            sock, _ = server.accept()
-            time.sleep(0.4)
-            sock.sendall(b'{"slots": 1, "clients": 1}\n')
-            sock.close()
+        def welcome(sock, _):
+            with sock:
+                sock.sendall(answer)
+                sock.recv(4096)
 
-        threading.Thread(target=accept).start()
-        (sock,), clients = engine_group.dial(*server.getsockname(), 1)
+        with (
+            contextlib.closing(handshake.Reception(server, secret, welcome)),
+            pytest.raises(common.InputError) as error,
+        ):
+            engine_group.dial(*server.getsockname(), 1)
+        assert re.match(
+            r"--data-parallel-address .*: (no line|no object|nested too deeply|Expecting)", str(error.value)
+        )
+
+
+def test_who_dials_another_secret_is_told(secret):
+    server = socket.create_server(("127.0.0.1", 0))
+    address = server.getsockname()
+    reception = handshake.Reception(server, b"another one of theirs", pytest.fail)
+    with contextlib.closing(reception), pytest.raises(common.InputError, match="another secret than we; VLLM_ENGINE_"):
+        engine_group.dial(*address, 1)
+
+
+def test_nobody_waits_behind_strangers_who_say_nothing_or_a_byte_at_a_time(secret, monkeypatch):
+    """And a greeting has a deadline, however it trickles."""
+    monkeypatch.setattr(handshake, "SECONDS", 1.0)
+    args = EngineArgs(data_parallel_size=2, data_parallel_size_local=1, data_parallel_rpc_port=free_port())
+    found, said = {}, []
+    head = threading.Thread(target=lambda: found.update(engine_group.accept_engines(args, 1, said.append)), daemon=True)
+    head.start()
+    address = (args.data_parallel_address, args.data_parallel_rpc_port)
+    while not said:
+        time.sleep(0.01)
+    with contextlib.ExitStack() as strangers:
+        silent = [strangers.enter_context(socket.create_connection(address)) for _ in range(40)]
+        slow = strangers.enter_context(socket.create_connection(address))
+        start, ended = time.monotonic(), []
+
+        def trickle():
+            with contextlib.suppress(OSError):
+                for byte in handshake.MAGIC + bytes(1000):
+                    slow.sendall(bytes([byte]))
+                    time.sleep(0.05)
+            ended.append(time.monotonic() - start)
+
+        trickling = threading.Thread(target=trickle, daemon=True)
+        trickling.start()
+        sockets, clients = engine_group.dial(*address, 1)
+        assert time.monotonic() - start < 0.9, "an engine waits for nobody"
+        head.join(20)
+        trickling.join(20)
+        assert clients == 1 and sorted(found) == [(1, 0), (1, 1)] and ended[0] < 5
+        for sock in silent:
+            sock.settimeout(20)
+            with contextlib.suppress(ConnectionResetError):
+                assert len(sock.recv(99)) == 40 and sock.recv(99) == b""
+    for sock in (*found.values(), *sockets):
         sock.close()
-        assert clients == 1
+
+
+def test_of_strangers_there_are_only_so_many_at_a_time(secret, monkeypatch):
+    """The oldest has to go: who knows the secret needs milliseconds to prove it."""
+    monkeypatch.setattr(handshake, "STRANGERS", 3)
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
+        arrived = queue.SimpleQueue()
+        reception = stack.enter_context(contextlib.closing(
+            handshake.Reception(server, secret, lambda sock, _: arrived.put(sock))))  # fmt: skip
+        strangers = []
+        for _ in range(5):
+            strangers.append(stack.enter_context(socket.create_connection(server.getsockname(), 20)))
+            strangers[-1].recv(99)
+        with greeted(server.getsockname(), secret), arrived.get(timeout=20):
+            assert [sock.recv(99) for sock in strangers[:2]] == [b""] * 2 and len(reception.strangers) <= 3
+        strangers[-1].settimeout(0.05)
+        with pytest.raises(TimeoutError):  # the youngest still has its time
+            strangers[-1].recv(99)
+
+
+def test_a_proof_is_of_use_once_and_in_one_role(secret):
+    """Neither what an engine once said, nor what the head itself says, opens the door."""
+    server = socket.create_server(("127.0.0.1", 0))
+    address = server.getsockname()
+    with contextlib.closing(handshake.Reception(server, secret, pytest.fail)):
+        for echo in (True, False):
+            with socket.create_connection(address, 20) as sock:
+                said = sock.recv(40, socket.MSG_WAITALL)
+                sock.sendall(said)
+                proof = sock.recv(32, socket.MSG_WAITALL)
+                sock.sendall(proof if echo else hmac.digest(secret, b"dialled" + bytes(64), "sha256"))
+                assert sock.recv(1) == b""
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_a_greeting_ends_in_time_however_slowly_it_trickles(accepted):
+    ours, theirs = socket.socketpair()
+
+    def trickle():
+        with contextlib.suppress(OSError):
+            for byte in handshake.MAGIC + bytes(100):
+                theirs.sendall(bytes([byte]))
+                time.sleep(0.02)
+
+    thread, start = threading.Thread(target=trickle, daemon=True), time.monotonic()
+    thread.start()
+    with ours, theirs, pytest.raises(TimeoutError):
+        handshake.greet(ours, b"a secret that nobody hears", accepted, start + 0.3)
+    assert time.monotonic() - start < 1
+
+
+def test_the_secret_is_this_users_and_the_same_for_everybody(monkeypatch, tmp_path):
+    monkeypatch.delenv("VLLM_ENGINE_SECRET", raising=False)
+    monkeypatch.setattr(llama, "cache_folder", lambda: tmp_path / "made")
+    with ThreadPoolExecutor(8) as pool:
+        found = {*pool.map(lambda _: handshake.secret(), range(8))}
+    (path,) = (tmp_path / "made").iterdir()
+    assert found == {path.read_bytes()} and len(path.read_bytes()) == 64 and path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o640)
+    with pytest.raises(common.InputError, match="others can read it"):
+        handshake.secret()
+    path.chmod(0o600)
+    path.write_bytes(b"")
+    with pytest.raises(common.InputError, match="too short"):
+        handshake.secret()
+    monkeypatch.setattr(llama, "cache_folder", lambda: path)
+    with pytest.raises(common.InputError, match="give VLLM_ENGINE_SECRET"):
+        handshake.secret()
+    monkeypatch.setenv("VLLM_ENGINE_SECRET", "0123456789abcdef")
+    assert handshake.secret() == b"0123456789abcdef"
+    monkeypatch.setenv("VLLM_ENGINE_SECRET", "short")
+    with pytest.raises(common.InputError, match="16 characters"):
+        handshake.secret()
 
 
 def test_api_servers_end_with_the_process_that_started_them():
@@ -1407,10 +1549,64 @@ sys.exit(group.run_headless(None, args, lambda text: None))
 def test_a_line_without_an_end_is_not_read_for_ever():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.settimeout(0.1)
         theirs.sendall(b"x" * 5000)
         with pytest.raises(ValueError, match="no line"):
-            engine_group.read_line(ours)
+            engine_group.read_line(ours, time.monotonic() + 20)
+        with pytest.raises(TimeoutError):
+            theirs.sendall(b"x")
+            engine_group.read_line(ours, time.monotonic() + 0.1, limit=10_000)
+
+
+def letter(kind, content):
+    return async_engine.frame((kind, content))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [(1 << 31).to_bytes(4, "big"), b"\0\0\0\1.", b"\0\0\0\4junk", async_engine.frame(7), async_engine.frame((1, 2, 3)),
+     letter(async_engine.EngineCoreRequestType.ADD, 5), letter(async_engine.EngineCoreRequestType.ABORT, 5),
+     letter(async_engine.EngineCoreRequestType.UTILITY, ()), async_engine.frame(functools.partial(print))],
+)  # fmt: skip
+def test_a_client_that_sends_no_letter_is_gone_and_the_others_are_served(said):
+    """Its length is bounded, its pickle names nothing but letters, and what it says it says to its own connection."""
+    (good, ours), (bad, theirs) = socket.socketpair(), socket.socketpair()
+    with good, ours, bad, theirs:
+        mailbox = engine_group.EngineMailbox([ours, theirs], None, 0)
+        mailbox.owner["theirs"] = 1
+        bad.sendall(said)
+        abort = async_engine.EngineCoreRequestType.ABORT
+        assert mailbox.receive(5) == [(abort, ["theirs"])] and [*mailbox.clients] == [0]
+        good.sendall(letter(abort, ["x"]))
+        assert mailbox.receive(5) == [(abort, ["x"])]
+
+
+@pytest.mark.parametrize("said", [(1 << 31).to_bytes(4, "big"), b"\0\0\0\4junk"])
+def test_an_engine_that_sends_no_letter_is_dead(said):
+    async def go():
+        ours, theirs = socket.socketpair()
+        client = lesson.DPLBClient([ours], None, lesson.LoadBalancer(1))
+        theirs.sendall(said)
+        with theirs, pytest.raises(async_engine.EngineDeadError):
+            await asyncio.wait_for(client.receive(), 20)
+        client.close()
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("said", [7, (9, [0, 0, 0.0]), (0,), ([], [0, 0, 0.0])])
+def test_a_coordinator_that_hears_nonsense_goes_on(said):
+    (first, bad), (second, good), (client, heard) = (socket.socketpair() for _ in range(3))
+    with first, bad, second, good, client, heard:
+        coordinator = engine_group.DPCoordinator([first, second], [client])
+        thread = threading.Thread(target=coordinator.run, daemon=True)
+        bad.sendall(async_engine.frame(said))
+        thread.start()
+        good.sendall(async_engine.frame((1, [2, 1, 0.5])))
+        size = int.from_bytes(heard.recv(4, socket.MSG_WAITALL), "big")
+        assert engine_group.loads(heard.recv(size, socket.MSG_WAITALL))[1] == [2, 1, 0.5]
+        good.close()
+        thread.join(20)
+        assert not thread.is_alive(), "all engines are gone"
 
 
 @pytest.mark.parametrize(

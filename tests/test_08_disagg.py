@@ -214,6 +214,8 @@ def test_nobody_waits_for_as_many_bytes_as_a_stranger_announces(sizes):
         transfer.read_frame(reader(transfer.PREFIX.pack(transfer.MAGIC, *sizes)))
     with pytest.raises(EOFError):  # the largest that are waited for
         transfer.read_frame(reader(transfer.PREFIX.pack(transfer.MAGIC, 1 << 20, 1 << 32)))
+    with pytest.raises(transfer.ProtocolError, match="not a frame"):
+        transfer.read_frame(reader(transfer.pack_frame(GOOD, 5) + b"abcde"), 4)
 
 
 @given(st.binary(max_size=200), st.booleans())
@@ -226,7 +228,7 @@ def test_bytes_of_a_stranger_raise_nothing_else(data, prefixed):
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "kvx-1-zz", f"kvx-1-{'0' * 16}/../x", "", 5])
 def test_a_segment_is_nothing_but_a_segment(name):
-    link = SimpleNamespace()
+    link = SimpleNamespace(max_payload=99)
     with pytest.raises(transfer.ProtocolError):
         transfer.SharedMemoryLink.receive(link, {"shm": name}, bytearray())
 
@@ -236,12 +238,16 @@ def test_who_maps_a_segment_removes_its_name():
     (transfer.SHM / name).write_bytes(b"abc")
 
     def take():
-        return transfer.SharedMemoryLink.receive(SimpleNamespace(), {"shm": name}, bytearray())
+        return transfer.SharedMemoryLink.receive(SimpleNamespace(max_payload=3), {"shm": name}, bytearray())
 
     assert bytes(take().numpy()) == b"abc" and not (transfer.SHM / name).exists()
     assert take() is None, "a message that came twice"
     (transfer.SHM / name).touch()
     assert take() is None and not (transfer.SHM / name).exists(), "nothing in it"
+    (transfer.SHM / name).write_bytes(b"abcd")
+    with pytest.raises(transfer.ProtocolError, match="a segment of 4 bytes"):  # more than was asked for
+        take()
+    assert not (transfer.SHM / name).exists()
 
 
 @pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="no such protection on this platform")
@@ -253,7 +259,7 @@ def test_a_segment_is_no_way_to_another_file(tmp_path, monkeypatch):
     monkeypatch.setattr(transfer.secrets, "token_hex", lambda n: "1" * 16)
     try:
         with pytest.raises(OSError):
-            transfer.SharedMemoryLink.receive(SimpleNamespace(), {"shm": path.name}, bytearray())
+            transfer.SharedMemoryLink.receive(SimpleNamespace(max_payload=99), {"shm": path.name}, bytearray())
         with connection(transfer.SharedMemoryLink) as (link, _), pytest.raises(FileExistsError):
             link.transmit(GOOD, torch.ones(2, dtype=torch.uint8))
         assert secret.read_bytes() == b"abc" and path.is_symlink()
@@ -262,11 +268,11 @@ def test_a_segment_is_no_way_to_another_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "header", [{"kind": "HELLO", "port": 1 << 16}, *({"kind": "KV", "nbytes": n} for n in (None, 0, True, 1 << 33))]
+    "header", [{"kind": "HELLO", "port": 1 << 16}, *({"kind": "KV", "nbytes": n} for n in (None, 0, True, 65))]
 )
 def test_a_process_group_is_not_made_of_nonsense(header):
     with pytest.raises(transfer.ProtocolError):
-        transfer.DistributedLink.receive(SimpleNamespace(group=None), header, bytearray())
+        transfer.DistributedLink.receive(SimpleNamespace(group=None, max_payload=64), header, bytearray())
 
 
 # --- Connections -----------------------------------------------------------------------------------------------------
@@ -288,11 +294,39 @@ def connection(kind=transfer.Link, **options):
 DONE = {"kind": "DONE", "transfer": "x"}
 
 
+def accept(server):
+    """The next caller, who proves that it is an engine of ours."""
+    sock, _ = server.accept()
+    transfer.handshake.greet(sock, transfer.handshake.secret(), True, time.monotonic() + 20)
+    return sock
+
+
+def test_a_host_that_does_not_know_the_secret_is_asked_for_nothing():
+    """A client's `kv_transfer_params` may name one."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = transfer.Link(SimpleQueue(), threading.Event(), address=server.getsockname())
+        link.send({"kind": "GET", "transfer": "x"})
+        theirs, _ = server.accept()
+        with theirs:
+            said = theirs.recv(40, socket.MSG_WAITALL)
+            theirs.sendall(said)
+            assert len(theirs.recv(999)) == 32 and theirs.send(bytes(32)) == 32, "a proof, and no request"
+            assert "another secret" in link.inbox.get(timeout=20)[1]["why"] and theirs.recv(99) == b""
+
+
+def test_no_more_memory_is_taken_than_was_asked_for():
+    with connection(max_payload=4) as (link, theirs):
+        theirs.sendall(transfer.pack_frame({"kind": "HELLO", "layout": "", "engine_id": "", "port": 0}))
+        theirs.sendall(transfer.pack_frame(GOOD, 4) + b"abcd" + transfer.pack_frame(GOOD, 1 << 32))
+        assert [link.inbox.get(timeout=20)[1]["kind"] for _ in range(3)] == ["HELLO", "KV", "LOST"]
+        assert "4294967296 bytes" in link.lost
+
+
 def test_a_connection_may_be_silent_for_longer_than_it_may_take_to_make():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        link = transfer.Link(SimpleQueue(), threading.Event(), address=server.getsockname(), timeout=0.05)
-        theirs, _ = server.accept()
-    time.sleep(0.15)
+        link = transfer.Link(SimpleQueue(), threading.Event(), address=server.getsockname(), timeout=0.5)
+        theirs = accept(server)
+    time.sleep(0.7)
     theirs.sendall(transfer.pack_frame(DONE))
     assert link.inbox.get(timeout=20) == (link, DONE, None)
     assert link.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), "short letters leave at once"
@@ -456,10 +490,13 @@ def test_python_ends_while_payloads_are_on_their_way(kind):
     code = f"""
 import sys; sys.path.insert(0, {str(common.HERE)!r})
 import common, queue, socket, threading, torch
-kind = common.lesson("080_kv_transfer").{kind}
+transfer = common.lesson("080_kv_transfer")
+kind, shake = transfer.{kind}, transfer.handshake
 with socket.create_server(("127.0.0.1", 0)) as server:
     reader = kind(queue.SimpleQueue(), threading.Event(), address=server.getsockname(), timeout=60)
-    writer = kind(queue.SimpleQueue(), threading.Event(), server.accept()[0], timeout=60, hello={hello})
+    sock, _ = server.accept()
+    shake.greet(sock, shake.secret(), True, 1e9)
+    writer = kind(queue.SimpleQueue(), threading.Event(), sock, timeout=60, hello={hello})
 for _ in range(300):
     writer.send({GOOD}, torch.zeros(1 << 22, dtype=torch.uint8))
 assert [reader.inbox.get(timeout=20)[1]["kind"] for _ in range(4)] == ["HELLO", "KV", "KV", "KV"]
@@ -483,7 +520,7 @@ def test_who_waits_in_a_process_group_hears_that_the_other_side_has_left(monkeyp
     monkeypatch.setattr(transfer.DistributedLink, "receive", leave)
     with socket.create_server(("127.0.0.1", 0)) as server:
         left = transfer.DistributedLink(SimpleQueue(), threading.Event(), address=server.getsockname(), timeout=60)
-        link = transfer.DistributedLink(SimpleQueue(), threading.Event(), server.accept()[0], timeout=60, hello=hello)
+        link = transfer.DistributedLink(SimpleQueue(), threading.Event(), accept(server), timeout=60, hello=hello)
     link.send(GOOD, torch.ones(1 << 24, dtype=torch.uint8))
     for ended in (left, link):
         ended.reader.join(20)
@@ -1448,9 +1485,28 @@ def test_whoever_comes_in_the_moment_of_closing_is_sent_away(tiny_model):
     with pair(tiny_model, "TCPConnector") as (prefill, _):
         connector = prefill.scheduler.connector
         connector.closed = True
-        with socket.create_connection((connector.host, connector.port), timeout=20) as late:
+        key = transfer.handshake.secret()
+        with transfer.handshake.dial((connector.host, connector.port), key, 20) as late:
+            late.settimeout(20)
             while late.recv(1 << 16):
                 pass
+
+
+def test_strangers_at_a_prefill_workers_port_are_in_nobodys_way(tiny_model, expected):
+    """Whatever they say, and if they say nothing; a frame of theirs is none."""
+    with pair(tiny_model, "TCPConnector") as (prefill, decode), contextlib.ExitStack() as strangers:
+        connector, before = prefill.scheduler.connector, threading.active_count()
+        get = {"kind": "GET", "transfer": "a", "head": 0, "heads": 1, "end": 5, "have": [0], "consumers": 1}
+        said = [b"", b"v", b"GET / HTTP/1.1\r\n\r\n", b"[" * 4000, transfer.pack_frame(get), b"\xff" * 5000]
+        said += [transfer.PREFIX.pack(transfer.MAGIC, 1 << 20, 1 << 32), transfer.handshake.MAGIC + bytes(64)]
+        for i in range(100):
+            sock = strangers.enter_context(socket.create_connection((connector.host, connector.port), timeout=20))
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(said[i % len(said)])
+        submit(prefill, decode, "a", PROMPT, TOKENS)
+        assert drain(prefill, decode)["a"][0] == expected
+        assert len(connector.accepted) == 1 and not connector.producer.early
+        assert threading.active_count() <= before + transfer.handshake.STRANGERS + 8
 
 
 def test_who_has_nothing_to_compute_waits_for_news_and_not_for_long(tiny_model):
@@ -1738,7 +1794,7 @@ def test_callers_are_let_in_again_when_there_are_descriptors_again(tiny_model):
             second.connect(("127.0.0.1", connector.port))
             for caller in (first, second):
                 caller.settimeout(5)
-                assert caller.recv(4) == transfer.MAGIC, "HELLO"
+                assert caller.recv(4) == transfer.handshake.MAGIC[:4], "a greeting"
     finally:
         connector.close()
 
@@ -2873,13 +2929,14 @@ def test_a_prompt_is_given_up_on_every_rank():
     async def go():
         heard, first = [], free_ports(3)
 
-        async def rank(reader, writer):
-            writer.write(b"HELLO")
-            heard.append(transfer.read_frame(io.BytesIO(await reader.read()).read)[0])
-            writer.close()
+        def rank(sock, _):
+            with sock, sock.makefile("rb") as stream:
+                sock.sendall(b"HELLO")
+                heard.append(transfer.read_frame(stream.read)[0])
 
+        key = transfer.handshake.secret()
         for port in (first, first + 2):
-            await asyncio.start_server(rank, "127.0.0.1", port)
+            transfer.handshake.Reception(socket.create_server(("127.0.0.1", port)), key, rank)
         params = {"transfer_id": "x", "remote_host": "127.0.0.1", "remote_port": first, "tp_size": 3}
         await asyncio.wait_for(connectors.give_up(params), 20)
         assert heard == [{"kind": "CANCEL", "transfer": "x"}] * 2
@@ -2898,16 +2955,104 @@ def test_the_proxy_asks_on_the_same_path_with_the_same_key(key):
     assert all(request.headers.get("authorization") == key for request in servers.requests)
 
 
-def test_the_proxy_is_as_healthy_as_one_of_its_servers():
+def test_the_proxy_is_well_while_a_decode_server_is_and_names_who_is_gone():
+    """Without a prefill server, the others compute prompts themselves; without a decode server nobody answers."""
+    pytest.importorskip("fastapi")
+    servers, url = Servers(), {name: f"http://{name}" for name in ("d0", "d1", "p0")}
+
+    def health(down, status):
+        servers.down, servers.status = {*down}, status
+        answer = through_proxy(servers, None, path="/health")
+        return answer.status_code, answer.text
+
+    assert health((), {}) == (200, '{"gone":[]}')
+    assert health(["d1"], {"p0": 500}) == (200, f'{{"gone":["{url["d1"]}","{url["p0"]}"]}}')
+    for down, status in ((["d0", "d1"], {}), (["d0"], {"d1": 503}), ((), {"d0": 500, "d1": 503})):
+        code, text = health(down, status)
+        assert code == 503 and url["d0"] in text and url["d1"] in text and url["p0"] not in text
+    code, text = health(["d0", "d1", "p0"], {})
+    assert code == 503 and all(name in text for name in url.values())
+    assert through_proxy(servers, None, path="/v1/models").status_code == 503
+    servers.down = {"d0", "d1"}
+    assert through_proxy(servers, None, path="/v1/models").status_code == 503, "none that could be asked for an answer"
+
+
+def test_a_server_that_has_stopped_does_not_hold_the_proxys_health(monkeypatch):
+    pytest.importorskip("fastapi")
+    monkeypatch.setattr(lesson, "PATIENCE", 0.05)
+
+    class Stopped(Servers):
+        async def __call__(self, request):
+            return await super().__call__(request) if request.url.host == "d1" else await asyncio.sleep(60)
+
+    answer = through_proxy(Stopped(), None, path="/health")
+    assert answer.status_code == 200 and answer.json() == {"gone": ["http://d0", "http://p0"]}
+    assert through_proxy(Stopped(), None, path="/v1/models").status_code == 200
+    assert through_proxy(Stopped(), None, ["p0"], ["d0"], path="/health").status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [(b"{", "not JSON: Expecting"), (b"", "not JSON: Expecting"), (b"[]", "must be a JSON object"),
+     (b"7", "must be a JSON object"), (b"null", "must be a JSON object"), (b'{"prompt": "\\ud83d"}', "surrogate pair"),
+     (b'{"\\ud83d": 1}', "surrogate pair"), (b'{"prompt": "\xed\xa0\xbd"}', "surrogate pair"),
+     (b'{"prompt": "\xff"}', "UTF-8"), (b'{"temperature": NaN}', "Out of range"),
+     (b'{"x": [-Infinity]}', "Out of range"), (b'{"temperature": 1e999}', "Out of range"),
+     (b'{"x": ' + b"9" * 5000 + b"}", "not JSON: Exceeds"), (b"[" * 100_000, "nested too deeply"),
+     (b'{"x":' * 100_000 + b"1" + b"}" * 100_000, "nested too deeply")],
+    ids=lambda x: str(x)[:24],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_no_server_could_be_sent_is_refused_in_one_line(body, told, path):
     pytest.importorskip("fastapi")
     servers = Servers()
-    servers.status = {"d0": 404, "p0": 418}
-    answer = through_proxy(servers, None, path="/health")
-    assert answer.status_code == 404 and answer.headers["content-type"] == "application/json"
-    servers.down = {"d0", "d1"}
-    assert through_proxy(servers, None, path="/health").status_code == 418
-    servers.down |= {"p0"}
-    assert through_proxy(servers, None, path="/health").status_code == 503
+    answer = through_proxy(servers, body, path=path)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and told in error["message"] and "\n" not in error["message"]
+    assert error["type"] == "BadRequestError" and not servers.asked
+
+
+def test_at_no_depth_of_a_body_the_proxy_breaks():
+    """Whether it is passed on or refused: where it may be read, it may be written as well."""
+    pytest.importorskip("fastapi")
+    bodies = [b'{"x": ' + b"[" * depth + b"]" * depth + b"}" for depth in (1, 300, *range(700, 1000, 4))]
+    found = [through_proxy(Servers(), body).status_code for body in bodies]
+    assert found == sorted(found) and {200} <= {*found} <= {200, 400}
+
+
+def test_a_body_is_no_longer_than_behind_the_proxy_and_a_key_may_be_of_any_bytes():
+    pytest.importorskip("fastapi")
+    servers = Servers()
+    answer = through_proxy(servers, b'{"prompt": "' + b"x" * (5 << 20) + b'"}')
+    assert answer.status_code == 413 and not servers.asked
+    assert through_proxy(servers, BODY, headers={"authorization": "Bearer \xe9".encode("latin-1")}).status_code == 200
+    assert {dict(request.headers.raw)[b"authorization"] for request in servers.requests} == {b"Bearer \xe9"}
+
+
+@pytest.mark.parametrize("kept", ["x", [1], 7, {"transfer_id": 5}, {"do_remote_prefill": True}])
+def test_a_prefill_server_that_answers_nonsense_is_none(kept):
+    pytest.importorskip("fastapi")
+
+    class Strange(Servers):
+        def answer(self, host):
+            return httpx.Response(200, json={"kv_transfer_params": kept}) if host == "p1" else super().answer(host)
+
+    servers = Strange()
+    assert through_proxy(servers, BODY, ["p0", "p1"]).status_code == 200
+    assert [host for host, _ in servers.asked] == ["p1", "p0", "d1"]
+
+
+@pytest.mark.parametrize("said", [b"<html>", b"[]", b"7", b""])
+def test_a_prefill_server_that_is_something_else_is_none(said):
+    pytest.importorskip("fastapi")
+
+    class Strange(Servers):
+        def answer(self, host):
+            return httpx.Response(200, content=said) if host == "p0" else super().answer(host)
+
+    servers = Strange()
+    assert through_proxy(servers, BODY).status_code == 200
+    assert [host for host, _ in servers.asked] == ["p0", "d1"] and "kv_transfer_params" not in servers.asked[1][1]
 
 
 class Talking(httpx.AsyncByteStream):
@@ -2936,27 +3081,74 @@ def test_a_stream_that_breaks_says_so():
     assert told == {"error": {"message": "the decode server is gone: reset", "code": 502}}
 
 
-def test_a_client_that_hangs_up_ends_the_request_behind_the_proxy():
-    pytest.importorskip("fastapi")
-    silent = Talking(lambda: asyncio.sleep(60))
-    servers, letters = Servers(silent), [{"type": "http.request", "body": json.dumps(BODY).encode()}]
+def hang_up(servers, body, gone, send=None):
+    """One request to the proxy; the client leaves when `gone` is set."""
+    letters = [{"type": "http.request", "body": json.dumps(body).encode()}]
 
     async def receive():
         if letters:
             return letters.pop()
-        await silent.said.wait()
+        await gone.wait()
         return {"type": "http.disconnect"}
 
-    async def send(message):
+    async def ignore(message):
         pass
 
     async def go():
         scope = {"type": "http", "asgi": {"spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
                  "path": "/v1/completions", "query_string": b"", "headers": [], "scheme": "http"}  # fmt: skip
-        await asyncio.wait_for(proxy_before(servers)(scope, receive, send), 20)
+        await asyncio.wait_for(proxy_before(servers)(scope, receive, send or ignore), 20)
 
     asyncio.run(go())
+
+
+def test_a_client_that_hangs_up_ends_the_request_behind_the_proxy():
+    pytest.importorskip("fastapi")
+    silent = Talking(lambda: asyncio.sleep(60))
+    servers = Servers(silent)
+    hang_up(servers, BODY, silent.said)
     assert [answer.is_closed for answer in servers.answers] == [True, True]
+
+
+def test_an_answer_that_never_began_is_closed():
+    pytest.importorskip("fastapi")
+    servers, started = Servers(Talking(lambda: asyncio.sleep(60))), asyncio.Event()
+
+    async def send(message):
+        started.set()  # the client leaves before it has heard the status
+        await asyncio.sleep(60)
+
+    hang_up(servers, BODY, started, send)
+    assert [answer.is_closed for answer in servers.answers] == [True, True]
+
+
+@pytest.mark.parametrize("where", ["p0", "d1"])
+def test_nobody_computes_for_a_client_that_has_left(where, monkeypatch):
+    """Neither its prompt nor an answer that is not streamed: nothing is heard of that before its last token. And the
+    prompt that was computed is given up."""
+    pytest.importorskip("fastapi")
+    computing, given_up = asyncio.Event(), []
+
+    class Computing(Servers):
+        async def __call__(self, request):
+            if request.url.host != where:
+                return await super().__call__(request)
+            computing.set()
+            try:
+                return await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                given_up.append("request")
+                raise
+
+    async def give_up(params):
+        await asyncio.sleep(0)
+        given_up.append(params["transfer_id"])
+
+    monkeypatch.setattr(connectors, "give_up", give_up)
+    servers = Computing()
+    hang_up(servers, {"prompt": "Hi", "max_tokens": 9}, computing)
+    assert given_up == (["request"] if where == "p0" else ["request", "x"])
+    assert [host for host, _ in servers.asked] == ([] if where == "p0" else ["p0"])
 
 
 def test_the_proxy_waits_for_long_answers_and_not_for_connections(monkeypatch):

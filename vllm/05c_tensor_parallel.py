@@ -43,6 +43,7 @@ import multiprocessing.forkserver
 import os
 import pickle
 import signal
+import socket
 import statistics
 import sys
 import threading
@@ -468,8 +469,7 @@ class Ranks:
     def __init__(self, world_size: int, fn: Callable, *args: Any, timeout: float = 120.0) -> None:
         """`timeout` seconds is how long a collective may take, and all of `results()`."""
         self.timeout = timeout
-        # The parent hosts the meeting point. Port 0: the kernel picks one that is free, and binds it at once.
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = meeting_point()  # the parent hosts it
         self.processes: list[multiprocessing.process.BaseProcess] = []
         self.pipes: list[multiprocessing.connection.Connection] = []
         context = start_context()
@@ -534,6 +534,18 @@ class Ranks:
 
     def __exit__(self, *error: Any) -> None:
         self.stop()
+
+
+def meeting_point(host: str = "127.0.0.1") -> dist.TCPStore:
+    """A store where ranks find each other, on a port of its own (`.port`).
+
+    It listens at `host` and nowhere else. Left alone, torch's store listens at all addresses of the machine, whatever
+    host it is given, and does what anybody asks it to. Port 0: the kernel picks one that is free, and binds it at once.
+    """
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    with socket.create_server((host, 0), family=family) as listener:
+        port = listener.getsockname()[1]
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def launch(world_size: int, fn: Callable, *args: Any, timeout: float = 120.0) -> list[Any]:

@@ -699,8 +699,7 @@ class MultiprocExecutor(Executor):
         atexit.register(self._end)  # before multiprocessing's own end, which would wait for the workers
         _living.add(self)
         try:
-            # The meeting point of the process group is ours. Port 0: the kernel picks one that is free.
-            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self.store = tensor_parallel.meeting_point()  # of the process group
             for rank in range(world_size):
                 ours, theirs = context.Pipe(duplex=False)
                 self.pipes.append(ours)
@@ -875,7 +874,7 @@ class RayExecutor(Executor):
         ray.get(self.group.ready(), timeout=self.timeout)
         one_machine = len({node["NodeID"] for node in ray.nodes() if node["Alive"]}) == 1
         host = "127.0.0.1" if one_machine else ray.util.get_node_ip_address()
-        self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self.store = tensor_parallel.meeting_point(host)
 
         name = KEY
 

@@ -32,7 +32,7 @@ import socket
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ from engine.core.kv_cache_manager import ROOT_HASH, block_extra_keys, hash_block
 scheduling = common.lesson("04_continuous_batching")
 tensor_parallel = common.lesson("05c_tensor_parallel")
 executors = common.lesson("06c1_executors")
+handshake = common.lesson("061_handshake")
 serving = common.lesson("06_serving")
 async_engine, offline = serving.async_engine, serving.offline
 Request, EngineCoreRequestType = scheduling.Request, async_engine.EngineCoreRequestType
@@ -153,7 +154,32 @@ class LetterUnpickler(pickle.Unpickler):
 
 def loads(data: bytes) -> Any:
     """A letter out of bytes; UnpicklingError if it is anything else."""
-    return LetterUnpickler(io.BytesIO(data)).load()
+    try:
+        return LetterUnpickler(io.BytesIO(data)).load()
+    except Exception as error:  # a pickle that is none may fail in any way
+        raise pickle.UnpicklingError(str(error) or type(error).__name__) from None
+
+
+MAX_LETTER = 1 << 30  # bytes; a million tokens with the logprobs of their prompts take less
+
+
+def take_letters(buffer: bytearray) -> Iterator[Any]:
+    """The letters that are whole in `buffer`, which keeps the rest. Raises UnpicklingError for what is none, also for
+    one that is announced to be longer than MAX_LETTER: nobody collects the bytes of that."""
+    while len(buffer) >= 4:
+        end = 4 + letter_bytes(buffer[:4])
+        if len(buffer) < end:
+            return
+        letter = loads(bytes(buffer[4:end]))
+        del buffer[:end]
+        yield letter
+
+
+def letter_bytes(head: bytes) -> int:
+    """The length that the four bytes before a letter announce; UnpicklingError beyond MAX_LETTER."""
+    if (size := int.from_bytes(head, "big")) > MAX_LETTER:
+        raise pickle.UnpicklingError(f"{size:,} bytes are no letter")
+    return size
 
 
 class Outbox:
@@ -247,24 +273,29 @@ class EngineMailbox:
             chunk = b""
         if not chunk:
             return self._hung_up(index)
-        buffer, letters = self.buffers[index], []
-        buffer += chunk
-        while len(buffer) >= 4 and len(buffer) >= (end := 4 + int.from_bytes(buffer[:4], "big")):
-            kind, content = loads(bytes(buffer[4:end]))
-            del buffer[:end]
-            if kind is EngineCoreRequestType.ADD:
-                if self.owner.get(content.request_id, index) != index:
-                    refused = {content.request_id: f"request_id {content.request_id!r}: is in use"}
-                    self._send(index, EngineCoreOutputs(refused=refused))
-                    continue
-                self.owner[content.request_id] = index
-            elif kind is EngineCoreRequestType.ABORT:
-                for request_id in content:
-                    self.owner.pop(request_id, None)
-            elif kind is EngineCoreRequestType.UTILITY:
-                content = ((index, content[0]), *content[1:])
-            letters.append((kind, content))
+        letters: list[Any] = []
+        self.buffers[index] += chunk
+        try:
+            for letter in take_letters(self.buffers[index]):
+                letters += self._sort(index, *letter)
+        except (pickle.UnpicklingError, TypeError, AttributeError, LookupError):  # no letter: what else will it send?
+            return letters + self._hung_up(index)
         return letters
+
+    def _sort(self, index: int, kind: Any, content: Any) -> list[Any]:
+        """A client's letter as the engine core takes it; nothing if it is refused here."""
+        if kind is EngineCoreRequestType.ADD:
+            if self.owner.get(content.request_id, index) != index:
+                refused = {content.request_id: f"request_id {content.request_id!r}: is in use"}
+                self._send(index, EngineCoreOutputs(refused=refused))
+                return []
+            self.owner[content.request_id] = index
+        elif kind is EngineCoreRequestType.ABORT:
+            for request_id in content:
+                self.owner.pop(request_id, None)
+        elif kind is EngineCoreRequestType.UTILITY:
+            content = ((index, content[0]), *content[1:])
+        return [(kind, content)]
 
     def _hung_up(self, index: int) -> list[Any]:
         """An API server is gone, and nobody will read the answers of its requests."""
@@ -396,7 +427,7 @@ class DPCoordinator:
                 try:
                     for engine, counts in self.mail[sock].receive(0):
                         self.note(engine, counts)
-                except (async_engine.ClientGone, OSError, pickle.UnpicklingError):
+                except (async_engine.ClientGone, OSError, pickle.UnpicklingError, TypeError, ValueError, LookupError):
                     del self.mail[sock]
             if self.due_in(time.monotonic()) == 0.0:
                 self.publish(time.monotonic())
@@ -465,7 +496,7 @@ class DPLBClient:
     async def _read(self, index: int, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                size = int.from_bytes(await reader.readexactly(4), "big")
+                size = letter_bytes(await reader.readexactly(4))
                 self.inbox.put_nowait((index, loads(await reader.readexactly(size))))
         except (asyncio.IncompleteReadError, OSError, pickle.UnpicklingError):
             if index < len(self.socks):
@@ -638,59 +669,82 @@ def make_client(args: Any, engines: Sequence[socket.socket], coordinator: socket
 # --- 3. Engines elsewhere ---------------------------------------------------------------------------------------------
 
 
-def read_line(sock: socket.socket, limit: int = 4096) -> dict[str, Any]:
-    """One line of JSON. Raises ValueError for anything else: what dials in may be anybody."""
+def read_line(sock: socket.socket, stop: float, limit: int = 4096) -> dict[str, Any]:
+    """One line of JSON, whole before `stop` on the monotonic clock. Raises ValueError for anything else, or OSError."""
     line = b""
     while not line.endswith(b"\n"):
-        if len(line) > limit or not (byte := sock.recv(1)):
+        if len(line) > limit:
             raise ValueError("no line")
-        line += byte
-    found = json.loads(line)
+        line += handshake.read_exactly(sock, 1, stop)
+    try:
+        found = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(found, dict):
         raise ValueError("no object")
     return found
 
 
+class EngineReception:
+    """Gives engines that dial in their places: `found[engine, slot]` is a socket, slots are those of `EngineGroup`.
+
+    Every connection starts with the handshake: nothing is read, and later unpickled, of who does not know our secret.
+    Then a line of JSON says which engine and slot it is for, and the first answer says how many slots there are.
+    """
+
+    def __init__(self, expected: set[int], num_clients: int, say: Callable[[str], None]) -> None:
+        self.expected, self.num_clients, self.say = expected, num_clients, say
+        self.found: dict[tuple[int, int], socket.socket] = {}
+        self.lock, self.complete = threading.Lock(), threading.Event()
+
+    def welcome(self, sock: socket.socket, address: tuple) -> None:
+        """A place for `sock`, or a line that says why not; on the thread of this connection."""
+        try:
+            try:
+                hello = read_line(sock, time.monotonic() + handshake.SECONDS)
+                self._seat(hello, sock, address)
+            except ValueError as error:
+                sock.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
+                sock.close()
+        except OSError:  # it has gone again
+            sock.close()
+
+    def _seat(self, hello: dict[str, Any], sock: socket.socket, address: tuple) -> None:
+        engine, slot = hello.get("engine"), hello.get("slot")
+        slots = self.num_clients + 1
+        with self.lock:
+            forget_the_gone(self.found)
+            right = type(engine) is type(slot) is int and engine in self.expected and 0 <= slot < slots
+            if not right or (engine, slot) in self.found:
+                raise ValueError(f"engine {engine!r:.40}, slot {slot!r:.40}: expected are engines "
+                                 f"{sorted(self.expected)}, once")  # fmt: skip
+            sock.sendall(json.dumps({"slots": slots, "clients": self.num_clients}).encode() + b"\n")
+            sock.settimeout(None)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.found[engine, slot] = sock
+            if slot == slots - 1:
+                self.say(f"engine {engine} is here, from {address[0]}")
+            if len(self.found) == len(self.expected) * slots:
+                self.complete.set()
+
+
 def accept_engines(
     args: Any, num_clients: int, say: Callable[[str], None] = say_aloud
 ) -> dict[tuple[int, int], socket.socket]:
-    """Wait for the engines that `--headless` processes bring: {(engine, slot): socket}, slots as in `EngineGroup`.
-
-    Every connection starts with a line that says which engine and slot it is for; the first answer says how many slots
-    there are. What it is after that, `LetterUnpickler` decides. There is no password: like vLLM's, this port belongs in
-    a private network.
-    """
+    """Wait for the engines that `--headless` processes bring: {(engine, slot): socket}, slots as in `EngineGroup`."""
     local = args.data_parallel_size_local
     expected = set(range(args.data_parallel_size if local is None else local, args.data_parallel_size))
     if not expected:
         return {}
-    slots, found = num_clients + 1, {}
+    key, engines = handshake.secret(), EngineReception(expected, num_clients, say)
     flags = "--data-parallel-address", "--data-parallel-rpc-port"
-    with serving.bind(args.data_parallel_address, args.data_parallel_rpc_port, flags) as listener:
-        listener.listen()
+    listener = serving.bind(args.data_parallel_address, args.data_parallel_rpc_port, flags)
+    listener.listen()
+    with contextlib.closing(handshake.Reception(listener, key, engines.welcome)):
         host, port = listener.getsockname()[:2]
         say(f"waiting for {len(expected)} engines at {host}:{port}")
-        while len(found) < len(expected) * slots:
-            sock, address = listener.accept()
-            sock.settimeout(10)
-            try:
-                hello = read_line(sock)
-                key = (hello.get("engine"), hello.get("slot"))
-                forget_the_gone(found)
-                if key[0] not in expected or key[1] not in range(slots) or key in found:
-                    raise ValueError(f"engine {key[0]}, slot {key[1]}: expected are engines {sorted(expected)}, once")
-            except (ValueError, OSError) as error:
-                with contextlib.suppress(OSError):
-                    sock.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
-                sock.close()
-                continue
-            sock.sendall(json.dumps({"slots": slots, "clients": num_clients}).encode() + b"\n")
-            sock.settimeout(None)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            found[key] = sock
-            if key[1] == slots - 1:
-                say(f"engine {key[0]} is here, from {address[0]}")
-    return found
+        engines.complete.wait()
+    return engines.found
 
 
 def forget_the_gone(found: dict[tuple[int, int], socket.socket]) -> None:
@@ -712,17 +766,20 @@ def forget_the_gone(found: dict[tuple[int, int], socket.socket]) -> None:
 def dial(address: str, port: int, engine: int, patience: float = 600.0) -> tuple[list[socket.socket], int]:
     """Connect an engine to the API servers at `address`, once per slot. Returns sockets, and how many are clients.
 
-    Raises InputError if nobody listens there within `patience` seconds, or if this engine is not expected.
+    Raises InputError if nobody of ours listens there within `patience` seconds, or if this engine is not expected.
     """
-    sockets, slots, clients, stop = [], 1, 1, time.monotonic() + patience
+    key, sockets, slots, clients, stop = handshake.secret(), [], 1, 1, time.monotonic() + patience
     while len(sockets) < slots:
+        sock = None
         try:
-            sock = socket.create_connection((address, port), timeout=10)
+            sock = handshake.dial((address, port), key)
             sock.sendall(json.dumps({"engine": engine, "slot": len(sockets)}).encode() + b"\n")
-            sock.settimeout(max(1.0, stop - time.monotonic()))  # others may stand before us and say nothing
-            answer = read_line(sock)
+            answer = read_line(sock, time.monotonic() + handshake.SECONDS)
         except (OSError, ValueError) as error:
-            if isinstance(error, ValueError) or time.monotonic() > stop:
+            if sock is not None:
+                sock.close()  # its place is free again
+            known = isinstance(error, (ValueError, handshake.Stranger))
+            if known or time.monotonic() > stop:
                 raise common.InputError(f"--data-parallel-address {address}, port {port}: {error}") from None
             time.sleep(0.2)
             continue

@@ -292,8 +292,8 @@ class ClientGone(Exception):
 class Mailbox:
     """The engine core's end of a socket: blocking, length-prefixed pickles.
 
-    Both ends are our own processes, so pickle is safe here, and it would not be on a network. vLLM sends msgpack over
-    ZeroMQ, which is both faster and fit for a network.
+    Both ends are our own processes, so pickle is safe here. On a network it would not be: there, 06c asks for a secret
+    first. vLLM sends msgpack over ZeroMQ, which is faster, and does not run what it is sent.
     """
 
     def __init__(self, sock: socket.socket, loads: Callable[[bytes], Any] = pickle.loads) -> None:

@@ -39,6 +39,8 @@ import torch
 import torch.distributed as dist
 from common import tl, triton
 
+tensor_parallel = common.lesson("05c_tensor_parallel")
+handshake = common.lesson("061_handshake")
 
 # --- 1. What travels: positions and heads -----------------------------------------------------------------------------
 #
@@ -208,10 +210,11 @@ def pack_frame(header: dict[str, Any], payload_bytes: int = 0) -> bytes:
     return PREFIX.pack(MAGIC, len(body), payload_bytes) + body
 
 
-def read_frame(read: Callable[[int], bytearray]) -> tuple[dict[str, Any], bytearray]:
-    """The next frame. `read(n)` returns exactly n bytes, or raises EOFError. Raises ProtocolError."""
+def read_frame(read: Callable[[int], bytearray], max_payload: int = MAX_PAYLOAD) -> tuple[dict[str, Any], bytearray]:
+    """The next frame. `read(n)` returns exactly n bytes, or raises EOFError. Raises ProtocolError, before any memory is
+    taken for what it announces, if that is more than fits."""
     magic, header_bytes, payload_bytes = PREFIX.unpack(read(PREFIX.size))
-    if magic != MAGIC or header_bytes > MAX_HEADER or payload_bytes > MAX_PAYLOAD:
+    if magic != MAGIC or header_bytes > MAX_HEADER or payload_bytes > max_payload:
         raise ProtocolError(f"not a frame: {bytes(magic)!r}, {header_bytes} and {payload_bytes} bytes")
     try:
         header = json.loads(bytes(read(header_bytes)))
@@ -258,10 +261,12 @@ class Link:
 
     def __init__(self, inbox: queue.SimpleQueue, wake: threading.Event, sock: socket.socket | None = None,
                  address: tuple[str, int] | None = None, timeout: float = 10.0,
-                 hello: dict[str, Any] | None = None) -> None:  # fmt: skip
-        """A connection that was accepted (`sock`), or one to be made to `address` within `timeout` seconds. `hello` is
-        said first: a GET may be read, and answered by the engine, before this returns."""
+                 hello: dict[str, Any] | None = None, max_payload: int = MAX_PAYLOAD) -> None:  # fmt: skip
+        """A connection that was accepted, and greeted (`sock`), or one to be made to `address` within `timeout`
+        seconds. `hello` is said first: a GET may be read, and answered by the engine, before this returns. No payload
+        has more than `max_payload` bytes."""
         self.inbox, self.wake, self.sock, self.address, self.timeout = inbox, wake, sock, address, timeout
+        self.max_payload = max_payload
         self.outbox: queue.SimpleQueue = queue.SimpleQueue()
         self.backlog, self.lost, self.lock = 0, None, threading.Lock()
         self.accepted, self.greeted = sock is not None, False
@@ -289,16 +294,17 @@ class Link:
         writer = threading.Thread(target=self._write, daemon=True)
         try:
             if self.sock is None:
+                stop = time.monotonic() + self.timeout
                 sock = socket.create_connection(self.address, self.timeout)
-                sock.settimeout(None)
                 with self.lock:
                     if self.lost is not None:  # closed meanwhile, when there was no socket to close
                         sock.close()  # so that its first use fails
                     self.sock = sock
+                handshake.greet(sock, handshake.secret(), False, stop)
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             writer.start()
             while True:
-                header, payload = read_frame(self._read_exactly)
+                header, payload = read_frame(self._read_exactly, self.max_payload)
                 self.greeted |= header["kind"] == "HELLO"
                 if header["kind"] == "KV" and not self.greeted:
                     raise ProtocolError("keys and values before HELLO: who knows what they look like")
@@ -443,7 +449,8 @@ class SharedMemoryLink(Link):
             return None
         try:
             os.unlink(SHM / name)
-            nbytes = os.fstat(descriptor).st_size
+            if (nbytes := os.fstat(descriptor).st_size) > self.max_payload:
+                raise ProtocolError(f"a segment of {nbytes:,} bytes")
             return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8) if nbytes else None
         finally:
             os.close(descriptor)
@@ -488,7 +495,7 @@ class DistributedLink(Link):
     def transmit(self, header: dict[str, Any], payload: torch.Tensor | None) -> None:
         """Header over the socket, payload [bytes] over torch.distributed, from its own device."""
         if header["kind"] == "HELLO":  # the meeting point of the two ranks
-            self.store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+            self.store = tensor_parallel.meeting_point(self.sock.getsockname()[0])  # where the other side has found us
             header = {**header, "port": self.store.port}
         if payload is None:
             return super().transmit(header, None)
@@ -506,7 +513,7 @@ class DistributedLink(Link):
         if header["kind"] != "KV":
             return super().receive(header, payload)
         nbytes = header.get("nbytes")
-        if type(nbytes) is not int or not 0 < nbytes <= MAX_PAYLOAD:
+        if type(nbytes) is not int or not 0 < nbytes <= self.max_payload:
             raise ProtocolError(f"nbytes {nbytes!r:.40}")
         if self.group is None:
             self._join()

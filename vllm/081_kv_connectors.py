@@ -41,6 +41,7 @@ from engine.request import Request, RequestStatus
 from engine.seams import KVConnectorMetadata, KVConnectorOutput
 
 kv_transfer = common.lesson("080_kv_transfer")
+handshake = kv_transfer.handshake
 Consumer, Link, Producer = kv_transfer.Consumer, kv_transfer.Link, kv_transfer.Producer
 
 
@@ -268,14 +269,19 @@ def attach_params(sampling_params: Any, params: Any) -> None:
 async def give_up(params: dict[str, Any]) -> None:
     """Nobody will come for this prompt: say so to every rank that keeps it, as a decode worker would. A rank that
     cannot be reached keeps it until its lease is up."""
-    frame = kv_transfer.pack_frame({"kind": "CANCEL", "transfer": params["transfer_id"]})
-    for rank in range(params.get("tp_size", 1)):
-        with contextlib.suppress(OSError):  # TimeoutError is one
-            async with asyncio.timeout(5):
-                reader, writer = await asyncio.open_connection(params["remote_host"], params["remote_port"] + rank)
-                with contextlib.closing(writer):
-                    writer.write(frame), writer.write_eof()
-                    await reader.read()  # its HELLO, and then its end of the connection: it has heard
+    address = params["remote_host"], params["remote_port"]
+    ranks = [(address[0], address[1] + rank) for rank in range(params.get("tp_size", 1))]
+    await asyncio.gather(*(asyncio.to_thread(cancel, rank, params["transfer_id"]) for rank in ranks))
+
+
+def cancel(address: tuple[str, int], transfer: str, seconds: float = 5.0) -> None:
+    """Tell the producer at `address` that nobody wants this transfer any more."""
+    stop = time.monotonic() + seconds
+    with contextlib.suppress(OSError, OverflowError), handshake.dial(address, handshake.secret(), seconds) as sock:
+        sock.sendall(kv_transfer.pack_frame({"kind": "CANCEL", "transfer": transfer}))
+        sock.shutdown(socket.SHUT_WR)
+        while True:  # its HELLO, and then its end of the connection: it has heard
+            handshake.read_exactly(sock, 1, stop)
 
 
 SAMPLE = 61  # every 61st input, or output: training and rounding change nearly all weights of a matrix, not a few
@@ -469,6 +475,8 @@ class P2PConnector(KVConnectorBase):
         self.in_use: set[str] = set()  # transfers, from the request's arrival to its end on this side
         self.asked: set[str] = set()  # requests that have been, or are being, fetched
         self.server: socket.socket | None = None
+        self.reception: handshake.Reception | None = None
+        self.key = handshake.secret()
         self.port, self.closed = 0, False
         if config.is_kv_producer:
             try:
@@ -546,26 +554,22 @@ class P2PConnector(KVConnectorBase):
         self.producer = Producer(len(layers), self.payload, lease)
         self.consumer = Consumer(len(layers), self.write, self.timeout, retries)
         if self.server:
-            threading.Thread(target=self._accept, daemon=True).start()
+            self.reception = handshake.Reception(self.server, self.key, self.welcome)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self.server.accept()
-            except OSError:
-                if self.closed:
-                    return
-                time.sleep(0.1)  # no descriptor was left, or the caller has gone again: the next one may have more luck
-                continue
-            hello = {"kind": "HELLO", "layout": self.layout(), "engine_id": self.config.engine_id, "port": 0}
-            link = self.link_class(self.inbox, self.wake, sock, timeout=self.timeout, hello=hello)
-            self.accepted.append(link)
-            if self.closed:  # in the very moment in which somebody came
-                return link.close()
+    def welcome(self, sock: socket.socket, address: tuple) -> None:
+        """Another engine of ours has called. It asks and says when it has enough: none of that has a payload."""
+        hello = {"kind": "HELLO", "layout": self.layout(), "engine_id": self.config.engine_id, "port": 0}
+        link = self.link_class(self.inbox, self.wake, sock, timeout=self.timeout, hello=hello, max_payload=0)
+        self.accepted.append(link)
+        if self.closed:  # in the very moment in which somebody came
+            link.close()
 
     def connect(self, address: tuple[str, int]) -> Link:
+        """The link to a producer's rank; no payload of it is larger than a message that we could have asked for."""
         if address not in self.links:
-            self.links[address] = self.link_class(self.inbox, self.wake, address=address, timeout=self.timeout)
+            row = max(kv_cache[:, 0, 0].nbytes for kv_cache in self.layers)  # of one position, all our heads
+            self.links[address] = self.link_class(self.inbox, self.wake, address=address, timeout=self.timeout,
+                                                  max_payload=Producer.PIECE * row)  # fmt: skip
         return self.links[address]
 
     def start_load_kv(self) -> None:
@@ -656,9 +660,9 @@ class P2PConnector(KVConnectorBase):
     def close(self) -> None:
         """End the thread and all links."""
         self.closed = True
-        if self.server:
-            with contextlib.suppress(OSError):
-                self.server.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        if self.reception:
+            self.reception.close()
+        elif self.server:
             self.server.close()
         for link in (*self.links.values(), *self.accepted):
             link.close()

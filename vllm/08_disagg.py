@@ -33,6 +33,7 @@ from __future__ import annotations
 import common  # first: it settles the device before torch and Triton are used
 
 import argparse
+import asyncio
 import contextlib
 import functools
 import json
@@ -65,6 +66,7 @@ continuous_batching = common.lesson("04_continuous_batching")
 tensor_parallel = common.lesson("05c_tensor_parallel")
 serving = common.lesson("06_serving")  # where the parts of later lessons meet
 chunked_prefill, preemption = serving.chunked_prefill, serving.preemption
+openai_api = serving.openai_api
 KVConnectorBase, KVTransferConfig = connectors.KVConnectorBase, connectors.KVTransferConfig
 EngineCoreOutput, Request = continuous_batching.EngineCoreOutput, continuous_batching.Request
 RequestStatus, SamplingParams = continuous_batching.RequestStatus, continuous_batching.SamplingParams
@@ -402,12 +404,40 @@ class Router:
 # --- 6. The proxy: the same over HTTP ---------------------------------------------------------------------------------
 
 
+def read_request(data: bytes) -> dict[str, Any]:
+    """The JSON object in a request's body. Raises InputError, in one line, for what no server could be sent on: JSON
+    as Python reads it knows NaN, numbers beyond all bounds and half a character, and JSON as others read it does not.
+    """
+    try:
+        body = json.loads(data)
+        deeper: Any = body
+        for _ in range(50):  # who encodes it again stands deeper in the stack than we do here
+            deeper = [deeper]
+        json.dumps(deeper, ensure_ascii=False, allow_nan=False).encode()
+    except RecursionError:
+        raise common.InputError("the body is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise common.InputError("the body is not JSON: half of a surrogate pair is no text") from None
+    except UnicodeDecodeError:
+        raise common.InputError("the body is not JSON: it must be UTF-8") from None
+    except ValueError as error:
+        raise common.InputError(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise common.InputError("the body must be a JSON object")
+    return body
+
+
 class Proxy:
     """In front of two of lesson 06's servers. First the prefill server, for one token that nobody reads; it answers
     with kv_transfer_params, which the decode server gets together with the request. As vLLM's proxies do."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], client: Any) -> None:
         self.prefill, self.decode, self.client, self.turn = list(prefill), list(decode), client, 0
+
+    def request(self, url: str, body: dict[str, Any], headers: dict[str, Any]) -> Any:
+        """An httpx request that has not been sent yet."""
+        headers = {**headers, "content-type": "application/json"}
+        return self.client.build_request("POST", url, content=json.dumps(body, allow_nan=False), headers=headers)
 
     async def prefilled(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[dict | None, Any]:
         """(kv_transfer_params, None); or (None, an answer that is the client's fault); or neither: nobody can."""
@@ -421,11 +451,15 @@ class Proxy:
         for i in range(len(self.prefill)):
             url = self.prefill[(self.turn + i) % len(self.prefill)]
             try:
-                answer = await self.client.post(url + path, json=asked, headers=headers)
+                answer = await self.client.send(self.request(url + path, asked, headers))
             except httpx.HTTPError:
                 continue
             if answer.status_code == 200:
-                return answer.json().get("kv_transfer_params"), None
+                with contextlib.suppress(ValueError, AttributeError):  # of a server that is none: the next one
+                    params = answer.json().get("kv_transfer_params")
+                    connectors.check_kv_transfer_params(params or {})
+                    return params, None
+                continue
             if answer.status_code < 500:
                 return None, answer
         return None, None  # the decode server is an engine, too: it computes the prompt itself
@@ -450,10 +484,13 @@ class Proxy:
             wanted = {**body, "kv_transfer_params": params} if params else body
             url = self.decode[(self.turn + i) % len(self.decode)]
             try:
-                request = self.client.build_request("POST", url + path, json=wanted, headers=headers)
-                answer = await self.client.send(request, stream=True)
+                answer = await self.client.send(self.request(url + path, wanted, headers), stream=True)
             except httpx.HTTPError as error:
                 answer, failure = None, error
+            except asyncio.CancelledError:  # the client has left: nobody comes for its prompt
+                if params:
+                    await connectors.give_up(params)
+                raise
             if params and (answer is None or answer.status_code >= 400):
                 await connectors.give_up(params)
             if answer is None:
@@ -462,6 +499,21 @@ class Proxy:
                 return answer
             await answer.aclose()
         raise failure
+
+
+PATIENCE = 5.0  # seconds for a server to say how it is
+
+
+class Closing:
+    """ASGI middleware: what a request has opened behind us is closed when it is over, whether its answer was read to
+    the end, broke, or never began."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async with contextlib.AsyncExitStack() as opened:
+            await self.app({**scope, "opened": opened}, receive, send)
 
 
 def build_proxy(prefill: Sequence[str], decode: Sequence[str], client: Any = None) -> Any:
@@ -480,9 +532,9 @@ def build_proxy(prefill: Sequence[str], decode: Sequence[str], client: Any = Non
         kind = "BadRequestError" if status == 400 else "ServiceUnavailableError"
         return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
 
-    def key_of(request: HTTPRequest) -> dict[str, str]:
+    def key_of(request: HTTPRequest) -> dict[str, bytes]:
         key = request.headers.get("authorization")  # theirs to check
-        return {"authorization": key} if key else {}
+        return {"authorization": key.encode("latin-1")} if key else {}
 
     async def body_of(answer: Any) -> AsyncIterator[bytes]:
         try:
@@ -491,37 +543,54 @@ def build_proxy(prefill: Sequence[str], decode: Sequence[str], client: Any = Non
         except httpx.HTTPError as failure:  # the status line is long gone: the stream itself has to say it
             message = f"the decode server is gone: {failure or type(failure).__name__}"
             yield f"data: {json.dumps({'error': {'message': message, 'code': 502}})}\n\n".encode()
-        finally:
-            await answer.aclose()  # a client that hangs up ends the request behind it
 
     @app.post("/v1/chat/completions")
     @app.post("/v1/completions")
     async def complete(request: HTTPRequest) -> Response:
         try:
-            body = await request.json()
-        except ValueError:
-            return error(400, "the body is not JSON")
-        if not isinstance(body, dict):
-            return error(400, "the body must be a JSON object")
+            body = read_request(await request.body())
+        except common.InputError as problem:
+            return error(400, str(problem))
+        gone = asyncio.ensure_future(openai_api.disconnected(request))
+        undo = lambda answer: asyncio.ensure_future(answer.aclose())  # noqa: E731
         try:
-            answer = await proxy.handle(request.url.path, body, key_of(request))
+            answer = await openai_api.unless(gone, proxy.handle(request.url.path, body, key_of(request)), undo)
         except httpx.HTTPError as failure:
             return error(503, f"no decode server answers: {failure or type(failure).__name__}")
+        finally:
+            gone.cancel()
+        if answer is None:
+            return Response(status_code=499)  # nobody will read it, and nobody computes it any more
+        request.scope["opened"].push_async_callback(answer.aclose)
         kind = answer.headers.get("content-type")
         if answer.is_stream_consumed:
             return Response(answer.content, answer.status_code, media_type=kind)
         return StreamingResponse(body_of(answer), answer.status_code, media_type=kind)
 
-    @app.get("/v1/models")
-    @app.get("/health")
-    async def forward(request: HTTPRequest) -> Response:
-        for url in (*proxy.decode, *proxy.prefill):
-            with contextlib.suppress(httpx.HTTPError):
-                answer = await client.get(url + request.url.path, headers=key_of(request))
-                return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
-        return error(503, "no server answers")
+    async def ask(url: str, request: HTTPRequest) -> Any:
+        """The same small question to one server; None if it does not answer within seconds."""
+        with contextlib.suppress(httpx.HTTPError, TimeoutError):
+            async with asyncio.timeout(PATIENCE):
+                return await client.get(url + request.url.path, headers=key_of(request))
 
-    return app
+    @app.get("/v1/models")
+    async def models(request: HTTPRequest) -> Response:
+        for url in proxy.decode:
+            if (answer := await ask(url, request)) is not None:
+                return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
+        return error(503, f"no decode server answers: {', '.join(proxy.decode)}")
+
+    @app.get("/health")
+    async def health(request: HTTPRequest) -> Response:
+        """200 while a decode server is well, which can do without the others; says in any case who is not."""
+        urls = [*proxy.decode, *proxy.prefill]
+        answers = await asyncio.gather(*(ask(url, request) for url in urls))
+        gone = [url for url, answer in zip(urls, answers) if answer is None or answer.status_code != 200]
+        if set(proxy.decode) <= set(gone):
+            return error(503, f"no decode server is well; gone or ill: {', '.join(gone)}")
+        return JSONResponse({"gone": gone})
+
+    return openai_api.Gate(Closing(app), ())  # without keys of our own: bodies are bounded as they are behind us
 
 
 def proxy_command(args: argparse.Namespace) -> None:
