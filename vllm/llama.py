@@ -679,8 +679,8 @@ class Tokenizer:
         """
         template = self.get_chat_template(variables.get("tools"))
         known = {"tools": None, "documents": None, **self.special_tokens, **variables}
-        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
+            messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
             return _compiled(template).render(
                 {**known, "messages": messages, "add_generation_prompt": add_generation_prompt}
             )
