@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import random
 import subprocess
@@ -668,8 +669,14 @@ def test_every_way_to_stop(llm):
         assert (a.token_ids, a.finish_reason, a.stop_reason) == (tokens[: at + 1], "stop", third)
         assert finish(max_tokens=12, ignore_eos=True).token_ids == tokens
         assert len(finish(max_tokens=12, min_tokens=at + 2).token_ids) >= at + 2
+        object.__setattr__(config, "eos_token_ids", (third,))
+        object.__setattr__(config, "tokenizer_has_eos", False)  # only generation_config.json has one
+        a = finish(max_tokens=12)
+        assert (a.token_ids, a.finish_reason, a.stop_reason) == (tokens[: at + 1], "stop", third)
+        assert finish(max_tokens=12, ignore_eos=True).token_ids == tokens
     finally:
         object.__setattr__(config, "eos_token_ids", ())
+        object.__setattr__(config, "tokenizer_has_eos", True)
     a = finish(max_tokens=None)
     assert (len(a.token_ids), a.finish_reason) == (64 - 2, "length"), "the context is full"
     assert free(llm)
@@ -982,3 +989,53 @@ def test_a_model_without_some_characters_and_without_a_template_is_no_fault(tiny
     lesson.main(["--figure", str(tmp_path)])
     shown = capsys.readouterr().out
     assert "✓ the pieces make up the text" in shown and "SKIPPED chat: this model has no chat template" in shown
+
+
+# --- What a model wishes for ------------------------------------------------------------------------------------------
+
+WISHES = {"temperature": 0.25, "top_k": 7, "do_sample": False, "max_new_tokens": 5, "min_p": None, "eos_token_id": 2}
+
+
+@pytest.mark.parametrize(("source", "override", "params", "limit"), [
+    ("auto", None, {"temperature": 0.25, "top_k": 7, "max_tokens": 5}, None),
+    ("auto", {"temperature": 1.5, "top_p": 0.5}, {"temperature": 1.5, "top_p": 0.5, "top_k": 7, "max_tokens": 5}, None),
+    ("auto", '{"max_new_tokens": 3}', {"temperature": 0.25, "top_k": 7, "max_tokens": 3}, 3),
+    ("auto", {"temperature": None}, {"top_k": 7, "max_tokens": 5}, None),
+    ("auto", {"nonsense": 1}, {"temperature": 0.25, "top_k": 7, "max_tokens": 5}, None),  # vLLM passes over it, too
+    ("vllm", None, {}, None),
+    ("vllm", {"top_k": 3, "max_new_tokens": 4}, {"top_k": 3, "max_tokens": 4}, 4),
+    ("FOLDER", None, {"repetition_penalty": 1.25, "max_tokens": 9}, 9),
+    ("FOLDER", {"max_new_tokens": 4}, {"repetition_penalty": 1.25, "max_tokens": 4}, 4),
+])  # fmt: skip
+def test_sampling_defaults_are_those_of_vllm(tmp_path, source, override, params, limit):
+    """`ModelConfig.get_diff_sampling_param`, and the servers' `override_max_tokens`."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "generation_config.json").write_text(json.dumps(WISHES))
+    (tmp_path / "other" / "generation_config.json").write_text('{"repetition_penalty": 1.25, "max_new_tokens": 9}')
+    source = str(tmp_path / "other") if source == "FOLDER" else source
+    found = lesson.SamplingDefaults.of(tmp_path, source, override)
+    assert (found.params, found.max_tokens_limit) == (params, limit)
+
+
+def test_sampling_defaults_that_cannot_be(tmp_path):
+    for override in ("[1]", "{", 5, ["x"]):
+        with pytest.raises(common.InputError, match=r"override_generation_config .*: must be a JSON object"):
+            lesson.SamplingDefaults.of(tmp_path, "auto", override)
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(common.InputError, match="generation_config: temperature 'hot'"):
+        lesson.SamplingDefaults.of(tmp_path, "auto", None)
+    assert lesson.SamplingDefaults.of(tmp_path, "auto", {"temperature": 1}).params == {"temperature": 1}
+    with pytest.raises(common.InputError, match=r"generation_config\.json: no such file"):
+        lesson.SamplingDefaults.of(tmp_path, str(tmp_path / "nowhere"), None)
+
+
+def test_who_says_nothing_gets_what_the_model_wishes(tiny_model, real_model):
+    about = {"tokenizer": real_model[1], "max_model_len": 64, "max_num_seqs": 2, "num_gpu_blocks_override": 20}
+    wished = {"temperature": 0, "max_new_tokens": 3}
+    llm = lesson.LLM(tiny_model, override_generation_config=wished, **about)
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=3)
+    (silent,) = llm.generate(ids(28, 4))
+    (greedy,) = llm.generate(ids(28, 4), SamplingParams(temperature=0, max_tokens=3))
+    assert silent.outputs[0].token_ids == greedy.outputs[0].token_ids and len(greedy.outputs[0].token_ids) == 3
+    assert len(llm.generate(ids(28, 4), SamplingParams(seed=1))[0].outputs[0].token_ids) == 16, "who says something"
+    assert lesson.LLM(tiny_model, **about).get_default_sampling_params() == SamplingParams()

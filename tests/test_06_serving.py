@@ -791,6 +791,7 @@ STORE = '{"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_
      *(({name: value}, f"{name} {value!r}: must be a number above 0")
        for name in ("gpu_memory_utilization", "kv_cache_gib") for value in (0, -1, "x", float("nan"), True)),
      ({"dtype": "x"}, "dtype 'x': must be one of auto, float32"),
+     ({"override_generation_config": "[1]"}, "must be a JSON object"),
      *(({"enable_lora": True} | limits, name) for name, limits in (
          ("max_loras 0", {"max_loras": 0}), ("max_lora_rank 0", {"max_lora_rank": 0}),
          ("max_cpu_loras 1", {"max_loras": 2, "max_cpu_loras": 1}))),
@@ -866,7 +867,7 @@ def test_flags_and_fields_are_the_same():
 @pytest.fixture
 def tiny_load(monkeypatch, tiny_model, real_model):
     """`make_engine` on the tiny model: its flags in milliseconds."""
-    monkeypatch.setattr(llama, "load", lambda model, dtype: (tiny_model, real_model[1]))
+    monkeypatch.setattr(llama, "load", lambda model, dtype, **about: (tiny_model, real_model[1]))
     monkeypatch.setattr(llama, "Tokenizer", lambda folder: real_model[1])
 
 
@@ -1104,7 +1105,7 @@ def test_slots_for_adapters_are_there_while_the_peak_is_taken(monkeypatch, tiny_
 # --- The server's own life ------------------------------------------------------------------------------------------
 
 
-def life(capsys, monkeypatch, timeout, ask, number=signal.SIGTERM, place="thread"):
+def life(capsys, monkeypatch, timeout, ask, number=signal.SIGTERM, place="thread", **flags):
     """`run_server` in this process; `ask(client)` runs while the signal comes. Returns (code, its result)."""
 
     add_request = async_engine.AsyncLLM.add_request
@@ -1117,7 +1118,7 @@ def life(capsys, monkeypatch, timeout, ask, number=signal.SIGTERM, place="thread
             return add_request(*args, **about)
 
         monkeypatch.setattr(async_engine.AsyncLLM, "add_request", noticed)
-        args = EngineArgs(max_model_len=256, max_num_seqs=4, kv_cache_gib=0.01, engine_place=place)
+        args = EngineArgs(max_model_len=256, max_num_seqs=4, kv_cache_gib=0.01, engine_place=place, **flags)
         task = asyncio.create_task(lesson.run_server(args, "127.0.0.1", 0, [], timeout))
         out = ""
         while "Listening on" not in out:
@@ -1182,7 +1183,7 @@ def slow_down(monkeypatch, seconds=0.01):
 def test_the_first_chat_finds_its_template_compiled(tiny_load, real_model, capsys, monkeypatch):
     made, environment = [], llama._chat_environment
     monkeypatch.setattr(llama, "_chat_environment", lambda: (made.append(1), environment())[1])
-    vars(real_model[1]).pop("_template", None)
+    llama._compiled.cache_clear()
 
     async def ask(client):
         before = len(made)
@@ -1191,6 +1192,27 @@ def test_the_first_chat_finds_its_template_compiled(tiny_load, real_model, capsy
 
     code, (before, count, _) = life(capsys, monkeypatch, 20, ask)
     assert (code, before, len(made)) == (0, 1, 1) and count > 2
+
+
+def test_a_server_says_and_does_what_its_model_wishes(tiny_load, tmp_path, capsys, monkeypatch):
+    """The folder's limit holds for a request that asks for more."""
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 7, "top_k": 1}')
+    said = []
+    monkeypatch.setattr("builtins.print", lambda text, **about: (said.append(text), sys.stdout.write(f"{text}\n")))
+    flags = {"generation_config": str(tmp_path), "override_generation_config": '{"temperature": 0.5}'}
+    code, events = life(capsys, monkeypatch, 20, lambda client: stream_of(client, 60), **flags)
+    told = [json.loads(event) for event in events[:-1]]
+    assert code == 0 and told[-1]["choices"][0]["finish_reason"] == "length"
+    assert len(told) == 7
+    assert 'sampling defaults of the model: {"temperature": 0.5, "top_k": 1, "max_tokens": 7}' in "".join(said)
+
+
+@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.slow)])
+def test_a_folder_says_when_an_answer_of_an_engine_ends(tmp_path, quantization):
+    """--generation-config FOLDER, from the flag to the engine's sampler."""
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    model, _ = lesson.load_model(None, torch.float32, quantization, str(tmp_path))
+    assert model.config.eos_token_ids == (2, 5, 6)
 
 
 def test_multiprocessing_can_be_switched_off(tiny_load, capsys, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import copy
 import functools
 import gzip
 import itertools
@@ -658,6 +659,50 @@ def test_an_answer_goes_on_where_its_client_began_it(strips, want):
         check_error(ask(app, path, said | more), 400, "continue_final_message", "add_generation_prompt to be false")
     llm.front.tokenizer.omits = True
     check_error(ask(app, "/v1/chat/completions", body), 400, "continue_final_message", "leaves the last message out")
+
+
+OPEN = {"completions": {"prompt": "Hello"}, "chat/completions": M, "responses": {"input": "Hello"}}
+
+
+@pytest.mark.parametrize("path", OPEN)
+def test_what_a_request_leaves_open_is_as_the_model_wishes(path):
+    """vLLM: the client's, then the model's, then OpenAI's; and a server's limit holds for everybody."""
+    longest = {"completions": "max_tokens", "responses": "max_output_tokens"}.get(path, "max_completion_tokens")
+    wishes = {"temperature": 0.25, "top_k": 7, "repetition_penalty": 1.25}
+    for more, limit, body, want in (
+        ({}, None, {}, (0.25, 7, 1.25, 16 if path == "completions" else None)),
+        ({}, None, {"temperature": 1.5, "top_k": 0, longest: 9}, (1.5, 0, 1.25, 9)),
+        ({"max_tokens": 5}, None, {}, (0.25, 7, 1.25, 16 if path == "completions" else 5)),
+        ({"max_tokens": 5}, None, {longest: None, "temperature": None}, (0.25, 7, 1.25, 5)),
+        ({"max_tokens": 5}, None, {longest: 9}, (0.25, 7, 1.25, 9)),
+        ({"max_tokens": 5}, 5, {longest: 9}, (0.25, 7, 1.25, 5)),
+        ({"max_tokens": 10**6}, 10**6, {longest: None}, (0.25, 7, 1.25, 512)),  # no more than a context
+    ):
+        llm = lesson.ScriptedLLM(512)
+        llm.sampling_defaults = offline.SamplingDefaults(wishes | more, limit)
+        _, app = serve(llm)
+        heard = ask(app, f"/v1/{path}", OPEN[path] | body)
+        assert heard.status == 200, heard.text
+        found = llm.added[-1][2]
+        assert (found.temperature, found.top_k, found.repetition_penalty, found.max_tokens) == want, (more, limit, body)
+
+
+def test_tools_have_a_template_of_their_own(real_model):
+    """Hermes' and Mixtral's folders have two: what a client sends as tools must reach the model."""
+    llm = lesson.ScriptedLLM(512)
+    llm.front.tokenizer = tokenizer = copy.copy(real_model[1])
+    tokenizer.chat_template = {
+        "default": "{{ messages[0].content }}",
+        "tool_use": "{{ tools | tojson(ensure_ascii=False) }} {{ messages[0].content }}",
+    }
+    _, app = serve(llm, kind=Calling)
+    tools = [{"type": "function", "function": {"name": "wetter", "description": "für München"}}]
+    for more, start in (({}, "Hi"), ({"tools": tools}, '[{"type": "function"')):
+        assert ask(app, "/v1/chat/completions", M | more).status == 200
+        prompt = llm.added[-1][1]["prompt"]
+        assert prompt.startswith(start) and ("für München" in prompt) == ("tools" in more)
+        tokens = ask(app, "/tokenize", M | more).json["tokens"]
+        assert tokenizer.decode(tokens, False) == prompt
 
 
 @functools.cache

@@ -294,7 +294,7 @@ def test_the_drafters_output_matrix_is_divided(on_threads, monkeypatch):
 @pytest.mark.parametrize("method", [None, *METHODS])
 def test_who_looks_tokens_up_on_the_last_stage_is_told_when_weights_are_loaded(monkeypatch, method):
     config, sent = llama.random_model(**scaling.SIZES).config, []
-    monkeypatch.setattr(llama.LlamaConfig, "from_folder", lambda folder, quantized: config)
+    monkeypatch.setattr(llama.LlamaConfig, "from_folder", lambda folder, *about: config)
     monkeypatch.setattr(serving, "stored_quantization", lambda folder, asked: None)
     monkeypatch.setattr(executors, "make_executor", lambda parallel: SimpleNamespace(
         collective_rpc=lambda name, spec: sent.append(spec)))  # fmt: skip

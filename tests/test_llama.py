@@ -227,16 +227,45 @@ def test_llamas_by_another_name(tmp_path, kind):
     theirs = make_folder(tmp_path, kind=kind, sliding_window=None, tie_word_embeddings=True)
     model = compare_with_transformers(tmp_path, theirs)
     assert model.num_parameters == sum(p.numel() for p in theirs.parameters())
-    window = {"sliding_window": 16} if kind == "mistral" else {"sliding_window": 16, "use_sliding_window": True}
-    edit_config(tmp_path, **window)
-    with pytest.raises(common.InputError, match="sliding_window 16 is not supported here; allowed: null"):
-        llama.load(str(tmp_path))
-    window.pop("sliding_window")
+
+
+WINDOWS = {  # kind of model, what its config says: the window that hides something, or None if none does
+    "mistral, shorter than the context": ("mistral", {"sliding_window": 16}, 16),
+    "mistral, as long as the context": ("mistral", {"sliding_window": 256}, None),
+    "mistral, by default, in a long context": ("mistral", {"max_position_embeddings": 8192}, 4096),
+    "mistral, by default, in a short one": ("mistral", {}, None),
+    "mistral, 0": ("mistral", {"sliding_window": 0}, None),  # vLLM; Transformers would hide everything
+    "qwen2, not used": ("qwen2", {"sliding_window": 16}, None),
+    "qwen2, in the last layer": (
+        "qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}, 16),
+    "qwen3, behind the last layer": (
+        "qwen3", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3}, None),
+    "qwen3, by type": (
+        "qwen3", {"sliding_window": 16, "use_sliding_window": True,
+                  "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, 16),
+    "llama, by type": ("llama", {"sliding_window": 16, "layer_types": ["sliding_attention"] * 3}, 16),  # vLLM
+    "llama, no layer": ("llama", {"sliding_window": 16}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_window_that_hides_something_is_refused(tmp_path, name):
+    from transformers import AutoModelForCausalLM
+
+    kind, said, window = WINDOWS[name]
+    make_folder(tmp_path, kind=kind, sliding_window=None)
     config = json.loads((tmp_path / "config.json").read_text())
-    del config["sliding_window"]  # it says nothing: then Transformers assumes one
-    (tmp_path / "config.json").write_text(json.dumps(config | window))
-    with pytest.raises(common.InputError, match="sliding_window 4096 is not supported here; allowed: null"):
-        llama.load(str(tmp_path))
+    for field in ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"):
+        config.pop(field, None)
+    (tmp_path / "config.json").write_text(json.dumps(config | said))
+    if window is None:
+        edit_config(tmp_path, **({"sliding_window": None} if said.get("sliding_window") == 0 else {}))
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+        (tmp_path / "config.json").write_text(json.dumps(config | said))
+        compare_with_transformers(tmp_path, theirs, length=200)
+    else:
+        with pytest.raises(common.InputError, match=f"sliding_window {window} is not supported here; allowed: null"):
+            llama.load(str(tmp_path))
 
 
 def test_sharded_folder(tmp_path):
@@ -304,6 +333,13 @@ TEMPLATES = {
     "tags": ("{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{% generation %}{{ m.content }}"
              "{% endgeneration %}{% break %}{% endfor %}", {}),
     "a date": ("{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}{{ messages[0].content }}", {}),
+    "JSON in any form": ("{{ messages|tojson(ensure_ascii=False) }}{{ messages|tojson(true, 2) }}"
+                         "{{ messages|tojson(separators=(',', ':'), sort_keys=true) }}", {}),
+    "what is set while the model speaks": ("{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}"
+                                           "{{ x }}", {}),
+    "a microsecond, a zone": ("{{ strftime_now('%f')|length }}{{ strftime_now('%z') }}", {}),
+    "an object of templates": ({"default": "A{{ messages[0].content }}", "rag": "B"}, {}),
+    "what a message leaves out": ("{% for m in messages %}{{ 'name' in m }}{{ m.name }}{% endfor %}", {}),
     "several": ([{"name": "default", "template": "A{{ messages[0].content }}"},
                  {"name": "rag", "template": "B"}], {}),
 }  # fmt: skip
@@ -317,9 +353,180 @@ def test_templates_say_what_they_say_in_transformers(tmp_path, name):
     template, changes = TEMPLATES[name]
     edited = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**edited, **changes, "chat_template": template}))
-    messages = [{"role": "user", "content": "Zoë"}, {"role": "assistant", "content": "yes"}]
+    messages = [{"role": "user", "content": "Zoë"}, {"role": "assistant", "content": "yes", "name": None}]
     theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, tokenize=False)
     assert llama.Tokenizer(tmp_path).render_chat(messages, add_generation_prompt=False) == theirs
+
+
+def transformers_of(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def edit_weights(folder, change):
+    from safetensors.torch import save_file
+
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+HEADS = {  # what a file of a tied model holds besides: whether it is tied
+    "no head": (lambda w: w, True),
+    "the same": (lambda w: w | {"lm_head.weight": w["model.embed_tokens.weight"].clone()}, True),
+    "another": (lambda w: w | {"lm_head.weight": w["model.embed_tokens.weight"].flip(0).contiguous()}, False),
+    "under the head's name": (
+        lambda w: {k: v for k, v in w.items() if "embed" not in k} | {"lm_head.weight": w["model.embed_tokens.weight"]},
+        True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_head_that_is_in_the_file_is_the_head(tmp_path, name):
+    """Some fine-tuned models are said to be tied and are not."""
+    make_folder(tmp_path, tie_word_embeddings=True)
+    change, tied = HEADS[name]
+    edit_weights(tmp_path, change)
+    model = compare_with_transformers(tmp_path, transformers_of(tmp_path))
+    assert model.config.tie_word_embeddings is tied
+    assert (model.linear["lm_head"].weight is model.embed_tokens) is tied
+
+
+def test_codes_without_a_word_about_them(tmp_path):
+    make_folder(tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        edit_weights(tmp_path, lambda w, dtype=dtype: w | {name: w[name].float().to(dtype)})
+        with pytest.raises(common.InputError, match=f"weights: {name} is {dtype}, expected floats"):
+            llama.load(str(tmp_path))
+
+
+ROPE = {  # of config.json, as Transformers and vLLM read them
+    "trained context at the top, yarn": {
+        "rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 64},
+    "trained context at the top, llama3": {
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "original_max_position_embeddings": 64},
+    "trained context twice": {
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        "original_max_position_embeddings": 64},
+    "trained context that means nothing": {"original_max_position_embeddings": 64},
+    "yarn, mscale_all_dim 0": {
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.7,
+                         "mscale_all_dim": 0}},
+    "yarn, zeros": {
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0,
+                         "mscale_all_dim": 0.5, "beta_fast": 0, "beta_slow": 0}},
+    "yarn, factor null": {
+        "rope_scaling": {"type": "yarn", "factor": None, "original_max_position_embeddings": 64}},
+    "yarn, what only its inventors read": {
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "finetuned": True}},
+    "both names": {
+        "rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    "an empty one": {"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    "both names of the type": {"rope_scaling": {"type": "default", "rope_type": "linear", "factor": 2.0}},
+    "all of a head": {"rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 1.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROPE)
+def test_rope_is_what_a_config_says_in_any_place(tmp_path, name):
+    make_folder(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 5000.0} | ROPE[name]))
+    compare_with_transformers(tmp_path, transformers_of(tmp_path), length=200)
+
+
+@pytest.mark.parametrize(("rope", "context"), [
+    ({"type": "linear", "factor": 4.0}, 1024), ({"type": "linear", "factor": 1.5}, 384),
+    ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256), ({"rope_type": "default"}, 256),
+], ids=str)  # fmt: skip
+def test_linear_scaling_lengthens_the_context(tmp_path, rope, context):
+    """vLLM: `_get_and_verify_max_len`. Of the other kinds, max_position_embeddings is the longer one already."""
+    make_folder(tmp_path)
+    edit_config(tmp_path, rope_scaling=rope, rope_parameters=None, rope_theta=10000.0)
+    model = compare_with_transformers(tmp_path, transformers_of(tmp_path), length=context)
+    assert model.config.max_position_embeddings == context == len(model.cos)
+
+
+BIASES = {  # kind, what config.json says: and no bias is in the file, but for Qwen2's of queries, keys and values
+    "qwen2": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"attention_bias": True, "mlp_bias": True},
+    "qwen3": {"mlp_bias": True},
+}
+
+
+@pytest.mark.parametrize("kind", BIASES)
+def test_biases_that_a_family_does_not_have(tmp_path, kind):
+    make_folder(tmp_path, kind=kind, sliding_window=None)
+    edit_config(tmp_path, **BIASES[kind])
+    compare_with_transformers(tmp_path, transformers_of(tmp_path))
+
+
+def test_biases_of_a_mistral_are_those_in_its_file(tmp_path):
+    """vLLM adds them, Transformers does not. The same weights as a Llama's show what they do."""
+    theirs = make_folder(tmp_path, attention_bias=True, mlp_bias=True)
+    edit_config(tmp_path, architectures=["MistralForCausalLM"], model_type="mistral")
+    compare_with_transformers(tmp_path, theirs)
+
+
+def test_what_a_family_leaves_out_of_its_config(tmp_path):
+    """Transformers saves every field; who wrote a config by hand left out what Transformers assumes."""
+    from transformers import AutoConfig
+
+    for family, absent in llama.ABSENT.items():
+        config = {"architectures": [family], "model_type": family, "vocab_size": 300, "hidden_size": 4096,
+                  "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 32}  # fmt: skip
+        config["architectures"] = [name for name, kind in llama.FAMILIES.items() if kind == family]
+        (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 1 << 20}))
+        theirs, ours = AutoConfig.from_pretrained(tmp_path), llama.LlamaConfig.from_folder(tmp_path)
+        for field in ("max_position_embeddings", "num_key_value_heads", "head_dim", "rms_norm_eps"):
+            want = getattr(theirs, field, None) or 4096 // 32
+            assert getattr(ours, field) == want, (family, field)
+        assert theirs.eos_token_id == absent.get("eos_token_id") and ours.tie_word_embeddings is False
+
+
+REFUSED = {
+    "partial_rotary_factor": 0.5, "rotary_pct": 0.25, "rotary_emb_base": 1e6, "is_causal": False, "logit_scale": 0.5,
+    "bias": True, "qkv_bias": True, "compression_config": {"bits": 4}, "hidden_act": "gelu_pytorch_tanh",
+    "layer_types": ["chunked_attention"], "dual_chunk_attention_config": {"chunk_size": 8},
+    "rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5},
+    "rope_parameters": {"full_attention": {"rope_type": "default"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_would_change_logits_is_refused_by_name(tmp_path, good_folder, field):
+    folder = tmp_path / "model"
+    shutil.copytree(good_folder, folder)
+    edit_config(folder, **{field: REFUSED[field]})
+    with pytest.raises(common.InputError) as error:
+        llama.load(str(folder))
+    word = next((key for key in REFUSED[field] if key != "rope_type"), field) if "rope" in field else field
+    assert word in str(error.value) and "\n" not in str(error.value)
+    config = json.loads((folder / "config.json").read_text())
+    if field in llama.NEUTRAL | llama.NEUTRAL_IN["llama"] and field != "hidden_act":
+        (folder / "config.json").write_text(json.dumps(config | {field: None}))
+        llama.load(str(folder))
+
+
+def test_a_mark_in_front_of_json(tmp_path):
+    """Some editors put U+FEFF there; without it the file is the same. A file that is broken is not passed over."""
+    make_folder(tmp_path)
+    (tmp_path / "special_tokens_map.json").write_text("{}")
+    files = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+    plain, tokenizer = llama.LlamaConfig.from_folder(tmp_path), llama.Tokenizer(tmp_path)
+    for name in files:
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
+    assert llama.LlamaConfig.from_folder(tmp_path) == plain
+    assert llama.Tokenizer(tmp_path).chat_template == tokenizer.chat_template
+    for name in files:
+        kept = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_text('{"temperature": ')
+        with pytest.raises(common.InputError, match=f"{name}: not readable as JSON"):
+            llama.load(str(tmp_path))
+        (tmp_path / name).write_bytes(kept)
 
 
 def test_low_precision_weights(tmp_path):
@@ -655,23 +862,109 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path, kind, fie
     assert getattr(config, field) == given[field]
 
 
-@pytest.mark.parametrize(("said", "more", "known"), [(2, [2, 3], (2, 3)), (2, 5, (5,)), ([2, 4], None, (2, 4))])
-def test_generation_config_may_name_more_last_tokens(tmp_path, said, more, known):
-    """As in the first Llama 3: config.json has the end of a text, and this one the end of a turn besides."""
-    make_folder(tmp_path)
-    edit_config(tmp_path, eos_token_id=said)
-    (tmp_path / "generation_config.json").write_text(json.dumps({} if more is None else {"eos_token_id": more}))
-    assert llama.LlamaConfig.from_folder(tmp_path).eos_token_ids == known
+LAST_TOKENS = {  # tokenizer_config.json, config.json, generation_config.json (None: no such file): what ends an answer
+    "the tokenizer's is another one": ("<|im_end|>", 0, {"eos_token_id": 0}, (2, 0), True),
+    "the tokenizer's is among them, and not the first": ("<|im_end|>", 0, {"eos_token_id": [0, 2]}, (2, 0), True),
+    "only the tokenizer knows": ("<|im_end|>", None, None, (2,), True),
+    "config.json counts where there is no other": ("<|im_end|>", [0, 1], None, (2, 0, 1), True),
+    "and only there": ("<|im_end|>", [0, 1], {}, (2,), True),
+    "a null": ("<|im_end|>", 0, {"eos_token_id": None}, (2,), True),
+    "the tokenizer has none": (None, 0, {"eos_token_id": [0, 1]}, (0, 1), False),
+    "the tokenizer's is not in its vocabulary": ("<never>", 0, {"eos_token_id": 1}, (1,), False),
+    "nobody but config.json has one": (None, 0, {"eos_token_id": None}, (0,), True),
+    "nobody": (None, None, {}, (), True),
+}
 
 
-def test_a_folder_that_says_its_special_tokens_twice(tmp_path):
-    """Before Transformers 5 there was a file for them beside the tokenizer's own, which counts and has the template."""
+@pytest.mark.parametrize("name", LAST_TOKENS)
+def test_which_tokens_end_an_answer(tmp_path, name):
+    """As in vLLM: the tokenizer's, which has no stop_reason, and those of generation_config.json, which have."""
+    tokenizers, config, generation, known, first_is_its_own = LAST_TOKENS[name]
     make_folder(tmp_path)
-    said = {"bos_token": "<old>", "unk_token": {"content": "<unk>"}}
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps(said))
-    config = {"bos_token": "<new>", "chat_template": "{{ bos_token }}{{ unk_token }}{{ messages[0].content }}"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert llama.Tokenizer(tmp_path).render_chat([{"role": "user", "content": "Hi"}]) == "<new><unk>Hi"
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"eos_token_id": config}))
+    about = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | {"eos_token": tokenizers}))
+    (tmp_path / "generation_config.json").unlink()
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    found = llama.LlamaConfig.from_folder(tmp_path)
+    assert (found.eos_token_ids, found.tokenizer_has_eos) == (known, first_is_its_own)
+    assert llama.load(str(tmp_path))[0].config == found
+
+
+def test_last_tokens_that_a_config_leaves_out_are_what_transformers_takes(tmp_path):
+    from transformers import AutoConfig, GenerationConfig
+
+    make_folder(tmp_path)
+    edit_config(tmp_path, eos_token_id=None)
+    (tmp_path / "generation_config.json").unlink()
+    theirs = GenerationConfig.from_model_config(AutoConfig.from_pretrained(tmp_path))
+    about = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"eos_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    assert llama.LlamaConfig.from_folder(tmp_path).eos_token_ids == (theirs.eos_token_id,) == (2,)
+
+
+def test_last_tokens_of_another_folder(tmp_path):
+    """--generation-config FOLDER; "vllm" means sampling alone."""
+    make_folder(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
+    (other / "generation_config.json").write_text('{"eos_token_id": 4}')
+    for source, last in (("auto", 3), ("vllm", 3), (str(other), 4)):
+        assert llama.LlamaConfig.from_folder(tmp_path, generation_config=source).eos_token_ids == (2, last)
+    with pytest.raises(common.InputError, match=r"nowhere/generation_config\.json: no such file"):
+        llama.LlamaConfig.from_folder(tmp_path, generation_config=str(tmp_path / "nowhere"))
+
+
+SPECIAL = {  # tokenizer_config.json, special_tokens_map.json
+    "the older file comes first": (
+        {"eos_token": "</s>"}, {"eos_token": "<|im_end|>", "pad_token": {"content": "</s>"}}),
+    "until the newer lists what was added": ({"eos_token": "</s>", "added_tokens_decoder": {}}, {"eos_token": "<unk>"}),
+    "a class has some": ({"tokenizer_class": "LlamaTokenizer"}, {}),
+    "a class has some, and a file others": ({"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"}, {}),
+    "none": ({}, {}),
+    "more of them": ({"additional_special_tokens": ["<|tool|>"], "image_token": "<|image|>"}, {}),
+    "more of them, by name": ({"extra_special_tokens": {"tool_token": "<|tool|>"}}, {}),
+    "more tokens": ({"added_tokens_decoder": {"9": {"content": "<|new|>", "special": True},
+                                              "8": {"content": "<|word|>", "special": False}}}, {}),
+    "a token that became special": ({"added_tokens_decoder": {"5": {"content": "<|word|>", "special": True}}}, {}),
+    "special tokens as text": ({"split_special_tokens": True}, {}),
+    "what tokenizer.json decides": ({"add_bos_token": True, "add_eos_token": True}, {}),
+    "what tokenizer.json decides, for a class": ({"add_bos_token": False, "tokenizer_class": "LlamaTokenizer"}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special_tokens_are_those_of_transformers(tmp_path, name):
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import AutoTokenizer
+
+    make_folder(tmp_path)
+    words = ["<unk>", "<s>", "</s>", "<|im_end|>", *(f"<0x{i:02X}>" for i in range(256))]
+    vocab = {word: i for i, word in enumerate(words)}
+    backend = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(prepend_scheme="never"), decoders.ByteFallback()
+    backend.add_special_tokens([AddedToken(word, normalized=False) for word in words[:3]])
+    backend.add_tokens(["<|word|>"])
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config, older = SPECIAL[name]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "TokenizersBackend"} | config))
+    if older:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), llama.Tokenizer(tmp_path)
+    for name, known in theirs.special_tokens_map.items():
+        assert name in ("image_token", "tool_token") or ours.special_tokens[name] == known
+    assert ours.special_tokens.keys() <= theirs.special_tokens_map.keys() | {"image_token"}
+    if "tokenizer_class" in config:  # Transformers splits a text as the class does, whatever the file says
+        return
+    text = "a<|im_end|>b<|tool|><|image|><|new|><|word|></s>"
+    assert ours.encode(text) == (ids := theirs(text).input_ids)
+    for skip in (True, False):
+        assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+    assert llama._eos_of_tokenizer(tmp_path) == (theirs.eos_token_id if theirs.eos_token in words else None)
 
 
 @pytest.mark.parametrize("fields", [
@@ -690,12 +983,48 @@ def test_an_epsilon_that_shows(tmp_path, kind):
     compare_with_transformers(tmp_path, make_folder(tmp_path, kind=kind, rms_norm_eps=0.5))
 
 
-def test_of_several_templates_the_default(tmp_path):
+NAMED = {  # in tokenizer_config.json, as files: what a chat without and with tools says; None: an error
+    "in a list": (("default", "tool_use"), (), "default", "tool_use"),
+    "one for both": (("default", "rag"), (), "default", "default"),
+    "none for a chat without tools": (("tool_use",), (), None, "tool_use"),
+    "none at all": (("rag",), (), None, None),
+    "files": ((), ("default", "tool_use"), "default", "tool_use"),
+    "files before the list": (("default", "tool_use"), ("default",), "default", "default"),
+    "only a file besides": (("default",), ("tool_use",), None, "tool_use"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_of_several_templates_the_one_for_tools(tmp_path, name):
+    from transformers import AutoTokenizer
+
     make_folder(tmp_path)
-    templates = [{"name": name, "template": name + " {{ messages[0].content }}"} for name in ("tool_use", "default")]
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": templates}
+    listed, files, *wanted = NAMED[name]
+    text = "{{ messages[0].content }}{{ tools|tojson if tools }}"
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": each, "template": f"{each} {text}"} for each in listed] or f"lost {text}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert llama.Tokenizer(tmp_path).render_chat([{"role": "user", "content": "Hi"}]) == "default Hi"
+    (tmp_path / "additional_chat_templates").mkdir()
+    for each in files:
+        path = "chat_template.jinja" if each == "default" else f"additional_chat_templates/{each}.jinja"
+        (tmp_path / path).write_text(f"{each} {text}")
+    ours, theirs = llama.Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "Hi"}]
+    for tools, want in zip((None, [{"type": "function"}]), wanted):
+        if want is None:
+            with pytest.raises(common.InputError, match="and no default"):
+                ours.render_chat(messages, tools=tools)
+            continue
+        found = ours.render_chat(messages, tools=tools)
+        assert found == theirs.apply_chat_template(messages, tools=tools, tokenize=False) and found.startswith(want)
+
+
+@pytest.mark.parametrize("template", [5, [5], [{"name": "default"}], [{"template": "x"}], {"default": 5}], ids=str)
+def test_templates_of_the_wrong_shape(tmp_path, template):
+    make_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(common.InputError, match=r"tokenizer_config\.json: chat_template must be a text, or a list"):
+        llama.Tokenizer(tmp_path)
 
 
 def test_a_text_that_is_cut_keeps_what_stands_around_it(tmp_path):

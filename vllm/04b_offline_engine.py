@@ -39,6 +39,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import json
 import math
 import random
 import statistics
@@ -386,7 +387,7 @@ class TokenBytes:
         self.backend = tokenizer.backend
         # Not from `to_str()`, which spells out the vocabulary: 0.4 s for 49,152 tokens.
         added, decoder = self.backend.get_added_tokens_decoder(), str(self.backend.decoder)
-        self.special = {token_id for token_id, token in added.items() if token.special}
+        self.special = {token_id for token_id in added if not self.backend.decode([token_id])}
         self.added = {token_id: token.content.encode() for token_id, token in added.items()}
         self.byte_level, self.byte_fallback = "ByteLevel(" in decoder, "ByteFallback(" in decoder
         if not (self.byte_level or self.byte_fallback):
@@ -580,18 +581,20 @@ class LLMEngine:
         kv_cache_memory_bytes: int = 1 << 30,
         scheduling_policy: str = "fcfs",
         enable_prefix_caching: bool = True,
+        generation_config: str = "auto",
         **options: Any,
     ) -> None:
         """`model` is a folder, a hub id, None for the default model, or a loaded model together with its `tokenizer`.
 
         The KV cache has `num_gpu_blocks_override` blocks (block 0 included, on a CPU as well: the name is vLLM's) or,
         by default, as many as fit `kv_cache_memory_bytes`, and at least enough for one sequence of `max_model_len`.
+        `generation_config` may name the folder whose `generation_config.json` says which tokens end an answer.
         `options` are further fields of `SchedulerConfig`. Raises InputError.
         """
         if isinstance(tokenizer, str):
             raise common.InputError(f"tokenizer {tokenizer!r}: a model folder has its own; otherwise a llama.Tokenizer")
         if not isinstance(model, llama.Llama):
-            model, loaded = llama.load(model, _dtype(dtype))
+            model, loaded = llama.load(model, _dtype(dtype), generation_config=generation_config)
             tokenizer = tokenizer or loaded
         elif tokenizer is None:
             raise common.InputError("tokenizer: a loaded model needs one (llama.load returns both)")
@@ -662,6 +665,7 @@ class LLMEngine:
             self._check_ids(name, getattr(params, name) or ())
         params = token_rules.update_from_tokenizer(params, self.tokenizer)
         eos = self.model.config.eos_token_ids
+        own = eos[0] if eos and self.model.config.tokenizer_has_eos else None  # no stop_reason; the others have one
         if params.min_tokens and len({*params.stop_token_ids, *eos}) == self.model.config.vocab_size:
             raise common.InputError("min_tokens: not together with stop_token_ids that name every token")
         caller, sequences, own_name = _Caller(request_id, text, token_ids, stream), {}, self._own_name(request_id)
@@ -670,10 +674,10 @@ class LLMEngine:
             if params.n > 1:
                 child, name = dataclasses.replace(params, n=1), f"{index}_{own_name}"
                 child.seed = None if params.seed is None else params.seed + index
-            request = Request(name, token_ids, child, priority=priority, eos_token_id=eos[0] if eos else None,
-                              cache_salt=cache_salt, lora_name=lora_name)  # fmt: skip
+            request = Request(name, token_ids, child, priority=priority, eos_token_id=own, cache_salt=cache_salt,
+                              lora_name=lora_name)  # fmt: skip
             if not child.ignore_eos:
-                request.stop_token_ids |= set(eos[1:])
+                request.stop_token_ids |= set(eos) - {own}
             self.core.check_request(request)
             sequences[name] = _Sequence(caller, index, request, self.token_bytes)
         for name, sequence in sequences.items():
@@ -796,7 +800,8 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     has_bf16 = not common.HAS_GPU or torch.cuda.is_bf16_supported(False)  # not in emulation
     narrow = torch.bfloat16 if has_bf16 else torch.float16
     names = {"auto": narrow if common.HAS_GPU else torch.float32, "float32": torch.float32,
-             "float": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}  # fmt: skip
+             "float": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+             "half": torch.float16}  # fmt: skip
     found = dtype if dtype in set(names.values()) else names.get(dtype)
     if found is None:
         raise common.InputError(f"dtype {dtype!r}: must be one of {', '.join(names)}")
@@ -839,14 +844,81 @@ def for_each(name: str, given: Any, prompts: Sequence[Prompt]) -> list[Any]:
     return each
 
 
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """What a request gets that does not say (vLLM's `ModelConfig.get_diff_sampling_param`)."""
+
+    params: dict[str, Any] = field(default_factory=dict)  # of SamplingParams
+    max_tokens_limit: int | None = None  # a server lets no request write more
+
+    @classmethod
+    def of(cls, folder: Path | None, generation_config: str, override: str | dict[str, Any] | None) -> SamplingDefaults:
+        """From the `generation_config.json` of a model's `folder` ("auto"), from no file ("vllm"), or from that of the
+        folder `generation_config`; in each case, what `override` (JSON or a dict) has, counts.
+
+        Other fields of the file mean nothing here. Its max_new_tokens is a limit, too, unless it is the model's own
+        wish. Raises InputError.
+        """
+        override = override_generation_config(override)
+        found = {}
+        if generation_config != "vllm" and (folder or generation_config != "auto"):
+            found = llama.read_generation_config(folder, generation_config) or {}
+        found = {name: value for name in FROM_GENERATION_CONFIG if (value := (found | override).get(name)) is not None}
+        if "max_new_tokens" in found:
+            found["max_tokens"] = found.pop("max_new_tokens")
+        try:
+            SamplingParams(**found)
+        except common.InputError as error:
+            raise common.InputError(f"generation_config: {error}") from None
+        limit = found.get("max_tokens") if "max_new_tokens" in override else None
+        return cls(found, found.get("max_tokens") if generation_config not in ("auto", "vllm") else limit)
+
+    def within(self, max_model_len: int) -> SamplingDefaults:
+        """The same with no more tokens than a context has: a client did not ask for them."""
+        params = self.params
+        if "max_tokens" in params:
+            params = params | {"max_tokens": min(params["max_tokens"], max_model_len)}
+        return SamplingDefaults(params, self.max_tokens_limit)
+
+
+FROM_GENERATION_CONFIG = ("repetition_penalty", "presence_penalty", "frequency_penalty", "temperature", "top_k",
+                          "top_p", "min_p", "max_new_tokens")  # fmt: skip
+
+
+def override_generation_config(given: str | dict[str, Any] | None) -> dict[str, Any]:
+    """An object, or its JSON. Raises InputError."""
+    try:
+        found = json.loads(given) if isinstance(given, str) else given or {}
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise common.InputError(f"override_generation_config {given!r:.60}: must be a JSON object")
+    return found
+
+
 class LLM:
     """The offline interface: `LLM(model=…).generate(prompts, sampling_params)` (`vllm/entrypoints/llm.py`)."""
 
     engine_class = LLMEngine
+    sampling_defaults = SamplingDefaults()
 
-    def __init__(self, model: str | llama.Llama | None = None, **engine_args: Any) -> None:
-        self.llm_engine = self.engine_class(model, **engine_args)
+    def __init__(
+        self,
+        model: str | llama.Llama | None = None,
+        *,
+        generation_config: str = "auto",
+        override_generation_config: str | dict[str, Any] | None = None,
+        **engine_args: Any,
+    ) -> None:
+        """`generation_config` and `override_generation_config`: see `SamplingDefaults.of`; the rest: `engine_class`."""
+        folder = None if isinstance(model, llama.Llama) else llama.model_folder(model)
+        self.sampling_defaults = SamplingDefaults.of(folder, generation_config, override_generation_config)
+        self.llm_engine = self.engine_class(model, generation_config=generation_config, **engine_args)
         self.num_requests = 0
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `chat` take if they are given none."""
+        return SamplingParams(**self.sampling_defaults.params)
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -858,6 +930,7 @@ class LLM:
         One SamplingParams and priority for all, or one for each prompt. Raises InputError before anything has run.
         """
         engine, prompts = self.llm_engine, as_list(prompts)
+        sampling_params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = for_each("sampling_params", sampling_params, prompts)
         priorities = for_each("priority", 0 if priority is None else priority, prompts)
         ids = [str(self.num_requests + i) for i in range(len(prompts))]

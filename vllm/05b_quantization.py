@@ -719,9 +719,9 @@ def with_torchao(model: llama.Llama) -> llama.Llama:
     return quantized
 
 
-def load_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> llama.Llama:
+def load_checkpoint(folder: Path, dtype: torch.dtype = torch.float32, generation_config: str = "auto") -> llama.Llama:
     """A Llama folder whose linear layers are codes in one of `formats.LAYOUTS`. Raises InputError for others."""
-    config = llama.LlamaConfig.from_folder(folder, quantized=True)
+    config = llama.LlamaConfig.from_folder(folder, True, generation_config)
     with contextlib.ExitStack() as stack:
         tensors, codes = formats.checkpoint_tensors(folder, llama._open_weights(folder, stack))
         model = llama.Llama(config, tensors, dtype)

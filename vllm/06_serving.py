@@ -90,6 +90,8 @@ class EngineArgs:
     seed: int = 0
     quantization: str | None = None
     max_model_len: int | None = None
+    generation_config: str = "auto"
+    override_generation_config: str | dict[str, Any] | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     enable_chunked_prefill: bool = True
@@ -149,6 +151,7 @@ class EngineArgs:
             if type(value) not in (int, float) or not 0 < value <= high:
                 raise common.InputError(f"{name} {value!r}: must be a number above 0, at most {high}")
         offline._dtype(self.dtype)
+        offline.override_generation_config(self.override_generation_config)
         allowed = {"scheduling_policy": ("fcfs", "priority"), "engine_place": PLACES}
         if self.tool_call_parser is not None:
             allowed["tool_call_parser"] = ("hermes",)
@@ -353,13 +356,14 @@ def stored_quantization(folder: Path, asked: str | None) -> str | None:
     return stored
 
 
-def load_model(path_or_id: str | None, dtype: torch.dtype,
-               quantization: str | None) -> tuple[llama.Llama, llama.Tokenizer]:  # fmt: skip
+def load_model(path_or_id: str | None, dtype: torch.dtype, quantization: str | None,
+               generation_config: str = "auto") -> tuple[llama.Llama, llama.Tokenizer]:  # fmt: skip
     """Float weights as they are or quantized here; or weights that are codes already, and whose folder says which."""
     folder = llama.model_folder(path_or_id)
     if stored_quantization(folder, quantization):
-        return common.lesson("05b_quantization").load_checkpoint(folder, dtype), llama.Tokenizer(folder)
-    model, tokenizer = llama.load(path_or_id, dtype)
+        load = common.lesson("05b_quantization").load_checkpoint
+        return load(folder, dtype, generation_config), llama.Tokenizer(folder)
+    model, tokenizer = llama.load(path_or_id, dtype, generation_config=generation_config)
     if quantization is not None:
         model = common.lesson("05b_quantization").quantize_model(model, quantization, tokenizer)
     return model, tokenizer
@@ -371,7 +375,7 @@ def offline_engine(
     enforce_eager: bool = False, enable_lora: bool = False, max_loras: int = 1, max_lora_rank: int = 16,
     max_cpu_loras: int | None = None, speculative_config: str | dict[str, Any] | None = None,
     tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, distributed_executor_backend: str | None = None,
-    async_scheduling: bool = False, **engine_args: Any,
+    async_scheduling: bool = False, generation_config: str = "auto", **engine_args: Any,
 ) -> LLMEngine:  # fmt: skip
     """What `vllm.LLM` runs on: lesson 04b's arguments, and those of this engine's other parts. Raises InputError."""
     loaded = isinstance(model, llama.Llama)
@@ -381,7 +385,7 @@ def offline_engine(
                          speculative_config=speculative_config, tensor_parallel_size=tensor_parallel_size,
                          pipeline_parallel_size=pipeline_parallel_size,
                          distributed_executor_backend=distributed_executor_backend,
-                         async_scheduling=async_scheduling)  # fmt: skip
+                         async_scheduling=async_scheduling, generation_config=generation_config)  # fmt: skip
     workers = None
     if checked.has_workers:
         if loaded:
@@ -389,7 +393,7 @@ def offline_engine(
         workers = common.lesson("06c_scaling_out").start_workers(checked, offline._dtype(dtype))
         model, tokenizer = workers.model, tokenizer or llama.Tokenizer(llama.model_folder(model))
     elif not loaded:
-        model, own = load_model(model, offline._dtype(dtype), quantization)
+        model, own = load_model(model, offline._dtype(dtype), quantization, generation_config)
         tokenizer = tokenizer or own
     elif quantization is not None:
         model = common.lesson("05b_quantization").quantize_model(model, quantization, tokenizer)
@@ -431,7 +435,7 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
     if workers:
         model, tokenizer = workers.model, llama.Tokenizer(llama.model_folder(args.model))
     else:
-        model, tokenizer = load_model(args.model, dtype, args.quantization)
+        model, tokenizer = load_model(args.model, dtype, args.quantization, args.generation_config)
     parameters = workers.parameters if workers else sum(map(math.prod, llama.tensor_shapes(model.config).values()))
     stage("load", f"{args.names[0]}, {parameters / 1e6:.{0 if parameters > 1e7 else 2}f} M parameters"
           + (f", {args.quantization}" if args.quantization else "")
@@ -568,6 +572,8 @@ async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[
     llm = await AsyncLLM.start((KEY, "make_engine"), args, llama.model_folder(args.model), place, say,
                                max_num_queued_reqs=args.max_num_queued_reqs, stat_logger=logger)  # fmt: skip
     logger.describe(llm.ready)
+    if defaults := llm.sampling_defaults.params:  # where a request says nothing, it is not OpenAI's defaults that count
+        say(f"sampling defaults of the model: {json.dumps(defaults)} (--generation-config vllm: none)")
     serving = openai_api.OpenAIServing(llm, args.names, args.adapters)
     serving.tokenizer.chat_template = args.chat_template or serving.tokenizer.chat_template
     with contextlib.suppress(common.InputError):  # no template, or one that wants more than a greeting
@@ -672,6 +678,9 @@ def add_serve_command(subparsers: Any) -> None:
     add("--seed", type=whole(0, 2**31 - 1), default=0)
     add("--quantization", "-q", metavar="METHOD", help="of the weights: lesson 05b's methods")
     add("--max-model-len", type=whole(2), metavar="N", help="tokens in a sequence (default: the model's)")
+    add("--generation-config", default="auto", metavar="auto|vllm|FOLDER",
+        help="whose generation_config.json has sampling defaults: the model's, nobody's, a folder's")  # fmt: skip
+    add("--override-generation-config", metavar="JSON", help='comes before: {"temperature": 0.5}')
     add("--max-num-seqs", type=whole(1, MAX_NUM_SEQS), default=64, metavar="N", help="sequences in a step (default 64)")
     add("--max-num-batched-tokens", type=whole(1), metavar="N", help="tokens in a step (default 512, on a GPU 8192)")
     add("--enable-chunked-prefill", action=switch, default=True)

@@ -492,8 +492,8 @@ def vocabulary_of(tokenizer: llama.Tokenizer, vocab_size: int | None = None,
                   eos_token_ids: tuple[int, ...] = ()) -> Vocabulary:  # fmt: skip
     """The tokenizer's `Vocabulary`, made once (in half a second). A model may have more ids than its tokenizer."""
     size = vocab_size or tokenizer.backend.get_vocab_size(with_added_tokens=True)
-    if not eos_token_ids and (name := tokenizer.config.get("eos_token")):
-        found = tokenizer.backend.token_to_id(name["content"] if isinstance(name, dict) else name)
+    if not eos_token_ids and (name := tokenizer.special_tokens.get("eos_token")):
+        found = tokenizer.backend.token_to_id(name)
         eos_token_ids = () if found is None else (found,)
     token_bytes = TokenBytes(tokenizer)
     tokens = [b"" if token in token_bytes.special else token_bytes[token] for token in range(size)]

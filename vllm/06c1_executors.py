@@ -214,7 +214,8 @@ def shard_codes(codes: dict[str, Any], config: llama.LlamaConfig, tp: GroupCoord
 
 
 def load_stage(source: str | dict | None, dtype: torch.dtype, tp: GroupCoordinator, pp: PipelineGroup,
-               quantization: str | None = None, embeds_last: bool = False) -> llama.Llama:  # fmt: skip
+               quantization: str | None = None, embeds_last: bool = False,
+               generation_config: str = "auto") -> llama.Llama:  # fmt: skip
     """One rank's part of a model: some layers, and of these some heads and neurons. The file is mapped, so what other
     ranks own is never read. A dict stands for a seeded random model with these sizes, which tests use.
 
@@ -230,7 +231,8 @@ def load_stage(source: str | dict | None, dtype: torch.dtype, tp: GroupCoordinat
             config, tensors = whole.config, tensor_parallel.model_tensors(whole)
         else:
             folder = llama.model_folder(source)
-            config, tensors = llama.LlamaConfig.from_folder(folder, True), llama._open_weights(folder, stack)
+            config = llama.LlamaConfig.from_folder(folder, True, generation_config)
+            tensors = llama._open_weights(folder, stack)
             if serving.stored_quantization(folder, quantization):
                 tensors, codes = common.lesson("05a_number_formats").checkpoint_tensors(folder, tensors)
             elif quantization == "gguf":
@@ -396,7 +398,8 @@ class Worker:
         """Returns the parameters that this rank holds."""
         self.spec = spec
         self.set_groups(*make_groups(self.world, spec.parallel))
-        self.model = load_stage(spec.model, spec.dtype, self.tp, self.pp, spec.quantization, spec.embeds_last)
+        self.model = load_stage(spec.model, spec.dtype, self.tp, self.pp, spec.quantization, spec.embeds_last,
+                                getattr(spec.args, "generation_config", "auto"))  # fmt: skip
         return parameters_held(self.model)
 
     def set_groups(self, tp: GroupCoordinator, pp: PipelineGroup) -> None:

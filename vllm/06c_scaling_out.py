@@ -160,7 +160,7 @@ class Workers:
 def start_workers(args: Any, dtype: torch.dtype) -> Workers:
     """Processes with a part of the model each. Raises InputError if it cannot be divided like that."""
     parallel, folder = parallel_config(args), llama.model_folder(args.model)
-    config = llama.LlamaConfig.from_folder(folder, quantized=True)
+    config = llama.LlamaConfig.from_folder(folder, True, args.generation_config)
     parallel.check(config)
     if args.quantization and serving.stored_quantization(folder, args.quantization) is None:
         executors.check_quantization(args.quantization)

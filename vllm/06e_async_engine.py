@@ -651,6 +651,7 @@ class AsyncLLM:
     """`generate()` for many callers at once, from one event loop (`vllm/v1/engine/async_llm.py`)."""
 
     CHUNK = 128  # sequences detokenized before other tasks get a turn (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE)
+    sampling_defaults = offline.SamplingDefaults()
 
     def __init__(self, client: Any, ready: EngineCoreReady, front: FrontEnd, max_num_queued_reqs: int | None = None,
                  stat_logger: Any = None) -> None:  # fmt: skip
@@ -676,12 +677,18 @@ class AsyncLLM:
         """
         client = (CLIENTS[place] if isinstance(place, str) else place)(factory, args)
         try:
-            config, tokenizer = llama.LlamaConfig.from_folder(folder, quantized=True), llama.Tokenizer(folder)
+            source = getattr(args, "generation_config", "auto")
+            config = llama.LlamaConfig.from_folder(folder, True, source)
+            override = getattr(args, "override_generation_config", None)
+            defaults = offline.SamplingDefaults.of(folder, source, override)
+            tokenizer = llama.Tokenizer(folder)
             while not isinstance(letter := await client.receive(), EngineCoreReady):
                 if isinstance(letter, Dead):
                     raise (common.InputError if letter.bad_input else EngineDeadError)(letter.error)
                 on_progress(letter.text)
-            return cls(client, letter, FrontEnd(config, tokenizer, client.send, letter.max_model_len), **options)
+            llm = cls(client, letter, FrontEnd(config, tokenizer, client.send, letter.max_model_len), **options)
+            llm.sampling_defaults = defaults
+            return llm
         except BaseException:
             client.close()
             await asyncio.to_thread(client.join)

@@ -61,6 +61,7 @@ scheduling = common.lesson("04_continuous_batching")
 AsyncLLM, EngineDeadError = async_engine.AsyncLLM, async_engine.EngineDeadError
 QueueOverflowError, RequestOutputCollector = async_engine.QueueOverflowError, async_engine.RequestOutputCollector
 RequestOutput, SamplingParams = offline.RequestOutput, offline.SamplingParams
+SamplingDefaults = offline.SamplingDefaults
 TokenizeParams = offline.token_rules.TokenizeParams
 APIError, ErrorResponse, StreamOptions = protocol.APIError, protocol.ErrorResponse, protocol.StreamOptions
 CommonRequest, CompletionRequest = protocol.CommonRequest, protocol.CompletionRequest
@@ -115,10 +116,14 @@ def as_api_error(error: Exception, body: Any = None) -> APIError:
 # --- 1. From a request's fields to the engine's -----------------------------------------------------------------------
 
 
-def sampling_params(body: CommonRequest, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    """Lesson 04's parameters from a request's. Raises InputError."""
+def sampling_params(body: CommonRequest, max_tokens: int | None, logprobs: int | None,
+                    defaults: SamplingDefaults) -> SamplingParams:  # fmt: skip
+    """Lesson 04's parameters from a request's, or by default. Raises InputError."""
     names = {field.name for field in dataclasses.fields(SamplingParams)} - READ_IN_THEIR_OWN_WAY
-    more = {name: value for name in names if (value := getattr(body, name, None)) is not None}
+    more = defaults.params | {name: value for name in names if (value := getattr(body, name, None)) is not None}
+    more["max_tokens"] = defaults.params.get("max_tokens") if max_tokens is None else max_tokens
+    if defaults.max_tokens_limit is not None:
+        more["max_tokens"] = min(more["max_tokens"], defaults.max_tokens_limit)
     if body.n is not None and not 1 <= body.n <= MAX_N:
         raise common.InputError(f"n {body.n}: must be a whole number from 1 to {MAX_N}")
     if sum(map(len, [body.stop] if isinstance(body.stop, str) else body.stop or ())) > protocol.MAX_STOP_CHARS:
@@ -131,7 +136,7 @@ def sampling_params(body: CommonRequest, max_tokens: int | None, logprobs: int |
     if body.prompt_logprobs and body.stream:
         raise common.InputError("prompt_logprobs: only when stream is false; echo with logprobs streams them")
     scored = body.logprobs if body.prompt_logprobs is None and getattr(body, "echo", False) else body.prompt_logprobs
-    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=scored, **more)
+    return SamplingParams(logprobs=logprobs, prompt_logprobs=scored, **more)
 
 
 def companion(name: str, flag: str) -> Any:
@@ -164,6 +169,7 @@ class OpenAIServing:
         self.lora_count, self.lora_lock = itertools.count(2), asyncio.Lock()
         self.tokenizer, self.token_bytes = llm.front.tokenizer, llm.front.token_bytes
         self.max_model_len = llm.ready.max_model_len
+        self.sampling_defaults = llm.sampling_defaults.within(self.max_model_len)
         vocabulary = self.tokenizer.backend.get_vocab()
         self.vocabulary = {token: text for text, token in vocabulary.items()}
         self.max_chars_per_token = max(map(len, vocabulary), default=1)
@@ -320,14 +326,17 @@ class OpenAIServing:
             if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
                 raise common.InputError(f"top_logprobs {body.top_logprobs}: must be from 0 to 20")
             limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-            return sampling_params(body, limit, (body.top_logprobs or 0) if body.logprobs else None)
+            logprobs = (body.top_logprobs or 0) if body.logprobs else None
+            return sampling_params(body, limit, logprobs, self.sampling_defaults)
         if body.suffix:
             raise common.InputError("suffix: not supported; this model cannot fill in the middle")
         if body.best_of not in (None, 1, body.n):
             raise common.InputError(f"best_of {body.best_of}: not supported (nor by vLLM's V1); allowed: 1, or n")
-        limit = 16 if body.max_tokens is None else body.max_tokens  # a chat's null is all that is left; here it is 16
+        limit = body.max_tokens
+        if limit is None:  # a chat's null is all that is left; here it is 16
+            limit = self.sampling_defaults.params.get("max_tokens", 16)
         limit = 1 if body.echo and limit == 0 else limit  # a token that nobody sees
-        return sampling_params(body, limit, body.logprobs)
+        return sampling_params(body, limit, body.logprobs, self.sampling_defaults)
 
     async def check_constraint(self, field: str, constraint: dict[str, Any], body: CommonRequest) -> Any:
         """Its guide, compiled on another thread and within 06b's time limit: no engine ever waits for a bad one."""
@@ -913,6 +922,7 @@ class ScriptedLLM:
     """Stands where `AsyncLLM` does, with 06e's real admission control, and answers at once with the same few words."""
 
     ANSWER = ("Par", "is", ".")
+    sampling_defaults = SamplingDefaults()
 
     def __init__(self, max_model_len: int = 64, max_num_queued_reqs: int | None = 4, num_unfinished: int = 0) -> None:
         tokenizer = ScriptedTokenizer()

@@ -19,6 +19,7 @@ import common  # first: it settles the device before torch is used
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import importlib.metadata
 import importlib.util
@@ -43,6 +44,26 @@ DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 # has none, and norms every head of a query and of a key.
 FAMILIES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
             "Qwen3ForCausalLM": "qwen3"}  # fmt: skip
+# What Transformers, and so vLLM, takes for a field that `config.json` leaves out.
+ABSENT: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048, "eos_token_id": 2},
+    "mistral": {"max_position_embeddings": 131072, "eos_token_id": 2, "num_key_value_heads": 8},
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+}
+# Fields that change logits in Transformers or in vLLM and are not implemented here: the only value that changes none.
+NEUTRAL: dict[str, Any] = {
+    "hidden_act": "silu", "partial_rotary_factor": 1, "rotary_pct": 1, "rotary_emb_fraction": 1,
+    "rotary_emb_base": None, "is_causal": True, "logit_scale": 1, "llama_4_scaling": None,
+    "ada_rms_norm_t_cond": False, "dual_chunk_attention_config": None, "compression_config": None,
+}  # fmt: skip
+NEUTRAL_IN = {
+    "llama": {"bias": False, "qkv_bias": False},  # vLLM alone reads these two
+    "mistral": {"bias": False, "qkv_bias": False},
+    "qwen2": {"qk_norm": False},
+    "qwen3": {},
+}
+NEUTRAL_ROPE = {"partial_rotary_factor": 1, "rope_dim": None, "use_fope": False}
 
 
 # --- Configuration --------------------------------------------------------------------------------------------------
@@ -59,44 +80,42 @@ class LlamaConfig:
     num_attention_heads: int  # Hq
     num_key_value_heads: int  # Hkv
     head_dim: int  # D; Hq * D need not equal hidden_size
-    max_position_embeddings: int = 2048
+    max_position_embeddings: int = 2048  # with linear scaling `factor` times as many as the file says
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None
-    tie_word_embeddings: bool = True
-    eos_token_ids: tuple[int, ...] = ()
+    tie_word_embeddings: bool = True  # and the weights have no other output matrix
+    eos_token_ids: tuple[int, ...] = ()  # the tokenizer's first, then those of generation_config.json
+    tokenizer_has_eos: bool = True  # else the first is a stop token like the others
     attention_bias: bool = False
     mlp_bias: bool = False
     qkv_bias: bool = False  # Qwen2's
     qk_norm: bool = False  # Qwen3's
 
     @classmethod
-    def from_folder(cls, folder: Path, quantized: bool = False) -> LlamaConfig:
-        """Read `config.json`. Raises InputError for another architecture or for a feature this file does not have.
+    def from_folder(cls, folder: Path, quantized: bool = False, generation_config: str = "auto") -> LlamaConfig:
+        """What `config.json` says, and what other files of the folder know better: which tokens end an answer, and
+        whether the output matrix is the embedding.
 
-        `quantized` is for callers who can read weights that are codes: companion 05b.
+        `quantized` is for callers who can read weights that are codes: companion 05b. `generation_config` may name
+        another folder whose `generation_config.json` counts. Raises InputError for another architecture, or for a
+        field that would change logits and that this file does not implement.
         """
-        raw = _read_json(folder / "config.json")
-        named = raw.get("architectures") or []
-        named = [*(named if isinstance(named, list) else [named]), raw.get("model_type") or (not named and "unknown")]
-        named = [name for name in named if name]
-        family = next((kind for name, kind in FAMILIES.items() if all(n in (name, kind) for n in named)), None)
-        if family is None:
-            raise common.InputError(f"{folder}: architecture {', '.join(map(str, named))} is not supported; allowed: "
-                                    f"{', '.join(FAMILIES)}")  # fmt: skip
-        has_window = {"llama": False, "mistral": True}.get(family, raw.get("use_sliding_window", False))
-        if has_window and (window := raw.get("sliding_window", 4096)) is not None:  # its default
-            raise common.InputError(f"{folder}: sliding_window {window!r} is not supported here; allowed: null")
-        if raw.get("hidden_act", "silu") != "silu":
-            raise common.InputError(f"{folder}: hidden_act {raw['hidden_act']!r} is not supported; allowed: 'silu'")
+        where = folder / "config.json"
+        raw = _read_json(where)
+        family = _family(folder, raw)
+        _check_neutral(str(folder), raw, NEUTRAL | NEUTRAL_IN[family])
         if raw.get("quantization_config") and not quantized:
             raise common.InputError(f"{folder}: quantization_config is not supported here; allowed: float weights")
+        given = ABSENT[family] | raw
         rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # the second since Transformers 5
         if not isinstance(rope, dict):
-            raise common.InputError(f"{folder / 'config.json'}: rope_parameters is {rope!r}, expected an object")
-        eos = raw.get("eos_token_id")
-        with contextlib.suppress(common.InputError):  # generation_config.json may name more stop tokens
-            eos = _read_json(folder / "generation_config.json").get("eos_token_id", eos)
+            raise common.InputError(f"{where}: rope_parameters is {rope!r}, expected an object")
+        eos_token_ids, tokenizer_has_eos = _eos_token_ids(folder, given.get("eos_token_id"), generation_config)
+        attention_bias, mlp_bias = _biases(folder, raw, family)
+        tied = raw.get("tie_word_embeddings", False)
+        if tied is True:  # of two different matrices in the file, both were trained
+            tied = _same(*_stored(folder, "lm_head.weight", "model.embed_tokens.weight"))
         try:
             heads = raw["num_attention_heads"]
             config = cls(
@@ -105,49 +124,53 @@ class LlamaConfig:
                 intermediate_size=raw["intermediate_size"],
                 num_hidden_layers=raw["num_hidden_layers"],
                 num_attention_heads=heads,
-                num_key_value_heads=raw.get("num_key_value_heads") or heads,
-                head_dim=raw.get("head_dim") or (128 if family == "qwen3" else raw["hidden_size"] // heads),
-                max_position_embeddings=raw.get("max_position_embeddings", 2048),
+                num_key_value_heads=given.get("num_key_value_heads") or heads,
+                head_dim=given.get("head_dim") or ABSENT[family].get("head_dim") or raw["hidden_size"] // heads,
+                max_position_embeddings=_scaled_context(given["max_position_embeddings"], rope),
                 rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
                 rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-                rope_scaling={k: v for k, v in rope.items() if k != "rope_theta"} or None,
-                tie_word_embeddings=raw.get("tie_word_embeddings", False),
-                eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-                attention_bias=raw.get("attention_bias", False),
-                mlp_bias=raw.get("mlp_bias", False),
+                rope_scaling=_rope_scaling(folder, raw, rope),
+                tie_word_embeddings=tied,
+                eos_token_ids=eos_token_ids,
+                tokenizer_has_eos=tokenizer_has_eos,
+                attention_bias=attention_bias,
+                mlp_bias=mlp_bias,
                 qkv_bias=family == "qwen2",
                 qk_norm=family == "qwen3",
             )
         except KeyError as error:
-            raise common.InputError(f"{folder / 'config.json'}: field {error} is missing") from None
+            raise common.InputError(f"{where}: field {error} is missing") from None
         except (TypeError, ValueError) as error:
-            raise common.InputError(f"{folder / 'config.json'}: {error}") from None
+            raise common.InputError(f"{where}: {error}") from None
+        config._check(where)
+        _check_attention(folder, raw, family, config)
+        # What is not in the vocabulary is never written.
+        known = tuple(token_id for token_id in eos_token_ids if 0 <= token_id < config.vocab_size)
+        named = tokenizer_has_eos and known[:1] == eos_token_ids[:1]
+        return dataclasses.replace(config, eos_token_ids=known, tokenizer_has_eos=named or not known)
+
+    def _check(self, where: Path) -> None:
+        """Raises InputError for a field of a wrong type or outside its range."""
         for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                       "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
-            value = getattr(config, field)
+            value = getattr(self, field)
             if type(value) is not int or value < 1:
-                raise common.InputError(f"{folder / 'config.json'}: {field} is {value!r}, expected a positive integer")
+                raise common.InputError(f"{where}: {field} is {value!r}, expected a positive integer")
         for field, kinds, expected in (
             ("rms_norm_eps", (int, float), "a number"), ("tie_word_embeddings", (bool,), "true or false"),
             ("attention_bias", (bool,), "true or false"), ("mlp_bias", (bool,), "true or false"),
         ):  # fmt: skip
-            if type(value := getattr(config, field)) not in kinds:
-                raise common.InputError(f"{folder / 'config.json'}: {field} is {value!r}, expected {expected}")
+            if type(value := getattr(self, field)) not in kinds:
+                raise common.InputError(f"{where}: {field} is {value!r}, expected {expected}")
         for field, low, high in (("max_position_embeddings", 1, 2**24), ("rms_norm_eps", 0, 1),
                                  ("rope_theta", 2, 1e12)):  # fmt: skip
-            if not low <= (value := getattr(config, field)) <= high:
-                raise common.InputError(f"{folder / 'config.json'}: {field} is {value!r}, expected {low} to {high:g}")
-        if not all(type(token_id) is int for token_id in config.eos_token_ids):
-            raise common.InputError(f"{folder}: eos_token_id is {eos!r}, expected a token id or a list of them")
-        # What is not in the vocabulary is never written.
-        known = tuple(token_id for token_id in config.eos_token_ids if 0 <= token_id < config.vocab_size)
-        config = dataclasses.replace(config, eos_token_ids=known)
-        if config.num_attention_heads % config.num_key_value_heads or config.head_dim % 2:
+            if not low <= (value := getattr(self, field)) <= high:
+                raise common.InputError(f"{where}: {field} is {value!r}, expected {low} to {high:g}")
+        if self.num_attention_heads % self.num_key_value_heads or self.head_dim % 2:
             raise common.InputError(
-                f"{folder / 'config.json'}: num_attention_heads {config.num_attention_heads} must be a multiple of "
-                f"num_key_value_heads {config.num_key_value_heads}, and head_dim {config.head_dim} must be even"
+                f"{where}: num_attention_heads {self.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}, and head_dim {self.head_dim} must be even"
             )
-        return config
 
     def has_bias(self, name: str) -> bool:
         """Whether the linear layers under this name have biases, as far as `config.json` says."""
@@ -156,9 +179,140 @@ class LlamaConfig:
         return self.attention_bias or (self.qkv_bias and "o_proj" not in name)
 
 
+def _family(folder: Path, raw: dict[str, Any]) -> str:
+    """Which of FAMILIES a `config.json` describes. Raises InputError if its fields do not agree on one."""
+    named = raw.get("architectures") or []
+    named = [*(named if isinstance(named, list) else [named]), raw.get("model_type") or (not named and "unknown")]
+    named = [name for name in named if name]
+    family = next((kind for name, kind in FAMILIES.items() if all(n in (name, kind) for n in named)), None)
+    if family is None:
+        raise common.InputError(f"{folder}: architecture {', '.join(map(str, named))} is not supported; allowed: "
+                                f"{', '.join(FAMILIES)}")  # fmt: skip
+    return family
+
+
+def _check_neutral(where: str, raw: dict[str, Any], neutral: dict[str, Any]) -> None:
+    """Raises InputError for a field that is there and changes logits."""
+    for field, harmless in neutral.items():
+        if (value := raw.get(field, harmless)) not in (harmless, None) or (value is None and field == "hidden_act"):
+            allowed = "null" if harmless is None else json.dumps(harmless)
+            raise common.InputError(f"{where}: {field} {value!r} is not supported; allowed: {allowed}")
+
+
+def _check_attention(folder: Path, raw: dict[str, Any], family: str, config: LlamaConfig) -> None:
+    """Raises InputError for layers that do not see the whole context. A window as long as the context hides nothing."""
+    types = raw.get("layer_types") or []
+    if not isinstance(types, list) or not set(map(str, types)) <= {"full_attention", "sliding_attention"}:
+        raise common.InputError(f"{folder}: layer_types {types!r:.80} is not supported; allowed: full_attention")
+    by_type = "sliding_attention" in types
+    if family == "mistral":
+        slides = True
+    elif family == "llama":
+        slides = by_type
+    else:
+        later = raw.get("max_window_layers", 28)
+        slides = raw.get("use_sliding_window", False) and (
+            by_type if types else type(later) is not int or later < config.num_hidden_layers
+        )
+    window = raw.get("sliding_window", None if family == "llama" else 4096)  # its default
+    if slides and window and (type(window) is not int or window < config.max_position_embeddings):
+        raise common.InputError(f"{folder}: sliding_window {window!r} is not supported here; allowed: null, or the "
+                                f"context ({config.max_position_embeddings}) and more")  # fmt: skip
+
+
+def _biases(folder: Path, raw: dict[str, Any], family: str) -> tuple[Any, Any]:
+    """attention_bias and mlp_bias, as far as a family reads them."""
+    attention, mlp = raw.get("attention_bias", False), raw.get("mlp_bias", False)
+    if family == "llama":
+        return attention, mlp
+    if family == "mistral" and (attention or mlp):
+        # vLLM reads the fields and Transformers does not. So here there are those biases that are in the file.
+        q, gate = _stored(folder, "model.layers.0.self_attn.q_proj.bias", "model.layers.0.mlp.gate_proj.bias")
+        return q is not None and attention, gate is not None and mlp
+    return family == "qwen3" and attention, False
+
+
+def _stored(folder: Path, *names: str) -> list[torch.Tensor | None]:
+    """Some of a folder's weights; None for those that are not there, or not readable, as `_open_weights` will say."""
+    with contextlib.suppress(common.InputError), contextlib.ExitStack() as stack:
+        tensors = _open_weights(folder, stack)
+        return [tensors(name) for name in names]
+    return [None] * len(names)
+
+
+def _same(head: torch.Tensor | None, embedding: torch.Tensor | None) -> bool:
+    """Whether an output matrix [vocab, hidden], if there is one, is the embedding."""
+    if head is None or embedding is None:
+        return True
+    return head.dtype == embedding.dtype and torch.equal(head, embedding)
+
+
+def _eos_token_ids(folder: Path, said: Any, generation_config: str) -> tuple[tuple[int, ...], bool]:
+    """Which tokens end an answer, and whether the first is the tokenizer's own.
+
+    As in vLLM: the tokenizer's, then those of `generation_config.json`; where there is no such file, those of
+    `config.json`, which `said` has. If both leave none, it is `said` all the same. Raises InputError.
+    """
+    generation = read_generation_config(folder, generation_config)
+    found, others = _eos_of_tokenizer(folder), said if generation is None else generation.get("eos_token_id")
+    if found is None and others is None:
+        others = said
+    ids = [] if others is None else others if isinstance(others, list) else [others]
+    if not all(type(token_id) is int for token_id in ids):
+        raise common.InputError(f"{folder}: eos_token_id is {others!r}, expected a token id or a list of them")
+    if found is None:
+        return tuple(dict.fromkeys(ids)), generation is None or generation.get("eos_token_id") is None
+    return tuple(dict.fromkeys([found, *ids])), True
+
+
+def _eos_of_tokenizer(folder: Path) -> int | None:
+    """The id of the tokenizer's end-of-sequence token, if it has one; without building the tokenizer."""
+    name = special_tokens(folder).get("eos_token")
+    if name is None or not (folder / "tokenizer.json").is_file():
+        return None
+    try:
+        content = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+        added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
+        vocab = content["model"]["vocab"]
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return None  # `Tokenizer` says what is wrong with it
+    pieces = vocab if isinstance(vocab, dict) else {piece[0]: i for i, piece in enumerate(vocab)}  # a Unigram model's
+    return added.get(name, pieces.get(name))
+
+
+def read_generation_config(folder: Path, source: str = "auto") -> dict[str, Any] | None:
+    """What `generation_config.json` says, or None if there is none: the folder's own, or, if `source` is neither
+    "auto" nor "vllm", that of the folder `source`. Raises InputError."""
+    own = source in ("auto", "vllm")
+    path = (folder if own else Path(source)) / "generation_config.json"
+    if own and not path.is_file():
+        return None
+    return _read_json(path)
+
+
+def _scaled_context(positions: Any, rope: dict[str, Any]) -> Any:
+    """Positions with linear scaling, which fits `factor` of them into one. Other kinds count them in already."""
+    kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("factor")
+    if kind == "linear" and type(positions) is int and _is_positive(factor):  # otherwise refused later
+        return int(positions * factor)
+    return positions
+
+
+def _rope_scaling(folder: Path, raw: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any] | None:
+    """Of a config's RoPE all but the base. Raises InputError for what it would take to be another one."""
+    _check_neutral(f"{folder}: RoPE", rope, NEUTRAL_ROPE)
+    scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
+    if nested := [field for field, value in scaling.items() if isinstance(value, dict)]:
+        raise common.InputError(f"{folder}: rope_parameters for {nested[0]} alone are not supported")
+    trained = raw.get("original_max_position_embeddings")  # some have it beside their RoPE; then this one counts
+    if scaling and trained is not None:
+        scaling["original_max_position_embeddings"] = trained
+    return scaling or None
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))  # some editors put a mark in front
     except FileNotFoundError:
         raise common.InputError(f"{path}: no such file") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -183,11 +337,14 @@ def rope_frequencies(config: LlamaConfig) -> tuple[torch.Tensor, float]:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     context = "original_max_position_embeddings"
     needed = {"default": (), "linear": ("factor",), "llama3": ("factor", context, "low_freq_factor",
-              "high_freq_factor"), "yarn": ("factor", context)}  # fmt: skip
+              "high_freq_factor"), "yarn": (context, "factor")}  # fmt: skip
     if not isinstance(kind, str) or kind not in needed:
         raise common.InputError(f"rope_scaling type {kind!r} is not supported; allowed: {', '.join(needed)}")
     given = [f for f in YARN_OPTIONS if kind == "yarn" and scaling.get(f) is not None]
-    if wrong := [f for f in (*needed[kind], *given) if type(scaling.get(f)) not in (int, float) or scaling[f] <= 0]:
+    given = [f for f in given if scaling[f] != 0 or f == "attention_factor"]  # the others' 0 is as good as nothing
+    if kind == "yarn" and scaling.get("factor", 0) is None and _is_positive(scaling[context]):
+        scaling["factor"] = config.max_position_embeddings / scaling[context]
+    if wrong := [f for f in (*needed[kind], *given) if not _is_positive(scaling.get(f))]:
         raise common.InputError(f"rope_scaling of type {kind} needs a positive number in the field {wrong[0]!r}")
     if kind == "linear":
         return theta / scaling["factor"], 1.0
@@ -195,12 +352,19 @@ def rope_frequencies(config: LlamaConfig) -> tuple[torch.Tensor, float]:
         # Llama 3.1: wavelengths longer than the original context are stretched by `factor`, short ones are kept,
         # and those in between are blended.
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        if low >= high:
+            raise common.InputError(f"rope_scaling of type llama3: low_freq_factor {low} must be below "
+                                    f"high_freq_factor {high}")  # fmt: skip
         wavelength = 2 * math.pi / theta
         blend = ((scaling[context] / wavelength - low) / (high - low)).clamp(0, 1)  # 0: stretch, 1: keep
         return (1 - blend) * theta / scaling["factor"] + blend * theta, 1.0
     if kind == "yarn":
         return _yarn(theta, config.rope_theta, scaling[context], scaling)
     return theta, 1.0
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 YARN_OPTIONS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
@@ -276,6 +440,8 @@ class Llama:
             tensor = tensors(name)
             if tensor is None:
                 raise common.InputError(f"weights: tensor {name} is missing")
+            if not tensor.is_floating_point() or tensor.itemsize == 1:  # codes, and config.json does not say whose
+                raise common.InputError(f"weights: {name} is {tensor.dtype}, expected floats of 16 bits or more")
             if tuple(tensor.shape) != shape:
                 raise common.InputError(
                     f"weights: {name} has shape {list(tensor.shape)}, config.json says {list(shape)}"
@@ -455,22 +621,14 @@ class Tokenizer:
         self.backend.no_truncation()  # a file may ask for both: that was for training
         self.backend.no_padding()
         self.vocab_size: float = math.inf  # the model's, which may have fewer tokens
-        self.config: dict[str, Any] = {}
-        self.special_tokens: dict[str, str] = {}  # bos_token, eos_token, …: a template may know them
-        for name in ("special_tokens_map.json", "tokenizer_config.json"):
-            with contextlib.suppress(common.InputError):
-                self.config = _read_json(folder / name)
-                texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in self.config.items()}
-                self.special_tokens |= {k: v for k, v in texts.items() if k.endswith("_token") and isinstance(v, str)}
-        template = folder / "chat_template.jinja"
+        self.config = _read_if_there(folder / "tokenizer_config.json")
+        self.special_tokens = special_tokens(folder)  # bos_token, eos_token, …: a template may know them
+        self.backend.encode_special_tokens = self.config.get("split_special_tokens") is True
         try:
-            given = template.read_text("utf-8") if template.is_file() else self.config.get("chat_template")
-        except (OSError, UnicodeDecodeError) as error:
-            raise common.InputError(f"{template}: {error}") from None
-        if isinstance(given, list):  # several, by their names
-            named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
-            given = named.get("default")
-        self.chat_template: str | None = given
+            self.backend.add_tokens(_more_tokens(self.config, self.special_tokens, self.backend))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise common.InputError(f"{folder / 'tokenizer_config.json'}: a token is not readable ({error})") from None
+        self.chat_template = _read_chat_templates(folder, self.config)
 
     def encode(self, text: str, add_special_tokens: bool = True, max_length: int | None = None) -> list[int]:
         """Token ids; `add_special_tokens` adds what the tokenizer puts around every text (SmolLM2: nothing).
@@ -527,19 +685,101 @@ class Tokenizer:
 
         Raises InputError if there is no template or if it refuses the messages.
         """
-        if not self.chat_template:
-            raise common.InputError("this model has no chat template")
+        template = self.get_chat_template(variables.get("tools"))
         known = {"tools": None, "documents": None, **self.special_tokens, **variables}
         try:
-            return self._template.render(
+            messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+            return _compiled(template).render(
                 {**known, "messages": messages, "add_generation_prompt": add_generation_prompt}
             )
         except Exception as error:  # the template is a stranger's code, and the variables are a client's
             raise common.InputError(f"chat template: {error}") from None
 
-    @functools.cached_property
-    def _template(self) -> Any:
-        return _chat_environment().from_string(self.chat_template)
+    def get_chat_template(self, tools: Any = None) -> str:
+        """The template of a chat with these tools: of several, "tool_use" if there are any, otherwise "default".
+
+        Raises InputError if there is none.
+        """
+        if not self.chat_template:
+            raise common.InputError("this model has no chat template")
+        if isinstance(self.chat_template, str):
+            return self.chat_template
+        name = "tool_use" if tools is not None and "tool_use" in self.chat_template else "default"
+        if name not in self.chat_template:
+            raise common.InputError(f"chat template: this model has {', '.join(sorted(self.chat_template))}, and no "
+                                    "default")  # fmt: skip
+        return self.chat_template[name]
+
+
+CLASS_TOKENS = {  # what tokenizers of these classes have without saying so
+    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
+    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
+}
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Texts of a tokenizer's bos_token, eos_token, … Raises InputError for a file that is not readable.
+
+    `special_tokens_map.json` is an older file. As in Transformers it comes first, until the newer one lists all tokens
+    that were added.
+    """
+    config = _read_if_there(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config = config | _read_if_there(folder / "special_tokens_map.json")
+    texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token")}
+    by_class = CLASS_TOKENS.get(str(config.get("tokenizer_class")).removesuffix("Fast"), {})
+    # A null is a token that there is not, whatever the class has.
+    return {k: v for k, v in (by_class | texts).items() if isinstance(v, str)}
+
+
+def _more_tokens(config: dict[str, Any], named: dict[str, str], backend: Any) -> list[Any]:
+    """Tokens that `tokenizer_config.json` knows better than `tokenizer.json`: new ones, and what became special."""
+    from tokenizers import AddedToken
+
+    def token(given: str | dict[str, Any]) -> Any:
+        if isinstance(given, str):
+            return AddedToken(given, special=True)
+        return AddedToken(**{key: value for key, value in given.items() if key != "__type"})
+
+    listed = config.get("added_tokens_decoder") or {}
+    more = [token(listed[token_id]) for token_id in sorted(listed, key=int)]
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    extra = extra.values() if isinstance(extra, dict) else extra
+    known = {str(each) for each in [*backend.get_added_tokens_decoder().values(), *more]}
+    return more + [each for each in map(token, [*named.values(), *extra]) if str(each) not in known]
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return _read_json(path) if path.exists() else {}
+
+
+def _read_chat_templates(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
+    """A folder's chat template, or several by their names. Files count before what `tokenizer_config.json` has.
+
+    Raises InputError.
+    """
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    found: Any = {}
+    for name, path in files.items():
+        try:
+            if path.is_file():
+                found[name] = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise common.InputError(f"{path}: {error}") from None
+    found = found or config.get("chat_template")
+    if isinstance(found, list) and all(isinstance(each, dict) for each in found):
+        found = {each.get("name"): each.get("template") for each in found}
+    if not isinstance(found, dict):
+        texts = [found or ""]
+    else:
+        texts = [*found, *found.values()]
+        found = found["default"] if list(found) == ["default"] else found
+    if not all(isinstance(text, str) for text in texts):
+        raise common.InputError(f"{folder / 'tokenizer_config.json'}: chat_template must be a text, or a list of "
+                                "objects with a name and a template each")  # fmt: skip
+    return found
 
 
 def read_chat_template(given: str) -> str:
@@ -559,8 +799,14 @@ def read_chat_template(given: str) -> str:
     return text
 
 
+@functools.lru_cache(32)
+def _compiled(template: str) -> Any:
+    return _chat_environment().from_string(template)
+
+
 def _chat_environment() -> Any:
     """What Transformers' templates are written for: tags, filters and functions of the same names."""
+    from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment  # a template is code from a stranger's folder
 
@@ -571,15 +817,22 @@ def _chat_environment() -> Any:
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)
-            return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return nodes.Scope(body)  # what is set inside is not known outside
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.globals["raise_exception"] = _refuse_chat
-    environment.globals["strftime_now"] = time.strftime
-    environment.filters["tojson"] = lambda x, **kwargs: json.dumps(x, ensure_ascii=False, **kwargs)
+    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+    environment.filters["tojson"] = _to_json
     return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
+             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:  # fmt: skip
+    """Transformers' filter: Jinja's own would write what is safe inside HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse_chat(message: str) -> None:
@@ -591,11 +844,11 @@ def _refuse_chat(message: str) -> None:
 # --- Loading --------------------------------------------------------------------------------------------------------
 
 
-def load(path_or_id: str | None = None, dtype: torch.dtype = torch.float32,
-         device: torch.device | None = None) -> tuple[Llama, Tokenizer]:  # fmt: skip
+def load(path_or_id: str | None = None, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
+         generation_config: str = "auto") -> tuple[Llama, Tokenizer]:  # fmt: skip
     """Model and tokenizer from a local folder or hub id; None is the default model, prepared on first use."""
     folder = model_folder(path_or_id)
-    config = LlamaConfig.from_folder(folder)
+    config = LlamaConfig.from_folder(folder, generation_config=generation_config)
     tokenizer = Tokenizer(folder)
     tokenizer.vocab_size = config.vocab_size
     with contextlib.ExitStack() as stack:
@@ -623,7 +876,15 @@ def _open_weights(folder: Path, stack: contextlib.ExitStack) -> Callable[[str], 
         except (SafetensorError, OSError) as error:
             raise common.InputError(f"{folder / name}: {error}") from None
         where.update(dict.fromkeys(file.keys(), file))
-    return lambda name: where[name].get_tensor(name) if name in where else None
+    alias = {}  # of one matrix with two names, a file may have either
+    if "model.embed_tokens.weight" not in where and _read_json(folder / "config.json").get("tie_word_embeddings"):
+        alias["model.embed_tokens.weight"] = "lm_head.weight"
+
+    def tensor(name: str) -> torch.Tensor | None:
+        name = alias.get(name, name)
+        return where[name].get_tensor(name) if name in where else None
+
+    return tensor
 
 
 def model_folder(path_or_id: str | None = None) -> Path:
