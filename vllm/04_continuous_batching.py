@@ -163,13 +163,22 @@ class RequestStatus(enum.IntEnum):
     FINISHED_STOPPED = enum.auto()
     FINISHED_LENGTH_CAPPED = enum.auto()
     FINISHED_ABORTED = enum.auto()
+    FINISHED_ERROR = enum.auto()  # no token can be chosen for it; what its `stop_reason` says goes to its caller
 
 
 FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: "stop",
     RequestStatus.FINISHED_LENGTH_CAPPED: "length",
     RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_ERROR: "error",
 }
+
+# In place of a sampled token: this request has none, and nobody else need suffer. It is no token's id.
+NO_TOKEN_ID = -1
+NO_TOKEN = (
+    "no token can be chosen: the model's logits are NaN or infinite (an overflow in float16, say, or broken weights), "
+    "or no token is allowed"
+)
 
 
 class Request:
@@ -480,7 +489,7 @@ class Scheduler:
         """Append what was sampled, finish requests and free their blocks, in scheduling order.
 
         `sampled_token_ids` has an entry for each request that has caught up; a prompt that was computed in part
-        samples nothing. Requests aborted while the model ran are passed over."""
+        samples nothing. NO_TOKEN_ID ends a request with an error. Requests aborted while the model ran are passed over."""
         outputs, stopped = [], False
         for request_id in output.num_scheduled_tokens:
             request, token_ids = self.requests.get(request_id), sampled_token_ids.get(request_id)
@@ -499,6 +508,9 @@ class Scheduler:
     def _update_request_with_output(self, request: Request, token_ids: list[int]) -> list[int]:
         """Append tokens, up to one that ends the request. Returns those."""
         for count, token_id in enumerate(token_ids, 1):
+            if token_id == NO_TOKEN_ID:
+                request.status, request.stop_reason = RequestStatus.FINISHED_ERROR, NO_TOKEN
+                return token_ids[: count - 1]
             request.append_output_token_id(token_id)
             if check_stop(request, self.config.max_model_len):
                 return token_ids[:count]
@@ -678,7 +690,17 @@ class ModelRunner:
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> dict[str, list[int]]:
         """The most probable token of each row, [R, vocab] -> R tokens. The companion 04b samples as requests ask."""
-        return {request.request_id: [token] for request, token in zip(requests, logits.float().argmax(1).tolist())}
+        token_ids = most_probable(logits.float()).tolist()
+        return {request.request_id: [token] for request, token in zip(requests, token_ids)}
+
+
+def most_probable(logits: torch.Tensor) -> torch.Tensor:
+    """The argmax of each row; NO_TOKEN_ID where there is none: a row with NaN or +∞ in it, or of −∞ alone.
+
+    Shapes: logits [R, vocab] -> int64 [R]. `max` hands on a NaN, so its R values say what the whole rows are like.
+    """
+    best, token_ids = logits.max(1)
+    return torch.where(best.isfinite(), token_ids, NO_TOKEN_ID)
 
 
 class PackedLinear:

@@ -30,6 +30,7 @@ continuous_batching = common.lesson("04_continuous_batching")
 BlockPool = common.lesson("02_paged_attention").BlockPool
 KVCacheManager, Scheduler = continuous_batching.KVCacheManager, continuous_batching.Scheduler
 Request, SamplingParams = continuous_batching.Request, continuous_batching.SamplingParams
+RequestStatus = continuous_batching.RequestStatus
 SchedulerOutput = continuous_batching.SchedulerOutput
 
 BLOCK = 16  # tokens in a block, vLLM's default
@@ -234,6 +235,8 @@ class PrefixCachingKVCacheManager(KVCacheManager):
                 self.block_pool.evict(block)
 
     def free(self, request: Request) -> None:
+        if request.status is RequestStatus.FINISHED_ERROR and request.request_id in self.req_to_blocks:
+            self.evict_uncomputed(request, 0)  # its keys and values may be NaN: nobody shall hit them
         super().free(request)
         self.num_cached_block.pop(request.request_id, None)
 
