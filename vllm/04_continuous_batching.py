@@ -489,7 +489,8 @@ class Scheduler:
         """Append what was sampled, finish requests and free their blocks, in scheduling order.
 
         `sampled_token_ids` has an entry for each request that has caught up; a prompt that was computed in part
-        samples nothing. NO_TOKEN_ID ends a request with an error. Requests aborted while the model ran are passed over."""
+        samples nothing. NO_TOKEN_ID ends a request with an error; requests aborted while the model ran are passed over.
+        """
         outputs, stopped = [], False
         for request_id in output.num_scheduled_tokens:
             request, token_ids = self.requests.get(request_id), sampled_token_ids.get(request_id)
