@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 
-import common
 import pytest
-import test_06b_guided_decoding as guided
 import test_06c_scaling_out as scaling
 import test_drafts_on_workers as drafting
 
