@@ -209,7 +209,7 @@ class Request:
         self.all_token_ids = list(prompt_token_ids)  # the prompt, then everything generated
         self.output_token_ids: list[int] = []
         self.num_computed_tokens = 0  # leading tokens whose KV is in the cache once the scheduled step has run
-        self.num_cached_tokens = 0  # of these, found in the prefix cache at its last admission (lesson 05)
+        self.num_cached_tokens = 0  # of its prompt, found in the prefix cache at its first admission (lesson 05)
         self.num_preemptions = self.num_external_computed_tokens = 0  # lesson 11; lesson 08: cached, but not here
         self.block_hashes: list[bytes] = []  # one per full block, written by lesson 05's manager
 

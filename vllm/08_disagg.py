@@ -205,7 +205,8 @@ def connector_scheduler(base: type) -> type:
                     self.sent_for = self._send_for(request, computed_blocks, num_cached_tokens, external)
                     return 0
             num_new_tokens = super()._admit(request)
-            request.num_external_computed_tokens = self.num_external_tokens
+            if request.num_preemptions == 0:
+                request.num_external_computed_tokens = self.num_external_tokens
             if num_new_tokens and self.num_external_tokens:
                 blocks = self.kv_cache_manager.get_block_ids(request.request_id)
                 self.connector.update_state_after_alloc(request, blocks, self.num_external_tokens)
