@@ -208,6 +208,41 @@ def test_log_probabilities_are_the_models_own():
         assert all(lp.logprob == pytest.approx(raw[token], abs=1e-6) for token, lp in row.items())
 
 
+BROKEN_ROWS = {
+    "nan": torch.tensor([0.0, math.nan, 1.0, 2.0]), "all nan": torch.full((4,), math.nan),
+    "inf": torch.tensor([0.0, INF, 1.0, 2.0]), "nothing": torch.full((4,), -INF),
+    "both infinities": torch.tensor([INF, -INF, -INF, -INF]),
+}  # fmt: skip
+ASKED = {
+    "greedy": {"temperature": 0}, "random": {}, "top_p": {"top_p": 0.5}, "top_k": {"top_k": 2}, "min_p": {"min_p": 0.1},
+    "penalties": {"temperature": 0, "repetition_penalty": 1.5, "frequency_penalty": 1},
+    "bias": {"logit_bias": {0: 5.0, 1: -100.0}}, "logprobs": {"temperature": 0, "logprobs": 3},
+    "drawn logprobs": {"logprobs": 20, "top_k": 1, "top_p": 0.1}, "allowed": {"allowed_token_ids": [0, 2]},
+    "allowed logprobs": {"allowed_token_ids": [3], "logprobs": 0}, "early": {"min_tokens": 2, "logprobs": 1},
+    "bad words": {"temperature": 0, "_bad_words_token_ids": [[1]]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", BROKEN_ROWS)
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_row_that_is_no_distribution_has_no_token_and_harms_no_other(asked, row):
+    """Alone, and between two others, which get what they get without it."""
+    params = SamplingParams(**ASKED[asked])
+    states = lambda: [state_of(params, [0], [2], seed=i, eos=[1]) for i in range(3)]  # noqa: E731
+    logits = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    tokens, found = lesson.Sampler()(logits, states())
+    assert lesson.Sampler()(BROKEN_ROWS[row][None], states()[:1]) == ([lesson.NO_TOKEN_ID], [None])
+    logits[1] = BROKEN_ROWS[row]
+    assert lesson.Sampler()(logits, states()) == ([tokens[0], -1, tokens[2]], [found[0], None, found[2]])
+
+
+def test_whoever_wants_more_log_probabilities_than_there_are_tokens_gets_those_there_are():
+    logits = torch.randn(2, 11)
+    asked = [SamplingParams(temperature=0, logprobs=20), SamplingParams(logprobs=11)]
+    _, found = lesson.Sampler()(logits, [state_of(p) for p in asked])
+    assert [sorted(row) for row in found] == [list(range(11))] * 2
+
+
 # --- Text -----------------------------------------------------------------------------------------------------------
 
 

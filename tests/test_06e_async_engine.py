@@ -347,6 +347,61 @@ def refuse_long(core, request):
         raise common.InputError("prompt: too long for me")
 
 
+def test_a_request_that_nobody_foresaw_ends_alone(tiny, folder, monkeypatch, capsys):
+    """What adding it raises is its own end, with an error, and nobody else's."""
+    add = scheduling.Scheduler.add_request
+
+    def add_request(scheduler, request):
+        add(scheduler, request)
+        assert request.num_prompt_tokens < 3, "defect"
+
+    monkeypatch.setattr(scheduling.Scheduler, "add_request", add_request)
+
+    async def run():
+        async with running(folder) as llm:
+            other = asyncio.create_task(read(llm, "other", prompt(1), dataclasses.replace(GREEDY, max_tokens=90)))
+            (output,) = (await asyncio.wait_for(read(llm, "a", prompt(1, 2, 3), GREEDY), 5))[1]
+            assert output.outputs[0].finish_reason == "error" and "defect" in output.outputs[0].stop_reason
+            assert (await other)[2] == {0: "length"}
+            await idle(llm)
+
+    asyncio.run(run())
+    assert "AssertionError: defect" in capsys.readouterr().err, "the reason is in the log"
+
+
+@pytest.mark.parametrize("place", ["thread", "event-loop"])
+def test_own_blocks_found_after_a_preemption_are_no_cached_prompt(monkeypatch, tiny_model, real_model, folder, place):
+    """The core and the front end share a `Request` in one process."""
+    kind = common.lesson("06_serving").engine_class()
+
+    def make(args=None, report=lambda text: None):
+        return kind(tiny_model, real_model[1], max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=14,
+                    block_size=8)  # fmt: skip
+
+    monkeypatch.setattr(lesson, "make_small_engine", make)
+    monkeypatch.setattr(llama, "Tokenizer", lambda folder: real_model[1])
+    prompts, cached = [prompt(*range(i, i + 17)) for i in range(4)], {}
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+    async def run():
+        async with running(folder, place) as llm:
+            heard, read_letter = [], llm._deliver
+            monkeypatch.setattr(
+                llm, "_deliver", lambda letter: (heard.extend(letter.preempted), read_letter(letter))[1]
+            )
+            for stream in (False, True):
+                found = await asyncio.gather(*(read(llm, str(i), p, params, stream) for i, p in enumerate(prompts)))
+                cached[stream] = [{output.num_cached_tokens for output in pieces} for _, pieces, _ in found]
+            return heard
+
+    assert len(asyncio.run(run())) > 2, "somebody was preempted"
+    assert cached[False] == [{0}] * 4
+    assert all(len(each) == 1 and max(each) <= 16 for each in cached[True]), "what the first round has left"
+    llm = offline.LLM.__new__(offline.LLM)
+    llm.llm_engine, llm.num_requests = make(), 0
+    assert [output.num_cached_tokens for output in llm.generate(prompts, params)] == [0] * 4
+
+
 def test_finish_all_gives_readers_what_there_is(tiny, folder):
     long = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
 

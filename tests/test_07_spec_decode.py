@@ -375,16 +375,48 @@ def test_a_draw_at_the_very_end_is_a_token(kernels, device):
     assert lesson.rejection_sample(p, ids, starts, greedy, zeros + 1, zeros)[0].tolist() == [0] * 8
 
 
+def broken_scores(greedy):
+    """[7, 300]: rows that leave no token, and a last one that does. One bad number is enough, in any tile."""
+    scores = torch.randn(7, 300, generator=torch.Generator().manual_seed(2))
+    scores = scores if greedy else scores.softmax(1)
+    scores[0, 5], scores[1, 280], scores[2] = torch.nan, torch.nan, torch.nan
+    scores[3, 10], scores[4, 290] = torch.inf, torch.inf
+    scores[5] = -torch.inf if greedy else 0.0
+    return scores
+
+
+@pytest.mark.parametrize("with_q", [True, False])
 @pytest.mark.parametrize("greedy", [True, False])
-def test_a_row_of_nan_is_some_token(kernels, device, greedy):
-    """Whatever a broken model says, the next step must find it in the embedding. What is NaN is nobody's favourite."""
-    R = torch.arange(4, device=device)
-    u = torch.full((3,), 0.5, dtype=torch.float64, device=device)
-    scores = torch.full((3, 300), float("nan"), device=device)
-    scores[1, 256:], scores[2, 260:] = -torch.inf, torch.arange(-46.0, -6, device=device)
-    tokens, _ = lesson.rejection_sample(scores, R[:3] * 0 - 1, R, torch.full((3,), greedy, device=device), u, u)
-    assert tokens.min() >= 0 and tokens.max() < 300
-    assert tokens[2] == 299 or not greedy
+def test_a_row_that_leaves_no_token_says_so_on_both_paths(greedy, with_q):
+    """NaN, +∞, nothing at all; drafts in front of it stand, and no row is another's business."""
+    scores, R = broken_scores(greedy), 14
+    sound = torch.zeros(7, 300).index_fill(1, torch.tensor([3]), 1.0)  # the answer is 3, whatever is drawn
+    rows = torch.stack((sound, scores), 1).flatten(0, 1)  # each broken row follows a draft
+    q = {"draft_probs": sound, "draft_rows": torch.where(torch.arange(R) % 2 == 0, torch.arange(R) // 2, -1)}
+    tokens, n = both_paths(
+        scores=rows, draft_token_ids=torch.tensor([3, -1] * 7), cu_num_sampled_tokens=torch.arange(8) * 2,
+        is_greedy=torch.full((R,), greedy), draw_u=torch.full((R,), 0.5, dtype=torch.float64),
+        accept_u=torch.full((R,), 0.5, dtype=torch.float64), **(q if with_q else {}),
+    )  # fmt: skip
+    assert tokens[::2] == [3] * 7 and n == [2] * 7
+    assert tokens[1:13:2] == [-1] * 6 and 0 <= tokens[13] < 300
+
+
+def test_a_draft_drawn_from_nan_is_replaced_by_a_draw_from_p_on_both_paths():
+    """A broken drafter costs drafts, and no answer."""
+    p = torch.rand(300, generator=torch.Generator().manual_seed(3)).softmax(0)
+    for u in (0.1, 0.9):
+        plain, _ = both_paths(
+            scores=p[None], draft_token_ids=torch.tensor([-1]), cu_num_sampled_tokens=torch.tensor([0, 1]),
+            is_greedy=torch.tensor([False]), draw_u=torch.tensor([u]).double(), accept_u=torch.zeros(1).double(),
+        )  # fmt: skip
+        tokens, n = both_paths(
+            scores=p.expand(2, -1), draft_token_ids=torch.tensor([299, -1]),
+            cu_num_sampled_tokens=torch.tensor([0, 2]), is_greedy=torch.tensor([False] * 2),
+            draw_u=torch.tensor([u] * 2).double(), accept_u=torch.zeros(2).double(),
+            draft_probs=torch.full((1, 300), torch.nan), draft_rows=torch.tensor([0, -1]),
+        )  # fmt: skip
+        assert tokens[0] == plain[0] and n == [1]
 
 
 def test_the_benchmark_counts_the_bytes_that_must_be_read(monkeypatch):

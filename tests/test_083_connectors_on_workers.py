@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import common
 import pytest
@@ -446,8 +447,24 @@ def test_what_does_not_go_together_is_refused(flags, config, words, tmp_path):
     [(1, "kv_producer", 0), (2, "kv_producer", 65534), (2, "kv_both", 65534), (2, "kv_consumer", 0),
      (2, "kv_consumer", 65535)],
 )  # fmt: skip
-def test_a_port_for_every_rank_that_listens_is_enough(ranks, role, port):
+def test_a_port_for_every_rank_that_listens_is_enough(monkeypatch, ranks, role, port):
     """One worker takes any; who only fetches has no use for one."""
     about = {"kv_connector": "TCPConnector", "kv_role": role, "kv_port": port}
-    assert serving.EngineArgs(tensor_parallel_size=ranks, distributed_executor_backend="mp",
-                              kv_transfer_config=about).has_workers  # fmt: skip
+    args = serving.EngineArgs(tensor_parallel_size=ranks, distributed_executor_backend="mp", kv_transfer_config=about)
+    assert args.has_workers
+    monkeypatch.setitem(lesson.connectors.CONNECTORS, "TCPConnector", lambda config: config)
+
+    class Base:
+        def __init__(self, model, scheduler):
+            self.config = scheduler.connector
+
+    runner = lesson.worker_runner(Base, args.for_engine(0).kv_transfer)
+    models = [SimpleNamespace(group=SimpleNamespace(rank_in_group=rank)) for rank in range(ranks)]
+    ports = [runner(model, SimpleNamespace()).config.kv_port for model in models]
+    assert ports == [port + rank * (port > 0 and role != "kv_consumer") for rank in range(ranks)]
+
+
+def test_several_engines_that_only_fetch_need_no_ports():
+    about = {"kv_connector": "TCPConnector", "kv_role": "kv_consumer", "kv_port": 65535}
+    args = serving.EngineArgs(data_parallel_size=3, kv_transfer_config=about)
+    assert [args.for_engine(engine).kv_transfer.kv_port for engine in range(3)] == [65535] * 3

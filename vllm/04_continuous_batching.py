@@ -51,7 +51,15 @@ import torch
 import llama
 from engine.core.queues import FCFSRequestQueue, PriorityRequestQueue
 from engine.output import EngineCoreOutput, SchedulerOutput
-from engine.request import Request, RequestStatus, SamplingParams, check_stop, prompt_length_error
+from engine.request import (
+    NO_TOKEN,
+    NO_TOKEN_ID,
+    Request,
+    RequestStatus,
+    SamplingParams,
+    check_stop,
+    prompt_length_error,
+)
 
 paged_attention = common.lesson("02_paged_attention")
 AttentionMetadata, BlockPool = paged_attention.AttentionMetadata, paged_attention.BlockPool
@@ -240,7 +248,8 @@ class Scheduler:
         """Append what was sampled, finish requests and free their blocks, in scheduling order.
 
         `sampled_token_ids` has an entry for each request that has caught up; a prompt that was computed in part
-        samples nothing. Requests aborted while the model ran are passed over."""
+        samples nothing. NO_TOKEN_ID ends a request with an error; requests aborted while the model ran are passed over.
+        """
         outputs, stopped = [], False
         for request_id in output.num_scheduled_tokens:
             request, token_ids = self.requests.get(request_id), sampled_token_ids.get(request_id)
@@ -259,6 +268,9 @@ class Scheduler:
     def _update_request_with_output(self, request: Request, token_ids: list[int]) -> list[int]:
         """Append tokens, up to one that ends the request. Returns those."""
         for count, token_id in enumerate(token_ids, 1):
+            if token_id == NO_TOKEN_ID:
+                request.status, request.stop_reason = RequestStatus.FINISHED_ERROR, NO_TOKEN
+                return token_ids[: count - 1]
             request.append_output_token_id(token_id)
             if check_stop(request, self.config.max_model_len):
                 return token_ids[:count]
@@ -438,7 +450,17 @@ class ModelRunner:
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> dict[str, list[int]]:
         """The most probable token of each row, [R, vocab] -> R tokens. The companion 04b samples as requests ask."""
-        return {request.request_id: [token] for request, token in zip(requests, logits.float().argmax(1).tolist())}
+        token_ids = most_probable(logits.float()).tolist()
+        return {request.request_id: [token] for request, token in zip(requests, token_ids)}
+
+
+def most_probable(logits: torch.Tensor) -> torch.Tensor:
+    """The argmax of each row; NO_TOKEN_ID where there is none: a row with NaN or +∞ in it, or of −∞ alone.
+
+    Shapes: logits [R, vocab] -> int64 [R]. `max` hands on a NaN, so its R values say what the whole rows are like.
+    """
+    best, token_ids = logits.max(1)
+    return torch.where(best.isfinite(), token_ids, NO_TOKEN_ID)
 
 
 class PackedLinear:

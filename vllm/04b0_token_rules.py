@@ -137,6 +137,7 @@ def rule_out(logits: torch.Tensor, states: Sequence[Any]) -> None:
     Shapes: logits fp32 [R, vocab], changed in place; R states (04b's `SamplingState`).
     A wish that leaves nothing of a row is passed over: what came before is stronger, a grammar (companion 06b) most of
     all. vLLM has that for min_tokens under a grammar alone; other rows of its run empty, and a draw from them is void.
+    A NaN or +∞ of the model is not ruled out: the sampler shall see it, whatever the request forbids.
     """
     rows, columns = [], []
     for row, state in enumerate(states):
@@ -153,9 +154,10 @@ def rule_out(logits: torch.Tensor, states: Sequence[Any]) -> None:
         for token_ids in filter(None, (completed, early)):
             _keep(z, z.index_fill(0, torch.tensor(token_ids, device=z.device), -math.inf))
     if rows:
-        logits[torch.tensor(rows, device=logits.device), torch.tensor(columns, device=logits.device)] = -math.inf
+        at = torch.tensor(rows, device=logits.device), torch.tensor(columns, device=logits.device)
+        logits[at] = torch.where(logits[at] < math.inf, -math.inf, logits[at])
 
 
 def _keep(z: torch.Tensor, left: torch.Tensor) -> None:
-    """`left` in place of z [vocab], unless nothing is; without asking the device."""
-    z.copy_(torch.where(left.amax() > -math.inf, left, z))
+    """`left` in place of z [vocab], unless nothing is or z has NaN or +∞; without asking the device."""
+    z.copy_(torch.where((left.amax() > -math.inf) & (z.amax() < math.inf), left, z))

@@ -56,12 +56,13 @@ import llama
 from engine.config import SchedulerConfig
 from engine.core.scheduler import Scheduler, make_scheduler
 from engine.output import SchedulerOutput
-from engine.request import Request, RequestStatus, SamplingParams
+from engine.request import NO_TOKEN_ID, Request, RequestStatus, SamplingParams
 
 KEY = "04b_offline_engine"
 
 scheduling, token_rules = common.lesson("04_continuous_batching"), common.lesson("04b0_token_rules")
 EngineCore, ModelEngineCore, ModelRunner = scheduling.EngineCore, scheduling.ModelEngineCore, scheduling.ModelRunner
+most_probable = scheduling.most_probable
 
 GREEDY = 1e-5  # temperatures below this are 0
 CANDIDATES = 1024  # tokens that top_p looks at before it sorts the whole vocabulary
@@ -219,7 +220,7 @@ def distribution(logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.T
             best = z[limited].topk(width, dim=1).values  # [r, width], descending
             p = (best - z[limited].logsumexp(1, keepdim=True)).exp().double()
             before = p.cumsum(1) - p  # mass of the tokens in front of each
-            kept = (before < top_p[limited, None]).sum(1)  # at least 1
+            kept = (before < top_p[limited, None]).sum(1).clamp(min=1)  # none in a row of NaN, or of −∞ alone
             cut = best.gather(1, kept[:, None] - 1)
             done = (kept < width) | (width == vocab)
             lowest[limited[done]] = cut[done].flatten()
@@ -233,12 +234,16 @@ def distribution(logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.T
 def draw_tokens(probs: torch.Tensor, u: np.ndarray) -> torch.Tensor:
     """Invert the cumulative distribution: the first token whose cumulative probability exceeds u. int64 [R].
 
+    NO_TOKEN_ID in a row that is none: of NaN, which a softmax makes of NaN, +∞, or −∞ alone, or without any mass.
+
     Token i gets the interval [c_{i−1}, c_i) of [0, 1), whose length is its probability: exact, and checkable as such.
     (vLLM divides by exponential noise and takes the argmax, the same distribution without a sum over the vocabulary.)
     """
     cumulative = probs.cumsum(1, dtype=torch.float64)
-    target = torch.from_numpy(u).to(probs.device)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True).flatten()
+    total = cumulative[:, -1:]
+    target = torch.from_numpy(u).to(probs.device)[:, None] * total
+    token_ids = torch.searchsorted(cumulative, target, right=True)
+    return torch.where((total > 0) & total.isfinite(), token_ids, NO_TOKEN_ID).flatten()
 
 
 @dataclass(slots=True)
@@ -258,25 +263,26 @@ class Sampler:
         """Shapes: logits [R, vocab], any float dtype. Returns R token ids, and for each row its `{token id: Logprob}`.
 
         Log probabilities are those of the model itself, before any adjustment, as in vLLM V1.
+        A row in which no token can be chosen, NaN in it or nothing allowed, gets NO_TOKEN_ID; the others do not notice.
         """
         logits = logits.float()
         if all(state.plain for state in states):
-            return logits.argmax(1).tolist(), [None] * len(states)
-        wanted = [row for row, state in enumerate(states) if state.params.logprobs is not None]
-        raw = logits[wanted].log_softmax(1)
-        logits = adjust_logits(logits.clone(), states)
-        token_ids = logits.argmax(1)
+            return most_probable(logits).tolist(), [None] * len(states)
+        adjusted = adjust_logits(logits.clone(), states)
+        token_ids = most_probable(adjusted)
         if drawn := [row for row, state in enumerate(states) if not state.greedy]:
             chosen = [states[row] for row in drawn]
-            probs = self.probabilities(logits[drawn], chosen)
+            probs = self.probabilities(adjusted[drawn], chosen)
             u = uniforms([s.seed for s in chosen], [s.request.num_output_tokens for s in chosen])
             token_ids[drawn] = draw_tokens(probs, u)
-        logprobs: list[dict | None] = [None] * len(states)
-        if wanted:
-            numbers = [states[row].params.logprobs for row in wanted]
-            for row, found in zip(wanted, self.gather_logprobs(raw, token_ids[wanted], numbers)):
-                logprobs[row] = found
-        return token_ids.tolist(), logprobs
+        sampled, logprobs = token_ids.tolist(), [None] * len(states)
+        wants = [state.params.logprobs for state in states]
+        if wanted := [row for row, k in enumerate(wants) if k is not None and sampled[row] != NO_TOKEN_ID]:
+            raw = logits[wanted].log_softmax(1)
+            found = self.gather_logprobs(raw, token_ids[wanted], [wants[row] for row in wanted])
+            for row, entry in zip(wanted, found):
+                logprobs[row] = entry
+        return sampled, logprobs
 
     @staticmethod
     def probabilities(logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
@@ -296,7 +302,7 @@ class Sampler:
         """The row's own token first, then the `wanted` most probable ones. raw [R, vocab], token_ids and wanted [R]."""
         sampled = raw.gather(1, token_ids[:, None])
         ranks = (raw >= sampled).sum(1).tolist()
-        best = raw.topk(max(1, *wanted), dim=1)
+        best = raw.topk(min(max(1, *wanted), raw.shape[1]), dim=1)  # there may be fewer tokens than somebody wants
         rows = zip(token_ids.tolist(), sampled.flatten().tolist(), ranks, best.indices.tolist(), best.values.tolist())
         return [
             {token: Logprob(value, rank)} | {
@@ -330,12 +336,14 @@ class SamplingModelRunner(ModelRunner):
         self.logprobs: dict[str, dict[int, Logprob]] = {}  # of the last step, for requests that ask
         self.prompt_logprobs: dict[str, list[dict[int, Logprob] | None]] = {}  # of prompts that the last step completed
         self.scored: dict[str, list[dict[int, Logprob] | None]] = {}  # of prompts, as far as they have come
+        self.unscored: set[str] = set()  # requests with a row of their prompt that is NaN, or infinite
         self.seeds = random.Random(seed)  # for requests that bring none
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
         """Open and close the states of requests, then compute; sets `logprobs` and `prompt_logprobs` of this step."""
         for request_id in output.finished_req_ids:
             self.states.pop(request_id, None), self.scored.pop(request_id, None)
+            self.unscored.discard(request_id)
         for request in output.scheduled_new_reqs:
             seed = request.sampling_params.seed
             seed = self.seeds.getrandbits(63) if seed is None else seed
@@ -349,7 +357,8 @@ class SamplingModelRunner(ModelRunner):
         token_ids, logprobs = self.sampler(logits, [self.states[request.request_id] for request in requests])
         ids = [request.request_id for request in requests]
         self.logprobs = {request_id: found for request_id, found in zip(ids, logprobs) if found}
-        return {request_id: [token] for request_id, token in zip(ids, token_ids)}
+        sampled = {request_id: [token] for request_id, token in zip(ids, token_ids)}
+        return sampled | {request_id: [NO_TOKEN_ID] for request_id in self.unscored & sampled.keys()}
 
     @torch.inference_mode()
     def score_prompts(self, hidden: torch.Tensor, meta: Any, requests: Sequence[Request]) -> None:
@@ -368,10 +377,14 @@ class SamplingModelRunner(ModelRunner):
             for i in range(len(found) - 1, min(computed, len(prompt) - 1), SCORED_ROWS):
                 targets = prompt[i + 1 : min(i + SCORED_ROWS, computed) + 1]
                 raw = self.model.logits(hidden[first_row + i : first_row + i + len(targets)]).float().log_softmax(1)
+                if not raw.amax(1).isfinite().all():  # no score, and JSON has no number for it
+                    self.unscored.add(request.request_id)
                 ids = torch.tensor(targets, device=raw.device)
                 found += self.sampler.gather_logprobs(raw, ids, [request.sampling_params.prompt_logprobs] * len(ids))
             if computed >= len(prompt):
-                self.prompt_logprobs[request.request_id] = self.scored.pop(request.request_id)
+                scores = self.scored.pop(request.request_id)
+                if request.request_id not in self.unscored:
+                    self.prompt_logprobs[request.request_id] = scores
 
 
 # --- From token ids to text ------------------------------------------------------------------------------------------
@@ -499,8 +512,8 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None  # "stop", "length" or "abort"
-    stop_reason: int | str | None = None  # the stop token or string; None for the end-of-sequence token
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    stop_reason: int | str | None = None  # the stop token or string; None: the end-of-sequence token; of an error, why
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -360,7 +360,8 @@ class Worker:
         sampled = self.execute_model(step)
         for request_id, token_ids in sampled.items():
             for token_id in token_ids:
-                self.requests[request_id].append_output_token_id(token_id)
+                # Who has got no token ends when the scheduler hears of it; the step on its way needs some token's id.
+                self.requests[request_id].append_output_token_id(max(token_id, 0))
         if computed:
             self.busy.append((start, time.perf_counter()))
         return sampled

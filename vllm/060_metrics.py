@@ -210,6 +210,8 @@ class PrometheusStatLogger:
             if times is None:
                 continue
             self.success(finished_reason=answer.finish_reason).inc()
+            if times.tokens == 0:  # an error before the first token: no time can be told
+                continue
             self.times_preempted.observe(times.preemptions)
             self.e2e.observe(times.last - times.arrival)
             self.decode_time.observe(times.last - times.first)

@@ -233,7 +233,7 @@ class EngineArgs:
         config = self.kv_transfer
         if config is None:
             return self
-        port = config.kv_port and config.kv_port + engine * self.world_size
+        port = config.port_of(engine * self.world_size)
         own = dataclasses.replace(config, engine_id=f"{config.engine_id}_dp{engine}", kv_port=port)
         mine = copy.copy(self)  # without looking at everything once more
         mine.kv_transfer_config = dataclasses.asdict(own)

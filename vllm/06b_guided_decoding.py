@@ -752,17 +752,25 @@ class StructuredOutputManager:
         """
         bitmask = np.empty((len(requests), self.vocabulary.num_words), np.int32)
         for row, request in zip(bitmask, requests):
-            if request.request_id not in self.grammars:
-                guide = compile_guide(request.sampling_params.structured_outputs, self.vocabulary, checked=True)
-                self.grammars[request.request_id] = [guide.start(), 0]
-            entry = self.grammars[request.request_id]
-            for token_id in request.output_token_ids[entry[1] :]:
-                if not entry[0].accept_token(token_id):  # BROKEN, or sampled without our mask: end the answer
-                    warnings.warn(f"request {request.request_id}: token {token_id} breaks its grammar", stacklevel=2)
-                    entry[0].terminated = True
-            entry[1] = request.num_output_tokens
-            entry[0].fill_bitmask(row)
+            try:
+                self.fill_row(row, request)
+            except Exception as error:  # compiled within the time limit elsewhere, and not here, beside all the others
+                warnings.warn(f"request {request.request_id}: no mask ({error!r:.200})", stacklevel=2)
+                row[:] = 0  # nothing is allowed, and that ends this request with an error
         return bitmask
+
+    def fill_row(self, row: np.ndarray, request: Request) -> None:
+        """The mask of one request, int32 [⌈vocab/32⌉], after the tokens that it has got since the last time."""
+        if request.request_id not in self.grammars:
+            guide = compile_guide(request.sampling_params.structured_outputs, self.vocabulary, checked=True)
+            self.grammars[request.request_id] = [guide.start(), 0]
+        entry = self.grammars[request.request_id]
+        for token_id in request.output_token_ids[entry[1] :]:
+            if not entry[0].accept_token(token_id):  # BROKEN, or sampled without our mask: end the answer
+                warnings.warn(f"request {request.request_id}: token {token_id} breaks its grammar", stacklevel=2)
+                entry[0].terminated = True
+        entry[1] = request.num_output_tokens
+        entry[0].fill_bitmask(row)
 
 
 def guided_runner(base: type[SamplingModelRunner], tokenizer: llama.Tokenizer | None = None) -> type:

@@ -463,7 +463,8 @@ class Worker:
         if self.spec.parallel.async_scheduling:  # the next step may be here already, and needs them
             for request_id, token_ids in sampled.items():
                 for token_id in token_ids:
-                    self.requests[request_id].append_output_token_id(token_id)
+                    # Who has got no token (04's NO_TOKEN_ID) is ended a step later; until then any token's id will do.
+                    self.requests[request_id].append_output_token_id(max(token_id, 0))
         self.spans.append((start + self.pp.waited - waited, time.monotonic()))
         drafts = getattr(self.runner, "take_draft_token_ids", dict)()
         return sampled, self.runner.logprobs, self.runner.prompt_logprobs, drafts

@@ -225,6 +225,12 @@ class EngineCoreProc:
                     self.arrived[content.request_id] = time.monotonic()
                 except common.InputError as error:
                     self.send(EngineCoreOutputs(refused={content.request_id: str(error)}))
+                except Exception as error:  # nobody foresaw this request: it ends, and not the engine
+                    traceback.print_exc()
+                    self.core.abort_requests([content.request_id])
+                    why = f"the engine could not take this request: {error!r:.200}"
+                    ended = EngineCoreOutput(content.request_id, [], "error", why)
+                    self.send(EngineCoreOutputs([ended]))
             elif kind is EngineCoreRequestType.ABORT:
                 self.core.abort_requests(content)
                 for request_id in content:

@@ -121,7 +121,7 @@ def sum_tiles_kernel(scores, is_greedy, draft_probs, draft_rows, sums, V, stride
     i = tile * BLOCK + tl.arange(0, BLOCK)
     s = tl.load(scores + row * stride_scores + i, mask=i < V, other=float("-inf")).to(tl.float32)
     if tl.load(is_greedy + row):
-        tl.store(sums, tl.max(tl.where(s == s, s, float("-inf")), 0).to(tl.float64))  # NaN is below everything
+        tl.store(sums, tl.max(tl.where(s == s, s, float("inf")), 0).to(tl.float64))  # NaN is above everything
     else:
         w = tl.where(i < V, s, 0.0)
         if HAS_DRAFT_PROBS:
@@ -151,12 +151,16 @@ def sample_rows_kernel(scores, draft_token_ids, is_greedy, draft_probs, draft_ro
     n, i = tl.arange(0, TILES), tl.arange(0, BLOCK)
     if tl.load(is_greedy + row):
         tops = tl.load(sums + row * num_tiles + n, mask=n < num_tiles, other=float("-inf"))
-        first = tl.argmax(tops, 0) * BLOCK
+        first, top = tl.argmax(tops, 0) * BLOCK, tl.max(tops, 0)
         s = tl.load(scores + first + i, mask=first + i < V, other=float("-inf")).to(tl.float32)
-        tl.store(token_ids + row, first + tl.argmax(tl.where(s == s, s, float("-inf")), 0))
+        # No token, −1, in a row of −∞ alone, or with +∞ or NaN in it.
+        valid = (top > float("-inf")) & (top < float("inf"))
+        best = tl.argmax(tl.where(s == s, s, float("-inf")), 0)  # the interpreter cannot compare with NaN
+        tl.store(token_ids + row, tl.where(valid, first + best, -1))
     else:
         draft = tl.load(draft_token_ids + row)
         rest = tl.load(sums + row * num_tiles + n, mask=n < num_tiles, other=0.0)
+        all_p = rest
         stands = False
         if HAS_DRAFT_PROBS:
             q_row = tl.load(draft_rows + row)
@@ -165,7 +169,8 @@ def sample_rows_kernel(scores, draft_token_ids, is_greedy, draft_probs, draft_ro
             p_d = tl.load(scores + tl.maximum(draft, 0)).to(tl.float64)
             q_d = tl.load(draft_probs + tl.maximum(draft, 0)).to(tl.float64)
             stands = (q_row >= 0) & (tl.load(accept_u + row) * q_d < p_d)
-            empty = tl.sum(rest, 0) <= 0  # p = q up to rounding: nothing is left to draw from but p
+            # p = q up to rounding, or q is NaN: nothing is left to draw from but p.
+            empty = (tl.sum(rest, 0) > 0) == 0
             p_row = tl.num_programs(0) + row
             all_p = tl.load(sums + p_row * num_tiles + n, mask=n < num_tiles, other=0.0)
             rest = tl.where(empty, all_p, rest)
@@ -177,8 +182,9 @@ def sample_rows_kernel(scores, draft_token_ids, is_greedy, draft_probs, draft_ro
         if HAS_DRAFT_PROBS:
             w = tl.maximum(w - tl.load(draft_probs + first + i, mask=first + i < q_size, other=0.0), 0.0)
         before = tl.sum(tl.where(n < tile, rest, 0.0), 0)
-        token = draw_index(w.to(tl.float64), before, target, first + i)
-        tl.store(token_ids + row, tl.where(stands, draft, token))
+        token = tl.where(stands, draft, draw_index(w.to(tl.float64), before, target, first + i))
+        mass = tl.sum(all_p, 0)
+        tl.store(token_ids + row, tl.where((mass > 0) & (mass < float("inf")), token, -1))  # p may be NaN
 
 
 @common.kernel
@@ -203,7 +209,8 @@ def rejection_sample(
 
     Semantics: token[r] = argmax scores[r] if is_greedy[r]; else d if q exists and accept_u[r]·q(d) < p(d); else the
     draw by inverse distribution at draw_u[r] from max(p − q, 0), or from p without q, with p = scores[r], d =
-    draft_token_ids[r] and q = draft_probs[draft_rows[r]]. num_sampled = 1 + leading rows with token = draft.
+    draft_token_ids[r] and q = draft_probs[draft_rows[r]]. token[r] = −1 where scores[r] leave none (lesson 04's
+    NO_TOKEN_ID): NaN or +∞ in it, −∞ alone, no mass. num_sampled = 1 + leading rows with token = draft.
     Shapes: scores [R, V] (probabilities; for greedy rows anything with the same argmax), draft_token_ids int64 [R] (−1
     in the last row of each request), cu_num_sampled_tokens int64 [B + 1], is_greedy bool [R], draw_u and accept_u
     float64 [R] in [0, 1), draft_probs fp32 [N, V], draft_rows int64 [R] (−1: no q).
@@ -243,7 +250,7 @@ def sample_rows(scores: torch.Tensor, draft_token_ids: torch.Tensor, is_greedy: 
                 draft_rows: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
     """`sample_rows_kernel` in torch: which token the target writes in each row. [R]."""
     if bool(is_greedy.all()):
-        return scores.argmax(1)
+        return scheduling.most_probable(scores)
     rows = (~is_greedy).nonzero().flatten()
     p, d = scores[rows], draft_token_ids[rows]
     stands = torch.zeros(len(rows), dtype=torch.bool, device=scores.device)
@@ -252,7 +259,7 @@ def sample_rows(scores: torch.Tensor, draft_token_ids: torch.Tensor, is_greedy: 
         p_d, q_d = (x.gather(1, guess).flatten() for x in (p[has_q], q))  # fp64, as soon as u comes in
         stands[has_q] = accept_u[rows][has_q] * q_d < p_d
         p[has_q] = residual(p[has_q], q)
-    token_ids = scores.argmax(1)
+    token_ids = scheduling.most_probable(scores)
     token_ids[rows] = torch.where(stands, d, offline.draw_tokens(p, draw_u[rows].cpu().numpy()))
     return token_ids
 
@@ -261,7 +268,8 @@ def count_sampled(token_ids: torch.Tensor, draft_token_ids: torch.Tensor,
                   cu_num_sampled_tokens: torch.Tensor) -> torch.Tensor:  # fmt: skip
     """`count_sampled_kernel` in torch: 1 + leading rows of each request where the answer is the draft. [B]."""
     start = cu_num_sampled_tokens[:-1]
-    differs = (token_ids != draft_token_ids).nonzero().flatten()  # ascending; every request's last row is among them
+    differs = (token_ids != draft_token_ids) | (token_ids < 0)
+    differs = differs.nonzero().flatten()  # ascending; every request's last row is among them
     return differs[torch.searchsorted(differs, start)] - start + 1
 
 
@@ -419,8 +427,10 @@ class SpeculativeModelRunner:
         token_ids, sampled = token_ids.tolist(), {}
         for request, state, start, end, n in zip(requests, states, starts, starts[1:], num_sampled.tolist()):
             sampled[request.request_id] = token_ids[start : start + n]
-            self.leftover[request.request_id] = token_ids[start + n : end]
-            if state.params.logprobs is not None:
+            rest = token_ids[start + n : end]
+            self.leftover[request.request_id] = list(itertools.takewhile(lambda token: token >= 0, rest))
+            n -= token_ids[start + n - 1] < 0  # no token, no log probability
+            if state.params.logprobs is not None and n:
                 raw, ids = logits[start : start + n].log_softmax(1), on_device(token_ids[start : start + n])
                 logprobs[request.request_id] = Sampler.gather_logprobs(raw, ids, [state.params.logprobs] * n)
         return sampled
@@ -452,7 +462,7 @@ class SpeculativeModelRunner:
                 norm = F.rms_norm(kept, kept.shape[-1:], self.model.norm, self.model.config.rms_norm_eps)
                 self.hidden.setdefault(request_id, []).append(norm)
             begin = end
-            stops = {request.eos_token_id, *request.stop_token_ids}
+            stops = {request.eos_token_id, *request.stop_token_ids, scheduling.NO_TOKEN_ID}
             if not new or not stops.isdisjoint(new):
                 continue
             k = config.drafts_in_batch(len(requests))

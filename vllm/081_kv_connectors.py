@@ -26,9 +26,10 @@ import socket
 import struct
 import threading
 import time
+import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,49 +54,92 @@ class Tier:
 
     Several engines may share it: a block appears by a rename, complete or not at all, and whoever opens one that has
     just been evicted finds nothing, which is a miss. What `evict` gets is the path of a block on its way out.
+
+    A disk may be full, fail, or be read-only from one moment to the next. Whatever the system refuses costs blocks,
+    never more: nothing here raises OSError once the folder is there, and each reason is told once.
     """
 
     STALE = 60.0  # seconds since the last write: a block takes milliseconds, so its writer was killed
 
     def __init__(self, folder: Path, capacity: int, evict: Callable[[Path], None] = os.unlink) -> None:
+        """Raises InputError: there is no such folder, and none can be made."""
         self.folder, self.capacity, self.evict = Path(folder), capacity, evict
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.told: set[str] = set()  # what went wrong so far
+        self.unreadable: set[Path] = set()  # blocks that could not be read, and not be removed either
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise common.InputError(f"KV store {folder}: {error.strerror}") from None
 
     def path(self, key: str) -> Path:
         return self.folder / key
 
-    def put(self, key: str, parts: Iterable[Any]) -> bool:
-        """Write a block, then make room for it. False, and nothing is left of it, if the file system has no room."""
-        path = self.folder / f".{secrets.token_hex(8)}"
+    @contextlib.contextmanager
+    def losing(self, what: str) -> Iterator[None]:
+        """What the system refuses in here ends what is done in here, and no more."""
         try:
-            with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                file.writelines(parts)
-            os.replace(path, self.path(key))
-        except OSError:
-            with contextlib.suppress(OSError):
-                path.unlink()
-            return False
-        self.trim()
-        return True
+            yield
+        except OSError as error:
+            if (why := f"{what}: {error.strerror}") not in self.told:
+                self.told.add(why)
+                warnings.warn(f"KV store {self.folder}: {why}; blocks are lost, the engine goes on", stacklevel=4)
 
-    def trim(self) -> None:
+    def find(self, key: str) -> Path | None:
+        """Where a block is, if it is; it counts as used now, unless the disk is read-only."""
+        path = self.path(key)
+        try:
+            os.utime(path)
+        except OSError:
+            if not os.path.isfile(path):
+                return None
+        return None if path in self.unreadable else path
+
+    def put(self, key: str, parts: Iterable[Any]) -> bool:
+        """Write a block, then make room for it. False, and nothing is left of it, if there is no room for it."""
+        path = self.folder / f".{secrets.token_hex(8)}"
+        with self.losing("cannot write a block"):
+            try:
+                with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                    file.writelines(parts)
+                os.replace(path, self.path(key))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                raise
+            self.unreadable.discard(self.path(key))
+            if self.trim() <= self.capacity:
+                return True
+            self.path(key).unlink(missing_ok=True)  # nothing else could be removed for it
+        return False
+
+    def discard(self, path: Path) -> None:
+        """Forget a block that cannot be read."""
+        self.unreadable.add(path)  # in case that it stays
+        with self.losing("cannot remove a block"):
+            path.unlink(missing_ok=True)
+            self.unreadable.discard(path)
+
+    def trim(self) -> int:
         """Evict the files unused for longest until `capacity` bytes are left, and remove those that will never be
-        complete; others may do so at the same time."""
+        complete; others may do so at the same time. Returns the bytes left."""
         found, stale = [], time.time() - self.STALE
-        with os.scandir(self.folder) as entries:
+        with self.losing("cannot list it"), os.scandir(self.folder) as entries:
             for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
-                    if not entry.name.startswith("."):
-                        found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
-                    elif entry.stat().st_mtime < stale:
-                        os.unlink(entry.path)
+                with self.losing("cannot look at a block"), contextlib.suppress(FileNotFoundError):
+                    stat = entry.stat(follow_symlinks=False)
+                    if entry.name.startswith("."):
+                        if stat.st_mtime < stale:
+                            os.unlink(entry.path)
+                    elif entry.is_file(follow_symlinks=False):  # what else somebody keeps here is not ours
+                        found.append((stat.st_mtime_ns, stat.st_size, Path(entry.path)))
         total = sum(size for _, size, _ in found)
         for _, size, path in sorted(found):
             if total <= self.capacity:
                 break
-            with contextlib.suppress(FileNotFoundError):  # somebody else was faster
-                self.evict(Path(path))
-            total -= size
+            with self.losing("cannot evict a block"), contextlib.suppress(FileNotFoundError):  # others were faster
+                self.evict(path)
+            total -= 0 if os.path.exists(path) else size
+        return total
 
 
 class KVStore:
@@ -114,17 +158,20 @@ class KVStore:
         self.stats: Counter[str] = Counter()
 
     def _demote(self, path: Path) -> None:
-        body = path.read_bytes()
-        path.unlink()
+        try:
+            body = path.read_bytes()
+        finally:
+            path.unlink()  # readable or not, it leaves
         self.stats["demoted"] += self.disk.put(path.name, [body])
 
     def find(self, key: str) -> Path | None:
         """Where a block is, if it is; it counts as used now."""
-        for tier in filter(None, (self.cpu, self.disk)):
-            with contextlib.suppress(FileNotFoundError):
-                os.utime(tier.path(key))
-                return tier.path(key)
-        return None
+        found = (tier.find(key) for tier in (self.cpu, self.disk) if tier)
+        return next(filter(None, found), None)
+
+    def discard(self, path: Path) -> None:
+        """Forget a block that cannot be read: it is a block more to compute, once."""
+        (self.cpu if path.parent == self.cpu.folder else self.disk).discard(path)
 
     def put(self, key: str, layers: Sequence[torch.Tensor]) -> None:
         """A block: one payload per layer, layer 0 first, so that a reader can begin with layer 0. Where it cannot be
@@ -143,6 +190,8 @@ class KVStore:
             if len(head) < self.num_layers * self.HEADER.size:
                 raise ValueError(f"{path.name}: cut short")
             sizes = list(self.HEADER.iter_unpack(head))
+            if len(head) + sum(size for size, _ in sizes) != os.fstat(file.fileno()).st_size:
+                raise ValueError(f"{path.name}: has another length than it says")  # before memory is taken for it
             file.seek(sum(size for size, _ in sizes[:layer]), os.SEEK_CUR)
             size, crc = sizes[layer]
             body = bytearray(file.read(size))
@@ -154,8 +203,7 @@ class KVStore:
         """Forget all of it, and the folders."""
         for tier in filter(None, (self.cpu, self.disk)):
             for path in tier.folder.iterdir():
-                with contextlib.suppress(FileNotFoundError):
-                    path.unlink()
+                tier.discard(path)
             with contextlib.suppress(OSError):
                 tier.folder.rmdir()
 
@@ -176,7 +224,7 @@ class KVTransferConfig:
     kv_role: str | None = None
     engine_id: str = ""
     kv_port: int = 14579
-    kv_load_failure_policy: str = "fail"
+    kv_load_failure_policy: str | None = None  # fail, as in vLLM; of a store, which is a cache, recompute
     kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
 
     ROLES: ClassVar = ("kv_producer", "kv_consumer", "kv_both")
@@ -185,6 +233,8 @@ class KVTransferConfig:
 
     def __post_init__(self) -> None:
         self.engine_id = self.engine_id or secrets.token_hex(4)
+        if self.kv_load_failure_policy is None:
+            self.kv_load_failure_policy = "recompute" if self.kv_connector == "StoreConnector" else "fail"
         allowed = {"kv_connector": tuple(CONNECTORS), "kv_role": self.ROLES,
                    "kv_load_failure_policy": ("fail", "recompute")}  # fmt: skip
         for name, values in allowed.items():
@@ -221,6 +271,10 @@ class KVTransferConfig:
     def extra(self, name: str, default: Any) -> Any:
         return self.kv_connector_extra_config.get(name, default)
 
+    def port_of(self, rank: int) -> int:
+        """Where the r-th rank of all engines listens. Whoever only fetches listens nowhere; 0 is any port."""
+        return self.kv_port + rank if self.kv_port and self.is_kv_producer else self.kv_port
+
     @property
     def is_kv_producer(self) -> bool:
         return self.kv_role in ("kv_producer", "kv_both")
@@ -254,7 +308,8 @@ def check_kv_transfer_params(params: Any) -> None:
     wanted = ("transfer_id",) if params.get("do_remote_decode") else wanted
     if missing := [name for name in wanted if name not in params]:
         raise common.InputError(f"kv_transfer_params: {missing[0]} is missing")
-    if not 0 < params.get("remote_port", 1) < 65536 or not 1 <= params.get("tp_size", 1) <= 1024:
+    port, ranks = params.get("remote_port", 1), params.get("tp_size", 1)
+    if not (port > 0 and 1 <= ranks <= 1024 and port + ranks <= 65536):  # rank r listens at remote_port + r
         raise common.InputError("kv_transfer_params: remote_port or tp_size is out of range")
 
 
@@ -277,7 +332,10 @@ async def give_up(params: dict[str, Any]) -> None:
 def cancel(address: tuple[str, int], transfer: str, seconds: float = 5.0) -> None:
     """Tell the producer at `address` that nobody wants this transfer any more."""
     stop = time.monotonic() + seconds
-    with contextlib.suppress(OSError, OverflowError), handshake.dial(address, handshake.secret(), seconds) as sock:
+    with (
+        contextlib.suppress(OSError, OverflowError, UnicodeError),
+        handshake.dial(address, handshake.secret(), seconds) as sock,
+    ):
         sock.sendall(kv_transfer.pack_frame({"kind": "CANCEL", "transfer": transfer}))
         sock.shutdown(socket.SHUT_WR)
         while True:  # its HELLO, and then its end of the connection: it has heard
@@ -481,8 +539,9 @@ class P2PConnector(KVConnectorBase):
         if config.is_kv_producer:
             try:
                 self.server = socket.create_server((self.host, config.kv_port))
-            except OSError as error:
-                raise common.InputError(f"kv_port {config.kv_port}: {error.strerror or error}") from None
+            except (OSError, UnicodeError) as error:
+                why = getattr(error, "strerror", None) or error
+                raise common.InputError(f"kv_port {config.kv_port}: {why}") from None
             self.port = self.server.getsockname()[1]
 
     @property
@@ -743,10 +802,16 @@ class StoreConnector(KVConnectorBase):
     def _read_layer(self, wanted: list[tuple[Path | None, int]], layer: int) -> list[tuple[int, torch.Tensor | None]]:
         found: list[tuple[int, torch.Tensor | None]] = []
         for path, block in wanted:
-            try:
-                found.append((block, self.store.read_layer(path, layer)))
-            except (OSError, ValueError, TypeError):  # evicted meanwhile, cut short, changed
-                found.append((block, None))
+            payload = None
+            if path is not None:  # else evicted since it was found
+                try:
+                    payload = self.store.read_layer(path, layer)
+                    if payload.nbytes != self.layers[layer][:, 0].nbytes:
+                        raise ValueError(f"{path.name}: layer {layer} has {payload.nbytes} bytes")
+                except (OSError, ValueError):  # evicted meanwhile, cut short, changed
+                    self.store.discard(path)
+                    payload = None
+            found.append((block, payload))
         return found
 
     def wait_for_layer_load(self, layer: int) -> None:
@@ -756,7 +821,7 @@ class StoreConnector(KVConnectorBase):
         kv_cache = self.layers[layer]
         shape = (2, self.block_size, *kv_cache.shape[3:])
         for block, payload in self.layers_read[layer].result():
-            if payload is None or payload.nbytes != kv_cache[:, 0].nbytes:
+            if payload is None:
                 self.void.add(block)
                 continue
             buffer = payload.to(kv_cache.device).view(kv_cache.dtype).view(shape)

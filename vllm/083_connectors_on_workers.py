@@ -2,9 +2,10 @@
 
 The connector is then two objects, as in vLLM. The scheduler's half, in the engine core, decides what to fetch, into
 which blocks, and when blocks are free; it has no memory and no connection. The worker's half, one per rank, has both:
-it listens at `kv_port` + rank and moves the heads of this rank. In front of each step travel the orders that lesson 08
-gives its producer and consumer directly. Behind it, every rank says what was sent, received or lost, and a request
-counts as sent or received when the last rank has said so. With nothing to compute, a step carries orders alone.
+it listens at `kv_port` + rank, if it produces, and moves the heads of this rank. In front of each step travel the
+orders that lesson 08 gives its producer and consumer directly. Behind it, every rank says what was sent, received or
+lost, and a request counts as sent or received when the last rank has said so. With nothing to compute, a step
+carries orders alone.
 
 Read for this: vLLM 0.32 `distributed/kv_transfer/kv_connector/utils.py` (`KVOutputAggregator`), `v1/base.py`,
 `v1/worker/kv_connector_model_runner_mixin.py`.
@@ -192,8 +193,7 @@ def worker_runner(connector_runner: type, config: connectors.KVTransferConfig) -
         def __init__(self, model: Any, scheduler: Any, *args: Any) -> None:
             group = getattr(model, "group", None)
             rank = group.rank_in_group if group else 0
-            port = config.kv_port and config.kv_port + rank
-            mine = dataclasses.replace(config, kv_port=port)
+            mine = dataclasses.replace(config, kv_port=config.port_of(rank))
             scheduler.connector = connectors.CONNECTORS[config.kv_connector](mine)
             super().__init__(model, scheduler, *args)
 

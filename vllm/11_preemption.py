@@ -172,7 +172,8 @@ class Scheduler(chunked_prefill.Scheduler):
             watermark = self.watermark_blocks if self.running else 0
             if needed + watermark <= self.kv_cache_manager.block_pool.num_free_blocks:
                 self.kv_cache_manager.allocate_slots(request, num_new_tokens, computed_blocks)
-                request.num_cached_tokens = num_cached_tokens
+                if request.num_preemptions == 0:  # later it finds its own blocks, which were no cached prompt
+                    request.num_cached_tokens = num_cached_tokens
                 return num_new_tokens
         request.num_computed_tokens = 0  # a lookup that admits nobody changes nothing
         return 0
@@ -545,7 +546,9 @@ class ReplayCore(continuous_batching.EngineCore):
             "resumed": _ids(output.scheduled_resumed_reqs),
             "running": _ids(output.scheduled_running_reqs),
             "preempted": _ids(output.preempted_reqs),
-            "prefix_hit": {i: admitted[i].num_cached_tokens for i in output.num_scheduled_tokens if i in admitted},
+            "prefix_hit": {
+                i: admitted[i].num_computed_tokens - n for i, n in output.num_scheduled_tokens.items() if i in admitted
+            },
             "computed": {r.request_id: r.num_computed_tokens for r in scheduler.running},
             "blocks": changed,
             "free_blocks": [scheduler.kv_cache_manager.block_pool.num_free_blocks],

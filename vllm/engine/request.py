@@ -89,13 +89,22 @@ class RequestStatus(enum.IntEnum):
     FINISHED_STOPPED = enum.auto()
     FINISHED_LENGTH_CAPPED = enum.auto()
     FINISHED_ABORTED = enum.auto()
+    FINISHED_ERROR = enum.auto()  # no token can be chosen for it; what its `stop_reason` says goes to its caller
 
 
 FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: "stop",
     RequestStatus.FINISHED_LENGTH_CAPPED: "length",
     RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_ERROR: "error",
 }
+
+# In place of a sampled token: this request has none, and nobody else need suffer. It is no token's id.
+NO_TOKEN_ID = -1
+NO_TOKEN = (
+    "no token can be chosen: the model's logits are NaN or infinite (an overflow in float16, say, or broken weights), "
+    "or no token is allowed"
+)
 
 
 class Request:
@@ -126,7 +135,7 @@ class Request:
         self.all_token_ids = list(prompt_token_ids)  # the prompt, then everything generated
         self.output_token_ids: list[int] = []
         self.num_computed_tokens = 0  # leading tokens whose KV is in the cache once the scheduled step has run
-        self.num_cached_tokens = 0  # of these, found in the prefix cache at its last admission (lesson 05)
+        self.num_cached_tokens = 0  # of its prompt, found in the prefix cache at its first admission (lesson 05)
         self.num_preemptions = self.num_external_computed_tokens = 0  # lesson 11; lesson 08: cached, but not here
         self.block_hashes: list[bytes] = []  # one per full block, written by the KV cache manager
         self.spec_token_ids: list[int] = []  # drafts for the next step

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 
 from engine.core.block_pool import BlockPool
-from engine.request import Request
+from engine.request import Request, RequestStatus
 
 ROOT_HASH = hashlib.sha256(b"the parent of every first block").digest()
 
@@ -154,6 +154,8 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Give all its blocks back; the pool decides where in the free queue they go."""
+        if request.status is RequestStatus.FINISHED_ERROR and request.request_id in self.req_to_blocks:
+            self.evict_uncomputed(request, 0)  # its keys and values may be NaN: nobody shall hit them
         self.block_pool.free(self.req_to_blocks.pop(request.request_id, []))
         self.num_cached_block.pop(request.request_id, None)
 

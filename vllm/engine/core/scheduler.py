@@ -17,7 +17,7 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.output import EngineCoreOutput, SchedulerOutput
 from engine.core.queues import FairRequestQueue, FCFSRequestQueue, PriorityRequestQueue
 from engine.core.stats import SpecDecodingStats
-from engine.request import Request, RequestStatus, check_stop
+from engine.request import NO_TOKEN, NO_TOKEN_ID, Request, RequestStatus, check_stop
 from engine.seams import Adapters, DraftPlan, KVConnectorMetadata, KVConnectorOutput, SchedulerConnector
 
 
@@ -303,7 +303,8 @@ class Scheduler:
             watermark = self.watermark_blocks if self.running else 0
             if needed + watermark <= manager.block_pool.num_free_blocks:
                 manager.allocate_slots(request, num_new_tokens, computed_blocks)
-                request.num_cached_tokens, request.num_external_computed_tokens = num_cached_tokens, num_external
+                if request.num_preemptions == 0:  # later it finds its own blocks, which were no cached prompt
+                    request.num_cached_tokens, request.num_external_computed_tokens = num_cached_tokens, num_external
                 if self.connector and num_external:
                     blocks = manager.get_block_ids(request.request_id)
                     self.connector.update_state_after_alloc(request, blocks, num_external)
@@ -363,9 +364,12 @@ class Scheduler:
         return outputs
 
     def _append_tokens(self, request: Request, token_ids: list[int]) -> list[int]:
-        """Append tokens, up to one that ends the request. Returns those."""
+        """Append tokens, up to one that ends the request. Returns those. NO_TOKEN_ID ends it with an error."""
         has_blocks = request.status is RequestStatus.RUNNING
         for count, token_id in enumerate(token_ids, 1):
+            if token_id == NO_TOKEN_ID:
+                request.status, request.stop_reason = RequestStatus.FINISHED_ERROR, NO_TOKEN
+                return token_ids[: count - 1]
             request.append_output_token_id(token_id)
             if check_stop(request, self.config.max_model_len):
                 token_ids = token_ids[:count]
@@ -631,9 +635,9 @@ class Scheduler:
 
 def one_by_one(output: EngineCoreOutput) -> list[EngineCoreOutput]:
     """The front end reads the log probabilities of one token per output."""
-    *first, last = output.new_token_ids
-    parts = [EngineCoreOutput(output.request_id, [token_id]) for token_id in first]
-    return [*parts, EngineCoreOutput(output.request_id, [last], output.finish_reason, output.stop_reason)]
+    parts = [EngineCoreOutput(output.request_id, [token_id]) for token_id in output.new_token_ids[:-1]]
+    last = output.new_token_ids[-1:]  # none, where it ended without a token
+    return [*parts, EngineCoreOutput(output.request_id, last, output.finish_reason, output.stop_reason)]
 
 
 def make_scheduler(
