@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-LIMIT = 600  # seconds that a test may take, fixtures included, before its process is ended
+LIMIT = 600  # seconds that a test may take, fixtures included, before its process is ended; a slow one three times that
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -67,7 +67,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         fcntl.flock(door, fcntl.LOCK_EX)  # nobody overtakes who waits for the room
         fcntl.flock(room, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
         fcntl.flock(door, fcntl.LOCK_UN)
-        signal.alarm(LIMIT)
+        signal.alarm(3 * LIMIT if item.get_closest_marker("slow") else LIMIT)
         try:
             return (yield)
         finally:
@@ -84,16 +84,16 @@ def pytest_configure(config: pytest.Config) -> None:
     # A test without end: the tracebacks of its threads, then the signal does what it does to any process.
     faulthandler.register(signal.SIGALRM, file=os.dup(sys.__stderr__.fileno()), chain=True)
     # What a test has forked holds this process's pipe to pytest, and its locks: both would outlive it.
-    os.register_at_fork(before=lambda: parents.append(os.getpid()), after_in_child=end_with_parent,
-                        after_in_parent=parents.clear)  # fmt: skip
+    os.register_at_fork(after_in_child=end_with_parent)
 
 
-parents: list[int] = []  # while a process is forked: who forks it
+own = os.getpid()
 
 
 def end_with_parent() -> None:
     """In a process that was just forked: it ends within a second of the one that has forked it, whatever ended that."""
-    parent = parents.pop()
+    global own
+    parent, own = own, os.getpid()
     faulthandler.unregister(signal.SIGALRM)  # its alarms are its own
 
     def watch() -> None:
