@@ -1513,6 +1513,56 @@ process.join()
             os.kill(server, signal.SIGKILL)
 
 
+def test_nobody_holds_the_door_open_after_the_signal():
+    """A kernel takes connections as long as any process has the listening socket, and here nobody would answer them:
+    two API servers have stopped listening, and are busy with their last answers."""
+    code = f"""
+import sys; sys.path.insert(0, {str(common.HERE)!r})
+import asyncio, common, multiprocessing, signal, types
+group, fork = common.lesson("06c2_engine_group"), multiprocessing.get_context("fork")
+group.multiprocessing = types.SimpleNamespace(get_context=lambda kind: fork, connection=multiprocessing.connection,
+                                              parent_process=multiprocessing.parent_process)
+nothing = lambda *_: None
+group.EngineGroup = lambda *_: types.SimpleNamespace(processes=[], sockets_of=lambda index: (), join=nothing,
+                                                     forget_sockets=nothing)
+group.accept_engines = nothing
+group.make_client = lambda *_, **about: None
+
+async def run_server(args, sock, say, **about):
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    sock.listen()
+    say("Listening on http://127.0.0.1:" + str(sock.getsockname()[1]))
+    await stopped.wait()
+    sock.close()
+    await asyncio.sleep(60)
+
+group.serving.run_server = run_server
+args = types.SimpleNamespace(api_server_count=2, data_parallel_size=1)
+group.run_api_servers(None, args, dict(host="127.0.0.1", port=0, shutdown_timeout=60))
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        port = int(launcher.stdout.readline().rpartition(":")[2])
+        socket.create_connection(("127.0.0.1", port), 5).close()
+        launcher.send_signal(signal.SIGTERM)
+        stop, refused = time.monotonic() + 10, False
+        while not refused and time.monotonic() < stop:
+            try:
+                socket.create_connection(("127.0.0.1", port), 5).close()
+                time.sleep(0.02)
+            except ConnectionRefusedError:
+                refused = True
+        assert refused and len(descendants(launcher.pid)) == 2, "the servers are still there"
+    finally:
+        left = descendants(launcher.pid)
+        launcher.kill()
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        launcher.wait()
+        launcher.stdout.close()
+
+
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_engines_without_an_api_server_end_with_the_process_that_was_told_to(number):
     code = f"""
