@@ -636,7 +636,8 @@ def test_an_adapter_that_cannot_be_read_any_more_ends_its_requests(make, tiny):
 
     llm.llm_engine.lora.add_lazily("gone", gone)
     outputs = llm.generate(["abc"] * 2, lora_request=LoRARequest("gone"))
-    assert [output.outputs[0].finish_reason for output in outputs] == ["abort"] * 2
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error"] * 2
+    assert outputs[0].outputs[0].stop_reason == "lora_name 'gone': the file is gone"
     assert not llm.llm_engine.core.scheduler.requests
     there.append("it was put back")
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -651,7 +652,7 @@ def test_what_never_fits_beside_its_adapter_is_ended(make, tiny):
     llm.llm_engine.lora.add_adapter("a0", lora)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     outputs = llm.generate(["a" * 90, "abc"], params, lora_request=[LoRARequest("a0"), LoRARequest("a0")])
-    assert outputs[0].outputs[0].finish_reason == "abort"
+    assert outputs[0].outputs[0].finish_reason == "error" and "no room" in outputs[0].outputs[0].stop_reason
     assert outputs[1].outputs[0].token_ids == alone(tiny, lora, [97, 98, 99], 2)
 
 

@@ -53,7 +53,8 @@ import time
 import traceback
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,6 +172,14 @@ class Dead:
     bad_input: bool = False
 
 
+@dataclass(slots=True)
+class Later:
+    """What another thread is busy with: the loop goes on, and when it is over, calls `then` with its result."""
+
+    future: Future
+    then: Callable[[Any], Any]
+
+
 class EngineDeadError(RuntimeError):
     """The engine core is gone, and with it every request that it had."""
 
@@ -191,7 +200,16 @@ class EngineCoreProc:
         self.core, self.scheduler, self.send, self.engine = engine.core, engine.core.scheduler, send, engine
         self.arrived: dict[str, float] = {}  # request id: when its letter came
         self.about = getattr(engine, "about", {})
-        self.patience = getattr(self.scheduler, "patience", None)  # seconds; others than our client may want something
+        self.later: list[tuple[int, Later]] = []  # calls whose reply must wait, by their ids
+        if hasattr(engine, "lora"):
+            engine.lora.patience = self.GLANCE  # a step that waits for an adapter's file looks for letters meanwhile
+
+    GLANCE = 0.02  # seconds between two looks at what other threads do
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds that an idle loop waits for letters; None is for ever. Others than our client may want something."""
+        return self.GLANCE if self.later else getattr(self.scheduler, "patience", None)
 
     def ready(self) -> EngineCoreReady:
         """The first letter to the client: limits, cache and process of this core."""
@@ -208,6 +226,7 @@ class EngineCoreProc:
         while True:
             letters = receive(0 if self.scheduler.has_unfinished_requests() else self.patience)
             self.handle(letters)
+            self.settle()
             if self.scheduler.has_unfinished_requests():
                 self.step()
             elif letters:
@@ -231,13 +250,34 @@ class EngineCoreProc:
                     self.arrived.pop(request_id, None)
             elif kind is EngineCoreRequestType.UTILITY:
                 call_id, name, *arguments = content
-                try:
-                    result = getattr(self, name)(*arguments) if name in self.UTILITIES else f"no utility {name!r}"
-                    self.send(Reply(call_id, result))
-                except common.InputError as error:
-                    self.send(Reply(call_id, error=str(error), bad_input=True))
-                except Exception as error:
-                    self.send(Reply(call_id, error=repr(error)))
+                function = (
+                    getattr(self, name) if name in self.UTILITIES else lambda *_, name=name: f"no utility {name!r}"
+                )
+                self.call(call_id, function, *arguments)
+
+    def call(self, call_id: int, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call it and reply with the result; or later, if another thread has to come first."""
+        try:
+            result = function(*arguments)
+            if isinstance(result, Later):
+                self.later.append((call_id, result))
+            else:
+                self.send(Reply(call_id, result))
+        except ClientGone:
+            raise
+        except common.InputError as error:
+            self.send(Reply(call_id, error=str(error), bad_input=True))
+        except Exception as error:
+            self.send(Reply(call_id, error=repr(error)))
+
+    def settle(self) -> None:
+        """Go on with what other threads have done since the last look."""
+        waiting, self.later = self.later, []
+        for call_id, later in waiting:
+            if later.future.done():
+                self.call(call_id, lambda later=later: later.then(later.future.result()))
+            else:
+                self.later.append((call_id, later))
 
     def step(self) -> None:
         """One forward pass for everyone who is scheduled, and one letter about it."""
@@ -276,9 +316,10 @@ class EngineCoreProc:
         return {"unfinished": len(self.scheduler.requests), "tables": len(tables),
                 "owned_blocks": pool.num_blocks - 1 - pool.num_free_blocks}  # fmt: skip
 
-    def add_lora(self, name: str, path: str) -> None:
-        """Load an adapter (lesson 12). Raises InputError, and nothing has changed."""
-        self.engine.lora.add_adapter(name, path)
+    def add_lora(self, name: str, path: str) -> Later:
+        """Load an adapter (lesson 12): a thread reads it, and the reply is its fingerprint. Raises InputError."""
+        manager = self.engine.lora
+        return Later(manager.begin_reading(name, path), functools.partial(manager.add_read, name, path))
 
     def remove_lora(self, name: str) -> None:
         """Forget an adapter; requests that use it finish with it."""
@@ -503,6 +544,9 @@ class InprocClient:
         """One step of the core, in the caller's own loop, if nothing lies in the outbox."""
         await asyncio.sleep(0)  # between two steps, everybody else gets one turn
         while not self.outbox:
+            self.proc.settle()
+            if self.outbox:
+                break
             if self.proc.scheduler.has_unfinished_requests():
                 self.proc.step()
             else:
@@ -635,10 +679,22 @@ class AdmissionControl:
 
     def __init__(self, max_num_queued_reqs: int | None = None) -> None:
         self.max_num_queued_reqs = max_num_queued_reqs  # None: no bound
-        self.num_rejected, self.closed = 0, False
+        self.num_rejected, self.num_held, self.closed = 0, 0, False
+
+    @contextlib.contextmanager
+    def hold(self, num_inside: int, n: int) -> Iterator[None]:
+        """Places for `n` sequences that cost something already, but are not with the engine yet. Raises
+        QueueOverflowError. They are free again at the end: who goes on to the engine does so without an await."""
+        self.check(num_inside, n)
+        self.num_held += n
+        try:
+            yield
+        finally:
+            self.num_held -= n
 
     def check(self, num_inside: int, n: int = 1) -> None:
         """Raises QueueOverflowError if `n` more would be too many, or nobody new is let in."""
+        num_inside += self.num_held
         if self.closed:
             raise QueueOverflowError("the server is shutting down")
         if self.max_num_queued_reqs is not None and num_inside + n > self.max_num_queued_reqs:

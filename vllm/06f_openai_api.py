@@ -33,6 +33,7 @@ import argparse
 import asyncio
 import codecs
 import collections
+import contextlib
 import concurrent.futures
 import dataclasses
 import functools
@@ -154,7 +155,7 @@ class OpenAIServing:
         # Adapters by name: their path, and what the engine calls them. A name that is loaded again gets a new one:
         # the prefix cache must not take what the old weights computed for the new.
         self.loras = {name: (path, name) for name, path in (loras or {}).items()}
-        self.lora_count, self.lora_lock = itertools.count(2), asyncio.Lock()
+        self.lora_count, self.loading_loras = itertools.count(2), set()
         self.tokenizer, self.token_bytes = llm.front.tokenizer, llm.front.token_bytes
         self.max_model_len = llm.ready.max_model_len
         vocabulary = self.tokenizer.backend.get_vocab()
@@ -177,25 +178,33 @@ class OpenAIServing:
     async def load_lora(self, body: LoadLoRAAdapterRequest) -> str:
         """Add an adapter, or replace one in place. Raises InputError, and nothing has changed."""
         name = body.lora_name
-        async with self.lora_lock:
-            if name in self.names:
-                raise common.InputError(f"lora_name {name!r}: is the name of the model itself")
-            if name in self.loras and not body.load_inplace:
-                raise common.InputError(f"lora_name {name!r}: is loaded already; load_inplace replaces it")
-            inner = f"{name} #{next(self.lora_count)}"
+        if name in self.names:
+            raise common.InputError(f"lora_name {name!r}: is the name of the model itself")
+        if name in self.loading_loras:
+            raise common.InputError(f"lora_name {name!r}: is being loaded")
+        if name in self.loras and not body.load_inplace:
+            raise common.InputError(f"lora_name {name!r}: is loaded already; load_inplace replaces it")
+        inner = f"{name} #{next(self.lora_count)}"
+        self.loading_loras.add(name)
+        try:
             await self.llm.call_utility("add_lora", inner, body.lora_path)
-            old, self.loras[name] = self.loras.get(name), (body.lora_path, inner)
-            if old:
-                await self.llm.call_utility("remove_lora", old[1])
+        except common.InputError:
+            with contextlib.suppress(common.InputError):  # of several engines, some may have it
+                await self.llm.call_utility("remove_lora", inner)
+            raise
+        finally:
+            self.loading_loras.remove(name)
+        old, self.loras[name] = self.loras.get(name), (body.lora_path, inner)
+        if old:
+            await self.llm.call_utility("remove_lora", old[1])
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload_lora(self, body: UnloadLoRAAdapterRequest) -> str:
         """Forget an adapter; answers that it is writing are finished."""
-        async with self.lora_lock:
-            if body.lora_name not in self.loras:
-                raise APIError(404, f"The lora adapter '{body.lora_name}' cannot be found.", "lora_name")
-            _, inner = self.loras.pop(body.lora_name)
-            await self.llm.call_utility("remove_lora", inner)
+        if body.lora_name not in self.loras:
+            raise APIError(404, f"The lora adapter '{body.lora_name}' cannot be found.", "lora_name")
+        _, inner = self.loras.pop(body.lora_name)
+        await self.llm.call_utility("remove_lora", inner)
         return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
     async def encode(self, text: str, add_special_tokens: bool, field: str = "prompt",
@@ -252,6 +261,7 @@ class OpenAIServing:
         The answer's id ends with `name`, if the client has given it one.
         """
         model, llm = self.check_model(body.model), self.llm
+        lora = self.loras.get(model)  # the adapter that this request means, whatever has its name later
         if llm.dead:
             raise EngineDeadError(str(llm.dead))
         if body.stream_options is not None and not body.stream:
@@ -283,6 +293,8 @@ class OpenAIServing:
             if params.max_tokens is not None and params.max_tokens > self.max_model_len:  # less ends with the context
                 raise common.InputError(f"max_tokens {params.max_tokens}: more than the {self.max_model_len} tokens of "
                                         "the whole context")  # fmt: skip
+        if self.loras.get(model) != lora:
+            raise APIError(404, f"The model `{model}` was unloaded or replaced while the request was read", "model")
         kind = "chatcmpl-" if isinstance(body, ChatCompletionRequest) else "cmpl-"
         request_id = kind + uuid.uuid4().hex  # what the engine calls it: two clients may think of the same name
         name = kind + (name or body.request_id) if name or body.request_id else request_id
@@ -292,7 +304,7 @@ class OpenAIServing:
             for i, prompt in enumerate(prompts):
                 collector = llm.add_request(f"{request_id}-{i}", prompt, params, stream=bool(body.stream),
                                             priority=body.priority, cache_salt=body.cache_salt,
-                                            lora_name=self.loras.get(model, ("", None))[1])  # fmt: skip
+                                            lora_name=lora and lora[1])  # fmt: skip
                 job.collectors.append(collector)
         except QueueOverflowError:
             if llm.stat_logger:
@@ -338,7 +350,8 @@ class OpenAIServing:
     def check_answer(self, job: Job, index: int, answer: offline.CompletionOutput) -> None:
         """Raises APIError: an answer, or this piece of it, has failed, or its grammar refuses it (06b, BROKEN)."""
         if answer.finish_reason == "error":
-            raise APIError(500, str(answer.stop_reason))
+            gone = str(answer.stop_reason).startswith("lora_name")  # its adapter is unloaded, or not what it was
+            raise APIError(404 if gone else 500, str(answer.stop_reason), "model" if gone else None)
         if job.grammars is not None and not all(map(job.grammars[index].accept_token, answer.token_ids)):
             raise APIError(500, companion("06b_guided_decoding", "structured_outputs").BROKEN)
 

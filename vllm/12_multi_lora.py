@@ -433,10 +433,13 @@ def lora_scheduler(base: type[scheduling.Scheduler], manager: LoRAModelManager) 
             if name not in scheduled and len(scheduled) == max_loras:
                 return False
             try:
-                return manager.is_loaded(name)
-            except common.InputError:
-                self.broken.append(request)
+                if not manager.is_loaded(name):
+                    return False
+            except common.InputError as error:
+                self.broken[request.request_id] = str(error)
                 return False
+            request.lora_fingerprint = manager.fingerprints[name]  # before its blocks are looked up
+            return True
 
         def _admit(self, request: Request) -> int:
             name, active = request.lora_name, {r.lora_name for r in self.running if r.lora_name}
@@ -451,7 +454,7 @@ def lora_scheduler(base: type[scheduling.Scheduler], manager: LoRAModelManager) 
                 tokens = super()._admit(request)
             held = pool.num_blocks - 1 - pool.num_free_blocks
             if tokens == 0 and name is not None and held == sum(map(len, manager.blocks.values())):
-                self.broken.append(request)  # alone, and still no room for adapter and prompt: there never will be
+                self.broken[request.request_id] = f"lora_name {name!r}: no room for it beside this prompt, ever"
             return tokens
 
         def _may_run(self, request: Request) -> bool:
@@ -469,10 +472,10 @@ def lora_scheduler(base: type[scheduling.Scheduler], manager: LoRAModelManager) 
         ) -> list[scheduling.EngineCoreOutput]:
             """As always; and whoever's adapter could not be read any more, or will never fit, hears of it."""
             outputs = super().update_from_output(output, sampled_token_ids)
-            broken = {request.request_id for request in self.broken if request.request_id in self.requests}
-            self.broken = []
+            broken, self.broken = self.broken, {}
             for request in self.finish_requests(sorted(broken), scheduling.RequestStatus.FINISHED_ABORTED):
-                outputs.append(scheduling.EngineCoreOutput(request.request_id, [], "abort"))
+                why = broken[request.request_id]
+                outputs.append(scheduling.EngineCoreOutput(request.request_id, [], "error", why))
             return outputs
 
         def _free_request(self, request: Request) -> None:
@@ -490,7 +493,7 @@ def lora_scheduler(base: type[scheduling.Scheduler], manager: LoRAModelManager) 
 def make_lora_scheduler(scheduler: scheduling.Scheduler, manager: LoRAModelManager) -> scheduling.Scheduler:
     """Turn a scheduler that was just made into one that minds adapters: its state stays, its decisions change."""
     scheduler.__class__ = lora_scheduler(type(scheduler), manager)
-    scheduler.broken = []
+    scheduler.broken = {}  # request id -> why its adapter can never be used
     if manager.config.fair:
         scheduler.waiting = FairRequestQueue()
     allocate = scheduler.kv_cache_manager.allocate_slots
@@ -589,12 +592,8 @@ def lora_engine(base: type[offline.LLMEngine], lora_config: LoRAConfig,
             if lora_request is not None:
                 self.add_lora(lora_request)
                 about["lora_name"] = lora_request.lora_name
-            if (name := about.get("lora_name")) is not None:
-                if not self.lora.knows(name):
-                    raise common.InputError(f"the adapter {name!r} is not loaded")
-                if (loads := self.lora.loads[name]) > 1:  # it may have had other weights when blocks were cached
-                    salt = about.get("cache_salt") or (isinstance(prompt, dict) and prompt.get("cache_salt")) or ""
-                    about["cache_salt"] = f"{salt}, load {loads}"
+            if (name := about.get("lora_name")) is not None and not self.lora.knows(name):
+                raise common.InputError(f"lora_name {name!r}: is not loaded")
             super().add_request(request_id, prompt, params, **about)
 
         def add_lora(self, lora_request: LoRARequest) -> bool:
