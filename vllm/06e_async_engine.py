@@ -54,7 +54,7 @@ import traceback
 import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,11 +200,13 @@ class EngineCoreProc:
         self.core, self.scheduler, self.send, self.engine = engine.core, engine.core.scheduler, send, engine
         self.arrived: dict[str, float] = {}  # request id: when its letter came
         self.about = getattr(engine, "about", {})
-        self.later: list[tuple[int, Later]] = []  # calls whose reply must wait, by their ids
+        self.later: list[tuple[Future, Callable[[], None]]] = []  # other threads' work, and what to do when it is done
+        self.guided: dict[str, Request] = {}  # by id: those whose guide is being compiled, on their way to the core
+        self.compilers = ThreadPoolExecutor(2, thread_name_prefix="guides")
         if hasattr(engine, "lora"):
             engine.lora.patience = self.GLANCE  # a step that waits for an adapter's file looks for letters meanwhile
 
-    GLANCE = 0.02  # seconds between two looks at what other threads do
+    GLANCE = 0.005  # seconds between two looks at what other threads do
 
     @property
     def patience(self) -> float | None:
@@ -239,15 +241,13 @@ class EngineCoreProc:
         """Add, abort, or call by name; what a request's sender did wrong goes back to it as text."""
         for kind, content in letters:
             if kind is EngineCoreRequestType.ADD:
-                try:
-                    self.core.add_request(content)
-                    self.arrived[content.request_id] = time.monotonic()
-                except common.InputError as error:
-                    self.send(EngineCoreOutputs(refused={content.request_id: str(error)}))
+                self.arrived[content.request_id] = time.monotonic()
+                self.add(content)
             elif kind is EngineCoreRequestType.ABORT:
                 self.core.abort_requests(content)
                 for request_id in content:
                     self.arrived.pop(request_id, None)
+                    self.guided.pop(request_id, None)
             elif kind is EngineCoreRequestType.UTILITY:
                 call_id, name, *arguments = content
                 function = (
@@ -255,12 +255,38 @@ class EngineCoreProc:
                 )
                 self.call(call_id, function, *arguments)
 
+    def add(self, request: Request) -> None:
+        """To the core. One with a guide goes there when a thread has compiled that: no step waits for it (vLLM's
+        `preprocess_add_request`). Most are there at once: the front end has compiled the same, or it is a small one."""
+        compiles = getattr(self.core.runner, "grammar_init", None)
+        if request.sampling_params.structured_outputs is None or compiles is None:
+            return self.admit(request)
+        self.guided[request.request_id] = request
+        future = self.compilers.submit(compiles, request)
+        wait([future], self.GLANCE)
+        if future.done():
+            return self.admit(request, future)
+        self.later.append((future, functools.partial(self.admit, request, future)))
+
+    def admit(self, request: Request, compiled: Future | None = None) -> None:
+        """Let the core have it, unless it is wrong, or was aborted meanwhile."""
+        if compiled is not None and self.guided.pop(request.request_id, None) is not request:
+            return
+        try:
+            if compiled is not None:
+                compiled.result()
+            self.core.add_request(request)
+        except common.InputError as error:
+            self.arrived.pop(request.request_id, None)
+            self.send(EngineCoreOutputs(refused={request.request_id: str(error)}))
+
     def call(self, call_id: int, function: Callable[..., Any], *arguments: Any) -> None:
         """Call it and reply with the result; or later, if another thread has to come first."""
         try:
             result = function(*arguments)
             if isinstance(result, Later):
-                self.later.append((call_id, result))
+                then = functools.partial(self.call, call_id, lambda: result.then(result.future.result()))
+                self.later.append((result.future, then))
             else:
                 self.send(Reply(call_id, result))
         except ClientGone:
@@ -273,11 +299,11 @@ class EngineCoreProc:
     def settle(self) -> None:
         """Go on with what other threads have done since the last look."""
         waiting, self.later = self.later, []
-        for call_id, later in waiting:
-            if later.future.done():
-                self.call(call_id, lambda later=later: later.then(later.future.result()))
+        for future, then in waiting:
+            if future.done():
+                then()
             else:
-                self.later.append((call_id, later))
+                self.later.append((future, then))
 
     def step(self) -> None:
         """One forward pass for everyone who is scheduled, and one letter about it."""
@@ -313,7 +339,7 @@ class EngineCoreProc:
         pool = self.scheduler.kv_cache_manager.block_pool
         pool.check()
         tables = self.scheduler.kv_cache_manager.req_to_blocks
-        return {"unfinished": len(self.scheduler.requests), "tables": len(tables),
+        return {"unfinished": len(self.scheduler.requests) + len(self.guided), "tables": len(tables),
                 "owned_blocks": pool.num_blocks - 1 - pool.num_free_blocks}  # fmt: skip
 
     def add_lora(self, name: str, path: str) -> Later:
@@ -683,9 +709,19 @@ class AdmissionControl:
 
     @contextlib.contextmanager
     def hold(self, num_inside: int, n: int) -> Iterator[None]:
-        """Places for `n` sequences that cost something already, but are not with the engine yet. Raises
-        QueueOverflowError. They are free again at the end: who goes on to the engine does so without an await."""
+        """Places for `n` sequences that cost something already, but are not with the engine yet. They are free again
+        at the end: who goes on to the engine does so without an await.
+
+        No more than half of all places are held, or who costs nothing would find none. Raises QueueOverflowError.
+        """
         self.check(num_inside, n)
+        half = None if self.max_num_queued_reqs is None else (self.max_num_queued_reqs + 1) // 2
+        if half is not None and self.num_held and self.num_held + n > half:
+            self.num_rejected += n
+            raise QueueOverflowError(
+                f"the server is busy: it compiles what {self.num_held} sequences must match, and at most half of "
+                f"max_num_queued_reqs {self.max_num_queued_reqs} may wait for that; try again later"
+            )
         self.num_held += n
         try:
             yield
