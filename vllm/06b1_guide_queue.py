@@ -78,8 +78,9 @@ class Lane:
 class GuideQueue:
     """Compiles guides for the requests of one event loop."""
 
-    def __init__(self, vocabulary: Callable[[], Any]) -> None:
-        self.vocabulary = vocabulary  # makes lesson 06b's Vocabulary at the first call, which takes a second
+    def __init__(self, make_vocabulary: Callable[[], Any]) -> None:
+        self.make_vocabulary = make_vocabulary  # lesson 06b's, in a second
+        self.making: asyncio.Task | None = None
         self.lanes = (
             Lane(2, 1024, guided.MAX_SECONDS / 20, guided.MAX_WORK // 10),
             Lane(1, 16, guided.MAX_SECONDS, guided.MAX_WORK),
@@ -90,12 +91,14 @@ class GuideQueue:
 
     async def look(self, structured_outputs: dict[str, Any]) -> tuple[Key, Any]:
         """What is asked for, and its guide if there is one already. Raises InputError."""
+        key = await asyncio.to_thread(guided.normalize, structured_outputs)
+        return key, (await self.vocabulary()).kept(*key)
 
-        def look() -> tuple[Key, Any]:
-            key = guided.normalize(structured_outputs)
-            return key, self.vocabulary().kept(*key)
-
-        return await asyncio.to_thread(look)
+    async def vocabulary(self) -> Any:
+        """What all guides need, made once however many are the first to ask. Raises InputError."""
+        if self.making is None:
+            self.making = asyncio.create_task(asyncio.to_thread(self.make_vocabulary))
+        return await asyncio.shield(self.making)
 
     async def compile(self, key: Key) -> Any:
         """The guide, as soon as its turn has come. Raises InputError, QueueOverflowError.
@@ -115,6 +118,7 @@ class GuideQueue:
                 task.cancel()  # of one that is done, nothing
 
     async def _compile(self, kind: str, spec: Any) -> Any:
+        vocabulary = await self.vocabulary()
         size = len(spec) if isinstance(spec, str) else sum(map(len, spec))
         for lane in self.lanes:
             try:
@@ -122,7 +126,7 @@ class GuideQueue:
                     if kind in ("json", "grammar"):
                         await read_apart(kind, spec, lane.seconds)
                     compiles = asyncio.get_running_loop().run_in_executor
-                    return await compiles(self.threads, self.vocabulary().guide, kind, spec, lane.work)
+                    return await compiles(self.threads, vocabulary.guide, kind, spec, lane.work)
             except guided.TooSlow:
                 if lane is self.lanes[-1]:
                     raise

@@ -263,7 +263,7 @@ class EngineCoreProc:
             return self.admit(request)
         self.guided[request.request_id] = request
         future = self.compilers.submit(compiles, request)
-        wait([future], self.GLANCE)
+        wait([future], 0 if self.later else self.GLANCE)
         if future.done():
             return self.admit(request, future)
         self.later.append((future, functools.partial(self.admit, request, future)))
