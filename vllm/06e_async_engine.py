@@ -572,7 +572,7 @@ class InprocClient:
         while not self.outbox:
             self.proc.settle()
             if self.outbox:
-                break
+                continue
             if self.proc.scheduler.has_unfinished_requests():
                 self.proc.step()
             else:
