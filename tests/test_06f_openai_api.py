@@ -11,10 +11,10 @@ import gc
 import gzip
 import itertools
 import json
-import os
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import common
 import pytest
@@ -1335,7 +1335,8 @@ def test_an_answer_that_has_left_its_grammar_is_an_error(path, stream, monkeypat
     """The token that does not fit is not told any more. Two answers to one request have two places in the pattern."""
     guided = common.lesson("06b_guided_decoding")
     vocabulary = guided.Vocabulary([bytes([b]) for b in range(127)] + [b""], [127])
-    monkeypatch.setattr(guided, "validate", lambda wanted, *about: guided.compile_guide(wanted, vocabulary))
+    queue = common.lesson("06b1_guide_queue").GuideQueue(lambda: vocabulary)
+    monkeypatch.setattr(lesson.OpenAIServing, "guide_queue", queue)
 
     class Wrong(lesson.ScriptedLLM):
         """Writes what it likes."""
@@ -1780,30 +1781,90 @@ def test_a_wrong_constraint_is_blamed_on_what_the_client_wrote(path, body, text)
     assert path == "completions" or not any(ours in message for ours in ("structured_", "arguments_", "x-guidance"))
 
 
-def test_no_prompt_waits_for_anybodys_schema(monkeypatch):
-    """More schemas are being read than asyncio's own threads could hold; a text is tokenized on one of those."""
-    guided, go_on, begun = common.lesson("06b_guided_decoding"), threading.Event(), threading.Event()
+class Gated:
+    """A queue that has compiled "known" long ago, and everything else when the gate opens."""
 
-    def slow(*args):
-        begun.set()
-        go_on.wait(20)
+    def __init__(self):
+        self.gate, self.compiling = asyncio.Event(), []
 
-    monkeypatch.setattr(guided, "validate", slow)
-    llm, app = serve(Total())
-    llm.admission.max_num_queued_reqs = None
+    async def look(self, wanted):
+        return wanted["regex"], SimpleNamespace(start=Everything) if wanted["regex"] == "known" else None
+
+    async def compile(self, key):
+        self.compiling.append(key)
+        try:
+            await self.gate.wait()
+        finally:
+            self.compiling.remove(key)
+        return SimpleNamespace(start=Everything)
+
+
+class Everything:
+    """A grammar that takes any token."""
+
+    def accept_token(self, token):
+        return True
+
+
+def test_what_is_compiled_has_a_place_inside(monkeypatch):
+    """Half of all places at most: with 8, four wait for their guides. Others are refused, or served beside them."""
+    llm, app = serve()
+    llm.admission.max_num_queued_reqs, llm.stat_logger = 8, Refusals()
 
     async def run():
-        schemas = [P | {"structured_outputs": {"regex": "a" * i}} for i in range(1, min(32, os.cpu_count() + 4) + 2)]
-        waiting = [asyncio.create_task(lesson.call(app, "/v1/completions", body)) for body in schemas]
-        try:
-            while not begun.is_set():
-                await asyncio.sleep(0)
-            async with asyncio.timeout(5):
-                plain = await lesson.call(app, "/v1/completions", P)
-            assert plain.status == 200 and not any(task.done() for task in waiting)
-        finally:
-            go_on.set()
-        assert all(heard.status == 200 for heard in await asyncio.gather(*waiting))
+        queue = Gated()
+        monkeypatch.setattr(lesson.OpenAIServing, "guide_queue", queue)
+        send = lambda **body: asyncio.create_task(lesson.call(app, "/v1/completions", P | body))  # noqa: E731
+        slow = [send(structured_outputs={"regex": f"a{i}"}) for i in range(10)]
+        while len(queue.compiling) < 4:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
+        turned_away = [task.result() for task in slow if task.done()]
+        assert [heard.status for heard in turned_away] == [503] * 6 and llm.stat_logger.count == 6
+        assert all(heard.headers["retry-after"] == "1" for heard in turned_away)
+        assert llm.admission.num_held == 4 and len(queue.compiling) == 4
+        assert (await send()).status == (await send(structured_outputs={"regex": "known"})).status == 200
+        assert (await send(n=4)).status == 200 and (await send(n=5)).status == 503, "they are inside"
+        gone = await lesson.call(app, "/v1/completions", P | {"structured_outputs": {"regex": "x"}, "n": 9})
+        assert gone.status == 400, "never"
+        queue.gate.set()
+        assert [(await task).status for task in slow].count(200) == 4 and llm.admission.num_held == 0
+        queue.gate.clear()
+        alone = send(structured_outputs={"regex": "z"}, n=8)
+        while not queue.compiling:
+            await asyncio.sleep(0.001)
+        queue.gate.set()
+        assert (await alone).status == 200, "more than half, but it is alone"
+
+    asyncio.run(run())
+
+
+class Refusals:
+    count = 0
+
+    def record_rejection(self, n):
+        self.count += n
+
+
+@pytest.mark.parametrize("ends", ["leaves", "shutdown"])
+def test_who_waits_for_a_guide_and_leaves_costs_nothing_more(monkeypatch, ends):
+    llm, app = serve()
+    llm.admission.max_num_queued_reqs = 2
+
+    async def run():
+        queue = Gated()
+        monkeypatch.setattr(lesson.OpenAIServing, "guide_queue", queue)
+        body = P | {"structured_outputs": {"regex": "a"}}
+        if ends == "leaves":
+            await lesson.call(app, "/v1/completions", body, hang_up_after=0)
+        else:
+            task = asyncio.create_task(lesson.call(app, "/v1/completions", body))
+            while not queue.compiling:
+                await asyncio.sleep(0.001)
+            llm.admission.closed = True
+            queue.gate.set()
+            assert (await task).status == 503
+        assert not queue.compiling and llm.admission.num_held == 0 and not llm.added
 
     asyncio.run(run())
 

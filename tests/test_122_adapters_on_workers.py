@@ -179,7 +179,7 @@ def test_who_cannot_run_hears_of_it_though_nothing_is_in_flight(on_threads, lora
     for _ in range(2):
         engine.add_request("x", {"prompt_token_ids": [1, 2]}, params, lora_name="gone")
         outputs = [output for _ in range(50) for output in engine.step()]
-        assert [output.outputs[0].finish_reason for output in outputs] == ["abort"]
+        assert [output.outputs[0].finish_reason for output in outputs] == ["error"]
         assert not engine.has_unfinished_requests()
         assert len(ask(engine, ("a4",))["a4", 0]) == scaling.OUTPUTS[0], "and others go on"
 
@@ -197,7 +197,7 @@ def test_the_serving_loop_tells_them_too(on_threads, loras):
     engine.core.add_request(request)
     for _ in range(50):
         proc.step()
-    assert [output.finish_reason for letter in letters for output in letter.outputs] == ["abort"]
+    assert [output.finish_reason for letter in letters for output in letter.outputs] == ["error"]
     assert len(letters) == 1, "a step in which nobody ran is no news"
 
 

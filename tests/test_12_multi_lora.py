@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import json
 import math
+import os
 import random
 import shutil
 import subprocess
@@ -62,7 +63,7 @@ class Words:
     def decode(self, ids, skip_special_tokens=True):
         return "".join(map(chr, ids))
 
-    def render_chat(self, messages):
+    def render_chat(self, messages, **wishes):
         return "".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
@@ -639,7 +640,8 @@ def test_an_adapter_that_cannot_be_read_any_more_ends_its_requests(make, tiny):
 
     llm.llm_engine.lora.add_lazily("gone", gone)
     outputs = llm.generate(["abc"] * 2, lora_request=LoRARequest("gone"))
-    assert [output.outputs[0].finish_reason for output in outputs] == ["abort"] * 2
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error"] * 2
+    assert outputs[0].outputs[0].stop_reason == "lora_name 'gone': the file is gone"
     assert not llm.llm_engine.core.scheduler.requests
     there.append("it was put back")
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -654,7 +656,7 @@ def test_what_never_fits_beside_its_adapter_is_ended(make, tiny):
     llm.llm_engine.lora.add_adapter("a0", lora)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     outputs = llm.generate(["a" * 90, "abc"], params, lora_request=[LoRARequest("a0"), LoRARequest("a0")])
-    assert outputs[0].outputs[0].finish_reason == "abort"
+    assert outputs[0].outputs[0].finish_reason == "error" and "no room" in outputs[0].outputs[0].stop_reason
     assert outputs[1].outputs[0].token_ids == alone(tiny, lora, [97, 98, 99], 2)
 
 
@@ -727,6 +729,99 @@ def test_a_name_that_comes_back_with_other_weights(make, tiny, tmp_path):
     truths = [alone(tiny, lora, prompt["prompt_token_ids"], 6) for lora in some(tiny, 2)]
     assert first == [truths[0]] * 2 and other.outputs[0].token_ids == truths[1] != truths[0]
     assert (other.num_cached_tokens, again.num_cached_tokens, salted.num_cached_tokens) == (0, 32, 0)
+
+
+def files_of(lora, folder):
+    adapters.write_adapter(lora, folder, alpha=lora.rank, dtype=torch.float32)
+    return folder
+
+
+def test_a_new_version_in_the_folder_does_not_answer_in_the_old_ones_name(make, tiny, tmp_path):
+    """It has left CPU memory and must be read again, and somebody has written there: refused, until it is loaded anew.
+    Then what the old weights cached is not for the new ones."""
+    old, new = some(tiny, 2, ranks=(4,))
+    other = files_of(new, tmp_path / "other")
+    llm = make(LoRAConfig(1, 8, 1))
+    params, prompt = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), {"prompt_token_ids": list(range(40))}
+    folder = files_of(old, tmp_path / "a")
+
+    def ask(name, path):
+        return llm.generate([prompt], params, lora_request=LoRARequest(name, 1, str(path)))[0]
+
+    truths = [alone(tiny, lora, prompt["prompt_token_ids"], 4) for lora in (old, new)]
+    assert ask("a", folder).outputs[0].token_ids == truths[0]
+    ask("b", other)
+    again = ask("a", folder)
+    assert again.outputs[0].token_ids == truths[0] and again.num_cached_tokens == 32, "the same files, read again"
+    ask("b", other)
+    files_of(new, folder)
+    refused = ask("a", folder)
+    assert (refused.outputs[0].finish_reason, refused.outputs[0].token_ids) == ("error", [])
+    assert "lora_name 'a': its files have changed" in refused.outputs[0].stop_reason
+    llm.llm_engine.remove_lora("a")
+    assert (loaded := ask("a", folder)).outputs[0].token_ids == truths[1] and loaded.num_cached_tokens == 0
+    config = json.loads((folder / "adapter_config.json").read_text())
+    ask("b", other)
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 99.0}))  # the scale is a weight, too
+    assert ask("a", folder).outputs[0].finish_reason == "error"
+    llm.llm_engine.lora.check()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "endless", "folder", "huge"])
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_what_is_no_file_is_not_waited_for(tmp_path, tiny, name, kind):
+    path = files_of(some(tiny, 1)[0], tmp_path / "x") / name
+    path.unlink()
+    make = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/tty"), "folder": os.mkdir,
+            "endless": lambda path: path.symlink_to("/dev/zero"), "huge": lambda path: path.touch()}  # fmt: skip
+    make[kind](path)
+    if kind == "huge":
+        os.truncate(path, 1 << 40)
+    with pytest.raises(common.InputError, match="bytes" if kind == "huge" else "not a regular file"):
+        adapters.read_adapter(tmp_path / "x", tiny.config)
+
+
+@pytest.fixture
+def hung(monkeypatch):
+    """A path whose files never answer, and a deadline of a tenth of a second."""
+    gate, read = threading.Event(), adapters.read_adapter
+
+    def never(source, *about):
+        if "hung" in str(source):
+            gate.wait(30)
+        return read(source, *about)
+
+    monkeypatch.setattr(adapters, "read_adapter", never)
+    monkeypatch.setattr(adapters.AdapterReader, "DEADLINE", 0.1)
+    yield "hung"
+    gate.set()
+
+
+def test_a_file_that_never_answers_is_given_up(make, tiny, tmp_path, hung):
+    """The next one is read; a few threads are left behind, and then no more."""
+    manager = make(LoRAConfig(2, 8, 2)).llm_engine.lora
+    folder = files_of(some(tiny, 1)[0], tmp_path / "x")
+    for i in range(manager.reader.MAX_STUCK):
+        with pytest.raises(common.InputError, match="within 0"):
+            manager.add_adapter(f"dead {i}", hung)
+        if i == 0:
+            manager.add_adapter("fine", folder)
+    with pytest.raises(common.InputError, match="4 adapters before"):
+        manager.add_adapter("more", folder)
+    assert list(manager.sources) == ["fine"] and list(manager.cpu) == ["fine"]
+    manager.check()
+
+
+def test_a_reading_that_comes_too_late_is_dropped():
+    reader, gate = adapters.AdapterReader(), threading.Event()
+    reader.DEADLINE = 0.05
+    late, after = reader.submit(gate.wait, 30), reader.submit(lambda: "next")
+    with pytest.raises(common.InputError, match="within"):
+        late.result(5)
+    assert after.result(5) == "next"
+    gate.set()
+    reader.stuck[0].join(5)
+    assert reader.submit(lambda: "free").result(5) == "free" and not reader.stuck
 
 
 def test_chats_with_adapters(make, tiny):
@@ -1142,6 +1237,93 @@ def test_the_server_loads_and_unloads(folder, tmp_path, monkeypatch):
         assert len(engine.list_loras()) == 1 and (await llm.call_utility("check_idle"))["owned_blocks"] == 0
 
     asyncio.run(with_server(folder, work))
+
+
+def test_nobody_waits_for_an_adapter_that_does_not_answer(folder, monkeypatch, hung):
+    """Its client hears of it in the end; others are served and load theirs meanwhile, also if it was there before."""
+    pytest.importorskip("fastapi")
+    monkeypatch.setattr(lesson.offline, "TokenBytes", NoBytes)
+    monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
+    monkeypatch.setattr(adapters.AdapterReader, "DEADLINE", 0.5)
+
+    async def work(call, llm):
+        ask = lambda name: call("/v1/completions", {"model": name, "prompt": [1, 2], "max_tokens": 2})  # noqa: E731
+        load = lambda name, path: call(  # noqa: E731
+            "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)}
+        )
+        dead = asyncio.create_task(load("dead", hung))
+        await asyncio.sleep(0.05)
+        for _ in range(3):
+            assert (await asyncio.wait_for(ask("base"), 0.4)).status == 200
+        assert (await load("dead", folder / "a0")).status == 400, "one at a time under a name"
+        heard = await dead
+        assert heard.status == 400 and "within 0.5 seconds" in heard.json["error"]["message"]
+        assert (await load("dead", folder / "a1")).status == 200 and (await ask("dead")).status == 200
+        manager = llm.client.proc.engine.lora
+        manager.sources["one"] = hung  # its mount has died, and it is neither in a slot nor in CPU memory
+        manager.cpu.pop("one", None)
+        if "one" in manager.slots:
+            manager._evict("one")
+        waits = asyncio.create_task(ask("one"))
+        await asyncio.sleep(0.05)
+        assert (await asyncio.wait_for(ask("base"), 0.4)).status == 200 and not waits.done()
+        heard = await waits
+        assert heard.status == 404 and heard.json["error"]["message"].startswith("lora_name 'one': the adapter could")
+        assert (await llm.call_utility("check_idle"))["unfinished"] == 0
+
+    asyncio.run(with_server(folder, work))
+
+
+@pytest.mark.parametrize("then", ["unload", "replace", "another path"])
+@pytest.mark.parametrize("about", [{}, {"n": 2}, {"stream": True}, {"api": "responses"}])
+def test_a_request_keeps_the_adapter_that_it_was_accepted_for(folder, monkeypatch, about, then):
+    """While its prompt is read, the name goes, or means other weights: 404, and never another model's answer."""
+    pytest.importorskip("fastapi")
+    api = common.lesson("06f_openai_api")
+    monkeypatch.setattr(lesson.offline, "TokenBytes", NoBytes)
+    monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
+    reading, go_on, prompts = asyncio.Event(), asyncio.Event(), api.OpenAIServing.prompts
+
+    async def slowly(self, *args):
+        reading.set()
+        await go_on.wait()
+        return await prompts(self, *args)
+
+    async def work(call, llm):
+        change = lambda what, **more: call(f"/v1/{what}_lora_adapter", {"lora_name": "one", **more})  # noqa: E731
+        monkeypatch.setattr(api.OpenAIServing, "prompts", slowly)
+        if about.get("api") == "responses":
+            path, body = "/v1/responses", {"model": "one", "max_output_tokens": 4, "input": "hello"}
+        else:
+            path, body = "/v1/completions", {"model": "one", "max_tokens": 4, "prompt": "hello", **about}
+        asked = asyncio.create_task(call(path, body))
+        await reading.wait()
+        if then == "replace":
+            assert (await change("load", lora_path=str(folder / "a1"), load_inplace=True)).status == 200
+        else:
+            assert (await change("unload")).status == 200
+        if then == "another path":
+            assert (await change("load", lora_path=str(folder / "a1"))).status == 200
+        go_on.set()
+        heard = await asked
+        assert heard.status == 404 and heard.json["error"]["param"] == "model", heard.text
+        assert (await call(path, body)).status == (404 if then == "unload" else 200)
+        assert (await llm.call_utility("check_idle"))["unfinished"] == 0
+
+    asyncio.run(with_server(folder, work))
+
+
+def test_the_engine_looks_at_the_adapter_again(make, tiny):
+    """A letter that comes when the adapter is gone: an error in its name, and the base model says nothing."""
+    engine, letters = make().llm_engine, []
+    proc = common.lesson("06e_async_engine").EngineCoreProc(engine, letters.append)
+    request = lesson.Request("x", [1, 2, 3], SamplingParams(max_tokens=4), lora_name="gone")
+    engine.core.add_request(request)
+    for _ in range(3):
+        proc.step()
+    (output,) = [output for letter in letters for output in letter.outputs]
+    assert (output.finish_reason, output.stop_reason) == ("error", "lora_name 'gone': is not loaded")
+    assert output.new_token_ids == [] and not engine.core.scheduler.requests
 
 
 def test_unloading_lets_answers_finish(make, tiny):

@@ -41,10 +41,13 @@ import itertools
 import json
 import math
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +77,11 @@ MAX_DFA_STATES = 5_000
 MAX_WORK = 1_000_000  # NFA states looked at while the DFA is built (a new one counts 20): half a second
 MAX_SPEC = 65_536  # characters of a schema, of a grammar, of all choices together
 MAX_SECONDS = 5.0  # for the library's first reading of a schema or grammar, as in vLLM for a pattern
+MAX_MEMORY = 256 << 20  # bytes of addresses that this reading may have; the largest schema needs a fifth of them
+
+
+class TooSlow(common.InputError):
+    """More work than was allowed. Who allowed little may try again with more (06b1)."""
 
 
 # --- A regular expression, as a tree over bytes -----------------------------------------------------------------------
@@ -299,11 +307,11 @@ class NFA:
     State 0 accepts. Equal states (the same mask, the same successors) are one, so all characters share their last byte.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, max_work: int = MAX_WORK) -> None:
         self.masks, self.targets = [0], [()]  # a fork has mask 0, and any number of targets
         self.known: dict[tuple[int, tuple[int, ...]], int] = {}
         self.closures: dict[int, frozenset[int]] = {}
-        self.work = 0
+        self.work, self.max_work = 0, max_work
         self.start = self.add(node, 0)
 
     def state(self, mask: int, targets: tuple[int, ...]) -> int:
@@ -355,8 +363,8 @@ class NFA:
 
     def spend(self, work: int) -> None:
         self.work += work
-        if self.work > MAX_WORK:
-            raise common.InputError("the pattern is too large, or the same text can be read in too many ways at once")
+        if self.work > self.max_work:
+            raise TooSlow("the pattern is too large, or the same text can be read in too many ways at once")
 
 
 @dataclass
@@ -375,14 +383,14 @@ class DFA:
         return state
 
 
-def determinize(node: Node) -> DFA:
+def determinize(node: Node, max_work: int = MAX_WORK) -> DFA:
     """Subset construction: a state is the set of NFA states in which the text so far may have ended.
 
-    There are no dead ends: every part of a tree other than NOTHING matches something. Raises InputError.
+    There are no dead ends: every part of a tree other than NOTHING matches something. Raises InputError, TooSlow.
     """
     if node == NOTHING:
         raise common.InputError("no answer can match the pattern")
-    nfa, classes = NFA(node), [ALL_BYTES]
+    nfa, classes = NFA(node, max_work), [ALL_BYTES]
     for mask in set(nfa.masks):  # the coarsest partition of which each mask is a union
         classes = [part for old in classes for part in (old & mask, old & ~mask) if part]
     classes.sort(key=lambda part: part & -part)  # by their first byte
@@ -457,7 +465,10 @@ class Vocabulary:
         # Bytes that no token brings alone are struck from patterns: what is left can always be finished, byte by byte.
         self.alphabet = sum(1 << token[0] for token in set(self.tokens) if len(token) == 1)
         self.only_eos = self.pack(np.isin(np.arange(len(self.tokens)), self.eos_token_ids))  # of a finished answer
-        self.guide = functools.lru_cache(32)(self.compile)  # the next request may ask for the same
+        self.guides: OrderedDict[tuple[str, Any], Guide] = OrderedDict()  # the next request may ask for the same
+        self.lock = threading.Lock()
+
+    KEPT = 32  # guides, those used last
 
     def pack(self, allowed: np.ndarray) -> np.ndarray:
         """bool [vocab] -> int32 [⌈vocab/32⌉]: token t is bit t mod 32 of word t div 32."""
@@ -469,14 +480,32 @@ class Vocabulary:
         """The opposite: int32 [words] -> bool [vocab]."""
         return np.unpackbits(bitmask.view(np.uint8), count=len(self.tokens), bitorder="little").astype(bool)
 
-    def compile(self, kind: str, spec: Any) -> Guide:
-        """The guide for a normalized request. Raises InputError."""
+    def kept(self, kind: str, spec: Any) -> Guide | None:
+        """The guide for a normalized request, if it was compiled not long ago. Never waits."""
+        with self.lock:
+            if (guide := self.guides.get((kind, spec))) is not None:
+                self.guides.move_to_end((kind, spec))
+            return guide
+
+    def guide(self, kind: str, spec: Any, max_work: int = MAX_WORK) -> Guide:
+        """The guide that is kept, or a new one. Raises InputError, TooSlow."""
+        if (guide := self.kept(kind, spec)) is None:
+            guide = self.compile(kind, spec, max_work)
+            with self.lock:
+                guide = self.guides.setdefault((kind, spec), guide)
+                while len(self.guides) > self.KEPT:
+                    self.guides.popitem(last=False)
+        return guide
+
+    def compile(self, kind: str, spec: Any, max_work: int = MAX_WORK) -> Guide:
+        """The guide for a normalized request. Raises InputError, TooSlow."""
         try:
             if kind in ("regex", "choice"):
-                return RegexGuide(parse_regex(spec) if kind == "regex" else alt(map(literal, spec)), self)
+                return RegexGuide(parse_regex(spec) if kind == "regex" else alt(map(literal, spec)), self, max_work)
             return GuidanceGrammar(read_grammar(self.ll_tokenizer, kind, spec), self)
         except ValueError as error:
-            raise common.InputError(f"structured_outputs: {kind} {spec!r:.60}: {error}") from None
+            slow = TooSlow if isinstance(error, TooSlow) else common.InputError
+            raise slow(f"structured_outputs: {kind} {spec!r:.60}: {error}") from None
 
     @functools.cached_property
     def ll_tokenizer(self) -> Any:
@@ -506,8 +535,8 @@ def vocabulary_of(tokenizer: llama.Tokenizer, vocab_size: int | None = None,
 class RegexGuide:
     """A compiled pattern: the automaton, and the masks of those states that requests have reached."""
 
-    def __init__(self, node: Node, vocabulary: Vocabulary) -> None:
-        self.vocabulary, self.dfa = vocabulary, determinize(restrict(node, vocabulary.alphabet))
+    def __init__(self, node: Node, vocabulary: Vocabulary, max_work: int = MAX_WORK) -> None:
+        self.vocabulary, self.dfa = vocabulary, determinize(restrict(node, vocabulary.alphabet), max_work)
         self.mask = functools.lru_cache(1024)(lambda state: vocabulary.pack(self.allowed(state)))  # 6 MB at most
 
     def start(self) -> RegexGrammar:
@@ -565,20 +594,43 @@ def read_apart(kind: str, spec: str) -> None:
 
     (A few thousand rules, each naming the next, overflow its stack: no error that one could catch.) Raises InputError.
     """
+    command, data = reading(kind, spec, MAX_SECONDS)
+    try:
+        done = subprocess.run(command, input=data, capture_output=True, timeout=MAX_SECONDS)
+        check_reading(kind, done.returncode, done.stdout, MAX_SECONDS)
+    except subprocess.TimeoutExpired:
+        check_reading(kind, None, b"", MAX_SECONDS)
+
+
+def reading(kind: str, spec: str, seconds: float) -> tuple[list[str], bytes]:
+    """The command of a process that reads a schema or grammar in `seconds` of a processor, and what to write to it."""
     code = inspect.getsource(read_grammar) + inspect.getsource(_in_the_other_process) + "_in_the_other_process()"
     command = [sys.executable, "-c", "from __future__ import annotations\n" + code]
-    try:
-        data = json.dumps([kind, spec])
-        done = subprocess.run(command, input=data, capture_output=True, text=True, timeout=MAX_SECONDS)
-        error = done.stdout if done.returncode == 0 else "overflows the parser's stack"
-    except subprocess.TimeoutExpired:
-        error = f"takes more than {MAX_SECONDS:g} s"
+    return command, json.dumps([seconds, MAX_MEMORY, kind, spec]).encode()
+
+
+def check_reading(kind: str, returncode: int | None, printed: bytes, seconds: float) -> None:
+    """What came of such a process; a return code of None is one that was not waited for. Raises InputError, TooSlow."""
+    about = f"structured_outputs: {kind}:"
+    if returncode is None or returncode == -getattr(signal, "SIGPROF", 0):
+        raise TooSlow(f"{about} takes more than {seconds:g} s")
+    error = printed.decode() if returncode == 0 else f"overflows the parser's stack, or {MAX_MEMORY >> 20:,} MiB"
     if error:
-        raise common.InputError(f"structured_outputs: {kind}: {' '.join(error.split())[:300]}")
+        raise common.InputError(f"{about} {' '.join(error.split())[:300]}")
 
 
 def _in_the_other_process() -> None:
     import json, sys, threading, llguidance  # noqa: E401
+
+    seconds, memory, kind, spec = json.load(sys.stdin)
+    try:
+        import resource, signal  # noqa: E401
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # of the processor's time: then SIGPROF ends it
+    except (ImportError, AttributeError, ValueError, OSError):
+        pass  # a system without such limits: the other side looks at the clock
 
     def read(kind: str, spec: str) -> None:
         try:
@@ -587,7 +639,7 @@ def _in_the_other_process() -> None:
             print(error or repr(error))
 
     threading.stack_size(1 << 20)  # an eighth of what an engine has: what fits here fits there
-    threading.Thread(target=read, args=json.load(sys.stdin)).start()
+    threading.Thread(target=read, args=(kind, spec)).start()
 
 
 class GuidanceGrammar:
@@ -762,7 +814,8 @@ class StructuredOutputManager:
     def fill_row(self, row: np.ndarray, request: Request) -> None:
         """The mask of one request, int32 [⌈vocab/32⌉], after the tokens that it has got since the last time."""
         if request.request_id not in self.grammars:
-            guide = compile_guide(request.sampling_params.structured_outputs, self.vocabulary, checked=True)
+            wanted = request.sampling_params.structured_outputs
+            guide = request.guide or compile_guide(wanted, self.vocabulary, checked=True)
             self.grammars[request.request_id] = [guide.start(), 0]
         entry = self.grammars[request.request_id]
         for token_id in request.output_token_ids[entry[1] :]:
@@ -784,11 +837,19 @@ def guided_runner(base: type[SamplingModelRunner], tokenizer: llama.Tokenizer | 
             super().__init__(*args, **kwargs)
             self.tokenizer = tokenizer
 
-        @functools.cached_property
-        def structured_output_manager(self) -> StructuredOutputManager:
+        @property
+        def vocabulary(self) -> Vocabulary:
             assert self.tokenizer is not None, "guided_runner(base, tokenizer) needs the tokenizer"
             config = self.model.config
-            return StructuredOutputManager(vocabulary_of(self.tokenizer, config.vocab_size, config.eos_token_ids))
+            return vocabulary_of(self.tokenizer, config.vocab_size, config.eos_token_ids)
+
+        @functools.cached_property
+        def structured_output_manager(self) -> StructuredOutputManager:
+            return StructuredOutputManager(self.vocabulary)
+
+        def grammar_init(self, request: Request) -> None:
+            """Compile on any thread what a request asks for, so that no step has to. Raises InputError."""
+            request.guide = compile_guide(request.sampling_params.structured_outputs, self.vocabulary, checked=True)
 
         def execute_model(self, output: Any) -> dict[str, list[int]]:
             if "structured_output_manager" in vars(self):

@@ -552,11 +552,16 @@ class DPLBClient:
         return dataclasses.replace(first, num_gpu_blocks=blocks, about={**first.about, "engines": len(self.ready)})
 
     def _all_replies(self, call_id: int) -> Any:
-        """Numbers are added up; of an error, the first is told."""
+        """Numbers are added up; of an error, the first is told. Anything else must be the same everywhere."""
         replies = self.replies.pop(call_id)
-        for reply in replies:
-            if reply.error or not isinstance(reply.result, dict):
-                return reply
+        first = next((reply for reply in replies if reply.error), replies[0])
+        if first.error:
+            return first
+        if any(reply.result != first.result for reply in replies) and not isinstance(first.result, dict):
+            why = "the engines have read different files under this path: somebody is writing there"
+            return async_engine.Reply(call_id, error=why, bad_input=True)
+        if not isinstance(first.result, dict):
+            return first
         return async_engine.Reply(call_id, dict(sum((Counter(r.result) for r in replies), Counter())) | {
             name: 0 for reply in replies for name, n in reply.result.items() if not n and not any(
                 r.result.get(name) for r in replies)})  # fmt: skip

@@ -53,7 +53,8 @@ import time
 import traceback
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,6 +172,14 @@ class Dead:
     bad_input: bool = False
 
 
+@dataclass(slots=True)
+class Later:
+    """What another thread is busy with: the loop goes on, and when it is over, calls `then` with its result."""
+
+    future: Future
+    then: Callable[[Any], Any]
+
+
 class EngineDeadError(RuntimeError):
     """The engine core is gone, and with it every request that it had."""
 
@@ -191,7 +200,18 @@ class EngineCoreProc:
         self.core, self.scheduler, self.send, self.engine = engine.core, engine.core.scheduler, send, engine
         self.arrived: dict[str, float] = {}  # request id: when its letter came
         self.about = getattr(engine, "about", {})
-        self.patience = self.scheduler.patience  # seconds; others than our client may want something
+        self.later: list[tuple[Future, Callable[[], None]]] = []  # other threads' work, and what to do when it is done
+        self.guided: dict[str, Request] = {}  # by id: those whose guide is being compiled, on their way to the core
+        self.compilers = ThreadPoolExecutor(2, thread_name_prefix="guides")
+        if hasattr(engine, "lora"):
+            engine.lora.patience = self.GLANCE  # a step that waits for an adapter's file looks for letters meanwhile
+
+    GLANCE = 0.005  # seconds between two looks at what other threads do
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds that an idle loop waits for letters; None is for ever. Others than our client may want something."""
+        return self.GLANCE if self.later else self.scheduler.patience
 
     def ready(self) -> EngineCoreReady:
         """The first letter to the client: limits, cache and process of this core."""
@@ -208,6 +228,7 @@ class EngineCoreProc:
         while True:
             letters = receive(0 if self.scheduler.has_unfinished_requests() else self.patience)
             self.handle(letters)
+            self.settle()
             if self.scheduler.has_unfinished_requests():
                 self.step()
             elif letters:
@@ -220,30 +241,75 @@ class EngineCoreProc:
         """Add, abort, or call by name; what a request's sender did wrong goes back to it as text."""
         for kind, content in letters:
             if kind is EngineCoreRequestType.ADD:
-                try:
-                    self.core.add_request(content)
-                    self.arrived[content.request_id] = time.monotonic()
-                except common.InputError as error:
-                    self.send(EngineCoreOutputs(refused={content.request_id: str(error)}))
-                except Exception as error:  # nobody foresaw this request: it ends, and not the engine
-                    traceback.print_exc()
-                    self.core.abort_requests([content.request_id])
-                    why = f"the engine could not take this request: {error!r:.200}"
-                    ended = EngineCoreOutput(content.request_id, [], "error", why)
-                    self.send(EngineCoreOutputs([ended]))
+                self.arrived[content.request_id] = time.monotonic()
+                self.add(content)
             elif kind is EngineCoreRequestType.ABORT:
                 self.core.abort_requests(content)
                 for request_id in content:
                     self.arrived.pop(request_id, None)
+                    self.guided.pop(request_id, None)
             elif kind is EngineCoreRequestType.UTILITY:
                 call_id, name, *arguments = content
-                try:
-                    result = getattr(self, name)(*arguments) if name in self.UTILITIES else f"no utility {name!r}"
-                    self.send(Reply(call_id, result))
-                except common.InputError as error:
-                    self.send(Reply(call_id, error=str(error), bad_input=True))
-                except Exception as error:
-                    self.send(Reply(call_id, error=repr(error)))
+                function = (
+                    getattr(self, name) if name in self.UTILITIES else lambda *_, name=name: f"no utility {name!r}"
+                )
+                self.call(call_id, function, *arguments)
+
+    def add(self, request: Request) -> None:
+        """To the core. One with a guide goes there when a thread has compiled that: no step waits for it (vLLM's
+        `preprocess_add_request`). Most are there at once: the front end has compiled the same, or it is a small one."""
+        compiles = getattr(self.core.runner, "grammar_init", None)
+        if request.sampling_params.structured_outputs is None or compiles is None:
+            return self.admit(request)
+        self.guided[request.request_id] = request
+        future = self.compilers.submit(compiles, request)
+        wait([future], 0 if self.later else self.GLANCE)
+        if future.done():
+            return self.admit(request, future)
+        self.later.append((future, functools.partial(self.admit, request, future)))
+
+    def admit(self, request: Request, compiled: Future | None = None) -> None:
+        """Let the core have it, unless it is wrong, or was aborted meanwhile."""
+        if compiled is not None and self.guided.pop(request.request_id, None) is not request:
+            return
+        try:
+            if compiled is not None:
+                compiled.result()
+            self.core.add_request(request)
+        except common.InputError as error:
+            self.arrived.pop(request.request_id, None)
+            self.send(EngineCoreOutputs(refused={request.request_id: str(error)}))
+        except Exception as error:  # nobody foresaw this request: it ends, and not the engine
+            traceback.print_exc()
+            self.arrived.pop(request.request_id, None)
+            self.core.abort_requests([request.request_id])
+            why = f"the engine could not take this request: {error!r:.200}"
+            self.send(EngineCoreOutputs([EngineCoreOutput(request.request_id, [], "error", why)]))
+
+    def call(self, call_id: int, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call it and reply with the result; or later, if another thread has to come first."""
+        try:
+            result = function(*arguments)
+            if isinstance(result, Later):
+                then = functools.partial(self.call, call_id, lambda: result.then(result.future.result()))
+                self.later.append((result.future, then))
+            else:
+                self.send(Reply(call_id, result))
+        except ClientGone:
+            raise
+        except common.InputError as error:
+            self.send(Reply(call_id, error=str(error), bad_input=True))
+        except Exception as error:
+            self.send(Reply(call_id, error=repr(error)))
+
+    def settle(self) -> None:
+        """Go on with what other threads have done since the last look."""
+        waiting, self.later = self.later, []
+        for future, then in waiting:
+            if future.done():
+                then()
+            else:
+                self.later.append((future, then))
 
     def step(self) -> None:
         """One forward pass for everyone who is scheduled, and one letter about it."""
@@ -279,12 +345,13 @@ class EngineCoreProc:
         pool = self.scheduler.kv_cache_manager.block_pool
         pool.check()
         tables = self.scheduler.kv_cache_manager.req_to_blocks
-        return {"unfinished": len(self.scheduler.requests), "tables": len(tables),
+        return {"unfinished": len(self.scheduler.requests) + len(self.guided), "tables": len(tables),
                 "owned_blocks": pool.num_blocks - 1 - pool.num_free_blocks}  # fmt: skip
 
-    def add_lora(self, name: str, path: str) -> None:
-        """Load an adapter (lesson 12). Raises InputError, and nothing has changed."""
-        self.engine.lora.add_adapter(name, path)
+    def add_lora(self, name: str, path: str) -> Later:
+        """Load an adapter (lesson 12): a thread reads it, and the reply is its fingerprint. Raises InputError."""
+        manager = self.engine.lora
+        return Later(manager.begin_reading(name, path), functools.partial(manager.add_read, name, path))
 
     def remove_lora(self, name: str) -> None:
         """Forget an adapter; requests that use it finish with it."""
@@ -509,6 +576,9 @@ class InprocClient:
         """One step of the core, in the caller's own loop, if nothing lies in the outbox."""
         await asyncio.sleep(0)  # between two steps, everybody else gets one turn
         while not self.outbox:
+            self.proc.settle()
+            if self.outbox:
+                continue
             if self.proc.scheduler.has_unfinished_requests():
                 self.proc.step()
             else:
@@ -641,10 +711,32 @@ class AdmissionControl:
 
     def __init__(self, max_num_queued_reqs: int | None = None) -> None:
         self.max_num_queued_reqs = max_num_queued_reqs  # None: no bound
-        self.num_rejected, self.closed = 0, False
+        self.num_rejected, self.num_held, self.closed = 0, 0, False
+
+    @contextlib.contextmanager
+    def hold(self, num_inside: int, n: int) -> Iterator[None]:
+        """Places for `n` sequences that cost something already, but are not with the engine yet. They are free again
+        at the end: who goes on to the engine does so without an await.
+
+        No more than half of all places are held, or who costs nothing would find none. Raises QueueOverflowError.
+        """
+        self.check(num_inside, n)
+        half = None if self.max_num_queued_reqs is None else (self.max_num_queued_reqs + 1) // 2
+        if half is not None and self.num_held and self.num_held + n > half:
+            self.num_rejected += n
+            raise QueueOverflowError(
+                f"the server is busy: it compiles what {self.num_held} sequences must match, and at most half of "
+                f"max_num_queued_reqs {self.max_num_queued_reqs} may wait for that; try again later"
+            )
+        self.num_held += n
+        try:
+            yield
+        finally:
+            self.num_held -= n
 
     def check(self, num_inside: int, n: int = 1) -> None:
         """Raises QueueOverflowError if `n` more would be too many, or nobody new is let in."""
+        num_inside += self.num_held
         if self.closed:
             raise QueueOverflowError("the server is shutting down")
         if self.max_num_queued_reqs is not None and num_inside + n > self.max_num_queued_reqs:

@@ -33,7 +33,7 @@ import argparse
 import asyncio
 import codecs
 import collections
-import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -74,7 +74,6 @@ LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest = protocol.LoadLoRAAdapterReque
 VERSION = "0.1.0"
 MAX_BODY_BYTES = 4 << 20  # a request of the longest context is a few hundred kilobytes
 MAX_STOP_STRINGS, MAX_N = protocol.MAX_STOP_STRINGS, 128
-CONSTRAINTS = concurrent.futures.ThreadPoolExecutor(2)  # where schemas are read: no text to tokenize waits behind them
 READ_IN_THEIR_OWN_WAY = {"max_tokens", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs"}
 
 
@@ -166,7 +165,7 @@ class OpenAIServing:
         # Adapters by name: their path, and what the engine calls them. A name that is loaded again gets a new one:
         # the prefix cache must not take what the old weights computed for the new.
         self.loras = {name: (path, name) for name, path in (loras or {}).items()}
-        self.lora_count, self.lora_lock = itertools.count(2), asyncio.Lock()
+        self.lora_count, self.loading_loras = itertools.count(2), set()
         self.tokenizer, self.token_bytes = llm.front.tokenizer, llm.front.token_bytes
         self.max_model_len = llm.ready.max_model_len
         self.sampling_defaults = llm.sampling_defaults.within(self.max_model_len)
@@ -190,25 +189,33 @@ class OpenAIServing:
     async def load_lora(self, body: LoadLoRAAdapterRequest) -> str:
         """Add an adapter, or replace one in place. Raises InputError, and nothing has changed."""
         name = body.lora_name
-        async with self.lora_lock:
-            if name in self.names:
-                raise common.InputError(f"lora_name {name!r}: is the name of the model itself")
-            if name in self.loras and not body.load_inplace:
-                raise common.InputError(f"lora_name {name!r}: is loaded already; load_inplace replaces it")
-            inner = f"{name} #{next(self.lora_count)}"
+        if name in self.names:
+            raise common.InputError(f"lora_name {name!r}: is the name of the model itself")
+        if name in self.loading_loras:
+            raise common.InputError(f"lora_name {name!r}: is being loaded")
+        if name in self.loras and not body.load_inplace:
+            raise common.InputError(f"lora_name {name!r}: is loaded already; load_inplace replaces it")
+        inner = f"{name} #{next(self.lora_count)}"
+        self.loading_loras.add(name)
+        try:
             await self.llm.call_utility("add_lora", inner, body.lora_path)
-            old, self.loras[name] = self.loras.get(name), (body.lora_path, inner)
-            if old:
-                await self.llm.call_utility("remove_lora", old[1])
+        except common.InputError:
+            with contextlib.suppress(common.InputError):  # of several engines, some may have it
+                await self.llm.call_utility("remove_lora", inner)
+            raise
+        finally:
+            self.loading_loras.remove(name)
+        old, self.loras[name] = self.loras.get(name), (body.lora_path, inner)
+        if old:
+            await self.llm.call_utility("remove_lora", old[1])
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload_lora(self, body: UnloadLoRAAdapterRequest) -> str:
         """Forget an adapter; answers that it is writing are finished."""
-        async with self.lora_lock:
-            if body.lora_name not in self.loras:
-                raise APIError(404, f"The lora adapter '{body.lora_name}' cannot be found.", "lora_name")
-            _, inner = self.loras.pop(body.lora_name)
-            await self.llm.call_utility("remove_lora", inner)
+        if body.lora_name not in self.loras:
+            raise APIError(404, f"The lora adapter '{body.lora_name}' cannot be found.", "lora_name")
+        _, inner = self.loras.pop(body.lora_name)
+        await self.llm.call_utility("remove_lora", inner)
         return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
     async def encode(self, text: str, add_special_tokens: bool, field: str = "prompt",
@@ -239,15 +246,21 @@ class OpenAIServing:
         render = functools.partial(self.tokenizer.render_chat, **{**wishes, **ours})
         return protocol.left_open(render, messages) if body.continue_final_message else render(messages)
 
-    async def prompts(self, body: CompletionRequest | ChatCompletionRequest, n: int) -> list[dict[str, Any]]:
-        """Every prompt of a request as text and token ids; `n` answers to each are wanted. Raises InputError."""
-        chat = isinstance(body, ChatCompletionRequest)
-        given = [await away(body.is_large, self.render_chat, body)] if chat else offline.as_list(body.prompt)
-        if not given:
+    def num_prompts(self, body: CompletionRequest | ChatCompletionRequest, n: int) -> int:
+        """How many prompts a request has, `n` answers to each. Raises InputError if they can never be inside at once:
+        before a hundred thousand of them are tokenized."""
+        count = 1 if isinstance(body, ChatCompletionRequest) else len(offline.as_list(body.prompt))
+        if not count:
             raise common.InputError("prompt: must not be empty")
         bound = self.llm.admission.max_num_queued_reqs
-        if bound is not None and len(given) * n > bound:  # before a hundred thousand prompts are tokenized
-            raise common.InputError(f"n: {len(given)} prompts times {n} is more than this server ever holds ({bound})")
+        if bound is not None and count * n > bound:
+            raise common.InputError(f"n: {count} prompts times {n} is more than this server ever holds ({bound})")
+        return count
+
+    async def prompts(self, body: CompletionRequest | ChatCompletionRequest) -> list[dict[str, Any]]:
+        """Every prompt of a request as text and token ids. Raises InputError."""
+        chat = isinstance(body, ChatCompletionRequest)
+        given = [await away(body.is_large, self.render_chat, body)] if chat else offline.as_list(body.prompt)
         # A chat template writes the special tokens itself; a plain prompt gets what the tokenizer puts around a text.
         special = not chat if body.add_special_tokens is None else body.add_special_tokens
         params = TokenizeParams(self.max_model_len, body.truncate_prompt_tokens, body.truncation_side)
@@ -266,6 +279,7 @@ class OpenAIServing:
         The answer's id ends with `name`, if the client has given it one. What is cached under a salt is `owner`'s.
         """
         model, llm = self.check_model(body.model), self.llm
+        lora = self.loras.get(model)  # the adapter that this request means, whatever has its name later
         if llm.dead:
             raise EngineDeadError(str(llm.dead))
         if body.stream_options is not None and not body.stream:
@@ -280,15 +294,44 @@ class OpenAIServing:
             if not self.has_kv_connector:
                 raise common.InputError("kv_transfer_params: this server was started without --kv-transfer-config")
             companion("081_kv_connectors", "kv_transfer_params").attach_params(params, body.kv_transfer_params)
-        grammars = None
-        if found := await away(body.is_large, protocol.structured_outputs, body):
-            params.structured_outputs = found[1]
-            guide = await self.check_constraint(*found, body)
-            grammars = guide and collections.defaultdict(guide.start)
-        if params.bad_words:
-            params = await asyncio.to_thread(offline.token_rules.update_from_tokenizer, params, self.tokenizer)
-        prompts = await self.prompts(body, params.n)
-        wanted = len(prompts) * params.n
+        wanted = self.num_prompts(body, params.n) * params.n
+        try:
+            with contextlib.ExitStack() as places:
+                grammars = None
+                if found := await away(body.is_large, protocol.structured_outputs, body):
+                    params.structured_outputs = found[1]
+                    guide = await self.check_constraint(*found, body, places, wanted)
+                    grammars = guide and collections.defaultdict(guide.start)
+                if params.bad_words:
+                    params = await asyncio.to_thread(offline.token_rules.update_from_tokenizer, params, self.tokenizer)
+                prompts = await self.check_prompts(body, params)
+            if self.loras.get(model) != lora:
+                raise APIError(404, f"The model `{model}` was unloaded or replaced while the request was read", "model")
+            llm.admission.check(llm.num_unfinished, wanted)  # from here to the engine without an await
+        except QueueOverflowError:
+            if llm.stat_logger:
+                llm.stat_logger.record_rejection(wanted)
+            raise
+        kind = "chatcmpl-" if isinstance(body, ChatCompletionRequest) else "cmpl-"
+        request_id = kind + uuid.uuid4().hex  # what the engine calls it: two clients may think of the same name
+        name = kind + (name or body.request_id) if name or body.request_id else request_id
+        job = Job(name, model, body, params, [], grammars=grammars)
+        salt = body.cache_salt and own_salt(owner, body.cache_salt)
+        try:
+            for i, prompt in enumerate(prompts):
+                collector = llm.add_request(f"{request_id}-{i}", prompt, params, stream=bool(body.stream),
+                                            priority=body.priority, cache_salt=salt,
+                                            lora_name=lora and lora[1])  # fmt: skip
+                job.collectors.append(collector)
+        except BaseException:
+            self.forget(job)
+            raise
+        return job
+
+    async def check_prompts(self, body: CompletionRequest | ChatCompletionRequest,
+                            params: SamplingParams) -> list[dict[str, Any]]:  # fmt: skip
+        """Every prompt of a request, if there is room for an answer behind it. Raises InputError."""
+        prompts = await self.prompts(body)
         for prompt in prompts:
             length = len(prompt["prompt_token_ids"])
             if error := scheduling.prompt_length_error(length, self.max_model_len):
@@ -297,26 +340,7 @@ class OpenAIServing:
             if params.max_tokens is not None and params.max_tokens > self.max_model_len:  # less ends with the context
                 raise common.InputError(f"max_tokens {params.max_tokens}: more than the {self.max_model_len} tokens of "
                                         "the whole context")  # fmt: skip
-        kind = "chatcmpl-" if isinstance(body, ChatCompletionRequest) else "cmpl-"
-        request_id = kind + uuid.uuid4().hex  # what the engine calls it: two clients may think of the same name
-        name = kind + (name or body.request_id) if name or body.request_id else request_id
-        job = Job(name, model, body, params, [], grammars=grammars)
-        salt = body.cache_salt and own_salt(owner, body.cache_salt)
-        try:
-            llm.admission.check(llm.num_unfinished, wanted)
-            for i, prompt in enumerate(prompts):
-                collector = llm.add_request(f"{request_id}-{i}", prompt, params, stream=bool(body.stream),
-                                            priority=body.priority, cache_salt=salt,
-                                            lora_name=self.loras.get(model, ("", None))[1])  # fmt: skip
-                job.collectors.append(collector)
-        except QueueOverflowError:
-            if llm.stat_logger:
-                llm.stat_logger.record_rejection(wanted)
-            raise
-        except BaseException:
-            self.forget(job)
-            raise
-        return job
+        return prompts
 
     def check_params(self, body: CompletionRequest | ChatCompletionRequest) -> SamplingParams:
         """The part of a request that differs between the two APIs."""
@@ -338,12 +362,24 @@ class OpenAIServing:
         limit = 1 if body.echo and limit == 0 else limit  # a token that nobody sees
         return sampling_params(body, limit, body.logprobs, self.sampling_defaults)
 
-    async def check_constraint(self, field: str, constraint: dict[str, Any], body: CommonRequest) -> Any:
-        """Its guide, compiled on another thread and within 06b's time limit: no engine ever waits for a bad one."""
-        guided, config = companion("06b_guided_decoding", field), self.llm.front.model.config
-        about = (constraint, self.tokenizer, config.vocab_size, config.eos_token_ids)
+    @functools.cached_property
+    def guide_queue(self) -> Any:
+        """Where guides are compiled, within 06b's limits and on other threads: no engine ever waits for a bad one."""
+        guided, config = companion("06b_guided_decoding", "structured_outputs"), self.llm.front.model.config
+        about = self.tokenizer, config.vocab_size, tuple(config.eos_token_ids)
+        queue = companion("06b1_guide_queue", "structured_outputs")
+        return queue.GuideQueue(functools.partial(guided.vocabulary_of, *about))
+
+    async def check_constraint(self, field: str, constraint: dict[str, Any], body: CommonRequest,
+                               places: contextlib.ExitStack, wanted: int) -> Any:  # fmt: skip
+        """Its guide. While it is compiled, the `wanted` sequences have their `places` inside. Raises InputError,
+        QueueOverflowError."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(CONSTRAINTS, guided.validate, *about)
+            key, guide = await self.guide_queue.look(constraint)
+            if guide is None:
+                places.enter_context(self.llm.admission.hold(self.llm.num_unfinished, wanted))
+                guide = await self.guide_queue.compile(key)
+            return guide
         except common.InputError as error:
             raise common.InputError(protocol.constraint_error(field, str(error), body)) from None
 
@@ -356,7 +392,8 @@ class OpenAIServing:
     def check_answer(self, job: Job, index: int, answer: offline.CompletionOutput) -> None:
         """Raises APIError: an answer, or this piece of it, has failed, or its grammar refuses it (06b, BROKEN)."""
         if answer.finish_reason == "error":
-            raise APIError(500, str(answer.stop_reason))
+            gone = str(answer.stop_reason).startswith("lora_name")  # its adapter is unloaded, or not what it was
+            raise APIError(404 if gone else 500, str(answer.stop_reason), "model" if gone else None)
         if job.grammars is not None and not all(map(job.grammars[index].accept_token, answer.token_ids)):
             raise APIError(500, companion("06b_guided_decoding", "structured_outputs").BROKEN)
 

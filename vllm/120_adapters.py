@@ -14,14 +14,20 @@ from __future__ import annotations
 
 import common  # first: it settles the device before torch is used
 
+import concurrent.futures
 import copy
 import dataclasses
+import hashlib
+import itertools
+import json
 import math
 import os
+import stat
 import sys
-from collections import Counter, OrderedDict
+import threading
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +77,7 @@ class LoRAModel:
     name: str
     rank: int
     weights: dict[str, Slices]  # "layers.0.qkv_proj" -> A and B of its slices; a layer that is not adapted is not there
+    fingerprint: str = ""  # of the bytes that it was read from; nothing if it never was in a file
 
     @property
     def num_parameters(self) -> int:
@@ -124,10 +131,41 @@ PLAIN = {
 }  # fmt: skip
 
 
-def read_config(folder: Path, max_lora_rank: int | None = None) -> tuple[int, float]:
-    """(rank, scale) of an adapter. Raises InputError that names file and field."""
+MAX_CONFIG_BYTES = 1 << 20
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """A file's content, at most `limit` bytes. Raises InputError.
+
+    Whoever loads an adapter names a path. A pipe or a device there may never answer, or never end: only regular files
+    are read, and nothing that waits is opened. The content is read and not mapped: a mapped file that somebody cuts
+    short ends the process that looks at it.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # before it is opened, which some devices answer to
+            raise common.InputError(f"{path}: is not a regular file")
+        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # it was another one a moment ago
+                raise common.InputError(f"{path}: is not a regular file")
+            content = file.read(limit + 1)
+    except FileNotFoundError:
+        raise common.InputError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise common.InputError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    if len(content) > limit:
+        raise common.InputError(f"{path}: has more than {limit:,} bytes")
+    return content
+
+
+def read_config(folder: Path, max_lora_rank: int | None = None, content: bytes | None = None) -> tuple[int, float]:
+    """(rank, scale) of an adapter; `content` if the file has been read. Raises InputError that names file and field."""
     path = folder / "adapter_config.json"
-    raw = llama._read_json(path)
+    try:
+        raw = json.loads(read_file(path, MAX_CONFIG_BYTES) if content is None else content)
+    except (ValueError, RecursionError) as error:
+        raise common.InputError(f"{path}: not readable as JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise common.InputError(f"{path}: holds a JSON {type(raw).__name__}, expected an object")
     if raw.get("peft_type", "LORA") != "LORA":
         raise common.InputError(f"{path}: peft_type {raw['peft_type']!r}; allowed: 'LORA'")
     rank, alpha = raw.get("r"), raw.get("lora_alpha", 8)
@@ -151,23 +189,25 @@ def read_adapter(folder: str | Path, config: llama.LlamaConfig, name: str | None
     """Load and check a PEFT folder for a model with this `config`.
 
     Every tensor must be one that the model has a place for, in the right shape, finite in `dtype` (B times the scale),
-    and with its partner: an adapter of another model is refused here, not in the middle of a forward pass. Raises
-    InputError.
+    and with its partner: an adapter of another model is refused here, not in the middle of a forward pass. Each file is
+    read once, and the fingerprint is that of what was read. Raises InputError.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
     folder = Path(os.path.expanduser(folder))  # a user who is not known stays as written
     if not os.path.isdir(folder):  # or it may not be looked at
         raise common.InputError(f"{folder}: no such adapter folder")
-    rank, scale = read_config(folder, max_lora_rank)
+    about = read_file(folder / "adapter_config.json", MAX_CONFIG_BYTES)
+    rank, scale = read_config(folder, max_lora_rank, about)
     path = folder / "adapter_model.safetensors"
-    if not path.is_file():
-        raise common.InputError(f"{path}: no such file (other weight formats are not supported)")
+    content = read_file(path, largest_file(config, rank))
+    fingerprint = hashlib.sha256(hashlib.sha256(about).digest() + content).hexdigest()
     try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
+        tensors = load(content)
+    except SafetensorError as error:
         raise common.InputError(f"{path}: {error}") from None
+    del content
 
     found: dict[str, Slices] = {}
     for i in range(config.num_hidden_layers):
@@ -202,7 +242,13 @@ def read_adapter(folder: str | Path, config: llama.LlamaConfig, name: str | None
         raise common.InputError(f"{path}: {min(tensors)} has no place in this model")
     if not found:
         raise common.InputError(f"{path}: holds no LoRA weights")
-    return LoRAModel(name or folder.name, rank, found)
+    return LoRAModel(name or folder.name, rank, found, fingerprint)
+
+
+def largest_file(config: llama.LlamaConfig, rank: int) -> int:
+    """Bytes that an adapter's weights may have: every layer adapted, in fp64, and 16 MiB for their names."""
+    columns = sum(shape.in_features * len(shape.slices) + sum(shape.slices) for shape in layer_shapes(config).values())
+    return 8 * rank * columns * config.num_hidden_layers + (16 << 20)
 
 
 def write_adapter(lora: LoRAModel, folder: str | Path, alpha: float, dtype: torch.dtype = torch.float16,
@@ -437,26 +483,96 @@ class LoRARequest:
 Source = str | Path | LoRAModel | Callable[[], LoRAModel]
 
 
+class AdapterReader:
+    """Reads one adapter at a time, each on a thread of its own, and gives up on one that does not answer.
+
+    A dead mount keeps whoever asks it in the kernel, where no signal reaches. Nobody waits for such a thread, not even
+    the end of Python; but no more than `MAX_STUCK` are left behind.
+    """
+
+    DEADLINE = 30.0  # seconds for one adapter
+    MAX_STUCK = 4
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.queue: deque[tuple[Future, Callable[..., Any], tuple]] = deque()
+        self.current: Future | None = None
+        self.stuck: list[threading.Thread] = []
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future:
+        """Call it when its turn comes. The future ends within `DEADLINE` of that; until then it can be cancelled."""
+        future: Future = Future()
+        self.queue.append((future, function, args))
+        self._next()
+        return future
+
+    def _next(self) -> None:
+        with self.lock:
+            while self.queue and self.current is None:
+                future, function, args = self.queue.popleft()
+                if future.set_running_or_notify_cancel():
+                    self._start(future, function, args)
+
+    def _start(self, future: Future, function: Callable[..., Any], args: tuple) -> None:
+        self.stuck = [thread for thread in self.stuck if thread.is_alive()]
+        if len(self.stuck) >= self.MAX_STUCK:
+            future.set_exception(common.InputError(f"{len(self.stuck)} adapters before this one are still being read"))
+            return
+        self.current = future
+        thread = threading.Thread(target=self._run, args=(future, function, args), daemon=True, name="lora")
+        timer = threading.Timer(self.DEADLINE, self._give_up, args=(future, thread))
+        timer.daemon = True
+        future.add_done_callback(lambda future: timer.cancel())
+        thread.start()
+        timer.start()
+
+    def _run(self, future: Future, function: Callable[..., Any], args: tuple) -> None:
+        try:
+            self._finish(future, function(*args), None)
+        except BaseException as error:
+            self._finish(future, None, error)
+
+    def _give_up(self, future: Future, thread: threading.Thread) -> None:
+        with self.lock:
+            if self.current is future:
+                self.stuck.append(thread)
+        error = common.InputError(f"the adapter could not be read within {self.DEADLINE:g} seconds")
+        self._finish(future, None, error)
+
+    def _finish(self, future: Future, result: Any, error: BaseException | None) -> None:
+        with self.lock:
+            if self.current is not future:  # somebody has given up on it
+                return
+            self.current = None
+        future.set_result(result) if error is None else future.set_exception(error)
+        self._next()
+
+
 class LoRAModelManager:
     """Every adapter that may be asked for, the few in CPU memory, and the `max_loras` that the model can use now.
 
     Both caches drop what was used longest ago. Reading a file takes long, so a thread does it, and whoever needs the
     adapter waits outside the batch. (`vllm/lora/model_manager.py:LRUCacheLoRAModelManager`; vLLM reads in the worker,
     between two steps.)
+
+    A name means the weights that were read first, until it is removed: their fingerprint is kept, and files that have
+    changed meanwhile are refused. It is also what the adapter is called in the keys of the prefix cache.
     """
 
     def __init__(self, config: LoRAConfig) -> None:
         self.config = config
         self.sources: dict[str, Source] = {}
-        self.loads = Counter()  # how often each name was made known, perhaps with other weights
+        self.fingerprints: dict[str, str] = {}  # of those that were read, for as long as the name is known
+        self.generation = itertools.count(1)
         self.cpu: OrderedDict[str, LoRAModel] = OrderedDict()  # least recently used first
-        self.loading: dict[str, Future] = {}  # the thread's, in its order; each has a place in CPU memory
-        self.failed: dict[str, BaseException] = {}  # what could not be read, until the next step
+        self.loading: dict[str, Future] = {}  # the reader's, in its order; each has a place in CPU memory
+        self.failed: dict[str, common.InputError] = {}  # what could not be read, until the next step
         self.slots: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self.free_slots = list(range(config.max_loras))[::-1]
         self.blocks: dict[str, list[int]] = {}  # of each resident adapter, in unified memory
         self.retired: set[str] = set()  # unloaded, but still used by requests that came before
-        self.reader = ThreadPoolExecutor(1, thread_name_prefix="lora")
+        self.reader = AdapterReader()
+        self.patience: float | None = None  # seconds that `wait` waits; None: until a reading ends
         self.counts = Counter()  # "hit", "load", "evict", "read"
         self.memory: SlotMemory | UnifiedMemory | None = None
         self.meta: Any = None  # of the step that runs
@@ -472,17 +588,27 @@ class LoRAModelManager:
 
     def add_adapter(self, name: str, source: Source) -> None:
         """Make a name known. An adapter that is given as a path is read and checked now. Raises InputError."""
+        self.add_read(name, source, self.begin_reading(name, source).result())
+
+    def begin_reading(self, name: str, source: Source) -> Future:
+        """Have an adapter read that is to get this name: what `add_read` needs, later. Raises InputError."""
         if name in self.sources:
             why = "is still used by requests from before its removal" if name in self.retired else "is loaded already"
             raise common.InputError(f"lora_name {name!r}: {why}")
-        self.cpu[name] = self._read(name, source)
-        self._make_room()
+        return self.reader.submit(self._read, name, source)
+
+    def add_read(self, name: str, source: Source, lora: LoRAModel) -> str:
+        """Make a name known, with the weights that were read for it. Returns their fingerprint. Raises InputError."""
+        if name in self.sources:
+            raise common.InputError(f"lora_name {name!r}: is loaded already")
         self.add_lazily(name, source)
+        self._keep(name, lora)
+        self._make_room()
+        return self.fingerprints[name]
 
     def add_lazily(self, name: str, source: Source) -> None:
         """Make a name known without looking at it: for thousands, and for what somebody has checked already."""
         self.sources[name] = source
-        self.loads[name] += 1
 
     def knows(self, name: str) -> bool:
         return name in self.sources and name not in self.retired
@@ -500,6 +626,7 @@ class LoRAModelManager:
         self.cpu.pop(name, None)
         if future := self.loading.pop(name, None):
             future.cancel()
+        self.fingerprints.pop(name, None)
         del self.sources[name]
 
     # -- CPU memory --
@@ -515,6 +642,14 @@ class LoRAModelManager:
             raise common.InputError(f"{name}: LoRA rank {source.rank} is greater than max_lora_rank "
                                     f"{self.config.max_lora_rank}")  # fmt: skip
         return dataclasses.replace(source, name=name)
+
+    def _keep(self, name: str, lora: LoRAModel) -> None:
+        """Into CPU memory, if it is what the name has meant so far. Raises InputError."""
+        known = self.fingerprints.setdefault(name, lora.fingerprint or f"generation {next(self.generation)}")
+        if lora.fingerprint and lora.fingerprint != known:
+            raise common.InputError(f"lora_name {name!r}: its files have changed since it was loaded; unload it and "
+                                    "load it again")  # fmt: skip
+        self.cpu[name] = lora
 
     def _make_room(self) -> None:
         while len(self.cpu) + len(self.loading) > self.config.max_cpu_loras:
@@ -537,11 +672,13 @@ class LoRAModelManager:
         """Take what the thread has read since the last step: within a step, nothing comes or fails."""
         self.failed = {}
         for name in [name for name, future in self.loading.items() if future.done()]:
-            future = self.loading.pop(name)
-            if error := future.exception():
-                self.failed[name] = error
-            else:
-                self.cpu[name] = future.result()
+            try:
+                self._keep(name, self.loading.pop(name).result())
+            except Exception as error:
+                text = str(error) if isinstance(error, common.InputError) else repr(error)
+                self.failed[name] = common.InputError(
+                    f"lora_name {name!r}: {text.removeprefix(f'lora_name {name!r}: ')}"
+                )
 
     def is_loaded(self, name: str) -> bool:
         """Is it in CPU memory, or resident? If not, the thread is to read it. Raises InputError if that failed.
@@ -552,7 +689,7 @@ class LoRAModelManager:
         if name in self.cpu or name in self.slots:
             return True
         if name not in self.sources:
-            raise common.InputError(f"the adapter {name!r} is not loaded")
+            raise common.InputError(f"lora_name {name!r}: is not loaded")
         if name in self.failed:
             raise self.failed[name]
         places = max(self.config.max_cpu_loras - len(self.cpu), self.config.max_loras)
@@ -565,6 +702,10 @@ class LoRAModelManager:
         """Does it wait for its last request to end, removed or not even read?"""
         return name in self.retired or name in self.loading
 
+    def fingerprint(self, name: str) -> str:
+        """Of the weights that the name stands for; they have been read."""
+        return self.fingerprints[name]
+
     def release(self, name: str) -> None:
         """No request has this name any more. If it was removed, it goes now; a reading that did not begin is off."""
         if name in self.retired:
@@ -575,7 +716,7 @@ class LoRAModelManager:
     def wait(self) -> None:
         """Until a reading is over, however it ends: for a step that has nothing else to do."""
         if self.loading:
-            next(iter(self.loading.values())).exception()
+            concurrent.futures.wait(self.loading.values(), self.patience, concurrent.futures.FIRST_COMPLETED)
 
     # -- slots --
 

@@ -429,12 +429,8 @@ def lora_engine(base: type[offline.LLMEngine], lora_config: LoRAConfig,
             if lora_request is not None:
                 self.add_lora(lora_request)
                 about["lora_name"] = lora_request.lora_name
-            if (name := about.get("lora_name")) is not None:
-                if not self.lora.knows(name):
-                    raise common.InputError(f"the adapter {name!r} is not loaded")
-                if (loads := self.lora.loads[name]) > 1:  # it may have had other weights when blocks were cached
-                    salt = about.get("cache_salt") or (isinstance(prompt, dict) and prompt.get("cache_salt")) or ""
-                    about["cache_salt"] = f"{salt}, load {loads}"
+            if (name := about.get("lora_name")) is not None and not self.lora.knows(name):
+                raise common.InputError(f"lora_name {name!r}: is not loaded")
             super().add_request(request_id, prompt, params, **about)
 
         def add_lora(self, lora_request: LoRARequest) -> bool:

@@ -126,6 +126,8 @@ class Request:
         self.priority = priority  # smaller is more important
         self.cache_salt = cache_salt  # lesson 05: requests with different salts share nothing
         self.lora_name = lora_name  # lesson 12
+        self.lora_fingerprint: str | None = None  # of the weights that the name stands for
+        self.guide: Any = None  # companion 06b: what its answer must match, compiled
         self.max_tokens = math.inf if sampling_params.max_tokens is None else sampling_params.max_tokens
         self.eos_token_id = None if sampling_params.ignore_eos else eos_token_id
         self.stop_token_ids = frozenset(sampling_params.stop_token_ids)

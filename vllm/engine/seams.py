@@ -58,6 +58,10 @@ class Adapters(Protocol):
         """Is it in CPU memory, or resident? If not, it will be read. Raises InputError if that failed."""
         ...
 
+    def fingerprint(self, name: str) -> str:
+        """Tells the weights of a loaded adapter from others of this name."""
+        ...
+
     def make_resident(self, name: str, pinned: set[str]) -> bool:
         """Give it a place, taking one that is not `pinned`; False: there is none."""
         ...

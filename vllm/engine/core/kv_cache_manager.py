@@ -30,9 +30,10 @@ def block_extra_keys(request: Request, first: bool) -> tuple:
     """What besides its tokens makes a request's block (its `first` one or another) what it is.
 
     Requests share blocks only if their salts are equal; through the chain it need be in the first block only.
-    The adapter changes every layer's keys and values, so its name is in every block.
+    The adapter changes every layer's keys and values, so it is in every block: its name, and the fingerprint that tells
+    its weights from others of this name.
     """
-    adapter = (("lora", request.lora_name),) if request.lora_name else ()
+    adapter = (("lora", request.lora_name, request.lora_fingerprint),) if request.lora_name else ()
     return (*adapter, ("cache_salt", request.cache_salt)) if request.cache_salt and first else adapter
 
 

@@ -74,7 +74,7 @@ class Scheduler:
         self.void: list[Request] = []  # to be preempted: they read blocks that others must compute again
         self.prefilling: set[Request] = set()  # when this step began
         self.waiting_for_adapter: list[str] = []  # passed over in the last step
-        self.broken: list[Request] = []  # their adapter cannot be read any more, or will never fit
+        self.broken: dict[str, str] = {}  # request id: why its adapter can never be used
 
     # --- requests come ----------------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class Scheduler:
                 num_new_tokens = self._admit(request)
         held = pool.num_blocks - 1 - pool.num_free_blocks
         if num_new_tokens == 0 and name is not None and held == self.adapters.num_blocks:
-            self.broken.append(request)  # alone, and still no room for adapter and prompt: there never will be
+            self.broken[request.request_id] = f"lora_name {name!r}: no room for it beside this prompt, ever"
         return num_new_tokens
 
     def _admit(self, request: Request) -> int | None:
@@ -357,10 +357,9 @@ class Scheduler:
         if self.connector:
             outputs += self._hear_of_transfers(outputs, news, lost, self.connector)
         if self.broken:
-            broken = sorted({request.request_id for request in self.broken})
-            self.broken = []
-            for request in self.finish_requests(broken, RequestStatus.FINISHED_ABORTED):
-                outputs.append(EngineCoreOutput(request.request_id, [], "abort"))
+            broken, self.broken = self.broken, {}
+            for request in self.finish_requests(sorted(broken), RequestStatus.FINISHED_ABORTED):
+                outputs.append(EngineCoreOutput(request.request_id, [], "error", broken[request.request_id]))
         return outputs
 
     def _append_tokens(self, request: Request, token_ids: list[int]) -> list[int]:
@@ -460,10 +459,13 @@ class Scheduler:
         if name not in scheduled and len(scheduled) == adapters.max_loras:
             return False
         try:
-            return adapters.is_loaded(name)
-        except InputError:
-            self.broken.append(request)
+            if not adapters.is_loaded(name):
+                return False
+        except InputError as error:
+            self.broken[request.request_id] = str(error)
             return False
+        request.lora_fingerprint = adapters.fingerprint(name)  # before its blocks are looked up
+        return True
 
     def uses(self, name: str) -> bool:
         """Does a request that has not ended need this adapter?"""
