@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import common
 import on_gpu
 import pytest
+from engine.core.scheduler import Scheduler
 import scripts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -349,13 +350,13 @@ def refuse_long(core, request):
 
 def test_a_request_that_nobody_foresaw_ends_alone(tiny, folder, monkeypatch, capsys):
     """What adding it raises is its own end, with an error, and nobody else's."""
-    add = scheduling.Scheduler.add_request
+    add = Scheduler.add_request
 
     def add_request(scheduler, request):
         add(scheduler, request)
         assert request.num_prompt_tokens < 3, "defect"
 
-    monkeypatch.setattr(scheduling.Scheduler, "add_request", add_request)
+    monkeypatch.setattr(Scheduler, "add_request", add_request)
 
     async def run():
         async with running(folder) as llm:

@@ -399,7 +399,7 @@ class Worker:
         self.spec = spec
         self.set_groups(*make_groups(self.world, spec.parallel))
         self.model = load_stage(spec.model, spec.dtype, self.tp, self.pp, spec.quantization, spec.embeds_last,
-                                getattr(spec.args, "generation_config", "auto"))  # fmt: skip
+                                getattr(spec.runner_args, "generation_config", "auto"))  # fmt: skip
         return parameters_held(self.model)
 
     def set_groups(self, tp: GroupCoordinator, pp: PipelineGroup) -> None:
