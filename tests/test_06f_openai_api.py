@@ -373,6 +373,7 @@ def test_every_list_is_read_to_its_first_mistake(kind):
      (M | {"documents": [dict.fromkeys(map(str, range(4097)), "x")]}, "documents", "documents.0: has 4,097"),
      (M | {"metadata": dict.fromkeys(map(str, range(4097)))}, "metadata", "4,097"),
      (M | {f"x{i}": 1 for i in range(9)}, "x0", "x0: Extra inputs are not permitted"),
+     (M | {"n": 128, "allowed_token_ids": [5] * 9000}, "n", "n 128: times 9,000 token ids is more than 1,048,576"),
      (M | {"request_id": "x" * 257}, "request_id", "256"), (M | {"x" * 10_000: 1}, "x" * 256, "characters)")],
 )  # fmt: skip
 def test_lengths_are_bounded(shared, body, param, text):
@@ -603,6 +604,34 @@ def test_with_a_key_and_without_need_for_one():
         assert ask(app, "/v1/completions", P, headers={"authorization": f"Bearer {key}"}).status == 200
         assert ask(app, "/v1/completions", P, headers={"authorization": f"bearer {key}"}).status == 200, "RFC 9110"
     assert ask(app, "/health", method="GET").status == 200, "a load balancer has no key"
+
+
+def test_what_one_key_has_loaded_no_other_key_replaces(monkeypatch):
+    """A name is what clients ask for: another's weights under it would answer them."""
+    loaded = []
+
+    class Loading(lesson.ScriptedLLM):
+        async def call_utility(self, *about):
+            loaded.append(about)
+
+    serving = lesson.OpenAIServing(Loading(), ["smol"], {"own": "/adapters/0"})
+    serving.runtime_loras = True
+    app = lesson.build_app(serving, ["a", "b"])
+
+    def change(path, name, key, **about):
+        if path == "load":
+            about["lora_path"] = f"/adapters/{key}"
+        return ask(app, f"/v1/{path}_lora_adapter", about | {"lora_name": name},
+                   headers={"authorization": f"Bearer {key}"})  # fmt: skip
+
+    assert change("load", "x", "a").status == 200
+    for path, about in (("load", {"load_inplace": True}), ("unload", {})):
+        check_error(change(path, "x", "b", **about), 400, "lora_name", "another key")
+    assert len(loaded) == 1 and serving.loras["x"][0] == "/adapters/a"
+    assert ask(app, COMPLETION, P | {"model": "x"}, headers={"authorization": "Bearer b"}).status == 200
+    assert change("load", "x", "a", load_inplace=True).status == 200
+    assert change("unload", "x", "a").status == 200 and change("load", "x", "b").status == 200
+    assert change("unload", "own", "b").status == 200, "the server's own are everybody's"
 
 
 # --- Right requests ---------------------------------------------------------------------------------------------------

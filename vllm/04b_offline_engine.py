@@ -35,6 +35,7 @@ import common  # first: it settles the device before torch and Triton are used
 
 import codecs
 import contextlib
+import copy
 import dataclasses
 import functools
 import io
@@ -685,7 +686,8 @@ class LLMEngine:
         for index in range(params.n):  # each of n samples is a request of its own, as in vLLM V1
             child, name = params, own_name
             if params.n > 1:
-                child, name = dataclasses.replace(params, n=1), f"{index}_{own_name}"
+                child, name = copy.copy(params), f"{index}_{own_name}"  # checked already, however long its lists are
+                child.n = 1
                 child.seed = None if params.seed is None else params.seed + index
             request = Request(name, token_ids, child, priority=priority, eos_token_id=own, cache_salt=cache_salt,
                               lora_name=lora_name)  # fmt: skip

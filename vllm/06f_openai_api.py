@@ -127,6 +127,9 @@ def sampling_params(body: CommonRequest, max_tokens: int | None, logprobs: int |
         raise common.InputError(f"n {body.n}: must be a whole number from 1 to {MAX_N}")
     if sum(map(len, [body.stop] if isinstance(body.stop, str) else body.stop or ())) > protocol.MAX_STOP_CHARS:
         raise common.InputError(f"stop: more than {protocol.MAX_STOP_CHARS:,} characters in all")
+    listed = sum(len(x) for x in (body.stop_token_ids, body.allowed_token_ids, body.logit_bias) if x)
+    if listed * (body.n or 1) > protocol.MAX_IDS:  # each answer's request carries its own
+        raise common.InputError(f"n {body.n}: times {listed:,} token ids is more than {protocol.MAX_IDS:,}")
     if body.logit_bias:
         try:
             more["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
@@ -166,6 +169,7 @@ class OpenAIServing:
         # the prefix cache must not take what the old weights computed for the new.
         self.loras = {name: (path, name) for name, path in (loras or {}).items()}
         self.lora_count, self.loading_loras = itertools.count(2), set()
+        self.lora_owners: dict[str, str | None] = {}  # whose key has loaded it; the server's own ones are everybody's
         self.tokenizer, self.token_bytes = llm.front.tokenizer, llm.front.token_bytes
         self.max_model_len = llm.ready.max_model_len
         self.sampling_defaults = llm.sampling_defaults.within(self.max_model_len)
@@ -186,7 +190,12 @@ class OpenAIServing:
             raise APIError(404, f"The model `{name}` does not exist; this server has: {', '.join(known)}", "model")
         return name or self.names[0]
 
-    async def load_lora(self, body: LoadLoRAAdapterRequest) -> str:
+    def check_lora_owner(self, name: str, owner: str | None) -> None:
+        """What answers under a name is for its owner to change. Raises InputError."""
+        if self.lora_owners.get(name, owner) != owner:
+            raise common.InputError(f"lora_name {name!r}: was loaded with another key, which alone may change it")
+
+    async def load_lora(self, body: LoadLoRAAdapterRequest, owner: str | None = None) -> str:
         """Add an adapter, or replace one in place. Raises InputError, and nothing has changed."""
         name = body.lora_name
         if name in self.names:
@@ -195,6 +204,7 @@ class OpenAIServing:
             raise common.InputError(f"lora_name {name!r}: is being loaded")
         if name in self.loras and not body.load_inplace:
             raise common.InputError(f"lora_name {name!r}: is loaded already; load_inplace replaces it")
+        self.check_lora_owner(name, owner)
         inner = f"{name} #{next(self.lora_count)}"
         self.loading_loras.add(name)
         try:
@@ -206,15 +216,18 @@ class OpenAIServing:
         finally:
             self.loading_loras.remove(name)
         old, self.loras[name] = self.loras.get(name), (body.lora_path, inner)
+        self.lora_owners[name] = owner
         if old:
             await self.llm.call_utility("remove_lora", old[1])
         return f"Success: LoRA adapter '{name}' added successfully."
 
-    async def unload_lora(self, body: UnloadLoRAAdapterRequest) -> str:
+    async def unload_lora(self, body: UnloadLoRAAdapterRequest, owner: str | None = None) -> str:
         """Forget an adapter; answers that it is writing are finished."""
         if body.lora_name not in self.loras:
             raise APIError(404, f"The lora adapter '{body.lora_name}' cannot be found.", "lora_name")
+        self.check_lora_owner(body.lora_name, owner)
         _, inner = self.loras.pop(body.lora_name)
+        self.lora_owners.pop(body.lora_name, None)
         await self.llm.call_utility("remove_lora", inner)
         return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
@@ -797,12 +810,12 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
     if serving.runtime_loras:  # VLLM_ALLOW_RUNTIME_LORA_UPDATING=1: a client names a path, and the server reads it
 
         @post("/v1/load_lora_adapter")
-        async def load_lora_adapter(body: LoadLoRAAdapterRequest) -> Response:
-            return Response(await serving.load_lora(body))
+        async def load_lora_adapter(body: LoadLoRAAdapterRequest, request: HTTPRequest) -> Response:
+            return Response(await serving.load_lora(body, owner_of(request)))
 
         @post("/v1/unload_lora_adapter")
-        async def unload_lora_adapter(body: UnloadLoRAAdapterRequest) -> Response:
-            return Response(await serving.unload_lora(body))
+        async def unload_lora_adapter(body: UnloadLoRAAdapterRequest, request: HTTPRequest) -> Response:
+            return Response(await serving.unload_lora(body, owner_of(request)))
 
     @post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
