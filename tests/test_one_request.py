@@ -11,6 +11,7 @@ import math
 import pytest
 import test_06c_scaling_out as scaling
 import test_drafts_on_workers as drafting
+import torch
 
 import llama
 
@@ -81,9 +82,15 @@ def serve(engine, jobs, broken=()):
     }
 
 
-@pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.parametrize(("where", "method"), [("here", None), ("here", "ngram"), ("ahead", None), ("ahead", "ngram"),
-                                               ("threads", None), ("here", "eagle"), ("ahead", "eagle")])  # fmt: skip
+PLACES = [("here", None), ("here", "ngram"), ("ahead", None), ("ahead", "ngram"), ("threads", None), ("here", "eagle"),
+          ("ahead", "eagle")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("where", "method", "limits"),
+    [pytest.param(*place, limits, marks=pytest.mark.slow if i > 3 and limits != "roomy" else ())
+     for i, place in enumerate(PLACES) for limits in LIMITS],
+)  # fmt: skip
 def test_a_request_without_logits_ends_alone(here, monkeypatch, where, method, limits):
     engine = here(where, method, **LIMITS[limits])
     broken = [([5, 6, 7, 8, 9, POISON, *range(i)], SamplingParams(max_tokens=9, **w)) for i, w in enumerate(WISHES)]
@@ -106,11 +113,42 @@ def test_whoever_writes_the_poison_ends_behind_it(here):
         assert ended == {f"bad {i}": ([POISON], "error", scheduling.NO_TOKEN) for i in range(3)}
 
 
+@pytest.mark.parametrize(
+    "wish", [{"temperature": 0, "logprobs": 1}, {"temperature": 0}, {"seed": 1, "temperature": 1e-3, "logprobs": 2}]
+)
+def test_drafts_in_front_of_a_row_without_a_token_stand(guess, wish):
+    """The answer so far, with a log probability for each token, and then the error."""
+    guess(1.0)
+    engine, (prompt, params) = drafting.engine_here("ngram"), drafting.JOBS[-1]
+    model, expected = engine.core.runner.model, drafting.plain()[0][-1]
+    params, logits, seen = SamplingParams(max_tokens=24, **wish), model.logits, []
+
+    @torch.inference_mode()
+    def overflowing(hidden):
+        found = logits(hidden)
+        if engine.core.runner.drafts:
+            seen.append(len(found))
+            found[1:, 5] = math.nan
+        return found
+
+    model.logits, core, tokens, outputs = overflowing, engine.core, [], []
+    core.add_request(Request("r", list(prompt), params))
+    for heard in drafting.steps(core):
+        for output in heard:
+            tokens += output.new_token_ids
+            if output.new_token_ids and params.logprobs is not None:
+                assert output.new_token_ids[0] in core.runner.logprobs["r"] and len(output.new_token_ids) == 1
+        outputs += heard
+    assert seen[0] > 1 and outputs[-1].finish_reason == "error"
+    assert tokens == expected[:2]
+
+
 def test_a_prompt_with_a_row_that_is_no_distribution_has_no_scores(here, monkeypatch):
     """Its last row is sound here, and still: a score that is NaN is no number for JSON."""
     engine = here("here", None, max_num_batched_tokens=8)
     logits, broken = engine.model.logits, []
 
+    @torch.inference_mode()
     def overflowing(hidden):
         found = logits(hidden)
         if len(found) > 1 and not broken:  # rows of the prompt
