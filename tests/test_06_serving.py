@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -550,6 +551,19 @@ def test_of_a_requests_answers_the_longest_counts():
     logger.record_finished(SimpleNamespace(outputs=aborted, **about))
     assert logger.registry.get_sample_value("vllm:request_params_n_count", labels) == 1
     assert not logger.answers and not logger.times
+
+
+def test_an_answer_that_failed_before_its_first_token_took_no_time():
+    logger = metrics.PrometheusStatLogger("m")
+    request = SimpleNamespace(arrival_time=time.time(), num_prompt_tokens=9, sampling_params=SamplingParams())
+    sequences = {"r": SimpleNamespace(request=request, caller=SimpleNamespace(request_id="r"), index=0)}
+    failed = [async_engine.EngineCoreOutput("r", [], "error", "no token can be chosen")]
+    logger.record(async_engine.EngineCoreOutputs(failed, admitted={"r": (0.0, 0, 0)}), sequences)
+    answers = [SimpleNamespace(index=0, finish_reason="error")]
+    logger.record_finished(SimpleNamespace(outputs=answers, request_id="r", prompt_token_ids=[0] * 9, finished=True))
+    said = logger.expose().decode()
+    assert 'vllm:request_success_total{engine="0",finished_reason="error",model_name="m"} 1.0' in said
+    assert not re.search(r"_seconds_sum\{.*\} -", said) and not logger.times and not logger.answers
 
 
 def test_where_prompts_came_from_who_waits_and_who_was_preempted():

@@ -676,6 +676,34 @@ def test_a_token_that_breaks_the_grammar_ends_the_answer(llm):
     assert answer.finish_reason == "error" and "left its grammar" in answer.stop_reason and answer.text == "a"
 
 
+@pytest.mark.parametrize("wish", [{"temperature": 0}, {}, {"logprobs": 2}, {"allowed_token_ids": [5, 6]}])
+@pytest.mark.parametrize("fault", ["nothing is allowed", "no guide"])
+def test_a_guide_that_allows_nothing_ends_its_request(llm, monkeypatch, fault, wish):
+    """With an error; a neighbour writes what it writes alone. The engine may be slower than the front end was, and its
+    compiler reach the limit of time."""
+    engine, fill = llm.llm_engine, lesson.StructuredOutputManager.fill_row
+    good = params({"regex": "b{9}"}, temperature=0)
+    (alone,) = llm.generate(prompts(1), good)
+
+    def fill_row(manager, row, request):
+        if request.request_id == "good":
+            return fill(manager, row, request)
+        if fault == "no guide":
+            raise common.InputError("structured_outputs: it took longer than 2 s")
+        row[:] = 0
+
+    monkeypatch.setattr(lesson.StructuredOutputManager, "fill_row", fill_row)
+    engine.add_request("good", prompts(1)[0], good)
+    engine.add_request("bad", prompts(1)[0], params({"regex": "a{9}"}, **wish))
+    found = {}
+    with pytest.warns(UserWarning, match="longer than 2 s") if fault == "no guide" else contextlib.nullcontext():
+        while engine.has_unfinished_requests():
+            found |= {output.request_id: output.outputs[0] for output in engine.step()}
+    bad = found["bad"]
+    assert (bad.token_ids, bad.finish_reason) == ([], "error") and "no token is allowed" in bad.stop_reason
+    assert found["good"].token_ids == alone.outputs[0].token_ids and free(llm)
+
+
 MISSING = {
     "grammar": {"grammar": 'start: "a\\u0004b"'}, "const": {"json": {"const": "x\U00040000"}},
     "pattern of a schema": {"json": {"type": "string", "pattern": "^\U000bffff$"}},
