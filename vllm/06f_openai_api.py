@@ -349,7 +349,7 @@ class OpenAIServing:
         """Where guides are compiled, within 06b's limits and on other threads: no engine ever waits for a bad one."""
         guided, config = companion("06b_guided_decoding", "structured_outputs"), self.llm.front.model.config
         about = self.tokenizer, config.vocab_size, tuple(config.eos_token_ids)
-        queue = companion("06b1_guide_queue", "structured_outputs")
+        queue = companion("06f2_guide_queue", "structured_outputs")
         return queue.GuideQueue(functools.partial(guided.vocabulary_of, *about))
 
     async def check_constraint(self, field: str, constraint: dict[str, Any], body: CommonRequest,
