@@ -374,8 +374,10 @@ class OpenAIServing:
     def check_answer(self, job: Job, index: int, answer: offline.CompletionOutput) -> None:
         """Raises APIError: an answer, or this piece of it, has failed, or its grammar refuses it (06b, BROKEN)."""
         if answer.finish_reason == "error":
-            gone = str(answer.stop_reason).startswith("lora_name")  # its adapter is unloaded, or not what it was
-            raise APIError(404 if gone else 500, str(answer.stop_reason), "model" if gone else None)
+            what, _, why = str(answer.stop_reason).partition(": ")
+            if what.startswith("lora_name"):  # its adapter is unloaded, or not what it was; this name is the engine's
+                raise APIError(404, f"The model `{job.model}`: {why}", "model")
+            raise APIError(500, str(answer.stop_reason))
         if job.grammars is not None and not all(map(job.grammars[index].accept_token, answer.token_ids)):
             raise APIError(500, companion("06b_guided_decoding", "structured_outputs").BROKEN)
 
