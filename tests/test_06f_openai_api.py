@@ -1364,7 +1364,7 @@ def test_an_answer_that_has_left_its_grammar_is_an_error(path, stream, monkeypat
     """The token that does not fit is not told any more. Two answers to one request have two places in the pattern."""
     guided = common.lesson("06b_guided_decoding")
     vocabulary = guided.Vocabulary([bytes([b]) for b in range(127)] + [b""], [127])
-    queue = common.lesson("06b1_guide_queue").GuideQueue(lambda: vocabulary)
+    queue = common.lesson("06f2_guide_queue").GuideQueue(lambda: vocabulary)
     monkeypatch.setattr(lesson.OpenAIServing, "guide_queue", queue)
 
     class Wrong(lesson.ScriptedLLM):

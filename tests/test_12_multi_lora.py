@@ -1268,7 +1268,7 @@ def test_nobody_waits_for_an_adapter_that_does_not_answer(folder, monkeypatch, h
         await asyncio.sleep(0.05)
         assert (await asyncio.wait_for(ask("base"), 0.4)).status == 200 and not waits.done()
         heard = await waits
-        assert heard.status == 404 and heard.json["error"]["message"].startswith("lora_name 'one': the adapter could")
+        assert heard.status == 404 and heard.json["error"]["message"].startswith("The model `one`: the adapter could")
         assert (await llm.call_utility("check_idle"))["unfinished"] == 0
 
     asyncio.run(with_server(folder, work))

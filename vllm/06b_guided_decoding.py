@@ -81,7 +81,7 @@ MAX_MEMORY = 256 << 20  # bytes of addresses that this reading may have; the lar
 
 
 class TooSlow(common.InputError):
-    """More work than was allowed. Who allowed little may try again with more (06b1)."""
+    """More work than was allowed. Who allowed little may try again with more (06f2)."""
 
 
 # --- A regular expression, as a tree over bytes -----------------------------------------------------------------------

@@ -380,7 +380,7 @@ class OpenAIServing:
         """Where guides are compiled, within 06b's limits and on other threads: no engine ever waits for a bad one."""
         guided, config = companion("06b_guided_decoding", "structured_outputs"), self.llm.front.model.config
         about = self.tokenizer, config.vocab_size, tuple(config.eos_token_ids)
-        queue = companion("06b1_guide_queue", "structured_outputs")
+        queue = companion("06f2_guide_queue", "structured_outputs")
         return queue.GuideQueue(functools.partial(guided.vocabulary_of, *about))
 
     async def check_constraint(self, field: str, constraint: dict[str, Any], body: CommonRequest,
@@ -405,8 +405,10 @@ class OpenAIServing:
     def check_answer(self, job: Job, index: int, answer: offline.CompletionOutput) -> None:
         """Raises APIError: an answer, or this piece of it, has failed, or its grammar refuses it (06b, BROKEN)."""
         if answer.finish_reason == "error":
-            gone = str(answer.stop_reason).startswith("lora_name")  # its adapter is unloaded, or not what it was
-            raise APIError(404 if gone else 500, str(answer.stop_reason), "model" if gone else None)
+            what, _, why = str(answer.stop_reason).partition(": ")
+            if what.startswith("lora_name"):  # its adapter is unloaded, or not what it was; this name is the engine's
+                raise APIError(404, f"The model `{job.model}`: {why}", "model")
+            raise APIError(500, str(answer.stop_reason))
         if job.grammars is not None and not all(map(job.grammars[index].accept_token, answer.token_ids)):
             raise APIError(500, companion("06b_guided_decoding", "structured_outputs").BROKEN)
 

@@ -150,7 +150,9 @@ def read_file(path: Path, limit: int) -> bytes:
             content = file.read(limit + 1)
     except FileNotFoundError:
         raise common.InputError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
+    except common.InputError:
+        raise
+    except (OSError, ValueError) as error:  # the path may have a null byte
         raise common.InputError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     if len(content) > limit:
         raise common.InputError(f"{path}: has more than {limit:,} bytes")

@@ -1,4 +1,4 @@
-"""Part 06b1: guides of strangers are compiled in two lanes; nobody waits for what takes long but those who want it."""
+"""Part 06f2: guides of strangers are compiled in two lanes; nobody waits for what takes long but those who want it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import common
 import pytest
 
 pytest.importorskip("llguidance")
-lesson = common.lesson("06b1_guide_queue")
+lesson = common.lesson("06f2_guide_queue")
 guided = lesson.guided
 QueueOverflowError = lesson.QueueOverflowError
 

@@ -1,4 +1,4 @@
-"""06b1 · Who waits for whom while guides are compiled. A part of lesson 06b, for servers.
+"""06f2 · Who waits for whom while guides are compiled. A part of lesson 06f.
 
 A schema or grammar of a stranger may take a millisecond to compile, or as long as it is allowed to, and nobody can
 tell beforehand. In one queue, forty slow ones keep every other waiting for minutes. So there are two lanes. In the
