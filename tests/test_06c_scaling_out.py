@@ -1292,6 +1292,7 @@ def test_engines_dial_in_and_strangers_are_turned_away(secret):
             with contextlib.suppress(ConnectionResetError):
                 assert sock.recv(4096) == b""
         with greeted(address, secret) as sock:  # nonsense of one of ours is no better
+            sock.settimeout(20)
             sock.sendall(line)
             assert b'{"error": ' in sock.recv(4096)
     with pytest.raises(common.InputError, match="refused"):
