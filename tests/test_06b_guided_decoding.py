@@ -931,6 +931,99 @@ def test_schemas_that_stay_as_they_are():
         assert not closed_by_us(open_one), open_one
 
 
+OBJECT = {"type": "object", "properties": {"a": INT, "b": INT}, "required": ["a"]}
+LIST = {"type": "array", "items": INT}
+IDLE = [  # schemas, and what they ask for beside what the rest of them says: nothing
+    (LIST, {"uniqueItems": False}), (LIST, {"minItems": 0, "maxItems": 4.0}), (LIST, {"unevaluatedItems": {}}),
+    (LIST, {"contains": INT, "minContains": 0}), (LIST, {"minContains": 2}), (LIST, {"maxContains": 0}),
+    (LIST, {"additionalItems": False}), (OBJECT, {"not": False}), (OBJECT, {"unevaluatedProperties": False}),
+    (OBJECT, {"unevaluatedProperties": INT, "additionalProperties": False}), (OBJECT, {"propertyNames": True}),
+    (OBJECT, {"propertyNames": {}}), (OBJECT, {"propertyNames": {"type": "string"}}), (OBJECT, {"if": {"minItems": 3}}),
+    (OBJECT, {"then": False}), (OBJECT, {"else": {"type": "null"}}), (OBJECT, {"if": INT, "then": {}, "else": True}),
+    (OBJECT, {"dependentRequired": {}}), (OBJECT, {"dependentRequired": {"a": []}}), (OBJECT, {"dependentSchemas": {}}),
+    (OBJECT, {"dependentSchemas": {"a": True, "b": {}}}), (OBJECT, {"dependencies": {"a": [], "b": {}}}),
+    (OBJECT, {"minProperties": 0}), (OBJECT, {"minProperties": 1.0}), (OBJECT, {"maxProperties": 2}),
+    (OBJECT, {"maxProperties": 9}), (OBJECT, {"allOf": []}), (OBJECT, {"$recursiveAnchor": False}),
+    (OBJECT, {"$schema": "http://json-schema.org/schema#"}), (OBJECT, {"$schema": "https://json-schema.org/draft-07/schema#"}),
+    (OBJECT, {"$schema": "http://json-schema.org/draft-07/schema#"}),
+]  # fmt: skip
+
+
+def writes(vocabulary, schema, text):
+    grammar, tokens = lesson.compile_guide({"json": schema}, vocabulary).start(), vocabulary.tokens
+    return all(grammar.accept_token(tokens.index(char.encode())) for char in text) and grammar.accept_token(2)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Half a second per schema less: what is read here neither hangs nor crashes."""
+    monkeypatch.setattr(lesson, "read_apart", lambda kind, spec: None)
+
+
+@pytest.mark.parametrize(("schema", "idle"), IDLE, ids=[json.dumps(idle) for _, idle in IDLE])
+def test_what_asks_for_nothing_is_no_reason_to_refuse(vocabulary, in_this_process, schema, idle):
+    """On the outside, and wherever else a schema may stand."""
+    may, may_not = (["[]", "[1, 1]"], ["[true]"]) if schema is LIST else (['{"a": 1}', '{"a": 1, "b": 2}'], ["{}"])
+    may_not += ['{"a": 1, "c": 1}'] if schema is OBJECT else []
+    whole = schema | idle
+    for where, shape in (
+        (whole, "HERE"), ({"type": "array", "prefixItems": [whole]}, "[HERE]"), ({"anyOf": [INT, whole]}, "HERE"),
+        ({"$ref": "#/$defs/uniqueItems", "$defs": {"uniqueItems": whole}}, "HERE"),
+        ({"type": "object", "properties": {"not": whole}}, '{"not": HERE}'),
+        ({"type": "object", "patternProperties": {"^x$": whole}, "additionalProperties": False}, '{"x": HERE}'),
+    ):  # fmt: skip
+        for text in (*may, *may_not):
+            assert writes(vocabulary, where, shape.replace("HERE", text)) == (text in may), (where, text)
+
+
+def test_what_asks_for_nothing_may_be_a_name_or_a_value(vocabulary, in_this_process):
+    named = {"type": "object", "properties": {"uniqueItems": False, "a": {"const": {"not": False}}}}
+    assert writes(vocabulary, named, '{"a": {"not": false}}')
+    assert not writes(vocabulary, named, '{"uniqueItems": 1}') and not writes(vocabulary, named, '{"a": {}}')
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [(LIST | {"uniqueItems": True}, "uniqueItems"), (LIST | {"uniqueItems": 0}, "uniqueItems"),
+     (LIST | {"contains": INT}, "contains"), (LIST | {"contains": {}, "minContains": 0, "maxContains": 1}, "Contains"),
+     (OBJECT | {"not": {}}, "not"), (OBJECT | {"if": {}, "then": {"required": ["b"]}}, "then"),
+     (OBJECT | {"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+     (OBJECT | {"anyOf": [{}], "unevaluatedProperties": False}, "unevaluatedProperties"),
+     (OBJECT | {"minProperties": True}, "minProperties"), (OBJECT | {"maxProperties": 0}, "maxProperties")],
+)  # fmt: skip
+def test_what_asks_for_something_is_refused_by_its_name(vocabulary, in_this_process, schema, keyword):
+    with pytest.raises(common.InputError, match=keyword):
+        lesson.compile_guide({"json": schema}, vocabulary)
+
+
+KIND = {k: {"type": "object", "properties": {"k": {"const": k}, "x": INT}, "required": ["k"]} for k in "ab"}
+OVERLAPPING = [
+    ([INT, {"type": "number"}], ["1", "1.5"], ["true"]), ([{"enum": [1, 2]}, {"enum": [2, 3]}], ["1", "2", "3"], ["4"]),
+    ([{"type": "string"}, {"type": "string", "pattern": "^a$"}], ['"a"', '"b"'], ["1"]),
+    ([{}, INT], ["1", "true"], ["}"]),
+    ([*KIND.values()], ['{"k": "a"}', '{"k": "b", "x": 1}'], ['{"k": "c"}', '{"x": 1}']),  # Pydantic's discriminator
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("branches", "may", "may_not"), OVERLAPPING)
+def test_one_of_several_schemas_that_overlap(vocabulary, in_this_process, branches, may, may_not):
+    """As XGrammar reads it for vLLM: one of them, and nobody sees to it that the others do not match."""
+    inner = {"type": "object", "properties": {"v": {"oneOf": branches}}}
+    for text in (*may, *may_not):
+        assert writes(vocabulary, {"oneOf": branches}, text) == (text in may), text
+        assert writes(vocabulary, inner, f'{{"v": {text}}}') == (text in may), text
+
+
+def test_a_grammars_schema_is_told_what_it_may_say(vocabulary, in_this_process):
+    """A grammar is its client's own, and so are the options in it: the advice is one that a client can take."""
+    schema = {"oneOf": [INT, {"type": "number"}]}
+    with pytest.raises(common.InputError, match=r"anyOf.*x-guidance") as error:
+        lesson.compile_guide({"grammar": f"start: %json {json.dumps(schema)}"}, vocabulary)
+    assert "Enable" not in str(error.value)
+    for better in ({"anyOf": schema["oneOf"]}, schema | {"x-guidance": {"coerce_one_of": True}}):
+        lesson.compile_guide({"grammar": f"start: %json {json.dumps(better)}"}, vocabulary)
+
+
 def test_json_object_and_schemas_as_text(vocabulary):
     """Compact, as json.dumps writes it: there is no run of whitespace to get lost in."""
     guide = lesson.compile_guide({"json_object": True}, vocabulary)

@@ -189,6 +189,17 @@ def test_calls_are_items_between_texts():
         assert all(item["id"].startswith("fc_") and item["name"] == "f" for item in output[1:3])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_between_special_tokens_whose_string_has_a_tag(stream):
+    arguments = '{"x": "</tool_call>"}'
+    call = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    llm, app = serve([*call], kind=Calling)
+    heard = ask(app, {"input": "x", "tools": [{"type": "function", "name": "f"}], "stream": stream})
+    (item,) = read(events_of(heard.text)) if stream else heard.json["output"]
+    assert (item["type"], item["arguments"]) == ("function_call", arguments)
+    assert llm.added[0][2].skip_special_tokens is False
+
+
 def test_log_probabilities_of_text_that_was_held_back_come_with_it():
     tools = [{"type": "function", "name": "f"}]
     body = {"input": "x", "include": ["message.output_text.logprobs"], "tools": tools, "stream": True}

@@ -1152,7 +1152,14 @@ def read(choice, pieces, **fields):
     return content, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
-HARD = {"a": '}]"\\{', "b": [{"c": {}}, '\\"'], "</tool_call>": None}
+HARD = {"a": '}]"\\{', "b": [{"c": {}}, '\\"<tool_call>'], "</tool_call>": None}
+
+
+def decided(arguments, close="</tool_call>"):
+    """A call as Hermes writes it; the tags may stand in its strings, too."""
+    return f"<tool_call>{json.dumps({'name': 'f', 'arguments': arguments})}{close}"
+
+
 DECIDED = '<tool_call>\n{"name": "f", "arguments": {"city": "<Rome>"}}\n</tool_call>'
 
 
@@ -1167,6 +1174,17 @@ DECIDED = '<tool_call>\n{"name": "f", "arguments": {"city": "<Rome>"}}\n</tool_c
     ("auto", f"{DECIDED}\n ok", "ok", [("f", {"city": "<Rome>"})]),
     ("auto", '<tool_call>{"name": "f", "arguments": 5}</tool_call>',
      '<tool_call>{"name": "f", "arguments": 5}</tool_call>', []), ("auto", "", "", []),
+    ("auto", f"{decided(HARD)}\n{decided(HARD)}", "", 2 * [("f", HARD)]),
+    ("auto", f"a {decided(HARD)} b {decided({})}c", "a b c", [("f", HARD), ("f", {})]),
+    ("auto", decided(HARD).removesuffix("call>"), "", [("f", HARD)]),
+    ("auto", decided(HARD, "")[:-2], decided(HARD, "")[:-2], []),
+    ("auto", decided(HARD, "") + decided({}, "") + decided({}), "", [("f", HARD), ("f", {}), ("f", {})]),
+    ("auto", '<tool_call>{"name": "f", "arguments": {"a": "\\u00e9\\ud83d\\u003c/tool_call>"}}</tool_call>', "",
+     [("f", {"a": "é\ud83d</tool_call>"})]),
+    ("auto", "<tool_call>{'name': 'f'}" + DECIDED, "<tool_call>{'name': 'f'}", [("f", {"city": "<Rome>"})]),
+    ("auto", '<tool_call>{"name": "f", "arguments": {"a": "x}}</tool_call>' + DECIDED,
+     '<tool_call>{"name": "f", "arguments": {"a": "x}}</tool_call>', [("f", {"city": "<Rome>"})]),
+    ("auto", '<tool_call>{"name": "\\ud83d", "arguments": {}}', '<tool_call>{"name": "\\ud83d", "arguments": {}}', []),
 ]))  # fmt: skip
 @settings(max_examples=200)
 def test_calls_read_the_same_however_they_come(cuts, case):
@@ -1174,6 +1192,55 @@ def test_calls_read_the_same_however_they_come(cuts, case):
     at = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
     assert read(choice, [text[a:b] for a, b in itertools.pairwise(at)] or [""]) == (content, calls)
     assert read(choice, [*text, ""]) == (content, calls)
+
+
+PIECES = ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', '{"a": "', "}", '"', "\\", " ", "\n", "<", "x",
+          DECIDED, decided(HARD)]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join), st.lists(st.integers(0, 300), max_size=12))
+@settings(max_examples=300)
+def test_what_nearly_is_a_call_reads_the_same_however_it_comes(text, cuts):
+    """And costs no more than two looks at a character, however many calls begin and do not end."""
+    at = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
+    looks, look = [], lesson.protocol.JSONEnd.read
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lesson.protocol.JSONEnd, "read", lambda end, text: looks.append(n := look(end, text)) or n)
+        whole = read("auto", [text])
+        assert sum(looks) <= 2 * len(text)
+    assert read("auto", [text[a:b] for a, b in itertools.pairwise(at)] or [""]) == whole
+    assert read("auto", [*text, ""]) == whole
+
+
+@pytest.mark.parametrize(
+    ("choice", "seen"), [(None, True), ("auto", True), ("none", False), ("required", False), (NAMED, False)]
+)
+def test_tags_that_are_special_tokens_are_seen_where_a_call_may_stand(choice, seen):
+    """As in vLLM, whatever the client says of special tokens; without tools, the client is heard."""
+    llm, app = serve(kind=Calling)
+    for more in ({}, {"skip_special_tokens": True}, {"skip_special_tokens": False}):
+        assert ask(app, "/v1/chat/completions", M | {"tools": TOOLS, "tool_choice": choice} | more).status == 200
+        assert ask(app, "/v1/chat/completions", M | more).status == 200
+    skips = [params.skip_special_tokens for *_, params in llm.added]
+    assert skips[::2] == ([False] * 3 if seen else [True, True, False]) and skips[1::2] == [True, True, False]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_of_a_surrogate_pair_in_a_call_can_be_sent(stream):
+    text = r'<tool_call>{"name": "f", "arguments": {"a": "\u00e9\ud83d", "b": "\ud83d\ude00"}}</tool_call>'
+    app = serve(Letters([(0, text, True, True)]), kind=Calling)[1]
+    heard = ask(app, "/v1/chat/completions", M | {"tools": TOOLS, "stream": stream})
+    found = lesson.read_events(heard.text)[1]["choices"][0]["delta"] if stream else heard.json["choices"][0]["message"]
+    (call,) = found["tool_calls"]
+    assert call["function"]["arguments"] == r'{"a": "é\ud83d", "b": "😀"}'
+    assert stream or found["content"] is None, "as in vLLM: who calls of its own accord, and says nothing, has none"
+
+
+def test_arguments_nested_deeper_than_we_can_write_are_text():
+    for depth in range(100, 2000, 50):
+        text = decided({}).replace("{}", '{"a": ' + depth * "[" + depth * "]" + "}")
+        content, calls = read("auto", [text])
+        assert len(calls) == 1 or content == text
 
 
 def test_one_call_if_the_client_wants_one():
@@ -1505,6 +1572,23 @@ def test_logprobs_of_a_completion():
     assert found["tokens"] == ["A", "C"] and found["text_offset"] == [0, 1]
     assert found["top_logprobs"][0] == {"B": -0.25, "A": -0.5}, "the best, and what was sampled"
     assert logprobs_of(lesson.CompletionRequest, prompt="x") is None
+
+
+def test_of_tokens_with_one_text_the_most_probable_counts():
+    """Also if another was chosen, and whatever their order: half a character has the text "", as others do."""
+    serving = lesson.OpenAIServing(lesson.ScriptedLLM(), ["smol"])
+    serving.token_bytes = dict.fromkeys(range(8), b"a")
+    ranked = [(3, 1, "b"), (4, 2, "a"), (5, 3, "a"), (6, 4, ""), (7, 5, "")]
+    for order, chosen in itertools.product(itertools.permutations(ranked), (4, 5)):
+        body = lesson.CompletionRequest(prompt="x", logprobs=5)
+        job = lesson.Job("id", "smol", body, serving.check_params(body), [])
+        entry = {t: offline.Logprob(-rank / 10, rank, text) for t, rank, text in order}
+        found = serving.logprobs(job, 0, offline.CompletionOutput(0, "a", [chosen], logprobs=[entry]))
+        assert list(found["top_logprobs"][0].items()) == [("b", -0.1), ("a", -0.2), ("", -0.4)]
+        assert found["token_logprobs"] == [-entry[chosen].rank / 10]
+        job.body.return_tokens_as_token_ids = True
+        found = serving.logprobs(job, 1, offline.CompletionOutput(1, "a", [chosen], logprobs=[entry]))
+        assert len(found["top_logprobs"][0]) == 5, "under its id, each has its own"
 
 
 def test_logprobs_under_token_ids():

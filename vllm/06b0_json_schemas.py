@@ -6,6 +6,11 @@ after the last property it may go on with one of its own, and another, until it 
 wants that, and few say so ("additionalProperties": false). So XGrammar, which vLLM asks first, reads every schema
 strictly: an object has the properties that are named, a tuple the items, and no others unless the schema says so.
 
+Some keywords cannot be written for, and a parser that guides must refuse them: "uniqueItems" would have to remember all
+items. But programs write schemas, and a program writes "uniqueItems": false, too. What asks for nothing is left out.
+And "oneOf" is read as "anyOf", by us as by XGrammar: an answer matches one branch, and nobody sees to it that it does
+not match another as well.
+
 Read for this: the JSON Schema specification (2020-12), XGrammar's `strict_mode`, vLLM 0.32
 `v1/structured_output/backend_guidance.py:process_for_additional_properties`.
 """
@@ -17,6 +22,20 @@ from collections.abc import Iterator
 from typing import Any
 
 MAX_NESTING = 64  # of a schema's objects and arrays, as in vLLM
+
+DESCRIBE = {"properties", "prefixItems", "$ref", "anyOf", "oneOf", "allOf"}  # keywords that say what a value has
+STRING = {"type": "string"}
+ANYTHING = ("true", "{}")  # schemas that all values fulfil, as JSON
+IDLE = {
+    "uniqueItems": ("false",), "not": ("false",), "$recursiveAnchor": ("false",), "unevaluatedItems": ANYTHING,
+    "unevaluatedProperties": ANYTHING, "propertyNames": (*ANYTHING, json.dumps(STRING)), "required": ("[]",),
+    "allOf": ("[]",), **dict.fromkeys(("minLength", "minItems", "minProperties"), ("0",)),
+    **dict.fromkeys(("patternProperties", "dependentSchemas", "dependentRequired", "dependencies"), ("{}",)),
+}  # fmt: skip
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+DIALECTS = [f"{known}{end}" for end in ("", "#") for known in (
+    *(f"http://json-schema.org/draft-0{i}/schema" for i in (4, 6, 7)),
+    *(f"https://json-schema.org/draft/20{year}/schema" for year in ("19-09", "20-12")))]  # fmt: skip
 
 
 def read_schema(text: str) -> dict[str, Any]:
@@ -34,16 +53,59 @@ def read_schema(text: str) -> dict[str, Any]:
     return schema
 
 
+def guidance_schema(text: str) -> dict[str, Any]:
+    """The schema in `text` as llguidance shall read it. Raises ValueError, RecursionError."""
+    schema = read_schema(text)
+    for node in list(subschemas(schema)):
+        for key in COUNTS:  # JSON knows numbers of one kind: 5.0 is a count
+            if isinstance(node.get(key), float) and node[key].is_integer():
+                node[key] = int(node[key])
+        for key in idle_keywords(node):
+            del node[key]
+        for rest, own in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+            if rest in node and not node.keys() & DESCRIBE - {"properties", "prefixItems"}:  # nothing else evaluates
+                node.setdefault(own, node.pop(rest))
+    return schema
+
+
+def brief(value: Any) -> str | None:
+    """A value as JSON, if it can be that of an idle keyword: what is long is not."""
+    return json.dumps(value) if not isinstance(value, dict | list) or not value or value == STRING else None
+
+
+def idle_keywords(schema: dict[str, Any]) -> set[str]:
+    """Keywords of a schema, not of those inside it, that ask for nothing by the value that they have here."""
+    said = {key: brief(value) for key, value in schema.items()}
+    found = {key for key, values in IDLE.items() if said.get(key) in values}
+    for key in ("dependentSchemas", "dependentRequired", "dependencies"):
+        if isinstance(schema.get(key), dict) and all(brief(x) in (*ANYTHING, "[]") for x in schema[key].values()):
+            found.add(key)
+    if "if" not in said or all(said.get(key, "true") in ANYTHING for key in ("then", "else")):
+        found |= {"if", "then", "else"} & said.keys()
+    if "contains" not in said or (said.get("minContains") == "0" and "maxContains" not in said):
+        found |= {"contains", "minContains", "maxContains"} & said.keys()
+    named, required = schema.get("properties"), schema.get("required")
+    most, fewest = schema.get("maxProperties"), schema.get("minProperties")
+    if isinstance(named, dict) and said.get("additionalProperties") == "false" and "patternProperties" not in said:
+        found |= {"maxProperties"} if type(most) is int and most >= len(named) else set()
+    if isinstance(required, list) and all(isinstance(name, str) for name in required):
+        found |= {"minProperties"} if type(fewest) is int and fewest <= len({*required}) else set()
+    if "$schema" in said and schema["$schema"] not in DIALECTS:  # another spelling, or a dialect of somebody's own
+        found.add("$schema")
+    return found
+
+
 def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
     """A schema, and every schema inside it: what stands under "properties" has names, and is none itself."""
     if not isinstance(schema, dict):  # true and false are schemas, too, but have nothing to close
         return
     yield schema
-    for key in ("properties", "$defs", "definitions"):
+    for key in ("properties", "patternProperties", "$defs", "definitions"):
         named = schema.get(key)
         for inner in named.values() if isinstance(named, dict) else ():
             yield from subschemas(inner)
-    for key in ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf"):
+    for key in ("items", "prefixItems", "additionalItems", "additionalProperties", "unevaluatedItems",
+                "unevaluatedProperties", "anyOf", "oneOf", "allOf"):  # fmt: skip
         found = schema.get(key)
         for inner in found if isinstance(found, list) else [found]:
             yield from subschemas(inner)
@@ -57,7 +119,7 @@ def close(schema: dict[str, Any]) -> None:
     """
     found = list(subschemas(schema))
     for node in found:
-        describe = {"properties", "prefixItems", "$ref", "anyOf", "oneOf", "allOf"} & node.keys()
+        describe = {key for key in DESCRIBE & node.keys() if node[key] != []}
         if len(describe) > 1 or (isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1):
             return
     for node in found:

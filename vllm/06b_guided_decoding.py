@@ -572,19 +572,21 @@ class RegexGrammar:
 
 def read_grammar(tokenizer: Any, kind: str, spec: str) -> Any:
     """llguidance's matcher for a JSON schema or a grammar. Raises ValueError."""
-    import llguidance
+    import re, llguidance  # noqa: E401, in the other process there is nothing else
 
     if kind == "grammar":
         grammar = llguidance.grammar_from("grammar", spec)
     else:  # as json.dumps writes it: where whitespace is free, a small model may write newlines until it is cut off
-        compact = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        compact = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
         grammar = llguidance.LLMatcher.grammar_from_json_schema(spec, overrides=compact)
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0,
                                    limits=llguidance.LLParserLimits(verbose_errors=False))  # fmt: skip
     first = matcher.deep_copy()
     first.compute_bitmask()
     if first.is_error():  # a matcher is silent about what cannot match until it is asked for a mask
-        raise ValueError(matcher.get_error() or "no answer can match it")
+        error = matcher.get_error() or "no answer can match it"
+        advice = 'Say "anyOf", or in the same schema "x-guidance": {"coerce_one_of": true}: both mean the same'
+        raise ValueError(re.sub("Enable 'coerce_one_of' option .* anyOf", advice, error))
     return matcher
 
 
@@ -695,7 +697,7 @@ def normalize(structured_outputs: dict[str, Any]) -> tuple[str, Any]:
         if sum(map(len, texts)) > MAX_SPEC:
             raise wrong(f"at most {MAX_SPEC:,} characters are allowed")
         "".join(texts).encode()  # a lone surrogate has no UTF-8
-        spec = json.dumps(schemas.read_schema(spec)) if kind == "json" else spec
+        spec = json.dumps(schemas.guidance_schema(spec)) if kind == "json" else spec
     except (ValueError, TypeError, RecursionError) as error:
         raise error if isinstance(error, common.InputError) else wrong(str(error)) from None
     return kind, texts if kind == "choice" else spec

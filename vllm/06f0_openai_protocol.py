@@ -19,6 +19,7 @@ import concurrent.futures
 import itertools
 import json
 import re
+import string
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -567,12 +568,12 @@ def tool_constraint(body: CommonRequest) -> dict[str, Any] | None:
     schemas = {tool.function.name: {"type": "object", **(tool.function.parameters or none)} for tool in body.tools}
     if isinstance(chosen, NamedTool):
         return {"json": schemas[chosen.function.name]}
-    compact = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    compact = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
     more = '(", " call)*' if body.parallel_tool_calls is not False else ""
     lines = [f'start: "[" call {more} "]"', "call: " + " | ".join(f"call_{i}" for i in range(len(schemas)))]
     for i, (name, schema) in enumerate(schemas.items()):
         try:
-            schema = json_schemas.read_schema(json.dumps(schema))
+            schema = json_schemas.guidance_schema(json.dumps(schema))
         except (ValueError, RecursionError) as error:
             raise common.InputError(f"tools: {name}: {error}") from None
         begin = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": '
@@ -628,12 +629,44 @@ def constraint_error(field: str, error: str, body: CommonRequest) -> str:
     return f"tools: {names[int(found[1]) // 2 - 2]}: {found[2]}"
 
 
+class JSONEnd:
+    """Finds where a JSON object ends, in text that comes piece by piece: its braces count, those in strings do not."""
+
+    BLANK, BETWEEN = frozenset(" \t\r\n"), frozenset(string.ascii_letters + string.digits + " \t\r\n+-.,:")
+
+    def __init__(self) -> None:
+        self.depth, self.in_string, self.escaped = 0, False, False
+        self.ended = self.broken = False  # broken: there is a character that JSON cannot have at this place
+
+    def read(self, text: str) -> int:
+        """How many characters of `text` belong to the object: all of them, unless it has ended or is broken."""
+        for i, char in enumerate(text):
+            if self.in_string:
+                self.broken = char < " "
+                self.in_string = self.escaped or char != '"'
+                self.escaped = not self.escaped and char == "\\"
+            elif char in "{[":
+                self.depth += 1
+            elif self.depth == 0:
+                self.broken = char not in self.BLANK
+            elif char in "]}":
+                self.depth -= 1
+                self.ended = self.depth == 0
+            else:
+                self.in_string = char == '"'
+                self.broken = not (self.in_string or char in self.BETWEEN)
+            if self.ended or self.broken:
+                return i + self.ended
+        return len(text)
+
+
 class ToolCallReader:
     """Reads one answer, piece by piece, and says what of it is text and what is a call.
 
     Pieces of a stream and a whole answer go the same way. A demanded call is told while its arguments grow. One that
     the model decided on, `<tool_call>{"name": …, "arguments": …}</tool_call>` (Hermes' format, and Qwen's), is told
-    when it is complete: until then it may turn out to be text.
+    when it is complete: until then it may turn out to be text. Where it ends is said by its JSON: in a string, the tags
+    are text like any other.
     """
 
     HEAD = re.compile(r'[}\[, ]*\{"name": ("(?:[^"\\]|\\.)*"), "parameters": ')
@@ -642,8 +675,9 @@ class ToolCallReader:
     def __init__(self, body: CommonRequest) -> None:
         self.choice, self.parallel = tool_choice(body), getattr(body, "parallel_tool_calls", True) is not False
         self.unread, self.count = "", 0  # characters that may yet become something; calls so far
-        self.inside, self.depth, self.in_string, self.escaped = False, 0, False, False  # where in a call's arguments
-        self.after_call = False
+        self.json: JSONEnd | None = None  # within a call: how far its JSON has come
+        self.block = ""  # and that JSON, if it may turn out to be text
+        self.behind: str | None = None  # after a call: what may follow it, and is no text
 
     def read(self, text: str, final: bool) -> dict[str, Any]:
         """The news in `text` as OpenAI's delta: `content`, `tool_calls` or nothing. `final`: no more will come."""
@@ -671,59 +705,56 @@ class ToolCallReader:
         """`[{"name": "f", "parameters": {…}}, …]`: the grammar has fixed every character around name and arguments."""
         calls, self.unread = [], self.unread + text
         while self.unread:
-            if not self.inside:
+            if self.json is None:
                 head = self.HEAD.match(self.unread)
                 if head is None:
                     break  # half a head, or the end of the list
-                self.unread, self.inside = self.unread[head.end() :], True
+                self.unread, self.json = self.unread[head.end() :], JSONEnd()
                 calls.append(self.begin(json.loads(head[1])))
             else:
-                end = self.end_of_arguments()
+                end = self.json.read(self.unread)
+                end = len(self.unread) if self.json.broken else end  # the engine has ended this answer with an error
                 if end:
                     calls.append(self.grow(self.unread[:end]))
                 self.unread = self.unread[end:]
+                self.json = None if self.json.ended else self.json
         return calls
-
-    def end_of_arguments(self) -> int:
-        """How many of the unread characters belong to the arguments; `inside` says whether more will."""
-        for i, char in enumerate(self.unread):
-            if self.in_string:
-                self.in_string = self.escaped or char != '"'
-                self.escaped = not self.escaped and char == "\\"
-            elif char == '"':
-                self.in_string = True
-            else:
-                self.depth += (char in "{[") - (char in "}]")
-                if self.depth == 0:
-                    self.inside = False
-                    return i + 1
-        return len(self.unread)
 
     def read_decided(self, text: str, final: bool) -> tuple[str, list[dict[str, Any]]]:
         """Text, and calls in the midst of it. What may yet become a call is held back."""
         content, calls, self.unread = "", [], self.unread + text
-        while self.unread:
-            start = self.unread.find(self.OPEN)
-            if start != 0:  # text, up to the next call or to what may be the beginning of one
-                end = start if start > 0 else len(self.unread) - (0 if final else self.half_open())
-                said, self.unread = self.unread[:end], self.unread[end:]
-                if self.after_call:  # the newline behind it is no text
-                    said = said.lstrip()
-                    self.after_call = not said
-                content += said
-                if start < 0:
+        while self.unread or (final and self.json):
+            if self.json:
+                end = self.json.read(self.unread)
+                self.block, self.unread = self.block + self.unread[:end], self.unread[end:]
+                if self.json.ended:
+                    call, self.json = decided_call(self.block), None
+                    if call is None:
+                        content += self.OPEN + self.block
+                        continue
+                    if self.parallel or self.count == 0:
+                        calls += [self.begin(call[0]), self.grow(call[1])]
+                    self.behind = self.CLOSE
+                elif self.json.broken or final:  # the tag was text, and a call may stand in what followed it
+                    content, self.unread, self.json = content + self.OPEN, self.block + self.unread, None
+                else:
                     break
-            end = self.unread.find(self.CLOSE)
-            if end < 0 and not final:
-                break
-            end = end + len(self.CLOSE) if end >= 0 else len(self.unread)
-            block, self.unread = self.unread[:end], self.unread[end:]
-            call = decided_call(block.removeprefix(self.OPEN).removesuffix(self.CLOSE))
-            if call is None:
-                content += block
-            elif self.parallel or self.count == 0:
-                calls += [self.begin(call[0]), self.grow(call[1])]
-            self.after_call = call is not None
+            elif self.behind is not None:  # blanks, the closing tag, blanks
+                self.unread = self.unread.lstrip()
+                if self.behind.startswith(self.unread):  # half of it, or nothing
+                    self.unread = "" if final else self.unread
+                    break
+                if self.behind and self.unread.startswith(self.behind):
+                    self.unread, self.behind = self.unread.removeprefix(self.behind), ""
+                else:
+                    self.behind = None
+            else:
+                said, tag, rest = self.unread.partition(self.OPEN)
+                end = len(said) - (0 if final or tag else self.half_open())
+                content, self.unread = content + said[:end], rest if tag else said[end:]
+                if not tag:
+                    break
+                self.json, self.block = JSONEnd(), ""
         return content, merged_calls(calls)
 
     def half_open(self) -> int:
@@ -732,14 +763,19 @@ class ToolCallReader:
 
 
 def decided_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a call that nothing but the model's habit has formed; None if it is none."""
+    """Name and arguments of a call that nothing but the model's habit has formed; None if it is none.
+
+    Half of a surrogate pair, which JSON can escape and no answer could carry, stays an escape in the arguments.
+    """
     try:
         call = json.loads(text)
         name, arguments = call["name"], call["arguments"]
+        if not (isinstance(name, str) and isinstance(arguments, dict)):
+            return None
+        name.encode()
+        return name, json.dumps(arguments, ensure_ascii=False).encode(errors="backslashreplace").decode()
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    valid = isinstance(name, str) and isinstance(arguments, dict)
-    return (name, json.dumps(arguments, ensure_ascii=False)) if valid else None
 
 
 def merged_calls(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

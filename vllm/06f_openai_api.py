@@ -364,7 +364,10 @@ class OpenAIServing:
                 raise common.InputError(f"top_logprobs {body.top_logprobs}: must be from 0 to 20")
             limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
             logprobs = (body.top_logprobs or 0) if body.logprobs else None
-            return sampling_params(body, limit, logprobs, self.sampling_defaults)
+            params = sampling_params(body, limit, logprobs, self.sampling_defaults)
+            if protocol.tool_choice(body) == "auto":  # to many models <tool_call> is a special token: it must be seen
+                params.skip_special_tokens = False
+            return params
         if body.suffix:
             raise common.InputError("suffix: not supported; this model cannot fill in the middle")
         if body.best_of not in (None, 1, body.n):
@@ -431,8 +434,7 @@ class OpenAIServing:
         job.text_offsets[index], tokens = offsets.pop(), [f"token_id:{t}" for t, _ in found] if by_id else tokens
         return {
             "tokens": tokens, "token_logprobs": [entry and finite(entry[t]) for t, entry in found],
-            "top_logprobs": [entry and {text if i == t else x.decoded_token: finite(x)
-                                        for i, x in [*best(entry), (t, entry[t])]}
+            "top_logprobs": [entry and by_text([*best(entry), (t, entry[t])], t, text)
                              for (t, entry), text in zip(found, tokens)],
             "text_offset": offsets,
         }  # fmt: skip
@@ -458,8 +460,9 @@ class OpenAIServing:
             return {"index": index, "text": shown.text} | content
         reader = job.readers[index]
         message = reader.read(answer.text, answer.finish_reason is not None)
-        if first:
-            message = {"role": "assistant", "content": ""} | message
+        if first:  # as in vLLM: who says nothing beside a call of their own has no content, else an empty one
+            nothing = None if reader.choice == "auto" and reader.count else ""
+            message = {"role": "assistant", "content": nothing} | message
         if reader.count and reader.choice in ("auto", "required") and answer.finish_reason == "stop":
             content["finish_reason"] = "tool_calls"  # for a named function OpenAI says "stop"
         if not job.body.stream:
@@ -596,6 +599,17 @@ def finite(x: offline.Logprob) -> float:
 def most_probable(k: int, entry: dict[int, offline.Logprob]) -> list[tuple[int, offline.Logprob]]:
     """The k best of what was reported for one position, best first; what was sampled may be none of them."""
     return sorted(((t, x) for t, x in entry.items() if x.rank <= k), key=lambda item: item[1].rank)
+
+
+def by_text(entries: Sequence[tuple[int, offline.Logprob]], chosen: int, its_text: str) -> dict[str, float]:
+    """Log probabilities as completions have them, by text. Of several tokens with one text, the most probable counts.
+
+    (In vLLM 0.32 it is the one that comes last.) `its_text` is what the token `chosen` has added to the answer.
+    """
+    found: dict[str, float] = {}
+    for token, x in sorted(entries, key=lambda item: item[1].rank):
+        found.setdefault(its_text if token == chosen else x.decoded_token, finite(x))
+    return found
 
 
 def scores(output: RequestOutput) -> list[dict[str, dict[str, Any]] | None]:
