@@ -706,7 +706,7 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
     from fastapi.responses import JSONResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException
 
-    bodies = common.lesson("06f2_request_bodies")
+    bodies = common.lesson("06f3_request_bodies")
     llm = serving.llm
     failures = {status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 500, 503)}
     app = fastapi.FastAPI(title="vLLM, from first principles", version=VERSION, docs_url=None, redoc_url=None)

@@ -1,4 +1,4 @@
-"""06f2 · A body becomes a request away from the event loop. The part of lesson 06f that needs FastAPI itself.
+"""06f3 · A body becomes a request away from the event loop. The part of lesson 06f that needs FastAPI itself.
 
 FastAPI reads a body where it routes it: on the event loop, on which every stream of the server waits for its turn. For
 a chat of two messages that is right, for 4 MB it is not. So a route here reads the body before FastAPI does, a large
