@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from types import SimpleNamespace
 
 import common
@@ -90,7 +90,7 @@ class Core(preemption.ReplayCore):
             # Adapters that have been read, and find a place whenever the scheduler lets them.
             limits, yes = SimpleNamespace(max_loras=max_loras, fair=False), lambda *about: True
             manager = SimpleNamespace(config=limits, blocks={}, retired={}, loading={}, collect=yes, is_loaded=yes,
-                                      make_resident=yes, wait=yes)  # fmt: skip
+                                      make_resident=yes, wait=yes, fingerprints=defaultdict(str))  # fmt: skip
             multi_lora.make_lora_scheduler(self.scheduler, manager)
 
     def execute_model(self, output):
