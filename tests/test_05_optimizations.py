@@ -77,6 +77,9 @@ def test_a_salt_is_in_the_first_block_and_an_adapter_in_every():
     tail = lesson.hash_block_tokens(salted[0], prompt[4:8])
     assert salted[1] == tail, "through the chain one salt is enough"
     assert adapted[1] == lesson.hash_block_tokens(adapted[0], prompt[4:8], (("lora", "a"),))
+    request = Request("x", prompt, SamplingParams(), lora_name="a")
+    request.lora_fingerprint = "of its files"
+    assert prefix_caching.block_extra_keys(request, first=False) == (("lora", "a", "of its files"),)
 
 
 # --- The manager against a naive twin -------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ def block_extra_keys(request: Request, first: bool) -> tuple:
     The adapter changes every layer's keys and values, so it is in every block: its name, and the fingerprint that tells
     its weights from others of this name.
     """
-    adapter = (("lora", request.lora_name, request.lora_fingerprint),) if request.lora_name else ()
+    known = (request.lora_fingerprint,) if request.lora_fingerprint else ()
+    adapter = (("lora", request.lora_name, *known),) if request.lora_name else ()
     return (*adapter, ("cache_salt", request.cache_salt)) if request.cache_salt and first else adapter
 
 
