@@ -29,7 +29,7 @@ import pydantic
 json_schemas = common.lesson("06b0_json_schemas")
 
 LARGE_BYTES = 16 << 10  # of a body: a larger one is read and prepared away from the event loop
-MAX_PARTS = 1 << 18  # arrays, objects and names in a body
+MAX_PARTS = 1 << 17  # arrays, objects and names in a body
 MAX_NESTING = 128  # of a body's arrays and objects; schemas in it may nest half as deep (06b0)
 MAX_ELEMENTS = 4096  # of a list or an object, unless it is one of these
 MAX_STOP_STRINGS = 64  # each is searched for in every step
