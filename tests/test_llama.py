@@ -596,6 +596,9 @@ BROKEN = {
         lambda f: edit_config(f, rope_parameters={"rope_type": "dynamic", "factor": 2}), "dynamic"),
     "RoPE without factor": (lambda f: edit_config(f, rope_parameters={"rope_type": "llama3"}), "factor"),
     "quantized": (lambda f: edit_config(f, quantization_config={"bits": 4}), "quantization_config"),
+    "no heads": (lambda f: edit_config(f, num_attention_heads=0), "config.json"),
+    "a context without end": (
+        lambda f: edit_config(f, rope_scaling={"type": "linear", "factor": 1e308}), "config.json"),
     "a field missing": (lambda f: edit_config(f, hidden_size=None), "hidden_size"),
     "a field of the wrong type": (lambda f: edit_config(f, num_hidden_layers="three"), "num_hidden_layers"),
     "heads that do not divide": (lambda f: edit_config(f, num_key_value_heads=3), "num_key_value_heads"),
@@ -871,7 +874,8 @@ LAST_TOKENS = {  # tokenizer_config.json, config.json, generation_config.json (N
     "a null": ("<|im_end|>", 0, {"eos_token_id": None}, (2,), True),
     "the tokenizer has none": (None, 0, {"eos_token_id": [0, 1]}, (0, 1), False),
     "the tokenizer's is not in its vocabulary": ("<never>", 0, {"eos_token_id": 1}, (1,), False),
-    "nobody but config.json has one": (None, 0, {"eos_token_id": None}, (0,), True),
+    "only config.json has one": (None, 0, None, (0,), False),
+    "only config.json has one, and a null stands before it": (None, 0, {"eos_token_id": None}, (0,), False),
     "nobody": (None, None, {}, (), True),
 }
 

@@ -372,6 +372,7 @@ class WorkerSpec:
     runner_args: Any = None
     quantization: str | None = None
     embeds_last: bool = False  # a drafter on the last stage looks tokens up
+    generation_config: str = "auto"  # whose tokens end an answer
 
 
 def plain_runner(args: None, samples: bool) -> type:
@@ -399,7 +400,7 @@ class Worker:
         self.spec = spec
         self.set_groups(*make_groups(self.world, spec.parallel))
         self.model = load_stage(spec.model, spec.dtype, self.tp, self.pp, spec.quantization, spec.embeds_last,
-                                getattr(spec.runner_args, "generation_config", "auto"))  # fmt: skip
+                                spec.generation_config)  # fmt: skip
         return parameters_held(self.model)
 
     def set_groups(self, tp: GroupCoordinator, pp: PipelineGroup) -> None:

@@ -167,7 +167,7 @@ def start_workers(args: Any, dtype: torch.dtype) -> Workers:
     executor = executors.make_executor(parallel)
     embeds_last = args.speculation is not None and args.speculation.method in ("draft_model", "eagle")
     runner = executors.KEY, "served_runner"
-    spec = WorkerSpec(args.model, parallel, dtype, runner, args, args.quantization, embeds_last)
+    spec = WorkerSpec(args.model, parallel, dtype, runner, args, args.quantization, embeds_last, args.generation_config)
     executor.collective_rpc("load_model", spec)
     parameters = sum(torch.Size(shape).numel() for shape in llama.tensor_shapes(config).values())
     return Workers(executor, parallel, executors.skeleton(config, parallel, dtype), parameters)

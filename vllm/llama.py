@@ -140,7 +140,7 @@ class LlamaConfig:
             )
         except KeyError as error:
             raise common.InputError(f"{where}: field {error} is missing") from None
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, ArithmeticError) as error:
             raise common.InputError(f"{where}: {error}") from None
         config._check(where)
         _check_attention(folder, raw, family, config)
@@ -260,9 +260,7 @@ def _eos_token_ids(folder: Path, said: Any, generation_config: str) -> tuple[tup
     ids = [] if others is None else others if isinstance(others, list) else [others]
     if not all(type(token_id) is int for token_id in ids):
         raise common.InputError(f"{folder}: eos_token_id is {others!r}, expected a token id or a list of them")
-    if found is None:
-        return tuple(dict.fromkeys(ids)), generation is None or generation.get("eos_token_id") is None
-    return tuple(dict.fromkeys([found, *ids])), True
+    return tuple(dict.fromkeys(ids if found is None else [found, *ids])), found is not None
 
 
 def _eos_of_tokenizer(folder: Path) -> int | None:
@@ -274,10 +272,11 @@ def _eos_of_tokenizer(folder: Path) -> int | None:
         content = json.loads((folder / "tokenizer.json").read_text("utf-8"))
         added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
         vocab = content["model"]["vocab"]
+        if isinstance(vocab, list):  # a Unigram model's: pieces and what they weigh
+            vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
+        return added.get(name, vocab.get(name))
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None  # `Tokenizer` says what is wrong with it
-    pieces = vocab if isinstance(vocab, dict) else {piece[0]: i for i, piece in enumerate(vocab)}  # a Unigram model's
-    return added.get(name, pieces.get(name))
 
 
 def read_generation_config(folder: Path, source: str = "auto") -> dict[str, Any] | None:
