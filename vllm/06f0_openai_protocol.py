@@ -741,8 +741,7 @@ class ToolCallReader:
                     break
             elif self.behind is not None:  # blanks, the closing tag, blanks
                 self.unread = self.unread.lstrip()
-                if self.behind.startswith(self.unread):  # half of it, or nothing
-                    self.unread = "" if final else self.unread
+                if self.behind.startswith(self.unread):  # half of it, or nothing: no text, even if no more comes
                     break
                 if self.behind and self.unread.startswith(self.behind):
                     self.unread, self.behind = self.unread.removeprefix(self.behind), ""

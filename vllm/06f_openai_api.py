@@ -602,12 +602,13 @@ def most_probable(k: int, entry: dict[int, offline.Logprob]) -> list[tuple[int, 
 
 
 def by_text(entries: Sequence[tuple[int, offline.Logprob]], chosen: int, its_text: str) -> dict[str, float]:
-    """Log probabilities as completions have them, by text. Of several tokens with one text, the most probable counts.
+    """Log probabilities as completions have them, by text: of several tokens with one text, the most probable counts.
 
-    (In vLLM 0.32 it is the one that comes last.) `its_text` is what the token `chosen` has added to the answer.
+    (In vLLM 0.32 it is the one that comes last.) `entries` are given best first; `its_text` is what `chosen` has added
+    to the answer.
     """
     found: dict[str, float] = {}
-    for token, x in sorted(entries, key=lambda item: item[1].rank):
+    for token, x in entries:
         found.setdefault(its_text if token == chosen else x.decoded_token, finite(x))
     return found
 
