@@ -1113,6 +1113,15 @@ def test_a_demanded_call_can_only_be_one():
     assert matches(named, '{"x": true}') and not matches(named, '{"x": 1}')
 
 
+def test_a_demanded_calls_schema_may_overlap_and_ask_for_nothing():
+    value = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+    parameters = {"type": "object", "properties": {"x": {"type": "array", "items": value, "uniqueItems": False}}}
+    tools = [{"type": "function", "function": {"name": "g", "parameters": parameters}}]
+    many, one = (constraint(request(choice, tools)) for choice in ("required", NAMED_G))
+    for x, fine in (([1, 1.5, 1], True), ([""], False)):
+        assert matches(many, f"[{call_of('g', {'x': x})}]") == matches(one, json.dumps({"x": x})) == fine
+
+
 def test_a_demanded_call_has_no_arguments_of_its_own():
     parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
     tools = [{"type": "function", "function": {"name": "g", "parameters": parameters}}]
@@ -1241,6 +1250,24 @@ def test_arguments_nested_deeper_than_we_can_write_are_text():
         text = decided({}).replace("{}", '{"a": ' + depth * "[" + depth * "]" + "}")
         content, calls = read("auto", [text])
         assert len(calls) == 1 or content == text
+
+
+@pytest.mark.parametrize("json_text", ["x", '{"a": "b\nc', "{'", '{"a": \\', '{"a"</tool_call>'])
+def test_what_json_cannot_have_is_told_at_once(json_text):
+    """And nobody waits for the end of a call that is none."""
+    text = f"<tool_call>{json_text}"
+    assert lesson.ToolCallReader(request("auto")).read(text, False) == {"content": text}
+
+
+@pytest.mark.parametrize(
+    "unit", ["<tool_call>", '<tool_call>{"', '<tool_call>{"a": ', '<tool_call>{"</tool_call>', DECIDED]
+)
+def test_many_calls_that_begin_cost_two_looks_at_a_character(monkeypatch, unit):
+    looks, look = [], lesson.protocol.JSONEnd.read
+    monkeypatch.setattr(lesson.protocol.JSONEnd, "read", lambda end, text: looks.append(n := look(end, text)) or n)
+    text = unit * 500
+    assert read("auto", [text]) == (("", 500 * [("f", {"city": "<Rome>"})]) if unit == DECIDED else (text, []))
+    assert sum(looks) <= 2 * len(text)
 
 
 def test_one_call_if_the_client_wants_one():
