@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import common
 import pytest
 from engine.core.scheduler import Scheduler
-from engine.seams import KVConnectorOutput
+from engine.output import KVConnectorOutput
 from support.broken import break_class
 from test_conformance import GOLDEN, trace_of
 

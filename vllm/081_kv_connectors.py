@@ -37,9 +37,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from engine.output import SchedulerOutput
+from engine.output import KVConnectorMetadata, KVConnectorOutput, SchedulerOutput
 from engine.request import Request, RequestStatus
-from engine.seams import KVConnectorMetadata, KVConnectorOutput
 
 kv_transfer = common.lesson("080_kv_transfer")
 handshake = kv_transfer.handshake

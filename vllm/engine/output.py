@@ -1,4 +1,4 @@
-"""What the scheduler says to the model runner, and what it says to whoever asked.
+"""What the scheduler, the model runner and the two halves of a connector say to each other.
 
 Owns nothing: plain records, made by the scheduler, read by worker and front end, and pickled on their way between
 processes. vLLM: `vllm/v1/core/sched/output.py`, `vllm/v1/engine/__init__.py`.
@@ -38,3 +38,22 @@ class EngineCoreOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     kv_transfer_params: dict[str, Any] | None = None  # where its keys and values are, for whoever goes on with it
+
+
+@dataclass
+class KVConnectorMetadata:
+    """What the scheduler's half of a connector tells the worker's half about a step."""
+
+    to_load: list[tuple[Request, list[int], int, int]] = field(default_factory=list)  # its blocks, positions [a, b)
+    to_save: list[tuple[Request, list[int], int]] = field(default_factory=list)  # its blocks, positions computed
+    preempted: list[Request] = field(default_factory=list)
+
+
+@dataclass
+class KVConnectorOutput:
+    """What the worker's half tells the scheduler's after a step."""
+
+    finished_sending: set[str] = field(default_factory=set)  # request ids: their blocks may be freed
+    finished_recving: set[str] = field(default_factory=set)  # theirs have arrived, or are not written any more
+    failed_recving: dict[str, str] = field(default_factory=dict)  # theirs never will, and why
+    invalid_block_ids: set[int] = field(default_factory=set)  # a load inside the step left nothing in them

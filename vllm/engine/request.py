@@ -114,7 +114,7 @@ class Request:
     and every step lets it catch up by some of them. One that decodes is behind by exactly 1: the token sampled last.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what a request is made of
         self, request_id: str, prompt_token_ids: list[int], sampling_params: SamplingParams, *,
         arrival_time: float | None = None, priority: int = 0, eos_token_id: int | None = None,
         cache_salt: str | None = None, lora_name: str | None = None,
@@ -130,7 +130,7 @@ class Request:
         self.guide: Any = None  # companion 06b: what its answer must match, compiled
         self.max_tokens = math.inf if sampling_params.max_tokens is None else sampling_params.max_tokens
         self.eos_token_id = None if sampling_params.ignore_eos else eos_token_id
-        self.stop_token_ids = frozenset(sampling_params.stop_token_ids)
+        self.stop_token_ids = frozenset(sampling_params.stop_token_ids or ())
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None  # the stop token or string that ended it

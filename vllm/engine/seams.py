@@ -7,10 +7,9 @@ having its methods: nothing is inherited. vLLM: the base classes named at each.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from engine.output import SchedulerOutput
+from engine.output import KVConnectorMetadata, KVConnectorOutput, SchedulerOutput
 from engine.request import Request
 
 # --- Drafts ----------------------------------------------------------------------------------------------------------
@@ -84,25 +83,6 @@ class Adapters(Protocol):
 
 
 # --- Keys and values from elsewhere ----------------------------------------------------------------------------------
-
-
-@dataclass
-class KVConnectorMetadata:
-    """What the scheduler's half of a connector tells the worker's half about a step."""
-
-    to_load: list[tuple[Request, list[int], int, int]] = field(default_factory=list)  # its blocks, positions [a, b)
-    to_save: list[tuple[Request, list[int], int]] = field(default_factory=list)  # its blocks, positions computed
-    preempted: list[Request] = field(default_factory=list)
-
-
-@dataclass
-class KVConnectorOutput:
-    """What the worker's half tells the scheduler's after a step."""
-
-    finished_sending: set[str] = field(default_factory=set)  # request ids: their blocks may be freed
-    finished_recving: set[str] = field(default_factory=set)  # theirs have arrived, or are not written any more
-    failed_recving: dict[str, str] = field(default_factory=dict)  # theirs never will, and why
-    invalid_block_ids: set[int] = field(default_factory=set)  # a load inside the step left nothing in them
 
 
 class SchedulerConnector(Protocol):

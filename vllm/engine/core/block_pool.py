@@ -114,6 +114,7 @@ class BlockPool:
     def evict(self, block: int) -> None:
         """Remove a block from the index."""
         block_hash, self.block_hash[block] = self.block_hash[block], None
+        assert block_hash is not None, "the block is in the index"
         blocks = self.cached_block_hash_to_block[block_hash]
         del blocks[block]
         if not blocks:

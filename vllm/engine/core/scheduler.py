@@ -7,18 +7,20 @@ vLLM: `vllm/v1/core/sched/scheduler.py`, `vllm/v1/core/sched/async_scheduler.py`
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 from common import InputError
 from engine.config import SchedulerConfig
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.output import EngineCoreOutput, SchedulerOutput
 from engine.core.queues import FairRequestQueue, FCFSRequestQueue, PriorityRequestQueue
 from engine.core.stats import SpecDecodingStats
+from engine.output import EngineCoreOutput, KVConnectorMetadata, KVConnectorOutput, SchedulerOutput
 from engine.request import NO_TOKEN, NO_TOKEN_ID, Request, RequestStatus, check_stop
-from engine.seams import Adapters, DraftPlan, KVConnectorMetadata, KVConnectorOutput, SchedulerConnector
+from engine.seams import Adapters, DraftPlan, SchedulerConnector
+
+NO_CAP = sys.maxsize
 
 
 class Scheduler:
@@ -37,7 +39,7 @@ class Scheduler:
       * `adapters`: a request may need a LoRA adapter, which needs a place in memory.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  one argument for each optional collaborator
         self,
         config: SchedulerConfig,
         kv_cache_manager: KVCacheManager,
@@ -64,7 +66,7 @@ class Scheduler:
             self.waiting = FairRequestQueue()
         self.finished_req_ids: list[str] = []
         self.token_budget = 0  # what is left of the step being scheduled
-        self.long_prefill_cap: float = math.inf  # the most tokens that one request gets in it
+        self.long_prefill_cap = NO_CAP  # the most tokens that one request gets in it
 
         self.spec_decoding_stats = SpecDecodingStats()
         self.kv_connector_metadata: KVConnectorMetadata | None = None  # the worker's orders for the last step
@@ -100,7 +102,7 @@ class Scheduler:
         """KV slots that a request fills in its life. Its last token is sampled and never computed, hence − 1; a step
         ahead, drafts that reach the end sooner than planned are followed by a step in vain, hence + 1."""
         in_vain = 1 if self.async_scheduling and self.drafts else 0
-        return min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len) - 1 + in_vain
+        return int(min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len)) - 1 + in_vain
 
     # --- before a step ----------------------------------------------------------------------------------------------
 
@@ -124,12 +126,12 @@ class Scheduler:
             self._order_transfers(output, self.connector)
         return output
 
-    def _long_prefill_cap(self) -> float:
+    def _long_prefill_cap(self) -> int:
         """A request that is alone has nobody to starve, and is not capped. The adaptive form gives each request,
         running or waiting, at least its share of the budget."""
         config, num_requests = self.config, len(self.requests)
         if config.long_prefill_token_threshold == 0 or num_requests <= 1:
-            return math.inf
+            return NO_CAP
         if config.long_prefill_token_threshold_adaptive:
             return max(config.long_prefill_token_threshold, config.max_num_batched_tokens // num_requests)
         return config.long_prefill_token_threshold
@@ -334,6 +336,15 @@ class Scheduler:
             for request in filter(None, map(self.requests.get, sampled_token_ids)):
                 request.num_output_placeholders -= 1
 
+        outputs = self._append_sampled(output, sampled_token_ids)
+        if self.connector:
+            outputs += self._hear_of_transfers(outputs, news, lost, self.connector)
+        return outputs + self._end_broken()
+
+    def _append_sampled(
+        self, output: SchedulerOutput, sampled_token_ids: dict[str, list[int]]
+    ) -> list[EngineCoreOutput]:
+        """To each request what it got; who ends leaves."""
         outputs: list[EngineCoreOutput] = []
         stopped = False
         for request_id in output.num_scheduled_tokens:
@@ -354,12 +365,6 @@ class Scheduler:
                 outputs.append(result)
         if stopped:
             self.running = [request for request in self.running if not request.is_finished()]
-        if self.connector:
-            outputs += self._hear_of_transfers(outputs, news, lost, self.connector)
-        if self.broken:
-            broken, self.broken = self.broken, {}
-            for request in self.finish_requests(sorted(broken), RequestStatus.FINISHED_ABORTED):
-                outputs.append(EngineCoreOutput(request.request_id, [], "error", broken[request.request_id]))
         return outputs
 
     def _append_tokens(self, request: Request, token_ids: list[int]) -> list[int]:
@@ -466,6 +471,12 @@ class Scheduler:
             return False
         request.lora_fingerprint = adapters.fingerprint(name)  # before its blocks are looked up
         return True
+
+    def _end_broken(self) -> list[EngineCoreOutput]:
+        """End those whose adapter can never be used, and say why."""
+        broken, self.broken = self.broken, {}
+        ended = self.finish_requests(sorted(broken), RequestStatus.FINISHED_ABORTED)
+        return [EngineCoreOutput(r.request_id, [], "error", broken[r.request_id]) for r in ended]
 
     def uses(self, name: str) -> bool:
         """Does a request that has not ended need this adapter?"""

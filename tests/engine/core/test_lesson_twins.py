@@ -1,0 +1,122 @@
+"""Lessons 04, 10 and 11 have schedulers of their own: with all else switched off, each decides as the engine's does."""
+
+from __future__ import annotations
+
+import random
+
+import common
+import pytest
+from engine.config import SchedulerConfig
+from engine.core.scheduler import make_scheduler
+from engine.request import Request, RequestStatus, SamplingParams
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+batching, chunked = common.lesson("04_continuous_batching"), common.lesson("10_chunked_prefill")
+preemption = common.lesson("11_preemption")
+
+
+def life(scheduler, seed: int, steps: int = 40) -> list:
+    """Requests come, write, and are aborted, by a seed; what was decided in each step, block ids included."""
+    rng, decided, number = random.Random(seed), [], 0
+    longest = scheduler.config.max_model_len
+    for _ in range(steps):
+        for _ in range(rng.choice([0, 0, 1, 1, 2, 5])):
+            prompt = [rng.randrange(3) for _ in range(rng.randint(1, longest - 1))]
+            params = SamplingParams(max_tokens=rng.randint(1, 12), stop_token_ids=[0])
+            scheduler.add_request(Request(str(number), prompt, params, arrival_time=number, priority=rng.randrange(3)))
+            number += 1
+        if rng.random() < 0.1 and scheduler.requests:
+            scheduler.finish_requests([rng.choice(list(scheduler.requests))], RequestStatus.FINISHED_ABORTED)
+        output = scheduler.schedule()
+        tables = {name: list(scheduler.kv_cache_manager.get_block_ids(name)) for name in output.num_scheduled_tokens}
+        sampled = {
+            name: [rng.randrange(20)]
+            for name in output.num_scheduled_tokens
+            if scheduler.requests[name].num_computed_tokens == scheduler.requests[name].num_tokens
+        }
+        heard = scheduler.update_from_output(output, sampled)
+        names = [[request.request_id for request in part] for part in (
+            output.scheduled_running_reqs, output.scheduled_new_reqs, output.scheduled_resumed_reqs,
+            output.preempted_reqs, scheduler.running, scheduler.waiting)]  # fmt: skip
+        decided.append((dict(output.num_scheduled_tokens), names, output.finished_req_ids, heard, tables))
+    return decided
+
+
+def without_tables(decided: list) -> list:
+    return [step[:-1] for step in decided]
+
+
+@st.composite
+def limits(draw, chunks: bool):
+    """Keyword arguments of a legal config, and the pool: (limits, num_blocks, block_size)."""
+    max_model_len, max_num_seqs = draw(st.integers(4, 40)), draw(st.integers(1, 8))
+    found = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs,
+             "policy": draw(st.sampled_from(["fcfs", "priority"])),
+             "max_num_batched_tokens": max(max_model_len, max_num_seqs) + draw(st.integers(0, 20))}  # fmt: skip
+    if chunks:
+        found["enable_chunked_prefill"] = draw(st.booleans())
+        if found["enable_chunked_prefill"]:
+            found["max_num_batched_tokens"] = max_num_seqs + draw(st.integers(0, 20))
+        found["long_prefill_token_threshold"] = draw(st.sampled_from([0, 1, 3]))
+        found["long_prefill_token_threshold_adaptive"] = draw(st.booleans())
+    block_size = draw(st.sampled_from([1, 2, 4]))
+    return found, -(-max_model_len // block_size) + 1, block_size
+
+
+def eleven(config: SchedulerConfig, num_blocks: int, block_size: int, caching: bool):
+    manager = preemption.KVCacheManager(num_blocks, block_size, config.max_model_len, caching)
+    return preemption.Scheduler(config, manager)
+
+
+@settings(max_examples=150)
+@given(limits(chunks=True), st.integers(0, 12), st.booleans(), st.integers(0, 10**6))
+def test_lesson_11_decides_as_the_engine(about, more_blocks, caching, seed):
+    """Whom it preempts, whom it admits, in which blocks: all of it, in a pool that is too small."""
+    found, num_blocks, block_size = about
+    config, num_blocks = SchedulerConfig(**found, watermark=0.1 * (seed % 3)), num_blocks + more_blocks
+    ours = make_scheduler(config, num_blocks, block_size, caching)
+    assert life(eleven(config, num_blocks, block_size, caching), seed) == life(ours, seed)
+
+
+@settings(max_examples=100)
+@given(limits(chunks=True), st.integers(0, 10**6))
+def test_lesson_10_decides_as_the_engine_while_there_are_blocks(about, seed):
+    """It reserves a request's blocks for its whole life, so which blocks these are is another matter."""
+    found, num_blocks, block_size = about
+    num_blocks *= found["max_num_seqs"] + 1
+    manager = batching.KVCacheManager(num_blocks, block_size, found["max_model_len"])
+    theirs = chunked.Scheduler(chunked.SchedulerConfig(**found), manager)
+    ours = make_scheduler(SchedulerConfig(**found), num_blocks, block_size, False)
+    assert without_tables(life(theirs, seed)) == without_tables(life(ours, seed))
+
+
+@settings(max_examples=100)
+@given(limits(chunks=False), st.integers(0, 10**6))
+def test_lesson_04_decides_as_the_engine_while_there_are_blocks(about, seed):
+    """With whole prompts: it has no others."""
+    found, num_blocks, block_size = about
+    num_blocks *= found["max_num_seqs"] + 1
+    manager = batching.KVCacheManager(num_blocks, block_size, found["max_model_len"])
+    theirs = batching.Scheduler(batching.SchedulerConfig(**found), manager)
+    ours = make_scheduler(SchedulerConfig(**found, enable_chunked_prefill=False), num_blocks, block_size, False)
+    assert without_tables(life(theirs, seed)) == without_tables(life(ours, seed))
+
+
+@pytest.mark.parametrize(("owner", "name", "wrong"), [
+    (preemption.Scheduler, "_choose_victim", lambda self: self.running[0]),
+    (preemption.Scheduler, "_admit", chunked.Scheduler._admit),
+    (chunked.Scheduler, "_long_prefill_cap", lambda self: 2),
+    (batching.Scheduler, "_free_request", lambda self, request: self.requests.pop(request.request_id)),
+])  # fmt: skip
+def test_a_twin_that_decides_otherwise_is_noticed(monkeypatch, owner, name, wrong):
+    monkeypatch.setattr(owner, name, wrong)
+    config = SchedulerConfig(max_model_len=24, max_num_seqs=6, max_num_batched_tokens=12, watermark=0.3)
+
+    def differs(seed: int) -> bool:
+        try:
+            return life(eleven(config, 9, 4, False), seed) != life(make_scheduler(config, 9, 4, False), seed)
+        except Exception:  # too broken to go on
+            return True
+
+    assert any(map(differs, range(20)))
