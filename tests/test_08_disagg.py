@@ -2522,8 +2522,12 @@ def test_transfer_params_are_checked_when_a_request_comes():
     request, params = functools.partial(lesson.make_request, "r", [1], 1), {"do_remote_prefill": True}
     with pytest.raises(common.InputError, match="transfer_id"):
         connector_of().on_new_request(request(**params))
-    largest = {"transfer_id": "x", "remote_host": "h", "remote_port": 65535, "tp_size": 1024}
-    connector_of().on_new_request(request(**params, **largest))
+    where = {"transfer_id": "x", "remote_host": "h"}
+    for port, ranks in ((65535, 1), (65536 - 1024, 1024)):  # rank r listens at remote_port + r
+        connector_of().on_new_request(request(**params, **where, remote_port=port, tp_size=ranks))
+    for port, ranks in ((65535, 2), (65536, 1), (0, 1), (1, 0), (1, 1025)):
+        with pytest.raises(common.InputError, match="out of range"):
+            connector_of().on_new_request(request(**params, **where, remote_port=port, tp_size=ranks))
 
 
 @pytest.mark.parametrize(
