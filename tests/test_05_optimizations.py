@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import common
 import pytest
 from engine.core.block_pool import BlockPool
-from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.kv_cache_manager import KVCacheManager, block_extra_keys
 from support.broken import break_class
 import torch
 from hypothesis import given, settings
@@ -79,7 +79,7 @@ def test_a_salt_is_in_the_first_block_and_an_adapter_in_every():
     assert adapted[1] == lesson.hash_block_tokens(adapted[0], prompt[4:8], (("lora", "a"),))
     request = Request("x", prompt, SamplingParams(), lora_name="a")
     request.lora_fingerprint = "of its files"
-    assert prefix_caching.block_extra_keys(request, first=False) == (("lora", "a", "of its files"),)
+    assert block_extra_keys(request, first=False) == (("lora", "a", "of its files"),)
 
 
 # --- The manager against a naive twin -------------------------------------------------------------------------------

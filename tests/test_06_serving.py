@@ -1149,9 +1149,9 @@ def life(capsys, monkeypatch, timeout, ask, number=signal.SIGTERM, place="thread
     return asyncio.run(run())
 
 
-async def stream_of(client, tokens, prompt=(1, 2, 3)):
+async def stream_of(client, tokens, prompt=(1, 2, 3), **more):
     events = []
-    body = {"prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {"prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True, **more}
     async with client.stream("POST", "/v1/completions", json=body) as response:
         async for line in response.aiter_lines():
             if line:
@@ -1214,10 +1214,10 @@ def test_a_server_says_and_does_what_its_model_wishes(tiny_load, tmp_path, capsy
     said = []
     monkeypatch.setattr("builtins.print", lambda text, **about: (said.append(text), sys.stdout.write(f"{text}\n")))
     flags = {"generation_config": str(tmp_path), "override_generation_config": '{"temperature": 0.5}'}
-    code, events = life(capsys, monkeypatch, 20, lambda client: stream_of(client, 60), **flags)
+    code, events = life(capsys, monkeypatch, 20, lambda client: stream_of(client, 60, logprobs=0), **flags)
     told = [json.loads(event) for event in events[:-1]]
     assert code == 0 and told[-1]["choices"][0]["finish_reason"] == "length"
-    assert len(told) == 7
+    assert sum(len((event["choices"][0]["logprobs"] or {"tokens": ()})["tokens"]) for event in told) == 7
     assert 'sampling defaults of the model: {"temperature": 0.5, "top_k": 1, "max_tokens": 7}' in "".join(said)
 
 

@@ -279,7 +279,7 @@ def test_a_tokenizer_with_byte_fallback():
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     backend.add_special_tokens(["<unk>", "</s>"])
-    tokenizer = type("Tokenizer", (), {"backend": backend, "config": {"eos_token": {"content": "</s>"}}})()
+    tokenizer = type("Tokenizer", (), {"backend": backend, "special_tokens": {"eos_token": "</s>"}})()
     found = lesson.vocabulary_of(tokenizer)
     guide = lesson.compile_guide({"regex": "( the)? ?5€"}, found)
     allowed = lambda text: guide.allowed(guide.dfa.step(0, text)).nonzero()[0].tolist()  # noqa: E731

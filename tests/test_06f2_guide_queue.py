@@ -236,6 +236,7 @@ def test_the_engine_compiles_beside_its_steps(monkeypatch):
     class Core:
         def __init__(self):
             self.runner = self.scheduler = self
+            self.patience = None
             self.requests = []
 
         def grammar_init(self, request):

@@ -1159,7 +1159,7 @@ def test_an_adapter_that_is_gone_when_its_prompt_arrives_ends_the_request(tiny_m
         raise common.InputError("no such file")
 
     monkeypatch.setattr(decode.lora, "is_loaded", unreadable)
-    assert drain(prefill.core, decode.core)["r"][1] == "abort"
+    assert drain(prefill.core, decode.core)["r"][1] == "error"
     for engine in (prefill, decode):
         engine.core.scheduler.connector.close()
         assert_idle(engine.core)

@@ -429,7 +429,7 @@ def test_with_drafts_too_who_cannot_run_hears_of_it_though_nothing_is_in_flight(
     engine.lora.add_lazily("gone", gone)
     engine.add_request("x", {"prompt_token_ids": [1, 2]}, SamplingParams(max_tokens=4), lora_name="gone")
     outputs = [output for _ in range(50) for output in engine.step()]
-    assert [output.outputs[0].finish_reason for output in outputs] == ["abort"]
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error"]
 
 
 # --- What is refused --------------------------------------------------------------------------------------------------

@@ -450,7 +450,7 @@ class ModelRunner:
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> dict[str, list[int]]:
         """The most probable token of each row, [R, vocab] -> R tokens. The companion 04b samples as requests ask."""
-        token_ids = most_probable(logits.float()).tolist()
+        token_ids = most_probable_ids(logits.float())
         return {request.request_id: [token] for request, token in zip(requests, token_ids)}
 
 
@@ -461,6 +461,12 @@ def most_probable(logits: torch.Tensor) -> torch.Tensor:
     """
     best, token_ids = logits.max(1)
     return torch.where(best.isfinite(), token_ids, NO_TOKEN_ID)
+
+
+def most_probable_ids(logits: torch.Tensor) -> list[int]:
+    """`most_probable` as a list, with fewer operations: the host looks at what `max` found. [R, vocab] -> R ids."""
+    best, token_ids = logits.max(1)
+    return [i if math.isfinite(top) else NO_TOKEN_ID for i, top in zip(token_ids.tolist(), best.tolist())]
 
 
 class PackedLinear:

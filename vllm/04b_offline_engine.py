@@ -63,7 +63,7 @@ KEY = "04b_offline_engine"
 
 scheduling, token_rules = common.lesson("04_continuous_batching"), common.lesson("04b0_token_rules")
 EngineCore, ModelEngineCore, ModelRunner = scheduling.EngineCore, scheduling.ModelEngineCore, scheduling.ModelRunner
-most_probable = scheduling.most_probable
+most_probable, most_probable_ids = scheduling.most_probable, scheduling.most_probable_ids
 
 GREEDY = 1e-5  # temperatures below this are 0
 CANDIDATES = 1024  # tokens that top_p looks at before it sorts the whole vocabulary
@@ -268,7 +268,7 @@ class Sampler:
         """
         logits = logits.float()
         if all(state.plain for state in states):
-            return most_probable(logits).tolist(), [None] * len(states)
+            return most_probable_ids(logits), [None] * len(states)
         adjusted = adjust_logits(logits.clone(), states)
         token_ids = most_probable(adjusted)
         if drawn := [row for row, state in enumerate(states) if not state.greedy]:
@@ -355,6 +355,7 @@ class SamplingModelRunner(ModelRunner):
         return super().execute_model(output)
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> dict[str, list[int]]:
+        """One token of each row, [R, vocab] -> R tokens, as its request asks; NO_TOKEN_ID where none can be chosen."""
         token_ids, logprobs = self.sampler(logits, [self.states[request.request_id] for request in requests])
         ids = [request.request_id for request in requests]
         self.logprobs = {request_id: found for request_id, found in zip(ids, logprobs) if found}

@@ -210,9 +210,9 @@ class PrometheusStatLogger:
             if times is None:
                 continue
             self.success(finished_reason=answer.finish_reason).inc()
+            self.times_preempted.observe(times.preemptions)
             if times.tokens == 0:  # an error before the first token: no time can be told
                 continue
-            self.times_preempted.observe(times.preemptions)
             self.e2e.observe(times.last - times.arrival)
             self.decode_time.observe(times.last - times.first)
             admitted = min(times.first, times.arrival + times.queued)
