@@ -368,8 +368,10 @@ BREAK = {  # the feature whose recordings notice, the text of a rule, and what s
     "what comes for a victim is lost": (
         "ahead", "if request is None or not token_ids:",
         "if request is None or not token_ids or request.status is RequestStatus.PREEMPTED:"),
-    "answers are not found": ("ahead", "if self.async_scheduling and has_blocks and", "if False and"),
-    "who ended without a seat queues on": ("ahead", "if was_preempted:", "if False:"),
+    "answers are not found": (
+        "ahead", "if self.async_scheduling and self.kv_cache_manager", "if False and self.kv_cache_manager"),
+    "who ended without a seat queues on": (
+        "ahead", "if request.num_computed_tokens == 0 and request in self.waiting:", "if False:"),
     "drafts on their way do not count": (
         "ahead_speculative", "request.num_output_placeholders + request.num_draft_placeholders\n",
         "request.num_output_placeholders\n"),
@@ -510,8 +512,8 @@ GOES_ON_BEHIND_ITSELF = (
 EVERY_ADAPTER_COUNTS = ("for part in members for r in part if", "for r in self.running if")
 # Full blocks can be found once their tokens are verified, not only when the next step is scheduled.
 FINDS_WHAT_WAS_VERIFIED = (
-    "if self.async_scheduling and has_blocks and",
-    "if (self.async_scheduling or self.drafts) and has_blocks and",
+    "if self.async_scheduling and self.kv_cache_manager",
+    "if (self.async_scheduling or self.drafts) and self.kv_cache_manager",
 )
 RULES_OF_033 = {
     "fuzz": GOES_ON_BEHIND_ITSELF,

@@ -351,12 +351,11 @@ class Scheduler:
             request, token_ids = self.requests.get(request_id), sampled_token_ids.get(request_id)
             if request is None or not token_ids:
                 continue
-            was_preempted = request.status is RequestStatus.PREEMPTED  # a step ahead, its token may come later
             result = EngineCoreOutput(request_id, self._append_tokens(request, token_ids))
             if request.is_finished():
                 result.finish_reason, result.stop_reason = request.get_finished_reason(), request.stop_reason
-                if was_preempted:
-                    self.waiting.remove_request(request)  # that token was its last
+                if request.num_computed_tokens == 0 and request in self.waiting:  # preempted; this token was its last
+                    self.waiting.remove_request(request)
                 self._free_request(request)
                 stopped = True
             if self.drafts and request.sampling_params.logprobs is not None:
@@ -369,7 +368,6 @@ class Scheduler:
 
     def _append_tokens(self, request: Request, token_ids: list[int]) -> list[int]:
         """Append tokens, up to one that ends the request. Returns those. NO_TOKEN_ID ends it with an error."""
-        has_blocks = request.status is RequestStatus.RUNNING
         for count, token_id in enumerate(token_ids, 1):
             if token_id == NO_TOKEN_ID:
                 request.status, request.stop_reason = RequestStatus.FINISHED_ERROR, NO_TOKEN
@@ -378,8 +376,8 @@ class Scheduler:
             if check_stop(request, self.config.max_model_len):
                 token_ids = token_ids[:count]
                 break
-        if self.async_scheduling and has_blocks and self.kv_cache_manager.enable_caching:
-            # All but the last are computed, and only now is it known what is in their blocks.
+        if self.async_scheduling and self.kv_cache_manager.enable_caching:
+            # All but the last are computed (of a preempted request, none), and only now are their blocks' hashes known.
             num_computed = min(request.num_computed_tokens, request.num_tokens - 1)
             self.kv_cache_manager.cache_blocks(request, num_computed)
         return token_ids
