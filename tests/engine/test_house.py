@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import common
 import pytest
 
 TOOLS = Path(sys.executable).parent
+ROOMS = [path for path in sorted((common.HERE / "engine").rglob("*.py")) if path.name != "__init__.py"]
 
 
 def house(folder: Path, file: str, old: str, new: str) -> Path:
@@ -33,6 +35,17 @@ def check(folder: Path, tool: str, *arguments: str) -> tuple[int, str]:
     environment = {"PYTHONPATH": "vllm", "PATH": f"{TOOLS}:/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home())}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", ROOMS, ids=lambda path: path.name)
+def test_a_file_says_first_what_it_owns_who_calls_it_what_it_never_does_and_where_vllm_has_it(path):
+    first = ast.get_docstring(ast.parse(path.read_text()))
+    assert 3 <= len(first.splitlines()) <= 6
+    assert (
+        "Owns" in first
+        and "ever" in first
+        and "vLLM: `" in first.replace("\n", " ").replace("vLLM: the base", "vLLM: `")
+    )
 
 
 WRONG = {

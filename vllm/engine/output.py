@@ -1,7 +1,7 @@
 """What the scheduler, the model runner and the two halves of a connector say to each other.
 
 Owns nothing: plain records, made by the scheduler, read by worker and front end, and pickled on their way between
-processes. vLLM: `vllm/v1/core/sched/output.py`, `vllm/v1/engine/__init__.py`.
+processes. They never decide or compute. vLLM: `vllm/v1/core/sched/output.py`, `vllm/v1/engine/__init__.py`.
 """
 
 from __future__ import annotations

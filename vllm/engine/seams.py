@@ -1,7 +1,7 @@
 """The seams: what the engine asks of its parts, one interface a screen.
 
 Owns no behaviour. The engine's own parts and the lessons' fill these; `registry.py` says which. A class fills a seam by
-having its methods: nothing is inherited. vLLM: the base classes named at each.
+having its methods; nothing is ever inherited. vLLM: the base classes named at each.
 """
 
 from __future__ import annotations

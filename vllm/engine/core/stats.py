@@ -1,6 +1,6 @@
 """What the scheduler counts.
 
-Owns numbers; written by the scheduler, read by metrics and stories. It decides nothing.
+Owns numbers; written by the scheduler, read by metrics and stories. It never decides.
 vLLM: `vllm/v1/spec_decode/metrics.py`.
 """
 
