@@ -104,11 +104,9 @@ class KVCacheManager:
     Entry i of a request's table is the physical block that holds its tokens [i·block_size, (i+1)·block_size).
     """
 
-    pool_class = BlockPool  # lesson 05 brings one with an index
-
     def __init__(self, num_blocks: int, block_size: int, max_model_len: int) -> None:
         """`num_blocks` counts block 0, which the pool keeps for padding and never hands out."""
-        self.block_pool = self.pool_class(num_blocks)
+        self.block_pool = BlockPool(num_blocks)
         self.block_size, self.max_model_len = block_size, max_model_len
         self.req_to_blocks: dict[str, list[int]] = {}
 

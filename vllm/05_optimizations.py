@@ -10,7 +10,7 @@ The mechanism, one entry each (`--list` counts what it saves, `--only NAME` runs
   async-scheduling  plan the next step while the model runs this one, with placeholders for tokens not yet known
   prompt-lookup     guess the next tokens from the prompt, check all of them in one pass over the weights
 Three more have scripts of their own: tensor parallelism (05c), quantized weights (05b), a quantized KV cache (05d).
-The first two have their mechanism in parts, 050 and 051: the whole engine runs on that manager and that runner.
+The first has its mechanism in engine/core, the second in part 051; the plan ahead is the engine's scheduler's own.
 
 Numbers to remember: a hit skips 95 % of a prompt if 95 % of it was sent before, and not one token if a single
 character in front differs. A decode step is hundreds of launches; as one graph it is one, and the step gets faster
@@ -79,8 +79,9 @@ BLOCK = prefix_caching.BLOCK  # tokens in a block: 16, vLLM's default
 
 # --- 1. Automatic prefix caching -----------------------------------------------------------------------------------
 #
-# The mechanism is in 050: a key for every full block, an index from keys to physical blocks, a free queue that keeps
-# cached blocks longest. Here it serves the model, and what a request finds shows as the time until its first token.
+# The mechanism is in engine/core: a key for every full block, an index from keys to physical blocks, a free queue that
+# keeps cached blocks longest. Here it serves the model, and what a request finds shows as the time until its first
+# token.
 
 
 def make_core(model: llama.Llama, caching: bool = True, num_blocks: int = 160, max_model_len: int = 1024,

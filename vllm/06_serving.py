@@ -4,7 +4,7 @@ The question: somebody posts a chat message and reads the answer word by word. W
 the engine of the earlier lessons, and what must it refuse, forget or survive so that the next request works, too?
 
 The mechanism:
-  1. `EngineArgs`, with vLLM's flags, puts an engine together: lesson 11's scheduler on 05's prefix cache, 10's mixed
+  1. `EngineArgs`, with vLLM's flags, puts an engine together: one scheduler on 05's prefix cache, 10's mixed
      batches, 04b's sampler; quantized weights, a quantized cache and guided decoding by flag.
   2. It starts as vLLM does: device, weights, profile run, KV-cache size, warm-up; in a process of its own (06e).
   3. An HTTP request is checked field by field, rendered by the chat template, tokenized off the event loop, admitted or
@@ -772,7 +772,7 @@ def simulate(params: dict) -> dict:
 
 
 def pipeline(load: int, gpu_ms: int, cpu_ms: int, place: str, queue_bound: int, count: int = REQUESTS) -> dict:
-    """Lesson 11's scheduler and 06e's admission control on a clock of our own.
+    """The engine's scheduler and 06e's admission control on a clock of our own.
 
     A step takes cpu + gpu in one loop, the longer of the two if they overlap; then its tokens come out by the shorter
     one later. `load` is in percent of what the seats can serve at that pace. A bound of 0 is no bound.

@@ -224,7 +224,7 @@ class TimedStages:
 
 
 def simulate(params: dict) -> dict:
-    """Lesson 11's scheduler and this lesson's engine core on stages that only take time. Raises InputError."""
+    """The engine's scheduler and this lesson's engine core on stages that only take time. Raises InputError."""
     params = common.checked(params, CHOICES)
     depth = params["stages"] if params["in_flight"] == "one per stage" else 1
     budget, workload = params["budget"], WORKLOADS[params["workload"]]

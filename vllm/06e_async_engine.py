@@ -218,7 +218,7 @@ class EngineCoreProc:
         config, manager = self.scheduler.config, self.scheduler.kv_cache_manager
         return EngineCoreReady(
             config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens, manager.block_pool.num_blocks,
-            manager.block_size, config.policy, getattr(manager, "enable_caching", False), os.getpid(), self.about,
+            manager.block_size, config.policy, manager.enable_caching, os.getpid(), self.about,
         )  # fmt: skip
 
     def run_busy_loop(self, receive: Receive) -> None:

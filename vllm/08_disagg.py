@@ -93,10 +93,7 @@ def hand_over(model: llama.Llama, prompt: Sequence[int], max_tokens: int, block_
     return tokens
 
 
-# --- 2. A scheduler that asks elsewhere -------------------------------------------------------------------------------
-
-
-# --- 3. A runner that loads and saves ---------------------------------------------------------------------------------
+# --- 2. A runner that loads and saves ---------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -148,7 +145,7 @@ def make_core(
     model: llama.Llama, config: KVTransferConfig | None = None, num_blocks: int = 128, block_size: int = 16,
     max_model_len: int = 512, max_num_seqs: int = 16, max_num_batched_tokens: int = 512, prefix_caching: bool = False,
 ) -> continuous_batching.ModelEngineCore:  # fmt: skip
-    """A greedy engine core with a connector, or without one: lesson 11's scheduler, lesson 10's runner."""
+    """A greedy engine core with a connector, or without one: the engine's scheduler, lesson 10's runner."""
     limits = SchedulerConfig(max_model_len, max_num_seqs, max_num_batched_tokens)
     connector = connectors.CONNECTORS[config.kv_connector](config) if config else None
     scheduler = make_scheduler(limits, num_blocks, block_size, prefix_caching, connector=connector)
@@ -163,7 +160,7 @@ def make_request(request_id: str, prompt: Sequence[int], max_tokens: int, **para
     return Request(request_id, list(prompt), sampling)
 
 
-# --- 4. Workers: an engine in a process ------------------------------------------------------------------------------
+# --- 3. Workers: an engine in a process ------------------------------------------------------------------------------
 
 
 class Faults:
@@ -296,7 +293,7 @@ class Worker:
         self.pipe.close()
 
 
-# --- 5. The router ----------------------------------------------------------------------------------------------------
+# --- 4. The router ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -401,7 +398,7 @@ class Router:
                 self._dispatch(job)
 
 
-# --- 6. The proxy: the same over HTTP ---------------------------------------------------------------------------------
+# --- 5. The proxy: the same over HTTP ---------------------------------------------------------------------------------
 
 
 def read_request(data: bytes) -> dict[str, Any]:
@@ -600,7 +597,7 @@ def proxy_command(args: argparse.Namespace) -> None:
     uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[sock])
 
 
-# --- 7. A rehearsal: the two state machines on a wire in memory -------------------------------------------------------
+# --- 6. A rehearsal: the two state machines on a wire in memory -------------------------------------------------------
 
 
 class MemoryLink:
@@ -671,7 +668,7 @@ def rehearse(fault: str, num_layers: int = 30, num_tokens: int = 100, steps: int
     }  # fmt: skip
 
 
-# --- 8. The simulation behind the widget: when is it worth it? --------------------------------------------------------
+# --- 7. The simulation behind the widget: when is it worth it? --------------------------------------------------------
 
 simulate, describe = goodput.simulate, goodput.describe
 WIDGET_DEFAULT, WIDGET_CHOICES = goodput.WIDGET_DEFAULT, goodput.WIDGET_CHOICES

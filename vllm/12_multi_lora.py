@@ -347,10 +347,7 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, memory: SlotMemory | UnifiedMemor
     return y if meta.in_place else y.index_add_(0, meta.order, added)
 
 
-# --- 3. Who runs: the scheduler's part ------------------------------------------------------------------------------
-
-
-# --- 4. The model's part, and an engine from both -------------------------------------------------------------------
+# --- 3. The model's part, and an engine from both -------------------------------------------------------------------
 
 
 class LoRALinear:
@@ -471,7 +468,7 @@ class LLM(offline.LLM):
 
 
 def make_llm(model: llama.Llama, tokenizer: llama.Tokenizer, config: LoRAConfig, **engine_args: Any) -> LLM:
-    """An `LLM` on lesson 11's scheduler and 05's prefix cache, with adapters."""
+    """An `LLM` on the engine's scheduler, with adapters."""
     llm = LLM.__new__(LLM)
     llm.llm_engine, llm.num_requests = lora_engine(offline.LLMEngine, config)(model, tokenizer, **engine_args), 0
     return llm
@@ -510,7 +507,7 @@ class NoMemory:
 
 
 def dry_core(max_loras: int, seats: int, ranks: Sequence[int], fair: bool = False) -> scheduling.DryRun:
-    """Lesson 11's scheduler with adapters, without a model. Adapter k has rank ranks[k]."""
+    """The engine's scheduler with adapters, without a model. Adapter k has rank ranks[k]."""
     manager = LoRAModelManager(LoRAConfig(max_loras, max(ranks), max(max_loras, len(ranks)), fair=fair))
     manager.memory, manager.block_pool = NoMemory(), BlockPool(2)
     for k, rank in enumerate(ranks):
