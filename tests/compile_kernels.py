@@ -27,6 +27,7 @@ import common
 import sass
 import torch
 import triton
+from support import modules
 from triton.backends.compiler import GPUTarget
 
 TARGETS = {
@@ -82,12 +83,12 @@ class Driver:
 
 
 def lessons() -> list[str]:
-    return sorted(path.stem for path in common.HERE.glob("[01]*.py"))
+    return [name for name, path in modules.paths().items() if "@common.kernel" in path.read_text()]
 
 
 def kernels(name: str) -> dict[str, common.Kernel]:
-    """The launchable kernels that a lesson defines itself (not those it borrows from an earlier one)."""
-    found = vars(common.lesson(name)).values()
+    """The launchable kernels that a module defines itself (not those it borrows from an earlier one)."""
+    found = vars(modules.load(name)).values()
     return {k.name: k for k in found if isinstance(k, common.Kernel) and k.__module__ in (name, "__main__")}
 
 
@@ -133,7 +134,7 @@ def impossible(launch: common.Launch, target: str) -> str | None:
 def report(name: str, dtype: torch.dtype, targets: list[str], once: bool) -> list[dict[str, Any]]:
     """Compile what `example_launches(dtype)` launches; with `once`, only the first launch of each kernel."""
     with common.captured() as launches:
-        common.lesson(name).example_launches(dtype)
+        modules.load(name).example_launches(dtype)
     if once:
         launches = list({launch.kernel.name: launch for launch in reversed(launches)}.values())
     rows = []

@@ -42,6 +42,7 @@ sys.path.insert(0, str(HERE.parent / "vllm"))
 import common
 import pytest
 from _pytest.runner import runtestprotocol
+from support import modules
 
 LIST = HERE / "equivalent_mutants.txt"
 
@@ -50,7 +51,7 @@ LIST = HERE / "equivalent_mutants.txt"
 FLIP = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 SWAP = {"tl.maximum": "tl.minimum", "tl.minimum": "tl.maximum", "tl.max": "tl.min", "tl.min": "tl.max"}
 # Assembly of NVIDIA's, which the interpreter cannot run. `tests/on_gpu.py` does.
-NATIVE = {("05a_number_formats", "decode_four_bits")}
+NATIVE = {("engine.quantization.formats", "decode_four_bits")}
 # Arguments that are shapes, axes or hints: to change them is a mistake of another kind.
 SHAPES = {"tl.zeros", "tl.full", "tl.reshape", "tl.multiple_of", "tl.program_id", "tl.num_programs"}
 AXES = {"tl.sum", "tl.max", "tl.min", "tl.cumsum"}
@@ -73,12 +74,12 @@ class Mutant(NamedTuple):
 def kernels() -> dict[tuple[str, str], ast.FunctionDef]:
     """Every function that Triton compiles, by lesson and name."""
     found = {}
-    for path in sorted(common.HERE.glob("[01]*.py")):
+    for name, path in modules.paths().items():
         text = path.read_text()
         for node in ast.parse(text).body if "@triton.jit" in text or "@common.kernel" in text else []:
             decorators = {ast.unparse(d) for d in getattr(node, "decorator_list", [])}
             if decorators & {"common.kernel", "triton.jit"}:
-                found[path.stem, node.name] = node
+                found[name, node.name] = node
     return found
 
 
@@ -197,7 +198,7 @@ def replaced(source: str, node: ast.AST, new: ast.AST) -> str:
 def text_of(lesson: str, kernel: str) -> str:
     """A kernel's own lines, without its decorator."""
     node = kernels()[lesson, kernel]
-    lines = (common.HERE / f"{lesson}.py").read_text().splitlines(keepends=True)
+    lines = modules.paths()[lesson].read_text().splitlines(keepends=True)
     return "".join(lines[node.lineno - 1 : node.end_lineno])
 
 
@@ -238,7 +239,7 @@ def equivalent() -> dict[tuple[str, str, str], str]:
 
 def install(mutant: Mutant) -> None:
     """Put a mutant in the place of its kernel, in every module that has it."""
-    module, path = common.lesson(mutant.lesson), f"<{mutant.kernel}, changed>"
+    module, path = modules.load(mutant.lesson), f"<{mutant.kernel}, changed>"
     lines = ["from __future__ import annotations\n", *mutant.source.splitlines(keepends=True)]
     linecache.cache[path] = 0, None, lines, path  # where Triton reads a function's source
     made: dict[str, Any] = {}
@@ -372,8 +373,17 @@ def run(mutant: Mutant, costs: dict[pytest.Item, float], kills: Counter) -> str:
 
 def tests_of(lesson: str, kernel: str) -> set[str]:
     """The test files of the lessons whose kernels run a function."""
-    own = [(HERE / f"test_{stem}.py", HERE.glob(f"test_{stem[:2]}_*.py")) for stem, _ in launched_for(lesson, kernel)]
+    names = [TESTED_IN.get(name, name) for name, _ in launched_for(lesson, kernel)]
+    own = [(HERE / f"test_{name}.py", HERE.glob(f"test_{name[:2]}_*.py")) for name in names]
     return {str(path) for exact, others in own for path in ([exact] if exact.is_file() else others)}
+
+
+TESTED_IN = {
+    "engine.attention.block_sparse": "030_block_sparse_attention",
+    "engine.attention.hopper": "031_warp_specialized_attention",
+    "engine.kv_transfer.links": "08_disagg",
+    "engine.quantization.int4_hopper": "05b0_int4_on_hopper",
+}
 
 
 def main() -> int:

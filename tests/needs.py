@@ -6,7 +6,8 @@ import common
 import pytest
 import torch
 
-formats = common.lesson("05a_number_formats")
+from engine.quantization import formats
+
 triton = pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform: nothing to compile")
 hopper = pytest.mark.skipif(
     common.INTERPRET or not formats.on_hopper(torch.empty(0, device=common.device())), reason="needs an H100 or H200"

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import llama
 
-torch_attention = common.lesson("020_torch_attention")
+from engine.attention import torch_paged as torch_attention
+
 lesson = common.lesson("02_paged_attention")
 first = common.lesson("01_kv_cache")
 BlockPool, BlockTable, OutOfBlocks = lesson.BlockPool, lesson.BlockTable, lesson.OutOfBlocks

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-lesson = common.lesson("030_block_sparse_attention")
+from engine.attention import block_sparse as lesson
+
 paged_attention = common.lesson("02_paged_attention")
 BLOCK = 4
 AWKWARD = [(1, 3, 4, 5), (0, 7, 0), (1,), (0,), (), (70, 1, 16, 3), (64, 1, 1, 1, 1, 1, 1, 1)]

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import common
+from engine.attention import hopper
 import gluon_emulator
 import needs
 import numpy as np
@@ -141,7 +142,7 @@ COMPILE = """
 import json, re, sys
 sys.path.insert(0, sys.argv[1])
 import compile_kernels as ck, common, torch, triton
-part, rows, target = common.lesson("031_warp_specialized_attention"), [], ck.TARGETS["sm_90"]
+part, rows, target = hopper, [], ck.TARGETS["sm_90"]
 triton.runtime.driver.set_active(ck.Driver(target))
 kernel = part.warp_specialized_attention_kernel
 class Compile:
@@ -191,7 +192,8 @@ def test_machine_code(cases):
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_on_hopper(D, dtype):
-    part = common.lesson("031_warp_specialized_attention")
+    from engine.attention import hopper as part
+
     for lens, causal in itertools.product(BATCHES.values(), (True, False)):
         q, k, v, batch = case(*lens, D, dtype)
         out, lse = torch.full_like(q, math.nan), torch.full((q.shape[1], len(q)), math.nan, device=q.device)
@@ -206,7 +208,8 @@ def test_on_hopper(D, dtype):
 @needs.hopper
 @pytest.mark.parametrize("S", [40, 300])
 def test_a_neighbour_on_hopper(S):
-    part = common.lesson("031_warp_specialized_attention")
+    from engine.attention import hopper as part
+
     q, k, v, batch = with_a_bad_neighbour(S, 128)
     out, lse = torch.full_like(q, math.nan), torch.full((q.shape[1], len(q)), math.nan, device=q.device)
     part.warp_specialized_attention(
@@ -218,7 +221,7 @@ def test_a_neighbour_on_hopper(S):
 @needs.hopper
 @pytest.mark.parametrize("longest", [1023, 1100])
 def test_long_prompts_take_it(longest, monkeypatch):
-    part, taken = common.lesson("031_warp_specialized_attention"), []
+    part, taken = hopper, []
     attention = part.warp_specialized_attention
     monkeypatch.setattr(part, "warp_specialized_attention", lambda *args: taken.append(1) or attention(*args))
     q, k, v, batch = case((longest, 50), (longest, 400), 128, torch.bfloat16)

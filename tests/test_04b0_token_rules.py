@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 import llama
 
-lesson, offline = common.lesson("04b0_token_rules"), common.lesson("04b_offline_engine")
+from engine.sampling import token_rules as lesson
+
+offline = common.lesson("04b_offline_engine")
 scheduling, speculation = common.lesson("04_continuous_batching"), common.lesson("07_spec_decode")
 async_engine, openai_api = common.lesson("06e_async_engine"), common.lesson("06f_openai_api")
 guided, serving = common.lesson("06b_guided_decoding"), common.lesson("06_serving")

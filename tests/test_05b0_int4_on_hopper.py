@@ -19,8 +19,10 @@ import pytest
 import torch
 from test_05b_quantization import emulated_ptx
 
-lesson, hopper = common.lesson("05b_quantization"), common.lesson("05b0_int4_on_hopper")
-formats = common.lesson("05a_number_formats")
+lesson = common.lesson("05b_quantization")
+from engine.quantization import int4_hopper as hopper
+from engine.quantization import formats
+
 Format = formats.Format
 
 
@@ -238,7 +240,7 @@ COMPILE = """
 import json, re, sys
 sys.path.insert(0, sys.argv[1])
 import compile_kernels as ck, common, sass, torch, triton
-hopper, rows = common.lesson("05b0_int4_on_hopper"), []
+hopper, rows = int4_hopper, []
 formats, kernel = hopper.formats, hopper.int4_kernel
 empty = lambda *shape, dtype=torch.bfloat16: torch.empty(*shape, dtype=dtype, device="meta")
 

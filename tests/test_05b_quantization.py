@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 import llama
 
 lesson = common.lesson("05b_quantization")
-formats = common.lesson("05a_number_formats")
+from engine.quantization import formats
+
 FORMATS, Format, rtn = formats.FORMATS, formats.Format, lesson.rtn
 
 ALL_CODES = torch.arange(256).to(torch.uint8)

@@ -891,7 +891,9 @@ def test_the_real_model_in_the_engine(real_model):
 
 def test_a_step_in_few_bits_as_one_graph(library, monkeypatch, capsys):
     """What `--bench` times on a GPU: here a tape is the graph. Few bits in weights, cache, both, neither."""
-    speed, graphs = common.lesson("04c_speed"), common.lesson("051_cuda_graphs")
+    speed = common.lesson("04c_speed")
+    from engine.worker import cuda_graphs as graphs
+
     model = llama.random_model(seed=1, hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=32)
     monkeypatch.setattr(speed, "random_twins", lambda name: (model, None))
     if not common.HAS_GPU:

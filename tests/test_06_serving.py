@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 import common
+from engine.lora import remote
 import first_layers
 import httpx
 import openai
@@ -29,7 +30,9 @@ import torch
 
 import llama
 
-lesson, metrics = common.lesson("06_serving"), common.lesson("060_metrics")
+lesson = common.lesson("06_serving")
+from engine.serving import metrics
+
 offline, async_engine, api = lesson.offline, lesson.async_engine, lesson.openai_api
 EngineArgs, SamplingParams = lesson.EngineArgs, lesson.SamplingParams
 NAME, KEY = "smol", "secret"
@@ -685,7 +688,8 @@ def test_a_gap_that_ends_in_several_tokens_is_one_gap(monkeypatch):
 
 def test_drafts_are_counted_where_they_were_verified():
     """The engines say how many there were so far; a letter that was never sent is in the next one."""
-    group = common.lesson("06c2_engine_group")
+    from engine.serving import engine_group as group
+
     logger, client = metrics.PrometheusStatLogger("m", 3), group.DPLBClient([None, None], None, group.LoadBalancer(2))
 
     def drafted():
@@ -945,7 +949,8 @@ def test_who_asks_again_after_ctrl_c_is_answered_right(tiny_model, real_model, m
 @pytest.mark.skipif(common.HAS_GPU, reason="there, every test of this file serves from graphs")
 @pytest.mark.parametrize("flags", [{}, {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'}])
 def test_every_batch_size_is_captured_before_anybody_is_served(tiny_load, monkeypatch, flags):
-    cuda_graphs = common.lesson("051_cuda_graphs")
+    from engine.worker import cuda_graphs
+
     taped = functools.partial(cuda_graphs.graph_runner, graph_class=cuda_graphs.Tape, largest=8)
     monkeypatch.setattr(cuda_graphs, "graph_runner", taped)
     runner = make(**flags).core.runner
@@ -1090,7 +1095,7 @@ def test_a_warm_up_takes_prompts_of_every_length_that_has_a_kernel(
 
 def test_slots_for_adapters_are_there_while_the_peak_is_taken(monkeypatch, tiny_model):
     """On a GPU, memory that the KV cache was given cannot hold them as well; afterwards they are gone."""
-    made, adapters = [], common.lesson("122_adapters_on_workers")
+    made, adapters = [], remote
 
     class Watched(adapters.SlotMemory):
         def __init__(self, *args):

@@ -204,7 +204,7 @@ def test_adapters_on_codes_on_workers(tp, pp, monkeypatch):
     limits = dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4)
     executor = scaling.ThreadExecutor(parallel)
     executor.collective_rpc("load_model", executors.WorkerSpec(
-        SIZES, parallel, runner=(executors.KEY, "served_runner"), runner_args=args, quantization="int4"))  # fmt: skip
+        SIZES, parallel, runner=executors.served_runner, runner_args=args, quantization="int4"))  # fmt: skip
     kind = serving.engine_class("auto", True, None, args.lora_config, on_workers=True)
     skeleton = executors.skeleton(model.config, parallel, torch.float32)
     engines = [
@@ -239,7 +239,7 @@ def test_drafts_on_codes_on_workers(tp, pp, drafter, monkeypatch):
     config = {"method": drafter, "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     args = serving.EngineArgs(speculative_config=config | ({"model": "2"} if drafter == "early_exit" else {}))
     executor.collective_rpc("load_model", executors.WorkerSpec(
-        SIZES, parallel, runner=(executors.KEY, "served_runner"), runner_args=args, quantization="int4"))  # fmt: skip
+        SIZES, parallel, runner=executors.served_runner, runner_args=args, quantization="int4"))  # fmt: skip
     kind = serving.engine_class("auto", True, None, speculation=args.speculation, on_workers=True)
     model = llama.random_model(**SIZES)
     engine = executors.parallel_engine(kind, executor, parallel)(

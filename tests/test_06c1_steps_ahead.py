@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import common
+from engine.worker import cuda_graphs
 import first_layers
 import pytest
 import test_06c_scaling_out as scaling
@@ -299,7 +300,7 @@ def test_what_does_not_go_together_is_refused(about, words):
 def test_a_worker_of_one_captures_graphs_and_several_do_not(monkeypatch):
     """A collective over gloo could not be captured; the adapters of one step would stay for ever."""
     asked = []
-    monkeypatch.setattr(common.lesson("051_cuda_graphs"), "graph_runner", lambda base: asked.append(base) or base)
+    monkeypatch.setattr(cuda_graphs, "graph_runner", lambda base: asked.append(base) or base)
     lora = {"enable_lora": True}
     for about in ({}, {"tensor_parallel_size": 2}, lora, {"enforce_eager": True}):
         executors.served_runner(serving.EngineArgs(async_scheduling=True, **about), samples=False)

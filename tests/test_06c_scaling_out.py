@@ -205,12 +205,19 @@ class ThreadExecutor(executors.Executor):
     @staticmethod
     def work(worker, inbox, outbox):
         while (data := inbox.get()) is not None:
+            if callable(data):
+                outbox.put(data(worker))
+                continue
             method, args = pickle.loads(data)
             outbox.put(pickle.loads(pickle.dumps(worker.call(method, args))))
 
+    def ask(self, look):
+        """What a test sees when it looks at each worker, in that worker's thread."""
+        return self.submit(look).result()
+
     def submit(self, method, *args, reply_rank=None, timeout=None):
         for inbox in self.inboxes:
-            inbox.put(pickle.dumps((method, args)))
+            inbox.put(method if callable(method) and not args else pickle.dumps((method, args)))
         number, self.calls = self.calls, self.calls + 1
 
         def collect():  # answers come in the order of the calls, and not everybody asks for theirs
@@ -1491,7 +1498,7 @@ def test_api_servers_end_with_the_process_that_started_them():
     code = f"""
 import sys; sys.path.insert(0, {str(common.HERE)!r})
 import asyncio, common, multiprocessing, types
-group, servers = common.lesson("06c2_engine_group"), multiprocessing.get_context("fork")
+group, servers = engine_group, multiprocessing.get_context("fork")
 group.make_client = lambda *_, **about: None
 group.serving.run_server = lambda *_, **about: asyncio.sleep(600)
 args = types.SimpleNamespace(api_server_count=1)
@@ -1520,7 +1527,7 @@ def test_nobody_holds_the_door_open_after_the_signal():
     code = f"""
 import sys; sys.path.insert(0, {str(common.HERE)!r})
 import asyncio, common, multiprocessing, signal, types
-group, fork = common.lesson("06c2_engine_group"), multiprocessing.get_context("fork")
+group, fork = engine_group, multiprocessing.get_context("fork")
 group.multiprocessing = types.SimpleNamespace(get_context=lambda kind: fork, connection=multiprocessing.connection,
                                               parent_process=multiprocessing.parent_process)
 nothing = lambda *_: None
@@ -1569,7 +1576,7 @@ def test_engines_without_an_api_server_end_with_the_process_that_was_told_to(num
     code = f"""
 import sys; sys.path.insert(0, {str(common.HERE)!r})
 import common, multiprocessing, signal, time, types
-group, engines = common.lesson("06c2_engine_group"), multiprocessing.get_context("fork")
+group, engines = engine_group, multiprocessing.get_context("fork")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 def start_engine(*_):
     process = engines.Process(target=time.sleep, args=(600,))

@@ -18,6 +18,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import common
+from engine.serving import metrics
 import on_gpu
 import pytest
 from engine.core.scheduler import Scheduler
@@ -280,7 +281,7 @@ def test_whoever_still_reads_hears_of_an_abort(tiny, folder, stream):
 
 def test_an_answer_that_was_complete_counts_although_its_sibling_was_aborted(tiny, folder):
     """Nobody has read it: without `stream`, answers wait for each other. The logger must not wait with them."""
-    logger = common.lesson("060_metrics").PrometheusStatLogger("m")
+    logger = metrics.PrometheusStatLogger("m")
 
     async def run():
         async with running(folder, "event-loop", stat_logger=logger) as llm:
@@ -1115,7 +1116,7 @@ def test_an_engine_whose_front_end_cannot_start_is_ended(tiny, folder, monkeypat
 
 def test_who_is_aborted_is_counted_and_not_measured(tiny, folder):
     """Neither the time of one who was cut off nor that of one who never had a seat says anything about the server."""
-    logger = common.lesson("060_metrics").PrometheusStatLogger("m")
+    logger = metrics.PrometheusStatLogger("m")
 
     async def run():
         async with running(folder, "event-loop", stat_logger=logger) as llm:

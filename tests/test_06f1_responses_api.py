@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-lesson = common.lesson("06f1_responses_api")
+from engine.serving.openai import responses as lesson
+
 openai_api = common.lesson("06f_openai_api")
 offline, async_engine = openai_api.offline, openai_api.async_engine
 ResponsesRequest = lesson.ResponsesRequest

@@ -14,7 +14,8 @@ import common
 import pytest
 
 pytest.importorskip("llguidance")
-lesson = common.lesson("06f2_guide_queue")
+from engine.sampling.guided import guide_queue as lesson
+
 guided = lesson.guided
 QueueOverflowError = lesson.QueueOverflowError
 

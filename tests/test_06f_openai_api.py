@@ -17,6 +17,7 @@ import time
 from types import SimpleNamespace
 
 import common
+from engine.sampling.guided import guide_queue
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -1458,7 +1459,7 @@ def test_an_answer_that_has_left_its_grammar_is_an_error(path, stream, monkeypat
     """The token that does not fit is not told any more. Two answers to one request have two places in the pattern."""
     guided = common.lesson("06b_guided_decoding")
     vocabulary = guided.Vocabulary([bytes([b]) for b in range(127)] + [b""], [127])
-    queue = common.lesson("06f2_guide_queue").GuideQueue(lambda: vocabulary)
+    queue = guide_queue.GuideQueue(lambda: vocabulary)
     monkeypatch.setattr(lesson.OpenAIServing, "guide_queue", queue)
 
     class Wrong(lesson.ScriptedLLM):

@@ -10,6 +10,7 @@ import random
 from types import SimpleNamespace
 
 import common
+from engine.spec_decode import drafts_ahead
 import pytest
 from engine.core.scheduler import one_by_one
 from support.broken import break_class
@@ -19,7 +20,9 @@ import torch.nn.functional as F
 import llama
 
 lesson = common.lesson("07_spec_decode")
-drafters, enumeration = common.lesson("070_drafters"), common.lesson("071_enumeration")
+from engine.spec_decode import drafters
+from lab import enumeration
+
 offline = common.lesson("04b_offline_engine")
 SamplingParams, SpeculativeConfig = offline.SamplingParams, lesson.SpeculativeConfig
 Draft, DraftContext, Drafter = lesson.Draft, lesson.DraftContext, lesson.Drafter
@@ -1212,7 +1215,7 @@ def test_what_was_broken_to_show_it_is_mended_whatever_happens():
 
 def ahead(tiny_model):
     """Lesson 05's loop with three drafts a step ahead, and requests of four prompt tokens."""
-    core, _ = common.lesson("07a_drafts_ahead").make_loop("async", tiny_model, 3, 16)
+    core, _ = drafts_ahead.make_loop("async", tiny_model, 3, 16)
 
     def make(n):
         return lesson.Request("r", [1, 2, 3, 4], SamplingParams(max_tokens=n, ignore_eos=True))

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-lesson = common.lesson("082_goodput_simulation")
+from lab import goodput as lesson
+
 continuous_batching = common.lesson("04_continuous_batching")
 Cluster, CostModel, Deployment, Job, Limits = (
     lesson.Cluster, lesson.CostModel, lesson.Deployment, lesson.Job, lesson.Limits)  # fmt: skip

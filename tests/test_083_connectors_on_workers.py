@@ -19,7 +19,8 @@ from test_12_multi_lora import NoBytes, Words
 
 import llama
 
-lesson = common.lesson("083_connectors_on_workers")
+from engine.kv_transfer import remote as lesson
+
 adapters = common.lesson("120_adapters")
 executors, serving, SamplingParams = lesson.executors, scaling.serving, scaling.SamplingParams
 LIMITS = dict(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4)
@@ -42,7 +43,7 @@ def build(monkeypatch):
         parallel = executors.ParallelConfig(tp, async_scheduling=ahead)
         executor = scaling.ThreadExecutor(parallel)
         started.append(executor)
-        runner = (executors.KEY, "served_runner")
+        runner = executors.served_runner
         executor.collective_rpc(
             "load_model", executors.WorkerSpec(scaling.SIZES, parallel, torch.float32, runner, args)
         )
@@ -97,14 +98,12 @@ def run(*engines, seconds=60):
     return {name: list(answer.token_ids) for name, answer in found[engines[-1]].items()}
 
 
-def on_ranks(engine, monkeypatch, function):
+def on_ranks(engine, function):
     """What `function(connector, rank)` says on every rank."""
-    monkeypatch.setattr(lesson, "probe", lambda worker: function(worker.runner.connector, worker.tp.rank_in_group),
-                        raising=False)  # fmt: skip
-    return engine.core.runner.executor.collective_rpc((lesson.KEY, "probe"))
+    return engine.core.runner.executor.ask(lambda worker: function(worker.runner.connector, worker.tp.rank_in_group))
 
 
-def check_nothing_is_kept(monkeypatch, *engines):
+def check_nothing_is_kept(*engines):
     """On either half: not a block, not a name, not an order."""
     for engine in engines:
         scheduler = engine.core.scheduler
@@ -116,7 +115,7 @@ def check_nothing_is_kept(monkeypatch, *engines):
         assert not scheduler.requests
         if hasattr(engine, "lora"):
             engine.lora.check()
-        kept = on_ranks(engine, monkeypatch, lambda c, rank: [*c.producer.exports, *c.consumer.imports, *c.names])
+        kept = on_ranks(engine, lambda c, rank: [*c.producer.exports, *c.consumer.imports, *c.names])
         assert not any(kept)
 
 
@@ -128,7 +127,7 @@ SLOW = [pytest.param(*degrees, wire, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp", "wire"), [*FAST, *SLOW])
-def test_a_prompt_goes_from_ranks_to_ranks(build, monkeypatch, prefill_tp, decode_tp, wire):
+def test_a_prompt_goes_from_ranks_to_ranks(build, prefill_tp, decode_tp, wire):
     """Eight ranks share four KV heads: then each of four is read by two, or four of eight by nobody."""
     prefill, decode = build(prefill_tp, "kv_producer", wire), build(decode_tp, "kv_consumer", wire)
     truth = hand_over(prefill, decode)
@@ -138,10 +137,10 @@ def test_a_prompt_goes_from_ranks_to_ranks(build, monkeypatch, prefill_tp, decod
     assert run(prefill, decode) == truth
     assert sum(len(output.finished_recving) for output in heard) == decode_tp * len(truth), "all came, on all ranks"
     assert not any(output.failed_recving for output in heard)
-    early = on_ranks(prefill, monkeypatch, lambda c, rank: c.producer.stats["early"])
+    early = on_ranks(prefill, lambda c, rank: c.producer.stats["early"])
     read = [count > 0 for count in early]
     assert sum(read) == min(prefill_tp, 4), "layers leave every rank that is read before the prompt is computed"
-    check_nothing_is_kept(monkeypatch, prefill, decode)
+    check_nothing_is_kept(prefill, decode)
 
 
 def digests_of_ranks(model, n, change=lambda part: part):
@@ -184,10 +183,10 @@ def test_codes_have_one_digest_however_they_are_cut(method):
     assert lesson.connectors.weights_digest(model) not in (found, whole)
 
 
-def test_ranks_tell_their_connectors_one_digest(build, monkeypatch):
+def test_ranks_tell_their_connectors_one_digest(build):
     whole = lesson.connectors.weights_digest(llama.random_model(**scaling.SIZES))
     for tp in (1, 2):
-        assert on_ranks(build(tp, "kv_producer"), monkeypatch, lambda c, rank: c.digest) == [whole] * tp
+        assert on_ranks(build(tp, "kv_producer"), lambda c, rank: c.digest) == [whole] * tp
 
 
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
@@ -206,7 +205,7 @@ TOGETHER += [pytest.param(*degrees, *used, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp", "drafts", "adapted", "ahead"), TOGETHER)
 def test_a_prompt_goes_on_with_drafts_with_its_adapter_and_a_step_ahead(
-    build, monkeypatch, prefill_tp, decode_tp, drafts, adapted, ahead
+    build, prefill_tp, decode_tp, drafts, adapted, ahead
 ):
     loras = random_loras(3 * adapted)
     about = {"drafts": SUFFIX if drafts else None, "loras": loras, "ahead": ahead}
@@ -214,11 +213,11 @@ def test_a_prompt_goes_on_with_drafts_with_its_adapter_and_a_step_ahead(
     assert decode.core.max_concurrent_batches == 1 + ahead
     truth = hand_over(prefill, decode, [(p, 20) for p in (*scaling.PROMPTS, [7, 8] * 8)], [*loras, None])
     assert run(prefill, decode) == truth
-    assert all(on_ranks(decode, monkeypatch, lambda c, rank: c.stats["bytes_in"]))
+    assert all(on_ranks(decode, lambda c, rank: c.stats["bytes_in"]))
     if drafts:
         stats = decode.core.scheduler.spec_decoding_stats
         assert 5 < stats.num_accepted_tokens < stats.num_draft_tokens
-    check_nothing_is_kept(monkeypatch, prefill, decode)
+    check_nothing_is_kept(prefill, decode)
 
 
 FAST_SEEDS = [2, 3, 4]  # both wires, adapters with drafts and without, one rank to two and the other way round
@@ -226,7 +225,7 @@ SLOW_SEEDS = [pytest.param(i, marks=pytest.mark.slow) for i in range(60) if i no
 
 
 @pytest.mark.parametrize("seed", [*FAST_SEEDS, *SLOW_SEEDS])
-def test_whatever_comes_together(build, monkeypatch, seed):
+def test_whatever_comes_together(build, seed):
     """Small pools, few seats, prompts that nobody can predict the end of, and clients that leave on either side."""
     rng = random.Random(seed)
     loras = random_loras(3 * (rng.random() < 0.4))
@@ -257,10 +256,10 @@ def test_whatever_comes_together(build, monkeypatch, seed):
     assert {name: found.get(name) for name in truth.keys() - left} == {
         name: truth[name] for name in truth.keys() - left
     }
-    check_nothing_is_kept(monkeypatch, *engines)
+    check_nothing_is_kept(*engines)
 
 
-def test_a_preempted_prefill_offers_nothing_old(build, monkeypatch):
+def test_a_preempted_prefill_offers_nothing_old(build):
     """It begins again in other blocks, with nothing in them, while somebody asks already."""
     prefill, decode = build(2, "kv_producer"), build(2, "kv_consumer")
     truth = hand_over(prefill, decode, [(list(range(1, 41)), 5)])
@@ -271,17 +270,17 @@ def test_a_preempted_prefill_offers_nothing_old(build, monkeypatch):
     scheduler.void.append(request)  # as if a load had left its blocks empty
     prefill.step(), decode.step()
     assert request.num_preemptions == 1
-    ready = on_ranks(prefill, monkeypatch, lambda c, rank: [set(e.ready) for e in c.producer.exports.values()])
+    ready = on_ranks(prefill, lambda c, rank: [set(e.ready) for e in c.producer.exports.values()])
     assert ready == [[{0}]] * 2
     others = scheduler.kv_cache_manager.block_pool.allocate(1)
-    on_ranks(prefill, monkeypatch, lambda connector, rank: until(lambda: not connector.inbox.empty()))
+    on_ranks(prefill, lambda connector, rank: until(lambda: not connector.inbox.empty()))
     assert run(prefill, decode) == truth
     scheduler.kv_cache_manager.block_pool.free(others)
-    check_nothing_is_kept(monkeypatch, prefill, decode)
+    check_nothing_is_kept(prefill, decode)
 
 
 @pytest.mark.parametrize("policy", ["recompute", pytest.param("fail", marks=pytest.mark.slow)])
-def test_one_rank_whose_wire_stalls(build, monkeypatch, policy):
+def test_one_rank_whose_wire_stalls(build, policy):
     """Its partner gives up, the other rank is told, and nothing is decided before both have said so."""
     prefill = build(2, "kv_producer", kv_lease_duration=2.0)
     decode = build(2, "kv_consumer", policy=policy, timeout=0.5, retries=0)
@@ -291,16 +290,16 @@ def test_one_rank_whose_wire_stalls(build, monkeypatch, policy):
         if rank == 1:
             connector.wire = lambda link, header, payload: []
 
-    on_ranks(prefill, monkeypatch, stall)
+    on_ranks(prefill, stall)
     reasons, fail = [], decode.core.scheduler._handle_failed_load
     decode.core.scheduler._handle_failed_load = lambda *about: (reasons.append(about[-2]), fail(*about))[1]
     found = run(prefill, decode)
     assert reasons == ["no progress for 0.5 s"] * len(truth), "once for each request, and not for each rank"
     assert found == (truth if policy == "recompute" else {name: [] for name in truth})
-    check_nothing_is_kept(monkeypatch, prefill, decode)
+    check_nothing_is_kept(prefill, decode)
 
 
-def test_whose_partner_vanishes_computes_the_prompt_itself(build, monkeypatch):
+def test_whose_partner_vanishes_computes_the_prompt_itself(build):
     """One rank of the prefill engine closes its connections in the middle. The other falls silent, and its partner
     would be patient; but it is told that the prompt will not come, and tells."""
     prefill, decode = build(2, "kv_producer"), build(2, "kv_consumer", timeout=60.0)
@@ -313,12 +312,12 @@ def test_whose_partner_vanishes_computes_the_prompt_itself(build, monkeypatch):
             connector.producer.lease = 0.5  # for what nobody has asked for yet
             connector.close()
 
-    on_ranks(prefill, monkeypatch, vanish)
+    on_ranks(prefill, vanish)
     assert run(prefill, decode, seconds=30) == truth
-    check_nothing_is_kept(monkeypatch, prefill, decode)
+    check_nothing_is_kept(prefill, decode)
 
 
-def test_nobody_comes_for_it(build, monkeypatch):
+def test_nobody_comes_for_it(build):
     """The blocks are free when the lease is up on every rank, and not before."""
     prefill = build(2, "kv_producer", kv_lease_duration=1.0)
     add(prefill, "p", scaling.PROMPTS[2], 1, do_remote_decode=True, transfer_id="t")
@@ -327,10 +326,10 @@ def test_nobody_comes_for_it(build, monkeypatch):
         prefill.step()
     run(prefill)
     assert time.monotonic() - start > 1.0
-    check_nothing_is_kept(monkeypatch, prefill)
+    check_nothing_is_kept(prefill)
 
 
-def test_the_answer_says_where_the_ranks_are(build, monkeypatch):
+def test_the_answer_says_where_the_ranks_are(build):
     """To a client of the engine, with the last of its tokens."""
     prefill = build(2, "kv_producer", kv_lease_duration=0.2)
     address = prefill.core.scheduler.connector.address
@@ -342,10 +341,10 @@ def test_the_answer_says_where_the_ranks_are(build, monkeypatch):
     assert answers == {"p": {"do_remote_prefill": True, "transfer_id": "t", **address}, "q": None}
     assert address["tp_size"] == 2
     run(prefill)
-    check_nothing_is_kept(monkeypatch, prefill)
+    check_nothing_is_kept(prefill)
 
 
-def test_a_client_that_leaves_before_its_prompt_is_fetched(build, monkeypatch):
+def test_a_client_that_leaves_before_its_prompt_is_fetched(build):
     """The prefill engine keeps it for nobody, and is told."""
     prefill, decode = build(2, "kv_producer"), build(2, "kv_consumer", limits=LIMITS | {"max_num_seqs": 1})
     connector = decode.core.scheduler.connector
@@ -358,11 +357,11 @@ def test_a_client_that_leaves_before_its_prompt_is_fetched(build, monkeypatch):
     decode.abort_request(["d0", "other"])
     start = time.monotonic()
     assert run(prefill, decode) == {} and time.monotonic() - start < 10
-    check_nothing_is_kept(monkeypatch, prefill, decode)
+    check_nothing_is_kept(prefill, decode)
 
 
 @pytest.mark.parametrize("leaves", ["decode", "prefill"])
-def test_a_client_that_leaves(build, monkeypatch, leaves):
+def test_a_client_that_leaves(build, leaves):
     """While its prompt is fetched, or computed: nothing is kept on any rank, long before a lease is up."""
     prefill, decode = build(2, "kv_producer"), build(1, "kv_consumer", policy="fail")
     prompt = list(range(1, 41))
@@ -373,10 +372,10 @@ def test_a_client_that_leaves(build, monkeypatch, leaves):
     start = time.monotonic()
     assert run(prefill, decode).get("d0", []) == []
     assert time.monotonic() - start < 10
-    check_nothing_is_kept(monkeypatch, prefill, decode)
+    check_nothing_is_kept(prefill, decode)
 
 
-def test_workers_without_work_read_their_mail(build, monkeypatch):
+def test_workers_without_work_read_their_mail(build):
     """Whoever asks for a prompt that is gone hears of it at once, though nobody else wants anything there."""
     prefill = build(2, "kv_producer")
     decode = build(1, "kv_consumer", policy="fail", timeout=60.0)
@@ -393,7 +392,7 @@ def test_workers_without_work_read_their_mail(build, monkeypatch):
             prefill.step()
         answers = [answer for answer in decode.step() if answer.finished]
     assert [list(answer.outputs[0].token_ids) for answer in answers] == [[]]
-    check_nothing_is_kept(monkeypatch, prefill, decode)
+    check_nothing_is_kept(prefill, decode)
 
 
 def test_while_anything_is_on_its_way_a_step_is_wanted():

@@ -37,8 +37,9 @@ from test_12_multi_lora import NoBytes, Words
 import llama
 
 lesson = common.lesson("08_disagg")
-transfer = common.lesson("080_kv_transfer")
-connectors = common.lesson("081_kv_connectors")
+from engine.kv_transfer import links as transfer
+from engine.kv_transfer import connectors
+
 KVTransferConfig, HeadSlice = connectors.KVTransferConfig, transfer.HeadSlice
 WIRES = ["SharedMemoryConnector", "TCPConnector", "TorchDistributedConnector"]
 PROMPT = [(7 * i + 3) % 128 for i in range(45)]
@@ -425,7 +426,7 @@ def test_memory_that_is_full_ends_the_connection_and_not_the_process(tmp_path):
     code = f"""
 import sys; sys.path.insert(0, {str(common.HERE)!r})
 import common, pathlib, queue, socket, threading, torch
-transfer = common.lesson("080_kv_transfer")
+from engine.kv_transfer import links as transfer
 transfer.SHM = pathlib.Path({str(tmp_path)!r})
 with socket.create_server(("127.0.0.1", 0)) as server:
     theirs = socket.create_connection(server.getsockname())
@@ -492,7 +493,7 @@ def test_python_ends_while_payloads_are_on_their_way(kind):
     code = f"""
 import sys; sys.path.insert(0, {str(common.HERE)!r})
 import common, queue, socket, threading, torch
-transfer = common.lesson("080_kv_transfer")
+from engine.kv_transfer import links as transfer
 kind, shake = transfer.{kind}, transfer.handshake
 with socket.create_server(("127.0.0.1", 0)) as server:
     reader = kind(queue.SimpleQueue(), threading.Event(), address=server.getsockname(), timeout=60)

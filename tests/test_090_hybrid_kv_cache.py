@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import llama
 
-part = common.lesson("090_hybrid_kv_cache")
+from engine.core import hybrid_kv_cache as part
+
 batching, kv_cache = common.lesson("04_continuous_batching"), common.lesson("01_kv_cache")
 Request, SamplingParams = batching.Request, batching.SamplingParams
 RECORDED = sorted((Path(__file__).parent / "golden" / "hybrid").glob("*.json"))

@@ -16,7 +16,8 @@ from test_12_multi_lora import NoBytes, Words
 
 import llama
 
-lesson = common.lesson("122_adapters_on_workers")
+from engine.lora import remote as lesson
+
 multi_lora = common.lesson("12_multi_lora")
 executors, adapters, serving = lesson.executors, lesson.adapters, scaling.serving
 SamplingParams, ParallelConfig = scaling.SamplingParams, scaling.ParallelConfig
@@ -63,7 +64,7 @@ def on_threads(whole, monkeypatch):
         executor = scaling.ThreadExecutor(parallel)
         started.append(executor)
         args = serving.EngineArgs(enable_lora=True, max_loras=max_loras, max_lora_rank=8, max_cpu_loras=4)
-        runner = (executors.KEY, "served_runner")
+        runner = executors.served_runner
         executor.collective_rpc(
             "load_model", executors.WorkerSpec(scaling.SIZES, parallel, torch.float32, runner, args)
         )
@@ -94,7 +95,7 @@ def ask(engine, names):
 @pytest.mark.parametrize(("tp", "pp", "max_loras"), [(1, 5, 1), (2, 2, 2), *(
     pytest.param(*each, marks=pytest.mark.slow)
     for each in [(1, 1, 1), (2, 1, 1), (4, 1, 2), (8, 1, 3), (1, 2, 2)])])  # fmt: skip
-def test_every_layout_answers_as_merged_weights_do(on_threads, whole, loras, tp, pp, max_loras, monkeypatch):
+def test_every_layout_answers_as_merged_weights_do(on_threads, whole, loras, tp, pp, max_loras):
     """Eight ranks share four KV heads; with fewer places than adapters, places change hands between two steps."""
     engine = on_threads(tp, pp, max_loras)
     for name, lora in loras.items():
@@ -103,8 +104,7 @@ def test_every_layout_answers_as_merged_weights_do(on_threads, whole, loras, tp,
     assert ask(engine, (None, *loras)) == truths
     assert len({tuple(truths[str(name), 2]) for name in (None, *loras)}) == 4, "they do differ"
     assert engine.lora.counts["evict"] >= 3 - max_loras
-    monkeypatch.setattr(lesson, "probe", lambda worker: worker.runner.lora.slots, raising=False)
-    kept = engine.core.runner.executor.collective_rpc((lesson.KEY, "probe"))
+    kept = engine.core.runner.executor.ask(lambda worker: worker.runner.lora.slots)
     assert kept == [engine.lora.slots] * (tp * pp), "no worker has a name whose place somebody else took"
 
 
@@ -137,7 +137,7 @@ def test_only_an_adapters_own_numbers_travel(loras):
     large = torch.zeros(1000, 8)
     memory.write(1, adapters.LoRAModel("x", 8, {"layers.0.qkv_proj": (None, (large[:2], large[2:4]), None)}))
     (method, slot, lora), = sent  # fmt: skip
-    assert method == (lesson.KEY, "write_adapter") and slot == 1
+    assert method == lesson.write_adapter and slot == 1
     (none, pair, _), = lora.weights.values()  # fmt: skip
     assert none is None and [x.untyped_storage().nbytes() for x in pair] == [64, 64]
 

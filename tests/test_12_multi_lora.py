@@ -31,7 +31,8 @@ import llama
 
 lesson = common.lesson("12_multi_lora")
 adapters = lesson.adapters
-training = common.lesson("121_adapter_training")
+from lab import adapter_training as training
+
 NONE, Meta, SamplingParams = lesson.NONE, lesson.LoRAKernelMeta, lesson.SamplingParams
 Request, LoRAConfig, LoRARequest = lesson.Request, lesson.LoRAConfig, lesson.LoRARequest
 

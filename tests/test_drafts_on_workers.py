@@ -23,7 +23,9 @@ from test_12_multi_lora import NoBytes, Words
 
 import llama
 
-spec_decode, drafters = common.lesson("07_spec_decode"), common.lesson("070_drafters")
+spec_decode = common.lesson("07_spec_decode")
+from engine.spec_decode import drafters
+
 trained, offline = common.lesson("07b_trained_drafters"), common.lesson("04b_offline_engine")
 executors, serving, scheduling = scaling.executors, scaling.serving, scaling.scheduling
 Request, SamplingParams, ParallelConfig = scaling.Request, scaling.SamplingParams, scaling.ParallelConfig
@@ -83,7 +85,7 @@ def engine_on(executor, parallel, method, sizes=scaling.SIZES, lora=None, tokeni
     args = serving.EngineArgs(speculative_config=method and config_of(method), **(lora or {}),
                               async_scheduling=parallel.async_scheduling, kv_cache_dtype=kv_cache_dtype)  # fmt: skip
     config, source = (llama.random_model(**sizes).config, sizes) if isinstance(sizes, dict) else (sizes, None)
-    served = (executors.KEY, "served_runner")
+    served = executors.served_runner
     spec = executors.WorkerSpec(source, parallel, torch.float32, served, args, quantization, method != "ngram")
     executor.collective_rpc("load_model", spec)
     kind = serving.engine_class(kv_cache_dtype, True, None, args.lora_config, args.speculation, on_workers=True,
@@ -163,11 +165,10 @@ def kept(worker):
     return sorted(names)
 
 
-def check_nothing_is_kept(engine, monkeypatch):
+def check_nothing_is_kept(engine):
     """Who has finished is told with the next step, so there is one more."""
-    monkeypatch.setattr(scaling.lesson, "kept", kept, raising=False)
     serve(engine, [([1, 2, 3], SamplingParams(temperature=0, max_tokens=1))])
-    found = engine.core.runner.executor.collective_rpc((scaling.lesson.KEY, "kept"))
+    found = engine.core.runner.executor.ask(kept)
     assert all(set(names) <= {"0"} for names in found)
 
 
@@ -179,7 +180,7 @@ def and_slowly(fast, slow):
 @pytest.mark.parametrize(
     ("tp", "pp"), and_slowly([(1, 5), (2, 2)], [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 3), (2, 3), (4, 2)])
 )
-def test_every_layout_writes_what_plain_decoding_writes(on_threads, guess, monkeypatch, tp, pp):
+def test_every_layout_writes_what_plain_decoding_writes(on_threads, guess, tp, pp):
     """Greedy, sampled with seeds, penalties, log probabilities in one batch. Some drafts stand, some fall."""
     guess(0.7)
     engine, in_flight = on_threads(tp, pp, "ngram"), []
@@ -190,12 +191,12 @@ def test_every_layout_writes_what_plain_decoding_writes(on_threads, guess, monke
     stats = engine.core.scheduler.spec_decoding_stats
     assert 20 < stats.num_accepted_tokens < stats.num_draft_tokens - 10
     assert max(in_flight) == min(pp, 4), "a step for every stage; there are four seats"
-    check_nothing_is_kept(engine, monkeypatch)
+    check_nothing_is_kept(engine)
 
 
 @pytest.mark.parametrize("setting", ["chunks", "cramped", "priority"])
 @pytest.mark.parametrize(("tp", "pp"), and_slowly([(1, 3)], [(2, 1), (2, 2)]))
-def test_cut_preempted_and_evicted_it_is_the_same(on_threads, guess, monkeypatch, tp, pp, setting):
+def test_cut_preempted_and_evicted_it_is_the_same(on_threads, guess, tp, pp, setting):
     guess(0.8)
     limits = {"chunks": {"max_num_batched_tokens": 7}, "cramped": {"num_gpu_blocks_override": 18},
               "priority": {"num_gpu_blocks_override": 18, "scheduling_policy": "priority"}}[setting]  # fmt: skip
@@ -212,7 +213,7 @@ def test_cut_preempted_and_evicted_it_is_the_same(on_threads, guess, monkeypatch
     assert bool(victims) == (setting != "chunks")
     if setting == "cramped" and pp > 2:
         assert max(victims) > 0, "somebody whose drafts were on their way"
-    check_nothing_is_kept(engine, monkeypatch)
+    check_nothing_is_kept(engine)
 
 
 METHODS = ["ngram", "suffix", "lookahead", "draft_model", "eagle", "medusa", "early_exit"]
@@ -223,7 +224,7 @@ SLOW = [(method, tp, pp) for method in METHODS for tp, pp in [(2, 1), (8, 1), (1
 
 
 @pytest.mark.parametrize(("method", "tp", "pp"), and_slowly(FAST, SLOW))
-def test_every_drafter_guesses_what_it_guesses_in_one_process(on_threads, monkeypatch, method, tp, pp):
+def test_every_drafter_guesses_what_it_guesses_in_one_process(on_threads, method, tp, pp):
     """A wrong guess changes no token, so the guesses themselves are compared, those drawn from a q included; in front
     of an embedding and an output matrix that no rank has as a whole."""
     sizes = {**scaling.SIZES, "tie_word_embeddings": False}
@@ -236,7 +237,7 @@ def test_every_drafter_guesses_what_it_guesses_in_one_process(on_threads, monkey
     assert engine.core.scheduler.spec_decoding_stats == here.core.scheduler.spec_decoding_stats
     untouched = plain(tied=False)[0]
     assert [found[0][i] for i in GREEDY] == [untouched[i] for i in GREEDY]
-    check_nothing_is_kept(engine, monkeypatch)
+    check_nothing_is_kept(engine)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
@@ -255,7 +256,7 @@ def test_what_is_ruled_out_is_so_on_workers(on_threads, method, ahead):
 @pytest.mark.parametrize(
     ("method", "tp", "pp"), and_slowly([("eagle", 1, 3)], [("eagle", 2, 2), ("draft_model", 2, 2), ("medusa", 2, 1)])
 )
-def test_a_drafter_with_a_memory_when_requests_begin_again(on_threads, monkeypatch, method, tp, pp):
+def test_a_drafter_with_a_memory_when_requests_begin_again(on_threads, method, tp, pp):
     """What it kept of them is stale: it guesses as if nothing had happened, where it guesses after the same tokens."""
     engine = on_threads(tp, pp, method, **{**ROOMY, "num_gpu_blocks_override": 18})
     tokens, _, proposed = serve(engine)
@@ -263,31 +264,30 @@ def test_a_drafter_with_a_memory_when_requests_begin_again(on_threads, monkeypat
     want = serve(engine_here(method, **ROOMY))[2]
     both = want.keys() & proposed.keys()
     assert len(both) > 20 and [proposed[key] for key in both] == [want[key] for key in both]
-    check_nothing_is_kept(engine, monkeypatch)
+    check_nothing_is_kept(engine)
 
 
-def test_only_the_last_stage_drafts(on_threads, monkeypatch):
-    def look(worker):
-        return worker.pp.rank_in_group, type(worker.runner.drafter).__name__, worker.model.embed_tokens is not None
+def drafting(worker):
+    return worker.pp.rank_in_group, type(worker.runner.drafter).__name__, worker.model.embed_tokens is not None
 
-    monkeypatch.setattr(scaling.lesson, "look", look, raising=False)
+
+def test_only_the_last_stage_drafts(on_threads):
     sizes = {**scaling.SIZES, "tie_word_embeddings": False}
     executor = on_threads(2, 3, "draft_model", sizes=sizes).core.runner.executor
     stages = [(0, "Drafter", True), (1, "Drafter", False), (2, "DraftModelDrafter", True)]
-    assert executor.collective_rpc((scaling.lesson.KEY, "look")) == [stage for stage in stages for _ in range(2)]
+    assert executor.ask(drafting) == [stage for stage in stages for _ in range(2)]
 
 
-def test_the_drafters_output_matrix_is_divided(on_threads, monkeypatch):
+def output_matrix(worker):
+    head = worker.runner.drafter.network.head
+    noise = worker.tp.rank_in_group / 100  # as if this rank had rounded otherwise
+    return tuple(head.weight.shape), head(torch.full((1, 80), 1 + noise))[0].tolist()
+
+
+def test_the_drafters_output_matrix_is_divided(on_threads):
     """And its products gathered: ranks that guessed each for itself might differ, and wait for each other for ever."""
-
-    def look(worker):
-        head = worker.runner.drafter.network.head
-        noise = worker.tp.rank_in_group / 100  # as if this rank had rounded otherwise
-        return tuple(head.weight.shape), head(torch.full((1, 80), 1 + noise))[0].tolist()
-
-    monkeypatch.setattr(scaling.lesson, "look", look, raising=False)
     executor = on_threads(4, 1, "eagle").core.runner.executor
-    shapes, logits = zip(*executor.collective_rpc((scaling.lesson.KEY, "look")))
+    shapes, logits = zip(*executor.ask(output_matrix))
     assert set(shapes) == {(11, 80)} and all(row == logits[0] for row in logits) and len(logits[0]) == 41
 
 
@@ -460,7 +460,7 @@ def test_what_goes_together_is_not():
 def test_a_worker_refuses_a_cache_that_cannot_take_drafts_back():
     args = serving.EngineArgs(speculative_config={"method": "ngram"}, kv_cache_dtype="kivi_2bit")
     executor = executors.UniProcExecutor()
-    served = (executors.KEY, "served_runner")
+    served = executors.served_runner
     executor.collective_rpc("load_model", executors.WorkerSpec(scaling.SIZES, ParallelConfig(), runner=served,
                                                                runner_args=args))  # fmt: skip
     with pytest.raises(common.InputError, match="rejected drafts could not be taken back"):

@@ -19,6 +19,7 @@ if not (common.HAS_TRITON and common.INTERPRET):
     pytest.skip("kernels are broken in Triton's interpreter", allow_module_level=True)
 
 import kernel_mutants
+from support import modules
 
 SCRIPT = Path(kernel_mutants.__file__)
 
@@ -28,7 +29,7 @@ COPIES = (("mutants",), [sys.executable, SCRIPT, "02_paged_attention:copy", "--s
 
 
 def test_every_kernel_is_found():
-    text = "".join(path.read_text() for path in common.HERE.glob("[01]*.py"))
+    text = "".join(path.read_text() for path in modules.paths().values())
     decorators = re.findall(r"^@(?:common\.kernel|triton\.jit)\b", text, flags=re.M)
     assert len(kernel_mutants.kernels()) == len(decorators) > 40
     for key in kernel_mutants.kernels():

@@ -12,15 +12,15 @@ import re
 import sys
 from pathlib import Path
 
-import common
 import needs
 import pytest
 import sass
 import scripts
+from support import modules
 
 KERNELS = [
-    (path.stem, name)
-    for path in sorted(common.HERE.glob("[01]*.py"))
+    (module, name)
+    for module, path in modules.paths().items()
     for name in re.findall(r"^@common\.kernel\ndef (\w+)", path.read_text(), flags=re.M)
 ]
 TARGETS = {"fast": ["sm_90", "gfx942"], "all": ["sm_80", "sm_90", "sm_100", "gfx942"]}

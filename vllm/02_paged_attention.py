@@ -11,7 +11,7 @@ The mechanism:
   6. The decode kernel reads keys tile by tile and looks up each tile's blocks in the table: one more load, of 4 bytes.
   7. Two sequences with the same past share its blocks: fork copies the table and raises the counts.
   8. A shared block is copied when an owner is about to write into it: copy-on-write, at most one block per fork.
-On a CPU two operations of torch take the kernel's place in step 6: `020_torch_attention.py`.
+On a CPU two operations of torch take the kernel's place in step 6: `engine/attention/torch_paged.py`.
 
 Numbers to remember: existing systems used 20.4 to 38.2 % of KV memory for tokens, paging 96.3 % (Kwon et al. 2023).
 The table costs 4 bytes per 65,536 bytes of one layer's KV (Llama-3.1-8B, bf16, blocks of 16).
@@ -49,7 +49,8 @@ import llama
 KEY = "02_paged_attention"
 kv_cache_lesson = common.lesson("01_kv_cache")
 KVCacheSpec = kv_cache_lesson.KVCacheSpec
-torch_attention = common.lesson("020_torch_attention")
+from engine.attention import torch_paged as torch_attention
+
 plan_decode, gather_plan = torch_attention.plan_decode, torch_attention.gather_plan
 
 
@@ -424,7 +425,7 @@ def example_launches(dtype: torch.dtype) -> None:
 
 # --- The same on a CPU ----------------------------------------------------------------------------------------------
 #
-# Decoding is in a part of its own, `020_torch_attention.py`: planned once per step, then called in every layer.
+# Decoding has a file of its own, `engine/attention/torch_paged.py`: planned once per step, then called in every layer.
 
 
 def prefill_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,8 @@ from torch import Tensor
 import llama
 
 KEY = "03_flash_attention"
-block_sparse = common.lesson("030_block_sparse_attention")
+from engine.attention import block_sparse
+
 LOG2E = math.log2(math.e)
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16}
 
@@ -380,7 +381,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor,
     q, k, v = (_aligned(x) for x in (q, k, v))
     group = heads_per_group(Hq, Hkv, max_seq_len * 2 * D * q.element_size())
     if capability == (9, 0) and not (tiles or common.INTERPRET):
-        hopper = common.lesson("031_warp_specialized_attention")
+        from engine.attention import hopper
+
         if hopper.fits(q, k, v, max_query_len, window):
             return hopper.warp_specialized_attention(q, k, v, query_start_loc, seq_start_loc, max_query_len, group,
                                                      causal, scale, out, lse)  # fmt: skip

@@ -61,7 +61,9 @@ from engine.request import NO_TOKEN_ID, Request, RequestStatus, SamplingParams
 
 KEY = "04b_offline_engine"
 
-scheduling, token_rules = common.lesson("04_continuous_batching"), common.lesson("04b0_token_rules")
+scheduling = common.lesson("04_continuous_batching")
+from engine.sampling import token_rules
+
 EngineCore, ModelEngineCore, ModelRunner = scheduling.EngineCore, scheduling.ModelEngineCore, scheduling.ModelRunner
 most_probable, most_probable_ids = scheduling.most_probable, scheduling.most_probable_ids
 

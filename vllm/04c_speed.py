@@ -55,7 +55,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import llama
 
 kv_cache = common.lesson("01_kv_cache")
-torch_attention = common.lesson("020_torch_attention")
+from engine.attention import torch_paged as torch_attention
+
 paged_attention = common.lesson("02_paged_attention")
 batching = common.lesson("04_continuous_batching")
 AttentionMetadata, Request = paged_attention.AttentionMetadata, batching.Request

@@ -64,7 +64,8 @@ paged_attention = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
 speed = common.lesson("04c_speed")
 prefix_caching = common.lesson("050_prefix_caching")
-cuda_graphs = common.lesson("051_cuda_graphs")
+from engine.worker import cuda_graphs
+
 AttentionMetadata, PagedKVCache = paged_attention.AttentionMetadata, paged_attention.PagedKVCache
 ModelEngineCore, ModelRunner = continuous_batching.ModelEngineCore, continuous_batching.ModelRunner
 SchedulerConfig = continuous_batching.SchedulerConfig

@@ -55,8 +55,9 @@ if common.HAS_TRITON:
 
 kv_cache_lesson = common.lesson("01_kv_cache")
 continuous_batching, speed = common.lesson("04_continuous_batching"), common.lesson("04c_speed")
-formats = common.lesson("05a_number_formats")  # grids, scales, encode and decode, files
-hopper = common.lesson("05b0_int4_on_hopper")  # kernel one again, for one format on one GPU
+from engine.quantization import formats  # grids, scales, encode and decode, files
+from engine.quantization import int4_hopper as hopper  # kernel one again, for one format on one GPU
+
 FORMATS, MINIFLOATS, Format, Quantized = formats.FORMATS, formats.MINIFLOATS, formats.Format, formats.Quantized
 choose_scales, encode, decode = formats.choose_scales, formats.encode, formats.decode
 PackedWeight, load_scales, widen_scales = formats.PackedWeight, formats.load_scales, formats.widen_scales

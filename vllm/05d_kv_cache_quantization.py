@@ -51,7 +51,8 @@ if common.HAS_TRITON:
 kv_cache_lesson = common.lesson("01_kv_cache")
 paged = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
-kv_codes = common.lesson("05d0_kv_codes")  # the formats, in torch, and the naive reference
+from engine.quantization import kv_codes  # the formats, in torch, and the naive reference
+
 AttentionMetadata, PagedKVCache = paged.AttentionMetadata, paged.PagedKVCache
 ModelEngineCore, ModelRunner = continuous_batching.ModelEngineCore, continuous_batching.ModelRunner
 FORMATS, KV_CACHE_DTYPES, PLANES = kv_codes.FORMATS, kv_codes.KV_CACHE_DTYPES, kv_codes.PLANES
@@ -1105,7 +1106,9 @@ def measure_kernels(seconds: float = 0.3) -> list[dict[str, Any]]:
 
 def measure_together(name: str = "Llama-3.1-8B", context: int = 4096) -> list[dict[str, Any]]:
     """On a GPU: ms of an 8B model's decode step, one CUDA graph, and the GB it reads; weights and cache in few bits."""
-    quantization, graphs = common.lesson("05b_quantization"), common.lesson("051_cuda_graphs")
+    quantization = common.lesson("05b_quantization")
+    from engine.worker import cuda_graphs as graphs
+
     model, int4, rows = common.lesson("04c_speed").random_twins(name)[0], quantization.FORMATS["int4-g128"], []
     small = copy.copy(model)
     small.linear = {n: layer if n == "lm_head" else quantization.QuantizedLinear(quantization.rtn(layer.weight, int4))

@@ -11,7 +11,7 @@ The mechanism:
      refused with 503, and handed over. From there on it is a lesson-04 `Request` and a mailbox.
   4. What comes back is text, as server-sent events in the shapes that OpenAI's clients expect.
   5. A client that hangs up aborts its request; SIGTERM finishes what it can; a dead engine turns /health red.
-  6. Every step of it is counted under vLLM's metric names (060_metrics.py).
+  6. Every step of it is counted under vLLM's metric names (engine/serving/metrics.py).
 
 Numbers to remember: at 95 % load the queue is three times as long as at 80 %, and at 105 % it grows for ever: only a
 bound keeps it short. With 8 ms of Python per step in one loop, a GPU with 2 ms steps is used 20 % of the time.
@@ -62,7 +62,8 @@ import llama
 
 KEY = "06_serving"
 
-metrics = common.lesson("060_metrics")
+from engine.serving import metrics
+
 async_engine = common.lesson("06e_async_engine")
 openai_api = common.lesson("06f_openai_api")
 offline = common.lesson("04b_offline_engine")
@@ -180,7 +181,9 @@ class EngineArgs:
                 if used:
                     raise common.InputError(f"--kv-transfer-config: not together with {flag}")
             if self.has_workers or self.has_engines:
-                openai_api.companion("083_connectors_on_workers", "--kv-transfer-config").check(self)
+                from engine.kv_transfer import remote
+
+                remote.check(self)
         if self.lora_modules and not self.enable_lora:
             raise common.InputError("--lora-modules: needs --enable-lora")
         if self.enable_lora and (twice := [name for name in self.adapters if name in self.names]):
@@ -200,7 +203,8 @@ class EngineArgs:
         """Lesson 08's config, or None without --kv-transfer-config. Raises InputError."""
         if self.kv_transfer_config is None:
             return None
-        connectors = openai_api.companion("081_kv_connectors", "--kv-transfer-config")
+        from engine.kv_transfer import connectors
+
         return connectors.KVTransferConfig.from_json(self.kv_transfer_config)
 
     @property
@@ -275,7 +279,9 @@ def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, toke
         block_bytes = functools.partial(_quantized_block_bytes, kv_cache_dtype)
     elif not (enforce_eager or lora_config or kv_transfer):  # captures CUDA graphs on a GPU, nothing elsewhere
         # A graph replays its kernels alone: no connector could act between layers, and adapters would never change.
-        runner = common.lesson("051_cuda_graphs").graph_runner(runner)
+        from engine.worker import cuda_graphs
+
+        runner = cuda_graphs.graph_runner(runner)
     if has_guided_decoding():
         runner = common.lesson("06b_guided_decoding").guided_runner(runner, tokenizer)
 
@@ -306,7 +312,8 @@ def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, toke
     if kv_transfer is not None:
         disagg = common.lesson("08_disagg")
         if on_workers:
-            remote = common.lesson("083_connectors_on_workers").remote_connector_engine
+            from engine.kv_transfer.remote import remote_connector_engine as remote
+
             engine = remote(engine, kv_transfer)
         else:
             engine = disagg.connector_engine(engine, kv_transfer)
@@ -315,7 +322,7 @@ def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, toke
     multi_lora = common.lesson("12_multi_lora")
     make_runner = multi_lora.lora_runner
     if on_workers:
-        make_runner = common.lesson("122_adapters_on_workers").remote_lora_runner
+        from engine.lora.remote import remote_lora_runner as make_runner
     return multi_lora.lora_engine(engine, lora_config, make_runner)
 
 
@@ -324,7 +331,8 @@ def drafting_engine(base: type[LLMEngine], config: Any, async_scheduling: bool) 
     spec_decode = common.lesson("07_spec_decode")
     if not async_scheduling:
         return spec_decode.speculative_engine(base, config)
-    ahead = common.lesson("07a_drafts_ahead")
+    from engine.spec_decode import drafts_ahead as ahead
+
     engine = spec_decode.speculative_engine(base, config)
     engine.runner_class = type("DraftsAheadRunner", (ahead.DraftsAheadRunner, engine.runner_class), {})
     return engine
@@ -341,10 +349,14 @@ def worker_runner(kv_cache_dtype: str, enforce_eager: bool, tokenizer: llama.Tok
         runner = type(runner.__name__, (runner,), {"make_drafter": staticmethod(lambda config, model: silent)})
     if kv_transfer is not None:
         runner = common.lesson("08_disagg").connector_runner(runner)
-        runner = common.lesson("083_connectors_on_workers").worker_runner(runner, kv_transfer)
+        from engine.kv_transfer import remote
+
+        runner = remote.worker_runner(runner, kv_transfer)
     if lora_config is None:
         return runner
-    mine = common.lesson("122_adapters_on_workers").WorkerAdapters(lora_config)
+    from engine.lora import remote
+
+    mine = remote.WorkerAdapters(lora_config)
     return common.lesson("12_multi_lora").lora_runner(runner, mine)
 
 
@@ -499,7 +511,9 @@ def kv_cache_memory(args: EngineArgs, model: llama.Llama, budget: int) -> int:
     """
     if not common.HAS_GPU:
         return int(args.kv_cache_gib * 2**30)
-    slots = args.lora_config and common.lesson("122_adapters_on_workers").WorkerAdapters(args.lora_config)
+    from engine.lora import remote
+
+    slots = args.lora_config and remote.WorkerAdapters(args.lora_config)
     if slots:  # the engine makes its own later, as large as these: a slot has room for the largest rank allowed
         slots.attach(model, None, None)
     torch.cuda.reset_peak_memory_stats()

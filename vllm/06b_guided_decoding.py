@@ -61,7 +61,8 @@ from common import tl, triton
 import llama
 
 offline = common.lesson("04b_offline_engine")
-schemas = common.lesson("06b0_json_schemas")
+from engine.sampling.guided import json_schemas as schemas
+
 closed, TEXT, PERSON, CALL = schemas.closed, schemas.TEXT, schemas.PERSON, schemas.CALL
 Request, SamplingParams, TokenBytes = offline.Request, offline.SamplingParams, offline.TokenBytes
 SamplingModelRunner = offline.SamplingModelRunner

@@ -55,9 +55,10 @@ KEY = "06c_scaling_out"
 
 scheduling = common.lesson("04_continuous_batching")
 tensor_parallel = common.lesson("05c_tensor_parallel")
-layouts = common.lesson("06c0_parallel_layouts")
-executors = common.lesson("06c1_executors")
-engine_group = common.lesson("06c2_engine_group")
+from lab import layouts
+from engine.parallel import executors
+from engine.serving import engine_group
+
 serving = common.lesson("06_serving")
 async_engine, offline, preemption = serving.async_engine, serving.offline, serving.preemption
 Request, SamplingParams = scheduling.Request, offline.SamplingParams
@@ -166,7 +167,7 @@ def start_workers(args: Any, dtype: torch.dtype) -> Workers:
         executors.check_quantization(args.quantization)
     executor = executors.make_executor(parallel)
     embeds_last = args.speculation is not None and args.speculation.method in ("draft_model", "eagle")
-    runner = executors.KEY, "served_runner"
+    runner = executors.served_runner
     spec = WorkerSpec(args.model, parallel, dtype, runner, args, args.quantization, embeds_last, args.generation_config)
     executor.collective_rpc("load_model", spec)
     parameters = sum(torch.Size(shape).numel() for shape in llama.tensor_shapes(config).values())
@@ -634,7 +635,7 @@ def tell_of_workers(args: argparse.Namespace, parallel: ParallelConfig, executor
         common.say(f"the scheduler's decisions: {(executor.bytes_broadcast - before) / calls:,.0f} bytes a step, "
                    "written once for all workers")  # fmt: skip
     if parallel.pipeline_parallel_size == 1:
-        found = executor.collective_rpc(("06c0_parallel_layouts", "moe_on_rank"))
+        found = executor.collective_rpc(layouts.moe_on_rank)
         for name, text in (("tensor", "12 experts in slices, all-reduce"),
                            ("expert", "12 experts dealt out, all-to-all"),
                            ("sequence", "the same, between reduce-scatter and all-gather")):  # fmt: skip

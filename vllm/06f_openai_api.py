@@ -53,8 +53,9 @@ import llama
 
 KEY = "06f_openai_api"
 
-protocol = common.lesson("06f0_openai_protocol")  # requests, tools and errors
-responses_api = common.lesson("06f1_responses_api")  # chats in OpenAI's newer form
+from engine.serving.openai import protocol  # requests, tools and errors
+from engine.serving.openai import responses as responses_api  # chats in OpenAI's newer form
+
 async_engine = common.lesson("06e_async_engine")
 offline = common.lesson("04b_offline_engine")
 scheduling = common.lesson("04_continuous_batching")
@@ -306,7 +307,9 @@ class OpenAIServing:
         if body.kv_transfer_params is not None:
             if not self.has_kv_connector:
                 raise common.InputError("kv_transfer_params: this server was started without --kv-transfer-config")
-            companion("081_kv_connectors", "kv_transfer_params").attach_params(params, body.kv_transfer_params)
+            from engine.kv_transfer import connectors
+
+            connectors.attach_params(params, body.kv_transfer_params)
         wanted = self.num_prompts(body, params.n) * params.n
         try:
             with contextlib.ExitStack() as places:
@@ -383,7 +386,8 @@ class OpenAIServing:
         """Where guides are compiled, within 06b's limits and on other threads: no engine ever waits for a bad one."""
         guided, config = companion("06b_guided_decoding", "structured_outputs"), self.llm.front.model.config
         about = self.tokenizer, config.vocab_size, tuple(config.eos_token_ids)
-        queue = companion("06f2_guide_queue", "structured_outputs")
+        from engine.sampling.guided import guide_queue as queue
+
         return queue.GuideQueue(functools.partial(guided.vocabulary_of, *about))
 
     async def check_constraint(self, field: str, constraint: dict[str, Any], body: CommonRequest,
@@ -707,7 +711,8 @@ def build_app(serving: OpenAIServing, api_keys: Sequence[str] = (), debug: bool 
     from fastapi.responses import JSONResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException
 
-    bodies = common.lesson("06f3_request_bodies")
+    from engine.serving.openai import request_bodies as bodies
+
     llm = serving.llm
     failures = {status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 500, 503)}
     app = fastapi.FastAPI(title="vLLM, from first principles", version=VERSION, docs_url=None, redoc_url=None)

@@ -60,7 +60,9 @@ from engine.request import Request
 kv_cache = common.lesson("01_kv_cache")
 scheduling = common.lesson("04_continuous_batching")
 offline = common.lesson("04b_offline_engine")
-enumeration, drafters = common.lesson("071_enumeration"), common.lesson("070_drafters")
+from lab import enumeration
+from engine.spec_decode import drafters
+
 LLMEngine, SamplingParams = offline.LLMEngine, offline.SamplingParams
 Sampler, SamplingState = offline.Sampler, offline.SamplingState
 Draft, DraftContext, Drafter = drafters.Draft, drafters.DraftContext, drafters.Drafter

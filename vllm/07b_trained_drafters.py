@@ -59,8 +59,10 @@ import llama
 paged = common.lesson("02_paged_attention")
 scheduling = common.lesson("04_continuous_batching")
 offline = common.lesson("04b_offline_engine")
-drafting = common.lesson("070_drafters")
-training, drafts_ahead = common.lesson("07b0_drafter_training"), common.lesson("07a_drafts_ahead")
+from engine.spec_decode import drafters as drafting
+from lab import drafter_training as training
+from engine.spec_decode import drafts_ahead
+
 Draft, DraftContext, Drafter = drafting.Draft, drafting.DraftContext, drafting.Drafter
 SamplingParams = scheduling.SamplingParams
 Network = training.Network

@@ -57,9 +57,10 @@ import llama
 from engine.config import SchedulerConfig
 from engine.core.scheduler import make_scheduler
 
-kv_transfer = common.lesson("080_kv_transfer")
-connectors = common.lesson("081_kv_connectors")
-goodput = common.lesson("082_goodput_simulation")
+from engine.kv_transfer import links as kv_transfer
+from engine.kv_transfer import connectors
+from lab import goodput
+
 kv_cache = common.lesson("01_kv_cache")
 paged_attention = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")

@@ -48,7 +48,9 @@ from common import HARDWARE, tl, triton
 import llama
 
 kv_cache_lesson = common.lesson("01_kv_cache")
-torch_attention, paged = common.lesson("020_torch_attention"), common.lesson("02_paged_attention")
+from engine.attention import torch_paged as torch_attention
+
+paged = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
 Request, RequestStatus = continuous_batching.Request, continuous_batching.RequestStatus
 SamplingParams, SchedulerOutput = continuous_batching.SamplingParams, continuous_batching.SchedulerOutput

@@ -13,7 +13,7 @@ The mechanism:
   5. Nobody is admitted in a step that preempted, so copies out and copies in never meet in one step.
   6. A second cache on the CPU, keyed by block hash, catches whatever the GPU's prefix cache evicts: copy, not compute.
   7. A request that can never fit is refused on arrival: in the queue it would wait forever, and block all behind it.
-110_workload_files.py holds the knobs (`SchedulerConfig`), and what `replay` reads and writes.
+lab/workload_files.py holds the knobs (`SchedulerConfig`), and what `replay` reads and writes.
 
 Numbers to remember: 16 requests of 64 + 192 tokens, one every 16 steps, in a pool that holds 4 of them at full length:
 20 preemptions, and 32 % of all computed tokens were computed before. Copying a token of Llama-3.1-8B out and in again
@@ -62,7 +62,8 @@ kv_cache = common.lesson("01_kv_cache")
 paged_attention = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
 chunked_prefill = common.lesson("10_chunked_prefill")
-workload_files = common.lesson("110_workload_files")
+from lab import workload_files
+
 SCHEDULER_KEYS = workload_files.SCHEDULER_KEYS
 Field, CONFIG_FIELDS, REQUEST_FIELDS = workload_files.Field, workload_files.CONFIG_FIELDS, workload_files.REQUEST_FIELDS
 REFERENCE, check_workload = workload_files.REFERENCE, workload_files.check_workload

@@ -15,7 +15,7 @@ The mechanism:
      this step waits, and those behind it go ahead.
   5. An adapter changes keys and values, so it is part of a block's key in the prefix cache. Forget it, and one tenant
      reads another's memory.
-120_adapters.py holds PEFT's file format, the memory and its LRU, 121_adapter_training.py trains three adapters.
+120_adapters.py holds PEFT's file format, the memory and its LRU, lab/adapter_training.py trains three adapters.
 
 Numbers to remember: 8 slots in turn serve 8 adapters with 1 % misses, and 9 adapters with 100 %. An adapter of rank
 8 on all layers has 1.8 % of this model's weights; one of rank 64 in the house makes every slot eight times as large.
@@ -969,9 +969,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = common.start(args)
     if args.train:
         model, tokenizer = llama.load(args.model)
-        return common.lesson("121_adapter_training").train_and_save(
-            model, tokenizer, args.train, Path(args.adapters), common.say
-        )
+        from lab import adapter_training
+
+        return adapter_training.train_and_save(model, tokenizer, args.train, Path(args.adapters), common.say)
     for request in shipped():  # a rank that is too low is refused before anything is computed or loaded
         adapters.read_config(Path(request.lora_path), args.max_lora_rank)
     config, numbers, bench = llama.check_context(args.model, 256), facts(), {}

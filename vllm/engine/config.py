@@ -6,9 +6,9 @@ a model or opens a file. vLLM: `vllm/config/scheduler.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from common import InputError
+
+from dataclasses import dataclass
 
 
 @dataclass

@@ -7,13 +7,13 @@ vLLM: `vllm/v1/request.py`, `vllm/sampling_params.py`, `vllm/v1/core/sched/utils
 
 from __future__ import annotations
 
+import common
+
 import enum
 import math
 import time
 from dataclasses import dataclass
 from typing import Any
-
-import common
 
 
 @dataclass

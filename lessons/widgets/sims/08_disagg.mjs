@@ -1,5 +1,5 @@
 // Sixteen requests on four GPUs, together or split into prefill and decode: the twin of `simulate` in
-// vllm/082_goodput_simulation.py. Times are µs, all of them integers.
+// vllm/lab/goodput.py. Times are µs, all of them integers.
 import { ChunkedScheduler } from "./lib/chunked_prefill.mjs";
 import { EngineCore, KVCacheManager, Request, Scheduler } from "./lib/continuous_batching.mjs";
 import { ceil_div, comma, range, sum } from "./lib/text.mjs";

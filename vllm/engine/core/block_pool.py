@@ -6,10 +6,10 @@ hashes, never tensors, tokens or requests. vLLM: `vllm/v1/core/block_pool.py`.
 
 from __future__ import annotations
 
+from common import InputError
+
 import collections
 from collections.abc import Sequence
-
-from common import InputError
 
 
 class OutOfBlocks(Exception):

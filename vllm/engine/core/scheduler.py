@@ -7,11 +7,12 @@ vLLM: `vllm/v1/core/sched/scheduler.py`, `vllm/v1/core/sched/async_scheduler.py`
 
 from __future__ import annotations
 
+from common import InputError
+
 import sys
 from collections.abc import Iterable
 from typing import Any
 
-from common import InputError
 from engine.config import SchedulerConfig
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.queues import FairRequestQueue, FCFSRequestQueue, PriorityRequestQueue

@@ -11,6 +11,7 @@ block definitions (GGUF), and the checkpoint layouts of AutoGPTQ, AutoAWQ and co
 from __future__ import annotations
 
 import common  # first: it settles the device before torch is used
+from common import tl, triton
 
 import dataclasses
 import functools
@@ -22,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from common import tl, triton
 
 import llama
 

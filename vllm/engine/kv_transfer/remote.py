@@ -21,9 +21,9 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-KEY = "083_connectors_on_workers"
-executors = common.lesson("06c1_executors")
-connectors = common.lesson("081_kv_connectors")
+from engine.kv_transfer import connectors
+from engine.parallel import executors
+
 KVConnectorMetadata, KVConnectorOutput = connectors.KVConnectorMetadata, connectors.KVConnectorOutput
 Order = tuple[str, ...]  # "finish", "forget" or "cancel", and its arguments
 
@@ -155,13 +155,13 @@ class ConnectorRemoteRunner(executors.RemoteRunner):
     def __init__(self, executor: Any, parallel: Any, scheduler: Any, seed: int = 0) -> None:
         super().__init__(executor, parallel, scheduler, seed)
         self.scheduler, self.connector = scheduler, scheduler.connector
-        self.connector.attach(executor.world_size, executor.collective_rpc((KEY, "about"))[0])
+        self.connector.attach(executor.world_size, executor.collective_rpc(about)[0])
 
     def submit(self, output: Any) -> Any:
         """A step on its way; if there is nothing to compute, the transfers have got on when this returns None."""
         message, connector = self.writer.write(output), self.connector
         orders = connector.take_orders(self.scheduler.kv_connector_metadata)
-        future = self.executor.submit((KEY, "execute_step"), message, *orders)
+        future = self.executor.submit(execute_step, message, *orders)
 
         def result() -> Any:
             answers = future.result()

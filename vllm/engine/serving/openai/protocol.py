@@ -26,7 +26,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
 
-json_schemas = common.lesson("06b0_json_schemas")
+from engine.sampling.guided import json_schemas
 
 LARGE_BYTES = 16 << 10  # of a body: a larger one is read and prepared away from the event loop
 MAX_PARTS = 1 << 17  # arrays, objects and names in a body

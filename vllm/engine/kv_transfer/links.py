@@ -12,6 +12,7 @@ Read for this: vLLM 0.32 `distributed/kv_transfer/kv_connector/v1/nixl/` (`tp_ma
 from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used
+from common import tl, triton
 
 import atexit
 import contextlib
@@ -37,10 +38,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import tl, triton
 
 tensor_parallel = common.lesson("05c_tensor_parallel")
-handshake = common.lesson("061_handshake")
+from engine.parallel import handshake
 
 # --- 1. What travels: positions and heads -----------------------------------------------------------------------------
 #

@@ -24,7 +24,8 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-protocol = common.lesson("06f0_openai_protocol")
+from engine.serving.openai import protocol
+
 Carried, Many, OpenAIModel = protocol.Carried, protocol.Many, protocol.OpenAIModel
 APIError, ChatCompletionRequest = protocol.APIError, protocol.ChatCompletionRequest
 

@@ -25,9 +25,9 @@ import torch
 
 import llama
 
-KEY = "122_adapters_on_workers"
 tensor_parallel = common.lesson("05c_tensor_parallel")
-executors = common.lesson("06c1_executors")
+from engine.parallel import executors
+
 adapters = common.lesson("120_adapters")
 LoRAConfig, LoRAModel, SlotMemory = adapters.LoRAConfig, adapters.LoRAModel, adapters.SlotMemory
 
@@ -102,10 +102,10 @@ class RemoteSlotMemory:
     def write(self, slot: int, lora: LoRAModel) -> None:
         weights = {name: tuple(pair and tuple(x.clone() for x in pair) for pair in pairs)  # no larger tensor's views
                    for name, pairs in lora.weights.items()}  # fmt: skip
-        self.executor.submit((KEY, "write_adapter"), slot, dataclasses.replace(lora, weights=weights))
+        self.executor.submit(write_adapter, slot, dataclasses.replace(lora, weights=weights))
 
     def clear(self, slot: int) -> None:
-        self.executor.submit((KEY, "clear_adapter"), slot)
+        self.executor.submit(clear_adapter, slot)
 
 
 def remote_lora_runner(make_runner: Callable[..., Any], manager: adapters.LoRAModelManager) -> Callable[..., Any]:

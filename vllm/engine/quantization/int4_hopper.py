@@ -22,13 +22,13 @@ Triton's Gluon tutorials.
 from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used
+from common import triton
 
 import types
 
 import torch
-from common import triton
 
-formats = common.lesson("05a_number_formats")
+from engine.quantization import formats
 
 if common.HAS_TRITON:
     from triton.experimental import gluon

@@ -43,13 +43,13 @@ from engine.core.kv_cache_manager import ROOT_HASH, block_extra_keys, hash_block
 
 scheduling = common.lesson("04_continuous_batching")
 tensor_parallel = common.lesson("05c_tensor_parallel")
-executors = common.lesson("06c1_executors")
-handshake = common.lesson("061_handshake")
+from engine.parallel import executors, handshake
+
 serving = common.lesson("06_serving")
 async_engine, offline = serving.async_engine, serving.offline
 Request, EngineCoreRequestType = scheduling.Request, async_engine.EngineCoreRequestType
 EngineCoreOutputs, ParallelEngineCoreProc = async_engine.EngineCoreOutputs, executors.ParallelEngineCoreProc
-Factory = executors.Factory
+Factory = async_engine.Factory
 say_aloud = functools.partial(print, flush=True)
 
 

@@ -44,14 +44,11 @@ import torch.distributed as dist
 import llama
 from engine.output import SchedulerOutput
 
-KEY = "06c1_executors"
-
 tensor_parallel = common.lesson("05c_tensor_parallel")
 scheduling = common.lesson("04_continuous_batching")
 serving = common.lesson("06_serving")
 async_engine = serving.async_engine
 GroupCoordinator, Request = tensor_parallel.GroupCoordinator, scheduling.Request
-Factory = tuple[str, str]  # a lesson and a function of it: what another process can be told
 
 
 # --- 1. Which rank holds what -----------------------------------------------------------------------------------------
@@ -234,7 +231,9 @@ def load_stage(source: str | dict | None, dtype: torch.dtype, tp: GroupCoordinat
             config = llama.LlamaConfig.from_folder(folder, True, generation_config)
             tensors = llama._open_weights(folder, stack)
             if serving.stored_quantization(folder, quantization):
-                tensors, codes = common.lesson("05a_number_formats").checkpoint_tensors(folder, tensors)
+                from engine.quantization import formats
+
+                tensors, codes = formats.checkpoint_tensors(folder, tensors)
             elif quantization == "gguf":
                 codes = common.lesson("05b_quantization").gguf_codes(config)
         start, end = get_pp_indices(config.num_hidden_layers, pp.rank_in_group, pp.world_size)
@@ -368,16 +367,11 @@ class WorkerSpec:
     model: str | dict | None
     parallel: ParallelConfig
     dtype: torch.dtype = torch.float32
-    runner: Factory = (KEY, "plain_runner")  # called with `runner_args` and whether this rank samples
+    runner: Callable[[Any, bool], type] | None = None  # called with `runner_args` and whether this rank samples
     runner_args: Any = None
     quantization: str | None = None
     embeds_last: bool = False  # a drafter on the last stage looks tokens up
     generation_config: str = "auto"  # whose tokens end an answer
-
-
-def plain_runner(args: None, samples: bool) -> type:
-    """A factory that a worker imports by its name: the runner that serves without drafts and adapters."""
-    return serving.MixedModelRunner
 
 
 def served_runner(args: Any, samples: bool) -> type:
@@ -412,8 +406,8 @@ class Worker:
 
     def initialize_from_config(self, config: Any, num_blocks: int, block_size: int, seed: int) -> None:
         """A runner, and memory for its blocks. Its scheduler is elsewhere; what it would ask it, the copies answer."""
-        lesson, function = self.spec.runner
-        base, last = getattr(common.lesson(lesson), function)(self.spec.runner_args, self.pp.is_last_rank), self.pp
+        make, last = self.spec.runner, self.pp
+        base = make(self.spec.runner_args, last.is_last_rank) if make else serving.MixedModelRunner
 
         class StageRunner(base):
             def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> dict[str, list[int]]:
@@ -488,11 +482,11 @@ class Worker:
         if self.world is not None and self.world.rank_in_group == rank:
             time.sleep(seconds)
 
-    def call(self, method: str | Factory, args: tuple) -> Any:
-        """A method of this class, or a function of a lesson, which gets the worker first."""
+    def call(self, method: str | Callable, args: tuple) -> Any:
+        """A method of this class, or a function, which gets the worker first."""
         if isinstance(method, str):
             return getattr(self, method)(*args)
-        return getattr(common.lesson(method[0]), method[1])(self, *args)
+        return method(self, *args)
 
     def call_pickled(self, data: bytes, answers: bool) -> bytes:
         """`call`, for workers that were not started by our processes and know nothing of their main module."""
@@ -533,12 +527,12 @@ class Executor:
     failed: str | None = None
     sentinels: Sequence[Any] = ()  # readable when a worker dies
 
-    def submit(self, method: str | Factory, *args: Any, reply_rank: int | None = None,
+    def submit(self, method: str | Callable, *args: Any, reply_rank: int | None = None,
                timeout: float | None = None) -> Any:  # fmt: skip
         """Have every worker call `method`; returns an object whose `result()` waits for `reply_rank`, or for all."""
         raise NotImplementedError
 
-    def collective_rpc(self, method: str | Factory, *args: Any, **options: Any) -> Any:
+    def collective_rpc(self, method: str | Callable, *args: Any, **options: Any) -> Any:
         return self.submit(method, *args, **options).result()
 
     def check_health(self) -> None:
@@ -564,7 +558,7 @@ class UniProcExecutor(Executor):
     def __init__(self) -> None:
         self.worker = Worker()
 
-    def submit(self, method: str | Factory, *args: Any, reply_rank: int | None = None,
+    def submit(self, method: str | Callable, *args: Any, reply_rank: int | None = None,
                timeout: float | None = None) -> Done:  # fmt: skip
         value = self.worker.call(method, args)
         return Done([value] if reply_rank is None else value)
@@ -582,7 +576,7 @@ class ThreadExecutor(UniProcExecutor):
         super().__init__()
         self.thread = ThreadPoolExecutor(1, "worker")
 
-    def submit(self, method: str | Factory, *args: Any, reply_rank: int | None = None,
+    def submit(self, method: str | Callable, *args: Any, reply_rank: int | None = None,
                timeout: float | None = None) -> Any:  # fmt: skip
         submit = super().submit
         return self.thread.submit(lambda: submit(method, *args, reply_rank=reply_rank).result())
@@ -721,7 +715,7 @@ class MultiprocExecutor(Executor):
             self.shutdown()
             raise
 
-    def submit(self, method: str | Factory, *args: Any, reply_rank: int | None = None,
+    def submit(self, method: str | Callable, *args: Any, reply_rank: int | None = None,
                timeout: float | None = None) -> Future:  # fmt: skip
         """Broadcast a call; a Future of the answer of `reply_rank` (None: of all). ExecutorFailed if one has died."""
         if self.failed:
@@ -854,6 +848,17 @@ def run_worker(pipe: multiprocessing.connection.Connection, reader: MessageReade
     threading.Event().wait()  # stay until we are ended: a worker that left now would look like the one that died
 
 
+class RayWorker:
+    """A worker as one of Ray's actors."""
+
+    def __init__(self, rank: int, world_size: int, host: str, port: int) -> None:
+        join = tensor_parallel.init_distributed
+        self.worker = Worker(join(rank, world_size, port, host, 1800) if world_size > 1 else None)
+
+    def call(self, data: bytes, answers: bool) -> bytes:
+        return self.worker.call_pickled(data, answers)
+
+
 class RayExecutor(Executor):
     """The same workers as Ray's actors, one bundle of a placement group each: on this machine, or on the machines of a
     cluster that runs already (`address`). vLLM 0.32: `RayExecutorV2`, with message queues where we use Ray's calls.
@@ -881,25 +886,12 @@ class RayExecutor(Executor):
         host = "127.0.0.1" if one_machine else ray.util.get_node_ip_address()
         self.store = tensor_parallel.meeting_point(host)
 
-        name = KEY
-
-        class RayWorker:  # loads the lesson where it runs: nothing of ours has to be pickled but arguments
-            def __init__(self, rank: int, world_size: int, host: str, port: int) -> None:
-                import common
-
-                lesson = common.lesson(name)
-                join = lesson.tensor_parallel.init_distributed
-                self.worker = lesson.Worker(join(rank, world_size, port, host, 1800) if world_size > 1 else None)
-
-            def call(self, data: bytes, answers: bool) -> bytes:
-                return self.worker.call_pickled(data, answers)
-
         bundle = lambda i: ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, i)  # noqa: E731
         resources = {"num_gpus": 1} if common.HAS_GPU else {"num_cpus": 1}
         self.actors += [ray.remote(RayWorker).options(scheduling_strategy=bundle(rank), **resources).remote(
             rank, world_size, host, self.store.port) for rank in range(world_size)]  # fmt: skip
 
-    def submit(self, method: str | Factory, *args: Any, reply_rank: int | None = None,
+    def submit(self, method: str | Callable, *args: Any, reply_rank: int | None = None,
                timeout: float | None = None) -> RayFuture:  # fmt: skip
         """Call every actor; who is not to answer sends None. `timeout` in seconds. ExecutorFailed if one has died."""
         if self.failed:

@@ -23,7 +23,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-protocol = common.lesson("06f0_openai_protocol")
+from engine.serving.openai import protocol
 
 
 def says_json(request: Request) -> bool:

@@ -1,0 +1,1 @@
+"""How a step's queries meet the keys and values of their sequences; seam: `AttentionBackend`."""

@@ -1,0 +1,1 @@
+"""Keys and values that come from elsewhere, or go there; seams: `SchedulerConnector`, `WorkerConnector`."""

@@ -1,0 +1,1 @@
+"""Adapters of the model, many at once; seam: `Adapters`."""

@@ -1,0 +1,1 @@
+"""Weights, keys and values in few bits; seam: `QuantizationMethod`."""

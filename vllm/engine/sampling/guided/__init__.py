@@ -1,0 +1,1 @@
+"""Answers that a grammar allows, and nothing else; seam: `Grammar`."""

@@ -1,0 +1,1 @@
+"""The HTTP API that OpenAI's clients speak; seam: none."""

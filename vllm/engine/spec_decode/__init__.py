@@ -1,0 +1,1 @@
+"""Tokens that are guessed, and verified in one pass; seam: `Drafter`."""

@@ -1,0 +1,1 @@
+"""What is measured and simulated with the engine, which never imports it."""
