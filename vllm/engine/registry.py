@@ -1,0 +1,22 @@
+"""Which lesson fills which seam: the engine's table of contents, and its only edge to a lesson.
+
+Owns the names; called when an engine is put together, and by an engine's file for the kernel that a lesson teaches.
+It never decides what a seam asks for: that is in `seams.py`. vLLM: `vllm/plugins`, `vllm/v1/attention/backends/registry.py`.
+"""
+
+from __future__ import annotations
+
+import common
+
+from typing import Any
+
+FILLED_BY = {
+    "lora": "12_multi_lora:add_lora",
+    "rejection": "07_spec_decode:rejection_sample",
+}
+
+
+def fill(seam: str) -> Any:
+    """The object of a lesson that fills a seam. Raises KeyError for a name that is in no row."""
+    lesson, _, name = FILLED_BY[seam].partition(":")
+    return getattr(common.lesson(lesson), name)
