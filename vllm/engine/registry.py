@@ -1,7 +1,7 @@
 """Which lesson fills which seam: the engine's table of contents, and its only edge to a lesson.
 
 Owns the names; called when an engine is put together, and by an engine's file for the kernel that a lesson teaches.
-It never decides what a seam asks for: that is in `seams.py`. vLLM: `vllm/plugins`, `vllm/v1/attention/backends/registry.py`.
+It never decides what a seam asks for, which is in `seams.py`. vLLM: `vllm/v1/attention/backends/registry.py`.
 """
 
 from __future__ import annotations
