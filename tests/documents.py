@@ -33,7 +33,7 @@ PAGES = [common.ROOT / "README.md", *sorted((common.ROOT / "lessons").glob("*.md
 
 NUMBER = re.compile(
     r"(?P<number>[-−+]?\d[\d,]*(?:\.\d+)?)(?P<unit>[^\d\n<>]{0,24})"
-    r"<!-- (?P<source>fact|cpu|h200)(?:@(?P<lesson>\w+))?: (?P<path>[\w.\-]+)(?: (?P<op>[*/])(?P<by>[\d.e]+))? -->"
+    r"<!-- (?P<source>fact|cpu|h200)(?:@(?P<lesson>[\w.]+))?: (?P<path>[\w.\-]+)(?: (?P<op>[*/])(?P<by>[\d.e]+))? -->"
 )
 BLOCK = re.compile(r"(?:^<!-- (?P<kind>code|output|widget|sketch)(?:: ?(?P<argument>.*?))? ?-->\n+)?"
                    r"^(?P<indent> *)```(?P<language>\w*)\n(?P<body>.*?)^ *```$", re.M | re.S)  # fmt: skip

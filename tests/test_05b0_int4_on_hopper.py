@@ -240,7 +240,8 @@ COMPILE = """
 import json, re, sys
 sys.path.insert(0, sys.argv[1])
 import compile_kernels as ck, common, sass, torch, triton
-hopper, rows = int4_hopper, []
+from engine.quantization import int4_hopper as hopper
+rows = []
 formats, kernel = hopper.formats, hopper.int4_kernel
 empty = lambda *shape, dtype=torch.bfloat16: torch.empty(*shape, dtype=dtype, device="meta")
 

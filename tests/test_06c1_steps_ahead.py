@@ -44,7 +44,7 @@ def here():
 def check_nothing_is_left(engine, monkeypatch):
     scheduler = engine.core.scheduler
     assert not scheduler.requests
-    drafting.check_nothing_is_kept(engine, monkeypatch)
+    drafting.check_nothing_is_kept(engine)
 
 
 # --- No token changes -------------------------------------------------------------------------------------------------

@@ -639,7 +639,7 @@ def test_processes_write_the_same_tokens_and_a_silent_one_is_named():
     try:
         core = parallel_core(executor, parallel, source=SIZES)
         assert serve(core) == reference()
-        found = executor.collective_rpc(("06c0_parallel_layouts", "moe_on_rank"))
+        found = executor.collective_rpc(layouts.moe_on_rank)
         assert max(max(rank["errors"].values()) for rank in found) < 1e-5
         with pytest.raises(executors.ExecutorFailed, match="no answer to sleep from worker 3 of 4 within 1 s"):
             executor.collective_rpc("sleep", 600.0, 3, timeout=1)
@@ -687,9 +687,13 @@ def test_workers_end_with_the_last_who_has_their_executor():
     assert not process.is_alive() and not memory.exists()
 
 
+def echo(worker, what, _):
+    return what
+
+
 def test_a_worker_reads_although_nobody_has_read_its_answer():
     """Both are larger than a pipe holds: the answer to a prompt with scores, say, and then an adapter."""
-    executor, echo = lesson.MultiprocExecutor(1), ("04b_offline_engine", "for_each")
+    executor = lesson.MultiprocExecutor(1)
     watchdog = threading.Timer(30, executor.processes[0].kill)
     watchdog.start()
     try:
@@ -1498,7 +1502,8 @@ def test_api_servers_end_with_the_process_that_started_them():
     code = f"""
 import sys; sys.path.insert(0, {str(common.HERE)!r})
 import asyncio, common, multiprocessing, types
-group, servers = engine_group, multiprocessing.get_context("fork")
+from engine.serving import engine_group as group
+servers = multiprocessing.get_context("fork")
 group.make_client = lambda *_, **about: None
 group.serving.run_server = lambda *_, **about: asyncio.sleep(600)
 args = types.SimpleNamespace(api_server_count=1)
@@ -1527,7 +1532,8 @@ def test_nobody_holds_the_door_open_after_the_signal():
     code = f"""
 import sys; sys.path.insert(0, {str(common.HERE)!r})
 import asyncio, common, multiprocessing, signal, types
-group, fork = engine_group, multiprocessing.get_context("fork")
+from engine.serving import engine_group as group
+fork = multiprocessing.get_context("fork")
 group.multiprocessing = types.SimpleNamespace(get_context=lambda kind: fork, connection=multiprocessing.connection,
                                               parent_process=multiprocessing.parent_process)
 nothing = lambda *_: None
@@ -1576,7 +1582,8 @@ def test_engines_without_an_api_server_end_with_the_process_that_was_told_to(num
     code = f"""
 import sys; sys.path.insert(0, {str(common.HERE)!r})
 import common, multiprocessing, signal, time, types
-group, engines = engine_group, multiprocessing.get_context("fork")
+from engine.serving import engine_group as group
+engines = multiprocessing.get_context("fork")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 def start_engine(*_):
     process = engines.Process(target=time.sleep, args=(600,))

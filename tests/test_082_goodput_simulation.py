@@ -727,6 +727,6 @@ def test_the_bet_the_surprise_and_the_break():
 
 
 def test_help_simulates_nothing():
-    path = common.HERE / "082_goodput_simulation.py"
-    done = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", "vllm.lab.goodput", "--help"]
+    done = subprocess.run(command, cwd=common.ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "RECORDED" in done.stdout

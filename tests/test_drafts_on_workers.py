@@ -168,7 +168,7 @@ def kept(worker):
 def check_nothing_is_kept(engine):
     """Who has finished is told with the next step, so there is one more."""
     serve(engine, [([1, 2, 3], SamplingParams(temperature=0, max_tokens=1))])
-    found = engine.core.runner.executor.ask(kept)
+    found = engine.core.runner.executor.collective_rpc(kept)
     assert all(set(names) <= {"0"} for names in found)
 
 
@@ -267,7 +267,7 @@ def test_a_drafter_with_a_memory_when_requests_begin_again(on_threads, method, t
     check_nothing_is_kept(engine)
 
 
-def drafting(worker):
+def rank_and_drafter(worker):
     return worker.pp.rank_in_group, type(worker.runner.drafter).__name__, worker.model.embed_tokens is not None
 
 
@@ -275,7 +275,7 @@ def test_only_the_last_stage_drafts(on_threads):
     sizes = {**scaling.SIZES, "tie_word_embeddings": False}
     executor = on_threads(2, 3, "draft_model", sizes=sizes).core.runner.executor
     stages = [(0, "Drafter", True), (1, "Drafter", False), (2, "DraftModelDrafter", True)]
-    assert executor.ask(drafting) == [stage for stage in stages for _ in range(2)]
+    assert executor.ask(rank_and_drafter) == [stage for stage in stages for _ in range(2)]
 
 
 def output_matrix(worker):

@@ -9,6 +9,7 @@ import common
 import documents
 import pytest
 from documents import LESSONS, PAGES
+from support import modules
 
 
 @pytest.mark.parametrize("lesson", [path.stem for path in LESSONS])
@@ -22,7 +23,7 @@ def test_facts_and_simulation_are_json(lesson):
 
 @functools.cache
 def facts(lesson: str) -> dict:
-    return common.lesson(lesson).facts()
+    return modules.load(lesson).facts()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -625,7 +625,7 @@ def throughput(deployment: Deployment, workload: str, count: int) -> float:
 
 
 # What the searches below find, written down because they take minutes. Requests per second. To print it anew:
-# `uv run python vllm/lab/goodput.py`; a test repeats samples of it.
+# `uv run python -m vllm.lab.goodput`; a test repeats samples of it.
 RECORDED: dict[str, Any] = {
     "azure-code": {
         "8PD": [27.321, 30.121, 31.627, 36.612, 40.365, 46.728, 54.093, 69.038, 83.916, 102.001],

@@ -720,7 +720,7 @@ class MultiprocExecutor(Executor):
         """Broadcast a call; a Future of the answer of `reply_rank` (None: of all). ExecutorFailed if one has died."""
         if self.failed:
             raise ExecutorFailed(self.failed)
-        name = method if isinstance(method, str) else method[1]
+        name = method if isinstance(method, str) else method.__name__
         timeout = self.timeout if timeout is None else timeout
         stop = time.monotonic() + timeout
 
