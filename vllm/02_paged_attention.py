@@ -50,6 +50,7 @@ KEY = "02_paged_attention"
 kv_cache_lesson = common.lesson("01_kv_cache")
 KVCacheSpec = kv_cache_lesson.KVCacheSpec
 from engine.attention import torch_paged as torch_attention
+from engine.attention.metadata import AttentionMetadata
 
 plan_decode, gather_plan = torch_attention.plan_decode, torch_attention.gather_plan
 
@@ -438,33 +439,6 @@ def prefill_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torc
 
 
 # --- The cache of a whole model, and one step through it ------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class AttentionMetadata:
-    """What attention must know about a step of B sequences and T tokens (vLLM: `CommonAttentionMetadata`)."""
-
-    positions: torch.Tensor  # int64 [T]
-    slot_mapping: torch.Tensor  # int64 [T]: where each token's keys and values go
-    query_start_loc: torch.Tensor  # int64 [B + 1]: sequence b owns tokens [query_start_loc[b], query_start_loc[b + 1])
-    seq_lens: torch.Tensor  # int32 [B]: context length after this step
-    block_table: torch.Tensor  # int32 [B, W], padded with the null block
-    query_lens: list[int]  # on the host, so that nothing waits for the GPU
-    max_seq_len: int
-
-    @classmethod
-    def build(cls, blocks: Sequence[Sequence[int]], seq_lens: Sequence[int], query_lens: Sequence[int],
-              block_size: int, device: torch.device | None = None) -> AttentionMetadata:  # fmt: skip
-        """From each sequence's blocks, its length including this step's tokens, and how many these are (at least 1)."""
-        width = max(map(len, blocks), default=0)
-        table = torch.tensor([[*row, *[0] * (width - len(row))] for row in blocks]).view(len(blocks), width).int()
-        S, n = torch.tensor(seq_lens, dtype=torch.int64), torch.tensor(query_lens, dtype=torch.int64)  # [B]
-        start_loc = F.pad(n.cumsum(0), (1, 0))  # [B + 1]
-        owner = torch.arange(len(n)).repeat_interleave(n)  # [T]
-        positions = torch.arange(len(owner)) + (S - start_loc[1:])[owner]
-        slots = table[owner, positions // block_size].long() * block_size + positions % block_size
-        tensors = (x.to(device or common.device()) for x in (positions, slots, start_loc, S.int(), table))
-        return cls(*tensors, query_lens=list(query_lens), max_seq_len=max(seq_lens, default=0))
 
 
 class PagedKVCache:
