@@ -145,6 +145,13 @@ FENCE = re.compile(r"^<!-- (code|output|widget|sketch)(?:: ?(.*?))? ?-->\n+(?=^ 
 COMMENT = re.compile(r"<!--.*?-->", re.S)  # the markers behind numbers
 
 
+def code_url(path: Path) -> str:
+    """The page of a script, or of a file in a folder, whose name then begins with the folder's."""
+    folder = ROOT / "vllm"
+    name = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name
+    return f"code/{name.removesuffix('.py').replace('/', '.')}.html"
+
+
 def anchor_of(heading: str) -> str:
     """GitHub's anchor of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).strip().replace(" ", "-")
@@ -314,7 +321,7 @@ class Site:
 
     def source_url(self, path: Path) -> str:
         self.sources[path] = None
-        return f"code/{path.name.removesuffix('.py')}.html"
+        return code_url(path)
 
     # Writing.
 
@@ -329,7 +336,7 @@ class Site:
             self.write(page.url, lesson_html(self, page, before, after) if page.number or page.url != "index.html"
                        else front_html(self, page))  # fmt: skip
         for path in self.sources:
-            self.write(f"code/{path.stem}.html", source_html(self, path))
+            self.write(code_url(path), source_html(self, path))
         self.write("assets/search.js", "window.searchIndex = " + json.dumps(self.search_index(), ensure_ascii=False))
         for file in (WIDGETS / "kit").glob("*.css"):
             self.write(f"assets/{file.name}", file.read_text())
@@ -352,9 +359,7 @@ class Site:
             for anchor, heading, text in page.sections
         ]
         for path in self.sources:
-            rows += [
-                [path.name, f"code/{path.stem}.html#L{line}", name, ""] for name, line in definitions(path).items()
-            ]
+            rows += [[path.name, f"{code_url(path)}#L{line}", name, ""] for name, line in definitions(path).items()]
         return rows
 
 

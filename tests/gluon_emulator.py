@@ -1,4 +1,4 @@
-"""Gluon on a CPU, as far as part 031 speaks it: warp groups are threads, shared memory is poisoned, waits are real.
+"""Gluon on a CPU, as far as `hopper.py` speaks it: warp groups are threads, shared memory is poisoned, waits are real.
 
 Triton's interpreter knows no Gluon. Here a kernel's own source runs against stand-ins for Gluon's modules:
   * each partition of `warp_specialize` is a thread;

@@ -51,7 +51,7 @@ LIST = HERE / "equivalent_mutants.txt"
 FLIP = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 SWAP = {"tl.maximum": "tl.minimum", "tl.minimum": "tl.maximum", "tl.max": "tl.min", "tl.min": "tl.max"}
 # Assembly of NVIDIA's, which the interpreter cannot run. `tests/on_gpu.py` does.
-NATIVE = {("engine.quantization.formats", "decode_four_bits")}
+NATIVE = {("engine.quantization.decoding", "decode_four_bits")}
 # Arguments that are shapes, axes or hints: to change them is a mistake of another kind.
 SHAPES = {"tl.zeros", "tl.full", "tl.reshape", "tl.multiple_of", "tl.program_id", "tl.num_programs"}
 AXES = {"tl.sum", "tl.max", "tl.min", "tl.cumsum"}
@@ -381,8 +381,17 @@ def tests_of(lesson: str, kernel: str) -> set[str]:
 TESTED_IN = {
     "engine.attention.block_sparse": "030_block_sparse_attention",
     "engine.attention.hopper": "031_warp_specialized_attention",
-    "engine.kv_transfer.links": "08_disagg",
+    "engine.kv_transfer.kernels": "08_disagg",
+    **dict.fromkeys(
+        (
+            f"engine.quantization.{name}"
+            for name in ("activations", "decoding", "dequant_matmul", "scaled_matmul", "split_k")
+        ),
+        "05b_quantization",
+    ),
+    **dict.fromkeys((f"engine.quantization.{name}" for name in ("kv_decode", "kv_write")), "05d_kv_cache_quantization"),
     "engine.quantization.int4_hopper": "05b0_int4_on_hopper",
+    "engine.sampling.guided.bitmask": "06b_guided_decoding",
 }
 
 

@@ -6,9 +6,9 @@ import common
 import pytest
 import torch
 
-from engine.quantization import formats
+from engine.quantization.packed_weight import on_hopper
 
 triton = pytest.mark.skipif(not common.HAS_TRITON, reason="no Triton wheel on this platform: nothing to compile")
 hopper = pytest.mark.skipif(
-    common.INTERPRET or not formats.on_hopper(torch.empty(0, device=common.device())), reason="needs an H100 or H200"
+    common.INTERPRET or not on_hopper(torch.empty(0, device=common.device())), reason="needs an H100 or H200"
 )

@@ -366,7 +366,7 @@ def test_both_ways_without_a_kernel(way, Hq, Hkv, D, dtype64):
         (q, kv_cache, table, S), reference = fp64_case(lens, 8, Hq, Hkv, D, dtype)
         q, kv_cache, table, S = (x.cpu() for x in (q, kv_cache, table, S))
         if way == "gathered":
-            plan, attend = lesson.gather_plan(table, S, kv_cache.shape), torch_attention.decode_gathered
+            plan, attend = torch_attention.gather_plan(table, S, kv_cache.shape), torch_attention.decode_gathered
         else:
             plan, attend = torch_attention.in_place_plan(table, S, kv_cache, Hq), torch_attention.decode_in_place
         other = kv_cache.clone()
@@ -448,7 +448,7 @@ def test_in_place_copies_no_keys():
     q, kv_cache, table, lens = (x.cpu() for x in (q, kv_cache, table, lens))
     plans = {"in place": lesson.plan_decode(table, lens, kv_cache, 6)}
     plans["gathered"] = functools.partial(torch_attention.decode, attend=torch_attention.decode_gathered,
-                                          plan=lesson.gather_plan(table, lens, kv_cache.shape))  # fmt: skip
+                                          plan=torch_attention.gather_plan(table, lens, kv_cache.shape))  # fmt: skip
     for way, decode in plans.items():
         largest[way] = 0
         with Outputs():
@@ -470,7 +470,7 @@ def test_positions_in_a_cache_of_more_than_two_billion_keys():
 def test_torch_path_pads_by_less_than_two(device):
     """One long sequence among short ones must not make everybody as long."""
     lens = torch.tensor([1000, 10, 12, 9, 700, 0], dtype=torch.int32)
-    plan = lesson.gather_plan(torch.zeros(6, 63, dtype=torch.int32), lens, (2, 100, 16, 1, 16))
+    plan = torch_attention.gather_plan(torch.zeros(6, 63, dtype=torch.int32), lens, (2, 100, 16, 1, 16))
     gathered = sum(len(source) // 2 * 16 for _, source, _, _ in plan)
     assert gathered <= 2 * 1731 + 5 * 16 and sorted(b for rows, *_ in plan for b in rows.tolist()) == [0, 1, 2, 3, 4]
 

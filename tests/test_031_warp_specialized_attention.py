@@ -1,4 +1,4 @@
-"""Part 031: its source on a CPU, with threads for groups of warps; its machine code; its numbers on a GPU."""
+"""Hopper's attention: its source on a CPU, with threads for groups of warps; its machine code; its numbers on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import scripts
 import torch
 
 flash = common.lesson("03_flash_attention")
-PATH = common.HERE / "engine" / "attention" / "hopper.py"
+PATH = Path(hopper.__file__)
 # Queries of each sequence, keys of each.
 BATCHES = {
     "whole": ((256, 128), (256, 128)),
@@ -142,8 +142,8 @@ COMPILE = """
 import json, re, sys
 sys.path.insert(0, sys.argv[1])
 import compile_kernels as ck, common, torch, triton
-from engine.attention import hopper as part
-rows, target = [], ck.TARGETS["sm_90"]
+from engine.attention import hopper
+part, rows, target = hopper, [], ck.TARGETS["sm_90"]
 triton.runtime.driver.set_active(ck.Driver(target))
 kernel = part.warp_specialized_attention_kernel
 class Compile:

@@ -12,11 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llama
+from support.runners import runner_of
+from engine.request import Request
+from engine.request import SamplingParams
+from engine.request import check_stop
+from engine.core.engine_core import EngineCore
+from engine.model.packed_linear import PackedLinear
+from engine.model.packed_linear import pack_weights
+from engine.model.packed_linear import packs
+from engine.worker.input_batch import InputBatch
 
 lesson = common.lesson("04_continuous_batching")
 paged = common.lesson("02_paged_attention")
 preemption = common.lesson("11_preemption")
-Request, SamplingParams = lesson.Request, lesson.SamplingParams
 
 lengths = st.lists(st.integers(1, 20), min_size=1, max_size=24)
 
@@ -80,7 +88,7 @@ def test_every_state_of_the_widget():
 def test_a_broken_scheduler_breaks_the_simulation(monkeypatch):
     params = lesson.WIDGET_DEFAULT | {"policy": "continuous"}
     right = lesson.simulate(params)
-    admit, stops = lesson.Scheduler._admit, lesson.check_stop
+    admit, stops = lesson.Scheduler._admit, check_stop
     with monkeypatch.context() as patch:  # one seat stays empty
         patch.setattr(lesson.Scheduler, "_admit", lambda self, r: admit(self, r) if len(self.running) < 3 else 0)
         assert lesson.simulate(params)["makespan"] > right["makespan"]
@@ -123,7 +131,7 @@ def test_a_request_takes_no_slot_for_its_last_token():
 def test_prepared_inputs_are_those_of_lesson_02(shapes, block_size):
     """Rows in any order, prompts beside decodes, chunks in the middle: the arrays equal the obvious ones."""
     rng = random.Random(len(shapes))
-    batch = lesson.InputBatch(len(shapes) + 2, 40, block_size)
+    batch = InputBatch(len(shapes) + 2, 40, block_size)
     rng.shuffle(batch.free_rows)
     pool = iter(rng.sample(range(1, 1000), 300))
     requests, tables, rows = [], [], []
@@ -147,7 +155,7 @@ def test_prepared_inputs_are_those_of_lesson_02(shapes, block_size):
 
 
 def test_a_row_forgets_its_last_request():
-    batch = lesson.InputBatch(1, 64, 4)
+    batch = InputBatch(1, 64, 4)
     batch.add("long")
     batch.update(Request("long", [7] * 40, SamplingParams()), list(range(1, 11)))
     batch.remove("long")
@@ -170,7 +178,7 @@ def test_a_step_reads_only_what_is_new():
             Watched.read += len(found) if isinstance(index, slice) else 1
             return found
 
-    batch = lesson.InputBatch(1, 1024, 16)
+    batch = InputBatch(1, 1024, 16)
     request = Request("a", [1] * 500, SamplingParams())
     request.all_token_ids, blocks = Watched(request.all_token_ids), Watched(range(1, 40))
     batch.add("a")
@@ -188,7 +196,7 @@ def test_a_product_with_a_packed_matrix_is_the_same_product(library):
     for N, K in ((17, 80), (64, 33), (576, 1536)):
         for bias in (None, torch.randn(N)):
             layer = llama.Linear(torch.randn(N, K), bias)
-            packed = lesson.PackedLinear(layer.weight, layer.bias)
+            packed = PackedLinear(layer.weight, layer.bias)
             assert packed.mkl == (library == "MKL")
             for shape in ((0, K), (1, K), (2, K), (31, K), (33, K), (3, 5, K), (128, K), (129, K), (3, 64, K)):
                 x = torch.randn(shape)
@@ -200,22 +208,22 @@ def check_weights_of_16_bits(monkeypatch):
     """oneDNN's are packed, on Intel's processors too, and any number of rows is multiplied with what was packed."""
     cpu = torch.device("cpu")
     model = llama.random_model(seed=3, dtype=torch.bfloat16, device=cpu)
-    packed = lesson.pack_weights(model)
+    packed = pack_weights(model)
     for name, layer in packed.linear.items():
-        assert isinstance(layer, lesson.PackedLinear) and not layer.mkl
+        assert isinstance(layer, PackedLinear) and not layer.mkl
         for rows in (1, 5, 129):
             x = torch.randn(rows, layer.weight.shape[1]).bfloat16()
             with torch.inference_mode():
                 common.assert_close(layer(x), model.linear[name](x))
     half = llama.random_model(seed=3, dtype=torch.float16, device=cpu)
-    assert lesson.pack_weights(half) is half
+    assert pack_weights(half) is half
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    assert lesson.pack_weights(model) is model
+    assert pack_weights(model) is model
 
 
 @pytest.mark.parametrize("library", ["MKL", "oneDNN"], indirect=True)
 def test_weights_of_16_bits_are_packed_where_they_can_be(library, monkeypatch):
-    if not lesson.packs(torch.device("cpu"), torch.bfloat16):
+    if not packs(torch.device("cpu"), torch.bfloat16):
         pytest.skip("no product of packed matrices in bf16 here; the next test has a stand-in")
     check_weights_of_16_bits(monkeypatch)
 
@@ -228,7 +236,7 @@ def test_weights_of_16_bits_are_packed_where_the_processor_could(library, packs_
 def test_packed_weights_are_the_same_matrix_and_leave_the_model_alone(library):
     model = llama.random_model(seed=3, device=torch.device("cpu"))
     before = dict(model.linear)
-    packed = lesson.pack_weights(model)
+    packed = pack_weights(model)
     assert model.linear == before and packed.embed_tokens is model.embed_tokens
     assert (packed is model) == (library == "neither")
     for name, layer in packed.linear.items():
@@ -238,8 +246,8 @@ def test_packed_weights_are_the_same_matrix_and_leave_the_model_alone(library):
                 common.assert_close(layer(x), before[name](x))
     replaced = llama.random_model(seed=3, device=torch.device("cpu"))
     replaced.linear["lm_head"] = mine = lambda x: x
-    assert lesson.pack_weights(replaced).linear["lm_head"] is mine
-    assert lesson.pack_weights(packed).linear == packed.linear, "packing twice packs once"
+    assert pack_weights(replaced).linear["lm_head"] is mine
+    assert pack_weights(packed).linear == packed.linear, "packing twice packs once"
 
 
 # --- Nobody's tokens depend on the company --------------------------------------------------------------------------
@@ -295,7 +303,7 @@ def test_chunks_and_preemptions_change_no_token(tiny_model, seed):
     alone = [lesson.generate_alone(tiny_model, prompt, n) for prompt, n in requests]
     config = preemption.SchedulerConfig(max_model_len=44, max_num_seqs=6, max_num_batched_tokens=11)
     scheduler = preemption.make_scheduler(config, num_blocks=13, block_size=4)
-    core = lesson.ModelEngineCore(scheduler, lesson.ModelRunner(tiny_model, scheduler))
+    core = EngineCore(scheduler, runner_of(tiny_model, scheduler))
     preempted = []
     monitored = scheduler._preempt_request
     scheduler._preempt_request = lambda victim, output: (preempted.append(victim), monitored(victim, output))
@@ -336,7 +344,7 @@ def test_aborted_requests_leave_at_once(tiny_model):
 def test_priorities_decide_who_is_next(tiny_model):
     config = lesson.SchedulerConfig(96, 1, 96, policy="priority")
     scheduler = lesson.Scheduler(config, lesson.KVCacheManager(50, 4, 96))
-    core = lesson.ModelEngineCore(scheduler, lesson.ModelRunner(tiny_model, scheduler))
+    core = EngineCore(scheduler, runner_of(tiny_model, scheduler))
     for name, priority in (("late", 5), ("first", 0), ("second", 1)):
         core.add_request(Request(name, [1, 2], SamplingParams(temperature=0, max_tokens=2), priority=priority))
     order = []
@@ -435,7 +443,7 @@ def test_packed_weights_keep_their_biases():
     model = llama.random_model(seed=3, device=torch.device("cpu"))
     for layer in model.linear.values():
         layer.bias = torch.randn(layer.weight.shape[0])
-    packed = lesson.pack_weights(model)
+    packed = pack_weights(model)
     if packed is model:
         pytest.skip("no oneDNN here: weights are not packed")
     for name, layer in packed.linear.items():
@@ -449,7 +457,7 @@ def test_whoever_is_preempted_gives_its_row_back(tiny_model):
     requests = random_requests(random.Random(0), 8)
     config = preemption.SchedulerConfig(max_model_len=44, max_num_seqs=6, max_num_batched_tokens=11)
     scheduler = preemption.make_scheduler(config, num_blocks=13, block_size=4)
-    core = lesson.ModelEngineCore(scheduler, lesson.ModelRunner(tiny_model, scheduler))
+    core = EngineCore(scheduler, runner_of(tiny_model, scheduler))
     run_with_arrivals(core, requests, [0] * 8)
     core.step()  # the runner hears of the last ones
     assert sorted(core.runner.batch.free_rows) == list(range(6)) and not core.runner.batch.rows
@@ -460,7 +468,7 @@ def test_an_end_of_sequence_token_gives_no_stop_reason_though_it_is_a_stop_token
     for token, reason in ((7, None), (8, 8)):
         request = Request("r", [1], params, eos_token_id=7)
         request.append_output_token_id(token)
-        assert lesson.check_stop(request, 64) and request.stop_reason == reason
+        assert check_stop(request, 64) and request.stop_reason == reason
         assert request.get_finished_reason() == "stop"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import asyncio
 import functools
 import json
@@ -10,21 +12,29 @@ import pickle
 import random
 from types import SimpleNamespace
 
-import common
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import llama
+from engine.config import VllmConfig
+from engine.llm_engine import LLMEngine
+from engine.request import Request
+from engine.request import SamplingParams
+from engine.llm import LLM
+from engine.sampling.sampler import SamplingState
+from engine.spec_decode.verifier import DraftedState
 
 from engine.sampling import token_rules as lesson
+from engine.serving.async_llm import AsyncLLM
+from engine.serving.openai.app import build_app
 
 offline = common.lesson("04b_offline_engine")
 scheduling, speculation = common.lesson("04_continuous_batching"), common.lesson("07_spec_decode")
 async_engine, openai_api = common.lesson("06e_async_engine"), common.lesson("06f_openai_api")
 guided, serving = common.lesson("06b_guided_decoding"), common.lesson("06_serving")
-Request, SamplingParams, TokenizeParams = offline.Request, offline.SamplingParams, lesson.TokenizeParams
+TokenizeParams = lesson.TokenizeParams
 INF, VOCAB = math.inf, 128
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -33,7 +43,7 @@ def state_of(params, output=(), eos=()):
     request = Request("r", [1], params)
     for token in output:
         request.append_output_token_id(token)
-    return offline.SamplingState(request, 0, eos)
+    return SamplingState(request, 0, eos)
 
 
 def banning(*words, **wishes):
@@ -73,7 +83,7 @@ def test_what_is_ruled_out_is_what_the_loop_rules_out(rows):
 @given(WISHES, st.lists(TOKENS, max_size=3), st.lists(TOKENS, max_size=3))
 def test_behind_accepted_drafts_the_rules_are_those_behind_as_many_tokens(wishes, output, drafts):
     params = SamplingParams(**wishes)
-    drafted = speculation.DraftedState(state_of(params, output), drafts)
+    drafted = DraftedState(state_of(params, output), drafts)
     rows = [torch.zeros(1, 6), torch.zeros(1, 6)]
     for z, state in zip(rows, (drafted, state_of(params, [*output, *drafts]))):
         lesson.rule_out(z, [state])
@@ -156,7 +166,7 @@ def test_wrong_wishes_name_the_field(llm, wrong, field):
 
 @pytest.fixture(scope="module")
 def llm(tiny_model, real_model):
-    return offline.LLM(tiny_model, tokenizer=real_model[1], max_model_len=64, max_num_seqs=8)
+    return LLM(tiny_model, tokenizer=real_model[1], max_model_len=64, max_num_seqs=8)
 
 
 def token_ids(llm, prompt, params, **about):
@@ -268,12 +278,12 @@ def wanted(tiny_model):
 def test_on_the_servers_scheduler(tiny_model, real_model, wanted, limits, ahead):
     """Prefix cache, chunked prefill, preemption; with drafts of which some stand; planned in step."""
     options = {"max_model_len": 64, "max_num_seqs": 4, "block_size": 4, "num_gpu_blocks_override": 80} | limits
-    kind, preempted = serving.engine_class(tokenizer=real_model[1]), []
+    about, preempted = VllmConfig(), []
     if ahead:  # drafts: what the answer will be, and every third of them wrong
         truth = {tuple(p): tokens for (_, p), tokens in zip(SERVED, wanted)}
         config = speculation.configure("ngram", 3)
-        kind = speculation.speculative_engine(kind, config, lambda config, model: Guesses(truth))
-    engine = kind(tiny_model, real_model[1], **options)
+        about = VllmConfig(speculative_config=config, plug={"drafter": lambda config, model: Guesses(truth)})
+    engine = LLMEngine(tiny_model, real_model[1], config=about, **options)
     preempt = engine.core.scheduler._preempt_request
     engine.core.scheduler._preempt_request = lambda *a: (preempted.append(a), preempt(*a))
     for i, (name, p) in enumerate(SERVED):
@@ -311,7 +321,7 @@ class Guesses:
 
 @pytest.fixture(scope="module")
 def guided_llm(real_model):
-    return guided.GuidedLLM(real_model[0], tokenizer=real_model[1], max_model_len=64, num_gpu_blocks_override=5)
+    return LLM(real_model[0], tokenizer=real_model[1], max_model_len=64, num_gpu_blocks_override=5)
 
 
 @pytest.mark.parametrize(("wishes", "text"), [({"allowed_token_ids": [81, 82, 2]}, "ab"), ({"bad_words": ["a"]}, "b"),
@@ -399,9 +409,7 @@ def test_a_cut_prompt_is_the_prompt(llm, tiny_model):
 
 
 def test_what_is_left_is_found_in_the_prefix_cache(tiny_model, real_model):
-    engine = serving.engine_class(tokenizer=real_model[1])
-    kind = type("LLM", (offline.LLM,), {"engine_class": engine})
-    llm = kind(tiny_model, tokenizer=real_model[1], max_model_len=64, block_size=4, num_gpu_blocks_override=40)
+    llm = LLM(tiny_model, tokenizer=real_model[1], max_model_len=64, block_size=4, num_gpu_blocks_override=40)
     params, kept = SamplingParams(temperature=0, max_tokens=2), list(range(20, 40))
     llm.generate([kept], params)
     (output,) = llm.generate([[*range(90), *kept]], params, tokenization_kwargs={"truncate_prompt_tokens": 20})
@@ -424,7 +432,7 @@ def tiny_server(monkeypatch, tiny_model, real_model):
     """`with_app(use)` runs `use(app)` beside an engine on a thread of its own; letters between them are pickles."""
 
     def make(args=None, report=None):
-        return serving.engine_class(tokenizer=real_model[1])(
+        return LLMEngine(
             tiny_model, real_model[1], max_model_len=64, max_num_seqs=8, block_size=4, num_gpu_blocks_override=80
         )
 
@@ -432,11 +440,10 @@ def tiny_server(monkeypatch, tiny_model, real_model):
     monkeypatch.setattr(llama, "Tokenizer", lambda folder: real_model[1])
 
     async def with_app(use):
-        factory = (async_engine.KEY, "make_small_engine")
-        llm = await async_engine.AsyncLLM.start(factory, None, llama.model_folder(None), "thread")
-        llm.front.model.config = tiny_model.config  # and not the folder's
+        llm = await AsyncLLM.start(async_engine.make_small_engine, None, llama.model_folder(None), "thread")
+        llm.front.model_config = tiny_model.config  # and not the folder's
         try:
-            return await use(openai_api.build_app(openai_api.OpenAIServing(llm, ["tiny"])), llm)
+            return await use(build_app(openai_api.OpenAIServing(llm, ["tiny"])), llm)
         finally:
             await llm.shutdown()
 
@@ -502,7 +509,7 @@ P, M = {"prompt": "Hello"}, {"messages": [{"role": "user", "content": "Hello"}]}
 def test_cuts_of_every_kind_of_prompt(body, kept):
     """On 06f's script, whose tokens are characters and whose context has 64 of them."""
     llm = openai_api.ScriptedLLM(max_model_len=64)
-    app = openai_api.build_app(openai_api.OpenAIServing(llm, ["smol"]))
+    app = build_app(openai_api.OpenAIServing(llm, ["smol"]))
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     longest, encode = [0], llm.front.tokenizer.encode
     llm.front.tokenizer.encode = lambda text, *about: longest.append(len(text)) or encode(text, *about)
@@ -525,7 +532,7 @@ def test_cuts_of_every_kind_of_prompt(body, kept):
 )  # fmt: skip
 def test_wrong_fields_are_refused_by_name(fields, param):
     llm = openai_api.ScriptedLLM(max_model_len=64)
-    app = openai_api.build_app(openai_api.OpenAIServing(llm, ["smol"]))
+    app = build_app(openai_api.OpenAIServing(llm, ["smol"]))
     for path, body in (("/v1/completions", P), ("/v1/chat/completions", M)):
         if "prompt" in fields and "messages" in body:
             continue
@@ -537,9 +544,9 @@ def test_wrong_fields_are_refused_by_name(fields, param):
 
 def test_a_client_that_writes_out_all_fields_asks_for_nothing():
     llm = openai_api.ScriptedLLM(max_model_len=64)
-    app = openai_api.build_app(openai_api.OpenAIServing(llm, ["smol"]))
+    app = build_app(openai_api.OpenAIServing(llm, ["smol"]))
     nothing = {"bad_words": [], "allowed_token_ids": None, "truncate_prompt_tokens": None, "truncation_side": None}
     for fields in (nothing, nothing | {"bad_words": None}):
         assert asyncio.run(openai_api.call(app, "/v1/completions", json.loads(json.dumps(P | fields)))).status == 200
     assert [params for _, _, params in llm.added] == [SamplingParams()] * 2
-    assert not offline.SamplingState(Request("r", [1], llm.added[0][2]), 0).restricted
+    assert not SamplingState(Request("r", [1], llm.added[0][2]), 0).restricted

@@ -11,6 +11,10 @@ import pytest
 import torch
 
 import llama
+from engine.request import Request
+from engine.request import SamplingParams
+from engine.model.packed_linear import PackedLinear
+from engine.worker.input_batch import InputBatch
 
 lesson = common.lesson("04c_speed")
 batching, paged = lesson.batching, lesson.paged_attention
@@ -45,10 +49,10 @@ def test_a_stage_has_what_it_says(library):
     model = llama.random_model(0, device=torch.device("cpu"))
     first, final = (lesson.make_core(model, stage, 2, 32).runner for stage in (LOOP, FINAL))
     assert isinstance(first.model.linear["layers.0.qkv_proj"], lesson.SplitLinear)
-    assert isinstance(first.batch, lesson.ListBatch) and isinstance(final.batch, batching.InputBatch)
+    assert isinstance(first.batch, lesson.ListBatch) and isinstance(final.batch, InputBatch)
     assert type(model.linear["layers.0.qkv_proj"]) is llama.Linear  # the caller's model is as it was
     packed = final.model.linear["layers.0.qkv_proj"]
-    assert isinstance(packed, batching.PackedLinear) == (library != "neither")
+    assert isinstance(packed, PackedLinear) == (library != "neither")
     assert getattr(packed, "mkl", False) == (library == "MKL")
 
 
@@ -85,8 +89,8 @@ def test_attention_in_a_loop_is_the_batched_one():
 
 
 def test_lists_and_arrays_prepare_the_same_batch():
-    lists, arrays = lesson.ListBatch(16), batching.InputBatch(4, 64, 16)
-    requests = [batching.Request(str(i), list(range(i, i + 5 + 11 * i)), batching.SamplingParams()) for i in range(3)]
+    lists, arrays = lesson.ListBatch(16), InputBatch(4, 64, 16)
+    requests = [Request(str(i), list(range(i, i + 5 + 11 * i)), SamplingParams()) for i in range(3)]
     blocks = [[3], [5, 8], [2, 9]]
     for request in requests:
         lists.add(request.request_id), arrays.add(request.request_id)
@@ -129,8 +133,8 @@ def test_a_loop_pays_per_sequence_and_a_batch_does_not():
     model = llama.random_model(0, num_hidden_layers=5, device=torch.device("cpu"))
     core = lesson.make_core(model, LOOP, 3, 32)
     for i in range(3):
-        params = batching.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-        core.add_request(batching.Request(str(i), [1] * 10, params))
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        core.add_request(Request(str(i), [1] * 10, params))
     core.step()
     with lesson.CountOperations() as counter:
         core.step()
@@ -173,8 +177,8 @@ def calls_per_step(kind, running, waiting):
     config = batching.SchedulerConfig(2048, running, max(2048, 16 * running))
     core = batching.DryRun(kind(config, batching.KVCacheManager(1 + 4 * running, 16, 2048)))
     for i in range(running + waiting):
-        params = batching.SamplingParams(max_tokens=20, ignore_eos=True)
-        core.add_request(batching.Request(str(i), [0] * 16, params, arrival_time=float(i)))
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        core.add_request(Request(str(i), [0] * 16, params, arrival_time=float(i)))
     core.step()
     calls: Counter[str] = Counter()
     sys.setprofile(lambda frame, event, arg: calls.update([event]))
@@ -197,8 +201,8 @@ def test_the_rescanning_scheduler_is_slow_and_right():
         config = batching.SchedulerConfig(64, 2, 64)
         core = batching.DryRun(kind(config, batching.KVCacheManager(30, 16, 64)))
         for i in range(9):
-            params = batching.SamplingParams(max_tokens=1 + i % 3, ignore_eos=True)
-            core.add_request(batching.Request(str(i), [0] * 4, params, arrival_time=float(i)))
+            params = SamplingParams(max_tokens=1 + i % 3, ignore_eos=True)
+            core.add_request(Request(str(i), [0] * 4, params, arrival_time=float(i)))
         steps = []
         while core.scheduler.has_unfinished_requests():
             steps.append([output.request_id for output in core.step()])

@@ -11,6 +11,15 @@ from types import SimpleNamespace
 import common
 import pytest
 from engine.core.block_pool import BlockPool
+from support.runners import runner_of
+from engine.worker.assemble import make_runner
+from engine.worker.cuda_graphs import CapturedModel
+import functools
+from engine.request import SamplingParams
+from engine.core.engine_core import EngineCore
+from engine.llm_engine import LLMEngine
+from engine.model.packed_linear import PackedLinear
+from engine.model.packed_linear import packs
 from engine.core.kv_cache_manager import KVCacheManager, block_extra_keys
 from support.broken import break_class
 import torch
@@ -26,7 +35,7 @@ batching = common.lesson("04_continuous_batching")
 offline = common.lesson("04b_offline_engine")
 chunked = common.lesson("10_chunked_prefill")
 preemption = common.lesson("11_preemption")
-Request, SamplingParams = lesson.Request, lesson.SamplingParams
+Request = lesson.Request
 Manager = lesson.KVCacheManager
 
 needs_gpu = pytest.mark.skipif(not common.HAS_GPU, reason="CUDA graphs need a GPU; the same logic runs on a tape here")
@@ -250,8 +259,8 @@ def test_reading_can_be_switched_off(caching, skip, found):
 # --- In the engine --------------------------------------------------------------------------------------------------
 
 
-def core_of(model, caching=True, num_blocks=24, runner_class=batching.ModelRunner, max_model_len=96):
-    return lesson.make_core(model, caching, num_blocks, max_model_len, runner_class=runner_class)
+def core_of(model, caching=True, num_blocks=24, graphs=None, max_model_len=96):
+    return lesson.make_core(model, caching, num_blocks, max_model_len, graphs=graphs)
 
 
 def poison(core):
@@ -453,7 +462,7 @@ def withdrawn_victims(model, seed: int, evict: bool) -> tuple[list[list[int]], l
         evict_uncomputed_blocks=evict,
     )  # fmt: skip
     scheduler = preemption.make_scheduler(config, num_blocks=draw.randint(21, 26), block_size=2)
-    core = batching.ModelEngineCore(scheduler, chunked.ModelRunner(model, scheduler))
+    core = EngineCore(scheduler, runner_of(model, scheduler))
     for layer in core.runner.cache.layers:  # memory that nobody has written
         layer.copy_(torch.randn(layer.shape, generator=torch.Generator().manual_seed(1)) * 3)
         layer[:, 0] = 0
@@ -565,17 +574,19 @@ def test_layers_that_pack_when_they_are_first_called_are_packed_before_the_captu
             self.layer, self.packed = layer, None
 
         def __call__(self, x):
-            packs = batching.packs(x.device, x.dtype)
-            self.packed = self.packed or (batching.PackedLinear(self.layer.weight, None) if packs else self.layer)
+            can = packs(x.device, x.dtype)
+            self.packed = self.packed or (PackedLinear(self.layer.weight, None) if can else self.layer)
             return self.packed(x)
 
     model = copy.copy(tiny_model)
     model.linear = {name: Lazy(layer) for name, layer in tiny_model.linear.items()}
-    core = core_of(model, num_blocks=40, runner_class=graphs(full=False))
+    core = core_of(model, num_blocks=40, graphs=graphs(full=False))
     assert serve(core) == serve(core_of(tiny_model, num_blocks=40))
-    assert core.runner.num_replays == 5
+    assert core.runner.graphs.num_replays == 5
     product = {"MKL": "mkl::_mkl_linear", "oneDNN": "mkldnn::_linear_pointwise", "neither": "aten::linear"}[library]
-    names = {func.name() for step in core.runner.captured.values() for graph in step.graphs for func, *_ in graph.tape}
+    names = {
+        func.name() for step in core.runner.graphs.captured.values() for graph in step.graphs for func, *_ in graph.tape
+    }
     assert product in names and not any("reorder" in name for name in names)
 
 
@@ -591,13 +602,16 @@ def test_nothing_is_recorded_after_a_capture_that_failed(tiny_model, failing):
         return tiny_model.linear[name](x)
 
     model.linear[name] = layer
-    runner, before = core_of(model, num_blocks=40, runner_class=graphs(full=False)).runner, _get_current_dispatch_mode()
+    captured, before = (
+        core_of(model, num_blocks=40, graphs=graphs(full=False)).runner.graphs,
+        _get_current_dispatch_mode(),
+    )
     with pytest.raises(KeyError, match="in the middle of it"):
-        runner.captured_step(2, whole=False)
+        captured.captured_step(2, whole=False)
     still = _get_current_dispatch_mode()
     if still is not before:
         still.capture_end()  # or the tests that follow are recorded too
-    assert still is before and runner.breaking is None and not runner.captured
+    assert still is before and not captured.captured
 
 
 PROMPTS = [tokens_of(20 + n, n) for n in (5, 17, 2, 1, 7)]
@@ -614,30 +628,31 @@ def served(tiny_model):
     return serve(core_of(tiny_model, num_blocks=40))
 
 
-def graphs(base=batching.ModelRunner, full=True, largest=64):
-    return lesson.graph_runner(base, torch.cuda.CUDAGraph if common.HAS_GPU else lesson.Tape, full, largest)
+def graphs(full=True, largest=64, kind=CapturedModel):
+    recorder = torch.cuda.CUDAGraph if common.HAS_GPU else lesson.Tape
+    return functools.partial(kind, graph_class=recorder, full=full, largest=largest)
 
 
 def test_piecewise_graphs_change_no_token(tiny_model, served):
-    core = core_of(tiny_model, num_blocks=40, runner_class=graphs(full=False))
+    core = core_of(tiny_model, num_blocks=40, graphs=graphs(full=False))
     assert serve(core) == served
-    runner = core.runner
-    assert runner.num_replays == 5 and {size for size, _ in runner.captured} == {1, 2, 4, 8, 32}
+    found = core.runner.graphs
+    assert found.num_replays == 5 and {size for size, _ in found.captured} == {1, 2, 4, 8, 32}
     layers = tiny_model.config.num_hidden_layers
-    assert all(len(step.graphs) == layers + 1 and len(step.attention) == layers for step in runner.captured.values())
+    assert all(len(step.graphs) == layers + 1 and len(step.attention) == layers for step in found.captured.values())
 
 
 def test_all_is_captured_before_the_first_request(tiny_model, served, kernels):
     """The largest bucket first, whose memory the others use; nothing is captured any more in front of a client."""
-    core = core_of(tiny_model, num_blocks=40, runner_class=graphs(largest=16))
-    runner, decodes = core.runner, core.scheduler.config.max_num_seqs
-    runner.capture_all()
+    core = core_of(tiny_model, num_blocks=40, graphs=graphs(largest=16))
+    found, decodes = core.runner.graphs, core.scheduler.config.max_num_seqs
+    found.capture_all()
     buckets = [(n, whole) for n in (16, 8, 4, 2, 1) for whole in (False, True) if not whole or n <= decodes]
-    assert list(runner.captured) == buckets and runner.num_replays == 0
-    runner.capture = None
-    for graph in (graph for step in runner.captured.values() for graph in step.graphs):
+    assert list(found.captured) == buckets and found.num_replays == 0
+    found.capture = None
+    for graph in (graph for step in found.captured.values() for graph in step.graphs):
         graph.replay()  # only padding: it leaves no trace (and the margins of what it allocates are filled)
-    assert serve(core) == served and runner.num_replays
+    assert serve(core) == served and found.num_replays
 
 
 @pytest.mark.parametrize(
@@ -648,61 +663,60 @@ def test_all_is_captured_before_the_first_request(tiny_model, served, kernels):
 def test_as_many_sizes_as_decoding_needs_and_as_many_again(tiny_model, seats, drafts, budget, largest, last):
     """vLLM's rule: twice the tokens of a step in which all seats decode, at most 512, at most a step's budget."""
     config = batching.SchedulerConfig(64, max_num_seqs=seats, max_num_batched_tokens=budget)
-    scheduler = batching.Scheduler(config, batching.KVCacheManager(9, 16, 64))
-    kind = lesson.graph_runner(batching.ModelRunner, lesson.Tape, largest=largest)
-    if drafts:
-        kind.speculative_config = SimpleNamespace(num_speculative_tokens=drafts)
-    assert kind(tiny_model, scheduler).sizes[-1] == last
+    runner = lesson.runner_with(None, tiny_model, config, 9)
+    found = CapturedModel(runner.model, runner.cache, runner.attend, config, num_speculative_tokens=drafts,
+                          graph_class=lesson.Tape, largest=largest)  # fmt: skip
+    assert found.sizes[-1] == last
 
 
 def test_attention_between_two_pieces_reads_the_same_memory_in_every_bucket(tiny_model):
     """A bucket that kept queries, keys and values of its own would keep them for every layer."""
     read = set()
 
-    class Reading(batching.ModelRunner):
-        def attend(self, meta):
-            attend = super().attend(meta)
+    def reading(model, cache, plan, limits, **options):
+        def noting_plan(meta):
+            attend = plan(meta)
 
             def noting(layer, q, k, v):
-                read.update((name, x.data_ptr()) for name, x in (("q", q), ("k", k), ("v", v)) if runner.num_replays)
+                read.update((name, x.data_ptr()) for name, x in (("q", q), ("k", k), ("v", v)) if found.num_replays)
                 return attend(layer, q, k, v)
 
             return noting
 
-    core = core_of(tiny_model, num_blocks=40, runner_class=graphs(Reading, full=False))
-    runner = core.runner
+        found = CapturedModel(model, cache, noting_plan, limits, **options)
+        return found
+
+    core = core_of(tiny_model, num_blocks=40, graphs=graphs(full=False, kind=reading))
     serve(core)
-    assert len(runner.captured) == 5 and len(read) == 3
+    assert len(core.runner.graphs.captured) == 5 and len(read) == 3
 
 
 def test_full_graphs_change_no_token(tiny_model, served, kernels):
     """Attention inside the graph: lesson 02's kernels run from the recording alone."""
-    core = core_of(tiny_model, num_blocks=40, runner_class=graphs())
+    core = core_of(tiny_model, num_blocks=40, graphs=graphs())
     kernel = lesson.paged_attention.paged_decode_kernel
     before = kernel.launches
     assert serve(core) == served
     assert kernel.launches > before
-    assert {size for size, whole in core.runner.captured if whole} == {1, 2, 4, 8}
-    assert all(len(step.graphs) == 1 for (_, whole), step in core.runner.captured.items() if whole)
+    assert {size for size, whole in core.runner.graphs.captured if whole} == {1, 2, 4, 8}
+    assert all(len(step.graphs) == 1 for (_, whole), step in core.runner.graphs.captured.items() if whole)
 
 
 def test_a_replayed_step_scores_prompts_too(tiny_model, real_model):
     """Among them one whose last chunk is a single token beside decodes: a step that looks like any other."""
-    offline, found = common.lesson("04b_offline_engine"), []
+    found = []
     for captured in (False, True):
-
-        class Engine(offline.LLMEngine):
-            runner_class = graphs(offline.SamplingModelRunner, full=False) if captured else offline.SamplingModelRunner
-
-        engine = Engine(tiny_model, real_model[1], max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8,
-                        num_gpu_blocks_override=40)  # fmt: skip
+        engine = LLMEngine(tiny_model, real_model[1], max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8,
+                           num_gpu_blocks_override=40)  # fmt: skip
+        runner, limits = engine.core.runner, engine.core.scheduler.config
+        runner.graphs = graphs(full=False)(runner.model, runner.cache, runner.attend, limits) if captured else None
         for i, length in enumerate((8, 9, 3, 17)):
-            params = batching.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=1)
+            params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=1)
             engine.add_request(str(i), {"prompt_token_ids": [*range(5 * i, 5 * i + length)]}, params)
         found.append({})
         while engine.has_unfinished_requests():
             found[-1] |= {output.request_id: output.prompt_logprobs for output in engine.step()}
-    assert engine.core.runner.num_replays
+    assert engine.core.runner.graphs.num_replays
     for name, scores in found[0].items():
         for one, other in zip(scores[1:], found[1][name][1:], strict=True):
             assert one.keys() == other.keys() and all(one[t].rank == other[t].rank for t in one)
@@ -710,7 +724,7 @@ def test_a_replayed_step_scores_prompts_too(tiny_model, real_model):
 
 def test_nothing_but_the_recording_runs(tiny_model, served):
     """After the capture, the model's Python is not called any more."""
-    core = core_of(tiny_model, caching=False, num_blocks=40, runner_class=graphs(full=False))
+    core = core_of(tiny_model, caching=False, num_blocks=40, graphs=graphs(full=False))
     assert serve(core) == served
 
     def forward(*args, **kwargs):
@@ -723,28 +737,30 @@ def test_nothing_but_the_recording_runs(tiny_model, served):
         del core.runner.model.forward
 
 
-@pytest.mark.parametrize("base", [offline.SamplingModelRunner, chunked.ModelRunner], ids=["04b", "10"])
-def test_other_runners_can_be_captured(tiny_model, served, base):
-    core = core_of(tiny_model, num_blocks=40, runner_class=graphs(base))
-    assert serve(core) == served and core.runner.num_replays == 5
+def test_other_attention_can_be_captured(tiny_model, served):
+    core = core_of(tiny_model, num_blocks=40)
+    limits = core.scheduler.config
+    core.runner = make_runner(tiny_model, limits, 40, 16)
+    core.runner.graphs = graphs()(core.runner.model, core.runner.cache, core.runner.attend, limits)
+    assert serve(core) == served and core.runner.graphs.num_replays == 5
 
 
 def test_sampled_tokens_too(tiny_model):
     """Captured or not, a seeded request draws the same tokens."""
     drawn = []
-    for runner_class in (offline.SamplingModelRunner, graphs(offline.SamplingModelRunner)):
-        core = core_of(tiny_model, runner_class=runner_class)
+    for each in (None, graphs()):
+        core = core_of(tiny_model, graphs=each)
         request = Request("r", PROMPTS[0], SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True))
         drawn.append(run(core, [request])[0])
     assert drawn[0] == drawn[1]
 
 
-def padded_step(model, runner_class) -> tuple[list[torch.Tensor], list[torch.Tensor], set[int]]:
+def padded_step(model, graphs) -> tuple[list[torch.Tensor], list[torch.Tensor], set[int]]:
     """Five sequences decode, three of them end, a newcomer takes their blocks; then a step of three in a bucket of
     four. Caches before and after it, and the slots that it may write."""
-    core = core_of(model, caching=False, num_blocks=40, runner_class=runner_class)
+    core = core_of(model, caching=False, num_blocks=40, graphs=graphs)
     for bucket in ((8, False), (8, True), (4, True)):
-        core.runner.captured_step(*bucket)
+        core.runner.graphs.captured_step(*bucket)
     for i in range(5):
         core.add_request(greedy(tokens_of(i, 1 + i), 30 if i in (0, 4) else 3, f"_{i}"))
     while len(core.scheduler.running) != 2:
@@ -775,24 +791,24 @@ def test_padding_leaves_no_trace(tiny_model, kernels):
 def test_rows_that_keep_their_old_slots_write_into_somebody_elses_block(tiny_model, kernels):
     """The classic bug of captured steps: rows behind the batch still hold what an earlier, larger batch left there."""
 
-    class Forgetful(graphs()):
+    class Forgetful(CapturedModel):
         def fill(self, token_ids, meta, size, whole):
             super().fill(token_ids, meta, len(token_ids), whole)  # no padding
 
-    before, after, may = padded_step(tiny_model, Forgetful)
+    before, after, may = padded_step(tiny_model, graphs(kind=Forgetful))
     assert written(before, after) > may
 
 
 def test_a_step_above_the_largest_bucket_runs_eagerly(tiny_model, served):
-    core = core_of(tiny_model, num_blocks=40, runner_class=graphs(full=False, largest=4))
+    core = core_of(tiny_model, num_blocks=40, graphs=graphs(full=False, largest=4))
     assert serve(core) == served
-    assert core.runner.sizes == [1, 2, 4] and 0 < core.runner.num_replays < 5
+    assert core.runner.graphs.sizes == [1, 2, 4] and 0 < core.runner.graphs.num_replays < 5
 
 
 @pytest.mark.parametrize("what", ["cache", "weights", "layer"])
 def test_memory_that_moved_is_an_error_and_not_a_wrong_token(tiny_model, what):
     model = llama.random_model(seed=0)
-    core = core_of(model, num_blocks=40, runner_class=graphs(full=False))
+    core = core_of(model, num_blocks=40, graphs=graphs(full=False))
     serve(core)
     runner = core.runner
     if what == "cache":
@@ -807,9 +823,9 @@ def test_memory_that_moved_is_an_error_and_not_a_wrong_token(tiny_model, what):
 
 @pytest.mark.skipif(common.HAS_GPU, reason="with a GPU, steps are captured")
 def test_without_a_gpu_nothing_is_captured_by_itself(tiny_model, served):
-    core = core_of(tiny_model, num_blocks=40, runner_class=lesson.graph_runner(batching.ModelRunner))
+    core = core_of(tiny_model, num_blocks=40, graphs=CapturedModel)
     assert serve(core) == served
-    assert core.runner.num_replays == 0 and type(core.runner).__name__ == "GraphModelRunner"
+    assert core.runner.graphs.num_replays == 0
 
 
 @needs_gpu
@@ -818,7 +834,7 @@ def test_cuda_graphs_on_the_real_model(real_model, full):
     """fp32: the same tokens; and the profiler sees one graph launch per piece."""
     model, tokenizer = real_model
     prompts = [tokenizer.encode(text) for text in ("The capital of France is", "Water boils at", "A list is")]
-    eager, captured = core_of(model, num_blocks=40), core_of(model, num_blocks=40, runner_class=graphs(full=full))
+    eager, captured = core_of(model, num_blocks=40), core_of(model, num_blocks=40, graphs=graphs(full=full))
     want = batching.serve(eager, prompts, [12, 5, 9]).token_ids
     assert batching.serve(captured, prompts, [12, 5, 9]).token_ids == want
     captured.add_request(greedy(prompts[0], 20))
@@ -834,8 +850,8 @@ def test_cuda_graphs_on_the_real_model(real_model, full):
 def test_cuda_graphs_in_bf16(device):
     model = llama.random_model(seed=0, dtype=torch.bfloat16, device=device)
     logits = []
-    for runner_class in (batching.ModelRunner, graphs()):
-        core = core_of(model, num_blocks=40, runner_class=runner_class)
+    for each in (None, graphs()):
+        core = core_of(model, num_blocks=40, graphs=each)
         sample = core.runner.sample
         kept: list[torch.Tensor] = []
         core.runner.sample = lambda x, requests, s=sample, k=kept: k.append(x.clone()) or s(x, requests)

@@ -1,4 +1,4 @@
-"""Part 05b0: what it reads is what was packed, its index arithmetic in torch, its machine code; on Hopper, its sums.
+"""Int4 on Hopper: it reads what was packed; its index arithmetic in torch, its machine code; on Hopper, its sums.
 
 No interpreter runs Gluon. Without a Hopper GPU the kernel's own text runs on torch tensors, one program after another,
 where layouts and barriers mean nothing; the compiler, which refuses a layout that does not fit, runs as well.
@@ -20,8 +20,10 @@ import torch
 from test_05b_quantization import emulated_ptx
 
 lesson = common.lesson("05b_quantization")
+from engine.quantization import formats, packed_weight
 from engine.quantization import int4_hopper as hopper
-from engine.quantization import formats
+from engine.quantization.dequant_matmul import dequant_matmul
+from engine.quantization.packed_weight import PackedWeight, scale_words
 
 Format = formats.Format
 
@@ -35,8 +37,8 @@ def quantized(N, K, group=128, zero="int"):
 
 
 def packed(q, device):
-    weight = lesson.PackedWeight.pack(q.to(device))
-    weight.words = formats.scale_words(q.to(device))
+    weight = PackedWeight.pack(q.to(device))
+    weight.words = scale_words(q.to(device))
     return weight
 
 
@@ -47,7 +49,7 @@ def packed(q, device):
 @pytest.mark.parametrize(("N", "group"), [(1, 128), (40, 128), (130, 256), (16, 512)])
 def test_words_hold_scales_and_zero_points_exactly(N, group, zero):
     q = quantized(N, 1024, group, zero)
-    words = formats.scale_words(q)
+    words = scale_words(q)
     assert words.dtype == torch.int32 and words.shape == (4 * -(-N // 16), 32)
     for n, g in itertools.product({0, 1, 5, 11, N - 1} & set(range(N)), range(8)):
         r = n % 16
@@ -60,26 +62,27 @@ def test_words_hold_scales_and_zero_points_exactly(N, group, zero):
 
 def test_other_formats_have_no_words():
     for name in ("int4-g64", "q4_1", "int8", "fp8", "mxfp4", "q8_0"):
-        assert formats.scale_words(lesson.rtn(torch.randn(4, 768), lesson.FORMATS[name])) is None
-    assert formats.scale_words(quantized(4, 384)) is None, "half a tile"
-    assert formats.scale_words(quantized(4, 768, 768)) is not None, "one scale a row"
+        assert scale_words(lesson.rtn(torch.randn(4, 768), lesson.FORMATS[name])) is None
+    assert scale_words(quantized(4, 384)) is None, "half a tile"
+    assert scale_words(quantized(4, 768, 768)) is not None, "one scale a row"
 
 
 def test_only_hopper_gets_words_and_only_what_it_can_read_is_taken(monkeypatch):
     q, x = quantized(128, 512), torch.zeros(20, 520, dtype=torch.bfloat16)
-    assert lesson.PackedWeight.pack(q).words is None
+    assert PackedWeight.pack(q).words is None
     assert not hopper.takes(x[:1, :512], packed(q, "cpu"))
-    monkeypatch.setattr(formats, "on_hopper", lambda x: True)
+    for module in (packed_weight, hopper):
+        monkeypatch.setattr(module, "on_hopper", lambda x: True)
     monkeypatch.setattr(common, "INTERPRET", False)
-    weight = lesson.PackedWeight.pack(q)
+    weight = PackedWeight.pack(q)
     assert weight.words is not None
     assert hopper.takes(x[:1, :512], weight) and hopper.takes(x[4:20, 8:], weight)
     for wrong in (x[:0, :512], x[:17, :512], x[:1, 1:513], x[:1, :512].half(), x[:1, :512].float(),
                   torch.zeros(2, 513, dtype=torch.bfloat16)[:, :512], torch.zeros(512, 4, dtype=torch.bfloat16).T,
                   torch.zeros(1, 512, dtype=torch.bfloat16).expand(3, 512)):  # fmt: skip
         assert not hopper.takes(wrong, weight)
-    assert not hopper.takes(x[:1, :512], lesson.PackedWeight.pack(quantized(127, 512)))
-    assert not hopper.takes(x[:1, :512], lesson.PackedWeight.pack(lesson.rtn(torch.randn(4, 512), formats.FP8_BLOCKS)))
+    assert not hopper.takes(x[:1, :512], PackedWeight.pack(quantized(127, 512)))
+    assert not hopper.takes(x[:1, :512], PackedWeight.pack(lesson.rtn(torch.randn(4, 512), formats.FP8_BLOCKS)))
     monkeypatch.setattr(common, "INTERPRET", True)
     assert not hopper.takes(x[:1, :512], weight)
 
@@ -241,8 +244,8 @@ import json, re, sys
 sys.path.insert(0, sys.argv[1])
 import compile_kernels as ck, common, sass, torch, triton
 from engine.quantization import int4_hopper as hopper
-rows = []
-formats, kernel = hopper.formats, hopper.int4_kernel
+from engine.quantization.formats import FORMATS
+rows, kernel = [], hopper.int4_kernel
 empty = lambda *shape, dtype=torch.bfloat16: torch.empty(*shape, dtype=dtype, device="meta")
 
 
@@ -260,11 +263,11 @@ def loop(text):
 
 hopper.int4_kernel = Recorder()
 triton.runtime.driver.set_active(ck.Driver(ck.TARGETS["sm_90"]))
-f = formats.FORMATS["int4-g128"]
+f = FORMATS["int4-g128"]
 for M, N, K in ((1, 4096, 14336), (16, 4096, 14336), (5, 1, 256), (9, 1000, 512)):
     words = empty(K // 256 * -(-N // 16), 32, dtype=torch.int32)
-    hopper.int4_matmul(empty(M, K), formats.PackedWeight(f, K, empty(N, K // 2, dtype=torch.uint8), None, None,
-                                                         words=words))
+    hopper.int4_matmul(empty(M, K), hopper.PackedWeight(f, K, empty(N, K // 2, dtype=torch.uint8), None, None,
+                                                        words=words))
 found = []
 for compiled in rows:
     body = loop(ck.dump(compiled, "-sass"))
@@ -292,7 +295,7 @@ def test_the_loop_decodes_and_multiplies_and_does_little_else():
         assert row["STS"] == row["LDG"] == row["SHFL"] == 0 and set(row["LDS"]) == {"LDS.128"}, row
         assert len(row["LDS"]) == 8 + 2 + tokens, "codes, words, x"
         assert row["HMMA"] == 6 * tokens and row["TMA"] == 3 and row["BAR"] <= 4, row
-    instructions, codes = hopper.LOOPS["hopper"]
+    instructions, codes = lesson.LOOPS["hopper"]
     assert codes == 128 * 256 and abs(few["loop"] - instructions) <= 10, few["loop"]
 
 
@@ -306,7 +309,7 @@ def test_sums_on_hopper(N, guarded, device):
     wrong = []
     for K, group, zero in itertools.product((256, 1536, 4096), (128, 256), ("int", None)):
         q = quantized(N, K, group, zero)
-        weight = lesson.PackedWeight.pack(q.to(device))
+        weight = PackedWeight.pack(q.to(device))
         weight.codes, weight.words = guarded(weight.codes), guarded(weight.words)
         W = q.dequantize().to(device)
         for M in (1, 5, 8, 9, 16):
@@ -316,7 +319,7 @@ def test_sums_on_hopper(N, guarded, device):
             reference = x.double() @ W.double().T
             parts = hopper.int4_matmul(x, weight).float().sum(0)
             allowed = common.TOLERANCE[torch.float32 if hopper.choose_split(N, K, M) > 1 else torch.bfloat16]
-            for name, out, bound in (("parts", parts, allowed), ("layer", lesson.dequant_matmul(x, weight), 2e-2)):
+            for name, out, bound in (("parts", parts, allowed), ("layer", dequant_matmul(x, weight), 2e-2)):
                 if not (error := common.relative_error(out, reference)) <= bound:
                     worst = (out.double() - reference).abs().amax(0).nan_to_num(9e9).topk(min(4, N)).indices.tolist()
                     wrong.append((name, M, K, group, zero, error, "worst outputs", worst))
@@ -328,18 +331,18 @@ def test_sums_on_hopper(N, guarded, device):
 def test_large_layers_on_hopper_equal_the_plain_kernel(M, device, monkeypatch):
     """An 8B model's layers, twice and in a CUDA graph: the same bits each time, and the plain kernel's sums."""
     for N, K in ((28672, 4096), (4096, 14336), (4096, 4096)):
-        weight = lesson.PackedWeight.pack(quantized(N, K).to(device))
+        weight = PackedWeight.pack(quantized(N, K).to(device))
         x = torch.randn(M, K, device=device).bfloat16()
-        out = lesson.dequant_matmul(x, weight)
+        out = dequant_matmul(x, weight)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            again = lesson.dequant_matmul(x, weight)
+            again = dequant_matmul(x, weight)
         for _ in range(20):
             graph.replay()
             assert torch.equal(again, out)
         with monkeypatch.context() as patch:
             patch.setattr(hopper, "takes", lambda *_: False)
-            common.assert_close(out, lesson.dequant_matmul(x, weight))
+            common.assert_close(out, dequant_matmul(x, weight))
 
 
 @needs.hopper

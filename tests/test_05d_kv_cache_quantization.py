@@ -22,6 +22,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import llama
+from engine.config import VllmConfig
+from engine.quantization.kv_cache import QuantizedAttention
+from engine.worker.assemble import make_runner
+from engine.request import Request
+from engine.request import SamplingParams
+from engine.core.engine_core import EngineCore
+from engine.llm_engine import LLMEngine
+from engine.attention.torch_paged import gather_plan
+from engine.quantization import kv_codes, kv_decode, kv_write
+from engine.quantization.kv_cache import QuantizedKVCache
 
 lesson = common.lesson("05d_kv_cache_quantization")
 paged = lesson.paged
@@ -99,7 +109,7 @@ def test_nan_is_not_hidden(path, device):
     k = torch.ones(1, 1, 8, device=device)
     k[0, 0, 3] = math.nan
     write(path, k, k, layer, torch.tensor([5]), layout)
-    assert lesson.kv_codes.levels_of(layer[0, 1, 8:16], layout.fmt).isnan().tolist() == [i == 3 for i in range(8)]
+    assert kv_codes.levels_of(layer[0, 1, 8:16], layout.fmt).isnan().tolist() == [i == 3 for i in range(8)]
 
 
 def write(path, k, v, layer, slots, layout, head_scales=None):
@@ -145,16 +155,18 @@ COMPILE = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import compile_kernels as ck, common, torch
-lesson, rows = common.lesson("05d_kv_cache_quantization"), []
+from engine.quantization.kv_codes import FORMATS, PageLayout
+from engine.quantization.kv_decode import decode_tiles, quantized_decode
+rows = []
 for name, D, dtype, target in json.loads(sys.argv[2]):
-    fmt, dtype = lesson.FORMATS[name], getattr(torch, dtype)
-    layout = lesson.PageLayout(fmt, 32 if fmt.key_channels else 16, 8, D)
+    fmt, dtype = FORMATS[name], getattr(torch, dtype)
+    layout = PageLayout(fmt, 32 if fmt.key_channels else 16, 8, D)
     with torch.device("meta"), common.captured() as launches:
         q, layer = torch.empty(32, 32, D, dtype=dtype), torch.empty(2, 99, layout.page).byte()
         scales, table, ids = torch.empty(2, 8), torch.empty(32, 1024).int(), torch.empty(99).long()
         raw = (torch.empty(9, 32, 8, D, dtype=dtype), ids) if fmt.key_channels else ()
-        lesson.quantized_decode(q, layer, table, ids.int(), 16384, layout, scales, *raw)
-    tile, warps, stages = lesson.decode_tiles(fmt, dtype, True)  # what an NVIDIA GPU's tensors get
+        quantized_decode(q, layer, table, ids.int(), 16384, layout, scales, *raw)
+    tile, warps, stages = decode_tiles(fmt, dtype, True)  # what an NVIDIA GPU's tensors get
     launches[0].kwargs.update(TILE=tile, num_warps=warps, num_stages=stages)
     compiled = ck.compile_launch(launches[0], ck.TARGETS[target])
     rows.append({"spills": ck.resources(compiled, ck.TARGETS[target])["spills"], "shared": compiled.metadata.shared,
@@ -236,7 +248,7 @@ def test_lloyd_max_levels_are_the_published_ones():
     assert lesson.lloyd_max(3)[4:] == pytest.approx((0.2451, 0.7560, 1.344, 2.152), abs=1e-3)
     x = torch.randn(400_000, generator=torch.Generator().manual_seed(0))
     for bits, distortion in ((2, 0.1175), (3, 0.03454), (4, 0.009497)):
-        table = lesson.codebook(bits, torch.device("cpu"))
+        table = kv_codes.codebook(bits, torch.device("cpu"))
         codes = torch.bucketize(x, table[2**bits :])
         assert (table[codes] - x).square().mean().item() == pytest.approx(distortion, rel=0.02)
 
@@ -315,7 +327,7 @@ def case(name, seq_lens, block_size, Hq, Hkv, D, dtype, device, guarded, path="t
         full = [row[i] for row, S in zip(blocks, seq_lens) for i in range(S // block_size)]
         full = torch.tensor(full, dtype=torch.int64, device=device)
         with mock.patch.object(common, "runs_kernel", lambda x: path == "kernel"):
-            lesson.quantize_channels(open_keys, full, full, layer, layout)
+            kv_write.quantize_channels(open_keys, full, full, layer, layout)
         unfinished = [row[-1] for row, S in zip(blocks, seq_lens) if S % block_size]
         open_rows[unfinished] = torch.arange(len(unfinished), device=device)  # row 0 is one like the others
         raw = (guarded(open_keys[unfinished]), guarded(open_rows))
@@ -374,7 +386,7 @@ def test_torch_path(name, dtype, device, guarded):
     cache.layers, cache.head_scales = [layer], head_scales[None]
     if raw[0] is not None:
         cache.open_keys, cache.open_rows = [raw[0]], raw[1]
-    out = cache.decode_torch(0, q, paged.gather_plan(table, lens, (2, layer.shape[1], 8)))
+    out = cache.decode_torch(0, q, gather_plan(table, lens, (2, layer.shape[1], 8)))
     common.assert_close(out, reference(*made), dtype)
 
 
@@ -473,7 +485,7 @@ def test_empty_step(device, kernels):
 
 def run_chunks(model, cache, chunks, tokens):
     """Logits of the last token, the sequence being fed in these chunks through blocks in a shuffled order."""
-    pool = paged.BlockPool(len(cache.open_rows) if cache.open_rows is not None else cache.layers[0].shape[1])
+    pool = paged.BlockPool(cache.layers[0].shape[1])
     table, first = paged.BlockTable(pool, cache.block_size), 0
     for n in chunks:
         logits = paged.run_step(model, cache, [table], [tokens[first : first + n]])
@@ -513,13 +525,13 @@ def precision(name):
 def test_model_runs_on_the_kernels(name, tiny_model, kernels):
     """Decode steps launch this lesson's kernels, and give what the torch path gives."""
     tokens = torch.randint(0, 128, (5,)).tolist()
-    before = lesson.quantized_decode_kernel.launches, lesson.quantize_and_cache_kernel.launches
-    channels_before = lesson.quantize_channels_kernel.launches
+    before = kv_decode.quantized_decode_kernel.launches, kv_write.quantize_and_cache_kernel.launches
+    channels_before = kv_write.quantize_channels_kernel.launches
     logits = run_chunks(tiny_model, lesson.make_cache(tiny_model, 4, 4, name), [3, 1, 1], tokens)
     layers = tiny_model.config.num_hidden_layers
-    assert lesson.quantized_decode_kernel.launches - before[0] >= 2 * layers
-    assert lesson.quantize_and_cache_kernel.launches - before[1] == 3 * layers
-    assert (lesson.quantize_channels_kernel.launches > channels_before) == (name == "kivi_2bit")
+    assert kv_decode.quantized_decode_kernel.launches - before[0] >= 2 * layers
+    assert kv_write.quantize_and_cache_kernel.launches - before[1] == 3 * layers
+    assert (kv_write.quantize_channels_kernel.launches > channels_before) == (name == "kivi_2bit")
     if not common.HAS_GPU:
         with mock.patch.object(common, "runs_kernel", lambda x: False):
             expected = run_chunks(tiny_model, lesson.make_cache(tiny_model, 4, 4, name), [3, 1, 1], tokens)
@@ -633,10 +645,9 @@ TestOpenRows = OpenRows.TestCase
 
 def test_rows_of_blocks_given_back_half_full_serve_again(tiny_model):
     cache, alive = lesson.make_cache(tiny_model, 40, 8, "kivi_2bit"), set()
-    cache.in_use = alive.__contains__
     for first in (1, 9, 17, 25):  # eight blocks are begun, then given back; eight others follow
-        alive.clear()
-        alive.update(range(first, first + 8))
+        cache.release(sorted(alive))
+        alive = set(range(first, first + 8))
         cache.begin_step(torch.arange(first, first + 8) * 8)
         assert set(cache.rows) == alive and sorted(cache.rows.values()) == list(range(8))
         assert {block for block in range(40) if cache.open_rows[block] >= 0} == alive
@@ -702,31 +713,27 @@ def test_lesson_01_counts_the_same_bytes():
 
 
 def test_llm_engine_with_a_quantized_runner(tiny_model, real_model):
-    """Lesson 04b's engine, its runner and its count of bytes replaced: as many more blocks as promised."""
-    offline = common.lesson("04b_offline_engine")
-
-    class Engine(offline.LLMEngine):
-        runner_class = lesson.quantized_runner(offline.SamplingModelRunner, "fp8")
-        cache_block_bytes = staticmethod(lambda model, block_size: lesson.block_bytes(model, block_size, "fp8"))
-
-    kinds = (offline.LLMEngine, Engine)
-    made = [kind(tiny_model, real_model[1], max_model_len=64, kv_cache_memory_bytes=2**20) for kind in kinds]
+    """As many more blocks as promised."""
+    limits = {"max_model_len": 64, "kv_cache_memory_bytes": 2**20}
+    made = [LLMEngine(tiny_model, real_model[1], config=VllmConfig(kv_cache_dtype=name), **limits)
+            for name in ("auto", "fp8")]  # fmt: skip
     blocks = [engine.core.scheduler.kv_cache_manager.block_pool.num_blocks for engine in made]
     assert blocks[1] - 1 == 4 * (blocks[0] - 1)
     runner = made[1].core.runner
-    assert isinstance(runner.cache, lesson.QuantizedKVCache) and isinstance(runner, offline.SamplingModelRunner)
+    assert isinstance(runner.cache, QuantizedKVCache)
     assert runner.cache.layers[0].shape[1] == blocks[1]
-    assert lesson.quantized_runner(offline.SamplingModelRunner, "auto") is offline.SamplingModelRunner
 
 
-def test_keys_per_channel_ask_the_engines_pool_who_is_alive():
-    manager = continuous_batching.KVCacheManager(9, 16, 64)
-    scheduler = continuous_batching.Scheduler(continuous_batching.SchedulerConfig(64, 2, 64), manager)
-    runner = lesson.quantized_runner(continuous_batching.ModelRunner, "kivi_2bit")(llama.random_model(), scheduler)
-    held = manager.block_pool.allocate(3)
-    assert [block for block in range(1, 9) if runner.cache.in_use(block)] == sorted(held)
-    manager.block_pool.free(held)
-    assert not any(map(runner.cache.in_use, range(1, 9)))
+def test_keys_per_channel_need_no_row_for_a_block_that_was_given_back(tiny_model):
+    """Half full, by a request that ended: the next one's keys take its row, and no more are made."""
+    core = lesson.make_core(llama.random_model(), "kivi_2bit", 40, 32, 64)
+    for i in range(12):
+        core.add_request(Request(str(i), [1 + i] * 5, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)))
+        while core.scheduler.has_unfinished_requests():
+            core.step()
+    core.step()
+    cache = core.runner.cache
+    assert len(cache.open_keys[0]) == 8 and len(cache.rows) <= 1
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8_per_token_head", "int4_per_token_head", "kivi_2bit"])
@@ -739,12 +746,12 @@ def test_chunked_prefill_on_a_quantized_cache(name):
         config = chunked.SchedulerConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=budget)
         manager = continuous_batching.KVCacheManager(20, 8, config.max_model_len)
         scheduler = chunked.Scheduler(config, manager)
-        runner = lesson.quantized_runner(chunked.ModelRunner, name)(model, scheduler)
-        core = continuous_batching.ModelEngineCore(scheduler, runner)
+        runner = make_runner(model, config, 20, 8, VllmConfig(kv_cache_dtype=name))
+        core = EngineCore(scheduler, runner)
         made = {str(i): [] for i in range(3)}
         for i, prompt in enumerate(prompts):
-            params = continuous_batching.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-            core.add_request(continuous_batching.Request(str(i), prompt, params))
+            params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+            core.add_request(Request(str(i), prompt, params))
         while core.scheduler.has_unfinished_requests():
             for output in core.step():
                 made[output.request_id] += output.new_token_ids
@@ -757,7 +764,7 @@ def test_chunked_prefill_on_a_quantized_cache(name):
 
 @pytest.mark.parametrize("make", [lambda model: lesson.block_bytes(model, 16, "int5"),
                                   lambda model: lesson.make_cache(model, 4, 16, "int5"),
-                                  lambda model: lesson.quantized_runner(lesson.ModelRunner, "int5")])  # fmt: skip
+                                  lambda model: QuantizedAttention("int5")])  # fmt: skip
 def test_unknown_formats_are_refused(make, tiny_model):
     with pytest.raises(common.InputError, match=r"int5.*allowed: auto, fp8"):
         make(tiny_model)
@@ -827,7 +834,7 @@ def test_simulation_tells_the_story():
 def test_breaking_the_lesson_breaks_the_simulation(target, broken):
     params = lesson.WIDGET_DEFAULT | {"rotation": True}
     right = lesson.simulate(params)
-    with mock.patch.object(lesson.kv_codes, target, broken):
+    with mock.patch.object(lesson, target, broken):
         assert lesson.simulate(params) != right
 
 
@@ -897,7 +904,8 @@ def test_a_step_in_few_bits_as_one_graph(library, monkeypatch, capsys):
     model = llama.random_model(seed=1, hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=32)
     monkeypatch.setattr(speed, "random_twins", lambda name: (model, None))
     if not common.HAS_GPU:
-        monkeypatch.setattr(graphs, "graph_runner", functools.partial(graphs.graph_runner, graph_class=graphs.Tape))
+        taped = functools.partial(graphs.CapturedModel, graph_class=graphs.Tape)
+        monkeypatch.setattr(lesson, "CapturedModel", taped)
     ready, logits = graphs.decode_at, []
 
     def decode_at(runner, n, context):
@@ -905,11 +913,11 @@ def test_a_step_in_few_bits_as_one_graph(library, monkeypatch, capsys):
             layer[:, 1:] = 1 if layer.dtype == model.dtype else 0x38
         step = ready(runner, n, context)
         step()
-        assert runner.num_replays == 1
+        assert runner.graphs.num_replays == 1
         logits.append(step())
         return step
 
-    monkeypatch.setattr(graphs, "decode_at", decode_at)
+    monkeypatch.setattr(lesson, "decode_at", decode_at)
     monkeypatch.setattr(common, "measure", lambda step: SimpleNamespace(median=2e-3))
     rows = lesson.measure_together("tiny", context=64)
     few = [(cache, weights) for cache in ("auto", "fp8") for weights in ("bf16", "int4")]

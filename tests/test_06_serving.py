@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import asyncio
 import contextlib
 import dataclasses
@@ -18,23 +20,45 @@ import weakref
 from types import SimpleNamespace
 from typing import Literal
 
-import common
-from engine.lora import remote
+from engine.parallel import adapters
+from engine.serving.server import system_fingerprint
+from engine.serving.sockets import bind
+from engine.llm import make_llm_engine
+from engine.lora.memory import SlotMemory
+from engine.quantization.kv_codes import block_bytes
+from engine.serving.start import make_engine
+from engine.worker import assemble
+from engine.worker import cuda_graphs
+from engine.request import Request
+from engine.request import SamplingParams
+from engine.core.engine_core import EngineCore
+from engine.engine_args import EngineArgs
+from engine.llm import LLM
+from engine.llm_engine import LLMEngine
+from engine.model.loader import load_model
+from engine.parallel.memory import kv_cache_memory
+from engine.serving.start import warm_up
 import first_layers
 import httpx
 import openai
 import pydantic
 import pytest
-import scripts
 import torch
 
 import llama
+import scripts
+from engine.output import EngineCoreOutput
+from engine.serving.admission import AdmissionControl
+from engine.serving.async_llm import AsyncLLM
+from engine.serving.balancer import LoadBalancer
+from engine.serving.core_proc import EngineCoreProc
+from engine.serving.dp_client import DPLBClient
+from engine.serving.letters import Admission, EngineCoreOutputs, SchedulerStats
 
 lesson = common.lesson("06_serving")
 from engine.serving import metrics
 
-offline, async_engine, api = lesson.offline, lesson.async_engine, lesson.openai_api
-EngineArgs, SamplingParams = lesson.EngineArgs, lesson.SamplingParams
+offline, api = lesson.offline, lesson.openai_api
 NAME, KEY = "smol", "secret"
 BOUND = 12
 
@@ -143,7 +167,7 @@ def test_the_official_client_reads_none_where_nothing_was_asked_for(server):
     assert fields == (None, None, None) and whole.system_fingerprint.startswith("fp-")
     (*_, last) = server.complete("a", stream=True)
     assert last.system_fingerprint == whole.system_fingerprint
-    told = [lesson.system_fingerprint(EngineArgs(**flags)) for flags in ({}, {}, {"dtype": "bfloat16"}, {"seed": 1})]
+    told = [system_fingerprint(EngineArgs(**flags)) for flags in ({}, {}, {"dtype": "bfloat16"}, {"seed": 1})]
     assert told[0] == told[1] and len(set(told)) == 3
 
 
@@ -159,7 +183,7 @@ def test_small_endpoints(server):
 def test_answers_are_the_offline_engines(server, served_model):
     """Greedy completions, chats and a seeded sample: the server adds nothing and loses nothing."""
     model, tokenizer = served_model
-    llm = offline.LLM(model, tokenizer=tokenizer, max_model_len=512, max_num_seqs=8, num_gpu_blocks_override=129)
+    llm = LLM(model, tokenizer=tokenizer, max_model_len=512, max_num_seqs=8, num_gpu_blocks_override=129)
     (want,) = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=3))
     found = server.complete("The capital of France is", logprobs=2, extra_body={"return_token_ids": True})
     assert found.choices[0].text == want.outputs[0].text and found.choices[0].finish_reason == "length"
@@ -530,8 +554,8 @@ def test_of_a_requests_answers_the_longest_counts():
     request = SimpleNamespace(arrival_time=0.0, num_prompt_tokens=9, sampling_params=SamplingParams(max_tokens=50))
     sequences = {f"{i}_r": SimpleNamespace(request=request, caller=SimpleNamespace(request_id="r"), index=i)
                  for i in range(3)}  # fmt: skip
-    outputs = [async_engine.EngineCoreOutput(name, [1] * n) for name, n in zip(sequences, (4, 7, 2))]
-    letter = async_engine.EngineCoreOutputs(outputs, admitted={name: (0.0, 8, 0) for name in sequences})
+    outputs = [EngineCoreOutput(name, [1] * n) for name, n in zip(sequences, (4, 7, 2))]
+    letter = EngineCoreOutputs(outputs, admitted={name: (0.0, 8, 0) for name in sequences})
     logger.record(letter, sequences)
     observed = {}
     for last in range(3):
@@ -548,7 +572,7 @@ def test_of_a_requests_answers_the_longest_counts():
     assert observed == {"params_n": [*once, (1, 3)], "max_num_generation_tokens": [*once, (1, 7)],
                         "params_max_tokens": [(1, 50), (2, 100), (3, 150)],
                         "prefill_kv_computed_tokens": [(1, 1), (2, 2), (3, 3)]}  # fmt: skip
-    logger.record(async_engine.EngineCoreOutputs(admitted={name: (0.0, 8, 0) for name in sequences}), sequences)
+    logger.record(EngineCoreOutputs(admitted={name: (0.0, 8, 0) for name in sequences}), sequences)
     logger.record_abort(sequences.values())  # the same again, and its client hangs up
     aborted = [SimpleNamespace(index=i, finish_reason="abort") for i in range(3)]
     logger.record_finished(SimpleNamespace(outputs=aborted, **about))
@@ -560,8 +584,8 @@ def test_an_answer_that_failed_before_its_first_token_took_no_time():
     logger = metrics.PrometheusStatLogger("m")
     request = SimpleNamespace(arrival_time=time.time(), num_prompt_tokens=9, sampling_params=SamplingParams())
     sequences = {"r": SimpleNamespace(request=request, caller=SimpleNamespace(request_id="r"), index=0)}
-    failed = [async_engine.EngineCoreOutput("r", [], "error", "no token can be chosen")]
-    logger.record(async_engine.EngineCoreOutputs(failed, admitted={"r": (0.0, 0, 0)}), sequences)
+    failed = [EngineCoreOutput("r", [], "error", "no token can be chosen")]
+    logger.record(EngineCoreOutputs(failed, admitted={"r": (0.0, 0, 0)}), sequences)
     answers = [SimpleNamespace(index=0, finish_reason="error")]
     logger.record_finished(SimpleNamespace(outputs=answers, request_id="r", prompt_token_ids=[0] * 9, finished=True))
     said = logger.expose().decode()
@@ -579,7 +603,7 @@ def test_where_prompts_came_from_who_waits_and_who_was_preempted():
     ours = {"model_name", "engine"}
     sequences = {}
     for name, length in (("a", 20), ("b", 9)):
-        request = lesson.scheduling.Request(name, [1] * length, SamplingParams())
+        request = Request(name, [1] * length, SamplingParams())
         sequences[name] = SimpleNamespace(request=request, caller=SimpleNamespace(request_id=name), index=0)
     plain, logger = metrics.PrometheusStatLogger("m"), metrics.PrometheusStatLogger("m", connector=True)
     names = ["prompt_tokens_by_source_total local_compute", "prompt_tokens_by_source_total local_cache_hit",
@@ -589,10 +613,10 @@ def test_where_prompts_came_from_who_waits_and_who_was_preempted():
              "request_num_preemptions_count", "request_num_preemptions_sum"]  # fmt: skip
     assert [said(logger)[name] for name in names] == [0] * len(names)
     assert said(logger)["num_requests_waiting_by_reason deferred"] == 0
-    admitted = {"a": async_engine.Admission(0.5, 12, 8), "b": async_engine.Admission(0.0, 0, 0)}
+    admitted = {"a": Admission(0.5, 12, 8), "b": Admission(0.0, 0, 0)}
     for each in (plain, logger):
-        each.record(async_engine.EngineCoreOutputs(admitted=admitted, preempted=["b", "gone"]), sequences)
-        each.record(async_engine.EngineCoreOutputs(scheduler_stats=async_engine.SchedulerStats(1, 2, 0.5, 3),
+        each.record(EngineCoreOutputs(admitted=admitted, preempted=["b", "gone"]), sequences)
+        each.record(EngineCoreOutputs(scheduler_stats=SchedulerStats(1, 2, 0.5, 3),
                                                    preempted=["b", "a"]), sequences)  # fmt: skip
         answer = SimpleNamespace(index=0, finish_reason="stop")
         about = {"request_id": "b", "prompt_token_ids": [0] * 9, "finished": True, "outputs": [answer]}
@@ -607,22 +631,22 @@ def test_a_router_reads_which_adapters_run_and_which_wait():
     logger = metrics.PrometheusStatLogger("m", max_loras=2)
     sequences = {}
     for name, lora in (("a", "pirate"), ("b", None), ("c", "json"), ("d", "pirate"), ("e", "report")):
-        request = lesson.scheduling.Request(name, [1] * 9, SamplingParams(), lora_name=lora)
+        request = Request(name, [1] * 9, SamplingParams(), lora_name=lora)
         sequences[name] = SimpleNamespace(request=request, caller=SimpleNamespace(request_id=name), index=0)
 
     def labels(admitted, outputs=()):
         admitted = {name: (0.0, 0, 0) for name in admitted}
-        logger.record(async_engine.EngineCoreOutputs(list(outputs), admitted=admitted), sequences)
+        logger.record(EngineCoreOutputs(list(outputs), admitted=admitted), sequences)
         (family,) = (f for f in logger.registry.collect() if f.name == "vllm:lora_requests_info")
         (sample,) = family.samples
         assert abs(sample.value - time.time()) < 60 and sample.labels["max_lora"] == "2"
         return sample.labels["waiting_lora_adapters"], sample.labels["running_lora_adapters"]
 
     assert labels("abc") == ("pirate,report", "json,pirate")
-    heard = [async_engine.EngineCoreOutput("c", [1], "stop"), async_engine.EngineCoreOutput("a", [1])]
+    heard = [EngineCoreOutput("c", [1], "stop"), EngineCoreOutput("a", [1])]
     assert labels("d", heard) == ("report", "pirate")
     sequences.pop("d")  # `a` wrote a token, and goes on
-    assert labels("", [async_engine.EngineCoreOutput("a", [1])]) == ("report", "json,pirate")
+    assert labels("", [EngineCoreOutput("a", [1])]) == ("report", "json,pirate")
 
 
 def test_where_the_time_of_a_request_went(monkeypatch):
@@ -639,8 +663,8 @@ def test_where_the_time_of_a_request_went(monkeypatch):
     for at, tokens in ((103, {"a": [], "gone": [1]}), (105, {"a": [1], "b": [1]}), (107, {"a": [2, 3]})):
         now[0] = float(at)
         outputs = [SimpleNamespace(request_id=name, new_token_ids=ids) for name, ids in tokens.items()]
-        stats = async_engine.SchedulerStats(0, 0, 0.0, num_scheduled_tokens=0 if at == 103 else 5)
-        logger.record(async_engine.EngineCoreOutputs(outputs, stats, admitted=admitted if at == 103 else {}), sequences)
+        stats = SchedulerStats(0, 0, 0.0, num_scheduled_tokens=0 if at == 103 else 5)
+        logger.record(EngineCoreOutputs(outputs, stats, admitted=admitted if at == 103 else {}), sequences)
     for name in sequences:
         answer = SimpleNamespace(index=0, finish_reason="stop")
         about = {"request_id": name, "prompt_token_ids": [0] * 3, "finished": True, "outputs": [answer]}
@@ -678,7 +702,7 @@ def test_a_gap_that_ends_in_several_tokens_is_one_gap(monkeypatch):
     for tokens in ([1], [2, 3, 4, 5], [6, 7], [8]):
         admitted = {"r": (0.0, 0, 0)} if tokens == [1] else {}
         outputs = [SimpleNamespace(request_id="r", new_token_ids=tokens)]
-        logger.record(async_engine.EngineCoreOutputs(outputs, admitted=admitted), sequences)
+        logger.record(EngineCoreOutputs(outputs, admitted=admitted), sequences)
         now[0] += 0.04
     found = {line.split("{")[0]: float(line.split()[-1]) for line in logger.expose().decode().splitlines()
              if line.startswith("vllm:inter_token_latency_seconds_")}  # fmt: skip
@@ -688,9 +712,7 @@ def test_a_gap_that_ends_in_several_tokens_is_one_gap(monkeypatch):
 
 def test_drafts_are_counted_where_they_were_verified():
     """The engines say how many there were so far; a letter that was never sent is in the next one."""
-    from engine.serving import engine_group as group
-
-    logger, client = metrics.PrometheusStatLogger("m", 3), group.DPLBClient([None, None], None, group.LoadBalancer(2))
+    logger, client = metrics.PrometheusStatLogger("m", 3), DPLBClient([None, None], None, LoadBalancer(2))
 
     def drafted():
         return {(sample.name.removeprefix("vllm:spec_decode_num_"), sample.labels.get("position")): sample.value
@@ -699,8 +721,8 @@ def test_drafts_are_counted_where_they_were_verified():
 
     assert len(drafted()) == 6 and not any(drafted().values())
     for engine, counts in ((0, [2, 5, 3, 2, 1]), (1, [1, 1, 1, 1]), (0, [4, 11, 6, 3, 2, 1])):
-        stats = async_engine.SchedulerStats(0, 0, 0.0, spec_decoding=counts)
-        letter = async_engine.EngineCoreOutputs(scheduler_stats=stats)
+        stats = SchedulerStats(0, 0, 0.0, spec_decoding=counts)
+        letter = EngineCoreOutputs(scheduler_stats=stats)
         logger.record(client.take(engine, letter), {})
     by_place = {("accepted_tokens_per_pos_total", str(i)): n for i, n in enumerate((4, 2, 1))}
     assert drafted() == by_place | {("drafts_total", None): 5, ("draft_tokens_total", None): 12,
@@ -830,7 +852,7 @@ def test_a_cache_that_no_memory_holds_is_refused_at_once(tiny_load, flags, lower
     """It once took minutes and all of the memory to find that out."""
     start = time.perf_counter()
     with pytest.raises(common.InputError, match=f"KV cache: .* GiB in blocks of .*; lower {lower}"):
-        lesson.make_engine(EngineArgs(**{"max_model_len": 64, **flags}))
+        make_engine(EngineArgs(**{"max_model_len": 64, **flags}))
     assert time.perf_counter() - start < 5
 
 
@@ -864,14 +886,6 @@ def test_clients_load_adapters_where_one_api_server_answers(monkeypatch):
         lesson.serve_command(serve)
 
 
-def test_a_companion_that_is_missing_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(common, "HERE", tmp_path)
-    for wrong, name in (({"quantization": "x"}, "05b_"), ({"kv_cache_dtype": "x"}, "05d_")):
-        with pytest.raises(common.InputError, match=name):
-            EngineArgs(**wrong)
-    assert not lesson.has_guided_decoding()
-
-
 def test_flags_and_fields_are_the_same():
     parser = lesson.build_parser()
     args = parser.parse_args(["serve"])
@@ -891,7 +905,7 @@ def tiny_load(monkeypatch, tiny_model, real_model):
 
 def make(**flags):
     reported = []
-    engine = lesson.make_engine(EngineArgs(**{"kv_cache_gib": 0.002, "max_model_len": 64, "max_num_seqs": 4, **flags}),
+    engine = make_engine(EngineArgs(**{"kv_cache_gib": 0.002, "max_model_len": 64, "max_num_seqs": 4, **flags}),
                                 reported.append)  # fmt: skip
     assert [line.split()[0] for line in reported] == ["device", "load", "profile", "kv", "warm-up"]
     return engine
@@ -900,7 +914,7 @@ def make(**flags):
 def test_speculative_config_changes_the_engine_and_no_token(tiny_load, tiny_model, real_model):
     config = {"method": "suffix", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     engines = [make(), make(speculative_config=json.dumps(config))]
-    engines.append(lesson.offline_engine(tiny_model, real_model[1], speculative_config=config, max_model_len=64,
+    engines.append(make_llm_engine(tiny_model, real_model[1], speculative_config=config, max_model_len=64,
                                          num_gpu_blocks_override=20, max_num_seqs=4))  # fmt: skip
     answers = []
     for engine in engines:
@@ -912,16 +926,13 @@ def test_speculative_config_changes_the_engine_and_no_token(tiny_load, tiny_mode
         answers.append({h.request_id: (h.outputs[0].token_ids, h.outputs[0].text) for h in heard})
     assert answers[0] == answers[1] == answers[2]
     for engine in engines[1:]:
-        assert engine.core.runner.speculative_config.num_speculative_tokens == 3
+        assert engine.core.runner.drafts.config.num_speculative_tokens == 3
         assert engine.core.scheduler.spec_decoding_stats.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("speculation", [None, {"method": "ngram", "num_speculative_tokens": 2}])
 def test_who_asks_again_after_ctrl_c_is_answered_right(tiny_model, real_model, monkeypatch, speculation):
     """In a notebook the engine lives on. Blocks are indexed before the model has computed what is in them."""
-
-    class LLM(offline.LLM):
-        engine_class = staticmethod(lesson.offline_engine)
 
     options = {"tokenizer": real_model[1], "max_model_len": 96, "num_gpu_blocks_override": 20,
                "speculative_config": speculation}  # fmt: skip
@@ -949,13 +960,11 @@ def test_who_asks_again_after_ctrl_c_is_answered_right(tiny_model, real_model, m
 @pytest.mark.skipif(common.HAS_GPU, reason="there, every test of this file serves from graphs")
 @pytest.mark.parametrize("flags", [{}, {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'}])
 def test_every_batch_size_is_captured_before_anybody_is_served(tiny_load, monkeypatch, flags):
-    from engine.worker import cuda_graphs
-
-    taped = functools.partial(cuda_graphs.graph_runner, graph_class=cuda_graphs.Tape, largest=8)
-    monkeypatch.setattr(cuda_graphs, "graph_runner", taped)
-    runner = make(**flags).core.runner
-    assert [size for size, whole in runner.captured] == [8, 4, 2, 1] and runner.num_replays > 0
-    assert make(enforce_eager=True, **flags).core.runner.__class__.__name__.count("Graph") == 0
+    taped = functools.partial(cuda_graphs.CapturedModel, graph_class=cuda_graphs.Tape, largest=8)
+    monkeypatch.setattr(assemble, "CapturedModel", taped)
+    graphs = make(**flags).core.runner.graphs
+    assert [size for size, whole in graphs.captured] == [8, 4, 2, 1] and graphs.num_replays > 0
+    assert make(enforce_eager=True, **flags).core.runner.graphs is None
 
 
 def test_prompts_are_scored_beside_drafts(tiny_load):
@@ -991,14 +1000,12 @@ def answer(engine, *token_ids, **fields):
 def test_every_flag_does_what_it_says(tiny_load, tiny_model):
     engine = make()
     scheduler, manager = engine.core.scheduler, engine.core.scheduler.kv_cache_manager
-    assert isinstance(scheduler, lesson.preemption.EngineScheduler) and isinstance(
-        engine.core.runner, lesson.MixedModelRunner
-    )
+    assert type(engine.core.runner.attention).__name__ == "UnifiedAttention"
     config = scheduler.config
     budget = 8192 if common.HAS_GPU else 512
     assert (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens) == (64, 4, budget)
     assert config.enable_chunked_prefill and manager.enable_caching and config.policy == "fcfs"
-    block = lesson.LLMEngine.cache_block_bytes(tiny_model, 16)
+    block = block_bytes(tiny_model, 16, "auto")
     if not common.HAS_GPU:  # whose own memory says how many
         assert manager.block_pool.num_blocks == 1 + int(0.002 * 2**30) // block
     assert (
@@ -1028,14 +1035,29 @@ def test_quantized_weights_and_cache_by_flag(tiny_load, tiny_model):
     plain, small = make(), make(kv_cache_dtype=dtype)
     count = lambda engine: engine.core.scheduler.kv_cache_manager.block_pool.num_blocks  # noqa: E731
     assert count(small) > 1.4 * count(plain), "the same memory holds more blocks"
-    assert small.cache_block_bytes(tiny_model, 16) == cache.block_bytes(tiny_model, 16, dtype)
+    assert count(small) == 1 + int(0.002 * 2**30) // block_bytes(tiny_model, 16, dtype)
     assert len(answer(small, 1, 2, 3)) == 6
 
 
-def test_graphs_unless_eager(tiny_load):
+def test_the_flag_chooses_the_attention(tiny_load):
+    """Lesson 02's and lesson 10's write the same tokens; what there is not is refused."""
+    answers = {}
+    for name in ("unified", "paged"):
+        engine = make(attention_backend=name)
+        assert type(engine.core.runner.attention).__name__.lower().startswith(name)
+        answers[name] = answer(engine, *range(5, 40))
+    assert answers["unified"] == answers["paged"]
+    with pytest.raises(common.InputError, match="attention_backend 'flashy': must be one of unified, paged"):
+        EngineArgs(attention_backend="flashy")
+
+
+def test_graphs_unless_eager(tiny_load, monkeypatch):
     """On a CPU they change nothing; what counts is that the flag decides, and that the parts fit together."""
+    monkeypatch.setattr(
+        assemble, "CapturedModel", functools.partial(cuda_graphs.CapturedModel, graph_class=cuda_graphs.Tape)
+    )
     graphs, eager = make(), make(enforce_eager=True)
-    assert hasattr(graphs.core.runner, "captured") and not hasattr(eager.core.runner, "captured")
+    assert graphs.core.runner.graphs and not eager.core.runner.graphs
     assert answer(graphs, 5, 6, 7) == answer(eager, 5, 6, 7)
 
 
@@ -1068,9 +1090,9 @@ def test_profile_run_on_a_gpu(monkeypatch, tiny_model):
                         ("max_memory_allocated", 25)):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     args = EngineArgs(gpu_memory_utilization=0.9)
-    assert lesson.kv_cache_memory(args, tiny_model, 16) == 90 - 25 - 10
+    assert kv_cache_memory(args, tiny_model, 16) == 90 - 25 - 10
     with pytest.raises(common.InputError, match="gpu_memory_utilization"):
-        lesson.kv_cache_memory(dataclasses.replace(args, gpu_memory_utilization=0.3), tiny_model, 16)
+        kv_cache_memory(dataclasses.replace(args, gpu_memory_utilization=0.3), tiny_model, 16)
 
 
 @pytest.mark.parametrize(("on_gpu", "heights"), [(False, {8}), (True, {2, 4, 8, 16, 32, 62})])
@@ -1078,8 +1100,7 @@ def test_a_warm_up_takes_prompts_of_every_length_that_has_a_kernel(
     monkeypatch, tiny_model, real_model, on_gpu, heights
 ):
     """Each alone and whole: nothing of it is found in the prefix cache, or shares its step with a longer one."""
-    kind = lesson.engine_class("auto", True, real_model[1])
-    engine = kind(tiny_model, real_model[1], max_model_len=63, num_gpu_blocks_override=9)
+    engine = LLMEngine(tiny_model, real_model[1], max_model_len=63, num_gpu_blocks_override=9)
     found, execute = [], engine.core.runner.execute_model
 
     def watched(output):
@@ -1088,16 +1109,16 @@ def test_a_warm_up_takes_prompts_of_every_length_that_has_a_kernel(
 
     monkeypatch.setattr(engine.core.runner, "execute_model", watched)
     monkeypatch.setattr(common, "HAS_GPU", on_gpu)
-    lesson.warm_up(engine)
+    warm_up(engine)
     assert all(len(each) == 1 for each in found) and {each[0] for each in found} == heights | {1}
     assert sum(each != [1] for each in found) >= 2 * len(heights), "greedy and not"
 
 
 def test_slots_for_adapters_are_there_while_the_peak_is_taken(monkeypatch, tiny_model):
     """On a GPU, memory that the KV cache was given cannot hold them as well; afterwards they are gone."""
-    made, adapters = [], remote
+    made = []
 
-    class Watched(adapters.SlotMemory):
+    class Watched(SlotMemory):
         def __init__(self, *args):
             super().__init__(*args)
             made.append(weakref.ref(self))
@@ -1113,12 +1134,12 @@ def test_slots_for_adapters_are_there_while_the_peak_is_taken(monkeypatch, tiny_
                         ("memory_reserved", lambda: 0), ("max_memory_allocated", sizes)):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     args = EngineArgs(gpu_memory_utilization=1, enable_lora=True, max_loras=3, max_lora_rank=8)
-    left = lesson.kv_cache_memory(args, tiny_model, 16)
+    left = kv_cache_memory(args, tiny_model, 16)
     c, (memory,) = tiny_model.config, made
     Hq, Hkv, D, H, I = (c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_size, c.intermediate_size)
     per_rank = 3 * H + (Hq + 2 * Hkv) * D + Hq * D + H + 2 * H + 2 * I + I + H  # qkv, o, gate and up, down
     assert 10**9 - left == 3 * 8 * per_rank * c.num_hidden_layers * 4 and memory() is None
-    assert lesson.kv_cache_memory(EngineArgs(gpu_memory_utilization=1), tiny_model, 16) == 10**9
+    assert kv_cache_memory(EngineArgs(gpu_memory_utilization=1), tiny_model, 16) == 10**9
 
 
 # --- The server's own life ------------------------------------------------------------------------------------------
@@ -1127,7 +1148,7 @@ def test_slots_for_adapters_are_there_while_the_peak_is_taken(monkeypatch, tiny_
 def life(capsys, monkeypatch, timeout, ask, number=signal.SIGTERM, place="thread", **flags):
     """`run_server` in this process; `ask(client)` runs while the signal comes. Returns (code, its result)."""
 
-    add_request = async_engine.AsyncLLM.add_request
+    add_request = AsyncLLM.add_request
 
     async def run():
         inside = asyncio.Event()
@@ -1136,7 +1157,7 @@ def life(capsys, monkeypatch, timeout, ask, number=signal.SIGTERM, place="thread
             inside.set()
             return add_request(*args, **about)
 
-        monkeypatch.setattr(async_engine.AsyncLLM, "add_request", noticed)
+        monkeypatch.setattr(AsyncLLM, "add_request", noticed)
         args = EngineArgs(max_model_len=256, max_num_seqs=4, kv_cache_gib=0.01, engine_place=place, **flags)
         task = asyncio.create_task(lesson.run_server(args, "127.0.0.1", 0, [], timeout))
         out = ""
@@ -1195,8 +1216,8 @@ def test_answers_do_not_end_with_whoever_read_the_console(tiny_load, capsys, mon
 
 
 def slow_down(monkeypatch, seconds=0.01):
-    step = async_engine.EngineCoreProc.step
-    monkeypatch.setattr(async_engine.EngineCoreProc, "step", lambda self: (time.sleep(seconds), step(self))[1])
+    step = EngineCoreProc.step
+    monkeypatch.setattr(EngineCoreProc, "step", lambda self: (time.sleep(seconds), step(self))[1])
 
 
 def test_the_first_chat_finds_its_template_compiled(tiny_load, real_model, capsys, monkeypatch):
@@ -1230,7 +1251,7 @@ def test_a_server_says_and_does_what_its_model_wishes(tiny_load, tmp_path, capsy
 def test_a_folder_says_when_an_answer_of_an_engine_ends(tmp_path, quantization):
     """--generation-config FOLDER, from the flag to the engine's sampler."""
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    model, _ = lesson.load_model(None, torch.float32, quantization, str(tmp_path))
+    model, _ = load_model(None, torch.float32, quantization, str(tmp_path))
     assert model.config.eos_token_ids == (2, 5, 6)
 
 
@@ -1245,7 +1266,7 @@ def test_an_engine_that_dies_ends_the_server_with_code_1(tiny_load, capsys, monk
         def broken(*args):
             raise ValueError("out of order")
 
-        monkeypatch.setattr(lesson.scheduling.ModelEngineCore, "execute_model", broken)
+        monkeypatch.setattr(EngineCore, "execute_model", broken)
         return (await client.post("/v1/completions", json={"prompt": [1]})).json()
 
     monkeypatch.setattr(os, "kill", lambda *args: None)  # no signal: it ends by itself
@@ -1254,12 +1275,12 @@ def test_an_engine_that_dies_ends_the_server_with_code_1(tiny_load, capsys, monk
 
 
 def test_a_port_that_is_taken_and_a_host_that_is_none():
-    sock = lesson.bind("127.0.0.1", 0)
+    sock = bind("127.0.0.1", 0)
     sock.listen()
     with sock, pytest.raises(common.InputError, match="--port"):
-        lesson.bind("127.0.0.1", sock.getsockname()[1])
+        bind("127.0.0.1", sock.getsockname()[1])
     with pytest.raises(common.InputError, match="--host"):
-        lesson.bind("no.such.host.invalid", 0)
+        bind("no.such.host.invalid", 0)
 
 
 def refused_job(*flags):
@@ -1332,7 +1353,7 @@ def test_above_its_capacity_the_queue_grows_but_not_with_every_newcomer():
 def test_the_widget_uses_the_real_admission_and_scheduler(monkeypatch):
     params = {**lesson.WIDGET_DEFAULT, "queue_bound": 8}
     before = lesson.simulate(params)
-    monkeypatch.setattr(async_engine.AdmissionControl, "check", lambda self, inside, n=1: None)
+    monkeypatch.setattr(AdmissionControl, "check", lambda self, inside, n=1: None)
     assert lesson.simulate(params)["rejected"] == 0 < before["rejected"]
     monkeypatch.undo()
     monkeypatch.setattr(lesson.preemption.EngineScheduler, "_admit", lambda self, request: 0)

@@ -12,18 +12,28 @@ import time
 import common
 import numpy as np
 import pytest
-from engine.config import SchedulerConfig
-from engine.core.scheduler import Scheduler, make_scheduler
+from engine.llm import LLM
+from engine.sampling.guided.manager import StructuredOutputManager
+from engine.sampling.detokenizer import TokenBytes
+from engine.core.scheduler import Scheduler
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import llama
+from engine.request import Request, SamplingParams
+from engine.sampling.guided import bitmask, limits, reader_process, structured_outputs
+from engine.sampling.guided.automaton import DFA, NFA
+from engine.sampling.guided.characters import LAST, characters, complement
+from engine.sampling.guided.expressions import ALL_BYTES, restrict
+from engine.sampling.guided.guidance import GuidanceGrammar
+from engine.sampling.guided.json_schemas import read_schema
+from engine.sampling.guided.regex_guide import RegexGuide
+from engine.sampling.guided.token_trie import TokenTrie
 
 lesson = common.lesson("06b_guided_decoding")
 offline = common.lesson("04b_offline_engine")
-Request, SamplingParams = lesson.Request, lesson.SamplingParams
 REGEX = {"regex": r"[a-z]{2,5}-\d{1,3}"}
 
 
@@ -120,23 +130,23 @@ EDGES = [0, 0x41, 0x7E, 0x7F, 0x80, 0xBF, 0xC0, 0x7FF, 0x800, 0xFFF, 0x1000, 0xC
 @given(st.sampled_from(EDGES), st.sampled_from(EDGES))
 def test_ranges_of_code_points_as_bytes(one, other):
     low, high = sorted((one, other))
-    dfa = lesson.determinize(lesson.characters([(low, high)]))
+    dfa = lesson.determinize(characters([(low, high)]))
     for code in {c + d for c in (*EDGES, low, high) for d in (-1, 0, 1)}:
-        if 0 <= code <= lesson.LAST and not 0xD800 <= code <= 0xDFFF:
+        if 0 <= code <= LAST and not 0xD800 <= code <= 0xDFFF:
             assert accepts(dfa, chr(code).encode()) == (low <= code <= high), hex(code)
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda p: (min(p), max(p))), max_size=4))
 def test_complement(ranges):
     inside = {c for low, high in ranges for c in range(low, high + 1)}
-    outside = {c for low, high in lesson.complement(ranges) for c in range(low, min(high, 30) + 1)}
+    outside = {c for low, high in complement(ranges) for c in range(low, min(high, 30) + 1)}
     assert inside | outside == set(range(31)) and not inside & outside
 
 
 def test_every_state_can_still_reach_a_match():
     """And its example leads there: no dead ends, no unreachable states."""
     for pattern in (*lesson.SHOWN.values(), *lesson.PATTERNS.values(), r"(a[^\s\S]|b)*c", "(a|b)*a(a|b){4}"):
-        dfa = lesson.determinize(lesson.restrict(lesson.parse_regex(pattern), lesson.ALL_BYTES & ~(1 << ord("5"))))
+        dfa = lesson.determinize(restrict(lesson.parse_regex(pattern), ALL_BYTES & ~(1 << ord("5"))))
         live, before = np.append(dfa.accepting, False), -1  # at the end, where −1 leads: nowhere
         while live.sum() > before:
             before = live.sum()
@@ -227,7 +237,7 @@ def vocabulary(real_model):
 
 
 def test_the_real_vocabulary(vocabulary, real_model):
-    token_bytes = lesson.TokenBytes(real_model[1])
+    token_bytes = TokenBytes(real_model[1])
     special = token_bytes.special
     assert len(vocabulary.tokens) == 49152 and vocabulary.eos_token_ids == [2]
     assert all((vocabulary.tokens[t] == b"") == (t in special) for t in range(1000))
@@ -241,7 +251,7 @@ def test_the_real_vocabulary(vocabulary, real_model):
 
 @pytest.mark.parametrize(("pattern", "written"), [("[一-鿿]{1,20}", b"\xe5"), (r"\+\d{1,3}( \d{3})+", b"+1 555")])
 def test_real_masks_are_those_of_the_reference(vocabulary, pattern, written):
-    node = lesson.restrict(lesson.parse_regex(pattern), vocabulary.alphabet)
+    node = restrict(lesson.parse_regex(pattern), vocabulary.alphabet)
     guide = lesson.RegexGuide(node, vocabulary)
     found = set(guide.allowed(guide.dfa.step(0, written)).nonzero()[0].tolist())
     some = random.Random(0).sample(range(49152), 4000) + sorted(found - {2})
@@ -252,7 +262,7 @@ def test_real_masks_are_those_of_the_reference(vocabulary, pattern, written):
 @pytest.mark.slow
 def test_real_masks_are_those_of_the_reference_for_every_token(vocabulary):
     for pattern in (lesson.SHOWN["ip"], "[一-鿿]{1,3}"):
-        node = lesson.restrict(lesson.parse_regex(pattern), vocabulary.alphabet)
+        node = restrict(lesson.parse_regex(pattern), vocabulary.alphabet)
         guide = lesson.RegexGuide(node, vocabulary)
         for state, written in list(enumerate(guide.dfa.examples))[:5]:
             found = set(guide.allowed(state).nonzero()[0].tolist()) - {2}
@@ -298,7 +308,7 @@ def test_no_space_goes_in_front_of_what_a_grammar_forces(tmp_path):
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()
     backend.add_special_tokens(["</s>"])
     backend.save(str(tmp_path / "tokenizer.json"))
-    vocabulary = lesson.vocabulary_of(lesson.llama.Tokenizer(tmp_path), None, (0,))
+    vocabulary = lesson.vocabulary_of(llama.Tokenizer(tmp_path), None, (0,))
     for wanted, text in (({"grammar": 'start: "the cache"'}, "the cache"), ({"json": {"const": "the"}}, '"the"')):
         grammar, written = lesson.compile_guide(wanted, vocabulary).start(), b""
         row = np.empty(vocabulary.num_words, np.int32)
@@ -410,7 +420,7 @@ def check_refused(vocabulary, wanted, why):
     start = time.perf_counter()
     with pytest.raises(common.InputError, match=why or None) as error:
         lesson.compile_guide(wanted, vocabulary)
-    assert time.perf_counter() - start < lesson.MAX_SECONDS + 5 and len(str(error.value)) < 400
+    assert time.perf_counter() - start < limits.MAX_SECONDS + 5 and len(str(error.value)) < 400
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
@@ -431,9 +441,9 @@ def test_a_tokenizer_that_the_library_does_not_take(real_model):
 
 
 def test_a_library_that_hangs_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(lesson, "MAX_SECONDS", 0.05)  # it takes longer to start
+    monkeypatch.setattr(limits, "MAX_SECONDS", 0.05)  # it takes longer to start
     with pytest.raises(common.InputError, match="takes more than"):
-        lesson.read_apart("json", '{"type": "string", "title": "unseen before"}')
+        reader_process.read_apart("json", '{"type": "string", "title": "unseen before"}')
 
 
 @pytest.mark.slow
@@ -501,9 +511,9 @@ def test_rows_that_are_part_of_wider_rows(kernels, device, guarded):
 
 def test_shapes_that_do_not_fit_are_refused():
     logits, indices = torch.zeros(2, 64), torch.tensor([0])
-    for bitmask in (torch.zeros(1, 3, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32)):
+    for wrong in (torch.zeros(1, 3, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32)):
         with pytest.raises(ValueError, match="bitmask"):
-            lesson.apply_token_bitmask_inplace(logits, bitmask, indices)
+            lesson.apply_token_bitmask_inplace(logits, wrong, indices)
     with pytest.raises(ValueError, match="contiguous"):
         lesson.apply_token_bitmask_inplace(torch.zeros(64, 2).T, torch.zeros(1, 2, dtype=torch.int32), indices)
 
@@ -519,7 +529,7 @@ def model():
 
 @pytest.fixture
 def llm(model, real_model):
-    return lesson.GuidedLLM(model, tokenizer=real_model[1], max_model_len=64, max_num_seqs=8, block_size=4,
+    return LLM(model, tokenizer=real_model[1], max_model_len=64, max_num_seqs=8, block_size=4,
                             num_gpu_blocks_override=120)  # fmt: skip
 
 
@@ -578,6 +588,7 @@ def test_neighbours_do_not_notice(llm):
 def test_a_free_batch_pays_nothing(llm, monkeypatch):
     monkeypatch.setattr(lesson, "apply_token_bitmask_inplace", None)
     monkeypatch.setattr(lesson, "vocabulary_of", None)
+    monkeypatch.setattr(structured_outputs, "vocabulary_of", None)
     llm.generate(prompts(3), params(None))
 
 
@@ -681,7 +692,7 @@ def test_a_token_that_breaks_the_grammar_ends_the_answer(llm):
 def test_a_guide_that_allows_nothing_ends_its_request(llm, monkeypatch, fault, wish):
     """With an error; a neighbour writes what it writes alone. The engine may be slower than the front end was, and its
     compiler reach the limit of time."""
-    engine, fill = llm.llm_engine, lesson.StructuredOutputManager.fill_row
+    engine, fill = llm.llm_engine, StructuredOutputManager.fill_row
     good = params({"regex": "b{9}"}, temperature=0)
     (alone,) = llm.generate(prompts(1), good)
 
@@ -692,7 +703,7 @@ def test_a_guide_that_allows_nothing_ends_its_request(llm, monkeypatch, fault, w
             raise common.InputError("structured_outputs: it took longer than 2 s")
         row[:] = 0
 
-    monkeypatch.setattr(lesson.StructuredOutputManager, "fill_row", fill_row)
+    monkeypatch.setattr(StructuredOutputManager, "fill_row", fill_row)
     engine.add_request("good", prompts(1)[0], good)
     engine.add_request("bad", prompts(1)[0], params({"regex": "a{9}"}, **wish))
     found = {}
@@ -712,7 +723,7 @@ MISSING = {
 
 def test_an_answer_that_cannot_be_written_is_an_error(real_model):
     """SmolLM2 has no token with 04, F1 or F2; the library allows the one behind it. A neighbour does not notice."""
-    llm = lesson.GuidedLLM(real_model[0], tokenizer=real_model[1], max_model_len=32, max_num_seqs=9,
+    llm = LLM(real_model[0], tokenizer=real_model[1], max_model_len=32, max_num_seqs=9,
                            num_gpu_blocks_override=19)  # fmt: skip
     engine, found, prompt, writable = llm.llm_engine, {}, {"prompt_token_ids": [30]}, "x\U0003ffff\U000c0000"
     for name, wanted in MISSING.items():
@@ -738,7 +749,7 @@ class Manager(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.manager = lesson.StructuredOutputManager(BYTES)
+        self.manager = StructuredOutputManager(BYTES)
         self.running = {}
 
     @rule(name=st.sampled_from("xyz"), pattern=st.sampled_from(["a{2,4}", "(ab|é)*", "[ab]c?", "€|ê"]))
@@ -790,9 +801,6 @@ def test_chunks_and_preemptions_change_nothing(model, real_model, budget, monkey
     preempt = Scheduler._preempt_request
     monkeypatch.setattr(Scheduler, "_preempt_request", lambda *a: preempted.append(a[1]) or preempt(*a))
 
-    class LLM(offline.LLM):
-        engine_class = lesson.GuidedLLMEngine
-
     wanted = [{"regex": r"([a-z]{4}-){5}\."}, None, {"choice": ["a-longer-answer-than-usual", "another-one,as-long"]}]
     some = [params(wanted[i % 3], seed=i, max_tokens=30, ignore_eos=i % 3 == 1) for i in range(9)]
     asked = [{"prompt_token_ids": list(range(20 + i, 40 + 2 * i))} for i in range(9)]
@@ -813,19 +821,11 @@ def test_chunks_and_preemptions_change_nothing(model, real_model, budget, monkey
 
 
 def test_the_engine_runs_the_kernel(kernels, model, real_model):
-    launches = lesson.apply_token_bitmask_kernel.launches
-    llm = lesson.GuidedLLM(model, tokenizer=real_model[1], max_model_len=32, max_num_seqs=2, block_size=16,
+    launches = bitmask.apply_token_bitmask_kernel.launches
+    llm = LLM(model, tokenizer=real_model[1], max_model_len=32, max_num_seqs=2, block_size=16,
                            num_gpu_blocks_override=9)  # fmt: skip
     answer = text_of(llm, {"prompt_token_ids": [30]}, params({"choice": ["ab"]}, temperature=0))
-    assert answer.text == "ab" and lesson.apply_token_bitmask_kernel.launches > launches
-
-
-def test_a_runner_without_a_tokenizer_says_so(tiny_model):
-    runner_class = lesson.guided_runner(lesson.SamplingModelRunner)
-    scheduler = make_scheduler(SchedulerConfig(max_model_len=32), 9, 16)
-    runner = runner_class(tiny_model, scheduler)
-    with pytest.raises(AssertionError, match="tokenizer"):
-        runner.sample(torch.zeros(1, 128), [Request("r", [1], params())])
+    assert answer.text == "ab" and bitmask.apply_token_bitmask_kernel.launches > launches
 
 
 # --- The real model ---------------------------------------------------------------------------------------------------
@@ -835,7 +835,7 @@ def test_a_runner_without_a_tokenizer_says_so(tiny_model):
 def test_the_real_model_in_one_batch(real_model):
     """A date, JSON, a grammar and a free answer side by side; kanji and emoji, whose tokens are parts of characters."""
     model, tokenizer = real_model
-    llm = lesson.GuidedLLM(model, tokenizer=tokenizer, max_model_len=256, max_num_seqs=16)
+    llm = LLM(model, tokenizer=tokenizer, max_model_len=256, max_num_seqs=16)
     chat = [{"prompt_token_ids": tokenizer.chat([{"role": "user", "content": "Tell me about Anna from Rome."}])}] * 6
     wanted = [{"regex": lesson.SHOWN["date"]}, {"json": lesson.PERSON}, {"grammar": lesson.SUM},
              {"regex": "(寿司|😀){2,4}"},
@@ -859,7 +859,7 @@ def validate_json(text, schema):
 @pytest.mark.slow
 def test_json_always_conforms(real_model):
     model, tokenizer = real_model
-    llm = lesson.GuidedLLM(model, tokenizer=tokenizer, max_model_len=256, max_num_seqs=16)
+    llm = LLM(model, tokenizer=tokenizer, max_model_len=256, max_num_seqs=16)
     for schema in (lesson.PERSON, lesson.CALL, lesson.closed(a={"type": "array", "items": {"type": "boolean"},
              "maxItems": 3},
                                                              b={"type": "null"}, c={"enum": [1, "é",
@@ -913,7 +913,7 @@ def test_what_a_schema_does_not_name_is_not_written(vocabulary, schema, may, may
 
 
 def closed_by_us(schema):
-    return lesson.schemas.read_schema(json.dumps(schema)) != schema
+    return read_schema(json.dumps(schema)) != schema
 
 
 def test_schemas_that_stay_as_they_are():
@@ -957,7 +957,7 @@ def writes(vocabulary, schema, text):
 @pytest.fixture
 def in_this_process(monkeypatch):
     """Half a second per schema less: what is read here neither hangs nor crashes."""
-    monkeypatch.setattr(lesson, "read_apart", lambda kind, spec: None)
+    monkeypatch.setattr(structured_outputs, "read_apart", lambda kind, spec: None)
 
 
 @pytest.mark.parametrize(("schema", "idle"), IDLE, ids=[json.dumps(idle) for _, idle in IDLE])
@@ -1064,7 +1064,7 @@ def test_a_parser_that_gives_up_ends_the_answer(vocabulary):
         def get_error(self):
             return "too many rows " * 100
 
-    grammar, row = lesson.GuidanceGrammar(TiredMatcher(), vocabulary), np.zeros(vocabulary.num_words, np.int32)
+    grammar, row = GuidanceGrammar(TiredMatcher(), vocabulary), np.zeros(vocabulary.num_words, np.int32)
     for _ in range(2):
         grammar.fill_bitmask(row)
         assert (row == -1).all() and grammar.accept_token(5)
@@ -1106,15 +1106,15 @@ def test_each_bug_shows():
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
     [
-        ("TokenTrie", "allowed", lambda self, dfa, state: np.ones(len(self.node), dtype=bool)),
-        ("RegexGuide", "allowed", lambda self, state: self.vocabulary.trie.allowed(self.dfa, state)),
-        ("DFA", "step", lambda self, state, data: state),
-        ("NFA", "closure", lambda self, state: frozenset([0, state])),
+        (TokenTrie, "allowed", lambda self, dfa, state: np.ones(len(self.node), dtype=bool)),
+        (RegexGuide, "allowed", lambda self, state: self.vocabulary.trie.allowed(self.dfa, state)),
+        (DFA, "step", lambda self, state, data: state),
+        (NFA, "closure", lambda self, state: frozenset([0, state])),
     ],
 )
 def test_the_simulation_runs_the_real_classes(monkeypatch, owner, name, broken):
     before = lesson.simulate(lesson.WIDGET_DEFAULT)
-    monkeypatch.setattr(getattr(lesson, owner), name, broken)
+    monkeypatch.setattr(owner, name, broken)
     with contextlib.suppress(IndexError, common.InputError):
         assert lesson.simulate(lesson.WIDGET_DEFAULT) != before
 

@@ -16,8 +16,27 @@ from safetensors.torch import save_file
 from test_12_multi_lora import NoBytes, Words
 
 import llama
+from engine.parallel import stages
+from engine.quantization.methods import METHOD_OF
+from engine.quantization.methods import quantize_layer
+from engine.parallel import workers
+from engine.parallel.pipeline import PipelineEngineCore
+from engine.parallel.stages import shard_codes
+from engine import front_end
+from engine.engine_args import EngineArgs
+from engine.llm import LLM
+from engine.llm import make_llm_engine
+from engine.llm_engine import LLMEngine
+from engine.parallel.stages import skeleton
+from engine.parallel.worker import WorkerSpec
+from engine.parallel.workers import Workers
+from engine.request import SamplingParams
+from engine.lora import lora_model
+from engine.quantization.checkpoints import packed_modules
+from engine.parallel.layers import RowParallelLinear
+from engine.parallel.shards import model_tensors
 
-executors, serving, tensor_parallel = scaling.executors, scaling.serving, scaling.lesson.tensor_parallel
+executors, serving = scaling.executors, scaling.serving
 lesson, formats = quantized.lesson, quantized.formats
 ParallelConfig = scaling.ParallelConfig
 # Inputs of every layer are whole groups of 64 on up to four ranks.
@@ -30,11 +49,11 @@ def serve(source, tp, pp, method=None):
     """(tokens, parameters that ranks hold as floats) of the layout, from a folder or from random weights."""
     parallel = ParallelConfig(tp, pp)
     executor = scaling.ThreadExecutor(parallel)
-    spec = executors.WorkerSpec(source, parallel, quantization=method)
+    spec = WorkerSpec(source, parallel, quantization=method)
     floats = executor.collective_rpc("load_model", spec)
     scheduler = scaling.scheduler_of()
-    runner = executors.RemoteRunner(executor, parallel, scheduler)
-    tokens = scaling.serve(executors.PipelineEngineCore(scheduler, runner, pp))
+    runner = scaling.remote_runner(executor, parallel, scheduler)
+    tokens = scaling.serve(PipelineEngineCore(scheduler, runner, pp))
     executor.shutdown()
     return tokens, floats
 
@@ -67,7 +86,7 @@ def test_a_quantized_folder_on_workers_writes_what_it_writes_in_one_process(layo
 def cut(whole, n, name):
     config = llama.random_model(**SIZES).config
     ranks = [SimpleNamespace(world_size=n, rank_in_group=rank) for rank in range(n)]
-    return [executors.shard_codes({f"model.layers.5.{name}": whole}, config, rank, range(4, 6)) for rank in ranks]
+    return [shard_codes({f"model.layers.5.{name}": whole}, config, rank, range(4, 6)) for rank in ranks]
 
 
 @pytest.mark.parametrize("format", ["int8", "int4-g64", "mxfp4", "q4_1"])
@@ -88,7 +107,7 @@ def test_layers_of_other_stages_are_left_out():
     whole = lesson.rtn(torch.randn(256, 128), formats.FORMATS["int8"])
     codes = {f"model.layers.{i}.self_attn.q_proj": whole for i in range(12)}
     alone = SimpleNamespace(world_size=1, rank_in_group=0)
-    found = executors.shard_codes(codes, llama.random_model(**SIZES).config, alone, range(9, 12))
+    found = shard_codes(codes, llama.random_model(**SIZES).config, alone, range(9, 12))
     assert list(found) == [f"model.layers.{i}.self_attn.q_proj" for i in range(3)]
 
 
@@ -115,8 +134,8 @@ class InParts:
 
     def __init__(self, layer, method, n):
         self.n = n
-        parts = [tensor_parallel.RowParallelLinear.shard(layer.weight, rank, n).contiguous() for rank in range(n)]
-        self.parts = [lesson.quantize_layer(part, None, lesson._METHODS[method], None)[0] for part in parts]
+        parts = [RowParallelLinear.shard(layer.weight, rank, n).contiguous() for rank in range(n)]
+        self.parts = [quantize_layer(part, None, METHOD_OF[method], None)[0] for part in parts]
 
     def __call__(self, x):
         return sum(part(piece.contiguous()) for part, piece in zip(self.parts, x.chunk(self.n, -1)))
@@ -154,7 +173,7 @@ def write_folder(folder, model):
     """A folder of float weights, and the tokenizer that tests share."""
     fields = dataclasses.asdict(model.config) | {"architectures": ["LlamaForCausalLM"], "eos_token_id": None}
     (folder / "config.json").write_text(json.dumps(fields))
-    get = tensor_parallel.model_tensors(model)
+    get = model_tensors(model)
     names = [name for name in llama.tensor_shapes(model.config) if get(name) is not None]
     save_file({name: get(name).cpu().contiguous().clone() for name in names}, folder / "model.safetensors")
 
@@ -167,11 +186,11 @@ def test_the_default_models_own_codes_on_workers(tp, pp, tmp_path, monkeypatch):
     write_folder(tmp_path, model)
     codes = {}
     for name, layer in model.linear.items():
-        parts = formats.packed_modules(name)
+        parts = packed_modules(name)
         rows = [256, 128, 128] if len(parts) == 3 else [len(layer.weight) // max(1, len(parts))] * len(parts)
         for part, W in zip(parts, layer.weight.split(rows) if parts else ()):
             codes[f"model.{part}"] = lesson.rtn(W, formats.FORMATS["q4_1"])
-    monkeypatch.setattr(lesson, "gguf_codes", lambda config: codes)
+    monkeypatch.setattr(stages, "gguf_codes", lambda config: codes)
     assert serve(str(tmp_path), tp, pp, "gguf")[0] == expected(lesson.on_codes(model, codes))
 
 
@@ -180,42 +199,39 @@ def test_the_default_models_own_codes_on_workers(tp, pp, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("method", lesson.CALIBRATED)
 def test_what_looks_at_a_whole_models_activations_is_refused(method, monkeypatch):
-    monkeypatch.setattr(executors, "make_executor", lambda parallel: pytest.fail("nobody is started for it"))
+    monkeypatch.setattr(workers, "make_executor", lambda parallel: pytest.fail("nobody is started for it"))
     with pytest.raises(common.InputError, match=f"quantization '{method}': not on workers"):
-        serving.offline_engine(pipeline_parallel_size=2, quantization=method)
+        make_llm_engine(pipeline_parallel_size=2, quantization=method)
 
 
 def test_what_the_folder_says_is_asked_before_anybody_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr(executors, "make_executor", lambda parallel: pytest.fail("nobody is started for it"))
+    monkeypatch.setattr(workers, "make_executor", lambda parallel: pytest.fail("nobody is started for it"))
     quantized.write_checkpoint(tmp_path, "awq")
     with pytest.raises(common.InputError, match="awq weights already"):
-        serving.offline_engine(str(tmp_path), tensor_parallel_size=2, quantization="int8")
+        make_llm_engine(str(tmp_path), tensor_parallel_size=2, quantization="int8")
 
 
 @pytest.mark.parametrize(("tp", "pp"), [pytest.param(2, 1, marks=pytest.mark.slow), (2, 3)])
 def test_adapters_on_codes_on_workers(tp, pp, monkeypatch):
     """Lesson 12's products join those of the codes, on every rank."""
-    monkeypatch.setattr(scaling.lesson.offline, "TokenBytes", NoBytes)
+    monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
     monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
     monkeypatch.setattr(llama, "model_folder", lambda name: name)
     model, parallel = llama.random_model(**SIZES), ParallelConfig(tp, pp)
-    lora = common.lesson("120_adapters").random_adapter(model.config, 8, seed=1)
-    args = serving.EngineArgs(enable_lora=True, max_loras=1, max_lora_rank=8)
+    lora = lora_model.random_adapter(model.config, 8, seed=1)
+    args = EngineArgs(enable_lora=True, max_loras=1, max_lora_rank=8)
     limits = dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4)
     executor = scaling.ThreadExecutor(parallel)
-    executor.collective_rpc("load_model", executors.WorkerSpec(
-        SIZES, parallel, runner=executors.served_runner, runner_args=args, quantization="int4"))  # fmt: skip
-    kind = serving.engine_class("auto", True, None, args.lora_config, on_workers=True)
-    skeleton = executors.skeleton(model.config, parallel, torch.float32)
+    executor.collective_rpc("load_model", WorkerSpec(SIZES, parallel, config=args.vllm_config(), quantization="int4"))
+    workers = Workers(executor, parallel, skeleton(model.config, parallel, torch.float32))
     engines = [
-        executors.parallel_engine(kind, executor, parallel)(skeleton, Words(), **limits),
-        serving.engine_class("auto", True, None, args.lora_config)(lesson.quantize_model(model, "int4"), Words(),
-                                                                   **limits),
-    ]  # fmt: skip
+        LLMEngine(workers.model, Words(), config=args.vllm_config(workers), **limits),
+        LLMEngine(lesson.quantize_model(model, "int4"), Words(), config=args.vllm_config(), **limits),
+    ]
     answers = []
     for engine in engines:
         engine.lora.add_adapter("a", lora)
-        params = scaling.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         for name in (None, "a"):
             engine.add_request(str(name), {"prompt_token_ids": [5, 9, 2]}, params, lora_name=name)
         found = {}
@@ -232,21 +248,20 @@ def test_adapters_on_codes_on_workers(tp, pp, monkeypatch):
 )
 def test_drafts_on_codes_on_workers(tp, pp, drafter, monkeypatch):
     """What is written is what the codes say, whoever guesses (lesson 07)."""
-    monkeypatch.setattr(scaling.lesson.offline, "TokenBytes", NoBytes)
+    monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
     monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
     monkeypatch.setattr(llama, "model_folder", lambda name: name)
     executor, parallel = scaling.ThreadExecutor(ParallelConfig(tp, pp)), ParallelConfig(tp, pp)
     config = {"method": drafter, "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-    args = serving.EngineArgs(speculative_config=config | ({"model": "2"} if drafter == "early_exit" else {}))
-    executor.collective_rpc("load_model", executors.WorkerSpec(
-        SIZES, parallel, runner=executors.served_runner, runner_args=args, quantization="int4"))  # fmt: skip
-    kind = serving.engine_class("auto", True, None, speculation=args.speculation, on_workers=True)
+    args = EngineArgs(speculative_config=config | ({"model": "2"} if drafter == "early_exit" else {}))
+    executor.collective_rpc("load_model", WorkerSpec(SIZES, parallel, config=args.vllm_config(), quantization="int4"))
     model = llama.random_model(**SIZES)
-    engine = executors.parallel_engine(kind, executor, parallel)(
-        executors.skeleton(model.config, parallel, torch.float32), Words(), max_model_len=64, max_num_seqs=4,
+    workers = Workers(executor, parallel, skeleton(model.config, parallel, torch.float32))
+    engine = LLMEngine(
+        workers.model, Words(), config=args.vllm_config(workers), max_model_len=64, max_num_seqs=4,
         max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4,
     )  # fmt: skip
-    params = scaling.SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     engine.add_request("a", {"prompt_token_ids": [5, 9, 2, 5, 9, 2]}, params)
     while engine.has_unfinished_requests():
         heard = engine.step()
@@ -264,10 +279,7 @@ def test_drafts_on_codes_on_workers(tp, pp, drafter, monkeypatch):
 def test_the_real_model_on_workers(options, method):
     """Groups of 32 and of 64 inputs lie whole on each of three ranks, so the weights are those of one process."""
 
-    class LLM(scaling.lesson.offline.LLM):
-        engine_class = staticmethod(serving.offline_engine)
-
-    params, answers = serving.SamplingParams(temperature=0, max_tokens=8), []
+    params, answers = SamplingParams(temperature=0, max_tokens=8), []
     prompts = ["The capital of France is", "1 2 3 4 5"]
     for layout in (options, {}):
         llm = LLM(max_model_len=256, quantization=method, **layout)

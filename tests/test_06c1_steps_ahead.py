@@ -9,7 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import common
-from engine.worker import cuda_graphs
+from engine.config import SchedulerConfig
+from engine.worker import assemble
+from engine.worker.cuda_graphs import CapturedModel
+from engine.worker.cuda_graphs import Tape
+from engine.llm import make_llm_engine
+from engine.parallel.stages import make_groups
+from engine.parallel.worker import Worker
+from engine.parallel.worker import WorkerSpec
+from engine.parallel.workers import make_executor
+from engine.engine_args import EngineArgs
+from engine.serving.pipeline_proc import ParallelEngineCoreProc
 import first_layers
 import pytest
 import test_06c_scaling_out as scaling
@@ -32,7 +42,7 @@ def here():
     started = []
 
     def build(method=None, **about):
-        executor = executors.make_executor(AHEAD)
+        executor = make_executor(AHEAD)
         started.append(executor)
         return drafting.engine_on(executor, AHEAD, method, **about)
 
@@ -197,7 +207,7 @@ def test_it_decides_as_the_replay_does_and_the_replay_as_vllm_does(here, ahead, 
 def test_letters_of_the_serving_loop(here, method, limits):
     """Each brings one step's tokens and log probabilities, and says who was admitted; then an abort in full flight."""
     core, letters, got, scores, admitted = here(method, **LIMITS[limits]).core, [], {}, {}, []
-    proc = executors.ParallelEngineCoreProc(SimpleNamespace(core=core), letters.append)
+    proc = ParallelEngineCoreProc(SimpleNamespace(core=core, lora=None), letters.append)
     for i, (prompt, params) in enumerate(JOBS):
         proc.handle([(scaling.ADD, Request(str(i), list(prompt), params, eos_token_id=17, arrival_time=i))])
     core.step = proc.step
@@ -239,7 +249,7 @@ def test_letters_tell_of_every_preemption(here, on_threads, layout):
         return output
 
     core.scheduler.schedule = watched
-    proc = executors.ParallelEngineCoreProc(SimpleNamespace(core=core), letters.append)
+    proc = ParallelEngineCoreProc(SimpleNamespace(core=core, lora=None), letters.append)
     for i in range(32):
         params = SamplingParams(temperature=0, max_tokens=6 + i % 17, ignore_eos=True)
         request = Request(str(i), [1 + i] * (1 + i % 13), params, arrival_time=i, priority=i * 7 % 5)
@@ -294,18 +304,21 @@ def test_blocks_with_open_keys_on_workers(here, on_threads, layout):
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused(about, words):
     with pytest.raises(common.InputError, match=words):
-        serving.EngineArgs(async_scheduling=True, **about)
+        EngineArgs(async_scheduling=True, **about)
 
 
 def test_a_worker_of_one_captures_graphs_and_several_do_not(monkeypatch):
     """A collective over gloo could not be captured; the adapters of one step would stay for ever."""
-    asked = []
-    monkeypatch.setattr(cuda_graphs, "graph_runner", lambda base: asked.append(base) or base)
-    lora = {"enable_lora": True}
-    for about in ({}, {"tensor_parallel_size": 2}, lora, {"enforce_eager": True}):
-        executors.served_runner(serving.EngineArgs(async_scheduling=True, **about), samples=False)
-        asked.append(None)
-    assert [x is None for x in asked] == [False, True, True, True, True]
+    monkeypatch.setattr(assemble, "CapturedModel", functools.partial(CapturedModel, graph_class=Tape))
+    captured, limits = [], SchedulerConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64)
+    for about in ({}, {"tensor_parallel_size": 2}, {"enable_lora": True}, {"enforce_eager": True}):
+        args = EngineArgs(async_scheduling=True, **about)
+        worker, parallel = Worker(), ParallelConfig(args.tensor_parallel_size, async_scheduling=True)
+        worker.spec = WorkerSpec(None, parallel, config=args.vllm_config())
+        worker.model, (worker.tp, worker.pp) = llama.random_model(), make_groups(None, ParallelConfig())
+        worker.initialize_from_config(limits, 9, 16, 0)
+        captured.append(worker.runner.graphs is not None)
+    assert captured == [True, False, False, False]
 
 
 @pytest.mark.parametrize("layers", first_layers.CUT_OR_WHOLE)
@@ -319,9 +332,9 @@ def test_guided_answers_on_the_real_model(real_model, layers, tmp_path, monkeypa
             ("The capital of France is", {"ignore_eos": True}), ("1 2 3", {"stop": ["6"]})]  # fmt: skip
     options = dict(max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=40)
     texts = []
-    executor = executors.make_executor(AHEAD)
+    executor = make_executor(AHEAD)
     ahead = drafting.engine_on(executor, AHEAD, None, sizes=model.config, tokenizer=tokenizer, **options)
-    for engine in (serving.offline_engine(model, tokenizer, **options), ahead):
+    for engine in (make_llm_engine(model, tokenizer, **options), ahead):
         for i, (text, fields) in enumerate(jobs):
             engine.add_request(str(i), text, SamplingParams(temperature=0, max_tokens=8, **fields))
         texts.append({})
@@ -337,7 +350,7 @@ def test_guided_answers_on_the_real_model(real_model, layers, tmp_path, monkeypa
                          ids=str)  # fmt: skip
 def test_served(real_model, flags):
     """Eight clients read the texts of one process that plans in step, and a signal ends all processes."""
-    engine, want = serving.offline_engine(*real_model, max_model_len=256, max_num_seqs=8), {}
+    engine, want = make_llm_engine(*real_model, max_model_len=256, max_num_seqs=8), {}
     for i, text in enumerate(scaling.TEXTS):
         engine.add_request(str(i), text, SamplingParams(temperature=0, max_tokens=12))
     while engine.has_unfinished_requests():

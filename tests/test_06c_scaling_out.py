@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import asyncio
 import collections
 import contextlib
@@ -27,23 +29,77 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-import common
 import httpx
 import pytest
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.parallel import stages
+from engine.serving.start import make_engine
+from engine.parallel import worker as worker_file
+from engine.quantization.kv_codes import block_bytes
+from support.runners import runner_of
+from engine.assemble import make_core
+from engine.config import SchedulerConfig
+from engine.config import VllmConfig
+from engine.llm import make_llm_engine
+from engine.output import SchedulerOutput
+from engine.request import Request
+from engine.request import SamplingParams
+from engine.core.engine_core import EngineCore
+from engine.engine_args import EngineArgs
+from engine.llm import LLM
+from engine.parallel.config import ParallelConfig
+from engine.parallel.config import get_pp_indices
+from engine.parallel.messages import StepMessage
+from engine.parallel.messages import StepWriter
+from engine.parallel.pipeline import PipelineEngineCore
+from engine.parallel.remote_runner import RemoteRunner
+from engine.parallel.stages import PipelineGroup
+from engine.parallel.stages import skeleton
+from engine.parallel.worker import Worker
+from engine.parallel.worker import WorkerSpec
+from engine.parallel.workers import Workers
+from engine.sampling.sampler import Logprob
+from engine.sampling.sampler import StepLogprobs
+from engine.serving.pipeline_proc import ParallelEngineCoreProc
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llama
+from engine.errors import EngineDeadError
+from engine.output import EngineCoreOutput
+from engine.distributed import handshake
+from engine.serving import engine_group
+from engine.serving.async_llm import AsyncLLM
+from engine.serving.balancer import BALANCERS, LoadBalancer, PrefixAwareBalancer
+from engine.serving.clients import MPClient
+from engine.serving.coordinator import DPCoordinator
+from engine.serving.core_proc import build_engine
+from engine.serving.dp_client import DPLBClient
+from engine.serving.engine_group import serve_clients, start_engine
+from engine.serving.engine_mailbox import EngineMailbox, Outbox
+from engine.serving.front_end import FrontEnd
+from engine.serving.letters import (
+    Admission,
+    Dead,
+    EngineCoreOutputs,
+    EngineCoreReady,
+    EngineCoreRequestType,
+    Progress,
+    Reply,
+    SchedulerStats,
+)
+from engine.serving.mailbox import Mailbox
+from engine.serving.rendezvous import accept_engines, dial, read_line
+from engine.serving.wire import frame, loads
+from engine.distributed.group import GroupCoordinator
 
 lesson = common.lesson("06c_scaling_out")
-executors, engine_group, layouts = lesson.executors, lesson.engine_group, lesson.layouts
-handshake = engine_group.handshake
-serving, async_engine, scheduling = lesson.serving, lesson.async_engine, lesson.scheduling
-Request, SamplingParams, ParallelConfig = lesson.Request, lesson.SamplingParams, lesson.ParallelConfig
-EngineArgs, ADD = serving.EngineArgs, async_engine.EngineCoreRequestType.ADD
-ABORT, UTILITY = async_engine.EngineCoreRequestType.ABORT, async_engine.EngineCoreRequestType.UTILITY
+executors, layouts = lesson.executors, lesson.layouts
+
+serving, scheduling = lesson.serving, lesson.scheduling
+ADD = EngineCoreRequestType.ADD
+ABORT, UTILITY = EngineCoreRequestType.ABORT, EngineCoreRequestType.UTILITY
 
 SIZES = dict(seed=5, num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4, intermediate_size=96,
              vocab_size=131)  # fmt: skip
@@ -59,16 +115,20 @@ def scheduler_of(blocks=60, budget=16, policy="fcfs", caching=True):
 
 def plain_core(model=None, **limits):
     scheduler = scheduler_of(**limits)
-    return scheduling.ModelEngineCore(
-        scheduler, serving.MixedModelRunner(model or llama.random_model(**SIZES), scheduler)
-    )
+    return EngineCore(scheduler, runner_of(model or llama.random_model(**SIZES), scheduler))
+
+
+def remote_runner(executor, parallel, scheduler):
+    manager = scheduler.kv_cache_manager
+    workers = Workers(executor, parallel, None)
+    return RemoteRunner(workers, scheduler.config, manager.block_pool.num_blocks, manager.block_size)
 
 
 def parallel_core(executor, parallel, depth=None, source=None, **limits):
-    executor.collective_rpc("load_model", lesson.WorkerSpec(source or SIZES, parallel))
+    executor.collective_rpc("load_model", WorkerSpec(source or SIZES, parallel))
     scheduler = scheduler_of(**limits)
-    runner = executors.RemoteRunner(executor, parallel, scheduler)
-    return lesson.PipelineEngineCore(scheduler, runner, depth or parallel.pipeline_parallel_size)
+    runner = remote_runner(executor, parallel, scheduler)
+    return PipelineEngineCore(scheduler, runner, depth or parallel.pipeline_parallel_size)
 
 
 def serve(core, prompts=PROMPTS, outputs=OUTPUTS, priorities=None, **fields):
@@ -96,14 +156,14 @@ def reference():
 
 @given(st.integers(1, 130), st.integers(1, 9))
 def test_stages_cover_all_layers_once(layers, stages):
-    ranges = [lesson.get_pp_indices(layers, i, stages) for i in range(stages)]
+    ranges = [get_pp_indices(layers, i, stages) for i in range(stages)]
     assert [i for start, end in ranges for i in range(start, end)] == list(range(layers))
     sizes = [end - start for start, end in ranges]
     assert max(sizes) - min(sizes) <= 1 and (stages == 1 or sizes[-1] == min(sizes))
 
 
 def test_what_does_not_divide_goes_where_vllm_puts_it():
-    sizes = lambda layers, n: [b - a for a, b in (lesson.get_pp_indices(layers, i, n) for i in range(n))]  # noqa: E731
+    sizes = lambda layers, n: [b - a for a, b in (get_pp_indices(layers, i, n) for i in range(n))]  # noqa: E731
     assert sizes(61, 2) == [31, 30] and sizes(126, 4) == [31, 32, 32, 31] and sizes(5, 4) == [1, 1, 2, 1]
 
 
@@ -128,17 +188,17 @@ def test_ranks_of_a_layout():
 
 def test_a_skeleton_costs_a_block_what_the_largest_rank_pays():
     config = llama.random_model(**SIZES).config
-    size = lesson.offline.LLMEngine.cache_block_bytes
-    whole = size(executors.skeleton(config, ParallelConfig(), torch.float32), 16)
-    assert size(executors.skeleton(config, ParallelConfig(2, 1), torch.float32), 16) == whole // 2
-    assert size(executors.skeleton(config, ParallelConfig(2, 2), torch.float32), 16) == whole // 2 * 3 // 5
-    assert executors.skeleton(config, ParallelConfig(8, 1), torch.float32).num_kv_heads == 1
+    size = functools.partial(block_bytes, block_size=16, kv_cache_dtype="auto")
+    whole = size(skeleton(config, ParallelConfig(), torch.float32))
+    assert size(skeleton(config, ParallelConfig(2, 1), torch.float32)) == whole // 2
+    assert size(skeleton(config, ParallelConfig(2, 2), torch.float32)) == whole // 2 * 3 // 5
+    assert skeleton(config, ParallelConfig(8, 1), torch.float32).num_kv_heads == 1
 
 
 # --- Ranks as threads -------------------------------------------------------------------------------------------------
 
 
-class ThreadTP(lesson.tensor_parallel.GroupCoordinator):
+class ThreadTP(GroupCoordinator):
     def __init__(self, n, rank, meeting, table):
         super().__init__(range(n), rank)
         self.meeting, self.table = meeting, table
@@ -160,7 +220,7 @@ class ThreadTP(lesson.tensor_parallel.GroupCoordinator):
         return out
 
 
-class ThreadPP(executors.PipelineGroup):
+class ThreadPP(PipelineGroup):
     def __init__(self, n, rank, wires):
         super().__init__(range(n), rank)
         self.wires = wires
@@ -175,7 +235,7 @@ class ThreadPP(executors.PipelineGroup):
         return x
 
 
-class ThreadWorker(executors.Worker):
+class ThreadWorker(Worker):
     def __init__(self, tp, pp):
         super().__init__()
         self.mine = tp, pp
@@ -257,7 +317,7 @@ def test_every_layout_writes_the_same_tokens(tp, pp):
     assert serve(core) == reference()
     total, steps, hidden = sum(tokens), sum(n > 0 for n in tokens), 80 * 4
     for rank, counts in enumerate(executor.collective_rpc("take_counts")):
-        start, end = lesson.get_pp_indices(5, rank // tp, pp)
+        start, end = get_pp_indices(5, rank // tp, pp)
         first, last = rank // tp == 0, rank // tp == pp - 1
         reduces = 2 * (end - start) + first
         assert counts.get("all_reduce", {"calls": 0})["calls"] == steps * (reduces if first or tp > 1 else 0) or tp == 1
@@ -276,7 +336,7 @@ def test_weights_are_divided(qk_norm):
     sizes = {**SIZES, "qk_norm": qk_norm}
     whole = llama.random_model(**sizes).num_parameters
     executor = ThreadExecutor(ParallelConfig(1, 5))
-    held = executor.collective_rpc("load_model", lesson.WorkerSpec(sizes, ParallelConfig(1, 5)))
+    held = executor.collective_rpc("load_model", WorkerSpec(sizes, ParallelConfig(1, 5)))
     executor.shutdown()
     embedding, norm = 131 * 80, 80
     assert sum(held) == whole + embedding + 4 * norm, "tied: the last stage has the embedding, too; norms have all"
@@ -286,13 +346,13 @@ def test_weights_are_divided(qk_norm):
 def test_an_embedding_that_is_not_tied_is_on_the_first_stage_only():
     sizes, parallel = {**SIZES, "tie_word_embeddings": False}, ParallelConfig(1, 2)
     executor = ThreadExecutor(parallel)
-    held = executor.collective_rpc("load_model", lesson.WorkerSpec(sizes, parallel))
+    held = executor.collective_rpc("load_model", WorkerSpec(sizes, parallel))
     executor.shutdown()
     assert sum(held) == llama.random_model(**sizes).num_parameters + 80, "only the last norm is on both"
 
 
 def test_no_more_is_on_the_way_than_there_are_stages(monkeypatch):
-    group, waited, buffers = executors.PipelineGroup(range(2), 0), [], []
+    group, waited, buffers = PipelineGroup(range(2), 0), [], []
 
     def work(x, rank, group):
         buffers.append(weakref.ref(x))
@@ -306,18 +366,21 @@ def test_no_more_is_on_the_way_than_there_are_stages(monkeypatch):
 
 
 def test_waiting_for_the_stage_before_is_not_computing(monkeypatch):
-    worker = executors.Worker()
-    worker.load_model(lesson.WorkerSpec(SIZES, ParallelConfig()))
+    worker = Worker()
+    worker.load_model(WorkerSpec(SIZES, ParallelConfig()))
     worker.initialize_from_config(scheduler_of().config, 9, 4, 0)
     times = iter([10, 13, 20, 27])  # of the step: start and end; within it, of the wait
-    monkeypatch.setattr(executors, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    clock = SimpleNamespace(monotonic=lambda: next(times))
+    monkeypatch.setattr(stages, "time", clock)
+    monkeypatch.setattr(worker_file, "time", clock)
     monkeypatch.setattr(torch.distributed, "recv", lambda *args, **options: None)
-    group = executors.PipelineGroup(range(2), 1)
+    group = PipelineGroup(range(2), 1)
     group.recv((3,), torch.float32)
     assert group.waited == 3
     worker.pp, worker.runner = group, SimpleNamespace(execute_model=lambda output: group.__dict__.update(waited=8),
-                                                      logprobs={}, prompt_logprobs={})  # fmt: skip
-    worker.execute_model(executors.StepMessage({}, [], [], [], [], []))
+                                                      take_draft_token_ids=dict, logprobs={},
+                                                      prompt_logprobs={})  # fmt: skip
+    worker.execute_model(StepMessage({}, [], [], [], [], []))
     assert worker.take_spans() == [(25, 27)] and worker.take_spans() == []
 
 
@@ -331,13 +394,13 @@ class LateExecutor(executors.UniProcExecutor):
 @pytest.fixture(scope="module")
 def late():
     executor = LateExecutor()
-    executor.collective_rpc("load_model", lesson.WorkerSpec(SIZES, ParallelConfig()))
+    executor.collective_rpc("load_model", WorkerSpec(SIZES, ParallelConfig()))
     return executor
 
 
 def core_on(executor, depth, **limits):
     scheduler = scheduler_of(**limits)
-    return lesson.PipelineEngineCore(scheduler, executors.RemoteRunner(executor, ParallelConfig(), scheduler), depth)
+    return PipelineEngineCore(scheduler, remote_runner(executor, ParallelConfig(), scheduler), depth)
 
 
 CROWDED = [("fcfs", 17, 5), ("priority", 17, 2), ("fcfs", 60, 5)]
@@ -380,7 +443,7 @@ def test_a_token_of_a_former_life_is_dropped(late):
     core.add_request(Request("0", [3, 1, 4], params))
     assert core.put_in_flight()
     (request,) = core.scheduler.running
-    output = scheduling.SchedulerOutput()
+    output = SchedulerOutput()
     core.scheduler._preempt_request(request, output)
     core.runner.writer.write(output)
     assert core.put_in_flight(), "it runs again, and the first token has not arrived"
@@ -415,7 +478,7 @@ def test_a_token_of_an_aborted_namesake_is_dropped(late):
 def proc_on(core):
     """The serving loop around a core, with all of PROMPTS handed in; and the letters that it sends."""
     letters = []
-    proc = executors.ParallelEngineCoreProc(SimpleNamespace(core=core), letters.append)
+    proc = ParallelEngineCoreProc(SimpleNamespace(core=core, lora=None), letters.append)
     for i, (prompt, n) in enumerate(zip(PROMPTS, OUTPUTS)):
         params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
         proc.handle([(ADD, Request(str(i), list(prompt), params, arrival_time=i))])
@@ -448,12 +511,11 @@ def test_who_leaves_while_the_pipeline_runs_hears_no_more(late):
 
 
 def test_a_parallel_engine_has_a_batch_for_every_stage(late):
-    class Base:
-        def __init__(self):
-            self.core = SimpleNamespace(scheduler=scheduler_of(), runner=None)
-
-    engine = lesson.parallel_engine(Base, late, ParallelConfig(1, 3))()
-    assert isinstance(engine.core, lesson.PipelineEngineCore) and engine.core.max_concurrent_batches == 3
+    model = llama.random_model(**SIZES)
+    workers = Workers(late, ParallelConfig(1, 3), model)
+    limits = SchedulerConfig(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=64)
+    core = make_core(model, limits, 60, 4, VllmConfig(workers=workers))
+    assert isinstance(core, PipelineEngineCore) and core.max_concurrent_batches == 3
 
 
 def test_sampling_and_logprobs_survive_the_way(late):
@@ -488,7 +550,7 @@ def test_prompts_are_scored_where_the_logits_are(tp, pp):
 
 def test_workers_hear_differences_not_requests():
     scheduler = scheduler_of()
-    writer, sizes = lesson.StepWriter(scheduler.kv_cache_manager), []
+    writer, sizes = StepWriter(scheduler.kv_cache_manager), []
     core = scheduling.DryRun(scheduler)
     core.add_request(Request("0", list(range(40)), SamplingParams(max_tokens=20, ignore_eos=True)))
     while scheduler.has_unfinished_requests():
@@ -670,7 +732,7 @@ def test_a_killed_worker_is_named_and_another_start_works():
     again = lesson.MultiprocExecutor(1)
     try:
         with pytest.raises(common.InputError, match="not a folder"):
-            again.collective_rpc("load_model", lesson.WorkerSpec("/no/such/folder", ParallelConfig()))
+            again.collective_rpc("load_model", WorkerSpec("/no/such/folder", ParallelConfig()))
         assert gone(again), "a refusal ends them, too"
     finally:
         again.shutdown()
@@ -732,7 +794,7 @@ def request_of(tokens, name="r", **about):
 
 
 def test_vllms_score():
-    balancer = lesson.LoadBalancer(3, client_count=2)
+    balancer = LoadBalancer(3, client_count=2)
     balancer.counts, balancer.inflight = [[4, 16, 1.0], [0, 30, 0.9], [4, 16, 0.5]], [0, 0, 12]
     assert [balancer.score(i) for i in range(3)] == [32.0, 30.0, 24]
     assert balancer.choose(request_of([1])) == 2
@@ -740,30 +802,30 @@ def test_vllms_score():
 
 
 def test_a_burst_goes_round_and_ties_rotate():
-    balancer = lesson.LoadBalancer(4)
+    balancer = LoadBalancer(4)
     assert sorted(balancer.choose(request_of([1])) for _ in range(4)) == [0, 1, 2, 3]
     balancer.counts = [[0, 0, 0.0] for _ in range(4)]  # a snapshot that is older than the burst
     assert sorted(balancer.choose(request_of([1])) for _ in range(4)) == [0, 1, 2, 3], "its own count is exact"
     starts = []
     for index in range(4):
-        starts.append(lesson.LoadBalancer(4, client_index=index, client_count=4).choose(request_of([1])))
+        starts.append(LoadBalancer(4, client_index=index, client_count=4).choose(request_of([1])))
     assert starts == [0, 1, 2, 3], "clients that know nothing of each other start at different engines"
 
 
 @pytest.mark.parametrize(("engines", "clients", "starts"), [(8, 2, [0, 4]), (2, 4, [0, 0, 1, 1]), (3, 1, [0])])
 def test_clients_begin_far_from_each_other(engines, clients, starts):
     """Each with its own share of the engines, or several with one, before anybody knows of anybody's load."""
-    assert [engine_group.LoadBalancer(engines, i, clients).choose(None) for i in range(clients)] == starts
+    assert [LoadBalancer(engines, i, clients).choose(None) for i in range(clients)] == starts
 
 
-@pytest.mark.parametrize("kind", engine_group.BALANCERS.values())
+@pytest.mark.parametrize("kind", BALANCERS.values())
 def test_idle_engines_take_turns(kind):
     balancer = kind(3)
     assert [balancer.pick(request_of([i] * 20)) for i in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
 def test_a_prefix_goes_where_it_was_unless_that_is_too_far_behind():
-    balancer = lesson.PrefixAwareBalancer(3, block_size=4, num_blocks=8, max_imbalance=2)
+    balancer = PrefixAwareBalancer(3, block_size=4, num_blocks=8, max_imbalance=2)
     first = balancer.choose(request_of(range(8)))
     others = [balancer.choose(request_of(range(100 * i, 100 * i + 8))) for i in (1, 2)]
     assert sorted([first, *others]) == [0, 1, 2]
@@ -782,7 +844,7 @@ def test_a_prefix_goes_where_it_was_unless_that_is_too_far_behind():
 
 
 def test_of_two_engines_with_the_prefix_the_shorter_queue():
-    balancer = lesson.PrefixAwareBalancer(3, block_size=4)
+    balancer = PrefixAwareBalancer(3, block_size=4)
     for engine in (1, 2):
         balancer.sent[engine].update(dict.fromkeys(balancer.hashes(request_of(range(8)))))
     balancer.inflight = [0, 3, 2]
@@ -792,7 +854,7 @@ def test_of_two_engines_with_the_prefix_the_shorter_queue():
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=40), st.sampled_from(["load", "prefix"]))
 def test_balancers_count_right(events, kind):
-    balancer, running = engine_group.BALANCERS[kind](3), []
+    balancer, running = BALANCERS[kind](3), []
     for group, finish in events:
         if finish and running:
             balancer.finished(running.pop(0))
@@ -804,13 +866,13 @@ def test_balancers_count_right(events, kind):
 
 
 def test_the_index_forgets_the_oldest():
-    balancer = lesson.PrefixAwareBalancer(1, block_size=1, num_blocks=3)
+    balancer = PrefixAwareBalancer(1, block_size=1, num_blocks=3)
     balancer.choose(request_of([1, 2, 3]))
     balancer.choose(request_of([9]))
     kept = list(balancer.sent[0])
     assert len(kept) == 3 and balancer.hashes(request_of([9]))[0] == kept[-1]
     assert balancer.hashes(request_of([1]))[0] not in kept
-    balancer = lesson.PrefixAwareBalancer(1, block_size=1, num_blocks=2)
+    balancer = PrefixAwareBalancer(1, block_size=1, num_blocks=2)
     for token in (1, 2, 1, 3):
         balancer.choose(request_of([token]))
     assert list(balancer.sent[0]) == [balancer.hashes(request_of([token]))[0] for token in (1, 3)], "1 was used again"
@@ -828,22 +890,22 @@ def test_routing_gains_hits_and_costs_balance():
 
 def test_letters_and_nothing_else_are_unpickled():
     request = Request("0", [1, 2], SamplingParams(stop=["x"], logit_bias={3: 1.5}), cache_salt="s")
-    outputs = async_engine.EngineCoreOutputs([scheduling.EngineCoreOutput("0", [5], "stop", 5)],
-                                             async_engine.SchedulerStats(1, 2, 0.5),
-                                             {"0": {5: lesson.offline.Logprob(-0.1, 1, "a")}},
-                                             prompt_logprobs={"0": [None, {2: lesson.offline.Logprob(-3.0, 9)}]},
+    outputs = EngineCoreOutputs([EngineCoreOutput("0", [5], "stop", 5)],
+                                             SchedulerStats(1, 2, 0.5),
+                                             {"0": {5: Logprob(-0.1, 1, "a")}},
+                                             prompt_logprobs={"0": [None, {2: Logprob(-3.0, 9)}]},
                                              )  # fmt: skip
-    kind, twin = engine_group.loads(pickle.dumps((ADD, request)))
+    kind, twin = loads(pickle.dumps((ADD, request)))
     assert kind is ADD and vars(twin).keys() == vars(request).keys() and twin.sampling_params == request.sampling_params
-    assert engine_group.loads(pickle.dumps(outputs)) == outputs
-    for evil in (os.system, async_engine.MPClient, async_engine.build_engine, subprocess.Popen, getattr):
+    assert loads(pickle.dumps(outputs)) == outputs
+    for evil in (os.system, MPClient, build_engine, subprocess.Popen, getattr):
         with pytest.raises(pickle.UnpicklingError, match="no letter"):
-            engine_group.loads(pickle.dumps(evil))
+            loads(pickle.dumps(evil))
 
 
 def test_the_coordinator_publishes_news_at_most_every_100_ms():
     ours, theirs = socket.socketpair()
-    coordinator = lesson.DPCoordinator([ours], [])
+    coordinator = DPCoordinator([ours], [])
     assert coordinator.due_in(5.0) is None
     coordinator.note(0, [1, 2, 0.5])
     assert coordinator.due_in(5.0) == 0.0
@@ -856,12 +918,12 @@ def test_the_coordinator_publishes_news_at_most_every_100_ms():
 
 def test_the_coordinator_tells_whoever_is_left_about_each_engine():
     pairs = [socket.socketpair() for _ in range(4)]
-    coordinator = lesson.DPCoordinator([a for a, _ in pairs[:2]], [a for a, _ in pairs[2:]])
+    coordinator = DPCoordinator([a for a, _ in pairs[:2]], [a for a, _ in pairs[2:]])
     pairs[2][1].close()
     coordinator.note(1, [3, 2, 0.5])
     coordinator.publish(5.0)
-    client = lesson.DPLBClient([None, None], None, lesson.LoadBalancer(2))
-    assert client.take(2, engine_group.loads(pairs[3][1].recv(4096)[4:])) is None
+    client = DPLBClient([None, None], None, LoadBalancer(2))
+    assert client.take(2, loads(pairs[3][1].recv(4096)[4:])) is None
     assert client.balancer.counts == [[0, 0, 0.0], [3, 2, 0.5]] and [box.sock for box in coordinator.clients] == [
         pairs[3][0]
     ]
@@ -872,8 +934,8 @@ def test_the_coordinator_tells_whoever_is_left_about_each_engine():
 def test_the_coordinator_unpickles_letters_and_nothing_else():
     """Engines may be elsewhere, and then what dials in may be anybody."""
     (engine, ours), (_, a) = sockets = [socket.socketpair() for _ in range(2)]
-    coordinator = lesson.DPCoordinator([ours], [a])
-    engine.sendall(async_engine.frame(os.getcwd))
+    coordinator = DPCoordinator([ours], [a])
+    engine.sendall(frame(os.getcwd))
     coordinator.run()
     assert not coordinator.mail
     for sock in sum(sockets, ()):
@@ -886,7 +948,7 @@ def mailbox(clients=2):
     pairs = [socket.socketpair() for _ in range(clients + 1)]
     theirs = [a for a, _ in pairs]
     try:
-        yield lesson.EngineMailbox(theirs[:-1], theirs[-1], 1), [b for _, b in pairs]
+        yield EngineMailbox(theirs[:-1], theirs[-1], 1), [b for _, b in pairs]
     finally:
         for sock in sum(pairs, ()):
             sock.close()
@@ -895,25 +957,25 @@ def mailbox(clients=2):
 def test_a_name_that_another_client_has_is_refused_until_it_ends():
     """Or one would be sent the answer of the other."""
     with mailbox() as (box, (one, two, _)):
-        one.sendall(async_engine.frame((ADD, request_of([1, 2]))))
+        one.sendall(frame((ADD, request_of([1, 2]))))
         assert [kind for kind, _ in box.receive(1)] == [ADD]
-        two.sendall(async_engine.frame((ADD, request_of([3, 4]))))
+        two.sendall(frame((ADD, request_of([3, 4]))))
         assert box.receive(1) == [] and box.owner == {"r": 0}
-        letter = lesson.engine_group.loads(two.recv(1 << 16)[4:])
+        letter = loads(two.recv(1 << 16)[4:])
         assert letter.refused == {"r": "request_id 'r': is in use"}
-        one.sendall(async_engine.frame((ABORT, ["r"])))
+        one.sendall(frame((ABORT, ["r"])))
         box.receive(1)
-        two.sendall(async_engine.frame((ADD, request_of([3, 4]))))
+        two.sendall(frame((ADD, request_of([3, 4]))))
         assert [kind for kind, _ in box.receive(1)] == [ADD] and box.owner == {"r": 1}
 
 
 def test_a_letter_may_come_in_pieces():
     with mailbox() as (box, (client, *_)):
-        data = async_engine.frame((ADD, request_of([1, 2])))
+        data = frame((ADD, request_of([1, 2])))
         for piece in (data[:3], data[3:9]):
             client.sendall(piece)
             assert box.receive(0) == []
-        client.sendall(data[9:] + async_engine.frame((ABORT, ["r"])) + b"\0")
+        client.sendall(data[9:] + frame((ABORT, ["r"])) + b"\0")
         (_, request), abort = box.receive(0)
         assert request.prompt_token_ids == [1, 2] and abort == (ABORT, ["r"])
 
@@ -922,10 +984,10 @@ def test_requests_end_with_a_client_that_is_found_gone_by_writing_to_it():
     """Not by reading: its end comes between the last look into the mail and the step's answer."""
     with mailbox() as (box, (first, second, _)):
         for name, client in (("r", first), ("s", second)):
-            client.sendall(async_engine.frame((ADD, request_of([1, 2], name))))
+            client.sendall(frame((ADD, request_of([1, 2], name))))
         assert len(box.receive(20)) == 2
         first.close()
-        box.send(async_engine.EngineCoreOutputs([async_engine.EngineCoreOutput("r", [5])]))
+        box.send(EngineCoreOutputs([EngineCoreOutput("r", [5])]))
         assert box.receive(0) == [(ABORT, ["r"])] and list(box.owner) == ["s"] and box.receive(0) == []
 
 
@@ -937,7 +999,7 @@ def read_letters(sock):
             data += chunk
     while data:
         end = 4 + int.from_bytes(data[:4], "big")
-        letters.append(engine_group.loads(data[4:end]))
+        letters.append(loads(data[4:end]))
         data = data[end:]
     return letters
 
@@ -955,11 +1017,11 @@ def nobody_waits(*sockets):
 
 
 def test_a_client_that_has_stopped_holds_up_nobody_and_reads_everything_in_the_end():
-    Outputs, Stats = async_engine.EngineCoreOutputs, async_engine.SchedulerStats
-    output = async_engine.EngineCoreOutput
+    Outputs, Stats = EngineCoreOutputs, SchedulerStats
+    output = EngineCoreOutput
     with mailbox() as (box, (stopped, other, coordinator)), nobody_waits(stopped, coordinator):
         for name, client in (("s", stopped), ("o", other)):
-            client.sendall(async_engine.frame((ADD, request_of([1, 2], name))))
+            client.sendall(frame((ADD, request_of([1, 2], name))))
         assert len(box.receive(20)) == 2
         for i in range(300):
             box.send(Outputs([output("s", [i] * 2000)]))
@@ -973,18 +1035,18 @@ def test_a_client_that_has_stopped_holds_up_nobody_and_reads_everything_in_the_e
             while box.pending():
                 assert box.receive(0.05) == []
             box.send(Outputs([output("o", [7] * (1 << 20))]))  # more than a socket holds: it waits for `close`
-            box.send(async_engine.Dead("the end"))
+            box.send(Dead("the end"))
             box.close(), box.coordinator.sock.shutdown(socket.SHUT_WR)
             (*pieces, state, end), (*_, last, _), (*_, counts) = [future.result(20) for future in heard]
     assert [x.outputs[0].new_token_ids[0] for x in pieces] == list(range(300))
-    assert state.scheduler_stats == Stats(1999, 0, 0.0) and end == async_engine.Dead("the end")
+    assert state.scheduler_stats == Stats(1999, 0, 0.0) and end == Dead("the end")
     assert len(last.outputs[0].new_token_ids) == 1 << 20 and counts == (1, [0, 1999, 0.0])
 
 
 def test_a_client_that_has_stopped_does_not_hold_up_the_coordinator():
     """It reads the latest when it goes on."""
     (engine, ours), (stopped, a), (other, b) = sockets = [socket.socketpair() for _ in range(3)]
-    coordinator = lesson.DPCoordinator([ours], [a, b])
+    coordinator = DPCoordinator([ours], [a, b])
     with nobody_waits(stopped, other), ThreadPoolExecutor(3) as pool:
         for i in range(2000):
             coordinator.note(0, [i, 0, 0.0])
@@ -992,7 +1054,7 @@ def test_a_client_that_has_stopped_does_not_hold_up_the_coordinator():
         assert all(box.state and len(box.unsent) < 1000 for box in coordinator.clients)
         running, *heard = [pool.submit(coordinator.run), *(pool.submit(read_letters, x) for x in (stopped, other))]
         while any(box.pending for box in coordinator.clients):
-            engine.sendall(async_engine.frame((0, [2000, 0, 0.0])))  # news wake it up
+            engine.sendall(frame((0, [2000, 0, 0.0])))  # news wake it up
             time.sleep(0.01)
         engine.close(), running.result(20), a.shutdown(socket.SHUT_WR), b.shutdown(socket.SHUT_WR)
         for future in heard:
@@ -1005,52 +1067,52 @@ def test_it_waits_for_a_letter_no_longer_than_it_is_asked_to():
     with mailbox() as (box, (client, *_)):
         start = time.monotonic()
         assert box.receive(0.05) == [] and time.monotonic() - start > 0.04
-        client.sendall(async_engine.frame((ABORT, ["r"])))
+        client.sendall(frame((ABORT, ["r"])))
         start = time.monotonic()
         assert box.receive(20) == [(ABORT, ["r"])] and time.monotonic() - start < 10
-        threading.Timer(0.05, lambda: client.sendall(async_engine.frame((ABORT, ["s"])))).start()
+        threading.Timer(0.05, lambda: client.sendall(frame((ABORT, ["s"])))).start()
         assert box.receive(None) == [(ABORT, ["s"])]
 
 
 @pytest.mark.parametrize("end", ["aborted", "finished", "refused"])
 def test_a_name_is_free_when_its_request_has_ended(end):
     with mailbox() as (box, (a, b, _)):
-        a.sendall(async_engine.frame((ADD, request_of([1], "x"))))
+        a.sendall(frame((ADD, request_of([1], "x"))))
         assert len(box.receive(0)) == 1
         if end == "aborted":
-            a.sendall(async_engine.frame((ABORT, ["x"])))
+            a.sendall(frame((ABORT, ["x"])))
             box.receive(0)
         elif end == "finished":
-            box.send(async_engine.EngineCoreOutputs([scheduling.EngineCoreOutput("x", [5], "length")]))
+            box.send(EngineCoreOutputs([EngineCoreOutput("x", [5], "length")]))
         else:
-            box.send(async_engine.EngineCoreOutputs(refused={"x": "too long"}))
-        b.sendall(async_engine.frame((ADD, request_of([2], "x"))))
+            box.send(EngineCoreOutputs(refused={"x": "too long"}))
+        b.sendall(frame((ADD, request_of([2], "x"))))
         assert [kind for kind, _ in box.receive(0)] == [ADD]
 
 
 def test_the_coordinator_hears_of_queues_not_of_steps():
     with mailbox() as (box, (*_, coordinator)):
         for stats in ((1, 2, 0.5), (1, 1, 0.6, 1), (1, 0, 0.6, 3)):  # those that are passed over wait, too
-            box.send(async_engine.EngineCoreOutputs(scheduler_stats=async_engine.SchedulerStats(*stats)))
-        found = async_engine.Mailbox(coordinator).receive(0)
+            box.send(EngineCoreOutputs(scheduler_stats=SchedulerStats(*stats)))
+        found = Mailbox(coordinator).receive(0)
         assert found == [(1, [2, 1, 0.5]), (1, [3, 1, 0.6])], "waiting before running"
 
 
 def test_a_step_for_nobody_is_told_to_all_and_one_for_the_dead_to_none():
     with mailbox() as (box, _):
-        empty = async_engine.EngineCoreOutputs(scheduler_stats=async_engine.SchedulerStats(0, 0, 0.0))
+        empty = EngineCoreOutputs(scheduler_stats=SchedulerStats(0, 0, 0.0))
         assert box.split(empty) == {0: empty, 1: empty}
-        assert box.split(async_engine.EngineCoreOutputs([scheduling.EngineCoreOutput("unknown", [5])])) == {}
+        assert box.split(EngineCoreOutputs([EngineCoreOutput("unknown", [5])])) == {}
         box.owner |= {"mine": 0, "yours": 1}
-        parts = box.split(async_engine.EngineCoreOutputs(prompt_logprobs={"mine": [None], "gone": [None]}))
+        parts = box.split(EngineCoreOutputs(prompt_logprobs={"mine": [None], "gone": [None]}))
         assert {index: part.prompt_logprobs for index, part in parts.items()} == {0: {"mine": [None]}}
-        parts = box.split(async_engine.EngineCoreOutputs(preempted=["mine", "gone"]))
+        parts = box.split(EngineCoreOutputs(preempted=["mine", "gone"]))
         assert {index: part.preempted for index, part in parts.items()} == {0: ["mine"]}
 
 
 def test_totals_are_of_all_engines_and_refusals_make_room():
-    client, stats = lesson.DPLBClient([None, None], None, lesson.LoadBalancer(2)), async_engine.SchedulerStats
-    letter = async_engine.EngineCoreOutputs
+    client, stats = DPLBClient([None, None], None, LoadBalancer(2)), SchedulerStats
+    letter = EngineCoreOutputs
     client.send((ADD, request_of([1], "x")))
     assert client.balancer.inflight == [1, 0]
     first = client.take(0, letter(refused={"x": "in use"}, scheduler_stats=stats(1, 2, 0.5, 4, 7)))
@@ -1066,7 +1128,7 @@ def test_totals_are_of_all_engines_and_refusals_make_room():
 
 
 def test_replies_are_added_up_and_an_error_of_one_is_the_answer():
-    client, Reply = lesson.DPLBClient([None, None], None, lesson.LoadBalancer(2)), async_engine.Reply
+    client = DPLBClient([None, None], None, LoadBalancer(2))
     assert client.take(0, Reply(1, {"a": 2, "b": 0})) is None
     assert client.take(1, Reply(1, {"a": 3, "b": 0})).result == {"a": 5, "b": 0}
     client.take(1, Reply(2, {"a": 3}))
@@ -1080,20 +1142,19 @@ def make_tiny(args, report=lambda text: None):
     """An engine on the tiny model, as a factory makes one; `args` may break it."""
     report("here")
     scheduler = scheduler_of(blocks=80)
-    core = scheduling.ModelEngineCore(scheduler, serving.MixedModelRunner(_model(), scheduler))
+    core = EngineCore(scheduler, runner_of(_model(), scheduler))
     if args == "broken":
         core.execute_model = lambda output: 1 / 0
     if args == "gated":
         core.execute_model = lambda output: (INSIDE.set(), GO.wait(60), type(core).execute_model(core, output))[-1]
         core.abort_requests = lambda ids: (ABORTED.extend(ids), type(core).abort_requests(core, ids))[-1]
-    return type("Engine", (), {"core": core, "about": {}})()
+    return type("Engine", (), {"core": core, "about": {}, "lora": None})()
 
 
 class Engines:
     """Engines as threads, with real sockets to clients and to a coordinator."""
 
     def __init__(self, monkeypatch, count, clients, args=("",)):
-        monkeypatch.setattr(lesson, "make_tiny", make_tiny, raising=False)
         self.ours = {}
         self.threads = []
         for engine in range(count):
@@ -1101,32 +1162,32 @@ class Engines:
             for slot in range(clients + 1):
                 self.ours[engine, slot], other = socket.socketpair()
                 theirs.append(other)
-            box = lesson.EngineMailbox(theirs[:clients], theirs[clients], engine)
+            box = EngineMailbox(theirs[:clients], theirs[clients], engine)
             thread = threading.Thread(target=self.run, args=(box, theirs, args[engine % len(args)]), daemon=True)
             thread.start()
             self.threads.append(thread)
         pairs = [socket.socketpair() for _ in range(clients)]
-        coordinator = lesson.DPCoordinator([self.ours[i, clients] for i in range(count)], [b for _, b in pairs])
+        coordinator = DPCoordinator([self.ours[i, clients] for i in range(count)], [b for _, b in pairs])
         threading.Thread(target=coordinator.run, daemon=True).start()
         self.coordinator, self.count, self.clients = [a for a, _ in pairs], count, clients
 
     @staticmethod
     def run(box, sockets, args):
-        engine_group.serve_clients(box, (lesson.KEY, "make_tiny"), args)
+        serve_clients(box, make_tiny, args)
         for sock in sockets:
             sock.close()
 
     def client(self, index, balancer=None):
-        balancer = balancer or lesson.LoadBalancer(self.count, index, self.clients)
-        return lesson.DPLBClient([self.ours[i, index] for i in range(self.count)], self.coordinator[index], balancer)
+        balancer = balancer or LoadBalancer(self.count, index, self.clients)
+        return DPLBClient([self.ours[i, index] for i in range(self.count)], self.coordinator[index], balancer)
 
 
 async def start(client, real_model):
-    while not isinstance(letter := await client.receive(), async_engine.EngineCoreReady):
-        assert isinstance(letter, async_engine.Progress)
+    while not isinstance(letter := await client.receive(), EngineCoreReady):
+        assert isinstance(letter, Progress)
     config, tokenizer = _model().config, real_model[1]
-    front = async_engine.FrontEnd(config, tokenizer, client.send, letter.max_model_len)
-    return async_engine.AsyncLLM(client, letter, front)
+    front = FrontEnd(config, tokenizer, client.send, letter.max_model_len)
+    return AsyncLLM(client, letter, front)
 
 
 async def ask(llm, name, prompt, n, **fields):
@@ -1210,9 +1271,9 @@ def test_one_engine_of_two_dies_and_everybody_hears(monkeypatch, real_model):
     async def story():
         llm = await start(engines.client(0), real_model)
         found = await asyncio.gather(*(ask(llm, str(i), PROMPTS[0], 50) for i in range(4)), return_exceptions=True)
-        assert [type(x) for x in found] == [async_engine.EngineDeadError] * 4
+        assert [type(x) for x in found] == [EngineDeadError] * 4
         assert "ZeroDivisionError" in str(llm.dead)
-        with pytest.raises(async_engine.EngineDeadError):
+        with pytest.raises(EngineDeadError):
             llm.add_request("late", "x", SamplingParams())
         await llm.shutdown()
 
@@ -1241,26 +1302,26 @@ def test_an_engine_is_told_which_of_several_it_is(monkeypatch):
         started.append(args)
         return SimpleNamespace(start=lambda: None)
 
-    monkeypatch.setattr(engine_group.tensor_parallel, "start_context", lambda: SimpleNamespace(Process=process))
+    monkeypatch.setattr(engine_group, "start_context", lambda: SimpleNamespace(Process=process))
     about = {"kv_connector": "TCPConnector", "kv_role": "kv_both", "kv_port": 7000}
-    for args in (serving.EngineArgs(kv_transfer_config=about, data_parallel_size=2), {"any": "other"}):
-        engine_group.start_engine([], 0, 1, ("06_serving", "make_engine"), args, 1)
+    for args in (EngineArgs(kv_transfer_config=about, data_parallel_size=2), {"any": "other"}):
+        start_engine([], 0, 1, make_engine, args, 1)
     (*_, args, _), (*_, others, _) = started
     assert args.kv_transfer.kv_port == 7001 and others == {"any": "other"}
 
 
 def test_the_prefix_balancer_hashes_blocks_as_long_as_the_engines():
-    client = lesson.DPLBClient([None], None, lesson.PrefixAwareBalancer(1))
-    client.take(0, async_engine.EngineCoreReady(64, 8, 64, 99, 4, "fcfs", True, 1))
+    client = DPLBClient([None], None, PrefixAwareBalancer(1))
+    client.take(0, EngineCoreReady(64, 8, 64, 99, 4, "fcfs", True, 1))
     assert (client.balancer.block_size, client.balancer.num_blocks) == (4, 99)
 
 
 def test_engines_that_differ_are_refused():
-    client = lesson.DPLBClient([None, None], None, lesson.LoadBalancer(2))
-    ready = lambda blocks, length: async_engine.EngineCoreReady(length, 8, 64, blocks, 16, "fcfs", True, 1)  # noqa: E731
+    client = DPLBClient([None, None], None, LoadBalancer(2))
+    ready = lambda blocks, length: EngineCoreReady(length, 8, 64, blocks, 16, "fcfs", True, 1)  # noqa: E731
     assert client.take(0, ready(10, 64)) is None
     letter = client.take(1, ready(12, 32))
-    assert isinstance(letter, async_engine.Dead) and letter.bad_input and "max_model_len" in letter.error
+    assert isinstance(letter, Dead) and letter.bad_input and "max_model_len" in letter.error
     assert client.take(1, ready(12, 64)).num_gpu_blocks == 22, "of those who are alike, all blocks"
 
 
@@ -1286,10 +1347,10 @@ def greeted(address, key):
 def test_engines_dial_in_and_strangers_are_turned_away(secret):
     args = EngineArgs(data_parallel_size=3, data_parallel_size_local=1, data_parallel_rpc_port=free_port())
     found, said = {}, []
-    head = threading.Thread(target=lambda: found.update(engine_group.accept_engines(args, 2, said.append)), daemon=True)
+    head = threading.Thread(target=lambda: found.update(accept_engines(args, 2, said.append)), daemon=True)
     head.start()
     address = (args.data_parallel_address, args.data_parallel_rpc_port)
-    remote, clients = engine_group.dial(*address, 1)
+    remote, clients = dial(*address, 1)
     assert clients == 2 and len(remote) == 3
     for line in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"x" * 5000, b'{"engine": 1, "slot": 0}\n', b'{"engine": 0}\n',
                  b'{"engine": 2, "slot": 3}\n', b'{"engine": [], "slot": 0}\n', b'{"engine": 2, "slot": []}\n',
@@ -1307,8 +1368,8 @@ def test_engines_dial_in_and_strangers_are_turned_away(secret):
             sock.sendall(line)
             assert b'{"error": ' in sock.recv(4096)
     with pytest.raises(common.InputError, match="refused"):
-        engine_group.dial(*address, 7)
-    last, _ = engine_group.dial(*address, 2)
+        dial(*address, 7)
+    last, _ = dial(*address, 2)
     head.join(30)
     assert sorted(found) == [(e, s) for e in (1, 2) for s in range(3)] and len(said) == 3
     assert {sock.gettimeout() for sock in (*found.values(), *remote, *last)} == {None}, "a quiet hour is no failure"
@@ -1318,24 +1379,24 @@ def test_engines_dial_in_and_strangers_are_turned_away(secret):
     for sock in (*found.values(), *remote, *last):
         sock.close()
     with pytest.raises(common.InputError, match="--data-parallel-address"):
-        engine_group.dial(address[0], free_port(), 1, patience=0.0)
+        dial(address[0], free_port(), 1, patience=0.0)
     with socket.create_server((address[0], 0)) as taken:
         args = EngineArgs(
             data_parallel_size=2, data_parallel_size_local=1, data_parallel_rpc_port=taken.getsockname()[1]
         )
         with pytest.raises(common.InputError, match=r"--data-parallel-address .* --data-parallel-rpc-port"):
-            engine_group.accept_engines(args, 1)
+            accept_engines(args, 1)
 
 
 def test_an_engine_that_died_before_all_were_there_may_come_again(secret):
     args = EngineArgs(data_parallel_size=3, data_parallel_size_local=1, data_parallel_rpc_port=free_port())
     found, said = {}, []
-    head = threading.Thread(target=lambda: found.update(engine_group.accept_engines(args, 1, said.append)), daemon=True)
+    head = threading.Thread(target=lambda: found.update(accept_engines(args, 1, said.append)), daemon=True)
     head.start()
     address = (args.data_parallel_address, args.data_parallel_rpc_port)
-    for sock in engine_group.dial(*address, 1)[0]:
+    for sock in dial(*address, 1)[0]:
         sock.close()
-    sockets = [*engine_group.dial(*address, 1)[0], *engine_group.dial(*address, 2)[0]]
+    sockets = [*dial(*address, 1)[0], *dial(*address, 2)[0]]
     head.join(30)
     assert sorted(found) == [(1, 0), (1, 1), (2, 0), (2, 1)]
     for (engine, slot), sock in found.items():
@@ -1357,7 +1418,7 @@ def test_who_dials_somebody_else_reads_one_line(answer, secret):
 
         threading.Thread(target=accept).start()
         with pytest.raises(common.InputError, match="--data-parallel-address"):
-            engine_group.dial(*server.getsockname(), 1, patience=0.0)
+            dial(*server.getsockname(), 1, patience=0.0)
 
 
 @pytest.mark.parametrize("answer", [b"[]\n", b'{"engine": 1\n', b"[" * 4000 + b"\n", b"x" * 5000])
@@ -1373,7 +1434,7 @@ def test_who_dials_a_head_that_talks_nonsense_reads_one_line(answer, secret):
             contextlib.closing(handshake.Reception(server, secret, welcome)),
             pytest.raises(common.InputError) as error,
         ):
-            engine_group.dial(*server.getsockname(), 1)
+            dial(*server.getsockname(), 1)
         assert re.match(
             r"--data-parallel-address .*: (no line|no object|nested too deeply|Expecting)", str(error.value)
         )
@@ -1384,7 +1445,7 @@ def test_who_dials_another_secret_is_told(secret):
     address = server.getsockname()
     reception = handshake.Reception(server, b"another one of theirs", pytest.fail)
     with contextlib.closing(reception), pytest.raises(common.InputError, match="another secret than we; VLLM_ENGINE_"):
-        engine_group.dial(*address, 1)
+        dial(*address, 1)
 
 
 def test_nobody_waits_behind_strangers_who_say_nothing_or_a_byte_at_a_time(secret, monkeypatch):
@@ -1392,7 +1453,7 @@ def test_nobody_waits_behind_strangers_who_say_nothing_or_a_byte_at_a_time(secre
     monkeypatch.setattr(handshake, "SECONDS", 1.0)
     args = EngineArgs(data_parallel_size=2, data_parallel_size_local=1, data_parallel_rpc_port=free_port())
     found, said = {}, []
-    head = threading.Thread(target=lambda: found.update(engine_group.accept_engines(args, 1, said.append)), daemon=True)
+    head = threading.Thread(target=lambda: found.update(accept_engines(args, 1, said.append)), daemon=True)
     head.start()
     address = (args.data_parallel_address, args.data_parallel_rpc_port)
     while not said:
@@ -1411,7 +1472,7 @@ def test_nobody_waits_behind_strangers_who_say_nothing_or_a_byte_at_a_time(secre
 
         trickling = threading.Thread(target=trickle, daemon=True)
         trickling.start()
-        sockets, clients = engine_group.dial(*address, 1)
+        sockets, clients = dial(*address, 1)
         assert time.monotonic() - start < 0.9, "an engine waits for nobody"
         head.join(20)
         trickling.join(20)
@@ -1502,10 +1563,10 @@ def test_api_servers_end_with_the_process_that_started_them():
     code = f"""
 import sys; sys.path.insert(0, {str(common.HERE)!r})
 import asyncio, common, multiprocessing, types
-from engine.serving import engine_group as group
+from engine.serving import api_servers as group
 servers = multiprocessing.get_context("fork")
 group.make_client = lambda *_, **about: None
-group.serving.run_server = lambda *_, **about: asyncio.sleep(600)
+group.run_server = lambda *_, **about: asyncio.sleep(600)
 args = types.SimpleNamespace(api_server_count=1)
 process = servers.Process(target=group.run_api_server, args=(args, {{}}, None, (), 0, None))
 process.start()
@@ -1532,7 +1593,7 @@ def test_nobody_holds_the_door_open_after_the_signal():
     code = f"""
 import sys; sys.path.insert(0, {str(common.HERE)!r})
 import asyncio, common, multiprocessing, signal, types
-from engine.serving import engine_group as group
+from engine.serving import api_servers as group
 fork = multiprocessing.get_context("fork")
 group.multiprocessing = types.SimpleNamespace(get_context=lambda kind: fork, connection=multiprocessing.connection,
                                               parent_process=multiprocessing.parent_process)
@@ -1551,7 +1612,7 @@ async def run_server(args, sock, say, **about):
     sock.close()
     await asyncio.sleep(60)
 
-group.serving.run_server = run_server
+group.run_server = run_server
 args = types.SimpleNamespace(api_server_count=2, data_parallel_size=1)
 group.run_api_servers(None, args, dict(host="127.0.0.1", port=0, shutdown_timeout=60))
 """
@@ -1616,30 +1677,30 @@ def test_a_line_without_an_end_is_not_read_for_ever():
     with ours, theirs:
         theirs.sendall(b"x" * 5000)
         with pytest.raises(ValueError, match="no line"):
-            engine_group.read_line(ours, time.monotonic() + 20)
+            read_line(ours, time.monotonic() + 20)
         with pytest.raises(TimeoutError):
             theirs.sendall(b"x")
-            engine_group.read_line(ours, time.monotonic() + 0.1, limit=10_000)
+            read_line(ours, time.monotonic() + 0.1, limit=10_000)
 
 
 def letter(kind, content):
-    return async_engine.frame((kind, content))
+    return frame((kind, content))
 
 
 @pytest.mark.parametrize(
     "said",
-    [(1 << 31).to_bytes(4, "big"), b"\0\0\0\1.", b"\0\0\0\4junk", async_engine.frame(7), async_engine.frame((1, 2, 3)),
-     letter(async_engine.EngineCoreRequestType.ADD, 5), letter(async_engine.EngineCoreRequestType.ABORT, 5),
-     letter(async_engine.EngineCoreRequestType.UTILITY, ()), async_engine.frame(functools.partial(print))],
+    [(1 << 31).to_bytes(4, "big"), b"\0\0\0\1.", b"\0\0\0\4junk", frame(7), frame((1, 2, 3)),
+     letter(EngineCoreRequestType.ADD, 5), letter(EngineCoreRequestType.ABORT, 5),
+     letter(EngineCoreRequestType.UTILITY, ()), frame(functools.partial(print))],
 )  # fmt: skip
 def test_a_client_that_sends_no_letter_is_gone_and_the_others_are_served(said):
     """Its length is bounded, its pickle names nothing but letters, and what it says it says to its own connection."""
     (good, ours), (bad, theirs) = socket.socketpair(), socket.socketpair()
     with good, ours, bad, theirs:
-        mailbox = engine_group.EngineMailbox([ours, theirs], None, 0)
+        mailbox = EngineMailbox([ours, theirs], None, 0)
         mailbox.owner["theirs"] = 1
         bad.sendall(said)
-        abort = async_engine.EngineCoreRequestType.ABORT
+        abort = EngineCoreRequestType.ABORT
         assert mailbox.receive(5) == [(abort, ["theirs"])] and [*mailbox.clients] == [0]
         good.sendall(letter(abort, ["x"]))
         assert mailbox.receive(5) == [(abort, ["x"])]
@@ -1649,9 +1710,9 @@ def test_a_client_that_sends_no_letter_is_gone_and_the_others_are_served(said):
 def test_an_engine_that_sends_no_letter_is_dead(said):
     async def go():
         ours, theirs = socket.socketpair()
-        client = lesson.DPLBClient([ours], None, lesson.LoadBalancer(1))
+        client = DPLBClient([ours], None, LoadBalancer(1))
         theirs.sendall(said)
-        with theirs, pytest.raises(async_engine.EngineDeadError):
+        with theirs, pytest.raises(EngineDeadError):
             await asyncio.wait_for(client.receive(), 20)
         client.close()
 
@@ -1662,13 +1723,13 @@ def test_an_engine_that_sends_no_letter_is_dead(said):
 def test_a_coordinator_that_hears_nonsense_goes_on(said):
     (first, bad), (second, good), (client, heard) = (socket.socketpair() for _ in range(3))
     with first, bad, second, good, client, heard:
-        coordinator = engine_group.DPCoordinator([first, second], [client])
+        coordinator = DPCoordinator([first, second], [client])
         thread = threading.Thread(target=coordinator.run, daemon=True)
-        bad.sendall(async_engine.frame(said))
+        bad.sendall(frame(said))
         thread.start()
-        good.sendall(async_engine.frame((1, [2, 1, 0.5])))
+        good.sendall(frame((1, [2, 1, 0.5])))
         size = int.from_bytes(heard.recv(4, socket.MSG_WAITALL), "big")
-        assert engine_group.loads(heard.recv(size, socket.MSG_WAITALL))[1] == [2, 1, 0.5]
+        assert loads(heard.recv(size, socket.MSG_WAITALL))[1] == [2, 1, 0.5]
         good.close()
         thread.join(20)
         assert not thread.is_alive(), "all engines are gone"
@@ -1697,7 +1758,7 @@ def test_the_last_engines_may_be_elsewhere():
 
 def test_the_fullest_worker_says_how_much_cache_there_is():
     executor = SimpleNamespace(collective_rpc=lambda name, args, budget: [5, 3, 4])
-    assert lesson.Workers(executor, ParallelConfig(3), None, 0).available_memory(None, 64) == 3
+    assert Workers(executor, ParallelConfig(3), None, 0).available_memory(None, 64) == 3
 
 
 # --- Experts ----------------------------------------------------------------------------------------------------------
@@ -1922,13 +1983,13 @@ def test_stages_are_never_in_two_places(workload, in_flight):
 
 def test_the_widget_uses_the_real_core(monkeypatch):
     before = lesson.simulate(lesson.WIDGET_DEFAULT)
-    monkeypatch.setattr(lesson.PipelineEngineCore, "put_in_flight", lambda self: None if self.batch_queue else
+    monkeypatch.setattr(PipelineEngineCore, "put_in_flight", lambda self: None if self.batch_queue else
                         original(self))  # fmt: skip
     original = _original_put
     assert lesson.simulate(lesson.WIDGET_DEFAULT)["makespan"] > before["makespan"]
 
 
-_original_put = lesson.PipelineEngineCore.put_in_flight
+_original_put = PipelineEngineCore.put_in_flight
 
 
 # --- The real model, through the server and the official client -------------------------------------------------------
@@ -1940,7 +2001,7 @@ TEXTS = lesson.TEXTS
 def texts(real_model):
     """What one process answers, as text."""
     model, tokenizer = real_model
-    llm = lesson.offline.LLM(model, tokenizer=tokenizer, max_model_len=256, max_num_seqs=8, num_gpu_blocks_override=65)
+    llm = LLM(model, tokenizer=tokenizer, max_model_len=256, max_num_seqs=8, num_gpu_blocks_override=65)
     found = llm.generate(TEXTS, SamplingParams(temperature=0, max_tokens=6))
     return [output.outputs[0].text for output in found]
 
@@ -1967,9 +2028,9 @@ def ask_all(client, rounds=2):
 
 def test_offline_workers_are_checked_and_not_left_behind(tiny_model):
     with pytest.raises(common.InputError, match="workers load it themselves"):
-        serving.offline_engine(tiny_model, tensor_parallel_size=2)
+        make_llm_engine(tiny_model, tensor_parallel_size=2)
     with pytest.raises(common.InputError, match="heads"):
-        serving.offline_engine(tensor_parallel_size=2)
+        make_llm_engine(tensor_parallel_size=2)
 
 
 @pytest.mark.slow
@@ -1978,11 +2039,8 @@ def test_offline_workers_are_checked_and_not_left_behind(tiny_model):
 ], ids=str)  # fmt: skip
 def test_the_offline_engine_on_workers(options, texts):
     with pytest.raises(common.InputError, match="max_num_seqs"):
-        serving.offline_engine(max_num_seqs=0, **options)
+        make_llm_engine(max_num_seqs=0, **options)
     assert not multiprocessing.active_children(), "whoever cannot start leaves nobody behind"
-
-    class LLM(lesson.offline.LLM):
-        engine_class = staticmethod(serving.offline_engine)
 
     llm = LLM(max_model_len=256, **options)
     found = llm.generate(TEXTS, SamplingParams(temperature=0, max_tokens=6))
@@ -2011,7 +2069,7 @@ def test_serve(flags, texts):
 def test_adapters_and_drafts_on_two_engines(real_model):
     """Both engines know what the server was started with, and what a client has loaded since."""
     folder = common.HERE / "adapters"
-    engine = serving.offline_engine(*real_model, enable_lora=True, max_loras=2, max_model_len=256, max_num_seqs=8)
+    engine = make_llm_engine(*real_model, enable_lora=True, max_loras=2, max_model_len=256, max_num_seqs=8)
     for name in ("pirate", "json"):
         engine.lora.add_adapter(name, folder / name)
     params, truths = SamplingParams(temperature=0, max_tokens=12), {}
@@ -2108,11 +2166,11 @@ def test_ray(texts):
 import sys; sys.path.insert(0, {str(common.HERE)!r})
 import common, json, llama
 lesson = common.lesson("06c_scaling_out")
-parallel = lesson.ParallelConfig(1, 2, "ray")
-executor = lesson.executors.make_executor(parallel)
-executor.collective_rpc("load_model", lesson.WorkerSpec(None, parallel))
+parallel = ParallelConfig(1, 2, "ray")
+executor = make_executor(parallel)
+executor.collective_rpc("load_model", WorkerSpec(None, parallel))
 tokenizer = llama.Tokenizer(llama.model_folder(None))
-engine = lesson.build_engine(None, parallel, tokenizer, executor)
+engine = build_engine(None, parallel, tokenizer, executor)
 tokens = lesson.answer(engine, lesson.TEXTS)
 executor.ray.kill(executor.actors[1])
 try:
@@ -2142,27 +2200,26 @@ def test_every_engine_gets_gpus_of_its_own(monkeypatch, wish):
     def process(**about):
         return SimpleNamespace(start=lambda: seen.append(os.environ.get("CUDA_VISIBLE_DEVICES")))
 
-    monkeypatch.setattr(engine_group.tensor_parallel, "start_context", lambda: SimpleNamespace(Process=process))
+    monkeypatch.setattr(engine_group, "start_context", lambda: SimpleNamespace(Process=process))
     monkeypatch.setattr(common, "HAS_GPU", True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wish) if wish else monkeypatch.delenv("CUDA_VISIBLE_DEVICES", False)
     for engine in range(3):
-        engine_group.start_engine([], 0, engine, ("any", "factory"), SimpleNamespace(world_size=2), 1)
+        start_engine([], 0, engine, make_tiny, SimpleNamespace(world_size=2), 1)
     assert seen == ([wish] * 3 if wish else ["0,1", "2,3", None]), "there is nothing left for a third"
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == wish
 
 
 def test_each_client_gets_its_part_of_everything_in_a_letter():
-    StepLogprobs, Logprob = lesson.offline.StepLogprobs, lesson.offline.Logprob
     with mailbox() as (box, _):
         box.owner |= {"mine": 0, "yours": 1}
-        parts = box.split(async_engine.EngineCoreOutputs(
-            [scheduling.EngineCoreOutput(name, [5]) for name in ("mine", "yours", "gone")],
+        parts = box.split(EngineCoreOutputs(
+            [EngineCoreOutput(name, [5]) for name in ("mine", "yours", "gone")],
             logprobs=StepLogprobs({"yours": {5: Logprob(-1.0, 1)}, "gone": {}}),
-            admitted={name: async_engine.Admission(0.5, 16, 0) for name in ("mine", "gone")},
+            admitted={name: Admission(0.5, 16, 0) for name in ("mine", "gone")},
         ))  # fmt: skip
         assert {i: [o.request_id for o in part.outputs] for i, part in parts.items()} == {0: ["mine"], 1: ["yours"]}
-        assert parts[0].admitted == {"mine": async_engine.Admission(0.5, 16, 0)} and parts[1].admitted == {}
+        assert parts[0].admitted == {"mine": Admission(0.5, 16, 0)} and parts[1].admitted == {}
         assert [type(part.logprobs) for part in parts.values()] == [StepLogprobs] * 2, "it says whose tokens these are"
         assert parts[1].logprobs == {"yours": {5: Logprob(-1.0, 1)}} and not parts[0].logprobs
 
@@ -2170,9 +2227,9 @@ def test_each_client_gets_its_part_of_everything_in_a_letter():
 def test_letters_arrive_in_the_order_they_were_sent_in_whatever_they_say():
     """How things were must not be read after what came of it."""
     ours, theirs = socket.socketpair()
-    box, big = engine_group.Outbox(ours), async_engine.Dead("x" * (1 << 21))  # more than a socket holds
+    box, big = Outbox(ours), Dead("x" * (1 << 21))  # more than a socket holds
     with nobody_waits(theirs), ThreadPoolExecutor(1) as pool:
-        then = async_engine.Dead("then")
+        then = Dead("then")
         for letter, is_state in ((big, False), ([1], True), ([2], True), (then, False), ([3], True)):
             box.put(letter, is_state)
         heard = pool.submit(read_letters, theirs)
@@ -2187,5 +2244,5 @@ def test_nothing_waits_for_a_reader_that_has_gone():
     with mailbox() as (box, (*_, coordinator)):
         coordinator.close()
         for i in range(2):
-            box.send(async_engine.EngineCoreOutputs(scheduler_stats=async_engine.SchedulerStats(i, 0, 0.0)))
+            box.send(EngineCoreOutputs(scheduler_stats=SchedulerStats(i, 0, 0.0)))
         assert box.coordinator.gone and not box.pending()

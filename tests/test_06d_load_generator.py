@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from engine.llm_engine import LLMEngine
 
 lesson = common.lesson("06d_load_generator")
 offline = common.lesson("04b_offline_engine")
@@ -986,7 +987,7 @@ def test_wrong_limits_are_named(pair):
 
 @pytest.fixture
 def engine(tiny_model, real_model):
-    return offline.LLMEngine(tiny_model, real_model[1], max_model_len=64, max_num_seqs=4, max_num_batched_tokens=128)
+    return LLMEngine(tiny_model, real_model[1], max_model_len=64, max_num_seqs=4, max_num_batched_tokens=128)
 
 
 def test_an_engine_run_has_every_token_in_order(engine):

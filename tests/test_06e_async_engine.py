@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import common
+
 import asyncio
+import atexit
 import collections
 import contextlib
 import dataclasses
 import itertools
+import multiprocessing
 import pickle
 import queue
 import socket
@@ -17,22 +21,39 @@ import time
 from functools import partial
 from types import SimpleNamespace
 
-import common
-from engine.serving import metrics
-import on_gpu
 import pytest
-from engine.core.scheduler import Scheduler
-import scripts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import llama
+from engine.core.engine_core import EngineCore
+from engine.front_end import CompletionOutput
+from engine.front_end import RequestOutput
+from engine.llm import LLM
+from engine.llm_engine import LLMEngine
+from engine.sampling.sampler import Logprob
+import on_gpu
+import scripts
+from engine.core.scheduler import Scheduler
+from engine.errors import EngineDeadError, QueueOverflowError
+from engine.output import EngineCoreOutput
+from engine.request import Request, SamplingParams
+from engine.serving import clients, collector, metrics
+from engine.serving.admission import AdmissionControl
+from engine.serving.async_llm import AsyncLLM
+from engine.serving.clients import CLIENTS, InprocClient, MPClient, ThreadClient
+from engine.serving.collector import RequestOutputCollector
+from engine.serving.core_proc import EngineCoreProc
+from engine.serving.front_end import FrontEnd
+from engine.serving.letters import Dead, EngineCoreOutputs
+from engine.serving.letters import EngineCoreRequestType as Kind
+from engine.serving.mailbox import ClientGone, Mailbox, hang_up
+from engine.serving.wire import frame
 
 lesson = common.lesson("06e_async_engine")
 offline, scheduling = common.lesson("04b_offline_engine"), common.lesson("04_continuous_batching")
 preemption = common.lesson("11_preemption")
-Kind, SamplingParams, Request = lesson.EngineCoreRequestType, lesson.SamplingParams, lesson.Request
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
@@ -47,7 +68,7 @@ def tiny(monkeypatch, tiny_model, real_model):
 
     def make(args=None, report=lambda text: None):
         report("building")
-        return offline.LLMEngine(tiny_model, real_model[1], max_model_len=128, max_num_seqs=8,
+        return LLMEngine(tiny_model, real_model[1], max_model_len=128, max_num_seqs=8,
                                  num_gpu_blocks_override=73, **(args or {}))  # fmt: skip
 
     monkeypatch.setattr(lesson, "make_small_engine", make)
@@ -55,7 +76,11 @@ def tiny(monkeypatch, tiny_model, real_model):
     return make
 
 
-FACTORY = (lesson.KEY, "make_small_engine")
+def factory(args, report):
+    """What this process builds an engine with: the fixture's, or a test's own."""
+    return lesson.make_small_engine(args, report)
+
+
 in_this_process = pytest.mark.parametrize("place", ["thread", "event-loop"])
 
 
@@ -65,7 +90,7 @@ def prompt(*token_ids):
 
 @contextlib.asynccontextmanager
 async def running(folder, place="thread", args=None, **options):
-    llm = await lesson.AsyncLLM.start(FACTORY, args, folder, place, **options)
+    llm = await AsyncLLM.start(factory, args, folder, place, **options)
     try:
         yield llm
     finally:
@@ -117,7 +142,7 @@ def test_many_clients_read_what_one_would(tiny, folder, place, stream):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompts_scores_come_once_and_to_its_owner(tiny, folder, monkeypatch, place, stream):
     """However many turns a letter is read in; they say what the engine says to a blocking caller."""
-    monkeypatch.setattr(lesson.AsyncLLM, "CHUNK", 1)
+    monkeypatch.setattr(AsyncLLM, "CHUNK", 1)
     prompts = [[3 + i, 5, 9 + i] for i in range(6)]
     params = [dataclasses.replace(GREEDY, prompt_logprobs=1 if i % 2 else None) for i in range(6)]
     engine, want = tiny(), {}
@@ -139,29 +164,29 @@ def test_a_prompts_scores_come_once_and_to_its_owner(tiny, folder, monkeypatch, 
 
 def test_scores_of_a_step_that_gave_nobody_a_token_are_not_lost(tiny_model, real_model):
     """As in a pipeline: who was preempted meanwhile computes that token again, but not its scores."""
-    llm = lesson.AsyncLLM.__new__(lesson.AsyncLLM)
-    llm.front = lesson.FrontEnd(tiny_model.config, real_model[1], lambda letter: None, 64)
-    llm.stat_logger, llm.collectors = None, {"a": lesson.RequestOutputCollector("a")}
+    llm = AsyncLLM.__new__(AsyncLLM)
+    llm.front = FrontEnd(tiny_model.config, real_model[1], lambda letter: None, 64)
+    llm.stat_logger, llm.collectors = None, {"a": RequestOutputCollector("a")}
     llm.front.add_request("a", prompt(1, 2), dataclasses.replace(GREEDY, prompt_logprobs=0), stream=True)
     (name,) = llm.front.sequences
-    scores = [None, {2: offline.Logprob(-1.0, 3)}]
-    asyncio.run(llm._deliver(lesson.EngineCoreOutputs(prompt_logprobs={name: scores})))
+    scores = [None, {2: Logprob(-1.0, 3)}]
+    asyncio.run(llm._deliver(EngineCoreOutputs(prompt_logprobs={name: scores})))
     assert llm.collectors["a"].get_nowait() is None
     for token in (5, 6):
-        asyncio.run(llm._deliver(lesson.EngineCoreOutputs([lesson.EngineCoreOutput(name, [token])])))
+        asyncio.run(llm._deliver(EngineCoreOutputs([EngineCoreOutput(name, [token])])))
     assert llm.collectors["a"].get_nowait().prompt_logprobs == scores, "kept when pieces are put together"
 
 
 def test_a_letter_for_many_is_worked_off_in_pieces(tiny, folder, monkeypatch):
     """With 3 sequences at a time, everybody else has a turn in between, and nobody is left out."""
-    monkeypatch.setattr(lesson.AsyncLLM, "CHUNK", 3)
-    seen, process = [], lesson.FrontEnd.process_outputs
+    monkeypatch.setattr(AsyncLLM, "CHUNK", 3)
+    seen, process = [], FrontEnd.process_outputs
 
     def count(self, letter, outputs):
         seen.append(len(outputs))
         return process(self, letter, outputs)
 
-    monkeypatch.setattr(lesson.FrontEnd, "process_outputs", count)
+    monkeypatch.setattr(FrontEnd, "process_outputs", count)
 
     async def run():
         async with running(folder) as llm:
@@ -290,7 +315,7 @@ def test_an_answer_that_was_complete_counts_although_its_sibling_was_aborted(tin
                 await asyncio.sleep(0)
             first = next(iter(llm.front.sequences))
             llm.front.core.abort_requests([first])
-            await llm._deliver(lesson.EngineCoreOutputs([lesson.EngineCoreOutput(first, [5], "length")]))
+            await llm._deliver(EngineCoreOutputs([EngineCoreOutput(first, [5], "length")]))
             llm.abort(["x"])
             await idle(llm)
 
@@ -317,7 +342,7 @@ def test_what_cannot_be_served_is_refused_on_arrival(tiny, folder):
             first = llm.add_request("a", prompt(1), GREEDY)
             with pytest.raises(common.InputError, match="in use"):
                 llm.add_request("a", prompt(1), GREEDY)
-            with pytest.raises(lesson.QueueOverflowError, match="max_num_queued_reqs 3"):
+            with pytest.raises(QueueOverflowError, match="max_num_queued_reqs 3"):
                 llm.add_request("b", prompt(1), SamplingParams(n=3))
             second = llm.add_request("b", prompt(1), SamplingParams(n=2, max_tokens=4))
             assert llm.num_unfinished == 3 and llm.admission.num_rejected == 3
@@ -332,7 +357,7 @@ def test_what_cannot_be_served_is_refused_on_arrival(tiny, folder):
 
 
 def test_what_only_the_core_can_refuse_is_refused_too(tiny, folder, monkeypatch):
-    monkeypatch.setattr(scheduling.ModelEngineCore, "check_request", refuse_long)
+    monkeypatch.setattr(EngineCore, "check_request", refuse_long)
 
     async def run():
         async with running(folder) as llm:
@@ -374,10 +399,9 @@ def test_a_request_that_nobody_foresaw_ends_alone(tiny, folder, monkeypatch, cap
 @pytest.mark.parametrize("place", ["thread", "event-loop"])
 def test_own_blocks_found_after_a_preemption_are_no_cached_prompt(monkeypatch, tiny_model, real_model, folder, place):
     """The core and the front end share a `Request` in one process."""
-    kind = common.lesson("06_serving").engine_class()
 
     def make(args=None, report=lambda text: None):
-        return kind(tiny_model, real_model[1], max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=14,
+        return LLMEngine(tiny_model, real_model[1], max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=14,
                     block_size=8)  # fmt: skip
 
     monkeypatch.setattr(lesson, "make_small_engine", make)
@@ -399,7 +423,7 @@ def test_own_blocks_found_after_a_preemption_are_no_cached_prompt(monkeypatch, t
     assert len(asyncio.run(run())) > 2, "somebody was preempted"
     assert cached[False] == [{0}] * 4
     assert all(len(each) == 1 and max(each) <= 16 for each in cached[True]), "what the first round has left"
-    llm = offline.LLM.__new__(offline.LLM)
+    llm = LLM.__new__(LLM)
     llm.llm_engine, llm.num_requests = make(), 0
     assert [output.num_cached_tokens for output in llm.generate(prompts, params)] == [0] * 4
 
@@ -428,7 +452,7 @@ def test_finish_all_gives_readers_what_there_is(tiny, folder):
 
 def test_shutdown_waits_for_those_inside(tiny, folder):
     async def run():
-        llm = await lesson.AsyncLLM.start(FACTORY, None, folder, "thread")
+        llm = await AsyncLLM.start(factory, None, folder, "thread")
         task = asyncio.create_task(read(llm, "x", prompt(3), GREEDY))
         await asyncio.sleep(0)
         await llm.shutdown(timeout=20)
@@ -451,7 +475,7 @@ def test_who_comes_during_the_shutdown_is_refused(tiny, folder, patience):
                 await asyncio.sleep(0)
             leaving = asyncio.create_task(llm.shutdown(patience))
             await asyncio.sleep(0)
-            with pytest.raises(lesson.QueueOverflowError, match="shutting down"):
+            with pytest.raises(QueueOverflowError, match="shutting down"):
                 await read(llm, "late", prompt(1), GREEDY)
             await leaving
             return (await inside)[2]
@@ -468,15 +492,13 @@ def test_a_dead_engine_fails_everybody_at_once(tiny, folder, monkeypatch, capsys
     async def run():
         async with running(folder) as llm:
             before = await read(llm, "before", prompt(1), GREEDY)
-            monkeypatch.setattr(scheduling.ModelEngineCore, "execute_model", lambda *args: 1 / 0)
+            monkeypatch.setattr(EngineCore, "execute_model", lambda *args: 1 / 0)
             tasks = [asyncio.create_task(read(llm, str(i), prompt(i + 1), GREEDY, i % 2)) for i in range(6)]
             found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
-            assert all(isinstance(error, lesson.EngineDeadError) for error in found) and "ZeroDivisionError" in str(
-                found[0]
-            )
+            assert all(isinstance(error, EngineDeadError) for error in found) and "ZeroDivisionError" in str(found[0])
             await asyncio.wait_for(llm.died.wait(), 1)
             for attempt in (lambda: read(llm, "late", prompt(1), GREEDY), lambda: llm.call_utility("check_idle")):
-                with pytest.raises(lesson.EngineDeadError):
+                with pytest.raises(EngineDeadError):
                     await attempt()
             assert not llm.front.sequences
             return before
@@ -495,9 +517,9 @@ def test_a_defect_of_the_front_end_is_not_silent(tiny, folder, monkeypatch, caps
             tasks = [asyncio.create_task(read(llm, str(i), prompt(i + 1), GREEDY, stream)) for i in range(3)]
             found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
             for error in found:
-                assert isinstance(error, lesson.EngineDeadError) and "output handler" in str(error)
+                assert isinstance(error, EngineDeadError) and "output handler" in str(error)
             assert llm.died.is_set()
-            with pytest.raises(lesson.EngineDeadError):
+            with pytest.raises(EngineDeadError):
                 await asyncio.wait_for(llm.call_utility("check_idle"), 5)
 
     asyncio.run(run())
@@ -508,15 +530,15 @@ def test_the_last_letter_arrives_although_somebody_still_writes():
     """A failed write would close our end, and drop what had been read: the engine listens until we hang up."""
 
     async def run():
-        client = lesson.MPClient.__new__(lesson.MPClient)
+        client = MPClient.__new__(MPClient)
         client.writer, (client.sock, theirs) = None, socket.socketpair()
-        mailbox, go = lesson.Mailbox(theirs), threading.Event()
+        mailbox, go = Mailbox(theirs), threading.Event()
 
         def engine():
             mailbox.send("ready")
             go.wait()
-            mailbox.send(lesson.Dead("why"))
-            lesson.hang_up([theirs])
+            mailbox.send(Dead("why"))
+            hang_up([theirs])
             theirs.close()
 
         thread = threading.Thread(target=engine, daemon=True)
@@ -525,7 +547,7 @@ def test_the_last_letter_arrives_although_somebody_still_writes():
         go.set()
         thread.join(0.1)  # the event loop is busy with something else while the engine dies
         client.send("one more request")
-        assert await asyncio.wait_for(client.receive(), 2) == lesson.Dead("why")
+        assert await asyncio.wait_for(client.receive(), 2) == Dead("why")
         client.close()
         thread.join(2)
         assert not thread.is_alive(), "it ends as soon as we have hung up"
@@ -538,7 +560,7 @@ def test_hanging_up_has_an_end():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         start = time.perf_counter()
-        lesson.hang_up([theirs], patience=0.1)
+        hang_up([theirs], patience=0.1)
         assert 0.09 < time.perf_counter() - start < 2 and ours.recv(1) == b""
 
 
@@ -547,7 +569,7 @@ def test_an_engine_that_nobody_has_any_more_ends(tiny, folder, used):
     """As vLLM's `__del__` does it: the task that reads its letters does not keep it."""
 
     async def run():
-        llm = await lesson.AsyncLLM.start(FACTORY, None, folder, "thread")
+        llm = await AsyncLLM.start(factory, None, folder, "thread")
         if used:
             await read(llm, "x", prompt(1, 2, 3), GREEDY)
         thread, reader = llm.client.thread, llm.output_handler
@@ -567,9 +589,9 @@ def test_a_process_that_nobody_has_any_more_is_waited_for(monkeypatch):
         def kill(self):
             assert not self.is_alive()
 
-    monkeypatch.setattr(lesson, "run_engine_core", lambda sock: sock.recv(1))  # until we hang up
-    monkeypatch.setattr(lesson.multiprocessing, "get_context", lambda kind: SimpleNamespace(Process=Process))
-    client = lesson.MPClient(FACTORY, None)
+    monkeypatch.setattr(clients, "run_engine_core", lambda sock: sock.recv(1))  # until we hang up
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: SimpleNamespace(Process=Process))
+    client = MPClient(factory, None)
     process = client.process
     assert process.is_alive()
     del client
@@ -581,8 +603,8 @@ def test_a_reply_that_will_never_come_is_an_error(tiny, folder):
         async with running(folder, "event-loop") as llm:
             future = asyncio.create_task(llm.call_utility("check_idle"))
             await asyncio.sleep(0)
-            llm._fail(lesson.EngineDeadError("gone"))
-            with pytest.raises(lesson.EngineDeadError):
+            llm._fail(EngineDeadError("gone"))
+            with pytest.raises(EngineDeadError):
                 await future
 
     asyncio.run(run())
@@ -595,7 +617,7 @@ def test_who_calls_the_engine_during_or_after_a_shutdown_does_not_wait(tiny, fol
             await asyncio.sleep(0)
             await llm.shutdown()
             for call in (during, llm.call_utility("check_idle")):
-                with pytest.raises(lesson.EngineDeadError, match="shut down"):
+                with pytest.raises(EngineDeadError, match="shut down"):
                     async with asyncio.timeout(5):
                         await call
 
@@ -611,9 +633,9 @@ def test_start_up_errors_reach_the_caller(monkeypatch, folder, place):
         raise common.InputError("block_size 0: no") if args else ValueError("broken")
 
     monkeypatch.setattr(lesson, "make_small_engine", refuse)
-    for args, error, text in ((1, common.InputError, "block_size"), (0, lesson.EngineDeadError, "broken")):
+    for args, error, text in ((1, common.InputError, "block_size"), (0, EngineDeadError, "broken")):
         with pytest.raises(error, match=text):
-            asyncio.run(lesson.AsyncLLM.start(FACTORY, args, folder, place, heard.append))
+            asyncio.run(AsyncLLM.start(factory, args, folder, place, heard.append))
     assert heard == ["one", "one"]
 
 
@@ -621,7 +643,7 @@ def test_an_unknown_utility_and_a_failing_one(tiny, folder, monkeypatch):
     async def run():
         async with running(folder) as llm:
             assert "no utility" in await llm.call_utility("shutdown")
-            monkeypatch.setattr(lesson.EngineCoreProc, "check_idle", lambda self: 1 / 0)
+            monkeypatch.setattr(EngineCoreProc, "check_idle", lambda self: 1 / 0)
             with pytest.raises(RuntimeError, match="ZeroDivision"):
                 await llm.call_utility("check_idle")
             monkeypatch.undo()
@@ -638,15 +660,15 @@ def test_an_unknown_utility_and_a_failing_one(tiny, folder, monkeypatch):
 def test_letters_arrive_whole_however_the_socket_cuts_them(bodies, size):
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        mailbox, raw, got = lesson.Mailbox(theirs), b"".join(map(lesson.frame, bodies)), []
+        mailbox, raw, got = Mailbox(theirs), b"".join(map(frame, bodies)), []
         for start in range(0, len(raw), size):
             ours.sendall(raw[start : start + size])
             got += mailbox.receive(0)
         assert got == bodies and not mailbox.buffer
         ours.close()
-        with pytest.raises(lesson.ClientGone):
+        with pytest.raises(ClientGone):
             mailbox.receive(None)
-        with pytest.raises(lesson.ClientGone):
+        with pytest.raises(ClientGone):
             for _ in range(1000):
                 mailbox.send(b"x" * 10_000)
 
@@ -654,9 +676,9 @@ def test_letters_arrive_whole_however_the_socket_cuts_them(bodies, size):
 def test_receive_waits_only_if_it_is_asked_to():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        mailbox = lesson.Mailbox(theirs)
+        mailbox = Mailbox(theirs)
         assert mailbox.receive(0) == []
-        threading.Timer(0.05, lambda: ours.sendall(lesson.frame("late"))).start()
+        threading.Timer(0.05, lambda: ours.sendall(frame("late"))).start()
         start = time.perf_counter()
         assert mailbox.receive(None) == ["late"] and time.perf_counter() - start > 0.04
 
@@ -666,11 +688,11 @@ def test_receive_waits_no_longer_than_it_is_asked_to(kind):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         thread = SimpleNamespace(inbox=queue.SimpleQueue())
-        receive = lesson.Mailbox(theirs).receive if kind == "socket" else partial(lesson.ThreadClient._receive, thread)
+        receive = Mailbox(theirs).receive if kind == "socket" else partial(ThreadClient._receive, thread)
         start = time.perf_counter()
         assert receive(0.05) == [] and time.perf_counter() - start > 0.04
         for letter in ("a", "b"):
-            ours.sendall(lesson.frame(letter))
+            ours.sendall(frame(letter))
             thread.inbox.put(letter)
         start = time.perf_counter()
         assert receive(20) == ["a", "b"] and time.perf_counter() - start < 10
@@ -678,7 +700,7 @@ def test_receive_waits_no_longer_than_it_is_asked_to(kind):
 
 def test_the_event_loop_asks_again_too():
     """An engine that others want something of, while its client wants nothing."""
-    asked, client = [], object.__new__(lesson.InprocClient)
+    asked, client = [], object.__new__(InprocClient)
 
     def has_unfinished_requests():
         asked.append(time.perf_counter())
@@ -696,7 +718,7 @@ def test_an_engine_waits_for_a_front_end_that_does_not_read():
     """Back-pressure: the socket's buffers fill, then `send` blocks until somebody reads."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        mailbox, sent = lesson.Mailbox(theirs), []
+        mailbox, sent = Mailbox(theirs), []
 
         def engine():
             for i in range(64):
@@ -708,7 +730,7 @@ def test_an_engine_waits_for_a_front_end_that_does_not_read():
         time.sleep(0.1)
         stuck = len(sent)
         assert stuck < 64
-        reader, got = lesson.Mailbox(ours), 0
+        reader, got = Mailbox(ours), 0
         while got < 64:
             got += len(reader.receive(None))
         thread.join(5)
@@ -720,7 +742,7 @@ def test_the_thread_has_room_for_a_bounded_number_of_letters(monkeypatch):
 
     async def run():
         posted = []
-        client = lesson.ThreadClient.__new__(lesson.ThreadClient)
+        client = ThreadClient.__new__(ThreadClient)
         client.outbox, client.room, client.loop = asyncio.Queue(), threading.Semaphore(4), asyncio.get_running_loop()
         thread = threading.Thread(target=lambda: [(client._post(i), posted.append(i)) for i in range(10)], daemon=True)
         thread.start()
@@ -735,11 +757,11 @@ def test_the_thread_has_room_for_a_bounded_number_of_letters(monkeypatch):
 def test_the_thread_ends_before_python_does(tiny, folder, monkeypatch):
     """Whoever leaves without `shutdown`: Python aborts on a thread that is still inside of torch."""
     at_exit = []
-    monkeypatch.setattr(lesson.atexit, "register", at_exit.append)
-    monkeypatch.setattr(lesson.atexit, "unregister", at_exit.remove)
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", at_exit.remove)
 
     async def leave():
-        llm = await lesson.AsyncLLM.start(FACTORY, None, folder, "thread")
+        llm = await AsyncLLM.start(factory, None, folder, "thread")
         llm.add_request("r", [3, 5], SamplingParams(max_tokens=100, ignore_eos=True))
         return llm.client
 
@@ -752,7 +774,7 @@ def test_the_thread_ends_before_python_does(tiny, folder, monkeypatch):
 def test_requests_and_outputs_survive_the_journey():
     params = SamplingParams(temperature=0.5, stop=["x"], logit_bias={3: 1.0}, structured_outputs={"regex": "a"})
     request = Request("r", [1, 2, 3], params, priority=2, cache_salt="s", eos_token_id=7)
-    copy = pickle.loads(lesson.frame((Kind.ADD, request))[4:])[1]
+    copy = pickle.loads(frame((Kind.ADD, request))[4:])[1]
     assert vars(copy) == vars(request) and copy is not request
 
 
@@ -760,16 +782,14 @@ def test_requests_and_outputs_survive_the_journey():
 
 
 def piece(index, text, tokens, finished=False, logprobs=None):
-    answer = offline.CompletionOutput(
-        index, text, tokens, logprobs=logprobs, finish_reason="stop" if finished else None
-    )
-    return offline.RequestOutput("r", None, [], [answer], finished)
+    answer = CompletionOutput(index, text, tokens, logprobs=logprobs, finish_reason="stop" if finished else None)
+    return RequestOutput("r", None, [], [answer], finished)
 
 
 @given(st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 2), st.text(max_size=3))), max_size=30))
 def test_a_collector_loses_nothing_and_holds_one_item(events):
     """None is a read. Whatever the order: the texts of each answer concatenate, and never more than one item waits."""
-    collector, want, got = lesson.RequestOutputCollector("r"), {}, {}
+    collector, want, got = RequestOutputCollector("r"), {}, {}
 
     def take():
         if output := collector.get_nowait():
@@ -792,7 +812,7 @@ def test_a_collector_loses_nothing_and_holds_one_item(events):
 
 
 def test_what_comes_with_the_last_token_is_in_what_waits():
-    collector, last = lesson.RequestOutputCollector("r"), piece(0, "b", [2], True)
+    collector, last = RequestOutputCollector("r"), piece(0, "b", [2], True)
     last.kv_transfer_params, last.num_cached_tokens = {"remote_port": 7}, 16
     collector.put(piece(0, "a", [1]))
     collector.put(last)
@@ -802,15 +822,15 @@ def test_what_comes_with_the_last_token_is_in_what_waits():
 
 def test_an_exception_overtakes_what_waits():
     async def run():
-        collector = lesson.RequestOutputCollector("r")
+        collector = RequestOutputCollector("r")
         waiting = asyncio.create_task(collector.get())
         await asyncio.sleep(0)
         collector.put(piece(0, "a", [1]))
         assert (await waiting).outputs[0].text == "a"
         collector.put(piece(0, "b", [2]))
-        collector.put(lesson.EngineDeadError("dead"))
+        collector.put(EngineDeadError("dead"))
         collector.put(piece(0, "c", [3]))
-        with pytest.raises(lesson.EngineDeadError):
+        with pytest.raises(EngineDeadError):
             await collector.get()
 
     asyncio.run(run())
@@ -819,8 +839,8 @@ def test_an_exception_overtakes_what_waits():
 @pytest.mark.parametrize(("bound", "inside", "n", "full"), [(None, 10**6, 9, False), (4, 3, 1, False), (4, 4, 1, True),
                                                             (4, 0, 4, False), (4, 2, 3, True)])  # fmt: skip
 def test_admission(bound, inside, n, full):
-    admission = lesson.AdmissionControl(bound)
-    with pytest.raises(lesson.QueueOverflowError) if full else contextlib.nullcontext():
+    admission = AdmissionControl(bound)
+    with pytest.raises(QueueOverflowError) if full else contextlib.nullcontext():
         admission.check(inside, n)
     assert admission.num_rejected == (n if full else 0)
 
@@ -828,7 +848,7 @@ def test_admission(bound, inside, n, full):
 # --- Any order of events ----------------------------------------------------------------------------------------------
 
 
-class Zeros(scheduling.EngineCore):
+class Zeros(EngineCore):
     """No model: everybody's next token is 0."""
 
     def execute_model(self, output):
@@ -845,7 +865,7 @@ class Life(RuleBasedStateMachine):
         self.core = Zeros(preemption.make_scheduler(config, 13, 4))  # tight: preemptions happen
         self.core.runner = None
         self.from_core, self.to_core = [], []
-        self.proc = lesson.EngineCoreProc(SimpleNamespace(core=self.core), self.from_core.append)
+        self.proc = EngineCoreProc(SimpleNamespace(core=self.core, lora=None), self.from_core.append)
         self.proc.read_mail = self.deliver_to_core
         real = llama.model_folder(None)
         self.front = TOKENIZER[0](real, self.to_core.append)
@@ -907,7 +927,7 @@ TOKENIZER = [lambda folder, send: None]
 
 def test_any_order_of_events(real_model, tiny):
     model, tokenizer = real_model
-    TOKENIZER[0] = lambda folder, send: lesson.FrontEnd(model.config, tokenizer, send, 32)
+    TOKENIZER[0] = lambda folder, send: FrontEnd(model.config, tokenizer, send, 32)
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(Life, settings=settings(max_examples=20, stateful_step_count=30))
@@ -916,7 +936,7 @@ def test_any_order_of_events(real_model, tiny):
 def test_an_abort_that_crosses_the_step_wins(tiny):
     """The letter comes while the model runs: the token of that step is for nobody, and its blocks are free."""
     engine, sent = tiny(), []
-    proc = lesson.EngineCoreProc(engine, sent.append)
+    proc = EngineCoreProc(engine, sent.append)
     proc.handle([(Kind.ADD, Request("gone", [1, 2], GREEDY)), (Kind.ADD, Request("stays", [1, 2], GREEDY))])
     proc.read_mail = lambda: proc.handle([(Kind.ABORT, ["gone"])])
     proc.step()
@@ -932,8 +952,8 @@ def test_a_namesake_hears_nothing_of_whoever_left(real_model, tiny, late):
 
     def story(leave):
         to_core, from_core, heard = [], [], {}
-        proc = lesson.EngineCoreProc(tiny(), from_core.append)
-        front = lesson.FrontEnd(model.config, tokenizer, to_core.append, 32)
+        proc = EngineCoreProc(tiny(), from_core.append)
+        front = FrontEnd(model.config, tokenizer, to_core.append, 32)
 
         def read_mail():
             proc.handle(to_core), to_core.clear()
@@ -969,19 +989,19 @@ def test_the_busy_loop_says_so_when_an_abort_empties_it(tiny):
 
     def receive(seconds):
         if not mail:
-            raise lesson.ClientGone
+            raise ClientGone
         assert seconds == 0 or mail
         return mail.pop(0)
 
-    with pytest.raises(lesson.ClientGone):
-        lesson.EngineCoreProc(tiny(), sent.append).run_busy_loop(receive)
+    with pytest.raises(ClientGone):
+        EngineCoreProc(tiny(), sent.append).run_busy_loop(receive)
     assert sent[0].scheduler_stats.kv_cache_usage > 0
     assert sent[-1].scheduler_stats.num_running_reqs == 0 and sent[-1].scheduler_stats.kv_cache_usage == 0
 
 
 def test_queue_time_and_cached_tokens_travel_with_the_admission(tiny):
     sent = []
-    proc = lesson.EngineCoreProc(tiny(), sent.append)
+    proc = EngineCoreProc(tiny(), sent.append)
     proc.handle([(Kind.ADD, Request("r", [1, 2], GREEDY))])
     time.sleep(0.02)
     proc.step()
@@ -1013,7 +1033,7 @@ def test_a_slow_reader(handoff, step, read_ms):
 
 def test_the_widget_uses_the_real_collector(monkeypatch):
     before = lesson.simulate(lesson.WIDGET_DEFAULT)
-    monkeypatch.setattr(lesson, "merge_outputs", lambda old, new: None)
+    monkeypatch.setattr(collector, "merge_outputs", lambda old, new: None)
     with pytest.raises(AttributeError):
         lesson.simulate(lesson.WIDGET_DEFAULT)
     monkeypatch.undo()
@@ -1042,13 +1062,13 @@ def test_a_killed_process_and_every_place_on_the_real_model(folder):
     args = lesson.build_parser().parse_args([])
     prompts = [[504, 3575, 282, 4649, 314]] * 3
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    found = [asyncio.run(lesson.measure_place(place, args, prompts, params, 1))["texts"] for place in lesson.CLIENTS]
+    found = [asyncio.run(lesson.measure_place(place, args, prompts, params, 1))["texts"] for place in CLIENTS]
     assert found[0] == found[1] == found[2]
     heard, seconds = asyncio.run(lesson.kill_the_engine(args, prompts))
     assert heard == 3 and scripts.within(seconds, 2)
 
     async def drop():
-        llm = await lesson.AsyncLLM.start(FACTORY, {"model": args.model, "seed": 0}, folder)
+        llm = await AsyncLLM.start(lesson.make_small_engine, {"model": args.model, "seed": 0}, folder)
         return llm.client.process
 
     process = asyncio.run(drop())
@@ -1060,11 +1080,13 @@ LEAVE = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[1])
 import common, llama
+from engine.request import SamplingParams
+from engine.serving.async_llm import AsyncLLM
 lesson = common.lesson("06e_async_engine")
 async def leave():
-    engine, args = (lesson.KEY, "make_small_engine"), {"model": None, "seed": 0}
-    llm = await lesson.AsyncLLM.start(engine, args, llama.model_folder(None), sys.argv[2])
-    llm.add_request("r", "Hello", lesson.offline.SamplingParams(max_tokens=200, ignore_eos=True))
+    engine, args = lesson.make_small_engine, {"model": None, "seed": 0}
+    llm = await AsyncLLM.start(engine, args, llama.model_folder(None), sys.argv[2])
+    llm.add_request("r", "Hello", SamplingParams(max_tokens=200, ignore_eos=True))
     await asyncio.sleep(0.3)
     sys.exit(3)
 asyncio.run(leave())
@@ -1072,14 +1094,14 @@ asyncio.run(leave())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", lesson.CLIENTS)
+@pytest.mark.parametrize("place", CLIENTS)
 def test_leaving_in_the_middle_of_an_answer(place):
     done = subprocess.run([sys.executable, "-c", LEAVE, str(common.HERE), place], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (3, "")
 
 
 def test_of_pieces_put_together_the_last_says_how_it_ended():
-    collector, last = lesson.RequestOutputCollector("r"), piece(0, "b", [2], True, [{2: 0}])
+    collector, last = RequestOutputCollector("r"), piece(0, "b", [2], True, [{2: 0}])
     last.outputs[0].cumulative_logprob, last.outputs[0].stop_reason = -3.0, "b"
     collector.put(piece(0, "a", [1], logprobs=[{1: 0}]))
     collector.put(last)
@@ -1088,10 +1110,10 @@ def test_of_pieces_put_together_the_last_says_how_it_ended():
 
 
 def test_an_engine_on_a_thread_ends_although_nobody_has_read_its_letters(tiny, monkeypatch):
-    monkeypatch.setattr(lesson.ThreadClient, "ROOM", 2)
+    monkeypatch.setattr(ThreadClient, "ROOM", 2)
 
     async def run():
-        client = lesson.ThreadClient(FACTORY, None)
+        client = ThreadClient(factory, None)
         client.send((Kind.ADD, Request("r", [1, 2], GREEDY)))
         while client.outbox.qsize() < 2 or not client.inbox.empty():  # the letters of the start fill the room
             await asyncio.sleep(0.01)
@@ -1110,7 +1132,7 @@ def test_an_engine_whose_front_end_cannot_start_is_ended(tiny, folder, monkeypat
     monkeypatch.setattr(llama, "Tokenizer", refuse)
     before = set(threading.enumerate())
     with pytest.raises(common.InputError, match="no tokenizer"):
-        asyncio.run(lesson.AsyncLLM.start(FACTORY, None, folder, "thread"))
+        asyncio.run(AsyncLLM.start(factory, None, folder, "thread"))
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "EngineCore"]
 
 

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import common
+
 import asyncio
 import json
 
-import common
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.errors import EngineDeadError
+from engine.serving.openai.tools import structured_outputs
+from engine.serving.collector import RequestOutputCollector
 from engine.serving.openai import responses as lesson
+from engine.front_end import CompletionOutput
+from engine.sampling.sampler import Logprob
+from engine.serving.openai.app import build_app
+from engine.serving.openai.chat_template import messages_for_template
+from engine.serving.openai.responses import Kept, ResponseWriter, Stored
+from engine.serving.openai.responses_protocol import ResponsesRequest, as_chat
 
 openai_api = common.lesson("06f_openai_api")
-offline, async_engine = openai_api.offline, openai_api.async_engine
-ResponsesRequest = lesson.ResponsesRequest
+offline = openai_api.offline
 USAGE = {"input_tokens": 1}
 
 
@@ -30,13 +39,13 @@ class Script(openai_api.ScriptedLLM):
         self.added.append((request_id, prompt, params))
         waiting, ids = list(self.pieces), prompt["prompt_token_ids"]
 
-        class Collector(async_engine.RequestOutputCollector):
+        class Collector(RequestOutputCollector):
             async def get(collector):
                 if isinstance(waiting[0], Exception):
                     raise waiting.pop(0)
                 texts, waiting[:] = (waiting[:1], waiting[1:]) if stream else (waiting[:], [])
-                found = [{i: offline.Logprob(-1.0, 1, text)} for i, text in enumerate(texts)] if self.logprobs else None
-                answer = offline.CompletionOutput(0, "".join(texts), [*range(len(texts))], logprobs=found,
+                found = [{i: Logprob(-1.0, 1, text)} for i, text in enumerate(texts)] if self.logprobs else None
+                answer = CompletionOutput(0, "".join(texts), [*range(len(texts))], logprobs=found,
                                                   finish_reason=None if waiting else self.reason)  # fmt: skip
                 return openai_api.RequestOutput(request_id, prompt["prompt"], ids, [answer], not waiting, 2)
 
@@ -51,7 +60,7 @@ class Calling(openai_api.OpenAIServing):
 
 def serve(*script, kind=openai_api.OpenAIServing, **about):
     llm = Script(*script, **about)
-    return llm, openai_api.build_app(kind(llm, ["smol"]))
+    return llm, build_app(kind(llm, ["smol"]))
 
 
 def ask(app, body, path="/v1/responses", **about):
@@ -117,7 +126,7 @@ grow = st.builds(lambda text: ("grow", "", text), st.sampled_from(['"x"', "}"]))
 
 @given(st.lists(text_delta | begin | grow, max_size=8), st.sampled_from(["stop", "length", "abort"]))
 def test_events_are_the_response(deltas, reason):
-    writer = lesson.ResponseWriter({"output": [], "status": "in_progress"})
+    writer = ResponseWriter({"output": [], "status": "in_progress"})
     writer.begin()
     want, events = [], []
     for delta in deltas:
@@ -213,7 +222,7 @@ def test_log_probabilities_of_text_that_was_held_back_come_with_it():
     assert [params.logprobs for *_, params in llm.added[1:]] == [3, None]
 
 
-@pytest.mark.parametrize(("error", "status"), [(async_engine.EngineDeadError("gone"), 500), (ValueError("x"), 500)])
+@pytest.mark.parametrize(("error", "status"), [(EngineDeadError("gone"), 500), (ValueError("x"), 500)])
 def test_errors_on_the_way(error, status, capsys):
     _, app = serve(("a", error))
     *events, said, last = events_of(ask(app, {"input": "x", "stream": True}).text)
@@ -301,15 +310,16 @@ def test_half_a_surrogate_pair_is_refused_in_every_field(field, given, stream):
 @pytest.mark.parametrize("said", [{}, {"parameters": None}, {"parameters": {}}])
 def test_a_function_that_names_no_parameters_has_none(said, choice):
     import llguidance
+    from engine.sampling.guided.guidance import read_grammar
+    from engine.sampling.guided.structured_outputs import normalize
 
     chat = chat_of(input=[{"role": "user", "content": "x"}], tools=[{"type": "function", "name": "f", **said}],
                    tool_choice=choice)  # fmt: skip
-    guided = common.lesson("06b_guided_decoding")
-    field, constraint = openai_api.protocol.structured_outputs(chat)
+    field, constraint = structured_outputs(chat)
 
     def matches(arguments):
         text = f'[{{"name": "f", "parameters": {arguments}}}]' if choice == "required" else arguments
-        matcher = guided.read_grammar(llguidance.LLTokenizer("byte"), *guided.normalize(constraint))
+        matcher = read_grammar(llguidance.LLTokenizer("byte"), *normalize(constraint))
         return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
 
     assert field == "tools" and matches("{}") and not matches('{"x": 1}')
@@ -317,7 +327,7 @@ def test_a_function_that_names_no_parameters_has_none(said, choice):
 
 def chat_of(**fields):
     body = ResponsesRequest(**fields)
-    return lesson.as_chat(body, body.input)
+    return as_chat(body, body.input)
 
 
 def test_items_are_messages():
@@ -341,7 +351,7 @@ def test_items_are_messages():
     def call(i, name, arguments):
         return {"id": i, "type": "function", "function": {"name": name, "arguments": arguments}}
 
-    assert lesson.protocol.messages_for_template(chat.messages) == [
+    assert messages_for_template(chat.messages) == [
         {"role": "system", "content": "I"}, {"role": "system", "content": "D"}, {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": "c", "tool_calls": [call("1", "f", {"x": 1}), call("2", "g", {})]},
         {"role": "tool", "content": "one", "tool_call_id": "1"},
@@ -454,7 +464,7 @@ def test_an_item_is_found_among_others():
     ask(app, {"input": [{"type": "item_reference", "id": item["id"]} for item in found["output"][2:]]})
     assert llm.added[1][1]["prompt"] == "done"
     chat = chat_of(input=[{"type": "function_call", "call_id": "1", "name": "f", "arguments": None}])
-    assert lesson.protocol.messages_for_template(chat.messages)[0]["tool_calls"][0]["function"]["arguments"] == {}
+    assert messages_for_template(chat.messages)[0]["tool_calls"][0]["function"]["arguments"] == {}
 
 
 @pytest.mark.parametrize("fields", [
@@ -485,7 +495,7 @@ KEYS = {name: {"authorization": f"Bearer key-{name}"} for name in "ab"}
 
 def serve_two(**about):
     llm = Script(**about)
-    return llm, openai_api.build_app(openai_api.OpenAIServing(llm, ["smol"]), ["key-a", "key-b"])
+    return llm, build_app(openai_api.OpenAIServing(llm, ["smol"]), ["key-a", "key-b"])
 
 
 @pytest.mark.parametrize("how", ["header", "field"])
@@ -533,7 +543,7 @@ def test_a_salt_is_its_keys_own():
             return super().add_request(*about, **more)
 
     llm = Salted()
-    app = openai_api.build_app(openai_api.OpenAIServing(llm, ["smol"]), ["key-a", "key-b"])
+    app = build_app(openai_api.OpenAIServing(llm, ["smol"]), ["key-a", "key-b"])
     for who, salt in (("a", "1"), ("b", "1"), ("a", "1"), ("a", "2"), ("a", None)):
         for path, body in (("/v1/responses", X), ("/v1/completions", {"prompt": "x"})):
             ask(app, body | {"cache_salt": salt}, path, headers=KEYS[who])
@@ -543,11 +553,11 @@ def test_a_salt_is_its_keys_own():
 
 
 def test_the_oldest_makes_room():
-    api = lesson.Kept(most=100)
+    api = Kept(most=100)
 
     def keep(name, size):
         output = [{"id": f"msg_{name}"}]
-        api.add(lesson.Stored({"id": name, "output": output}, ["before", name], size))
+        api.add(Stored({"id": name, "output": output}, ["before", name], size))
 
     keep("a", 50), keep("b", 50)
     assert api.find("a").size == 50 and api.find_item("msg_a") == "a" and api.size == 100

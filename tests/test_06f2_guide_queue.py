@@ -1,4 +1,4 @@
-"""Part 06f2: guides of strangers are compiled in two lanes; nobody waits for what takes long but those who want it."""
+"""Guides of strangers are compiled in two lanes; nobody waits for what takes long but those who want it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ import common
 import pytest
 
 pytest.importorskip("llguidance")
+from engine.request import Request, SamplingParams
+from engine.serving.core_proc import EngineCoreProc
+from engine.serving.letters import EngineCoreRequestType
 from engine.sampling.guided import guide_queue as lesson
+from engine.errors import QueueOverflowError
+from engine.sampling.guided import limits
+from engine.sampling.guided.vocabulary import Vocabulary
 
-guided = lesson.guided
-QueueOverflowError = lesson.QueueOverflowError
+async_engine = common.lesson("06e_async_engine")
 
 ENDLESS = {"json": {"type": "integer", "multipleOf": 9_999_991}}  # 42 characters, and an automaton of gigabytes
 EASY = {"json": {"type": "boolean"}}
@@ -26,7 +31,7 @@ EASY = {"json": {"type": "boolean"}}
 @functools.cache
 def letters():
     """A vocabulary of bytes, which only our own patterns need to know."""
-    return guided.Vocabulary([bytes([b]) for b in range(127)] + [b""], [127])
+    return Vocabulary([bytes([b]) for b in range(127)] + [b""], [127])
 
 
 class Readings:
@@ -50,7 +55,7 @@ class Readings:
         finally:
             self.running -= 1
         if cost > seconds:
-            raise guided.TooSlow(f"takes more than {seconds} s")
+            raise limits.TooSlow(f"takes more than {seconds} s")
 
     def ask(self, spec):
         return asyncio.create_task(self.queue.compile(("grammar", spec)))
@@ -218,10 +223,10 @@ def test_a_reading_that_nobody_wants_any_more_is_killed():
 def test_a_reading_has_limits(monkeypatch, limit):
     """Of a processor's time, of memory, and of the time that anybody waits."""
     spec = json.dumps(ENDLESS["json"])
-    monkeypatch.setattr(guided, "MAX_MEMORY", (64 if limit == "memory" else 4096) << 20)
-    monkeypatch.setattr(guided, "MAX_SECONDS", 0.3 if limit == "clock" else 20.0)
+    monkeypatch.setattr(limits, "MAX_MEMORY", (64 if limit == "memory" else 4096) << 20)
+    monkeypatch.setattr(limits, "MAX_SECONDS", 0.3 if limit == "clock" else 20.0)
     kind, text = (
-        (common.InputError, "stack, or 64 MiB") if limit == "memory" else (guided.TooSlow, "takes more than 0.2")
+        (common.InputError, "stack, or 64 MiB") if limit == "memory" else (limits.TooSlow, "takes more than 0.2")
     )
     start = time.perf_counter()
     with pytest.raises(kind, match=text):
@@ -231,12 +236,12 @@ def test_a_reading_has_limits(monkeypatch, limit):
 
 def test_the_engine_compiles_beside_its_steps(monkeypatch):
     """A request whose guide takes long waits alone: it is not with the scheduler yet, and can be aborted."""
-    engine_lesson, gate, letters_sent = lesson.async_engine, threading.Event(), []
-    ADD, ABORT = engine_lesson.EngineCoreRequestType.ADD, engine_lesson.EngineCoreRequestType.ABORT
+    gate, letters_sent = threading.Event(), []
+    ADD, ABORT = EngineCoreRequestType.ADD, EngineCoreRequestType.ABORT
 
     class Core:
         def __init__(self):
-            self.runner = self.scheduler = self
+            self.runner = self.scheduler = self.grammar = self
             self.patience = None
             self.requests = []
 
@@ -255,11 +260,11 @@ def test_the_engine_compiles_beside_its_steps(monkeypatch):
             self.requests[:] = [entry for entry in self.requests if entry[0] not in request_ids]
 
     def request(name, regex=None):
-        params = engine_lesson.SamplingParams(structured_outputs=regex and {"regex": regex})
-        return engine_lesson.Request(name, [1], params)
+        params = SamplingParams(structured_outputs=regex and {"regex": regex})
+        return Request(name, [1], params)
 
     core = Core()
-    proc = engine_lesson.EngineCoreProc(type("Engine", (), {"core": core})(), letters_sent.append)
+    proc = EngineCoreProc(type("Engine", (), {"core": core, "lora": None})(), letters_sent.append)
     asked = [("slow", "x"), ("leaves", "y"), ("known", "known"), ("free", None)]
     for name, regex in asked:
         proc.handle([(ADD, request(name, regex))])

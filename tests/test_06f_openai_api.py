@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import common
+
 import ast
 import asyncio
 import contextlib
@@ -16,21 +18,39 @@ import threading
 import time
 from types import SimpleNamespace
 
-import common
 from engine.sampling.guided import guide_queue
+from engine.llm_engine import LLMEngine
+from engine.front_end import CompletionOutput
+from engine.front_end import RequestOutput
+from engine.sampling.defaults import SamplingDefaults
+from engine.sampling.sampler import Logprob
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+import llama
+from engine.errors import EngineDeadError
+from engine.request import SamplingParams
+from engine.serving.collector import RequestOutputCollector
+from engine.serving.openai import gate, large_bodies, responses, tools
+from engine.serving.openai import serving as openai_serving
+from engine.serving.openai.app import build_app
+from engine.serving.openai.chat_template import left_open, messages_for_template
+from engine.serving.openai.errors import as_api_error
+from engine.serving.openai.limits import MAX_BODY_BYTES
+from engine.serving.openai.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from engine.serving.openai.responses_protocol import ResponsesRequest
+from engine.serving.openai.tool_calls import JSONEnd, ToolCallReader
+from engine.serving.openai.tools import structured_outputs
+
 lesson = common.lesson("06f_openai_api")
-async_engine, offline = lesson.async_engine, lesson.offline
-SamplingParams = lesson.SamplingParams
+offline, heartbeat = lesson.offline, lesson.async_engine.heartbeat
 
 
 def serve(llm=None, keys=(), kind=lesson.OpenAIServing, names=("smol", "alias")):
     llm = llm or lesson.ScriptedLLM(max_model_len=512)
-    return llm, lesson.build_app(kind(llm, list(names)), keys)
+    return llm, build_app(kind(llm, list(names)), keys)
 
 
 class Calling(lesson.OpenAIServing):
@@ -64,7 +84,7 @@ def test_a_client_finds_the_tokenizer_of_a_model_that_has_another_name(root):
     """`vllm bench serve` loads it from what a model's card calls root."""
     llm, serving = lesson.ScriptedLLM(), lesson.OpenAIServing(lesson.ScriptedLLM(), ["smol"], {"mine": "/adapters/1"})
     serving.llm, serving.root = llm, root
-    app = lesson.build_app(serving)
+    app = build_app(serving)
     cards = {card["id"]: card for card in ask(app, "/v1/models", method="GET").json["data"]}
     assert {name: (card["root"], card["parent"]) for name, card in cards.items()} == {
         "smol": (root or "smol", None), "mine": ("/adapters/1", "smol")}  # fmt: skip
@@ -196,7 +216,7 @@ def test_an_error_names_the_place_that_was_meant(shared, body, text):
 def test_errors_name_the_clients_field():
     for said, param in (("prompt_token_ids: token id -1 must be", "prompt"), ("tokens: token id -1 must be", "tokens"),
                         ("lora_name 'x': is loaded already", "lora_name")):  # fmt: skip
-        error = lesson.as_api_error(common.InputError(said))
+        error = as_api_error(common.InputError(said))
         assert error.param == param and str(error).startswith(param)
 
 
@@ -299,13 +319,13 @@ def test_a_large_request_stops_no_stream(kind):
     """However large and wrong it is, the loop is never away for longer than one call into C takes. Its own answer may
     be late. Somebody else's work on this machine may be in the way once, but hardly three times."""
     path, body = LARGE[kind]
-    assert len(body) <= lesson.MAX_BODY_BYTES
+    assert len(body) <= MAX_BODY_BYTES
     _, app = serve(lesson.ScriptedLLM(max_model_len=8192), kind=Calling)
 
     async def longest_stall():
         lateness = []
         await lesson.call(app, path, b"{}")
-        beat = asyncio.create_task(async_engine.heartbeat(lateness))
+        beat = asyncio.create_task(heartbeat(lateness))
         await asyncio.sleep(0.02)
         lateness.clear()
         heard = await lesson.call(app, path, body)
@@ -336,9 +356,9 @@ def test_what_a_large_request_costs_is_paid_elsewhere(kind, monkeypatch):
         work = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, **k: (threads.append(threading.get_ident()), work(*a, **k))[1])
 
-    noting(lesson.protocol, "parse"), noting(lesson.protocol, "structured_outputs")
+    noting(large_bodies, "parse"), noting(tools, "structured_outputs")
     noting(lesson.OpenAIServing, "check_params"), noting(lesson.OpenAIServing, "render_chat")
-    noting(lesson.responses_api, "as_chat")
+    noting(responses, "as_chat")
     ask(app, path, body)
     assert threads and here not in threads
     threads.clear()
@@ -354,8 +374,8 @@ def lists_of(schema):
     return [x for value in schema for x in lists_of(value)] if isinstance(schema, list | tuple) else []
 
 
-@pytest.mark.parametrize("kind", [lesson.CompletionRequest, lesson.ChatCompletionRequest, lesson.ResponsesRequest,
-                                  lesson.TokenizeRequest, lesson.DetokenizeRequest])  # fmt: skip
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest, ResponsesRequest,
+                                  TokenizeRequest, DetokenizeRequest])  # fmt: skip
 def test_every_list_is_read_to_its_first_mistake(kind):
     found = lists_of(kind.__pydantic_core_schema__)
     assert found and all(each.get("fail_fast") for each in found)
@@ -398,7 +418,7 @@ def test_a_body_has_so_many_parts_and_nests_so_deep(shared):
 
 def test_large_bodies_wait_for_each_other_and_for_nobody_else(shared, monkeypatch):
     _, app = shared
-    first, inside, most, parse = threading.Event(), [], [], lesson.protocol.parse
+    first, inside, most, parse = threading.Event(), [], [], large_bodies.parse
 
     def slow(body):
         if len(body) > 20_000:
@@ -408,7 +428,7 @@ def test_large_bodies_wait_for_each_other_and_for_nobody_else(shared, monkeypatc
             inside.pop()
         return parse(body)
 
-    monkeypatch.setattr(lesson.protocol, "parse", slow)
+    monkeypatch.setattr(large_bodies, "parse", slow)
 
     async def run():
         large = P | {"user": "x" * 30_000}
@@ -434,7 +454,7 @@ def test_a_long_text_is_tokenized_and_written_while_others_run(real_model):
 
         async def run(work=work):
             lateness = []
-            beat = asyncio.create_task(async_engine.heartbeat(lateness))
+            beat = asyncio.create_task(heartbeat(lateness))
             await asyncio.sleep(0.02)
             lateness.clear()
             start = time.perf_counter()
@@ -502,7 +522,7 @@ def test_other_paths(shared, method, path, body, status):
 
 def test_a_body_beyond_the_limit_is_413_however_it_comes(monkeypatch):
     """In one piece, in many, with or without its length; the client may send it to the end before it hears."""
-    monkeypatch.setattr(lesson, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(gate, "MAX_BODY_BYTES", 1000)
     llm, app = serve()
     for body in (b"x" * 1001, [b"x" * 100] * 11, [b"x" * 999, b"", b"xx"], b"x" * 50_000):
         check_error(ask(app, "/v1/completions", body), 413)
@@ -617,7 +637,7 @@ def test_what_one_key_has_loaded_no_other_key_replaces(monkeypatch):
 
     serving = lesson.OpenAIServing(Loading(), ["smol"], {"own": "/adapters/0"})
     serving.runtime_loras = True
-    app = lesson.build_app(serving, ["a", "b"])
+    app = build_app(serving, ["a", "b"])
 
     def change(path, name, key, **about):
         if path == "load":
@@ -678,9 +698,9 @@ def test_an_integer_may_be_written_with_a_point(shared):
         llm.added.clear()
     chat = M | {"max_completion_tokens": 7.0, "logprobs": True, "top_logprobs": 2.0}
     assert ask(app, "/v1/chat/completions", chat).status == 200 and llm.added[0][2].max_tokens == 7
-    assert lesson.DetokenizeRequest(tokens=[97.0, 98]).tokens == [97, 98]
+    assert DetokenizeRequest(tokens=[97.0, 98]).tokens == [97, 98]
     kept = {"metadata": {"x": 5.0}, "chat_template_kwargs": {"x": [5.0]}}
-    read = lesson.ChatCompletionRequest(**M, **kept)
+    read = ChatCompletionRequest(**M, **kept)
     assert json.dumps([read.metadata, read.chat_template_kwargs]) == json.dumps([*kept.values()]), "theirs, untouched"
 
 
@@ -861,8 +881,8 @@ def test_a_template_hears_of_tools_and_wishes(shared):
 ])  # fmt: skip
 def test_a_template_hears_what_an_answer_was_thought_of(said, heard):
     """Of answers that other servers gave; vLLM hands it on under both names, too."""
-    chat = lesson.protocol.ChatCompletionRequest(messages=[{"role": "assistant", "content": "42", **said}])
-    (message,) = lesson.protocol.messages_for_template(chat.messages)
+    chat = ChatCompletionRequest(messages=[{"role": "assistant", "content": "42", **said}])
+    (message,) = messages_for_template(chat.messages)
     assert message.get("reasoning") == message.get("reasoning_content") == heard
 
 
@@ -934,7 +954,7 @@ def test_what_a_request_leaves_open_is_as_the_model_wishes(path):
         ({"max_tokens": 10**6}, 10**6, {longest: None}, (0.25, 7, 1.25, 512)),  # no more than a context
     ):
         llm = lesson.ScriptedLLM(512)
-        llm.sampling_defaults = offline.SamplingDefaults(wishes | more, limit)
+        llm.sampling_defaults = SamplingDefaults(wishes | more, limit)
         _, app = serve(llm)
         heard = ask(app, f"/v1/{path}", OPEN[path] | body)
         assert heard.status == 200, heard.text
@@ -964,8 +984,8 @@ def test_tools_have_a_template_of_their_own(real_model):
 def tokenizers(strip):
     import transformers
 
-    folder = lesson.llama.model_folder()
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), lesson.llama.Tokenizer(folder)
+    folder = llama.model_folder()
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), llama.Tokenizer(folder)
     theirs.chat_template = ours.chat_template = theirs.chat_template.replace(
         "message['content']", f"(message['content']{strip})"
     )
@@ -983,15 +1003,15 @@ def test_an_open_end_is_transformers_own(said, strip):
     def render(found):
         return ours.render_chat(found, add_generation_prompt=False)
 
-    assert lesson.protocol.left_open(render, messages) == want and messages[-1]["content"] == said
+    assert left_open(render, messages) == want and messages[-1]["content"] == said
 
 
 @pytest.mark.parametrize("arguments", ['{"x": 3, "alternative', "[]", "5", "", None, "[" * 5000])
 def test_arguments_that_cannot_be_read_do_not_end_a_conversation(shared, arguments):
     """A call that max_tokens has cut comes back in every later request (Semantic Kernel)."""
     said = CALLED | {"tool_calls": [CALL | {"function": {"name": "f", "arguments": arguments}}]}
-    body = lesson.ChatCompletionRequest(messages=[*M["messages"], said])
-    assert lesson.protocol.messages_for_template(body.messages)[1]["tool_calls"][0]["function"]["arguments"] == {}
+    body = ChatCompletionRequest(messages=[*M["messages"], said])
+    assert messages_for_template(body.messages)[1]["tool_calls"][0]["function"]["arguments"] == {}
     assert ask(shared[1], "/v1/chat/completions", {"messages": [*M["messages"], said]}).status == 200
 
 
@@ -1072,16 +1092,16 @@ NAMED_G = {"type": "function", "function": {"name": "g"}}
 
 
 def request(choice, tools=TOOLS, **fields):
-    return lesson.ChatCompletionRequest.model_validate(M | {"tools": tools, "tool_choice": choice} | fields)
+    return ChatCompletionRequest.model_validate(M | {"tools": tools, "tool_choice": choice} | fields)
 
 
 def matches(constraint, text):
     """May an answer be `text`, byte by byte?"""
     import llguidance
+    from engine.sampling.guided.guidance import read_grammar
+    from engine.sampling.guided.structured_outputs import normalize
 
-    guided = common.lesson("06b_guided_decoding")
-    kind, spec = guided.normalize(constraint)
-    matcher = guided.read_grammar(llguidance.LLTokenizer("byte"), kind, spec)
+    matcher = read_grammar(llguidance.LLTokenizer("byte"), *normalize(constraint))
     return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
 
 
@@ -1090,7 +1110,7 @@ def call_of(name, arguments):
 
 
 def constraint(body):
-    return lesson.protocol.structured_outputs(body)[1]
+    return structured_outputs(body)[1]
 
 
 def test_a_demanded_call_can_only_be_one():
@@ -1149,7 +1169,7 @@ def test_a_demanded_call_comes_before_a_form_for_texts():
 
 def read(choice, pieces, **fields):
     """Content and (name, arguments) of every call, put together as a client does."""
-    reader, content, calls = lesson.ToolCallReader(request(choice, **fields)), "", []
+    reader, content, calls = ToolCallReader(request(choice, **fields)), "", []
     for i, piece in enumerate(pieces):
         delta = reader.read(piece, i == len(pieces) - 1)
         content += delta.get("content") or ""
@@ -1213,9 +1233,9 @@ PIECES = ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', '{"a": "
 def test_what_nearly_is_a_call_reads_the_same_however_it_comes(text, cuts):
     """And costs no more than two looks at a character, however many calls begin and do not end."""
     at = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
-    looks, look = [], lesson.protocol.JSONEnd.read
+    looks, look = [], JSONEnd.read
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lesson.protocol.JSONEnd, "read", lambda end, text: looks.append(n := look(end, text)) or n)
+        patch.setattr(JSONEnd, "read", lambda end, text: looks.append(n := look(end, text)) or n)
         whole = read("auto", [text])
         assert sum(looks) <= 2 * len(text)
     assert read("auto", [text[a:b] for a, b in itertools.pairwise(at)] or [""]) == whole
@@ -1257,15 +1277,15 @@ def test_arguments_nested_deeper_than_we_can_write_are_text():
 def test_what_json_cannot_have_is_told_at_once(json_text):
     """And nobody waits for the end of a call that is none."""
     text = f"<tool_call>{json_text}"
-    assert lesson.ToolCallReader(request("auto")).read(text, False) == {"content": text}
+    assert ToolCallReader(request("auto")).read(text, False) == {"content": text}
 
 
 @pytest.mark.parametrize(
     "unit", ["<tool_call>", '<tool_call>{"', '<tool_call>{"a": ', '<tool_call>{"</tool_call>', DECIDED]
 )
 def test_many_calls_that_begin_cost_two_looks_at_a_character(monkeypatch, unit):
-    looks, look = [], lesson.protocol.JSONEnd.read
-    monkeypatch.setattr(lesson.protocol.JSONEnd, "read", lambda end, text: looks.append(n := look(end, text)) or n)
+    looks, look = [], JSONEnd.read
+    monkeypatch.setattr(JSONEnd, "read", lambda end, text: looks.append(n := look(end, text)) or n)
     text = unit * 500
     assert read("auto", [text]) == (("", 500 * [("f", {"city": "<Rome>"})]) if unit == DECIDED else (text, []))
     assert sum(looks) <= 2 * len(text)
@@ -1338,7 +1358,7 @@ class Letters(lesson.ScriptedLLM):
 
     def add_request(self, request_id, prompt, params, **about):
         super().add_request(request_id, prompt, params)
-        collector = async_engine.RequestOutputCollector(request_id)
+        collector = RequestOutputCollector(request_id)
         self.collectors.append(collector)
         asyncio.get_running_loop().create_task(self.write(collector))
         return collector
@@ -1346,12 +1366,12 @@ class Letters(lesson.ScriptedLLM):
     async def write(self, collector):
         for what in self.pieces:
             await asyncio.sleep(0.001)
-            if isinstance(what, (Exception, offline.RequestOutput)):
+            if isinstance(what, (Exception, RequestOutput)):
                 collector.put(what)
                 return
             index, text, finished, done = what
-            answer = offline.CompletionOutput(index, text, [1], finish_reason="stop" if finished else None)
-            collector.put(offline.RequestOutput("r", "p", [1], [answer], done))
+            answer = CompletionOutput(index, text, [1], finish_reason="stop" if finished else None)
+            collector.put(RequestOutput("r", "p", [1], [answer], done))
 
 
 def test_n_answers_share_a_stream_and_silence_sends_nothing():
@@ -1391,7 +1411,7 @@ def test_a_client_may_want_fewer_and_larger_pieces(path, n, interval, want):
 
 
 def test_an_error_after_the_status_line_comes_in_the_stream():
-    pieces = [(0, "a", False, False), async_engine.EngineDeadError("gone")]
+    pieces = [(0, "a", False, False), EngineDeadError("gone")]
     heard = ask(serve(Letters(pieces))[1], "/v1/completions", P | {"stream": True})
     first, error, done = lesson.read_events(heard.text)
     assert heard.status == 200 and first["choices"][0]["text"] == "a" and done == "[DONE]"
@@ -1401,7 +1421,7 @@ def test_an_error_after_the_status_line_comes_in_the_stream():
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (async_engine.EngineDeadError("gone"), 500),
+        (EngineDeadError("gone"), 500),
         (common.InputError("prompt: no"), 400),
         (ZeroDivisionError("secret"), 500),
     ],
@@ -1416,8 +1436,8 @@ def test_kv_transfer_params_go_in_and_out():
     """Lesson 08: what a proxy says reaches the engine; what a prefill server answers tells where its blocks are."""
     params = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "h", "remote_port": 7}
     connected = type("Connected", (lesson.OpenAIServing,), {"has_kv_connector": True})
-    answer = offline.CompletionOutput(0, "x", [1], finish_reason="length")
-    news = offline.RequestOutput("r", "p", [1], [answer], True, kv_transfer_params=params)
+    answer = CompletionOutput(0, "x", [1], finish_reason="length")
+    news = RequestOutput("r", "p", [1], [answer], True, kv_transfer_params=params)
     llm, app = serve(Letters([news]), kind=connected)
     wanted = {"kv_transfer_params": {"do_remote_decode": True, "transfer_id": "t"}}
     for path, body in (("/v1/completions", P), ("/v1/chat/completions", M)):
@@ -1443,9 +1463,9 @@ def test_an_answer_that_failed_is_an_error(stream):
 
     class Failing(lesson.ScriptedLLM):
         def add_request(self, request_id, prompt, params, **about):
-            collector = async_engine.RequestOutputCollector(request_id)
-            piece = offline.CompletionOutput(0, "", [], finish_reason="error", stop_reason="KV load failed: x")
-            collector.put(offline.RequestOutput(request_id, "Hello", [1], [piece], True))
+            collector = RequestOutputCollector(request_id)
+            piece = CompletionOutput(0, "", [], finish_reason="error", stop_reason="KV load failed: x")
+            collector.put(RequestOutput(request_id, "Hello", [1], [piece], True))
             return collector
 
     heard = ask(serve(Failing(512))[1], "/v1/completions", P | {"stream": stream})
@@ -1457,8 +1477,10 @@ def test_an_answer_that_failed_is_an_error(stream):
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
 def test_an_answer_that_has_left_its_grammar_is_an_error(path, stream, monkeypatch):
     """The token that does not fit is not told any more. Two answers to one request have two places in the pattern."""
-    guided = common.lesson("06b_guided_decoding")
-    vocabulary = guided.Vocabulary([bytes([b]) for b in range(127)] + [b""], [127])
+    from engine.sampling.guided.structured_outputs import BROKEN
+    from engine.sampling.guided.vocabulary import Vocabulary
+
+    vocabulary = Vocabulary([bytes([b]) for b in range(127)] + [b""], [127])
     queue = guide_queue.GuideQueue(lambda: vocabulary)
     monkeypatch.setattr(lesson.OpenAIServing, "guide_queue", queue)
 
@@ -1466,32 +1488,32 @@ def test_an_answer_that_has_left_its_grammar_is_an_error(path, stream, monkeypat
         """Writes what it likes."""
 
         def add_request(self, request_id, prompt, params, **about):
-            collector = async_engine.RequestOutputCollector(request_id)
+            collector = RequestOutputCollector(request_id)
 
             async def write():
                 for i, text in enumerate(self.ANSWER):
-                    piece = offline.CompletionOutput(0, text, [*text.encode()])
+                    piece = CompletionOutput(0, text, [*text.encode()])
                     piece.finish_reason = "stop" if i == len(self.ANSWER) - 1 else None
-                    collector.put(offline.RequestOutput(request_id, "p", [1], [piece], piece.finish_reason is not None))
+                    collector.put(RequestOutput(request_id, "p", [1], [piece], piece.finish_reason is not None))
                     await asyncio.sleep(0.005 if about["stream"] else 0)
 
             self.added.append(asyncio.create_task(write()))
             return collector
 
     llm, app = serve(Wrong(512))
-    llm.front.model = lesson.argparse.Namespace(config=lesson.argparse.Namespace(vocab_size=128, eos_token_ids=(127,)))
+    llm.front.model_config = SimpleNamespace(vocab_size=128, eos_token_ids=(127,))
     body = {"completions": {"prompt": ["a", "b"]}, "responses": {"input": "x"}}.get(path, M) | {"stream": stream}
     body |= {"structured_outputs": {"regex": "[a-z ]{1,9}"}}
     for llm.ANSWER, fine in ((("ab", "c", " d"), True), (("ab", "c!", "d"), False), (("ab", "c\x7f"), True)):
         heard = ask(app, f"/v1/{path}", body)
-        assert (guided.BROKEN in heard.text) != fine and "!" not in heard.text
+        assert (BROKEN in heard.text) != fine and "!" not in heard.text
         assert heard.status == (200 if fine or stream else 500)
         assert "ab" in heard.text or not (fine or stream), "what was right of it is told"
 
 
 def test_a_dead_engine_is_said_at_once():
     llm, app = serve()
-    llm.dead = async_engine.EngineDeadError("the engine process has died")
+    llm.dead = EngineDeadError("the engine process has died")
     check_error(ask(app, "/v1/completions", P), 500, text="died")
     assert ask(app, "/health", method="GET").status == ask(app, "/ping", method="GET").status == 503
     assert ask(app, "/v1/models", method="GET").status == 200
@@ -1568,38 +1590,38 @@ def test_the_forgetful_server_is_caught():
       {"grammar": "g"})],
 )  # fmt: skip
 def test_three_dialects_of_one_constraint(fields, want):
-    found = lesson.protocol.structured_outputs(lesson.CompletionRequest(prompt="x", **fields))
+    found = structured_outputs(CompletionRequest(prompt="x", **fields))
     assert found is None if want is None else found[0] in fields and found[1] == want
 
 
 def logprobs_of(kind, **fields):
     serving = lesson.OpenAIServing(lesson.ScriptedLLM(), ["smol"])
     entry = {
-        65: offline.Logprob(-0.5, 2, "A"),
-        66: offline.Logprob(-0.25, 1, "B"),
-        67: offline.Logprob(float("-inf"), 3, "C"),
+        65: Logprob(-0.5, 2, "A"),
+        66: Logprob(-0.25, 1, "B"),
+        67: Logprob(float("-inf"), 3, "C"),
     }
     body = kind(**fields)
     job = lesson.Job("id", "smol", body, serving.check_params(body), [])
-    answer = offline.CompletionOutput(0, "AC", [65, 67], logprobs=[entry, {67: entry[67]}])
+    answer = CompletionOutput(0, "AC", [65, 67], logprobs=[entry, {67: entry[67]}])
     return serving.logprobs(job, 0, answer)
 
 
 def test_logprobs_of_a_chat():
-    found = logprobs_of(lesson.ChatCompletionRequest, **M, logprobs=True, top_logprobs=2)["content"]
+    found = logprobs_of(ChatCompletionRequest, **M, logprobs=True, top_logprobs=2)["content"]
     assert found[0]["token"] == "A" and found[0]["logprob"] == -0.5 and found[0]["bytes"] == [65]
     assert [x["token"] for x in found[0]["top_logprobs"]] == ["B", "A"], "the two best, best first"
     assert found[1]["logprob"] == -9999.0 and found[1]["top_logprobs"] == [], "JSON has no infinity"
     json.dumps(found, allow_nan=False)
-    none = logprobs_of(lesson.ChatCompletionRequest, **M, logprobs=True)["content"]
+    none = logprobs_of(ChatCompletionRequest, **M, logprobs=True)["content"]
     assert none[0]["top_logprobs"] == []
 
 
 def test_logprobs_of_a_completion():
-    found = logprobs_of(lesson.CompletionRequest, prompt="x", logprobs=1)
+    found = logprobs_of(CompletionRequest, prompt="x", logprobs=1)
     assert found["tokens"] == ["A", "C"] and found["text_offset"] == [0, 1]
     assert found["top_logprobs"][0] == {"B": -0.25, "A": -0.5}, "the best, and what was sampled"
-    assert logprobs_of(lesson.CompletionRequest, prompt="x") is None
+    assert logprobs_of(CompletionRequest, prompt="x") is None
 
 
 def test_of_tokens_with_one_text_the_most_probable_counts():
@@ -1608,27 +1630,27 @@ def test_of_tokens_with_one_text_the_most_probable_counts():
     serving.token_bytes = dict.fromkeys(range(8), b"a")
     ranked = [(3, 1, "b"), (4, 2, "a"), (5, 3, "a"), (6, 4, ""), (7, 5, "")]
     for order, chosen in itertools.product(itertools.permutations(ranked), (4, 5)):
-        body = lesson.CompletionRequest(prompt="x", logprobs=5)
+        body = CompletionRequest(prompt="x", logprobs=5)
         job = lesson.Job("id", "smol", body, serving.check_params(body), [])
-        entry = {t: offline.Logprob(-rank / 10, rank, text) for t, rank, text in order}
-        found = serving.logprobs(job, 0, offline.CompletionOutput(0, "a", [chosen], logprobs=[entry]))
+        entry = {t: Logprob(-rank / 10, rank, text) for t, rank, text in order}
+        found = serving.logprobs(job, 0, CompletionOutput(0, "a", [chosen], logprobs=[entry]))
         assert list(found["top_logprobs"][0].items()) == [("b", -0.1), ("a", -0.2), ("", -0.4)]
         assert found["token_logprobs"] == [-entry[chosen].rank / 10]
         job.body.return_tokens_as_token_ids = True
-        found = serving.logprobs(job, 1, offline.CompletionOutput(1, "a", [chosen], logprobs=[entry]))
+        found = serving.logprobs(job, 1, CompletionOutput(1, "a", [chosen], logprobs=[entry]))
         assert len(found["top_logprobs"][0]) == 5, "under its id, each has its own"
 
 
 def test_logprobs_under_token_ids():
     """As vLLM names them: texts can be alike, and as keys two would be one. The places in the text stay."""
     by_id = {"return_tokens_as_token_ids": True}
-    found = logprobs_of(lesson.CompletionRequest, prompt="x", logprobs=1, **by_id)
+    found = logprobs_of(CompletionRequest, prompt="x", logprobs=1, **by_id)
     assert found["tokens"] == ["token_id:65", "token_id:67"] and found["text_offset"] == [0, 1]
     assert found["top_logprobs"][0] == {"token_id:66": -0.25, "token_id:65": -0.5}
-    found = logprobs_of(lesson.ChatCompletionRequest, **M, logprobs=True, top_logprobs=2, **by_id)["content"]
+    found = logprobs_of(ChatCompletionRequest, **M, logprobs=True, top_logprobs=2, **by_id)["content"]
     assert found[0]["token"] == "token_id:65" and found[0]["bytes"] == [65], "the bytes are the text's"
     assert [x["token"] for x in found[0]["top_logprobs"]] == ["token_id:66", "token_id:65"]
-    plain = logprobs_of(lesson.CompletionRequest, prompt="x", logprobs=1, return_tokens_as_token_ids=False)
+    plain = logprobs_of(CompletionRequest, prompt="x", logprobs=1, return_tokens_as_token_ids=False)
     assert plain["tokens"] == ["A", "C"]
 
 
@@ -1641,14 +1663,14 @@ class Scoring(lesson.ScriptedLLM):
         self.added.append((request_id, prompt, params))
 
         def entry(t, k):
-            return {t: offline.Logprob(-t / 100, 2, chr(t))} | ({90: offline.Logprob(-0.01, 1, "Z")} if k else {})
+            return {t: Logprob(-t / 100, 2, chr(t))} | ({90: Logprob(-0.01, 1, "Z")} if k else {})
 
         told, told_prompt = params.logprobs, params.prompt_logprobs
-        ids, collector = prompt["prompt_token_ids"], lesson.RequestOutputCollector(request_id)
+        ids, collector = prompt["prompt_token_ids"], RequestOutputCollector(request_id)
         tokens = [ord(text) for text in self.ANSWER][: params.max_tokens]
         logprobs = None if told is None else [entry(t, told) for t in tokens]
         text = "".join(map(chr, tokens))
-        answer = offline.CompletionOutput(0, text, tokens, logprobs=logprobs, finish_reason="length")
+        answer = CompletionOutput(0, text, tokens, logprobs=logprobs, finish_reason="length")
         scores = None if told_prompt is None else [None, *(entry(t, told_prompt) for t in ids[1:])]
         collector.put(lesson.RequestOutput(request_id, prompt["prompt"], ids, [answer], True, 0, scores))
         return collector
@@ -1688,14 +1710,14 @@ def test_a_character_of_several_tokens_has_one_place_in_the_text(given):
         """One token per byte."""
 
         def add_request(self, request_id, prompt, params, **about):
-            ids, collector = [*"寿".encode()], lesson.RequestOutputCollector(request_id)
+            ids, collector = [*"寿".encode()], RequestOutputCollector(request_id)
 
             def entry(t, text):
-                return {t: offline.Logprob(-1.0, 1, text), 65: offline.Logprob(-2.0, 2, "A")}
+                return {t: Logprob(-1.0, 1, text), 65: Logprob(-2.0, 2, "A")}
 
             # A prompt's first token is not scored: who looks at the others alone knows nothing of its byte.
             said, scores = [*map(entry, [*ids, 33], ["", "", "寿", "!"])], [None, entry(ids[1], ""), entry(ids[2], "")]
-            answer = offline.CompletionOutput(0, "寿!", [*ids, 33], logprobs=said, finish_reason="length")
+            answer = CompletionOutput(0, "寿!", [*ids, 33], logprobs=said, finish_reason="length")
             collector.put(lesson.RequestOutput(request_id, prompt["prompt"], ids, [answer], True, 0, scores))
             return collector
 
@@ -1755,14 +1777,14 @@ def test_prompt_logprobs_have_vllms_form():
 
 def test_places_in_the_text_go_on_from_piece_to_piece(shared):
     serving = lesson.OpenAIServing(lesson.ScriptedLLM(), ["smol"])
-    body = lesson.CompletionRequest(prompt="x", stream=True, logprobs=0, n=2)
+    body = CompletionRequest(prompt="x", stream=True, logprobs=0, n=2)
     job = lesson.Job("id", "smol", body, serving.check_params(body), [])
 
     def offsets(index, *words):
         ids = [ord(word[0]) for word in words]
         serving.token_bytes |= {i: word.encode() for i, word in zip(ids, words)}
-        logprobs = [{i: offline.Logprob(-1.0, 1, word)} for i, word in zip(ids, words)]
-        piece = offline.CompletionOutput(index, "", ids, logprobs=logprobs)
+        logprobs = [{i: Logprob(-1.0, 1, word)} for i, word in zip(ids, words)]
+        piece = CompletionOutput(index, "", ids, logprobs=logprobs)
         return serving.choice(job, index, piece)["logprobs"]["text_offset"]
 
     assert [offsets(0, "ab", "c"), offsets(1, "d"), offsets(0), offsets(0, "e", "f"), offsets(1, "g")] == [
@@ -1817,7 +1839,7 @@ VALUES = st.recursive(
     | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "json", "regex", "5"]), inner, max_size=3),
     max_leaves=5,
 )  # fmt: skip
-NAMES = sorted({*lesson.CompletionRequest.model_fields, *lesson.ChatCompletionRequest.model_fields, "x"})
+NAMES = sorted({*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields, "x"})
 
 
 BODIES = given(st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]),
@@ -1859,9 +1881,9 @@ class Total(lesson.ScriptedLLM):
         tokenizer.config = {}
         tokenizer.backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
         tokenizer.backend.decoder = decoders.ByteLevel()
-        self.front._check_ids = lambda name, ids: offline.LLMEngine._check_ids(self.front, name, ids)
-        config = lesson.argparse.Namespace(vocab_size=128, eos_token_ids=(0,))
-        self.front.model = lesson.argparse.Namespace(config=config)
+        self.front._check_ids = lambda name, ids: LLMEngine._check_ids(self.front, name, ids)
+        config = SimpleNamespace(vocab_size=128, eos_token_ids=(0,))
+        self.front.model_config = config
 
 
 check_body.app = serve(Total())[1]
@@ -2061,5 +2083,5 @@ def test_stations_look_in_the_order_of_the_figure_and_one_mistake_is_named_at_a_
 
 
 def test_the_widget_uses_the_real_checks(monkeypatch):
-    monkeypatch.setattr(lesson, "sampling_params", lambda *args: SamplingParams())
+    monkeypatch.setattr(openai_serving, "sampling_params", lambda *args: SamplingParams())
     assert lesson.simulate({**lesson.WIDGET_DEFAULT, "prompt": "5 characters", "inside": 0})["status"] == 200

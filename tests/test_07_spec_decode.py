@@ -10,7 +10,18 @@ import random
 from types import SimpleNamespace
 
 import common
-from engine.spec_decode import drafts_ahead
+from lab import drafts_ahead
+from engine.llm import LLM
+from engine.config import VllmConfig
+from engine.spec_decode.verifier import DraftVerifier
+from engine.output import EngineCoreOutput
+from engine.request import Request
+from engine.request import RequestStatus
+from engine.request import SamplingParams
+from engine.llm_engine import LLMEngine
+from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import SamplingState
+from engine.sampling.sampler import uniforms
 import pytest
 from engine.core.scheduler import one_by_one
 from support.broken import break_class
@@ -24,7 +35,7 @@ from engine.spec_decode import drafters
 from lab import enumeration
 
 offline = common.lesson("04b_offline_engine")
-SamplingParams, SpeculativeConfig = offline.SamplingParams, lesson.SpeculativeConfig
+SpeculativeConfig = lesson.SpeculativeConfig
 Draft, DraftContext, Drafter = lesson.Draft, lesson.DraftContext, lesson.Drafter
 PAIRS = list(lesson.PAIRS.values())
 
@@ -65,13 +76,13 @@ def test_adversarial_pairs_by_enumeration(pair, K):
 def test_only_rounding_is_forgiven(tiny_model):
     """Two answers may part where u lies on the edge between both tokens, or where two logits tie; nowhere else."""
     prompt, seen = [3, 1, 4], set()
-    params = [lesson.offline.SamplingParams(temperature=0.7, seed=seed) for seed in range(300)]
+    params = [SamplingParams(temperature=0.7, seed=seed) for seed in range(300)]
     logits = tiny_model.logits(tiny_model.forward(
         torch.tensor(prompt, device=tiny_model.device), torch.arange(3, device=tiny_model.device),
         lesson.offline.scheduling.recompute)[-1:])[0].double().cpu()  # fmt: skip
     edges = (logits / 0.7).softmax(0).cumsum(0).tolist()
     for each in params:
-        u = lesson.offline.uniforms([each.seed], [0])[0]
+        u = uniforms([each.seed], [0])[0]
         drawn = next(x for x, edge in enumerate(edges) if edge > u)
         for other in {max(drawn - 1, 0), min(drawn + 1, 127), 127 - drawn} - {drawn}:
             close = all(abs(edges[x] - u) <= 1e-3 for x in (min(drawn, other), max(drawn, other) - 1))
@@ -81,7 +92,7 @@ def test_only_rounding_is_forgiven(tiny_model):
     assert seen == {True, False}
     same = functools.partial(enumeration.same_but_for_rounding, tiny_model, prompt, params[0])
     assert same([1, 2], [1, 2]) and not same([1, 2], [1, 2, 3])
-    greedy = lesson.offline.SamplingParams(temperature=0)
+    greedy = SamplingParams(temperature=0)
     best, second = logits.topk(2).indices.tolist()
     assert not enumeration.same_but_for_rounding(tiny_model, prompt, greedy, [best], [second])
     gap = (logits[best] - logits[second]).item() / logits.abs().max().item()
@@ -95,7 +106,7 @@ def test_rounding_is_judged_where_two_answers_part(tiny_model):
     logits = tiny_model.logits(hidden[-1:])[0].double().cpu()
     best, second = logits.topk(2).indices.tolist()
     edges = (logits / 0.7).softmax(0).cumsum(0)
-    u = offline.uniforms([5], [2])[0]
+    u = uniforms([5], [2])[0]
     drawn = int((edges > u).nonzero()[0])
     gap = ((logits[best] - logits[second]) / logits.abs().max()).item()
     cases = [(SamplingParams(temperature=0), best, second, gap),
@@ -744,11 +755,11 @@ def ruled() -> list[tuple[list[int], SamplingParams]]:
     return [([5, 5, 6 + i], SamplingParams(max_tokens=16, **w)) for i, w in enumerate(wishes)]
 
 
-def engine_of(model, tokenizer, config=None, drafter=None, base=None, **options):
-    base = base or common.lesson("06_serving").engine_class(tokenizer=tokenizer)
+def engine_of(model, tokenizer, config=None, drafter=None, kv_cache_dtype="auto", **options):
     options = {"max_model_len": 64, "max_num_seqs": 4, "block_size": 4, "num_gpu_blocks_override": 80} | options
-    kind = base if config is None else lesson.speculative_engine(base, config, drafter or lesson.make_drafter)
-    return kind(model, tokenizer, **options)
+    plug = {"drafter": drafter} if drafter else {}
+    about = VllmConfig(speculative_config=config, kv_cache_dtype=kv_cache_dtype, plug=plug)
+    return LLMEngine(model, tokenizer, config=about, **options)
 
 
 class Close(float):
@@ -764,7 +775,7 @@ def run(engine, jobs):
     """Everything at once, invariants after every step. Returns {id: tokens}, {id: logprobs}."""
     core, tokens, logprobs = engine.core, {}, {}
     for i, (prompt, params) in enumerate(jobs):
-        core.add_request(lesson.Request(str(i), list(prompt), params, eos_token_id=17))
+        core.add_request(Request(str(i), list(prompt), params, eos_token_id=17))
     scheduler = core.scheduler
     schedule = type(scheduler).schedule
 
@@ -860,15 +871,6 @@ def test_other_drafters_change_no_token(tiny_model, real_model, jobs, plain, met
     assert run(engine_of(tiny_model, real_model[1], config, num_gpu_blocks_override=24), jobs) == plain
 
 
-def test_on_lesson_04s_scheduler(tiny_model, real_model, jobs, plain):
-    """Whose requests take all their blocks on admission: no draft may reach beyond them."""
-    config, oracle = lesson.configure("ngram", 5), Oracle(truth_of(jobs, plain), right=1.0)
-    engine = engine_of(tiny_model, real_model[1], config, lambda config, model: oracle, offline.LLMEngine)
-    assert run(engine, jobs) == plain
-    stats = engine.core.scheduler.spec_decoding_stats
-    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
-
-
 def test_drafts_that_are_granted_as_tokens_are_noticed(tiny_model, real_model, jobs, plain, monkeypatch):
     """The page's third exercise."""
     break_class(monkeypatch, lesson.Scheduler, "drafted := num_new_tokens - self._behind(request)", "drafted := 0")
@@ -881,8 +883,8 @@ def test_drafts_that_are_granted_as_tokens_are_noticed(tiny_model, real_model, j
 def test_drafts_go_with_the_last_token_as_far_as_the_budget_goes(tiny_model, real_model):
     """Not before it, and not while it is on its way; and where drafts are, too, nothing is taken back (06c)."""
     scheduler = engine_of(tiny_model, real_model[1], lesson.configure("ngram", 3)).core.scheduler
-    request = lesson.Request("r", [1, 2, 3, 4, 5], SamplingParams())
-    request.status, request.spec_token_ids = lesson.scheduling.RequestStatus.RUNNING, [7, 8, 9]
+    request = Request("r", [1, 2, 3, 4, 5], SamplingParams())
+    request.status, request.spec_token_ids = RequestStatus.RUNNING, [7, 8, 9]
     for computed, budget, granted in ((4, 9, 4), (4, 3, 3), (4, 1, 1), (2, 9, 6), (2, 2, 2), (5, 9, 0), (7, 9, 0)):
         request.num_computed_tokens, scheduler.token_budget = computed, budget
         assert scheduler._num_new_tokens(request) == granted
@@ -892,7 +894,7 @@ def test_who_loses_its_seat_in_a_step_takes_its_drafts_along(tiny_model, real_mo
     """It was in the step already, with a draft, when somebody more urgent needed its blocks."""
     engine = engine_of(tiny_model, real_model[1], lesson.configure("ngram", 3), scheduling_policy="priority")
     core, scheduler = engine.core, engine.core.scheduler
-    low, high = (lesson.Request(name, prompt, SamplingParams(max_tokens=9, ignore_eos=True), priority=priority)
+    low, high = (Request(name, prompt, SamplingParams(max_tokens=9, ignore_eos=True), priority=priority)
                  for name, prompt, priority in (("low", [1] * 5, 1), ("high", [2] * 8, 0)))  # fmt: skip
     for request in (low, high):
         core.add_request(request)
@@ -928,7 +930,7 @@ def test_what_was_drafted_counts_though_nothing_stood():
 
 
 def test_one_by_one_the_last_token_brings_the_end():
-    whole = lesson.EngineCoreOutput("r", [5, 6, 7], "stop", 7)
+    whole = EngineCoreOutput("r", [5, 6, 7], "stop", 7)
     parts = [(o.new_token_ids, o.finish_reason, o.stop_reason) for o in one_by_one(whole)]
     assert parts == [([5], None, None), ([6], None, None), ([7], "stop", 7)]
 
@@ -966,7 +968,7 @@ def test_text_and_log_probabilities_of_the_front_end(tiny_model, real_model):
     """Several tokens a step: stop strings in the middle, log probabilities token by token, samples of one prompt."""
     answers = []
     for config in (None, lesson.configure("ngram", 4)):
-        llm = offline.LLM.__new__(offline.LLM)
+        llm = LLM.__new__(LLM)
         llm.llm_engine, llm.num_requests = engine_of(tiny_model, real_model[1], config), 0
         prompt = {"prompt_token_ids": [4, 9, 4, 9, 4, 9]}
         greedy = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=30, logprobs=1))[0]
@@ -998,7 +1000,7 @@ def test_aborts_leave_nothing(tiny_model, real_model, jobs, plain):
     engine = engine_of(tiny_model, real_model[1], lesson.configure("ngram", 3), lambda c, m: oracle, max_num_seqs=8)
     core = engine.core
     for i, (prompt, params) in enumerate(jobs):
-        core.add_request(lesson.Request(str(i), prompt, params, eos_token_id=17))
+        core.add_request(Request(str(i), prompt, params, eos_token_id=17))
     for step in range(4):
         output = core.scheduler.schedule()
         sampled = core.execute_model(output)
@@ -1008,7 +1010,7 @@ def test_aborts_leave_nothing(tiny_model, real_model, jobs, plain):
     core.step()
     pool = core.scheduler.kv_cache_manager.block_pool
     assert pool.num_free_blocks == pool.num_blocks - 1 and not core.scheduler.requests
-    assert not core.runner.batch.rows and not core.runner.states and not core.runner.k
+    assert not core.runner.batch.rows and not core.runner.states and not core.runner.drafts.k
 
 
 # --- Drafts that were drawn -----------------------------------------------------------------------------------------
@@ -1037,13 +1039,13 @@ def test_what_drafts_were_drawn_from_leaves_with_the_request(tiny_model, real_mo
     engine = engine_of(tiny_model, real_model[1], lesson.configure("ngram", 2), lambda c, m: Dice(128), max_num_seqs=4)
     core = engine.core
     for name, n in (("ends", 6), ("leaves", 40), ("stays", 40)):
-        core.add_request(lesson.Request(name, [1, 2, 3], SamplingParams(seed=1, max_tokens=n, ignore_eos=True)))
+        core.add_request(Request(name, [1, 2, 3], SamplingParams(seed=1, max_tokens=n, ignore_eos=True)))
     while "ends" in core.scheduler.requests:
         core.step()
-    assert core.runner.draft_probs.keys() >= {"leaves", "stays"}
+    assert core.runner.drafts.draft_probs.keys() >= {"leaves", "stays"}
     core.abort_requests(["leaves"])
     core.step()
-    assert core.runner.draft_probs.keys() <= {"stays"}
+    assert core.runner.drafts.draft_probs.keys() <= {"stays"}
 
 
 def distance_of_pairs(real_model, n: int) -> tuple[float, float]:
@@ -1052,20 +1054,20 @@ def distance_of_pairs(real_model, n: int) -> tuple[float, float]:
     V = 6
     model = llama.random_model(seed=5, vocab_size=V, num_hidden_layers=1)
     params = [SamplingParams(temperature=1.3, top_k=5, max_tokens=3, seed=i, ignore_eos=True) for i in range(n)]
-    engine = engine_of(model, real_model[1], lesson.configure("ngram", 2), lambda c, m: Dice(V), offline.LLMEngine,
+    engine = engine_of(model, real_model[1], lesson.configure("ngram", 2), lambda c, m: Dice(V),
                        max_num_seqs=128, num_gpu_blocks_override=600)  # fmt: skip
     for i, one in enumerate(params):
-        engine.core.add_request(lesson.Request(str(i), [1, 2], one))
+        engine.core.add_request(Request(str(i), [1, 2], one))
     outputs: dict = {}
     while engine.core.scheduler.has_unfinished_requests():
         for o in engine.core.step():
             outputs.setdefault(o.request_id, []).extend(o.new_token_ids)
-    state = offline.SamplingState(lesson.Request("x", [1, 2], params[0]), 0)
+    state = SamplingState(Request("x", [1, 2], params[0]), 0)
 
     def next_token(tokens):
         ids, positions = (torch.tensor(x, device=model.device) for x in (tokens, range(len(tokens))))
         hidden = model.forward(ids, positions, common.lesson("01_kv_cache").recompute)
-        return offline.Sampler.probabilities(model.logits(hidden[-1:]), [state])[0].tolist()
+        return Sampler.probabilities(model.logits(hidden[-1:]), [state])[0].tolist()
 
     want: dict = {}
     for a, pa in enumerate(next_token([1, 2])):
@@ -1196,12 +1198,12 @@ def test_k_follows_the_batch_and_the_luck(tiny_model, real_model):
 
 def test_k_grows_by_two_where_all_stood_and_else_shrinks_by_one():
     """As Transformers does it: never above the config's, never 0; a pass without drafts says nothing."""
-    runner = SimpleNamespace(k={}, speculative_config=SimpleNamespace(num_speculative_tokens=7))
+    verifier = SimpleNamespace(k={}, config=SimpleNamespace(num_speculative_tokens=7))
     passes = [(7, 3, 6), (6, 0, 5), (0, 0, 5), (5, 5, 7), (7, 7, 7), *((k, 0, k - 1) for k in range(7, 1, -1)),
               (1, 0, 1), (1, 1, 3)]  # fmt: skip
     for drafts, accepted, following in passes:
-        assert lesson.SpeculativeModelRunner.adapt(runner, "r", drafts, accepted) == following
-    assert lesson.SpeculativeModelRunner.adapt(runner, "other", 0, 0) == 7
+        assert DraftVerifier.adapt(verifier, "r", drafts, accepted) == following
+    assert DraftVerifier.adapt(verifier, "other", 0, 0) == 7
 
 
 def test_what_was_broken_to_show_it_is_mended_whatever_happens():
@@ -1218,7 +1220,7 @@ def ahead(tiny_model):
     core, _ = drafts_ahead.make_loop("async", tiny_model, 3, 16)
 
     def make(n):
-        return lesson.Request("r", [1, 2, 3, 4], SamplingParams(max_tokens=n, ignore_eos=True))
+        return Request("r", [1, 2, 3, 4], SamplingParams(max_tokens=n, ignore_eos=True))
 
     return core, core.scheduler, make
 
@@ -1243,22 +1245,20 @@ def test_nothing_is_taken_back_from_who_will_begin_again(tiny_model):
     assert output.scheduled_spec_decode_tokens == {"r": [-1] * 3}
     scheduler.running.remove(request)
     scheduler.waiting.prepend_request(request)
-    request.status, request.num_computed_tokens = lesson.scheduling.RequestStatus.PREEMPTED, 0
+    request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
     scheduler.update_from_output(output, {"r": [5]})
     assert request.num_computed_tokens == 0 and scheduler.spec_decoding_stats.num_drafts == 0
 
 
 def test_a_cache_that_cannot_take_back_is_refused(tiny_model, real_model):
-    base = common.lesson("06_serving").engine_class("kivi_2bit", tokenizer=real_model[1])
     with pytest.raises(common.InputError, match="kivi_2bit"):
-        engine_of(tiny_model, real_model[1], lesson.configure("ngram", 3), base=base)
+        engine_of(tiny_model, real_model[1], lesson.configure("ngram", 3), kv_cache_dtype="kivi_2bit")
 
 
 def test_a_quantized_cache(tiny_model, real_model):
-    base = common.lesson("06_serving").engine_class("fp8", tokenizer=real_model[1])
     jobs = [([3, 4, 3, 4, 3], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))]
-    plain = run(engine_of(tiny_model, real_model[1], base=base), jobs)
-    assert run(engine_of(tiny_model, real_model[1], lesson.configure("suffix", 4), base=base), jobs) == plain
+    plain = run(engine_of(tiny_model, real_model[1], kv_cache_dtype="fp8"), jobs)
+    assert run(engine_of(tiny_model, real_model[1], lesson.configure("suffix", 4), kv_cache_dtype="fp8"), jobs) == plain
 
 
 def test_kernels_in_the_engine(tiny_model, real_model):
@@ -1297,11 +1297,9 @@ def test_real_model_in_the_whole_engine(real_model):
               SamplingParams(temperature=0, max_tokens=6, structured_outputs={"choice": ["yes", "no"]})]  # fmt: skip
     answers, config = [], {"method": "suffix", "num_speculative_tokens": 4, "prompt_lookup_min": 2}
     for speculative_config in (None, config):
-        llm = offline.LLM.__new__(offline.LLM)
-        llm.num_requests = 0
-        llm.llm_engine = common.lesson("06_serving").offline_engine(
+        llm = LLM(
             model,
-            tokenizer,
+            tokenizer=tokenizer,
             speculative_config=speculative_config,
             max_model_len=256,
             num_gpu_blocks_override=40,
@@ -1347,7 +1345,7 @@ def test_wrong_bookkeeping_is_caught(tiny_model, real_model, jobs, plain, name):
         assert run(engine(), [(prompt, params)])[0]["0"] == want
         with lesson.broken(name):
             core, tokens = engine().core, []
-            core.add_request(lesson.Request("0", prompt, params, eos_token_id=17))
+            core.add_request(Request("0", prompt, params, eos_token_id=17))
             while core.scheduler.has_unfinished_requests():
                 tokens += [t for output in core.step() for t in output.new_token_ids]
             differ += tokens != want

@@ -17,6 +17,13 @@ import common
 import numpy as np
 import pytest
 from engine.config import SchedulerConfig
+from engine.sampling import sampler
+from engine.config import VllmConfig
+from engine.worker.assemble import make_runner
+from engine.request import Request
+from engine.spec_decode import verifier
+from engine.core.engine_core import EngineCore
+from engine.sampling.sampler import uniforms
 from engine.core.scheduler import make_scheduler
 import torch
 import torch.nn.functional as F
@@ -220,7 +227,7 @@ def test_guesses_are_drawn_from_what_is_reported(tiny_model):
 def test_random_numbers_of_guesses_are_nobody_elses(tiny_model, monkeypatch):
     """In the engine: each round's first number is new, and none of them decides or draws in verification."""
     drawn, others, choosing = {}, [], []
-    choose, uniforms = lesson.choose, offline.uniforms
+    choose = lesson.choose
 
     def listening(seeds, steps):
         u = uniforms(seeds, steps)
@@ -239,7 +246,9 @@ def test_random_numbers_of_guesses_are_nobody_elses(tiny_model, monkeypatch):
         return result
 
     monkeypatch.setattr(lesson, "choose", watched)
-    monkeypatch.setattr(offline, "uniforms", listening)
+    monkeypatch.setattr(verifier, "uniforms", listening)
+    monkeypatch.setattr(sampler, "uniforms", listening)
+    monkeypatch.setattr(lesson, "uniforms", listening)
     answers(tiny_model, drafter_for("draft_model", tiny_model), temperature=1.0)
     firsts = [number for (_, step), numbers in drawn.items() if step == 0 for number in numbers]
     assert len(firsts) == len(set(firsts)) > 20
@@ -261,21 +270,15 @@ def test_in_the_engine_greedy_answers_are_plain_ones(method, tiny_model):
 def answers(tiny_model: llama.Llama, drafter: lesson.Drafter | None, temperature: float = 0.0) -> list[list[int]]:
     rng = random.Random(0)
     prompts = [[rng.randrange(128) for _ in range(n)] for n in (3, 15, 17, 40)]
-    scheduling = common.lesson("04_continuous_batching")
     limits = SchedulerConfig(max_model_len=96, max_num_seqs=3, max_num_batched_tokens=128)
     config = lesson.drafting.SpeculativeConfig(num_speculative_tokens=3) if drafter else None
     scheduler = make_scheduler(limits, 64, 16, enable_prefix_caching=False, drafts=config)
-    runner, core_class = offline.SamplingModelRunner, scheduling.ModelEngineCore
-    if drafter:
-        members = {"speculative_config": config,
-                   "make_drafter": staticmethod(lambda config, model: drafter)}  # fmt: skip
-        runner = type("R", (speculative.SpeculativeModelRunner, runner), members)
-        core_class = speculative.SpeculativeEngineCore
-    core = core_class(scheduler, runner(tiny_model, scheduler))
+    about = VllmConfig(speculative_config=config, plug={"drafter": lambda config, model: drafter})
+    core = EngineCore(scheduler, make_runner(tiny_model, limits, 64, 16, about))
     done: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
     for i, prompt in enumerate(prompts):
         params = SamplingParams(temperature=temperature, seed=i, max_tokens=16 - 4 * i, ignore_eos=True)
-        core.add_request(scheduling.Request(str(i), prompt, params))
+        core.add_request(Request(str(i), prompt, params))
     while scheduler.has_unfinished_requests():
         for output in core.step():
             done[output.request_id] += output.new_token_ids
@@ -981,7 +984,7 @@ def test_rows_where_the_plan_has_them(tiny_model, answered, monkeypatch):
     """Without the worker's correction, rows behind a rejected draft would lie beyond what is known."""
     prompts, plain = answered
     whole = [[*prompt, *answer] for prompt, answer in zip(prompts, plain)]
-    monkeypatch.setattr(lesson.drafts_ahead, "min", lambda planned, known: planned, raising=False)
+    monkeypatch.setattr(verifier, "min", lambda planned, known: planned, raising=False)
     with pytest.raises(RuntimeError, match="a sample was lost"):
         lesson.drafts_ahead.compare_loops(tiny_model, prompts, 13, 3, lambda config, model: Prophet(whole, 1))
 

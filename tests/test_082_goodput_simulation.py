@@ -17,6 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab import goodput as lesson
+from engine.worker.model_runner import ModelRunner
+from engine.request import Request
+from engine.request import RequestStatus
+from engine.request import SamplingParams
 
 continuous_batching = common.lesson("04_continuous_batching")
 Cluster, CostModel, Deployment, Job, Limits = (
@@ -130,14 +134,14 @@ def test_measured_steps_are_what_they_say(tiny_model, monkeypatch):
     monkeypatch.setattr(lesson, "PROMPTS", (16, 33))
     monkeypatch.setattr(lesson, "MIXTURES", ((2, 20, 9),))
     steps = []
-    run = continuous_batching.ModelRunner.execute_model
+    run = ModelRunner.execute_model
 
     def spy(self, output):
         steps.append([(n, r.num_computed_tokens) for r in [*output.scheduled_running_reqs, *output.scheduled_new_reqs]
                       for n in [output.num_scheduled_tokens[r.request_id]]])  # fmt: skip
         return run(self, output)
 
-    monkeypatch.setattr(continuous_batching.ModelRunner, "execute_model", spy)
+    monkeypatch.setattr(ModelRunner, "execute_model", spy)
     table = lesson.measure_steps(tiny_model, rounds=1)
     works = [[(1, 40)], [(1, 17)] * 3, [(16, 16)], [(33, 33)], [(1, 20)] * 2 + [(9, 9)]]
     assert [tuple(row[:4]) for row in table] == [lesson.features(w) for w in works]
@@ -281,8 +285,8 @@ def test_a_prompt_goes_where_fewest_tokens_wait_and_then_fewest_requests():
 def test_whoever_is_done_at_a_prefill_leaves_the_books_and_keeps_its_blocks():
     manager = continuous_batching.KVCacheManager(9, 16, 64)
     scheduler = lesson.PrefillScheduler(lesson.ChunkedConfig(64, 4, 64), manager)
-    params = continuous_batching.SamplingParams(max_tokens=1, ignore_eos=True)
-    scheduler.add_request(continuous_batching.Request("a", [0] * 20, params))
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    scheduler.add_request(Request("a", [0] * 20, params))
     scheduler.update_from_output(scheduler.schedule(), {"a": [0]})
     assert not scheduler.has_unfinished_requests() and scheduler.schedule().finished_req_ids == ["a"]
     assert len(manager.req_to_blocks["a"]) == 2
@@ -690,7 +694,7 @@ def newest_first(self, output):
         request = self.waiting.popleft()
         self.running.append(request)
         output.scheduled_new_reqs.append(request)
-        request.status = continuous_batching.RequestStatus.RUNNING
+        request.status = RequestStatus.RUNNING
         self._grant(request, self._num_new_tokens(request), output)
 
 

@@ -8,7 +8,6 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import common
 import pytest
@@ -18,17 +17,29 @@ from test_08_disagg import free_ports, until
 from test_12_multi_lora import NoBytes, Words
 
 import llama
+from engine.request import SamplingParams
+from engine import front_end
+from engine.llm_engine import LLMEngine
+from engine.parallel.workers import Workers
+from engine.engine_args import EngineArgs
+from engine.parallel.config import ParallelConfig
+from engine.parallel.stages import skeleton
+from engine.parallel.worker import WorkerSpec
 
-from engine.kv_transfer import remote as lesson
+from engine.parallel import transfers as lesson
+from engine.kv_transfer.config import KVTransferConfig
+from engine.kv_transfer.connectors import CONNECTORS
+from engine.kv_transfer.digest import weights_digest
+from engine.lora import lora_model
+from engine.parallel.model import map_local, shard_model
 
-adapters = common.lesson("120_adapters")
-executors, serving, SamplingParams = lesson.executors, scaling.serving, scaling.SamplingParams
+executors, serving = scaling.executors, scaling.serving
 LIMITS = dict(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4)
 
 
 @pytest.fixture
 def build(monkeypatch):
-    monkeypatch.setattr(scaling.lesson.offline, "TokenBytes", NoBytes)
+    monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
     monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
     monkeypatch.setattr(llama, "model_folder", lambda name: name)
     started = []
@@ -37,21 +48,16 @@ def build(monkeypatch):
              **extra):  # fmt: skip
         config = {"kv_connector": wire, "kv_role": role, "kv_port": free_ports(tp), "kv_load_failure_policy": policy,
                   "kv_connector_extra_config": extra}  # fmt: skip
-        args = serving.EngineArgs(tensor_parallel_size=tp, distributed_executor_backend="mp", kv_transfer_config=config,
+        args = EngineArgs(tensor_parallel_size=tp, distributed_executor_backend="mp", kv_transfer_config=config,
                                   speculative_config=drafts, enable_lora=bool(loras), max_loras=2, max_cpu_loras=4,
                                   async_scheduling=ahead)  # fmt: skip
-        parallel = executors.ParallelConfig(tp, async_scheduling=ahead)
+        parallel = ParallelConfig(tp, async_scheduling=ahead)
         executor = scaling.ThreadExecutor(parallel)
         started.append(executor)
-        runner = executors.served_runner
-        executor.collective_rpc(
-            "load_model", executors.WorkerSpec(scaling.SIZES, parallel, torch.float32, runner, args)
-        )
-        kind = serving.engine_class("auto", True, None, args.lora_config, args.speculation, args.kv_transfer, True,
-                                    ahead)  # fmt: skip
-        kind = executors.parallel_engine(kind, executor, parallel)
-        skeleton = executors.skeleton(llama.random_model(**scaling.SIZES).config, parallel, torch.float32)
-        engine = kind(skeleton, Words(), **limits)
+        spec = WorkerSpec(scaling.SIZES, parallel, torch.float32, args.vllm_config())
+        executor.collective_rpc("load_model", spec)
+        shape = skeleton(llama.random_model(**scaling.SIZES).config, parallel, torch.float32)
+        engine = LLMEngine(shape, Words(), config=args.vllm_config(Workers(executor, parallel, shape)), **limits)
         for lora in loras:
             engine.lora.add_adapter(lora.name, lora)
         return engine
@@ -78,7 +84,7 @@ def hand_over(prefill, decode, jobs=JOBS, loras=(None,), rng=None):
     address = prefill.core.scheduler.connector.address
     for i, (prompt, tokens) in enumerate(jobs):
         lora = loras[i % len(loras)]
-        merged = adapters.merged(whole, lora) if lora else whole
+        merged = lora_model.merged(whole, lora) if lora else whole
         tokens_alone = scaling.scheduling.generate_alone(merged, prompt, tokens)
         stop = rng.choice([None, *tokens_alone]) if rng else None
         truth[f"d{i}"] = tokens_alone[: tokens_alone.index(stop) + 1] if stop else tokens_alone
@@ -113,7 +119,7 @@ def check_nothing_is_kept(*engines):
         assert not (connector.names or connector.producer.exports or connector.consumer.imports or connector.orders)
         assert not (connector.sent or connector.why or connector.in_use or connector.asked)
         assert not scheduler.requests
-        if hasattr(engine, "lora"):
+        if engine.lora:
             engine.lora.check()
         kept = on_ranks(engine, lambda c, rank: [*c.producer.exports, *c.consumer.imports, *c.names])
         assert not any(kept)
@@ -145,11 +151,11 @@ def test_a_prompt_goes_from_ranks_to_ranks(build, prefill_tp, decode_tp, wire):
 
 def digests_of_ranks(model, n, change=lambda part: part):
     """What each of n ranks, as threads, calls its part of `model` after a change to its layers."""
-    meeting, table, cut = threading.Barrier(n), [None] * n, executors.tensor_parallel
+    meeting, table = threading.Barrier(n), [None] * n
 
     def digest(rank):
-        part = cut.shard_model(model, scaling.ThreadTP(n, rank, meeting, table))
-        return lesson.connectors.weights_digest(cut.map_local(part, change))
+        part = shard_model(model, scaling.ThreadTP(n, rank, meeting, table))
+        return weights_digest(map_local(part, change))
 
     with ThreadPoolExecutor(n) as ranks:
         return list(ranks.map(digest, range(n)))
@@ -162,13 +168,13 @@ def test_a_model_has_one_digest_however_it_is_cut(ranks):
     model.config = dataclasses.replace(model.config, attention_bias=True, mlp_bias=True)
     for layer in model.linear.values():
         layer.bias = torch.randn(layer.weight.shape[0])
-    whole = lesson.connectors.weights_digest(model)
+    whole = weights_digest(model)
     assert digests_of_ranks(model, ranks) == [whole] * ranks
     values, down = model.linear["layers.0.qkv_proj"], model.linear["layers.1.down_proj"]
     for last in (values.weight[-1], values.bias[-1:], down.weight[:, -1], down.bias[-1:]):  # an output, an input
         last += 1
         (other,) = {*digests_of_ranks(model, ranks)}
-        assert other == lesson.connectors.weights_digest(model) != whole
+        assert other == weights_digest(model) != whole
         whole = other
 
 
@@ -178,13 +184,13 @@ def test_codes_have_one_digest_however_they_are_cut(method):
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
     model, quantize = llama.random_model(**shape), common.lesson("05b_quantization").quantize_model
     (found,) = {*digests_of_ranks(model, 2, lambda part: quantize(part, method))}
-    whole = lesson.connectors.weights_digest(quantize(model, method))
+    whole = weights_digest(quantize(model, method))
     assert (found == whole) == (method != "int8")
-    assert lesson.connectors.weights_digest(model) not in (found, whole)
+    assert weights_digest(model) not in (found, whole)
 
 
 def test_ranks_tell_their_connectors_one_digest(build):
-    whole = lesson.connectors.weights_digest(llama.random_model(**scaling.SIZES))
+    whole = weights_digest(llama.random_model(**scaling.SIZES))
     for tp in (1, 2):
         assert on_ranks(build(tp, "kv_producer"), lambda c, rank: c.digest) == [whole] * tp
 
@@ -194,7 +200,7 @@ SUFFIX = {"method": "suffix", "num_speculative_tokens": 3, "prompt_lookup_min": 
 
 def random_loras(count):
     config = llama.random_model(**scaling.SIZES).config
-    return [adapters.random_adapter(config, 4, i, f"a{i}", size=1.0) for i in range(count)]
+    return [lora_model.random_adapter(config, 4, i, f"a{i}", size=1.0) for i in range(count)]
 
 
 TOGETHER = [(2, 1, True, True, False), (1, 2, True, True, True)]
@@ -396,7 +402,7 @@ def test_workers_without_work_read_their_mail(build):
 
 
 def test_while_anything_is_on_its_way_a_step_is_wanted():
-    config = lesson.connectors.KVTransferConfig("TCPConnector", "kv_both", kv_port=5000)
+    config = KVTransferConfig("TCPConnector", "kv_both", kv_port=5000)
     connector = lesson.RemoteConnector(config)
     connector.looked = time.monotonic() + 1000  # not because of the mail
     assert not connector.has_pending_work()
@@ -438,7 +444,7 @@ def test_what_does_not_go_together_is_refused(flags, config, words, tmp_path):
     about = {"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port": 5000,
              "kv_connector_extra_config": {"folder": str(tmp_path)}}  # fmt: skip
     with pytest.raises(common.InputError, match=words):
-        serving.EngineArgs(**flags, kv_transfer_config=about | config)
+        EngineArgs(**flags, kv_transfer_config=about | config)
 
 
 @pytest.mark.parametrize(
@@ -449,21 +455,15 @@ def test_what_does_not_go_together_is_refused(flags, config, words, tmp_path):
 def test_a_port_for_every_rank_that_listens_is_enough(monkeypatch, ranks, role, port):
     """One worker takes any; who only fetches has no use for one."""
     about = {"kv_connector": "TCPConnector", "kv_role": role, "kv_port": port}
-    args = serving.EngineArgs(tensor_parallel_size=ranks, distributed_executor_backend="mp", kv_transfer_config=about)
+    args = EngineArgs(tensor_parallel_size=ranks, distributed_executor_backend="mp", kv_transfer_config=about)
     assert args.has_workers
-    monkeypatch.setitem(lesson.connectors.CONNECTORS, "TCPConnector", lambda config: config)
+    monkeypatch.setitem(CONNECTORS, "TCPConnector", lambda config: config)
 
-    class Base:
-        def __init__(self, model, scheduler):
-            self.config = scheduler.connector
-
-    runner = lesson.worker_runner(Base, args.for_engine(0).kv_transfer)
-    models = [SimpleNamespace(group=SimpleNamespace(rank_in_group=rank)) for rank in range(ranks)]
-    ports = [runner(model, SimpleNamespace()).config.kv_port for model in models]
+    ports = [lesson.own_connector(args.for_engine(0).kv_transfer, rank).kv_port for rank in range(ranks)]
     assert ports == [port + rank * (port > 0 and role != "kv_consumer") for rank in range(ranks)]
 
 
 def test_several_engines_that_only_fetch_need_no_ports():
     about = {"kv_connector": "TCPConnector", "kv_role": "kv_consumer", "kv_port": 65535}
-    args = serving.EngineArgs(data_parallel_size=3, kv_transfer_config=about)
+    args = EngineArgs(data_parallel_size=3, kv_transfer_config=about)
     assert [args.for_engine(engine).kv_transfer.kv_port for engine in range(3)] == [65535] * 3

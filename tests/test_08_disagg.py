@@ -34,13 +34,28 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from test_12_multi_lora import NoBytes, Words
 
+from engine.serving.core_proc import EngineCoreProc
+from engine import front_end
+from engine.llm_engine import LLMEngine
+from engine.serving.mailbox import ClientGone
 import llama
+from engine.engine_args import EngineArgs
+from engine.model.packed_linear import pack_weights
+from engine.kv_transfer import connectors, links
+from engine.kv_transfer.config import KVTransferConfig
+from engine.kv_transfer.consumer import Consumer
+from engine.kv_transfer.digest import weights_digest
+from engine.kv_transfer.frames import MAGIC, PREFIX, ProtocolError, as_bytes, checksum, pack_frame, read_frame
+from engine.kv_transfer.heads import HeadSlice, num_consumers, owned_heads, tp_sources
+from engine.kv_transfer.kernels import gather_kv, move_kv_kernel, scatter_kv
+from engine.kv_transfer.p2p import P2PConnector, TCPConnector
+from engine.kv_transfer.params import attach_params, check_kv_transfer_params, give_up
+from engine.kv_transfer.producer import Producer
+from engine.kv_transfer.store import KVStore, Tier
+from engine.lora import lora_model
+from engine.output import KVConnectorMetadata, KVConnectorOutput
 
 lesson = common.lesson("08_disagg")
-from engine.kv_transfer import links as transfer
-from engine.kv_transfer import connectors
-
-KVTransferConfig, HeadSlice = connectors.KVTransferConfig, transfer.HeadSlice
 WIRES = ["SharedMemoryConnector", "TCPConnector", "TorchDistributedConnector"]
 PROMPT = [(7 * i + 3) % 128 for i in range(45)]
 TOKENS = 8
@@ -75,13 +90,13 @@ def test_blocks_to_wire_and_back(wrapper, size, Hkv, D, head, heads, first, coun
     blocks = (torch.randperm(used + 3)[:used] + 1).to(device)
     blocks[-1] = used + 4  # the last of all
     cache = guarded(torch.randn(2, used + 5, size, Hkv, D, device=device).to(dtype))
-    wanted = transfer.gather_reference(cache, blocks.tolist(), first, count, head, heads)
-    table, before = guarded(blocks), transfer.move_kv_kernel.launches
+    wanted = lesson.gather_reference(cache, blocks.tolist(), first, count, head, heads)
+    table, before = guarded(blocks), move_kv_kernel.launches
     if wrapper == "kernel":
         with common.use_kernels():
-            wire = transfer.gather_kv(cache, table, first, count, head, heads)
+            wire = gather_kv(cache, table, first, count, head, heads)
     else:
-        wire = transfer.gather_kv(cache, table, first, count, head, heads)
+        wire = gather_kv(cache, table, first, count, head, heads)
     assert torch.equal(wire, wanted)
 
     other_size, other_head = size + 3, 1
@@ -89,40 +104,40 @@ def test_blocks_to_wire_and_back(wrapper, size, Hkv, D, head, heads, first, coun
     theirs = (torch.randperm(other + 2)[:other] + 1).to(device)
     ours = torch.randn(2, other + 4, other_size, heads + 2, D, device=device).to(dtype)
     reference, target = ours.clone(), guarded(ours)
-    transfer.scatter_reference(wanted, reference, theirs.tolist(), first, other_head)
+    lesson.scatter_reference(wanted, reference, theirs.tolist(), first, other_head)
     buffer = guarded(wanted)
     if wrapper == "kernel":
         with common.use_kernels():
-            transfer.scatter_kv(buffer, target, guarded(theirs), first, other_head)
-        assert transfer.move_kv_kernel.launches == before + 2
+            scatter_kv(buffer, target, guarded(theirs), first, other_head)
+        assert move_kv_kernel.launches == before + 2
     else:
-        transfer.scatter_kv(buffer, target, guarded(theirs), first, other_head)
+        scatter_kv(buffer, target, guarded(theirs), first, other_head)
     assert torch.equal(target, reference), "every element in its place, and no other one touched"
 
 
 def test_blocks_beyond_31_bits(kernels, device, far):
     pages, blocks = torch.randn(2, 3, 8, 2, 16, device=device).half(), torch.tensor([2, 0], device=device)
     cache, first = far(pages, 1)
-    wire = transfer.gather_kv(cache, blocks + first, 3, 9, 1, 1)
-    assert torch.equal(wire, transfer.gather_reference(pages, blocks.tolist(), 3, 9, 1, 1))
-    transfer.scatter_kv(-wire, cache, blocks + first, 3, 0)
+    wire = gather_kv(cache, blocks + first, 3, 9, 1, 1)
+    assert torch.equal(wire, lesson.gather_reference(pages, blocks.tolist(), 3, 9, 1, 1))
+    scatter_kv(-wire, cache, blocks + first, 3, 0)
     assert torch.equal(cache[:, first + 2, 3:, 0], -pages[:, 2, 3:, 1])
 
 
 def test_moving_nothing():
-    cache, before = torch.zeros(2, 3, 4, 2, 16), transfer.move_kv_kernel.launches
+    cache, before = torch.zeros(2, 3, 4, 2, 16), move_kv_kernel.launches
     for context in (contextlib.nullcontext, common.use_kernels) if common.HAS_TRITON else (contextlib.nullcontext,):
         with context():
-            assert transfer.gather_kv(cache, torch.tensor([1]), 0, 0, 0, 2).shape == (2, 0, 2, 16)
-            transfer.scatter_kv(torch.zeros(2, 0, 2, 16), cache, torch.tensor([1]), 0, 0)
-    assert transfer.move_kv_kernel.launches == before
+            assert gather_kv(cache, torch.tensor([1]), 0, 0, 0, 2).shape == (2, 0, 2, 16)
+            scatter_kv(torch.zeros(2, 0, 2, 16), cache, torch.tensor([1]), 0, 0)
+    assert move_kv_kernel.launches == before
 
 
 def test_the_engine_moves_blocks_with_the_kernel(kernels, tiny_model):
-    before = transfer.move_kv_kernel.launches
+    before = move_kv_kernel.launches
     with pair(tiny_model, "TCPConnector") as (prefill, decode):
         assert handed_over(prefill, decode, [PROMPT[:5]], 2) == [generated(tiny_model, PROMPT[:5], 2)]
-    assert transfer.move_kv_kernel.launches > before
+    assert move_kv_kernel.launches > before
 
 
 @given(
@@ -134,14 +149,14 @@ def test_every_head_is_read_from_one_rank_that_has_it(Hkv, producer, consumer):
         return  # lesson 05c refuses such a degree
     readers = [0] * producer
     for rank in range(consumer):
-        first, count = transfer.owned_heads(Hkv, consumer, rank)
-        sources = transfer.tp_sources(Hkv, producer, consumer, rank)
+        first, count = owned_heads(Hkv, consumer, rank)
+        sources = tp_sources(Hkv, producer, consumer, rank)
         assert [h for s in sources for h in range(s.head, s.head + s.heads)] == list(range(first, first + count))
         for s in sources:
-            theirs, n = transfer.owned_heads(Hkv, producer, s.rank)
+            theirs, n = owned_heads(Hkv, producer, s.rank)
             assert theirs <= s.head and s.head + s.heads <= theirs + n
             readers[s.rank] += 1
-    assert readers == [transfer.num_consumers(Hkv, producer, consumer, rank) for rank in range(producer)]
+    assert readers == [num_consumers(Hkv, producer, consumer, rank) for rank in range(producer)]
     if consumer >= producer:
         assert max(readers) - min(readers) <= 1, "readers spread over the ranks"
 
@@ -164,20 +179,20 @@ def reader(data: bytes):
 
 
 def test_a_frame_comes_back_and_half_a_frame_does_not():
-    data = transfer.pack_frame(GOOD, 4) + b"abcd"
-    assert transfer.read_frame(reader(data + data)) == (GOOD, b"abcd")
+    data = pack_frame(GOOD, 4) + b"abcd"
+    assert read_frame(reader(data + data)) == (GOOD, b"abcd")
     for n in range(len(data)):
         with pytest.raises(EOFError):
-            transfer.read_frame(reader(data[:n]))
+            read_frame(reader(data[:n]))
 
 
 def test_a_frame_is_these_bytes():
     """Two engines need not be of one version: what one writes, the other must be able to read."""
     header = b'{"kind": "DONE", "transfer": "x"}'
     frame = b"kvx1" + len(header).to_bytes(4, "big") + (5).to_bytes(8, "big") + header
-    assert transfer.pack_frame({"kind": "DONE", "transfer": "x"}, 5) == frame
-    with pytest.raises(transfer.ProtocolError, match="not a frame"):
-        transfer.read_frame(reader(b"kvx2" + frame[4:] + bytes(5)))
+    assert pack_frame({"kind": "DONE", "transfer": "x"}, 5) == frame
+    with pytest.raises(ProtocolError, match="not a frame"):
+        read_frame(reader(b"kvx2" + frame[4:] + bytes(5)))
 
 
 @pytest.mark.parametrize(
@@ -188,16 +203,16 @@ def test_a_frame_is_these_bytes():
      {"kind": "GONE", "transfer": "x", "why": "aborted"}],
 )  # fmt: skip
 def test_every_field_of_a_message_is_needed(message):
-    assert transfer.read_frame(reader(transfer.pack_frame(message))) == (message, b"")
+    assert read_frame(reader(pack_frame(message))) == (message, b"")
     for name in message:
-        with pytest.raises(transfer.ProtocolError):
-            transfer.read_frame(reader(transfer.pack_frame({k: v for k, v in message.items() if k != name})))
+        with pytest.raises(ProtocolError):
+            read_frame(reader(pack_frame({k: v for k, v in message.items() if k != name})))
 
 
 @pytest.mark.parametrize("header", [b"{", b"[]", b"7", b'"KV"', b"null", b'{"kind": []}', b"[" * 100_000, b"\xff"])
 def test_a_header_may_be_any_bytes(header):
-    with pytest.raises(transfer.ProtocolError):
-        transfer.read_frame(reader(transfer.PREFIX.pack(transfer.MAGIC, len(header), 0) + header))
+    with pytest.raises(ProtocolError):
+        read_frame(reader(PREFIX.pack(MAGIC, len(header), 0) + header))
 
 
 @pytest.mark.parametrize(
@@ -207,63 +222,63 @@ def test_a_header_may_be_any_bytes(header):
      {"kind": "GET", "end": 1, "consumers": 1, "have": [0, "1"]}],
 )  # fmt: skip
 def test_headers_are_not_believed(change):
-    with pytest.raises(transfer.ProtocolError):
-        transfer.read_frame(reader(transfer.pack_frame(GOOD | change)))
+    with pytest.raises(ProtocolError):
+        read_frame(reader(pack_frame(GOOD | change)))
 
 
 @pytest.mark.parametrize("sizes", [((1 << 20) + 1, 0), (0, (1 << 32) + 1)])
 def test_nobody_waits_for_as_many_bytes_as_a_stranger_announces(sizes):
-    with pytest.raises(transfer.ProtocolError, match="not a frame"):
-        transfer.read_frame(reader(transfer.PREFIX.pack(transfer.MAGIC, *sizes)))
+    with pytest.raises(ProtocolError, match="not a frame"):
+        read_frame(reader(PREFIX.pack(MAGIC, *sizes)))
     with pytest.raises(EOFError):  # the largest that are waited for
-        transfer.read_frame(reader(transfer.PREFIX.pack(transfer.MAGIC, 1 << 20, 1 << 32)))
-    with pytest.raises(transfer.ProtocolError, match="not a frame"):
-        transfer.read_frame(reader(transfer.pack_frame(GOOD, 5) + b"abcde"), 4)
+        read_frame(reader(PREFIX.pack(MAGIC, 1 << 20, 1 << 32)))
+    with pytest.raises(ProtocolError, match="not a frame"):
+        read_frame(reader(pack_frame(GOOD, 5) + b"abcde"), 4)
 
 
 @given(st.binary(max_size=200), st.booleans())
 def test_bytes_of_a_stranger_raise_nothing_else(data, prefixed):
     if prefixed:
-        data = transfer.PREFIX.pack(transfer.MAGIC, len(data), 0) + data
-    with pytest.raises((transfer.ProtocolError, EOFError)):
-        transfer.read_frame(reader(data))
+        data = PREFIX.pack(MAGIC, len(data), 0) + data
+    with pytest.raises((ProtocolError, EOFError)):
+        read_frame(reader(data))
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "kvx-1-zz", f"kvx-1-{'0' * 16}/../x", "", 5])
 def test_a_segment_is_nothing_but_a_segment(name):
     link = SimpleNamespace(max_payload=99)
-    with pytest.raises(transfer.ProtocolError):
-        transfer.SharedMemoryLink.receive(link, {"shm": name}, bytearray())
+    with pytest.raises(ProtocolError):
+        links.SharedMemoryLink.receive(link, {"shm": name}, bytearray())
 
 
 def test_who_maps_a_segment_removes_its_name():
     name = f"kvx-{os.getpid()}-{'0' * 16}"
-    (transfer.SHM / name).write_bytes(b"abc")
+    (links.SHM / name).write_bytes(b"abc")
 
     def take():
-        return transfer.SharedMemoryLink.receive(SimpleNamespace(max_payload=3), {"shm": name}, bytearray())
+        return links.SharedMemoryLink.receive(SimpleNamespace(max_payload=3), {"shm": name}, bytearray())
 
-    assert bytes(take().numpy()) == b"abc" and not (transfer.SHM / name).exists()
+    assert bytes(take().numpy()) == b"abc" and not (links.SHM / name).exists()
     assert take() is None, "a message that came twice"
-    (transfer.SHM / name).touch()
-    assert take() is None and not (transfer.SHM / name).exists(), "nothing in it"
-    (transfer.SHM / name).write_bytes(b"abcd")
-    with pytest.raises(transfer.ProtocolError, match="a segment of 4 bytes"):  # more than was asked for
+    (links.SHM / name).touch()
+    assert take() is None and not (links.SHM / name).exists(), "nothing in it"
+    (links.SHM / name).write_bytes(b"abcd")
+    with pytest.raises(ProtocolError, match="a segment of 4 bytes"):  # more than was asked for
         take()
-    assert not (transfer.SHM / name).exists()
+    assert not (links.SHM / name).exists()
 
 
 @pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="no such protection on this platform")
 def test_a_segment_is_no_way_to_another_file(tmp_path, monkeypatch):
     """A link of that name is neither read nor removed nor written through."""
-    secret, path = tmp_path / "secret", transfer.SHM / f"kvx-{os.getpid()}-{'1' * 16}"
+    secret, path = tmp_path / "secret", links.SHM / f"kvx-{os.getpid()}-{'1' * 16}"
     secret.write_bytes(b"abc")
     path.symlink_to(secret)
-    monkeypatch.setattr(transfer.secrets, "token_hex", lambda n: "1" * 16)
+    monkeypatch.setattr(links.secrets, "token_hex", lambda n: "1" * 16)
     try:
         with pytest.raises(OSError):
-            transfer.SharedMemoryLink.receive(SimpleNamespace(max_payload=99), {"shm": path.name}, bytearray())
-        with connection(transfer.SharedMemoryLink) as (link, _), pytest.raises(FileExistsError):
+            links.SharedMemoryLink.receive(SimpleNamespace(max_payload=99), {"shm": path.name}, bytearray())
+        with connection(links.SharedMemoryLink) as (link, _), pytest.raises(FileExistsError):
             link.transmit(GOOD, torch.ones(2, dtype=torch.uint8))
         assert secret.read_bytes() == b"abc" and path.is_symlink()
     finally:
@@ -274,15 +289,15 @@ def test_a_segment_is_no_way_to_another_file(tmp_path, monkeypatch):
     "header", [{"kind": "HELLO", "port": 1 << 16}, *({"kind": "KV", "nbytes": n} for n in (None, 0, True, 65))]
 )
 def test_a_process_group_is_not_made_of_nonsense(header):
-    with pytest.raises(transfer.ProtocolError):
-        transfer.DistributedLink.receive(SimpleNamespace(group=None, max_payload=64), header, bytearray())
+    with pytest.raises(ProtocolError):
+        links.DistributedLink.receive(SimpleNamespace(group=None, max_payload=64), header, bytearray())
 
 
 # --- Connections -----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def connection(kind=transfer.Link, **options):
+def connection(kind=links.Link, **options):
     """A link that was accepted, and the socket at the other end."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         theirs = socket.create_connection(server.getsockname(), timeout=20)
@@ -300,14 +315,14 @@ DONE = {"kind": "DONE", "transfer": "x"}
 def accept(server):
     """The next caller, who proves that it is an engine of ours."""
     sock, _ = server.accept()
-    transfer.handshake.greet(sock, transfer.handshake.secret(), True, time.monotonic() + 20)
+    links.handshake.greet(sock, links.handshake.secret(), True, time.monotonic() + 20)
     return sock
 
 
 def test_a_host_that_does_not_know_the_secret_is_asked_for_nothing():
     """A client's `kv_transfer_params` may name one."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        link = transfer.Link(SimpleQueue(), threading.Event(), address=server.getsockname())
+        link = links.Link(SimpleQueue(), threading.Event(), address=server.getsockname())
         link.send({"kind": "GET", "transfer": "x"})
         theirs, _ = server.accept()
         with theirs:
@@ -319,18 +334,18 @@ def test_a_host_that_does_not_know_the_secret_is_asked_for_nothing():
 
 def test_no_more_memory_is_taken_than_was_asked_for():
     with connection(max_payload=4) as (link, theirs):
-        theirs.sendall(transfer.pack_frame({"kind": "HELLO", "layout": "", "engine_id": "", "port": 0}))
-        theirs.sendall(transfer.pack_frame(GOOD, 4) + b"abcd" + transfer.pack_frame(GOOD, 1 << 32))
+        theirs.sendall(pack_frame({"kind": "HELLO", "layout": "", "engine_id": "", "port": 0}))
+        theirs.sendall(pack_frame(GOOD, 4) + b"abcd" + pack_frame(GOOD, 1 << 32))
         assert [link.inbox.get(timeout=20)[1]["kind"] for _ in range(3)] == ["HELLO", "KV", "LOST"]
         assert "4294967296 bytes" in link.lost
 
 
 def test_a_connection_may_be_silent_for_longer_than_it_may_take_to_make():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        link = transfer.Link(SimpleQueue(), threading.Event(), address=server.getsockname(), timeout=0.5)
+        link = links.Link(SimpleQueue(), threading.Event(), address=server.getsockname(), timeout=0.5)
         theirs = accept(server)
     time.sleep(0.7)
-    theirs.sendall(transfer.pack_frame(DONE))
+    theirs.sendall(pack_frame(DONE))
     assert link.inbox.get(timeout=20) == (link, DONE, None)
     assert link.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), "short letters leave at once"
     theirs.close(), link.close()
@@ -341,7 +356,7 @@ def test_a_connection_may_be_silent_for_longer_than_it_may_take_to_make():
 def test_a_lost_connection_is_told_once_and_leaves_nothing(said, why):
     before = {*threading.enumerate()}
     with connection() as (link, theirs):
-        theirs.sendall(transfer.pack_frame(DONE)[:said])
+        theirs.sendall(pack_frame(DONE)[:said])
         theirs.close()
         assert link.inbox.get(timeout=20) == (link, {"kind": "LOST", "why": why}, None) and link.wake.wait(20)
         link.close()
@@ -369,7 +384,7 @@ def test_a_connection_that_is_closed_while_it_is_made_ends_at_both_ends(monkeypa
 
     monkeypatch.setattr(socket, "create_connection", slowly)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        link = transfer.Link(SimpleQueue(), threading.Event(), address=server.getsockname())
+        link = links.Link(SimpleQueue(), threading.Event(), address=server.getsockname())
         link.send(DONE)
         assert going.wait(20)
         link.close(), closed.set()
@@ -389,9 +404,9 @@ def test_a_wire_that_fails_is_a_lost_connection(way, error, monkeypatch):
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(transfer.Link, way, fail)
+    monkeypatch.setattr(links.Link, way, fail)
     with connection() as (link, theirs):
-        link.send(DONE) if way == "transmit" else theirs.sendall(transfer.pack_frame(DONE))
+        link.send(DONE) if way == "transmit" else theirs.sendall(pack_frame(DONE))
         _, header, _ = link.inbox.get(timeout=20)
         assert header == {"kind": "LOST", "why": str(error) or "MemoryError"}
 
@@ -406,11 +421,11 @@ def test_a_segment_is_private_and_goes_with_its_connection(monkeypatch):
 
     monkeypatch.setattr(os, "open", spy)
     monkeypatch.setattr(os, "close", lambda fd: closed.extend([fd] if fd in opened else []) or os_close(fd))
-    with connection(transfer.SharedMemoryLink) as (link, theirs), theirs.makefile("rb") as stream:
+    with connection(links.SharedMemoryLink) as (link, theirs), theirs.makefile("rb") as stream:
         for _ in range(2):
             link.send(GOOD, torch.arange(100, dtype=torch.uint8))
-        taken, left = (transfer.read_frame(lambda n: bytearray(stream.read(n)))[0] for _ in "ab")
-        path = transfer.SHM / left["shm"]
+        taken, left = (read_frame(lambda n: bytearray(stream.read(n)))[0] for _ in "ab")
+        path = links.SHM / left["shm"]
         assert path.stat().st_mode & 0o777 == 0o600 and path.read_bytes() == bytes(range(100))
         assert bytes(link.receive(taken, bytearray()).numpy()) == bytes(range(100))
         assert len(opened) == 3 and closed == opened, "two were written, one was read"
@@ -426,13 +441,13 @@ def test_memory_that_is_full_ends_the_connection_and_not_the_process(tmp_path):
     code = f"""
 import sys; sys.path.insert(0, {str(common.HERE)!r})
 import common, pathlib, queue, socket, threading, torch
-from engine.kv_transfer import links as transfer
-transfer.SHM = pathlib.Path({str(tmp_path)!r})
+from engine.kv_transfer import links
+links.SHM = pathlib.Path({str(tmp_path)!r})
 with socket.create_server(("127.0.0.1", 0)) as server:
     theirs = socket.create_connection(server.getsockname())
-    link = transfer.SharedMemoryLink(queue.SimpleQueue(), threading.Event(), server.accept()[0])
+    link = links.SharedMemoryLink(queue.SimpleQueue(), threading.Event(), server.accept()[0])
 link.send({GOOD}, torch.ones(1 << 20, dtype=torch.uint8))
-print(link.inbox.get(timeout=20)[1], list(transfer.SHM.iterdir()))
+print(link.inbox.get(timeout=20)[1], list(links.SHM.iterdir()))
 for thread in threading.enumerate()[1:]:
     thread.join(20)
 """
@@ -445,45 +460,45 @@ def test_a_new_link_removes_what_killed_processes_left(monkeypatch, tmp_path):
     """Of those that are an hour old: neither what a living process has written nor what only looks like a segment."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    monkeypatch.setattr(transfer, "SHM", tmp_path)
+    monkeypatch.setattr(links, "SHM", tmp_path)
     names = {f"kvx-{pid}-{i:016x}": pid for i, pid in enumerate((ended.pid, os.getpid(), 10**30, 1))}
     for name in (*names, young := f"kvx-{ended.pid}-{'f' * 16}", f"kvx-{ended.pid}", f"kvx-{ended.pid}-{'f' * 17}"):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (time.time() - (3500 if name == young else 3700),) * 2)
     before = set(tmp_path.iterdir())
-    with connection(transfer.SharedMemoryLink):
+    with connection(links.SharedMemoryLink):
         assert before - set(tmp_path.iterdir()) == {tmp_path / name for name in names if names[name] == ended.pid}
 
 
 def test_names_that_were_mapped_are_forgotten(monkeypatch):
-    monkeypatch.setattr(transfer.SharedMemoryLink, "MANY", 4)
-    with connection(transfer.SharedMemoryLink) as (link, _):
+    monkeypatch.setattr(links.SharedMemoryLink, "MANY", 4)
+    with connection(links.SharedMemoryLink) as (link, _):
         for i in range(20):
             before = set(link.names)
             link.transmit(GOOD, torch.ones(2, dtype=torch.uint8))
             (newest,) = link.names - before
             if i > 1:  # the first two are never fetched
-                (transfer.SHM / newest).unlink()
+                (links.SHM / newest).unlink()
             assert len(link.names) <= 5
-    assert not list(transfer.SHM.glob(f"kvx-{os.getpid()}-*"))
+    assert not list(links.SHM.glob(f"kvx-{os.getpid()}-*"))
 
 
 def test_close_waits_for_the_thread_that_gives_back(monkeypatch):
     """The other side is gone: the reading thread has begun to tidy when the engine closes the link and ends."""
-    begun, forget = threading.Event(), transfer.SharedMemoryLink.forget
+    begun, forget = threading.Event(), links.SharedMemoryLink.forget
 
     def slowly(link):
         begun.set()
         time.sleep(0.3)
         forget(link)
 
-    monkeypatch.setattr(transfer.SharedMemoryLink, "forget", slowly)
-    with connection(transfer.SharedMemoryLink) as (link, theirs):
+    monkeypatch.setattr(links.SharedMemoryLink, "forget", slowly)
+    with connection(links.SharedMemoryLink) as (link, theirs):
         link.transmit(GOOD, torch.ones(2, dtype=torch.uint8))
         theirs.close()
         assert begun.wait(20)
         link.close()
-        assert not list(transfer.SHM.glob(f"kvx-{os.getpid()}-*"))
+        assert not list(links.SHM.glob(f"kvx-{os.getpid()}-*"))
 
 
 @pytest.mark.parametrize("kind", ["SharedMemoryLink", "DistributedLink"])
@@ -493,8 +508,8 @@ def test_python_ends_while_payloads_are_on_their_way(kind):
     code = f"""
 import sys; sys.path.insert(0, {str(common.HERE)!r})
 import common, queue, socket, threading, torch
-from engine.kv_transfer import links as transfer
-kind, shake = transfer.{kind}, transfer.handshake
+from engine.kv_transfer import links
+kind, shake = links.{kind}, links.handshake
 with socket.create_server(("127.0.0.1", 0)) as server:
     reader = kind(queue.SimpleQueue(), threading.Event(), address=server.getsockname(), timeout=60)
     sock, _ = server.accept()
@@ -507,12 +522,12 @@ assert [reader.inbox.get(timeout=20)[1]["kind"] for _ in range(4)] == ["HELLO", 
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     _, told = process.communicate(timeout=120)
     assert process.returncode == 0, told[-2000:]
-    assert not list(transfer.SHM.glob(f"kvx-{process.pid}-*"))
+    assert not list(links.SHM.glob(f"kvx-{process.pid}-*"))
 
 
 def test_who_waits_in_a_process_group_hears_that_the_other_side_has_left(monkeypatch):
     """Long before the group's patience ends."""
-    hello, receive = {"kind": "HELLO", "layout": "", "engine_id": "", "port": 0}, transfer.DistributedLink.receive
+    hello, receive = {"kind": "HELLO", "layout": "", "engine_id": "", "port": 0}, links.DistributedLink.receive
 
     def leave(link, header, payload):
         if header["kind"] != "KV":
@@ -520,19 +535,19 @@ def test_who_waits_in_a_process_group_hears_that_the_other_side_has_left(monkeyp
         link._join()
         raise OSError("enough")
 
-    monkeypatch.setattr(transfer.DistributedLink, "receive", leave)
+    monkeypatch.setattr(links.DistributedLink, "receive", leave)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        left = transfer.DistributedLink(SimpleQueue(), threading.Event(), address=server.getsockname(), timeout=60)
-        link = transfer.DistributedLink(SimpleQueue(), threading.Event(), accept(server), timeout=60, hello=hello)
+        left = links.DistributedLink(SimpleQueue(), threading.Event(), address=server.getsockname(), timeout=60)
+        link = links.DistributedLink(SimpleQueue(), threading.Event(), accept(server), timeout=60, hello=hello)
     link.send(GOOD, torch.ones(1 << 24, dtype=torch.uint8))
     for ended in (left, link):
         ended.reader.join(20)
-        assert not ended.reader.is_alive() and ended.lost and ended not in transfer.OPEN
+        assert not ended.reader.is_alive() and ended.lost and ended not in links.OPEN
 
 
 def test_nobody_waits_for_ever_for_a_partner_in_a_process_group():
     hello = {"kind": "HELLO", "layout": "", "engine_id": "", "port": 0}
-    with connection(transfer.DistributedLink, timeout=0.1, hello=hello) as (link, _):
+    with connection(links.DistributedLink, timeout=0.1, hello=hello) as (link, _):
         link.send(GOOD, torch.ones(4, dtype=torch.uint8))
         assert link.inbox.get(timeout=20)[1]["kind"] == "LOST"
 
@@ -553,9 +568,9 @@ class Transfers(RuleBasedStateMachine):
         self.now = 0.0
         self.ours, self.theirs = lesson.MemoryLink(), lesson.MemoryLink()
         self.ours.other, self.theirs.other = self.theirs, self.ours
-        self.producer = transfer.Producer(self.LAYERS, self.read, lease=30, clock=lambda: self.now)
+        self.producer = Producer(self.LAYERS, self.read, lease=30, clock=lambda: self.now)
         self.producer.PIECE = 3
-        self.consumer = transfer.Consumer(self.LAYERS, self.write, timeout=10, retries=2, clock=lambda: self.now)
+        self.consumer = Consumer(self.LAYERS, self.write, timeout=10, retries=2, clock=lambda: self.now)
         self.progress: dict[str, int] = {}  # of prompts being computed: layers and positions, as one number
         self.kept: set[str] = set()  # blocks on the prefill side: computing, or kept for somebody
         self.reading: dict[str, dict] = {}  # blocks on the decode side
@@ -730,7 +745,7 @@ def test_transfers_for_longer():
 
 def test_a_preempted_prefill_offers_nothing_old():
     """Its new blocks hold nothing yet, whatever the old ones held."""
-    producer, link, sent = transfer.Producer(2, lambda *where: where), lesson.MemoryLink(), []
+    producer, link, sent = Producer(2, lambda *where: where), lesson.MemoryLink(), []
     producer.export("x", [1])
     for layer in range(2):
         producer.written("x", layer, 5)
@@ -750,7 +765,7 @@ class Offered:
 
     def __init__(self, positions, consumers=1, layers=1):
         self.now, self.sent = 0.0, []
-        self.producer = transfer.Producer(layers, lambda *where: where, lease=30, clock=lambda: self.now)
+        self.producer = Producer(layers, lambda *where: where, lease=30, clock=lambda: self.now)
         self.links = [lesson.MemoryLink() for _ in range(consumers)]
         for link in self.links:
             link.send = self.sent.append
@@ -859,7 +874,7 @@ def test_letters_of_a_lost_connection_are_forgotten():
 
 
 def test_only_the_last_thousand_transfers_are_remembered():
-    producer = transfer.Producer(1, lambda *where: where)
+    producer = Producer(1, lambda *where: where)
     for i in range(1003):
         producer.export(str(i), [1])
         producer.forget(str(i), "aborted")
@@ -871,7 +886,7 @@ class Asked:
 
     def __init__(self, producers=1):
         self.now, self.said = 0.0, []
-        self.consumer = transfer.Consumer(1, lambda *_: True, timeout=10, retries=2, clock=lambda: self.now)
+        self.consumer = Consumer(1, lambda *_: True, timeout=10, retries=2, clock=lambda: self.now)
         self.links = [lesson.MemoryLink() for _ in range(producers)]
         for i, link in enumerate(self.links):
             link.send = lambda header, i=i: self.said.append((i, header["kind"]))
@@ -929,7 +944,7 @@ def test_an_end_is_the_end_of_one_transfer():
 @pytest.mark.parametrize("wrong", [{"layer": 1}, {"count": 6}, {"head": 1}, {"heads": 2}])
 def test_a_rectangle_that_nobody_asked_for_is_not_written(wrong):
     written = []
-    consumer = transfer.Consumer(1, lambda blocks, header, payload: written.append(header) or True)
+    consumer = Consumer(1, lambda blocks, header, payload: written.append(header) or True)
     link = lesson.MemoryLink()
     consumer.start("x", "r", [1], 0, 5, [(link, HeadSlice(0, 0, 1), 1)])
     right = {"kind": "KV", "transfer": "x", "layer": 0, "first": 0, "count": 5, "head": 0, "heads": 1}
@@ -984,7 +999,7 @@ class pair:
 def assert_idle(core):
     manager = core.scheduler.kv_cache_manager
     manager.block_pool.check()
-    if isinstance(connector := core.scheduler.connector, lesson.connectors.P2PConnector):
+    if isinstance(connector := core.scheduler.connector, P2PConnector):
         connector.poll()  # that the other side has hung up
     assert not manager.req_to_blocks and manager.block_pool.num_free_blocks == manager.block_pool.num_blocks - 1
     assert not core.scheduler.has_unfinished_requests()
@@ -1046,9 +1061,9 @@ def test_disaggregated_equals_colocated(wire, tiny_model, expected):
         assert found == [expected, *(generated(tiny_model, prompt, TOKENS) for prompt in prompts[1:])]
         moved = sum(len(prompt) for prompt in prompts) * 2 * 2 * 2 * 16 * 4  # halves, layers, heads, D, fp32
         assert counts(decode)["bytes_in"] == counts(prefill)["bytes_out"] == moved
-        links = (*prefill.scheduler.connector.accepted, *decode.scheduler.connector.links.values())
-        assert [link.timeout for link in links] == [60.0, 60.0], "one connection for all of them"
-    assert not list(transfer.SHM.glob(f"kvx-{os.getpid()}-*")), "no segment is left behind"
+        ends = (*prefill.scheduler.connector.accepted, *decode.scheduler.connector.links.values())
+        assert [link.timeout for link in ends] == [60.0, 60.0], "one connection for all of them"
+    assert not list(links.SHM.glob(f"kvx-{os.getpid()}-*")), "no segment is left behind"
 
 
 def test_chunked_and_preempted_prefill(tiny_model, expected):
@@ -1094,15 +1109,14 @@ def test_a_layer_leaves_while_the_next_one_is_computed(tiny_model):
 
 def engines(model, configs, monkeypatch, speculative_config=None, loras=(), **about):
     """What `serve` makes of its flags, for each of `configs`."""
-    serving = common.lesson("06_serving")
-    monkeypatch.setattr(serving.offline, "TokenBytes", NoBytes)
+    monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
     for config in configs:
-        flags = serving.EngineArgs(
+        flags = EngineArgs(
             speculative_config=speculative_config, kv_transfer_config=dataclasses.asdict(config),
             enable_lora=bool(loras), max_loras=2, max_cpu_loras=4,
         )  # fmt: skip
-        kind = serving.engine_class("auto", True, Words(), flags.lora_config, flags.speculation, flags.kv_transfer)
-        engine = kind(model, Words(), **{"max_model_len": 96, "max_num_seqs": 8} | about)
+        limits = {"max_model_len": 96, "max_num_seqs": 8} | about
+        engine = LLMEngine(model, Words(), config=flags.vllm_config(), **limits)
         for lora in loras:
             engine.lora.add_adapter(lora.name, lora)
         yield engine
@@ -1114,8 +1128,7 @@ SUFFIX = {"method": "suffix", "num_speculative_tokens": 3, "prompt_lookup_min": 
 @pytest.mark.parametrize(("drafts", "adapted"), [(True, False), (False, True), (True, True)])
 def test_drafts_and_adapters_go_on_where_a_prefill_worker_ended(drafts, adapted, monkeypatch):
     model = llama.random_model(seed=3)  # it does not repeat itself: some drafts fall
-    lora = common.lesson("12_multi_lora")
-    loras = [lora.adapters.random_adapter(model.config, 4, i, f"a{i}", size=1.0) for i in range(3 * adapted)]
+    loras = [lora_model.random_adapter(model.config, 4, i, f"a{i}", size=1.0) for i in range(3 * adapted)]
     configs = [KVTransferConfig("SharedMemoryConnector", role, kv_port=0) for role in ("kv_producer", "kv_consumer")]
     config = SUFFIX if drafts else None
     prefill, decode = (engine.core for engine in engines(
@@ -1130,7 +1143,7 @@ def test_drafts_and_adapters_go_on_where_a_prefill_worker_ended(drafts, adapted,
             request = lesson.make_request(f"r{i}", prompt, n, **params)
             request.lora_name = owner and owner.name
             core.add_request(request)
-        merged = model if owner is None else lora.adapters.merged(model, owner)
+        merged = model if owner is None else lora_model.merged(model, owner)
         truths.append(generated(merged, prompt, 20))
     found = drain(prefill, decode)
     assert [found[f"r{i}"][:2] for i in range(len(prompts))] == [(truth, "length") for truth in truths]
@@ -1145,7 +1158,7 @@ def test_drafts_and_adapters_go_on_where_a_prefill_worker_ended(drafts, adapted,
 
 
 def test_an_adapter_that_is_gone_when_its_prompt_arrives_ends_the_request(tiny_model, monkeypatch):
-    lora = common.lesson("12_multi_lora").adapters.random_adapter(tiny_model.config, 4, 0, "a")
+    lora = lora_model.random_adapter(tiny_model.config, 4, 0, "a")
     configs = [KVTransferConfig("SharedMemoryConnector", role, kv_port=0) for role in ("kv_producer", "kv_consumer")]
     prefill, decode = engines(tiny_model, configs, monkeypatch, None, [lora], num_gpu_blocks_override=40)
     remote = {"do_remote_prefill": True, "transfer_id": "r", **prefill.core.scheduler.connector.address}
@@ -1305,7 +1318,7 @@ def test_others_go_on_while_a_request_waits_for_its_blocks(tiny_model, expected)
 
 
 def told(core, letters):
-    return common.lesson("06e_async_engine").EngineCoreProc(SimpleNamespace(core=core), letters.append)
+    return EngineCoreProc(SimpleNamespace(core=core, lora=None), letters.append)
 
 
 def test_who_is_sent_for_waits_and_what_was_fetched_was_not_found_here(tiny_model, expected):
@@ -1488,8 +1501,8 @@ def test_whoever_comes_in_the_moment_of_closing_is_sent_away(tiny_model):
     with pair(tiny_model, "TCPConnector") as (prefill, _):
         connector = prefill.scheduler.connector
         connector.closed = True
-        key = transfer.handshake.secret()
-        with transfer.handshake.dial((connector.host, connector.port), key, 20) as late:
+        key = links.handshake.secret()
+        with links.handshake.dial((connector.host, connector.port), key, 20) as late:
             late.settimeout(20)
             while late.recv(1 << 16):
                 pass
@@ -1500,8 +1513,8 @@ def test_strangers_at_a_prefill_workers_port_are_in_nobodys_way(tiny_model, expe
     with pair(tiny_model, "TCPConnector") as (prefill, decode), contextlib.ExitStack() as strangers:
         connector, before = prefill.scheduler.connector, threading.active_count()
         get = {"kind": "GET", "transfer": "a", "head": 0, "heads": 1, "end": 5, "have": [0], "consumers": 1}
-        said = [b"", b"v", b"GET / HTTP/1.1\r\n\r\n", b"[" * 4000, transfer.pack_frame(get), b"\xff" * 5000]
-        said += [transfer.PREFIX.pack(transfer.MAGIC, 1 << 20, 1 << 32), transfer.handshake.MAGIC + bytes(64)]
+        said = [b"", b"v", b"GET / HTTP/1.1\r\n\r\n", b"[" * 4000, pack_frame(get), b"\xff" * 5000]
+        said += [PREFIX.pack(MAGIC, 1 << 20, 1 << 32), links.handshake.MAGIC + bytes(64)]
         for i in range(100):
             sock = strangers.enter_context(socket.create_connection((connector.host, connector.port), timeout=20))
             with contextlib.suppress(ConnectionError):
@@ -1509,7 +1522,7 @@ def test_strangers_at_a_prefill_workers_port_are_in_nobodys_way(tiny_model, expe
         submit(prefill, decode, "a", PROMPT, TOKENS)
         assert drain(prefill, decode)["a"][0] == expected
         assert len(connector.accepted) == 1 and not connector.producer.early
-        assert threading.active_count() <= before + transfer.handshake.STRANGERS + 8
+        assert threading.active_count() <= before + links.handshake.STRANGERS + 8
 
 
 def test_who_has_nothing_to_compute_waits_for_news_and_not_for_long(tiny_model):
@@ -1604,7 +1617,7 @@ def test_blocks_of_an_abandoned_load_are_free_when_it_is_over(end, tiny_model):
         connector.consumer.cancel("a")
         connector.consumer.cancelled.clear()
         news = {"finished_recving": {"a"}, "failed_recving": {"a": "lost"}}
-        connector.get_finished = lambda: lesson.connectors.KVConnectorOutput(**{end: news[end]})
+        connector.get_finished = lambda: KVConnectorOutput(**{end: news[end]})
         assert scheduler.update_from_output(scheduler.schedule(), {}) == [], "and nobody is told: nobody is there"
         del connector.get_finished
         assert not scheduler.held and not scheduler.kv_cache_manager.req_to_blocks
@@ -1689,7 +1702,6 @@ def test_who_asks_for_what_never_comes_is_told_after_a_lease(tiny_model):
 
 def test_an_engine_without_work_reads_its_mail(tiny_model):
     """In the server's own loop: it asks its connector again every now and then, and tells its client nothing."""
-    async_engine = common.lesson("06e_async_engine")
     with pair(tiny_model, "TCPConnector") as (prefill, decode):
         prefill.scheduler.connector.producer.forget("a", "the prefill was aborted")
         remote = {"do_remote_prefill": True, "transfer_id": "a", **prefill.scheduler.connector.address}
@@ -1700,12 +1712,12 @@ def test_an_engine_without_work_reads_its_mail(tiny_model):
             waited.append(seconds)
             found.extend(decode.step() if len(waited) > 3 else ())
             if found or time.monotonic() > deadline:
-                raise async_engine.ClientGone
+                raise ClientGone
             time.sleep(seconds)
             return []
 
-        proc = async_engine.EngineCoreProc(SimpleNamespace(core=prefill), sent.append)
-        with pytest.raises(async_engine.ClientGone):
+        proc = EngineCoreProc(SimpleNamespace(core=prefill, lora=None), sent.append)
+        with pytest.raises(ClientGone):
             proc.run_busy_loop(receive)
         assert "the prefill was aborted" in found[0].stop_reason
         assert set(waited) == {0, 0.1}
@@ -1754,7 +1766,7 @@ def test_hello_is_said_before_an_answer(wire, tiny_model, expected):
 def test_nothing_is_taken_before_hello():
     """Whose cache may be like ours, or not."""
     with connection() as (link, theirs):
-        theirs.sendall(transfer.pack_frame(GOOD, 4) + bytes(4))
+        theirs.sendall(pack_frame(GOOD, 4) + bytes(4))
         _, header, payload = link.inbox.get(timeout=20)
         assert header["kind"] == "LOST" and "before HELLO" in header["why"] and payload is None
 
@@ -1769,7 +1781,7 @@ def test_what_has_left_makes_room():
         assert not link.has_room
         assert link.wake.wait(20)  # the first one has left, and says so
         link.wake.clear()
-        left = 2 * len(transfer.pack_frame(DONE)) + payload.nbytes
+        left = 2 * len(pack_frame(DONE)) + payload.nbytes
         while left:
             left -= len(theirs.recv(min(left, 1 << 20)))
         assert link.wake.wait(20) and link.has_room
@@ -1777,17 +1789,17 @@ def test_what_has_left_makes_room():
 
 def test_no_segment_outlives_a_lost_connection():
     """The reader gives the connection up; the writer has one more message."""
-    with connection(transfer.SharedMemoryLink) as (link, _):
+    with connection(links.SharedMemoryLink) as (link, _):
         link.close()
         with pytest.raises(OSError):
             link.transmit({"kind": "KV"}, torch.ones(1000, dtype=torch.uint8))
-    assert not list(transfer.SHM.glob(f"kvx-{os.getpid()}-*"))
+    assert not list(links.SHM.glob(f"kvx-{os.getpid()}-*"))
 
 
 def test_callers_are_let_in_again_when_there_are_descriptors_again(tiny_model):
     """Whoever accepts must not give up for good while the process may open no file. (Linux reserves the descriptor of
     a call before it waits for one: it is the second that finds none.)"""
-    connector = connectors.TCPConnector(KVTransferConfig("TCPConnector", "kv_producer", kv_port=0))
+    connector = TCPConnector(KVTransferConfig("TCPConnector", "kv_producer", kv_port=0))
     connector.register_kv_caches([torch.zeros(2, 5, 8, 2, 16)] * 2, tiny_model)
     try:
         with socket.socket() as first, socket.socket() as second:
@@ -1797,7 +1809,7 @@ def test_callers_are_let_in_again_when_there_are_descriptors_again(tiny_model):
             second.connect(("127.0.0.1", connector.port))
             for caller in (first, second):
                 caller.settimeout(5)
-                assert caller.recv(4) == transfer.handshake.MAGIC[:4], "a greeting"
+                assert caller.recv(4) == links.handshake.MAGIC[:4], "a greeting"
     finally:
         connector.close()
 
@@ -1825,8 +1837,8 @@ def test_tensor_parallel_degrees_may_differ(producer_tp, consumer_tp, device):
     theirs, ours = [3, 1, 2], [2, 4, 1]
 
     def rank_of(role, rank, tp, size, port):
-        made = connectors.TCPConnector(KVTransferConfig("TCPConnector", role, kv_port=port))
-        head, heads = transfer.owned_heads(Hkv, tp, rank)
+        made = TCPConnector(KVTransferConfig("TCPConnector", role, kv_port=port))
+        head, heads = owned_heads(Hkv, tp, rank)
         caches = [whole[i, :, :, :, head : head + heads].contiguous() for i in range(layers)]
         if role == "kv_consumer":
             caches = [torch.zeros(2, 5, size, heads, D, device=device) for _ in range(layers)]
@@ -1839,9 +1851,9 @@ def test_tensor_parallel_degrees_may_differ(producer_tp, consumer_tp, device):
     addresses = [(p.host, p.port) for p in producers]
     for rank, consumer in enumerate(consumers):
         links, sources = {}, []
-        for piece in transfer.tp_sources(Hkv, producer_tp, consumer_tp, rank):
+        for piece in tp_sources(Hkv, producer_tp, consumer_tp, rank):
             links[piece.rank] = consumer.connect(addresses[piece.rank])
-            readers = transfer.num_consumers(Hkv, producer_tp, consumer_tp, piece.rank)
+            readers = num_consumers(Hkv, producer_tp, consumer_tp, piece.rank)
             sources.append((links[piece.rank], piece, readers))
         consumer.consumer.start("x", "r", ours, 0, n, sources)
     for p in producers:
@@ -1851,7 +1863,7 @@ def test_tensor_parallel_degrees_may_differ(producer_tp, consumer_tp, device):
         p.names["x"] = "r"
         p.producer.finish("x")
     arrived, deadline = [set() for _ in consumers], time.monotonic() + 60
-    read = [r for r in range(producer_tp) if transfer.num_consumers(Hkv, producer_tp, consumer_tp, r)]
+    read = [r for r in range(producer_tp) if num_consumers(Hkv, producer_tp, consumer_tp, r)]
     released = set()
     while (not all(arrived) or len(released) < len(read)) and time.monotonic() < deadline:
         for rank, p in enumerate(producers):
@@ -1861,10 +1873,10 @@ def test_tensor_parallel_degrees_may_differ(producer_tp, consumer_tp, device):
             arrived[i] |= c.get_finished().finished_recving
     assert all(arrived) and released == set(read)
     for rank, c in enumerate(consumers):
-        head, heads = transfer.owned_heads(Hkv, consumer_tp, rank)
+        head, heads = owned_heads(Hkv, consumer_tp, rank)
         for layer in range(layers):
-            wanted = transfer.gather_reference(whole[layer], theirs, 0, n, head, heads)
-            assert torch.equal(transfer.gather_reference(c.layers[layer], ours, 0, n, 0, heads), wanted)
+            wanted = lesson.gather_reference(whole[layer], theirs, 0, n, head, heads)
+            assert torch.equal(lesson.gather_reference(c.layers[layer], ours, 0, n, 0, heads), wanted)
     for c in (*producers, *consumers):
         c.close()
 
@@ -1875,16 +1887,16 @@ def test_ranks_that_nobody_reads_from_are_told_once(consumer_tp):
     config = bare_config(num_key_value_heads=3, num_hidden_layers=1, head_dim=8)
     told = []
     for rank in range(consumer_tp):
-        made = connectors.TCPConnector(KVTransferConfig("TCPConnector", "kv_consumer"))
+        made = TCPConnector(KVTransferConfig("TCPConnector", "kv_consumer"))
         group = SimpleNamespace(rank_in_group=rank, world_size=consumer_tp, all_reduce=lambda x: x)
         cache = torch.zeros(2, 5, 8, 3 // consumer_tp, 8)
         made.register_kv_caches([cache], bare_model(config, group))
         made.connect = lambda address: SimpleNamespace(send=lambda header: told.append((address[1], header["kind"])))
         where = {"transfer_id": "x", "remote_host": "h", "remote_port": 100, "tp_size": 6}
         request = lesson.make_request("r", PROMPT, 1, do_remote_prefill=True, **where)
-        made.bind_connector_metadata(connectors.KVConnectorMetadata([(request, [1, 2, 3], 0, 5)]))
+        made.bind_connector_metadata(KVConnectorMetadata([(request, [1, 2, 3], 0, 5)]))
         made.start_load_kv()
-    unread = [r for r in range(6) if not transfer.num_consumers(3, 6, consumer_tp, r)]
+    unread = [r for r in range(6) if not num_consumers(3, 6, consumer_tp, r)]
     assert sorted(told) == [(100 + r, "DONE" if r in unread else "GET") for r in range(6)] and len(unread) == 3
 
 
@@ -1894,7 +1906,7 @@ def connector_of(kind="TCPConnector", rank=0, tp_size=1, block_size=16, dtype=to
     made = connectors.CONNECTORS[kind](KVTransferConfig(kind, "kv_consumer", kv_connector_extra_config=extra))
     config = bare_config(**{"num_key_value_heads": 4, "num_hidden_layers": 2, "head_dim": 8, "hidden_size": 32} | model)
     group = SimpleNamespace(rank_in_group=rank, world_size=tp_size, all_reduce=lambda x: x)
-    heads = transfer.owned_heads(config.num_key_value_heads, tp_size, rank)[1]
+    heads = owned_heads(config.num_key_value_heads, tp_size, rank)[1]
     memory = torch.zeros(2, 3, block_size, heads, config.head_dim, dtype=dtype)
     made.register_kv_caches([memory] * config.num_hidden_layers, bare_model(config, group, weight))
     return made
@@ -1931,17 +1943,17 @@ class Opaque(torch.Tensor):
 
 def test_weights_that_make_keys_and_values_have_a_digest(tiny_model):
     """Whichever is changed, and however the linear layers are packed; the output matrix makes none."""
-    digest, quantization = connectors.weights_digest, common.lesson("05b_quantization")
+    digest, quantization = weights_digest, common.lesson("05b_quantization")
     ours = digest(tiny_model)
-    packed = lesson.continuous_batching.pack_weights(tiny_model)
+    packed = pack_weights(tiny_model)
     assert ours == digest(packed) == digest(llama.random_model(seed=SEED))
     assert ours == digest(changed(tiny_model, "lm_head", lambda W: W + 1))
     others = [
         changed(tiny_model, name, lambda W: W + 0.01 * W.flip(0)) for name in tiny_model.linear if name != "lm_head"
     ]
     for seed in (0, 1):  # a merged adapter
-        lora = common.lesson("12_multi_lora").adapters
-        others.append(lora.merged(tiny_model, lora.random_adapter(tiny_model.config, 4, seed, "a", size=0.01)))
+        lora = lora_model.random_adapter(tiny_model.config, 4, seed, "a", size=0.01)
+        others.append(lora_model.merged(tiny_model, lora))
     others.append(copy.copy(tiny_model))
     others[-1].embed_tokens = tiny_model.embed_tokens * 1.01
     for norms in ("input_norm", "post_attention_norm"):
@@ -1973,19 +1985,19 @@ def test_biases_and_norms_of_heads_have_a_part_in_the_digest():
     changes += [lambda layer=layer: layer.bias.add_(1) for name, layer in model.linear.items() if name != "lm_head"]
     for change in changes:
         change()
-        digests.add(connectors.weights_digest(model))
+        digests.add(weights_digest(model))
     assert len(digests) == len(changes)
 
 
 def test_a_rectangle_is_written_whole_or_not_at_all():
     made, header = connector_of(), {"layer": 0, "first": 2, "count": 3, "head": 0, "heads": 4}
-    right = transfer.as_bytes(torch.arange(2 * 3 * 4 * 8, dtype=torch.float32) + 1)
+    right = as_bytes(torch.arange(2 * 3 * 4 * 8, dtype=torch.float32) + 1)
     for payload in (None, right[:-32], torch.cat((right, right))):
-        crc = 0 if payload is None else transfer.checksum(payload)
+        crc = 0 if payload is None else checksum(payload)
         assert not made.write([1], header | {"crc": crc}, payload)
-    assert not made.write([1], header | {"crc": transfer.checksum(right) ^ 1}, right)
+    assert not made.write([1], header | {"crc": checksum(right) ^ 1}, right)
     assert not made.layers[0].any() and not made.stats["bytes_in"]
-    assert made.write([1], header | {"crc": transfer.checksum(right)}, right)
+    assert made.write([1], header | {"crc": checksum(right)}, right)
     assert made.layers[0][:, 1, 2:5].flatten().tolist() == list(range(1, 193)) and made.stats["bytes_in"] == 768
 
 
@@ -2025,7 +2037,7 @@ def test_patience_is_as_configured():
     made = connector_of()
     assert (made.timeout, made.consumer.timeout, made.consumer.retries, made.producer.lease) == (10, 10, 1, 30)
     extra = {"timeout": 3, "retries": 0, "kv_lease_duration": 7.5}
-    made = connectors.TCPConnector(KVTransferConfig("TCPConnector", "kv_both", kv_port=0,
+    made = TCPConnector(KVTransferConfig("TCPConnector", "kv_both", kv_port=0,
                                                     kv_connector_extra_config=extra))  # fmt: skip
     made.register_kv_caches(connector_of().layers, connector_of().model)
     assert (made.timeout, made.consumer.timeout, made.consumer.retries, made.producer.lease) == (3, 3, 0, 7.5)
@@ -2044,7 +2056,7 @@ def store_core(model, folder, role="kv_both", prefix_caching=True, policy="recom
 @pytest.fixture
 def folder(tmp_path):
     yield tmp_path / "store"
-    connectors.KVStore(tmp_path / "store", 0, 1).clear()
+    KVStore(tmp_path / "store", 0, 1).clear()
 
 
 def ask(core, prompt, n, name="r"):
@@ -2091,8 +2103,8 @@ def test_no_draft_is_stored(folder, monkeypatch):
 
 def test_a_store_needs_no_prefix_cache_and_is_asked_once_for_each_block(folder, tiny_model, expected, monkeypatch):
     core, asked = store_core(tiny_model, folder, prefix_caching=False), []
-    find = connectors.KVStore.find
-    monkeypatch.setattr(connectors.KVStore, "find", lambda store, key: asked.append(key) or find(store, key))
+    find = KVStore.find
+    monkeypatch.setattr(KVStore, "find", lambda store, key: asked.append(key) or find(store, key))
     core.add_request(lesson.make_request("a", PROMPT, TOKENS))
     core.step()
     asked.clear()
@@ -2254,8 +2266,8 @@ def hashes(core, prompt):
 def test_tiers(tmp_path, folder):
     """Least recently used first: memory to disk, disk to nowhere. A block that is used stays."""
     layers = [torch.arange(64, dtype=torch.float32).view(1, 64)] * 2
-    size = 2 * (256 + connectors.KVStore.HEADER.size)
-    store = connectors.KVStore(folder, 2 * size, 2 * size, num_layers=2)
+    size = 2 * (256 + KVStore.HEADER.size)
+    store = KVStore(folder, 2 * size, 2 * size, num_layers=2)
     for i, name in enumerate("abcde"):
         store.put(name, layers)
         for tier in (store.cpu, store.disk):
@@ -2282,16 +2294,16 @@ def test_tiers(tmp_path, folder):
 
 
 def test_without_a_disk_what_memory_evicts_is_forgotten_and_a_folder_has_one_name(folder):
-    store = connectors.KVStore(folder, 100)
+    store = KVStore(folder, 100)
     for name in "ab":
         store.put(name, [torch.zeros(20)])
         os.utime(store.cpu.path(name), (0, 0))
     assert store.find("a") is None and store.find("b") and not store.stats["demoted"]
-    assert connectors.KVStore(folder / ".." / folder.name, 100).find("b")
+    assert KVStore(folder / ".." / folder.name, 100).find("b")
 
 
 def test_a_block_appears_when_it_is_complete(tmp_path):
-    tier = connectors.Tier(tmp_path / "tier", 10)
+    tier = Tier(tmp_path / "tier", 10)
 
     def parts():
         yield b"ab"
@@ -2303,12 +2315,12 @@ def test_a_block_appears_when_it_is_complete(tmp_path):
 
 
 def test_a_block_that_is_found_is_used_and_one_that_is_being_written_is_not_counted(tmp_path):
-    tier = connectors.Tier(tmp_path / "tier", 10)
+    tier = Tier(tmp_path / "tier", 10)
     (tier.folder / ".partial").write_bytes(bytes(100))
     for i, name in enumerate("ab"):
         tier.put(name, [bytes(5)])
         os.utime(tier.path(name), (i, i))
-    store = connectors.KVStore(tmp_path / "store", 0)
+    store = KVStore(tmp_path / "store", 0)
     store.cpu.folder.rmdir()
     store.cpu = tier
     assert store.find("a") == tier.path("a")
@@ -2317,7 +2329,7 @@ def test_a_block_that_is_found_is_used_and_one_that_is_being_written_is_not_coun
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path):
-    tier = connectors.Tier(tmp_path / "tier", 10)
+    tier = Tier(tmp_path / "tier", 10)
     left, begun = (tier.folder / name for name in (".left", ".begun"))
     for path in (left, begun):
         path.write_bytes(bytes(100))
@@ -2358,7 +2370,7 @@ def test_a_store_without_room_is_no_end_of_the_engine(folder, tiny_model, expect
 
 
 def test_a_disk_without_room_forgets_what_memory_evicts(folder):
-    store = connectors.KVStore(folder, 4100, 1 << 20)
+    store = KVStore(folder, 4100, 1 << 20)
     store.put("a", [torch.zeros(1000)])
     os.utime(store.cpu.path("a"), (0, 0))
     with limited("RLIMIT_FSIZE", 1000):
@@ -2386,7 +2398,7 @@ def test_a_block_that_cannot_be_read_is_computed_again_once(folder, tiny_model, 
     elif damage == "a folder":
         path.unlink(), path.mkdir()
     else:
-        read, sick = connectors.KVStore.read_layer, [path]  # until it has been written anew
+        read, sick = KVStore.read_layer, [path]  # until it has been written anew
 
         def read_layer(store, other, layer):
             if other in sick:
@@ -2394,7 +2406,7 @@ def test_a_block_that_cannot_be_read_is_computed_again_once(folder, tiny_model, 
                 raise OSError(errno.EIO, "Input/output error")
             return read(store, other, layer)
 
-        monkeypatch.setattr(connectors.KVStore, "read_layer", read_layer)
+        monkeypatch.setattr(KVStore, "read_layer", read_layer)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert ask(core, PROMPT, TOKENS) == expected and counts(core)["void_blocks"]
@@ -2435,7 +2447,7 @@ def test_a_disk_that_is_read_only_is_read(folder, tiny_model, expected, monkeypa
 
 def test_where_nothing_can_be_removed_nothing_is_added(folder):
     """Somebody's folders are not the store's; blocks that stay take their room."""
-    store = connectors.KVStore(folder, 1000)
+    store = KVStore(folder, 1000)
     for i in range(3):
         (store.cpu.folder / f"somebody{i}" / "x").mkdir(parents=True)
         os.utime(store.cpu.folder / f"somebody{i}", (1, 1))
@@ -2473,7 +2485,7 @@ def test_a_store_that_cannot_begin_says_why(tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(common.InputError, match=f"KV store {folder}: "):
-            connectors.KVStore(folder, 100, 100)
+            KVStore(folder, 100, 100)
 
 
 def test_who_may_not_read_the_cache_does_not_read_the_store(folder, tiny_model, expected):
@@ -2516,7 +2528,7 @@ def test_configurations_are_checked(text, word):
 )  # fmt: skip
 def test_transfer_params_are_checked(params, word):
     with pytest.raises(common.InputError, match=word):
-        connectors.check_kv_transfer_params(params)
+        check_kv_transfer_params(params)
 
 
 def test_transfer_params_are_checked_when_a_request_comes():
@@ -2554,7 +2566,7 @@ def test_configurations_have_defaults():
 def test_a_transfer_is_one_answer():
     params = {"do_remote_decode": True, "transfer_id": "x"}
     with pytest.raises(common.InputError, match="n 2"):
-        connectors.attach_params(lesson.SamplingParams(n=2), params)
+        attach_params(lesson.SamplingParams(n=2), params)
 
 
 def test_the_end_of_a_prompt_says_where_it_is(tiny_model):
@@ -3049,13 +3061,13 @@ def test_a_prompt_is_given_up_on_every_rank():
         def rank(sock, _):
             with sock, sock.makefile("rb") as stream:
                 sock.sendall(b"HELLO")
-                heard.append(transfer.read_frame(stream.read)[0])
+                heard.append(read_frame(stream.read)[0])
 
-        key = transfer.handshake.secret()
+        key = links.handshake.secret()
         for port in (first, first + 2):
-            transfer.handshake.Reception(socket.create_server(("127.0.0.1", port)), key, rank)
+            links.handshake.Reception(socket.create_server(("127.0.0.1", port)), key, rank)
         params = {"transfer_id": "x", "remote_host": "127.0.0.1", "remote_port": first, "tp_size": 3}
-        await asyncio.wait_for(connectors.give_up(params), 20)
+        await asyncio.wait_for(give_up(params), 20)
         assert heard == [{"kind": "CANCEL", "transfer": "x"}] * 2
 
     asyncio.run(go())
@@ -3263,7 +3275,7 @@ def test_nobody_computes_for_a_client_that_has_left(where, monkeypatch):
         await asyncio.sleep(0)
         given_up.append(params["transfer_id"])
 
-    monkeypatch.setattr(connectors, "give_up", give_up)
+    monkeypatch.setattr(lesson, "give_up", give_up)
     servers = Computing()
     hang_up(servers, {"prompt": "Hi", "max_tokens": 9}, computing)
     assert given_up == (["request"] if where == "p0" else ["request", "x"])
@@ -3293,7 +3305,7 @@ def test_the_proxy_wants_addresses(monkeypatch, capsys):
         assert said in capsys.readouterr().err
     made = []
     monkeypatch.setattr(lesson, "build_proxy", lambda *urls: made.append(urls))
-    monkeypatch.setattr(lesson.serving, "bind", lambda *address: (_ for _ in ()).throw(common.InputError("--port")))
+    monkeypatch.setattr(lesson, "bind", lambda *address: (_ for _ in ()).throw(common.InputError("--port")))
     with pytest.raises(common.InputError, match="--port"):
         lesson.main(["proxy", "--prefill", "http://p0/", "--decode", "http://d0", "https://d1/"])
     assert made == [(["http://p0"], ["http://d0", "https://d1"])]

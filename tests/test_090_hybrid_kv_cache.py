@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import llama
+from engine.request import Request
+from engine.request import SamplingParams
 
-from engine.core import hybrid_kv_cache as part
+from lab import hybrid_kv_cache as part
 
 batching, kv_cache = common.lesson("04_continuous_batching"), common.lesson("01_kv_cache")
-Request, SamplingParams = batching.Request, batching.SamplingParams
 RECORDED = sorted((Path(__file__).parent / "golden" / "hybrid").glob("*.json"))
 
 

@@ -15,11 +15,24 @@ import torch
 from test_12_multi_lora import NoBytes, Words
 
 import llama
+from engine.config import VllmConfig
+from engine.parallel.worker import Worker
+from engine import front_end
+from engine.llm import make_llm_engine
+from engine.llm_engine import LLMEngine
+from engine.parallel.workers import Workers
+from engine.engine_args import EngineArgs
+from engine.parallel.stages import skeleton
+from engine.parallel.worker import WorkerSpec
+from engine.serving.pipeline_proc import ParallelEngineCoreProc
 
-from engine.lora import remote as lesson
+from engine.lora import lora_model
+from engine.parallel import adapters as lesson
+from engine.lora.config import LoRAConfig
+from engine.lora.lora_model import LoRAModel
 
 multi_lora = common.lesson("12_multi_lora")
-executors, adapters, serving = lesson.executors, lesson.adapters, scaling.serving
+executors, serving = scaling.executors, scaling.serving
 SamplingParams, ParallelConfig = scaling.SamplingParams, scaling.ParallelConfig
 LIMITS = dict(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4)
 
@@ -28,8 +41,8 @@ LIMITS = dict(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16, num_g
 def base_and_adapters():
     """On all layers; on some; on other ones, and not on the first of each slice."""
     model = llama.random_model(**scaling.SIZES)
-    kinds = (4, adapters.TARGETS), (8, ("q_proj", "down_proj")), (3, ("k_proj", "o_proj", "up_proj"))
-    return model, {f"a{r}": adapters.random_adapter(model.config, r, seed=r, targets=targets) for r, targets in kinds}
+    kinds = (4, lora_model.TARGETS), (8, ("q_proj", "down_proj")), (3, ("k_proj", "o_proj", "up_proj"))
+    return model, {f"a{r}": lora_model.random_adapter(model.config, r, seed=r, targets=targets) for r, targets in kinds}
 
 
 @pytest.fixture
@@ -46,7 +59,7 @@ def loras():
 def as_merged():
     """What each adapter, and the base, answers to every prompt if it is merged into the weights."""
     whole, loras = base_and_adapters()
-    models = {"None": whole} | {name: adapters.merged(whole, each) for name, each in loras.items()}
+    models = {"None": whole} | {name: lora_model.merged(whole, each) for name, each in loras.items()}
     return {(name, i): scaling.scheduling.generate_alone(model, prompt, tokens) for name, model in models.items()
             for i, (prompt, tokens) in enumerate(zip(scaling.PROMPTS, scaling.OUTPUTS))}  # fmt: skip
 
@@ -54,7 +67,7 @@ def as_merged():
 @pytest.fixture
 def on_threads(whole, monkeypatch):
     """An engine as `serve --enable-lora` makes it, on workers that are threads."""
-    monkeypatch.setattr(scaling.lesson.offline, "TokenBytes", NoBytes)
+    monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
     monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
     monkeypatch.setattr(llama, "model_folder", lambda name: name)
     started = []
@@ -63,14 +76,10 @@ def on_threads(whole, monkeypatch):
         parallel = ParallelConfig(tp, pp)
         executor = scaling.ThreadExecutor(parallel)
         started.append(executor)
-        args = serving.EngineArgs(enable_lora=True, max_loras=max_loras, max_lora_rank=8, max_cpu_loras=4)
-        runner = executors.served_runner
-        executor.collective_rpc(
-            "load_model", executors.WorkerSpec(scaling.SIZES, parallel, torch.float32, runner, args)
-        )
-        kind = serving.engine_class("auto", True, None, args.lora_config, on_workers=True)
-        kind = executors.parallel_engine(kind, executor, parallel)
-        return kind(executors.skeleton(whole.config, parallel, torch.float32), Words(), **LIMITS)
+        args = EngineArgs(enable_lora=True, max_loras=max_loras, max_lora_rank=8, max_cpu_loras=4)
+        executor.collective_rpc("load_model", WorkerSpec(scaling.SIZES, parallel, config=args.vllm_config()))
+        workers = Workers(executor, parallel, skeleton(whole.config, parallel, torch.float32))
+        return LLMEngine(workers.model, Words(), config=args.vllm_config(workers), **LIMITS)
 
     yield build
     for executor in started:
@@ -104,7 +113,7 @@ def test_every_layout_answers_as_merged_weights_do(on_threads, whole, loras, tp,
     assert ask(engine, (None, *loras)) == truths
     assert len({tuple(truths[str(name), 2]) for name in (None, *loras)}) == 4, "they do differ"
     assert engine.lora.counts["evict"] >= 3 - max_loras
-    kept = engine.core.runner.executor.ask(lambda worker: worker.runner.lora.slots)
+    kept = engine.core.runner.executor.ask(lambda worker: worker.adapters.slots)
     assert kept == [engine.lora.slots] * (tp * pp), "no worker has a name whose place somebody else took"
 
 
@@ -135,35 +144,35 @@ def test_only_an_adapters_own_numbers_travel(loras):
     sent = []
     memory = lesson.RemoteSlotMemory(type("Executor", (), {"submit": lambda self, *call: sent.append(call)})(), None)
     large = torch.zeros(1000, 8)
-    memory.write(1, adapters.LoRAModel("x", 8, {"layers.0.qkv_proj": (None, (large[:2], large[2:4]), None)}))
+    memory.write(1, LoRAModel("x", 8, {"layers.0.qkv_proj": (None, (large[:2], large[2:4]), None)}))
     (method, slot, lora), = sent  # fmt: skip
-    assert method == lesson.write_adapter and slot == 1
+    assert method == "write_adapter" and slot == 1
     (none, pair, _), = lora.weights.values()  # fmt: skip
     assert none is None and [x.untyped_storage().nbytes() for x in pair] == [64, 64]
 
 
 def test_a_cleared_slot_has_no_name_and_no_weights(whole, loras):
     """So a worker whose write failed, which nobody waits for, fails at the next step instead of answering wrongly."""
-    mine = lesson.WorkerAdapters(adapters.LoRAConfig(max_loras=2, max_lora_rank=8))
-    mine.attach(whole, None, None)
-    alone = SimpleNamespace(rank_in_group=0, world_size=1)
-    worker = SimpleNamespace(tp=alone, pp=alone, runner=SimpleNamespace(lora=mine),
-                             model=SimpleNamespace(whole_config=whole.config))  # fmt: skip
-    lesson.write_adapter(worker, 0, loras["a8"])
-    lesson.write_adapter(worker, 1, loras["a3"])
+    mine = lesson.WorkerAdapters(LoRAConfig(max_loras=2, max_lora_rank=8))
+    mine.attach(whole, None)
+    alone, worker = SimpleNamespace(rank_in_group=0, world_size=1), Worker()
+    worker.tp, worker.pp, worker.adapters = alone, alone, mine
+    worker.model = SimpleNamespace(whole_config=whole.config)
+    worker.write_adapter(0, loras["a8"])
+    worker.write_adapter(1, loras["a3"])
     assert mine.slots == {"random-8": 0, "random-3": 1} and mine.memory.tables["down_proj"].ranks[0].tolist() == [8]
-    lesson.clear_adapter(worker, 0)
+    worker.clear_adapter(0)
     assert mine.slots == {"random-3": 1} and not mine.memory.tables["down_proj"].ranks[0].any()
     assert list(mine.memory.matrices) == [1]
     with pytest.raises(RuntimeError, match="size"):
-        lesson.write_adapter(worker, 0, adapters.random_adapter(whole.config, 9, seed=9))
+        worker.write_adapter(0, lora_model.random_adapter(whole.config, 9, seed=9))
     assert mine.slots == {"random-3": 1}
 
 
-def test_a_runner_of_pages_is_refused(on_threads):
-    manager = adapters.LoRAModelManager(adapters.LoRAConfig(memory="unified"))
+def test_a_runner_of_pages_is_refused(whole):
+    about = VllmConfig(lora_config=LoRAConfig(memory="unified"), workers=Workers(None, ParallelConfig(), whole))
     with pytest.raises(common.InputError, match="workers have slots"):
-        lesson.remote_lora_runner(None, manager)
+        LLMEngine(whole, Words(), config=about, **LIMITS)
 
 
 @pytest.mark.parametrize("pp", [1, 2])
@@ -192,7 +201,7 @@ def test_the_serving_loop_tells_them_too(on_threads, loras):
 
     engine.lora.add_lazily("gone", gone)
     letters = []
-    proc = executors.ParallelEngineCoreProc(engine, letters.append)
+    proc = ParallelEngineCoreProc(engine, letters.append)
     request = scaling.request_of([1, 2, 3], "x", lora_name="gone")
     engine.core.add_request(request)
     for _ in range(50):
@@ -202,7 +211,7 @@ def test_the_serving_loop_tells_them_too(on_threads, loras):
 
 
 def test_the_flags_go_together():
-    args = serving.EngineArgs(enable_lora=True, tensor_parallel_size=3, pipeline_parallel_size=2)
+    args = EngineArgs(enable_lora=True, tensor_parallel_size=3, pipeline_parallel_size=2)
     assert args.lora_config.max_loras == 1
     assert dataclasses.replace(args, quantization="int8").world_size == 6
 
@@ -214,7 +223,7 @@ def test_served_adapters_on_workers(real_model, layout):
     import httpx
 
     folder, names = common.HERE / "adapters", ("pirate", "json", None)
-    engine = serving.offline_engine(*real_model, enable_lora=True, max_loras=2, max_model_len=256, max_num_seqs=8)
+    engine = make_llm_engine(*real_model, enable_lora=True, max_loras=2, max_model_len=256, max_num_seqs=8)
     params, truths = SamplingParams(temperature=0, max_tokens=12), {}
     for name in filter(None, names):
         engine.lora.add_adapter(name, folder / name)

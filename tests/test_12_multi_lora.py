@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+import common
+
 import asyncio
+import copy
 import dataclasses
 import json
 import math
@@ -17,10 +19,12 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import common
 import numpy as np
 import pytest
 from engine.core.queues import FairRequestQueue
+from engine import front_end
+from engine.llm import make_llm_engine
+from engine.engine_args import EngineArgs
 import scripts
 import torch
 from hypothesis import settings
@@ -28,16 +32,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import llama
+from engine.serving.core_proc import EngineCoreProc
+from engine.serving.openai.app import build_app
 
 lesson = common.lesson("12_multi_lora")
-adapters = lesson.adapters
+from engine.lora import files, lora_model
+from engine.lora import manager as managing
+from engine.lora.reader import AdapterReader
 from lab import adapter_training as training
 
 NONE, Meta, SamplingParams = lesson.NONE, lesson.LoRAKernelMeta, lesson.SamplingParams
 Request, LoRAConfig, LoRARequest = lesson.Request, lesson.LoRAConfig, lesson.LoRARequest
-
-
-common.lesson("06b_guided_decoding")  # takes TokenBytes along when it is loaded: before a test replaces it
 
 
 class Words:
@@ -86,7 +91,7 @@ def tiny():
 @pytest.fixture
 def make(monkeypatch, tiny):
     """An engine on the tiny model, with adapters a0, a1, …"""
-    monkeypatch.setattr(lesson.offline, "TokenBytes", NoBytes)
+    monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
 
     def build(config=None, model=tiny, **about):
         about = {"max_model_len": 96, "max_num_seqs": 8, "num_gpu_blocks_override": 128} | about
@@ -96,13 +101,13 @@ def make(monkeypatch, tiny):
 
 
 def some(model, count, ranks=(4, 8, 3), size=1.0, **about):
-    return [adapters.random_adapter(model.config, ranks[i % len(ranks)], seed=i, name=f"a{i}", size=size, **about)
+    return [lora_model.random_adapter(model.config, ranks[i % len(ranks)], seed=i, name=f"a{i}", size=size, **about)
             for i in range(count)]  # fmt: skip
 
 
 def alone(model, lora, prompt, tokens, monkeypatch=None):
     """Greedy tokens of the model with the adapter merged into its weights: no adapter code at all."""
-    merged = model if lora is None else adapters.merged(model, lora)
+    merged = model if lora is None else lora_model.merged(model, lora)
     return lesson.scheduling.generate_alone(merged, prompt, tokens)
 
 
@@ -142,9 +147,9 @@ def place(model, loras, where, max_rank=20, dtype=torch.float32):
 
 def trio(model):
     """Ranks 4, 8 and 20; the second adapts q, v and down alone, the third all but q."""
-    make = lambda r, targets: adapters.random_adapter(model.config, r, r, targets=targets)  # noqa: E731
-    return [make(4, adapters.TARGETS), make(8, ("q_proj", "v_proj", "down_proj")),
-            make(20, [target for target in adapters.TARGETS if target != "q_proj"])]  # fmt: skip
+    make = lambda r, targets: lora_model.random_adapter(model.config, r, r, targets=targets)  # noqa: E731
+    return [make(4, lora_model.TARGETS), make(8, ("q_proj", "v_proj", "down_proj")),
+            make(20, [target for target in lora_model.TARGETS if target != "q_proj"])]  # fmt: skip
 
 
 @pytest.mark.parametrize("where", ["slots", "pages"])
@@ -202,7 +207,7 @@ def test_kernels_in_16_bits(kernels, device, dtype, run):
     model = llama.Llama.__new__(llama.Llama)
     model.config, model.device, model.dtype = config, device, dtype
     loras = [
-        adapters.random_adapter(config, r, r, size=1.0, targets=("q_proj", "v_proj"), dtype=dtype) for r in (5, 18)
+        lora_model.random_adapter(config, r, r, size=1.0, targets=("q_proj", "v_proj"), dtype=dtype) for r in (5, 18)
     ]
     memory = lesson.SlotMemory(model, 2, 18)
     for slot, lora in enumerate(loras):
@@ -298,7 +303,7 @@ def test_adapters_that_leave_layers_and_slices_out(make, tiny, memory):
     any of it: the tokens of merged weights."""
     targets = [("q_proj", "v_proj"), ("k_proj", "up_proj"), ("v_proj", "gate_proj"), ("o_proj", "down_proj")]
     loras = [
-        adapters.random_adapter(tiny.config, 4, seed=i, name=f"a{i}", size=4.0, targets=some)
+        lora_model.random_adapter(tiny.config, 4, seed=i, name=f"a{i}", size=4.0, targets=some)
         for i, some in enumerate(targets)
     ]
     llm = make(LoRAConfig(4, 8, 4, memory=memory))
@@ -336,10 +341,10 @@ def test_batched_equals_merged(make, tiny, memory, max_loras):
 @pytest.mark.parametrize("method", ["ngram", "suffix", "lookahead", "early_exit"])
 def test_drafts_for_adapters(monkeypatch, tiny, method):
     """What a drafter guesses for the base model or another adapter is a guess; the request's own adapter decides."""
-    monkeypatch.setattr(lesson.offline, "TokenBytes", NoBytes)
+    monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
     config = {"method": method, "num_speculative_tokens": 3}
     config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2} if method == "ngram" else {"prompt_lookup_min": 1}
-    engine = common.lesson("06_serving").offline_engine(
+    engine = make_llm_engine(
         tiny, Words(), speculative_config=config, enable_lora=True, max_loras=2, max_cpu_loras=3, max_model_len=96,
         max_num_seqs=8, num_gpu_blocks_override=40,
     )  # fmt: skip
@@ -374,7 +379,7 @@ def test_adapters_change_the_answer(tiny):
 def test_a_thousand_adapters_in_one_process(make, tiny):
     llm = make(LoRAConfig(8, 4, 64))
     manager = llm.llm_engine.lora
-    build = lambda i: adapters.random_adapter(tiny.config, 1 + i % 4, i, f"a{i}", size=1.0)  # noqa: E731
+    build = lambda i: lora_model.random_adapter(tiny.config, 1 + i % 4, i, f"a{i}", size=1.0)  # noqa: E731
     for i in range(1000):
         manager.add_lazily(f"a{i}", lambda i=i: build(i))
     chosen = random.Random(0).sample(range(1000), 60)
@@ -460,7 +465,7 @@ def test_whoever_has_no_place_is_passed_over():
     core.step()
     assert core.batch == [0, 1, 3, 4] and core.scheduler.waiting_for_adapter == ["2"]
     assert [r.request_id for r in core.scheduler.waiting] == ["2", "5"]
-    proc = common.lesson("06e_async_engine").EngineCoreProc(SimpleNamespace(core=core), None)
+    proc = EngineCoreProc(SimpleNamespace(core=core, lora=None), None)
     assert (proc.stats().num_waiting_reqs, proc.stats().num_skipped_waiting_reqs) == (1, 1)
     core.step()
     core.step()
@@ -715,7 +720,7 @@ def test_the_least_served_tenant_is_next():
 def test_a_name_that_comes_back_with_other_weights(make, tiny, tmp_path):
     """What the first weights left in the prefix cache is not for the second; a salt of one's own still separates."""
     for i, lora in enumerate(some(tiny, 2)):
-        adapters.write_adapter(lora, tmp_path / str(i), alpha=lora.rank, dtype=torch.float32)
+        files.write_adapter(lora, tmp_path / str(i), alpha=lora.rank, dtype=torch.float32)
     llm, params = make(), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     prompt = {"prompt_token_ids": list(range(40))}
 
@@ -733,7 +738,7 @@ def test_a_name_that_comes_back_with_other_weights(make, tiny, tmp_path):
 
 
 def files_of(lora, folder):
-    adapters.write_adapter(lora, folder, alpha=lora.rank, dtype=torch.float32)
+    files.write_adapter(lora, folder, alpha=lora.rank, dtype=torch.float32)
     return folder
 
 
@@ -779,21 +784,21 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, tiny, name, kind):
     if kind == "huge":
         os.truncate(path, 1 << 40)
     with pytest.raises(common.InputError, match="bytes" if kind == "huge" else "not a regular file"):
-        adapters.read_adapter(tmp_path / "x", tiny.config)
+        files.read_adapter(tmp_path / "x", tiny.config)
 
 
 @pytest.fixture
 def hung(monkeypatch):
     """A path whose files never answer, and a deadline of a tenth of a second."""
-    gate, read = threading.Event(), adapters.read_adapter
+    gate, read = threading.Event(), files.read_adapter
 
     def never(source, *about):
         if "hung" in str(source):
             gate.wait(30)
         return read(source, *about)
 
-    monkeypatch.setattr(adapters, "read_adapter", never)
-    monkeypatch.setattr(adapters.AdapterReader, "DEADLINE", 0.1)
+    monkeypatch.setattr(managing, "read_adapter", never)
+    monkeypatch.setattr(AdapterReader, "DEADLINE", 0.1)
     yield "hung"
     gate.set()
 
@@ -814,7 +819,7 @@ def test_a_file_that_never_answers_is_given_up(make, tiny, tmp_path, hung):
 
 
 def test_a_reading_that_comes_too_late_is_dropped():
-    reader, gate = adapters.AdapterReader(), threading.Event()
+    reader, gate = AdapterReader(), threading.Event()
     reader.DEADLINE = 0.05
     late, after = reader.submit(gate.wait, 30), reader.submit(lambda: "next")
     with pytest.raises(common.InputError, match="within"):
@@ -841,7 +846,8 @@ def test_an_adapter_takes_the_blocks_of_an_idle_one():
     """In unified memory, keys and values and adapters share a pool: what is full is full for both."""
     model = llama.random_model(seed=0, num_hidden_layers=1)
     manager, pool = lesson.LoRAModelManager(LoRAConfig(3, 8, 4, memory="unified")), lesson.BlockPool(24)
-    manager.attach(model, lesson.paged.PagedKVCache(model, 24, 16), pool)
+    manager.block_pool = pool
+    manager.attach(model, lesson.paged.PagedKVCache(model, 24, 16))
     for lora in some(model, 3, ranks=(8, 8, 2)):
         manager.add_adapter(lora.name, lora)
     assert manager.make_resident("a0", set())
@@ -885,13 +891,14 @@ class Slots(RuleBasedStateMachine):
         model = llama.random_model(seed=0, num_hidden_layers=1)
         self.manager = lesson.LoRAModelManager(LoRAConfig(3, 8, 4, memory="unified"))
         self.pool = lesson.BlockPool(24)
-        self.manager.attach(model, lesson.paged.PagedKVCache(model, 24, 16), self.pool)
+        self.manager.block_pool = self.pool
+        self.manager.attach(model, lesson.paged.PagedKVCache(model, 24, 16))
         self.model, self.kv, self.known = model, [], set()
 
     @rule(i=st.integers(0, 6), rank=st.integers(1, 8))
     def add(self, i, rank):
         name = f"a{i}"
-        lora = adapters.random_adapter(self.model.config, rank, i, name, targets=("q_proj", "v_proj"))
+        lora = lora_model.random_adapter(self.model.config, rank, i, name, targets=("q_proj", "v_proj"))
         if name in self.known:
             with pytest.raises(common.InputError, match="loaded already"):
                 self.manager.add_adapter(name, lora)
@@ -957,9 +964,9 @@ TestSlots.settings = settings(max_examples=15, stateful_step_count=20, deadline=
 
 
 def test_files_go_round(tmp_path, tiny):
-    lora = adapters.random_adapter(tiny.config, 4, 1, targets=("q_proj", "up_proj"))
-    adapters.write_adapter(lora, tmp_path / "x", alpha=6, dtype=torch.float32)
-    again = adapters.read_adapter(tmp_path / "x", tiny.config)
+    lora = lora_model.random_adapter(tiny.config, 4, 1, targets=("q_proj", "up_proj"))
+    files.write_adapter(lora, tmp_path / "x", alpha=6, dtype=torch.float32)
+    again = files.read_adapter(tmp_path / "x", tiny.config)
     assert again.name == "x" and again.rank == 4 and again.weights.keys() == lora.weights.keys()
     for name, pairs in lora.weights.items():
         for pair, other in zip(pairs, again.weights[name]):
@@ -1023,7 +1030,7 @@ def broken(folder, what):
 @pytest.mark.parametrize("path", ["~nobody-has-this-name/a", "x" * 5000, "\0"])
 def test_what_cannot_be_a_folder_is_none(tiny, path):
     with pytest.raises(common.InputError, match="no such adapter folder"):
-        adapters.read_adapter(path, tiny.config)
+        files.read_adapter(path, tiny.config)
 
 
 @pytest.mark.parametrize(
@@ -1037,9 +1044,9 @@ def test_wrong_fields_of_a_config(tmp_path, field, value):
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8} | {field: value}))
     with pytest.raises(common.InputError, match=f"adapter_config.json: {field}"):
-        adapters.read_config(tmp_path)
+        files.read_config(tmp_path)
     path.write_text(json.dumps({"r": 4, "lora_alpha": 8, "init_lora_weights": "gaussian"}))
-    assert adapters.read_config(tmp_path, 4) == (4, 2.0)
+    assert files.read_config(tmp_path, 4) == (4, 2.0)
 
 
 @pytest.mark.parametrize(("alpha", "dtype", "refused"), [
@@ -1047,14 +1054,14 @@ def test_wrong_fields_of_a_config(tmp_path, field, value):
 ])  # fmt: skip
 def test_weights_are_finite_as_they_are_kept(tmp_path, tiny, alpha, dtype, refused):
     """B is multiplied by alpha / r and cast: what was finite in the file need not be any more."""
-    adapters.write_adapter(some(tiny, 1)[0], tmp_path, alpha=4, dtype=torch.float32)
+    files.write_adapter(some(tiny, 1)[0], tmp_path, alpha=4, dtype=torch.float32)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": alpha}))
     if refused:
         with pytest.raises(common.InputError, match=rf"lora_B of .*q_proj times its scale .* is not finite in {dtype}"):
-            adapters.read_adapter(tmp_path, tiny.config, dtype=dtype)
+            files.read_adapter(tmp_path, tiny.config, dtype=dtype)
     else:
-        lora = adapters.read_adapter(tmp_path, tiny.config, dtype=dtype)
+        lora = files.read_adapter(tmp_path, tiny.config, dtype=dtype)
         assert all(x.isfinite().all() for pairs in lora.weights.values() for pair in pairs for x in pair)
 
 
@@ -1062,13 +1069,13 @@ def test_weights_are_finite_as_they_are_kept(tmp_path, tiny, alpha, dtype, refus
 def test_a_is_made_of_numbers_that_its_type_can_hold(tmp_path, tiny, wrong):
     from safetensors.torch import load_file, save_file
 
-    adapters.write_adapter(some(tiny, 1)[0], tmp_path, alpha=4, dtype=torch.float32)
+    files.write_adapter(some(tiny, 1)[0], tmp_path, alpha=4, dtype=torch.float32)
     path, key = tmp_path / "adapter_model.safetensors", "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
     weights = load_file(path)
     assert weights[key].shape == wrong.shape
     save_file(weights | {key: wrong}, path)
     with pytest.raises(common.InputError, match=f"lora_A.*({wrong.dtype}, expected|not finite in torch.float16)"):
-        adapters.read_adapter(tmp_path, tiny.config, dtype=torch.float16)
+        files.read_adapter(tmp_path, tiny.config, dtype=torch.float16)
 
 
 DAMAGE = ["use_dora", "rank_pattern", "modules_to_save", "r", "rank", "peft_type", "not json", "no config",
@@ -1077,7 +1084,7 @@ DAMAGE = ["use_dora", "rank_pattern", "modules_to_save", "r", "rank", "peft_type
 
 @pytest.mark.parametrize("what", DAMAGE)
 def test_broken_adapters_are_refused_and_change_nothing(tmp_path, make, tiny, what):
-    adapters.write_adapter(some(tiny, 1)[0], tmp_path / "x", alpha=8)
+    files.write_adapter(some(tiny, 1)[0], tmp_path / "x", alpha=8)
     word = broken(tmp_path / "x", what)
     llm = make()
     with pytest.raises(common.InputError, match=word) as error:
@@ -1095,10 +1102,10 @@ def test_limits_are_checked():
 
 @pytest.mark.parametrize("name", ["pirate", "json", "report"])
 def test_the_shipped_adapters_fit(name):
-    folder = adapters.SHIPPED / name
+    folder = files.SHIPPED / name
     assert (folder / "adapter_model.safetensors").stat().st_size <= 5_000_000
     config = llama.LlamaConfig(**lesson.SMOLLM)
-    lora = adapters.read_adapter(folder, config)
+    lora = files.read_adapter(folder, config)
     assert lora.rank == 8 and lora.num_parameters == lesson.facts()["parameters_r8"] and len(lora.weights) == 120
 
 
@@ -1143,7 +1150,9 @@ def test_training_reduces_the_loss_and_leaves_the_model_alone():
     lora, losses = training.train(model, Chat(), "pirate", answers=["It is so."] * 2, **options)
     assert losses[-1] < 0.7 * losses[0] and torch.equal(before, model.linear["layers.0.qkv_proj"].weight)
     tokens = positions = torch.arange(20, device=model.device)
-    hidden = [m.forward(tokens, positions, lesson.scheduling.recompute) for m in (model, adapters.merged(model, lora))]
+    hidden = [
+        m.forward(tokens, positions, lesson.scheduling.recompute) for m in (model, lora_model.merged(model, lora))
+    ]
     assert not torch.allclose(*hidden), "the adapter does something"
 
 
@@ -1168,20 +1177,20 @@ def folder(tmp_path_factory):
                           "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
                           "rope_theta")}})  # fmt: skip
     for lora in some(model, 2):
-        adapters.write_adapter(lora, path / lora.name, alpha=8)
+        files.write_adapter(lora, path / lora.name, alpha=8)
     return path
 
 
 async def with_server(folder, work, **flags):
     serving, api = common.lesson("06_serving"), common.lesson("06f_openai_api")
-    args = serving.EngineArgs(model=str(folder), served_model_name=["base"], dtype="float32", max_model_len=64,
+    args = EngineArgs(model=str(folder), served_model_name=["base"], dtype="float32", max_model_len=64,
                               kv_cache_gib=0.01, enable_lora=True, max_loras=2, lora_modules=[f"one={folder / 'a0'}"],
                               **flags)  # fmt: skip
-    llm = await serving.AsyncLLM.start(("06_serving", "make_engine"), args, folder, "event-loop")
+    llm = await serving.AsyncLLM.start(serving.make_engine, args, folder, "event-loop")
     try:
         server = api.OpenAIServing(llm, args.names, args.adapters)
         server.runtime_loras = True
-        app = api.build_app(server)
+        app = build_app(server)
 
         async def call(path, body=None, **about):
             return await api.call(app, path, body, **about)
@@ -1193,10 +1202,10 @@ async def with_server(folder, work, **flags):
 
 def test_the_server_loads_and_unloads(folder, tmp_path, monkeypatch):
     pytest.importorskip("fastapi")
-    monkeypatch.setattr(lesson.offline, "TokenBytes", NoBytes)
+    monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
     monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
     model, _ = llama.load(str(folder))
-    loras = {name: adapters.read_adapter(folder / name, model.config) for name in ("a0", "a1")}
+    loras = {name: files.read_adapter(folder / name, model.config) for name in ("a0", "a1")}
     prompt = [ord(c) for c in "hello there, this is long"]
     truth = {name: alone(model, loras.get(name), prompt, 5) for name in ("a0", "a1", None)}
     shutil.copytree(folder / "a0", tmp_path / "bad")
@@ -1243,9 +1252,9 @@ def test_the_server_loads_and_unloads(folder, tmp_path, monkeypatch):
 def test_nobody_waits_for_an_adapter_that_does_not_answer(folder, monkeypatch, hung):
     """Its client hears of it in the end; others are served and load theirs meanwhile, also if it was there before."""
     pytest.importorskip("fastapi")
-    monkeypatch.setattr(lesson.offline, "TokenBytes", NoBytes)
+    monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
     monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
-    monkeypatch.setattr(adapters.AdapterReader, "DEADLINE", 0.5)
+    monkeypatch.setattr(AdapterReader, "DEADLINE", 0.5)
 
     async def work(call, llm):
         ask = lambda name: call("/v1/completions", {"model": name, "prompt": [1, 2], "max_tokens": 2})  # noqa: E731
@@ -1281,7 +1290,7 @@ def test_a_request_keeps_the_adapter_that_it_was_accepted_for(folder, monkeypatc
     """While its prompt is read, the name goes, or means other weights: 404, and never another model's answer."""
     pytest.importorskip("fastapi")
     api = common.lesson("06f_openai_api")
-    monkeypatch.setattr(lesson.offline, "TokenBytes", NoBytes)
+    monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
     monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
     reading, go_on, prompts = asyncio.Event(), asyncio.Event(), api.OpenAIServing.prompts
 
@@ -1317,7 +1326,7 @@ def test_a_request_keeps_the_adapter_that_it_was_accepted_for(folder, monkeypatc
 def test_the_engine_looks_at_the_adapter_again(make, tiny):
     """A letter that comes when the adapter is gone: an error in its name, and the base model says nothing."""
     engine, letters = make().llm_engine, []
-    proc = common.lesson("06e_async_engine").EngineCoreProc(engine, letters.append)
+    proc = EngineCoreProc(engine, letters.append)
     request = lesson.Request("x", [1, 2, 3], SamplingParams(max_tokens=4), lora_name="gone")
     engine.core.add_request(request)
     for _ in range(3):
@@ -1355,7 +1364,7 @@ def test_unloading_lets_answers_finish(make, tiny):
 def test_without_permission_there_are_no_routes(folder):
     pytest.importorskip("fastapi")
     api = common.lesson("06f_openai_api")
-    app = api.build_app(api.OpenAIServing(api.ScriptedLLM(), ["base"], {"one": "path"}))
+    app = build_app(api.OpenAIServing(api.ScriptedLLM(), ["base"], {"one": "path"}))
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
         assert asyncio.run(api.call(app, path, {"lora_name": "x", "lora_path": "y"})).status == 404
 
@@ -1444,14 +1453,14 @@ def test_peft_computes_the_same(real_model):
     model, tokenizer = real_model
     theirs = AutoModelForCausalLM.from_pretrained(llama.model_folder(None), dtype=torch.float32).eval()
     names = ["pirate", "json", "report"]
-    wrapped = peft.PeftModel.from_pretrained(theirs, adapters.SHIPPED / names[0], adapter_name=names[0])
+    wrapped = peft.PeftModel.from_pretrained(theirs, files.SHIPPED / names[0], adapter_name=names[0])
     for name in names[1:]:
-        wrapped.load_adapter(adapters.SHIPPED / name, adapter_name=name)
+        wrapped.load_adapter(files.SHIPPED / name, adapter_name=name)
     prompts = [tokenizer.chat([{"role": "user", "content": q}]) for q in training.TEST_QUESTIONS[:4]]
     manager = lesson.LoRAModelManager(LoRAConfig(3, 8))
-    manager.attach(model, None, None)
+    manager.attach(model, None)
     for slot, name in enumerate(names):
-        manager.memory.write(slot, adapters.read_adapter(adapters.SHIPPED / name, model.config))
+        manager.memory.write(slot, files.read_adapter(files.SHIPPED / name, model.config))
     adapted = lesson.adapted_model(model, manager)
 
     def ours(chosen):
@@ -1503,11 +1512,11 @@ def test_adapters_that_peft_wrote(tmp_path, rslora):
 
     with contextlib.ExitStack() as stack:
         model = llama.Llama(folder_config, llama._open_weights(tmp_path / "base", stack))
-        lora = adapters.read_adapter(tmp_path / "adapter", folder_config)
-        merged = adapters.merged(model, lora)
+        lora = files.read_adapter(tmp_path / "adapter", folder_config)
+        merged = lora_model.merged(model, lora)
         hidden = merged.forward(ids, torch.arange(10), lesson.scheduling.recompute)
         common.assert_close(merged.logits(hidden), reference)
-    adapters.write_adapter(lora, tmp_path / "ours", alpha=4, dtype=torch.float32)
+    files.write_adapter(lora, tmp_path / "ours", alpha=4, dtype=torch.float32)
     clean = LlamaForCausalLM.from_pretrained(tmp_path / "base").eval()
     again = peft.PeftModel.from_pretrained(clean, tmp_path / "ours")(ids[None]).logits[0].detach()
     common.assert_close(again, reference)
@@ -1517,7 +1526,7 @@ def test_adapters_that_peft_wrote(tmp_path, rslora):
 def test_the_shipped_adapters_answer_in_style(real_model):
     model, tokenizer = real_model
     for name in training.STYLES:
-        lora = adapters.read_adapter(adapters.SHIPPED / name, model.config)
+        lora = files.read_adapter(files.SHIPPED / name, model.config)
         texts = training.answers_with(
             model, tokenizer, lora, training.TEST_QUESTIONS[:3] + training.TEST_QUESTIONS[3:4]
         )

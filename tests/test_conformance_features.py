@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import common
 import pytest
 from engine.core.scheduler import Scheduler
+from engine.kv_transfer.base import KVConnectorBase
 from engine.output import KVConnectorOutput
 from support.broken import break_class
 from test_conformance import GOLDEN, trace_of
@@ -22,7 +23,7 @@ FIELDS = preemption.CONFIG_FIELDS
 WORKLOADS = {feature: sorted((GOLDEN / feature / "workloads").iterdir()) for feature in FEATURES}
 
 
-class Elsewhere(disagg.KVConnectorBase):
+class Elsewhere(KVConnectorBase):
     """The keys and values of some prompts are elsewhere: all arrive some steps after they were sent for, or those of
     the first blocks within the step."""
 

@@ -21,7 +21,20 @@ import torch
 from test_07b_trained_drafters import random_network
 from test_12_multi_lora import NoBytes, Words
 
+from engine.serving.wire import frame, loads
+from engine.parallel import workers
+from engine.parallel.workers import start_workers
+from engine import front_end
+from engine.config import VllmConfig
+from engine.llm import make_llm_engine
+from engine.llm_engine import LLMEngine
+from engine.parallel.workers import Workers
+from engine.output import SchedulerOutput
 import llama
+from engine.engine_args import EngineArgs
+from engine.parallel.stages import skeleton
+from engine.parallel.worker import WorkerSpec
+from engine.serving.pipeline_proc import ParallelEngineCoreProc
 
 spec_decode = common.lesson("07_spec_decode")
 from engine.spec_decode import drafters
@@ -41,7 +54,7 @@ def _small_models(request, monkeypatch):
     """Their tokenizer is one character a token; trained drafters are random, and on every rank the same."""
     if "real_model" in request.fixturenames:
         return
-    monkeypatch.setattr(offline, "TokenBytes", NoBytes)
+    monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
     monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
     monkeypatch.setattr(llama, "model_folder", lambda name: name)
     monkeypatch.setattr(trained.training, "load_network", lambda path, model: random_network(path.stem, model, 41))
@@ -82,23 +95,21 @@ def config_of(method):
 def engine_on(executor, parallel, method, sizes=scaling.SIZES, lora=None, tokenizer=None, quantization=None,
               kv_cache_dtype="auto", **limits):  # fmt: skip
     """`sizes`: of a random model, or the config of the real one."""
-    args = serving.EngineArgs(speculative_config=method and config_of(method), **(lora or {}),
+    args = EngineArgs(speculative_config=method and config_of(method), **(lora or {}),
                               async_scheduling=parallel.async_scheduling, kv_cache_dtype=kv_cache_dtype)  # fmt: skip
     config, source = (llama.random_model(**sizes).config, sizes) if isinstance(sizes, dict) else (sizes, None)
-    served = executors.served_runner
-    spec = executors.WorkerSpec(source, parallel, torch.float32, served, args, quantization, method != "ngram")
+    spec = WorkerSpec(source, parallel, torch.float32, args.vllm_config(), True, quantization, method != "ngram")
     executor.collective_rpc("load_model", spec)
-    kind = serving.engine_class(kv_cache_dtype, True, None, args.lora_config, args.speculation, on_workers=True,
-                                async_scheduling=parallel.async_scheduling)  # fmt: skip
-    kind = executors.parallel_engine(kind, executor, parallel)
-    return kind(executors.skeleton(config, parallel, torch.float32), tokenizer or Words(), **{**LIMITS, **limits})
+    workers = Workers(executor, parallel, skeleton(config, parallel, torch.float32))
+    about = args.vllm_config(workers)
+    return LLMEngine(workers.model, tokenizer or Words(), config=about, **{**LIMITS, **limits})
 
 
 def engine_here(method=None, sizes=scaling.SIZES, **limits):
     """The same in one process, without workers."""
     config = method and spec_decode.SpeculativeConfig(**config_of(method))
-    kind = serving.engine_class("auto", True, None, None, config)
-    return kind(llama.random_model(**sizes), Words(), **{**LIMITS, **limits})
+    about = VllmConfig(speculative_config=config)
+    return LLMEngine(llama.random_model(**sizes), Words(), config=about, **{**LIMITS, **limits})
 
 
 class Close(float):
@@ -158,9 +169,11 @@ def plain(tied=True):
 def kept(worker):
     """What this rank's runner and drafter remember of requests."""
     runner = worker.runner
-    books = [runner.batch.rows, runner.states, *(getattr(runner, name, {}) for name in ("hidden", "k", "draft_probs"))]
+    books = [runner.batch.rows, runner.states]
+    if drafts := runner.drafts:
+        books += [drafts.hidden, drafts.k, drafts.draft_probs]
     names = {name for book in books for name in book}
-    for book in getattr(runner, "drafter", lambda: None).__dict__.values():
+    for book in vars(drafts.drafter).values() if drafts else ():
         names |= {name for name in book if isinstance(name, str)} if isinstance(book, dict) else set()
     return sorted(names)
 
@@ -268,7 +281,7 @@ def test_a_drafter_with_a_memory_when_requests_begin_again(on_threads, method, t
 
 
 def rank_and_drafter(worker):
-    return worker.pp.rank_in_group, type(worker.runner.drafter).__name__, worker.model.embed_tokens is not None
+    return worker.pp.rank_in_group, type(worker.runner.drafts.drafter).__name__, worker.model.embed_tokens.numel() > 0
 
 
 def test_only_the_last_stage_drafts(on_threads):
@@ -279,7 +292,7 @@ def test_only_the_last_stage_drafts(on_threads):
 
 
 def output_matrix(worker):
-    head = worker.runner.drafter.network.head
+    head = worker.runner.drafts.drafter.network.head
     noise = worker.tp.rank_in_group / 100  # as if this rank had rounded otherwise
     return tuple(head.weight.shape), head(torch.full((1, 80), 1 + noise))[0].tolist()
 
@@ -295,12 +308,15 @@ def test_the_drafters_output_matrix_is_divided(on_threads):
 def test_who_looks_tokens_up_on_the_last_stage_is_told_when_weights_are_loaded(monkeypatch, method):
     config, sent = llama.random_model(**scaling.SIZES).config, []
     monkeypatch.setattr(llama.LlamaConfig, "from_folder", lambda folder, *about: config)
-    monkeypatch.setattr(serving, "stored_quantization", lambda folder, asked: None)
-    monkeypatch.setattr(executors, "make_executor", lambda parallel: SimpleNamespace(
+    monkeypatch.setattr(workers, "stored_quantization", lambda folder, asked: None)
+    monkeypatch.setattr(workers, "make_executor", lambda parallel: SimpleNamespace(
         collective_rpc=lambda name, spec: sent.append(spec)))  # fmt: skip
-    args = serving.EngineArgs(tensor_parallel_size=2, speculative_config=method and {"method": method})
-    scaling.lesson.start_workers(args, torch.float32)
-    assert sent[0].embeds_last == (method in ("draft_model", "eagle")) and sent[0].runner_args is args
+    args = EngineArgs(tensor_parallel_size=2, speculative_config=method and {"method": method})
+    start_workers(args, torch.float32)
+    assert (
+        sent[0].embeds_last == (method in ("draft_model", "eagle"))
+        and sent[0].config.speculative_config == args.speculation
+    )
 
 
 # --- Several steps in flight ------------------------------------------------------------------------------------------
@@ -338,7 +354,7 @@ def test_drafts_behind_a_dropped_token_are_dropped(late, end):
     core.add_request(Request("8", JOBS[8][0], JOBS[8][1]))
     assert core.put_in_flight()
     if end == "preempted":
-        (request,), output = core.scheduler.running, scheduling.SchedulerOutput()
+        (request,), output = core.scheduler.running, SchedulerOutput()
         core.scheduler._preempt_request(request, output)
         core.runner.writer.write(output)
     else:
@@ -370,7 +386,7 @@ def test_an_abort_with_drafts_in_flight_leaves_nothing(late):
 def test_the_serving_loop_with_drafts(late):
     """Tokens and log probabilities as letters bring them, from a pipeline of three."""
     core, letters, got, scores = deep(late, 3).core, [], {}, {}
-    proc = executors.ParallelEngineCoreProc(SimpleNamespace(core=core), letters.append)
+    proc = ParallelEngineCoreProc(SimpleNamespace(core=core, lora=None), letters.append)
     for i, (prompt, params) in enumerate(JOBS):
         proc.handle([(scaling.ADD, Request(str(i), list(prompt), params, eos_token_id=17, arrival_time=i))])
     core.step = proc.step
@@ -378,7 +394,7 @@ def test_the_serving_loop_with_drafts(late):
     with scaling.mailbox(clients=1) as (box, _):
         box.owner.update({str(i): 0 for i in range(len(JOBS))})
         for letter in letters:
-            letter = scaling.engine_group.loads(scaling.async_engine.frame(box.split(letter)[0])[4:])
+            letter = loads(frame(box.split(letter)[0])[4:])
             for output in letter.outputs:
                 i = int(output.request_id)
                 got.setdefault(i, []).extend(output.new_token_ids)
@@ -445,24 +461,22 @@ def test_with_drafts_too_who_cannot_run_hears_of_it_though_nothing_is_in_flight(
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused(about, words):
     with pytest.raises(common.InputError, match=words):
-        serving.EngineArgs(**about)
+        EngineArgs(**about)
 
 
 def test_what_goes_together_is_not():
     for method in METHODS:
         about = {"speculative_config": {"method": method}, "tensor_parallel_size": 3, "data_parallel_size": 2}
-        serving.EngineArgs(**about)
-        serving.EngineArgs(speculative_config={"method": method}, distributed_executor_backend="mp")
+        EngineArgs(**about)
+        EngineArgs(speculative_config={"method": method}, distributed_executor_backend="mp")
         if method != "early_exit":
-            serving.EngineArgs(**about, pipeline_parallel_size=2, enable_lora=True)
+            EngineArgs(**about, pipeline_parallel_size=2, enable_lora=True)
 
 
 def test_a_worker_refuses_a_cache_that_cannot_take_drafts_back():
-    args = serving.EngineArgs(speculative_config={"method": "ngram"}, kv_cache_dtype="kivi_2bit")
+    args = EngineArgs(speculative_config={"method": "ngram"}, kv_cache_dtype="kivi_2bit")
     executor = executors.UniProcExecutor()
-    served = executors.served_runner
-    executor.collective_rpc("load_model", executors.WorkerSpec(scaling.SIZES, ParallelConfig(), runner=served,
-                                                               runner_args=args))  # fmt: skip
+    executor.collective_rpc("load_model", WorkerSpec(scaling.SIZES, ParallelConfig(), config=args.vllm_config()))
     with pytest.raises(common.InputError, match="rejected drafts could not be taken back"):
         executor.collective_rpc("initialize_from_config", scaling.scheduler_of().config, 9, 32, 0)
 
@@ -478,10 +492,11 @@ def test_the_shipped_drafter_on_the_real_model(on_threads, real_model, tp, pp):
     prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in list(spec_decode.TASKS.values())[1:]]
     jobs = [(prompt, SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)) for prompt in prompts]
     options = {**ROOMY, "max_model_len": 256, "block_size": 16}
-    here = serving.engine_class("auto", True, tokenizer, None, spec_decode.SpeculativeConfig(**config_of("eagle")))
+    drafts = spec_decode.SpeculativeConfig(**config_of("eagle"))
     found = [serve(engine, jobs) for engine in (
         on_threads(tp, pp, "eagle", sizes=model.config, tokenizer=tokenizer, **options),
-        here(model, tokenizer, **options), serving.engine_class("auto", True, tokenizer)(model, tokenizer, **options),
+        LLMEngine(model, tokenizer, config=VllmConfig(speculative_config=drafts), **options),
+        LLMEngine(model, tokenizer, **options),
     )]  # fmt: skip
     assert [tokens for tokens, _, _ in found[:2]] == [found[2][0]] * 2
     assert found[0][2] == found[1][2] and len(found[0][2]) > 10
@@ -498,7 +513,7 @@ PIRATE = f"pirate={common.HERE / 'adapters' / 'pirate'}"
 ], ids=str)  # fmt: skip
 def test_served(real_model, method, flags):
     """The texts and log probabilities of one process without drafts, for eight clients at once."""
-    engine = serving.offline_engine(*real_model, enable_lora=True, max_model_len=256, max_num_seqs=8)
+    engine = make_llm_engine(*real_model, enable_lora=True, max_model_len=256, max_num_seqs=8)
     name = "pirate" if "--enable-lora" in flags else None
     if name:
         engine.lora.add_adapter(name, common.HERE / "adapters" / name)

@@ -14,6 +14,8 @@ import test_drafts_on_workers as drafting
 import torch
 
 import llama
+from engine.parallel.workers import make_executor
+from engine.request import NO_TOKEN
 
 executors, scheduling, Request = scaling.executors, scaling.scheduling, scaling.Request
 SamplingParams, ParallelConfig = scaling.SamplingParams, scaling.ParallelConfig
@@ -45,7 +47,7 @@ def here(poisoned):
         if where == "here":
             return drafting.engine_here(method, SIZES, **limits)
         parallel = AHEAD if where == "ahead" else ParallelConfig(2, 2)
-        executor = executors.make_executor(parallel) if where == "ahead" else scaling.ThreadExecutor(parallel)
+        executor = make_executor(parallel) if where == "ahead" else scaling.ThreadExecutor(parallel)
         started.append(executor)
         return drafting.engine_on(executor, parallel, method, SIZES, **limits)
 
@@ -100,7 +102,7 @@ def test_a_request_without_logits_ends_alone(here, monkeypatch, where, method, l
         tokens, ended = serve(engine, JOBS, broken)
         same = [i for i, (_, params) in enumerate(JOBS) if not drawn or params.temperature == 0]
         assert [tokens[i] for i in same] == [expected[i] for i in same]
-        assert ended == {f"bad {i}": ([], "error", scheduling.NO_TOKEN) for i in range(len(WISHES))}
+        assert ended == {f"bad {i}": ([], "error", NO_TOKEN) for i in range(len(WISHES))}
     assert not [r for r in engine.core.scheduler.requests]
 
 
@@ -110,7 +112,7 @@ def test_whoever_writes_the_poison_ends_behind_it(here):
     for where, method in (("here", None), ("here", "ngram"), ("ahead", None), ("ahead", "ngram")):
         jobs = [([1, 2, 3], SamplingParams(**bias, **w)) for w in ({"temperature": 0}, {}, {"logprobs": 1})]
         _, ended = serve(here(where, method), JOBS[:3], jobs)
-        assert ended == {f"bad {i}": ([POISON], "error", scheduling.NO_TOKEN) for i in range(3)}
+        assert ended == {f"bad {i}": ([POISON], "error", NO_TOKEN) for i in range(3)}
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_drafts_in_front_of_a_row_without_a_token_stand(guess, wish):
     @torch.inference_mode()
     def overflowing(hidden):
         found = logits(hidden)
-        if engine.core.runner.drafts:
+        if engine.core.runner.drafts.drafts:
             seen.append(len(found))
             found[1:, 5] = math.nan
         return found
@@ -167,7 +169,7 @@ def test_a_prompt_with_a_row_that_is_no_distribution_has_no_scores(here, monkeyp
     core.add_request(Request("good", list(range(1, 21)), params))
     for _ in drafting.steps(core):
         scored |= core.runner.prompt_logprobs
-    assert [*scored] == ["good"] and not core.runner.unscored and not core.runner.scored
+    assert [*scored] == ["good"] and not core.runner.prompts.broken and not core.runner.prompts.scored
 
 
 def test_what_a_broken_request_computed_is_not_hit(here):

@@ -15,12 +15,15 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from engine.core.engine_core import EngineCore
+from engine.core.engine_core import check_pool
+from engine.request import Request
+from engine.request import RequestStatus
+from engine.request import SamplingParams
 
 continuous_batching = common.lesson("04_continuous_batching")
 chunked_prefill = common.lesson("10_chunked_prefill")
 preemption = common.lesson("11_preemption")
-Request, RequestStatus = continuous_batching.Request, continuous_batching.RequestStatus
-SamplingParams = continuous_batching.SamplingParams
 
 VOCABULARY = 4  # small: prompts share prefixes, and generated blocks are found again
 
@@ -46,7 +49,7 @@ def alone(prompt: list[int], start: bytes, num_tokens: int) -> list[int]:
     return output
 
 
-class FakeEngine(continuous_batching.EngineCore):
+class FakeEngine(EngineCore):
     """Computes positions in batch order, reading and writing its cache through the block tables alone."""
 
     def __init__(self, scheduler):
@@ -114,7 +117,7 @@ class Machine(RuleBasedStateMachine):
     @initialize(data=st.data())
     def start(self, data):
         self.engine = data.draw(engines(self.STEP))
-        self.engine.check_pool()
+        check_pool(self.engine.scheduler)
         self.scheduler = self.engine.scheduler
         self.manager = self.scheduler.kv_cache_manager
         self.pool = self.manager.block_pool
@@ -411,7 +414,7 @@ def test_nobody_overtakes_the_head_of_the_queue():
 def test_a_pool_below_one_full_sequence_is_refused_and_so_is_what_never_fits():
     engine = FakeEngine(careful_scheduler(num_blocks=8))
     with pytest.raises(common.InputError, match="num_blocks 8"):
-        engine.check_pool()
+        check_pool(engine.scheduler)
     with pytest.raises(common.InputError, match="needs 8 KV blocks, there are 7"):
         engine.add_request(Request("r", [1] * 10, SamplingParams(max_tokens=None)))
     engine.add_request(Request("r", [1] * 10, SamplingParams(max_tokens=19)))  # 28 slots

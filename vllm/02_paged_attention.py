@@ -41,7 +41,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from common import tl, triton
 
 import llama
@@ -49,10 +48,9 @@ import llama
 KEY = "02_paged_attention"
 kv_cache_lesson = common.lesson("01_kv_cache")
 KVCacheSpec = kv_cache_lesson.KVCacheSpec
-from engine.attention import torch_paged as torch_attention
 from engine.attention.metadata import AttentionMetadata
-
-plan_decode, gather_plan = torch_attention.plan_decode, torch_attention.gather_plan
+from engine.attention.splits import default_splits
+from engine.attention.torch_paged import FEW_TOKENS, plan_decode, plan_few, prefill_attention
 
 
 # --- The block pool -------------------------------------------------------------------------------------------------
@@ -404,14 +402,6 @@ def decode_tiles(dtype: torch.dtype, D_pad: int, nvidia: bool, rows: int = 16) -
     return 128 if half and D_pad == 128 and rows <= 32 else 64, 4, 3
 
 
-def default_splits(programs: int, max_seq_len: int, device: torch.device, per_sm: int = 3) -> int:
-    """A power of two up to 64: as many as run at once, `per_sm` on each SM, if all have 256 keys. Of more, the last
-    would start when the first have ended, and most SMs would wait for them."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    most = max(1, min(64, max_seq_len // 256, per_sm * processors // programs))
-    return triton.next_power_of_2(most + 1) // 2
-
-
 def example_launches(dtype: torch.dtype) -> None:
     """Every kernel's wrapper at the shapes of SmolLM2 and of an 8B Llama, on meta tensors: for the compile check."""
     empty = functools.partial(torch.empty, device="meta")
@@ -429,15 +419,6 @@ def example_launches(dtype: torch.dtype) -> None:
 # Decoding has a file of its own, `engine/attention/torch_paged.py`: planned once per step, then called in every layer.
 
 
-def prefill_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of a prompt: q [T, Hq, D], the last T of S positions; k, v [S, Hkv, D]. Kernel: lesson 03."""
-    T, S = len(q), len(k)
-    mask = None if T == S else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, H, T or S, D]
-    o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=T == S, enable_gqa=True)
-    return o[0].transpose(0, 1)
-
-
 # --- The cache of a whole model, and one step through it ------------------------------------------------------------
 
 
@@ -451,6 +432,11 @@ class PagedKVCache:
         self.layers = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in layers]
         self.block_size, self.num_heads = block_size, model.num_heads
         self.copied_blocks = 0
+
+    can_roll_back = True  # what is written behind the last token of a sequence is overwritten later
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """A request has left these blocks: here, nothing else belongs to them."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (source, target) blocks in every layer."""
@@ -467,7 +453,7 @@ class PagedKVCache:
         has one kernel for both).
         """
         kernel = common.runs_kernel(self.layers[0])
-        few = 1 if kernel else torch_attention.FEW_TOKENS
+        few = 1 if kernel else FEW_TOKENS
         size, decode_lens, prompts, first = self.block_size, meta.seq_lens.clone(), [], 0
         for b, n in enumerate(meta.query_lens):
             if n > few:
@@ -477,8 +463,7 @@ class PagedKVCache:
                 decode_lens[b] = 0  # the decode kernel skips it: to it, the sequence is empty
             first += n
         if not kernel:
-            decodes = torch_attention.plan_few(meta.block_table, meta.query_lens, meta.seq_lens, self.layers[0],
-                                               self.num_heads)  # fmt: skip
+            decodes = plan_few(meta.block_table, meta.query_lens, meta.seq_lens, self.layers[0], self.num_heads)
         else:
             decode = functools.partial(paged_decode, block_table=meta.block_table, seq_lens=decode_lens,
                                        max_seq_len=meta.max_seq_len)  # fmt: skip
@@ -498,6 +483,18 @@ class PagedKVCache:
             return out
 
         return attend
+
+
+class PagedAttention:
+    """This lesson in an engine's seam (`engine/seams.py`)."""
+
+    def make_cache(self, model: llama.Llama, num_blocks: int, block_size: int) -> PagedKVCache:
+        """The memory behind the block tables."""
+        return PagedKVCache(model, num_blocks, block_size)
+
+    def plan(self, meta: AttentionMetadata, cache: PagedKVCache) -> llama.Attend:
+        """Attention of one step."""
+        return cache.attend(meta)
 
 
 def run_step(model: llama.Llama, cache: PagedKVCache, tables: Sequence[BlockTable],

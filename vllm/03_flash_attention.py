@@ -53,6 +53,8 @@ import llama
 
 KEY = "03_flash_attention"
 from engine.attention import block_sparse
+from engine.attention.block_sparse import BSR, cascade, from_rows, kv_bytes, makespan, rows_of, split
+from engine.attention.metadata import AttentionMetadata
 
 LOG2E = math.log2(math.e)
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16}
@@ -554,7 +556,7 @@ def run_flash_attn(q: Tensor, k: Tensor, v: Tensor, b: Batch, causal: bool = Tru
 
 
 def run_flashinfer(q: Tensor, k: Tensor, v: Tensor, b: Batch, causal: bool = True, window: int | None = None) -> Tensor:
-    """The package flashinfer: its wrapper for packed keys, planned anew in each call. Part 030: pages, and its plan."""
+    """The package flashinfer: its wrapper for packed keys, planned anew in each call. Section 6: pages and plan."""
     import flashinfer
 
     workspace = torch.empty(128 << 20, dtype=torch.uint8, device=q.device)
@@ -669,7 +671,79 @@ CASES = {
 }
 
 
-# --- 6. The simulation: delete one line -----------------------------------------------------------------------------
+# --- 6. What FlashInfer is: the batch as a block-sparse matrix, and a plan -------------------------------------------
+#
+# `engine/attention/block_sparse.py` builds both; here is what they mean and what they save.
+
+
+def block_sparse_mask(bsr: BSR, num_slots: int) -> Tensor:
+    """What the matrix means, obviously right: bool [T, num_slots], does query t see the key in that slot?"""
+    mask = torch.zeros(bsr.qo_indptr[-1], num_slots, dtype=torch.bool)
+    for start, (n, pages, S) in zip(bsr.qo_indptr, rows_of(bsr)):
+        for i in range(n):
+            for j in range(S - n + i + 1 if bsr.causal else S):
+                mask[start + i, pages[j // bsr.page_size] * bsr.page_size + j % bsr.page_size] = True
+    return mask
+
+
+def naive_block_sparse(q: Tensor, kv_cache: Tensor, bsr: BSR) -> tuple[Tensor, Tensor]:
+    """Every query against every slot of the cache, masked, in fp64: (o [T, Hq, D], lse [T, Hq]).
+
+    Shapes: q [T, Hq, D], kv_cache [2, num_blocks, page_size, Hkv, D]. A query that sees nothing: o 0, lse −∞.
+    """
+    kv = kv_cache.double().flatten(1, 2).repeat_interleave(q.shape[1] // kv_cache.shape[3], 2)  # [2, slots, Hq, D]
+    mask = block_sparse_mask(bsr, kv.shape[1]).to(q.device)
+    k, v = torch.where(mask.any(0)[:, None, None], kv, 0)  # an empty slot may hold anything, NaN included
+    s = torch.einsum("thd,shd->ths", q.double(), k) / math.sqrt(q.shape[2])
+    s = s.masked_fill(~mask[:, None], -math.inf)
+    return torch.einsum("ths,shd->thd", s.softmax(-1).nan_to_num(0), v), s.logsumexp(-1)
+
+
+# A decode step of an 8B Llama in bf16 on an H200 of 132 multiprocessors: 32 sequences, blocks of 16.
+WORKERS, PAGE, HEADS = 132, 16, {"Hq": 32, "Hkv": 8, "D": 128}
+SKEWED = [32_768] + [1_024] * 31
+PREFIX, OWN, SEQUENCES = 2_048, 128, 32
+
+
+def decode_rows(seq_lens: Sequence[int], shared: int = 0) -> BSR:
+    """One query per sequence; all begin with the same `shared` tokens."""
+    new = itertools.count(1 + shared // PAGE)
+    prefix = list(range(1, 1 + shared // PAGE))
+    return from_rows([(1, prefix + [next(new) for _ in range(-(-(S - shared) // PAGE))], S) for S in seq_lens], PAGE)
+
+
+def block_sparse_facts() -> dict[str, dict[str, float]]:
+    """What its plan and its cascade save: costs in keys, bytes of one layer."""
+    skewed = decode_rows(SKEWED)
+    whole, chunks = split(skewed, 1), split(skewed, WORKERS)  # one worker's even share is everything: a chunk per row
+    shared = decode_rows([PREFIX + OWN] * SEQUENCES, PREFIX)
+    # A tile of 128 rows holds the 32 · 4 query heads that share a KV head: saved = (sequences − tiles) · prefix.
+    flat, cascaded = kv_bytes([shared], 128, **HEADS), kv_bytes(cascade(shared), 128, **HEADS)
+    return {
+        "plan": {"per_request": makespan(whole, WORKERS), "balanced": makespan(chunks, WORKERS),
+                 "even": sum(chunk.cost for chunk in chunks) / WORKERS, "chunks": len(chunks)},
+        "cascade": {"flat": flat, "cascaded": cascaded, "ratio": flat / cascaded},
+    }  # fmt: skip
+
+
+def check_block_sparse() -> None:
+    """Skewed lengths on shuffled pages, planned for five workers and run, against every query and slot."""
+    page_size, Hq, Hkv, D, seq_lens = 4, 4, 2, 8, (70, 1, 16, 3)
+    need = [-(-S // page_size) for S in seq_lens]
+    ids = (torch.randperm(sum(need) + 2) + 1).tolist()  # two pages stay free
+    blocks = [[ids.pop() for _ in range(n)] for n in need]
+    meta = AttentionMetadata.build(blocks, seq_lens, seq_lens, page_size)
+    kv_cache = torch.full((2, sum(need) + 3, page_size, Hkv, D), math.nan, device=common.device())
+    kv_cache.view(2, -1, Hkv, D)[:, meta.slot_mapping] = torch.randn(2, sum(seq_lens), Hkv, D, device=kv_cache.device)
+    q = torch.randn(len(seq_lens), Hq, D).to(kv_cache)
+    bsr = block_sparse.from_block_table(meta.block_table, meta.seq_lens, [1] * len(seq_lens), page_size)
+    attention = block_sparse.BlockSparseAttention(num_workers=5, max_rows=8, max_pages=64, tile=16, Hq=Hq, D=D)
+    attention.plan(bsr)
+    ref = naive_block_sparse(q, kv_cache, bsr)[0]
+    common.check("block-sparse, planned for 5 workers", attention.run(q, kv_cache)[0], ref)
+
+
+# --- 7. The simulation: delete one line -----------------------------------------------------------------------------
 
 ORDERS = {
     "increasing": (0, 1, 2, 3, 4, 5, 6, 7),
@@ -741,7 +815,7 @@ def describe(trace: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-# --- 7. Counting, and the numbers that the text quotes --------------------------------------------------------------
+# --- 8. Counting, and the numbers that the text quotes --------------------------------------------------------------
 
 
 def attention_flops(T: int, S: int, Hq: int, D: int, causal: bool) -> int:
@@ -802,11 +876,11 @@ def facts() -> dict[str, Any]:
         "causal_tiles": {"total": 16384**2 // M // N, "walked": (n := 16384 // N) * (16384 // M + 1) // 2, "masked": n},
         "makespan": {f"{T // 1024}k": makespans(T // M, 16, 2 * 132) for T in (4096, 16384)},
         "chosen": {case: select_backend(config)[0] for case, config in CASES.items()},
-        "block_sparse": block_sparse.facts(),
+        "block_sparse": block_sparse_facts(),
     }  # fmt: skip
 
 
-# --- 8. Figures -----------------------------------------------------------------------------------------------------
+# --- 9. Figures -----------------------------------------------------------------------------------------------------
 
 
 def draw(folder: str | Path) -> list[Path]:
@@ -932,7 +1006,7 @@ def _length_ticks(axis: Any, rows: list[dict[str, Any]]) -> None:
     axis.minorticks_off()
 
 
-# --- 9. The story, as this machine tells it -------------------------------------------------------------------------
+# --- 10. The story, as this machine tells it -------------------------------------------------------------------------
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -1074,7 +1148,7 @@ def show_backends() -> None:
     for name, backend in BACKENDS.items():
         if backend.run and ((name == "TRITON_ATTN" and common.HAS_TRITON) or not backend.invalid_reasons(config)):
             common.check(name, backend.run(q, k, v, batch), ref)
-    block_sparse.show()  # FLASHINFER's format and plan, in torch
+    check_block_sparse()  # FLASHINFER's format and plan, in torch
     for case, c in CASES.items():
         name, others = select_backend(c)
         before = [f"{other} ({others[other][0]})" for other in priorities(c)[: priorities(c).index(name)]]
@@ -1174,7 +1248,7 @@ def measure_gpu(long: bool) -> dict[str, Any]:
 
         shape, plain = {"T": T, "D": D, "causal": causal}, choose_tiles(torch.bfloat16, D, None, nvidia_capability())
         before, out = flash_attention_kernel.launches, ours(None)[0]
-        alike = flash_attention_kernel.launches > before  # part 031 did not take it
+        alike = flash_attention_kernel.launches > before  # Hopper's kernel did not take it
         common.assert_close(out, ours(plain)[0])
         row = shape | {"plain": rate(lambda f=ours, t=plain: f(t))}
         row["ours"] = row["plain"] if alike else rate(lambda f=ours: f(None))

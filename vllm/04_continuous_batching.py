@@ -32,7 +32,6 @@ from __future__ import annotations
 import common  # first: it settles the device before torch and Triton are used
 
 import argparse
-import copy
 import functools
 import heapq
 import math
@@ -45,10 +44,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 import llama
+from engine.config import VllmConfig
+from engine.worker.assemble import make_runner
+from engine.core.engine_core import EngineCore, check_pool
 from engine.core.queues import FCFSRequestQueue, PriorityRequestQueue
 from engine.output import EngineCoreOutput, SchedulerOutput
 from engine.request import (
@@ -58,7 +59,6 @@ from engine.request import (
     RequestStatus,
     SamplingParams,
     check_stop,
-    prompt_length_error,
 )
 
 paged_attention = common.lesson("02_paged_attention")
@@ -192,7 +192,8 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Choose requests and token counts for the next step, and allocate the blocks that it will write."""
-        output = SchedulerOutput(finished_req_ids=self.finished_req_ids)
+        output = SchedulerOutput(finished_req_ids=self.finished_req_ids,
+                                 block_tables=self.kv_cache_manager.req_to_blocks)  # fmt: skip
         self.finished_req_ids = []
         self.token_budget = self.max_num_scheduled_tokens
         self._schedule_running(output)
@@ -289,232 +290,6 @@ class Scheduler:
         self.kv_cache_manager.free(request)
         self.finished_req_ids.append(request.request_id)
         del self.requests[request.request_id]
-
-
-# --- The loop -------------------------------------------------------------------------------------------------------
-
-
-class EngineCore:
-    """The loop around the model: schedule, run, update. A subclass brings the model."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-
-    def check_pool(self) -> None:
-        """Refuse to start with a pool that cannot hold one sequence of `max_model_len`, as vLLM does."""
-        manager, max_model_len = self.scheduler.kv_cache_manager, self.scheduler.config.max_model_len
-        capacity = (manager.block_pool.num_blocks - 1) * manager.block_size
-        if capacity < max_model_len:
-            raise common.InputError(f"num_blocks {manager.block_pool.num_blocks}: they hold {capacity} tokens, "
-                                    f"and must hold at least max_model_len ({max_model_len})")  # fmt: skip
-
-    def check_request(self, request: Request) -> None:
-        """Refuse on arrival what can never be served; the scheduler would let it wait for ever."""
-        if request.request_id in self.scheduler.requests:
-            raise common.InputError(f"request_id {request.request_id!r}: is in use")
-        if error := prompt_length_error(request.num_prompt_tokens, self.scheduler.config.max_model_len):
-            raise common.InputError(error)
-        manager = self.scheduler.kv_cache_manager
-        needed, usable = -(-self.scheduler.num_slots(request) // manager.block_size), manager.block_pool.num_blocks - 1
-        if needed > usable:
-            raise common.InputError(f"request {request.request_id!r} needs {needed} KV blocks, there are {usable}")
-
-    def add_request(self, request: Request) -> None:
-        self.check_request(request)
-        self.scheduler.add_request(request)
-
-    def abort_requests(self, request_ids: Iterable[str]) -> list[Request]:
-        return self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
-
-    def step(self) -> list[EngineCoreOutput]:
-        """One forward pass for all that are scheduled."""
-        output = self.scheduler.schedule()
-        return self.scheduler.update_from_output(output, self.execute_model(output))
-
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """Run the model on the scheduled tokens. Returns {request id: sampled tokens} for those that have caught up."""
-        raise NotImplementedError
-
-
-# --- The model runner: from a scheduler's decision to tensors --------------------------------------------------------
-
-
-class InputBatch:
-    """What the model must know about the running requests, in arrays that live from step to step.
-
-    Row r belongs to one running request. A step appends one token to it, now and then a block; the rest is arithmetic
-    on whole arrays, so preparing a step costs the same at position 100 and at position 8,000.
-    """
-
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
-        self.block_size = block_size
-        self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int64)
-        self.block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
-        self.num_tokens = [0] * max_num_seqs  # of each row of token_ids, filled in so far
-        self.num_blocks = [0] * max_num_seqs  # of each row of block_table
-        self.free_rows = list(range(max_num_seqs))[::-1]
-        self.rows: dict[str, int] = {}
-
-    def add(self, request_id: str) -> None:
-        row = self.rows[request_id] = self.free_rows.pop()
-        self.num_tokens[row] = self.num_blocks[row] = 0
-        self.block_table[row] = 0  # the null block
-
-    def remove(self, request_id: str) -> None:
-        """Give the row back; a request that has none (aborted while it waited) is passed over."""
-        if (row := self.rows.pop(request_id, None)) is not None:
-            self.free_rows.append(row)
-
-    def update(self, request: Request, blocks: Sequence[int]) -> int:
-        """Append the tokens and blocks that came since the last step. Returns the row."""
-        row = self.rows[request.request_id]
-        known = self.num_tokens[row]
-        if new := request.all_token_ids[known:]:
-            self.num_tokens[row] = known + len(new)
-            self.token_ids[row, known : known + len(new)] = new
-        known = self.num_blocks[row]
-        if len(blocks) > known:
-            self.num_blocks[row] = len(blocks)
-            self.block_table[row, known : len(blocks)] = blocks[known:]
-        return row
-
-    def prepare(self, rows: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int],
-                device: torch.device) -> tuple[torch.Tensor, AttentionMetadata]:  # fmt: skip
-        """The flattened batch: B sequences, T tokens, no padding. Returns token_ids int64 [T] and the metadata.
-
-        Sequence b computes its positions [seq_lens[b] − query_lens[b], seq_lens[b]).
-        """
-        row, n, S = np.array(rows), np.array(query_lens), np.array(seq_lens)  # [B]
-        query_start_loc = np.concatenate(([0], n.cumsum()))  # [B + 1]
-        owner = np.repeat(np.arange(len(row)), n)  # [T]: the sequence that a token belongs to
-        positions = np.arange(len(owner)) + (S - query_start_loc[1:])[owner]  # [T]
-        block = self.block_table[row[owner], positions // self.block_size].astype(np.int64)
-        slots = block * self.block_size + positions % self.block_size  # [T]
-        longest = int(S.max())
-        table = self.block_table[row, : -(-longest // self.block_size)]  # [B, W], a copy
-        arrays = (self.token_ids[row[owner], positions], positions, slots, query_start_loc, S.astype(np.int32), table)
-        token_ids, *tensors = (torch.from_numpy(array).to(device) for array in arrays)
-        return token_ids, AttentionMetadata(*tensors, query_lens=list(query_lens), max_seq_len=longest)
-
-
-class ModelRunner:
-    """Runs the model on what the scheduler chose (`vllm/v1/worker/gpu_model_runner.py`)."""
-
-    def __init__(self, model: llama.Llama, scheduler: Scheduler) -> None:
-        config, manager = scheduler.config, scheduler.kv_cache_manager
-        if (longest := config.max_model_len) > (n := model.config.max_position_embeddings):
-            raise common.InputError(f"max_model_len {longest}: must be at most {n}, the positions of the model")
-        self.model, self.manager = pack_weights(model), manager
-        self.cache = self.make_cache(model, manager.block_pool.num_blocks, manager.block_size)
-        self.batch = InputBatch(config.max_num_seqs, config.max_model_len, manager.block_size)
-
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """One forward pass for all scheduled sequences. Returns a token for each that has caught up."""
-        for request_id in (*(request.request_id for request in output.preempted_reqs), *output.finished_req_ids):
-            self.batch.remove(request_id)
-        for request in (*output.scheduled_new_reqs, *output.scheduled_resumed_reqs):
-            self.batch.add(request.request_id)
-        requests = [*output.scheduled_running_reqs, *output.scheduled_new_reqs, *output.scheduled_resumed_reqs]
-        if not requests:
-            return {}
-        rows = [self.batch.update(request, self.manager.get_block_ids(request.request_id)) for request in requests]
-        query_lens = [output.num_scheduled_tokens[request.request_id] for request in requests]
-        seq_lens = [request.num_computed_tokens for request in requests]  # this step's tokens are counted already
-        token_ids, meta = self.batch.prepare(rows, query_lens, seq_lens, self.model.device)
-        hidden = self.forward(token_ids, meta, requests)  # [T, hidden]
-        self.score_prompts(hidden, meta, requests)
-        # Only a sequence's last token predicts something new, and only if all that is known is computed.
-        ready = [b for b, request in enumerate(requests) if request.num_computed_tokens == request.num_tokens]
-        if not ready:
-            return {}
-        last = meta.query_start_loc[1:] - 1  # [B]
-        logits = self.model.logits(hidden[last if len(ready) == len(requests) else last[ready]])  # [R, vocab]
-        return self.sample(logits, [requests[b] for b in ready])
-
-    def forward(self, token_ids: torch.Tensor, meta: AttentionMetadata, requests: Sequence[Request]) -> torch.Tensor:
-        """The whole batch through the model, [T] -> [T, hidden]. Later lessons capture it, or adapt it per request."""
-        return self.model.forward(token_ids, meta.positions, self.attend(meta))
-
-    def score_prompts(self, hidden: torch.Tensor, meta: AttentionMetadata, requests: Sequence[Request]) -> None:
-        """Nothing. The companion 04b finds log probabilities of prompts here, for requests that ask."""
-
-    def make_cache(self, model: llama.Llama, num_blocks: int, block_size: int) -> PagedKVCache:
-        """The memory behind the block tables. Companion 05d keeps it in fewer bits."""
-        return PagedKVCache(model, num_blocks, block_size)
-
-    def attend(self, meta: AttentionMetadata) -> llama.Attend:
-        """Attention of one step. Lesson 10 brings one kernel for prompts, chunks and decodes together."""
-        return self.cache.attend(meta)
-
-    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> dict[str, list[int]]:
-        """The most probable token of each row, [R, vocab] -> R tokens. The companion 04b samples as requests ask."""
-        token_ids = most_probable_ids(logits.float())
-        return {request.request_id: [token] for request, token in zip(requests, token_ids)}
-
-
-def most_probable(logits: torch.Tensor) -> torch.Tensor:
-    """The argmax of each row; NO_TOKEN_ID where there is none: a row with NaN or +∞ in it, or of −∞ alone.
-
-    Shapes: logits [R, vocab] -> int64 [R]. `max` hands on a NaN, so its R values say what the whole rows are like.
-    """
-    best, token_ids = logits.max(1)
-    return torch.where(best.isfinite(), token_ids, NO_TOKEN_ID)
-
-
-def most_probable_ids(logits: torch.Tensor) -> list[int]:
-    """`most_probable` as a list, with fewer operations: the host looks at what `max` found. [R, vocab] -> R ids."""
-    best, token_ids = logits.max(1)
-    return [i if math.isfinite(top) else NO_TOKEN_ID for i, top in zip(token_ids.tolist(), best.tolist())]
-
-
-class PackedLinear:
-    """y = x Wᵀ (+ b), with W stored as a library's matrix product reads it: MKL's on Intel, oneDNN's elsewhere."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
-        self.mkl = weight.dtype == torch.float32 and torch.backends.mkl.is_available() and "Intel" in common.cpu_name()
-        pack = torch.ops.mkl._mkl_reorder_linear_weight if self.mkl else torch.ops.mkldnn._reorder_linear_weight
-        self.packed = pack(weight, 32)  # tuned for 32 rows; right for any
-        self.most_rows: float = 128  # of more, MKL's product is faster with W as it was: 04c
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.mkl:
-            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        if (rows := x.shape[:-1].numel()) > self.most_rows:
-            return torch.nn.functional.linear(x, self.weight, self.bias)
-        return torch.ops.mkl._mkl_linear(x, self.packed, self.weight, self.bias, rows)
-
-
-def packs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Is there a library here that packs such weights, and multiplies with them?"""
-    here, is_bf16 = device.type == "cpu" and torch.backends.mkldnn.is_available(), dtype == torch.bfloat16
-    return here and (torch.ops.mkldnn._is_mkldnn_bf16_supported() if is_bf16 else dtype == torch.float32)
-
-
-def pack_weights(model: llama.Llama) -> llama.Llama:
-    """The same model with every linear layer packed, where a CPU can do that; `model` itself is left alone."""
-    if not packs(model.device, model.dtype):
-        return model
-    packed = copy.copy(model)
-    packed.linear = dict(model.linear)
-    for name, layer in model.linear.items():
-        if type(layer) is llama.Linear:  # one that a lesson has replaced knows itself how to multiply
-            if not hasattr(layer, "packed"):  # kept, so that a second engine on the same model starts at once
-                layer.packed = PackedLinear(layer.weight, layer.bias)
-            packed.linear[name] = layer.packed
-    return packed
-
-
-class ModelEngineCore(EngineCore):
-    """The loop with a model in it."""
-
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
-        super().__init__(scheduler)
-        self.check_pool()
-        self.runner = runner
-
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        return self.runner.execute_model(output)
 
 
 # --- What it is compared with -----------------------------------------------------------------------------------------
@@ -778,11 +553,12 @@ OUTPUTS = [4, 6, 5, 24] * 8  # tokens wanted: one in four is long
 
 
 def make_core(model: llama.Llama, policy: str = "continuous", max_num_seqs: int = 32, num_blocks: int = 1024,
-              max_model_len: int = 512, block_size: int = 16) -> ModelEngineCore:  # fmt: skip
+              max_model_len: int = 512, block_size: int = 16) -> EngineCore:  # fmt: skip
     """Scheduler, blocks, runner and model, put together. Raises InputError if they do not fit each other."""
     config = SchedulerConfig(max_model_len, max_num_seqs, max_num_batched_tokens=max(4096, max_model_len))
     scheduler = POLICIES[policy](config, KVCacheManager(num_blocks, block_size, max_model_len))
-    return ModelEngineCore(scheduler, ModelRunner(model, scheduler))
+    about = VllmConfig(attention_backend="paged", enforce_eager=True)
+    return EngineCore(scheduler, make_runner(model, config, num_blocks, block_size, about))
 
 
 @dataclass
@@ -799,7 +575,7 @@ class Served:
         return sum(map(len, self.token_ids)) / sum(self.seconds)
 
 
-def serve(core: ModelEngineCore, prompts: Sequence[Sequence[int]], outputs: Sequence[int]) -> Served:
+def serve(core: EngineCore, prompts: Sequence[Sequence[int]], outputs: Sequence[int]) -> Served:
     """Hand everything in at once and step until all is done. Greedy, every request exactly as long as asked."""
     served = Served([[] for _ in prompts], finish=[0.0] * len(prompts))
     for i, (prompt, n) in enumerate(zip(prompts, outputs)):
@@ -917,7 +693,7 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine, config = common.start(args), SchedulerConfig(512, args.max_num_seqs, 4096)
-    EngineCore(Scheduler(config, KVCacheManager(args.num_blocks, 16, 512))).check_pool()  # before anything is computed
+    check_pool(Scheduler(config, KVCacheManager(args.num_blocks, 16, 512)))  # before anything is computed
     llama.check_context(args.model, 512)
     numbers, bench = facts(), {}
 

@@ -53,14 +53,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import llama
+from engine.output import SchedulerOutput
+from engine.request import Request
+from engine.request import SamplingParams
+
+PagedKVCache = common.lesson("02_paged_attention").PagedKVCache
+from engine.config import VllmConfig
+from engine.worker.assemble import make_runner
+from engine.core.engine_core import EngineCore
+from engine.model.packed_linear import pack_weights
 
 kv_cache = common.lesson("01_kv_cache")
 from engine.attention import torch_paged as torch_attention
 
 paged_attention = common.lesson("02_paged_attention")
 batching = common.lesson("04_continuous_batching")
-AttentionMetadata, Request = paged_attention.AttentionMetadata, batching.Request
-SamplingParams, Scheduler = batching.SamplingParams, batching.Scheduler
+AttentionMetadata = paged_attention.AttentionMetadata
+Scheduler = batching.Scheduler
 
 KEY = "04c_speed"
 
@@ -70,7 +79,7 @@ KEY = "04c_speed"
 
 def floor_seconds(model: llama.Llama, num_seqs: int, n_in: int, n_out: int) -> float:
     """The matrix products of `num_seqs` prompts of `n_in` tokens and `n_out` outputs each, and nothing else."""
-    packed = batching.pack_weights(model)
+    packed = pack_weights(model)
     prefill = batching.matmul_seconds(packed, num_seqs * n_in, num_seqs)
     return prefill + (n_out - 1) * batching.matmul_seconds(packed, num_seqs, num_seqs)
 
@@ -122,7 +131,7 @@ def loop_attention(cache: Any, meta: AttentionMetadata) -> llama.Attend:
 
 def gathered_attention(cache: Any, meta: AttentionMetadata) -> llama.Attend:
     """For a step of decodes: fetch the blocks of all sequences of about one length, then attend once."""
-    plan = paged_attention.gather_plan(meta.block_table, meta.seq_lens, cache.layers[0].shape)
+    plan = torch_attention.gather_plan(meta.block_table, meta.seq_lens, cache.layers[0].shape)
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         paged_attention.reshape_and_cache(k, v, cache.layers[layer], meta.slot_mapping)
@@ -158,7 +167,7 @@ class ListBatch:
 
 @dataclass(frozen=True)
 class Stage:
-    """What has been done so far. With everything done this is lesson 04's runner."""
+    """What has been done so far. With everything done this is the engine's runner."""
 
     name: str
     attention: str = "in place"
@@ -177,32 +186,38 @@ STAGES = [
 ]
 
 
-class StagedRunner(batching.ModelRunner):
-    """Lesson 04's runner without what a stage does not have yet."""
+class StagedAttention:
+    """The attention of a stage, in an engine's seam."""
 
-    def __init__(self, stage: Stage, model: llama.Llama, scheduler: Scheduler) -> None:
-        super().__init__(model, scheduler)
+    def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        if not stage.packed:
-            self.model = model if stage.fused else split_projections(model)
-        if not stage.arrays:
-            self.batch = ListBatch(scheduler.kv_cache_manager.block_size)
 
-    def attend(self, meta: AttentionMetadata) -> llama.Attend:
+    def make_cache(self, model: llama.Llama, num_blocks: int, block_size: int) -> PagedKVCache:
+        """Lesson 02's."""
+        return PagedKVCache(model, num_blocks, block_size)
+
+    def plan(self, meta: AttentionMetadata, cache: PagedKVCache) -> llama.Attend:
         """The stage's attention; its gathered one takes decodes only, so prompts go through lesson 02's."""
         if self.stage.attention == "in a loop":
-            return loop_attention(self.cache, meta)
+            return loop_attention(cache, meta)
         if self.stage.attention == "gathered" and max(meta.query_lens) == 1:
-            return gathered_attention(self.cache, meta)
-        return super().attend(meta)
+            return gathered_attention(cache, meta)
+        return cache.attend(meta)
 
 
-def make_core(model: llama.Llama, stage: Stage, num_seqs: int, max_model_len: int) -> batching.ModelEngineCore:
-    """An engine for `num_seqs` sequences of `max_model_len` tokens, with blocks for all of them."""
+def make_core(model: llama.Llama, stage: Stage, num_seqs: int, max_model_len: int) -> EngineCore:
+    """An engine for `num_seqs` sequences of `max_model_len` tokens, without what a stage does not have yet."""
     config = batching.SchedulerConfig(max_model_len, num_seqs, num_seqs * max_model_len)
     blocks = 1 + num_seqs * -(-max_model_len // 16)
     scheduler = Scheduler(config, batching.KVCacheManager(blocks, 16, max_model_len))
-    return batching.ModelEngineCore(scheduler, StagedRunner(stage, model, scheduler))
+    runner = make_runner(
+        model, config, blocks, 16, VllmConfig(enforce_eager=True, plug={"attention": StagedAttention(stage)})
+    )
+    if not stage.packed:
+        runner.model = model if stage.fused else split_projections(model)
+    if not stage.arrays:
+        runner.batch = ListBatch(16)
+    return EngineCore(scheduler, runner)
 
 
 def alone(model: llama.Llama, prompts: Sequence[list[int]], n_out: int, cached: bool) -> tuple[list[list[int]], float]:
@@ -258,7 +273,7 @@ PARTS = {
 }  # fmt: skip
 
 
-def profile(core: batching.ModelEngineCore, prompts: Sequence[list[int]], n_out: int) -> dict[str, float]:
+def profile(core: EngineCore, prompts: Sequence[list[int]], n_out: int) -> dict[str, float]:
     """Milliseconds of a decode step by part. A stopwatch around each call: a part excludes the parts inside it."""
     spent: Counter[str] = Counter()
     running = [0.0]  # seconds that inner parts took, per part that is open
@@ -309,7 +324,7 @@ PROFILED = {"attention in a loop": STAGES[0], "batched, not packed": STAGES[3], 
 class RescanningScheduler(Scheduler):
     """A scheduler that sorts its queue before every step: right, and slower with every request that joins it."""
 
-    def _schedule_waiting(self, output: batching.SchedulerOutput) -> None:
+    def _schedule_waiting(self, output: SchedulerOutput) -> None:
         waiting = sorted(self.waiting)
         self.waiting.clear()
         self.waiting.extend(waiting)
@@ -610,7 +625,7 @@ def measure_linears(variants: dict[str, llama.Llama], seconds: float) -> list[di
     M tokens; float layers as engines run them (on a CPU packed by lesson 04)."""
     found: list[dict[str, Any]] = [{"method": name} for name in variants]
     for row, model in zip(found, variants.values()):
-        c, layers = model.config, batching.pack_weights(model).linear
+        c, layers = model.config, pack_weights(model).linear
         inputs = {"down_proj": c.intermediate_size, "o_proj": c.num_attention_heads * c.head_dim}
         widths = {n: inputs.get(n.split(".")[-1], c.hidden_size) for n in layers if n != "lm_head"}
         for M in (1, 4, 8, 32):
@@ -623,7 +638,7 @@ def measure_linears(variants: dict[str, llama.Llama], seconds: float) -> list[di
 
 
 def measure_serving(variants: dict[str, llama.Llama], peers: dict[str, Callable] | None = None) -> list[dict[str, Any]]:
-    """Output tokens per second of lesson 04's engine with each model, and of vLLM's as `peers` (ask(…) of each): 64
+    """Output tokens per second of the engine with each model, and of vLLM's as `peers` (ask(…) of each): 64
     to each of n prompts of 128; the median of three rounds, in which all take turns."""
     V = min(model.config.vocab_size for model in variants.values())
     prompts = [[(1000 + 37 * i + j) % V for j in range(128)] for i in range(32)]
@@ -776,7 +791,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.say(describe(simulate(WIDGET_DEFAULT)))
 
     common.heading("3. The floor: matrix products and nothing else")
-    floor = {n: batching.matmul_seconds(batching.pack_weights(model), n, n) for n in sorted({1, B})}
+    floor = {n: batching.matmul_seconds(pack_weights(model), n, n) for n in sorted({1, B})}
     weights = sum(layer.weight.numel() for layer in model.linear.values())
     for n, seconds in floor.items():
         common.say(f"{n:>2} rows: {seconds * 1e3:5.1f} ms, {n / seconds:4.0f} tokens/s at most; "

@@ -1,4 +1,4 @@
-"""050 · Automatic prefix caching: the first part of lesson 05, and the cache under every later engine.
+"""050 · Automatic prefix caching: the first part of lesson 05.
 
 A block of the KV cache that is full is never written again, and causal attention makes its contents a function of the
 tokens up to its end. So any request with the same tokens so far can read it. The engine's own files have the mechanism:

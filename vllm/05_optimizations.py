@@ -10,7 +10,8 @@ The mechanism, one entry each (`--list` counts what it saves, `--only NAME` runs
   async-scheduling  plan the next step while the model runs this one, with placeholders for tokens not yet known
   prompt-lookup     guess the next tokens from the prompt, check all of them in one pass over the weights
 Three more have scripts of their own: tensor parallelism (05c), quantized weights (05b), a quantized KV cache (05d).
-The first has its mechanism in engine/core, the second in part 051; the plan ahead is the engine's scheduler's own.
+The first has its mechanism in engine/core, the second in engine/worker/cuda_graphs.py; the engine's scheduler plans
+ahead itself.
 
 Numbers to remember: a hit skips 95 % of a prompt if 95 % of it was sent before, and not one token if a single
 character in front differs. A decode step is hundreds of launches; as one graph it is one, and the step gets faster
@@ -53,6 +54,10 @@ from common import HARDWARE
 from torch.utils._pytree import tree_leaves
 
 import llama
+from engine.config import VllmConfig
+from engine.worker.assemble import make_runner
+from engine.core.engine_core import EngineCore
+from engine.worker.model_runner import ModelRunner
 from engine.config import SchedulerConfig as EngineConfig
 from engine.core.kv_cache_manager import ROOT_HASH, KVCacheManager, hash_block_tokens
 from engine.core.scheduler import Scheduler
@@ -64,15 +69,13 @@ paged_attention = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
 speed = common.lesson("04c_speed")
 prefix_caching = common.lesson("050_prefix_caching")
-from engine.worker import cuda_graphs
+from engine.worker.cuda_graphs import CapturedModel, Tape, capture_sizes
 
 AttentionMetadata, PagedKVCache = paged_attention.AttentionMetadata, paged_attention.PagedKVCache
-ModelEngineCore, ModelRunner = continuous_batching.ModelEngineCore, continuous_batching.ModelRunner
 SchedulerConfig = continuous_batching.SchedulerConfig
 PrefixCachingScheduler = prefix_caching.PrefixCachingScheduler
 CHATS, chat_workload, naive_hits = prefix_caching.CHATS, prefix_caching.chat_workload, prefix_caching.naive_hits
 hit_rates, prefill_factor, MOONCAKE = prefix_caching.hit_rates, prefix_caching.prefill_factor, prefix_caching.MOONCAKE
-capture_sizes, graph_runner, Tape = cuda_graphs.capture_sizes, cuda_graphs.graph_runner, cuda_graphs.Tape
 
 KEY = "05_optimizations"
 BLOCK = prefix_caching.BLOCK  # tokens in a block: 16, vLLM's default
@@ -86,16 +89,25 @@ BLOCK = prefix_caching.BLOCK  # tokens in a block: 16, vLLM's default
 
 
 def make_core(model: llama.Llama, caching: bool = True, num_blocks: int = 160, max_model_len: int = 1024,
-              hash_bits: int = 256, runner_class: type[ModelRunner] = ModelRunner) -> ModelEngineCore:  # fmt: skip
-    """Lesson 04's engine on this lesson's manager."""
+              hash_bits: int = 256, graphs: Callable[..., Any] | None = None) -> EngineCore:  # fmt: skip
+    """Lesson 04's engine on this lesson's manager. `graphs(model, cache, plan, limits)` makes a `CapturedModel`."""
     config = SchedulerConfig(max_model_len, max_num_seqs=32, max_num_batched_tokens=max_model_len)
     manager = KVCacheManager(num_blocks, BLOCK, max_model_len, caching)
     manager.hash_bits = hash_bits
     scheduler = PrefixCachingScheduler(config, manager)
-    return ModelEngineCore(scheduler, runner_class(model, scheduler))
+    return EngineCore(scheduler, runner_with(graphs, model, config, num_blocks))
 
 
-def ask(core: ModelEngineCore, prompt: Sequence[int], max_tokens: int = 1) -> tuple[Request, float]:
+def runner_with(graphs: Callable[..., Any] | None, model: llama.Llama, limits: Any, num_blocks: int) -> ModelRunner:
+    """Lesson 02's attention, and in the slot for graphs what `graphs` makes of the model and its cache."""
+    config = VllmConfig(attention_backend="paged", enforce_eager=True)
+    runner = make_runner(model, limits, num_blocks, BLOCK, config)
+    if graphs:
+        runner.graphs = graphs(runner.model, runner.cache, runner.attend, limits)
+    return runner
+
+
+def ask(core: EngineCore, prompt: Sequence[int], max_tokens: int = 1) -> tuple[Request, float]:
     """Serve one prompt, greedily, to its end. Returns the request, and the seconds until its first token."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     request = Request("ask", list(prompt), params, eos_token_id=(core.runner.model.config.eos_token_ids or (None,))[0])
@@ -120,7 +132,7 @@ TOOLS = """You are the assistant of a library and can call functions.
 TURNS = ["When do you close on Sundays?", "And how long may I keep a film?", "Thank you! Does a card cost anything?"]
 
 
-def conversation(core: ModelEngineCore, tokenizer: llama.Tokenizer, max_tokens: int) -> list[tuple[Request, float]]:
+def conversation(core: EngineCore, tokenizer: llama.Tokenizer, max_tokens: int) -> list[tuple[Request, float]]:
     """A chat of three turns; each prompt repeats everything said so far, the model's own words included."""
     messages, answers = [{"role": "system", "content": TOOLS}], []
     for turn in TURNS:
@@ -131,7 +143,7 @@ def conversation(core: ModelEngineCore, tokenizer: llama.Tokenizer, max_tokens: 
 
 
 def three_requests(
-    core: ModelEngineCore, tokenizer: llama.Tokenizer, prefix: int, message: int
+    core: EngineCore, tokenizer: llama.Tokenizer, prefix: int, message: int
 ) -> list[tuple[Request, float]]:
     """The source's table: an instruction of `prefix` tokens for all three, `message` tokens of their own, no answer."""
     shared = tokenizer.encode(SYSTEM * (1 + prefix // 60))[:prefix]
@@ -157,8 +169,8 @@ def colliding_account(tokenizer: llama.Tokenizer, other: Sequence[int], word: st
 
 # --- 2. CUDA graphs -------------------------------------------------------------------------------------------------
 #
-# The mechanism is in 051: a recording of launches, replayed with one. Here the launches of a step are counted, on a
-# tape of the model's own forward pass, and with them what a graph can save.
+# The mechanism is in engine/worker/cuda_graphs.py: a recording of launches, replayed with one. Here the launches of a
+# step are counted, on a tape of the model's own forward pass, and with them what a graph can save.
 
 
 WIDTH = 16  # `decode_step` runs models a sixteenth as wide: the same operations, activations a sixteenth as large
@@ -333,16 +345,12 @@ class Worker:
         self.thread = ThreadPoolExecutor(1)
         self.busy: list[tuple[float, float]] = []  # when the model ran
 
-    def get_block_ids(self, request_id: str) -> list[int]:
-        """The runner asks here and not at the scheduler's manager, which is steps ahead."""
-        return self.tables[request_id]
-
-    def submit(self, output: SchedulerOutput, manager: KVCacheManager) -> Future:
+    def submit(self, output: SchedulerOutput) -> Future:
         """Queue a step, as it is now: the scheduler's requests will have changed when it runs."""
         new = {r.request_id: (r.prompt_token_ids, r.sampling_params) for r in output.scheduled_new_reqs}
         scheduled = (*output.scheduled_running_reqs, *output.scheduled_new_reqs)
         computed = {r.request_id: r.num_computed_tokens for r in scheduled}
-        tables = {r.request_id: list(manager.get_block_ids(r.request_id)) for r in scheduled}
+        tables = {r.request_id: list(output.block_tables[r.request_id]) for r in scheduled}
         return self.thread.submit(self._run, output, new, computed, tables)
 
     def _run(
@@ -356,7 +364,8 @@ class Worker:
             self.requests[request_id] = Request(request_id, prompt, params)
         for request_id, num_computed_tokens in computed.items():
             self.requests[request_id].num_computed_tokens = num_computed_tokens
-        step = copy.copy(output)  # the same step with this side's requests
+        step = copy.copy(output)  # the same step with this side's requests and tables: the scheduler is steps ahead
+        step.block_tables = self.tables
         step.scheduled_running_reqs = [self.requests[i] for i in computed if i not in new]
         step.scheduled_new_reqs = [self.requests[i] for i in new]
         sampled = self.execute_model(step)
@@ -372,7 +381,7 @@ class Worker:
 LOOPS = {"synchronous": (1, False), "n-step": (4, False), "async": (2, True)}  # (steps planned ahead, while one runs?)
 
 
-class QueuedEngineCore(continuous_batching.EngineCore):
+class QueuedEngineCore(EngineCore):
     """Lesson 04's loop with a queue between scheduler and model (vLLM: `EngineCore.step_with_batch_queue`)."""
 
     def __init__(self, kind: str, scheduler: Scheduler, worker: Worker, overhead: float = 0.0) -> None:
@@ -391,7 +400,7 @@ class QueuedEngineCore(continuous_batching.EngineCore):
         time.sleep(self.overhead)
         while len(self.queue) < self.depth:
             output = self.scheduler.schedule()
-            future = self.worker.submit(output, self.scheduler.kv_cache_manager)  # even if empty: it says what is gone
+            future = self.worker.submit(output)  # even if empty: it says what is gone
             if not output.num_scheduled_tokens:
                 break
             self.queue.append((output, future))
@@ -428,14 +437,13 @@ class QueuedEngineCore(continuous_batching.EngineCore):
 
 
 def make_loop(kind: str, run: llama.Llama | Callable, overhead: float = 0.0) -> QueuedEngineCore:
-    """One of LOOPS, eight seats, around lesson 04's runner of a model, or around what runs in its place."""
+    """One of LOOPS, eight seats, around the engine's runner of a model, or around what runs in its place."""
     config = EngineConfig(max_model_len=256, max_num_seqs=8)
     scheduler = Scheduler(config, KVCacheManager(8 * 16 + 1, BLOCK, 256, enable_caching=False), async_scheduling=True)
     if not isinstance(run, llama.Llama):
         return QueuedEngineCore(kind, scheduler, Worker(run), overhead)
-    runner = ModelRunner(run, scheduler)
-    runner.manager = worker = Worker(runner.execute_model)
-    return QueuedEngineCore(kind, scheduler, worker, overhead)
+    runner = runner_with(None, run, config, 8 * 16 + 1)
+    return QueuedEngineCore(kind, scheduler, Worker(runner.execute_model), overhead)
 
 
 def dry_run(kind: str, stops: Sequence[int]) -> QueuedEngineCore:
@@ -792,13 +800,14 @@ def tell_cuda_graphs(args: argparse.Namespace, f: dict[str, Any]) -> dict:
                    f"{f['graphs'][key]['factor_if_kernel_us']['1']:.2f}x" for key in names) + ")")  # fmt: skip
     if not common.HAS_GPU:
         common.skipped("CUDA graphs", "no GPU. A tape of operations takes their place: same buckets, padding, buffers")
-    runners = [ModelRunner, graph_runner(ModelRunner, torch.cuda.CUDAGraph if common.HAS_GPU else Tape, largest=32)]
-    cores = [make_core(model, caching=False, runner_class=runner) for runner in runners]
+    recorder = torch.cuda.CUDAGraph if common.HAS_GPU else Tape
+    graphs = functools.partial(CapturedModel, graph_class=recorder, largest=32)
+    cores = [make_core(model, caching=False, graphs=each) for each in (None, graphs)]
     prompts = [tokenizer.encode(f"{turn} The answer is") for turn in TURNS]
     eager, replayed = (continuous_batching.serve(core, prompts, [6, 3, 5]).token_ids for core in cores)
-    runner = cores[1].runner
-    buckets, pieces = sorted({n for n, _ in runner.captured}), max(len(s.graphs) for s in runner.captured.values())
-    common.check_equal(f"{runner.num_replays} steps from buckets of {buckets} tokens, {pieces} graphs each: the same "
+    graphs = cores[1].runner.graphs
+    buckets, pieces = sorted({n for n, _ in graphs.captured}), max(len(s.graphs) for s in graphs.captured.values())
+    common.check_equal(f"{graphs.num_replays} steps from buckets of {buckets} tokens, {pieces} graphs each: the same "
                        "tokens as eager", replayed, eager)  # fmt: skip
     if not (common.HAS_GPU and args.full):
         return {}
@@ -814,19 +823,19 @@ def measure_graphs(model: llama.Llama, twin: Any = None) -> dict[str, Any]:
         found[f"products_{n}"] = {"ms": 1e3 * continuous_batching.matmul_seconds(model, n, n)}
         if twin is not None:
             found[f"transformers_{n}"] = {"ms": speed.transformers_ms(twin, n)}
-    pieces, full = (graph_runner(ModelRunner, full=full, largest=512) for full in (False, True))
-    runners = {"eager": ModelRunner, "piecewise": pieces, "full": full}
-    runner = make_core(model, caching=False, runner_class=full).runner
+    pieces, full = (functools.partial(CapturedModel, full=full, largest=512) for full in (False, True))
+    runners = {"eager": None, "piecewise": pieces, "full": full}
+    graphs = make_core(model, caching=False, graphs=full).runner.graphs
     (free, _), start = torch.cuda.mem_get_info(), time.perf_counter()
-    runner.capture_all()
+    graphs.capture_all()
     found["capture"] = {"s": time.perf_counter() - start, "gib": (free - torch.cuda.mem_get_info()[0]) / 2**30,
-                        "graphs": sum(len(step.graphs) for step in runner.captured.values())}  # fmt: skip
+                        "graphs": sum(len(step.graphs) for step in graphs.captured.values())}  # fmt: skip
     common.say("captured before any request: {graphs:,} graphs in {s:.1f} s, {gib:.2f} GiB".format(**found["capture"]))
-    del runner
+    del graphs
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    for n, (name, runner_class) in itertools.product((1, 8, 32), runners.items()):
+    for n, (name, graphs) in itertools.product((1, 8, 32), runners.items()):
         gc.collect()  # engines hold themselves in cycles, and each has gigabytes of keys and values
-        core = make_core(model, caching=False, num_blocks=2048, runner_class=runner_class)
+        core = make_core(model, caching=False, num_blocks=2048, graphs=graphs)
         for i in range(n):
             core.add_request(Request(str(i), [i + 5] * 64, params))
         for _ in range(8):

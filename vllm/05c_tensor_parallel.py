@@ -32,24 +32,11 @@ from __future__ import annotations
 import common  # first: it settles the device before torch and Triton are used
 
 import argparse
-import contextlib
-import copy
 import dataclasses
-import datetime
 import functools
-import multiprocessing
-import multiprocessing.connection
-import multiprocessing.forkserver
 import os
-import pickle
-import signal
-import socket
 import statistics
-import sys
-import threading
 import time
-import traceback
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,14 +46,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import llama
+from engine.model.packed_linear import pack_weights
+from engine.distributed.group import GroupCoordinator, new_group
+from engine.parallel.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from engine.parallel.model import TensorParallelLlama, load_shard, map_local, shard_model
+from engine.parallel.ranks import Ranks, launch, start_context
+from engine.parallel.sharding import check_tensor_parallel_size, divides, pad_vocab_size, shard_config
 
 kv_cache = common.lesson("01_kv_cache")
 continuous_batching = common.lesson("04_continuous_batching")
 
 KEY = "05c_tensor_parallel"
-Tensors = Callable[[str], torch.Tensor | None]  # a weight by Transformers' name, as `Llama` takes it
-
-
 # --- What we want: one block, whole and in slices ---------------------------------------------------------------------
 
 
@@ -88,92 +78,12 @@ def mlp_in_slices(x: torch.Tensor, A: torch.Tensor, B: torch.Tensor, n: int) -> 
 # --- Who divides what -------------------------------------------------------------------------------------------------
 
 
-def divides(config: llama.LlamaConfig, n: int) -> bool:
-    """Can n ranks share this model? Heads and neurons must come out even; KV heads may be divided or copied."""
-    Hq, Hkv = config.num_attention_heads, config.num_key_value_heads
-    return Hq % n == 0 and config.intermediate_size % n == 0 and (Hkv % n == 0 or n % Hkv == 0)
-
-
-def check_tensor_parallel_size(config: llama.LlamaConfig, n: int) -> None:
-    """Raises InputError if n ranks cannot share this model; the message says which numbers can."""
-    if not divides(config, n):
-        works = ", ".join(str(m) for m in range(1, config.num_attention_heads + 1) if divides(config, m))
-        raise common.InputError(
-            f"tensor_parallel_size {n}: must divide num_attention_heads ({config.num_attention_heads}) and "
-            f"intermediate_size ({config.intermediate_size}), and fit num_key_value_heads "
-            f"({config.num_key_value_heads}); allowed for this model: {works}"
-        )
-
-
 def default_size(config: llama.LlamaConfig) -> int:
     """3, which SmolLM2 allows; for another model the fewest ranks above one that can share it, or 1 if none can."""
     return next((n for n in (3, *range(2, config.num_attention_heads + 1)) if divides(config, n)), 1)
 
 
-def pad_vocab_size(vocab_size: int, pad_to: int) -> int:
-    """The next multiple of `pad_to`: the vocabulary is whatever it is, and its rows can be filled up with zeros."""
-    return -(-vocab_size // pad_to) * pad_to
-
-
-def shard_config(config: llama.LlamaConfig, n: int) -> llama.LlamaConfig:
-    """The config of the narrower model that one of n ranks is. Depth, hidden size and head size stay."""
-    check_tensor_parallel_size(config, n)
-    return dataclasses.replace(
-        config,
-        num_attention_heads=config.num_attention_heads // n,
-        num_key_value_heads=max(1, config.num_key_value_heads // n),
-        intermediate_size=config.intermediate_size // n,
-        vocab_size=pad_vocab_size(config.vocab_size, n) // n,
-    )
-
-
 # --- The group: ranks that talk ---------------------------------------------------------------------------------------
-
-
-class GroupCoordinator:
-    """The ranks that share a model, and a count of what they tell each other (`vllm/distributed/parallel_state.py`).
-
-    `calls` and `bytes` are per collective; bytes are those of its result, counted once.
-    """
-
-    def __init__(self, ranks: Sequence[int], rank_in_group: int, device: torch.device | None = None,
-                 process_group: dist.ProcessGroup | None = None) -> None:  # fmt: skip
-        self.ranks, self.rank_in_group, self.world_size = list(ranks), rank_in_group, len(ranks)
-        self.device, self.process_group = device or common.device(), process_group
-        host = process_group is None or dist.get_backend(process_group) == "gloo"
-        self.wire = torch.device("cpu") if host else self.device  # gloo moves host memory
-        self.calls: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Semantics: out = Σ_r x_r on every rank. Shapes: any, contiguous; x may be overwritten."""
-        if self.world_size == 1:
-            return x
-        out = x.to(self.wire)
-        dist.all_reduce(out, group=self.process_group)
-        self._count("all_reduce", out)
-        return out.to(x.device)
-
-    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Semantics: out = concat(x_0 … x_{n−1}) along `dim`, on every rank. Shapes: the same on all ranks."""
-        if self.world_size == 1:
-            return x
-        mine = x.to(self.wire).contiguous()
-        parts = [torch.empty_like(mine) for _ in self.ranks]
-        dist.all_gather(parts, mine, group=self.process_group)
-        out = torch.cat(parts, dim)
-        self._count("all_gather", out)
-        return out.to(x.device)
-
-    def _count(self, collective: str, result: torch.Tensor) -> None:
-        self.calls[collective] += 1
-        self.bytes[collective] += result.nbytes
-
-    def take_counts(self) -> dict[str, dict[str, int]]:
-        """What was counted since the last call."""
-        counts = {name: {"calls": self.calls[name], "bytes": self.bytes[name]} for name in self.calls}
-        self.calls.clear(), self.bytes.clear()
-        return counts
 
 
 def wire_bytes(collective: str, payload: int, n: int) -> float:
@@ -213,236 +123,7 @@ def ring_all_reduce(x: torch.Tensor, group: GroupCoordinator) -> tuple[torch.Ten
     return torch.cat(chunks)[:size].view(x.shape).to(x.device), sent
 
 
-# --- The layers -------------------------------------------------------------------------------------------------------
-#
-# Each class says two things: `shard`, which part of a whole weight a rank owns (used when loading), and what happens at
-# run time. `local` does the multiplying: a `llama.Linear`, or what a lesson has put in its place.
-
-
-class ParallelLinear:
-    """One rank's part of a linear layer, as an entry of `model.linear`."""
-
-    def __init__(self, local: Callable[[torch.Tensor], torch.Tensor], group: GroupCoordinator) -> None:
-        self.local, self.group = local, group
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.local.weight
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        return self.local.bias
-
-
-class ColumnParallelLinear(ParallelLinear):
-    """y_r = x W_rᵀ (+ b_r): the whole input, an n-th of the outputs. Shapes: x [T, in] -> [T, out/n].
-
-    (Columns of Wᵀ, that is: the literature writes y = xA, a checkpoint stores W = Aᵀ, and cuts its rows.)
-    """
-
-    @staticmethod
-    def shard(tensor: torch.Tensor, rank: int, n: int) -> torch.Tensor:
-        """Output rows [rank·out/n, (rank+1)·out/n) of a weight [out, in] or a bias [out]."""
-        size = tensor.shape[0] // n
-        return tensor[rank * size : (rank + 1) * size]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.local(x)  # without a collective
-
-
-# Several matrices with one input, stacked (gate above up). Each is cut before they are stacked: a cut through the stack
-# would give rank 0 all gates and rank 1 all ups. `Llama` stacks after `shard`, so there is nothing left to do.
-MergedColumnParallelLinear = ColumnParallelLinear
-
-
-class QKVParallelLinear(ColumnParallelLinear):
-    """Column-parallel by whole heads. Shapes: x [T, hidden] -> [T, (Hq/n + 2·max(1, Hkv/n)) · D]."""
-
-    @staticmethod
-    def shard(tensor: torch.Tensor, rank: int, n: int, heads: int) -> torch.Tensor:
-        """The rows of this rank's heads. With more ranks than KV heads, n/heads neighbours get the same one."""
-        D, first, count = tensor.shape[0] // heads, rank * heads // n, max(1, heads // n)
-        return tensor[first * D : (first + count) * D]
-
-
-class RowParallelLinear(ParallelLinear):
-    """y = Σ_r x_r W_rᵀ (+ b): an n-th of the input, a partial sum of all outputs, one all-reduce.
-    Shapes: x_r [T, in/n] -> [T, out], the same on all ranks."""
-
-    reduce_results = True
-
-    def __init__(self, local: Callable[[torch.Tensor], torch.Tensor], group: GroupCoordinator) -> None:
-        if group.rank_in_group > 0 and local.bias is not None:  # or the sum would contain it n times
-            local = llama.Linear(local.weight)
-        super().__init__(local, group)
-
-    @staticmethod
-    def shard(tensor: torch.Tensor, rank: int, n: int) -> torch.Tensor:
-        """Input columns [rank·in/n, (rank+1)·in/n) of a weight [out, in]."""
-        size = tensor.shape[1] // n
-        return tensor[:, rank * size : (rank + 1) * size]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.local(x)
-        return self.group.all_reduce(y) if self.reduce_results else y
-
-
-class VocabParallelEmbedding:
-    """E[token], where rank r owns the rows [r·V/n, (r+1)·V/n). Shapes: token_ids [T] -> [T, hidden].
-
-    A rank that does not own a token contributes zeros, so the all-reduce completes the lookup.
-    """
-
-    def __init__(self, weight: torch.Tensor, group: GroupCoordinator) -> None:
-        self.weight, self.group = weight, group
-
-    @staticmethod
-    def shard(weight: torch.Tensor, rank: int, n: int) -> torch.Tensor:
-        """Rows of one rank, V padded to a multiple of n; the padding is zeros at the end of the last ranks."""
-        size = pad_vocab_size(weight.shape[0], n) // n
-        rows = weight[rank * size : (rank + 1) * size]
-        return F.pad(rows, (0, 0, 0, size - rows.shape[0])) if rows.shape[0] < size else rows
-
-    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        local = token_ids - self.group.rank_in_group * self.weight.shape[0]
-        owned = (local >= 0) & (local < self.weight.shape[0])  # [T]
-        rows = F.embedding(torch.where(owned, local, 0), self.weight)
-        return self.group.all_reduce(rows * owned[:, None])
-
-
-class ParallelLMHead(ParallelLinear):
-    """logits = concat_r(x E_rᵀ) without the padding. Shapes: x [R, hidden] -> [R, vocab]."""
-
-    def __init__(self, local: Callable[[torch.Tensor], torch.Tensor], group: GroupCoordinator, vocab_size: int) -> None:
-        super().__init__(local, group)
-        self.vocab_size = vocab_size
-
-    shard = staticmethod(VocabParallelEmbedding.shard)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.group.all_gather(self.local(x))[:, : self.vocab_size]
-
-
-# --- The model --------------------------------------------------------------------------------------------------------
-
-
-class TensorParallelLlama(llama.Llama):
-    """One rank of a Llama: a narrower Llama whose layers know their group. It has the interface of the whole one.
-
-    `config` is that of the whole model; `num_heads` and `num_kv_heads` are this rank's.
-    """
-
-    def __init__(self, config: llama.LlamaConfig, tensors: Tensors, group: GroupCoordinator,
-                 dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
-        """`tensors(name)` returns whole weights, best lazily: only this rank's part of each is kept."""
-        super().__init__(
-            shard_config(config, group.world_size), shard_tensors(tensors, config, group), dtype, group.device
-        )
-        self.config, self.group = config, group
-        self.embedding = VocabParallelEmbedding(self.embed_tokens, group)
-        kinds = {"qkv_proj": QKVParallelLinear, "o_proj": RowParallelLinear, "gate_up_proj": MergedColumnParallelLinear,
-                 "down_proj": RowParallelLinear, "lm_head": functools.partial(ParallelLMHead,
-                 vocab_size=config.vocab_size)}  # fmt: skip
-        self.linear = {name: kinds[name.split(".")[-1]](local, group) for name, local in self.linear.items()}
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.embedding(token_ids)  # [T, hidden], the same on all ranks
-
-    def output_head(self, token_ids: torch.Tensor) -> ParallelLMHead:
-        """Cut like the whole one. Its logits are gathered, so that all ranks guess the same, to the last bit."""
-        rows = VocabParallelEmbedding(self.linear["lm_head"].weight, self.group)(token_ids)  # [N, hidden]
-        mine = ParallelLMHead.shard(rows, self.group.rank_in_group, self.group.world_size)
-        return ParallelLMHead(llama.Linear(mine.clone()), self.group, len(token_ids))
-
-
-def shard_tensors(tensors: Tensors, config: llama.LlamaConfig, group: GroupCoordinator) -> Tensors:
-    """The same weights, each cut to what this rank owns. Raises InputError where a shape contradicts the config."""
-    shapes = llama.tensor_shapes(config)
-
-    def lookup(name: str) -> torch.Tensor | None:
-        tensor = tensors(name)
-        if tensor is None:
-            return None
-        if tuple(tensor.shape) != shapes.get(name, tuple(tensor.shape)):
-            raise common.InputError(
-                f"weights: {name} has shape {list(tensor.shape)}, config.json says {list(shapes[name])}"
-            )
-        return shard_tensor(name, tensor, config, group).contiguous()
-
-    return lookup
-
-
-def shard_tensor(name: str, tensor: torch.Tensor, config: llama.LlamaConfig, group: GroupCoordinator) -> torch.Tensor:
-    """What this rank owns of a whole weight or bias, by its name: norms and biases of row-parallel layers whole."""
-    rank, n, (layer, kind) = group.rank_in_group, group.world_size, name.split(".")[-2:]
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads,
-             "v_proj": config.num_key_value_heads}  # fmt: skip
-    if layer in heads:
-        return QKVParallelLinear.shard(tensor, rank, n, heads[layer])
-    if layer in ("gate_proj", "up_proj"):
-        return MergedColumnParallelLinear.shard(tensor, rank, n)
-    if layer in ("o_proj", "down_proj") and kind == "weight":
-        return RowParallelLinear.shard(tensor, rank, n)
-    if layer in ("embed_tokens", "lm_head"):
-        return VocabParallelEmbedding.shard(tensor, rank, n)
-    return tensor
-
-
-def load_shard(path_or_id: str | None, group: GroupCoordinator, dtype: torch.dtype = torch.float32
-               ) -> TensorParallelLlama:  # fmt: skip
-    """One rank's part of a model folder (or hub id, or the default model), without ever holding the whole.
-
-    The file is mapped, not read: cutting a tensor touches the pages that the rank keeps, and no others for long.
-    """
-    folder = llama.model_folder(path_or_id)
-    with contextlib.ExitStack() as stack:
-        tensors = llama._open_weights(folder, stack)
-        return TensorParallelLlama(llama.LlamaConfig.from_folder(folder), tensors, group, dtype)
-
-
-def shard_model(model: llama.Llama, group: GroupCoordinator) -> TensorParallelLlama:
-    """One rank's part of a model that is in memory whole; `model` is left alone."""
-    return TensorParallelLlama(model.config, model_tensors(model), group, model.dtype)
-
-
-def model_tensors(model: llama.Llama) -> Tensors:
-    """The weights of a whole model under Transformers' names: views into its packed matrices."""
-    c = model.config
-    q, kv, I = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.intermediate_size
-    found = {"model.embed_tokens.weight": model.embed_tokens, "model.norm.weight": model.norm,
-             "lm_head.weight": model.linear["lm_head"].weight}  # fmt: skip
-    for i in range(c.num_hidden_layers):
-        p = f"model.layers.{i}"
-        found[f"{p}.input_layernorm.weight"] = model.input_norm[i]
-        found[f"{p}.post_attention_layernorm.weight"] = model.post_attention_norm[i]
-        if c.qk_norm:
-            found[f"{p}.self_attn.q_norm.weight"] = model.q_norm[i]
-            found[f"{p}.self_attn.k_norm.weight"] = model.k_norm[i]
-        for packed, block, parts, rows in (
-            ("qkv_proj", "self_attn", ("q_proj", "k_proj", "v_proj"), (q, kv, kv)),
-            ("o_proj", "self_attn", ("o_proj",), (c.hidden_size,)),
-            ("gate_up_proj", "mlp", ("gate_proj", "up_proj"), (I, I)),
-            ("down_proj", "mlp", ("down_proj",), (c.hidden_size,)),
-        ):
-            layer = model.linear[f"layers.{i}.{packed}"]
-            for kind, whole in (("weight", layer.weight), ("bias", layer.bias)):
-                if whole is not None:
-                    found |= {f"{p}.{block}.{part}.{kind}": x for part, x in zip(parts, whole.split(rows))}
-    return found.get
-
-
-def map_local(model: TensorParallelLlama, change: Callable[[llama.Llama], llama.Llama]) -> TensorParallelLlama:
-    """Apply what replaces linear layers (packing, quantization) to the matrices that this rank multiplies with.
-
-    The collectives stay around them; `model` itself is left alone.
-    """
-    inner, outer = copy.copy(model), copy.copy(model)
-    inner.linear = {name: layer.local for name, layer in model.linear.items()}
-    changed = change(inner).linear
-    outer.linear = {name: copy.copy(layer) for name, layer in model.linear.items()}
-    for name, layer in outer.linear.items():
-        layer.local = changed[name]
-    return outer
+# --- The break --------------------------------------------------------------------------------------------------------
 
 
 def skip_all_reduce(model: TensorParallelLlama) -> None:
@@ -450,170 +131,6 @@ def skip_all_reduce(model: TensorParallelLlama) -> None:
     for layer in model.linear.values():
         if isinstance(layer, RowParallelLinear):
             layer.reduce_results = False
-
-
-# --- Processes --------------------------------------------------------------------------------------------------------
-
-
-class RankFailed(common.CheckFailed):
-    """A rank raised, died or fell silent. The message names it and says how; all ranks have been ended."""
-
-
-class Ranks:
-    """`world_size` processes, each running `fn(group, *args)`, that end together.
-
-    If one raises, dies or stays silent, all are ended; so they are when the `with` block is left, and when the process
-    that started them dies, whatever way: each rank watches it. `fn` must be importable (a function of a module).
-    """
-
-    def __init__(self, world_size: int, fn: Callable, *args: Any, timeout: float = 120.0) -> None:
-        """`timeout` seconds is how long a collective may take, and all of `results()`."""
-        self.timeout = timeout
-        self.store = meeting_point()  # the parent hosts it
-        self.processes: list[multiprocessing.process.BaseProcess] = []
-        self.pipes: list[multiprocessing.connection.Connection] = []
-        context = start_context()
-        try:
-            for rank in range(world_size):
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_run_rank, args=(theirs, rank, world_size, self.store.port, timeout, fn, args), daemon=True
-                )
-                process.start()
-                theirs.close()  # the rank has the only writing end now: its death is an end of file
-                self.processes.append(process)
-                self.pipes.append(ours)
-        except BaseException:
-            self.stop()
-            raise
-
-    def results(self) -> list[Any]:
-        """What `fn` returned on each rank, by rank. Raises RankFailed, after which no rank is left."""
-        waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
-        answers: dict[int, Any] = {}
-        died: dict[int, str] = {}
-        raised: dict[int, tuple[str, str]] = {}
-        deadline = time.monotonic() + self.timeout
-        while waiting and (ready := multiprocessing.connection.wait([*waiting], max(0, deadline - time.monotonic()))):
-            for pipe in ready:
-                rank = waiting.pop(pipe)
-                try:
-                    kind, value = pickle.loads(pipe.recv_bytes())
-                except (EOFError, OSError):
-                    died[rank] = _last_words(self.processes[rank])
-                else:
-                    (answers if kind == "result" else raised)[rank] = value
-            if died or raised:  # peers of a dead rank complain first: give the cause a second to show itself
-                deadline = min(deadline, time.monotonic() + 1)
-        self.stop()
-        of = f"of {len(self.processes)}"
-        if died:
-            rank = min(died)
-            raise RankFailed(f"rank {rank} {of} died ({died[rank]}); the others were ended")
-        if raised:
-            rank = next(iter(raised))
-            error = RankFailed(f"rank {rank} {of} raised {raised[rank][0]}; the others were ended")
-            error.add_note(raised[rank][1])
-            raise error
-        if waiting:
-            silent = ", ".join(map(str, sorted(waiting.values())))
-            raise RankFailed(f"no answer from rank {silent} {of} within {self.timeout:g} s; all were ended")
-        return [answers[rank] for rank in sorted(answers)]
-
-    def stop(self) -> None:
-        """End every rank now; afterwards none is left."""
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join()
-        for pipe in self.pipes:
-            pipe.close()
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.stop()
-
-
-def meeting_point(host: str = "127.0.0.1") -> dist.TCPStore:
-    """A store where ranks find each other, on a port of its own (`.port`).
-
-    It listens at `host` and nowhere else. Left alone, torch's store listens at all addresses of the machine, whatever
-    host it is given, and does what anybody asks it to. Port 0: the kernel picks one that is free, and binds it at once.
-    """
-    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    with socket.create_server((host, 0), family=family) as listener:
-        port = listener.getsockname()[1]
-        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
-def launch(world_size: int, fn: Callable, *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Run `fn(group, *args)` in `world_size` processes; what it returned on each. Raises RankFailed."""
-    with Ranks(world_size, fn, *args, timeout=timeout) as ranks:
-        return ranks.results()
-
-
-def start_context() -> multiprocessing.context.BaseContext:
-    """How ranks are started. Importing torch takes seconds, so where a process can be forked, one server imports it
-    once and every rank is a fork of that. CUDA does not survive a fork: there, each rank starts from nothing."""
-    if common.HAS_GPU or "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "triton", "triton.language"])
-    multiprocessing.forkserver.ensure_running()
-    return context
-
-
-def _last_words(process: multiprocessing.process.BaseProcess) -> str:
-    process.join(5)
-    code = process.exitcode
-    return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-
-
-def _run_rank(pipe: multiprocessing.connection.Connection, rank: int, world_size: int, port: int, timeout: float,
-              fn: Callable, args: tuple) -> None:  # fmt: skip
-    """What a rank does: meet the others, run `fn`, report its result or error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, and the parent ends us
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    try:
-        message = pickle.dumps(("result", fn(init_distributed(rank, world_size, port, timeout=timeout), *args)))
-    except BaseException as error:
-        first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
-        message = pickle.dumps(("raised", (first_line, traceback.format_exc())))
-    pipe.send_bytes(message)
-    pipe.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def init_distributed(rank: int, world_size: int, port: int, host: str = "127.0.0.1",
-                     timeout: float = 120.0) -> GroupCoordinator:  # fmt: skip
-    """Join the process group whose store listens at `host:port`; blocks until all ranks are there.
-
-    NCCL where every rank has a GPU of its own; otherwise gloo, which moves host memory.
-    """
-    gpus = torch.cuda.device_count() if common.HAS_GPU else 0
-    device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
-    if gpus:
-        torch.cuda.set_device(device)
-    if host == "127.0.0.1" and (loopback := {"linux": "lo", "darwin": "lo0"}.get(sys.platform)):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # a host name may resolve to a network that is not there
-    span = datetime.timedelta(seconds=timeout)
-    store = dist.TCPStore(host, port, is_master=False, timeout=span)
-    backend = "nccl" if gpus >= world_size else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=span)
-    return GroupCoordinator(range(world_size), rank, device, dist.group.WORLD)
-
-
-def new_group(ranks: Sequence[int], world: GroupCoordinator) -> GroupCoordinator | None:
-    """A group of some ranks, ascending (tensor parallel inside a pipeline stage, say). Every rank must call this, and
-    all must make their groups in the same order; a rank that does not belong to it gets None."""
-    ranks, rank = sorted(ranks), world.ranks[world.rank_in_group]  # torch sorts them, too
-    process_group = dist.new_group(ranks)
-    return GroupCoordinator(ranks, ranks.index(rank), world.device, process_group) if rank in ranks else None
 
 
 # --- What is sent, and how long it takes ------------------------------------------------------------------------------
@@ -964,7 +481,7 @@ def rank_story(world: GroupCoordinator, n: int, model: str | None, prompts: list
 
 
 def rank_bench(world: GroupCoordinator, model: str | None) -> dict[str, Any]:
-    """Times on rank 0: one all-reduce by size, and a decode step of lesson 04's engine by ranks, a thread each."""
+    """Times on rank 0: one all-reduce by size, and a decode step of the engine by ranks, a thread each."""
     torch.set_num_threads(1)
     groups = {size: new_group(range(size), world) for size in (1, 2, 3, 4)}
     found: dict[str, Any] = {"all_reduce_us": {}, "step_ms": {}}
@@ -994,7 +511,7 @@ def rank_bench(world: GroupCoordinator, model: str | None) -> dict[str, Any]:
             if group := groups[size]:
                 shard = load_shard(model, group) if name == "smollm2" else shard_model(
                     llama.random_model(device=world.device, **wide), group)  # fmt: skip
-                shard = map_local(shard, continuous_batching.pack_weights)
+                shard = map_local(shard, pack_weights)
                 for num_seqs in (1, 8):
                     times = found["step_ms"].setdefault(name, {}).setdefault(str(size), {})
                     times[str(num_seqs)] = milliseconds(shard, num_seqs)

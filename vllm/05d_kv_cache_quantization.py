@@ -12,6 +12,8 @@ The mechanism:
   6. A page holds its codes and, behind them, their scales: block tables, slot mapping, pool and copies stay as they
      were in lesson 02. One kernel quantizes on write, one attends and decodes codes in registers as it loads them.
 
+Codes, kernels and cache are the engine's, `engine/quantization/kv_*.py`; here they are looked at and measured.
+
 Numbers to remember: FP8 is 2x the tokens of bf16 for a loss one can hardly measure; 4 bits with a scale per vector
 are 3.8x at D = 128 (3.6x at D = 64). FP8 attention on an H200 is 1.3 to 1.4x faster (FlashAttention-3; ours 1.1x).
 
@@ -35,694 +37,106 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from common import tl, triton
 
 import llama
-
-if common.HAS_TRITON:
-    from triton.language.target_info import cuda_capability_geq
+from engine.worker.cuda_graphs import CapturedModel
+from engine.worker.cuda_graphs import decode_at
+from engine.config import VllmConfig
+from engine.worker.assemble import make_runner
+from engine.core.engine_core import EngineCore
+from engine.attention.metadata import AttentionMetadata
+from engine.attention.torch_paged import prefill_attention
+from engine.quantization import formats
+from engine.quantization.algorithms import rtn
+from engine.quantization.kv_cache import make_cache
+from engine.quantization.kv_codes import (
+    FORMATS,
+    KV_CACHE_DTYPES,
+    PLANES,
+    KVFormat,
+    PageLayout,
+    bits_per_element,
+    block_bytes,
+    dequantize,
+    lloyd_max,
+    pack,
+    quantize,
+    rotation,
+    unpack,
+)
+from engine.quantization.kv_decode import quantized_decode
+from engine.quantization.kv_write import quantize_and_cache
+from engine.quantization.linear import QuantizedLinear
 
 kv_cache_lesson = common.lesson("01_kv_cache")
 paged = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
-from engine.quantization import kv_codes  # the formats, in torch, and the naive reference
-
-AttentionMetadata, PagedKVCache = paged.AttentionMetadata, paged.PagedKVCache
-ModelEngineCore, ModelRunner = continuous_batching.ModelEngineCore, continuous_batching.ModelRunner
-FORMATS, KV_CACHE_DTYPES, PLANES = kv_codes.FORMATS, kv_codes.KV_CACHE_DTYPES, kv_codes.PLANES
-KVFormat, PageLayout, find_format = kv_codes.KVFormat, kv_codes.PageLayout, kv_codes.find_format
-e4m3_value, e4m3_nearest, lloyd_max, codebook = (
-    kv_codes.e4m3_value, kv_codes.e4m3_nearest, kv_codes.lloyd_max, kv_codes.codebook)  # fmt: skip
-quantize, dequantize, pack, unpack = kv_codes.quantize, kv_codes.dequantize, kv_codes.pack, kv_codes.unpack
-rotation, dequantize_reference, block_bytes = kv_codes.rotation, kv_codes.dequantize_reference, kv_codes.block_bytes
-as_bytes, bits_per_element, capacity = kv_codes.as_bytes, kv_codes.bits_per_element, kv_codes.capacity
-CHANNELS, TOKENS, PRESETS, WIDGET_DEFAULT = (
-    kv_codes.CHANNELS, kv_codes.TOKENS, kv_codes.PRESETS, kv_codes.WIDGET_DEFAULT)  # fmt: skip
-simulate, describe = kv_codes.simulate, kv_codes.describe  # the widget
+PagedKVCache = paged.PagedKVCache
+ModelEngineCore = EngineCore
 
 KEY = "05d_kv_cache_quantization"
 
 
-# --- In Triton: E4M3 in integer arithmetic, and the grids ------------------------------------------------------------
-#
-# On the bits, since neither the interpreter nor an NVIDIA GPU below 8.9 converts E4M3: this is exact everywhere.
-# Encoding: an fp32 number keeps 3 of its 23 mantissa bits. Add half of what falls away, less one bit unless the last
-# kept bit is odd: a carry runs into the exponent as it should. Subtract 120 from the exponent: its bias is 127, not 7.
-# Below 2^−6 the values are multiples of 2^−9, and adding 2^14 leaves a sum whose last bit is worth exactly that.
-# Decoding: E4M3's exponent and mantissa are those of an fp16 number with a bias of 7 instead of 15: shift, times 2^8.
+# --- What a byte means, by definition ---------------------------------------------------------------------------------
 
 
-@triton.jit
-def encode_e4m3(x):
-    a = tl.minimum(tl.abs(x), 448.0)
-    bits = a.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # 960 = 120 · 8
-    small = (a + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return tl.where(x == x, tl.where(a < 0.015625, small, normal) | sign, 0x7F)
+def e4m3_value(byte: int) -> float:
+    """E4M3 by definition: 1 sign, 4 exponent, 3 mantissa bits; no infinities, and one NaN of each sign.
 
-
-@triton.jit
-def decode_e4m3(byte, NATIVE: tl.constexpr):
-    if NATIVE and cuda_capability_geq(8, 9):
-        x = byte.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    else:
-        code = byte.to(tl.int8, bitcast=True).to(tl.int16)  # the sign is in the upper bits as well
-        half = ((code << 7) & -0x4001).to(tl.float16, bitcast=True)
-        x = tl.where(tl.abs(half) == 1.875, float("nan"), half * 256.0)  # 480 would be the largest: it is NaN
-    return x
-
-
-@triton.jit
-def round_to_int(x):
-    """fp32 |x| < 2^22, nearest, ties to even: 1.5 · 2^23 leaves no bit for a fraction."""
-    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-
-
-@triton.jit
-def encode(x, scale, mid, table, GRID: tl.constexpr, BITS: tl.constexpr):
-    """Codes (int32) of x, given what scales it."""
-    if GRID == "e4m3":
-        return encode_e4m3(tl.div_rn(x, scale))
-    y = tl.div_rn(x - mid, scale)
-    if GRID == "int8":
-        return round_to_int(tl.clamp(y, -127.0, 127.0)) & 255
-    if GRID == "uniform":
-        return round_to_int(tl.clamp(y + (2**BITS - 1) / 2, 0.0, 2**BITS - 1.0))
-    code = (y > tl.load(table + 2**BITS)).to(tl.int32)  # borders below y
-    for i in tl.static_range(1, 2**BITS - 1):
-        code += (y > tl.load(table + 2**BITS + i)).to(tl.int32)
-    return code
-
-
-# --- Kernel 1: quantize this step's keys and values into their slots -------------------------------------------------
-#
-# One program per token and KV head. A plane of a vector is read as a tile [fields of a byte, bytes]: field f of byte i
-# is channel f · bytes + i, so that summing shifted codes over the fields gives the bytes.
-
-
-@triton.jit
-def load_plane(source, D: tl.constexpr, FIELDS: tl.constexpr, BYTES: tl.constexpr):
-    f, i = tl.arange(0, FIELDS)[:, None], tl.arange(0, BYTES)[None, :]
-    inside = i < D // FIELDS
-    x = tl.load(source + f * (D // FIELDS) + i, mask=inside, other=0.0).to(tl.float32)
-    return x, inside  # [FIELDS, BYTES], [1, BYTES]
-
-
-@triton.jit
-def store_plane(target, code, D: tl.constexpr, FIELDS: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr,
-                BELOW: tl.constexpr):  # fmt: skip
-    i = tl.arange(0, BYTES)
-    fields = ((code >> BELOW) & (2**WIDTH - 1)) << (tl.arange(0, FIELDS) * WIDTH)[:, None]
-    tl.store(target + i, tl.sum(fields, 0).to(tl.uint8), mask=i < D // FIELDS)
-
-
-@common.kernel
-def quantize_and_cache_kernel(k, v, cache, numbers, slot_mapping, head_scales, table, stride_k, stride_v, stride_half,
-                              D: tl.constexpr, Hkv: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGE: tl.constexpr,
-                              GRID: tl.constexpr, BITS: tl.constexpr, PER_TOKEN: tl.constexpr, FIRST: tl.constexpr,
-                              FIELDS: tl.constexpr, BYTES: tl.constexpr):  # fmt: skip
-    token, head = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slot_mapping + token)  # int64: a cache may hold more than 2^31 bytes
-    if slot >= 0:
-        vector = slot % BLOCK_SIZE * Hkv + head
-        for half in tl.static_range(FIRST, 2):  # 0: keys, 1: values
-            if half == 0:
-                source = k + token * stride_k + head * D
-            else:
-                source = v + token * stride_v + head * D
-            page = half * stride_half + slot // BLOCK_SIZE * PAGE  # in bytes
-            place = cache + page + vector * (D * BITS // 8)
-            behind = page + BLOCK_SIZE * Hkv * (D * BITS // 8)  # where the scales begin
-            x, inside = load_plane(source, D, FIELDS, BYTES)
-            mid = 0.0
-            if GRID == "uniform":
-                low, high = tl.min(tl.where(inside, x, float("inf"))), tl.max(tl.where(inside, x, float("-inf")))
-                scale = tl.div_rn(tl.maximum(high - low, 1e-5), 2**BITS - 1.0).to(tl.float16)
-                mid = ((low + high) * 0.5).to(tl.float16)
-                tl.store(numbers + behind // 2 + 2 * vector, scale)
-                tl.store(numbers + behind // 2 + 2 * vector + 1, mid)
-                scale, mid = scale.to(tl.float32), mid.to(tl.float32)
-            elif GRID == "lloyd":
-                size = tl.sum(x * x)
-                scale = tl.maximum(tl.sqrt_rn(size / D), 1e-20)
-                reached = tl.where(inside, tl.load(table + encode(x, scale, mid, table, GRID, BITS)), 0.0)
-                tl.store(numbers + behind // 4 + vector, tl.sqrt_rn(tl.div_rn(size, tl.sum(reached * reached))))
-            elif PER_TOKEN:
-                largest = tl.maximum(tl.max(tl.abs(x)), 1e-30)
-                scale = tl.div_rn(largest, 127.0 if GRID == "int8" else 448.0)
-                tl.store(numbers + behind // 4 + vector, scale)
-            else:
-                scale = tl.load(head_scales + half * Hkv + head)
-            if BITS == 3:  # two planes: the lower two bits of eight codes in two bytes, the upper bits in one
-                store_plane(place, encode(x, scale, mid, table, GRID, BITS), D, FIELDS, BYTES, 2, 0)
-                x, inside = load_plane(source, D, 8, BYTES // 2)
-                store_plane(place + D // 4, encode(x, scale, mid, table, GRID, BITS), D, 8, BYTES // 2, 1, 2)
-            else:
-                store_plane(place, encode(x, scale, mid, table, GRID, BITS), D, FIELDS, BYTES, BITS, 0)
-
-
-def quantize_and_cache(k: torch.Tensor, v: torch.Tensor, layer: torch.Tensor, slot_mapping: torch.Tensor,
-                       layout: PageLayout, head_scales: torch.Tensor) -> None:  # fmt: skip
-    """Quantize this step's keys and values and store them. Slot = block * block_size + offset; -1 is padding, skipped.
-
-    Semantics: layer[0].codes[slot_mapping[t]], layer[0].scales[slot_mapping[t]] = quantize(k[t]), likewise layer[1] and
-    v. With scales per channel only the values are written: keys wait for their block to be full.
-    Shapes: k, v [T, Hkv, D] (token stride free), layer uint8 [2, num_blocks, page], slot_mapping int64 [T],
-    head_scales fp32 [2, Hkv]. vLLM 0.32: v1/attention/ops/triton_reshape_and_cache_flash.py,
-    v1/attention/ops/int4_per_token_head.py.
+    (−1)^s · 2^(e − 7) · (1 + m/8), or (−1)^s · 2^−6 · m/8 where e = 0.
     """
-    (T, Hkv, D), fmt = k.shape, layout.fmt
-    first = int(fmt.key_channels)
-    if common.runs_kernel(k):
-        if T > 0:
-            fields = 8 // PLANES[fmt.bits][0][0]
-            quantize_and_cache_kernel[(T, Hkv)](
-                k, v, layer, layer.view(torch.float16 if fmt.grid == "uniform" else torch.float32), slot_mapping,
-                head_scales, codebook_of(fmt, head_scales), k.stride(0), v.stride(0), layer.stride(0),
-                D=D, Hkv=Hkv, BLOCK_SIZE=layout.block_size, PAGE=layout.page, GRID=fmt.grid, BITS=fmt.bits,
-                PER_TOKEN=fmt.per_token, FIRST=first, FIELDS=fields, BYTES=triton.next_power_of_2(D // fields),
-                num_warps=1,
-            )  # fmt: skip
-        return
-    if (slot_mapping < 0).any():
-        keep = slot_mapping >= 0
-        k, v, slot_mapping = k[keep], v[keep], slot_mapping[keep]
-    block, offset = slot_mapping // layout.block_size, slot_mapping % layout.block_size
-    for half, x in list(enumerate((k, v)))[first:]:
-        codes, scale, mid = quantize(x, fmt, head_scales[half, :, None])  # [T, Hkv, D], [T, Hkv, 1]
-        pages = layer[half]
-        pages[:, : layout.codes].unflatten(1, (layout.block_size, -1))[block, offset] = pack(codes, fmt.bits).flatten(1)
-        if fmt.per_token:
-            end = layout.codes + layout.block_size * Hkv * 4
-            pages[:, layout.codes : end].unflatten(1, (layout.block_size, -1))[block, offset] = as_bytes(scale, mid)
+    sign, e, m = (-1) ** (byte >> 7), byte >> 3 & 15, byte & 7
+    if e == 15 and m == 7:
+        return math.nan
+    return sign * (2.0 ** (e - 7) * (1 + m / 8) if e else 2.0**-6 * m / 8)
 
 
-def codebook_of(fmt: KVFormat, unused: torch.Tensor) -> torch.Tensor:
-    """The Lloyd-Max table where the format has one; a kernel that never looks gets any tensor."""
-    return codebook(fmt.bits, unused.device) if fmt.grid == "lloyd" else unused
+def e4m3_nearest(x: float) -> int:
+    """The byte of the nearest value, found by looking at all of them; ties go to the even byte, 448 is the end."""
+    if math.isnan(x):
+        return 0x7F
+    a = min(abs(x), 448.0)
+    magnitude = min(range(0x7F), key=lambda byte: (abs(e4m3_value(byte) - a), byte & 1))
+    return magnitude | (0x80 if math.copysign(1, x) < 0 else 0)
 
 
-# --- Kernel 2: quantize the keys of full blocks per channel -----------------------------------------------------------
+# --- What we want to compute: dequantize everything, then attend -----------------------------------------------------
 
 
-@common.kernel
-def quantize_channels_kernel(open_keys, rows, blocks, layer, numbers, D: tl.constexpr, Hkv: tl.constexpr,
-                             BLOCK_SIZE: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
-                             BYTES: tl.constexpr):  # fmt: skip
-    n, head = tl.program_id(0), tl.program_id(1)
-    row, page = tl.load(rows + n), tl.load(blocks + n) * PAGE  # int64
-    t, i = tl.arange(0, TOKENS)[:, None], tl.arange(0, BYTES)
-    FIELDS: tl.constexpr = 8 // BITS
-    inside = (t < BLOCK_SIZE) & (i < D // FIELDS)[None, :]
-    packed = tl.zeros([TOKENS, BYTES], tl.int32)
-    for f in tl.static_range(FIELDS):
-        d = f * (D // FIELDS) + i
-        key = open_keys + ((row * BLOCK_SIZE + t) * Hkv + head) * D + d[None, :]
-        x = tl.load(key, mask=inside, other=0.0).to(tl.float32)
-        low = tl.min(tl.where(t < BLOCK_SIZE, x, float("inf")), 0)  # [BYTES]: of each channel, over the block's tokens
-        high = tl.max(tl.where(t < BLOCK_SIZE, x, float("-inf")), 0)
-        scale = tl.div_rn(tl.maximum(high - low, 1e-5), 2**BITS - 1.0).to(tl.float16)
-        mid = ((low + high) * 0.5).to(tl.float16)
-        place = (page + BLOCK_SIZE * Hkv * (D * BITS // 8)) // 2 + 2 * (head * D + d)
-        tl.store(numbers + place, scale, mask=i < D // FIELDS)
-        tl.store(numbers + place + 1, mid, mask=i < D // FIELDS)
-        code = encode(x, scale.to(tl.float32)[None, :], mid.to(tl.float32)[None, :], numbers, "uniform", BITS)
-        packed |= code << f * BITS
-    place = layer + page + (t * Hkv + head) * (D * BITS // 8) + i[None, :]
-    tl.store(place, packed.to(tl.uint8), mask=inside)
+def dequantize_reference(layer: torch.Tensor, layout: PageLayout, head_scales: torch.Tensor) -> torch.Tensor:
+    """Every vector of one layer's cache, element by element from the definitions, rotated back; in fp64.
 
-
-def quantize_channels(open_keys: torch.Tensor, rows: torch.Tensor, blocks: torch.Tensor, layer: torch.Tensor,
-                      layout: PageLayout) -> None:  # fmt: skip
-    """Quantize the keys of blocks that have become full, each channel over the tokens of its block, as KIVI does.
-
-    Semantics: for every n and channel c, the codes, scale and mid of layer[0, blocks[n]] in c are quantize(open_keys[
-    rows[n], :, c]). Shapes: open_keys [R, block_size, Hkv, D], rows and blocks int64 [N], layer uint8
-    [2, num_blocks, page].
+    Shapes: layer uint8 [2, num_blocks, page], head_scales [2, Hkv] -> [2, num_blocks, block_size, Hkv, D].
     """
-    fmt, D, Hkv = layout.fmt, layout.D, layout.Hkv
-    if len(rows) == 0:
-        return
-    if common.runs_kernel(open_keys):
-        fields = 8 // fmt.bits
-        quantize_channels_kernel[(len(rows), Hkv)](
-            open_keys, rows, blocks, layer, layer.view(torch.float16), D=D, Hkv=Hkv, BLOCK_SIZE=layout.block_size,
-            PAGE=layout.page, BITS=fmt.bits, TOKENS=triton.next_power_of_2(layout.block_size),
-            BYTES=triton.next_power_of_2(D // fields), num_warps=4,
-        )  # fmt: skip
-        return
-    x = open_keys[rows].permute(0, 2, 3, 1)  # [N, Hkv, D, block_size]
-    codes, scale, mid = quantize(x, fmt)
-    packed = pack(codes.permute(0, 3, 1, 2), fmt.bits).flatten(1)  # [N, block_size · Hkv · bytes]
-    layer[0, blocks, : layout.codes] = packed
-    layer[0, blocks, layout.codes : layout.codes + 4 * Hkv * D] = as_bytes(scale, mid)
-
-
-# --- Kernel 3: decode attention that dequantizes at load --------------------------------------------------------------
-#
-# Lesson 02's decode kernel with other loads. What scales a vector need not touch its D elements: with k̂ = s·c + m,
-#
-#     q·k̂ = s (q·c) + m Σ_d q_d           Σ_j w_j v̂_j = Σ_j (w_j s_j) c_j + Σ_j w_j m_j
-#
-# so the tensor cores multiply the codes c themselves, and the scales cost one multiplication per key. (Only scales per
-# channel have to be applied to the elements.) Here c counts from 0, and m is moved to fit: by s times OFFSET.
-#
-# What is done to every element decides the speed, and a conversion is too much. An integer in the low bits of a 16-bit
-# float is that float already, a subnormal one: c · 2^−24 in fp16, c · 2^−133 in bf16. So codes are unpacked two at a
-# time, each in its half of a 32-bit word, by a shift and a mask. The columns of a tile are then channels in another
-# order; a product over channels does not mind if q has the same one, and the output is stored where it belongs.
-
-
-@triton.jit
-def channels(GRID: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr):
-    """[D_PAD]: the channel that `load_levels` has in each column; D where it has none."""
-    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
-    c = tl.arange(0, D_PAD)
-    word, field = c * WIDTH // 32, c % (32 // WIDTH)
-    if GRID != "e4m3":  # one from the lower half of the word, one from the upper
-        field = c % 2 * (16 // WIDTH) + field // 2
-    byte, PLANE = word * 4 + field * WIDTH // 8, D * WIDTH // 8
-    return tl.where(byte < PLANE, field % (8 // WIDTH) * PLANE + byte, D)
-
-
-@triton.jit
-def load_levels(base, live, table, GRID: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr,
-                DTYPE: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
-    """[TILE, D_PAD]: what the codes of the vectors at `base` stand for, before scaling. Integers count from 0, in units
-    of DTYPE's smallest number (fp32: of fp16's). Of dead vectors come any, but no NaN."""
-    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS  # of the (lower) plane
-    PLANE: tl.constexpr = D * WIDTH // 8
-    i = tl.arange(0, D_PAD * WIDTH // 32)[None, :]
-    if D * BITS % 32 == 0:
-        word = tl.load(base.to(tl.pointer_type(tl.int32)) + i, mask=live & (i < PLANE // 4), other=0)
-    else:  # vectors do not begin where words do; what lies behind their codes ends in columns without a channel
-        word = tl.zeros((base.shape[0], D_PAD * WIDTH // 32), tl.int32)
-        for n in tl.static_range(4):
-            word |= tl.load(base + 4 * i + n).to(tl.int32) << 8 * n
-    if GRID == "e4m3":
-        word = tl.join(word, word >> 16)
-        code = tl.join(word.to(tl.uint8), (word >> 8).to(tl.uint8)).reshape(base.shape[0], D_PAD)
-        x = decode_e4m3(code, NATIVE)
-    else:
-        if GRID == "int8":
-            word ^= -0x7F7F7F80  # 0x80808080: from 0 on, not from −128
-        word = tl.join(word, word >> 8)
-        if WIDTH < 8:
-            word = tl.join(word, word >> 4)
-        if WIDTH == 2:
-            word = tl.join(word, word >> 2)
-        word &= (2**WIDTH - 1) * 0x10001
-        code = tl.join(word.to(tl.int16), (word >> 16).to(tl.int16)).reshape(base.shape[0], D_PAD)
-        if BITS == 3:
-            d = channels(GRID, D, D_PAD, BITS)[None, :]
-            upper = tl.load(base + PLANE + d % (D // 8)).to(tl.int32)
-            code |= (((upper >> (d // (D // 8))) & 1) << 2).to(tl.int16)
-        if GRID == "lloyd":
-            x = tl.load(table + code)
-        else:
-            x = code.to(tl.float16 if DTYPE == tl.float32 else DTYPE, bitcast=True)  # noqa: SIM300
-    return x.to(DTYPE)
-
-
-@common.kernel
-def quantized_decode_kernel(q, cache, numbers, head_scales, table, open_keys, open_rows, block_table, seq_lens, out,
-                            lse, scale, stride_q, stride_half, table_width: tl.int32, G: tl.constexpr, D: tl.constexpr,
-                            Hkv: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGE: tl.constexpr, GRID: tl.constexpr,
-                            BITS: tl.constexpr, PER_TOKEN: tl.constexpr, KEY_CHANNELS: tl.constexpr,
-                            ROWS: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-                            UPCAST: tl.constexpr):  # fmt: skip
-    b, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    S = tl.load(seq_lens + b)
-    length = tl.cdiv(tl.cdiv(S, TILE), SPLITS) * TILE
-    start = split * length
-    end = tl.minimum(start + length, S)
-    NUMBER: tl.constexpr = 2 if GRID == "uniform" else 4  # bytes of a number behind the codes
-    CODES: tl.constexpr = BLOCK_SIZE * Hkv * (D * BITS // 8) // NUMBER
-    INTEGER: tl.constexpr = GRID == "int8" or GRID == "uniform"
-    OFFSET: tl.constexpr = 128.0 if GRID == "int8" else (2**BITS - 1) / 2
-    # Units of 2^−133 are too small for a sum in fp32: what they are multiplied by is 2^100 times itself.
-    BF16: tl.constexpr = INTEGER and not UPCAST and q.dtype.element_ty == tl.bfloat16
-    LIFT: tl.constexpr = 2.0**100 if BF16 else 1.0
-    UNITS: tl.constexpr = 2.0**33 if BF16 else 2.0**24 if INTEGER else 1.0
-
-    g, d, j = tl.arange(0, ROWS), channels(GRID, D, D_PAD, BITS), tl.arange(0, TILE)
-    row, column, everywhere = (g < G)[:, None], (d < D)[None, :], tl.full([1, 1], True, tl.int1)
-    head = kv_head * G + g[:, None]
-    q_tile = tl.load(q + b * stride_q + head * D + d[None, :], mask=row & column, other=0.0)  # [ROWS, D]
-    if UPCAST:  # Triton's interpreter multiplies 16-bit floats wrongly; a GPU wants them as they are
-        q_tile = q_tile.to(tl.float32)
-    q_scale = tl.full([ROWS], 1.4426950408889634, tl.float32) * scale  # and 2^x = e^(x ln 2)
-    q_sum = tl.sum(q_tile.to(tl.float32), 1)  # [ROWS]
-    v_scale = UNITS
-    if INTEGER and not KEY_CHANNELS:
-        q_tile = (q_tile * LIFT).to(q_tile.dtype)
-    if not PER_TOKEN:
-        if q_tile.dtype == tl.bfloat16:  # E4M3 becomes fp16 by one instruction, so q does, too: the largest is 1
-            largest = tl.maximum(tl.max(tl.abs(q_tile.to(tl.float32)), 1), 1e-30)
-            q_tile = (q_tile.to(tl.float32) / largest[:, None]).to(tl.float16)
-            q_scale *= largest
-        q_scale *= tl.load(head_scales + kv_head)
-        v_scale = tl.load(head_scales + Hkv + kv_head)
-    DTYPE: tl.constexpr = q_tile.dtype
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    o = tl.zeros([ROWS, D_PAD], tl.float32)
-    middle = tl.zeros([ROWS], tl.float32)  # Σ_j w_j m_j
-
-    for first in range(start, end, TILE):
-        p = first + j  # positions [TILE]
-        live = p < end
-        block = tl.load(block_table + b * table_width + p // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-        vector = p % BLOCK_SIZE * Hkv + kv_head
-        base = (cache + block * PAGE + vector * (D * BITS // 8))[:, None]
-        behind = numbers + block * (PAGE // NUMBER) + CODES  # where the page's scales begin
-
-        if KEY_CHANNELS:
-            k = load_levels(base, everywhere, table, GRID, D, D_PAD, BITS, tl.float16, False).to(tl.float32) * 2.0**24
-            pair = behind[:, None] + 2 * (kv_head * D + d)[None, :]
-            k = (k - OFFSET) * tl.load(pair, mask=column, other=0.0).to(tl.float32)
-            k += tl.load(pair + 1, mask=column, other=0.0).to(tl.float32)
-            # The keys of a block that is not full are still as they came.
-            unfinished = tl.load(open_rows + block)
-            raw = open_keys + ((unfinished * BLOCK_SIZE + p % BLOCK_SIZE) * Hkv + kv_head)[:, None] * D + d[None, :]
-            is_open = (unfinished >= 0)[:, None]
-            k = tl.where(is_open, tl.load(raw, mask=is_open & column, other=0.0).to(tl.float32), k).to(DTYPE)
-        else:
-            k = load_levels(base, everywhere, table, GRID, D, D_PAD, BITS, DTYPE, not UPCAST)
-        s = tl.dot(q_tile, k.T, input_precision="ieee")  # [ROWS, TILE]
-        if GRID == "uniform":
-            if not KEY_CHANNELS:
-                pair = behind + 2 * vector
-                k_scale, k_mid = tl.load(pair).to(tl.float32), tl.load(pair + 1).to(tl.float32)
-                s = s * (k_scale * UNITS)[None, :] + q_sum[:, None] * (k_mid - k_scale * OFFSET)[None, :]
-        elif GRID == "int8":
-            s = (s * UNITS - q_sum[:, None] * OFFSET) * tl.load(behind + vector)[None, :]
-        elif PER_TOKEN:
-            s = s * tl.load(behind + vector)[None, :]
-        s = tl.where(live[None, :], s * q_scale[:, None], float("-inf"))
-
-        m_new = tl.maximum(m, tl.max(s, 1))
-        alpha = tl.exp2(m - m_new)
-        w = tl.exp2(s - m_new[:, None])
-        l = l * alpha + tl.sum(w, 1)
-        o = o * alpha[:, None]
-        m = m_new
-
-        # Whatever the null block holds, NaN included: 0 · NaN is NaN, so a weight of 0 is no mask.
-        behind += stride_half // NUMBER
-        v = load_levels(base + stride_half, live[:, None], table, GRID, D, D_PAD, BITS, DTYPE, not UPCAST)
-        if INTEGER:
-            middle = middle * alpha
-        if GRID == "uniform":
-            pair = behind + 2 * vector
-            middle += tl.sum(w * tl.load(pair + 1, mask=live, other=0.0).to(tl.float32)[None, :], 1)
-            w = w * (tl.load(pair, mask=live, other=0.0).to(tl.float32) * LIFT)[None, :]
-        elif PER_TOKEN:
-            w = w * (tl.load(behind + vector, mask=live, other=0.0) * LIFT)[None, :]
-        w = w.to(DTYPE)
-        if INTEGER:  # of w as it is multiplied, rounded
-            middle -= tl.sum(w.to(tl.float32), 1) * (OFFSET / LIFT)
-        o += tl.dot(w, v, input_precision="ieee")
-
-    l = tl.where(l > 0, l, 1.0)  # no key at all (an empty sequence or split): o is 0 and m is −inf
-    o = (o * v_scale + middle[:, None]) / l[:, None]
-    part = (b * Hkv * G + head) * SPLITS + split  # [ROWS, 1]
-    tl.store(out + part * D + d[None, :], o.to(out.dtype.element_ty), mask=row & column)
-    if SPLITS > 1:
-        tl.store(lse + part, ((m + tl.log2(l)) * 0.6931471805599453)[:, None], mask=row)
-
-
-def quantized_decode(q: torch.Tensor, layer: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
-                     max_seq_len: int, layout: PageLayout, head_scales: torch.Tensor,
-                     open_keys: torch.Tensor | None = None, open_rows: torch.Tensor | None = None,
-                     num_splits: int | None = None) -> torch.Tensor:  # fmt: skip
-    """Decode attention over a quantized paged cache: the newest token of each sequence against all its keys.
-
-    Semantics: out[b, h] = Σ_j softmax_j(q[b, h]·k̂_j / √D) v̂_j, j < seq_lens[b], with k̂, v̂ the dequantized vectors in
-    block_table[b, j // block_size]. If the format rotates, so are q and out: see QuantizedKVCache.attend.
-    Shapes: q [B, Hq, D] (sequence stride free), layer uint8 [2, num_blocks, page], block_table int32 [B, W], seq_lens
-    int32 [B], head_scales fp32 [2, Hkv] -> [B, Hq, D]. open_keys [R, block_size, Hkv, D] and open_rows int64
-    [num_blocks]: where scales are per channel, the raw keys of blocks that are not full yet (row −1: it is).
-    `num_splits` as in lesson 02. vLLM 0.32: v1/attention/ops/triton_unified_attention.py with KV_QUANT_MODE.
-    """
-    B, Hq, D = q.shape
-    Hkv, fmt = layout.Hkv, layout.fmt
-    out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
-    if B == 0:
-        return out
-    # An H200 at 32 x 4,096 tokens took as long with 1, 4 and 8 splits (within 3 %), with 2 a tenth longer or more.
-    splits = num_splits or paged.default_splits(B * Hkv, max_seq_len, q.device, 8)
-    parts, lse = out, out
-    if splits > 1:
-        parts = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
-        lse = torch.empty(B, Hq, splits, dtype=torch.float32, device=q.device)
-    D_pad = max(16, triton.next_power_of_2(D))
-    tile, num_warps, num_stages = decode_tiles(fmt, q.dtype, q.is_cuda and not torch.version.hip)
-    quantized_decode_kernel[(B, Hkv, splits)](
-        q, layer, layer.view(torch.float16 if fmt.grid == "uniform" else torch.float32), head_scales,
-        codebook_of(fmt, head_scales), head_scales if open_keys is None else open_keys,
-        block_table if open_rows is None else open_rows, block_table, seq_lens, parts, lse, 1 / math.sqrt(D),
-        q.stride(0), layer.stride(0), block_table.stride(0), G=Hq // Hkv, D=D, Hkv=Hkv, BLOCK_SIZE=layout.block_size,
-        PAGE=layout.page, GRID=fmt.grid, BITS=fmt.bits, PER_TOKEN=fmt.per_token, KEY_CHANNELS=fmt.key_channels,
-        ROWS=max(16, triton.next_power_of_2(Hq // Hkv)), D_PAD=D_pad, TILE=tile, SPLITS=splits,
-        UPCAST=common.INTERPRET, num_warps=num_warps, num_stages=num_stages,
-    )  # fmt: skip
-    if splits > 1:
-        D_pad = triton.next_power_of_2(D)
-        paged.combine_splits_kernel[(B * Hq,)](parts, lse, out, D=D, D_PAD=D_pad, SPLITS=splits, num_warps=4)
-    return out
-
-
-def decode_tiles(fmt: KVFormat, dtype: torch.dtype, nvidia: bool) -> tuple[int, int, int]:
-    """(keys per tile, warps, stages). Found by compiling: no spills; with 16 bits on NVIDIA's GPUs three programs at
-    a time on Hopper, with many keys: what is done once per tile is much. Loads of block table and pages share the
-    stages: five give codes two buffers, three give them one, for which bytes have room.
-    """
-    if dtype == torch.float32:
-        return 16, 8, 1
-    gathers = fmt.grid == "lloyd" or fmt.bits == 3 or fmt.key_channels  # element by element: slow, and many registers
-    if nvidia:
-        return 32 if gathers else 128, 4, 3 if fmt.bits == 8 else 2 if fmt.key_channels else 5
-    return 32, 4, 1 if fmt.bits == 8 or fmt.key_channels else 2
-
-
-# --- The cache of a whole model ---------------------------------------------------------------------------------------
-
-
-class QuantizedKVCache(PagedKVCache):
-    """Lesson 02's cache with pages of codes: the same block ids, slots, copies and `attend`; other bytes.
-
-    `layers[i]` is uint8 [2, num_blocks, page]. `head_scales[i]` fp32 [2, Hkv] is used by formats without a scale per
-    vector, and is 1 unless it is calibrated.
-    """
-
-    def __init__(self, model: llama.Llama, num_blocks: int, block_size: int, kv_cache_dtype: str) -> None:
-        """Raises InputError for an unknown format, or a head size that is not a multiple of 8."""
-        Hkv, D, L = model.num_kv_heads, model.config.head_dim, model.config.num_hidden_layers
-        fmt = find_format(kv_cache_dtype)
-        if D % 8:
-            raise common.InputError(f"kv_cache_dtype {kv_cache_dtype}: head size {D} is not a multiple of 8")
-        self.layout = PageLayout(fmt, block_size, Hkv, D)
-        shape = (2, num_blocks, self.layout.page)
-        self.layers = [torch.zeros(shape, dtype=torch.uint8, device=model.device) for _ in range(L)]
-        self.head_scales = torch.ones(L, 2, Hkv, device=model.device)
-        self.rotation = rotation(D).to(model.device, model.dtype) if fmt.rotate else None
-        self.block_size, self.copied_blocks, self.dtype = block_size, 0, model.dtype
-        self.open_keys: list[torch.Tensor | None] = [None] * L  # see ChannelKVCache
-        self.open_rows: torch.Tensor | None = None
-
-    def begin_step(self, slot_mapping: torch.Tensor) -> None:
-        """Called once before the layers write to these slots."""
-
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Quantize and store keys and values, rotated if the format rotates. k, v [T, Hkv, D]."""
-        quantize_and_cache(k, v, self.layers[layer], slot_mapping, self.layout, self.head_scales[layer])
-
-    def load(self, layer: int, source: torch.Tensor) -> torch.Tensor:
-        """Dequantized pages: blocks of keys, then as many of values + num_blocks. [n · block_size · 2, Hkv, D]"""
-        codes, scale, mid = self.layout.split(self.layers[layer].flatten(0, 1).index_select(0, source))
-        if scale is None:
-            scale = self.head_scales[layer, :, None, :, None].repeat_interleave(len(source) // 2, 0)
-        return dequantize(codes, scale, mid, self.layout.fmt).flatten(0, 1).to(self.dtype)
-
-    def attend(self, meta: AttentionMetadata) -> llama.Attend:
-        """As in lesson 02: decodes through the kernel, prompts through torch; here both see quantized pasts only."""
-        size, num_blocks, decode_lens = self.block_size, self.layers[0].shape[1], meta.seq_lens.clone()
-        prompts, first, R = [], 0, self.rotation
-        for b, n in enumerate(meta.query_lens):
-            if n > 1:
-                S = int(meta.seq_lens[b])
-                blocks = meta.block_table[b, : -(-S // size)].long()
-                prompts.append((slice(first, first + n), torch.cat((blocks, blocks + num_blocks)), S))
-                decode_lens[b] = 0  # the decode kernel skips it: to it, the sequence is empty
+    fmt, D, bits = layout.fmt, layout.D, layout.fmt.bits
+    shape, values = (2, layer.shape[1], layout.block_size, layout.Hkv, D), []
+    level = {"e4m3": e4m3_value, "int8": lambda code: code - 256 * (code > 127), "uniform": lambda code: code - top / 2,
+             "lloyd": lambda code: lloyd_max(bits)[code]}[fmt.grid]  # fmt: skip
+    pages, top = layer.cpu().numpy(), 2**bits - 1
+    for half, block, offset, head, d in itertools.product(*map(range, shape)):
+        page, vector, code = pages[half, block], offset * layout.Hkv + head, 0
+        first = vector * D * bits // 8  # byte of the vector's plane
+        for width, below in PLANES[bits]:
+            n = D * width // 8
+            code |= (int(page[first + d % n]) >> d // n * width & 2**width - 1) << below
             first += n
-        kernel = common.runs_kernel(self.layers[0])
-        plan = [] if kernel else paged.gather_plan(meta.block_table, decode_lens, (2, num_blocks, size))
-        self.begin_step(meta.slot_mapping)
-
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            if R is not None:  # (q R)·(k R) = q·k, and Σ_j w_j v_j R = (Σ_j w_j v_j) R
-                q, k, v = q @ R, k @ R, v @ R
-            self.write(layer, k, v, meta.slot_mapping)
-            newest = q[meta.query_start_loc[:-1]] if prompts else q  # [B, Hq, D]
-            if kernel:
-                raw = (self.open_keys[layer], self.open_rows)
-                out = quantized_decode(newest, self.layers[layer], meta.block_table, decode_lens, meta.max_seq_len,
-                                       self.layout, self.head_scales[layer], *raw)  # fmt: skip
-            else:
-                out = self.decode_torch(layer, newest, plan)
-            if prompts:
-                decoded, out = out, torch.empty_like(q)
-                out[meta.query_start_loc[:-1]] = decoded
-                for tokens, source, S in prompts:
-                    past = self.load(layer, source).unflatten(0, (2, -1))[:, :S]
-                    out[tokens] = paged.prefill_attention(q[tokens], *past)
-            return out if R is None else out @ R.T
-
-        return attend
-
-    def decode_torch(self, layer: int, q: torch.Tensor, plan: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-        """What `quantized_decode` computes, by dequantizing what lesson 02's plan gathers."""
-        (Hq, D), Hkv = q.shape[1:], self.layout.Hkv
-        out = torch.zeros_like(q)
-        for rows, source, dead, bias in plan:
-            kv = self.load(layer, source).index_fill_(0, dead, 0)
-            k, v = kv.view(2, len(rows), -1, Hkv, D).transpose(2, 3)  # [b, Hkv, S, D] each
-            o = F.scaled_dot_product_attention(q[rows].view(-1, Hkv, Hq // Hkv, D), k, v, bias.to(q.dtype))
-            out[rows] = o.view(-1, Hq, D)
-        return out
-
-
-class ChannelKVCache(QuantizedKVCache):
-    """Keys with a scale per channel over the tokens of a block (KIVI).
-
-    Such a scale exists once the block is full. Until then its keys stay as they are, in a row of `open_keys`: one
-    block per running sequence in full precision, which is what KIVI calls the residual.
-    """
-
-    def __init__(self, model: llama.Llama, num_blocks: int, block_size: int, kv_cache_dtype: str) -> None:
-        super().__init__(model, num_blocks, block_size, kv_cache_dtype)
-        self.rows: dict[int, int] = {}  # block -> its row of open_keys
-        self.free_rows: list[int] = []
-        self.closed_rows: list[int] = []  # of blocks that became full in the last step
-        self.open_rows = torch.full((num_blocks,), -1, dtype=torch.int64, device=model.device)
-        shape = (0, block_size, self.layout.Hkv, self.layout.D)
-        self.open_keys = [torch.empty(shape, dtype=model.dtype, device=model.device) for _ in self.layers]
-        self.in_use: Callable[[int], bool] = lambda block: True  # an engine asks its pool
-
-    def take_row(self) -> int:
-        """A free row; else one whose block was given back half full; else a new one."""
-        if not self.free_rows:
-            for block in [block for block in self.rows if not self.in_use(block)]:
-                self.free_rows.append(self.rows.pop(block))
-                self.open_rows[block] = -1
-        if not self.free_rows:
-            have = len(self.open_keys[0])
-            self.free_rows = list(range(have, 2 * have + 8))
-            for i, rows in enumerate(self.open_keys):
-                self.open_keys[i] = torch.cat((rows, rows.new_zeros(have + 8, *rows.shape[1:])))
-        return self.free_rows.pop()
-
-    def begin_step(self, slot_mapping: torch.Tensor) -> None:
-        """Find each token's row, and the blocks that this step fills. Raises ValueError for a block without a start."""
-        self.free_rows += self.closed_rows
-        self.closed_rows, places, full = [], [], []
-        for slot in slot_mapping.tolist():
-            block, offset = divmod(slot, self.block_size)
-            if block not in self.rows:
-                if offset:
-                    raise ValueError(f"slot {slot}: block {block} is closed, it cannot be continued")
-                self.rows[block] = self.open_rows[block] = self.take_row()
-            places.append(self.rows[block] * self.block_size + offset)
-            if offset == self.block_size - 1:
-                full.append(block)
-        self.closed_rows = [self.rows.pop(block) for block in full]
-        self.open_rows[full] = -1
-        as_ids = functools.partial(torch.tensor, dtype=torch.int64, device=slot_mapping.device)
-        self.places, self.full, self.full_rows = as_ids(places), as_ids(full), as_ids(self.closed_rows)
-
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        super().write(layer, k, v, slot_mapping)  # the values
-        self.open_keys[layer].flatten(0, 1).index_copy_(0, self.places, k)
-        quantize_channels(self.open_keys[layer], self.full_rows, self.full, self.layers[layer], self.layout)
-
-    def load(self, layer: int, source: torch.Tensor) -> torch.Tensor:
-        """As above, for n blocks: `source` [2n] -> [2n · block_size, Hkv, D]. Keys of an open block are still exact."""
-        fmt, n = self.layout.fmt, len(source) // 2
-        pages = self.layers[layer].flatten(0, 1).index_select(0, source)
-        keys = dequantize(*self.layout.split(pages[:n], channels=True), fmt).to(self.dtype)
-        values = dequantize(*self.layout.split(pages[n:]), fmt).to(self.dtype)
-        rows = self.open_rows[source[:n]]
-        keys[rows >= 0] = self.open_keys[layer][rows[rows >= 0]]
-        return torch.cat((keys, values)).flatten(0, 1)
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy-on-write: the codes, and the exact keys of a block that is not full, to a row of its own."""
-        super().copy_blocks(pairs)
-        for source, target in pairs:
-            if target in self.rows:  # its last owner gave it back half full
-                self.free_rows.append(self.rows.pop(target))
-                self.open_rows[target] = -1
-            if source in self.rows:
-                row = self.rows[target] = self.open_rows[target] = self.take_row()
-                for keys in self.open_keys:
-                    keys[row] = keys[self.rows[source]]
-
-
-def make_cache(model: llama.Llama, num_blocks: int, block_size: int, kv_cache_dtype: str) -> PagedKVCache:
-    """The cache for any of KV_CACHE_DTYPES; "auto" is lesson 02's, in the model's dtype. Raises InputError."""
-    if kv_cache_dtype == "auto":
-        return PagedKVCache(model, num_blocks, block_size)
-    kind = ChannelKVCache if find_format(kv_cache_dtype).key_channels else QuantizedKVCache
-    return kind(model, num_blocks, block_size, kv_cache_dtype)
-
-
-def quantized_runner(base: type[ModelRunner], kv_cache_dtype: str) -> type[ModelRunner]:
-    """`base` (lesson 04's runner or one of its descendants) with a quantized cache; "auto" is `base` itself.
-
-    Raises InputError for an unknown dtype.
-    """
-    if kv_cache_dtype == "auto":
-        return base
-    find_format(kv_cache_dtype)
-
-    class QuantizedModelRunner(base):
-        def make_cache(self, model: llama.Llama, num_blocks: int, block_size: int) -> PagedKVCache:
-            cache, pool = make_cache(model, num_blocks, block_size, kv_cache_dtype), self.manager.block_pool
-            if isinstance(cache, ChannelKVCache):
-                cache.in_use = lambda block: pool.ref_count[block] > 0
-            return cache
-
-        def attend(self, meta: AttentionMetadata) -> llama.Attend:
-            return self.cache.attend(meta)
-
-    return QuantizedModelRunner
-
-
-def example_launches(dtype: torch.dtype) -> None:
-    """Every kernel, on every grid, at the shapes of SmolLM2 and of an 8B Llama, on meta tensors."""
-    empty = functools.partial(torch.empty, device="meta")
-    shapes = {("fp8", "int4_plain", "kivi_2bit"): (9, 3, 64),
-              ("int8_per_token_head", "int3_plain", "turboquant_2bit"): (32, 8, 128)}  # fmt: skip
-    for names, (Hq, Hkv, D) in shapes.items():
-        k, q, ids = empty(32, Hkv, D, dtype=dtype), empty(32, Hq, D, dtype=dtype), empty(32, dtype=torch.int64)
-        table, lens = empty(32, 1024, dtype=torch.int32), empty(32, dtype=torch.int32)
-        for name, longest in zip(names, (16384, 200, 16384)):  # split along the keys, and whole
-            fmt, raw = FORMATS[name], ()
-            layout = PageLayout(fmt, 32 if fmt.key_channels else 16, Hkv, D)
-            layer = empty(2, 1024, layout.page, dtype=torch.uint8)
-            quantize_and_cache(k, k, layer, ids, layout, empty(2, Hkv))
-            if fmt.key_channels:
-                raw = (empty(64, 32, Hkv, D, dtype=dtype), empty(1024, dtype=torch.int64))
-                quantize_channels(raw[0], ids, ids, layer, layout)
-            quantized_decode(q, layer, table, lens, longest, layout, empty(2, Hkv), *raw)
+        number = head * D + d if fmt.key_channels and half == 0 else vector
+        behind = page[layout.codes + 4 * number :][:4]
+        scale, mid = float(head_scales[half, head]), 0.0
+        if fmt.grid == "uniform":
+            scale, mid = behind.view(np.float16).tolist()
+        elif fmt.per_token:
+            scale = behind.view(np.float32).item()
+        values.append(scale * level(code) + mid)
+    out = torch.tensor(values, dtype=torch.float64).view(shape)
+    return out @ rotation(D).double().T if fmt.rotate else out
 
 
 # --- How good is it? Three probes on a real model ---------------------------------------------------------------------
@@ -767,7 +181,7 @@ def attention_errors(model: llama.Llama, tokens: Sequence[int], names: Sequence[
     errors: dict[str, list[float]] = {name: [] for name in names}
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        exact = paged.prefill_attention(q, k, v)
+        exact = prefill_attention(q, k, v)
         for name in names:
             errors[name].append(common.relative_error(attends[name](layer, q, k, v), exact))
         return exact
@@ -788,7 +202,7 @@ def calibrate(model: llama.Llama, tokens: Sequence[int]) -> tuple[torch.Tensor, 
         kv = torch.stack((k, v)).abs().float()  # [2, T, Hkv, D]
         largest.append(kv.amax((1, 3)))
         channels.append(kv.mean(1))
-        return paged.prefill_attention(q, k, v)
+        return prefill_attention(q, k, v)
 
     meta = one_sequence(len(tokens), model.device)
     model.forward(torch.tensor(list(tokens), device=model.device), meta.positions, attend)
@@ -854,6 +268,94 @@ class Haystack:
         return [tokenizer.decode(tokens).strip().startswith(a) for tokens, a in zip(written, self.answers)]
 
 
+# --- The simulation: sixteen channels, eight keys, one query ----------------------------------------------------------
+
+CHANNELS, TOKENS = 16, 8
+PRESETS = ("outlier channel", "two outlier channels", "no outlier", "outlier token")
+WIDGET_DEFAULT = {"keys": "outlier channel", "bits": 3, "rotation": False, "group": "token", "needle": 3}
+
+
+# Keys of −2 … 2 (as digits 0 … 4), and the query that finds each: the key before noise, and blind to channel 5.
+KEY_DIGITS = ("2133004420342210", "3021240243342120", "1240433222403221", "3204320332313213",
+              "3410122212412200", "4342234302432022", "2423420340221242", "4430203234303022")  # fmt: skip
+QUERY_SIGNS = ("--++-0++--+++---", "+----0-++++++-+-", "--+-+0+++++-+-+-", "+--++0-++-+-+--+",
+               "++---0++--+-----", "+++--0++-++++-++", "-++++0-++-+--+++", "+++--0+++++-+-++")  # fmt: skip
+
+
+def widget_keys(preset: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Keys [8][16] with what the preset adds, and the query for each."""
+    keys = [[int(digit) - 2 for digit in row] for row in KEY_DIGITS]
+    queries = [["-0+".index(sign) - 1 for sign in row] for row in QUERY_SIGNS]
+    for t in range(TOKENS):
+        if preset in ("outlier channel", "two outlier channels"):
+            keys[t][5] += 60
+        if preset == "two outlier channels":
+            keys[t][12] -= 45
+            queries[t][12] = 0
+    if preset == "outlier token":
+        keys[0] = [10 * x for x in keys[0]]
+    return keys, queries
+
+
+def simulate(params: dict[str, Any]) -> dict[str, Any]:
+    """Quantize eight keys and look for one of them.
+
+    params: keys (a preset), bits (2, 3, 4, 8), rotation, group ("token": a scale per key; "channel": one per channel
+    over the eight keys), needle (0 … 7: which key the query is made for). Uses the lesson's real `rotation`,
+    `quantize`, `pack` and `dequantize`. Keys and scores are integers; whatever is not is given in thousandths.
+    The trace has: stored (the keys as they are quantized: rotated, perhaps), codes, scales, mids and levels (of each
+    group), restored keys, the largest error, exact and restored scores, which key is found, what each of the eight
+    queries should find and finds, how many are right, and bytes before and after. Raises InputError.
+    """
+    p = common.checked(params, {"keys": PRESETS, "bits": (2, 3, 4, 8), "rotation": (False, True),
+                                "group": ("token", "channel"), "needle": range(TOKENS)})  # fmt: skip
+    keys, queries = widget_keys(p["keys"])
+    fmt = KVFormat(p["bits"], "uniform", p["rotation"], key_channels=p["group"] == "channel")
+    x, q, needle = torch.tensor(keys).float(), torch.tensor(queries).float(), p["needle"]
+    R = rotation(CHANNELS) if fmt.rotate else torch.eye(CHANNELS)
+    stored = x @ R  # exact: integers times ±1/4
+    grouped = stored.T if fmt.key_channels else stored
+    codes, scale, mid = quantize(grouped, fmt)
+    packed = pack(codes, fmt.bits)  # eight keys make whole bytes either way
+    restored = dequantize(unpack(packed, fmt.bits), scale, mid, fmt)
+    restored = (restored.T if fmt.key_channels else restored) @ R.T
+    levels = dequantize(torch.arange(2**fmt.bits, dtype=torch.uint8).expand(len(scale), -1), scale, mid, fmt)
+    scores = [q @ y.T for y in (x, restored)]  # [queries, keys]
+    should, found = (score.argmax(-1).tolist() for score in scores)
+    milli = lambda tensor: (tensor.double() * 1000).round().int().tolist()  # noqa: E731
+    codes = codes.T if fmt.key_channels else codes
+    return {
+        "params": p, "keys": keys, "query": queries[needle], "stored_milli": milli(stored),
+        "codes": codes.int().tolist(), "scale_milli": milli(scale.flatten()), "mid_milli": milli(mid.flatten()),
+        "levels_milli": milli(levels),
+        "restored_milli": milli(restored), "largest_error_milli": milli((restored - x).abs().max()),
+        "scores": scores[0][needle].int().tolist(), "restored_scores_milli": milli(scores[1][needle]),
+        "should_find": should[needle], "finds": found[needle], "should_each": should, "finds_each": found,
+        "found": sum(a == b for a, b in zip(should, found)),
+        "bytes_bf16": 2 * x.numel(), "bytes": packed.numel() + 4 * len(scale),
+    }  # fmt: skip
+
+
+def describe(trace: dict[str, Any]) -> str:
+    """The state of the simulation as text, as the widget's slot shows it."""
+    p, needle = trace["params"], trace["params"]["needle"]
+    row = lambda values, width: "".join(f"{x:>{width}}" for x in values)  # noqa: E731
+    tenths = lambda values: [f"{x / 1000:.1f}" for x in values]  # noqa: E731
+    right = trace["finds"] == trace["should_find"]
+    verdict = f"finds key {trace['finds']}" + ("" if right else f", WRONG: should be {trace['should_find']}")
+    return "\n".join([
+        f"{p['keys']}; {p['bits']} bits, {'rotated, ' * p['rotation']}one scale per {p['group']}: "
+        f"{trace['bytes']} bytes instead of {trace['bytes_bf16']}",
+        f"key {needle}    {row(trace['keys'][needle], 6)}",
+        f"stored   {row(tenths(trace['stored_milli'][needle]), 6)}",
+        f"codes    {row(trace['codes'][needle], 6)}",
+        f"restored {row(tenths(trace['restored_milli'][needle]), 6)}",
+        f"largest error of any key: {trace['largest_error_milli'] / 1000:.1f}",
+        f"scores   {row(trace['scores'], 6)}",
+        f"now      {row(tenths(trace['restored_scores_milli']), 6)}   {verdict}",
+    ])  # fmt: skip
+
+
 # --- What others measured ---------------------------------------------------------------------------------------------
 
 # FlashAttention-3 decode in vLLM 0.22 on an H200, Hkv 8, D 128, microseconds with a bf16 and an fp8 cache, by
@@ -917,6 +419,16 @@ RECORDED: dict[str, Any] = {
 def text_digest(tokens: Sequence[int]) -> str:
     """Which text it was: the first 16 hexadecimal digits of the sha256 of its token ids."""
     return hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()[:16]
+
+
+def capacity(L: int, Hkv: int, D: int, block_size: int) -> dict[str, dict[str, float]]:
+    """Of every format: bytes per token, tokens in a GiB of whole blocks, times as many as bf16."""
+    found = {}
+    for name in KV_CACHE_DTYPES:
+        block = 2 * L * block_size * Hkv * D * bits_per_element(name, D, block_size) / 8
+        found[name] = {"bytes": block / block_size, "tokens_per_gib": 2**30 // block * block_size,
+                       "ratio": 16 / bits_per_element(name, D, block_size)}  # fmt: skip
+    return found
 
 
 @functools.cache
@@ -997,13 +509,13 @@ QUESTIONS = ["What is the capital of France?", "What are the three primary color
 
 
 def make_core(model: llama.Llama, kv_cache_dtype: str, num_blocks: int = 256, block_size: int = 16,
-              max_model_len: int = 1024, wrap: Callable = lambda runner: runner) -> ModelEngineCore:  # fmt: skip
+              max_model_len: int = 1024) -> EngineCore:  # fmt: skip
     """Lesson 04's engine on a quantized cache. Raises InputError for an unknown dtype."""
     config = continuous_batching.SchedulerConfig(max_model_len, max_num_seqs=32, max_num_batched_tokens=4096)
     manager = continuous_batching.KVCacheManager(num_blocks, block_size, max_model_len)
     scheduler = continuous_batching.Scheduler(config, manager)
-    runner = wrap(quantized_runner(ModelRunner, kv_cache_dtype))
-    return ModelEngineCore(scheduler, runner(model, scheduler))
+    about = VllmConfig(attention_backend="paged", kv_cache_dtype=kv_cache_dtype)
+    return EngineCore(scheduler, make_runner(model, config, num_blocks, block_size, about))
 
 
 def random_layer(fmt: KVFormat, seq_lens: Sequence[int], block_size: int, Hq: int, Hkv: int, D: int,
@@ -1106,18 +618,17 @@ def measure_kernels(seconds: float = 0.3) -> list[dict[str, Any]]:
 
 def measure_together(name: str = "Llama-3.1-8B", context: int = 4096) -> list[dict[str, Any]]:
     """On a GPU: ms of an 8B model's decode step, one CUDA graph, and the GB it reads; weights and cache in few bits."""
-    quantization = common.lesson("05b_quantization")
-    from engine.worker import cuda_graphs as graphs
-
-    model, int4, rows = common.lesson("04c_speed").random_twins(name)[0], quantization.FORMATS["int4-g128"], []
+    model, int4, rows = common.lesson("04c_speed").random_twins(name)[0], formats.FORMATS["int4-g128"], []
     small = copy.copy(model)
-    small.linear = {n: layer if n == "lm_head" else quantization.QuantizedLinear(quantization.rtn(layer.weight, int4))
+    small.linear = {n: layer if n == "lm_head" else QuantizedLinear(rtn(layer.weight, int4))
                     for n, layer in model.linear.items()}  # fmt: skip
     rest, head = sum(x.weight.numel() for x in model.linear.values()), model.linear["lm_head"].weight.numel()
     gb = {"bf16": 2e-9 * rest, "int4": 2e-9 * head + 1e-9 * (rest - head) * int4.bits_per_weight(4096) / 8}
     for n, dtype, (weights, m) in itertools.product((1, 32), ("auto", "fp8"), (("bf16", model), ("int4", small))):
-        runner = make_core(m, dtype, 1 + n * -(-context // 16), 16, context, graphs.graph_runner).runner
-        took = common.measure(graphs.decode_at(runner, n, context)).median
+        core = make_core(m, dtype, 1 + n * -(-context // 16), 16, context)
+        runner = core.runner
+        runner.graphs = CapturedModel(runner.model, runner.cache, runner.attend, core.scheduler.config)
+        took = common.measure(decode_at(runner, n, context)).median
         read = gb[weights] + sum(layer.nbytes for layer in runner.cache.layers) / 1e9
         rows.append({"B": n, "weights": weights, "cache": dtype, "ms": 1e3 * took, "gb": read})
         common.say(f"{name}, {n:>2} × {context:,} tokens, weights {weights}, cache {dtype:<4}: {1e3 * took:5.2f} ms, "

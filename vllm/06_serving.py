@@ -4,11 +4,11 @@ The question: somebody posts a chat message and reads the answer word by word. W
 the engine of the earlier lessons, and what must it refuse, forget or survive so that the next request works, too?
 
 The mechanism:
-  1. `EngineArgs`, with vLLM's flags, puts an engine together: one scheduler on 05's prefix cache, 10's mixed
-     batches, 04b's sampler; quantized weights, a quantized cache and guided decoding by flag.
+  1. `EngineArgs`, with vLLM's flags, says what an engine is made of: one scheduler on 05's prefix cache, one model
+     runner with slots (engine/assemble.py); a quantized cache, guided decoding, drafts and adapters by flag.
   2. It starts as vLLM does: device, weights, profile run, KV-cache size, warm-up; in a process of its own (06e).
   3. An HTTP request is checked field by field, rendered by the chat template, tokenized off the event loop, admitted or
-     refused with 503, and handed over. From there on it is a lesson-04 `Request` and a mailbox.
+     refused with 503, and handed over. From there on it is a `Request` and a mailbox.
   4. What comes back is text, as server-sent events in the shapes that OpenAI's clients expect.
   5. A client that hangs up aborts its request; SIGTERM finishes what it can; a dead engine turns /health red.
   6. Every step of it is counted under vLLM's metric names (engine/serving/metrics.py).
@@ -35,34 +35,36 @@ import common  # first: it settles the device before torch and Triton are used
 import argparse
 import asyncio
 import contextlib
-import copy
 import dataclasses
 import functools
-import gc
-import hashlib
-import itertools
 import json
 import math
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 
 import llama
+from engine.registry import ATTENTION_BACKENDS
+from engine.request import Request
+from engine.request import SamplingParams
+from engine.serving.api_servers import run_api_servers
+from engine.serving.engine_group import run_headless
+from engine.serving.server import may_load_adapters, run_server
+from engine.serving.start import make_engine
+from engine.engine_args import EngineArgs
+from engine.engine_args import MAX_NUM_SEQS
+from engine.engine_args import PLACES
 
 KEY = "06_serving"
 
-from engine.serving import metrics
 
 async_engine = common.lesson("06e_async_engine")
 openai_api = common.lesson("06f_openai_api")
@@ -71,579 +73,8 @@ scheduling = common.lesson("04_continuous_batching")
 chunked_prefill = common.lesson("10_chunked_prefill")
 preemption = common.lesson("11_preemption")
 AsyncLLM, QueueOverflowError = async_engine.AsyncLLM, async_engine.QueueOverflowError
-LLMEngine, RequestOutput, SamplingParams = offline.LLMEngine, offline.RequestOutput, offline.SamplingParams
 
-PLACES = tuple(async_engine.CLIENTS)
-MAX_NUM_SEQS = 1 << 16  # there are tables with a row for each
-
-
-# --- 1. An engine from flags ------------------------------------------------------------------------------------------
-
-
-@dataclass
-class EngineArgs:
-    """What `serve` takes on its command line, under vLLM's names (`vllm/engine/arg_utils.py`)."""
-
-    model: str | None = None
-    served_model_name: list[str] | None = None
-    trust_remote_code: bool = False
-    dtype: str = "auto"
-    seed: int = 0
-    quantization: str | None = None
-    max_model_len: int | None = None
-    generation_config: str = "auto"
-    override_generation_config: str | dict[str, Any] | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int | None = None
-    enable_chunked_prefill: bool = True
-    long_prefill_token_threshold: int = 0
-    scheduling_policy: str = "fcfs"
-    max_num_queued_reqs: int | None = 1024
-    block_size: int = 16
-    enable_prefix_caching: bool = True
-    kv_cache_dtype: str = "auto"
-    num_gpu_blocks_override: int | None = None
-    gpu_memory_utilization: float = 0.92
-    kv_cache_gib: float = 1.0
-    enforce_eager: bool = False
-    async_scheduling: bool = False
-    speculative_config: str | dict[str, Any] | None = None
-    enable_lora: bool = False
-    max_loras: int = 1
-    max_lora_rank: int = 16
-    max_cpu_loras: int | None = None
-    lora_modules: list[str] | None = None  # name=path of each
-    chat_template: str | None = None  # a file or the text; from __post_init__ on the text
-    enable_auto_tool_choice: bool = False
-    tool_call_parser: str | None = None
-    kv_transfer_config: str | dict[str, Any] | None = None
-    engine_place: str = "process"
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    distributed_executor_backend: str | None = None
-    data_parallel_size: int = 1
-    data_parallel_size_local: int | None = None
-    data_parallel_start_rank: int = 0
-    data_parallel_address: str = "127.0.0.1"
-    data_parallel_rpc_port: int = 29550
-    data_parallel_routing: str = "load"
-    api_server_count: int = 1
-    headless: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse early what would fail late. Raises InputError."""
-        if self.trust_remote_code:
-            raise common.InputError("--trust-remote-code: refused. It lets a model folder run its own Python; this "
-                                    "engine reads config.json, weights and tokenizer, and runs none of it")  # fmt: skip
-        for name, low in (("max_num_seqs", 1), ("max_model_len", 2), ("max_num_batched_tokens", 1), ("block_size", 1),
-                          ("num_gpu_blocks_override", 2), ("max_num_queued_reqs", 1), ("seed", 0),
-                          ("long_prefill_token_threshold", 0), ("tensor_parallel_size", 1),
-                          ("pipeline_parallel_size", 1), ("data_parallel_size", 1), ("data_parallel_size_local", 0),
-                          ("data_parallel_start_rank", 0), ("api_server_count", 1)):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < low):
-                raise common.InputError(f"{name} {value!r}: must be a whole number of at least {low}")
-        if self.max_num_seqs > MAX_NUM_SEQS:
-            raise common.InputError(f"max_num_seqs {self.max_num_seqs}: must be at most {MAX_NUM_SEQS}")
-        if not all(self.served_model_name or ["default"]):
-            raise common.InputError(f"served_model_name {self.served_model_name}: a name must not be empty")
-        for name, high in (("gpu_memory_utilization", 1), ("kv_cache_gib", 1 << 20)):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 < value <= high:
-                raise common.InputError(f"{name} {value!r}: must be a number above 0, at most {high}")
-        offline._dtype(self.dtype)
-        offline.override_generation_config(self.override_generation_config)
-        allowed = {"scheduling_policy": ("fcfs", "priority"), "engine_place": PLACES}
-        if self.tool_call_parser is not None:
-            allowed["tool_call_parser"] = ("hermes",)
-        if self.quantization is not None:
-            methods = openai_api.companion("05b_quantization", "--quantization").METHODS
-            allowed["quantization"] = (*methods, "compressed-tensors", "fp8")
-        if self.kv_cache_dtype != "auto":
-            cache = openai_api.companion("05d_kv_cache_quantization", "--kv-cache-dtype")
-            allowed["kv_cache_dtype"] = cache.KV_CACHE_DTYPES
-        for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                raise common.InputError(f"{name} {getattr(self, name)!r}: must be one of {', '.join(values)}")
-        if self.chat_template is not None:
-            self.chat_template = llama.read_chat_template(self.chat_template)
-        if self.enable_auto_tool_choice and not self.tool_call_parser:
-            raise common.InputError("--enable-auto-tool-choice: needs --tool-call-parser")
-
-        if self.scales_out:
-            openai_api.companion("06c_scaling_out", "--tensor-parallel-size").check_args(self)
-        _, _, kv_transfer = self.lora_config, self.speculation, self.kv_transfer  # wrong ones are refused now
-        if kv_transfer:
-            stored = kv_transfer.kv_connector == "StoreConnector"  # an adapter's name may mean another one tomorrow
-            quantized = self.kv_cache_dtype != "auto"
-            for flag, used in (("--kv-cache-dtype", quantized),
-                               ("--enable-lora if blocks go to a store", stored and self.enable_lora)):  # fmt: skip
-                if used:
-                    raise common.InputError(f"--kv-transfer-config: not together with {flag}")
-            if self.has_workers or self.has_engines:
-                from engine.kv_transfer import remote
-
-                remote.check(self)
-        if self.lora_modules and not self.enable_lora:
-            raise common.InputError("--lora-modules: needs --enable-lora")
-        if self.enable_lora and (twice := [name for name in self.adapters if name in self.names]):
-            raise common.InputError(f"--lora-modules {twice[0]}: is the name of the model itself")
-
-    @property
-    def speculation(self) -> Any:
-        """Lesson 07's config, or None without --speculative-config. Raises InputError."""
-        if self.speculative_config is None:
-            return None
-        return openai_api.companion("07_spec_decode", "--speculative-config").SpeculativeConfig.from_json(
-            self.speculative_config
-        )
-
-    @property
-    def kv_transfer(self) -> Any:
-        """Lesson 08's config, or None without --kv-transfer-config. Raises InputError."""
-        if self.kv_transfer_config is None:
-            return None
-        from engine.kv_transfer import connectors
-
-        return connectors.KVTransferConfig.from_json(self.kv_transfer_config)
-
-    @property
-    def lora_config(self) -> Any:
-        """Lesson 12's limits, or None without --enable-lora. Raises InputError."""
-        lora = common.lesson("12_multi_lora") if self.enable_lora else None
-        return lora and lora.LoRAConfig(self.max_loras, self.max_lora_rank, self.max_cpu_loras)
-
-    @property
-    def adapters(self) -> dict[str, str]:
-        """Paths of the adapters to start with, by name. Raises InputError."""
-        pairs = [module.partition("=") for module in self.lora_modules or ()]
-        for i, (name, _, path) in enumerate(pairs):
-            if not name or not path or name in [other for other, _, _ in pairs[:i]]:
-                raise common.InputError(f"--lora-modules {name}={path}: must be name=path, each name once")
-        return {name: path for name, _, path in pairs}
-
-    @property
-    def world_size(self) -> int:
-        """Workers of one engine."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    @property
-    def scales_out(self) -> bool:
-        """More than one engine, one API server, or one process or thread per engine: companion 06c's business."""
-        return self.has_workers or self.has_engines
-
-    def for_engine(self, engine: int) -> EngineArgs:
-        """The flags of one of several engines: each listens at ports of its own."""
-        config = self.kv_transfer
-        if config is None:
-            return self
-        port = config.port_of(engine * self.world_size)
-        own = dataclasses.replace(config, engine_id=f"{config.engine_id}_dp{engine}", kv_port=port)
-        mine = copy.copy(self)  # without looking at everything once more
-        mine.kv_transfer_config = dataclasses.asdict(own)
-        return mine
-
-    @property
-    def has_engines(self) -> bool:
-        """More than one engine or API server, or engines on other machines?"""
-        return self.data_parallel_size > 1 or self.api_server_count > 1 or self.headless
-
-    @property
-    def has_workers(self) -> bool:
-        """Does the engine core send its decisions to an executor, in place of running the model itself?"""
-        return self.world_size > 1 or self.distributed_executor_backend is not None or self.async_scheduling
-
-    @property
-    def names(self) -> list[str]:
-        """What clients may call the model; the first one is what answers say."""
-        return self.served_model_name or [self.model or llama.DEFAULT_MODEL]
-
-
-def has_guided_decoding() -> bool:
-    """Whether lesson 06b's file is there: without it, the server refuses `structured_outputs`."""
-    return (common.HERE / "06b_guided_decoding.py").is_file()
-
-
-class MixedModelRunner(offline.SamplingModelRunner, chunked_prefill.ModelRunner):
-    """Lesson 04b's sampling on lesson 10's attention for chunks and decodes together."""
-
-
-def engine_class(kv_cache_dtype: str = "auto", enforce_eager: bool = False, tokenizer: llama.Tokenizer | None = None,
-                 lora_config: Any = None, speculation: Any = None, kv_transfer: Any = None,
-                 on_workers: bool = False, async_scheduling: bool = False) -> type[LLMEngine]:  # fmt: skip
-    """The engine that the lessons add up to: lesson 04b's interface around everybody else's parts."""
-    runner, block_bytes = MixedModelRunner, LLMEngine.cache_block_bytes
-    if kv_cache_dtype != "auto":
-        kv_quantization = common.lesson("05d_kv_cache_quantization")
-        runner = kv_quantization.quantized_runner(runner, kv_cache_dtype)
-        block_bytes = functools.partial(_quantized_block_bytes, kv_cache_dtype)
-    elif not (enforce_eager or lora_config or kv_transfer):  # captures CUDA graphs on a GPU, nothing elsewhere
-        # A graph replays its kernels alone: no connector could act between layers, and adapters would never change.
-        from engine.worker import cuda_graphs
-
-        runner = cuda_graphs.graph_runner(runner)
-    if has_guided_decoding():
-        runner = common.lesson("06b_guided_decoding").guided_runner(runner, tokenizer)
-
-    class Engine(LLMEngine):
-        runner_class = runner
-        cache_block_bytes = staticmethod(block_bytes)
-
-        def collaborators(self) -> dict[str, Any]:
-            return {"async_scheduling": async_scheduling}
-
-        def add_request(self, request_id: str, prompt: offline.Prompt, params: SamplingParams | None = None,
-                        **about: Any) -> None:  # fmt: skip
-            if getattr(params, "structured_outputs", None) is not None:
-                config = self.model.config  # with its own vocabulary: the runner then finds what is compiled here
-                common.lesson("06b_guided_decoding").validate(
-                    params.structured_outputs, self.tokenizer, config.vocab_size, config.eos_token_ids
-                )
-            super().add_request(request_id, prompt, params, **about)
-
-        def _answer(self, sequence: Any, *why: Any) -> RequestOutput | None:
-            if sequence.request.sampling_params.structured_outputs is not None:
-                why = common.lesson("06b_guided_decoding").ending(self, sequence, *why)
-            return super()._answer(sequence, *why)
-
-    # In this order: a connector sees drafts as tokens; and a request whose adapter finds no place waits before any of
-    # its blocks are fetched and before it gets a seat.
-    engine = Engine if speculation is None else drafting_engine(Engine, speculation, async_scheduling)
-    if kv_transfer is not None:
-        disagg = common.lesson("08_disagg")
-        if on_workers:
-            from engine.kv_transfer.remote import remote_connector_engine as remote
-
-            engine = remote(engine, kv_transfer)
-        else:
-            engine = disagg.connector_engine(engine, kv_transfer)
-    if lora_config is None:
-        return engine
-    multi_lora = common.lesson("12_multi_lora")
-    make_runner = multi_lora.lora_runner
-    if on_workers:
-        from engine.lora.remote import remote_lora_runner as make_runner
-    return multi_lora.lora_engine(engine, lora_config, make_runner)
-
-
-def drafting_engine(base: type[LLMEngine], config: Any, async_scheduling: bool) -> type[LLMEngine]:
-    """`base` with drafts; planned before they are made, if it is asked to be a step ahead."""
-    spec_decode = common.lesson("07_spec_decode")
-    if not async_scheduling:
-        return spec_decode.speculative_engine(base, config)
-    from engine.spec_decode import drafts_ahead as ahead
-
-    engine = spec_decode.speculative_engine(base, config)
-    engine.runner_class = type("DraftsAheadRunner", (ahead.DraftsAheadRunner, engine.runner_class), {})
-    return engine
-
-
-def worker_runner(kv_cache_dtype: str, enforce_eager: bool, tokenizer: llama.Tokenizer | None, lora_config: Any,
-                  speculation: Any, drafts: bool, async_scheduling: bool, kv_transfer: Any = None) -> Any:  # fmt: skip
-    """What a worker of lesson 06c runs, while its engine is elsewhere. Without `drafts` it computes those of others."""
-    enforce_eager = enforce_eager or lora_config is not None or kv_transfer is not None
-    runner = engine_class(kv_cache_dtype, enforce_eager, tokenizer, speculation=speculation,
-                          async_scheduling=async_scheduling).runner_class  # fmt: skip
-    if speculation is not None and not drafts:
-        silent = common.lesson("07_spec_decode").Drafter()  # this worker does not sample, so its drafter is never asked
-        runner = type(runner.__name__, (runner,), {"make_drafter": staticmethod(lambda config, model: silent)})
-    if kv_transfer is not None:
-        runner = common.lesson("08_disagg").connector_runner(runner)
-        from engine.kv_transfer import remote
-
-        runner = remote.worker_runner(runner, kv_transfer)
-    if lora_config is None:
-        return runner
-    from engine.lora import remote
-
-    mine = remote.WorkerAdapters(lora_config)
-    return common.lesson("12_multi_lora").lora_runner(runner, mine)
-
-
-def stored_quantization(folder: Path, asked: str | None) -> str | None:
-    """What a folder's weights are in; None: floats. Raises InputError if something else was `asked` for."""
-    stored = (llama._read_json(folder / "config.json").get("quantization_config") or {}).get("quant_method")
-    if stored is not None and asked not in (None, stored):
-        raise common.InputError(f"quantization {asked!r}: {folder.name} has {stored} weights already")
-    return stored
-
-
-def load_model(path_or_id: str | None, dtype: torch.dtype, quantization: str | None,
-               generation_config: str = "auto") -> tuple[llama.Llama, llama.Tokenizer]:  # fmt: skip
-    """Float weights as they are or quantized here; or weights that are codes already, and whose folder says which."""
-    folder = llama.model_folder(path_or_id)
-    if stored_quantization(folder, quantization):
-        load = common.lesson("05b_quantization").load_checkpoint
-        return load(folder, dtype, generation_config), llama.Tokenizer(folder)
-    model, tokenizer = llama.load(path_or_id, dtype, generation_config=generation_config)
-    if quantization is not None:
-        model = common.lesson("05b_quantization").quantize_model(model, quantization, tokenizer)
-    return model, tokenizer
-
-
-def offline_engine(
-    model: str | llama.Llama | None = None, tokenizer: llama.Tokenizer | None = None, *,
-    dtype: str | torch.dtype = "auto", quantization: str | None = None, kv_cache_dtype: str = "auto",
-    enforce_eager: bool = False, enable_lora: bool = False, max_loras: int = 1, max_lora_rank: int = 16,
-    max_cpu_loras: int | None = None, speculative_config: str | dict[str, Any] | None = None,
-    tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, distributed_executor_backend: str | None = None,
-    async_scheduling: bool = False, generation_config: str = "auto", **engine_args: Any,
-) -> LLMEngine:  # fmt: skip
-    """What `vllm.LLM` runs on: lesson 04b's arguments, and those of this engine's other parts. Raises InputError."""
-    loaded = isinstance(model, llama.Llama)
-    checked = EngineArgs(model=None if loaded else model, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
-                         enforce_eager=enforce_eager, enable_lora=enable_lora, max_loras=max_loras,
-                         max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras,
-                         speculative_config=speculative_config, tensor_parallel_size=tensor_parallel_size,
-                         pipeline_parallel_size=pipeline_parallel_size,
-                         distributed_executor_backend=distributed_executor_backend,
-                         async_scheduling=async_scheduling, generation_config=generation_config)  # fmt: skip
-    workers = None
-    if checked.has_workers:
-        if loaded:
-            raise common.InputError("model: workers load it themselves; give a folder or an id")
-        workers = common.lesson("06c_scaling_out").start_workers(checked, offline._dtype(dtype))
-        model, tokenizer = workers.model, tokenizer or llama.Tokenizer(llama.model_folder(model))
-    elif not loaded:
-        model, own = load_model(model, offline._dtype(dtype), quantization, generation_config)
-        tokenizer = tokenizer or own
-    elif quantization is not None:
-        model = common.lesson("05b_quantization").quantize_model(model, quantization, tokenizer)
-    kind = engine_class(kv_cache_dtype, enforce_eager, tokenizer, checked.lora_config, checked.speculation,
-                        on_workers=workers is not None, async_scheduling=async_scheduling)  # fmt: skip
-    if not workers:
-        return kind(model, tokenizer, **engine_args)
-    kind = common.lesson("06c_scaling_out").parallel_engine(kind, workers.executor, workers.parallel)
-    try:
-        return kind(model, tokenizer, **engine_args)
-    except Exception:
-        workers.executor.shutdown()
-        raise
-
-
-def _quantized_block_bytes(kv_cache_dtype: str, model: llama.Llama, block_size: int) -> int:
-    return common.lesson("05d_kv_cache_quantization").block_bytes(model, block_size, kv_cache_dtype)
-
-
-def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: None) -> LLMEngine:
-    """Start an engine, in vLLM's order: device, weights, profile, KV cache, warm-up. `report` hears of each stage.
-
-    Raises InputError. The engine's attribute `about` has what was found out.
-    """
-    start, seconds = time.perf_counter(), {}
-
-    def stage(name: str, text: str) -> None:
-        nonlocal start
-        now = time.perf_counter()
-        seconds[name], start = now - start, now
-        report(f"{name:<8} {seconds[name]:5.1f} s  {text}")
-
-    dtype = offline._dtype(args.dtype)
-    m = common.machine()
-    stage("device", f"{m['name']}, {m['threads']} threads, {str(dtype).removeprefix('torch.')}")
-
-    scaling = common.lesson("06c_scaling_out") if args.has_workers else None
-    workers = scaling.start_workers(args, dtype) if scaling else None
-    if workers:
-        model, tokenizer = workers.model, llama.Tokenizer(llama.model_folder(args.model))
-    else:
-        model, tokenizer = load_model(args.model, dtype, args.quantization, args.generation_config)
-    parameters = workers.parameters if workers else sum(map(math.prod, llama.tensor_shapes(model.config).values()))
-    stage("load", f"{args.names[0]}, {parameters / 1e6:.{0 if parameters > 1e7 else 2}f} M parameters"
-          + (f", {args.quantization}" if args.quantization else "")
-          + (f" on {workers}" if workers else ""))  # fmt: skip
-
-    kv_transfer = args.kv_transfer
-    engine_type = engine_class(args.kv_cache_dtype, args.enforce_eager, tokenizer, args.lora_config, args.speculation,
-                               kv_transfer, bool(workers), args.async_scheduling)  # fmt: skip
-    if workers:
-        engine_type = scaling.parallel_engine(engine_type, workers.executor, workers.parallel)
-    budget = args.max_num_batched_tokens or (8192 if common.HAS_GPU else 512)
-    budget = max(budget, args.max_num_seqs)
-    max_model_len = args.max_model_len or model.config.max_position_embeddings
-    if not args.enable_chunked_prefill:
-        budget = max(budget, max_model_len)
-    memory = workers.available_memory(args, budget) if workers else kv_cache_memory(args, model, budget)
-    stage("profile", f"{memory / 2**30:.2f} GiB for the KV cache" + ("" if common.HAS_GPU else " (--kv-cache-gib)"))
-
-    block_bytes = engine_type.cache_block_bytes(model, args.block_size)
-    asked = args.num_gpu_blocks_override * block_bytes if args.num_gpu_blocks_override else max(memory, 2 * block_bytes)
-    if asked > (there := total_memory() * args.world_size):
-        raise common.InputError(f"KV cache: {asked / 2**30:,.1f} GiB in blocks of {args.block_size} tokens, here are "
-                                f"{there / 2**30:,.1f}; lower "
-                                + ("num_gpu_blocks_override" if args.num_gpu_blocks_override else
-                                   "kv_cache_gib" if memory > there else "block_size"))  # fmt: skip
-
-    engine = engine_type(
-        model, tokenizer, seed=args.seed, max_model_len=max_model_len, max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=budget, block_size=args.block_size, num_gpu_blocks_override=args.num_gpu_blocks_override,
-        kv_cache_memory_bytes=memory, scheduling_policy=args.scheduling_policy,
-        enable_chunked_prefill=args.enable_chunked_prefill, enable_prefix_caching=args.enable_prefix_caching,
-        long_prefill_token_threshold=args.long_prefill_token_threshold,
-    )  # fmt: skip
-    blocks = engine.core.scheduler.kv_cache_manager.block_pool.num_blocks - 1
-    tokens = blocks * args.block_size
-    stage("kv cache", f"{blocks:,} blocks of {args.block_size} = {tokens:,} tokens "
-          f"({tokens / max_model_len:.1f} sequences of {max_model_len:,})")  # fmt: skip
-
-    for name, path in args.adapters.items():
-        engine.lora.add_adapter(name, path)
-    warm_up(engine)
-    graphs = len({size for size, _ in getattr(engine.core.runner, "captured", ())})
-    stage("warm-up", f"{graphs} batch sizes as CUDA graphs" if graphs else "compiled, packed, paged in")
-    engine.about = {"seconds": seconds, "kv_cache_tokens": tokens, "device": m["device"]}
-    return engine
-
-
-def total_memory() -> int:
-    """Bytes of the GPU, or of the host; where the host does not say (Windows), as many as can be addressed."""
-    if common.HAS_GPU:
-        return torch.cuda.mem_get_info()[1]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else sys.maxsize
-
-
-def kv_cache_memory(args: EngineArgs, model: llama.Llama, budget: int) -> int:
-    """Bytes that the KV cache may have.
-
-    On a GPU: gpu_memory_utilization · total − the peak of a profile run, the largest step there can be, with room for
-    adapters. As in vLLM, the run skips attention, whose own memory is small. On a CPU memory is shared with everybody,
-    so the flag decides.
-    """
-    if not common.HAS_GPU:
-        return int(args.kv_cache_gib * 2**30)
-    from engine.lora import remote
-
-    slots = args.lora_config and remote.WorkerAdapters(args.lora_config)
-    if slots:  # the engine makes its own later, as large as these: a slot has room for the largest rank allowed
-        slots.attach(model, None, None)
-    torch.cuda.reset_peak_memory_stats()
-    ids = torch.zeros(budget, dtype=torch.int64, device=model.device)
-    hidden = model.forward(ids, ids, lambda layer, q, k, v: q)
-    rows = model.logits(hidden[: args.max_num_seqs]).float()
-    rows.clone().softmax(1)  # what the sampler holds at once
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    others = total - free - torch.cuda.memory_reserved()  # the driver, other processes
-    peak = torch.cuda.max_memory_allocated()
-    del ids, hidden, rows, slots
-    torch.cuda.empty_cache()
-    memory = int(args.gpu_memory_utilization * total) - peak - others
-    if memory <= 0:
-        raise common.InputError(f"gpu_memory_utilization {args.gpu_memory_utilization}: weights and activations need "
-                                f"{(peak + others) / 2**30:.1f} GiB of {total / 2**30:.1f}; raise it")  # fmt: skip
-    return memory
-
-
-def warm_up(engine: LLMEngine) -> None:
-    """What the first request would otherwise pay: CUDA graphs, compiled kernels, packed weights, pages of memory."""
-    if hasattr(engine.core.runner, "capture_all"):  # a worker does it itself
-        engine.core.runner.capture_all()
-    # On a GPU lesson 10's kernel has a variant for each height of its tiles, and a prompt's length decides which it is.
-    lengths = [2**i for i in range(1, 10)] if common.HAS_GPU else [8]
-    for i, (length, temperature) in enumerate(itertools.product(lengths, (0.0, 1.0))):
-        params = SamplingParams(temperature=temperature, top_p=0.9, max_tokens=3, ignore_eos=True)
-        length = min(length, engine.core.scheduler.config.max_model_len - 1)
-        engine.add_request(f"warm-up-{i}", {"prompt_token_ids": [1 + i] * length}, params)
-        while engine.has_unfinished_requests():
-            engine.step()
-
-
-# --- 2. The server's own life -----------------------------------------------------------------------------------------
-
-
-def bind(host: str, port: int, flags: tuple[str, str] = ("--host", "--port")) -> socket.socket:
-    """Take the port before anything slow happens. Raises InputError if somebody has it."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        return sock
-    except OSError as error:
-        where = f"{flags[0]} {host or repr(host)} {flags[1]} {port}"
-        raise common.InputError(f"{where}: {error.strerror or error}") from None
-
-
-async def run_server(args: EngineArgs, host: str, port: int, api_keys: Sequence[str], shutdown_timeout: float,
-                     sock: socket.socket | None = None, client: Any = None,
-                     say: Callable[[str], None] | None = None) -> int:  # fmt: skip
-    """From start-up to the last answer. Returns the exit code: 0 after a signal, 1 after the engine died.
-
-    One of several API servers (companion 06c) is given its listening socket and the client of its engines.
-    """
-    import uvicorn
-
-    sock, say = sock or bind(host, port), say or functools.partial(print, flush=True)
-    started = time.perf_counter()
-    place = "event-loop" if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else args.engine_place
-    if client is not None:
-        place = lambda factory, args: client  # noqa: E731
-    elif args.scales_out:
-        place = common.lesson("06c_scaling_out").start_client
-    logger = metrics.PrometheusStatLogger(args.names[0], getattr(args.speculation, "num_speculative_tokens", 0),
-                                          args.max_loras if args.enable_lora else 0,
-                                          args.kv_transfer is not None)  # fmt: skip
-    llm = await AsyncLLM.start((KEY, "make_engine"), args, llama.model_folder(args.model), place, say,
-                               max_num_queued_reqs=args.max_num_queued_reqs, stat_logger=logger)  # fmt: skip
-    logger.describe(llm.ready)
-    if defaults := llm.sampling_defaults.params:  # where a request says nothing, it is not OpenAI's defaults that count
-        say(f"sampling defaults of the model: {json.dumps(defaults)} (--generation-config vllm: none)")
-    serving = openai_api.OpenAIServing(llm, args.names, args.adapters)
-    serving.tokenizer.chat_template = args.chat_template or serving.tokenizer.chat_template
-    with contextlib.suppress(common.InputError):  # no template, or one that wants more than a greeting
-        serving.tokenizer.render_chat([{"role": "user", "content": "warm-up"}])  # else the first client waits for it
-    serving.has_kv_connector = args.kv_transfer is not None
-    serving.enable_auto_tool_choice, serving.tool_call_parser = args.enable_auto_tool_choice, args.tool_call_parser
-    serving.root, serving.runtime_loras = args.model or str(llama.model_folder()), may_load_adapters(args)
-    serving.system_fingerprint = system_fingerprint(args)
-    app = openai_api.build_app(serving, api_keys, os.environ.get("VLLM_SERVER_DEV_MODE") == "1")
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off",
-                                           timeout_graceful_shutdown=int(shutdown_timeout) + 3))  # fmt: skip
-    server.capture_signals = contextlib.nullcontext  # what a signal means is decided below
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        try:
-            loop.add_signal_handler(number, stop.set)
-        except NotImplementedError:  # Windows
-            signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.set))
-    running = asyncio.create_task(server.serve(sockets=[sock]))
-    address = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
-    say(f"ready after {time.perf_counter() - started:.1f} s: {', '.join([*args.names, *args.adapters])}, engine core: "
-        f"{place if isinstance(place, str) else f'{args.data_parallel_size} x process'}, "
-        f"pid {llm.ready.pid}")  # fmt: skip
-    gc.freeze()  # else a large request has the collector look through a million objects of imported libraries
-    sock.listen(2048)  # the server is about to do it: whoever reads the next line may connect
-    say(f"Listening on {address}")
-
-    died, stopped = asyncio.create_task(llm.died.wait()), asyncio.create_task(stop.wait())
-    await asyncio.wait((died, stopped, running), return_when=asyncio.FIRST_COMPLETED)
-    if died.done() and not stop.is_set():
-        say(f"EngineCore is dead: {llm.dead}")
-        if os.environ.get("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH") == "1":
-            await stopped  # stay, and answer /health with 503
-    try:
-        say(f"stopping: {llm.num_unfinished} sequences inside, {shutdown_timeout:g} s for them")
-    except BrokenPipeError:  # whoever read this has left; those inside still get their answers
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    server.should_exit = True  # no new connections from here on
-    await llm.shutdown(shutdown_timeout)
-    await running
-    gc.unfreeze()  # some of those libraries complain at exit of what was not collected
-    died.cancel()
-    stopped.cancel()
-    return 1 if llm.dead else 0
-
-
-def system_fingerprint(args: EngineArgs) -> str:
-    """Changes with whatever may change an answer: this version, torch's, the flags, what it runs on."""
-    place = torch.cuda.get_device_name() if common.HAS_GPU else "cpu"
-    about = hashlib.sha256(repr((torch.__version__, place, args)).encode())
-    return f"fp-{openai_api.VERSION}-{about.hexdigest()[:8]}"
-
-
-def may_load_adapters(args: EngineArgs) -> bool:
-    """May clients load and unload adapters? It lets them name folders that the server then reads."""
-    return args.enable_lora and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
+# --- The server's own life --------------------------------------------------------------------------------------------
 
 
 def stop_at_eof(descriptor: int) -> None:
@@ -665,13 +96,13 @@ def serve_command(args: argparse.Namespace) -> None:
     if not all(keys):  # of an unset variable, perhaps: no key at all would be a surprise, and an empty one is none
         raise common.InputError("--api-key '': a key must not be empty")
     if engine_args.headless:
-        raise SystemExit(common.lesson("06c_scaling_out").run_headless((KEY, "make_engine"), engine_args))
+        raise SystemExit(run_headless(make_engine, engine_args))
     server = {"host": args.host, "port": args.port, "api_keys": keys, "shutdown_timeout": args.shutdown_timeout}
     if engine_args.api_server_count > 1:
         if may_load_adapters(engine_args):
             raise common.InputError("VLLM_ALLOW_RUNTIME_LORA_UPDATING: not together with --api-server-count: the other "
                                     "servers would not hear of an adapter that one has loaded")  # fmt: skip
-        raise SystemExit(common.lesson("06c_scaling_out").run_api_servers((KEY, "make_engine"), engine_args, server))
+        raise SystemExit(run_api_servers(make_engine, engine_args, server))
     raise SystemExit(asyncio.run(run_server(engine_args, **server)))
 
 
@@ -704,6 +135,8 @@ def add_serve_command(subparsers: Any) -> None:
     add("--block-size", type=whole(1), default=16, metavar="N", help="tokens in a KV block (default 16)")
     add("--enable-prefix-caching", action=switch, default=True)
     add("--kv-cache-dtype", default="auto", metavar="DTYPE", help="auto, or one of lesson 05d's")
+    add("--attention-backend", choices=ATTENTION_BACKENDS, default="unified",
+        help="unified: lesson 10's, for everything in a step at once; paged: lesson 02's")  # fmt: skip
     add("--num-gpu-blocks-override", type=whole(2), metavar="N", help="KV blocks, whatever the memory")
     add("--gpu-memory-utilization", type=common.number(float, 0.01, 1), default=0.92, metavar="F", help="default 0.92")
     add("--kv-cache-gib", type=common.number(float, 0.001), default=1.0, metavar="G", help="on a CPU (default 1)")
@@ -810,7 +243,7 @@ def pipeline(load: int, gpu_ms: int, cpu_ms: int, place: str, queue_bound: int, 
             with contextlib.suppress(QueueOverflowError):
                 admission.check(len(core.scheduler.requests))
                 params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-                core.add_request(scheduling.Request(str(arrived), [0], params, arrival_time=arrived))
+                core.add_request(Request(str(arrived), [0], params, arrival_time=arrived))
             arrived += 1
         if not core.scheduler.has_unfinished_requests():
             continue

@@ -36,7 +36,6 @@ import common  # first: it settles the device before torch and Triton are used
 
 import argparse
 import asyncio
-import dataclasses
 import functools
 import random
 import statistics
@@ -50,6 +49,17 @@ from typing import Any
 import torch
 
 import llama
+from engine.request import Request
+from engine.request import SamplingParams
+from engine.config import VllmConfig
+from engine.llm_engine import LLMEngine
+from engine.parallel.workers import Workers
+from engine.engine_args import EngineArgs
+from engine.parallel.config import ParallelConfig
+from engine.parallel.config import get_pp_indices
+from engine.parallel.pipeline import PipelineEngineCore
+from engine.parallel.stages import skeleton
+from engine.parallel.worker import WorkerSpec
 
 KEY = "06c_scaling_out"
 
@@ -57,23 +67,16 @@ scheduling = common.lesson("04_continuous_batching")
 tensor_parallel = common.lesson("05c_tensor_parallel")
 from lab import layouts
 from engine.parallel import executors
-from engine.serving import engine_group
+from engine.serving.balancer import LoadBalancer, PrefixAwareBalancer
+from engine.serving.coordinator import DPCoordinator
+from engine.serving.engine_group import run_headless, start_client  # noqa: F401  `serve` asks this script for them
+from engine.serving.api_servers import run_api_servers  # noqa: F401
 
 serving = common.lesson("06_serving")
 async_engine, offline, preemption = serving.async_engine, serving.offline, serving.preemption
-Request, SamplingParams = scheduling.Request, offline.SamplingParams
 
 # The mechanism is in the three lower halves, and the story is here. In the order of the page:
-ParallelConfig, get_pp_indices, load_stage = executors.ParallelConfig, executors.get_pp_indices, executors.load_stage
-StepWriter, Worker, WorkerSpec = executors.StepWriter, executors.Worker, executors.WorkerSpec
 MessageQueue, MultiprocExecutor = executors.MessageQueue, executors.MultiprocExecutor
-PipelineGroup, PipelineEngineCore = executors.PipelineGroup, executors.PipelineEngineCore
-parallel_engine = executors.parallel_engine
-LoadBalancer, PrefixAwareBalancer = engine_group.LoadBalancer, engine_group.PrefixAwareBalancer
-DPCoordinator, DPLBClient = engine_group.DPCoordinator, engine_group.DPLBClient
-EngineMailbox, LetterUnpickler = engine_group.EngineMailbox, engine_group.LetterUnpickler
-start_client, run_headless, run_api_servers = (
-    engine_group.start_client, engine_group.run_headless, engine_group.run_api_servers)  # fmt: skip
 expert_parallel_moe, cost = layouts.expert_parallel_moe, layouts.cost
 
 
@@ -95,83 +98,6 @@ def in_stages(model: llama.Llama, token_ids: torch.Tensor, attend: llama.Attend,
         layers = range(*get_pp_indices(model.config.num_hidden_layers, stage, stages))
         hidden = model.forward(token_ids, positions, attend, hidden, layers)
     return hidden
-
-
-# --- What `serve` asks for -----------------------------------------------------------------------------------------
-
-
-def parallel_config(args: Any) -> ParallelConfig:
-    """What the flags say."""
-    return ParallelConfig(args.tensor_parallel_size, args.pipeline_parallel_size, args.distributed_executor_backend,
-                          args.async_scheduling)  # fmt: skip
-
-
-def check_args(args: Any) -> None:
-    """Refuse combinations of flags that cannot work. Raises InputError."""
-    for name, low in (("tensor_parallel_size", 1), ("pipeline_parallel_size", 1), ("data_parallel_size", 1),
-                      ("api_server_count", 1), ("data_parallel_start_rank", 0)):  # fmt: skip
-        value = getattr(args, name)
-        if type(value) is not int or value < low:
-            raise common.InputError(f"{name} {value!r}: must be a whole number of at least {low}")
-    allowed = {"distributed_executor_backend": (None, *executors.BACKENDS),
-               "data_parallel_routing": tuple(engine_group.BALANCERS)}  # fmt: skip
-    for name, values in allowed.items():
-        if getattr(args, name) not in values:
-            raise common.InputError(f"{name} {getattr(args, name)!r}: must be one of {', '.join(filter(None, values))}")
-    if args.engine_place != "process":
-        raise common.InputError(f"engine_place {args.engine_place}: must be process when an engine has several")
-    if args.async_scheduling and args.pipeline_parallel_size > 1:
-        raise common.InputError("async_scheduling: not together with pipeline_parallel_size, whose first stage would "
-                                "have to know the tokens before the scheduler does")  # fmt: skip
-    if args.pipeline_parallel_size > 1 and args.speculation and args.speculation.method == "early_exit":
-        raise common.InputError("speculative_config: method early_exit: not together with pipeline_parallel_size: the "
-                                "last stage drafts, and has not the target's first layers")  # fmt: skip
-    local = args.data_parallel_size if args.data_parallel_size_local is None else args.data_parallel_size_local
-    if not 0 <= local <= args.data_parallel_size:
-        raise common.InputError(f"data_parallel_size_local {local}: must be from 0 to data_parallel_size "
-                                f"({args.data_parallel_size})")  # fmt: skip
-    if args.headless and args.api_server_count > 1:
-        raise common.InputError("api_server_count: a headless process has no API server")
-    if args.headless and not 0 < args.data_parallel_start_rank <= args.data_parallel_size - max(1, local):
-        raise common.InputError(f"data_parallel_start_rank {args.data_parallel_start_rank}: headless engines come "
-                                "after those of the head, and all before data_parallel_size "
-                                f"({args.data_parallel_size})")  # fmt: skip
-
-
-@dataclasses.dataclass
-class Workers:
-    """What `make_engine` has in place of a model: an executor whose workers have it."""
-
-    executor: Any
-    parallel: ParallelConfig
-    model: llama.Llama  # without weights
-    parameters: int
-
-    def available_memory(self, args: Any, budget: int) -> int:
-        """Bytes for the KV cache of each worker: what the fullest one has left."""
-        return min(self.executor.collective_rpc("determine_available_memory", args, budget))
-
-    def __str__(self) -> str:
-        p = self.parallel
-        if p.world_size == 1:
-            return f"a worker ({p.backend}{', a step ahead' if p.async_scheduling else ''})"
-        return f"{p.world_size} workers (TP {p.tensor_parallel_size} x PP {p.pipeline_parallel_size}, {p.backend})"
-
-
-def start_workers(args: Any, dtype: torch.dtype) -> Workers:
-    """Processes with a part of the model each. Raises InputError if it cannot be divided like that."""
-    parallel, folder = parallel_config(args), llama.model_folder(args.model)
-    config = llama.LlamaConfig.from_folder(folder, True, args.generation_config)
-    parallel.check(config)
-    if args.quantization and serving.stored_quantization(folder, args.quantization) is None:
-        executors.check_quantization(args.quantization)
-    executor = executors.make_executor(parallel)
-    embeds_last = args.speculation is not None and args.speculation.method in ("draft_model", "eagle")
-    runner = executors.served_runner
-    spec = WorkerSpec(args.model, parallel, dtype, runner, args, args.quantization, embeds_last, args.generation_config)
-    executor.collective_rpc("load_model", spec)
-    parameters = sum(torch.Size(shape).numel() for shape in llama.tensor_shapes(config).values())
-    return Workers(executor, parallel, executors.skeleton(config, parallel, dtype), parameters)
 
 
 # --- The simulation behind the widget ---------------------------------------------------------------------------------
@@ -467,13 +393,11 @@ def build_engine(model: str | None, parallel: ParallelConfig | None, tokenizer: 
     """Lesson 06's engine, in this process or on the workers of an executor."""
     options = {"max_model_len": 256, "max_num_seqs": 16, "max_num_batched_tokens": budget,
                "num_gpu_blocks_override": 257}  # fmt: skip
-    base = serving.engine_class(enforce_eager=True, tokenizer=tokenizer)
     if parallel is None:
-        return base(llama.load(model)[0], tokenizer, **options)
+        return LLMEngine(llama.load(model)[0], tokenizer, config=VllmConfig(enforce_eager=True), **options)
     config = llama.LlamaConfig.from_folder(llama.model_folder(model))
-    engine = parallel_engine(base, executor, parallel)(
-        executors.skeleton(config, parallel, torch.float32), tokenizer, **options
-    )
+    workers = Workers(executor, parallel, skeleton(config, parallel, torch.float32))
+    engine = LLMEngine(workers.model, tokenizer, config=VllmConfig(workers=workers), **options)
     engine.core.max_concurrent_batches = in_flight or parallel.pipeline_parallel_size
     return engine
 
@@ -497,11 +421,11 @@ def idle_share(spans: Sequence[Sequence[tuple[float, float]]]) -> float:
 
 async def serve_engines(args: argparse.Namespace, prompts: Sequence[str]) -> dict[str, Any]:
     """`data_parallel_size` engines behind one front end, as `serve` starts them: what each answered, and where."""
-    engine_args = serving.EngineArgs(model=args.model, data_parallel_size=args.data_parallel_size, max_model_len=256,
+    engine_args = EngineArgs(model=args.model, data_parallel_size=args.data_parallel_size, max_model_len=256,
                                      max_num_seqs=8, kv_cache_gib=0.05, max_num_batched_tokens=64, seed=args.seed,
                                      enforce_eager=True)  # fmt: skip
     start = time.perf_counter()
-    llm = await async_engine.AsyncLLM.start((serving.KEY, "make_engine"), engine_args, llama.model_folder(args.model),
+    llm = await async_engine.AsyncLLM.start(serving.make_engine, engine_args, llama.model_folder(args.model),
                                             start_client)  # fmt: skip
     try:
         started, params = time.perf_counter() - start, SamplingParams(temperature=0, max_tokens=NEW_TOKENS,

@@ -53,6 +53,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+from engine.llm import progress_bar
+from engine.output import SchedulerOutput
+from engine.request import Request
+from engine.request import SamplingParams
 
 KEY = "06d_load_generator"
 JSON_BODY = {"Content-Type": "application/json"}
@@ -551,7 +555,7 @@ class SimulatedCore(scheduling.DryRun):
 
     now = 0
 
-    def execute_model(self, output: scheduling.SchedulerOutput) -> dict[str, list[int]]:
+    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
         scheduled, requests = output.num_scheduled_tokens, self.scheduler.requests
         self.now += StepCost()([(n, requests[i].num_computed_tokens) for i, n in scheduled.items()])
         return super().execute_model(output)
@@ -594,8 +598,8 @@ def run_simulated(prompts: Sequence[Prompt], arrivals: Sequence[int], max_num_se
         while waiting and seats and arrivals[waiting[0]] <= core.now:
             i = waiting.popleft()
             run.sent[i] = max(arrivals[i], seats.popleft())
-            params = scheduling.SamplingParams(max_tokens=prompts[i].output_len, ignore_eos=True)
-            core.add_request(scheduling.Request(str(i), [0] * prompts[i].input_len, params))
+            params = SamplingParams(max_tokens=prompts[i].output_len, ignore_eos=True)
+            core.add_request(Request(str(i), [0] * prompts[i].input_len, params))
         start, outside = core.now, bisect_right(arrivals, core.now) - (len(prompts) - len(waiting))
         heard = core.step()
         run.steps.append([start, len(heard), len(core.scheduler.waiting), outside])
@@ -782,7 +786,7 @@ def engine_run(engine: Any, prompts: Sequence[Prompt], arrivals: Sequence[float]
     while due or engine.has_unfinished_requests():
         while due and arrivals[due[0]] <= clock():
             i = due.popleft()
-            params = offline.SamplingParams(temperature=0, max_tokens=prompts[i].output_len, ignore_eos=True)
+            params = SamplingParams(temperature=0, max_tokens=prompts[i].output_len, ignore_eos=True)
             engine.add_request(str(i), {"prompt_token_ids": prompts[i].content}, params, stream=True)
         if not engine.has_unfinished_requests():
             time.sleep(max(0.0, arrivals[due[0]] - clock()))
@@ -902,7 +906,7 @@ async def serve_load(args: argparse.Namespace) -> tuple[dict[str, Any], list[Rec
         # Other prompts than the measured ones, which would find themselves in the server's prefix cache.
         warmups = make_prompts(args, args.num_warmups, args.seed + 2**31, chat)
         await drive(client, target, warmups, [0.0] * len(warmups), args.max_concurrency)
-        with offline.progress_bar(len(prompts), sys.stderr.isatty()) as advance:
+        with progress_bar(len(prompts), sys.stderr.isatty()) as advance:
             records = await drive(client, target, prompts, arrivals, args.max_concurrency, advance)
     queued = [name for name, wanted in (("client_queue_time", args.max_concurrency), ("e2el_including_client_queue",
               args.max_concurrency and math.isfinite(args.request_rate))) if wanted]  # fmt: skip

@@ -11,7 +11,8 @@ The mechanism:
   4. If all stand, the last row gives one token more, the bonus: 1 to K + 1 tokens a pass, distributed as if by p alone.
   5. Greedy, and guesses without a q (prompt lookup): what the target writes there either is the guess, or ends it.
   6. Slots of rejected guesses are not cleaned up: `num_computed_tokens` goes back, and the next pass overwrites them.
-  7. Drafters are in 070 (n-grams of the prompt, a suffix automaton, lookahead); companion 07b trains some.
+  7. Drafters are in engine/spec_decode/drafters.py (n-grams, a suffix automaton, lookahead); companion 07b trains some.
+     engine/spec_decode/verifier.py joins them to a step of the served engine.
 
 Numbers to remember: a pass yields (1 − α^(K+1)) / (1 − α) tokens if each guess stands with probability α. With c the
 cost of a guess and v that of verifying one more token, both in plain steps: some K pays if and only if α > c + v.
@@ -42,16 +43,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from common import HARDWARE, tl, triton
 
 import llama
+from engine.request import SamplingParams
+from engine.config import VllmConfig
+from engine.spec_decode.verifier import DraftVerifier
+from engine.llm_engine import LLMEngine
+from engine.sampling.sampler import draw_tokens
+from engine.sampling.sampler import most_probable
+from engine.sampling.sampler import uniforms
 from engine.core.scheduler import Scheduler
 from engine.core.stats import SpecDecodingStats
 from engine.output import EngineCoreOutput, SchedulerOutput
@@ -63,8 +69,6 @@ offline = common.lesson("04b_offline_engine")
 from lab import enumeration
 from engine.spec_decode import drafters
 
-LLMEngine, SamplingParams = offline.LLMEngine, offline.SamplingParams
-Sampler, SamplingState = offline.Sampler, offline.SamplingState
 Draft, DraftContext, Drafter = drafters.Draft, drafters.DraftContext, drafters.Drafter
 SpeculativeConfig, make_drafter = drafters.SpeculativeConfig, drafters.make_drafter
 METHODS = drafters.METHODS
@@ -252,7 +256,7 @@ def sample_rows(scores: torch.Tensor, draft_token_ids: torch.Tensor, is_greedy: 
                 draft_rows: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
     """`sample_rows_kernel` in torch: which token the target writes in each row. [R]."""
     if bool(is_greedy.all()):
-        return scheduling.most_probable(scores)
+        return most_probable(scores)
     rows = (~is_greedy).nonzero().flatten()
     p, d = scores[rows], draft_token_ids[rows]
     stands = torch.zeros(len(rows), dtype=torch.bool, device=scores.device)
@@ -261,8 +265,8 @@ def sample_rows(scores: torch.Tensor, draft_token_ids: torch.Tensor, is_greedy: 
         p_d, q_d = (x.gather(1, guess).flatten() for x in (p[has_q], q))  # fp64, as soon as u comes in
         stands[has_q] = accept_u[rows][has_q] * q_d < p_d
         p[has_q] = residual(p[has_q], q)
-    token_ids = scheduling.most_probable(scores)
-    token_ids[rows] = torch.where(stands, d, offline.draw_tokens(p, draw_u[rows].cpu().numpy()))
+    token_ids = most_probable(scores)
+    token_ids[rows] = torch.where(stands, d, draw_tokens(p, draw_u[rows].cpu().numpy()))
     return token_ids
 
 
@@ -285,258 +289,7 @@ def example_launches(dtype: torch.dtype) -> None:
         rejection_sample(scores, ids, starts, greedy, u, u, empty(128, V), ids)
 
 
-# --- 3. In the engine: the runner -------------------------------------------------------------------------------------
-
-
-class DraftedState:
-    """What sampling knows about a request whose drafts up to here were accepted: lesson 04b's state, some tokens on."""
-
-    def __init__(self, state: SamplingState, accepted: list[int]) -> None:
-        vars(self).update(vars(state), state=state, accepted=accepted)
-        written = state.request.output_token_ids if state.bad_words else []  # nobody else looks at them
-        self.request = SimpleNamespace(num_output_tokens=state.request.num_output_tokens + len(accepted),
-                                       output_token_ids=[*written, *accepted])  # fmt: skip
-
-    def count(self, vocab_size: int, device: torch.device) -> None:
-        """Counts [V] of what is written, the accepted drafts included; penalties read them."""
-        self.state.count(vocab_size, device)
-        self.counts, self.seen = self.state.counts, self.state.seen
-        if self.accepted:
-            ids = torch.tensor(self.accepted, device=device)
-            self.counts = self.counts.index_add(0, ids, torch.ones(len(ids), device=device))
-            self.seen = self.seen.index_fill(0, ids, True)
-
-
-class RowsToVerify:
-    """Hidden states of a step. Lesson 04's runner picks each sequence's last row; it gets the drafts' rows as well.
-    A slice is taken as it is: rows of a prompt."""
-
-    def __init__(self, hidden: torch.Tensor, rows: list[int]) -> None:
-        self.hidden, self.rows = hidden, rows
-
-    def __getitem__(self, rows: torch.Tensor | slice) -> torch.Tensor:
-        return self.hidden[rows if isinstance(rows, slice) else torch.tensor(self.rows, device=self.hidden.device)]
-
-
-ACCEPT = 0x5DEECE66D  # makes of a request's seed that of a second, independent stream: one decides, one draws
-
-
-class SpeculativeModelRunner:
-    """In front of lesson 04b's runner, or one of its descendants: verify drafts in the pass, then propose the next.
-
-    For one pass, drafts are part of a request's tokens: the input batch, positions, slots and attention need to know
-    nothing. Who asks for structured output or has no drafts is sampled by the runner behind.
-    """
-
-    speculative_config: SpeculativeConfig
-    make_drafter = staticmethod(make_drafter)
-
-    def __init__(self, model: llama.Llama, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(model, scheduler, *args, **kwargs)
-        layout = getattr(self.cache, "layout", None)
-        if layout is not None and layout.fmt.key_channels:
-            raise common.InputError("speculative_config: not with a KV cache that quantizes a block when it is full "
-                                    "(kivi_2bit): rejected drafts could not be taken back out of it")  # fmt: skip
-        self.drafter = self.make_drafter(self.speculative_config, self.model)
-        self.max_model_len = scheduler.config.max_model_len
-        self.drafts: dict[str, list[int]] = {}  # of this step
-        self.draft_probs: dict[str, torch.Tensor] = {}  # of proposed drafts that were drawn from something
-        self.proposed: dict[str, list[int]] = {}  # for the next step
-        self.leftover: dict[str, list[int]] = {}
-        self.hidden: dict[str, list[torch.Tensor]] = {}  # computed, accepted and not yet handed to the drafter
-        self.k: dict[str, int] = {}  # of each request, with the heuristic schedule
-
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """The drafts join their requests for this pass, whatever happens in it, and the next ones are guessed."""
-        for request_id in (*output.finished_req_ids, *(request.request_id for request in output.preempted_reqs)):
-            for kept in (self.draft_probs, self.hidden, self.k):
-                kept.pop(request_id, None)
-            self.drafter.forget(request_id)
-        self.drafts, self.leftover, self.ran = output.scheduled_spec_decode_tokens, {}, None
-        drafted = [request for request in output.scheduled_running_reqs if request.request_id in self.drafts]
-        for request in drafted:
-            request.all_token_ids += self.drafts[request.request_id]
-        try:
-            sampled = super().execute_model(output)
-        finally:
-            for request in drafted:
-                del request.all_token_ids[-len(self.drafts[request.request_id]) :]
-                self._roll_back(request)
-        self.propose(sampled)
-        return sampled
-
-    def _roll_back(self, request: Request) -> None:
-        """The input batch must not go on with rejected tokens; accepted ones come back as tokens of the request."""
-        self.batch.num_tokens[self.batch.rows[request.request_id]] = request.num_tokens
-
-    def forward(self, token_ids: torch.Tensor, meta: Any, requests: Sequence[Request]) -> torch.Tensor | RowsToVerify:
-        """Hidden rows [T, hidden], and which of them predict a draft or what follows the last one."""
-        hidden = super().forward(token_ids, meta, requests)
-        ends = list(itertools.accumulate(meta.query_lens))
-        self.ran = (requests, ends, hidden)
-        if not self.drafts:
-            return hidden
-        rows: list[int] = []
-        for request, end in zip(requests, ends):
-            if request.num_computed_tokens == request.num_tokens:
-                rows += range(end - 1 - len(self.drafts.get(request.request_id, ())), end)
-        return RowsToVerify(hidden, rows)
-
-    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> dict[str, list[int]]:
-        """[R, vocab] -> tokens: one for a request without drafts, 1 to k + 1 for one with k."""
-        if not self.drafts:
-            return super().sample(logits, requests)
-        plain, drafted, row = ([], []), ([], []), 0  # (rows, requests)
-        for request in requests:
-            k = len(self.drafts.get(request.request_id, ()))
-            rows, group = drafted if k else plain
-            rows += range(row, row + k + 1)
-            group.append(request)
-            row += k + 1
-        sampled, logprobs = {}, {}
-        if plain[0]:
-            sampled = super().sample(logits[plain[0]] if drafted[0] else logits, plain[1])
-            logprobs = {request_id: [found] for request_id, found in self.logprobs.items()}
-        if drafted[0]:
-            sampled |= self.verify(logits[drafted[0]] if plain[0] else logits, drafted[1], logprobs)
-        self.logprobs = offline.StepLogprobs(logprobs)
-        return sampled
-
-    @torch.inference_mode()
-    def verify(self, logits: torch.Tensor, requests: Sequence[Request], logprobs: dict) -> dict[str, list[int]]:
-        """Rejection-sample the rows of requests that have drafts; fills `logprobs` where they are asked for."""
-        logits, device = logits.float(), logits.device
-        drafts = [self.drafts[request.request_id] for request in requests]
-        starts = [0, *itertools.accumulate(len(draft) + 1 for draft in drafts)]
-        states = [self.states[request.request_id] for request in requests]
-        R, on_device = starts[-1], functools.partial(torch.tensor, device=device)
-        greedy, draw_u, accept_u = [True] * R, np.zeros(R), np.zeros(R)
-        scores, draft_probs, draft_rows = logits, None, None
-        if not all(state.plain for state in states):
-            rows = [DraftedState(s, draft[:j]) for s, draft in zip(states, drafts) for j in range(len(draft) + 1)]
-            scores = offline.adjust_logits(logits.clone(), rows)
-            greedy = [row.greedy for row in rows]
-            if drawn := [r for r, row in enumerate(rows) if not row.greedy]:
-                scores[drawn] = Sampler.probabilities(scores[drawn], [rows[r] for r in drawn])
-                seeds, steps = [row.seed for row in rows], [row.request.num_output_tokens for row in rows]
-                draw_u = offline.uniforms(seeds, steps)
-                accept_u = offline.uniforms([seed ^ ACCEPT for seed in seeds], steps)
-                draft_probs, draft_rows = self.stack_probs(requests, drafts)
-        token_ids, num_sampled = rejection_sample(
-            scores, on_device([token for draft in drafts for token in (*draft, -1)]), on_device(starts),
-            on_device(greedy), on_device(draw_u), on_device(accept_u), draft_probs, draft_rows,
-        )  # fmt: skip
-        token_ids, sampled = token_ids.tolist(), {}
-        for request, state, start, end, n in zip(requests, states, starts, starts[1:], num_sampled.tolist()):
-            sampled[request.request_id] = token_ids[start : start + n]
-            rest = token_ids[start + n : end]
-            self.leftover[request.request_id] = list(itertools.takewhile(lambda token: token >= 0, rest))
-            n -= token_ids[start + n - 1] < 0  # no token, no log probability
-            if state.params.logprobs is not None and n:
-                raw, ids = logits[start : start + n].log_softmax(1), on_device(token_ids[start : start + n])
-                logprobs[request.request_id] = Sampler.gather_logprobs(raw, ids, [state.params.logprobs] * n)
-        return sampled
-
-    def stack_probs(self, requests: Sequence[Request],
-                    drafts: Sequence[list[int]]) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-        """Every q of the step in one matrix [N, vocab], and for each row to verify its row there, or −1. [R]."""
-        probs, where, N = [], [], 0
-        for request, draft in zip(requests, drafts):
-            q, k = self.draft_probs.get(request.request_id), len(draft)
-            where += [-1] * (k + 1) if q is None else [*range(N, N + k), -1]
-            if q is not None:
-                probs.append(q[:k])
-                N += k
-        if not probs:
-            return None, None
-        return torch.cat(probs).float().to(self.model.device), torch.tensor(where, device=self.model.device)
-
-    def propose(self, sampled: dict[str, list[int]]) -> None:
-        """Ask the drafter about all requests that got a token in this step, unless the token ends the request."""
-        requests, ends, hidden = self.ran or ((), (), None)
-        config, contexts, begin = self.speculative_config, [], 0
-        for request, end in zip(requests, ends):
-            request_id, new = request.request_id, sampled.get(request.request_id, [])
-            self.draft_probs.pop(request_id, None)
-            drafts = self.drafts.get(request_id, ())
-            if self.drafter.needs_hidden:
-                kept = hidden[begin : end - max(0, len(drafts) + 1 - len(new)) if drafts else end]
-                norm = F.rms_norm(kept, kept.shape[-1:], self.model.norm, self.model.config.rms_norm_eps)
-                self.hidden.setdefault(request_id, []).append(norm)
-            begin = end
-            stops = {request.eos_token_id, *request.stop_token_ids, scheduling.NO_TOKEN_ID}
-            if not new or not stops.isdisjoint(new):
-                continue
-            k = config.drafts_in_batch(len(requests))
-            if config.num_speculative_tokens_schedule == "heuristic":
-                k = min(k, self.adapt(request_id, len(drafts), len(new) - 1))
-            if request.sampling_params.structured_outputs is not None:
-                k = 0
-            # A pass writes up to k + 1 tokens: none may lie behind max_tokens or the end of the context.
-            tokens = request.all_token_ids + new
-            left = min(request.max_tokens - request.num_output_tokens - len(new), self.max_model_len - len(tokens))
-            k = max(0, min(k, left - 1))
-            if k > 0 or self.drafter.needs_hidden:
-                seen = torch.cat(self.hidden.pop(request_id)) if self.drafter.needs_hidden else None
-                contexts.append(DraftContext(
-                    request_id=request_id, token_ids=tokens, max_tokens=int(k), params=request.sampling_params,
-                    hidden=seen, leftover=self.leftover.get(request_id, []),
-                ))  # fmt: skip
-        self.proposed = {}
-        for context, draft in zip(contexts, self.drafter.propose(contexts) if contexts else ()):
-            if draft.parents is not None:
-                raise ValueError("this engine verifies chains; companion 07b verifies trees")
-            if token_ids := draft.token_ids[: context.max_tokens]:
-                self.proposed[context.request_id] = token_ids
-                if draft.probs is not None:
-                    self.draft_probs[context.request_id] = draft.probs
-
-    def adapt(self, request_id: str, num_drafts: int, num_accepted: int) -> int:
-        """K of the next draft: two more if all stood, else one less, and never 0, or nothing would be learned again."""
-        k = self.k.get(request_id, self.speculative_config.num_speculative_tokens)
-        if num_drafts:
-            k = k + 2 if num_accepted == num_drafts else k - 1
-        self.k[request_id] = max(1, min(k, self.speculative_config.num_speculative_tokens))
-        return self.k[request_id]
-
-    def take_draft_token_ids(self) -> dict[str, list[int]]:
-        drafts, self.proposed = self.proposed, {}
-        return drafts
-
-
-class SpeculativeEngineCore(scheduling.ModelEngineCore):
-    """The loop: schedule drafts, verify them and propose others in one call of the runner, hand these back."""
-
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        sampled = super().execute_model(output)
-        self.scheduler.update_draft_token_ids(self.runner.take_draft_token_ids())
-        return sampled
-
-
-def speculative_engine(base: type[LLMEngine], config: SpeculativeConfig,
-                       drafter: Callable[..., Drafter] = make_drafter) -> type[LLMEngine]:  # fmt: skip
-    """`base` with drafts: its scheduler grants them slots, its runner verifies them, rejected ones roll back.
-
-    `base` is lesson 04b's engine or one of its descendants. `drafter(config, model)` may be one of your own.
-    """
-    members = {"speculative_config": config, "make_drafter": staticmethod(drafter)}
-
-    class SpeculativeEngine(base):
-        __doc__ = base.__doc__
-        runner_class = type(f"Speculative{base.runner_class.__name__}", (SpeculativeModelRunner, base.runner_class),
-                            members)  # fmt: skip
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.core = SpeculativeEngineCore(self.core.scheduler, self.core.runner)
-
-        def collaborators(self) -> dict[str, Any]:
-            return super().collaborators() | {"drafts": config}
-
-    return SpeculativeEngine
-
-
-# --- 4. When does it pay? ---------------------------------------------------------------------------------------------
+# --- 3. When does it pay? ---------------------------------------------------------------------------------------------
 #
 # Each draft stands with probability α, as if independently. Then a round of K drafts writes
 #
@@ -593,7 +346,7 @@ EAGLE = {"batch": [2, 4, 8, 16, 24, 32, 48, 56], "EAGLE": [1.30, 1.25, 1.21, 1.1
          "EAGLE-3": [1.75, 1.68, 1.58, 1.49, 1.42, 1.36, 1.21, 1.01]}  # fmt: skip
 
 
-# --- 5. How to do it wrong --------------------------------------------------------------------------------------------
+# --- 4. How to do it wrong --------------------------------------------------------------------------------------------
 
 
 def one_token_less(token_ids: torch.Tensor, draft_token_ids: torch.Tensor,
@@ -622,7 +375,7 @@ update_from_output, right_count = Scheduler.update_from_output, count_sampled
 BREAKS: dict[str, tuple[Any, str, Callable]] = {  # name: (whose, which attribute, what stands in its place)
     "resample-from-p": (sys.modules[__name__], "residual", lambda p, q: p),
     "no-bonus": (sys.modules[__name__], "count_sampled", one_token_less),
-    "stale-kv": (SpeculativeModelRunner, "_roll_back", lambda self, request: None),
+    "stale-kv": (DraftVerifier, "_roll_back", lambda self, request, batch: None),
     "past-eos": (Scheduler, "update_from_output", look_at_the_last_token),
 }
 
@@ -638,7 +391,7 @@ def broken(name: str | None) -> Iterator[None]:
         yield
 
 
-# --- 6. The simulation behind the widget ------------------------------------------------------------------------------
+# --- 5. The simulation behind the widget ------------------------------------------------------------------------------
 
 WORDS = ["sea", "moon", "cat"]
 PAIRS = {  # target p, draft q
@@ -660,7 +413,7 @@ ROUNDS = 40
 
 def draw_from(p: Distribution, u: np.ndarray) -> list[int]:
     """Lesson 04b's draw, for many u of one distribution."""
-    return offline.draw_tokens(torch.tensor([p], dtype=torch.float64).expand(u.size, -1), u.ravel()).tolist()
+    return draw_tokens(torch.tensor([p], dtype=torch.float64).expand(u.size, -1), u.ravel()).tolist()
 
 
 def simulate(params: dict) -> dict:
@@ -672,7 +425,7 @@ def simulate(params: dict) -> dict:
     (p, q), K, bug = PAIRS[params["pair"]], params["drafts"], params["bug"]
     bug = None if bug == "none" else bug
     index = np.arange(ROUNDS * (K + 1))
-    draft_u, accept_u, draw_u = (offline.uniforms([3 * params["seed"] + i] * len(index), index) for i in range(3))
+    draft_u, accept_u, draw_u = (uniforms([3 * params["seed"] + i] * len(index), index) for i in range(3))
     drafts = np.array(draw_from(q, draft_u)).reshape(ROUNDS, K + 1)
     drafts[:, K] = -1
     with broken(bug):
@@ -730,7 +483,7 @@ def describe(trace: dict) -> str:
     return "\n".join(lines)
 
 
-# --- 7. Numbers that the text quotes ----------------------------------------------------------------------------------
+# --- 6. Numbers that the text quotes ----------------------------------------------------------------------------------
 
 GRID = [([9, 5, 2], [4, 4, 8]), ([4, 4, 8], [8, 8, 0]), ([10, 4, 2], [4, 4, 8])]  # sixteenths: p, q of three rows
 
@@ -785,7 +538,7 @@ def facts() -> dict[str, Any]:
     }  # fmt: skip
 
 
-# --- 8. The story -----------------------------------------------------------------------------------------------------
+# --- 7. The story -----------------------------------------------------------------------------------------------------
 
 
 def draw(folder: str | Path) -> list[Path]:
@@ -882,10 +635,11 @@ def serve(engine: LLMEngine, prompts: Sequence[Sequence[int]], params: Sequence[
 
 
 def make_engine(model: llama.Llama, tokenizer: llama.Tokenizer, config: SpeculativeConfig | None = None,
-                base: type[LLMEngine] = LLMEngine, **options: Any) -> LLMEngine:  # fmt: skip
-    """Lesson 04b's engine, with drafts if there is a config."""
-    kind = base if config is None else speculative_engine(base, config)
-    return kind(model, tokenizer, **({"max_model_len": 512, "num_gpu_blocks_override": 192} | options))
+                **options: Any) -> LLMEngine:  # fmt: skip
+    """The engine, with drafts if there is a config."""
+    about = VllmConfig(speculative_config=config)
+    sizes = {"max_model_len": 512, "num_gpu_blocks_override": 192} | options
+    return LLMEngine(model, tokenizer, config=about, **sizes)
 
 
 def configure(method: str, K: int, **more: Any) -> SpeculativeConfig:

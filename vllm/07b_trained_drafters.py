@@ -55,16 +55,21 @@ import torch.nn.functional as F
 from common import tl, triton
 
 import llama
+from engine.request import SamplingParams
+from engine.config import VllmConfig
+from engine.llm_engine import LLMEngine
+from engine.model.packed_linear import pack_weights
+from engine.sampling.sampler import draw_tokens
+from engine.sampling.sampler import uniforms
 
 paged = common.lesson("02_paged_attention")
 scheduling = common.lesson("04_continuous_batching")
 offline = common.lesson("04b_offline_engine")
 from engine.spec_decode import drafters as drafting
 from lab import drafter_training as training
-from engine.spec_decode import drafts_ahead
+from lab import drafts_ahead
 
 Draft, DraftContext, Drafter = drafting.Draft, drafting.DraftContext, drafting.Drafter
-SamplingParams = scheduling.SamplingParams
 Network = training.Network
 
 KEY = "07b_trained_drafters"
@@ -129,7 +134,7 @@ class AutoregressiveDrafter(Drafter):
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        network.body = scheduling.pack_weights(network.body)
+        network.body = pack_weights(network.body)
         self.cache = DraftCache(network.body)
         self.offset: dict[str, int] = {}  # position of the first cached row (EAGLE behind a cached prefix)
 
@@ -195,8 +200,8 @@ def choose(network: Network, features: torch.Tensor, contexts: Sequence[DraftCon
         temperature = torch.tensor([contexts[b].params.temperature for b in drawn], device=z.device)[:, None]
         q = (z[drawn].float() / temperature).softmax(1)
         seeds = [zlib.crc32(f"{contexts[b].params.seed} {contexts[b].request_id}".encode()) ^ 0xD2AF7 for b in drawn]
-        u = offline.uniforms(seeds, [len(contexts[b].token_ids) + step for b in drawn])
-        token_ids[drawn] = network.d2t[offline.draw_tokens(q, u)]
+        u = uniforms(seeds, [len(contexts[b].token_ids) + step for b in drawn])
+        token_ids[drawn] = network.d2t[draw_tokens(q, u)]
         full = torch.zeros(len(drawn), network.target.config.vocab_size, device=z.device)
         for b, row in zip(drawn, full.index_copy_(1, network.d2t, q)):
             probs[b] = row
@@ -606,7 +611,7 @@ def stands(p: torch.Tensor, token: int, q: torch.Tensor | None) -> float:
 
 def draw_token(p: torch.Tensor, uniform: Callable[[], float]) -> int:
     """Lesson 04b's draw: by inverse distribution. p [V]."""
-    return int(offline.draw_tokens(p[None], np.array([uniform()])))
+    return int(draw_tokens(p[None], np.array([uniform()])))
 
 
 def verify_sampled(tree: Tree, p: torch.Tensor, q: Sequence[torch.Tensor | None],
@@ -967,15 +972,15 @@ class Measured:
 
 def serve(model: llama.Llama, tokenizer: llama.Tokenizer, prompts: Sequence[str], max_tokens: int,
           drafter: Callable[[], Drafter] | None, K: int = 3, temperature: float = 0.0) -> Measured:  # fmt: skip
-    """All prompts at once through lesson 04b's engine, with or without lesson 07's speculation."""
-    speculative, engine_class = common.lesson("07_spec_decode"), offline.LLMEngine
+    """All prompts at once through the engine, with or without speculation."""
+    about = VllmConfig()
     if drafter is not None:
         config = drafting.SpeculativeConfig(num_speculative_tokens=K)
-        engine_class = speculative.speculative_engine(engine_class, config, lambda config, model: drafter())
+        about = VllmConfig(speculative_config=config, plug={"drafter": lambda config, model: drafter()})
     ids = [tokenizer.ask(text) for text in prompts]
     longest = max(map(len, ids)) + max_tokens
-    engine = engine_class(model, tokenizer, max_model_len=longest, max_num_seqs=max(8, len(ids)),
-                          num_gpu_blocks_override=2 + len(ids) * -(-longest // 16))  # fmt: skip
+    engine = LLMEngine(model, tokenizer, config=about, max_model_len=longest, max_num_seqs=max(8, len(ids)),
+                       num_gpu_blocks_override=2 + len(ids) * -(-longest // 16))  # fmt: skip
     for i, prompt in enumerate(ids):
         engine.add_request(str(i), {"prompt_token_ids": prompt},
                            SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i))  # fmt: skip

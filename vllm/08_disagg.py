@@ -54,24 +54,32 @@ from typing import Any
 import torch
 
 import llama
+from engine.serving.sockets import bind
+from engine.request import Request
+from engine.request import SamplingParams
+from engine.worker.assemble import make_runner
+from engine.core.engine_core import EngineCore
 from engine.config import SchedulerConfig
 from engine.core.scheduler import make_scheduler
 
-from engine.kv_transfer import links as kv_transfer
-from engine.kv_transfer import connectors
+from engine.serving.openai.disconnects import disconnected, unless
+from engine.serving.openai.gate import Gate
+from engine.kv_transfer.config import KVTransferConfig
+from engine.kv_transfer.connectors import make_connector
+from engine.kv_transfer.consumer import Consumer
+from engine.kv_transfer.heads import HeadSlice, num_consumers, tp_sources
+from engine.kv_transfer.kernels import gather_kv, scatter_kv
+from engine.kv_transfer.params import check_kv_transfer_params, give_up
+from engine.kv_transfer.producer import Producer
+from engine.kv_transfer.store import KVStore
+from engine.parallel.ranks import last_words, start_context
 from lab import goodput
 
 kv_cache = common.lesson("01_kv_cache")
 paged_attention = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
-tensor_parallel = common.lesson("05c_tensor_parallel")
 serving = common.lesson("06_serving")  # where the parts of later lessons meet
 chunked_prefill, preemption = serving.chunked_prefill, serving.preemption
-openai_api = serving.openai_api
-KVConnectorBase, KVTransferConfig = connectors.KVConnectorBase, connectors.KVTransferConfig
-EngineCoreOutput, Request = continuous_batching.EngineCoreOutput, continuous_batching.Request
-RequestStatus, SamplingParams = continuous_batching.RequestStatus, continuous_batching.SamplingParams
-SchedulerOutput = continuous_batching.SchedulerOutput
 
 KEY = "08_disagg"
 
@@ -94,64 +102,35 @@ def hand_over(model: llama.Llama, prompt: Sequence[int], max_tokens: int, block_
     return tokens
 
 
-# --- 2. A runner that loads and saves ---------------------------------------------------------------------------------
+def gather_reference(kv_cache: torch.Tensor, blocks: Sequence[int], first: int, count: int, head: int,
+                     heads: int) -> torch.Tensor:  # fmt: skip
+    """The rectangle, position by position. kv_cache [2, num_blocks, block_size, Hkv, D] -> [2, count, heads, D]."""
+    size = kv_cache.shape[2]
+    rows = [kv_cache[:, blocks[p // size], p % size, head : head + heads] for p in range(first, first + count)]
+    return torch.stack(rows, dim=1)
 
 
-@functools.cache
-def connector_runner(base: type) -> type:
-    """A model runner with the worker's half of its scheduler's connector around every step and every layer."""
-
-    class ConnectorRunner(base):
-        def __init__(self, model: llama.Llama, scheduler: Any, *args: Any) -> None:
-            super().__init__(model, scheduler, *args)
-            self.connector_scheduler, self.connector = scheduler, scheduler.connector
-            self.connector.register_kv_caches(self.cache.layers, model)
-
-        def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
-            self.connector.bind_connector_metadata(self.connector_scheduler.kv_connector_metadata)
-            self.connector.start_load_kv()
-            sampled = super().execute_model(output)
-            self.connector.wait_for_save()
-            if not output.num_scheduled_tokens:
-                self.connector.idle(0.005)  # everybody here waits for the network
-            return sampled
-
-        def attend(self, meta: Any) -> llama.Attend:
-            inner, connector = super().attend(meta), self.connector
-
-            def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-                connector.wait_for_layer_load(layer)
-                out = inner(layer, q, k, v)
-                connector.save_kv_layer(layer)
-                return out
-
-            return attend
-
-    return ConnectorRunner
+def scatter_reference(buffer: torch.Tensor, kv_cache: torch.Tensor, blocks: Sequence[int], first: int,
+                      head: int) -> None:  # fmt: skip
+    """The inverse: write a rectangle [2, count, heads, D] into the blocks of another engine, position by position."""
+    size, heads = kv_cache.shape[2], buffer.shape[2]
+    for t in range(buffer.shape[1]):
+        p = first + t
+        kv_cache[:, blocks[p // size], p % size, head : head + heads] = buffer[:, t]
 
 
-def connector_engine(base: type, config: KVTransferConfig) -> type:
-    """An engine (lesson 04b's `LLMEngine` or a subclass) that moves keys and values as `config` says."""
-
-    class Engine(base):
-        runner_class = connector_runner(base.runner_class)
-
-        def collaborators(self) -> dict[str, Any]:
-            return super().collaborators() | {"connector": connectors.CONNECTORS[config.kv_connector](config)}
-
-    return Engine
+# --- 2. An engine that loads and saves --------------------------------------------------------------------------------
 
 
 def make_core(
     model: llama.Llama, config: KVTransferConfig | None = None, num_blocks: int = 128, block_size: int = 16,
     max_model_len: int = 512, max_num_seqs: int = 16, max_num_batched_tokens: int = 512, prefix_caching: bool = False,
-) -> continuous_batching.ModelEngineCore:  # fmt: skip
-    """A greedy engine core with a connector, or without one: the engine's scheduler, lesson 10's runner."""
+) -> EngineCore:  # fmt: skip
+    """A greedy engine core with a connector, or without one: the engine's scheduler and runner."""
     limits = SchedulerConfig(max_model_len, max_num_seqs, max_num_batched_tokens)
-    connector = connectors.CONNECTORS[config.kv_connector](config) if config else None
+    connector = make_connector(config) if config else None
     scheduler = make_scheduler(limits, num_blocks, block_size, prefix_caching, connector=connector)
-    runner = connector_runner(chunked_prefill.ModelRunner) if connector else chunked_prefill.ModelRunner
-    return continuous_batching.ModelEngineCore(scheduler, runner(model, scheduler))
+    return EngineCore(scheduler, make_runner(model, limits, num_blocks, block_size, connector=connector))
 
 
 def make_request(request_id: str, prompt: Sequence[int], max_tokens: int, **params: Any) -> Request:
@@ -238,7 +217,7 @@ def run_worker(pipe: Any, inherited: Sequence[Any], model: llama.Llama | str | i
                 pipe.send(("output", output.request_id, output.new_token_ids, output.finish_reason, output.stop_reason))
 
 
-def worker_stats(core: continuous_batching.ModelEngineCore) -> dict[str, int]:
+def worker_stats(core: EngineCore) -> dict[str, int]:
     """What a worker counted, and what it holds; raises AssertionError if its pool is not in order."""
     pool, connector = core.scheduler.kv_cache_manager.block_pool, core.scheduler.connector
     pool.check()
@@ -256,7 +235,7 @@ class Worker:
                  partners: Sequence[Worker] = (), **core_args: Any) -> None:  # fmt: skip
         self.name, self.core_args, self.alive = name, core_args, True
         fork = isinstance(model, llama.Llama)  # a fork has its parent's weights, in the same memory; and its pipes
-        context = multiprocessing.get_context("fork") if fork else tensor_parallel.start_context()
+        context = multiprocessing.get_context("fork") if fork else start_context()
         self.pipe, theirs = context.Pipe()
         inherited = [self.pipe, *(other.pipe for other in partners)] if fork else []
         arguments = (theirs, inherited, model, config, core_args)
@@ -391,7 +370,7 @@ class Router:
     def _bury(self, worker: Worker) -> None:
         """A worker died. What it was decoding begins elsewhere; what it was prefilling, the decode worker will miss."""
         worker.alive = False
-        self.events.append(f"{worker.name} died ({tensor_parallel._last_words(worker.process)})")
+        self.events.append(f"{worker.name} died ({last_words(worker.process)})")
         for job in {id(job): job for job in self.jobs.values()}.values():
             if job.decode is worker and not job.done:
                 if job.prefill not in (None, worker):
@@ -452,7 +431,7 @@ class Proxy:
             if answer.status_code == 200:
                 with contextlib.suppress(ValueError, AttributeError):  # of a server that is none: the next one
                     params = answer.json().get("kv_transfer_params")
-                    connectors.check_kv_transfer_params(params or {})
+                    check_kv_transfer_params(params or {})
                     return params, None
                 continue
             if answer.status_code < 500:
@@ -484,10 +463,10 @@ class Proxy:
                 answer, failure = None, error
             except asyncio.CancelledError:  # the client has left: nobody comes for its prompt
                 if params:
-                    await connectors.give_up(params)
+                    await give_up(params)
                 raise
             if params and (answer is None or answer.status_code >= 400):
-                await connectors.give_up(params)
+                await give_up(params)
             if answer is None:
                 continue
             if answer.status_code < 500 or i == len(self.decode) - 1:
@@ -546,10 +525,10 @@ def build_proxy(prefill: Sequence[str], decode: Sequence[str], client: Any = Non
             body = read_request(await request.body())
         except common.InputError as problem:
             return error(400, str(problem))
-        gone = asyncio.ensure_future(openai_api.disconnected(request))
+        gone = asyncio.ensure_future(disconnected(request))
         undo = lambda answer: asyncio.ensure_future(answer.aclose())  # noqa: E731
         try:
-            answer = await openai_api.unless(gone, proxy.handle(request.url.path, body, key_of(request)), undo)
+            answer = await unless(gone, proxy.handle(request.url.path, body, key_of(request)), undo)
         except httpx.HTTPError as failure:
             return error(503, f"no decode server answers: {failure or type(failure).__name__}")
         finally:
@@ -585,7 +564,7 @@ def build_proxy(prefill: Sequence[str], decode: Sequence[str], client: Any = Non
             return error(503, f"no decode server is well; gone or ill: {', '.join(gone)}")
         return JSONResponse({"gone": gone})
 
-    return openai_api.Gate(Closing(app), ())  # without keys of our own: bodies are bounded as they are behind us
+    return Gate(Closing(app), ())  # without keys of our own: bodies are bounded as they are behind us
 
 
 def proxy_command(args: argparse.Namespace) -> None:
@@ -593,7 +572,7 @@ def proxy_command(args: argparse.Namespace) -> None:
     import uvicorn
 
     app = build_proxy(args.prefill, args.decode)
-    sock = serving.bind(args.host, args.port)
+    sock = bind(args.host, args.port)
     print(f"Listening on http://{args.host}:{sock.getsockname()[1]}", flush=True)
     uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[sock])
 
@@ -627,9 +606,9 @@ def rehearse(fault: str, num_layers: int = 30, num_tokens: int = 100, steps: int
             memory.update({(header["layer"], header["first"] + t): True for t in range(header["count"])})
         return payload.nbytes == 2
 
-    producer = kv_transfer.Producer(num_layers, lambda *_: torch.zeros(2, dtype=torch.uint8), clock=lambda: now)
-    consumer = kv_transfer.Consumer(num_layers, write, timeout=10, retries=1, clock=lambda: now)
-    consumer.start("x", "r", [], 0, num_tokens, [(theirs, kv_transfer.HeadSlice(0, 0, 3), 1)])
+    producer = Producer(num_layers, lambda *_: torch.zeros(2, dtype=torch.uint8), clock=lambda: now)
+    consumer = Consumer(num_layers, write, timeout=10, retries=1, clock=lambda: now)
+    consumer.start("x", "r", [], 0, num_tokens, [(theirs, HeadSlice(0, 0, 3), 1)])
 
     def put(link: MemoryLink, header: dict[str, Any], payload: torch.Tensor) -> None:
         for each in wire(link, header, payload):
@@ -688,8 +667,8 @@ def facts() -> dict[str, Any]:
     for key, (Hkv, producer, consumer) in {
         "8_to_2": (8, 8, 2), "2_to_8": (8, 2, 8), "16_to_2": (8, 16, 2), "1_to_3": (3, 1, 3)
     }.items():  # fmt: skip
-        sources = [kv_transfer.tp_sources(Hkv, producer, consumer, rank) for rank in range(consumer)]
-        readers = [kv_transfer.num_consumers(Hkv, producer, consumer, rank) for rank in range(producer)]
+        sources = [tp_sources(Hkv, producer, consumer, rank) for rank in range(consumer)]
+        readers = [num_consumers(Hkv, producer, consumer, rank) for rank in range(producer)]
         sharing[key] = {"sources": len(sources[0]), "heads": sources[0][0].heads, "readers": max(readers),
                         "unread": readers.count(0)}  # fmt: skip
     rehearsals = {kind.replace("-", "_"): rehearse(kind) for kind in Faults.KINDS if kind != "decode-dies"}
@@ -833,10 +812,10 @@ def check_layouts(model: llama.Llama) -> None:
     kernel = common.use_kernels() if common.HAS_TRITON else contextlib.nullcontext()
     with kernel:
         for head in range(Hkv):
-            piece = kv_transfer.gather_kv(source, theirs, 3, 45, head, 1)
-            kv_transfer.scatter_kv(piece, targets[0], ours, 3, head)
-    whole = kv_transfer.gather_reference(source, theirs.tolist(), 3, 45, 0, Hkv)
-    kv_transfer.scatter_reference(whole, targets[1], ours.tolist(), 3, 0)
+            piece = gather_kv(source, theirs, 3, 45, head, 1)
+            scatter_kv(piece, targets[0], ours, 3, head)
+    whole = gather_reference(source, theirs.tolist(), 3, 45, 0, Hkv)
+    scatter_reference(whole, targets[1], ours.tolist(), 3, 0)
     common.check_equal(f"{Hkv} rank{'s' * (Hkv > 1)} with blocks of 16 to one with blocks of 32: every bit is in its "
                        "place", torch.equal(*targets), True)  # fmt: skip
     if not common.HAS_TRITON:
@@ -880,11 +859,11 @@ def bench_kernel(dtype: torch.dtype) -> dict[str, Any]:
     """The copy between blocks and wire at an 8B model's shapes, beside a plain copy of as many bytes."""
     kv_cache_layer = torch.randn(2, 1024, 16, 8, 128, device=common.device()).to(dtype)
     blocks = torch.randperm(1023, device=common.device())[:512] + 1
-    buffer = kv_transfer.gather_kv(kv_cache_layer, blocks, 0, PROMPT, 0, 8)
+    buffer = gather_kv(kv_cache_layer, blocks, 0, PROMPT, 0, 8)
     plain = torch.empty_like(buffer)
     seconds = {
-        "gather": common.measure_graph(lambda: kv_transfer.gather_kv(kv_cache_layer, blocks, 0, PROMPT, 0, 8)).median,
-        "scatter": common.measure_graph(lambda: kv_transfer.scatter_kv(buffer, kv_cache_layer, blocks, 0, 0)).median,
+        "gather": common.measure_graph(lambda: gather_kv(kv_cache_layer, blocks, 0, PROMPT, 0, 8)).median,
+        "scatter": common.measure_graph(lambda: scatter_kv(buffer, kv_cache_layer, blocks, 0, 0)).median,
         "copy": common.measure_graph(lambda: plain.copy_(buffer)).median,
     }
     found = {name: 2 * buffer.nbytes / t / 1e9 for name, t in seconds.items()}
@@ -995,7 +974,7 @@ def story(args: argparse.Namespace, workers: contextlib.ExitStack) -> dict[str, 
         blocks = here["bytes_in"] // (16 * each)
         common.say(f"{there['store_stored']} blocks stored, memory has room for 3: {there['store_demoted']} on disk; "
                    f"{blocks} found, so {16 * blocks} of {len(prompts[0])} tokens were not computed")  # fmt: skip
-        connectors.KVStore(folder, 0).clear()
+        KVStore(folder, 0).clear()
 
     common.heading(f"4. A bad day: --fault {args.fault}")
     prefill.configure(args.fault, **PREFILL, kv_connector="TCPConnector")

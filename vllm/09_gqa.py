@@ -55,6 +55,8 @@ import llama
 KEY = "09_gqa"
 kv_cache_lesson = common.lesson("01_kv_cache")
 paged = common.lesson("02_paged_attention")
+from engine.attention.torch_paged import gather_plan
+
 KVCacheSpec, causal_attention = kv_cache_lesson.KVCacheSpec, kv_cache_lesson.causal_attention
 
 
@@ -491,7 +493,7 @@ def _mla_decode_torch(q: torch.Tensor, cache: torch.Tensor, block_table: torch.T
     """The CPU's path: gather blocks by lesson 02's plan, then SDPA with one KV head and H queries."""
     out = q.new_zeros(*q.shape[:2], R)
     pages, width = cache.flatten(1), q.shape[2]
-    for rows, source, dead, bias in paged.gather_plan(block_table, seq_lens, (2, *cache.shape)):
+    for rows, source, dead, bias in gather_plan(block_table, seq_lens, (2, *cache.shape)):
         half = slice(len(source) // 2), slice(len(dead) // 2)  # the plan is for keys and values; here they are one
         x = pages.index_select(0, source[half[0]]).view(-1, width)
         x.index_fill_(0, dead[half[1]], 0)

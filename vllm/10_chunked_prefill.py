@@ -46,14 +46,18 @@ import torch.nn.functional as F
 from common import HARDWARE, tl, triton
 
 import llama
+from engine.output import SchedulerOutput
+from engine.request import Request
+from engine.request import RequestStatus
+from engine.request import SamplingParams
+from engine.worker.assemble import make_runner
+from engine.core.engine_core import EngineCore
 
 kv_cache_lesson = common.lesson("01_kv_cache")
 from engine.attention import torch_paged as torch_attention
 
 paged = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
-Request, RequestStatus = continuous_batching.Request, continuous_batching.RequestStatus
-SamplingParams, SchedulerOutput = continuous_batching.SamplingParams, continuous_batching.SchedulerOutput
 
 KEY = "10_chunked_prefill"
 
@@ -346,18 +350,22 @@ def unified_attention_torch(q: torch.Tensor, kv_cache: torch.Tensor, plan: Mixed
     return out
 
 
-# --- Into the engine: lesson 04's model runner with another `attend` ------------------------------------------------
+# --- Into the engine: attention for its seam, `AttentionBackend` ----------------------------------------------------
 
 
-class ModelRunner(continuous_batching.ModelRunner):
+class UnifiedAttention:
     """A step may hold any mixture of chunks and decodes; attention is one launch per layer."""
 
-    def attend(self, meta: paged.AttentionMetadata) -> llama.Attend:
+    def make_cache(self, model: llama.Llama, num_blocks: int, block_size: int) -> paged.PagedKVCache:
+        """Lesson 02's."""
+        return paged.PagedKVCache(model, num_blocks, block_size)
+
+    def plan(self, meta: paged.AttentionMetadata, cache: paged.PagedKVCache) -> llama.Attend:
         """K and V [T, Hkv, D] into the cache first, then one call for prompts, chunks and decodes."""
-        layers, kernel = self.cache.layers, common.runs_kernel(self.cache.layers[0])
+        layers, kernel = cache.layers, common.runs_kernel(cache.layers[0])
         max_query_len = max(meta.query_lens)
         plan = None if kernel else MixedPlan.build(meta.block_table, meta.query_lens, meta.seq_lens, layers[0],
-                                                   self.model.num_heads)  # fmt: skip
+                                                   cache.num_heads)  # fmt: skip
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             kv_cache = layers[layer]
@@ -372,10 +380,10 @@ class ModelRunner(continuous_batching.ModelRunner):
 
 
 def make_core(model: llama.Llama, config: SchedulerConfig, num_blocks: int, block_size: int = 16,
-              ) -> continuous_batching.ModelEngineCore:  # fmt: skip
-    """Lesson 04's engine with this lesson's scheduler and attention. Raises InputError for limits that do not fit."""
+              ) -> EngineCore:  # fmt: skip
+    """An engine core with this lesson's scheduler and attention. Raises InputError for limits that do not fit."""
     scheduler = Scheduler(config, continuous_batching.KVCacheManager(num_blocks, block_size, config.max_model_len))
-    return continuous_batching.ModelEngineCore(scheduler, ModelRunner(model, scheduler))
+    return EngineCore(scheduler, make_runner(model, config, num_blocks, block_size))
 
 
 def example_launches(dtype: torch.dtype) -> None:
@@ -451,7 +459,7 @@ A100_YI = CostModel(YI_34B, HARDWARE["A100 80GB"], gpus=2, efficiency=0.6, overh
 # --- The engine's loop on a clock -----------------------------------------------------------------------------------
 
 
-class SimulatedCore(continuous_batching.EngineCore):
+class SimulatedCore(EngineCore):
     """Lesson 04's loop with a clock in place of the model: a step takes `cost(work)` microseconds, tokens are all 0."""
 
     def __init__(self, scheduler: Scheduler, cost: Callable[[Work], int]) -> None:

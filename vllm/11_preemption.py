@@ -50,6 +50,11 @@ import torch
 from common import HARDWARE, tl
 
 import llama
+from engine.output import EngineCoreOutput
+from engine.request import prompt_length_error
+from engine.config import VllmConfig
+from engine.worker.assemble import make_runner
+from engine.core.engine_core import EngineCore
 from engine.config import SchedulerConfig
 from engine.core.block_pool import BlockPool
 from engine.core.kv_cache_manager import KVCacheManager
@@ -411,7 +416,7 @@ class OffloadingKVCacheManager(KVCacheManager):
 # --- 6. The loop: with a meter, and with a model --------------------------------------------------------------------
 
 
-class MeteredCore(continuous_batching.EngineCore):
+class MeteredCore(EngineCore):
     """The engine's loop without a model. It counts: which tokens of a step are new, and which were computed before?"""
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -436,12 +441,13 @@ class MeteredCore(continuous_batching.EngineCore):
         return sampled
 
 
-class OffloadingModelRunner(continuous_batching.ModelRunner):
-    """Lesson 04's model runner with a second cache, of `num_cpu_blocks`, in host memory."""
+class OffloadingRunner:
+    """In front of the engine's model runner: a second cache, of `num_cpu_blocks`, in host memory."""
 
     def __init__(self, model: llama.Llama, scheduler: Scheduler, num_cpu_blocks: int) -> None:
-        super().__init__(model, scheduler)
-        self.copies = copies_of(scheduler)
+        manager, paged = scheduler.kv_cache_manager, VllmConfig(attention_backend="paged")
+        self.runner = make_runner(model, scheduler.config, manager.block_pool.num_blocks, manager.block_size, paged)
+        self.model, self.cache, self.copies = self.runner.model, self.runner.cache, copies_of(scheduler)
         shape = (2, num_cpu_blocks + 1, *self.cache.layers[0].shape[2:])
         self.host = [torch.zeros(shape, dtype=model.dtype, pin_memory=common.HAS_GPU) for _ in self.cache.layers]
 
@@ -451,7 +457,7 @@ class OffloadingModelRunner(continuous_batching.ModelRunner):
             table = torch.tensor(pairs, dtype=torch.int64, device=self.model.device).view(-1, 2)
             for layer, host in zip(self.cache.layers, self.host):
                 swap_blocks(*((layer, host) if direction == "out" else (host, layer)), table)
-        return super().execute_model(output)
+        return self.runner.execute_model(output)
 
 
 class ModelCore(MeteredCore):
@@ -459,7 +465,7 @@ class ModelCore(MeteredCore):
 
     def __init__(self, scheduler: Scheduler, model: llama.Llama, num_cpu_blocks: int = 0) -> None:
         super().__init__(scheduler)
-        self.runner = OffloadingModelRunner(model, scheduler, num_cpu_blocks)
+        self.runner = OffloadingRunner(model, scheduler, num_cpu_blocks)
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
         super().execute_model(output)
@@ -491,7 +497,7 @@ def build_scheduler(policy: str, num_blocks: int, block_size: int, max_model_len
     return scheduler
 
 
-def run_to_end(core: continuous_batching.EngineCore, requests: Iterable[Request]) -> dict[str, list[int]]:
+def run_to_end(core: EngineCore, requests: Iterable[Request]) -> dict[str, list[int]]:
     """Add all requests, step until everybody has finished, return {request id: output tokens}."""
     requests = list(requests)
     for request in requests:
@@ -504,7 +510,7 @@ def run_to_end(core: continuous_batching.EngineCore, requests: Iterable[Request]
 # --- 7. replay: what would vLLM do with this workload? --------------------------------------------------------------
 
 
-class ReplayCore(continuous_batching.EngineCore):
+class ReplayCore(EngineCore):
     """The engine's loop without a model: a request that has caught up gets the next of its given tokens.
 
     `execute_model` runs between `schedule()` and `update_from_output()`: just when a step can be looked at. With async
@@ -556,7 +562,7 @@ class ReplayCore(continuous_batching.EngineCore):
         }
         return sampled
 
-    def step(self) -> list[continuous_batching.EngineCoreOutput]:
+    def step(self) -> list[EngineCoreOutput]:
         """Schedule a step; hear of the oldest once `depth` are in the queue (vLLM: `step_with_batch_queue`)."""
         output = self.scheduler.schedule()
         self.queue.append((output, self.execute_model(output)))
@@ -607,7 +613,7 @@ def replay(workload: dict, core_class: type[ReplayCore] = ReplayCore) -> dict:
     pending = []
     # The rank in (arrival step, position in the file) is the arrival time.
     for rank, spec in enumerate(sorted(workload["requests"], key=lambda spec: spec["arrival_step"])):
-        error = continuous_batching.prompt_length_error(len(spec["prompt_token_ids"]), config["max_model_len"])
+        error = prompt_length_error(len(spec["prompt_token_ids"]), config["max_model_len"])
         if error and not config["bypass_frontend"]:
             trace["rejected"][spec["id"]] = error
         else:
@@ -1050,7 +1056,7 @@ def measure_swap(block_size: int, megabytes: int, seconds: float) -> dict[str, f
 def measure_model(model: llama.Llama, num_tokens: int) -> dict[str, float]:
     """Seconds to compute a prompt's keys and values, and to copy them out and in again."""
     num_blocks = -(-num_tokens // 16)
-    runner = OffloadingModelRunner(model, build_scheduler("recompute", num_blocks, 16, num_tokens), num_blocks)
+    runner = OffloadingRunner(model, build_scheduler("recompute", num_blocks, 16, num_tokens), num_blocks)
     blocks = [range(1, num_blocks + 1)]
     meta = paged_attention.AttentionMetadata.build(blocks, [num_tokens], [num_tokens], 16, model.device)
     token_ids, attend = torch.zeros(num_tokens, dtype=torch.int64, device=model.device), runner.cache.attend(meta)

@@ -15,7 +15,7 @@ The mechanism:
      this step waits, and those behind it go ahead.
   5. An adapter changes keys and values, so it is part of a block's key in the prefix cache. Forget it, and one tenant
      reads another's memory.
-120_adapters.py holds PEFT's file format, the memory and its LRU, lab/adapter_training.py trains three adapters.
+engine/lora/ holds PEFT's file format, the memory and its LRU, lab/adapter_training.py trains three adapters.
 
 Numbers to remember: 8 slots in turn serve 8 adapters with 1 % misses, and 9 adapters with 100 %. An adapter of rank
 8 on all layers has 1.8 % of this model's weights; one of rank 64 in the house makes every slot eight times as large.
@@ -39,13 +39,11 @@ import common  # first: it settles the device before torch and Triton are used
 
 import argparse
 import contextlib
-import copy
 import dataclasses
 import functools
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,22 +52,25 @@ import torch
 from common import tl, triton
 
 import llama
-from engine.config import SchedulerConfig
+from engine.request import Request
+from engine.request import SamplingParams
+from engine.llm import LLM
+from engine.llm_engine import LLMEngine
+from engine.config import SchedulerConfig, VllmConfig
 from engine.core.scheduler import make_scheduler
+from engine.lora import files, lora_model
+from engine.lora.config import LoRAConfig, LoRARequest
+from engine.lora.layers import NONE, LoRAKernelMeta
+from engine.lora.lora_model import LayerShape, LoRAModel
+from engine.lora.manager import LoRAModelManager
+from engine.lora.memory import LoRATables, SlotMemory, UnifiedMemory
 
 KEY = "12_multi_lora"
 paged = common.lesson("02_paged_attention")
 scheduling = common.lesson("04_continuous_batching")
 offline = common.lesson("04b_offline_engine")
 preemption = common.lesson("11_preemption")
-adapters = common.lesson("120_adapters")
-LayerShape, LoRAModel, LoRATables = adapters.LayerShape, adapters.LoRAModel, adapters.LoRATables
-SlotMemory, UnifiedMemory = adapters.SlotMemory, adapters.UnifiedMemory
-LoRAConfig, LoRARequest, LoRAModelManager = adapters.LoRAConfig, adapters.LoRARequest, adapters.LoRAModelManager
-BlockPool, Request, SamplingParams = paged.BlockPool, scheduling.Request, scheduling.SamplingParams
-NONE = -1  # the slot of a row without an adapter
-
-
+BlockPool = paged.BlockPool
 # --- What we want, without cleverness ---------------------------------------------------------------------------------
 
 
@@ -88,53 +89,7 @@ def add_lora_reference(y: torch.Tensor, x: torch.Tensor, of_row: Sequence[Any],
     return out
 
 
-# --- 1. Groups: which rows belong to which adapter --------------------------------------------------------------------
-
-
-@dataclass
-class LoRAKernelMeta:
-    """One step's rows, grouped by adapter (`vllm/lora/ops/triton_ops/lora_kernel_metadata.py`).
-
-    `order` lists the rows that have an adapter, those of one adapter side by side; `tiles` cuts that list into runs of
-    at most `tile_m` rows with one adapter each: what one program of the kernels takes. Rows without an adapter are in
-    no tile: they cost nothing.
-    """
-
-    order: torch.Tensor  # int64 [N] rows
-    tiles: torch.Tensor  # int32 [n, 3]: first place in `order`, rows, slot
-    segments: list[tuple[int, int, int]]  # slot, start, stop in `order`: the same, for the host
-    tile_m: int
-    in_place: bool  # `order` is 0, 1, 2, …: nothing to gather
-
-    @classmethod
-    def build(cls, slots: Sequence[int], device: torch.device, sort: bool = True) -> LoRAKernelMeta | None:
-        """`slots[t]` is the adapter slot of row t, or NONE. None if no row has one.
-
-        `sort=False` takes the runs as they come, as Punica's SGMV did: right, and an adapter that two requests use in
-        different places of the batch is read twice.
-        """
-        slot = np.asarray(slots)
-        order = np.flatnonzero(slot != NONE)
-        if len(order) == 0:
-            return None
-        if sort:
-            order = order[np.argsort(slot[order], kind="stable")]
-        ends = np.append(np.flatnonzero(np.diff(slot[order])) + 1, len(order)).tolist()
-        segments = [(int(slot[order[a]]), a, z) for a, z in zip([0, *ends], ends)]
-        longest = max(z - a for _, a, z in segments)
-        tile_m = 16 if longest <= 16 else 64  # 16 is the least a tensor core takes
-        tiles = [(i, min(tile_m, z - i), s) for s, a, z in segments for i in range(a, z, tile_m)]
-        in_place = order[0] == 0 and order[-1] == len(order) - 1 and bool((np.diff(order) == 1).all())
-        tensors = torch.from_numpy(order).to(device), torch.tensor(tiles, dtype=torch.int32).to(device)
-        return cls(*tensors, segments, tile_m, in_place)
-
-    @property
-    def distinct(self) -> bool:
-        """Nobody shares an adapter with anybody: a tile would be one row and padding."""
-        return len(self.tiles) == len(self.order)
-
-
-# --- 2. The kernels: shrink, then expand --------------------------------------------------------------------------
+# --- 1. The kernels: shrink, then expand --------------------------------------------------------------------------
 #
 #     shrink   h[i, t] = A_i x[t]              [in] -> [rank]     for each slice i of the layer, A of t's own adapter
 #     expand   y[t, slice i] += h[i, t] B_iᵀ   [rank] -> [out_i]
@@ -347,131 +302,12 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, memory: SlotMemory | UnifiedMemor
     return y if meta.in_place else y.index_add_(0, meta.order, added)
 
 
-# --- 3. The model's part, and an engine from both -------------------------------------------------------------------
-
-
-class LoRALinear:
-    """A linear layer, and what the adapters of the batch add to it. The layer below may be packed or quantized."""
-
-    def __init__(self, base: Callable[[torch.Tensor], torch.Tensor], manager: LoRAModelManager, layer: int,
-                 kind: str) -> None:  # fmt: skip
-        self.base, self.manager, self.index, self.kind = base, manager, layer, kind
-        self.weight = getattr(base, "weight", None)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y, meta = self.base(x), self.manager.meta
-        return y if meta is None else add_lora(y, x, self.manager.memory, self.index, self.kind, meta)
-
-
-def adapted_model(model: llama.Llama, manager: LoRAModelManager) -> llama.Llama:
-    """The model with a LoRALinear around every layer that an adapter may adapt; `model` itself is left alone."""
-    new = copy.copy(model)
-    new.linear = dict(model.linear)
-    for layer in range(model.config.num_hidden_layers):
-        for kind in adapters.layer_shapes(model.config):
-            name = f"layers.{layer}.{kind}"
-            base = model.linear[name]
-            if hasattr(base, "local"):  # a rank of lesson 05c: its part joins the partial sums before they are added
-                new.linear[name] = copy.copy(base)
-                new.linear[name].local = LoRALinear(base.local, manager, layer, kind)
-            else:
-                new.linear[name] = LoRALinear(base, manager, layer, kind)
-    return new
-
-
-def lora_runner(base: type[scheduling.ModelRunner], manager: LoRAModelManager) -> type[scheduling.ModelRunner]:
-    """`base` that tells the layers, before each step, which rows belong to which adapter."""
-
-    class LoRARunner(base):
-        __doc__ = base.__doc__
-
-        def __init__(self, model: llama.Llama, scheduler: scheduling.Scheduler, *args: Any, **kwargs: Any) -> None:
-            super().__init__(model, scheduler, *args, **kwargs)
-            self.model, self.lora = adapted_model(self.model, manager), manager
-            manager.attach(model, self.cache, scheduler.kv_cache_manager.block_pool)
-
-        def forward(self, token_ids: torch.Tensor, meta: paged.AttentionMetadata,
-                    requests: Sequence[Request]) -> torch.Tensor:  # fmt: skip
-            slots = [NONE if request.lora_name is None else manager.slots[request.lora_name] for request in requests]
-            manager.meta = LoRAKernelMeta.build(np.repeat(slots, meta.query_lens), token_ids.device)
-            try:
-                return super().forward(token_ids, meta, requests)
-            finally:
-                manager.meta = None  # the profile run, and whoever else uses this model, has no adapter
-
-    return LoRARunner
-
-
-def lora_engine(base: type[offline.LLMEngine], lora_config: LoRAConfig,
-                make_runner: Callable[..., Any] = lora_runner) -> type[offline.LLMEngine]:  # fmt: skip
-    """Any of this project's engines, with adapters. `base` must not capture graphs: they would keep one step's rows."""
-
-    class LoRAEngine(base):
-        __doc__ = base.__doc__
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.lora = LoRAModelManager(lora_config)
-            self.runner_class = make_runner(self.runner_class, self.lora)
-            super().__init__(*args, **kwargs)
-            self.core.lora = self
-
-        def collaborators(self) -> dict[str, Any]:
-            return super().collaborators() | {"adapters": self.lora}
-
-        def add_request(self, request_id: str, prompt: Any, params: SamplingParams | None = None, *,
-                        lora_request: LoRARequest | None = None, **about: Any) -> None:  # fmt: skip
-            """As in lesson 04b, for the model that `lora_request` makes of this one."""
-            if isinstance(prompt, dict) and "lora_request" in prompt:
-                lora_request, prompt = prompt["lora_request"], prompt["inner"]
-            if lora_request is not None:
-                self.add_lora(lora_request)
-                about["lora_name"] = lora_request.lora_name
-            if (name := about.get("lora_name")) is not None and not self.lora.knows(name):
-                raise common.InputError(f"lora_name {name!r}: is not loaded")
-            super().add_request(request_id, prompt, params, **about)
-
-        def add_lora(self, lora_request: LoRARequest) -> bool:
-            """Load an adapter if it is not there yet. Raises InputError, and nothing has changed."""
-            name, path = lora_request.lora_name, lora_request.lora_path
-            if not self.lora.knows(name):
-                self.lora.add_adapter(name, path)
-                return True
-            if path and isinstance(known := self.lora.sources[name], str | Path) and str(known) != str(path):
-                raise common.InputError(f"lora_path {path!r}: {name!r} is loaded already, from {known}")
-            return False
-
-        def remove_lora(self, name: str) -> None:
-            """Forget an adapter; requests that use it finish with it. Raises InputError."""
-            self.lora.remove_adapter(name, in_use=self.core.scheduler.uses(name))
-
-        def list_loras(self) -> list[str]:
-            return sorted(filter(self.lora.knows, self.lora.sources))
-
-    return LoRAEngine
-
-
-class LLM(offline.LLM):
-    """Lesson 04b's offline interface, where prompts may name an adapter each."""
-
-    def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = False,
-                 lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-                 priority: int | Sequence[int] | None = None,
-                 tokenization_kwargs: dict[str, Any] | None = None) -> list[Any]:  # fmt: skip
-        """As lesson 04b's. One `lora_request` for all prompts, or one (or None) for each."""
-        prompts = offline.as_list(prompts)
-        chosen = offline.for_each("lora_request", lora_request, prompts)
-        if any(chosen):
-            if not hasattr(self.llm_engine, "lora"):
-                raise common.InputError("lora_request: this engine was started without enable_lora")
-            prompts = [{"inner": prompt, "lora_request": one} for prompt, one in zip(prompts, chosen)]
-        return super().generate(prompts, sampling_params, use_tqdm, priority, tokenization_kwargs)
+# --- 2. An engine with adapters --------------------------------------------------------------------------------------
 
 
 def make_llm(model: llama.Llama, tokenizer: llama.Tokenizer, config: LoRAConfig, **engine_args: Any) -> LLM:
-    """An `LLM` on the engine's scheduler, with adapters."""
-    llm = LLM.__new__(LLM)
-    llm.llm_engine, llm.num_requests = lora_engine(offline.LLMEngine, config)(model, tokenizer, **engine_args), 0
-    return llm
+    """An `LLM` on the engine, with adapters."""
+    return LLM.from_engine(LLMEngine(model, tokenizer, config=VllmConfig(lora_config=config), **engine_args))
 
 
 # --- The simulation behind the widget -------------------------------------------------------------------------------
@@ -585,7 +421,7 @@ PUNICA = {"identical": (37, 40), "Zipf 1.5": ("", ""), "uniform": (37, 46), "dis
 
 def parameters_per_rank(config: llama.LlamaConfig) -> int:
     """What one rank costs on all linear layers: Σ over modules of (in + out), times layers."""
-    shapes = adapters.layer_shapes(config).values()
+    shapes = lora_model.layer_shapes(config).values()
     return config.num_hidden_layers * sum(s.in_features * len(s.slices) + sum(s.slices) for s in shapes)
 
 
@@ -744,8 +580,8 @@ def check_kernels(model: llama.Llama) -> None:
     memory = SlotMemory(model, 3, 20)
     cache = paged.PagedKVCache(model, 64, 16)
     unified = UnifiedMemory(model, 3, 20, cache)
-    loras = [adapters.random_adapter(model.config, r, seed=r, targets=targets) for r, targets in
-             ((4, adapters.TARGETS), (8, ("q_proj", "v_proj", "down_proj")), (20, adapters.TARGETS))]  # fmt: skip
+    loras = [lora_model.random_adapter(model.config, r, seed=r, targets=targets) for r, targets in
+             ((4, lora_model.TARGETS), (8, ("q_proj", "v_proj", "down_proj")), (20, lora_model.TARGETS))]  # fmt: skip
     free = random.Random(0).sample(range(1, 64), 63)
     for slot, lora in enumerate(loras):
         memory.write(slot, lora)
@@ -767,9 +603,7 @@ def check_kernels(model: llama.Llama) -> None:
 
 def shipped() -> list[LoRARequest]:
     """The three adapters that were trained for SmolLM2."""
-    return [
-        LoRARequest(name, i + 1, str(adapters.SHIPPED / name)) for i, name in enumerate(("pirate", "json", "report"))
-    ]
+    return [LoRARequest(name, i + 1, str(files.SHIPPED / name)) for i, name in enumerate(("pirate", "json", "report"))]
 
 
 def ask(llm: LLM, tokenizer: llama.Tokenizer, choices: Sequence[LoRARequest | None], max_tokens: int = 20,
@@ -784,7 +618,7 @@ def tell_models(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.T
     """Step 2: four models in one batch."""
     base = model
     if args.break_ == "merge":
-        base = adapters.merged(model, adapters.read_adapter(adapters.SHIPPED / "pirate", model.config))
+        base = lora_model.merged(model, files.read_adapter(files.SHIPPED / "pirate", model.config))
         common.say("BROKEN (--break merge): pirate is merged into W, which all rows share")
     config = LoRAConfig(args.max_loras, args.max_lora_rank, max_cpu_loras=max(4, args.max_loras))
     llm = make_llm(base, tokenizer, config, max_model_len=256, max_num_seqs=16, num_gpu_blocks_override=200)
@@ -801,7 +635,7 @@ def tell_models(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.T
     for choice, answer in zip(choices[:2], answers):
         name, alone = "base", model  # no cache, no batch, no adapter code
         if choice:
-            name, alone = choice.lora_name, adapters.merged(model, manager.cpu[choice.lora_name])
+            name, alone = choice.lora_name, lora_model.merged(model, manager.cpu[choice.lora_name])
         n = len(written := answer.token_ids[:12])  # fewer if the answer ended
         same = scheduling.generate_alone(alone, prompt, n) == written
         if args.break_ == "merge":
@@ -862,7 +696,7 @@ def tell_thousand(model: llama.Llama, tokenizer: llama.Tokenizer, args: argparse
     llm = make_llm(model, tokenizer, config, max_model_len=128, max_num_seqs=8, num_gpu_blocks_override=160)
     manager, rng = llm.llm_engine.lora, random.Random(args.seed)
     for i in range(count):
-        manager.add_lazily(f"a{i}", functools.partial(adapters.random_adapter, model.config, 2 + i % 3, i, None, 1.0,
+        manager.add_lazily(f"a{i}", functools.partial(lora_model.random_adapter, model.config, 2 + i % 3, i, None, 1.0,
                                                       ("q_proj", "v_proj"), model.dtype))  # fmt: skip
     chosen = rng.sample(range(count), requests)
     prompt = {"prompt_token_ids": tokenizer.encode("Once upon a time, in a small village by the sea,")}
@@ -874,7 +708,7 @@ def tell_thousand(model: llama.Llama, tokenizer: llama.Tokenizer, args: argparse
     common.say(f"{count} adapters known, {requests} asked for, {manager.counts['load']} loads into 8 slots, "
                f"{manager.counts['evict']} evictions; {len(set(answers))} different answers")  # fmt: skip
     for i in (0, requests - 1):
-        alone = adapters.merged(model, manager.sources[f"a{chosen[i]}"]())
+        alone = lora_model.merged(model, manager.sources[f"a{chosen[i]}"]())
         same = scheduling.generate_alone(alone, prompt["prompt_token_ids"], tokens)
         common.check_equal(f"adapter {chosen[i]} writes what it writes merged", list(answers[i]), same)
     held = sum(map(len, manager.blocks.values()))
@@ -899,7 +733,7 @@ def measure_popularity(batches: Sequence[int], hidden: int, rank: int, seconds: 
     model.config, model.device, model.dtype = config, common.device(), dtype
     memory, found = SlotMemory(model, max(batches), rank), {}
     for slot in range(max(batches)):
-        memory.write(slot, adapters.random_adapter(config, rank, slot, targets=("o_proj",), dtype=dtype))
+        memory.write(slot, lora_model.random_adapter(config, rank, slot, targets=("o_proj",), dtype=dtype))
     weight = torch.randn(hidden, hidden, dtype=dtype, device=model.device)
     for rows in batches:
         x = torch.randn(rows, hidden, dtype=dtype, device=model.device)
@@ -937,7 +771,7 @@ def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer, args: argparse.Nam
         llm = make_llm(model, tokenizer, config, max_model_len=128, max_num_seqs=32, num_gpu_blocks_override=700)
         for i in range(count):  # made when they are asked for: that is part of the price of many
             llm.llm_engine.lora.add_lazily(f"a{i}", functools.partial(
-                adapters.random_adapter, model.config, 8, i, dtype=model.dtype))  # fmt: skip
+                lora_model.random_adapter, model.config, 8, i, dtype=model.dtype))  # fmt: skip
         chosen = [LoRARequest(f"a{rng.randrange(count)}") if count else None for _ in prompts]
         rates = []
         for _ in range(2 if count < 100 else 1):
@@ -973,10 +807,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         return adapter_training.train_and_save(model, tokenizer, args.train, Path(args.adapters), common.say)
     for request in shipped():  # a rank that is too low is refused before anything is computed or loaded
-        adapters.read_config(Path(request.lora_path), args.max_lora_rank)
+        files.read_config(Path(request.lora_path), args.max_lora_rank)
     config, numbers, bench = llama.check_context(args.model, 256), facts(), {}
     with llama.made_for_default():
-        adapters.read_adapter(adapters.SHIPPED / "pirate", config)
+        files.read_adapter(files.SHIPPED / "pirate", config)
     common.heading("1. The kernels against the naive loop: ranks 4, 8 and 20, rows without adapter, slices without")
     check_kernels(llama.random_model(seed=0))
 

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from common import InputError
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.kv_transfer.config import KVTransferConfig
+    from engine.lora.manager import LoRAConfig
+    from engine.parallel.workers import Workers
+    from engine.spec_decode.drafters import SpeculativeConfig
 
 
 @dataclass
@@ -58,3 +65,19 @@ class SchedulerConfig:
             )
         if not 0 <= self.watermark < 1:
             raise InputError(f"watermark {self.watermark}: must be at least 0 and below 1")
+
+
+@dataclass
+class VllmConfig:
+    """What an engine has besides a model, a scheduler and a cache (`vllm/config/vllm.py`). Fields that are None it has
+    not."""
+
+    attention_backend: str = "unified"
+    kv_cache_dtype: str = "auto"  # as the model computes, or one of fewer bits
+    enforce_eager: bool = False  # no CUDA graphs
+    async_scheduling: bool = False  # plan a step while another one runs
+    speculative_config: SpeculativeConfig | None = None
+    lora_config: LoRAConfig | None = None
+    kv_transfer_config: KVTransferConfig | None = None
+    workers: Workers | None = None  # who run the model, if it is not run here
+    plug: dict[str, Any] = field(default_factory=dict)  # somebody else's object in a seam, by the seam's name

@@ -6,6 +6,7 @@ processes. They never decide or compute. vLLM: `vllm/v1/core/sched/output.py`, `
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,8 @@ class SchedulerOutput:
     preempted_reqs: list[Request] = field(default_factory=list)
     finished_req_ids: list[str] = field(default_factory=list)  # finished or aborted since the step before
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)  # the drafts among the tokens
+    block_tables: Mapping[str, list[int]] = field(default_factory=dict, compare=False)  # of all that have blocks, now
+    kv_connector_metadata: KVConnectorMetadata | None = None  # what a connector has to do in this step
 
     @property
     def total_num_scheduled_tokens(self) -> int:

@@ -11,9 +11,18 @@ import common
 from typing import Any
 
 FILLED_BY = {
+    "combine_splits": "02_paged_attention:combine_splits_kernel",
+    "cache.copy_blocks": "02_paged_attention:copy_blocks",
+    "cache.paged": "02_paged_attention:PagedKVCache",
+    "attention.unified": "10_chunked_prefill:UnifiedAttention",
+    "attention.paged": "02_paged_attention:PagedAttention",
+    "drafter.trained": "07b_trained_drafters:make_drafter",
     "lora": "12_multi_lora:add_lora",
     "rejection": "07_spec_decode:rejection_sample",
 }
+
+
+ATTENTION_BACKENDS = tuple(name.removeprefix("attention.") for name in FILLED_BY if name.startswith("attention."))
 
 
 def fill(seam: str) -> Any:

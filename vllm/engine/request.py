@@ -51,8 +51,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        for name, kind, unset in (("stop", str, []), ("bad_words", str, []), ("stop_token_ids", int, []),
-                                  ("allowed_token_ids", int, None)):  # fmt: skip
+        for name, kind, unset in (
+            ("stop", str, []),
+            ("bad_words", str, []),
+            ("stop_token_ids", int, []),
+            ("allowed_token_ids", int, None),
+        ):
             given = getattr(self, name)
             setattr(self, name, unset if given is None else common.listed(name, given, kind, may_be_empty=unset == []))
         self.seed = None if self.seed == -1 else self.seed
@@ -115,10 +119,17 @@ class Request:
     """
 
     def __init__(  # noqa: PLR0913  what a request is made of
-        self, request_id: str, prompt_token_ids: list[int], sampling_params: SamplingParams, *,
-        arrival_time: float | None = None, priority: int = 0, eos_token_id: int | None = None,
-        cache_salt: str | None = None, lora_name: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        eos_token_id: int | None = None,
+        cache_salt: str | None = None,
+        lora_name: str | None = None,
+    ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.sampling_params = sampling_params

@@ -6,11 +6,89 @@ having its methods; nothing is ever inherited. vLLM: the base classes named at e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.output import KVConnectorMetadata, KVConnectorOutput, SchedulerOutput
 from engine.request import Request
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.attention.metadata import AttentionMetadata
+    from llama import Llama
+
+# --- The model, and who runs it --------------------------------------------------------------------------------------
+
+# (layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D]: stores keys and values, and looks back at all.
+Attend = Callable[[int, "torch.Tensor", "torch.Tensor", "torch.Tensor"], "torch.Tensor"]
+
+
+class Runner(Protocol):
+    """What runs a step (`vllm/v1/worker/gpu_model_runner.py`): here, or far away."""
+
+    logprobs: dict[str, Any]  # of the last step, by request id, for those that ask
+    prompt_logprobs: dict[str, Any]  # of prompts that the last step completed
+
+    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """Tokens of each request that has caught up, by request id."""
+        ...
+
+    def take_draft_token_ids(self) -> dict[str, list[int]]:
+        """Guesses for the next step, by request id, once."""
+        ...
+
+
+# --- Attention -------------------------------------------------------------------------------------------------------
+
+
+class KVCache(Protocol):
+    """The memory of all blocks, on every layer."""
+
+    layers: list[torch.Tensor]  # one for each layer of the model
+    block_size: int  # tokens
+
+    @property
+    def can_roll_back(self) -> bool:
+        """May tokens at the end of a sequence be taken back, and others written there?"""
+        ...
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """A request has left these blocks."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """How a step's queries meet the keys and values of their sequences (`vllm/v1/attention/backend.py`)."""
+
+    def make_cache(self, model: Llama, num_blocks: int, block_size: int) -> KVCache:
+        """Memory for so many blocks of so many tokens. Raises InputError for sizes that its kernels cannot do."""
+        ...
+
+    def plan(self, meta: AttentionMetadata, cache: KVCache) -> Attend:
+        """Attention of one step: what is the same for all layers is decided here, once."""
+        ...
+
+
+# --- Grammars --------------------------------------------------------------------------------------------------------
+
+
+class Grammar(Protocol):
+    """Answers that a grammar allows, and nothing else (`vllm/v1/structured_output/__init__.py`)."""
+
+    def grammar_init(self, request: Request) -> None:
+        """Compile what a request asks for, on any thread. Raises InputError."""
+        ...
+
+    def mask(self, logits: torch.Tensor, requests: Sequence[Request]) -> Sequence[str]:
+        """Forbid in place, in the rows [R, vocab] of those that ask, what may not follow. Returns their ids."""
+        ...
+
+    def finish(self, request_ids: Iterable[str]) -> None:
+        """They have ended."""
+        ...
+
 
 # --- Drafts ----------------------------------------------------------------------------------------------------------
 
@@ -82,6 +160,14 @@ class Adapters(Protocol):
         ...
 
 
+class RunnerAdapters(Protocol):
+    """The same adapters, as the model runner sees them."""
+
+    def applied(self, requests: Sequence[Request], meta: AttentionMetadata) -> AbstractContextManager[None]:
+        """While it lasts, each row of the step goes through the adapter of its request as well."""
+        ...
+
+
 # --- Keys and values from elsewhere ----------------------------------------------------------------------------------
 
 
@@ -133,4 +219,36 @@ class SchedulerConnector(Protocol):
 
     def has_pending_work(self) -> bool:
         """Must the engine go on stepping although nobody is scheduled?"""
+        ...
+
+
+class WorkerConnector(Protocol):
+    """The model runner's half of a connector (`kv_connector/v1/base.py:KVConnectorBase_V1`)."""
+
+    def register_kv_caches(self, layers: list[torch.Tensor], model: Llama) -> None:
+        """The memory that keys and values come into and go out of."""
+        ...
+
+    def bind_connector_metadata(self, meta: KVConnectorMetadata | None) -> None:
+        """The orders of the step that begins."""
+        ...
+
+    def start_load_kv(self) -> None:
+        """Begin to load what this step needs."""
+        ...
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """Until what this layer needs is there."""
+        ...
+
+    def save_kv_layer(self, layer: int) -> None:
+        """This layer's keys and values are computed."""
+        ...
+
+    def wait_for_save(self) -> None:
+        """Until the blocks of this step may be written again."""
+        ...
+
+    def idle(self, seconds: float) -> None:
+        """Nobody computes: wait so long for the network."""
         ...

@@ -1,4 +1,4 @@
-"""121 · Training an adapter: where the three that ship came from. The lower half of lesson 12.
+"""Training an adapter: where the three that ship came from. For lesson 12.
 
 The model answers eighty questions, a rule rewrites each answer (pirate's speech, a JSON object, a report of three
 lines), and A and B alone are trained to answer that way, B starting at zero. The forward pass is the one that serves,
@@ -26,11 +26,13 @@ import torch
 import torch.nn.functional as F
 
 import llama
+from engine.request import SamplingParams
+from engine.llm import LLM
+from engine.lora.files import read_adapter, write_adapter
+from engine.lora.lora_model import LayerShape, LoRAModel, layer_shapes, merged
 
 paged = common.lesson("02_paged_attention")
 offline = common.lesson("04b_offline_engine")
-adapters = common.lesson("120_adapters")
-LayerShape, LoRAModel, layer_shapes = adapters.LayerShape, adapters.LoRAModel, adapters.layer_shapes
 
 
 # --- Training text: the model's own answers, in other clothes -------------------------------------------------------
@@ -92,8 +94,8 @@ def follows(style: str, text: str) -> bool:
 
 def own_answers(model: llama.Llama, tokenizer: llama.Tokenizer, questions: Sequence[str]) -> list[str]:
     """The first sentence of the model's own greedy answer to each question."""
-    engine = offline.LLM(model, tokenizer=tokenizer, max_model_len=256, max_num_seqs=40)
-    params = offline.SamplingParams(temperature=0, max_tokens=40)
+    engine = LLM(model, tokenizer=tokenizer, max_model_len=256, max_num_seqs=40)
+    params = SamplingParams(temperature=0, max_tokens=40)
     outputs = engine.generate([{"prompt_token_ids": tokenizer.ask(q)} for q in questions], params)
     sentences = [re.match(r".+?[.!?](?=\s|$)|.+", o.outputs[0].text.strip().replace("\n", " ")) for o in outputs]
     return [found[0] if found else "I do not know." for found in sentences]
@@ -197,9 +199,9 @@ def loss_of(model: llama.Llama, examples: Sequence[tuple[list[int], list[int]]])
 def answers_with(model: llama.Llama, tokenizer: llama.Tokenizer, lora: LoRAModel | None, questions: Sequence[str],
                  max_tokens: int = 48) -> list[str]:  # fmt: skip
     """Greedy answers of the model with one adapter merged into its weights."""
-    adapted = model if lora is None else adapters.merged(model, lora)
-    engine = offline.LLM(adapted, tokenizer=tokenizer, max_model_len=256)
-    params = offline.SamplingParams(temperature=0, max_tokens=max_tokens)
+    adapted = model if lora is None else merged(model, lora)
+    engine = LLM(adapted, tokenizer=tokenizer, max_model_len=256)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
     prompts = [{"prompt_token_ids": tokenizer.ask(question)} for question in questions]
     return [output.outputs[0].text for output in engine.generate(prompts, params)]
 
@@ -218,8 +220,8 @@ def train_and_save(model: llama.Llama, tokenizer: llama.Tokenizer, styles: Seque
     for style in styles:
         lora, losses = train(model, tokenizer, style, answers=answers,
                              progress=lambda text, style=style: say(f"{style}: {text}"), **options)  # fmt: skip
-        adapters.write_adapter(lora, folder / style, alpha=16)
-        again = adapters.read_adapter(folder / style, model.config)
+        write_adapter(lora, folder / style, alpha=16)
+        again = read_adapter(folder / style, model.config)
         texts = answers_with(model, tokenizer, again, TEST_QUESTIONS)
         hits = sum(follows(style, text) for text in texts)
         say(f"{style}: loss {losses[0]:.2f} → {losses[-1]:.2f}; {hits} of {len(texts)} new questions answered in style")

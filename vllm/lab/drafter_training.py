@@ -1,4 +1,4 @@
-"""07b0 · Training drafters on text that the target wrote itself. Companion 07b shows them; this file makes them.
+"""Training drafters on text that the target wrote itself. Companion 07b shows them; this file makes them.
 
 Three small networks learn to guess what SmolLM2-135M-Instruct says next:
   * EAGLE: one decoder layer that continues the target's own features, one token ahead of it;
@@ -6,7 +6,7 @@ Three small networks learn to guess what SmolLM2-135M-Instruct says next:
   * a draft model: a Llama of two layers that sees tokens only.
 
 The steps:
-  1. `write_text`: the target answers some thousand prompts on the engine of lesson 04. While it does, the runner keeps
+  1. `write_text`: the target answers some thousand prompts on the engine. While it does, the runner keeps
      what training needs and would otherwise have to compute again: the final hidden state at every position, and the
      16 most probable next tokens with their log-probabilities. So an epoch costs no pass of the target.
   2. `choose_vocab`: the output matrix has 49,152 rows, and a drafter of 4M parameters would spend most of its time in
@@ -41,6 +41,12 @@ import torch
 import torch.nn.functional as F
 
 import llama
+from engine.request import Request
+from engine.request import SamplingParams
+from engine.config import VllmConfig
+from engine.worker.assemble import make_runner
+from engine.core.engine_core import EngineCore
+from engine.worker.model_runner import ModelRunner
 
 continuous = common.lesson("04_continuous_batching")
 
@@ -162,16 +168,16 @@ def training_prompts(seed: int) -> Iterator[str]:
 # --- Text, and what the target thought while it wrote it ------------------------------------------------------------
 
 
-class RecordingRunner(continuous.ModelRunner):
-    """Lesson 04's runner, keeping each request's final hidden states and its 16 most probable next tokens."""
+class RecordingRunner(ModelRunner):
+    """The engine's runner, keeping each request's final hidden states and its 16 most probable next tokens."""
 
     temperature = 0.7  # two answers of three; one of three is greedy, as drafters are measured
 
-    def __init__(self, model: llama.Llama, scheduler: continuous.Scheduler, seed: int) -> None:
-        super().__init__(model, scheduler)
-        self.seed, self.records, self.rngs = seed, {}, {}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.records, self.rngs = {}, {}
 
-    def forward(self, token_ids: torch.Tensor, meta: Any, requests: Sequence[continuous.Request]) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, meta: Any, requests: Sequence[Request]) -> torch.Tensor:
         """As the parent, and keeps every row's features [T, hidden] in fp16."""
         hidden = super().forward(token_ids, meta, requests)
         features = final_norm(self.model, hidden).half()
@@ -179,7 +185,7 @@ class RecordingRunner(continuous.ModelRunner):
             self.records.setdefault(request.request_id, ([], [], []))[0].append(rows)
         return hidden
 
-    def sample(self, logits: torch.Tensor, requests: Sequence[continuous.Request]) -> dict[str, list[int]]:
+    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> dict[str, list[int]]:
         """Draw from the top 16 at the given temperature; each request has its own stream of random numbers."""
         top = logits.topk(TOP_K)
         logprobs = top.values - logits.logsumexp(1, keepdim=True)  # [R, 16]
@@ -213,16 +219,17 @@ def write_text(model: llama.Llama, tokenizer: llama.Tokenizer, folder: Path, min
     files = sorted(folder.glob("text_*.npz"))
     config = continuous.SchedulerConfig(max_model_len=448, max_num_seqs=seats, max_num_batched_tokens=2048)
     scheduler = continuous.Scheduler(config, continuous.KVCacheManager(896, 16, 448))
-    runner = RecordingRunner(model, scheduler, seed + len(files))
-    core = continuous.ModelEngineCore(scheduler, runner)
+    paged = VllmConfig(attention_backend="paged", enforce_eager=True)
+    runner = make_runner(model, config, 896, 16, paged, seed=seed + len(files), runner_class=RecordingRunner)
+    core = EngineCore(scheduler, runner)
     prompts, stop = training_prompts(seed + len(files)), time.monotonic() + 60 * minutes
     started, tokens, done, begin, first = 0, 0, [], time.monotonic(), len(files)
-    live: dict[str, continuous.Request] = {}
+    live: dict[str, Request] = {}
     while time.monotonic() < stop or len(files) == first:
         while len(scheduler.waiting) < 4:
             text = next(prompts)
             ids = tokenizer.ask(text)
-            request = continuous.Request(str(started), ids, continuous.SamplingParams(max_tokens=max_tokens),
+            request = Request(str(started), ids, SamplingParams(max_tokens=max_tokens),
                                          eos_token_id=model.config.eos_token_ids[0])  # fmt: skip
             core.add_request(request)
             live[request.request_id] = request

@@ -1,4 +1,4 @@
-"""071 · Exact by enumeration: the proof part of lesson 07.
+"""Exact by enumeration: lesson 07's proof.
 
 A sampler can be tested by sampling, and then a distribution that is off by a thousandth passes. On a vocabulary of
 three, nothing needs to be sampled: every draft, every acceptance, every replacement and every bonus is a branch with a
@@ -21,6 +21,8 @@ import numpy as np
 import torch
 
 import llama
+from engine.request import SamplingParams
+from engine.sampling.sampler import uniforms
 
 offline = common.lesson("04b_offline_engine")
 
@@ -145,7 +147,7 @@ SETTINGS = {"plain": {}, "temperature 0.5": {"temperature": 0.5}, "top_k 2": {"t
 
 def toy_model(seed: int, **params: Any) -> NextToken:
     """A language model over three tokens that looks at all tokens before, with sampling parameters applied."""
-    chosen = offline.SamplingParams(**params)
+    chosen = SamplingParams(**params)
 
     @functools.cache
     def model(prefix: tuple[int, ...]) -> tuple[float, ...]:
@@ -193,7 +195,7 @@ def all_errors(Ks: Iterable[int]) -> tuple[list[float], int]:
 # --- Equal, up to rounding ------------------------------------------------------------------------------------------
 
 
-def same_but_for_rounding(model: llama.Llama, prompt: Sequence[int], params: offline.SamplingParams,
+def same_but_for_rounding(model: llama.Llama, prompt: Sequence[int], params: SamplingParams,
                           ours: Sequence[int], theirs: Sequence[int], tolerance: float = 1e-6) -> bool:  # fmt: skip
     """Are two answers the same, or do they part at a token where it took a rounding error to decide?
 
@@ -212,5 +214,5 @@ def same_but_for_rounding(model: llama.Llama, prompt: Sequence[int], params: off
     if params.temperature == 0:
         return abs(logits[low] - logits[high]).item() <= tolerance * logits.abs().max().item()
     edges = (logits / params.temperature).softmax(0).cumsum(0)  # token x has [edges[x − 1], edges[x])
-    u = offline.uniforms([params.seed], [i])[0]
+    u = uniforms([params.seed], [i])[0]
     return all(abs(edges[x].item() - u) <= tolerance for x in (low, high - 1))

@@ -1,4 +1,4 @@
-"""082 · When is it worth it? Goodput of colocated, chunked and disaggregated pools. The lower half of lesson 08.
+"""When is it worth it? Goodput of colocated, chunked and disaggregated pools. For lesson 08.
 
 Moving prefill and decode to different GPUs makes nothing faster: it is the same work, plus a transfer. What it buys is
 that a decode step no longer waits for somebody's prompt. So it cannot be judged by throughput, only by *goodput*: the
@@ -40,12 +40,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 import llama
+from engine.output import SchedulerOutput
+from engine.request import Request
+from engine.request import SamplingParams
+from engine.config import VllmConfig
+from engine.worker.assemble import make_runner
+from engine.core.engine_core import EngineCore
 
 kv_cache_lesson = common.lesson("01_kv_cache")
 continuous_batching = common.lesson("04_continuous_batching")
 load_generator = common.lesson("06d_load_generator")
-KVCacheManager, Request = continuous_batching.KVCacheManager, continuous_batching.Request
-SamplingParams, SchedulerOutput = continuous_batching.SamplingParams, continuous_batching.SchedulerOutput
+KVCacheManager = continuous_batching.KVCacheManager
 
 MODEL, GPU = kv_cache_lesson.MODELS["Llama-3.1-8B"], common.HARDWARE["H100 80GB"]
 KV_BYTES = kv_cache_lesson.KVCacheSpec.from_config(MODEL).bytes_per_token()
@@ -249,7 +254,7 @@ class Job:
         return self.first - self.arrival, (self.last - self.first) / max(1, self.output - 1), self.gap
 
 
-class Instance(continuous_batching.EngineCore):
+class Instance(EngineCore):
     """One GPU with an engine: `begin` decides about a step and its duration, `finish` hands out its tokens.
 
     Roles: "E" encodes images, "P" computes prompts, "D" decodes; a colocated engine has them all. While everybody
@@ -951,7 +956,7 @@ MIXTURES = ((4, 256, 64), (4, 768, 256), (8, 512, 128), (16, 256, 32), (16, 512,
 
 
 def measure_steps(model: llama.Llama, rounds: int = 5) -> list[list[float]]:
-    """Real steps of lesson 04's engine on this machine: rows (T, R, pairs, keys, seconds), seconds the median.
+    """Real steps of the engine on this machine: rows (T, R, pairs, keys, seconds), seconds the median.
 
     Decodes, prompts, and both in one step. Contexts come from nowhere, as they do to a decoder: DecodeScheduler takes
     their keys and values for computed, and zeros cost as much as any other number.
@@ -963,14 +968,16 @@ def measure_steps(model: llama.Llama, rounds: int = 5) -> list[list[float]]:
     num_blocks = 2 + max(sum(-(-(S + 4) // 16) for _, S in work) for work in works)
     config = ChunkedConfig(longest, max(map(len, works)), 2 * longest)
     scheduler = DecodeScheduler(config, KVCacheManager(num_blocks, 16, longest))
-    core = continuous_batching.ModelEngineCore(scheduler, continuous_batching.ModelRunner(model, scheduler))
+    core = EngineCore(
+        scheduler, make_runner(model, config, num_blocks, 16, VllmConfig(attention_backend="paged", enforce_eager=True))
+    )
     for _ in range(rounds + 1):  # round and round, so that a slow moment of the machine does not hit one row alone
         for work, found in zip(works, seconds):
             found.append(time_step(core, work))
     return [[*features(work), statistics.median(found[1:])] for work, found in zip(works, seconds)]
 
 
-def time_step(core: continuous_batching.ModelEngineCore, work: Work) -> float:
+def time_step(core: EngineCore, work: Work) -> float:
     """Seconds of one step with this work. Those who decode have done one step before, so that only the new is new."""
     for i, (n, S) in enumerate(work):
         if n == 1:

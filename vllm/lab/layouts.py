@@ -1,4 +1,4 @@
-"""06c0 · Parallel layouts: experts dealt out to ranks, and what each layout costs. The lower half of lesson 06c.
+"""Parallel layouts: experts dealt out to ranks, and what each layout costs. For lesson 06c.
 
 A mixture-of-experts layer keeps E small MLPs and sends each token through k of them. Cut every expert into n slices,
 and the layer is lesson 05c's again. Deal whole experts out instead, and tokens must travel: to the ranks that have
@@ -27,9 +27,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from engine.distributed.group import GroupCoordinator
+
 kv_cache = common.lesson("01_kv_cache")
 tensor_parallel = common.lesson("05c_tensor_parallel")
-GroupCoordinator, Link = tensor_parallel.GroupCoordinator, tensor_parallel.Link
+Link = tensor_parallel.Link
 
 
 # --- 1. A mixture of experts, and the obvious way to compute it -------------------------------------------------------

@@ -1,4 +1,4 @@
-"""110 · Workload files: what `replay` reads, what it writes, and the knobs that a file may turn. A part of lesson 11.
+"""Workload files: what `replay` reads, what it writes, and the knobs that a file may turn. For lesson 11.
 
 A workload is a JSON object, {"name": "two", "config": {"num_blocks": 9}, "requests": [...]}. `config` turns knobs of
 the scheduler and its pool, each with a default. A request says when it arrives, what it reads, how much it may write

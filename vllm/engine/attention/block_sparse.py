@@ -1,28 +1,13 @@
-"""030 · Attention as a block-sparse matrix: the part of lesson 03 that says what FlashInfer is.
+"""Attention as a block-sparse matrix: FlashInfer's format and plan, in torch. Lesson 03 shows it; no backend runs it.
 
-A step's attention is a matrix: a row for each query, a column for each slot of the KV cache. Almost all of it is empty,
-and what is not comes in blocks: a tile of queries times a page of keys. FlashInfer stores it like any block-sparse
-matrix, by compressed rows (BSR), and everything it does for serving is done to that format:
-  * `BSR`: from lesson 02's block tables and back, query tiles, smaller pages, and a dense mask that says what it means;
-  * `cascade`: what several sequences share, as coarse rows of their own, merged by log-sum-exp: read once, not by each;
-  * `plan`: who computes what. All rows are cut into chunks of pages; each goes, costliest first, to the worker with
-    least, so that no processor waits for the longest sequence. Once per step, on the host;
-  * `run`: what the processors do, in each layer. It reads buffers whose shapes and addresses never change, which is
-    what a CUDA graph asks for: the next step writes a new plan into them and replays the old graph.
-Part 020 decodes on a CPU through such a matrix too, torch's own: its blocks are single slots. Here is no kernel: `run`
-computes in torch what a persistent grid of programs would. A kernel would also split the work by KV head.
-
-FlashInfer has several plans. `TwoStageHolisticPlan` is the one here, but takes chunks in the order of the batch, of
-128 keys or multiples of 256. `PrefillSM90Plan` puts the longest first, and splits nothing. `PrefillPlan`, behind the
-wrappers of vLLM, looks for the smallest chunk whose number fits the grid, and leaves the order to the hardware.
-
-Read for this: Ye et al. 2025 (FlashInfer) and its `include/flashinfer/attention/scheduler.cuh`, `docs/tutorials`;
-vLLM 0.32 `v1/attention/backends/flashinfer.py`.
+Owns the matrix (BSR), what sequences share in it, and who computes which part; called by lesson 03. It never runs a
+kernel: `run` computes what a persistent grid of programs would, which would split the work by KV head as well.
+vLLM: `vllm/v1/attention/backends/flashinfer.py`.
 """
 
 from __future__ import annotations
 
-import common  # first: it settles the device before torch is used
+import common
 
 import collections
 import heapq
@@ -33,7 +18,20 @@ from typing import NamedTuple
 
 import torch
 
-paged_attention = common.lesson("02_paged_attention")
+# A step's attention is a matrix: a row for each query, a column for each slot of the KV cache. Almost all of it is
+# empty, and what is not comes in blocks: a tile of queries times a page of keys. FlashInfer stores it like any
+# block-sparse matrix, by compressed rows (BSR), and everything it does for serving is done to that format:
+#   BSR      from block tables and back, query tiles, smaller pages;
+#   cascade  what several sequences share, as coarse rows of their own, merged by log-sum-exp: read once, not by each;
+#   plan     who computes what. All rows are cut into chunks of pages; each goes, costliest first, to the worker with
+#            least, so that no processor waits for the longest sequence. Once per step, on the host;
+#   run      what the processors do, in each layer. It reads buffers whose shapes and addresses never change, which is
+#            what a CUDA graph asks for: the next step writes a new plan into them and replays the old graph.
+#
+# FlashInfer has several plans (`include/flashinfer/attention/scheduler.cuh`). `TwoStageHolisticPlan` is the one here,
+# but takes chunks in the order of the batch, of 128 keys or multiples of 256. `PrefillSM90Plan` puts the longest first,
+# and splits nothing. `PrefillPlan`, behind the wrappers of vLLM, looks for the smallest chunk whose number fits the
+# grid, and leaves the order to the hardware. Ye et al. 2025.
 
 # --- The format -------------------------------------------------------------------------------------------------------
 
@@ -60,10 +58,14 @@ Row = tuple[int, Sequence[int], int]  # queries, pages, keys
 def from_rows(rows: Iterable[Row], page_size: int, causal: bool = True) -> BSR:
     """Rows one under another. Pages behind a row's last key, such as a table's padding, are left out."""
     rows = [(n, list(pages[: -(-S // page_size)]), S) for n, pages, S in rows]
-    return BSR([0, *itertools.accumulate(n for n, _, _ in rows)],
-               [0, *itertools.accumulate(len(pages) for _, pages, _ in rows)],
-               [page for _, pages, _ in rows for page in pages],
-               [(S - 1) % page_size + 1 if S else 0 for *_, S in rows], page_size, causal)  # fmt: skip
+    return BSR(
+        [0, *itertools.accumulate(n for n, _, _ in rows)],
+        [0, *itertools.accumulate(len(pages) for _, pages, _ in rows)],
+        [page for _, pages, _ in rows for page in pages],
+        [(S - 1) % page_size + 1 if S else 0 for *_, S in rows],
+        page_size,
+        causal,
+    )
 
 
 def rows_of(bsr: BSR) -> Iterator[Row]:
@@ -74,8 +76,9 @@ def rows_of(bsr: BSR) -> Iterator[Row]:
         yield n, pages, (len(pages) - 1) * bsr.page_size + last if pages else 0
 
 
-def from_block_table(block_table: torch.Tensor, seq_lens: torch.Tensor, query_lens: Sequence[int],
-                     page_size: int) -> BSR:  # fmt: skip
+def from_block_table(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, query_lens: Sequence[int], page_size: int
+) -> BSR:
     """One row per sequence (vLLM: `FlashInferMetadataBuilder._compute_flashinfer_kv_metadata`).
 
     Shapes: block_table [B, W], padded with the null block; seq_lens [B]; query_lens [B], at most seq_lens.
@@ -93,8 +96,11 @@ def to_block_table(bsr: BSR) -> tuple[torch.Tensor, torch.Tensor]:
 
 def tiled(bsr: BSR, tile: int) -> BSR:
     """Rows of at most `tile` queries. A causal tile ends at its last query's own key, so the mask keeps its meaning."""
-    tiles = [(min(tile, n - i), pages, S - max(n - i - tile, 0) * bsr.causal)
-             for n, pages, S in rows_of(bsr) for i in range(0, n, tile)]  # fmt: skip
+    tiles = [
+        (min(tile, n - i), pages, S - max(n - i - tile, 0) * bsr.causal)
+        for n, pages, S in rows_of(bsr)
+        for i in range(0, n, tile)
+    ]
     return from_rows(tiles, bsr.page_size, bsr.causal)
 
 
@@ -104,29 +110,6 @@ def refined(bsr: BSR, page_size: int) -> BSR:
     k = bsr.page_size // page_size
     rows = [(n, [p * k + j for p in pages for j in range(k)], S) for n, pages, S in rows_of(bsr)]
     return from_rows(rows, page_size, bsr.causal)
-
-
-def dense_mask(bsr: BSR, num_slots: int) -> torch.Tensor:
-    """What the matrix means, obviously right: bool [T, num_slots], does query t see the key in that slot?"""
-    mask = torch.zeros(bsr.qo_indptr[-1], num_slots, dtype=torch.bool)
-    for start, (n, pages, S) in zip(bsr.qo_indptr, rows_of(bsr)):
-        for i in range(n):
-            for j in range(S - n + i + 1 if bsr.causal else S):
-                mask[start + i, pages[j // bsr.page_size] * bsr.page_size + j % bsr.page_size] = True
-    return mask
-
-
-def naive_attention(q: torch.Tensor, kv_cache: torch.Tensor, bsr: BSR) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every query against every slot of the cache, masked, in fp64: (o [T, Hq, D], lse [T, Hq]).
-
-    Shapes: q [T, Hq, D], kv_cache [2, num_blocks, page_size, Hkv, D]. A query that sees nothing: o 0, lse −∞.
-    """
-    kv = kv_cache.double().flatten(1, 2).repeat_interleave(q.shape[1] // kv_cache.shape[3], 2)  # [2, slots, Hq, D]
-    mask = dense_mask(bsr, kv.shape[1]).to(q.device)
-    k, v = torch.where(mask.any(0)[:, None, None], kv, 0)  # an empty slot may hold anything, NaN included
-    s = torch.einsum("thd,shd->ths", q.double(), k) / math.sqrt(q.shape[2])
-    s = s.masked_fill(~mask[:, None], -math.inf)
-    return torch.einsum("ths,shd->thd", s.softmax(-1).nan_to_num(0), v), s.logsumexp(-1)
 
 
 # --- Composable formats: what is shared is read once ------------------------------------------------------------------
@@ -169,7 +152,9 @@ def merge_states(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torc
     return (weights[..., None] * o).sum(0), total
 
 
-def kv_bytes(levels: Sequence[BSR], tile: int, Hq: int, Hkv: int, D: int, itemsize: int = 2) -> int:
+def kv_bytes(  # noqa: PLR0913  a batch, a tile, and the shape of the heads
+    levels: Sequence[BSR], tile: int, Hq: int, Hkv: int, D: int, itemsize: int = 2
+) -> int:
     """Bytes of keys and values that a layer reads: each tile reads its row's once. `tile` counts rows of a tensor-core
     tile, at least Hq / Hkv: the query heads of a KV head lie side by side in it (GQA: one read serves them all)."""
     keys = sum(S for level in levels for _, _, S in rows_of(tiled(level, tile * Hkv // Hq)))
@@ -200,8 +185,11 @@ def split(bsr: BSR, num_workers: int) -> list[Chunk]:
     batch, buffers of these sizes hold its plan and its partial results.
     """
     limit, size = max(1, -(-len(bsr.indices) // num_workers)), bsr.page_size
-    return [Chunk(r, p, last := min(p + limit, len(pages)), cost(n, min(last * size, S) - p * size))
-            for r, (n, pages, S) in enumerate(rows_of(bsr)) for p in range(0, len(pages), limit)]  # fmt: skip
+    return [
+        Chunk(r, p, last := min(p + limit, len(pages)), cost(n, min(last * size, S) - p * size))
+        for r, (n, pages, S) in enumerate(rows_of(bsr))
+        for p in range(0, len(pages), limit)
+    ]
 
 
 def balance(chunks: Sequence[Chunk], num_workers: int) -> list[list[int]]:
@@ -230,8 +218,9 @@ def gather(kv_cache: torch.Tensor, pages: torch.Tensor, keys: int) -> torch.Tens
     return kv_cache[:, pages].flatten(1, 2)[:, :keys]
 
 
-def attend(q: torch.Tensor, kv_cache: torch.Tensor, pages: torch.Tensor, start: int, S: int,
-           causal: bool) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def attend(  # noqa: PLR0913  a row is its queries, pages, place and mask
+    q: torch.Tensor, kv_cache: torch.Tensor, pages: torch.Tensor, start: int, S: int, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A row's n queries against its keys [start, S), as far as `pages` hold them: (o [n, Hq, D], lse [n, Hq])."""
     (n, Hq, D), (page_size, Hkv) = q.shape, kv_cache.shape[2:4]
     k, v = gather(kv_cache, pages, min(len(pages) * page_size, S - start)).transpose(1, 2)  # [Hkv, keys, D]
@@ -248,9 +237,18 @@ def attend(q: torch.Tensor, kv_cache: torch.Tensor, pages: torch.Tensor, start: 
 class BlockSparseAttention:
     """`plan` once per step, `run` once per layer (FlashInfer: `BatchAttention`). All buffers are made here, once."""
 
-    def __init__(self, num_workers: int, max_rows: int, max_pages: int, tile: int, Hq: int, D: int) -> None:
-        sizes = {"qo_indptr": max_rows + 1, "indptr": max_rows + 1, "indices": max_pages, "kv_len": max_rows,
-                 "work_indptr": num_workers + 1, "merge_indptr": max_rows + 1, "causal": 1}  # fmt: skip
+    def __init__(  # noqa: PLR0913  the sizes of all buffers
+        self, num_workers: int, max_rows: int, max_pages: int, tile: int, Hq: int, D: int
+    ) -> None:
+        sizes = {
+            "qo_indptr": max_rows + 1,
+            "indptr": max_rows + 1,
+            "indices": max_pages,
+            "kv_len": max_rows,
+            "work_indptr": num_workers + 1,
+            "merge_indptr": max_rows + 1,
+            "causal": 1,
+        }
         ints = {"dtype": torch.int32, "device": common.device()}
         self.buffers = {name: torch.zeros(size, **ints) for name, size in sizes.items()}
         self.buffers["work"] = torch.zeros(max_rows + num_workers, 4, **ints)  # row, first page, last page, part
@@ -262,8 +260,10 @@ class BlockSparseAttention:
         """Write a batch's work list and merge list. Raises ValueError if it has more rows or pages than agreed."""
         bsr = tiled(bsr, self.tile)
         if len(bsr.last_page_len) > self.max_rows or len(bsr.indices) > self.max_pages:
-            raise ValueError(f"{len(bsr.last_page_len)} rows and {len(bsr.indices)} pages; "
-                             f"allowed: {self.max_rows} and {self.max_pages}")  # fmt: skip
+            raise ValueError(
+                f"{len(bsr.last_page_len)} rows and {len(bsr.indices)} pages; "
+                f"allowed: {self.max_rows} and {self.max_pages}"
+            )
         chunks = split(bsr, self.num_workers)
         assigned = balance(chunks, self.num_workers)
         counts = collections.Counter(chunk.row for chunk in chunks)
@@ -297,8 +297,9 @@ class BlockSparseAttention:
             for row, first, last, part in at["work"][at["work_indptr"][w] : at["work_indptr"][w + 1]]:
                 queries = slice(at["qo_indptr"][row], at["qo_indptr"][row + 1])
                 pages = self.buffers["indices"][at["indptr"][row] + first : at["indptr"][row] + last]
-                state = attend(q[queries], kv_cache, pages, first * kv_cache.shape[2], at["kv_len"][row],
-                               bool(at["causal"][0]))  # fmt: skip
+                state = attend(
+                    q[queries], kv_cache, pages, first * kv_cache.shape[2], at["kv_len"][row], bool(at["causal"][0])
+                )
                 if part < 0:
                     o[queries], lse[queries] = state
                 else:
@@ -310,41 +311,3 @@ class BlockSparseAttention:
                 n = queries.stop - queries.start
                 o[queries], lse[queries] = merge_states(self.parts[parts, :n], self.part_lse[parts, :n])
         return o, lse
-
-
-# --- What the text quotes ---------------------------------------------------------------------------------------------
-
-# A decode step of an 8B Llama in bf16 on an H200 of 132 multiprocessors: 32 sequences, blocks of 16.
-WORKERS, PAGE, HEADS = 132, 16, {"Hq": 32, "Hkv": 8, "D": 128}
-SKEWED = [32_768] + [1_024] * 31
-PREFIX, OWN, SEQUENCES = 2_048, 128, 32
-
-
-def decode_rows(seq_lens: Sequence[int], shared: int = 0) -> BSR:
-    """One query per sequence; all begin with the same `shared` tokens."""
-    new = itertools.count(1 + shared // PAGE)
-    prefix = list(range(1, 1 + shared // PAGE))
-    return from_rows([(1, prefix + [next(new) for _ in range(-(-(S - shared) // PAGE))], S) for S in seq_lens], PAGE)
-
-
-def facts() -> dict:
-    """The deterministic numbers that lesson 03 quotes: costs in keys, bytes of one layer."""
-    skewed = decode_rows(SKEWED)
-    whole, chunks = split(skewed, 1), split(skewed, WORKERS)  # one worker's even share is everything: a chunk per row
-    shared = decode_rows([PREFIX + OWN] * SEQUENCES, PREFIX)
-    # A tile of 128 rows holds the 32 · 4 query heads that share a KV head: saved = (sequences − tiles) · prefix.
-    flat, cascaded = kv_bytes([shared], 128, **HEADS), kv_bytes(cascade(shared), 128, **HEADS)
-    return {
-        "plan": {"per_request": makespan(whole, WORKERS), "balanced": makespan(chunks, WORKERS),
-                 "even": sum(chunk.cost for chunk in chunks) / WORKERS, "chunks": len(chunks)},
-        "cascade": {"flat": flat, "cascaded": cascaded, "ratio": flat / cascaded},
-    }  # fmt: skip
-
-
-def show() -> None:
-    """For lesson 03's output: skewed lengths, planned and run, against lesson 02's attention through block tables."""
-    q, kv_cache, block_table, seq_lens = paged_attention.random_case((70, 1, 16, 3), 4, 4, 2, 8, torch.float32)
-    attention = BlockSparseAttention(num_workers=5, max_rows=8, max_pages=64, tile=16, Hq=4, D=8)
-    attention.plan(from_block_table(block_table, seq_lens, [1] * 4, 4))
-    ref = paged_attention.paged_decode_reference(q, kv_cache, block_table, seq_lens)
-    common.check("block-sparse, planned for 5 workers", attention.run(q, kv_cache)[0], ref)

@@ -1,39 +1,14 @@
-"""031 · Warps that take turns: lesson 03's kernel for Hopper, the way of FlashAttention-3. The part that needs Gluon.
+"""Warps that take turns: lesson 03's kernel for long prompts on Hopper, the way of FlashAttention-3, in Gluon.
 
-In lesson 03's kernel all warps do the same, one step after the other: load, multiply, exponentiate, multiply. Triton
-overlaps some of it, and a second program on the same multiprocessor fills some of the gaps, by chance. Here the overlap
-is written down. A program's warps form three groups, and each does one thing:
-
-    loader   one warp: asks the TMA unit for tiles of K and V as soon as a place in shared memory is free
-    group 0  four warps: queries 0-63 of the tile against all keys     while one group takes its exponentials,
-    group 1  four warps: queries 64-127                                the tensor cores work for the other
-
-They meet at mbarriers: words in shared memory that count arrivals and bytes. A place is `ready` when the TMA unit has
-written all its bytes, and `free` when both groups have read it. Each round of the ring flips the barrier's phase.
-
-Within a group, too, products run beside exponentials: the next scores are ordered before the last product is there:
-
-    order S(j) = Q K(j)^T                  the tensor cores compute S(j), then O += P(j-1) V(j-1)
-    order O += P(j-1) V(j-1)
-    wait for S(j); P(j) = exp2(S(j) - m)   meanwhile
-    wait for O; multiply it by alpha
-
-It fits the registers: of a thread's, O takes 64, S 64 and P 32. At launch each of 384 threads has 65,536 / 384, so 168;
-the loader's group keeps 24 of them, and the two others take 240.
-
-Triton cannot say this: there the compiler decides who does what. Gluon, which comes with it, is the same language one
-floor below: layouts, shared memory, barriers and products that nobody waits for are part of the program. Triton's
-interpreter does not know it. On a CPU tests run this source with threads for groups of warps, compile it and read the
-machine code; on a GPU they check its numbers.
-
-Keys are counted from the end. Tile 0 ends with the last key that the program may see, so in causal attention it alone
-is on the diagonal. The last tile begins at key 0, may overlap the one before it, and masks what has been seen. So all
-rows that are loaded are the sequence's own (if it has 128), and one description of K serves the whole batch: lesson
-03's kernel describes each sequence's rows anew, which costs every program microseconds.
-
-Read for this: Shah et al. 2024 (FlashAttention-3) and its `hopper/mainloop_fwd_sm90_tma_gmma_ws.hpp`; the tutorials of
-Gluon in Triton's repository; NVIDIA's PTX manual on `wgmma`, `mbarrier` and `setmaxnreg`.
+Owns the kernel and what it takes; called by lesson 03's `flash_attention` where it `fits`. It never decides anything
+else. vLLM: `vllm/vllm_flash_attn/`, whose `hopper/mainloop_fwd_sm90_tma_gmma_ws.hpp` is this loop.
 """
+
+# A kernel takes pointers, strides and constants, and Triton's stubs know the types of none, nor what its language does.
+# ruff: noqa: PLR0913
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -51,6 +26,38 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # until Triton 3.6
 BLOCK_M, BLOCK_N, PLACES = 128, 128, 2  # queries of a program, keys of a tile, tiles of K (and of V) on chip
+
+
+# In lesson 03's kernel all warps do the same, one step after the other: load, multiply, exponentiate, multiply. Triton
+# overlaps some of it, and a second program on the same multiprocessor fills some of the gaps, by chance. Here the
+# overlap is written down. A program's warps form three groups, and each does one thing:
+#
+#     loader   one warp: asks the TMA unit for tiles of K and V as soon as a place in shared memory is free
+#     group 0  four warps: queries 0-63 of the tile against all keys     while one group takes its exponentials,
+#     group 1  four warps: queries 64-127                                the tensor cores work for the other
+#
+# They meet at mbarriers: words in shared memory that count arrivals and bytes. A place is `ready` when the TMA unit has
+# written all its bytes, and `free` when both groups have read it. Each round of the ring flips the barrier's phase.
+#
+# Within a group, too, products run beside exponentials: the next scores are ordered before the last product is there:
+#
+#     order S(j) = Q K(j)^T                  the tensor cores compute S(j), then O += P(j-1) V(j-1)
+#     order O += P(j-1) V(j-1)
+#     wait for S(j); P(j) = exp2(S(j) - m)   meanwhile
+#     wait for O; multiply it by alpha
+#
+# It fits the registers: of a thread's, O takes 64, S 64 and P 32. At launch each of 384 threads has 65,536 / 384, so
+# 168; the loader's group keeps 24 of them, and the two others take 240.
+#
+# Triton cannot say this: there the compiler decides who does what. Gluon, which comes with it, is the same language one
+# floor below: layouts, shared memory, barriers and products that nobody waits for are part of the program. Triton's
+# interpreter does not know it. On a CPU tests run this source with threads for groups of warps, compile it and read the
+# machine code; on a GPU they check its numbers.
+#
+# Keys are counted from the end. Tile 0 ends with the last key that the program may see, so in causal attention it alone
+# is on the diagonal. The last tile begins at key 0, may overlap the one before it, and masks what has been seen. So all
+# rows that are loaded are the sequence's own (if it has 128), and one description of K serves the whole batch: lesson
+# 03's kernel describes each sequence's rows anew, which costs every program microseconds.
 
 
 # --- The loader -----------------------------------------------------------------------------------------------------
@@ -155,10 +162,52 @@ def attend(q_s, k_s, v_s, l_s, q_ready, k_ready, k_free, v_ready, v_free, out_pt
     p = gl.convert_layout(p.to(k_s.dtype), OPERAND)
 
     whole = num_tiles if end % BLOCK_N == 0 else num_tiles - 1  # the last may overlap
-    acc, m, l, p = attend_to_tiles(1, whole, acc, m, l, p, q, k_s, v_s, l_s, k_ready, k_free, v_ready, v_free,
-                                   scale, position, end, False, CAUSAL, BLOCK_N, PLACES)  # fmt: skip
-    acc, m, l, p = attend_to_tiles(gl.maximum(whole, 1), num_tiles, acc, m, l, p, q, k_s, v_s, l_s, k_ready, k_free,
-                                   v_ready, v_free, scale, position, end, True, CAUSAL, BLOCK_N, PLACES)  # fmt: skip
+    acc, m, l, p = attend_to_tiles(
+        1,
+        whole,
+        acc,
+        m,
+        l,
+        p,
+        q,
+        k_s,
+        v_s,
+        l_s,
+        k_ready,
+        k_free,
+        v_ready,
+        v_free,
+        scale,
+        position,
+        end,
+        False,
+        CAUSAL,
+        BLOCK_N,
+        PLACES,
+    )
+    acc, m, l, p = attend_to_tiles(
+        gl.maximum(whole, 1),
+        num_tiles,
+        acc,
+        m,
+        l,
+        p,
+        q,
+        k_s,
+        v_s,
+        l_s,
+        k_ready,
+        k_free,
+        v_ready,
+        v_free,
+        scale,
+        position,
+        end,
+        True,
+        CAUSAL,
+        BLOCK_N,
+        PLACES,
+    )
 
     last = num_tiles - 1
     mbarrier.wait(v_ready.index(last % PLACES), last // PLACES & 1)
@@ -174,8 +223,11 @@ def attend(q_s, k_s, v_s, l_s, q_ready, k_ready, k_free, v_ready, v_free, out_pt
     out = acc / gl.convert_layout(l, gl.SliceLayout(1, OUT))[:, None]
     out_row = 64 * GROUP + gl.arange(0, 64, gl.SliceLayout(1, OUT))
     column = gl.arange(0, D, gl.SliceLayout(0, OUT))
-    gl.store(out_ptr + out_row[:, None] * out_stride + column[None, :], out.to(out_ptr.dtype.element_ty),
-             mask=(out_row < rows_left)[:, None] & (column < D)[None, :])  # fmt: skip
+    gl.store(
+        out_ptr + out_row[:, None] * out_stride + column[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=(out_row < rows_left)[:, None] & (column < D)[None, :],
+    )
     gl.store(lse_ptr + row, (m + gl.log2(l)) * 0.6931471805599453, mask=row < rows_left)  # ln 2
 
 
@@ -233,15 +285,93 @@ def warp_specialized_attention_kernel(
         out_ptr += row.to(gl.int64) * (Hq * D) + head * D
         lse_ptr += head.to(gl.int64) * T + row
         gl.warp_specialize(
-            [(attend, (q_s, k_s, v_s, l_s.index(0), q_ready, k_ready, k_free, v_ready, v_free, out_ptr, lse_ptr, Hq * D,
-                       scale, first, left, S, end, num_kv_tiles, gl.constexpr(0), CAUSAL, BLOCK_N, D, PLACES)),
-             (attend, (q_s, k_s, v_s, l_s.index(1), q_ready, k_ready, k_free, v_ready, v_free, out_ptr, lse_ptr, Hq * D,
-                       scale, first, left, S, end, num_kv_tiles, gl.constexpr(1), CAUSAL, BLOCK_N, D, PLACES)),
-             (load_tiles, (q_rows, k_rows, v_rows, q_s, k_s, v_s, q_ready, k_ready, k_free, v_ready, v_free,
-                           row, head * q_head_stride, key_start, kv_head * k_head_stride, kv_head * v_head_stride,
-                           end, num_kv_tiles, BLOCK_N, D, PLACES))],
-            [4, 1], [240, 24],
-        )  # fmt: skip
+            [
+                (
+                    attend,
+                    (
+                        q_s,
+                        k_s,
+                        v_s,
+                        l_s.index(0),
+                        q_ready,
+                        k_ready,
+                        k_free,
+                        v_ready,
+                        v_free,
+                        out_ptr,
+                        lse_ptr,
+                        Hq * D,
+                        scale,
+                        first,
+                        left,
+                        S,
+                        end,
+                        num_kv_tiles,
+                        gl.constexpr(0),
+                        CAUSAL,
+                        BLOCK_N,
+                        D,
+                        PLACES,
+                    ),
+                ),
+                (
+                    attend,
+                    (
+                        q_s,
+                        k_s,
+                        v_s,
+                        l_s.index(1),
+                        q_ready,
+                        k_ready,
+                        k_free,
+                        v_ready,
+                        v_free,
+                        out_ptr,
+                        lse_ptr,
+                        Hq * D,
+                        scale,
+                        first,
+                        left,
+                        S,
+                        end,
+                        num_kv_tiles,
+                        gl.constexpr(1),
+                        CAUSAL,
+                        BLOCK_N,
+                        D,
+                        PLACES,
+                    ),
+                ),
+                (
+                    load_tiles,
+                    (
+                        q_rows,
+                        k_rows,
+                        v_rows,
+                        q_s,
+                        k_s,
+                        v_s,
+                        q_ready,
+                        k_ready,
+                        k_free,
+                        v_ready,
+                        v_free,
+                        row,
+                        head * q_head_stride,
+                        key_start,
+                        kv_head * k_head_stride,
+                        kv_head * v_head_stride,
+                        end,
+                        num_kv_tiles,
+                        BLOCK_N,
+                        D,
+                        PLACES,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [240, 24],
+        )
 
 
 def describe_rows(x: Tensor, rows: int) -> TensorDescriptor:
@@ -249,8 +379,9 @@ def describe_rows(x: Tensor, rows: int) -> TensorDescriptor:
     T, H, D = x.shape
     dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
     width = (H - 1) * x.stride(1) + D
-    return TensorDescriptor(x, [T, width], [x.stride(0), 1], [rows, D],
-                            gl.NVMMASharedLayout.get_default_for([rows, D], dtype))  # fmt: skip
+    return TensorDescriptor(
+        x, [T, width], [x.stride(0), 1], [rows, D], gl.NVMMASharedLayout.get_default_for([rows, D], dtype)
+    )
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, max_query_len: int, window: int | None) -> bool:
@@ -265,9 +396,19 @@ def fits(q: Tensor, k: Tensor, v: Tensor, max_query_len: int, window: int | None
     return window is None and q.dtype in (torch.bfloat16, torch.float16) and rows and long
 
 
-def warp_specialized_attention(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor, seq_start_loc: Tensor,
-                               max_query_len: int, heads_per_group: int, causal: bool, scale: float, out: Tensor,
-                               lse: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
+def warp_specialized_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start_loc: Tensor,
+    seq_start_loc: Tensor,
+    max_query_len: int,
+    heads_per_group: int,
+    causal: bool,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Lesson 03's `flash_attention` for what `fits`, on Hopper.
 
     Semantics: o_t = Σ_s softmax_s(scale · q_t·k_s) v_s over the visible s of t's own sequence; lse_t = log Σ_s exp(…).
@@ -277,9 +418,27 @@ def warp_specialized_attention(q: Tensor, k: Tensor, v: Tensor, query_start_loc:
     (T, Hq, D), Hkv = q.shape, k.shape[1]
     num_tiles = common.triton.cdiv(max_query_len, BLOCK_M)
     warp_specialized_attention_kernel[((len(query_start_loc) - 1) * Hq * num_tiles,)](
-        describe_rows(q, 64), describe_rows(k, BLOCK_N), describe_rows(v, BLOCK_N), out, lse,
-        query_start_loc, seq_start_loc, scale * math.log2(math.e), T, num_tiles, heads_per_group,
-        q.stride(1), k.stride(1), v.stride(1), Hq=Hq, Hkv=Hkv, D=D, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, PLACES=PLACES,
-        CAUSAL=causal, num_warps=4,
-    )  # fmt: skip
+        describe_rows(q, 64),
+        describe_rows(k, BLOCK_N),
+        describe_rows(v, BLOCK_N),
+        out,
+        lse,
+        query_start_loc,
+        seq_start_loc,
+        scale * math.log2(math.e),
+        T,
+        num_tiles,
+        heads_per_group,
+        q.stride(1),
+        k.stride(1),
+        v.stride(1),
+        Hq=Hq,
+        Hkv=Hkv,
+        D=D,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        PLACES=PLACES,
+        CAUSAL=causal,
+        num_warps=4,
+    )
     return out, lse

@@ -1,18 +1,8 @@
-"""020 · Paged attention without a kernel: the part of lesson 02 that a CPU runs.
+"""Paged attention without a kernel: what a CPU runs, planned once per step and called in every layer.
 
-Where Triton has no GPU, attention through a block table is made of torch's operations. Two ways, each planned once per
-step, because where a sequence's keys lie is the same in every layer:
-  * gathered: copy the blocks into a contiguous buffer, then SDPA. Any dtype; every key is read, written, read again;
-  * in place: torch has no paged attention, but it has both its halves. `sampled_addmm` computes those elements of a
-    matrix product that a sparse matrix names: Q Kᵀ, at the slots of the block table. `embedding_bag` adds up rows of a
-    table, each times a weight: P V. With softmax between them nothing is copied. Torch has the first for fp32 and fp64
-    only: of a 16-bit model the keys are copied, and the values read in place.
-Lesson 02's engine, and with it every later one, decodes in place on a CPU; what is gathered is the reference for it,
-serves several tokens of a sequence at once, and is how the quantized caches of companion 05d and the latent ones of
-lesson 09 are read.
-
-Read for this: Kwon et al. 2023 (PagedAttention); vLLM 0.32 `v1/attention/backends/cpu_attn.py`, which
-calls kernels in C++.
+Owns the plans and the operations of torch that follow them; called by the caches of lessons 02, 09 and 10 and by
+`quantization.kv_cache`. It never writes to a cache. vLLM: `vllm/v1/attention/backends/cpu_attn.py`, which calls kernels
+in C++.
 """
 
 from __future__ import annotations
@@ -27,6 +17,15 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
+# Where a sequence's keys lie is the same in every layer, so a plan is made once per step. Two ways:
+#   gathered: copy the blocks into a contiguous buffer, then SDPA. Any dtype; every key is read, written, read again.
+#   in place: torch has no paged attention, but it has both its halves. `sampled_addmm` computes those elements of a
+#             matrix product that a sparse matrix names: Q Kᵀ, at the slots of the block table. `embedding_bag` adds up
+#             rows of a table, each times a weight: P V. With softmax between them nothing is copied. Torch has the
+#             first for fp32 and fp64 only: of a 16-bit model the keys are copied, and the values read in place.
+# Decodes go in place. What is gathered is the reference for it, serves several tokens of a sequence at once, and is how
+# the caches of few bits and lesson 09's latent ones are read.
+
 # Torch says so for every sparse matrix in this layout, whatever is done with it (the second only in 2.11).
 warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
 warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
@@ -35,8 +34,9 @@ Plan = list[tuple[torch.Tensor, ...]]  # for each group of sequences: rows of th
 Decode = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # q [B n, Hq, D], a layer's kv_cache -> [B n, Hq, D]
 
 
-def plan_decode(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor, num_heads: int,
-                query_len: int = 1) -> Decode:  # fmt: skip
+def plan_decode(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor, num_heads: int, query_len: int = 1
+) -> Decode:
     """The plan of a step, as a function to call in each layer: it computes what lesson 02's `paged_decode` computes.
 
     Shapes: block_table [B, W], seq_lens [B], kv_cache that of any layer; `num_heads` is Hq, `query_len` the number n of
@@ -54,8 +54,9 @@ def plan_decode(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: tor
 FEW_TOKENS = 16  # up to so many of a sequence are attended to like a decode
 
 
-def plan_few(block_table: torch.Tensor, query_lens: Sequence[int], seq_lens: torch.Tensor, kv_cache: torch.Tensor,
-             num_heads: int) -> list[tuple[torch.Tensor, Decode]]:  # fmt: skip
+def plan_few(
+    block_table: torch.Tensor, query_lens: Sequence[int], seq_lens: torch.Tensor, kv_cache: torch.Tensor, num_heads: int
+) -> list[tuple[torch.Tensor, Decode]]:
     """For sequences that have few tokens in a step, one plan for each number of them: (rows of q, what to call).
 
     `query_lens` are the numbers of tokens of all sequences; q holds them one after another.
@@ -81,8 +82,9 @@ def decode(q: torch.Tensor, kv_cache: torch.Tensor, attend: Callable, plan: Plan
     return out
 
 
-def similar_lengths(block_table: torch.Tensor, seq_lens: torch.Tensor,
-                    size: int) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:  # fmt: skip
+def similar_lengths(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, size: int
+) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
     """Groups of sequences whose lengths differ by less than a factor of two, so padding stays below that; empty ones
     are in none. Yields rows of the batch, their blocks [b, w], and which slots hold a token [b, w * size]."""
     groups: dict[int, list[int]] = collections.defaultdict(list)
@@ -121,8 +123,9 @@ def gather_plan(block_table: torch.Tensor, seq_lens: torch.Tensor, shape: Sequen
     return plan
 
 
-def decode_gathered(q: torch.Tensor, kv_cache: torch.Tensor, source: torch.Tensor, dead: torch.Tensor,
-                    bias: torch.Tensor) -> torch.Tensor:  # fmt: skip
+def decode_gathered(
+    q: torch.Tensor, kv_cache: torch.Tensor, source: torch.Tensor, dead: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
     """What `paged_decode` computes, for a group of b sequences, by gathering: q [b n, Hq, D] -> [b n, Hq, D]."""
     (Hq, D), (size, Hkv), (b, _, n, _) = q.shape[1:], kv_cache.shape[2:4], bias.shape
     kv = kv_cache.view(-1, size * Hkv * D).index_select(0, source).view(-1, Hkv * D)
@@ -138,8 +141,9 @@ def decode_gathered(q: torch.Tensor, kv_cache: torch.Tensor, source: torch.Tenso
 # --- In place -------------------------------------------------------------------------------------------------------
 
 
-def score_places(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor, num_heads: int
-                 ) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor]]:  # fmt: skip
+def score_places(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor, num_heads: int
+) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor]]:
     """For each group: rows of the batch; for each of its scores, b · Hq rows of S, the place of the key and value that
     it is about [b · Hq · S]; where each row begins [b · Hq + 1]; which of the S positions hold a token [b, S].
 
@@ -157,8 +161,7 @@ def score_places(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: to
         yield rows, places.to(index), starts, live
 
 
-def in_place_plan(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor,
-                  num_heads: int) -> Plan:  # fmt: skip
+def in_place_plan(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor, num_heads: int) -> Plan:
     """For each group: (rows of the batch, the positions of its scores as a sparse matrix, bias to add to scores).
 
     The matrix has a row for each query head of each sequence and a column for each slot and KV head of the cache.
@@ -173,8 +176,7 @@ def in_place_plan(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: t
     return plan
 
 
-def decode_in_place(q: torch.Tensor, kv_cache: torch.Tensor, scores: torch.Tensor,
-                    bias: torch.Tensor) -> torch.Tensor:  # fmt: skip
+def decode_in_place(q: torch.Tensor, kv_cache: torch.Tensor, scores: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """What `paged_decode` computes, for a group of b sequences, from keys and values where they lie.
 
     Semantics: s = Q Kᵀ / √D at the plan's positions, p = softmax(s + bias), o = Σ_j p_j v_j over the same positions.
@@ -184,13 +186,12 @@ def decode_in_place(q: torch.Tensor, kv_cache: torch.Tensor, scores: torch.Tenso
     keys, values = kv_cache.view(2, -1, D)  # a row for each slot and KV head
     torch.sparse.sampled_addmm(scores, q.reshape(-1, D), keys.T, beta=0, alpha=D**-0.5, out=scores)
     p = (scores.values().view(b, Hq, -1) + bias).softmax(-1)
-    o = F.embedding_bag(scores.col_indices(), values, scores.crow_indices(), mode="sum",
-                        per_sample_weights=p.flatten(), include_last_offset=True)  # fmt: skip
+    places, starts = scores.col_indices(), scores.crow_indices()
+    o = F.embedding_bag(places, values, starts, mode="sum", per_sample_weights=p.flatten(), include_last_offset=True)
     return o.view(b, Hq, D)
 
 
-def copied_keys_plan(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor,
-                     num_heads: int) -> Plan:  # fmt: skip
+def copied_keys_plan(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache: torch.Tensor, num_heads: int) -> Plan:
     """For each group: (rows of the batch, keys to copy, bias to add to scores, and for the sums over values the places
     and the starts of `score_places`). Keys [b · Hkv · S], bias [b · Hkv, 1, S]."""
     Hkv, plan = kv_cache.shape[3], []
@@ -203,8 +204,14 @@ def copied_keys_plan(block_table: torch.Tensor, seq_lens: torch.Tensor, kv_cache
     return plan
 
 
-def decode_copied_keys(q: torch.Tensor, kv_cache: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor,
-                       places: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:  # fmt: skip
+def decode_copied_keys(  # noqa: PLR0913  a query, a layer, and the four parts of its plan
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    keys: torch.Tensor,
+    bias: torch.Tensor,
+    places: torch.Tensor,
+    starts: torch.Tensor,
+) -> torch.Tensor:
     """What `decode_in_place` computes, for 16-bit caches: q [b, Hq, D] -> [b, Hq, D].
 
     Keys are copied as fp32, since torch's product of 16-bit matrices rounds each score to 16 bits.
@@ -216,3 +223,15 @@ def decode_copied_keys(q: torch.Tensor, kv_cache: torch.Tensor, keys: torch.Tens
     p = s.softmax(-1).to(values.dtype).flatten()
     o = F.embedding_bag(places, values, starts, mode="sum", per_sample_weights=p, include_last_offset=True)
     return o.view(-1, Hq, D)
+
+
+# --- Prompts --------------------------------------------------------------------------------------------------------
+
+
+def prefill_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of a prompt: q [T, Hq, D], the last T of S positions; k, v [S, Hkv, D]. Kernel: lesson 03."""
+    T, S = len(q), len(k)
+    mask = None if T == S else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, H, T or S, D]
+    o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=T == S, enable_gqa=True)
+    return o[0].transpose(0, 1)

@@ -90,5 +90,9 @@ class FairRequestQueue:
         return sum(map(len, self.queues.values()))
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(sorted((request for queue in self.queues.values() for request in queue),
-                           key=lambda request: request.arrival_time))  # fmt: skip
+        return iter(
+            sorted(
+                (request for queue in self.queues.values() for request in queue),
+                key=lambda request: request.arrival_time,
+            )
+        )

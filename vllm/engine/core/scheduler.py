@@ -17,7 +17,7 @@ from engine.config import SchedulerConfig
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.queues import FairRequestQueue, FCFSRequestQueue, PriorityRequestQueue
 from engine.core.stats import SpecDecodingStats
-from engine.output import EngineCoreOutput, KVConnectorMetadata, KVConnectorOutput, SchedulerOutput
+from engine.output import EngineCoreOutput, KVConnectorOutput, SchedulerOutput
 from engine.request import NO_TOKEN, NO_TOKEN_ID, Request, RequestStatus, check_stop
 from engine.seams import Adapters, DraftPlan, SchedulerConnector
 
@@ -70,7 +70,6 @@ class Scheduler:
         self.long_prefill_cap = NO_CAP  # the most tokens that one request gets in it
 
         self.spec_decoding_stats = SpecDecodingStats()
-        self.kv_connector_metadata: KVConnectorMetadata | None = None  # the worker's orders for the last step
         self.waiting_for_remote_kvs: dict[str, Request] = {}  # they have blocks and no seat
         self.received: set[str] = set()  # of them: their keys and values have arrived
         self.held: dict[str, Request] = {}  # finished, and somebody still reads their blocks, or writes into them
@@ -109,7 +108,8 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Choose requests and token counts for the next step, and allocate the blocks that it will write."""
-        output = SchedulerOutput(finished_req_ids=self.finished_req_ids)
+        tables = self.kv_cache_manager.req_to_blocks
+        output = SchedulerOutput(finished_req_ids=self.finished_req_ids, block_tables=tables)
         self.finished_req_ids = []
         self.token_budget = self.max_num_scheduled_tokens
         self.long_prefill_cap = self._long_prefill_cap()
@@ -585,8 +585,7 @@ class Scheduler:
         if connector.needs_hashes:
             for request in self.running:
                 self.kv_cache_manager.update_block_hashes(request)
-        tables = self.kv_cache_manager.req_to_blocks
-        self.kv_connector_metadata = connector.build_connector_meta(output, tables)
+        output.kv_connector_metadata = connector.build_connector_meta(output, output.block_tables)
 
     def _lost(self, news: KVConnectorOutput) -> dict[Request, tuple[int, str]]:
         """Whose load has failed: up to which position its keys and values are there, and why not further."""

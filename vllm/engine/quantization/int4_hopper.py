@@ -1,23 +1,15 @@
-"""05b0 · Four-bit weights on an H100 or H200: lesson 05b's first kernel again, where instructions are scarce.
+"""Four-bit weights on an H100 or H200: `dequant_matmul`'s kernel once more, where instructions are scarce.
 
-An int4 layer reads about a quarter of bf16's bytes. Before it can be three times as fast, each code must become a
-number, and time for that is short. 4.8 TB/s are 36 GB/s for each of an H200's 132 SMs: at three times bf16's speed
-there are 4.6 instruction slots per weight (4 schedulers, 32 lanes, 1.98 GHz). An A10's 72 SMs get 8 GB/s each, which
-leaves 17. The plain kernel takes 3.3 and then waits at barriers; this one takes 1.7. Four ideas:
-
-  1. Addresses cost nothing. The copy engine (TMA) fetches whole tiles into a ring of stages in shared memory. A counter
-     there (mbarrier) knows how many bytes are still under way; threads wait for it, and for no load of their own.
-  2. Nothing moves between threads. Each thread reads 16 bytes of a row and keeps them: these 32 codes are its operand
-     of the tensor cores, if k is permuted. A sum over k is the same in any order, as long as x is permuted alike.
-  3. A code put into the last bits of bf16's 128 is 128 + code, exactly: seven instructions for eight weights.
-  4. Nothing is subtracted. s·Σ x·(q − z) = s·(Σ x·(128 + q) − (128 + z)·Σ x), and Σ x is one more product, with ones.
-
-It is written in Gluon: Triton's compiler with the layouts chosen by hand. No interpreter runs it, so the plain kernel
-stays the one to read, and serves every other machine and format. A part of lesson 05b, with no story of its own.
-
-Read for this: Frantar et al. 2024 (Marlin); NVIDIA's PTX ISA (`mma.m16n8k16`, `cp.async.bulk.tensor`, `mbarrier`);
-Triton's Gluon tutorials.
+Owns the kernel in Gluon and when it is taken; called by `dequant_matmul`, which serves every other machine and format.
+It never packs: `packed_weight.scale_words` has put scales and zeros in its order.
+vLLM: `csrc/quantization/machete/`, `vllm/model_executor/kernels/linear/mixed_precision/machete.py`.
 """
+
+# A kernel takes pointers, strides and constants, and Triton's stubs know the types of none, nor what its language does.
+# ruff: noqa: PLR0913
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -28,7 +20,7 @@ import types
 
 import torch
 
-from engine.quantization import formats
+from engine.quantization.packed_weight import PackedWeight, on_hopper
 
 if common.HAS_TRITON:
     from triton.experimental import gluon
@@ -45,6 +37,21 @@ BLOCK_N, TILE_K, STAGES = 128, 256, 2  # two stages a program, but four or five 
 SMS = 132
 
 # --- The kernel -----------------------------------------------------------------------------------------------------
+#
+# An int4 layer reads about a quarter of bf16's bytes. Before it can be three times as fast, each code must become a
+# number, and time for that is short. 4.8 TB/s are 36 GB/s for each of an H200's 132 SMs: at three times bf16's speed
+# there are 4.6 instruction slots per weight (4 schedulers, 32 lanes, 1.98 GHz). An A10's 72 SMs get 8 GB/s each, which
+# leaves 17. The plain kernel takes 3.3 and then waits at barriers; this one takes 1.7. Four ideas:
+#
+#   1. Addresses cost nothing. The copy engine (TMA) fetches whole tiles into a ring of stages in shared memory. A
+#      counter there (mbarrier) knows how many bytes are still under way; threads wait for it, for no load of theirs.
+#   2. Nothing moves between threads. Each thread reads 16 bytes of a row and keeps them: these 32 codes are its operand
+#      of the tensor cores, if k is permuted. A sum over k is the same in any order, as long as x is permuted alike.
+#   3. A code put into the last bits of bf16's 128 is 128 + code, exactly: seven instructions for eight weights.
+#   4. Nothing is subtracted. s·Σ x·(q − z) = s·(Σ x·(128 + q) − (128 + z)·Σ x), and Σ x is one more product, with ones.
+#
+# It is written in Gluon: Triton's compiler with the layouts chosen by hand. No interpreter runs it. Marlin (Frantar et
+# al. 2024) has ideas 2 and 3; NVIDIA's PTX manual describes `mma.m16n8k16`, `cp.async.bulk.tensor` and `mbarrier`.
 #
 # A tile is 128 outputs × 256 inputs, so a row has 128 bytes of codes and two groups, a and b. As in the plain
 # kernel, 16 bytes hold inputs 0–15 in their low halves and 16–31 in their high halves.
@@ -84,8 +91,12 @@ def decode_half(q, HALF: gl.constexpr):
     w = gl.inline_asm_elementwise(
         "{ .reg .b32 t; shr.b32 t, $2, " + ("4" if HALF else "0") + "; and.b32 t, t, 0x0F0F0F0F; "
         "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }",
-        "=r,=r,r", [q], gl.bfloat16, True, 4,
-    )  # fmt: skip
+        "=r,=r,r",
+        [q],
+        gl.bfloat16,
+        True,
+        4,
+    )
     w = gl.reshape(w, [q.shape[0] // 8, 2, 4, 2, 4, 4, 2, 2])  # row: 3–6, 2, 0–1; group, chunk, byte: 3–2, 1, 0
     return gl.split(gl.permute(w, [0, 2, 1, 5, 6, 4, 7, 3]))
 
@@ -114,22 +125,34 @@ def int4_kernel(codes, words, x, out, M, N, K, SPLIT_K, BLOCK_N: gl.constexpr, B
     # Layouts: where each bit of a thread's registers, of its lane and of its warp points to, [row, column].
     CODES: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 8], [0, 64], [8, 0], [64, 0]],
-        [[0, 16], [0, 32], [4, 0], [1, 0], [2, 0]], [[16, 0], [32, 0]], [], [BLOCK_N, 128])  # fmt: skip
+        [[0, 16], [0, 32], [4, 0], [1, 0], [2, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [BLOCK_N, 128],
+    )
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [4, 0]], [[0, 0], [0, 0], [0, 4], [0, 8], [0, 16]], [[1, 0], [2, 0]], [], [8, 32])  # fmt: skip
+        [[0, 1], [0, 2], [4, 0]], [[0, 0], [0, 0], [0, 4], [0, 8], [0, 16]], [[1, 0], [2, 0]], [], [8, 32]
+    )
     X: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 128]] + ([[8, 0]] if BLOCK_M == 16 else []),
-        [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]], [[0, 0], [0, 0]], [], [BLOCK_M, 256])  # fmt: skip
+        [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]],
+        [[0, 0], [0, 0]],
+        [],
+        [BLOCK_M, 256],
+    )
     row, split = gl.program_id(0) * BLOCK_N, gl.program_id(1)
     share = (K // 256 + SPLIT_K - 1) // SPLIT_K
     begin = split * share
     end = gl.minimum(begin + share, K // 256)
     word, words_of_tile = row // 16, (N + 15) // 16
-    sources, targets = (codes, words, x), (
-        gl.allocate_shared_memory(gl.uint8, [STAGES, BLOCK_N, 128], codes.layout),
-        gl.allocate_shared_memory(gl.int32, [STAGES, 8, 32], words.layout),
-        gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, 256], x.layout),
-    )  # fmt: skip
+    sources, targets = (
+        (codes, words, x),
+        (
+            gl.allocate_shared_memory(gl.uint8, [STAGES, BLOCK_N, 128], codes.layout),
+            gl.allocate_shared_memory(gl.int32, [STAGES, 8, 32], words.layout),
+            gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, 256], x.layout),
+        ),
+    )
     counters = (
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
@@ -175,11 +198,11 @@ def int4_kernel(codes, words, x, out, M, N, K, SPLIT_K, BLOCK_N: gl.constexpr, B
 # --- Its wrapper ----------------------------------------------------------------------------------------------------
 
 
-def takes(x: torch.Tensor, weight: formats.PackedWeight) -> bool:
+def takes(x: torch.Tensor, weight: PackedWeight) -> bool:
     """Does the kernel multiply these? x [M, K]: bf16 (in fp16 it would be 1024 + code, and Σ x·1024 costs accuracy), at
     most MOST_ROWS tokens, rows that TMA can read; a weight that was packed for it and has a tile's outputs (fewer
     are not trusted: with one, tests failed on an H200, nobody knows why); a GPU that has what it needs."""
-    if weight.words is None or len(weight.codes) < BLOCK_N or common.INTERPRET or not formats.on_hopper(x):
+    if weight.words is None or len(weight.codes) < BLOCK_N or common.INTERPRET or not on_hopper(x):
         return False
     aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     return x.dtype == torch.bfloat16 and 0 < len(x) <= MOST_ROWS and aligned and x.stride(0) >= x.shape[1]
@@ -193,7 +216,7 @@ def choose_split(N: int, K: int, M: int) -> int:
     return triton.cdiv(tiles, triton.cdiv(tiles, split))
 
 
-def int4_matmul(x: torch.Tensor, weight: formats.PackedWeight) -> torch.Tensor:
+def int4_matmul(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """A linear layer on four-bit weights, up to the last addition, for arguments that `takes` accepts.
 
     Semantics: out[i] = Σ x[m, k]·(q − z)·s over the i-th share of k. Products are exact, sums are fp32.
@@ -209,26 +232,18 @@ def int4_matmul(x: torch.Tensor, weight: formats.PackedWeight) -> torch.Tensor:
     split_k = choose_split(N, K, M)
     out = torch.empty(split_k, M, N, dtype=x.dtype if split_k == 1 else torch.float32, device=x.device)
     int4_kernel[(triton.cdiv(N, BLOCK_N), split_k)](
-        tiled(weight.codes, BLOCK_N, 128, gl.uint8), tiled(weight.words, 8, 32, gl.int32),
-        tiled(x, block_m, 256, gl.bfloat16), out, M, N, K, split_k, BLOCK_N=BLOCK_N, BLOCK_M=block_m, STAGES=STAGES,
-        num_warps=4, maxnreg=None if block_m == 8 else 168,  # else the assembler aims at 128, and spills
-    )  # fmt: skip
+        tiled(weight.codes, BLOCK_N, 128, gl.uint8),
+        tiled(weight.words, 8, 32, gl.int32),
+        tiled(x, block_m, 256, gl.bfloat16),
+        out,
+        M,
+        N,
+        K,
+        split_k,
+        BLOCK_N=BLOCK_N,
+        BLOCK_M=block_m,
+        STAGES=STAGES,
+        num_warps=4,
+        maxnreg=None if block_m == 8 else 168,  # else the assembler aims at 128, and spills
+    )
     return out
-
-
-# --- What it costs --------------------------------------------------------------------------------------------------
-
-# Instructions per warp in a turn of the loop of the plain kernel and of this one (up to 8 tokens), counted in Triton
-# 3.9's machine code, and the codes that a turn decodes. Four warps of a program have a scheduler each.
-LOOPS = {"plain": (428, 128 * 128), "hopper": (436, BLOCK_N * TILE_K)}
-CLOCK = 1.98e9  # of an H200
-
-
-def instruction_facts() -> dict[str, dict[str, float]]:
-    """Per loop: instructions, how many per weight (and lane), and µs for an H200 to issue them at 28,672 × 4,096;
-    and how many per weight an SM can issue in a third of the time that its share of the bandwidth needs for bf16."""
-    h200, a10 = (common.HARDWARE[name].bandwidth for name in ("H200 141GB", "A10 24GB"))
-    us = lambda n, codes: 28672 * 4096 / codes * n / SMS / CLOCK * 1e6  # noqa: E731
-    found = {name: {"instructions": n, "per_weight": n * 128 / codes, "us": us(n, codes)}
-             for name, (n, codes) in LOOPS.items()}  # fmt: skip
-    return found | {"slots": {"h200": 2 / 3 / h200 * SMS * CLOCK * 128, "a10": 2 / 3 / a10 * 72 * 1.695e9 * 128}}

@@ -1,50 +1,24 @@
-"""05d0 · Codes of a KV cache: what is stored of a key, and where in a page. The lower half of lesson 05d.
+"""Codes of a KV cache: what is stored of a key, and where in a page.
 
-A cached vector of D elements becomes D codes and what scales them: x̂ = scale · level(code) + mid. Here are the grids
-(E4M3, integers, Lloyd-Max), the rotation that may come first, the order of codes in bytes and of bytes in a page, and
-the naive reference that takes a page apart element by element; and the simulation of the page's widget. Kernels, cache
-and engine are in 05d.
-
-Read for this: Micikevicius et al. 2022 (FP8), Max 1960, Ashkboos et al. 2024 (QuaRot), Zandieh et al. 2025
-(TurboQuant).
+Owns the formats, the rotation that may come first, the order of codes in bytes and of bytes in a page, all in torch;
+called by `kv_write`, `kv_decode` and `kv_cache`, and by whoever counts a block's bytes. It never writes to a cache.
+vLLM: `vllm/config/cache.py:CacheDType`, `vllm/model_executor/layers/quantization/turboquant/`.
 """
 
 from __future__ import annotations
 
-import common  # first: it settles the device before torch is used
+from common import InputError
 
 import dataclasses
 import functools
 import itertools
 import math
-from typing import Any
 
-import numpy as np
 import torch
 
 import llama
 
-# --- The formats, by definition -------------------------------------------------------------------------------------
-
-
-def e4m3_value(byte: int) -> float:
-    """E4M3 by definition: 1 sign, 4 exponent, 3 mantissa bits; no infinities, and one NaN of each sign.
-
-    (−1)^s · 2^(e − 7) · (1 + m/8), or (−1)^s · 2^−6 · m/8 where e = 0.
-    """
-    sign, e, m = (-1) ** (byte >> 7), byte >> 3 & 15, byte & 7
-    if e == 15 and m == 7:
-        return math.nan
-    return sign * (2.0 ** (e - 7) * (1 + m / 8) if e else 2.0**-6 * m / 8)
-
-
-def e4m3_nearest(x: float) -> int:
-    """The byte of the nearest value, found by looking at all of them; ties go to the even byte, 448 is the end."""
-    if math.isnan(x):
-        return 0x7F
-    a = min(abs(x), 448.0)
-    magnitude = min(range(0x7F), key=lambda byte: (abs(e4m3_value(byte) - a), byte & 1))
-    return magnitude | (0x80 if math.copysign(1, x) < 0 else 0)
+# --- The formats -----------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -53,8 +27,13 @@ def lloyd_max(bits: int) -> tuple[float, ...]:
 
     Borders lie halfway between levels; a level is the mean of what falls between its borders. Repeat until it stays.
     """
-    density = lambda x: math.exp(-x * x / 2) / math.sqrt(2 * math.pi)  # noqa: E731
-    below = lambda x: 0.5 * (1 + math.erf(x / math.sqrt(2)))  # noqa: E731
+
+    def density(x: float) -> float:
+        return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+    def below(x: float) -> float:
+        return 0.5 * (1 + math.erf(x / math.sqrt(2)))
+
     n = 1 << bits
     levels = [4 * (i + 0.5) / n - 2 for i in range(n)]
     for _ in range(1000):
@@ -97,11 +76,11 @@ KV_CACHE_DTYPES: tuple[str, ...] = ("auto", *FORMATS)  # what --kv-cache-dtype a
 def find_format(kv_cache_dtype: str) -> KVFormat:
     """Raises InputError that names the allowed values."""
     if kv_cache_dtype not in FORMATS:
-        raise common.InputError(f"kv_cache_dtype {kv_cache_dtype!r}: allowed: {', '.join(KV_CACHE_DTYPES)}")
+        raise InputError(f"kv_cache_dtype {kv_cache_dtype!r}: allowed: {', '.join(KV_CACHE_DTYPES)}")
     return FORMATS[kv_cache_dtype]
 
 
-# --- Rotation -------------------------------------------------------------------------------------------------------
+# --- Rotation --------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -133,7 +112,10 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     for width, below in PLANES[bits]:
         fields = codes.unflatten(-1, (8 // width, -1))  # [..., fields of a byte, bytes]
         part = (fields >> below) & (2**width - 1)
-        planes.append(sum(part[..., i, :] << width * i for i in range(8 // width)))
+        plane = part[..., 0, :]
+        for i in range(1, 8 // width):
+            plane = plane + (part[..., i, :] << width * i)
+        planes.append(plane)
     return torch.cat(planes, -1)
 
 
@@ -147,6 +129,7 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
         if width < 8:
             plane = torch.cat([(plane >> width * i) & (2**width - 1) for i in range(8 // width)], -1)
         codes = plane if codes is None else codes | (plane << below)
+    assert codes is not None, "there is at least one plane"
     return codes
 
 
@@ -157,7 +140,10 @@ def codebook(bits: int, device: torch.device) -> torch.Tensor:
     return torch.cat((levels, (levels[1:] + levels[:-1]) / 2)).to(device)
 
 
-def quantize(x: torch.Tensor, fmt: KVFormat, head_scale: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+Codes = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # codes, scale, mid
+
+
+def quantize(x: torch.Tensor, fmt: KVFormat, head_scale: torch.Tensor | None = None) -> Codes:
     """Codes uint8 [..., D], scale and mid fp32 [..., 1] of each vector x [..., D] (already rotated, if it must be).
 
     All arithmetic is fp32, every division and rounding the nearest, ties to even. `head_scale` is broadcast to x and
@@ -182,7 +168,7 @@ def quantize(x: torch.Tensor, fmt: KVFormat, head_scale: torch.Tensor | None = N
     if fmt.grid == "int8":
         scale = largest / 127
         return (x / scale).clamp(-127, 127).round().to(torch.int8).view(torch.uint8), scale, None
-    scale = largest / 448 if fmt.per_token else head_scale
+    scale = largest / 448 if fmt.per_token or head_scale is None else head_scale
     return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8), scale, None
 
 
@@ -206,7 +192,10 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, mid: torch.Tensor | Non
     return x if mid is None else x.add_(mid)
 
 
-# --- A page: codes, then scales -------------------------------------------------------------------------------------
+# --- A page: codes, then scales --------------------------------------------------------------------------------------
+
+
+Stored = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # codes; scale and mid, if the page has them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +221,7 @@ class PageLayout:
         scaled = self.Hkv * max(self.block_size, self.D if self.fmt.key_channels else 0)
         return self.codes + 4 * scaled * self.fmt.per_token
 
-    def split(self, pages: torch.Tensor, channels: bool = False) -> tuple[torch.Tensor, ...]:
+    def split(self, pages: torch.Tensor, channels: bool = False) -> Stored:
         """Codes uint8 [N, block_size, Hkv, D], scale and mid [N, block_size, Hkv, 1] of pages uint8 [N, page].
 
         With `channels`, scale and mid are [N, 1, Hkv, D]. They are None where the format stores none.
@@ -244,7 +233,8 @@ class PageLayout:
         shape = (1, self.Hkv, self.D) if channels else (self.block_size, self.Hkv, 1)
         numbers = pages[:, self.codes : self.codes + 4 * math.prod(shape)].contiguous()
         if self.fmt.grid == "uniform":
-            return codes, *numbers.view(torch.float16).view(N, *shape, 2).float().unbind(-1)
+            scale, mid = numbers.view(torch.float16).view(N, *shape, 2).float().unbind(-1)
+            return codes, scale, mid
         return codes, numbers.view(torch.float32).view(N, *shape), None
 
 
@@ -267,133 +257,3 @@ def block_bytes(model: llama.Llama, block_size: int, kv_cache_dtype: str) -> int
     if kv_cache_dtype == "auto":
         return elements * model.dtype.itemsize
     return round(elements * bits_per_element(kv_cache_dtype, model.config.head_dim, block_size)) // 8
-
-
-def capacity(L: int, Hkv: int, D: int, block_size: int) -> dict[str, dict[str, float]]:
-    """Of every format: bytes per token, tokens in a GiB of whole blocks, times as many as bf16."""
-    found = {}
-    for name in KV_CACHE_DTYPES:
-        block = 2 * L * block_size * Hkv * D * bits_per_element(name, D, block_size) / 8
-        found[name] = {"bytes": block / block_size, "tokens_per_gib": 2**30 // block * block_size,
-                       "ratio": 16 / bits_per_element(name, D, block_size)}  # fmt: skip
-    return found
-
-
-# --- What we want to compute: dequantize everything, then attend -----------------------------------------------------
-
-
-def dequantize_reference(layer: torch.Tensor, layout: PageLayout, head_scales: torch.Tensor) -> torch.Tensor:
-    """Every vector of one layer's cache, element by element from the definitions, rotated back; in fp64.
-
-    Shapes: layer uint8 [2, num_blocks, page], head_scales [2, Hkv] -> [2, num_blocks, block_size, Hkv, D].
-    """
-    fmt, D, bits = layout.fmt, layout.D, layout.fmt.bits
-    shape, values = (2, layer.shape[1], layout.block_size, layout.Hkv, D), []
-    level = {"e4m3": e4m3_value, "int8": lambda code: code - 256 * (code > 127), "uniform": lambda code: code - top / 2,
-             "lloyd": lambda code: lloyd_max(bits)[code]}[fmt.grid]  # fmt: skip
-    pages, top = layer.cpu().numpy(), 2**bits - 1
-    for half, block, offset, head, d in itertools.product(*map(range, shape)):
-        page, vector, code = pages[half, block], offset * layout.Hkv + head, 0
-        first = vector * D * bits // 8  # byte of the vector's plane
-        for width, below in PLANES[bits]:
-            n = D * width // 8
-            code |= (int(page[first + d % n]) >> d // n * width & 2**width - 1) << below
-            first += n
-        number = head * D + d if fmt.key_channels and half == 0 else vector
-        behind = page[layout.codes + 4 * number :][:4]
-        scale, mid = float(head_scales[half, head]), 0.0
-        if fmt.grid == "uniform":
-            scale, mid = behind.view(np.float16).tolist()
-        elif fmt.per_token:
-            scale = behind.view(np.float32).item()
-        values.append(scale * level(code) + mid)
-    out = torch.tensor(values, dtype=torch.float64).view(shape)
-    return out @ rotation(D).double().T if fmt.rotate else out
-
-
-# --- The simulation: sixteen channels, eight keys, one query ----------------------------------------------------------
-
-CHANNELS, TOKENS = 16, 8
-PRESETS = ("outlier channel", "two outlier channels", "no outlier", "outlier token")
-WIDGET_DEFAULT = {"keys": "outlier channel", "bits": 3, "rotation": False, "group": "token", "needle": 3}
-
-
-# Keys of −2 … 2 (as digits 0 … 4), and the query that finds each: the key before noise, and blind to channel 5.
-KEY_DIGITS = ("2133004420342210", "3021240243342120", "1240433222403221", "3204320332313213",
-              "3410122212412200", "4342234302432022", "2423420340221242", "4430203234303022")  # fmt: skip
-QUERY_SIGNS = ("--++-0++--+++---", "+----0-++++++-+-", "--+-+0+++++-+-+-", "+--++0-++-+-+--+",
-               "++---0++--+-----", "+++--0++-++++-++", "-++++0-++-+--+++", "+++--0+++++-+-++")  # fmt: skip
-
-
-def widget_keys(preset: str) -> tuple[list[list[int]], list[list[int]]]:
-    """Keys [8][16] with what the preset adds, and the query for each."""
-    keys = [[int(digit) - 2 for digit in row] for row in KEY_DIGITS]
-    queries = [["-0+".index(sign) - 1 for sign in row] for row in QUERY_SIGNS]
-    for t in range(TOKENS):
-        if preset in ("outlier channel", "two outlier channels"):
-            keys[t][5] += 60
-        if preset == "two outlier channels":
-            keys[t][12] -= 45
-            queries[t][12] = 0
-    if preset == "outlier token":
-        keys[0] = [10 * x for x in keys[0]]
-    return keys, queries
-
-
-def simulate(params: dict[str, Any]) -> dict[str, Any]:
-    """Quantize eight keys and look for one of them.
-
-    params: keys (a preset), bits (2, 3, 4, 8), rotation, group ("token": a scale per key; "channel": one per channel
-    over the eight keys), needle (0 … 7: which key the query is made for). Uses the lesson's real `rotation`,
-    `quantize`, `pack` and `dequantize`. Keys and scores are integers; whatever is not is given in thousandths.
-    The trace has: stored (the keys as they are quantized: rotated, perhaps), codes, scales, mids and levels (of each
-    group), restored keys, the largest error, exact and restored scores, which key is found, what each of the eight
-    queries should find and finds, how many are right, and bytes before and after. Raises InputError.
-    """
-    p = common.checked(params, {"keys": PRESETS, "bits": (2, 3, 4, 8), "rotation": (False, True),
-                                "group": ("token", "channel"), "needle": range(TOKENS)})  # fmt: skip
-    keys, queries = widget_keys(p["keys"])
-    fmt = KVFormat(p["bits"], "uniform", p["rotation"], key_channels=p["group"] == "channel")
-    x, q, needle = torch.tensor(keys).float(), torch.tensor(queries).float(), p["needle"]
-    R = rotation(CHANNELS) if fmt.rotate else torch.eye(CHANNELS)
-    stored = x @ R  # exact: integers times ±1/4
-    grouped = stored.T if fmt.key_channels else stored
-    codes, scale, mid = quantize(grouped, fmt)
-    packed = pack(codes, fmt.bits)  # eight keys make whole bytes either way
-    restored = dequantize(unpack(packed, fmt.bits), scale, mid, fmt)
-    restored = (restored.T if fmt.key_channels else restored) @ R.T
-    levels = dequantize(torch.arange(2**fmt.bits, dtype=torch.uint8).expand(len(scale), -1), scale, mid, fmt)
-    scores = [q @ y.T for y in (x, restored)]  # [queries, keys]
-    should, found = (score.argmax(-1).tolist() for score in scores)
-    milli = lambda tensor: (tensor.double() * 1000).round().int().tolist()  # noqa: E731
-    codes = codes.T if fmt.key_channels else codes
-    return {
-        "params": p, "keys": keys, "query": queries[needle], "stored_milli": milli(stored),
-        "codes": codes.int().tolist(), "scale_milli": milli(scale.flatten()), "mid_milli": milli(mid.flatten()),
-        "levels_milli": milli(levels),
-        "restored_milli": milli(restored), "largest_error_milli": milli((restored - x).abs().max()),
-        "scores": scores[0][needle].int().tolist(), "restored_scores_milli": milli(scores[1][needle]),
-        "should_find": should[needle], "finds": found[needle], "should_each": should, "finds_each": found,
-        "found": sum(a == b for a, b in zip(should, found)),
-        "bytes_bf16": 2 * x.numel(), "bytes": packed.numel() + 4 * len(scale),
-    }  # fmt: skip
-
-
-def describe(trace: dict[str, Any]) -> str:
-    """The state of the simulation as text, as the widget's slot shows it."""
-    p, needle = trace["params"], trace["params"]["needle"]
-    row = lambda values, width: "".join(f"{x:>{width}}" for x in values)  # noqa: E731
-    tenths = lambda values: [f"{x / 1000:.1f}" for x in values]  # noqa: E731
-    right = trace["finds"] == trace["should_find"]
-    verdict = f"finds key {trace['finds']}" + ("" if right else f", WRONG: should be {trace['should_find']}")
-    return "\n".join([
-        f"{p['keys']}; {p['bits']} bits, {'rotated, ' * p['rotation']}one scale per {p['group']}: "
-        f"{trace['bytes']} bytes instead of {trace['bytes_bf16']}",
-        f"key {needle}    {row(trace['keys'][needle], 6)}",
-        f"stored   {row(tenths(trace['stored_milli'][needle]), 6)}",
-        f"codes    {row(trace['codes'][needle], 6)}",
-        f"restored {row(tenths(trace['restored_milli'][needle]), 6)}",
-        f"largest error of any key: {trace['largest_error_milli'] / 1000:.1f}",
-        f"scores   {row(trace['scores'], 6)}",
-        f"now      {row(tenths(trace['restored_scores_milli']), 6)}   {verdict}",
-    ])  # fmt: skip

@@ -1,28 +1,23 @@
-"""04b0 · Which tokens go in, and which may come out. The lower half of lesson 04b.
+"""Which tokens go in, and which may come out: a prompt is cut, and logits become −∞ before a sampler sees them.
 
-A prompt may be cut to a number of tokens (truncate_prompt_tokens): what is left is the prompt, for the model, the cache
-and the bill. Of the tokens that may come next, three wishes of a request rule some out, whatever the logits say:
-  * allowed_token_ids: all but these;
-  * bad_words: whatever would complete one of these words, behind the tokens written so far;
-  * min_tokens: whatever would end the answer too early.
-To rule out is to make a logit −∞, before anything else looks at the row: then argmax, cuts and draws need not know, and
-neither does speculative decoding, whose drafts must stand before the same rows. What a wish must never do is to leave
-no token at all, for then the next one would be a token that nobody allowed. Sampling and engine are in 04b.
-
-Read for this: vLLM 0.32 `renderers/params.py`, `sampling_params.py`, `v1/sample/ops/bad_words.py`,
-`v1/sample/logits_processor/builtin.py`.
+Owns three wishes of a request (allowed_token_ids, bad_words, min_tokens) and the cut of its prompt; called by the front
+end and, in every step, by the sampler. It never chooses a token, and never leaves a row without one.
+vLLM: `vllm/renderers/params.py`, `vllm/v1/sample/ops/bad_words.py`, `vllm/v1/sample/logits_processor/builtin.py`.
 """
 
 from __future__ import annotations
 
-import common  # first: it settles the device before torch is used
+import common
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+import llama
+from engine.request import SamplingParams
 
 MAX_BAD_WORDS = 128  # token sequences; vLLM's default of VLLM_MAX_NUM_BAD_WORDS
 MAX_BAD_CHARS = 4096  # in all of them: every step compares them with what is written
@@ -31,8 +26,9 @@ MAX_BAD_CHARS = 4096  # in all of them: every step compares them with what is wr
 # --- What we want, without cleverness: one row, in plain Python -----------------------------------------------------
 
 
-def reference_allowed(z: Sequence[float], params: Any, output: Sequence[int] = (),
-                      stop_token_ids: Sequence[int] = ()) -> list[float]:  # fmt: skip
+def reference_allowed(
+    z: Sequence[float], params: SamplingParams, output: Sequence[int] = (), stop_token_ids: Sequence[int] = ()
+) -> list[float]:
     """One row of logits in which every token that is ruled out has −∞; a wish that would leave nothing is not heard."""
     bad_words = params._bad_words_token_ids or ()
     for allowed in (
@@ -62,8 +58,9 @@ class TokenizeParams:
     def __post_init__(self) -> None:
         given, most = self.truncate_prompt_tokens, self.max_total_tokens
         if given is not None and (type(given) is not int or not -1 <= given <= most):
-            raise common.InputError(f"truncate_prompt_tokens {given!r}: must be a whole number from -1 to {most}, the "
-                                    "longest context")  # fmt: skip
+            raise common.InputError(
+                f"truncate_prompt_tokens {given!r}: must be a whole number from -1 to {most}, the longest context"
+            )
         if self.truncation_side not in (None, "left", "right"):
             raise common.InputError(f"truncation_side {self.truncation_side!r}: must be 'left' or 'right'")
 
@@ -87,9 +84,12 @@ class TokenizeParams:
             return token_ids
         return token_ids[:n] if self.truncation_side == "right" else token_ids[len(token_ids) - n :]
 
-    def encode(self, tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, or those that are read. If no side is named, its end, and the special tokens around it
-        stay: Llama has seen no text without its begin-of-text. A side that is named cuts these as well, as in vLLM."""
+    def encode(self, tokenizer: llama.Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, or those that are read.
+
+        If no side is named, its end, and the special tokens around it stay: Llama has seen no text without its
+        begin-of-text. A side that is named cuts these as well, as in vLLM.
+        """
         by_side = self.max_length is None or self.truncation_side is not None
         return self.truncate(tokenizer.encode(text, add_special_tokens, *() if by_side else (self.max_length,)))
 
@@ -101,7 +101,7 @@ class TokenizeParams:
 # --- Out: what may be written ----------------------------------------------------------------------------------------
 
 
-def update_from_tokenizer(params: Any, tokenizer: Any) -> Any:
+def update_from_tokenizer(params: SamplingParams, tokenizer: llama.Tokenizer) -> SamplingParams:
     """These sampling parameters with their bad words as token ids; parameters without any come back as they are.
 
     Behind a space a word is other tokens than at the start of a text. As in vLLM that form counts as well, if it has as
@@ -131,12 +131,41 @@ def completing(bad_words: Sequence[list[int]], written: list[int]) -> list[int]:
     return [word[-1] for word in bad_words if len(word) == 1 or written[1 - len(word) :] == word[:-1]]
 
 
-def rule_out(logits: torch.Tensor, states: Sequence[Any]) -> None:
+class Written(Protocol):
+    """How far an answer has come: of a request, or of one whose drafts count."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of the answer so far."""
+        ...
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """These tokens, if the request has bad words."""
+        ...
+
+
+class Wishes(Protocol):
+    """What of a request's `SamplingState` may rule tokens out."""
+
+    @property
+    def request(self) -> Written:
+        """What is written."""
+        ...
+
+    params: SamplingParams
+    stop_token_ids: list[int]  # what ends an answer, and may not before it has min_tokens
+    allowed: torch.Tensor | None  # ids, int64; None: all
+    bad_words: list[list[int]]
+    restricted: bool  # whether either of the last two rules anything out
+
+
+def rule_out(logits: torch.Tensor, states: Sequence[Wishes]) -> None:
     """−∞ for what a request may not write: allowed_token_ids, bad_words, min_tokens, in this order.
 
-    Shapes: logits fp32 [R, vocab], changed in place; R states (04b's `SamplingState`).
-    A wish that leaves nothing of a row is passed over: what came before is stronger, a grammar (companion 06b) most of
-    all. vLLM has that for min_tokens under a grammar alone; other rows of its run empty, and a draw from them is void.
+    Shapes: logits fp32 [R, vocab], changed in place; R states.
+    A wish that leaves nothing of a row is passed over: what came before is stronger, a grammar most of all. vLLM has
+    that for min_tokens under a grammar alone; other rows of its run empty, and a draw from them is void.
     A NaN or +∞ of the model is not ruled out: the sampler shall see it, whatever the request forbids.
     """
     rows, columns = [], []

@@ -1,11 +1,9 @@
-"""060 · Metrics: what a server counts, under vLLM's names. A part of lesson 06.
+"""What a server counts, under vLLM's names: a dashboard made for vLLM shows our server.
 
-A counter only grows, a gauge is how things are, a histogram says how many observations were at most so large. From
-these three, Prometheus computes rates and percentiles, and a dashboard made for vLLM shows our server. The front end
-feeds them (06e calls `record` for every step, `record_finished` for every answer); the server's life is in 06.
-
-Read for this: vLLM 0.32 `v1/metrics/loggers.py`, `v1/metrics/buckets.py`, `v1/spec_decode/metrics.py`; Prometheus'
-documentation of metric types.
+Owns the metrics of one API server and the times of requests inside; `async_llm` calls `record` for every step and
+`record_finished` for every answer. A counter only grows, a gauge is how things are, a histogram says how many
+observations were at most so large; rates and percentiles are never computed here.
+vLLM: `vllm/v1/metrics/loggers.py`, `vllm/v1/metrics/buckets.py`.
 """
 
 from __future__ import annotations
@@ -13,9 +11,14 @@ from __future__ import annotations
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from engine.serving.letters import Admission, EngineCoreOutputs, EngineCoreReady, SchedulerStats
+
+if TYPE_CHECKING:
+    from engine.llm_engine import RequestOutput
 
 # Where vLLM's histograms have their boundaries: seconds, then tokens.
 LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
@@ -31,8 +34,12 @@ SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 ADAPTERS = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
 CACHE_CONFIG = ("block_size", "num_gpu_blocks", "enable_prefix_caching")
-DRAFTS = (("drafts", "Drafts verified."), ("draft_tokens", "Tokens in them."), ("accepted_tokens", "Those accepted."),
-          ("accepted_tokens_per_pos", "Those accepted, by their place in a draft.", "position"))  # fmt: skip
+DRAFTS = (
+    ("drafts", "Drafts verified."),
+    ("draft_tokens", "Tokens in them."),
+    ("accepted_tokens", "Those accepted."),
+    ("accepted_tokens_per_pos", "Those accepted, by their place in a draft.", "position"),
+)
 
 
 @dataclass(slots=True)
@@ -57,11 +64,20 @@ class Answers:
     longest: int = 0
 
 
+def draft_counters(make: Callable[..., Any], num_speculative_tokens: int) -> list[Any]:
+    """In the order of `SchedulerStats.spec_decoding`; none if nobody drafts."""
+    if not num_speculative_tokens:
+        return []
+    *counters, by_place = [make(f"spec_decode_num_{name}", *about) for name, *about in DRAFTS]
+    return [*counters, *(by_place(position=str(i)) for i in range(num_speculative_tokens))]
+
+
 class PrometheusStatLogger:
     """vLLM's metrics, under its names, where the meaning is the same (`vllm/v1/metrics/loggers.py`)."""
 
-    def __init__(self, model_name: str, num_speculative_tokens: int = 0, max_loras: int = 0,
-                 connector: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self, model_name: str, num_speculative_tokens: int = 0, max_loras: int = 0, connector: bool = False
+    ) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         self.registry = CollectorRegistry()
@@ -78,8 +94,12 @@ class PrometheusStatLogger:
 
         self.running = make(Gauge, "num_requests_running", "Sequences in the engine's batch.")
         self.waiting = make(Gauge, "num_requests_waiting", "Sequences waiting to be scheduled.")
-        self.waiting_by = make(Gauge, "num_requests_waiting_by_reason", "For their turn (capacity), or passed over "
-                               "until a transfer or an adapter is there (deferred).", "reason")  # fmt: skip
+        self.waiting_by = make(
+            Gauge,
+            "num_requests_waiting_by_reason",
+            "For their turn (capacity), or passed over until a transfer or an adapter is there (deferred).",
+            "reason",
+        )
         self.kv_usage = make(Gauge, "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them.")
         self.queries = make(Counter, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.hits = make(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache.")
@@ -97,11 +117,8 @@ class PrometheusStatLogger:
         for reason in ("capacity", "deferred"):
             self.waiting_by(reason=reason)
         self.connector = connector
-        self.drafts: list[list] = []  # a counter, and how far it has come: the engine says how many there were so far
-        if num_speculative_tokens:
-            *counters, by_place = [make(Counter, f"spec_decode_num_{name}", *about) for name, *about in DRAFTS]
-            counters += [by_place(position=str(i)) for i in range(num_speculative_tokens)]
-            self.drafts = [[counter, 0] for counter in counters]
+        # A counter, and how far it has come: the engine says how many there were so far.
+        self.drafts = [[x, 0] for x in draft_counters(functools.partial(make, Counter), num_speculative_tokens)]
         self.step_tokens = histogram("iteration_tokens_total", "Tokens in one step.", STEP_TOKENS)
         self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN)
         self.itl = histogram("inter_token_latency_seconds", "Between two outputs.", BETWEEN_TOKENS)
@@ -124,30 +141,29 @@ class PrometheusStatLogger:
         self.longest = histogram("request_max_num_generation_tokens", "Of these, the longest.", REQUEST_TOKENS)
         self.max_loras = max_loras
         if max_loras:
-            self.adapters = Gauge("vllm:lora_requests_info", "When it was last so; adapters are in the labels.",
-                                  ADAPTERS, registry=self.registry)  # fmt: skip
-        config = Gauge("vllm:cache_config_info", "The KV cache: 1, and what there is in its labels.",
-                       ["engine", *CACHE_CONFIG], registry=self.registry)  # fmt: skip
+            self.adapters = Gauge(
+                "vllm:lora_requests_info",
+                "When it was last so; adapters are in the labels.",
+                ADAPTERS,
+                registry=self.registry,
+            )
+        config = Gauge(
+            "vllm:cache_config_info",
+            "The KV cache: 1, and what there is in its labels.",
+            ["engine", *CACHE_CONFIG],
+            registry=self.registry,
+        )
         self.cache_config = functools.partial(config.labels, engine="0")
 
-    def describe(self, ready: Any) -> None:
+    def describe(self, ready: EngineCoreReady) -> None:
         """What the engine said when it was up; routers read from it how many tokens fit (vLLM: `CacheConfig`)."""
         self.cache_config(**{name: str(getattr(ready, name)) for name in CACHE_CONFIG}).set(1)
 
-    def record(self, letter: Any, sequences: dict[str, Any]) -> None:
+    def record(self, letter: EngineCoreOutputs, sequences: Mapping[str, Any]) -> None:
         """What one step of the engine brought; called before its tokens become text."""
-        now, stats = time.time(), letter.scheduler_stats
-        if stats:
-            self.running.set(stats.num_running_reqs)
-            self.waiting.set(stats.num_waiting_reqs + stats.num_skipped_waiting_reqs)
-            self.waiting_by(reason="capacity").set(stats.num_waiting_reqs)
-            self.waiting_by(reason="deferred").set(stats.num_skipped_waiting_reqs)
-            self.kv_usage.set(stats.kv_cache_usage)
-            for count, n in zip(self.drafts, stats.spec_decoding):
-                count[0].inc(n - count[1])
-                count[1] = n
-            if stats.num_scheduled_tokens:
-                self.step_tokens.observe(stats.num_scheduled_tokens)
+        now = time.time()
+        if letter.scheduler_stats:
+            self._record_state(letter.scheduler_stats)
         for name, admission in letter.admitted.items():
             if sequence := sequences.get(name):
                 self._record_admission(sequence, admission)
@@ -172,7 +188,19 @@ class PrometheusStatLogger:
             ended = {output.request_id for output in letter.outputs if output.finish_reason}
             self._record_adapters([sequence for name, sequence in sequences.items() if name not in ended])
 
-    def _record_admission(self, sequence: Any, admission: Any) -> None:
+    def _record_state(self, stats: SchedulerStats) -> None:
+        self.running.set(stats.num_running_reqs)
+        self.waiting.set(stats.num_waiting_reqs + stats.num_skipped_waiting_reqs)
+        self.waiting_by(reason="capacity").set(stats.num_waiting_reqs)
+        self.waiting_by(reason="deferred").set(stats.num_skipped_waiting_reqs)
+        self.kv_usage.set(stats.kv_cache_usage)
+        for count, n in zip(self.drafts, stats.spec_decoding):
+            count[0].inc(n - count[1])
+            count[1] = n
+        if stats.num_scheduled_tokens:
+            self.step_tokens.observe(stats.num_scheduled_tokens)
+
+    def _record_admission(self, sequence: Any, admission: Admission) -> None:
         """Where a prompt's keys and values come from: here, now; here, from earlier; from elsewhere."""
         request, request_id, (queued, cached, external) = sequence.request, sequence.caller.request_id, admission
         num_prompt_tokens, local = request.num_prompt_tokens, cached - external
@@ -201,7 +229,7 @@ class PrometheusStatLogger:
         names = (",".join(sorted(adapters)) for adapters in (waiting, running))
         self.adapters.labels(str(self.max_loras), *names).set_to_current_time()
 
-    def record_finished(self, output: Any) -> None:
+    def record_finished(self, output: RequestOutput) -> None:
         """Histograms of those answers in `output` that are complete, and of the request when all are."""
         for answer in output.outputs:
             if answer.finish_reason is None:

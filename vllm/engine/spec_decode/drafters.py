@@ -1,16 +1,8 @@
-"""070 · Drafters that need no training: the first part of lesson 07.
+"""Drafters that need no training: they look the next tokens up in what is written already.
 
-One interface, `Drafter`: contexts in, guesses out. Three answers to "who guesses the next tokens, for free?":
-  * `NgramDrafter`, prompt lookup: the last few tokens have occurred before; say what followed then. O(1) per token.
-  * `SuffixDrafter`: the same without a limit on "few", in a suffix automaton; a long match earns a long guess.
-  * `LookaheadDrafter`: what the target said behind a guess that fell is a guess for the next pass (Jacobi iteration),
-    and what it said again and again goes into a pool of n-grams.
-And `SpeculativeConfig`, the JSON that says which, and how many tokens. Lesson 07 verifies what they say; companion 07b
-trains others.
-
-Read for this: Saxena 2023 (prompt lookup), Blumer et al. 1985 (suffix automata), Oliaro et al. 2024 (suffix decoding),
-Santilli et al. 2023 (Jacobi decoding), Fu et al. 2024 (lookahead); vLLM 0.32 `v1/spec_decode/ngram_proposer.py`,
-`v1/spec_decode/suffix_decoding.py`, `config/speculative.py`.
+Owns what each has indexed of running requests, and `SpeculativeConfig`, which says who guesses and how many; called by
+the verifier after every step. A drafter never decides whether a guess stands.
+vLLM: `vllm/v1/spec_decode/ngram_proposer.py`, `suffix_decoding.py` beside it, `vllm/config/speculative.py`.
 """
 
 from __future__ import annotations
@@ -28,9 +20,8 @@ from typing import Any
 import torch
 
 import llama
-
-SamplingParams = common.lesson("04_continuous_batching").SamplingParams
-
+from engine import registry
+from engine.request import SamplingParams
 
 # --- The interface ----------------------------------------------------------------------------------------------------
 
@@ -130,9 +121,10 @@ class SuffixAutomaton:
         self.last, self.size = 0, 0
 
     def _add(self, following: dict[int, int], link: int, length: int, first_end: int) -> int:
-        for column, value in zip((self.next, self.link, self.length, self.first_end), (following, link, length,
-                                                                                      first_end)):  # fmt: skip
-            column.append(value)
+        self.next.append(following)
+        self.link.append(link)
+        self.length.append(length)
+        self.first_end.append(first_end)
         return len(self.next) - 1
 
     def extend(self, token: int) -> None:
@@ -243,7 +235,7 @@ class LookaheadDrafter(Drafter):
 # --- Which one, and how much ------------------------------------------------------------------------------------------
 
 METHODS = ("ngram", "suffix", "lookahead")
-TRAINED, COMPANION = ("draft_model", "medusa", "eagle", "early_exit"), "07b_trained_drafters"  # these are there
+TRAINED = ("draft_model", "medusa", "eagle", "early_exit")
 
 
 @dataclass
@@ -278,11 +270,17 @@ class SpeculativeConfig:
         given = [n for n in (self.prompt_lookup_min, self.prompt_lookup_max) if n is not None] or [5]
         self.prompt_lookup_min, self.prompt_lookup_max = given[0], given[-1]  # one alone is both
         check("prompt_lookup_min", whole(1, self.prompt_lookup_max), "a whole number from 1 to prompt_lookup_max")
-        check("suffix_decoding_max_spec_factor", lambda value: type(value) in (int, float) and 0 < value < math.inf,
-              "a number above 0")  # fmt: skip
+        check(
+            "suffix_decoding_max_spec_factor",
+            lambda value: type(value) in (int, float) and 0 < value < math.inf,
+            "a number above 0",
+        )
         check("num_speculative_tokens_schedule", schedules.__contains__, f"one of {', '.join(schedules)}")
-        check("num_speculative_tokens_per_batch_size", self._is_schedule,
-              "a list of [first, last, K] from 1 on, without overlap, K at most num_speculative_tokens")  # fmt: skip
+        check(
+            "num_speculative_tokens_per_batch_size",
+            self._is_schedule,
+            "a list of [first, last, K] from 1 on, without overlap, K at most num_speculative_tokens",
+        )
 
     def _is_schedule(self, ranges: Any) -> bool:
         if ranges is None:
@@ -292,8 +290,9 @@ class SpeculativeConfig:
         if not all(isinstance(r, list | tuple) and len(r) == 3 and all(type(x) is int for x in r) for r in ranges):
             return False
         ends = [0, *(last for _, last, _ in ranges)]
-        return ranges[0][0] == 1 and all(end < first <= last and 0 <= k <= self.num_speculative_tokens
-                                         for end, (first, last, k) in zip(ends, ranges))  # fmt: skip
+        return ranges[0][0] == 1 and all(
+            end < first <= last and 0 <= k <= self.num_speculative_tokens for end, (first, last, k) in zip(ends, ranges)
+        )
 
     @classmethod
     def from_json(cls, text: str | dict[str, Any]) -> SpeculativeConfig:
@@ -321,12 +320,11 @@ class SpeculativeConfig:
 def make_drafter(config: SpeculativeConfig, model: llama.Llama) -> Drafter:
     """The drafter that the config names. `model` is the target. Raises InputError."""
     if config.method in TRAINED:
-        if not (common.HERE / f"{COMPANION}.py").is_file():
-            raise common.InputError(f"speculative_config: method {config.method!r} needs companion 07b")
-        trained = common.lesson(COMPANION)
-        return trained.make_drafter(config.method, model, config.num_speculative_tokens, config.model)
+        return registry.fill("drafter.trained")(config.method, model, config.num_speculative_tokens, config.model)
+    shortest, longest = config.prompt_lookup_min, config.prompt_lookup_max
+    assert shortest is not None and longest is not None  # a config has filled them in
     if config.method == "ngram":
-        return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+        return NgramDrafter(shortest, longest)
     if config.method == "suffix":
-        return SuffixDrafter(config.prompt_lookup_min, config.suffix_decoding_max_spec_factor)
+        return SuffixDrafter(shortest, config.suffix_decoding_max_spec_factor)
     return LookaheadDrafter()

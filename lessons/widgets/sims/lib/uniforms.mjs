@@ -1,4 +1,4 @@
-// Companion 04b's random numbers (vllm/04b_offline_engine.py): SplitMix64 as a hash of a seed and a count.
+// Companion 04b's random numbers (vllm/engine/sampling/sampler.py): SplitMix64 as a hash of a seed and a count.
 
 const MASK = (1n << 64n) - 1n;
 const STEP = 0x9e3779b97f4a7c15n;

@@ -1,20 +1,11 @@
-"""06f2 · Who waits for whom while guides are compiled. A part of lesson 06f.
+"""Who waits for whom while guides are compiled: two lanes, so that nobody waits for what takes long but who wants it.
 
-A schema or grammar of a stranger may take a millisecond to compile, or as long as it is allowed to, and nobody can
-tell beforehand. In one queue, forty slow ones keep every other waiting for minutes. So there are two lanes. In the
-first, everybody gets a little of a processor's time, short texts first; most need no more. Who does is stopped, and
-begins again in the second lane, where one at a time may take as long as the limit of lesson 06b allows.
-
-What was compiled not long ago does not wait at all, what several ask for is compiled once, and what nobody wants any
-more, since its clients have left, is stopped where it stands: in another process, that is a kill.
-
-Read for this: Corbató et al. 1962 (multi-level feedback queues), vLLM 0.32 `v1/structured_output/__init__.py` (a pool
-of threads, first come first served, behind admission).
+Owns both lanes, their threads and what is wanted now; called by the API server, once for each request with a grammar.
+It never lets the event loop wait, nor an engine. vLLM: `vllm/v1/structured_output/__init__.py`, a pool of threads,
+first come, first served, behind admission.
 """
 
 from __future__ import annotations
-
-import common  # first: it settles the device before torch is used
 
 import asyncio
 import contextlib
@@ -27,11 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-guided = common.lesson("06b_guided_decoding")
-async_engine = common.lesson("06e_async_engine")
-QueueOverflowError = async_engine.QueueOverflowError
+from engine.errors import QueueOverflowError
+from engine.sampling.guided import limits
+from engine.sampling.guided.reader_process import check_reading, reading
+from engine.sampling.guided.structured_outputs import normalize
+from engine.sampling.guided.vocabulary import Guide, Vocabulary
 
-Key = tuple[str, Any]  # what lesson 06b's `normalize` makes of a request: (kind, spec)
+Key = tuple[str, Any]  # what `normalize` makes of a request: (kind, spec)
 CHARACTERS_PER_SECOND = 10_000  # a text of so many more waits as if it had come a second later
 
 
@@ -76,31 +69,41 @@ class Lane:
 
 
 class GuideQueue:
-    """Compiles guides for the requests of one event loop."""
+    """Compiles guides for the requests of one event loop.
 
-    def __init__(self, make_vocabulary: Callable[[], Any]) -> None:
-        self.make_vocabulary = make_vocabulary  # lesson 06b's, in a second
-        self.making: asyncio.Task | None = None
+    A schema or grammar of a stranger may take a millisecond to compile, or as long as it is allowed to, and nobody can
+    tell beforehand. In one queue, forty slow ones would keep every other waiting for minutes. So there are two lanes
+    (multi-level feedback, Corbató et al. 1962). In the first, everybody gets a little of a processor's time, short
+    texts first; most need no more. Who does is stopped, and begins again in the second lane, where one at a time may
+    take as long as the limits allow.
+
+    What was compiled not long ago does not wait at all, what several ask for is compiled once, and what nobody wants
+    any more, since its clients have left, is stopped where it stands: in another process, that is a kill.
+    """
+
+    def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
+        self.make_vocabulary = make_vocabulary  # takes a second
+        self.making: asyncio.Task[Vocabulary] | None = None
         self.lanes = (
-            Lane(2, 1024, guided.MAX_SECONDS / 20, guided.MAX_WORK // 10),
-            Lane(1, 16, guided.MAX_SECONDS, guided.MAX_WORK),
+            Lane(2, 1024, limits.MAX_SECONDS / 20, limits.MAX_WORK // 10),
+            Lane(1, 16, limits.MAX_SECONDS, limits.MAX_WORK),
         )
         self.threads = ThreadPoolExecutor(sum(lane.seats for lane in self.lanes), thread_name_prefix="guides")
-        self.tasks: dict[Key, asyncio.Task] = {}
+        self.tasks: dict[Key, asyncio.Task[Guide]] = {}
         self.wanted: Counter[Key] = Counter()  # how many wait for each
 
-    async def look(self, structured_outputs: dict[str, Any]) -> tuple[Key, Any]:
+    async def look(self, structured_outputs: dict[str, Any]) -> tuple[Key, Guide | None]:
         """What is asked for, and its guide if there is one already. Raises InputError."""
-        key = await asyncio.to_thread(guided.normalize, structured_outputs)
+        key = await asyncio.to_thread(normalize, structured_outputs)
         return key, (await self.vocabulary()).kept(*key)
 
-    async def vocabulary(self) -> Any:
+    async def vocabulary(self) -> Vocabulary:
         """What all guides need, made once however many are the first to ask. Raises InputError."""
         if self.making is None:
             self.making = asyncio.create_task(asyncio.to_thread(self.make_vocabulary))
         return await asyncio.shield(self.making)
 
-    async def compile(self, key: Key) -> Any:
+    async def compile(self, key: Key) -> Guide:
         """The guide, as soon as its turn has come. Raises InputError, QueueOverflowError.
 
         Whoever is cancelled while it waits leaves the work to the others that want the same; the last one stops it.
@@ -117,7 +120,7 @@ class GuideQueue:
                 del self.wanted[key], self.tasks[key]
                 task.cancel()  # of one that is done, nothing
 
-    async def _compile(self, kind: str, spec: Any) -> Any:
+    async def _compile(self, kind: str, spec: Any) -> Guide:
         vocabulary = await self.vocabulary()
         size = len(spec) if isinstance(spec, str) else sum(map(len, spec))
         for lane in self.lanes:
@@ -127,20 +130,23 @@ class GuideQueue:
                         await read_apart(kind, spec, lane.seconds)
                     compiles = asyncio.get_running_loop().run_in_executor
                     return await compiles(self.threads, vocabulary.guide, kind, spec, lane.work)
-            except guided.TooSlow:
+            except limits.TooSlow:
                 if lane is self.lanes[-1]:
                     raise
+        raise AssertionError("the last lane has an answer or an error")
 
 
 async def read_apart(kind: str, spec: str, seconds: float) -> None:
-    """As lesson 06b's, without a thread that waits, and ended when nobody waits for it any more. Raises InputError,
-    TooSlow."""
-    command, data = guided.reading(kind, spec, seconds)
-    pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
-    process = await asyncio.create_subprocess_exec(*command, **pipes, stderr=asyncio.subprocess.DEVNULL)
+    """As `reader_process.read_apart`, without a thread that waits, and ended when nobody waits for it any more.
+
+    Raises InputError, TooSlow.
+    """
+    command, data = reading(kind, spec, seconds)
+    PIPE, DEVNULL = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
     printed = b""
     try:
-        async with asyncio.timeout(guided.MAX_SECONDS):
+        async with asyncio.timeout(limits.MAX_SECONDS):
             printed, _ = await process.communicate(data)
     except TimeoutError:
         pass
@@ -150,4 +156,4 @@ async def read_apart(kind: str, spec: str, seconds: float) -> None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-    guided.check_reading(kind, returncode, printed, seconds)
+    check_reading(kind, returncode, printed, seconds)

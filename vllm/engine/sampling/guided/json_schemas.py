@@ -1,18 +1,8 @@
-"""06b0 · JSON schemas, read for writing: which properties an answer may have. A part of lesson 06b.
+"""JSON schemas, read for writing: which properties an answer may have, and which keywords ask for nothing.
 
-JSON Schema was made for checking what somebody wrote. There, a property that a schema does not name is welcome, and
-{"properties": {"age": …}} is fulfilled by {"name": "Bob"}. For a model that writes under masks this is an invitation:
-after the last property it may go on with one of its own, and another, until it is cut off. Nobody who sends a schema
-wants that, and few say so ("additionalProperties": false). So XGrammar, which vLLM asks first, reads every schema
-strictly: an object has the properties that are named, a tuple the items, and no others unless the schema says so.
-
-Some keywords cannot be written for, and a parser that guides must refuse them: "uniqueItems" would have to remember all
-items. But programs write schemas, and a program writes "uniqueItems": false, too. What asks for nothing is left out.
-And "oneOf" is read as "anyOf", by us as by XGrammar: an answer matches one branch, and nobody sees to it that it does
-not match another as well.
-
-Read for this: the JSON Schema specification (2020-12), XGrammar's `strict_mode`, vLLM 0.32
-`v1/structured_output/backend_guidance.py:process_for_additional_properties`.
+Owns what is closed and what is left out before llguidance reads a schema; called by `structured_outputs` and, for the
+arguments of tools, by the API server. It never checks a value.
+vLLM: `vllm/v1/structured_output/backend_guidance.py:process_for_additional_properties`, XGrammar's `strict_mode`.
 """
 
 from __future__ import annotations
@@ -32,6 +22,10 @@ IDLE = {
     "allOf": ("[]",), **dict.fromkeys(("minLength", "minItems", "minProperties"), ("0",)),
     **dict.fromkeys(("patternProperties", "dependentSchemas", "dependentRequired", "dependencies"), ("{}",)),
 }  # fmt: skip
+INSIDE = (  # keywords whose value is a schema, or a list of them
+    "items", "prefixItems", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties",
+    "anyOf", "oneOf", "allOf",
+)  # fmt: skip
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 DIALECTS = [f"{known}{end}" for end in ("", "#") for known in (
     *(f"http://json-schema.org/draft-0{i}/schema" for i in (4, 6, 7)),
@@ -54,7 +48,11 @@ def read_schema(text: str) -> dict[str, Any]:
 
 
 def guidance_schema(text: str) -> dict[str, Any]:
-    """The schema in `text` as llguidance shall read it. Raises ValueError, RecursionError."""
+    """The schema in `text` as llguidance shall read it. Raises ValueError, RecursionError.
+
+    Some keywords cannot be written for: "uniqueItems" would have to remember all items. llguidance refuses them, as it
+    must. But programs write schemas, and a program writes "uniqueItems": false, too. What asks for nothing is left out.
+    """
     schema = read_schema(text)
     for node in list(subschemas(schema)):
         for key in COUNTS:  # JSON knows numbers of one kind: 5.0 is a count
@@ -104,8 +102,7 @@ def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
         named = schema.get(key)
         for inner in named.values() if isinstance(named, dict) else ():
             yield from subschemas(inner)
-    for key in ("items", "prefixItems", "additionalItems", "additionalProperties", "unevaluatedItems",
-                "unevaluatedProperties", "anyOf", "oneOf", "allOf"):  # fmt: skip
+    for key in INSIDE:
         found = schema.get(key)
         for inner in found if isinstance(found, list) else [found]:
             yield from subschemas(inner)
@@ -113,6 +110,11 @@ def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 def close(schema: dict[str, Any]) -> None:
     """Forbid what an object or a tuple does not name, unless its schema speaks of the rest.
+
+    JSON Schema was made for checking what somebody wrote: a property that it does not name is welcome, and
+    {"properties": {"age": …}} is fulfilled by {"name": "Bob"}. For a model that writes under masks this is an
+    invitation: after the last property it may go on with one of its own, and another, until it is cut off. Nobody who
+    sends a schema wants that, and few say so. So XGrammar, which vLLM asks first, reads every schema strictly.
 
     Where several schemas describe one value, each would forbid what the others name. If that happens anywhere, nothing
     is closed: a schema that is needed there may be used here. A required property that is not named stays possible.
@@ -124,20 +126,9 @@ def close(schema: dict[str, Any]) -> None:
             return
     for node in found:
         named, required = node.get("properties"), node.get("required", [])
+        listed = {*map(str, required)} if isinstance(required, list) else None
         open_ended = {"additionalProperties", "unevaluatedProperties", "patternProperties"} & node.keys()
-        listed = isinstance(named, dict) and isinstance(required, list)
-        if listed and not open_ended and named.keys() >= set(map(str, required)):
+        if isinstance(named, dict) and listed is not None and not open_ended and named.keys() >= listed:
             node["additionalProperties"] = False
         if "prefixItems" in node and not {"items", "unevaluatedItems"} & node.keys():
             node["items"] = False
-
-
-def closed(**properties: dict[str, Any]) -> dict[str, Any]:
-    """The schema of an object with exactly these properties."""
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-
-
-TEXT, AGE = {"type": "string", "minLength": 1, "maxLength": 20}, {"type": "integer", "minimum": 0, "maximum": 120}
-PERSON = closed(name=TEXT, age=AGE, city={"enum": ["London", "Paris", "Rome"]},
-                hobbies={"type": "array", "items": TEXT, "maxItems": 2})  # fmt: skip
-CALL = closed(name={"enum": ["get_weather"]}, arguments=closed(city=TEXT, unit={"enum": ["celsius", "fahrenheit"]}))

@@ -1,11 +1,8 @@
-"""06f3 · A body becomes a request away from the event loop. The part of lesson 06f that needs FastAPI itself.
+"""A body becomes a request away from the event loop.
 
-FastAPI reads a body where it routes it: on the event loop, on which every stream of the server waits for its turn. For
-a chat of two messages that is right, for 4 MB it is not. So a route here reads the body before FastAPI does, a large
-one on a thread, and hands over what it has read. There is one such thread: large bodies wait for each other and for
-nobody else, and the memory that they take is that of one.
-
-Read for this: FastAPI's documentation, *Custom Request and APIRoute class*.
+Owns how a route reads its body: FastAPI does so on the event loop, which is right for a chat of two messages and wrong
+for 4 MB. Called by FastAPI for every request with a body; it never keeps one.
+vLLM: the base of FastAPI's `APIRoute` (`vllm/entrypoints/openai/` reads bodies on its loop).
 """
 
 from __future__ import annotations
@@ -23,7 +20,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from engine.serving.openai import protocol
+from engine.serving.openai import large_bodies
+from engine.serving.openai.limits import LARGE_BYTES
+from engine.serving.openai.protocol import OpenAIModel
 
 
 def says_json(request: Request) -> bool:
@@ -42,7 +41,7 @@ class ReadRequest(Request):
 
 
 class BodyRoute(APIRoute):
-    """A route that takes a model of 06f0 or 06f1 as its body."""
+    """A route that takes a model of `protocol` or `responses_protocol` as its body."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         """FastAPI's own handler, behind ours."""
@@ -54,16 +53,16 @@ class BodyRoute(APIRoute):
         async def read_first(request: Request) -> Any:
             request = ReadRequest(request.scope, request.receive)
             if (body := await request.body()) and says_json(request):
-                request.said = await protocol.away(len(body) > protocol.LARGE_BYTES, read, kind, body)
+                request.said = await large_bodies.away(len(body) > LARGE_BYTES, read, kind, body)
             return await handle(request)
 
         return read_first
 
 
-def read(kind: type[pydantic.BaseModel], body: bytes) -> Any:
+def read(kind: type[OpenAIModel], body: bytes) -> Any:
     """A body as a model of this kind. Raises what FastAPI would raise, and InputError."""
     try:
-        said = protocol.parse(body)
+        said = large_bodies.parse(body)
         if isinstance(said, dict):  # else FastAPI refuses it
             said = kind.model_validate(said)
             said._num_bytes = len(body)

@@ -1,12 +1,8 @@
-"""06f1 · The Responses API: the same engine, asked in OpenAI's newer form. Beside lesson 06f.
+"""The Responses API: the same engine, asked in OpenAI's newer form.
 
-A chat is a list of messages; a response is a list of *items*: a message, a call of a function, what the function gave.
-Both say the same to a model, so a request is written as a chat and goes the way of all chats. What differs is the
-answer: a whole one is an object with items in it, a streamed one tells how that object comes about, event by event
-(item added, text grows, item done), and so a reader that has all events has the object. Here the object is always made
-that way. And a conversation may be kept by the server: a request then names the response that it follows.
-
-Read for this: OpenAI's API reference, *Responses* and *Streaming events*; vLLM 0.32 `entrypoints/openai/responses/`.
+Owns the conversations that are kept for `previous_response_id`; called by `app`, and calls `serving` with the chat that
+says the same. An answer is an object with items in it, and a stream tells how that object comes about: here it is never
+made in another way. vLLM: `vllm/entrypoints/openai/responses/serving.py`.
 """
 
 from __future__ import annotations
@@ -18,218 +14,22 @@ import re
 import time
 import uuid
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import pydantic
+from engine.serving.openai.errors import APIError, as_api_error
+from engine.serving.openai.large_bodies import away
+from engine.serving.openai.limits import LARGE_BYTES, MAX_ELEMENTS
+from engine.serving.openai.responses_protocol import ITEM, NamedFunction, Reference, ResponsesRequest, as_chat
 
-from engine.serving.openai import protocol
+if TYPE_CHECKING:
+    from engine.serving.openai.serving import OpenAIServing
 
-Carried, Many, OpenAIModel = protocol.Carried, protocol.Many, protocol.OpenAIModel
-APIError, ChatCompletionRequest = protocol.APIError, protocol.ChatCompletionRequest
-
-away = protocol.away
 
 NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}  # a chat's, and ours
 STORE_BYTES = 64 << 20  # of conversations that are kept; vLLM keeps none, unless it is told to keep all
 ITEM_BYTES = 1 << 10  # of an item as an object, beside its text
-
-# --- Requests ---------------------------------------------------------------------------------------------------------
-
-
-class Text(Carried):
-    """A message's part, asked or answered."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
-class Message(Carried):
-    """An item: something said."""
-
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | Many[Text]
-    status: str | None = None
-
-
-class Call(Carried):
-    """An item: a function that the model has called."""
-
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str | None
-
-
-class CallOutput(Carried):
-    """An item: what that function returned."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str | Many[Text]
-
-
-class Reasoning(Carried):
-    """What another model thought: read, and not repeated to this one."""
-
-    type: Literal["reasoning"]
-
-
-class Reference(Carried):
-    """An item of an earlier response that is kept here."""
-
-    type: Literal["item_reference"]
-    id: str
-
-
-def kind_of(item: Any) -> str | None:
-    """Only messages may leave their type out."""
-    if not isinstance(item, dict):
-        return getattr(item, "type", None)
-    return item.get("type") or ("message" if "role" in item else None)
-
-
-Item = Annotated[
-    Annotated[Message, pydantic.Tag("message")] | Annotated[Call, pydantic.Tag("function_call")]
-    | Annotated[CallOutput, pydantic.Tag("function_call_output")] | Annotated[Reasoning, pydantic.Tag("reasoning")]
-    | Annotated[Reference, pydantic.Tag("item_reference")],
-    pydantic.Discriminator(kind_of, custom_error_type="kind", custom_error_message=(
-        "must be a message, function_call, function_call_output, reasoning or item_reference")),
-]  # fmt: skip
-
-
-ITEM = pydantic.TypeAdapter(Item)
-
-
-class FunctionTool(Carried):
-    """One of `tools`: the chat's, one level flatter."""
-
-    type: Literal["function"]
-    name: str = pydantic.Field(min_length=1)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema
-    strict: bool | None = None
-
-
-class NamedFunction(Carried):
-    """`tool_choice`: this one and no other."""
-
-    type: Literal["function"]
-    name: str
-
-
-class TextFormat(OpenAIModel):
-    """`text.format`: what the answer must be."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = pydantic.Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class TextConfig(OpenAIModel):
-    """`text`: its format, and a hint at its length."""
-
-    format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
-
-
-class ReasoningConfig(OpenAIModel):
-    """`reasoning`: hints for a template."""
-
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-
-
-class ResponsesRequest(protocol.AnyRequest):
-    """OpenAI's fields for a response; what all its APIs share, and vLLM's own, is inherited."""
-
-    input: Annotated[Many[Item], pydantic.BeforeValidator(
-        lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given)]  # fmt: skip
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    max_output_tokens: int | None = pydantic.Field(None, ge=1)
-    include: Many[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    top_logprobs: int | None = None
-    text: TextConfig | None = None
-    tools: Many[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
-    parallel_tool_calls: bool | None = True
-    reasoning: ReasoningConfig | None = None
-    stream_options: protocol.StreamOptions | None = None
-    max_tool_calls: int | None = None  # of tools that the server runs; this one runs none
-    truncation: Literal["auto", "disabled"] | None = None
-    background: Literal[False] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-def plain(content: str | list[Text]) -> str:
-    """Content as one text, a line for each part."""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
-def chat_messages(instructions: str | None, items: Sequence[Any]) -> list[protocol.ChatMessage]:
-    """The conversation as messages: what an assistant says and calls before its next turn is one of them."""
-    found = [protocol.ChatMessage(role="system", content=instructions)] if instructions else []
-    for item in items:
-        last = found[-1] if found and found[-1].role == "assistant" else None
-        if isinstance(item, Message):
-            if last and item.role == "assistant" and last.content is None:
-                last.content = plain(item.content)
-            else:
-                found.append(protocol.ChatMessage(role=item.role, content=plain(item.content)))
-        elif isinstance(item, Call):
-            if last is None:
-                found.append(last := protocol.ChatMessage(role="assistant"))
-            function = protocol.FunctionCall(name=item.name, arguments=item.arguments)
-            last.tool_calls = last.tool_calls or []
-            last.tool_calls.append(protocol.ToolCall(id=item.call_id, function=function))
-        elif isinstance(item, CallOutput):
-            content = plain(item.output)
-            found.append(protocol.ChatMessage(role="tool", content=content, tool_call_id=item.call_id))
-    return found
-
-
-def as_chat(body: ResponsesRequest, items: Sequence[Any]) -> ChatCompletionRequest:
-    """The chat that says the same. Raises InputError."""
-    shared = {name: getattr(body, name) for name in protocol.AnyRequest.model_fields}
-    if not (messages := chat_messages(body.instructions, items)):
-        raise common.InputError("input: must not be empty")
-    last = items[-1] if body.input else None  # as in vLLM, what a client marks as unfinished is what goes on
-    goes_on = isinstance(last, Message) and last.status in ("in_progress", "incomplete")
-    chat = ChatCompletionRequest(
-        add_generation_prompt=not goes_on, continue_final_message=goes_on,
-        truncate_prompt_tokens=-1 if body.truncation == "auto" else None,
-        messages=messages, max_completion_tokens=body.max_output_tokens, chat_template_kwargs=body.chat_template_kwargs,
-        parallel_tool_calls=body.parallel_tool_calls, reasoning_effort=body.reasoning and body.reasoning.effort,
-        verbosity=body.text and body.text.verbosity, **shared,
-    )  # fmt: skip
-    chat._num_bytes = body._num_bytes
-    if body.tools:
-        definitions = [tool.model_dump(exclude={"type", "strict"}) for tool in body.tools]
-        chat.tools = [protocol.Tool(type="function", function=definition) for definition in definitions]
-    choice = body.tool_choice
-    if isinstance(choice, NamedFunction):
-        chat.tool_choice = protocol.NamedTool(function=protocol.FunctionName(name=choice.name))
-    elif body.tools or choice == "required":  # without tools, the choice among them means nothing
-        chat.tool_choice = choice
-    if "message.output_text.logprobs" in (body.include or ()):
-        chat.logprobs, chat.top_logprobs = True, body.top_logprobs or 0
-    wanted = body.text and body.text.format
-    if wanted and wanted.type == "json_object":
-        chat.response_format = protocol.ResponseFormat(type="json_object")
-    elif wanted and wanted.type == "json_schema":
-        if wanted.schema_ is None:
-            raise common.InputError("text: a format json_schema needs a schema")
-        schema = protocol.JSONSchema(name=wanted.name or "schema", schema=wanted.schema_)
-        chat.response_format = protocol.ResponseFormat(type="json_schema", json_schema=schema)
-    return chat
-
-
-# --- Answers ----------------------------------------------------------------------------------------------------------
 
 
 class ResponseWriter:
@@ -262,26 +62,45 @@ class ResponseWriter:
         for call in delta.get("tool_calls", ()):
             function = call["function"]
             if "id" in call:
-                self.open({"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress",
-                           "call_id": call["id"], "name": function["name"], "arguments": ""})  # fmt: skip
+                self.open(
+                    {
+                        "id": f"fc_{uuid.uuid4().hex}",
+                        "type": "function_call",
+                        "status": "in_progress",
+                        "call_id": call["id"],
+                        "name": function["name"],
+                        "arguments": "",
+                    }
+                )
             if function["arguments"]:
+                assert self.item is not None, "a call has begun"
                 self.item["arguments"] += function["arguments"]
                 self.say("response.function_call_arguments.delta", **self.place(), delta=function["arguments"])
 
     def place(self) -> dict[str, Any]:
+        assert self.item is not None, "something is being said"
         return {"item_id": self.item["id"], "output_index": len(self.response["output"]) - 1}
 
-    def open(self, item: dict[str, Any]) -> None:
+    def open(self, item: dict[str, Any]) -> dict[str, Any]:
+        """A new item of the output, which grows from here on; the one before is complete."""
         self.close("completed")
         self.item = item
         self.response["output"].append(item)
         self.say("response.output_item.added", output_index=len(self.response["output"]) - 1, item=item)
+        return item
 
     def open_text(self) -> dict[str, Any]:
         """The text of the message that grows; of a new one, if something else grew last."""
         if self.item is None or self.item["type"] != "message":
-            self.open({"id": f"msg_{uuid.uuid4().hex}", "type": "message", "status": "in_progress",
-                       "role": "assistant", "content": []})  # fmt: skip
+            self.item = self.open(
+                {
+                    "id": f"msg_{uuid.uuid4().hex}",
+                    "type": "message",
+                    "status": "in_progress",
+                    "role": "assistant",
+                    "content": [],
+                }
+            )
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             self.item["content"].append(part)
             self.say("response.content_part.added", **self.place(), content_index=0, part=part)
@@ -297,14 +116,18 @@ class ResponseWriter:
             self.say("response.output_text.done", **where, text=part["text"], logprobs=part["logprobs"])
             self.say("response.content_part.done", **where, part=part)
         else:
-            self.say("response.function_call_arguments.done", **self.place(), name=self.item["name"],
-                     arguments=self.item["arguments"])  # fmt: skip
+            self.say(
+                "response.function_call_arguments.done",
+                **self.place(),
+                name=self.item["name"],
+                arguments=self.item["arguments"],
+            )
         self.say("response.output_item.done", output_index=len(self.response["output"]) - 1, item=self.item)
 
-    def finish(self, reason: str, usage: dict[str, Any]) -> None:
+    def finish(self, reason: str | None, usage: dict[str, Any]) -> None:
         """`reason` is the chat's. As in vLLM 0.32 the last event is response.completed, even for what was cut
         short (OpenAI and 0.33 then say response.incomplete): some clients wait for nothing else; the status tells."""
-        status = {"length": "incomplete", "abort": "cancelled"}.get(reason, "completed")
+        status = {"length": "incomplete", "abort": "cancelled"}.get(reason or "", "completed")
         if not self.response["output"]:
             self.open_text()  # the model said nothing; that is a message, too
         self.close("completed" if status == "completed" else "incomplete")
@@ -386,11 +209,10 @@ class Kept:
 
 
 class ResponsesAPI:
-    """Between lesson 06f's serving and its routes. `explain` makes an APIError of any error; `num_owners` keys share
-    the store."""
+    """Between chats and the routes; `num_owners` keys share the store."""
 
-    def __init__(self, serving: Any, explain: Callable[[Exception], APIError], num_owners: int = 1) -> None:
-        self.serving, self.explain = serving, explain
+    def __init__(self, serving: OpenAIServing, num_owners: int = 1) -> None:
+        self.serving = serving
         self.kept: defaultdict[str | None, Kept] = defaultdict(lambda: Kept(STORE_BYTES // num_owners))  # by owner
 
     # -- in --
@@ -402,8 +224,8 @@ class ResponsesAPI:
             items += kept.find(body.previous_response_id, "previous_response_id").items
         for item in body.input:
             items.append(kept.find_item(item.id) if isinstance(item, Reference) else item)
-        if len(items) > protocol.MAX_ELEMENTS:
-            raise common.InputError(f"input: the conversation has more than {protocol.MAX_ELEMENTS:,} items")
+        if len(items) > MAX_ELEMENTS:
+            raise common.InputError(f"input: the conversation has more than {MAX_ELEMENTS:,} items")
         return items
 
     async def add(self, body: ResponsesRequest, name: str | None = None, owner: str | None = None) -> ResponseJob:
@@ -415,7 +237,7 @@ class ResponsesAPI:
         items = self.conversation(body, kept)
         before = body.previous_response_id
         size = body._num_bytes + ITEM_BYTES * len(items) + (kept.find(before).size if before else 0)
-        large = size > protocol.LARGE_BYTES
+        large = size > LARGE_BYTES
         try:
             job = await self.serving.add(await away(large, as_chat, body, items), owner=owner)
         except common.InputError as error:  # it speaks of the chat; the client wrote something else
@@ -428,21 +250,40 @@ class ResponsesAPI:
         """The response before its first token: what was asked for."""
         chosen = body.tool_choice or "auto"
         return {
-            "id": response_id, "object": "response", "created_at": job.created, "completed_at": None,
-            "status": "in_progress", "background": False, "error": None, "incomplete_details": None,
-            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": body.max_tool_calls, "metadata": body.metadata or {}, "model": job.model, "output": [],
-            "frequency_penalty": job.params.frequency_penalty, "presence_penalty": job.params.presence_penalty,
-            "parallel_tool_calls": body.parallel_tool_calls is not False, "prompt": None,
+            "id": response_id,
+            "object": "response",
+            "created_at": job.created,
+            "completed_at": None,
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "metadata": body.metadata or {},
+            "model": job.model,
+            "output": [],
+            "frequency_penalty": job.params.frequency_penalty,
+            "presence_penalty": job.params.presence_penalty,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "prompt": None,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
-            "service_tier": "default", "store": body.store is not False, "temperature": job.params.temperature,
-            "text": {"format": {"type": "text"}} if body.text is None or body.text.format is None
+            "service_tier": "default",
+            "store": body.store is not False,
+            "temperature": job.params.temperature,
+            "text": {"format": {"type": "text"}}
+            if body.text is None or body.text.format is None
             else body.text.model_dump(by_alias=True, exclude_none=True),
             "tool_choice": chosen.model_dump() if isinstance(chosen, NamedFunction) else chosen,
-            "tools": [tool.model_dump() for tool in body.tools or ()], "top_logprobs": body.top_logprobs or 0,
-            "top_p": job.params.top_p, "truncation": body.truncation or "disabled", "usage": None, "user": body.user,
-        }  # fmt: skip
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": job.params.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": None,
+            "user": body.user,
+        }
 
     def forget(self, job: ResponseJob) -> None:
         self.serving.forget(job.job)
@@ -452,6 +293,7 @@ class ResponsesAPI:
     async def written(self, job: ResponseJob) -> AsyncIterator[None]:
         """Have the answer written as it comes; a turn for each piece."""
         chat, writer, num_tokens, finished = job.job, job.writer, 0, False
+        reason: str | None = None
         await away(job.body.is_large, writer.begin)  # it repeats what was asked
         pending: list[dict[str, Any]] = []  # of tokens whose text is held back
         while not finished:
@@ -463,15 +305,18 @@ class ResponsesAPI:
                 pending += (self.serving.logprobs(chat, 0, piece) or {"content": []})["content"]
                 delta = chat.readers[0].read(piece.text, piece.finish_reason is not None)
                 writer.write(delta, pending)
+                reason = piece.finish_reason
                 pending = [] if delta.get("content") else pending
             if finished:
                 read, cached = len(output.prompt_token_ids), output.num_cached_tokens
                 usage = {
-                    "input_tokens": read, "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-                    "output_tokens": num_tokens, "output_tokens_details": {"reasoning_tokens": 0},
+                    "input_tokens": read,
+                    "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+                    "output_tokens": num_tokens,
+                    "output_tokens_details": {"reasoning_tokens": 0},
                     "total_tokens": read + num_tokens,
-                }  # fmt: skip
-                await away(job.body.is_large, writer.finish, piece.finish_reason, usage)
+                }
+                await away(job.body.is_large, writer.finish, reason, usage)
                 self.keep(job)
             yield
 
@@ -491,7 +336,7 @@ class ResponsesAPI:
                 for event in job.writer.take():
                     yield event
         except Exception as error:  # the status line is long gone: the stream itself has to say it
-            job.writer.fail(self.explain(error))
+            job.writer.fail(as_api_error(error))
             for event in job.writer.take():
                 yield event
 

@@ -1,14 +1,8 @@
-"""061 · The handshake: who may be an engine of ours. The lowest part of lesson 06c, and of lesson 08's transfers.
+"""The handshake: who may be an engine of ours, before a byte of a connection is believed.
 
-A port that engines dial is open to whoever reaches it. Before a byte of such a connection is believed, both sides prove
-that they know one secret, without saying it: an HMAC over two random numbers, one of each side. All of it is of fixed
-size and over within a deadline, each connection has a thread of its own, and of strangers there are only so many.
-
-The proof is about who has connected. What comes after it is neither encrypted nor signed: who sits on the wire reads it
-and may change it. Such a port belongs in a private network all the same, as vLLM's do, which ask for no secret.
-
-Read for this: CPython's `multiprocessing/connection.py` (`deliver_challenge`, `answer_challenge`: the same idea without
-a deadline, one connection at a time).
+Owns the secret of a service and the proof of it, an HMAC over two random numbers, one of each side; called by links and
+by engine groups. It never encrypts or signs what comes after it, and never waits longer than a deadline.
+vLLM: `vllm/utils/network_utils.py` has ports, and asks for no secret.
 """
 
 from __future__ import annotations
@@ -26,6 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import llama
+
+# A port that engines dial is open to whoever reaches it. So all of a greeting is of fixed size, each connection has a
+# thread of its own, and of strangers there are only so many. The proof is about who has connected: who sits on the wire
+# reads what follows and may change it. Such a port belongs in a private network all the same, as vLLM's do.
+# (The same idea without a deadline, one connection at a time: CPython's `multiprocessing/connection.py`,
+# `deliver_challenge` and `answer_challenge`.)
 
 MAGIC = b"vllm-fp1"
 NONCE = 32  # bytes; a proof, an HMAC-SHA256, has as many

@@ -1,4 +1,4 @@
-"""090 · The hybrid KV cache: layers that forget, and one pool for all. A part of lesson 09.
+"""The hybrid KV cache: layers that forget, and one pool for all. For lesson 09.
 
 A layer with a sliding window of W never looks at a key more than W − 1 positions back. In Gemma 3 five layers of six
 are such, in gpt-oss every other one. A block table that serves all layers keeps their dead keys for the sake of the few
@@ -35,8 +35,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.request import Request, SamplingParams
 
-continuous_batching = common.lesson("04_continuous_batching")
-prefix_caching = common.lesson("050_prefix_caching")
+BLOCK = 16  # tokens in a block, vLLM's default
 
 NULL_BLOCK = 0  # the pool never hands it out
 
@@ -436,7 +435,7 @@ CHOICES = {
 def layer_specs(model: str) -> list[AttentionSpec]:
     """A spec for each layer of one of MODELS, in bf16."""
     layers, every, window, num_kv_heads, head_size = MODELS[model]
-    shape = {"block_size": prefix_caching.BLOCK, "num_kv_heads": num_kv_heads, "head_size": head_size}
+    shape = {"block_size": BLOCK, "num_kv_heads": num_kv_heads, "head_size": head_size}
     full, windowed = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=window)
     return [windowed if i % every else full for i in range(1, layers + 1)]
 
@@ -512,7 +511,7 @@ def facts() -> dict[str, Any]:
         groups, page = get_kv_cache_groups(layer_specs(model)), layer_specs(model)[0].page_size_bytes
         steps, size = blocks_held(groups, 131072, DEFAULT["chunk"]), max(len(group.layers) for group in groups)
         windowed = next(i for i, group in enumerate(groups) if getattr(group.spec, "sliding_window", 0) == window)
-        held, everything = sum(steps[-1]) * size * page, 131072 // prefix_caching.BLOCK * layers * page
+        held, everything = sum(steps[-1]) * size * page, 131072 // BLOCK * layers * page
         runs = {f"{n // 1024}k": simulate(DEFAULT | {"model": model, "context": n})["ways"] for n in (1024, 32768)}
         found[model.lower().replace("-", "_")] = {
             "groups": len(groups), "layers_per_group": size, "unused": size * len(groups) - layers,

@@ -1,4 +1,4 @@
-"""07a · Drafts one step ahead: how a step is planned when not even the number of this one's tokens is known.
+"""Drafts one step ahead: how a step is planned when not even the number of this one's tokens is known.
 
 Async scheduling (lesson 05) plans step i + 1 while step i runs: it needs to know *that* a token will come, not which.
 With drafts it does not even know how many will come, 1 to K + 1, and nobody has guessed the next ones yet. Two bets
@@ -17,77 +17,40 @@ from __future__ import annotations
 
 import common  # first: it settles the device before torch is used
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import llama
+from engine.config import VllmConfig
+from engine.spec_decode.drafters import SpeculativeConfig
+from engine.spec_decode.drafters import make_drafter
+from engine.worker.assemble import make_runner
+from engine.worker.model_runner import ModelRunner
 from engine.config import SchedulerConfig
 from engine.core.scheduler import make_scheduler
-from engine.output import SchedulerOutput
 from engine.request import Request, SamplingParams
 
-offline = common.lesson("04b_offline_engine")
-optimizations, speculation = common.lesson("05_optimizations"), common.lesson("07_spec_decode")
-
-
-# --- The scheduler: it counts on everything --------------------------------------------------------------------------
-
-
-# --- The runner: it knows better -------------------------------------------------------------------------------------
-
-
-class DraftsAheadRunner(speculation.SpeculativeModelRunner):
-    """Lesson 07's runner behind a plan: puts drafts into the places, and every row where it belongs.
-
-    Its requests are copies, which have all tokens that were sampled (lesson 05's worker, or 06c's).
-    """
-
-    num_places = num_drafts = 0  # planned, and filled
-
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """The places of this step filled with what was proposed meanwhile; a place without a draft is not computed."""
-        places, output = output.scheduled_spec_decode_tokens, copy.copy(output)
-        output.num_scheduled_tokens = dict(output.num_scheduled_tokens)
-        output.scheduled_spec_decode_tokens = drafts = {}
-        for request_id, empty in places.items():
-            if found := self.proposed.get(request_id, [])[: len(empty)]:
-                drafts[request_id] = found
-            # vLLM computes a row for an empty place as well: a CUDA graph's shape stays as it is.
-            output.num_scheduled_tokens[request_id] -= len(empty) - len(found)
-            self.num_places, self.num_drafts = self.num_places + len(empty), self.num_drafts + len(found)
-        for request in output.scheduled_running_reqs:  # no further than what is known here, and its drafts
-            known = request.num_tokens + len(drafts.get(request.request_id, ()))
-            request.num_computed_tokens = min(request.num_computed_tokens, known)
-        return super().execute_model(output)
-
-    def take_draft_token_ids(self) -> dict[str, list[int]]:
-        """They stay here: the scheduler has planned for them already."""
-        return {}
+optimizations = common.lesson("05_optimizations")
 
 
 def make_loop(kind: str, model: llama.Llama, num_speculative_tokens: int, max_model_len: int,
-              drafter: Callable[..., Any] = speculation.make_drafter,
-              overhead: float = 0.0) -> tuple[optimizations.QueuedEngineCore, DraftsAheadRunner]:  # fmt: skip
+              drafter: Callable[..., Any] = make_drafter,
+              overhead: float = 0.0) -> tuple[optimizations.QueuedEngineCore, ModelRunner]:  # fmt: skip
     """One of lesson 05's loops, eight seats, and what it runs; `overhead` is 05's, `drafter(config, model)` is 07's."""
     blocks = 8 * -(-max_model_len // optimizations.BLOCK) + 1
-    config = speculation.SpeculativeConfig(num_speculative_tokens=num_speculative_tokens)
+    config = SpeculativeConfig(num_speculative_tokens=num_speculative_tokens)
     limits = SchedulerConfig(max_model_len=max_model_len, max_num_seqs=8)
     scheduler = make_scheduler(
         limits, blocks, optimizations.BLOCK, enable_prefix_caching=False, drafts=config, async_scheduling=True
     )
 
-    class Runner(DraftsAheadRunner, offline.SamplingModelRunner):
-        speculative_config = config
-        make_drafter = staticmethod(drafter)
-
-    runner = Runner(model, scheduler)
-    runner.manager = worker = optimizations.Worker(runner.execute_model)
-    return optimizations.QueuedEngineCore(kind, scheduler, worker, overhead), runner
+    about = VllmConfig(speculative_config=config, async_scheduling=True, plug={"drafter": drafter})
+    runner = make_runner(model, limits, blocks, optimizations.BLOCK, about)
+    return optimizations.QueuedEngineCore(kind, scheduler, optimizations.Worker(runner.execute_model), overhead), runner
 
 
 def compare_loops(model: llama.Llama, prompts: Sequence[Sequence[int]], max_tokens: int, num_speculative_tokens: int,
-                  drafter: Callable[..., Any] = speculation.make_drafter,
+                  drafter: Callable[..., Any] = make_drafter,
                   overhead: float = 0.0) -> dict[str, dict[str, Any]]:  # fmt: skip
     """The same greedy requests in step and one step ahead: {loop: their tokens, and what they took}."""
     # Beyond the longest answer there is room for drafts: the end of the context cuts none.
@@ -96,8 +59,8 @@ def compare_loops(model: llama.Llama, prompts: Sequence[Sequence[int]], max_toke
     for kind in ("synchronous", "async"):
         core, runner = make_loop(kind, model, num_speculative_tokens, longest, drafter, overhead)
         token_ids = core.run([Request(str(i), prompt, params) for i, prompt in enumerate(prompts)])
-        found[kind] = {"token_ids": token_ids, "steps": len(core.worker.busy), "places": runner.num_places,
-                       "drafts": runner.num_drafts, "in_vain": core.num_wasted, "idle": core.idle}  # fmt: skip
+        found[kind] = {"token_ids": token_ids, "steps": len(core.worker.busy), "places": runner.drafts.num_places,
+                       "drafts": runner.drafts.num_drafts, "in_vain": core.num_wasted, "idle": core.idle}  # fmt: skip
     return found
 
 

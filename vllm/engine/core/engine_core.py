@@ -1,0 +1,73 @@
+"""The loop: schedule, run the model, update.
+
+Owns a scheduler and a runner, and the requests that it lets in; called by the front end, one step at a time. It never
+tokenizes, and knows no tensor. vLLM: `vllm/v1/engine/core.py`.
+"""
+
+from __future__ import annotations
+
+from common import InputError
+
+from collections.abc import Iterable
+
+from engine.core.scheduler import Scheduler
+from engine.output import EngineCoreOutput, SchedulerOutput
+from engine.request import Request, RequestStatus, prompt_length_error
+from engine.seams import Runner
+
+
+class EngineCore:
+    """One forward pass after the other, each for whoever is scheduled."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner | None = None) -> None:
+        """Without a `runner`, a simulation overrides `execute_model`. Raises InputError for a pool that cannot hold one
+        sequence of `max_model_len`, as vLLM does."""
+        if runner is not None:
+            check_pool(scheduler)
+        self.scheduler, self.runner = scheduler, runner
+
+    def check_request(self, request: Request) -> None:
+        """Refuse on arrival what can never be served; the scheduler would let it wait for ever. Raises InputError."""
+        if request.request_id in self.scheduler.requests:
+            raise InputError(f"request_id {request.request_id!r}: is in use")
+        if error := prompt_length_error(request.num_prompt_tokens, self.scheduler.config.max_model_len):
+            raise InputError(error)
+        manager = self.scheduler.kv_cache_manager
+        needed, usable = -(-self.scheduler.num_slots(request) // manager.block_size), manager.block_pool.num_blocks - 1
+        if needed > usable:
+            raise InputError(f"request {request.request_id!r} needs {needed} KV blocks, there are {usable}")
+
+    def add_request(self, request: Request) -> None:
+        """Queue it. Raises InputError for what `check_request` refuses."""
+        self.check_request(request)
+        self.scheduler.add_request(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[Request]:
+        """End them, wherever they are. Returns those that there were."""
+        return self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> list[EngineCoreOutput]:
+        """One forward pass for all that are scheduled."""
+        output = self.scheduler.schedule()
+        return self.scheduler.update_from_output(output, self.execute_model(output))
+
+    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """Run the model on the scheduled tokens. Returns {request id: sampled tokens} for those that have caught up.
+        What it guesses for the next step goes to the scheduler at once."""
+        assert self.runner
+        sampled = self.runner.execute_model(output)
+        if drafts := self.runner.take_draft_token_ids():
+            self.scheduler.update_draft_token_ids(drafts)
+        return sampled
+
+
+def check_pool(scheduler: Scheduler) -> None:
+    """Raises InputError for a pool that cannot hold one sequence of `max_model_len`."""
+    manager, max_model_len = scheduler.kv_cache_manager, scheduler.config.max_model_len
+    num_blocks = manager.block_pool.num_blocks
+    capacity = (num_blocks - 1) * manager.block_size
+    if capacity < max_model_len:
+        raise InputError(
+            f"num_blocks {num_blocks}: they hold {capacity} tokens, and must hold at least max_model_len "
+            f"({max_model_len})"
+        )

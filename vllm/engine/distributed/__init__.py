@@ -1,0 +1,1 @@
+"""Processes that meet: groups of ranks, and who may connect; it fills no seam."""

@@ -1,0 +1,310 @@
+"""What an engine is started with, as flags and arguments say it, checked once and passed on.
+
+Owns the names, the defaults and what cannot go together; called by `serve`, by `LLM`, and by an engine's process. It
+never loads anything. vLLM: `vllm/engine/arg_utils.py`.
+"""
+
+from __future__ import annotations
+
+import common
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import llama
+from engine.config import VllmConfig
+from engine.kv_transfer.config import KVTransferConfig
+from engine.lora.config import LoRAConfig
+from engine.model.loader import find_dtype
+from engine.parallel.config import BACKENDS
+from engine.quantization.kv_codes import KV_CACHE_DTYPES
+from engine.quantization.methods import METHODS
+from engine.registry import ATTENTION_BACKENDS
+from engine.sampling.defaults import override_generation_config
+from engine.spec_decode.drafters import SpeculativeConfig
+
+PLACES = ("process", "thread", "event-loop")
+ROUTING = ("load", "prefix")
+MAX_NUM_SEQS = 1 << 16  # there are tables with a row for each
+
+
+@dataclass
+class EngineArgs:
+    """What `serve` takes on its command line, under vLLM's names (`vllm/engine/arg_utils.py`)."""
+
+    model: str | None = None
+    served_model_name: list[str] | None = None
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    seed: int = 0
+    quantization: str | None = None
+    max_model_len: int | None = None
+    generation_config: str = "auto"
+    override_generation_config: str | dict[str, Any] | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: str = "fcfs"
+    max_num_queued_reqs: int | None = 1024
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"
+    attention_backend: str = "unified"
+    num_gpu_blocks_override: int | None = None
+    gpu_memory_utilization: float = 0.92
+    kv_cache_gib: float = 1.0
+    enforce_eager: bool = False
+    async_scheduling: bool = False
+    speculative_config: str | dict[str, Any] | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    lora_modules: list[str] | None = None  # name=path of each
+    chat_template: str | None = None  # a file or the text; from __post_init__ on the text
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+    kv_transfer_config: str | dict[str, Any] | None = None
+    engine_place: str = "process"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
+    data_parallel_size: int = 1
+    data_parallel_size_local: int | None = None
+    data_parallel_start_rank: int = 0
+    data_parallel_address: str = "127.0.0.1"
+    data_parallel_rpc_port: int = 29550
+    data_parallel_routing: str = "load"
+    api_server_count: int = 1
+    headless: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse early what would fail late. Raises InputError."""
+        if self.trust_remote_code:
+            raise common.InputError(
+                "--trust-remote-code: refused. It lets a model folder run its own Python; this "
+                "engine reads config.json, weights and tokenizer, and runs none of it"
+            )
+        self._check_numbers()
+        if not all(self.served_model_name or ["default"]):
+            raise common.InputError(f"served_model_name {self.served_model_name}: a name must not be empty")
+        self._check_shares()
+        find_dtype(self.dtype)
+        override_generation_config(self.override_generation_config)
+        self._check_choices()
+        if self.chat_template is not None:
+            self.chat_template = llama.read_chat_template(self.chat_template)
+        if self.enable_auto_tool_choice and not self.tool_call_parser:
+            raise common.InputError("--enable-auto-tool-choice: needs --tool-call-parser")
+
+        if self.scales_out:
+            check_parallel(self)
+        _, _ = self.lora_config, self.speculation  # wrong ones are refused now
+        self._check_transfers()
+        if self.lora_modules and not self.enable_lora:
+            raise common.InputError("--lora-modules: needs --enable-lora")
+        if self.enable_lora and (twice := [name for name in self.adapters if name in self.names]):
+            raise common.InputError(f"--lora-modules {twice[0]}: is the name of the model itself")
+
+    def _check_numbers(self) -> None:
+        for name, low in (
+            ("max_num_seqs", 1),
+            ("max_model_len", 2),
+            ("max_num_batched_tokens", 1),
+            ("block_size", 1),
+            ("num_gpu_blocks_override", 2),
+            ("max_num_queued_reqs", 1),
+            ("seed", 0),
+            ("long_prefill_token_threshold", 0),
+            ("tensor_parallel_size", 1),
+            ("pipeline_parallel_size", 1),
+            ("data_parallel_size", 1),
+            ("data_parallel_size_local", 0),
+            ("data_parallel_start_rank", 0),
+            ("api_server_count", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < low):
+                raise common.InputError(f"{name} {value!r}: must be a whole number of at least {low}")
+        if self.max_num_seqs > MAX_NUM_SEQS:
+            raise common.InputError(f"max_num_seqs {self.max_num_seqs}: must be at most {MAX_NUM_SEQS}")
+
+    def _check_shares(self) -> None:
+        for name, high in (("gpu_memory_utilization", 1), ("kv_cache_gib", 1 << 20)):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value <= high:
+                raise common.InputError(f"{name} {value!r}: must be a number above 0, at most {high}")
+
+    def _check_choices(self) -> None:
+        allowed = {
+            "scheduling_policy": ("fcfs", "priority"),
+            "engine_place": PLACES,
+            "attention_backend": ATTENTION_BACKENDS,
+        }
+        if self.tool_call_parser is not None:
+            allowed["tool_call_parser"] = ("hermes",)
+        if self.quantization is not None:
+            allowed["quantization"] = (*METHODS, "compressed-tensors", "fp8")
+        if self.kv_cache_dtype != "auto":
+            allowed["kv_cache_dtype"] = KV_CACHE_DTYPES
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise common.InputError(f"{name} {getattr(self, name)!r}: must be one of {', '.join(values)}")
+
+    def _check_transfers(self) -> None:
+        kv_transfer = self.kv_transfer
+        if kv_transfer is None:
+            return
+        stored = kv_transfer.kv_connector == "StoreConnector"  # an adapter's name may mean another one tomorrow
+        for flag, used in (
+            ("--kv-cache-dtype", self.kv_cache_dtype != "auto"),
+            ("--enable-lora if blocks go to a store", stored and self.enable_lora),
+        ):
+            if used:
+                raise common.InputError(f"--kv-transfer-config: not together with {flag}")
+        if self.has_workers or self.has_engines:
+            check_transfers(self)
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """None without --speculative-config. Raises InputError."""
+        return None if self.speculative_config is None else SpeculativeConfig.from_json(self.speculative_config)
+
+    @property
+    def kv_transfer(self) -> KVTransferConfig | None:
+        """None without --kv-transfer-config. Raises InputError."""
+        return None if self.kv_transfer_config is None else KVTransferConfig.from_json(self.kv_transfer_config)
+
+    @property
+    def lora_config(self) -> LoRAConfig | None:
+        """None without --enable-lora. Raises InputError."""
+        return LoRAConfig(self.max_loras, self.max_lora_rank, self.max_cpu_loras) if self.enable_lora else None
+
+    def vllm_config(self, workers: Any = None) -> VllmConfig:
+        """What an engine with these arguments has. Raises InputError."""
+        return VllmConfig(
+            attention_backend=self.attention_backend,
+            kv_cache_dtype=self.kv_cache_dtype,
+            enforce_eager=self.enforce_eager,
+            async_scheduling=self.async_scheduling,
+            speculative_config=self.speculation,
+            lora_config=self.lora_config,
+            kv_transfer_config=self.kv_transfer,
+            workers=workers,
+        )
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Paths of the adapters to start with, by name. Raises InputError."""
+        pairs = [module.partition("=") for module in self.lora_modules or ()]
+        for i, (name, _, path) in enumerate(pairs):
+            if not name or not path or name in [other for other, _, _ in pairs[:i]]:
+                raise common.InputError(f"--lora-modules {name}={path}: must be name=path, each name once")
+        return {name: path for name, _, path in pairs}
+
+    @property
+    def world_size(self) -> int:
+        """Workers of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def scales_out(self) -> bool:
+        """More than one engine, one API server, or one process or thread per engine: companion 06c's business."""
+        return self.has_workers or self.has_engines
+
+    def for_engine(self, engine: int) -> EngineArgs:
+        """The flags of one of several engines: each listens at ports of its own."""
+        config = self.kv_transfer
+        if config is None:
+            return self
+        port = config.port_of(engine * self.world_size)
+        own = dataclasses.replace(config, engine_id=f"{config.engine_id}_dp{engine}", kv_port=port)
+        mine = copy.copy(self)  # without looking at everything once more
+        mine.kv_transfer_config = dataclasses.asdict(own)
+        return mine
+
+    @property
+    def has_engines(self) -> bool:
+        """More than one engine or API server, or engines on other machines?"""
+        return self.data_parallel_size > 1 or self.api_server_count > 1 or self.headless
+
+    @property
+    def has_workers(self) -> bool:
+        """Does the engine core send its decisions to an executor, in place of running the model itself?"""
+        return self.world_size > 1 or self.distributed_executor_backend is not None or self.async_scheduling
+
+    @property
+    def names(self) -> list[str]:
+        """What clients may call the model; the first one is what answers say."""
+        return self.served_model_name or [self.model or llama.DEFAULT_MODEL]
+
+
+def check_parallel(args: Any) -> None:
+    """Refuse combinations of flags that cannot work. Raises InputError."""
+    for name, low in (
+        ("tensor_parallel_size", 1),
+        ("pipeline_parallel_size", 1),
+        ("data_parallel_size", 1),
+        ("api_server_count", 1),
+        ("data_parallel_start_rank", 0),
+    ):
+        value = getattr(args, name)
+        if type(value) is not int or value < low:
+            raise common.InputError(f"{name} {value!r}: must be a whole number of at least {low}")
+    allowed = {"distributed_executor_backend": (None, *BACKENDS), "data_parallel_routing": ROUTING}
+    for name, values in allowed.items():
+        if getattr(args, name) not in values:
+            raise common.InputError(f"{name} {getattr(args, name)!r}: must be one of {', '.join(filter(None, values))}")
+    if args.engine_place != "process":
+        raise common.InputError(f"engine_place {args.engine_place}: must be process when an engine has several")
+    if args.async_scheduling and args.pipeline_parallel_size > 1:
+        raise common.InputError(
+            "async_scheduling: not together with pipeline_parallel_size, whose first stage would "
+            "have to know the tokens before the scheduler does"
+        )
+    if args.pipeline_parallel_size > 1 and args.speculation and args.speculation.method == "early_exit":
+        raise common.InputError(
+            "speculative_config: method early_exit: not together with pipeline_parallel_size: the "
+            "last stage drafts, and has not the target's first layers"
+        )
+    check_engines(args)
+
+
+def check_engines(args: Any) -> None:
+    """Raises InputError for engines that nobody would have, or twice."""
+    local = args.data_parallel_size if args.data_parallel_size_local is None else args.data_parallel_size_local
+    if not 0 <= local <= args.data_parallel_size:
+        raise common.InputError(
+            f"data_parallel_size_local {local}: must be from 0 to data_parallel_size ({args.data_parallel_size})"
+        )
+    if args.headless and args.api_server_count > 1:
+        raise common.InputError("api_server_count: a headless process has no API server")
+    if args.headless and not 0 < args.data_parallel_start_rank <= args.data_parallel_size - max(1, local):
+        raise common.InputError(
+            f"data_parallel_start_rank {args.data_parallel_start_rank}: headless engines come "
+            "after those of the head, and all before data_parallel_size "
+            f"({args.data_parallel_size})"
+        )
+
+
+def check_transfers(args: Any) -> None:
+    """Raises InputError for what a connector cannot do on workers, or with several engines."""
+    config, name = args.kv_transfer, "kv_transfer_config: not together with"
+    if args.pipeline_parallel_size > 1:
+        raise common.InputError(f"{name} pipeline_parallel_size")
+    if args.distributed_executor_backend == "ray":
+        raise common.InputError(f"{name} distributed_executor_backend ray")
+    if config.kv_connector not in ("SharedMemoryConnector", "TCPConnector"):
+        raise common.InputError(
+            f"{name} workers or several engines: {config.kv_connector}; allowed: SharedMemoryConnector, TCPConnector"
+        )
+    ranks = args.world_size * args.data_parallel_size
+    fits = config.kv_port <= 65536 - ranks and (config.kv_port or args.world_size == 1)
+    if config.is_kv_producer and not fits:
+        raise common.InputError(
+            f"kv_port {config.kv_port}: the r-th rank of all engines listens at kv_port + r, so it "
+            f"must be from 1 to {65536 - ranks}"
+        )

@@ -1,0 +1,139 @@
+"""One process, one engine: a front end with the core behind it.
+
+Owns what the parts of an engine have in common; called by `LLM`, by an engine's process, or by a test. It never decides
+what runs when. vLLM: `vllm/v1/engine/llm_engine.py`.
+"""
+
+from __future__ import annotations
+
+import common
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import llama
+from engine.assemble import make_core
+from engine.config import SchedulerConfig, VllmConfig
+from engine.front_end import FrontEnd, Prompt, RequestOutput, whole
+from engine.lora.config import LoRARequest
+from engine.lora.manager import LoRAModelManager
+from engine.quantization.kv_codes import block_bytes
+from engine.request import SamplingParams
+from engine.sampling.guided.guided_decoding import GuidedDecoding
+from engine.sampling.guided.structured_outputs import ending, validate
+
+
+class LLMEngine(FrontEnd):
+    """Requests in, outputs out: validates, tokenizes, steps, detokenizes."""
+
+    def __init__(  # noqa: PLR0913  vLLM's arguments
+        self,
+        model: llama.Llama,
+        tokenizer: llama.Tokenizer,
+        *,
+        config: VllmConfig | None = None,
+        seed: int = 0,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int | None = None,
+        block_size: int = 16,
+        num_gpu_blocks_override: int | None = None,
+        kv_cache_memory_bytes: int = 1 << 30,
+        scheduling_policy: str = "fcfs",
+        enable_prefix_caching: bool = True,
+        **options: Any,
+    ) -> None:
+        """`config` says what the engine has besides; with workers, `model` is without weights.
+
+        The KV cache has `num_gpu_blocks_override` blocks (block 0 included, on a CPU as well: the name is vLLM's) or,
+        by default, as many as fit `kv_cache_memory_bytes`, and at least enough for one sequence of `max_model_len`.
+        `options` are further fields of `SchedulerConfig`. Raises InputError.
+        """
+        config = config or VllmConfig()
+        limit = model.config.max_position_embeddings
+        max_model_len = whole("max_model_len", limit if max_model_len is None else max_model_len, 1, limit)
+        whole("max_num_seqs", max_num_seqs, 1)
+        whole("block_size", block_size, 1)
+        known = {f.name for f in dataclasses.fields(SchedulerConfig)} - {"policy"}
+        if unknown := [name for name in options if name not in known]:
+            allowed = ", ".join(sorted(known | {"block_size", "enable_prefix_caching"}))
+            raise common.InputError(f"{unknown[0]}: no such engine argument; allowed, too: {allowed}")
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = max(4096, max_num_seqs)
+            if not options.get("enable_chunked_prefill", SchedulerConfig.enable_chunked_prefill):
+                max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)  # a prompt is computed whole
+        whole("max_num_batched_tokens", max_num_batched_tokens, 1)
+        limits = SchedulerConfig(max_model_len, max_num_seqs, max_num_batched_tokens, scheduling_policy, **options)
+        num_blocks = num_gpu_blocks_override
+        if num_blocks is None:
+            whole("kv_cache_memory_bytes", kv_cache_memory_bytes, 1)
+            fitting = kv_cache_memory_bytes // block_bytes(model, block_size, config.kv_cache_dtype)
+            num_blocks = 1 + max(fitting, -(-max_model_len // block_size))
+        whole("num_gpu_blocks_override", num_blocks, 2)
+        self.model, self.config = model, config
+        self.about: dict[str, Any] = {}  # what a start has found out
+        self.lora = LoRAModelManager(config.lora_config) if config.lora_config else None
+        grammar = GuidedDecoding(tokenizer, model.config)
+        core = make_core(
+            model,
+            limits,
+            num_blocks,
+            block_size,
+            config,
+            enable_prefix_caching=enable_prefix_caching,
+            grammar=grammar,
+            lora=self.lora,
+            seed=seed,
+        )
+        super().__init__(model.config, tokenizer, core)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        **about: Any,
+    ) -> None:
+        """As any front end, and here the adapter of a `lora_request` is loaded if need be. Raises InputError."""
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            c = self.model.config  # with its own vocabulary: the runner then finds what is compiled here
+            validate(params.structured_outputs, self.tokenizer, c.vocab_size, c.eos_token_ids)
+        if lora_request is not None:
+            self.add_lora(lora_request)
+            about["lora_name"] = lora_request.lora_name
+        if (name := about.get("lora_name")) is not None and not (self.lora and self.lora.knows(name)):
+            raise common.InputError(f"lora_name {name!r}: is not loaded")
+        super().add_request(request_id, prompt, params, **about)
+
+    def _answer(self, sequence: Any, finish_reason: str | None, stop_reason: int | str | None) -> RequestOutput | None:
+        if sequence.request.sampling_params.structured_outputs is not None:
+            finish_reason, stop_reason = ending(self, sequence, finish_reason, stop_reason)
+        return super()._answer(sequence, finish_reason, stop_reason)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter if it is not there yet. Raises InputError, and nothing has changed."""
+        name, path = lora_request.lora_name, lora_request.lora_path
+        manager = self._adapters()
+        if not manager.knows(name):
+            manager.add_adapter(name, path)
+            return True
+        if path and isinstance(known := manager.sources[name], str | Path) and str(known) != str(path):
+            raise common.InputError(f"lora_path {path!r}: {name!r} is loaded already, from {known}")
+        return False
+
+    def remove_lora(self, name: str) -> None:
+        """Forget an adapter; requests that use it finish with it. Raises InputError."""
+        self._adapters().remove_adapter(name, in_use=self.core.scheduler.uses(name))
+
+    def list_loras(self) -> list[str]:
+        """Names of the adapters that a request may have."""
+        manager = self._adapters()
+        return sorted(filter(manager.knows, manager.sources))
+
+    def _adapters(self) -> LoRAModelManager:
+        if self.lora is None:
+            raise common.InputError("lora_request: this engine was started without enable_lora")
+        return self.lora

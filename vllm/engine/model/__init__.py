@@ -1,0 +1,1 @@
+"""The model: a forward pass that knows no cache; seam: `Attend`."""

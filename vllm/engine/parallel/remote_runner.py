@@ -1,0 +1,70 @@
+"""Where an engine core has its model runner: it writes decisions to workers instead of executing them.
+
+Owns what is on its way to them; called by the core with steps in flight. It never waits unless it is asked for a
+result. vLLM: `vllm/v1/executor/abstract.py:Executor.execute_model`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from engine.config import SchedulerConfig
+from engine.output import SchedulerOutput
+from engine.parallel.messages import StepMessage, StepWriter
+from engine.parallel.transfers import RemoteConnector
+from engine.parallel.workers import Workers
+
+
+class RemoteRunner:
+    """Steps go to the workers, and come back as futures."""
+
+    grammar = graphs = None  # a worker has its own
+
+    def __init__(  # noqa: PLR0913  what a runner is made with, and who runs
+        self,
+        workers: Workers,
+        limits: SchedulerConfig,
+        num_blocks: int,
+        block_size: int,
+        *,
+        connector: RemoteConnector | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.executor, parallel = workers.executor, workers.parallel
+        self.output_rank, self.connector = parallel.output_rank, connector
+        self.writer = StepWriter(sends_tokens=not parallel.async_scheduling)
+        self.logprobs: dict[str, dict] = {}
+        self.prompt_logprobs: dict[str, list] = {}
+        self.executor.collective_rpc("initialize_from_config", limits, num_blocks, block_size, seed)
+        if connector:
+            connector.attach(self.executor.world_size, self.executor.collective_rpc("about_connector")[0])
+
+    def submit(self, output: SchedulerOutput) -> Any:
+        """Send a step on its way; None if there is nothing to compute in it, and transfers have got on."""
+        message = self.writer.write(output)
+        if self.connector:
+            return self._submit_with_transfers(message, output)
+        return message and self.executor.submit("execute_model", message, reply_rank=self.output_rank)
+
+    def _submit_with_transfers(self, message: StepMessage | None, output: SchedulerOutput) -> Any:
+        """Orders in front of the step, and answers of all ranks behind it."""
+        connector = self.connector
+        assert connector and output.kv_connector_metadata
+        orders = connector.take_orders(output.kv_connector_metadata)
+        future = self.executor.submit("execute_with_transfers", message, *orders)
+
+        def result() -> Any:
+            answers = future.result()
+            connector.hear([news for _, news in answers])
+            return answers[self.output_rank][0]
+
+        return SimpleNamespace(result=result) if message else result()
+
+    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """A core with steps in flight calls `submit`."""
+        raise NotImplementedError
+
+    def take_draft_token_ids(self) -> dict[str, list[int]]:
+        """They come with a step's result."""
+        return {}

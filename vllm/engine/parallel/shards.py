@@ -1,0 +1,91 @@
+"""Whole weights by Transformers' names, and what of each a rank keeps.
+
+Owns the names; called by whoever makes a rank's model, from a file or from a model in memory. It never copies more than
+a rank's part. vLLM: `vllm/model_executor/layers/linear.py`, each layer's `weight_loader`.
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch is used
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import llama
+from engine.distributed.group import GroupCoordinator
+from engine.parallel.layers import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+
+Tensors = Callable[[str], torch.Tensor | None]  # a weight by Transformers' name, as `Llama` takes it
+
+
+def shard_tensors(tensors: Tensors, config: llama.LlamaConfig, group: GroupCoordinator) -> Tensors:
+    """The same weights, each cut to what this rank owns. Raises InputError where a shape contradicts the config."""
+    shapes = llama.tensor_shapes(config)
+
+    def lookup(name: str) -> torch.Tensor | None:
+        tensor = tensors(name)
+        if tensor is None:
+            return None
+        if tuple(tensor.shape) != shapes.get(name, tuple(tensor.shape)):
+            raise common.InputError(
+                f"weights: {name} has shape {list(tensor.shape)}, config.json says {list(shapes[name])}"
+            )
+        return shard_tensor(name, tensor, config, group).contiguous()
+
+    return lookup
+
+
+def shard_tensor(name: str, tensor: torch.Tensor, config: llama.LlamaConfig, group: GroupCoordinator) -> torch.Tensor:
+    """What this rank owns of a whole weight or bias, by its name: norms and biases of row-parallel layers whole."""
+    rank, n, (layer, kind) = group.rank_in_group, group.world_size, name.split(".")[-2:]
+    heads = {
+        "q_proj": config.num_attention_heads,
+        "k_proj": config.num_key_value_heads,
+        "v_proj": config.num_key_value_heads,
+    }
+    if layer in heads:
+        return QKVParallelLinear.shard(tensor, rank, n, heads[layer])
+    if layer in ("gate_proj", "up_proj"):
+        return MergedColumnParallelLinear.shard(tensor, rank, n)
+    if layer in ("o_proj", "down_proj") and kind == "weight":
+        return RowParallelLinear.shard(tensor, rank, n)
+    if layer in ("embed_tokens", "lm_head"):
+        return VocabParallelEmbedding.shard(tensor, rank, n)
+    return tensor
+
+
+def model_tensors(model: llama.Llama) -> Tensors:
+    """The weights of a whole model under Transformers' names: views into its packed matrices."""
+    c = model.config
+    q, kv, I = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.intermediate_size
+    head: Any = model.linear["lm_head"]
+    found: dict[str, torch.Tensor] = {
+        "model.embed_tokens.weight": model.embed_tokens,
+        "model.norm.weight": model.norm,
+        "lm_head.weight": head.weight,
+    }
+    for i in range(c.num_hidden_layers):
+        p = f"model.layers.{i}"
+        found[f"{p}.input_layernorm.weight"] = model.input_norm[i]
+        found[f"{p}.post_attention_layernorm.weight"] = model.post_attention_norm[i]
+        if c.qk_norm:
+            found[f"{p}.self_attn.q_norm.weight"] = model.q_norm[i]
+            found[f"{p}.self_attn.k_norm.weight"] = model.k_norm[i]
+        for packed, block, parts, rows in (
+            ("qkv_proj", "self_attn", ("q_proj", "k_proj", "v_proj"), (q, kv, kv)),
+            ("o_proj", "self_attn", ("o_proj",), (c.hidden_size,)),
+            ("gate_up_proj", "mlp", ("gate_proj", "up_proj"), (I, I)),
+            ("down_proj", "mlp", ("down_proj",), (c.hidden_size,)),
+        ):
+            layer: Any = model.linear[f"layers.{i}.{packed}"]
+            for kind, whole in (("weight", layer.weight), ("bias", layer.bias)):
+                if whole is not None:
+                    found |= {f"{p}.{block}.{part}.{kind}": x for part, x in zip(parts, whole.split(rows))}
+    return found.get

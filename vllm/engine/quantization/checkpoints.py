@@ -1,0 +1,192 @@
+"""Checkpoints that others quantized: three published layouts of 4-bit codes, and two of 8 bits.
+
+Owns what the files of GPTQ, AWQ, compressed-tensors and DeepSeek's FP8 look like, and a model that multiplies with
+codes; called by whoever loads a folder, and by `parallel` for each rank's part. It never rounds a weight.
+vLLM: `vllm/model_executor/layers/quantization/`: `auto_gptq.py`, `awq.py`, `compressed_tensors/`, `fp8.py`.
+"""
+
+from __future__ import annotations
+
+import common
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+
+import llama
+from engine.quantization.formats import FORMATS, Format, Quantized, concatenate
+from engine.quantization.linear import QuantizedLinear
+
+# Eight 4-bit codes share an int32; what differs is along which dimension, in which order, and what is stored in place
+# of the zero point:
+#
+#     GPTQ                qweight [K/8, N]   along inputs, in order        qzeros [G, N/8]  z − 1
+#     AWQ                 qweight [K, N/8]   along outputs, 0 2 4 6 1 3 5 7 qzeros [G, N/8]  z, in the same order
+#     compressed-tensors  weight_packed [N, K/8]  along inputs, in order   weight_zero_point [N/8, G], or none: z = 8
+#
+# Eight bits need no packing, so these matrices go by the name of what they stand for, with a scale beside them:
+#
+#     fp8                 weight e4m3 [N, K]          weight_scale_inv [⌈N/128⌉, K/128] (DeepSeek-V3's square blocks)
+#     compressed-tensors  weight e4m3 or int8 [N, K]  weight_scale [N, 1], or one number
+
+
+LAYOUTS = ("gptq", "awq", "compressed-tensors", "fp8")
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs stands at the lowest 4 bits, the next, …
+
+
+def unpack_int32(packed: torch.Tensor, order: Sequence[int] = range(8)) -> torch.Tensor:
+    """int32 [..., n] -> uint8 [..., 8 n]; the code at bits [4 i, 4 i + 4) is number order[i] of its eight."""
+    nibbles = packed[..., None] >> 4 * torch.arange(8, dtype=torch.int32) & 15  # [..., n, 8]
+    return nibbles[..., torch.tensor(order).argsort()].flatten(-2).to(torch.uint8)
+
+
+PARTS = {
+    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o_proj": ("self_attn.o_proj",),
+    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "down_proj": ("mlp.down_proj",),
+}
+
+
+def packed_modules(name: str) -> list[str]:
+    """Transformers' names of the parts of a packed layer: layers.0.qkv_proj -> layers.0.self_attn.q_proj, …"""
+    prefix, _, last = name.rpartition(".")
+    return [f"{prefix}.{part}" for part in PARTS.get(last, ())]
+
+
+Lookup = Callable[[str], torch.Tensor | None]  # a tensor by its name, or None
+
+
+def stored_layout(folder: Path) -> tuple[str, bool, list[int] | None]:
+    """(one of LAYOUTS, whether eight codes share an int32, the sides of a scale's block if it has any).
+
+    Raises InputError for what is not read here.
+    """
+    quantization = llama._read_json(folder / "config.json").get("quantization_config") or {}
+    layout = quantization.get("quant_method")
+    if layout not in LAYOUTS:
+        raise common.InputError(f"{folder}: quant_method {layout!r}; allowed: {', '.join(LAYOUTS)}")
+    if layout in ("gptq", "awq") and quantization.get("bits", 4) != 4:
+        raise common.InputError(f"{folder}: bits {quantization['bits']!r}; allowed: 4")
+    if layout == "gptq" and (version := quantization.get("checkpoint_format") or "gptq") != "gptq":
+        raise common.InputError(f"{folder}: checkpoint_format {version!r}; allowed: 'gptq' (version 2 stores z itself)")
+    block = quantization.get("weight_block_size")
+    whole = type(block) is list and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    if block is not None and not whole:
+        raise common.InputError(f"{folder}: weight_block_size {block!r}; allowed: two positive whole numbers")
+    known = ("pack-quantized", "float-quantized", "int-quantized")
+    if layout == "compressed-tensors" and quantization.get("format") not in known:
+        raise common.InputError(f"{folder}: format {quantization.get('format')!r}; allowed: {', '.join(known)}")
+    packed = layout in ("gptq", "awq") or quantization.get("format") == "pack-quantized"
+    return layout, packed, block
+
+
+def checkpoint_tensors(folder: Path, get: Lookup) -> tuple[Lookup, dict[str, Quantized]]:
+    """(a lookup of float weights by name, the codes that it has met so far, by the prefix of their names).
+
+    `get` looks up what a folder in one of LAYOUTS stores. Raises InputError for others.
+    """
+    layout, packed, block = stored_layout(folder)
+    codes: dict[str, Quantized] = {}
+
+    def lookup(name: str) -> torch.Tensor | None:
+        plain = get(name)
+        if not name.endswith("_proj.weight") or (plain is not None and plain.dtype.itemsize > 1):
+            return plain  # a layer that was left as it is
+        prefix = name.removesuffix(".weight")
+        if plain is not None:
+            codes[prefix] = read_eight_bits(plain, get, prefix, block)
+        elif packed:
+            codes[prefix] = read_layer(layout, get, prefix)
+        return codes[prefix].dequantize() if prefix in codes else None
+
+    return lookup, codes
+
+
+def read_layer(layout: str, get: Lookup, prefix: str) -> Quantized:
+    """A layer of a checkpoint, from its tensors. Raises InputError for tensors that are missing, not of 4 bits, or
+    ordered by activation."""
+
+    def need(name: str) -> torch.Tensor:
+        if (tensor := get(f"{prefix}.{name}")) is None:
+            raise common.InputError(f"weights: tensor {prefix}.{name} is missing")
+        return tensor
+
+    zero: torch.Tensor | None = None
+    if layout == "compressed-tensors":
+        packed, scale, K = need("weight_packed"), need("weight_scale"), int(need("weight_shape")[1])
+        if packed.shape[1] != -(-K // 8):
+            words = f"{prefix}.weight_packed has {packed.shape[1]} words for {K} inputs"
+            raise common.InputError(f"weights: {words}; allowed: 8 inputs in a word, of 4 bits each")
+        codes = unpack_int32(packed)[:, :K]
+        if (packed := get(f"{prefix}.weight_zero_point")) is not None:
+            zero = unpack_int32(packed.T).T[: len(codes)]
+    else:
+        scale = need("scales").T
+        if layout == "gptq":
+            codes = unpack_int32(need("qweight").T)  # [N, K]
+            zero = (unpack_int32(need("qzeros")) + 1 & 15).T
+        else:
+            codes, zero = unpack_int32(need("qweight"), AWQ_ORDER).T, unpack_int32(need("qzeros"), AWQ_ORDER).T
+    group = codes.shape[1] // scale.shape[1]
+    name = f"{prefix}.weight_g_idx" if layout == "compressed-tensors" else f"{prefix}.g_idx"
+    order = get(name)
+    if order is not None and not torch.equal(order.long(), torch.arange(len(order)) // group):
+        raise common.InputError(f"weights: {name} regroups the inputs (desc_act); allowed: groups in order")
+    f = Format(f"int4-g{group}", "int", 4, group, "fp16", None if zero is None else "int")
+    return Quantized(f, codes.contiguous(), scale.half().contiguous(), None if zero is None else zero.contiguous())
+
+
+def read_eight_bits(weight: torch.Tensor, get: Lookup, prefix: str, block: Sequence[int] | None = None) -> Quantized:
+    """A layer whose matrix [N, K] is there in 8 bits, and its scales: one for each `block` of outputs and inputs, for
+    each output, or for all. Activations stay floats here, also where the file says how vLLM is to round them.
+
+    Raises InputError for other types and scales.
+    """
+    grid = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}.get(weight.dtype)
+    scale = get(f"{prefix}.weight_scale_inv" if block else f"{prefix}.weight_scale")
+    if grid is None or scale is None or get(f"{prefix}.weight_zero_point") is not None:
+        kind, allowed = str(weight.dtype).removeprefix("torch."), "float8_e4m3fn or int8 around zero, and its scale"
+        raise common.InputError(f"weights: {prefix}.weight is {kind}; allowed: {allowed} beside it")
+    (N, K), codes, f = weight.shape, weight.view(torch.uint8), FORMATS[grid]
+    rows, columns = block or (1, K)
+    if not block and scale.numel() == 1:
+        scale = scale.reshape(1, 1).expand(N, 1)
+    if scale.shape != (-(-N // rows), K // columns) or K % columns:
+        found, allowed = list(scale.shape), f"one for {rows} outputs and {columns} inputs"
+        raise common.InputError(f"weights: {prefix} is {N} x {K}, its scales are {found}; allowed: {allowed}")
+    if block:
+        f = dataclasses.replace(f, name=f"{grid}-g{columns}", group=columns)
+    scale = scale.float().repeat_interleave(rows, 0)[:N].contiguous()
+    return Quantized(f, (codes ^ 128 if grid == "int8" else codes).contiguous(), scale)
+
+
+def load_checkpoint(folder: Path, dtype: torch.dtype = torch.float32, generation_config: str = "auto") -> llama.Llama:
+    """A Llama folder whose linear layers are codes in one of LAYOUTS. Raises InputError for others."""
+    config = llama.LlamaConfig.from_folder(folder, True, generation_config)
+    with contextlib.ExitStack() as stack:
+        tensors, codes = checkpoint_tensors(folder, llama._open_weights(folder, stack))
+        model = llama.Llama(config, tensors, dtype)
+    return on_codes(model, codes)
+
+
+def on_codes(model: llama.Llama, codes: dict[str, Quantized]) -> llama.Llama:
+    """A copy that multiplies with `codes`, by Transformers' names. A packed layer needs those of all of its parts."""
+    quantized = copy.copy(model)
+    quantized.linear = dict(model.linear)
+    for name, layer in model.linear.items():
+        names = [f"model.{part}" for part in packed_modules(name)]
+        if names and codes.keys() >= set(names):
+            layer = cast(llama.Linear, layer)  # codes are for what is a matrix of floats so far
+            together = concatenate([codes[part] for part in names]).to(layer.weight.device)
+            if together.codes.shape != layer.weight.shape:
+                shapes = f"{list(layer.weight.shape)}, its codes are {list(together.codes.shape)}"
+                raise common.InputError(f"quantization: {name} is {shapes}")
+            quantized.linear[name] = QuantizedLinear(together, layer.bias)
+    return quantized

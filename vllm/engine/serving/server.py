@@ -1,0 +1,139 @@
+"""The API server's own life: from start-up to the last answer.
+
+Owns the listening socket, and what a signal means; called by `serve`, or as one of several API servers. It never reads
+a request. vLLM: `vllm/entrypoints/openai/api_server.py:run_server`.
+"""
+
+from __future__ import annotations
+
+import common
+
+import asyncio
+import contextlib
+import functools
+import gc
+import hashlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import llama
+from engine.engine_args import EngineArgs
+from engine.serving import metrics
+from engine.serving.async_llm import AsyncLLM
+from engine.serving.engine_group import start_client
+from engine.serving.openai.serving import VERSION, OpenAIServing
+from engine.serving.sockets import bind
+from engine.serving.start import make_engine
+
+
+async def run_server(  # noqa: PLR0913  how it is reached, and what another process has ready
+    args: EngineArgs,
+    host: str,
+    port: int,
+    api_keys: Sequence[str],
+    shutdown_timeout: float,
+    sock: socket.socket | None = None,
+    client: Any = None,
+    say: Callable[[str], None] | None = None,
+) -> int:
+    """From start-up to the last answer. Returns the exit code: 0 after a signal, 1 after the engine died.
+
+    One of several API servers (companion 06c) is given its listening socket and the client of its engines.
+    """
+    from engine.serving.http_server import make_http_server
+    from engine.serving.openai.app import build_app
+
+    sock, say = sock or bind(host, port), say or functools.partial(print, flush=True)
+    started = time.perf_counter()
+    place = "event-loop" if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else args.engine_place
+    if client is not None:
+        place = lambda factory, args: client  # noqa: E731
+    elif args.scales_out:
+        place = start_client
+    logger = metrics.PrometheusStatLogger(
+        args.names[0],
+        getattr(args.speculation, "num_speculative_tokens", 0),
+        args.max_loras if args.enable_lora else 0,
+        args.kv_transfer is not None,
+    )
+    llm = await AsyncLLM.start(
+        make_engine,
+        args,
+        llama.model_folder(args.model),
+        place,
+        say,
+        max_num_queued_reqs=args.max_num_queued_reqs,
+        stat_logger=logger,
+    )
+    logger.describe(llm.ready)
+    if defaults := llm.sampling_defaults.params:  # where a request says nothing, it is not OpenAI's defaults that count
+        say(f"sampling defaults of the model: {json.dumps(defaults)} (--generation-config vllm: none)")
+    app = build_app(make_serving(llm, args), api_keys, os.environ.get("VLLM_SERVER_DEV_MODE") == "1")
+    server = make_http_server(app, int(shutdown_timeout) + 3)
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        try:
+            loop.add_signal_handler(number, stop.set)
+        except NotImplementedError:  # Windows
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.set))
+    running = asyncio.create_task(server.serve(sockets=[sock]))
+    address = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+    say(
+        f"ready after {time.perf_counter() - started:.1f} s: {', '.join([*args.names, *args.adapters])}, engine core: "
+        f"{place if isinstance(place, str) else f'{args.data_parallel_size} x process'}, "
+        f"pid {llm.ready.pid}"
+    )
+    gc.freeze()  # else a large request has the collector look through a million objects of imported libraries
+    sock.listen(2048)  # the server is about to do it: whoever reads the next line may connect
+    say(f"Listening on {address}")
+
+    died, stopped = asyncio.create_task(llm.died.wait()), asyncio.create_task(stop.wait())
+    await asyncio.wait((died, stopped, running), return_when=asyncio.FIRST_COMPLETED)
+    if died.done() and not stop.is_set():
+        say(f"EngineCore is dead: {llm.dead}")
+        if os.environ.get("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH") == "1":
+            await stopped  # stay, and answer /health with 503
+    try:
+        say(f"stopping: {llm.num_unfinished} sequences inside, {shutdown_timeout:g} s for them")
+    except BrokenPipeError:  # whoever read this has left; those inside still get their answers
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    server.should_exit = True  # no new connections from here on
+    await llm.shutdown(shutdown_timeout)
+    await running
+    gc.unfreeze()  # some of those libraries complain at exit of what was not collected
+    died.cancel()
+    stopped.cancel()
+    return 1 if llm.dead else 0
+
+
+def make_serving(llm: AsyncLLM, args: EngineArgs) -> OpenAIServing:
+    """What answers, as the flags say, warm."""
+    serving = OpenAIServing(llm, args.names, args.adapters)
+    serving.tokenizer.chat_template = args.chat_template or serving.tokenizer.chat_template
+    with contextlib.suppress(common.InputError):  # no template, or one that wants more than a greeting
+        serving.tokenizer.render_chat([{"role": "user", "content": "warm-up"}])  # else the first client waits for it
+    serving.has_kv_connector = args.kv_transfer is not None
+    serving.enable_auto_tool_choice, serving.tool_call_parser = args.enable_auto_tool_choice, args.tool_call_parser
+    serving.root, serving.runtime_loras = args.model or str(llama.model_folder()), may_load_adapters(args)
+    serving.system_fingerprint = system_fingerprint(args)
+    return serving
+
+
+def system_fingerprint(args: EngineArgs) -> str:
+    """Changes with whatever may change an answer: this version, torch's, the flags, what it runs on."""
+    place = torch.cuda.get_device_name() if common.HAS_GPU else "cpu"
+    about = hashlib.sha256(repr((torch.__version__, place, args)).encode())
+    return f"fp-{VERSION}-{about.hexdigest()[:8]}"
+
+
+def may_load_adapters(args: EngineArgs) -> bool:
+    """May clients load and unload adapters? It lets them name folders that the server then reads."""
+    return args.enable_lora and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"

@@ -1,0 +1,24 @@
+"""Taking a port.
+
+Owns nothing for longer than a call; called by the API server, and by engines that wait for others. It never listens.
+vLLM: `vllm/entrypoints/openai/api_server.py:create_server_socket`.
+"""
+
+from __future__ import annotations
+
+import common
+
+import socket
+
+
+def bind(host: str, port: int, flags: tuple[str, str] = ("--host", "--port")) -> socket.socket:
+    """Take the port before anything slow happens. Raises InputError if somebody has it."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        return sock
+    except OSError as error:
+        where = f"{flags[0]} {host or repr(host)} {flags[1]} {port}"
+        raise common.InputError(f"{where}: {error.strerror or error}") from None

@@ -1,0 +1,124 @@
+"""An engine from its arguments, stage by stage, and warm before the first request.
+
+Owns the order of a start; called in an engine's process. It never takes a request from a client. vLLM:
+`vllm/v1/engine/core.py`, `EngineCore.__init__` and `_initialize_kv_caches`.
+"""
+
+from __future__ import annotations
+
+import common
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+
+import llama
+from engine.engine_args import EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.model.loader import find_dtype, load_model
+from engine.parallel.memory import kv_cache_memory, total_memory
+from engine.parallel.workers import start_workers
+from engine.quantization.kv_codes import block_bytes
+from engine.request import SamplingParams
+
+
+def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: None) -> LLMEngine:
+    """Start an engine, in vLLM's order: device, weights, profile, KV cache, warm-up. `report` hears of each stage.
+
+    Raises InputError. The engine's attribute `about` has what was found out.
+    """
+    start, seconds = time.perf_counter(), {}
+
+    def stage(name: str, text: str) -> None:
+        nonlocal start
+        now = time.perf_counter()
+        seconds[name], start = now - start, now
+        report(f"{name:<8} {seconds[name]:5.1f} s  {text}")
+
+    dtype = find_dtype(args.dtype)
+    m = common.machine()
+    stage("device", f"{m['name']}, {m['threads']} threads, {str(dtype).removeprefix('torch.')}")
+
+    workers = start_workers(args, dtype) if args.has_workers else None
+    if workers:
+        model, tokenizer = workers.model, llama.Tokenizer(llama.model_folder(args.model))
+    else:
+        model, tokenizer = load_model(args.model, dtype, args.quantization, args.generation_config)
+    parameters = workers.parameters if workers else sum(map(math.prod, llama.tensor_shapes(model.config).values()))
+    stage(
+        "load",
+        f"{args.names[0]}, {parameters / 1e6:.{0 if parameters > 1e7 else 2}f} M parameters"
+        + (f", {args.quantization}" if args.quantization else "")
+        + (f" on {workers}" if workers else ""),
+    )
+
+    budget = args.max_num_batched_tokens or (8192 if common.HAS_GPU else 512)
+    budget = max(budget, args.max_num_seqs)
+    max_model_len = args.max_model_len or model.config.max_position_embeddings
+    if not args.enable_chunked_prefill:
+        budget = max(budget, max_model_len)
+    memory = workers.available_memory(args, budget) if workers else kv_cache_memory(args, model, budget)
+    stage("profile", f"{memory / 2**30:.2f} GiB for the KV cache" + ("" if common.HAS_GPU else " (--kv-cache-gib)"))
+
+    one = block_bytes(model, args.block_size, args.kv_cache_dtype)
+    asked = args.num_gpu_blocks_override * one if args.num_gpu_blocks_override else max(memory, 2 * one)
+    if asked > (there := total_memory() * args.world_size):
+        raise common.InputError(
+            f"KV cache: {asked / 2**30:,.1f} GiB in blocks of {args.block_size} tokens, here are "
+            f"{there / 2**30:,.1f}; lower "
+            + (
+                "num_gpu_blocks_override"
+                if args.num_gpu_blocks_override
+                else "kv_cache_gib"
+                if memory > there
+                else "block_size"
+            )
+        )
+
+    engine = LLMEngine(
+        model,
+        tokenizer,
+        config=args.vllm_config(workers),
+        seed=args.seed,
+        max_model_len=max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=budget,
+        block_size=args.block_size,
+        num_gpu_blocks_override=args.num_gpu_blocks_override,
+        kv_cache_memory_bytes=memory,
+        scheduling_policy=args.scheduling_policy,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        enable_prefix_caching=args.enable_prefix_caching,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+    )
+    blocks = engine.core.scheduler.kv_cache_manager.block_pool.num_blocks - 1
+    tokens = blocks * args.block_size
+    stage(
+        "kv cache",
+        f"{blocks:,} blocks of {args.block_size} = {tokens:,} tokens "
+        f"({tokens / max_model_len:.1f} sequences of {max_model_len:,})",
+    )
+
+    for name, path in args.adapters.items():
+        assert engine.lora  # --lora-modules needs --enable-lora
+        engine.lora.add_adapter(name, path)
+    warm_up(engine)
+    graphs = len({size for size, _ in engine.core.runner.graphs.captured}) if engine.core.runner.graphs else 0
+    stage("warm-up", f"{graphs} batch sizes as CUDA graphs" if graphs else "compiled, packed, paged in")
+    engine.about = {"seconds": seconds, "kv_cache_tokens": tokens, "device": m["device"]}
+    return engine
+
+
+def warm_up(engine: LLMEngine) -> None:
+    """What the first request would otherwise pay: CUDA graphs, compiled kernels, packed weights, pages of memory."""
+    if graphs := engine.core.runner.graphs:  # a worker does it itself
+        graphs.capture_all()
+    # On a GPU lesson 10's kernel has a variant for each height of its tiles, and a prompt's length decides which it is.
+    lengths = [2**i for i in range(1, 10)] if common.HAS_GPU else [8]
+    for i, (length, temperature) in enumerate(itertools.product(lengths, (0.0, 1.0))):
+        params = SamplingParams(temperature=temperature, top_p=0.9, max_tokens=3, ignore_eos=True)
+        length = min(length, engine.core.scheduler.config.max_model_len - 1)
+        engine.add_request(f"warm-up-{i}", {"prompt_token_ids": [1 + i] * length}, params)
+        while engine.has_unfinished_requests():
+            engine.step()

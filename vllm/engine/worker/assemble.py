@@ -1,0 +1,83 @@
+"""A model runner, put together from its parts.
+
+Owns the order in which they meet; called by whoever has a model and wants to run steps. It never runs one. vLLM:
+`load_model` and `initialize_kv_cache` in `vllm/v1/worker/gpu_model_runner.py`.
+"""
+
+from __future__ import annotations
+
+import common
+
+from typing import Any
+
+import llama
+from engine import registry
+from engine.config import SchedulerConfig, VllmConfig
+from engine.lora.layers import AppliedAdapters, adapted_model
+from engine.model.packed_linear import pack_weights
+from engine.quantization.kv_cache import QuantizedAttention
+from engine.seams import AttentionBackend, Grammar, WorkerConnector
+from engine.spec_decode.drafters import Drafter, make_drafter
+from engine.spec_decode.verifier import DraftVerifier
+from engine.worker.cuda_graphs import CapturedModel
+from engine.worker.input_batch import InputBatch
+from engine.worker.model_runner import ModelRunner
+
+
+def make_runner(  # noqa: PLR0913  one for each thing that others made
+    model: llama.Llama,
+    limits: SchedulerConfig,
+    num_blocks: int,
+    block_size: int,
+    config: VllmConfig | None = None,
+    *,
+    grammar: Grammar | None = None,
+    lora: Any = None,
+    connector: WorkerConnector | None = None,
+    has_logits: bool = True,
+    seed: int = 0,
+    runner_class: type[ModelRunner] = ModelRunner,
+) -> ModelRunner:
+    """What runs `model` within `limits`, on a cache of its own. Raises InputError for what does not fit together.
+
+    `lora` is who knows which adapter is in which slot, and what the layers ask.
+    """
+    config = config or VllmConfig()
+    if (longest := limits.max_model_len) > (n := model.config.max_position_embeddings):
+        raise common.InputError(f"max_model_len {longest}: must be at most {n}, the positions of the model")
+    attention = find_attention(config)
+    model = pack_weights(model)
+    cache = attention.make_cache(model, num_blocks, block_size)
+    batch = InputBatch(limits.max_num_seqs, limits.max_model_len, block_size)
+    runner = runner_class(model, cache, attention, batch, grammar=grammar, has_logits=has_logits, seed=seed)
+    if connector:
+        connector.register_kv_caches(cache.layers, model)
+        runner.connector = connector
+    if drafts := config.speculative_config:
+        if not cache.can_roll_back:
+            raise common.InputError(
+                "speculative_config: not with a KV cache that quantizes a block when it is full "
+                f"({config.kv_cache_dtype}): rejected drafts could not be taken back out of it"
+            )
+        # Who has no logits does not sample, so its drafter is never asked.
+        drafter = config.plug.get("drafter", make_drafter)(drafts, model) if has_logits else Drafter()
+        runner.drafts = DraftVerifier(drafts, drafter, model, limits.max_model_len, config.async_scheduling)
+    # A graph replays its kernels alone: no connector could act between layers, and adapters would never change.
+    if not (config.enforce_eager or lora or connector or config.kv_cache_dtype != "auto"):
+        K = drafts.num_speculative_tokens if drafts else 0
+        graphs = CapturedModel(model, cache, runner.attend, limits, num_speculative_tokens=K)
+        runner.graphs = graphs if graphs.sizes else None  # without a GPU, nothing is captured
+    if lora:
+        lora.attach(model, cache)
+        runner.adapters = AppliedAdapters(lora)
+        runner.model = adapted_model(model, lora)
+    return runner
+
+
+def find_attention(config: VllmConfig) -> AttentionBackend:
+    """The backend that a configuration names, or somebody else's. Raises InputError for one that there is not."""
+    if plugged := config.plug.get("attention"):
+        return plugged
+    if config.kv_cache_dtype != "auto":
+        return QuantizedAttention(config.kv_cache_dtype)
+    return registry.fill(f"attention.{config.attention_backend}")()
