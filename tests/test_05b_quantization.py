@@ -783,7 +783,7 @@ def logits_of(model, tokens=(3, 1, 4, 1, 5, 9, 2, 6)):
     return model.logits(model.forward(tokens, positions, lesson.window_attention(1)))
 
 
-@pytest.mark.parametrize("method", [m for m in lesson.METHODS if m not in ("gguf", "torchao")])
+@pytest.mark.parametrize("method", [m for m in methods.METHODS if m not in ("gguf", "torchao")])
 def test_methods_run_in_a_model_and_leave_it_alone(method, small_model):
     before = logits_of(small_model)
     layers = dict(small_model.linear)
@@ -994,7 +994,7 @@ def write_checkpoint(folder, layout, symmetric=False, **config):
 ])  # fmt: skip
 def test_checkpoints_load_as_they_were_written(layout, symmetric, tmp_path):
     original, expected = write_checkpoint(tmp_path, layout, symmetric)
-    loaded = lesson.load_checkpoint(tmp_path)
+    loaded = checkpoints.load_checkpoint(tmp_path)
     for name, layer in loaded.linear.items():
         if name != "lm_head":
             parts = [expected[f"model.{part}"] for part in checkpoints.packed_modules(name)]
@@ -1014,7 +1014,7 @@ def test_the_engine_runs_a_quantized_folder(real_model, tmp_path):
     engine.add_request("a", {"prompt_token_ids": [1, 2, 3]}, params)
     while not (heard := engine.step()):
         pass
-    wanted = common.lesson("04_continuous_batching").generate_alone(lesson.load_checkpoint(tmp_path), [1, 2, 3], 4)
+    wanted = common.lesson("04_continuous_batching").generate_alone(checkpoints.load_checkpoint(tmp_path), [1, 2, 3], 4)
     assert heard[0].outputs[0].token_ids == wanted
     with pytest.raises(common.InputError, match="awq weights already"):
         make_llm_engine(str(tmp_path), quantization="int8")
@@ -1045,7 +1045,7 @@ def test_published_words():
 def test_other_checkpoints_are_refused(layout, config, message, tmp_path):
     write_checkpoint(tmp_path, layout, **config)
     with pytest.raises(common.InputError, match=message):
-        lesson.load_checkpoint(tmp_path)
+        checkpoints.load_checkpoint(tmp_path)
 
 
 def edit_tensors(folder, edit):
@@ -1062,10 +1062,10 @@ def test_act_order_checkpoints_are_refused(layout, name, tmp_path):
     write_checkpoint(tmp_path, layout)
     order = torch.arange(64, dtype=torch.int32) // 32  # what the layer has: groups of 32 of its 64 inputs
     edit_tensors(tmp_path, lambda tensors: tensors.update({f"model.layers.0.mlp.up_proj.{name}": order}))
-    lesson.load_checkpoint(tmp_path)
+    checkpoints.load_checkpoint(tmp_path)
     edit_tensors(tmp_path, lambda tensors: tensors.update({f"model.layers.0.mlp.up_proj.{name}": order.flip(0)}))
     with pytest.raises(common.InputError, match=rf"up_proj\.{name} regroups the inputs \(desc_act\)"):
-        lesson.load_checkpoint(tmp_path)
+        checkpoints.load_checkpoint(tmp_path)
 
 
 def test_eight_bits_in_the_layout_of_four_are_refused(tmp_path):
@@ -1074,7 +1074,7 @@ def test_eight_bits_in_the_layout_of_four_are_refused(tmp_path):
     name = "model.layers.0.mlp.up_proj.weight_packed"
     edit_tensors(tmp_path, lambda tensors: tensors.update({name: tensors[name].repeat(1, 2)}))
     with pytest.raises(common.InputError, match="weight_packed has 16 words for 64 inputs; allowed: 8 inputs"):
-        lesson.load_checkpoint(tmp_path)
+        checkpoints.load_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(("layout", "config", "tensor", "make", "message"), [
@@ -1087,7 +1087,7 @@ def test_eight_bits_of_another_kind_are_refused(layout, config, tensor, make, me
     name = f"model.layers.0.self_attn.q_proj.{tensor}"
     edit_tensors(tmp_path, lambda tensors: tensors.update({name: make(tensors.get(name))}))
     with pytest.raises(common.InputError, match=message):
-        lesson.load_checkpoint(tmp_path)
+        checkpoints.load_checkpoint(tmp_path)
 
 
 def test_a_layer_that_was_left_alone_stays_as_it_is(tmp_path):
@@ -1095,7 +1095,7 @@ def test_a_layer_that_was_left_alone_stays_as_it_is(tmp_path):
     write_checkpoint(tmp_path, "fp8")
     plain = torch.randn(64, 128)
     edit_tensors(tmp_path, lambda tensors: tensors.update({"model.layers.1.mlp.down_proj.weight": plain}))
-    loaded = lesson.load_checkpoint(tmp_path)
+    loaded = checkpoints.load_checkpoint(tmp_path)
     assert torch.equal(loaded.linear["layers.1.down_proj"].weight.cpu(), plain)
     assert isinstance(loaded.linear["layers.0.down_proj"], lesson.QuantizedLinear)
 
@@ -1105,7 +1105,7 @@ def test_a_missing_tensor_is_named(layout, name, tmp_path):
     write_checkpoint(tmp_path, layout)
     edit_tensors(tmp_path, lambda tensors: tensors.pop(f"model.layers.1.self_attn.q_proj.{name}"))
     with pytest.raises(common.InputError, match=rf"layers\.1\.self_attn\.q_proj\.{name} is missing"):
-        lesson.load_checkpoint(tmp_path)
+        checkpoints.load_checkpoint(tmp_path)
 
 
 # --- What no interpreter runs ---------------------------------------------------------------------------------------

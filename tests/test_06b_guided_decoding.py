@@ -392,7 +392,7 @@ def test_what_may_look_wrong_and_is_not():
         {"choice": ("a", "a")},
     ):
         lesson.compile_guide(fine, BYTES)
-    assert lesson.validate(None, None) is None
+    assert structured_outputs.validate(None, None) is None
     with pytest.raises(common.InputError, match="end-of-sequence"):
         lesson.Vocabulary([b"a"], [])
 
@@ -437,7 +437,7 @@ def test_more_schemas_and_grammars_that_are_refused(vocabulary, name):
 
 def test_a_tokenizer_that_the_library_does_not_take(real_model):
     with pytest.raises(common.InputError, match="vocab"):
-        lesson.validate({"json_object": True}, real_model[1], 128, [2])
+        structured_outputs.validate({"json_object": True}, real_model[1], 128, [2])
 
 
 def test_a_library_that_hangs_is_not_waited_for(monkeypatch):
@@ -738,7 +738,9 @@ def test_an_answer_that_cannot_be_written_is_an_error(real_model):
     cut, neighbour = found.pop("cut before"), found.pop("neighbour")
     assert (cut.text, cut.finish_reason) == ('"x', "length"), "so far it was right"
     assert json.loads(neighbour.text) == writable and neighbour.finish_reason == "stop"
-    assert {(answer.finish_reason, answer.stop_reason) for answer in found.values()} == {("error", lesson.BROKEN)}
+    assert {(answer.finish_reason, answer.stop_reason) for answer in found.values()} == {
+        ("error", structured_outputs.BROKEN)
+    }
     assert len(found) == 7 and free(llm)
     with pytest.raises(common.InputError, match="no answer can match"):  # of patterns, such strings are struck
         text_of(llm, prompt, params({"regex": "x\U00040000"}))

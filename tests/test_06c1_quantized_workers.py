@@ -32,7 +32,8 @@ from engine.parallel.worker import WorkerSpec
 from engine.parallel.workers import Workers
 from engine.request import SamplingParams
 from engine.lora import lora_model
-from engine.quantization.checkpoints import packed_modules
+from engine.quantization.checkpoints import load_checkpoint, on_codes, packed_modules
+from engine.quantization.methods import CALIBRATED, METHODS
 from engine.parallel.layers import RowParallelLinear
 from engine.parallel.shards import model_tensors
 
@@ -42,7 +43,7 @@ ParallelConfig = scaling.ParallelConfig
 # Inputs of every layer are whole groups of 64 on up to four ranks.
 SIZES = dict(seed=3, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=32, hidden_size=128,
              intermediate_size=256, vocab_size=131)  # fmt: skip
-ROUNDED = [name for name in lesson.METHODS if name not in (*lesson.CALIBRATED, "gguf", "torchao")]
+ROUNDED = [name for name in METHODS if name not in (*CALIBRATED, "gguf", "torchao")]
 
 
 def serve(source, tp, pp, method=None):
@@ -77,7 +78,7 @@ def test_a_quantized_folder_on_workers_writes_what_it_writes_in_one_process(layo
     """Four ranks share two KV heads."""
     model, _ = quantized.write_checkpoint(tmp_path, layout, SYMMETRIC[layout])
     tokens, floats = serve(str(tmp_path), tp, pp)
-    assert tokens == expected(lesson.load_checkpoint(tmp_path)) != expected(model)
+    assert tokens == expected(load_checkpoint(tmp_path)) != expected(model)
     c = model.config
     norms, table = (2 * c.num_hidden_layers + pp) * c.hidden_size, c.vocab_size * c.hidden_size
     assert sum(floats) == tp * norms + min(pp, 2) * table, "no float weights but norms and embedding"
@@ -191,13 +192,13 @@ def test_the_default_models_own_codes_on_workers(tp, pp, tmp_path, monkeypatch):
         for part, W in zip(parts, layer.weight.split(rows) if parts else ()):
             codes[f"model.{part}"] = lesson.rtn(W, formats.FORMATS["q4_1"])
     monkeypatch.setattr(stages, "gguf_codes", lambda config: codes)
-    assert serve(str(tmp_path), tp, pp, "gguf")[0] == expected(lesson.on_codes(model, codes))
+    assert serve(str(tmp_path), tp, pp, "gguf")[0] == expected(on_codes(model, codes))
 
 
 # --- As it is served --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", lesson.CALIBRATED)
+@pytest.mark.parametrize("method", CALIBRATED)
 def test_what_looks_at_a_whole_models_activations_is_refused(method, monkeypatch):
     monkeypatch.setattr(workers, "make_executor", lambda parallel: pytest.fail("nobody is started for it"))
     with pytest.raises(common.InputError, match=f"quantization '{method}': not on workers"):

@@ -33,6 +33,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import llama
 from engine.serving.core_proc import EngineCoreProc
+from engine.serving.async_llm import AsyncLLM
 from engine.serving.openai.app import build_app
 
 lesson = common.lesson("12_multi_lora")
@@ -1186,7 +1187,7 @@ async def with_server(folder, work, **flags):
     args = EngineArgs(model=str(folder), served_model_name=["base"], dtype="float32", max_model_len=64,
                               kv_cache_gib=0.01, enable_lora=True, max_loras=2, lora_modules=[f"one={folder / 'a0'}"],
                               **flags)  # fmt: skip
-    llm = await serving.AsyncLLM.start(serving.make_engine, args, folder, "event-loop")
+    llm = await AsyncLLM.start(serving.make_engine, args, folder, "event-loop")
     try:
         server = api.OpenAIServing(llm, args.names, args.adapters)
         server.runtime_loras = True

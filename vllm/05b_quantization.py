@@ -69,9 +69,6 @@ from engine.quantization.linear import QuantizedLinear, W8A8Linear
 from engine.quantization.methods import Method, quantize, quantize_model
 
 # What lesson 06 and its workers ask this script for.
-from engine.quantization.checkpoints import load_checkpoint, on_codes  # noqa: F401
-from engine.quantization.gguf_codes import gguf_codes  # noqa: F401
-from engine.quantization.methods import CALIBRATED, METHODS  # noqa: F401
 
 kv_cache_lesson, speed = common.lesson("01_kv_cache"), common.lesson("04c_speed")
 

@@ -55,6 +55,8 @@ import llama
 from engine.registry import ATTENTION_BACKENDS
 from engine.request import Request
 from engine.request import SamplingParams
+from engine.errors import QueueOverflowError
+from engine.serving.admission import AdmissionControl
 from engine.serving.api_servers import run_api_servers
 from engine.serving.engine_group import run_headless
 from engine.serving.server import may_load_adapters, run_server
@@ -72,7 +74,6 @@ offline = common.lesson("04b_offline_engine")
 scheduling = common.lesson("04_continuous_batching")
 chunked_prefill = common.lesson("10_chunked_prefill")
 preemption = common.lesson("11_preemption")
-AsyncLLM, QueueOverflowError = async_engine.AsyncLLM, async_engine.QueueOverflowError
 
 # --- The server's own life --------------------------------------------------------------------------------------------
 
@@ -233,7 +234,7 @@ def pipeline(load: int, gpu_ms: int, cpu_ms: int, place: str, queue_bound: int, 
         arrivals.append(now)
     config = preemption.SchedulerConfig(max_model_len=64, max_num_seqs=SEATS, max_num_batched_tokens=1024)
     core = scheduling.DryRun(preemption.make_scheduler(config, 1 + 4 * SEATS, 16, enable_prefix_caching=False))
-    admission = async_engine.AdmissionControl(SEATS + queue_bound if queue_bound else None)
+    admission = AdmissionControl(SEATS + queue_bound if queue_bound else None)
     first, finish, steps = [-1] * count, [-1] * count, []
     now = arrived = 0
     while arrived < count or core.scheduler.has_unfinished_requests():

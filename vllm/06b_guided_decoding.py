@@ -61,7 +61,7 @@ from engine.sampling.guided.limits import MAX_DFA_STATES, MAX_SPEC, MAX_WORK
 from engine.sampling.guided.reader_process import read_apart
 from engine.sampling.guided.regex import parse_regex
 from engine.sampling.guided.regex_guide import RegexGuide
-from engine.sampling.guided.structured_outputs import BROKEN, compile_guide, ending, validate  # noqa: F401  06f asks for BROKEN
+from engine.sampling.guided.structured_outputs import compile_guide
 from engine.sampling.guided.token_trie import TokenTrie
 from engine.sampling.guided.vocabulary import Vocabulary, vocabulary_of
 

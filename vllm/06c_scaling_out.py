@@ -69,8 +69,7 @@ from lab import layouts
 from engine.parallel import executors
 from engine.serving.balancer import LoadBalancer, PrefixAwareBalancer
 from engine.serving.coordinator import DPCoordinator
-from engine.serving.engine_group import run_headless, start_client  # noqa: F401  `serve` asks this script for them
-from engine.serving.api_servers import run_api_servers  # noqa: F401
+from engine.serving.engine_group import start_client
 
 serving = common.lesson("06_serving")
 async_engine, offline, preemption = serving.async_engine, serving.offline, serving.preemption

@@ -49,14 +49,11 @@ import llama
 from engine.front_end import CompletionOutput
 from engine.front_end import RequestOutput
 from engine.llm_engine import LLMEngine
-from engine.errors import EngineDeadError, QueueOverflowError  # noqa: F401  for the parts that load this script
+from engine.errors import EngineDeadError
 from engine.request import SamplingParams
-from engine.serving.admission import AdmissionControl  # noqa: F401
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.clients import CLIENTS, ThreadClient
 from engine.serving.collector import RequestOutputCollector
-from engine.serving.core_proc import EngineCoreProc  # noqa: F401
-from engine.serving.letters import EngineCoreOutputs  # noqa: F401
 
 KEY = "06e_async_engine"
 

@@ -54,7 +54,7 @@ from engine.serving.openai.events import event
 from engine.serving.openai.job import Job
 from engine.serving.openai.limits import MAX_BODY_BYTES, MAX_N, MAX_STOP_STRINGS
 from engine.serving.openai.protocol import ChatCompletionRequest, CompletionRequest
-from engine.serving.openai.serving import VERSION, OpenAIServing  # noqa: F401  the server of lesson 06 says its version
+from engine.serving.openai.serving import OpenAIServing
 
 KEY = "06f_openai_api"
 
@@ -76,13 +76,6 @@ def text_of(events: Sequence[Any], index: int = 0) -> str:
     choices = [choice for event in events if isinstance(event, dict) for choice in event.get("choices", ())]
     pieces = [c.get("text") or c.get("delta", {}).get("content") or "" for c in choices if c["index"] == index]
     return "".join(pieces)
-
-
-def companion(name: str, flag: str) -> Any:
-    """A companion lesson that a flag or field asks for. Raises InputError if its file is not there."""
-    if not (common.HERE / f"{name}.py").is_file():
-        raise common.InputError(f"{flag}: needs vllm/{name}.py, which is not there")
-    return common.lesson(name)
 
 
 # --- A client without a network, and a server without an engine -------------------------------------------------------
