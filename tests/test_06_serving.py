@@ -25,7 +25,8 @@ from engine.serving.server import system_fingerprint
 from engine.serving.sockets import bind
 from engine.llm import make_llm_engine
 from engine.lora.memory import SlotMemory
-from engine.quantization.kv_codes import block_bytes
+from engine.quantization.kv_codes import KV_CACHE_DTYPES, block_bytes
+from engine.quantization.methods import METHODS
 from engine.serving.start import make_engine
 from engine.worker import assemble
 from engine.worker import cuda_graphs
@@ -1027,9 +1028,8 @@ def test_every_flag_does_what_it_says(tiny_load, tiny_model):
 
 
 def test_quantized_weights_and_cache_by_flag(tiny_load, tiny_model):
-    quantization, cache = common.lesson("05b_quantization"), common.lesson("05d_kv_cache_quantization")
-    method, dtype = quantization.METHODS[0], next(d for d in cache.KV_CACHE_DTYPES if d != "auto")
-    engine = make(quantization=method)
+    dtype = next(dtype for dtype in KV_CACHE_DTYPES if dtype != "auto")
+    engine = make(quantization=METHODS[0])
     assert any(type(layer) is not llama.Linear for layer in engine.model.linear.values())
     assert len(answer(engine, 1, 2, 3)) == 6
     plain, small = make(), make(kv_cache_dtype=dtype)

@@ -38,6 +38,7 @@ from engine.serving.openai.app import build_app
 
 lesson = common.lesson("12_multi_lora")
 from engine.lora import files, lora_model
+from engine.lora.layers import adapted_model
 from engine.lora import manager as managing
 from engine.lora.reader import AdapterReader
 from lab import adapter_training as training
@@ -1462,7 +1463,7 @@ def test_peft_computes_the_same(real_model):
     manager.attach(model, None)
     for slot, name in enumerate(names):
         manager.memory.write(slot, files.read_adapter(files.SHIPPED / name, model.config))
-    adapted = lesson.adapted_model(model, manager)
+    adapted = adapted_model(model, manager)
 
     def ours(chosen):
         tokens = [t for i in chosen for t in prompts[i]]
