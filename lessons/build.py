@@ -147,8 +147,8 @@ COMMENT = re.compile(r"<!--.*?-->", re.S)  # the markers behind numbers
 
 def code_url(path: Path) -> str:
     """The page of a script, or of a file in a folder, whose name then begins with the folder's."""
-    folder = ROOT / "vllm"
-    name = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name
+    above = next((folder for folder in (ROOT / "vllm", HERE) if path.is_relative_to(folder)), path.parent)
+    name = path.relative_to(above).as_posix()
     return f"code/{name.removesuffix('.py').replace('/', '.')}.html"
 
 
@@ -168,7 +168,9 @@ class Site:
     def __init__(self, out: Path) -> None:
         self.out, self.pages = out, find_pages()
         self.url_of = {page.source: page.url for page in self.pages}
-        self.sources = dict.fromkeys(sorted((ROOT / "vllm").glob("*.py")))  # scripts, and whatever the text links to
+        self.sources = dict.fromkeys(
+            sorted([*(ROOT / "vllm").glob("*.py"), *HERE.glob("numbers/*.py")])
+        )  # scripts, and whatever the text links to
         self.page_of_number = {page.number: page for page in self.pages if page.number}
         self.page = self.pages[0]  # the one that is being rendered
         self.md = MarkdownIt("commonmark", {"html": True}).use(gfm_plugin, dollarmath=True)
@@ -407,10 +409,10 @@ def bundle(entries: list[Path]) -> str:
 
 def widget_js(name: str, files: list[Path]) -> str:
     """A widget's script: its modules, and how to start it."""
-    scripts = [ROOT / "vllm" / f"{name}.py", *sorted((ROOT / "vllm").glob(f"{name[:2]}*.py"))]
-    script = next((path for path in scripts if path.exists() and "\ndef simulate(" in path.read_text()), scripts[0])
+    numbers = HERE / "numbers" / f"{name}.py"
+    script = numbers if numbers.exists() else ROOT / "vllm" / f"{name}.py"
     controls = json.loads(files[0].read_text())
-    controls |= {"name": name, "states": states(controls), "script": script.name}
+    controls |= {"name": name, "states": states(controls), "script": script.name, "code": code_url(script)}
     return bundle(files[1:]) + f'modules["controls/{name}.json"] = {json.dumps(controls, ensure_ascii=False)};\n'
 
 

@@ -22,8 +22,10 @@ import shlex
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import common
+from support import modules
 
 # A script is a lesson, or a companion such as 05b, once it has a main(); what others need of it may stand before.
 LESSONS = [path for path in sorted(common.HERE.glob("[01]*.py")) if "\ndef main(" in path.read_text()]
@@ -94,6 +96,12 @@ def script_of(page: Path) -> Path | None:
     """The script that a lesson's page belongs to."""
     path = common.HERE / f"{page.stem}.py"
     return path if path in LESSONS else None
+
+
+def numbers(lesson: str) -> ModuleType:
+    """What simulates, quotes and draws for a page: `lessons/numbers/`, or still the script itself."""
+    moved = (common.NUMBERS / f"{lesson}.py").is_file()
+    return common.numbers(lesson) if moved else modules.load(lesson)
 
 
 def quotes(page: Path) -> list[Quote]:

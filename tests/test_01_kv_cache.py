@@ -8,6 +8,7 @@ import random
 from types import SimpleNamespace
 
 import common
+from lab import lengths, roofline
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -162,7 +163,7 @@ def test_kernel_survives_large_scores(last, device, kernels):
 
 def new_cache(model, num_seqs, max_len):
     return lesson.KVCache(
-        lesson.KVCacheSpec.from_config(vars(model.config)), num_seqs, max_len, model.dtype, model.device
+        roofline.KVCacheSpec.from_config(vars(model.config)), num_seqs, max_len, model.dtype, model.device
     )
 
 
@@ -293,7 +294,7 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize()
     def start(self):
         self.cache = lesson.KVCache(
-            lesson.KVCacheSpec(self.LAYERS, self.HEADS, self.D, self.D), self.SEQS, self.ROWS, device="cpu"
+            roofline.KVCacheSpec(self.LAYERS, self.HEADS, self.D, self.D), self.SEQS, self.ROWS, device="cpu"
         )
         self.k = [[torch.empty(0, self.HEADS, self.D) for _ in range(self.SEQS)] for _ in range(self.LAYERS)]
         self.v = [[torch.empty(0, self.HEADS, self.D) for _ in range(self.SEQS)] for _ in range(self.LAYERS)]
@@ -342,7 +343,7 @@ TestCacheMachine.settings = settings(max_examples=15, stateful_step_count=12)
 def test_bytes_per_token_of_published_models():
     """2 · layers · kv_heads · head size · 2 bytes, and 61 · 576 · 2 for MLA, worked out by hand."""
     assert {
-        name: lesson.KVCacheSpec.from_config(config).bytes_per_token() for name, config in lesson.MODELS.items()
+        name: roofline.KVCacheSpec.from_config(config).bytes_per_token() for name, config in roofline.MODELS.items()
     } == {
         "SmolLM2-135M": 23_040,
         "OPT-13B": 819_200,
@@ -357,7 +358,7 @@ def test_bytes_per_token_of_published_models():
 def test_mha_gqa_mqa_are_one_formula(layers, heads, group, D):
     config = {"num_hidden_layers": layers, "num_attention_heads": heads * group, "head_dim": D, "hidden_size": 8}
     for kv_heads in (heads * group, heads, 1):
-        spec = lesson.KVCacheSpec.from_config(config | {"num_key_value_heads": kv_heads})
+        spec = roofline.KVCacheSpec.from_config(config | {"num_key_value_heads": kv_heads})
         assert spec.bytes_per_token("float32") == 2 * spec.bytes_per_token() == 4 * spec.bytes_per_token("fp8")
         assert spec.bytes_per_token() == 2 * layers * kv_heads * D * 2
         # vLLM 0.32: `customize_spec` of the Triton backend, and `nvfp4_kv_cache_full_dim`.
@@ -367,34 +368,37 @@ def test_mha_gqa_mqa_are_one_formula(layers, heads, group, D):
 
 
 def test_vector_bytes_rounds_up_and_counts_scales():
-    assert [lesson.vector_bytes(n, 3) for n in (0, 1, 2, 3, 8)] == [0, 1, 1, 2, 3]
-    assert lesson.vector_bytes(17, 4, 8, 16) == 9 + 2  # 8.5 bytes of values, two scales: 10.5, rounded up
+    assert [roofline.vector_bytes(n, 3) for n in (0, 1, 2, 3, 8)] == [0, 1, 1, 2, 3]
+    assert roofline.vector_bytes(17, 4, 8, 16) == 9 + 2  # 8.5 bytes of values, two scales: 10.5, rounded up
     assert lesson.facts()["mla"]["fp8_bytes_per_layer"] == 656  # vLLM's fp8_ds_mla
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
 def test_the_tensors_have_the_bytes_of_the_formula(kind):
-    for config in lesson.MODELS.values():
-        spec = lesson.KVCacheSpec.from_config(config)
+    for config in roofline.MODELS.values():
+        spec = roofline.KVCacheSpec.from_config(config)
         cache = lesson.KVCache(spec, 3, 50, getattr(torch, kind), "meta")
         assert cache.nbytes == 3 * 50 * spec.bytes_per_token(kind)
 
 
 def test_weight_bytes(real_model):
     smol, llama2, llama8, llama70 = (
-        lesson.weight_bytes(lesson.MODELS[m]) for m in ("SmolLM2-135M", "Llama-2-7B", "Llama-3.1-8B", "Llama-3.1-70B")
+        roofline.weight_bytes(roofline.MODELS[m])
+        for m in ("SmolLM2-135M", "Llama-2-7B", "Llama-3.1-8B", "Llama-3.1-70B")
     )
     assert smol == 2 * real_model[0].num_parameters
     # Parameter counts of the published checkpoints.
     assert (llama2, llama8, llama70) == (2 * 6_738_415_616, 2 * 8_030_261_248, 2 * 70_553_706_496)
 
 
-@pytest.mark.parametrize("name", lesson.MODELS)
+@pytest.mark.parametrize("name", roofline.MODELS)
 @pytest.mark.parametrize("gpu", [24e9, 141e9, 1128e9])
 def test_sequences_that_fit_is_the_largest_number_that_does(name, gpu):
-    config = lesson.MODELS[name]
-    n = lesson.sequences_that_fit(gpu, config, 2048)
-    need = lambda n: lesson.weight_bytes(config) + n * 2048 * lesson.KVCacheSpec.from_config(config).bytes_per_token()  # noqa: E731
+    config = roofline.MODELS[name]
+    n = roofline.sequences_that_fit(gpu, config, 2048)
+    need = lambda n: (  # noqa: E731
+        roofline.weight_bytes(config) + n * 2048 * roofline.KVCacheSpec.from_config(config).bytes_per_token()
+    )
     assert n >= 0 and (need(n) <= 0.92 * gpu or n == 0) and need(n + 1) > 0.92 * gpu
 
 
@@ -405,7 +409,7 @@ def test_geometric_lengths_have_the_right_distribution():
     """Kolmogorov–Smirnov: with n = 20,000 the largest deviation stays below 1.63/√n with probability 0.99."""
     for mean in (19.31, 337.99):
         rng = random.Random(1)
-        draws = sorted(lesson.geometric(rng, mean) for _ in range(20_000))
+        draws = sorted(lengths.geometric(rng, mean) for _ in range(20_000))
         assert draws[0] >= 1
         deviation = max(
             abs(sum(d <= n for d in draws) / len(draws) - (1 - (1 - 1 / mean) ** n)) for n in range(1, int(5 * mean), 7)
@@ -413,10 +417,10 @@ def test_geometric_lengths_have_the_right_distribution():
         assert deviation < 1.63 / math.sqrt(len(draws))
 
 
-@pytest.mark.parametrize("name", lesson.WORKLOADS)
+@pytest.mark.parametrize("name", lengths.WORKLOADS)
 def test_waste_equals_the_exact_expectation(name):
     """E[min(P + N, slots) | P < slots] summed exactly: E[min(N, r)] of a geometric N is mean · (1 − (1 − 1/mean)^r)."""
-    slots, (a, b) = 2048, lesson.WORKLOADS[name]
+    slots, (a, b) = 2048, lengths.WORKLOADS[name]
     prompts = [(P, (1 - 1 / a) ** (P - 1) / a) for P in range(1, slots)]
     admitted = sum(p for _, p in prompts)
     used = sum(p * (P + b * (1 - (1 - 1 / b) ** (slots - P))) for P, p in prompts) / admitted
@@ -464,12 +468,12 @@ def test_step_cost_equals_counted_flops(T, S, tied):
     with FlopCounterMode(display=False) as counted:
         hidden = model.forward(torch.zeros_like(cache.positions), cache.positions, attend)
         model.logits(hidden[-1:])
-    flops, moved = lesson.step_cost(config, 1, T, S)
+    flops, moved = roofline.step_cost(config, 1, T, S)
     per_pair = 4 * config["num_hidden_layers"] * config["num_attention_heads"] * config["head_dim"]
     masked = T * S - sum(S - i for i in range(T))
     assert flops + per_pair * masked - 2 * T * norm_elements(config) == counted.get_total_flops()
     weights = sum(layer.weight.numel() for layer in model.linear.values())
-    per_token = lesson.KVCacheSpec.from_config(config).bytes_per_token()
+    per_token = roofline.KVCacheSpec.from_config(config).bytes_per_token()
     assert moved == 2 * (weights + norm_elements(config)) + (S + T) * per_token
 
 
@@ -486,8 +490,8 @@ def test_intensity_of_decode_attention_is_the_group_size():
 
 def test_no_batch_makes_decode_compute_bound():
     """The limit that facts() states is approached from below, and crosses the ridge where it says."""
-    config, known = lesson.MODELS["Llama-3.1-8B"], lesson.facts()["intensity"]
-    intensity = lambda B, S: (lambda cost: cost[0] / cost[1])(lesson.step_cost(config, B, 1, S))  # noqa: E731
+    config, known = roofline.MODELS["Llama-3.1-8B"], lesson.facts()["intensity"]
+    intensity = lambda B, S: (lambda cost: cost[0] / cost[1])(roofline.step_cost(config, B, 1, S))  # noqa: E731
     assert intensity(10**4, 2048) < known["decode_limit"] == pytest.approx(intensity(10**9, 2048), rel=1e-3)
     S = known["compute_bound_below"]
     assert intensity(10**9, int(S) - 2) > known["ridge_h100"] > intensity(10**9, int(S) + 2)
@@ -498,7 +502,7 @@ def test_the_published_line_as_bandwidth():
     assert itl["slope_tb_s"] == pytest.approx(131_072 / 4.37e-8 / 1e12)
     assert itl["weights_gb"] == pytest.approx((8_030_261_248 - 128_256 * 4096) * 2 / 1e9)
     assert itl["fp8_break_even"] == pytest.approx(7000)
-    assert itl["intercept_ms"] < itl["weights_at_cache_rate_ms"] < lesson.PUBLISHED_ITL["bfloat16"][0]
+    assert itl["intercept_ms"] < itl["weights_at_cache_rate_ms"] < roofline.PUBLISHED_ITL["bfloat16"][0]
     # Eight requests at 20,000 … 22,000 tokens: less than the 15.18 ms that the blog measured for them.
     assert itl["eight_requests_ms"] == pytest.approx(6.44 + 168_000 * 4.37e-5) and itl["eight_requests_ms"] < 15.18
 
@@ -545,7 +549,7 @@ def test_a_model_of_few_positions_is_measured(limit, measured_briefly):
 
 @given(
     prompt=st.integers(1, 600), new_tokens=st.integers(1, 300), cache=st.booleans(), batch=st.integers(1, 1024),
-    model=st.sampled_from(list(lesson.MODELS)), gpu_gib=st.sampled_from([16, 24, 40, 80, 141, 1128]),
+    model=st.sampled_from(list(roofline.MODELS)), gpu_gib=st.sampled_from([16, 24, 40, 80, 141, 1128]),
     restart_positions=st.booleans(),
 )  # fmt: skip
 def test_simulation(prompt, new_tokens, cache, batch, model, gpu_gib, restart_positions):

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import llama
+from lab import lengths, roofline
 
 from engine.attention import torch_paged as torch_attention
 
@@ -551,7 +552,7 @@ def prompts_of(model, lengths):
 
 def contiguous(model, prompt, n):
     c = model.config
-    cache = first.KVCache(first.KVCacheSpec(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, c.head_dim), 1,
+    cache = first.KVCache(roofline.KVCacheSpec(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, c.head_dim), 1,
                           len(prompt) + n, model.dtype, model.device)  # fmt: skip
     return first.generate(model, prompt, n, cache).token_ids
 
@@ -746,7 +747,7 @@ def test_contest_with_huge_blocks_is_no_better_than_reserving():
 
 
 def test_request_lengths_have_the_published_means():
-    for workload, (prompt, output) in first.WORKLOADS.items():
+    for workload, (prompt, output) in lengths.WORKLOADS.items():
         pairs = lesson.request_lengths(workload, 20_000, 0)
         assert all(1 <= p <= 1024 and o >= 1 and p + o <= 2048 for p, o in pairs)
         if workload != "Azure conversation":  # its prompts reach the cut

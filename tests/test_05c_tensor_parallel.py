@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from scripts import run
 
 import llama
+from lab import roofline
 from engine.config import VllmConfig
 from engine.quantization.kv_codes import block_bytes
 from engine.worker.assemble import make_runner
@@ -40,7 +41,6 @@ from engine.parallel.shards import model_tensors
 
 lesson = common.lesson("05c_tensor_parallel")
 continuous_batching = common.lesson("04_continuous_batching")
-kv_cache = common.lesson("01_kv_cache")
 CPU = torch.device("cpu")
 
 
@@ -338,7 +338,7 @@ def test_without_the_all_reduce_shapes_are_right_and_values_wrong(tiny_model):
 
 
 def test_sizes_that_do_not_divide_are_refused(tiny_model):
-    smol = kv_cache.llama_config(kv_cache.MODELS["SmolLM2-135M"])
+    smol = roofline.llama_config(roofline.MODELS["SmolLM2-135M"])
     for n in (2, 4, 6, 8, 9, 18):
         with pytest.raises(common.InputError) as error:
             lesson.check_tensor_parallel_size(smol, n)
@@ -633,7 +633,7 @@ def test_the_wrong_number_of_ranks_is_refused_before_anything_starts(real_model)
 )
 def test_by_default_as_many_ranks_as_the_model_allows_to_share_it(heads, kv_heads, neurons, ranks):
     """3 of SmolLM2, else the fewest above one, if any."""
-    smol = kv_cache.llama_config(kv_cache.MODELS["SmolLM2-135M"])
+    smol = roofline.llama_config(roofline.MODELS["SmolLM2-135M"])
     config = dataclasses.replace(smol, num_attention_heads=heads, num_key_value_heads=kv_heads,
                                  intermediate_size=neurons)  # fmt: skip
     assert lesson.default_size(config) == ranks

@@ -10,6 +10,7 @@ import random
 from types import SimpleNamespace
 
 import common
+from lab import naive
 from lab import drafts_ahead
 from engine.llm import LLM
 from engine.config import VllmConfig
@@ -1066,7 +1067,7 @@ def distance_of_pairs(real_model, n: int) -> tuple[float, float]:
 
     def next_token(tokens):
         ids, positions = (torch.tensor(x, device=model.device) for x in (tokens, range(len(tokens))))
-        hidden = model.forward(ids, positions, common.lesson("01_kv_cache").recompute)
+        hidden = model.forward(ids, positions, naive.recompute)
         return Sampler.probabilities(model.logits(hidden[-1:]), [state])[0].tolist()
 
     want: dict = {}
@@ -1151,7 +1152,7 @@ def test_hidden_states_are_those_of_accepted_tokens(tiny_model, real_model, jobs
             for c in contexts:
                 n, end = len(c.hidden), len(c.token_ids) - 1
                 ids, positions = (torch.tensor(x, device=tiny_model.device) for x in (c.token_ids[:end], range(end)))
-                hidden = tiny_model.forward(ids, positions, common.lesson("01_kv_cache").recompute)
+                hidden = tiny_model.forward(ids, positions, naive.recompute)
                 right = F.rms_norm(hidden, hidden.shape[-1:], tiny_model.norm, tiny_model.config.rms_norm_eps)
                 common.assert_close(c.hidden, right[end - n :])
                 known = self.known.get(c.request_id)

@@ -33,6 +33,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from scripts import execute, script_job
 
 import llama
+from lab import naive
 
 lesson = common.lesson("07b_trained_drafters")
 training, paged, offline = lesson.training, lesson.paged, lesson.offline
@@ -54,7 +55,7 @@ def random_network(method: str, model: llama.Llama, draft_vocab: int = 40, seed:
 def features_of(model: llama.Llama, tokens: list[int]) -> torch.Tensor:
     """The target's final hidden states, by one pass without a cache. [S, hidden]."""
     ids = torch.tensor(tokens, device=model.device)
-    recompute = common.lesson("01_kv_cache").recompute
+    recompute = naive.recompute
     hidden = model.forward(ids, torch.arange(len(tokens), device=model.device), recompute)
     return training.final_norm(model, hidden)
 
@@ -136,7 +137,7 @@ def test_a_drafter_has_a_llamas_layers_also_for_a_target_that_norms_heads(method
         network = random_network(method, target)
         features = torch.ones(5, 80, device=plain.device) if method == "eagle" else None
         x = network.inputs(ids, features)
-        outs.append(network.forward(x, ids, common.lesson("01_kv_cache").recompute))
+        outs.append(network.forward(x, ids, naive.recompute))
     assert torch.equal(*outs)
 
 
@@ -183,7 +184,7 @@ def test_sampled_guesses_come_with_their_distribution(tiny_model):
     drafts = lesson.DraftModelDrafter(network).propose(contexts)
     assert drafts[0].probs is None
     tokens, positions = (torch.tensor(x, device=tiny_model.device) for x in ([1, 2, 3], [0, 1, 2]))
-    first = network.forward(network.inputs(tokens), positions, common.lesson("01_kv_cache").recompute)
+    first = network.forward(network.inputs(tokens), positions, naive.recompute)
     q = (network.logits(first[-1:])[0] / 0.5).softmax(0)
     for draft in drafts[1:]:
         assert draft.probs.shape == (3, 128)
@@ -792,7 +793,7 @@ def test_chains_are_counted_as_they_are_drafted_and_verified(method, text, tiny_
     network, data = in_step(method, tiny_model, text)
     favourite = functools.cache(lambda tokens: int(tiny_model.logits(
         tiny_model.forward(*(torch.tensor(x, device=tiny_model.device) for x in (tokens, range(len(tokens)))),
-                           common.lesson("01_kv_cache").recompute)[-1:]).argmax()))  # fmt: skip
+                           naive.recompute)[-1:]).argmax()))  # fmt: skip
     asked, right, left_the_text, start = [0] * 3, [0] * 3, 0, 0
     for n, prompt in zip(data.lengths.tolist(), data.prompt_lengths.tolist()):
         tokens = data.raw_tokens[start : start + n].tolist()

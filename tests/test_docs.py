@@ -76,7 +76,7 @@ def check_output(page, with_flags):
 
 @by_lesson
 def test_widget_slot_shows_the_default(page):
-    lesson = common.lesson(page.stem)
+    lesson = documents.numbers(page.stem)
     expected = lesson.describe(lesson.simulate(lesson.WIDGET_DEFAULT))
     (slot,) = [block for block in documents.blocks(page) if block.kind == "widget"]
     assert slot.body.rstrip() == expected.rstrip()

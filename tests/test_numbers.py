@@ -9,12 +9,11 @@ import common
 import documents
 import pytest
 from documents import LESSONS, PAGES
-from support import modules
 
 
 @pytest.mark.parametrize("lesson", [path.stem for path in LESSONS])
 def test_facts_and_simulation_are_json(lesson):
-    module = common.lesson(lesson)
+    module = documents.numbers(lesson)
     for make in (module.facts, lambda: module.simulate(module.WIDGET_DEFAULT)):
         first, second = json.dumps(make(), sort_keys=True), json.dumps(make(), sort_keys=True)
         assert first == second
@@ -23,7 +22,7 @@ def test_facts_and_simulation_are_json(lesson):
 
 @functools.cache
 def facts(lesson: str) -> dict:
-    return modules.load(lesson).facts()
+    return documents.numbers(lesson).facts()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

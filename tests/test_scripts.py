@@ -9,6 +9,7 @@ import shutil
 import sys
 
 import common
+import documents
 import on_gpu
 import pytest
 import tokenizers
@@ -46,8 +47,9 @@ def test_default_run(lesson):
 
 
 # A piece of the heading under which the real model runs, and of the one under which something is timed (None: that
-# takes --bench), and what the story sets of the simulation's parameters that is not the widget's default.
-PARTS: dict[str, tuple[str, str | None, dict]] = {
+# takes --bench), and what the story sets of the simulation's parameters that is not the widget's default (None: the
+# story has a small simulation of its own, and the second heading is the surprise's).
+PARTS: dict[str, tuple[str, str | None, dict | None]] = {
     "01_kv_cache": ("The real model", "Measured on this machine", {"batch": 64}),
     "02_paged_attention": ("A real model", "What the indirection costs", {}),
     "03_flash_attention": ("The real model", "Measured on this", {}),
@@ -78,8 +80,11 @@ PARTS: dict[str, tuple[str, str | None, dict]] = {
 def test_a_story_has_its_parts_in_order(lesson):
     """DESIGN's: the machine, a check against the reference, the real model, the simulation, what was measured."""
     real, measured, params = PARTS[lesson]
-    module = common.lesson(lesson)
-    told = module.describe(module.simulate(module.WIDGET_DEFAULT | params))
+    if params is None:
+        told = ""
+    else:
+        module = documents.numbers(lesson)
+        told = module.describe(module.simulate(module.WIDGET_DEFAULT | params))
     assert wrong_parts(output_of(lesson), told, real, measured) is None
 
 
@@ -91,6 +96,9 @@ def wrong_parts(output: str, told: str, real: str, measured: str | None) -> str 
     model = next(((i, end) for i, end in sections if real in lines[i]), None)
     wanted = ["  " + line.rstrip() for line in told.splitlines()]
     simulation = next((i for i in range(len(lines)) if lines[i : i + len(wanted)] == wanted), None)
+    if not told and model:
+        simulation = next((i for i in headings if measured and measured in lines[i]), None)
+        measured = None
     if model is None or simulation is None:
         return f"no part {real!r}" if model is None else f"the simulation does not say {told!r}"
     if next((i for i, line in enumerate(lines) if "✓" in line), simulation) >= min(simulation, model[1]):
@@ -112,6 +120,9 @@ def test_a_story_out_of_order_is_found():
     assert "checked" in found(*(line for line in parts if "✓" not in line))
     assert "after the simulation" in found(*parts[:4], *parts[7:11], *parts[4:7], *parts[11:])
     assert "no part 'Measured'" in found(*parts[:4], *parts[11:], *parts[4:11])
+    own = lambda *parts: wrong_parts("\n".join(parts), "", "The real model", "The widget")  # noqa: E731
+    assert own(*parts) is None and "does not say" in own(*parts[:7])
+    assert "after the simulation" in own(*parts[:4], *parts[7:11], *parts[4:7])
 
 
 def test_every_script_has_its_parts_named():
@@ -128,7 +139,11 @@ def test_who_looks_at_what_a_script_prints_is_in_one_process():
 @by_lesson
 def test_the_figures_are_saved_last(lesson):
     """And then the numbers, where they are asked for."""
-    rest = inspect.getsource(common.lesson(lesson).main).partition("draw(args.figure)")[2]
+    main = inspect.getsource(common.lesson(lesson).main)
+    if "common.hand_over(" in main:
+        assert main.rstrip().endswith("common.hand_over(KEY, args)")
+        return
+    rest = main.partition("draw(args.figure)")[2]
     assert "args.json" in rest and not re.search(r"common\.(heading|say|table|check)", rest)
 
 
@@ -159,7 +174,7 @@ def test_wrong_flags_are_one_line(lesson, capsys):
 
 @by_lesson
 def test_simulation_refuses_wrong_parameters(lesson):
-    module = common.lesson(lesson)
+    module = documents.numbers(lesson)
     for name, value in module.WIDGET_DEFAULT.items():
         for wrong in (None, [], {"a": 1}, "no such\nvalue", -(10**9)):
             if wrong == value:

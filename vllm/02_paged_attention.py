@@ -44,10 +44,11 @@ import torch
 from common import tl, triton
 
 import llama
+from lab import lengths, roofline
 
 KEY = "02_paged_attention"
 kv_cache_lesson = common.lesson("01_kv_cache")
-KVCacheSpec = kv_cache_lesson.KVCacheSpec
+KVCacheSpec = roofline.KVCacheSpec
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.splits import default_splits
 from engine.attention.torch_paged import FEW_TOKENS, plan_decode, plan_few, prefill_attention
@@ -694,8 +695,8 @@ POLICIES = {
 
 def request_lengths(workload: str, n: int, seed: int = 0) -> list[tuple[int, int]]:
     """`n` (prompt, output) lengths: geometric with the published means (lesson 01), at most 2,048 in sum."""
-    rng, means = random.Random(seed), kv_cache_lesson.WORKLOADS[workload]
-    pairs = ([kv_cache_lesson.geometric(rng, mean) for mean in means] for _ in range(n))
+    rng, means = random.Random(seed), lengths.WORKLOADS[workload]
+    pairs = ([lengths.geometric(rng, mean) for mean in means] for _ in range(n))
     pairs = ((min(prompt, MAX_MODEL_LEN // 2), output) for prompt, output in pairs)
     return [(prompt, min(output, MAX_MODEL_LEN - prompt)) for prompt, output in pairs]
 
@@ -926,7 +927,7 @@ def facts() -> dict[str, Any]:
     variants = {f"block_{1 << k}": {"block_size": 1 << k} for k in range(12)}
     ends = {name: simulate(WIDGET_DEFAULT | change)["final"]
             for name, change in (variants | {a: {"allocator": a} for a in ALLOCATORS[1:]}).items()}  # fmt: skip
-    opt, llama_8b = (KVCacheSpec.from_config(kv_cache_lesson.MODELS[name]) for name in ("OPT-13B", "Llama-3.1-8B"))
+    opt, llama_8b = (KVCacheSpec.from_config(roofline.MODELS[name]) for name in ("OPT-13B", "Llama-3.1-8B"))
     opt_slots = 12 * 2**30 // opt.bytes_per_token()  # what the weights leave of an A100 with 40 GB
     share_gpt, alpaca = request_lengths("ShareGPT", 1500), request_lengths("Alpaca", 100)
     block = 16 * llama_8b.bytes_per_token() // llama_8b.num_layers
@@ -1145,7 +1146,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         (row,) = measure_indirection([(32, 192, 16)], 9, 3, 64, torch.float32, 0.3)
         common.say(f"Time: {row['ratio']:.1f} x SDPA on a contiguous cache, on this CPU and without a kernel.\n"
                    "--bench on a GPU measures the kernel.")  # fmt: skip
-    common.say(f"Figures: {', '.join(path.name for path in draw(args.figure))}")
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": f, "bench": bench})
 

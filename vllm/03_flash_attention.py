@@ -1051,7 +1051,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     show_recurrence(args)
     show_deleted_lines()
     bench = measure_gpu(args.bench) if common.HAS_GPU else measure_cpu(args.bench)
-    draw(args.figure)
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": facts(), "bench": bench})
 

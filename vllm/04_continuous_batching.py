@@ -47,6 +47,7 @@ from typing import Any, ClassVar
 import torch
 
 import llama
+from lab import lengths, naive
 from engine.config import VllmConfig
 from engine.worker.assemble import make_runner
 from engine.core.engine_core import EngineCore, check_pool
@@ -64,7 +65,6 @@ from engine.request import (
 paged_attention = common.lesson("02_paged_attention")
 AttentionMetadata, BlockPool = paged_attention.AttentionMetadata, paged_attention.BlockPool
 PagedKVCache = paged_attention.PagedKVCache
-recompute = common.lesson("01_kv_cache").recompute
 
 KEY = "04_continuous_batching"
 
@@ -77,7 +77,7 @@ def generate_alone(model: llama.Llama, prompt: Sequence[int], max_tokens: int) -
     tokens = list(prompt)
     for _ in range(max_tokens):
         ids = torch.tensor(tokens, device=model.device)
-        hidden = model.forward(ids, torch.arange(len(tokens), device=model.device), recompute)
+        hidden = model.forward(ids, torch.arange(len(tokens), device=model.device), naive.recompute)
         tokens.append(int(model.logits(hidden[-1:]).argmax()))
     return tokens[len(prompt) :]
 
@@ -447,7 +447,7 @@ def describe(trace: dict) -> str:
 
 def geometric(count: int, mean: float, seed: int) -> list[int]:
     """As many lengths, drawn as lesson 01 draws them: every step has the same chance to be the last."""
-    rng, draw_one = random.Random(seed), common.lesson("01_kv_cache").geometric
+    rng, draw_one = random.Random(seed), lengths.geometric
     return [draw_one(rng, mean) for _ in range(count)]
 
 
@@ -753,7 +753,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if args.bench:
         bench = benchmark(model, args)
-    draw(args.figure)
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
 

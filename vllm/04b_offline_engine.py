@@ -47,6 +47,7 @@ import numpy as np
 import torch
 
 import llama
+from lab import naive
 from engine.llm import LLM
 from engine.sampling.detokenizer import IncrementalDetokenizer
 from engine.sampling.detokenizer import TokenBytes
@@ -100,7 +101,7 @@ def reference_distribution(logits: Sequence[float], params: SamplingParams, prom
 def reference_scores(model: llama.Llama, token_ids: Sequence[int]) -> torch.Tensor:
     """log p(xᵢ | x₀…xᵢ₋₁) for every token but the first, in one pass and without a cache. fp32 [tokens − 1]."""
     ids = torch.tensor(token_ids, device=model.device)
-    hidden = model.forward(ids, torch.arange(len(ids), device=model.device), scheduling.recompute)
+    hidden = model.forward(ids, torch.arange(len(ids), device=model.device), naive.recompute)
     return model.logits(hidden[:-1]).float().log_softmax(1).gather(1, ids[1:, None])[:, 0]
 
 
@@ -371,7 +372,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         bench["front_end"] = front_end_cost(token_bytes, tokenizer)
         common.say(f"detokenizing costs {bench['front_end']['us_per_token_at_10']:.1f} µs per token at 10 tokens and "
                    f"{bench['front_end']['us_per_token_at_10000']:.1f} µs at 10,000")  # fmt: skip
-    draw(args.figure)
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
 

@@ -53,6 +53,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import llama
+from lab import roofline
 from engine.output import SchedulerOutput
 from engine.request import Request
 from engine.request import SamplingParams
@@ -222,7 +223,7 @@ def make_core(model: llama.Llama, stage: Stage, num_seqs: int, max_model_len: in
 
 def alone(model: llama.Llama, prompts: Sequence[list[int]], n_out: int, cached: bool) -> tuple[list[list[int]], float]:
     """One request after another, by lesson 01's loop: their tokens, and seconds."""
-    spec = kv_cache.KVCacheSpec.from_config({
+    spec = roofline.KVCacheSpec.from_config({
         "num_hidden_layers": model.config.num_hidden_layers, "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads, "head_dim": model.config.head_dim, "hidden_size": 0,
     })  # fmt: skip
@@ -380,9 +381,9 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     """
     params = common.checked(params, WIDGET_CHOICES)
     packed_rate, unpacked_rate, bandwidth, overhead = MACHINES[params["machine"]]
-    B, config = params["batch"], kv_cache.MODELS["SmolLM2-135M"]
-    W, layers = sum(kv_cache.weights_read(config)), config["num_hidden_layers"]
-    kv_bytes = B * params["context"] * kv_cache.KVCacheSpec.from_config(config).bytes_per_token("float32")
+    B, config = params["batch"], roofline.MODELS["SmolLM2-135M"]
+    W, layers = sum(roofline.weights_read(config)), config["num_hidden_layers"]
+    kv_bytes = B * params["context"] * roofline.KVCacheSpec.from_config(config).bytes_per_token("float32")
     read_bytes = params["weight_bytes"] * W
     read = microseconds(read_bytes / bandwidth)
     floor = max(microseconds(2 * W * B / packed_rate), read)
@@ -439,8 +440,8 @@ def slug(name: str) -> str:
 @functools.cache
 def facts() -> dict[str, Any]:
     """The lesson's deterministic numbers: bytes, FLOPs, operations, and steps by arithmetic."""
-    config = kv_cache.MODELS["SmolLM2-135M"]
-    W = sum(kv_cache.weights_read(config))
+    config = roofline.MODELS["SmolLM2-135M"]
+    W = sum(roofline.weights_read(config))
     counted = {}
     for key, stage in zip(("loop", "batched", "fused", "arrays", "packed", "in_place"), STAGES):
         counted[key] = {}
@@ -456,7 +457,7 @@ def facts() -> dict[str, Any]:
     return {
         "weights": W, "weight_bytes": 4 * W, "flops_per_row": 2 * W, "operations": counted, "steps": steps,
         "turning_point": {key: 2 * m[0] / m[2] for key, m in zip(("cpu", "gpu"), MACHINES.values())},
-        "gathered_bytes": 32 * 160 * kv_cache.KVCacheSpec.from_config(config).bytes_per_token("float32"),
+        "gathered_bytes": 32 * 160 * roofline.KVCacheSpec.from_config(config).bytes_per_token("float32"),
     }  # fmt: skip
 
 
@@ -536,7 +537,7 @@ def random_twins(name: str) -> tuple[llama.Llama, Any]:
     """A model of lesson 01's table in bf16, and its like in Transformers, with random weights: the time is the same."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    config, device = kv_cache.llama_config(kv_cache.MODELS[name]), common.device()
+    config, device = roofline.llama_config(roofline.MODELS[name]), common.device()
     make, shapes = functools.partial(torch.empty, dtype=torch.bfloat16, device=device), llama.tensor_shapes(config)
 
     def weights(key: str) -> torch.Tensor | None:
@@ -813,7 +814,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if args.bench:
         bench = benchmark(args, model)
-    draw(args.figure)
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": known, "bench": bench})
 

@@ -54,6 +54,7 @@ from common import HARDWARE
 from torch.utils._pytree import tree_leaves
 
 import llama
+from lab import roofline
 from engine.config import VllmConfig
 from engine.worker.assemble import make_runner
 from engine.core.engine_core import EngineCore
@@ -64,7 +65,6 @@ from engine.core.scheduler import Scheduler
 from engine.output import EngineCoreOutput, SchedulerOutput
 from engine.request import Request, SamplingParams
 
-kv_cache = common.lesson("01_kv_cache")
 paged_attention = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
 speed = common.lesson("04c_speed")
@@ -179,7 +179,7 @@ WIDTH = 16  # `decode_step` runs models a sixteenth as wide: the same operations
 @functools.cache
 def decode_step(name: str, num_seqs: int = 8) -> Tape:
     """One decode step of a model of lesson 01's table, recorded as a GPU would run it: Triton kernels for attention."""
-    c = dataclasses.asdict(kv_cache.llama_config(kv_cache.MODELS[name])) | {"vocab_size": 16}
+    c = dataclasses.asdict(roofline.llama_config(roofline.MODELS[name])) | {"vocab_size": 16}
     narrow = {key: c[key] // WIDTH for key in ("hidden_size", "intermediate_size", "head_dim")}
     config = llama.LlamaConfig(**c | narrow)
     shapes = llama.tensor_shapes(config)
@@ -224,7 +224,7 @@ def step_seconds(name: str, num_seqs: int, context: int, gpu: common.GPU, launch
     to start it, to fill and drain the GPU. No graph saves those. With 0 the gain of a graph is a bound.
     """
     n = launches(name)["total"]
-    on_gpu = gpu.seconds(*kv_cache.step_cost(kv_cache.MODELS[name], num_seqs, 1, context)) + n * kernel
+    on_gpu = gpu.seconds(*roofline.step_cost(roofline.MODELS[name], num_seqs, 1, context)) + n * kernel
     return max(n * launch, on_gpu), max(launch, on_gpu)
 
 
@@ -288,10 +288,10 @@ def activation_bytes(name: str, num_tokens: int) -> tuple[float, float]:
     Merging can save no more than the first; the second has to be read in any case.
     """
     moved = lambda xs: sum(x.numel() * x.element_size() for x in tree_leaves(xs) if isinstance(x, torch.Tensor))  # noqa: E731
-    layers, tape = kv_cache.MODELS[name]["num_hidden_layers"], decode_step(name).tape
+    layers, tape = roofline.MODELS[name]["num_hidden_layers"], decode_step(name).tape
     inside = [step for step in tape if kind_of(step[0]) == "other" and step[0].name() not in OUTSIDE_LAYERS]
     small = sum(moved((args, out)) for _, args, _, out in inside)
-    return WIDTH * small * num_tokens / 8 / layers, 2 * kv_cache.weights_read(kv_cache.MODELS[name])[0] / layers
+    return WIDTH * small * num_tokens / 8 / layers, 2 * roofline.weights_read(roofline.MODELS[name])[0] / layers
 
 
 def measure_compile(model: llama.Llama, num_seqs: int = 8) -> dict[str, Any]:
@@ -610,8 +610,8 @@ def facts() -> dict[str, Any]:
         }  # fmt: skip
     h100, loops = HARDWARE["H100 80GB"], {kind: dry_run(kind, STOPS) for kind in LOOPS}
     padding = [capture_sizes(n)[-1] - n for n in range(1, 513)]
-    config = kv_cache.MODELS["Llama-3.1-8B"]
-    reduces, (linear, head) = 2 * config["num_hidden_layers"] + 1, kv_cache.weights_read(config)  # 1: the embedding's
+    config = roofline.MODELS["Llama-3.1-8B"]
+    reduces, (linear, head) = 2 * config["num_hidden_layers"] + 1, roofline.weights_read(config)  # 1: the embedding's
     return {
         "source": {
             "skipped": 2000 / 2105, "three": 3 * 400 / (400 + 2 * 20), "limit": 400 / 20,
@@ -641,10 +641,10 @@ def facts() -> dict[str, Any]:
         "loops": {kind: {"plans": len(core.host_seconds), "wasted": core.num_wasted} for kind, core in loops.items()}
         | {"tokens": sum(STOPS), "requests": len(STOPS)},
         "catalog": {
-            "weights": kv_cache.weight_bytes(config), "all_reduces": reduces, "read": 2 * (linear + head),
+            "weights": roofline.weight_bytes(config), "all_reduces": reduces, "read": 2 * (linear + head),
             "all_reduce_kib": reduces * config["hidden_size"] * 2 / 1024,
             "read_int4": linear / 8 * (4 + 20 / 128) + 2 * head,  # fp16 scale, zero point; the output matrix stays bf16
-            "kv_bytes": kv_cache.KVCacheSpec.from_config(config).bytes_per_token(),
+            "kv_bytes": roofline.KVCacheSpec.from_config(config).bytes_per_token(),
         },
     }  # fmt: skip
 
@@ -957,7 +957,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 common.say(f"a script of its own: {command(name)}")
             elif found := TELLERS[name](args, facts()):
                 bench[name] = found
-    draw(args.figure)
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": facts(), "bench": bench})
 

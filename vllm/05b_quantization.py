@@ -51,6 +51,7 @@ import torch.nn.functional as F
 from common import HARDWARE
 
 import llama
+from lab import roofline
 from engine.quantization import int4_hopper
 from engine.quantization.activations import EIGHT_BIT, quantize_rows
 from engine.quantization.algorithms import autoround, awq, gptq, output_error, rtn, smoothquant
@@ -70,7 +71,7 @@ from engine.quantization.methods import Method, quantize, quantize_model
 
 # What lesson 06 and its workers ask this script for.
 
-kv_cache_lesson, speed = common.lesson("01_kv_cache"), common.lesson("04c_speed")
+speed = common.lesson("04c_speed")
 
 KEY = "05b_quantization"
 
@@ -225,7 +226,7 @@ def describe(trace: dict[str, Any]) -> str:
 
 def facts() -> dict[str, Any]:
     """Deterministic numbers that the lesson quotes. Sizes are Llama-3.1-8B's: embedding and output matrix in bf16."""
-    linear, head = kv_cache_lesson.weights_read(kv_cache_lesson.MODELS["Llama-3.1-8B"])
+    linear, head = roofline.weights_read(roofline.MODELS["Llama-3.1-8B"])
     a10, h100, h200 = (HARDWARE[name] for name in ("A10 24GB", "H100 80GB", "H200 141GB"))
     bits = {name: f.bits_per_weight(4096) for name, f in FORMATS.items()}
     w4 = bits["int4-g128"]
@@ -539,7 +540,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         common.skipped("the kernels' GB/s", "needs a GPU")
 
-    draw(args.figure)
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": known, "bench": bench})
 

@@ -46,6 +46,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import llama
+from lab import naive, roofline
 from engine.model.packed_linear import pack_weights
 from engine.distributed.group import GroupCoordinator, new_group
 from engine.parallel.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear
@@ -53,7 +54,6 @@ from engine.parallel.model import TensorParallelLlama, load_shard, map_local, sh
 from engine.parallel.ranks import Ranks, launch, start_context
 from engine.parallel.sharding import check_tensor_parallel_size, divides, pad_vocab_size, shard_config
 
-kv_cache = common.lesson("01_kv_cache")
 continuous_batching = common.lesson("04_continuous_batching")
 
 KEY = "05c_tensor_parallel"
@@ -187,9 +187,9 @@ def step_seconds(model: str, n: int, link: Link, num_seqs: int = 1, num_new_toke
     compute = roofline(FLOPs / n, bytes / n)        weights and KV divided; right as long as n ≤ Hkv
     talk    = (2L + 1) all-reduces of T · hidden + one all-gather of the logits
     """
-    config = kv_cache.MODELS[model]
-    flops, moved = kv_cache.step_cost(config, num_seqs, num_new_tokens, context)
-    traffic = step_traffic(kv_cache.llama_config(config), n, num_seqs * num_new_tokens, num_seqs, itemsize=2)
+    config = roofline.MODELS[model]
+    flops, moved = roofline.step_cost(config, num_seqs, num_new_tokens, context)
+    traffic = step_traffic(roofline.llama_config(config), n, num_seqs * num_new_tokens, num_seqs, itemsize=2)
     talk = sum(link.seconds(name, t["bytes"] // t["calls"], n, t["calls"]) for name, t in traffic.items())
     compute = H200.seconds(flops / n, moved / n)
     return {"compute": compute, "talk": talk, "total": compute + talk}
@@ -281,11 +281,11 @@ SIZES = {"SmolLM2-135M": (1, 3), "Llama-3.1-8B": (1, 2, 4, 8, 16), "Llama-3.1-70
 
 def ownership(model: str, n: int) -> dict[str, Any]:
     """What one of n ranks holds: heads, bytes of weights, bytes of KV per token (bf16)."""
-    config = kv_cache.llama_config(kv_cache.MODELS[model])
+    config = roofline.llama_config(roofline.MODELS[model])
     shard = shard_config(config, n)
     weights = sum(int(torch.Size(shape).numel()) for shape in llama.tensor_shapes(shard).values())
-    kv = kv_cache.KVCacheSpec.from_config(dataclasses.asdict(shard)).bytes_per_token()
-    whole = kv_cache.KVCacheSpec.from_config(dataclasses.asdict(config)).bytes_per_token()
+    kv = roofline.KVCacheSpec.from_config(dataclasses.asdict(shard)).bytes_per_token()
+    whole = roofline.KVCacheSpec.from_config(dataclasses.asdict(config)).bytes_per_token()
     return {
         "q_heads": shard.num_attention_heads, "kv_heads": shard.num_key_value_heads, "weight_bytes": 2 * weights,
         "kv_bytes": kv, "kv_copies": n * kv / whole,
@@ -295,8 +295,8 @@ def ownership(model: str, n: int) -> dict[str, Any]:
 @functools.cache
 def facts() -> dict[str, Any]:
     """The lesson's deterministic numbers."""
-    key = kv_cache.slug  # Llama-3.1-8B -> llama_31_8b
-    small = kv_cache.llama_config(kv_cache.MODELS["SmolLM2-135M"])
+    key = roofline.slug  # Llama-3.1-8B -> llama_31_8b
+    small = roofline.llama_config(roofline.MODELS["SmolLM2-135M"])
     traffic = step_traffic(small, 3, 1, 1, 4)
     sent = sent_per_rank(traffic, 3)
     wire = {
@@ -309,7 +309,7 @@ def facts() -> dict[str, Any]:
         times = {name: {str(n): step_seconds(model, n, LINKS[name]) for n in (1, 2, 4, 8)}
                  for name in ("nvlink", "nvlink_eager")}  # fmt: skip
         one = times["nvlink"]["1"]["total"]
-        floor = {name: link.latency * (2 * kv_cache.MODELS[model]["num_hidden_layers"] + 1)
+        floor = {name: link.latency * (2 * roofline.MODELS[model]["num_hidden_layers"] + 1)
                  for name, link in LINKS.items() if name.startswith("nvlink")}  # fmt: skip
         decode[key(model)] = {
             "ms": {name: {n: 1e3 * t["total"] for n, t in of.items()} for name, of in times.items()},
@@ -340,7 +340,7 @@ def facts() -> dict[str, Any]:
 
         for n in (smallest, 8):
             owns, groups = ownership(model, n), 8 // n
-            room = kv_cache.GPU_MEMORY_UTILIZATION * H200.memory - owns["weight_bytes"]
+            room = roofline.GPU_MEMORY_UTILIZATION * H200.memory - owns["weight_bytes"]
             shared.setdefault(key(model), {})["one" if n == 8 else "replicas"] = {
                 "kv_tokens": groups * int(room // owns["kv_bytes"]),
                 "tokens_per_second": {str(b): b / step(n, b) for b in (512, 2048)},
@@ -444,7 +444,7 @@ def seeded_model(device: torch.device) -> llama.Llama:
 def all_logits(model: llama.Llama, token_ids: Sequence[int]) -> torch.Tensor:
     """Logits of every position of one sequence, without a cache. [T] -> [T, vocab], on the CPU."""
     ids = torch.tensor(token_ids, device=model.device)
-    hidden = model.forward(ids, torch.arange(len(token_ids), device=model.device), kv_cache.recompute)
+    hidden = model.forward(ids, torch.arange(len(token_ids), device=model.device), naive.recompute)
     return model.logits(hidden).cpu()
 
 
@@ -551,7 +551,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for model, sizes in SIZES.items():
         for size in sizes:
-            owns = numbers["owns"][kv_cache.slug(model)][str(size)]
+            owns = numbers["owns"][roofline.slug(model)][str(size)]
             if size in (1, 3, 8, 16):
                 rows.append([model, size, owns["q_heads"], owns["kv_heads"], f"{owns['kv_copies']:.0f}",
                              f"{owns['weight_bytes'] / 1e9:.2f}", f"{owns['kv_bytes']:,}"])  # fmt: skip
@@ -569,7 +569,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.heading("6. Where it stops paying: H200s, arithmetic")
     rows = []
     for model in ("Llama-3.1-8B", "Llama-3.1-70B"):
-        decode, prefill = numbers["decode"][kv_cache.slug(model)], numbers["prefill"][kv_cache.slug(model)]
+        decode, prefill = numbers["decode"][roofline.slug(model)], numbers["prefill"][roofline.slug(model)]
         for size in ("1", "2", "4", "8"):
             step = [f"{decode['ms'][link][size]:.2f} ms, {decode['speedup'][link][size]:.1f}x"
                     for link in ("nvlink", "nvlink_eager")]  # fmt: skip
@@ -578,7 +578,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.table(["", "GPUs", "decode, in a graph", "decode, eager", "prefill, NVLink", "prefill, PCIe 5"], rows)
 
     bench = benchmark(args) if args.bench else {}
-    draw(args.figure)
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
 

@@ -46,6 +46,7 @@ import torch
 import torch.nn.functional as F
 
 import llama
+from lab import roofline
 from engine.worker.cuda_graphs import CapturedModel
 from engine.worker.cuda_graphs import decode_at
 from engine.config import VllmConfig
@@ -75,7 +76,6 @@ from engine.quantization.kv_decode import quantized_decode
 from engine.quantization.kv_write import quantize_and_cache
 from engine.quantization.linear import QuantizedLinear
 
-kv_cache_lesson = common.lesson("01_kv_cache")
 paged = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
 PagedKVCache = paged.PagedKVCache
@@ -363,7 +363,7 @@ def describe(trace: dict[str, Any]) -> str:
 HOPPER_DECODE = {(8, 4096): (41.4, 31.8), (32, 4096): (132.5, 98.5), (8, 16384): (132.9, 95.0)}
 # vLLM blog, 2026-04-22, Llama-3.1-8B on an H100. A line fitted to one request at a time, contexts to 125k: ms + ms per
 # token. And the median step, ms, of eight at once, some 20,000 tokens in and 2,000 out: halfway, 8 · 21,000 are cached.
-PUBLISHED_ITL = kv_cache_lesson.PUBLISHED_ITL
+PUBLISHED_ITL = roofline.PUBLISHED_ITL
 PUBLISHED_BATCH, BATCH_TOKENS = {"bfloat16": 15.18, "fp8": 12.93}, 8 * 21_000
 
 
@@ -705,7 +705,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.bench:
         common.heading("7. Measured now")
         bench = benchmark(model, tokenizer)
-    common.say(f"Figures: {', '.join(path.name for path in draw(args.figure))}")
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": f, "bench": bench})
 

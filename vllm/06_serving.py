@@ -499,7 +499,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows[-1][0] += ", bound 20"
     common.table(["load", "mean wait", "p99", "most waiting", "refused"], rows)
     common.say("The widget's default, the queue without a bound:\n" + describe(simulate(WIDGET_DEFAULT)))
-    draw(args.figure)
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
 

@@ -485,7 +485,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.table(["answer", *kinds.values()], [
         [text, *(f"{100 * numbers['distortion'][kind].get(text, 0):.1f} %" for kind in kinds)]
         for text in ("apple", *FRUIT_CHOICE)])  # fmt: skip
-    draw(args.figure)
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
 

@@ -530,7 +530,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if args.bench:
         bench |= benchmark(args, tokenizer)
-    draw(args.figure)
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
 

@@ -1193,7 +1193,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         grid = "--max-num-seqs 4,16,48 --max-num-batched-tokens 256,1024 --num-prompts 48 --limit itl:500"
         command = ["tune", *model, *grid.split(), "--input-tokens", "96", "--output-tokens", "24"]
         bench["tune"] = tune_command(build_parser().parse_args(command))
-    draw(args.figure)
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": known, "bench": bench})
 

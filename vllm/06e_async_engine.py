@@ -426,7 +426,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         common.say(f"the last of them {seconds * 1e3:.0f} ms after the kill")
         bench["death_ms"] = seconds * 1e3
 
-    draw(args.figure)
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
 

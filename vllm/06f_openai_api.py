@@ -478,7 +478,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     bench |= measure_costs(1.0 if args.bench else 0.1)
     common.say(f"{bench['validate_us']:.0f} µs to validate a chat request of {len(CHAT_BYTES)} bytes, "
                f"{bench['event_us']:.1f} µs to write an event")  # fmt: skip
-    draw(args.figure)
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": facts(), "bench": bench})
 

@@ -63,10 +63,9 @@ from engine.core.stats import SpecDecodingStats
 from engine.output import EngineCoreOutput, SchedulerOutput
 from engine.request import Request
 
-kv_cache = common.lesson("01_kv_cache")
 scheduling = common.lesson("04_continuous_batching")
 offline = common.lesson("04b_offline_engine")
-from lab import enumeration
+from lab import enumeration, roofline
 from engine.spec_decode import drafters
 
 Draft, DraftContext, Drafter = drafters.Draft, drafters.DraftContext, drafters.Drafter
@@ -314,15 +313,15 @@ def best_k(alpha: float, c: float, v: float = 0.0, most: int = 128) -> int:
     return max(range(most + 1), key=lambda K: (speedup(alpha, K, c, v), -K))
 
 
-LLAMA_8B = kv_cache.MODELS["Llama-3.1-8B"]
+LLAMA_8B = roofline.MODELS["Llama-3.1-8B"]
 
 
 def decode_seconds(gpu: common.GPU, num_seqs: int, rows: int, context: int) -> float:
     """A pass of `rows` tokens for each of `num_seqs` sequences, Llama-3.1-8B in bf16, at both of the GPU's ceilings.
     Weights are read once for all rows, a sequence's keys and values once for its own."""
-    layers, head = kv_cache.weights_read(LLAMA_8B)
+    layers, head = roofline.weights_read(LLAMA_8B)
     flops, weight_bytes = 2 * (layers + head) * num_seqs * rows, 2 * (layers + head)
-    cache = num_seqs * context * kv_cache.KVCacheSpec.from_config(LLAMA_8B).bytes_per_token()
+    cache = num_seqs * context * roofline.KVCacheSpec.from_config(LLAMA_8B).bytes_per_token()
     return gpu.seconds(flops, weight_bytes) + cache / gpu.bandwidth
 
 
@@ -837,7 +836,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     tell_economics(args, numbers, model, tokenizer)
     if args.bench:
         bench = {"tokens_per_pass": found} | benchmark(model, tokenizer)
-    draw(args.figure)
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
 

@@ -67,7 +67,7 @@ scheduling = common.lesson("04_continuous_batching")
 offline = common.lesson("04b_offline_engine")
 from engine.spec_decode import drafters as drafting
 from lab import drafter_training as training
-from lab import drafts_ahead
+from lab import drafts_ahead, naive
 
 Draft, DraftContext, Drafter = drafting.Draft, drafting.DraftContext, drafting.Drafter
 Network = training.Network
@@ -1007,12 +1007,14 @@ def held_out(number: int) -> list[str]:
 def agreement_by_layer(model: llama.Llama, tokenizer: llama.Tokenizer, prompts: Sequence[str],
                        layers: Sequence[int]) -> dict[str, float]:  # fmt: skip
     """How often the favourite after some layers is the favourite after all of them."""
-    recompute, hits, rows = common.lesson("01_kv_cache").recompute, dict.fromkeys(layers, 0), 0
+    hits, rows = dict.fromkeys(layers, 0), 0
     for text in prompts:
         ids = torch.tensor(tokenizer.ask(text), device=model.device)
         positions, hidden, favourite = torch.arange(len(ids), device=model.device), None, {}
         for i in range(model.config.num_hidden_layers):
-            hidden = model.forward(ids if hidden is None else None, positions, recompute, hidden=hidden, layers=[i])
+            hidden = model.forward(
+                ids if hidden is None else None, positions, naive.recompute, hidden=hidden, layers=[i]
+            )
             if i + 1 in layers or i + 1 == model.config.num_hidden_layers:
                 favourite[i + 1] = model.logits(hidden[-32:]).argmax(1)
         rows += len(favourite[model.config.num_hidden_layers])
@@ -1141,7 +1143,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.say(describe(simulate(WIDGET_DEFAULT)))
     if args.bench:
         bench = benchmark(model, tokenizer, args)
-    draw(args.figure)
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
 

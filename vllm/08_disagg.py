@@ -73,9 +73,8 @@ from engine.kv_transfer.params import check_kv_transfer_params, give_up
 from engine.kv_transfer.producer import Producer
 from engine.kv_transfer.store import KVStore
 from engine.parallel.ranks import last_words, start_context
-from lab import goodput
+from lab import goodput, roofline
 
-kv_cache = common.lesson("01_kv_cache")
 paged_attention = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
 serving = common.lesson("06_serving")  # where the parts of later lessons meet
@@ -662,7 +661,7 @@ PROMPT = 8192
 @functools.cache
 def facts() -> dict[str, Any]:
     """The lesson's deterministic numbers; those of the simulation are under `simulation`."""
-    small = kv_cache.KVCacheSpec.from_config(kv_cache.MODELS["SmolLM2-135M"])
+    small = roofline.KVCacheSpec.from_config(roofline.MODELS["SmolLM2-135M"])
     sharing = {}
     for key, (Hkv, producer, consumer) in {
         "8_to_2": (8, 8, 2), "2_to_8": (8, 2, 8), "16_to_2": (8, 16, 2), "1_to_3": (3, 1, 3)
@@ -920,7 +919,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = common.start(args)
     with contextlib.ExitStack() as workers:
         bench = story(args, workers)
-    draw(args.figure)
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": facts(), "bench": bench})
 
@@ -955,7 +955,7 @@ def story(args: argparse.Namespace, workers: contextlib.ExitStack) -> dict[str, 
                      f"{last.first * 1e3:.0f}"])  # fmt: skip
     common.table(["wire", "MB", "messages", "sent during prefill", "prefill done, ms", "first token, ms"], rows)
     common.say(f"✓ over each wire: the tokens of one engine, {len(prompts)} × {TOKENS}; all blocks free on both sides")
-    spec = kv_cache.KVCacheSpec(model.config.num_hidden_layers, model.num_kv_heads, *[model.config.head_dim] * 2)
+    spec = roofline.KVCacheSpec(model.config.num_hidden_layers, model.num_kv_heads, *[model.config.head_dim] * 2)
     each = spec.bytes_per_token("float32")
     common.check_equal(f"{sum(LENGTHS)} positions × {each:,} bytes have moved, no more",
                        here["bytes_in"], sum(LENGTHS) * each)  # fmt: skip

@@ -51,13 +51,14 @@ import torch.nn.functional as F
 from common import tl, triton
 
 import llama
+from lab import roofline
 
 KEY = "09_gqa"
 kv_cache_lesson = common.lesson("01_kv_cache")
 paged = common.lesson("02_paged_attention")
 from engine.attention.torch_paged import gather_plan
 
-KVCacheSpec, causal_attention = kv_cache_lesson.KVCacheSpec, kv_cache_lesson.causal_attention
+KVCacheSpec, causal_attention = roofline.KVCacheSpec, kv_cache_lesson.causal_attention
 
 
 # --- Who reads what: the head map, and attention that follows it --------------------------------------------------
@@ -669,8 +670,8 @@ GQA_PAPER = {"MHA-Large": (0.37, 46.0), "MHA-XXL": (1.51, 47.2), "MQA-XXL": (0.2
 # `sliding_window` keys (0: no layer sees everything); the last `num_kv_shared_layers` layers read an earlier layer's
 # cache and keep none. Attention fields as in Transformers 5's configurations; parameters from the model cards.
 MODELS: dict[str, dict[str, Any]] = {
-    "Llama-2-7B": kv_cache_lesson.MODELS["Llama-2-7B"],
-    "Llama-3.1-8B": kv_cache_lesson.MODELS["Llama-3.1-8B"],
+    "Llama-2-7B": roofline.MODELS["Llama-2-7B"],
+    "Llama-3.1-8B": roofline.MODELS["Llama-3.1-8B"],
     "Falcon-7B": dict(num_hidden_layers=32, num_attention_heads=71, num_key_value_heads=1, hidden_size=4544,
                       num_parameters=7_217_189_760),
     "Mistral-7B-v0.1": dict(num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, hidden_size=4096,
@@ -684,7 +685,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss-120b": dict(num_hidden_layers=36, num_attention_heads=64, num_key_value_heads=8, head_dim=64,
                          hidden_size=2880, num_parameters=116_830_000_000, weight_bits=4.47, sliding_window=128,
                          full_attention_every=2),
-    "DeepSeek-V3": kv_cache_lesson.MODELS["DeepSeek-V3"],
+    "DeepSeek-V3": roofline.MODELS["DeepSeek-V3"],
 }  # fmt: skip
 
 
@@ -708,7 +709,7 @@ def cache_bytes(config: Mapping[str, Any], context: int, tp: int = 1, dtype: str
 
 def sequences_that_fit(config: Mapping[str, Any], context: int, gpu_bytes: float, tp: int = 1) -> int:
     """⌊(0.92 · GPU − weights / TP) / bytes per sequence and GPU⌋; 0 if the weights do not fit."""
-    room = kv_cache_lesson.GPU_MEMORY_UTILIZATION * gpu_bytes - kv_cache_lesson.weight_bytes(config) / tp
+    room = roofline.GPU_MEMORY_UTILIZATION * gpu_bytes - roofline.weight_bytes(config) / tp
     return max(0, int(room // cache_bytes(config, context, tp)))
 
 
@@ -798,7 +799,7 @@ def describe(trace: dict[str, Any]) -> str:
 
 # --- The numbers that the text quotes, and the figures ------------------------------------------------------------
 
-slug = kv_cache_lesson.slug
+slug = roofline.slug
 
 
 def rotated_absorption_error() -> float:
@@ -1193,7 +1194,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     show_serving(args)
     common.heading("6 · Measured on this machine")
     bench |= show_measurements(args)
-    common.say(f"Figures: {', '.join(path.name for path in draw(args.figure))}")
+    if args.figure:
+        draw(args.figure)
     if args.json:
         save(args.json, machine=machine, facts=facts(), **({"bench": bench} if args.bench else {}))
 

@@ -46,6 +46,7 @@ import torch.nn.functional as F
 from common import HARDWARE, tl, triton
 
 import llama
+from lab import roofline
 from engine.output import SchedulerOutput
 from engine.request import Request
 from engine.request import RequestStatus
@@ -53,7 +54,6 @@ from engine.request import SamplingParams
 from engine.worker.assemble import make_runner
 from engine.core.engine_core import EngineCore
 
-kv_cache_lesson = common.lesson("01_kv_cache")
 from engine.attention import torch_paged as torch_attention
 
 paged = common.lesson("02_paged_attention")
@@ -415,7 +415,7 @@ Work = Sequence[tuple[int, int]]  # of each sequence in a step: new tokens, cont
 # Sarathi-Serve's ablation ran this model on two A100s.
 YI_34B = dict(num_hidden_layers=60, num_attention_heads=56, num_key_value_heads=8, hidden_size=7168,
               intermediate_size=20480, vocab_size=64000, tie_word_embeddings=False)  # fmt: skip
-LLAMA_8B = kv_cache_lesson.MODELS["Llama-3.1-8B"]
+LLAMA_8B = roofline.MODELS["Llama-3.1-8B"]
 
 
 class CostModel:
@@ -423,8 +423,8 @@ class CostModel:
 
     def __init__(self, config: Mapping[str, Any], gpu: common.GPU, gpus: int = 1, efficiency: float = 1.0,
                  overhead: float = 0.0) -> None:  # fmt: skip
-        spec = kv_cache_lesson.KVCacheSpec.from_config(config)
-        self.weights, self.head = kv_cache_lesson.weights_read(config)
+        spec = roofline.KVCacheSpec.from_config(config)
+        self.weights, self.head = roofline.weights_read(config)
         self.pair_flops = 4 * spec.num_layers * config["num_attention_heads"] * spec.head_size
         self.token_bytes = spec.bytes_per_token()
         self.rate, self.bandwidth = gpus * efficiency * gpu.flops, gpus * efficiency * gpu.bandwidth
@@ -1158,7 +1158,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         common.skipped("the kernel's TFLOP/s", "needs a GPU")
 
-    draw(args.figure)
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": known, "bench": bench})
 

@@ -67,7 +67,7 @@ kv_cache = common.lesson("01_kv_cache")
 paged_attention = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
 chunked_prefill = common.lesson("10_chunked_prefill")
-from lab import workload_files
+from lab import roofline, workload_files
 
 SCHEDULER_KEYS = workload_files.SCHEDULER_KEYS
 Field, CONFIG_FIELDS, REQUEST_FIELDS = workload_files.Field, workload_files.CONFIG_FIELDS, workload_files.REQUEST_FIELDS
@@ -83,7 +83,7 @@ KEY = "11_preemption"
 
 def undisturbed(model: llama.Llama, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """What a request must answer however often it was preempted: greedy, alone, in lesson 01's contiguous cache."""
-    spec = kv_cache.KVCacheSpec.from_config(vars(model.config))
+    spec = roofline.KVCacheSpec.from_config(vars(model.config))
     cache = kv_cache.KVCache(spec, 1, len(prompt) + max_tokens, model.dtype, model.device)
     return kv_cache.generate(model, prompt, max_tokens, cache).token_ids
 
@@ -693,8 +693,8 @@ def recompute_seconds(config: dict, gpu: common.GPU, num_tokens: int) -> float:
 
     A chunk rides along with a step that reads the weights for others anyway, so they are not charged here.
     """
-    S, spec = num_tokens, kv_cache.KVCacheSpec.from_config(config)
-    W = config["num_parameters"] if "num_parameters" in config else kv_cache.weights_read(config)[0]
+    S, spec = num_tokens, roofline.KVCacheSpec.from_config(config)
+    W = config["num_parameters"] if "num_parameters" in config else roofline.weights_read(config)[0]
     pairs = S * (S + 1) // 2
     return (2 * W * S + 4 * spec.num_layers * config["num_attention_heads"] * spec.head_size * pairs) / gpu.flops
 
@@ -702,7 +702,7 @@ def recompute_seconds(config: dict, gpu: common.GPU, num_tokens: int) -> float:
 def swap_seconds(config: dict, link: float, num_tokens: int, block_size: int = 16, one_by_one: bool = False) -> float:
     """Out and in: 2 · (S · bytes per token / link + copies · overhead). One kernel per direction, or V0's
     2 · L copies (keys and values of every layer) for each block."""
-    spec, num_blocks = kv_cache.KVCacheSpec.from_config(config), -(-num_tokens // block_size)
+    spec, num_blocks = roofline.KVCacheSpec.from_config(config), -(-num_tokens // block_size)
     copies = 2 * spec.num_layers * num_blocks if one_by_one else 1
     return 2 * (num_blocks * block_size * spec.bytes_per_token() / link + copies * COPY_OVERHEAD)
 
@@ -844,9 +844,9 @@ class TimedCore(MeteredCore):
     def __init__(self, scheduler: Scheduler, model: str = CLIFF_MODEL, gpu: str = CLIFF_GPU,
                  link: float = LINKS["PCIe 4"]) -> None:  # fmt: skip
         super().__init__(scheduler)
-        config, self.gpu, self.link = kv_cache.MODELS[model], HARDWARE[gpu], link
-        spec = kv_cache.KVCacheSpec.from_config(config)
-        self.weights, self.head = kv_cache.weights_read(config)
+        config, self.gpu, self.link = roofline.MODELS[model], HARDWARE[gpu], link
+        spec = roofline.KVCacheSpec.from_config(config)
+        self.weights, self.head = roofline.weights_read(config)
         self.pair_flops = 4 * spec.num_layers * config["num_attention_heads"] * spec.head_size
         self.token_bytes = spec.bytes_per_token()
         self.clock = 0.0
@@ -943,22 +943,22 @@ LENGTHS = (16, 64, 256, 1024, 4096, 16384, 65536)
 @functools.cache
 def facts() -> dict[str, Any]:
     """Every deterministic number of the lesson's text and figures. No model, about a second."""
-    thrash, cost, slug = {}, {}, kv_cache.slug
+    thrash, cost, slug = {}, {}, roofline.slug
     for name, change in THRASH.items():
         trace = simulate(WIDGET_DEFAULT | change)
         thrash[name] = {key: trace[key] for key in ("preemptions", "useful", "redone", "copied_blocks", "recompute_us")}
         thrash[name] |= {"steps": len(trace["steps"]), "share": trace["redone"] / (trace["redone"] + trace["useful"])}
     for name, (model, gpu) in PAIRS.items():
-        config, gpu = kv_cache.MODELS[model], HARDWARE[gpu]
+        config, gpu = roofline.MODELS[model], HARDWARE[gpu]
         again = recompute_seconds(config, gpu, 1024) / 1024
         cost[name] = {
-            "recompute_us": again * 1e6, "token_kib": kv_cache.KVCacheSpec.from_config(config).bytes_per_token() / 1024,
-            "break_even_gb_s": 2 * kv_cache.KVCacheSpec.from_config(config).bytes_per_token() / again / 1e9,
+            "recompute_us": again * 1e6, "token_kib": roofline.KVCacheSpec.from_config(config).bytes_per_token() / 1024,
+            "break_even_gb_s": 2 * roofline.KVCacheSpec.from_config(config).bytes_per_token() / again / 1e9,
             "swap_us": {slug(link): swap_seconds(config, rate, 1024) / 1024 * 1e6 for link, rate in LINKS.items()},
             "one_by_one_from": {slug(k): crossover(config, gpu, rate, one_by_one=True) for k, rate in LINKS.items()},
         }  # fmt: skip
-    opt, a100, pcie = kv_cache.MODELS["OPT-13B"], HARDWARE["A100 40GB"], LINKS["PCIe 4"]
-    eight, h100 = kv_cache.MODELS["Llama-3.1-8B"], HARDWARE["H100 80GB"]
+    opt, a100, pcie = roofline.MODELS["OPT-13B"], HARDWARE["A100 40GB"], LINKS["PCIe 4"]
+    eight, h100 = roofline.MODELS["Llama-3.1-8B"], HARDWARE["H100 80GB"]
     return {
         "needed_blocks": -(-(64 + 192 - 1) // 16), "thrash": thrash, "cost": cost, "cliff": cliff(),
         "figure_19": {
@@ -1171,7 +1171,8 @@ def main(argv: list[str] | None = None) -> None:
 
     common.heading("7 · Measured on this machine")
     bench = measure(args, model)
-    draw(args.figure)
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": known, "bench": bench})
 

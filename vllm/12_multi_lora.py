@@ -851,7 +851,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.table(["", "adapters", "tiles", "unsorted", "weights", "Punica µs, 1 row", "64 rows"], rows)
     if args.bench:
         bench |= benchmark(model, tokenizer, args)
-    draw(args.figure)
+    if args.figure:
+        draw(args.figure)
     if args.json:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
 

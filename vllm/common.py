@@ -38,6 +38,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 FIGURES = ROOT / "lessons" / "figures"
 RESULTS = ROOT / "lessons" / "results"
+NUMBERS = ROOT / "lessons" / "numbers"
 PAGE = 110  # columns
 
 
@@ -249,10 +250,19 @@ def lesson(name: str) -> ModuleType:
     main = sys.modules["__main__"]
     if (file := getattr(main, "__file__", None)) and Path(file).resolve() == path:
         return main
+    return _load(name, path)
+
+
+def numbers(name: str) -> ModuleType:
+    """`lessons/numbers/NAME.py`: what the page of lesson `name` simulates, quotes, draws and measures."""
+    return _load(f"numbers.{name}", NUMBERS / f"{name}.py")
+
+
+def _load(name: str, path: Path) -> ModuleType:
     with _loading:  # a server has threads: none of them may get a lesson that is half loaded
         if name not in sys.modules:
             if not path.is_file():
-                raise ImportError(f"there is no lesson {name!r} in {HERE.name}/")
+                raise ImportError(f"there is no {path.stem!r} in {path.parent.name}/")
             spec = importlib.util.spec_from_file_location(name, path)
             module = importlib.util.module_from_spec(spec)
             sys.modules[name] = module
@@ -265,6 +275,20 @@ def lesson(name: str) -> ModuleType:
 
 
 _loading = threading.RLock()
+
+
+def hand_over(name: str, args: argparse.Namespace) -> None:
+    """What `--bench`, `--figure` and `--json` ask for is the page's business: its numbers do it."""
+    if not (args.bench or args.figure or args.json):
+        return
+    page = numbers(name)
+    found = {"machine": machine(), "facts": page.facts()}
+    if args.bench:
+        found["bench"] = page.measure(args)
+    if args.figure:
+        page.draw(args.figure)
+    if args.json:
+        merge_json(args.json, name, found)
 
 
 # --- Precision ------------------------------------------------------------------------------------------------------
@@ -691,12 +715,11 @@ def listed(name: str, given: Any, kind: type, may_be_empty: bool = True) -> list
 def parser(doc: str, **kwargs: Any) -> Parser:
     """A parser with the flags that every lesson has; the lesson adds the knobs that its text talks about."""
     p = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
-    p.add_argument("--bench", action="store_true", help="measure longer and print the full table")
+    p.add_argument("--bench", action="store_true", help="measure, and print the full table")
     p.add_argument(
         "--json", type=file, metavar="FILE", help="merge facts and measurements into FILE under this lesson's key"
     )
-    p.add_argument("--figure", type=folder, metavar="DIR", default=str(FIGURES),
-                   help="where to save figures (default %(default)s)")  # fmt: skip
+    p.add_argument("--figure", type=folder, metavar="DIR", help="draw the page's figures there")
     p.add_argument("--model", metavar="PATH_OR_ID", help="a local Llama-architecture folder, or a hub id "
                    "(default: SmolLM2-135M-Instruct, prepared on first use)")  # fmt: skip
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run (default auto)")

@@ -40,6 +40,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 import llama
+from lab import roofline
 from engine.output import SchedulerOutput
 from engine.request import Request
 from engine.request import SamplingParams
@@ -47,13 +48,12 @@ from engine.config import VllmConfig
 from engine.worker.assemble import make_runner
 from engine.core.engine_core import EngineCore
 
-kv_cache_lesson = common.lesson("01_kv_cache")
 continuous_batching = common.lesson("04_continuous_batching")
 load_generator = common.lesson("06d_load_generator")
 KVCacheManager = continuous_batching.KVCacheManager
 
-MODEL, GPU = kv_cache_lesson.MODELS["Llama-3.1-8B"], common.HARDWARE["H100 80GB"]
-KV_BYTES = kv_cache_lesson.KVCacheSpec.from_config(MODEL).bytes_per_token()
+MODEL, GPU = roofline.MODELS["Llama-3.1-8B"], common.HARDWARE["H100 80GB"]
+KV_BYTES = roofline.KVCacheSpec.from_config(MODEL).bytes_per_token()
 
 # Bytes/s in one direction. NVLink 4 and the network cards: data sheets; PCIe 4 x16: what large copies reach.
 LINKS = {"NVLink": 450 * 10**9, "InfiniBand 400G": 50 * 10**9, "PCIe 4": 25 * 10**9, "10 GbE": 1_250_000_000}
@@ -99,7 +99,7 @@ class CostModel:
     def roofline(cls, config: Mapping[str, Any], gpu: common.GPU, flops: float, bandwidth: float,
                  overhead: float = 0.0) -> CostModel:  # fmt: skip
         """From a model's shapes and a GPU's data sheet; `flops` and `bandwidth` are the shares of it reached."""
-        spec, (W, W_head) = kv_cache_lesson.KVCacheSpec.from_config(config), kv_cache_lesson.weights_read(config)
+        spec, (W, W_head) = roofline.KVCacheSpec.from_config(config), roofline.weights_read(config)
         rate, speed = flops * gpu.flops, bandwidth * gpu.bandwidth
         pair_flops = 4 * spec.num_layers * config["num_attention_heads"] * spec.head_size
         seconds = (overhead, 2 * (W + W_head) / speed, 2 * W / rate, 2 * W_head / rate, pair_flops / rate,
@@ -497,7 +497,7 @@ class Cluster:
         self.enter(target, job)
 
 
-KV_TOKENS = int((kv_cache_lesson.GPU_MEMORY_UTILIZATION * GPU.memory - kv_cache_lesson.weight_bytes(MODEL)) / KV_BYTES)
+KV_TOKENS = int((roofline.GPU_MEMORY_UTILIZATION * GPU.memory - roofline.weight_bytes(MODEL)) / KV_BYTES)
 
 
 # --- 5. Workloads by their published statistics ---------------------------------------------------------------------
@@ -837,7 +837,7 @@ def mooncake_bandwidth(flops: float, prefix: int = 8192, d: int = 8192, gqa: int
 
 def shapes_bandwidth(config: Mapping[str, Any], flops: float, prefix: int = 8192) -> float:
     """The same from the model's shapes: its exact matrices, and of attention the causal half."""
-    spec, (W, _) = kv_cache_lesson.KVCacheSpec.from_config(config), kv_cache_lesson.weights_read(config)
+    spec, (W, _) = roofline.KVCacheSpec.from_config(config), roofline.weights_read(config)
     pairs = prefix * (prefix + 1) // 2
     work = 2 * W * prefix + 4 * spec.num_layers * config["num_attention_heads"] * spec.head_size * pairs
     return prefix * spec.bytes_per_token() * flops / work
@@ -1034,12 +1034,12 @@ def column(workload: str, i: int) -> dict[str, float]:
 def facts() -> dict[str, Any]:
     """Every deterministic number of the text and the figures; the searches come from RECORDED. Under a second."""
     cost, h100 = H100_8B, common.HARDWARE["H100 80GB"].flops
-    wire = {kv_cache_lesson.slug(name): {
+    wire = {roofline.slug(name): {
         "gb_s": link / 1e9, "ms": wire_seconds(8192, link) * 1e3,
         "over_recompute": wire_seconds(8192, link) / prefill_seconds(8192),
         "exposed_ms": exposed_seconds(8192, link, True) * 1e3,
     } for name, link in LINKS.items()}  # fmt: skip
-    a100, llama_70b = common.HARDWARE["A100 80GB"].flops, kv_cache_lesson.MODELS["Llama-3.1-70B"]
+    a100, llama_70b = common.HARDWARE["A100 80GB"].flops, roofline.MODELS["Llama-3.1-70B"]
     workloads = {}
     for name, w in WORKLOADS.items():
         drawn = [statistics.fmean(tokens) for tokens in zip(*lengths(name, 800))]
@@ -1066,9 +1066,9 @@ def facts() -> dict[str, Any]:
         "throughput": {key(name): rate for name, rate in RECORDED["throughput"].items()},
         "pools": {gpus: {name: value / int(gpus) if name in ("whole", "chunked", "split") else value
                          for name, value in best(found).items()} for gpus, found in RECORDED["pools"].items()},
-        "links": {key(workload): {kv_cache_lesson.slug(link): dict(zip(LINK_COLUMNS, row))
+        "links": {key(workload): {roofline.slug(link): dict(zip(LINK_COLUMNS, row))
                                   for link, row in found.items()} for workload, found in RECORDED["links"].items()},
-        "draws": {kv_cache_lesson.slug(name): {"least": min(found), "most": max(found)}
+        "draws": {roofline.slug(name): {"least": min(found), "most": max(found)}
                   for name, found in RECORDED["draws"].items()},
         "first_half_longer": statistics.fmean(prompts[:3200]) / statistics.fmean(prompts) - 1,
         "encode": {"encode_ms": encode_seconds(PHOTO[1]) * 1e3, "prefill_ms": prefill_seconds(sum(PHOTO[:2])) * 1e3,

@@ -15,6 +15,7 @@ Read for this: Shazeer et al. 2017 (mixtures of experts), Lepikhin et al. 2020 (
 from __future__ import annotations
 
 import common  # first: it settles the device before torch is used
+from lab import roofline
 
 import dataclasses
 import functools
@@ -29,7 +30,6 @@ import torch.nn.functional as F
 
 from engine.distributed.group import GroupCoordinator
 
-kv_cache = common.lesson("01_kv_cache")
 tensor_parallel = common.lesson("05c_tensor_parallel")
 Link = tensor_parallel.Link
 
@@ -243,15 +243,15 @@ def models() -> dict[str, Model]:
     """The models of the sizing tables: dense ones by lesson 01, DeepSeek-R1 by its published weights."""
     found = {}
     for name, config, bits in (
-        ("Llama-3.1-8B", kv_cache.MODELS["Llama-3.1-8B"], 16), ("Llama-3.1-70B", kv_cache.MODELS["Llama-3.1-70B"], 16),
+        ("Llama-3.1-8B", roofline.MODELS["Llama-3.1-8B"], 16), ("Llama-3.1-70B", roofline.MODELS["Llama-3.1-70B"], 16),
         ("Llama-3.1-405B", LLAMA_405B, 16), ("Llama-3.1-405B-FP8", LLAMA_405B, 8),
     ):  # fmt: skip
-        parameters = kv_cache.weight_bytes(config) // 2
+        parameters = roofline.weight_bytes(config) // 2
         found[name] = Model(name, config["num_hidden_layers"], config["hidden_size"], parameters * bits // 8,
-                            parameters, kv_cache.KVCacheSpec.from_config(config).bytes_per_token(), 8)  # fmt: skip
-    r1 = kv_cache.MODELS["DeepSeek-V3"]
+                            parameters, roofline.KVCacheSpec.from_config(config).bytes_per_token(), 8)  # fmt: skip
+    r1 = roofline.MODELS["DeepSeek-V3"]
     found["DeepSeek-R1"] = Model("DeepSeek-R1", 61, 7168, 671e9 - R1_EXPERTS, 37e9,
-                                 kv_cache.KVCacheSpec.from_config(r1).bytes_per_token(), 1, R1_EXPERTS, 256,
+                                 roofline.KVCacheSpec.from_config(r1).bytes_per_token(), 1, R1_EXPERTS, 256,
                                  8)  # fmt: skip
     return found
 
@@ -298,7 +298,7 @@ def cost(model: Model, layout: Layout, sequences: int = 256, context: int = 4096
     spread = layout.gpus if layout.ep else tp * pp
     weights = model.shared_bytes / (tp * pp) + model.expert_bytes / spread
     kv = model.kv_bytes / pp / min(tp, model.kv_heads)  # per token and GPU
-    room = kv_cache.GPU_MEMORY_UTILIZATION * H100.memory - weights
+    room = roofline.GPU_MEMORY_UTILIZATION * H100.memory - weights
     batch = max(1, sequences / dp / pp)  # of a micro-batch: one sequence alone leaves other engines and stages idle
     new = batch * tokens_each
     asked = max(1, sequences / pp) * tokens_each if layout.ep else new  # tokens whose experts one pool looks up
@@ -346,13 +346,13 @@ def facts() -> dict[str, Any]:
             found["alone_ms"] = cost(models()[name], layout, sequences=1)["latency_ms"]
             found["prefill_ms"] = cost(models()[name], layout, layout.dp * layout.pp, 4096, 4096)["latency_ms"]
             found["crowd"] = loaded(models()[name], layout, 1536)["tokens_per_second"]
-            sizing.setdefault(kv_cache.slug(name), {})[key] = found
+            sizing.setdefault(roofline.slug(name), {})[key] = found
     # Two prompts: TP 16 computes both in one step; in a pipeline the second is done one stage after the first.
     tp16, tp8_pp2 = (cost(models()["Llama-3.1-405B"], layout, 2, 4096, 4096, ETHERNET)
                      for layout in (Layout(tp=16), Layout(tp=8, pp=2)))  # fmt: skip
     slow = {"16": tp16["latency_ms"], "8": tp8_pp2["latency_ms"] + tp8_pp2["stage_ms"]}
-    one_node = {kv_cache.slug(name): {"weights_gb": (m.shared_bytes + m.expert_bytes) / 1e9,
-                "gpus": math.ceil((m.shared_bytes + m.expert_bytes) / (kv_cache.GPU_MEMORY_UTILIZATION * H100.memory))}
+    one_node = {roofline.slug(name): {"weights_gb": (m.shared_bytes + m.expert_bytes) / 1e9,
+                "gpus": math.ceil((m.shared_bytes + m.expert_bytes) / (roofline.GPU_MEMORY_UTILIZATION * H100.memory))}
                 for name, m in models().items()}  # fmt: skip
     layer = random_moe()
     x = torch.randn(48, 64, generator=torch.Generator().manual_seed(1))
@@ -360,7 +360,7 @@ def facts() -> dict[str, Any]:
     r1 = models()["DeepSeek-R1"]
     return {
         "sizing": sizing, "slow_prefill_ms": slow, "models": one_node,
-        "node_gb": GPUS_PER_NODE * kv_cache.GPU_MEMORY_UTILIZATION * H100.memory / 1e9,
+        "node_gb": GPUS_PER_NODE * roofline.GPU_MEMORY_UTILIZATION * H100.memory / 1e9,
         "moe": {
             "experts": 12, "top_k": 2, "tokens": 48, "rows_sent": sum(sent), "pairs": 96,
             "dispatch_bytes": sum(sent) * 64 * 4, "all_reduce_bytes": 3 * tensor_parallel.wire_bytes(
@@ -391,7 +391,7 @@ def draw(folder: str | Path) -> list[Path]:
     rows = [(name, layout, cost(models()[name], layout)) for name, choices in CHOICES.items() for layout in choices]
     at = range(len(rows))
     axes[1].barh(at, [c["weights_gb"] for *_, c in rows], color=common.COLORS["grey"], label="weights")
-    limit = kv_cache.GPU_MEMORY_UTILIZATION * H100.memory / 1e9
+    limit = roofline.GPU_MEMORY_UTILIZATION * H100.memory / 1e9
     left = [limit - c["weights_gb"] for *_, c in rows]
     copies = [room * (1 - 1 / c["kv_copies"]) for room, (*_, c) in zip(left, rows)]
     axes[1].barh(at, [a - b for a, b in zip(left, copies)], left=[c["weights_gb"] for *_, c in rows],

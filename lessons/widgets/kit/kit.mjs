@@ -153,7 +153,7 @@ function mount(host) {
   }
 
   const typed = spec.controls.some((control) => control.kind === "text");
-  const script = html("a", { href: `code/${spec.script.replace(".py", ".html")}` }, spec.script);
+  const script = html("a", { href: spec.code }, spec.script);
   const compared = ["A twin of the simulation in ", script, ": a test compares the two, step by step, in ", `${typed ? "" : "all "}${count(spec.states, "state")}${typed ? " and with 500 random texts" : ""}.`];
   host.setAttribute("aria-label", `Widget: ${spec.title}`);
   host.replaceChildren(
