@@ -65,8 +65,8 @@ class Page:
 
     @property
     def script(self) -> Path | None:
-        path = ROOT / "vllm" / f"{self.source.stem}.py"
-        return path if self.number and path.is_file() else None
+        paths = [ROOT / "vllm" / folder / f"{self.source.stem}.py" for folder in ("", "tours")]
+        return next((path for path in paths if self.number and path.is_file()), None)
 
 
 def find_pages() -> list[Page]:
@@ -169,7 +169,7 @@ class Site:
         self.out, self.pages = out, find_pages()
         self.url_of = {page.source: page.url for page in self.pages}
         self.sources = dict.fromkeys(
-            sorted([*(ROOT / "vllm").glob("*.py"), *HERE.glob("numbers/*.py")])
+            sorted([*(ROOT / "vllm").glob("*.py"), *(ROOT / "vllm").glob("tours/*.py"), *HERE.glob("numbers/*.py")])
         )  # scripts, and whatever the text links to
         self.page_of_number = {page.number: page for page in self.pages if page.number}
         self.page = self.pages[0]  # the one that is being rendered
@@ -409,8 +409,8 @@ def bundle(entries: list[Path]) -> str:
 
 def widget_js(name: str, files: list[Path]) -> str:
     """A widget's script: its modules, and how to start it."""
-    numbers = HERE / "numbers" / f"{name}.py"
-    script = numbers if numbers.exists() else ROOT / "vllm" / f"{name}.py"
+    places = (HERE / "numbers", ROOT / "vllm", ROOT / "vllm" / "tours")
+    script = next(path for place in places if (path := place / f"{name}.py").exists())
     controls = json.loads(files[0].read_text())
     controls |= {"name": name, "states": states(controls), "script": script.name, "code": code_url(script)}
     return bundle(files[1:]) + f'modules["controls/{name}.json"] = {json.dumps(controls, ensure_ascii=False)};\n'

@@ -193,9 +193,9 @@ def kernels() -> Iterator[None]:
         return made[-1].tensor
 
     def is_ours(device: torch.device, more: dict) -> bool:
-        by_a_lesson = os.path.dirname(sys._getframe(2).f_code.co_filename) == str(common.HERE)
+        by_one_of_ours = Path(sys._getframe(2).f_code.co_filename).is_relative_to(common.HERE)
         recorded = device.type == "cuda" and torch.cuda.is_current_stream_capturing()  # a fill would be, too
-        return by_a_lesson and device.type != "meta" and not more and not recorded
+        return by_one_of_ours and device.type != "meta" and not more and not recorded
 
     def empty(*shape: Any, dtype: Any = None, device: Any = None, **more: Any) -> torch.Tensor:
         if not is_ours(torch.device(device or "cpu"), more):

@@ -28,7 +28,8 @@ import common
 from support import modules
 
 # A script is a lesson, or a companion such as 05b, once it has a main(); what others need of it may stand before.
-LESSONS = [path for path in sorted(common.HERE.glob("[01]*.py")) if "\ndef main(" in path.read_text()]
+SCRIPTS = sorted([*common.HERE.glob("[01]*.py"), *common.HERE.glob("tours/[01]*.py")], key=lambda path: path.stem)
+LESSONS = [path for path in SCRIPTS if "\ndef main(" in path.read_text()]
 # Whose stories the fast tier tells: the twelve lessons', but the two that take longest. The slow tier tells all.
 TOLD = [path for path in LESSONS if re.match(r"\d\d_", path.stem) and path.stem[:2] not in ("05", "10")]
 PAGES = [common.ROOT / "README.md", *sorted((common.ROOT / "lessons").glob("*.md"))]
@@ -94,8 +95,7 @@ class Block:
 
 def script_of(page: Path) -> Path | None:
     """The script that a lesson's page belongs to."""
-    path = common.HERE / f"{page.stem}.py"
-    return path if path in LESSONS else None
+    return next((path for path in LESSONS if path.stem == page.stem), None)
 
 
 def numbers(lesson: str) -> ModuleType:
@@ -138,12 +138,14 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(page: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Every `uv run python vllm/….py` of a page's bash blocks: script and arguments."""
+    """Every `uv run python vllm/….py`, or `-m vllm.tours.…`, of a page's bash blocks: script and arguments."""
     for block in blocks(page):
         if block.language in ("bash", "sh", "console"):
             for line in re.sub(r"\\\n\s*", " ", block.body).splitlines():
                 words = shlex.split(line.removeprefix("$ "), comments=True)
-                if words[:3] == ["uv", "run", "python"]:
+                if words[:4] == ["uv", "run", "python", "-m"] and words[4].startswith("vllm.tours."):
+                    yield common.ROOT / f"{words[4].replace('.', '/')}.py", words[5:]
+                elif words[:3] == ["uv", "run", "python"]:
                     yield common.ROOT / words[3], words[4:]
 
 

@@ -1,6 +1,6 @@
 """After a benchmark: write what lessons/results/ holds now into README and lessons, wherever they quote it.
 
-    uv run python vllm/04c_speed.py --bench --json lessons/results/cpu.json
+    uv run python -m vllm.tours.04c_speed --bench --json lessons/results/cpu.json
     uv run python tests/refresh.py
 
 Prints the lines that changed, to be read again: a sentence may say "twice" where the number now says otherwise.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+from support import modules
 
 Job = tuple[tuple, list[Any]]  # a key, and the command
 
@@ -61,9 +62,11 @@ def execute(command: list[Any], environment: dict[str, str] | None = None) -> Do
 
 def script_job(lesson: str, *arguments: str, prelude: str = "") -> Job:
     """A lesson's script; `prelude` is code to run first."""
-    command = [common.HERE / f"{lesson}.py", "--figure", "FIGURES", "--json", "FILE.json", *arguments]
+    path = modules.paths()[lesson]
+    start = ["-m", f"vllm.tours.{lesson}"] if path.parent.name == "tours" else [path]
+    command = [*start, "--figure", "FIGURES", "--json", "FILE.json", *arguments]
     if prelude:
-        argv, here = [str(word) for word in command], str(common.HERE)
+        argv, here = [str(word) for word in (path, *command[len(start) :])], str(common.HERE)
         code = f"import runpy, sys; sys.argv[:] = {argv!r}; sys.path.insert(0, {here!r})"
         command = ["-c", f"{prelude}\n{code}\nrunpy.run_path(sys.argv[0], run_name='__main__')"]
     return (lesson, *arguments, prelude), [sys.executable, *command]

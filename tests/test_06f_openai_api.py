@@ -25,6 +25,7 @@ from engine.front_end import RequestOutput
 from engine.sampling.defaults import SamplingDefaults
 from engine.sampling.sampler import Logprob
 import pytest
+from support import modules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
@@ -2058,7 +2059,7 @@ def test_a_stream_reads_the_same_however_it_is_cut(text, size):
 @pytest.mark.parametrize("name", ["06_serving", "06e_async_engine", "06f_openai_api"])
 def test_importing_costs_no_web_framework(name):
     """Only functions import it, so a lesson that loads these files does not pay for it."""
-    tree = ast.parse((common.HERE / f"{name}.py").read_text())
+    tree = ast.parse(modules.paths()[name].read_text())
     names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
     assert "asyncio" in names and not {n.split(".")[0] for n in names} & {"fastapi", "starlette", "uvicorn", "httpx"}

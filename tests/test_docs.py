@@ -86,7 +86,7 @@ def test_widget_slot_shows_the_default(page):
 def test_commands_are_accepted(page):
     for script, arguments in documents.commands(page):
         assert script.is_file(), f"{page.name}: {script.name} does not exist"
-        if script.parent != common.HERE:  # lessons/build.py, tests/refresh.py: they have flags only
+        if script not in documents.LESSONS:  # lessons/build.py, tests/refresh.py: they have flags only
             assert set(arguments) <= set(re.findall(r"--\w+", script.read_text())), f"{page.name}: {arguments}"
         elif "-h" not in arguments and "--help" not in arguments:
             common.lesson(script.stem).build_parser().parse_args(arguments)  # a refusal exits, and names the flag
@@ -117,9 +117,11 @@ def test_symbols_of_our_own_resolve(page):
 def test_head(page):
     """Under the title: which script, and the command that runs it with no argument; then the question."""
     head = page.read_text().partition("\n## ")[0]
-    script = documents.script_of(page).name
-    assert f"\nScript: [`vllm/{script}`](../vllm/{script})" in head
-    assert f"```bash\nuv run python vllm/{script}\n" in head
+    script = documents.script_of(page)
+    path = script.relative_to(common.ROOT).as_posix()
+    start = f"-m vllm.tours.{script.stem}" if script.parent.name == "tours" else path
+    assert f"\nScript: [`{path}`](../{path})" in head
+    assert f"```bash\nuv run python {start}\n" in head
 
 
 SECTIONS = (
@@ -189,7 +191,7 @@ def test_figures_belong_to_a_lesson():
 def test_readme_lists_every_lesson_and_two_commands():
     text = (common.ROOT / "README.md").read_text()
     for script in LESSONS:
-        assert f"vllm/{script.name}" in text and f"lessons/{script.stem}.md" in text
+        assert script.relative_to(common.ROOT).as_posix() in text and f"lessons/{script.stem}.md" in text
     commands = [
         line
         for b in documents.blocks(common.ROOT / "README.md")
@@ -211,7 +213,7 @@ def test_readers_learn_where_the_widgets_live():
 def loads() -> dict[str, set[str]]:
     """Script: whose code it loads, by their numbers. A script loads earlier ones only."""
     found: dict[str, set[str]] = {}
-    for script in sorted(common.HERE.glob("[01]*.py")):
+    for script in documents.SCRIPTS:
         names = set(re.findall(r"common\.lesson\(\"(\w+)\"\)", script.read_text()))
         for name in names:
             assert name < script.stem or script.stem == "06_serving", f"{script.stem} loads the later {name}"

@@ -12,6 +12,7 @@ import common
 import documents
 import on_gpu
 import pytest
+from support import modules
 import tokenizers
 from documents import LESSONS, TOLD
 from processes import together
@@ -239,7 +240,7 @@ def without_triton(lesson, *arguments):
     done = run(lesson, *arguments, prelude=HIDE_TRITON)
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
     assert "no Triton wheel" in done.stdout.splitlines()[0] and "✓" in done.stdout
-    if "@common.kernel" in (common.HERE / f"{lesson}.py").read_text():
+    if "@common.kernel" in modules.paths()[lesson].read_text():
         assert "SKIPPED" in done.stdout, "kernels that cannot run are reported"
 
 

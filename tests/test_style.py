@@ -11,7 +11,7 @@ from collections.abc import Collection
 import common
 import pytest
 
-FILES = sorted([*common.HERE.glob("*.py"), *(common.HERE / "engine").rglob("*.py")])
+FILES = sorted([*common.HERE.glob("*.py"), *(common.HERE / "engine").rglob("*.py"), *common.HERE.glob("tours/*.py")])
 by_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 parse = functools.cache(ast.parse)  # five tests look at each file
 

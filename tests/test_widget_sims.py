@@ -146,7 +146,7 @@ def test_sums_of_later_pythons_agree_too(monkeypatch, tmp_path):
         values = list(values)
         return math.fsum([start, *values]) if any(isinstance(x, float) for x in values) else sum(values, start)
 
-    for path in common.HERE.glob("[01]*.py"):
+    for path in documents.SCRIPTS:
         monkeypatch.setattr(documents.numbers(path.stem), "sum", corrected, raising=False)
     results = compare((sim(name), write_states(tmp_path / name, name, chosen_states(name))) for name in LESSONS)
     assert [(name, r["first"]) for name, r in zip(LESSONS, results, strict=True) if r["first"]] == []

@@ -463,8 +463,7 @@ def build_parser() -> common.Parser:
     p.add_argument("--engine-place", choices=PLACES, default="process", help="where its engine core runs")
     commands = p.add_subparsers(dest="command", metavar="serve|bench|tune")
     add_serve_command(commands)
-    if (common.HERE / "06d_load_generator.py").is_file():
-        common.lesson("06d_load_generator").add_bench_commands(commands)
+    common.lesson("06d_load_generator").add_bench_commands(commands)
     return p
 
 

@@ -247,6 +247,8 @@ def lesson(name: str) -> ModuleType:
     The script that is being run is returned as it is, never loaded a second time.
     """
     path = HERE / f"{name}.py"
+    if not path.is_file() and (HERE / "tours" / path.name).is_file():
+        path = HERE / "tours" / path.name
     main = sys.modules["__main__"]
     if (file := getattr(main, "__file__", None)) and Path(file).resolve() == path:
         return main

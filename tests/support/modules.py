@@ -13,7 +13,9 @@ def paths() -> dict[str, Path]:
     """Every file of `vllm/` that is a lesson or stands in a folder, by the name of its module."""
     folders = [path for folder in ("engine", "lab") for path in sorted((common.HERE / folder).rglob("*.py"))]
     names = {".".join(path.relative_to(common.HERE).with_suffix("").parts): path for path in folders}
-    return {path.stem: path for path in sorted(common.HERE.glob("[01]*.py"))} | names
+    return {
+        path.stem: path for path in sorted([*common.HERE.glob("[01]*.py"), *common.HERE.glob("tours/[01]*.py")])
+    } | names
 
 
 def load(name: str) -> ModuleType:

@@ -1,5 +1,5 @@
 // A decode step of SmolLM2 by arithmetic, from the naive batch to the final one: the twin of `simulate` in
-// vllm/04c_speed.py. Python counts the operations as torch runs them; here stands what it has counted.
+// vllm/tours/04c_speed.py. Python counts the operations as torch runs them; here stands what it has counted.
 import { fixed, sum } from "./lib/text.mjs";
 
 const MACHINES = { // FLOP/s with packed weights, FLOP/s without, bytes/s, seconds until an operation has begun

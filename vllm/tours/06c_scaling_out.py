@@ -20,10 +20,10 @@ Numbers to remember: p stages and one batch: (p − 1)/p of the GPUs wait. p sta
 (p − 1)/(m + p − 1) of the time. A pipeline carries p micro-batches at once, and never takes a shorter step.
 
 How to run:
-  uv run python vllm/06c_scaling_out.py                              the whole story: TP 3, then DP 2
-  uv run python vllm/06c_scaling_out.py --pipeline-parallel-size 2   two stages instead of three shards
-  uv run python vllm/06c_scaling_out.py --batches-in-flight 1        break it: a pipeline that waits for itself
-  uv run python vllm/06c_scaling_out.py --bench                      minutes: what a step costs in every form
+  uv run python -m vllm.tours.06c_scaling_out                              the whole story: TP 3, then DP 2
+  uv run python -m vllm.tours.06c_scaling_out --pipeline-parallel-size 2   two stages instead of three shards
+  uv run python -m vllm.tours.06c_scaling_out --batches-in-flight 1        break it: a pipeline that waits for itself
+  uv run python -m vllm.tours.06c_scaling_out --bench                      minutes: what a step costs in every form
   uv run python vllm/06_serving.py serve --tensor-parallel-size 3    serve with it; so with the other flags
 
 Read for this: Huang et al. 2019 (GPipe), Agrawal et al. 2024 (Sarathi-Serve: pipeline bubbles), Zheng et al. 2024

@@ -19,11 +19,11 @@ Numbers to remember: the output matrix has 28M of this model's 135M weights, so 
 rows (EAGLE-3, FR-Spec); a tree of 15 guesses costs one pass of 16 rows, a chain of 3 one of 4.
 
 How to run:
-  uv run python vllm/07b_trained_drafters.py                        the whole story
-  uv run python vllm/07b_trained_drafters.py --break no-mask        break it: guesses see their rivals
-  uv run python vllm/07b_trained_drafters.py --break no-move        break it: the accepted path stays where it was
-  uv run python vllm/07b_trained_drafters.py --bench                minutes: drafters by task, exits by layer
-  uv run python vllm/07b_trained_drafters.py train --write 2 --minutes 3    train your own; goes on where it stopped
+  uv run python -m vllm.tours.07b_trained_drafters                      the whole story
+  uv run python -m vllm.tours.07b_trained_drafters --break no-mask      break it: guesses see their rivals
+  uv run python -m vllm.tours.07b_trained_drafters --break no-move      break it: the accepted path stays where it was
+  uv run python -m vllm.tours.07b_trained_drafters --bench              minutes: drafters by task, exits by layer
+  uv run python -m vllm.tours.07b_trained_drafters train --write 2 --minutes 3  train your own; goes on where it stopped
 
 Read for this: Cai et al. 2024 (Medusa), Li et al. 2024, 2025 (EAGLE, EAGLE-3), Miao et al. 2024 (SpecInfer), Zhao et
 al. 2025 (FR-Spec), Elhoushi et al. 2024 (LayerSkip); vLLM 0.32 `v1/spec_decode/eagle.py`, `draft_model.py`, and

@@ -19,10 +19,10 @@ to 76 tokens per step and is gone at 295, where arithmetic is the limit anyway.
 The mechanism itself is the engine's, `engine/quantization/`; here it is looked at, checked and measured.
 
 How to run:
-  uv run python vllm/05b_quantization.py                    the whole story, with the stored table
-  uv run python vllm/05b_quantization.py --bits 2           the live layer with four values per group: break it
-  uv run python vllm/05b_quantization.py --group 576        one scale for a whole row
-  uv run python vllm/05b_quantization.py --bench            minutes: every format and algorithm on the whole model
+  uv run python -m vllm.tours.05b_quantization                    the whole story, with the stored table
+  uv run python -m vllm.tours.05b_quantization --bits 2           the live layer with four values per group: break it
+  uv run python -m vllm.tours.05b_quantization --group 576        one scale for a whole row
+  uv run python -m vllm.tours.05b_quantization --bench            minutes: every format and algorithm on the whole model
 
 Read for this: Frantar et al. 2022 (GPTQ) and 2024 (Marlin), Lin et al. 2023 (AWQ), Xiao et al. 2022 (SmoothQuant),
 Cheng et al. 2023 (SignRound, AutoRound), OCP Microscaling Formats 1.0, Micikevicius et al. 2022 (FP8),

@@ -18,9 +18,9 @@ Numbers to remember: FP8 is 2x the tokens of bf16 for a loss one can hardly meas
 are 3.8x at D = 128 (3.6x at D = 64). FP8 attention on an H200 is 1.3 to 1.4x faster (FlashAttention-3; ours 1.1x).
 
 How to run:
-  uv run python vllm/05d_kv_cache_quantization.py                                the whole story
-  uv run python vllm/05d_kv_cache_quantization.py --kv-cache-dtype int2_plain    break it: 2 bits, no rotation
-  uv run python vllm/05d_kv_cache_quantization.py --bench                        minutes: the whole table anew
+  uv run python -m vllm.tours.05d_kv_cache_quantization                                the whole story
+  uv run python -m vllm.tours.05d_kv_cache_quantization --kv-cache-dtype int2_plain    break it: 2 bits, no rotation
+  uv run python -m vllm.tours.05d_kv_cache_quantization --bench                        minutes: the whole table anew
 
 Read for this: Liu et al. 2024 (KIVI), Hooper et al. 2024 (KVQuant), Ashkboos et al. 2024 (QuaRot), Zandieh et al. 2025
 (TurboQuant), vLLM 0.32 `config/cache.py:CacheDType`, `v1/attention/ops/triton_reshape_and_cache_flash.py`,

@@ -18,10 +18,10 @@ Numbers to remember: in 2024, vLLM spent 33 % of its time on HTTP, 29 % on sched
 other (Llama-3-8B, H100). Three places that overlap are 2.6 times as fast as one that takes turns.
 
 How to run:
-  uv run python vllm/06e_async_engine.py                       the whole story
-  uv run python vllm/06e_async_engine.py --clients 16          more streams
-  uv run python vllm/06e_async_engine.py --place event-loop    break it: the loop is late by whole steps
-  uv run python vllm/06e_async_engine.py --bench               a minute: longer runs, more streams
+  uv run python -m vllm.tours.06e_async_engine                       the whole story
+  uv run python -m vllm.tours.06e_async_engine --clients 16          more streams
+  uv run python -m vllm.tours.06e_async_engine --place event-loop    break it: the loop is late by whole steps
+  uv run python -m vllm.tours.06e_async_engine --bench               a minute: longer runs, more streams
 
 Read for this: vLLM 0.32 `v1/engine/async_llm.py`, `v1/engine/core.py`, `v1/engine/core_client.py`,
 `v1/engine/output_processor.py`; vLLM's blogs on v0.6.0 (September 2024) and V1 (January 2025).

@@ -20,11 +20,11 @@ Numbers to remember: a mask of 49,152 tokens is 6,144 bytes. (a|b)*a(a|b){n} has
 is not the model given that its answer matches: an answer of 2 % may become one of 60 %.
 
 How to run:
-  uv run python vllm/06b_guided_decoding.py                     the whole story
-  uv run python vllm/06b_guided_decoding.py --regex '[a-f]{4}'  what the model says if it must match your pattern
-  uv run python vllm/06b_guided_decoding.py --text-masks        break it: look at tokens as text, not as bytes
-  uv run python vllm/06b_guided_decoding.py --eos always        break it: forget the rule about the end
-  uv run python vllm/06b_guided_decoding.py --bench             a minute: more questions, longer measurements
+  uv run python -m vllm.tours.06b_guided_decoding                     the whole story
+  uv run python -m vllm.tours.06b_guided_decoding --regex '[a-f]{4}'  what the model says if it must match your pattern
+  uv run python -m vllm.tours.06b_guided_decoding --text-masks        break it: look at tokens as text, not as bytes
+  uv run python -m vllm.tours.06b_guided_decoding --eos always        break it: forget the rule about the end
+  uv run python -m vllm.tours.06b_guided_decoding --bench             a minute: more questions, longer measurements
 
 Read for this: Thompson 1968 and Rabin & Scott 1959 (automata), Brzozowski 1964 (derivatives), Willard & Louf 2023
 (masks from automata), Park et al. 2024 (what masks do to the distribution), vLLM 0.32 `v1/structured_output/`.

@@ -16,11 +16,11 @@ Numbers to remember: a step of SmolLM2 in fp32 reads 538 MB of weights whatever 
 Attention in a loop over B sequences is 5·B operations in every layer; at once, as many for 32 as for 1.
 
 How to run:
-  uv run python vllm/04c_speed.py                  the stages, their operations, a profile, a long queue
-  uv run python vllm/04c_speed.py --sequences 32   the same with more sequences; 1: where batching buys nothing
-  uv run python vllm/04c_speed.py --rescan         break it: a scheduler that sorts its whole queue in every step
-  uv run python vllm/04c_speed.py --bench          ten minutes: 32 prompts of 128 tokens, and the peers
-  uv run python vllm/04c_speed.py --bench --vllm ENV/bin/python    with vLLM from another environment among them
+  uv run python -m vllm.tours.04c_speed                  the stages, their operations, a profile, a long queue
+  uv run python -m vllm.tours.04c_speed --sequences 32   the same with more sequences; 1: where batching buys nothing
+  uv run python -m vllm.tours.04c_speed --rescan         break it: a scheduler that sorts its whole queue in every step
+  uv run python -m vllm.tours.04c_speed --bench          ten minutes: 32 prompts of 128 tokens, and the peers
+  uv run python -m vllm.tours.04c_speed --bench --vllm ENV/bin/python    with vLLM from another environment among them
 
 Read for this: Williams et al. 2009 (roofline), vLLM 0.32 `v1/worker/gpu_model_runner.py`, `v1/worker/block_table.py`,
 `v1/core/sched/scheduler.py`, `v1/attention/backends/cpu_attn.py`; oneDNN's documentation of memory formats.

@@ -18,10 +18,10 @@ Numbers to remember: 2 all-reduces per layer. Each sends 2(n−1)/n of its tenso
 and costs 4.5 µs in a CUDA graph on NVLink, 20.8 µs outside (H200, NVIDIA aiconfigurator), however small it is.
 
 How to run:
-  uv run python vllm/05c_tensor_parallel.py                             the whole story: 3 ranks; 4 for some checks
-  uv run python vllm/05c_tensor_parallel.py --tensor-parallel-size 9    refused: 9 heads, but 1536 neurons
-  uv run python vllm/05c_tensor_parallel.py --skip-all-reduce           break it: every rank keeps its partial sum
-  uv run python vllm/05c_tensor_parallel.py --bench                     a minute: all-reduce by size, steps by ranks
+  uv run python -m vllm.tours.05c_tensor_parallel                           the whole story: 3 ranks; 4 for some checks
+  uv run python -m vllm.tours.05c_tensor_parallel --tensor-parallel-size 9  refused: 9 heads, but 1536 neurons
+  uv run python -m vllm.tours.05c_tensor_parallel --skip-all-reduce         break it: every rank keeps its partial sum
+  uv run python -m vllm.tours.05c_tensor_parallel --bench                   a minute: all-reduce by size, steps by ranks
 
 Read for this: Shoeybi et al. 2019 (Megatron-LM), Patarasuk & Yuan 2009 (ring all-reduce), Pope et al. 2022 (scaling
 inference), vLLM 0.32 `model_executor/layers/linear.py`, `vocab_parallel_embedding.py`, `distributed/parallel_state.py`.

@@ -19,10 +19,10 @@ Numbers to remember: a seeded request needs 2 integers of state (seed, count). A
 nothing. With a stop string of s characters a stream always stays s − 1 characters behind.
 
 How to run:
-  uv run python vllm/04b_offline_engine.py                    the whole story
-  uv run python vllm/04b_offline_engine.py --temperature 1.5  what the model says at a high temperature
-  uv run python vllm/04b_offline_engine.py --decode-tokens    break it: decode token by token, and the check fails
-  uv run python vllm/04b_offline_engine.py --bench            a minute: what each kind of sampling costs a step
+  uv run python -m vllm.tours.04b_offline_engine                    the whole story
+  uv run python -m vllm.tours.04b_offline_engine --temperature 1.5  what the model says at a high temperature
+  uv run python -m vllm.tours.04b_offline_engine --decode-tokens    break it: decode token by token, and the check fails
+  uv run python -m vllm.tours.04b_offline_engine --bench            a minute: what each kind of sampling costs a step
 
 Read for this: vLLM 0.32 `v1/sample/sampler.py`, `v1/sample/ops/topk_topp_sampler.py`, `v1/engine/detokenizer.py`,
 `v1/engine/parallel_sampling.py`, `outputs.py`; Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p), Keskar et al.

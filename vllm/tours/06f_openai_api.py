@@ -16,10 +16,10 @@ The mechanism:
 Numbers to remember: a token of five letters travels in 250 bytes; eight kinds of refusal cost the engine nothing.
 
 How to run:
-  uv run python vllm/06f_openai_api.py                        the whole story, against an app in this process
-  uv run python vllm/06f_openai_api.py --max-num-queued-reqs 1    break it: the second client is turned away
-  uv run python vllm/06f_openai_api.py --no-abort             break it: nobody tells the engine that the client left
-  uv run python vllm/06f_openai_api.py --bench                what validation and events cost, measured longer
+  uv run python -m vllm.tours.06f_openai_api                      the whole story, against an app in this process
+  uv run python -m vllm.tours.06f_openai_api --max-num-queued-reqs 1  break it: the second client is turned away
+  uv run python -m vllm.tours.06f_openai_api --no-abort           break it: nobody tells the engine that the client left
+  uv run python -m vllm.tours.06f_openai_api --bench              what validation and events cost, measured longer
 
 Read for this: OpenAI's API reference; vLLM 0.32 `entrypoints/openai/` and `entrypoints/serve/exception_handling/`; the
 HTML standard on server-sent events; RFC 9110 on status codes; the ASGI specification.

@@ -17,10 +17,10 @@ Numbers to remember: with fixed service time S a single server at load ρ lets a
 2 S at 80 %, 9.5 S at 95 %. Twenty requests miss the slowest percent altogether with 82 % probability.
 
 How to run:
-  uv run python vllm/06d_load_generator.py                        the whole story, against a server of its own
-  uv run python vllm/06d_load_generator.py --rate 60              break it; add --max-concurrency 8 to hide that
-  uv run python vllm/06d_load_generator.py --bench                minutes: latency and tuning of the real engine
-  uv run python vllm/06d_load_generator.py bench --base-url http://127.0.0.1:8000 --request-rate 4 --num-prompts 100
+  uv run python -m vllm.tours.06d_load_generator             the whole story, against a server of its own
+  uv run python -m vllm.tours.06d_load_generator --rate 60   break it; add --max-concurrency 8 to hide that
+  uv run python -m vllm.tours.06d_load_generator --bench     minutes: latency and tuning of the real engine
+  uv run python -m vllm bench --base-url http://127.0.0.1:8000 --request-rate 4 --num-prompts 100
 
 Read for this: Schroeder et al. 2006 (open and closed systems), Tene 2013 (coordinated omission), Little 1961, vLLM 0.32
 `benchmarks/serve.py`, `latency.py`, `lib/endpoint_request_func.py`, `sweep/`, Zhong et al. 2024 (goodput).
