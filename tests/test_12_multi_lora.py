@@ -42,6 +42,7 @@ from engine.lora.layers import adapted_model
 from engine.lora import manager as managing
 from engine.lora.reader import AdapterReader
 from lab import adapter_training as training
+from lab import naive
 
 NONE, Meta, SamplingParams = lesson.NONE, lesson.LoRAKernelMeta, lesson.SamplingParams
 Request, LoRAConfig, LoRARequest = lesson.Request, lesson.LoRAConfig, lesson.LoRARequest
@@ -1132,7 +1133,7 @@ def test_training_starts_where_the_model_is():
     logs = []
     for prompt, target in examples:
         tokens = torch.tensor(prompt + target, device=model.device)
-        hidden = model.forward(tokens, torch.arange(len(tokens), device=model.device), lesson.scheduling.recompute)
+        hidden = model.forward(tokens, torch.arange(len(tokens), device=model.device), naive.recompute)
         logs += model.logits(hidden).log_softmax(-1)[
             torch.arange(len(prompt) - 1, len(tokens) - 1), tokens[len(prompt) :]
         ]
@@ -1152,9 +1153,7 @@ def test_training_reduces_the_loss_and_leaves_the_model_alone():
     lora, losses = training.train(model, Chat(), "pirate", answers=["It is so."] * 2, **options)
     assert losses[-1] < 0.7 * losses[0] and torch.equal(before, model.linear["layers.0.qkv_proj"].weight)
     tokens = positions = torch.arange(20, device=model.device)
-    hidden = [
-        m.forward(tokens, positions, lesson.scheduling.recompute) for m in (model, lora_model.merged(model, lora))
-    ]
+    hidden = [m.forward(tokens, positions, naive.recompute) for m in (model, lora_model.merged(model, lora))]
     assert not torch.allclose(*hidden), "the adapter does something"
 
 
@@ -1516,7 +1515,7 @@ def test_adapters_that_peft_wrote(tmp_path, rslora):
         model = llama.Llama(folder_config, llama._open_weights(tmp_path / "base", stack))
         lora = files.read_adapter(tmp_path / "adapter", folder_config)
         merged = lora_model.merged(model, lora)
-        hidden = merged.forward(ids, torch.arange(10), lesson.scheduling.recompute)
+        hidden = merged.forward(ids, torch.arange(10), naive.recompute)
         common.assert_close(merged.logits(hidden), reference)
     files.write_adapter(lora, tmp_path / "ours", alpha=4, dtype=torch.float32)
     clean = LlamaForCausalLM.from_pretrained(tmp_path / "base").eval()

@@ -53,6 +53,7 @@ from typing import Any
 
 import llama
 from engine.registry import ATTENTION_BACKENDS
+from engine import plugs
 from engine.request import Request
 from engine.request import SamplingParams
 from engine.errors import QueueOverflowError
@@ -138,6 +139,8 @@ def add_serve_command(subparsers: Any) -> None:
     add("--kv-cache-dtype", default="auto", metavar="DTYPE", help="auto, or one of lesson 05d's")
     add("--attention-backend", choices=ATTENTION_BACKENDS, default="unified",
         help="unified: lesson 10's, for everything in a step at once; paged: lesson 02's")  # fmt: skip
+    add("--plug", action="append", metavar="SEAM=FILE.py:OBJECT",
+        help=f"a part of your own in a seam: {', '.join(plugs.SEAMS)}")  # fmt: skip
     add("--num-gpu-blocks-override", type=whole(2), metavar="N", help="KV blocks, whatever the memory")
     add("--gpu-memory-utilization", type=common.number(float, 0.01, 1), default=0.92, metavar="F", help="default 0.92")
     add("--kv-cache-gib", type=common.number(float, 0.001), default=1.0, metavar="G", help="on a CPU (default 1)")
