@@ -31,6 +31,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from lab.running_server import running_server
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.parallel import stages
 from engine.serving.start import make_engine
@@ -2013,7 +2014,7 @@ FLAGS = ["--max-model-len", "256", "--max-num-seqs", "8", "--kv-cache-gib", "0.0
 @contextlib.contextmanager
 def server(*flags, **env):
     lines = []
-    with serving.running_server(*FLAGS, *flags, echo=lines.append, VLLM_SERVER_DEV_MODE="1", **env) as (url, process):
+    with running_server(*FLAGS, *flags, echo=lines.append, VLLM_SERVER_DEV_MODE="1", **env) as (url, process):
         import openai
 
         yield openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=120), process, lines, url
