@@ -64,6 +64,10 @@ from engine.serving.start import make_engine
 from engine.engine_args import EngineArgs
 from engine.engine_args import MAX_NUM_SEQS
 from engine.engine_args import PLACES
+from lab.bench import add_bench_commands
+from lab.load_generator import Target, drive
+from lab.records import summarize
+from lab.workload import Prompt
 
 KEY = "06_serving"
 
@@ -414,12 +418,11 @@ async def load_server(url: str, model: str, clients: int, count: int, tokens: in
     """`clients` at a time ask until `count` requests are answered: lesson 06d's records, and seconds."""
     import httpx
 
-    generator = common.lesson("06d_load_generator")
-    target = generator.Target(url, model, extra={"temperature": 0, "ignore_eos": True})
-    prompts = [generator.Prompt(PROMPTS[i % len(PROMPTS)], 8, tokens) for i in range(count)]
+    target = Target(url, model, extra={"temperature": 0, "ignore_eos": True})
+    prompts = [Prompt(PROMPTS[i % len(PROMPTS)], 8, tokens) for i in range(count)]
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=None) as client:
         start = time.perf_counter()
-        records = await generator.drive(client, target, prompts, [0.0] * count, clients)
+        records = await drive(client, target, prompts, [0.0] * count, clients)
     return records, time.perf_counter() - start
 
 
@@ -463,7 +466,7 @@ def build_parser() -> common.Parser:
     p.add_argument("--engine-place", choices=PLACES, default="process", help="where its engine core runs")
     commands = p.add_subparsers(dest="command", metavar="serve|bench|tune")
     add_serve_command(commands)
-    common.lesson("06d_load_generator").add_bench_commands(commands)
+    add_bench_commands(commands)
     return p
 
 
@@ -513,12 +516,12 @@ def tell_story(args: argparse.Namespace, client: Any, url: str, model: str, benc
                "tokens, sockets)")  # fmt: skip
 
     common.heading("3. Load: streams at once, each asking for one answer after the other")
-    generator, rows, texts, bench["load"] = common.lesson("06d_load_generator"), [], {}, {}
+    rows, texts, bench["load"] = [], {}, {}
     tokens, levels = (32, (1, 2, 4, 8, 16, 32)) if args.bench else (8, (1, 4, 16))
     for clients in levels:
         count = max(8, 4 * clients) if args.bench else max(4, min(16, 2 * clients))
         records, seconds = asyncio.run(load_server(url, model, clients, count, tokens))
-        found = generator.summarize(records, seconds)
+        found = summarize(records, seconds)
         texts |= {clients: {r.text for r in records if not r.error}}
         if not found["completed"]:
             rows.append([clients, 0, found["failed"], "", "", "", ""])
