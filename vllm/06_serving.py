@@ -64,8 +64,6 @@ from engine.serving.start import make_engine
 from engine.engine_args import EngineArgs
 from engine.engine_args import MAX_NUM_SEQS
 from engine.engine_args import PLACES
-from lab.bench import add_bench_commands
-from lab.load_generator import Target, drive
 from lab.records import summarize
 from lab.workload import Prompt
 
@@ -417,6 +415,7 @@ def metrics_of(client: Any) -> dict[str, float]:
 async def load_server(url: str, model: str, clients: int, count: int, tokens: int) -> tuple[list[Any], float]:
     """`clients` at a time ask until `count` requests are answered: lesson 06d's records, and seconds."""
     import httpx
+    from lab.load_generator import Target, drive
 
     target = Target(url, model, extra={"temperature": 0, "ignore_eos": True})
     prompts = [Prompt(PROMPTS[i % len(PROMPTS)], 8, tokens) for i in range(count)]
@@ -458,6 +457,8 @@ def follow_one_request(client: Any, model: str) -> dict[str, float]:
 
 
 def build_parser() -> common.Parser:
+    from lab.bench import add_bench_commands  # here: an engine's process, which loads this file, too, needs no httpx
+
     p = common.parser(__doc__)
     p.add_argument("--max-num-seqs", type=common.number(int, 1, 64), default=16, metavar="N",
                    help="seats of the demonstration's engine (default %(default)s)")  # fmt: skip
