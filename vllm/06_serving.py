@@ -55,8 +55,9 @@ from engine.serving.admission import AdmissionControl
 from engine.engine_args import EngineArgs
 from engine.engine_args import PLACES
 from engine.serving.cli import add_serve_command
-from engine.serving.start import make_engine  # noqa: F401  06c and 06d take it from here
 from lab.running_server import running_server
+from lab.records import summarize
+from lab.workload import Prompt
 
 KEY = "06_serving"
 
@@ -282,13 +283,13 @@ def metrics_of(client: Any) -> dict[str, float]:
 async def load_server(url: str, model: str, clients: int, count: int, tokens: int) -> tuple[list[Any], float]:
     """`clients` at a time ask until `count` requests are answered: lesson 06d's records, and seconds."""
     import httpx
+    from lab.load_generator import Target, drive
 
-    generator = common.lesson("06d_load_generator")
-    target = generator.Target(url, model, extra={"temperature": 0, "ignore_eos": True})
-    prompts = [generator.Prompt(PROMPTS[i % len(PROMPTS)], 8, tokens) for i in range(count)]
+    target = Target(url, model, extra={"temperature": 0, "ignore_eos": True})
+    prompts = [Prompt(PROMPTS[i % len(PROMPTS)], 8, tokens) for i in range(count)]
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=None) as client:
         start = time.perf_counter()
-        records = await generator.drive(client, target, prompts, [0.0] * count, clients)
+        records = await drive(client, target, prompts, [0.0] * count, clients)
     return records, time.perf_counter() - start
 
 
@@ -324,6 +325,8 @@ def follow_one_request(client: Any, model: str) -> dict[str, float]:
 
 
 def build_parser() -> common.Parser:
+    from lab.bench import add_bench_commands  # here: an engine's process, which loads this file, too, needs no httpx
+
     p = common.parser(__doc__)
     p.add_argument("--max-num-seqs", type=common.number(int, 1, 64), default=16, metavar="N",
                    help="seats of the demonstration's engine (default %(default)s)")  # fmt: skip
@@ -332,7 +335,7 @@ def build_parser() -> common.Parser:
     p.add_argument("--engine-place", choices=PLACES, default="process", help="where its engine core runs")
     commands = p.add_subparsers(dest="command", metavar="serve|bench|tune")
     add_serve_command(commands)
-    common.lesson("06d_load_generator").add_bench_commands(commands)
+    add_bench_commands(commands)
     return p
 
 
@@ -382,12 +385,12 @@ def tell_story(args: argparse.Namespace, client: Any, url: str, model: str, benc
                "tokens, sockets)")  # fmt: skip
 
     common.heading("3. Load: streams at once, each asking for one answer after the other")
-    generator, rows, texts, bench["load"] = common.lesson("06d_load_generator"), [], {}, {}
+    rows, texts, bench["load"] = [], {}, {}
     tokens, levels = (32, (1, 2, 4, 8, 16, 32)) if args.bench else (8, (1, 4, 16))
     for clients in levels:
         count = max(8, 4 * clients) if args.bench else max(4, min(16, 2 * clients))
         records, seconds = asyncio.run(load_server(url, model, clients, count, tokens))
-        found = generator.summarize(records, seconds)
+        found = summarize(records, seconds)
         texts |= {clients: {r.text for r in records if not r.error}}
         if not found["completed"]:
             rows.append([clients, 0, found["failed"], "", "", "", ""])

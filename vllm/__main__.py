@@ -23,7 +23,9 @@ def main() -> None:
         args = parser.parse_args()
         args.run(args)
     elif command in ("bench", "tune"):
-        common.lesson("06_serving").main(sys.argv[1:])
+        from lab import bench
+
+        bench.main(sys.argv[1:])
     elif command == "replay":
         common.lesson("11_preemption").main(sys.argv[1:])
     else:
