@@ -61,7 +61,7 @@ PARTS: dict[str, tuple[str, str | None, dict | None]] = {
     "05b_quantization": ("Live: block", "Measured here", {}),
     "05c_tensor_parallel": ("The real model", None, {}),
     "05d_kv_cache_quantization": ("The real model", None, {}),
-    "06_serving": ("Load: streams", None, {}),
+    "06_serving": ("The real model", "What load does", None),
     "06b_guided_decoding": ("One batch", "What strangers send", {}),
     "06c_scaling_out": ("One scheduler", None, {}),
     "06d_load_generator": ("The real engine", None, {}),
@@ -249,7 +249,8 @@ sys.path.insert(0, {str(common.HERE)!r})
 import common
 assert not common.HAS_TRITON
 for name in {[path.stem for path in LESSONS]!r}:
-    common.lesson(name).simulate
+    common.lesson(name).main
+    (common.numbers if (common.NUMBERS / f"{{name}}.py").is_file() else common.lesson)(name).simulate
 """
 LOADS_JOB = (("every lesson, without Triton",), [sys.executable, "-c", LOADS])
 
