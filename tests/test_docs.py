@@ -153,7 +153,7 @@ def test_length(page):
 
 
 CHECK = re.compile(
-    r"Check:\s+`(?P<call>[^`]*\blesson\.[^`]+)`\s+is\s+(?:`(?P<literal>[^`]+)`|(?P<number>[\d,]+(?:\.\d+)?))"
+    r"Check:\s+`(?P<call>[^`]*\b(?:lesson|page)\.[^`]+)`\s+is\s+(?:`(?P<literal>[^`]+)`|(?P<number>[\d,]+(?:\.\d+)?))"
 )
 
 
