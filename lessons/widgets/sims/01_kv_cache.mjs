@@ -2,7 +2,7 @@
 import { comma, fixed, repr, sum } from "./lib/text.mjs";
 
 // What decides about memory: layers, and the elements that one token leaves in each of them (Hkv · D keys and as many
-// values; DeepSeek-V3's MLA leaves one latent of 512 + 64). All caches are in bf16. Bytes of weights: vllm/lab/roofline.py.
+// values; DeepSeek-V3's MLA leaves one latent of 512 + 64). Caches are in bf16; weights as vllm/lab/roofline.py counts.
 const MODELS = {
   "SmolLM2-135M": { layers: 30, elements: 2 * 3 * 64, weight_bytes: 269_030_016 },
   "OPT-13B": { layers: 40, elements: 2 * 40 * 128, weight_bytes: 26_000_000_000 },
