@@ -15,6 +15,7 @@ from engine.request import Request
 from engine.request import SamplingParams
 from engine.model.packed_linear import PackedLinear
 from engine.worker.input_batch import InputBatch
+from lab import roofline
 
 lesson = common.lesson("04c_speed")
 batching, paged = lesson.batching, lesson.paged_attention
@@ -342,7 +343,7 @@ def test_random_twins(monkeypatch):
     """What a GPU is measured with: the same shapes on both sides, and a time for each."""
     shape = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64,
                  intermediate_size=96, vocab_size=300, tie_word_embeddings=False)  # fmt: skip
-    monkeypatch.setitem(lesson.kv_cache.MODELS, "tiny", shape)
+    monkeypatch.setitem(roofline.MODELS, "tiny", shape)
     ours, theirs = lesson.random_twins("tiny")
     assert ours.num_parameters == sum(p.numel() for p in theirs.parameters())
     assert ours.dtype == theirs.dtype == torch.bfloat16

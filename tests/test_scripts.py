@@ -51,7 +51,7 @@ def test_default_run(lesson):
 # takes --bench), and what the story sets of the simulation's parameters that is not the widget's default (None: the
 # story has a small simulation of its own, and the second heading is the surprise's).
 PARTS: dict[str, tuple[str, str | None, dict | None]] = {
-    "01_kv_cache": ("The real model", "Measured on this machine", {"batch": 64}),
+    "01_kv_cache": ("The real model", "What reserving", None),
     "02_paged_attention": ("A real model", "What the indirection costs", {}),
     "03_flash_attention": ("The real model", "Measured on this", {}),
     "04_continuous_batching": ("The real model", "in seconds", {"policy": "continuous"}),
@@ -250,7 +250,10 @@ import common
 assert not common.HAS_TRITON
 for name in {[path.stem for path in LESSONS]!r}:
     common.lesson(name).main
+<<<<<<< HEAD
     (common.numbers if (common.NUMBERS / f"{{name}}.py").is_file() else common.lesson)(name).simulate
+=======
+>>>>>>> l01
 """
 LOADS_JOB = (("every lesson, without Triton",), [sys.executable, "-c", LOADS])
 
