@@ -53,7 +53,7 @@ def test_default_run(lesson):
 PARTS: dict[str, tuple[str, str | None, dict | None]] = {
     "01_kv_cache": ("The real model", "What reserving", None),
     "02_paged_attention": ("A real model", "What the indirection costs", {}),
-    "03_flash_attention": ("The real model", "Measured on this", {}),
+    "03_flash_attention": ("The real model", "Every float that crosses HBM", None),
     "04_continuous_batching": ("The real model", "in seconds", {"policy": "continuous"}),
     "04b_offline_engine": ("The offline engine", "What sampling costs", {}),
     "04c_speed": ("From naive to final", "The floor", {}),
@@ -320,8 +320,6 @@ MULTIPLES = r"--model .*: layers of \(%s\) inputs; allowed: multiples of %d"
 @pytest.mark.parametrize(("lesson", "shape", "flags", "why"), [
     ("03_flash_attention", {"head_dim": 24}, [], r"--model .*: head_dim 24; the kernel takes multiples of 16 to 256"),
     ("03_flash_attention", {"head_dim": 272}, [], r"--model .*: head_dim 272; the kernel takes multiples of 16 to 256"),
-    ("03_flash_attention", {}, ["--attention-backend", "NONE"], r"attention backend NONE: unknown; allowed: .*"),
-    ("03_flash_attention", {}, ["--attention-backend", "XFORMERS"], r"attention backend XFORMERS cannot run here: .*"),
     ("05b_quantization", {"hidden_size": 48}, [], r"--group 64: must divide the model's hidden size, 48"),
     ("05b_quantization", {"hidden_size": 32}, ["--group", "32", "--bench"], MULTIPLES % ("32, 64, 64", 64)),
     ("05b_quantization", {"intermediate_size": 80}, [], MULTIPLES % ("64, 80, 64", 32)),
@@ -355,7 +353,7 @@ def test_a_context_that_is_too_short_is_one_line(lesson, short_model, tmp_path, 
     """And it names nothing that nobody gave. The kernels of lesson 03 take any context, and its prompts are short."""
     module = common.lesson(lesson)
     if lesson == "03_flash_attention":
-        return module.show_model(argparse.Namespace(model=str(short_model), attention_backend=None))
+        return module.show_model(str(short_model))
     for name in ("check_kernel", "check_kernels"):  # they know no model
         if hasattr(module, name):
             monkeypatch.setattr(module, name, lambda *args: None)
@@ -403,7 +401,7 @@ def test_numbers_of_the_model_that_is_there(sure_model, monkeypatch, capsys, tmp
     module = common.lesson(name)
     monkeypatch.setattr(llama, "load", lambda path: sure_model)
     if name == "03_flash_attention":
-        module.show_model(argparse.Namespace(model="sure", attention_backend=None))
+        module.show_model("sure")
         assert "is →<|im_end|>" in capsys.readouterr().out
         return
     for part in ("print_profiles", "draw"):
