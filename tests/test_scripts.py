@@ -250,10 +250,7 @@ import common
 assert not common.HAS_TRITON
 for name in {[path.stem for path in LESSONS]!r}:
     common.lesson(name).main
-<<<<<<< HEAD
     (common.numbers if (common.NUMBERS / f"{{name}}.py").is_file() else common.lesson)(name).simulate
-=======
->>>>>>> l01
 """
 LOADS_JOB = (("every lesson, without Triton",), [sys.executable, "-c", LOADS])
 
