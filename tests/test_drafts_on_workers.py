@@ -40,7 +40,7 @@ spec_decode = common.lesson("07_spec_decode")
 from engine.spec_decode import drafters
 
 trained, offline = common.lesson("07b_trained_drafters"), common.lesson("04b_offline_engine")
-executors, serving, scheduling = scaling.executors, scaling.serving, scaling.scheduling
+executors = scaling.executors
 Request, SamplingParams, ParallelConfig = scaling.Request, scaling.SamplingParams, scaling.ParallelConfig
 LIMITS = dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=24, num_gpu_blocks_override=80, block_size=4)
 ROOMY = dict(LIMITS, max_num_seqs=8, max_num_batched_tokens=256, num_gpu_blocks_override=150,
