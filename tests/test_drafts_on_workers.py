@@ -37,10 +37,9 @@ from engine.parallel.worker import WorkerSpec
 from engine.serving.pipeline_proc import ParallelEngineCoreProc
 
 spec_decode = common.lesson("07_spec_decode")
-from engine.spec_decode import drafters
+from engine.spec_decode import drafters, trained
 
-trained, offline = common.lesson("07b_trained_drafters"), common.lesson("04b_offline_engine")
-executors, serving, scheduling = scaling.executors, scaling.serving, scaling.scheduling
+executors = scaling.executors
 Request, SamplingParams, ParallelConfig = scaling.Request, scaling.SamplingParams, scaling.ParallelConfig
 LIMITS = dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=24, num_gpu_blocks_override=80, block_size=4)
 ROOMY = dict(LIMITS, max_num_seqs=8, max_num_batched_tokens=256, num_gpu_blocks_override=150,
@@ -57,7 +56,7 @@ def _small_models(request, monkeypatch):
     monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
     monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
     monkeypatch.setattr(llama, "model_folder", lambda name: name)
-    monkeypatch.setattr(trained.training, "load_network", lambda path, model: random_network(path.stem, model, 41))
+    monkeypatch.setattr(trained, "load_network", lambda path, model: random_network(path.stem, model, 41))
 
 
 @pytest.fixture
