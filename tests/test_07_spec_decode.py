@@ -1548,7 +1548,7 @@ def test_size_of_the_widget():
 
 def test_a_bug_that_nothing_shows_is_said_to_be_there(monkeypatch, capsys):
     """Answers may end before a bug matters: then the story does not claim that all is well."""
-    for name in ("check_rule", "check_kernels", "tell_model", "tell_engine", "tell_economics"):
+    for name in ("check_rule", "check_kernels", "tell_model", "tell_end", "tell_engine", "tell_economics"):
         monkeypatch.setattr(lesson, name, lambda *args: {})
     monkeypatch.setattr(llama, "load", lambda name: (None, None))
     for flags in ([], ["--break", "past-eos"]):

@@ -386,7 +386,9 @@ def sure_model(tmp_path_factory):
 
 def test_what_an_answer_that_ends_at_once_leaves_to_be_told(sure_model, capsys):
     """No rate of nothing, and no perplexity that a float cannot hold."""
-    common.lesson("07_spec_decode").tell_model(argparse.Namespace(k=4), *sure_model)
+    drafting = common.lesson("07_spec_decode")
+    drafting.tell_model(argparse.Namespace(k=4), *sure_model)
+    drafting.tell_end(argparse.Namespace(k=4), *sure_model)
     told = capsys.readouterr().out
     assert "ends at its first token, at '<|im_end|>'" in told and "0/0" not in told and "0.00  " not in told
     found = common.lesson("09_gqa").show_pooling(argparse.Namespace(bench=False), *sure_model)

@@ -39,7 +39,8 @@ import functools
 import itertools
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
@@ -56,7 +57,6 @@ KEY = "07_spec_decode"
 
 
 # --- 1. The rule, without cleverness ----------------------------------------------------------------------------------
-
 
 Rows = Sequence[Sequence[float]]  # a distribution over the vocabulary each
 
@@ -450,62 +450,51 @@ BREAKS: dict[str, tuple[str, Callable]] = {  # name: (which function of this fil
 }
 
 
-@contextlib.contextmanager
-def broken(name: str | None) -> Iterator[None]:
-    """Inside this block, one function is wrong in the way that `name` says; None: all are right."""
+def broken(name: str | None) -> contextlib.AbstractContextManager[Any]:
+    """A context in which one function is wrong in the way that `name` says; None: all are right."""
     if name is None:
-        yield
-        return
+        return contextlib.nullcontext()
     function, wrong = BREAKS[name]
-    with mock.patch.object(sys.modules[__name__], function, wrong):
-        yield
+    return mock.patch.object(sys.modules[__name__], function, wrong)
 
 
 # --- 6. The story -----------------------------------------------------------------------------------------------------
 
 
-def every_case(p: torch.Tensor, q: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Arguments of `rejection_sample` for each draft d and a grid of 8 × 48 random numbers, one request a case, and the
-    probability of each case [B].
-
-    Where every p/q is a multiple of 1/8, and every running sum one of 1/48 of its total, no threshold lies inside a
-    cell of this grid. Then the cases that lead to an output are its probability: a proof, not a sample.
-    """
-    d, accept, draw = torch.cartesian_prod(torch.arange(3), torch.arange(8), torch.arange(48)).T  # [B] each
-    B = len(d)
-    return {
-        "scores": p.repeat(B, 1),  # [2 B, 3]: each request has its draft's row and the bonus
-        "draft_token_ids": torch.stack((d, torch.full_like(d, -1)), 1).flatten(),
-        "cu_num_sampled_tokens": 2 * torch.arange(B + 1),
-        "is_greedy": torch.zeros(2 * B, dtype=torch.bool),
-        "draw_u": ((draw.double() + 0.5) / 48).repeat_interleave(2),
-        "accept_u": ((accept.double() + 0.5) / 8).repeat_interleave(2),
-        "draft_probs": q[None],
-        "draft_rows": torch.tensor([0, -1]).repeat(B),
-    }, q[d] / (8 * 48)
-
-
 def check_rule() -> None:
-    """Step 1: the rule, by enumeration on a vocabulary of three."""
+    """Step 1: the rule on a vocabulary of three, for every draft and a grid of 8 × 48 random numbers.
+
+    Here every p/q is a multiple of 1/8, and every running sum one of 1/48 of its total: no threshold lies inside a cell
+    of the grid. So the share of the cells that lead to a token is its probability. That is a proof, not a sample.
+    """
     common.heading("1. The rule: guessed by one distribution, distributed like another")
-    p, q = torch.tensor([[9, 5, 2], [4, 4, 8]]).double() / 16, torch.tensor([4, 4, 8]).double() / 16
-    batch, chance = every_case(p, q)
-    token_ids, num_sampled = rejection_sample(**batch)
-    token_ids, alpha = token_ids.view(-1, 2), torch.minimum(p[0], q).sum().item()
-    common.say(f"p = {p[0].tolist()}, q = {q.tolist()}: a draft stands with α = Σ min(p, q) = {alpha}")
-    written = torch.zeros(3).double().index_add(0, token_ids[:, 0], chance)
-    if (off := (written - p[0]).abs().max().item()) > 1e-12:
+    p, bonus, q = [9 / 16, 5 / 16, 2 / 16], [1 / 4, 1 / 4, 1 / 2], [1 / 4, 1 / 4, 1 / 2]
+    cases = [(d, (i + 0.5) / 8, (j + 0.5) / 48) for d in range(3) for i in range(8) for j in range(48)]
+    B, pairs = len(cases), [(d, -1) for d, _, _ in cases]  # a request for each case: its draft, and the bonus
+    accept_u, draw_u = torch.tensor(cases, dtype=torch.float64)[:, 1:].repeat_interleave(2, dim=0).T  # [2 B] each
+    token_ids, num_sampled = rejection_sample(
+        scores=torch.tensor([p, bonus] * B),
+        draft_token_ids=torch.tensor(pairs).flatten(),
+        cu_num_sampled_tokens=2 * torch.arange(B + 1),
+        is_greedy=torch.zeros(2 * B, dtype=torch.bool),
+        draw_u=draw_u,
+        accept_u=accept_u,
+        draft_probs=torch.tensor([q]),
+        draft_rows=torch.tensor([0, -1] * B),
+    )
+    written = [row[:n] for row, n in zip(token_ids.view(B, 2).tolist(), num_sampled.tolist())]
+    chance = [q[d] / (8 * 48) for d, _, _ in cases]
+    found = [sum(c for c, tokens in zip(chance, written) if tokens[0] == x) for x in range(3)]
+    alpha, mean = sum(map(min, p, q)), sum(c * len(tokens) for c, tokens in zip(chance, written))
+    common.say(f"p = {p}, q = {q}: a draft stands with α = Σ min(p, q) = {alpha}")
+    if (off := max(abs(a - b) for a, b in zip(found, p))) > 1e-12:
         raise common.CheckFailed(f"rejection_sample: a token's probability is off by {off:.3f}")
-    common.say(f"✓ {len(chance):,} cases, every draft and every u of a grid: what is written has p, to 10⁻¹²")
-    tokens = (num_sampled.double() @ chance).item()
-    if abs(tokens - 1 - alpha) > 1e-12:
-        raise common.CheckFailed(f"rejection_sample: {tokens:.3f} tokens a round, expected 1 + α = {1 + alpha:.3f}")
-    common.say(f"✓ with K = 1, {tokens:.3f} tokens a round: 1 + α")
-    accept, draw = (batch[name].view(-1, 2).tolist() for name in ("accept_u", "draw_u"))
-    drafts = batch["draft_token_ids"][::2].tolist()
-    naive = [naive_round(p.tolist(), [q.tolist()], [d], u, v) for d, u, v in zip(drafts, accept, draw)]
-    ours = [row[:n] for row, n in zip(token_ids.tolist(), num_sampled.tolist())]
-    common.check_equal("in each case the tokens of the naive round", ours, naive)
+    common.say(f"✓ {B:,} cases, every draft and every u of a grid: what is written has p, to 10⁻¹²")
+    if abs(mean - 1 - alpha) > 1e-12:
+        raise common.CheckFailed(f"rejection_sample: {mean:.3f} tokens a round, expected 1 + α = {1 + alpha:.3f}")
+    common.say(f"✓ with K = 1, {mean:.3f} tokens a round: 1 + α")
+    naive = [naive_round([p, bonus], [q], [d], [accept], [draw, draw]) for d, accept, draw in cases]
+    common.check_equal("in each case the tokens of the naive round", written, naive)
 
 
 def check_kernels() -> None:
@@ -523,9 +512,7 @@ def check_kernels() -> None:
     by_torch = [x.tolist() for x in rejection_sample(*batch)]
     with common.use_kernels():
         by_kernels = [x.tolist() for x in rejection_sample(*(x.to(common.device()) for x in batch))]
-    common.check_equal(
-        "the kernels, on 9 requests, greedy and random with and without a q: the same", by_kernels, by_torch
-    )
+    common.check_equal("the kernels, greedy and random, with and without a q: the same", by_kernels, by_torch)
 
 
 FERRY = (
@@ -539,7 +526,7 @@ TASKS = {
 
 
 def tell_model(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
-    """Step 2: the loop on the real model, plain and with drafts; and an answer that ends inside a draft."""
+    """Step 2: the loop on the real model, plain and with drafts."""
     common.heading(f"2. The real model: one request at a time, prompt lookup, {args.k} drafts at most")
     rows, shown = [], []
     for what, task, temperature in (("copy", "copy", 0), ("chat", "chat", 0), ("copy, T=0.7", "copy", 0.7)):
@@ -548,31 +535,24 @@ def tell_model(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.To
         generate(model, prompt, params, 0)
         middle = time.perf_counter()
         answer, passes = generate(model, prompt, params, args.k)
-        seconds = middle - start, time.perf_counter() - middle
+        plain, drafted = middle - start, time.perf_counter() - middle
         if answer != target_tokens(model, prompt, answer, params):
             raise common.CheckFailed(f"{what}: not what the target writes: {tokenizer.decode(answer)!r}")
-        drafted, stood = sum(k for k, _ in passes), sum(n - 1 for _, n in passes)
-        rows.append(
-            [
-                what,
-                len(answer),
-                len(passes),
-                f"{stood} of {drafted}" if drafted else "–",
-                *(f"{x:.2f} s" for x in seconds),
-            ]
-        )
+        rows.append([what, len(answer), len(passes), f"{plain:.2f} s", f"{drafted:.2f} s"])
         shown.append(f"{what:<12}" + " ".join(f"{n}/{k}" for k, n in passes))
-    common.table(["", "tokens", "passes", "drafts that stood", "plain decoding", "with drafts"], rows)
+    common.table(["", "tokens", "passes", "plain decoding", "with drafts"], rows)
     common.say("✓ each token is what the target writes there, computed anew without cache or draft")
     common.say("pass by pass, tokens written / drafts:\n" + "\n".join(shown))
 
+
+def tell_end(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
+    """Step 2, continued: an answer that ends inside a draft, or at its first token if no draft stood."""
     prompt, params = tokenizer.ask(TASKS["copy"]), SamplingParams(temperature=0, max_tokens=24)
     answer, passes = generate(model, prompt, params, args.k)
     starts = itertools.accumulate((n for _, n in passes), initial=0)
     at = next((at for at, (_, n) in zip(starts, passes) if n > 1 and answer[at] not in answer[:at]), 0)
-    found, _ = generate(
-        model, prompt, SamplingParams(temperature=0, stop_token_ids=[answer[at]], max_tokens=24), args.k
-    )
+    params.stop_token_ids = [answer[at]]
+    found, _ = generate(model, prompt, params, args.k)
     where = f"{'inside a draft' if at else 'at its first token'}, at {tokenizer.decode([answer[at]], False)!r}"
     common.check_equal(f"an answer that ends {where}, ends there", found, answer[: at + 1])
 
@@ -621,6 +601,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_kernels()
         model, tokenizer = llama.load(args.model)
         tell_model(args, model, tokenizer)
+        tell_end(args, model, tokenizer)
         tell_engine(args, model, tokenizer)
     if args.wrong:
         common.say(f"NOT CAUGHT (--break {args.wrong}): nothing in these answers gave the bug an occasion to show")
