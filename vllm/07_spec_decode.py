@@ -577,11 +577,11 @@ def tell_economics() -> None:
     alpha, K, c, batches = 0.7, 4, 0.05, (1, 32, 128, 256, 512)
     gain = lambda B, context: speedup(alpha, K, c, verify_cost(B, K, context))  # noqa: E731
     rows = [[f"{S:,}", *(f"{gain(B, S):.2f}x" for B in batches)] for S in (128, 1024, 4096)]
-    common.table(["tokens each", *(f"{B} sequences" for B in batches)], rows)
+    common.table(["tokens each", "1 sequence", *(f"{B} sequences" for B in batches[1:])], rows)
     common.say(f"The speed-up of Llama-3.1-8B on an H100 by its roofline, with α = {alpha}, K = {K}, c = {c}.")
-    slow = next(B for B in itertools.count(1) if gain(B, 128) < 1)
-    common.say(f"With short contexts, {slow} sequences fill the GPU, and drafts slow it down. A step of long contexts")
-    common.say("waits for keys and values, which are read once for all K + 1 rows: it gains whatever the batch.")
+    crossover = next(B for B in itertools.count(1) if gain(B, 128) < 1)
+    common.say(f"With {crossover} short sequences or more, drafts slow the GPU down. A step of long ones waits for keys")
+    common.say("and values, which are read once for all K + 1 rows: it gains whatever the batch.")
 
 
 def build_parser() -> common.Parser:
