@@ -33,6 +33,7 @@ from engine.serving.openai.app import build_app
 
 offline = common.lesson("04b_offline_engine")
 from lab import naive
+
 async_engine, openai_api = common.lesson("06e_async_engine"), common.lesson("06f_openai_api")
 guided, serving = common.lesson("06b_guided_decoding"), common.lesson("06_serving")
 TokenizeParams = lesson.TokenizeParams
