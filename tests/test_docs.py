@@ -261,7 +261,6 @@ STILL = {
     "05b_quantization",
     "05c_tensor_parallel",
     "05d_kv_cache_quantization",
-    "07_spec_decode",
     "08_disagg",
     "09_gqa",
     "10_chunked_prefill",
@@ -269,7 +268,6 @@ STILL = {
     "12_multi_lora",
     "adapter_training",
     "drafts_ahead",
-    "enumeration",
     "layouts",
 }
 

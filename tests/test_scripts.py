@@ -67,7 +67,7 @@ PARTS: dict[str, tuple[str, str | None, dict | None]] = {
     "06d_load_generator": ("The real engine", None, {}),
     "06e_async_engine": ("Where the engine runs", "waiting streams", {}),
     "06f_openai_api": ("An answer on the wire", "What it costs", {}),
-    "07_spec_decode": ("The real model", "When it pays", {}),
+    "07_spec_decode": ("The real model", "When it pays", None),
     "07b_trained_drafters": ("In the engine", None, {}),
     "08_disagg": ("Two processes", None, {}),
     "09_gqa": ("The head map", "Measured on this machine", {}),
@@ -385,7 +385,9 @@ def sure_model(tmp_path_factory):
 
 def test_what_an_answer_that_ends_at_once_leaves_to_be_told(sure_model, capsys):
     """No rate of nothing, and no perplexity that a float cannot hold."""
-    common.lesson("07_spec_decode").tell_model(argparse.Namespace(k=4, method="ngram"), *sure_model)
+    drafting = common.lesson("07_spec_decode")
+    drafting.tell_model(argparse.Namespace(k=4), *sure_model)
+    drafting.tell_end(argparse.Namespace(k=4), *sure_model)
     told = capsys.readouterr().out
     assert "ends at its first token, at '<|im_end|>'" in told and "0/0" not in told and "0.00  " not in told
     found = common.lesson("09_gqa").show_pooling(argparse.Namespace(bench=False), *sure_model)

@@ -8,7 +8,7 @@ drafters good and bad, for every K, under temperature, top_k and top_p.
 
 from __future__ import annotations
 
-import common  # first: it settles the device before torch is used
+import common  # noqa: F401  it settles the device before torch is used
 
 import functools
 import itertools
@@ -23,8 +23,7 @@ import torch
 import llama
 from engine.request import SamplingParams
 from engine.sampling.sampler import uniforms
-
-offline = common.lesson("04b_offline_engine")
+from lab import naive
 
 Distribution = Sequence[float]  # over the vocabulary
 NextToken = Callable[[tuple[int, ...]], Distribution]  # a language model: the tokens so far -> what comes next
@@ -152,9 +151,26 @@ def toy_model(seed: int, **params: Any) -> NextToken:
     @functools.cache
     def model(prefix: tuple[int, ...]) -> tuple[float, ...]:
         rng = random.Random(repr((seed, prefix)))
-        return tuple(offline.reference_distribution([rng.gauss(0, 1.5) for _ in range(3)], chosen))
+        return tuple(distribution([rng.gauss(0, 1.5) for _ in range(3)], chosen))
 
     return model
+
+
+def distribution(z: list[float], params: SamplingParams) -> Distribution:
+    """The probabilities that temperature, top_k and top_p make of logits: in their words, without cleverness."""
+    z = [x / params.temperature for x in z]
+    if params.top_k > 0:
+        kth = sorted(z, reverse=True)[min(params.top_k, len(z)) - 1]
+        z = [x if x >= kth else -math.inf for x in z]
+    p = softmax(z)
+    more_probable = lambda x: sum(q for y, q in zip(z, p) if y > x)  # noqa: E731
+    return softmax([x if params.top_p == 1 or more_probable(x) < params.top_p else -math.inf for x in z])
+
+
+def softmax(z: Sequence[float]) -> list[float]:
+    """exp z over its sum."""
+    weights = [math.exp(x - max(z)) for x in z]
+    return [w / sum(weights) for w in weights]
 
 
 def avoid(target: NextToken) -> NextToken:
@@ -209,7 +225,7 @@ def same_but_for_rounding(model: llama.Llama, prompt: Sequence[int], params: Sam
     i = parted[0]
     low, high = sorted((ours[i], theirs[i]))
     ids = torch.tensor([*prompt, *ours[:i]], device=model.device)
-    hidden = model.forward(ids, torch.arange(len(ids), device=model.device), offline.scheduling.recompute)
+    hidden = model.forward(ids, torch.arange(len(ids), device=model.device), naive.recompute)
     logits = model.logits(hidden[-1:])[0].double()
     if params.temperature == 0:
         return abs(logits[low] - logits[high]).item() <= tolerance * logits.abs().max().item()
