@@ -29,9 +29,9 @@ from engine.spec_decode.verifier import DraftedState
 from engine.sampling import token_rules as lesson
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.openai.app import build_app
+from lab import naive
 
-offline = common.lesson("04b_offline_engine")
-scheduling, speculation = common.lesson("04_continuous_batching"), common.lesson("07_spec_decode")
+speculation = common.lesson("07_spec_decode")
 async_engine, openai_api = common.lesson("06e_async_engine"), common.lesson("06f_openai_api")
 guided, serving = common.lesson("06b_guided_decoding"), common.lesson("06_serving")
 TokenizeParams = lesson.TokenizeParams
@@ -179,7 +179,7 @@ def masked_argmax(model, prompt, steps, allowed=range(VOCAB), bad_words=()):
     tokens, bad_words = [], [list(word) for word in bad_words]
     for _ in range(steps):
         ids = torch.tensor([*prompt, *tokens])
-        hidden = model.forward(ids, torch.arange(len(ids)), scheduling.recompute)
+        hidden = model.forward(ids, torch.arange(len(ids)), naive.recompute)
         z = model.logits(hidden[-1:])[0].tolist()
         left = [t for t in allowed if not any([*tokens, t][-len(word) :] == word for word in bad_words)]
         tokens.append(max(left, key=lambda t: z[t]))
@@ -246,7 +246,7 @@ def test_log_probabilities_are_the_models(llm, tiny_model, name):
     tokens, answer = list(PROMPT), output.outputs[0]
     for token, entry in zip(answer.token_ids, answer.logprobs):
         ids = torch.tensor(tokens)
-        hidden = tiny_model.forward(ids, torch.arange(len(ids)), scheduling.recompute)
+        hidden = tiny_model.forward(ids, torch.arange(len(ids)), naive.recompute)
         raw = tiny_model.logits(hidden[-1:])[0].log_softmax(0)
         assert raw.topk(5).indices.tolist() == [t for t, x in sorted(entry.items(), key=lambda x: x[1].rank)][:5]
         assert entry[token].logprob == pytest.approx(raw[token].item(), abs=1e-4)

@@ -10,8 +10,7 @@ import random
 from types import SimpleNamespace
 
 import common
-from lab import naive
-from lab import drafts_ahead
+from lab import drafts_ahead, naive
 from engine.llm import LLM
 from engine.config import VllmConfig
 from engine.spec_decode.verifier import DraftVerifier
@@ -80,7 +79,7 @@ def test_only_rounding_is_forgiven(tiny_model):
     params = [SamplingParams(temperature=0.7, seed=seed) for seed in range(300)]
     logits = tiny_model.logits(tiny_model.forward(
         torch.tensor(prompt, device=tiny_model.device), torch.arange(3, device=tiny_model.device),
-        lesson.offline.scheduling.recompute)[-1:])[0].double().cpu()  # fmt: skip
+        naive.recompute)[-1:])[0].double().cpu()  # fmt: skip
     edges = (logits / 0.7).softmax(0).cumsum(0).tolist()
     for each in params:
         u = uniforms([each.seed], [0])[0]
@@ -103,7 +102,7 @@ def test_only_rounding_is_forgiven(tiny_model):
 def test_rounding_is_judged_where_two_answers_part(tiny_model):
     """Behind what both have written, with the random number of that place; a tie is one within the logits' size."""
     ids = torch.tensor([3, 1, 4, 9, 9], device=tiny_model.device)
-    hidden = tiny_model.forward(ids, torch.arange(5, device=ids.device), lesson.scheduling.recompute)
+    hidden = tiny_model.forward(ids, torch.arange(5, device=ids.device), naive.recompute)
     logits = tiny_model.logits(hidden[-1:])[0].double().cpu()
     best, second = logits.topk(2).indices.tolist()
     edges = (logits / 0.7).softmax(0).cumsum(0)
@@ -1217,7 +1216,7 @@ def test_what_was_broken_to_show_it_is_mended_whatever_happens():
 
 
 def ahead(tiny_model):
-    """Lesson 05's loop with three drafts a step ahead, and requests of four prompt tokens."""
+    """The loop with three drafts a step ahead, and requests of four prompt tokens."""
     core, _ = drafts_ahead.make_loop("async", tiny_model, 3, 16)
 
     def make(n):
@@ -1233,7 +1232,7 @@ def test_drafts_ahead_need_no_slot_behind_the_end_of_the_context(tiny_model):
 
 def test_drafts_ahead_leave_no_count_behind(tiny_model):
     core, scheduler, make = ahead(tiny_model)
-    core.run([request := make(9)])
+    drafts_ahead.run(core, [request := make(9)])
     assert request.num_draft_placeholders == request.num_output_placeholders == 0 and not scheduler.requests
 
 

@@ -36,7 +36,7 @@ import llama
 from lab import naive
 
 lesson = common.lesson("07b_trained_drafters")
-training, paged, offline = lesson.training, lesson.paged, lesson.offline
+training, paged = lesson.training, lesson.paged
 speculative = common.lesson("07_spec_decode")
 Draft, DraftContext, SamplingParams, Tree = lesson.Draft, lesson.DraftContext, lesson.SamplingParams, lesson.Tree
 
@@ -1024,7 +1024,7 @@ def test_a_question_needs_no_chat_template(real_model):
     assert tokenizer.ask("Why?") == tokenizer.encode("Why?")
     model = llama.random_model(vocab_size=49152)
     run = lesson.serve(model, tokenizer, ["Why?"], 2, None)
-    assert run.token_ids == [offline.scheduling.generate_alone(model, tokenizer.encode("Why?"), 2)]
+    assert run.token_ids == [naive.generate(model, tokenizer.encode("Why?"), 2)]
     assert lesson.agreement_by_layer(model, tokenizer, ["Why?"], [2]) == {"2": 1.0}
     with pytest.raises(common.InputError, match="no chat template"):
         tokenizer.chat([])

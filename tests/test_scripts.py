@@ -404,7 +404,7 @@ def test_numbers_of_the_model_that_is_there(sure_model, monkeypatch, capsys, tmp
         return
     for part in ("print_profiles", "draw"):
         monkeypatch.setattr(module, part, lambda *args: None)
-    monkeypatch.setattr(module.batching, "matmul_seconds", lambda *args: 1e-6)
+    monkeypatch.setattr(module, "matmul_seconds", lambda *args: 1e-6)
     monkeypatch.setattr(llama, "check_context", lambda *args: None)
     monkeypatch.setattr(module, "scheduler_seconds", lambda *args, **options: 1e-3)
     module.main(["--sequences", "2", "--figure", str(tmp_path)])

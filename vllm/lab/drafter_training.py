@@ -41,14 +41,12 @@ import torch
 import torch.nn.functional as F
 
 import llama
-from engine.request import Request
-from engine.request import SamplingParams
-from engine.config import VllmConfig
-from engine.worker.assemble import make_runner
+from engine.config import SchedulerConfig, VllmConfig
 from engine.core.engine_core import EngineCore
+from engine.core.scheduler import make_scheduler
+from engine.request import Request, SamplingParams
+from engine.worker.assemble import make_runner
 from engine.worker.model_runner import ModelRunner
-
-continuous = common.lesson("04_continuous_batching")
 
 TOP_K = 16  # next tokens remembered per position
 PER_FILE = 48  # answers
@@ -217,10 +215,11 @@ def write_text(model: llama.Llama, tokenizer: llama.Tokenizer, folder: Path, min
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = sorted(folder.glob("text_*.npz"))
-    config = continuous.SchedulerConfig(max_model_len=448, max_num_seqs=seats, max_num_batched_tokens=2048)
-    scheduler = continuous.Scheduler(config, continuous.KVCacheManager(896, 16, 448))
+    config = SchedulerConfig(max_model_len=448, max_num_seqs=seats, max_num_batched_tokens=2048)
+    num_blocks = 1 + seats * 448 // 16  # nobody is preempted: what is computed twice would be recorded twice
+    scheduler = make_scheduler(config, num_blocks, 16, enable_prefix_caching=False)
     paged = VllmConfig(attention_backend="paged", enforce_eager=True)
-    runner = make_runner(model, config, 896, 16, paged, seed=seed + len(files), runner_class=RecordingRunner)
+    runner = make_runner(model, config, num_blocks, 16, paged, seed=seed + len(files), runner_class=RecordingRunner)
     core = EngineCore(scheduler, runner)
     prompts, stop = training_prompts(seed + len(files)), time.monotonic() + 60 * minutes
     started, tokens, done, begin, first = 0, 0, [], time.monotonic(), len(files)

@@ -33,18 +33,13 @@ import common  # first: it settles the device before torch and Triton are used
 import argparse
 import contextlib
 import copy
-import dataclasses
 import functools
-import json
-import os
 import random
 import re
-import signal
 import statistics
-import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,36 +48,31 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import llama
-from lab import roofline
-from engine.output import SchedulerOutput
-from engine.request import Request
-from engine.request import SamplingParams
-
-PagedKVCache = common.lesson("02_paged_attention").PagedKVCache
-from engine.config import VllmConfig
-from engine.worker.assemble import make_runner
+from engine import assemble
+from engine.attention.metadata import AttentionMetadata
+from engine.attention.torch_paged import decode, decode_gathered, gather_plan, prefill_attention
+from engine.config import SchedulerConfig, VllmConfig
 from engine.core.engine_core import EngineCore
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.scheduler import Scheduler
 from engine.model.packed_linear import pack_weights
+from engine.output import SchedulerOutput
+from engine.registry import fill
+from engine.request import Request, SamplingParams
+from lab import naive, roofline
+from lab.dry_run import DryRun
+from lab.matrix_products import floor_seconds, matmul_seconds
+from lab.offline_run import serve
+from lab.peers import load_transformers, vllm_peer
 
-kv_cache = common.lesson("01_kv_cache")
-from engine.attention import torch_paged as torch_attention
-
-paged_attention = common.lesson("02_paged_attention")
-batching = common.lesson("04_continuous_batching")
-AttentionMetadata = paged_attention.AttentionMetadata
-Scheduler = batching.Scheduler
+from lab.peers import random_twins, transformers_ms  # noqa: F401  lesson 05 asks for them here until it stands alone
 
 KEY = "04c_speed"
 
 
 # --- 1. The floor -----------------------------------------------------------------------------------------------------
-
-
-def floor_seconds(model: llama.Llama, num_seqs: int, n_in: int, n_out: int) -> float:
-    """The matrix products of `num_seqs` prompts of `n_in` tokens and `n_out` outputs each, and nothing else."""
-    packed = pack_weights(model)
-    prefill = batching.matmul_seconds(packed, num_seqs * n_in, num_seqs)
-    return prefill + (n_out - 1) * batching.matmul_seconds(packed, num_seqs, num_seqs)
+#
+# The matrix products of a step and nothing else: `matmul_seconds` and `floor_seconds` of lab/matrix_products.py.
 
 
 # --- 2. What one would write first ------------------------------------------------------------------------------------
@@ -115,16 +105,17 @@ def split_projections(model: llama.Llama) -> llama.Llama:
 def loop_attention(cache: Any, meta: AttentionMetadata) -> llama.Attend:
     """Attention as one would write it first: for each sequence, fetch its blocks, then attend."""
     starts, lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
+    reshape_and_cache = fill("cache.write")
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         kv = cache.layers[layer]
-        paged_attention.reshape_and_cache(k, v, kv, meta.slot_mapping)
+        reshape_and_cache(k, v, kv, meta.slot_mapping)
         out = torch.empty_like(q)
         for b, S in enumerate(lens):
             blocks = meta.block_table[b, : -(-S // cache.block_size)].long()
             keys, values = kv[:, blocks].flatten(1, 2)[:, :S]  # [S, Hkv, D] each
             mine = slice(starts[b], starts[b + 1])
-            out[mine] = paged_attention.prefill_attention(q[mine], keys, values)
+            out[mine] = prefill_attention(q[mine], keys, values)
         return out
 
     return attend
@@ -132,11 +123,12 @@ def loop_attention(cache: Any, meta: AttentionMetadata) -> llama.Attend:
 
 def gathered_attention(cache: Any, meta: AttentionMetadata) -> llama.Attend:
     """For a step of decodes: fetch the blocks of all sequences of about one length, then attend once."""
-    plan = torch_attention.gather_plan(meta.block_table, meta.seq_lens, cache.layers[0].shape)
+    plan = gather_plan(meta.block_table, meta.seq_lens, cache.layers[0].shape)
+    reshape_and_cache = fill("cache.write")
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        paged_attention.reshape_and_cache(k, v, cache.layers[layer], meta.slot_mapping)
-        return torch_attention.decode(q, cache.layers[layer], torch_attention.decode_gathered, plan)
+        reshape_and_cache(k, v, cache.layers[layer], meta.slot_mapping)
+        return decode(q, cache.layers[layer], decode_gathered, plan)
 
     return attend
 
@@ -157,7 +149,7 @@ class ListBatch:
 
     def prepare(self, rows: Sequence[tuple[Request, list[int]]], query_lens: Sequence[int], seq_lens: Sequence[int],
                 device: torch.device) -> tuple[torch.Tensor, AttentionMetadata]:  # fmt: skip
-        """As lesson 04's `InputBatch.prepare`, from scratch."""
+        """As the engine's `InputBatch.prepare`, from scratch."""
         tokens = [request.all_token_ids[S - n : S] for (request, _), n, S in zip(rows, query_lens, seq_lens)]
         meta = AttentionMetadata.build([b for _, b in rows], seq_lens, query_lens, self.block_size, device)
         return torch.tensor([t for each in tokens for t in each], device=device), meta
@@ -193,11 +185,11 @@ class StagedAttention:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
 
-    def make_cache(self, model: llama.Llama, num_blocks: int, block_size: int) -> PagedKVCache:
+    def make_cache(self, model: llama.Llama, num_blocks: int, block_size: int) -> Any:
         """Lesson 02's."""
-        return PagedKVCache(model, num_blocks, block_size)
+        return fill("cache.paged")(model, num_blocks, block_size)
 
-    def plan(self, meta: AttentionMetadata, cache: PagedKVCache) -> llama.Attend:
+    def plan(self, meta: AttentionMetadata, cache: Any) -> llama.Attend:
         """The stage's attention; its gathered one takes decodes only, so prompts go through lesson 02's."""
         if self.stage.attention == "in a loop":
             return loop_attention(cache, meta)
@@ -208,30 +200,41 @@ class StagedAttention:
 
 def make_core(model: llama.Llama, stage: Stage, num_seqs: int, max_model_len: int) -> EngineCore:
     """An engine for `num_seqs` sequences of `max_model_len` tokens, without what a stage does not have yet."""
-    config = batching.SchedulerConfig(max_model_len, num_seqs, num_seqs * max_model_len)
+    limits = SchedulerConfig(max_model_len, num_seqs, num_seqs * max_model_len)
     blocks = 1 + num_seqs * -(-max_model_len // 16)
-    scheduler = Scheduler(config, batching.KVCacheManager(blocks, 16, max_model_len))
-    runner = make_runner(
-        model, config, blocks, 16, VllmConfig(enforce_eager=True, plug={"attention": StagedAttention(stage)})
-    )
+    config = VllmConfig(enforce_eager=True, plug={"attention": StagedAttention(stage)})
+    core = assemble.make_core(model, limits, blocks, 16, config, enable_prefix_caching=False)
+    runner = core.runner
     if not stage.packed:
         runner.model = model if stage.fused else split_projections(model)
     if not stage.arrays:
         runner.batch = ListBatch(16)
-    return EngineCore(scheduler, runner)
+    return core
+
+
+def generate_cached(model: llama.Llama, prompt: Sequence[int], n_out: int) -> list[int]:
+    """Greedy decoding of one sequence, whose keys and values lie in one piece: lesson 01's loop."""
+    shape = (2, len(prompt) + n_out, model.num_kv_heads, model.config.head_dim)
+    cache = torch.zeros(model.config.num_hidden_layers, *shape, dtype=model.dtype, device=model.device)
+    tokens, computed = list(prompt), 0
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        known = computed + len(q)
+        cache[layer, 0, computed:known], cache[layer, 1, computed:known] = k, v
+        return prefill_attention(q, *cache[layer, :, :known])
+
+    for _ in range(n_out):
+        new = torch.tensor(tokens[computed:], device=model.device)  # the prompt, then one token at a time
+        hidden = model.forward(new, torch.arange(computed, len(tokens), device=model.device), attend)
+        computed = len(tokens)
+        tokens.append(int(model.logits(hidden[-1:]).argmax()))
+    return tokens[len(prompt) :]
 
 
 def alone(model: llama.Llama, prompts: Sequence[list[int]], n_out: int, cached: bool) -> tuple[list[list[int]], float]:
-    """One request after another, by lesson 01's loop: their tokens, and seconds."""
-    spec = roofline.KVCacheSpec.from_config({
-        "num_hidden_layers": model.config.num_hidden_layers, "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads, "head_dim": model.config.head_dim, "hidden_size": 0,
-    })  # fmt: skip
-    runs = []
-    for prompt in prompts:
-        cache = kv_cache.KVCache(spec, 1, len(prompt) + n_out, model.dtype) if cached else None
-        runs.append(kv_cache.generate(model, prompt, n_out, cache))
-    return [run.token_ids for run in runs], sum(sum(run.seconds) for run in runs)
+    """One request after another: their tokens, and seconds."""
+    generate, start = generate_cached if cached else naive.generate, time.perf_counter()
+    return [generate(model, prompt, n_out) for prompt in prompts], time.perf_counter() - start
 
 
 # --- 4. Operations, counted -------------------------------------------------------------------------------------------
@@ -334,9 +337,9 @@ class RescanningScheduler(Scheduler):
 
 def scheduler_seconds(running: int, waiting: int, steps: int = 40, kind: type[Scheduler] = Scheduler) -> float:
     """Median seconds of a step without a model: `running` requests decode, `waiting` more wait for a seat."""
-    config = batching.SchedulerConfig(2048, running, max(2048, 16 * running))
-    per_request = -(-(16 + steps + 8) // 16)
-    core = batching.DryRun(kind(config, batching.KVCacheManager(1 + running * per_request, 16, 2048)))
+    limits = SchedulerConfig(2048, running, max(2048, 16 * running))
+    num_blocks = 1 + running * -(-(16 + steps + 8) // 16)
+    core = DryRun(kind(limits, KVCacheManager(num_blocks, 16, 2048, enable_caching=False)))
     for i in range(running + waiting):
         params = SamplingParams(max_tokens=steps + 8, ignore_eos=True)
         core.add_request(Request(str(i), [0] * 16, params, arrival_time=float(i)))
@@ -499,81 +502,17 @@ def draw(folder: str | Path) -> list[Path]:
 # --- The peers --------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def vllm_peer(python: str, model_folder: Path, dtype: str) -> Iterator[Callable[..., dict[str, Any]]]:
-    """The real vLLM in processes of its own: ask(command=…) -> answer. Raises InputError if it does not start.
-
-    They are stopped between two questions: vLLM's worker spins while it waits for work, on a core that ours needs.
-    """
-    script = common.ROOT / "tests" / "vllm_peer.py"
-    command = [python, str(script), str(model_folder), dtype]
-    try:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                   start_new_session=True)  # fmt: skip
-    except OSError as error:
-        raise common.InputError(f"--vllm {python}: {error.strerror}") from None
-
-    def ask(**request: Any) -> dict[str, Any]:
-        with contextlib.suppress(OSError):  # it has died: the answer will be missing
-            os.killpg(process.pid, signal.SIGCONT)
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-        for line in process.stdout:
-            if line.startswith("{"):  # whatever else a library prints
-                os.killpg(process.pid, signal.SIGSTOP)
-                return json.loads(line)
-        raise common.InputError(f"--vllm {python}: it ended; has that environment vLLM in it?")
-
-    try:
-        yield ask
-    finally:
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGCONT)
-            process.stdin.close()
-        process.wait()
-
-
-def random_twins(name: str) -> tuple[llama.Llama, Any]:
-    """A model of lesson 01's table in bf16, and its like in Transformers, with random weights: the time is the same."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    config, device = roofline.llama_config(roofline.MODELS[name]), common.device()
-    make, shapes = functools.partial(torch.empty, dtype=torch.bfloat16, device=device), llama.tensor_shapes(config)
-
-    def weights(key: str) -> torch.Tensor | None:
-        return make(shapes[key]).normal_(std=0.02) if key in shapes else None
-
-    known = {key: value for key, value in dataclasses.asdict(config).items() if key != "rope_scaling"}
-    with device:
-        twin = AutoModelForCausalLM.from_config(LlamaConfig(**known), dtype=torch.bfloat16).eval()
-    return llama.Llama(config, weights, torch.bfloat16), twin
-
-
-def transformers_ms(model: Any, n: int) -> float:
-    """Milliseconds of a decode step of `n` sequences: 50 tokens more, minus the prompt and what comes before."""
-    ids = torch.full((n, 64), 5, device=model.device)
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
-
-    def seconds(tokens: int) -> float:
-        start = time.perf_counter()
-        model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **options)[0, -1].item()
-        return time.perf_counter() - start
-
-    seconds(8)
-    return 1e3 * (seconds(58) - seconds(8)) / 50
-
-
 def throughput(model: llama.Llama, folder: Path, ask: Callable | None) -> dict[str, Any]:
     """Ours, Transformers and vLLM in turns, three rounds: output tokens per second, median, lowest and highest."""
     n_in, n_out, rng, V = 128, 64, random.Random(0), model.config.vocab_size
     prompts = [[rng.randrange(min(1000, V // 2), min(40000, V)) for _ in range(n_in)] for _ in range(32)]
-    transformers = batching.load_transformers(str(folder), model)
+    transformers = load_transformers(str(folder), model)
     tokens: dict[str, list[list[int]]] = {}
 
     def ours(n: int) -> float:
         core = make_core(model, STAGES[-1], n, n_in + n_out)
         start = time.perf_counter()
-        tokens["ours"] = batching.serve(core, prompts[:n], [n_out] * n).token_ids
+        tokens["ours"] = serve(core, prompts[:n], [n_out] * n).token_ids
         return time.perf_counter() - start
 
     def theirs(n: int) -> float:
@@ -616,56 +555,6 @@ def throughput(model: llama.Llama, folder: Path, ask: Callable | None) -> dict[s
     return found
 
 
-def one_by_one(work: Sequence[Callable]) -> list[torch.Tensor]:
-    """What each of them computes."""
-    return [each() for each in work]
-
-
-def measure_linears(variants: dict[str, llama.Llama], seconds: float) -> list[dict[str, Any]]:
-    """Of models with weights in other formats: milliseconds of all linear layers of the blocks, one after another, at
-    M tokens; float layers as engines run them (on a CPU packed by lesson 04)."""
-    found: list[dict[str, Any]] = [{"method": name} for name in variants]
-    for row, model in zip(found, variants.values()):
-        c, layers = model.config, pack_weights(model).linear
-        inputs = {"down_proj": c.intermediate_size, "o_proj": c.num_attention_heads * c.head_dim}
-        widths = {n: inputs.get(n.split(".")[-1], c.hidden_size) for n in layers if n != "lm_head"}
-        for M in (1, 4, 8, 32):
-            x = {K: torch.randn(M, K, dtype=model.dtype, device=model.device) for K in widths.values()}
-            work = [functools.partial(layers[n], x[K]) for n, K in widths.items()]
-            row[f"ms_{M}"] = common.measure(functools.partial(one_by_one, work), seconds).median * 1e3
-    common.table(["linear layers, ms", *(f"M = {M}" for M in (1, 4, 8, 32))],
-                 [[r["method"], *(f"{r[f'ms_{M}']:.1f}" for M in (1, 4, 8, 32))] for r in found])  # fmt: skip
-    return found
-
-
-def measure_serving(variants: dict[str, llama.Llama], peers: dict[str, Callable] | None = None) -> list[dict[str, Any]]:
-    """Output tokens per second of the engine with each model, and of vLLM's as `peers` (ask(…) of each): 64
-    to each of n prompts of 128; the median of three rounds, in which all take turns."""
-    V = min(model.config.vocab_size for model in variants.values())
-    prompts = [[(1000 + 37 * i + j) % V for j in range(128)] for i in range(32)]
-
-    def ours(model: llama.Llama, n: int) -> float:
-        return batching.serve(batching.make_core(model), prompts[:n], [64] * n).tokens_per_second
-
-    def theirs(ask: Callable, n: int) -> float:
-        return n * 64 / ask(command="generate", prompts=prompts[:n], max_tokens=64)["seconds"]
-
-    runs = {name: functools.partial(ours, model) for name, model in variants.items()}
-    runs |= {name: functools.partial(theirs, ask) for name, ask in (peers or {}).items()}
-    found: list[dict[str, Any]] = [{"method": name} for name in runs]
-    for n in (1, 8, 32):
-        rates: list[list[float]] = [[] for _ in runs]
-        for _ in range(3):
-            for each, run in zip(rates, runs.values()):
-                time.sleep(0.5)  # threads of the one before still spin for a while
-                each.append(run(n))
-        for row, each in zip(found, rates):
-            row[f"tokens_s_{n}"] = statistics.median(each)
-    common.table(["tokens/s", *(f"{n} prompts" for n in (1, 8, 32))],
-                 [[r["method"], *(f"{r[f'tokens_s_{n}']:.0f}" for n in (1, 8, 32))] for r in found])  # fmt: skip
-    return found
-
-
 def scheduler_table(ask: Callable | None) -> dict[str, Any]:
     """µs of a step with 1,000 running and up to 10,000 waiting: ours, and vLLM's schedule() + update_from_output()."""
     found, rows = {}, []
@@ -692,8 +581,8 @@ def benchmark(args: argparse.Namespace, model: llama.Llama) -> dict[str, Any]:
         bench["stages"][slug(name)] = {"tokens_per_second": n * n_out / alone(model, prompts[:n], n_out, cached)[1]}
     for stage in STAGES:
         core = make_core(model, stage, 32, n_in + n_out)
-        batching.serve(core, prompts, [2] * 32)  # warm up
-        seconds = sorted(sum(batching.serve(core, prompts, [n_out] * 32).seconds) for _ in range(3))
+        serve(core, prompts, [2] * 32)  # warm up
+        seconds = sorted(sum(serve(core, prompts, [n_out] * 32).seconds) for _ in range(3))
         bench["stages"][slug(stage.name)] = {"tokens_per_second": 32 * n_out / seconds[1]}
     rows, before = [], None
     for name, found in zip(names, bench["stages"].values()):
@@ -773,8 +662,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     finals = None
     for stage in STAGES:
         core = make_core(model, stage, B, 64)
-        batching.serve(core, prompts[:1], [2])  # warm up
-        run = batching.serve(core, prompts, [N_OUT] * B)
+        serve(core, prompts[:1], [2])  # warm up
+        run = serve(core, prompts, [N_OUT] * B)
         finals = finals or run.token_ids
         if run.token_ids != finals or run.token_ids[: len(expected)] != expected:
             raise common.CheckFailed(f"{stage.name}: other tokens")
@@ -792,7 +681,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.say(describe(simulate(WIDGET_DEFAULT)))
 
     common.heading("3. The floor: matrix products and nothing else")
-    floor = {n: batching.matmul_seconds(pack_weights(model), n, n) for n in sorted({1, B})}
+    floor = {n: matmul_seconds(pack_weights(model), n, n) for n in sorted({1, B})}
     weights = sum(layer.weight.numel() for layer in model.linear.values())
     for n, seconds in floor.items():
         common.say(f"{n:>2} rows: {seconds * 1e3:5.1f} ms, {n / seconds:4.0f} tokens/s at most; "
