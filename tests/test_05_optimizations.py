@@ -29,6 +29,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import llama
+from lab import roofline
 
 lesson, prefix_caching = common.lesson("05_optimizations"), common.lesson("050_prefix_caching")
 batching = common.lesson("04_continuous_batching")
@@ -890,7 +891,7 @@ def test_the_launch_model():
     n = lesson.launches("Llama-3.1-8B")["total"]
     eager, graph = lesson.step_seconds("Llama-3.1-8B", 1, 1024, gpu, 10e-6)
     assert eager == pytest.approx(n * 10e-6) and graph == gpu.seconds(
-        *lesson.kv_cache.step_cost(lesson.kv_cache.MODELS["Llama-3.1-8B"], 1, 1, 1024)
+        *roofline.step_cost(roofline.MODELS["Llama-3.1-8B"], 1, 1, 1024)
     )
     assert lesson.step_seconds("Llama-3.1-8B", 256, 1024, gpu, 10e-6) == pytest.approx(
         lesson.step_seconds("Llama-3.1-8B", 256, 1024, gpu, 0.0)

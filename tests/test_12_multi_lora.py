@@ -34,6 +34,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import llama
 from engine.serving.core_proc import EngineCoreProc
 from engine.serving.async_llm import AsyncLLM
+from engine.serving.start import make_engine
 from engine.serving.openai.app import build_app
 
 lesson = common.lesson("12_multi_lora")
@@ -42,6 +43,7 @@ from engine.lora.layers import adapted_model
 from engine.lora import manager as managing
 from engine.lora.reader import AdapterReader
 from lab import adapter_training as training
+from lab import naive
 
 NONE, Meta, SamplingParams = lesson.NONE, lesson.LoRAKernelMeta, lesson.SamplingParams
 Request, LoRAConfig, LoRARequest = lesson.Request, lesson.LoRAConfig, lesson.LoRARequest
@@ -1132,7 +1134,7 @@ def test_training_starts_where_the_model_is():
     logs = []
     for prompt, target in examples:
         tokens = torch.tensor(prompt + target, device=model.device)
-        hidden = model.forward(tokens, torch.arange(len(tokens), device=model.device), lesson.scheduling.recompute)
+        hidden = model.forward(tokens, torch.arange(len(tokens), device=model.device), naive.recompute)
         logs += model.logits(hidden).log_softmax(-1)[
             torch.arange(len(prompt) - 1, len(tokens) - 1), tokens[len(prompt) :]
         ]
@@ -1152,9 +1154,7 @@ def test_training_reduces_the_loss_and_leaves_the_model_alone():
     lora, losses = training.train(model, Chat(), "pirate", answers=["It is so."] * 2, **options)
     assert losses[-1] < 0.7 * losses[0] and torch.equal(before, model.linear["layers.0.qkv_proj"].weight)
     tokens = positions = torch.arange(20, device=model.device)
-    hidden = [
-        m.forward(tokens, positions, lesson.scheduling.recompute) for m in (model, lora_model.merged(model, lora))
-    ]
+    hidden = [m.forward(tokens, positions, naive.recompute) for m in (model, lora_model.merged(model, lora))]
     assert not torch.allclose(*hidden), "the adapter does something"
 
 
@@ -1184,11 +1184,11 @@ def folder(tmp_path_factory):
 
 
 async def with_server(folder, work, **flags):
-    serving, api = common.lesson("06_serving"), common.lesson("06f_openai_api")
+    api = common.lesson("06f_openai_api")
     args = EngineArgs(model=str(folder), served_model_name=["base"], dtype="float32", max_model_len=64,
                               kv_cache_gib=0.01, enable_lora=True, max_loras=2, lora_modules=[f"one={folder / 'a0'}"],
                               **flags)  # fmt: skip
-    llm = await AsyncLLM.start(serving.make_engine, args, folder, "event-loop")
+    llm = await AsyncLLM.start(make_engine, args, folder, "event-loop")
     try:
         server = api.OpenAIServing(llm, args.names, args.adapters)
         server.runtime_loras = True
@@ -1516,7 +1516,7 @@ def test_adapters_that_peft_wrote(tmp_path, rslora):
         model = llama.Llama(folder_config, llama._open_weights(tmp_path / "base", stack))
         lora = files.read_adapter(tmp_path / "adapter", folder_config)
         merged = lora_model.merged(model, lora)
-        hidden = merged.forward(ids, torch.arange(10), lesson.scheduling.recompute)
+        hidden = merged.forward(ids, torch.arange(10), naive.recompute)
         common.assert_close(merged.logits(hidden), reference)
     files.write_adapter(lora, tmp_path / "ours", alpha=4, dtype=torch.float32)
     clean = LlamaForCausalLM.from_pretrained(tmp_path / "base").eval()

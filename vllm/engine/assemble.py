@@ -45,6 +45,7 @@ def make_core(  # noqa: PLR0913  one for each thing that others made
         num_blocks,
         block_size,
         enable_prefix_caching,
+        config.plug,
         connector=remote or local,
         drafts=config.speculative_config,
         adapters=lora,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import llama
+from engine import plugs
 from engine.config import VllmConfig
 from engine.kv_transfer.config import KVTransferConfig
 from engine.lora.config import LoRAConfig
@@ -53,6 +54,7 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
     attention_backend: str = "unified"
+    plug: Any = None  # {seam: part}, or seam=FILE.py:OBJECT of each; from __post_init__ on the former
     num_gpu_blocks_override: int | None = None
     gpu_memory_utilization: float = 0.92
     kv_cache_gib: float = 1.0
@@ -92,6 +94,7 @@ class EngineArgs:
         if not all(self.served_model_name or ["default"]):
             raise common.InputError(f"served_model_name {self.served_model_name}: a name must not be empty")
         self._check_shares()
+        self.plug = plugs.read(self.plug)
         find_dtype(self.dtype)
         override_generation_config(self.override_generation_config)
         self._check_choices()
@@ -104,6 +107,7 @@ class EngineArgs:
             check_parallel(self)
         _, _ = self.lora_config, self.speculation  # wrong ones are refused now
         self._check_transfers()
+        self._check_plugs()
         if self.lora_modules and not self.enable_lora:
             raise common.InputError("--lora-modules: needs --enable-lora")
         if self.enable_lora and (twice := [name for name in self.adapters if name in self.names]):
@@ -154,6 +158,15 @@ class EngineArgs:
             if getattr(self, name) not in values:
                 raise common.InputError(f"{name} {getattr(self, name)!r}: must be one of {', '.join(values)}")
 
+    def _check_plugs(self) -> None:
+        if "attention" in self.plug and self.kv_cache_dtype != "auto":
+            raise common.InputError(
+                "plug attention: not together with --kv-cache-dtype, which has a backend of its own"
+            )
+        for name in ("drafter", "rejection"):
+            if name in self.plug and self.speculation is None:
+                raise common.InputError(f"plug {name}: needs --speculative-config, or nobody would ask it")
+
     def _check_transfers(self) -> None:
         kv_transfer = self.kv_transfer
         if kv_transfer is None:
@@ -193,6 +206,7 @@ class EngineArgs:
             speculative_config=self.speculation,
             lora_config=self.lora_config,
             kv_transfer_config=self.kv_transfer,
+            plug=self.plug,
             workers=workers,
         )
 

@@ -124,6 +124,7 @@ FEATURES = (
     "quantization",
     "kv_cache_dtype",
     "attention_backend",
+    "plug",
     "enforce_eager",
     "enable_lora",
     "max_loras",

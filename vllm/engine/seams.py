@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.output import KVConnectorMetadata, KVConnectorOutput, SchedulerOutput
-from engine.request import Request
+from engine.output import EngineCoreOutput, KVConnectorMetadata, KVConnectorOutput, SchedulerOutput
+from engine.request import Request, RequestStatus
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,91 @@ class Runner(Protocol):
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """Guesses for the next step, by request id, once."""
+        ...
+
+
+# --- Decisions -------------------------------------------------------------------------------------------------------
+
+
+class Scheduler(Protocol):
+    """Who is in the next step, and what becomes of what it brings (`vllm/v1/core/sched/interface.py`).
+
+    It is made with the limits and the block tables; and, by name, with `connector`, `drafts`, `adapters` and
+    `async_scheduling`, each only if the engine has it.
+    """
+
+    config: Any  # SchedulerConfig
+    kv_cache_manager: Any  # core/kv_cache_manager.py's
+    requests: dict[str, Request]  # all that are not finished
+    running: list[Request]
+    waiting: Any  # has a length
+    drafts: Any  # what it was made with; None
+    patience: float | None  # seconds after which an idle loop asks again; None: it need not
+    waiting_for_adapter: Sequence[str]  # of those that wait: passed over in the last step
+    waiting_for_remote_kvs: Mapping[str, Request]  # neither waiting nor running: their keys and values are on their way
+
+    def add_request(self, request: Request) -> None:
+        """It waits. Raises InputError."""
+        ...
+
+    def has_unfinished_requests(self) -> bool:
+        """Must the loop go on?"""
+        ...
+
+    def num_slots(self, request: Request) -> int:
+        """KV slots that it fills in its life: what can never fit is refused on arrival."""
+        ...
+
+    def schedule(self) -> SchedulerOutput:
+        """Requests and token counts of the next step, and blocks for what it will write. `num_computed_tokens` of each
+        counts this step's tokens from now on."""
+        ...
+
+    def update_from_output(
+        self, output: SchedulerOutput, sampled_token_ids: dict[str, list[int]]
+    ) -> list[EngineCoreOutput]:
+        """Append what was sampled, finish requests and free their blocks."""
+        ...
+
+    def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:
+        """End them from outside. Returns those that there were."""
+        ...
+
+
+class BlockPool(Protocol):
+    """Who owns which block of the KV cache (`vllm/v1/core/block_pool.py`); made with their number, block 0 included."""
+
+    num_blocks: int
+    ref_count: list[int]  # owners of each block
+    block_hash: list[bytes | None]  # of each block that is in the index
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that `allocate` could hand out."""
+        ...
+
+    def allocate(self, n: int) -> list[int]:
+        """Blocks for one owner; what they held is forgotten."""
+        ...
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        """One more owner for each."""
+        ...
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """One owner less for each; they are in the order of a table."""
+        ...
+
+    def get_cached_block(self, block_hash: bytes) -> int | None:
+        """A block with this content."""
+        ...
+
+    def cache_block(self, block: int, block_hash: bytes) -> None:
+        """It is full, and this is what it holds."""
+        ...
+
+    def evict(self, block: int) -> None:
+        """What it holds is not to be found any more."""
         ...
 
 
@@ -68,6 +153,49 @@ class AttentionBackend(Protocol):
 
     def plan(self, meta: AttentionMetadata, cache: KVCache) -> Attend:
         """Attention of one step: what is the same for all layers is decided here, once."""
+        ...
+
+
+# --- Tokens ----------------------------------------------------------------------------------------------------------
+
+
+class Sampler(Protocol):
+    """Logits of a batch to a token for each row (`vllm/v1/sample/sampler.py`)."""
+
+    def __call__(self, logits: torch.Tensor, states: Sequence[Any]) -> tuple[list[int], list[dict[int, Any] | None]]:
+        """[R, vocab], R `SamplingState`s -> R token ids, and of each row its log probabilities by token, or None."""
+        ...
+
+
+class RejectionRule(Protocol):
+    """Which drafts stand (`vllm/v1/sample/rejection_sampler.py`)."""
+
+    def __call__(  # noqa: PLR0913  one tensor for each thing that rows have
+        self,
+        scores: torch.Tensor,
+        draft_token_ids: torch.Tensor,
+        cu_num_sampled_tokens: torch.Tensor,
+        is_greedy: torch.Tensor,
+        draw_u: torch.Tensor,
+        accept_u: torch.Tensor,
+        draft_probs: torch.Tensor | None,
+        draft_rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token_ids [R], num_sampled [B]): request b is given the first num_sampled[b] of its tokens."""
+        ...
+
+
+class Drafter(Protocol):
+    """Guesses what the target will say (`vllm/v1/spec_decode/`); made with the SpeculativeConfig and the target."""
+
+    needs_hidden: bool  # is it to be told the target's hidden states?
+
+    def propose(self, contexts: list[Any]) -> list[Any]:
+        """A `Draft` for each `DraftContext`, in order."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The request has finished, or will be computed again."""
         ...
 
 

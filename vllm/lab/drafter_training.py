@@ -43,10 +43,11 @@ import torch.nn.functional as F
 import llama
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.engine_core import EngineCore
-from engine.core.scheduler import make_scheduler
+from engine.core.kv_cache_manager import KVCacheManager
 from engine.request import Request, SamplingParams
 from engine.worker.assemble import make_runner
 from engine.worker.model_runner import ModelRunner
+from lab.reserving import ReservingScheduler
 
 TOP_K = 16  # next tokens remembered per position
 PER_FILE = 48  # answers
@@ -216,10 +217,10 @@ def write_text(model: llama.Llama, tokenizer: llama.Tokenizer, folder: Path, min
     folder.mkdir(parents=True, exist_ok=True)
     files = sorted(folder.glob("text_*.npz"))
     config = SchedulerConfig(max_model_len=448, max_num_seqs=seats, max_num_batched_tokens=2048)
-    num_blocks = 1 + seats * 448 // 16  # nobody is preempted: what is computed twice would be recorded twice
-    scheduler = make_scheduler(config, num_blocks, 16, enable_prefix_caching=False)
+    # Nobody is preempted: what is computed twice would be recorded twice.
+    scheduler = ReservingScheduler(config, KVCacheManager(896, 16, 448, enable_caching=False))
     paged = VllmConfig(attention_backend="paged", enforce_eager=True)
-    runner = make_runner(model, config, num_blocks, 16, paged, seed=seed + len(files), runner_class=RecordingRunner)
+    runner = make_runner(model, config, 896, 16, paged, seed=seed + len(files), runner_class=RecordingRunner)
     core = EngineCore(scheduler, runner)
     prompts, stop = training_prompts(seed + len(files)), time.monotonic() + 60 * minutes
     started, tokens, done, begin, first = 0, 0, [], time.monotonic(), len(files)

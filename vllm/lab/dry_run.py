@@ -1,19 +1,19 @@
-"""The engine's loop without a model: queues, budget and blocks as they are, and every next token is 0.
+"""The engine's loop without a model: every next token is 0, and only queues, budget and blocks are kept.
 
-Owns the tokens that nobody computed; called by tours and numbers that look at decisions, or at what they cost. It never
-allocates a tensor. vLLM: the mocked `ModelRunnerOutput` in `tests/v1/core/test_scheduler.py`.
+Owns nothing: a scheduler goes in, and each step advances whoever has caught up. Called by simulations and by tests of
+drivers. It never allocates a tensor. vLLM: `vllm/v1/engine/core.py`, with no counterpart to a step without a model.
 """
 
 from __future__ import annotations
-
-import common  # noqa: F401  it settles the device before torch is used
 
 from engine.core.engine_core import EngineCore
 from engine.output import SchedulerOutput
 
 
 class DryRun(EngineCore):
-    """Whoever is in a step gets a token, so prompts must be computed whole."""
+    """Each step is as long as the scheduler says, and computes nothing."""
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        return {request_id: [0] for request_id in output.num_scheduled_tokens}
+        """A prompt that was computed in part samples nothing yet."""
+        requests = {request_id: self.scheduler.requests[request_id] for request_id in output.num_scheduled_tokens}
+        return {name: [0] for name, r in requests.items() if r.num_computed_tokens == r.num_tokens}

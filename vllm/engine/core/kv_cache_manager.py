@@ -9,8 +9,9 @@ from __future__ import annotations
 import array
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from engine import seams
 from engine.core.block_pool import BlockPool
 from engine.request import Request, RequestStatus
 
@@ -48,9 +49,16 @@ class KVCacheManager:
 
     hash_bits = 256  # fewer is a bug: lesson 05's `--hash-bits`
 
-    def __init__(self, num_blocks: int, block_size: int, max_model_len: int, enable_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        enable_caching: bool = True,
+        make_pool: Callable[[int], seams.BlockPool] = BlockPool,
+    ) -> None:
         """`num_blocks` counts block 0, which the pool keeps for padding and never hands out."""
-        self.block_pool = BlockPool(num_blocks)
+        self.block_pool = make_pool(num_blocks)
         self.block_size, self.max_model_len = block_size, max_model_len
         self.enable_caching = enable_caching
         self.req_to_blocks: dict[str, list[int]] = {}

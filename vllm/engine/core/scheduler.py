@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from common import InputError
 
+import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from engine import plugs
 from engine.config import SchedulerConfig
+from engine.core.block_pool import BlockPool
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.queues import FairRequestQueue, FCFSRequestQueue, PriorityRequestQueue
 from engine.core.stats import SpecDecodingStats
@@ -652,8 +655,16 @@ def one_by_one(output: EngineCoreOutput) -> list[EngineCoreOutput]:
 
 
 def make_scheduler(
-    config: SchedulerConfig, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, **collaborators: Any
+    config: SchedulerConfig,
+    num_blocks: int,
+    block_size: int,
+    enable_prefix_caching: bool = True,
+    plug: Mapping[str, Any] | None = None,
+    **collaborators: Any,
 ) -> Scheduler:
-    """A scheduler on a manager and a pool of its own; `collaborators` are its keyword arguments."""
-    manager = KVCacheManager(num_blocks, block_size, config.max_model_len, enable_prefix_caching)
-    return Scheduler(config, manager, **collaborators)
+    """A scheduler on a manager and a pool of its own; `collaborators` are its keyword arguments. Raises InputError."""
+    plug = plug or {}
+    make_pool = functools.partial(plugs.part, "block_pool", plug, BlockPool)
+    manager = KVCacheManager(num_blocks, block_size, config.max_model_len, enable_prefix_caching, make_pool)
+    there = {name: one for name, one in collaborators.items() if one is not None and one is not False}
+    return plugs.part("scheduler", plug, Scheduler, config, manager, **there)

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import llama
-from engine.core.block_pool import BlockPool
 from engine.lora.config import LoRAConfig
 from engine.lora.files import read_adapter
 from engine.lora.layers import LoRAKernelMeta
 from engine.lora.lora_model import LoRAModel
 from engine.lora.memory import AdapterMemory, SlotMemory, UnifiedMemory
 from engine.lora.reader import AdapterReader
+from engine.seams import BlockPool
 
 Source = str | Path | LoRAModel | Callable[[], LoRAModel]
 

@@ -11,11 +11,12 @@ import common
 from typing import Any
 
 import llama
-from engine import registry
+from engine import plugs, registry
 from engine.config import SchedulerConfig, VllmConfig
 from engine.lora.layers import AppliedAdapters, adapted_model
 from engine.model.packed_linear import pack_weights
 from engine.quantization.kv_cache import QuantizedAttention
+from engine.sampling.sampler import Sampler
 from engine.seams import AttentionBackend, Grammar, WorkerConnector
 from engine.spec_decode.drafters import Drafter, make_drafter
 from engine.spec_decode.verifier import DraftVerifier
@@ -49,7 +50,10 @@ def make_runner(  # noqa: PLR0913  one for each thing that others made
     model = pack_weights(model)
     cache = attention.make_cache(model, num_blocks, block_size)
     batch = InputBatch(limits.max_num_seqs, limits.max_model_len, block_size)
-    runner = runner_class(model, cache, attention, batch, grammar=grammar, has_logits=has_logits, seed=seed)
+    sampler = plugs.part("sampler", config.plug, Sampler)
+    runner = runner_class(
+        model, cache, attention, batch, sampler=sampler, grammar=grammar, has_logits=has_logits, seed=seed
+    )
     if connector:
         connector.register_kv_caches(cache.layers, model)
         runner.connector = connector
@@ -60,8 +64,10 @@ def make_runner(  # noqa: PLR0913  one for each thing that others made
                 f"({config.kv_cache_dtype}): rejected drafts could not be taken back out of it"
             )
         # Who has no logits does not sample, so its drafter is never asked.
-        drafter = config.plug.get("drafter", make_drafter)(drafts, model) if has_logits else Drafter()
+        drafter = plugs.part("drafter", config.plug, make_drafter, drafts, model) if has_logits else Drafter()
         runner.drafts = DraftVerifier(drafts, drafter, model, limits.max_model_len, config.async_scheduling)
+        if "rejection" in config.plug:
+            runner.drafts.rejection_sample = plugs.load("rejection", config.plug["rejection"])
     # A graph replays its kernels alone: no connector could act between layers, and adapters would never change.
     if not (config.enforce_eager or lora or connector or config.kv_cache_dtype != "auto"):
         K = drafts.num_speculative_tokens if drafts else 0
@@ -76,8 +82,8 @@ def make_runner(  # noqa: PLR0913  one for each thing that others made
 
 def find_attention(config: VllmConfig) -> AttentionBackend:
     """The backend that a configuration names, or somebody else's. Raises InputError for one that there is not."""
-    if plugged := config.plug.get("attention"):
-        return plugged
+    if "attention" in config.plug:
+        return plugs.part("attention", config.plug, object)
     if config.kv_cache_dtype != "auto":
         return QuantizedAttention(config.kv_cache_dtype)
     return registry.fill(f"attention.{config.attention_backend}")()
