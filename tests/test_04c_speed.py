@@ -21,7 +21,7 @@ from lab import naive
 from lab.dry_run import DryRun
 from lab.offline_run import serve
 
-lesson = common.lesson("04c_speed")
+lesson, page = common.lesson("04c_speed"), common.numbers("04c_speed")
 paged = common.lesson("02_paged_attention")
 LOOP, FINAL = lesson.STAGES[0], lesson.STAGES[-1]
 PROMPTS, OUTPUTS = [[5, 9, 3], [7] * 17, [1, 2] * 20, [4]], [9, 3, 6, 1]
@@ -233,14 +233,14 @@ def test_the_clock_measures_a_full_engine():
 
 def test_a_step_by_arithmetic():
     W = 134_515_008 - 576 * 61  # the norms' weights are not multiplied with
-    assert lesson.facts()["weights"] == pytest.approx(W, rel=1e-3)
-    trace = lesson.simulate(lesson.WIDGET_DEFAULT | {"batch": 8})
+    assert page.facts()["weights"] == pytest.approx(W, rel=1e-3)
+    trace = page.simulate(page.WIDGET_DEFAULT | {"batch": 8})
     assert [stage["name"] for stage in trace["stages"]] == [stage.name for stage in lesson.STAGES]
     loop, gathered, final = trace["stages"][0], trace["stages"][1], trace["stages"][-1]
     per_layer, outside = lesson.operations(FINAL, 8)
     assert final["operations"] == 30 * per_layer + outside
-    assert final["parts_us"]["products"] == round(4 * lesson.facts()["weights"] / 4e10 * 1e6) == trace["floor_us"]
-    assert loop["parts_us"]["products"] == round(2 * 8 * lesson.facts()["weights"] / 1.1e11 * 1e6)
+    assert final["parts_us"]["products"] == round(4 * page.facts()["weights"] / 4e10 * 1e6) == trace["floor_us"]
+    assert loop["parts_us"]["products"] == round(2 * 8 * page.facts()["weights"] / 1.1e11 * 1e6)
     assert final["parts_us"]["attention"] == round(8 * 256 * 46_080 / 4e10 * 1e6)
     assert gathered["parts_us"]["attention"] == pytest.approx(3 * final["parts_us"]["attention"], abs=2)
     assert loop["per_layer"] - 8 * loop["per_sequence"] == lesson.operations(LOOP, 1)[0] - 5
@@ -248,14 +248,14 @@ def test_a_step_by_arithmetic():
         assert stage["total_us"] == sum(stage["parts_us"].values())
         assert stage["tokens_per_second"] == pytest.approx(8e6 / stage["total_us"])
         assert stage["share_of_floor"] == pytest.approx(trace["floor_us"] / stage["total_us"])
-    bounds = [lesson.simulate(lesson.WIDGET_DEFAULT | {"batch": B})["stages"][-1]["bound"] for B in (1, 8, 32, 128)]
+    bounds = [page.simulate(page.WIDGET_DEFAULT | {"batch": B})["stages"][-1]["bound"] for B in (1, 8, 32, 128)]
     assert bounds == ["memory", "memory", "arithmetic", "arithmetic"]
 
 
 def test_the_arithmetic_is_near_what_was_measured():
     """32 sequences, of 160 tokens in the profile's middle, between contexts 64 and 256."""
     measured = common.results(lesson.KEY)["bench"]["profile"]
-    low, high = (lesson.simulate(lesson.WIDGET_DEFAULT | {"context": S})["stages"] for S in (64, 256))
+    low, high = (page.simulate(page.WIDGET_DEFAULT | {"context": S})["stages"] for S in (64, 256))
     for name, i in (("attention_in_a_loop", 0), ("final", -1)):
         assert 0.9 * low[i]["total_us"] < 1000 * measured[name]["total"] < 1.1 * high[i]["total_us"]
         assert low[i]["parts_us"]["products"] == pytest.approx(1000 * measured[name]["products"], rel=0.05)
@@ -263,9 +263,9 @@ def test_the_arithmetic_is_near_what_was_measured():
 
 def test_more_is_never_slower_by_arithmetic():
     """But for the operations that attention in place has more than a gather: among few on a GPU they cost more."""
-    for machine in lesson.MACHINES:
-        for B in lesson.WIDGET_CHOICES["batch"]:
-            trace = lesson.simulate(lesson.WIDGET_DEFAULT | {"machine": machine, "batch": B})
+    for machine in page.MACHINES:
+        for B in page.WIDGET_CHOICES["batch"]:
+            trace = page.simulate(page.WIDGET_DEFAULT | {"machine": machine, "batch": B})
             rates = [stage["tokens_per_second"] for stage in trace["stages"]]
             if machine == "a GPU" and B < 32:
                 assert rates.pop() < rates[-1]
@@ -275,7 +275,7 @@ def test_more_is_never_slower_by_arithmetic():
 def test_what_the_page_says_of_stages_on_a_gpu():
     """In a batch the loop is the most that can be removed; of what then is left, two products more are a sixth."""
     for batch in (4, 8, 32):
-        trace = lesson.simulate(lesson.WIDGET_DEFAULT | {"machine": "a GPU", "batch": batch})
+        trace = page.simulate(page.WIDGET_DEFAULT | {"machine": "a GPU", "batch": batch})
         total = [stage["total_us"] for stage in trace["stages"]]
         saved = [before - after for before, after in itertools.pairwise(total)]
         assert saved[0] == max(saved) and round(total[1] / saved[1]) == 6
@@ -288,16 +288,16 @@ def test_what_the_page_says_of_stages_on_a_gpu():
 def test_the_schedulers_side_by_side(monkeypatch, capsys):
     """In microseconds, ours and a peer's."""
     monkeypatch.setattr(lesson, "scheduler_seconds", lambda running, waiting: running * 1e-6)
-    found = lesson.scheduler_table(lambda **asked: {"seconds": 1e-3 if asked["command"] == "schedule" else 0})
+    found = page.scheduler_table(lambda **asked: {"seconds": 1e-3 if asked["command"] == "schedule" else 0})
     assert found["1000_10000"] == {"ours": pytest.approx(1000), "vllm": pytest.approx(1000)}
-    assert lesson.scheduler_table(None)["64_0"] == {"ours": pytest.approx(64)}
+    assert page.scheduler_table(None)["64_0"] == {"ours": pytest.approx(64)}
 
 
 def test_measurements_are_sane():
     """What the page quotes: every stage has its numbers, later ones are not slower by much, and no floor is broken."""
     bench = common.results(lesson.KEY)["bench"]
     names = ["no cache", "a cache, one by one", *(stage.name for stage in lesson.STAGES)]
-    rates = [bench["stages"][lesson.slug(name)]["tokens_per_second"] for name in names]
+    rates = [bench["stages"][page.slug(name)]["tokens_per_second"] for name in names]
     assert all(b > 0.9 * a for a, b in itertools.pairwise(rates)) and rates[-1] > 50 * rates[0]
     assert all(rate < bench["floor"] for rate in rates)
     for parts in bench["profile"].values():

@@ -251,19 +251,9 @@ def test_no_lesson_loads_another():
 STILL = {
     "02_paged_attention",
     "04_continuous_batching",
-    "04b_offline_engine",
-    "04c_speed",
     "050_prefix_caching",
     "05_optimizations",
-    "05b_quantization",
-    "05c_tensor_parallel",
-    "05d_kv_cache_quantization",
     "06_serving",
-    "06b_guided_decoding",
-    "06c_scaling_out",
-    "06d_load_generator",
-    "06e_async_engine",
-    "06f_openai_api",
     "07_spec_decode",
     "07b_trained_drafters",
     "08_disagg",
@@ -271,12 +261,6 @@ STILL = {
     "10_chunked_prefill",
     "11_preemption",
     "12_multi_lora",
-    "adapter_training",
-    "drafter_training",
-    "drafts_ahead",
-    "enumeration",
-    "goodput",
-    "layouts",
 }
 
 
