@@ -30,10 +30,10 @@ from engine.spec_decode.verifier import DraftedState
 from engine.sampling import token_rules as lesson
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.openai.app import build_app
-
-offline = common.lesson("04b_offline_engine")
 from lab import naive
 
+
+speculation = common.lesson("07_spec_decode")
 async_engine, openai_api = common.lesson("06e_async_engine"), common.lesson("06f_openai_api")
 guided, serving = common.lesson("06b_guided_decoding"), common.lesson("06_serving")
 TokenizeParams = lesson.TokenizeParams

@@ -1233,7 +1233,7 @@ def test_what_was_broken_to_show_it_is_mended_whatever_happens():
 
 
 def ahead(tiny_model):
-    """Lesson 05's loop with three drafts a step ahead, and requests of four prompt tokens."""
+    """The loop with three drafts a step ahead, and requests of four prompt tokens."""
     core, _ = drafts_ahead.make_loop("async", tiny_model, 3, 16)
 
     def make(n):
@@ -1249,7 +1249,7 @@ def test_drafts_ahead_need_no_slot_behind_the_end_of_the_context(tiny_model):
 
 def test_drafts_ahead_leave_no_count_behind(tiny_model):
     core, scheduler, make = ahead(tiny_model)
-    core.run([request := make(9)])
+    drafts_ahead.run(core, [request := make(9)])
     assert request.num_draft_placeholders == request.num_output_placeholders == 0 and not scheduler.requests
 
 

@@ -254,21 +254,13 @@ def test_no_lesson_loads_another():
 STILL = {
     "02_paged_attention",
     "04_continuous_batching",
-    "04b_offline_engine",
-    "04c_speed",
     "050_prefix_caching",
     "05_optimizations",
-    "05b_quantization",
-    "05c_tensor_parallel",
-    "05d_kv_cache_quantization",
     "08_disagg",
     "09_gqa",
     "10_chunked_prefill",
     "11_preemption",
     "12_multi_lora",
-    "adapter_training",
-    "drafts_ahead",
-    "layouts",
 }
 
 

@@ -56,7 +56,7 @@ PARTS: dict[str, tuple[str, str | None, dict | None]] = {
     "03_flash_attention": ("The real model", "Every float that crosses HBM", None),
     "04_continuous_batching": ("The real model", "in seconds", {"policy": "continuous"}),
     "04b_offline_engine": ("The offline engine", "What sampling costs", {}),
-    "04c_speed": ("From naive to final", "The floor", {}),
+    "04c_speed": ("From naive to final", "Waiting requests cost nothing", None),
     "05_optimizations": ("prefix-caching", None, {}),
     "05b_quantization": ("Live: block", "Measured here", {}),
     "05c_tensor_parallel": ("The real model", None, {}),
@@ -396,19 +396,18 @@ def test_what_an_answer_that_ends_at_once_leaves_to_be_told(sure_model, capsys):
 
 
 @pytest.mark.parametrize("name", ["03_flash_attention", "04c_speed"])
-def test_numbers_of_the_model_that_is_there(sure_model, monkeypatch, capsys, tmp_path, name):
+def test_numbers_of_the_model_that_is_there(sure_model, monkeypatch, capsys, name):
     module = common.lesson(name)
     monkeypatch.setattr(llama, "load", lambda path: sure_model)
     if name == "03_flash_attention":
         module.show_model("sure")
         assert "is →<|im_end|>" in capsys.readouterr().out
         return
-    for part in ("print_profiles", "draw"):
-        monkeypatch.setattr(module, part, lambda *args: None)
-    monkeypatch.setattr(module.batching, "matmul_seconds", lambda *args: 1e-6)
+    monkeypatch.setattr(module, "print_profiles", lambda *args: None)
+    monkeypatch.setattr(module, "matmul_seconds", lambda *args: 1e-6)
     monkeypatch.setattr(llama, "check_context", lambda *args: None)
     monkeypatch.setattr(module, "scheduler_seconds", lambda *args, **options: 1e-3)
-    module.main(["--sequences", "2", "--figure", str(tmp_path)])
+    module.main(["--sequences", "2"])
     weights = sum(layer.weight.numel() for layer in sure_model[0].linear.values())
     assert f"{2 * 2 * weights / 1e-6 / 1e9:.0f} GFLOP/s" in capsys.readouterr().out
 

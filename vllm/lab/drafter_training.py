@@ -215,9 +215,9 @@ def write_text(model: llama.Llama, tokenizer: llama.Tokenizer, folder: Path, min
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = sorted(folder.glob("text_*.npz"))
-    config = SchedulerConfig(max_model_len=448, max_num_seqs=seats, max_num_batched_tokens=2048,
-                             enable_chunked_prefill=False)  # fmt: skip
-    scheduler = ReservingScheduler(config, KVCacheManager(896, 16, 448, enable_caching=False))  # an answer, once
+    config = SchedulerConfig(max_model_len=448, max_num_seqs=seats, max_num_batched_tokens=2048)
+    # Nobody is preempted: what is computed twice would be recorded twice.
+    scheduler = ReservingScheduler(config, KVCacheManager(896, 16, 448, enable_caching=False))
     paged = VllmConfig(attention_backend="paged", enforce_eager=True)
     runner = make_runner(model, config, 896, 16, paged, seed=seed + len(files), runner_class=RecordingRunner)
     core = EngineCore(scheduler, runner)

@@ -24,6 +24,7 @@ import llama
 from engine.request import SamplingParams
 from engine.sampling.sampler import uniforms
 from lab import naive
+from lab.naive_sampler import reference_distribution
 
 Distribution = Sequence[float]  # over the vocabulary
 NextToken = Callable[[tuple[int, ...]], Distribution]  # a language model: the tokens so far -> what comes next
@@ -151,26 +152,9 @@ def toy_model(seed: int, **params: Any) -> NextToken:
     @functools.cache
     def model(prefix: tuple[int, ...]) -> tuple[float, ...]:
         rng = random.Random(repr((seed, prefix)))
-        return tuple(distribution([rng.gauss(0, 1.5) for _ in range(3)], chosen))
+        return tuple(reference_distribution([rng.gauss(0, 1.5) for _ in range(3)], chosen))
 
     return model
-
-
-def distribution(z: list[float], params: SamplingParams) -> Distribution:
-    """The probabilities that temperature, top_k and top_p make of logits: in their words, without cleverness."""
-    z = [x / params.temperature for x in z]
-    if params.top_k > 0:
-        kth = sorted(z, reverse=True)[min(params.top_k, len(z)) - 1]
-        z = [x if x >= kth else -math.inf for x in z]
-    p = softmax(z)
-    more_probable = lambda x: sum(q for y, q in zip(z, p) if y > x)  # noqa: E731
-    return softmax([x if params.top_p == 1 or more_probable(x) < params.top_p else -math.inf for x in z])
-
-
-def softmax(z: Sequence[float]) -> list[float]:
-    """exp z over its sum."""
-    weights = [math.exp(x - max(z)) for x in z]
-    return [w / sum(weights) for w in weights]
 
 
 def avoid(target: NextToken) -> NextToken:
