@@ -52,7 +52,7 @@ def test_default_run(lesson):
 # story has a small simulation of its own, and the second heading is the surprise's).
 PARTS: dict[str, tuple[str, str | None, dict | None]] = {
     "01_kv_cache": ("The real model", "Measured on this machine", {"batch": 64}),
-    "02_paged_attention": ("A real model", "What the indirection costs", {}),
+    "02_paged_attention": ("The real model", "how many fit at once", None),
     "03_flash_attention": ("The real model", "Measured on this", {}),
     "04_continuous_batching": ("The real model", "in seconds", {"policy": "continuous"}),
     "04b_offline_engine": ("The offline engine", "What sampling costs", {}),
@@ -249,7 +249,8 @@ sys.path.insert(0, {str(common.HERE)!r})
 import common
 assert not common.HAS_TRITON
 for name in {[path.stem for path in LESSONS]!r}:
-    common.lesson(name).simulate
+    common.lesson(name).main
+    (common.numbers if (common.NUMBERS / f"{{name}}.py").is_file() else common.lesson)(name).simulate
 """
 LOADS_JOB = (("every lesson, without Triton",), [sys.executable, "-c", LOADS])
 
