@@ -542,7 +542,7 @@ def source_html(site: Site, path: Path) -> str:
 def front_text(readme: str) -> str:
     """The README as the front page shows it: the map for its table and graph, a widget before it, the ranking after."""
     text = re.sub(r"(?:^\|.*\n)+", "@@map@@\n", readme, count=1, flags=re.M)
-    text = re.sub(r"^An arrow[^\n]*\n\n```mermaid\n.*?^</details>\n", "\n", text, flags=re.M | re.S)
+    text = re.sub(r"^This is the house[^\n]*\n\n```mermaid\n.*?^```\n", "\n", text, flags=re.M | re.S)
     before, lessons, rest = re.split(r"^(?=## )", text, maxsplit=2, flags=re.M)
     return f"{before}## A bet, to begin with\n\n@@widget@@\n\n{lessons}@@ranking@@\n\n{rest}"
 
@@ -563,13 +563,13 @@ def ranking(site: Site) -> str:
 
 
 def map_html(site: Site) -> str:
-    """All lessons, one a row, and README's arrows as arcs; hovering over a lesson shows its own."""
+    """All lessons, one a row, and an arc from each that README's table says to read before; hovering shows its own."""
     lessons = [page for page in site.pages if page.number]
     high, wide = 44, 150
     row = {page.number: i for i, page in enumerate(lessons)}
     arcs, rules = [], []
-    arrows = re.findall(r"^ *L(\w+) --> L(\w+)$", (ROOT / "README.md").read_text(), flags=re.M)
-    for a, b in arrows:
+    after = re.findall(r"^\| (\d\d\w?) \| .* \| ([\w, ]+) \|$", (ROOT / "README.md").read_text(), flags=re.M)
+    for a, b in ((a, b) for b, earlier in after for a in earlier.split(", ")):
         turn = 4 if row[a] < row[b] else -4
         y0, y1 = (row[a] + 0.5) * high + turn, (row[b] + 0.5) * high - turn
         deep = min(wide - 14, 12 + 9 * abs(row[b] - row[a]))
@@ -585,8 +585,8 @@ def map_html(site: Site) -> str:
     return (
         f"<style>{', '.join(rules)} {{ stroke: var(--accent); stroke-width: 2; opacity: 1; }}</style>"
         f'<div class=map style="--row: {high}px"><svg width={wide} height={high * len(lessons)} role=img '
-        f'aria-label="Which lesson uses the code of which">{"".join(arcs)}</svg><ol>{items}</ol></div>'
-        "<p class=note>An arc leads from a lesson to one that uses its code.</p>"
+        f'aria-label="Which lesson makes which one easier">{"".join(arcs)}</svg><ol>{items}</ol></div>'
+        "<p class=note>An arc leads from a lesson to one that is easier after it.</p>"
     )
 
 

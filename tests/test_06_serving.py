@@ -20,6 +20,9 @@ import weakref
 from types import SimpleNamespace
 from typing import Literal
 
+from engine.serving.cli import serve_command
+from engine.serving.server import may_load_adapters, run_server
+from lab.running_server import running_server
 from engine.parallel import adapters
 from engine.serving.server import system_fingerprint
 from engine.serving.sockets import bind
@@ -128,7 +131,7 @@ def server(folder, tmp_path_factory):
              "--scheduling-policy", "priority", "--shutdown-timeout", "5", "--enable-auto-tool-choice",
              "--tool-call-parser", "hermes", "--chat-template", str(template)]  # fmt: skip
     lines = []
-    with lesson.running_server(*flags, echo=lines.append, VLLM_SERVER_DEV_MODE="1",
+    with running_server(*flags, echo=lines.append, VLLM_SERVER_DEV_MODE="1",
                                VLLM_KEEP_ALIVE_ON_ENGINE_DEATH="1") as (url, process):  # fmt: skip
         found = Server(url, process, folder)
         found.lines, found.log = lines, log
@@ -880,11 +883,11 @@ def test_each_of_several_engines_listens_at_ports_of_its_own():
 
 def test_clients_load_adapters_where_one_api_server_answers(monkeypatch):
     serve = lesson.build_parser().parse_args(["serve", "--enable-lora", "--api-server-count", "2"])
-    assert not lesson.may_load_adapters(EngineArgs(enable_lora=True)), "a client would name a file that we read"
+    assert not may_load_adapters(EngineArgs(enable_lora=True)), "a client would name a file that we read"
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-    assert lesson.may_load_adapters(EngineArgs(enable_lora=True)) and not lesson.may_load_adapters(EngineArgs())
+    assert may_load_adapters(EngineArgs(enable_lora=True)) and not may_load_adapters(EngineArgs())
     with pytest.raises(common.InputError, match="not together with --api-server-count"):
-        lesson.serve_command(serve)
+        serve_command(serve)
 
 
 def test_flags_and_fields_are_the_same():
@@ -1159,7 +1162,7 @@ def life(capsys, monkeypatch, timeout, ask, number=signal.SIGTERM, place="thread
 
         monkeypatch.setattr(AsyncLLM, "add_request", noticed)
         args = EngineArgs(max_model_len=256, max_num_seqs=4, kv_cache_gib=0.01, engine_place=place, **flags)
-        task = asyncio.create_task(lesson.run_server(args, "127.0.0.1", 0, [], timeout))
+        task = asyncio.create_task(run_server(args, "127.0.0.1", 0, [], timeout))
         out = ""
         while "Listening on" not in out:
             await asyncio.sleep(0.01)

@@ -33,7 +33,6 @@ from engine.sampling.guided.regex_guide import RegexGuide
 from engine.sampling.guided.token_trie import TokenTrie
 
 lesson = common.lesson("06b_guided_decoding")
-offline = common.lesson("04b_offline_engine")
 REGEX = {"regex": r"[a-z]{2,5}-\d{1,3}"}
 
 

@@ -31,8 +31,10 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from lab.running_server import running_server
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.parallel import stages
+from engine.core.scheduler import make_scheduler
+from engine.parallel import executors, stages
 from engine.serving.start import make_engine
 from engine.parallel import worker as worker_file
 from engine.quantization.kv_codes import block_bytes
@@ -93,11 +95,11 @@ from engine.serving.mailbox import Mailbox
 from engine.serving.rendezvous import accept_engines, dial, read_line
 from engine.serving.wire import frame, loads
 from engine.distributed.group import GroupCoordinator
+from lab import layouts, naive
+from lab.dry_run import DryRun
 
 lesson = common.lesson("06c_scaling_out")
-executors, layouts = lesson.executors, lesson.layouts
-
-serving, scheduling = lesson.serving, lesson.scheduling
+serving = common.lesson("06_serving")
 ADD = EngineCoreRequestType.ADD
 ABORT, UTILITY = EngineCoreRequestType.ABORT, EngineCoreRequestType.UTILITY
 
@@ -108,9 +110,8 @@ OUTPUTS = [9, 4, 7, 12, 6]
 
 
 def scheduler_of(blocks=60, budget=16, policy="fcfs", caching=True):
-    config = lesson.preemption.SchedulerConfig(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=budget,
-                                               policy=policy, enable_chunked_prefill=True)  # fmt: skip
-    return lesson.preemption.make_scheduler(config, blocks, 4, enable_prefix_caching=caching)
+    config = SchedulerConfig(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=budget, policy=policy)
+    return make_scheduler(config, blocks, 4, enable_prefix_caching=caching)
 
 
 def plain_core(model=None, **limits):
@@ -169,9 +170,8 @@ def test_what_does_not_divide_goes_where_vllm_puts_it():
 
 def test_in_stages_is_the_model(tiny_model):
     ids, positions = (torch.tensor(x, device=tiny_model.device) for x in ([5, 1, 77, 126], [0, 1, 2, 3]))
-    recompute = scheduling.recompute
-    whole = tiny_model.forward(ids, positions, recompute)
-    assert lesson.in_stages(tiny_model, ids, recompute, 2).equal(whole)
+    whole = tiny_model.forward(ids, positions, naive.recompute)
+    assert lesson.in_stages(tiny_model, ids, naive.recompute, 2).equal(whole)
 
 
 def test_ranks_of_a_layout():
@@ -551,7 +551,7 @@ def test_prompts_are_scored_where_the_logits_are(tp, pp):
 def test_workers_hear_differences_not_requests():
     scheduler = scheduler_of()
     writer, sizes = StepWriter(scheduler.kv_cache_manager), []
-    core = scheduling.DryRun(scheduler)
+    core = DryRun(scheduler)
     core.add_request(Request("0", list(range(40)), SamplingParams(max_tokens=20, ignore_eos=True)))
     while scheduler.has_unfinished_requests():
         output = scheduler.schedule()
@@ -573,7 +573,7 @@ class Context:
 
 
 def test_a_message_is_written_once_and_read_by_all():
-    box = lesson.MessageQueue(Context, readers=3, chunks=4, chunk_bytes=256)
+    box = executors.MessageQueue(Context, readers=3, chunks=4, chunk_bytes=256)
     items = [bytes([i]) * (50 * (i % 9)) for i in range(40)]  # up to 400 bytes: some exceed a chunk
     got = [[] for _ in range(3)]
 
@@ -595,7 +595,7 @@ def test_a_message_is_written_once_and_read_by_all():
 
 def test_a_message_of_exactly_a_chunk_and_nothing_left_in_memory():
     item = bytes(100)
-    box = lesson.MessageQueue(Context, readers=1, chunks=2, chunk_bytes=len(pickle.dumps(item, protocol=5)))
+    box = executors.MessageQueue(Context, readers=1, chunks=2, chunk_bytes=len(pickle.dumps(item, protocol=5)))
     reader, name = box.reader(0), box.memory.name
     box.enqueue(item)
     assert reader.dequeue() == item
@@ -605,7 +605,7 @@ def test_a_message_of_exactly_a_chunk_and_nothing_left_in_memory():
 
 
 def test_the_writer_waits_for_the_slowest_reader_and_asks_whether_it_lives():
-    box = lesson.MessageQueue(Context, readers=2, chunks=2, chunk_bytes=64)
+    box = executors.MessageQueue(Context, readers=2, chunks=2, chunk_bytes=64)
     fast, slow = box.reader(0), box.reader(1)
 
     class Full(Exception):
@@ -640,14 +640,14 @@ def test_memory_that_is_full_is_said_before_anything_starts(monkeypatch):
     monkeypatch.setattr(executors, "SharedMemory", Memory)
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
     with pytest.raises(common.InputError, match=r"131,080 bytes of shared memory.*No space left"):
-        lesson.MessageQueue(Context, readers=1, chunk_bytes=1 << 14)
+        executors.MessageQueue(Context, readers=1, chunk_bytes=1 << 14)
     with pytest.raises(FileNotFoundError):
         multiprocessing.shared_memory.SharedMemory(made[0])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it has no file")
 def test_all_of_the_ring_is_there_from_the_start():
-    box = lesson.MessageQueue(Context, readers=1)
+    box = executors.MessageQueue(Context, readers=1)
     try:
         assert Path("/dev/shm", box.memory.name).stat().st_blocks * 512 >= box.memory.size
     finally:
@@ -657,12 +657,12 @@ def test_all_of_the_ring_is_there_from_the_start():
 @pytest.mark.parametrize("size", [0, 1 << 18], ids=["a full ring", "more than a ring or a pipe holds"])
 def test_a_call_that_nobody_reads_has_an_end(monkeypatch, size):
     """A worker that is stopped, say: it neither dies nor reads. Who waited for its answer would have heard of it."""
-    executor, heard = object.__new__(lesson.MultiprocExecutor), []
+    executor, heard = object.__new__(executors.MultiprocExecutor), []
     stopped = SimpleNamespace(sentinel=Context.Pipe()[0], is_alive=lambda: True)  # its other end is closed: no wait
     executor.world_size, executor.timeout, executor.processes = 1, 60, [stopped]
-    executor.queue, executor.bytes_broadcast = lesson.MessageQueue(Context, readers=1, chunks=1, chunk_bytes=128), 0
+    executor.queue, executor.bytes_broadcast = executors.MessageQueue(Context, readers=1, chunks=1, chunk_bytes=128), 0
     executor.pending = [collections.deque()]
-    monkeypatch.setattr(lesson.MultiprocExecutor, "shutdown", lambda self: heard.append(self))
+    monkeypatch.setattr(executors.MultiprocExecutor, "shutdown", lambda self: heard.append(self))
     watchdog = threading.Timer(10, executor.queue.pipes[0][0].close)  # then whoever waits for a reader reads an error
     watchdog.start()
     try:
@@ -689,7 +689,7 @@ def test_answers_are_in_order_of_ranks():
 
 
 def test_who_waits_for_an_answer_of_the_dead_hears_why():
-    executor = object.__new__(lesson.MultiprocExecutor)
+    executor = object.__new__(executors.MultiprocExecutor)
     executor.failed = "worker 1 of 3 died"
     with pytest.raises(executors.ExecutorFailed, match="worker 1 of 3 died"):
         executors.Future(executor, "held", range(3), False, 1).result()
@@ -697,7 +697,7 @@ def test_who_waits_for_an_answer_of_the_dead_hears_why():
 
 def test_processes_write_the_same_tokens_and_a_silent_one_is_named():
     """TP 2 × PP 2 over gloo and shared memory. Then one falls silent."""
-    executor, parallel = lesson.MultiprocExecutor(4), ParallelConfig(2, 2)
+    executor, parallel = executors.MultiprocExecutor(4), ParallelConfig(2, 2)
     try:
         core = parallel_core(executor, parallel, source=SIZES)
         assert serve(core) == reference()
@@ -713,7 +713,7 @@ def test_processes_write_the_same_tokens_and_a_silent_one_is_named():
 
 
 def test_a_killed_worker_is_named_and_another_start_works():
-    executor = lesson.MultiprocExecutor(1)
+    executor = executors.MultiprocExecutor(1)
     try:
         core = parallel_core(executor, ParallelConfig(1, 1, "mp"))
         core.add_request(Request("0", [1, 2, 3], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)))
@@ -725,11 +725,11 @@ def test_a_killed_worker_is_named_and_another_start_works():
         assert gone(executor)
     finally:
         executor.shutdown()
-    again = lesson.MultiprocExecutor(1)
+    again = executors.MultiprocExecutor(1)
     again.shutdown()
     with pytest.raises(executors.ExecutorFailed, match="was shut down"):
         again.submit("held")
-    again = lesson.MultiprocExecutor(1)
+    again = executors.MultiprocExecutor(1)
     try:
         with pytest.raises(common.InputError, match="not a folder"):
             again.collective_rpc("load_model", WorkerSpec("/no/such/folder", ParallelConfig()))
@@ -740,7 +740,7 @@ def test_a_killed_worker_is_named_and_another_start_works():
 
 def test_workers_end_with_the_last_who_has_their_executor():
     """`del llm` is how a notebook makes room for the next."""
-    executor = lesson.MultiprocExecutor(1)
+    executor = executors.MultiprocExecutor(1)
     (process,), memory = executor.processes, Path("/dev/shm", executor.queue.memory.name)
     core = parallel_core(executor, ParallelConfig(1, 1, "mp"))
     assert process.is_alive() and memory.exists()
@@ -755,7 +755,7 @@ def echo(worker, what, _):
 
 def test_a_worker_reads_although_nobody_has_read_its_answer():
     """Both are larger than a pipe holds: the answer to a prompt with scores, say, and then an adapter."""
-    executor = lesson.MultiprocExecutor(1)
+    executor = executors.MultiprocExecutor(1)
     watchdog = threading.Timer(30, executor.processes[0].kill)
     watchdog.start()
     try:
@@ -772,7 +772,7 @@ def test_a_worker_reads_although_nobody_has_read_its_answer():
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "pp", "victim"), [(2, 1, 1), (1, 2, 0), (2, 1, 0)])
 def test_whoever_is_killed_is_named_not_its_peers(tp, pp, victim):
-    executor, parallel = lesson.MultiprocExecutor(tp * pp), ParallelConfig(tp, pp)
+    executor, parallel = executors.MultiprocExecutor(tp * pp), ParallelConfig(tp, pp)
     try:
         core = parallel_core(executor, parallel)
         core.add_request(Request("0", [1, 2, 3], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)))
@@ -2013,7 +2013,7 @@ FLAGS = ["--max-model-len", "256", "--max-num-seqs", "8", "--kv-cache-gib", "0.0
 @contextlib.contextmanager
 def server(*flags, **env):
     lines = []
-    with serving.running_server(*FLAGS, *flags, echo=lines.append, VLLM_SERVER_DEV_MODE="1", **env) as (url, process):
+    with running_server(*FLAGS, *flags, echo=lines.append, VLLM_SERVER_DEV_MODE="1", **env) as (url, process):
         import openai
 
         yield openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=120), process, lines, url
@@ -2165,17 +2165,21 @@ def test_ray(texts):
     code = f"""
 import sys; sys.path.insert(0, {str(common.HERE)!r})
 import common, json, llama
+from engine.parallel.config import ParallelConfig
+from engine.parallel.executors import ExecutorFailed
+from engine.parallel.worker import WorkerSpec
+from engine.parallel.workers import make_executor
 lesson = common.lesson("06c_scaling_out")
 parallel = ParallelConfig(1, 2, "ray")
 executor = make_executor(parallel)
 executor.collective_rpc("load_model", WorkerSpec(None, parallel))
 tokenizer = llama.Tokenizer(llama.model_folder(None))
-engine = build_engine(None, parallel, tokenizer, executor)
+engine = lesson.build_engine(None, parallel, tokenizer, executor)
 tokens = lesson.answer(engine, lesson.TEXTS)
 executor.ray.kill(executor.actors[1])
 try:
     executor.collective_rpc("held")
-except lesson.executors.ExecutorFailed as error:
+except ExecutorFailed as error:
     print(json.dumps([[tokenizer.decode(t) for t in tokens], str(error)]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

@@ -22,11 +22,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from engine.core.queues import FCFSRequestQueue
+from engine.core.scheduler import Scheduler
 from engine.llm_engine import LLMEngine
+from lab.bench import add_bench_commands, bench_command, print_result, serve_load
+from lab.load_generator import BadAnswer, SSEDecoder, Target, drive, read_stream
+from lab.records import Record, concurrency, percentile, summarize
+from lab.simulated_engine import StepCost, run_simulated
+from lab.tuning import build_engine, engine_run, latency_command, measure_latency, pareto, parse_limits, tune
+from lab.workload import AZURE, Prompt, arrival_times, load_prompts, make_prompts, quantile, random_length, table_mean
 
 lesson = common.lesson("06d_load_generator")
-offline = common.lesson("04b_offline_engine")
-Prompt, Record, Script, Target = lesson.Prompt, lesson.Record, lesson.Script, lesson.Target
+Script = lesson.Script
 
 
 def ms(seconds):
@@ -88,7 +95,7 @@ def test_the_closed_loop_hides_the_freeze():
 def test_a_limit_is_kept_and_nobody_overtakes(due, limit, tokens):
     due = [at / 100 for at in sorted(due)]
     records = lesson.drive_scripted(Script(0.05, 0.03).reply, ones(len(due), tokens), due, max_concurrency=limit)
-    assert lesson.concurrency([(r.start, r.end) for r in records])[0] <= limit
+    assert concurrency([(r.start, r.end) for r in records])[0] <= limit
     assert [r.start for r in records] == sorted(r.start for r in records)
     assert all(r.client_queue_time > -1e-9 and not r.error for r in records)
     free = lesson.drive_scripted(Script(0.05, 0.03).reply, ones(len(due), tokens), due)
@@ -102,7 +109,7 @@ numbers = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40)
 
 @given(numbers, st.floats(0, 100))
 def test_percentiles_are_numpys(values, p):
-    assert lesson.percentile(values, p) == pytest.approx(np.percentile(values, p), rel=1e-9, abs=1e-6)
+    assert percentile(values, p) == pytest.approx(np.percentile(values, p), rel=1e-9, abs=1e-6)
 
 
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), min_size=1, max_size=12)
@@ -111,7 +118,7 @@ spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), min_size=1, 
 @given(spans)
 def test_concurrency_is_counted_instant_by_instant(pairs):
     found = [(start, start + length) for start, length in pairs]
-    peak, area = lesson.concurrency(found)
+    peak, area = concurrency(found)
     in_flight = [sum(a <= t < b for a, b in found) for t in range(50)]
     assert area == sum(in_flight) == sum(b - a for a, b in found), "Little: the integral is the sum of times"
     assert peak == max(in_flight) or (peak == 1 and not any(in_flight))  # a span of length 0 is there and gone
@@ -121,7 +128,7 @@ def test_counting_by_whole_seconds_is_no_concurrency():
     """What vLLM's max_concurrent_requests does: ten requests one after the other within a second count as ten."""
     in_turn = [(i / 10, i / 10 + 0.09) for i in range(10)]
     by_seconds = Counter(s for a, b in in_turn for s in range(int(a), int(b) + 1))
-    assert lesson.concurrency(in_turn)[0] == 1 and max(by_seconds.values()) == 10
+    assert concurrency(in_turn)[0] == 1 and max(by_seconds.values()) == 10
 
 
 def hand_made():
@@ -134,7 +141,7 @@ def hand_made():
 
 
 def test_numbers_of_a_hand_made_run():
-    found = lesson.summarize(hand_made(), percentiles=(50, 90))
+    found = summarize(hand_made(), percentiles=(50, 90))
     assert (found["duration"], found["completed"], found["failed"], found["failures"]) == (3.5, 2, 1, {"truncated": 1})
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (30, 6), "a failure's tokens do not count"
     assert found["request_throughput"] == 2 / 3.5 and found["output_throughput"] == 6 / 3.5
@@ -149,13 +156,13 @@ def test_numbers_of_a_hand_made_run():
         assert found[f"p90_{name}_ms"] == pytest.approx(np.percentile(values, 90)), name
     assert found["output_tokens_per_chunk"] == 6 / 4
     assert found["max_output_tokens_per_s"] == pytest.approx(1 + 5 / 3)  # from 1.5 to 2.5
-    longer = lesson.summarize(hand_made(), 7.0)
+    longer = summarize(hand_made(), 7.0)
     assert longer["request_throughput"] == 2 / 7 and longer["mean_concurrency"] == pytest.approx(4.1 / 7)
 
 
 def test_a_failure_counts_in_time_and_a_connection_that_stays_open_does_not():
     """The run lasts until the last has failed; an answer until its last text. Two tokens have one time between them."""
-    found = lesson.summarize([Record(1.0, 1.5, 4.0, [2.2, 2.4], 10, 2), Record(0.25, 0.25, 9.0, error="timeout")])
+    found = summarize([Record(1.0, 1.5, 4.0, [2.2, 2.4], 10, 2), Record(0.25, 0.25, 9.0, error="timeout")])
     assert found["duration"] == 9 and found["mean_concurrency"] == pytest.approx((2.5 + 8.75) / 9)
     assert [round(found[f"mean_{name}_ms"]) for name in ("tpot", "e2el", "e2el_including_client_queue")] == [
         200, 900, 1400]  # fmt: skip
@@ -172,7 +179,7 @@ def test_keys_are_vllms():
         *(f"{rule}_{name}_ms" for rule in ("mean", "median", "std", "p99", "p99.9") for name in names),
     }  # fmt: skip
     ours = {"failures", "mean_concurrency", "output_tokens_per_chunk"}
-    assert set(lesson.summarize(hand_made(), percentiles=(99, 99.9))) == vllm | ours
+    assert set(summarize(hand_made(), percentiles=(99, 99.9))) == vllm | ours
 
 
 @pytest.mark.parametrize(
@@ -185,13 +192,13 @@ def test_keys_are_vllms():
     ],
 )  # fmt: skip
 def test_what_the_report_says(capsys, key, value, words, said):
-    lesson.print_result(lesson.summarize(hand_made()) | {"output_tokens_per_chunk": 1.0, key: value}, ["ttft:1"])
+    print_result(summarize(hand_made()) | {"output_tokens_per_chunk": 1.0, key: value}, ["ttft:1"])
     assert (words in capsys.readouterr().out) == said
 
 
 def test_nothing_measured_is_not_zero():
     failed = [Record(0.0, 0.0, 1.0, error="http 500")]
-    found = lesson.summarize(failed, goodput={"ttft": 1e9})
+    found = summarize(failed, goodput={"ttft": 1e9})
     assert found["completed"] == 0 and found["request_goodput"] == 0
     assert found["mean_ttft_ms"] is None and found["p99_e2el_ms"] is None and found["output_tokens_per_chunk"] is None
 
@@ -205,7 +212,7 @@ def test_nothing_measured_is_not_zero():
 )  # fmt: skip
 def test_goodput_by_hand(limits, good):
     """A limit is kept when met exactly, all must hold at once, and one token has no TPOT to miss."""
-    assert lesson.summarize(hand_made(), goodput=limits)["request_goodput"] * 3.5 == pytest.approx(good)
+    assert summarize(hand_made(), goodput=limits)["request_goodput"] * 3.5 == pytest.approx(good)
 
 
 # --- The workload ---------------------------------------------------------------------------------------------------
@@ -215,7 +222,7 @@ def test_goodput_by_hand(limits, good):
 def test_gaps_are_gamma_distributed(burstiness):
     """Kolmogorov–Smirnov at 99.9 %: sup |F_n − F| ≤ 1.95/√n, fixed seed; and vLLM's scaling to count / rate."""
     n, rate = 4000, 7.0
-    due = lesson.arrival_times(n, rate, random.Random(1), burstiness)
+    due = arrival_times(n, rate, random.Random(1), burstiness)
     assert due == sorted(due) and due[-1] == pytest.approx(n / rate)
     gaps = torch.tensor(np.diff([0.0, *due]) * rate).sort().values
     cdf = torch.special.gammainc(torch.tensor(burstiness, dtype=torch.float64), burstiness * gaps)
@@ -230,18 +237,18 @@ def test_gaps_are_gamma_distributed(burstiness):
 
 def test_arrivals_at_the_ends():
     rng = random.Random(0)
-    assert lesson.arrival_times(3, math.inf, rng) == [0.0] * 3
-    assert lesson.arrival_times(4, 2.0, rng, math.inf) == [0.5, 1.0, 1.5, 2.0]
-    again = [lesson.arrival_times(9, 2.0, random.Random(5)) for _ in range(2)]
-    assert again[0] == again[1] != lesson.arrival_times(9, 2.0, random.Random(6))
-    assert lesson.arrival_times(1, 4.0, rng) == [0.25]
-    tight = [lesson.arrival_times(2, 4.0, random.Random(seed), 0.001) for seed in range(40)]  # gaps may all be 0
+    assert arrival_times(3, math.inf, rng) == [0.0] * 3
+    assert arrival_times(4, 2.0, rng, math.inf) == [0.5, 1.0, 1.5, 2.0]
+    again = [arrival_times(9, 2.0, random.Random(5)) for _ in range(2)]
+    assert again[0] == again[1] != arrival_times(9, 2.0, random.Random(6))
+    assert arrival_times(1, 4.0, rng) == [0.25]
+    tight = [arrival_times(2, 4.0, random.Random(seed), 0.001) for seed in range(40)]  # gaps may all be 0
     assert [0.0, 0.0] in tight and {due[-1] for due in tight} == {0.0, 0.5}
 
 
 def test_lengths():
     rng = random.Random(0)
-    draw = lambda **how: [lesson.random_length(rng, 100, **how) for _ in range(4000)]  # noqa: E731
+    draw = lambda **how: [random_length(rng, 100, **how) for _ in range(4000)]  # noqa: E731
     assert set(draw()) == {100}
     uniform = draw(range_ratio=0.3)
     assert (min(uniform), max(uniform)) == (70, 130) and abs(statistics.fmean(uniform) - 100) < 4 * 17.6 / 63.2
@@ -250,24 +257,24 @@ def test_lengths():
     assert statistics.pstdev(lognormal) == pytest.approx(50, rel=0.1) and min(lognormal) >= 1
     assert statistics.median(lognormal) == pytest.approx(100 / math.sqrt(1.25), rel=0.04)
     assert statistics.median(draw(cv=1.5)) == pytest.approx(100 / math.sqrt(1 + 1.5**2), rel=0.06)
-    assert {lesson.random_length(rng, 10, 0.25) for _ in range(200)} == {*range(7, 14)}, "7.5 and 12.5, as vLLM rounds"
+    assert {random_length(rng, 10, 0.25) for _ in range(200)} == {*range(7, 14)}, "7.5 and 12.5, as vLLM rounds"
     for how in ({"range_ratio": 1.0}, {"cv": 2.0}):
-        assert min(lesson.random_length(rng, 1, **how) for _ in range(50)) == 1, "never empty"
+        assert min(random_length(rng, 1, **how) for _ in range(50)) == 1, "never empty"
 
 
-@pytest.mark.parametrize("name", lesson.AZURE)
+@pytest.mark.parametrize("name", AZURE)
 def test_azure_lengths_have_the_published_percentiles(name):
     for side in ("input", "output"):
-        table = lesson.AZURE[name][side]
+        table = AZURE[name][side]
         for p, tokens in table:
-            assert lesson.quantile(table, p / 100) == pytest.approx(tokens)
+            assert quantile(table, p / 100) == pytest.approx(tokens)
         u = (np.arange(20_000) + 0.5) / 20_000
-        values = [lesson.quantile(table, x) for x in u]
+        values = [quantile(table, x) for x in u]
         assert values == sorted(values) and values[0] >= 1
-        assert lesson.table_mean(table) == pytest.approx(np.mean(values), rel=1e-3)
-        assert lesson.quantile(table, 0.999) == table[-1][1], "nothing beyond the last"
-        published = lesson.AZURE[name]["mean"][side]
-        assert lesson.table_mean(table) == pytest.approx(published, rel=0.02 if name == "azure-code" else 0.13)
+        assert table_mean(table) == pytest.approx(np.mean(values), rel=1e-3)
+        assert quantile(table, 0.999) == table[-1][1], "nothing beyond the last"
+        published = AZURE[name]["mean"][side]
+        assert table_mean(table) == pytest.approx(published, rel=0.02 if name == "azure-code" else 0.13)
 
 
 def bench_args(*argv):
@@ -276,24 +283,24 @@ def bench_args(*argv):
 
 def test_prompts_of_a_run(tmp_path):
     args = bench_args("--num-prompts", "5", "--random-input-len", "7", "--random-output-len", "3")
-    prompts = lesson.make_prompts(args, 5, 0)
+    prompts = make_prompts(args, 5, 0)
     assert [(len(p.content), p.input_len, p.output_len) for p in prompts] == [(7, 7, 3)] * 5
-    assert prompts == lesson.make_prompts(args, 5, 0) and prompts != lesson.make_prompts(args, 5, 1)
+    assert prompts == make_prompts(args, 5, 0) and prompts != make_prompts(args, 5, 1)
     assert len({tuple(p.content) for p in prompts}) == 5, "nobody's prompt is another's prefix"
-    texts = lesson.make_prompts(args, 5, 0, as_text=True)
+    texts = make_prompts(args, 5, 0, as_text=True)
     assert all(len(p.content.split()) == 7 for p in texts)
-    azure = lesson.make_prompts(bench_args("--dataset-name", "azure-code"), 400, 0)
+    azure = make_prompts(bench_args("--dataset-name", "azure-code"), 400, 0)
     assert statistics.median(p.input_len for p in azure) == pytest.approx(1469, rel=0.15)
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "one\u2028line", "output_tokens": 9}\n\n{"prompt": "two"}\n', encoding="utf-8")
-    custom = lesson.make_prompts(bench_args("--dataset-path", str(file), "--random-output-len", "4"), 3, 0)
+    custom = make_prompts(bench_args("--dataset-path", str(file), "--random-output-len", "4"), 3, 0)
     assert [(p.content, p.output_len) for p in custom] == [("one\u2028line", 9), ("two", 4), ("one\u2028line", 9)]
 
 
 @pytest.mark.parametrize(("length", "tokens"), [(2.7, 3), (2.3, 2), (0.2, 1)])
 def test_lengths_between_published_ones_are_rounded(monkeypatch, length, tokens):
-    monkeypatch.setattr(lesson, "quantile", lambda table, u: length)
-    (prompt,) = lesson.make_prompts(bench_args("--dataset-name", "azure-code"), 1, 0)
+    monkeypatch.setattr("lab.workload.quantile", lambda table, u: length)
+    (prompt,) = make_prompts(bench_args("--dataset-name", "azure-code"), 1, 0)
     assert (len(prompt.content), prompt.input_len, prompt.output_len) == (tokens,) * 3
 
 
@@ -311,14 +318,14 @@ def test_wrong_prompt_files_are_named(tmp_path, content, word):
     if content is not None:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(common.InputError, match=word):
-        lesson.load_prompts(str(file))
+        load_prompts(str(file))
 
 
 def test_contradictions_in_the_workload_are_refused():
     with pytest.raises(common.InputError, match="--dataset-path"):
-        lesson.make_prompts(bench_args("--dataset-name", "custom"), 1, 0)
+        make_prompts(bench_args("--dataset-name", "custom"), 1, 0)
     with pytest.raises(common.InputError, match="--random-cv"):
-        lesson.make_prompts(bench_args("--random-cv", "1", "--random-range-ratio", "0.5"), 1, 0)
+        make_prompts(bench_args("--random-cv", "1", "--random-range-ratio", "0.5"), 1, 0)
 
 
 # --- The stream -----------------------------------------------------------------------------------------------------
@@ -366,7 +373,7 @@ def test_events_survive_any_cut(data, newline):
     body = b": ping" + newline.encode() * 2 + stream(chunk(AWKWARD), chunk("b"), USAGE, newline=newline)
     body += f"event: x{newline}data:1{newline}data: 2{newline}{newline}".encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(body)), max_size=12)))
-    decoder, events = lesson.SSEDecoder(), []
+    decoder, events = SSEDecoder(), []
     for a, b in itertools.pairwise([0, *cuts, len(body)]):
         events += decoder.feed(body[a:b])
     if newline == "\r":  # a lone \r at the very end may still become \r\n
@@ -379,16 +386,16 @@ def test_events_survive_any_cut(data, newline):
 def test_a_cut_inside_a_line_ending_is_no_event(newline):
     body = f": hello{newline}data: 1{newline}data: 2{newline}{newline}data:3{newline}{newline}".encode()
     for cut in range(len(body) + 1):
-        decoder = lesson.SSEDecoder()
+        decoder = SSEDecoder()
         assert [*decoder.feed(body[:cut]), *decoder.feed(body[cut:] + b"x")] == ["1\n2", "3"]
 
 
 def test_of_an_events_data_one_space_is_the_formats():
-    assert lesson.SSEDecoder().feed(b"data:  a \n\ndata:b\n\n") == [" a ", "b"]
+    assert SSEDecoder().feed(b"data:  a \n\ndata:b\n\n") == [" a ", "b"]
 
 
 def test_fields_of_other_names_are_not_data():
-    assert lesson.SSEDecoder().feed(b"database: 1\ndata: 2\n\n") == ["2"]
+    assert SSEDecoder().feed(b"database: 1\ndata: 2\n\n") == ["2"]
 
 
 def test_what_came_together_has_one_time_and_a_long_error_is_cut():
@@ -396,10 +403,10 @@ def test_what_came_together_has_one_time_and_a_long_error_is_cut():
         yield stream(*messages)
 
     record, ticks = Record(0.0), itertools.count()
-    asyncio.run(lesson.read_stream(pieces(chunk("a"), chunk("b", "stop"), USAGE), record, lambda: next(ticks)))
+    asyncio.run(read_stream(pieces(chunk("a"), chunk("b", "stop"), USAGE), record, lambda: next(ticks)))
     assert record.times == [0, 0]
-    with pytest.raises(lesson.BadAnswer) as bad:
-        asyncio.run(lesson.read_stream(pieces({"error": "x" * 999}), record, lambda: next(ticks)))
+    with pytest.raises(BadAnswer) as bad:
+        asyncio.run(read_stream(pieces({"error": "x" * 999}), record, lambda: next(ticks)))
     assert bad.value.args == ("error event", "x" * 200)
 
 
@@ -459,7 +466,7 @@ def test_an_address_that_is_none_is_a_failure_like_others_and_progress_counts_it
 
     async def run():
         async with httpx.AsyncClient() as client:
-            return await lesson.drive(client, Target("http://x:y", "m"), ones(2), [0.0, 0.0], None,
+            return await drive(client, Target("http://x:y", "m"), ones(2), [0.0, 0.0], None,
                                       lambda: progress.append(1))  # fmt: skip
 
     assert [record.error for record in asyncio.run(run())] == ["connection"] * 2 == ["connection"] * len(progress)
@@ -500,7 +507,7 @@ def test_a_bad_answer_fails_by_name_and_is_never_fast(name):
 
     records = lesson.drive_scripted(reply, ones(3, 4), [0.0] * 3, timeout=10.0)
     assert [r.error for r in records] == ["", name.split(",")[0], ""] and records[1].detail
-    found = lesson.summarize(records, goodput={"e2el": 1e9})
+    found = summarize(records, goodput={"e2el": 1e9})
     assert (found["completed"], found["failed"]) == (2, 1) and found["failures"] == {name.split(",")[0]: 1}
     assert found["request_goodput"] == found["request_throughput"] == pytest.approx(2 / found["duration"])
     assert found["p99_ttft_ms"] == pytest.approx(500) and found["total_output_tokens"] == 8
@@ -511,7 +518,7 @@ def test_refusals_are_failures(status):
     async def run():
         transport = httpx.MockTransport(lambda request: httpx.Response(status, json={"error": {"message": "no room"}}))
         async with httpx.AsyncClient(transport=transport) as client:
-            return await lesson.drive(client, Target("http://x", "m"), ones(2), [0.0, 0.0])
+            return await drive(client, Target("http://x", "m"), ones(2), [0.0, 0.0])
 
     for record in asyncio.run(run()):
         assert record.error == f"http {status}" and "no room" in record.detail and not record.times
@@ -526,7 +533,7 @@ def test_the_clock_starts_before_the_server_accepts():
 
     async def run():
         async with httpx.AsyncClient(transport=httpx.MockTransport(accept)) as client:
-            return await lesson.drive(client, Target("http://x", "m"), ones(2, 2), [0.0, 1.0])
+            return await drive(client, Target("http://x", "m"), ones(2, 2), [0.0, 1.0])
 
     with asyncio.Runner(loop_factory=lesson.VirtualTimeLoop) as runner:
         records = runner.run(run())
@@ -674,14 +681,14 @@ def test_the_load_is_what_the_flags_say(monkeypatch, rate):
         calls.append((target, prompts, arrivals, limit))
         return [Record(0.0, 0.0, 1.0, [1.0], 1, 1) for _ in prompts]
 
-    monkeypatch.setattr(lesson, "drive", drive)
+    monkeypatch.setattr("lab.bench.drive", drive)
     flags = f"--num-prompts 3 --num-warmups 2 --seed 7 --request-rate {rate} --burstiness 0.5 --max-concurrency 4"
     args = bench_args(*flags.split(), "--request-timeout", "9", "--random-input-len", "3")
-    result, _ = asyncio.run(lesson.serve_load(args))
+    result, _ = asyncio.run(serve_load(args))
     (_, warmups, at_once, few), (target, prompts, due, limit) = calls
     assert (at_once, few, limit) == ([0.0] * 2, 4, 4) and (target.timeout, target.extra) == (9, {})
-    assert due == lesson.arrival_times(3, rate, random.Random(7), 0.5)
-    assert prompts == lesson.make_prompts(args, 3, 7) and warmups[0] not in prompts
+    assert due == arrival_times(3, rate, random.Random(7), 0.5)
+    assert prompts == make_prompts(args, 3, 7) and warmups[0] not in prompts
     # All at once, there is no time at which a user asked.
     assert ("mean_e2el_including_client_queue_ms" in result) == (rate == 5)
 
@@ -722,7 +729,7 @@ def test_an_open_loop_has_a_connection_for_everybody():
     async def run():
         server, url = await lesson.start_server(reply)
         async with server:
-            return await lesson.serve_load(lesson.build_parser().parse_args(
+            return await serve_load(lesson.build_parser().parse_args(
                 ["bench", "--base-url", url, "--model", "m", "--num-prompts", "120", "--random-input-len", "2",
                  "--random-output-len", "1", "--request-timeout", "10"]))  # fmt: skip
 
@@ -761,10 +768,10 @@ def batch_means(values, batches=20):
 
 def one_seat(prompts, load, seed):
     """Waits in front of one seat, and the service times."""
-    services = [lesson.StepCost().alone(p) for p in prompts]
+    services = [StepCost().alone(p) for p in prompts]
     rate = load / statistics.fmean(services)
-    arrivals = [round(at) for at in lesson.arrival_times(len(prompts), rate, random.Random(seed))]
-    run = lesson.run_simulated(prompts, arrivals, max_num_seqs=1)
+    arrivals = [round(at) for at in arrival_times(len(prompts), rate, random.Random(seed))]
+    run = run_simulated(prompts, arrivals, max_num_seqs=1)
     waits = [times[-1] - at - service for times, at, service in zip(run.times, arrivals, services)]
     return waits, services, arrivals, rate
 
@@ -805,7 +812,7 @@ def test_the_queue_of_the_story():
 
 
 def test_a_step_costs_what_it_says():
-    cost = lesson.StepCost()
+    cost = StepCost()
     assert cost([(1, 1000)]) == 6_440 + (27_000 + 44_000) // 1000
     assert cost([(512, 512), (1, 600)]) == 6_440 + (27_000 * 513 + 44 * 1112) // 1000
     alone = cost.alone(Prompt([], lesson.INPUT, lesson.OUTPUT))
@@ -880,32 +887,30 @@ def test_close_to_capacity_is_the_edge():
 
 
 def test_a_broken_scheduler_breaks_the_simulation(monkeypatch):
-    right, scheduling = lesson.simulate(lesson.WIDGET_DEFAULT), lesson.scheduling
-    admit = scheduling.Scheduler._admit
+    right, admit = lesson.simulate(lesson.WIDGET_DEFAULT), Scheduler._admit
     with monkeypatch.context() as patch:  # seats stay empty
-        patch.setattr(scheduling.Scheduler, "_admit", lambda self, r: admit(self, r) if len(self.running) < 8 else 0)
+        patch.setattr(Scheduler, "_admit", lambda self, r: admit(self, r) if len(self.running) < 8 else 0)
         assert max(lesson.simulate(lesson.WIDGET_DEFAULT)["done"]) > max(right["done"])
     with monkeypatch.context() as patch:  # the last in the queue is the first
-        queue = scheduling.FCFSRequestQueue
-        patch.setattr(queue, "add_request", queue.prepend_request)
+        patch.setattr(FCFSRequestQueue, "add_request", FCFSRequestQueue.prepend_request)
         assert (
             lesson.simulate(lesson.WIDGET_DEFAULT | {"rate": 80})["first"]
             != lesson.simulate(lesson.WIDGET_DEFAULT)["first"]
         )
     with monkeypatch.context() as patch:  # a step that costs nothing for context
-        patch.setattr(lesson.StepCost, "__call__", lambda self, work: 6_440)
+        patch.setattr(StepCost, "__call__", lambda self, work: 6_440)
         assert max(lesson.simulate(lesson.WIDGET_DEFAULT)["done"]) < max(right["done"])
 
 
 def test_the_yardstick_is_the_same_for_all():
     run = lesson.load(30, 0, 16)
-    found = lesson.summarize(run.records)
+    found = summarize(run.records)
     assert found["completed"] == lesson.REQUESTS and found["total_output_tokens"] == lesson.REQUESTS * lesson.OUTPUT
     assert found["mean_ttft_ms"] == pytest.approx(statistics.fmean(t[0] - s for t, s in zip(run.times, run.sent)) / 1e3)
     rate_times_latency = found["request_throughput"] * found["mean_e2el_ms"] / 1e3
     assert found["mean_concurrency"] == pytest.approx(rate_times_latency), "Little's law"
     limited = lesson.load(60, 8, 16)
-    queued = lesson.summarize(limited.records)["mean_client_queue_time_ms"]
+    queued = summarize(limited.records)["mean_client_queue_time_ms"]
     assert queued == pytest.approx(statistics.fmean(map(int.__sub__, limited.sent, limited.arrivals)) / 1e3) != 0
 
 
@@ -914,7 +919,7 @@ def test_the_yardstick_is_the_same_for_all():
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
 def test_the_front_is_what_nobody_beats(points):
-    front = lesson.pareto(points)
+    front = pareto(points)
     kept = [p for p, on in zip(points, front) if on]
     assert len(set(kept)) == len(kept)
     for cost, gain in points:
@@ -935,15 +940,15 @@ def measured(seats, budget):
 
 
 def test_tune_chooses_within_the_limits():
-    found = lesson.tune(measured, (1, 4, 8), (2, 8), {"itl": 13.0})
+    found = tune(measured, (1, 4, 8), (2, 8), {"itl": 13.0})
     assert [row.get("refused") is not None for row in found["rows"]] == [False, False, True, False, True, False]
     best = found["rows"][found["best"]]
     assert (best["max_num_seqs"], best["max_num_batched_tokens"]) == (4, 8)
-    best = lesson.tune(measured, (1, 4, 8), (2, 8), {"itl": 13.0, "ttft": 1}, gain="request_goodput")
+    best = tune(measured, (1, 4, 8), (2, 8), {"itl": 13.0, "ttft": 1}, gain="request_goodput")
     assert best["rows"][best["best"]]["max_num_seqs"] == 1, "a metric that was not measured limits nobody"
-    assert lesson.tune(measured, (1, 4), (2, 8), {"itl": 1.0})["best"] is None
-    assert lesson.tune(measured, (8,), (2,), {})["best"] is None
-    assert lesson.tune(measured, (1,), (2,), {"itl": 3.0})["best"] == 0, "a limit that is just kept"
+    assert tune(measured, (1, 4), (2, 8), {"itl": 1.0})["best"] is None
+    assert tune(measured, (8,), (2,), {})["best"] is None
+    assert tune(measured, (1,), (2,), {"itl": 3.0})["best"] == 0, "a limit that is just kept"
 
 
 def test_the_most_throughput_is_not_the_most_goodput():
@@ -978,8 +983,8 @@ def test_tune_from_the_command_line(tmp_path, capsys):
 )
 def test_wrong_limits_are_named(pair):
     with pytest.raises(common.InputError, match="--goodput"):
-        lesson.parse_limits([pair], "--goodput", ("ttft", "tpot", "e2el"))
-    assert lesson.parse_limits(["ttft:200", "tpot:.5"], "--goodput", ("ttft", "tpot")) == {"ttft": 200.0, "tpot": 0.5}
+        parse_limits([pair], "--goodput", ("ttft", "tpot", "e2el"))
+    assert parse_limits(["ttft:200", "tpot:.5"], "--goodput", ("ttft", "tpot")) == {"ttft": 200.0, "tpot": 0.5}
 
 
 # --- The real engine, offline ---------------------------------------------------------------------------------------
@@ -996,20 +1001,20 @@ def test_an_engine_run_has_every_token_in_order(engine):
         Prompt(rng.choices(range(64, 128), k=n), n, m) for n, m in ((3, 5), (9, 1), (4, 7), (2, 2), (5, 3), (1, 4))
     ]
     due = [0.0, 0.0, 0.0, 0.01, 0.2, 0.2]
-    records = lesson.engine_run(engine, prompts, due)
+    records = engine_run(engine, prompts, due)
     assert [r.output_tokens for r in records] == [p.output_len for p in prompts] == [len(r.times) for r in records]
     assert all(r.times == sorted(r.times) and r.times[0] > r.start == at for r, at in zip(records, due))
     assert not engine.has_unfinished_requests() and all(r.end == r.times[-1] for r in records)
 
 
 def test_latency_has_vllms_keys(engine):
-    found = lesson.measure_latency(engine, 3, 8, 4, num_iters=3, num_iters_warmup=1)
+    found = measure_latency(engine, 3, 8, 4, num_iters=3, num_iters_warmup=1)
     assert {"avg_latency", "latencies", "percentiles"} <= set(found) and len(found["latencies"]) == 3
     assert list(found["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
     assert found["avg_latency"] == pytest.approx(statistics.fmean(found["latencies"]))
     assert 0 < found["median_ttft_ms"] < 1e3 * max(found["latencies"])
     assert found["output_throughput"] == pytest.approx(3 * 4 / found["avg_latency"])
-    one = lesson.measure_latency(engine, 2, 8, 1, num_iters=1)
+    one = measure_latency(engine, 2, 8, 1, num_iters=1)
     assert one["median_tpot_ms"] is None, "one token has no next one"
 
 
@@ -1020,30 +1025,30 @@ def test_a_batch_lasts_until_its_last_answer_and_no_prompt_comes_twice(engine, m
         asked.extend(prompts)
         return [Record(0.0, 0.0, end, [1.0, end], 8, 4) for end in (2.0, 3.0)]
 
-    monkeypatch.setattr(lesson, "engine_run", run)
-    found = lesson.measure_latency(engine, 2, 8, 4, num_iters=3, num_iters_warmup=2)
+    monkeypatch.setattr("lab.tuning.engine_run", run)
+    found = measure_latency(engine, 2, 8, 4, num_iters=3, num_iters_warmup=2)
     assert found["latencies"] == [3.0] * 3
     assert len({tuple(p.content) for p in asked}) == 10 and {p[1:] for p in asked} == {(8, 4)}
 
 
 def test_the_engine_has_room_for_all_that_is_measured(monkeypatch):
     """Blocks for every seat, a budget for the whole batch or for the longest request, and no prefix cache."""
-    monkeypatch.setattr(common.lesson("06_serving"), "make_engine", lambda args: args)
-    args = lesson.build_engine(None, 33, 4, 64)
+    monkeypatch.setattr("lab.tuning.make_engine", lambda args: args)
+    args = build_engine(None, 33, 4, 64)
     assert (args.max_model_len, args.max_num_seqs, args.max_num_batched_tokens) == (33, 4, 64)
     assert args.num_gpu_blocks_override - 2 == 4 * 3 and not args.enable_prefix_caching
     sizes, known = [], {"avg_latency": 1, "percentiles": {"99": 1}, "output_throughput": 1, "median_ttft_ms": 1,
                         "median_tpot_ms": 1}  # fmt: skip
-    monkeypatch.setattr(lesson, "build_engine", lambda model, *size: sizes.append(size))
-    monkeypatch.setattr(lesson, "measure_latency", lambda *args: known)
+    monkeypatch.setattr("lab.tuning.build_engine", lambda model, *size: sizes.append(size))
+    monkeypatch.setattr("lab.tuning.measure_latency", lambda *args: known)
     for n_in, n_out in ((8, 4), (2, 40)):
         lesson.main(["bench", "latency", "--batch-size", "3", "--input-len", str(n_in), "--output-len", str(n_out)])
     assert sizes == [(12, 3, 24), (42, 3, 42)]
 
 
 def test_tune_asks_for_what_it_is_told_to(monkeypatch, capsys):
-    seen, run = [], lesson.run_simulated
-    monkeypatch.setattr(lesson, "run_simulated", lambda *args: seen.append(args) or run(*args))
+    seen, run = [], run_simulated
+    monkeypatch.setattr("lab.tuning.run_simulated", lambda *args: seen.append(args) or run(*args))
     flags = "tune --simulate --max-num-seqs 4 --max-num-batched-tokens 512 --num-prompts 40 --input-tokens 100"
     lesson.main([*flags.split(), "--output-tokens", "10", "--request-rate", "20", "--limit", "itl:60",
                  "--limit-percentile", "90"])  # fmt: skip
@@ -1055,11 +1060,11 @@ def test_tune_asks_for_what_it_is_told_to(monkeypatch, capsys):
 
 def test_the_commands_can_be_mounted_elsewhere():
     parser = argparse.ArgumentParser()
-    lesson.add_bench_commands(parser.add_subparsers())
+    add_bench_commands(parser.add_subparsers())
     args = parser.parse_args(["bench", "latency", "--input-len", "5", "--output-len", "6", "--batch-size", "2"])
-    assert args.run is lesson.latency_command and (args.input_tokens, args.output_tokens, args.num_iters) == (5, 6, 30)
+    assert args.run is latency_command and (args.input_tokens, args.output_tokens, args.num_iters) == (5, 6, 30)
     args = parser.parse_args(["bench", "--request-rate", "inf", "--burstiness", "0.5", "--percentiles", "50,99.9"])
-    assert args.run is lesson.bench_command and args.request_rate == math.inf and args.metric_percentiles == [50, 99.9]
+    assert args.run is bench_command and args.request_rate == math.inf and args.metric_percentiles == [50, 99.9]
     assert parser.parse_args(["tune", "--max-num-seqs", "1,2"]).max_num_seqs == [1, 2]
 
 
@@ -1084,8 +1089,8 @@ def test_wrong_flags_are_one_line(line, capsys):
 @pytest.mark.parametrize("command", ["bench", "bench latency", "tune --simulate"])
 def test_a_file_that_holds_no_json_is_named_before_anything_is_measured(command, tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("shopping")
-    for name in ("serve_load", "build_engine", "tune"):
-        monkeypatch.setattr(lesson, name, None)
+    for name in ("bench.serve_load", "tuning.build_engine", "tuning.tune"):
+        monkeypatch.setattr(f"lab.{name}", None)
     with pytest.raises(common.InputError, match=r"notes\.txt: not readable as JSON"):
         lesson.main([*command.split(), "--json", str(tmp_path / "notes.txt")])
 

@@ -35,7 +35,8 @@ from engine.llm_engine import LLMEngine
 from engine.sampling.sampler import Logprob
 import on_gpu
 import scripts
-from engine.core.scheduler import Scheduler
+from engine.config import SchedulerConfig
+from engine.core.scheduler import Scheduler, make_scheduler
 from engine.errors import EngineDeadError, QueueOverflowError
 from engine.output import EngineCoreOutput
 from engine.request import Request, SamplingParams
@@ -52,8 +53,6 @@ from engine.serving.mailbox import ClientGone, Mailbox, hang_up
 from engine.serving.wire import frame
 
 lesson = common.lesson("06e_async_engine")
-offline, scheduling = common.lesson("04b_offline_engine"), common.lesson("04_continuous_batching")
-preemption = common.lesson("11_preemption")
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
@@ -861,8 +860,8 @@ class Life(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        config = preemption.SchedulerConfig(max_model_len=32, max_num_seqs=3, max_num_batched_tokens=16)
-        self.core = Zeros(preemption.make_scheduler(config, 13, 4))  # tight: preemptions happen
+        config = SchedulerConfig(max_model_len=32, max_num_seqs=3, max_num_batched_tokens=16)
+        self.core = Zeros(make_scheduler(config, 13, 4))  # tight: preemptions happen
         self.core.runner = None
         self.from_core, self.to_core = [], []
         self.proc = EngineCoreProc(SimpleNamespace(core=self.core, lora=None), self.from_core.append)

@@ -24,7 +24,6 @@ from engine.serving.openai.responses import Kept, ResponseWriter, Stored
 from engine.serving.openai.responses_protocol import ResponsesRequest, as_chat
 
 openai_api = common.lesson("06f_openai_api")
-offline = openai_api.offline
 USAGE = {"input_tokens": 1}
 
 

@@ -22,7 +22,6 @@ from engine.errors import QueueOverflowError
 from engine.sampling.guided import limits
 from engine.sampling.guided.vocabulary import Vocabulary
 
-async_engine = common.lesson("06e_async_engine")
 
 ENDLESS = {"json": {"type": "integer", "multipleOf": 9_999_991}}  # 42 characters, and an automaton of gigabytes
 EASY = {"json": {"type": "boolean"}}

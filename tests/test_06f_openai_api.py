@@ -46,7 +46,7 @@ from engine.serving.openai.tool_calls import JSONEnd, ToolCallReader
 from engine.serving.openai.tools import structured_outputs
 
 lesson = common.lesson("06f_openai_api")
-offline, heartbeat = lesson.offline, lesson.async_engine.heartbeat
+heartbeat = common.lesson("06e_async_engine").heartbeat
 
 
 def serve(llm=None, keys=(), kind=lesson.OpenAIServing, names=("smol", "alias")):

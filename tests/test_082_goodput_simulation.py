@@ -17,12 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab import goodput as lesson
+from engine.config import SchedulerConfig
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.scheduler import Scheduler
 from engine.worker.model_runner import ModelRunner
 from engine.request import Request
 from engine.request import RequestStatus
 from engine.request import SamplingParams
 
-continuous_batching = common.lesson("04_continuous_batching")
 Cluster, CostModel, Deployment, Job, Limits = (
     lesson.Cluster, lesson.CostModel, lesson.Deployment, lesson.Job, lesson.Limits)  # fmt: skip
 COST = lesson.H100_8B
@@ -236,13 +238,14 @@ def test_one_request_takes_what_its_parts_take():
 
 @pytest.mark.parametrize(
     ("layout", "budget", "roles", "kind", "limits"),
-    [("4PD", None, "PD", "Scheduler", (8192, 256)), ("2P2D", None, "P", "PrefillScheduler", (8192, 256)),
-     ("2P2D", None, "D", "DecodeScheduler", (8192, 256)), ("4PD", 512, "PD", "ChunkedScheduler", (512, 256)),
-     ("4PD", 128, "PD", "ChunkedScheduler", (128, 128)), ("1E1PD", None, "E", "PrefillScheduler", (8192, 1))],
+    [("4PD", None, "PD", "ReservingScheduler", (8192, 256)), ("2P2D", None, "P", "PrefillScheduler", (8192, 256)),
+     ("2P2D", None, "D", "DecodeScheduler", (8192, 256)), ("4PD", 512, "PD", "ReservingScheduler", (512, 256)),
+     ("4PD", 128, "PD", "ReservingScheduler", (128, 128)), ("1E1PD", None, "E", "PrefillScheduler", (8192, 1))],
 )  # fmt: skip
 def test_who_schedules_what_within_which_limits(layout, budget, roles, kind, limits):
     made = Deployment(layout, budget).scheduler(roles, 4000, 100)
     assert type(made).__name__ == kind
+    assert made.config.enable_chunked_prefill == (budget is not None or roles != "PD")
     assert (made.max_num_scheduled_tokens, made.max_num_running_reqs) == limits
 
 
@@ -283,8 +286,8 @@ def test_a_prompt_goes_where_fewest_tokens_wait_and_then_fewest_requests():
 
 
 def test_whoever_is_done_at_a_prefill_leaves_the_books_and_keeps_its_blocks():
-    manager = continuous_batching.KVCacheManager(9, 16, 64)
-    scheduler = lesson.PrefillScheduler(lesson.ChunkedConfig(64, 4, 64), manager)
+    manager = KVCacheManager(9, 16, 64, enable_caching=False)
+    scheduler = lesson.PrefillScheduler(SchedulerConfig(64, 4, 64), manager)
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     scheduler.add_request(Request("a", [0] * 20, params))
     scheduler.update_from_output(scheduler.schedule(), {"a": [0]})
@@ -581,9 +584,9 @@ def test_what_the_text_concludes():
 def test_mooncakes_break_even():
     assert lesson.mooncake_bandwidth(1.0, prefix=1, d=1, gqa=1, bytes_per_element=1) == pytest.approx(2 / (4 + 22))
     assert [round(lesson.mooncake_bandwidth(8 * flops) / 1e9) for flops in (312e12, 989e12)] == [6, 19]
-    ours = lesson.shapes_bandwidth(lesson.kv_cache_lesson.MODELS["Llama-3.1-70B"], 8 * 312e12)
+    ours = lesson.shapes_bandwidth(lesson.roofline.MODELS["Llama-3.1-70B"], 8 * 312e12)
     assert ours == pytest.approx(lesson.mooncake_bandwidth(8 * 312e12), rel=0.1)
-    W, _ = lesson.kv_cache_lesson.weights_read(lesson.MODEL)
+    W, _ = lesson.roofline.weights_read(lesson.MODEL)
     ours = lesson.shapes_bandwidth(lesson.MODEL, 1e12, prefix=2)
     assert ours == pytest.approx(2 * lesson.KV_BYTES * 1e12 / (2 * W * 2 + 4 * 32 * 32 * 128 * 3)), "three pairs"
 
@@ -705,16 +708,16 @@ def not_the_oldest(self, output):
 
 
 @pytest.mark.parametrize(("owner", "method", "broken"), [
-    ("Scheduler", "_schedule_waiting", newest_first),
-    ("Scheduler", "num_slots", lambda self, request: 10**9),
-    ("Scheduler", "_schedule_running", not_the_oldest),
-    ("KVCacheManager", "allocate_slots", lambda self, request, n: None),
+    (Scheduler, "_schedule_waiting", newest_first),
+    (Scheduler, "num_slots", lambda self, request: 10**9),
+    (Scheduler, "_schedule_running", not_the_oldest),
+    (KVCacheManager, "allocate_slots", lambda self, request, n: None),
 ])  # fmt: skip
 def test_breaking_the_real_classes_breaks_simulate(owner, method, broken, monkeypatch):
     params = lesson.WIDGET_DEFAULT | {"rate": 80, "layout": "1P 3D"}
     right = lesson.simulate(params)
     lesson.widget_cluster.cache_clear()
-    monkeypatch.setattr(getattr(continuous_batching, owner), method, broken)
+    monkeypatch.setattr(owner, method, broken)
     try:
         wrong = lesson.simulate(params)
     except Exception:

@@ -34,6 +34,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from test_12_multi_lora import NoBytes, Words
 
+from lab.running_server import running_server
 from engine.serving.core_proc import EngineCoreProc
 from engine import front_end
 from engine.llm_engine import LLMEngine
@@ -3329,7 +3330,6 @@ def test_two_servers_a_proxy_and_the_openai_client(prefill_tp, decode_tp, engine
     """The same answers as one server's, streamed and whole; also after the prefill server was killed."""
     import openai
 
-    serving = common.lesson("06_serving")
     config = {"kv_connector": wire, "kv_port": free_ports(prefill_tp * engines), "kv_load_failure_policy": "recompute"}
     small = ("--data-parallel-size", str(engines), "--kv-cache-gib", "0.2", "--max-model-len", "512",
              "--kv-transfer-config")  # fmt: skip
@@ -3338,7 +3338,7 @@ def test_two_servers_a_proxy_and_the_openai_client(prefill_tp, decode_tp, engine
     messages = [{"role": "user", "content": "Name three animals that live in the sea, and say why you chose them."}]
     want = {"model": "SmolLM2-135M-Instruct", "messages": messages, "temperature": 0, "max_tokens": 24}
     with contextlib.ExitStack() as stack:
-        (first, process), (second, _) = [stack.enter_context(serving.running_server(*each)) for each in flags]
+        (first, process), (second, _) = [stack.enter_context(running_server(*each)) for each in flags]
         command = [sys.executable, lesson.__file__, "proxy", "--port", "0", "--prefill", first, "--decode", second]
         proxy = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         stack.callback(lambda: (proxy.terminate(), proxy.wait(20), proxy.stdout.close()))

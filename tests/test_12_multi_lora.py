@@ -34,6 +34,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import llama
 from engine.serving.core_proc import EngineCoreProc
 from engine.serving.async_llm import AsyncLLM
+from engine.serving.start import make_engine
 from engine.serving.openai.app import build_app
 
 lesson = common.lesson("12_multi_lora")
@@ -1183,11 +1184,11 @@ def folder(tmp_path_factory):
 
 
 async def with_server(folder, work, **flags):
-    serving, api = common.lesson("06_serving"), common.lesson("06f_openai_api")
+    api = common.lesson("06f_openai_api")
     args = EngineArgs(model=str(folder), served_model_name=["base"], dtype="float32", max_model_len=64,
                               kv_cache_gib=0.01, enable_lora=True, max_loras=2, lora_modules=[f"one={folder / 'a0'}"],
                               **flags)  # fmt: skip
-    llm = await AsyncLLM.start(serving.make_engine, args, folder, "event-loop")
+    llm = await AsyncLLM.start(make_engine, args, folder, "event-loop")
     try:
         server = api.OpenAIServing(llm, args.names, args.adapters)
         server.runtime_loras = True

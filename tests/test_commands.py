@@ -17,6 +17,15 @@ def test_replay_under_the_packages_name():
     assert done.stdout == (GOLDEN / "traces" / "25_preempt_basic.json").read_text()
 
 
+def test_tune_under_the_packages_name():
+    flags = "--simulate --max-num-seqs 1,8 --max-num-batched-tokens 256 --num-prompts 8"
+    done = scripts.execute([sys.executable, "-m", "vllm", "tune", *flags.split()])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.rstrip().endswith(
+        "Most output throughput under no limit: --max-num-seqs 8 --max-num-batched-tokens 256"
+    )
+
+
 @pytest.mark.parametrize("command", ["serve", "bench", "tune", "replay"])
 def test_each_command_has_help(command):
     done = scripts.execute([sys.executable, "-m", "vllm", command, "--help"])

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import re
 import subprocess
-from collections.abc import Iterable
+import sys
 
 import common
 import documents
 import pytest
 from documents import LESSONS, PAGES, TOLD
 from scripts import output_of
+
+sys.path.insert(0, str(common.ROOT / "lessons"))
+import graph
 
 LESSON_PAGES = [page for page in PAGES if documents.script_of(page)]
 by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -210,56 +215,69 @@ def test_readers_learn_where_the_widgets_live():
     assert "widgets/" in layout and "build.py" in layout
 
 
-def loads() -> dict[str, set[str]]:
-    """Script: whose code it loads, by their numbers. A script loads earlier ones only."""
-    found: dict[str, set[str]] = {}
-    for script in documents.SCRIPTS:
-        names = set(re.findall(r"common\.lesson\(\"(\w+)\"\)", script.read_text()))
-        for name in names:
-            assert name < script.stem or script.stem == "06_serving", f"{script.stem} loads the later {name}"
-        found[script.stem.split("_")[0]] = {name.split("_")[0] for name in names}
-    return found
+def test_the_house_is_drawn_from_the_imports():
+    """README's graph is what `lessons/graph.py` draws, its arrows go down, and all lessons and rooms are in it."""
+    (drawn,) = [b.body for b in documents.blocks(common.ROOT / "README.md") if b.language == "mermaid"]
+    assert drawn.rstrip() == graph.draw(), "uv run python lessons/graph.py"
+    order = ["lessons", "tours", "lab", *itertools.chain(*graph.layers()), "common"]
+    beside = [{"lessons", "tours"}, *map(set, graph.layers())]
+    for a, b in graph.imports():
+        assert order.index(a) < order.index(b) or any({a, b} <= rooms for rooms in beside), f"{a} --> {b}"
+    assert [f"L{path.stem[:2]}" for path in LESSONS if path.parent == common.HERE] == re.findall(r"(L\d\d)\[", drawn)
 
 
-def used_by(loads: dict[str, set[str]], lessons: Iterable[str]) -> set[tuple[str, str]]:
-    """(a, b): lesson b uses a's code, and no lesson in between would say so anyway.
-
-    A part without a page sorts right before its lesson (050, then 05), and there counts as that one of `lessons`.
-    """
-    files = sorted(f"{number}_" for number in lessons)
-
-    def whole(part: str) -> str:
-        return next((file[:-1] for file in files if file >= f"{part}_"), part)
-
-    arrows = {(whole(a), whole(b)) for b, names in loads.items() for a in names if whole(a) != whole(b)}
-    arrows -= {(a, b) for a, b in arrows if a < b and (b, a) in arrows}  # 06 loads 06d, which drives 06
-    reach = {a: {b for x, b in arrows if x == a} for a, _ in arrows}
-    for _ in reach:  # the transitive closure
-        reach = {a: bs.union(*(reach.get(b, set()) for b in bs)) for a, bs in reach.items()}
-    return {(a, b) for a, b in arrows if not any(b in reach.get(c, ()) for x, c in arrows if x == a and c != b)}
+def test_the_graph_leaves_out_what_follows():
+    arrows = {("A", "B"), ("B", "C"), ("A", "C"), ("C", "D")}
+    assert graph.implied(arrows) == {("A", "C")}
+    tree = ast.parse("import a\nif TYPE_CHECKING:\n    import b\ndef f():\n    import c")
+    found = [node.names[0].name for node in graph.at_run_time(tree) if isinstance(node, ast.Import)]
+    assert found == ["a", "c"]
 
 
-def test_dependency_graph_is_the_codes():
-    """README's graph has every lesson, and an arrow where `used_by` finds one; the list below it has every script."""
-    numbers = [script.stem.split("_")[0] for script in LESSONS]
-    (graph,) = [b.body for b in documents.blocks(common.ROOT / "README.md") if b.language == "mermaid"]
-    assert re.findall(r"^ *L(\w+)\[\1 [^\]]+\]$", graph, flags=re.M) == numbers
-    drawn = re.findall(r"^ *L(\w+) --> L(\w+)$", graph, flags=re.M)
-    assert sorted(drawn) == sorted(used_by(loads(), numbers))
-    text = (common.ROOT / "README.md").read_text()
-    (table,) = re.findall(r"whose code it loads</summary>\n\n```text\n(.*?)\n```", text, flags=re.S)
-    rows = {line[:4].strip(): set(line[26:].split()) for line in table.splitlines()}
-    assert rows == loads() and len(table.splitlines()) == len(rows)
+def test_whom_to_read_before_is_a_lesson():
+    rows = re.findall(r"^\| (\d\d\w?) \| .* \| ([\w, ]+|–) \|$", (common.ROOT / "README.md").read_text(), flags=re.M)
+    numbers = [number for number, _ in rows]
+    assert numbers == [script.stem.split("_")[0] for script in LESSONS]
+    for number, earlier in rows:
+        assert earlier == "–" or all(one in numbers and one < number for one in earlier.split(", ")), number
 
 
-def test_only_arrows_that_say_something_are_drawn():
-    loads = {"B": {"A", "D"}, "C": {"A", "B"}, "D": {"A", "B"}}
-    assert used_by(loads, "ABCD") == {("A", "D"), ("D", "B"), ("B", "C")}
+def test_no_lesson_loads_another():
+    """A script is loaded by name in the registry, and by tests and numbers; nowhere else."""
+    found = {path.stem for path in common.HERE.rglob("*.py") if re.search(r"common\.lesson\(\"\w", path.read_text())}
+    assert found - {"__main__"} == STILL
 
 
-def test_an_arrow_from_a_part_comes_from_its_lesson():
-    loads = {"050": {"04"}, "05": {"050"}, "11": {"050"}, "120": {"11"}, "12": {"120"}}
-    assert used_by(loads, ["04", "05", "11", "12"]) == {("04", "05"), ("05", "11"), ("11", "12")}
+STILL = {
+    "02_paged_attention",
+    "04_continuous_batching",
+    "04b_offline_engine",
+    "04c_speed",
+    "050_prefix_caching",
+    "05_optimizations",
+    "05b_quantization",
+    "05c_tensor_parallel",
+    "05d_kv_cache_quantization",
+    "06_serving",
+    "06b_guided_decoding",
+    "06c_scaling_out",
+    "06d_load_generator",
+    "06e_async_engine",
+    "06f_openai_api",
+    "07_spec_decode",
+    "07b_trained_drafters",
+    "08_disagg",
+    "09_gqa",
+    "10_chunked_prefill",
+    "11_preemption",
+    "12_multi_lora",
+    "adapter_training",
+    "drafter_training",
+    "drafts_ahead",
+    "enumeration",
+    "goodput",
+    "layouts",
+}
 
 
 # --- The checks can fail --------------------------------------------------------------------------------------------

@@ -39,32 +39,25 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import random
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 
 import llama
-from engine.registry import ATTENTION_BACKENDS
-from engine import plugs
 from engine.request import Request
 from engine.request import SamplingParams
 from engine.errors import QueueOverflowError
 from engine.serving.admission import AdmissionControl
-from engine.serving.api_servers import run_api_servers
-from engine.serving.engine_group import run_headless
-from engine.serving.server import may_load_adapters, run_server
-from engine.serving.start import make_engine
 from engine.engine_args import EngineArgs
-from engine.engine_args import MAX_NUM_SEQS
 from engine.engine_args import PLACES
+from engine.serving.cli import add_serve_command
+from lab.running_server import running_server
+from lab.records import summarize
+from lab.workload import Prompt
 
 KEY = "06_serving"
 
@@ -75,132 +68,6 @@ offline = common.lesson("04b_offline_engine")
 scheduling = common.lesson("04_continuous_batching")
 chunked_prefill = common.lesson("10_chunked_prefill")
 preemption = common.lesson("11_preemption")
-
-# --- The server's own life --------------------------------------------------------------------------------------------
-
-
-def stop_at_eof(descriptor: int) -> None:
-    """SIGTERM for this process when nobody holds the other end of a pipe: its parent has ended, whatever way."""
-    while os.read(descriptor, 1):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def serve_command(args: argparse.Namespace) -> None:
-    """Serve a model over OpenAI's API until SIGINT or SIGTERM."""
-    if os.environ.get("SERVE_UNTIL_EOF") == "1":
-        threading.Thread(target=stop_at_eof, args=[0], daemon=True).start()
-    common.set_ulimit()
-    if args.device == "cuda" and not common.HAS_GPU:
-        raise common.InputError("--device cuda: torch sees no GPU here; allowed on this machine: auto, cpu")
-    engine_args = EngineArgs(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EngineArgs)})
-    keys = args.api_key or list(filter(None, [os.environ.get("VLLM_API_KEY")]))
-    if not all(keys):  # of an unset variable, perhaps: no key at all would be a surprise, and an empty one is none
-        raise common.InputError("--api-key '': a key must not be empty")
-    if engine_args.headless:
-        raise SystemExit(run_headless(make_engine, engine_args))
-    server = {"host": args.host, "port": args.port, "api_keys": keys, "shutdown_timeout": args.shutdown_timeout}
-    if engine_args.api_server_count > 1:
-        if may_load_adapters(engine_args):
-            raise common.InputError("VLLM_ALLOW_RUNTIME_LORA_UPDATING: not together with --api-server-count: the other "
-                                    "servers would not hear of an adapter that one has loaded")  # fmt: skip
-        raise SystemExit(run_api_servers(make_engine, engine_args, server))
-    raise SystemExit(asyncio.run(run_server(engine_args, **server)))
-
-
-def add_serve_command(subparsers: Any) -> None:
-    """The flags of `serve`, under the names of vLLM's."""
-    p = subparsers.add_parser("serve", help="keep a server running", description=serve_command.__doc__)
-    add, whole, switch = p.add_argument, functools.partial(common.number, int), argparse.BooleanOptionalAction
-    add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    add("--port", type=whole(0, 65535), default=8000, help="default 8000; 0 takes a free one")
-    add("--api-key", action="append", metavar="KEY", help="clients must send it; may be given several times")
-    add("--shutdown-timeout", type=common.number(float, 0), default=10.0, metavar="S",
-        help="seconds for running requests after a signal (default 10; vLLM's is 0)")  # fmt: skip
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--model", metavar="PATH_OR_ID", help="a local Llama-architecture folder, or a hub id")
-    add("--served-model-name", nargs="+", metavar="NAME", help="what clients call it (default: as --model)")
-    add("--trust-remote-code", action="store_true", help="refused, with the reason")
-    add("--dtype", default="auto", help="auto, float32, bfloat16, float16")
-    add("--seed", type=whole(0, 2**31 - 1), default=0)
-    add("--quantization", "-q", metavar="METHOD", help="of the weights: lesson 05b's methods")
-    add("--max-model-len", type=whole(2), metavar="N", help="tokens in a sequence (default: the model's)")
-    add("--generation-config", default="auto", metavar="auto|vllm|FOLDER",
-        help="whose generation_config.json has sampling defaults: the model's, nobody's, a folder's")  # fmt: skip
-    add("--override-generation-config", metavar="JSON", help='comes before: {"temperature": 0.5}')
-    add("--max-num-seqs", type=whole(1, MAX_NUM_SEQS), default=64, metavar="N", help="sequences in a step (default 64)")
-    add("--max-num-batched-tokens", type=whole(1), metavar="N", help="tokens in a step (default 512, on a GPU 8192)")
-    add("--enable-chunked-prefill", action=switch, default=True)
-    add("--long-prefill-token-threshold", type=whole(0), default=0, metavar="N", help="a prompt's cap per step")
-    add("--scheduling-policy", choices=("fcfs", "priority"), default="fcfs")
-    add("--max-num-queued-reqs", type=whole(1), default=1024, metavar="N", help="one more gets a 503 (default 1024)")
-    add("--block-size", type=whole(1), default=16, metavar="N", help="tokens in a KV block (default 16)")
-    add("--enable-prefix-caching", action=switch, default=True)
-    add("--kv-cache-dtype", default="auto", metavar="DTYPE", help="auto, or one of lesson 05d's")
-    add("--attention-backend", choices=ATTENTION_BACKENDS, default="unified",
-        help="unified: lesson 10's, for everything in a step at once; paged: lesson 02's")  # fmt: skip
-    add("--plug", action="append", metavar="SEAM=FILE.py:OBJECT",
-        help=f"a part of your own in a seam: {', '.join(plugs.SEAMS)}")  # fmt: skip
-    add("--num-gpu-blocks-override", type=whole(2), metavar="N", help="KV blocks, whatever the memory")
-    add("--gpu-memory-utilization", type=common.number(float, 0.01, 1), default=0.92, metavar="F", help="default 0.92")
-    add("--kv-cache-gib", type=common.number(float, 0.001), default=1.0, metavar="G", help="on a CPU (default 1)")
-    add("--enforce-eager", action="store_true", help="capture no CUDA graphs (lesson 05)")
-    add("--async-scheduling", action=switch, default=False, help="plan a step while the last one runs (lesson 05)")
-    add("--speculative-config", metavar="JSON", help='lesson 07: \'{"method": "suffix", …}\'')
-    add("--enable-lora", action="store_true", help="serve adapters, too (lesson 12)")
-    add("--max-loras", type=whole(1), default=1, metavar="N", help="adapters in a step (default 1)")
-    add("--max-lora-rank", type=whole(1), default=16, metavar="R", help="largest rank (default 16)")
-    add("--max-cpu-loras", type=whole(1), metavar="N", help="adapters kept in CPU memory (default: as --max-loras)")
-    add("--lora-modules", nargs="+", metavar="NAME=PATH", help="adapters to start with")
-    add("--chat-template", metavar="FILE", help="a Jinja template in place of the model's own; or its text")
-    add("--enable-auto-tool-choice", action="store_true", help="the model may decide to call a tool")
-    add("--tool-call-parser", metavar="NAME", help="how it writes that down: hermes")
-    add("--tensor-parallel-size", "-tp", type=whole(1, 64), default=1, metavar="N", help="shards of a layer (06c)")
-    add("--pipeline-parallel-size", "-pp", type=whole(1, 64), default=1, metavar="N", help="ranges of layers (06c)")
-    add("--distributed-executor-backend", choices=("uni", "mp", "ray"), help="where workers run (06c)")
-    add("--data-parallel-size", "-dp", type=whole(1, 64), default=1, metavar="N", help="engines (06c)")
-    add("--data-parallel-size-local", "-dpl", type=whole(0, 64), metavar="N", help="of these, on this machine")
-    add("--data-parallel-start-rank", "-dpr", type=whole(0, 64), default=0, metavar="N", help="of headless engines")
-    add("--data-parallel-address", "-dpa", default="127.0.0.1", metavar="HOST", help="where the API servers are")
-    add("--data-parallel-rpc-port", "-dpp", type=whole(0, 65535), default=29550, metavar="PORT")
-    add("--data-parallel-routing", choices=("load", "prefix"), default="load", help="prefix: where it is cached")
-    add("--api-server-count", "-asc", type=whole(1, 64), default=1, metavar="N", help="API server processes (06c)")
-    add("--headless", action="store_true", help="engines without an API server (06c)")
-    add("--kv-transfer-config", metavar="JSON", help="lesson 08: kv_connector, kv_role, kv_port, ...")
-    add("--engine-place", choices=PLACES, default="process",
-        help="where the engine core runs (VLLM_ENABLE_V1_MULTIPROCESSING=0: event-loop)")  # fmt: skip
-    p.set_defaults(run=serve_command)
-
-
-@contextlib.contextmanager
-def running_server(*flags: str, echo: Callable[[str], None] = lambda line: None, **environment: str
-                   ) -> Iterator[tuple[str, subprocess.Popen]]:  # fmt: skip
-    """A server as anybody would start it, on a free port: (its URL, its process). Stopped by SIGTERM at the end, its
-    own if we are killed: then nobody holds the other end of its input."""
-    command = [sys.executable, str(Path(__file__).resolve()), "serve", "--port", "0", *flags]
-    environment = {**os.environ, "SERVE_UNTIL_EOF": "1", **environment}
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    try:
-        url = None
-        for line in process.stdout:
-            echo(line.rstrip())
-            if line.startswith("Listening on "):
-                url = line.split()[-1]
-                break
-        if url is None:
-            raise common.CheckFailed(f"the server did not start: exit code {process.wait()}")
-        yield url, process
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        process.stdin.close()
-        process.stdout.close()
-
 
 # --- The simulation behind the widget ---------------------------------------------------------------------------------
 
@@ -416,13 +283,13 @@ def metrics_of(client: Any) -> dict[str, float]:
 async def load_server(url: str, model: str, clients: int, count: int, tokens: int) -> tuple[list[Any], float]:
     """`clients` at a time ask until `count` requests are answered: lesson 06d's records, and seconds."""
     import httpx
+    from lab.load_generator import Target, drive
 
-    generator = common.lesson("06d_load_generator")
-    target = generator.Target(url, model, extra={"temperature": 0, "ignore_eos": True})
-    prompts = [generator.Prompt(PROMPTS[i % len(PROMPTS)], 8, tokens) for i in range(count)]
+    target = Target(url, model, extra={"temperature": 0, "ignore_eos": True})
+    prompts = [Prompt(PROMPTS[i % len(PROMPTS)], 8, tokens) for i in range(count)]
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=None) as client:
         start = time.perf_counter()
-        records = await generator.drive(client, target, prompts, [0.0] * count, clients)
+        records = await drive(client, target, prompts, [0.0] * count, clients)
     return records, time.perf_counter() - start
 
 
@@ -458,6 +325,8 @@ def follow_one_request(client: Any, model: str) -> dict[str, float]:
 
 
 def build_parser() -> common.Parser:
+    from lab.bench import add_bench_commands  # here: an engine's process, which loads this file, too, needs no httpx
+
     p = common.parser(__doc__)
     p.add_argument("--max-num-seqs", type=common.number(int, 1, 64), default=16, metavar="N",
                    help="seats of the demonstration's engine (default %(default)s)")  # fmt: skip
@@ -466,7 +335,7 @@ def build_parser() -> common.Parser:
     p.add_argument("--engine-place", choices=PLACES, default="process", help="where its engine core runs")
     commands = p.add_subparsers(dest="command", metavar="serve|bench|tune")
     add_serve_command(commands)
-    common.lesson("06d_load_generator").add_bench_commands(commands)
+    add_bench_commands(commands)
     return p
 
 
@@ -516,12 +385,12 @@ def tell_story(args: argparse.Namespace, client: Any, url: str, model: str, benc
                "tokens, sockets)")  # fmt: skip
 
     common.heading("3. Load: streams at once, each asking for one answer after the other")
-    generator, rows, texts, bench["load"] = common.lesson("06d_load_generator"), [], {}, {}
+    rows, texts, bench["load"] = [], {}, {}
     tokens, levels = (32, (1, 2, 4, 8, 16, 32)) if args.bench else (8, (1, 4, 16))
     for clients in levels:
         count = max(8, 4 * clients) if args.bench else max(4, min(16, 2 * clients))
         records, seconds = asyncio.run(load_server(url, model, clients, count, tokens))
-        found = generator.summarize(records, seconds)
+        found = summarize(records, seconds)
         texts |= {clients: {r.text for r in records if not r.error}}
         if not found["completed"]:
             rows.append([clients, 0, found["failed"], "", "", "", ""])

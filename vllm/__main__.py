@@ -1,22 +1,37 @@
-"""`python -m vllm serve | bench | tune | replay …`, from the repository root: the lessons' commands."""
+"""`python -m vllm serve | bench | tune | replay …`, from the repository root."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # `python vllm/__main__.py` has it there already
 
 import common
 
-COMMANDS = {"serve": "06_serving", "bench": "06_serving", "tune": "06_serving", "replay": "11_preemption"}
+COMMANDS = ("serve", "bench", "tune", "replay")
 
 
 def main() -> None:
     """Raises InputError for a command that there is not."""
     command = sys.argv[1] if len(sys.argv) > 1 else ""
-    if command not in COMMANDS:
+    if command == "serve":
+        from engine.serving.cli import add_serve_command
+
+        parser = common.Parser(prog="python -m vllm")
+        add_serve_command(parser.add_subparsers(dest="command"))
+        args = parser.parse_args()
+        args.run(args)
+    elif command in ("bench", "tune"):
+        from lab import bench
+
+        bench.main(sys.argv[1:])
+    elif command == "replay":
+        common.lesson("11_preemption").main(sys.argv[1:])
+    else:
         raise common.InputError(
             f"python -m vllm: command {command!r}: must be one of {', '.join(COMMANDS)}; each has --help"
         )
-    common.lesson(COMMANDS[command]).main(sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -136,6 +136,14 @@ def test_a_part_from_a_file_is_used_and_writes_the_same(name, mine, tiny_model, 
         assert max(llm.llm_engine.core.scheduler.kv_cache_manager.block_pool.free_queue) > 4
 
 
+def test_what_is_made_already_is_taken_as_it_is(mine, tiny_model, tokenizer):
+    module = plugs.module_of(mine)
+    plug = {"attention": module.Attention(), "sampler": module.Watched()}
+    _, llm = answers(tiny_model, tokenizer, plug=plug)
+    runner = llm.llm_engine.core.runner
+    assert (runner.attention, runner.sampler) == (plug["attention"], plug["sampler"])
+
+
 def test_objects_and_files_are_the_same(mine, tiny_model, tokenizer):
     module = plugs.module_of(mine)
     found, _ = answers(tiny_model, tokenizer, plug={"scheduler": module.OneAtATime})
@@ -156,7 +164,8 @@ WRONG = {
     "scheduler=nobody.py:X": "nobody.py:X: must be FILE.py:OBJECT, and the file must be there",
     "scheduler=mine.py:X": "plug scheduler: mine.py has no 'X'",
     "schedule=mine.py:OneAtATime": "plug 'schedule': no such seam; allowed: attention, scheduler, block_pool",
-    "scheduler=mine.py:called": "plug scheduler: [] is neither a class nor a function",
+    "scheduler=mine.py:called": "plug scheduler: list has no method add_request(request)",
+    "rejection=mine.py:called": "plug rejection: [] is not a function",
     "sampler=broken.py:X": "plug sampler: broken.py does not load: ZeroDivisionError: division by zero",
     "sampler=wrong.py:NoCall": "plug sampler: NoCall has no method __call__(logits, states)",
     "sampler=wrong.py:Needs": "plug sampler: Needs(temperature): the seam calls it with ()",

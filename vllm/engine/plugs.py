@@ -93,12 +93,13 @@ def part(name: str, plug: Mapping[str, Any], own: Callable[..., Any], *made_with
     """What fills a seam, made: somebody else's if `plug` names one, else `own`. Raises InputError for what it lacks."""
     if name not in plug:
         return own(*made_with, **more)
-    maker = load(name, plug[name])
-    try:
-        inspect.signature(maker).bind(*made_with, **more)
-    except TypeError as error:
-        raise InputError(f"plug {name}: {called(maker)} cannot be made as the flags ask: {error}") from None
-    made = maker(*made_with, **more)
+    made = maker = load(name, plug[name])
+    if makes(maker):
+        try:
+            inspect.signature(maker).bind(*made_with, **more)
+        except TypeError as error:
+            raise InputError(f"plug {name}: {called(maker)} cannot be made as the flags ask: {error}") from None
+        made = maker(*made_with, **more)
     for needed in (*methods(SEAMS[name].asks), *attributes(SEAMS[name].asks)):
         if not hasattr(made, needed):
             raise InputError(f"plug {name}: {called(maker)} has no {needed!r}")
@@ -110,18 +111,20 @@ def part(name: str, plug: Mapping[str, Any], own: Callable[..., Any], *made_with
 
 def difference(maker: Any, seam: Seam) -> str | None:
     """In what a part differs from what its seam asks for; None: in nothing that can be seen before it is made."""
-    if not callable(maker):
-        return f"{maker!r:.60} is neither a class nor a function"
     if seam.made_with is None:
+        if not callable(maker):
+            return f"{maker!r:.60} is not a function"
         return wrong_arguments(called(maker), maker, arguments(vars(seam.asks)["__call__"]))
-    try:
-        inspect.signature(maker).bind(*seam.made_with)
-    except TypeError:
-        return f"{called(maker)}{inspect.signature(maker)}: the seam calls it with ({', '.join(seam.made_with)})"
-    if not isinstance(maker, type):
-        return None
+    if makes(maker):
+        try:
+            inspect.signature(maker).bind(*seam.made_with)
+        except TypeError:
+            return f"{called(maker)}{inspect.signature(maker)}: the seam calls it with ({', '.join(seam.made_with)})"
+        if not isinstance(maker, type):
+            return None  # what a function makes is looked at when it is made
+    kind = maker if isinstance(maker, type) else type(maker)
     for name, asked in methods(seam.asks).items():
-        found = next((vars(one)[name] for one in maker.__mro__ if name in vars(one)), None)
+        found = next((vars(one)[name] for one in kind.__mro__ if name in vars(one)), None)
         if found is None:
             return f"{called(maker)} has no method {name}({', '.join(arguments(asked))})"
         if inspect.isfunction(found) and (
@@ -129,6 +132,11 @@ def difference(maker: Any, seam: Seam) -> str | None:
         ):
             return problem
     return None
+
+
+def makes(maker: Any) -> bool:
+    """Is it a class or a function, which makes a part, or one that is made already?"""
+    return isinstance(maker, type | functools.partial) or inspect.isroutine(maker)
 
 
 def wrong_arguments(what: str, function: Callable[..., Any], asked: list[str]) -> str | None:

@@ -6,7 +6,8 @@ highest request rate at which 90 % of the requests still meet a limit on the tim
 time per output token (TPOT). That depends on the lengths, the limits, the link and the split; so it is simulated here.
 
   1. A step's duration comes from a roofline with measured efficiencies; `fit` finds them in measured steps.
-  2. Each GPU is lesson 04's engine on a clock: real Scheduler, real KVCacheManager, steps that only take time.
+  2. Each GPU is the engine on a clock: its real Scheduler and KVCacheManager, as careful as in lesson 04 (nobody is
+     admitted whose blocks may not last), and steps that only take time.
   3. Between them run links: a prompt's KV cache leaves after its prefill, or layer by layer during it.
   4. Lengths follow published traces (Azure 2023, Mooncake 2025), arrivals are Poisson, goodput is found by bisection.
 
@@ -35,22 +36,20 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 import llama
-from lab import roofline
-from engine.output import SchedulerOutput
-from engine.request import Request
-from engine.request import SamplingParams
-from engine.config import VllmConfig
-from engine.worker.assemble import make_runner
+from engine.config import SchedulerConfig, VllmConfig
 from engine.core.engine_core import EngineCore
-
-continuous_batching = common.lesson("04_continuous_batching")
-load_generator = common.lesson("06d_load_generator")
-KVCacheManager = continuous_batching.KVCacheManager
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.output import SchedulerOutput
+from engine.request import Request, SamplingParams
+from engine.worker.assemble import make_runner
+from lab import roofline
+from lab.reserving import ReservingScheduler
+from lab.workload import AZURE, arrival_times, quantile
 
 MODEL, GPU = roofline.MODELS["Llama-3.1-8B"], common.HARDWARE["H100 80GB"]
 KV_BYTES = roofline.KVCacheSpec.from_config(MODEL).bytes_per_token()
@@ -181,29 +180,16 @@ def fit_error(cost: CostModel, table: Sequence[Sequence[float]]) -> float:
     return float(np.median(relative_errors(coefficients, np.array(table, dtype=float))))
 
 
-# --- 2. Three schedulers, each a few lines away from lesson 04's ----------------------------------------------------
+# --- 2. Three schedulers: one that does it all, and two halves of it -----------------------------------------------
 
 
-class ChunkedConfig(continuous_batching.SchedulerConfig):
-    """Lesson 04's limits; the budget may be shorter than a prompt."""
-
-    enable_chunked_prefill: ClassVar[bool] = True
-
-
-class ChunkedScheduler(continuous_batching.Scheduler):
-    """Chunked prefill in one line (lesson 10 has all of it): a prompt takes what the budget leaves."""
-
-    def _num_new_tokens(self, request: Request) -> int:
-        return min(request.num_tokens - request.num_computed_tokens, self.token_budget)
-
-
-class PrefillScheduler(ChunkedScheduler):
+class PrefillScheduler(ReservingScheduler):
     """A prompt that is done leaves the books, but not the memory: its blocks wait for the link.
 
     vLLM: `Scheduler._free_request(request, delay_free_blocks=True)`, until the connector says that they were sent.
     """
 
-    def __init__(self, config: ChunkedConfig, kv_cache_manager: KVCacheManager) -> None:
+    def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
         super().__init__(config, kv_cache_manager)
         self.unsent: dict[str, Request] = {}
 
@@ -216,7 +202,7 @@ class PrefillScheduler(ChunkedScheduler):
         self.kv_cache_manager.free(self.unsent.pop(request_id))
 
 
-class DecodeScheduler(ChunkedScheduler):
+class DecodeScheduler(ReservingScheduler):
     """Requests come with their prompt's keys and values: each is behind by one token, like anybody who decodes.
 
     That token is the prompt's last. It is computed here once more, because its logits are the first output token.
@@ -226,7 +212,7 @@ class DecodeScheduler(ChunkedScheduler):
         return super().num_slots(request) - request.num_computed_tokens
 
 
-# --- 3. A GPU: lesson 04's engine on a clock ------------------------------------------------------------------------
+# --- 3. A GPU: the engine on a clock --------------------------------------------------------------------------------
 
 
 Outcome = tuple[int, float, int]  # of a request, in µs: time to first token, mean time per further one, longest gap
@@ -262,7 +248,7 @@ class Instance(EngineCore):
     `leap` steps at once, and `interrupt` cuts that short.
     """
 
-    def __init__(self, number: int, roles: str, scheduler: continuous_batching.Scheduler, cost: CostModel,
+    def __init__(self, number: int, roles: str, scheduler: ReservingScheduler, cost: CostModel,
                  jobs: Mapping[str, Job], leap: int) -> None:  # fmt: skip
         super().__init__(scheduler)
         self.number, self.roles, self.cost, self.jobs, self.leap = number, roles, cost, jobs, leap
@@ -387,15 +373,16 @@ class Deployment:
     def gpus(self) -> int:
         return sum(count for count, _ in self.pools)
 
-    def scheduler(self, roles: str, max_model_len: int, num_blocks: int) -> continuous_batching.Scheduler:
+    def scheduler(self, roles: str, max_model_len: int, num_blocks: int) -> ReservingScheduler:
         """The scheduler of an engine with these roles."""
-        manager = KVCacheManager(num_blocks, BLOCK_SIZE, max_model_len)
+        manager = KVCacheManager(num_blocks, BLOCK_SIZE, max_model_len, enable_caching=False)
         if "P" in roles and "D" in roles and self.budget is None:
-            config = continuous_batching.SchedulerConfig(max_model_len, SEATS, max(max_model_len, DEFAULT_BUDGET))
-            return continuous_batching.Scheduler(config, manager)
-        kind = DecodeScheduler if roles == "D" else ChunkedScheduler if "D" in roles else PrefillScheduler
+            budget = max(max_model_len, DEFAULT_BUDGET)
+            config = SchedulerConfig(max_model_len, SEATS, budget, enable_chunked_prefill=False)
+            return ReservingScheduler(config, manager)
+        kind = DecodeScheduler if roles == "D" else ReservingScheduler if "D" in roles else PrefillScheduler
         budget = self.budget or DEFAULT_BUDGET
-        return kind(ChunkedConfig(max_model_len, 1 if roles == "E" else min(budget, SEATS), budget), manager)
+        return kind(SchedulerConfig(max_model_len, 1 if roles == "E" else min(budget, SEATS), budget), manager)
 
 
 def streamed(prefill: Sequence[int], wire: int, free: int, pieces: int) -> tuple[int, int]:
@@ -517,7 +504,7 @@ class Workload:
 
 WORKLOADS = {
     **{name: Workload(t["input"], t["output"], (t["mean"]["input"], t["mean"]["output"]))
-       for name, t in load_generator.AZURE.items()},
+       for name, t in AZURE.items()},
     # Mooncake's trace of conversations (FAST '25 artifact): 12,031 requests.
     "mooncake-conversation": Workload(((50, 6909), (90, 27367), (99, 85400)), ((50, 350), (90, 597), (99, 1119)),
                                       (12035, 343)),
@@ -530,13 +517,13 @@ WORKLOADS = {
 def lengths(workload: str, count: int, seed: int = 0) -> tuple[tuple[int, int], ...]:
     """(prompt, output) of `count` requests. At least 2 tokens of output, or there is no time between them."""
     rng, tables = random.Random(seed), WORKLOADS[workload]
-    draw = lambda table, least: max(least, round(load_generator.quantile(table, rng.random())))  # noqa: E731
+    draw = lambda table, least: max(least, round(quantile(table, rng.random())))  # noqa: E731
     return tuple((draw(tables.input, 1), draw(tables.output, 2)) for _ in range(count))
 
 
 def make_jobs(workload: str, rate: float, count: int, seed: int = 0) -> list[Job]:
     """A stream of requests; the same lengths and the same rhythm at every rate."""
-    due = load_generator.arrival_times(count, 1.0, random.Random(seed + 1))
+    due = arrival_times(count, 1.0, random.Random(seed + 1))
     return [Job(str(i), round(at / rate * 1e6), prompt, output)
             for i, (at, (prompt, output)) in enumerate(zip(due, lengths(workload, count, seed)))]  # fmt: skip
 
@@ -787,7 +774,7 @@ def encode_seconds(image_tokens: int, flops: float = 0.6) -> float:
 def photo_jobs(rate: float, count: int) -> list[Job]:
     """Requests with a picture each; Poisson."""
     text, image, output = PHOTO
-    due = load_generator.arrival_times(count, 1.0, random.Random(1))
+    due = arrival_times(count, 1.0, random.Random(1))
     return [Job(str(i), round(at / rate * 1e6), text + image, output, image, round(encode_seconds(image) * 1e6))
             for i, at in enumerate(due)]  # fmt: skip
 
@@ -966,8 +953,8 @@ def measure_steps(model: llama.Llama, rounds: int = 5) -> list[list[float]]:
     seconds: list[list[float]] = [[] for _ in works]
     longest = max(S for work in works for _, S in work) + 4
     num_blocks = 2 + max(sum(-(-(S + 4) // 16) for _, S in work) for work in works)
-    config = ChunkedConfig(longest, max(map(len, works)), 2 * longest)
-    scheduler = DecodeScheduler(config, KVCacheManager(num_blocks, 16, longest))
+    config = SchedulerConfig(longest, max(map(len, works)), 2 * longest)
+    scheduler = DecodeScheduler(config, KVCacheManager(num_blocks, 16, longest, enable_caching=False))
     core = EngineCore(
         scheduler, make_runner(model, config, num_blocks, 16, VllmConfig(attention_backend="paged", enforce_eager=True))
     )

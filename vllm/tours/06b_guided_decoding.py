@@ -65,7 +65,6 @@ from engine.sampling.guided.structured_outputs import compile_guide
 from engine.sampling.guided.token_trie import TokenTrie
 from engine.sampling.guided.vocabulary import Vocabulary, vocabulary_of
 
-offline = common.lesson("04b_offline_engine")
 
 KEY = "06b_guided_decoding"
 

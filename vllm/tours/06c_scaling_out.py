@@ -49,34 +49,29 @@ from typing import Any
 import torch
 
 import llama
-from engine.request import Request
-from engine.request import SamplingParams
-from engine.config import VllmConfig
-from engine.llm_engine import LLMEngine
-from engine.parallel.workers import Workers
+from engine.config import SchedulerConfig, VllmConfig
+from engine.core.scheduler import make_scheduler
 from engine.engine_args import EngineArgs
-from engine.parallel.config import ParallelConfig
-from engine.parallel.config import get_pp_indices
+from engine.llm_engine import LLMEngine
+from engine.output import SchedulerOutput
+from engine.parallel.config import ParallelConfig, get_pp_indices
+from engine.parallel.executors import ExecutorFailed, MultiprocExecutor
 from engine.parallel.pipeline import PipelineEngineCore
+from engine.parallel.ranks import start_context
+from engine.parallel.sharding import divides
 from engine.parallel.stages import skeleton
 from engine.parallel.worker import WorkerSpec
-
-KEY = "06c_scaling_out"
-
-scheduling = common.lesson("04_continuous_batching")
-tensor_parallel = common.lesson("05c_tensor_parallel")
-from lab import layouts
-from engine.parallel import executors
+from engine.parallel.workers import Workers, make_executor
+from engine.request import Request, SamplingParams
+from engine.serving.async_llm import AsyncLLM
 from engine.serving.balancer import LoadBalancer, PrefixAwareBalancer
 from engine.serving.coordinator import DPCoordinator
 from engine.serving.engine_group import start_client
+from engine.serving.start import make_engine
+from lab import layouts
+from lab.dry_run import DryRun
 
-serving = common.lesson("06_serving")
-async_engine, offline, preemption = serving.async_engine, serving.offline, serving.preemption
-
-# The mechanism is in the three lower halves, and the story is here. In the order of the page:
-MessageQueue, MultiprocExecutor = executors.MessageQueue, executors.MultiprocExecutor
-expert_parallel_moe, cost = layouts.expert_parallel_moe, layouts.cost
+KEY = "06c_scaling_out"
 
 
 # --- What we want, without cleverness ---------------------------------------------------------------------------------
@@ -160,9 +155,8 @@ def simulate(params: dict) -> dict:
 
 def pipeline(stages: int, in_flight: int, budget: int, prompts: Sequence[int], outputs: Sequence[int]) -> dict:
     """Every micro-batch's way through the stages, in ticks: `at` it was scheduled, and took the first free place."""
-    config = preemption.SchedulerConfig(max_model_len=2048, max_num_seqs=32, max_num_batched_tokens=budget,
-                                        enable_chunked_prefill=True)  # fmt: skip
-    scheduler = preemption.make_scheduler(config, 4096, 16, enable_prefix_caching=False)
+    config = SchedulerConfig(max_model_len=2048, max_num_seqs=32, max_num_batched_tokens=budget)
+    scheduler = make_scheduler(config, 4096, 16, enable_prefix_caching=False)
     runner = TimedStages(stages)
     core = PipelineEngineCore(scheduler, runner, in_flight)
     for i, (prompt, n) in enumerate(zip(prompts, outputs)):
@@ -206,6 +200,17 @@ ROUTING = {"engines": 4, "groups": 24, "prefix": 512, "suffix": 32, "output": 32
            "blocks": 640, "seats": 16, "budget": 256, "skew": 1.2}  # fmt: skip
 
 
+class CountedHits(DryRun):
+    """An engine without a model that counts what its newcomers find in the prefix cache, and what they ask for."""
+
+    hits = asked = 0
+
+    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        self.hits += sum(request.num_cached_tokens for request in output.scheduled_new_reqs)
+        self.asked += sum(request.num_prompt_tokens for request in output.scheduled_new_reqs)
+        return super().execute_model(output)
+
+
 class RoundRobin(LoadBalancer):
     """The next engine in turn. The naive balancer."""
 
@@ -221,9 +226,8 @@ def measure_routing(balancer: LoadBalancer, seed: int = 6) -> dict[str, float]:
     Engines report after every step, which is what the coordinator's 100 ms come to.
     """
     p, rng = ROUTING, random.Random(seed)
-    config = preemption.SchedulerConfig(max_model_len=1024, max_num_seqs=p["seats"], max_num_batched_tokens=p["budget"],
-                                        enable_chunked_prefill=True)  # fmt: skip
-    cores = [scheduling.DryRun(preemption.make_scheduler(config, p["blocks"], 16)) for _ in range(p["engines"])]
+    config = SchedulerConfig(max_model_len=1024, max_num_seqs=p["seats"], max_num_batched_tokens=p["budget"])
+    cores = [CountedHits(make_scheduler(config, p["blocks"], 16)) for _ in range(p["engines"])]
     weights = [1 / (g + 1) ** p["skew"] for g in range(p["groups"])]
     first: dict[str, int] = {}
     at: dict[str, int] = {}
@@ -244,7 +248,7 @@ def measure_routing(balancer: LoadBalancer, seed: int = 6) -> dict[str, float]:
             arrived += 1
         for engine, core in enumerate(cores):
             if core.scheduler.has_unfinished_requests():
-                for output in step_and_count(core):
+                for output in core.step():
                     first.setdefault(output.request_id, step + 1)
                     if output.finish_reason:
                         balancer.finished(engine)
@@ -260,17 +264,6 @@ def measure_routing(balancer: LoadBalancer, seed: int = 6) -> dict[str, float]:
     return {"hit_rate": hits / asked, "mean_ttft": sum(waits) / len(waits),
             "p99_ttft": waits[-(-99 * len(waits) // 100) - 1], "steps": step,
             "spread": sum(spread) / len(spread)}  # fmt: skip
-
-
-def step_and_count(core: Any) -> list[Any]:
-    """One step, and what its newcomers found in the prefix cache."""
-    output = core.scheduler.schedule()
-    for request in output.scheduled_new_reqs:
-        core.hits = getattr(core, "hits", 0) + request.num_cached_tokens
-        core.asked = getattr(core, "asked", 0) + request.num_prompt_tokens
-    sampled = {r.request_id: [0] for r in (*output.scheduled_running_reqs, *output.scheduled_new_reqs,
-               *output.scheduled_resumed_reqs) if r.num_computed_tokens == r.num_tokens}  # fmt: skip
-    return core.scheduler.update_from_output(output, sampled)
 
 
 # --- Numbers that the text quotes -------------------------------------------------------------------------------------
@@ -424,8 +417,7 @@ async def serve_engines(args: argparse.Namespace, prompts: Sequence[str]) -> dic
                                      max_num_seqs=8, kv_cache_gib=0.05, max_num_batched_tokens=64, seed=args.seed,
                                      enforce_eager=True)  # fmt: skip
     start = time.perf_counter()
-    llm = await async_engine.AsyncLLM.start(serving.make_engine, engine_args, llama.model_folder(args.model),
-                                            start_client)  # fmt: skip
+    llm = await AsyncLLM.start(make_engine, engine_args, llama.model_folder(args.model), start_client)
     try:
         started, params = time.perf_counter() - start, SamplingParams(temperature=0, max_tokens=NEW_TOKENS,
                                                                       ignore_eos=True)  # fmt: skip
@@ -446,6 +438,11 @@ async def serve_engines(args: argparse.Namespace, prompts: Sequence[str]) -> dic
                 "start_s": started, "ready": llm.ready.about["engines"]}  # fmt: skip
     finally:
         await llm.shutdown()
+
+
+def default_size(config: llama.LlamaConfig) -> int:
+    """Shards of the story: 3, which SmolLM2 allows; else the fewest above one that can share the model, or 1."""
+    return next((n for n in (3, *range(2, config.num_attention_heads + 1)) if divides(config, n)), 1)
 
 
 def build_parser() -> common.Parser:
@@ -469,10 +466,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     numbers, bench = facts(), {}
     folder = llama.model_folder(args.model)
     alone = args.pipeline_parallel_size == 1
-    tp = args.tensor_parallel_size or (tensor_parallel.default_size(config) if alone else 1)
+    tp = args.tensor_parallel_size or (default_size(config) if alone else 1)
     parallel = ParallelConfig(tp, args.pipeline_parallel_size, args.distributed_executor_backend)
     parallel.check(config)
-    tensor_parallel.start_context()  # it has imports to do, while we go on
+    start_context()  # it has imports to do, while we go on
     tokenizer = llama.Tokenizer(folder)
 
     n, pp = parallel.world_size, parallel.pipeline_parallel_size
@@ -480,7 +477,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     reference = build_engine(args.model, None, tokenizer)
     want = answer(reference, TEXTS)
     del reference
-    executor = executors.make_executor(parallel)
+    executor = make_executor(parallel)
     try:
         tell_of_workers(args, parallel, executor, tokenizer, want, bench)
     finally:
@@ -576,7 +573,7 @@ def tell_of_workers(args: argparse.Namespace, parallel: ParallelConfig, executor
         try:
             while engine.has_unfinished_requests():
                 engine.step()
-        except executors.ExecutorFailed as error:
+        except ExecutorFailed as error:
             common.say(f"✓ one was killed in the middle of a request: {error}")
             bench["noticed_ms"] = 1e3 * (time.perf_counter() - killed)
         else:
@@ -597,7 +594,7 @@ def benchmark(args: argparse.Namespace, tokenizer: llama.Tokenizer) -> dict[str,
         except common.InputError as error:
             common.skipped(name, str(error))
             continue
-        executor, key = executors.make_executor(parallel), name.lower().replace(" ", "_")
+        executor, key = make_executor(parallel), name.lower().replace(" ", "_")
         try:
             executor.collective_rpc("load_model", WorkerSpec(args.model, parallel))
             samples = []

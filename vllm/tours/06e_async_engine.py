@@ -41,7 +41,7 @@ import queue
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,9 @@ from engine.request import SamplingParams
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.clients import CLIENTS, ThreadClient
 from engine.serving.collector import RequestOutputCollector
+from lab.small_engine import MAX_MODEL_LEN, make_small_engine
 
 KEY = "06e_async_engine"
-
-offline = common.lesson("04b_offline_engine")
 
 
 # --- What we want, without cleverness ---------------------------------------------------------------------------------
@@ -310,18 +309,6 @@ def draw(folder: str | Path) -> list[Path]:
 
 TEXTS = ["The capital of France is", "Once upon a time, in a small village by the sea,", "Water boils at",
          "To make bread you need flour,"]  # fmt: skip
-MAX_MODEL_LEN = 512
-
-
-def make_small_engine(args: dict[str, Any], report: Callable[[str], None] = lambda text: None) -> LLMEngine:
-    """The factory of this script's own demonstration: a small `LLMEngine`."""
-    report("loading the model")
-    model, tokenizer = load_once(args["model"])
-    return LLMEngine(model, tokenizer, max_model_len=MAX_MODEL_LEN, max_num_seqs=32, num_gpu_blocks_override=257,
-                     seed=args["seed"])  # fmt: skip
-
-
-load_once = functools.cache(llama.load)  # the engines of one process share their weights
 
 
 def of_lateness(lateness: Sequence[float]) -> dict[str, float]:

@@ -55,11 +55,9 @@ from engine.serving.openai.job import Job
 from engine.serving.openai.limits import MAX_BODY_BYTES, MAX_N, MAX_STOP_STRINGS
 from engine.serving.openai.protocol import ChatCompletionRequest, CompletionRequest
 from engine.serving.openai.serving import OpenAIServing
+from lab.small_engine import MAX_MODEL_LEN, make_small_engine
 
 KEY = "06f_openai_api"
-
-async_engine = common.lesson("06e_async_engine")
-offline = common.lesson("04b_offline_engine")
 
 
 # --- What we want, without cleverness ---------------------------------------------------------------------------------
@@ -383,7 +381,7 @@ async def incremental_text(pieces: Iterable[bytes]) -> str:
 async def tell_story(args: argparse.Namespace, bench: dict[str, Any]) -> None:
     """Steps 1 to 3, on an engine in a thread; adds its measurements to `bench`."""
     llm = await AsyncLLM.start(
-        async_engine.make_small_engine, {"model": args.model, "seed": args.seed},
+        make_small_engine, {"model": args.model, "seed": args.seed},
         llama.model_folder(args.model), "thread", max_num_queued_reqs=args.max_num_queued_reqs,
     )  # fmt: skip
     try:
@@ -470,7 +468,7 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine, bench = common.start(args), {}
-    llama.check_context(args.model, 512)  # the small engine's
+    llama.check_context(args.model, MAX_MODEL_LEN)
     asyncio.run(tell_story(args, bench))
     common.heading("4. One request, station by station: simulate()")
     common.say(describe(simulate(WIDGET_DEFAULT)))
