@@ -497,7 +497,11 @@ def decode(
 
 # --- The story ------------------------------------------------------------------------------------------------------
 
-QUESTIONS = ["What are the three primary colors?", "Say hello.", "Write a short story about a small brave boat."]
+QUESTIONS = [
+    "What are the three primary colors?",
+    "How do bees make honey?",
+    "Write a short story about a small brave boat.",
+]
 
 
 def random_case(
@@ -588,12 +592,18 @@ def admitted(block_size: int, num_slots: int, lengths: Sequence[int]) -> tuple[i
     return len(tables), sum(table.capacity - table.num_tokens for table in tables)
 
 
-def show_waste(block_size: int) -> None:
-    """Who fits into 16,384 slots: with 2,048 reserved for each request, and with blocks of several sizes."""
+def short_chats() -> list[int]:
+    """Lengths of 400 requests, of 20 to 199 tokens, by Lehmer's random numbers: the page's widget has the same."""
     lengths, x = [], 1
     for _ in range(400):
-        x = x * 16807 % 2147483647  # Lehmer's random numbers: the page's widget draws the same
+        x = x * 16807 % 2147483647
         lengths.append(20 + x % 180)
+    return lengths
+
+
+def show_waste(block_size: int) -> None:
+    """Who fits into 16,384 slots: with 2,048 reserved for each request, and with blocks of several sizes."""
+    lengths = short_chats()
     rows = [["2,048 slots reserved for each", 8, f"{8 * 2048 - sum(lengths[:8]):,}"]]
     for size in sorted({2048, 512, 128, 16, 1, block_size}, reverse=True):
         running, wasted = admitted(size, 16384, lengths)

@@ -577,11 +577,12 @@ def measure_indirection(
     return rows
 
 
-# The beams continue four prompts. Recorded results are of these.
+# What the beams continue.
 QUESTIONS = [
-    *lesson.QUESTIONS[:2],
+    "What are the three primary colors?",
+    "Say hello.",
     "Describe the structure of an atom, and how large its nucleus is compared with the whole.",
-    lesson.QUESTIONS[2],
+    "Write a short story about a small brave boat.",
 ]
 MAX_TOKENS = 58  # as long as Alpaca's answers
 
