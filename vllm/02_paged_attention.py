@@ -183,7 +183,7 @@ class BlockTable:
         return child
 
     def free(self) -> None:
-        """Give all blocks back, last first."""
+        """Give all blocks back."""
         self.pool.free(self.blocks)
         self.blocks, self.num_tokens = [], 0
 
@@ -402,6 +402,7 @@ class PagedKVCache:
         self.block_size, self.num_heads = block_size, model.num_heads
         self.copied_blocks = 0
 
+    # What an engine asks of a cache besides.
     can_roll_back = True  # what is written behind the last token of a sequence is overwritten later
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -542,6 +543,7 @@ def check_batch(model: llama.Llama, prompts: Sequence[list[int]], num_blocks: in
     before = paged_decode_kernel.launches
     with common.use_kernels():  # on a CPU, too: for the eighth token the interpreter runs them
         logits = run_step(model, cache, tables, [output[-1:] for output in outputs])  # [B, vocab]
+    launches = paged_decode_kernel.launches - before
     for prompt, output, table, last in zip(prompts, outputs, tables, logits.argmax(-1).tolist()):
         # The naive way: no cache, everything through the model at once, and each row's best token is the next one.
         ids = torch.tensor([*prompt, *output], device=model.device)  # [T]
@@ -550,13 +552,14 @@ def check_batch(model: llama.Llama, prompts: Sequence[list[int]], num_blocks: in
         expected = model.logits(hidden[len(prompt) - 1 :]).argmax(-1).tolist()  # [8]
         what = f"prompt of {len(prompt)}, blocks {table.blocks}: the same 8 tokens as alone and without a cache"
         common.check_equal(what, [*output, last], expected)
-    common.say(f"Launches of paged_decode_kernel for the last of the 8: {paged_decode_kernel.launches - before}.")
+    if launches:
+        common.say(f"The last of the 8 took {launches} launches of paged_decode_kernel, one in each layer.")
 
 
 def show_sharing(
     model: llama.Llama, tokenizer: llama.Tokenizer, prompt: list[int], num_blocks: int, block_size: int
 ) -> None:
-    """Four answers to one prompt, each with another first token: forked from one prompt, and from four."""
+    """Four answers to one prompt, each with another first token: forked from it, and each from a prompt of its own."""
     cache, pool = PagedKVCache(model, num_blocks, block_size), BlockPool(num_blocks)
     parent = BlockTable(pool, block_size)
     first = run_step(model, cache, [parent], [prompt])[0].topk(4).indices.tolist()
@@ -609,7 +612,7 @@ def show_waste(block_size: int) -> None:
         running, wasted = admitted(size, 16384, lengths)
         rows.append([f"blocks of {size:,}", running, f"{wasted:,}"])
     common.table(["", "requests", "slots held and left empty"], rows)
-    common.say("Blocks as large as the reservation fit one request less: the null block takes one of them.")
+    common.say("Blocks as large as the reservation fit one request fewer: the null block takes one of them.")
 
 
 def build_parser() -> common.Parser:
@@ -619,7 +622,7 @@ def build_parser() -> common.Parser:
     return p
 
 
-# Others load what follows until they stand alone.
+# What follows is for the tests that compile every kernel.
 
 
 def example_launches(dtype: torch.dtype) -> None:
