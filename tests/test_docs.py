@@ -250,7 +250,6 @@ def test_no_lesson_loads_another():
 
 STILL = {
     "02_paged_attention",
-    "04_continuous_batching",
     "04b_offline_engine",
     "04c_speed",
     "050_prefix_caching",

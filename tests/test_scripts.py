@@ -54,7 +54,7 @@ PARTS: dict[str, tuple[str, str | None, dict | None]] = {
     "01_kv_cache": ("The real model", "Measured on this machine", {"batch": 64}),
     "02_paged_attention": ("A real model", "What the indirection costs", {}),
     "03_flash_attention": ("The real model", "Measured on this", {}),
-    "04_continuous_batching": ("The real model", "in seconds", {"policy": "continuous"}),
+    "04_continuous_batching": ("The real model", "The surprise", None),
     "04b_offline_engine": ("The offline engine", "What sampling costs", {}),
     "04c_speed": ("From naive to final", "The floor", {}),
     "05_optimizations": ("prefix-caching", None, {}),
