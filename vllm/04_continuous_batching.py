@@ -393,10 +393,18 @@ def build_parser() -> common.Parser:
 
 from typing import Any
 
-from engine.attention.metadata import AttentionMetadata  # noqa: F401
 from engine.core.engine_core import EngineCore
 from engine.request import NO_TOKEN, NO_TOKEN_ID
-from lab.dry_run import DryRun  # noqa: F401
+from lab.matrix_products import matmul_seconds  # noqa: F401
+from lab.offline_run import serve  # noqa: F401
+
+
+class DryRun(EngineCore):
+    """The loop without a model: every next token is 0, and only queues, budget and blocks are kept."""
+
+    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        self.batch = [*map(int, output.num_scheduled_tokens)]
+        return no_model(output)
 
 
 class SchedulerInPieces(Scheduler):
@@ -478,52 +486,6 @@ class SchedulerInPieces(Scheduler):
             if check_stop(request, self.config.max_model_len):
                 return token_ids[:count]
         return token_ids
-
-
-def make_core(
-    model: llama.Llama, max_num_seqs: int = 32, num_blocks: int = 1024, max_model_len: int = 512, block_size: int = 16
-) -> EngineCore:
-    """Scheduler, blocks, runner and model, put together. Raises InputError if they do not fit each other."""
-    config = SchedulerConfig(max_model_len, max_num_seqs, max_num_batched_tokens=max(4096, max_model_len))
-    scheduler: Any = Scheduler(config, KVCacheManager(num_blocks, block_size, max_model_len))
-    about = VllmConfig(attention_backend="paged", enforce_eager=True)
-    return EngineCore(scheduler, make_runner(model, config, num_blocks, block_size, about))
-
-
-@dataclass
-class Served:
-    """What serving a list of requests gave and took."""
-
-    token_ids: list[list[int]]
-    seconds: list[float] = field(default_factory=list)  # of each step
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(map(len, self.token_ids)) / sum(self.seconds)
-
-
-def serve(core: EngineCore, prompts: Sequence[Sequence[int]], outputs: Sequence[int]) -> Served:
-    """Hand everything in at once and step until all is done. Greedy, every request exactly as long as asked."""
-    served = Served([[] for _ in prompts])
-    for request in make_requests(prompts, outputs):
-        core.add_request(request)
-    while core.scheduler.has_unfinished_requests():
-        start = time.perf_counter()
-        heard = core.step()
-        served.seconds.append(time.perf_counter() - start)
-        for output in heard:
-            served.token_ids[int(output.request_id)] += output.new_token_ids
-    return served
-
-
-def matmul_seconds(model: llama.Llama, rows: int, head_rows: int) -> float:
-    """It lives with the page's numbers."""
-    return common.numbers(KEY).matmul_seconds(model, rows, head_rows)
-
-
-def load_transformers(model_name: str | None, like: llama.Llama) -> Any:
-    """It lives with the page's numbers."""
-    return common.numbers(KEY).load_transformers(model_name, like)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

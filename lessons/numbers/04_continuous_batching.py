@@ -25,6 +25,8 @@ from engine.model.packed_linear import pack_weights
 from engine.worker.assemble import make_runner
 from engine.worker.model_runner import ModelRunner
 from lab import lengths
+from lab.matrix_products import matmul_seconds
+from lab.peers import load_transformers
 
 KEY = "04_continuous_batching"
 lesson = common.lesson(KEY)
@@ -253,26 +255,6 @@ def draw(folder: str | Path) -> list[Path]:
 
 
 # --- The benchmark ----------------------------------------------------------------------------------------------------
-
-
-def matmul_seconds(model: llama.Llama, rows: int, head_rows: int) -> float:
-    """The matrix products of one step and nothing else: `rows` tokens through every layer, `head_rows` to logits."""
-    inputs = {n: torch.randn(rows, n, dtype=model.dtype, device=model.device)
-              for n in {layer.weight.shape[1] for layer in model.linear.values()}}  # fmt: skip
-
-    def products() -> None:
-        for name, layer in model.linear.items():
-            layer(inputs[layer.weight.shape[1]][: head_rows if name == "lm_head" else rows])
-
-    with torch.inference_mode():
-        return common.measure(products).median
-
-
-def load_transformers(model_name: str | None, like: llama.Llama) -> Any:
-    """The same weights in Transformers."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(llama.model_folder(model_name), dtype=like.dtype).eval().to(like.device)
 
 
 class Engine:

@@ -14,9 +14,10 @@ FILLED_BY = {
     "combine_splits": "02_paged_attention:combine_splits_kernel",
     "cache.copy_blocks": "02_paged_attention:copy_blocks",
     "cache.paged": "02_paged_attention:PagedKVCache",
+    "cache.write": "02_paged_attention:reshape_and_cache",
     "attention.unified": "10_chunked_prefill:UnifiedAttention",
     "attention.paged": "02_paged_attention:PagedAttention",
-    "drafter.trained": "07b_trained_drafters:make_drafter",
+    "paged_decode": "02_paged_attention:paged_decode",
     "lora": "12_multi_lora:add_lora",
     "rejection": "07_spec_decode:rejection_sample",
 }
