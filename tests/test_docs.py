@@ -252,7 +252,6 @@ def test_no_lesson_loads_another():
 
 
 STILL = {
-    "02_paged_attention",
     "050_prefix_caching",
     "05_optimizations",
     "08_disagg",
