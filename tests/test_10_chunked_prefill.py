@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import common
 import first_layers
 import llama
+from lab import naive, roofline
 import pytest
 import torch
 
@@ -62,7 +63,9 @@ def test_reference_is_causal_attention_of_lesson_01(device):
         cache[0, table[0, p // block_size], p % block_size] = k[p]
         cache[1, table[0, p // block_size], p % block_size] = v[p]
     out = lesson.mixed_attention_reference(q, cache, table, torch.tensor([0, S]), torch.tensor([S]))
-    common.assert_close(out, lesson.kv_cache_lesson.causal_attention(q.double(), k.double(), v.double()), torch.float32)
+    common.assert_close(
+        out, common.lesson("01_kv_cache").causal_attention(q.double(), k.double(), v.double()), torch.float32
+    )
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
@@ -256,7 +259,7 @@ def alone(model, prompt, max_tokens):
     tokens = list(prompt)
     for _ in range(max_tokens):
         ids = torch.tensor(tokens, device=model.device)
-        hidden = model.forward(ids, torch.arange(len(tokens), device=model.device), lesson.kv_cache_lesson.recompute)
+        hidden = model.forward(ids, torch.arange(len(tokens), device=model.device), naive.recompute)
         tokens.append(int(model.logits(hidden[-1:])[0].argmax()))
     return tokens[len(prompt) :]
 
@@ -344,7 +347,7 @@ def test_starving_on_the_model(tiny_model):
 def test_cost_model_counts_as_lesson_01_does():
     """FLOPs of a prompt and of a batch of decodes: the same as `step_cost`, which knows no mixture."""
     for work, arguments in (([(512, 2048)], (1, 512, 2048)), ([(1, 900)] * 7, (7, 1, 900))):
-        flops, moved = lesson.kv_cache_lesson.step_cost(lesson.LLAMA_8B, *arguments)
+        flops, moved = roofline.step_cost(lesson.LLAMA_8B, *arguments)
         parts = lesson.H100_8B.operators(work)
         assert sum(f for f, _ in parts.values()) == flops
         written = sum(n for n, _ in work) * lesson.H100_8B.token_bytes  # lesson 01 counts the new rows as well

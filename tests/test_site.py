@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import common
+import documents
 import pytest
 import scripts
 
@@ -253,8 +254,8 @@ def test_the_bundle_runs_as_a_plain_script(site):
         Object.keys(globalThis), sim.describe(sim.simulate({{...spec.fixed, ...spec.default}}))])`));"""
     done = subprocess.run([NODE, "-e", code], capture_output=True, text=True, check=True)
     names, text = json.loads(done.stdout)
-    lesson = common.lesson(name)
-    assert names == ["modules", "spec", "sim"] and text == lesson.describe(lesson.simulate(lesson.WIDGET_DEFAULT))
+    page = documents.numbers(name)
+    assert names == ["modules", "spec", "sim"] and text == page.describe(page.simulate(page.WIDGET_DEFAULT))
 
 
 def draw_views(*flags: str) -> None:
