@@ -672,7 +672,7 @@ def test_a_closed_block_cannot_be_continued(tiny_model):
 
 
 def test_questions_read_the_same_document_and_write_apart():
-    """70 tokens are two blocks and six slots: these six are copied for each question, 64 tokens leave nothing to copy."""
+    """70 tokens are two blocks and six slots, which are copied for each question; of 64 nothing is left to copy."""
     for tokens, tables, copied in (
         (70, [[1, 2, 4], [1, 2, 5, 6]], [(3, 4), (3, 5)]),
         (64, [[1, 2, 3], [1, 2, 4, 5]], []),
