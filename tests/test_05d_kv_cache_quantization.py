@@ -671,6 +671,17 @@ def test_a_closed_block_cannot_be_continued(tiny_model):
         cache.begin_step(torch.tensor([19]))
 
 
+def test_questions_read_the_same_document_and_write_apart():
+    """70 tokens are two blocks and six slots, which are copied for each question; of 64 nothing is left to copy."""
+    for tokens, tables, copied in (
+        (70, [[1, 2, 4], [1, 2, 5, 6]], [(3, 4), (3, 5)]),
+        (64, [[1, 2, 3], [1, 2, 4, 5]], []),
+    ):
+        copies = []
+        haystack = lesson.Haystack([1] * tokens, [[1] * 3, [1] * 40], [], None)
+        assert haystack.fork(SimpleNamespace(copy_blocks=copies.extend)) == tables and copies == copied
+
+
 # --- In the engine ----------------------------------------------------------------------------------------------------
 
 

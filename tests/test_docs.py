@@ -252,8 +252,6 @@ def test_no_lesson_loads_another():
 
 
 STILL = {
-    "02_paged_attention",
-    "04_continuous_batching",
     "050_prefix_caching",
     "05_optimizations",
     "08_disagg",

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from engine.config import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.engine_core import check_pool
 from engine.request import Request
@@ -87,7 +88,7 @@ def engines(draw, step: int) -> FakeEngine:
     whole = max(max_model_len, max_num_seqs) + draw(st.integers(0, 20))
     num_blocks = -(-max_model_len // block_size) + 1 + draw(st.integers(0, 12))
     if step == 4:
-        config = continuous_batching.SchedulerConfig(**limits, max_num_batched_tokens=whole)
+        config = SchedulerConfig(**limits, max_num_batched_tokens=whole, enable_chunked_prefill=False)
         manager = continuous_batching.KVCacheManager(num_blocks, block_size, max_model_len)
         return FakeEngine(continuous_batching.Scheduler(config, manager))
     limits["enable_chunked_prefill"] = draw(st.booleans()) or draw(st.booleans())
@@ -213,8 +214,10 @@ class Machine(RuleBasedStateMachine):
     def check_step(self, output):
         """Between `schedule()` and the model."""
         scheduler, scheduled = self.scheduler, output.num_scheduled_tokens
-        assert scheduler.token_budget >= 0
-        assert output.total_num_scheduled_tokens == scheduler.max_num_scheduled_tokens - scheduler.token_budget
+        assert output.total_num_scheduled_tokens <= scheduler.config.max_num_batched_tokens
+        if self.STEP > 4:
+            assert scheduler.token_budget >= 0
+            assert output.total_num_scheduled_tokens == scheduler.max_num_scheduled_tokens - scheduler.token_budget
         assert all(n > 0 for n in scheduled.values())
         admitted = output.scheduled_new_reqs + output.scheduled_resumed_reqs
         assert set(scheduled) == {r.request_id for r in output.scheduled_running_reqs + admitted}
@@ -256,7 +259,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def tables_have_the_right_length(self):
         for request in self.scheduler.running if hasattr(self, "engine") else ():
-            needed = request.num_computed_tokens if self.STEP == 11 else self.scheduler.num_slots(request)
+            needed = self.scheduler.num_slots(request) if self.STEP == 10 else request.num_computed_tokens
             assert len(self.manager.get_block_ids(request.request_id)) == -(-needed // self.manager.block_size)
 
     @invariant()
@@ -264,7 +267,8 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         running, waiting = list(self.scheduler.running), list(self.scheduler.waiting)
-        assert len(running) <= self.config.max_num_seqs and len(running) <= self.scheduler.max_num_running_reqs
+        assert len(running) <= self.config.max_num_seqs
+        assert self.STEP == 4 or len(running) <= self.scheduler.max_num_running_reqs
         ids = [r.request_id for r in running + waiting]
         assert len(ids) == len(set(ids)) and set(ids) == set(self.scheduler.requests)
         assert set(self.sent) == set(self.scheduler.requests) | self.ended
@@ -368,14 +372,14 @@ def test_a_victim_withdrawn_from_the_step_takes_its_promises_along(seeds):
 
 
 def careful_scheduler(num_blocks: int = 9, block_size: int = 4, **limits) -> continuous_batching.Scheduler:
-    config = continuous_batching.SchedulerConfig(**{"max_model_len": 32, "max_num_batched_tokens": 128, **limits})
+    config = SchedulerConfig(**{"max_model_len": 32, "max_num_batched_tokens": 128, **limits})
     manager = continuous_batching.KVCacheManager(num_blocks, block_size, config.max_model_len)
     return continuous_batching.Scheduler(config, manager)
 
 
 def test_tokens_behind_a_stop_are_dropped():
     """A step may bring several tokens (speculation); what comes after the end is not the request's."""
-    scheduler = careful_scheduler()
+    scheduler = preemption.make_scheduler(SchedulerConfig(32, max_num_batched_tokens=128), 9, 4)
     scheduler.add_request(Request("r", [1, 2], SamplingParams(stop_token_ids=[9])))
     [output] = scheduler.update_from_output(scheduler.schedule(), {"r": [5, 9, 7]})
     assert (output.new_token_ids, output.finish_reason, output.stop_reason) == ([5, 9], "stop", 9)
@@ -412,7 +416,9 @@ def test_nobody_overtakes_the_head_of_the_queue():
 
 
 def test_a_pool_below_one_full_sequence_is_refused_and_so_is_what_never_fits():
-    engine = FakeEngine(careful_scheduler(num_blocks=8))
+    with pytest.raises(common.InputError, match="num_blocks 8"):
+        careful_scheduler(num_blocks=8)
+    engine = FakeEngine(preemption.make_scheduler(SchedulerConfig(32, max_num_batched_tokens=128), 8, 4))
     with pytest.raises(common.InputError, match="num_blocks 8"):
         check_pool(engine.scheduler)
     with pytest.raises(common.InputError, match="needs 8 KV blocks, there are 7"):

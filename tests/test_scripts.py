@@ -52,9 +52,9 @@ def test_default_run(lesson):
 # story has a small simulation of its own, and the second heading is the surprise's).
 PARTS: dict[str, tuple[str, str | None, dict | None]] = {
     "01_kv_cache": ("The real model", "What reserving", None),
-    "02_paged_attention": ("A real model", "What the indirection costs", {}),
+    "02_paged_attention": ("The real model", "how many fit at once", None),
     "03_flash_attention": ("The real model", "Every float that crosses HBM", None),
-    "04_continuous_batching": ("The real model", "in seconds", {"policy": "continuous"}),
+    "04_continuous_batching": ("The real model", "The surprise", None),
     "04b_offline_engine": ("The offline engine", "What sampling costs", {}),
     "04c_speed": ("From naive to final", "Waiting requests cost nothing", None),
     "05_optimizations": ("prefix-caching", None, {}),

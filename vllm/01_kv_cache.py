@@ -162,8 +162,8 @@ class KVCache:
 def steps(prompt_len: int, max_tokens: int, cached: bool) -> Iterator[tuple[int, int]]:
     """The positions [start, stop) that each forward pass computes to write `max_tokens` tokens.
 
-    The first pass is the prefill: the whole prompt. After it, a cached run computes the newest token alone and an
-    uncached one everything from 0.
+    The first pass is the prefill, the whole prompt. Then a cached run computes the newest token alone, an uncached run
+    everything from 0.
     """
     for stop in range(prompt_len, prompt_len + max_tokens):
         yield (stop - 1 if cached and stop > prompt_len else 0), stop
@@ -310,16 +310,15 @@ def serve_from_reservations(
     A prompt that leaves no slot for an answer is refused; an answer that runs into the end is cut there. Rows are
     counted when the last token is written: what is empty then is the least that a reservation ever wastes.
     """
-    rng = random.Random(seed)
-    used: list[int] = []
+    rng, used = random.Random(seed), []
     refused = cut = 0
     for _ in range(requests):
         prompt, output = geometric(rng, prompt_mean), geometric(rng, output_mean)
         if prompt >= slots:
             refused += 1
-            continue
-        cut += prompt + output > slots
-        used.append(min(prompt + output, slots))
+        else:
+            cut += prompt + output > slots
+            used.append(min(prompt + output, slots))
     return used, refused, cut
 
 
@@ -336,7 +335,7 @@ def decode_cost(num_seqs: int, context: int) -> tuple[int, int]:
     all sequences; each reads its own cache, and adds a row to it.
     """
     B, S, L, Hq, D = num_seqs, context, 32, 32, 128
-    W = 8_030_261_248 - 128_256 * 4096  # parameters, but the input embedding's: of that, a token reads one row
+    W = 8_030_261_248 - 128_256 * 4096  # all parameters but the input embedding's, of which a token reads one row
     per_token = KVCacheSpec.from_config(MODELS["Llama-3.1-8B, GQA"]).bytes_per_token()
     return B * (2 * W + 4 * L * Hq * D * S), 2 * W + B * (S + 1) * per_token
 
@@ -431,8 +430,8 @@ def show_waste(args: argparse.Namespace, used: int) -> None:
     for name, (prompt, output) in WORKLOADS.items():
         served, refused, cut = serve_from_reservations(prompt, output, args.slots, REQUESTS, args.seed)
         empty = f"{1 - sum(served) / (len(served) * args.slots):.1%}" if served else "–"
-        lengths = f"{prompt:.0f} + {output:.0f}"
-        rows.append([name, lengths, empty, f"{refused / REQUESTS:.1%}", f"{cut / REQUESTS:.1%}"])
+        shares = [empty, f"{refused / REQUESTS:.1%}", f"{cut / REQUESTS:.1%}"]
+        rows.append([name, f"{prompt:.0f} + {output:.0f}", *shares])
     common.table(["", "mean prompt + answer", "of the slots empty", "requests refused", "answers cut short"], rows)
 
 
@@ -444,7 +443,7 @@ def show_roofline() -> None:
         seconds = gpu.seconds(flops, moved)
         rows.append([f"{B:,}", f"{moved / 1e9:,.0f} GB", f"{flops / moved:.0f}", f"{B / seconds:,.0f}"])
     common.table(["sequences of 2,048 tokens", "to read", "FLOP/byte", "tokens/s at best"], rows)
-    common.say(f"An H100 does {gpu.ridge:.0f} FLOPs while it loads a byte. Sequences share the weights, never a cache.")
+    common.say(f"An H100 does {gpu.ridge:.0f} FLOPs while it loads a byte: at this length, no batch is compute-bound.")
 
 
 def build_parser() -> argparse.ArgumentParser:

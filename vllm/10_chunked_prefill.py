@@ -83,7 +83,7 @@ class SchedulerConfig(continuous_batching.SchedulerConfig):
                                     f"to max_model_len ({self.max_model_len})")  # fmt: skip
 
 
-class Scheduler(continuous_batching.Scheduler):
+class Scheduler(continuous_batching.SchedulerInPieces):
     """A prompt no longer waits for a step that has room for all of it: it takes what is left.
 
     Running requests still come first, in order of admission, so decodes are never delayed by a prompt that arrives.
