@@ -268,7 +268,6 @@ STILL = {
     "07b_trained_drafters",
     "08_disagg",
     "09_gqa",
-    "10_chunked_prefill",
     "11_preemption",
     "12_multi_lora",
     "adapter_training",

@@ -14,6 +14,8 @@ FILLED_BY = {
     "combine_splits": "02_paged_attention:combine_splits_kernel",
     "cache.copy_blocks": "02_paged_attention:copy_blocks",
     "cache.paged": "02_paged_attention:PagedKVCache",
+    "cache.write": "02_paged_attention:reshape_and_cache",
+    "decode.paged": "02_paged_attention:paged_decode",
     "attention.unified": "10_chunked_prefill:UnifiedAttention",
     "attention.paged": "02_paged_attention:PagedAttention",
     "drafter.trained": "07b_trained_drafters:make_drafter",
