@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.config import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.engine_core import check_pool
+from engine.core.kv_cache_manager import KVCacheManager
 from engine.request import Request
 from engine.request import RequestStatus
 from engine.request import SamplingParams
@@ -99,7 +100,7 @@ def engines(draw, step: int) -> FakeEngine:
     limits["long_prefill_token_threshold"] = draw(st.sampled_from([0, 0, 1, 3]))
     limits["long_prefill_token_threshold_adaptive"] = draw(st.booleans())
     if step == 10:
-        manager = continuous_batching.KVCacheManager(num_blocks, block_size, max_model_len)
+        manager = KVCacheManager(num_blocks, block_size, max_model_len, enable_caching=False)
         return FakeEngine(chunked_prefill.Scheduler(chunked_prefill.SchedulerConfig(**limits), manager))
     config = preemption.SchedulerConfig(
         **limits,
