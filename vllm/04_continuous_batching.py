@@ -281,6 +281,7 @@ def engine_loop(scheduler: Scheduler, execute_model: ExecuteModel, requests: Ite
             scheduler.add_request(coming.popleft())
         start = time.perf_counter()
         output = scheduler.schedule()
+        assert output.num_scheduled_tokens or coming, "nobody runs, so whoever waits will wait for ever"
         sampled_token_ids = execute_model(output)
         scheduler.update_from_output(output, sampled_token_ids)
         run.seconds.append(time.perf_counter() - start)
