@@ -325,11 +325,13 @@ def test_real_model_in_chunks(real_model, layers, tmp_path):
 
 
 def test_a_cap_makes_as_many_chunks_as_exercise_3_says():
-    """Four answers of 16 tokens, 1,500 tokens three tokens later, 64 of them a step as long as anybody writes."""
+    """Answers of 16 tokens, or 24; 1,500 tokens three tokens later, 64 of them a step as long as anybody writes."""
     model = llama.random_model(max_position_embeddings=2048)
-    runs = [page.arrival_among_decodes(model, [[i] for i in range(1, 5)], [7] * 1500, budget, 16, 64)
-            for budget in (1504, 256)]  # fmt: skip
-    assert [run["chunks"] for run in runs] == [14, 16] and runs[0]["tokens"] == runs[1]["tokens"]
+    answers = [[i] for i in range(1, 5)]
+    runs = [page.arrival_among_decodes(model, answers, [7] * 1500, budget, max_tokens, 64)
+            for budget, max_tokens in ((1504, 16), (256, 16), (1504, 24))]  # fmt: skip
+    assert [run["chunks"] for run in runs] == [14, 16, 22] and runs[0]["tokens"] == runs[1]["tokens"]
+    assert 1500 - 21 * 64 == 156, "what is left for the last step"
 
 
 def test_a_chunk_predicts_what_is_known(tiny_model):
@@ -341,7 +343,7 @@ def test_a_chunk_predicts_what_is_known(tiny_model):
 
 
 def test_the_loop_of_the_story(tiny_model):
-    """The last prompt arrives among the others, or alone; whatever the budget, everybody's tokens are the same."""
+    """A prompt among others, or alone; whatever the budget, everybody's tokens are the same."""
     prompts = [[3, 1, 4], [1, 5], range(9, 49)]
     expected = [alone(tiny_model, prompt, 6) for prompt in prompts]
     assert all(lesson.serve(tiny_model, prompts, budget, 6) == expected for budget in (512, 7, 3, 1))
@@ -533,7 +535,7 @@ def test_the_cap_lets_a_short_prompt_pass():
 
 
 BREAKS = [
-    ("num_new_tokens = token_budget  # 10", "num_new_tokens = token_budget // 2  # 10"),
+    ("num_new_tokens = token_budget  # 10", "num_new_tokens = -(-token_budget // 2)  # 10"),
     ("num_new_tokens = min(request.num_tokens - request.num_computed_tokens, cap, token_budget)",
      "num_new_tokens = min(request.num_tokens - request.num_computed_tokens, token_budget)"),
     ("or num_requests <= 1:", "or num_requests <= 20:"),

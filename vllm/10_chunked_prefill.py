@@ -107,7 +107,7 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission
         self.waiting = PriorityRequestQueue() if config.policy == "priority" else FCFSRequestQueue()
         self.finished_req_ids: list[str] = []  # since the last step: the model runner has still to forget them
-        # 10: the budget may be smaller than the buffers; smaller than max_num_seqs even, and then somebody starves.
+        # 10: a budget that may be smaller than the buffers, and even smaller than the number of requests.
         most = config.max_num_batched_tokens
         self.max_num_scheduled_tokens = min(config.max_num_scheduled_tokens or most, most)
 
@@ -124,8 +124,9 @@ class Scheduler:
         output = SchedulerOutput(finished_req_ids=self.finished_req_ids, block_tables=manager.req_to_blocks)
         self.finished_req_ids = []
 
-        # 1. Whoever runs goes on, in order of admission. 10: that is no longer by one token. A prompt that was cut
-        #    stands among them, and takes n = min(behind, cap, budget); if the budget is used up, the rest pauses.
+        # 1. Whoever runs goes on, in order of admission, with blocks that admission has seen to.
+        #    10: that is no longer by one token each. A prompt that was cut stands among those that decode, and takes
+        #    n = min(behind, cap, budget). Whoever comes after the budget's last token gets nothing in this step.
         for request in self.running:
             num_new_tokens = min(request.num_tokens - request.num_computed_tokens, cap, token_budget)
             if num_new_tokens == 0:
@@ -136,13 +137,14 @@ class Scheduler:
             token_budget -= num_new_tokens
 
         # 2. Then the queue, from its head, while there are seats, budget and blocks. Nobody overtakes the head.
+        #    10: of a prompt that is longer than the budget, lesson 04 computed nothing. Here it takes what is left.
         while self.waiting and token_budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self.waiting.peek_request()
-            num_new_tokens = min(request.num_tokens - request.num_computed_tokens, cap)  # 10: the cap cuts as well
+            num_new_tokens = min(request.num_tokens - request.num_computed_tokens, cap)  # 10: the cap
             if num_new_tokens > token_budget:
                 if not self.config.enable_chunked_prefill:
                     break
-                num_new_tokens = token_budget  # 10: the prompt is cut, where lesson 04 let it wait
+                num_new_tokens = token_budget  # 10: cut
             if not self._fits(request):
                 break
             manager.allocate_slots(request, num_new_tokens)
@@ -473,20 +475,16 @@ def make_scheduler(prompts: Sequence[Sequence[int]], budget: int, max_tokens: in
 
 
 def serve(model: llama.Llama, prompts: Sequence[Sequence[int]], budget: int, max_tokens: int) -> list[list[int]]:
-    """Everybody's greedy tokens on the model. The last prompt arrives when the others have run for three steps."""
+    """Everybody's greedy tokens on the model. It is the engine's loop: schedule, run, update, until all is done."""
     scheduler = make_scheduler(prompts, budget, max_tokens)
     runner = make_runner(model, scheduler.config, scheduler.kv_cache_manager.block_pool.num_blocks, 16)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     requests = [Request(str(i), list(prompt), params) for i, prompt in enumerate(prompts)]
-    for request in requests[:-1]:
+    for request in requests:
         scheduler.add_request(request)
-    step = 0
-    while step <= 3 or scheduler.has_unfinished_requests():
-        if step == 3:
-            scheduler.add_request(requests[-1])
+    while scheduler.has_unfinished_requests():
         output = scheduler.schedule()
         scheduler.update_from_output(output, runner.execute_model(output))
-        step += 1
     return [request.output_token_ids for request in requests]
 
 
@@ -604,9 +602,11 @@ class SchedulerInPieces(Scheduler):
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
         super().__init__(config, kv_cache_manager)
-        self.max_num_running_reqs, self.token_budget, self.long_prefill_cap = config.max_num_seqs, 0, 0
+        self.max_num_running_reqs, self.long_prefill_cap = config.max_num_seqs, config.max_model_len
+        self.token_budget = 0
 
     def schedule(self) -> SchedulerOutput:
+        """The same walk, a method for each decision."""
         tables = self.kv_cache_manager.req_to_blocks
         output = SchedulerOutput(finished_req_ids=self.finished_req_ids, block_tables=tables)
         self.finished_req_ids = []
@@ -668,12 +668,12 @@ def example_launches(dtype: torch.dtype) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     common.start(args)
-    model, tokenizer = llama.load(args.model)
-    llama.check_context(args.model, len(tokenizer.ask(QUESTION)) + 12)
+    llama.check_context(args.model, 128)
 
     common.heading("1 · One call for prompts, chunks and decodes")
     check_kernel()
     common.heading("2 · The real model: chunked is whole, and a chunk has nothing to say")
+    model, tokenizer = llama.load(args.model)
     show_chunks(model, tokenizer)
     common.heading("3 · The freeze, on a clock: 4,096 tokens arrive among 16 streams, 10 ms + 50 µs per token a step")
     show_freeze(args.budget, args.threshold)

@@ -635,8 +635,8 @@ def check_ablation(known: dict[str, Any]) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """What `--bench` measures: the arrival under eight budgets and, on a GPU, the kernel."""
-    model, tokenizer = llama.load(args.model)
     llama.check_context(args.model, PROMPT_TOKENS + 25)
+    model, tokenizer = llama.load(args.model)
     common.heading("Sarathi-Serve's ablation, on this scheduler and a roofline")
     check_ablation(facts())
     common.heading(f"Measured: a prompt of {PROMPT_TOKENS:,} tokens arrives among {len(DECODERS)} answers")
