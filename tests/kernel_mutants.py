@@ -392,6 +392,7 @@ TESTED_IN = {
     **dict.fromkeys((f"engine.quantization.{name}" for name in ("kv_decode", "kv_write")), "05d_kv_cache_quantization"),
     "engine.quantization.int4_hopper": "05b0_int4_on_hopper",
     "engine.sampling.guided.bitmask": "06b_guided_decoding",
+    "engine.spec_decode.tree": "07b_trained_drafters",
 }
 
 

@@ -1,8 +1,9 @@
-"""Lesson 01: the naive reference, the bill, the cache, the decode kernel, the simulation."""
+"""Lesson 01: the naive reference, the bill, the cache, the decode kernel, the reservations; its page's numbers."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import random
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import common
 from lab import lengths, roofline
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch.utils.flop_counter import FlopCounterMode
 
-lesson = common.lesson("01_kv_cache")
+lesson, page = common.lesson("01_kv_cache"), common.numbers("01_kv_cache")
 
 # --- The reference --------------------------------------------------------------------------------------------------
 
@@ -81,12 +83,9 @@ def random_cache(lens, Hq, Hkv, D, dtype, device, tail):
     return q.abs().to(dtype), k.to(dtype), v.to(dtype)
 
 
-def expected(q, k, v, lens, scale=None):
+def expected(q, k, v, lens):
     """The naive reference, sequence by sequence, in fp32 on the same rounded inputs."""
-    rows = [
-        lesson.causal_attention(q[b, None].float(), k[b, :n].float(), v[b, :n].float(), scale)
-        for b, n in enumerate(lens)
-    ]
+    rows = [lesson.causal_attention(q[b, None].float(), k[b, :n].float(), v[b, :n].float()) for b, n in enumerate(lens)]
     return torch.cat(rows)
 
 
@@ -125,16 +124,16 @@ def test_torch_path(lens, Hq, Hkv, D, dtype, device, monkeypatch):
     common.assert_close(out, expected(q, k, v, lens), dtype)
 
 
-def test_scale_and_strides(device, kernels, monkeypatch):
+def test_strides(device, kernels, monkeypatch):
     """Keys and values may be parts of buffers of different size; so the torch path may, too."""
     q = torch.randn(2, 6, 32, device=device)
     k = torch.randn(2, 3, 50, 2, 32, device=device)[:, 1]
     v = torch.randn(2, 90, 3, 32, device=device)[:, 10:60, :2]
     seq_lens = torch.tensor([37, 50], dtype=torch.int32, device=device)
-    reference = expected(q, k, v, [37, 50], scale=0.3)
-    common.assert_close(lesson.decode_attention(q, k, v, seq_lens, 50, scale=0.3), reference)
+    reference = expected(q, k, v, [37, 50])
+    common.assert_close(lesson.decode_attention(q, k, v, seq_lens, 50), reference)
     monkeypatch.setattr(common, "runs_kernel", lambda x: False)
-    common.assert_close(lesson.decode_attention(q, k, v, seq_lens, 50, scale=0.3), reference)
+    common.assert_close(lesson.decode_attention(q, k, v, seq_lens, 50), reference)
 
 
 @pytest.mark.parametrize("far", ["sequence", "row"])
@@ -162,9 +161,8 @@ def test_kernel_survives_large_scores(last, device, kernels):
 
 
 def new_cache(model, num_seqs, max_len):
-    return lesson.KVCache(
-        roofline.KVCacheSpec.from_config(vars(model.config)), num_seqs, max_len, model.dtype, model.device
-    )
+    spec = lesson.KVCacheSpec.from_config(vars(model.config))
+    return lesson.KVCache(spec, num_seqs, max_len, model.dtype, model.device)
 
 
 def logits_without_cache(model, tokens):
@@ -234,7 +232,7 @@ def test_decode_steps_run_the_kernel(tiny_model, kernels):
 
 def test_generate_tiny(tiny_model):
     prompt = [3, 1, 4, 1, 5]
-    slow = lesson.generate(tiny_model, prompt, 20)
+    slow = lesson.generate(tiny_model, prompt, 20, None)
     fast = lesson.generate(tiny_model, prompt, 20, new_cache(tiny_model, 1, 24))
     assert fast.token_ids == slow.token_ids and len(fast.token_ids) == len(fast.seconds) == 20
     assert fast.token_forwards == [5] + [1] * 19
@@ -246,8 +244,8 @@ def test_generate_tiny(tiny_model):
 
 def test_restarted_positions_without_a_cache_are_right(tiny_model):
     """Why the bug survives: numbering a pass from 0 is correct as long as a pass holds the whole sequence."""
-    right = lesson.generate(tiny_model, [7, 8], 8)
-    assert lesson.generate(tiny_model, [7, 8], 8, restart_positions=True).token_ids == right.token_ids
+    right = lesson.generate(tiny_model, [7, 8], 8, None)
+    assert lesson.generate(tiny_model, [7, 8], 8, None, restart_positions=True).token_ids == right.token_ids
 
 
 @pytest.mark.parametrize("n", [8, pytest.param(24, marks=pytest.mark.slow)])
@@ -259,11 +257,11 @@ def test_real_model_and_the_recorded_bug(real_model, n):
     for name, bug in runs.items():
         run = lesson.generate(model, prompt, n, new_cache(model, 1, len(prompt) + n - 1), restart_positions=bug)
         tokens[name] = run.token_ids
-        assert [tokenizer.decode([i], False) for i in run.token_ids] == lesson.RECORDED[name][:n]
+        assert [tokenizer.decode([i], False) for i in run.token_ids] == page.RECORDED[name][:n]
         assert sum(run.token_forwards) == len(prompt) + n - 1
     assert tokens["right"][0] == tokens["restarted"][0]
     assert tokens["right"][1] != tokens["restarted"][1]
-    assert lesson.generate(model, prompt, 3).token_ids == tokens["right"][:3]
+    assert lesson.generate(model, prompt, 3, None).token_ids == tokens["right"][:3]
 
 
 @pytest.mark.slow
@@ -271,7 +269,7 @@ def test_real_model_without_a_cache(real_model):
     """48 tokens after 64, counted and compared; the fast twin above compares three."""
     model, tokenizer = real_model
     prompt = tokenizer.encode("Once upon a time, " * 16)[:64]
-    slow = lesson.generate(model, prompt, 48)
+    slow = lesson.generate(model, prompt, 48, None)
     fast = lesson.generate(model, prompt, 48, new_cache(model, 1, 111))
     assert fast.token_ids == slow.token_ids
     assert (sum(fast.token_forwards), sum(slow.token_forwards)) == (111, 48 * 64 + 48 * 47 // 2)
@@ -293,9 +291,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self):
-        self.cache = lesson.KVCache(
-            roofline.KVCacheSpec(self.LAYERS, self.HEADS, self.D, self.D), self.SEQS, self.ROWS, device="cpu"
-        )
+        spec = lesson.KVCacheSpec(self.LAYERS, self.HEADS, self.D, self.D)
+        self.cache = lesson.KVCache(spec, self.SEQS, self.ROWS, torch.float32, torch.device("cpu"))
         self.k = [[torch.empty(0, self.HEADS, self.D) for _ in range(self.SEQS)] for _ in range(self.LAYERS)]
         self.v = [[torch.empty(0, self.HEADS, self.D) for _ in range(self.SEQS)] for _ in range(self.LAYERS)]
 
@@ -370,15 +367,31 @@ def test_mha_gqa_mqa_are_one_formula(layers, heads, group, D):
 def test_vector_bytes_rounds_up_and_counts_scales():
     assert [roofline.vector_bytes(n, 3) for n in (0, 1, 2, 3, 8)] == [0, 1, 1, 2, 3]
     assert roofline.vector_bytes(17, 4, 8, 16) == 9 + 2  # 8.5 bytes of values, two scales: 10.5, rounded up
-    assert lesson.facts()["mla"]["fp8_bytes_per_layer"] == 656  # vLLM's fp8_ds_mla
+    assert page.facts()["mla"]["fp8_bytes_per_layer"] == 656  # vLLM's fp8_ds_mla
+
+
+@pytest.mark.parametrize("config", [*roofline.MODELS.values(), *lesson.MODELS.values()])
+def test_the_lessons_bill_is_the_laboratorys(config):
+    ours, theirs = lesson.KVCacheSpec.from_config(config), roofline.KVCacheSpec.from_config(config)
+    assert dataclasses.asdict(ours) == dataclasses.asdict(theirs)
+    for size, kinds in {4: ("float32",), 2: ("bfloat16", "float16"), 1: ("fp8",)}.items():
+        assert {ours.bytes_per_token(size)} == {theirs.bytes_per_token(kind) for kind in kinds}
+    assert ours.bytes_per_token() == ours.bytes_per_token(2)
+
+
+def test_the_lessons_models_are_the_laboratorys():
+    bills = {name.partition(",")[0]: lesson.KVCacheSpec.from_config(c) for name, c in lesson.MODELS.items()}
+    assert bills.pop("Gemma-2B").bytes_per_token() == 2 * 18 * 1 * 256 * 2
+    for name, spec in bills.items():
+        assert spec.bytes_per_token() == roofline.KVCacheSpec.from_config(roofline.MODELS[name]).bytes_per_token()
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
 def test_the_tensors_have_the_bytes_of_the_formula(kind):
     for config in roofline.MODELS.values():
-        spec = roofline.KVCacheSpec.from_config(config)
-        cache = lesson.KVCache(spec, 3, 50, getattr(torch, kind), "meta")
-        assert cache.nbytes == 3 * 50 * spec.bytes_per_token(kind)
+        spec = lesson.KVCacheSpec.from_config(config)
+        cache = lesson.KVCache(spec, 3, 50, getattr(torch, kind), torch.device("meta"))
+        assert cache.k.nbytes + cache.v.nbytes == 3 * 50 * spec.bytes_per_token(getattr(torch, kind).itemsize)
 
 
 def test_weight_bytes(real_model):
@@ -405,11 +418,18 @@ def test_sequences_that_fit_is_the_largest_number_that_does(name, gpu):
 # --- Reservations ---------------------------------------------------------------------------------------------------
 
 
+@given(st.integers(0, 2**32), st.floats(1.01, 5000))
+def test_lengths_and_workloads_are_the_laboratorys(seed, mean):
+    ours, theirs = random.Random(seed), random.Random(seed)
+    assert [lesson.geometric(ours, mean) for _ in range(9)] == [lengths.geometric(theirs, mean) for _ in range(9)]
+    assert lesson.WORKLOADS == lengths.WORKLOADS
+
+
 def test_geometric_lengths_have_the_right_distribution():
     """Kolmogorov–Smirnov: with n = 20,000 the largest deviation stays below 1.63/√n with probability 0.99."""
     for mean in (19.31, 337.99):
         rng = random.Random(1)
-        draws = sorted(lengths.geometric(rng, mean) for _ in range(20_000))
+        draws = sorted(lesson.geometric(rng, mean) for _ in range(20_000))
         assert draws[0] >= 1
         deviation = max(
             abs(sum(d <= n for d in draws) / len(draws) - (1 - (1 - 1 / mean) ** n)) for n in range(1, int(5 * mean), 7)
@@ -425,7 +445,7 @@ def test_waste_equals_the_exact_expectation(name):
     admitted = sum(p for _, p in prompts)
     used = sum(p * (P + b * (1 - (1 - 1 / b) ** (slots - P))) for P, p in prompts) / admitted
     cut = sum(p * (1 - 1 / b) ** (slots - P) for P, p in prompts)
-    waste = lesson.reservation_waste(a, b, slots)
+    waste = page.reservation_waste(a, b, slots)
     spread = 2048 / math.sqrt(12 * 20_000) / slots  # no wider than uniform
     assert abs(waste["simulated"] - (1 - used / slots)) < 4 * spread
     assert abs(waste["refused"] - (1 - admitted)) < 4 * 0.5 / math.sqrt(20_000)
@@ -433,18 +453,18 @@ def test_waste_equals_the_exact_expectation(name):
 
 
 def test_waste_at_the_edges():
-    full = lesson.reservation_waste(1.0001, 1.0001, slots=2, requests=100)  # 1 + 1 tokens each: all there is
+    full = page.reservation_waste(1.0001, 1.0001, slots=2, requests=100)  # 1 + 1 tokens each: all there is
     assert (full["simulated"], full["cut"], full["refused"]) == (0, 0, 0)
-    nobody = lesson.reservation_waste(10, 10, slots=1, requests=100)
+    nobody = page.reservation_waste(10, 10, slots=1, requests=100)
     assert (nobody["refused"], nobody["simulated"], nobody["used_percentiles"]) == (1.0, None, [])
 
 
 def test_the_sources_claims():
     """95 % of a 2048-slot reservation: right for Alpaca, wrong for the others. 70B at 128k: right."""
-    waste = lesson.facts()["waste"]
+    waste = page.facts()["waste"]
     assert [round(100 * waste[w]["mean_says"]) for w in ("alpaca", "sharegpt", "azure_conversation")] == [96, 76, 33]
     assert [round(100 * waste[w]["simulated"]) for w in ("alpaca", "sharegpt", "azure_conversation")] == [96, 76, 54]
-    claim = lesson.facts()["claim_70b"]
+    claim = page.facts()["claim_70b"]
     assert claim["gib"] == 40 and claim["waste"] == 63 / 64
 
 
@@ -483,22 +503,29 @@ def norm_elements(config):
 
 
 def test_intensity_of_decode_attention_is_the_group_size():
-    assert lesson.facts()["intensity"]["attention"] == {
+    assert page.facts()["intensity"]["attention"] == {
         "smollm2_135m": 3, "opt_13b": 1, "llama_2_7b": 1, "llama_31_8b": 4, "llama_31_70b": 8,
     }  # fmt: skip
 
 
 def test_no_batch_makes_decode_compute_bound():
     """The limit that facts() states is approached from below, and crosses the ridge where it says."""
-    config, known = roofline.MODELS["Llama-3.1-8B"], lesson.facts()["intensity"]
+    config, known = roofline.MODELS["Llama-3.1-8B"], page.facts()["intensity"]
     intensity = lambda B, S: (lambda cost: cost[0] / cost[1])(roofline.step_cost(config, B, 1, S))  # noqa: E731
     assert intensity(10**4, 2048) < known["decode_limit"] == pytest.approx(intensity(10**9, 2048), rel=1e-3)
     S = known["compute_bound_below"]
     assert intensity(10**9, int(S) - 2) > known["ridge_h100"] > intensity(10**9, int(S) + 2)
 
 
+@pytest.mark.parametrize("context", [1, 2048, 131_072])
+@pytest.mark.parametrize("num_seqs", [1, 64, 10**6])
+def test_the_lessons_decode_step_is_the_laboratorys(num_seqs, context):
+    cost = roofline.step_cost(roofline.MODELS["Llama-3.1-8B"], num_seqs, 1, context)
+    assert lesson.decode_cost(num_seqs, context) == cost
+
+
 def test_the_published_line_as_bandwidth():
-    itl = lesson.facts()["itl"]
+    itl = page.facts()["itl"]
     assert itl["slope_tb_s"] == pytest.approx(131_072 / 4.37e-8 / 1e12)
     assert itl["weights_gb"] == pytest.approx((8_030_261_248 - 128_256 * 4096) * 2 / 1e9)
     assert itl["fp8_break_even"] == pytest.approx(7000)
@@ -509,29 +536,29 @@ def test_the_published_line_as_bandwidth():
 
 @pytest.fixture
 def measured_briefly(monkeypatch):
-    timed = lesson.pass_seconds
-    monkeypatch.setattr(lesson, "pass_seconds", lambda *args: timed(*args[:-1], seconds=0.01))
+    timed = page.pass_seconds
+    monkeypatch.setattr(page, "pass_seconds", lambda *args: timed(*args[:-1], seconds=0.01))
     monkeypatch.setattr(common, "copy_bandwidth", lambda: 1e9)
 
 
 def test_measurements_are_sane(tiny_model, measured_briefly):
-    bench = lesson.measure_model(tiny_model, long=False)
-    assert bench["decode"]["context"] == [8, 128] and all(ms > 0 for ms in bench["decode"]["ms"])
-    assert len(bench["prefill"]["tok_s"]) == 1 and len(bench["batch"]["tok_s"]) == 2
-    fit, (a, b) = bench["fit"], bench["decode"]["ms"]
-    assert fit["intercept_ms"] + 8e-3 * fit["slope_us"] == pytest.approx(a)
-    assert fit["intercept_ms"] + 128e-3 * fit["slope_us"] == pytest.approx(b)
+    bench = page.measure_model(tiny_model)
+    decode, fit = bench["decode"], bench["fit"]
+    assert decode["context"] == [8, 64, 128, 256, 384, 512] and all(ms > 0 for ms in decode["ms"])
+    assert len(bench["prefill"]["tok_s"]) == len(bench["batch"]["tok_s"]) == 4
+    slope, intercept = np.polyfit(decode["context"], decode["ms"], 1)
+    assert (fit["intercept_ms"], fit["slope_us"]) == pytest.approx((intercept, 1e3 * slope))
 
 
-@pytest.mark.parametrize(("seconds", "sound"), [([1.0, 1.1], True), ([1.1, 1.0], False), ([1.0, 1.0], False),
-                                                ([0.01, 2.0], False)])  # fmt: skip
-def test_noise_is_not_read_as_bandwidth(tiny_model, monkeypatch, capsys, seconds, sound):
+@pytest.mark.parametrize(("first", "per_token", "sound"), [(1, 0.1, True), (100, -0.1, False), (1, 0, False),
+                                                           (-0.1, 0.1, False)])  # fmt: skip
+def test_noise_is_not_read_as_bandwidth(tiny_model, monkeypatch, capsys, first, per_token, sound):
     """A slope or an intercept that is 0 or less; the contexts that are printed are those that were measured."""
-    times = iter([*seconds, 1.0, 1.0, 1.0])
-    monkeypatch.setattr(lesson, "pass_seconds", lambda *_: next(times))
+    monkeypatch.setattr(page, "pass_seconds", lambda model, cache, T, S, seconds: first + per_token * S)
     monkeypatch.setattr(common, "copy_bandwidth", lambda: 1e9)
-    monkeypatch.setattr(lesson, "measure_kernel", lambda long: [])
-    fit = lesson.print_measurements(lesson.build_parser().parse_args([]), tiny_model)["fit"]
+    bench = page.measure_model(tiny_model)
+    page.print_measurements(bench)
+    fit = bench["fit"]
     out = capsys.readouterr().out
     assert ("As bandwidth" in out) == sound and ("SKIPPED the line for ITL" in out) != sound
     assert bool(fit["weights_gb_s"] and fit["cache_gb_s"]) == sound
@@ -540,8 +567,9 @@ def test_noise_is_not_read_as_bandwidth(tiny_model, monkeypatch, capsys, seconds
 
 @pytest.mark.parametrize("limit", [3, 40])
 def test_a_model_of_few_positions_is_measured(limit, measured_briefly):
-    bench = lesson.measure_model(lesson.llama.random_model(max_position_embeddings=limit), long=False)
-    assert bench["decode"]["context"] == [1, max(1, limit // 4)] and bench["batch"]["tok_s"][0] > 0
+    bench = page.measure_model(lesson.llama.random_model(max_position_embeddings=limit))
+    assert bench["decode"]["context"] == [max(1, limit * part // 64) for part in (1, 8, 16, 32, 48, 64)]
+    assert bench["batch"]["tok_s"][0] > 0
 
 
 # --- The simulation -------------------------------------------------------------------------------------------------
@@ -555,7 +583,7 @@ def test_a_model_of_few_positions_is_measured(limit, measured_briefly):
 def test_simulation(prompt, new_tokens, cache, batch, model, gpu_gib, restart_positions):
     """Against closed formulas, independent of the code that makes the trace."""
     params = dict(locals())
-    trace = lesson.simulate(params)
+    trace = page.simulate(params)
     per_token, weights = trace["bytes_per_token"], trace["weight_bytes"]
     usable = gpu_gib * 2**30 * 92 // 100
     done = 0
@@ -569,42 +597,40 @@ def test_simulation(prompt, new_tokens, cache, batch, model, gpu_gib, restart_po
     assert trace["total_forwards"] == batch * (
         (prompt + done - 1 if done else 0) if cache else done * prompt + done * (done - 1) // 2
     )
-    assert (trace["text"] == lesson.RECORDED["restarted"]) == (cache and restart_positions)
-    text = lesson.describe(trace)
+    assert (trace["text"] == page.RECORDED["restarted"]) == (cache and restart_positions)
+    text = page.describe(trace)
     assert len(text.splitlines()) <= 15 and ("OUT OF MEMORY" in text) == (trace["oom_step"] is not None)
 
 
 def test_the_bill_of_512_and_512():
-    known = lesson.facts()["forwards"]
+    known = page.facts()["forwards"]
     assert known == {"cached": 1_023, "uncached": 392_960}
     for cache, total in ((True, 1_023), (False, 392_960)):
-        assert lesson.simulate(lesson.WIDGET_DEFAULT | {"cache": cache})["total_forwards"] == total
+        assert page.simulate(page.WIDGET_DEFAULT | {"cache": cache})["total_forwards"] == total
 
 
 @pytest.mark.parametrize("n", [1, 4, 5])
 def test_steps_that_are_not_shown_leave_a_mark(n):
     """Shown are the first three and the last."""
-    lines = lesson.describe(lesson.simulate(lesson.WIDGET_DEFAULT | {"new_tokens": n})).splitlines()
+    lines = page.describe(page.simulate(page.WIDGET_DEFAULT | {"new_tokens": n})).splitlines()
     assert sum(line.startswith("  step") for line in lines) == min(n, 4) and ("  …" in lines) == (n > 4)
 
 
 @pytest.mark.parametrize(
     "breakage",
     [
-        ("KVCache.allocate_slots", lambda self, counts: None),
-        ("KVCacheSpec.bytes_per_token", lambda self, dtype="bfloat16": 1),
-        ("steps", lambda P, N, cached: iter([(0, P)])),
-        ("weight_bytes", lambda config: 0),
+        (lesson.KVCache, "allocate_slots", lambda self, counts: None),
+        (lesson.KVCacheSpec, "bytes_per_token", lambda self: 1),
+        (lesson, "steps", lambda P, N, cached: iter([(0, P)])),
+        (page, "weight_bytes", lambda config: 0),
     ],
-    ids=lambda b: b[0],
+    ids=lambda b: b[1],
 )
 def test_simulation_runs_the_real_code(breakage, monkeypatch):
-    params = lesson.WIDGET_DEFAULT | {"batch": 64}
-    before = lesson.simulate(params)
-    name, wrong = breakage
-    owner, _, attribute = name.rpartition(".")
-    monkeypatch.setattr(getattr(lesson, owner) if owner else lesson, attribute, wrong)
-    assert lesson.simulate(params) != before
+    params = page.WIDGET_DEFAULT | {"batch": 64}
+    before = page.simulate(params)
+    monkeypatch.setattr(*breakage)
+    assert page.simulate(params) != before
 
 
 # --- The script -----------------------------------------------------------------------------------------------------

@@ -17,12 +17,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import llama
-from lab import lengths, roofline
+from lab import lengths, naive
 
 from engine.attention import torch_paged as torch_attention
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.request import Request, SamplingParams
 
 lesson = common.lesson("02_paged_attention")
-first = common.lesson("01_kv_cache")
+page = common.numbers("02_paged_attention")
 BlockPool, BlockTable, OutOfBlocks = lesson.BlockPool, lesson.BlockTable, lesson.OutOfBlocks
 
 
@@ -258,6 +260,88 @@ class Sequences(RuleBasedStateMachine):
 
 TestSequences = Sequences.TestCase
 TestSequences.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+# --- The pool and the tables, and the engine's ----------------------------------------------------------------------
+
+
+class Twins(RuleBasedStateMachine):
+    """This lesson's pool and tables beside the engine's block pool and KV cache manager, nothing cached: the same
+    requests come, grow, share and go, and both hand out the same ids in the same order, or both refuse."""
+
+    @initialize(num_blocks=st.integers(2, 14), block_size=st.integers(1, 5))
+    def start(self, num_blocks, block_size):
+        self.pool, self.size = BlockPool(num_blocks), block_size
+        self.manager = KVCacheManager(num_blocks, block_size, 10**6, enable_caching=False)
+        self.live, self.shared, self.count = [], [], 0
+
+    def grow(self, table, request, n):
+        if table.blocks and self.pool.ref_count[table.blocks[-1]] > 1:
+            return  # it might be copied on write; the engine shares full blocks only
+        try:
+            assert table.append(n) == []
+        except OutOfBlocks:
+            assert self.manager.allocate_slots(request, n) is None
+            return
+        had = list(self.manager.req_to_blocks.get(request.request_id, []))
+        assert [*had, *self.manager.allocate_slots(request, n)] == table.blocks
+        request.num_computed_tokens += n
+
+    @rule(n=st.integers(1, 9))
+    def arrive(self, n):
+        request = Request(str(self.count), [1] * n, SamplingParams())
+        self.count += 1
+        self.live.append((BlockTable(self.pool, self.size), request))
+        self.grow(*self.live[-1], n)
+
+    @precondition(lambda self: self.live)
+    @rule(i=st.integers(0, 99), n=st.integers(0, 6))
+    def append(self, i, n):
+        self.grow(*self.live[i % len(self.live)], n)
+
+    @precondition(lambda self: self.live)
+    @rule(i=st.integers(0, 99))
+    def finish(self, i):
+        table, request = self.live.pop(i % len(self.live))
+        table.free()
+        self.manager.free(request)
+
+    @rule(blocks=st.lists(st.integers(-1, 14), max_size=4, unique=True))
+    def share(self, blocks):
+        """One more owner: of used blocks, and of free ones, from the middle of the queue."""
+        self.both("touch", blocks)
+
+    @rule(blocks=st.lists(st.integers(-1, 14), max_size=4, unique=True))
+    def give_back(self, blocks):
+        """What `share` took; or what has no owner, which both refuse."""
+        owned = all(0 < block < self.pool.num_blocks and self.pool.ref_count[block] for block in blocks)
+        if not owned or set(blocks) <= set(self.shared):
+            self.both("free", blocks)
+
+    def both(self, what, blocks):
+        engine = self.manager.block_pool
+        try:
+            getattr(engine, what)(blocks)
+        except ValueError:
+            with pytest.raises(ValueError):
+                getattr(self.pool, what)(blocks)
+            return
+        getattr(self.pool, what)(blocks)
+        for block in blocks:
+            self.shared.append(block) if what == "touch" else self.shared.remove(block)
+
+    @invariant()
+    def same(self):
+        if hasattr(self, "pool"):
+            engine = self.manager.block_pool
+            assert list(self.pool.free_queue) == list(engine.free_queue) and self.pool.ref_count == engine.ref_count
+            assert self.pool.num_free_blocks == engine.num_free_blocks
+            for table, request in self.live:
+                assert table.blocks == self.manager.req_to_blocks.get(request.request_id, [])
+
+
+TestTwins = Twins.TestCase
+TestTwins.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
 # --- The kernels ----------------------------------------------------------------------------------------------------
@@ -550,39 +634,30 @@ def prompts_of(model, lengths):
     return [torch.randint(model.config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
-def contiguous(model, prompt, n):
-    c = model.config
-    cache = first.KVCache(roofline.KVCacheSpec(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, c.head_dim), 1,
-                          len(prompt) + n, model.dtype, model.device)  # fmt: skip
-    return first.generate(model, prompt, n, cache).token_ids
-
-
 @pytest.mark.parametrize("block_size", [8, 16, 128])
-def test_paged_equals_contiguous(tiny_model, block_size):
+def test_paged_equals_no_cache(tiny_model, block_size):
     prompts = prompts_of(tiny_model, [1, 7, 8, 9, 40])
-    run = lesson.decode(tiny_model, prompts, lesson.greedy, 12, 40, block_size)
-    assert run.token_ids == [contiguous(tiny_model, prompt, 12) for prompt in prompts]
+    run = page.decode(tiny_model, prompts, page.greedy, 12, 40, block_size)
+    assert run.token_ids == [naive.generate(tiny_model, prompt, 12) for prompt in prompts]
 
 
 def test_the_kernels_drive_the_model(kernels, tiny_model):
-    """Decode with every kernel of the lesson; each is launched, and the tokens are those of the contiguous cache."""
+    """Decode with every kernel of the lesson; each is launched, and the tokens are those of no cache at all."""
     used = [lesson.reshape_and_cache_kernel, lesson.paged_decode_kernel, lesson.copy_blocks_kernel]
     before = [kernel.launches for kernel in used]
     prompts = prompts_of(tiny_model, [3, 9])
-    run = lesson.decode(tiny_model, prompts, lesson.greedy, 3, 12, 8)
-    assert run.token_ids == [contiguous(tiny_model, prompt, 3) for prompt in prompts]
-    shared = lesson.decode(tiny_model, prompts[:1], lesson.sampling(2), 3, 12, 8)
+    run = page.decode(tiny_model, prompts, page.greedy, 3, 12, 8)
+    assert run.token_ids == [naive.generate(tiny_model, prompt, 3) for prompt in prompts]
+    shared = page.decode(tiny_model, prompts[:1], page.sampling(2), 3, 12, 8)
     assert all(kernel.launches > n for kernel, n in zip(used, before)) and shared.copied_blocks == 1
-    assert (
-        shared.token_ids == lesson.decode(tiny_model, prompts[:1], lesson.sampling(2), 3, 12, 8, share=False).token_ids
-    )
+    assert shared.token_ids == page.decode(tiny_model, prompts[:1], page.sampling(2), 3, 12, 8, share=False).token_ids
 
 
 def test_split_kernels_drive_the_model(kernels, tiny_model, monkeypatch):
     monkeypatch.setattr(lesson, "default_splits", lambda *_: 4)
     before = lesson.combine_splits_kernel.launches
     (prompt,) = prompts_of(tiny_model, [70])
-    assert lesson.decode(tiny_model, [prompt], lesson.greedy, 3, 12, 8).token_ids == [contiguous(tiny_model, prompt, 3)]
+    assert page.decode(tiny_model, [prompt], page.greedy, 3, 12, 8).token_ids == [naive.generate(tiny_model, prompt, 3)]
     assert lesson.combine_splits_kernel.launches > before
 
 
@@ -598,7 +673,7 @@ def test_mixed_steps_and_chunks(tiny_model):
     logits = lesson.run_step(model, cache, tables, [a[29:], b[24:]])
     for row, tokens in zip(logits, (a, b)):
         ids = torch.tensor(tokens, device=model.device)
-        hidden = model.forward(ids, torch.arange(len(tokens), device=model.device), first.recompute)
+        hidden = model.forward(ids, torch.arange(len(tokens), device=model.device), naive.recompute)
         common.assert_close(row[None], model.logits(hidden[-1:]))
 
 
@@ -612,11 +687,11 @@ def test_metadata(device):
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-@pytest.mark.parametrize("select", [lesson.sampling, lesson.beams])
+@pytest.mark.parametrize("select", [page.sampling, page.beams])
 @pytest.mark.parametrize("length", [7, 8, 21])
 def test_shared_blocks_equal_private_copies(tiny_model, n, select, length):
     prompts = prompts_of(tiny_model, [length])
-    shared, private = (lesson.decode(tiny_model, prompts, select(n), 10, 100, 8, share) for share in (True, False))
+    shared, private = (page.decode(tiny_model, prompts, select(n), 10, 100, 8, share) for share in (True, False))
     assert shared.token_ids == private.token_ids and len(shared.token_ids) == n
     assert private.blocks == private.table_entries == shared.table_entries  # without sharing each entry is a block
     assert all(a <= b for a, b in zip(shared.blocks, private.blocks))
@@ -626,10 +701,8 @@ def test_shared_blocks_equal_private_copies(tiny_model, n, select, length):
 def test_samples_equal_separate_requests(tiny_model):
     """Sample i of n is what a request of its own with the same seed writes."""
     prompts = prompts_of(tiny_model, [19])
-    together = lesson.decode(tiny_model, prompts, lesson.sampling(3, seed=7), 10, 60, 8).token_ids
-    alone = [
-        lesson.decode(tiny_model, prompts, lesson.sampling(1, seed=7 + i), 10, 60, 8).token_ids[0] for i in range(3)
-    ]
+    together = page.decode(tiny_model, prompts, page.sampling(3, seed=7), 10, 60, 8).token_ids
+    alone = [page.decode(tiny_model, prompts, page.sampling(1, seed=7 + i), 10, 60, 8).token_ids[0] for i in range(3)]
     assert together == alone and len({tuple(tokens) for tokens in together}) == 3
 
 
@@ -641,19 +714,19 @@ def test_beam_search_finds_what_exhaustive_beams_find(tiny_model):
         extended = []
         for tokens, score in candidates:
             ids = torch.tensor(prompt + tokens, device=tiny_model.device)
-            hidden = tiny_model.forward(ids, torch.arange(len(ids), device=ids.device), first.recompute)
+            hidden = tiny_model.forward(ids, torch.arange(len(ids), device=ids.device), naive.recompute)
             logp = tiny_model.logits(hidden[-1:])[0].log_softmax(-1).tolist()
             extended += [([*tokens, t], score + logp[t]) for t in range(len(logp))]
         candidates = sorted(extended, key=lambda c: -c[1])[:width]
-    run = lesson.decode(tiny_model, [prompt], lesson.beams(width), 6, 40, 8)
+    run = page.decode(tiny_model, [prompt], page.beams(width), 6, 40, 8)
     assert run.token_ids == [tokens for tokens, _ in candidates]
 
 
 def test_real_model(real_model):
     model, tokenizer = real_model
     prompts = [tokenizer.encode(text) for text in ("The capital of France is", "Once upon a time there was a small")]
-    run = lesson.decode(model, prompts, lesson.greedy, 5, 12, 16)
-    assert run.token_ids == [contiguous(model, prompt, 5) for prompt in prompts]
+    run = page.decode(model, prompts, page.greedy, 5, 12, 16)
+    assert run.token_ids == [naive.generate(model, prompt, 5) for prompt in prompts]
     assert "Paris" in tokenizer.decode(run.token_ids[0])
 
 
@@ -661,12 +734,12 @@ def test_real_model(real_model):
 def test_real_model_through_the_kernels(real_model, kernels):
     model, tokenizer = real_model
     prompt = tokenizer.encode("The capital of France is")
-    assert lesson.decode(model, [prompt], lesson.greedy, 4, 12, 16).token_ids == [contiguous(model, prompt, 4)]
+    assert page.decode(model, [prompt], page.greedy, 4, 12, 16).token_ids == [naive.generate(model, prompt, 4)]
 
 
 def test_out_of_blocks_is_an_exception_of_its_own(tiny_model):
     with pytest.raises(OutOfBlocks):
-        lesson.decode(tiny_model, prompts_of(tiny_model, [20, 20]), lesson.greedy, 2, 5, 8)
+        page.decode(tiny_model, prompts_of(tiny_model, [20, 20]), page.greedy, 2, 5, 8)
 
 
 # --- Allocators -----------------------------------------------------------------------------------------------------
@@ -675,7 +748,7 @@ def test_out_of_blocks_is_an_exception_of_its_own(tiny_model):
 @given(st.sampled_from(["first-fit", "buddy"]), st.integers(1, 200), st.lists(st.integers(-8, 40), max_size=40))
 def test_contiguous_allocators(kind, num_slots, moves):
     """Runs never overlap, stay inside, and nothing is lost: at the end one hole again (or the buddies of the start)."""
-    memory = lesson.FirstFit(num_slots) if kind == "first-fit" else lesson.Buddy(num_slots)
+    memory = page.FirstFit(num_slots) if kind == "first-fit" else page.Buddy(num_slots)
     start = json.dumps(holes_of(memory))
     taken: list[tuple[int, int]] = []
     for move in moves:
@@ -699,13 +772,13 @@ def test_contiguous_allocators(kind, num_slots, moves):
 
 
 def holes_of(memory):
-    if isinstance(memory, lesson.FirstFit):
+    if isinstance(memory, page.FirstFit):
         return [list(hole) for hole in memory.holes]
     return sorted([first, size] for size, starts in memory.starts.items() for first in starts)
 
 
 def test_first_fit_takes_the_lowest_hole():
-    memory = lesson.FirstFit(100)
+    memory = page.FirstFit(100)
     runs = [memory.allocate(10) for _ in range(10)]
     memory.free(*runs[7]), memory.free(*runs[2]), memory.free(*runs[3])
     assert memory.allocate(15) == (20, 15) and memory.allocate(7) == (70, 7)
@@ -716,9 +789,9 @@ def test_first_fit_takes_the_lowest_hole():
 
 def test_contest_reproduces_the_paper():
     """OPT-13B at ShareGPT's mean lengths (Kwon et al. 2023): the batch within 15 % of 7.0, 9.8, 13.6 and 30.4."""
-    facts = lesson.facts()
+    facts = page.facts()
     assert facts["opt_slots"] == 15728  # the paper's 15.7K
-    for policy, (tokens, batch) in lesson.PAPER.items():
+    for policy, (tokens, batch) in page.PAPER.items():
         ours = facts["contest"][policy]
         assert abs(ours["batch"] / batch - 1) < 0.15
         if policy == "Pow2":  # the one that is off, and the page says by how much
@@ -729,10 +802,10 @@ def test_contest_reproduces_the_paper():
     assert order == sorted(order)
 
 
-@pytest.mark.parametrize("policy", list(lesson.POLICIES))
+@pytest.mark.parametrize("policy", list(page.POLICIES))
 def test_contest_shares(policy):
-    lengths = lesson.request_lengths("ShareGPT", 400, 3)
-    r = lesson.contest(policy, lengths, 8192, 400)
+    lengths = page.request_lengths("ShareGPT", 400, 3)
+    r = page.contest(policy, lengths, 8192, 400)
     assert abs(sum(r[part] for part in ("tokens", "reserved", "internal", "external")) - 1) < 1e-9
     assert all(0 <= r[part] <= 1 for part in ("tokens", "reserved", "internal", "external"))
     assert (r["preemptions"] > 0) == (policy == "Paged")
@@ -741,14 +814,14 @@ def test_contest_shares(policy):
 
 
 def test_contest_with_huge_blocks_is_no_better_than_reserving():
-    lengths = lesson.request_lengths("ShareGPT", 400, 0)
-    paged = lesson.contest("Paged", lengths, 16384, 400, block_size=2048)["batch"]
-    assert paged < lesson.contest("Max", lengths, 16384, 400)["batch"] == 8
+    lengths = page.request_lengths("ShareGPT", 400, 0)
+    paged = page.contest("Paged", lengths, 16384, 400, block_size=2048)["batch"]
+    assert paged < page.contest("Max", lengths, 16384, 400)["batch"] == 8
 
 
 def test_request_lengths_have_the_published_means():
     for workload, (prompt, output) in lengths.WORKLOADS.items():
-        pairs = lesson.request_lengths(workload, 20_000, 0)
+        pairs = page.request_lengths(workload, 20_000, 0)
         assert all(1 <= p <= 1024 and o >= 1 and p + o <= 2048 for p, o in pairs)
         if workload != "Azure conversation":  # its prompts reach the cut
             assert abs(sum(p for p, _ in pairs) / len(pairs) / prompt - 1) < 0.05
@@ -757,21 +830,19 @@ def test_request_lengths_have_the_published_means():
 
 def test_sharing_by_hand():
     """Prompt 8, outputs of 2 with blocks of 8, 2 samples: one step with one token each on top of one shared block."""
-    assert lesson.sharing(2, [(8, 2)], 8) == pytest.approx(1 / 4)
-    assert lesson.sharing(1, [(8, 5)], 8) == 0
-    assert (
-        lesson.sharing(4, [(3, 2)], 8) == 0
-    )  # nothing is full: the partial block is copied away (or kept by the last)
+    assert page.sharing(2, [(8, 2)], 8) == pytest.approx(1 / 4)
+    assert page.sharing(1, [(8, 5)], 8) == 0
+    assert page.sharing(4, [(3, 2)], 8) == 0  # nothing is full: the partial block is copied away (or kept by the last)
 
 
 # --- The simulation -------------------------------------------------------------------------------------------------
 
 
 def all_states():
-    for allocator in lesson.ALLOCATORS:
+    for allocator in page.ALLOCATORS:
         for block_size in (1, 16, 128, 2048) if allocator == "paged" else (16,):
             for num_slots in (4096, 16384):
-                for workload in lesson.WORKLOADS:
+                for workload in page.WORKLOADS:
                     for finish in (-1, 5) if num_slots == 4096 else (0,):
                         yield {"allocator": allocator, "block_size": block_size, "num_slots": num_slots,
                                "workload": workload, "finish": finish}  # fmt: skip
@@ -780,7 +851,7 @@ def all_states():
 def test_simulation_conserves_memory():
     """Replaying the spans of the trace: no slot has two owners, free + taken + null = all, at every step."""
     for params in all_states():
-        trace = lesson.simulate(params)
+        trace = page.simulate(params)
         owner, null = np.full(params["num_slots"], -1), trace["null_slots"]
         taken = 0
         for step in trace["steps"]:
@@ -799,11 +870,11 @@ def test_simulation_conserves_memory():
             assert mine == np.flatnonzero(owner == request).tolist() and tokens <= len(mine)
             if params["allocator"] == "paged":
                 assert len(mine) - tokens < params["block_size"]
-        assert len(lesson.describe(trace).splitlines()) <= 15
+        assert len(page.describe(trace).splitlines()) <= 15
 
 
 def test_simulation_by_hand():
-    run = lambda **change: lesson.simulate(lesson.WIDGET_DEFAULT | change)  # noqa: E731
+    run = lambda **change: page.simulate(page.WIDGET_DEFAULT | change)  # noqa: E731
     tokens, x = [], 1
     for _ in range(400):
         x = x * 16807 % 2147483647
@@ -831,17 +902,17 @@ def test_simulation_by_hand():
     ("cls", "method", "broken"),
     [
         (BlockPool, "allocate", lambda self, n: list(self.free_queue)[:n]),
-        (BlockPool, "_release", lambda self, blocks: None),
+        (BlockPool, "free", lambda self, blocks: None),
         (BlockTable, "append", lambda self, n: self.blocks.extend(self.pool.allocate(n)) or []),
-        (lesson.FirstFit, "allocate", lambda self, size: (0, size)),
+        (page.FirstFit, "allocate", lambda self, size: (0, size)),
     ],
 )
 def test_breaking_the_class_breaks_the_simulation(monkeypatch, cls, method, broken):
-    params = [lesson.WIDGET_DEFAULT | {"finish": 0}, lesson.WIDGET_DEFAULT | {"allocator": "first-fit"}]
-    before = json.dumps([lesson.simulate(p) for p in params])
+    params = [page.WIDGET_DEFAULT | {"finish": 0}, page.WIDGET_DEFAULT | {"allocator": "first-fit"}]
+    before = json.dumps([page.simulate(p) for p in params])
     monkeypatch.setattr(cls, method, broken)
     try:
-        after = json.dumps([lesson.simulate(p) for p in params])
+        after = json.dumps([page.simulate(p) for p in params])
     except Exception:
         return
     assert after != before
@@ -851,7 +922,7 @@ def test_breaking_the_class_breaks_the_simulation(monkeypatch, cls, method, brok
 
 
 def test_story():
-    story = lesson.facts()["story"]
+    story = page.facts()["story"]
     assert {name: t["blocks"] for name, t in story["tables"].items()} == {"A": [1, 4], "B": [3, 6, 7], "C": [1, 2, 5]}
     assert story["copies"] == [[2, 4]] and story["ref_count"] == [0, 2, 1, 1, 1, 1, 1, 1, 0, 0]
 
@@ -879,9 +950,10 @@ def test_benchmark_compares_with_the_same_code_and_with_a_copy(monkeypatch, caps
     row = {"B": 32, "S": 192, "block_size": 16, "paged": 3e-3, "one_block": 2e-3, "contiguous": 1e-3, "gbps": 40.0,
            "ratio": 3.0, "to_one_block": 1.5}  # fmt: skip
     monkeypatch.setattr(common, "copy_bandwidth", lambda: order.append("copy") or 50e9)
-    monkeypatch.setattr(lesson, "measure_indirection", lambda *_: order.append("kernels") or [row])
-    monkeypatch.setattr(lesson, "PAPER_SAVED", {"beam": {}})
-    assert lesson.benchmark(None, [])["copy_bandwidth"] == 50e9 and order == ["copy", "kernels"]
+    monkeypatch.setattr(page, "measure_indirection", lambda *_: order.append("kernels") or [row])
+    monkeypatch.setattr(page, "PAPER_SAVED", {"beam": {}})
+    monkeypatch.setattr(llama, "load", lambda _: (None, SimpleNamespace(ask=lambda question: [1])))
+    assert page.measure(SimpleNamespace(model=None))["copy_bandwidth"] == 50e9 and order == ["copy", "kernels"]
     assert capsys.readouterr().out.split()[-3:] == ["1.50", "40.0", "80%"]
 
 

@@ -18,7 +18,7 @@ import pytest
 import scripts
 import torch
 
-flash = common.lesson("03_flash_attention")
+flash, page = common.lesson("03_flash_attention"), common.numbers("03_flash_attention")
 PATH = Path(hopper.__file__)
 # Queries of each sequence, keys of each.
 BATCHES = {
@@ -32,8 +32,8 @@ BATCHES = {
 
 def case(query_lens, seq_lens, D, dtype, Hq=4, Hkv=2):
     torch.manual_seed(0)
-    batch = flash.Batch.of(query_lens, seq_lens)
-    return (*flash.random_qkv(batch, Hq, Hkv, D, dtype), batch)
+    batch = page.Batch.of(query_lens, seq_lens)
+    return (*page.random_qkv(batch, Hq, Hkv, D, dtype), batch)
 
 
 def emulate(module, q, k, v, batch, causal):
@@ -51,7 +51,7 @@ def emulate(module, q, k, v, batch, causal):
 def test_groups_of_warps_compute_attention(batch, causal, slow):
     q, k, v, batch = case(*BATCHES[batch], 64, torch.bfloat16)
     out, lse = emulate(gluon_emulator.load(PATH, slow), q, k, v, batch, causal)
-    ref, ref_lse = flash.reference(q, k, v, batch, causal)
+    ref, ref_lse = page.reference(q, k, v, batch, causal)
     common.assert_close(out, ref)
     common.assert_close(lse, ref_lse, torch.float32)
 
@@ -68,7 +68,7 @@ def with_a_bad_neighbour(S, D=64):
 def test_a_neighbour_cannot_leak_in(S, causal):
     q, k, v, batch = with_a_bad_neighbour(S)
     out, lse = emulate(gluon_emulator.load(PATH), q, k, v, batch, causal)
-    ref, ref_lse = flash.reference(q, k, v, batch, causal)
+    ref, ref_lse = page.reference(q, k, v, batch, causal)
     common.assert_close(out[:S], ref[:S])
     common.assert_close(lse[:, :S], ref_lse[:, :S], torch.float32)
 
@@ -103,7 +103,7 @@ def test_what_is_wrong_is_seen(change, monkeypatch):
     module = gluon_emulator.load(PATH, slow, tuple(texts))
     S = 0 if "neighbour" not in change else 40 if "values" in change else 300
     q, k, v, batch = with_a_bad_neighbour(S) if S else case((256, 70), (700, 400), 64, torch.bfloat16)
-    ref = flash.reference(q, k, v, batch)[0]
+    ref = page.reference(q, k, v, batch)[0]
     rows = slice(0, S or None)
     with pytest.raises((AssertionError, TimeoutError)):
         common.assert_close(emulate(module, q, k, v, batch, True)[0][rows], ref[rows])
@@ -201,7 +201,7 @@ def test_on_hopper(D, dtype):
         part.warp_specialized_attention(
             q, k, v, batch.query_start_loc, batch.seq_start_loc, batch.max_query_len, 2, causal, D**-0.5, out, lse
         )
-        ref, ref_lse = flash.reference(q, k, v, batch, causal)
+        ref, ref_lse = page.reference(q, k, v, batch, causal)
         common.assert_close(out, ref)
         common.assert_close(lse, ref_lse, torch.float32)
 
@@ -216,7 +216,7 @@ def test_a_neighbour_on_hopper(S):
     part.warp_specialized_attention(
         q, k, v, batch.query_start_loc, batch.seq_start_loc, batch.max_query_len, 2, True, 0.1, out, lse
     )
-    common.assert_close(out[:S], flash.reference(q, k, v, batch, scale=0.1)[0][:S])
+    common.assert_close(out[:S], page.reference(q, k, v, batch, scale=0.1)[0][:S])
 
 
 @needs.hopper
@@ -226,7 +226,7 @@ def test_long_prompts_take_it(longest, monkeypatch):
     attention = part.warp_specialized_attention
     monkeypatch.setattr(part, "warp_specialized_attention", lambda *args: taken.append(1) or attention(*args))
     q, k, v, batch = case((longest, 50), (longest, 400), 128, torch.bfloat16)
-    common.assert_close(flash.flash_attention(q, k, v, *batch)[0], flash.reference(q, k, v, batch)[0])
+    common.assert_close(flash.flash_attention(q, k, v, *batch)[0], page.reference(q, k, v, batch)[0])
     assert bool(taken) == (longest >= 1024)
 
 

@@ -1,4 +1,4 @@
-"""Lesson 03: one pass is the softmax, the kernel is it at every awkward size, and the selector gives its reasons."""
+"""Lesson 03: one pass is the softmax, and the kernel is it at every awkward size."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-lesson = common.lesson("03_flash_attention")
-Batch, Tiles = lesson.Batch, lesson.Tiles
-SMALL = Tiles(16, 16, 4, 1)  # several tiles at lengths that the interpreter can afford
+lesson, page = common.lesson("03_flash_attention"), common.numbers("03_flash_attention")
+Batch, random_qkv, reference = page.Batch, page.random_qkv, page.reference
+SMALL = (16, 16, 4, 1, 0)  # several tiles at lengths that the interpreter can afford
 MASKS = ({"causal": True}, {"causal": False}, {"window": 1}, {"window": 20})
 mask_ids = ["causal", "full", "window1", "window20"]
 
@@ -35,8 +35,8 @@ mask_ids = ["causal", "full", "window1", "window20"]
 )
 def test_one_pass_is_the_softmax(keys, tile, q):
     values = [float(i + 1) for i in range(len(keys))]
-    result, trace = lesson.online_softmax(q, keys, values, tile)
-    scores = [lesson.torch.tensor(q, dtype=torch.float32).item() * key for key in keys]
+    result, trace = page.online_softmax(q, keys, values, tile)
+    scores = [torch.tensor(q, dtype=torch.float32).item() * key for key in keys]
     scores = torch.tensor(scores, dtype=torch.float32).double()
     if (scores == -math.inf).all():
         assert math.isnan(result)  # softmax of nothing
@@ -48,15 +48,15 @@ def test_one_pass_is_the_softmax(keys, tile, q):
     assert trace[-1]["hbm_floats"] == 1 + 2 * len(keys)
 
 
-STATES = [dict(zip(lesson.WIDGET_CHOICES, v)) for v in itertools.product(*lesson.WIDGET_CHOICES.values())]
+STATES = [dict(zip(page.WIDGET_CHOICES, v)) for v in itertools.product(*page.WIDGET_CHOICES.values())]
 
 
 def test_every_widget_state_tells_the_truth():
-    limit = lesson.facts()["exp_limit"]
+    limit = page.facts()["exp_limit"]
     for params in STATES:
-        trace = lesson.simulate(params)
+        trace = page.simulate(params)
         json.dumps(trace, allow_nan=False)
-        assert len(lesson.describe(trace).splitlines()) <= 15
+        assert len(page.describe(trace).splitlines()) <= 15
         assert trace["hbm_floats"] == {"online": 18, "naive": 50}
         if params["subtract_max"]:
             # Forgetting to rescale is invisible exactly if the maximum never grows after the first tile.
@@ -65,55 +65,82 @@ def test_every_widget_state_tells_the_truth():
             assert (trace["verdict"] == "right") == (trace["largest"] < limit[params["precision"]]), params
 
 
-def test_a_scale_from_the_command_line_reads_like_the_default():
-    args = lesson.build_parser().parse_args(["--scale", "16"])
-    trace = lesson.simulate(lesson.WIDGET_DEFAULT | {"scale": args.scale})
-    assert lesson.describe(trace).startswith("scores 16 × increasing")
+def test_a_scale_that_is_a_float_reads_like_the_default():
+    trace = page.simulate(page.WIDGET_DEFAULT | {"scale": 16.0})
+    assert page.describe(trace).startswith("scores 16 × increasing")
 
 
 def test_widget_default_and_the_two_bugs():
-    default = lesson.WIDGET_DEFAULT
-    assert lesson.simulate(default)["result"] == pytest.approx(7.421, abs=5e-4)
-    assert lesson.simulate(default | {"rescale": False})["result"] == pytest.approx(4.731, abs=5e-4)
+    default = page.WIDGET_DEFAULT
+    assert page.simulate(default)["result"] == pytest.approx(7.421, abs=5e-4)
+    assert page.simulate(default | {"rescale": False})["result"] == pytest.approx(4.731, abs=5e-4)
     for rescale in (True, False):
-        trace = lesson.simulate(default | {"order": "decreasing", "rescale": rescale})
+        trace = page.simulate(default | {"order": "decreasing", "rescale": rescale})
         assert trace["result"] == pytest.approx(1.579, abs=5e-4) and trace["verdict"] == "right"
-    assert lesson.simulate(default | {"scale": 16, "subtract_max": False})["result"] == "nan"
+    assert page.simulate(default | {"scale": 16, "subtract_max": False})["result"] == "nan"
 
 
 def test_simulation_runs_the_recurrence(monkeypatch):
-    real = lesson.online_softmax
-    monkeypatch.setattr(lesson, "online_softmax", lambda *a: real(*a[:4], False, *a[5:]))
-    assert lesson.simulate(lesson.WIDGET_DEFAULT)["verdict"] == "wrong"
+    real = page.online_softmax
+    monkeypatch.setattr(page, "online_softmax", lambda *a: real(*a[:4], False, *a[5:]))
+    assert page.simulate(page.WIDGET_DEFAULT)["verdict"] == "wrong"
 
 
-def test_flags_break_the_first_step():
-    parse = lesson.build_parser().parse_args
-    lesson.show_recurrence(parse([]))
-    lesson.show_recurrence(parse(["--no-rescale", "--order", "decreasing"]))  # the bug that sorted data hides
-    for flags in (["--no-rescale"], ["--no-max", "--scale", "16"], ["--no-max", "--scale", "4", "--precision", "fp16"]):
-        with pytest.raises(common.CheckFailed):
-            lesson.show_recurrence(parse(flags))
+def test_the_flag_breaks_the_first_step(capsys):
+    lesson.show_row("increasing", True)
+    assert "luck" not in capsys.readouterr().out
+    for order in lesson.ORDERS:
+        if order == "decreasing":  # the bug that sorted data hides
+            lesson.show_row(order, False)
+            assert "By luck" in capsys.readouterr().out.splitlines()[-1]
+        else:
+            with pytest.raises(common.CheckFailed):
+                lesson.show_row(order, False)
+    args = lesson.build_parser().parse_args(["--no-rescale", "--order", "decreasing"])
+    assert args.no_rescale and args.order == "decreasing"
 
 
-def test_a_deleted_line_that_does_no_harm_is_luck_and_the_help_says_where_it_does(capsys):
-    parser = lesson.build_parser()
-    for flags in ([], ["--no-max"], ["--no-max", "--precision", "fp16"], ["--no-rescale", "--order", "decreasing"]):
-        lesson.show_recurrence(parser.parse_args(flags))
-        last = capsys.readouterr().out.splitlines()[-1]
-        assert last.startswith("  ✓ one pass") and last.endswith("by luck") == bool(flags)
-    broken = lesson.WIDGET_DEFAULT | {"subtract_max": False}
-    least = {precision: min(scale for scale in lesson.WIDGET_CHOICES["scale"]
-                            if lesson.simulate(broken | {"precision": precision, "scale": scale})["verdict"] != "right")
-             for precision in lesson.PRECISIONS}  # fmt: skip
-    assert f"seen at --scale {least['fp32']}, fp16: {least['fp16']}" in " ".join(parser.format_help().split())
+def test_the_widgets_recurrence_is_the_lessons():
+    """One in floats that are rounded one by one, one in tensors: the same state after each tile."""
+    for params in STATES:
+        if not (params["subtract_max"] and params["precision"] == "fp32"):
+            continue
+        trace = page.simulate(params)
+        states, out, ref = lesson.one_row(params["order"], params["scale"], params["tile"], params["rescale"])
+        assert len(states) == len(trace["tiles"]) + 1
+        for state, tile in zip(states[1:], trace["tiles"], strict=True):
+            assert state == pytest.approx(tuple(tile["after"].values()), rel=1e-6), params
+        assert out.item() == pytest.approx(trace["result"], rel=1e-6)
+        assert ref.item() == pytest.approx(trace["expected"], rel=1e-6)
+
+
+def test_the_story_counts_what_the_page_quotes(capsys):
+    lesson.show_deleted_line()
+    told, survive = capsys.readouterr().out, page.facts()["survive"]["no_rescale"]
+    assert f"{survive['total']} of {page.facts()['widget']['states']} tests pass" in told
+    assert all(f"{survive[order]} of 20 {order}" in told for order in lesson.ORDERS)
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 3), st.integers(0, 2**31 - 1))
+def test_folding_tiles_is_the_softmax(S, tile, M, seed):
+    """Of scores that may be −∞, a whole tile of them too."""
+    torch.manual_seed(seed)
+    s, v = 50 * torch.randn(M, S), torch.randn(S, 4)
+    s[torch.rand(M, S) < 0.3] = -math.inf
+    m, l, o = torch.full((M,), -math.inf), torch.zeros(M), torch.zeros(M, 4)
+    for tile_s, tile_v in zip(s.split(tile, dim=1), v.split(tile)):
+        m, l, o = lesson.fold(m, l, o, tile_s, tile_v)
+    common.assert_close(m + l.log(), s.double().logsumexp(dim=1), torch.float32)
+    seen = l > 0
+    assert torch.equal(seen, (s > -math.inf).any(dim=1)) and not o[~seen].any()
+    common.assert_close(o[seen] / l[seen, None], s[seen].double().softmax(dim=1) @ v.double())
 
 
 # --- Reference, tiled form, counters --------------------------------------------------------------------------------
 
 
 def test_reference_is_the_textbook():
-    q, k, v = lesson.random_qkv(Batch.of([5], [9]), 4, 2, 16, torch.float64)
+    q, k, v = random_qkv(Batch.of([5], [9]), 4, 2, 16, torch.float64)
     textbook = common.lesson("01_kv_cache").causal_attention(q, k, v)
     assert torch.equal(lesson.naive_attention(q, k, v)[0], textbook) or common.assert_close(
         lesson.naive_attention(q, k, v)[0].float(), textbook
@@ -123,20 +150,22 @@ def test_reference_is_the_textbook():
     common.assert_close(lesson.naive_attention(q, k, v, causal=False)[0].float(), sdpa)
 
 
-def test_visible_against_the_definition():
+def test_what_is_visible_against_the_definition():
+    """All scores are equal and each value is a key's own unit vector: a row of the output says which keys it saw."""
     for T, S, causal, window in itertools.product((1, 3, 6), (2, 6), (True, False), (None, 1, 2, 9)):
-        seen = lesson.visible(T, S, causal, window)
-        for i, j in itertools.product(range(T), range(S)):
+        q, k, v = torch.zeros(T, 1, S), torch.zeros(S, 1, S), torch.eye(S)[:, None]
+        out, lse = lesson.naive_attention(q, k, v, causal, window)
+        for i in range(T):
             position = i + S - T
-            expected = (j <= position or not causal) and (window is None or j > position - window)
-            assert seen[i, j] == expected
+            seen = [(j <= position or not causal) and (window is None or j > position - window) for j in range(S)]
+            assert ((out[i, 0] > 0).tolist(), round(lse[0, i].exp().item(), 4)) == (seen, sum(seen))
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=mask_ids)
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 40), (15, 33), (33, 33), (50, 20)])
 def test_tiled_attention(mask, T, S):
-    q, k, v = lesson.random_qkv(Batch.of([T], [S]), 4, 2, 16, torch.float32)
-    out, lse = lesson.tiled_attention(q, k, v, block_m=16, block_n=8, **mask)
+    q, k, v = random_qkv(Batch.of([T], [S]), 4, 2, 16, torch.float32)
+    out, lse = page.tiled_attention(q, k, v, block_m=16, block_n=8, **mask)
     ref, ref_lse = lesson.naive_attention(q.double(), k.double(), v.double(), **mask)
     common.assert_close(out, ref)
     common.assert_close(lse, ref_lse)
@@ -146,23 +175,23 @@ def test_tiled_attention(mask, T, S):
 def test_a_window_without_causality_looks_ahead(window, device):
     """`visible` says so: a window alone hides what lies behind, and nothing ahead."""
     batch = Batch.of([50], [60])
-    q, k, v = lesson.random_qkv(batch, 4, 2, 64, torch.float32)
-    ref = lesson.reference(q, k, v, batch, False, window)[0]
-    common.assert_close(lesson.tiled_attention(q, k, v, False, window, block_m=16, block_n=8)[0], ref)
-    common.assert_close(lesson.run_sdpa(q, k, v, batch, False, window), ref)
+    q, k, v = random_qkv(batch, 4, 2, 64, torch.float32)
+    ref = reference(q, k, v, batch, False, window)[0]
+    common.assert_close(page.tiled_attention(q, k, v, False, window, block_m=16, block_n=8)[0], ref)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("T", "D", "block_m"), [(128, 64, 128), (256, 16, 64), (192, 32, 64), (100, 16, 128)])
 def test_counters_agree_with_the_formulas(T, D, block_m, causal):
-    q, k, v = lesson.random_qkv(Batch.of([T]), 2, 2, D, torch.float32)
+    q, k, v = random_qkv(Batch.of([T]), 2, 2, D, torch.float32)
     formula = lesson.hbm_floats(T, D, block_m, causal)
+    ref = lesson.naive_attention(q, k, v, causal)[0]
     for name, attention in (
-        ("naive", lesson.naive_attention),
-        ("tiled", lambda *a, **kw: lesson.tiled_attention(*a, block_m=block_m, block_n=4, **kw)),
+        ("naive", page.counted_naive),
+        ("tiled", lambda *a, hbm: page.tiled_attention(*a, block_m=block_m, block_n=4, hbm=hbm)[0]),
     ):
-        hbm = lesson.HBM()
-        attention(q, k, v, causal, hbm=hbm)
+        hbm = page.HBM()
+        common.assert_close(attention(q, k, v, causal, hbm=hbm), ref)
         assert hbm.floats == 2 * formula[name], name
     # One tile of queries has every key and value read once: the two fused counts meet.
     alone = lesson.hbm_floats(T, D, T, causal)
@@ -171,8 +200,8 @@ def test_counters_agree_with_the_formulas(T, D, block_m, causal):
 
 def test_flops_count_the_visible_pairs():
     for T, S, causal in ((7, 7, True), (3, 9, True), (3, 9, False)):
-        pairs = int(lesson.visible(T, S, causal).sum())
-        assert lesson.attention_flops(T, S, 5, 16, causal) == pairs * 2 * 2 * 16 * 5
+        pairs = sum(j <= i + S - T or not causal for i in range(T) for j in range(S))
+        assert page.attention_flops(T, S, 5, 16, causal) == pairs * 2 * 2 * 16 * 5
 
 
 # --- The kernel -----------------------------------------------------------------------------------------------------
@@ -211,11 +240,11 @@ def test_kernel_at_its_default_tiles(kernels, guarded, device, monkeypatch, dtyp
     check_kernel(guarded, monkeypatch, batch, dtype, 2, 1, 64, None, {"causal": True})
 
 
-TILES = (SMALL, Tiles(32, 16, 4, 1), Tiles(16, 32, 4, 2), Tiles(64, 32, 4, 2))
+TILES = (SMALL, (32, 16, 4, 1, 0), (16, 32, 4, 2, 0), (64, 32, 4, 2, 0))
 # Of all 288 combinations a third, in which any three of the four things meet in every way.
 TOGETHER = [
     pytest.param((torch.float32, torch.float16, torch.bfloat16)[i % 3], D, TILES[t], MASKS[m],
-                 id=f"{('fp32', 'fp16', 'bf16')[i % 3]}-{D}-{TILES[t].block_m}x{TILES[t].block_n}-{mask_ids[m]}")
+                 id=f"{('fp32', 'fp16', 'bf16')[i % 3]}-{D}-{TILES[t][0]}x{TILES[t][1]}-{mask_ids[m]}")
     for i, (D, t, m) in enumerate(itertools.product((16, 48, 64, 80, 128, 256), range(4), range(4)))
 ]  # fmt: skip
 
@@ -229,8 +258,8 @@ def test_kernel_thoroughly(kernels, guarded, device, monkeypatch, dtype, D, tile
 
 def check_kernel(guarded, monkeypatch, batch, dtype, Hq, Hkv, D, tiles, mask):
     """Inputs and outputs lie between NaNs: what is read or written out of bounds shows."""
-    q, k, v = (guarded(x) for x in lesson.random_qkv(batch, Hq, Hkv, D, dtype))
-    ref, ref_lse = lesson.reference(q, k, v, batch, **mask)
+    q, k, v = (guarded(x) for x in random_qkv(batch, Hq, Hkv, D, dtype))
+    ref, ref_lse = reference(q, k, v, batch, **mask)
     monkeypatch.setattr(lesson, "torch", GuardedTorch(guarded))
     out, lse = lesson.flash_attention(q, k, v, *batch, tiles=tiles, **mask)
     assert out.shape == q.shape and out.dtype == dtype and lse.shape == (Hq, len(q))
@@ -254,26 +283,26 @@ def test_kernel_takes_views_of_a_packed_projection(kernels, device):
     qkv = torch.randn(27, 2 + 1 + 1, 32, device=device)
     q, k, v = qkv[:, :2], qkv[:, 2:3], qkv[:, 3:]
     out, lse = lesson.flash_attention(q, k, v, *batch, tiles=SMALL)
-    ref, ref_lse = lesson.reference(q, k, v, batch)
+    ref, ref_lse = reference(q, k, v, batch)
     common.assert_close(out, ref)
     common.assert_close(lse, ref_lse)
     # Rows that begin at odd addresses cannot be described to TMA: they are copied first.
     odd = torch.randn(27 * 33 + 1, device=device)[1:].view(27, 1, 33)[..., :32]
-    assert lesson._aligned(odd).data_ptr() != odd.data_ptr() and lesson._aligned(k).data_ptr() == k.data_ptr()
+    assert lesson.aligned(odd).data_ptr() != odd.data_ptr() and lesson.aligned(k).data_ptr() == k.data_ptr()
     out, _ = lesson.flash_attention(q, odd, v, *batch, tiles=SMALL)
-    common.assert_close(out, lesson.reference(q, odd, v, batch)[0])
+    common.assert_close(out, reference(q, odd, v, batch)[0])
     # Contiguous, and yet not where TMA wants them: `contiguous` returns such a tensor as it is.
     for wrong in (torch.randn(27 * 32 + 1)[1:].view(27, 1, 32), torch.randn(192).as_strided((1, 3, 64), (1, 64, 1))):
         assert wrong.is_contiguous()
-        right = lesson._aligned(wrong)
+        right = lesson.aligned(wrong)
         assert right.data_ptr() % 16 == 0 and right.stride(0) % 4 == 0 == right.stride(1) % 4 and right.equal(wrong)
 
 
 def test_scale_reaches_scores_and_lse(kernels, device):
     batch = Batch.of([20])
-    q, k, v = lesson.random_qkv(batch, 2, 1, 16, torch.float32)
+    q, k, v = random_qkv(batch, 2, 1, 16, torch.float32)
     out, lse = lesson.flash_attention(q, k, v, *batch, scale=0.7, tiles=SMALL)
-    ref, ref_lse = lesson.reference(q, k, v, batch, scale=0.7)
+    ref, ref_lse = reference(q, k, v, batch, scale=0.7)
     common.assert_close(out, ref)
     common.assert_close(lse, ref_lse)
 
@@ -281,12 +310,12 @@ def test_scale_reaches_scores_and_lse(kernels, device):
 def test_one_sequence_never_reads_another(kernels, device):
     """The neighbours are NaN: a key or value too many would turn everything into NaN."""
     batch = Batch.of([5, 18, 4], [9, 35, 6])
-    q, k, v = lesson.random_qkv(batch, 2, 1, 16, torch.float32)
-    ref, ref_lse = lesson.reference(q, k, v, batch)
+    q, k, v = random_qkv(batch, 2, 1, 16, torch.float32)
+    ref, ref_lse = reference(q, k, v, batch)
     for x in (k, v):
         x[:9], x[44:] = math.nan, math.nan
     for mask in ({}, {"causal": False}):
-        ref, ref_lse = lesson.reference(q, k, v, batch, **mask)
+        ref, ref_lse = reference(q, k, v, batch, **mask)
         out, lse = lesson.flash_attention(q, k, v, *batch, tiles=SMALL, **mask)
         common.assert_close(out[5:23], ref[5:23])
         common.assert_close(lse[:, 5:23], ref_lse[:, 5:23])
@@ -297,36 +326,36 @@ def test_one_sequence_never_reads_another(kernels, device):
 def test_tiles_of_keys_that_no_query_sees_are_skipped(kernels, device, mask):
     """Values there are NaN, and a weight of 0 would not hide them: this work, half of it or more, is not done."""
     batch = Batch.of([64])
-    q, k, v = lesson.random_qkv(batch, 1, 1, 16, torch.float32)
-    ref, _ = lesson.reference(q, k, v, batch, **mask)
-    for first in range(0, 64, SMALL.block_m):
-        values, end = v.clone(), first + SMALL.block_m
+    q, k, v = random_qkv(batch, 1, 1, 16, torch.float32)
+    ref, _ = reference(q, k, v, batch, **mask)
+    for first in range(0, 64, SMALL[0]):
+        values, end = v.clone(), first + SMALL[0]
         values[end:] = math.nan
         if mask:
-            values[: max(0, first + 1 - mask["window"]) // SMALL.block_n * SMALL.block_n] = math.nan
+            values[: max(0, first + 1 - mask["window"]) // SMALL[1] * SMALL[1]] = math.nan
         out, _ = lesson.flash_attention(q, k, values, *batch, tiles=SMALL, **mask)
         common.assert_close(out[first:end], ref[first:end])
 
 
 def test_a_window_wider_than_the_prompt(kernels, device):
     batch = Batch.of([33])
-    q, k, v = lesson.random_qkv(batch, 1, 1, 16, torch.float32)
+    q, k, v = random_qkv(batch, 1, 1, 16, torch.float32)
     out, _ = lesson.flash_attention(q, k, v, *batch, window=100, tiles=SMALL)
-    common.assert_close(out, lesson.reference(q, k, v, batch)[0])
+    common.assert_close(out, reference(q, k, v, batch)[0])
 
 
 def test_addresses_exceed_31_bits(kernels, apart):
     batch = Batch.of([1, 1, 1])
-    q, k, v = map(apart, lesson.random_qkv(batch, 1, 1, 16, torch.float16))
+    q, k, v = map(apart, random_qkv(batch, 1, 1, 16, torch.float16))
     out, lse = lesson.flash_attention(q, k, v, *batch, tiles=SMALL)
-    ref, ref_lse = lesson.reference(q, k, v, batch)
+    ref, ref_lse = reference(q, k, v, batch)
     common.assert_close(out, ref)
     common.assert_close(lse, ref_lse, torch.float16)
 
 
 def test_rows_behind_the_last_sequence_are_left_alone(kernels, device, monkeypatch, guarded):
     batch = Batch.of([5, 3])
-    q, k, v = lesson.random_qkv(Batch.of([12]), 2, 1, 16, torch.float32)
+    q, k, v = random_qkv(Batch.of([12]), 2, 1, 16, torch.float32)
     monkeypatch.setattr(lesson, "torch", GuardedTorch(guarded))
     out, lse = lesson.flash_attention(q, k, v, *batch, tiles=SMALL)
     assert out[8:].isnan().all() and lse[:, 8:].isnan().all() and not out[:8].isnan().any()
@@ -366,12 +395,12 @@ def test_extreme_scores(device, native):
 
 def test_lse_merges_two_halves(kernels, device):
     """What split-KV, cascades and chunked contexts rely on: o = Σ_i exp(lse_i − lse) o_i."""
-    q, k, v = lesson.random_qkv(Batch.of([18], [50]), 2, 1, 16, torch.float32)
+    q, k, v = random_qkv(Batch.of([18], [50]), 2, 1, 16, torch.float32)
     parts = [
         lesson.flash_attention(q, k[a:b], v[a:b], *Batch.of([18], [b - a]), causal=False, tiles=SMALL)
         for a, b in ((0, 21), (21, 50))
     ]
-    whole, whole_lse = lesson.reference(q, k, v, Batch.of([18], [50]), causal=False)
+    whole, whole_lse = reference(q, k, v, Batch.of([18], [50]), causal=False)
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     common.assert_close(lse, whole_lse)
     merged = sum((part_lse - lse).exp().T[..., None] * out for out, part_lse in parts)
@@ -380,8 +409,8 @@ def test_lse_merges_two_halves(kernels, device):
 
 def test_any_order_of_programs_covers_everything(kernels, device, monkeypatch):
     batch = Batch.of([5, 20])
-    q, k, v = lesson.random_qkv(batch, 8, 4, 16, torch.float32)
-    ref, ref_lse = lesson.reference(q, k, v, batch)
+    q, k, v = random_qkv(batch, 8, 4, 16, torch.float32)
+    ref, ref_lse = reference(q, k, v, batch)
     for group in (2, 4, 8):
         monkeypatch.setattr(lesson, "heads_per_group", lambda *a, g=group: g)
         out, lse = lesson.flash_attention(q, k, v, *batch, tiles=SMALL)
@@ -394,7 +423,7 @@ def test_heavy_programs_start_first(kernels):
     import races  # it needs Triton
 
     batch = Batch.of([112])
-    q, k, v = lesson.random_qkv(batch, 2, 1, 16, torch.float32)
+    q, k, v = random_qkv(batch, 2, 1, 16, torch.float32)
     read = races.elements_read(lambda: lesson.flash_attention(q, k, v, *batch, tiles=SMALL))
     assert len(read) == 2 * 7 and read == sorted(read, reverse=True) and read[0] > 4 * read[-1]
 
@@ -421,10 +450,10 @@ def test_the_grid(device):
 @pytest.mark.parametrize("lens", BATCHES, ids=str)
 def test_torch_path_is_the_kernels_twin(lens, mask, dtype):
     batch = Batch(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in Batch.of(*lens)))
-    q, k, v = (x.cpu() for x in lesson.random_qkv(batch, 4, 2, 16, dtype))
+    q, k, v = (x.cpu() for x in random_qkv(batch, 4, 2, 16, dtype))
     before = lesson.flash_attention_kernel.launches
     out, lse = lesson.flash_attention(q, k, v, *batch, **mask)
-    ref, ref_lse = lesson.reference(q, k, v, batch, **mask)
+    ref, ref_lse = reference(q, k, v, batch, **mask)
     assert lesson.flash_attention_kernel.launches == before and out.dtype == dtype
     common.assert_close(out, ref)
     common.assert_close(lse, ref_lse, dtype)
@@ -433,13 +462,13 @@ def test_torch_path_is_the_kernels_twin(lens, mask, dtype):
 def test_no_queries_or_no_keys(device):
     for query_lens, seq_lens in (([0], [3]), ([2], [0]), ([0, 0], [0, 0])):
         batch = Batch.of(query_lens, seq_lens)
-        q, k, v = lesson.random_qkv(batch, 2, 1, 16, torch.float32)
+        q, k, v = random_qkv(batch, 2, 1, 16, torch.float32)
         out, lse = lesson.flash_attention(q, k, v, *batch)
         assert out.shape == q.shape and not out.any() and (lse == -math.inf).all()
 
 
 def test_wrong_arguments_are_named():
-    q, k, v = lesson.random_qkv(Batch.of([4]), 4, 2, 16, torch.float32)
+    q, k, v = random_qkv(Batch.of([4]), 4, 2, 16, torch.float32)
     batch = Batch.of([4])
     for match, args, options in (
         ("head size 24", (torch.zeros(4, 4, 24), torch.zeros(4, 2, 24), torch.zeros(4, 2, 24)), {}),
@@ -458,11 +487,18 @@ def test_wrong_arguments_are_named():
 # --- The model ------------------------------------------------------------------------------------------------------
 
 
+def naive(q, k, v, lens):
+    return lesson.packed_reference(q, k, v, lens, lens)[0]
+
+
+def through_kernel(q, k, v, lens):
+    return lesson.flash_attention(q, k, v, *lesson.packed(lens, lens))[0]
+
+
 def test_model_prefill_runs_the_kernel(kernels, tiny_model):
     prompts = [[3, 14, 15, 92, 65], [35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 28, 84, 19, 71, 69, 39]]
-    naive = lambda q, k, v, batch: lesson.reference(q, k, v, batch)[0].to(q.dtype)  # noqa: E731
     before = lesson.flash_attention_kernel.launches
-    logits = lesson.prefill(tiny_model, prompts, lesson.run_triton)
+    logits = lesson.prefill(tiny_model, prompts, through_kernel)
     assert lesson.flash_attention_kernel.launches - before == tiny_model.config.num_hidden_layers
     common.assert_close(logits, lesson.prefill(tiny_model, prompts, naive))
     alone = torch.cat([lesson.prefill(tiny_model, [prompt], naive) for prompt in prompts])
@@ -472,136 +508,60 @@ def test_model_prefill_runs_the_kernel(kernels, tiny_model):
 def test_real_model_prefill(kernels, real_model):
     model, tokenizer = real_model
     prompts = [tokenizer.encode("The capital of France is"), tokenizer.encode("Water freezes at zero")]
-    naive = lambda q, k, v, batch: lesson.reference(q, k, v, batch)[0].to(q.dtype)  # noqa: E731
     ref = lesson.prefill(model, prompts, naive)
-    logits = lesson.prefill(model, prompts, lesson.run_triton, lesson.run_sdpa, every=10)
+    logits = lesson.prefill(model, prompts, through_kernel)
     common.assert_close(logits, ref)
     assert logits.argmax(-1).tolist() == ref.argmax(-1).tolist()
     assert tokenizer.decode([int(ref[0].argmax())]).strip() == "Paris"
 
 
-# --- Backends -------------------------------------------------------------------------------------------------------
+# --- Beside other kernels -------------------------------------------------------------------------------------------
 
 
-def config(device="cuda", capability=(9, 0), dtype=torch.bfloat16, head_size=128, **more):
-    return lesson.AttentionSelectorConfig(device, capability, dtype, head_size, **more)
+def test_pytorchs_fused_kernel_computes_the_same():
+    q, k, v = (x.cpu() for x in random_qkv(Batch.of([40]), 9, 3, 64, torch.float32))
+    common.assert_close(page.torch_fused(q, k, v), lesson.naive_attention(q.double(), k.double(), v.double())[0])
 
 
-@pytest.mark.parametrize(
-    ("change", "chosen"),
-    [
-        ({}, "FLASH_ATTN"),
-        ({"capability": (8, 0)}, "FLASH_ATTN"),
-        ({"capability": (10, 0)}, "FLASHINFER"),
-        ({"capability": (10, 0), "head_size": 80}, "FLASH_ATTN"),
-        ({"capability": (10, 0), "use_non_causal": True}, "FLASH_ATTN"),
-        ({"capability": (12, 0)}, "FLASH_ATTN"),
-        ({"head_size": 512}, "FLASH_ATTN"),  # vLLM's own FA4; FA3 ends at 256
-        ({"capability": (10, 0), "head_size": 320}, "FLASH_ATTN"),
-        ({"capability": (8, 0), "head_size": 512}, "FLASHINFER"),
-        ({"capability": (12, 0), "head_size": 320}, "FLEX_ATTENTION"),
-        ({"capability": (7, 5), "dtype": torch.float16}, "TRITON_ATTN"),
-        ({"dtype": torch.float32}, "TRITON_ATTN"),
-        ({"head_size": 20, "dtype": torch.float32}, "FLEX_ATTENTION"),
-        ({"installed": ("flashinfer", "triton")}, "FLASHINFER"),
-        ({"installed": ("triton",)}, "TRITON_ATTN"),
-        ({"installed": ()}, "FLEX_ATTENTION"),
-        ({"device": "rocm", "capability": None}, "TRITON_ATTN"),
-        ({"device": "cpu", "capability": None}, "TORCH_SDPA"),
-    ],
-    ids=str,
-)
-def test_selection(change, chosen):
-    c = config(**change)
-    name, others = lesson.select_backend(c)
-    assert name == chosen and others.keys() == lesson.BACKENDS.keys() - {chosen}
-    assert all(why and all(isinstance(reason, str) and reason for reason in why) for why in others.values())
-    before = lesson.priorities(c)[: lesson.priorities(c).index(chosen)]
-    assert all("was asked first" not in others[other][0] for other in before)
-    if c.device == "rocm":
-        assert before == ["ROCM_ATTN"] and "TRITON_ATTN stands in" in others["ROCM_ATTN"][0]
-    else:
-        assert "for AMD" in others["ROCM_ATTN"]
-    if lesson.BACKENDS[chosen].run is None or chosen not in lesson.priorities(c):
-        pytest.fail("chose what cannot run")
-
-
-def test_a_requested_backend_runs_or_says_why_not():
-    assert lesson.select_backend(config(), "FLEX_ATTENTION")[0] == "FLEX_ATTENTION"
-    for name, c, word in (
-        ("FLASH_ATTN", config(dtype=torch.float32), "fp16 and bf16 only"),
-        ("FLASHINFER", config(head_size=80), "head sizes"),
-        ("XFORMERS", config(), "removed from vLLM"),
-        ("FLASHMLA", config(), "MLA models only"),
-        ("TRITON_ATTN", config(device="cpu", capability=None), "interpreted"),
-        ("NONSENSE", config(), "allowed: FLASH_ATTN"),
-    ):
-        with pytest.raises(common.InputError, match=word) as error:
-            lesson.select_backend(c, name)
-        assert name in str(error.value)
-    with pytest.raises(common.InputError, match="no attention backend"):
-        lesson.select_backend(config(use_mla=True))
-
-
-def test_environment_variable_of_older_vllm(monkeypatch, capsys):
-    monkeypatch.delenv("VLLM_ATTENTION_BACKEND", raising=False)
-    assert lesson.requested_backend(None) is None and lesson.requested_backend("TORCH_SDPA") == "TORCH_SDPA"
-    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLEX_ATTENTION")
-    said = []
-    monkeypatch.setattr(common, "say", said.append)
-    assert lesson.requested_backend(None) == "FLEX_ATTENTION" and "no longer reads" in said[0]
-    assert lesson.requested_backend("TORCH_SDPA") == "TORCH_SDPA" and len(said) == 1  # the flag wins
-
-
-def reachable():
-    here = lesson.here(torch.float32, 64)
-    return [
-        name for name, backend in lesson.BACKENDS.items()
-        if backend.run and (not backend.invalid_reasons(here) or (name == "TRITON_ATTN" and common.HAS_TRITON))
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", reachable())
-def test_reachable_backends_agree(name, device):
-    batch = Batch.of((20, 1, 9), (20, 30, 14))
-    q, k, v = lesson.random_qkv(batch, 2, 1, 64, torch.float32)
-    for causal, window in ((True, None), (False, None), (True, 6)):
-        out = lesson.BACKENDS[name].run(q, k, v, batch, causal, window)
-        common.assert_close(out, lesson.reference(q, k, v, batch, causal, window)[0])
-
-
-def test_every_backend_that_can_run_is_reachable_here():
-    assert {"TORCH_SDPA", "FLEX_ATTENTION"} <= set(reachable())
-
-
-def test_calls_of_packages_that_are_not_here(monkeypatch):
-    """flash-attn and flashinfer are seldom installed on a CPU: check what they would be called with."""
+def test_what_a_package_that_is_not_here_would_be_called_with(monkeypatch):
+    """flash-attn is seldom installed where there is no GPU."""
     batch, calls = Batch.of([4], [9]), []
-    q, k, v = lesson.random_qkv(batch, 4, 2, 64, torch.float32)
+    q, k, v = random_qkv(batch, 4, 2, 64, torch.float32)
     fake = SimpleNamespace(flash_attn_varlen_func=lambda *a, **kw: calls.append((a, kw)))
     monkeypatch.setitem(sys.modules, "flash_attn", fake)
-    lesson.run_flash_attn(q, k, v, batch, True, 6)
-    lesson.run_flash_attn(q, k, v, batch, False)
+    page.run_flash_attn(q, k, v, batch, True, 6)
+    page.run_flash_attn(q, k, v, batch, False)
     assert calls[0][0] == (q, k, v, *batch)
     assert [kw for _, kw in calls] == [
         {"causal": True, "window_size": (5, -1)}, {"causal": False, "window_size": (-1, -1)}
     ]  # fmt: skip
 
-    class Wrapper:
-        def __init__(self, workspace, layout):
-            assert layout == "NHD"
 
-        def plan(self, *args, **kwargs):
-            calls.append((args, kwargs))
+def test_the_engines_kernel_is_shown_beside_this_one(monkeypatch, capsys):
+    """On a Hopper GPU; here it is pretended, at 64 tokens. Elsewhere the step says why it is skipped."""
+    calls, seconds = [], iter((4e-9, 1e-9))
 
-        def run(self, *args):
-            return args[0]
+    def attention(q, k, v, *batch, tiles):
+        calls.append(tiles)
+        return lesson.naive_attention(q, k, v)
 
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithRaggedKVCacheWrapper=Wrapper))
-    assert lesson.run_flashinfer(q, k, v, batch, True, 6) is q
-    args, kwargs = calls[-1]
-    assert args == (batch.query_start_loc, batch.seq_start_loc, 4, 2, 64)
-    assert kwargs == {"causal": True, "window_left": 5, "q_data_type": q.dtype}
+    monkeypatch.setattr(lesson, "nvidia_capability", lambda: None)
+    lesson.show_hopper()
+    assert "SKIPPED engine/attention/hopper.py beside this kernel: it takes a Hopper GPU" in capsys.readouterr().out
+    monkeypatch.setattr(lesson, "nvidia_capability", lambda: (9, 0))
+    monkeypatch.setattr(lesson, "flash_attention", attention)
+    monkeypatch.setattr(common, "measure", lambda fn: common.Timing(next(seconds), 0, 0))
+    lesson.show_hopper(64)
+    assert calls == [lesson.choose_tiles(torch.bfloat16, 128, None, (9, 0)), None]
+    rate = page.attention_flops(64, 64, 16, 128, False) / 2 / 1e-9 / 1e12
+    told = capsys.readouterr().out
+    assert f"warps that take turns: {rate:.0f} TFLOP/s" in told and "✓ the same, 4.00 times as fast" in told
+
+
+@needs.hopper
+def test_side_by_side_on_hopper(capsys):
+    lesson.show_hopper()
+    assert "✓ the same" in capsys.readouterr().out
 
 
 # --- Compiled for Hopper --------------------------------------------------------------------------------------------

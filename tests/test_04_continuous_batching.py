@@ -12,19 +12,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llama
+from support.broken import break_class
 from support.runners import runner_of
+from engine.config import SchedulerConfig, VllmConfig
 from engine.request import Request
+from engine.request import RequestStatus
 from engine.request import SamplingParams
 from engine.request import check_stop
 from engine.core.engine_core import EngineCore
+from engine.core.queues import PriorityRequestQueue
+from engine.core.scheduler import make_scheduler
 from engine.model.packed_linear import PackedLinear
 from engine.model.packed_linear import pack_weights
 from engine.model.packed_linear import packs
 from engine.worker.input_batch import InputBatch
 
-lesson = common.lesson("04_continuous_batching")
+lesson, page = common.lesson("04_continuous_batching"), common.numbers("04_continuous_batching")
 paged = common.lesson("02_paged_attention")
-preemption = common.lesson("11_preemption")
+
+
+def whole(max_model_len, max_num_seqs, max_num_batched_tokens, **about):
+    """Limits of a scheduler that computes whole prompts."""
+    return SchedulerConfig(max_model_len, max_num_seqs, max_num_batched_tokens, enable_chunked_prefill=False, **about)
+
 
 lengths = st.lists(st.integers(1, 20), min_size=1, max_size=24)
 
@@ -34,7 +44,7 @@ lengths = st.lists(st.integers(1, 20), min_size=1, max_size=24)
 
 @given(lengths, st.integers(1, 6))
 def test_step_counts_are_the_naive_ones(outputs, slots):
-    static, continuous = (lesson.timeline(policy, slots, outputs) for policy in ("static", "continuous"))
+    static, continuous = (page.timeline(policy, slots, outputs) for policy in ("static", "continuous"))
     assert static.makespan == lesson.static_steps(slots, outputs)
     assert continuous.makespan == lesson.continuous_steps(slots, outputs)
     assert continuous.makespan <= static.makespan
@@ -47,30 +57,30 @@ def check_run(run, outputs, arrivals, slots):
         assert stop - start == outputs[i] and start >= arrivals[i]
         assert [lanes[seat] for lanes in run.lanes[start:stop]] == [i] * outputs[i]
         assert sum(i in lanes for lanes in run.lanes) == outputs[i]
-    assert lesson.lower_bound(slots, outputs, arrivals) <= run.makespan
+    assert page.lower_bound(slots, outputs, arrivals) <= run.makespan
 
 
 @given(lengths, st.integers(1, 6), st.integers(0, 9), st.sampled_from(["static", "continuous"]))
 def test_nothing_is_lost(outputs, slots, gap, policy):
     arrivals = [gap * i for i in range(len(outputs))]
-    check_run(lesson.timeline(policy, slots, outputs, arrivals=arrivals), outputs, arrivals, slots)
+    check_run(page.timeline(policy, slots, outputs, arrivals=arrivals), outputs, arrivals, slots)
 
 
 @given(lengths, st.integers(1, 6))
 def test_equal_and_sorted_lengths_gain_nothing(outputs, slots):
     """Static batching is optimal for equal lengths. Longest first, it takes as long as each batch's first."""
     equal = [outputs[0]] * (slots * len(outputs))
-    assert {lesson.timeline(p, slots, equal).makespan for p in lesson.POLICIES} == {outputs[0] * len(outputs)}
+    assert {page.timeline(p, slots, equal).makespan for p in page.POLICIES} == {outputs[0] * len(outputs)}
     alike = [n for n in outputs for _ in range(slots)]  # sorted so that every batch holds equal lengths
-    assert {lesson.timeline(p, slots, alike).makespan for p in lesson.POLICIES} == {sum(outputs)}
+    assert {page.timeline(p, slots, alike).makespan for p in page.POLICIES} == {sum(outputs)}
 
 
 def test_every_state_of_the_widget():
-    space = (list(lesson.POLICIES), lesson.SEATS, list(lesson.LENGTHS), list(lesson.ARRIVALS))
+    space = (list(page.POLICIES), page.SEATS, list(page.LENGTHS), list(page.ARRIVALS))
     makespans = {}
     for values in itertools.product(*space):
         params = dict(zip(("policy", "slots", "lengths", "arrivals"), values))
-        trace = lesson.simulate(params)
+        trace = page.simulate(params)
         makespans[values] = trace["makespan"]
         assert trace["busy"] == sum(trace["outputs"]) and trace["cells"] == trace["makespan"] * params["slots"]
         assert trace["lower_bound"] <= trace["makespan"] == len(trace["steps"])
@@ -86,42 +96,76 @@ def test_every_state_of_the_widget():
 
 
 def test_a_broken_scheduler_breaks_the_simulation(monkeypatch):
-    params = lesson.WIDGET_DEFAULT | {"policy": "continuous"}
-    right = lesson.simulate(params)
-    admit, stops = lesson.Scheduler._admit, check_stop
+    params = page.WIDGET_DEFAULT | {"policy": "continuous"}
+    right = page.simulate(params)
     with monkeypatch.context() as patch:  # one seat stays empty
-        patch.setattr(lesson.Scheduler, "_admit", lambda self, r: admit(self, r) if len(self.running) < 3 else 0)
-        assert lesson.simulate(params)["makespan"] > right["makespan"]
+        break_class(patch, lesson.Scheduler, "while self.waiting and seats > 0", "while self.waiting and seats > 1")
+        assert page.simulate(params)["makespan"] > right["makespan"]
     with monkeypatch.context() as patch:  # one token too many
-        patch.setattr(lesson, "check_stop", lambda r, n: r.num_output_tokens > r.max_tokens and stops(r, n))
-        assert lesson.simulate(params)["busy"] > right["busy"]
+        patch.setattr(lesson, "check_stop", lambda r, n: r.num_output_tokens > r.max_tokens and check_stop(r, n))
+        assert page.simulate(params)["busy"] > right["busy"]
     with monkeypatch.context() as patch:  # the last in the queue is the first
         patch.setattr(lesson.FCFSRequestQueue, "add_request", lesson.FCFSRequestQueue.prepend_request)
-        assert lesson.simulate(params)["spans"] != right["spans"]
+        assert page.simulate(params)["spans"] != right["spans"]
 
 
 def test_static_batching_uses_one_over_the_harmonic_number():
     """For geometric lengths: mean ÷ expected maximum of `slots` lengths → 1/H. Twenty times the lesson's sample."""
-    outputs = lesson.geometric(10_240, 64, seed=5)
+    outputs = page.geometric(10_240, 64, seed=5)
     for slots in (2, 4, 8, 32):
         used = sum(outputs) / (slots * lesson.static_steps(slots, outputs))
         assert used == pytest.approx(1 / sum(1 / k for k in range(1, slots + 1)), rel=0.04)
 
 
 def test_a_slot_cache_is_a_paged_cache_with_huge_blocks():
-    found = lesson.facts()["reserved"]
+    found = page.facts()["reserved"]
     assert found["reserved"]["most"] == found["pool_tokens"] // found["max_model_len"]
     assert found["paged"]["most"] > 3 * found["reserved"]["most"] and found["gain"] > 2
 
 
 def test_a_request_takes_no_slot_for_its_last_token():
-    """100 + 29 − 1 tokens are 8 blocks of 16; one more asks for a ninth."""
-    for max_tokens, blocks in ((29, 8), (30, 9)):
+    """100 + 29 − 1 tokens are 8 blocks of 16; one more asks for a ninth. Two of the first kind fit into 16."""
+    for max_tokens, blocks, together in ((29, 8, 2), (30, 9, 1)):
         manager = lesson.KVCacheManager(17, 16, 256)
-        scheduler = lesson.Scheduler(lesson.SchedulerConfig(256, 1, 256), manager)
-        scheduler.add_request(Request("r", [0] * 100, SamplingParams(max_tokens=max_tokens)))
-        scheduler.schedule()
-        assert len(manager.get_block_ids("r")) == blocks
+        scheduler = lesson.Scheduler(whole(256, 2, 256), manager)
+        requests = lesson.make_requests([[0] * 100] * 2, [max_tokens] * 2)
+        most = 0
+
+        def watched(output):
+            nonlocal most
+            most = max(most, *map(len, output.block_tables.values()))
+            return lesson.no_model(output)
+
+        run = lesson.engine_loop(scheduler, watched, requests)
+        assert most == blocks and max(map(len, run.batches)) == together
+
+
+def test_blocks_are_taken_when_they_are_needed_and_promised_before():
+    """Whoever is admitted can go on to its last token, though it has no more blocks than it needs now."""
+    manager = lesson.KVCacheManager(9, 4, 32)
+    scheduler = lesson.Scheduler(whole(32, 4, 32), manager)
+    for request in lesson.make_requests([[0]] * 3, [17, 16, 3]):  # 5, 4 and 1 blocks in their lives
+        scheduler.add_request(request)
+    assert [*scheduler.schedule().num_scheduled_tokens] == ["0"], "the second must wait, and nobody overtakes it"
+    assert manager.req_to_blocks == {"0": [1]} and manager.block_pool.num_free_blocks == 7
+
+
+@given(lengths, st.integers(2, 9))
+def test_whoever_runs_never_finds_the_pool_empty(outputs, blocks):
+    """By construction; were it not so, `allocate_slots` would return None, and nobody would look."""
+    manager = lesson.KVCacheManager(max(blocks, 7), 4, 21)
+    took = manager.allocate_slots
+
+    def allocate_slots(*about):
+        new = took(*about)
+        assert new is not None
+        return new
+
+    manager.allocate_slots = allocate_slots
+    requests = lesson.make_requests([[0]] * len(outputs), outputs)
+    run = lesson.engine_loop(lesson.Scheduler(whole(21, 5, 21), manager), lesson.no_model, requests)
+    assert sum(map(len, run.batches)) == sum(outputs) and not manager.req_to_blocks
+    manager.block_pool.check()
 
 
 # --- What the model is given ----------------------------------------------------------------------------------------
@@ -253,30 +297,33 @@ def test_packed_weights_are_the_same_matrix_and_leave_the_model_alone(library):
 # --- Nobody's tokens depend on the company --------------------------------------------------------------------------
 
 
-def tiny_core(model, policy="continuous", seats=4, num_blocks=200, block_size=4):
-    return lesson.make_core(model, policy, seats, num_blocks, max_model_len=96, block_size=block_size)
+def tiny_engine(model, policy="continuous", seats=4, num_blocks=200, block_size=4):
+    """The lesson's scheduler, and a runner that fits it."""
+    manager = lesson.KVCacheManager(num_blocks, block_size, 96)
+    scheduler = lesson.Scheduler(whole(96, seats, 4096), manager, static=policy == "static")
+    return scheduler, runner_of(model, scheduler, VllmConfig(attention_backend="paged", enforce_eager=True))
 
 
 def random_requests(rng, count):
     return [([rng.randrange(128) for _ in range(rng.randint(1, 30))], rng.randint(1, 12)) for _ in range(count)]
 
 
-def run_with_arrivals(core, requests, arrivals):
+def run_with_arrivals(scheduler, runner, requests, arrivals):
     """Add each request before the step of its arrival; returns the tokens of each."""
-    found, step = [[] for _ in requests], 0
-    while step <= max(arrivals) or core.scheduler.has_unfinished_requests():
-        for i, (prompt, n) in enumerate(requests):
-            if arrivals[i] == step:
-                params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
-                core.add_request(Request(str(i), list(prompt), params))
-        for output in core.step():
-            found[int(output.request_id)] += output.new_token_ids
-        step += 1
-        assert step < 1000, "whoever waits will wait for ever"
-    pool = core.scheduler.kv_cache_manager.block_pool
+    made = lesson.make_requests([prompt for prompt, _ in requests], [n for _, n in requests], arrivals)
+    steps = 0
+
+    def execute_model(output):
+        nonlocal steps
+        steps += 1
+        assert steps < 1000, "whoever waits will wait for ever"
+        return runner.execute_model(output)
+
+    lesson.engine_loop(scheduler, execute_model, sorted(made, key=lambda request: request.arrival_time))
+    pool = scheduler.kv_cache_manager.block_pool
     pool.check()
     assert pool.num_free_blocks == pool.num_blocks - 1
-    return found
+    return [request.output_token_ids for request in made]
 
 
 @pytest.mark.parametrize(
@@ -291,23 +338,22 @@ def test_any_batch_gives_each_request_its_tokens(tiny_model, policy, seed):
     arrivals = [rng.randint(0, 6) for _ in requests]
     block_size = (4, 1, 3, 16)[seed]
     num_blocks = 1 + -(-96 // block_size) + rng.randint(0, 30)  # from just one longest sequence to plenty
-    core = tiny_core(tiny_model, policy, rng.randint(2, 5), num_blocks, block_size)
-    assert run_with_arrivals(core, requests, arrivals) == alone
+    engine = tiny_engine(tiny_model, policy, rng.randint(2, 5), num_blocks, block_size)
+    assert run_with_arrivals(*engine, requests, arrivals) == alone
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_chunks_and_preemptions_change_no_token(tiny_model, seed):
-    """The same runner under lesson 11's scheduler, with a pool that is too small and a budget that cuts prompts."""
+    """The same loop and runner under the engine's scheduler: too small a pool, and a budget that cuts prompts."""
     rng = random.Random(seed)
     requests = random_requests(rng, 8)
     alone = [lesson.generate_alone(tiny_model, prompt, n) for prompt, n in requests]
-    config = preemption.SchedulerConfig(max_model_len=44, max_num_seqs=6, max_num_batched_tokens=11)
-    scheduler = preemption.make_scheduler(config, num_blocks=13, block_size=4)
-    core = EngineCore(scheduler, runner_of(tiny_model, scheduler))
+    config = SchedulerConfig(max_model_len=44, max_num_seqs=6, max_num_batched_tokens=11)
+    scheduler = make_scheduler(config, num_blocks=13, block_size=4)
     preempted = []
     monitored = scheduler._preempt_request
     scheduler._preempt_request = lambda victim, output: (preempted.append(victim), monitored(victim, output))
-    assert run_with_arrivals(core, requests, [0] * 8) == alone
+    assert run_with_arrivals(scheduler, runner_of(tiny_model, scheduler), requests, [0] * 8) == alone
     assert preempted
 
 
@@ -316,62 +362,80 @@ def test_the_engine_runs_the_kernels(tiny_model, kernels):
     requests = [([5, 9, 2], 3), ([7] * 5, 2)]
     alone = [lesson.generate_alone(tiny_model, prompt, n) for prompt, n in requests]
     before = paged.paged_decode_kernel.launches, paged.reshape_and_cache_kernel.launches
-    assert run_with_arrivals(tiny_core(tiny_model, num_blocks=30), requests, [0, 1]) == alone
+    assert run_with_arrivals(*tiny_engine(tiny_model, num_blocks=30), requests, [0, 1]) == alone
     assert paged.paged_decode_kernel.launches > before[0] and paged.reshape_and_cache_kernel.launches > before[1]
 
 
 def test_aborted_requests_leave_at_once(tiny_model):
-    core = tiny_core(tiny_model, seats=3)
-    requests = random_requests(random.Random(1), 5)
-    for i, (prompt, _) in enumerate(requests):
-        core.add_request(Request(str(i), prompt, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)))
-    found = {str(i): [] for i in range(5)}
-    for step in range(60):
-        if step == 2:
-            ended = core.abort_requests(["1", "4", "4", "unknown"])  # one runs, one waits
+    scheduler, runner = tiny_engine(tiny_model, seats=3)
+    prompts = [prompt for prompt, _ in random_requests(random.Random(1), 5)]
+    requests = lesson.make_requests(prompts, [20] * 5)
+
+    def execute_model(output):
+        sampled = runner.execute_model(output)
+        if (step := len(requests[0].output_token_ids)) == 2:  # one is in the step that runs, one waits
+            ended = scheduler.finish_requests(["1", "4", "4", "unknown"], RequestStatus.FINISHED_ABORTED)
             assert [(r.request_id, r.is_finished(), r.get_finished_reason()) for r in ended] == [
                 ("1", True, "abort"), ("4", True, "abort")]  # fmt: skip
-        for output in core.step():
-            found[output.request_id] += output.new_token_ids
-    assert not core.scheduler.has_unfinished_requests() and len(found["1"]) == 2 and found["4"] == []
+        assert ("1" in output.num_scheduled_tokens) == (step <= 2)
+        return sampled
+
+    lesson.engine_loop(scheduler, execute_model, requests)
+    assert len(requests[1].output_token_ids) == 2 and requests[4].output_token_ids == []
     for i in (0, 2, 3):
-        assert found[str(i)] == lesson.generate_alone(tiny_model, requests[i][0], 20)
-    core.step()  # the runner hears of the last ones
-    pool = core.scheduler.kv_cache_manager.block_pool
-    assert core.runner.batch.rows == {} and pool.num_free_blocks == pool.num_blocks - 1
+        assert requests[i].output_token_ids == lesson.generate_alone(tiny_model, prompts[i], 20)
+    runner.execute_model(scheduler.schedule())  # the runner hears of the last ones
+    pool = scheduler.kv_cache_manager.block_pool
+    assert runner.batch.rows == {} and pool.num_free_blocks == pool.num_blocks - 1
 
 
-def test_priorities_decide_who_is_next(tiny_model):
-    config = lesson.SchedulerConfig(96, 1, 96, policy="priority")
-    scheduler = lesson.Scheduler(config, lesson.KVCacheManager(50, 4, 96))
-    core = EngineCore(scheduler, runner_of(tiny_model, scheduler))
-    for name, priority in (("late", 5), ("first", 0), ("second", 1)):
-        core.add_request(Request(name, [1, 2], SamplingParams(temperature=0, max_tokens=2), priority=priority))
-    order = []
-    while scheduler.has_unfinished_requests():
-        order += [o.request_id for o in core.step() if o.finish_reason]
-    assert order == ["first", "second", "late"]
+def test_priorities_decide_who_is_next():
+    scheduler = lesson.Scheduler(whole(96, 1, 96, policy="priority"), lesson.KVCacheManager(50, 4, 96))
+    requests = [
+        Request(name, [1, 2], SamplingParams(max_tokens=2), priority=priority, arrival_time=0)
+        for name, priority in (("late", 5), ("first", 0), ("second", 1))
+    ]
+    run = lesson.engine_loop(scheduler, lesson.no_model, requests)
+    assert run.batches == [["first"]] * 2 + [["second"]] * 2 + [["late"]] * 2
+
+
+def test_the_loop_waits_for_whoever_comes_later():
+    scheduler = lesson.Scheduler(whole(16, 2, 16), lesson.KVCacheManager(9, 4, 16))
+    run = lesson.engine_loop(scheduler, lesson.no_model, lesson.make_requests([[0]] * 3, [2, 1, 1], [0, 1, 5]))
+    assert run.batches == [["0"], ["0", "1"], [], [], [], ["2"]] and len(run.seconds) == 6
+
+
+def real_engine(model, seats=32):
+    config = whole(512, seats, 4096)
+    scheduler = lesson.Scheduler(config, lesson.KVCacheManager(1024, 16, 512))
+    return scheduler, runner_of(model, scheduler, VllmConfig(attention_backend="paged", enforce_eager=True))
+
+
+def served(engine, prompts, outputs):
+    requests = lesson.make_requests(prompts, outputs)
+    lesson.engine_loop(engine[0], engine[1].execute_model, requests)
+    return [request.output_token_ids for request in requests]
 
 
 @pytest.mark.slow
 def test_the_real_model_in_a_batch(real_model):
     model, tokenizer = real_model
     prompts = [tokenizer.encode(text) for text in lesson.PROMPTS[:6]]
-    core = lesson.make_core(model, max_num_seqs=4)
-    together = lesson.serve(core, prompts, [6, 3, 5, 4, 6, 2]).token_ids
+    engine = real_engine(model, seats=4)
+    together = served(engine, prompts, [6, 3, 5, 4, 6, 2])
     assert together[0] == lesson.generate_alone(model, prompts[0], 6)
-    assert together[3:5] == [lesson.serve(core, [prompts[i]], [len(together[i])]).token_ids[0] for i in (3, 4)]
+    assert together[3:5] == [served(engine, [prompts[i]], [len(together[i])])[0] for i in (3, 4)]
     assert "Paris" in tokenizer.decode(together[0])
 
 
 @pytest.mark.slow
 def test_32_requests_on_the_real_model(real_model):
     model, tokenizer = real_model
-    prompts = [tokenizer.encode(lesson.PROMPTS[i % 8]) for i in range(32)]
-    served = lesson.serve(lesson.make_core(model), prompts, lesson.OUTPUTS)
+    prompts = [tokenizer.encode(text) for text in lesson.PROMPTS]
+    found = served(real_engine(model), prompts, lesson.OUTPUTS)
     for i in range(8):
-        assert served.token_ids[i] == lesson.generate_alone(model, prompts[i], lesson.OUTPUTS[i])
-    assert served.token_ids[:8] == served.token_ids[8:16]
+        assert found[i] == lesson.generate_alone(model, prompts[i], lesson.OUTPUTS[i])
+    assert found[:8] == found[8:16]
 
 
 # --- Wrong input ----------------------------------------------------------------------------------------------------
@@ -412,7 +476,24 @@ def test_greedy_samples_would_all_be_the_same():
         SamplingParams(n=2, temperature=0)
 
 
-def test_what_can_never_be_served_is_refused_on_arrival(tiny_model):
+def test_what_can_never_be_served_is_refused_on_arrival():
+    scheduler = lesson.Scheduler(whole(96, 4, 96), lesson.KVCacheManager(25, 4, 96))  # exactly one longest sequence
+    for prompt, word in (([], "empty"), ([1] * 96, "maximum model length"), ([1] * 97, "maximum model length")):
+        with pytest.raises(common.InputError, match=word):
+            scheduler.add_request(Request("x", prompt, SamplingParams()))
+    assert not scheduler.has_unfinished_requests()
+    scheduler.add_request(Request("x", [1] * 95, SamplingParams()))
+    (output,) = scheduler.update_from_output(scheduler.schedule(), {"x": [1]})
+    assert output.finish_reason == "length" and output.new_token_ids == [1]
+    with pytest.raises(common.InputError, match="num_blocks 24: they hold 92 tokens"):
+        lesson.KVCacheManager(24, 4, 96)
+
+
+def test_what_the_engine_can_never_serve_is_refused_on_arrival(tiny_model):
+    def tiny_core(model, num_blocks):
+        scheduler = make_scheduler(whole(96, 4, 4096), num_blocks, 4)
+        return EngineCore(scheduler, runner_of(model, scheduler))
+
     core = tiny_core(tiny_model, num_blocks=25)  # 96 tokens: exactly one longest sequence
     for prompt, word in (([], "empty"), ([1] * 96, "maximum model length"), ([1] * 97, "maximum model length")):
         with pytest.raises(common.InputError, match=word):
@@ -425,7 +506,7 @@ def test_what_can_never_be_served_is_refused_on_arrival(tiny_model):
     with pytest.raises(common.InputError, match="num_blocks"):
         tiny_core(tiny_model, num_blocks=24)
     with pytest.raises(common.InputError, match="max_model_len 96: must be at most 95"):
-        tiny_core(llama.random_model(0, max_position_embeddings=95))
+        tiny_core(llama.random_model(0, max_position_embeddings=95), num_blocks=25)
 
 
 def test_the_script_refuses_more_blocks_than_a_laptop_holds(capsys):
@@ -435,7 +516,9 @@ def test_the_script_refuses_more_blocks_than_a_laptop_holds(capsys):
 
 
 def test_the_runner_of_a_schedule_without_anybody(tiny_model):
-    assert tiny_core(tiny_model).step() == []
+    scheduler, runner = tiny_engine(tiny_model)
+    output = scheduler.schedule()
+    assert scheduler.update_from_output(output, runner.execute_model(output)) == []
 
 
 def test_packed_weights_keep_their_biases():
@@ -455,12 +538,12 @@ def test_packed_weights_keep_their_biases():
 def test_whoever_is_preempted_gives_its_row_back(tiny_model):
     """A row for each seat: one that is lost with every preemption would be missing in the end."""
     requests = random_requests(random.Random(0), 8)
-    config = preemption.SchedulerConfig(max_model_len=44, max_num_seqs=6, max_num_batched_tokens=11)
-    scheduler = preemption.make_scheduler(config, num_blocks=13, block_size=4)
-    core = EngineCore(scheduler, runner_of(tiny_model, scheduler))
-    run_with_arrivals(core, requests, [0] * 8)
-    core.step()  # the runner hears of the last ones
-    assert sorted(core.runner.batch.free_rows) == list(range(6)) and not core.runner.batch.rows
+    config = SchedulerConfig(max_model_len=44, max_num_seqs=6, max_num_batched_tokens=11)
+    scheduler = make_scheduler(config, num_blocks=13, block_size=4)
+    runner = runner_of(tiny_model, scheduler)
+    run_with_arrivals(scheduler, runner, requests, [0] * 8)
+    runner.execute_model(scheduler.schedule())  # the runner hears of the last ones
+    assert sorted(runner.batch.free_rows) == list(range(6)) and not runner.batch.rows
 
 
 def test_an_end_of_sequence_token_gives_no_stop_reason_though_it_is_a_stop_token_too():
@@ -473,7 +556,7 @@ def test_an_end_of_sequence_token_gives_no_stop_reason_though_it_is_a_stop_token
 
 
 def test_of_equals_that_came_together_the_name_decides():
-    queue = lesson.PriorityRequestQueue()
+    queue = PriorityRequestQueue()
     for name in "bca":
         queue.add_request(Request(name, [1], SamplingParams(), arrival_time=1.0))
     assert [queue.pop_request().request_id for _ in range(3)] == list("abc")
@@ -483,7 +566,7 @@ def test_who_leaves_a_long_priority_queue_is_found_at_once(monkeypatch):
     """Thousands of clients may hang up together, and each is taken out by itself."""
     rng, N, compared = random.Random(0), 4096, 0
     requests = [Request(f"{i}", [1], SamplingParams(), arrival_time=i, priority=rng.randint(0, 9)) for i in range(N)]
-    queue, less = lesson.PriorityRequestQueue(), Request.__lt__
+    queue, less = PriorityRequestQueue(), Request.__lt__
     for request in requests:
         queue.add_request(request)
 

@@ -24,14 +24,16 @@ from engine.request import Request
 from engine.request import SamplingParams
 from engine.llm import LLM
 from engine.sampling.sampler import SamplingState
+from engine.spec_decode.drafters import Draft, SpeculativeConfig
 from engine.spec_decode.verifier import DraftedState
 
 from engine.sampling import token_rules as lesson
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.openai.app import build_app
+from lab import naive
 
-offline = common.lesson("04b_offline_engine")
-scheduling, speculation = common.lesson("04_continuous_batching"), common.lesson("07_spec_decode")
+
+speculation = common.lesson("07_spec_decode")
 async_engine, openai_api = common.lesson("06e_async_engine"), common.lesson("06f_openai_api")
 guided, serving = common.lesson("06b_guided_decoding"), common.lesson("06_serving")
 TokenizeParams = lesson.TokenizeParams
@@ -179,7 +181,7 @@ def masked_argmax(model, prompt, steps, allowed=range(VOCAB), bad_words=()):
     tokens, bad_words = [], [list(word) for word in bad_words]
     for _ in range(steps):
         ids = torch.tensor([*prompt, *tokens])
-        hidden = model.forward(ids, torch.arange(len(ids)), scheduling.recompute)
+        hidden = model.forward(ids, torch.arange(len(ids)), naive.recompute)
         z = model.logits(hidden[-1:])[0].tolist()
         left = [t for t in allowed if not any([*tokens, t][-len(word) :] == word for word in bad_words)]
         tokens.append(max(left, key=lambda t: z[t]))
@@ -246,7 +248,7 @@ def test_log_probabilities_are_the_models(llm, tiny_model, name):
     tokens, answer = list(PROMPT), output.outputs[0]
     for token, entry in zip(answer.token_ids, answer.logprobs):
         ids = torch.tensor(tokens)
-        hidden = tiny_model.forward(ids, torch.arange(len(ids)), scheduling.recompute)
+        hidden = tiny_model.forward(ids, torch.arange(len(ids)), naive.recompute)
         raw = tiny_model.logits(hidden[-1:])[0].log_softmax(0)
         assert raw.topk(5).indices.tolist() == [t for t, x in sorted(entry.items(), key=lambda x: x[1].rank)][:5]
         assert entry[token].logprob == pytest.approx(raw[token].item(), abs=1e-4)
@@ -281,7 +283,7 @@ def test_on_the_servers_scheduler(tiny_model, real_model, wanted, limits, ahead)
     about, preempted = VllmConfig(), []
     if ahead:  # drafts: what the answer will be, and every third of them wrong
         truth = {tuple(p): tokens for (_, p), tokens in zip(SERVED, wanted)}
-        config = speculation.configure("ngram", 3)
+        config = SpeculativeConfig("ngram", 3, prompt_lookup_min=2, prompt_lookup_max=4)
         about = VllmConfig(speculative_config=config, plug={"drafter": lambda config, model: Guesses(truth)})
     engine = LLMEngine(tiny_model, real_model[1], config=about, **options)
     preempt = engine.core.scheduler._preempt_request
@@ -311,7 +313,7 @@ class Guesses:
         for c in contexts:
             whole = next([*p, *out] for p, out in self.truth.items() if tuple(c.token_ids[: len(p)]) == p)
             at = len(c.token_ids)
-            found.append(speculation.Draft([t if (at + i) % 3 else (t + 1) % VOCAB
+            found.append(Draft([t if (at + i) % 3 else (t + 1) % VOCAB
                                             for i, t in enumerate(whole[at : at + c.max_tokens])]))  # fmt: skip
         return found
 

@@ -30,15 +30,16 @@ from engine.sampling.defaults import SamplingDefaults
 from engine.sampling.detokenizer import IncrementalDetokenizer
 from engine.sampling.detokenizer import TokenBytes
 from engine.sampling.detokenizer import decoded_token
+from engine.sampling import sampler
 from engine.sampling.sampler import Sampler
 from engine.sampling.sampler import SamplingState
 from engine.sampling.sampler import adjust_logits
 from engine.sampling.sampler import distribution
 from engine.sampling.sampler import draw_tokens
 from engine.sampling.sampler import uniforms
+from lab import naive
 
 lesson = common.lesson("04b_offline_engine")
-scheduling = common.lesson("04_continuous_batching")
 preemption = common.lesson("11_preemption")
 INF = math.inf
 
@@ -90,7 +91,7 @@ def test_top_p_is_the_same_however_many_candidates_it_looks_at(monkeypatch, cand
     logits, p = 2 * torch.randn(40, 64), torch.linspace(0.05, 1, 40, dtype=torch.float64)
     off = torch.ones(40), torch.zeros(40), torch.full((40,), 64)
     want = distribution(logits, *off, p)
-    monkeypatch.setattr(lesson, "CANDIDATES", candidates)
+    monkeypatch.setattr(sampler, "CANDIDATES", candidates)
     assert torch.equal(distribution(logits, *off, p), want)
     flat = torch.zeros(1, 64)  # all equal: nothing can be cut
     assert torch.allclose(distribution(flat, *(x[:1] for x in off), p[:1]), torch.full((1, 64), 1 / 64))
@@ -463,7 +464,7 @@ def test_outputs_have_vllms_shape(llm):
     (answer,) = output.outputs
     assert answer.index == 0 and len(answer.token_ids) == 4 and answer.finished()
     assert (answer.finish_reason, answer.stop_reason) == ("length", None)
-    assert answer.token_ids == scheduling.generate_alone(llm.llm_engine.model, [5, 6, 7], 4)
+    assert answer.token_ids == naive.generate(llm.llm_engine.model, [5, 6, 7], 4)
     assert [next(iter(found)) for found in answer.logprobs] == answer.token_ids
     assert all(len(found) == 2 for found in answer.logprobs)
     sampled = [found[token] for found, token in zip(answer.logprobs, answer.token_ids)]
@@ -563,7 +564,7 @@ def check_scores(found, model, prompt, k):
     """Against every position of one pass without a cache: `log_softmax`, and ranks by counting."""
     assert found[0] is None and len(found) == len(prompt)
     positions = torch.arange(len(prompt), device=model.device)
-    hidden = model.forward(torch.tensor(prompt, device=model.device), positions, scheduling.recompute)
+    hidden = model.forward(torch.tensor(prompt, device=model.device), positions, naive.recompute)
     for row, token, entry in zip(model.logits(hidden).float().log_softmax(1).cpu(), prompt[1:], found[1:]):
         assert next(iter(entry)) == token and k <= len(entry) <= k + 1
         order = row.sort(descending=True)

@@ -11,20 +11,25 @@ import pytest
 import torch
 
 import llama
-from engine.request import Request
-from engine.request import SamplingParams
+from engine.config import SchedulerConfig
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.scheduler import Scheduler
 from engine.model.packed_linear import PackedLinear
+from engine.request import Request, SamplingParams
 from engine.worker.input_batch import InputBatch
+from lab import naive
+from lab.dry_run import DryRun
+from lab.offline_run import serve
 
-lesson = common.lesson("04c_speed")
-batching, paged = lesson.batching, lesson.paged_attention
+lesson, page = common.lesson("04c_speed"), common.numbers("04c_speed")
+paged = common.lesson("02_paged_attention")
 LOOP, FINAL = lesson.STAGES[0], lesson.STAGES[-1]
 PROMPTS, OUTPUTS = [[5, 9, 3], [7] * 17, [1, 2] * 20, [4]], [9, 3, 6, 1]
 
 
 def served(model, stage, num_seqs=4):
     core = lesson.make_core(model, stage, num_seqs, 64)
-    return batching.serve(core, PROMPTS, OUTPUTS).token_ids
+    return serve(core, PROMPTS, OUTPUTS).token_ids
 
 
 # --- The stages -------------------------------------------------------------------------------------------------------
@@ -34,14 +39,14 @@ def served(model, stage, num_seqs=4):
 @pytest.mark.parametrize("num_seqs", [4, 2])
 def test_every_stage_writes_the_same_tokens(stage, num_seqs):
     model = llama.random_model(3)
-    expected = [batching.generate_alone(model, p, n) for p, n in zip(PROMPTS, OUTPUTS)]
+    expected = [naive.generate(model, p, n) for p, n in zip(PROMPTS, OUTPUTS)]
     assert served(model, stage, num_seqs) == expected
     assert lesson.alone(model, PROMPTS[:1], OUTPUTS[0], cached=True)[0] == expected[:1]
     assert lesson.alone(model, PROMPTS[:1], OUTPUTS[0], cached=False)[0] == expected[:1]
 
 
 def test_a_stage_has_what_it_says(library):
-    """The first has nothing, each next one thing more, the last is lesson 04's runner."""
+    """The first has nothing, each next one thing more, the last is the engine's runner."""
     attention = ["in a loop", "gathered", "in place"].index
     done = [[attention(s.attention), s.fused, s.arrays, s.packed] for s in lesson.STAGES]
     assert [sum(each) for each in done] == [0, 1, 2, 3, 4, 5] and done[4] == [1, 1, 1, 1]
@@ -174,8 +179,8 @@ def test_a_profile_adds_up(stage, monkeypatch):
 
 def calls_per_step(kind, running, waiting):
     """Python and C functions called by a step: the same on every machine."""
-    config = batching.SchedulerConfig(2048, running, max(2048, 16 * running))
-    core = batching.DryRun(kind(config, batching.KVCacheManager(1 + 4 * running, 16, 2048)))
+    limits = SchedulerConfig(2048, running, max(2048, 16 * running))
+    core = DryRun(kind(limits, KVCacheManager(1 + 4 * running, 16, 2048, enable_caching=False)))
     for i in range(running + waiting):
         params = SamplingParams(max_tokens=20, ignore_eos=True)
         core.add_request(Request(str(i), [0] * 16, params, arrival_time=float(i)))
@@ -190,16 +195,15 @@ def calls_per_step(kind, running, waiting):
 
 
 def test_a_step_is_linear_in_who_runs_and_blind_to_who_waits():
-    one, two, three = (calls_per_step(batching.Scheduler, n, 0) for n in (100, 200, 300))
+    one, two, three = (calls_per_step(Scheduler, n, 0) for n in (100, 200, 300))
     assert three - two == two - one > 0
-    assert calls_per_step(batching.Scheduler, 100, 5000) == calls_per_step(batching.Scheduler, 100, 1) <= one + 1
+    assert calls_per_step(Scheduler, 100, 5000) == calls_per_step(Scheduler, 100, 1) <= one + 1
     assert calls_per_step(lesson.RescanningScheduler, 100, 5000) > one + 5000
 
 
 def test_the_rescanning_scheduler_is_slow_and_right():
     def order(kind):
-        config = batching.SchedulerConfig(64, 2, 64)
-        core = batching.DryRun(kind(config, batching.KVCacheManager(30, 16, 64)))
+        core = DryRun(kind(SchedulerConfig(64, 2, 64), KVCacheManager(30, 16, 64, enable_caching=False)))
         for i in range(9):
             params = SamplingParams(max_tokens=1 + i % 3, ignore_eos=True)
             core.add_request(Request(str(i), [0] * 4, params, arrival_time=float(i)))
@@ -208,13 +212,13 @@ def test_the_rescanning_scheduler_is_slow_and_right():
             steps.append([output.request_id for output in core.step()])
         return steps
 
-    assert order(lesson.RescanningScheduler) == order(batching.Scheduler)
+    assert order(lesson.RescanningScheduler) == order(Scheduler)
 
 
 def test_the_clock_measures_a_full_engine():
     assert 0 < lesson.scheduler_seconds(3, 5, steps=4) < 1
 
-    class Shy(batching.Scheduler):
+    class Shy(Scheduler):
         def _schedule_waiting(self, output):
             if not self.running:
                 super()._schedule_waiting(output)
@@ -229,14 +233,14 @@ def test_the_clock_measures_a_full_engine():
 
 def test_a_step_by_arithmetic():
     W = 134_515_008 - 576 * 61  # the norms' weights are not multiplied with
-    assert lesson.facts()["weights"] == pytest.approx(W, rel=1e-3)
-    trace = lesson.simulate(lesson.WIDGET_DEFAULT | {"batch": 8})
+    assert page.facts()["weights"] == pytest.approx(W, rel=1e-3)
+    trace = page.simulate(page.WIDGET_DEFAULT | {"batch": 8})
     assert [stage["name"] for stage in trace["stages"]] == [stage.name for stage in lesson.STAGES]
     loop, gathered, final = trace["stages"][0], trace["stages"][1], trace["stages"][-1]
     per_layer, outside = lesson.operations(FINAL, 8)
     assert final["operations"] == 30 * per_layer + outside
-    assert final["parts_us"]["products"] == round(4 * lesson.facts()["weights"] / 4e10 * 1e6) == trace["floor_us"]
-    assert loop["parts_us"]["products"] == round(2 * 8 * lesson.facts()["weights"] / 1.1e11 * 1e6)
+    assert final["parts_us"]["products"] == round(4 * page.facts()["weights"] / 4e10 * 1e6) == trace["floor_us"]
+    assert loop["parts_us"]["products"] == round(2 * 8 * page.facts()["weights"] / 1.1e11 * 1e6)
     assert final["parts_us"]["attention"] == round(8 * 256 * 46_080 / 4e10 * 1e6)
     assert gathered["parts_us"]["attention"] == pytest.approx(3 * final["parts_us"]["attention"], abs=2)
     assert loop["per_layer"] - 8 * loop["per_sequence"] == lesson.operations(LOOP, 1)[0] - 5
@@ -244,14 +248,14 @@ def test_a_step_by_arithmetic():
         assert stage["total_us"] == sum(stage["parts_us"].values())
         assert stage["tokens_per_second"] == pytest.approx(8e6 / stage["total_us"])
         assert stage["share_of_floor"] == pytest.approx(trace["floor_us"] / stage["total_us"])
-    bounds = [lesson.simulate(lesson.WIDGET_DEFAULT | {"batch": B})["stages"][-1]["bound"] for B in (1, 8, 32, 128)]
+    bounds = [page.simulate(page.WIDGET_DEFAULT | {"batch": B})["stages"][-1]["bound"] for B in (1, 8, 32, 128)]
     assert bounds == ["memory", "memory", "arithmetic", "arithmetic"]
 
 
 def test_the_arithmetic_is_near_what_was_measured():
     """32 sequences, of 160 tokens in the profile's middle, between contexts 64 and 256."""
     measured = common.results(lesson.KEY)["bench"]["profile"]
-    low, high = (lesson.simulate(lesson.WIDGET_DEFAULT | {"context": S})["stages"] for S in (64, 256))
+    low, high = (page.simulate(page.WIDGET_DEFAULT | {"context": S})["stages"] for S in (64, 256))
     for name, i in (("attention_in_a_loop", 0), ("final", -1)):
         assert 0.9 * low[i]["total_us"] < 1000 * measured[name]["total"] < 1.1 * high[i]["total_us"]
         assert low[i]["parts_us"]["products"] == pytest.approx(1000 * measured[name]["products"], rel=0.05)
@@ -259,9 +263,9 @@ def test_the_arithmetic_is_near_what_was_measured():
 
 def test_more_is_never_slower_by_arithmetic():
     """But for the operations that attention in place has more than a gather: among few on a GPU they cost more."""
-    for machine in lesson.MACHINES:
-        for B in lesson.WIDGET_CHOICES["batch"]:
-            trace = lesson.simulate(lesson.WIDGET_DEFAULT | {"machine": machine, "batch": B})
+    for machine in page.MACHINES:
+        for B in page.WIDGET_CHOICES["batch"]:
+            trace = page.simulate(page.WIDGET_DEFAULT | {"machine": machine, "batch": B})
             rates = [stage["tokens_per_second"] for stage in trace["stages"]]
             if machine == "a GPU" and B < 32:
                 assert rates.pop() < rates[-1]
@@ -271,7 +275,7 @@ def test_more_is_never_slower_by_arithmetic():
 def test_what_the_page_says_of_stages_on_a_gpu():
     """In a batch the loop is the most that can be removed; of what then is left, two products more are a sixth."""
     for batch in (4, 8, 32):
-        trace = lesson.simulate(lesson.WIDGET_DEFAULT | {"machine": "a GPU", "batch": batch})
+        trace = page.simulate(page.WIDGET_DEFAULT | {"machine": "a GPU", "batch": batch})
         total = [stage["total_us"] for stage in trace["stages"]]
         saved = [before - after for before, after in itertools.pairwise(total)]
         assert saved[0] == max(saved) and round(total[1] / saved[1]) == 6
@@ -280,43 +284,20 @@ def test_what_the_page_says_of_stages_on_a_gpu():
 
 # --- The peers --------------------------------------------------------------------------------------------------------
 
-PEER = """import json, sys
-print("a library says hello", flush=True)
-for line in sys.stdin:
-    request = json.loads(line)
-    if request["command"] == "end":
-        break
-    print("noise\\n" + json.dumps({"seconds": 1e-3, "heard": request["command"], "dtype": sys.argv[2]}), flush=True)
-"""
 
-
-def test_talking_to_a_peer(tmp_path, monkeypatch, capsys):
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "vllm_peer.py").write_text(PEER)
-    monkeypatch.setattr(common, "ROOT", tmp_path)
-    with lesson.vllm_peer(sys.executable, tmp_path, "float32") as ask:
-        assert ask(command="schedule") == {"seconds": 1e-3, "heard": "schedule", "dtype": "float32"}
-        monkeypatch.setattr(lesson, "scheduler_seconds", lambda running, waiting: running * 1e-6)
-        found = lesson.scheduler_table(ask)
-        assert found["1000_10000"] == {"ours": pytest.approx(1000), "vllm": pytest.approx(1000)}
-        with pytest.raises(common.InputError, match="it ended"):
-            ask(command="end")
-    nobody = lesson.vllm_peer("no/such/python", tmp_path, "float32")
-    with pytest.raises(common.InputError, match="No such file"), nobody:
-        pass
-
-
-def test_an_environment_without_vllm_is_one_line(tmp_path):
-    peer = lesson.vllm_peer(sys.executable, tmp_path, "float32")
-    with peer as ask, pytest.raises(common.InputError, match="it ended"):
-        ask(command="schedule", running=1, waiting=0, steps=1)
+def test_the_schedulers_side_by_side(monkeypatch, capsys):
+    """In microseconds, ours and a peer's."""
+    monkeypatch.setattr(lesson, "scheduler_seconds", lambda running, waiting: running * 1e-6)
+    found = page.scheduler_table(lambda **asked: {"seconds": 1e-3 if asked["command"] == "schedule" else 0})
+    assert found["1000_10000"] == {"ours": pytest.approx(1000), "vllm": pytest.approx(1000)}
+    assert page.scheduler_table(None)["64_0"] == {"ours": pytest.approx(64)}
 
 
 def test_measurements_are_sane():
     """What the page quotes: every stage has its numbers, later ones are not slower by much, and no floor is broken."""
     bench = common.results(lesson.KEY)["bench"]
     names = ["no cache", "a cache, one by one", *(stage.name for stage in lesson.STAGES)]
-    rates = [bench["stages"][lesson.slug(name)]["tokens_per_second"] for name in names]
+    rates = [bench["stages"][page.slug(name)]["tokens_per_second"] for name in names]
     assert all(b > 0.9 * a for a, b in itertools.pairwise(rates)) and rates[-1] > 50 * rates[0]
     assert all(rate < bench["floor"] for rate in rates)
     for parts in bench["profile"].values():
@@ -332,21 +313,9 @@ def test_measurements_are_sane():
 def test_the_real_model(real_model):
     model, tokenizer = real_model
     prompts = [tokenizer.encode(lesson.TEXT)[i : i + 20] for i in range(3)]
-    expected = [batching.generate_alone(model, prompt, 6) for prompt in prompts]
+    expected = [naive.generate(model, prompt, 6) for prompt in prompts]
     for stage in lesson.STAGES:
-        assert batching.serve(lesson.make_core(model, stage, 3, 32), prompts, [6] * 3).token_ids == expected
-
-
-@pytest.mark.slow
-def test_random_twins(monkeypatch):
-    """What a GPU is measured with: the same shapes on both sides, and a time for each."""
-    shape = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64,
-                 intermediate_size=96, vocab_size=300, tie_word_embeddings=False)  # fmt: skip
-    monkeypatch.setitem(lesson.kv_cache.MODELS, "tiny", shape)
-    ours, theirs = lesson.random_twins("tiny")
-    assert ours.num_parameters == sum(p.numel() for p in theirs.parameters())
-    assert ours.dtype == theirs.dtype == torch.bfloat16
-    assert lesson.transformers_ms(theirs, 2) > 0
+        assert serve(lesson.make_core(model, stage, 3, 32), prompts, [6] * 3).token_ids == expected
 
 
 def test_a_peer_that_nobody_asks_is_refused():

@@ -1335,7 +1335,7 @@ def test_the_default_models_own_codes_in_bf16(real_model):
 
 def test_vllm_is_asked_in_both_dtypes(monkeypatch):
     """Only if its interpreter is named; and its processes end with the measurement."""
-    speed, talk = common.lesson("04c_speed"), []
+    talk = []
 
     @contextlib.contextmanager
     def peer(python, folder, dtype):
@@ -1343,8 +1343,8 @@ def test_vllm_is_asked_in_both_dtypes(monkeypatch):
         yield dtype
         talk.append(f"{dtype} ends")
 
-    monkeypatch.setattr(speed, "vllm_peer", peer)
-    monkeypatch.setattr(speed, "measure_serving", lambda variants, peers: talk.append(peers) or [variants])
+    monkeypatch.setattr(lesson, "vllm_peer", peer)
+    monkeypatch.setattr(lesson.offline_run, "measure_serving", lambda variants, peers: talk.append(peers) or [variants])
     monkeypatch.setattr(llama, "model_folder", lambda name: f"folder of {name}")
     assert lesson.serve_beside_vllm({"a": 1}, types.SimpleNamespace(vllm=None, model="m")) == [{"a": 1}] and talk == [
         {}
@@ -1355,45 +1355,6 @@ def test_vllm_is_asked_in_both_dtypes(monkeypatch):
         {"vLLM, fp32": "float32", "vLLM, bf16": "bfloat16"}, "bfloat16 ends", "float32 ends"]  # fmt: skip
     with pytest.raises(common.InputError, match="only --bench"):
         lesson.main(["--vllm", "py"])
-
-
-def test_what_bench_compares_on_a_cpu(monkeypatch, capsys):
-    """Every variant the same prompts in turns; all linear layers of the blocks, the output matrix not."""
-    speed = common.lesson("04c_speed")
-    model = llama.random_model(seed=3)
-    four = lesson.quantize_model(llama.random_model(seed=3, dtype=torch.bfloat16, hidden_size=128, head_dim=32,
-                                                    num_attention_heads=4, intermediate_size=64), "int4")  # fmt: skip
-    seen, served, asked = [], [], []
-
-    def measure(step, seconds):
-        seen.append((seconds, len(step())))
-        return types.SimpleNamespace(median=len(seen) * 1e-3)
-
-    monkeypatch.setattr(common, "measure", measure)
-    rows = speed.measure_linears({"a": model, "b": four}, 0.7)
-    assert seen == [(0.7, 8)] * 8 and [r["method"] for r in rows] == ["a", "b"]
-    assert [rows[0][f"ms_{M}"] for M in (1, 4, 8, 32)] == [1, 2, 3, 4] and rows[1]["ms_32"] == 8
-
-    def serve(core, prompts, outputs):
-        assert all(len(p) == 128 and max(p) < 128 for p in prompts) and outputs == [64] * len(prompts)
-        assert len({tuple(p) for p in prompts}) == len(prompts)
-        served.append((len(prompts), core.runner.model.config.hidden_size))
-        return types.SimpleNamespace(tokens_per_second=10.0 * len(served))
-
-    monkeypatch.setattr(speed.batching, "serve", serve)
-
-    def ask(command, prompts, max_tokens):
-        assert command == "generate" and max_tokens == 64
-        asked.append(len(prompts))
-        return {"seconds": len(asked)}
-
-    monkeypatch.setattr(speed.time, "sleep", lambda seconds: None)
-    rows = speed.measure_serving({"a": model, "b": four}, {"theirs": ask})
-    assert asked == [1] * 3 + [8] * 3 + [32] * 3 and rows[2] == {
-        "method": "theirs", "tokens_s_1": 64 / 2, "tokens_s_8": 8 * 64 / 5, "tokens_s_32": 32 * 64 / 8}  # fmt: skip
-    assert served == [(n, hidden) for n in (1, 8, 32) for _ in range(3) for hidden in (80, 128)]
-    assert [rows[0][f"tokens_s_{n}"] for n in (1, 8, 32)] == [30, 90, 150] and rows[1]["tokens_s_32"] == 160
-    assert "32 prompts" in capsys.readouterr().out
 
 
 def test_what_neither_format_saves_in_a_layer():

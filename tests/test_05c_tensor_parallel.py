@@ -28,19 +28,19 @@ from scripts import run
 
 import llama
 from lab import roofline
-from engine.config import VllmConfig
+from engine import assemble
+from engine.config import SchedulerConfig, VllmConfig
 from engine.quantization.kv_codes import block_bytes
-from engine.worker.assemble import make_runner
 from engine.request import Request
 from engine.request import SamplingParams
 from engine.model.packed_linear import pack_weights
 from engine.distributed.group import meeting_point
+from engine.parallel import sharding
 from engine.parallel.layers import ParallelLMHead, QKVParallelLinear, VocabParallelEmbedding
 from engine.parallel.ranks import RankFailed
 from engine.parallel.shards import model_tensors
 
 lesson = common.lesson("05c_tensor_parallel")
-continuous_batching = common.lesson("04_continuous_batching")
 CPU = torch.device("cpu")
 
 
@@ -149,13 +149,13 @@ def test_heads_stay_whole_and_meet_their_own_kv_head(heads, kv_heads):
                                  num_key_value_heads=kv_heads, intermediate_size=144)  # fmt: skip
     D, group_size = 3, heads // kv_heads
     named = lambda count: torch.arange(count).repeat_interleave(D)[:, None]  # noqa: E731
-    for n in [n for n in range(1, heads + 1) if lesson.divides(config, n)]:
+    for n in [n for n in range(1, heads + 1) if sharding.divides(config, n)]:
         seen = []
         for rank in range(n):
             q = QKVParallelLinear.shard(named(heads), rank, n, heads)
             kv = QKVParallelLinear.shard(named(kv_heads), rank, n, kv_heads)
             q_heads, kv_owned = q[::D, 0].tolist(), kv[::D, 0].tolist()
-            assert len(q) == D * heads // n and len(kv) == D * lesson.shard_config(config, n).num_key_value_heads
+            assert len(q) == D * heads // n and len(kv) == D * sharding.shard_config(config, n).num_key_value_heads
             assert kv_owned == sorted({h // group_size for h in q_heads})
             local_group = len(q_heads) // len(kv_owned)  # how attention will map them, from the counts alone
             assert [kv_owned[i // local_group] for i in range(len(q_heads))] == [h // group_size for h in q_heads]
@@ -269,7 +269,7 @@ def test_weights_are_divided_not_copied(tiny_model):
 
 
 def test_the_engine_cannot_tell(device):
-    """Lesson 04's engine on 1, 2 and 4 ranks (KV heads copied), packed weights included: the same tokens, all ranks."""
+    """The engine on 1, 2 and 4 ranks (KV heads copied), packed weights included: the same tokens, all ranks."""
     model = model_with(device)
     prompts, outputs = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [35]], [9, 4, 7]
     want = lesson.serve(model, prompts, outputs).token_ids
@@ -287,9 +287,8 @@ def test_every_rank_draws_the_same_tokens(device):
     model = model_with(device)
 
     def sampled(model):
-        core = continuous_batching.make_core(model, num_blocks=64, max_model_len=64)
         eager = VllmConfig(enforce_eager=True)  # as all ranks are: a collective over gloo could not be captured
-        core.runner = make_runner(model, core.scheduler.config, 64, 16, eager, seed=1)
+        core = assemble.make_core(model, SchedulerConfig(max_model_len=64), 64, 16, eager, seed=1)
         tokens = {}
         for i in range(3):
             params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
@@ -341,14 +340,14 @@ def test_sizes_that_do_not_divide_are_refused(tiny_model):
     smol = roofline.llama_config(roofline.MODELS["SmolLM2-135M"])
     for n in (2, 4, 6, 8, 9, 18):
         with pytest.raises(common.InputError) as error:
-            lesson.check_tensor_parallel_size(smol, n)
+            sharding.check_tensor_parallel_size(smol, n)
         message = str(error.value)
         assert f"tensor_parallel_size {n}" in message and "num_attention_heads (9)" in message
         assert message.endswith(": 1, 3") and "\n" not in message
     with pytest.raises(common.InputError, match="intermediate_size"):  # 6 heads, but 112 neurons
         lesson.shard_model(tiny_model, ThreadGroup(6, 0, None, [], CPU))
     uneven = dataclasses.replace(smol, num_attention_heads=12, num_key_value_heads=4)
-    works = [n for n in range(1, 13) if lesson.divides(uneven, n)]
+    works = [n for n in range(1, 13) if sharding.divides(uneven, n)]
     assert works == [1, 2, 4, 12]  # 3 and 6 would cut a KV head's group in two
 
 
@@ -637,7 +636,7 @@ def test_by_default_as_many_ranks_as_the_model_allows_to_share_it(heads, kv_head
     config = dataclasses.replace(smol, num_attention_heads=heads, num_key_value_heads=kv_heads,
                                  intermediate_size=neurons)  # fmt: skip
     assert lesson.default_size(config) == ranks
-    lesson.check_tensor_parallel_size(config, ranks)
+    sharding.check_tensor_parallel_size(config, ranks)
 
 
 def test_the_story_starts_with_the_default_size_of_its_model(monkeypatch, tmp_path):

@@ -22,20 +22,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import llama
-from engine.config import VllmConfig
+from engine import assemble
+from engine.config import SchedulerConfig, VllmConfig
 from engine.quantization.kv_cache import QuantizedAttention
-from engine.worker.assemble import make_runner
 from engine.request import Request
 from engine.request import SamplingParams
-from engine.core.engine_core import EngineCore
 from engine.llm_engine import LLMEngine
 from engine.attention.torch_paged import gather_plan
 from engine.quantization import kv_codes, kv_decode, kv_write
 from engine.quantization.kv_cache import QuantizedKVCache
+from lab import offline_run, roofline
 
 lesson = common.lesson("05d_kv_cache_quantization")
-paged = lesson.paged
-continuous_batching = lesson.continuous_batching
+paged = common.lesson("02_paged_attention")
 
 # One name per format (fp8_e4m3 is fp8).
 NAMES = [name for name in lesson.FORMATS if name != "fp8_e4m3"]
@@ -672,11 +671,22 @@ def test_a_closed_block_cannot_be_continued(tiny_model):
         cache.begin_step(torch.tensor([19]))
 
 
+def test_questions_read_the_same_document_and_write_apart():
+    """70 tokens are two blocks and six slots, which are copied for each question; of 64 nothing is left to copy."""
+    for tokens, tables, copied in (
+        (70, [[1, 2, 4], [1, 2, 5, 6]], [(3, 4), (3, 5)]),
+        (64, [[1, 2, 3], [1, 2, 4, 5]], []),
+    ):
+        copies = []
+        haystack = lesson.Haystack([1] * tokens, [[1] * 3, [1] * 40], [], None)
+        assert haystack.fork(SimpleNamespace(copy_blocks=copies.extend)) == tables and copies == copied
+
+
 # --- In the engine ----------------------------------------------------------------------------------------------------
 
 
 def serve(model, name, prompts, max_tokens=5):
-    return continuous_batching.serve(lesson.make_core(model, name), prompts, [max_tokens] * len(prompts)).token_ids
+    return offline_run.serve(lesson.make_core(model, name), prompts, [max_tokens] * len(prompts)).token_ids
 
 
 @pytest.mark.parametrize("name", lesson.KV_CACHE_DTYPES)
@@ -707,7 +717,7 @@ def test_bytes_of_a_block():
 
 
 def test_lesson_01_counts_the_same_bytes():
-    spec = lesson.kv_cache_lesson.KVCacheSpec(30, 3, 64, 64)
+    spec = roofline.KVCacheSpec(30, 3, 64, 64)
     for name in ("fp8", "int8_per_token_head", "int4_per_token_head"):
         assert lesson.facts()["smollm2"][name]["bytes"] == spec.bytes_per_token(name)
 
@@ -738,16 +748,14 @@ def test_keys_per_channel_need_no_row_for_a_block_that_was_given_back(tiny_model
 
 @pytest.mark.parametrize("name", ["fp8", "int8_per_token_head", "int4_per_token_head", "kivi_2bit"])
 def test_chunked_prefill_on_a_quantized_cache(name):
-    """Lesson 10's runner, quantized: every prompt is cut, and with 8 bits nobody notices. Blocks and rows come back."""
-    chunked = common.lesson("10_chunked_prefill")
+    """Every prompt is cut, and with 8 bits nobody notices. Blocks and rows come back."""
     model = llama.random_model()
     prompts, told = [torch.randint(0, 128, (n,)).tolist() for n in (5, 40, 23)], []
     for budget in (128, 16):
-        config = chunked.SchedulerConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=budget)
-        manager = continuous_batching.KVCacheManager(20, 8, config.max_model_len)
-        scheduler = chunked.Scheduler(config, manager)
-        runner = make_runner(model, config, 20, 8, VllmConfig(kv_cache_dtype=name))
-        core = EngineCore(scheduler, runner)
+        limits = SchedulerConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=budget)
+        config = VllmConfig(kv_cache_dtype=name)
+        core = assemble.make_core(model, limits, 20, 8, config, enable_prefix_caching=False)
+        pool = core.scheduler.kv_cache_manager.block_pool
         made = {str(i): [] for i in range(3)}
         for i, prompt in enumerate(prompts):
             params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -756,7 +764,7 @@ def test_chunked_prefill_on_a_quantized_cache(name):
             for output in core.step():
                 made[output.request_id] += output.new_token_ids
         told.append(made)
-        assert manager.block_pool.num_free_blocks == 19 and manager.block_pool.num_blocks == 20
+        assert pool.num_free_blocks == 19 and pool.num_blocks == 20
     assert all(len(tokens) == 6 for made in told for tokens in made.values())
     if name.endswith("8_per_token_head") or name == "fp8":
         assert told[0] == told[1]
@@ -869,7 +877,7 @@ def test_a_model_without_a_chat_template_is_asked_the_bare_question(real_model, 
     model, tokenizer = real_model
     plain, serve_all = copy.copy(tokenizer), mock.Mock(side_effect=InterruptedError)
     plain.chat_template = None
-    monkeypatch.setattr(continuous_batching, "serve", serve_all)
+    monkeypatch.setattr(lesson, "serve", serve_all)
     with pytest.raises(InterruptedError):
         lesson.run_engine(model, plain, "fp8", max_tokens=2)
     assert serve_all.call_args.args[1] == [tokenizer.encode(question) for question in lesson.QUESTIONS]
@@ -898,11 +906,10 @@ def test_the_real_model_in_the_engine(real_model):
 
 def test_a_step_in_few_bits_as_one_graph(library, monkeypatch, capsys):
     """What `--bench` times on a GPU: here a tape is the graph. Few bits in weights, cache, both, neither."""
-    speed = common.lesson("04c_speed")
     from engine.worker import cuda_graphs as graphs
 
     model = llama.random_model(seed=1, hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=32)
-    monkeypatch.setattr(speed, "random_twins", lambda name: (model, None))
+    monkeypatch.setattr(lesson, "random_twins", lambda name: (model, None))
     if not common.HAS_GPU:
         taped = functools.partial(graphs.CapturedModel, graph_class=graphs.Tape)
         monkeypatch.setattr(lesson, "CapturedModel", taped)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import common
 
 import asyncio
+import builtins
 import contextlib
 import dataclasses
 import functools
@@ -52,6 +53,7 @@ import torch
 import llama
 import scripts
 from engine.output import EngineCoreOutput
+from engine.front_end import CompletionOutput, RequestOutput
 from engine.serving.admission import AdmissionControl
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.balancer import LoadBalancer
@@ -59,10 +61,10 @@ from engine.serving.core_proc import EngineCoreProc
 from engine.serving.dp_client import DPLBClient
 from engine.serving.letters import Admission, EngineCoreOutputs, SchedulerStats
 
-lesson = common.lesson("06_serving")
+lesson, page = common.lesson("06_serving"), common.numbers("06_serving")
 from engine.serving import metrics
 
-offline, api = lesson.offline, lesson.openai_api
+offline, api = common.lesson("04b_offline_engine"), common.lesson("06f_openai_api")
 NAME, KEY = "smol", "secret"
 BOUND = 12
 
@@ -99,7 +101,7 @@ class Server:
             assert time.monotonic() < stop, left
             time.sleep(0.01)
         while True:  # the gauges follow with the engine's next letter
-            gauges = lesson.metrics_of(self.http)
+            gauges = page.metrics_of(self.http)
             if not any(
                 gauges[name] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
             ):
@@ -451,13 +453,13 @@ def success(server, reason):
 
 def test_a_full_server_refuses_and_recovers(server):
     """Twelve inside is the bound; a thirteenth is told to come back, and can when there is room."""
-    rejected = lesson.metrics_of(server.http).get("admission_rejections_total", 0)
+    rejected = page.metrics_of(server.http).get("admission_rejections_total", 0)
     body = {"model": NAME, "prompt": "Once", "max_tokens": 200, "n": BOUND, "ignore_eos": True, "stream": True}
     with server.http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()  # kept: a generator that is dropped closes the connection
         next(lines)
         stop = time.monotonic() + 5
-        while lesson.metrics_of(server.http)["num_requests_waiting"] != BOUND - 8:  # eight seats
+        while page.metrics_of(server.http)["num_requests_waiting"] != BOUND - 8:  # eight seats
             assert time.monotonic() < stop
             time.sleep(0.01)
         with pytest.raises(openai.InternalServerError) as full:
@@ -465,14 +467,14 @@ def test_a_full_server_refuses_and_recovers(server):
         assert full.value.status_code == 503 and full.value.response.headers["retry-after"] == "1"
         with pytest.raises(openai.BadRequestError, match="ever holds"):
             server.complete("x", temperature=1, n=BOUND + 1)
-        assert lesson.metrics_of(server.http)["admission_rejections_total"] == rejected + 1
+        assert page.metrics_of(server.http)["admission_rejections_total"] == rejected + 1
     retrying = server.openai.with_options(max_retries=3)
     assert retrying.completions.create(model=NAME, prompt="x", max_tokens=2).choices[0].text
 
 
 def drive(server, clients, tokens):
     """`clients` at once through the asynchronous official client, streaming and not, against one after the other."""
-    prompts = [lesson.PROMPTS[i % 4] for i in range(clients)]
+    prompts = [page.PROMPTS[i % 4] for i in range(clients)]
     want = {prompt: server.complete(prompt, max_tokens=tokens).choices[0].text for prompt in set(prompts)}
 
     async def run():
@@ -516,7 +518,7 @@ def test_an_important_request_overtakes(server):
             for waiting, (name, priority) in enumerate((("later", 5), ("sooner", 4)), 1):
                 threads.append(threading.Thread(target=ask, args=(name, priority)))
                 threads[-1].start()
-                while lesson.metrics_of(server.http)["num_requests_waiting"] < waiting:
+                while page.metrics_of(server.http)["num_requests_waiting"] < waiting:
                     assert time.monotonic() < stop
                     time.sleep(0.005)
             assert not finished, "all seats are taken by priority 0"
@@ -528,10 +530,10 @@ def test_an_important_request_overtakes(server):
 
 
 def test_metrics_have_vllms_names_and_count(server):
-    before = lesson.metrics_of(server.http)
+    before = page.metrics_of(server.http)
     server.complete("Water boils at", max_tokens=5, extra_body={"ignore_eos": True})
     server.check_idle()
-    after = lesson.metrics_of(server.http)
+    after = page.metrics_of(server.http)
     grown = {name: after[name] - before.get(name, 0) for name in after}
     for name in ("request_success_total", "e2e_request_latency_seconds_count", "time_to_first_token_seconds_count",
                  "request_queue_time_seconds_count", "request_prefill_time_seconds_count",
@@ -1205,12 +1207,14 @@ def test_a_signal_without_patience_ends_them_with_what_there_is(tiny_load, capsy
 def test_answers_do_not_end_with_whoever_read_the_console(tiny_load, capsys, monkeypatch):
     """`serve | tee log`, and tee has ended: the line about the signal goes nowhere."""
 
-    def say(text, **how):
-        if text.startswith("stopping"):
-            raise BrokenPipeError
-        print(text, **how)
+    said = print
 
-    monkeypatch.setattr(lesson, "print", say, raising=False)
+    def say(text="", *more, **how):
+        if str(text).startswith("stopping"):
+            raise BrokenPipeError
+        said(text, *more, **how)
+
+    monkeypatch.setattr(builtins, "print", say)
     monkeypatch.setattr(os, "dup2", lambda *_: None)
     monkeypatch.setattr(sys.stdout, "fileno", lambda: 1)
     code, events = life(capsys, monkeypatch, 20, lambda client: stream_of(client, 60))
@@ -1306,31 +1310,31 @@ def test_the_command_line_ends_with_one_line(job, word):
 # --- The widget -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", list(lesson.PLACED))
-@pytest.mark.parametrize("bound", lesson.CHOICES["queue_bound"])
+@pytest.mark.parametrize("place", list(page.PLACED))
+@pytest.mark.parametrize("bound", page.WIDGET_CHOICES["queue_bound"])
 @pytest.mark.parametrize("load", [50, 95, 120])
 def test_books_are_balanced(place, bound, load):
     """arrived = served + rejected; Little's law, exactly, on every trace; nobody waits in front of a free seat."""
-    trace = lesson.simulate({"load": load, "gpu_ms": 5, "cpu_ms": 8, "place": place, "queue_bound": bound})
+    trace = page.simulate({"load": load, "gpu_ms": 5, "cpu_ms": 8, "place": place, "queue_bound": bound})
     served = [i for i, at in enumerate(trace["finish"]) if at >= 0]
-    assert len(served) == trace["served"] == lesson.REQUESTS - trace["rejected"]
+    assert len(served) == trace["served"] == page.REQUESTS - trace["rejected"]
     events = sorted((at, d) for i in served for at, d in ((trace["arrivals"][i], 1), (trace["finish"][i], -1)))
     area = inside = last = 0
     for at, change in events:
         area, last, inside = area + inside * (at - last), at, inside + change
     assert area == trace["inside_integral"] == sum(trace["finish"][i] - trace["arrivals"][i] for i in served)
     for _, running, waiting in trace["steps"]:
-        assert running <= lesson.SEATS and (waiting == 0 or running == lesson.SEATS) and (not bound or waiting <= bound)
+        assert running <= page.SEATS and (waiting == 0 or running == page.SEATS) and (not bound or waiting <= bound)
     for i in served:
         assert trace["first"][i] >= trace["arrivals"][i] + trace["step_us"]
-        assert trace["finish"][i] == trace["first"][i] + (lesson.TOKENS - 1) * trace["step_us"], "no gaps once it runs"
+        assert trace["finish"][i] == trace["first"][i] + (page.TOKENS - 1) * trace["step_us"], "no gaps once it runs"
     assert trace["rejected"] == 0 or bound
     # The first request finds everything idle: its token takes cpu + gpu, overlapped or not.
     assert trace["first"][0] - trace["arrivals"][0] == 13_000
 
 
 def test_overlap_and_bounds_do_what_the_text_says():
-    known = lesson.facts()
+    known = page.facts()
     assert (
         known["gpu_share"]["20"]["turns"] > known["gpu_share"]["10"]["turns"] > known["gpu_share"]["2"]["turns"] == 0.2
     )
@@ -1338,31 +1342,30 @@ def test_overlap_and_bounds_do_what_the_text_says():
     assert waits == sorted(waits) and waits[-1] > 2 * waits[-2]
     bounded, free = known["bounded"]["120"], known["load"]["120"]
     assert bounded["wait_ms"] < free["wait_ms"] / 2 and bounded["rejected"] > 0 and bounded["most_waiting"] == 20
-    longer = lesson.pipeline(105, 20, 8, "one loop", 0, 1800)
+    longer = page.pipeline(105, 20, 8, "one loop", 0, 1800)
     assert longer["wait_sum"] / longer["served"] / 1e3 > 1.5 * waits[-1], "it grows with the length of the run"
 
 
 def test_above_its_capacity_the_queue_grows_but_not_with_every_newcomer():
-    trace = lesson.simulate({**lesson.WIDGET_DEFAULT, "load": 120})
+    trace = page.simulate({**page.WIDGET_DEFAULT, "load": 120})
     waits = [(first - trace["step_us"] - at) / 1e6 for first, at in zip(trace["first"], trace["arrivals"])]
     means = [sum(waits[i : i + 50]) / 50 for i in range(0, 200, 50)]
     assert means == sorted(means) and [round(mean, 1) for mean in means[::3]] == [0.2, 1.3]
     shorter = sum(later < before for before, later in itertools.pairwise(waits))
     assert 80 < shorter < 100, "two that come close together find the same end of a step"
-    mean = {n: lesson.facts()["load"]["120"]["wait_ms"] if n == 800 else 1e3 * sum(waits) / n for n in (200, 800)}
+    mean = {n: page.facts()["load"]["120"]["wait_ms"] if n == 800 else 1e3 * sum(waits) / n for n in (200, 800)}
     assert mean[800] > 4 * mean[200]
 
 
 def test_the_widget_uses_the_real_admission_and_scheduler(monkeypatch):
-    params = {**lesson.WIDGET_DEFAULT, "queue_bound": 8}
-    before = lesson.simulate(params)
+    params = {**page.WIDGET_DEFAULT, "queue_bound": 8}
+    before = page.simulate(params)
     monkeypatch.setattr(AdmissionControl, "check", lambda self, inside, n=1: None)
-    assert lesson.simulate(params)["rejected"] == 0 < before["rejected"]
+    assert page.simulate(params)["rejected"] == 0 < before["rejected"]
     monkeypatch.undo()
-    monkeypatch.setattr(lesson.preemption.EngineScheduler, "_admit", lambda self, request: 0)
-    monkeypatch.setattr(lesson.scheduling.DryRun, "step", lambda self: 1 / 0)
+    monkeypatch.setattr(page.DryRun, "step", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        lesson.simulate(params)
+        page.simulate(params)
 
 
 def test_what_the_page_says_of_throughput():
@@ -1370,6 +1373,210 @@ def test_what_the_page_says_of_throughput():
     load = json.loads((common.ROOT / "lessons/results/cpu.json").read_text())["06_serving"]["bench"]["load"]
     measured = [load[streams]["output_throughput"] for streams in ("1", "2", "4", "8", "16")]
     assert all(1 < more / fewer < 2 for fewer, more in itertools.pairwise(measured))
+
+
+# --- The lesson's own server ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("load", "bound"), [(50, 0), (80, 0), (95, 0), (105, 0), (120, 0), (105, 20), (120, 8)])
+def test_the_lessons_queue_is_the_engines(load, bound):
+    """Fourteen lines against admission control and scheduler on a clock: the same waits, the same refused."""
+    ours, theirs = lesson.queue_at(load, bound), page.pipeline(load, 20, 8, "one loop", bound, 800)
+    assert (len(ours.waits), ours.refused) == (theirs["served"], theirs["rejected"])
+    assert ours.most_waiting == theirs["most_waiting"]
+    assert sum(ours.waits) == theirs["wait_sum"]
+
+
+class Scripted:
+    """An engine of the lesson's that writes letters, one in each step."""
+
+    def __init__(self, step=lambda: None):
+        self.inside, self.aborted, self.during_step = {}, [], step
+
+    def has_unfinished_requests(self):
+        return bool(self.inside)
+
+    def add_request(self, request_id, prompt, params, stream):
+        if prompt == "too long":
+            raise common.InputError("prompt: too long")
+        self.inside[request_id] = params.max_tokens
+
+    def abort_request(self, ids):
+        for name in ids:
+            self.inside.pop(name, None)
+            self.aborted.append(name)
+
+    def step(self):
+        time.sleep(0.002)
+        self.during_step()
+        heard = []
+        for name in list(self.inside):
+            self.inside[name] -= 1
+            reason = None if self.inside[name] else "length"
+            if reason:
+                del self.inside[name]
+            heard.append(
+                RequestOutput(name, None, [], [CompletionOutput(0, "x", [1], finish_reason=reason)], bool(reason))
+            )
+        return heard
+
+
+def with_engine(inner, use, places=4, **about):
+    async def run():
+        engine = lesson.AsyncEngine(inner, places, **about)
+        try:
+            return await asyncio.wait_for(use(engine), 30)
+        finally:
+            if not engine.dead:
+                await asyncio.wait_for(engine.stop(), 30)
+
+    return asyncio.run(run())
+
+
+def few(tokens):
+    return SamplingParams(max_tokens=tokens)
+
+
+def test_a_slow_reader_finds_all_at_once_and_nobody_waits_for_it():
+    async def use(engine):
+        answer = engine.generate("a", few(20))
+        first = await anext(answer)
+        while inner.inside:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        return first, [piece async for piece in answer]
+
+    inner = Scripted()
+    (text, reason), rest = with_engine(inner, use)
+    assert reason is None and [why for _, why in rest] == ["length"], "one piece, however many steps went by"
+    assert len(text + rest[0][0]) == 20
+
+
+@pytest.mark.parametrize("aborts", [True, False])
+def test_whoever_leaves_is_not_computed_any_more(aborts):
+    async def use(engine):
+        async with contextlib.aclosing(engine.generate("a", few(10_000))) as answer:
+            await anext(answer)
+        await asyncio.sleep(0.1)
+        left = dict(inner.inside)
+        inner.inside.clear()
+        return left, engine.mailboxes
+
+    inner = Scripted()
+    left, mailboxes = with_engine(inner, use, aborts=aborts)
+    assert mailboxes == {} and (inner.aborted == ["0"]) == aborts and bool(left) != aborts
+
+
+def test_who_finds_no_place_is_told_and_takes_none():
+    async def use(engine):
+        answers = [engine.generate("a", few(50)) for _ in range(5)]
+        heard = await asyncio.gather(*map(anext, answers), return_exceptions=True)
+        for answer in answers:
+            await answer.aclose()
+        again = [piece async for piece in engine.generate("a", few(1))]
+        return heard, again
+
+    heard, again = with_engine(Scripted(), use)
+    assert [type(one) for one in heard] == [tuple] * 4 + [lesson.ServerFull] and again == [("x", "length")]
+
+
+def test_what_is_wrong_with_one_request_is_that_ones_business():
+    async def use(engine):
+        good = engine.generate("a", few(5))
+        await anext(good)
+        with pytest.raises(common.InputError, match="too long"):
+            await anext(engine.generate("too long", few(5)))
+        return [piece async for piece in good]
+
+    assert with_engine(Scripted(), use)[-1][1] == "length"
+
+
+def test_an_engine_that_dies_tells_everybody_and_health():
+    async def use(engine):
+        answers = [engine.generate("a", few(10_000)) for _ in range(2)]
+        for answer in answers:
+            await anext(answer)
+        inner.during_step = lambda: 1 / 0
+        for answer in answers:
+            with pytest.raises(ZeroDivisionError):
+                while True:
+                    await anext(answer)
+        with pytest.raises(ZeroDivisionError):
+            await anext(engine.generate("a", few(1)))
+        app = httpx.ASGITransport(lesson.build_app(engine, "m"))
+        async with httpx.AsyncClient(transport=app, base_url="http://test") as client:
+            asked = {"prompt": "x", "max_tokens": 1}
+            return (await client.get("/health")).status_code, (
+                await client.post("/v1/completions", json=asked)
+            ).status_code
+
+    inner = Scripted()
+    assert with_engine(inner, use) == (503, 500)
+
+
+def test_a_stop_answers_those_inside_first():
+    async def use(engine):
+        answer = engine.generate("a", few(40))
+        await anext(answer)
+        stopping = asyncio.create_task(engine.stop())
+        await asyncio.sleep(0)
+        with pytest.raises(lesson.ServerFull):
+            await anext(engine.generate("a", few(1)))
+        pieces = [piece async for piece in answer]
+        await stopping
+        return pieces, engine.thread.is_alive()
+
+    async def run():
+        return await use(lesson.AsyncEngine(Scripted(), 4))
+
+    pieces, alive = asyncio.run(run())
+    assert pieces[-1][1] == "length" and not alive
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b'{"prompt": "half', "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "must be a JSON object"),
+        (b"{}", "prompt: must be a text"),
+        (b'{"prompt": ""}', "prompt: must be a text"),
+        (b'{"prompt": "x", "stream": 1}', "stream 1: must be true or false"),
+        (b'{"prompt": "x", "n": 2}', "n: no such field"),
+        (b'{"prompt": "x", "temperature": "hot"}', "temperature"),
+        (b'{"prompt": "x", "max_tokens": 0}', "max_tokens"),
+    ],
+)
+def test_a_body_is_read_field_by_field(body, why):
+    with pytest.raises(common.InputError, match=why):
+        lesson.read_body(body)
+
+
+def test_openais_client_reads_the_lessons_server(tiny_model, real_model):
+    """Whole and streamed, as the naive reference writes it."""
+
+    async def ask():
+        inner = LLMEngine(tiny_model, real_model[1], max_model_len=64, num_gpu_blocks_override=40)
+        async with lesson.serving(lesson.AsyncEngine(inner, 8), "tiny") as url:
+            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
+            about = {
+                "model": "tiny",
+                "prompt": "a",
+                "max_tokens": 6,
+                "temperature": 0,
+                "extra_body": {"ignore_eos": True},
+            }
+            whole = await client.completions.create(**about)
+            stream = await client.completions.create(**about, stream=True)
+            pieces = [piece.choices[0] async for piece in stream]
+            return whole.choices[0], pieces
+
+    tokenizer = real_model[1]
+    vocabulary = SimpleNamespace(encode=lambda text: [t % 128 for t in tokenizer.encode(text)], decode=tokenizer.decode)
+    whole, pieces = asyncio.run(ask())
+    assert whole.finish_reason == "length" and "".join(piece.text for piece in pieces) == whole.text
+    if max(tokenizer.encode("a")) < 128:
+        assert whole.text == lesson.answer_alone(tiny_model, vocabulary, "a", 6)
 
 
 # --- The story with another model -----------------------------------------------------------------------------------
@@ -1388,7 +1595,7 @@ def test_what_the_page_says_of_throughput():
 def test_one_request_is_followed_whatever_the_model_takes_and_says(answers, told, asked, monkeypatch, capsys):
     """A model without a chat template completes the question; one that says nothing has its first token at the end."""
     paths, names = [], ("request_queue_time", "request_prefill_time", "request_decode_time", "e2e_request_latency")
-    monkeypatch.setattr(lesson, "metrics_of", lambda client: {f"{name}_seconds_sum": 0.0 for name in names})
+    monkeypatch.setattr(page, "metrics_of", lambda client: {f"{name}_seconds_sum": 0.0 for name in names})
 
     class Client:
         @contextlib.contextmanager
@@ -1400,7 +1607,7 @@ def test_one_request_is_followed_whatever_the_model_takes_and_says(answers, told
             yield SimpleNamespace(status_code=code, read=lambda: error, iter_lines=lambda: [*lines, "data: [DONE]"])
 
     dumps = json.dumps
-    found = lesson.follow_one_request(Client(), "m")
+    found = page.follow_one_request(Client(), "m")
     out = capsys.readouterr().out
     assert told in out and paths == asked and ("no chat template" in out) == (len(asked) == 2)
     assert 0 <= found["client_ttft_ms"] <= found["client_e2e_ms"] == found["around_ms"] < 1e4

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import common
 import pytest
 import test_06c_scaling_out as scaling
+from lab import naive
 import test_05b_quantization as quantized
 import torch
 from safetensors.torch import save_file
@@ -37,7 +38,7 @@ from engine.quantization.methods import CALIBRATED, METHODS
 from engine.parallel.layers import RowParallelLinear
 from engine.parallel.shards import model_tensors
 
-executors, serving = scaling.executors, scaling.serving
+executors = scaling.executors
 lesson, formats = quantized.lesson, quantized.formats
 ParallelConfig = scaling.ParallelConfig
 # Inputs of every layer are whole groups of 64 on up to four ranks.
@@ -267,7 +268,7 @@ def test_drafts_on_codes_on_workers(tp, pp, drafter, monkeypatch):
     while engine.has_unfinished_requests():
         heard = engine.step()
     executor.shutdown()
-    wanted = scaling.scheduling.generate_alone(lesson.quantize_model(model, "int4"), [5, 9, 2, 5, 9, 2], 16)
+    wanted = naive.generate(lesson.quantize_model(model, "int4"), [5, 9, 2, 5, 9, 2], 16)
     assert heard[0].outputs[0].token_ids == wanted
     assert engine.core.scheduler.spec_decoding_stats.num_draft_tokens > 0
 

@@ -23,12 +23,13 @@ from engine.serving.pipeline_proc import ParallelEngineCoreProc
 import first_layers
 import pytest
 import test_06c_scaling_out as scaling
+from lab import naive
 import test_122_adapters_on_workers as adapting
 import test_drafts_on_workers as drafting
 
 import llama
 
-executors, serving, scheduling = scaling.executors, scaling.serving, scaling.scheduling
+executors = scaling.executors
 Request, SamplingParams, ParallelConfig = scaling.Request, scaling.SamplingParams, scaling.ParallelConfig
 JOBS, plain, serve, steps = drafting.JOBS, drafting.plain, drafting.serve, drafting.steps
 guess, on_threads, _small_models = drafting.guess, drafting.on_threads, drafting._small_models
@@ -230,7 +231,7 @@ def test_letters_of_the_serving_loop(here, method, limits):
     sent = len(letters)
     proc.handle([(scaling.ADD, Request("late", [1, 2, 3], SamplingParams(temperature=0, max_tokens=2)))])
     assert not any(steps(core)), "a namesake of whom a token was on its way"
-    alone = scheduling.generate_alone(llama.random_model(**scaling.SIZES), [1, 2, 3], 2)
+    alone = naive.generate(llama.random_model(**scaling.SIZES), [1, 2, 3], 2)
     assert [t for letter in letters[sent:] for output in letter.outputs for t in output.new_token_ids] == alone
 
 

@@ -32,7 +32,7 @@ from lab.simulated_engine import StepCost, run_simulated
 from lab.tuning import build_engine, engine_run, latency_command, measure_latency, pareto, parse_limits, tune
 from lab.workload import AZURE, Prompt, arrival_times, load_prompts, make_prompts, quantile, random_length, table_mean
 
-lesson = common.lesson("06d_load_generator")
+lesson, page = common.lesson("06d_load_generator"), common.numbers("06d_load_generator")
 Script = lesson.Script
 
 
@@ -83,11 +83,11 @@ def test_a_closed_loop_asks_until_its_time_is_up():
 
 
 def test_the_closed_loop_hides_the_freeze():
-    known = lesson.facts()
+    known = page.facts()
     closed, opened = known["omission"]["closed"], known["omission"]["open"]
     assert closed["p99_e2el_ms"] == pytest.approx(20) and opened["p99_e2el_ms"] > 1900
     assert closed["completed"] > opened["completed"], "it even asked more"
-    assert sum(latency > 20 for _, latency in lesson.closed_loop(lesson.freezing_server(), lesson.UNTIL)) == 1
+    assert sum(latency > 20 for _, latency in lesson.closed_loop(lesson.freezing_server(), page.UNTIL)) == 1
 
 
 @settings(max_examples=25)
@@ -806,7 +806,7 @@ def test_mean_waits_are_pollaczek_khinchines(count, load):
 
 
 def test_the_queue_of_the_story():
-    for name, found in lesson.facts()["queue"].items():
+    for name, found in page.facts()["queue"].items():
         load = int(name) / 100
         assert found["exact"] and found["theory"] == pytest.approx(load / (2 * (1 - load)))
 
@@ -815,18 +815,18 @@ def test_a_step_costs_what_it_says():
     cost = StepCost()
     assert cost([(1, 1000)]) == 6_440 + (27_000 + 44_000) // 1000
     assert cost([(512, 512), (1, 600)]) == 6_440 + (27_000 * 513 + 44 * 1112) // 1000
-    alone = cost.alone(Prompt([], lesson.INPUT, lesson.OUTPUT))
-    assert lesson.capacity(1) == pytest.approx(1e6 / alone), "from the start, not from the first answer"
+    alone = cost.alone(Prompt([], page.INPUT, page.OUTPUT))
+    assert page.capacity(1) == pytest.approx(1e6 / alone), "from the start, not from the first answer"
     assert cost.alone(Prompt([], 100, 3)) == cost([(100, 100)]) + cost([(1, 101)]) + cost([(1, 102)])
 
 
-states = [dict(zip(lesson.CHOICES, values)) for values in itertools.product(*lesson.CHOICES.values())]
+states = [dict(zip(page.WIDGET_CHOICES, values)) for values in itertools.product(*page.WIDGET_CHOICES.values())]
 
 
 def check_state(params):
-    trace = lesson.simulate(params)
+    trace = page.simulate(params)
     arrivals, sent, first, done = (trace[name] for name in ("arrivals", "sent", "first", "done"))
-    assert arrivals == [at // params["rate"] for at in lesson.unit_arrivals(lesson.REQUESTS, params["seed"])]
+    assert arrivals == [at // params["rate"] for at in page.unit_arrivals(page.REQUESTS, params["seed"])]
     assert all(a <= s < f < d for a, s, f, d in zip(arrivals, sent, first, done))
     assert all(s <= at < f for s, at, f in zip(sent, trace["admitted"], first))
     assert set(trace["admitted"]) <= {step[0] for step in trace["steps"]}
@@ -841,7 +841,7 @@ def check_state(params):
             "who asked and was not sent"
         )
         assert not outside or batch + waiting == limit, "nobody queues outside while the client has a seat"
-    assert len(lesson.describe(trace).splitlines()) <= 15
+    assert len(page.describe(trace).splitlines()) <= 15
     return trace
 
 
@@ -859,21 +859,21 @@ def test_every_state_of_the_widget():
 def test_overload_shows_in_an_open_loop_and_hides_in_a_closed_one():
     mean = lambda trace, since: statistics.fmean(b - a for a, b in zip(trace[since], trace["done"])) / 1e3  # noqa: E731
     over = {"rate": 60, "max_num_seqs": 16, "seed": 0}
-    opened, closed = (lesson.simulate(over | {"max_concurrency": limit}) for limit in (0, 8))
-    calm = lesson.simulate(over | {"rate": 10, "max_concurrency": 8})
+    opened, closed = (page.simulate(over | {"max_concurrency": limit}) for limit in (0, 8))
+    calm = page.simulate(over | {"rate": 10, "max_concurrency": 8})
     assert mean(opened, "arrivals") > 3 * mean(calm, "arrivals")
     assert mean(closed, "sent") < 1.7 * mean(calm, "sent"), "the closed loop reports a healthy server"
     assert mean(closed, "arrivals") > 1.2 * mean(opened, "arrivals"), (
         "its users wait longer than those of the open loop"
     )
-    assert "HIDDEN" in lesson.describe(closed) and "OVERLOADED" in lesson.describe(opened)
+    assert "HIDDEN" in page.describe(closed) and "OVERLOADED" in page.describe(opened)
     # Equal requests that share 64 seats wait longer on average than those who enter 16 at a time.
-    shared, grouped = (lesson.simulate(over | {"max_num_seqs": 64, "max_concurrency": limit}) for limit in (0, 16))
+    shared, grouped = (page.simulate(over | {"max_num_seqs": 64, "max_concurrency": limit}) for limit in (0, 16))
     assert mean(grouped, "arrivals") < 0.9 * mean(shared, "arrivals")
-    assert "OVERLOADED" in lesson.describe(grouped)  # 16 at a time are served no faster by 64 seats
+    assert "OVERLOADED" in page.describe(grouped)  # 16 at a time are served no faster by 64 seats
     # Above capacity a latency is a statement about the length of the run; below, it is one about the server.
-    longer = [lesson.load(rate, 0, 16, count=320).records for rate in (60, 20)]
-    shorter = [lesson.load(rate, 0, 16, count=160).records for rate in (60, 20)]
+    longer = [page.load(rate, 0, 16, count=320).records for rate in (60, 20)]
+    shorter = [page.load(rate, 0, 16, count=160).records for rate in (60, 20)]
     growth = [
         statistics.fmean(r.e2el for r in a) / statistics.fmean(r.e2el for r in b) for a, b in zip(longer, shorter)
     ]
@@ -883,33 +883,30 @@ def test_overload_shows_in_an_open_loop_and_hides_in_a_closed_one():
 def test_close_to_capacity_is_the_edge():
     """47.5 a second with 16 seats: 40 are less than nine tenths of that, 45 are more."""
     for rate, words in ((40, "keeps up"), (45, "At the edge"), (50, "OVERLOADED")):
-        assert words in lesson.describe(lesson.simulate(lesson.WIDGET_DEFAULT | {"rate": rate}))
+        assert words in page.describe(page.simulate(page.WIDGET_DEFAULT | {"rate": rate}))
 
 
 def test_a_broken_scheduler_breaks_the_simulation(monkeypatch):
-    right, admit = lesson.simulate(lesson.WIDGET_DEFAULT), Scheduler._admit
+    right, admit = page.simulate(page.WIDGET_DEFAULT), Scheduler._admit
     with monkeypatch.context() as patch:  # seats stay empty
         patch.setattr(Scheduler, "_admit", lambda self, r: admit(self, r) if len(self.running) < 8 else 0)
-        assert max(lesson.simulate(lesson.WIDGET_DEFAULT)["done"]) > max(right["done"])
+        assert max(page.simulate(page.WIDGET_DEFAULT)["done"]) > max(right["done"])
     with monkeypatch.context() as patch:  # the last in the queue is the first
         patch.setattr(FCFSRequestQueue, "add_request", FCFSRequestQueue.prepend_request)
-        assert (
-            lesson.simulate(lesson.WIDGET_DEFAULT | {"rate": 80})["first"]
-            != lesson.simulate(lesson.WIDGET_DEFAULT)["first"]
-        )
+        assert page.simulate(page.WIDGET_DEFAULT | {"rate": 80})["first"] != page.simulate(page.WIDGET_DEFAULT)["first"]
     with monkeypatch.context() as patch:  # a step that costs nothing for context
         patch.setattr(StepCost, "__call__", lambda self, work: 6_440)
-        assert max(lesson.simulate(lesson.WIDGET_DEFAULT)["done"]) < max(right["done"])
+        assert max(page.simulate(page.WIDGET_DEFAULT)["done"]) < max(right["done"])
 
 
 def test_the_yardstick_is_the_same_for_all():
-    run = lesson.load(30, 0, 16)
+    run = page.load(30, 0, 16)
     found = summarize(run.records)
-    assert found["completed"] == lesson.REQUESTS and found["total_output_tokens"] == lesson.REQUESTS * lesson.OUTPUT
+    assert found["completed"] == page.REQUESTS and found["total_output_tokens"] == page.REQUESTS * page.OUTPUT
     assert found["mean_ttft_ms"] == pytest.approx(statistics.fmean(t[0] - s for t, s in zip(run.times, run.sent)) / 1e3)
     rate_times_latency = found["request_throughput"] * found["mean_e2el_ms"] / 1e3
     assert found["mean_concurrency"] == pytest.approx(rate_times_latency), "Little's law"
-    limited = lesson.load(60, 8, 16)
+    limited = page.load(60, 8, 16)
     queued = summarize(limited.records)["mean_client_queue_time_ms"]
     assert queued == pytest.approx(statistics.fmean(map(int.__sub__, limited.sent, limited.arrivals)) / 1e3) != 0
 
@@ -952,18 +949,18 @@ def test_tune_chooses_within_the_limits():
 
 
 def test_the_most_throughput_is_not_the_most_goodput():
-    found = lesson.facts()["tune"]
+    found = page.facts()["tune"]
     assert found["most"]["output_throughput"] > found["best"]["output_throughput"]
-    assert found["best"]["p99_itl_ms"] <= lesson.TUNE_LIMIT < found["most"]["p99_itl_ms"]
+    assert found["best"]["p99_itl_ms"] <= page.TUNE_LIMIT < found["most"]["p99_itl_ms"]
     assert found["goodput"]["request_goodput"] > 1.3 * found["goodput_of_most"]["request_goodput"]
 
 
 def test_the_most_throughput_is_the_corner_of_the_grid(monkeypatch):
     """The page says so: 64 seats are the most of the grid, not the best there is."""
-    most = lesson.facts()["tune"]["most"]
-    assert most["max_num_seqs"] == max(lesson.TUNE_SEATS) and most["max_num_batched_tokens"] == max(lesson.TUNE_BUDGETS)
-    monkeypatch.setattr(lesson, "TUNE_SEATS", (96,))
-    rows = lesson.tune_simulated.__wrapped__()["rows"]
+    most = page.facts()["tune"]["most"]
+    assert most["max_num_seqs"] == max(page.TUNE_SEATS) and most["max_num_batched_tokens"] == max(page.TUNE_BUDGETS)
+    monkeypatch.setattr(page, "TUNE_SEATS", (96,))
+    rows = page.tune_simulated.__wrapped__()["rows"]
     assert max(row["output_throughput"] for row in rows) > 1.05 * most["output_throughput"]
 
 
@@ -1071,7 +1068,7 @@ def test_the_commands_can_be_mounted_elsewhere():
 @pytest.mark.parametrize(
     "line",
     [
-        "--rate 7", "bench --request-rate 0", "bench --request-rate nan", "bench --num-prompts 0",
+        "--rate 0", "bench --request-rate 0", "bench --request-rate nan", "bench --num-prompts 0",
         "bench --burstiness -1", "bench --metric-percentiles 50,101", "bench latency --num-iters 0",
         "tune --max-num-seqs 1,x", "tune --limit-percentile 200", "bench --random-range-ratio 2",
         "bench --random-cv 1e308", "bench --request-rate 1e-320", "tune --request-rate 0.0009",

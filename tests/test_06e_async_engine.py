@@ -52,7 +52,7 @@ from engine.serving.letters import EngineCoreRequestType as Kind
 from engine.serving.mailbox import ClientGone, Mailbox, hang_up
 from engine.serving.wire import frame
 
-lesson = common.lesson("06e_async_engine")
+lesson, page = common.lesson("06e_async_engine"), common.numbers("06e_async_engine")
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
@@ -1014,10 +1014,10 @@ def test_queue_time_and_cached_tokens_travel_with_the_admission(tiny):
 
 
 @pytest.mark.parametrize("handoff", list(lesson.HANDOFFS))
-@pytest.mark.parametrize("step", lesson.CHOICES["step_ms"])
-@pytest.mark.parametrize("read_ms", lesson.CHOICES["read_ms"])
+@pytest.mark.parametrize("step", page.WIDGET_CHOICES["step_ms"])
+@pytest.mark.parametrize("read_ms", page.WIDGET_CHOICES["read_ms"])
 def test_a_slow_reader(handoff, step, read_ms):
-    trace = lesson.simulate({"handoff": handoff, "step_ms": step, "read_ms": read_ms, "tokens": 32})
+    trace = page.simulate({"handoff": handoff, "step_ms": step, "read_ms": read_ms, "tokens": 32})
     assert sum(read["tokens"] for read in trace["reads"]) == 32 == len(trace["put_at"])
     assert trace["reads"][-1]["left"] == 0
     at = [read["at"] for read in trace["reads"]]
@@ -1031,12 +1031,12 @@ def test_a_slow_reader(handoff, step, read_ms):
 
 
 def test_the_widget_uses_the_real_collector(monkeypatch):
-    before = lesson.simulate(lesson.WIDGET_DEFAULT)
+    before = page.simulate(page.WIDGET_DEFAULT)
     monkeypatch.setattr(collector, "merge_outputs", lambda old, new: None)
     with pytest.raises(AttributeError):
-        lesson.simulate(lesson.WIDGET_DEFAULT)
+        page.simulate(page.WIDGET_DEFAULT)
     monkeypatch.undo()
-    assert lesson.simulate(lesson.WIDGET_DEFAULT) == before
+    assert page.simulate(page.WIDGET_DEFAULT) == before
 
 
 def test_tasks_and_threads_hand_over_everything():

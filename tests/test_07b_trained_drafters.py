@@ -33,23 +33,27 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from scripts import execute, script_job
 
 import llama
-from lab import naive
+from engine.request import SamplingParams
+from engine.spec_decode import trained
+from engine.spec_decode import tree as trees
+from engine.spec_decode.drafters import Draft, DraftContext, Drafter, SpeculativeConfig
+from engine.spec_decode.tree import Tree
+from lab import drafter_training as training
+from lab import drafts_ahead, naive
 
 lesson = common.lesson("07b_trained_drafters")
-training, paged, offline = lesson.training, lesson.paged, lesson.offline
 speculative = common.lesson("07_spec_decode")
-Draft, DraftContext, SamplingParams, Tree = lesson.Draft, lesson.DraftContext, lesson.SamplingParams, lesson.Tree
 
 GREEDY = SamplingParams(temperature=0)
 
 
-def random_network(method: str, model: llama.Llama, draft_vocab: int = 40, seed: int = 0) -> training.Network:
+def random_network(method: str, model: llama.Llama, draft_vocab: int = 40, seed: int = 0) -> trained.Network:
     """A drafter that learned nothing, for the tiny model."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-               for name, shape in training.network_shapes(method, model.config).items()}  # fmt: skip
+               for name, shape in trained.network_shapes(method, model.config).items()}  # fmt: skip
     d2t = torch.randperm(model.config.vocab_size, generator=generator)[:draft_vocab].sort().values
-    return training.Network(method, model, d2t, {n: t.to(model.device) for n, t in tensors.items()})
+    return trained.Network(method, model, d2t, {n: t.to(model.device) for n, t in tensors.items()})
 
 
 def features_of(model: llama.Llama, tokens: list[int]) -> torch.Tensor:
@@ -66,10 +70,10 @@ def context(name: str, tokens: list[int], features: torch.Tensor | None = None, 
     return DraftContext(request_id=name, token_ids=tokens, max_tokens=most, params=params, hidden=hidden)
 
 
-def drafter_for(method: str, model: llama.Llama) -> lesson.Drafter:
+def drafter_for(method: str, model: llama.Llama) -> Drafter:
     if method == "early_exit":
-        return lesson.make_drafter(method, model, 3, "1")
-    return lesson.DRAFTERS[method](random_network(method, model))
+        return trained.make_drafter(method, model, 3, "1")
+    return trained.DRAFTERS[method](random_network(method, model))
 
 
 # --- Drafters -------------------------------------------------------------------------------------------------------
@@ -107,8 +111,8 @@ def test_a_drafter_that_goes_on_says_what_a_fresh_one_says(method, tiny_model):
 def test_exit_behind_the_last_layer_is_the_target(tiny_model):
     """All layers: a perfect drafter, so every guess stands, and its cache holds what the target's holds."""
     tokens = [5, 9, 77, 12, 60]
-    plain = common.lesson("04_continuous_batching").generate_alone(tiny_model, tokens, 9)
-    drafter = lesson.DraftModelDrafter(lesson.EarlyExit(tiny_model, 2))
+    plain = naive.generate(tiny_model, tokens, 9)
+    drafter = trained.DraftModelDrafter(trained.EarlyExit(tiny_model, 2))
     for start in (0, 4):
         draft = drafter.propose([context("a", tokens + plain[: start + 1], most=4)])[0]
         assert draft.token_ids == plain[start + 1 : start + 5]
@@ -157,7 +161,7 @@ def test_guesses_that_nobody_verified_are_not_kept(tiny_model):
 
 def test_the_cache_grows(tiny_model):
     drafter, rng = drafter_for("draft_model", tiny_model), random.Random(2)
-    drafter.cache = lesson.DraftCache(drafter.network.body, num_blocks=3)
+    drafter.cache = trained.DraftCache(drafter.network.body, num_blocks=3)
     texts = [[rng.randrange(128) for _ in range(n)] for n in (20, 90, 33)]
     drafts = drafter.propose([context(str(i), text) for i, text in enumerate(texts)])
     assert drafter.cache.pool.num_blocks > 3
@@ -169,7 +173,7 @@ def test_the_cache_grows(tiny_model):
 def test_medusa_reads_one_feature(tiny_model):
     network = random_network("medusa", tiny_model)
     feature = features_of(tiny_model, [3, 4, 5])
-    draft = lesson.MedusaDrafter(network).propose([context("a", [3, 4, 5, 6], feature)])[0]
+    draft = trained.MedusaDrafter(network).propose([context("a", [3, 4, 5, 6], feature)])[0]
     for k, token in enumerate(draft.token_ids):
         w = {name: network.tensors[f"heads.{k}.{name}"] for name in ("linear", "bias", "up", "down")}
         h = w["linear"] @ feature[2] + w["bias"] + w["down"] @ F.silu(w["up"] @ feature[2])
@@ -181,7 +185,7 @@ def test_sampled_guesses_come_with_their_distribution(tiny_model):
     network = random_network("draft_model", tiny_model)
     params = SamplingParams(temperature=0.5, seed=3)
     contexts = [context(str(i), [1, 2, 3], params=params if i else GREEDY) for i in range(24)]
-    drafts = lesson.DraftModelDrafter(network).propose(contexts)
+    drafts = trained.DraftModelDrafter(network).propose(contexts)
     assert drafts[0].probs is None
     tokens, positions = (torch.tensor(x, device=tiny_model.device) for x in ([1, 2, 3], [0, 1, 2]))
     first = network.forward(network.inputs(tokens), positions, naive.recompute)
@@ -198,7 +202,7 @@ def test_guesses_are_drawn_from_what_is_reported(tiny_model):
     """3,000 seeds, two rounds of two guesses: pairs within a round and across rounds come as often as the reported q
     say. Σ|frequency − probability| has a bound that holds with probability 1 − 1e-6 (Bretagnolle–Huber–Carol)."""
     n, V = 3000, 5
-    drafter = lesson.DraftModelDrafter(random_network("draft_model", tiny_model, V))
+    drafter = trained.DraftModelDrafter(random_network("draft_model", tiny_model, V))
     for tensor in drafter.network.tensors.values():
         tensor *= 0.5  # so that no guess is sure
     found, q, place = [], [], {int(token): i for i, token in enumerate(drafter.network.d2t)}
@@ -228,7 +232,7 @@ def test_guesses_are_drawn_from_what_is_reported(tiny_model):
 def test_random_numbers_of_guesses_are_nobody_elses(tiny_model, monkeypatch):
     """In the engine: each round's first number is new, and none of them decides or draws in verification."""
     drawn, others, choosing = {}, [], []
-    choose = lesson.choose
+    choose = trained.choose
 
     def listening(seeds, steps):
         u = uniforms(seeds, steps)
@@ -246,10 +250,10 @@ def test_random_numbers_of_guesses_are_nobody_elses(tiny_model, monkeypatch):
         choosing.clear()
         return result
 
-    monkeypatch.setattr(lesson, "choose", watched)
+    monkeypatch.setattr(trained, "choose", watched)
     monkeypatch.setattr(verifier, "uniforms", listening)
     monkeypatch.setattr(sampler, "uniforms", listening)
-    monkeypatch.setattr(lesson, "uniforms", listening)
+    monkeypatch.setattr(trained, "uniforms", listening)
     answers(tiny_model, drafter_for("draft_model", tiny_model), temperature=1.0)
     firsts = [number for (_, step), numbers in drawn.items() if step == 0 for number in numbers]
     assert len(firsts) == len(set(firsts)) > 20
@@ -268,11 +272,11 @@ def test_in_the_engine_greedy_answers_are_plain_ones(method, tiny_model):
         assert drafter.cache.pool.num_free_blocks == drafter.cache.pool.num_blocks - 1
 
 
-def answers(tiny_model: llama.Llama, drafter: lesson.Drafter | None, temperature: float = 0.0) -> list[list[int]]:
+def answers(tiny_model: llama.Llama, drafter: Drafter | None, temperature: float = 0.0) -> list[list[int]]:
     rng = random.Random(0)
     prompts = [[rng.randrange(128) for _ in range(n)] for n in (3, 15, 17, 40)]
     limits = SchedulerConfig(max_model_len=96, max_num_seqs=3, max_num_batched_tokens=128)
-    config = lesson.drafting.SpeculativeConfig(num_speculative_tokens=3) if drafter else None
+    config = SpeculativeConfig(num_speculative_tokens=3) if drafter else None
     scheduler = make_scheduler(limits, 64, 16, enable_prefix_caching=False, drafts=config)
     about = VllmConfig(speculative_config=config, plug={"drafter": lambda config, model: drafter})
     core = EngineCore(scheduler, make_runner(tiny_model, limits, 64, 16, about))
@@ -298,7 +302,7 @@ class Cuts(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.cache = lesson.DraftCache(llama.random_model(num_hidden_layers=1), num_blocks=4, block_size=4)
+        self.cache = trained.DraftCache(llama.random_model(num_hidden_layers=1), num_blocks=4, block_size=4)
         self.lengths: dict[str, int] = {}
 
     @rule(name=st.sampled_from("abc"), n=st.integers(1, 20))
@@ -342,7 +346,7 @@ TestCuts.settings = settings(max_examples=15, stateful_step_count=15)
 def test_weights_that_do_not_fit(arguments, word, tiny_model):
     method, K, *path = arguments
     with pytest.raises(common.InputError, match=word):
-        lesson.make_drafter(method, tiny_model, K, *path)
+        trained.make_drafter(method, tiny_model, K, *path)
 
 
 # --- Trees ----------------------------------------------------------------------------------------------------------
@@ -367,7 +371,7 @@ def test_planned_trees_are_the_best_connected_ones(size):
     ranks = [[0.5, 0.2, 0.1], [0.4, 0.3, 0.05], [0.3, 0.1, 0.02]]
     every = [n for k in (1, 2, 3) for n in itertools.product(range(3), repeat=k)]
     value = {n: math.prod(ranks[k][r] for k, r in enumerate(n)) for n in every}
-    shape = lesson.plan_tree(ranks, size)
+    shape = trees.plan_tree(ranks, size)
     assert len(set(shape)) == size and all(n[:-1] in [(), *shape[:i]] for i, n in enumerate(shape))
     assert lesson.expected_path(ranks, shape) == pytest.approx(1 + sum(sorted(value.values())[-size:]))
 
@@ -380,7 +384,7 @@ CASES = [  # contexts, block size
 @pytest.mark.parametrize(("contexts", "block_size"), CASES)
 def test_tree_attention_is_one_path_at_a_time(contexts, block_size, dtype):
     arguments, reference = lesson.random_trees(contexts, 1, 6, 2, 16, block_size, dtype)
-    common.assert_close(lesson.tree_attention(*arguments), reference)
+    common.assert_close(trees.tree_attention(*arguments), reference)
 
 
 @pytest.mark.parametrize(("contexts", "block_size"), CASES)
@@ -388,10 +392,10 @@ def test_tree_attention_kernel(contexts, block_size, kernels, guarded):
     (q, kv, table, bounds, lens, masks, most, longest), reference = lesson.random_trees(
         contexts, 1, 6, 2, 24, block_size
     )
-    before = lesson.tree_attention_kernel.launches
+    before = trees.tree_attention_kernel.launches
     q, kv, table, masks = guarded(q), guarded(kv), guarded(table), guarded(masks)
-    common.assert_close(lesson.tree_attention(q, kv, table, bounds, lens, masks, most, longest), reference)
-    assert lesson.tree_attention_kernel.launches == before + 1
+    common.assert_close(trees.tree_attention(q, kv, table, bounds, lens, masks, most, longest), reference)
+    assert trees.tree_attention_kernel.launches == before + 1
 
 
 @pytest.mark.parametrize("G", [1, 3])
@@ -403,7 +407,7 @@ def test_tree_attention_kernel_in_16_bits_and_many_nodes(G, kernels, dtype, devi
     slots = [int(table[0, p // 16]) * 16 + p % 16 for p in range(9 + 64)]
     reference = lesson.tree_attention_reference(q, *kv.flatten(1, 2)[:, slots], 9, tree)
     bounds = torch.tensor([0, 64], device=device)
-    out = lesson.tree_attention(q, kv, table, bounds, lens, tree.mask_tensor(device), 64, 73)
+    out = trees.tree_attention(q, kv, table, bounds, lens, tree.mask_tensor(device), 64, 73)
     common.assert_close(out, reference.to(dtype))
 
 
@@ -420,7 +424,7 @@ def test_dead_slots_may_hold_anything(path, request):
     kv.flatten(1, 2)[:, ~used] = math.nan
     if path == "kernel":
         request.getfixturevalue("kernels")
-    common.assert_close(lesson.tree_attention(q, kv, table, bounds, lens, *rest), reference)
+    common.assert_close(trees.tree_attention(q, kv, table, bounds, lens, *rest), reference)
 
 
 ACCEPTED = [[[1, 2, 3]], [[3, 4, 5]], [[2, 3, -1], [5, 6, 7], [-1, -1, -1]], [[1, 7, 9]], [[4, -1, -1], [2, 5, -1]]]
@@ -442,15 +446,15 @@ def test_accepted_nodes_move_together(accepted, path, request, guarded, device):
             source, place = slot(int(contexts[b]) + node)
             want[:, block, offset] = kv[:, source, place]
     kv = guarded(kv)
-    lesson.compact_slots(kv, *(x.int().to(device) for x in (blocks, contexts, torch.tensor(accepted))))
+    trees.compact_slots(kv, *(x.int().to(device) for x in (blocks, contexts, torch.tensor(accepted))))
     assert torch.equal(kv.cpu(), want)
 
 
 def test_blocks_beyond_31_bits(kernels, device, far):
     (q, kv, table, *rest), reference = lesson.random_trees([5, 2], 1, 6, 2, 16, 8, torch.float16)
     big, first = far(kv, 1)
-    common.assert_close(lesson.tree_attention(q, big, table + first, *rest), reference)
-    lesson.compact_slots(big, *(torch.tensor(x, device=device).int() for x in ([[first, first + 1]], [6], [[3]])))
+    common.assert_close(trees.tree_attention(q, big, table + first, *rest), reference)
+    trees.compact_slots(big, *(torch.tensor(x, device=device).int() for x in ([[first, first + 1]], [6], [[3]])))
     assert torch.equal(big[:, first, 7], big[:, first + 1, 1])
 
 
@@ -459,9 +463,9 @@ def test_wide_caches_move_in_several_pieces(kernels, guarded, device):
     kv = guarded(torch.randn(2, 2, 8, 9, 128))
     want = kv.clone()
     want[:, 1, 1] = kv[:, 1, 7]
-    before = lesson.compact_kernel.launches
-    lesson.compact_slots(kv, *(torch.tensor(x, device=device).int() for x in ([[1]], [0], [[7]])))
-    assert torch.equal(kv, want) and lesson.compact_kernel.launches == before + 1
+    before = trees.compact_kernel.launches
+    trees.compact_slots(kv, *(torch.tensor(x, device=device).int() for x in ([[1]], [0], [[7]])))
+    assert torch.equal(kv, want) and trees.compact_kernel.launches == before + 1
 
 
 def test_the_longest_path_that_the_target_would_write():
@@ -472,7 +476,7 @@ def test_the_longest_path_that_the_target_would_write():
         if len(set(pairs)) < len(pairs):  # a head's choices differ
             continue
         favourite = [rng.randrange(3) for _ in tree.parents]
-        path, written = lesson.verify_greedy(tree, favourite)
+        path, written = trees.verify_greedy(tree, favourite)
         right = [i for i in range(1, len(tree.parents))
                  if all(tree.token_ids[j] == favourite[tree.parents[j]] for j in tree.path(i))]  # fmt: skip
         assert len(path) == max((tree.depths[i] for i in right), default=0)
@@ -505,17 +509,17 @@ def test_the_script_enumerates_the_rule_as_it_is(monkeypatch, capsys, tmp_path):
     """`--break same-p` is noticed by step 4; whatever needs the model has a stand-in."""
     run = SimpleNamespace(token_ids=[[0] * 20] * 2, acceptance=0.0, tokens_per_step=1.0)
     tree = SimpleNamespace(token_ids=[0] * 20, passes=20, rows=20, tokens_per_pass=1.0)
-    monkeypatch.setattr(lesson.llama, "load", lambda path: (None, SimpleNamespace(ask=lambda text: [1])))
+    monkeypatch.setattr(llama, "load", lambda path: (None, SimpleNamespace(ask=lambda text: [1])))
     monkeypatch.setattr(lesson, "serve", lambda *args: run)
     monkeypatch.setattr(lesson, "generate_with_tree", lambda *args: tree)
-    monkeypatch.setattr(lesson.training, "load_network", lambda *args: None)
-    monkeypatch.setattr(lesson.drafts_ahead, "demonstrate", lambda *args: None)
-    monkeypatch.setattr(lesson.common, "HAS_TRITON", False)
+    monkeypatch.setattr(trained, "load_network", lambda *args: None)
+    monkeypatch.setattr(drafts_ahead, "demonstrate", lambda *args: None)
+    monkeypatch.setattr(common, "HAS_TRITON", False)
     monkeypatch.setattr(lesson, "draw", lambda folder: [])
     for flags, mark in ([], "✓"), (["--break", "same-p"], "✗"):
         lesson.main([*flags, "--figure", str(tmp_path)])
         assert f"  {mark} several guesses per place, 50 cases" in capsys.readouterr().out
-    monkeypatch.setattr(lesson, "left_over", lambda p, token, q: p)
+    monkeypatch.setattr(trees, "left_over", lambda p, token, q: p)
     with pytest.raises(common.CheckFailed, match="what is written misses p"):
         lesson.main(["--figure", str(tmp_path)])
 
@@ -552,7 +556,7 @@ class Chance:
 def test_sampling_down_a_tree_is_sampling(kind, monkeypatch):
     """`verify_sampled` itself, every outcome of every random number: the distribution of the first three tokens."""
     chance, V, rng = Chance(), 3, random.Random(7)
-    monkeypatch.setattr(lesson, "draw_token", lambda p, uniform: chance.pick((p / p.sum()).tolist()))
+    monkeypatch.setattr(trees, "draw_token", lambda p, uniform: chance.pick((p / p.sum()).tolist()))
     model = {prefix: torch.tensor([rng.choice([0, 1, 2, 4]) + (i == 1) for i in range(V)], dtype=torch.float64)
              for k in range(3) for prefix in itertools.product(range(V), repeat=k)}  # fmt: skip
     model = {prefix: w / w.sum() for prefix, w in model.items()}
@@ -566,7 +570,7 @@ def test_sampling_down_a_tree_is_sampling(kind, monkeypatch):
             draw = [chance.pick(q.tolist()) for _ in range(4)]
             tree, source = Tree([0, *draw], [-1, 0, 0, 1, 1]), [None, *[q] * 4]
         p = torch.stack([model[tuple(tree.token_ids[j] for j in tree.path(i))] for i in range(len(tree.parents))])
-        written = lesson.verify_sampled(tree, p, source, lambda: chance)[1]
+        written = trees.verify_sampled(tree, p, source, lambda: chance)[1]
         while len(written) < 3:  # and on without guesses
             written.append(chance.pick(model[tuple(written)].tolist()))
         return tuple(written)
@@ -579,7 +583,7 @@ def test_sampling_down_a_tree_is_sampling(kind, monkeypatch):
 
 def test_draw_token_never_takes_what_is_impossible():
     p = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0], dtype=torch.float64)
-    assert [lesson.draw_token(p, lambda u=u: u) for u in (0.0, 0.2499, 0.2501, 0.999999)] == [1, 1, 3, 3]
+    assert [trees.draw_token(p, lambda u=u: u) for u in (0.0, 0.2499, 0.2501, 0.999999)] == [1, 1, 3, 3]
 
 
 # --- Decoding with trees --------------------------------------------------------------------------------------------
@@ -610,12 +614,12 @@ SHAPE = [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 1), (0, 1, 0), (1, 0
 def told():
     """A model, a prompt, what greedy decoding makes of it, and heads that know. (Tied, it would repeat one word.)"""
     model, prompt = llama.random_model(seed=3, tie_word_embeddings=False), [7, 8, 9, 10, 11, 12, 13]
-    plain = common.lesson("04_continuous_batching").generate_alone(model, prompt, 40)
+    plain = naive.generate(model, prompt, 40)
     assert len(set(plain)) >= 8
     return model, prompt, plain, Oracle(model, prompt + plain)
 
 
-@pytest.mark.parametrize("shape", [[], lesson.chain(3), SHAPE])
+@pytest.mark.parametrize("shape", [[], trees.chain(3), SHAPE])
 def test_trees_write_what_greedy_decoding_writes(shape, told):
     model, prompt, plain, oracle = told
     run = lesson.generate_with_tree(model, oracle, shape, prompt, 30)
@@ -635,10 +639,10 @@ def test_a_broken_tree_writes_something_else(bug, told):
 
 def test_tree_decoding_runs_the_kernels(told, kernels):
     model, prompt, plain, oracle = told
-    before = [kernel.launches for kernel in (lesson.tree_attention_kernel, lesson.compact_kernel)]
+    before = [kernel.launches for kernel in (trees.tree_attention_kernel, trees.compact_kernel)]
     run = lesson.generate_with_tree(model, oracle, SHAPE, prompt, 8)
     assert run.token_ids == plain[:8]
-    after = [kernel.launches for kernel in (lesson.tree_attention_kernel, lesson.compact_kernel)]
+    after = [kernel.launches for kernel in (trees.tree_attention_kernel, trees.compact_kernel)]
     assert after[0] - before[0] == 2 * (run.passes - 1) and after[1] > before[1]
 
 
@@ -675,7 +679,7 @@ def test_the_widget_runs_the_real_code(name, monkeypatch):
         "ancestor_masks": lambda parents: [(2 << i) - 1 for i in range(len(parents))],
         "fill_tree": lambda shape, root, choices: Tree([root, choices[0][0]], [-1, 0]),
     }
-    monkeypatch.setattr(lesson, name, wrong[name])
+    monkeypatch.setattr(lesson if hasattr(lesson, name) else trees, name, wrong[name])
     assert lesson.simulate(lesson.WIDGET_DEFAULT) != right
 
 
@@ -684,7 +688,7 @@ def test_facts_describe_the_shipped_files():
     assert set(known["drafters"]) == {"eagle", "medusa", "draft_model"}
     for name, d in known["drafters"].items():
         assert d["megabytes"] < 10 and d["tokens"] > 100_000, name
-        weights = (lesson.WEIGHTS / f"{name}.safetensors").read_bytes()
+        weights = (trained.WEIGHTS / f"{name}.safetensors").read_bytes()
         assert b'"F16"' in weights[:4000] and b'"F32"' not in weights[:4000]
         # Whole positions, divided once; a guess is asked for where all before it were right and the answer goes on.
         assert d["agreement"] == [right / asked for right, asked in zip(d["right"], d["asked"])], name
@@ -775,7 +779,7 @@ def test_the_draft_vocabulary_is_the_frequent_tokens():
     assert training.choose_vocab(ids, 3, 12, keep=[11]).tolist() == [3, 5, 11]
 
 
-def in_step(method: str, model: llama.Llama, text: Path) -> tuple[training.Network, training.Text]:
+def in_step(method: str, model: llama.Llama, text: Path) -> tuple[trained.Network, training.Text]:
     """A drafter that is right now and then: on the tiny model's embedding, one that learned nothing is never."""
     data = training.Text(text, model.device, 1)
     d2t = training.choose_vocab(data.raw_tokens.astype(np.int64), 60, 128)
@@ -784,7 +788,7 @@ def in_step(method: str, model: llama.Llama, text: Path) -> tuple[training.Netwo
     for _ in range(6):
         trainer.step(data, range(len(data.lengths)))
     weights = {name: t.detach() for name, t in trainer.network.tensors.items()}
-    return training.Network(method, model, d2t, weights), data
+    return trained.Network(method, model, d2t, weights), data
 
 
 @pytest.mark.parametrize("method", training.METHODS)
@@ -800,7 +804,7 @@ def test_chains_are_counted_as_they_are_drafted_and_verified(method, text, tiny_
         features, start = features_of(tiny_model, tokens), start + n
         for j in range(prompt, n - 1):  # token j was sampled last
             known = tokens[: j + 1]
-            drafter = lesson.DRAFTERS[method](copy.copy(network))
+            drafter = trained.DRAFTERS[method](copy.copy(network))
             for k, guess in enumerate(drafter.propose([context("a", known, features)])[0].token_ids[: n - 1 - j]):
                 asked[k] += 1
                 if guess != favourite(tuple(known)):
@@ -868,13 +872,13 @@ def test_shipping(text, tiny_model, tmp_path, monkeypatch):
     paths = training.export(tiny_model, text, tmp_path / "work", tmp_path / "out")
     assert [path.stem for path in paths] == list(training.METHODS)
     for path in paths:
-        network = training.load_network(path, tiny_model)
+        network = trained.load_network(path, tiny_model)
         assert network.d2t.tolist() == d2t.tolist() and network.head.weight.shape == (50, 80)
-        assert lesson.make_drafter(path.stem, tiny_model, 3, str(path)).network.method == path.stem
+        assert trained.make_drafter(path.stem, tiny_model, 3, str(path)).network.method == path.stem
     with pytest.raises(common.InputError, match="not for eagle"):
-        lesson.make_drafter("eagle", tiny_model, 3, str(tmp_path / "out" / "medusa.safetensors"))
+        trained.make_drafter("eagle", tiny_model, 3, str(tmp_path / "out" / "medusa.safetensors"))
     with pytest.raises(common.InputError, match="3 heads"):
-        lesson.make_drafter("medusa", tiny_model, 4, str(tmp_path / "out" / "medusa.safetensors"))
+        trained.make_drafter("medusa", tiny_model, 4, str(tmp_path / "out" / "medusa.safetensors"))
     with pytest.raises(common.InputError, match="holds no text"):
         training.Text(tmp_path, tiny_model.device)
 
@@ -905,7 +909,7 @@ def taught(real_model):
     return model, tokens, features, favourite, range(len(prompt), len(tokens) - 1)
 
 
-def first_guesses_right(drafter: lesson.Drafter, taught: tuple) -> float:
+def first_guesses_right(drafter: Drafter, taught: tuple) -> float:
     """One request that grows by a token at a time."""
     _, tokens, features, favourite, places = taught
     right, told = 0, 0
@@ -917,15 +921,15 @@ def first_guesses_right(drafter: lesson.Drafter, taught: tuple) -> float:
 
 @pytest.mark.parametrize(("method", "least"), [("draft_model", 0.25), ("medusa", 0.2), ("eagle", 0.3)])
 def test_shipped_heads_learned_and_shuffled_ones_did_not(method, least, taught):
-    network = training.load_network(lesson.WEIGHTS / f"{method}.safetensors", taught[0])
-    assert first_guesses_right(lesson.DRAFTERS[method](network), taught) >= least
-    assert first_guesses_right(lesson.DRAFTERS[method](lesson.shuffled(network)), taught) <= 0.05
+    network = trained.load_network(trained.WEIGHTS / f"{method}.safetensors", taught[0])
+    assert first_guesses_right(trained.DRAFTERS[method](network), taught) >= least
+    assert first_guesses_right(trained.DRAFTERS[method](lesson.shuffled(network)), taught) <= 0.05
 
 
 # --- One step ahead ---------------------------------------------------------------------------------------------------
 
 
-class Prophet(lesson.Drafter):
+class Prophet(Drafter):
     """Knows the answers. Says `right` tokens of them, then a wrong one, if there is room; every third time, nothing."""
 
     def __init__(self, answers, right):
@@ -958,7 +962,7 @@ def test_a_step_ahead_writes_the_same(K, right, tiny_model, answered):
     """However many stand: each row is computed where it belongs, no step is planned behind a sure end."""
     prompts, plain = answered
     whole = [[*prompt, *answer] for prompt, answer in zip(prompts, plain)]
-    runs = lesson.drafts_ahead.compare_loops(tiny_model, prompts, 13, K, lambda config, model: Prophet(whole, right))
+    runs = drafts_ahead.compare_loops(tiny_model, prompts, 13, K, lambda config, model: Prophet(whole, right))
     for kind, run in runs.items():
         assert run["token_ids"] == plain, kind
         assert 0 < run["drafts"] < run["places"]
@@ -969,7 +973,7 @@ def test_a_step_ahead_writes_the_same(K, right, tiny_model, answered):
 
 def test_places_follow_the_batch_as_drafts_do():
     """The served engine's scheduler asks for no more places than its drafter may fill in a batch of that size."""
-    config = lesson.drafting.SpeculativeConfig(num_speculative_tokens_per_batch_size=[[1, 1, 3], [2, 8, 0]])
+    config = SpeculativeConfig(num_speculative_tokens_per_batch_size=[[1, 1, 3], [2, 8, 0]])
     batching, limits = common.lesson("04_continuous_batching"), SchedulerConfig(max_model_len=64, max_num_seqs=8)
     scheduler, planned = make_scheduler(limits, 9, 16, drafts=config, async_scheduling=True), []
     for name in ("a", "b"):
@@ -987,7 +991,7 @@ def test_rows_where_the_plan_has_them(tiny_model, answered, monkeypatch):
     whole = [[*prompt, *answer] for prompt, answer in zip(prompts, plain)]
     monkeypatch.setattr(verifier, "min", lambda planned, known: planned, raising=False)
     with pytest.raises(RuntimeError, match="a sample was lost"):
-        lesson.drafts_ahead.compare_loops(tiny_model, prompts, 13, 3, lambda config, model: Prophet(whole, 1))
+        drafts_ahead.compare_loops(tiny_model, prompts, 13, 3, lambda config, model: Prophet(whole, 1))
 
 
 @pytest.mark.slow
@@ -996,7 +1000,7 @@ def test_on_the_real_model_answers_are_plain_ones(method, real_model):
     model, tokenizer = real_model
     prompts = lesson.held_out(2)
     plain = lesson.serve(model, tokenizer, prompts, 48, None)
-    run = lesson.serve(model, tokenizer, prompts, 48, lambda: lesson.make_drafter(method, model, 3))
+    run = lesson.serve(model, tokenizer, prompts, 48, lambda: trained.make_drafter(method, model, 3))
     assert run.token_ids == plain.token_ids
     assert run.tokens_per_step > (1.0 if method == "early_exit" else 1.2)
 
@@ -1004,12 +1008,12 @@ def test_on_the_real_model_answers_are_plain_ones(method, real_model):
 @pytest.mark.slow
 def test_medusas_tree_on_the_real_model(real_model):
     model, tokenizer = real_model
-    network = training.load_network(lesson.WEIGHTS / "medusa.safetensors", model)
+    network = trained.load_network(trained.WEIGHTS / "medusa.safetensors", model)
     prompts = lesson.held_out(1)
     plain = lesson.serve(model, tokenizer, prompts, 48, None)
     passes = {}
     for size in (3, 15):
-        shape = lesson.plan_tree(lesson.facts()["ranks"], size)
+        shape = trees.plan_tree(lesson.facts()["ranks"], size)
         ids = [tokenizer.chat([{"role": "user", "content": text}]) for text in prompts]
         runs = [lesson.generate_with_tree(model, network, shape, prompt, 48) for prompt in ids]
         assert [run.token_ids for run in runs] == plain.token_ids
@@ -1024,7 +1028,7 @@ def test_a_question_needs_no_chat_template(real_model):
     assert tokenizer.ask("Why?") == tokenizer.encode("Why?")
     model = llama.random_model(vocab_size=49152)
     run = lesson.serve(model, tokenizer, ["Why?"], 2, None)
-    assert run.token_ids == [offline.scheduling.generate_alone(model, tokenizer.encode("Why?"), 2)]
+    assert run.token_ids == [naive.generate(model, tokenizer.encode("Why?"), 2)]
     assert lesson.agreement_by_layer(model, tokenizer, ["Why?"], [2]) == {"2": 1.0}
     with pytest.raises(common.InputError, match="no chat template"):
         tokenizer.chat([])
@@ -1059,7 +1063,7 @@ def test_what_was_trained_is_told_of_the_model_it_was_trained_for(tiny_model, mo
     monkeypatch.setattr(common, "heading", first)
     monkeypatch.setattr(llama, "check_context", lambda *args: None)
     monkeypatch.setattr(llama, "load", lambda name: (tiny_model, None))
-    monkeypatch.setattr(training, "load_network", lambda *args: None)
+    monkeypatch.setattr(trained, "load_network", lambda *args: None)
     with pytest.raises(StopIteration):
         lesson.main(["--model", "another"])
     told = capsys.readouterr().out
@@ -1073,7 +1077,7 @@ def test_the_train_command(tmp_path, capsys, monkeypatch):
     for flags in (["--write", "0.1"], []):  # at least one file, at least one turn for each
         lesson.main(["train", "--minutes", "0.1", "--work", str(tmp_path), *flags])
     assert (tmp_path / "eagle.safetensors").is_file() and "tokens, agreement" in capsys.readouterr().out
-    assert SimpleNamespace(**training.about(tmp_path / "medusa.safetensors")).steps > 0
+    assert SimpleNamespace(**trained.about(tmp_path / "medusa.safetensors")).steps > 0
 
 
 def test_training_names_the_folder_that_it_cannot_use(tmp_path, capsys):

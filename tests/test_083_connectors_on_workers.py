@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import common
 import pytest
 import test_06c_scaling_out as scaling
+from lab import naive
 import torch
 from test_08_disagg import free_ports, until
 from test_12_multi_lora import NoBytes, Words
@@ -33,7 +34,7 @@ from engine.kv_transfer.digest import weights_digest
 from engine.lora import lora_model
 from engine.parallel.model import map_local, shard_model
 
-executors, serving = scaling.executors, scaling.serving
+executors = scaling.executors
 LIMITS = dict(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4)
 
 
@@ -85,7 +86,7 @@ def hand_over(prefill, decode, jobs=JOBS, loras=(None,), rng=None):
     for i, (prompt, tokens) in enumerate(jobs):
         lora = loras[i % len(loras)]
         merged = lora_model.merged(whole, lora) if lora else whole
-        tokens_alone = scaling.scheduling.generate_alone(merged, prompt, tokens)
+        tokens_alone = naive.generate(merged, prompt, tokens)
         stop = rng.choice([None, *tokens_alone]) if rng else None
         truth[f"d{i}"] = tokens_alone[: tokens_alone.index(stop) + 1] if stop else tokens_alone
         first = (5, lora, stop) if rng else (1, lora)  # who computes the prompt may write more than a token, too

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llama
+from lab import roofline
 
 lesson = common.lesson("11_preemption")
 Request, SamplingParams = lesson.Request, lesson.SamplingParams
@@ -438,7 +439,7 @@ def test_figure_19():
 
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_crossover_is_where_the_order_changes(one_by_one):
-    config, gpu, link = lesson.kv_cache.MODELS["Llama-2-7B"], lesson.HARDWARE["A100 80GB"], lesson.LINKS["PCIe 4"]
+    config, gpu, link = roofline.MODELS["Llama-2-7B"], lesson.HARDWARE["A100 80GB"], lesson.LINKS["PCIe 4"]
     at = lesson.crossover(config, gpu, link, one_by_one=one_by_one)
 
     def gain(n):
@@ -464,9 +465,9 @@ def test_the_cliff_is_the_pools():
     assert low["p99"] == pytest.approx(cliff["ample"]["4"]["p99"]) and low["preemptions"] == 0
     assert high["p99"] > 1.8 * cliff["ample"]["10"]["p99"] and high["pool_used"] > 0.85 and high["redone"] > 0.1
     assert cliff["swap"]["10"]["redone"] == 0 and cliff["swap"]["10"]["p99"] > 0.9 * high["p99"]
-    gpu, config = common.HARDWARE[lesson.CLIFF_GPU], lesson.kv_cache.MODELS[lesson.CLIFF_MODEL]
-    block = 16 * lesson.kv_cache.KVCacheSpec.from_config(config).bytes_per_token()
-    weights = 2 * sum(lesson.kv_cache.weights_read(config))
+    gpu, config = common.HARDWARE[lesson.CLIFF_GPU], roofline.MODELS[lesson.CLIFF_MODEL]
+    block = 16 * roofline.KVCacheSpec.from_config(config).bytes_per_token()
+    weights = 2 * sum(roofline.weights_read(config))
     assert weights + max(lesson.POOLS.values()) * block <= 0.9 * gpu.memory, "a pool that the card cannot hold"
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import common
 import pytest
 import test_06c_scaling_out as scaling
+from lab import naive
 import torch
 from test_12_multi_lora import NoBytes, Words
 
@@ -32,7 +33,7 @@ from engine.lora.config import LoRAConfig
 from engine.lora.lora_model import LoRAModel
 
 multi_lora = common.lesson("12_multi_lora")
-executors, serving = scaling.executors, scaling.serving
+executors = scaling.executors
 SamplingParams, ParallelConfig = scaling.SamplingParams, scaling.ParallelConfig
 LIMITS = dict(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4)
 
@@ -60,7 +61,7 @@ def as_merged():
     """What each adapter, and the base, answers to every prompt if it is merged into the weights."""
     whole, loras = base_and_adapters()
     models = {"None": whole} | {name: lora_model.merged(whole, each) for name, each in loras.items()}
-    return {(name, i): scaling.scheduling.generate_alone(model, prompt, tokens) for name, model in models.items()
+    return {(name, i): naive.generate(model, prompt, tokens) for name, model in models.items()
             for i, (prompt, tokens) in enumerate(zip(scaling.PROMPTS, scaling.OUTPUTS))}  # fmt: skip
 
 

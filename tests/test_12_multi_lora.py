@@ -1378,7 +1378,7 @@ def test_without_permission_there_are_no_routes(folder):
 ])  # fmt: skip
 def test_flags_that_are_refused(flags, word):
     with pytest.raises(common.InputError, match=word):
-        common.lesson("06_serving").EngineArgs(**flags)
+        EngineArgs(**flags)
 
 
 # --- The simulation ---------------------------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ import pytest
 from engine.core.scheduler import Scheduler
 from engine.kv_transfer.base import KVConnectorBase
 from engine.output import KVConnectorOutput
+from engine.spec_decode.drafters import SpeculativeConfig
 from support.broken import break_class
 from test_conformance import GOLDEN, trace_of
 
 preemption = common.lesson("11_preemption")
-speculation, disagg = common.lesson("07_spec_decode"), common.lesson("08_disagg")
+disagg = common.lesson("08_disagg")
 FEATURES = ("speculative", "adapters", "remote", "loads", "together", "ahead", "ahead_speculative")
 FIELDS = preemption.CONFIG_FIELDS
 WORKLOADS = {feature: sorted((GOLDEN / feature / "workloads").iterdir()) for feature in FEATURES}
@@ -108,7 +109,7 @@ class Core(preemption.ReplayCore):
         config, collaborators = workload["config"], {}
         if config["num_speculative_tokens"]:
             self.drafting = True
-            collaborators["drafts"] = speculation.SpeculativeConfig(
+            collaborators["drafts"] = SpeculativeConfig(
                 num_speculative_tokens=config["num_speculative_tokens"],
                 num_speculative_tokens_per_batch_size=config.get("num_speculative_tokens_per_batch_size"),
             )

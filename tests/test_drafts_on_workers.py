@@ -36,11 +36,10 @@ from engine.parallel.stages import skeleton
 from engine.parallel.worker import WorkerSpec
 from engine.serving.pipeline_proc import ParallelEngineCoreProc
 
-spec_decode = common.lesson("07_spec_decode")
-from engine.spec_decode import drafters
+page = common.numbers("07_spec_decode")
+from engine.spec_decode import drafters, trained
 
-trained, offline = common.lesson("07b_trained_drafters"), common.lesson("04b_offline_engine")
-executors, serving, scheduling = scaling.executors, scaling.serving, scaling.scheduling
+executors = scaling.executors
 Request, SamplingParams, ParallelConfig = scaling.Request, scaling.SamplingParams, scaling.ParallelConfig
 LIMITS = dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=24, num_gpu_blocks_override=80, block_size=4)
 ROOMY = dict(LIMITS, max_num_seqs=8, max_num_batched_tokens=256, num_gpu_blocks_override=150,
@@ -57,7 +56,7 @@ def _small_models(request, monkeypatch):
     monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
     monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
     monkeypatch.setattr(llama, "model_folder", lambda name: name)
-    monkeypatch.setattr(trained.training, "load_network", lambda path, model: random_network(path.stem, model, 41))
+    monkeypatch.setattr(trained, "load_network", lambda path, model: random_network(path.stem, model, 41))
 
 
 @pytest.fixture
@@ -107,7 +106,7 @@ def engine_on(executor, parallel, method, sizes=scaling.SIZES, lora=None, tokeni
 
 def engine_here(method=None, sizes=scaling.SIZES, **limits):
     """The same in one process, without workers."""
-    config = method and spec_decode.SpeculativeConfig(**config_of(method))
+    config = method and drafters.SpeculativeConfig(**config_of(method))
     about = VllmConfig(speculative_config=config)
     return LLMEngine(llama.random_model(**sizes), Words(), config=about, **{**LIMITS, **limits})
 
@@ -489,10 +488,10 @@ def test_a_worker_refuses_a_cache_that_cannot_take_drafts_back():
 def test_the_shipped_drafter_on_the_real_model(on_threads, real_model, tp, pp):
     """EAGLE reads what the target thinks, which is known at the end of the last stage; it guesses as it does alone."""
     model, tokenizer = real_model
-    prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in list(spec_decode.TASKS.values())[1:]]
+    prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in list(page.TASKS.values())[1:]]
     jobs = [(prompt, SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)) for prompt in prompts]
     options = {**ROOMY, "max_model_len": 256, "block_size": 16}
-    drafts = spec_decode.SpeculativeConfig(**config_of("eagle"))
+    drafts = drafters.SpeculativeConfig(**config_of("eagle"))
     found = [serve(engine, jobs) for engine in (
         on_threads(tp, pp, "eagle", sizes=model.config, tokenizer=tokenizer, **options),
         LLMEngine(model, tokenizer, config=VllmConfig(speculative_config=drafts), **options),

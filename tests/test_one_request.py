@@ -17,7 +17,7 @@ import llama
 from engine.parallel.workers import make_executor
 from engine.request import NO_TOKEN
 
-executors, scheduling, Request = scaling.executors, scaling.scheduling, scaling.Request
+executors, Request = scaling.executors, scaling.Request
 SamplingParams, ParallelConfig = scaling.SamplingParams, scaling.ParallelConfig
 guess, on_threads, _small_models = drafting.guess, drafting.on_threads, drafting._small_models
 AHEAD = ParallelConfig(async_scheduling=True)

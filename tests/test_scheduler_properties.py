@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from engine.config import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.engine_core import check_pool
 from engine.core.kv_cache_manager import KVCacheManager
@@ -88,7 +89,7 @@ def engines(draw, step: int) -> FakeEngine:
     whole = max(max_model_len, max_num_seqs) + draw(st.integers(0, 20))
     num_blocks = -(-max_model_len // block_size) + 1 + draw(st.integers(0, 12))
     if step == 4:
-        config = continuous_batching.SchedulerConfig(**limits, max_num_batched_tokens=whole)
+        config = SchedulerConfig(**limits, max_num_batched_tokens=whole, enable_chunked_prefill=False)
         manager = continuous_batching.KVCacheManager(num_blocks, block_size, max_model_len)
         return FakeEngine(continuous_batching.Scheduler(config, manager))
     limits["enable_chunked_prefill"] = draw(st.booleans()) or draw(st.booleans())
@@ -260,7 +261,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def tables_have_the_right_length(self):
         for request in self.scheduler.running if hasattr(self, "engine") else ():
-            needed = request.num_computed_tokens if self.STEP >= 10 else self.scheduler.num_slots(request)
+            needed = request.num_computed_tokens
             assert len(self.manager.get_block_ids(request.request_id)) == -(-needed // self.manager.block_size)
 
     @invariant()
@@ -373,14 +374,14 @@ def test_a_victim_withdrawn_from_the_step_takes_its_promises_along(seeds):
 
 
 def careful_scheduler(num_blocks: int = 9, block_size: int = 4, **limits) -> continuous_batching.Scheduler:
-    config = continuous_batching.SchedulerConfig(**{"max_model_len": 32, "max_num_batched_tokens": 128, **limits})
+    config = SchedulerConfig(**{"max_model_len": 32, "max_num_batched_tokens": 128, **limits})
     manager = continuous_batching.KVCacheManager(num_blocks, block_size, config.max_model_len)
     return continuous_batching.Scheduler(config, manager)
 
 
 def test_tokens_behind_a_stop_are_dropped():
     """A step may bring several tokens (speculation); what comes after the end is not the request's."""
-    scheduler = careful_scheduler()
+    scheduler = preemption.make_scheduler(SchedulerConfig(32, max_num_batched_tokens=128), 9, 4)
     scheduler.add_request(Request("r", [1, 2], SamplingParams(stop_token_ids=[9])))
     [output] = scheduler.update_from_output(scheduler.schedule(), {"r": [5, 9, 7]})
     assert (output.new_token_ids, output.finish_reason, output.stop_reason) == ([5, 9], "stop", 9)
@@ -417,7 +418,9 @@ def test_nobody_overtakes_the_head_of_the_queue():
 
 
 def test_a_pool_below_one_full_sequence_is_refused_and_so_is_what_never_fits():
-    engine = FakeEngine(careful_scheduler(num_blocks=8))
+    with pytest.raises(common.InputError, match="num_blocks 8"):
+        careful_scheduler(num_blocks=8)
+    engine = FakeEngine(preemption.make_scheduler(SchedulerConfig(32, max_num_batched_tokens=128), 8, 4))
     with pytest.raises(common.InputError, match="num_blocks 8"):
         check_pool(engine.scheduler)
     with pytest.raises(common.InputError, match="needs 8 KV blocks, there are 7"):

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import common
+import documents
 import pytest
 import scripts
 
@@ -174,7 +175,9 @@ def test_githubs_dialect(tmp_path):
     rows = "| a sentence of several words | a number of several words |\n| 1 | 2 |\n"
     wide = site.render(page, "| a | b |\n|---|--:|\n" + rows)
     assert '<td class="wordy">a sentence' in wide and wide.count("wordy") == 1
-    assert "131,072 bytes" in shown and re.search(r'href="code/02_paged_attention.html#L\d+"><code>simulate\(\)', shown)
+    assert "131,072 bytes" in shown and re.search(
+        r'href="code/numbers.02_paged_attention.html#L\d+"><code>simulate', shown
+    )
     assert "<code>no_such_name</code>" in shown and shown.count("class=symbol") == 1
 
 
@@ -253,8 +256,8 @@ def test_the_bundle_runs_as_a_plain_script(site):
         Object.keys(globalThis), sim.describe(sim.simulate({{...spec.fixed, ...spec.default}}))])`));"""
     done = subprocess.run([NODE, "-e", code], capture_output=True, text=True, check=True)
     names, text = json.loads(done.stdout)
-    lesson = common.lesson(name)
-    assert names == ["modules", "spec", "sim"] and text == lesson.describe(lesson.simulate(lesson.WIDGET_DEFAULT))
+    page = documents.numbers(name)
+    assert names == ["modules", "spec", "sim"] and text == page.describe(page.simulate(page.WIDGET_DEFAULT))
 
 
 def draw_views(*flags: str) -> None:

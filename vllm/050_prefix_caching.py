@@ -25,7 +25,7 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.output import SchedulerOutput
 from engine.request import Request, SamplingParams
 
-Scheduler = common.lesson("04_continuous_batching").Scheduler
+Scheduler = common.lesson("04_continuous_batching").SchedulerInPieces
 
 BLOCK = 16  # tokens in a block, vLLM's default
 

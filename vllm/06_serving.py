@@ -1,31 +1,29 @@
 """06 · Serving: the life of one request, from HTTP to tokens and back.
 
-The question: somebody posts a chat message and reads the answer word by word. What stands between that connection and
-the engine of the earlier lessons, and what must it refuse, forget or survive so that the next request works, too?
+The question: somebody posts a prompt and reads the answer word by word. What stands between that connection and the
+engine of the earlier lessons, and what must it refuse, forget or survive so that the next request works, too?
 
 The mechanism:
-  1. `EngineArgs`, with vLLM's flags, says what an engine is made of: one scheduler on 05's prefix cache, one model
-     runner with slots (engine/assemble.py); a quantized cache, guided decoding, drafts and adapters by flag.
-  2. It starts as vLLM does: device, weights, profile run, KV-cache size, warm-up; in a process of its own (06e).
-  3. An HTTP request is checked field by field, rendered by the chat template, tokenized off the event loop, admitted or
-     refused with 503, and handed over. From there on it is a `Request` and a mailbox.
-  4. What comes back is text, as server-sent events in the shapes that OpenAI's clients expect.
-  5. A client that hangs up aborts its request; SIGTERM finishes what it can; a dead engine turns /health red.
-  6. Every step of it is counted under vLLM's metric names (engine/serving/metrics.py).
+  1. The engine computes steps in a thread of its own, and never waits for a reader. Connections live on one event loop,
+     which never waits for a step. Between the two go letters: add and abort in, a step's news out.
+  2. A request's news wait in its mailbox, which holds one thing that grows: a slow reader finds more text at once.
+  3. Text goes out as server-sent events: `data: {…}` and an empty line, and `data: [DONE]` at the end.
+  4. A client that hangs up closes the generator that writes its events, and closing it aborts the request.
+  5. Who comes when all places are taken gets a 503 with Retry-After. Waiting longer than anybody waits is no service.
+  6. What a client sends is read field by field before it costs anything; a mistake of one harms nobody else.
 
-Numbers to remember: at 95 % load the queue is three times as long as at 80 %, and at 105 % it grows for ever: only a
-bound keeps it short. With 8 ms of Python per step in one loop, a GPU with 2 ms steps is used 20 % of the time.
+Numbers to remember: at 95 % load a request waits three times as long as at 80 %, and at 105 % the queue grows for ever:
+only a bound keeps it short.
 
 How to run:
-  uv run python vllm/06_serving.py                            start a server, load it, stop it: the whole story
-  uv run python vllm/06_serving.py serve --port 8000          keep one running, for any OpenAI client
-  uv run python vllm/06_serving.py --max-num-queued-reqs 2    break it: nearly everybody is turned away
-  uv run python vllm/06_serving.py --max-num-seqs 1           one at a time: the same answers, later
-  uv run python vllm/06_serving.py --bench                    minutes: latency and throughput against load
-  uv run python vllm/06_serving.py bench --help               lesson 06d's load generator, for any server
+  uv run python vllm/06_serving.py                            start this server, load it, hang up on it: the whole story
+  uv run python vllm/06_serving.py --no-abort                 break it: nobody tells the engine that the client left
+  uv run python vllm/06_serving.py --max-num-queued-reqs 2    nearly everybody is turned away
+  uv run python vllm/06_serving.py serve --port 8000          the engine's own server, for any OpenAI client
+  uv run python vllm/06_serving.py --bench                    minutes: latency and throughput of that one, against load
 
-Read for this: vLLM 0.32 `entrypoints/launchers/`, `entrypoints/openai/`, `v1/engine/async_llm.py`,
-`v1/metrics/loggers.py`; OpenAI's API reference; the HTML standard's chapter on server-sent events; Little 1961.
+Read for this: vLLM 0.32 `v1/engine/async_llm.py`, `v1/engine/output_processor.py`, `entrypoints/openai/`; OpenAI's API
+reference; the HTML standard's chapter on server-sent events; Little 1961.
 """
 
 from __future__ import annotations
@@ -36,292 +34,421 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import functools
+import itertools
 import json
 import math
+import queue
 import random
-import signal
+import threading
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
+import torch
 
 import llama
-from engine.request import Request
+from engine.front_end import RequestOutput
+from engine.llm_engine import LLMEngine
 from engine.request import SamplingParams
-from engine.errors import QueueOverflowError
-from engine.serving.admission import AdmissionControl
-from engine.engine_args import EngineArgs
-from engine.engine_args import PLACES
 from engine.serving.cli import add_serve_command
-from lab.running_server import running_server
-from lab.records import summarize
-from lab.workload import Prompt
 
 KEY = "06_serving"
 
 
-async_engine = common.lesson("06e_async_engine")
-openai_api = common.lesson("06f_openai_api")
-offline = common.lesson("04b_offline_engine")
-scheduling = common.lesson("04_continuous_batching")
-chunked_prefill = common.lesson("10_chunked_prefill")
-preemption = common.lesson("11_preemption")
-
-# --- The simulation behind the widget ---------------------------------------------------------------------------------
-
-SEATS, TOKENS, REQUESTS = 8, 16, 200
-PLACED = {"one loop": "CPU and GPU take turns", "two processes": "they overlap"}
-CHOICES = {"load": [50, 70, 80, 90, 95, 105, 120], "gpu_ms": [2, 5, 10, 20], "cpu_ms": [2, 4, 8], "place": list(PLACED),
-           "queue_bound": [0, 8, 20, 64]}  # fmt: skip
-WIDGET_DEFAULT = {"load": 105, "gpu_ms": 20, "cpu_ms": 8, "place": "one loop", "queue_bound": 0}
+# --- What a client should read: one request alone, nothing kept -------------------------------------------------------
 
 
-def gaps(count: int, seed: int = 6) -> list[int]:
-    """Exponential times between arrivals with mean 1,000: what independent users look like."""
-    rng = random.Random(seed)
-    return [int(-1000 * math.log(1 - rng.random())) for _ in range(count)]
+def answer_alone(model: llama.Llama, tokenizer: llama.Tokenizer, prompt: str, max_tokens: int) -> str:
+    """Greedy, the whole text through the model for every token."""
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:  # [T, heads, D]
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(
+            0, 1
+        )
+
+    tokens = tokenizer.encode(prompt)
+    start = len(tokens)
+    for _ in range(max_tokens):
+        ids = torch.tensor(tokens, device=model.device)  # [T]
+        hidden = model.forward(ids, torch.arange(len(tokens), device=model.device), attend)  # [T, hidden]
+        tokens.append(int(model.logits(hidden[-1:]).argmax()))
+    return tokenizer.decode(tokens[start:])
 
 
-def simulate(params: dict) -> dict:
-    """Requests of 16 tokens arrive by themselves at a server of 8 seats. Times in µs. Raises InputError."""
-    return pipeline(**common.checked(params, CHOICES))
+# --- A mailbox for each request ---------------------------------------------------------------------------------------
 
 
-def pipeline(load: int, gpu_ms: int, cpu_ms: int, place: str, queue_bound: int, count: int = REQUESTS) -> dict:
-    """The engine's scheduler and 06e's admission control on a clock of our own.
+class Mailbox:
+    """What has come for one request and was not read yet (vLLM: `RequestOutputCollector`).
 
-    A step takes cpu + gpu in one loop, the longer of the two if they overlap; then its tokens come out by the shorter
-    one later. `load` is in percent of what the seats can serve at that pace. A bound of 0 is no bound.
+    It holds one text, which grows. So nobody who fills it ever waits, and a reader that has stalled costs as much
+    memory as its text, however many steps go by.
     """
-    cpu, gpu = 1000 * cpu_ms, 1000 * gpu_ms
-    step = cpu + gpu if place == "one loop" else max(cpu, gpu)
-    lag = 0 if place == "one loop" else min(cpu, gpu)
-    arrivals, now = [], 0
-    for gap in gaps(count):
-        now += gap * step * TOKENS * 100 // (SEATS * load * 1000)
-        arrivals.append(now)
-    config = preemption.SchedulerConfig(max_model_len=64, max_num_seqs=SEATS, max_num_batched_tokens=1024)
-    core = scheduling.DryRun(preemption.make_scheduler(config, 1 + 4 * SEATS, 16, enable_prefix_caching=False))
-    admission = AdmissionControl(SEATS + queue_bound if queue_bound else None)
-    first, finish, steps = [-1] * count, [-1] * count, []
-    now = arrived = 0
-    while arrived < count or core.scheduler.has_unfinished_requests():
-        if not core.scheduler.has_unfinished_requests():
-            now = max(now, arrivals[arrived])
-        while arrived < count and arrivals[arrived] <= now:
-            with contextlib.suppress(QueueOverflowError):
-                admission.check(len(core.scheduler.requests))
-                params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-                core.add_request(Request(str(arrived), [0], params, arrival_time=arrived))
-            arrived += 1
-        if not core.scheduler.has_unfinished_requests():
-            continue
-        outputs = core.step()
-        steps.append([now, len(outputs), len(core.scheduler.waiting)])
-        now += step
+
+    def __init__(self) -> None:
+        self.text, self.finish_reason = "", None
+        self.error: Exception | None = None
+        self.ready = asyncio.Event()
+
+    def put(self, text: str = "", finish_reason: str | None = None, error: Exception | None = None) -> None:
+        """Never waits."""
+        self.text += text
+        self.finish_reason, self.error = finish_reason, error
+        self.ready.set()
+
+    async def get(self) -> tuple[str, str | None]:
+        """(all new text, why the answer ends: None if it goes on). Raises what was put as an error."""
+        await self.ready.wait()
+        self.ready.clear()
+        if self.error:
+            raise self.error
+        text, self.text = self.text, ""
+        return text, self.finish_reason
+
+
+# --- The engine in a thread, its callers on an event loop -------------------------------------------------------------
+
+
+class ServerFull(Exception):
+    """All places are taken: come again later."""
+
+
+class AsyncEngine:
+    """`generate` for many callers at once (vLLM: `AsyncLLM`, whose engine is in another process).
+
+    Letters go in through a queue, ("add", id, prompt, params) and ("abort", id). After each step, news come out in one
+    call on the event loop. Neither side ever waits for the other.
+    """
+
+    def __init__(self, engine: LLMEngine, max_num_queued_reqs: int, aborts: bool = True) -> None:
+        """To be made on the event loop. `aborts=False` is the bug: whoever hangs up is computed to the end."""
+        self.engine, self.max_num_queued_reqs, self.aborts = engine, max_num_queued_reqs, aborts
+        self.loop = asyncio.get_running_loop()
+        self.inbox: queue.SimpleQueue[tuple] = queue.SimpleQueue()
+        self.mailboxes: dict[str, Mailbox] = {}
+        self.ids = map(str, itertools.count())
+        self.dead: Exception | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    # On the event loop:
+
+    async def generate(self, prompt: str, params: SamplingParams) -> AsyncGenerator[tuple[str, str | None], None]:
+        """Pieces of text as they come, each with why the answer ends there (None: it goes on).
+
+        Leaving it early aborts the request. Raises ServerFull, InputError, or whatever killed the engine.
+        """
+        if self.dead:
+            raise self.dead
+        if len(self.mailboxes) >= self.max_num_queued_reqs:
+            raise ServerFull(f"{len(self.mailboxes)} requests are inside")
+        request_id = next(self.ids)
+        mailbox = self.mailboxes[request_id] = Mailbox()
+        self.inbox.put(("add", request_id, prompt, params))
+        finish_reason = None
+        try:
+            while finish_reason is None:
+                text, finish_reason = await mailbox.get()
+                yield text, finish_reason
+        finally:  # at the end; or in the middle, when whoever reads has gone
+            del self.mailboxes[request_id]
+            if finish_reason is None and self.aborts:
+                self.inbox.put(("abort", request_id))
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """What a step brought; of those who have gone, nothing is kept."""
         for output in outputs:
-            i = int(output.request_id)
-            first[i] = now + lag if first[i] < 0 else first[i]
-            if output.finish_reason:
-                finish[i] = now + lag
-    served = [i for i in range(count) if finish[i] >= 0]
-    waits = sorted(first[i] - step - lag - arrivals[i] for i in served)
-    return {
-        "step_us": step, "arrivals": arrivals, "first": first, "finish": finish, "steps": steps, "makespan": now + lag,
-        "served": len(served), "rejected": admission.num_rejected, "gpu_busy": gpu * len(steps),
-        "gpu_percent": 100 * gpu * len(steps) // (now + lag),
-        "wait_sum": sum(waits), "wait_p99": waits[-(-99 * len(waits) // 100) - 1],
-        "most_waiting": max(waiting for _, _, waiting in steps),
-        "inside_integral": sum(finish[i] - arrivals[i] for i in served),
-    }  # fmt: skip
+            if mailbox := self.mailboxes.get(output.request_id):
+                (answer,) = output.outputs
+                mailbox.put(answer.text, answer.finish_reason)
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        if mailbox := self.mailboxes.get(request_id):
+            mailbox.put(error=error)
+
+    def _die(self, error: Exception) -> None:
+        """Everybody who waits hears of it now, and whoever comes next at once."""
+        self.dead = error
+        for mailbox in self.mailboxes.values():
+            mailbox.put(error=error)
+
+    # On the engine's thread:
+
+    def _run(self) -> None:
+        try:
+            while self._read_letters():
+                outputs = self.engine.step()
+                self.loop.call_soon_threadsafe(self._deliver, outputs)
+        except Exception as error:
+            self.loop.call_soon_threadsafe(self._die, error)
+
+    def _read_letters(self) -> bool:
+        """All that are there; with nothing to compute, wait for one. False: the end."""
+        while not self.inbox.empty() or not self.engine.has_unfinished_requests():
+            kind, *content = self.inbox.get()
+            if kind == "stop":
+                return False
+            if kind == "abort":
+                self.engine.abort_request(content)  # its blocks are free before the next step
+                continue
+            request_id, prompt, params = content
+            try:
+                self.engine.add_request(request_id, prompt, params, stream=True)
+            except common.InputError as error:  # a prompt that is too long, say: its sender's business alone
+                self.loop.call_soon_threadsafe(self._refuse, request_id, error)
+        return True
+
+    async def stop(self) -> None:
+        """Those inside are answered first, nobody new is let in."""
+        self.max_num_queued_reqs = 0
+        while self.mailboxes:
+            await asyncio.sleep(0.01)
+        self.inbox.put(("stop",))
+        await asyncio.to_thread(self.thread.join)
 
 
-def describe(trace: dict) -> str:
-    """The state under the widget, as text."""
-    served, seconds = trace["served"], trace["makespan"] / 1e6
-    return "\n".join([
-        f"{len(trace['arrivals'])} requests of {TOKENS} tokens, {SEATS} seats, steps of {trace['step_us'] // 1000} ms",
-        f"served {served}, rejected {trace['rejected']}; {served * TOKENS / seconds:.0f} tokens/s",
-        f"the GPU computes {trace['gpu_percent']} % of the time",
-        f"wait before the first step: mean {(trace['wait_sum'] // served + 500) // 1000} ms, "
-        f"p99 {(trace['wait_p99'] + 500) // 1000} ms; most waiting: {trace['most_waiting']}",
-        f"Little: {trace['inside_integral'] / trace['makespan']:.1f} inside on average = "
-        f"{served / seconds:.1f} per second x {trace['inside_integral'] / served / 1e6:.2f} s",
-    ])  # fmt: skip
+# --- HTTP -------------------------------------------------------------------------------------------------------------
+
+MAX_BODY_BYTES = 1 << 20
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos")
 
 
-# --- Numbers that the text quotes -------------------------------------------------------------------------------------
+def read_body(body: bytes) -> tuple[str, SamplingParams, bool]:
+    """(prompt, how to sample, whether to stream). Every field is looked at before it costs anything. Raises InputError
+    that names the field."""
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise common.InputError(f"the body is not JSON: {error}") from None
+    if not isinstance(said, dict):
+        raise common.InputError("the body must be a JSON object")
+    prompt, stream = said.pop("prompt", None), said.pop("stream", False)
+    said.pop("model", None)  # there is one
+    if not isinstance(prompt, str) or not prompt:
+        raise common.InputError("prompt: must be a text")
+    if not isinstance(stream, bool):
+        raise common.InputError(f"stream {stream!r}: must be true or false")
+    for name in said:
+        if name not in SAMPLING:
+            raise common.InputError(f"{name}: no such field; allowed: prompt, stream, model, {', '.join(SAMPLING)}")
+    return prompt, SamplingParams(**said), stream
 
 
-@functools.cache
-def facts() -> dict[str, Any]:
-    """The lesson's deterministic numbers."""
-    long = {"gpu_ms": 20, "cpu_ms": 8, "place": "one loop", "count": 800}
+def build_app(engine: AsyncEngine, model: str) -> Any:
+    """One route of OpenAI's API, and the question whether the engine lives."""
+    from starlette.applications import Starlette
+    from starlette.responses import JSONResponse, StreamingResponse
+    from starlette.routing import Route
 
-    def brief(**params: Any) -> dict[str, float]:
-        trace = pipeline(**{"queue_bound": 0, **long, **params})
-        return {"wait_ms": trace["wait_sum"] / trace["served"] / 1e3, "p99_ms": trace["wait_p99"] / 1e3,
-                "rejected": trace["rejected"], "most_waiting": trace["most_waiting"],
-                "gpu_busy": trace["gpu_busy"] / trace["makespan"]}  # fmt: skip
+    def answer(text: str, finish_reason: str | None) -> dict[str, Any]:
+        choice = {"index": 0, "text": text, "finish_reason": finish_reason, "logprobs": None}
+        return {"id": "cmpl-0", "object": "text_completion", "created": int(time.time()), "model": model,
+                "choices": [choice]}  # fmt: skip
 
-    share = lambda cpu, gpu: {"turns": gpu / (cpu + gpu), "overlap": gpu / max(cpu, gpu),  # noqa: E731
-                              "steps_turns": 1e3 / (cpu + gpu), "steps_overlap": 1e3 / max(cpu, gpu)}  # fmt: skip
-    default = simulate(WIDGET_DEFAULT)
-    return {
-        "gpu_share": {str(gpu): share(8, gpu) for gpu in (20, 10, 5, 2)},
-        "load": {str(load): brief(load=load) for load in (50, 80, 90, 95, 105, 120)},
-        "bounded": {str(load): brief(load=load, queue_bound=20) for load in (95, 105, 120)}, "requests": long["count"],
-        "widget": {"served": default["served"], "wait_ms": default["wait_sum"] / default["served"] / 1e3,
-                   "most_waiting": default["most_waiting"]},
-        "seats": SEATS, "tokens": TOKENS,
-        "default": {f.name: f.default for f in dataclasses.fields(EngineArgs) if type(f.default) in (int, float)},
-    }  # fmt: skip
+    def refusal(status: int, why: object, **headers: str) -> JSONResponse:
+        return JSONResponse({"error": {"message": str(why), "code": status}}, status, headers)
 
+    async def completions(request: Any) -> Any:
+        body = await request.body()
+        if len(body) > MAX_BODY_BYTES:
+            return refusal(413, f"the body has more than {MAX_BODY_BYTES:,} bytes")
+        try:
+            prompt, params, stream = read_body(body)
+            pieces = engine.generate(prompt, params)
+            first = await anext(pieces)  # what is wrong shows here, while there is still a status to say so
+        except common.InputError as error:
+            return refusal(400, error)
+        except ServerFull as error:
+            return refusal(503, error, **{"Retry-After": "1"})
+        except Exception as error:
+            return refusal(500, f"the engine has died: {error!r}")
+        if stream:
+            return StreamingResponse(events(first, pieces), media_type="text/event-stream")
+        rest = [piece async for piece in pieces]
+        texts, reasons = zip(first, *rest)
+        return JSONResponse(answer("".join(texts), reasons[-1]))
 
-# --- Figures ----------------------------------------------------------------------------------------------------------
+    async def events(first: tuple[str, str | None], pieces: AsyncGenerator) -> AsyncIterator[str]:
+        async with contextlib.aclosing(pieces):  # the client hangs up: this ends at a `yield`, and the request with it
+            yield f"data: {json.dumps(answer(*first))}\n\n"
+            async for piece in pieces:
+                yield f"data: {json.dumps(answer(*piece))}\n\n"
+        yield "data: [DONE]\n\n"
 
-LIFE = [  # from lane, to lane, what; lanes: client, HTTP, event loop, engine core
-    (0, 1, "POST /v1/chat/completions"),
-    (1, 2, "key, size, JSON, every field"),
-    (2, 2, "chat template; tokenize (on a thread)"),
-    (2, 2, "admission: full? 503, Retry-After"),
-    (2, 3, "ADD Request"),
-    (3, 3, "waiting queue → schedule()"),
-    (3, 3, "prefill in chunks, first token"),
-    (3, 2, "EngineCoreOutputs, once per step"),
-    (2, 2, "detokenize, stop strings, metrics"),
-    (2, 0, "data: {…\"delta\": {\"content\": …}}"),
-    (3, 3, "decode steps, among all others"),
-    (3, 2, "EngineCoreOutputs … finish_reason"),
-    (2, 0, "data: [DONE]"),
-]  # fmt: skip
+    async def health(request: Any) -> Any:
+        return refusal(503, "the engine has died") if engine.dead else JSONResponse({})
 
-
-def draw(folder: str | Path) -> list[Path]:
-    """The life of one request, and what load does to waiting."""
-    return [_draw_life(folder), _draw_load(folder)]
-
-
-def _draw_life(folder: str | Path) -> Path:
-    figure, ax = common.new_figure(8.0, 6.0)
-    colors, at, shade = common.COLORS, [0.0, 1.1, 2.2, 4.0], "#eceff2"
-    names = ["client", "HTTP\n(06f)", "front end\n(06e, 04b)", "engine core\n(06e: 11, 05, 10, 04b)"]
-    ax.axvspan(0.6, 3.1, color=shade)
-    ax.axvspan(3.2, 4.6, color=colors["blue"], alpha=0.14)
-    ax.text(1.85, -2.05, "API server process: one event loop", ha="center", fontsize=9, color=colors["grey"])
-    ax.text(3.9, -2.05, "engine process", ha="center", fontsize=9, color=colors["grey"])
-    for x, name in zip(at, names):
-        ax.plot([x, x], [-0.4, len(LIFE) - 0.3], color=colors["grey"], linewidth=0.8)
-        ax.text(x, -0.6, name, ha="center", va="bottom", weight="bold", fontsize=9)
-    for y, (start, end, text) in enumerate(LIFE):
-        if start == end:
-            ax.plot(at[start], y, "o", color=colors["green"], markersize=7)
-            side = -1 if start == 3 else 1
-            ax.text(at[start] + 0.09 * side, y, text, ha="right" if side < 0 else "left", va="center", fontsize=9)
-        else:
-            color = colors["blue"] if end > start else colors["orange"]
-            ax.annotate(
-                "", (at[end], y), (at[start], y), arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": 1.6}
-            )
-            past = (start, end) == (2, 0)  # its label covers the line of the station that it passes
-            middle = 1.4 if past else (at[start] + at[end]) / 2 if start < 3 and end < 3 else 3.1
-            ax.text(middle, y - 0.12, text, ha="center", va="bottom", color=color,
-                    fontsize=9 if past or 3 in (start, end) else 8,
-                    bbox={"facecolor": shade, "edgecolor": "none", "pad": 1} if past else None)  # fmt: skip
-        ax.text(-0.45, y, y + 1, ha="right", va="center", fontsize=9, color=colors["grey"])
-    ax.set(xlim=(-0.55, 4.65), ylim=(len(LIFE) - 0.2, -2.4), xticks=[], yticks=[])
-    for spine in ax.spines.values():
-        spine.set_visible(False)
-    return common.save_figure(figure, folder, "06_life")
+    return Starlette(
+        routes=[Route("/v1/completions", completions, methods=["POST"]), Route("/health", health)],
+    )
 
 
-def _draw_load(folder: str | Path) -> Path:
-    measured = common.results(KEY).get("bench", {}).get("load", {})
-    figure, axes = common.new_figure(8.0, 3.0, ncols=3 if measured else 1, squeeze=False)
-    ax, colors = axes[0][0], common.COLORS
-    free, known = facts()["load"], facts()
-    bounded = {load: known["bounded"].get(load, x) for load, x in free.items()}  # below 95 % no more than 20 ever wait
-    for waits, color, label in ((free, "red", "no bound"), (bounded, "blue", "at most 20 wait")):
-        at, ms = [int(load) for load in waits], [x["wait_ms"] for x in waits.values()]
-        ax.plot(at, ms, "o-", color=colors[color], label=label)
-    worst = max(known["bounded"], key=int)
-    ax.text(int(worst) + 3, 0.7 * known["bounded"][worst]["wait_ms"], f"{known['bounded'][worst]['rejected']}\nrefused",
-            ha="right", va="top", fontsize=8)  # fmt: skip
-    ax.axvline(100, color=colors["grey"], linewidth=0.8, linestyle=":")
-    ax.set(xlabel="load, % of capacity", ylabel="mean wait, ms", ylim=(0, None), title="simulated: the queue")
-    ax.legend(loc="upper left", frameon=True, framealpha=1, edgecolor="none")
-    at = sorted(map(int, measured))
-    for ax, key, label in zip(
-        axes[0][1:], ("output_throughput", "median_ttft_ms"), ("output tokens/s", "median TTFT, ms")
-    ):
-        ax.plot(at, [measured[str(n)][key] for n in at], "o-", color=colors["green"])
-        ax.set(xscale="log", xlabel="clients at once", ylabel=label, title="measured: 2 CPU cores")
-        ax.set_xticks(at, at)
-        ax.set_ylim(0)
-        ax.minorticks_off()
-    return common.save_figure(figure, folder, "06_load")
+@contextlib.asynccontextmanager
+async def serving(engine: AsyncEngine, model: str) -> AsyncIterator[str]:
+    """The server on a free port of this machine: its URL. At the end, whoever is inside is answered first."""
+    import uvicorn
+
+    config = uvicorn.Config(build_app(engine, model), port=0, log_level="error", lifespan="off")
+    server, socket = uvicorn.Server(config), config.bind_socket()
+    running = asyncio.create_task(server.serve([socket]))
+    try:
+        yield f"http://127.0.0.1:{socket.getsockname()[1]}"
+        await engine.stop()
+    finally:
+        server.should_exit = True
+        await running
+
+
+# --- What load does to a queue ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Queue:
+    """What became of a queue."""
+
+    waits: list[int] = dataclasses.field(default_factory=list)  # µs to the first step, of those served
+    most_waiting: int = 0
+    refused: int = 0
+
+
+def queue_at(
+    load: int, bound: int = 0, count: int = 800, seats: int = 8, tokens: int = 16, step: int = 28_000
+) -> Queue:
+    """800 requests of 16 tokens arrive independently at 8 seats; a step takes 28,000 µs and serves all seats.
+
+    `load` is in percent of the seats / (tokens · step) requests that can be served in a µs. `bound` is how many may
+    wait; 0: as many as come.
+    """
+    rng, now, arrivals = random.Random(6), 0, []
+    for _ in range(800):
+        gap = int(-1000 * math.log(1 - rng.random()))  # exponential, in thousandths of its mean
+        now += gap * step * tokens * 100 // (seats * load * 1000)
+        arrivals.append(now)
+    found, waiting, running, now, arrived = Queue(), deque[int](), [], 0, 0
+    while arrived < len(arrivals) or waiting or running:
+        if not waiting and not running:
+            now = max(now, arrivals[arrived])
+        while arrived < len(arrivals) and arrivals[arrived] <= now:
+            if bound and len(waiting) + len(running) >= seats + bound:
+                found.refused += 1
+            else:
+                waiting.append(arrivals[arrived])
+            arrived += 1
+        while waiting and len(running) < seats:
+            found.waits.append(now - waiting.popleft())
+            running.append(tokens)
+        found.most_waiting = max(found.most_waiting, len(waiting))
+        running = [left - 1 for left in running if left > 1]
+        now += step
+    return found
 
 
 # --- The story --------------------------------------------------------------------------------------------------------
 
-PROMPTS = ["The capital of France is", "Once upon a time, in a small village by the sea,", "Water boils at",
-           "To make bread you need flour,"]  # fmt: skip
+PROMPTS = ("The capital of France is", "Once upon a time, in a small village by the sea,", "Water boils at",
+           "To make bread you need flour,")  # fmt: skip
 
 
-def metrics_of(client: Any) -> dict[str, float]:
-    """/metrics as {name: value}, labels left out."""
-    found: dict[str, float] = {}
-    for line in client.get("/metrics").text.splitlines():
-        if line.startswith("vllm:") and "_bucket" not in line and "_created" not in line:
-            name, value = line.split("{")[0].removeprefix("vllm:"), float(line.rsplit(" ", 1)[1])
-            found[name] = found.get(name, 0.0) + value
-    return found
+async def read_stream(client: Any, prompt: str, max_tokens: int) -> tuple[int, str, int]:
+    """(status, text, number of events that bring some) of one answer, read as it comes."""
+    ask = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    text, pieces = "", 0
+    async with client.stream("POST", "/v1/completions", json=ask) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                piece = json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                text, pieces = text + piece, pieces + bool(piece)
+    return response.status_code, text, pieces
 
 
-async def load_server(url: str, model: str, clients: int, count: int, tokens: int) -> tuple[list[Any], float]:
-    """`clients` at a time ask until `count` requests are answered: lesson 06d's records, and seconds."""
+async def tell_story(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
+    """Steps 1 to 4, against the server."""
     import httpx
-    from lab.load_generator import Target, drive
 
-    target = Target(url, model, extra={"temperature": 0, "ignore_eos": True})
-    prompts = [Prompt(PROMPTS[i % len(PROMPTS)], 8, tokens) for i in range(count)]
-    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=None) as client:
-        start = time.perf_counter()
-        records = await drive(client, target, prompts, [0.0] * count, clients)
-    return records, time.perf_counter() - start
+    seats = {"max_num_seqs": args.max_num_seqs, "max_model_len": 1024, "num_gpu_blocks_override": 400}
+    inner = LLMEngine(model, tokenizer, seed=args.seed, **seats)
+    engine = AsyncEngine(inner, args.max_num_queued_reqs, aborts=not args.no_abort)
+    limits = httpx.Limits(max_connections=None)
+    async with serving(engine, "SmolLM2") as url, httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+        common.heading("1. One answer, as it comes")
+        expected = {prompt: answer_alone(model, tokenizer, prompt, 8) for prompt in PROMPTS}
+        _, text, pieces = await read_stream(client, PROMPTS[0], 8)
+        common.check_equal(f"{pieces} events bring what the model says alone: {text!r}", text, expected[PROMPTS[0]])
+
+        common.heading(
+            f"2. The real model: streams at once, {args.max_num_seqs} seats, {args.max_num_queued_reqs} places"
+        )
+        rows = []
+        for streams in (1, 4, 16):
+            asked = [PROMPTS[i % 4] for i in range(streams)]
+            start = time.perf_counter()
+            heard = await asyncio.gather(*(read_stream(client, prompt, 8) for prompt in asked))
+            seconds = time.perf_counter() - start
+            served = [(prompt, text) for prompt, (status, text, _) in zip(asked, heard) if status == 200]
+            if wrong := [(prompt, text) for prompt, text in served if text != expected[prompt]]:
+                raise common.CheckFailed(f"not what the model says alone: {wrong[0]}")
+            rows.append([streams, len(served), streams - len(served), f"{8 * len(served) / seconds:.0f}"])
+        common.table(["streams", "answered", "refused (503)", "tokens/s"], rows)
+        common.say("✓ every client read what the model says alone")
+
+        common.heading("3. What must not harm anybody else")
+        await show_hanging_up(client, inner)
+        await show_refusals(client, engine)
+
+        common.heading("4. The end")
+        last = asyncio.create_task(read_stream(client, PROMPTS[1], 40))
+        while not engine.mailboxes:
+            await asyncio.sleep(0.01)
+        stopping = asyncio.create_task(engine.stop())
+        await asyncio.sleep(0)
+        late, _, _ = await read_stream(client, PROMPTS[0], 8)
+        (status, text, _) = await last
+        whole = status == 200 and len(tokenizer.encode(text)) > 30
+        common.check_equal("the server stops: who was inside is answered whole, who comes later gets a 503",
+                           (whole, late), (True, 503))  # fmt: skip
+        await stopping
 
 
-def follow_one_request(client: Any, model: str) -> dict[str, float]:
-    """Stream one answer, in a chat if the model knows chats; where its time went, by the client's clock and by the
-    server's metrics."""
-    before, first, chunks, text, question = metrics_of(client), 0.0, 0, "", "What is the capital of France?"
-    always = {"model": model, "stream": True, "temperature": 0}
-    for path, ask in {
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": question}], "max_completion_tokens": 16},
-        "/v1/completions": {"prompt": question, "max_tokens": 16},
-    }.items():
-        start = time.perf_counter()
-        with client.stream("POST", path, json=always | ask) as response:
-            if response.status_code == 400:  # no chat template
-                common.say(f"{path}: {json.loads(response.read())['error']['message']}")
-                continue
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    (choice,) = json.loads(line[6:])["choices"]
-                    if piece := choice["text"] if "text" in choice else choice["delta"].get("content"):
-                        first, chunks, text = first or time.perf_counter(), chunks + 1, text + piece
-        break
-    end, after = time.perf_counter(), metrics_of(client)
-    spent = lambda name: (after[f"{name}_sum"] - before[f"{name}_sum"]) * 1e3  # noqa: E731
-    common.say(f"“{question}” → {text!r} in {chunks} events")
-    found = {"client_ttft_ms": ((first or end) - start) * 1e3, "client_e2e_ms": (end - start) * 1e3,
-             "queue_ms": spent("request_queue_time_seconds"), "prefill_ms": spent("request_prefill_time_seconds"),
-             "decode_ms": spent("request_decode_time_seconds"),
-             "e2e_ms": spent("e2e_request_latency_seconds")}  # fmt: skip
-    found["around_ms"] = found["client_e2e_ms"] - found["queue_ms"] - found["prefill_ms"] - found["decode_ms"]
-    return found
+async def show_hanging_up(client: Any, engine: LLMEngine) -> None:
+    """A long answer whose reader leaves."""
+    pool = engine.core.scheduler.kv_cache_manager.block_pool
+    long = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    async with client.stream("POST", "/v1/completions", json=long) as response:
+        await anext(response.aiter_lines())  # one piece, and the client hangs up
+    start = time.perf_counter()
+    while engine.core.scheduler.requests and time.perf_counter() - start < 2:
+        await asyncio.sleep(0.01)
+    ms = 1e3 * (time.perf_counter() - start)
+    common.check_equal("a client hung up: its request is gone", len(engine.core.scheduler.requests), 0)
+    common.say(f"  … {ms:.0f} ms later")
+    common.check_equal("and no KV block is owned", pool.num_free_blocks, pool.num_blocks - 1)
+
+
+async def show_refusals(client: Any, engine: AsyncEngine) -> None:
+    """Nonsense, and one too many."""
+    wrong = ({"content": b'{"prompt": "half'}, {"json": {"prompt": 5}}, {"json": {"prompt": "x", "temperature": 9}},
+             {"json": {"prompt": "x " * 2000}}, {"content": b" " * (MAX_BODY_BYTES + 1)})  # fmt: skip
+    answers = [(await client.post("/v1/completions", **body)).status_code for body in wrong]
+    common.check_equal("malformed, wrong type, out of range, too long, too large: " + ", ".join(map(str, answers)),
+                       answers, [400, 400, 400, 400, 413])  # fmt: skip
+    places, engine.max_num_queued_reqs = engine.max_num_queued_reqs, 0
+    full = await client.post("/v1/completions", json={"prompt": "x"})
+    engine.max_num_queued_reqs = places
+    common.check_equal("no place left: 503, and when to come again", (full.status_code, full.headers["Retry-After"]),
+                       (503, "1"))  # fmt: skip
+
+
+def show_queue() -> None:
+    """The surprise: 15 % more load, three times the wait."""
+    rows = []
+    for load, bound in ((50, 0), (80, 0), (95, 0), (105, 0), (105, 20)):
+        found = queue_at(load, bound)
+        mean, p99 = sum(found.waits) / len(found.waits), sorted(found.waits)[-(-99 * len(found.waits) // 100) - 1]
+        what = f"{load} %" + (f", at most {bound} wait" if bound else "")
+        rows.append([what, f"{mean / 1e3:.0f} ms", f"{p99 / 1e3:.0f} ms", found.most_waiting, found.refused])
+    common.table(["load", "mean wait", "p99", "most waiting", "refused"], rows)
 
 
 def build_parser() -> common.Parser:
@@ -329,11 +456,12 @@ def build_parser() -> common.Parser:
 
     p = common.parser(__doc__)
     p.add_argument("--max-num-seqs", type=common.number(int, 1, 64), default=16, metavar="N",
-                   help="seats of the demonstration's engine (default %(default)s)")  # fmt: skip
+                   help="seats: requests in a step (default %(default)s)")  # fmt: skip
     p.add_argument("--max-num-queued-reqs", type=common.number(int, 1), default=64, metavar="N",
-                   help="its queue bound (default %(default)s; 2 turns nearly everybody away)")  # fmt: skip
-    p.add_argument("--engine-place", choices=PLACES, default="process", help="where its engine core runs")
-    commands = p.add_subparsers(dest="command", metavar="serve|bench|tune")
+                   help="places: requests inside, whether they wait or run (default %(default)s)")  # fmt: skip
+    p.add_argument("--no-abort", action="store_true",
+                   help="break it: nobody tells the engine that a client left; the check must fail")  # fmt: skip
+    commands = p.add_subparsers(dest="command", metavar="serve|bench|tune", help="the engine's own server, and load")
     add_serve_command(commands)
     add_bench_commands(commands)
     return p
@@ -345,87 +473,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.json:  # not after minutes
             common.stored_object(args.json)
         return args.run(args)
-    machine = common.start(args)
-    numbers, bench = facts(), {}
-    import httpx
-
+    common.start(args)
     llama.check_context(args.model, 1024)
-    common.heading("1. Start-up, as `serve` prints it")
-    flags = ["--max-num-seqs", str(args.max_num_seqs), "--max-num-queued-reqs", str(args.max_num_queued_reqs),
-             "--engine-place", args.engine_place, "--max-model-len", "1024", "--kv-cache-gib", "0.25", "--seed",
-             str(args.seed), "--device", args.device, *(["--model", args.model] if args.model else [])]  # fmt: skip
-    started = time.perf_counter()
-    with running_server(*flags, echo=common.say, VLLM_SERVER_DEV_MODE="1") as (url, process):
-        bench["start_s"] = time.perf_counter() - started
-        with httpx.Client(base_url=url, timeout=60) as client:
-            model = client.get("/v1/models").json()["data"][0]["id"]
-            tell_story(args, client, url, model, bench)
-        common.heading("5. The end")
-        process.send_signal(signal.SIGTERM)
-        common.check_equal("SIGTERM: the server finished and left with code 0", process.wait(20), 0)
-
-    common.heading("6. What load does to a queue: 8 seats, 28 ms a step, independent arrivals (simulated)")
-    rows = [[f"{load} %", f"{x['wait_ms']:.0f} ms", f"{x['p99_ms']:.0f} ms", x["most_waiting"], x["rejected"]]
-            for load, x in [*numbers["load"].items(), ("120", numbers["bounded"]["120"])]]  # fmt: skip
-    rows[-1][0] += ", bound 20"
-    common.table(["load", "mean wait", "p99", "most waiting", "refused"], rows)
-    common.say("The widget's default, the queue without a bound:\n" + describe(simulate(WIDGET_DEFAULT)))
-    if args.figure:
-        draw(args.figure)
-    if args.json:
-        common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
-
-
-def tell_story(args: argparse.Namespace, client: Any, url: str, model: str, bench: dict[str, Any]) -> None:
-    """Steps 2 to 4, against the running server."""
-    common.heading("2. One request, followed from outside and inside")
-    spent = bench["life"] = follow_one_request(client, model)
-    common.say(f"{spent['client_e2e_ms']:.0f} ms: {spent['queue_ms']:.1f} queue + {spent['prefill_ms']:.0f} prefill + "
-               f"{spent['decode_ms']:.0f} decode + {spent['around_ms']:.0f} around the engine (HTTP, template, "
-               "tokens, sockets)")  # fmt: skip
-
-    common.heading("3. Load: streams at once, each asking for one answer after the other")
-    rows, texts, bench["load"] = [], {}, {}
-    tokens, levels = (32, (1, 2, 4, 8, 16, 32)) if args.bench else (8, (1, 4, 16))
-    for clients in levels:
-        count = max(8, 4 * clients) if args.bench else max(4, min(16, 2 * clients))
-        records, seconds = asyncio.run(load_server(url, model, clients, count, tokens))
-        found = summarize(records, seconds)
-        texts |= {clients: {r.text for r in records if not r.error}}
-        if not found["completed"]:
-            rows.append([clients, 0, found["failed"], "", "", "", ""])
-            continue
-        bench["load"][str(clients)] = {
-            name: found[name] for name in ("completed", "failed", "output_throughput", "median_ttft_ms", "p99_ttft_ms",
-                                           "median_itl_ms", "p99_itl_ms", "median_e2el_ms", "p99_e2el_ms")
-        }  # fmt: skip
-        times = (found[f"median_{name}_ms"] for name in ("ttft", "itl", "e2el"))  # None: of answers without a text
-        rows.append([clients, found["completed"], found["failed"],
-                     *("–" if ms is None else f"{ms:.0f} ms" for ms in times),
-                     f"{found['output_throughput']:.0f}"])  # fmt: skip
-    common.table(["streams", "answered", "refused", "TTFT", "ITL", "end to end", "tokens/s"], rows)
-    if args.max_num_queued_reqs >= max(levels):
-        if not texts[1]:
-            raise common.CheckFailed("no request of the load was answered")
-        common.check_equal(f"{levels[-1]} at once read the same texts as one by one", texts[levels[-1]], texts[1])
-
-    common.heading("4. What must not harm anybody else")
-    long = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
-    with client.stream("POST", "/v1/completions", json=long) as response:
-        next(response.iter_lines())  # one piece, and the client hangs up
-    start = time.perf_counter()
-    while (state := client.get("/debug/engine").json())["unfinished"] and time.perf_counter() - start < 5:
-        time.sleep(0.01)
-    common.check_equal("a client hung up: its request is gone", state["unfinished"], 0)
-    common.say(f"  … {1e3 * (time.perf_counter() - start):.0f} ms later")
-    answers = [client.post("/v1/completions", **wrong).status_code for wrong in (
-        {"content": b'{"prompt": "half'}, {"json": {"prompt": 5}}, {"json": {"prompt": "x", "temperature": 9}},
-        {"json": {"prompt": "x", "model": "gpt-9"}}, {"content": b" " * (openai_api.MAX_BODY_BYTES + 1)},
-    )]  # fmt: skip
-    common.check_equal("malformed, wrong type, out of range, unknown model, too large: " + ", ".join(map(str, answers)),
-                       answers, [400, 400, 400, 404, 413])  # fmt: skip
-    state = client.get("/debug/engine").json()
-    common.check_equal("no KV block is owned, no block table is left", (state["owned_blocks"], state["tables"]), (0, 0))
+    model, tokenizer = llama.load(args.model)
+    asyncio.run(tell_story(args, model, tokenizer))
+    common.heading("5. What load does to a queue: 8 seats, 28 ms a step, 800 independent arrivals (simulated)")
+    show_queue()
+    common.hand_over(KEY, args)
 
 
 if __name__ == "__main__":

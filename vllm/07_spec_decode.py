@@ -10,16 +10,16 @@ The mechanism:
   3. The first that falls is replaced by a draw from norm(max(p − q, 0)); everything behind it is forgotten.
   4. If all stand, the last row gives one token more, the bonus: 1 to K + 1 tokens a pass, distributed as if by p alone.
   5. Greedy, and guesses without a q (prompt lookup): what the target writes there either is the guess, or ends it.
-  6. Slots of rejected guesses are not cleaned up: `num_computed_tokens` goes back, and the next pass overwrites them.
-  7. Drafters are in engine/spec_decode/drafters.py (n-grams, a suffix automaton, lookahead); companion 07b trains some.
-     engine/spec_decode/verifier.py joins them to a step of the served engine.
+  6. Slots of rejected guesses are not cleaned up: the cache's length goes back, and the next pass overwrites them.
+  7. Here are one drafter and one request. The engine has more drafters in engine/spec_decode/drafters.py, companion
+     07b trains some, and engine/spec_decode/verifier.py joins them to a batch. It calls this file's `rejection_sample`.
 
 Numbers to remember: a pass yields (1 − α^(K+1)) / (1 − α) tokens if each guess stands with probability α. With c the
 cost of a guess and v that of verifying one more token, both in plain steps: some K pays if and only if α > c + v.
 
 How to run:
   uv run python vllm/07_spec_decode.py                             the whole story
-  uv run python vllm/07_spec_decode.py --method suffix -k 8        another drafter, longer guesses
+  uv run python vllm/07_spec_decode.py -k 8 --method suffix        longer guesses; another drafter in the engine
   uv run python vllm/07_spec_decode.py --break resample-from-p     break it: fluent text from another distribution
   uv run python vllm/07_spec_decode.py --break stale-kv            break it: a rejected guess stays in the cache
   uv run python vllm/07_spec_decode.py --bench                     minutes: drafters, tasks, batch sizes
@@ -37,60 +37,44 @@ import argparse
 import contextlib
 import functools
 import itertools
-import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
-from common import HARDWARE, tl, triton
+import torch.nn.functional as F
+from common import tl, triton
 
 import llama
+from engine.llm import LLM
 from engine.request import SamplingParams
-from engine.config import VllmConfig
-from engine.spec_decode.verifier import DraftVerifier
-from engine.llm_engine import LLMEngine
-from engine.sampling.sampler import draw_tokens
-from engine.sampling.sampler import most_probable
-from engine.sampling.sampler import uniforms
-from engine.core.scheduler import Scheduler
-from engine.core.stats import SpecDecodingStats
-from engine.output import EngineCoreOutput, SchedulerOutput
-from engine.request import Request
-
-scheduling = common.lesson("04_continuous_batching")
-offline = common.lesson("04b_offline_engine")
-from lab import enumeration, roofline
-from engine.spec_decode import drafters
-
-Draft, DraftContext, Drafter = drafters.Draft, drafters.DraftContext, drafters.Drafter
-SpeculativeConfig, make_drafter = drafters.SpeculativeConfig, drafters.make_drafter
-METHODS = drafters.METHODS
+from engine.sampling.sampler import draw_tokens, most_probable, uniforms
+from engine.spec_decode.drafters import METHODS
 
 KEY = "07_spec_decode"
-
-Distribution, NextToken = enumeration.Distribution, enumeration.NextToken
 
 
 # --- 1. The rule, without cleverness ----------------------------------------------------------------------------------
 
+Rows = Sequence[Sequence[float]]  # a distribution over the vocabulary each
 
-def naive_round(target: NextToken, drafter: NextToken, prefix: Sequence[int], K: int, rng: random.Random) -> list[int]:
-    """One pass: draft K tokens, keep those that stand, write one more. Leviathan et al. 2023, algorithm 1."""
-    draw = lambda weights: rng.choices(range(len(weights)), weights)[0]  # noqa: E731
-    draft: list[int] = []
-    for _ in range(K):
-        draft.append(draw(drafter((*prefix, *draft))))
+
+def naive_round(p: Rows, q: Rows, draft: list[int], accept_u: Sequence[float], draw_u: Sequence[float]) -> list[int]:
+    """What one pass writes: the drafts that stand, and one token more. Leviathan et al. 2023, algorithm 1.
+
+    p: the target's K + 1 rows; q: what the K drafts were drawn from; accept_u and draw_u: random, in [0, 1), per row.
+    """
     for j, d in enumerate(draft):
-        p, q = target((*prefix, *draft[:j])), drafter((*prefix, *draft[:j]))
-        if rng.random() >= min(1, p[d] / q[d]):
-            return [*draft[:j], draw([max(a - b, 0) for a, b in zip(p, q)])]  # choices() normalizes
-    return [*draft, draw(target((*prefix, *draft)))]  # the bonus
+        if accept_u[j] >= min(1, p[j][d] / q[j][d]):
+            return [*draft[:j], naive_draw([max(a - b, 0) for a, b in zip(p[j], q[j])], draw_u[j])]
+    return [*draft, naive_draw(p[-1], draw_u[-1])]  # the bonus
+
+
+def naive_draw(weights: Sequence[float], u: float) -> int:
+    """The first token at which the running sum exceeds u of the total: in proportion to the weights."""
+    return next(x for x, running in enumerate(itertools.accumulate(weights)) if running > u * sum(weights))
 
 
 # Why this is p. A token x is written where d is drafted in two ways: d = x stands, or d falls and x replaces it.
@@ -114,6 +98,52 @@ def naive_round(target: NextToken, drafter: NextToken, prefix: Sequence[int], K:
 # so a request gets its answers up to the first that is not the draft: every special case is gone. And a row without q
 # draws with the very number that plain decoding draws with (lesson 04b: a hash of seed and position), so prompt lookup
 # leaves even sampled answers as they were, token for token.
+
+
+def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """max(p − q, 0), or p in a row where nothing is left of it. [N, V]."""
+    rest = (p - q).clamp(min=0)
+    return torch.where(rest.sum(1, keepdim=True) > 0, rest, p)
+
+
+def sample_rows(
+    scores: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    is_greedy: torch.Tensor,
+    draw_u: torch.Tensor,
+    accept_u: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    draft_rows: torch.Tensor | None,
+) -> torch.Tensor:
+    """Which token the target writes in each row, in torch. [R]. `rejection_sample` says what the arguments are."""
+    if bool(is_greedy.all()):
+        return most_probable(scores)
+    rows = (~is_greedy).nonzero().flatten()
+    p, d = scores[rows], draft_token_ids[rows]  # [N, V], [N]
+    stands = torch.zeros_like(d, dtype=torch.bool)
+    if draft_probs is not None:
+        has_q = draft_rows[rows] >= 0
+        q = draft_probs[draft_rows[rows]].where(has_q[:, None], 0)  # without a q, p − 0 is p. [N, V]
+        p_d, q_d = (x.gather(1, d.clamp(min=0)[:, None]).flatten() for x in (p, q))
+        stands = has_q & (accept_u[rows] * q_d < p_d)  # in fp64, as u is
+        p = residual(p, q)
+    token_ids = most_probable(scores)
+    token_ids[rows] = torch.where(stands, d, draw_tokens(p, draw_u[rows].cpu().numpy()))
+    return token_ids
+
+
+def count_sampled(
+    token_ids: torch.Tensor, draft_token_ids: torch.Tensor, cu_num_sampled_tokens: torch.Tensor
+) -> torch.Tensor:
+    """1 + leading rows of each request where the answer is the draft, in torch. [B]."""
+    start = cu_num_sampled_tokens[:-1]
+    differs = (token_ids != draft_token_ids) | (token_ids < 0)
+    differs = differs.nonzero().flatten()  # ascending; every request's last row is among them
+    return differs[torch.searchsorted(differs, start)] - start + 1
+
+
+# The same on a GPU. A row of 128,256 weights is long for one program: the first kernel gives one to each tile, and
+# keeps its sum. The second finds the tile where the running sum passes u of the total, and in that tile the token.
 
 
 @common.kernel
@@ -205,10 +235,15 @@ def count_sampled_kernel(token_ids, draft_token_ids, cu_num_sampled_tokens, num_
 
 
 def rejection_sample(
-    scores: torch.Tensor, draft_token_ids: torch.Tensor, cu_num_sampled_tokens: torch.Tensor,
-    is_greedy: torch.Tensor, draw_u: torch.Tensor, accept_u: torch.Tensor, draft_probs: torch.Tensor | None = None,
+    scores: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    cu_num_sampled_tokens: torch.Tensor,
+    is_greedy: torch.Tensor,
+    draw_u: torch.Tensor,
+    accept_u: torch.Tensor,
+    draft_probs: torch.Tensor | None = None,
     draft_rows: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Verify the drafts of a ragged batch. Returns (token_ids [R], num_sampled [B]): request b is given the first
     num_sampled[b] of its tokens; what the target would have written behind a fallen draft is there, too.
 
@@ -233,49 +268,15 @@ def rejection_sample(
     num_tiles = triton.cdiv(V, BLOCK)
     sums = torch.empty(2 if has_q else 1, R, num_tiles, dtype=torch.float64, device=scores.device)
     q = (draft_probs, draft_rows) if has_q else (scores, draft_token_ids)  # not read
-    sizes = {"stride_scores": scores.stride(0), "stride_draft": q[0].stride(0), "HAS_DRAFT_PROBS": has_q,
-             "BLOCK": BLOCK, "num_warps": 8}  # fmt: skip
-    sum_tiles_kernel[(R, num_tiles)](scores, is_greedy, *q, sums, V, **sizes)
-    sample_rows_kernel[(R,)](scores, draft_token_ids, is_greedy, *q, accept_u, draw_u, sums, token_ids, V, num_tiles,
-                             TILES=max(16, triton.next_power_of_2(num_tiles)), **sizes)  # fmt: skip
-    count_sampled_kernel[(len(num_sampled),)](
-        token_ids, draft_token_ids, cu_num_sampled_tokens, num_sampled, num_warps=1
-    )
+    strides = scores.stride(0), q[0].stride(0)
+    how = {"HAS_DRAFT_PROBS": has_q, "BLOCK": BLOCK, "num_warps": 8}
+    sum_tiles_kernel[(R, num_tiles)](scores, is_greedy, *q, sums, V, *strides, **how)
+    inputs = scores, draft_token_ids, is_greedy, *q, accept_u, draw_u, sums
+    TILES = max(16, triton.next_power_of_2(num_tiles))
+    sample_rows_kernel[(R,)](*inputs, token_ids, V, num_tiles, *strides, TILES=TILES, **how)
+    drafted = draft_token_ids, cu_num_sampled_tokens
+    count_sampled_kernel[(len(num_sampled),)](token_ids, *drafted, num_sampled, num_warps=1)
     return token_ids, num_sampled
-
-
-def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """max(p − q, 0), or p in a row where nothing is left of it. [N, V]."""
-    rest = (p - q).clamp(min=0)
-    return torch.where(rest.sum(1, keepdim=True) > 0, rest, p)
-
-
-def sample_rows(scores: torch.Tensor, draft_token_ids: torch.Tensor, is_greedy: torch.Tensor, draw_u: torch.Tensor,
-                accept_u: torch.Tensor, draft_probs: torch.Tensor | None,
-                draft_rows: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
-    """`sample_rows_kernel` in torch: which token the target writes in each row. [R]."""
-    if bool(is_greedy.all()):
-        return most_probable(scores)
-    rows = (~is_greedy).nonzero().flatten()
-    p, d = scores[rows], draft_token_ids[rows]
-    stands = torch.zeros(len(rows), dtype=torch.bool, device=scores.device)
-    if draft_probs is not None and bool((has_q := draft_rows[rows] >= 0).any()):
-        q, guess = draft_probs[draft_rows[rows][has_q]], d[has_q][:, None]  # [N, V], [N, 1]
-        p_d, q_d = (x.gather(1, guess).flatten() for x in (p[has_q], q))  # fp64, as soon as u comes in
-        stands[has_q] = accept_u[rows][has_q] * q_d < p_d
-        p[has_q] = residual(p[has_q], q)
-    token_ids = most_probable(scores)
-    token_ids[rows] = torch.where(stands, d, draw_tokens(p, draw_u[rows].cpu().numpy()))
-    return token_ids
-
-
-def count_sampled(token_ids: torch.Tensor, draft_token_ids: torch.Tensor,
-                  cu_num_sampled_tokens: torch.Tensor) -> torch.Tensor:  # fmt: skip
-    """`count_sampled_kernel` in torch: 1 + leading rows of each request where the answer is the draft. [B]."""
-    start = cu_num_sampled_tokens[:-1]
-    differs = (token_ids != draft_token_ids) | (token_ids < 0)
-    differs = differs.nonzero().flatten()  # ascending; every request's last row is among them
-    return differs[torch.searchsorted(differs, start)] - start + 1
 
 
 def example_launches(dtype: torch.dtype) -> None:
@@ -288,7 +289,107 @@ def example_launches(dtype: torch.dtype) -> None:
         rejection_sample(scores, ids, starts, greedy, u, u, empty(128, V), ids)
 
 
-# --- 3. When does it pay? ---------------------------------------------------------------------------------------------
+# --- 3. The loop: guess, verify, roll back ----------------------------------------------------------------------------
+
+CONTEXT = 512
+
+
+def look_up(tokens: Sequence[int], k: int, longest: int = 4, shortest: int = 2) -> list[int]:
+    """Prompt lookup: the last n tokens have occurred before, so what followed them then may follow now. At most k.
+
+    The longest n wins, at its first place, as in vLLM's first-generation runner. The engine's `NgramDrafter` remembers
+    where each n-gram ended first, and need not search.
+    """
+    for n in range(longest, shortest - 1, -1):
+        for end in range(n, len(tokens)):
+            if tokens[end - n : end] == tokens[-n:]:
+                return list(tokens[end : end + k])
+    return []
+
+
+class KVCache:
+    """Keys and values of one sequence (lesson 01), the first `length` of them valid: a cache that can go back."""
+
+    def __init__(self, model: llama.Llama) -> None:
+        shape = model.config.num_hidden_layers, 2, CONTEXT, model.num_kv_heads, model.config.head_dim
+        self.kv = torch.empty(shape, dtype=model.dtype, device=model.device)  # [L, 2, context, Hkv, D]
+        self.length = 0
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Writes the T new tokens behind the valid ones; each sees those, and the new ones up to itself. [T, Hq, D]"""
+        T, S = len(q), self.length + len(q)
+        self.kv[layer, :, self.length : S] = torch.stack((k, v))
+        keys, values = self.kv[layer, :, :S].transpose(1, 2)  # [Hkv, S, D] each
+        visible = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+        out = F.scaled_dot_product_attention(q.transpose(0, 1), keys, values, visible, enable_gqa=True)
+        return out.transpose(0, 1)
+
+
+def verify(logits: torch.Tensor, draft: list[int], step: int, params: SamplingParams) -> list[int]:
+    """The target's k + 1 rows of logits become 1 to k + 1 tokens, the first of which is the answer's token `step`."""
+    R, on_device = len(draft) + 1, functools.partial(torch.tensor, device=logits.device)
+    scores = (logits / params.temperature).softmax(1) if params.temperature else logits
+    u = on_device(uniforms([params.seed or 0] * R, range(step, step + R)))  # what plain decoding draws with here
+    is_greedy = on_device([params.temperature == 0] * R)
+    token_ids, num_sampled = rejection_sample(scores, on_device([*draft, -1]), on_device([0, R]), is_greedy, u, u)
+    return token_ids[: int(num_sampled)].tolist()
+
+
+def roll_back(cache: KVCache, num_rejected: int) -> None:
+    """Rejected keys and values stay where they are, behind the end: the next pass writes over them unread."""
+    cache.length -= num_rejected
+
+
+def until_end(token_ids: list[int], ends: Collection[int]) -> list[int]:
+    """An answer may end inside a draft: what was accepted behind its end is dropped."""
+    return next((token_ids[: i + 1] for i, token in enumerate(token_ids) if token in ends), token_ids)
+
+
+@torch.inference_mode()
+def generate(
+    model: llama.Llama, prompt: list[int], params: SamplingParams, K: int
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """The answer and, of each pass, (drafts, tokens written). K = 0 is the naive loop: one pass, one token."""
+    ends = {*params.stop_token_ids, *model.config.eos_token_ids}
+    tokens, limit, num_computed = list(prompt), len(prompt) + params.max_tokens, 0
+    cache, passes = KVCache(model), []
+    while len(tokens) < limit and not (passes and tokens[-1] in ends):
+        room = limit - len(tokens) - 1  # a pass writes one token more than its drafts
+        draft = look_up(tokens, min(K, room)) if passes else []  # nothing is guessed in the prompt's own pass
+        new = torch.tensor(tokens[num_computed:] + draft, device=model.device)  # [T]
+        positions = torch.arange(num_computed, num_computed + len(new), device=model.device)
+        hidden = model.forward(new, positions, cache.attend)  # [T, hidden]
+        cache.length += len(new)
+        logits = model.logits(hidden[-1 - len(draft) :])  # [k + 1, V]
+        sampled = verify(logits, draft, len(tokens) - len(prompt), params)
+        roll_back(cache, len(draft) + 1 - len(sampled))
+        written = until_end(sampled, ends)
+        tokens += written
+        num_computed = len(tokens) - 1  # all but the newest
+        passes.append((len(draft), len(written)))
+    return tokens[len(prompt) :], passes
+
+
+@torch.inference_mode()
+def target_tokens(model: llama.Llama, prompt: list[int], answer: list[int], params: SamplingParams) -> list[int]:
+    """What the target writes in each place of an answer, given what is before: the reference, and quick to say why.
+
+    One pass over prompt and answer, without a cache and without a draft, has all these rows.
+    """
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [heads, T, D]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
+
+    ids, n = torch.tensor(prompt + answer, device=model.device), len(answer)
+    hidden = model.forward(ids, torch.arange(len(ids), device=model.device), attend)
+    logits = model.logits(hidden[-1 - n : -1])  # [n, V]
+    if params.temperature == 0:
+        return logits.argmax(1).tolist()
+    return draw_tokens((logits / params.temperature).softmax(1), uniforms([params.seed or 0] * n, range(n))).tolist()
+
+
+# --- 4. When does it pay? ---------------------------------------------------------------------------------------------
 #
 # Each draft stands with probability α, as if independently. Then a round of K drafts writes
 #
@@ -309,537 +410,203 @@ def speedup(alpha: float, K: int, c: float, v: float = 0.0) -> float:
 
 
 def best_k(alpha: float, c: float, v: float = 0.0, most: int = 128) -> int:
-    """The K that gains most; 0: switch it off. 128 is vLLM's limit, and ours."""
+    """The K that gains most; 0: switch it off. 128 is vLLM's limit, and the engine's."""
     return max(range(most + 1), key=lambda K: (speedup(alpha, K, c, v), -K))
 
 
-LLAMA_8B = roofline.MODELS["Llama-3.1-8B"]
+# Llama-3.1-8B in bf16 on an H100: weights (without the input embedding), and a cached token's bytes on all layers.
+WEIGHTS, TOKEN_BYTES, H100 = 7_504_924_672, 131_072, common.HARDWARE["H100 80GB"]
 
 
-def decode_seconds(gpu: common.GPU, num_seqs: int, rows: int, context: int) -> float:
-    """A pass of `rows` tokens for each of `num_seqs` sequences, Llama-3.1-8B in bf16, at both of the GPU's ceilings.
-    Weights are read once for all rows, a sequence's keys and values once for its own."""
-    layers, head = roofline.weights_read(LLAMA_8B)
-    flops, weight_bytes = 2 * (layers + head) * num_seqs * rows, 2 * (layers + head)
-    cache = num_seqs * context * roofline.KVCacheSpec.from_config(LLAMA_8B).bytes_per_token()
-    return gpu.seconds(flops, weight_bytes) + cache / gpu.bandwidth
+def pass_seconds(num_seqs: int, rows: int, context: int) -> float:
+    """A pass of `rows` tokens for each of `num_seqs` sequences, at both of the GPU's ceilings: weights are read once
+    for all rows, and a sequence's keys and values once for its own."""
+    weights = H100.seconds(flops=2 * WEIGHTS * num_seqs * rows, bytes_moved=2 * WEIGHTS)
+    return weights + num_seqs * context * TOKEN_BYTES / H100.bandwidth
 
 
-def verify_cost(gpu: common.GPU, num_seqs: int, K: int, context: int) -> float:
+def verify_cost(num_seqs: int, K: int, context: int) -> float:
     """v: what a draft adds to a pass, in plain steps."""
-    plain = decode_seconds(gpu, num_seqs, 1, context)
-    return (decode_seconds(gpu, num_seqs, K + 1, context) / plain - 1) / K
+    return (pass_seconds(num_seqs, K + 1, context) / pass_seconds(num_seqs, 1, context) - 1) / K
 
 
-# Leviathan et al. 2023, tables 2 and 4: T5-XXL (11B) on a TPU-v4, α and the speed-up measured, predicted from α, c, K.
-LEVIATHAN = [  # task, temperature, drafter, K, α, c, predicted, measured
-    ("EnDe", 0, "small", 7, 0.75, 0.02, 3.2, 3.4), ("EnDe", 0, "base", 7, 0.80, 0.04, 3.3, 2.8),
-    ("EnDe", 0, "large", 7, 0.82, 0.11, 2.5, 1.7), ("EnDe", 1, "small", 7, 0.62, 0.02, 2.3, 2.6),
-    ("EnDe", 1, "base", 5, 0.68, 0.04, 2.4, 2.4), ("EnDe", 1, "large", 3, 0.71, 0.11, 2.0, 1.4),
-    ("CNNDM", 0, "small", 5, 0.65, 0.02, 2.4, 3.1), ("CNNDM", 0, "base", 5, 0.73, 0.04, 2.6, 3.0),
-    ("CNNDM", 0, "large", 3, 0.74, 0.11, 2.0, 2.2), ("CNNDM", 1, "small", 5, 0.53, 0.02, 1.9, 2.3),
-    ("CNNDM", 1, "base", 3, 0.55, 0.04, 1.8, 2.2), ("CNNDM", 1, "large", 3, 0.56, 0.11, 1.6, 1.7),
-]  # fmt: skip
-# Li et al. 2025 (EAGLE-3, table 5), throughput in vLLM against vLLM without it, by batch size; chains of 2.
-EAGLE = {"batch": [2, 4, 8, 16, 24, 32, 48, 56], "EAGLE": [1.30, 1.25, 1.21, 1.10, 1.03, 0.93, 0.82, 0.71],
-         "EAGLE-3": [1.75, 1.68, 1.58, 1.49, 1.42, 1.36, 1.21, 1.01]}  # fmt: skip
+# --- 5. How to do it wrong --------------------------------------------------------------------------------------------
 
 
-# --- 4. How to do it wrong --------------------------------------------------------------------------------------------
-
-
-def one_token_less(token_ids: torch.Tensor, draft_token_ids: torch.Tensor,
-                   cu_num_sampled_tokens: torch.Tensor) -> torch.Tensor:  # fmt: skip
-    """All drafts stood, and that is it: no bonus."""
+def without_bonus(
+    token_ids: torch.Tensor, draft_token_ids: torch.Tensor, cu_num_sampled_tokens: torch.Tensor
+) -> torch.Tensor:
+    """The mistake: all drafts stood, and that is it."""
     k, n = cu_num_sampled_tokens.diff() - 1, right_count(token_ids, draft_token_ids, cu_num_sampled_tokens)
     return torch.where((n > k) & (k > 0), k, n)
 
 
-def look_at_the_last_token(
-    self: Scheduler, output: SchedulerOutput, sampled: dict[str, list[int]]
-) -> list[EngineCoreOutput]:
-    """The mistake: "a step brings one token, so the end of an answer is its last one"."""
-    blind = [r for i, t in sampled.items() if (r := self.requests.get(i)) and {r.eos_token_id, *r.stop_token_ids}
-             .isdisjoint(t[-1:])]  # fmt: skip
-    ends = [(request.eos_token_id, request.stop_token_ids) for request in blind]
-    for request in blind:
-        request.eos_token_id, request.stop_token_ids = None, frozenset()
-    heard = update_from_output(self, output, sampled)
-    for request, (eos, stop) in zip(blind, ends):
-        request.eos_token_id, request.stop_token_ids = eos, stop
-    return heard
-
-
-update_from_output, right_count = Scheduler.update_from_output, count_sampled
-BREAKS: dict[str, tuple[Any, str, Callable]] = {  # name: (whose, which attribute, what stands in its place)
-    "resample-from-p": (sys.modules[__name__], "residual", lambda p, q: p),
-    "no-bonus": (sys.modules[__name__], "count_sampled", one_token_less),
-    "stale-kv": (DraftVerifier, "_roll_back", lambda self, request, batch: None),
-    "past-eos": (Scheduler, "update_from_output", look_at_the_last_token),
+right_count = count_sampled
+BREAKS: dict[str, tuple[str, Callable]] = {  # name: (which function of this file, what stands in its place)
+    "resample-from-p": ("residual", lambda p, q: p),
+    "no-bonus": ("count_sampled", without_bonus),
+    "stale-kv": ("roll_back", lambda cache, num_rejected: None),
+    "past-eos": ("until_end", lambda token_ids, ends: token_ids),  # the loop looks at the last token alone
 }
 
 
-@contextlib.contextmanager
-def broken(name: str | None) -> Iterator[None]:
-    """Inside this block, the mechanism is wrong in the way that `name` says; None: it is right."""
+def broken(name: str | None) -> contextlib.AbstractContextManager[Any]:
+    """A context in which one function is wrong in the way that `name` says; None: all are right."""
     if name is None:
-        yield
-        return
-    owner, attribute, wrong = BREAKS[name]
-    with mock.patch.object(owner, attribute, wrong):
-        yield
+        return contextlib.nullcontext()
+    function, wrong = BREAKS[name]
+    return mock.patch.object(sys.modules[__name__], function, wrong)
 
 
-# --- 5. The simulation behind the widget ------------------------------------------------------------------------------
-
-WORDS = ["sea", "moon", "cat"]
-PAIRS = {  # target p, draft q
-    "half right": ([0.6, 0.3, 0.1], [0.2, 0.3, 0.5]),
-    "close": ([0.6, 0.3, 0.1], [0.5, 0.4, 0.1]),
-    "equal": ([0.6, 0.3, 0.1], [0.6, 0.3, 0.1]),
-    "disjoint": ([0.5, 0.5, 0.0], [0.0, 0.0, 1.0]),
-    "draft is sure": ([0.6, 0.3, 0.1], [1.0, 0.0, 0.0]),
-    "target is sure": ([1.0, 0.0, 0.0], [0.25, 0.25, 0.5]),
-    "both even": ([0.3, 0.3, 0.4], [0.35, 0.35, 0.3]),
-}
-WIDGET_CHOICES = {
-    "pair": list(PAIRS), "drafts": range(9), "draft_cost": [0, 0.05, 0.1, 0.3], "verify_cost": [0, 0.05, 0.25, 1],
-    "bug": ["none", "resample-from-p", "no-bonus"], "seed": range(3),
-}  # fmt: skip
-WIDGET_DEFAULT = {"pair": "half right", "drafts": 4, "draft_cost": 0.1, "verify_cost": 0, "bug": "none", "seed": 0}
-ROUNDS = 40
+# --- 6. The story -----------------------------------------------------------------------------------------------------
 
 
-def draw_from(p: Distribution, u: np.ndarray) -> list[int]:
-    """Lesson 04b's draw, for many u of one distribution."""
-    return draw_tokens(torch.tensor([p], dtype=torch.float64).expand(u.size, -1), u.ravel()).tolist()
+def check_rule() -> None:
+    """Step 1: the rule on a vocabulary of three, for every draft and a grid of 8 × 48 random numbers.
 
-
-def simulate(params: dict) -> dict:
-    """Rounds of a language of three words, through `rejection_sample`, beside what enumeration says. Raises InputError.
-
-    The model always answers p and the drafter q, whatever came before, so one distribution says it all.
+    Here every p/q is a multiple of 1/8, and every running sum one of 1/48 of its total: no threshold lies inside a cell
+    of the grid. So the share of the cells that lead to a token is its probability. That is a proof, not a sample.
     """
-    params = common.checked(params, WIDGET_CHOICES)
-    (p, q), K, bug = PAIRS[params["pair"]], params["drafts"], params["bug"]
-    bug = None if bug == "none" else bug
-    index = np.arange(ROUNDS * (K + 1))
-    draft_u, accept_u, draw_u = (uniforms([3 * params["seed"] + i] * len(index), index) for i in range(3))
-    drafts = np.array(draw_from(q, draft_u)).reshape(ROUNDS, K + 1)
-    drafts[:, K] = -1
-    with broken(bug):
-        tokens, num_sampled = rejection_sample(
-            torch.tensor([p] * len(index), dtype=torch.float64), torch.from_numpy(drafts).flatten(),
-            torch.arange(ROUNDS + 1) * (K + 1), torch.zeros(len(index), dtype=torch.bool), torch.from_numpy(draw_u),
-            torch.from_numpy(accept_u), torch.tensor([q], dtype=torch.float64),
-            torch.from_numpy(np.where(drafts.flatten() < 0, -1, 0)),
-        )  # fmt: skip
-    tokens, rounds, counts = tokens.view(ROUNDS, K + 1).tolist(), [], [0] * len(p)
-    for i, n in enumerate(num_sampled.tolist()):
-        draft, written = drafts[i, :K].tolist(), tokens[i][:n]
-        kept = next((j for j, (a, b) in enumerate(zip(draft, written)) if a != b), min(n, K))
-        tested = list(range(min(kept + 1, K)))
-        rounds.append({
-            "draft": draft, "ratio": [min(1.0, p[draft[j]] / q[draft[j]]) for j in tested],
-            "u": [float(accept_u[i * (K + 1) + j]) for j in tested], "accepted": kept, "written": written,
-        })  # fmt: skip
-        for token in written:
-            counts[token] += 1
-    # Where a draft was tried, and over all that is written. (np.sum adds as a browser does; `sum`, since 3.12, better.)
-    alpha = agrees = float(np.minimum(p, q).sum())
-    rest = [max(a - b, 0) / (1 - alpha) if alpha < 1 else 0.0 for a, b in zip(p, q)]
-    if bug == "resample-from-p":  # it may even draw the draft that fell
-        rest, agrees = p, alpha + float(np.sum([max(b - a, 0) * a for a, b in zip(p, q)]))
-    tried = [min(a, b) + (1 - alpha) * r for a, b, r in zip(p, q, rest)] if K else p
-    lost = bug == "no-bonus"  # the last term of τ
-    tau = [expected_tokens(agrees, max(0, k - lost)) for k in range(9)]
-    mean, bonus = tau[K], 0.0 if lost and K else agrees**K
-    gains = [tau[k] / (1 + k * (params["draft_cost"] + params["verify_cost"])) for k in range(9)]
-    return {
-        "words": WORDS, "p": p, "q": q, "alpha": alpha, "rounds": rounds, "counts": counts,
-        "tried": tried, "written": [((mean - bonus) * t + bonus * x) / mean for t, x in zip(tried, p)],
-        "distance": float(np.abs(np.subtract(tried, p)).sum()) / 2,
-        "tokens_per_round": mean, "speedups": gains, "best": max(range(9), key=lambda k: (gains[k], -k)),
-    }  # fmt: skip
-
-
-def describe(trace: dict) -> str:
-    """The state under the widget, as text."""
-    row = lambda name, values: f"{name:<28}" + "  ".join(f"{x:.3f}" for x in values)  # noqa: E731
-    total, K = sum(trace["counts"]), len(trace["rounds"][0]["draft"])
-    lines = [f"{'':<28}" + "  ".join(f"{word:<5}" for word in trace["words"]).rstrip(), row("target p", trace["p"]),
-             row("draft q", trace["q"]), row("written where drafted", trace["tried"]),
-             row(f"written in {len(trace['rounds'])} rounds", [n / total for n in trace["counts"]])]  # fmt: skip
-    lines.append(f"distance from p {trace['distance']:.3f}, acceptance {trace['alpha']:.3f}")
-    for i, r in enumerate(trace["rounds"][:3]):
-        marks = [f"{trace['words'][d]} {'✓' if j < r['accepted'] else '✗' if j == r['accepted'] else '·'}"
-                 for j, d in enumerate(r["draft"])]  # fmt: skip
-        written = " ".join(trace["words"][token] for token in r["written"])
-        lines.append(f"round {i}: {', '.join(marks) or 'nothing drafted'} -> {written}")
-    lines.append(f"{total} tokens in {len(trace['rounds'])} rounds; {trace['tokens_per_round']:.3f} per round expected")
-    lines.append(f"speed-up {trace['speedups'][K]:.3f} with K = {K}; best {trace['speedups'][trace['best']]:.3f} with "
-                 f"K = {trace['best']}")  # fmt: skip
-    return "\n".join(lines)
-
-
-# --- 6. Numbers that the text quotes ----------------------------------------------------------------------------------
-
-GRID = [([9, 5, 2], [4, 4, 8]), ([4, 4, 8], [8, 8, 0]), ([10, 4, 2], [4, 4, 8])]  # sixteenths: p, q of three rows
-
-
-def exactness() -> dict[str, Any]:
-    """The rule by enumeration, for drafters good and bad; and `rejection_sample` by counting."""
-    errors, outputs = enumeration.all_errors(range(5))
-    sixteenths = lambda rows: [[n / 16 for n in row] for row in rows]  # noqa: E731
-    counted, off, means = {}, 0.0, {}
-    for K in range(3):
-        p, q = sixteenths([p for p, _ in GRID[: K + 1]]), sixteenths([q for _, q in GRID[:K]])
-        shares, mean = enumeration.swept_round(rejection_sample, p, q, levels=8, draws=48)
-        want = enumeration.exact_round(p, q)
-        off = max(off, *(abs(shares.get(output, 0) - want.get(output, 0)) for output in {*shares, *want}))
-        means[str(K)] = {"counted": mean, "expected": sum(len(output) * chance for output, chance in want.items())}
-        counted[str(K)] = 3**K * 8**K * 48
-    return {"error": max(errors), "cases": len(errors), "outputs": outputs, "counted_error": off,
-            "grid": counted, "means": means}  # fmt: skip
-
-
-@functools.cache
-def facts() -> dict[str, Any]:
-    """The lesson's deterministic numbers."""
-    bug = simulate({**WIDGET_DEFAULT, "bug": "resample-from-p"})
-    rows = []
-    for task, temperature, drafter, K, alpha, c, predicted, measured in LEVIATHAN:
-        # At the ends of what α and c were before they were rounded to two digits.
-        low, high = (speedup(alpha + off, K, c - off) for off in (-0.005, 0.005))
-        rows.append({"name": f"{task}, T={temperature}, {drafter}", "K": K, "alpha": alpha, "c": c,
-                     "formula": speedup(alpha, K, c), "low": low, "high": high, "predicted": predicted,
-                     "measured": measured, "cost": expected_tokens(alpha, K) / measured})  # fmt: skip
-    gpu, batches = HARDWARE["H100 80GB"], [1, 32, 64, 128, 256, 512]
-    gain = lambda B, context: speedup(0.7, 4, 0.05, verify_cost(gpu, B, 4, context))  # noqa: E731
-    h100 = {str(context): {"gain": {str(B): gain(B, context) for B in batches},
-                           "v": {str(B): verify_cost(gpu, B, 4, context) for B in batches},
-                           "crossover": next((B for B in range(1, 1025) if gain(B, context) < 1), None)}
-            for context in (128, 1024, 4096)}  # fmt: skip
-    guide = {str(a): {str(cost): {"k": (k := best_k(a / 100, cost / 100)), "gain": speedup(a / 100, k, cost / 100)}
-                      for cost in (2, 10, 25, 50)} for a in (30, 50, 70, 90)}  # fmt: skip
-    ratio = {name: EAGLE[name][0] / EAGLE[name][-1] for name in ("EAGLE", "EAGLE-3")}
-    return {
-        "exact": exactness(),
-        "classic": {"alpha": bug["alpha"], "p": bug["p"], "wrong": bug["tried"], "distance": bug["distance"]},
-        "half": {"k2": speedup(0.5, 2, 0.1), "k8": speedup(0.5, 8, 0.1), "k8_dear": speedup(0.5, 8, 0.3)},
-        "leviathan": rows,
-        "guide": guide,
-        "table1": {"k2_60": expected_tokens(0.6, 2), "k10_90": expected_tokens(0.9, 10)},
-        "h100": h100,
-        "eagle": {"cost_ratio": ratio, **{name: [EAGLE[name][0], EAGLE[name][-1]] for name in ratio}},
-        "no_bonus": {str(K): expected_tokens(0.7, K) - 0.7**K for K in (1, 4)},
-        "seventy": {str(K): expected_tokens(0.7, K) for K in (1, 4)},
-    }  # fmt: skip
-
-
-# --- 7. The story -----------------------------------------------------------------------------------------------------
-
-
-def draw(folder: str | Path) -> list[Path]:
-    """Where the probability goes when a draft falls; what K and batch size do to the gain."""
-    c = common.COLORS
-    figure, axes = common.new_figure(8.0, 3.0, ncols=3, sharey=True, width_ratios=[1, 1.1, 1])
-    (p, q), found = PAIRS["half right"], facts()["classic"]
-    x, both = range(3), [min(a, b) for a, b in zip(*PAIRS["half right"])]
-    axes[0].bar([i - 0.2 for i in x], p, 0.38, color=c["blue"], label="p: target")
-    axes[0].bar([i + 0.2 for i in x], q, 0.38, color=c["orange"], label="q: draft")
-    right, wrong = [max(a - b, 0) for a, b in zip(p, q)], [w - b for w, b in zip(found["wrong"], both)]
-    panels = (axes[1], right, "replace from max(p − q, 0)"), (axes[2], wrong, "replace from p: wrong")
-    for ax, rest, title in panels:
-        ax.bar(x, both, 0.6, color=c["green"], label="the draft stands")
-        ax.bar(x, rest, 0.6, bottom=both, color=c["purple"], label="it fell, replaced")
-        for i, height in enumerate(p):
-            ax.plot([i - 0.38, i + 0.38], [height, height], color=c["blue"], linewidth=2)
-        ax.set_title(title)
-    axes[0].set(ylabel="probability", title="two opinions", ylim=(0, 0.85))
-    for ax in axes:
-        ax.set(xticks=x, xticklabels=WORDS)
-    axes[0].legend(loc="upper center")
-    axes[1].legend(loc="upper right")
-    rule = common.save_figure(figure, folder, "07_rule")
-
-    figure, axes = common.new_figure(8.0, 3.4, ncols=2)
-    for alpha, color in ((0.9, "blue"), (0.8, "green"), (0.6, "orange"), (0.4, "red")):
-        gains = [speedup(alpha, K, 0.1) for K in range(13)]
-        axes[0].plot(range(13), gains, "o-", markersize=3, color=c[color], label=f"α = {alpha}")
-        best = best_k(alpha, 0.1)
-        axes[0].plot([best], [gains[best]], "o", markersize=8, color=c[color])
-    axes[0].axhline(1, color=c["grey"], linewidth=1)
-    axes[0].set(xlabel="drafts K, each costs c + v = 0.1 steps", ylabel="speed-up", title="longer is not better")
-    axes[0].set_ylim(top=4.6)
-    axes[0].legend(ncols=2)
-    batches, gpu = [2**i for i in range(10)], HARDWARE["H100 80GB"]
-    for context, color in ((4096, "blue"), (1024, "green"), (128, "red")):
-        gains = [speedup(0.7, 4, 0.05, verify_cost(gpu, B, 4, context)) for B in batches]
-        axes[1].plot(batches, gains, color=c[color], label=f"roofline, {context:,} tokens each")
-    for name, marker in (("EAGLE-3", "^"), ("EAGLE", "v")):
-        points = (EAGLE["batch"], EAGLE[name])
-        axes[1].plot(*points, marker, color=c["grey"], markersize=4, label=f"{name} in vLLM, other GPU")
-    axes[1].axhline(1, color=c["grey"], linewidth=1)
-    axes[1].set(xscale="log", xlabel="sequences in the batch", title="a full batch has no free rows", ylim=(0.4, 4.2))
-    axes[1].set(xticks=batches[::2], xticklabels=batches[::2])
-    axes[1].minorticks_off()
-    axes[1].legend(fontsize=8.5)
-    return [rule, common.save_figure(figure, folder, "07_speedup")]
-
-
-FERRY = ("The ferry to the northern islands leaves from pier 7 at 6:40 in the morning and at 2:15 in the afternoon. "
-         "Tickets cost 18 euros, children under 12 travel free, and dogs must wear a muzzle.")  # fmt: skip
-TASKS = {
-    "copy": f"Repeat this text word for word:\n\n{FERRY}",
-    "chat": "Explain in a few sentences why the sky is blue and sunsets are red.",
-    "code": "Write a Python class Point with x and y, and methods to add, subtract and scale points.",
-}  # fmt: skip
-
-
-@dataclass
-class Served:
-    """What an engine made of a list of prompts."""
-
-    token_ids: list[list[int]]
-    seconds: float = 0.0  # of the steps behind the one that computed the last prompt
-    steps: list[dict[int, tuple[int, int]]] = field(default_factory=list)  # {request: (drafts, tokens written)}
-    stats: SpecDecodingStats | None = None
-
-    def tokens_per_pass(self, i: int) -> float:
-        """Behind the prompt's pass, which writes one token whatever is guessed; 0 if the answer ended there."""
-        written = [step[i][1] for step in self.steps if i in step][1:]
-        return sum(written) / max(1, len(written))
-
-
-def serve(engine: LLMEngine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Served:
-    """Hand everything in at once and step until all is done."""
-    core, served = engine.core, Served([[] for _ in prompts])
-    eos = (engine.model.config.eos_token_ids or (None,))[0]
-    for i, (prompt, one) in enumerate(zip(prompts, params)):
-        core.add_request(Request(str(i), list(prompt), one, eos_token_id=eos))
-    while core.scheduler.has_unfinished_requests():
-        decoding, start = all(served.token_ids), time.perf_counter()
-        output = core.scheduler.schedule()
-        heard = core.scheduler.update_from_output(output, core.execute_model(output))
-        served.seconds += (time.perf_counter() - start) * decoding
-        drafts, step = getattr(output, "scheduled_spec_decode_tokens", {}), {}
-        for o in heard:
-            i = int(o.request_id)
-            step[i] = len(drafts.get(o.request_id, ())), step.get(i, (0, 0))[1] + len(o.new_token_ids)
-            served.token_ids[i] += o.new_token_ids
-        served.steps.append(step)
-    served.stats = getattr(core.scheduler, "spec_decoding_stats", None)
-    return served
-
-
-def make_engine(model: llama.Llama, tokenizer: llama.Tokenizer, config: SpeculativeConfig | None = None,
-                **options: Any) -> LLMEngine:  # fmt: skip
-    """The engine, with drafts if there is a config."""
-    about = VllmConfig(speculative_config=config)
-    sizes = {"max_model_len": 512, "num_gpu_blocks_override": 192} | options
-    return LLMEngine(model, tokenizer, config=about, **sizes)
-
-
-def configure(method: str, K: int, **more: Any) -> SpeculativeConfig:
-    """Prompt lookup from two tokens on: on short texts, vLLM's default of five finds little."""
-    return SpeculativeConfig(method, K, prompt_lookup_min=2, prompt_lookup_max=4, **more)
-
-
-def tell_rule(found: dict[str, Any]) -> None:
-    """Step 1: the rule, enumerated and counted; None takes today's functions, broken ones too, not the facts."""
     common.heading("1. The rule: guessed by one distribution, distributed like another")
-    exact, classic = exactness() if found is None else found["exact"], simulate(WIDGET_DEFAULT)
-    common.say(f"p = {classic['p']}, q = {classic['q']}: a draft stands with α = Σ min(p, q) = {classic['alpha']:.1f}")
-    if exact["error"] > 1e-12:
-        raise common.CheckFailed(f"the rule: a probability is off by {exact['error']:.1e}")
-    common.say(f"✓ {exact['outputs']:,} probabilities of 4-token outputs, K from 0 to 4, enumerated: the target's own")
-    for K, mean in exact["means"].items():
-        if abs(mean["counted"] - mean["expected"]) > 1e-12:
-            raise common.CheckFailed(f"K = {K}: {mean['counted']:.3f} tokens a round, expected {mean['expected']:.3f}")
-    common.say("✓ as many tokens per round as the formula says")
-    if exact["counted_error"] > 1e-12:
-        raise common.CheckFailed(f"rejection_sample: an output's probability is off by {exact['counted_error']:.3f}")
-    common.say(f"✓ rejection_sample, counted over a grid of {exact['grid']['2']:,} draws: the same, without any error")
+    p, bonus, q = [9 / 16, 5 / 16, 2 / 16], [1 / 4, 1 / 4, 1 / 2], [1 / 4, 1 / 4, 1 / 2]
+    cases = [(d, (i + 0.5) / 8, (j + 0.5) / 48) for d in range(3) for i in range(8) for j in range(48)]
+    B, pairs = len(cases), [(d, -1) for d, _, _ in cases]  # a request for each case: its draft, and the bonus
+    accept_u, draw_u = torch.tensor(cases, dtype=torch.float64)[:, 1:].repeat_interleave(2, dim=0).T  # [2 B] each
+    token_ids, num_sampled = rejection_sample(
+        scores=torch.tensor([p, bonus] * B),
+        draft_token_ids=torch.tensor(pairs).flatten(),
+        cu_num_sampled_tokens=2 * torch.arange(B + 1),
+        is_greedy=torch.zeros(2 * B, dtype=torch.bool),
+        draw_u=draw_u,
+        accept_u=accept_u,
+        draft_probs=torch.tensor([q]),
+        draft_rows=torch.tensor([0, -1] * B),
+    )
+    written = [row[:n] for row, n in zip(token_ids.view(B, 2).tolist(), num_sampled.tolist())]
+    chance = [q[d] / (8 * 48) for d, _, _ in cases]
+    found = [sum(c for c, tokens in zip(chance, written) if tokens[0] == x) for x in range(3)]
+    alpha, mean = sum(map(min, p, q)), sum(c * len(tokens) for c, tokens in zip(chance, written))
+    common.say(f"p = {p}, q = {q}: a draft stands with α = Σ min(p, q) = {alpha}")
+    if (off := max(abs(a - b) for a, b in zip(found, p))) > 1e-12:
+        raise common.CheckFailed(f"rejection_sample: a token's probability is off by {off:.3f}")
+    common.say(f"✓ {B:,} cases, every draft and every u of a grid: what is written has p, to 10⁻¹²")
+    if abs(mean - 1 - alpha) > 1e-12:
+        raise common.CheckFailed(f"rejection_sample: {mean:.3f} tokens a round, expected 1 + α = {1 + alpha:.3f}")
+    common.say(f"✓ with K = 1, {mean:.3f} tokens a round: 1 + α")
+    naive = [naive_round([p, bonus], [q], [d], [accept], [draw, draw]) for d, accept, draw in cases]
+    common.check_equal("in each case the tokens of the naive round", written, naive)
+
+
+def check_kernels() -> None:
+    """Step 1, continued: nine requests with two drafts each; in turn greedy, without a q, with a q."""
     if not common.HAS_TRITON:
         common.skipped("the kernels", "no Triton wheel on this platform")
         return
-    batch = enumeration.ragged_batch(300, [3, 0, 4, 2, 5, 1, 0, 2, 3], seed=0)
-    batch = {name: x.to(common.device()) for name, x in batch.items()}
-    tokens, n = (x.tolist() for x in rejection_sample(**{name: x.cpu() for name, x in batch.items()}))
+    g, rows = torch.Generator().manual_seed(0), torch.arange(27)
+    is_bonus, kind = rows % 3 == 2, rows // 3 % 3
+    p, q = (3 * torch.randn(2, 27, 300, generator=g)).softmax(2)
+    accept_u, draw_u = torch.rand(2, 27, generator=g, dtype=torch.float64)
+    drafts = torch.where(is_bonus, -1, torch.where(kind[:, None] == 2, q, p).argmax(1))
+    q_rows = torch.where(is_bonus | (kind < 2), -1, rows)
+    batch = p, drafts, torch.arange(10) * 3, kind == 0, draw_u, accept_u, q, q_rows
+    by_torch = [x.tolist() for x in rejection_sample(*batch)]
     with common.use_kernels():
-        kernel = [x.tolist() for x in rejection_sample(**batch)]
-    common.check_equal("the kernels, on 9 ragged requests, greedy and random with and without a q: the same", kernel,
-                       [tokens, n])  # fmt: skip
+        by_kernels = [x.tolist() for x in rejection_sample(*(x.to(common.device()) for x in batch))]
+    common.check_equal("the kernels, greedy and random, with and without a q: the same", by_kernels, by_torch)
 
 
-def tell_model(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
-    """Steps 2 and 3: every method against plain decoding, token by token; tokens per pass by method."""
-    common.heading(f"2. The real model: four requests in one batch, {args.k} drafts at most")
-    prompts = [tokenizer.ask(text) for text in (*TASKS.values(), TASKS["copy"])]
-    names = [*TASKS, "copy, T=0.7"]
-    params = [SamplingParams(temperature=0, max_tokens=24)] * 3
-    params.append(SamplingParams(temperature=0.7, max_tokens=24, seed=7))
-    plain = serve(make_engine(model, tokenizer), prompts, params)
-    rows, methods = [["plain", *["1.00"] * 4, "", f"{plain.seconds:.2f} s"]], [args.method] if args.method else METHODS
-    runs: dict[str, Served] = {}
-    for method in methods:
-        engine = make_engine(model, tokenizer, configure(method, args.k))
-        runs[method] = run = serve(engine, prompts, params)
-        accepted, drafted = run.stats.num_accepted_tokens, run.stats.num_draft_tokens
-        rows.append([method, *(f"{rate:.2f}" if (rate := run.tokens_per_pass(i)) else "–" for i in range(4)),
-                     f"{accepted}/{drafted}" if drafted else "–", f"{run.seconds:.2f} s"])  # fmt: skip
-        pool = engine.core.scheduler.kv_cache_manager.block_pool
-        for i, (ours, theirs) in enumerate(zip(run.token_ids, plain.token_ids)):
-            if not enumeration.same_but_for_rounding(model, prompts[i], params[i], ours, theirs):
-                raise common.CheckFailed(f"{method}, {names[i]}: not the tokens of plain decoding: "
-                                         f"{tokenizer.decode(ours)!r}")  # fmt: skip
-        if pool.num_free_blocks != pool.num_blocks - 1:
-            raise common.CheckFailed(f"{method}: blocks have leaked")
-    common.table(["tokens per pass", *names, "stood", "decoding"], rows)
-    common.say(f"✓ {', '.join(methods)}: the tokens of plain decoding, sampled ones included; no block leaked")
-
-    common.heading("3. One continuous batch, another number of tokens for each request")
-    run = runs[methods[0]]
-    common.say(f"{methods[0]}: of each request, tokens written / drafts, pass by pass")
-    for i, name in enumerate(names):
-        cells = [f"{step[i][1]}/{step[i][0]}" if i in step else "" for step in run.steps[:14]]
-        common.say((f"{name:<12}" + " ".join(f"{cell:>4}" for cell in cells)).rstrip())
-    # A token inside a longer pass, as the end of the answer; the very first if a model only repeats itself in those.
-    written, sizes = run.token_ids[0], [step[0][1] for step in run.steps if 0 in step]
-    starts = itertools.accumulate(sizes, initial=0)
-    at = next((at for at, n in zip(starts, sizes) if n > 1 and written[at] not in written[:at]), 0)
-    one = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[written[at]])
-    stopped = serve(make_engine(model, tokenizer, configure(methods[0], args.k)), prompts[:1], [one])
-    where = "inside a draft" if at else "at its first token"
-    common.check_equal(f"an answer that ends {where}, at {tokenizer.decode([written[at]], False)!r}, ends there",
-                       stopped.token_ids[0], plain.token_ids[0][: at + 1])  # fmt: skip
-    return {method: [run.tokens_per_pass(i) for i in range(4)] for method, run in runs.items()}
+FERRY = (
+    "The ferry to the northern islands leaves from pier 7 at 6:40 in the morning and at 2:15 in the afternoon. "
+    "Tickets cost 18 euros, children under 12 travel free, and dogs must wear a muzzle."
+)
+TASKS = {
+    "copy": f"Repeat this text word for word:\n\n{FERRY}",
+    "chat": "Explain in a few sentences why the sky is blue and sunsets are red.",
+}
 
 
-def step_costs(model: llama.Llama, tokenizer: llama.Tokenizer, batches: Sequence[int], K: int,
-               seconds: float) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Of each batch size: a plain step in seconds, and v, what a draft adds to it. Context 64, attention included."""
-    found: dict[str, dict[str, float]] = {}
-    sizes = {"num_gpu_blocks_override": 40 + 6 * max(batches), "max_num_seqs": max(batches)}
-    runner = make_engine(model, tokenizer, **sizes).core.runner
-    for B in batches:
-        times = []
-        for n in (1, K + 1):
-            blocks = [range(1 + 5 * b, 6 + 5 * b) for b in range(B)]
-            meta = scheduling.AttentionMetadata.build(blocks, [64 + n] * B, [n] * B, 16, model.device)
-            ids = torch.ones(B * n, dtype=torch.int64, device=model.device)
-            run = lambda: runner.model.logits(runner.forward(ids, meta, ()))  # noqa: B023, E731
-            times.append(common.measure(run, seconds).median)
-        found[str(B)] = {"seconds": times[0], "v": max(0.0, times[1] / times[0] - 1) / K}  # noise may say less than 0
-    return found
+def tell_model(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
+    """Step 2: the loop on the real model, plain and with drafts."""
+    common.heading(f"2. The real model: one request at a time, prompt lookup, {args.k} drafts at most")
+    rows, shown = [], []
+    for what, task, temperature in (("copy", "copy", 0), ("chat", "chat", 0), ("copy, T=0.7", "copy", 0.7)):
+        prompt, params = tokenizer.ask(TASKS[task]), SamplingParams(temperature=temperature, seed=7, max_tokens=24)
+        start = time.perf_counter()
+        generate(model, prompt, params, 0)
+        middle = time.perf_counter()
+        answer, passes = generate(model, prompt, params, args.k)
+        plain, drafted = middle - start, time.perf_counter() - middle
+        if answer != target_tokens(model, prompt, answer, params):
+            raise common.CheckFailed(f"{what}: not what the target writes: {tokenizer.decode(answer)!r}")
+        rows.append([what, len(answer), len(passes), f"{plain:.2f} s", f"{drafted:.2f} s"])
+        shown.append(f"{what:<12}" + " ".join(f"{n}/{k}" for k, n in passes))
+    common.table(["", "tokens", "passes", "plain decoding", "with drafts"], rows)
+    common.say("✓ each token is what the target writes there, computed anew without cache or draft")
+    common.say("pass by pass, tokens written / drafts:\n" + "\n".join(shown))
 
 
-def tell_economics(args: argparse.Namespace, numbers: dict[str, Any], model: llama.Llama,
-                   tokenizer: llama.Tokenizer) -> None:  # fmt: skip
-    """Step 5: published speed-ups by the formula, and this machine's v with what it is good for."""
-    common.heading("5. When it pays: α > c + v")
-    off = [row["name"] for row in numbers["leviathan"]
-           if not row["low"] - 0.05 <= row["predicted"] <= row["high"] + 0.05]  # fmt: skip
-    common.check_equal("Leviathan's 12 predicted speed-ups, from α, c and K as far as they are printed", off, [])
-    costs = step_costs(model, tokenizer, (1, 8), 4, 0.15)
-    rows = []
-    for B, cost in costs.items():
-        gains = [speedup(alpha, 4, 0, cost["v"]) for alpha in (0.3, 0.6, 0.9)]
-        rows.append([f"batch of {B}", f"{1e3 * cost['seconds']:.0f} ms", f"{cost['v']:.2f}",
-                     *(f"{gain:.2f}x" for gain in gains)])  # fmt: skip
-    common.table(["this machine", "plain step", "v", "α 0.3", "α 0.6", "α 0.9"], rows, "speed-up with 4 free drafts")
+def tell_end(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
+    """Step 2, continued: an answer that ends inside a draft, or at its first token if no draft stood."""
+    prompt, params = tokenizer.ask(TASKS["copy"]), SamplingParams(temperature=0, max_tokens=24)
+    answer, passes = generate(model, prompt, params, args.k)
+    starts = itertools.accumulate((n for _, n in passes), initial=0)
+    at = next((at for at, (_, n) in zip(starts, passes) if n > 1 and answer[at] not in answer[:at]), 0)
+    params.stop_token_ids = [answer[at]]
+    found, _ = generate(model, prompt, params, args.k)
+    where = f"{'inside a draft' if at else 'at its first token'}, at {tokenizer.decode([answer[at]], False)!r}"
+    common.check_equal(f"an answer that ends {where}, ends there", found, answer[: at + 1])
 
 
-def measure_sampler(V: int, B: int = 32, K: int = 4) -> dict[str, dict[str, float]]:
-    """K drafts of each of B requests verified, by kind of row: µs, and GB/s of the rows that must be read."""
-    batch = {name: x.to(common.device()) for name, x in enumeration.ragged_batch(V, [K] * B, 0).items()}
-    drafts, found = batch["draft_token_ids"] >= 0, {}
-    q = {"draft_rows": torch.arange(len(drafts), device=drafts.device).where(drafts, -1)}
-    no_q, rows = {"draft_rows": None, "draft_probs": None}, B * (K + 1)
-    for kind, greedy, guesses, read in (("greedy", True, no_q, rows), ("without_q", False, no_q, rows),
-                                        ("with_q", False, q, rows + B * K)):  # fmt: skip
-        run = functools.partial(rejection_sample, **batch | guesses | {"is_greedy": torch.full_like(drafts, greedy)})
-        seconds = common.measure_graph(run).median
-        found[kind] = {"us": 1e6 * seconds, "gb_s": 4 * V * read / seconds / 1e9}
-    return found
+def tell_engine(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
+    """Step 3: the served engine has its own drafters, loop and blocks, and this file's rule."""
+    common.heading(f"3. In the engine: one batch, drafter {args.method}")
+    config = {"method": args.method, "num_speculative_tokens": args.k, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    llm = LLM(model, tokenizer=tokenizer, speculative_config=config, max_model_len=CONTEXT, num_gpu_blocks_override=192)
+    prompts, params = [tokenizer.ask(text) for text in TASKS.values()], SamplingParams(temperature=0, max_tokens=24)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    answers = [output.outputs[0].token_ids for output in outputs]
+    expected = [target_tokens(model, prompt, answer, params) for prompt, answer in zip(prompts, answers)]
+    common.check_equal("each request's tokens are the target's", answers, expected)
+    stats = llm.llm_engine.core.scheduler.spec_decoding_stats
+    common.say(f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} drafts stood")
 
 
-def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
-    """Drafters, tasks and batch sizes against plain decoding: 64 tokens each, B copies of a task's prompt; then K."""
-    common.heading("6. Measured: tokens per pass, and speed-up of decoding")
-    bench: dict[str, Any] = {"step": step_costs(model, tokenizer, (1, 4, 16), 4, 2.0), "tasks": {}, "adaptive": {}}
-    options = {"num_gpu_blocks_override": 400, "max_num_seqs": 16}
-    batches, rows = (1, 4, 16), []
-
-    def run(config: SpeculativeConfig | None, task: str, B: int) -> Served:
-        prompt = tokenizer.ask(TASKS[task])
-        params = [SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)] * B
-        return serve(make_engine(model, tokenizer, config, **options), [prompt] * B, params)
-
-    def against_plain(config: SpeculativeConfig, task: str, B: int) -> tuple[Served, float]:
-        plain, served = zip(*((run(None, task, B), run(config, task, B)) for _ in range(2)))  # taking turns
-        return served[0], min(x.seconds for x in plain) / min(x.seconds for x in served)
-
-    for task in TASKS:
-        for method in METHODS:
-            found = bench["tasks"].setdefault(method, {})[task] = {}
-            for B in batches:
-                served, gain = against_plain(configure(method, 4), task, B)
-                rate = served.stats.num_accepted_tokens / max(1, served.stats.num_draft_tokens)
-                found[str(B)] = {"tokens_per_pass": served.tokens_per_pass(0), "speedup": gain, "accepted": rate}
-            rows.append([f"{method}, {task}", f"{found['1']['tokens_per_pass']:.2f}", f"{found['1']['accepted']:.2f}",
-                         *(f"{found[str(B)]['speedup']:.2f}x" for B in batches)])  # fmt: skip
-    common.table(["drafter, task", "tokens/pass", "stood", *(f"batch {B}" for B in batches)], rows)
-    common.heading("7. Lookahead on chat, batch 4: what bounds the damage of bad drafts?")
-    rows = []
-    for name, config in {
-        "K = 8": configure("lookahead", 8), "K = 2": configure("lookahead", 2),
-        "heuristic": configure("lookahead", 8, num_speculative_tokens_schedule="heuristic"),
-        "off from 4": configure("lookahead", 8, num_speculative_tokens_per_batch_size=[[1, 3, 8], [4, 64, 0]]),
-    }.items():  # fmt: skip
-        served, gain = against_plain(config, "chat", 4)
-        tokens, drafts = served.tokens_per_pass(0), served.stats.num_draft_tokens
-        bench["adaptive"][name.replace(" ", "_").replace("=_", "")] = {
-            "speedup": gain, "tokens_per_pass": tokens, "drafts": drafts
-        }  # fmt: skip
-        rows.append([name, f"{tokens:.2f}", drafts, f"{gain:.2f}x"])
-    common.table(["", "tokens/pass", "drafts", "speed-up"], rows)
-    common.heading("8. The rule alone: 4 drafts of each of 32 requests, by kind of row")
-    bench["sampler"] = {str(V): measure_sampler(V) for V in (49152, 128256)}
-    rows = [[f"{int(V):,}", *(f"{x['us']:,.0f} µs, {x['gb_s']:,.0f} GB/s" for x in kinds.values())]
-            for V, kinds in bench["sampler"].items()]  # fmt: skip
-    common.table(["vocabulary", "greedy", "without a q", "with a q"], rows)
-    return bench
+def tell_economics() -> None:
+    """Step 4, the surprise: a full batch ends the gain, unless its contexts are long."""
+    common.heading("4. When it pays: α > c + v, and v comes from the batch")
+    alpha, K, c, batches = 0.7, 4, 0.05, (1, 32, 128, 256, 512)
+    gain = lambda B, context: speedup(alpha, K, c, verify_cost(B, K, context))  # noqa: E731
+    rows = [[f"{S:,}", *(f"{gain(B, S):.2f}x" for B in batches)] for S in (128, 1024, 4096)]
+    common.table(["tokens each", "1 sequence", *(f"{B} sequences" for B in batches[1:])], rows)
+    common.say(f"The speed-up of Llama-3.1-8B on an H100 by its roofline, with α = {alpha}, K = {K}, c = {c}.")
+    crossover = next(B for B in itertools.count(1) if gain(B, 128) < 1)
+    common.say(f"With {crossover} short sequences or more, drafts slow the GPU down. A step of long ones waits for")
+    common.say("keys and values, which are read once for all K + 1 rows: it gains whatever the batch.")
 
 
 def build_parser() -> common.Parser:
     p = common.parser(__doc__)
     p.add_argument("-k", type=common.number(int, 1, 16), default=4, metavar="K", help="drafts at most (default 4)")
-    p.add_argument("--method", choices=METHODS, help="only this drafter in steps 2 and 3 (default: all)")
+    p.add_argument("--method", choices=METHODS, default="ngram", help="the engine's drafter (default ngram)")
     p.add_argument("--break", dest="wrong", choices=tuple(BREAKS), help="the bug: one function does it wrong")
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    machine, numbers, bench = common.start(args), facts(), {}
-    llama.check_context(args.model, 512)
+    common.start(args)
+    llama.check_context(args.model, CONTEXT)
     with broken(args.wrong):
-        tell_rule(numbers if args.wrong is None else None)
+        check_rule()
+        check_kernels()
         model, tokenizer = llama.load(args.model)
-        found = tell_model(args, model, tokenizer)
+        tell_model(args, model, tokenizer)
+        tell_end(args, model, tokenizer)
+        tell_engine(args, model, tokenizer)
     if args.wrong:
         common.say(f"NOT CAUGHT (--break {args.wrong}): nothing in these answers gave the bug an occasion to show")
-    common.heading("4. The widget's default: three words, and every rule applied by the real function")
-    common.say(describe(simulate(WIDGET_DEFAULT)))
-    tell_economics(args, numbers, model, tokenizer)
-    if args.bench:
-        bench = {"tokens_per_pass": found} | benchmark(model, tokenizer)
-    if args.figure:
-        draw(args.figure)
-    if args.json:
-        common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
+    tell_economics()
+    common.hand_over(KEY, args)
 
 
 if __name__ == "__main__":

@@ -77,8 +77,6 @@ from lab import goodput, roofline
 
 paged_attention = common.lesson("02_paged_attention")
 continuous_batching = common.lesson("04_continuous_batching")
-serving = common.lesson("06_serving")  # where the parts of later lessons meet
-chunked_prefill, preemption = serving.chunked_prefill, serving.preemption
 
 KEY = "08_disagg"
 

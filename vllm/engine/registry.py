@@ -18,7 +18,6 @@ FILLED_BY = {
     "decode.paged": "02_paged_attention:paged_decode",
     "attention.unified": "10_chunked_prefill:UnifiedAttention",
     "attention.paged": "02_paged_attention:PagedAttention",
-    "drafter.trained": "07b_trained_drafters:make_drafter",
     "lora": "12_multi_lora:add_lora",
     "rejection": "07_spec_decode:rejection_sample",
 }

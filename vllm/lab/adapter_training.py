@@ -26,13 +26,11 @@ import torch
 import torch.nn.functional as F
 
 import llama
-from engine.request import SamplingParams
+from engine.attention.torch_paged import prefill_attention
 from engine.llm import LLM
 from engine.lora.files import read_adapter, write_adapter
 from engine.lora.lora_model import LayerShape, LoRAModel, layer_shapes, merged
-
-paged = common.lesson("02_paged_attention")
-offline = common.lesson("04b_offline_engine")
+from engine.request import SamplingParams
 
 
 # --- Training text: the model's own answers, in other clothes -------------------------------------------------------
@@ -187,7 +185,7 @@ def loss_of(model: llama.Llama, examples: Sequence[tuple[list[int], list[int]]])
         bounds.append(start + length)
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return torch.cat([paged.prefill_attention(q[a:z], k[a:z], v[a:z]) for a, z in itertools.pairwise(bounds)])
+        return torch.cat([prefill_attention(q[a:z], k[a:z], v[a:z]) for a, z in itertools.pairwise(bounds)])
 
     tokens, positions, targets = (torch.tensor(x, device=model.device) for x in (tokens, positions, targets))
     with_gradients = llama.Llama.forward.__wrapped__  # the decorator on it switches gradients off

@@ -24,8 +24,6 @@ from __future__ import annotations
 
 import common  # first: it settles the device before torch is used
 
-import copy
-import dataclasses
 import itertools
 import json
 import operator
@@ -41,14 +39,14 @@ import torch
 import torch.nn.functional as F
 
 import llama
-from engine.request import Request
-from engine.request import SamplingParams
-from engine.config import VllmConfig
-from engine.worker.assemble import make_runner
+from engine.config import SchedulerConfig, VllmConfig
 from engine.core.engine_core import EngineCore
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.request import Request, SamplingParams
+from engine.spec_decode.trained import HEADS, Network, fused, network_shapes
+from engine.worker.assemble import make_runner
 from engine.worker.model_runner import ModelRunner
-
-continuous = common.lesson("04_continuous_batching")
+from lab.reserving import ReservingScheduler
 
 TOP_K = 16  # next tokens remembered per position
 PER_FILE = 48  # answers
@@ -217,8 +215,9 @@ def write_text(model: llama.Llama, tokenizer: llama.Tokenizer, folder: Path, min
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = sorted(folder.glob("text_*.npz"))
-    config = continuous.SchedulerConfig(max_model_len=448, max_num_seqs=seats, max_num_batched_tokens=2048)
-    scheduler = continuous.Scheduler(config, continuous.KVCacheManager(896, 16, 448))
+    config = SchedulerConfig(max_model_len=448, max_num_seqs=seats, max_num_batched_tokens=2048)
+    # Nobody is preempted: what is computed twice would be recorded twice.
+    scheduler = ReservingScheduler(config, KVCacheManager(896, 16, 448, enable_caching=False))
     paged = VllmConfig(attention_backend="paged", enforce_eager=True)
     runner = make_runner(model, config, 896, 16, paged, seed=seed + len(files), runner_class=RecordingRunner)
     core = EngineCore(scheduler, runner)
@@ -277,70 +276,9 @@ def choose_vocab(token_ids: np.ndarray, size: int, vocab_size: int, keep: Sequen
 
 # --- Three networks -------------------------------------------------------------------------------------------------
 #
-# A network is a dict of tensors and a function; its decoder layers are those of llama.py, so the code that trains is
-# the code that drafts. `Llama.forward.__wrapped__` is the forward pass without its inference mode.
+# They are those of engine/spec_decode/trained.py: the code that trains is the code that drafts.
 
 METHODS = ("eagle", "medusa", "draft_model")
-
-
-def network_shapes(method: str, target: llama.LlamaConfig, heads: int = 3) -> dict[str, tuple[int, ...]]:
-    """Every trained tensor. EAGLE: `fc` and one layer like the target's own. Draft model: two layers, narrower."""
-    c, H = target, target.hidden_size
-    if method == "medusa":
-        return {f"heads.{k}.{name}": (H,) if name == "bias" else (H, H)
-                for k in range(heads) for name in ("linear", "bias", "up", "down")}  # fmt: skip
-    layers, width = (1, c.intermediate_size) if method == "eagle" else (2, c.intermediate_size // 2)
-    shapes: dict[str, tuple[int, ...]] = {"fc": (H, 2 * H if method == "eagle" else H), "fc_bias": (H,)}
-    for i in range(layers):
-        shapes |= {
-            f"layers.{i}.input_norm": (H,), f"layers.{i}.post_attention_norm": (H,),
-            f"layers.{i}.qkv_proj": ((c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim, H),
-            f"layers.{i}.o_proj": (H, c.num_attention_heads * c.head_dim),
-            f"layers.{i}.gate_up_proj": (2 * width, H), f"layers.{i}.down_proj": (H, width),
-        }  # fmt: skip
-    return shapes | {"norm": (H,)}
-
-
-class Network:
-    """Weights of one drafter beside its target: what it may draft (`d2t`), and how it gets from input to logits."""
-
-    def __init__(self, method: str, target: llama.Llama, d2t: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-        self.method, self.target, self.d2t, self.tensors = method, target, d2t.to(target.device), tensors
-        self.head = target.output_head(self.d2t)  # hidden to draft vocabulary; not trained
-        self.body = None
-        if method != "medusa":  # a Llama with the target's heads, angles and embedding, and layers of its own
-            self.body = body = copy.copy(target)  # of a target in shards, whole: each rank has the drafter (06c)
-            body.num_heads, body.num_kv_heads = target.config.num_attention_heads, target.config.num_key_value_heads
-            layers = sum(name.endswith("input_norm") for name in tensors)
-            body.config = dataclasses.replace(target.config, num_hidden_layers=layers, vocab_size=len(d2t))
-            body.norm = tensors["norm"]
-            body.input_norm = [tensors[f"layers.{i}.input_norm"] for i in range(layers)]
-            body.post_attention_norm = [tensors[f"layers.{i}.post_attention_norm"] for i in range(layers)]
-            body.q_norm = body.k_norm = []
-            body.linear = {name: llama.Linear(tensors[name]) for name in tensors if name.endswith("_proj")}
-
-    def parameters(self) -> list[torch.Tensor]:
-        return list(self.tensors.values())
-
-    def inputs(self, token_ids: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
-        """What the decoder layers get: embeddings, in EAGLE fused with the feature one position before. [T, hidden]."""
-        x = self.target.embed(token_ids)
-        return F.linear(fused(x, features), self.tensors["fc"], self.tensors["fc_bias"])
-
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: llama.Attend) -> torch.Tensor:
-        """Through the decoder layers and the final norm: [T, hidden] -> [T, hidden], in EAGLE the next feature."""
-        body = self.body
-        h = llama.Llama.forward.__wrapped__(body, None, positions, attend, hidden=x)
-        return F.rms_norm(h, h.shape[-1:], body.norm, body.config.rms_norm_eps)
-
-    def medusa(self, features: torch.Tensor, head: int) -> torch.Tensor:
-        """Head k = 0, 1, 2 guesses the feature k + 1 positions ahead: A h + W₂ silu(W₁ h). [R, hidden] -> same."""
-        w = lambda name: self.tensors[f"heads.{head}.{name}"]  # noqa: E731
-        return F.linear(features, w("linear"), w("bias")) + F.linear(F.silu(F.linear(features, w("up"))), w("down"))
-
-    def logits(self, features: torch.Tensor) -> torch.Tensor:
-        """Over the draft vocabulary: [R, hidden] -> [R, draft vocab]."""
-        return self.head(features)
 
 
 def new_network(method: str, target: llama.Llama, d2t: torch.Tensor, data: Text, heads: int = 3,
@@ -369,12 +307,6 @@ def new_network(method: str, target: llama.Llama, d2t: torch.Tensor, data: Text,
     x = fused(F.embedding(tokens[rows], target.embed_tokens), features)
     tensors["fc"], tensors["fc_bias"] = ridge(x, data.hidden[rows + ahead].float() / target.norm)
     return network
-
-
-def fused(embedding: torch.Tensor, feature: torch.Tensor | None) -> torch.Tensor:
-    """Side by side, each at norm √hidden: their scales differ a hundredfold. [T, hidden] twice -> [T, 2·hidden]."""
-    parts = (embedding,) if feature is None else (embedding, feature)
-    return torch.cat([F.rms_norm(x, x.shape[-1:]) for x in parts], -1)
 
 
 def ridge(x: torch.Tensor, y: torch.Tensor, strength: float = 1e-2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -562,7 +494,7 @@ LOSSES = {"eagle": eagle_loss, "medusa": medusa_loss, "draft_model": draft_model
 
 SHARES = {"eagle": 0.5, "draft_model": 0.35, "medusa": 0.15}  # of the training time
 LEARNING_RATE = {"eagle": 8e-4, "draft_model": 1e-3, "medusa": 6e-4}  # at the start of a run; it ends near 0
-BATCH, ROLLOUT, AVERAGE = 768, 3, 0.995  # tokens per step; distances drafted; decay of the shipped moving average
+BATCH, ROLLOUT, AVERAGE = 768, HEADS, 0.995  # tokens per step; distances drafted; decay of the shipped moving average
 
 
 class Trainer:
@@ -786,28 +718,3 @@ def rank_table(network: Network, data: Text, ranks: int = 8) -> list[list[float]
         top = network.logits(network.medusa(data.hidden[rows].float(), k)).topk(ranks).indices  # [R, ranks]
         table.append((top == data.best[data.label[rows + k + 1]][:, None]).float().mean(0).tolist())
     return table
-
-
-def about(path: Path) -> dict[str, Any]:
-    """How a file of weights came about. Raises InputError if it is none of ours."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            return json.loads((file.metadata() or {})["about"])
-    except (OSError, SafetensorError, KeyError, ValueError):
-        raise common.InputError(f"{path}: not a drafter's weights (made by `07b_trained_drafters.py train`)") from None
-
-
-def load_network(path: Path, target: llama.Llama) -> Network:
-    """A drafter's weights for `target`, in the target's dtype. Raises InputError if they do not fit it."""
-    from safetensors.torch import load_file
-
-    method, tensors = about(path)["method"], load_file(path)
-    d2t = tensors.pop("d2t").long()
-    shapes = network_shapes(method, target.config)
-    if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != shapes:
-        raise common.InputError(f"{path}: made for another target (hidden size {target.config.hidden_size} here)")
-    if int(d2t.max()) >= target.config.vocab_size:
-        raise common.InputError(f"{path}: drafts token {int(d2t.max())}, the target has {target.config.vocab_size}")
-    return Network(method, target, d2t, {name: t.to(target.device, target.dtype) for name, t in tensors.items()})

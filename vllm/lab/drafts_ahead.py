@@ -17,36 +17,62 @@ from __future__ import annotations
 
 import common  # first: it settles the device before torch is used
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import llama
-from engine.config import VllmConfig
-from engine.spec_decode.drafters import SpeculativeConfig
-from engine.spec_decode.drafters import make_drafter
-from engine.worker.assemble import make_runner
-from engine.worker.model_runner import ModelRunner
-from engine.config import SchedulerConfig
+from engine.config import SchedulerConfig, VllmConfig
 from engine.core.scheduler import make_scheduler
+from engine.parallel.config import ParallelConfig
+from engine.parallel.executors import ThreadExecutor
+from engine.parallel.pipeline import PipelineEngineCore
+from engine.parallel.remote_runner import RemoteRunner
+from engine.parallel.stages import make_groups
+from engine.parallel.worker import Worker, WorkerSpec
+from engine.parallel.workers import Workers
 from engine.request import Request, SamplingParams
+from engine.spec_decode.drafters import SpeculativeConfig, make_drafter
 
-optimizations = common.lesson("05_optimizations")
+BLOCK = 16  # tokens
+LOOPS = {"synchronous": 1, "async": 2}  # steps in flight
 
 
 def make_loop(kind: str, model: llama.Llama, num_speculative_tokens: int, max_model_len: int,
-              drafter: Callable[..., Any] = make_drafter,
-              overhead: float = 0.0) -> tuple[optimizations.QueuedEngineCore, ModelRunner]:  # fmt: skip
-    """One of lesson 05's loops, eight seats, and what it runs; `overhead` is 05's, `drafter(config, model)` is 07's."""
-    blocks = 8 * -(-max_model_len // optimizations.BLOCK) + 1
-    config = SpeculativeConfig(num_speculative_tokens=num_speculative_tokens)
-    limits = SchedulerConfig(max_model_len=max_model_len, max_num_seqs=8)
-    scheduler = make_scheduler(
-        limits, blocks, optimizations.BLOCK, enable_prefix_caching=False, drafts=config, async_scheduling=True
-    )
+              drafter: Callable[..., Any] = make_drafter) -> tuple[PipelineEngineCore, Worker]:  # fmt: skip
+    """The served engine's loop with eight seats, and the worker that runs its steps on a thread of this process;
+    `drafter(config, model)` is 07's."""
+    parallel = ParallelConfig(async_scheduling=True)
+    drafts = SpeculativeConfig(num_speculative_tokens=num_speculative_tokens)
+    config = VllmConfig(speculative_config=drafts, async_scheduling=True, plug={"drafter": drafter})
+    executor = ThreadExecutor()
+    worker = executor.worker  # its model is loaded already
+    worker.spec, worker.model = WorkerSpec(None, parallel, model.dtype, config), model
+    worker.set_groups(*make_groups(None, parallel))
+    limits, blocks = SchedulerConfig(max_model_len=max_model_len, max_num_seqs=8), 8 * -(-max_model_len // BLOCK) + 1
+    scheduler = make_scheduler(limits, blocks, BLOCK, enable_prefix_caching=False, drafts=drafts, async_scheduling=True)
+    runner = RemoteRunner(Workers(executor, parallel, model), limits, blocks, BLOCK)
+    return PipelineEngineCore(scheduler, runner, LOOPS[kind]), worker
 
-    about = VllmConfig(speculative_config=config, async_scheduling=True, plug={"drafter": drafter})
-    runner = make_runner(model, limits, blocks, optimizations.BLOCK, about)
-    return optimizations.QueuedEngineCore(kind, scheduler, optimizations.Worker(runner.execute_model), overhead), runner
+
+def run(core: PipelineEngineCore, requests: Sequence[Request], overhead: float = 0.0) -> tuple[list[list[int]], int]:
+    """Serve requests that are all there at the start: their tokens, and how many samples came for one that had ended.
+
+    `overhead`: seconds that every planning takes longer, in place of a server's further work on the host.
+    """
+    in_vain, scheduler = 0, core.scheduler
+    for request in requests:
+        core.add_request(request)
+    while scheduler.has_unfinished_requests() or core.batch_queue:
+        time.sleep(overhead)
+        while core.put_in_flight():
+            pass
+        if not core.batch_queue and scheduler.requests:
+            raise RuntimeError("nothing can run, but requests wait: a sample was lost")
+        output, sampled = core.next_result()
+        in_vain += sum(request_id not in scheduler.requests for request_id in output.num_scheduled_tokens)
+        scheduler.update_from_output(output, sampled)
+    return [request.output_token_ids for request in requests], in_vain
 
 
 def compare_loops(model: llama.Llama, prompts: Sequence[Sequence[int]], max_tokens: int, num_speculative_tokens: int,
@@ -56,11 +82,17 @@ def compare_loops(model: llama.Llama, prompts: Sequence[Sequence[int]], max_toke
     # Beyond the longest answer there is room for drafts: the end of the context cuts none.
     longest, found = max(map(len, prompts)) + max_tokens + num_speculative_tokens + 1, {}
     params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=model.config.eos_token_ids)
-    for kind in ("synchronous", "async"):
-        core, runner = make_loop(kind, model, num_speculative_tokens, longest, drafter, overhead)
-        token_ids = core.run([Request(str(i), prompt, params) for i, prompt in enumerate(prompts)])
-        found[kind] = {"token_ids": token_ids, "steps": len(core.worker.busy), "places": runner.drafts.num_places,
-                       "drafts": runner.drafts.num_drafts, "in_vain": core.num_wasted, "idle": core.idle}  # fmt: skip
+    for kind in LOOPS:
+        core, worker = make_loop(kind, model, num_speculative_tokens, longest, drafter)
+        try:
+            requests = [Request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+            token_ids, in_vain = run(core, requests, overhead)
+        finally:
+            core.remote.executor.shutdown()
+        spans, drafts = worker.take_spans(), worker.runner.drafts
+        busy, whole = sum(end - start for start, end in spans), spans[-1][1] - spans[0][0]
+        found[kind] = {"token_ids": token_ids, "steps": len(spans), "places": drafts.num_places,
+                       "drafts": drafts.num_drafts, "in_vain": in_vain, "idle": 1 - busy / whole}  # fmt: skip
     return found
 
 

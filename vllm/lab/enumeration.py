@@ -8,7 +8,7 @@ drafters good and bad, for every K, under temperature, top_k and top_p.
 
 from __future__ import annotations
 
-import common  # first: it settles the device before torch is used
+import common  # noqa: F401  it settles the device before torch is used
 
 import functools
 import itertools
@@ -23,8 +23,8 @@ import torch
 import llama
 from engine.request import SamplingParams
 from engine.sampling.sampler import uniforms
-
-offline = common.lesson("04b_offline_engine")
+from lab import naive
+from lab.naive_sampler import reference_distribution
 
 Distribution = Sequence[float]  # over the vocabulary
 NextToken = Callable[[tuple[int, ...]], Distribution]  # a language model: the tokens so far -> what comes next
@@ -152,7 +152,7 @@ def toy_model(seed: int, **params: Any) -> NextToken:
     @functools.cache
     def model(prefix: tuple[int, ...]) -> tuple[float, ...]:
         rng = random.Random(repr((seed, prefix)))
-        return tuple(offline.reference_distribution([rng.gauss(0, 1.5) for _ in range(3)], chosen))
+        return tuple(reference_distribution([rng.gauss(0, 1.5) for _ in range(3)], chosen))
 
     return model
 
@@ -209,7 +209,7 @@ def same_but_for_rounding(model: llama.Llama, prompt: Sequence[int], params: Sam
     i = parted[0]
     low, high = sorted((ours[i], theirs[i]))
     ids = torch.tensor([*prompt, *ours[:i]], device=model.device)
-    hidden = model.forward(ids, torch.arange(len(ids), device=model.device), offline.scheduling.recompute)
+    hidden = model.forward(ids, torch.arange(len(ids), device=model.device), naive.recompute)
     logits = model.logits(hidden[-1:])[0].double()
     if params.temperature == 0:
         return abs(logits[low] - logits[high]).item() <= tolerance * logits.abs().max().item()

@@ -15,7 +15,6 @@ Read for this: Shazeer et al. 2017 (mixtures of experts), Lepikhin et al. 2020 (
 from __future__ import annotations
 
 import common  # first: it settles the device before torch is used
-from lab import roofline
 
 import dataclasses
 import functools
@@ -28,10 +27,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import llama
 from engine.distributed.group import GroupCoordinator
-
-tensor_parallel = common.lesson("05c_tensor_parallel")
-Link = tensor_parallel.Link
+from engine.parallel.sharding import divides
+from lab import roofline
+from lab.links import LINKS, Link, wire_bytes
 
 
 # --- 1. A mixture of experts, and the obvious way to compute it -------------------------------------------------------
@@ -208,7 +208,7 @@ H100 = common.HARDWARE["H100 80GB"]
 GPUS_PER_NODE = 8
 # In a node: lesson 05c's NVLink (NVIDIA's measurements on an H200, whose NVLink is the same). Between nodes: one
 # 400 Gb/s adapter per GPU at its nominal rate; 30 µs for a small all-reduce and 10 for a message are assumptions.
-NVLINK, NETWORK, HOP = tensor_parallel.LINKS["nvlink"], Link(50e9, 30e-6), Link(50e9, 10e-6)
+NVLINK, NETWORK, HOP = LINKS["nvlink"], Link(50e9, 30e-6), Link(50e9, 10e-6)
 ETHERNET = Link(12.5e9 / 8, 60e-6)  # 100 Gb/s for the whole node
 
 
@@ -326,6 +326,12 @@ def loaded(model: Model, layout: Layout, wanted: int = 256, context: int = 4096)
     return {"sequences": sequences} | cost(model, layout, sequences, context)
 
 
+def default_size(config: llama.LlamaConfig) -> int:
+    """Ranks where nobody asked for a number: 3, which SmolLM2 allows; for another model the fewest above one that can
+    share it, or 1 if none can."""
+    return next((n for n in (3, *range(2, config.num_attention_heads + 1)) if divides(config, n)), 1)
+
+
 CHOICES: dict[str, list[Layout]] = {  # on two nodes of eight
     "Llama-3.1-8B": [Layout(dp=16), Layout(tp=8, dp=2), Layout(tp=8, pp=2)],
     "Llama-3.1-70B": [Layout(tp=4, dp=4), Layout(tp=8, dp=2), Layout(tp=8, pp=2)],
@@ -363,8 +369,7 @@ def facts() -> dict[str, Any]:
         "node_gb": GPUS_PER_NODE * roofline.GPU_MEMORY_UTILIZATION * H100.memory / 1e9,
         "moe": {
             "experts": 12, "top_k": 2, "tokens": 48, "rows_sent": sum(sent), "pairs": 96,
-            "dispatch_bytes": sum(sent) * 64 * 4, "all_reduce_bytes": 3 * tensor_parallel.wire_bytes(
-                "all_reduce", 48 * 64 * 4, 3),
+            "dispatch_bytes": sum(sent) * 64 * 4, "all_reduce_bytes": 3 * wire_bytes("all_reduce", 48 * 64 * 4, 3),
             "r1_dispatch_fp8": r1.top_k * r1.hidden, "r1_combine_bf16": 2 * r1.top_k * r1.hidden,
             "r1_asked": {str(t): r1.expert_bytes_read(t) / r1.expert_bytes for t in (1, 8, 64, 256)},
         },

@@ -35,7 +35,6 @@ import common  # first: it settles the device before torch and Triton are used
 
 import functools
 import itertools
-import math
 import random
 import statistics
 import time
@@ -47,55 +46,29 @@ import numpy as np
 import torch
 
 import llama
-from lab import naive
 from engine.llm import LLM
-from engine.sampling.detokenizer import IncrementalDetokenizer
-from engine.sampling.detokenizer import TokenBytes
-from engine.sampling.prompt_logprobs import SCORED_ROWS
-from engine.sampling.sampler import Sampler
-from engine.sampling.sampler import SamplingState
-from engine.sampling.sampler import adjust_logits
-from engine.sampling.sampler import distribution
-from engine.sampling.sampler import draw_tokens
-from engine.sampling.sampler import uniforms
-from engine.core.engine_core import EngineCore
 from engine.request import Request, SamplingParams
+from engine.sampling.detokenizer import IncrementalDetokenizer, TokenBytes
+from engine.sampling.prompt_logprobs import SCORED_ROWS
+from engine.sampling.sampler import (
+    CANDIDATES,
+    GREEDY,
+    Sampler,
+    SamplingState,
+    adjust_logits,
+    distribution,
+    draw_tokens,
+    uniforms,
+)
+from lab import naive
+from lab.naive_sampler import reference_distribution
 
 KEY = "04b_offline_engine"
 
-scheduling = common.lesson("04_continuous_batching")
-from engine.sampling import token_rules
 
-ModelEngineCore = EngineCore
-
-GREEDY = 1e-5  # temperatures below this are 0
-CANDIDATES = 1024  # tokens that top_p looks at before it sorts the whole vocabulary
-MAX_BYTES = 4  # of a character in UTF-8
-# --- What we want, without cleverness: one row, in plain Python -----------------------------------------------------
-
-
-def reference_distribution(logits: Sequence[float], params: SamplingParams, prompt: Sequence[int] = (),
-                           output: Sequence[int] = (), stop_token_ids: Sequence[int] = ()) -> list[float]:  # fmt: skip
-    """The probabilities that one request draws its next token from, step by step as vLLM's Sampler documents them."""
-    z = token_rules.reference_allowed(logits, params, output, stop_token_ids)
-    for token, bias in (params.logit_bias or {}).items():
-        z[token] += bias
-    for token in set(prompt) | set(output):
-        z[token] = z[token] / params.repetition_penalty if z[token] > 0 else z[token] * params.repetition_penalty
-    for token in set(output):
-        z[token] -= params.frequency_penalty * list(output).count(token) + params.presence_penalty
-    if params.temperature < GREEDY:
-        best = z.index(max(z))
-        return [float(token == best) for token in range(len(z))]
-    z = [x / params.temperature for x in z]
-    p = _softmax(z)
-    z = [x if q >= params.min_p * max(p) else -math.inf for x, q in zip(z, p)]
-    if params.top_k > 0:
-        kth = sorted(z, reverse=True)[min(params.top_k, len(z)) - 1]
-        z = [x if x >= kth else -math.inf for x in z]
-    p = _softmax(z)
-    more_probable = lambda x: sum(q for y, q in zip(z, p) if y > x)  # noqa: E731
-    return _softmax([x if params.top_p == 1 or more_probable(x) < params.top_p else -math.inf for x in z])
+# --- What we want, without cleverness -------------------------------------------------------------------------------
+#
+# One row's distribution in plain Python is in lab/naive_sampler.py; scores of a text need no cache:
 
 
 def reference_scores(model: llama.Llama, token_ids: Sequence[int]) -> torch.Tensor:
@@ -103,11 +76,6 @@ def reference_scores(model: llama.Llama, token_ids: Sequence[int]) -> torch.Tens
     ids = torch.tensor(token_ids, device=model.device)
     hidden = model.forward(ids, torch.arange(len(ids), device=model.device), naive.recompute)
     return model.logits(hidden[:-1]).float().log_softmax(1).gather(1, ids[1:, None])[:, 0]
-
-
-def _softmax(z: Sequence[float]) -> list[float]:
-    weights = [math.exp(x - max(z)) for x in z]
-    return [w / sum(weights) for w in weights]
 
 
 # Adjusting, shaping and drawing for a batch are in engine/sampling/sampler.py, token ids to text in its detokenizer.py;

@@ -10,7 +10,7 @@ The mechanism:
   4. Each operation costs some microseconds however small it is: count them, layer by layer.
   5. A profile: products, attention, the batch's tensors, the rest of the model, sampling, the scheduler.
   6. Ten thousand waiting requests: a step must not look at requests that are not in it.
-  7. The peers, side by side: Transformers, and the real vLLM on a CPU.
+  7. The peers, side by side (`--bench`): Transformers, and the real vLLM on a CPU.
 
 Numbers to remember: a step of SmolLM2 in fp32 reads 538 MB of weights whatever the batch, and does 0.27 GFLOP per row.
 Attention in a loop over B sequences is 5·B operations in every layer; at once, as many for 32 as for 1.
@@ -30,59 +30,42 @@ from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used
 
-import argparse
-import contextlib
 import copy
-import dataclasses
 import functools
-import json
-import os
-import random
-import re
-import signal
 import statistics
-import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import llama
-from lab import roofline
-from engine.output import SchedulerOutput
-from engine.request import Request
-from engine.request import SamplingParams
-
-PagedKVCache = common.lesson("02_paged_attention").PagedKVCache
-from engine.config import VllmConfig
-from engine.worker.assemble import make_runner
+from engine import assemble
+from engine.attention.metadata import AttentionMetadata
+from engine.attention.torch_paged import decode, decode_gathered, gather_plan, prefill_attention
+from engine.config import SchedulerConfig, VllmConfig
 from engine.core.engine_core import EngineCore
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.scheduler import Scheduler
 from engine.model.packed_linear import pack_weights
-
-kv_cache = common.lesson("01_kv_cache")
-from engine.attention import torch_paged as torch_attention
-
-paged_attention = common.lesson("02_paged_attention")
-batching = common.lesson("04_continuous_batching")
-AttentionMetadata = paged_attention.AttentionMetadata
-Scheduler = batching.Scheduler
+from engine.output import SchedulerOutput
+from engine.registry import fill
+from engine.request import Request, SamplingParams
+from lab import naive
+from lab.dry_run import DryRun
+from lab.matrix_products import matmul_seconds
+from lab.offline_run import serve
+from lab.peers import random_twins, transformers_ms  # noqa: F401  lesson 05 asks for them here until it stands alone
 
 KEY = "04c_speed"
 
 
 # --- 1. The floor -----------------------------------------------------------------------------------------------------
-
-
-def floor_seconds(model: llama.Llama, num_seqs: int, n_in: int, n_out: int) -> float:
-    """The matrix products of `num_seqs` prompts of `n_in` tokens and `n_out` outputs each, and nothing else."""
-    packed = pack_weights(model)
-    prefill = batching.matmul_seconds(packed, num_seqs * n_in, num_seqs)
-    return prefill + (n_out - 1) * batching.matmul_seconds(packed, num_seqs, num_seqs)
+#
+# The matrix products of a step and nothing else: `matmul_seconds` and `floor_seconds` of lab/matrix_products.py.
 
 
 # --- 2. What one would write first ------------------------------------------------------------------------------------
@@ -115,16 +98,17 @@ def split_projections(model: llama.Llama) -> llama.Llama:
 def loop_attention(cache: Any, meta: AttentionMetadata) -> llama.Attend:
     """Attention as one would write it first: for each sequence, fetch its blocks, then attend."""
     starts, lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
+    reshape_and_cache = fill("cache.write")
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         kv = cache.layers[layer]
-        paged_attention.reshape_and_cache(k, v, kv, meta.slot_mapping)
+        reshape_and_cache(k, v, kv, meta.slot_mapping)
         out = torch.empty_like(q)
         for b, S in enumerate(lens):
             blocks = meta.block_table[b, : -(-S // cache.block_size)].long()
             keys, values = kv[:, blocks].flatten(1, 2)[:, :S]  # [S, Hkv, D] each
             mine = slice(starts[b], starts[b + 1])
-            out[mine] = paged_attention.prefill_attention(q[mine], keys, values)
+            out[mine] = prefill_attention(q[mine], keys, values)
         return out
 
     return attend
@@ -132,11 +116,12 @@ def loop_attention(cache: Any, meta: AttentionMetadata) -> llama.Attend:
 
 def gathered_attention(cache: Any, meta: AttentionMetadata) -> llama.Attend:
     """For a step of decodes: fetch the blocks of all sequences of about one length, then attend once."""
-    plan = torch_attention.gather_plan(meta.block_table, meta.seq_lens, cache.layers[0].shape)
+    plan = gather_plan(meta.block_table, meta.seq_lens, cache.layers[0].shape)
+    reshape_and_cache = fill("cache.write")
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        paged_attention.reshape_and_cache(k, v, cache.layers[layer], meta.slot_mapping)
-        return torch_attention.decode(q, cache.layers[layer], torch_attention.decode_gathered, plan)
+        reshape_and_cache(k, v, cache.layers[layer], meta.slot_mapping)
+        return decode(q, cache.layers[layer], decode_gathered, plan)
 
     return attend
 
@@ -157,7 +142,7 @@ class ListBatch:
 
     def prepare(self, rows: Sequence[tuple[Request, list[int]]], query_lens: Sequence[int], seq_lens: Sequence[int],
                 device: torch.device) -> tuple[torch.Tensor, AttentionMetadata]:  # fmt: skip
-        """As lesson 04's `InputBatch.prepare`, from scratch."""
+        """As the engine's `InputBatch.prepare`, from scratch."""
         tokens = [request.all_token_ids[S - n : S] for (request, _), n, S in zip(rows, query_lens, seq_lens)]
         meta = AttentionMetadata.build([b for _, b in rows], seq_lens, query_lens, self.block_size, device)
         return torch.tensor([t for each in tokens for t in each], device=device), meta
@@ -193,11 +178,11 @@ class StagedAttention:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
 
-    def make_cache(self, model: llama.Llama, num_blocks: int, block_size: int) -> PagedKVCache:
+    def make_cache(self, model: llama.Llama, num_blocks: int, block_size: int) -> Any:
         """Lesson 02's."""
-        return PagedKVCache(model, num_blocks, block_size)
+        return fill("cache.paged")(model, num_blocks, block_size)
 
-    def plan(self, meta: AttentionMetadata, cache: PagedKVCache) -> llama.Attend:
+    def plan(self, meta: AttentionMetadata, cache: Any) -> llama.Attend:
         """The stage's attention; its gathered one takes decodes only, so prompts go through lesson 02's."""
         if self.stage.attention == "in a loop":
             return loop_attention(cache, meta)
@@ -208,30 +193,41 @@ class StagedAttention:
 
 def make_core(model: llama.Llama, stage: Stage, num_seqs: int, max_model_len: int) -> EngineCore:
     """An engine for `num_seqs` sequences of `max_model_len` tokens, without what a stage does not have yet."""
-    config = batching.SchedulerConfig(max_model_len, num_seqs, num_seqs * max_model_len)
+    limits = SchedulerConfig(max_model_len, num_seqs, num_seqs * max_model_len)
     blocks = 1 + num_seqs * -(-max_model_len // 16)
-    scheduler = Scheduler(config, batching.KVCacheManager(blocks, 16, max_model_len))
-    runner = make_runner(
-        model, config, blocks, 16, VllmConfig(enforce_eager=True, plug={"attention": StagedAttention(stage)})
-    )
+    config = VllmConfig(enforce_eager=True, plug={"attention": StagedAttention(stage)})
+    core = assemble.make_core(model, limits, blocks, 16, config, enable_prefix_caching=False)
+    runner = core.runner
     if not stage.packed:
         runner.model = model if stage.fused else split_projections(model)
     if not stage.arrays:
         runner.batch = ListBatch(16)
-    return EngineCore(scheduler, runner)
+    return core
+
+
+def generate_cached(model: llama.Llama, prompt: Sequence[int], n_out: int) -> list[int]:
+    """Greedy decoding of one sequence, whose keys and values lie in one piece: lesson 01's loop."""
+    shape = (2, len(prompt) + n_out, model.num_kv_heads, model.config.head_dim)
+    cache = torch.zeros(model.config.num_hidden_layers, *shape, dtype=model.dtype, device=model.device)
+    tokens, computed = list(prompt), 0
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        known = computed + len(q)
+        cache[layer, 0, computed:known], cache[layer, 1, computed:known] = k, v
+        return prefill_attention(q, *cache[layer, :, :known])
+
+    for _ in range(n_out):
+        new = torch.tensor(tokens[computed:], device=model.device)  # the prompt, then one token at a time
+        hidden = model.forward(new, torch.arange(computed, len(tokens), device=model.device), attend)
+        computed = len(tokens)
+        tokens.append(int(model.logits(hidden[-1:]).argmax()))
+    return tokens[len(prompt) :]
 
 
 def alone(model: llama.Llama, prompts: Sequence[list[int]], n_out: int, cached: bool) -> tuple[list[list[int]], float]:
-    """One request after another, by lesson 01's loop: their tokens, and seconds."""
-    spec = roofline.KVCacheSpec.from_config({
-        "num_hidden_layers": model.config.num_hidden_layers, "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads, "head_dim": model.config.head_dim, "hidden_size": 0,
-    })  # fmt: skip
-    runs = []
-    for prompt in prompts:
-        cache = kv_cache.KVCache(spec, 1, len(prompt) + n_out, model.dtype) if cached else None
-        runs.append(kv_cache.generate(model, prompt, n_out, cache))
-    return [run.token_ids for run in runs], sum(sum(run.seconds) for run in runs)
+    """One request after another: their tokens, and seconds."""
+    generate, start = generate_cached if cached else naive.generate, time.perf_counter()
+    return [generate(model, prompt, n_out) for prompt in prompts], time.perf_counter() - start
 
 
 # --- 4. Operations, counted -------------------------------------------------------------------------------------------
@@ -334,9 +330,9 @@ class RescanningScheduler(Scheduler):
 
 def scheduler_seconds(running: int, waiting: int, steps: int = 40, kind: type[Scheduler] = Scheduler) -> float:
     """Median seconds of a step without a model: `running` requests decode, `waiting` more wait for a seat."""
-    config = batching.SchedulerConfig(2048, running, max(2048, 16 * running))
-    per_request = -(-(16 + steps + 8) // 16)
-    core = batching.DryRun(kind(config, batching.KVCacheManager(1 + running * per_request, 16, 2048)))
+    limits = SchedulerConfig(2048, running, max(2048, 16 * running))
+    num_blocks = 1 + running * -(-(16 + steps + 8) // 16)
+    core = DryRun(kind(limits, KVCacheManager(num_blocks, 16, 2048, enable_caching=False)))
     for i in range(running + waiting):
         params = SamplingParams(max_tokens=steps + 8, ignore_eos=True)
         core.add_request(Request(str(i), [0] * 16, params, arrival_time=float(i)))
@@ -349,373 +345,6 @@ def scheduler_seconds(running: int, waiting: int, steps: int = 40, kind: type[Sc
     if len(core.scheduler.running) != running or len(core.scheduler.waiting) != waiting:
         raise common.CheckFailed(f"{len(core.scheduler.running)} run and {len(core.scheduler.waiting)} wait")
     return statistics.median(seconds)
-
-
-# --- 7. A step by arithmetic, behind the widget -----------------------------------------------------------------------
-#
-#     t = max(2·W·B / rate, b·W / bandwidth) + copies · B·S·(KV bytes per token) / bandwidth + operations · overhead
-
-MACHINES = {  # FLOP/s with packed weights, FLOP/s without, bytes/s, seconds until an operation has begun
-    "two CPU cores": (3e11, 1.1e11, 4e10, 6e-6),  # about what this lesson's measurements say of theirs
-    "a GPU": (6e13, 6e13, 3.35e12, 5e-6),  # its library reads the weights as they lie
-}
-WIDGET_CHOICES = {
-    "machine": list(MACHINES),
-    "batch": [1, 4, 8, 32, 128],
-    "context": [64, 256, 1024],
-    "weight_bytes": [1, 2, 4],
-}
-WIDGET_DEFAULT = {"machine": "two CPU cores", "batch": 32, "context": 256, "weight_bytes": 4}
-
-
-def microseconds(seconds: float) -> int:
-    """Whole µs of `seconds`: integers, as both twins of the simulation have them."""
-    return round(seconds * 1e6)
-
-
-def simulate(params: dict[str, Any]) -> dict[str, Any]:
-    """A decode step of SmolLM2 on a machine of four numbers, stage by stage: whole microseconds of each part.
-
-    Arithmetic, keys and values are in fp32; weights are stored in `weight_bytes` each. Raises common.InputError for a
-    name or value that is not among WIDGET_CHOICES.
-    """
-    params = common.checked(params, WIDGET_CHOICES)
-    packed_rate, unpacked_rate, bandwidth, overhead = MACHINES[params["machine"]]
-    B, config = params["batch"], roofline.MODELS["SmolLM2-135M"]
-    W, layers = sum(roofline.weights_read(config)), config["num_hidden_layers"]
-    kv_bytes = B * params["context"] * roofline.KVCacheSpec.from_config(config).bytes_per_token("float32")
-    read_bytes = params["weight_bytes"] * W
-    read = microseconds(read_bytes / bandwidth)
-    floor = max(microseconds(2 * W * B / packed_rate), read)
-    stages = []
-    for stage in STAGES:
-        per_layer, outside = operations(stage, B)
-        count = per_layer * layers + outside
-        copies = 1 if stage.attention == "in place" else 3  # gathered: read, written, read again
-        multiply = microseconds(2 * W * B / (packed_rate if stage.packed else unpacked_rate))
-        parts = {
-            "products": max(multiply, read),
-            "attention": microseconds(copies * kv_bytes / bandwidth),
-            "operations": microseconds(count * overhead),
-        }
-        total = sum(parts.values())
-        stages.append({
-            "name": stage.name, "per_layer": per_layer, "outside": outside, "operations": count,
-            "per_sequence": operations(stage, 2)[0] - operations(stage, 1)[0], "copies": copies,
-            "multiply_us": multiply, "bound": "arithmetic" if multiply > read else "memory",
-            "parts_us": parts, "total_us": total, "tokens_per_second": B * 1e6 / total, "share_of_floor": floor / total,
-        })  # fmt: skip
-    return {
-        "params": params, "layers": layers, "overhead_us": microseconds(overhead), "kv_bytes": kv_bytes,
-        "read_bytes": read_bytes, "read_us": read, "floor_us": floor, "stages": stages,
-    }  # fmt: skip
-
-
-def describe(trace: dict[str, Any]) -> str:
-    """A trace as a table: milliseconds of each part, a row for each stage."""
-    p, ms = trace["params"], lambda us: f"{us / 1e3:.2f}"
-    lines = [
-        f"batch {p['batch']}, context {p['context']}, {p['machine']}, {p['weight_bytes']}-byte weights",
-        f"{'ms a step':<29}products  attention  operations    total  tokens/s  of the floor",
-    ]
-    for stage in trace["stages"]:
-        products, attention, started = map(ms, stage["parts_us"].values())
-        lines.append(
-            f"{stage['name']:<29}{products:>8}{attention:>11}{started:>12}{ms(stage['total_us']):>9}"
-            f"{stage['tokens_per_second']:>10,.0f}{stage['share_of_floor']:>14.1%}"
-        )
-    bound = trace["stages"][-1]["bound"]
-    lines.append(f"floor: {ms(trace['floor_us'])} ms, the products with packed weights, bound by {bound}")
-    return "\n".join(lines)
-
-
-def slug(name: str) -> str:
-    """A stage's name as a key: "arrays, not lists" -> arrays_not_lists."""
-    return re.sub(r"\W+", "_", name)
-
-
-# --- Numbers that the text quotes -------------------------------------------------------------------------------------
-
-
-@functools.cache
-def facts() -> dict[str, Any]:
-    """The lesson's deterministic numbers: bytes, FLOPs, operations, and steps by arithmetic."""
-    config = roofline.MODELS["SmolLM2-135M"]
-    W = sum(roofline.weights_read(config))
-    counted = {}
-    for key, stage in zip(("loop", "batched", "fused", "arrays", "packed", "in_place"), STAGES):
-        counted[key] = {}
-        for B in (1, 8, 32):
-            per_layer, outside = operations(stage, B)
-            counted[key][str(B)] = {"layer": per_layer, "outside": outside,
-                                    "step": per_layer * config["num_hidden_layers"] + outside}  # fmt: skip
-    steps = {}
-    for key, machine in (("cpu", "two CPU cores"), ("gpu", "a GPU")):
-        for B in (1, 32):
-            found = simulate(WIDGET_DEFAULT | {"machine": machine, "batch": B})["stages"]
-            steps |= {f"{key}_loop_{B}": found[0], f"{key}_final_{B}": found[-1]}
-    return {
-        "weights": W, "weight_bytes": 4 * W, "flops_per_row": 2 * W, "operations": counted, "steps": steps,
-        "turning_point": {key: 2 * m[0] / m[2] for key, m in zip(("cpu", "gpu"), MACHINES.values())},
-        "gathered_bytes": 32 * 160 * roofline.KVCacheSpec.from_config(config).bytes_per_token("float32"),
-    }  # fmt: skip
-
-
-def draw(folder: str | Path) -> list[Path]:
-    """What each stage gained, and where a step's time goes, as measured (lessons/results/cpu.json)."""
-    bench = common.results(KEY).get("bench", {})
-    figure, axes = common.new_figure(8.6, 3.9, ncols=2, width_ratios=[1, 1.05])
-    names = ["no cache", "a cache, one by one", *(stage.name for stage in STAGES)]
-    for y, name in enumerate(names if bench else []):
-        found = bench["stages"][slug(name)]
-        axes[0].barh(y, found["tokens_per_second"], 0.62, color=common.COLORS["blue"])
-        short = f"{found['tokens_per_second']:.0f} "
-        axes[0].text(found["tokens_per_second"], y, short, va="center", ha="right", fontsize=9, color="white")
-    if bench:
-        axes[0].axvline(bench["floor"], color=common.COLORS["red"], linewidth=1)
-        axes[0].text(
-            bench["floor"] * 0.93, -0.35, "products alone", fontsize=8.5, ha="right", color=common.COLORS["red"]
-        )
-    axes[0].set(yticks=range(len(names)), yticklabels=names, xscale="log", xlabel="output tokens/s",
-                title="32 prompts of 128 tokens, 64 out")  # fmt: skip
-    axes[0].invert_yaxis()
-    axes[0].set_xlim(1, 1000)
-    for x, name in enumerate(PROFILED if bench else []):
-        bottom, parts = 0.0, bench["profile"][slug(name)]
-        bars = {part: parts[part] for part in ("products", "attention", "rest")}
-        bars["else"] = parts["total"] - sum(bars.values())
-        for (part, ms), color in zip(bars.items(), ("blue", "green", "orange", "purple")):
-            label = None if x else PARTS.get(part, "everything else")
-            axes[1].bar(x, ms, 0.62, bottom=bottom, color=common.COLORS[color], label=label)
-            bottom += ms
-    axes[1].set(xticks=range(len(PROFILED)), xticklabels=[name.replace(" ", "\n", 1) for name in PROFILED],
-                ylabel="ms per decode step", title="where a step's time goes")  # fmt: skip
-    if bench:
-        axes[1].set_ylim(0, 1.25 * bench["profile"]["attention_in_a_loop"]["total"])
-        axes[1].legend(fontsize=8.5, loc="upper right")
-    return [common.save_figure(figure, folder, "04c_stages")]
-
-
-# --- The peers --------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def vllm_peer(python: str, model_folder: Path, dtype: str) -> Iterator[Callable[..., dict[str, Any]]]:
-    """The real vLLM in processes of its own: ask(command=…) -> answer. Raises InputError if it does not start.
-
-    They are stopped between two questions: vLLM's worker spins while it waits for work, on a core that ours needs.
-    """
-    script = common.ROOT / "tests" / "vllm_peer.py"
-    command = [python, str(script), str(model_folder), dtype]
-    try:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                   start_new_session=True)  # fmt: skip
-    except OSError as error:
-        raise common.InputError(f"--vllm {python}: {error.strerror}") from None
-
-    def ask(**request: Any) -> dict[str, Any]:
-        with contextlib.suppress(OSError):  # it has died: the answer will be missing
-            os.killpg(process.pid, signal.SIGCONT)
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-        for line in process.stdout:
-            if line.startswith("{"):  # whatever else a library prints
-                os.killpg(process.pid, signal.SIGSTOP)
-                return json.loads(line)
-        raise common.InputError(f"--vllm {python}: it ended; has that environment vLLM in it?")
-
-    try:
-        yield ask
-    finally:
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGCONT)
-            process.stdin.close()
-        process.wait()
-
-
-def random_twins(name: str) -> tuple[llama.Llama, Any]:
-    """A model of lesson 01's table in bf16, and its like in Transformers, with random weights: the time is the same."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    config, device = roofline.llama_config(roofline.MODELS[name]), common.device()
-    make, shapes = functools.partial(torch.empty, dtype=torch.bfloat16, device=device), llama.tensor_shapes(config)
-
-    def weights(key: str) -> torch.Tensor | None:
-        return make(shapes[key]).normal_(std=0.02) if key in shapes else None
-
-    known = {key: value for key, value in dataclasses.asdict(config).items() if key != "rope_scaling"}
-    with device:
-        twin = AutoModelForCausalLM.from_config(LlamaConfig(**known), dtype=torch.bfloat16).eval()
-    return llama.Llama(config, weights, torch.bfloat16), twin
-
-
-def transformers_ms(model: Any, n: int) -> float:
-    """Milliseconds of a decode step of `n` sequences: 50 tokens more, minus the prompt and what comes before."""
-    ids = torch.full((n, 64), 5, device=model.device)
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
-
-    def seconds(tokens: int) -> float:
-        start = time.perf_counter()
-        model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **options)[0, -1].item()
-        return time.perf_counter() - start
-
-    seconds(8)
-    return 1e3 * (seconds(58) - seconds(8)) / 50
-
-
-def throughput(model: llama.Llama, folder: Path, ask: Callable | None) -> dict[str, Any]:
-    """Ours, Transformers and vLLM in turns, three rounds: output tokens per second, median, lowest and highest."""
-    n_in, n_out, rng, V = 128, 64, random.Random(0), model.config.vocab_size
-    prompts = [[rng.randrange(min(1000, V // 2), min(40000, V)) for _ in range(n_in)] for _ in range(32)]
-    transformers = batching.load_transformers(str(folder), model)
-    tokens: dict[str, list[list[int]]] = {}
-
-    def ours(n: int) -> float:
-        core = make_core(model, STAGES[-1], n, n_in + n_out)
-        start = time.perf_counter()
-        tokens["ours"] = batching.serve(core, prompts[:n], [n_out] * n).token_ids
-        return time.perf_counter() - start
-
-    def theirs(n: int) -> float:
-        ids = torch.tensor(prompts[:n], device=model.device)
-        start = time.perf_counter()
-        transformers.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n_out,
-                              min_new_tokens=n_out, pad_token_id=0)  # fmt: skip
-        return time.perf_counter() - start
-
-    def vllm(n: int) -> float:
-        answer = ask(command="generate", prompts=prompts[:n], max_tokens=n_out)
-        tokens["vllm"] = answer["token_ids"]
-        return answer["seconds"]
-
-    runs = {"ours": ours, "transformers": theirs} | ({"vllm": vllm} if ask else {})
-    found: dict[str, Any] = {}
-    rows = []
-    for n in (1, 8, 32):
-        for run in runs.values():
-            run(n)
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(3):
-            for name, run in runs.items():
-                time.sleep(0.5)  # threads of the one before still spin for a while
-                seconds[name].append(run(n))
-        mine: dict[str, Any] = {"floor": n * n_out / floor_seconds(model, n, n_in, n_out)}
-        for name, each in seconds.items():
-            low, median, high = (n * n_out / s for s in sorted(each, reverse=True))
-            mine |= {name: median, f"{name}_low": low, f"{name}_high": high}
-        mine["share_of_floor"] = mine["ours"] / mine["floor"]
-        for name in [*runs][1:]:
-            mine[f"over_{name}"] = mine["ours"] / mine[name]
-        if ask:
-            same = sum(a == b for a, b in zip(tokens["ours"], tokens["vllm"]))
-            mine["same_answers"] = same / n
-        found[str(n)] = mine
-        spread = [f"{mine[c]:.0f} ({mine[f'{c}_low']:.0f}–{mine[f'{c}_high']:.0f})" for c in runs]
-        rows.append([n, *spread, f"{mine['floor']:.0f}", f"{mine['share_of_floor']:.0%}"])
-    common.table(["prompts", *runs, "products alone", "share"], rows, title="output tokens per second")
-    return found
-
-
-def one_by_one(work: Sequence[Callable]) -> list[torch.Tensor]:
-    """What each of them computes."""
-    return [each() for each in work]
-
-
-def measure_linears(variants: dict[str, llama.Llama], seconds: float) -> list[dict[str, Any]]:
-    """Of models with weights in other formats: milliseconds of all linear layers of the blocks, one after another, at
-    M tokens; float layers as engines run them (on a CPU packed by lesson 04)."""
-    found: list[dict[str, Any]] = [{"method": name} for name in variants]
-    for row, model in zip(found, variants.values()):
-        c, layers = model.config, pack_weights(model).linear
-        inputs = {"down_proj": c.intermediate_size, "o_proj": c.num_attention_heads * c.head_dim}
-        widths = {n: inputs.get(n.split(".")[-1], c.hidden_size) for n in layers if n != "lm_head"}
-        for M in (1, 4, 8, 32):
-            x = {K: torch.randn(M, K, dtype=model.dtype, device=model.device) for K in widths.values()}
-            work = [functools.partial(layers[n], x[K]) for n, K in widths.items()]
-            row[f"ms_{M}"] = common.measure(functools.partial(one_by_one, work), seconds).median * 1e3
-    common.table(["linear layers, ms", *(f"M = {M}" for M in (1, 4, 8, 32))],
-                 [[r["method"], *(f"{r[f'ms_{M}']:.1f}" for M in (1, 4, 8, 32))] for r in found])  # fmt: skip
-    return found
-
-
-def measure_serving(variants: dict[str, llama.Llama], peers: dict[str, Callable] | None = None) -> list[dict[str, Any]]:
-    """Output tokens per second of the engine with each model, and of vLLM's as `peers` (ask(…) of each): 64
-    to each of n prompts of 128; the median of three rounds, in which all take turns."""
-    V = min(model.config.vocab_size for model in variants.values())
-    prompts = [[(1000 + 37 * i + j) % V for j in range(128)] for i in range(32)]
-
-    def ours(model: llama.Llama, n: int) -> float:
-        return batching.serve(batching.make_core(model), prompts[:n], [64] * n).tokens_per_second
-
-    def theirs(ask: Callable, n: int) -> float:
-        return n * 64 / ask(command="generate", prompts=prompts[:n], max_tokens=64)["seconds"]
-
-    runs = {name: functools.partial(ours, model) for name, model in variants.items()}
-    runs |= {name: functools.partial(theirs, ask) for name, ask in (peers or {}).items()}
-    found: list[dict[str, Any]] = [{"method": name} for name in runs]
-    for n in (1, 8, 32):
-        rates: list[list[float]] = [[] for _ in runs]
-        for _ in range(3):
-            for each, run in zip(rates, runs.values()):
-                time.sleep(0.5)  # threads of the one before still spin for a while
-                each.append(run(n))
-        for row, each in zip(found, rates):
-            row[f"tokens_s_{n}"] = statistics.median(each)
-    common.table(["tokens/s", *(f"{n} prompts" for n in (1, 8, 32))],
-                 [[r["method"], *(f"{r[f'tokens_s_{n}']:.0f}" for n in (1, 8, 32))] for r in found])  # fmt: skip
-    return found
-
-
-def scheduler_table(ask: Callable | None) -> dict[str, Any]:
-    """µs of a step with 1,000 running and up to 10,000 waiting: ours, and vLLM's schedule() + update_from_output()."""
-    found, rows = {}, []
-    for running, waiting in ((8, 0), (64, 0), (256, 0), (1000, 0), (1000, 10_000)):
-        mine = {"ours": scheduler_seconds(running, waiting) * 1e6}
-        if ask:
-            mine["vllm"] = ask(command="schedule", running=running, waiting=waiting, steps=40)["seconds"] * 1e6
-        found[f"{running}_{waiting}"] = mine
-        rows.append([f"{running:,}", f"{waiting:,}", *(f"{us:,.0f}" for us in mine.values()),
-                     f"{mine['ours'] / running:.2f}"])  # fmt: skip
-    common.table(["running", "waiting", *(["µs", "vLLM, µs"] if ask else ["µs"]), "µs per request"], rows)
-    return found
-
-
-def benchmark(args: argparse.Namespace, model: llama.Llama) -> dict[str, Any]:
-    """The stages at 32 prompts of 128 tokens, their profiles, and the peers."""
-    n_in, n_out, rng, V = 128, 64, random.Random(0), model.config.vocab_size
-    prompts = [[rng.randrange(min(1000, V // 2), min(40000, V)) for _ in range(n_in)] for _ in range(32)]
-    common.heading("5. From naive to final: 32 prompts of 128 tokens, 64 greedy tokens each")
-    floor = 32 * n_out / floor_seconds(model, 32, n_in, n_out)
-    bench: dict[str, Any] = {"floor": floor, "stages": {}}
-    names = ["no cache", "a cache, one by one", *(stage.name for stage in STAGES)]
-    for name, cached, n in ((names[0], False, 1), (names[1], True, 4)):
-        bench["stages"][slug(name)] = {"tokens_per_second": n * n_out / alone(model, prompts[:n], n_out, cached)[1]}
-    for stage in STAGES:
-        core = make_core(model, stage, 32, n_in + n_out)
-        batching.serve(core, prompts, [2] * 32)  # warm up
-        seconds = sorted(sum(batching.serve(core, prompts, [n_out] * 32).seconds) for _ in range(3))
-        bench["stages"][slug(stage.name)] = {"tokens_per_second": 32 * n_out / seconds[1]}
-    rows, before = [], None
-    for name, found in zip(names, bench["stages"].values()):
-        rate = found["tokens_per_second"]
-        found["share_of_floor"] = rate / floor
-        found["gain"] = rate / before if before else 1.0
-        rows.append([name, f"{rate:.1f}", f"{found['gain']:.2f}x", f"{rate / floor:.0%}"])
-        before = rate
-    common.table(["", "tokens/s", "gain", "of the products alone"], rows)
-    profiles = {name: profile(make_core(model, stage, 32, n_in + n_out), prompts, 24)
-                for name, stage in PROFILED.items()}  # fmt: skip
-    print_profiles(profiles)
-    bench["profile"] = {slug(name): parts | {"total": sum(parts.values())} for name, parts in profiles.items()}
-    common.heading("6. Peers, in turns")
-    folder = llama.model_folder(args.model)
-    peer = vllm_peer(args.vllm, folder, "float32") if args.vllm else contextlib.nullcontext()
-    with peer as ask:
-        if ask is None:
-            common.skipped("vLLM", "no --vllm")
-        bench["throughput"] = throughput(model, folder, ask)
-        bench["scheduler_us"] = scheduler_table(ask)
-    return bench
 
 
 # --- The story --------------------------------------------------------------------------------------------------------
@@ -735,7 +364,7 @@ def build_parser() -> common.Parser:
     p = common.parser(__doc__)
     p.add_argument("--sequences", type=common.number(int, 1, 64), default=8, metavar="N",
                    help="in a batch (default %(default)s)")  # fmt: skip
-    p.add_argument("--rescan", action="store_true", help="step 5 with a scheduler that sorts its queue every step")
+    p.add_argument("--rescan", action="store_true", help="step 4 with a scheduler that sorts its queue every step")
     p.add_argument(
         "--vllm", metavar="PYTHON", help="with --bench: the interpreter of an environment with vLLM's CPU build"
     )
@@ -752,14 +381,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     if args.vllm and not args.bench:
         raise common.InputError("--vllm: only --bench compares with it")
-    machine = common.start(args)
-    B, bench = args.sequences, {}
+    common.start(args)
+    B = args.sequences
 
     llama.check_context(args.model, 192 if args.bench else 64)
     model, tokenizer = llama.load(args.model)
     text = tokenizer.encode(TEXT)
     prompts = [text[i % 32 : i % 32 + 32] for i in range(B)]
-    known = facts()
 
     common.heading(f"1. From naive to final: prompts of 32 tokens, {N_OUT} greedy tokens each")
     rows, before, expected = [], 0.0, None
@@ -773,8 +401,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     finals = None
     for stage in STAGES:
         core = make_core(model, stage, B, 64)
-        batching.serve(core, prompts[:1], [2])  # warm up
-        run = batching.serve(core, prompts, [N_OUT] * B)
+        serve(core, prompts[:1], [2])  # warm up
+        run = serve(core, prompts, [N_OUT] * B)
         finals = finals or run.token_ids
         if run.token_ids != finals or run.token_ids[: len(expected)] != expected:
             raise common.CheckFailed(f"{stage.name}: other tokens")
@@ -788,36 +416,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.say(f"…{tokenizer.decode(prompts[0])[-40:]!r} → {tokenizer.decode(finals[0])!r}"[:108])
     common.say(f"✓ all {2 + len(STAGES)} ways write the same tokens")
 
-    common.heading("2. The same steps by arithmetic, for a machine of one's choice: simulate()")
-    common.say(describe(simulate(WIDGET_DEFAULT)))
-
-    common.heading("3. The floor: matrix products and nothing else")
-    floor = {n: batching.matmul_seconds(pack_weights(model), n, n) for n in sorted({1, B})}
+    common.heading("2. The floor: matrix products and nothing else")
+    floor = {n: matmul_seconds(pack_weights(model), n, n) for n in sorted({1, B})}
     weights = sum(layer.weight.numel() for layer in model.linear.values())
     for n, seconds in floor.items():
         common.say(f"{n:>2} rows: {seconds * 1e3:5.1f} ms, {n / seconds:4.0f} tokens/s at most; "
                    f"{4 * weights / seconds / 1e9:.0f} GB/s of weights, "
                    f"{2 * n * weights / seconds / 1e9:.0f} GFLOP/s")  # fmt: skip
 
-    common.heading("4. Where a decode step's time goes")
+    common.heading("3. Where a decode step's time goes")
     print_profiles({
         name: profile(make_core(model, stage, B, 64), prompts, N_OUT)
         for name, stage in PROFILED.items() if stage is not STAGES[3]
     })  # fmt: skip
 
-    common.heading("5. Waiting requests cost nothing: a step of the scheduler, without a model")
+    common.heading("4. Waiting requests cost nothing: a step of the scheduler, without a model")
     kind, rows = RescanningScheduler if args.rescan else Scheduler, []
     for running, waiting in ((100, 0), (1000, 0), (1000, 10_000)):
         seconds = scheduler_seconds(running, waiting, kind=kind)
         rows.append([f"{running:,}", f"{waiting:,}", f"{seconds * 1e6:,.0f}", f"{seconds / running * 1e6:.2f}"])
     common.table(["running", "waiting", "µs a step", "µs per running request"], rows)
 
-    if args.bench:
-        bench = benchmark(args, model)
-    if args.figure:
-        draw(args.figure)
-    if args.json:
-        common.merge_json(args.json, KEY, {"machine": machine, "facts": known, "bench": bench})
+    common.hand_over(KEY, args)
 
 
 if __name__ == "__main__":

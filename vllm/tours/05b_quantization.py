@@ -51,7 +51,6 @@ import torch.nn.functional as F
 from common import HARDWARE
 
 import llama
-from lab import roofline
 from engine.quantization import int4_hopper
 from engine.quantization.activations import EIGHT_BIT, quantize_rows
 from engine.quantization.algorithms import autoround, awq, gptq, output_error, rtn, smoothquant
@@ -68,10 +67,9 @@ from engine.quantization.formats import (
 from engine.quantization.gguf_codes import read_gguf
 from engine.quantization.linear import QuantizedLinear, W8A8Linear
 from engine.quantization.methods import Method, quantize, quantize_model
-
-# What lesson 06 and its workers ask this script for.
-
-speed = common.lesson("04c_speed")
+from lab import offline_run, roofline
+from lab.matrix_products import measure_linears
+from lab.peers import vllm_peer
 
 KEY = "05b_quantization"
 
@@ -350,12 +348,12 @@ def measure_kernels(seconds: float) -> list[dict[str, Any]]:
 
 
 def serve_beside_vllm(variants: dict[str, llama.Llama], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """04c's tokens per second of each model, and, if `--vllm` names an interpreter, of vLLM on the original."""
+    """Tokens per second of each model, and, if `--vllm` names an interpreter, of vLLM on the original."""
     folder, peers = llama.model_folder(args.model), {}
     with contextlib.ExitStack() as stack:
         for name, dtype in {"vLLM, fp32": "float32", "vLLM, bf16": "bfloat16"}.items() if args.vllm else ():
-            peers[name] = stack.enter_context(speed.vllm_peer(args.vllm, folder, dtype))
-        return speed.measure_serving(variants, peers)
+            peers[name] = stack.enter_context(vllm_peer(args.vllm, folder, dtype))
+        return offline_run.measure_serving(variants, peers)
 
 
 # --- The story ------------------------------------------------------------------------------------------------------
@@ -530,7 +528,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         variants |= {"bf16": half, "int4, bf16": quantize_model(half, "int4" if args.model else "gguf")}
         if not common.HAS_GPU:
             bench["serving"] = serve_beside_vllm(variants, args)
-    bench["linears"] = speed.measure_linears(variants, 2.0 if args.bench else 0.2)
+    bench["linears"] = measure_linears(variants, 2.0 if args.bench else 0.2)
     if common.HAS_GPU:
         bench |= {"kernels": measure_kernels(0.3 if args.bench else 0.05), "copy_gb_s": common.copy_bandwidth() / 1e9}
         common.table(["N × K, M", "bf16", "int4", "GB/s", "fp8 W8A8"], [

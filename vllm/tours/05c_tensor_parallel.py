@@ -46,17 +46,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import llama
-from lab import naive, roofline
-from engine.model.packed_linear import pack_weights
 from engine.distributed.group import GroupCoordinator, new_group
+from engine.model.packed_linear import pack_weights
+from engine.parallel import sharding
 from engine.parallel.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from engine.parallel.model import TensorParallelLlama, load_shard, map_local, shard_model
 from engine.parallel.ranks import Ranks, launch, start_context
-from engine.parallel.sharding import check_tensor_parallel_size, divides, pad_vocab_size, shard_config
-
-continuous_batching = common.lesson("04_continuous_batching")
+from lab import naive, offline_run, roofline
+from lab.layouts import default_size
+from lab.links import LINKS, Link, wire_bytes
 
 KEY = "05c_tensor_parallel"
+
+
 # --- What we want: one block, whole and in slices ---------------------------------------------------------------------
 
 
@@ -75,24 +77,7 @@ def mlp_in_slices(x: torch.Tensor, A: torch.Tensor, B: torch.Tensor, n: int) -> 
     return torch.stack(partial_sums).sum(0)
 
 
-# --- Who divides what -------------------------------------------------------------------------------------------------
-
-
-def default_size(config: llama.LlamaConfig) -> int:
-    """3, which SmolLM2 allows; for another model the fewest ranks above one that can share it, or 1 if none can."""
-    return next((n for n in (3, *range(2, config.num_attention_heads + 1)) if divides(config, n)), 1)
-
-
 # --- The group: ranks that talk ---------------------------------------------------------------------------------------
-
-
-def wire_bytes(collective: str, payload: int, n: int) -> float:
-    """Bytes that each of n ranks sends so that all have a result of `payload` bytes, on a ring.
-
-    all-gather:  (n−1)/n · payload      each rank's part is passed on n − 1 times
-    all-reduce: 2(n−1)/n · payload      first the sums travel around the ring, then the results
-    """
-    return {"all_gather": 1, "all_reduce": 2}[collective] * (n - 1) / n * payload
 
 
 def ring_all_reduce(x: torch.Tensor, group: GroupCoordinator) -> tuple[torch.Tensor, int]:
@@ -146,7 +131,7 @@ def step_traffic(config: llama.LlamaConfig, n: int, tokens: int, rows: int, item
     calls = 2 * config.num_hidden_layers + 1
     return {
         "all_reduce": {"calls": calls, "bytes": calls * tokens * config.hidden_size * itemsize},
-        "all_gather": {"calls": 1, "bytes": rows * pad_vocab_size(config.vocab_size, n) * itemsize},
+        "all_gather": {"calls": 1, "bytes": rows * sharding.pad_vocab_size(config.vocab_size, n) * itemsize},
     }
 
 
@@ -155,26 +140,7 @@ def sent_per_rank(traffic: dict[str, dict[str, int]], n: int) -> dict[str, float
     return {name: wire_bytes(name, counted["bytes"], n) for name, counted in traffic.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Link:
-    """What connects GPUs: bytes/s that one GPU sends, and seconds of a collective on next to nothing."""
-
-    bandwidth: float
-    latency: float
-
-    def seconds(self, collective: str, payload: int, n: int, calls: int = 1) -> float:
-        """`calls` collectives of `payload` bytes each, one after the other."""
-        return calls * (self.latency + wire_bytes(collective, payload, n) / self.bandwidth) if n > 1 else 0.0
-
-
-# vLLM's all-reduce on an H200, NVIDIA aiconfigurator (whose sizes are bf16 elements, not bytes): up to 16 KB 4.4–5.2 µs
-# in a CUDA graph, about 20.8 µs outside. 320 GB/s is what its larger messages come to (450 are nominal); `MISFITS` are
-# its points farthest above this model, on 8 and on 2 GPUs. For PCIe we know no such table: the nominal rate.
-LINKS = {
-    "nvlink": Link(320e9, 4.5e-6),
-    "nvlink_eager": Link(320e9, 20.8e-6),
-    "pcie5": Link(63e9, 4.5e-6),
-}
+# Of NVIDIA's table behind `LINKS`: three points that the model fits, and the two farthest above it, on 8 and on 2 GPUs.
 PUBLISHED = {"2mb_tp2": (2 << 20, 2, 12.4e-6), "2mb_tp8": (2 << 20, 8, 18.1e-6), "32mb_tp8": (32 << 20, 8, 166e-6)}
 MISFITS = {"256kb_tp8": (256 << 10, 8, 10.1e-6), "8mb_tp2": (8 << 20, 2, 43.0e-6)}
 H200 = common.HARDWARE["H200 141GB"]
@@ -282,7 +248,7 @@ SIZES = {"SmolLM2-135M": (1, 3), "Llama-3.1-8B": (1, 2, 4, 8, 16), "Llama-3.1-70
 def ownership(model: str, n: int) -> dict[str, Any]:
     """What one of n ranks holds: heads, bytes of weights, bytes of KV per token (bf16)."""
     config = roofline.llama_config(roofline.MODELS[model])
-    shard = shard_config(config, n)
+    shard = sharding.shard_config(config, n)
     weights = sum(int(torch.Size(shape).numel()) for shape in llama.tensor_shapes(shard).values())
     kv = roofline.KVCacheSpec.from_config(dataclasses.asdict(shard)).bytes_per_token()
     whole = roofline.KVCacheSpec.from_config(dataclasses.asdict(config)).bytes_per_token()
@@ -433,7 +399,13 @@ def _draw_scaling(folder: str | Path) -> Path:
 
 # --- The story --------------------------------------------------------------------------------------------------------
 
-OUTPUTS = [8, 5, 6, 10]  # tokens wanted of each prompt
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea,",
+    "To make bread you need flour,",
+    "The three laws of motion say that",
+]
+OUTPUTS = [8, 5, 6, 10]  # tokens wanted of each
 
 
 def seeded_model(device: torch.device) -> llama.Llama:
@@ -448,10 +420,9 @@ def all_logits(model: llama.Llama, token_ids: Sequence[int]) -> torch.Tensor:
     return model.logits(hidden).cpu()
 
 
-def serve(model: llama.Llama, prompts: Sequence[Sequence[int]], outputs: Sequence[int]) -> Any:
-    """Lesson 04's engine around a whole model or a shard, which have one interface. Returns its `Served`."""
-    core = continuous_batching.make_core(model, num_blocks=128, max_model_len=256)
-    return continuous_batching.serve(core, prompts, outputs)
+def serve(model: llama.Llama, prompts: Sequence[Sequence[int]], outputs: Sequence[int]) -> offline_run.Served:
+    """The engine around a whole model or a shard, which have one interface."""
+    return offline_run.serve(offline_run.make_core(model, num_blocks=128, max_model_len=256), prompts, outputs)
 
 
 def rank_story(world: GroupCoordinator, n: int, model: str | None, prompts: list[list[int]],
@@ -534,7 +505,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = llama.check_context(args.model, 256)
     folder, numbers = llama.model_folder(args.model), facts()
     n = args.tensor_parallel_size = args.tensor_parallel_size or default_size(config)
-    check_tensor_parallel_size(config, n)
+    sharding.check_tensor_parallel_size(config, n)
     start_context()  # its imports run beside what follows
 
     common.heading("1. One MLP block: the first matrix cut by its outputs, the second by its inputs")
@@ -558,7 +529,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.table(["", "ranks", "Hq", "Hkv", "copies of KV", "weights, GB", "KV bytes/token"], rows)
 
     tokenizer = llama.Tokenizer(folder)
-    prompts = [tokenizer.encode(text) for text in continuous_batching.PROMPTS[: len(OUTPUTS)]]
+    prompts = [tokenizer.encode(text) for text in PROMPTS]
     with Ranks(max(4, n), rank_story, n, str(folder), prompts, args.skip_all_reduce) as ranks:
         tell_of_ranks(args, ranks, tokenizer, prompts)
 

@@ -46,14 +46,11 @@ import torch
 import torch.nn.functional as F
 
 import llama
-from lab import roofline
-from engine.worker.cuda_graphs import CapturedModel
-from engine.worker.cuda_graphs import decode_at
-from engine.config import VllmConfig
-from engine.worker.assemble import make_runner
-from engine.core.engine_core import EngineCore
+from engine import assemble
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.torch_paged import prefill_attention
+from engine.config import SchedulerConfig, VllmConfig
+from engine.core.engine_core import EngineCore
 from engine.quantization import formats
 from engine.quantization.algorithms import rtn
 from engine.quantization.kv_cache import make_cache
@@ -75,11 +72,11 @@ from engine.quantization.kv_codes import (
 from engine.quantization.kv_decode import quantized_decode
 from engine.quantization.kv_write import quantize_and_cache
 from engine.quantization.linear import QuantizedLinear
-
-paged = common.lesson("02_paged_attention")
-continuous_batching = common.lesson("04_continuous_batching")
-PagedKVCache = paged.PagedKVCache
-ModelEngineCore = EngineCore
+from engine.registry import fill
+from engine.worker.cuda_graphs import CapturedModel, decode_at
+from lab import roofline
+from lab.offline_run import serve
+from lab.peers import random_twins
 
 KEY = "05d_kv_cache_quantization"
 
@@ -137,6 +134,16 @@ def dequantize_reference(layer: torch.Tensor, layout: PageLayout, head_scales: t
         values.append(scale * level(code) + mid)
     out = torch.tensor(values, dtype=torch.float64).view(shape)
     return out @ rotation(D).double().T if fmt.rotate else out
+
+
+def attend_reference(q: torch.Tensor, dense: torch.Tensor, block_table: torch.Tensor,
+                     seq_lens: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    """One query of each sequence against all its dequantized keys, in fp64. Shapes: q [B, Hq, D] -> [B, Hq, D]."""
+    rows = []
+    for query, blocks, S in zip(q.double().cpu(), block_table.long().cpu(), seq_lens.tolist()):
+        keys, values = dense[:, blocks].flatten(1, 2)[:, :S]  # [S, Hkv, D] each
+        rows.append(prefill_attention(query[None], keys, values))
+    return torch.cat(rows)
 
 
 # --- How good is it? Three probes on a real model ---------------------------------------------------------------------
@@ -214,6 +221,7 @@ def calibrate(model: llama.Llama, tokens: Sequence[int]) -> tuple[torch.Tensor, 
 
 NEEDLES = {"Lisbon": "4817", "the library": "2903", "Anna": "7164", "the red car": "5392", "the moon": "8046",
            "the piano": "1675", "the garden": "3528", "Doctor Smith": "9430"}  # fmt: skip
+WRITTEN = 6  # tokens of an answer: a blank, four digits, and what follows
 
 
 @dataclasses.dataclass
@@ -227,7 +235,7 @@ class Haystack:
     document: list[int]
     questions: list[list[int]]
     answers: list[str]
-    cache: PagedKVCache
+    cache: Any  # lesson 02's
 
     @classmethod
     def build(cls, model: llama.Llama, tokenizer: llama.Tokenizer, filler_tokens: int = 768) -> Haystack:
@@ -239,18 +247,15 @@ class Haystack:
             document += filler[i * step : (i + 1) * step]
             document += tokenizer.encode(f"\nThe secret number of {name} is {number}. Remember: {name}, {number}.\n")
         ask = "\n\nWhat is the secret number of {0}?<|im_end|>\n<|im_start|>assistant\nThe secret number of {0} is"
-        cache = PagedKVCache(model, 2 * -(-len(document) // BLOCK) + 4 * len(NEEDLES), BLOCK)
+        cache = fill("cache.paged")(model, 2 * -(-len(document) // BLOCK) + 4 * len(NEEDLES), BLOCK)
         meta = one_sequence(len(document), model.device)
         model.forward(torch.tensor(document, device=model.device), meta.positions, cache.attend(meta))
         return cls(document, [tokenizer.encode(ask.format(city)) for city in NEEDLES], list(NEEDLES.values()), cache)
 
     def find(self, model: llama.Llama, tokenizer: llama.Tokenizer, kv_cache_dtype: str) -> list[bool]:
         """Ask all questions at once, each a fork of the document, and compare what is written with the number."""
-        num_blocks = self.cache.layers[0].shape[1]
-        cache, pool = make_cache(model, num_blocks, BLOCK, kv_cache_dtype), paged.BlockPool(num_blocks)
-        table = paged.BlockTable(pool, BLOCK)
-        table.append(len(self.document))
-        slots = one_sequence(len(self.document), model.device).slot_mapping  # blocks 1, 2, …: those of `table`
+        cache = make_cache(model, self.cache.layers[0].shape[1], BLOCK, kv_cache_dtype)
+        slots = one_sequence(len(self.document), model.device).slot_mapping
         if kv_cache_dtype == "auto":
             cache.layers = [layer.clone() for layer in self.cache.layers]
         else:
@@ -258,14 +263,29 @@ class Haystack:
             for i, layer in enumerate(self.cache.layers):
                 kv = layer.flatten(1, 2)[:, slots]
                 cache.write(i, *(kv if cache.rotation is None else kv @ cache.rotation), slots)
-        tables, new = [table.fork() for _ in self.questions], self.questions
+        tables, new = self.fork(cache), self.questions
         written: list[list[int]] = [[] for _ in self.questions]
-        for _ in range(6):  # a blank, four digits, and what follows
-            picked = paged.run_step(model, cache, tables, new).argmax(-1).tolist()
+        lens = [len(self.document)] * len(tables)
+        for _ in range(WRITTEN):
+            lens = [S + len(tokens) for S, tokens in zip(lens, new)]
+            meta = AttentionMetadata.build(tables, lens, [len(tokens) for tokens in new], BLOCK, model.device)
+            token_ids = torch.tensor([token for tokens in new for token in tokens], device=model.device)  # [T]
+            hidden = model.forward(token_ids, meta.positions, cache.attend(meta))
+            picked = model.logits(hidden[meta.query_start_loc[1:] - 1]).argmax(-1).tolist()
             new = [[token] for token in picked]
             for tokens, token in zip(written, picked):
                 tokens.append(token)
         return [tokenizer.decode(tokens).strip().startswith(a) for tokens, a in zip(written, self.answers)]
+
+    def fork(self, cache: Any) -> list[list[int]]:
+        """A block table for each question. All read the document's full blocks, and each writes into its own copy of
+        the one that is not full, and behind it."""
+        full, rest = divmod(len(self.document), BLOCK)
+        free = itertools.count(full + 1 + bool(rest))
+        need = [-(-(rest + len(question) + WRITTEN) // BLOCK) for question in self.questions]
+        tables = [[*range(1, full + 1), *itertools.islice(free, n)] for n in need]
+        cache.copy_blocks([(full + 1, table[full]) for table in tables if rest])
+        return tables
 
 
 # --- The simulation: sixteen channels, eight keys, one query ----------------------------------------------------------
@@ -510,22 +530,26 @@ QUESTIONS = ["What is the capital of France?", "What are the three primary color
 
 def make_core(model: llama.Llama, kv_cache_dtype: str, num_blocks: int = 256, block_size: int = 16,
               max_model_len: int = 1024) -> EngineCore:  # fmt: skip
-    """Lesson 04's engine on a quantized cache. Raises InputError for an unknown dtype."""
-    config = continuous_batching.SchedulerConfig(max_model_len, max_num_seqs=32, max_num_batched_tokens=4096)
-    manager = continuous_batching.KVCacheManager(num_blocks, block_size, max_model_len)
-    scheduler = continuous_batching.Scheduler(config, manager)
-    about = VllmConfig(attention_backend="paged", kv_cache_dtype=kv_cache_dtype)
-    return EngineCore(scheduler, make_runner(model, config, num_blocks, block_size, about))
+    """The engine on a quantized cache. Raises InputError for an unknown dtype."""
+    limits = SchedulerConfig(max_model_len, max_num_seqs=32, max_num_batched_tokens=4096)
+    config = VllmConfig(attention_backend="paged", kv_cache_dtype=kv_cache_dtype)
+    return assemble.make_core(model, limits, num_blocks, block_size, config, enable_prefix_caching=False)
+
+
+def shuffled_blocks(seq_lens: Sequence[int], block_size: int) -> list[list[int]]:
+    """Blocks of each sequence, in any order, of a pool that has no more."""
+    need = [-(-S // block_size) for S in seq_lens]
+    ids = (torch.randperm(sum(need)) + 1).tolist()
+    return [[ids.pop() for _ in range(n)] for n in need]
 
 
 def random_layer(fmt: KVFormat, seq_lens: Sequence[int], block_size: int, Hq: int, Hkv: int, D: int,
                  dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:  # fmt: skip
     """The arguments of `quantized_decode`, on shuffled blocks; not for scales per channel."""
     layout, device = PageLayout(fmt, block_size, Hkv, D), common.device()
-    need = [-(-S // block_size) for S in seq_lens]
-    ids = (torch.randperm(sum(need)) + 1).tolist()
-    meta = AttentionMetadata.build([[ids.pop() for _ in range(n)] for n in need], seq_lens, seq_lens, block_size)
-    layer = torch.zeros(2, sum(need) + 1, layout.page, dtype=torch.uint8, device=device)
+    blocks = shuffled_blocks(seq_lens, block_size)
+    meta = AttentionMetadata.build(blocks, seq_lens, seq_lens, block_size)
+    layer = torch.zeros(2, sum(map(len, blocks)) + 1, layout.page, dtype=torch.uint8, device=device)
     k, v = torch.randn(2, sum(seq_lens), Hkv, D, device=device).to(dtype)
     head_scales = torch.ones(2, Hkv, device=device)
     quantize_and_cache(k, v, layer, meta.slot_mapping, layout, head_scales)
@@ -549,7 +573,7 @@ def check_formats() -> None:
             q, layer, table, lens, _, layout, head_scales = made
             out = quantized_decode(*made)
         dense = dequantize_reference(layer, layout, head_scales)
-        reference = paged.paged_decode_reference(q, dense, table, lens).float()
+        reference = attend_reference(q, dense, table, lens).float()
         common.check(f"{name}: written by one kernel, read by the other", out.cpu(), reference)
 
 
@@ -562,11 +586,11 @@ def run_engine(model: llama.Llama, tokenizer: llama.Tokenizer, kv_cache_dtype: s
     told, rows, memory = {}, [], 64 * 2**20
     for name in dict.fromkeys(("auto", "fp8", kv_cache_dtype)):
         core = make_core(model, name, block_size=BLOCK)
-        told[name] = continuous_batching.serve(core, prompts, [max_tokens] * len(prompts)).token_ids
+        told[name] = serve(core, prompts, [max_tokens] * len(prompts)).token_ids
         size = block_bytes(model, BLOCK, name)
         rows.append([name, f"{size:,}", f"{memory // size * BLOCK:,}", repr(tokenizer.decode(told[name][0]))])
     common.table(["--kv-cache-dtype", "bytes of a block", "tokens in 64 MiB", QUESTIONS[0]], rows)
-    alone = continuous_batching.serve(make_core(model, "fp8", block_size=BLOCK), prompts[:1], [max_tokens]).token_ids
+    alone = serve(make_core(model, "fp8", block_size=BLOCK), prompts[:1], [max_tokens]).token_ids
     common.check_equal("fp8: the first chat gets the same tokens served alone", alone[0], told["fp8"][0])
 
 
@@ -602,9 +626,12 @@ def build_parser() -> common.Parser:
 def measure_kernels(seconds: float = 0.3) -> list[dict[str, Any]]:
     """On a GPU: decode attention over a bf16 cache (lesson 02's kernel) and over quantized ones."""
     rows, names = [], ("fp8", "int8_per_token_head", "int4_plain", "int2_plain")
+    some = functools.partial(torch.randn, dtype=torch.bfloat16, device=common.device())
     for B, S in HOPPER_DECODE:
-        exact = paged.random_case([S] * B, 16, 32, 8, 128, torch.bfloat16)
-        base = common.measure_graph(functools.partial(paged.paged_decode, *exact, S), seconds).median
+        blocks = shuffled_blocks([S] * B, 16)
+        meta = AttentionMetadata.build(blocks, [S] * B, [S] * B, 16)
+        exact = some(B, 32, 128), some(2, 1 + B * S // 16, 16, 8, 128), meta.block_table, meta.seq_lens, S
+        base = common.measure_graph(functools.partial(fill("decode.paged"), *exact), seconds).median
         row = {"B": B, "S": S, "auto": base}
         for name in names:
             made = random_layer(FORMATS[name], [S] * B, 16, 32, 8, 128, torch.bfloat16)
@@ -618,7 +645,7 @@ def measure_kernels(seconds: float = 0.3) -> list[dict[str, Any]]:
 
 def measure_together(name: str = "Llama-3.1-8B", context: int = 4096) -> list[dict[str, Any]]:
     """On a GPU: ms of an 8B model's decode step, one CUDA graph, and the GB it reads; weights and cache in few bits."""
-    model, int4, rows = common.lesson("04c_speed").random_twins(name)[0], formats.FORMATS["int4-g128"], []
+    model, int4, rows = random_twins(name)[0], formats.FORMATS["int4-g128"], []
     small = copy.copy(model)
     small.linear = {n: layer if n == "lm_head" else QuantizedLinear(rtn(layer.weight, int4))
                     for n, layer in model.linear.items()}  # fmt: skip
@@ -642,7 +669,7 @@ def measure_engine(model: llama.Llama, tokenizer: llama.Tokenizer, max_tokens: i
     found, rows = {}, []
     for name in ("auto", "fp8", "int8_per_token_head", "int4_per_token_head"):
         core = make_core(model, name)
-        rates = [continuous_batching.serve(core, prompts, [max_tokens] * 16).tokens_per_second for _ in range(3)]
+        rates = [serve(core, prompts, [max_tokens] * 16).tokens_per_second for _ in range(3)]
         found[name] = {"tokens_per_second": sorted(rates)[1]}
         found[name]["of_auto"] = found[name]["tokens_per_second"] / found["auto"]["tokens_per_second"]
         rows.append([name, f"{found[name]['tokens_per_second']:.0f}", f"{found[name]['of_auto']:.0%}"])

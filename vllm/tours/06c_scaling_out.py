@@ -58,7 +58,6 @@ from engine.parallel.config import ParallelConfig, get_pp_indices
 from engine.parallel.executors import ExecutorFailed, MultiprocExecutor
 from engine.parallel.pipeline import PipelineEngineCore
 from engine.parallel.ranks import start_context
-from engine.parallel.sharding import divides
 from engine.parallel.stages import skeleton
 from engine.parallel.worker import WorkerSpec
 from engine.parallel.workers import Workers, make_executor
@@ -440,11 +439,6 @@ async def serve_engines(args: argparse.Namespace, prompts: Sequence[str]) -> dic
         await llm.shutdown()
 
 
-def default_size(config: llama.LlamaConfig) -> int:
-    """Shards of the story: 3, which SmolLM2 allows; else the fewest above one that can share the model, or 1."""
-    return next((n for n in (3, *range(2, config.num_attention_heads + 1)) if divides(config, n)), 1)
-
-
 def build_parser() -> common.Parser:
     p, whole = common.parser(__doc__), functools.partial(common.number, int)
     p.add_argument("--tensor-parallel-size", "-tp", type=whole(1, 16), metavar="N", help="shards of each layer "
@@ -466,7 +460,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     numbers, bench = facts(), {}
     folder = llama.model_folder(args.model)
     alone = args.pipeline_parallel_size == 1
-    tp = args.tensor_parallel_size or (default_size(config) if alone else 1)
+    tp = args.tensor_parallel_size or (layouts.default_size(config) if alone else 1)
     parallel = ParallelConfig(tp, args.pipeline_parallel_size, args.distributed_executor_backend)
     parallel.check(config)
     start_context()  # it has imports to do, while we go on

@@ -36,13 +36,11 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import functools
 import queue
 import statistics
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import llama
@@ -52,7 +50,7 @@ from engine.llm_engine import LLMEngine
 from engine.errors import EngineDeadError
 from engine.request import SamplingParams
 from engine.serving.async_llm import AsyncLLM
-from engine.serving.clients import CLIENTS, ThreadClient
+from engine.serving.clients import CLIENTS
 from engine.serving.collector import RequestOutputCollector
 from lab.small_engine import MAX_MODEL_LEN, make_small_engine
 
@@ -163,25 +161,21 @@ def wake_tasks(consumers: int, rounds: int) -> tuple[float, float]:
     return asyncio.run(run())
 
 
-# --- The simulation behind the widget ---------------------------------------------------------------------------------
+# --- A reader that is slower than the engine --------------------------------------------------------------------------
 
 HANDOFFS = {"collector": "merge what waits", "queue": "keep every piece", "bounded queue": "make the engine wait"}
-CHOICES = {"handoff": list(HANDOFFS), "step_ms": [5, 10, 20, 40], "read_ms": [1, 20, 100, 400], "tokens": [8, 16, 32]}
-WIDGET_DEFAULT = {"handoff": "collector", "step_ms": 20, "read_ms": 100, "tokens": 32}
 BOUND = 4  # pieces in the bounded queue
 
 
-def simulate(params: dict) -> dict:
+def slow_reader(handoff: str, step_ms: int, read_ms: int, tokens: int) -> dict[str, Any]:
     """An engine makes a token every `step_ms`; its reader needs `read_ms` for whatever it is given. Times in ms.
 
-    Raises InputError.
+    `put_at` of each token, `reads` with the time of each, its tokens and what it left; and what came of it.
     """
-    params = common.checked(params, CHOICES)
-    handoff, step, read, tokens = (params[name] for name in CHOICES)
-    collector, pieces = RequestOutputCollector("widget"), collections.deque()
+    collector, pieces = RequestOutputCollector("reader"), collections.deque()
 
     def put(token: int) -> None:
-        news = RequestOutput("widget", None, [], [CompletionOutput(0, "x", [token])], token == tokens - 1)
+        news = RequestOutput("reader", None, [], [CompletionOutput(0, "x", [token])], token == tokens - 1)
         collector.put(news) if handoff == "collector" else pieces.append(news)
 
     def take() -> list[int]:
@@ -195,114 +189,26 @@ def simulate(params: dict) -> dict:
         return len(pieces), len(pieces)
 
     now = reader_free = produced = delivered = 0
-    next_step, put_at, reads, most_items = step, [], [], 0
+    next_step, put_at, reads, most_items = step_ms, [], [], 0
     while delivered < tokens:
         full = handoff == "bounded queue" and len(pieces) == BOUND
         if produced < tokens and not full and (next_step <= reader_free or waiting()[0] == 0):
             now = max(now, next_step)
             put(produced)
             put_at.append(now)
-            produced, next_step = produced + 1, now + step
+            produced, next_step = produced + 1, now + step_ms
             most_items = max(most_items, waiting()[0])
         else:
             now = max(now, reader_free)
             got = take()
             reads.append({"at": now, "tokens": len(got), "left": waiting()[1]})
-            reader_free, delivered = now + read, delivered + len(got)
+            reader_free, delivered = now + read_ms, delivered + len(got)
     read_at = [read["at"] for read in reads for _ in range(read["tokens"])]  # of each token
     return {
         "put_at": put_at, "reads": reads, "engine_done": put_at[-1], "reader_done": reader_free,
-        "most_items": most_items, "engine_waited": put_at[-1] - step * tokens,
+        "most_items": most_items, "engine_waited": put_at[-1] - step_ms * tokens,
         "oldest": max(read - put for read, put in zip(read_at, put_at)),
     }  # fmt: skip
-
-
-def describe(trace: dict) -> str:
-    """The state under the widget, as text."""
-    reads, tokens = trace["reads"], len(trace["put_at"])
-    shown = [f"{read['at']} ms: {read['tokens']}" for read in reads[:6]]
-    return "\n".join([
-        f"{tokens} tokens; the engine made the last at {trace['engine_done']} ms, having waited "
-        f"{trace['engine_waited']} ms for its reader",
-        f"the reader was done at {trace['reader_done']} ms, after {len(reads)} reads",
-        f"most items waiting: {trace['most_items']}; the oldest news read were {trace['oldest']} ms old",
-        f"tokens in each read: {', '.join(shown)}{', …' if len(reads) > 6 else ''}",
-    ])  # fmt: skip
-
-
-# --- Numbers that the text quotes -------------------------------------------------------------------------------------
-
-# vLLM v0.5.3, Llama-3-8B on an H100: shares of time by the v0.6.0 blog of September 2024.
-V053 = {"api_server": 33, "scheduling": 29, "gpu": 38}
-THREAD_STACK = 8 << 20  # bytes reserved for a thread's stack on Linux, by default
-
-
-@functools.cache
-def facts() -> dict[str, Any]:
-    """The lesson's deterministic numbers."""
-    slow = {}
-    for handoff in HANDOFFS:
-        trace = simulate({**WIDGET_DEFAULT, "handoff": handoff})
-        slow[handoff.replace(" ", "_")] = {
-            name: trace[name] for name in ("engine_done", "reader_done", "most_items", "engine_waited", "oldest")
-        } | {"reads": len(trace["reads"]), "most_tokens": max(read["tokens"] for read in trace["reads"])}  # fmt: skip
-    total = sum(V053.values())
-    return {
-        "slow_reader": slow,
-        "step_ms": WIDGET_DEFAULT["step_ms"], "read_ms": WIDGET_DEFAULT["read_ms"], "bound": BOUND,
-        "v053": {
-            **V053, "engine_off_loop": total / max(V053["api_server"], V053["scheduling"] + V053["gpu"]),
-            "all_overlap": total / max(V053.values()), "gpu_twice_as_fast": total / (total - V053["gpu"] / 2),
-        },
-        "stacks_gb": 1000 * THREAD_STACK / 1e9, "chunk": AsyncLLM.CHUNK, "room": ThreadClient.ROOM,
-        "blocked": {str(ms): {"share": ms / (ms + 1), "heartbeats": ms // 2} for ms in (20, 50)},
-        "events_per_second": {"clients": 256, "itl_ms": 20, "tokens": 256 * 50, "budget_us": 1e6 / (256 * 50)},
-    }  # fmt: skip
-
-
-# --- Figure -----------------------------------------------------------------------------------------------------------
-
-
-def draw(folder: str | Path) -> list[Path]:
-    """Three engines' letters on one event loop, and three ways to treat a slow reader."""
-    figure, axes = common.new_figure(8.0, 5.2, nrows=2, height_ratios=[1.15, 1])
-    colors, ax = common.COLORS, axes[0]
-    step, python = 20, 5  # milliseconds: a step, and the part of it that holds the interpreter lock
-    for row, name in enumerate(("engine on\nthe event loop", "engine on\na thread", "engine in\na process")):
-        for i in range(4):
-            start = i * (step + 2)
-            if row == 0:
-                ax.broken_barh([(start, step)], (row - 0.36, 0.72), facecolor=colors["red"], alpha=0.85)
-                ax.broken_barh([(start + step, 2)], (row - 0.36, 0.72), facecolor=colors["green"])
-            else:
-                ax.broken_barh([(start, step + 2)], (row + 0.04, 0.32), facecolor=colors["blue"], alpha=0.55)
-                ax.broken_barh([(start, step + 2)], (row - 0.36, 0.36), facecolor=colors["light"])
-                ax.broken_barh([(start + step, 2)], (row - 0.36, 0.36), facecolor=colors["green"])
-                if row == 1:
-                    ax.broken_barh([(start, python)], (row - 0.36, 0.72), facecolor=colors["red"], alpha=0.85)
-        ax.text(-1, row, name, ha="right", va="center")
-    for label, color in (("nobody else can run", "red"), ("clients are served", "green"),
-                         ("the engine computes", "blue"), ("the loop is free", "light")):  # fmt: skip
-        ax.barh(-9, 1, color=colors[color], alpha=0.55 if color == "blue" else 1, label=label)
-    ax.set(xlim=(0, 88), ylim=(2.55, -0.55), yticks=[], xlabel="milliseconds (steps of 20 ms, 5 of them Python)")
-    ax.spines["left"].set_visible(False)
-    ax.set_title("Where the engine runs decides what the event loop can do", pad=22)
-    ax.legend(ncols=4, loc="lower left", bbox_to_anchor=(-0.14, 0.99), columnspacing=1.1, handlelength=1.1, fontsize=9)
-
-    ax = axes[1]
-    for handoff, color in zip(HANDOFFS, ("blue", "orange", "red")):
-        trace = simulate({**WIDGET_DEFAULT, "handoff": handoff})
-        made, read = trace["put_at"], [r["at"] for r in trace["reads"]]
-        backlog = [sum(at <= t for at in made) - sum(r["tokens"] for r in trace["reads"] if r["at"] <= t)
-                   for t in range(0, 3400, 10)]  # fmt: skip
-        ax.plot(range(0, 3400, 10), backlog, color=colors[color], label=f"{handoff}: {HANDOFFS[handoff]}")
-        ax.plot(trace["engine_done"], 0, "^", color=colors[color], clip_on=False)
-        ax.plot(read[-1], 0, "o", color=colors[color], clip_on=False, markersize=5)
-    ax.set(xlim=(0, 3400), ylim=(0, 28), xlabel="milliseconds (▲ engine done, ● last read)",
-           ylabel="tokens not read yet")  # fmt: skip
-    ax.set_title("A reader that needs 100 ms, a token every 20 ms")
-    ax.legend(loc="upper right")
-    return [common.save_figure(figure, folder, "06e_loop")]
 
 
 # --- The story --------------------------------------------------------------------------------------------------------
@@ -359,6 +265,42 @@ async def kill_the_engine(args: argparse.Namespace, prompts: Sequence[list[int]]
     return len(heard), max(heard) - killed
 
 
+def compare_places(args: argparse.Namespace, prompts: Sequence[list[int]], max_tokens: int,
+                   rounds: int) -> dict[str, Any]:  # fmt: skip
+    """The same streams from an engine in each place, `--place` or all; raises CheckFailed where a text differs."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    reference = answer_blocking(make_small_engine({"model": args.model, "seed": args.seed}), prompts[:2], params)
+    who, rows, places = "the first two clients" if len(reference) > 1 else "the client", [], {}
+    for place in CLIENTS if args.place == "all" else [args.place]:
+        found = asyncio.run(measure_place(place, args, prompts, params, rounds))
+        common.check_equal(f"{place}: {who} read what a blocking loop wrote",
+                           found.pop("texts")[: len(reference)], reference)  # fmt: skip
+        places[place.replace("-", "_")] = found
+        rows.append([place, f"{found['start_s']:.1f} s", f"{found['tokens_per_second']:.0f}",
+                     *(f"{found[name]:.1f} ms" for name in ("median_ms", "p99_ms", "max_ms"))])  # fmt: skip
+    common.table(["engine in / on", "start", "tokens/s", "loop late: median", "P99", "worst"], rows)
+    return places
+
+
+def compare_waking(streams: int, rounds: int) -> dict[str, Any]:
+    """What it costs to have somebody wait, and to hand them a token: as threads and as tasks."""
+    rows, found = [], {}
+    for name, wake in (("threads", wake_threads), ("tasks", wake_tasks)):
+        created, seconds = wake(streams, rounds)
+        found[name] = {"streams": streams, "create_us": created / streams * 1e6, "hand_over_us": seconds * 1e6}
+        rows.append([name, f"{created / streams * 1e6:.0f} µs", f"{seconds * 1e6:.1f} µs"])
+    common.table(["", "to create one", "to hand one a token"], rows)
+    return found
+
+
+def tell_of_death(args: argparse.Namespace, prompts: Sequence[list[int]]) -> float:
+    """Milliseconds from the kill until the last client knows; raises CheckFailed if one never does."""
+    heard, seconds = asyncio.run(kill_the_engine(args, prompts))
+    common.check_equal("every client got an error", heard, len(prompts))
+    common.say(f"the last of them {seconds * 1e3:.0f} ms after the kill")
+    return seconds * 1e3
+
+
 def build_parser() -> common.Parser:
     p = common.parser(__doc__)
     p.add_argument("--clients", type=common.number(int, 1, 32), default=8, metavar="N",
@@ -370,53 +312,32 @@ def build_parser() -> common.Parser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    machine = common.start(args)
-    numbers, bench = facts(), {}
+    common.start(args)
     llama.check_context(args.model, MAX_MODEL_LEN)
 
     common.heading(f"1. Where the engine runs: {args.clients} stream{'s' * (args.clients > 1)}, a heartbeat every 2 ms")
     tokenizer = llama.Tokenizer(llama.model_folder(args.model))
     prompts = [tokenizer.encode(TEXTS[i % len(TEXTS)]) for i in range(args.clients)]
-    params = SamplingParams(temperature=0, max_tokens=48 if args.bench else 8, ignore_eos=True)
-    reference = answer_blocking(make_small_engine({"model": args.model, "seed": args.seed}), prompts[:2], params)
-    rows, bench["place"] = [], {}
-    for place in CLIENTS if args.place == "all" else [args.place]:
-        found = asyncio.run(measure_place(place, args, prompts, params, 3 if args.bench else 1))
-        who = "the first two clients" if len(reference) > 1 else "the client"
-        common.check_equal(f"{place}: {who} read what a blocking loop wrote",
-                           found.pop("texts")[: len(reference)], reference)  # fmt: skip
-        bench["place"][place.replace("-", "_")] = found
-        rows.append([place, f"{found['start_s']:.1f} s", f"{found['tokens_per_second']:.0f}",
-                     *(f"{found[name]:.1f} ms" for name in ("median_ms", "p99_ms", "max_ms"))])  # fmt: skip
-    common.table(["engine in / on", "start", "tokens/s", "loop late: median", "P99", "worst"], rows)
+    compare_places(args, prompts, max_tokens=8, rounds=1)
 
-    common.heading("2. A reader that is slower than the engine")
-    common.say(describe(simulate({**WIDGET_DEFAULT, "handoff": args.handoff})))
+    common.heading("2. A reader that is slower than the engine: a token every 20 ms, 100 ms for each read")
+    found = {handoff: slow_reader(handoff, step_ms=20, read_ms=100, tokens=32) for handoff in HANDOFFS}
     common.table(["hand-off", "engine done", "reader done", "most items", "oldest news"], [
         [name, f"{x['engine_done']} ms", f"{x['reader_done']} ms", x["most_items"], f"{x['oldest']} ms"]
-        for name, x in zip(HANDOFFS, numbers["slow_reader"].values())
+        for name, x in found.items()
     ])  # fmt: skip
+    reads = [read["tokens"] for read in found[args.handoff]["reads"]]
+    common.say(f"{args.handoff} ({HANDOFFS[args.handoff]}): 32 tokens in {len(reads)} reads, of "
+               f"{', '.join(map(str, reads[:8]))}{', …' if len(reads) > 8 else ''}; "
+               f"the engine waited {found[args.handoff]['engine_waited']} ms")  # fmt: skip
 
-    streams, rounds = (1024, 20) if args.bench else (256, 5)
-    common.heading(f"3. {streams} waiting streams: a thread each, or a task each")
-    rows = []
-    for name, wake in (("threads", wake_threads), ("tasks", wake_tasks)):
-        created, seconds = wake(streams, rounds)
-        bench[name] = {"streams": streams, "create_us": created / streams * 1e6, "hand_over_us": seconds * 1e6}
-        rows.append([name, f"{created / streams * 1e6:.0f} µs", f"{seconds * 1e6:.1f} µs"])
-    common.table(["", "to create one", "to hand one a token"], rows)
+    common.heading("3. 256 waiting streams: a thread each, or a task each")
+    compare_waking(streams=256, rounds=5)
 
-    if args.bench or args.place == "process":
+    if args.place == "process":
         common.heading("4. The engine dies while everybody waits")
-        heard, seconds = asyncio.run(kill_the_engine(args, prompts))
-        common.check_equal("every client got an error", heard, len(prompts))
-        common.say(f"the last of them {seconds * 1e3:.0f} ms after the kill")
-        bench["death_ms"] = seconds * 1e3
-
-    if args.figure:
-        draw(args.figure)
-    if args.json:
-        common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
+        tell_of_death(args, prompts)
+    common.hand_over(KEY, args)
 
 
 if __name__ == "__main__":

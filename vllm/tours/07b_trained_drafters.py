@@ -36,14 +36,10 @@ import common  # first: it settles the device before torch and Triton are used
 
 import argparse
 import contextlib
-import copy
-import dataclasses
 import functools
 import itertools
 import math
-import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,270 +47,29 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from common import tl, triton
 
 import llama
-from engine.request import SamplingParams
+from engine.attention.metadata import AttentionMetadata
 from engine.config import VllmConfig
+from engine.core.block_pool import BlockPool
 from engine.llm_engine import LLMEngine
-from engine.model.packed_linear import pack_weights
-from engine.sampling.sampler import draw_tokens
-from engine.sampling.sampler import uniforms
-
-paged = common.lesson("02_paged_attention")
-scheduling = common.lesson("04_continuous_batching")
-offline = common.lesson("04b_offline_engine")
-from engine.spec_decode import drafters as drafting
+from engine.registry import fill
+from engine.request import SamplingParams
+from engine.spec_decode import trained
+from engine.spec_decode import tree as trees
+from engine.spec_decode.drafters import Drafter, SpeculativeConfig
+from engine.spec_decode.trained import WEIGHTS, DraftTable, EagleDrafter, Network, make_drafter
+from engine.spec_decode.tree import Tree, chain, fill_tree, plan_tree, stands, tree_attention, verify_greedy
 from lab import drafter_training as training
 from lab import drafts_ahead, naive
 
-Draft, DraftContext, Drafter = drafting.Draft, drafting.DraftContext, drafting.Drafter
-Network = training.Network
-
 KEY = "07b_trained_drafters"
-WEIGHTS = common.HERE / "drafters"  # eagle.safetensors, medusa.safetensors, draft_model.safetensors
+
+# The drafters, their networks and caches are in engine/spec_decode/trained.py; the tree, its attention and the rules
+# for which path stands in engine/spec_decode/tree.py; the training in lab/drafter_training.py.
 
 
-# --- 1. A KV cache for drafters: pages that can be taken back ---------------------------------------------------------
-
-
-class DraftTable(paged.BlockTable):
-    """A block table whose end can be cut off, where a guess was rejected."""
-
-    def cut(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens; whole blocks behind them go back to the pool."""
-        keep = -(-num_tokens // self.block_size)
-        self.pool.free(self.blocks[keep:])
-        del self.blocks[keep:]
-        self.num_tokens = num_tokens
-
-
-class DraftCache:
-    """The pages of a drafter's own layers, one block table per request. Grows when it is full."""
-
-    def __init__(self, body: llama.Llama, num_blocks: int = 64, block_size: int = 16) -> None:
-        self.pool = paged.BlockPool(num_blocks)
-        self.pages = paged.PagedKVCache(body, num_blocks, block_size)
-        self.tables: dict[str, DraftTable] = {}
-
-    def table(self, request_id: str) -> DraftTable:
-        if request_id not in self.tables:
-            self.tables[request_id] = DraftTable(self.pool, self.pages.block_size)
-        return self.tables[request_id]
-
-    def free(self, request_id: str) -> None:
-        if table := self.tables.pop(request_id, None):
-            table.free()
-
-    def append(self, table: DraftTable, num_tokens: int) -> None:
-        """Room for `num_tokens` more; the cache grows where it is full."""
-        try:
-            table.append(num_tokens)
-        except paged.OutOfBlocks:
-            self._grow(-(-num_tokens // table.block_size) + self.pool.num_blocks)
-            table.append(num_tokens)
-
-    def _grow(self, more: int) -> None:
-        old, self.pool.num_blocks = self.pool.num_blocks, self.pool.num_blocks + more
-        self.pool.free_queue.update(dict.fromkeys(range(old, old + more)))
-        self.pool.ref_count += [0] * more
-        self.pages.layers = [torch.cat((layer, torch.zeros_like(layer[:, :1]).expand(-1, more, -1, -1, -1)), 1)
-                             for layer in self.pages.layers]  # fmt: skip
-
-
-# --- 2. Drafters that write one token after another -------------------------------------------------------------------
-
-
-class AutoregressiveDrafter(Drafter):
-    """Guess, feed the guess back, guess again: the draft model, early exit and EAGLE, all requests in one batch.
-
-    Each subclass knows which rows its cache lacks when it is asked (`catch_up`), and what follows a guess.
-    """
-
-    def __init__(self, network: Network) -> None:
-        self.network = network
-        network.body = pack_weights(network.body)
-        self.cache = DraftCache(network.body)
-        self.offset: dict[str, int] = {}  # position of the first cached row (EAGLE behind a cached prefix)
-
-    def catch_up(self, context: DraftContext, table: DraftTable) -> tuple[list[int], torch.Tensor | None]:
-        """Cut the table back to what is true, and name the tokens (and features) to compute. At least one."""
-        raise NotImplementedError
-
-    @torch.inference_mode()
-    def propose(self, contexts: list[DraftContext]) -> list[Draft]:
-        """What the drafter has missed in one pass [T], then one row for everybody K times."""
-        tables = [self.cache.table(context.request_id) for context in contexts]
-        behind = [self.catch_up(context, table) for context, table in zip(contexts, tables)]
-        counts = [len(tokens) for tokens, _ in behind]
-        features = None if behind[0][1] is None else torch.cat([rows for _, rows in behind])
-        token_ids = torch.tensor([t for tokens, _ in behind for t in tokens], device=self.network.target.device)
-        offsets = [self.offset.get(context.request_id, 0) for context in contexts]
-        rows = self.compute(tables, counts, offsets, token_ids, features)  # [T, hidden]
-        last = rows[torch.tensor(list(itertools.accumulate(counts)), device=rows.device) - 1]  # [B, hidden]
-
-        K = max(context.max_tokens for context in contexts)
-        drafts: list[list[int]] = [[] for _ in contexts]
-        probs: list[list[torch.Tensor]] = [[] for _ in contexts]
-        for j in range(K):
-            token_ids, q = choose(self.network, last, contexts, j)
-            for b, token in enumerate(token_ids.tolist()):
-                drafts[b].append(token)
-                probs[b].append(q[b])
-            if j + 1 < K:
-                last = self.compute(tables, [1] * len(contexts), offsets, token_ids, None if features is None else last)
-        return [
-            Draft(draft[: c.max_tokens], torch.stack(q[: c.max_tokens]) if c.max_tokens and q[0] is not None else None)
-            for c, draft, q in zip(contexts, drafts, probs)
-        ]
-
-    def compute(self, tables: Sequence[DraftTable], counts: Sequence[int], offsets: Sequence[int],
-                token_ids: torch.Tensor, features: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
-        """Some more tokens of each request through the drafter's layers: [T] -> features [T, hidden]."""
-        for table, n in zip(tables, counts):
-            self.cache.append(table, n)
-        pages = self.cache.pages
-        meta = paged.AttentionMetadata.build([t.blocks for t in tables], [t.num_tokens for t in tables], counts,
-                                             pages.block_size, token_ids.device)  # fmt: skip
-        shift = torch.tensor(offsets).repeat_interleave(torch.tensor(counts)).to(token_ids.device)
-        positions = (meta.positions + shift).clamp(max=len(self.network.body.cos) - 1)
-        return self.network.forward(self.network.inputs(token_ids, features), positions, pages.attend(meta))
-
-    def forget(self, request_id: str) -> None:
-        self.cache.free(request_id)
-        self.offset.pop(request_id, None)
-
-
-def choose(network: Network, features: torch.Tensor, contexts: Sequence[DraftContext],
-           step: int) -> tuple[torch.Tensor, list[torch.Tensor | None]]:  # fmt: skip
-    """The next guess of each request and the distribution it was drawn from (None: it is the favourite, one-hot).
-
-    Shapes: features [B, hidden] -> tokens int64 [B], B times [vocab] or None. A sampling request draws from
-    softmax(z/T) over the draft vocabulary, with random numbers that nothing else uses.
-    """
-    z = network.logits(features)  # [B, draft vocab]
-    token_ids = network.d2t[z.argmax(1)]
-    probs: list[torch.Tensor | None] = [None] * len(contexts)
-    if drawn := [b for b, context in enumerate(contexts) if context.params.temperature > 0]:
-        temperature = torch.tensor([contexts[b].params.temperature for b in drawn], device=z.device)[:, None]
-        q = (z[drawn].float() / temperature).softmax(1)
-        seeds = [zlib.crc32(f"{contexts[b].params.seed} {contexts[b].request_id}".encode()) ^ 0xD2AF7 for b in drawn]
-        u = uniforms(seeds, [len(contexts[b].token_ids) + step for b in drawn])
-        token_ids[drawn] = network.d2t[draw_tokens(q, u)]
-        full = torch.zeros(len(drawn), network.target.config.vocab_size, device=z.device)
-        for b, row in zip(drawn, full.index_copy_(1, network.d2t, q)):
-            probs[b] = row
-    return token_ids, probs
-
-
-class DraftModelDrafter(AutoregressiveDrafter):
-    """A language model of its own. Of its cache, whatever agrees with the tokens that were accepted stays."""
-
-    def __init__(self, network: Network) -> None:
-        super().__init__(network)
-        self.known: dict[str, int] = {}  # tokens that it was given when it last drafted; all of them are cached
-        self.drafted: dict[str, list[int]] = {}
-
-    def catch_up(self, context: DraftContext, table: DraftTable) -> tuple[list[int], torch.Tensor | None]:
-        """Keeps the drafts that were right, cuts the rest: the tokens that it has not read, no features."""
-        name, tokens = context.request_id, context.token_ids
-        start = known = self.known.get(name, 0)
-        for guess in self.drafted.get(name, [])[: table.num_tokens - known]:
-            if start == len(tokens) - 1 or guess != tokens[start]:
-                break
-            start += 1
-        table.cut(start)
-        self.known[name] = len(tokens)
-        return tokens[start:], None
-
-    def propose(self, contexts: list[DraftContext]) -> list[Draft]:
-        drafts = super().propose(contexts)
-        for context, draft in zip(contexts, drafts):
-            self.drafted[context.request_id] = draft.token_ids
-        return drafts
-
-    def forget(self, request_id: str) -> None:
-        super().forget(request_id)
-        self.known.pop(request_id, None)
-        self.drafted.pop(request_id, None)
-
-
-class EagleDrafter(AutoregressiveDrafter):
-    """Row i of its cache is computed from the target's feature i and token i + 1. Rows of guesses were computed from
-    its own features: they go, and come again from the target's."""
-
-    needs_hidden = True
-
-    def __init__(self, network: Network) -> None:
-        super().__init__(network)
-        self.true_rows: dict[str, int] = {}
-
-    def catch_up(self, context: DraftContext, table: DraftTable) -> tuple[list[int], torch.Tensor | None]:
-        """Cuts its own guesses, then: the tokens behind the target's new features [n, hidden], with those."""
-        name, n = context.request_id, len(context.hidden)
-        if name not in self.true_rows:  # a cached prefix has no features: start behind it
-            self.offset[name] = len(context.token_ids) - 1 - n
-        table.cut(self.true_rows.get(name, 0))
-        self.true_rows[name] = table.num_tokens + n
-        return context.token_ids[-n:], context.hidden
-
-    def forget(self, request_id: str) -> None:
-        super().forget(request_id)
-        self.true_rows.pop(request_id, None)
-
-
-class MedusaDrafter(Drafter):
-    """Three heads on one feature: no cache, nothing to forget. At most three guesses, each the head's favourite."""
-
-    needs_hidden = True
-
-    def __init__(self, network: Network) -> None:
-        self.network = network
-
-    @torch.inference_mode()
-    def propose(self, contexts: list[DraftContext]) -> list[Draft]:
-        last = torch.stack([context.hidden[-1] for context in contexts])  # [B, hidden]
-        heads = [self.network.logits(self.network.medusa(last, k)).argmax(1) for k in range(training.ROLLOUT)]
-        guesses = self.network.d2t[torch.stack(heads, 1)].tolist()  # [B][heads]
-        return [Draft(guess[: context.max_tokens]) for context, guess in zip(contexts, guesses)]
-
-
-class EarlyExit(Network):
-    """The target's first layers, its final norm and its whole output matrix. Trains nothing, copies nothing."""
-
-    def __init__(self, target: llama.Llama, layers: int) -> None:
-        self.method, self.target, self.tensors = "early_exit", target, {}
-        self.d2t = torch.arange(target.config.vocab_size, device=target.device)
-        self.body = copy.copy(target)
-        self.body.config = dataclasses.replace(target.config, num_hidden_layers=layers)
-
-    def inputs(self, token_ids: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
-        return self.target.embed(token_ids)
-
-    def logits(self, features: torch.Tensor) -> torch.Tensor:
-        return self.target.linear["lm_head"](features)
-
-
-DRAFTERS: dict[str, type[Drafter]] = {
-    "draft_model": DraftModelDrafter, "early_exit": DraftModelDrafter, "medusa": MedusaDrafter, "eagle": EagleDrafter,
-}  # fmt: skip
-
-
-def make_drafter(method: str, model: llama.Llama, num_speculative_tokens: int, path: str | None = None) -> Drafter:
-    """A trained drafter for `model`. `path` is a file of weights (default: the shipped ones, made for SmolLM2-135M), or
-    for early_exit the number of layers (default: two thirds). Raises InputError."""
-    layers = model.config.num_hidden_layers
-    if method == "early_exit":
-        if path is not None and (not path.isdecimal() or not 1 <= int(path) < layers):
-            raise common.InputError(f"early_exit: model {path!r}: must be a number of layers from 1 to {layers - 1}")
-        return DraftModelDrafter(EarlyExit(model, int(path) if path else max(1, layers * 2 // 3)))
-    network = training.load_network(Path(path) if path else WEIGHTS / f"{method}.safetensors", model)
-    if network.method != method:
-        raise common.InputError(f"{path}: holds weights for {network.method}, not for {method}")
-    if method == "medusa" and num_speculative_tokens > (heads := training.ROLLOUT):
-        raise common.InputError(f"medusa: num_speculative_tokens {num_speculative_tokens}: there are {heads} heads")
-    return DRAFTERS[method](network)
+# --- What they are held against ---------------------------------------------------------------------------------------
 
 
 def shuffled(network: Network, seed: int = 0) -> Network:
@@ -324,79 +79,9 @@ def shuffled(network: Network, seed: int = 0) -> Network:
     return Network(network.method, network.target, network.d2t, mixed)
 
 
-# --- 3. A tree of guesses ---------------------------------------------------------------------------------------------
-
-
-def ancestor_masks(parents: Sequence[int]) -> list[int]:
-    """Bit j of mask i: node i attends to node j, which is itself, its parent, or an ancestor of that. [N]."""
-    masks = [1]
-    for i, parent in enumerate(parents[1:], 1):
-        masks.append(masks[parent] | 1 << i)
-    return masks
-
-
-@dataclass
-class Tree:
-    """Guesses that share beginnings. Node 0 is the token sampled last, which is no guess; a parent precedes its
-    children. Node i is row i of the target's pass: it stands at position context + depth, in KV slot context + i."""
-
-    token_ids: list[int]
-    parents: list[int]  # −1 for node 0
-
-    def __post_init__(self) -> None:
-        if len(self.parents) > 64:
-            raise common.InputError(f"a tree of {len(self.parents)} nodes; allowed: at most 64, one bit each")
-        self.depths = [0] * len(self.parents)
-        self.masks = ancestor_masks(self.parents)
-        self.children: list[list[int]] = [[] for _ in self.parents]
-        for i, parent in enumerate(self.parents[1:], 1):
-            self.depths[i] = self.depths[parent] + 1
-            self.children[parent].append(i)
-
-    def mask_tensor(self, device: torch.device) -> torch.Tensor:
-        """The masks as int64 [N]; bit 63, the 64th node's, is the sign."""
-        return torch.tensor([mask - (mask >> 63 << 64) for mask in self.masks], device=device)
-
-    def path(self, node: int) -> list[int]:
-        """From the root's child to `node`."""
-        return [] if node == 0 else [*self.path(self.parents[node]), node]
-
-
-def chain(depth: int) -> list[tuple[int, ...]]:
-    """A tree that is a line: always the first choice."""
-    return [(0,) * k for k in range(1, depth + 1)]
-
-
-def plan_tree(ranks: Sequence[Sequence[float]], size: int) -> list[tuple[int, ...]]:
-    """The `size` nodes that are most probably right (Cai et al. 2024, section 2.3.3), parents first.
-
-    `ranks[k][r]` is how often head k's choice r is right. Node (r₁, …, r_k) takes choice r₁ of head 1, … and is right
-    with probability Π ranks[k][r_k], if heads are right independently. A child is never likelier than its parent, so
-    taking the likeliest next node again and again keeps the tree connected.
-    """
-    chosen: list[tuple[int, ...]] = []
-    open_: dict[tuple[int, ...], float] = {(r,): p for r, p in enumerate(ranks[0])}
-    while open_ and len(chosen) < size:
-        node = max(open_, key=lambda n: (open_[n], [-r for r in n]))
-        chance = open_.pop(node)
-        chosen.append(node)
-        if len(node) < len(ranks):
-            open_ |= {(*node, r): chance * p for r, p in enumerate(ranks[len(node)])}
-    return sorted(chosen, key=lambda n: (len(n), n))
-
-
 def expected_path(ranks: Sequence[Sequence[float]], shape: Sequence[tuple[int, ...]]) -> float:
     """Tokens per pass: 1, and for every node the probability that its whole path is right."""
     return 1 + sum(math.prod(ranks[k][r] for k, r in enumerate(node)) for node in shape)
-
-
-def fill_tree(shape: Sequence[tuple[int, ...]], root: int, choices: Sequence[Sequence[int]]) -> Tree:
-    """Put tokens on a planned tree: `choices[k][r]` is choice r of head k."""
-    index = {(): 0} | {node: i for i, node in enumerate(shape, 1)}
-    return Tree([root, *(choices[len(node) - 1][node[-1]] for node in shape)], [-1, *(index[n[:-1]] for n in shape)])
-
-
-# --- 4. One pass for the whole tree -----------------------------------------------------------------------------------
 
 
 def tree_attention_reference(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: int,
@@ -410,226 +95,6 @@ def tree_attention_reference(q: torch.Tensor, keys: torch.Tensor, values: torch.
             s = keys[seen, kv_head].double().cpu() @ q[i, h].double().cpu() / math.sqrt(q.shape[2])
             out[i, h] = s.softmax(0) @ values[seen, kv_head].double().cpu()
     return out
-
-
-@common.kernel
-def tree_attention_kernel(q, kv_cache, block_table, query_start_loc, context_lens, masks, out, scale, stride_q,
-                          stride_kv, table_width, G: tl.constexpr, D: tl.constexpr, Hkv: tl.constexpr,
-                          BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr,
-                          UPCAST: tl.constexpr):  # fmt: skip
-    b, kv_head, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = tl.load(query_start_loc + b)
-    n = (tl.load(query_start_loc + b + 1) - start).to(tl.int32)
-    context = tl.load(context_lens + b)
-    r = group * ROWS + tl.arange(0, ROWS)  # a row of the tile is one query head of one node
-    node, head = r // G, kv_head * G + r % G
-    if group * ROWS < n * G:
-        d, j = tl.arange(0, D_PAD), tl.arange(0, TILE)
-        row, column = (node < n)[:, None], (d < D)[None, :]
-        place_q = (start + node)[:, None] * stride_q + head[:, None] * D + d[None, :]
-        q_tile = tl.load(q + place_q, mask=row & column, other=0.0)  # [ROWS, D]
-        if UPCAST:  # Triton's interpreter multiplies 16-bit floats wrongly; a GPU wants them as they are
-            q_tile = q_tile.to(tl.float32)
-        ancestors = tl.load(masks + start + node, mask=node < n, other=1)  # int64 [ROWS]
-        m = tl.full([ROWS], float("-inf"), tl.float32)
-        l = tl.zeros([ROWS], tl.float32)
-        o = tl.zeros([ROWS, D_PAD], tl.float32)
-        for first in range(0, context + n, TILE):
-            p = first + j
-            live = p < context + n
-            block = tl.load(block_table + b * table_width + p // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-            place = kv_cache + ((block * BLOCK_SIZE + p % BLOCK_SIZE) * Hkv + kv_head) * D  # [TILE]
-            k = tl.load(place[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)  # [D, TILE]
-            if UPCAST:
-                k = k.to(tl.float32)
-            s = tl.dot(q_tile, k, input_precision="ieee") * scale  # [ROWS, TILE]
-            # The context is everybody's past. Of the tree, a node sees itself and its ancestors.
-            bit = tl.minimum(tl.maximum(p - context, 0), 63).to(tl.int64)
-            related = ((ancestors[:, None] >> bit[None, :]) & 1) == 1
-            s = tl.where(((p < context)[None, :] | related) & live[None, :], s, float("-inf"))
-            m_new = tl.maximum(m, tl.max(s, 1))  # finite: in the first tile, everybody sees position 0
-            alpha = tl.exp(m - m_new)
-            w = tl.exp(s - m_new[:, None])
-            l = l * alpha + tl.sum(w, 1)
-            v = tl.load(place[:, None] + stride_kv + d[None, :], mask=live[:, None] & column, other=0.0)  # [TILE, D]
-            if UPCAST:
-                v = v.to(tl.float32)
-            o = o * alpha[:, None] + tl.dot(w.to(v.dtype), v, input_precision="ieee")
-            m = m_new
-        place_o = ((start + node)[:, None] * Hkv * G + head[:, None]) * D + d[None, :]
-        tl.store(out + place_o, (o / l[:, None]).to(out.dtype.element_ty), mask=row & column)
-
-
-def tree_attention(q: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, query_start_loc: torch.Tensor,
-                   context_lens: torch.Tensor, masks: torch.Tensor, max_nodes: int,
-                   max_seq_len: int) -> torch.Tensor:  # fmt: skip
-    """Attention of a batch of trees, whose keys lie behind their contexts in the paged cache, in node order.
-
-    Semantics: out[t, h] = Σ_j softmax_j(q[t, h]·k_j / √D) v_j over positions j < context_lens[b] and those
-    context_lens[b] + i for which bit i of masks[t] is set, where b owns row t.
-    Shapes: q [T, Hq, D] (row stride free), kv_cache [2, num_blocks, block_size, Hkv, D], block_table int32 [B, W],
-    query_start_loc int64 [B + 1], context_lens int32 [B], masks int64 [T] (bit of the row itself set) -> [T, Hq, D].
-    `max_nodes` ≤ 64 bounds a tree, `max_seq_len` a context with its tree. The bit mask is ours.
-    """
-    T, Hq, D = q.shape
-    block_size, Hkv = kv_cache.shape[2:4]
-    if not common.runs_kernel(q):
-        return tree_attention_torch(q, kv_cache, block_table, query_start_loc, context_lens, masks, max_seq_len)
-    out = torch.empty(T, Hq, D, dtype=q.dtype, device=q.device)
-    if T == 0:
-        return out
-    G, D_pad = Hq // Hkv, max(16, triton.next_power_of_2(D))
-    most = 16 if q.element_size() == 4 else 32  # more rows, or 32 keys beside 32 rows, spill on some GPU
-    rows = min(most, max(16, triton.next_power_of_2(max_nodes * G)))
-    wide = q.element_size() * D_pad >= 256
-    tree_attention_kernel[(len(block_table), Hkv, triton.cdiv(max_nodes * G, rows))](
-        q, kv_cache, block_table, query_start_loc, context_lens, masks, out, 1 / math.sqrt(D), q.stride(0),
-        kv_cache.stride(0), block_table.stride(0), G=G, D=D, Hkv=Hkv, BLOCK_SIZE=block_size, ROWS=rows, D_PAD=D_pad,
-        TILE=16 if rows > 16 else 32, UPCAST=common.INTERPRET, num_warps=8 if wide else 4, num_stages=2,
-    )  # fmt: skip
-    return out
-
-
-def tree_attention_torch(q: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor,
-                         query_start_loc: torch.Tensor, context_lens: torch.Tensor, masks: torch.Tensor,
-                         max_seq_len: int) -> torch.Tensor:  # fmt: skip
-    """The same by gathering every sequence's slots, padded to the longest. Shapes as there."""
-    size = kv_cache.shape[2]
-    n = query_start_loc.diff()  # [B]
-    p = torch.arange(max_seq_len, device=q.device)
-    live = p < (context_lens + n)[:, None]  # [B, S]
-    slots = torch.where(live, block_table[:, p // size].long() * size + p % size, 0)
-    keys, values = kv_cache.flatten(1, 2)[:, slots].masked_fill(~live[None, :, :, None, None], 0)  # [B, S, Hkv, D]
-    owner = torch.arange(len(n), device=q.device).repeat_interleave(n)  # [T]
-    inside = torch.arange(len(q), device=q.device) - query_start_loc[owner]
-    bit = (p - context_lens[:, None]).clamp(0, 63)  # [B, S]
-    sees = (p < context_lens[:, None])[owner] | (masks[:, None] >> bit[owner] & 1).bool()  # [T, S]
-    padded = q.new_zeros(len(n), int(n.max()), *q.shape[1:])
-    padded[owner, inside] = q
-    bias = torch.zeros(*padded.shape[:2], max_seq_len, dtype=q.dtype, device=q.device)
-    bias[owner, inside] = torch.where(sees & live[owner], 0.0, -math.inf).to(q.dtype)
-    turn = lambda x: x.transpose(1, 2)  # noqa: E731
-    out = F.scaled_dot_product_attention(turn(padded), turn(keys), turn(values), bias[:, None], enable_gqa=True)
-    return turn(out)[owner, inside]
-
-
-# The accepted path is spread over the tree's slots. Node i_1 < i_2 < … of the path goes to slot context + 1, + 2, …:
-# never behind where it was, so going up from the first, nothing is overwritten before it was read.
-
-
-@common.kernel
-def compact_kernel(kv_cache, block_table, context_lens, accepted, stride_kv, table_width, depth,
-                   WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    b, half = tl.program_id(0), tl.program_id(1)  # half 0: keys, 1: values
-    context = tl.load(context_lens + b)
-    i = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)  # one thread keeps its columns: loads and stores in order
-    inside = i < WIDTH
-    base = kv_cache + half * stride_kv + i
-    for step in range(depth):
-        node = tl.load(accepted + b * depth + step)
-        if node > step + 1:
-            source, target = context + node, context + step + 1
-            from_block = tl.load(block_table + b * table_width + source // BLOCK_SIZE).to(tl.int64)
-            to_block = tl.load(block_table + b * table_width + target // BLOCK_SIZE).to(tl.int64)
-            x = tl.load(base + (from_block * BLOCK_SIZE + source % BLOCK_SIZE) * WIDTH, mask=inside)
-            tl.store(base + (to_block * BLOCK_SIZE + target % BLOCK_SIZE) * WIDTH, x, mask=inside)
-
-
-def compact_slots(kv_cache: torch.Tensor, block_table: torch.Tensor, context_lens: torch.Tensor,
-                  accepted: torch.Tensor) -> None:  # fmt: skip
-    """Move each sequence's accepted nodes together, behind its context and its root.
-
-    Semantics: slot(context_lens[b] + 1 + s) = slot(context_lens[b] + accepted[b, s]) for every accepted[b, s] > 0, as
-    all were before.
-    Shapes: kv_cache [2, num_blocks, block_size, Hkv, D], block_table int32 [B, W], context_lens int32 [B], accepted
-    int32 [B, depth], ascending, padded with −1.
-    """
-    (B, depth), size, width = accepted.shape, kv_cache.shape[2], kv_cache.stride(2)
-    if not common.runs_kernel(kv_cache):
-        b, step = (accepted > 0).nonzero(as_tuple=True)
-        source, target = (context_lens[b] + accepted[b, step]).long(), (context_lens[b] + step + 1).long()
-        slot = lambda p: block_table[b, p // size].long() * size + p % size  # noqa: E731
-        flat = kv_cache.flatten(1, 2)
-        flat[:, slot(target)] = flat[:, slot(source)]
-    elif B * depth > 0:
-        block = min(1024, triton.next_power_of_2(width))
-        compact_kernel[(B, 2, triton.cdiv(width, block))](
-            kv_cache, block_table, context_lens, accepted, kv_cache.stride(0), block_table.stride(0), depth,
-            WIDTH=width, BLOCK_SIZE=size, BLOCK=block, num_warps=4,
-        )  # fmt: skip
-
-
-def example_launches(dtype: torch.dtype) -> None:
-    """Every kernel's wrapper at the shapes of SmolLM2 and of an 8B Llama, on meta tensors: for the compile check."""
-    empty = functools.partial(torch.empty, device="meta")
-    for Hq, Hkv, D in ((9, 3, 64), (32, 8, 128)):
-        kv_cache, table = empty(2, 1024, 16, Hkv, D, dtype=dtype), empty(8, 512, dtype=torch.int32)
-        lens = empty(8, dtype=torch.int32)
-        for nodes in (4, 16, 64):
-            tree_attention(empty(8 * nodes, Hq, D, dtype=dtype), kv_cache, table, empty(9, dtype=torch.int64), lens,
-                           empty(8 * nodes, dtype=torch.int64), nodes, 4096)  # fmt: skip
-        compact_slots(kv_cache, table, lens, empty(8, 3, dtype=torch.int32))
-
-
-# --- 5. Which path stands ---------------------------------------------------------------------------------------------
-
-
-def verify_greedy(tree: Tree, favourite: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Follow the target's favourite from node to node. Returns the accepted nodes, and the tokens written: theirs, and
-    one that nobody guessed (or guessed where the tree ends)."""
-    node, path = 0, []
-    while (child := next((c for c in tree.children[node] if tree.token_ids[c] == favourite[node]), None)) is not None:
-        node = child
-        path.append(node)
-    return path, [*(tree.token_ids[i] for i in path), favourite[node]]
-
-
-# Sampling, with several guesses for one place (Miao et al. 2024, algorithm 2). Guess x, drawn from q, stands with
-# probability min(1, p(x)/q(x)), as in lesson 07. If it falls, what is still to be written follows
-#
-#     p' = norm(max(p − q, 0))        (lesson 07 draws from it; here the next guess is tried against it)
-#
-# and the next guess is one more round of the same rule with p' in p's place: by induction, whatever is written in the
-# end has distribution p. A guess without q is one-hot: it stands with probability p(x), and p' is p without x.
-
-
-def left_over(p: torch.Tensor, token: int, q: torch.Tensor | None) -> torch.Tensor:
-    """norm(max(p − q, 0)); with q one-hot if None. [V]. If nothing is left, p = q, and a guess cannot have fallen."""
-    rest = p.clone()
-    if q is None:
-        rest[token] = 0.0
-    else:
-        rest = (p - q).clamp(min=0)
-    total = rest.sum()
-    return rest / total if total > 0 else p
-
-
-def stands(p: torch.Tensor, token: int, q: torch.Tensor | None) -> float:
-    """The probability that a guess is kept: min(1, p(x)/q(x))."""
-    return min(1.0, float(p[token]) / (1.0 if q is None else float(q[token])))
-
-
-def draw_token(p: torch.Tensor, uniform: Callable[[], float]) -> int:
-    """Lesson 04b's draw: by inverse distribution. p [V]."""
-    return int(draw_tokens(p[None], np.array([uniform()])))
-
-
-def verify_sampled(tree: Tree, p: torch.Tensor, q: Sequence[torch.Tensor | None],
-                   uniform: Callable[[], float]) -> tuple[list[int], list[int]]:  # fmt: skip
-    """The multi-branch rule down the tree. p [N, V]: the target's distribution at each node; q[i]: what node i's token
-    was drawn from, given its earlier siblings (None: one-hot). Returns accepted nodes and written tokens."""
-    node, path = 0, []
-    while True:
-        rest = p[node].double()
-        for child in tree.children[node]:
-            token = tree.token_ids[child]
-            if uniform() < stands(rest, token, q[child]):
-                break
-            rest = left_over(rest, token, q[child])
-        else:
-            return path, [*(tree.token_ids[i] for i in path), draw_token(rest, uniform)]
-        node = child
-        path.append(node)
 
 
 def without(q: torch.Tensor, token: int) -> torch.Tensor:
@@ -654,13 +119,15 @@ def exact_node(p: torch.Tensor, q: torch.Tensor, guesses: int, distinct: bool) -
             chance, keep = weight * float(q[token]), stands(rest, token, q)
             written[token] += chance * keep
             if keep < 1:
-                walk(left_over(rest, token, q), without(q, token) if distinct else q, left - 1, chance * (1 - keep))
+                walk(
+                    trees.left_over(rest, token, q), without(q, token) if distinct else q, left - 1, chance * (1 - keep)
+                )
 
     walk(p, q, guesses, 1.0)
     return written, 1 - fell
 
 
-# --- 6. Decoding with a tree: Medusa ----------------------------------------------------------------------------------
+# --- Decoding with a tree: Medusa -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -685,16 +152,19 @@ def generate_with_tree(model: llama.Llama, network: Network, shape: Sequence[tup
     generator = torch.Generator().manual_seed(seed)
     uniform = lambda: float(torch.rand((), generator=generator, dtype=torch.float64))  # noqa: E731
     num_blocks = 2 + (len(prompt) + max_tokens + len(shape) + depth) // size
-    pages, table = paged.PagedKVCache(model, num_blocks, size), DraftTable(paged.BlockPool(num_blocks), size)
+    pages, table = fill("cache.paged")(model, num_blocks, size), DraftTable(BlockPool(num_blocks), size)
+    write = fill("cache.write")
 
     def judge(tree: Tree, hidden: torch.Tensor) -> tuple[list[int], list[int]]:
         logits = model.logits(hidden)  # [N, vocab]
         if temperature == 0:
             return verify_greedy(tree, logits.argmax(1).tolist())
-        return verify_sampled(tree, (logits.double() / temperature).softmax(1).cpu(), [None] * len(logits), uniform)
+        return trees.verify_sampled(
+            tree, (logits.double() / temperature).softmax(1).cpu(), [None] * len(logits), uniform
+        )
 
     table.append(len(prompt))
-    meta = paged.AttentionMetadata.build([table.blocks], [len(prompt)], [len(prompt)], size, device)
+    meta = AttentionMetadata.build([table.blocks], [len(prompt)], [len(prompt)], size, device)
     hidden = model.forward(torch.tensor(prompt, device=device), meta.positions, pages.attend(meta))[-1:]
     _, written = judge(Tree([prompt[-1]], [-1]), hidden)
     run = TreeRun(list(written), 1, 0)
@@ -711,14 +181,14 @@ def generate_with_tree(model: llama.Llama, network: Network, shape: Sequence[tup
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             cache = pages.layers[layer]
-            paged.reshape_and_cache(k, v, cache, slots)  # noqa: B023
+            write(k, v, cache, slots)  # noqa: B023
             return tree_attention(q, cache, blocks, bounds, context_lens, masks, N, context + N)  # noqa: B023
 
         positions = on_device([context + d for d in tree.depths])
         hidden = model.forward(on_device(tree.token_ids), positions, attend)  # [N, hidden]
         path, written = judge(tree, hidden)
         for cache in pages.layers:
-            compact_slots(cache, blocks, context_lens, on_device([path]).int().view(1, -1))
+            trees.compact_slots(cache, blocks, context_lens, on_device([path]).int().view(1, -1))
         table.cut(context + 1 + len(path))
         hidden = hidden[[path[-1] if path else 0]]
         run.token_ids += written
@@ -728,9 +198,9 @@ def generate_with_tree(model: llama.Llama, network: Network, shape: Sequence[tup
     return run
 
 
-# --- 7. How to do it wrong --------------------------------------------------------------------------------------------
+# --- How to do it wrong -----------------------------------------------------------------------------------------------
 
-BREAKS: dict[str, tuple[str, Callable]] = {  # name: (function of this file, what stands in its place)
+BREAKS: dict[str, tuple[str, Callable]] = {  # name: (function of tree.py, what stands in its place)
     "no-mask": ("ancestor_masks", lambda parents: [(2 << i) - 1 for i in range(len(parents))]),
     "no-move": ("compact_slots", lambda kv_cache, block_table, context_lens, accepted: None),
     "same-p": ("left_over", lambda p, token, q: p),
@@ -740,20 +210,19 @@ BREAKS: dict[str, tuple[str, Callable]] = {  # name: (function of this file, wha
 @contextlib.contextmanager
 def broken(name: str | None) -> Iterator[None]:
     """Inside this block, one function is wrong in the way that `name` says; None: all are right."""
-    here = sys.modules[__name__]
     if name is None:
         yield
         return
     function, wrong = BREAKS[name]
-    right = getattr(here, function)
-    setattr(here, function, wrong)
+    right = getattr(trees, function)
+    setattr(trees, function, wrong)
     try:
         yield
     finally:
-        setattr(here, function, right)
+        setattr(trees, function, right)
 
 
-# --- 8. The simulation behind the widget ------------------------------------------------------------------------------
+# --- The simulation behind the widget ---------------------------------------------------------------------------------
 
 WORDS = ["sun", "rain", "wind", "snow", "fog"]
 TOY_RANKS = [[0.5, 0.2, 0.15, 0.1, 0.05], [0.4, 0.25, 0.15, 0.1, 0.1], [0.3, 0.25, 0.2, 0.15, 0.1]]
@@ -802,8 +271,8 @@ def simulate(params: dict) -> dict:
                 own = [(context + tree.depths[j], at(context + j)) for j in range(N) if tree.masks[i] >> j & 1]
                 favourite.append(toy_next(past + own, seed))
             path, new = verify_greedy(tree, favourite)
-            compact_slots(cache, torch.tensor([TOY_BLOCKS]).int(), torch.tensor([context]).int(),
-                          torch.tensor([path]).int().view(1, -1))  # fmt: skip
+            accepted = torch.tensor([path]).int().view(1, -1)
+            trees.compact_slots(cache, torch.tensor([TOY_BLOCKS]).int(), torch.tensor([context]).int(), accepted)
             steps.append({
                 "context": context, "tokens": tree.token_ids, "parents": tree.parents, "masks": tree.masks,
                 "favourite": favourite, "path": path, "written": new,
@@ -844,7 +313,7 @@ def describe(trace: dict) -> str:
     return "\n".join(lines)
 
 
-# --- 9. Numbers that the text quotes ----------------------------------------------------------------------------------
+# --- Numbers that the text quotes -------------------------------------------------------------------------------------
 
 
 def largest_tree_error(p: Sequence[float], q: Sequence[float]) -> float:
@@ -865,7 +334,7 @@ PAIRS = {  # target p, draft q
 def facts() -> dict[str, Any]:
     """The lesson's deterministic numbers: of the shipped files, of planned trees, of the rule for several guesses."""
     files = sorted(WEIGHTS.glob("*.safetensors"))
-    about = {f.stem: training.about(f) | {"megabytes": f.stat().st_size / 1e6} for f in files}
+    about = {f.stem: trained.about(f) | {"megabytes": f.stat().st_size / 1e6} for f in files}
     ranks = about["medusa"]["ranks"]
     p, q = (torch.tensor(x, dtype=torch.float64) for x in PAIRS["half right"])
     kept = lambda n, distinct: exact_node(p, q, n, distinct)[1]  # noqa: E731
@@ -975,7 +444,7 @@ def serve(model: llama.Llama, tokenizer: llama.Tokenizer, prompts: Sequence[str]
     """All prompts at once through the engine, with or without speculation."""
     about = VllmConfig()
     if drafter is not None:
-        config = drafting.SpeculativeConfig(num_speculative_tokens=K)
+        config = SpeculativeConfig(num_speculative_tokens=K)
         about = VllmConfig(speculative_config=config, plug={"drafter": lambda config, model: drafter()})
     ids = [tokenizer.ask(text) for text in prompts]
     longest = max(map(len, ids)) + max_tokens
@@ -1035,7 +504,7 @@ def random_trees(contexts: Sequence[int], seed: int, Hq: int = 9, Hkv: int = 3, 
     lens = [c + len(t.parents) for c, t in zip(contexts, trees)]
     blocks = (1 + torch.randperm(sum(-(-n // block_size) for n in lens), generator=generator)).tolist()
     tables = [[blocks.pop() for _ in range(-(-n // block_size))] for n in lens]
-    meta = paged.AttentionMetadata.build(tables, lens, [len(t.parents) for t in trees], block_size)
+    meta = AttentionMetadata.build(tables, lens, [len(t.parents) for t in trees], block_size)
     kv = torch.randn(2, max(map(max, tables)) + 1, block_size, Hkv, D, generator=generator).to(common.device(), dtype)
     q = torch.randn(int(meta.query_start_loc[-1]), Hq, D, generator=generator).to(common.device(), dtype)
     reference = []
@@ -1078,7 +547,7 @@ def train(args: argparse.Namespace) -> None:
     methods = tuple(args.drafter or training.METHODS)
     training.train(model, work / "text", work / "work", args.minutes, methods, seed=args.seed)
     for path in training.export(model, work / "text", work / "work", Path(args.ship) if args.ship else work):
-        about = training.about(path)
+        about = trained.about(path)
         common.say(f"{path}: {about['tokens']:,} tokens, agreement {' '.join(f'{a:.3f}' for a in about['agreement'])}")
 
 
@@ -1091,7 +560,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     llama.check_context(args.model, 192 if args.bench else 64)
     model, tokenizer = llama.load(args.model)
     with llama.made_for_default():
-        network = training.load_network(WEIGHTS / "medusa.safetensors", model)
+        network = trained.load_network(WEIGHTS / "medusa.safetensors", model)
     common.heading(f"1. What was trained, on text that {llama.DEFAULT_MODEL} wrote")
     common.table(["drafter", "weights", "file", "tokens seen", "1st right", "2nd then", "3rd then", "tokens/step"], [
         [name, f"{d['parameters'] / 1e6:.1f}M", f"{d['megabytes']:.1f} MB", f"{d['tokens']:,}",
@@ -1182,7 +651,7 @@ def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer, args: argparse.Nam
         bench["chains"][name] = {"places": n.tolist(), "agreement": a, "expected": training.expected_tokens(a)}
         common.say(f"{name}, all tasks: of guesses with none but right ones before, {' '.join(f'{x:.2f}' for x in a)}")
 
-    nonsense = shuffled(training.load_network(WEIGHTS / "eagle.safetensors", model))
+    nonsense = shuffled(trained.load_network(WEIGHTS / "eagle.safetensors", model))
     run = serve(model, tokenizer, held_out(2), 32, functools.partial(EagleDrafter, nonsense), K)
     bench["shuffled"] = {"tokens_per_step": run.tokens_per_step, "acceptance": run.acceptance}
     common.say(f"EAGLE with its weights shuffled: {run.tokens_per_step:.2f} tokens per step")
@@ -1192,7 +661,7 @@ def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer, args: argparse.Nam
     common.table(["layers", *bench["exit"]], [["agreement", *(f"{a:.2f}" for a in bench["exit"].values())]])
 
     common.heading("8. Medusa: trees of growing size, 64 tokens of each task, one sequence")
-    network, bench["trees"], rows = training.load_network(WEIGHTS / "medusa.safetensors", model), {}, []
+    network, bench["trees"], rows = trained.load_network(WEIGHTS / "medusa.safetensors", model), {}, []
     prompts = [tokenizer.ask(text) for text in held_out(2)]
     for size in (0, 3, 7, 15, 31, 63):
         shape = plan_tree(facts()["ranks"], size)

@@ -1,8 +1,8 @@
-// The bill of a batch of equal requests: the twin of `simulate` in vllm/01_kv_cache.py.
+// The bill of a batch of equal requests: the twin of `simulate` in lessons/numbers/01_kv_cache.py.
 import { comma, fixed, repr, sum } from "./lib/text.mjs";
 
 // What decides about memory: layers, and the elements that one token leaves in each of them (Hkv · D keys and as many
-// values; DeepSeek-V3's MLA leaves one latent of 512 + 64). All caches are in bf16. Bytes of weights as vllm/01 counts.
+// values; DeepSeek-V3's MLA leaves one latent of 512 + 64). Caches are in bf16; weights as vllm/lab/roofline.py counts.
 const MODELS = {
   "SmolLM2-135M": { layers: 30, elements: 2 * 3 * 64, weight_bytes: 269_030_016 },
   "OPT-13B": { layers: 40, elements: 2 * 40 * 128, weight_bytes: 26_000_000_000 },
@@ -12,7 +12,7 @@ const MODELS = {
   "DeepSeek-V3": { layers: 61, elements: 512 + 64, weight_bytes: 671_000_000_000 },
 };
 
-// What SmolLM2 answers, greedily, with right positions and with positions that restart at 0. Recorded by the script.
+// What SmolLM2 answers, greedily, with right positions and with positions that restart at 0. Recorded: numbers/01.
 const RECORDED = {
   right: ["The", " planets", " of", " the", " solar", " system", " are", ":", " Mercury", ",", " Venus", ",",
     " Earth", ",", " Mars", ",", " Jupiter", ",", " Saturn", ",", " Uranus", ",", " Neptune", ","],

@@ -1,4 +1,4 @@
-// Three allocators, one workload: the twin of `simulate` in vllm/02_paged_attention.py.
+// Three allocators, one workload: the twin of `simulate` in lessons/numbers/02_paged_attention.py.
 import { BlockPool, OutOfBlocks } from "./lib/block_pool.mjs";
 import { ceil_div, comma, range, sum } from "./lib/text.mjs";
 

@@ -1,5 +1,5 @@
 // Users who ask by themselves, a client that may hold them back, and an engine on a clock: the twin of `simulate` in
-// vllm/tours/06d_load_generator.py. Times are whole microseconds.
+// lessons/numbers/06d_load_generator.py. Times are whole microseconds.
 import { EngineCore, KVCacheManager, Request, Scheduler } from "./lib/continuous_batching.mjs";
 import { comma, fixed, range, sum } from "./lib/text.mjs";
 

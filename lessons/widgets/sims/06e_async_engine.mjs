@@ -1,5 +1,5 @@
 // An engine that makes a token every `step_ms` and a reader who needs `read_ms` for whatever it is given, with one of
-// three hand-offs in between: the twin of `simulate` in vllm/tours/06e_async_engine.py. Times in ms.
+// three hand-offs in between: the twin of `simulate` in lessons/numbers/06e_async_engine.py. Times in ms.
 import { range } from "./lib/text.mjs";
 
 const BOUND = 4; // pieces in the bounded queue

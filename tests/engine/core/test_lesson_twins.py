@@ -13,6 +13,7 @@ from engine.request import Request, RequestStatus, SamplingParams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.broken import break_class
+from lab.reserving import ReservingScheduler
 
 batching, chunked = common.lesson("04_continuous_batching"), common.lesson("10_chunked_prefill")
 preemption = common.lesson("11_preemption")
@@ -119,13 +120,22 @@ def test_lesson_10_in_a_small_pool_decides_as_the_engine_if_that_is_as_careful(a
 @settings(max_examples=100)
 @given(limits(chunks=False), st.integers(0, 10**6))
 def test_lesson_04_decides_as_the_engine_while_there_are_blocks(about, seed):
-    """With whole prompts: it has no others."""
+    """With whole prompts: it has no others. Blocks are taken when they are needed, so which ones is the same, too."""
     found, num_blocks, block_size = about
-    num_blocks *= found["max_num_seqs"] + 1
-    manager = batching.KVCacheManager(num_blocks, block_size, found["max_model_len"])
-    theirs = batching.Scheduler(batching.SchedulerConfig(**found), manager)
-    ours = make_scheduler(SchedulerConfig(**found, enable_chunked_prefill=False), num_blocks, block_size, False)
-    assert without_tables(life(theirs, seed)) == without_tables(life(ours, seed))
+    config, num_blocks = SchedulerConfig(**found, enable_chunked_prefill=False), num_blocks * found["max_num_seqs"] + 1
+    theirs = batching.Scheduler(config, batching.KVCacheManager(num_blocks, block_size, config.max_model_len))
+    assert life(theirs, seed) == life(make_scheduler(config, num_blocks, block_size, False), seed)
+
+
+@settings(max_examples=100)
+@given(limits(chunks=False), st.integers(0, 12), st.integers(0, 10**6))
+def test_lesson_04_admits_as_carefully_as_an_engine_that_takes_all_at_once(about, more_blocks, seed):
+    """In a pool that is too small: a promise is as good as a block."""
+    found, num_blocks, block_size = about
+    config, num_blocks = SchedulerConfig(**found, enable_chunked_prefill=False), num_blocks + more_blocks
+    theirs = batching.Scheduler(config, batching.KVCacheManager(num_blocks, block_size, config.max_model_len))
+    manager = KVCacheManager(num_blocks, block_size, config.max_model_len, enable_caching=False)
+    assert without_tables(life(theirs, seed)) == without_tables(life(ReservingScheduler(config, manager), seed))
 
 
 @pytest.mark.parametrize(("owner", "name", "wrong"), [

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 import llama
-from engine import registry
 from engine.request import SamplingParams
 
 # --- The interface ----------------------------------------------------------------------------------------------------
@@ -320,7 +319,9 @@ class SpeculativeConfig:
 def make_drafter(config: SpeculativeConfig, model: llama.Llama) -> Drafter:
     """The drafter that the config names. `model` is the target. Raises InputError."""
     if config.method in TRAINED:
-        return registry.fill("drafter.trained")(config.method, model, config.num_speculative_tokens, config.model)
+        from engine.spec_decode import trained  # here: its drafters are `Drafter`s, of this file
+
+        return trained.make_drafter(config.method, model, config.num_speculative_tokens, config.model)
     shortest, longest = config.prompt_lookup_min, config.prompt_lookup_max
     assert shortest is not None and longest is not None  # a config has filled them in
     if config.method == "ngram":
