@@ -338,13 +338,13 @@ def unified_attention(
     G = Hq // Hkv
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda and not torch.version.hip else None
     block_m, tile, num_warps, num_stages = choose_tiles(q.dtype, D, G, max_query_len, capability)
-    block_q, d_pad, scale = block_m // G, max(16, triton.next_power_of_2(D)), math.log2(math.e) / math.sqrt(D)
-    strides = q.stride(0), kv_cache.stride(0), block_table.stride(0)
+    block_q, scale = block_m // G, math.log2(math.e) / math.sqrt(D)
+    tensors, strides = (q, kv_cache, block_table, query_start_loc, seq_lens, out), (q.stride(0), kv_cache.stride(0))
+    sizes = {"G": G, "Hkv": Hkv, "D": D, "BLOCK_SIZE": block_size, "D_PAD": max(16, triton.next_power_of_2(D))}
+    tiles = {"BLOCK_M": block_m, "BLOCK_Q": block_q, "TILE": tile, "num_warps": num_warps, "num_stages": num_stages}
     unified_attention_kernel[(Hkv, T // block_q + B)](
-        q, kv_cache, block_table, query_start_loc, seq_lens, out, scale, B, *strides, G=G, Hkv=Hkv, D=D,
-        BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_Q=block_q, D_PAD=d_pad, TILE=tile, UPCAST=common.INTERPRET,
-        num_warps=num_warps, num_stages=num_stages,
-    )  # fmt: skip
+        *tensors, scale, B, *strides, block_table.stride(0), **sizes, **tiles, UPCAST=common.INTERPRET
+    )
     return out
 
 
@@ -465,7 +465,7 @@ def make_scheduler(prompts: Sequence[Sequence[int]], budget: int, max_tokens: in
     config = SchedulerConfig(
         max_model_len=longest,
         max_num_seqs=len(prompts),
-        # vLLM refuses less: that rule is what keeps a budget from starving somebody. The next knob is the way around.
+        # vLLM refuses less, so that nobody starves; the next knob is the way around that rule.
         max_num_batched_tokens=max(budget, len(prompts)),
         max_num_scheduled_tokens=budget,
         long_prefill_token_threshold=threshold,
@@ -558,13 +558,9 @@ def show_chunks(model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
     prompts = [*map(tokenizer.encode, OTHERS), prompt]
     whole, *cut = (serve(model, prompts, budget, 12) for budget in (512, 16, 5))
     said = next_tokens(model, prompt + whole[-1][:-1])
-    what = (
-        f"a prompt of {len(prompt)} tokens, whole, beside two answers: the tokens that the model says without a cache"
-    )
+    what = f"a prompt of {len(prompt)} tokens, whole, beside two answers: what the model says without a cache"
     common.check_equal(what, whole[-1], said[len(prompt) - 1 :])
-    common.check_equal(
-        "with budgets of 16 and of 5 tokens in a step: everybody's 12 tokens are the same", cut, [whole] * 2
-    )
+    common.check_equal("with budgets of 16 tokens and of 5: the same 12 tokens for everybody", cut, [whole] * 2)
     common.say("What the last position of a chunk of 16 predicts, and what it is worth:")
     for end in (*range(16, len(prompt), 16), len(prompt)):
         guess, known = (tokenizer.decode([token], False) for token in (said[end - 1], (prompt + whole[-1])[end]))

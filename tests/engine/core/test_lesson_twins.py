@@ -12,6 +12,7 @@ from engine.core.scheduler import Scheduler, make_scheduler
 from engine.request import Request, RequestStatus, SamplingParams
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.broken import break_class
 from lab.reserving import ReservingScheduler
 
 batching, chunked = common.lesson("04_continuous_batching"), common.lesson("10_chunked_prefill")
@@ -150,6 +151,31 @@ def test_a_twin_that_decides_otherwise_is_noticed(monkeypatch, owner, name, wron
     def differs(seed: int) -> bool:
         try:
             return life(eleven(config, 9, 4, False), seed) != life(make_scheduler(config, 9, 4, False), seed)
+        except Exception:  # too broken to go on
+            return True
+
+    assert any(map(differs, range(20)))
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ("num_new_tokens = min(request.num_tokens - request.num_computed_tokens, cap, token_budget)",
+     "num_new_tokens = min(request.num_tokens - request.num_computed_tokens, token_budget)"),
+    ("num_new_tokens = token_budget  # 10: cut", "break"),
+    ("request_id not in sampled_token_ids", "request.num_computed_tokens < 2"),
+    ("if not self._fits(request):", "if False:"),
+    ("return max(config.long_prefill_token_threshold,", "return min(config.long_prefill_token_threshold,"),
+])  # fmt: skip
+def test_a_lesson_10_that_decides_otherwise_is_noticed(monkeypatch, old, new):
+    config = SchedulerConfig(
+        max_model_len=24, max_num_seqs=6, max_num_batched_tokens=12, long_prefill_token_threshold=3,
+        long_prefill_token_threshold_adaptive="max" in old,
+    )  # fmt: skip
+    break_class(monkeypatch, chunked.Scheduler, old, new)
+
+    def differs(seed: int) -> bool:
+        manager = KVCacheManager(9, 4, 24, enable_caching=False)
+        try:
+            return life(ten(config, 9, 4), seed) != life(Careful(config, manager), seed)
         except Exception:  # too broken to go on
             return True
 
