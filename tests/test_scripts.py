@@ -66,7 +66,7 @@ PARTS: dict[str, tuple[str, str | None, dict | None]] = {
     "06c_scaling_out": ("One scheduler", None, {}),
     "06d_load_generator": ("The real engine", "An engine under load", None),
     "06e_async_engine": ("Where the engine runs", "A reader that is slower", None),
-    "06f_openai_api": ("An answer on the wire", "What it costs", {}),
+    "06f_openai_api": ("An answer on the wire", "What it costs", None),
     "07_spec_decode": ("The real model", "When it pays", None),
     "07b_trained_drafters": ("In the engine", None, {}),
     "08_disagg": ("Two processes", None, {}),
