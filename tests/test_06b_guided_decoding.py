@@ -32,7 +32,7 @@ from engine.sampling.guided.json_schemas import read_schema
 from engine.sampling.guided.regex_guide import RegexGuide
 from engine.sampling.guided.token_trie import TokenTrie
 
-lesson = common.lesson("06b_guided_decoding")
+lesson, page = common.lesson("06b_guided_decoding"), common.numbers("06b_guided_decoding")
 REGEX = {"regex": r"[a-z]{2,5}-\d{1,3}"}
 
 
@@ -156,8 +156,8 @@ def test_every_state_can_still_reach_a_match():
 
 def test_automata_are_small():
     """Equal tails are shared: a dot is nine states, not one for each way to write a character."""
-    assert lesson.facts()["states"] == {"date": 15, "ip": 24, "phone": 20, "character": 9, "kanji": 81, "text": 1601}
-    assert lesson.facts()["doubling"] == [2 ** (n + 1) for n in range(9)]
+    assert page.facts()["states"] == {"date": 15, "ip": 24, "phone": 20, "character": 9, "kanji": 81, "text": 1601}
+    assert page.facts()["doubling"] == [2 ** (n + 1) for n in range(9)]
 
 
 # --- Masks, against trying every token --------------------------------------------------------------------------------
@@ -1082,10 +1082,10 @@ def test_a_parser_that_gives_up_ends_the_answer(vocabulary):
 # --- The simulation, and what the script says -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", lesson.CHOICES["model"])
+@pytest.mark.parametrize("model", page.WIDGET_CHOICES["model"])
 @pytest.mark.parametrize("pattern", lesson.PATTERNS)
 def test_simulated_answers_match(pattern, model):
-    trace = lesson.simulate({"pattern": pattern, "masks": "bytes", "eos": "accepting", "model": model})
+    trace = page.simulate({"pattern": pattern, "masks": "bytes", "eos": "accepting", "model": model})
     matches = re.fullmatch(trace["pattern"], trace["written"], re.ASCII) is not None
     assert trace["outcome"] == ("ended" if trace["matches"] else "cut") and trace["matches"] == matches
     assert all(step["allowed"] for step in trace["steps"])
@@ -1093,11 +1093,11 @@ def test_simulated_answers_match(pattern, model):
 
 
 def test_each_bug_shows():
-    price = lesson.simulate(lesson.WIDGET_DEFAULT | {"masks": "text"})
+    price = page.simulate(page.WIDGET_DEFAULT | {"masks": "text"})
     assert price["outcome"] == "stuck" and price["written"] == "12"
-    never = lesson.simulate(lesson.WIDGET_DEFAULT | {"eos": "never"})
+    never = page.simulate(page.WIDGET_DEFAULT | {"eos": "never"})
     assert never["outcome"] == "stuck" and never["matches"]
-    assert lesson.facts()["widget"]["always"]["wrong"] > 20
+    assert page.facts()["widget"]["always"]["wrong"] > 20
     assert lesson.check_masks(lesson.toy_vocabulary(), "accepting") > 40
     for vocabulary, eos in (("text", "accepting"), ("bytes", "always"), ("bytes", "never")):
         with pytest.raises(common.CheckFailed, match="wrong about"):
@@ -1114,10 +1114,10 @@ def test_each_bug_shows():
     ],
 )
 def test_the_simulation_runs_the_real_classes(monkeypatch, owner, name, broken):
-    before = lesson.simulate(lesson.WIDGET_DEFAULT)
+    before = page.simulate(page.WIDGET_DEFAULT)
     monkeypatch.setattr(owner, name, broken)
     with contextlib.suppress(IndexError, common.InputError):
-        assert lesson.simulate(lesson.WIDGET_DEFAULT) != before
+        assert page.simulate(page.WIDGET_DEFAULT) != before
 
 
 def test_masks_change_the_distribution():

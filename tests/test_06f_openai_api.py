@@ -45,7 +45,7 @@ from engine.serving.openai.responses_protocol import ResponsesRequest
 from engine.serving.openai.tool_calls import JSONEnd, ToolCallReader
 from engine.serving.openai.tools import structured_outputs
 
-lesson = common.lesson("06f_openai_api")
+lesson, page = common.lesson("06f_openai_api"), common.numbers("06f_openai_api")
 heartbeat = common.lesson("06e_async_engine").heartbeat
 
 
@@ -2067,8 +2067,8 @@ def test_importing_costs_no_web_framework(name):
 
 def test_widget_states():
     """Every state that the widget can reach, except the largest prompt: the first check that fails decides."""
-    states = list(itertools.product(*list(lesson.CHOICES.values())[:2], ["5 characters", "empty"], [0, 4]))
-    traces = asyncio.run(lesson._ask([dict(zip(lesson.CHOICES, state)) for state in states]))
+    states = list(itertools.product(*list(page.WIDGET_CHOICES.values())[:2], ["5 characters", "empty"], [0, 4]))
+    traces = asyncio.run(page._ask([dict(zip(page.WIDGET_CHOICES, state)) for state in states]))
     for (key, field, prompt, inside), trace in zip(states, traces):
         if key == "wrong":
             assert trace["status"] == 401
@@ -2079,14 +2079,14 @@ def test_widget_states():
         else:
             assert trace["status"] == (503 if inside == 4 else 200)
         assert trace["engine_heard"] == (trace["status"] == 200)
-    big = lesson.simulate({**lesson.WIDGET_DEFAULT, "prompt": "5 MB"})
+    big = page.simulate({**page.WIDGET_DEFAULT, "prompt": "5 MB"})
     assert big["status"] == 413 and big["engine_heard"] == 0
 
 
 def test_stations_look_in_the_order_of_the_figure_and_one_mistake_is_named_at_a_time():
-    order = [*(name for name, *_ in lesson.GATES), "engine"]
+    order = [*(name for name, *_ in page.GATES), "engine"]
     wrong = {"key": "wrong", "field": "half a body", "prompt": "64 characters", "inside": 4}
-    trace = lesson.simulate(wrong)
+    trace = page.simulate(wrong)
     assert "at at" not in trace["then"][0]["message"]  # Python's reader: "Unterminated string starting at"
     found = [trace, *trace["then"]]
     assert [answer["looked"][-1] for answer in found] == ["key", "JSON", "length", "room", "engine"]
@@ -2097,4 +2097,4 @@ def test_stations_look_in_the_order_of_the_figure_and_one_mistake_is_named_at_a_
 
 def test_the_widget_uses_the_real_checks(monkeypatch):
     monkeypatch.setattr(openai_serving, "sampling_params", lambda *args: SamplingParams())
-    assert lesson.simulate({**lesson.WIDGET_DEFAULT, "prompt": "5 characters", "inside": 0})["status"] == 200
+    assert page.simulate({**page.WIDGET_DEFAULT, "prompt": "5 characters", "inside": 0})["status"] == 200

@@ -14,7 +14,7 @@ The mechanism:
   7. JSON schemas and grammars may nest without end: llguidance keeps a parser, and yields masks of the same form.
   8. Patterns come from strangers: our automata may not exceed a fixed size, and the library reads a schema or grammar
      first in a process of its own, where it may hang or crash.
-The engine's files for all that are in `engine/sampling/guided/`; here are the reference, the simulation and the story.
+The engine's files for all that are in `engine/sampling/guided/`; here are the reference and the story.
 
 Numbers to remember: a mask of 49,152 tokens is 6,144 bytes. (a|b)*a(a|b){n} has 2^(n+1) states. A model under masks
 is not the model given that its answer matches: an answer of 2 % may become one of 60 %.
@@ -37,13 +37,11 @@ import common  # first: it settles the device before torch is used
 import ast
 import contextlib
 import functools
-import itertools
 import json
 import math
 import re
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,8 +54,6 @@ from engine.sampling.guided.automaton import determinize
 from engine.sampling.guided.bitmask import apply_token_bitmask_inplace
 from engine.sampling.guided.characters import literal
 from engine.sampling.guided.expressions import EMPTY, NOTHING, Alt, Bytes, Concat, Node, Repeat, alt, concat, repeat
-from engine.sampling.guided.json_schemas import MAX_NESTING
-from engine.sampling.guided.limits import MAX_DFA_STATES, MAX_SPEC, MAX_WORK
 from engine.sampling.guided.reader_process import read_apart
 from engine.sampling.guided.regex import parse_regex
 from engine.sampling.guided.regex_guide import RegexGuide
@@ -108,25 +104,19 @@ def tokens_by_trying(node: Node, written: bytes, vocabulary: Sequence[bytes]) ->
     return {i for i, token in enumerate(vocabulary) if token and functools.reduce(derivative, token, rest) != NOTHING}
 
 
-# --- The simulation behind the widget ---------------------------------------------------------------------------------
+# --- A vocabulary of 23 tokens, and two bugs --------------------------------------------------------------------------
 
-EOS = b""  # in the widget's vocabulary: no bytes, so never text
+EOS = b""  # in the small vocabularies: no bytes, so never text
 TOKENS = [b"0", b"1", b"2", b"5", b"12", b"25", b".", b"-", b"a", b"c", b"t", b"s", b"ca", b"cat", b"at",
           b"\xe2", b"\x82", b"\xac", b"\xe2\x82", b"\xc3", b"\xa9", "é".encode(), EOS]  # fmt: skip
 PATTERNS = {
     "a price": r"\d{1,2}€", "a decimal": r"\d+\.\d\d", "cats": r"cats?|at|2 ?cats", "é or €": "(é|€){1,2}",
     "any two characters": ".{2}", "no end": r"\d+(-\d+)*-",
 }  # fmt: skip
-CHOICES = {
-    "pattern": list(PATTERNS), "masks": ["bytes", "text"], "eos": ["accepting", "always", "never"],
-    "model": [0, 1, 2, 3, 4, 5],
-}  # fmt: skip
-WIDGET_DEFAULT = {"pattern": "a price", "masks": "bytes", "eos": "accepting", "model": 0}
-MAX_STEPS = 8
 
 
 def token_name(token: bytes) -> str:
-    """A token as the widget writes it: its text, its bytes where it is a part of a character, or EOS."""
+    """A token as one writes it down: its text, its bytes where it is a part of a character, or EOS."""
     try:
         return token.decode() or "EOS"
     except UnicodeDecodeError:
@@ -149,51 +139,7 @@ def allowed_tokens(guide: RegexGuide, state: int, eos: str) -> list[int]:
     return found.nonzero()[0].tolist()
 
 
-def simulate(params: dict) -> dict:
-    """A model writes the token it likes best of those allowed, until it is done, stuck or cut. Raises InputError."""
-    params = common.checked(params, CHOICES)
-    guide, n = RegexGuide(parse_regex(PATTERNS[params["pattern"]]), toy_vocabulary(params["masks"])), len(TOKENS)
-    grammar, written, steps, outcome = guide.start(), b"", [], "cut"
-    for step in range(MAX_STEPS):
-        # The toy model's ranking: in every step another permutation of the 23 tokens, so there are no ties.
-        logits = [(5 * token + 7 * step + 4 * params["model"]) % n for token in range(n)]
-        allowed = allowed_tokens(guide, grammar.state, params["eos"])
-        chosen = max(allowed, key=lambda token: logits[token], default=None)
-        steps.append({"state": grammar.state, "logits": logits, "allowed": allowed, "chosen": chosen, "path": []})
-        if chosen is None or TOKENS[chosen] == EOS:
-            outcome = "stuck" if chosen is None else "ended"
-            break
-        token, start = TOKENS[chosen], grammar.state
-        steps[-1]["path"] = [guide.dfa.step(start, token[: i + 1]) for i in range(len(token))]
-        grammar.accept_token(chosen)
-        written += token
-    states = range(len(guide.dfa.accepting))
-    table = guide.dfa.transitions[:, guide.dfa.byte_class]  # [states, 256]
-    return {
-        "pattern": PATTERNS[params["pattern"]], "tokens": list(map(token_name, TOKENS)),
-        "moves": [[a, b, np.flatnonzero(table[a] == b).tolist()] for a in states for b in states if b in table[a]],
-        "accepting": guide.dfa.accepting.nonzero()[0].tolist(),
-        "allowed": [allowed_tokens(guide, state, params["eos"]) for state in states], "steps": steps,
-        "written": written.decode("utf-8", "replace"), "num_bytes": len(written), "outcome": outcome,
-        "matches": bool(guide.dfa.accepting[grammar.state]),
-    }  # fmt: skip
-
-
-def describe(trace: dict) -> str:
-    """The state under the widget, as text."""
-    names, fates = trace["tokens"], {"ended": "EOS", "stuck": "stuck", "cut": "cut off"}
-    lines = [f"pattern {trace['pattern']}: {len(trace['allowed'])} states, accepting: {trace['accepting']}"]
-    for i, step in enumerate(trace["steps"]):
-        wish = names[step["logits"].index(max(step["logits"]))]
-        taken = "nothing" if step["chosen"] is None else names[step["chosen"]]
-        listed = " ".join(names[token] for token in step["allowed"][:9]) + " …" * (len(step["allowed"]) > 9)
-        lines.append(f"step {i}, state {step['state']}: allowed {listed or 'nothing'}; likes {wish}, takes {taken}")
-    lines.append(f"written {trace['written']!r} ({trace['num_bytes']} bytes), then {fates[trace['outcome']]}: "
-                 f"{'a match' if trace['matches'] else 'no match'}")  # fmt: skip
-    return "\n".join(lines)
-
-
-# --- Numbers that the text quotes -------------------------------------------------------------------------------------
+# --- What masks do to a distribution ----------------------------------------------------------------------------------
 
 # What a model thinks the best fruit is: it wants to say apple, and must choose between two others.
 FRUIT = [b"ap", b"ple", b"ricot", b"ch", b"erry", *(bytes([b]) for b in b"aceghiloprty"), EOS]
@@ -222,75 +168,6 @@ SHOWN = {  # patterns whose automata the text talks about
     "ip": r"((25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(25[0-5]|2[0-4]\d|1?\d?\d)",
     "phone": r"\+\d{1,3} \(\d{3}\) \d{3}-\d{4}", "character": ".", "kanji": "[一-鿿]{1,20}", "text": ".{1,200}",
 }  # fmt: skip
-
-
-@functools.cache
-def facts() -> dict[str, Any]:
-    """The lesson's deterministic numbers."""
-    automata = {name: determinize(parse_regex(pattern)) for name, pattern in SHOWN.items()}
-    every = [dict(zip(CHOICES, values)) for values in itertools.product(*CHOICES.values())]
-    runs = [(params, simulate(params)) for params in every]
-
-    def fates(masks: str, eos: str) -> dict[str, int]:
-        some = [run for params, run in runs if (params["masks"], params["eos"]) == (masks, eos)]
-        wrong = sum(run["outcome"] == "ended" and not run["matches"] for run in some)
-        return {"wrong": wrong, **{f: sum(run["outcome"] == f for run in some) for f in ("ended", "cut", "stuck")}}
-
-    return {
-        "states": {name: len(dfa.accepting) for name, dfa in automata.items()},
-        "doubling": [len(determinize(parse_regex(f"(a|b)*a(a|b){{{n}}}")).accepting) for n in range(9)],
-        "mask_bytes": 49152 // 8, "distortion": distortion(),
-        "limits": {"dfa": MAX_DFA_STATES, "work": MAX_WORK, "spec": MAX_SPEC, "nesting": MAX_NESTING},
-        "widget": {"tokens": len(TOKENS), "runs": len(runs), "accepting": fates("bytes", "accepting"),
-                   "always": fates("bytes", "always"), "text": fates("text", "accepting")},
-    }  # fmt: skip
-
-
-# --- Figures ----------------------------------------------------------------------------------------------------------
-
-
-def bytes_label(members: Sequence[int]) -> str:
-    """Bytes as a reader would list them: "0–2, 5", "E2", "80–BF"."""
-    runs: list[list[int]] = []
-    for b in members:
-        runs[-1:] = [[*runs[-1], b]] if runs and runs[-1][-1] == b - 1 else [*runs[-1:], [b]]
-    name = lambda b: chr(b) if 32 < b < 127 else f"{b:02X}"  # noqa: E731
-    return ", ".join(name(r[0]) if len(r) == 1 else f"{name(r[0])}–{name(r[-1])}" for r in runs)
-
-
-def draw(folder: str | Path) -> list[Path]:
-    """The automaton of the widget's default, and the mask of each of its states."""
-    trace = simulate(WIDGET_DEFAULT)
-    blue, ink, orange = (common.COLORS[name] for name in ("blue", "ink", "orange"))
-    depth = {0: 0}
-    for state, target, _ in sorted(trace["moves"]):
-        depth.setdefault(target, depth[state] + 1)
-    rows = {s: sum(depth[t] == d for t in range(s)) for s, d in depth.items()}
-    where = {s: (2.0 * d + 0.8 * rows[s], 0.5 - rows[s]) for s, d in depth.items()}
-    figure, axes = common.new_figure(8.0, 4.4, nrows=2, height_ratios=[1.1, 1.5])
-    ax = axes[0]
-    for state, target, members in trace["moves"]:
-        (x0, y0), (x1, y1) = where[state], where[target]
-        color = orange if min(members) > 127 else ink
-        ax.annotate("", (x1, y1), (x0, y0), arrowprops=dict(arrowstyle="-|>", color=color, shrinkA=14, shrinkB=14))
-        ax.text((x0 + x1) / 2, (y0 + y1) / 2 + 0.08, bytes_label(members), ha="center", va="bottom", color=color)
-    for state, (x, y) in where.items():
-        for size in (24, 18) if state in trace["accepting"] else (24,):
-            ax.plot(x, y, "o", markersize=size, markerfacecolor="white", markeredgecolor=blue, markeredgewidth=1.4)
-        ax.text(x, y, str(state), ha="center", va="center_baseline", color=blue, weight="bold")
-    ax.set(xlim=(-0.6, max(x for x, _ in where.values()) + 0.6), ylim=(-1.0, 1.0))
-    ax.set_axis_off()
-    ax.set_title(f"{trace['pattern']} over bytes: € is E2 82 AC (orange), and a token may stop in its middle")
-    ax, names = axes[1], trace["tokens"]
-    for state, token in itertools.product(range(len(trace["allowed"])), range(len(names))):
-        ax.plot(token, state, "s", markersize=9,
-                color=blue if token in trace["allowed"][state] else common.COLORS["light"])  # fmt: skip
-    ax.set(yticks=range(len(trace["allowed"])), xticks=range(len(names)), ylim=(len(trace["allowed"]) - 0.5, -0.5),
-           xlim=(-0.6, len(names) - 0.4), ylabel="state", title="their masks: which tokens may come next")  # fmt: skip
-    ax.set_xticklabels(names, rotation=60, ha="right", rotation_mode="anchor", fontsize=9)
-    ax.tick_params(length=0)
-    ax.spines[["left", "bottom"]].set_visible(False)
-    return [common.save_figure(figure, folder, "06b_automaton")]
 
 
 # --- The story --------------------------------------------------------------------------------------------------------
@@ -440,13 +317,25 @@ def build_parser() -> common.Parser:
     p = common.parser(__doc__)
     p.add_argument("--regex", metavar="PATTERN", help="one more answer of the real model, which must match this")
     p.add_argument("--text-masks", action="store_true", help="the bug: ask what tokens look like as text")
-    p.add_argument("--eos", choices=CHOICES["eos"], default="accepting", help="where it may end (default %(default)s)")
+    p.add_argument(
+        "--eos",
+        choices=("accepting", "always", "never"),
+        default="accepting",
+        help="where it may end (default %(default)s)",
+    )
     return p
+
+
+def time_masking(vocabulary: Vocabulary, device: torch.device) -> float:
+    """Milliseconds of applying masks to 32 rows."""
+    logits, rows = torch.randn(32, len(vocabulary.tokens)).to(device), torch.arange(32).to(device)
+    masks = torch.from_numpy(np.tile(vocabulary.only_eos, (32, 1))).to(device)
+    return common.measure(lambda: apply_token_bitmask_inplace(logits, masks, rows), 0.2).median * 1e3
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    machine, numbers, bench = common.start(args), facts(), {}
+    common.start(args)
     llama.check_context(args.model, 256)
     model, tokenizer = llama.load(args.model)
     vocabulary = vocabulary_of(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
@@ -459,35 +348,25 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     common.heading(f"2. A real vocabulary: {len(vocabulary.tokens):,} tokens, {len(vocabulary.trie.byte):,} trie nodes")
     check_real_masks(vocabulary)
-    bench["guides"] = time_guides(vocabulary)
+    states = {name: len(determinize(parse_regex(pattern)).accepting) for name, pattern in SHOWN.items()}
     common.table(["what", "states", "compile ms", "mask ms", "again ms"], [
-        [name, numbers["states"].get(name, "–"), *(f"{ms:.3f}" for ms in cost.values())]
-        for name, cost in bench["guides"].items()])  # fmt: skip
-    logits, rows = torch.randn(32, len(vocabulary.tokens)).to(model.device), torch.arange(32).to(model.device)
-    masks = torch.from_numpy(np.tile(vocabulary.only_eos, (32, 1))).to(model.device)
-    bench["apply_ms"] = common.measure(lambda: apply_token_bitmask_inplace(logits, masks, rows), 0.2).median * 1e3
-    common.say(f"applying masks to 32 rows: {bench['apply_ms']:.1f} ms")
+        [name, states.get(name, "–"), *(f"{ms:.3f}" for ms in cost.values())]
+        for name, cost in time_guides(vocabulary).items()])  # fmt: skip
+    common.say(f"applying masks to 32 rows: {time_masking(vocabulary, model.device):.1f} ms")
 
     common.heading("3. One batch: every question twice, free and guided")
     llm = LLM(model, tokenizer=tokenizer, max_model_len=256, max_num_seqs=64)
-    bench["parse_rate"] = ask_everything(llm, 3 if args.bench else 1, args.regex)
+    ask_everything(llm, 1, args.regex)
 
-    common.heading("4. One answer, mask by mask: simulate()")
-    common.say(describe(simulate(WIDGET_DEFAULT)))
+    common.heading("4. What strangers send, and must be refused")
+    common.say("\n".join(f"{name}: refused in {ms:.0f} ms" for name, ms in refuse(vocabulary).items()))
 
-    common.heading("5. What strangers send, and must be refused")
-    bench["refusal_ms"] = refuse(vocabulary)
-    common.say("\n".join(f"{name}: refused in {ms:.0f} ms" for name, ms in bench["refusal_ms"].items()))
-
-    common.heading("6. Masks change the distribution: a model that wants to say apple")
-    kinds = {"free": "free", "given": "given that it matches", "masked": "under masks"}
+    common.heading("5. Masks change the distribution: a model that wants to say apple")
+    kinds, found = {"free": "free", "given": "given that it matches", "masked": "under masks"}, distortion()
     common.table(["answer", *kinds.values()], [
-        [text, *(f"{100 * numbers['distortion'][kind].get(text, 0):.1f} %" for kind in kinds)]
+        [text, *(f"{100 * found[kind].get(text, 0):.1f} %" for kind in kinds)]
         for text in ("apple", *FRUIT_CHOICE)])  # fmt: skip
-    if args.figure:
-        draw(args.figure)
-    if args.json:
-        common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
+    common.hand_over(KEY, args)
 
 
 if __name__ == "__main__":

@@ -33,13 +33,10 @@ import argparse
 import asyncio
 import codecs
 import dataclasses
-import functools
 import json
-import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import llama
@@ -52,8 +49,8 @@ from engine.serving.async_llm import AsyncLLM
 from engine.serving.collector import RequestOutputCollector
 from engine.serving.openai.events import event
 from engine.serving.openai.job import Job
-from engine.serving.openai.limits import MAX_BODY_BYTES, MAX_N, MAX_STOP_STRINGS
-from engine.serving.openai.protocol import ChatCompletionRequest, CompletionRequest
+from engine.serving.openai.limits import MAX_N
+from engine.serving.openai.protocol import ChatCompletionRequest
 from engine.serving.openai.serving import OpenAIServing
 from lab.small_engine import MAX_MODEL_LEN, make_small_engine
 
@@ -193,164 +190,6 @@ def app_of(llm: Any) -> Any:
     return with_routes(OpenAIServing(llm, ["smol"]))
 
 
-# --- The simulation behind the widget ---------------------------------------------------------------------------------
-
-FIELDS: dict[str, dict[str, Any]] = {
-    "nothing unusual": {}, "temperature 9": {"temperature": 9}, "n 0": {"n": 0}, 'max_tokens "5"': {"max_tokens": "5"},
-    "max_tokens 65": {"max_tokens": 65}, "an unknown field": {"temprature": 1}, "model gpt-9": {"model": "gpt-9"},
-    "a suffix": {"suffix": "x"}, "json_object and a regex": {"response_format": {"type": "json_object"},
-                                                             "structured_outputs": {"regex": "a"}},
-    "half a body": {},
-}  # fmt: skip
-PROMPTS = {"5 characters": "Hello", "empty": "", "64 characters": "x" * 64, "5 MB": "x" * 5_000_000}
-CHOICES = {"key": ["right", "wrong"], "field": list(FIELDS), "prompt": list(PROMPTS), "inside": [0, 3, 4]}
-CORRECT = {"key": "right", "field": "nothing unusual", "prompt": "5 characters", "inside": 0}
-WIDGET_DEFAULT = {"key": "right", "field": "temperature 9", "prompt": "64 characters", "inside": 4}
-
-
-def simulate(params: dict) -> dict:
-    """One request to the real app (context 64, at most 4 inside), then again, mistake by mistake. Raises InputError."""
-    return asyncio.run(_correct(common.checked(params, CHOICES)))
-
-
-async def _correct(case: dict) -> dict:
-    server = ScriptedServer()
-    first = last = await server.ask(case)
-    first["then"] = []
-    for _ in CORRECT:
-        if last["status"] != 200:
-            blamed = "prompt" if last["param"] == "prompt" else "field"
-            blamed = {401: "key", 413: "prompt", 503: "inside"}.get(last["status"], blamed)
-            case = case | {blamed: CORRECT[blamed]}
-            last = {"corrected": blamed, **await server.ask(case)}
-            first["then"].append(last)
-    return first
-
-
-async def _ask(cases: Sequence[dict]) -> list[dict]:
-    server = ScriptedServer()
-    return [await server.ask(case) for case in cases]
-
-
-class ScriptedServer:
-    """The real app before a scripted engine; each station signs when it gets to look at a request."""
-
-    def __init__(self) -> None:
-        self.llm, self.signed = ScriptedLLM(), []
-        serving = OpenAIServing(self.llm, ["smol"])
-        self.app = with_routes(serving, ["right"])
-        doors = ((self.app.app, "app", "JSON"), (serving, "add", "model"), (serving, "check_params", "values"),
-                 (serving, "prompts", "length"), (self.llm.admission, "check", "room"),
-                 (self.llm, "add_request", "engine"))  # fmt: skip
-        for owner, name, station in doors:
-            setattr(owner, name, self.signing(getattr(owner, name), station))
-
-    def signing(self, function: Callable[..., Any], station: str) -> Callable[..., Any]:
-        """`function`, which notes its station when a request gets so far."""
-
-        def signed(*args: Any, **kwargs: Any) -> Any:
-            self.signed.append(station)
-            return function(*args, **kwargs)
-
-        return signed
-
-    async def ask(self, case: dict) -> dict:
-        """One request through the app itself; what was answered, and who looked at it on the way."""
-        llm = self.llm
-        llm.num_unfinished, llm.added, llm.aborted = case["inside"], [], []
-        self.signed.clear()
-        body = json.dumps({"prompt": PROMPTS[case["prompt"]]} | FIELDS[case["field"]]).encode()
-        if case["field"] == "half a body":
-            body = body[: len(body) // 2]
-        heard = await call(self.app, "/v1/completions", body, {"authorization": f"Bearer {case['key']}"})
-        error = heard.json.get("error", {})
-        message = error.get("message")
-        if "JSON" in self.signed and "not JSON" not in (message or ""):  # the app says which of the two it was
-            self.signed.insert(1, "fields")
-        return {
-            "status": heard.status, "type": error.get("type"), "param": error.get("param"),
-            "message": message, "retry_after": heard.headers.get("retry-after"),
-            "answer": None if error else heard.json["choices"][0]["text"], "sent_bytes": len(body),
-            "engine_heard": len(llm.added), "looked": ["key", *["size"] * heard.body_read, *self.signed],
-            "key": case["key"], "body": re.sub("x{8,}", "xx…xx", body.decode()), "inside": case["inside"],
-        }  # fmt: skip
-
-
-def describe(trace: dict) -> str:
-    """The state under the widget, as text."""
-    first = f"HTTP {trace['status']} {trace['type'] or 'OK'}" + (f", param {trace['param']}" if trace["param"] else "")
-    lines = [f"{trace['sent_bytes']:,} bytes sent", first]
-    lines += [f"Retry-After: {trace['retry_after']}"] if trace["retry_after"] else []
-    lines += [trace["message"] or f"answer: {trace['answer']}",
-              f"requests that the engine heard of: {trace['engine_heard']}"]  # fmt: skip
-    for again in trace["then"]:
-        about = f", param {again['param']}" if again["param"] else ""
-        lines.append(f"{again['corrected']} corrected: HTTP {again['status']} {again['type'] or 'OK'}{about}")
-    return "\n".join(lines)
-
-
-# --- Numbers that the text quotes -------------------------------------------------------------------------------------
-
-
-@functools.cache
-def facts() -> dict[str, Any]:
-    """The lesson's deterministic numbers."""
-    cases = [{"key": key, "field": field, "prompt": prompt, "inside": inside} for key in CHOICES["key"]
-             for field in FIELDS for prompt in CHOICES["prompt"][:3] for inside in CHOICES["inside"]]  # fmt: skip
-    traces = asyncio.run(_ask(cases))
-    by_status = {
-        str(status): sum(trace["status"] == status for trace in traces) for status in (200, 400, 401, 404, 503)
-    }
-    job = Job("chatcmpl-" + 32 * "0", "SmolLM2-135M-Instruct", ChatCompletionRequest(
-        messages=[{"role": "user", "content": "x"}], stream=True), SamplingParams(), [], 1_700_000_000)  # fmt: skip
-    serving = OpenAIServing(ScriptedLLM(), ["smol"])
-    chunk = event(serving.envelope(job, [serving.choice(job, 0, CompletionOutput(0, " word", [1]))]))
-    return {
-        "states": len(cases), "by_status": by_status, "heard": sum(trace["engine_heard"] for trace in traces),
-        "refused": sum(trace["status"] != 200 for trace in traces),
-        "chunk_bytes": len(chunk), "word_bytes": 5, "overhead": len(chunk) / 5, "mb_per_s": len(chunk) * 2500 / 1e6,
-        "max_body_mb": MAX_BODY_BYTES / 2**20, "max_stop": MAX_STOP_STRINGS, "max_n": MAX_N,
-        "fields": {"completions": len(CompletionRequest.model_fields), "chat": len(ChatCompletionRequest.model_fields)},
-    }  # fmt: skip
-
-
-# --- Figure -----------------------------------------------------------------------------------------------------------
-
-GATES = [("key", 401, "Bearer …"), ("size", 413, "at most\n4 MiB"), ("JSON", 400, "one\nobject"),
-         ("fields", 400, "types,\nnames"), ("model", 404, "is\nserved"), ("values", 400, "ranges,\none constraint"),
-         ("length", 400, "fits the\ncontext"), ("room", 503, "else\nRetry-After")]  # fmt: skip
-
-
-def draw(folder: str | Path) -> list[Path]:
-    """The stations between a socket and the engine, each with its way out."""
-    figure, ax = common.new_figure(8.0, 3.1)
-    colors, way_out = common.COLORS, functools.partial(dict, arrowstyle="-|>", linewidth=1.3)
-    for x, (name, status, what) in enumerate(GATES):
-        ax.add_patch(_box(ax, x, colors["grey" if x < 2 else "blue"]))
-        ax.text(x, 0.12, name, ha="center", va="center", color="white", weight="bold", fontsize=9.5)
-        ax.annotate("", (x, -1.02), (x, -0.36), arrowprops=way_out(color=colors["red"]))
-        ax.text(x, -1.12, str(status), ha="center", va="top", color=colors["red"], weight="bold")
-        ax.text(x, -1.5, what, ha="center", va="top", fontsize=7.5, color=colors["grey"])
-    through = {"arrowstyle": "-|>", "color": colors["ink"], "linewidth": 1.2}
-    ax.annotate("", (7.95, 0.12), (-0.75, 0.12), arrowprops=through, zorder=0)
-    ax.add_patch(_box(ax, 8.4, colors["green"]))
-    ax.text(8.4, 0.12, "engine", ha="center", va="center", color="white", weight="bold", fontsize=9.5)
-    ax.text(8.4, -1.12, "200", ha="center", va="top", color=colors["green"], weight="bold")
-    ax.annotate("", (8.4, -1.02), (8.4, -0.36), arrowprops=way_out(color=colors["green"]))
-    ax.text(0.5, 0.85, "before FastAPI", ha="center", fontsize=9, color=colors["grey"])
-    ax.text(4.5, 0.85, "in the API process, without the engine", ha="center", fontsize=9, color=colors["blue"])
-    ax.set(xlim=(-0.8, 8.9), ylim=(-2.2, 1.15), xticks=[], yticks=[])
-    for spine in ax.spines.values():
-        spine.set_visible(False)
-    return [common.save_figure(figure, folder, "06f_gates")]
-
-
-def _box(ax: Any, x: float, color: str) -> Any:
-    from matplotlib.patches import FancyBboxPatch
-
-    return FancyBboxPatch((x - 0.4, -0.2), 0.8, 0.64, boxstyle="round,pad=0.02", facecolor=color, edgecolor="white")
-
-
 # --- The story --------------------------------------------------------------------------------------------------------
 
 WRONG = {
@@ -378,27 +217,39 @@ async def incremental_text(pieces: Iterable[bytes]) -> str:
     return text
 
 
-async def tell_story(args: argparse.Namespace, bench: dict[str, Any]) -> None:
-    """Steps 1 to 3, on an engine in a thread; adds its measurements to `bench`."""
-    llm = await AsyncLLM.start(
-        make_small_engine, {"model": args.model, "seed": args.seed},
-        llama.model_folder(args.model), "thread", max_num_queued_reqs=args.max_num_queued_reqs,
-    )  # fmt: skip
+async def started(args: argparse.Namespace) -> AsyncLLM:
+    """The small engine, in a thread."""
+    about, folder = {"model": args.model, "seed": args.seed}, llama.model_folder(args.model)
+    bound = args.max_num_queued_reqs
+    return await AsyncLLM.start(make_small_engine, about, folder, "thread", max_num_queued_reqs=bound)
+
+
+async def refusals(app: Any, repeat: int) -> tuple[dict[str, Heard], dict[str, float]]:
+    """What the app answers to everything that is WRONG, and the microseconds that it takes."""
+    answers, us = {}, {}
+    for name, body in WRONG.items():
+        start = time.perf_counter()
+        for _ in range(repeat):
+            answers[name] = await call(app, "/v1/completions", body)
+        us[name] = (time.perf_counter() - start) / repeat * 1e6
+    return answers, us
+
+
+async def tell_story(args: argparse.Namespace) -> None:
+    """Steps 1 to 3, on an engine in a thread."""
+    llm = await started(args)
     try:
         kind = ForgetfulServing if args.no_abort else OpenAIServing
-        await _tell_story(args, with_routes(kind(llm, ["smol"])), llm, bench)
+        await _tell_story(args, with_routes(kind(llm, ["smol"])), llm)
     finally:
         await llm.shutdown()
 
 
-async def _tell_story(args: argparse.Namespace, app: Any, llm: AsyncLLM, bench: dict[str, Any]) -> None:
+async def _tell_story(args: argparse.Namespace, app: Any, llm: AsyncLLM) -> None:
     common.heading("1. What is refused before the engine hears of it")
-    rows, repeat, bench["refusal_us"] = [], 30 if args.bench else 3, {}
-    for name, body in WRONG.items():
-        start = time.perf_counter()
-        for _ in range(repeat):
-            heard = await call(app, "/v1/completions", body)
-        bench["refusal_us"][name] = (time.perf_counter() - start) / repeat * 1e6
+    answers, _ = await refusals(app, repeat=1)
+    rows = []
+    for name, heard in answers.items():
         if name == "an empty prompt" and heard.status == 200:
             rows.append([name, 200, "", "an answer: this tokenizer begins every text with a token"])
             continue
@@ -446,6 +297,14 @@ CHAT = {"model": "smol",
 CHAT_BYTES, WORD = json.dumps(CHAT).encode(), CompletionOutput(0, " word", [1])
 
 
+def an_event() -> bytes:
+    """What a client is sent for one token of five letters."""
+    serving = OpenAIServing(ScriptedLLM(), ["smol"])
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], stream=True)
+    job = Job("chatcmpl-" + 32 * "0", "SmolLM2-135M-Instruct", request, SamplingParams(), [], 1_700_000_000)
+    return event(serving.envelope(job, [serving.choice(job, 0, WORD)]))
+
+
 def measure_costs(seconds: float) -> dict[str, float]:
     """Microseconds of what the event loop does for a request and for a token."""
     serving = OpenAIServing(ScriptedLLM(), ["smol"])
@@ -467,19 +326,15 @@ def build_parser() -> common.Parser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    machine, bench = common.start(args), {}
+    common.start(args)
     llama.check_context(args.model, MAX_MODEL_LEN)
-    asyncio.run(tell_story(args, bench))
-    common.heading("4. One request, station by station: simulate()")
-    common.say(describe(simulate(WIDGET_DEFAULT)))
-    common.heading("5. What it costs")
-    bench |= measure_costs(1.0 if args.bench else 0.1)
-    common.say(f"{bench['validate_us']:.0f} µs to validate a chat request of {len(CHAT_BYTES)} bytes, "
-               f"{bench['event_us']:.1f} µs to write an event")  # fmt: skip
-    if args.figure:
-        draw(args.figure)
-    if args.json:
-        common.merge_json(args.json, KEY, {"machine": machine, "facts": facts(), "bench": bench})
+    asyncio.run(tell_story(args))
+    common.heading("4. What it costs")
+    found = measure_costs(0.1)
+    common.say(f"{found['validate_us']:.0f} µs to validate a chat request of {len(CHAT_BYTES)} bytes, "
+               f"{found['event_us']:.1f} µs to write an event")  # fmt: skip
+    common.say(f"an event for one token of five letters has {len(an_event())} bytes")
+    common.hand_over(KEY, args)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 // A pattern becomes an automaton over bytes, a state becomes a mask over 23 tokens, and a toy model writes the best of
-// what is allowed: the twin of `simulate` in vllm/tours/06b_guided_decoding.py.
+// what is allowed: the twin of `simulate` in lessons/numbers/06b_guided_decoding.py.
 import { range, repr } from "./lib/text.mjs";
 
 const EOS = ""; // no bytes, so never text

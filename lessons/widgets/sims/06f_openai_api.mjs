@@ -1,5 +1,5 @@
 // A request and the stations that look at it, each of which may refuse it; then the same without the mistake that was
-// found: the twin of `simulate` in vllm/tours/06f_openai_api.py, where the real app answers.
+// found: the twin of `simulate` in lessons/numbers/06f_openai_api.py, where the real app answers.
 import { comma } from "./lib/text.mjs";
 
 const FIELDS = {
