@@ -95,7 +95,7 @@ def next_tokens(model: llama.Llama, tokens: Sequence[int]) -> list[int]:
 
 
 class Scheduler:
-    """Lesson 04's scheduler, whole, for prompts that can be cut. What differs from it is marked 10.
+    """Lesson 04's scheduler, without static batching, for prompts that can be cut. What else differs is marked 10.
 
     There is no prefill phase and no decode phase. A request is behind by num_tokens − num_computed_tokens, and a step
     lets it catch up: in lesson 04 all the way, here by as many tokens as the step has room for.

@@ -12,8 +12,8 @@ from engine.core.scheduler import Scheduler, make_scheduler
 from engine.request import Request, RequestStatus, SamplingParams
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.broken import break_class
 from lab.reserving import ReservingScheduler
+from support.broken import break_class
 
 batching, chunked = common.lesson("04_continuous_batching"), common.lesson("10_chunked_prefill")
 preemption = common.lesson("11_preemption")
