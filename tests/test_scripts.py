@@ -63,7 +63,7 @@ PARTS: dict[str, tuple[str, str | None, dict | None]] = {
     "05d_kv_cache_quantization": ("The real model", None, {}),
     "06_serving": ("The real model", "What load does", None),
     "06b_guided_decoding": ("One batch", "Masks change the distribution", None),
-    "06c_scaling_out": ("One scheduler", None, {}),
+    "06c_scaling_out": ("One scheduler", "Pipelines: 4 stages", None),
     "06d_load_generator": ("The real engine", "An engine under load", None),
     "06e_async_engine": ("Where the engine runs", "A reader that is slower", None),
     "06f_openai_api": ("An answer on the wire", "What it costs", None),
