@@ -68,7 +68,7 @@ PARTS: dict[str, tuple[str, str | None, dict | None]] = {
     "06e_async_engine": ("Where the engine runs", "A reader that is slower", None),
     "06f_openai_api": ("An answer on the wire", "What it costs", None),
     "07_spec_decode": ("The real model", "When it pays", None),
-    "07b_trained_drafters": ("In the engine", None, {}),
+    "07b_trained_drafters": ("In the engine", "A tree of guesses", None),
     "08_disagg": ("Two processes", None, {}),
     "09_gqa": ("The head map", "Measured on this machine", {}),
     "10_chunked_prefill": ("Chunked is whole", "Measured: a prompt", {}),
