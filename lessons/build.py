@@ -250,8 +250,10 @@ class Site:
                 url = self.source_url(path) + (f"#L{line}" if line else "")
         elif script := self.page.script:
             name = text.removesuffix("()")
-            if name in (known := definitions(script)) and (text != name or re.search(r"[A-Z_.]", name)):
-                url = f"{self.source_url(script)}#L{known[name]}"
+            for path in (script, HERE / "numbers" / script.name):
+                known = definitions(path) if path.is_file() else {}
+                if url is None and name in known and (text != name or re.search(r"[A-Z_.]", name)):
+                    url = f"{self.source_url(path)}#L{known[name]}"
         return f'<a class=symbol href="{url}">{shown}</a>' if url else shown
 
     def _heading_open(self, tokens: list[Token], i: int, *_: object) -> str:

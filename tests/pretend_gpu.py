@@ -33,7 +33,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 aten, GPU, CPU = torch.ops.aten, torch.device("cuda", 0), torch.device("cpu")
 
 BEYOND = {  # tests that need more of a GPU than this, and what
-    "test_reachable_backends_agree[FLEX_ATTENTION]": "torch.compile",
     "test_layer_by_layer_through_the_opaque_operator": "an operator of our own",
     "test_cuda_graphs_on_the_real_model": "the profiler",
     "test_greedy_tokens_equal_transformers": "Transformers looks for the GPU itself",

@@ -431,7 +431,7 @@ def test_the_real_model_in_a_batch(real_model):
 @pytest.mark.slow
 def test_32_requests_on_the_real_model(real_model):
     model, tokenizer = real_model
-    prompts = [tokenizer.encode(lesson.PROMPTS[i % 8]) for i in range(32)]
+    prompts = [tokenizer.encode(text) for text in lesson.PROMPTS]
     found = served(real_engine(model), prompts, lesson.OUTPUTS)
     for i in range(8):
         assert found[i] == lesson.generate_alone(model, prompts[i], lesson.OUTPUTS[i])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 from types import SimpleNamespace
@@ -10,12 +11,17 @@ from types import SimpleNamespace
 import common
 import first_layers
 import llama
-from lab import naive, roofline
 import pytest
 import torch
+from engine.core.engine_core import EngineCore
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.worker.assemble import make_runner
+from lab import naive, roofline
+from support.broken import break_class
 
 lesson = common.lesson("10_chunked_prefill")
-paged = lesson.paged
+page = common.numbers("10_chunked_prefill")
+paged = common.lesson("02_paged_attention")
 
 # (new tokens, context including them) of each sequence: decodes, first chunks, later chunks, and nobody's turn.
 MIXED = [(1, 1), (1, 16), (5, 5), (1, 33), (17, 40), (0, 12), (1, 17), (16, 64)]
@@ -63,9 +69,7 @@ def test_reference_is_causal_attention_of_lesson_01(device):
         cache[0, table[0, p // block_size], p % block_size] = k[p]
         cache[1, table[0, p // block_size], p % block_size] = v[p]
     out = lesson.mixed_attention_reference(q, cache, table, torch.tensor([0, S]), torch.tensor([S]))
-    common.assert_close(
-        out, common.lesson("01_kv_cache").causal_attention(q.double(), k.double(), v.double()), torch.float32
-    )
+    common.assert_close(out, naive.recompute(0, q.double(), k.double(), v.double()), torch.float32)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
@@ -168,6 +172,9 @@ def test_tiles_are_chosen_by_dtype_and_length():
                     rows, tile, warps, _ = lesson.choose_tiles(dtype, D, G, longest, capability)
                     assert rows >= max(16, G) and tile >= 16 and warps in (4, 8)
     assert lesson.choose_tiles(torch.bfloat16, 128, 4, 1)[0] == 16
+    for D, nvidia in ((64, True), (64, False), (128, True), (128, False), (256, True), (256, False)):
+        tiles = lesson.choose_tiles(torch.float16, D, 4, 1, (9, 0) if nvidia else None)
+        assert tiles == (16, *paged.decode_tiles(torch.float16, D, nvidia)), "as lesson 02 decodes"
     assert lesson.choose_tiles(torch.bfloat16, 64, 3, 480)[0] == 128
     assert lesson.choose_tiles(torch.bfloat16, 128, 4, 480) == (64, 32, 4, 2), "more would spill, but on a Hopper"
     assert lesson.choose_tiles(torch.bfloat16, 128, 4, 480, (9, 0)) == (64, 64, 4, 5)
@@ -181,7 +188,7 @@ def scheduler_of(*prompts, **limits):
     """A scheduler with a budget of 16 tokens before which prompts of these lengths stand."""
     limits = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16} | limits
     config = lesson.SchedulerConfig(**limits)
-    made = lesson.Scheduler(config, lesson.continuous_batching.KVCacheManager(65, 4, 64))
+    made = lesson.Scheduler(config, KVCacheManager(65, 4, 64, enable_caching=False))
     for i, n in enumerate(prompts):
         made.add_request(lesson.Request(str(i), [0] * n, lesson.SamplingParams(max_tokens=2), arrival_time=i))
     return made
@@ -228,9 +235,8 @@ def test_without_chunks_a_prompt_starts_whole_or_not_at_all():
     assert made.schedule().num_scheduled_tokens == {"0": 1, "1": 10}
     assert scheduler_of(16, **whole).schedule().num_scheduled_tokens == {"0": 16}
     assert scheduler_of(17, **whole).schedule().num_scheduled_tokens == {}
-    runs = made.running[1]
-    runs.num_computed_tokens, made.token_budget = 0, 5
-    assert made._num_new_tokens(runs) == 5, "who has started is cut rather than stopped"
+    made.running[1].num_computed_tokens, made.max_num_scheduled_tokens = 0, 5
+    assert made.schedule().num_scheduled_tokens["1"] == 5, "who has started is cut rather than stopped"
 
 
 # --- Through the engine ---------------------------------------------------------------------------------------------
@@ -242,7 +248,8 @@ def serve(model, budget, threshold=0, prompts=((3, 1, 4), (1, 5), range(9, 49), 
         max_model_len=64, max_num_seqs=len(prompts), max_num_batched_tokens=max(budget, len(prompts)),
         long_prefill_token_threshold=threshold,
     )  # fmt: skip
-    core = lesson.make_core(model, config, num_blocks=24, block_size=16)
+    manager = KVCacheManager(24, 16, config.max_model_len, enable_caching=False)
+    core = EngineCore(lesson.Scheduler(config, manager), make_runner(model, config, 24, 16))
     params = lesson.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     for i, prompt in enumerate(prompts):
         core.add_request(lesson.Request(str(i), list(prompt), params))
@@ -285,59 +292,69 @@ def test_engine_runs_the_kernel(tiny_model, kernels):
 
 
 @pytest.mark.skipif(common.HAS_GPU, reason="forces the torch path")
-def test_a_mixed_step_on_a_cpu_does_not_loop_over_decodes(tiny_model, monkeypatch):
+def test_a_mixed_step_on_a_cpu_does_not_loop_over_decodes():
     """Many decodes are one operation per group of lengths, so are those who ask for the same few tokens; only prompts
     are taken one by one."""
     query_lens, lens = [1] * 38 + [17, 3, 20, 3], [100] * 38 + [17, 90, 90, 80]
-    plan = lesson.MixedPlan.build(torch.zeros(42, 9, dtype=torch.int32), query_lens, torch.tensor(lens),
-                                  torch.zeros(2, 10, 16, 2, 16), 4)  # fmt: skip
-    (ones, decode), (threes, verify) = plan.decodes
-    assert len(decode.keywords["plan"]) == len(verify.keywords["plan"]) == 1 and len(plan.prefills) == 2
-    assert plan.prefills[0][3] is None and plan.prefills[1][3].shape == (20, 90)
+    plan = lesson.plan_torch(torch.zeros(42, 9, dtype=torch.int32), query_lens, torch.tensor(lens),
+                             torch.zeros(2, 10, 16, 2, 16), 4)  # fmt: skip
+    (ones, decode), (threes, verify), *prompts = plan
+    assert len(decode.keywords["plan"]) == len(verify.keywords["plan"]) == 1 and len(prompts) == 2
+    assert [(tokens.stop - tokens.start, call.keywords["S"]) for tokens, call in prompts] == [(17, 17), (20, 90)]
+    assert prompts[0][1].keywords["bias"] is None and prompts[1][1].keywords["bias"].shape == (20, 90)
     assert ones.tolist() == list(range(38)) and threes.tolist() == [55, 56, 57, 78, 79, 80]
-    few = lesson.torch_attention.FEW_TOKENS
-    plan = lesson.MixedPlan.build(torch.zeros(2, 9, dtype=torch.int32), [few, few + 1], torch.tensor([90, 90]),
-                                  torch.zeros(2, 10, 16, 2, 16), 4)  # fmt: skip
-    assert [tokens for tokens, *_ in plan.prefills] == [slice(few, 2 * few + 1)], "nobody is computed twice"
+    few = lesson.FEW_TOKENS
+    plan = lesson.plan_torch(torch.zeros(2, 9, dtype=torch.int32), [few, few + 1], torch.tensor([90, 90]),
+                             torch.zeros(2, 10, 16, 2, 16), 4)  # fmt: skip
+    assert [rows for rows, _ in plan[1:]] == [slice(few, 2 * few + 1)], "nobody is computed twice"
 
 
 @pytest.mark.parametrize("layers", first_layers.CUT_OR_WHOLE)
 def test_real_model_in_chunks(real_model, layers, tmp_path):
     """One prompt of text among two answers on SmolLM2: whole, in chunks, and with a cap, the same tokens."""
     model, tokenizer = llama.load(str(first_layers.folder_of(layers, tmp_path))) if layers else real_model
-    others = [tokenizer.encode(text) for text in lesson.DECODERS[:2]]
-    prompt = lesson.long_prompt(tokenizer, 70)
-    runs = [lesson.arrival_among_decodes(model, others, prompt, budget, 5, threshold)
+    others = [tokenizer.encode(text) for text in page.DECODERS[:2]]
+    prompt = page.long_prompt(tokenizer, 70)
+    runs = [page.arrival_among_decodes(model, others, prompt, budget, 5, threshold)
             for budget, threshold in ((72, 0), (19, 0), (40, 20))]  # fmt: skip
     assert runs[0]["tokens"] == runs[1]["tokens"] == runs[2]["tokens"]
     assert [run["chunks"] for run in runs[:2]] == [1, 4] and runs[2]["chunks"] == 3
     assert all(len(tokens) == 5 for tokens in runs[0]["tokens"])
     assert sum(n for n, _ in runs[1]["steps"]) == sum(map(len, others)) + len(prompt) + 3 * 4
+    assert lesson.serve(model, [*others, prompt], 19, 5) == runs[0]["tokens"]
 
 
 def test_a_cap_makes_as_many_chunks_as_exercise_3_says():
-    """Four answers of 16 tokens, 1,500 tokens three tokens later, 64 of them a step as long as anybody writes."""
+    """Answers of 16 tokens, or 24; 1,500 tokens three tokens later, 64 of them a step as long as anybody writes."""
     model = llama.random_model(max_position_embeddings=2048)
-    runs = [lesson.arrival_among_decodes(model, [[i] for i in range(1, 5)], [7] * 1500, budget, 16, 64)
-            for budget in (1504, 256)]  # fmt: skip
-    assert [run["chunks"] for run in runs] == [14, 16] and runs[0]["tokens"] == runs[1]["tokens"]
+    answers = [[i] for i in range(1, 5)]
+    runs = [page.arrival_among_decodes(model, answers, [7] * 1500, budget, max_tokens, 64)
+            for budget, max_tokens in ((1504, 16), (256, 16), (1504, 24))]  # fmt: skip
+    assert [run["chunks"] for run in runs] == [14, 16, 22] and runs[0]["tokens"] == runs[1]["tokens"]
+    assert 1500 - 21 * 64 == 156, "what is left for the last step"
 
 
 def test_a_chunk_predicts_what_is_known(tiny_model):
-    """The last chunk's guess is the first token; what earlier chunks say depends on the prompt up to there alone."""
+    """What stands behind a position depends on the text up to there alone; the last one says the first token."""
     prompt = list(range(30, 52))
-    guesses = lesson.early_guesses(tiny_model, prompt, 8)
-    assert [(n, known) for n, _, known in guesses] == [(8, prompt[8]), (16, prompt[16]), (22, None)]
-    assert guesses[-1][1] == alone(tiny_model, prompt, 1)[0]
-    other = lesson.early_guesses(tiny_model, [*prompt[:16], 1, 2, 3], 8)
-    assert [g for _, g, _ in other[:2]] == [g for _, g, _ in guesses[:2]]
+    guesses = lesson.next_tokens(tiny_model, prompt)
+    assert len(guesses) == 22 and guesses[-1] == alone(tiny_model, prompt, 1)[0]
+    assert lesson.next_tokens(tiny_model, [*prompt[:16], 1, 2, 3])[:16] == guesses[:16]
+
+
+def test_the_loop_of_the_story(tiny_model):
+    """A prompt among others, or alone; whatever the budget, everybody's tokens are the same."""
+    prompts = [[3, 1, 4], [1, 5], range(9, 49)]
+    expected = [alone(tiny_model, prompt, 6) for prompt in prompts]
+    assert all(lesson.serve(tiny_model, prompts, budget, 6) == expected for budget in (512, 7, 3, 1))
+    assert lesson.serve(tiny_model, prompts[2:], 16, 6) == expected[2:]
 
 
 def test_starving_on_the_model(tiny_model):
     """Budget = decodes: nothing of the prompt is computed until a decode has ended. One more: a token per step."""
-    starved = lesson.arrival_among_decodes(tiny_model, [[1, 2], [3, 4]], range(20), 2, 8)
+    starved = page.arrival_among_decodes(tiny_model, [[1, 2], [3, 4]], range(20), 2, 8)
     assert [n for n, _ in starved["steps"]][3:9] == [2] * 6
-    trickle = lesson.arrival_among_decodes(tiny_model, [[1], [3]], range(20), 3, 8)
+    trickle = page.arrival_among_decodes(tiny_model, [[1], [3]], range(20), 3, 8)
     assert trickle["tokens"][2] == starved["tokens"][2] and trickle["chunks"] > 6
 
 
@@ -347,23 +364,23 @@ def test_starving_on_the_model(tiny_model):
 def test_cost_model_counts_as_lesson_01_does():
     """FLOPs of a prompt and of a batch of decodes: the same as `step_cost`, which knows no mixture."""
     for work, arguments in (([(512, 2048)], (1, 512, 2048)), ([(1, 900)] * 7, (7, 1, 900))):
-        flops, moved = roofline.step_cost(lesson.LLAMA_8B, *arguments)
-        parts = lesson.H100_8B.operators(work)
+        flops, moved = roofline.step_cost(page.LLAMA_8B, *arguments)
+        parts = page.H100_8B.operators(work)
         assert sum(f for f, _ in parts.values()) == flops
-        written = sum(n for n, _ in work) * lesson.H100_8B.token_bytes  # lesson 01 counts the new rows as well
+        written = sum(n for n, _ in work) * page.H100_8B.token_bytes  # lesson 01 counts the new rows as well
         assert sum(b for _, b in parts.values()) + written == moved
 
 
 def test_matrix_products_have_the_intensity_of_their_tokens():
     """In bf16: FLOP per byte = tokens in the step, the head aside, whoever they belong to."""
     for work in ([(1, 100)] * 32, [(1, 100)] * 32 + [(263, 500)], [(512, 512)]):
-        flops, moved = lesson.H100_8B.operators(work)["matrix products"]
-        head = 2 * lesson.H100_8B.head
+        flops, moved = page.H100_8B.operators(work)["matrix products"]
+        head = 2 * page.H100_8B.head
         assert (flops - head * len(work)) / (moved - head) == sum(n for n, _ in work)
 
 
 def test_below_the_ridge_a_smaller_budget_buys_nothing():
-    rows = {budget: lesson.freeze(lesson.H100_8B, budget) for budget in (16384, 2048, 512, 256, 64)}
+    rows = {budget: page.freeze(page.H100_8B, budget) for budget in (16384, 2048, 512, 256, 64)}
     assert rows[16384]["steps"] == 1 and rows[16384]["gap_ms"] == rows[16384]["ttft_ms"]
     assert all(rows[b]["steps"] == -(-10_000 // (b - 32)) for b in (2048, 512, 256, 64))
     assert rows[512]["gap_ms"] < rows[16384]["gap_ms"] / 10 and rows[512]["ttft_ms"] < 2 * rows[16384]["ttft_ms"]
@@ -371,7 +388,7 @@ def test_below_the_ridge_a_smaller_budget_buys_nothing():
 
 
 def test_a_silence_counts_from_the_arrival_on():
-    core = lesson.simulated_core(lambda work: 1, 2, 64)
+    core = page.simulated_core(lambda work: 1, 2, 64)
     core.token_times = {"a": [0, 100, 103], "b": [90, 101]}
     assert core.worst_gap("a", 100) == 3 and core.worst_gap("ab", 100) == 11 and core.worst_gap("c", 0) == 0
 
@@ -387,38 +404,37 @@ def test_what_a_gpu_compiles_is_not_timed(monkeypatch, gpu):
                 "ttft_s": float(len(ran)), "gap_s": 1.0}  # fmt: skip
 
     monkeypatch.setattr(common, "HAS_GPU", gpu)
-    monkeypatch.setattr(lesson, "arrival_among_decodes", arrive)
-    monkeypatch.setattr(lesson, "long_prompt", lambda tokenizer, length: [0] * length)
-    tokenizer = SimpleNamespace(encode=lambda text: [0])
-    args = lesson.build_parser().parse_args(["--prompt-tokens", "400", "--budget", "100"])
-    found = lesson.show_arrival(args, None, tokenizer)
-    both = [(400, 404), (400, 100)]
-    assert ran == [(64, 256), *both, *(both if gpu else [])]
-    assert [run["ttft_s"] for run in found["budgets"]] == ([4, 5] if gpu else [2, 3])
+    monkeypatch.setattr(page, "arrival_among_decodes", arrive)
+    monkeypatch.setattr(page, "long_prompt", lambda tokenizer, length: [0] * length)
+    found = page.measure_arrival(None, SimpleNamespace(encode=lambda text: [0]), 0)
+    all_of_them = [(1500, budget) for budget in (1504, 1024, 512, 256, 128, 64, 32, 16)]
+    assert ran == [(64, 256), *all_of_them, *(all_of_them if gpu else [])]
+    assert [run["ttft_s"] for run in found["budgets"]] == [n + 8 * gpu for n in range(2, 10)]
 
 
 def test_a_short_prompt_arrives_among_longer_ones(tiny_model):
     """Those that decode have room for all that they write: with less, the arrival would be waited for for ever."""
-    run = lesson.arrival_among_decodes(tiny_model, [list(range(20, 50))], list(range(16)), 8, 4)
+    run = page.arrival_among_decodes(tiny_model, [list(range(20, 50))], list(range(16)), 8, 4)
     assert [len(tokens) for tokens in run["tokens"]] == [4, 4] and run["chunks"] >= 2
 
 
-def show_arrival(monkeypatch, capsys, steps, *argv):
-    """What step 6 says when every run took these steps."""
-    monkeypatch.setattr(lesson, "arrival_among_decodes", lambda model, decoders, prompt, budget, *rest: {
-        "tokens": [], "steps": steps, "chunks": 1, "budget": budget, "ttft_s": 1.0, "gap_s": float(len(decoders)),
+def measured(monkeypatch, capsys, steps):
+    """What the bench says when every run took these steps."""
+    monkeypatch.setattr(page, "arrival_among_decodes", lambda model, decoders, prompt, budget, *rest, **more: {
+        "tokens": [], "steps": steps, "chunks": 1, "budget": budget, "ttft_s": 1.0, "gap_s": 1.0 + (budget > 256),
     })  # fmt: skip
-    monkeypatch.setattr(lesson, "long_prompt", lambda tokenizer, length: [0] * length)
-    args = lesson.build_parser().parse_args(["--budget", "256", *argv])
-    found = lesson.show_arrival(args, None, SimpleNamespace(encode=lambda text: [0]))
+    monkeypatch.setattr(page, "long_prompt", lambda tokenizer, length: [0] * length)
+    found = page.measure_arrival(None, SimpleNamespace(encode=lambda text: [0]), 0)
     return found, capsys.readouterr().out
 
 
-def test_nobody_has_no_longest_silence(monkeypatch, capsys):
-    found, told = show_arrival(monkeypatch, capsys, [(1, 1.0), (2, 2.0)], "--decoders", "0")
-    assert found["whole_over_256"] == {"ttft_s": 1.0} and "0 ms" not in told and told.count(" – ") == 2
-    found, told = show_arrival(monkeypatch, capsys, [(1, 1.0), (2, 2.5)], "--decoders", "1")
-    assert found["whole_over_256"] == {"ttft_s": 1.0, "gap_s": 1.0} and "1,000 ms" in told
+def test_the_whole_prompt_is_compared_with_256(monkeypatch, capsys):
+    found, told = measured(monkeypatch, capsys, [(1, 1.0), (2, 2.5)])
+    assert found["whole_over_256"] == {"ttft_s": 1.0, "gap_s": 2.0} and "1,000 ms" in told and "2,000 ms" in told
+
+
+def test_nobody_has_no_longest_silence(tiny_model):
+    assert page.arrival_among_decodes(tiny_model, [], range(20), 8, 2)["gap_s"] == 0
 
 
 @pytest.mark.parametrize(("steps", "said"), [
@@ -426,7 +442,7 @@ def test_nobody_has_no_longest_silence(monkeypatch, capsys):
     ([(1, 0.2), (2, 0.3)], "A step here takes about 100 ms + 100.00 ms per token."),
 ])  # fmt: skip
 def test_a_line_that_goes_down_is_noise(monkeypatch, capsys, steps, said):
-    assert said in show_arrival(monkeypatch, capsys, steps)[1]
+    assert said in measured(monkeypatch, capsys, steps)[1]
 
 
 def order(runs, key):
@@ -434,7 +450,7 @@ def order(runs, key):
 
 
 def check_ablation(rate, seed, count):
-    runs = {p: lesson.ablation(p, count, rate, seed) for p in lesson.PUBLISHED_ABLATION}
+    runs = {p: page.ablation(p, count, rate, seed) for p in page.PUBLISHED_ABLATION}
     assert order(runs, "ttft_p50") == ["hybrid only", "both", "chunks only"]
     assert order(runs, "tbt_p99") == ["both", "chunks only", "hybrid only"]
 
@@ -452,7 +468,7 @@ def test_the_published_order_holds_elsewhere(rate, seed):
 
 def test_separate_batches_are_separate():
     """In the ablation's other half, no step holds a prompt and a decode; with chunks they alternate."""
-    core = lesson.simulated_core(lambda work: 1, 4, 4096, lesson.SeparateBatches, max_num_batched_tokens=64)
+    core = page.simulated_core(lambda work: 1, 4, 4096, page.SeparateBatches, max_num_batched_tokens=64)
     core.submit("a", 10, 200)
     core.step()
     core.submit("b", 400, 5)
@@ -464,7 +480,7 @@ def test_separate_batches_are_separate():
 
 
 def test_separate_batches_of_whole_prompts_let_prompts_go_first():
-    core = lesson.simulated_core(lambda work: 1, 4, 512, lesson.SeparateBatches, max_num_batched_tokens=512,
+    core = page.simulated_core(lambda work: 1, 4, 512, page.SeparateBatches, max_num_batched_tokens=512,
                                  enable_chunked_prefill=False)  # fmt: skip
     core.submit("a", 10, 200)
     core.step()
@@ -483,7 +499,7 @@ def test_separate_batches_of_whole_prompts_let_prompts_go_first():
 @pytest.mark.parametrize(("decoders", "prompt"), [(16, 4096), (16, 17), (3, 1000), (0, 333)])
 def test_simulation_by_formula(budget, decoders, prompt):
     """Chunks sum to the prompt; ⌈P / (budget − D)⌉ steps; no step, and no silence, longer than a full one."""
-    t = lesson.simulate(lesson.WIDGET_DEFAULT | {"budget": budget, "decoders": decoders, "prompt": prompt})
+    t = page.simulate(page.WIDGET_DEFAULT | {"budget": budget, "decoders": decoders, "prompt": prompt})
     arrival = t["start_us"].index(t["arrival_us"]) if t["arrival_us"] in t["start_us"] else 0
     steps = -(-prompt // (budget - decoders))
     chunks = t["chunk"][arrival : arrival + steps]
@@ -498,75 +514,80 @@ def test_simulation_by_formula(budget, decoders, prompt):
 
 @pytest.mark.parametrize(("budget", "decoders"), [(16, 16), (1, 1), (8, 16), (1, 256)])
 def test_starvation_iff_the_budget_is_used_up(budget, decoders):
-    t = lesson.simulate(lesson.WIDGET_DEFAULT | {"budget": budget, "decoders": decoders})
+    t = page.simulate(page.WIDGET_DEFAULT | {"budget": budget, "decoders": decoders})
     assert t["starved"] and t["ttft_us"] is None and sum(t["chunk"]) == 0
     assert t["silent_streams"] == decoders - budget
-    assert "STARVED" in lesson.describe(t)
-    assert not lesson.simulate(lesson.WIDGET_DEFAULT | {"budget": decoders + 1, "decoders": decoders, "prompt": 9})[
+    assert "STARVED" in page.describe(t)
+    assert not page.simulate(page.WIDGET_DEFAULT | {"budget": decoders + 1, "decoders": decoders, "prompt": 9})[
         "starved"
     ]
 
 
 def test_the_cap_lets_a_short_prompt_pass():
-    crowd = lesson.WIDGET_DEFAULT | {"budget": 2048, "decoders": 2, "short_prompt": 64}
-    off, cap, fair = (lesson.simulate(crowd | change) for change in (
+    crowd = page.WIDGET_DEFAULT | {"budget": 2048, "decoders": 2, "short_prompt": 64}
+    off, cap, fair = (page.simulate(crowd | change) for change in (
         {}, {"threshold": 256}, {"threshold": 256, "adaptive": True}))  # fmt: skip
     assert cap["short_ttft_us"] < fair["short_ttft_us"] < off["short_ttft_us"] / 5
     assert off["ttft_us"] < fair["ttft_us"] < cap["ttft_us"]
     assert max(cap["chunk"]) == 256 and max(fair["chunk"]) == 2048 // 4 and max(off["chunk"]) == 2046
-    lonely = lesson.simulate(lesson.WIDGET_DEFAULT | {"decoders": 0, "threshold": 64, "budget": 4096})
+    lonely = page.simulate(page.WIDGET_DEFAULT | {"decoders": 0, "threshold": 64, "budget": 4096})
     assert lonely["chunk"][0] == 4096, "a request that is alone is not capped"
 
 
-@pytest.mark.parametrize("method", ["_num_new_tokens", "_long_prefill_cap"])
-def test_breaking_the_scheduler_breaks_the_simulation(method, monkeypatch):
-    params = lesson.WIDGET_DEFAULT | {"threshold": 256, "short_prompt": 64}
-    before = lesson.simulate(params)
-    original = getattr(lesson.Scheduler, method)
-    monkeypatch.setattr(lesson.Scheduler, method, lambda self, *a: max(1, original(self, *a) // 2))
-    assert lesson.simulate(params) != before
+BREAKS = [
+    ("num_new_tokens = token_budget  # 10", "num_new_tokens = -(-token_budget // 2)  # 10"),
+    ("num_new_tokens = min(request.num_tokens - request.num_computed_tokens, cap, token_budget)",
+     "num_new_tokens = min(request.num_tokens - request.num_computed_tokens, token_budget)"),
+    ("or num_requests <= 1:", "or num_requests <= 20:"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new"), BREAKS)
+def test_breaking_the_scheduler_breaks_the_simulation(old, new, monkeypatch):
+    params = page.WIDGET_DEFAULT | {"threshold": 256, "short_prompt": 300}
+    before = page.simulate(params)
+    break_class(monkeypatch, lesson.Scheduler, old, new)
+    assert page.simulate(params) != before
+
+
+def test_the_freeze_of_the_story_is_the_widget_s():
+    """The script's own clock, and the simulation with the engine's loop, at every budget that the table shows."""
+    for budget in (4112, 2048, 512, 256, 64, 24, 17, 16, 8):
+        for threshold in (0, 100):
+            trace = page.simulate(page.WIDGET_DEFAULT | {"budget": budget, "threshold": threshold})
+            chunks, ttft, silence = lesson.freeze(budget, threshold)
+            assert chunks == trace["chunk"][3 : 3 + len(chunks)] and (chunks[-1] == 0) is trace["starved"]
+            assert math.isinf(ttft) if trace["starved"] else ttft == pytest.approx(trace["ttft_us"] / 1e3)
+            assert silence == pytest.approx(trace["worst_gap_us"] / 1e3)
+
+
+def test_the_story_says_who_starves(capsys):
+    lesson.show_freeze(16, 0)
+    told = capsys.readouterr().out
+    assert "STARVED: the streams use all 16 tokens" in told and "inf" not in told and "never" in told
+    lesson.show_freeze(256, 0)
+    told = capsys.readouterr().out
+    assert "STARVED" not in told and "1,134 ms" in told
 
 
 def test_facts_are_what_the_simulation_says():
-    facts = lesson.facts()
+    facts = page.facts()
     assert facts["free_seats"] == facts["ridge_tokens"] - 32
     assert facts["widget"]["512"]["ttft_ms"] == 302.0 and facts["widget"]["512"]["steps"] == 9
     assert facts["step"]["extra"] < 0.05 < facts["step"]["with_2048_ms"] / facts["step"]["decode_ms"] - 1
-    a, b = lesson.fit_line([(1, 3.0), (1, 3.0), (1, 99.0), (11, 23.0)])
+    a, b = page.fit_line([(1, 3.0), (1, 3.0), (1, 99.0), (11, 23.0)])
     assert (a, b) == (pytest.approx(1.0), pytest.approx(2.0))
 
 
-@pytest.mark.parametrize(("argv", "refused"), [
-    (["--budget", "500", "--prompt-tokens", "100"], r"--budget 500: allowed: .*\(104\)"),
-    (["--threshold", "2000"], r"--threshold 2000: allowed: .*\(1500\)"),
-    (["--threshold", "101", "--prompt-tokens", "100"], r"--threshold 101: allowed: .*\(100\)"),
-])  # fmt: skip
-def test_what_is_too_much_for_the_prompt_is_refused_at_once(monkeypatch, argv, refused):
-    monkeypatch.setattr(common, "start", lambda args: pytest.fail("it starts first"))
-    with pytest.raises(common.InputError, match=refused):
-        lesson.main(argv)
-
-
-@pytest.mark.parametrize(("argv", "budget"), [
-    ([], 256), (["--prompt-tokens", "16"], 20), (["--prompt-tokens", "251", "--decoders", "4"], 255),
-    (["--prompt-tokens", "16", "--threshold", "16", "--budget", "7"], 7),
-])  # fmt: skip
-def test_the_default_budget_is_never_refused(monkeypatch, argv, budget):
-    class Started(Exception):
-        pass
-
-    def start(args):
-        assert args.budget == budget
-        raise Started
-
-    monkeypatch.setattr(common, "start", start)
-    with pytest.raises(Started):
-        lesson.main(argv)
+@pytest.mark.parametrize("argv", [["--budget", "0"], ["--budget", "8193"], ["--threshold", "4097"]])
+def test_what_is_too_much_for_the_prompt_is_refused_at_once(capsys, argv):
+    with pytest.raises(SystemExit) as stop:
+        lesson.build_parser().parse_args(argv)
+    assert stop.value.code == 2 and argv[0] in capsys.readouterr().err
 
 
 def test_the_readme_names_the_prompt_that_is_measured():
-    length = lesson.build_parser().parse_args([]).prompt_tokens
-    assert f"while a prompt of {length:,} tokens comes in" in (common.ROOT / "README.md").read_text()
+    assert f"while a prompt of {page.PROMPT_TOKENS:,} tokens comes in" in (common.ROOT / "README.md").read_text()
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="Node is not installed: it runs the widget's code")

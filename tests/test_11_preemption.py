@@ -502,7 +502,7 @@ def test_preempting_the_oldest_redoes_as_much_as_the_page_says(monkeypatch):
     ("cls", "method", "broken", "change"),
     [
         ("Scheduler", "_choose_victim", lambda self: self.running[0], {}),
-        ("Scheduler", "_admit", lambda self, r: lesson.chunked_prefill.Scheduler._admit(self, r), {}),
+        ("Scheduler", "_admit", lambda self, r: lesson.chunked_prefill.SchedulerInPieces._admit(self, r), {}),
         ("SwapScheduler", "_admit", lambda self, r: lesson.Scheduler._admit(self, r), {"policy": "swap"}),
         ("KVCacheManager", "get_computed_blocks", lambda self, r: ([], 0), {"prefix_caching": True}),
     ],

@@ -256,7 +256,6 @@ STILL = {
     "05_optimizations",
     "08_disagg",
     "09_gqa",
-    "10_chunked_prefill",
     "11_preemption",
     "12_multi_lora",
 }

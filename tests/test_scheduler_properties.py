@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.config import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.engine_core import check_pool
+from engine.core.kv_cache_manager import KVCacheManager
 from engine.request import Request
 from engine.request import RequestStatus
 from engine.request import SamplingParams
@@ -99,7 +100,7 @@ def engines(draw, step: int) -> FakeEngine:
     limits["long_prefill_token_threshold"] = draw(st.sampled_from([0, 0, 1, 3]))
     limits["long_prefill_token_threshold_adaptive"] = draw(st.booleans())
     if step == 10:
-        manager = continuous_batching.KVCacheManager(num_blocks, block_size, max_model_len)
+        manager = KVCacheManager(num_blocks, block_size, max_model_len, enable_caching=False)
         return FakeEngine(chunked_prefill.Scheduler(chunked_prefill.SchedulerConfig(**limits), manager))
     config = preemption.SchedulerConfig(
         **limits,
@@ -214,10 +215,11 @@ class Machine(RuleBasedStateMachine):
     def check_step(self, output):
         """Between `schedule()` and the model."""
         scheduler, scheduled = self.scheduler, output.num_scheduled_tokens
-        assert output.total_num_scheduled_tokens <= scheduler.config.max_num_batched_tokens
-        if self.STEP > 4:
-            assert scheduler.token_budget >= 0
-            assert output.total_num_scheduled_tokens == scheduler.max_num_scheduled_tokens - scheduler.token_budget
+        most = self.config.max_num_batched_tokens
+        most = min(most, getattr(self.config, "max_num_scheduled_tokens", None) or most)
+        assert output.total_num_scheduled_tokens <= most
+        if hasattr(scheduler, "token_budget"):  # it keeps what is left
+            assert scheduler.token_budget == most - output.total_num_scheduled_tokens
         assert all(n > 0 for n in scheduled.values())
         admitted = output.scheduled_new_reqs + output.scheduled_resumed_reqs
         assert set(scheduled) == {r.request_id for r in output.scheduled_running_reqs + admitted}
@@ -259,7 +261,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def tables_have_the_right_length(self):
         for request in self.scheduler.running if hasattr(self, "engine") else ():
-            needed = self.scheduler.num_slots(request) if self.STEP == 10 else request.num_computed_tokens
+            needed = request.num_computed_tokens
             assert len(self.manager.get_block_ids(request.request_id)) == -(-needed // self.manager.block_size)
 
     @invariant()
@@ -267,8 +269,8 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         running, waiting = list(self.scheduler.running), list(self.scheduler.waiting)
-        assert len(running) <= self.config.max_num_seqs
-        assert self.STEP == 4 or len(running) <= self.scheduler.max_num_running_reqs
+        most = getattr(self.config, "max_num_active_seqs", None) or self.config.max_num_seqs
+        assert len(running) <= most
         ids = [r.request_id for r in running + waiting]
         assert len(ids) == len(set(ids)) and set(ids) == set(self.scheduler.requests)
         assert set(self.sent) == set(self.scheduler.requests) | self.ended

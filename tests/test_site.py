@@ -175,7 +175,9 @@ def test_githubs_dialect(tmp_path):
     rows = "| a sentence of several words | a number of several words |\n| 1 | 2 |\n"
     wide = site.render(page, "| a | b |\n|---|--:|\n" + rows)
     assert '<td class="wordy">a sentence' in wide and wide.count("wordy") == 1
-    assert "131,072 bytes" in shown and re.search(r'href="code/02_paged_attention.html#L\d+"><code>simulate\(\)', shown)
+    assert "131,072 bytes" in shown and re.search(
+        r'href="code/numbers.02_paged_attention.html#L\d+"><code>simulate', shown
+    )
     assert "<code>no_such_name</code>" in shown and shown.count("class=symbol") == 1
 
 

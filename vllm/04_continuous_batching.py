@@ -146,7 +146,9 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, static: bool = False) -> None:
-        """`config` is to have enable_chunked_prefill=False, so that the budget of a step covers any whole prompt.
+        """`config` has the seats (max_num_seqs), the budget of a step in tokens (max_num_batched_tokens), the longest
+        sequence (max_model_len) and the order of the queue (policy). With enable_chunked_prefill=False it refuses a
+        budget that is too small for the longest prompt or for a token in every seat.
 
         `static`: request-level batching, which was there before Orca. It is treated kindly here: it starts with those
         that are there, without waiting for a full batch, and a seat whose request is done costs nothing (a padded batch
@@ -208,7 +210,7 @@ class Scheduler:
 
     def num_slots(self, request: Request) -> int:
         """KV slots that a request fills in its life. Its last token is sampled and never computed, hence − 1."""
-        return int(min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len)) - 1
+        return min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len) - 1
 
     def _fits(self, request: Request) -> bool:
         """Are there blocks for the rest of all these lives, if everybody goes on to its last token?"""
@@ -279,6 +281,7 @@ def engine_loop(scheduler: Scheduler, execute_model: ExecuteModel, requests: Ite
             scheduler.add_request(coming.popleft())
         start = time.perf_counter()
         output = scheduler.schedule()
+        assert output.num_scheduled_tokens or coming, "nobody runs, so whoever waits will wait for ever"
         sampled_token_ids = execute_model(output)
         scheduler.update_from_output(output, sampled_token_ids)
         run.seconds.append(time.perf_counter() - start)
@@ -296,8 +299,8 @@ def make_requests(
 ) -> list[Request]:
     """Greedy requests "0", "1", …, each of which ends after exactly as many tokens as `outputs` says."""
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in outputs]
-    arrivals = arrivals or [0] * len(outputs)
-    return [Request(str(i), list(prompts[i]), params[i], arrival_time=arrivals[i]) for i in range(len(outputs))]
+    rows = zip(prompts, params, arrivals or [0] * len(outputs))
+    return [Request(str(i), list(prompt), how, arrival_time=at) for i, (prompt, how, at) in enumerate(rows)]
 
 
 # --- The surprise -----------------------------------------------------------------------------------------------------
@@ -307,10 +310,10 @@ def lanes(batches: Sequence[Sequence[str]], seats: int) -> list[list[str | None]
     """Who sits where in each step, [steps][seats]: whoever comes takes the first seat that is free."""
     found, row = [], [None] * seats
     for batch in batches:
-        row = [one if one in batch else None for one in row]
-        for one in batch:
-            if one not in row:
-                row[row.index(None)] = one
+        row = [request_id if request_id in batch else None for request_id in row]
+        for request_id in batch:
+            if request_id not in row:
+                row[row.index(None)] = request_id
         found.append(row)
     return found
 
@@ -330,8 +333,10 @@ PROMPTS = [
     "The three laws of motion say that", "Water boils at", "Dear Sir or Madam, I am writing to you because",
     "In Python, a list is", "The best thing about winter is",
 ]  # fmt: skip
+PROMPTS *= 4  # 32 requests
 OUTPUTS = [4, 6, 5, 24] * 8  # tokens wanted: one in four is long
 BET = [8, 8, 8, 64] * 4
+BLOCK_SIZE = 16
 
 
 def check_counts(seed: int) -> None:
@@ -341,7 +346,7 @@ def check_counts(seed: int) -> None:
     for name, static, naive in (("static", True, static_steps), ("continuous", False, continuous_steps)):
         counted = [len(dry_run(outputs, seats, static).batches) for seats, outputs in queues]
         wanted = [naive(seats, outputs) for seats, outputs in queues]
-        common.check_equal(f"{len(queues)} random queues, {name}: as many steps as counted by hand", counted, wanted)
+        common.check_equal(f"{len(queues)} random queues, {name}: as many steps as the naive count", counted, wanted)
 
 
 def show_lives(scheduler: Scheduler, execute_model: ExecuteModel, prompts: Sequence[list[int]]) -> None:
@@ -358,6 +363,33 @@ def show_lives(scheduler: Scheduler, execute_model: ExecuteModel, prompts: Seque
     common.table(["step", "request A", "request B", "request C", "tokens"], rows, title="tokens to compute, and blocks")
 
 
+def show_model(
+    scheduler: Scheduler, model: llama.Llama, tokenizer: llama.Tokenizer, prompts: Sequence[list[int]]
+) -> None:
+    """Serve the real model: three lives step by step, then all requests at once, then some of them one by one."""
+    pool = scheduler.kv_cache_manager.block_pool
+    about = VllmConfig(attention_backend="paged", enforce_eager=True)  # lesson 02's attention, no CUDA graphs
+    execute_model = make_runner(model, scheduler.config, pool.num_blocks, BLOCK_SIZE, about).execute_model
+    show_lives(scheduler, execute_model, prompts[:3])
+
+    together = make_requests(prompts, OUTPUTS)
+    run = engine_loop(scheduler, execute_model, together)
+    for i in (3, 7):
+        common.say(f"#{i} {PROMPTS[i]}…{tokenizer.decode(together[i].output_token_ids)!r}"[:108])
+    most, rate = max(map(len, run.batches)), sum(OUTPUTS) / sum(run.seconds)
+    common.say(f"{len(run.batches)} steps, at most {most} requests in one, {sum(OUTPUTS)} tokens: {rate:.0f} tokens/s")
+
+    alone, seconds = make_requests(prompts[:4], OUTPUTS[:4]), 0.0
+    for request in alone:
+        seconds += sum(engine_loop(scheduler, execute_model, [request]).seconds)
+    common.say(f"4 of them, one after another: {sum(OUTPUTS[:4]) / seconds:.0f} tokens/s")
+    batched, serial = ([request.output_token_ids for request in some[:4]] for some in (together, alone))
+    common.check_equal("they get the same tokens in the batch and one after another", batched, serial)
+    wanted = generate_alone(model, prompts[0], OUTPUTS[0])
+    common.check_equal("the first gets the tokens that a loop without any cache writes", serial[0], wanted)
+    common.check_equal(f"all {pool.num_blocks - 1} blocks are free again", pool.num_free_blocks, pool.num_blocks - 1)
+
+
 def show_timeline(name: str, outputs: Sequence[int], static: bool, seats: int = 4, scale: int = 4) -> None:
     """A Gantt chart: a row for each seat, a column for `scale` steps, a letter for each request."""
     batches = dry_run(outputs, seats, static).batches
@@ -368,24 +400,30 @@ def show_timeline(name: str, outputs: Sequence[int], static: bool, seats: int = 
         common.say("".join("·" if row[seat] is None else chr(ord("A") + int(row[seat])) for row in columns))
 
 
+def make_scheduler(max_num_seqs: int, num_blocks: int, static: bool = False) -> Scheduler:
+    """With room for sequences of 512 tokens. Raises InputError for fewer blocks than one of them takes."""
+    config = SchedulerConfig(512, max_num_seqs, max_num_batched_tokens=4096, enable_chunked_prefill=False)
+    return Scheduler(config, KVCacheManager(num_blocks, BLOCK_SIZE, config.max_model_len), static)
+
+
 def show_limits(prompts: Sequence[list[int]]) -> None:
     """Steps and seats used if there are fewer seats, or blocks for fewer lives."""
     rows = []
     for seats, num_blocks in ((32, 1024), (8, 1024), (1, 1024), (32, 34)):
-        config = SchedulerConfig(512, seats, max_num_batched_tokens=4096, enable_chunked_prefill=False)
-        scheduler = Scheduler(config, KVCacheManager(num_blocks, 16, 512))
-        batches = engine_loop(scheduler, no_model, make_requests(prompts, OUTPUTS)).batches
+        requests = make_requests(prompts, OUTPUTS)
+        batches = engine_loop(make_scheduler(seats, num_blocks), no_model, requests).batches
         rows.append([f"--max-num-seqs {seats} --num-blocks {num_blocks}", max(map(len, batches)), len(batches)])
     common.table(["", "most in a step", "steps"], rows)
 
 
 def build_parser() -> common.Parser:
     p = common.parser(__doc__)
-    p.add_argument("--policy", choices=("static", "continuous"), default="continuous", help="batching of step 2")
-    p.add_argument("--max-num-seqs", type=common.number(int, 1, 256), default=32, metavar="N",
-                   help="sequences in one step (default %(default)s; 1 serves them one by one)")  # fmt: skip
-    p.add_argument("--num-blocks", type=common.number(int, 2, 1 << 14), default=1024, metavar="N",
-                   help="KV blocks of 16 tokens (default %(default)s; 34 hold few, below 33 is refused)")  # fmt: skip
+    p.add_argument("--policy", choices=("static", "continuous"), default="continuous", help="batching of part 2")
+    seats, blocks = common.number(int, 1, 256), common.number(int, 2, 1 << 14)
+    help_seats = "sequences in one step (default %(default)s; 1 serves them one by one)"
+    help_blocks = f"KV blocks of {BLOCK_SIZE} tokens (default %(default)s; 34 hold few, below 33 is refused)"
+    p.add_argument("--max-num-seqs", type=seats, default=32, metavar="N", help=help_seats)
+    p.add_argument("--num-blocks", type=blocks, default=1024, metavar="N", help=help_blocks)
     return p
 
 
@@ -491,46 +529,23 @@ class SchedulerInPieces(Scheduler):
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     common.start(args)
-    config = SchedulerConfig(512, args.max_num_seqs, max_num_batched_tokens=4096, enable_chunked_prefill=False)
-    manager = KVCacheManager(args.num_blocks, 16, config.max_model_len)
-    scheduler = Scheduler(config, manager, static=args.policy == "static")
-    llama.check_context(args.model, config.max_model_len)
+    scheduler = make_scheduler(args.max_num_seqs, args.num_blocks, static=args.policy == "static")
+    llama.check_context(args.model, scheduler.config.max_model_len)
 
     common.heading("1. The scheduler, without a model")
     check_counts(args.seed)
-
     n = len(OUTPUTS)
     common.heading(f"2. The real model: {n} requests, {args.policy}, at most {args.max_num_seqs} at a time")
     model, tokenizer = llama.load(args.model)
-    runner = make_runner(model, config, args.num_blocks, 16, VllmConfig(attention_backend="paged", enforce_eager=True))
-    prompts = [tokenizer.encode(PROMPTS[i % len(PROMPTS)]) for i in range(n)]
-    show_lives(scheduler, runner.execute_model, prompts)
-    together = make_requests(prompts, OUTPUTS)
-    run = engine_loop(scheduler, runner.execute_model, together)
-    for i in (3, 7):
-        common.say(f"#{i} {PROMPTS[i]}…{tokenizer.decode(together[i].output_token_ids)!r}"[:108])
-    most, rate = max(map(len, run.batches)), sum(OUTPUTS) / sum(run.seconds)
-    common.say(f"{len(run.batches)} steps, at most {most} requests in one, {sum(OUTPUTS)} tokens: {rate:.0f} tokens/s")
-    alone, seconds = make_requests(prompts[:4], OUTPUTS[:4]), 0.0
-    for request in alone:
-        seconds += sum(engine_loop(scheduler, runner.execute_model, [request]).seconds)
-    common.say(f"4 of them, one after another: {sum(OUTPUTS[:4]) / seconds:.0f} tokens/s")
-    batched, serial = ([request.output_token_ids for request in requests[:4]] for requests in (together, alone))
-    common.check_equal("they get the same tokens in the batch and one after another", batched, serial)
-    wanted = generate_alone(model, prompts[0], OUTPUTS[0])
-    common.check_equal("the first gets the tokens that a loop without any cache writes", serial[0], wanted)
-    usable = args.num_blocks - 1
-    common.check_equal(f"all {usable} blocks are free again", manager.block_pool.num_free_blocks, usable)
-
+    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    show_model(scheduler, model, tokenizer, prompts)
     common.heading("3. The surprise: sixteen requests on four seats, and the same sorted by length")
     for name, outputs in (("as they come", BET), ("sorted", sorted(BET))):
         show_timeline(f"static, {name}", outputs, static=True)
         show_timeline(f"continuous, {name}", outputs, static=False)
     common.say("A letter is a request, a column is 4 steps. Sorted, there is nothing to gain.")
-
-    common.heading("4. What breaks it: the requests of part 2, counted without a model")
+    common.heading("4. What breaks it: the requests of part 2 under other limits, counted without the model")
     show_limits(prompts)
-
     common.hand_over(KEY, args)
 
 

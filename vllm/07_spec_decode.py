@@ -580,10 +580,8 @@ def tell_economics() -> None:
     common.table(["tokens each", "1 sequence", *(f"{B} sequences" for B in batches[1:])], rows)
     common.say(f"The speed-up of Llama-3.1-8B on an H100 by its roofline, with α = {alpha}, K = {K}, c = {c}.")
     crossover = next(B for B in itertools.count(1) if gain(B, 128) < 1)
-    common.say(
-        f"With {crossover} short sequences or more, drafts slow the GPU down. A step of long ones waits for keys"
-    )
-    common.say("and values, which are read once for all K + 1 rows: it gains whatever the batch.")
+    common.say(f"With {crossover} short sequences or more, drafts slow the GPU down. A step of long ones waits for")
+    common.say("keys and values, which are read once for all K + 1 rows: it gains whatever the batch.")
 
 
 def build_parser() -> common.Parser:

@@ -101,7 +101,7 @@ def swap_blocks_one_by_one(source: torch.Tensor, target: torch.Tensor, pairs: Se
 # --- 2. The scheduler: optimism, and its price ---------------------------------------------------------------------
 
 
-class Scheduler(chunked_prefill.Scheduler):
+class Scheduler(chunked_prefill.SchedulerInPieces):
     """Blocks are taken when they are needed. If there are none, the least important running request loses its own.
 
     As in vLLM's V1, the victim keeps its tokens and forgets their keys and values (`num_computed_tokens = 0`). Back in

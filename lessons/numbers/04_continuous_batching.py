@@ -1,4 +1,4 @@
-"""What `lessons/04_continuous_batching.md` simulates, quotes, draws and measures."""
+"""Serves lessons/04_continuous_batching.md: the widget's simulation, facts, figures, and what `--bench` measures."""
 
 from __future__ import annotations
 

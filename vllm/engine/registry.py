@@ -15,9 +15,9 @@ FILLED_BY = {
     "cache.copy_blocks": "02_paged_attention:copy_blocks",
     "cache.paged": "02_paged_attention:PagedKVCache",
     "cache.write": "02_paged_attention:reshape_and_cache",
+    "decode.paged": "02_paged_attention:paged_decode",
     "attention.unified": "10_chunked_prefill:UnifiedAttention",
     "attention.paged": "02_paged_attention:PagedAttention",
-    "paged_decode": "02_paged_attention:paged_decode",
     "lora": "12_multi_lora:add_lora",
     "rejection": "07_spec_decode:rejection_sample",
 }

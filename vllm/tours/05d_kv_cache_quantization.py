@@ -631,7 +631,7 @@ def measure_kernels(seconds: float = 0.3) -> list[dict[str, Any]]:
         blocks = shuffled_blocks([S] * B, 16)
         meta = AttentionMetadata.build(blocks, [S] * B, [S] * B, 16)
         exact = some(B, 32, 128), some(2, 1 + B * S // 16, 16, 8, 128), meta.block_table, meta.seq_lens, S
-        base = common.measure_graph(functools.partial(fill("paged_decode"), *exact), seconds).median
+        base = common.measure_graph(functools.partial(fill("decode.paged"), *exact), seconds).median
         row = {"B": B, "S": S, "auto": base}
         for name in names:
             made = random_layer(FORMATS[name], [S] * B, 16, 32, 8, 128, torch.bfloat16)

@@ -1,4 +1,4 @@
-// A long prompt arrives among streams that decode: the twin of `simulate` in vllm/10_chunked_prefill.py.
+// A long prompt arrives among streams that decode: the twin of `simulate` in lessons/numbers/10_chunked_prefill.py.
 import { ChunkedScheduler } from "./lib/chunked_prefill.mjs";
 import { EngineCore, KVCacheManager, Request } from "./lib/continuous_batching.mjs";
 import { comma, fixed, range, sum } from "./lib/text.mjs";

@@ -8,10 +8,11 @@ import common
 import pytest
 from engine.config import SchedulerConfig
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.scheduler import make_scheduler
+from engine.core.scheduler import Scheduler, make_scheduler
 from engine.request import Request, RequestStatus, SamplingParams
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.broken import break_class
 from lab.reserving import ReservingScheduler
 
 batching, chunked = common.lesson("04_continuous_batching"), common.lesson("10_chunked_prefill")
@@ -81,16 +82,39 @@ def test_lesson_11_decides_as_the_engine(about, more_blocks, caching, seed):
     assert life(eleven(config, num_blocks, block_size, caching), seed) == life(ours, seed)
 
 
+def ten(config: SchedulerConfig, num_blocks: int, block_size: int):
+    manager = KVCacheManager(num_blocks, block_size, config.max_model_len, enable_caching=False)
+    return chunked.Scheduler(config, manager)
+
+
+class Careful(Scheduler):
+    """The engine's, which admits only whom lesson 10 admits: if all lives fit to their last token."""
+
+    def _admit(self, request):
+        return super()._admit(request) if chunked.Scheduler._fits(self, request) else 0
+
+
 @settings(max_examples=100)
-@given(limits(chunks=True), st.integers(0, 10**6))
-def test_lesson_10_decides_as_the_engine_while_there_are_blocks(about, seed):
-    """It reserves a request's blocks for its whole life, so which blocks these are is another matter."""
+@given(limits(chunks=True), st.none() | st.integers(1, 9), st.integers(0, 10**6))
+def test_lesson_10_decides_as_the_engine_while_there_are_blocks(about, budget, seed):
+    """Who is in a step, how many tokens are computed of each, in which blocks."""
     found, num_blocks, block_size = about
     num_blocks *= found["max_num_seqs"] + 1
-    manager = batching.KVCacheManager(num_blocks, block_size, found["max_model_len"])
-    theirs = chunked.Scheduler(chunked.SchedulerConfig(**found), manager)
-    ours = make_scheduler(SchedulerConfig(**found), num_blocks, block_size, False)
-    assert without_tables(life(theirs, seed)) == without_tables(life(ours, seed))
+    config = SchedulerConfig(**found, max_num_scheduled_tokens=budget if found["enable_chunked_prefill"] else None)
+    ours = make_scheduler(config, num_blocks, block_size, False)
+    assert life(ten(config, num_blocks, block_size), seed) == life(ours, seed)
+
+
+@settings(max_examples=100)
+@given(limits(chunks=True), st.integers(0, 12), st.integers(0, 10**6))
+def test_lesson_10_in_a_small_pool_decides_as_the_engine_if_that_is_as_careful(about, more_blocks, seed):
+    """Nobody is ever preempted, and but for admission all is the same."""
+    found, num_blocks, block_size = about
+    config, num_blocks = SchedulerConfig(**found), num_blocks + more_blocks
+    manager = KVCacheManager(num_blocks, block_size, config.max_model_len, enable_caching=False)
+    decided = life(Careful(config, manager), seed)
+    assert life(ten(config, num_blocks, block_size), seed) == decided
+    assert not any(preempted for _, (_, _, _, preempted, _, _), *_ in decided)
 
 
 @settings(max_examples=100)
@@ -116,9 +140,9 @@ def test_lesson_04_admits_as_carefully_as_an_engine_that_takes_all_at_once(about
 
 @pytest.mark.parametrize(("owner", "name", "wrong"), [
     (preemption.Scheduler, "_choose_victim", lambda self: self.running[0]),
-    (preemption.Scheduler, "_admit", chunked.Scheduler._admit),
+    (preemption.Scheduler, "_admit", chunked.SchedulerInPieces._admit),
     (chunked.Scheduler, "_long_prefill_cap", lambda self: 2),
-    (batching.Scheduler, "_free_request", lambda self, request: self.requests.pop(request.request_id)),
+    (chunked.Scheduler, "_free_request", lambda self, request: self.requests.pop(request.request_id)),
 ])  # fmt: skip
 def test_a_twin_that_decides_otherwise_is_noticed(monkeypatch, owner, name, wrong):
     monkeypatch.setattr(owner, name, wrong)
@@ -127,6 +151,31 @@ def test_a_twin_that_decides_otherwise_is_noticed(monkeypatch, owner, name, wron
     def differs(seed: int) -> bool:
         try:
             return life(eleven(config, 9, 4, False), seed) != life(make_scheduler(config, 9, 4, False), seed)
+        except Exception:  # too broken to go on
+            return True
+
+    assert any(map(differs, range(20)))
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ("num_new_tokens = min(request.num_tokens - request.num_computed_tokens, cap, token_budget)",
+     "num_new_tokens = min(request.num_tokens - request.num_computed_tokens, token_budget)"),
+    ("num_new_tokens = token_budget  # 10: cut", "break"),
+    ("request_id not in sampled_token_ids", "request.num_computed_tokens < 2"),
+    ("if not self._fits(request):", "if False:"),
+    ("return max(config.long_prefill_token_threshold,", "return min(config.long_prefill_token_threshold,"),
+])  # fmt: skip
+def test_a_lesson_10_that_decides_otherwise_is_noticed(monkeypatch, old, new):
+    config = SchedulerConfig(
+        max_model_len=24, max_num_seqs=6, max_num_batched_tokens=12, long_prefill_token_threshold=3,
+        long_prefill_token_threshold_adaptive="max" in old,
+    )  # fmt: skip
+    break_class(monkeypatch, chunked.Scheduler, old, new)
+
+    def differs(seed: int) -> bool:
+        manager = KVCacheManager(9, 4, 24, enable_caching=False)
+        try:
+            return life(ten(config, 9, 4), seed) != life(Careful(config, manager), seed)
         except Exception:  # too broken to go on
             return True
 
