@@ -98,7 +98,7 @@ from engine.distributed.group import GroupCoordinator
 from lab import layouts, naive
 from lab.dry_run import DryRun
 
-lesson = common.lesson("06c_scaling_out")
+lesson, page = common.lesson("06c_scaling_out"), common.numbers("06c_scaling_out")
 serving = common.lesson("06_serving")
 ADD = EngineCoreRequestType.ADD
 ABORT, UTILITY = EngineCoreRequestType.ABORT, EngineCoreRequestType.UTILITY
@@ -879,7 +879,7 @@ def test_the_index_forgets_the_oldest():
 
 
 def test_routing_gains_hits_and_costs_balance():
-    found = lesson.facts()["routing"]
+    found = page.facts()["routing"]
     assert found["prefix_4"]["hit_rate"] > found["load"]["hit_rate"] + 0.1
     assert found["prefix_4"]["mean_ttft"] < found["load"]["mean_ttft"] < found["prefix_1000"]["mean_ttft"]
     assert found["load"]["spread"] < found["prefix_4"]["spread"] < found["prefix_1000"]["spread"]
@@ -1966,9 +1966,9 @@ def test_the_bubble_is_the_formulas(stages, micro_batches):
 
 
 @pytest.mark.parametrize("workload", list(lesson.WORKLOADS))
-@pytest.mark.parametrize("in_flight", lesson.CHOICES["in_flight"])
+@pytest.mark.parametrize("in_flight", page.WIDGET_CHOICES["in_flight"])
 def test_stages_are_never_in_two_places(workload, in_flight):
-    trace = lesson.simulate({"stages": 3, "in_flight": in_flight, "budget": 64, "workload": workload})
+    trace = page.simulate({"stages": 3, "in_flight": in_flight, "budget": 64, "workload": workload})
     prompts, outputs = lesson.WORKLOADS[workload]
     assert sum(b["tokens"] for b in trace["batches"]) == sum(prompts) + sum(outputs) - len(prompts)
     for before, after in zip(trace["batches"], trace["batches"][1:]):
@@ -1982,11 +1982,11 @@ def test_stages_are_never_in_two_places(workload, in_flight):
 
 
 def test_the_widget_uses_the_real_core(monkeypatch):
-    before = lesson.simulate(lesson.WIDGET_DEFAULT)
+    before = page.simulate(page.WIDGET_DEFAULT)
     monkeypatch.setattr(PipelineEngineCore, "put_in_flight", lambda self: None if self.batch_queue else
                         original(self))  # fmt: skip
     original = _original_put
-    assert lesson.simulate(lesson.WIDGET_DEFAULT)["makespan"] > before["makespan"]
+    assert page.simulate(page.WIDGET_DEFAULT)["makespan"] > before["makespan"]
 
 
 _original_put = PipelineEngineCore.put_in_flight

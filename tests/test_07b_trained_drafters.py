@@ -41,7 +41,7 @@ from engine.spec_decode.tree import Tree
 from lab import drafter_training as training
 from lab import drafts_ahead, naive
 
-lesson = common.lesson("07b_trained_drafters")
+lesson, page = common.lesson("07b_trained_drafters"), common.numbers("07b_trained_drafters")
 speculative = common.lesson("07_spec_decode")
 
 GREEDY = SamplingParams(temperature=0)
@@ -373,7 +373,7 @@ def test_planned_trees_are_the_best_connected_ones(size):
     value = {n: math.prod(ranks[k][r] for k, r in enumerate(n)) for n in every}
     shape = trees.plan_tree(ranks, size)
     assert len(set(shape)) == size and all(n[:-1] in [(), *shape[:i]] for i, n in enumerate(shape))
-    assert lesson.expected_path(ranks, shape) == pytest.approx(1 + sum(sorted(value.values())[-size:]))
+    assert page.expected_path(ranks, shape) == pytest.approx(1 + sum(sorted(value.values())[-size:]))
 
 
 CASES = [  # contexts, block size
@@ -505,7 +505,7 @@ def test_several_guesses_leave_the_distribution_alone(guesses, distinct):
     assert guesses < 1 or (wrong - torch.tensor([0.6, 0.3, 0.1])).abs().max() > 0.05
 
 
-def test_the_script_enumerates_the_rule_as_it_is(monkeypatch, capsys, tmp_path):
+def test_the_script_enumerates_the_rule_as_it_is(monkeypatch, capsys):
     """`--break same-p` is noticed by step 4; whatever needs the model has a stand-in."""
     run = SimpleNamespace(token_ids=[[0] * 20] * 2, acceptance=0.0, tokens_per_step=1.0)
     tree = SimpleNamespace(token_ids=[0] * 20, passes=20, rows=20, tokens_per_pass=1.0)
@@ -515,13 +515,12 @@ def test_the_script_enumerates_the_rule_as_it_is(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(trained, "load_network", lambda *args: None)
     monkeypatch.setattr(drafts_ahead, "demonstrate", lambda *args: None)
     monkeypatch.setattr(common, "HAS_TRITON", False)
-    monkeypatch.setattr(lesson, "draw", lambda folder: [])
     for flags, mark in ([], "✓"), (["--break", "same-p"], "✗"):
-        lesson.main([*flags, "--figure", str(tmp_path)])
+        lesson.main(flags)
         assert f"  {mark} several guesses per place, 50 cases" in capsys.readouterr().out
     monkeypatch.setattr(trees, "left_over", lambda p, token, q: p)
     with pytest.raises(common.CheckFailed, match="what is written misses p"):
-        lesson.main(["--figure", str(tmp_path)])
+        lesson.main([])
 
 
 class Chance:
@@ -656,35 +655,35 @@ def test_sampled_trees_are_seeded(told):
 
 
 def test_the_widget_writes_what_plain_decoding_writes():
-    for shape, heads in itertools.product(lesson.SHAPES, lesson.SKILLS):
-        trace = lesson.simulate({"shape": shape, "heads": heads, "bug": "none", "seed": 1})
-        assert trace["written"] == trace["plain"] and trace["same"] == lesson.TOY_TOKENS
-        assert trace["rows"] == trace["passes"] * (len(lesson.SHAPES[shape]) + 1)
-    assert lesson.simulate({**lesson.WIDGET_DEFAULT, "shape": "nothing"})["passes"] == lesson.TOY_TOKENS
+    for shape, heads in itertools.product(page.SHAPES, page.SKILLS):
+        trace = page.simulate({"shape": shape, "heads": heads, "bug": "none", "seed": 1})
+        assert trace["written"] == trace["plain"] and trace["same"] == page.TOY_TOKENS
+        assert trace["rows"] == trace["passes"] * (len(page.SHAPES[shape]) + 1)
+    assert page.simulate({**page.WIDGET_DEFAULT, "shape": "nothing"})["passes"] == page.TOY_TOKENS
     json.dumps(trace)
 
 
 @pytest.mark.parametrize("bug", ["no-mask", "no-move"])
 def test_the_widget_breaks(bug):
-    seeds = [lesson.simulate({**lesson.WIDGET_DEFAULT, "bug": bug, "seed": seed}) for seed in range(6)]
-    assert all(trace["same"] < lesson.TOY_TOKENS for trace in seeds)
+    seeds = [page.simulate({**page.WIDGET_DEFAULT, "bug": bug, "seed": seed}) for seed in range(6)]
+    assert all(trace["same"] < page.TOY_TOKENS for trace in seeds)
 
 
 @pytest.mark.parametrize("name", ["verify_greedy", "compact_slots", "ancestor_masks", "fill_tree"])
 def test_the_widget_runs_the_real_code(name, monkeypatch):
-    right = lesson.simulate(lesson.WIDGET_DEFAULT)
+    right = page.simulate(page.WIDGET_DEFAULT)
     wrong = {
         "verify_greedy": lambda tree, favourite: ([], [favourite[0]]),
         "compact_slots": lambda *args: None,
         "ancestor_masks": lambda parents: [(2 << i) - 1 for i in range(len(parents))],
         "fill_tree": lambda shape, root, choices: Tree([root, choices[0][0]], [-1, 0]),
     }
-    monkeypatch.setattr(lesson if hasattr(lesson, name) else trees, name, wrong[name])
-    assert lesson.simulate(lesson.WIDGET_DEFAULT) != right
+    monkeypatch.setattr(page if hasattr(page, name) else trees, name, wrong[name])
+    assert page.simulate(page.WIDGET_DEFAULT) != right
 
 
 def test_facts_describe_the_shipped_files():
-    known = lesson.facts()
+    known = page.facts()
     assert set(known["drafters"]) == {"eagle", "medusa", "draft_model"}
     for name, d in known["drafters"].items():
         assert d["megabytes"] < 10 and d["tokens"] > 100_000, name
@@ -702,7 +701,7 @@ def test_facts_describe_the_shipped_files():
 
 @pytest.mark.slow  # the default run draws them once
 def test_figures_are_reproducible(tmp_path):
-    first, second = lesson.draw(tmp_path / "a"), lesson.draw(tmp_path / "b")
+    first, second = page.draw(tmp_path / "a"), page.draw(tmp_path / "b")
     assert [a.read_bytes() == b.read_bytes() for a, b in zip(first, second)] == [True] * len(first)
     assert {path.name for path in first} == {"07b_tree.svg", "07b_chains.svg"}
 
@@ -923,7 +922,7 @@ def first_guesses_right(drafter: Drafter, taught: tuple) -> float:
 def test_shipped_heads_learned_and_shuffled_ones_did_not(method, least, taught):
     network = trained.load_network(trained.WEIGHTS / f"{method}.safetensors", taught[0])
     assert first_guesses_right(trained.DRAFTERS[method](network), taught) >= least
-    assert first_guesses_right(trained.DRAFTERS[method](lesson.shuffled(network)), taught) <= 0.05
+    assert first_guesses_right(trained.DRAFTERS[method](page.shuffled(network)), taught) <= 0.05
 
 
 # --- One step ahead ---------------------------------------------------------------------------------------------------
@@ -1013,7 +1012,7 @@ def test_medusas_tree_on_the_real_model(real_model):
     plain = lesson.serve(model, tokenizer, prompts, 48, None)
     passes = {}
     for size in (3, 15):
-        shape = trees.plan_tree(lesson.facts()["ranks"], size)
+        shape = trees.plan_tree(page.facts()["ranks"], size)
         ids = [tokenizer.chat([{"role": "user", "content": text}]) for text in prompts]
         runs = [lesson.generate_with_tree(model, network, shape, prompt, 48) for prompt in ids]
         assert [run.token_ids for run in runs] == plain.token_ids
@@ -1029,7 +1028,7 @@ def test_a_question_needs_no_chat_template(real_model):
     model = llama.random_model(vocab_size=49152)
     run = lesson.serve(model, tokenizer, ["Why?"], 2, None)
     assert run.token_ids == [naive.generate(model, tokenizer.encode("Why?"), 2)]
-    assert lesson.agreement_by_layer(model, tokenizer, ["Why?"], [2]) == {"2": 1.0}
+    assert page.agreement_by_layer(model, tokenizer, ["Why?"], [2]) == {"2": 1.0}
     with pytest.raises(common.InputError, match="no chat template"):
         tokenizer.chat([])
     for part in (lesson, training):
@@ -1061,7 +1060,7 @@ def test_what_was_trained_is_told_of_the_model_it_was_trained_for(tiny_model, mo
         heading(text)
 
     monkeypatch.setattr(common, "heading", first)
-    monkeypatch.setattr(llama, "check_context", lambda *args: None)
+    monkeypatch.setattr(llama, "check_context", lambda *args: tiny_model.config)
     monkeypatch.setattr(llama, "load", lambda name: (tiny_model, None))
     monkeypatch.setattr(trained, "load_network", lambda *args: None)
     with pytest.raises(StopIteration):

@@ -38,11 +38,9 @@ import argparse
 import asyncio
 import functools
 import random
-import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,7 +62,6 @@ from engine.parallel.workers import Workers, make_executor
 from engine.request import Request, SamplingParams
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.balancer import LoadBalancer, PrefixAwareBalancer
-from engine.serving.coordinator import DPCoordinator
 from engine.serving.engine_group import start_client
 from engine.serving.start import make_engine
 from lab import layouts
@@ -93,7 +90,7 @@ def in_stages(model: llama.Llama, token_ids: torch.Tensor, attend: llama.Attend,
     return hidden
 
 
-# --- The simulation behind the widget ---------------------------------------------------------------------------------
+# --- A pipeline on a clock: the real scheduler and engine core, and stages that only take time ------------------------
 
 PASS, TOKEN, SEND = 240, 1, 4  # ticks: the whole model once, each token in it, and a message to the next stage
 WORKLOADS = {  # prompt tokens of each request, and tokens it wants
@@ -102,9 +99,6 @@ WORKLOADS = {  # prompt tokens of each request, and tokens it wants
     "4 long prompts": ([512] * 4, [8] * 4),
     "a long prompt among short ones": ([32, 32, 32, 768, 32, 32], [16] * 6),
 }
-CHOICES = {"stages": [1, 2, 3, 4], "in_flight": ["one batch", "one per stage"],
-           "budget": [64, 128, 256, 512, 1024, 2048], "workload": list(WORKLOADS)}  # fmt: skip
-WIDGET_DEFAULT = {"stages": 4, "in_flight": "one per stage", "budget": 256, "workload": "4 long prompts"}
 
 
 class TimedStages:
@@ -143,15 +137,6 @@ class TimedStages:
         return sampled, {}, {}, {}
 
 
-def simulate(params: dict) -> dict:
-    """The engine's scheduler and this lesson's engine core on stages that only take time. Raises InputError."""
-    params = common.checked(params, CHOICES)
-    depth = params["stages"] if params["in_flight"] == "one per stage" else 1
-    budget, workload = params["budget"], WORKLOADS[params["workload"]]
-    one_stage = pipeline(1, 1, budget, *workload)["makespan"]  # all layers in one place
-    return pipeline(params["stages"], depth, budget, *workload) | {"one_stage": one_stage}
-
-
 def pipeline(stages: int, in_flight: int, budget: int, prompts: Sequence[int], outputs: Sequence[int]) -> dict:
     """Every micro-batch's way through the stages, in ticks: `at` it was scheduled, and took the first free place."""
     config = SchedulerConfig(max_model_len=2048, max_num_seqs=32, max_num_batched_tokens=budget)
@@ -172,25 +157,11 @@ def pipeline(stages: int, in_flight: int, budget: int, prompts: Sequence[int], o
             "finish": finish, "tokens": sum(outputs), "idle": stages * runner.now - sum(busy)}  # fmt: skip
 
 
-def round_half_up(a: int, b: int) -> int:
-    """a / b to the nearest whole number, as JavaScript rounds it."""
-    return (2 * a + b) // (2 * b)
-
-
-def describe(trace: dict) -> str:
-    """The state under the widget, as text."""
-    batches, stages, makespan = trace["batches"], trace["stages"], trace["makespan"]
-    idle = round_half_up(100 * trace["idle"], stages * makespan)
-    lines = [f"{len(trace['first'])} requests, {trace['tokens']} output tokens, {stages} stage{'s' * (stages > 1)}, "
-             f"{len(batches)} micro-batches",
-             f"done after {makespan} ticks; stages idle {idle} % of the time",
-             f"first token: mean {sum(trace['first']) // len(trace['first'])}, last {max(trace['first'])}"]  # fmt: skip
-    for i, batch in enumerate(batches[:6]):
-        spans = "  ".join(f"[{start}, {stop})" for start, stop in batch["spans"])
-        lines.append(f"#{i}: {batch['tokens']} tokens of {batch['requests']}, samples {batch['samples']}: {spans}")
-    if len(batches) > 6:
-        lines.append("…")
-    return "\n".join(lines)
+def brief(stages: int, in_flight: int, budget: int, workload: str) -> dict[str, float]:
+    """What a run comes to: its end, the share of time in which stages wait, and the mean first token."""
+    trace = pipeline(stages, in_flight, budget, *WORKLOADS[workload])
+    return {"makespan": trace["makespan"], "idle": trace["idle"] / (stages * trace["makespan"]),
+            "batches": len(trace["batches"]), "ttft": sum(trace["first"]) / len(trace["first"])}  # fmt: skip
 
 
 # --- Routing, measured on real schedulers -----------------------------------------------------------------------------
@@ -216,6 +187,11 @@ class RoundRobin(LoadBalancer):
     def pick(self, request: Request) -> int:
         self.start = (self.start + 1) % len(self.counts)
         return self.start
+
+
+def prefix_balancer(max_imbalance: int) -> PrefixAwareBalancer:
+    """The engine that has the prefix, unless it is so much farther behind than the best one."""
+    return PrefixAwareBalancer(ROUTING["engines"], num_blocks=ROUTING["blocks"], max_imbalance=max_imbalance)
 
 
 def measure_routing(balancer: LoadBalancer, seed: int = 6) -> dict[str, float]:
@@ -263,113 +239,6 @@ def measure_routing(balancer: LoadBalancer, seed: int = 6) -> dict[str, float]:
     return {"hit_rate": hits / asked, "mean_ttft": sum(waits) / len(waits),
             "p99_ttft": waits[-(-99 * len(waits) // 100) - 1], "steps": step,
             "spread": sum(spread) / len(spread)}  # fmt: skip
-
-
-# --- Numbers that the text quotes -------------------------------------------------------------------------------------
-
-
-@functools.cache
-def facts() -> dict[str, Any]:
-    """The lesson's deterministic numbers."""
-
-    def brief(stages: int, in_flight: int, budget: int, workload: str) -> dict[str, float]:
-        trace = pipeline(stages, in_flight, budget, *WORKLOADS[workload])
-        return {"makespan": trace["makespan"], "idle": trace["idle"] / (stages * trace["makespan"]),
-                "batches": len(trace["batches"]), "ttft": sum(trace["first"]) / len(trace["first"])}  # fmt: skip
-
-    short, long = "8 short prompts at once", "4 long prompts"
-    pipelines = {
-        "one_stage": brief(1, 1, 64, short), "alone": brief(4, 1, 64, short), "whole": brief(4, 4, 2048, short),
-        "chunked": brief(4, 4, 64, short), "long_one": brief(1, 1, 256, long), "long_alone": brief(4, 1, 256, long),
-        "long_whole": brief(4, 4, 2048, long), "long_chunked": brief(4, 4, 256, long),
-        "single_one": brief(1, 1, 2048, "one long prompt"), "single_whole": brief(4, 4, 2048, "one long prompt"),
-        "single_chunked": brief(4, 4, 256, "one long prompt"),
-    }  # fmt: skip
-    n = ROUTING["engines"]
-    prefix = lambda limit: PrefixAwareBalancer(n, num_blocks=ROUTING["blocks"], max_imbalance=limit)  # noqa: E731
-    routing = {"round_robin": measure_routing(RoundRobin(n)), "load": measure_routing(LoadBalancer(n)),
-               **{f"prefix_{limit}": measure_routing(prefix(limit)) for limit in (0, 4, 16, 1000)}}  # fmt: skip
-    balancer = LoadBalancer(2)
-    balancer.counts = [[4, 16, 1.0], [0, 30, 0.9]]
-    return {
-        "bubble": {f"{p}_{m}": bubble(p, m) for p in (2, 4, 8) for m in (1, 2, 4, 8, 16)},
-        "pipeline": pipelines, "routing": routing, "workload": ROUTING,
-        "score": {"full": balancer.score(0), "busy": balancer.score(1), "plain": 20},
-        "ticks": {"pass": PASS, "token": TOKEN, "send": SEND}, "layouts": layouts.facts(),
-        "coordinator_ms": 1000 * DPCoordinator.INTERVAL, "vllm_timeout_s": 300,
-        "smol": {"hidden_bytes": 576 * 4, "layers": 30},
-    }  # fmt: skip
-
-
-# --- Figures ----------------------------------------------------------------------------------------------------------
-
-
-def draw(folder: str | Path) -> list[Path]:
-    """Which processes talk, three ways to run a pipeline, and what layouts cost."""
-    return [_draw_processes(folder), _draw_pipeline(folder), *layouts.draw(folder)]
-
-
-def _draw_processes(folder: str | Path) -> Path:
-    figure, ax = common.new_figure(8.0, 3.7)
-    colors = common.COLORS
-
-    def box(x: float, y: float, text: str, color: str, width: float = 1.5, height: float = 0.62) -> None:
-        from matplotlib.patches import FancyBboxPatch
-
-        ax.add_patch(FancyBboxPatch((x - width / 2, y - height / 2), width, height, facecolor=colors[color],
-                                    edgecolor="white", boxstyle="round,pad=0.02,rounding_size=0.08"))  # fmt: skip
-        ax.text(x, y, text, ha="center", va="center", color="white", fontsize=8.5, linespacing=1.2)
-
-    def line(a: tuple[float, float], b: tuple[float, float], color: str = "grey", style: str = "-") -> None:
-        ax.plot([a[0], b[0]], [a[1], b[1]], style, color=colors[color], linewidth=1.1, zorder=0)
-
-    servers, engines = [(2.0, 4.0), (4.6, 4.0)], [(1.9, 2.4), (5.7, 2.4)]
-    for server in servers:
-        for engine in engines:
-            line((server[0], 3.7), (engine[0], 2.7))
-    line(servers[1], (7.6, 4.0), "orange", ":")
-    ax.plot([2.0, 2.0, 7.6, 7.6], [4.0, 4.6, 4.6, 4.0], ":", color=colors["orange"], linewidth=1.1, zorder=0)
-    for engine in engines:
-        line(engine, (7.6, 4.0), "orange", ":")
-    for i, (x, y) in enumerate(servers):
-        box(x, y, f"API server {i}\nHTTP, tokenizer, text", "green", 1.9)
-    box(7.6, 4.0, "coordinator\nqueue lengths", "orange", 1.5)
-    for i, (x, y) in enumerate(engines):
-        box(x, y, f"engine core {i}: scheduler, blocks", "blue", 2.9, 0.5)
-        for j in range(4):
-            at = x - 1.32 + 0.88 * j
-            line((at, 1.25), (x, 2.15))
-            box(at, 1.0, f"stage {j // 2}\nshard {j % 2}", "purple", 0.74)
-        for j in (0, 2):
-            at = x - 1.32 + 0.88 * j
-            both = {"arrowstyle": "<|-|>", "color": colors["red"]}
-            ax.annotate("", (at + 0.86, 0.6), (at + 0.02, 0.6), arrowprops=both)
-        ax.annotate("", (x + 0.9, 0.36), (x - 0.9, 0.36), arrowprops={"arrowstyle": "-|>", "color": colors["ink"]})
-    ax.text(7.65, 0.75, "↔ all-reduces\n→ hidden states", fontsize=8.5, va="center", ha="left")
-    ax.text(7.65, 2.4, "requests, tokens: sockets\ndecisions: shared memory", fontsize=8.5, va="center", ha="left")
-    ax.set(xlim=(0, 9.6), ylim=(0.1, 4.7))
-    ax.axis("off")
-    return common.save_figure(figure, folder, "06c_processes")
-
-
-def _draw_pipeline(folder: str | Path) -> Path:
-    cases = [("one batch in flight, budget 256", 1, 256), ("one per stage, prompts whole (budget 2,048)", 4, 2048),
-             ("one per stage, chunks of 256", 4, 256)]  # fmt: skip
-    figure, axes = common.new_figure(8.0, 4.6, nrows=3, sharex=True)
-    palette = [common.COLORS[name] for name in ("blue", "orange", "green", "purple")]
-    for ax, (title, depth, budget) in zip(axes, cases):
-        trace = pipeline(4, depth, budget, *WORKLOADS["4 long prompts"])
-        for i, batch in enumerate(trace["batches"]):
-            for stage, (start, stop) in enumerate(batch["spans"]):
-                pale = 1.0 if batch["tokens"] > 8 else 0.55
-                ax.broken_barh([(start, stop - start)], (stage - 0.42, 0.84), facecolor=palette[i % 4], alpha=pale,
-                               edgecolor="white", linewidth=0.4)  # fmt: skip
-        idle = trace["idle"] / (4 * trace["makespan"])
-        mean = sum(trace["first"]) / len(trace["first"])
-        ax.set_title(f"{title}: done at {trace['makespan']:,}, idle {idle:.0%}, first token {mean:,.0f}", fontsize=10)
-        ax.set(yticks=range(4), yticklabels=[f"stage {i}" for i in range(4)], ylim=(3.6, -0.6), xlim=(0, 6200))
-    axes[2].set_xlabel("ticks (4 prompts of 512 tokens, 8 tokens each; faint: decode steps)")
-    return common.save_figure(figure, folder, "06c_pipeline")
 
 
 # --- The story --------------------------------------------------------------------------------------------------------
@@ -453,83 +322,19 @@ def build_parser() -> common.Parser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = build_parser().parse_args(argv)
-    machine = common.start(args)
-    config = llama.check_context(args.model, 256)
-    numbers, bench = facts(), {}
-    folder = llama.model_folder(args.model)
-    alone = args.pipeline_parallel_size == 1
-    tp = args.tensor_parallel_size or (layouts.default_size(config) if alone else 1)
-    parallel = ParallelConfig(tp, args.pipeline_parallel_size, args.distributed_executor_backend)
-    parallel.check(config)
-    start_context()  # it has imports to do, while we go on
-    tokenizer = llama.Tokenizer(folder)
-
-    n, pp = parallel.world_size, parallel.pipeline_parallel_size
-    common.heading(f"1. One scheduler, {n} worker{'s' * (n > 1)}: TP {tp} x PP {pp}")
-    reference = build_engine(args.model, None, tokenizer)
-    want = answer(reference, TEXTS)
-    del reference
+def show_workers(args: argparse.Namespace, parallel: ParallelConfig, tokenizer: llama.Tokenizer,
+                 want: list[list[int]]) -> float | None:  # fmt: skip
+    """Step 1: the same tokens; who holds what; what travelled; the experts; and a worker that dies. Milliseconds until
+    that was noticed; None: none was killed."""
     executor = make_executor(parallel)
     try:
-        tell_of_workers(args, parallel, executor, tokenizer, want, bench)
+        return _tell_of_workers(args, parallel, executor, tokenizer, want)
     finally:
         executor.shutdown()
 
-    if args.data_parallel_size > 1:
-        common.heading(f"2. {args.data_parallel_size} engines behind one front end")
-        found = asyncio.run(serve_engines(args, TEXTS * 2))
-        common.check_equal(f"{len(TEXTS) * 2} requests: the tokens of one engine", found["tokens"], want * 2)
-        share = Counter(found["engines"])
-        common.say(f"engine 0 answered {share[0]} of them, " + ", ".join(
-            f"engine {i} {share[i]}" for i in range(1, args.data_parallel_size)))  # fmt: skip
-        common.check_equal("nothing is left in any engine", found["left"],
-                           {"unfinished": 0, "tables": 0, "owned_blocks": 0})  # fmt: skip
-        bench["engines_start_s"] = found["start_s"]
 
-    common.heading("3. Pipelines: 4 stages, a real scheduler, simulated time (240 ticks a pass, 1 a token)")
-    names = {"one_stage": "8 short prompts, no pipeline", "alone": "one batch in flight",
-             "whole": "4 in flight, prompts whole", "chunked": "4 in flight, chunks of 64",
-             "long_one": "4 long prompts, no pipeline", "long_alone": "one batch in flight",
-             "long_whole": "4 in flight, prompts whole", "long_chunked": "4 in flight, chunks of 256"}  # fmt: skip
-    rows = [[text, x["batches"], f"{x['idle']:.0%}", f"{x['ttft']:.0f}", x["makespan"]]
-            for name, text in names.items() for x in [numbers["pipeline"][name]]]  # fmt: skip
-    common.table(["", "micro-batches", "stages idle", "first token", "done"], rows)
-    in_flight = "one batch" if args.batches_in_flight == 1 else "one per stage"
-    common.say("The last of them:\n" + describe(simulate(WIDGET_DEFAULT | {"in_flight": in_flight})))
-
-    common.heading("4. Routing: 240 requests with 24 shared prefixes, 4 engines (real schedulers and caches, no model)")
-    names = {"round_robin": "round robin", "load": "vLLM's score", "prefix_4": "prefix, at most 4 above best",
-             "prefix_16": "prefix, at most 16 above best", "prefix_1000": "prefix, whatever the load"}  # fmt: skip
-    common.table(["", "hit rate", "TTFT, steps", "p99", "longest − shortest queue"], [
-        [text, f"{x['hit_rate']:.0%}", f"{x['mean_ttft']:.2f}", x["p99_ttft"], f"{x['spread']:.1f}"]
-        for name, text in names.items() for x in [numbers["routing"][name]]
-    ])  # fmt: skip
-
-    common.heading("5. Sizing: two nodes of 8 H100s, up to 256 sequences of 4,096 tokens, arithmetic")
-    rows = []
-    for name, choices in layouts.CHOICES.items():
-        for layout in choices:
-            x = layouts.loaded(layouts.models()[name], layout)
-            alone = layouts.cost(layouts.models()[name], layout, sequences=1)
-            rows.append([name, layout, f"{x['weights_gb']:.0f}", f"{x['kv_tokens'] / 1e6:.2f} M",
-                         f"{x['kv_copies']:.0f}", x["sequences"], f"{alone['latency_ms']:.1f}",
-                         f"{x['latency_ms']:.1f}", f"{x['tokens_per_second']:,.0f}"])  # fmt: skip
-    common.table(["", "", "weights, GB", "KV tokens", "copies", "fit", "ms, one", "ms, all", "tokens/s"],
-                 rows)  # fmt: skip
-
-    if args.bench:
-        bench |= benchmark(args, tokenizer)
-    if args.figure:
-        draw(args.figure)
-    if args.json:
-        common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
-
-
-def tell_of_workers(args: argparse.Namespace, parallel: ParallelConfig, executor: Any, tokenizer: llama.Tokenizer,
-                    want: list[list[int]], bench: dict[str, Any]) -> None:  # fmt: skip
-    """Step 1: the same tokens; who holds what; what travelled; the experts; and a worker that dies."""
+def _tell_of_workers(args: argparse.Namespace, parallel: ParallelConfig, executor: Any, tokenizer: llama.Tokenizer,
+                     want: list[list[int]]) -> float | None:  # fmt: skip
     held = executor.collective_rpc("load_model", WorkerSpec(args.model, parallel))
     common.say(f"parameters held by each worker: {', '.join(f'{n / 1e6:.1f} M' for n in held)}")
     engine = build_engine(args.model, parallel, tokenizer, executor, args.batches_in_flight)
@@ -558,63 +363,97 @@ def tell_of_workers(args: argparse.Namespace, parallel: ParallelConfig, executor
             if not worst <= common.TOLERANCE[torch.float32]:
                 raise common.CheckFailed(f"{text}: relative error {worst:.3g}")
             common.say(f"✓ {text}: relative error {worst:.1e}")
-    if isinstance(executor, MultiprocExecutor):
-        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-        engine.add_request("doomed", TEXTS[0], params)
-        engine.step()
-        killed = time.perf_counter()
-        executor.processes[-1].kill()
-        try:
-            while engine.has_unfinished_requests():
-                engine.step()
-        except ExecutorFailed as error:
-            common.say(f"✓ one was killed in the middle of a request: {error}")
-            bench["noticed_ms"] = 1e3 * (time.perf_counter() - killed)
-        else:
-            raise common.CheckFailed("a worker was killed, and nobody noticed")
-        common.check_equal("none is left", [process.is_alive() for process in executor.processes],
-                           [False] * parallel.world_size)  # fmt: skip
+    if not isinstance(executor, MultiprocExecutor):
+        return None
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    engine.add_request("doomed", TEXTS[0], params)
+    engine.step()
+    killed = time.perf_counter()
+    executor.processes[-1].kill()
+    try:
+        while engine.has_unfinished_requests():
+            engine.step()
+    except ExecutorFailed as error:
+        common.say(f"✓ one was killed in the middle of a request: {error}")
+        noticed = 1e3 * (time.perf_counter() - killed)
+    else:
+        raise common.CheckFailed("a worker was killed, and nobody noticed")
+    common.check_equal("none is left", [process.is_alive() for process in executor.processes],
+                       [False] * parallel.world_size)  # fmt: skip
+    return noticed
 
 
-def benchmark(args: argparse.Namespace, tokenizer: llama.Tokenizer) -> dict[str, Any]:
-    """A decode step in every form, with 1 and 8 sequences; what a call to the workers costs; the measured bubble."""
-    common.heading("6. Measured: SmolLM2, a thread or two for each process")
-    rows, bench = [], {"step_ms": {}, "call_us": {}, "idle": {}}
-    forms = {"one process": ParallelConfig(1, 1, "uni"), "1 worker": ParallelConfig(1, 1, "mp"),
-             "TP 3": ParallelConfig(3, 1), "PP 2": ParallelConfig(1, 2), "PP 3": ParallelConfig(1, 3)}  # fmt: skip
-    for name, parallel in forms.items():
-        try:
-            parallel.check(llama.LlamaConfig.from_folder(llama.model_folder(args.model)))
-        except common.InputError as error:
-            common.skipped(name, str(error))
-            continue
-        executor, key = make_executor(parallel), name.lower().replace(" ", "_")
-        try:
-            executor.collective_rpc("load_model", WorkerSpec(args.model, parallel))
-            samples = []
-            for _ in range(200):
-                start = time.perf_counter()
-                executor.collective_rpc("sleep", 0.0, 0)
-                samples.append(time.perf_counter() - start)
-            bench["call_us"][key] = 1e6 * statistics.median(samples)
-            bench["step_ms"][key], row = {}, [name, f"{bench['call_us'][key]:.0f} µs"]
-            for streams in (1, 8):
-                for depth in sorted({1, parallel.pipeline_parallel_size}):
-                    engine = build_engine(args.model, parallel, tokenizer, executor, depth, budget=16)
-                    answer(engine, TEXTS[:1], 2)
-                    executor.collective_rpc("take_spans")
-                    start = time.perf_counter()
-                    answer(engine, [TEXTS[i % 4] for i in range(streams)], 32)
-                    ms = 1e3 * (time.perf_counter() - start) / 32
-                    spans = executor.collective_rpc("take_spans")
-                    bench["step_ms"][key][f"{streams}_{depth}"] = ms
-                    bench["idle"].setdefault(key, {})[f"{streams}_{depth}"] = idle_share(spans)
-                row += [f"{ms:.1f} ms", f"{idle_share(spans):.0%}"]
-            rows.append(row)
-        finally:
-            executor.shutdown()
-    common.table(["", "a call", "1 stream: ms/token", "idle", "8 streams: ms/token of each", "idle"], rows)
-    return bench
+def show_engines(args: argparse.Namespace, want: list[list[int]]) -> float:
+    """Step 2: the same tokens from several engines behind one front end. The seconds until all had started."""
+    found = asyncio.run(serve_engines(args, TEXTS * 2))
+    common.check_equal(f"{len(TEXTS) * 2} requests: the tokens of one engine", found["tokens"], want * 2)
+    share = Counter(found["engines"])
+    common.say(f"engine 0 answered {share[0]} of them, " + ", ".join(
+        f"engine {i} {share[i]}" for i in range(1, args.data_parallel_size)))  # fmt: skip
+    common.check_equal("nothing is left in any engine", found["left"],
+                       {"unfinished": 0, "tables": 0, "owned_blocks": 0})  # fmt: skip
+    return found["start_s"]
+
+
+def layout_of(args: argparse.Namespace, config: llama.LlamaConfig) -> ParallelConfig:
+    """The layout of step 1. Raises InputError for one that does not fit the model."""
+    alone = args.pipeline_parallel_size == 1
+    tp = args.tensor_parallel_size or (layouts.default_size(config) if alone else 1)
+    parallel = ParallelConfig(tp, args.pipeline_parallel_size, args.distributed_executor_backend)
+    parallel.check(config)
+    return parallel
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    common.start(args)
+    config = llama.check_context(args.model, 256)
+    parallel = layout_of(args, config)
+    start_context()  # it has imports to do, while we go on
+    tokenizer = llama.Tokenizer(llama.model_folder(args.model))
+
+    n, pp = parallel.world_size, parallel.pipeline_parallel_size
+    common.heading(f"1. One scheduler, {n} worker{'s' * (n > 1)}: TP {parallel.tensor_parallel_size} x PP {pp}")
+    want = answer(build_engine(args.model, None, tokenizer), TEXTS)
+    show_workers(args, parallel, tokenizer, want)
+
+    if args.data_parallel_size > 1:
+        common.heading(f"2. {args.data_parallel_size} engines behind one front end")
+        show_engines(args, want)
+
+    common.heading("3. Pipelines: 4 stages, a real scheduler, simulated time (240 ticks a pass, 1 a token)")
+    short, long = "8 short prompts at once", "4 long prompts"
+    runs = [
+        ("8 short prompts, no pipeline", brief(1, 1, 64, short)), ("one batch in flight", brief(4, 1, 64, short)),
+        ("4 in flight, prompts whole", brief(4, 4, 2048, short)), ("4 in flight, chunks of 64", brief(4, 4, 64, short)),
+        ("4 long prompts, no pipeline", brief(1, 1, 256, long)), ("one batch in flight", brief(4, 1, 256, long)),
+        ("4 in flight, prompts whole", brief(4, 4, 2048, long)), ("4 in flight, chunks of 256", brief(4, 4, 256, long)),
+    ]  # fmt: skip
+    common.table(["", "micro-batches", "stages idle", "first token", "done"], [
+        [text, x["batches"], f"{x['idle']:.0%}", f"{x['ttft']:.0f}", x["makespan"]] for text, x in runs
+    ])  # fmt: skip
+
+    common.heading("4. Routing: 240 requests with 24 shared prefixes, 4 engines (real schedulers and caches, no model)")
+    balancers = {"round robin": RoundRobin(4), "vLLM's score": LoadBalancer(4),
+                 "prefix, at most 4 above best": prefix_balancer(4),
+                 "prefix, at most 16 above best": prefix_balancer(16),
+                 "prefix, whatever the load": prefix_balancer(1000)}  # fmt: skip
+    common.table(["", "hit rate", "TTFT, steps", "p99", "longest − shortest queue"], [
+        [text, f"{x['hit_rate']:.0%}", f"{x['mean_ttft']:.2f}", x["p99_ttft"], f"{x['spread']:.1f}"]
+        for text, balancer in balancers.items() for x in [measure_routing(balancer)]
+    ])  # fmt: skip
+
+    common.heading("5. Sizing: two nodes of 8 H100s, up to 256 sequences of 4,096 tokens, arithmetic")
+    rows = []
+    for name, choices in layouts.CHOICES.items():
+        for layout in choices:
+            x = layouts.loaded(layouts.models()[name], layout)
+            alone = layouts.cost(layouts.models()[name], layout, sequences=1)
+            rows.append([name, layout, f"{x['weights_gb']:.0f}", f"{x['kv_tokens'] / 1e6:.2f} M",
+                         f"{x['kv_copies']:.0f}", x["sequences"], f"{alone['latency_ms']:.1f}",
+                         f"{x['latency_ms']:.1f}", f"{x['tokens_per_second']:,.0f}"])  # fmt: skip
+    common.table(["", "", "weights, GB", "KV tokens", "copies", "fit", "ms, one", "ms, all", "tokens/s"], rows)
+    common.hand_over(KEY, args)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-// Micro-batches on their way through stages that only take time; twin of `simulate` in vllm/tours/06c_scaling_out.py.
+// Micro-batches on their way through stages that only take time: the twin of `simulate` in
+// lessons/numbers/06c_scaling_out.py.
 import { EngineCore, Request } from "./lib/continuous_batching.mjs";
 import { PreemptionScheduler } from "./lib/preemption.mjs";
 import { PrefixCachingKVCacheManager } from "./lib/prefix_caching.mjs";

@@ -1,5 +1,5 @@
 // A tree of guesses per pass, in a language of five words, on a paged cache that holds words in place of keys: the twin
-// of `simulate` in vllm/tours/07b_trained_drafters.py.
+// of `simulate` in lessons/numbers/07b_trained_drafters.py.
 import { fixed, range, repr, sum } from "./lib/text.mjs";
 
 const WORDS = ["sun", "rain", "wind", "snow", "fog"];
