@@ -29,9 +29,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import llama
-from lab import roofline
+from lab import offline_run, roofline
 
-lesson, prefix_caching = common.lesson("05_optimizations"), common.lesson("050_prefix_caching")
+lesson, paged = common.lesson("05_optimizations"), common.lesson("02_paged_attention")
 batching = common.lesson("04_continuous_batching")
 offline = common.lesson("04b_offline_engine")
 chunked = common.lesson("10_chunked_prefill")
@@ -333,14 +333,16 @@ def test_who_has_another_salt_or_adapter_computes_again(tiny_model):
 
 def test_a_lookup_that_admits_nobody_changes_nothing(tiny_model):
     core = core_of(tiny_model, num_blocks=8)
-    long, waits = greedy(tokens_of(4, 60), 20, "a"), greedy(tokens_of(4, 60), 30, "b")
+    mine = tokens_of(4, 65)  # five of the seven blocks
+    long, waits = greedy(mine, 20, "a"), greedy(mine[:48] + tokens_of(9, 42), 5, "b")  # six, of which it finds three
     core.add_request(long)
     core.add_request(waits)
     core.step()
     assert waits.num_computed_tokens == waits.num_cached_tokens == 0 and len(core.scheduler.waiting) == 1
     while core.scheduler.has_unfinished_requests():
         core.step()
-    assert waits.num_cached_tokens == 48 and waits.output_token_ids[:20] == long.output_token_ids
+    assert waits.num_cached_tokens == 48
+    assert waits.output_token_ids == batching.generate_alone(tiny_model, waits.prompt_token_ids, 5)
 
 
 @given(st.integers(0, 200), st.integers(1, 60), st.integers(1, 6), st.sampled_from([1, 4, 16]))
@@ -620,7 +622,7 @@ OUTPUTS = [4, 2, 5, 3, 2]  # 32 tokens, then 5, 3, 2 and 1: every bucket
 
 
 def serve(core):
-    return batching.serve(core, PROMPTS, OUTPUTS).token_ids
+    return offline_run.serve(core, PROMPTS, OUTPUTS).token_ids
 
 
 @pytest.fixture(scope="module")
@@ -695,7 +697,7 @@ def test_attention_between_two_pieces_reads_the_same_memory_in_every_bucket(tiny
 def test_full_graphs_change_no_token(tiny_model, served, kernels):
     """Attention inside the graph: lesson 02's kernels run from the recording alone."""
     core = core_of(tiny_model, num_blocks=40, graphs=graphs())
-    kernel = lesson.paged_attention.paged_decode_kernel
+    kernel = paged.paged_decode_kernel
     before = kernel.launches
     assert serve(core) == served
     assert kernel.launches > before
@@ -836,8 +838,8 @@ def test_cuda_graphs_on_the_real_model(real_model, full):
     model, tokenizer = real_model
     prompts = [tokenizer.encode(text) for text in ("The capital of France is", "Water boils at", "A list is")]
     eager, captured = core_of(model, num_blocks=40), core_of(model, num_blocks=40, graphs=graphs(full=full))
-    want = batching.serve(eager, prompts, [12, 5, 9]).token_ids
-    assert batching.serve(captured, prompts, [12, 5, 9]).token_ids == want
+    want = offline_run.serve(eager, prompts, [12, 5, 9]).token_ids
+    assert offline_run.serve(captured, prompts, [12, 5, 9]).token_ids == want
     captured.add_request(greedy(prompts[0], 20))
     for _ in range(3):
         captured.step()

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 from engine.serving.cli import serve_command
+from engine.serving.openai.limits import MAX_BODY_BYTES
 from engine.serving.server import may_load_adapters, run_server
 from lab.running_server import running_server
 from engine.parallel import adapters
@@ -419,7 +420,7 @@ def test_bytes_that_are_no_request(server):
     for content, status in (
         (b'{"prompt": "x', 400),
         (b"\xff" * 100, 400),
-        (b"x" * (api.MAX_BODY_BYTES + 1), 413),
+        (b"x" * (MAX_BODY_BYTES + 1), 413),
         (b"", 400),
     ):
         found = server.http.post("/v1/completions", content=content)

@@ -34,6 +34,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from test_12_multi_lora import NoBytes, Words
 
+from lab import naive
 from lab.running_server import running_server
 from engine.serving.core_proc import EngineCoreProc
 from engine import front_end
@@ -72,7 +73,7 @@ def tiny_model():
 
 @pytest.fixture(scope="module")
 def expected(tiny_model):
-    return lesson.continuous_batching.generate_alone(tiny_model, PROMPT, TOKENS)
+    return naive.generate(tiny_model, PROMPT, TOKENS)
 
 
 # --- The kernel, and who owns which heads ----------------------------------------------------------------------------
@@ -1007,7 +1008,7 @@ def assert_idle(core):
 
 
 def generated(model, prompt, n):
-    return lesson.continuous_batching.generate_alone(model, prompt, n)
+    return naive.generate(model, prompt, n)
 
 
 def submit(prefill, decode, name, prompt, n):

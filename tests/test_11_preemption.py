@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import llama
 from lab import roofline
+from lab.reserving import ReservingScheduler
 
 lesson = common.lesson("11_preemption")
 Request, SamplingParams = lesson.Request, lesson.SamplingParams
@@ -502,7 +503,7 @@ def test_preempting_the_oldest_redoes_as_much_as_the_page_says(monkeypatch):
     ("cls", "method", "broken", "change"),
     [
         ("Scheduler", "_choose_victim", lambda self: self.running[0], {}),
-        ("Scheduler", "_admit", lambda self, r: lesson.chunked_prefill.SchedulerInPieces._admit(self, r), {}),
+        ("Scheduler", "_admit", ReservingScheduler._admit, {}),
         ("SwapScheduler", "_admit", lambda self, r: lesson.Scheduler._admit(self, r), {"policy": "swap"}),
         ("KVCacheManager", "get_computed_blocks", lambda self, r: ([], 0), {"prefix_caching": True}),
     ],

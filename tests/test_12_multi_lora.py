@@ -38,6 +38,7 @@ from engine.serving.start import make_engine
 from engine.serving.openai.app import build_app
 
 lesson = common.lesson("12_multi_lora")
+paged = common.lesson("02_paged_attention")
 from engine.lora import files, lora_model
 from engine.lora.layers import adapted_model
 from engine.lora import manager as managing
@@ -112,7 +113,7 @@ def some(model, count, ranks=(4, 8, 3), size=1.0, **about):
 def alone(model, lora, prompt, tokens, monkeypatch=None):
     """Greedy tokens of the model with the adapter merged into its weights: no adapter code at all."""
     merged = model if lora is None else lora_model.merged(model, lora)
-    return lesson.scheduling.generate_alone(merged, prompt, tokens)
+    return naive.generate(merged, prompt, tokens)
 
 
 # --- The kernels ------------------------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ def place(model, loras, where, max_rank=20, dtype=torch.float32):
         for slot, lora in enumerate(loras):
             memory.write(slot, lora)
         return memory
-    cache = lesson.paged.PagedKVCache(model, 70, 16)
+    cache = paged.PagedKVCache(model, 70, 16)
     for kv in cache.layers:
         kv.fill_(float("nan"))
     memory = lesson.UnifiedMemory(model, 3, max_rank, cache)
@@ -851,7 +852,7 @@ def test_an_adapter_takes_the_blocks_of_an_idle_one():
     model = llama.random_model(seed=0, num_hidden_layers=1)
     manager, pool = lesson.LoRAModelManager(LoRAConfig(3, 8, 4, memory="unified")), lesson.BlockPool(24)
     manager.block_pool = pool
-    manager.attach(model, lesson.paged.PagedKVCache(model, 24, 16))
+    manager.attach(model, paged.PagedKVCache(model, 24, 16))
     for lora in some(model, 3, ranks=(8, 8, 2)):
         manager.add_adapter(lora.name, lora)
     assert manager.make_resident("a0", set())
@@ -896,7 +897,7 @@ class Slots(RuleBasedStateMachine):
         self.manager = lesson.LoRAModelManager(LoRAConfig(3, 8, 4, memory="unified"))
         self.pool = lesson.BlockPool(24)
         self.manager.block_pool = self.pool
-        self.manager.attach(model, lesson.paged.PagedKVCache(model, 24, 16))
+        self.manager.attach(model, paged.PagedKVCache(model, 24, 16))
         self.model, self.kv, self.known = model, [], set()
 
     @rule(i=st.integers(0, 6), rank=st.integers(1, 8))
@@ -1472,7 +1473,7 @@ def test_peft_computes_the_same(real_model):
         manager.meta = Meta.build(np.repeat([i - 1 if i else NONE for i in chosen], lengths), model.device)
 
         def attend(layer, q, k, v):
-            return torch.cat([lesson.paged.prefill_attention(q[z - n : z], k[z - n : z], v[z - n : z])
+            return torch.cat([paged.prefill_attention(q[z - n : z], k[z - n : z], v[z - n : z])
                               for z, n in zip(ends, lengths)])  # fmt: skip
 
         hidden = adapted.forward(torch.tensor(tokens), torch.cat([torch.arange(n) for n in lengths]), attend)

@@ -252,12 +252,7 @@ def test_no_lesson_loads_another():
 
 
 STILL = {
-    "050_prefix_caching",
-    "05_optimizations",
-    "08_disagg",
     "09_gqa",
-    "11_preemption",
-    "12_multi_lora",
 }
 
 

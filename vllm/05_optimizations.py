@@ -59,26 +59,22 @@ from engine.config import VllmConfig
 from engine.worker.assemble import make_runner
 from engine.core.engine_core import EngineCore
 from engine.worker.model_runner import ModelRunner
-from engine.config import SchedulerConfig as EngineConfig
+from engine import registry
+from engine.attention.metadata import AttentionMetadata
+from engine.config import SchedulerConfig
 from engine.core.kv_cache_manager import ROOT_HASH, KVCacheManager, hash_block_tokens
 from engine.core.scheduler import Scheduler
 from engine.output import EngineCoreOutput, SchedulerOutput
 from engine.request import Request, SamplingParams
 
-paged_attention = common.lesson("02_paged_attention")
-continuous_batching = common.lesson("04_continuous_batching")
-speed = common.lesson("04c_speed")
-prefix_caching = common.lesson("050_prefix_caching")
 from engine.worker.cuda_graphs import CapturedModel, Tape, capture_sizes
+from lab import offline_run, peers
+from lab.matrix_products import matmul_seconds
+from lab.prefix_hits import BLOCK, CHATS, MOONCAKE, chat_workload, hit_rates, naive_hits, prefill_factor
 
-AttentionMetadata, PagedKVCache = paged_attention.AttentionMetadata, paged_attention.PagedKVCache
-SchedulerConfig = continuous_batching.SchedulerConfig
-PrefixCachingScheduler = prefix_caching.PrefixCachingScheduler
-CHATS, chat_workload, naive_hits = prefix_caching.CHATS, prefix_caching.chat_workload, prefix_caching.naive_hits
-hit_rates, prefill_factor, MOONCAKE = prefix_caching.hit_rates, prefix_caching.prefill_factor, prefix_caching.MOONCAKE
+PagedKVCache = registry.fill("cache.paged")  # lesson 02's
 
 KEY = "05_optimizations"
-BLOCK = prefix_caching.BLOCK  # tokens in a block: 16, vLLM's default
 
 
 # --- 1. Automatic prefix caching -----------------------------------------------------------------------------------
@@ -90,11 +86,11 @@ BLOCK = prefix_caching.BLOCK  # tokens in a block: 16, vLLM's default
 
 def make_core(model: llama.Llama, caching: bool = True, num_blocks: int = 160, max_model_len: int = 1024,
               hash_bits: int = 256, graphs: Callable[..., Any] | None = None) -> EngineCore:  # fmt: skip
-    """Lesson 04's engine on this lesson's manager. `graphs(model, cache, plan, limits)` makes a `CapturedModel`."""
+    """The engine, with lesson 02's attention. `graphs(model, cache, plan, limits)` makes a `CapturedModel`."""
     config = SchedulerConfig(max_model_len, max_num_seqs=32, max_num_batched_tokens=max_model_len)
     manager = KVCacheManager(num_blocks, BLOCK, max_model_len, caching)
     manager.hash_bits = hash_bits
-    scheduler = PrefixCachingScheduler(config, manager)
+    scheduler = Scheduler(config, manager)
     return EngineCore(scheduler, runner_with(graphs, model, config, num_blocks))
 
 
@@ -438,7 +434,7 @@ class QueuedEngineCore(EngineCore):
 
 def make_loop(kind: str, run: llama.Llama | Callable, overhead: float = 0.0) -> QueuedEngineCore:
     """One of LOOPS, eight seats, around the engine's runner of a model, or around what runs in its place."""
-    config = EngineConfig(max_model_len=256, max_num_seqs=8)
+    config = SchedulerConfig(max_model_len=256, max_num_seqs=8)
     scheduler = Scheduler(config, KVCacheManager(8 * 16 + 1, BLOCK, 256, enable_caching=False), async_scheduling=True)
     if not isinstance(run, llama.Llama):
         return QueuedEngineCore(kind, scheduler, Worker(run), overhead)
@@ -804,7 +800,7 @@ def tell_cuda_graphs(args: argparse.Namespace, f: dict[str, Any]) -> dict:
     graphs = functools.partial(CapturedModel, graph_class=recorder, largest=32)
     cores = [make_core(model, caching=False, graphs=each) for each in (None, graphs)]
     prompts = [tokenizer.encode(f"{turn} The answer is") for turn in TURNS]
-    eager, replayed = (continuous_batching.serve(core, prompts, [6, 3, 5]).token_ids for core in cores)
+    eager, replayed = (offline_run.serve(core, prompts, [6, 3, 5]).token_ids for core in cores)
     graphs = cores[1].runner.graphs
     buckets, pieces = sorted({n for n, _ in graphs.captured}), max(len(s.graphs) for s in graphs.captured.values())
     common.check_equal(f"{graphs.num_replays} steps from buckets of {buckets} tokens, {pieces} graphs each: the same "
@@ -812,7 +808,7 @@ def tell_cuda_graphs(args: argparse.Namespace, f: dict[str, Any]) -> dict:
     if not (common.HAS_GPU and args.full):
         return {}
     found = measure_graphs(llama.load(args.model, torch.bfloat16)[0])
-    return found | {"llama_3_1_8b": measure_graphs(*speed.random_twins("Llama-3.1-8B"))}
+    return found | {"llama_3_1_8b": measure_graphs(*peers.random_twins("Llama-3.1-8B"))}
 
 
 def measure_graphs(model: llama.Llama, twin: Any = None) -> dict[str, Any]:
@@ -820,9 +816,9 @@ def measure_graphs(model: llama.Llama, twin: Any = None) -> dict[str, Any]:
     products alone and, given its `twin`, Transformers. Before it, what a server's start pays: every bucket captured."""
     found: dict[str, Any] = {}
     for n in (1, 8, 32):
-        found[f"products_{n}"] = {"ms": 1e3 * continuous_batching.matmul_seconds(model, n, n)}
+        found[f"products_{n}"] = {"ms": 1e3 * matmul_seconds(model, n, n)}
         if twin is not None:
-            found[f"transformers_{n}"] = {"ms": speed.transformers_ms(twin, n)}
+            found[f"transformers_{n}"] = {"ms": peers.transformers_ms(twin, n)}
     pieces, full = (functools.partial(CapturedModel, full=full, largest=512) for full in (False, True))
     runners = {"eager": None, "piecewise": pieces, "full": full}
     graphs = make_core(model, caching=False, graphs=full).runner.graphs

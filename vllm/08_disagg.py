@@ -59,6 +59,8 @@ from engine.request import Request
 from engine.request import SamplingParams
 from engine.worker.assemble import make_runner
 from engine.core.engine_core import EngineCore
+from engine import registry
+from engine.attention.metadata import AttentionMetadata
 from engine.config import SchedulerConfig
 from engine.core.scheduler import make_scheduler
 
@@ -75,28 +77,30 @@ from engine.kv_transfer.store import KVStore
 from engine.parallel.ranks import last_words, start_context
 from lab import goodput, roofline
 
-paged_attention = common.lesson("02_paged_attention")
-continuous_batching = common.lesson("04_continuous_batching")
-
 KEY = "08_disagg"
 
 
 # --- 1. What we want, without cleverness ------------------------------------------------------------------------------
 
 
+def next_token(model: llama.Llama, cache: Any, blocks: list[int], tokens: Sequence[int], num_new: int) -> int:
+    """What follows `tokens`, of which the last `num_new` are computed now and the others are in the cache."""
+    meta = AttentionMetadata.build([blocks], [len(tokens)], [num_new], cache.block_size, model.device)
+    ids = torch.tensor(tokens[-num_new:], device=model.device)  # [T]
+    return int(model.logits(model.forward(ids, meta.positions, cache.attend(meta))[-1:]).argmax())
+
+
 def hand_over(model: llama.Llama, prompt: Sequence[int], max_tokens: int, block_size: int = 16) -> list[int]:
     """Two caches. One computes the prompt; then every block of every layer is copied; then the other one decodes."""
-    num_blocks = 1 + -(-(len(prompt) + max_tokens) // block_size)
-    caches = [paged_attention.PagedKVCache(model, num_blocks, block_size) for _ in range(2)]
-    tables = [paged_attention.BlockTable(paged_attention.BlockPool(num_blocks), block_size) for _ in range(2)]
-    token = int(paged_attention.run_step(model, caches[0], tables[:1], [prompt]).argmax())
-    tables[1].append(len(prompt))
+    num_blocks = -(-(len(prompt) + max_tokens) // block_size)
+    caches = [registry.fill("cache.paged")(model, 1 + num_blocks, block_size) for _ in range(2)]
+    here, there = list(range(1, 1 + num_blocks)), list(range(num_blocks, 0, -1))  # block 0 is nobody's
+    tokens = [*prompt, next_token(model, caches[0], here, prompt, len(prompt))]
     for source, target in zip(caches[0].layers, caches[1].layers):
-        target[:, tables[1].blocks] = source[:, tables[0].blocks]
-    tokens = [token]
-    while len(tokens) < max_tokens:
-        tokens.append(int(paged_attention.run_step(model, caches[1], tables[1:], [tokens[-1:]]).argmax()))
-    return tokens
+        target[:, there] = source[:, here]
+    while len(tokens) < len(prompt) + max_tokens:
+        tokens.append(next_token(model, caches[1], there, tokens, 1))
+    return tokens[len(prompt) :]
 
 
 def gather_reference(kv_cache: torch.Tensor, blocks: Sequence[int], first: int, count: int, head: int,
@@ -994,7 +998,7 @@ def story(args: argparse.Namespace, workers: contextlib.ExitStack) -> dict[str, 
             told = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
             common.say(f"✓ {worker.name}: every block is free" + (f"; messages and transfers: {told}" if told else ""))
 
-    common.heading("5. When is it worth it? The same GPUs, three ways, in lesson 04's engine on a clock")
+    common.heading("5. When is it worth it? The same GPUs, three ways, in the engine's scheduler on a clock")
     show_simulation()
 
     if args.bench:

@@ -590,64 +590,6 @@ def build_parser() -> common.Parser:
     return p
 
 
-# Others load what follows until they stand alone.
-
-
-class SchedulerInPieces(Scheduler):
-    """What lesson 11 changes piece by piece; it takes the blocks of a whole life at once."""
-
-    def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
-        super().__init__(config, kv_cache_manager)
-        self.max_num_running_reqs, self.long_prefill_cap = config.max_num_seqs, config.max_model_len
-        self.token_budget = 0
-
-    def schedule(self) -> SchedulerOutput:
-        """The same walk, a method for each decision."""
-        tables = self.kv_cache_manager.req_to_blocks
-        output = SchedulerOutput(finished_req_ids=self.finished_req_ids, block_tables=tables)
-        self.finished_req_ids = []
-        self.token_budget, self.long_prefill_cap = self.max_num_scheduled_tokens, self._long_prefill_cap()
-        self._schedule_running(output)
-        self._schedule_waiting(output)
-        return output
-
-    def _schedule_running(self, output: SchedulerOutput) -> None:
-        for request in self.running:
-            if num_new_tokens := self._num_new_tokens(request):
-                output.scheduled_running_reqs.append(request)
-                self._grant(request, num_new_tokens, output)
-
-    def _schedule_waiting(self, output: SchedulerOutput) -> None:
-        while self.waiting and self.token_budget > 0 and len(self.running) < self.max_num_running_reqs:
-            request = self.waiting.peek_request()
-            num_new_tokens = self._admit(request)
-            if num_new_tokens == 0:
-                break
-            self.running.append(self.waiting.pop_request())
-            is_new = request.status is RequestStatus.WAITING
-            (output.scheduled_new_reqs if is_new else output.scheduled_resumed_reqs).append(request)
-            request.status = RequestStatus.RUNNING
-            self._grant(request, num_new_tokens, output)
-
-    def _num_new_tokens(self, request: Request) -> int:
-        num_new_tokens = min(request.num_tokens - request.num_computed_tokens, self.long_prefill_cap)
-        if num_new_tokens <= self.token_budget:
-            return num_new_tokens
-        may_be_cut = self.config.enable_chunked_prefill or request.status is RequestStatus.RUNNING
-        return self.token_budget if may_be_cut else 0
-
-    def _admit(self, request: Request) -> int:
-        num_new_tokens = self._num_new_tokens(request)
-        if num_new_tokens == 0 or self.kv_cache_manager.allocate_slots(request, self.num_slots(request)) is None:
-            return 0
-        return num_new_tokens
-
-    def _grant(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> None:
-        output.num_scheduled_tokens[request.request_id] = num_new_tokens
-        self.token_budget -= num_new_tokens
-        request.num_computed_tokens += num_new_tokens
-
-
 def example_launches(dtype: torch.dtype) -> None:
     """The kernel at the shapes this lesson runs (SmolLM2, an 8B Llama), on meta tensors: for the compile check."""
     for Hq, Hkv, D in ((9, 3, 64), (32, 8, 128)):

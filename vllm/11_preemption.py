@@ -47,6 +47,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from common import HARDWARE, tl
 
 import llama
@@ -56,17 +57,15 @@ from engine.config import VllmConfig
 from engine.worker.assemble import make_runner
 from engine.core.engine_core import EngineCore
 from engine.config import SchedulerConfig
+from engine.attention.metadata import AttentionMetadata
 from engine.core.block_pool import BlockPool
+from engine.core.queues import FCFSRequestQueue, PriorityRequestQueue
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import Scheduler as EngineScheduler
 from engine.core.scheduler import make_scheduler
 from engine.output import SchedulerOutput
-from engine.request import Request, RequestStatus, SamplingParams
+from engine.request import Request, RequestStatus, SamplingParams, check_stop
 
-kv_cache = common.lesson("01_kv_cache")
-paged_attention = common.lesson("02_paged_attention")
-continuous_batching = common.lesson("04_continuous_batching")
-chunked_prefill = common.lesson("10_chunked_prefill")
 from lab import roofline, workload_files
 
 SCHEDULER_KEYS = workload_files.SCHEDULER_KEYS
@@ -82,10 +81,18 @@ KEY = "11_preemption"
 
 
 def undisturbed(model: llama.Llama, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """What a request must answer however often it was preempted: greedy, alone, in lesson 01's contiguous cache."""
-    spec = roofline.KVCacheSpec.from_config(vars(model.config))
-    cache = kv_cache.KVCache(spec, 1, len(prompt) + max_tokens, model.dtype, model.device)
-    return kv_cache.generate(model, prompt, max_tokens, cache).token_ids
+    """What a request must answer however often it was preempted: greedy, alone, without any cache."""
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:  # [T, heads, D]
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
+
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        ids = torch.tensor(tokens, device=model.device)  # [T]
+        hidden = model.forward(ids, torch.arange(len(tokens), device=model.device), attend)  # [T, hidden]
+        tokens.append(int(model.logits(hidden[-1:]).argmax()))
+    return tokens[len(prompt) :]
 
 
 def swap_blocks_one_by_one(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
@@ -101,17 +108,71 @@ def swap_blocks_one_by_one(source: torch.Tensor, target: torch.Tensor, pairs: Se
 # --- 2. The scheduler: optimism, and its price ---------------------------------------------------------------------
 
 
-class Scheduler(chunked_prefill.SchedulerInPieces):
-    """Blocks are taken when they are needed. If there are none, the least important running request loses its own.
+class Scheduler:
+    """Lesson 10's scheduler, which gives a request only the blocks that a step needs. What else differs is marked 11.
 
-    As in vLLM's V1, the victim keeps its tokens and forgets their keys and values (`num_computed_tokens = 0`). Back in
-    the queue, in front or by priority at its place, it computes again what the prefix cache no longer holds: no swap.
+    If there are none, the least important running request loses its own. As in vLLM's V1, the victim keeps its tokens
+    and forgets their keys and values (`num_computed_tokens = 0`). Back in the queue, in front or by priority at its
+    place, it computes again what the prefix cache no longer holds: no swap.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
-        super().__init__(config, kv_cache_manager)
+        self.config, self.kv_cache_manager = config, kv_cache_manager
+        self.requests: dict[str, Request] = {}  # all that are not finished
+        self.running: list[Request] = []  # in order of admission
+        self.waiting = PriorityRequestQueue() if config.policy == "priority" else FCFSRequestQueue()
+        self.finished_req_ids: list[str] = []  # since the last step: the model runner has still to forget them
+        most = config.max_num_batched_tokens
+        self.max_num_scheduled_tokens = min(config.max_num_scheduled_tokens or most, most)
+        self.token_budget, self.long_prefill_cap = 0, config.max_model_len  # of the step that is being scheduled
+        # 11: fewer seats than the buffers have, and blocks that admission leaves free for those that run.
         self.max_num_running_reqs = config.max_num_active_seqs or config.max_num_seqs
         self.watermark_blocks = int(config.watermark * kv_cache_manager.block_pool.num_blocks)
+
+    def add_request(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        self.waiting.add_request(request)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def num_slots(self, request: Request) -> int:
+        """KV slots that a request fills in its life. Its last token is sampled and never computed, hence − 1."""
+        return int(min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len)) - 1
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose who computes how much in the next step, and allocate the blocks that it will write."""
+        tables = self.kv_cache_manager.req_to_blocks
+        output = SchedulerOutput(finished_req_ids=self.finished_req_ids, block_tables=tables)
+        self.finished_req_ids = []
+        self.token_budget, self.long_prefill_cap = self.max_num_scheduled_tokens, self._long_prefill_cap()
+        self._schedule_running(output)
+        if not output.preempted_reqs:  # 11: whoever was preempted would come back at once
+            self._schedule_waiting(output)
+        return output
+
+    def _long_prefill_cap(self) -> int:
+        """The most tokens that one request may get in this step, as in lesson 10."""
+        config, num_requests = self.config, len(self.requests)
+        if config.long_prefill_token_threshold == 0 or num_requests <= 1:
+            return config.max_model_len
+        if config.long_prefill_token_threshold_adaptive:
+            return max(config.long_prefill_token_threshold, config.max_num_batched_tokens // num_requests)
+        return config.long_prefill_token_threshold
+
+    def _num_new_tokens(self, request: Request) -> int:
+        """n = min(behind, cap, budget); a prompt that may not be cut gets all of it or nothing."""
+        num_new_tokens = min(request.num_tokens - request.num_computed_tokens, self.long_prefill_cap)
+        if num_new_tokens <= self.token_budget:
+            return num_new_tokens
+        may_be_cut = self.config.enable_chunked_prefill or request.status is RequestStatus.RUNNING
+        return self.token_budget if may_be_cut else 0
+
+    def _grant(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> None:
+        """The model is about to run: what is granted counts as computed from now on."""
+        output.num_scheduled_tokens[request.request_id] = num_new_tokens
+        self.token_budget -= num_new_tokens
+        request.num_computed_tokens += num_new_tokens
 
     def _schedule_running(self, output: SchedulerOutput) -> None:
         """Running requests go on, in order of admission; each preempts others until its own blocks are there."""
@@ -158,9 +219,17 @@ class Scheduler(chunked_prefill.SchedulerInPieces):
         output.preempted_reqs.append(victim)
 
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
-        """No request is admitted in a step that preempted one, however many blocks are free now."""
-        if not output.preempted_reqs:
-            super()._schedule_waiting(output)
+        """From the head of the queue, while there are seats, budget and blocks. Nobody overtakes the head."""
+        while self.waiting and self.token_budget > 0 and len(self.running) < self.max_num_running_reqs:
+            request = self.waiting.peek_request()
+            num_new_tokens = self._admit(request)
+            if num_new_tokens == 0:
+                break
+            self.running.append(self.waiting.pop_request())
+            is_new = request.status is RequestStatus.WAITING  # 11: or it comes back
+            (output.scheduled_new_reqs if is_new else output.scheduled_resumed_reqs).append(request)
+            request.status = RequestStatus.RUNNING
+            self._grant(request, num_new_tokens, output)
 
     def _admit(self, request: Request) -> int:
         """Take what this step needs, no more: the cached prefix, and blocks for the tokens behind it.
@@ -183,6 +252,44 @@ class Scheduler(chunked_prefill.SchedulerInPieces):
                 return num_new_tokens
         request.num_computed_tokens = 0  # a lookup that admits nobody changes nothing
         return 0
+
+    def update_from_output(
+        self, output: SchedulerOutput, sampled_token_ids: dict[str, list[int]]
+    ) -> list[EngineCoreOutput]:
+        """Append what was sampled, in scheduling order. Whoever is done leaves: its seat and its blocks are free now.
+
+        `sampled_token_ids` has one new token of each request that has caught up.
+        """
+        outputs = []
+        for request_id in output.num_scheduled_tokens:
+            request = self.requests.get(request_id)
+            if request is None or request_id not in sampled_token_ids:
+                continue  # aborted while the model ran, or its chunk ended inside the prompt
+            request.append_output_token_id(sampled_token_ids[request_id][0])
+            if check_stop(request, self.config.max_model_len):
+                self._free_request(request)
+            reason = request.get_finished_reason()  # None: it goes on
+            outputs.append(EngineCoreOutput(request_id, request.output_token_ids[-1:], reason, request.stop_reason))
+        self.running = [request for request in self.running if not request.is_finished()]
+        return outputs
+
+    def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:
+        """End requests from outside, such as those of a client that hung up. Returns those that there were."""
+        ended = []
+        for request in filter(None, map(self.requests.get, request_ids)):
+            if request.status is RequestStatus.RUNNING:
+                self.running.remove(request)
+            else:
+                self.waiting.remove_request(request)
+            request.status = status
+            self._free_request(request)
+            ended.append(request)
+        return ended
+
+    def _free_request(self, request: Request) -> None:
+        self.kv_cache_manager.free(request)
+        self.finished_req_ids.append(request.request_id)
+        del self.requests[request.request_id]
 
 
 def scheduler_cost(num_requests: int, steps: int = 60, enable_prefix_caching: bool = False) -> float:
@@ -286,7 +393,7 @@ class SwapScheduler(Scheduler):
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, num_cpu_blocks: int) -> None:
         super().__init__(config, kv_cache_manager)
-        self.cpu_pool = paged_attention.BlockPool(num_cpu_blocks + 1)  # its block 0 is a null block as well
+        self.cpu_pool = BlockPool(num_cpu_blocks + 1)  # its block 0 is a null block as well
         self.swapped: dict[str, tuple[list[int], int]] = {}  # request id: its blocks on the CPU, its computed tokens
         self.copies = BlockCopies()
 
@@ -335,7 +442,7 @@ class CPUTier:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self.pool = paged_attention.BlockPool(num_blocks + 1)
+        self.pool = BlockPool(num_blocks + 1)
         self.blocks: OrderedDict[bytes, int] = OrderedDict()  # least recently stored first
         self.copies = BlockCopies()
 
@@ -1058,7 +1165,7 @@ def measure_model(model: llama.Llama, num_tokens: int) -> dict[str, float]:
     num_blocks = -(-num_tokens // 16)
     runner = OffloadingRunner(model, build_scheduler("recompute", num_blocks, 16, num_tokens), num_blocks)
     blocks = [range(1, num_blocks + 1)]
-    meta = paged_attention.AttentionMetadata.build(blocks, [num_tokens], [num_tokens], 16, model.device)
+    meta = AttentionMetadata.build(blocks, [num_tokens], [num_tokens], 16, model.device)
     token_ids, attend = torch.zeros(num_tokens, dtype=torch.int64, device=model.device), runner.cache.attend(meta)
     table = torch.arange(1, num_blocks + 1, device=model.device)[:, None].expand(-1, 2).contiguous()
 

@@ -52,11 +52,14 @@ import torch
 from common import tl, triton
 
 import llama
+from engine.output import SchedulerOutput
 from engine.request import Request
 from engine.request import SamplingParams
 from engine.llm import LLM
 from engine.llm_engine import LLMEngine
 from engine.config import SchedulerConfig, VllmConfig
+from engine import registry
+from engine.core.block_pool import BlockPool
 from engine.core.scheduler import make_scheduler
 from engine.lora import files, lora_model
 from engine.lora.config import LoRAConfig, LoRARequest
@@ -64,13 +67,11 @@ from engine.lora.layers import NONE, LoRAKernelMeta
 from engine.lora.lora_model import LayerShape, LoRAModel
 from engine.lora.manager import LoRAModelManager
 from engine.lora.memory import LoRATables, SlotMemory, UnifiedMemory
+from lab import naive
+from lab.dry_run import DryRun
 
 KEY = "12_multi_lora"
-paged = common.lesson("02_paged_attention")
-scheduling = common.lesson("04_continuous_batching")
-offline = common.lesson("04b_offline_engine")
-preemption = common.lesson("11_preemption")
-BlockPool = paged.BlockPool
+
 # --- What we want, without cleverness ---------------------------------------------------------------------------------
 
 
@@ -342,14 +343,22 @@ class NoMemory:
     def clear(self, slot: int) -> None: ...
 
 
-def dry_core(max_loras: int, seats: int, ranks: Sequence[int], fair: bool = False) -> scheduling.DryRun:
+class Rows(DryRun):
+    """The loop without a model, and who was in its last step."""
+
+    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        self.batch = [*map(int, output.num_scheduled_tokens)]
+        return super().execute_model(output)
+
+
+def dry_core(max_loras: int, seats: int, ranks: Sequence[int], fair: bool = False) -> Rows:
     """The engine's scheduler with adapters, without a model. Adapter k has rank ranks[k]."""
     manager = LoRAModelManager(LoRAConfig(max_loras, max(ranks), max(max_loras, len(ranks)), fair=fair))
     manager.memory, manager.block_pool = NoMemory(), BlockPool(2)
     for k, rank in enumerate(ranks):
         manager.add_adapter(str(k), LoRAModel(str(k), rank, {}))
     config = SchedulerConfig(max_model_len=64, max_num_seqs=seats, max_num_batched_tokens=4096)
-    core = scheduling.DryRun(make_scheduler(config, 1 + 4 * seats, 16, False, adapters=manager))
+    core = Rows(make_scheduler(config, 1 + 4 * seats, 16, False, adapters=manager))
     core.lora = manager
     return core
 
@@ -578,7 +587,7 @@ BREAKS = ("cache-key", "merge")
 def check_kernels(model: llama.Llama) -> None:
     """Ranks 4, 8 and 20 in one batch with rows of no adapter, from slots and from shuffled pages of a KV cache."""
     memory = SlotMemory(model, 3, 20)
-    cache = paged.PagedKVCache(model, 64, 16)
+    cache = registry.fill("cache.paged")(model, 64, 16)
     unified = UnifiedMemory(model, 3, 20, cache)
     loras = [lora_model.random_adapter(model.config, r, seed=r, targets=targets) for r, targets in
              ((4, lora_model.TARGETS), (8, ("q_proj", "v_proj", "down_proj")), (20, lora_model.TARGETS))]  # fmt: skip
@@ -637,7 +646,7 @@ def tell_models(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.T
         if choice:
             name, alone = choice.lora_name, lora_model.merged(model, manager.cpu[choice.lora_name])
         n = len(written := answer.token_ids[:12])  # fewer if the answer ended
-        same = scheduling.generate_alone(alone, prompt, n) == written
+        same = naive.generate(alone, prompt, n) == written
         if args.break_ == "merge":
             verdict = "writes what" if same else "does NOT write what"
             common.say(f"{name} {verdict} it writes alone ({n} tokens)")
@@ -709,7 +718,7 @@ def tell_thousand(model: llama.Llama, tokenizer: llama.Tokenizer, args: argparse
                f"{manager.counts['evict']} evictions; {len(set(answers))} different answers")  # fmt: skip
     for i in (0, requests - 1):
         alone = lora_model.merged(model, manager.sources[f"a{chosen[i]}"]())
-        same = scheduling.generate_alone(alone, prompt["prompt_token_ids"], tokens)
+        same = naive.generate(alone, prompt["prompt_token_ids"], tokens)
         common.check_equal(f"adapter {chosen[i]} writes what it writes merged", list(answers[i]), same)
     held = sum(map(len, manager.blocks.values()))
     manager.check()

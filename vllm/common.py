@@ -284,13 +284,11 @@ def hand_over(name: str, args: argparse.Namespace) -> None:
     if not (args.bench or args.figure or args.json):
         return
     page = numbers(name)
-    found = {"machine": machine(), "facts": page.facts()}
-    if args.bench:
-        found["bench"] = page.measure(args)
+    bench = {"bench": page.measure(args)} if args.bench else {}
     if args.figure:
         page.draw(args.figure)
     if args.json:
-        merge_json(args.json, name, found)
+        merge_json(args.json, name, {"machine": machine(), "facts": page.facts()} | bench)
 
 
 # --- Precision ------------------------------------------------------------------------------------------------------

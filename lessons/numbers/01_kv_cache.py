@@ -308,7 +308,10 @@ def _draw_waste(folder: str | Path, known: dict[str, Any]) -> Path:
 def _draw_roofline(folder: str | Path, known: dict[str, Any]) -> Path:
     """Prefill and decode of Llama-3.1-8B under one roof."""
     gpu, intensity, colors = HARDWARE["H100 80GB"], known["intensity"], common.COLORS
-    roof = lambda x: min(gpu.flops, x * gpu.bandwidth) / 1e12  # noqa: E731
+
+    def roof(x: float) -> float:
+        return min(gpu.flops, x * gpu.bandwidth) / 1e12
+
     figure, axis = common.new_figure(8.0, 3.8)
     axis.plot([0.5, gpu.ridge, 2e4], [roof(x) for x in (0.5, gpu.ridge, 2e4)], color=colors["ink"], linewidth=2)
     axis.axvline(gpu.ridge, color=colors["grey"], linewidth=1, linestyle=":")
@@ -411,7 +414,10 @@ def measure_model(model: llama.Llama, seconds: float = 4.0) -> dict[str, Any]:
     intercept = mean_y - slope * mean_x
     dtype = str(model.dtype).removeprefix("torch.")
     weights, per_token = latency_line(vars(model.config), 1.0, dtype, model.embed_tokens.element_size())
-    gb_s = lambda moved, seconds: moved / seconds / 1e9 if seconds > 0 else None  # noqa: E731  (noise makes it negative)
+
+    def gb_s(moved: float, seconds: float) -> float | None:
+        return moved / seconds / 1e9 if seconds > 0 else None  # noise makes it negative
+
     return {
         "decode": {"context": contexts, "ms": [1e3 * s for s in decode]},
         "prefill": {"tokens": prompts, "tok_s": [n / s for n, s in zip(prompts, prefill)]},
@@ -453,7 +459,10 @@ def measure_kernel() -> list[dict[str, float]]:
 def print_measurements(bench: dict[str, Any]) -> None:
     """The measurements as lines; those that only a GPU has are SKIPPED without one."""
     decode, prefill, batch, fit = (bench[key] for key in ("decode", "prefill", "batch", "fit"))
-    line = lambda text, values: ", ".join(text.format(n=n, x=x) for n, x in zip(*values.values()))  # noqa: E731
+
+    def line(text: str, values: dict[str, list]) -> str:
+        return ", ".join(text.format(n=n, x=x) for n, x in zip(*values.values()))
+
     common.say("decode, one sequence:  " + line("{x:.1f} ms at S={n:,}", decode))
     common.say(f"decode, context {decode['context'][0]}:".ljust(23) + line("{x:,.0f} tok/s at B={n}", batch))
     common.say("prefill, one prompt:   " + line("{x:,.0f} tok/s at T={n:,}", prefill))

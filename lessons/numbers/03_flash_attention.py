@@ -125,7 +125,11 @@ def online_softmax(
     Returns O / ℓ and, per tile, (m, ℓ, O) before and after. `rescale=False` forgets α; `subtract_max=False` forgets m.
     """
     dtype, hbm = PRECISIONS[precision], hbm or HBM()
-    r = lambda x: torch.tensor(x, dtype=dtype).item()  # noqa: E731  (too large becomes infinity, as on a GPU)
+
+    def r(x: float) -> float:
+        """Rounded as it is stored; too large becomes infinity, as on a GPU."""
+        return torch.tensor(x, dtype=dtype).item()
+
     (q,) = hbm.load([r(q)])
     m, l, o = -math.inf, 0.0, 0.0
     trace = []
@@ -183,8 +187,8 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     keys, values, hbm, naive_hbm = lesson.ORDERS[p["order"]], list(range(1, 9)), HBM(), HBM()
     lines = (p["rescale"], p["subtract_max"], p["precision"])
     result, tiles = online_softmax(p["scale"], keys, values, p["tile"], *lines, hbm)
-    row = lambda numbers: torch.tensor(numbers, dtype=torch.float64).view(-1, 1, 1)  # noqa: E731
-    expected = counted_naive(row([p["scale"]]), row(keys), row(values), False, naive_hbm).item()
+    rows = (torch.tensor(x, dtype=torch.float64).view(-1, 1, 1) for x in ([p["scale"]], keys, values))
+    expected = counted_naive(*rows, False, naive_hbm).item()
     allowed = 4 * len(keys) * torch.finfo(PRECISIONS[p["precision"]]).eps / 2 * expected  # four roundings a key
     growths = sum(tile["after"]["m"] > tile["before"]["m"] for tile in tiles[1:])
     largest = max(abs(s) for tile in tiles for s in tile["scores"])
@@ -302,7 +306,10 @@ def makespans(tiles: int, heads: int, processors: int) -> dict[str, float]:
 
 def facts() -> dict[str, Any]:
     """Every deterministic number of the lesson's text and figures. No model, under a second."""
-    widget = lambda **change: simulate(WIDGET_DEFAULT | change)  # noqa: E731
+
+    def widget(**change: Any) -> dict[str, Any]:
+        return simulate(WIDGET_DEFAULT | change)
+
     states = list(itertools.product(WIDGET_CHOICES["tile"], lesson.ORDERS, WIDGET_CHOICES["scale"]))
 
     def survivors(**change: Any) -> dict[str, int]:
@@ -566,8 +573,11 @@ def run_flash_attn(q: Tensor, k: Tensor, v: Tensor, b: Batch, causal: bool = Tru
 
 def peak_memory(fn: Callable[[], Any]) -> float | None:
     """MiB that `fn` needs beyond what is allocated already; None where the system does not tell."""
+
+    def status() -> dict[str, str]:
+        return dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+
     try:  # Linux: reset the high-water mark of resident memory, and look at it afterwards
-        status = lambda: dict(x.split(":", 1) for x in Path("/proc/self/status").read_text().splitlines())  # noqa: E731
         Path("/proc/self/clear_refs").write_text("5")
         before = int(status()["VmRSS"].split()[0])
         fn()
@@ -687,8 +697,13 @@ def measure_gpu() -> dict[str, Any]:
                 for tiles in SWEEP
             ]
     names = [name for name in ("ours", "plain", "flash", "cudnn", "flash_attn") if any(row.get(name) for row in rows)]
-    show = lambda x: f"{x:.0f}" if x else "–"  # noqa: E731
-    where = lambda r: (f"{r['T']:,}", r["D"], "causal" if r["causal"] else "full")  # noqa: E731
+
+    def show(rate: float | None) -> str:
+        return f"{rate:.0f}" if rate else "–"
+
+    def where(row: dict[str, Any]) -> tuple:
+        return f"{row['T']:,}", row["D"], "causal" if row["causal"] else "full"
+
     common.table(
         ("T", "D", "mask", *(f"{name} TFLOP/s" for name in names), "of matmul"),
         [(*where(r), *(show(r.get(name)) for name in names), f"{(r['ours'] or 0) / ceiling:.0%}") for r in rows],

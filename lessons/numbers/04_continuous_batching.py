@@ -172,8 +172,13 @@ def percentile(values: Sequence[float], share: float) -> float:
 @functools.cache
 def facts() -> dict[str, Any]:
     """The lesson's deterministic numbers; everything comes out of the lesson's Scheduler."""
-    both = lambda *args, **kwargs: {policy: timeline(policy, *args, **kwargs) for policy in POLICIES}  # noqa: E731
-    brief = lambda run: {"steps": run.makespan, "utilisation": run.utilisation}  # noqa: E731
+
+    def both(*args: Any, **kwargs: Any) -> dict[str, Timeline]:
+        return {policy: timeline(policy, *args, **kwargs) for policy in POLICIES}
+
+    def brief(run: Timeline) -> dict[str, float]:
+        return {"steps": run.makespan, "utilisation": run.utilisation}
+
     presets = {}
     for name, outputs in LENGTHS.items():
         runs = both(4, outputs)
@@ -243,7 +248,10 @@ def draw(folder: str | Path) -> list[Path]:
 
     figure, ax = common.new_figure(8.0, 3.3)
     slots = [int(n) for n in numbers["geometric"]]
-    of = lambda name: [numbers["geometric"][str(n)][name] for n in slots]  # noqa: E731
+
+    def of(name: str) -> list:
+        return [numbers["geometric"][str(n)][name] for n in slots]
+
     ax.plot(slots, [100 * run["utilisation"] for run in of("continuous")], "o-", label="continuous")
     ax.plot(slots, [100 * run["utilisation"] for run in of("static")], "o-", label="static")
     ax.plot(slots, [100 * share for share in of("harmonic")], ":", color=common.COLORS["grey"],

@@ -58,7 +58,6 @@ from lab import naive
 from lab.dry_run import DryRun
 from lab.matrix_products import matmul_seconds
 from lab.offline_run import serve
-from lab.peers import random_twins, transformers_ms  # noqa: F401  lesson 05 asks for them here until it stands alone
 
 KEY = "04c_speed"
 

@@ -140,9 +140,9 @@ def test_lesson_04_admits_as_carefully_as_an_engine_that_takes_all_at_once(about
 
 @pytest.mark.parametrize(("owner", "name", "wrong"), [
     (preemption.Scheduler, "_choose_victim", lambda self: self.running[0]),
-    (preemption.Scheduler, "_admit", chunked.SchedulerInPieces._admit),
-    (chunked.Scheduler, "_long_prefill_cap", lambda self: 2),
-    (chunked.Scheduler, "_free_request", lambda self, request: self.requests.pop(request.request_id)),
+    (preemption.Scheduler, "_admit", ReservingScheduler._admit),
+    (preemption.Scheduler, "_long_prefill_cap", lambda self: 2),
+    (preemption.Scheduler, "_free_request", lambda self, request: self.requests.pop(request.request_id)),
 ])  # fmt: skip
 def test_a_twin_that_decides_otherwise_is_noticed(monkeypatch, owner, name, wrong):
     monkeypatch.setattr(owner, name, wrong)

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 
 import llama
-from engine import registry
 from engine.output import SchedulerOutput
 from engine.request import NO_TOKEN_ID, Request
 from engine.sampling.sampler import Logprob, Sampler, SamplingState, StepLogprobs, adjust_logits, uniforms
+from engine.seams import RejectionRule
 from engine.spec_decode.drafters import DraftContext, Drafter, SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -75,17 +75,18 @@ class DraftVerifier:
     place without a draft is not computed. The requests are then copies, which have all tokens that were sampled.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  one for each thing that others made
         self,
         config: SpeculativeConfig,
         drafter: Drafter,
+        rejection_sample: RejectionRule,
         model: llama.Llama,
         max_model_len: int,
         async_scheduling: bool = False,
     ) -> None:
         self.config, self.drafter, self.model = config, drafter, model
         self.max_model_len, self.async_scheduling = max_model_len, async_scheduling
-        self.rejection_sample = registry.fill("rejection")
+        self.rejection_sample = rejection_sample
         self.drafts: dict[str, list[int]] = {}  # of this step
         self.draft_probs: dict[str, torch.Tensor] = {}  # of proposed drafts that were drawn from something
         self.proposed: dict[str, list[int]] = {}  # for the next step

@@ -65,9 +65,8 @@ def make_runner(  # noqa: PLR0913  one for each thing that others made
             )
         # Who has no logits does not sample, so its drafter is never asked.
         drafter = plugs.part("drafter", config.plug, make_drafter, drafts, model) if has_logits else Drafter()
-        runner.drafts = DraftVerifier(drafts, drafter, model, limits.max_model_len, config.async_scheduling)
-        if "rejection" in config.plug:
-            runner.drafts.rejection_sample = plugs.load("rejection", config.plug["rejection"])
+        rule = plugs.load("rejection", config.plug.get("rejection") or registry.fill("rejection"))
+        runner.drafts = DraftVerifier(drafts, drafter, rule, model, limits.max_model_len, config.async_scheduling)
     # A graph replays its kernels alone: no connector could act between layers, and adapters would never change.
     if not (config.enforce_eager or lora or connector or config.kv_cache_dtype != "auto"):
         K = drafts.num_speculative_tokens if drafts else 0
@@ -82,8 +81,6 @@ def make_runner(  # noqa: PLR0913  one for each thing that others made
 
 def find_attention(config: VllmConfig) -> AttentionBackend:
     """The backend that a configuration names, or somebody else's. Raises InputError for one that there is not."""
-    if "attention" in config.plug:
-        return plugs.part("attention", config.plug, object)
-    if config.kv_cache_dtype != "auto":
+    if config.kv_cache_dtype != "auto":  # which nobody else's backend goes with
         return QuantizedAttention(config.kv_cache_dtype)
-    return registry.fill(f"attention.{config.attention_backend}")()
+    return plugs.part("attention", config.plug, registry.fill(f"attention.{config.attention_backend}"))

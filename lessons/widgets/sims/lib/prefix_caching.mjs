@@ -1,4 +1,4 @@
-// Lesson 05's prefix cache (vllm/050_prefix_caching.py): keys for full blocks, an index, and a queue that remembers.
+// Lesson 05's prefix cache (engine/core/kv_cache_manager.py): keys for full blocks, an index, a queue that remembers.
 import { BlockPool } from "./block_pool.mjs";
 import { KVCacheManager } from "./continuous_batching.mjs";
 import { ascii, hex, sha256 } from "./sha256.mjs";

@@ -1,31 +1,18 @@
-"""050 · Automatic prefix caching: the first part of lesson 05.
+"""What automatic prefix caching finds, counted without a model: by formula, and by pool size for a workload of chats.
 
-A block of the KV cache that is full is never written again, and causal attention makes its contents a function of the
-tokens up to its end. So any request with the same tokens so far can read it. The engine's own files have the mechanism:
-`engine/core/block_pool.py` an index from hashes to blocks, and a free queue in which cached blocks live longest;
-`engine/core/kv_cache_manager.py` the hash of a full block, and tables that begin with blocks computed earlier. Here are
-  * the reference: a cache that forgets nothing and compares tokens;
-  * `PrefixCachingScheduler`: lesson 04's, looking before it admits;
-  * what that finds, counted without a model: by formula, and by pool size for a workload of chats.
-Lesson 05 serves the real model with it, breaks it (`--hash-bits 8`), and goes on to the other entries of its catalog.
-
-Read for this: vLLM 0.32 `v1/core/kv_cache_utils.py`, `v1/core/block_pool.py`, `v1/core/kv_cache_manager.py`; Zheng et
-al. 2024 (SGLang: RadixAttention), Qin et al. 2025 (Mooncake).
+Owns the reference, a cache that forgets nothing and compares tokens, and the workload; called by lesson 05. It never
+caches anything itself, which `engine/core/kv_cache_manager.py` does.
+vLLM: `vllm/v1/core/kv_cache_utils.py`; Qin et al. 2025 (Mooncake) for the published trace.
 """
 
 from __future__ import annotations
-
-import common  # first: it settles the device before torch is used
 
 import math
 import random
 from collections.abc import Sequence
 
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.output import SchedulerOutput
 from engine.request import Request, SamplingParams
-
-Scheduler = common.lesson("04_continuous_batching").SchedulerInPieces
 
 BLOCK = 16  # tokens in a block, vLLM's default
 
@@ -44,30 +31,6 @@ def naive_hits(served: Sequence[tuple[list[int], list[int]]], block_size: int) -
         hits.append(blocks * block_size)
         seen |= {tuple(tokens[:end]) for end in range(block_size, len(tokens) + 1, block_size)}
     return hits
-
-
-# --- The scheduler looks before it admits -----------------------------------------------------------------------------
-
-
-class PrefixCachingScheduler(Scheduler):
-    """Lesson 04's careful scheduler, looking into the cache when it admits. Lesson 11 has the one that vLLM has."""
-
-    def _admit(self, request: Request) -> int:
-        manager = self.kv_cache_manager
-        computed_blocks, request.num_computed_tokens = manager.get_computed_blocks(request)
-        if num_new_tokens := self._num_new_tokens(request):  # only what is not cached takes budget
-            slots = self.num_slots(request) - request.num_computed_tokens
-            if manager.allocate_slots(request, slots, computed_blocks) is not None:
-                request.num_cached_tokens = request.num_computed_tokens
-                return num_new_tokens
-        request.num_computed_tokens = 0  # a lookup without admission changes nothing
-        return 0
-
-    def _grant(self, request: Request, num_new_tokens: int, output: SchedulerOutput) -> None:
-        """A decode step may fill a block, too: the next turn of a conversation will find the answer in the cache."""
-        super()._grant(request, num_new_tokens, output)
-        if self.kv_cache_manager.enable_caching:
-            self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
 
 
 # --- What it finds ----------------------------------------------------------------------------------------------------
