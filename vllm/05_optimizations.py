@@ -937,8 +937,11 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine, entries = common.start(args), catalog()
-    command = lambda name: (f"uv run python vllm/{COMPANIONS[name]}.py" if name in COMPANIONS else  # noqa: E731
-                            f"uv run python vllm/{KEY}.py --only {name}")  # fmt: skip
+
+    def command(name: str) -> str:
+        tour = COMPANIONS.get(name)
+        return f"uv run python -m vllm.tours.{tour}" if tour else f"uv run python vllm/{KEY}.py --only {name}"
+
     if args.list:
         common.table(["entry", "saves (Llama-3.1-8B in bf16)"], list(entries.items()))
         common.say("\n".join(f"{name:<22} {command(name)}" for name in entries))
