@@ -55,7 +55,6 @@ from engine.output import SchedulerOutput
 from engine.registry import fill
 from engine.request import Request, SamplingParams
 from lab import naive
-from lab.dry_run import DryRun
 from lab.matrix_products import matmul_seconds
 from lab.offline_run import serve
 
@@ -328,22 +327,25 @@ class RescanningScheduler(Scheduler):
 
 
 def scheduler_seconds(running: int, waiting: int, steps: int = 40, kind: type[Scheduler] = Scheduler) -> float:
-    """Median seconds of a step without a model: `running` requests decode, `waiting` more wait for a seat."""
+    """Median seconds of `schedule()` and `update_from_output()`: `running` decode, `waiting` more wait for a seat."""
     limits = SchedulerConfig(2048, running, max(2048, 16 * running))
     num_blocks = 1 + running * -(-(16 + steps + 8) // 16)
-    core = DryRun(kind(limits, KVCacheManager(num_blocks, 16, 2048, enable_caching=False)))
+    scheduler = kind(limits, KVCacheManager(num_blocks, 16, 2048, enable_caching=False))
     for i in range(running + waiting):
         params = SamplingParams(max_tokens=steps + 8, ignore_eos=True)
-        core.add_request(Request(str(i), [0] * 16, params, arrival_time=float(i)))
-    core.step()
+        scheduler.add_request(Request(str(i), [0] * 16, params, arrival_time=float(i)))
     seconds = []
-    for _ in range(steps):
+    for _ in range(steps + 1):
         start = time.perf_counter()
-        core.step()
-        seconds.append(time.perf_counter() - start)
-    if len(core.scheduler.running) != running or len(core.scheduler.waiting) != waiting:
-        raise common.CheckFailed(f"{len(core.scheduler.running)} run and {len(core.scheduler.waiting)} wait")
-    return statistics.median(seconds)
+        output = scheduler.schedule()
+        planned = time.perf_counter()
+        sampled = {request_id: [0] for request_id in output.num_scheduled_tokens}  # in place of a model
+        ran = time.perf_counter()
+        scheduler.update_from_output(output, sampled)
+        seconds.append(planned - start + time.perf_counter() - ran)
+    if len(scheduler.running) != running or len(scheduler.waiting) != waiting:
+        raise common.CheckFailed(f"{len(scheduler.running)} run and {len(scheduler.waiting)} wait")
+    return statistics.median(seconds[1:])  # in the first one, everybody was admitted
 
 
 # --- The story --------------------------------------------------------------------------------------------------------
