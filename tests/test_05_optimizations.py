@@ -1161,7 +1161,7 @@ def test_a_companion_is_counted_and_named(monkeypatch, capsys, tmp_path, name):
     monkeypatch.setattr(lesson, "draw", lambda *_: None)
     lesson.main(["--only", name, "--figure", str(tmp_path), "--json", str(tmp_path / "x.json")])
     out = capsys.readouterr().out
-    assert lesson.catalog()[name] in out and f"uv run python vllm/{lesson.COMPANIONS[name]}.py" in out
+    assert lesson.catalog()[name] in out and f"uv run python -m vllm.tours.{lesson.COMPANIONS[name]}" in out
 
 
 @pytest.mark.parametrize(("argv", "tokens"), [
