@@ -359,7 +359,7 @@ def ask(core: EngineCore, prompt: Sequence[int], max_tokens: int = 1) -> tuple[R
     return request, ttft
 
 
-TOOLS = """You areYou are the assistant of a library and can call functions.
+TOOLS = """You are the assistant of a library and can call functions.
 {"name": "find_book", "parameters": {"title": "string", "author": "string"}}
 {"name": "reserve", "parameters": {"book_id": "integer", "card": "string"}}
 {"name": "opening_hours", "parameters": {"day": "string"}}
