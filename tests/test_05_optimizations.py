@@ -6,14 +6,16 @@ import copy
 import importlib.util
 import itertools
 import random
+import re
 from types import SimpleNamespace
 
 import common
+import documents
 import pytest
-from engine.core.block_pool import BlockPool
 from support.runners import runner_of
 from engine.worker.assemble import make_runner
-from engine.worker.cuda_graphs import CapturedModel
+from engine.attention.metadata import AttentionMetadata
+from engine.worker.cuda_graphs import CapturedModel, Tape, capture_sizes
 import functools
 from engine.request import SamplingParams
 from engine.core.engine_core import EngineCore
@@ -21,6 +23,7 @@ from engine.llm_engine import LLMEngine
 from engine.model.packed_linear import PackedLinear
 from engine.model.packed_linear import packs
 from engine.core.kv_cache_manager import KVCacheManager, block_extra_keys
+from engine.core.scheduler import make_scheduler
 from support.broken import break_class
 import torch
 from hypothesis import given, settings
@@ -29,15 +32,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import llama
-from lab import offline_run, roofline
+from lab import chats, offline_run, roofline
 
 lesson, paged = common.lesson("05_optimizations"), common.lesson("02_paged_attention")
+page = documents.numbers("05_optimizations")
 batching = common.lesson("04_continuous_batching")
 offline = common.lesson("04b_offline_engine")
 chunked = common.lesson("10_chunked_prefill")
 preemption = common.lesson("11_preemption")
 Request = lesson.Request
-Manager = lesson.KVCacheManager
+Manager = KVCacheManager
 
 needs_gpu = pytest.mark.skipif(not common.HAS_GPU, reason="CUDA graphs need a GPU; the same logic runs on a tape here")
 
@@ -224,6 +228,98 @@ class TestManagerLong(ManagerMachine.TestCase):
     settings = settings(max_examples=400, stateful_step_count=60)
 
 
+# --- The lesson's index against the engine's manager ----------------------------------------------------------------
+
+
+class PairMachine(RuleBasedStateMachine):
+    """The same requests through both: after every step the same hits, tables, evictions and order of the queue."""
+
+    @initialize(size=st.sampled_from([1, 2, 4]), num_blocks=st.integers(2, 14), bits=st.sampled_from([8, 256]))
+    def start(self, size, num_blocks, bits):
+        self.manager, self.small = Manager(num_blocks, size, 64), lesson.PrefixCache(num_blocks, size, bits)
+        self.manager.hash_bits = bits
+        self.alive: dict[str, tuple[Request, Request]] = {}
+        self.known: list[list[int]] = [[]]
+        self.count = 0
+
+    def allocate(self, pair, n, hits=()):
+        theirs, ours = pair
+        want, got = self.manager.allocate_slots(theirs, n, hits), self.small.allocate_slots(ours, n, hits)
+        assert got == want
+        if want is not None:
+            for request in pair:
+                request.num_computed_tokens += n
+        return want is not None
+
+    @rule(data=st.data())
+    def admit(self, data):
+        earlier = data.draw(st.sampled_from(self.known))
+        prompt = earlier[: data.draw(st.integers(0, len(earlier)))] + data.draw(st.lists(st.integers(0, 1), max_size=6))
+        salt, name = data.draw(st.sampled_from([None, None, "s"])), f"r{self.count}"
+        pair = tuple(greedy(prompt or [0], name=name, cache_salt=salt) for _ in range(2))
+        self.count += 1
+        hits, cached = self.manager.get_computed_blocks(pair[0])
+        assert self.small.get_computed_blocks(pair[1]) == hits and pair[1].block_hashes == pair[0].block_hashes
+        for request in pair:
+            request.num_computed_tokens = cached
+        if self.allocate(pair, data.draw(st.integers(1, pair[0].num_tokens - cached)), hits):
+            self.alive[name] = pair
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def go_on(self, data):
+        pair = self.alive[data.draw(st.sampled_from(sorted(self.alive)))]
+        if pair[0].num_computed_tokens == pair[0].num_tokens:
+            token = data.draw(st.integers(0, 1))
+            for request in pair:
+                request.append_output_token_id(token)
+        room = min(pair[0].num_tokens, 60) - pair[0].num_computed_tokens
+        if room > 0:
+            self.allocate(pair, data.draw(st.integers(1, room)))
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def leave(self, data):
+        theirs, ours = self.alive.pop(data.draw(st.sampled_from(sorted(self.alive))))
+        self.known.append(list(theirs.all_token_ids))
+        self.manager.free(theirs)
+        self.small.free(ours)
+
+    @invariant()
+    def equal(self):
+        if not hasattr(self, "manager"):
+            return
+        pool, small = self.manager.block_pool, self.small
+        assert small.tables == self.manager.req_to_blocks
+        assert list(small.free_queue) == list(pool.free_queue)
+        assert small.ref_count == pool.ref_count and small.block_hash == pool.block_hash
+        assert small.index == {key: list(blocks) for key, blocks in pool.cached_block_hash_to_block.items()}
+
+
+TestPair = PairMachine.TestCase
+TestPair.settings = settings(max_examples=40, stateful_step_count=40)
+
+
+@pytest.mark.slow
+class TestPairLong(PairMachine.TestCase):
+    settings = settings(max_examples=400, stateful_step_count=60)
+
+
+def test_the_story_finds_in_the_model_what_the_engine_finds(tiny_model):
+    """Through the model, one request after the other, evictions in between: the same tokens and the same hits."""
+    rng, base = random.Random(3), tokens_of(3, 60)
+    prompts = [base[: rng.randrange(1, 60)] + tokens_of(i, rng.randrange(1, 14)) for i in range(10)]
+    core, cache = core_of(tiny_model, num_blocks=8), lesson.PrefixCache(8, 16)
+    kv = lesson.PagedKVCache(tiny_model, 8, 16)
+    for prompt in prompts:
+        engines = greedy(prompt, 6)
+        run(core, [engines])
+        ours, _ = lesson.answer(tiny_model, kv, cache, prompt, 6)
+        assert ours.output_token_ids == engines.output_token_ids
+        assert ours.num_cached_tokens == engines.num_cached_tokens
+        assert list(cache.free_queue) == list(core.scheduler.kv_cache_manager.block_pool.free_queue)
+
+
 def test_cached_blocks_go_to_the_back_tail_first():
     """The order that vLLM documents: table [1, 2, 3, 4], 4 is not full, queue [5, 6] -> [4, 5, 6, 3, 2, 1]."""
     manager = Manager(7, 4, 64)
@@ -261,7 +357,7 @@ def test_reading_can_be_switched_off(caching, skip, found):
 
 
 def core_of(model, caching=True, num_blocks=24, graphs=None, max_model_len=96):
-    return lesson.make_core(model, caching, num_blocks, max_model_len, graphs=graphs)
+    return page.make_core(model, caching, num_blocks, max_model_len, graphs=graphs)
 
 
 def poison(core):
@@ -356,7 +452,7 @@ def test_the_factor_is_what_the_manager_computes(prefix, message, requests, size
         manager.allocate_slots(request, len(prompt) - request.num_computed_tokens, hits)
         manager.free(request)
     total = requests * (prefix + message)
-    assert total / computed == pytest.approx(lesson.prefill_factor(prefix, message, requests, size))
+    assert total / computed == pytest.approx(page.prefill_factor(prefix, message, requests, size))
 
 
 def test_what_a_cache_should_find():
@@ -367,28 +463,28 @@ def test_what_a_cache_should_find():
 
 
 def test_hit_rates_of_the_workload():
-    workload = lesson.chat_workload()
+    workload = chats.chat_workload()
     total = sum(len(prompt) for prompt, _ in workload)
     best = sum(lesson.naive_hits(workload, 16)) / total
-    rates = lesson.facts()["hits"]["rate"]
+    rates = page.facts()["hits"]["rate"]
     assert rates["4096"] == best and all(0 <= rate <= best for rate in rates.values())
     assert sorted(rates.values()) == list(rates.values()), "here a larger pool never finds less"
-    assert workload == lesson.chat_workload() and len(workload) == lesson.facts()["hits"]["requests"]
+    assert workload == chats.chat_workload() and len(workload) == page.facts()["hits"]["requests"]
 
 
 def test_a_pool_that_cannot_hold_a_request_has_no_hit_rate():
     """What an unserved prompt would have found is no hit: 64 blocks once counted 60 of 155 such prompts."""
-    workload = lesson.chat_workload()
+    workload = chats.chat_workload()
     longest = max(-(-(len(prompt) + len(answer) - 1) // 16) for prompt, answer in workload)
-    assert longest <= min(lesson.POOLS)
-    assert 0 < lesson.hit_rates(workload, (longest,))[longest] < 1
-    with pytest.raises(ValueError, match=f"a pool of {longest - 1} blocks cannot hold request"):
-        lesson.hit_rates(workload, (longest - 1,))
+    assert longest <= min(page.POOLS)
+    assert 0 < lesson.hit_rate(workload, longest) < 1
+    with pytest.raises(ValueError, match=f"^{longest - 1} blocks cannot hold"):
+        lesson.hit_rate(workload, longest - 1)
 
 
 def test_the_real_model_says_the_same_with_the_cache(real_model):
     model, tokenizer = real_model
-    on, off = (lesson.three_requests(core_of(model, caching), tokenizer, 32, 8) for caching in (True, False))
+    on, off = (page.three_requests(core_of(model, caching), tokenizer, 32, 8) for caching in (True, False))
     assert [r.output_token_ids for r, _ in on] == [r.output_token_ids for r, _ in off]
     assert [r.num_cached_tokens for r, _ in on] == [0, 32, 32]
 
@@ -396,7 +492,7 @@ def test_the_real_model_says_the_same_with_the_cache(real_model):
 @pytest.mark.slow
 def test_a_chat_with_the_real_model(real_model):
     model, tokenizer = real_model
-    on, off = (lesson.conversation(core_of(model, c, 80, max_model_len=512), tokenizer, 12) for c in (True, False))
+    on, off = (page.conversation(core_of(model, c, 80, max_model_len=512), tokenizer, 12) for c in (True, False))
     assert [r.output_token_ids for r, _ in on] == [r.output_token_ids for r, _ in off]
     for (earlier, _), (later, _) in itertools.pairwise(on):
         known = earlier.num_tokens - 1
@@ -407,9 +503,9 @@ def test_a_model_without_a_chat_template_reads_the_bare_texts(real_model, monkey
     tokenizer, prompts = copy.copy(real_model[1]), []
     tokenizer.chat_template = None
     answer = SimpleNamespace(output_token_ids=tokenizer.encode("Yes."))
-    monkeypatch.setattr(lesson, "ask", lambda core, prompt, n: (prompts.append(prompt), (answer, 0.0))[1])
-    lesson.conversation(None, tokenizer, 4)
-    said = [lesson.TOOLS]
+    monkeypatch.setattr(page, "ask", lambda core, prompt, n: (prompts.append(prompt), (answer, 0.0))[1])
+    page.conversation(None, tokenizer, 4)
+    said = [page.TOOLS]
     for prompt, turn in zip(prompts, lesson.TURNS, strict=True):
         said.append(turn)
         assert tokenizer.decode(prompt) == "\n".join(said)
@@ -424,7 +520,7 @@ def test_eight_bits_serve_somebody_elses_prefix(tiny_model):
     tail = [7, 8, 9]
     want = [batching.generate_alone(tiny_model, p + tail, 8) for p in (mine, other)]
     for bits, wrong in ((256, False), (8, True)):
-        core = lesson.make_core(tiny_model, True, 24, 96, hash_bits=bits)
+        core = page.make_core(tiny_model, True, 24, 96, hash_bits=bits)
         first, second = greedy(mine + tail, 8, "a"), greedy(other + tail, 8, "b")
         got = [run(core, [first])[0], run(core, [second])[0]]
         assert second.num_cached_tokens == (16 if wrong else 0)
@@ -448,8 +544,8 @@ def test_the_real_model_says_somebody_elses_word(real_model):
     banana = lesson.account_prompt(tokenizer, lesson.colliding_account(tokenizer, tiger, "banana", 8), "banana")
     said = {}
     for bits in (8, 256):
-        core = lesson.make_core(model, hash_bits=bits)
-        said[bits] = [tokenizer.decode(lesson.ask(core, p, 2)[0].output_token_ids) for p in (tiger, banana)]
+        core = page.make_core(model, hash_bits=bits)
+        said[bits] = [tokenizer.decode(page.ask(core, p, 2)[0].output_token_ids) for p in (tiger, banana)]
     assert said[256][0].strip().startswith("tiger") and said[256][1].strip().startswith("ban")
     assert said[8] == [said[256][0]] * 2
 
@@ -519,15 +615,15 @@ WITHDRAWN = (6, 7, 8)  # in 6, a resumed victim hits its own promise
 
 
 def test_buckets_are_vllms():
-    assert lesson.capture_sizes(512) == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    assert capture_sizes(512) == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
     for largest in (1, 2, 3, 7, 9, 250, 257, 512):
-        sizes = lesson.capture_sizes(largest)
+        sizes = capture_sizes(largest)
         assert sizes[-1] >= largest and (len(sizes) == 1 or sizes[-2] < largest)
-    assert lesson.capture_sizes(600)[-1] == 512, "beyond, steps run eagerly"
+    assert capture_sizes(600)[-1] == 512, "beyond, steps run eagerly"
 
 
 def test_a_tape_replays_operations_and_no_python():
-    x, seen, tape = torch.arange(3.0), [], lesson.Tape()
+    x, seen, tape = torch.arange(3.0), [], Tape()
     tape.capture_begin()
     seen.append("python")
     factor = float(len(seen))  # decided on the host, frozen
@@ -556,7 +652,7 @@ def test_a_tape_refuses_to_pack(name):
     """MKL's packed bytes are another matrix at another address, which is where a replay would have copied them."""
     if ("mkl:" in name and not torch.backends.mkl.is_available()) or not torch.backends.mkldnn.is_available():
         pytest.skip("no such library here")
-    weight, tape = torch.randn(512, 128), lesson.Tape()
+    weight, tape = torch.randn(512, 128), Tape()
     with torch.inference_mode():
         tape.capture_begin()
         try:
@@ -632,7 +728,7 @@ def served(tiny_model):
 
 
 def graphs(full=True, largest=64, kind=CapturedModel):
-    recorder = torch.cuda.CUDAGraph if common.HAS_GPU else lesson.Tape
+    recorder = torch.cuda.CUDAGraph if common.HAS_GPU else Tape
     return functools.partial(kind, graph_class=recorder, full=full, largest=largest)
 
 
@@ -666,9 +762,9 @@ def test_all_is_captured_before_the_first_request(tiny_model, served, kernels):
 def test_as_many_sizes_as_decoding_needs_and_as_many_again(tiny_model, seats, drafts, budget, largest, last):
     """vLLM's rule: twice the tokens of a step in which all seats decode, at most 512, at most a step's budget."""
     config = batching.SchedulerConfig(64, max_num_seqs=seats, max_num_batched_tokens=budget)
-    runner = lesson.runner_with(None, tiny_model, config, 9)
+    runner = page.runner_with(None, tiny_model, config, 9)
     found = CapturedModel(runner.model, runner.cache, runner.attend, config, num_speculative_tokens=drafts,
-                          graph_class=lesson.Tape, largest=largest)  # fmt: skip
+                          graph_class=Tape, largest=largest)  # fmt: skip
     assert found.sizes[-1] == last
 
 
@@ -871,7 +967,7 @@ def test_cuda_graphs_in_bf16(device):
 
 @pytest.mark.parametrize(("name", "layers"), [("SmolLM2-135M", 30), ("Llama-3.1-8B", 32)])
 def test_launches_are_counted_from_the_models_own_forward(name, layers):
-    counts = lesson.launches(name)
+    counts = page.launches(name)
     assert counts["product"] == 4 * layers + 1, "qkv, o, gate_up, down, and the head"
     assert counts["triton"] == 2 * layers, "store keys and values; attend"
     assert counts["other"] == 10 * layers + 6, "two norms, four of RoPE, silu, ·, two +"
@@ -880,28 +976,28 @@ def test_launches_are_counted_from_the_models_own_forward(name, layers):
 
 def test_the_count_follows_the_model(monkeypatch):
     """A model with fewer operations has fewer launches: nothing is written down by hand."""
-    lesson.decode_step.cache_clear()
+    page.decode_step.cache_clear()
     monkeypatch.setattr(llama, "apply_rope", lambda x, cos, sin: x)
     try:
-        assert lesson.launches("SmolLM2-135M")["other"] == 6 * 30 + 6
+        assert page.launches("SmolLM2-135M")["other"] == 6 * 30 + 6
     finally:
-        lesson.decode_step.cache_clear()
+        page.decode_step.cache_clear()
 
 
 def test_the_launch_model():
     gpu = common.HARDWARE["H100 80GB"]
-    n = lesson.launches("Llama-3.1-8B")["total"]
-    eager, graph = lesson.step_seconds("Llama-3.1-8B", 1, 1024, gpu, 10e-6)
+    n = page.launches("Llama-3.1-8B")["total"]
+    eager, graph = page.step_seconds("Llama-3.1-8B", 1, 1024, gpu, 10e-6)
     assert eager == pytest.approx(n * 10e-6) and graph == gpu.seconds(
         *roofline.step_cost(roofline.MODELS["Llama-3.1-8B"], 1, 1, 1024)
     )
-    assert lesson.step_seconds("Llama-3.1-8B", 256, 1024, gpu, 10e-6) == pytest.approx(
-        lesson.step_seconds("Llama-3.1-8B", 256, 1024, gpu, 0.0)
+    assert page.step_seconds("Llama-3.1-8B", 256, 1024, gpu, 10e-6) == pytest.approx(
+        page.step_seconds("Llama-3.1-8B", 256, 1024, gpu, 0.0)
     ), "where the GPU is slower than the launches, a graph saves nothing"
     # What a kernel takes on the GPU beside its bytes stays in a graph.
-    eager, slower = lesson.step_seconds("Llama-3.1-8B", 1, 1024, gpu, 10e-6, kernel=1e-6)
+    eager, slower = page.step_seconds("Llama-3.1-8B", 1, 1024, gpu, 10e-6, kernel=1e-6)
     assert eager == pytest.approx(n * 10e-6) and slower == pytest.approx(graph + n * 1e-6)
-    for known in (lesson.facts()["graphs"][name] for name in ("smollm2_135m", "llama_3_1_8b")):
+    for known in (page.facts()["graphs"][name] for name in ("smollm2_135m", "llama_3_1_8b")):
         assert known["factor"]["1"] > known["factor_if_kernel_us"]["1"] > known["factor_if_kernel_us"]["3"] >= 1
 
 
@@ -913,8 +1009,8 @@ def compiled_and_eager(model, rows=3):
     cache = lesson.PagedKVCache(model, 8, 16)
     for layer in cache.layers:
         layer[:, 1:].normal_()  # each layer has a past of its own
-    meta = lesson.AttentionMetadata.build([[1 + b] for b in range(rows)], [9] * rows, [1] * rows, 16, model.device)
-    out = lesson.compiled_forward(model)(token_ids, meta.positions, cache.attend(meta))
+    meta = AttentionMetadata.build([[1 + b] for b in range(rows)], [9] * rows, [1] * rows, 16, model.device)
+    out = page.compiled_forward(model)(token_ids, meta.positions, cache.attend(meta))
     return out, model.forward(token_ids, meta.positions, cache.attend(meta))
 
 
@@ -933,7 +1029,7 @@ def test_compiled_step(tiny_model):
     from torch._dynamo.exc import TorchDynamoException
 
     try:
-        found = lesson.measure_compile(tiny_model)
+        found = page.measure_compile(tiny_model)
     except (TorchDynamoException, RuntimeError) as error:
         pytest.skip(f"no working compiler here: {str(error)[:100]}")
     assert found["error"] <= common.TOLERANCE[torch.float32]
@@ -941,33 +1037,48 @@ def test_compiled_step(tiny_model):
     assert 4 <= found["kernels"] < found["operations"]
 
 
-def test_a_missing_compiler_is_said_and_survived(monkeypatch, capsys, tmp_path):
+def test_a_missing_compiler_is_said_and_survived(monkeypatch, capsys):
     def no_compiler(model, num_seqs=8):
         raise RuntimeError("\nNo working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')")
 
-    monkeypatch.setattr(lesson, "measure_compile", no_compiler)
-    monkeypatch.setattr(lesson, "load", lambda name: (None, None))
-    monkeypatch.setattr(lesson, "draw", lambda *_: None)
-    lesson.main(["--only", "torch-compile", "--figure", str(tmp_path), "--json", str(tmp_path / "x.json")])
+    monkeypatch.setattr(page, "measure_compile", no_compiler)
+    assert page.compile_or_say_why(None) is None
     assert "SKIPPED compiling: No working C++ compiler found" in capsys.readouterr().out
-    assert "torch-compile" not in (tmp_path / "x.json").read_text().split('"bench"')[1].split('"facts"')[0]
+    for each in ("measure_prefix_caching", "measure_graphs", "measure_loops", "measure_lookup"):
+        monkeypatch.setattr(page, each, lambda *_: {})
+    monkeypatch.setattr(page.peers, "random_twins", lambda *_: (None,))
+    monkeypatch.setattr(llama, "load", lambda *_: (None, None))
+    found = page.measure(lesson.build_parser().parse_args(["--bench"]))
+    assert "torch-compile" not in found and "prefix-caching" in found
 
 
-def test_a_wrong_compiled_step_fails_the_run(monkeypatch, tmp_path):
-    monkeypatch.setattr(lesson, "measure_compile", lambda model: {"error": 1e-3})
-    monkeypatch.setattr(lesson, "load", lambda name: (None, None))
-    monkeypatch.setattr(lesson, "draw", lambda *_: None)
+def test_a_wrong_compiled_step_fails_the_run(monkeypatch):
+    monkeypatch.setattr(page, "measure_compile", lambda model: {"error": 1e-3})
     with pytest.raises(common.CheckFailed, match="off by"):
-        lesson.main(["--only", "torch-compile", "--figure", str(tmp_path)])
+        page.compile_or_say_why(None)
+
+
+def test_the_story_counts_on_the_model_itself(real_model):
+    """Packed or not, wide or narrow: what a step of the real model launches is what the facts say."""
+    tape = lesson.record_step(real_model[0])
+    kinds = [lesson.kind_of(operation) for operation, *_ in tape.tape]
+    known = page.launches("SmolLM2-135M")
+    assert len(kinds) == known["total"] and kinds.count("product") == known["product"]
+    assert kinds.count("triton") == known["triton"] and kinds.count("small") == known["other"]
+    for name in ("SmolLM2-135M", "Llama-3.1-8B"):
+        layers = roofline.MODELS[name]["num_hidden_layers"]
+        assert (
+            len(lesson.record_step(llama.random_model(num_hidden_layers=layers)).tape) == page.launches(name)["total"]
+        )
 
 
 def test_small_operations_beside_weights():
-    small, weights = lesson.activation_bytes("Llama-3.1-8B", 1)
+    small, weights = page.activation_bytes("Llama-3.1-8B", 1)
     assert weights == 2 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336 + 2 * 4096) + 2 * 4096 / 32
     # Per token: two norms, two sums, SiLU, product, and rope on 40 heads of 128; two bytes each way.
     least = 2 * (2 * 2 * 4096 + 2 * 3 * 4096 + 5 * 14336 + 2 * 40 * 128)
     assert least < small < 3 * least
-    assert lesson.activation_bytes("Llama-3.1-8B", 100)[0] == pytest.approx(100 * small)
+    assert page.activation_bytes("Llama-3.1-8B", 100)[0] == pytest.approx(100 * small)
 
 
 # --- Async scheduling -----------------------------------------------------------------------------------------------
@@ -977,58 +1088,94 @@ def test_small_operations_beside_weights():
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20))
 def test_every_loop_stops_where_it_has_to(stops):
     """Unforeseen stops: whatever was planned too far is thrown away, and its blocks are back."""
-    found = {kind: lesson.dry_run(kind, stops) for kind in lesson.LOOPS}  # checks the lengths
-    assert found["synchronous"].num_wasted == 0
-    assert found["async"].num_wasted <= len(stops) and found["n-step"].num_wasted <= 3 * len(stops)
-    for core in found.values():
-        pool = core.scheduler.kv_cache_manager.block_pool
+    made = []
+
+    def making(*args, **options):
+        made.append(make_scheduler(*args, **options))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lesson, "make_scheduler", making)
+        loops = {kind: lesson.on_a_clock(kind, stops) for kind in lesson.LOOPS}
+    assert all(loop["lengths"] == stops for loop in loops.values())
+    assert loops["synchronous"]["wasted"] == 0
+    assert loops["async"]["wasted"] <= len(stops) and loops["n-step"]["wasted"] <= 3 * len(stops)
+    assert len(made) == 3
+    for scheduler in made:
+        pool = scheduler.kv_cache_manager.block_pool
         pool.check()
         assert pool.num_free_blocks == pool.num_blocks - 1
-        assert not core.scheduler.requests
+        assert not scheduler.requests
 
 
 def test_waste_of_one_request():
-    assert [lesson.dry_run("async", [n]).num_wasted for n in (1, 2, 5)] == [1, 1, 1]
+    assert [lesson.on_a_clock("async", [n])["wasted"] for n in (1, 2, 5)] == [1, 1, 1]
     # The prompt's step and three decodes are planned at once, then four decodes, …
-    assert [lesson.dry_run("n-step", [n]).num_wasted for n in (1, 2, 3, 4, 5)] == [3, 2, 1, 0, 3]
+    assert [lesson.on_a_clock("n-step", [n])["wasted"] for n in (1, 2, 3, 4, 5)] == [3, 2, 1, 0, 3]
+
+
+@given(st.floats(0, 100), st.integers(1, 40))
+def test_the_clock(host_ms, n):
+    """One request alone: a step waits for its plan, n steps wait for one, or the longer of plan and step decides."""
+    loops = {kind: lesson.on_a_clock(kind, [n], host_ms, 10) for kind in lesson.LOOPS}
+    assert loops["synchronous"]["ms"] == pytest.approx(n * (host_ms + 10))
+    assert loops["n-step"]["ms"] == pytest.approx(-(-n // 4) * (host_ms + 40))
+    host, done = host_ms, [host_ms + 10, host_ms + 20]  # the first plan is of two steps; the last step is in vain
+    for _ in range(n - 1):
+        host = max(host, done[-2]) + host_ms
+        done.append(max(host, done[-1]) + 10)
+    assert loops["async"]["ms"] == pytest.approx(done[-1])
+    assert loops["async"]["idle"] == pytest.approx(1 - (n + 1) * 10 / loops["async"]["ms"])
 
 
 @pytest.mark.parametrize("kind", list(lesson.LOOPS))
 def test_a_length_is_foreseen(tiny_model, kind):
     """Requests that end by max_tokens or max_model_len cost no step too many. There are more of them than seats."""
     prompts = [tokens_of(60 + i, 3 + 5 * i) for i in range(11)]
-    core = lesson.make_loop(kind, tiny_model)
+    core, _ = page.make_loop(kind, tiny_model)
     requests = [greedy(p, 3 + i % 5, str(i)) for i, p in enumerate(prompts)]
     requests.append(Request("last", tokens_of(80, 250), SamplingParams(temperature=0, max_tokens=None)))
-    got = core.run(requests)
-    assert core.num_wasted == 0 and len(got[-1]) == 6
+    samples = []
+    next_result = core.next_result
+    core.next_result = lambda: samples.append(next_result()) or samples[-1]
+    got = page.run_loop(kind, core, requests)["token_ids"]
+    core.remote.executor.shutdown()
+    assert sum(len(output.num_scheduled_tokens) for output, _ in samples) == sum(map(len, got)), "none in vain"
+    assert len(got[-1]) == 6
     assert got == [batching.generate_alone(tiny_model, r.prompt_token_ids, len(t)) for r, t in zip(requests, got)]
 
 
-def test_the_next_step_is_planned_while_the_model_runs(tiny_model):
+def test_the_next_step_is_planned_while_the_model_runs(monkeypatch):
     """The plan of step i + 1 exists before the tokens of step i do."""
-    events = []
-    run_model = lambda output: {i: [0] for i in output.num_scheduled_tokens}  # noqa: E731
-    core = lesson.make_loop("async", run_model)
-    schedule, update = core.scheduler.schedule, core.scheduler.update_from_output
-    core.scheduler.schedule = lambda: events.append("plan") or schedule()
-    core.scheduler.update_from_output = lambda *args: events.append("hear") or update(*args)
-    core.run([greedy([1, 2], 5)])
-    assert events[:6] == ["plan", "plan", "hear", "plan", "hear", "plan"]
-    core = lesson.make_loop("n-step", run_model)
-    core.run([greedy([1, 2], 8)])
-    assert len(core.host_seconds) == 2 and len(core.worker.busy) == 8
+
+    def events_of(kind, n):
+        events = []
+
+        def noting(*args, **options):
+            scheduler = make_scheduler(*args, **options)
+            schedule, update = scheduler.schedule, scheduler.update_from_output
+            scheduler.schedule = lambda: events.append("plan") or schedule()
+            scheduler.update_from_output = lambda *args: events.append("hear") or update(*args)
+            return scheduler
+
+        monkeypatch.setattr(lesson, "make_scheduler", noting)
+        return events, lesson.on_a_clock(kind, [n])
+
+    assert events_of("async", 5)[0][:6] == ["plan", "plan", "hear", "plan", "hear", "plan"]
+    events, loop = events_of("n-step", 8)
+    assert loop["plans"] == 2 and loop["steps"] == 8 and events[:8] == ["plan"] * 4 + ["hear"] * 4
 
 
 def test_an_abort_between_plan_and_result(tiny_model):
-    core = lesson.make_loop("async", tiny_model)
+    core, _ = page.make_loop("async", tiny_model)
     first, second = greedy(PROMPTS[0], 9, "a"), greedy(PROMPTS[1], 9, "b")
     core.add_request(first)
     core.add_request(second)
     core.step()
     core.abort_requests(["a"])
-    while core.scheduler.has_unfinished_requests() or core.queue:
+    while core.scheduler.has_unfinished_requests() or core.batch_queue:
         core.step()
+    core.remote.executor.shutdown()
     assert second.output_token_ids == batching.generate_alone(tiny_model, PROMPTS[1], 9)
     pool = core.scheduler.kv_cache_manager.block_pool
     assert pool.num_free_blocks == pool.num_blocks - 1
@@ -1097,10 +1244,10 @@ def shared(a: str, b: str) -> int:
 
 
 def test_every_state_of_the_widget():
-    names = list(lesson.CHOICES)
-    for values in itertools.product(*lesson.CHOICES.values()):
-        params = lesson.WIDGET_DEFAULT | dict(zip(names, values))
-        trace = lesson.simulate(params)
+    names = list(page.CHOICES)
+    for values in itertools.product(*page.CHOICES.values()):
+        params = page.WIDGET_DEFAULT | dict(zip(names, values))
+        trace = page.simulate(params)
         check_trace(trace, params)
         a, b, _ = trace["sends"]
         if params["hash_bits"] == 256 and params["pool_blocks"] == 64:
@@ -1113,17 +1260,17 @@ def test_typed_text():
     rng = random.Random(0)
     alphabet = [chr(c) for c in range(32, 127)]
     for _ in range(200):
-        params = {name: rng.choice(choices) for name, choices in lesson.CHOICES.items()}
+        params = {name: rng.choice(choices) for name, choices in page.CHOICES.items()}
         params |= {f"suffix_{x}": "".join(rng.choices(alphabet, k=rng.randrange(49))) for x in "ab"}
-        check_trace(lesson.simulate(params), params)
+        check_trace(page.simulate(params), params)
 
 
 def test_the_break_it_preset_serves_the_wrong_text():
-    trace = lesson.simulate(lesson.WIDGET_DEFAULT | lesson.BREAK_IT)
+    trace = page.simulate(page.WIDGET_DEFAULT | page.BREAK_IT)
     wrong = [b for b in trace["sends"][1]["blocks"] if b["wrong"]]
     assert wrong and all(b["holds"] != b["text"] for b in wrong)
-    assert "WRONG" in lesson.describe(trace)
-    longer = lesson.simulate(lesson.WIDGET_DEFAULT | lesson.BREAK_IT | {"hash_bits": 256})
+    assert "WRONG" in page.describe(trace)
+    longer = page.simulate(page.WIDGET_DEFAULT | page.BREAK_IT | {"hash_bits": 256})
     assert not any(b["wrong"] for sent in longer["sends"] for b in sent["blocks"])
 
 
@@ -1133,40 +1280,53 @@ def test_the_break_it_preset_serves_the_wrong_text():
      {"edit": ["none"]}, {"pool_blocks": True}, {"more": 1}],
 )  # fmt: skip
 def test_wrong_parameters_are_named(params):
-    wrong = lesson.WIDGET_DEFAULT | params if params else {}
+    wrong = page.WIDGET_DEFAULT | params if params else {}
     with pytest.raises(common.InputError, match=next(iter(params), "missing")):
-        lesson.simulate(wrong)
+        page.simulate(wrong)
 
 
 @pytest.mark.parametrize(
-    ("owner", "old", "new"),
+    ("old", "new"),
     [
-        (KVCacheManager, "return blocks, len(blocks) * self.block_size", "return [], 0"),
-        (BlockPool, "if self.block_hash[block] is None]):\n", "]):\n"),
-        (KVCacheManager, "if num_full <= num_cached:", "if True:"),
+        ("[: (request.num_tokens - 1) // self.block_size]", "[: request.num_tokens // self.block_size]"),
+        ("in reversed(self.tables.pop(", "in (self.tables.pop("),
+        ("self.free_queue.popitem(last=False)", "self.free_queue.popitem(last=True)"),
+        ("if self.block_hash[block] is None:  # nobody", "if False:  # nobody"),
+        ('("cache_salt", request.cache_salt),) if request.cache_salt and not hashes', "(),) if False"),
+        ("parent = hashes[-1] if hashes else ROOT_HASH", "parent = ROOT_HASH"),
+        ("self.index[key][0]", "self.index[key][-1]"),
     ],
 )
-def test_a_broken_class_breaks_the_simulation(monkeypatch, owner, old, new):
-    params = lesson.WIDGET_DEFAULT | {"pool_blocks": 8}
-    right = lesson.simulate(params)
-    break_class(monkeypatch, owner, old, new)
-    assert lesson.simulate(params) != right
+def test_a_broken_class_breaks_the_simulation(monkeypatch, old, new):
+    changes = ({"pool_blocks": 8}, {"suffix_a": "", "suffix_b": "", "salt": "b"}, {"suffix_b": ""})
+    states = [page.WIDGET_DEFAULT | each for each in changes]
+    right = [page.simulate(params) for params in states]
+    break_class(monkeypatch, lesson.PrefixCache, old, new)
+    assert [page.simulate(params) for params in states] != right
 
 
 # --- The catalog on the command line --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tensor-parallelism", "weight-quantization", "kv-cache-quantization"])
-def test_a_companion_is_counted_and_named(monkeypatch, capsys, tmp_path, name):
-    monkeypatch.setattr(lesson, "draw", lambda *_: None)
-    lesson.main(["--only", name, "--figure", str(tmp_path), "--json", str(tmp_path / "x.json")])
-    out = capsys.readouterr().out
-    assert lesson.catalog()[name] in out and f"uv run python -m vllm.tours.{lesson.COMPANIONS[name]}" in out
+def test_the_catalog_has_the_facts_and_every_tour():
+    f = page.facts()
+    c, entries = f["catalog"], lesson.catalog()
+    assert list(entries) == ["prefix caching", "CUDA graphs", "torch.compile", "async scheduling", "prompt lookup",
+                             "tensor parallelism", "quantized weights", "quantized KV cache"]  # fmt: skip
+    assert f"{f['source']['skipped']:.0%} of 2,000 + 105" in entries["prefix caching"]
+    assert f"{f['graphs']['llama_3_1_8b']['total']} -> 1" in entries["CUDA graphs"]
+    assert f"{c['weights'] / 1e9:.1f} -> {c['weights'] / 2e9:.1f} GB on 2" in entries["tensor parallelism"]
+    assert f"{c['all_reduces']} all-reduces" in entries["tensor parallelism"]
+    assert f"{c['read'] / 1e9:.1f} -> {c['read_int4'] / 1e9:.1f} GB" in entries["quantized weights"]
+    assert f"{c['kv_bytes']:,} -> {c['kv_bytes'] // 2:,} bytes" in entries["quantized KV cache"]
+    tours = [re.search(r"tour (\w+)$", text) for text in entries.values()]
+    for found in filter(None, tours):
+        assert [*common.HERE.glob(f"tours/{found[1]}_*.py")]
+    assert sum(map(bool, tours)) == 3
 
 
 @pytest.mark.parametrize(("argv", "tokens"), [
-    ([], 1024), (["--bench"], 2112), (["--only", "prefix-caching"], 2112), (["--only", "cuda-graphs"], 1024),
-    (["--only", "async-scheduling", "--bench"], 1024),
+    ([], 1024), (["--bench"], 2112), (["--hash-bits", "8"], 1024),
 ])  # fmt: skip
 def test_an_entry_takes_the_context_that_it_uses(monkeypatch, argv, tokens):
     """Most models of before 2024 have 2,048; only the prompts of 2,000 + 105 do not fit there."""
@@ -1178,17 +1338,7 @@ def test_an_entry_takes_the_context_that_it_uses(monkeypatch, argv, tokens):
     assert taken == [tokens]
 
 
-def test_the_list_has_every_entry_and_a_command(capsys):
-    lesson.main(["--list"])
-    out = capsys.readouterr().out
-    assert list(lesson.catalog()) == ["prefix-caching", "cuda-graphs", "torch-compile", "async-scheduling",
-                                      "prompt-lookup", "tensor-parallelism", "weight-quantization",
-                                      "kv-cache-quantization"]  # fmt: skip
-    assert set(lesson.catalog()) == {*lesson.TELLERS, *lesson.COMPANIONS}
-    assert out.count("uv run python") == 8 and max(map(len, out.splitlines())) <= 120
-
-
-@pytest.mark.parametrize("arguments", [["--hash-bits", "7"], ["--only", "magic"], ["--host-ms", "-1"]])
+@pytest.mark.parametrize("arguments", [["--hash-bits", "7"], ["--host-ms", "-1"]])
 def test_bad_values_are_one_line(capsys, arguments):
     with pytest.raises(SystemExit) as stop:
         lesson.build_parser().parse_args(arguments)
@@ -1205,11 +1355,12 @@ def test_without_the_cache_nothing_is_indexed_in_decode_steps_either(tiny_model)
 
 @pytest.mark.parametrize("kind", list(lesson.LOOPS))
 def test_the_worker_forgets_who_has_gone(tiny_model, kind):
-    core = lesson.make_loop(kind, tiny_model)
-    core.run([greedy(PROMPTS[0], n, str(n)) for n in (1, 2, 20)])
-    assert core.worker.requests.keys() | core.worker.tables.keys() <= {"20"}, "the last one was not followed by a plan"
+    core, worker = page.make_loop(kind, tiny_model)
+    page.run_loop(kind, core, [greedy(PROMPTS[0], n, str(n)) for n in (1, 2, 20)])
+    core.remote.executor.shutdown()
+    assert worker.requests.keys() | worker.block_ids.keys() <= {"20"}, "the last one was not followed by a plan"
 
 
 def test_waste_is_counted_per_token():
     """Five that stop in one step: the next one was planned for all of them."""
-    assert lesson.dry_run("async", [3] * 5).num_wasted == 5
+    assert lesson.on_a_clock("async", [3] * 5)["wasted"] == 5

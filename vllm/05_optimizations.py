@@ -3,15 +3,15 @@
 The question: memory is paged (02), attention is tiled (03), the batch is always full (04). What is left to gain is a
 list of smaller things, each a few lines on top of that engine. Which of them matter on your workload?
 
-The mechanism, one entry each (`--list` counts what it saves, `--only NAME` runs it):
-  prefix-caching    a full block is never written again: key it by a hash of all tokens up to its end, and share it
-  cuda-graphs       record the kernels of a decode step once, replay them with one launch
-  torch-compile     let a compiler merge neighbouring operations into one kernel
-  async-scheduling  plan the next step while the model runs this one, with placeholders for tokens not yet known
-  prompt-lookup     guess the next tokens from the prompt, check all of them in one pass over the weights
-Three more have scripts of their own: tensor parallelism (05c), quantized weights (05b), a quantized KV cache (05d).
-The first has its mechanism in engine/core, the second in engine/worker/cuda_graphs.py; the engine's scheduler plans
-ahead itself.
+The mechanism, one entry each:
+  prefix caching    a full block is never written again: key it by a hash of all tokens up to its end, and share it
+  CUDA graphs       record the kernels of a decode step once, replay them with one launch
+  torch.compile     let a compiler merge neighbouring operations into one kernel
+  async scheduling  plan the next step while the model runs this one, with placeholders for tokens not yet known
+  prompt lookup     guess the next tokens from the prompt, check all of them in one pass over the weights
+Three more have tours of their own: quantized weights (05b), tensor parallelism (05c), a quantized KV cache (05d).
+The engine has the first again in engine/core/kv_cache_manager.py and block_pool.py, where it meets everything else. The
+second is engine/worker/cuda_graphs.py, and planning ahead is part of engine/core/scheduler.py: both are used here.
 
 Numbers to remember: a hit skips 95 % of a prompt if 95 % of it was sent before, and not one token if a single
 character in front differs. A decode step is hundreds of launches; as one graph it is one, and the step gets faster
@@ -19,134 +19,221 @@ only where launching was slower than computing: for one sequence SmolLM2 by at m
 a launch, for kernels that cost the GPU only what they move; an H200, at 22 us with Python, measured 5x and 2x).
 
 How to run:
-  uv run python vllm/05_optimizations.py                       the cheap form of every entry
-  uv run python vllm/05_optimizations.py --list                what each entry saves, counted
-  uv run python vllm/05_optimizations.py --only torch-compile  one entry in full (this one: a minute)
+  uv run python vllm/05_optimizations.py                       the whole story
   uv run python vllm/05_optimizations.py --hash-bits 8         break it: serve another user's text
+  uv run python vllm/05_optimizations.py --host-ms 40          a server that plans for longer than its model runs
   uv run python vllm/05_optimizations.py --bench               minutes: everything measured
 
-Read for this: vLLM 0.32 `v1/core/sched/async_scheduler.py`, `v1/spec_decode/ngram_proposer.py`; Saxena 2023 (prompt
-lookup), vLLM's blog on 0.6.0.
+Read for this: vLLM 0.32 `v1/core/block_pool.py`, `v1/core/kv_cache_utils.py`, `v1/core/sched/async_scheduler.py`,
+`v1/spec_decode/ngram_proposer.py`; Saxena 2023 (prompt lookup), vLLM's blog on 0.6.0.
 """
 
 from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used
 
-import argparse
-import copy
-import dataclasses
-import functools
-import gc
-import itertools
+import array
+import hashlib
+import json
 import math
-import re
-import statistics
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from common import HARDWARE
 from torch.utils._pytree import tree_leaves
 
 import llama
-from lab import roofline
-from engine.config import VllmConfig
-from engine.worker.assemble import make_runner
-from engine.core.engine_core import EngineCore
-from engine.worker.model_runner import ModelRunner
 from engine import registry
 from engine.attention.metadata import AttentionMetadata
 from engine.config import SchedulerConfig
-from engine.core.kv_cache_manager import ROOT_HASH, KVCacheManager, hash_block_tokens
-from engine.core.scheduler import Scheduler
-from engine.output import EngineCoreOutput, SchedulerOutput
+from engine.core.scheduler import make_scheduler
+from engine.llm import LLM
+from engine.model.packed_linear import pack_weights
 from engine.request import Request, SamplingParams
+from engine.worker.cuda_graphs import CapturedModel, Tape
+from lab import chats, offline_run, roofline
 
-from engine.worker.cuda_graphs import CapturedModel, Tape, capture_sizes
-from lab import offline_run, peers
-from lab.matrix_products import matmul_seconds
-from lab.prefix_hits import BLOCK, CHATS, MOONCAKE, chat_workload, hit_rates, naive_hits, prefill_factor
+KEY = "05_optimizations"
+BLOCK = 16  # tokens in a block, vLLM's default
 
 PagedKVCache = registry.fill("cache.paged")  # lesson 02's
 
-KEY = "05_optimizations"
+
+# --- 1. Prefix caching: what we want, obviously right -----------------------------------------------------------------
 
 
-# --- 1. Automatic prefix caching -----------------------------------------------------------------------------------
+def naive_hits(served: Sequence[tuple[list[int], list[int]]], block_size: int) -> list[int]:
+    """What a cache should find, (prompt, answer) after (prompt, answer), if it forgot nothing and compared tokens."""
+    seen: set[tuple[int, ...]] = set()
+    hits = []
+    for prompt, answer in served:
+        tokens, blocks = prompt + answer[:-1], 0  # the last token of an answer is sampled, never computed
+        while (blocks + 1) * block_size < len(prompt) and tuple(tokens[: (blocks + 1) * block_size]) in seen:
+            blocks += 1
+        hits.append(blocks * block_size)
+        seen |= {tuple(tokens[:end]) for end in range(block_size, len(tokens) + 1, block_size)}
+    return hits
+
+
+# --- The mechanism: keys, an index, and a queue in the right order ----------------------------------------------------
 #
-# The mechanism is in engine/core: a key for every full block, an index from keys to physical blocks, a free queue that
-# keeps cached blocks longest. Here it serves the model, and what a request finds shows as the time until its first
-# token.
+# Attention is causal, so the keys and values in a full block depend on the tokens up to its end, and on nothing behind
+# it. Whoever begins with the same tokens can read the same block. A tuple of all tokens would name it; a hash of 32
+# bytes does, too, because it is chained:
+#
+#     key(block i) = sha256( key(block i − 1), the tokens of block i, what else must agree )
+#
+# A block whose last owner has left is free and still known: it is found until somebody takes it for other tokens. So
+# there is no policy of eviction, only a queue. What is given back goes to its end, what is taken comes from its front,
+# and a request's last block goes first: the queue is in least-recently-used order, without a clock.
+
+ROOT_HASH = hashlib.sha256(b"the parent of every first block").digest()
 
 
-def make_core(model: llama.Llama, caching: bool = True, num_blocks: int = 160, max_model_len: int = 1024,
-              hash_bits: int = 256, graphs: Callable[..., Any] | None = None) -> EngineCore:  # fmt: skip
-    """The engine, with lesson 02's attention. `graphs(model, cache, plan, limits)` makes a `CapturedModel`."""
-    config = SchedulerConfig(max_model_len, max_num_seqs=32, max_num_batched_tokens=max_model_len)
-    manager = KVCacheManager(num_blocks, BLOCK, max_model_len, caching)
-    manager.hash_bits = hash_bits
-    scheduler = Scheduler(config, manager)
-    return EngineCore(scheduler, runner_with(graphs, model, config, num_blocks))
+def hash_block_tokens(parent_hash: bytes, token_ids: Sequence[int], extra_keys: tuple = ()) -> bytes:
+    """The key of a full block, 32 bytes. It names a whole prefix: the parent's key stands for all that came before.
+
+    The fields cannot run into each other: 32 bytes of parent, 8 bytes per token, then what remains is the extra keys.
+    """
+    tail = json.dumps(extra_keys).encode() if extra_keys else b""
+    return hashlib.sha256(parent_hash + array.array("q", token_ids).tobytes() + tail).digest()
 
 
-def runner_with(graphs: Callable[..., Any] | None, model: llama.Llama, limits: Any, num_blocks: int) -> ModelRunner:
-    """Lesson 02's attention, and in the slot for graphs what `graphs` makes of the model and its cache."""
-    config = VllmConfig(attention_backend="paged", enforce_eager=True)
-    runner = make_runner(model, limits, num_blocks, BLOCK, config)
-    if graphs:
-        runner.graphs = graphs(runner.model, runner.cache, runner.attend, limits)
-    return runner
+class PrefixCache:
+    """The blocks of a KV cache: who owns them, which are free, and which prefix each of them holds.
+
+    Block 0 is the null block, which pads block tables and is never handed out. With everything else switched off, the
+    engine's manager and pool decide as this class does, block by block.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, hash_bits: int = 256) -> None:
+        self.block_size, self.hash_bytes = block_size, hash_bits // 8  # fewer than 32 bytes are a bug: `--hash-bits`
+        self.tables: dict[str, list[int]] = {}  # entry i holds the request's tokens [i·block_size, (i+1)·block_size)
+        self.ref_count = [0] * num_blocks  # in how many tables a block stands
+        self.free_queue = OrderedDict.fromkeys(range(1, num_blocks))  # a queue that can be left from its middle
+        self.block_hash: list[bytes | None] = [None] * num_blocks
+        self.index: dict[bytes, list[int]] = {}  # key -> blocks. Two requests may compute the same; oldest first
+
+    def update_block_hashes(self, request: Request) -> list[bytes]:
+        """The keys of all its full blocks so far. A salt in the first one is in all of them, through the chain."""
+        hashes, size = request.block_hashes, self.block_size
+        for end in range((len(hashes) + 1) * size, request.num_tokens + 1, size):
+            extra_keys = (("cache_salt", request.cache_salt),) if request.cache_salt and not hashes else ()
+            parent = hashes[-1] if hashes else ROOT_HASH
+            key = hash_block_tokens(parent, request.all_token_ids[end - size : end], extra_keys)
+            hashes.append(key[: self.hash_bytes])
+        return hashes
+
+    def get_computed_blocks(self, request: Request) -> list[int]:
+        """The blocks of the longest known prefix. One token is always left to compute: without it, no logits."""
+        hits = []
+        for key in self.update_block_hashes(request)[: (request.num_tokens - 1) // self.block_size]:
+            if key not in self.index:
+                break
+            hits.append(self.index[key][0])
+        return hits
+
+    def allocate_slots(self, request: Request, num_new_tokens: int, hits: Sequence[int] = ()) -> list[int] | None:
+        """Room for so many tokens behind the computed ones, in a table that begins with `hits` if it is new.
+
+        Returns the new blocks; or None, and nothing has changed, if too few are free. A block that is found while
+        nobody owns it counts as one of these: it leaves the queue.
+        """
+        end = request.num_computed_tokens + num_new_tokens
+        table = self.tables.get(request.request_id, list(hits))
+        missing = max(0, -(-end // self.block_size) - len(table))
+        if missing + sum(self.ref_count[block] == 0 for block in hits) > len(self.free_queue):
+            return None
+        for block in hits:
+            self.free_queue.pop(block, None)
+            self.ref_count[block] += 1
+        new_blocks = [self._take() for _ in range(missing)]
+        table += new_blocks
+        self.tables[request.request_id] = table
+        # Indexed before the model has run: who is admitted next, in the same step, shares them already. A layer writes
+        # its keys and values before attention reads any.
+        keys = self.update_block_hashes(request)[: end // self.block_size]
+        for block, key in zip(table, keys):
+            if self.block_hash[block] is None:
+                self.block_hash[block] = key
+                self.index.setdefault(key, []).append(block)
+        return new_blocks
+
+    def _take(self) -> int:
+        """The block at the front of the queue. Now what it held is forgotten: this is eviction."""
+        block, _ = self.free_queue.popitem(last=False)
+        self.ref_count[block] = 1
+        key, self.block_hash[block] = self.block_hash[block], None
+        if key is not None:
+            self.index[key].remove(block)
+            if not self.index[key]:
+                del self.index[key]
+        return block
+
+    def free(self, request: Request) -> None:
+        """Give its blocks back, the last one first, so that a beginning outlives what came after it."""
+        for block in reversed(self.tables.pop(request.request_id)):
+            self.ref_count[block] -= 1
+            if self.ref_count[block] == 0:
+                self.free_queue[block] = None
+                if self.block_hash[block] is None:  # nobody can find it: it is taken before anything that is known
+                    self.free_queue.move_to_end(block, last=False)
 
 
-def ask(core: EngineCore, prompt: Sequence[int], max_tokens: int = 1) -> tuple[Request, float]:
-    """Serve one prompt, greedily, to its end. Returns the request, and the seconds until its first token."""
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    request = Request("ask", list(prompt), params, eos_token_id=(core.runner.model.config.eos_token_ids or (None,))[0])
-    core.add_request(request)
-    start = time.perf_counter()
-    core.step()
-    ttft = time.perf_counter() - start
-    while core.scheduler.has_unfinished_requests():
-        core.step()
+def pass_through(cache: PrefixCache, prompt: list[int], answer: Sequence[int] = (0,), salt: str | None = None) -> int:
+    """A request's life without a model. Returns how many tokens of its prompt were found."""
+    request = Request("it", prompt, SamplingParams(), cache_salt=salt)
+    hits = cache.get_computed_blocks(request)
+    request.num_computed_tokens = len(hits) * cache.block_size
+    request.all_token_ids += answer[:-1]  # the last one is sampled, never computed
+    if cache.allocate_slots(request, request.num_tokens - request.num_computed_tokens, hits) is None:
+        raise common.InputError(f"{len(cache.ref_count) - 1} blocks cannot hold {request.num_tokens} tokens")
+    cache.free(request)
+    return request.num_computed_tokens
+
+
+def hit_rate(served: Sequence[tuple[list[int], list[int]]], num_blocks: int) -> float:
+    """Share of the prompts' tokens that a pool of so many blocks finds, one request after the other."""
+    cache = PrefixCache(num_blocks + 1, BLOCK)
+    found = sum(pass_through(cache, prompt, answer) for prompt, answer in served)
+    return found / sum(len(prompt) for prompt, _ in served)
+
+
+# --- On the model -----------------------------------------------------------------------------------------------------
+
+
+def compute(
+    model: llama.Llama, kv: Any, table: list[int], tokens: list[int], computed: int, rows: int = 1
+) -> torch.Tensor:
+    """One pass over T tokens of a sequence, behind those `computed` in its blocks: the last rows' logits [rows, V]."""
+    meta = AttentionMetadata.build([table], [computed + len(tokens)], [len(tokens)], BLOCK, model.device)
+    hidden = model.forward(torch.tensor(tokens, device=model.device), meta.positions, kv.attend(meta))
+    return model.logits(hidden[-rows:])
+
+
+def answer(
+    model: llama.Llama, kv: Any, cache: PrefixCache, prompt: list[int], max_tokens: int
+) -> tuple[Request, float]:
+    """Serve one prompt, greedily: the request, and the seconds until its first token. What `cache` finds in `kv` is not
+    computed again."""
+    request = Request("it", prompt, SamplingParams(temperature=0, max_tokens=max_tokens))
+    start, ttft = time.perf_counter(), 0.0
+    hits = cache.get_computed_blocks(request)
+    computed = request.num_cached_tokens = len(hits) * BLOCK
+    while request.num_output_tokens < max_tokens:
+        request.num_computed_tokens = computed
+        cache.allocate_slots(request, request.num_tokens - computed, hits)
+        logits = compute(model, kv, cache.tables["it"], request.all_token_ids[computed:], computed)
+        hits, computed = [], request.num_tokens
+        request.append_output_token_id(int(logits.argmax()))
+        ttft = ttft or time.perf_counter() - start
+    cache.free(request)
     return request, ttft
 
 
-# What a server sees: an instruction in front of every prompt, definitions of tools, chats that repeat themselves.
-SYSTEM = """You are the assistant of a public library. Answer in one short sentence. Be friendly, be exact, and if you
-do not know something, say so. The library opens at nine in the morning and closes at eight in the evening, on Sundays
-at five. Books may be kept for four weeks, films for one week. A reader's card costs nothing for children."""
-TOOLS = """You are the assistant of a library and can call functions.
-{"name": "find_book", "parameters": {"title": "string", "author": "string"}}
-{"name": "reserve", "parameters": {"book_id": "integer", "card": "string"}}
-{"name": "opening_hours", "parameters": {"day": "string"}}
-{"name": "renew", "parameters": {"book_id": "integer"}}"""
-TURNS = ["When do you close on Sundays?", "And how long may I keep a film?", "Thank you! Does a card cost anything?"]
-
-
-def conversation(core: EngineCore, tokenizer: llama.Tokenizer, max_tokens: int) -> list[tuple[Request, float]]:
-    """A chat of three turns; each prompt repeats everything said so far, the model's own words included."""
-    messages, answers = [{"role": "system", "content": TOOLS}], []
-    for turn in TURNS:
-        messages.append({"role": "user", "content": turn})
-        answers.append(ask(core, tokenizer.converse(messages), max_tokens))
-        messages.append({"role": "assistant", "content": tokenizer.decode(answers[-1][0].output_token_ids)})
-    return answers
-
-
-def three_requests(
-    core: EngineCore, tokenizer: llama.Tokenizer, prefix: int, message: int
-) -> list[tuple[Request, float]]:
-    """The source's table: an instruction of `prefix` tokens for all three, `message` tokens of their own, no answer."""
-    shared = tokenizer.encode(SYSTEM * (1 + prefix // 60))[:prefix]
-    return [ask(core, shared + tokenizer.encode(f"{turn} " * message)[:message]) for turn in TURNS]
-
-
-# A hash that is cut to 8 bits has 256 values. Some account number gives the first block of a prompt the key that the
+# A key that is cut to 8 bits has 256 values. Some account number gives the first block of a prompt the key that the
 # first block of another user's prompt has, and the cache compares keys, not tokens.
 
 
@@ -159,305 +246,119 @@ def account_prompt(tokenizer: llama.Tokenizer, number: int, word: str) -> list[i
 
 def colliding_account(tokenizer: llama.Tokenizer, other: Sequence[int], word: str, hash_bits: int) -> int | None:
     """The first of 2,000 account numbers whose first block has the key of `other`'s, or None."""
-    key = lambda tokens: hash_block_tokens(ROOT_HASH, tokens[:BLOCK])[: hash_bits // 8]  # noqa: E731
+
+    def key(tokens: Sequence[int]) -> bytes:
+        return hash_block_tokens(ROOT_HASH, tokens[:BLOCK])[: hash_bits // 8]
+
     return next((n for n in range(2000, 4000) if key(account_prompt(tokenizer, n, word)) == key(other)), None)
 
 
-# --- 2. CUDA graphs -------------------------------------------------------------------------------------------------
+# --- 2. CUDA graphs: what a launch costs, and what is left of it ------------------------------------------------------
 #
-# The mechanism is in engine/worker/cuda_graphs.py: a recording of launches, replayed with one. Here the launches of a
-# step are counted, on a tape of the model's own forward pass, and with them what a graph can save.
+# Python hands a GPU one kernel after the other, and each takes the CPU some 10 µs. The CPU runs ahead, so a step takes
+#
+#     eager    max( launches · 10 µs, what the GPU computes and moves )
+#     a graph  max(            10 µs, what the GPU computes and moves )
+#
+# A graph is the recording of all these launches: kernels with the addresses of what they read and write, no Python. So
+# what changes from step to step lies where it always lay, and shapes are those of the recording: a batch is padded to
+# the next size there is. Where there is no GPU, a tape of operations stands in for a graph, and counts them.
+
+LAUNCH = 10e-6  # seconds: the source's figure; an H200's host took 22 for each of an eager step, Python included
 
 
-WIDTH = 16  # `decode_step` runs models a sixteenth as wide: the same operations, activations a sixteenth as large
+def record_step(model: llama.Llama, num_seqs: int = 8) -> Tape:
+    """The launches of one decode step of B sequences, as on a GPU: attention and cache are lesson 02's kernels.
 
-
-@functools.cache
-def decode_step(name: str, num_seqs: int = 8) -> Tape:
-    """One decode step of a model of lesson 01's table, recorded as a GPU would run it: Triton kernels for attention."""
-    c = dataclasses.asdict(roofline.llama_config(roofline.MODELS[name])) | {"vocab_size": 16}
-    narrow = {key: c[key] // WIDTH for key in ("hidden_size", "intermediate_size", "head_dim")}
-    config = llama.LlamaConfig(**c | narrow)
-    shapes = llama.tensor_shapes(config)
-    weights = lambda key: torch.zeros(shapes[key]) if key in shapes else None  # noqa: E731
-    model = llama.Llama(config, weights, torch.bfloat16, torch.device("cpu"))
-    meta = AttentionMetadata.build([[1]] * num_seqs, [9] * num_seqs, [1] * num_seqs, BLOCK, model.device)
-    # Attention gets meta tensors: there the wrappers launch kernels, and a tape records launches without running them.
-    cache, values = PagedKVCache(model, 2, BLOCK), [getattr(meta, f.name) for f in dataclasses.fields(meta)]
-    cache.layers = [layer.to("meta") for layer in cache.layers]
-    on_gpu = AttentionMetadata(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in values))
-    launch, tape = cache.attend(on_gpu), Tape()
+    Those get meta tensors: there a wrapper launches its kernel, and a tape records the launch without running it.
+    """
+    cache, meta = PagedKVCache(model, 2, BLOCK), torch.device("meta")
+    cache.layers = [layer.to(meta) for layer in cache.layers]
+    launch = cache.attend(AttentionMetadata.build([[1]] * num_seqs, [9] * num_seqs, [1] * num_seqs, BLOCK, meta))
+    positions, tape = torch.full((num_seqs,), 8, device=model.device), Tape()
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        launch(layer, *(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (q, k, v)))
+        launch(layer, *(torch.empty(x.shape, dtype=x.dtype, device=meta) for x in (q, k, v)))
         return torch.empty_like(q)
 
     tape.capture_begin()
-    model.logits(model.forward(torch.zeros(num_seqs, dtype=torch.int64), meta.positions, attend)).argmax(1)
+    token_ids = torch.zeros(num_seqs, dtype=torch.int64, device=model.device)
+    model.logits(model.forward(token_ids, positions, attend)).argmax(1)
     tape.capture_end()
     return tape
 
 
-def kind_of(func: Any) -> str:
+def kind_of(operation: Any) -> str:
     """What a recorded operation is: a matrix product, one of our Triton kernels (attention, cache), or small."""
-    if isinstance(func, common.Launch):
+    if isinstance(operation, common.Launch):
         return "triton"
-    name = func.name().split("::")[1].split(".")[0]
-    return "product" if name in ("mm", "addmm", "linear", "bmm") else "other"
+    name = operation.name().split("::")[1].split(".")[0]
+    return "product" if name in ("mm", "addmm", "linear", "bmm") else "small"
 
 
-def launches(name: str) -> dict[str, int]:
-    """Kernels of one decode step, by kind."""
-    kinds = [kind_of(func) for func, *_ in decode_step(name).tape]
-    return {"total": len(kinds), **{kind: kinds.count(kind) for kind in ("product", "triton", "other")}}
-
-
-def step_seconds(name: str, num_seqs: int, context: int, gpu: common.GPU, launch: float,
-                 kernel: float = 0.0) -> tuple[float, float]:  # fmt: skip
-    """(eager, as one graph). The CPU launches ahead of the GPU, so the slower of the two decides: max(n · launch, GPU).
-
-    The GPU's time is lesson 01's roofline, what the step must compute and move, and `kernel` seconds for each kernel:
-    to start it, to fill and drain the GPU. No graph saves those. With 0 the gain of a graph is a bound.
-    """
-    n = launches(name)["total"]
-    on_gpu = gpu.seconds(*roofline.step_cost(roofline.MODELS[name], num_seqs, 1, context)) + n * kernel
-    return max(n * launch, on_gpu), max(launch, on_gpu)
-
-
-# --- 3. torch.compile -----------------------------------------------------------------------------------------------
+# --- 3. torch.compile: bytes between two matrix products --------------------------------------------------------------
 #
-# Between two matrix products a layer does small things: a norm, a rotation, a SiLU, an addition. Each is a kernel that
-# reads its input from memory and writes its output back. A compiler that sees them together makes one kernel of them.
-# Attention stays outside: it is one hand-written kernel already, and it needs this step's lengths and block tables,
-# which are not constants. vLLM hides it behind a custom operator that the compiler cannot look into; so do we.
-
-CONTEXT: dict[str, Any] = {}  # what the opaque operator reads: vLLM's `forward_context`
-
-
-@functools.cache
-def opaque_attention() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The current step's attention as an operator of which a compiler knows the shapes and nothing else."""
-
-    @torch.library.custom_op("lessons::attention", mutates_args=())
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return CONTEXT["attend"](CONTEXT["layer"], q, k, v)
-
-    attention.register_fake(lambda q, k, v: torch.empty_like(q, memory_format=torch.contiguous_format))
-    return attention
-
-
-def compiled_forward(model: llama.Llama) -> Callable[[torch.Tensor, torch.Tensor, llama.Attend], torch.Tensor]:
-    """`model.forward` with its layers compiled at the first call with a new T. Each layer becomes a model of one layer,
-    all with the same code: it is compiled once and not L times."""
-    attention, views = opaque_attention(), []
-    for i in range(model.config.num_hidden_layers):
-        view, prefix = copy.copy(model), f"layers.{i}."
-        view.config = dataclasses.replace(model.config, num_hidden_layers=1)
-        view.linear = {name.replace(prefix, "layers.0."): layer for name, layer in model.linear.items()
-                       if name.startswith(prefix)}  # fmt: skip
-        for norms in ("input_norm", "post_attention_norm", "q_norm", "k_norm"):
-            setattr(view, norms, getattr(model, norms)[i : i + 1])
-        views.append(view)
-    run = llama.Llama.forward.__wrapped__  # without its switch to inference mode
-
-    @functools.partial(torch.compile, dynamic=False)
-    def one_layer(view: llama.Llama, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return run(view, None, positions, lambda layer, q, k, v: attention(q, k, v), hidden=hidden)
-
-    @torch.no_grad()
-    def forward(token_ids: torch.Tensor, positions: torch.Tensor, attend: llama.Attend) -> torch.Tensor:
-        hidden = torch.nn.functional.embedding(token_ids, model.embed_tokens)
-        for i, view in enumerate(views):
-            CONTEXT.update(attend=attend, layer=i)
-            hidden = one_layer(view, hidden, positions)
-        return hidden
-
-    return forward
-
+# Between two products a layer does small things: a norm, a rotation, a SiLU, an addition. Each is a kernel that reads
+# its input from memory and writes its output back. A compiler that sees them together makes one kernel of them, whose
+# results in between never leave the chip.
 
 OUTSIDE_LAYERS = ("aten::embedding", "aten::index.Tensor", "aten::argmax")
 
 
-def activation_bytes(name: str, num_tokens: int) -> tuple[float, float]:
-    """(bytes that a layer's small operations read and write one by one, bytes of its weights), in bf16.
+def small_operations(tape: Tape) -> list[tuple[str, int]]:
+    """(name, bytes that it reads and writes) of each small operation: merging all of them saves at most this sum."""
 
-    Merging can save no more than the first; the second has to be read in any case.
-    """
-    moved = lambda xs: sum(x.numel() * x.element_size() for x in tree_leaves(xs) if isinstance(x, torch.Tensor))  # noqa: E731
-    layers, tape = roofline.MODELS[name]["num_hidden_layers"], decode_step(name).tape
-    inside = [step for step in tape if kind_of(step[0]) == "other" and step[0].name() not in OUTSIDE_LAYERS]
-    small = sum(moved((args, out)) for _, args, _, out in inside)
-    return WIDTH * small * num_tokens / 8 / layers, 2 * roofline.weights_read(roofline.MODELS[name])[0] / layers
+    def moved(tensors: Any) -> int:
+        return sum(x.numel() * x.element_size() for x in tree_leaves(tensors) if isinstance(x, torch.Tensor))
+
+    small = [step for step in tape.tape if kind_of(step[0]) == "small" and step[0].name() not in OUTSIDE_LAYERS]
+    return [(operation.name(), moved((args, out))) for operation, args, _, out in small]
 
 
-def measure_compile(model: llama.Llama, num_seqs: int = 8) -> dict[str, Any]:
-    """The same decode step eager and compiled: seconds, kernels in a layer, error. Raises what the compiler raises."""
-    from torch._inductor.utils import run_and_get_code
-
-    token_ids = torch.arange(100, 100 + num_seqs, device=model.device)
-    cache = PagedKVCache(model, 4 * num_seqs + 1, BLOCK)
-    tables = [[1 + 4 * b + i for i in range(4)] for b in range(num_seqs)]
-    meta = AttentionMetadata.build(tables, [50] * num_seqs, [1] * num_seqs, BLOCK, model.device)
-    forward = compiled_forward(model)
-    eager = lambda: model.forward(token_ids, meta.positions, cache.attend(meta))  # noqa: E731
-    fast = lambda: forward(token_ids, meta.positions, cache.attend(meta))  # noqa: E731
-    reference, start = eager(), time.perf_counter()
-    out, code = run_and_get_code(fast)
-    cold, tape = time.perf_counter() - start, Tape()
-    tape.capture_begin()
-    model.forward(None, meta.positions, lambda layer, q, k, v: q, hidden=reference, layers=[0])
-    tape.capture_end()
-    called = re.findall(r"(?<!def )\b(?:(?:cpp_fused|triton)_\w+(?=\(|\.run\()|extern_kernels\.\w+(?=\())", code[0])
-    times = [(common.measure(eager, 0.5).median, common.measure(fast, 0.5).median) for _ in range(3)]  # taking turns
-    before, after = (statistics.median(column) for column in zip(*times))
-    return {
-        "cold_s": cold, "eager_ms": 1e3 * before, "compiled_ms": 1e3 * after, "factor": before / after,
-        "operations": len(tape.tape), "kernels": len(called), "compilations": len(code),
-        "error": common.relative_error(out, reference),
-    }  # fmt: skip
-
-
-# --- 4. Between two steps: multi-step and async scheduling ----------------------------------------------------------
+# --- 4. Between two steps: multi-step and async scheduling ------------------------------------------------------------
 #
 # `step()` is a chain: schedule, run, update, schedule, run, … While the CPU plans, the GPU waits. Two ways out; both
 # plan steps whose tokens are not known yet. The plan does not need to know *which* token it will be, only *that* there
-# will be one: a placeholder is counted.
+# will be one: the engine's scheduler counts a placeholder.
 #   n-step (vLLM until 2025): plan n steps in one go, run them, hear of all n, plan again. A request that stops inside
 #     computes to the end of the n for nothing, and new requests are not admitted before that end.
 #   async (vLLM's default since 0.14): plan step i + 1 while the model runs step i.
 
-
-class Worker:
-    """The model's side of the queue: a thread with its own copy of every request.
-
-    It is told which requests are new, how far each is computed, which are gone. Sampled tokens it knows before the
-    scheduler does: that is how a placeholder becomes a token. vLLM's workers, processes of their own, keep copies, too.
-    """
-
-    def __init__(self, execute_model: Callable[[SchedulerOutput], dict[str, list[int]]]) -> None:
-        self.execute_model = execute_model
-        self.requests: dict[str, Request] = {}
-        self.tables: dict[str, list[int]] = {}
-        self.thread = ThreadPoolExecutor(1)
-        self.busy: list[tuple[float, float]] = []  # when the model ran
-
-    def submit(self, output: SchedulerOutput) -> Future:
-        """Queue a step, as it is now: the scheduler's requests will have changed when it runs."""
-        new = {r.request_id: (r.prompt_token_ids, r.sampling_params) for r in output.scheduled_new_reqs}
-        scheduled = (*output.scheduled_running_reqs, *output.scheduled_new_reqs)
-        computed = {r.request_id: r.num_computed_tokens for r in scheduled}
-        tables = {r.request_id: list(output.block_tables[r.request_id]) for r in scheduled}
-        return self.thread.submit(self._run, output, new, computed, tables)
-
-    def _run(
-        self, output: SchedulerOutput, new: dict, computed: dict[str, int], tables: dict[str, list[int]]
-    ) -> dict[str, list[int]]:
-        start = time.perf_counter()
-        for request_id in output.finished_req_ids:
-            self.requests.pop(request_id, None), self.tables.pop(request_id, None)
-        self.tables.update(tables)
-        for request_id, (prompt, params) in new.items():
-            self.requests[request_id] = Request(request_id, prompt, params)
-        for request_id, num_computed_tokens in computed.items():
-            self.requests[request_id].num_computed_tokens = num_computed_tokens
-        step = copy.copy(output)  # the same step with this side's requests and tables: the scheduler is steps ahead
-        step.block_tables = self.tables
-        step.scheduled_running_reqs = [self.requests[i] for i in computed if i not in new]
-        step.scheduled_new_reqs = [self.requests[i] for i in new]
-        sampled = self.execute_model(step)
-        for request_id, token_ids in sampled.items():
-            for token_id in token_ids:
-                # Who has got no token ends when the scheduler hears of it; the step on its way needs some token's id.
-                self.requests[request_id].append_output_token_id(max(token_id, 0))
-        if computed:
-            self.busy.append((start, time.perf_counter()))
-        return sampled
-
-
 LOOPS = {"synchronous": (1, False), "n-step": (4, False), "async": (2, True)}  # (steps planned ahead, while one runs?)
 
 
-class QueuedEngineCore(EngineCore):
-    """Lesson 04's loop with a queue between scheduler and model (vLLM: `EngineCore.step_with_batch_queue`)."""
+def on_a_clock(kind: str, stops: Sequence[int], host_ms: float = 5, step_ms: float = 10) -> dict[str, Any]:
+    """One of LOOPS, eight seats, without a model: a plan takes `host_ms`, a step `step_ms`. Plans, steps, tokens
+    sampled in vain, when all is done, and how long each answer became.
 
-    def __init__(self, kind: str, scheduler: Scheduler, worker: Worker, overhead: float = 0.0) -> None:
-        """`overhead`: seconds that every planning takes longer, in place of a server's further work on the host."""
-        super().__init__(scheduler)
-        (self.depth, self.overlap), self.worker, self.overhead = LOOPS[kind], worker, overhead
-        self.queue: deque[tuple[SchedulerOutput, Future]] = deque()
-        self.host_seconds: list[float] = []  # of each planning
-        # Tokens sampled for requests that had ended. Their keys and values do no harm: the next owner of those blocks
-        # is planned later, so writes them later.
-        self.num_wasted = 0
-
-    def plan(self) -> None:
-        """Schedule steps until `depth` of them are in the queue, or nothing is left to run."""
-        start = time.perf_counter()
-        time.sleep(self.overhead)
-        while len(self.queue) < self.depth:
-            output = self.scheduler.schedule()
-            future = self.worker.submit(output)  # even if empty: it says what is gone
-            if not output.num_scheduled_tokens:
-                break
-            self.queue.append((output, future))
-        self.host_seconds.append(time.perf_counter() - start)
-
-    def step(self) -> list[EngineCoreOutput]:
-        """Plan if it is time to, then wait for the oldest step."""
-        if self.overlap or not self.queue:
-            self.plan()
-        if not self.queue:
-            if self.scheduler.requests:
-                raise RuntimeError("nothing can run, but requests wait: a sample was lost")
-            return []
-        output, future = self.queue.popleft()
-        sampled = future.result()
-        heard = self.scheduler.update_from_output(output, sampled)
-        self.num_wasted += len(sampled) - len(heard)
-        return heard
-
-    def run(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Serve requests that are all there at the start, to their end. Returns the tokens of each."""
-        for request in requests:
-            self.add_request(request)
-        while self.scheduler.has_unfinished_requests() or self.queue:
-            self.step()
-        self.worker.thread.shutdown()
-        return [request.output_token_ids for request in requests]
-
-    @property
-    def idle(self) -> float:
-        """Share of the time, first model run to last, in which no model ran: the bubbles."""
-        busy = self.worker.busy
-        return 1 - sum(stop - start for start, stop in busy) / (busy[-1][1] - busy[0][0])
+    Request i says the stop token, 1, as its `stops[i]`-th. No plan can foresee that.
+    """
+    (depth, overlap), samples, told = LOOPS[kind], Counter[str](), Counter[str]()
+    limits = SchedulerConfig(max_model_len=256, max_num_seqs=8)
+    scheduler = make_scheduler(limits, 8 * 16 + 1, BLOCK, enable_prefix_caching=False, async_scheduling=True)
+    for i in range(len(stops)):
+        scheduler.add_request(Request(str(i), [0], SamplingParams(max_tokens=200, stop_token_ids=[1])))
+    in_flight: deque[tuple[Any, dict[str, list[int]], float]] = deque()  # step, its tokens, when they are there
+    host = model = 0.0  # when each of the two is free
+    plans = steps = wasted = 0
+    while scheduler.has_unfinished_requests() or in_flight:
+        if overlap or not in_flight:
+            plans, host = plans + 1, host + host_ms
+            while len(in_flight) < depth and (output := scheduler.schedule()).num_scheduled_tokens:
+                steps, model = steps + 1, max(model, host) + step_ms
+                samples.update(output.num_scheduled_tokens.keys())
+                tokens = {i: [int(samples[i] == stops[int(i)])] for i in output.num_scheduled_tokens}
+                in_flight.append((output, tokens, model))
+        output, tokens, there = in_flight.popleft()
+        host = max(host, there)
+        heard = scheduler.update_from_output(output, tokens)
+        told.update(each.request_id for each in heard)
+        wasted += len(tokens) - len(heard)  # of requests that have ended: nobody waits for them, they do no harm
+    lengths, idle = [told[str(i)] for i in range(len(stops))], 1 - steps * step_ms / model
+    return {"plans": plans, "steps": steps, "wasted": wasted, "ms": model, "idle": idle, "lengths": lengths}
 
 
-def make_loop(kind: str, run: llama.Llama | Callable, overhead: float = 0.0) -> QueuedEngineCore:
-    """One of LOOPS, eight seats, around the engine's runner of a model, or around what runs in its place."""
-    config = SchedulerConfig(max_model_len=256, max_num_seqs=8)
-    scheduler = Scheduler(config, KVCacheManager(8 * 16 + 1, BLOCK, 256, enable_caching=False), async_scheduling=True)
-    if not isinstance(run, llama.Llama):
-        return QueuedEngineCore(kind, scheduler, Worker(run), overhead)
-    runner = runner_with(None, run, config, 8 * 16 + 1)
-    return QueuedEngineCore(kind, scheduler, Worker(runner.execute_model), overhead)
-
-
-def dry_run(kind: str, stops: Sequence[int]) -> QueuedEngineCore:
-    """The loop without a model: request i says the stop token, 1, as its `stops[i]`-th. Counts plans and waste."""
-    samples: Counter[str] = Counter()
-
-    def execute_model(output: SchedulerOutput) -> dict[str, list[int]]:
-        samples.update(output.num_scheduled_tokens.keys())
-        return {i: [int(samples[i] == stops[int(i)])] for i in output.num_scheduled_tokens}
-
-    core, params = make_loop(kind, execute_model), SamplingParams(temperature=0, max_tokens=200, stop_token_ids=[1])
-    tokens = core.run([Request(str(i), [0], params) for i in range(len(stops))])
-    if [len(each) for each in tokens] != list(stops):
-        raise common.CheckFailed(f"{kind}: outputs of {[len(each) for each in tokens]} tokens")
-    return core
-
-
-# --- 5. A first look at speculative decoding ------------------------------------------------------------------------
+# --- 5. A first look at speculative decoding --------------------------------------------------------------------------
 #
 # A decode step reads all weights to compute one row; a second row would cost next to nothing. If the next k tokens are
 # guessed, one pass over 1 + k rows says for each what the model would have written there. The guesses that agree
@@ -477,14 +378,12 @@ def prompt_lookup(tokens: Sequence[int], k: int, longest: int = 3) -> list[int]:
 def generate_with_lookup(model: llama.Llama, prompt: Sequence[int], max_tokens: int, k: int) -> tuple[list[int], int]:
     """Greedy decoding with guesses from the prompt. Returns the tokens, and how many passes they took. k = 0: none."""
     tokens, computed, passes = list(prompt), 0, 0
-    blocks = list(range(1, 2 + (len(prompt) + max_tokens + k) // BLOCK))
-    cache = PagedKVCache(model, len(blocks) + 1, BLOCK)
+    table = list(range(1, 2 + (len(prompt) + max_tokens + k) // BLOCK))
+    kv = PagedKVCache(model, len(table) + 1, BLOCK)
     while len(tokens) < len(prompt) + max_tokens:
         draft = prompt_lookup(tokens, k) if computed else []
-        new = tokens[computed:] + draft
-        meta = AttentionMetadata.build([blocks], [computed + len(new)], [len(new)], BLOCK, model.device)
-        hidden = model.forward(torch.tensor(new, device=model.device), meta.positions, cache.attend(meta))
-        choice = model.logits(hidden[-1 - len(draft) :]).argmax(1).tolist()  # after the last token and each guess
+        logits = compute(model, kv, table, tokens[computed:] + draft, computed, rows=1 + len(draft))
+        choice = logits.argmax(1).tolist()  # what the model writes after the last token, and after each guess
         agreed = next((i for i, (guess, chosen) in enumerate(zip(draft, choice)) if guess != chosen), len(draft))
         tokens += choice[: agreed + 1]  # the guesses that agreed, and the model's own next token
         computed = len(tokens) - 1  # keys and values of rejected guesses lie behind it, and will be overwritten
@@ -492,474 +391,195 @@ def generate_with_lookup(model: llama.Llama, prompt: Sequence[int], max_tokens: 
     return tokens[len(prompt) : len(prompt) + max_tokens], passes
 
 
-# --- The simulation behind the widget: a hash chain you type into ---------------------------------------------------
+# --- The story --------------------------------------------------------------------------------------------------------
 
-PREFIX = "You are a helpful assistant. Use the tools; never guess a price."  # 64 characters, each of them a token here
-EDITS = {"none": PREFIX, "change character 60": f"{PREFIX[:60]}#{PREFIX[61:]}", "change character 0": f"#{PREFIX[1:]}",
-         "insert one in front": f"#{PREFIX}"}  # fmt: skip
-CHOICES = {"edit": list(EDITS), "block_size": [4, 8, 16, 32], "hash_bits": [8, 16, 64, 256], "salt": ["", "b"],
-           "pool_blocks": [8, 12, 16, 64]}  # fmt: skip
-LONGEST_SUFFIX = 48
-WIDGET_DEFAULT = {"suffix_a": " What is 2+2?", "suffix_b": " What is the capital of France?", "edit": "none",
-                  "block_size": 16, "hash_bits": 256, "salt": "", "pool_blocks": 64}  # fmt: skip
-BREAK_IT = {"suffix_a": " My PIN is 1234. What is it?", "suffix_b": " My PIN is 1400. What is it?", "hash_bits": 8}
-
-
-def simulate(params: dict) -> dict:
-    """Two prompts one after the other, and the first one again, through the real manager. Characters are tokens.
-
-    params: two suffixes of printable ASCII, at most 48 characters each; the others one of CHOICES. "edit" and "salt"
-    concern the second prompt. Raises InputError naming the field.
-    """
-    texts = ("suffix_a", "suffix_b")
-    common.checked({name: value for name, value in params.items() if name not in texts}, CHOICES)
-    for name in texts:
-        value = params.get(name)
-        if not (isinstance(value, str) and len(value) <= LONGEST_SUFFIX and all(" " <= c <= "~" for c in value)):
-            raise common.InputError(f"{name} {value!r}: must be up to {LONGEST_SUFFIX} printable ASCII characters")
-    size = params["block_size"]
-    manager = KVCacheManager(params["pool_blocks"] + 1, size, 1024)
-    manager.hash_bits, pool = params["hash_bits"], manager.block_pool
-    contents: dict[int, tuple[str, str]] = {}  # of each physical block: salt, and text up to its end
-    first, second = PREFIX + params["suffix_a"], EDITS[params["edit"]] + params["suffix_b"]
-    prompts = (("A", first, ""), ("B", second, params["salt"]), ("A again", first, ""))
-    sends = [send(manager, contents, *prompt) for prompt in prompts]
-    pool.check()
-    return {"block_size": size, "hash_bits": params["hash_bits"], "pool_blocks": params["pool_blocks"], "sends": sends}
+STOPS = [5, 9, 14, 20, 7, 11, 26, 3] * 4  # where the requests on the clock stop
+SYSTEM = """You are the assistant of a public library. Answer in one short sentence. Be friendly, be exact, and if you
+do not know something, say so. The library opens at nine in the morning and closes at eight in the evening, on Sundays
+at five. Books may be kept for four weeks, films for one week. A reader's card costs nothing for children."""
+TURNS = ["When do you close on Sundays?", "And how long may I keep a film?", "Thank you! Does a card cost anything?"]
+QUOTE = "The library opens at nine in the morning and closes at eight in the evening, on Sundays at five."
+TASKS = {
+    "repeat": f"Repeat the text exactly.\nText: {QUOTE}\nText: {QUOTE[:11]}",
+    "invent": "Once upon a time, in a small village by the sea,",
+}
 
 
-def send(manager: KVCacheManager, contents: dict, name: str, text: str, salt: str) -> dict:
-    """One prompt through the manager: lookup, allocation, end. `contents` says what really lies in each block."""
-    size, pool = manager.block_size, manager.block_pool
-    request = Request(name, [ord(c) for c in text], SamplingParams(max_tokens=1), cache_salt=salt or None)
-    trace = {"name": name, "text": text, "salt": salt, "cached": 0, "computed": 0, "refused": False, "blocks": []}
-    before = list(pool.block_hash)
-    hits, request.num_computed_tokens = manager.get_computed_blocks(request)
-    if manager.allocate_slots(request, len(text) - request.num_computed_tokens, hits) is None:
-        trace["refused"] = True
-    else:
-        table, hashes = manager.get_block_ids(name), request.block_hashes
-        trace |= {"cached": request.num_computed_tokens, "computed": len(text) - request.num_computed_tokens}
-        for i, block in enumerate(table):
-            part = text[i * size : (i + 1) * size]
-            if i >= len(hits):
-                contents[block] = (salt, text[: i * size + len(part)])
-            trace["blocks"].append({
-                "text": part, "block": block, "owners": pool.ref_count[block],
-                "state": "hit" if i < len(hits) else "computed" if len(part) == size else "partial",
-                "parent": (hashes[i - 1] if i else ROOT_HASH).hex()[:16] if len(part) == size else "",
-                "hash": hashes[i].hex()[:16] if len(part) == size else "",
-                "holds": contents[block][1][-len(part) :],  # what attention will read there
-                "wrong": contents[block] != (salt, text[: i * size + len(part)]),
-            })  # fmt: skip
-    manager.free(request)
-    now = pool.block_hash
-    trace["evicted"] = [block for block, key in enumerate(before) if key is not None and now[block] != key]
-    trace["free_queue"] = [[block, int(now[block] is not None)] for block in pool.free_queue]
-    return trace
-
-
-def describe(trace: dict) -> str:
-    """The state under the widget, as text."""
-    signs, lines = {"hit": "=", "computed": "+", "partial": "·"}, []
-    lines.append(f"blocks of {trace['block_size']} tokens, hashes of {trace['hash_bits']} bits, {trace['pool_blocks']} "
-                 "blocks; = found, + computed and indexed, · not full")  # fmt: skip
-    for sent in trace["sends"]:
-        total = sent["cached"] + sent["computed"]
-        what = "refused: the pool is too small" if sent["refused"] else f"{sent['cached']} of {total} tokens cached"
-        lines.append(f"{sent['name']}{' (salted)' if sent['salt'] else ''}: {what}")
-        if sent["blocks"]:
-            lines.append("  " + " ".join(f"{signs[b['state']]}{b['block']}{'!' * b['wrong']}" for b in sent["blocks"]))
-        lines += [f"  WRONG: {b['text']!r} is served from {b['holds']!r}" for b in sent["blocks"] if b["wrong"]][:1]
-    chain = [block for block in trace["sends"][1]["blocks"] if block["hash"]][:3]
-    for block in chain:
-        lines.append(f"  {block['parent'][:8]} + {block['text']!r} -> {block['hash'][:8]}")
-    queue = [f"{block}{'*' * cached}" for block, cached in trace["sends"][-1]["free_queue"]]
-    shown = queue if len(queue) <= 18 else [*queue[:8], "…", *queue[-9:]]
-    return "\n".join([*lines, f"free queue (* still cached): {' '.join(shown)}"])
-
-
-# --- Numbers that the text quotes -----------------------------------------------------------------------------------
-
-POOLS = (192, 256, 384, 512, 768, 1024, 2048, 4096)  # the longest chat needs 166
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-LAUNCH = 10e-6  # seconds: the source's figure; an H200's host took 22 for each of an eager step, Python included
-KERNEL_US = (1, 3)  # that a kernel takes beside its bytes; 3: NVIDIA's aiconfigurator, on an H100 and on an H200
-STOPS = [5, 9, 14, 20, 7, 11, 26, 3] * 4  # where each request of the dry run stops
-
-
-@functools.cache
-def facts() -> dict[str, Any]:
-    """The lesson's deterministic numbers. No weights, about a second."""
-    found = lambda **changes: simulate(WIDGET_DEFAULT | changes)["sends"][1]["cached"]  # noqa: E731
-    bare, workload, graphs = {"suffix_a": "", "suffix_b": ""}, chat_workload(), {}
-    tokens = sum(len(prompt) for prompt, _ in workload)
-    for name in ("SmolLM2-135M", "Llama-3.1-8B"):
-        step = functools.partial(step_seconds, name, context=1024, gpu=HARDWARE["H100 80GB"], launch=LAUNCH)
-        times = {str(n): step(n) for n in BATCHES}
-        slower = {str(us): step(1, kernel=1e-6 * us) for us in KERNEL_US}
-        graphs[re.sub(r"\W", "_", name).lower()] = launches(name) | {
-            "eager_ms": {n: 1e3 * eager for n, (eager, _) in times.items()},
-            "graph_ms": {n: 1e3 * graph for n, (_, graph) in times.items()},
-            "factor": {n: eager / graph for n, (eager, graph) in times.items()},
-            "factor_if_kernel_us": {us: eager / graph for us, (eager, graph) in slower.items()},  # one sequence
-        }  # fmt: skip
-    h100, loops = HARDWARE["H100 80GB"], {kind: dry_run(kind, STOPS) for kind in LOOPS}
-    padding = [capture_sizes(n)[-1] - n for n in range(1, 513)]
-    config = roofline.MODELS["Llama-3.1-8B"]
-    reduces, (linear, head) = 2 * config["num_hidden_layers"] + 1, roofline.weights_read(config)  # 1: the embedding's
-    return {
-        "source": {
-            "skipped": 2000 / 2105, "three": 3 * 400 / (400 + 2 * 20), "limit": 400 / 20,
-            "tokens_three": prefill_factor(2000, 105, 3), "tokens_hundred": prefill_factor(2000, 105, 100),
-            "small_three": prefill_factor(304, 16, 3), "with_answers": 3 * (400 + 1000) / (440 + 3 * 1000),
-            "found_of_three": 2 / 3 * 2000 / 2105,
-        },
-        "widget": {
-            "default": found(), "change_60": found(**bare, edit="change character 60"),
-            "change_0": found(edit="change character 0"), "insert": found(edit="insert one in front"),
-            "salted": found(salt="b"), "identical": found(**bare), "identical_32": found(**bare, block_size=32),
-        },
-        "hash": {f"expected_{bits}": math.sqrt(math.pi / 2 * 2**bits) for bits in (8, 16, 64)},  # birthdays
-        "hits": CHATS | {
-            "requests": len(workload), "tokens": tokens, "mean_prompt": tokens / len(workload),
-            "rate": {str(n): rate for n, rate in hit_rates(workload, POOLS).items()},
-            "best": sum(naive_hits(workload, BLOCK)) / tokens,
-        },
-        "graphs": graphs | {
-            "sizes": len(capture_sizes(512)), "most_padding": max(padding), "mean_padding": statistics.mean(padding),
-        },
-        "compile": {
-            str(n): {"small": small, "weights": weights, "share": small / (small + weights),
-                     "small_ms": 1e3 * small / h100.bandwidth, "products_ms": 1e3 * h100.seconds(weights * n, weights)}
-            for n in (1, 256, 2048) for small, weights in [activation_bytes("Llama-3.1-8B", n)]
-        },
-        "loops": {kind: {"plans": len(core.host_seconds), "wasted": core.num_wasted} for kind, core in loops.items()}
-        | {"tokens": sum(STOPS), "requests": len(STOPS)},
-        "catalog": {
-            "weights": roofline.weight_bytes(config), "all_reduces": reduces, "read": 2 * (linear + head),
-            "all_reduce_kib": reduces * config["hidden_size"] * 2 / 1024,
-            "read_int4": linear / 8 * (4 + 20 / 128) + 2 * head,  # fp16 scale, zero point; the output matrix stays bf16
-            "kv_bytes": roofline.KVCacheSpec.from_config(config).bytes_per_token(),
-        },
-    }  # fmt: skip
-
-
-# --- Figures --------------------------------------------------------------------------------------------------------
-
-
-def draw(folder: str | Path) -> list[Path]:
-    """The hash chain of the widget's default, hit rates by pool size, and the launch-cost model."""
-    from matplotlib.patches import Patch, Rectangle
-
-    numbers, C = facts(), common.COLORS
-    colors = {"computed": C["blue"], "hit": C["green"], "partial": C["grey"]}
-    figure, ax = common.new_figure(8.0, 3.3)
-    for y, sent in zip((1.7, 0), simulate(WIDGET_DEFAULT)["sends"]):
-        ax.text(
-            0, y + 0.8, f"request {sent['name']}: {sent['cached']} of {len(sent['text'])} tokens found", weight="bold"
-        )
-        for i, block in enumerate(sent["blocks"]):
-            x, middle = 1.3 * i, {"ha": "center", "va": "center"}
-            ax.add_patch(Rectangle((x, y), 1.2, 0.62, color=colors[block["state"]]))
-            ax.text(x + 0.6, y + 0.42, block["text"].replace(" ", "␣"), fontsize=7.8, color="white",
-                    family="DejaVu Sans Mono", **middle)  # fmt: skip
-            ax.text(x + 0.6, y + 0.17, f"block {block['block']}", fontsize=8, color="white", **middle)
-            ax.text(x + 0.6, y - 0.2, block["hash"][:8] or "not full: no key", fontsize=8, color=C["ink"], **middle)
-            if i and block["hash"]:
-                ax.annotate(
-                    "", (x + 0.2, y - 0.2), (x - 0.3, y - 0.2), arrowprops={"arrowstyle": "->", "color": C["grey"]}
-                )
-    labels = {"computed": "computed, then indexed", "hit": "found: the same physical block", "partial": "not full"}
-    ax.legend(handles=[Patch(color=colors[state], label=label) for state, label in labels.items()], ncols=3,
-              loc="lower center", bbox_to_anchor=(0.5, -0.12))  # fmt: skip
-    ax.set(xlim=(-0.05, 7.75), ylim=(-0.75, 2.7))
-    ax.axis("off")
-    paths = [common.save_figure(figure, folder, "05_hash_chain")]
-
-    figure, axes = common.new_figure(8.0, 3.4, ncols=2, sharey=True)
-    ours = {int(n): rate for n, rate in numbers["hits"]["rate"].items()}
-    for ax, title, rates, best, color in (
-        (axes[0], f"ours: {CHATS['conversations']} conversations, blocks of 16", ours, numbers["hits"]["best"], "blue"),
-        (axes[1], "literature: Mooncake's trace, blocks of 512", MOONCAKE, 0.366, "orange"),
+def show_index() -> None:
+    """One prompt behind another, then a day of chats beside the reference."""
+    served, rows = list(range(64)), []
+    for what, tokens, salt in (
+        ("the same 64", served, None),
+        ("the same, a question behind", [*served, 99, 98], None),
+        ("the same, token 60 differs", [*served[:60], 99, *served[61:]], None),
+        ("the same, one more in front", [99, *served], None),
+        ("the same, another salt", served, "b"),
     ):
-        ax.plot(list(rates), [100 * rate for rate in rates.values()], "o-", color=C[color])
-        ax.axhline(100 * best, ls=":", color=C["grey"])
-        ax.text(min(rates), 100 * best + 2, f"a cache that forgets nothing: {100 * best:.0f} %", fontsize=8.5)
-        ax.set(xscale="log", ylim=(0, 100), xlabel="blocks in the pool")
-        ax.set_title(title, fontsize=9.5)
-    for ax, ticks in zip(axes, ((256, 512, 1024, 2048, 4096), (1000, 3000, 10_000, 30_000))):
-        ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
-        ax.minorticks_off()
-    axes[0].set_ylabel("prompt tokens found, %")
-    paths.append(common.save_figure(figure, folder, "05_hit_rates"))
-
-    figure, axes = common.new_figure(8.0, 3.4, ncols=2, sharey=True)
-    for ax, (key, name) in zip(axes, (("smollm2_135m", "SmolLM2-135M"), ("llama_3_1_8b", "Llama-3.1-8B"))):
-        known = numbers["graphs"][key]
-        for kind, color, label in (
-            ("eager_ms", "orange", f"{known['total']} launches"),
-            ("graph_ms", "blue", "one graph"),
-        ):
-            ax.plot(BATCHES, [known[kind][str(n)] for n in BATCHES], "o-", color=C[color], label=label)
-        ax.set(xscale="log", yscale="log", xlabel="sequences in the step", xticks=[1, 4, 16, 64, 256],
-               xticklabels=[1, 4, 16, 64, 256], yticks=[0.1, 1, 10], yticklabels=["0.1", "1", "10"])  # fmt: skip
-        ax.set_title(f"{name}: H100, 10 µs a launch", fontsize=9.5)
-        ax.minorticks_off()
-        ax.legend()
-    axes[0].set_ylabel("decode step, ms (model)")
-    return [*paths, common.save_figure(figure, folder, "05_launches")]
+        cache = PrefixCache(64, BLOCK)
+        pass_through(cache, served)
+        rows.append([what, len(tokens), pass_through(cache, tokens, salt=salt)])
+    common.table(["64 tokens were served; then come", "tokens", "found"], rows)
+    workload = chats.chat_workload()
+    best = sum(naive_hits(workload, BLOCK)) / sum(len(prompt) for prompt, _ in workload)
+    rates = {n: hit_rate(workload, n) for n in (192, 512, 768, 4096)}
+    shown = ", ".join(f"{rate:.0%} by {n} blocks" for n, rate in rates.items())
+    common.say(f"{len(workload)} turns of {chats.CHATS['conversations']} chats, found: {shown}")
+    common.check_equal(f"comparing tokens, forgetting nothing, finds the same {best:.1%}", rates[4096], best)
 
 
-# --- The catalog, and the story of each entry -----------------------------------------------------------------------
+def show_model(model: llama.Llama, tokenizer: llama.Tokenizer, hash_bits: int) -> None:
+    """Three questions behind one instruction, with a cache for all and a new one for each; then a key too short."""
+    kv, caches = PagedKVCache(model, 160, BLOCK), [PrefixCache(160, BLOCK) for _ in range(4)]
+    shared, rows = tokenizer.encode(SYSTEM * 6)[:304], []
+    for i, turn in enumerate(TURNS):
+        prompt = shared + tokenizer.encode(f"{turn} " * 16)[:16]
+        (alone, slow), (request, fast) = (answer(model, kv, cache, prompt, 4) for cache in (caches[i], caches[3]))
+        if request.output_token_ids != alone.output_token_ids:
+            raise common.CheckFailed(f"{turn}: the cache changed the tokens")
+        rows.append([turn, len(prompt), request.num_cached_tokens, f"{1e3 * slow:.0f} ms", f"{1e3 * fast:.0f} ms"])
+    common.table(["304 tokens of instruction, then", "tokens", "found", "first token", "with the cache"], rows)
+    common.say("✓ every token is the same with and without the cache")
 
-COMPANIONS = {"tensor-parallelism": "05c_tensor_parallel", "weight-quantization": "05b_quantization",
-              "kv-cache-quantization": "05d_kv_cache_quantization"}  # fmt: skip
+    tiger = account_prompt(tokenizer, 1234, "tiger")
+    number = colliding_account(tokenizer, tiger, "banana", hash_bits)
+    if number is None:
+        common.say(f"keys of {hash_bits} bits: none of 2,000 other accounts has the key of account 1234's first block")
+        return
+    banana, short, whole = (
+        account_prompt(tokenizer, number, "banana"),
+        *(PrefixCache(99, BLOCK, n) for n in (hash_bits, 256)),
+    )
+    said = [
+        tokenizer.decode(answer(model, kv, cache, prompt, 2)[0].output_token_ids)
+        for cache, prompt in ((short, tiger), (short, banana), (whole, banana))
+    ]
+    common.say(f"keys of {hash_bits} bits: account 1234 says {said[0]!r}. Account {number}, whose prompt says banana,")
+    common.say(f"has the same key and hears {said[1]!r} (with 256 bits {said[2]!r}). WRONG")
+
+
+def show_graphs(model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
+    """Launches of a step, what they cost beside the GPU's work, and an engine that replays its steps."""
+    gpu, rows = common.HARDWARE["H100 80GB"], []
+    for name in ("SmolLM2-135M", "Llama-3.1-8B"):
+        config = roofline.MODELS[name]
+        # What a step launches depends on the layers, not on their width: a narrow model will do.
+        tape = record_step(llama.random_model(num_hidden_layers=config["num_hidden_layers"])).tape
+        kinds, n, factors = Counter(kind_of(operation) for operation, *_ in tape), len(tape), []
+        for num_seqs in (1, 16, 256):
+            on_gpu = gpu.seconds(*roofline.step_cost(config, num_seqs, 1, 1024))
+            factors.append(f"{max(n * LAUNCH, on_gpu) / max(LAUNCH, on_gpu):.2f}x")
+        rows.append([name, n, *(kinds[kind] for kind in ("product", "triton", "small")), *factors])
+    common.table(["a decode step launches", "all", "products", "Triton", "small", "B=1", "B=16", "B=256"], rows)
+    common.say("(eager over one graph: 10 µs a launch, B sequences of 1,024 tokens on an H100 by roofline)")
+    if not common.HAS_GPU:
+        common.skipped("CUDA graphs", "no GPU. A tape of operations takes their place: same buckets, padding, buffers")
+    eager, captured = (offline_run.make_core(model, 129, 256) for _ in range(2))
+    runner, recorder = captured.runner, torch.cuda.CUDAGraph if common.HAS_GPU else Tape
+    limits = captured.scheduler.config
+    graphs = CapturedModel(runner.model, runner.cache, runner.attend, limits, graph_class=recorder, largest=32)
+    runner.graphs = graphs
+    prompts = [tokenizer.encode(f"{turn} The answer is") for turn in TURNS]
+    expected, replayed = (offline_run.serve(core, prompts, [6, 3, 5]).token_ids for core in (eager, captured))
+    buckets, pieces = sorted({n for n, _ in graphs.captured}), max(len(s.graphs) for s in graphs.captured.values())
+    what = (
+        f"{graphs.num_replays} steps from buckets of {buckets} tokens, {pieces} graphs each: the same tokens as eager"
+    )
+    common.check_equal(what, replayed, expected)
+
+
+def show_compile(model: llama.Llama) -> None:
+    """What the small operations of a layer move, beside the weights that have to be read in any case."""
+    layers, operations = model.config.num_hidden_layers, small_operations(record_step(model, 8))
+    names = Counter(name.removeprefix("aten::").split(".")[0] for name, _ in operations)
+    shown = ", ".join(f"{n // layers} {name}" for name, n in names.items() if n >= layers)
+    common.say(f"between the products and attention of a layer: {shown}")
+    parameters = {name: math.prod(shape) for name, shape in llama.tensor_shapes(model.config).items()}
+    weights = sum(n for name, n in parameters.items() if ".layers.0." in name) * model.dtype.itemsize
+    for T in (1, 256, 2048):
+        small = T * sum(moved for _, moved in operations) / layers / 8
+        share = small / (small + weights)
+        common.say(
+            f"{T:>5,} tokens: they move {small / 1e6:6.2f} MB, the weights are {weights / 1e6:.0f} MB: {share:.1%}"
+        )
+
+
+def show_loops(path: str | None, host_ms: float) -> None:
+    """The three loops on the clock; then one step ahead in the engine, on the model."""
+    rows = []
+    for kind in LOOPS:
+        loop = on_a_clock(kind, STOPS, host_ms)
+        if loop["lengths"] != STOPS:
+            raise common.CheckFailed(f"{kind}: answers of {loop['lengths']} tokens")
+        counts = [loop[name] for name in ("plans", "steps", "wasted")]
+        rows.append([kind, *counts, f"{loop['idle']:.0%}", f"{loop['ms']:,.0f} ms"])
+    common.table([f"{sum(STOPS)} tokens", "plans", "steps", "in vain", "model idle", "all done after"], rows)
+    params, said = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), []
+    for ahead in (False, True):
+        llm = LLM(path, async_scheduling=ahead, max_model_len=256, max_num_seqs=8, enforce_eager=True)
+        said.append([each.outputs[0].token_ids for each in llm.generate(TURNS, params)])
+    common.check_equal("the engine on the model, in step and one step ahead: the same tokens", said[1], said[0])
+
+
+def show_lookup(model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
+    """Tokens per pass with guesses out of the text itself, where it repeats and where it does not."""
+    for name, text in TASKS.items():
+        prompt = tokenizer.encode(text)
+        (plain, _), (tokens, passes) = (generate_with_lookup(model, prompt, 16, k) for k in (0, 4))
+        if tokens != plain:
+            raise common.CheckFailed(f"{name}: guesses changed the tokens")
+        common.say(f"{name}: {len(tokens)} tokens in {passes} passes, up to 4 guesses in each")
+    common.say("✓ the same tokens without guesses. Who else can guess, and how to sample exactly: lesson 07")
 
 
 def catalog() -> dict[str, str]:
     """What each entry saves, counted. The unit is a step, or a prompt, of Llama-3.1-8B in bf16."""
-    f = facts()
-    c, waste, small = f["catalog"], f["loops"], f["compile"]["1"]
+    config = roofline.MODELS["Llama-3.1-8B"]
+    weights, (linear, head) = roofline.weight_bytes(config), roofline.weights_read(config)
+    read, read_int4 = 2 * (linear + head), linear / 8 * (4 + 20 / 128) + 2 * head  # 20: a scale and a zero for 128
+    reduces, kv = 2 * config["num_hidden_layers"] + 1, roofline.KVCacheSpec.from_config(config).bytes_per_token()
     return {
-        "prefix-caching": f"prefill: {f['source']['skipped']:.0%} of 2,000 + 105 tokens if the 2,000 are known",
-        "cuda-graphs": f"launches: {f['graphs']['llama_3_1_8b']['total']} -> 1 per decode step",
-        "torch-compile": f"up to {small['small'] / 1e3:.0f} kB per token and layer between the products (its weights: "
-        f"{small['weights'] / 1e6:.0f} MB)",
-        "async-scheduling": "waiting: plan + run -> max(plan, run); samples in vain: "
-        f"{waste['async']['wasted']} where n-step has {waste['n-step']['wasted']}",
-        "prompt-lookup": "passes over the weights: each gives 1 + the guesses that agree, not 1",
-        "tensor-parallelism": f"weights per GPU: {c['weights'] / 1e9:.1f} -> {c['weights'] / 2e9:.1f} GB on 2; costs "
-        f"{c['all_reduces']} all-reduces, {c['all_reduce_kib']:.0f} KiB per token",
-        "weight-quantization": f"weights read: {c['read'] / 1e9:.1f} -> {c['read_int4'] / 1e9:.1f} GB a step (4 bits)",
-        "kv-cache-quantization": f"cache: {c['kv_bytes']:,} -> {c['kv_bytes'] // 2:,} bytes per token (fp8)",
+        "prefix caching": f"prefill: {2000 / 2105:.0%} of 2,000 + 105 tokens if the 2,000 are known",
+        "CUDA graphs": "launches of a decode step: 519 -> 1",
+        "torch.compile": "small operations between two products: one kernel, one round trip to memory",
+        "async scheduling": "a step's time: plan + run -> max(plan, run)",
+        "prompt lookup": "passes over the weights: each gives 1 + the guesses that agree, not 1",
+        "tensor parallelism": f"weights per GPU: {weights / 1e9:.1f} -> {weights / 2e9:.1f} GB on 2, for {reduces} "
+        "all-reduces a step; tour 05c",
+        "quantized weights": f"weights read: {read / 1e9:.1f} -> {read_int4 / 1e9:.1f} GB a step, in 4 bits; tour 05b",
+        "quantized KV cache": f"cache: {kv:,} -> {kv // 2:,} bytes per token, in fp8; tour 05d",
     }
-
-
-@functools.cache
-def load(name: str | None) -> tuple[llama.Llama, llama.Tokenizer]:
-    """The model, once for all entries that need it."""
-    return llama.load(name)
-
-
-def tell_prefix_caching(args: argparse.Namespace, f: dict[str, Any]) -> dict:
-    """TTFT of prompts that share a beginning, with and without the cache; ms by workload."""
-    (model, tokenizer), rows, bench = load(args.model), [], {}
-    workloads = {"instruction of 304, own 16": lambda core: three_requests(core, tokenizer, 304, 16),
-                 "chat of 3 turns, with tools": lambda core: conversation(core, tokenizer, 6)}  # fmt: skip
-    if args.full:
-        workloads["instruction of 2000, own 105"] = lambda core: three_requests(core, tokenizer, 2000, 105)
-    for name, serve in workloads.items():
-        longest = min(2112, model.config.max_position_embeddings)
-        rounds = [[serve(make_core(model, cached, max_model_len=longest)) for cached in (False, True)]
-                  for _ in range(3 if args.full else 1)]  # fmt: skip
-        off, on = rounds[0]
-        if [r.output_token_ids for r, _ in on] != [r.output_token_ids for r, _ in off]:
-            raise common.CheckFailed(f"{name}: the cache changed the tokens")
-        prompt, cached = sum(r.num_prompt_tokens for r, _ in on), sum(r.num_cached_tokens for r, _ in on)
-        slow, fast = (statistics.median(sum(ttft for _, ttft in each[i]) for each in rounds) for i in (0, 1))
-        third = on[-1][0]
-        bench[re.sub(r"\W+", "_", name)] = {"factor": slow / fast, "without_ms": 1e3 * slow, "with_ms": 1e3 * fast}
-        rows.append([name, prompt, f"{cached / prompt:.0%}", f"{third.num_cached_tokens / third.num_prompt_tokens:.0%}",
-                     f"{prompt / (prompt - cached):.2f}x", f"{slow / fast:.2f}x"])  # fmt: skip
-    common.table(["3 prompts each", "tokens", "found", "of the third", "less to compute", "TTFT, sum"], rows)
-    common.say("✓ every token is the same with and without the cache")
-    common.say(describe(simulate(WIDGET_DEFAULT | {"hash_bits": args.hash_bits})))
-    rates, best = f["hits"]["rate"], f["hits"]["best"]
-    common.say(f"{f['hits']['requests']} turns of {CHATS['conversations']} chats, found: " + ", ".join(
-        f"{rates[n]:.0%} by {n} blocks" for n in ("192", "512", "768", "4096")))  # fmt: skip
-    common.check_equal(f"comparing tokens, forgetting nothing, finds the same {best:.1%}", rates["4096"], best)
-
-    bits, tiger = args.hash_bits, account_prompt(tokenizer, 1234, "tiger")
-    number = colliding_account(tokenizer, tiger, "banana", bits)
-    if number is None:
-        common.say(f"hashes of {bits} bits: none of 2,000 other accounts has the key of account 1234's first block")
-        return bench
-    banana = account_prompt(tokenizer, number, "banana")
-    core, honest = make_core(model, hash_bits=bits), make_core(model, caching=False)
-    said = [tokenizer.decode(ask(where, prompt, 2)[0].output_token_ids)
-            for where, prompt in ((core, tiger), (core, banana), (honest, banana))]  # fmt: skip
-    common.say(f"hashes of {bits} bits: account 1234 says {said[0]!r}. Account {number}, whose prompt says banana, "
-               f"has the same key\nand hears {said[1]!r} (without the cache {said[2]!r}). WRONG")  # fmt: skip
-    return bench
-
-
-def tell_cuda_graphs(args: argparse.Namespace, f: dict[str, Any]) -> dict:
-    """Launches per step, and graphs (or their stand-in, a tape) against eager steps: the same tokens."""
-    (model, tokenizer), names = load(args.model), {"smollm2_135m": "SmolLM2-135M", "llama_3_1_8b": "Llama-3.1-8B"}
-    common.table(["launches per decode step", "all", "products", "Triton", "small", "B=1", "B=16", "B=256"], [
-        [name, *(f["graphs"][key][kind] for kind in ("total", "product", "triton", "other")),
-         *(f"{f['graphs'][key]['factor'][n]:.2f}x" for n in ("1", "16", "256"))] for key, name in names.items()
-    ])  # fmt: skip
-    common.say("(B: eager over one graph, by max(launches · 10 µs, roofline of an H100 at 1,024 tokens of context). A "
-               "bound:\nif each kernel takes 1 µs beside its bytes, B=1 is " + " and ".join(
-                   f"{f['graphs'][key]['factor_if_kernel_us']['1']:.2f}x" for key in names) + ")")  # fmt: skip
-    if not common.HAS_GPU:
-        common.skipped("CUDA graphs", "no GPU. A tape of operations takes their place: same buckets, padding, buffers")
-    recorder = torch.cuda.CUDAGraph if common.HAS_GPU else Tape
-    graphs = functools.partial(CapturedModel, graph_class=recorder, largest=32)
-    cores = [make_core(model, caching=False, graphs=each) for each in (None, graphs)]
-    prompts = [tokenizer.encode(f"{turn} The answer is") for turn in TURNS]
-    eager, replayed = (offline_run.serve(core, prompts, [6, 3, 5]).token_ids for core in cores)
-    graphs = cores[1].runner.graphs
-    buckets, pieces = sorted({n for n, _ in graphs.captured}), max(len(s.graphs) for s in graphs.captured.values())
-    common.check_equal(f"{graphs.num_replays} steps from buckets of {buckets} tokens, {pieces} graphs each: the same "
-                       "tokens as eager", replayed, eager)  # fmt: skip
-    if not (common.HAS_GPU and args.full):
-        return {}
-    found = measure_graphs(llama.load(args.model, torch.bfloat16)[0])
-    return found | {"llama_3_1_8b": measure_graphs(*peers.random_twins("Llama-3.1-8B"))}
-
-
-def measure_graphs(model: llama.Llama, twin: Any = None) -> dict[str, Any]:
-    """On a GPU: ms of a decode step in bf16, and the launches that the profiler sees in one; beside it the matrix
-    products alone and, given its `twin`, Transformers. Before it, what a server's start pays: every bucket captured."""
-    found: dict[str, Any] = {}
-    for n in (1, 8, 32):
-        found[f"products_{n}"] = {"ms": 1e3 * matmul_seconds(model, n, n)}
-        if twin is not None:
-            found[f"transformers_{n}"] = {"ms": peers.transformers_ms(twin, n)}
-    pieces, full = (functools.partial(CapturedModel, full=full, largest=512) for full in (False, True))
-    runners = {"eager": None, "piecewise": pieces, "full": full}
-    graphs = make_core(model, caching=False, graphs=full).runner.graphs
-    (free, _), start = torch.cuda.mem_get_info(), time.perf_counter()
-    graphs.capture_all()
-    found["capture"] = {"s": time.perf_counter() - start, "gib": (free - torch.cuda.mem_get_info()[0]) / 2**30,
-                        "graphs": sum(len(step.graphs) for step in graphs.captured.values())}  # fmt: skip
-    common.say("captured before any request: {graphs:,} graphs in {s:.1f} s, {gib:.2f} GiB".format(**found["capture"]))
-    del graphs
-    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    for n, (name, graphs) in itertools.product((1, 8, 32), runners.items()):
-        gc.collect()  # engines hold themselves in cycles, and each has gigabytes of keys and values
-        core = make_core(model, caching=False, num_blocks=2048, graphs=graphs)
-        for i in range(n):
-            core.add_request(Request(str(i), [i + 5] * 64, params))
-        for _ in range(8):
-            core.step()
-        start = time.perf_counter()
-        for _ in range(50):
-            core.step()  # ends with its tokens on the host, so the GPU is done
-        seconds = (time.perf_counter() - start) / 50
-        with torch.profiler.profile() as profile:
-            core.step()
-        launched = sum(event.count for event in profile.key_averages() if "Launch" in event.key)
-        found[f"{name}_{n}"] = {"ms": 1e3 * seconds, "launches": launched}
-        common.say(f"{n:>2} sequences, {name:<9}: {1e3 * seconds:.2f} ms, {launched} launches")
-    return found
-
-
-def tell_torch_compile(args: argparse.Namespace, f: dict[str, Any]) -> dict | None:
-    """Bytes that fusing saves, and a compiled step: measured with `full`, else the stored result."""
-    for n in f["compile"] if args.full else ("2048",):
-        known = f["compile"][n]
-        common.say(f"{int(n):>5,} tokens: a layer's small operations move {known['small'] / 1e6:6.2f} MB one by one, "
-                   f"its weights are {known['weights'] / 1e6:.0f} MB: {known['share']:.1%} of all")  # fmt: skip
-    found = common.results(KEY, "h200" if common.HAS_GPU else "cpu").get("bench", {}).get("torch-compile")
-    if not args.full and not found:
-        common.skipped("compiling", "it takes 10–45 s: `--only torch-compile` does it")
-        return None
-    if args.full:
-        from torch._dynamo.exc import TorchDynamoException
-
-        try:
-            found = measure_compile(load(args.model)[0])
-        except (TorchDynamoException, RuntimeError) as error:
-            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            common.skipped("compiling", f"{reason[:80]} (on a CPU, a C++ compiler is needed)")
-            return None
-        if not found["error"] <= common.TOLERANCE[torch.float32]:
-            raise common.CheckFailed(f"the compiled step is off by {found['error']:.1e}")
-        common.say(f"✓ the compiled step of 8 sequences: relative error {found['error']:.1e}")
-    common.say(f"{'' if args.full else 'stored result: '}{found['operations']} operations of a layer became "
-               f"{found['kernels']} kernels; step {found['eager_ms']:.1f} -> {found['compiled_ms']:.1f} ms, compiled "
-               f"in {found['cold_s']:.0f} s")  # fmt: skip
-    return found if args.full else None
-
-
-def tell_async_scheduling(args: argparse.Namespace, f: dict[str, Any]) -> dict:
-    """Three loops on the same requests: the same tokens, and how long the model waits for a plan."""
-    (model, tokenizer), times, rows, bench, tokens = load(args.model), 4 if args.full else 1, [], {}, []
-    prompts = [tokenizer.encode(turn) for turn in (*TURNS, "Which films are new?")] * times
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in [9, 5, 12, 7] * times]
-    for kind in LOOPS:
-        core, start = make_loop(kind, model, args.host_ms / 1e3), time.perf_counter()
-        tokens.append(core.run([Request(str(i), list(p), s) for i, (p, s) in enumerate(zip(prompts, params))]))
-        seconds, host = time.perf_counter() - start, 1e3 * statistics.median(core.host_seconds)
-        bench[kind] = {"runs": len(core.worker.busy), "host_ms": host, "idle": core.idle, "seconds": seconds}
-        rows.append([kind, len(core.worker.busy), len(core.host_seconds), f"{host:.1f} ms", f"{core.idle:.0%}",
-                     f"{seconds:.2f} s"])  # fmt: skip
-    common.table([f"{args.host_ms:g} ms of other work per plan", "model runs", "plans", "a plan", "model idle",
-                  "total"], rows)  # fmt: skip
-    common.check_equal("all three loops write the same tokens", tokens, [tokens[0]] * 3)
-    common.say(f"{f['loops']['requests']} requests, {f['loops']['tokens']} tokens, ended by an unforeseen stop token;"
-               "\nsampled in vain: " + ", ".join(f"{kind} {f['loops'][kind]['wasted']}" for kind in LOOPS))  # fmt: skip
-    return bench
-
-
-def tell_prompt_lookup(args: argparse.Namespace, f: dict[str, Any]) -> dict:
-    """Tokens per pass with guesses out of the text itself, where it repeats and where it does not."""
-    (model, tokenizer), n, rows, bench = load(args.model), 64 if args.full else 16, [], {}
-    quote = "The library opens at nine in the morning and closes at eight in the evening, on Sundays at five."
-    tasks = {"repeat": f"Repeat the text exactly.\nText: {quote}\nText: {quote[:11]}",
-             "invent": "Once upon a time, in a small village by the sea,"}  # fmt: skip
-    for name, prompt in tasks.items():
-        found = {}
-        for k in (0, 2, 4, 8) if args.full else (0, 4):
-            start = time.perf_counter()
-            tokens, passes = generate_with_lookup(model, tokenizer.encode(prompt), n, k)
-            found[k] = tokens, time.perf_counter() - start
-            if tokens != found[0][0]:
-                raise common.CheckFailed(f"{name}: guesses changed the tokens")
-            bench[f"{name}_{k}"] = {"tokens_per_pass": n / passes, "factor": found[0][1] / found[k][1]}
-            rows.append([name, k, n, passes, f"{n / passes:.2f}", f"{found[0][1] / found[k][1]:.2f}x"])
-    common.table(["greedy, one sequence", "guesses", "tokens", "passes", "tokens per pass", "faster"], rows)
-    common.say("✓ the same tokens with and without guesses. Who else can guess, and how to sample exactly: lesson 07")
-    return bench
-
-
-TELLERS = {
-    "prefix-caching": tell_prefix_caching, "cuda-graphs": tell_cuda_graphs, "torch-compile": tell_torch_compile,
-    "async-scheduling": tell_async_scheduling, "prompt-lookup": tell_prompt_lookup,
-}  # fmt: skip
 
 
 def build_parser() -> common.Parser:
     p = common.parser(__doc__)
-    p.add_argument("--list", action="store_true", help="the catalog: what each entry saves, counted")
-    p.add_argument("--only", choices=(*TELLERS, *COMPANIONS), help="one entry of the catalog, in full")
-    p.add_argument("--hash-bits", type=int, choices=(8, 16, 64, 256), default=256,
-                   help="bits of a block's key (default 256; 8 serves another user's text)")  # fmt: skip
-    p.add_argument("--host-ms", type=common.number(float, 0, 1000), default=5.0, metavar="MS",
-                   help="work on the host per plan that async scheduling hides (default %(default)s)")  # fmt: skip
+    help = "bits of a block's key (default %(default)s; 8 serves another user's text)"
+    p.add_argument("--hash-bits", type=int, choices=(8, 16, 64, 256), default=256, help=help)
+    help = "what a plan takes on the clock, beside 10 ms of the model (default %(default)s)"
+    p.add_argument("--host-ms", type=common.number(float, 0, 1000), default=5.0, metavar="MS", help=help)
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    machine, entries = common.start(args), catalog()
+    common.start(args)
+    llama.check_context(args.model, 2112 if args.bench else 1024)
 
-    def command(name: str) -> str:
-        tour = COMPANIONS.get(name)
-        return f"uv run python -m vllm.tours.{tour}" if tour else f"uv run python vllm/{KEY}.py --only {name}"
-
-    if args.list:
-        common.table(["entry", "saves (Llama-3.1-8B in bf16)"], list(entries.items()))
-        common.say("\n".join(f"{name:<22} {command(name)}" for name in entries))
-        return
-    args.full, bench = bool(args.only or args.bench), {}
-    llama.check_context(args.model, 2112 if args.full and args.only in (None, "prefix-caching") else 1024)
-    for number, name in enumerate(entries, 1):
-        if args.only in (None, name):
-            common.heading(f"{number}. {name}")
-            common.say(f"saves {entries[name]}")
-            if name in COMPANIONS:
-                common.say(f"a script of its own: {command(name)}")
-            elif found := TELLERS[name](args, facts()):
-                bench[name] = found
-    if args.figure:
-        draw(args.figure)
-    if args.json:
-        common.merge_json(args.json, KEY, {"machine": machine, "facts": facts(), "bench": bench})
+    common.heading("1 · Prefix caching: an index of blocks, beside one that compares tokens and forgets nothing")
+    show_index()
+    common.heading("2 · The real model: what was sent before is not computed again")
+    model, tokenizer = llama.load(args.model)
+    show_model(pack_weights(model), tokenizer, args.hash_bits)
+    common.heading("3 · CUDA graphs: a step without launches")
+    show_graphs(model, tokenizer)
+    common.heading("4 · torch.compile: round trips to memory")
+    show_compile(model)
+    common.heading(f"5 · Async scheduling, on a clock: a plan takes {args.host_ms:g} ms, the model 10 ms a step")
+    show_loops(args.model, args.host_ms)
+    common.heading("6 · Prompt lookup: several tokens from one pass")
+    show_lookup(model, tokenizer)
+    common.heading("7 · The catalog, counted for Llama-3.1-8B in bf16")
+    common.say("\n".join(f"{name:<20}{saves}" for name, saves in catalog().items()))
+    common.hand_over(KEY, args)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 // Two prompts one after the other, and the first one again, through the prefix cache: the twin of `simulate` in
-// vllm/05_optimizations.py. Characters stand for tokens.
+// lessons/numbers/05_optimizations.py. Characters stand for tokens.
 import { Request } from "./lib/continuous_batching.mjs";
 import { PrefixCachingKVCacheManager, ROOT_HASH } from "./lib/prefix_caching.mjs";
 import { ascii, hex } from "./lib/sha256.mjs";
