@@ -491,6 +491,37 @@ def test_simulation_conserves_blocks_and_tokens(change):
     assert (trace["redone"] == 0) == (trace["preemptions"] == 0 or params["policy"] == "swap")
 
 
+@pytest.mark.parametrize("name", lesson.VARIANTS)
+def test_the_story_counts_what_the_page_quotes(name):
+    """One has a loop of a few lines, the other the widget's."""
+    steps, core = lesson.serve_crowd(**lesson.VARIANTS[name])
+    known = page.facts()["thrash"][name.replace(" ", "_")]
+    assert (steps, core.preemptions, core.useful, core.redone) == tuple(
+        known[key] for key in ("steps", "preemptions", "useful", "redone")
+    )
+    assert sum(core.copies.total.values()) == known["copied_blocks"]
+
+
+def test_enough_of_a_watermark_is_as_careful_as_lesson_04():
+    """Exercise 2."""
+    steps, core = lesson.serve_crowd(watermark_blocks=48)
+    assert (steps, core.preemptions) == (992, 0)
+
+
+@pytest.mark.parametrize(("pool", "written"), [(4, 1), (12, 129), (15, 177)])
+def test_a_request_past_the_check_writes_until_the_pool_is_its_own(pool, written, capsys):
+    lesson.show_stall(pool)
+    out = capsys.readouterr().out
+    assert f"needs 16 KV blocks, there are {pool}" in out and f"it writes {written} tokens" in out and "STALLED" in out
+
+
+def test_what_a_reader_asks_for_stands_below_the_table(capsys):
+    lesson.show_crowd({"pool_blocks": 12})
+    assert "as asked" in (out := capsys.readouterr().out) and "refused" in out
+    lesson.show_crowd({})
+    assert "as asked" not in capsys.readouterr().out
+
+
 def test_a_request_that_can_never_fit_is_refused():
     for blocks, refused in ((12, True), (15, True), (16, False)):
         trace = page.simulate(page.WIDGET_DEFAULT | {"pool_blocks": blocks})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 
 import common
 import pytest
@@ -84,3 +86,10 @@ def test_the_table_names_who_was_refused(tmp_path, capsys):
     (tmp_path / "w.json").write_text(json.dumps({"name": "w", "config": {}, "requests": [request, short]}))
     replay.main([str(tmp_path / "w.json"), "--table"])
     assert "long refused: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", ["README.md", "lessons/11_preemption.md"])
+def test_a_page_that_names_the_command_names_it_rightly(path):
+    (command,) = re.findall(r"uv run python -m vllm replay ([^`\n]+)", (common.ROOT / path).read_text())
+    args = replay.build_parser().parse_args(shlex.split(command))
+    assert len(args.workloads) == 1
