@@ -40,7 +40,6 @@ from engine.sampling.sampler import uniforms
 from lab import naive
 
 lesson = common.lesson("04b_offline_engine")
-preemption = common.lesson("11_preemption")
 INF = math.inf
 
 

@@ -22,6 +22,7 @@ from engine.core.engine_core import EngineCore
 from engine.llm_engine import LLMEngine
 from engine.model.packed_linear import PackedLinear
 from engine.model.packed_linear import packs
+from engine.config import SchedulerConfig
 from engine.core.kv_cache_manager import KVCacheManager, block_extra_keys
 from engine.core.scheduler import make_scheduler
 from support.broken import break_class
@@ -39,7 +40,6 @@ page = documents.numbers("05_optimizations")
 batching = common.lesson("04_continuous_batching")
 offline = common.lesson("04b_offline_engine")
 chunked = common.lesson("10_chunked_prefill")
-preemption = common.lesson("11_preemption")
 Request = lesson.Request
 Manager = KVCacheManager
 
@@ -556,11 +556,11 @@ def test_the_real_model_says_somebody_elses_word(real_model):
 def withdrawn_victims(model, seed: int, evict: bool) -> tuple[list[list[int]], list[list[int]]]:
     """A long unimportant prompt in chunks, pushed out of a step in which it stands. Tokens: got, and alone."""
     draw = random.Random(seed)
-    config = preemption.SchedulerConfig(
+    config = SchedulerConfig(
         max_model_len=40, max_num_seqs=6, max_num_batched_tokens=48, policy="priority", long_prefill_token_threshold=8,
         evict_uncomputed_blocks=evict,
     )  # fmt: skip
-    scheduler = preemption.make_scheduler(config, num_blocks=draw.randint(21, 26), block_size=2)
+    scheduler = make_scheduler(config, num_blocks=draw.randint(21, 26), block_size=2)
     core = EngineCore(scheduler, runner_of(model, scheduler))
     for layer in core.runner.cache.layers:  # memory that nobody has written
         layer.copy_(torch.randn(layer.shape, generator=torch.Generator().manual_seed(1)) * 3)
@@ -590,8 +590,8 @@ def test_blocks_promised_by_a_withdrawn_victim_are_never_served(tiny_model):
 
 def test_a_victim_withdrawn_in_the_middle_of_a_block_leaves_no_promise():
     """6 tokens are computed, the next 3 would fill block 1 and are withdrawn: the twin finds block 0 alone."""
-    config = preemption.SchedulerConfig(max_model_len=16, policy="priority", max_num_scheduled_tokens=6)
-    scheduler = preemption.make_scheduler(config, num_blocks=9, block_size=4)
+    config = SchedulerConfig(max_model_len=16, policy="priority", max_num_scheduled_tokens=6)
+    scheduler = make_scheduler(config, num_blocks=9, block_size=4)
     victim, twin = greedy(range(9), name="victim"), greedy(range(9), name="twin")
     scheduler.add_request(victim)
     scheduler.update_from_output(scheduler.schedule(), {})

@@ -23,7 +23,7 @@ from engine.serving.pipeline_proc import ParallelEngineCoreProc
 import first_layers
 import pytest
 import test_06c_scaling_out as scaling
-from lab import naive
+from lab import naive, replay
 import test_122_adapters_on_workers as adapting
 import test_drafts_on_workers as drafting
 
@@ -169,8 +169,7 @@ def written_at_leisure():
 
 @pytest.mark.parametrize(("ahead", "pool"), [pytest.param(True, 60, marks=pytest.mark.slow), (True, 18), (False, 18)])
 def test_it_decides_as_the_replay_does_and_the_replay_as_vllm_does(here, ahead, pool):
-    """Which tokens of whom in which step, and who is preempted: lesson 11's replay is compared with recordings."""
-    preemption = common.lesson("11_preemption")
+    """Which tokens of whom in which step, and who is preempted: the replay is compared with recordings."""
     prompts, outputs = LONGER
     written = written_at_leisure()
     config = {"num_blocks": pool, "block_size": 4, "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16,
@@ -185,7 +184,7 @@ def test_it_decides_as_the_replay_does_and_the_replay_as_vllm_does(here, ahead, 
         }
         for i, (prompt, tokens, n) in enumerate(zip(prompts, written, outputs))
     ]
-    trace = preemption.replay({"name": "served", "config": config, "requests": requests})
+    trace = replay.replay({"name": "served", "config": config, "requests": requests})
     want = [(step["scheduled"], step.get("preempted", [])) for step in trace["steps"] if step["scheduled"]]
 
     engine, found = here(num_gpu_blocks_override=pool, max_num_batched_tokens=16, enable_prefix_caching=False), []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import random
 from collections import deque
 
@@ -12,6 +11,7 @@ import common
 import first_layers
 import pytest
 import torch
+from engine.core.scheduler import make_scheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +19,7 @@ import llama
 from lab import roofline
 from lab.reserving import ReservingScheduler
 
-lesson = common.lesson("11_preemption")
+lesson, page = common.lesson("11_preemption"), common.numbers("11_preemption")
 Request, SamplingParams = lesson.Request, lesson.SamplingParams
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -138,7 +138,7 @@ class AheadCore(lesson.ModelCore):
 def test_a_step_ahead_changes_no_token(pool, caching, policy, tiny_model, answers):
     """Preempted while a token is on its way: it is kept, its keys and values are computed with all others."""
     config = lesson.SchedulerConfig(max_model_len=56, max_num_seqs=8, max_num_batched_tokens=16, policy=policy)
-    scheduler = lesson.make_scheduler(config, pool + 1, 4, caching, async_scheduling=True)
+    scheduler = make_scheduler(config, pool + 1, 4, caching, async_scheduling=True)
     core = AheadCore(scheduler, tiny_model)
     assert lesson.run_to_end(core, some_requests(6, 128, 20)) == answers
     assert core.late > 0
@@ -192,7 +192,7 @@ class MemoryCore(lesson.MeteredCore):
 
     def execute_model(self, output):
         directions = set()
-        for direction, pairs in self.copies.take() if self.copies else ():
+        for direction, pairs in self.copies.take():
             directions.add(direction)
             source, target = ("gpu", "cpu") if direction == "out" else ("cpu", "gpu")
             moved = [(t, dict(self.memory[source].get(s, {}))) for s, t in pairs]
@@ -261,8 +261,8 @@ def test_everybody_reads_its_own_memory(workload):
             assert held + scheduler.cpu_pool.num_free_blocks == workload["cpu"]
             assert scheduler.swapped.keys() <= {r.request_id for r in scheduler.waiting}
         if workload["policy"] == "offload":
-            manager.tier.pool.check()
-            assert len(manager.tier.blocks) + manager.tier.pool.num_free_blocks == workload["cpu"]
+            manager.tier.check()
+            assert manager.tier.num_free_blocks == workload["cpu"], "whoever takes blocks gives them back"
         step += 1
         assert step < 5000, "somebody waits for ever"
     assert manager.block_pool.num_free_blocks == need + workload["spare"]
@@ -350,34 +350,39 @@ def test_what_the_step_was_to_compute_is_not_copied():
 # --- The second tier ------------------------------------------------------------------------------------------------
 
 
+def kept(tier) -> list[bytes]:
+    """The hashes that a tier has, least recently stored first."""
+    return [tier.block_hash[block] for block in tier.free_queue if tier.block_hash[block] is not None]
+
+
 def test_the_tier_is_lru():
     tier = lesson.CPUTier(2)
     tier.store(b"a", 1)
     tier.store(b"b", 2)
     tier.store(b"a", 1)  # known: only its age changes, nothing is copied
     tier.store(b"c", 3)
-    assert list(tier.blocks) == [b"a", b"c"] and tier.copies.total["out"] == 3
-    assert len(tier.take([b"a"])) == 1 and list(tier.blocks) == [b"c"]
+    assert kept(tier) == [b"a", b"c"] and tier.copies.total["out"] == 3
+    assert len(tier.take([b"a"])) == 1 and kept(tier) == [b"c"]
     tier.take([b"c"])
     tier.store(b"d", 4)
-    assert not tier.blocks, "both are on their way back to the GPU: there is no room yet"
+    assert not kept(tier), "both are on their way back to the GPU: there is no room yet"
 
 
 def test_a_block_that_the_gpu_has_twice_is_copied_when_the_last_one_goes():
-    tier = lesson.CPUTier(4)
-    pool = lesson.OffloadingBlockPool(3, tier)
+    manager = lesson.OffloadingKVCacheManager(3, 2, 16, num_cpu_blocks=4)
+    pool, tier = manager.block_pool, manager.tier
     blocks = pool.allocate(2)
     for block in blocks:
         pool.cache_block(block, b"same")
     pool.free(blocks)
-    (first,) = pool.allocate(1)
-    assert not tier.blocks and tier.copies.total["out"] == 0
-    (second,) = pool.allocate(1)
-    assert list(tier.blocks) == [b"same"] and tier.copies.take()[0][1][0][0] == second != first
+    (first,) = manager.allocate_slots(Request("0", [0], SamplingParams()), 1)
+    assert not kept(tier) and tier.copies.total["out"] == 0
+    (second,) = manager.allocate_slots(Request("1", [0], SamplingParams()), 1)
+    assert kept(tier) == [b"same"] and tier.copies.take()[0][1][0][0] == second != first
 
 
 def test_a_preempted_prefix_comes_back():
-    known = lesson.facts()["tier"]
+    known = page.facts()["tier"]
     assert known["0"]["hits"] == known["32"]["hits"] == 0  # LRU over a cycle that does not fit finds nothing
     assert known["96"]["hits"] == 3 * 6 * 256  # all but the first round
     assert known["96"]["copied"]["in"] == 3 * 6 * 16
@@ -387,13 +392,13 @@ def test_a_tier_that_keeps_what_it_lends_copies_each_block_out_once(monkeypatch)
     """Exercise 3: an inclusive tier. The hits are the same, and only the first eviction of a block is a copy."""
 
     def take(tier, block_hashes):
-        kept = [tier.blocks[block_hash] for block_hash in block_hashes]
-        tier.pool.touch(kept)  # the caller gives them back
-        return kept
+        lent = [tier.get_cached_block(block_hash) for block_hash in block_hashes]
+        tier.touch(lent)  # the caller gives them back
+        return lent
 
-    exclusive = lesson.facts()["tier"]["96"]
+    exclusive = page.facts()["tier"]["96"]
     monkeypatch.setattr(lesson.CPUTier, "take", take)
-    inclusive = lesson.round_robin(48, 96)
+    inclusive = page.round_robin(48, 96)
     assert inclusive == exclusive | {"copied": {"out": 96, "in": exclusive["copied"]["in"]}}
     assert exclusive["copied"]["out"] > 3 * 96
 
@@ -416,7 +421,7 @@ def test_a_hit_spans_both_tiers():
     whole = Request("3", list(range(8)), params)  # four full blocks, all known: one token must be left to compute
     assert manager.get_computed_blocks(whole)[1] == 6
     again.num_computed_tokens = num_tokens
-    assert manager.allocate_slots(again, 5, blocks) is None and len(manager.tier.blocks) == 4 - len(blocks)
+    assert manager.allocate_slots(again, 5, blocks) is None and len(kept(manager.tier)) == 4 - len(blocks)
     manager.allocate_slots(again, 1, blocks)
     batches = dict(manager.tier.copies.take())
     assert len(batches["in"]) == 4 - len(blocks)
@@ -432,19 +437,19 @@ def test_a_hit_spans_both_tiers():
 
 def test_figure_19():
     """Recomputation does not know block sizes; copies one by one suffer from small ones; at 16 to 64 both are close."""
-    known = lesson.facts()["figure_19"]
-    swap = [known["one_by_one_ms"][str(b)] for b in lesson.BLOCK_SIZES]
+    known = page.facts()["figure_19"]
+    swap = [known["one_by_one_ms"][str(b)] for b in page.BLOCK_SIZES]
     assert swap == sorted(swap, reverse=True) and swap[0] > 4 * known["recompute_ms"]
     assert all(0.8 < known["one_by_one_ms"][b] / known["recompute_ms"] < 1.2 for b in ("16", "32", "64"))
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_crossover_is_where_the_order_changes(one_by_one):
-    config, gpu, link = roofline.MODELS["Llama-2-7B"], lesson.HARDWARE["A100 80GB"], lesson.LINKS["PCIe 4"]
-    at = lesson.crossover(config, gpu, link, one_by_one=one_by_one)
+    config, gpu, link = roofline.MODELS["Llama-2-7B"], common.HARDWARE["A100 80GB"], page.LINKS["PCIe 4"]
+    at = page.crossover(config, gpu, link, one_by_one=one_by_one)
 
     def gain(n):
-        return lesson.recompute_seconds(config, gpu, n) - lesson.swap_seconds(config, link, n, one_by_one=one_by_one)
+        return page.recompute_seconds(config, gpu, n) - page.swap_seconds(config, link, n, one_by_one=one_by_one)
 
     assert gain(at - 16) <= 0 < gain(at)
 
@@ -452,33 +457,33 @@ def test_crossover_is_where_the_order_changes(one_by_one):
 def test_costs_by_hand():
     config = {"num_parameters": 10, "num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 2}
     gpu = common.GPU("x", 1, 1, flops=100)
-    assert lesson.recompute_seconds(config, gpu, 3) == pytest.approx((2 * 10 * 3 + 4 * 2 * 6) / 100)
+    assert page.recompute_seconds(config, gpu, 3) == pytest.approx((2 * 10 * 3 + 4 * 2 * 6) / 100)
     # 3 tokens are 2 blocks of 2; a token is 2 vectors of 2 bf16 values, 8 bytes; out and in.
     copied = 2 * (2 * 2 * 8 / 16)
-    assert lesson.swap_seconds(config, 16, 3, 2) == pytest.approx(copied + 2 * lesson.COPY_OVERHEAD)
-    assert lesson.swap_seconds(config, 16, 3, 2, one_by_one=True) == pytest.approx(copied + 8 * lesson.COPY_OVERHEAD)
+    assert page.swap_seconds(config, 16, 3, 2) == pytest.approx(copied + 2 * page.COPY_OVERHEAD)
+    assert page.swap_seconds(config, 16, 3, 2, one_by_one=True) == pytest.approx(copied + 8 * page.COPY_OVERHEAD)
 
 
 def test_the_cliff_is_the_pools():
     """Same GPU, same arrivals: latency leaves the ample pool's where the tight one is full, and swap cannot help."""
-    cliff = lesson.facts()["cliff"]
+    cliff = page.facts()["cliff"]
     low, high = cliff["tight"]["4"], cliff["tight"]["10"]
     assert low["p99"] == pytest.approx(cliff["ample"]["4"]["p99"]) and low["preemptions"] == 0
     assert high["p99"] > 1.8 * cliff["ample"]["10"]["p99"] and high["pool_used"] > 0.85 and high["redone"] > 0.1
     assert cliff["swap"]["10"]["redone"] == 0 and cliff["swap"]["10"]["p99"] > 0.9 * high["p99"]
-    gpu, config = common.HARDWARE[lesson.CLIFF_GPU], roofline.MODELS[lesson.CLIFF_MODEL]
+    gpu, config = common.HARDWARE[page.CLIFF_GPU], roofline.MODELS[page.CLIFF_MODEL]
     block = 16 * roofline.KVCacheSpec.from_config(config).bytes_per_token()
     weights = 2 * sum(roofline.weights_read(config))
-    assert weights + max(lesson.POOLS.values()) * block <= 0.9 * gpu.memory, "a pool that the card cannot hold"
+    assert weights + max(page.POOLS.values()) * block <= 0.9 * gpu.memory, "a pool that the card cannot hold"
 
 
 # --- simulate -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", lesson.THRASH.values(), ids=lesson.THRASH)
+@pytest.mark.parametrize("change", page.THRASH.values(), ids=page.THRASH)
 def test_simulation_conserves_blocks_and_tokens(change):
-    params = lesson.WIDGET_DEFAULT | change
-    trace = lesson.simulate(params)
+    params = page.WIDGET_DEFAULT | change
+    trace = page.simulate(params)
     assert all(step["free"] + sum(step["held"].values()) == params["pool_blocks"] for step in trace["steps"])
     assert trace["outputs"] == 16 * 192 and trace["useful"] == 16 * 255
     assert sum(sum(step["scheduled"].values()) for step in trace["steps"]) == trace["useful"] + trace["redone"]
@@ -486,16 +491,47 @@ def test_simulation_conserves_blocks_and_tokens(change):
     assert (trace["redone"] == 0) == (trace["preemptions"] == 0 or params["policy"] == "swap")
 
 
+@pytest.mark.parametrize("name", lesson.VARIANTS)
+def test_the_story_counts_what_the_page_quotes(name):
+    """One has a loop of a few lines, the other the widget's."""
+    steps, core = lesson.serve_crowd(**lesson.VARIANTS[name])
+    known = page.facts()["thrash"][name.replace(" ", "_")]
+    assert (steps, core.preemptions, core.useful, core.redone) == tuple(
+        known[key] for key in ("steps", "preemptions", "useful", "redone")
+    )
+    assert sum(core.copies.total.values()) == known["copied_blocks"]
+
+
+def test_enough_of_a_watermark_is_as_careful_as_lesson_04():
+    """Exercise 2."""
+    steps, core = lesson.serve_crowd(watermark_blocks=48)
+    assert (steps, core.preemptions) == (992, 0)
+
+
+@pytest.mark.parametrize(("pool", "written"), [(4, 1), (12, 129), (15, 177)])
+def test_a_request_past_the_check_writes_until_the_pool_is_its_own(pool, written, capsys):
+    lesson.show_stall(pool)
+    out = capsys.readouterr().out
+    assert f"needs 16 KV blocks, there are {pool}" in out and f"it writes {written} tokens" in out and "STALLED" in out
+
+
+def test_what_a_reader_asks_for_stands_below_the_table(capsys):
+    lesson.show_crowd({"pool_blocks": 12})
+    assert "as asked" in (out := capsys.readouterr().out) and "refused" in out
+    lesson.show_crowd({})
+    assert "as asked" not in capsys.readouterr().out
+
+
 def test_a_request_that_can_never_fit_is_refused():
     for blocks, refused in ((12, True), (15, True), (16, False)):
-        trace = lesson.simulate(lesson.WIDGET_DEFAULT | {"pool_blocks": blocks})
+        trace = page.simulate(page.WIDGET_DEFAULT | {"pool_blocks": blocks})
         assert (trace["refused"] is not None) == refused and (trace["steps"] == []) == refused
-    assert "REFUSED" in lesson.describe(lesson.simulate(lesson.WIDGET_DEFAULT | {"pool_blocks": 12}))
+    assert "REFUSED" in page.describe(page.simulate(page.WIDGET_DEFAULT | {"pool_blocks": 12}))
 
 
 def test_preempting_the_oldest_redoes_as_much_as_the_page_says(monkeypatch):
     monkeypatch.setattr(lesson.Scheduler, "_choose_victim", lambda self: self.running[0])
-    trace = lesson.simulate(lesson.WIDGET_DEFAULT)
+    trace = page.simulate(page.WIDGET_DEFAULT)
     assert trace["redone"] / (trace["redone"] + trace["useful"]) == pytest.approx(0.43, abs=0.005)
 
 
@@ -509,90 +545,10 @@ def test_preempting_the_oldest_redoes_as_much_as_the_page_says(monkeypatch):
     ],
 )
 def test_simulation_runs_the_real_classes(monkeypatch, cls, method, broken, change):
-    params = lesson.WIDGET_DEFAULT | change
-    before = lesson.simulate(params)
+    params = page.WIDGET_DEFAULT | change
+    before = page.simulate(params)
     monkeypatch.setattr(getattr(lesson, cls), method, broken)
-    assert lesson.simulate(params) != before
-
-
-# --- The figure of a replay -----------------------------------------------------------------------------------------
-
-
-def test_owners_of_a_trace():
-    prompt = list(range(16))
-    request = {"arrival_step": 0, "prompt_token_ids": prompt, "max_tokens": 40, "forced_output_token_ids": [7] * 40}
-    config = {"num_blocks": 9, "block_size": 8, "max_model_len": 64, "enable_prefix_caching": True}
-    trace = lesson.replay({"name": "x", "config": config, "requests": [{"id": i, **request} for i in "ab"]})
-    owners = dict(lesson.owners_of(trace))
-    assert owners[0] == {"a": 2, "b": 1}  # b shares a's first block
-    assert any(step.get("preempted") for step in trace["steps"])
-    assert all(sum(held.values()) + step["free_blocks"][0] == 8
-               for step, held in zip(trace["steps"], owners.values()) if "free_blocks" in step)  # fmt: skip
-
-
-def test_without_the_check_at_the_door_it_waits_for_ever():
-    """vLLM's scheduler admits a prompt that fits, lets it outgrow the pool, and then never gives up on it."""
-    config = {"num_blocks": 13, "block_size": 16, "max_model_len": 256}
-    request = {"id": "a", "arrival_step": 0, "prompt_token_ids": [0] * 64, "max_tokens": 192}
-    trace = lesson.replay({"name": "x", "config": config,
-                           "requests": [request | {"forced_output_token_ids": [1] * 192}]})  # fmt: skip
-    assert trace["end"] == "stalled" and trace["steps"][-2]["preempted"] == ["a"]
-
-
-@pytest.mark.parametrize(
-    ("where", "field", "value", "text"),
-    [("", "name", "\ud83d", "name: must be a string of printable"), ("", "name", "a\nb", "name: must be"),
-     ("requests", "id", "\ud83d", "requests[0].id: must be"), ("requests", "id", "a\nb", "requests[0].id: must be"),
-     ("requests", "id", "\x1b[31m", "requests[0].id: must be"),
-     ("requests", "cache_salt", "\ud83d", "requests[0].cache_salt: must be a string without half"),
-     ("requests", "a\n\x1b[31m", 1, 'requests[0]."a\\n\\u001b[31m": unknown field'),
-     ("config", "\ud83d", 1, 'config."\\ud83d": unknown field'),
-     ("config", "num_blocks", 10**6 + 1, "config.num_blocks: must be a whole number from 2 to 1000000"),
-     ("config", "num_blocks", 10**8, "config.num_blocks: must be")],
-)  # fmt: skip
-def test_what_cannot_be_shown_is_refused_in_one_line(tmp_path, where, field, value, text):
-    """And before anything runs: a pool of 10⁸ blocks alone would take gigabytes."""
-    request = {"id": "a", "arrival_step": 0, "max_tokens": 1, "prompt_token_ids": [1], "forced_output_token_ids": [1]}
-    workload = {"name": "w", "config": {}, "requests": [request]}
-    {"": workload, "requests": request, "config": workload["config"]}[where][field] = value
-    (tmp_path / "w.json").write_text(json.dumps(workload))
-    with pytest.raises(common.InputError) as error:
-        lesson.main(["replay", str(tmp_path / "w.json"), "--table"])
-    assert text in str(error.value) and str(error.value).isprintable()
-
-
-def test_texts_that_can_be_shown_are_taken(capsys, tmp_path):
-    """A salt only has to be hashed."""
-    request = {"id": "寿 é", "arrival_step": 0, "max_tokens": 1, "prompt_token_ids": [1], "cache_salt": "a\n",
-               "forced_output_token_ids": [1]}  # fmt: skip
-    workload = {"name": "👩", "config": {"num_blocks": 3}, "requests": [request]}
-    (tmp_path / "w.json").write_text(json.dumps(workload, ensure_ascii=False), encoding="utf-8")
-    lesson.main(["replay", str(tmp_path / "w.json"), "--table"])
-    assert "寿 é" in capsys.readouterr().out
-
-
-def test_replay_draws(tmp_path, capsys):
-    workload = tmp_path / "w.json"
-    workload.write_text('{"name": "w", "config": {}, "requests": [{"id": "a", "arrival_step": 0, "max_tokens": 3,'
-                        ' "prompt_token_ids": [1, 2], "forced_output_token_ids": [1, 2, 3]}]}')  # fmt: skip
-    lesson.main(["replay", str(workload), "--table", "--figure", str(tmp_path / "figures")])
-    assert (tmp_path / "figures" / "replay_w.svg").read_text().startswith("<?xml")
-    assert "finished" in capsys.readouterr().out
-    workload.write_text('{"name": "w", "config": {}, "requests": []}')
-    with pytest.raises(common.InputError, match=r"--out .*file"):
-        (tmp_path / "file").write_text("")
-        lesson.main(["replay", str(workload), "--out", str(tmp_path / "file" / "deep")])
-    lesson.main(["replay", str(workload), "--out", str(tmp_path / "new" / "deep"), "--figure", str(tmp_path / "none")])
-    assert (tmp_path / "new" / "deep" / "w.json").exists() and not (tmp_path / "none").exists(), "nothing to draw"
-
-
-def test_the_table_names_who_was_refused(tmp_path, capsys):
-    request = {"id": "long", "arrival_step": 0, "max_tokens": 1, "prompt_token_ids": [1] * 600,
-               "forced_output_token_ids": [1]}  # fmt: skip
-    short = request | {"id": "short", "prompt_token_ids": [1]}
-    (tmp_path / "w.json").write_text(json.dumps({"name": "w", "config": {}, "requests": [request, short]}))
-    lesson.main(["replay", str(tmp_path / "w.json"), "--table"])
-    assert "long refused: " in capsys.readouterr().out
+    assert page.simulate(params) != before
 
 
 def test_of_victims_that_came_together_the_first_admitted_goes():
@@ -634,7 +590,7 @@ def test_what_comes_back_is_not_pushed_out_by_what_makes_room():
     manager.tier.copies.take()
     again = Request("2", list(range(5)), params)
     blocks, again.num_computed_tokens = manager.get_computed_blocks(again)
-    assert (len(blocks), again.num_computed_tokens, len(manager.tier.blocks)) == (1, 4, 1)
+    assert (len(blocks), again.num_computed_tokens, len(kept(manager.tier))) == (1, 4, 1)
     manager.allocate_slots(again, 1, blocks)
     assert manager.tier.copies.take() == [("in", [(1, manager.get_block_ids("2")[1])])], "no room for what left"
-    assert not manager.tier.blocks and manager.tier.pool.num_free_blocks == 1
+    assert not kept(manager.tier) and manager.tier.num_free_blocks == 1

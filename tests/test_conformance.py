@@ -11,12 +11,15 @@ from pathlib import Path
 import common
 import pytest
 import scripts
+from engine.config import SchedulerConfig
 from engine.core.block_pool import BlockPool
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Scheduler, make_scheduler
+from engine.request import Request, SamplingParams
+from lab import replay, workload_files
 from support.broken import break_class
 
-lesson = common.lesson("11_preemption")
+page = common.numbers("11_preemption")
 GOLDEN = Path(__file__).parent / "golden"
 WORKLOADS = sorted((*GOLDEN.glob("recorded/workloads/*.json"), *GOLDEN.glob("random/workloads/*.json")))
 
@@ -49,15 +52,15 @@ def first_difference(ours: dict, recorded: dict) -> str | None:
 
 
 def compare(path: Path) -> str | None:
-    ours = lesson.replay(json.loads(path.read_text()))
+    ours = replay.replay(json.loads(path.read_text()))
     return first_difference(ours, json.loads(trace_of(path).read_text()))
 
 
 @pytest.mark.parametrize("path", WORKLOADS, ids=[f"{p.parent.parent.name}-{p.stem}" for p in WORKLOADS])
 def test_every_recorded_decision_is_ours(path):
-    ours = lesson.replay(json.loads(path.read_text()))
+    ours = replay.replay(json.loads(path.read_text()))
     assert first_difference(ours, json.loads(trace_of(path).read_text())) is None
-    assert lesson.dumps(ours) == trace_of(path).read_text()
+    assert workload_files.dumps(ours) == trace_of(path).read_text()
 
 
 def test_the_recordings_meet_every_rule():
@@ -65,13 +68,14 @@ def test_the_recordings_meet_every_rule():
     assert len(list((GOLDEN / "recorded" / "workloads").iterdir())) >= 26 and len(WORKLOADS) >= 40
     traces = [json.loads(trace_of(path).read_text()) for path in WORKLOADS]
     assert {trace["end"] for trace in traces} == {"finished", "stalled", "max_steps"}
-    assert {trace["vllm"] for trace in traces} == {lesson.REFERENCE}
+    assert {trace["vllm"] for trace in traces} == {workload_files.REFERENCE}
     steps = [step for trace in traces for step in trace["steps"]]
     for field in (*FIELDS, "aborted"):
         assert any(field in step for step in steps), field
     configs = [trace["config"] for trace in traces]
-    for name in lesson.CONFIG_FIELDS.keys() - {"async_scheduling", "prefix_caching_hash_algo"}:
-        assert any(config[name] != lesson.CONFIG_FIELDS[name].default for config in configs), f"no workload sets {name}"
+    for name in workload_files.CONFIG_FIELDS.keys() - {"async_scheduling", "prefix_caching_hash_algo"}:
+        default = workload_files.CONFIG_FIELDS[name].default
+        assert any(config[name] != default for config in configs), f"no workload sets {name}"
 
 
 # --- It can fail: each rule, broken in the real class, shows ---------------------------------------------------------
@@ -137,7 +141,7 @@ def run(capsys, *argv) -> tuple[int, str, str]:
     """Exit code, standard output and error of the script with these arguments."""
     code = 0
     try:
-        common.run(lambda: lesson.main([str(a) for a in argv]))
+        common.run(lambda: replay.main([str(a) for a in argv]))
     except SystemExit as stop:
         code = stop.code
     captured = capsys.readouterr()
@@ -145,31 +149,31 @@ def run(capsys, *argv) -> tuple[int, str, str]:
 
 
 def test_replay_as_a_user_runs_it(capsys):
-    done = scripts.execute([sys.executable, common.HERE / "11_preemption.py", "replay", WORKLOADS[0]])
+    done = scripts.execute([sys.executable, "-m", "vllm", "replay", WORKLOADS[0]])
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == trace_of(WORKLOADS[0]).read_text()
-    code, out, error = run(capsys, "replay", "no-such.json")
+    code, out, error = run(capsys, "no-such.json")
     assert (code, out) == (2, "") and len(error.splitlines()) == 1 and "no-such.json" in error
 
 
 def test_out_writes_one_trace_per_file(capsys, tmp_path):
     files = WORKLOADS[:4]
-    assert run(capsys, "replay", *files, "--out", tmp_path / "new") == (0, "", "")
+    assert run(capsys, *files, "--out", tmp_path / "new") == (0, "", "")
     for path in files:
         assert (tmp_path / "new" / path.name).read_text() == trace_of(path).read_text()
-    code, _, error = run(capsys, "replay", files[0], trace_of(files[0]).parent / ".." / "workloads" / files[0].name,
+    code, _, error = run(capsys, files[0], trace_of(files[0]).parent / ".." / "workloads" / files[0].name,
                          "--out", tmp_path)  # fmt: skip
     assert code == 2 and "--out" in error
 
 
 def test_several_files_without_out_are_printed_one_after_the_other(capsys):
-    code, out, _ = run(capsys, "replay", *WORKLOADS[:3])
+    code, out, _ = run(capsys, *WORKLOADS[:3])
     assert code == 0 and out == "".join(trace_of(path).read_text() for path in WORKLOADS[:3])
 
 
 def test_table_is_for_people(capsys):
     path = next(p for p in WORKLOADS if "preempt_basic" in p.stem)
-    code, out, error = run(capsys, "replay", path, "--table")
+    code, out, error = run(capsys, path, "--table")
     assert (code, error) == (0, "") and "25_preempt_basic" in out and "preempted" in out
     trace = json.loads(trace_of(path).read_text())
     rows = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
@@ -181,7 +185,7 @@ def test_400_workloads_replay_in_seconds():
     workloads = [json.loads(path.read_text()) for path in WORKLOADS]
     start = time.perf_counter()
     for i in range(400):
-        lesson.replay(workloads[i % len(workloads)])
+        replay.replay(workloads[i % len(workloads)])
     assert time.perf_counter() - start < 30
 
 
@@ -263,7 +267,7 @@ MALFORMED = [
 def test_malformed_workloads_get_one_line_that_names_the_field(capsys, tmp_path, workload, field):
     path = tmp_path / "workload.json"
     path.write_text(json.dumps(workload))
-    code, out, error = run(capsys, "replay", WORKLOADS[0], path, "--out", tmp_path / "out")
+    code, out, error = run(capsys, WORKLOADS[0], path, "--out", tmp_path / "out")
     assert (code, out) == (2, "")
     assert len(error.splitlines()) == 1 and field in error and str(path) in error, error
 
@@ -275,19 +279,19 @@ NAN = json.dumps(GOOD | {"note": float("nan")}).encode()  # in a field that nobo
 def test_files_that_are_not_json(capsys, tmp_path, content):
     path = tmp_path / "broken.json"
     path.write_bytes(content)
-    code, out, error = run(capsys, "replay", path)
+    code, out, error = run(capsys, path)
     assert (code, out) == (2, "") and len(error.splitlines()) == 1 and "broken.json" in error
 
 
 def test_an_unreadable_path_and_an_unwritable_folder(capsys, tmp_path):
     (tmp_path / "file").write_text("")
     for argv in ([tmp_path], [WORKLOADS[0], "--out", tmp_path / "file"]):
-        code, out, error = run(capsys, "replay", *argv)
+        code, out, error = run(capsys, *argv)
         assert (code, out) == (2, "") and len(error.splitlines()) == 1
 
 
 def test_ranges_include_their_ends():
-    for name, field in lesson.CONFIG_FIELDS.items():
+    for name, field in workload_files.CONFIG_FIELDS.items():
         for value in {field.low, field.high} - {None}:
             field.check(name, value)
             with pytest.raises(common.InputError, match=name):
@@ -299,9 +303,9 @@ def test_what_a_request_may_leave_out_it_may_also_say():
     request = {"id": "", "arrival_step": 0, "prompt_token_ids": [0], "max_tokens": 1, "forced_output_token_ids": [0]}
     more = {"abort_step": 3, "priority": -1, "stop_token_ids": None, "cache_salt": None,
             "skip_reading_prefix_cache": None}  # fmt: skip
-    short, long = (lesson.replay({"name": "", "config": {}, "requests": [r]}) for r in (request, request | more))
+    short, long = (replay.replay({"name": "", "config": {}, "requests": [r]}) for r in (request, request | more))
     assert long == short and short["steps"][0]["finished"] == {"": "length"}
-    early = lesson.replay({"name": "", "config": {}, "requests": [request | {"abort_step": 0, "cache_salt": "\ud7ff"}]})
+    early = replay.replay({"name": "", "config": {}, "requests": [request | {"abort_step": 0, "cache_salt": "\ud7ff"}]})
     assert early["end"] == "finished" and early["steps"] == [
         {"step": 0, "added": [""], "aborted": [""], "scheduled": {}, "free_blocks": [64, 64]}
     ]
@@ -309,7 +313,7 @@ def test_what_a_request_may_leave_out_it_may_also_say():
 
 @pytest.mark.parametrize("length", [38, 39])
 def test_a_long_value_is_cut_in_the_message(length):
-    field = next(field for field in lesson.CONFIG_FIELDS.values() if field.low is not None)
+    field = next(field for field in workload_files.CONFIG_FIELDS.values() if field.low is not None)
     shown = f'"{"x" * length}"'  # 40 characters are shown whole, one more is not
     with pytest.raises(common.InputError) as error:
         field.check("size", "x" * length)
@@ -322,7 +326,7 @@ def test_an_empty_prompt_may_not_go_round_the_front_end():
     workload = edited("requests", 0, "prompt_token_ids", value=[])
     workload["config"] = {**workload["config"], "bypass_frontend": True}
     with pytest.raises(common.InputError, match=r"requests\[0\]\.prompt_token_ids: must not be empty"):
-        lesson.check_workload(workload)
+        workload_files.check_workload(workload)
 
 
 def test_a_trace_for_people_says_all_that_happened():
@@ -332,7 +336,7 @@ def test_a_trace_for_people_says_all_that_happened():
         {"step": 1, "scheduled": {"c": 1}, "resumed": ["c"], "preempted": ["a"], "finished": ["b"], "aborted": ["d"]},
         {"step": 2, "scheduled": {}},
     ]  # fmt: skip
-    assert [*lesson.step_rows({"steps": steps})] == [
+    assert [*workload_files.step_rows({"steps": steps})] == [
         [0, "+a:4  +b:2(hit 16)", "", "", "c d", 9], [1, "↻c:1", "a", "b d(abort)", "", 0],
         [2, "nothing", "", "", "", 0],
     ]  # fmt: skip
@@ -345,24 +349,24 @@ def test_who_has_left_owns_nothing():
         {"step": 1, "preempted": ["a"], "aborted": ["c"], "blocks": {"b": [1, 3, 7]}, "finished": ["d"]},
         {"step": 2},
     ]  # fmt: skip
-    assert lesson.owners_of({"steps": steps}) == [
+    assert workload_files.owners_of({"steps": steps}) == [
         (0, {"a": 2, "b": 1, "c": 1, "d": 2}), (1, {"b": 3, "d": 2}), (2, {"b": 3})]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
 def test_every_hash_of_vllms_makes_the_same_decisions(name):
     assert (
-        lesson.replay(edited("config", "prefix_caching_hash_algo", value=name))["steps"] == lesson.replay(GOOD)["steps"]
+        replay.replay(edited("config", "prefix_caching_hash_algo", value=name))["steps"] == replay.replay(GOOD)["steps"]
     )
 
 
 def test_an_empty_prompt_is_refused_and_nobody_else():
-    trace = lesson.replay(edited("requests", 0, "prompt_token_ids", value=[]))
+    trace = replay.replay(edited("requests", 0, "prompt_token_ids", value=[]))
     assert list(trace["rejected"]) == [GOOD["requests"][0]["id"]] and trace["end"] == "finished"
 
 
 def test_defaults_apply_and_an_empty_workload_ends_at_once():
-    trace = lesson.replay({"name": "empty", "config": {}, "requests": []})
+    trace = replay.replay({"name": "empty", "config": {}, "requests": []})
     assert trace["end"] == "finished" and trace["steps"] == []
     assert trace["config"] == {
         "block_size": 16, "num_blocks": 65, "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64,
@@ -383,7 +387,7 @@ def one_request(forced: list[int], **config) -> dict:
 
 
 def test_a_step_ahead_is_heard_of_a_step_later():
-    steps = lesson.replay(one_request([4, 5, 6], async_scheduling=True))["steps"]
+    steps = replay.replay(one_request([4, 5, 6], async_scheduling=True))["steps"]
     assert [(step["scheduled"], step.get("sampled", {})) for step in steps] == [
         ({"a": 3}, {}), ({"a": 1}, {"a": 4}), ({"a": 1}, {"a": 5}), ({}, {"a": 6}),
     ]  # fmt: skip
@@ -392,7 +396,7 @@ def test_a_step_ahead_is_heard_of_a_step_later():
 
 def test_a_step_after_the_stop_is_planned_in_vain():
     """What a model would write there need not be in the file."""
-    steps = lesson.replay(one_request([4, 9], async_scheduling=True))["steps"]
+    steps = replay.replay(one_request([4, 9], async_scheduling=True))["steps"]
     assert [(step["scheduled"], step.get("sampled", {})) for step in steps] == [
         ({"a": 3}, {}), ({"a": 1}, {"a": 4}), ({"a": 1}, {"a": 9}),
     ]  # fmt: skip
@@ -406,7 +410,7 @@ def test_steps_in_vain_are_nobody_elses():
     late = a | {"id": "c", "arrival_step": 9, "forced_output_token_ids": [4, 5, 6]}
     workload["requests"] += [a | {"id": "b", "forced_output_token_ids": [4, 5, 6]}, late,
                              late | {"id": "gone", "arrival_step": 7, "abort_step": 7}]  # fmt: skip
-    trace = lesson.replay(workload)
+    trace = replay.replay(workload)
     heard = {(step["step"], name): token for step in trace["steps"] for name, token in step.get("sampled", {}).items()}
     assert heard == {(1, "a"): 4, (1, "b"): 4, (2, "a"): 9, (2, "b"): 5, (3, "b"): 6,
                      (10, "c"): 4, (11, "c"): 5, (12, "c"): 6}  # fmt: skip
@@ -416,7 +420,7 @@ def test_steps_in_vain_are_nobody_elses():
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_request_that_goes_on_needs_tokens(ahead):
     with pytest.raises(common.InputError, match="request 'a': has 2 tokens, but the request goes on"):
-        lesson.replay(one_request([4, 5], async_scheduling=ahead))
+        replay.replay(one_request([4, 5], async_scheduling=ahead))
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -425,10 +429,10 @@ def test_nothing_that_can_change_is_a_stall(ahead):
     workload = one_request([4, 5, 6], async_scheduling=ahead, num_blocks=3, block_size=1, max_model_len=8)
     refused = {"id": "b", "prompt_token_ids": list(range(9)), "arrival_step": 0, "abort_step": 8}
     workload["requests"].append(workload["requests"][0] | refused)
-    trace = lesson.replay(workload)
+    trace = replay.replay(workload)
     assert trace["end"] == "stalled" and len(trace["steps"]) == 1 and list(trace["rejected"]) == ["b"]
     workload["requests"][0]["abort_step"] = 3  # that can
-    trace = lesson.replay(workload)
+    trace = replay.replay(workload)
     assert trace["end"] == "finished" and trace["steps"][-1]["aborted"] == ["a"] and len(trace["steps"]) == 4
 
 
@@ -436,7 +440,7 @@ def test_a_step_that_only_hears_of_the_last_one_is_no_stall():
     """All blocks are a's until its last token is heard of, and no step is planned meanwhile."""
     workload = one_request([4, 5, 6], async_scheduling=True, num_blocks=6, block_size=1, max_model_len=6)
     workload["requests"].append(workload["requests"][0] | {"id": "b"})
-    trace = lesson.replay(workload)
+    trace = replay.replay(workload)
     assert {} in [step["scheduled"] for step in trace["steps"]]
     assert trace["end"] == "finished" and trace["steps"][-1]["finished"] == {"b": "length"}
 
@@ -446,16 +450,16 @@ def test_a_step_that_only_hears_of_the_last_one_is_no_stall():
 
 def test_a_step_is_cheaper_than_vllms():
     """vLLM's own, on two cores of a 2.3 GHz Xeon: 13.26 ms. The fastest of many: others may use the machine, too."""
-    assert min(lesson.scheduler_cost(1000, steps=2) for _ in range(20)) < 13.26e-3
+    assert min(page.scheduler_cost(1000, steps=2) for _ in range(20)) < 13.26e-3
 
 
 def calls_per_step(num_running: int, num_waiting: int) -> int:
     """Function calls of one decode step, C functions included: work that no other process on the machine changes."""
-    config = lesson.SchedulerConfig(max_model_len=64, max_num_seqs=num_running, max_num_batched_tokens=8 * num_running)
-    scheduler = lesson.make_scheduler(config, num_blocks=8 * num_running + 1, block_size=8)
-    params = lesson.SamplingParams(max_tokens=None)
+    config = SchedulerConfig(max_model_len=64, max_num_seqs=num_running, max_num_batched_tokens=8 * num_running)
+    scheduler = make_scheduler(config, num_blocks=8 * num_running + 1, block_size=8)
+    params = SamplingParams(max_tokens=None)
     for i in range(num_running + num_waiting):
-        scheduler.add_request(lesson.Request(f"r{i}", [i] * 8, params, arrival_time=i))
+        scheduler.add_request(Request(f"r{i}", [i] * 8, params, arrival_time=i))
 
     def step():
         output = scheduler.schedule()

@@ -14,13 +14,13 @@ from engine.core.scheduler import Scheduler
 from engine.kv_transfer.base import KVConnectorBase
 from engine.output import KVConnectorOutput
 from engine.spec_decode.drafters import SpeculativeConfig
+from lab import replay, workload_files
 from support.broken import break_class
 from test_conformance import GOLDEN, trace_of
 
-preemption = common.lesson("11_preemption")
 disagg = common.lesson("08_disagg")
 FEATURES = ("speculative", "adapters", "remote", "loads", "together", "ahead", "ahead_speculative")
-FIELDS = preemption.CONFIG_FIELDS
+FIELDS = workload_files.CONFIG_FIELDS
 WORKLOADS = {feature: sorted((GOLDEN / feature / "workloads").iterdir()) for feature in FEATURES}
 
 
@@ -96,8 +96,8 @@ class Resident:
         return False
 
 
-class Core(preemption.ReplayCore):
-    """Lesson 11's, and what drafts, adapters and a connector add to it."""
+class Core(replay.ReplayCore):
+    """The replay's, and what drafts, adapters and a connector add to it."""
 
     scheduler_class = Scheduler
 
@@ -164,7 +164,7 @@ class Core(preemption.ReplayCore):
             while pending and pending[0][1]["arrival_step"] <= step:
                 rank, spec = pending.popleft()
                 self.forced[spec["id"]] = spec["forced_output_token_ids"]
-                request = preemption.workload_files.make_request(spec, rank, self.config)
+                request = workload_files.make_request(spec, rank, self.config)
                 request.lora_name = spec.get("lora")
                 self.add_request(request)
                 added.append(spec["id"])
@@ -219,7 +219,7 @@ def test_what_came_from_elsewhere_before_a_block_that_did_not_is_kept_and_counte
     core = Core({"config": config, "requests": requests})
     for rank, request in enumerate(requests):
         core.forced[request["id"]] = [3] * 5
-        core.add_request(preemption.workload_files.make_request(request, rank, core.config))
+        core.add_request(workload_files.make_request(request, rank, core.config))
         core.recorded_step()
     connector, there = core.scheduler.connector, core.scheduler.requests["there"]
     table = core.scheduler.kv_cache_manager.get_block_ids("there")
@@ -239,7 +239,7 @@ def test_the_recordings_meet_the_rules():
     def steps(feature):
         for path in WORKLOADS[feature]:
             workload, trace = (json.loads(p.read_text()) for p in (path, trace_of(path)))
-            assert trace["vllm"] == preemption.REFERENCE and trace["steps"]
+            assert trace["vllm"] == workload_files.REFERENCE and trace["steps"]
             for step in trace["steps"]:
                 yield workload, step
 
@@ -529,7 +529,7 @@ RULES_OF_033 = {
 def test_three_rules_make_it_vllm_033(path, monkeypatch):
     def ours():
         workload = json.loads(next(GOLDEN.glob(f"*/workloads/{path.name}")).read_text())
-        steps = preemption.replay(workload)["steps"] if feature == "fuzz" else Core(workload).run()
+        steps = replay.replay(workload)["steps"] if feature == "fuzz" else Core(workload).run()
         return texts(steps)
 
     feature, recorded = path.stem.split("_")[0], json.loads(path.read_text())

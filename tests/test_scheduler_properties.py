@@ -19,13 +19,13 @@ from engine.config import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.engine_core import check_pool
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.scheduler import make_scheduler
 from engine.request import Request
 from engine.request import RequestStatus
 from engine.request import SamplingParams
 
 continuous_batching = common.lesson("04_continuous_batching")
 chunked_prefill = common.lesson("10_chunked_prefill")
-preemption = common.lesson("11_preemption")
 
 VOCABULARY = 4  # small: prompts share prefixes, and generated blocks are found again
 
@@ -102,13 +102,13 @@ def engines(draw, step: int) -> FakeEngine:
     if step == 10:
         manager = KVCacheManager(num_blocks, block_size, max_model_len, enable_caching=False)
         return FakeEngine(chunked_prefill.Scheduler(chunked_prefill.SchedulerConfig(**limits), manager))
-    config = preemption.SchedulerConfig(
+    config = SchedulerConfig(
         **limits,
         max_num_active_seqs=draw(st.none() | st.integers(1, max_num_seqs)),
         scheduler_reserve_full_isl=draw(st.booleans()),
         watermark=draw(st.sampled_from([0.0, 0.0, 0.2, 0.9])),
     )
-    return FakeEngine(preemption.make_scheduler(config, num_blocks, block_size, draw(st.booleans())))
+    return FakeEngine(make_scheduler(config, num_blocks, block_size, draw(st.booleans())))
 
 
 class Machine(RuleBasedStateMachine):
@@ -343,11 +343,11 @@ def right_under_priority(seed: int, **config: bool) -> bool:
     """A long unimportant prompt in chunks of four blocks, and important requests that push it out of a step in which
     it already stands. Does everybody get the tokens that it gets alone?"""
     draw = random.Random(seed)
-    config = preemption.SchedulerConfig(
+    config = SchedulerConfig(
         max_model_len=40, max_num_seqs=6, max_num_batched_tokens=48, policy="priority", long_prefill_token_threshold=8,
         **config,
     )  # fmt: skip
-    engine = FakeEngine(preemption.make_scheduler(config, num_blocks=draw.randint(21, 26), block_size=2))
+    engine = FakeEngine(make_scheduler(config, num_blocks=draw.randint(21, 26), block_size=2))
     arrivals = [(0, "r0", draw.randint(30, 38), 2, 9), (0, "r1", 1, 1, 9)]
     arrivals += [(draw.randint(1, 3), f"r{i}", draw.randint(1, 8), draw.randint(1, 20), 0) for i in (2, 3, 4)]
     requests = []
@@ -381,7 +381,7 @@ def careful_scheduler(num_blocks: int = 9, block_size: int = 4, **limits) -> con
 
 def test_tokens_behind_a_stop_are_dropped():
     """A step may bring several tokens (speculation); what comes after the end is not the request's."""
-    scheduler = preemption.make_scheduler(SchedulerConfig(32, max_num_batched_tokens=128), 9, 4)
+    scheduler = make_scheduler(SchedulerConfig(32, max_num_batched_tokens=128), 9, 4)
     scheduler.add_request(Request("r", [1, 2], SamplingParams(stop_token_ids=[9])))
     [output] = scheduler.update_from_output(scheduler.schedule(), {"r": [5, 9, 7]})
     assert (output.new_token_ids, output.finish_reason, output.stop_reason) == ([5, 9], "stop", 9)
@@ -420,7 +420,7 @@ def test_nobody_overtakes_the_head_of_the_queue():
 def test_a_pool_below_one_full_sequence_is_refused_and_so_is_what_never_fits():
     with pytest.raises(common.InputError, match="num_blocks 8"):
         careful_scheduler(num_blocks=8)
-    engine = FakeEngine(preemption.make_scheduler(SchedulerConfig(32, max_num_batched_tokens=128), 8, 4))
+    engine = FakeEngine(make_scheduler(SchedulerConfig(32, max_num_batched_tokens=128), 8, 4))
     with pytest.raises(common.InputError, match="num_blocks 8"):
         check_pool(engine.scheduler)
     with pytest.raises(common.InputError, match="needs 8 KV blocks, there are 7"):
@@ -438,9 +438,9 @@ def test_a_pool_below_one_full_sequence_is_refused_and_so_is_what_never_fits():
         (chunked_prefill.SchedulerConfig, {"max_num_batched_tokens": 200, "enable_chunked_prefill": False}),
         (chunked_prefill.SchedulerConfig, {"max_num_scheduled_tokens": 0}),
         (chunked_prefill.SchedulerConfig, {"long_prefill_token_threshold": 3000}),
-        (preemption.SchedulerConfig, {"max_num_active_seqs": 129}),
-        (preemption.SchedulerConfig, {"max_num_active_seqs": 0}),
-        (preemption.SchedulerConfig, {"watermark": 1.0}),
+        (SchedulerConfig, {"max_num_active_seqs": 129}),
+        (SchedulerConfig, {"max_num_active_seqs": 0}),
+        (SchedulerConfig, {"watermark": 1.0}),
     ],
 )
 def test_contradicting_limits_are_refused_by_name(config, wrong):
@@ -462,14 +462,14 @@ def test_sampling_params_out_of_range_are_refused_by_name(wrong):
 
 def test_tokens_that_are_not_known_are_not_indexed():
     """Room may be made for drafts (speculation); only blocks whose tokens are certain get a key."""
-    manager = preemption.KVCacheManager(9, 4, 32)
+    manager = KVCacheManager(9, 4, 32)
     request = Request("r", [1, 2, 3, 4, 5, 6], SamplingParams())
     assert len(manager.allocate_slots(request, 9)) == 3
     assert len(manager.block_pool.cached_block_hash_to_block) == 1 and manager.num_cached_block == {"r": 1}
 
 
 def test_a_withdrawn_chunk_takes_only_its_own_blocks_out_of_the_index():
-    manager = preemption.KVCacheManager(9, 4, 32)
+    manager = KVCacheManager(9, 4, 32)
     request = Request("r", list(range(16)), SamplingParams())
     manager.allocate_slots(request, 8)
     request.num_computed_tokens = 8

@@ -27,7 +27,9 @@ def main() -> None:
 
         bench.main(sys.argv[1:])
     elif command == "replay":
-        common.lesson("11_preemption").main(sys.argv[1:])
+        from lab import replay
+
+        replay.main(sys.argv[2:])
     else:
         raise common.InputError(
             f"python -m vllm: command {command!r}: must be one of {', '.join(COMMANDS)}; each has --help"

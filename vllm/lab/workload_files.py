@@ -1,4 +1,4 @@
-"""Workload files: what `replay` reads, what it writes, and the knobs that a file may turn. For lesson 11.
+"""Workload files: what `replay` reads, what it writes, and the knobs that a file may turn.
 
 A workload is a JSON object, {"name": "two", "config": {"num_blocks": 9}, "requests": [...]}. `config` turns knobs of
 the scheduler and its pool, each with a default. A request says when it arrives, what it reads, how much it may write
@@ -8,7 +8,7 @@ and, since no model runs, what it will write:
 
 Files come from outside, so every field is checked before anything runs: a wrong one gets one line that names it and
 what is allowed there. A trace has an entry for each step, in the format of the recordings from vLLM, which
-tests/golden/README.md describes. What happens between the two, the scheduler and `replay` itself, is in 11_preemption.
+tests/golden/README.md describes. What happens between the two is in `replay.py` and in the engine's scheduler.
 
 Read for this: vLLM 0.32 `config/scheduler.py`.
 """

@@ -1,5 +1,5 @@
 // Equal requests, one every few steps, at a pool that may be too small: the twin of `simulate` in
-// vllm/11_preemption.py.
+// lessons/numbers/11_preemption.py.
 import { Request } from "./lib/continuous_batching.mjs";
 import { MeteredCore, PreemptionScheduler, SwapScheduler } from "./lib/preemption.mjs";
 import { PrefixCachingKVCacheManager } from "./lib/prefix_caching.mjs";
