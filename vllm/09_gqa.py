@@ -634,7 +634,7 @@ def show_map(head_map: str, model: llama.Llama, tokenizer: llama.Tokenizer) -> N
     prompt, shape = tokenizer.ask(QUESTION), (model.num_heads, model.num_kv_heads)
     answer = generate_naively(model, prompt, 8, HEAD_MAPS[head_map](*shape))
     common.say(f"{QUESTION} {head_map} map: {tokenizer.decode(answer)!r}")
-    common.check_equal("8 tokens through both kernels, from blocks: the same", generate(model, [prompt], 8)[0], answer)
+    common.check_equal("8 tokens from the grouped cache: the same", generate(model, [prompt], 8)[0], answer)
     wrong = generate_naively(model, prompt, 8, tiled(*shape))
     common.say(f"And under the tiled map, {shape[0]} : {shape[1]}: {tokenizer.decode(wrong)!r}")
 
@@ -646,11 +646,10 @@ def show_mla() -> None:
         layer, hidden = MLA.random(MLAConfig(), dtype), torch.randn(T, 2048, dtype=dtype, device=device) / 8
         q, cached = layer.project(hidden, torch.arange(T, device=device))
         naive, absorbed = layer.naive(q, cached), layer.absorbed(q, cached)
-        if dtype is torch.float64:
-            if not (error := common.relative_error(absorbed, naive)) < 1e-12:
-                raise common.CheckFailed(f"naive and absorbed differ by {error:.1e} in fp64")
-            common.say(f"✓ a layer of DeepSeek-V2-Lite, naive and absorbed, fp64: relative error {error:.0e}")
-    common.check("the same in fp32", absorbed, naive)
+        error, allowed = common.relative_error(absorbed, naive), {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
+        if not error <= allowed:
+            raise common.CheckFailed(f"naive and absorbed differ by {error:.1e} in {dtype}")
+        common.say(f"✓ a layer of DeepSeek-V2-Lite, naive and absorbed, {dtype}: relative error {error:.1e}")
 
     meta = AttentionMetadata.build([[4, 1, 3]], [T], [T], 16)
     cache = torch.full((5, 16, cached.shape[1]), math.nan, device=device)
@@ -663,11 +662,10 @@ def show_mla() -> None:
     common.check(f"its last token, paged, {what}, keys split in 2", layer.unfold(o), naive[-1:])
 
     common.say(f"{512 + 64} elements per token and layer, for 128 heads; MHA would keep {128 * (128 + 128):,}.")
-    costs = (mla_cost(128, queries, 8192) for queries in itertools.count(1))
-    one = next(costs)
-    queries = next(n for n, cost in enumerate(costs, start=2) if cost["naive"] < cost["absorbed"])
+    one, several = mla_cost(128, 1, 8192), (mla_cost(128, queries, 8192) for queries in itertools.count(1))
+    cross = next(queries for queries, cost in enumerate(several, 1) if cost["naive"] < cost["absorbed"])
     gflop = f"naive {one['naive'] / 1e9:.0f} GFLOP, absorbed {one['absorbed'] / 1e9:.1f}"
-    common.say(f"One query on 8,192 tokens, 128 heads: {gflop}; naive is less for {queries} queries or more.")
+    common.say(f"One query on 8,192 tokens, 128 heads: {gflop}. For {cross} queries or more, naive is less.")
 
 
 def show_gpus() -> None:
@@ -675,17 +673,20 @@ def show_gpus() -> None:
     rows, usable, weights = [], 80 * 2**30 * 92 // 100, 16 * 10**9
     for tp in (1, 2, 4, 8, 16):
         mha, gqa, mqa = (bytes_per_token(Hkv, tp) for Hkv in (32, 8, 1))
+        kib = [size // 1024 for size in (mha, gqa, mqa, 32 * (512 + 64) * 2)]  # MLA's latent is there once on each
         fit = [(usable - weights // tp) // (8192 * size) for size in (gqa, mqa)]
         answers = heads_that_answer(deal_heads(32, 8, tp, "tiled")[1], 8)
         wrong = sum(a != b for a, b in zip(answers, interleaved(32, 8)))
-        rows.append([tp, *(size // 1024 for size in (mha, gqa, mqa)), *fit, wrong])
-    fits = ["GQA-8: sequences", "MQA: sequences"]
-    common.table(["GPUs", "MHA", "GQA-8", "MQA: KiB/token on each", *fits, "GQA-8, tiled: heads wrong"], rows)
-    common.say("(Sequences of 8,192 tokens, beside the 16 GB of an 8B model's weights, on GPUs of 80 GiB.)")
+        rows.append([tp, *kib, *fit, wrong])
+    fits = ["GQA-8 fits", "MQA fits"]
+    common.table(["GPUs", "MHA: KiB", "GQA-8: KiB", "MQA: KiB", "MLA: KiB", *fits, "GQA-8, tiled: heads wrong"], rows)
     common.say(
-        "A head cannot be divided: on eight GPUs MQA's exists eight times, and holds no sequence more than GQA-8."
+        "KiB: of a token, on each GPU. What fits: sequences of 8,192 tokens beside 16 GB of weights, GPUs of 80 GiB."
     )
-    common.say("Where a GPU has one KV head, the wrong map is the right one: a test there passes.")
+    common.say(
+        "No head can be divided. MQA's is on each of eight GPUs, and not one sequence more fits than with GQA-8."
+    )
+    common.say("Where a GPU has one KV head, the wrong map is the right one: a test on eight GPUs passes.")
 
 
 def build_parser() -> common.Parser:
