@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -16,8 +17,10 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import llama
+from engine.attention.splits import combine_splits
+from lab import healing
 
-lesson = common.lesson("09_gqa")
+lesson, page = common.lesson("09_gqa"), common.numbers("09_gqa")
 paged = common.lesson("02_paged_attention")
 
 
@@ -162,7 +165,7 @@ def test_bytes_are_those_of_the_launch():
         (launch,) = launches
         B, programs, _ = launch.grid
         assert programs == 8 * times
-        assert lesson.decode_traffic(32, 4096, 32, 8, 128, heads)["bytes"] == B * programs * 4096 * 2 * 128 * 2
+        assert page.decode_traffic(32, 4096, 32, 8, 128, heads)["bytes"] == B * programs * 4096 * 2 * 128 * 2
 
 
 def test_addresses_are_64_bit(kernels, device, far, apart):
@@ -261,6 +264,22 @@ def test_prefill_torch_path(device, dtype):
     common.assert_close(lesson.gqa_prefill(*arguments, 45), reference, dtype)
 
 
+def test_tiles_of_a_decode_are_those_of_lesson_02():
+    for dtype, D, rows, nvidia in itertools.product(
+        (torch.float32, torch.float16, torch.bfloat16), (16, 64, 128, 256), (16, 32, 64), (False, True)
+    ):
+        assert lesson.decode_tiles(dtype, D, rows, nvidia) == paged.decode_tiles(dtype, D, nvidia, rows)
+
+
+def test_many_wide_parts_are_combined_by_more_warps():
+    """A row of 64 ranges of MLA's 512 numbers is in registers as a whole."""
+    meta = functools.partial(torch.empty, device="meta")
+    for H, R, splits, warps in ((16, 512, 64, 16), (16, 512, 16, 4), (9, 128, 64, 4)):
+        with common.captured() as launches:
+            combine_splits(meta(2, H, splits, R), meta(2, H, splits), meta(2, H, R))
+        assert launches[0].kwargs["num_warps"] == warps
+
+
 def test_tiles_of_a_prefill():
     """Exact fp32 has eight warps (with four, Triton 3.6 spills on an H100), a Hopper three tiles of keys in flight."""
     assert lesson.prefill_tiles(torch.float32, 64, 3) == (32, 32, 8, 2)
@@ -275,7 +294,7 @@ def test_kernels_are_measured_beside_a_copy(monkeypatch):
     monkeypatch.setattr(common, "copy_bandwidth", lambda: order.append("copy") or 100e9)
     monkeypatch.setattr(common, "measure_graph", lambda *_: order.append("kernel") or common.Timing(1e-3, 1e-3, 1e-3))
     monkeypatch.setattr(paged, "random_case", lambda *_: ())
-    found = lesson.measure_kernels()
+    found = page.measure_kernels()
     assert order[0] == "copy" and order.count("copy") == 1 and found["copy_gb_s"] == 100
     for row in (*found["decode"], *found["mla"]):
         assert row["% of copy"] == pytest.approx(row["gb_s"]) and row["gb_s"] > 0
@@ -284,21 +303,11 @@ def test_kernels_are_measured_beside_a_copy(monkeypatch):
 # --- The kernels under a model --------------------------------------------------------------------------------------
 
 
-def run_model(model, prompt_ids, steps):
-    """Greedy tokens by the grouped cache, two sequences at once."""
-    cache, pool = lesson.GroupedKVCache(model, 32, 8), paged.BlockPool(32)
-    tables, new, out = [paged.BlockTable(pool, 8) for _ in prompt_ids], prompt_ids, []
-    for _ in range(steps):
-        out.append(paged.run_step(model, cache, tables, new).argmax(-1).tolist())
-        new = [[token] for token in out[-1]]
-    return [list(tokens) for tokens in zip(*out)]
-
-
 def dense(model, prompt, steps):
     tokens = list(prompt)
     for _ in range(steps):
         hidden = model.forward(torch.tensor(tokens, device=model.device),
-                               torch.arange(len(tokens), device=model.device), lesson.whole_prompt())  # fmt: skip
+                               torch.arange(len(tokens), device=model.device), healing.whole_prompt())  # fmt: skip
         tokens.append(int(model.logits(hidden[-1:]).argmax()))
     return tokens[len(prompt) :]
 
@@ -306,7 +315,7 @@ def dense(model, prompt, steps):
 def test_the_model_runs_on_both_kernels(kernels, tiny_model):
     prompt_ids = [list(range(3, 20)), [7, 8, 9]]
     before = lesson.gqa_prefill_kernel.launches, lesson.gqa_decode_kernel.launches
-    out = run_model(tiny_model, prompt_ids, 3)
+    out = lesson.generate(tiny_model, prompt_ids, 3)
     layers = tiny_model.config.num_hidden_layers
     assert lesson.gqa_prefill_kernel.launches == before[0] + layers
     assert lesson.gqa_decode_kernel.launches == before[1] + 2 * layers
@@ -315,14 +324,14 @@ def test_the_model_runs_on_both_kernels(kernels, tiny_model):
 
 def test_the_model_runs_on_the_torch_path(tiny_model):
     prompt_ids = [list(range(3, 20)), [7, 8, 9]]
-    assert run_model(tiny_model, prompt_ids, 5) == [dense(tiny_model, prompt, 5) for prompt in prompt_ids]
+    assert lesson.generate(tiny_model, prompt_ids, 5) == [dense(tiny_model, prompt, 5) for prompt in prompt_ids]
 
 
 @pytest.mark.parametrize("layers", first_layers.CUT_OR_WHOLE)
 def test_the_wrong_map_breaks_the_real_model(real_model, capsys, layers, tmp_path):
     model, tokenizer = llama.load(str(first_layers.folder_of(layers, tmp_path))) if layers else real_model
     with pytest.raises(common.CheckFailed, match="grouped cache"):
-        lesson.show_map(argparse.Namespace(head_map="tiled"), model, tokenizer)
+        lesson.show_map("tiled", model, tokenizer)
     assert "Paris" not in capsys.readouterr().out
 
 
@@ -374,7 +383,7 @@ def test_position_is_in_the_rotated_part_alone(device):
     q2, x2 = layer.project(hidden, torch.arange(6, device=device) + 11)
     assert torch.equal(x1[:, :40], x2[:, :40]) and not torch.allclose(x1[:, 40:], x2[:, 40:])
     assert common.relative_error(layer.naive(q1, x1), layer.naive(q2, x2)) < 1e-12
-    assert lesson.rotated_absorption_error() > 0.5
+    assert page.rotated_absorption_error() > 0.5
 
 
 def latent_case(seq_lens, block_size, H, R, P, dtype=torch.float32):
@@ -495,7 +504,7 @@ def test_mla_costs():
                 getattr(layer, how)(q.to(common.device()), cached.to(common.device()))
             counted[how] = counter.get_total_flops()
         assert lesson.mla_cost(3, T, S, config) == counted
-    m = lesson.facts()["mla"]
+    m = page.facts()["mla"]
     assert (m["elements"], m["groups"]) == (576, 2.25)
     n = math.ceil(m["break_even_queries"]["s8192"])
     for T, S, cheaper in ((n, 8192, "naive"), (n - 1, 8192, "absorbed"), (1, 2, "absorbed"), (9, 9, "naive")):
@@ -505,7 +514,7 @@ def test_mla_costs():
 
 def test_no_read_past_the_end(kernels, guarded):
     """Reads that a later mask discards are invisible in values. Here every buffer ends with its last live element."""
-    q, kv_cache, table, lens = lesson.paged.random_case([8, 16, 24], 8, 6, 2, 24, torch.float32)  # full blocks
+    q, kv_cache, table, lens = paged.random_case([8, 16, 24], 8, 6, 2, 24, torch.float32)  # full blocks
     kv_cache, table = kv_cache[:, : int(table.max()) + 1].contiguous(), table[:, :3].contiguous()
     for splits in (1, 2):
         lesson.gqa_decode(*map(guarded, (q, kv_cache, table, lens)), 24, None, splits)
@@ -542,27 +551,27 @@ def test_pooling_equal_heads_changes_nothing():
     model = doubled(llama.random_model(seed=3))
     tokens = torch.tensor([[5, 9, 1, 40, 77, 3, 2, 8]])
     for how in ("mean", "first"):
-        pooled = lesson.pool_kv_heads(model, 1, how)
+        pooled = healing.pool_kv_heads(model, 1, how)
         assert pooled.num_kv_heads == 1 and pooled.config.num_key_value_heads == 1
-        assert math.isclose(lesson.perplexity(pooled, tokens), lesson.perplexity(model, tokens), rel_tol=1e-5)
+        assert math.isclose(healing.perplexity(pooled, tokens), healing.perplexity(model, tokens), rel_tol=1e-5)
 
 
 def test_pooling_is_a_mean_of_rows(tiny_model):
     model, D = tiny_model, tiny_model.config.head_dim
     before = {name: layer.weight.clone() for name, layer in model.linear.items()}
-    mean, first = (lesson.pool_kv_heads(model, 1, how).linear["layers.1.qkv_proj"].weight for how in ("mean", "first"))
+    mean, first = (healing.pool_kv_heads(model, 1, how).linear["layers.1.qkv_proj"].weight for how in ("mean", "first"))
     w = before["layers.1.qkv_proj"]
     k, v = w[6 * D : 8 * D].view(2, D, -1), w[8 * D :].view(2, D, -1)
     assert torch.equal(mean, torch.cat((w[: 6 * D], k.mean(0), v.mean(0))))
     assert torch.equal(first, torch.cat((w[: 6 * D], k[0], v[0])))
     assert all(torch.equal(model.linear[name].weight, weight) for name, weight in before.items())
-    assert torch.equal(lesson.pool_kv_heads(model, 2).linear["layers.1.qkv_proj"].weight, w)
+    assert torch.equal(healing.pool_kv_heads(model, 2).linear["layers.1.qkv_proj"].weight, w)
 
 
 @pytest.mark.parametrize("n", [0, 3, 4, -1])
 def test_pooling_refuses(tiny_model, n):
     with pytest.raises(common.InputError, match=r"allowed for 2 KV heads: \[1, 2\]"):
-        lesson.pool_kv_heads(tiny_model, n)
+        healing.pool_kv_heads(tiny_model, n)
 
 
 def test_pooling_moves_biases():
@@ -570,7 +579,7 @@ def test_pooling_moves_biases():
     for i in range(2):
         layer = model.linear[f"layers.{i}.qkv_proj"]
         model.linear[f"layers.{i}.qkv_proj"] = llama.Linear(layer.weight, torch.arange(10.0 * 16))
-    bias = lesson.pool_kv_heads(model, 1).linear["layers.0.qkv_proj"].bias
+    bias = healing.pool_kv_heads(model, 1).linear["layers.0.qkv_proj"].bias
     assert bias.tolist() == [*range(96), *(x + 8.0 for x in range(96, 112)), *(x + 8.0 for x in range(128, 144))]
 
 
@@ -579,25 +588,25 @@ def test_perplexity_is_the_mean_over_predictions(tiny_model):
     losses = []
     for tokens in windows:
         logits = tiny_model.logits(tiny_model.forward(tokens.to(tiny_model.device),
-                                   torch.arange(9, device=tiny_model.device), lesson.whole_prompt()))  # fmt: skip
+                                   torch.arange(9, device=tiny_model.device), healing.whole_prompt()))  # fmt: skip
         losses += [-logits[t].log_softmax(-1)[tokens[t + 1]].item() for t in range(8)]
-    assert math.isclose(lesson.perplexity(tiny_model, windows), math.exp(sum(losses) / 16), rel_tol=1e-5)
+    assert math.isclose(healing.perplexity(tiny_model, windows), math.exp(sum(losses) / 16), rel_tol=1e-5)
 
 
 def test_healing_heals_and_leaves_the_teacher_alone(tiny_model):
     """A student with disturbed attention weights goes back to the teacher's outputs; nothing else is trained."""
     train = torch.randint(128, (16, 32), generator=torch.Generator().manual_seed(0))
     weights = {name: layer.weight.clone() for name, layer in tiny_model.linear.items()}
-    student = lesson.pool_kv_heads(tiny_model, 2)
+    student = healing.pool_kv_heads(tiny_model, 2)
     for i in range(2):
         student.linear[f"layers.{i}.qkv_proj"].weight += 0.03 * torch.randn(160, 80, device=tiny_model.device)
     tokens, positions = train[0].to(tiny_model.device), torch.arange(32, device=tiny_model.device)
 
     def distance():
-        a, b = (m.logits(m.forward(tokens, positions, lesson.whole_prompt())) for m in (student, tiny_model))
+        a, b = (m.logits(m.forward(tokens, positions, healing.whole_prompt())) for m in (student, tiny_model))
         return common.relative_error(a, b)
 
-    curve = lesson.heal(tiny_model, student, train, 1.0, distance, evaluations=2)
+    curve = healing.heal(tiny_model, student, train, 1.0, distance, evaluations=2)
     assert curve[0]["seconds"] == 0 and curve[-1]["seconds"] >= 1.0 and len(curve) == 3
     assert curve[-1]["tokens"] > curve[1]["tokens"] > 0
     assert curve[-1]["perplexity"] < 0.8 * curve[0]["perplexity"], curve
@@ -608,11 +617,11 @@ def test_healing_heals_and_leaves_the_teacher_alone(tiny_model):
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_what_is_healed_is_what_is_served(qk_norm, monkeypatch):
     """A student that has lost nothing: training computes its layers as the forward pass does, and finds no error."""
-    model, errors, mse_loss = llama.random_model(qk_norm=qk_norm), [], lesson.F.mse_loss
-    monkeypatch.setattr(lesson.F, "mse_loss", lambda y, want: errors.append(common.relative_error(y, want)) or
+    model, errors, mse_loss = llama.random_model(qk_norm=qk_norm), [], healing.F.mse_loss
+    monkeypatch.setattr(healing.F, "mse_loss", lambda y, want: errors.append(common.relative_error(y, want)) or
                         mse_loss(y, want))  # fmt: skip
     train = torch.randint(128, (1, 32), generator=torch.Generator().manual_seed(0))
-    lesson.heal(model, lesson.pool_kv_heads(model, 2), train, 1e-9, float)
+    healing.heal(model, healing.pool_kv_heads(model, 2), train, 1e-9, float)
     assert len(errors) == 2 and max(errors) < 1e-5
 
 
@@ -620,7 +629,7 @@ def test_training_text_has_nothing_of_the_held_out():
     held_out = torch.arange(40).view(2, 20)
     train = torch.stack([torch.arange(100, 120), torch.cat((torch.arange(200, 210), torch.arange(15, 25))),
                          torch.cat((torch.arange(300, 311), torch.arange(15, 24)))])  # fmt: skip
-    assert lesson.without_overlap(train, held_out, run=10).tolist() == train[[0, 2]].tolist()
+    assert healing.without_overlap(train, held_out, run=10).tolist() == train[[0, 2]].tolist()
 
 
 @pytest.mark.slow
@@ -628,55 +637,64 @@ def test_healing_the_real_model(real_model, tmp_path, monkeypatch, capsys):
     """The command itself, 8 windows long on any machine: the curve falls by more than half and is stored beside what
     was there."""
     seconds = itertools.count()
-    monkeypatch.setattr(lesson, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
-    monkeypatch.setattr(lesson, "HELD_OUT", 1)
-    monkeypatch.setattr(lesson.llama, "load", lambda path: real_model)
+    monkeypatch.setattr(healing, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    monkeypatch.setattr(healing, "HELD_OUT", 1)
+    monkeypatch.setattr(llama, "load", lambda path: real_model)
     file = tmp_path / "results.json"
-    lesson.save(file, bench={"a": 1})
+    common.merge_json(file, lesson.KEY, {"bench": {"a": 1}})
     lesson.main(["--heal", f"{8 / 60}", "--json", str(file)])
-    stored = json.loads(file.read_text())[lesson.KEY]
-    curve = stored["heal"]["curve"]
-    assert stored["bench"] == {"a": 1} and curve[-1]["perplexity"] < curve[0]["perplexity"] / 2
-    assert stored["heal"]["teacher"] < 30
-    assert lesson.draw(tmp_path)
+    stored = json.loads(file.read_text())
+    healed = stored[healing.KEY]
+    assert stored[lesson.KEY]["bench"] == {"a": 1}
+    assert healed["curve"][-1]["perplexity"] < healed["curve"][0]["perplexity"] / 2
+    assert healed["teacher"] < 30 and healed["train_tokens"] > 0 and healed["machine"]["torch"]
+    assert page.draw(tmp_path)
 
 
 def test_a_model_with_one_kv_head_has_none_to_merge(monkeypatch, capsys):
     model = llama.random_model(num_attention_heads=4, num_key_value_heads=1)
-    monkeypatch.setattr(lesson.llama, "check_context", lambda *args: model.config)
-    monkeypatch.setattr(lesson, "run_healing", lambda *args: pytest.fail("it trains"))
+    monkeypatch.setattr(llama, "check_context", lambda *args: model.config)
+    monkeypatch.setattr(healing, "heal", lambda *args: pytest.fail("it trains"))
+    monkeypatch.setattr(llama, "load", lambda *args: pytest.fail("it loads a model first"))
     with pytest.raises(common.InputError, match=r"--heal: .* one KV head; it takes a model with more"):
         lesson.main(["--heal", "0.05", "--model", "mqa"])
     capsys.readouterr()
-    assert lesson.show_pooling(argparse.Namespace(bench=False), model, None) == {}
+    assert page.measure_perplexity(model, None) == {}
     assert capsys.readouterr().out == "  SKIPPED the merging of KV heads: this model has one\n"
 
 
-def test_healing_says_how_many_heads_the_model_has(monkeypatch, capsys):
+def test_healing_says_how_many_heads_the_model_has(tiny_model, monkeypatch, capsys):
     config = llama.random_model(num_attention_heads=4, num_key_value_heads=2).config
-    monkeypatch.setattr(lesson.llama, "check_context", lambda *args: config)
-    monkeypatch.setattr(lesson, "run_healing", lambda *args: None)
+    windows = torch.randint(128, (12, 32), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(llama, "check_context", lambda *args: config)
+    monkeypatch.setattr(llama, "load", lambda *args: (tiny_model, None))
+    monkeypatch.setattr(healing, "corpus", lambda tokenizer: windows)
+    monkeypatch.setattr(healing, "heal", lambda *args: [{"seconds": 0.0, "tokens": 0, "perplexity": 7.0}])
     lesson.main(["--heal", "0.05"])
-    assert "4 query heads, one KV head: 0.05 minutes" in capsys.readouterr().out
+    assert "4 query heads, one KV head: 0.05 minutes" in (told := capsys.readouterr().out)
+    assert "320 tokens to measure on, 64 others to train on" in told and "as trained, with 2 KV heads" in told
 
 
 def test_pooling_breaks_the_real_model(real_model):
     """The lesson's claim, on 127 predictions: merged heads are no switch."""
     model, tokenizer = real_model
-    windows = lesson.corpus(tokenizer, 512)[:, :128]
-    trained, merged = lesson.perplexity(model, windows), lesson.perplexity(lesson.pool_kv_heads(model, 1), windows)
+    windows = healing.corpus(tokenizer, 512)[:, :128]
+    trained, merged = healing.perplexity(model, windows), healing.perplexity(healing.pool_kv_heads(model, 1), windows)
     assert trained < 40 and merged > 50 * trained
 
 
 def test_results_are_merged(tmp_path):
+    """What the training found and what the lesson found do not erase each other."""
     file = tmp_path / "r.json"
     file.write_text('{"other": 1}')
-    lesson.save(file, heal={"curve": [1]})
-    lesson.save(file, facts={"x": 2})
-    assert json.loads(file.read_text()) == {"other": 1, lesson.KEY: {"heal": {"curve": [1]}, "facts": {"x": 2}}}
+    common.merge_json(file, healing.KEY, {"curve": [1]})
+    common.hand_over(lesson.KEY, argparse.Namespace(bench=False, figure=None, json=str(file)))
+    stored = json.loads(file.read_text())
+    assert set(stored[lesson.KEY].pop("machine")) == set(common.machine())
+    assert stored == {"other": 1, healing.KEY: {"curve": [1]}, lesson.KEY: {"facts": page.facts()}}
     file.write_text("no json")
     with pytest.raises(common.InputError, match="not readable"):
-        lesson.save(file, heal={})
+        common.merge_json(file, healing.KEY, {})
 
 
 # --- Serving arithmetic ---------------------------------------------------------------------------------------------
@@ -685,15 +703,15 @@ def test_results_are_merged(tmp_path):
 def test_cache_bytes():
     full = {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 10}
     row = 4 * 2 * 10 * 2  # KV heads, key and value, elements, bytes
-    assert lesson.cache_bytes(full, 100) == 6 * 100 * row
-    assert [lesson.cache_bytes(full, 1, tp) for tp in (2, 4, 8)] == [6 * row // 2, 6 * row // 4, 6 * row // 4]
+    assert page.cache_bytes(full, 100) == 6 * 100 * row
+    assert [page.cache_bytes(full, 1, tp) for tp in (2, 4, 8)] == [6 * row // 2, 6 * row // 4, 6 * row // 4]
     every_third = full | {"sliding_window": 30, "full_attention_every": 3}
-    assert lesson.cache_bytes(every_third, 100) == (2 * 100 + 4 * 30) * row
-    assert lesson.cache_bytes(every_third, 20) == 6 * 20 * row
-    assert lesson.cache_bytes(full | {"sliding_window": 30, "full_attention_every": 0}, 100) == 6 * 30 * row
-    assert lesson.cache_bytes(every_third | {"num_kv_shared_layers": 3}, 100) == (100 + 2 * 30) * row
+    assert page.cache_bytes(every_third, 100) == (2 * 100 + 4 * 30) * row
+    assert page.cache_bytes(every_third, 20) == 6 * 20 * row
+    assert page.cache_bytes(full | {"sliding_window": 30, "full_attention_every": 0}, 100) == 6 * 30 * row
+    assert page.cache_bytes(every_third | {"num_kv_shared_layers": 3}, 100) == (100 + 2 * 30) * row
     mla = {"num_hidden_layers": 2, "num_attention_heads": 8, "kv_lora_rank": 12, "qk_rope_head_dim": 4}
-    assert [lesson.cache_bytes(mla, 5, tp) for tp in (1, 8)] == [2 * 5 * 16 * 2] * 2
+    assert [page.cache_bytes(mla, 5, tp) for tp in (1, 8)] == [2 * 5 * 16 * 2] * 2
 
 
 @pytest.mark.parametrize(("name", "config_class"), [
@@ -704,7 +722,7 @@ def test_configurations_are_transformers(name, config_class):
     """The attention fields of our table are the defaults of Transformers' configuration of that model."""
     import transformers
 
-    theirs, ours = getattr(transformers, config_class)(), lesson.MODELS[name]
+    theirs, ours = getattr(transformers, config_class)(), page.MODELS[name]
     for field in ("num_hidden_layers", "num_attention_heads", "hidden_size", "sliding_window", "num_kv_shared_layers",
                   "kv_lora_rank", "qk_rope_head_dim"):  # fmt: skip
         if field in ours:
@@ -716,8 +734,27 @@ def test_configurations_are_transformers(name, config_class):
         assert [t == "full_attention" for t in layer_types] == [i % every == 0 for i in range(1, len(layer_types) + 1)]
 
 
+def test_the_story_counts_bytes_as_the_page_does():
+    for tp, Hkv in itertools.product((1, 2, 4, 8, 16), (32, 16, 8, 2, 1)):
+        config = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": Hkv, "head_dim": 128}
+        assert lesson.bytes_per_token(Hkv, tp) == page.cache_bytes(config, 1, tp)
+
+
+def test_the_story_fits_as_many_sequences_as_the_widget(capsys):
+    lesson.show_gpus()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line[1:2].isdigit()]
+    assert [int(tp) for tp, *_ in rows] == [1, 2, 4, 8, 16]
+    for tp, mha, gqa, mqa, mla, *fit, wrong in rows:
+        kib = page.facts()["kib_per_token"]
+        assert [int(mha), int(gqa), int(mqa), int(mla)] == [kib[n][f"tp{tp}"] for n in ("mha", "gqa_8", "mqa", "mla")]
+        ours = [page.simulate(page.WIDGET_DEFAULT | {"num_kv_heads": n, "tp": int(tp), "head_map": "tiled"})
+                for n in (8, 1)]  # fmt: skip
+        assert [int(n) for n in fit] == [t["max_sequences"] for t in ours]
+        assert int(wrong) == len(ours[0]["wrong_heads"])
+
+
 def test_replication_makes_mqa_no_cheaper():
-    kib = lesson.facts()["kib_per_token"]
+    kib = page.facts()["kib_per_token"]
     assert kib["mqa"]["tp1"] < kib["gqa_8"]["tp1"] and kib["mqa"]["tp8"] == kib["gqa_8"]["tp8"] == 16
     assert set(kib["mla"].values()) == {36}
 
@@ -726,18 +763,18 @@ def test_replication_makes_mqa_no_cheaper():
 
 
 def states():
-    small = {name: lesson.WIDGET_CHOICES[name] for name in ("num_heads", "num_kv_heads", "head_dim", "tp", "head_map")}
+    small = {name: page.WIDGET_CHOICES[name] for name in ("num_heads", "num_kv_heads", "head_dim", "tp", "head_map")}
     for values in itertools.product(*small.values()):
-        yield lesson.WIDGET_DEFAULT | dict(zip(small, values))
+        yield page.WIDGET_DEFAULT | dict(zip(small, values))
 
 
 def test_simulation_invariants():
     seen = {"impossible": 0, "wrong": 0, "copied": 0}
     for p in states():
-        t, Hq, Hkv, tp = lesson.simulate(p), p["num_heads"], p["num_kv_heads"], p["tp"]
+        t, Hq, Hkv, tp = page.simulate(p), p["num_heads"], p["num_kv_heads"], p["tp"]
         if Hq % Hkv or Hq % tp:
             seen["impossible"] += t["problem"] is not None
-            assert "IMPOSSIBLE" in lesson.describe(t)
+            assert "IMPOSSIBLE" in page.describe(t)
             continue
         assert t["bytes_per_token"] == 2 * 32 * Hkv * p["head_dim"] * 2
         assert t["bytes_per_token_per_gpu"] == 2 * 32 * max(1, Hkv // tp) * p["head_dim"] * 2
@@ -752,18 +789,18 @@ def test_simulation_invariants():
         assert t["max_sequences"] == max(0, room // per_sequence)
         seen["wrong"] += bool(t["wrong_heads"])
         seen["copied"] += t["copies"] > 1
-        assert len(lesson.describe(t).splitlines()) <= 15
+        assert len(page.describe(t).splitlines()) <= 15
     assert min(seen.values()) > 10, seen
 
 
 def test_simulation_runs_the_real_code(monkeypatch):
-    before = lesson.simulate(lesson.WIDGET_DEFAULT)
+    before = page.simulate(page.WIDGET_DEFAULT)
     monkeypatch.setitem(lesson.HEAD_MAPS, "interleaved", lesson.tiled)
-    assert lesson.simulate(lesson.WIDGET_DEFAULT | {"tp": 2})["wrong_heads"] != before["wrong_heads"]
+    assert page.simulate(page.WIDGET_DEFAULT | {"tp": 2})["wrong_heads"] != before["wrong_heads"]
     monkeypatch.undo()
     monkeypatch.setattr(lesson, "attention", lambda q, k, v, heads: torch.zeros(q.shape))
-    assert lesson.simulate(lesson.WIDGET_DEFAULT)["outputs"] != before["outputs"]
+    assert page.simulate(page.WIDGET_DEFAULT)["outputs"] != before["outputs"]
     monkeypatch.undo()
     monkeypatch.setattr(lesson, "kv_heads_per_gpu", lambda Hkv, tp: 1)
-    alone = lesson.simulate(lesson.WIDGET_DEFAULT | {"tp": 4})
+    alone = page.simulate(page.WIDGET_DEFAULT | {"tp": 4})
     assert alone["bytes_per_token_per_gpu"] == before["bytes_per_token"] // 8

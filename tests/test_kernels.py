@@ -95,10 +95,12 @@ import compile_kernels as ck, common, torch
 flash, paged, gqa, chunked = map(common.lesson, ("03_flash_attention", "02_paged_attention", "09_gqa",
                                                  "10_chunked_prefill"))
 decode, prefill, unified, tiles = paged.decode_tiles, gqa.prefill_tiles, chunked.choose_tiles, flash.choose_tiles
+tiles_of_gqa = gqa.decode_tiles
 rows = []
 for target, wrapper, kind, Hq, Hkv, D, longest in json.loads(sys.argv[2]):
     capability = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "gfx942": None}[target]
     paged.decode_tiles = lambda dtype, D, nvidia, rows=16: decode(dtype, D, capability is not None, rows)
+    gqa.decode_tiles = lambda dtype, D, rows, _: tiles_of_gqa(dtype, D, rows, capability is not None)
     gqa.prefill_tiles = lambda dtype, D, heads, _: prefill(dtype, D, heads, capability)
     chunked.choose_tiles = lambda dtype, D, G, longest, _: unified(dtype, D, G, longest, capability)
     flash.choose_tiles = lambda dtype, D, window, _: tiles(dtype, D, window, capability)

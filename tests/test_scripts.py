@@ -70,7 +70,7 @@ PARTS: dict[str, tuple[str, str | None, dict | None]] = {
     "07_spec_decode": ("The real model", "When it pays", None),
     "07b_trained_drafters": ("In the engine", "A tree of guesses", None),
     "08_disagg": ("Two processes", None, {}),
-    "09_gqa": ("The head map", "Measured on this machine", {}),
+    "09_gqa": ("The head map", "On several GPUs", None),
     "10_chunked_prefill": ("The real model", "on a clock", None),
     "11_preemption": ("The real model", "Sixteen requests", None),
     "12_multi_lora": ("Four models in one batch", None, {"max_loras": 4}),
@@ -389,7 +389,7 @@ def test_what_an_answer_that_ends_at_once_leaves_to_be_told(sure_model, capsys):
     drafting.tell_end(argparse.Namespace(k=4), *sure_model)
     told = capsys.readouterr().out
     assert "ends at its first token, at '<|im_end|>'" in told and "0/0" not in told and "0.00  " not in told
-    found = common.lesson("09_gqa").show_pooling(argparse.Namespace(bench=False), *sure_model)
+    found = common.numbers("09_gqa").measure_perplexity(*sure_model, 512)
     told = capsys.readouterr().out
     assert found["trained"] == 1e9 and "over a billion as trained" in told and "inf" not in told
 

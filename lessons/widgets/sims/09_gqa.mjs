@@ -1,4 +1,5 @@
-// Which query head reads which KV head on which GPU, and what that costs: the twin of `simulate` in vllm/09_gqa.py.
+// Which query head reads which KV head on which GPU, and what that costs: the twin of `simulate` in
+// lessons/numbers/09_gqa.py.
 import { comma, general, range } from "./lib/text.mjs";
 
 const LAYERS = 32; // an 8B model, bf16

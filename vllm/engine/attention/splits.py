@@ -37,5 +37,6 @@ def combine_splits(parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) ->
     Shapes: parts fp32 [B, Hq, splits, D], lse fp32 [B, Hq, splits], out [B, Hq, D].
     """
     B, Hq, splits, D = parts.shape
-    kernel = _combine_splits_kernel()
-    kernel[(B * Hq,)](parts, lse, out, D=D, D_PAD=triton.next_power_of_2(D), SPLITS=splits, num_warps=4)
+    D_pad, kernel = triton.next_power_of_2(D), _combine_splits_kernel()
+    num_warps = 4 if splits * D_pad <= 8192 else 16  # all parts of a row are in registers: lesson 09's are 512 wide
+    kernel[(B * Hq,)](parts, lse, out, D=D, D_PAD=D_pad, SPLITS=splits, num_warps=num_warps)
