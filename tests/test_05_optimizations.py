@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-import llama
+from engine.model import llama, rope
 from lab import offline_run, roofline
 
 lesson, paged = common.lesson("05_optimizations"), common.lesson("02_paged_attention")
@@ -881,7 +881,7 @@ def test_launches_are_counted_from_the_models_own_forward(name, layers):
 def test_the_count_follows_the_model(monkeypatch):
     """A model with fewer operations has fewer launches: nothing is written down by hand."""
     lesson.decode_step.cache_clear()
-    monkeypatch.setattr(llama, "apply_rope", lambda x, cos, sin: x)
+    monkeypatch.setattr(rope, "apply_rope", lambda x, cos, sin: x)
     try:
         assert lesson.launches("SmolLM2-135M")["other"] == 6 * 30 + 6
     finally:
@@ -1171,7 +1171,7 @@ def test_a_companion_is_counted_and_named(monkeypatch, capsys, tmp_path, name):
 def test_an_entry_takes_the_context_that_it_uses(monkeypatch, argv, tokens):
     """Most models of before 2024 have 2,048; only the prompts of 2,000 + 105 do not fit there."""
     taken = []
-    monkeypatch.setattr(lesson.llama, "check_context", lambda path, n: taken.append(n))
+    monkeypatch.setattr(lesson.loader, "check_context", lambda path, n: taken.append(n))
     monkeypatch.setattr(common, "heading", lambda text: pytest.exit(text))
     with pytest.raises(pytest.exit.Exception):
         lesson.main(argv)

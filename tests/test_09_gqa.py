@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-import llama
+from engine.model import llama, loader
 
 lesson = common.lesson("09_gqa")
 paged = common.lesson("02_paged_attention")
@@ -320,7 +320,7 @@ def test_the_model_runs_on_the_torch_path(tiny_model):
 
 @pytest.mark.parametrize("layers", first_layers.CUT_OR_WHOLE)
 def test_the_wrong_map_breaks_the_real_model(real_model, capsys, layers, tmp_path):
-    model, tokenizer = llama.load(str(first_layers.folder_of(layers, tmp_path))) if layers else real_model
+    model, tokenizer = loader.load(str(first_layers.folder_of(layers, tmp_path))) if layers else real_model
     with pytest.raises(common.CheckFailed, match="grouped cache"):
         lesson.show_map(argparse.Namespace(head_map="tiled"), model, tokenizer)
     assert "Paris" not in capsys.readouterr().out
@@ -630,7 +630,7 @@ def test_healing_the_real_model(real_model, tmp_path, monkeypatch, capsys):
     seconds = itertools.count()
     monkeypatch.setattr(lesson, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     monkeypatch.setattr(lesson, "HELD_OUT", 1)
-    monkeypatch.setattr(lesson.llama, "load", lambda path: real_model)
+    monkeypatch.setattr(lesson.loader, "load", lambda path: real_model)
     file = tmp_path / "results.json"
     lesson.save(file, bench={"a": 1})
     lesson.main(["--heal", f"{8 / 60}", "--json", str(file)])
@@ -643,7 +643,7 @@ def test_healing_the_real_model(real_model, tmp_path, monkeypatch, capsys):
 
 def test_a_model_with_one_kv_head_has_none_to_merge(monkeypatch, capsys):
     model = llama.random_model(num_attention_heads=4, num_key_value_heads=1)
-    monkeypatch.setattr(lesson.llama, "check_context", lambda *args: model.config)
+    monkeypatch.setattr(lesson.loader, "check_context", lambda *args: model.config)
     monkeypatch.setattr(lesson, "run_healing", lambda *args: pytest.fail("it trains"))
     with pytest.raises(common.InputError, match=r"--heal: .* one KV head; it takes a model with more"):
         lesson.main(["--heal", "0.05", "--model", "mqa"])
@@ -654,7 +654,7 @@ def test_a_model_with_one_kv_head_has_none_to_merge(monkeypatch, capsys):
 
 def test_healing_says_how_many_heads_the_model_has(monkeypatch, capsys):
     config = llama.random_model(num_attention_heads=4, num_key_value_heads=2).config
-    monkeypatch.setattr(lesson.llama, "check_context", lambda *args: config)
+    monkeypatch.setattr(lesson.loader, "check_context", lambda *args: config)
     monkeypatch.setattr(lesson, "run_healing", lambda *args: None)
     lesson.main(["--heal", "0.05"])
     assert "4 query heads, one KV head: 0.05 minutes" in capsys.readouterr().out

@@ -53,7 +53,9 @@ import torch
 from common import HARDWARE
 from torch.utils._pytree import tree_leaves
 
-import llama
+from engine.model import llama, loader
+from engine.model.config import LlamaConfig
+from engine.model.tokenizer import Tokenizer
 from lab import roofline
 from engine.config import VllmConfig
 from engine.worker.assemble import make_runner
@@ -128,7 +130,7 @@ TOOLS = """You are the assistant of a library and can call functions.
 TURNS = ["When do you close on Sundays?", "And how long may I keep a film?", "Thank you! Does a card cost anything?"]
 
 
-def conversation(core: EngineCore, tokenizer: llama.Tokenizer, max_tokens: int) -> list[tuple[Request, float]]:
+def conversation(core: EngineCore, tokenizer: Tokenizer, max_tokens: int) -> list[tuple[Request, float]]:
     """A chat of three turns; each prompt repeats everything said so far, the model's own words included."""
     messages, answers = [{"role": "system", "content": TOOLS}], []
     for turn in TURNS:
@@ -138,9 +140,7 @@ def conversation(core: EngineCore, tokenizer: llama.Tokenizer, max_tokens: int) 
     return answers
 
 
-def three_requests(
-    core: EngineCore, tokenizer: llama.Tokenizer, prefix: int, message: int
-) -> list[tuple[Request, float]]:
+def three_requests(core: EngineCore, tokenizer: Tokenizer, prefix: int, message: int) -> list[tuple[Request, float]]:
     """The source's table: an instruction of `prefix` tokens for all three, `message` tokens of their own, no answer."""
     shared = tokenizer.encode(SYSTEM * (1 + prefix // 60))[:prefix]
     return [ask(core, shared + tokenizer.encode(f"{turn} " * message)[:message]) for turn in TURNS]
@@ -150,14 +150,14 @@ def three_requests(
 # first block of another user's prompt has, and the cache compares keys, not tokens.
 
 
-def account_prompt(tokenizer: llama.Tokenizer, number: int, word: str) -> list[int]:
+def account_prompt(tokenizer: Tokenizer, number: int, word: str) -> list[int]:
     """One block that says the code word of an account, and the beginning of a sentence that repeats it."""
     first = f"Account {number}. The code word is {word}. Remember it well, please, it will be needed soon enough again."
     question = "\nQuestion: What is the code word?\nAnswer: The code word is"
     return tokenizer.encode(first)[:BLOCK] + tokenizer.encode(question)
 
 
-def colliding_account(tokenizer: llama.Tokenizer, other: Sequence[int], word: str, hash_bits: int) -> int | None:
+def colliding_account(tokenizer: Tokenizer, other: Sequence[int], word: str, hash_bits: int) -> int | None:
     """The first of 2,000 account numbers whose first block has the key of `other`'s, or None."""
     key = lambda tokens: hash_block_tokens(ROOT_HASH, tokens[:BLOCK])[: hash_bits // 8]  # noqa: E731
     return next((n for n in range(2000, 4000) if key(account_prompt(tokenizer, n, word)) == key(other)), None)
@@ -177,7 +177,7 @@ def decode_step(name: str, num_seqs: int = 8) -> Tape:
     """One decode step of a model of lesson 01's table, recorded as a GPU would run it: Triton kernels for attention."""
     c = dataclasses.asdict(roofline.llama_config(roofline.MODELS[name])) | {"vocab_size": 16}
     narrow = {key: c[key] // WIDTH for key in ("hidden_size", "intermediate_size", "head_dim")}
-    config = llama.LlamaConfig(**c | narrow)
+    config = LlamaConfig(**c | narrow)
     shapes = llama.tensor_shapes(config)
     weights = lambda key: torch.zeros(shapes[key]) if key in shapes else None  # noqa: E731
     model = llama.Llama(config, weights, torch.bfloat16, torch.device("cpu"))
@@ -737,9 +737,9 @@ def catalog() -> dict[str, str]:
 
 
 @functools.cache
-def load(name: str | None) -> tuple[llama.Llama, llama.Tokenizer]:
+def load(name: str | None) -> tuple[llama.Llama, Tokenizer]:
     """The model, once for all entries that need it."""
-    return llama.load(name)
+    return loader.load(name)
 
 
 def tell_prefix_caching(args: argparse.Namespace, f: dict[str, Any]) -> dict:
@@ -807,7 +807,7 @@ def tell_cuda_graphs(args: argparse.Namespace, f: dict[str, Any]) -> dict:
                        "tokens as eager", replayed, eager)  # fmt: skip
     if not (common.HAS_GPU and args.full):
         return {}
-    found = measure_graphs(llama.load(args.model, torch.bfloat16)[0])
+    found = measure_graphs(loader.load(args.model, torch.bfloat16)[0])
     return found | {"llama_3_1_8b": measure_graphs(*peers.random_twins("Llama-3.1-8B"))}
 
 
@@ -947,7 +947,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         common.say("\n".join(f"{name:<22} {command(name)}" for name in entries))
         return
     args.full, bench = bool(args.only or args.bench), {}
-    llama.check_context(args.model, 2112 if args.full and args.only in (None, "prefix-caching") else 1024)
+    loader.check_context(args.model, 2112 if args.full and args.only in (None, "prefix-caching") else 1024)
     for number, name in enumerate(entries, 1):
         if args.only in (None, name):
             common.heading(f"{number}. {name}")

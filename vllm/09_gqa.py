@@ -50,7 +50,8 @@ import torch
 import torch.nn.functional as F
 from common import tl, triton
 
-import llama
+from engine.model import llama, loader, rope
+from engine.model.tokenizer import Tokenizer
 from lab import roofline
 
 KEY = "09_gqa"
@@ -361,13 +362,13 @@ class MLA:
         """hidden [T, hidden] -> queries [T, H, N + P], rotated in their last P; what to cache, [T, R + P], likewise."""
         c, H = self.config, self.config.num_attention_heads
         theta = c.rope_theta ** -(torch.arange(0, c.qk_rope_head_dim, 2).double() / c.qk_rope_head_dim)
-        cos, sin = llama.rope_factors(positions.double()[:, None] * theta.to(positions.device), hidden.dtype)
+        cos, sin = rope.rope_factors(positions.double()[:, None] * theta.to(positions.device), hidden.dtype)
         q = F.linear(hidden, self.q_proj).view(len(hidden), H, -1)
         q_nope, q_rope = q.split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
         latent, k_rope = F.linear(hidden, self.kv_a_proj).split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
         latent = F.rms_norm(latent, latent.shape[-1:], self.kv_a_norm, 1e-6)
-        k_rope = llama.apply_rope(k_rope[:, None], cos, sin)[:, 0]  # one rotated key for all heads
-        return torch.cat((q_nope, llama.apply_rope(q_rope, cos, sin)), -1), torch.cat((latent, k_rope), -1)
+        k_rope = rope.apply_rope(k_rope[:, None], cos, sin)[:, 0]  # one rotated key for all heads
+        return torch.cat((q_nope, rope.apply_rope(q_rope, cos, sin)), -1), torch.cat((latent, k_rope), -1)
 
     def naive(self, q: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
         """Make every head's keys and values, then attend as MHA. q [T, H, N + P], cached [S, R + P] -> [T, H, V]."""
@@ -557,7 +558,7 @@ WINDOW, HELD_OUT = 512, 10  # tokens of a window; windows that training never se
 
 
 @functools.cache
-def corpus(tokenizer: llama.Tokenizer, num_tokens: int | None = None) -> torch.Tensor:
+def corpus(tokenizer: Tokenizer, num_tokens: int | None = None) -> torch.Tensor:
     """Python's own language reference, which every Python brings along, in windows: int64 [N, WINDOW]."""
     from pydoc_data import topics
 
@@ -807,7 +808,7 @@ def rotated_absorption_error() -> float:
     generator = torch.Generator().manual_seed(0)
     q, W, c = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((64,), (64, 32), (16, 32)))
     angles = torch.arange(16.0).double()[:, None] * 10000.0 ** -(torch.arange(0, 64, 2).double() / 64)  # [16, 32]
-    keys = llama.apply_rope((c @ W.T)[:, None], *llama.rope_factors(angles, torch.float64))[:, 0]
+    keys = rope.apply_rope((c @ W.T)[:, None], *rope.rope_factors(angles, torch.float64))[:, 0]
     return common.relative_error(c @ (W.T @ q), keys @ q)
 
 
@@ -1039,7 +1040,7 @@ def check_kernels() -> None:
         common.skipped("the Triton kernels (the lines above are torch's)", common.kernel_mode())
 
 
-def show_map(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
+def show_map(args: argparse.Namespace, model: llama.Llama, tokenizer: Tokenizer) -> None:
     """A greedy answer of the real model under a head map, and where the wrong map is right."""
     rows = []
     for Hkv in (32, 16, 8, 2, 1):
@@ -1093,7 +1094,7 @@ def show_mla() -> None:
     common.say(f"If the 512 were rotated too, the folded scores would be off by {m['rotated_error']:.2f}.")
 
 
-def show_pooling(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
+def show_pooling(args: argparse.Namespace, model: llama.Llama, tokenizer: Tokenizer) -> dict[str, Any]:
     """What it does to the real model to have its KV heads merged, without training."""
     if model.num_kv_heads == 1:
         common.skipped("the merging of KV heads", "this model has one")
@@ -1149,7 +1150,7 @@ def show_measurements(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_healing(args: argparse.Namespace, machine: dict[str, Any]) -> None:
     """`--heal MINUTES`: pool to one KV head, train, print the curve, store it."""
-    model, tokenizer = llama.load(args.model)
+    model, tokenizer = loader.load(args.model)
     windows = corpus(tokenizer)
     held_out, train = windows[:HELD_OUT], without_overlap(windows[HELD_OUT:], windows[:HELD_OUT])
     common.say(f"{held_out.numel():,} tokens to measure on, {train.numel():,} others to train on, none in both")
@@ -1175,13 +1176,13 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine = common.start(args)
-    config = llama.check_context(args.model, WINDOW)
+    config = loader.check_context(args.model, WINDOW)
     if args.heal and config.num_key_value_heads == 1:
         raise common.InputError(f"--heal: {args.model} has one KV head; it takes a model with more")
     if args.heal:
         common.heading(f"{config.num_attention_heads} query heads, one KV head: {args.heal:g} minutes of training")
         return run_healing(args, machine)
-    model, tokenizer = llama.load(args.model)
+    model, tokenizer = loader.load(args.model)
     common.heading("1 · The kernels, each KV head loaded once for its group, against head by head")
     check_kernels()
     common.heading("2 · The head map: the bug that is right at both ends")

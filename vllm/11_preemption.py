@@ -50,7 +50,8 @@ import torch
 import torch.nn.functional as F
 from common import HARDWARE, tl
 
-import llama
+from engine.model import folders, llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.output import EngineCoreOutput
 from engine.request import prompt_length_error
 from engine.config import VllmConfig
@@ -1200,10 +1201,10 @@ def check_kernel(seed: int) -> None:
         common.check_equal(f"one kernel copies what copies one by one do, {dtype}", torch.equal(host, expected), True)
 
 
-def run_policies(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
+def run_policies(args: argparse.Namespace, model: llama.Llama, tokenizer: Tokenizer) -> None:
     """The same requests under every policy in a pool too small for them: same tokens, different work."""
     prompts, new, rows = [tokenizer.encode(text) for text in TEXTS], 9, []
-    llama.check_context(args.model, longest := max(map(len, prompts)) + new)
+    loader.check_context(args.model, longest := max(map(len, prompts)) + new)
     expected = {str(i): undisturbed(model, prompt, new) for i, prompt in enumerate(prompts)}
     sampling = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
     for policy, pool in (("recompute", 64), *((policy, -(-longest // 4) + 1) for policy in POLICIES)):
@@ -1243,11 +1244,11 @@ def main(argv: list[str] | None = None) -> None:
     if args.command == "replay":
         return replay_command(args)
     machine, known = common.start(args), facts()
-    model, tokenizer = llama.load(args.model)
+    model, tokenizer = loader.load(args.model)
     common.heading("1 · One kernel moves blocks between two pools")
     check_kernel(args.seed)
 
-    name = Path(args.model or llama.DEFAULT_MODEL).name
+    name = Path(args.model or folders.DEFAULT_MODEL).name
     common.heading(f"2 · {name}: preempted, none the worse for it (blocks of 4 tokens)")
     run_policies(args, model, tokenizer)
 
