@@ -25,7 +25,7 @@ LABELS = {
     "lab": "lab: what is measured and simulated",
     "llm": "LLM, EngineArgs, front end",
     "seams": "seams, registry, requests, limits",
-    "common": "common: device, Triton, checks; llama: the model",
+    "common": "common: device, Triton, checks",
 }
 
 
@@ -56,7 +56,7 @@ def room_of(module: str) -> str | None:
     first, *rest = module.split(".")
     if first == "engine":
         return gathered(rest[0]) if rest else None
-    if first in ("common", "llama"):
+    if first == "common":
         return BELOW
     return first if first in ("lab", "tours") else None
 

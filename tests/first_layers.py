@@ -10,7 +10,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-import llama
+from engine.model import folders, llama
+from engine.model.config import LlamaConfig
 
 LAYERS = 4
 
@@ -20,13 +21,13 @@ CUT_OR_WHOLE = [pytest.param(LAYERS, id="cut"), pytest.param(None, marks=pytest.
 
 def folder_of(layers: int | None, scratch: Path) -> Path:
     """The default model's folder, or one in `scratch` with so many of its layers."""
-    whole = llama.model_folder()
+    whole = folders.model_folder()
     if layers is None:
         return whole
     cut = shutil.copytree(whole, scratch / "cut", ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((cut / "config.json").read_text()) | {"num_hidden_layers": layers}
     (cut / "config.json").write_text(json.dumps(config))
     with safe_open(whole / "model.safetensors", "pt") as weights:
-        names = llama.tensor_shapes(llama.LlamaConfig.from_folder(cut)).keys() & set(weights.keys())
+        names = llama.tensor_shapes(LlamaConfig.from_folder(cut)).keys() & set(weights.keys())
         save_file({name: weights.get_tensor(name) for name in names}, cut / "model.safetensors")
     return cut

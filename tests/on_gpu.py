@@ -29,7 +29,8 @@ import common
 import torch
 from documents import LESSONS
 
-import llama
+from engine.model import folders, llama
+from engine.model.config import LlamaConfig
 
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
@@ -47,7 +48,7 @@ def random_folder(folder: Path, **changes: object) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SMOLLM2 | changes))
     torch.manual_seed(0)
-    shapes = llama.tensor_shapes(llama.LlamaConfig.from_folder(folder))
+    shapes = llama.tensor_shapes(LlamaConfig.from_folder(folder))
     weights = {n: torch.ones(s) if len(s) == 1 else torch.randn(s) / s[1] ** 0.5 for n, s in shapes.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -99,7 +100,7 @@ def main() -> None:
     if (common.RESULTS / results.name).is_file() and not results.exists():
         shutil.copy(common.RESULTS / results.name, results)
     try:
-        model, about_the_model = llama.model_folder(), {"llama"}
+        model, about_the_model = folders.model_folder(), {"llama"}
     except common.InputError:
         model, about_the_model = random_folder(scratch / "model"), set()
     # Such machines often have no network and nothing but torch: lesson 06's server has little to learn from them.

@@ -9,6 +9,7 @@ import random
 from types import SimpleNamespace
 
 import common
+from engine.model import llama
 from lab import lengths, roofline
 import hypothesis.strategies as st
 import numpy as np
@@ -474,8 +475,6 @@ def test_the_sources_claims():
 @pytest.mark.parametrize(("T", "S"), [(1, 40), (7, 7), (3, 9)])
 @pytest.mark.parametrize("tied", [True, False])
 def test_step_cost_equals_counted_flops(T, S, tied):
-    import llama
-
     model = llama.random_model(tie_word_embeddings=tied)
     cache = new_cache(model, 1, S)
     config = vars(model.config)
@@ -567,7 +566,7 @@ def test_noise_is_not_read_as_bandwidth(tiny_model, monkeypatch, capsys, first, 
 
 @pytest.mark.parametrize("limit", [3, 40])
 def test_a_model_of_few_positions_is_measured(limit, measured_briefly):
-    bench = page.measure_model(lesson.llama.random_model(max_position_embeddings=limit))
+    bench = page.measure_model(llama.random_model(max_position_embeddings=limit))
     assert bench["decode"]["context"] == [max(1, limit * part // 64) for part in (1, 8, 16, 32, 48, 64)]
     assert bench["batch"]["tok_s"][0] > 0
 
@@ -639,7 +638,7 @@ def test_simulation_runs_the_real_code(breakage, monkeypatch):
 @pytest.fixture
 def loaded(real_model, monkeypatch):
     """The script is given the model that the tests have."""
-    monkeypatch.setattr(lesson.llama, "load", lambda name: real_model)
+    monkeypatch.setattr(lesson.loader, "load", lambda name: real_model)
 
 
 def test_restart_positions_is_caught(loaded, monkeypatch, tmp_path):
@@ -662,9 +661,9 @@ def test_bad_values_name_the_flag(loaded, flags, message, tmp_path):
 
 def test_what_is_allowed_is_what_the_flag_takes(monkeypatch, capsys):
     """For a context of 64: as few new tokens as the flag takes, and one place left for a prompt."""
-    monkeypatch.setattr(lesson.llama.LlamaConfig, "from_folder", lambda folder: lesson.llama.random_model(
+    monkeypatch.setattr(lesson.LlamaConfig, "from_folder", lambda folder: llama.random_model(
         max_position_embeddings=64).config)  # fmt: skip
-    monkeypatch.setattr(lesson.llama, "Tokenizer", lambda folder: SimpleNamespace(ask=lambda prompt: [1]))
+    monkeypatch.setattr(lesson, "Tokenizer", lambda folder: SimpleNamespace(ask=lambda prompt: [1]))
     parse = lesson.build_parser().parse_args
     with pytest.raises(common.InputError, match=r"--new-tokens 64: .* 2 to 63$"):
         lesson.prompt_tokens(parse(["--new-tokens", "64"]), None)
@@ -681,9 +680,9 @@ def test_what_is_allowed_is_what_the_flag_takes(monkeypatch, capsys):
 )  # fmt: skip
 def test_the_prompt_and_all_but_the_last_new_token_need_room(monkeypatch, tokens, slots, message):
     """8 new tokens, of a model with 100 positions."""
-    monkeypatch.setattr(lesson.llama.LlamaConfig, "from_folder", lambda _: lesson.llama.random_model(
+    monkeypatch.setattr(lesson.LlamaConfig, "from_folder", lambda _: llama.random_model(
         max_position_embeddings=100).config)  # fmt: skip
-    monkeypatch.setattr(lesson.llama, "Tokenizer", lambda _: SimpleNamespace(ask=lambda text: [7] * tokens))
+    monkeypatch.setattr(lesson, "Tokenizer", lambda _: SimpleNamespace(ask=lambda text: [7] * tokens))
     args = lesson.build_parser().parse_args(["--new-tokens", "8", "--slots", str(slots)])
     with pytest.raises(common.InputError, match=message) if message else contextlib.nullcontext():
         assert lesson.prompt_tokens(args, None) == [7] * tokens

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import llama
+from engine.model import folders, loader
+from engine.model.tokenizer import Tokenizer
 from lab import lengths, naive
 
 from engine.attention import torch_paged as torch_attention
@@ -952,7 +953,7 @@ def test_benchmark_compares_with_the_same_code_and_with_a_copy(monkeypatch, caps
     monkeypatch.setattr(common, "copy_bandwidth", lambda: order.append("copy") or 50e9)
     monkeypatch.setattr(page, "measure_indirection", lambda *_: order.append("kernels") or [row])
     monkeypatch.setattr(page, "PAPER_SAVED", {"beam": {}})
-    monkeypatch.setattr(llama, "load", lambda _: (None, SimpleNamespace(ask=lambda question: [1])))
+    monkeypatch.setattr(loader, "load", lambda _: (None, SimpleNamespace(ask=lambda question: [1])))
     assert page.measure(SimpleNamespace(model=None))["copy_bandwidth"] == 50e9 and order == ["copy", "kernels"]
     assert capsys.readouterr().out.split()[-3:] == ["1.50", "40.0", "80%"]
 
@@ -969,14 +970,14 @@ def test_tiles_of_a_decode():
 
 def without_template(folder):
     """The default model's folder again, without its chat template."""
-    source = llama.model_folder()
+    source = folders.model_folder()
     for path in source.iterdir():
         (folder / path.name).symlink_to(path)
     config = json.loads((source / "tokenizer_config.json").read_text())
     del config["chat_template"]
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return llama.Tokenizer(folder)
+    return Tokenizer(folder)
 
 
 def test_a_question_without_a_chat_template(real_model, tmp_path):

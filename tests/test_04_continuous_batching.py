@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import llama
+from engine.model import llama
 from support.broken import break_class
 from support.runners import runner_of
 from engine.config import SchedulerConfig, VllmConfig

@@ -17,7 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import llama
+from support import tokenizing
+from engine.model import folders
+from engine.model.tokenizer import Tokenizer
 from engine.config import VllmConfig
 from engine.llm_engine import LLMEngine
 from engine.request import Request
@@ -357,7 +359,7 @@ def with_bos(real_model):
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = llama.Tokenizer(llama.model_folder(None))
+    tokenizer = Tokenizer(folders.model_folder(None))
     tokenizer.backend.post_processor = TemplateProcessing(
         single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)]
     )
@@ -439,10 +441,10 @@ def tiny_server(monkeypatch, tiny_model, real_model):
         )
 
     monkeypatch.setattr(async_engine, "make_small_engine", make)
-    monkeypatch.setattr(llama, "Tokenizer", lambda folder: real_model[1])
+    tokenizing.building(monkeypatch, lambda folder: real_model[1])
 
     async def with_app(use):
-        llm = await AsyncLLM.start(async_engine.make_small_engine, None, llama.model_folder(None), "thread")
+        llm = await AsyncLLM.start(async_engine.make_small_engine, None, folders.model_folder(None), "thread")
         llm.front.model_config = tiny_model.config  # and not the folder's
         try:
             return await use(build_app(openai_api.OpenAIServing(llm, ["tiny"])), llm)

@@ -26,6 +26,7 @@ from engine.request import RequestStatus
 from engine.request import SamplingParams
 from engine.llm_engine import LLMEngine
 from engine.model.loader import find_dtype
+from engine.model.tokenizer import Tokenizer
 from engine.sampling.defaults import SamplingDefaults
 from engine.sampling.detokenizer import IncrementalDetokenizer
 from engine.sampling.detokenizer import TokenBytes
@@ -950,9 +951,10 @@ if __name__ == "__main__":
 LOCAL = f"""
 import sys
 sys.path.insert(0, {str(common.HERE)!r})
-import common, llama
-folder = llama.model_folder
-llama.model_folder = lambda name: folder(None) if name == "TinyLlama/TinyLlama-1.1B-Chat-v1.0" else folder(name)
+import common
+from engine.model import folders
+folder = folders.model_folder
+folders.model_folder = lambda name: folder(None) if name == "TinyLlama/TinyLlama-1.1B-Chat-v1.0" else folder(name)
 sys.path.remove({str(common.HERE)!r})
 """
 EXAMPLE_JOB = (("the offline example",), [sys.executable, "-c", LOCAL + EXAMPLE])
@@ -1016,7 +1018,7 @@ def test_greedy_samples_of_the_script_are_one(real_model, monkeypatch):
         asked.append([one.n for one in params])
         raise InterruptedError
 
-    monkeypatch.setattr(lesson.llama, "load", lambda *_: real_model)
+    monkeypatch.setattr(lesson.loader, "load", lambda *_: real_model)
     monkeypatch.setattr(LLM, "generate", generate)
     with pytest.raises(InterruptedError):
         lesson.main(["--temperature", "0"])
@@ -1031,9 +1033,9 @@ def test_a_model_without_some_characters_and_without_a_template_is_no_fault(tiny
     backend = tokenizers.Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(printable)}, merges=[]))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = lesson.llama.Tokenizer(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
     assert tokenizer.decode(tokenizer.encode(lesson.TEXT)) == "Zo paid 5  for ;  said: bon"
-    monkeypatch.setattr(lesson.llama, "load", lambda *_: (tiny_model, tokenizer))
+    monkeypatch.setattr(lesson.loader, "load", lambda *_: (tiny_model, tokenizer))
     monkeypatch.setattr(lesson, "sampling_cost", lambda *_: {"greedy": 1.0})
     monkeypatch.setattr(lesson, "draw", lambda *_: None)
     lesson.main(["--figure", str(tmp_path)])

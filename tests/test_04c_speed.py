@@ -10,7 +10,7 @@ import common
 import pytest
 import torch
 
-import llama
+from engine.model import llama
 from engine.config import SchedulerConfig
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import Scheduler

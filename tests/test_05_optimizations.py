@@ -1331,7 +1331,7 @@ def test_the_catalog_has_the_facts_and_every_tour():
 def test_an_entry_takes_the_context_that_it_uses(monkeypatch, argv, tokens):
     """Most models of before 2024 have 2,048; only the prompts of 2,000 + 105 do not fit there."""
     taken = []
-    monkeypatch.setattr(lesson.llama, "check_context", lambda path, n: taken.append(n))
+    monkeypatch.setattr(lesson.loader, "check_context", lambda path, n: taken.append(n))
     monkeypatch.setattr(common, "heading", lambda text: pytest.exit(text))
     with pytest.raises(pytest.exit.Exception):
         lesson.main(argv)

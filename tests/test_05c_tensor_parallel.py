@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripts import run
 
-import llama
+from engine.model import llama
 from lab import roofline
 from engine import assemble
 from engine.config import SchedulerConfig, VllmConfig

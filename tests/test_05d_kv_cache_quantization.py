@@ -21,7 +21,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-import llama
+from engine.model import llama, loader
 from engine import assemble
 from engine.config import SchedulerConfig, VllmConfig
 from engine.quantization.kv_cache import QuantizedAttention
@@ -885,7 +885,7 @@ def test_a_model_without_a_chat_template_is_asked_the_bare_question(real_model, 
 
 def test_step_2_says_what_auto_is(real_model, monkeypatch, capsys):
     """In fp32 it takes four times the bytes of fp8, and not twice as in bf16, of which the page speaks."""
-    monkeypatch.setattr(llama, "load", lambda *args: real_model)
+    monkeypatch.setattr(loader, "load", lambda *args: real_model)
     monkeypatch.setattr(lesson, "check_formats", lambda: None)
     monkeypatch.setattr(lesson, "run_engine", mock.Mock(side_effect=InterruptedError))
     with pytest.raises(InterruptedError):

@@ -21,6 +21,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Literal
 
+from support import tokenizing
 from engine.serving.cli import serve_command
 from engine.serving.openai.limits import MAX_BODY_BYTES
 from engine.serving.server import may_load_adapters, run_server
@@ -41,7 +42,7 @@ from engine.core.engine_core import EngineCore
 from engine.engine_args import EngineArgs
 from engine.llm import LLM
 from engine.llm_engine import LLMEngine
-from engine.model.loader import load_model
+from engine.quantization.loader import load_model
 from engine.parallel.memory import kv_cache_memory
 from engine.serving.start import warm_up
 import first_layers
@@ -51,7 +52,9 @@ import pydantic
 import pytest
 import torch
 
-import llama
+from engine.model import chat_template, folders, llama, loader
+from engine.model.chat_template import _chat_environment, compiled
+from engine.model.tokenizer import Tokenizer
 import scripts
 from engine.output import EngineCoreOutput
 from engine.front_end import CompletionOutput, RequestOutput
@@ -120,14 +123,14 @@ def folder(request, real_model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def served_model(folder):
     """The same, in this process."""
-    return llama.load(str(folder))
+    return loader.load(str(folder))
 
 
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "stderr"
     template = log.with_name("template.jinja")
-    template.write_text(llama.Tokenizer(llama.model_folder()).chat_template + "{{ probe if probe is defined }}")
+    template.write_text(Tokenizer(folders.model_folder()).chat_template + "{{ probe if probe is defined }}")
     flags = ["--model", str(folder), "--served-model-name", NAME, "alias", "--api-key", KEY,
              "--max-model-len", "512", "--max-num-seqs", "8",
              "--max-num-queued-reqs", str(BOUND), "--kv-cache-gib", "0.1", "--max-num-batched-tokens", "64",
@@ -906,8 +909,8 @@ def test_flags_and_fields_are_the_same():
 @pytest.fixture
 def tiny_load(monkeypatch, tiny_model, real_model):
     """`make_engine` on the tiny model: its flags in milliseconds."""
-    monkeypatch.setattr(llama, "load", lambda model, dtype, **about: (tiny_model, real_model[1]))
-    monkeypatch.setattr(llama, "Tokenizer", lambda folder: real_model[1])
+    monkeypatch.setattr(loader, "load", lambda model, dtype, **about: (tiny_model, real_model[1]))
+    tokenizing.building(monkeypatch, lambda folder: real_model[1])
 
 
 def make(**flags):
@@ -1229,9 +1232,9 @@ def slow_down(monkeypatch, seconds=0.01):
 
 
 def test_the_first_chat_finds_its_template_compiled(tiny_load, real_model, capsys, monkeypatch):
-    made, environment = [], llama._chat_environment
-    monkeypatch.setattr(llama, "_chat_environment", lambda: (made.append(1), environment())[1])
-    llama._compiled.cache_clear()
+    made, environment = [], _chat_environment
+    monkeypatch.setattr(chat_template, "_chat_environment", lambda: (made.append(1), environment())[1])
+    compiled.cache_clear()
 
     async def ask(client):
         before = len(made)

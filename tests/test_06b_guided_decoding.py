@@ -21,7 +21,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-import llama
+from engine.model import llama
+from engine.model.tokenizer import Tokenizer
 from engine.request import Request, SamplingParams
 from engine.sampling.guided import bitmask, limits, reader_process, structured_outputs
 from engine.sampling.guided.automaton import DFA, NFA
@@ -307,7 +308,7 @@ def test_no_space_goes_in_front_of_what_a_grammar_forces(tmp_path):
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()
     backend.add_special_tokens(["</s>"])
     backend.save(str(tmp_path / "tokenizer.json"))
-    vocabulary = lesson.vocabulary_of(llama.Tokenizer(tmp_path), None, (0,))
+    vocabulary = lesson.vocabulary_of(Tokenizer(tmp_path), None, (0,))
     for wanted, text in (({"grammar": 'start: "the cache"'}, "the cache"), ({"json": {"const": "the"}}, '"the"')):
         grammar, written = lesson.compile_guide(wanted, vocabulary).start(), b""
         row = np.empty(vocabulary.num_words, np.int32)

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 from test_12_multi_lora import NoBytes, Words
 
-import llama
+from support import tokenizing
+from engine.model import folders, llama
 from engine.parallel import stages
 from engine.quantization.methods import METHOD_OF
 from engine.quantization.methods import quantize_layer
@@ -217,8 +218,8 @@ def test_what_the_folder_says_is_asked_before_anybody_starts(tmp_path, monkeypat
 def test_adapters_on_codes_on_workers(tp, pp, monkeypatch):
     """Lesson 12's products join those of the codes, on every rank."""
     monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
-    monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
-    monkeypatch.setattr(llama, "model_folder", lambda name: name)
+    tokenizing.building(monkeypatch, lambda folder: Words())
+    monkeypatch.setattr(folders, "model_folder", lambda name: name)
     model, parallel = llama.random_model(**SIZES), ParallelConfig(tp, pp)
     lora = lora_model.random_adapter(model.config, 8, seed=1)
     args = EngineArgs(enable_lora=True, max_loras=1, max_lora_rank=8)
@@ -251,8 +252,8 @@ def test_adapters_on_codes_on_workers(tp, pp, monkeypatch):
 def test_drafts_on_codes_on_workers(tp, pp, drafter, monkeypatch):
     """What is written is what the codes say, whoever guesses (lesson 07)."""
     monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
-    monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
-    monkeypatch.setattr(llama, "model_folder", lambda name: name)
+    tokenizing.building(monkeypatch, lambda folder: Words())
+    monkeypatch.setattr(folders, "model_folder", lambda name: name)
     executor, parallel = scaling.ThreadExecutor(ParallelConfig(tp, pp)), ParallelConfig(tp, pp)
     config = {"method": drafter, "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     args = EngineArgs(speculative_config=config | ({"model": "2"} if drafter == "early_exit" else {}))

@@ -27,7 +27,7 @@ from lab import naive, replay
 import test_122_adapters_on_workers as adapting
 import test_drafts_on_workers as drafting
 
-import llama
+from engine.model import folders, llama, loader
 
 executors = scaling.executors
 Request, SamplingParams, ParallelConfig = scaling.Request, scaling.SamplingParams, scaling.ParallelConfig
@@ -325,8 +325,8 @@ def test_a_worker_of_one_captures_graphs_and_several_do_not(monkeypatch):
 def test_guided_answers_on_the_real_model(real_model, layers, tmp_path, monkeypatch):
     """The mask of a step follows from tokens that the scheduler has not heard of when it plans it."""
     folder = first_layers.folder_of(layers, tmp_path)
-    monkeypatch.setattr(llama, "model_folder", lambda name=None: folder)  # the worker's, too
-    model, tokenizer = llama.load() if layers else real_model
+    monkeypatch.setattr(folders, "model_folder", lambda name=None: folder)  # the worker's, too
+    model, tokenizer = loader.load() if layers else real_model
     jobs = [("A number:", {"structured_outputs": {"regex": "[0-9]{3}"}}),
             ("Yes or no?", {"structured_outputs": {"choice": ["yes", "no"]}}),
             ("The capital of France is", {"ignore_eos": True}), ("1 2 3", {"stop": ["6"]})]  # fmt: skip

@@ -67,7 +67,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import llama
+from engine.model import folders, llama
 from engine.errors import EngineDeadError
 from engine.output import EngineCoreOutput
 from engine.distributed import handshake
@@ -1536,7 +1536,7 @@ def test_a_greeting_ends_in_time_however_slowly_it_trickles(accepted):
 
 def test_the_secret_is_this_users_and_the_same_for_everybody(monkeypatch, tmp_path):
     monkeypatch.delenv("VLLM_ENGINE_SECRET", raising=False)
-    monkeypatch.setattr(llama, "cache_folder", lambda: tmp_path / "made")
+    monkeypatch.setattr(folders, "cache_folder", lambda: tmp_path / "made")
     with ThreadPoolExecutor(8) as pool:
         found = {*pool.map(lambda _: handshake.secret(), range(8))}
     (path,) = (tmp_path / "made").iterdir()
@@ -1548,7 +1548,7 @@ def test_the_secret_is_this_users_and_the_same_for_everybody(monkeypatch, tmp_pa
     path.write_bytes(b"")
     with pytest.raises(common.InputError, match="too short"):
         handshake.secret()
-    monkeypatch.setattr(llama, "cache_folder", lambda: path)
+    monkeypatch.setattr(folders, "cache_folder", lambda: path)
     with pytest.raises(common.InputError, match="give VLLM_ENGINE_SECRET"):
         handshake.secret()
     monkeypatch.setenv("VLLM_ENGINE_SECRET", "0123456789abcdef")
@@ -2164,7 +2164,9 @@ def test_ray(texts):
         pytest.skip("ray is not installed: it is an extra")
     code = f"""
 import sys; sys.path.insert(0, {str(common.HERE)!r})
-import common, json, llama
+import common, json
+from engine.model import folders
+from engine.model.tokenizer import Tokenizer
 from engine.parallel.config import ParallelConfig
 from engine.parallel.executors import ExecutorFailed
 from engine.parallel.worker import WorkerSpec
@@ -2173,7 +2175,7 @@ lesson = common.lesson("06c_scaling_out")
 parallel = ParallelConfig(1, 2, "ray")
 executor = make_executor(parallel)
 executor.collective_rpc("load_model", WorkerSpec(None, parallel))
-tokenizer = llama.Tokenizer(llama.model_folder(None))
+tokenizer = Tokenizer(folders.model_folder(None))
 engine = lesson.build_engine(None, parallel, tokenizer, executor)
 tokens = lesson.answer(engine, lesson.TEXTS)
 executor.ray.kill(executor.actors[1])

@@ -26,7 +26,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-import llama
+from support import tokenizing
+from engine.model import folders
 from engine.core.engine_core import EngineCore
 from engine.front_end import CompletionOutput
 from engine.front_end import RequestOutput
@@ -58,7 +59,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def folder():
-    return llama.model_folder(None)
+    return folders.model_folder(None)
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def tiny(monkeypatch, tiny_model, real_model):
                                  num_gpu_blocks_override=73, **(args or {}))  # fmt: skip
 
     monkeypatch.setattr(lesson, "make_small_engine", make)
-    monkeypatch.setattr(llama, "Tokenizer", lambda folder: real_model[1])
+    tokenizing.building(monkeypatch, lambda folder: real_model[1])
     return make
 
 
@@ -404,7 +405,7 @@ def test_own_blocks_found_after_a_preemption_are_no_cached_prompt(monkeypatch, t
                     block_size=8)  # fmt: skip
 
     monkeypatch.setattr(lesson, "make_small_engine", make)
-    monkeypatch.setattr(llama, "Tokenizer", lambda folder: real_model[1])
+    tokenizing.building(monkeypatch, lambda folder: real_model[1])
     prompts, cached = [prompt(*range(i, i + 17)) for i in range(4)], {}
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
@@ -866,7 +867,7 @@ class Life(RuleBasedStateMachine):
         self.from_core, self.to_core = [], []
         self.proc = EngineCoreProc(SimpleNamespace(core=self.core, lora=None), self.from_core.append)
         self.proc.read_mail = self.deliver_to_core
-        real = llama.model_folder(None)
+        real = folders.model_folder(None)
         self.front = TOKENIZER[0](real, self.to_core.append)
 
     def deliver_to_core(self):
@@ -1078,13 +1079,14 @@ def test_a_killed_process_and_every_place_on_the_real_model(folder):
 LEAVE = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[1])
-import common, llama
+import common
+from engine.model import folders
 from engine.request import SamplingParams
 from engine.serving.async_llm import AsyncLLM
 lesson = common.lesson("06e_async_engine")
 async def leave():
     engine, args = lesson.make_small_engine, {"model": None, "seed": 0}
-    llm = await AsyncLLM.start(engine, args, llama.model_folder(None), sys.argv[2])
+    llm = await AsyncLLM.start(engine, args, folders.model_folder(None), sys.argv[2])
     llm.add_request("r", "Hello", SamplingParams(max_tokens=200, ignore_eos=True))
     await asyncio.sleep(0.3)
     sys.exit(3)
@@ -1128,7 +1130,7 @@ def test_an_engine_whose_front_end_cannot_start_is_ended(tiny, folder, monkeypat
     def refuse(folder):
         raise common.InputError("no tokenizer")
 
-    monkeypatch.setattr(llama, "Tokenizer", refuse)
+    tokenizing.building(monkeypatch, refuse)
     before = set(threading.enumerate())
     with pytest.raises(common.InputError, match="no tokenizer"):
         asyncio.run(AsyncLLM.start(factory, None, folder, "thread"))

@@ -28,9 +28,10 @@ import pytest
 from support import modules
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import decoders, models
 
-import llama
+from engine.model import folders
+from engine.model.tokenizer import Tokenizer
 from engine.errors import EngineDeadError
 from engine.request import SamplingParams
 from engine.serving.collector import RequestOutputCollector
@@ -997,8 +998,8 @@ def test_tools_have_a_template_of_their_own(real_model):
 def tokenizers(strip):
     import transformers
 
-    folder = llama.model_folder()
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), llama.Tokenizer(folder)
+    folder = folders.model_folder()
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer(folder)
     theirs.chat_template = ours.chat_template = theirs.chat_template.replace(
         "message['content']", f"(message['content']{strip})"
     )
@@ -1892,7 +1893,9 @@ class Total(lesson.ScriptedLLM):
         tokens = [*map(chr, range(256, 289)), *map(chr, range(33, 127)), chr(289)]
         tokenizer = self.front.tokenizer
         tokenizer.config = {}
-        tokenizer.backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+        tokenizer.backend = tokenizers.Tokenizer(
+            models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[])
+        )
         tokenizer.backend.decoder = decoders.ByteLevel()
         self.front._check_ids = lambda name, ids: LLMEngine._check_ids(self.front, name, ids)
         config = SimpleNamespace(vocab_size=128, eos_token_ids=(0,))

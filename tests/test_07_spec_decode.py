@@ -32,7 +32,7 @@ from support.broken import break_class
 import torch
 import torch.nn.functional as F
 
-import llama
+from engine.model import llama, loader
 
 lesson = common.lesson("07_spec_decode")
 from engine.core.scheduler import Scheduler
@@ -1550,7 +1550,7 @@ def test_a_bug_that_nothing_shows_is_said_to_be_there(monkeypatch, capsys):
     """Answers may end before a bug matters: then the story does not claim that all is well."""
     for name in ("check_rule", "check_kernels", "tell_model", "tell_end", "tell_engine", "tell_economics"):
         monkeypatch.setattr(lesson, name, lambda *args: {})
-    monkeypatch.setattr(llama, "load", lambda name: (None, None))
+    monkeypatch.setattr(loader, "load", lambda name: (None, None))
     for flags in ([], ["--break", "past-eos"]):
         lesson.main(flags)
         assert ("NOT CAUGHT (--break past-eos)" in capsys.readouterr().out) == bool(flags)

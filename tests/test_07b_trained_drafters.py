@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from scripts import execute, script_job
 
-import llama
+from engine.model import folders, llama, loader
 from engine.request import SamplingParams
 from engine.spec_decode import trained
 from engine.spec_decode import tree as trees
@@ -509,7 +509,7 @@ def test_the_script_enumerates_the_rule_as_it_is(monkeypatch, capsys):
     """`--break same-p` is noticed by step 4; whatever needs the model has a stand-in."""
     run = SimpleNamespace(token_ids=[[0] * 20] * 2, acceptance=0.0, tokens_per_step=1.0)
     tree = SimpleNamespace(token_ids=[0] * 20, passes=20, rows=20, tokens_per_pass=1.0)
-    monkeypatch.setattr(llama, "load", lambda path: (None, SimpleNamespace(ask=lambda text: [1])))
+    monkeypatch.setattr(loader, "load", lambda path: (None, SimpleNamespace(ask=lambda text: [1])))
     monkeypatch.setattr(lesson, "serve", lambda *args: run)
     monkeypatch.setattr(lesson, "generate_with_tree", lambda *args: tree)
     monkeypatch.setattr(trained, "load_network", lambda *args: None)
@@ -1039,7 +1039,7 @@ def test_its_story_without_a_chat_template(real_model, tmp_path):
     """Those of the others: test_scripts, with a model that the shipped drafters cannot serve."""
     folder = tmp_path / "model"
     folder.mkdir()
-    for file in llama.model_folder().iterdir():
+    for file in folders.model_folder().iterdir():
         (folder / file.name).symlink_to(file)
     about = json.loads((folder / "tokenizer_config.json").read_text())
     assert about.pop("chat_template")
@@ -1059,13 +1059,13 @@ def test_what_was_trained_is_told_of_the_model_it_was_trained_for(tiny_model, mo
         heading(text)
 
     monkeypatch.setattr(common, "heading", first)
-    monkeypatch.setattr(llama, "check_context", lambda *args: tiny_model.config)
-    monkeypatch.setattr(llama, "load", lambda name: (tiny_model, None))
+    monkeypatch.setattr(loader, "check_context", lambda *args: tiny_model.config)
+    monkeypatch.setattr(loader, "load", lambda name: (tiny_model, None))
     monkeypatch.setattr(trained, "load_network", lambda *args: None)
     with pytest.raises(StopIteration):
         lesson.main(["--model", "another"])
     told = capsys.readouterr().out
-    assert f"text that {llama.DEFAULT_MODEL} wrote" in told and "target" not in told
+    assert f"text that {folders.DEFAULT_MODEL} wrote" in told and "target" not in told
 
 
 @pytest.mark.slow

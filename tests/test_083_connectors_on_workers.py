@@ -17,7 +17,8 @@ import torch
 from test_08_disagg import free_ports, until
 from test_12_multi_lora import NoBytes, Words
 
-import llama
+from support import tokenizing
+from engine.model import folders, llama
 from engine.request import SamplingParams
 from engine import front_end
 from engine.llm_engine import LLMEngine
@@ -41,8 +42,8 @@ LIMITS = dict(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16, num_g
 @pytest.fixture
 def build(monkeypatch):
     monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
-    monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
-    monkeypatch.setattr(llama, "model_folder", lambda name: name)
+    tokenizing.building(monkeypatch, lambda folder: Words())
+    monkeypatch.setattr(folders, "model_folder", lambda name: name)
     started = []
 
     def make(tp, role, wire="TCPConnector", policy="recompute", limits=LIMITS, drafts=None, loras=(), ahead=False,

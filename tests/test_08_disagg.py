@@ -40,7 +40,8 @@ from engine.serving.core_proc import EngineCoreProc
 from engine import front_end
 from engine.llm_engine import LLMEngine
 from engine.serving.mailbox import ClientGone
-import llama
+from engine.model import llama
+from engine.model.config import LlamaConfig
 from engine.engine_args import EngineArgs
 from engine.model.packed_linear import pack_weights
 from engine.kv_transfer import connectors, links
@@ -1818,7 +1819,7 @@ def test_callers_are_let_in_again_when_there_are_descriptors_again(tiny_model):
 
 def bare_config(**shape):
     """Of a Llama of which nothing but its keys and values matters."""
-    return llama.LlamaConfig(**{
+    return LlamaConfig(**{
         "vocab_size": 5, "hidden_size": 9, "intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1,
         "num_key_value_heads": 1, "head_dim": 8,
     } | shape)  # fmt: skip

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-import llama
+from engine.model import llama
 from engine.request import Request
 from engine.request import SamplingParams
 

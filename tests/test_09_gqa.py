@@ -329,7 +329,7 @@ def test_the_model_runs_on_the_torch_path(tiny_model):
 
 @pytest.mark.parametrize("layers", first_layers.CUT_OR_WHOLE)
 def test_the_wrong_map_breaks_the_real_model(real_model, capsys, layers, tmp_path):
-    model, tokenizer = llama.load(str(first_layers.folder_of(layers, tmp_path))) if layers else real_model
+    model, tokenizer = loader.load(str(first_layers.folder_of(layers, tmp_path))) if layers else real_model
     with pytest.raises(common.CheckFailed, match="grouped cache"):
         lesson.show_map("tiled", model, tokenizer)
     assert "Paris" not in capsys.readouterr().out

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import common
 import first_layers
-import llama
+from engine.model import llama, loader
 import pytest
 import torch
 from engine.core.engine_core import EngineCore
@@ -312,7 +312,7 @@ def test_a_mixed_step_on_a_cpu_does_not_loop_over_decodes():
 @pytest.mark.parametrize("layers", first_layers.CUT_OR_WHOLE)
 def test_real_model_in_chunks(real_model, layers, tmp_path):
     """One prompt of text among two answers on SmolLM2: whole, in chunks, and with a cap, the same tokens."""
-    model, tokenizer = llama.load(str(first_layers.folder_of(layers, tmp_path))) if layers else real_model
+    model, tokenizer = loader.load(str(first_layers.folder_of(layers, tmp_path))) if layers else real_model
     others = [tokenizer.encode(text) for text in page.DECODERS[:2]]
     prompt = page.long_prompt(tokenizer, 70)
     runs = [page.arrival_among_decodes(model, others, prompt, budget, 5, threshold)

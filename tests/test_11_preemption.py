@@ -15,7 +15,7 @@ from engine.core.scheduler import make_scheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
-import llama
+from engine.model import loader
 from lab import roofline
 from lab.reserving import ReservingScheduler
 
@@ -168,7 +168,7 @@ def _with_kernels(function, *args):
 @pytest.mark.parametrize("layers", first_layers.CUT_OR_WHOLE)
 def test_real_model(real_model, layers, tmp_path):
     """SmolLM2, a pool for little more than one of three requests: swapped, recomputed, undisturbed, all the same."""
-    model, tokenizer = llama.load(str(first_layers.folder_of(layers, tmp_path))) if layers else real_model
+    model, tokenizer = loader.load(str(first_layers.folder_of(layers, tmp_path))) if layers else real_model
     prompts, new = [tokenizer.encode(text) for text in lesson.TEXTS], 8
     expected = {str(i): lesson.undisturbed(model, prompt, new) for i, prompt in enumerate(prompts)}
     longest = max(map(len, prompts)) + new

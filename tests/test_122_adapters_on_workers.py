@@ -15,7 +15,8 @@ from lab import naive
 import torch
 from test_12_multi_lora import NoBytes, Words
 
-import llama
+from support import tokenizing
+from engine.model import folders, llama
 from engine.config import VllmConfig
 from engine.parallel.worker import Worker
 from engine import front_end
@@ -69,8 +70,8 @@ def as_merged():
 def on_threads(whole, monkeypatch):
     """An engine as `serve --enable-lora` makes it, on workers that are threads."""
     monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
-    monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
-    monkeypatch.setattr(llama, "model_folder", lambda name: name)
+    tokenizing.building(monkeypatch, lambda folder: Words())
+    monkeypatch.setattr(folders, "model_folder", lambda name: name)
     started = []
 
     def build(tp, pp, max_loras):

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support import tokenizing
 from engine.core.queues import FairRequestQueue
 from engine import front_end
 from engine.llm import make_llm_engine
@@ -31,7 +32,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-import llama
+from engine.model import folders, gguf_files, llama, loader, weights
+from engine.model.config import LlamaConfig
+from engine.model.tokenizer import Tokenizer
 from engine.serving.core_proc import EngineCoreProc
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.start import make_engine
@@ -207,7 +210,7 @@ def test_kernels_against_the_naive_loop(tiny, kernels, guarded, device, name, wh
 @pytest.mark.parametrize("run", [lesson.sgmv, lesson.bgmv], ids=["sgmv", "bgmv"])
 def test_kernels_in_16_bits(kernels, device, dtype, run):
     """16-bit weights and inputs, accumulated in fp32; widths that are no multiple of any tile, and split inputs."""
-    config = llama.LlamaConfig(64, 802, 1100, 1, 2, 1, 272)  # odd: rows are not aligned to 16
+    config = LlamaConfig(64, 802, 1100, 1, 2, 1, 272)  # odd: rows are not aligned to 16
     config = dataclasses.replace(config, head_dim=274)
     model = llama.Llama.__new__(llama.Llama)
     model.config, model.device, model.dtype = config, device, dtype
@@ -1109,7 +1112,7 @@ def test_limits_are_checked():
 def test_the_shipped_adapters_fit(name):
     folder = files.SHIPPED / name
     assert (folder / "adapter_model.safetensors").stat().st_size <= 5_000_000
-    config = llama.LlamaConfig(**lesson.SMOLLM)
+    config = LlamaConfig(**lesson.SMOLLM)
     lora = files.read_adapter(folder, config)
     assert lora.rank == 8 and lora.num_parameters == lesson.facts()["parameters_r8"] and len(lora.weights) == 120
 
@@ -1174,7 +1177,7 @@ def folder(tmp_path_factory):
         noise = torch.randn(shape, generator=generator)
         weights[name] = 1 + 0.1 * noise if len(shape) == 1 else noise / shape[1] ** 0.5
     save_file(weights, path / "model.safetensors")
-    llama._write_json(path / "config.json", {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True,
+    gguf_files._write_json(path / "config.json", {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True,
                       "eos_token_id": 0, **{k: getattr(c, k) for k in (
                           "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                           "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
@@ -1206,8 +1209,8 @@ async def with_server(folder, work, **flags):
 def test_the_server_loads_and_unloads(folder, tmp_path, monkeypatch):
     pytest.importorskip("fastapi")
     monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
-    monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
-    model, _ = llama.load(str(folder))
+    tokenizing.building(monkeypatch, lambda folder: Words())
+    model, _ = loader.load(str(folder))
     loras = {name: files.read_adapter(folder / name, model.config) for name in ("a0", "a1")}
     prompt = [ord(c) for c in "hello there, this is long"]
     truth = {name: alone(model, loras.get(name), prompt, 5) for name in ("a0", "a1", None)}
@@ -1256,7 +1259,7 @@ def test_nobody_waits_for_an_adapter_that_does_not_answer(folder, monkeypatch, h
     """Its client hears of it in the end; others are served and load theirs meanwhile, also if it was there before."""
     pytest.importorskip("fastapi")
     monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
-    monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
+    tokenizing.building(monkeypatch, lambda folder: Words())
     monkeypatch.setattr(AdapterReader, "DEADLINE", 1.5)  # longer than all that is asked meanwhile may take
 
     async def work(call, llm):
@@ -1294,7 +1297,7 @@ def test_a_request_keeps_the_adapter_that_it_was_accepted_for(folder, monkeypatc
     pytest.importorskip("fastapi")
     api = common.lesson("06f_openai_api")
     monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
-    monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
+    tokenizing.building(monkeypatch, lambda folder: Words())
     reading, go_on, prompts = asyncio.Event(), asyncio.Event(), api.OpenAIServing.prompts
 
     async def slowly(self, *args):
@@ -1454,7 +1457,7 @@ def test_peft_computes_the_same(real_model):
     from transformers import AutoModelForCausalLM
 
     model, tokenizer = real_model
-    theirs = AutoModelForCausalLM.from_pretrained(llama.model_folder(None), dtype=torch.float32).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(folders.model_folder(None), dtype=torch.float32).eval()
     names = ["pirate", "json", "report"]
     wrapped = peft.PeftModel.from_pretrained(theirs, files.SHIPPED / names[0], adapter_name=names[0])
     for name in names[1:]:
@@ -1510,11 +1513,11 @@ def test_adapters_that_peft_wrote(tmp_path, rslora):
     wrapped.save_pretrained(tmp_path / "adapter")
     ids = torch.arange(10)
     reference = wrapped(ids[None]).logits[0].detach()
-    folder_config = llama.LlamaConfig.from_folder(tmp_path / "base")
+    folder_config = LlamaConfig.from_folder(tmp_path / "base")
     import contextlib
 
     with contextlib.ExitStack() as stack:
-        model = llama.Llama(folder_config, llama._open_weights(tmp_path / "base", stack))
+        model = llama.Llama(folder_config, weights.open_weights(tmp_path / "base", stack))
         lora = files.read_adapter(tmp_path / "adapter", folder_config)
         merged = lora_model.merged(model, lora)
         hidden = merged.forward(ids, torch.arange(10), naive.recompute)
@@ -1538,7 +1541,7 @@ def test_the_shipped_adapters_answer_in_style(real_model):
 
 def test_a_question_needs_no_chat_template(make, tiny):
     class Plain(Words):
-        ask, converse = llama.Tokenizer.ask, llama.Tokenizer.converse
+        ask, converse = Tokenizer.ask, Tokenizer.converse
 
     (answer,) = lesson.ask(make(), Plain(), [None], max_tokens=3, question="Why?")
     written = alone(tiny, None, [ord(c) for c in "Why?"], 3)

@@ -21,6 +21,7 @@ import torch
 from test_07b_trained_drafters import random_network
 from test_12_multi_lora import NoBytes, Words
 
+from support import tokenizing
 from engine.serving.wire import frame, loads
 from engine.parallel import workers
 from engine.parallel.workers import start_workers
@@ -30,7 +31,8 @@ from engine.llm import make_llm_engine
 from engine.llm_engine import LLMEngine
 from engine.parallel.workers import Workers
 from engine.output import SchedulerOutput
-import llama
+from engine.model import folders, llama
+from engine.model.config import LlamaConfig
 from engine.engine_args import EngineArgs
 from engine.parallel.stages import skeleton
 from engine.parallel.worker import WorkerSpec
@@ -54,8 +56,8 @@ def _small_models(request, monkeypatch):
     if "real_model" in request.fixturenames:
         return
     monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
-    monkeypatch.setattr(llama, "Tokenizer", lambda folder: Words())
-    monkeypatch.setattr(llama, "model_folder", lambda name: name)
+    tokenizing.building(monkeypatch, lambda folder: Words())
+    monkeypatch.setattr(folders, "model_folder", lambda name: name)
     monkeypatch.setattr(trained, "load_network", lambda path, model: random_network(path.stem, model, 41))
 
 
@@ -306,7 +308,7 @@ def test_the_drafters_output_matrix_is_divided(on_threads):
 @pytest.mark.parametrize("method", [None, *METHODS])
 def test_who_looks_tokens_up_on_the_last_stage_is_told_when_weights_are_loaded(monkeypatch, method):
     config, sent = llama.random_model(**scaling.SIZES).config, []
-    monkeypatch.setattr(llama.LlamaConfig, "from_folder", lambda folder, *about: config)
+    monkeypatch.setattr(LlamaConfig, "from_folder", lambda folder, *about: config)
     monkeypatch.setattr(workers, "stored_quantization", lambda folder, asked: None)
     monkeypatch.setattr(workers, "make_executor", lambda parallel: SimpleNamespace(
         collective_rpc=lambda name, spec: sent.append(spec)))  # fmt: skip

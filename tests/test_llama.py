@@ -19,7 +19,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-import llama
+from engine.model import folders, gguf_files, llama, loader
+from engine.model.chat_template import read_chat_template
+from engine.model.config import ABSENT, FAMILIES, LlamaConfig, NEUTRAL, NEUTRAL_IN, _eos_of_tokenizer
+from engine.model.tokenizer import Tokenizer
 
 PROMPTS = [
     "The capital of France is",
@@ -46,7 +49,7 @@ def logits_of(model: llama.Llama, token_ids: list[int]) -> torch.Tensor:
 def transformers_model():
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = llama.model_folder()
+    folder = folders.model_folder()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(common.device())
     return model, AutoTokenizer.from_pretrained(folder)
 
@@ -105,7 +108,7 @@ def test_tokenizer_equals_transformers(real_model, transformers_model):
             text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
             assert ours.render_chat(messages, prompt) == text
             assert ours.chat(messages, prompt) == theirs(text, add_special_tokens=False).input_ids
-    assert llama.LlamaConfig.from_folder(llama.model_folder()).eos_token_ids == (theirs.eos_token_id,)
+    assert LlamaConfig.from_folder(folders.model_folder()).eos_token_ids == (theirs.eos_token_id,)
 
 
 def test_digits_are_tokens_of_their_own(real_model):
@@ -127,15 +130,15 @@ def test_weights_equal_the_packaged_file(every):
     """The folder holds exactly the values that the GGUF file encodes, rows of q and k reordered and nothing else."""
     import gguf
 
-    weights = load_file(llama.model_folder() / "model.safetensors")
-    reader = llama.gguf_reader(llama._packaged_gguf())
+    weights = load_file(folders.model_folder() / "model.safetensors")
+    reader = gguf_files.gguf_reader(folders._packaged_gguf())
     assert len(weights) == len(reader.tensors)
     some = [tensor for i, tensor in enumerate(reader.tensors) if i % every == 0 or not tensor.name.startswith("blk.")]
     kinds = [{tensor.name.split(".")[-2] for tensor in which} for which in (some, reader.tensors)]
     assert kinds[0] == kinds[1]
     for tensor in some:
         original = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
-        ours = weights[llama._hugging_face_name(tensor.name)]
+        ours = weights[gguf_files._hugging_face_name(tensor.name)]
         if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
             original, ours = original.view(-1, 64, original.shape[1]), ours.view(-1, 64, ours.shape[1])
             assert torch.equal(ours[:, :32], original[:, 0::2]) and torch.equal(ours[:, 32:], original[:, 1::2])
@@ -182,7 +185,7 @@ VARIANTS = {
 @functools.cache
 def small_tokenizer() -> str:
     """The default tokenizer without its merges, which take long to read: every byte is a token."""
-    content = json.loads((llama.model_folder() / "tokenizer.json").read_text())
+    content = json.loads((folders.model_folder() / "tokenizer.json").read_text())
     added = len(content["added_tokens"])
     content["model"] |= {"merges": [], "vocab": {
         token: i for token, i in content["model"]["vocab"].items() if i < added or len(token) == 1
@@ -203,13 +206,13 @@ def make_folder(path, seed=0, shard="1GB", kind="llama", **overrides):
     for parameter in model.parameters():  # the default initialisation is too small to show a wrong bias or norm
         parameter.data += 0.2 * torch.randn_like(parameter)
     model.save_pretrained(path, max_shard_size=shard)
-    shutil.copy(llama.model_folder() / "tokenizer_config.json", path)
+    shutil.copy(folders.model_folder() / "tokenizer_config.json", path)
     (path / "tokenizer.json").write_text(small_tokenizer())
     return model
 
 
 def compare_with_transformers(folder, theirs, length=120):
-    model, _ = llama.load(str(folder), device=torch.device("cpu"))
+    model, _ = loader.load(str(folder), device=torch.device("cpu"))
     ids = torch.randint(model.config.vocab_size, (length,)).tolist()
     with torch.inference_mode():
         reference = theirs(torch.tensor([ids])).logits[0]
@@ -265,7 +268,7 @@ def test_a_window_that_hides_something_is_refused(tmp_path, name):
         compare_with_transformers(tmp_path, theirs, length=200)
     else:
         with pytest.raises(common.InputError, match=f"sliding_window {window} is not supported here; allowed: null"):
-            llama.load(str(tmp_path))
+            loader.load(str(tmp_path))
 
 
 def test_sharded_folder(tmp_path):
@@ -309,19 +312,19 @@ def test_what_a_config_says_twice(tmp_path, changes):
 def test_last_tokens_outside_the_vocabulary_are_none(tmp_path):
     make_folder(tmp_path)
     edit_both(tmp_path, eos_token_id=[2, 96, -1])
-    assert llama.LlamaConfig.from_folder(tmp_path).eos_token_ids == (2,)
+    assert LlamaConfig.from_folder(tmp_path).eos_token_ids == (2,)
 
 
 def test_a_text_is_neither_cut_nor_filled_up(tmp_path):
     """Some `tokenizer.json` still say how they were used in training."""
     make_folder(tmp_path)
-    plain, tokenizer = llama.Tokenizer(tmp_path), json.loads((tmp_path / "tokenizer.json").read_text())
+    plain, tokenizer = Tokenizer(tmp_path), json.loads((tmp_path / "tokenizer.json").read_text())
     tokenizer["truncation"] = {"max_length": 8, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}
     tokenizer["padding"] = {"strategy": {"Fixed": 32}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 2,
                             "pad_type_id": 0, "pad_token": "<|im_end|>"}  # fmt: skip
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     for text in ("Hi", "The capital of France is Paris, and the capital of Italy is"):
-        assert llama.Tokenizer(tmp_path).encode(text) == plain.encode(text)
+        assert Tokenizer(tmp_path).encode(text) == plain.encode(text)
 
 
 TEMPLATES = {
@@ -355,7 +358,7 @@ def test_templates_say_what_they_say_in_transformers(tmp_path, name):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**edited, **changes, "chat_template": template}))
     messages = [{"role": "user", "content": "Zoë"}, {"role": "assistant", "content": "yes", "name": None}]
     theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, tokenize=False)
-    assert llama.Tokenizer(tmp_path).render_chat(messages, add_generation_prompt=False) == theirs
+    assert Tokenizer(tmp_path).render_chat(messages, add_generation_prompt=False) == theirs
 
 
 def transformers_of(folder):
@@ -398,7 +401,7 @@ def test_codes_without_a_word_about_them(tmp_path):
     for dtype in (torch.int8, torch.float8_e4m3fn):
         edit_weights(tmp_path, lambda w, dtype=dtype: w | {name: w[name].float().to(dtype)})
         with pytest.raises(common.InputError, match=f"weights: {name} is {dtype}, expected floats"):
-            llama.load(str(tmp_path))
+            loader.load(str(tmp_path))
 
 
 ROPE = {  # of config.json, as Transformers and vLLM read them
@@ -475,12 +478,12 @@ def test_what_a_family_leaves_out_of_its_config(tmp_path):
     """Transformers saves every field; who wrote a config by hand left out what Transformers assumes."""
     from transformers import AutoConfig
 
-    for family, absent in llama.ABSENT.items():
+    for family, absent in ABSENT.items():
         config = {"architectures": [family], "model_type": family, "vocab_size": 300, "hidden_size": 4096,
                   "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 32}  # fmt: skip
-        config["architectures"] = [name for name, kind in llama.FAMILIES.items() if kind == family]
+        config["architectures"] = [name for name, kind in FAMILIES.items() if kind == family]
         (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 1 << 20}))
-        theirs, ours = AutoConfig.from_pretrained(tmp_path), llama.LlamaConfig.from_folder(tmp_path)
+        theirs, ours = AutoConfig.from_pretrained(tmp_path), LlamaConfig.from_folder(tmp_path)
         for field in ("max_position_embeddings", "num_key_value_heads", "head_dim", "rms_norm_eps"):
             want = getattr(theirs, field, None) or 4096 // 32
             assert getattr(ours, field) == want, (family, field)
@@ -502,13 +505,13 @@ def test_what_would_change_logits_is_refused_by_name(tmp_path, good_folder, fiel
     shutil.copytree(good_folder, folder)
     edit_config(folder, **{field: REFUSED[field]})
     with pytest.raises(common.InputError) as error:
-        llama.load(str(folder))
+        loader.load(str(folder))
     word = next((key for key in REFUSED[field] if key != "rope_type"), field) if "rope" in field else field
     assert word in str(error.value) and "\n" not in str(error.value)
     config = json.loads((folder / "config.json").read_text())
-    if field in llama.NEUTRAL | llama.NEUTRAL_IN["llama"] and field != "hidden_act":
+    if field in NEUTRAL | NEUTRAL_IN["llama"] and field != "hidden_act":
         (folder / "config.json").write_text(json.dumps(config | {field: None}))
-        llama.load(str(folder))
+        loader.load(str(folder))
 
 
 def test_a_mark_in_front_of_json(tmp_path):
@@ -516,16 +519,16 @@ def test_a_mark_in_front_of_json(tmp_path):
     make_folder(tmp_path)
     (tmp_path / "special_tokens_map.json").write_text("{}")
     files = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
-    plain, tokenizer = llama.LlamaConfig.from_folder(tmp_path), llama.Tokenizer(tmp_path)
+    plain, tokenizer = LlamaConfig.from_folder(tmp_path), Tokenizer(tmp_path)
     for name in files:
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
-    assert llama.LlamaConfig.from_folder(tmp_path) == plain
-    assert llama.Tokenizer(tmp_path).chat_template == tokenizer.chat_template
+    assert LlamaConfig.from_folder(tmp_path) == plain
+    assert Tokenizer(tmp_path).chat_template == tokenizer.chat_template
     for name in files:
         kept = (tmp_path / name).read_bytes()
         (tmp_path / name).write_text('{"temperature": ')
         with pytest.raises(common.InputError, match=f"{name}: not readable as JSON"):
-            llama.load(str(tmp_path))
+            loader.load(str(tmp_path))
         (tmp_path / name).write_bytes(kept)
 
 
@@ -545,8 +548,8 @@ def test_low_precision_model(real_model, transformers_model, low):
     model, tokenizer = real_model
     ids = tokenizer.encode(PROMPTS[1])
     reference = logits_of(model, ids)
-    ours = logits_of(llama.load(dtype=low)[0], ids)
-    rounded = AutoModelForCausalLM.from_pretrained(llama.model_folder(), dtype=low).eval().to(common.device())
+    ours = logits_of(loader.load(dtype=low)[0], ids)
+    rounded = AutoModelForCausalLM.from_pretrained(folders.model_folder(), dtype=low).eval().to(common.device())
     with torch.inference_mode():
         theirs = rounded(torch.tensor([ids], device=common.device())).logits[0]
     assert ours.dtype == low
@@ -638,7 +641,7 @@ BROKEN = {
 def good_folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
     make_folder(path)
-    llama.load(str(path))  # until it is damaged
+    loader.load(str(path))  # until it is damaged
     return path
 
 
@@ -649,7 +652,7 @@ def test_a_broken_folder_gets_one_line(good_folder, tmp_path, name):
     damage, word = BROKEN[name]
     damage(folder)
     with pytest.raises(common.InputError) as error:
-        llama.load(str(folder))
+        loader.load(str(folder))
     assert word in str(error.value) and "\n" not in str(error.value)
 
 
@@ -657,13 +660,13 @@ def test_a_broken_folder_gets_one_line(good_folder, tmp_path, name):
                                   "~nobody-has-this-name/model", "~nobody-has-this-name", "x" * 5000])  # fmt: skip
 def test_a_model_that_is_not_there(path):
     with pytest.raises(common.InputError, match="--model"):
-        llama.load(path)
+        loader.load(path)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path):
     make_folder(tmp_path, vocab_size=20)
-    tokenizer = llama.load(str(tmp_path))[1]
-    backend = llama.Tokenizer(tmp_path).backend
+    tokenizer = loader.load(str(tmp_path))[1]
+    backend = Tokenizer(tmp_path).backend
     first = {c: backend.encode(c).ids[0] for c in "abcdefghijklmnopqrstuvwxyz0123456789 !"}
     known, unknown = min(first, key=first.get), max(first, key=first.get)
     assert tokenizer.encode(known) == [first[known]] and first[unknown] >= 20
@@ -677,7 +680,7 @@ def test_chat_without_template(tmp_path):
     del edited["chat_template"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(edited))
     with pytest.raises(common.InputError, match="chat template"):
-        llama.Tokenizer(tmp_path).chat([{"role": "user", "content": "Hi"}])
+        Tokenizer(tmp_path).chat([{"role": "user", "content": "Hi"}])
 
 
 def test_a_conversation_with_any_template(tmp_path):
@@ -694,20 +697,20 @@ def test_a_conversation_with_any_template(tmp_path):
         (None, "Be brief.\nHi\nYes?\nBye"),
     ):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(edited | {"chat_template": template}))
-        tokenizer = llama.Tokenizer(tmp_path)
+        tokenizer = Tokenizer(tmp_path)
         assert tokenizer.converse(messages) == tokenizer.encode(text)
         assert messages[1]["content"] == "Hi", "the caller's messages stay as they are"
     with pytest.raises(common.InputError, match="never"):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(edited | {
             "chat_template": "{{ raise_exception('never') }}"}))  # fmt: skip
-        llama.Tokenizer(tmp_path).converse(messages)
+        Tokenizer(tmp_path).converse(messages)
 
 
 def test_a_context_that_a_story_takes(tmp_path):
     make_folder(tmp_path)
-    assert llama.check_context(str(tmp_path), 256).max_position_embeddings == 256
+    assert loader.check_context(str(tmp_path), 256).max_position_embeddings == 256
     with pytest.raises(common.InputError) as error:
-        llama.check_context(str(tmp_path), 257)
+        loader.check_context(str(tmp_path), 257)
     assert str(error.value) == "--model: a context of 256 tokens is too short; this story takes 257"
 
 
@@ -717,20 +720,20 @@ def test_chat_template_is_sandboxed(tmp_path):
     edited["chat_template"] = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(edited))
     with pytest.raises(common.InputError, match="chat template"):
-        llama.Tokenizer(tmp_path).chat([{"role": "user", "content": "Hi"}])
+        Tokenizer(tmp_path).chat([{"role": "user", "content": "Hi"}])
 
 
 def test_a_template_is_a_file_or_a_text(tmp_path):
     file, text = tmp_path / "t.jinja", "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     file.write_text(text)
-    assert llama.read_chat_template(str(file)) == text == llama.read_chat_template(text)
+    assert read_chat_template(str(file)) == text == read_chat_template(text)
     for wrong, words in ((str(tmp_path / "x"), "No such file"), (str(tmp_path), "directory"), ("a\n{% x", "line 2")):
         with pytest.raises(common.InputError, match=words) as error:
-            llama.read_chat_template(wrong)
+            read_chat_template(wrong)
         assert "\n" not in str(error.value)
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(common.InputError, match=r"t\.jinja"):
-        llama.read_chat_template(str(file))
+        read_chat_template(str(file))
 
 
 # --- Preparing the default model ------------------------------------------------------------------------------------
@@ -738,7 +741,7 @@ def test_a_template_is_a_file_or_a_text(tmp_path):
 
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(llama, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(folders, "cache_folder", lambda: tmp_path)
     return tmp_path
 
 
@@ -753,74 +756,78 @@ def test_interrupted_preparation_leaves_nothing(empty_cache, monkeypatch):
         (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llama, "convert_gguf", dies)
+    monkeypatch.setattr(gguf_files, "convert_gguf", dies)
     with pytest.raises(KeyboardInterrupt):
-        llama.model_folder()
+        folders.model_folder()
     assert list(empty_cache.iterdir()) == []
-    monkeypatch.setattr(llama, "convert_gguf", fake_convert)
-    assert sorted(p.name for p in llama.model_folder().iterdir()) == ["config.json", "model.safetensors"]
+    monkeypatch.setattr(gguf_files, "convert_gguf", fake_convert)
+    assert sorted(p.name for p in folders.model_folder().iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_killed_preparation_is_not_mistaken_for_a_model(tmp_path):
     """SIGKILL in the middle: the final folder does not exist, and what was left is removed by the next run."""
     code = f"""
 import sys, time; sys.path.insert(0, {str(common.HERE)!r})
-import llama
+from engine.model import folders, gguf_files
 from pathlib import Path
 def slow(source, folder):
     (folder / "config.json").write_text("{{}}"); print("half", flush=True); time.sleep(600)
-llama.cache_folder, llama.convert_gguf = lambda: Path({str(tmp_path)!r}), slow
-llama.model_folder()
+folders.cache_folder, gguf_files.convert_gguf = lambda: Path({str(tmp_path)!r}), slow
+folders.model_folder()
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "half\n"
-    assert not (tmp_path / llama.DEFAULT_MODEL).exists()
+    assert not (tmp_path / folders.DEFAULT_MODEL).exists()
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert not (tmp_path / llama.DEFAULT_MODEL).exists()
+    assert not (tmp_path / folders.DEFAULT_MODEL).exists()
     (left,) = tmp_path.iterdir()
     os.utime(left, (0, 0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llama, "cache_folder", lambda: tmp_path)
-        patch.setattr(llama, "convert_gguf", fake_convert)
-        assert (llama.model_folder() / "model.safetensors").read_text() == "weights"
-    assert [p.name for p in tmp_path.iterdir()] == [llama.DEFAULT_MODEL]
+        patch.setattr(folders, "cache_folder", lambda: tmp_path)
+        patch.setattr(gguf_files, "convert_gguf", fake_convert)
+        assert (folders.model_folder() / "model.safetensors").read_text() == "weights"
+    assert [p.name for p in tmp_path.iterdir()] == [folders.DEFAULT_MODEL]
 
 
 def test_concurrent_first_runs(empty_cache, monkeypatch):
-    monkeypatch.setattr(llama, "convert_gguf", lambda source, folder: fake_convert(source, folder, 0.2))
+    monkeypatch.setattr(gguf_files, "convert_gguf", lambda source, folder: fake_convert(source, folder, 0.2))
     found = []
-    threads = [threading.Thread(target=lambda: found.append(llama.model_folder())) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: found.append(folders.model_folder())) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert set(found) == {empty_cache / llama.DEFAULT_MODEL} and len(found) == 4
-    assert [p.name for p in empty_cache.iterdir()] == [llama.DEFAULT_MODEL]
+    assert set(found) == {empty_cache / folders.DEFAULT_MODEL} and len(found) == 4
+    assert [p.name for p in empty_cache.iterdir()] == [folders.DEFAULT_MODEL]
 
 
 def test_unwritable_cache(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(llama, "cache_folder", lambda: tmp_path / "file")
+    monkeypatch.setattr(folders, "cache_folder", lambda: tmp_path / "file")
     with pytest.raises(common.InputError, match="cannot prepare"):
-        llama.model_folder()
+        folders.model_folder()
 
 
 @pytest.mark.slow
 def test_real_preparation_twice_at_once(tmp_path):
     """Two processes convert the packaged file into the same empty cache; both then load the same, whole folder."""
-    code = f"import sys; sys.path.insert(0, {str(common.HERE)!r}); import llama; print(llama.model_folder())"
+    code = f"""
+import sys; sys.path.insert(0, {str(common.HERE)!r})
+from engine.model import folders
+print(folders.model_folder())
+"""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path), "LOCALAPPDATA": str(tmp_path)}
     runs = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, text=True)
         for _ in range(2)
     ]
-    folders = {run.communicate()[0].strip() for run in runs}
-    assert [run.returncode for run in runs] == [0, 0] and len(folders) == 1
-    (folder,) = folders
-    weights, reference = (load_file(f"{f}/model.safetensors") for f in (folder, llama.model_folder()))
+    made = {run.communicate()[0].strip() for run in runs}
+    assert [run.returncode for run in runs] == [0, 0] and len(made) == 1
+    (folder,) = made
+    weights, reference = (load_file(f"{f}/model.safetensors") for f in (folder, folders.model_folder()))
     assert weights.keys() == reference.keys() and all(torch.equal(weights[k], reference[k]) for k in weights)
-    assert [p.name for p in common.Path(folder).parent.iterdir()] == [llama.DEFAULT_MODEL]
+    assert [p.name for p in common.Path(folder).parent.iterdir()] == [folders.DEFAULT_MODEL]
 
 
 @pytest.mark.slow
@@ -828,11 +835,12 @@ def test_start_to_first_token(real_model):
     """A prepared model answers within 3 s of the process's start (the best of three: other work may disturb)."""
     code = f"""
 import sys; sys.path.insert(0, {str(common.HERE)!r}); sys.path.insert(0, {str(common.ROOT / "tests")!r})
-import common, llama, torch, torch.nn.functional as F
+import common, torch, torch.nn.functional as F
+from engine.model import loader
 def attend(layer, q, k, v):
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-model, tokenizer = llama.load()
+model, tokenizer = loader.load()
 ids = torch.tensor(tokenizer.encode("The capital of France is"), device=model.device)
 print(model.logits(model.forward(ids, torch.arange(len(ids), device=model.device), attend)[-1:]).argmax().item())
 """
@@ -861,7 +869,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path, kind, fie
     assert field not in json.loads((tmp_path / "config.json").read_text())
     assert getattr(AutoConfig.from_pretrained(tmp_path), field) is not None
     compare_with_transformers(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval())
-    config = llama.LlamaConfig.from_folder(tmp_path)
+    config = LlamaConfig.from_folder(tmp_path)
     assert getattr(config, field) == given[field]
 
 
@@ -892,9 +900,9 @@ def test_which_tokens_end_an_answer(tmp_path, name):
     (tmp_path / "generation_config.json").unlink()
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    found = llama.LlamaConfig.from_folder(tmp_path)
+    found = LlamaConfig.from_folder(tmp_path)
     assert (found.eos_token_ids, found.tokenizer_has_eos) == (known, first_is_its_own)
-    assert llama.load(str(tmp_path))[0].config == found
+    assert loader.load(str(tmp_path))[0].config == found
 
 
 def test_last_tokens_that_a_config_leaves_out_are_what_transformers_takes(tmp_path):
@@ -906,7 +914,7 @@ def test_last_tokens_that_a_config_leaves_out_are_what_transformers_takes(tmp_pa
     theirs = GenerationConfig.from_model_config(AutoConfig.from_pretrained(tmp_path))
     about = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"eos_token": None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
-    assert llama.LlamaConfig.from_folder(tmp_path).eos_token_ids == (theirs.eos_token_id,) == (2,)
+    assert LlamaConfig.from_folder(tmp_path).eos_token_ids == (theirs.eos_token_id,) == (2,)
 
 
 def test_last_tokens_of_another_folder(tmp_path):
@@ -917,9 +925,9 @@ def test_last_tokens_of_another_folder(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
     (other / "generation_config.json").write_text('{"eos_token_id": 4}')
     for source, last in (("auto", 3), ("vllm", 3), (str(other), 4)):
-        assert llama.LlamaConfig.from_folder(tmp_path, generation_config=source).eos_token_ids == (2, last)
+        assert LlamaConfig.from_folder(tmp_path, generation_config=source).eos_token_ids == (2, last)
     with pytest.raises(common.InputError, match=r"nowhere/generation_config\.json: no such file"):
-        llama.LlamaConfig.from_folder(tmp_path, generation_config=str(tmp_path / "nowhere"))
+        LlamaConfig.from_folder(tmp_path, generation_config=str(tmp_path / "nowhere"))
 
 
 SPECIAL = {  # tokenizer_config.json, special_tokens_map.json
@@ -942,13 +950,14 @@ SPECIAL = {  # tokenizer_config.json, special_tokens_map.json
 
 @pytest.mark.parametrize("name", SPECIAL)
 def test_special_tokens_are_those_of_transformers(tmp_path, name):
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    import tokenizers
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
     from transformers import AutoTokenizer
 
     make_folder(tmp_path)
     words = ["<unk>", "<s>", "</s>", "<|im_end|>", *(f"<0x{i:02X}>" for i in range(256))]
     vocab = {word: i for i, word in enumerate(words)}
-    backend = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(prepend_scheme="never"), decoders.ByteFallback()
     backend.add_special_tokens([AddedToken(word, normalized=False) for word in words[:3]])
     backend.add_tokens(["<|word|>"])
@@ -958,7 +967,7 @@ def test_special_tokens_are_those_of_transformers(tmp_path, name):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "TokenizersBackend"} | config))
     if older:
         (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
-    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), llama.Tokenizer(tmp_path)
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), Tokenizer(tmp_path)
     for name, known in theirs.special_tokens_map.items():
         assert name in ("image_token", "tool_token") or ours.special_tokens[name] == known
     assert ours.special_tokens.keys() <= theirs.special_tokens_map.keys() | {"image_token"}
@@ -968,7 +977,7 @@ def test_special_tokens_are_those_of_transformers(tmp_path, name):
     assert ours.encode(text) == (ids := theirs(text).input_ids)
     for skip in (True, False):
         assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
-    assert llama._eos_of_tokenizer(tmp_path) == (theirs.eos_token_id if theirs.eos_token in words else None)
+    assert _eos_of_tokenizer(tmp_path) == (theirs.eos_token_id if theirs.eos_token in words else None)
 
 
 @pytest.mark.parametrize("fields", [
@@ -1012,7 +1021,7 @@ def test_of_several_templates_the_one_for_tools(tmp_path, name):
     for each in files:
         path = "chat_template.jinja" if each == "default" else f"additional_chat_templates/{each}.jinja"
         (tmp_path / path).write_text(f"{each} {text}")
-    ours, theirs = llama.Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ours, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     messages = [{"role": "user", "content": "Hi"}]
     for tools, want in zip((None, [{"type": "function"}]), wanted):
         if want is None:
@@ -1028,7 +1037,7 @@ def test_templates_of_the_wrong_shape(tmp_path, template):
     make_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     with pytest.raises(common.InputError, match=r"tokenizer_config\.json: chat_template must be a text, or a list"):
-        llama.Tokenizer(tmp_path)
+        Tokenizer(tmp_path)
 
 
 def test_a_text_that_is_cut_keeps_what_stands_around_it(tmp_path):
@@ -1036,7 +1045,7 @@ def test_a_text_that_is_cut_keeps_what_stands_around_it(tmp_path):
     from tokenizers.processors import TemplateProcessing
 
     make_folder(tmp_path)
-    tokenizer = llama.Tokenizer(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
     around = [("<|im_start|>", 1), ("<|im_end|>", 2)]
     tokenizer.backend.post_processor = TemplateProcessing("<|im_start|> $A <|im_end|>", special_tokens=around)
     first, *text, last = tokenizer.encode("abcd")

@@ -13,7 +13,7 @@ import test_06c_scaling_out as scaling
 import test_drafts_on_workers as drafting
 import torch
 
-import llama
+from engine.model import llama
 from engine.parallel.workers import make_executor
 from engine.request import NO_TOKEN
 

@@ -19,7 +19,7 @@ from processes import together
 from safetensors.torch import load_file, save_file
 from scripts import execute, get, output_of, run, script_job, within
 
-import llama
+from engine.model import folders, loader
 
 FLAGS = ("--bench", "--json", "--figure", "--model", "--device", "--seed")
 HEAVY = ("06_serving", "08_disagg")  # of those that load most, even for `--help`
@@ -201,7 +201,7 @@ def test_values_that_cannot_be_are_refused_before_a_model_is_loaded(real_model, 
     def load(*args, **kwargs):
         pytest.fail("it loads a model first")
 
-    monkeypatch.setattr(llama, "load", load)
+    monkeypatch.setattr(loader, "load", load)
     with pytest.raises(common.InputError) as refused:
         common.lesson(lesson).main([*argv, "--figure", str(tmp_path)])
     assert len(str(refused.value).splitlines()) == 1
@@ -362,7 +362,7 @@ def test_a_context_that_is_too_short_is_one_line(lesson, short_model, tmp_path, 
 def test_weights_that_were_trained_for_another_model_say_so(lesson, bare_model, tmp_path, capsys):
     with pytest.raises(common.InputError) as refused:
         common.lesson(lesson).main(["--model", str(bare_model), "--figure", str(tmp_path)])
-    words = (f"--model: this story takes {llama.DEFAULT_MODEL}", SHIPPED[lesson])
+    words = (f"--model: this story takes {folders.DEFAULT_MODEL}", SHIPPED[lesson])
     assert all(word in str(refused.value) for word in words) and "\n" not in str(refused.value)
     assert len(capsys.readouterr().out.splitlines()) == 1, "the machine: nothing was told yet"
 
@@ -379,7 +379,7 @@ def sure_model(tmp_path_factory):
     weights["lm_head.weight"][2] = 0
     weights["lm_head.weight"][2, 0] = 1000
     save_file(weights, folder / "model.safetensors")
-    return llama.load(str(folder))
+    return loader.load(str(folder))
 
 
 def test_what_an_answer_that_ends_at_once_leaves_to_be_told(sure_model, capsys):
@@ -397,14 +397,14 @@ def test_what_an_answer_that_ends_at_once_leaves_to_be_told(sure_model, capsys):
 @pytest.mark.parametrize("name", ["03_flash_attention", "04c_speed"])
 def test_numbers_of_the_model_that_is_there(sure_model, monkeypatch, capsys, name):
     module = common.lesson(name)
-    monkeypatch.setattr(llama, "load", lambda path: sure_model)
+    monkeypatch.setattr(loader, "load", lambda path: sure_model)
     if name == "03_flash_attention":
         module.show_model("sure")
         assert "is →<|im_end|>" in capsys.readouterr().out
         return
     monkeypatch.setattr(module, "print_profiles", lambda *args: None)
     monkeypatch.setattr(module, "matmul_seconds", lambda *args: 1e-6)
-    monkeypatch.setattr(llama, "check_context", lambda *args: None)
+    monkeypatch.setattr(loader, "check_context", lambda *args: None)
     monkeypatch.setattr(module, "scheduler_seconds", lambda *args, **options: 1e-3)
     module.main(["--sequences", "2"])
     weights = sum(layer.weight.numel() for layer in sure_model[0].linear.values())

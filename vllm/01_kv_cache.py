@@ -42,7 +42,9 @@ import torch
 import torch.nn.functional as F
 from common import tl, triton
 
-import llama
+from engine.model import folders, llama, loader
+from engine.model.config import LlamaConfig
+from engine.model.tokenizer import Tokenizer
 
 KEY = "01_kv_cache"
 
@@ -363,11 +365,11 @@ def check_kernel() -> None:
 
 def prompt_tokens(args: argparse.Namespace, folder: Path) -> list[int]:
     """The question's token ids; no weights are read. InputError where the model or `--slots` has no room for them."""
-    limit = llama.LlamaConfig.from_folder(folder).max_position_embeddings
-    prompt, N = llama.Tokenizer(folder).ask(args.prompt), args.new_tokens
+    limit = LlamaConfig.from_folder(folder).max_position_embeddings
+    prompt, N = Tokenizer(folder).ask(args.prompt), args.new_tokens
     P = len(prompt)
     if (args.prompt, N) == (QUESTION, 24):  # nobody asked for more
-        llama.check_context(args.model, P + N)
+        loader.check_context(args.model, P + N)
     if limit - N < 1:
         raise common.InputError(f"--new-tokens {N}: allowed with this model's context: 2 to {limit - 1}")
     if not 1 <= P <= limit - N:
@@ -378,7 +380,7 @@ def prompt_tokens(args: argparse.Namespace, folder: Path) -> list[int]:
     return prompt
 
 
-def show_model(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer, prompt: list[int]) -> None:
+def show_model(args: argparse.Namespace, model: llama.Llama, tokenizer: Tokenizer, prompt: list[int]) -> None:
     """The real model with a cache, without one, through the kernel, and with the wrong positions."""
     P, N, spec = len(prompt), args.new_tokens, KVCacheSpec.from_config(vars(model.config))
 
@@ -460,8 +462,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     common.start(args)
-    prompt = prompt_tokens(args, llama.model_folder(args.model))
-    model, tokenizer = llama.load(args.model)
+    prompt = prompt_tokens(args, folders.model_folder(args.model))
+    model, tokenizer = loader.load(args.model)
 
     common.heading("1 · The decode kernel against the naive reference")
     check_kernel()

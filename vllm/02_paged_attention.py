@@ -38,7 +38,8 @@ from collections.abc import Sequence
 import torch
 from common import tl, triton
 
-import llama
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.splits import default_splits
 from engine.attention.torch_paged import FEW_TOKENS, plan_decode, plan_few, prefill_attention
@@ -556,9 +557,7 @@ def check_batch(model: llama.Llama, prompts: Sequence[list[int]], num_blocks: in
         common.say(f"The last of the 8 took {launches} launches of paged_decode_kernel, one in each layer.")
 
 
-def show_sharing(
-    model: llama.Llama, tokenizer: llama.Tokenizer, prompt: list[int], num_blocks: int, block_size: int
-) -> None:
+def show_sharing(model: llama.Llama, tokenizer: Tokenizer, prompt: list[int], num_blocks: int, block_size: int) -> None:
     """Four answers to one prompt, each with another first token: forked from it, and each from a prompt of its own."""
     cache, pool = PagedKVCache(model, num_blocks, block_size), BlockPool(num_blocks)
     parent = BlockTable(pool, block_size)
@@ -641,9 +640,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     common.start(args)
     num_blocks = 4096 // args.block_size
-    model, tokenizer = llama.load(args.model)
+    model, tokenizer = loader.load(args.model)
     prompts = [tokenizer.ask(question) for question in QUESTIONS]
-    llama.check_context(args.model, max(map(len, prompts)) + 12)
+    loader.check_context(args.model, max(map(len, prompts)) + 12)
 
     common.heading(f"1. Attention through a block table, blocks of {args.block_size}")
     check_kernels(args.block_size)

@@ -42,7 +42,7 @@ import torch
 from common import tl, triton
 from torch import Tensor
 
-import llama
+from engine.model import llama, loader
 
 KEY = "03_flash_attention"
 
@@ -404,7 +404,7 @@ def prefill(model: llama.Llama, prompts: Sequence[Sequence[int]], attention: Cal
 
 def show_model(path: str | None) -> None:
     """Two prompts, with naive attention and through the kernel."""
-    model, tokenizer = llama.load(path)
+    model, tokenizer = loader.load(path)
     prompts = [tokenizer.encode(text) for text in ("The capital of France is", "The opposite of hot is")]
     if not common.HAS_TRITON:
         return common.skipped("the prefill through the kernel", common.kernel_mode())
@@ -481,7 +481,7 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     common.start(args)
-    if (D := llama.check_context(args.model, 8).head_dim) % 16 or D > 256:
+    if (D := loader.check_context(args.model, 8).head_dim) % 16 or D > 256:
         raise common.InputError(f"--model {args.model}: head_dim {D}; the kernel takes multiples of 16 to 256")
     common.heading("1. One row of scores, a tile at a time")
     show_row(args.order, not args.no_rescale)

@@ -40,7 +40,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-import llama
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.block_pool import BlockPool
 from engine.core.queues import FCFSRequestQueue, PriorityRequestQueue
@@ -363,9 +364,7 @@ def show_lives(scheduler: Scheduler, execute_model: ExecuteModel, prompts: Seque
     common.table(["step", "request A", "request B", "request C", "tokens"], rows, title="tokens to compute, and blocks")
 
 
-def show_model(
-    scheduler: Scheduler, model: llama.Llama, tokenizer: llama.Tokenizer, prompts: Sequence[list[int]]
-) -> None:
+def show_model(scheduler: Scheduler, model: llama.Llama, tokenizer: Tokenizer, prompts: Sequence[list[int]]) -> None:
     """Serve the real model: three lives step by step, then all requests at once, then some of them one by one."""
     pool = scheduler.kv_cache_manager.block_pool
     about = VllmConfig(attention_backend="paged", enforce_eager=True)  # lesson 02's attention, no CUDA graphs
@@ -431,13 +430,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     common.start(args)
     scheduler = make_scheduler(args.max_num_seqs, args.num_blocks, static=args.policy == "static")
-    llama.check_context(args.model, scheduler.config.max_model_len)
+    loader.check_context(args.model, scheduler.config.max_model_len)
 
     common.heading("1. The scheduler, without a model")
     check_counts(args.seed)
     n = len(OUTPUTS)
     common.heading(f"2. The real model: {n} requests, {args.policy}, at most {args.max_num_seqs} at a time")
-    model, tokenizer = llama.load(args.model)
+    model, tokenizer = loader.load(args.model)
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     show_model(scheduler, model, tokenizer, prompts)
     common.heading("3. The surprise: sixteen requests on four seats, and the same sorted by length")

@@ -237,14 +237,14 @@ def answer(
 # first block of another user's prompt has, and the cache compares keys, not tokens.
 
 
-def account_prompt(tokenizer: llama.Tokenizer, number: int, word: str) -> list[int]:
+def account_prompt(tokenizer: Tokenizer, number: int, word: str) -> list[int]:
     """One block that says the code word of an account, and the beginning of a sentence that repeats it."""
     first = f"Account {number}. The code word is {word}. Remember it well, please, it will be needed soon enough again."
     question = "\nQuestion: What is the code word?\nAnswer: The code word is"
     return tokenizer.encode(first)[:BLOCK] + tokenizer.encode(question)
 
 
-def colliding_account(tokenizer: llama.Tokenizer, other: Sequence[int], word: str, hash_bits: int) -> int | None:
+def colliding_account(tokenizer: Tokenizer, other: Sequence[int], word: str, hash_bits: int) -> int | None:
     """The first of 2,000 account numbers whose first block has the key of `other`'s, or None."""
 
     def key(tokens: Sequence[int]) -> bytes:

@@ -47,7 +47,8 @@ from typing import Any
 
 import torch
 
-import llama
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.front_end import RequestOutput
 from engine.llm_engine import LLMEngine
 from engine.request import SamplingParams
@@ -59,7 +60,7 @@ KEY = "06_serving"
 # --- What a client should read: one request alone, nothing kept -------------------------------------------------------
 
 
-def answer_alone(model: llama.Llama, tokenizer: llama.Tokenizer, prompt: str, max_tokens: int) -> str:
+def answer_alone(model: llama.Llama, tokenizer: Tokenizer, prompt: str, max_tokens: int) -> str:
     """Greedy, the whole text through the model for every token."""
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:  # [T, heads, D]
@@ -363,7 +364,7 @@ async def read_stream(client: Any, prompt: str, max_tokens: int) -> tuple[int, s
     return response.status_code, text, pieces
 
 
-async def tell_story(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
+async def tell_story(args: argparse.Namespace, model: llama.Llama, tokenizer: Tokenizer) -> None:
     """Steps 1 to 4, against the server."""
     import httpx
 
@@ -474,8 +475,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             common.stored_object(args.json)
         return args.run(args)
     common.start(args)
-    llama.check_context(args.model, 1024)
-    model, tokenizer = llama.load(args.model)
+    loader.check_context(args.model, 1024)
+    model, tokenizer = loader.load(args.model)
     asyncio.run(tell_story(args, model, tokenizer))
     common.heading("5. What load does to a queue: 8 seats, 28 ms a step, 800 independent arrivals (simulated)")
     show_queue()

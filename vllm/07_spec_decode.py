@@ -47,7 +47,8 @@ import torch
 import torch.nn.functional as F
 from common import tl, triton
 
-import llama
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.llm import LLM
 from engine.request import SamplingParams
 from engine.sampling.sampler import draw_tokens, most_probable, uniforms
@@ -525,7 +526,7 @@ TASKS = {
 }
 
 
-def tell_model(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
+def tell_model(args: argparse.Namespace, model: llama.Llama, tokenizer: Tokenizer) -> None:
     """Step 2: the loop on the real model, plain and with drafts."""
     common.heading(f"2. The real model: one request at a time, prompt lookup, {args.k} drafts at most")
     rows, shown = [], []
@@ -545,7 +546,7 @@ def tell_model(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.To
     common.say("pass by pass, tokens written / drafts:\n" + "\n".join(shown))
 
 
-def tell_end(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
+def tell_end(args: argparse.Namespace, model: llama.Llama, tokenizer: Tokenizer) -> None:
     """Step 2, continued: an answer that ends inside a draft, or at its first token if no draft stood."""
     prompt, params = tokenizer.ask(TASKS["copy"]), SamplingParams(temperature=0, max_tokens=24)
     answer, passes = generate(model, prompt, params, args.k)
@@ -557,7 +558,7 @@ def tell_end(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Toke
     common.check_equal(f"an answer that ends {where}, ends there", found, answer[: at + 1])
 
 
-def tell_engine(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
+def tell_engine(args: argparse.Namespace, model: llama.Llama, tokenizer: Tokenizer) -> None:
     """Step 3: the served engine has its own drafters, loop and blocks, and this file's rule."""
     common.heading(f"3. In the engine: one batch, drafter {args.method}")
     config = {"method": args.method, "num_speculative_tokens": args.k, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -595,11 +596,11 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     common.start(args)
-    llama.check_context(args.model, CONTEXT)
+    loader.check_context(args.model, CONTEXT)
     with broken(args.wrong):
         check_rule()
         check_kernels()
-        model, tokenizer = llama.load(args.model)
+        model, tokenizer = loader.load(args.model)
         tell_model(args, model, tokenizer)
         tell_end(args, model, tokenizer)
         tell_engine(args, model, tokenizer)

@@ -53,7 +53,7 @@ from typing import Any
 
 import torch
 
-import llama
+from engine.model import llama, loader
 from engine.serving.sockets import bind
 from engine.request import Request
 from engine.request import SamplingParams
@@ -174,7 +174,7 @@ def load_model(name: llama.Llama | str | int | None) -> llama.Llama:
     """A folder, a hub id, None for the default model; a number is the seed of a random one; or a model, loaded."""
     if isinstance(name, llama.Llama):
         return name
-    return llama.random_model(name) if isinstance(name, int) else llama.load(name)[0]
+    return llama.random_model(name) if isinstance(name, int) else loader.load(name)[0]
 
 
 def run_worker(pipe: Any, inherited: Sequence[Any], model: llama.Llama | str | int | None, config: dict[str, Any],
@@ -930,9 +930,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def story(args: argparse.Namespace, workers: contextlib.ExitStack) -> dict[str, Any]:
     """What a reader sees."""
     bench: dict[str, Any] = {}
-    llama.check_context(args.model, 512)  # `make_core`'s max_model_len
+    loader.check_context(args.model, 512)  # `make_core`'s max_model_len
     common.heading("1. Naively: compute in one cache, copy every block, go on in the other")
-    model, tokenizer = llama.load(args.model, torch.float32)
+    model, tokenizer = loader.load(args.model, torch.float32)
     text = tokenizer.encode(TEXT)
     prompts = [text[-n:] for n in LENGTHS]
     expected = colocated(model, prompts, TOKENS)

@@ -400,13 +400,13 @@ class MLA:
         """hidden [T, hidden] -> queries [T, H, N + P], rotated in their last P; what to cache, [T, R + P], likewise."""
         c, H = self.config, self.config.num_attention_heads
         theta = c.rope_theta ** -(torch.arange(0, c.qk_rope_head_dim, 2).double() / c.qk_rope_head_dim)
-        cos, sin = llama.rope_factors(positions.double()[:, None] * theta.to(positions.device), hidden.dtype)
+        cos, sin = rope.rope_factors(positions.double()[:, None] * theta.to(positions.device), hidden.dtype)
         q = F.linear(hidden, self.q_proj).view(len(hidden), H, -1)
         q_nope, q_rope = q.split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
         latent, k_rope = F.linear(hidden, self.kv_a_proj).split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
         latent = F.rms_norm(latent, latent.shape[-1:], self.kv_a_norm, 1e-6)
-        k_rope = llama.apply_rope(k_rope[:, None], cos, sin)[:, 0]  # one rotated key for all heads
-        return torch.cat((q_nope, llama.apply_rope(q_rope, cos, sin)), -1), torch.cat((latent, k_rope), -1)
+        k_rope = rope.apply_rope(k_rope[:, None], cos, sin)[:, 0]  # one rotated key for all heads
+        return torch.cat((q_nope, rope.apply_rope(q_rope, cos, sin)), -1), torch.cat((latent, k_rope), -1)
 
     def naive(self, q: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
         """Make every head's keys and values, then attend as MHA. q [T, H, N + P], cached [S, R + P] -> [T, H, V]."""

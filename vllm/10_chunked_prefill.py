@@ -39,7 +39,8 @@ import torch
 import torch.nn.functional as F
 from common import tl, triton
 
-import llama
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine import registry
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.torch_paged import FEW_TOKENS, plan_few, prefill_attention
@@ -552,7 +553,7 @@ def check_kernel() -> None:
         common.check(f"Triton kernel ({common.kernel_mode()})", unified_attention(*batch), reference)
 
 
-def show_chunks(model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
+def show_chunks(model: llama.Llama, tokenizer: Tokenizer) -> None:
     """Chunked equals whole on the real model, and what a chunk's last position would have said."""
     prompt = tokenizer.ask(QUESTION)
     prompts = [*map(tokenizer.encode, OTHERS), prompt]
@@ -606,12 +607,12 @@ def example_launches(dtype: torch.dtype) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     common.start(args)
-    llama.check_context(args.model, 128)
+    loader.check_context(args.model, 128)
 
     common.heading("1 · One call for prompts, chunks and decodes")
     check_kernel()
     common.heading("2 · The real model: chunked is whole, and a chunk has nothing to say")
-    model, tokenizer = llama.load(args.model)
+    model, tokenizer = loader.load(args.model)
     show_chunks(model, tokenizer)
     common.heading("3 · The freeze, on a clock: 4,096 tokens arrive among 16 streams, 10 ms + 50 µs per token a step")
     show_freeze(args.budget, args.threshold)

@@ -51,7 +51,9 @@ import numpy as np
 import torch
 from common import tl, triton
 
-import llama
+from engine.model import folders, llama, loader
+from engine.model.config import LlamaConfig
+from engine.model.tokenizer import Tokenizer
 from engine.output import SchedulerOutput
 from engine.request import Request
 from engine.request import SamplingParams
@@ -306,7 +308,7 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, memory: SlotMemory | UnifiedMemor
 # --- 2. An engine with adapters --------------------------------------------------------------------------------------
 
 
-def make_llm(model: llama.Llama, tokenizer: llama.Tokenizer, config: LoRAConfig, **engine_args: Any) -> LLM:
+def make_llm(model: llama.Llama, tokenizer: Tokenizer, config: LoRAConfig, **engine_args: Any) -> LLM:
     """An `LLM` on the engine, with adapters."""
     return LLM.from_engine(LLMEngine(model, tokenizer, config=VllmConfig(lora_config=config), **engine_args))
 
@@ -428,13 +430,13 @@ POPULARITY = ("identical", "Zipf 1.5", "uniform", "distinct")
 PUNICA = {"identical": (37, 40), "Zipf 1.5": ("", ""), "uniform": (37, 46), "distinct": (37, 116)}
 
 
-def parameters_per_rank(config: llama.LlamaConfig) -> int:
+def parameters_per_rank(config: LlamaConfig) -> int:
     """What one rank costs on all linear layers: Σ over modules of (in + out), times layers."""
     shapes = lora_model.layer_shapes(config).values()
     return config.num_hidden_layers * sum(s.in_features * len(s.slices) + sum(s.slices) for s in shapes)
 
 
-PER_RANK = parameters_per_rank(llama.LlamaConfig(**SMOLLM))  # times the bytes of a number
+PER_RANK = parameters_per_rank(LlamaConfig(**SMOLLM))  # times the bytes of a number
 
 
 def popularity(kind: str, rows: int, seed: int = 0) -> list[int]:
@@ -477,7 +479,7 @@ def fairness(fair: bool) -> dict[str, float]:
 @functools.cache
 def facts() -> dict[str, Any]:
     """The lesson's deterministic numbers."""
-    small, large = llama.LlamaConfig(**SMOLLM), llama.LlamaConfig(**LLAMA_8B)
+    small, large = LlamaConfig(**SMOLLM), LlamaConfig(**LLAMA_8B)
     per_rank = {name: parameters_per_rank(config) for name, config in (("small", small), ("large", large))}
     weights = sum(int(np.prod(shape)) for shape in llama.tensor_shapes(small).values())
     cpu = torch.device("cpu")
@@ -615,7 +617,7 @@ def shipped() -> list[LoRARequest]:
     return [LoRARequest(name, i + 1, str(files.SHIPPED / name)) for i, name in enumerate(("pirate", "json", "report"))]
 
 
-def ask(llm: LLM, tokenizer: llama.Tokenizer, choices: Sequence[LoRARequest | None], max_tokens: int = 20,
+def ask(llm: LLM, tokenizer: Tokenizer, choices: Sequence[LoRARequest | None], max_tokens: int = 20,
         question: str = QUESTION, base: llama.Llama | None = None) -> list[Any]:  # fmt: skip
     """The same question for each of several models, in one batch."""
     prompt = {"prompt_token_ids": tokenizer.ask(question)}
@@ -623,7 +625,7 @@ def ask(llm: LLM, tokenizer: llama.Tokenizer, choices: Sequence[LoRARequest | No
     return [out.outputs[0] for out in llm.generate([prompt] * len(choices), params, lora_request=list(choices))]
 
 
-def tell_models(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> LLM:
+def tell_models(args: argparse.Namespace, model: llama.Llama, tokenizer: Tokenizer) -> LLM:
     """Step 2: four models in one batch."""
     base = model
     if args.break_ == "merge":
@@ -656,7 +658,7 @@ def tell_models(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.T
     return llm
 
 
-def tell_cache(args: argparse.Namespace, llm: LLM, tokenizer: llama.Tokenizer) -> None:
+def tell_cache(args: argparse.Namespace, llm: LLM, tokenizer: Tokenizer) -> None:
     """Step 3: what a prefix cache must know about adapters."""
     core, secret = llm.llm_engine.core, "You are the night watch of a harbour. The word of the day is lantern. "
     question = "Which word opens the gate, and why?"
@@ -698,7 +700,7 @@ def forgotten_adapter(manager: Any) -> Iterator[None]:
     manager.update_block_hashes = right
 
 
-def tell_thousand(model: llama.Llama, tokenizer: llama.Tokenizer, args: argparse.Namespace, count: int = 1000,
+def tell_thousand(model: llama.Llama, tokenizer: Tokenizer, args: argparse.Namespace, count: int = 1000,
                   requests: int = 16, tokens: int = 3) -> dict[str, float]:  # fmt: skip
     """Step 4: `count` adapters known, 8 slots, each request its own adapter, from pages of the KV cache."""
     config = LoRAConfig(8, 8, 64, memory="unified")
@@ -735,7 +737,7 @@ def tell_thousand(model: llama.Llama, tokenizer: llama.Tokenizer, args: argparse
 
 def measure_popularity(batches: Sequence[int], hidden: int, rank: int, seconds: float) -> dict[str, Any]:
     """One layer hidden → hidden: what adapters add to it, by who shares; a loop over requests; the layer itself."""
-    config = llama.LlamaConfig(**{**SMOLLM, "hidden_size": hidden, "intermediate_size": 16, "num_hidden_layers": 1,
+    config = LlamaConfig(**{**SMOLLM, "hidden_size": hidden, "intermediate_size": 16, "num_hidden_layers": 1,
                                   "num_attention_heads": hidden // 64, "num_key_value_heads": 1})  # fmt: skip
     dtype = torch.bfloat16 if common.HAS_GPU else torch.float32
     model = llama.Llama.__new__(llama.Llama)  # one layer is enough
@@ -764,7 +766,7 @@ def loop_over_requests(y: torch.Tensor, x: torch.Tensor, pairs: Sequence[Any]) -
         y[t : t + 1] += x[t : t + 1] @ a.T @ b
 
 
-def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer, args: argparse.Namespace) -> dict[str, Any]:
+def benchmark(model: llama.Llama, tokenizer: Tokenizer, args: argparse.Namespace) -> dict[str, Any]:
     """Popularity as in Punica, requests per second by number of adapters as in S-LoRA, memory of two kinds."""
     common.heading("8. Popularity: one layer 4096 → 4096, rank 16")
     bench: dict[str, Any] = {"popularity": measure_popularity((1, 2, 4, 8, 16, 32, 64), 4096, 16, 0.3)}
@@ -811,20 +813,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine = common.start(args)
     if args.train:
-        model, tokenizer = llama.load(args.model)
+        model, tokenizer = loader.load(args.model)
         from lab import adapter_training
 
         return adapter_training.train_and_save(model, tokenizer, args.train, Path(args.adapters), common.say)
     for request in shipped():  # a rank that is too low is refused before anything is computed or loaded
         files.read_config(Path(request.lora_path), args.max_lora_rank)
-    config, numbers, bench = llama.check_context(args.model, 256), facts(), {}
-    with llama.made_for_default():
+    config, numbers, bench = loader.check_context(args.model, 256), facts(), {}
+    with folders.made_for_default():
         files.read_adapter(files.SHIPPED / "pirate", config)
     common.heading("1. The kernels against the naive loop: ranks 4, 8 and 20, rows without adapter, slices without")
     check_kernels(llama.random_model(seed=0))
 
     common.heading(f"2. Four models in one batch: {QUESTION}")
-    model, tokenizer = llama.load(args.model)
+    model, tokenizer = loader.load(args.model)
     llm = tell_models(args, model, tokenizer)
 
     common.heading("3. One prompt, two tenants, one prefix cache")

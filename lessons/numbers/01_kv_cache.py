@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from common import HARDWARE
 
-import llama
+from engine.model import llama, loader
 from lab.lengths import WORKLOADS
 from lab.roofline import (
     GPU_MEMORY_UTILIZATION,
@@ -386,8 +386,8 @@ def pass_seconds(model: llama.Llama, cache: Any, num_new_tokens: int, context: i
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Everything that `--bench` measures, printed, and as it is stored in `lessons/results`."""
-    llama.check_context(args.model, P + N)
-    model, _ = llama.load(args.model)
+    loader.check_context(args.model, P + N)
+    model, _ = loader.load(args.model)
     common.heading("Measured on this machine")
     bench = measure_model(model)
     if common.HAS_GPU:

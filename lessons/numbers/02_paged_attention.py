@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from common import triton
 
-import llama
+from engine.model import llama, loader
 from lab import lengths, roofline
 
 KEY = "02_paged_attention"
@@ -589,9 +589,9 @@ MAX_TOKENS = 58  # as long as Alpaca's answers
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Through a table against contiguous, and what beams save on the real model: printed and returned."""
-    model, tokenizer = llama.load(args.model)
+    model, tokenizer = loader.load(args.model)
     prompts = [tokenizer.ask(question) for question in QUESTIONS]
-    llama.check_context(args.model, max(map(len, prompts)) + MAX_TOKENS)
+    loader.check_context(args.model, max(map(len, prompts)) + MAX_TOKENS)
     copy = common.copy_bandwidth()
     if common.HAS_GPU:
         cases = [(32, S, 16) for S in (1024, 4096, 16384)] + [(32, 4096, n) for n in (8, 32, 128)] + [(1, 65536, 16)]

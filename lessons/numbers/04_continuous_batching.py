@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-import llama
+from engine.model import llama, loader
 from engine.config import SchedulerConfig, VllmConfig
 from engine.model.packed_linear import pack_weights
 from engine.worker.assemble import make_runner
@@ -282,7 +282,7 @@ class Engine:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """What `--bench` measures."""
-    model, _ = llama.load(args.model)
+    model, _ = loader.load(args.model)
     n_in, n_out, rng, V = 128, 64, random.Random(0), model.config.vocab_size
     prompts = [[rng.randrange(min(1000, V // 2), min(40000, V)) for _ in range(n_in)] for _ in range(32)]
     return measure_throughput(model, args.model, prompts, n_out) | {"policies": measure_policies(model, prompts, args)}

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-import llama
+from engine.model import folders, llama, loader
 from lab import roofline
 from lab.matrix_products import floor_seconds
 from lab.offline_run import serve
@@ -244,7 +244,7 @@ def scheduler_table(ask: Callable | None) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The stages at 32 prompts of 128 tokens, their profiles, and the peers."""
-    model, _ = llama.load(args.model)
+    model, _ = loader.load(args.model)
     n_in, n_out, rng, V = 128, 64, random.Random(0), model.config.vocab_size
     prompts = [[rng.randrange(min(1000, V // 2), min(40000, V)) for _ in range(n_in)] for _ in range(32)]
     common.heading("5. From naive to final: 32 prompts of 128 tokens, 64 greedy tokens each")
@@ -272,7 +272,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     lesson.print_profiles(profiles)
     bench["profile"] = {slug(name): parts | {"total": sum(parts.values())} for name, parts in profiles.items()}
     common.heading("6. Peers, in turns")
-    folder = llama.model_folder(args.model)
+    folder = folders.model_folder(args.model)
     peer = vllm_peer(args.vllm, folder, "float32") if args.vllm else contextlib.nullcontext()
     with peer as ask:
         if ask is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-import llama
+from engine.model import loader
 from engine.llm import LLM
 from engine.sampling.guided.automaton import determinize
 from engine.sampling.guided.json_schemas import MAX_NESTING
@@ -156,7 +156,7 @@ def draw(folder: str | Path) -> list[Path]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Guides and masks of the model's vocabulary, three questions of each task, and refusals: a minute."""
-    model, tokenizer = llama.load(args.model)
+    model, tokenizer = loader.load(args.model)
     vocabulary = lesson.vocabulary_of(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
     bench = {"guides": lesson.time_guides(vocabulary), "apply_ms": lesson.time_masking(vocabulary, model.device)}
     common.heading("Measured: three questions of each task, free and guided")

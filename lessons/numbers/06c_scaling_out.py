@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import llama
+from engine.model import folders
+from engine.model.config import LlamaConfig
+from engine.model.tokenizer import Tokenizer
 from engine.parallel.config import ParallelConfig
 from engine.parallel.worker import WorkerSpec
 from engine.parallel.workers import make_executor
@@ -167,8 +169,8 @@ def _draw_pipeline(folder: str | Path) -> Path:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """A decode step in every form, what a call costs, and how soon a start and a death are over: minutes."""
-    parallel = lesson.layout_of(args, llama.LlamaConfig.from_folder(llama.model_folder(args.model)))
-    tokenizer, bench = llama.Tokenizer(llama.model_folder(args.model)), {}
+    parallel = lesson.layout_of(args, LlamaConfig.from_folder(folders.model_folder(args.model)))
+    tokenizer, bench = Tokenizer(folders.model_folder(args.model)), {}
     common.heading("Measured: how soon a dead worker is noticed, and how soon several engines answer")
     want = lesson.answer(lesson.build_engine(args.model, None, tokenizer), lesson.TEXTS)
     if (noticed := lesson.show_workers(args, parallel, tokenizer, want)) is not None:
@@ -179,14 +181,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return bench | time_forms(args, tokenizer)
 
 
-def time_forms(args: argparse.Namespace, tokenizer: llama.Tokenizer) -> dict[str, Any]:
+def time_forms(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
     """A decode step in every form, with 1 and 8 sequences; what a call to the workers costs; the measured bubble."""
     rows, bench = [], {"step_ms": {}, "call_us": {}, "idle": {}}
     forms = {"one process": ParallelConfig(1, 1, "uni"), "1 worker": ParallelConfig(1, 1, "mp"),
              "TP 3": ParallelConfig(3, 1), "PP 2": ParallelConfig(1, 2), "PP 3": ParallelConfig(1, 3)}  # fmt: skip
     for name, parallel in forms.items():
         try:
-            parallel.check(llama.LlamaConfig.from_folder(llama.model_folder(args.model)))
+            parallel.check(LlamaConfig.from_folder(folders.model_folder(args.model)))
         except common.InputError as error:
             common.skipped(name, str(error))
             continue

@@ -9,7 +9,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import llama
+from engine.model import folders
+from engine.model.tokenizer import Tokenizer
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.clients import ThreadClient
 
@@ -125,7 +126,7 @@ def draw(folder: str | Path) -> list[Path]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Longer answers from every place, more streams, and how soon everybody hears of a dead engine: a minute."""
-    tokenizer = llama.Tokenizer(llama.model_folder(args.model))
+    tokenizer = Tokenizer(folders.model_folder(args.model))
     prompts = [tokenizer.encode(lesson.TEXTS[i % len(lesson.TEXTS)]) for i in range(args.clients)]
     common.heading("Measured: answers of 48 tokens, the median of three rounds")
     bench = {"place": lesson.compare_places(args, prompts, max_tokens=48, rounds=3)}

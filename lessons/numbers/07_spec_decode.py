@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-import llama
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.attention.metadata import AttentionMetadata
 from engine.config import VllmConfig
 from engine.core.stats import SpecDecodingStats
@@ -339,7 +340,7 @@ def serve(engine: LLMEngine, prompts: Sequence[Sequence[int]], params: Sequence[
 
 
 def make_engine(
-    model: llama.Llama, tokenizer: llama.Tokenizer, config: SpeculativeConfig | None = None, **options: Any
+    model: llama.Llama, tokenizer: Tokenizer, config: SpeculativeConfig | None = None, **options: Any
 ) -> LLMEngine:
     """The engine, with drafts if there is a config."""
     about = VllmConfig(speculative_config=config)
@@ -353,7 +354,7 @@ def configure(method: str, K: int, **more: Any) -> SpeculativeConfig:
 
 
 def step_costs(
-    model: llama.Llama, tokenizer: llama.Tokenizer, batches: Sequence[int], K: int, seconds: float
+    model: llama.Llama, tokenizer: Tokenizer, batches: Sequence[int], K: int, seconds: float
 ) -> dict[str, dict[str, float]]:
     """Of each batch size: a plain step in seconds, and v, what a draft adds to it. Context 64, attention included."""
     found: dict[str, dict[str, float]] = {}
@@ -390,7 +391,7 @@ def measure_sampler(V: int, B: int = 32, K: int = 4) -> dict[str, dict[str, floa
     return found
 
 
-def tokens_by_method(model: llama.Llama, tokenizer: llama.Tokenizer, K: int) -> dict[str, list[float]]:
+def tokens_by_method(model: llama.Llama, tokenizer: Tokenizer, K: int) -> dict[str, list[float]]:
     """Tokens per pass of the three tasks, and of the first at a temperature of 0.7, in one batch."""
     prompts = [tokenizer.ask(text) for text in (*TASKS.values(), TASKS["copy"])]
     params = [SamplingParams(temperature=0, max_tokens=24)] * 3
@@ -401,11 +402,11 @@ def tokens_by_method(model: llama.Llama, tokenizer: llama.Tokenizer, K: int) -> 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """What `--bench` prints and stores."""
-    model, tokenizer = llama.load(args.model)
+    model, tokenizer = loader.load(args.model)
     return {"tokens_per_pass": tokens_by_method(model, tokenizer, args.k)} | benchmark(model, tokenizer)
 
 
-def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
+def benchmark(model: llama.Llama, tokenizer: Tokenizer) -> dict[str, Any]:
     """Drafters, tasks and batch sizes against plain decoding: 64 tokens each, B copies of a task's prompt; then K."""
     common.heading("5. Measured: tokens per pass, and speed-up of decoding")
     bench: dict[str, Any] = {"step": step_costs(model, tokenizer, (1, 4, 16), 4, 2.0), "tasks": {}, "adaptive": {}}

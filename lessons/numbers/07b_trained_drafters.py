@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-import llama
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.spec_decode import trained
 from engine.spec_decode import tree as trees
 from engine.spec_decode.trained import Network
@@ -230,7 +231,7 @@ def shuffled(network: Network, seed: int = 0) -> Network:
     return Network(network.method, network.target, network.d2t, mixed)
 
 
-def agreement_by_layer(model: llama.Llama, tokenizer: llama.Tokenizer, prompts: Sequence[str],
+def agreement_by_layer(model: llama.Llama, tokenizer: Tokenizer, prompts: Sequence[str],
                        layers: Sequence[int]) -> dict[str, float]:  # fmt: skip
     """How often the favourite after some layers is the favourite after all of them."""
     hits, rows = dict.fromkeys(layers, 0), 0
@@ -251,7 +252,7 @@ def agreement_by_layer(model: llama.Llama, tokenizer: llama.Tokenizer, prompts: 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Acceptance and time by drafter and task, eight held-out prompts each; exits by layer; trees on Medusa."""
-    model, tokenizer = llama.load(args.model)
+    model, tokenizer = loader.load(args.model)
     K, bench, rows = args.num_speculative_tokens, {"tasks": {}, "chains": {}}, []
     common.heading("By task: 8 held-out prompts each, 64 tokens, greedy and at temperature 0.7")
     for task, prompts in training.HELD_OUT.items():

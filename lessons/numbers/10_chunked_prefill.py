@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from common import HARDWARE
 
-import llama
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine import registry
 from engine.config import SchedulerConfig
 from engine.core.engine_core import EngineCore
@@ -505,7 +506,7 @@ WHOLE = PROMPT_TOKENS + len(DECODERS)
 BUDGETS = (WHOLE, 1024, 512, 256, 128, 64, 32, 16)
 
 
-def long_prompt(tokenizer: llama.Tokenizer, length: int) -> list[int]:
+def long_prompt(tokenizer: Tokenizer, length: int) -> list[int]:
     """`length` tokens of Python's own language reference, which every Python brings along."""
     from pydoc_data import topics
 
@@ -570,7 +571,7 @@ def fit_line(steps: Iterable[tuple[int, float]]) -> tuple[float, float]:
     return intercept, slope
 
 
-def measure_arrival(model: llama.Llama, tokenizer: llama.Tokenizer, threshold: int) -> dict[str, Any]:
+def measure_arrival(model: llama.Llama, tokenizer: Tokenizer, threshold: int) -> dict[str, Any]:
     """The same requests with the prompt whole and in chunks: the same tokens, at other times."""
     decoders, prompt = [tokenizer.encode(text) for text in DECODERS], long_prompt(tokenizer, PROMPT_TOKENS)
     arrive = functools.partial(arrival_among_decodes, model, decoders, prompt, max_tokens=24, threshold=threshold)
@@ -635,8 +636,8 @@ def check_ablation(known: dict[str, Any]) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """What `--bench` measures: the arrival under eight budgets and, on a GPU, the kernel."""
-    llama.check_context(args.model, PROMPT_TOKENS + 25)
-    model, tokenizer = llama.load(args.model)
+    loader.check_context(args.model, PROMPT_TOKENS + 25)
+    model, tokenizer = loader.load(args.model)
     common.heading("Sarathi-Serve's ablation, on this scheduler and a roofline")
     check_ablation(facts())
     common.heading(f"Measured: a prompt of {PROMPT_TOKENS:,} tokens arrives among {len(DECODERS)} answers")

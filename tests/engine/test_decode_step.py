@@ -56,7 +56,7 @@ def test_a_step_goes_down_the_layers_and_does_not_turn_back_into_scheduling(deco
 def test_few_files_stand_before_the_first_layer(decoding):
     """Of 22 hops, 13 inside scheduling, when the engine was a tower of classes."""
     files = files_of(decoding.step)
-    first = files.index("llama.py")
+    first = files.index("engine/model/llama.py")
     inside = [file for file in files[: files.index("engine/worker/model_runner.py")] if Path(file).name in DECIDES]
     assert first <= 20 and len(inside) <= 5, files[: first + 1]
 

@@ -7,7 +7,7 @@ import types
 import common
 import torch
 
-import llama
+from engine.model import llama
 from engine.quantization.methods import quantize_model
 from lab import matrix_products
 

@@ -8,7 +8,7 @@ import common
 import pytest
 import torch
 
-import llama
+from engine.model import llama
 from engine.config import SchedulerConfig
 from engine.core.scheduler import make_scheduler
 from engine.request import Request, SamplingParams

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import common
 
-import llama
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.engine_core import EngineCore, check_pool
 from engine.core.scheduler import make_scheduler
 from engine.kv_transfer.connectors import make_connector
 from engine.lora.manager import LoRAModelManager
+from engine.model import llama
 from engine.parallel.adapters import RemoteSlotMemory
 from engine.parallel.pipeline import PipelineEngineCore
 from engine.parallel.remote_runner import RemoteRunner

@@ -13,11 +13,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import llama
 from engine import plugs
 from engine.config import VllmConfig
 from engine.kv_transfer.config import KVTransferConfig
 from engine.lora.config import LoRAConfig
+from engine.model import folders
+from engine.model.chat_template import read_chat_template
 from engine.model.loader import find_dtype
 from engine.parallel.config import BACKENDS
 from engine.quantization.kv_codes import KV_CACHE_DTYPES
@@ -99,7 +100,7 @@ class EngineArgs:
         override_generation_config(self.override_generation_config)
         self._check_choices()
         if self.chat_template is not None:
-            self.chat_template = llama.read_chat_template(self.chat_template)
+            self.chat_template = read_chat_template(self.chat_template)
         if self.enable_auto_tool_choice and not self.tool_call_parser:
             raise common.InputError("--enable-auto-tool-choice: needs --tool-call-parser")
 
@@ -253,7 +254,7 @@ class EngineArgs:
     @property
     def names(self) -> list[str]:
         """What clients may call the model; the first one is what answers say."""
-        return self.served_model_name or [self.model or llama.DEFAULT_MODEL]
+        return self.served_model_name or [self.model or folders.DEFAULT_MODEL]
 
 
 def check_parallel(args: Any) -> None:

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import llama
+from engine.model.config import LlamaConfig
+from engine.model.tokenizer import Tokenizer
 from engine.output import EngineCoreOutput
 from engine.request import Request, RequestStatus, SamplingParams
 from engine.sampling import token_rules
@@ -100,7 +101,7 @@ class _Sequence:
 class FrontEnd:
     """Validates, tokenizes, and after each step of its core detokenizes."""
 
-    def __init__(self, model_config: llama.LlamaConfig, tokenizer: llama.Tokenizer, core: Any) -> None:
+    def __init__(self, model_config: LlamaConfig, tokenizer: Tokenizer, core: Any) -> None:
         """`core` has `check_request`, `add_request`, `abort_requests`, `step`, a scheduler and a runner."""
         self.model_config, self.tokenizer, self.core = model_config, tokenizer, core
         self.token_bytes = TokenBytes(tokenizer)

@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 
-import llama
 from engine.engine_args import EngineArgs
 from engine.front_end import Prompt, RequestOutput
 from engine.llm_engine import LLMEngine
 from engine.lora.config import LoRARequest
-from engine.model.loader import find_dtype, load_model
+from engine.model import folders, llama
+from engine.model.loader import find_dtype
+from engine.model.tokenizer import Tokenizer
 from engine.parallel.workers import start_workers
+from engine.quantization.loader import load_model
 from engine.quantization.methods import quantize_model
 from engine.request import SamplingParams
 from engine.sampling.defaults import SamplingDefaults
@@ -32,7 +34,7 @@ class LLM:
         self,
         model: str | llama.Llama | None = None,
         *,
-        tokenizer: llama.Tokenizer | None = None,
+        tokenizer: Tokenizer | None = None,
         generation_config: str = "auto",
         override_generation_config: str | dict[str, Any] | None = None,
         **engine_args: Any,
@@ -42,7 +44,7 @@ class LLM:
         `generation_config` and `override_generation_config`: see `SamplingDefaults.of`; the rest are arguments of
         `EngineArgs`, or limits of `LLMEngine`. Raises InputError.
         """
-        folder = None if isinstance(model, llama.Llama) else llama.model_folder(model)
+        folder = None if isinstance(model, llama.Llama) else folders.model_folder(model)
         self.sampling_defaults = SamplingDefaults.of(folder, generation_config, override_generation_config)
         self.llm_engine = make_llm_engine(model, tokenizer, generation_config=generation_config, **engine_args)
         self.num_requests = 0
@@ -140,7 +142,7 @@ FEATURES = (
 
 def make_llm_engine(
     model: str | llama.Llama | None = None,
-    tokenizer: llama.Tokenizer | None = None,
+    tokenizer: Tokenizer | None = None,
     *,
     dtype: str | torch.dtype = "auto",
     generation_config: str = "auto",
@@ -148,14 +150,14 @@ def make_llm_engine(
 ) -> LLMEngine:
     """The engine behind an `LLM`: loads the model unless it is loaded, here or on workers. Raises InputError."""
     if isinstance(tokenizer, str):
-        raise common.InputError(f"tokenizer {tokenizer!r}: a model folder has its own; otherwise a llama.Tokenizer")
+        raise common.InputError(f"tokenizer {tokenizer!r}: a model folder has its own; otherwise a Tokenizer")
     loaded = isinstance(model, llama.Llama)
     features = {name: engine_args.pop(name) for name in FEATURES if name in engine_args}
     args = EngineArgs(model=None if loaded else model, generation_config=generation_config, **features)
     if not loaded and args.has_workers:
         workers = start_workers(args, find_dtype(dtype))
         try:
-            tokenizer = tokenizer or llama.Tokenizer(llama.model_folder(model))
+            tokenizer = tokenizer or Tokenizer(folders.model_folder(model))
             return LLMEngine(workers.model, tokenizer, config=args.vllm_config(workers), **engine_args)
         except Exception:
             workers.executor.shutdown()
@@ -164,7 +166,7 @@ def make_llm_engine(
         if args.has_workers:
             raise common.InputError("model: workers load it themselves; give a folder or an id")
         if tokenizer is None:
-            raise common.InputError("tokenizer: a loaded model needs one (llama.load returns both)")
+            raise common.InputError("tokenizer: a loaded model needs one (loader.load returns both)")
         if args.quantization is not None:
             model = quantize_model(model, args.quantization, tokenizer)
     else:

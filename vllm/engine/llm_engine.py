@@ -12,12 +12,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import llama
 from engine.assemble import make_core
 from engine.config import SchedulerConfig, VllmConfig
 from engine.front_end import FrontEnd, Prompt, RequestOutput, whole
 from engine.lora.config import LoRARequest
 from engine.lora.manager import LoRAModelManager
+from engine.model import llama
+from engine.model.tokenizer import Tokenizer
 from engine.quantization.kv_codes import block_bytes
 from engine.request import SamplingParams
 from engine.sampling.guided.guided_decoding import GuidedDecoding
@@ -30,7 +31,7 @@ class LLMEngine(FrontEnd):
     def __init__(  # noqa: PLR0913  vLLM's arguments
         self,
         model: llama.Llama,
-        tokenizer: llama.Tokenizer,
+        tokenizer: Tokenizer,
         *,
         config: VllmConfig | None = None,
         seed: int = 0,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.attention.metadata import AttentionMetadata
-    from llama import Llama
+    from engine.model.llama import Llama
 
 # --- The model, and who runs it --------------------------------------------------------------------------------------
 

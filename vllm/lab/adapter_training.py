@@ -25,7 +25,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import llama
+from engine.model import llama
+from engine.model.tokenizer import Tokenizer
 from engine.attention.torch_paged import prefill_attention
 from engine.llm import LLM
 from engine.lora.files import read_adapter, write_adapter
@@ -90,7 +91,7 @@ def follows(style: str, text: str) -> bool:
     return re.fullmatch(r"ANSWER: .+\nTOPIC: .+\nSIGNED: the night desk", text.strip()) is not None
 
 
-def own_answers(model: llama.Llama, tokenizer: llama.Tokenizer, questions: Sequence[str]) -> list[str]:
+def own_answers(model: llama.Llama, tokenizer: Tokenizer, questions: Sequence[str]) -> list[str]:
     """The first sentence of the model's own greedy answer to each question."""
     engine = LLM(model, tokenizer=tokenizer, max_model_len=256, max_num_seqs=40)
     params = SamplingParams(temperature=0, max_tokens=40)
@@ -129,7 +130,7 @@ def student_of(model: llama.Llama, rank: int, scale: float) -> llama.Llama:
 
 
 def train(
-    model: llama.Llama, tokenizer: llama.Tokenizer, style: str, rank: int = 8, alpha: float = 16, epochs: int = 2,
+    model: llama.Llama, tokenizer: Tokenizer, style: str, rank: int = 8, alpha: float = 16, epochs: int = 2,
     batch: int = 8, lr: float = 2e-3, answers: Sequence[str] | None = None, count: int | None = None, seed: int = 0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[LoRAModel, list[float]]:  # fmt: skip
@@ -194,7 +195,7 @@ def loss_of(model: llama.Llama, examples: Sequence[tuple[list[int], list[int]]])
     return F.cross_entropy(F.linear(x, model.linear["lm_head"].weight), targets)
 
 
-def answers_with(model: llama.Llama, tokenizer: llama.Tokenizer, lora: LoRAModel | None, questions: Sequence[str],
+def answers_with(model: llama.Llama, tokenizer: Tokenizer, lora: LoRAModel | None, questions: Sequence[str],
                  max_tokens: int = 48) -> list[str]:  # fmt: skip
     """Greedy answers of the model with one adapter merged into its weights."""
     adapted = model if lora is None else merged(model, lora)
@@ -204,7 +205,7 @@ def answers_with(model: llama.Llama, tokenizer: llama.Tokenizer, lora: LoRAModel
     return [output.outputs[0].text for output in engine.generate(prompts, params)]
 
 
-def train_and_save(model: llama.Llama, tokenizer: llama.Tokenizer, styles: Sequence[str], folder: Path,
+def train_and_save(model: llama.Llama, tokenizer: Tokenizer, styles: Sequence[str], folder: Path,
                    say: Callable[[str], None], **options: Any) -> None:  # fmt: skip
     """Train each style, write its folder, read it back, and say how many of six new questions it answers in style.
 

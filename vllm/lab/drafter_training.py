@@ -38,7 +38,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import llama
+from engine.model import llama
+from engine.model.tokenizer import Tokenizer
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.engine_core import EngineCore
 from engine.core.kv_cache_manager import KVCacheManager
@@ -205,7 +206,7 @@ def final_norm(model: llama.Llama, hidden: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(hidden, hidden.shape[-1:], model.norm, model.config.rms_norm_eps)
 
 
-def write_text(model: llama.Llama, tokenizer: llama.Tokenizer, folder: Path, minutes: float, seed: int = 0,
+def write_text(model: llama.Llama, tokenizer: Tokenizer, folder: Path, minutes: float, seed: int = 0,
                seats: int = 48, max_tokens: int = 160) -> int:  # fmt: skip
     """Let the target answer prompts for some minutes. Adds files of PER_FILE answers each, one at least; returns new
     tokens.

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import llama
+from engine.model import llama
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.scheduler import make_scheduler
 from engine.parallel.config import ParallelConfig

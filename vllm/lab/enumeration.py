@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import llama
+from engine.model import llama
 from engine.request import SamplingParams
 from engine.sampling.sampler import uniforms
 from lab import naive

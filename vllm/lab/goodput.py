@@ -40,7 +40,7 @@ from typing import Any
 
 import numpy as np
 
-import llama
+from engine.model import llama
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.engine_core import EngineCore
 from engine.core.kv_cache_manager import KVCacheManager

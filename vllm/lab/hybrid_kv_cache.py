@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-import llama
+from engine.model import llama
 from engine.core.block_pool import BlockPool
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.request import Request, SamplingParams

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import llama
+from engine.model.config import LlamaConfig
 from engine.distributed.group import GroupCoordinator
 from engine.parallel.sharding import divides
 from lab import roofline
@@ -326,7 +326,7 @@ def loaded(model: Model, layout: Layout, wanted: int = 256, context: int = 4096)
     return {"sequences": sequences} | cost(model, layout, sequences, context)
 
 
-def default_size(config: llama.LlamaConfig) -> int:
+def default_size(config: LlamaConfig) -> int:
     """Ranks where nobody asked for a number: 3, which SmolLM2 allows; for another model the fewest above one that can
     share it, or 1 if none can."""
     return next((n for n in (3, *range(2, config.num_attention_heads + 1)) if divides(config, n)), 1)

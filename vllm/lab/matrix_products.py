@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-import llama
+from engine.model import llama
 from engine.model.packed_linear import pack_weights
 
 BATCHES = (1, 4, 8, 32)  # tokens in a step

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import llama
+from engine.model import llama
 from engine import assemble
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.engine_core import EngineCore

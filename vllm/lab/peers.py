@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-import llama
+from engine.model import folders, llama
 from lab import roofline
 
 
@@ -65,7 +65,9 @@ def load_transformers(model_name: str | None, like: llama.Llama) -> Any:
     """The same weights in Transformers."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(llama.model_folder(model_name), dtype=like.dtype).eval().to(like.device)
+    return (
+        AutoModelForCausalLM.from_pretrained(folders.model_folder(model_name), dtype=like.dtype).eval().to(like.device)
+    )
 
 
 def random_twins(name: str) -> tuple[llama.Llama, Any]:

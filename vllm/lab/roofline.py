@@ -14,7 +14,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import llama
+from engine.model import llama
+from engine.model.config import LlamaConfig
 
 # How an element is stored: bits, and, where scales are kept per token, (bits of a scale, elements that share it;
 # 0 means the whole head vector). Names as in vLLM's --kv-cache-dtype, which has no float32; plain fp8 has one scale
@@ -88,12 +89,12 @@ def weight_bytes(config: Mapping[str, Any]) -> int:
     return parameters * config.get("weight_bits", 16) // 8
 
 
-def llama_config(config: Mapping[str, Any]) -> llama.LlamaConfig:
-    """A plain dictionary as the `LlamaConfig` that llama.py computes shapes from."""
+def llama_config(config: Mapping[str, Any]) -> LlamaConfig:
+    """A plain dictionary as the `LlamaConfig` that the model computes shapes from."""
     spec = KVCacheSpec.from_config(config)
-    fields = {field.name for field in dataclasses.fields(llama.LlamaConfig)}
+    fields = {field.name for field in dataclasses.fields(LlamaConfig)}
     sizes = {"num_key_value_heads": spec.num_kv_heads, "head_dim": spec.head_size}
-    return llama.LlamaConfig(**sizes | {name: value for name, value in config.items() if name in fields})
+    return LlamaConfig(**sizes | {name: value for name, value in config.items() if name in fields})
 
 
 def sequences_that_fit(gpu_bytes: float, config: Mapping[str, Any], context: int, dtype: str = "bfloat16") -> int:

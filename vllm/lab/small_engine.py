@@ -11,11 +11,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import llama
+from engine.model import loader
 from engine.llm_engine import LLMEngine
 
 MAX_MODEL_LEN = 512
-load_once = functools.cache(llama.load)
+load_once = functools.cache(loader.load)
 
 
 def make_small_engine(args: dict[str, Any], report: Callable[[str], None] = lambda text: None) -> LLMEngine:

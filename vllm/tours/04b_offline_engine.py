@@ -45,7 +45,8 @@ from typing import Any
 import numpy as np
 import torch
 
-import llama
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.llm import LLM
 from engine.request import Request, SamplingParams
 from engine.sampling.detokenizer import IncrementalDetokenizer, TokenBytes
@@ -255,7 +256,7 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine = common.start(args)
-    llama.check_context(args.model, 512)
+    loader.check_context(args.model, 512)
     numbers, bench = facts(), {}
 
     common.heading("1. One batch, every row its own parameters, against the row-by-row reference")
@@ -271,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.say(f"✓ {sweep['points']:,} equally spaced u give every token its probability to {sweep['worst']:.0e}")
 
     common.heading("2. From tokens to text")
-    model, tokenizer = llama.load(args.model)
+    model, tokenizer = loader.load(args.model)
     token_bytes, ids = TokenBytes(tokenizer), tokenizer.encode(TEXT)
     if args.decode_tokens:
         pieces = [tokenizer.decode([token]) for token in ids]
@@ -363,7 +364,7 @@ def sampling_cost(device: torch.device, seconds: float) -> dict[str, float]:
     return found
 
 
-def step_cost(model: llama.Llama, tokenizer: llama.Tokenizer) -> float:
+def step_cost(model: llama.Llama, tokenizer: Tokenizer) -> float:
     """Milliseconds of a decode step of the whole engine, with 32 greedy requests; the median of 64."""
     engine = LLM(model, tokenizer=tokenizer, max_model_len=512, max_num_seqs=32).llm_engine
     for i in range(32):
@@ -376,7 +377,7 @@ def step_cost(model: llama.Llama, tokenizer: llama.Tokenizer) -> float:
     return 1e3 * statistics.median(after - before for before, after in itertools.pairwise(stamps))
 
 
-def front_end_cost(token_bytes: TokenBytes, tokenizer: llama.Tokenizer) -> dict[str, float]:
+def front_end_cost(token_bytes: TokenBytes, tokenizer: Tokenizer) -> dict[str, float]:
     """Microseconds to append one token and look for a stop string, early and late in a long text."""
     ids = (tokenizer.encode(TEXT) * 1000)[:11000]
     detokenizer = IncrementalDetokenizer(token_bytes, SamplingParams(stop=["never said"]))

@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import llama
+from engine.model import llama, loader
 from engine import assemble
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.torch_paged import decode, decode_gathered, gather_plan, prefill_attention
@@ -385,8 +385,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.start(args)
     B = args.sequences
 
-    llama.check_context(args.model, 192 if args.bench else 64)
-    model, tokenizer = llama.load(args.model)
+    loader.check_context(args.model, 192 if args.bench else 64)
+    model, tokenizer = loader.load(args.model)
     text = tokenizer.encode(TEXT)
     prompts = [text[i % 32 : i % 32 + 32] for i in range(B)]
 

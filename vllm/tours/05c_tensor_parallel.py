@@ -45,7 +45,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import llama
+from engine.model import folders, llama, loader
+from engine.model.config import LlamaConfig
+from engine.model.tokenizer import Tokenizer
 from engine.distributed.group import GroupCoordinator, new_group
 from engine.model.packed_linear import pack_weights
 from engine.parallel import sharding
@@ -121,7 +123,7 @@ def skip_all_reduce(model: TensorParallelLlama) -> None:
 # --- What is sent, and how long it takes ------------------------------------------------------------------------------
 
 
-def step_traffic(config: llama.LlamaConfig, n: int, tokens: int, rows: int, itemsize: int) -> dict[str, dict[str, int]]:
+def step_traffic(config: LlamaConfig, n: int, tokens: int, rows: int, itemsize: int) -> dict[str, dict[str, int]]:
     """Collectives of one forward pass over `tokens` tokens with logits for `rows` of them, as `take_counts` counts.
 
     all-reduces = 2 · L + 1, each of T · hidden elements; one all-gather of R · padded vocabulary.
@@ -476,7 +478,7 @@ def rank_bench(world: GroupCoordinator, model: str | None) -> dict[str, Any]:
         dist.barrier()
     wide = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=16,
                 num_key_value_heads=4, head_dim=64, vocab_size=8192)  # fmt: skip
-    most = default_size(llama.LlamaConfig.from_folder(llama.model_folder(model)))
+    most = default_size(LlamaConfig.from_folder(folders.model_folder(model)))
     for name, sizes in (("smollm2", [1, most][: 1 + (most in (2, 3, 4))]), ("wide", (1, 2, 4))):
         for size in sizes:
             if group := groups[size]:
@@ -502,8 +504,8 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine = common.start(args)
-    config = llama.check_context(args.model, 256)
-    folder, numbers = llama.model_folder(args.model), facts()
+    config = loader.check_context(args.model, 256)
+    folder, numbers = folders.model_folder(args.model), facts()
     n = args.tensor_parallel_size = args.tensor_parallel_size or default_size(config)
     sharding.check_tensor_parallel_size(config, n)
     start_context()  # its imports run beside what follows
@@ -528,7 +530,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                              f"{owns['weight_bytes'] / 1e9:.2f}", f"{owns['kv_bytes']:,}"])  # fmt: skip
     common.table(["", "ranks", "Hq", "Hkv", "copies of KV", "weights, GB", "KV bytes/token"], rows)
 
-    tokenizer = llama.Tokenizer(folder)
+    tokenizer = Tokenizer(folder)
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     with Ranks(max(4, n), rank_story, n, str(folder), prompts, args.skip_all_reduce) as ranks:
         tell_of_ranks(args, ranks, tokenizer, prompts)
@@ -555,12 +557,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
 
 
-def tell_of_ranks(args: argparse.Namespace, ranks: Ranks, tokenizer: llama.Tokenizer,
+def tell_of_ranks(args: argparse.Namespace, ranks: Ranks, tokenizer: Tokenizer,
                   prompts: list[list[int]]) -> None:  # fmt: skip
     """Compute the reference while the ranks work, then compare."""
     n = args.tensor_parallel_size
     common.heading(f"3. The real model on {n} process{'es' * (n > 1)}, through the engine of lesson 04")
-    model, _ = llama.load(args.model)
+    model, _ = loader.load(args.model)
     reference = all_logits(model, prompts[0])
     whole = serve(model, prompts, OUTPUTS)
     found = ranks.results()
@@ -611,7 +613,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for name, by_size in bench["step_ms"].items():
         for size, times in by_size.items():
-            label = Path(args.model or llama.DEFAULT_MODEL).name if name == "smollm2" else name
+            label = Path(args.model or folders.DEFAULT_MODEL).name if name == "smollm2" else name
             rows.append([label, size, *(f"{t:.1f} ms, {by_size['1'][b] / t:.2f}x" for b, t in times.items())])
     common.table(["decode step", "ranks", "1 sequence", "8 sequences"], rows)
     if bench["backend"] == "gloo" and common.HAS_GPU:

@@ -45,7 +45,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import llama
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine import assemble
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.torch_paged import prefill_attention
@@ -151,7 +152,7 @@ def attend_reference(q: torch.Tensor, dense: torch.Tensor, block_table: torch.Te
 BLOCK = 32  # of the probes and of step 2: KIVI's group of tokens
 
 
-def evaluation_tokens(tokenizer: llama.Tokenizer, count: int) -> list[int]:
+def evaluation_tokens(tokenizer: Tokenizer, count: int) -> list[int]:
     """The first tokens of the text that ships with every Python: its own reference manual's topics."""
     from pydoc_data import topics
 
@@ -238,7 +239,7 @@ class Haystack:
     cache: Any  # lesson 02's
 
     @classmethod
-    def build(cls, model: llama.Llama, tokenizer: llama.Tokenizer, filler_tokens: int = 768) -> Haystack:
+    def build(cls, model: llama.Llama, tokenizer: Tokenizer, filler_tokens: int = 768) -> Haystack:
         """A text of so many tokens with the needles spread evenly through it."""
         filler = evaluation_tokens(tokenizer, filler_tokens)
         step = filler_tokens // len(NEEDLES)
@@ -252,7 +253,7 @@ class Haystack:
         model.forward(torch.tensor(document, device=model.device), meta.positions, cache.attend(meta))
         return cls(document, [tokenizer.encode(ask.format(city)) for city in NEEDLES], list(NEEDLES.values()), cache)
 
-    def find(self, model: llama.Llama, tokenizer: llama.Tokenizer, kv_cache_dtype: str) -> list[bool]:
+    def find(self, model: llama.Llama, tokenizer: Tokenizer, kv_cache_dtype: str) -> list[bool]:
         """Ask all questions at once, each a fork of the document, and compare what is written with the number."""
         cache = make_cache(model, self.cache.layers[0].shape[1], BLOCK, kv_cache_dtype)
         slots = one_sequence(len(self.document), model.device).slot_mapping
@@ -577,7 +578,7 @@ def check_formats() -> None:
         common.check(f"{name}: written by one kernel, read by the other", out.cpu(), reference)
 
 
-def run_engine(model: llama.Llama, tokenizer: llama.Tokenizer, kv_cache_dtype: str, max_tokens: int = 16) -> None:
+def run_engine(model: llama.Llama, tokenizer: Tokenizer, kv_cache_dtype: str, max_tokens: int = 16) -> None:
     """Three chats with the full cache, fp8, and what was asked for; fp8 batched against alone.
 
     With 2 bits that would fail: products of 1 and 3 rows differ in the last bit, which may move a code by a level.
@@ -594,7 +595,7 @@ def run_engine(model: llama.Llama, tokenizer: llama.Tokenizer, kv_cache_dtype: s
     common.check_equal("fp8: the first chat gets the same tokens served alone", alone[0], told["fp8"][0])
 
 
-def probe(model: llama.Llama, tokenizer: llama.Tokenizer, names: Sequence[str], tokens: Sequence[int],
+def probe(model: llama.Llama, tokenizer: Tokenizer, names: Sequence[str], tokens: Sequence[int],
           haystack: Haystack) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Needles, perplexity and attention error of each format."""
     errors = attention_errors(model, tokens[:512], names)
@@ -663,7 +664,7 @@ def measure_together(name: str = "Llama-3.1-8B", context: int = 4096) -> list[di
     return rows
 
 
-def measure_engine(model: llama.Llama, tokenizer: llama.Tokenizer, max_tokens: int = 32) -> dict[str, Any]:
+def measure_engine(model: llama.Llama, tokenizer: Tokenizer, max_tokens: int = 32) -> dict[str, Any]:
     """Tokens per second of 16 chats with each cache: what quantizing costs where attention is not the limit."""
     prompts = [tokenizer.ask(f"{QUESTIONS[i % 3]} ({i})") for i in range(16)]
     found, rows = {}, []
@@ -677,7 +678,7 @@ def measure_engine(model: llama.Llama, tokenizer: llama.Tokenizer, max_tokens: i
     return found
 
 
-def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
+def benchmark(model: llama.Llama, tokenizer: Tokenizer) -> dict[str, Any]:
     """The recorded table anew, and times."""
     tokens, haystack = evaluation_tokens(tokenizer, 2048), Haystack.build(model, tokenizer)
     names = [name for name in KV_CACHE_DTYPES if name != "fp8_e4m3"]
@@ -697,13 +698,13 @@ def benchmark(model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     machine, f, bench, name = common.start(args), facts(), {}, args.kv_cache_dtype
-    if (D := llama.check_context(args.model, 2048 if args.bench else 1024).head_dim) % 8:
+    if (D := loader.check_context(args.model, 2048 if args.bench else 1024).head_dim) % 8:
         raise common.InputError(f"--model {args.model}: head_dim {D}; every format takes multiples of 8")
 
     common.heading("1. Codes and kernels against the definitions")
     check_formats()
 
-    model, tokenizer = llama.load(args.model)
+    model, tokenizer = loader.load(args.model)
     common.heading(f"2. The real model in the engine, --kv-cache-dtype {name} (auto: {model.dtype})")
     run_engine(model, tokenizer, name)
 

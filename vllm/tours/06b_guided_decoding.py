@@ -47,7 +47,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import llama
+from engine.model import loader
 from engine.llm import LLM
 from engine.request import SamplingParams
 from engine.sampling.guided.automaton import determinize
@@ -336,8 +336,8 @@ def time_masking(vocabulary: Vocabulary, device: torch.device) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     common.start(args)
-    llama.check_context(args.model, 256)
-    model, tokenizer = llama.load(args.model)
+    loader.check_context(args.model, 256)
+    model, tokenizer = loader.load(args.model)
     vocabulary = vocabulary_of(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
     if args.regex is not None:
         compile_guide({"regex": args.regex}, vocabulary)

@@ -46,7 +46,9 @@ from typing import Any
 
 import torch
 
-import llama
+from engine.model import folders, llama, loader
+from engine.model.config import LlamaConfig
+from engine.model.tokenizer import Tokenizer
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.scheduler import make_scheduler
 from engine.engine_args import EngineArgs
@@ -248,14 +250,14 @@ TEXTS = ["The capital of France is", "Once upon a time, in a small village by th
 NEW_TOKENS = 6
 
 
-def build_engine(model: str | None, parallel: ParallelConfig | None, tokenizer: llama.Tokenizer,
+def build_engine(model: str | None, parallel: ParallelConfig | None, tokenizer: Tokenizer,
                  executor: Any = None, in_flight: int | None = None, budget: int = 64) -> Any:  # fmt: skip
     """Lesson 06's engine, in this process or on the workers of an executor."""
     options = {"max_model_len": 256, "max_num_seqs": 16, "max_num_batched_tokens": budget,
                "num_gpu_blocks_override": 257}  # fmt: skip
     if parallel is None:
-        return LLMEngine(llama.load(model)[0], tokenizer, config=VllmConfig(enforce_eager=True), **options)
-    config = llama.LlamaConfig.from_folder(llama.model_folder(model))
+        return LLMEngine(loader.load(model)[0], tokenizer, config=VllmConfig(enforce_eager=True), **options)
+    config = LlamaConfig.from_folder(folders.model_folder(model))
     workers = Workers(executor, parallel, skeleton(config, parallel, torch.float32))
     engine = LLMEngine(workers.model, tokenizer, config=VllmConfig(workers=workers), **options)
     engine.core.max_concurrent_batches = in_flight or parallel.pipeline_parallel_size
@@ -285,7 +287,7 @@ async def serve_engines(args: argparse.Namespace, prompts: Sequence[str]) -> dic
                                      max_num_seqs=8, kv_cache_gib=0.05, max_num_batched_tokens=64, seed=args.seed,
                                      enforce_eager=True)  # fmt: skip
     start = time.perf_counter()
-    llm = await AsyncLLM.start(make_engine, engine_args, llama.model_folder(args.model), start_client)
+    llm = await AsyncLLM.start(make_engine, engine_args, folders.model_folder(args.model), start_client)
     try:
         started, params = time.perf_counter() - start, SamplingParams(temperature=0, max_tokens=NEW_TOKENS,
                                                                       ignore_eos=True)  # fmt: skip
@@ -322,7 +324,7 @@ def build_parser() -> common.Parser:
     return p
 
 
-def show_workers(args: argparse.Namespace, parallel: ParallelConfig, tokenizer: llama.Tokenizer,
+def show_workers(args: argparse.Namespace, parallel: ParallelConfig, tokenizer: Tokenizer,
                  want: list[list[int]]) -> float | None:  # fmt: skip
     """Step 1: the same tokens; who holds what; what travelled; the experts; and a worker that dies. Milliseconds until
     that was noticed; None: none was killed."""
@@ -333,7 +335,7 @@ def show_workers(args: argparse.Namespace, parallel: ParallelConfig, tokenizer: 
         executor.shutdown()
 
 
-def _tell_of_workers(args: argparse.Namespace, parallel: ParallelConfig, executor: Any, tokenizer: llama.Tokenizer,
+def _tell_of_workers(args: argparse.Namespace, parallel: ParallelConfig, executor: Any, tokenizer: Tokenizer,
                      want: list[list[int]]) -> float | None:  # fmt: skip
     held = executor.collective_rpc("load_model", WorkerSpec(args.model, parallel))
     common.say(f"parameters held by each worker: {', '.join(f'{n / 1e6:.1f} M' for n in held)}")
@@ -395,7 +397,7 @@ def show_engines(args: argparse.Namespace, want: list[list[int]]) -> float:
     return found["start_s"]
 
 
-def layout_of(args: argparse.Namespace, config: llama.LlamaConfig) -> ParallelConfig:
+def layout_of(args: argparse.Namespace, config: LlamaConfig) -> ParallelConfig:
     """The layout of step 1. Raises InputError for one that does not fit the model."""
     alone = args.pipeline_parallel_size == 1
     tp = args.tensor_parallel_size or (layouts.default_size(config) if alone else 1)
@@ -407,10 +409,10 @@ def layout_of(args: argparse.Namespace, config: llama.LlamaConfig) -> ParallelCo
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     common.start(args)
-    config = llama.check_context(args.model, 256)
+    config = loader.check_context(args.model, 256)
     parallel = layout_of(args, config)
     start_context()  # it has imports to do, while we go on
-    tokenizer = llama.Tokenizer(llama.model_folder(args.model))
+    tokenizer = Tokenizer(folders.model_folder(args.model))
 
     n, pp = parallel.world_size, parallel.pipeline_parallel_size
     common.heading(f"1. One scheduler, {n} worker{'s' * (n > 1)}: TP {parallel.tensor_parallel_size} x PP {pp}")

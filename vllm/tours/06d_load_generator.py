@@ -44,7 +44,7 @@ from typing import Any
 
 import httpx
 
-import llama
+from engine.model import loader
 from lab.bench import add_bench_commands, print_result
 from lab.load_generator import Target, drive
 from lab.records import Record, percentile, summarize
@@ -256,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             common.stored_object(args.json)
         return args.run(args)
     common.start(args)
-    llama.check_context(args.model, 192 if args.bench else 48)
+    loader.check_context(args.model, 192 if args.bench else 48)
     common.heading("1. The loop that everybody writes first, and one that asks as users do")
     found = {"closed: ask again after the answer": closed_loop(freezing_server(), 20_000),
              "open: 25 requests a second": open_loop(freezing_server(), 20_000, every=40)}  # fmt: skip

@@ -43,7 +43,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import llama
+from engine.model import folders, loader
+from engine.model.tokenizer import Tokenizer
 from engine.front_end import CompletionOutput
 from engine.front_end import RequestOutput
 from engine.llm_engine import LLMEngine
@@ -229,7 +230,7 @@ async def measure_place(place: str, args: argparse.Namespace, prompts: Sequence[
     """Serve the same clients from an engine in one place."""
     start = time.perf_counter()
     llm = await AsyncLLM.start(make_small_engine, {"model": args.model, "seed": args.seed},
-                               llama.model_folder(args.model), place)  # fmt: skip
+                               folders.model_folder(args.model), place)  # fmt: skip
     try:
         started = time.perf_counter() - start
         await serve_clients(llm, prompts[:2], dataclasses.replace(params, max_tokens=3))  # warm up
@@ -247,7 +248,7 @@ async def measure_place(place: str, args: argparse.Namespace, prompts: Sequence[
 async def kill_the_engine(args: argparse.Namespace, prompts: Sequence[list[int]]) -> tuple[int, float]:
     """Kill the engine process while everybody waits. Returns how many heard of it, and seconds until the last did."""
     llm = await AsyncLLM.start(make_small_engine, {"model": args.model, "seed": args.seed},
-                               llama.model_folder(args.model))  # fmt: skip
+                               folders.model_folder(args.model))  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)  # nobody finishes before the blow
 
     async def client(i: int) -> float:
@@ -313,10 +314,10 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     common.start(args)
-    llama.check_context(args.model, MAX_MODEL_LEN)
+    loader.check_context(args.model, MAX_MODEL_LEN)
 
     common.heading(f"1. Where the engine runs: {args.clients} stream{'s' * (args.clients > 1)}, a heartbeat every 2 ms")
-    tokenizer = llama.Tokenizer(llama.model_folder(args.model))
+    tokenizer = Tokenizer(folders.model_folder(args.model))
     prompts = [tokenizer.encode(TEXTS[i % len(TEXTS)]) for i in range(args.clients)]
     compare_places(args, prompts, max_tokens=8, rounds=1)
 

@@ -39,7 +39,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import llama
+from engine.model import folders, loader
 from engine.front_end import CompletionOutput
 from engine.front_end import RequestOutput
 from engine.sampling.defaults import SamplingDefaults
@@ -219,7 +219,7 @@ async def incremental_text(pieces: Iterable[bytes]) -> str:
 
 async def started(args: argparse.Namespace) -> AsyncLLM:
     """The small engine, in a thread."""
-    about, folder = {"model": args.model, "seed": args.seed}, llama.model_folder(args.model)
+    about, folder = {"model": args.model, "seed": args.seed}, folders.model_folder(args.model)
     bound = args.max_num_queued_reqs
     return await AsyncLLM.start(make_small_engine, about, folder, "thread", max_num_queued_reqs=bound)
 
@@ -327,7 +327,7 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     common.start(args)
-    llama.check_context(args.model, MAX_MODEL_LEN)
+    loader.check_context(args.model, MAX_MODEL_LEN)
     asyncio.run(tell_story(args))
     common.heading("4. What it costs")
     found = measure_costs(0.1)

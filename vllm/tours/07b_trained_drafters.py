@@ -45,7 +45,8 @@ from pathlib import Path
 
 import torch
 
-import llama
+from engine.model import folders, llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.attention.metadata import AttentionMetadata
 from engine.config import VllmConfig
 from engine.core.block_pool import BlockPool
@@ -240,7 +241,7 @@ class Measured:
     places: tuple[int, ...] = ()  # chains verified; of these, whose first guess stood, first two, first three
 
 
-def serve(model: llama.Llama, tokenizer: llama.Tokenizer, prompts: Sequence[str], max_tokens: int,
+def serve(model: llama.Llama, tokenizer: Tokenizer, prompts: Sequence[str], max_tokens: int,
           drafter: Callable[[], Drafter] | None, K: int = 3, temperature: float = 0.0) -> Measured:  # fmt: skip
     """All prompts at once through the engine, with or without speculation."""
     about = VllmConfig()
@@ -322,8 +323,8 @@ def build_parser() -> common.Parser:
 
 def train(args: argparse.Namespace) -> None:
     """The command that made the shipped weights. Everything goes on where the last run stopped."""
-    model, tokenizer = llama.load(args.model)
-    work = Path(args.work) if args.work else llama.cache_folder() / "drafters"
+    model, tokenizer = loader.load(args.model)
+    work = Path(args.work) if args.work else folders.cache_folder() / "drafters"
     if args.write:
         training.write_text(model, tokenizer, work / "text", args.write, args.seed)
     methods = tuple(args.drafter or training.METHODS)
@@ -350,12 +351,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.start(args)
     if args.command == "train":
         return train(args)
-    config = llama.check_context(args.model, 192 if args.bench else 64)
-    model, tokenizer = llama.load(args.model)
+    config = loader.check_context(args.model, 192 if args.bench else 64)
+    model, tokenizer = loader.load(args.model)
     medusa = WEIGHTS / "medusa.safetensors"
-    with llama.made_for_default():
+    with folders.made_for_default():
         network = trained.load_network(medusa, model)
-    common.heading(f"1. What was trained, on text that {llama.DEFAULT_MODEL} wrote")
+    common.heading(f"1. What was trained, on text that {folders.DEFAULT_MODEL} wrote")
     show_drafters()
     about = trained.about(medusa)
     all_weights, weights = (n * config.hidden_size / 1e6 for n in (config.vocab_size, about["draft_vocab"]))

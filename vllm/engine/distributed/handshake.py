@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import llama
+from engine.model import folders
 
 # A port that engines dial is open to whoever reaches it. So all of a greeting is of fixed size, each connection has a
 # thread of its own, and of strangers there are only so many. The proof is about who has connected: who sits on the wire
@@ -48,7 +48,7 @@ def secret() -> bytes:
         if len(given) < 16:
             raise common.InputError(f"{VARIABLE}: must have 16 characters or more; try `openssl rand -hex 32`")
         return given.encode(errors="surrogateescape")
-    path = llama.cache_folder() / "engine_secret"
+    path = folders.cache_folder() / "engine_secret"
     try:
         if not path.exists():
             _write_secret(path)

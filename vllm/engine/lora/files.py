@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-import llama
 from engine.lora.lora_model import PACKED_MODULES, LoRAModel, Pair, Slices, layer_shapes
+from engine.model import folders, gguf_files
+from engine.model.config import LlamaConfig
 
 SHIPPED = common.HERE / "adapters"
 PREFIX = "base_model.model.model."
@@ -100,7 +101,7 @@ def _check_plain(path: Path, raw: dict[str, Any]) -> None:
 
 def read_adapter(
     folder: str | Path,
-    config: llama.LlamaConfig,
+    config: LlamaConfig,
     name: str | None = None,
     max_lora_rank: int | None = None,
     dtype: torch.dtype = torch.float32,
@@ -182,7 +183,7 @@ class Weights:
         return tensor
 
 
-def largest_file(config: llama.LlamaConfig, rank: int) -> int:
+def largest_file(config: LlamaConfig, rank: int) -> int:
     """Bytes that an adapter's weights may have: every layer adapted, in fp64, and 16 MiB for their names."""
     columns = sum(shape.in_features * len(shape.slices) + sum(shape.slices) for shape in layer_shapes(config).values())
     return 8 * rank * columns * config.num_hidden_layers + (16 << 20)
@@ -193,7 +194,7 @@ def write_adapter(
     folder: str | Path,
     alpha: float,
     dtype: torch.dtype = torch.float16,
-    base: str = llama.DEFAULT_MODEL,
+    base: str = folders.DEFAULT_MODEL,
 ) -> None:
     """Write a PEFT folder: the scale alpha / rank is taken out of B again."""
     from safetensors.torch import save_file
@@ -226,4 +227,4 @@ def write_adapter(
         "use_dora": False,
         "use_rslora": False,
     }
-    llama._write_json(folder / "adapter_config.json", about)
+    gguf_files._write_json(folder / "adapter_config.json", about)

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-import llama
 from engine import registry
 from engine.attention.metadata import AttentionMetadata
 from engine.lora.lora_model import layer_shapes
+from engine.model import llama
 from engine.request import Request
 
 NONE = -1  # the slot of a row without an adapter

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-import llama
+from engine.model import llama
+from engine.model.config import LlamaConfig
 
 # Packed layer -> the modules of Transformers that lie in it as slices of its output, in this order.
 PACKED_MODULES = {
@@ -35,7 +36,7 @@ class LayerShape:
     slices: tuple[int, ...]
 
 
-def layer_shapes(config: llama.LlamaConfig) -> dict[str, LayerShape]:
+def layer_shapes(config: LlamaConfig) -> dict[str, LayerShape]:
     """Shape of each kind of packed layer; all decoder layers have the same."""
     c = config
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
@@ -66,7 +67,7 @@ class LoRAModel:
 
 
 def random_adapter(  # noqa: PLR0913, for tests and measurements: each of them varies something else
-    config: llama.LlamaConfig,
+    config: LlamaConfig,
     rank: int,
     seed: int,
     name: str | None = None,

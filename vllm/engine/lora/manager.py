@@ -18,13 +18,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import llama
 from engine.lora.config import LoRAConfig
 from engine.lora.files import read_adapter
 from engine.lora.layers import LoRAKernelMeta
 from engine.lora.lora_model import LoRAModel
 from engine.lora.memory import AdapterMemory, SlotMemory, UnifiedMemory
 from engine.lora.reader import AdapterReader
+from engine.model import llama
+from engine.model.config import LlamaConfig
 from engine.seams import BlockPool
 
 Source = str | Path | LoRAModel | Callable[[], LoRAModel]
@@ -58,7 +59,7 @@ class LoRAModelManager:
         self.patience: float | None = None  # seconds that `wait` waits; None: until a reading ends
         self.counts = Counter()  # "hit", "load", "evict", "read"
         self.memory: AdapterMemory | UnifiedMemory  # from `attach` on, as are the next two
-        self.model_config: llama.LlamaConfig
+        self.model_config: LlamaConfig
         self.block_pool: BlockPool
         self.meta: LoRAKernelMeta | None = None  # of the step that runs
 

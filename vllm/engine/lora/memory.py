@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-import llama
 from engine.lora.lora_model import LayerShape, LoRAModel, Pair, layer_shapes
+from engine.model import llama
 
 
 @dataclass

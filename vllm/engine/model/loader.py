@@ -1,41 +1,41 @@
-"""A model from a folder: floats as they are or quantized here, or codes that are there already.
+"""A model and its tokenizer from a folder of float weights.
 
-Owns the choice; called when an engine starts. It never divides a model between ranks. vLLM:
-`vllm/model_executor/model_loader/`.
+Owns the order: config, tokenizer, weights; scripts call it, and `quantization/loader.py` for what is not in few bits.
+It never quantizes and never divides a model between ranks. vLLM: `vllm/model_executor/model_loader/`.
 """
 
 from __future__ import annotations
 
-import common
+import common  # first: it settles the device before torch is used
 
-from pathlib import Path
+import contextlib
 
 import torch
 
-import llama
-from engine.quantization.checkpoints import load_checkpoint
-from engine.quantization.methods import quantize_model
+from engine.model import folders
+from engine.model.config import LlamaConfig
+from engine.model.llama import Llama
+from engine.model.tokenizer import Tokenizer
+from engine.model.weights import open_weights
 
 
-def stored_quantization(folder: Path, asked: str | None) -> str | None:
-    """What a folder's weights are in; None: floats. Raises InputError if something else was `asked` for."""
-    stored = (llama._read_json(folder / "config.json").get("quantization_config") or {}).get("quant_method")
-    if stored is not None and asked not in (None, stored):
-        raise common.InputError(f"quantization {asked!r}: {folder.name} has {stored} weights already")
-    return stored
+def load(path_or_id: str | None = None, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
+         generation_config: str = "auto") -> tuple[Llama, Tokenizer]:  # fmt: skip
+    """Model and tokenizer from a local folder or hub id; None is the default model, prepared on first use."""
+    folder = folders.model_folder(path_or_id)
+    config = LlamaConfig.from_folder(folder, generation_config=generation_config)
+    tokenizer = Tokenizer(folder)
+    tokenizer.vocab_size = config.vocab_size
+    with contextlib.ExitStack() as stack:
+        return Llama(config, open_weights(folder, stack), dtype, device), tokenizer
 
 
-def load_model(
-    path_or_id: str | None, dtype: torch.dtype, quantization: str | None, generation_config: str = "auto"
-) -> tuple[llama.Llama, llama.Tokenizer]:
-    """Float weights as they are or quantized here; or weights that are codes already, and whose folder says which."""
-    folder = llama.model_folder(path_or_id)
-    if stored_quantization(folder, quantization):
-        return load_checkpoint(folder, dtype, generation_config), llama.Tokenizer(folder)
-    model, tokenizer = llama.load(path_or_id, dtype, generation_config=generation_config)
-    if quantization is not None:
-        model = quantize_model(model, quantization, tokenizer)
-    return model, tokenizer
+def check_context(path_or_id: str | None, tokens: int) -> LlamaConfig:
+    """The config of `--model`. Raises InputError if it has fewer positions than the `tokens` that a story takes."""
+    config = LlamaConfig.from_folder(folders.model_folder(path_or_id))
+    if (context := config.max_position_embeddings) < tokens:
+        raise common.InputError(f"--model: a context of {context} tokens is too short; this story takes {tokens}")
+    return config
 
 
 def find_dtype(dtype: str | torch.dtype) -> torch.dtype:

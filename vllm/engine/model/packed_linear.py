@@ -12,7 +12,7 @@ import copy
 
 import torch
 
-import llama
+from engine.model import llama
 
 
 class PackedLinear:

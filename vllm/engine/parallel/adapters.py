@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import llama
 from engine.lora.config import LoRAConfig
 from engine.lora.lora_model import LoRAModel, Pair, Slices
 from engine.lora.memory import SlotMemory
+from engine.model import llama
+from engine.model.config import LlamaConfig
 from engine.parallel.config import get_pp_indices
 from engine.parallel.layers import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from engine.parallel.sharding import shard_config
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def shard_adapter(
-    lora: LoRAModel, config: llama.LlamaConfig, tp: tuple[int, int] = (0, 1), pp: tuple[int, int] = (0, 1)
+    lora: LoRAModel, config: LlamaConfig, tp: tuple[int, int] = (0, 1), pp: tuple[int, int] = (0, 1)
 ) -> LoRAModel:
     """One rank's part of an adapter, cut as `load_stage` cuts the weights. `tp`, `pp`: (rank, ranks); `config` is the
     whole model's. Layers are counted from the stage's first.

@@ -10,7 +10,7 @@ import common
 
 from dataclasses import dataclass
 
-import llama
+from engine.model.config import LlamaConfig
 from engine.parallel.sharding import check_tensor_parallel_size
 
 BACKENDS = ("uni", "mp", "ray")
@@ -43,7 +43,7 @@ class ParallelConfig:
         """The rank that answers for all: the first shard of the last stage. Its peers have drawn the same tokens."""
         return self.world_size - self.tensor_parallel_size
 
-    def check(self, config: llama.LlamaConfig) -> None:
+    def check(self, config: LlamaConfig) -> None:
         """Raises InputError if this model cannot be spread like that."""
         if self.backend == "uni" and self.world_size > 1:
             raise common.InputError(

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-import llama
 from engine.distributed.group import GroupCoordinator
+from engine.model import llama
 from engine.parallel.sharding import pad_vocab_size
 
 

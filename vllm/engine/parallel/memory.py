@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-import llama
+from engine.model import llama
 from engine.parallel.adapters import WorkerAdapters
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-import llama
 from engine.distributed.group import GroupCoordinator
+from engine.model import folders, llama, weights
+from engine.model.config import LlamaConfig
 from engine.parallel.layers import (
     MergedColumnParallelLinear,
     ParallelLMHead,
@@ -34,7 +35,7 @@ class TensorParallelLlama(llama.Llama):
     """
 
     def __init__(
-        self, config: llama.LlamaConfig, tensors: Tensors, group: GroupCoordinator, dtype: torch.dtype = torch.float32
+        self, config: LlamaConfig, tensors: Tensors, group: GroupCoordinator, dtype: torch.dtype = torch.float32
     ) -> None:
         """`tensors(name)` returns whole weights, best lazily: only this rank's part of each is kept."""
         super().__init__(
@@ -70,10 +71,10 @@ def load_shard(
 
     The file is mapped, not read: cutting a tensor touches the pages that the rank keeps, and no others for long.
     """
-    folder = llama.model_folder(path_or_id)
+    folder = folders.model_folder(path_or_id)
     with contextlib.ExitStack() as stack:
-        tensors = llama._open_weights(folder, stack)
-        return TensorParallelLlama(llama.LlamaConfig.from_folder(folder), tensors, group, dtype)
+        tensors = weights.open_weights(folder, stack)
+        return TensorParallelLlama(LlamaConfig.from_folder(folder), tensors, group, dtype)
 
 
 def shard_model(model: llama.Llama, group: GroupCoordinator) -> TensorParallelLlama:

@@ -10,16 +10,16 @@ import common
 
 import dataclasses
 
-import llama
+from engine.model.config import LlamaConfig
 
 
-def divides(config: llama.LlamaConfig, n: int) -> bool:
+def divides(config: LlamaConfig, n: int) -> bool:
     """Can n ranks share this model? Heads and neurons must come out even; KV heads may be divided or copied."""
     Hq, Hkv = config.num_attention_heads, config.num_key_value_heads
     return Hq % n == 0 and config.intermediate_size % n == 0 and (Hkv % n == 0 or n % Hkv == 0)
 
 
-def check_tensor_parallel_size(config: llama.LlamaConfig, n: int) -> None:
+def check_tensor_parallel_size(config: LlamaConfig, n: int) -> None:
     """Raises InputError if n ranks cannot share this model; the message says which numbers can."""
     if not divides(config, n):
         works = ", ".join(str(m) for m in range(1, config.num_attention_heads + 1) if divides(config, m))
@@ -35,7 +35,7 @@ def pad_vocab_size(vocab_size: int, pad_to: int) -> int:
     return -(-vocab_size // pad_to) * pad_to
 
 
-def shard_config(config: llama.LlamaConfig, n: int) -> llama.LlamaConfig:
+def shard_config(config: LlamaConfig, n: int) -> LlamaConfig:
     """The config of the narrower model that one of n ranks is. Depth, hidden size and head size stay."""
     check_tensor_parallel_size(config, n)
     return dataclasses.replace(

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-import llama
 from engine.distributed.group import GroupCoordinator
+from engine.model import llama
+from engine.model.config import LlamaConfig
 from engine.parallel.layers import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -25,7 +26,7 @@ from engine.parallel.layers import (
 Tensors = Callable[[str], torch.Tensor | None]  # a weight by Transformers' name, as `Llama` takes it
 
 
-def shard_tensors(tensors: Tensors, config: llama.LlamaConfig, group: GroupCoordinator) -> Tensors:
+def shard_tensors(tensors: Tensors, config: LlamaConfig, group: GroupCoordinator) -> Tensors:
     """The same weights, each cut to what this rank owns. Raises InputError where a shape contradicts the config."""
     shapes = llama.tensor_shapes(config)
 
@@ -42,7 +43,7 @@ def shard_tensors(tensors: Tensors, config: llama.LlamaConfig, group: GroupCoord
     return lookup
 
 
-def shard_tensor(name: str, tensor: torch.Tensor, config: llama.LlamaConfig, group: GroupCoordinator) -> torch.Tensor:
+def shard_tensor(name: str, tensor: torch.Tensor, config: LlamaConfig, group: GroupCoordinator) -> torch.Tensor:
     """What this rank owns of a whole weight or bias, by its name: norms and biases of row-parallel layers whole."""
     rank, n, (layer, kind) = group.rank_in_group, group.world_size, name.split(".")[-2:]
     heads = {

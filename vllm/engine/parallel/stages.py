@@ -20,15 +20,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import llama
 from engine.distributed.group import GroupCoordinator, new_group
-from engine.model.loader import stored_quantization
+from engine.model import folders, llama, weights
+from engine.model.config import LlamaConfig
 from engine.model.packed_linear import pack_weights
 from engine.parallel.config import ParallelConfig, get_pp_indices
 from engine.parallel.model import TensorParallelLlama, map_local
 from engine.parallel.shards import Tensors, model_tensors, shard_tensor
 from engine.quantization.checkpoints import checkpoint_tensors, on_codes
 from engine.quantization.gguf_codes import gguf_codes
+from engine.quantization.loader import stored_quantization
 from engine.quantization.methods import CALIBRATED, quantize_model
 from engine.seams import Attend
 
@@ -86,7 +87,7 @@ class PipelineStage(llama.Llama):
     """
 
     pp: PipelineGroup
-    whole_config: llama.LlamaConfig
+    whole_config: LlamaConfig
 
     @torch.inference_mode()
     def forward(
@@ -117,7 +118,7 @@ class TensorParallelStage(PipelineStage, TensorParallelLlama):
 class Skeleton(llama.Llama):
     """A model's shape without its weights."""
 
-    whole_config: llama.LlamaConfig
+    whole_config: LlamaConfig
 
 
 def check_quantization(method: str) -> None:
@@ -129,9 +130,7 @@ def check_quantization(method: str) -> None:
         )
 
 
-def shard_codes(
-    codes: dict[str, Any], config: llama.LlamaConfig, tp: GroupCoordinator, layers: range
-) -> dict[str, Any]:
+def shard_codes(codes: dict[str, Any], config: LlamaConfig, tp: GroupCoordinator, layers: range) -> dict[str, Any]:
     """This rank's part of the matrices of codes that its layers have; names count from the stage's first layer.
 
     Codes are cut as the weights are, and scales and zero points with them: the numbers of an output stay together, and
@@ -158,16 +157,16 @@ def shard_codes(
 @contextlib.contextmanager
 def whole_weights(
     source: str | dict | None, dtype: torch.dtype, device: torch.device, quantization: str | None, generation: str
-) -> Iterator[tuple[llama.LlamaConfig, Tensors, dict[str, Any]]]:
+) -> Iterator[tuple[LlamaConfig, Tensors, dict[str, Any]]]:
     """The config of the whole model, its weights by name, mapped while this lasts, and matrices that are codes."""
     if isinstance(source, dict):
         whole = llama.random_model(dtype=dtype, device=device, **source)
         yield whole.config, model_tensors(whole), {}
         return
-    folder = llama.model_folder(source)
-    config, codes = llama.LlamaConfig.from_folder(folder, True, generation), {}
+    folder = folders.model_folder(source)
+    config, codes = LlamaConfig.from_folder(folder, True, generation), {}
     with contextlib.ExitStack() as stack:
-        tensors = llama._open_weights(folder, stack)
+        tensors = weights.open_weights(folder, stack)
         if stored_quantization(folder, quantization):
             tensors, codes = checkpoint_tensors(folder, tensors)
         elif quantization == "gguf":
@@ -237,7 +236,7 @@ def stage_tensor(tensors: Tensors, absent: dict[str, torch.Tensor], first_layer:
     return tensors(f"{prefix}layers.{int(layer) + first_layer}.{tail}" if rest else name)
 
 
-def skeleton(config: llama.LlamaConfig, parallel: ParallelConfig, dtype: torch.dtype) -> Skeleton:
+def skeleton(config: LlamaConfig, parallel: ParallelConfig, dtype: torch.dtype) -> Skeleton:
     """The largest rank's shape without its weights: from it, the engine core knows what a block costs. `whole_config`
     is that of all ranks together."""
     stages = [

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-import llama
 from engine.config import SchedulerConfig, VllmConfig
 from engine.distributed.group import GroupCoordinator
 from engine.lora.lora_model import LoRAModel
+from engine.model import folders
+from engine.model.tokenizer import Tokenizer
 from engine.output import KVConnectorMetadata, KVConnectorOutput, SchedulerOutput
 from engine.parallel.adapters import WorkerAdapters, shard_adapter
 from engine.parallel.config import ParallelConfig
@@ -96,8 +97,8 @@ class Worker:
             self.runner.graphs.capture_all()
 
     def _grammar(self) -> GuidedDecoding:
-        folder = llama.model_folder(self.spec.model if isinstance(self.spec.model, str) else None)
-        return GuidedDecoding(llama.Tokenizer(folder), self.model.config)
+        folder = folders.model_folder(self.spec.model if isinstance(self.spec.model, str) else None)
+        return GuidedDecoding(Tokenizer(folder), self.model.config)
 
     def execute_model(self, message: StepMessage, meta: KVConnectorMetadata | None = None) -> StepResult:
         """Bring the copies up to date and run the step, with a connector's orders if there are any."""

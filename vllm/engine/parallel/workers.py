@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-import llama
-from engine.model.loader import stored_quantization
+from engine.model import folders, llama
+from engine.model.config import LlamaConfig
 from engine.parallel.config import ParallelConfig
 from engine.parallel.executors import Executor, MultiprocExecutor, ThreadExecutor, UniProcExecutor
 from engine.parallel.ray_executor import RayExecutor
 from engine.parallel.stages import Skeleton, check_quantization, skeleton
 from engine.parallel.worker import WorkerSpec
+from engine.quantization.loader import stored_quantization
 
 
 @dataclass
@@ -43,14 +44,14 @@ class Workers:
 def start_workers(args: Any, dtype: torch.dtype) -> Workers:
     """Processes with a part of the model each, as the engine's arguments say. Raises InputError if it cannot be divided
     like that."""
-    folder = llama.model_folder(args.model)
+    folder = folders.model_folder(args.model)
     parallel = ParallelConfig(
         args.tensor_parallel_size,
         args.pipeline_parallel_size,
         args.distributed_executor_backend,
         args.async_scheduling,
     )
-    config = llama.LlamaConfig.from_folder(folder, True, args.generation_config)
+    config = LlamaConfig.from_folder(folder, True, args.generation_config)
     parallel.check(config)
     if args.quantization and stored_quantization(folder, args.quantization) is None:
         check_quantization(args.quantization)

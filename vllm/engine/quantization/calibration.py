@@ -12,10 +12,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-import llama
+from engine.model import llama
+from engine.model.tokenizer import Tokenizer
 
 
-def windows(tokenizer: llama.Tokenizer, count: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def windows(tokenizer: Tokenizer, count: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(calibration, evaluation) tokens [count, length] from Python's own language reference, which every Python ships.
 
     Windows alternate between the two, from documents in alphabetical order, so neither ever sees the other's text.

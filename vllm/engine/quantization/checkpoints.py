@@ -18,7 +18,8 @@ from typing import cast
 
 import torch
 
-import llama
+from engine.model import folders, llama, weights
+from engine.model.config import LlamaConfig
 from engine.quantization.formats import FORMATS, Format, Quantized, concatenate
 from engine.quantization.linear import QuantizedLinear
 
@@ -68,7 +69,7 @@ def stored_layout(folder: Path) -> tuple[str, bool, list[int] | None]:
 
     Raises InputError for what is not read here.
     """
-    quantization = llama._read_json(folder / "config.json").get("quantization_config") or {}
+    quantization = folders.read_json(folder / "config.json").get("quantization_config") or {}
     layout = quantization.get("quant_method")
     if layout not in LAYOUTS:
         raise common.InputError(f"{folder}: quant_method {layout!r}; allowed: {', '.join(LAYOUTS)}")
@@ -169,9 +170,9 @@ def read_eight_bits(weight: torch.Tensor, get: Lookup, prefix: str, block: Seque
 
 def load_checkpoint(folder: Path, dtype: torch.dtype = torch.float32, generation_config: str = "auto") -> llama.Llama:
     """A Llama folder whose linear layers are codes in one of LAYOUTS. Raises InputError for others."""
-    config = llama.LlamaConfig.from_folder(folder, True, generation_config)
+    config = LlamaConfig.from_folder(folder, True, generation_config)
     with contextlib.ExitStack() as stack:
-        tensors, codes = checkpoint_tensors(folder, llama._open_weights(folder, stack))
+        tensors, codes = checkpoint_tensors(folder, weights.open_weights(folder, stack))
         model = llama.Llama(config, tensors, dtype)
     return on_codes(model, codes)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-import llama
+from engine.model import folders, gguf_files
+from engine.model.config import LlamaConfig
 from engine.quantization.formats import FORMATS, Quantized
 
 # A byte's planes are not neighbours: byte j of a Q4_1 block holds weight j in its low half and weight j + 16 in its
@@ -75,22 +76,22 @@ def gguf_to_quantized(kind: str, data: torch.Tensor) -> Quantized:
     return Quantized(FORMATS[kind.lower()], codes, scale, minimum if m.numel() else None)
 
 
-def read_gguf(path: Path, config: llama.LlamaConfig, prefix: str = "") -> dict[str, Quantized]:
+def read_gguf(path: Path, config: LlamaConfig, prefix: str = "") -> dict[str, Quantized]:
     """Q4_1 and Q8_0 matrices of a GGUF file, those whose name there starts with `prefix`, under Transformers' names.
 
-    Rows of q and k are put into Transformers' order (see `llama.convert_gguf`). Nothing becomes a float on the way.
+    Rows of q and k are put into Transformers' order (see `model/gguf_files.py`). Nothing becomes a float on the way.
     """
     found = {}
-    for tensor in llama.gguf_reader(path).tensors:
+    for tensor in gguf_files.gguf_reader(path).tensors:
         if (kind := tensor.tensor_type.name) in ("Q4_1", "Q8_0") and tensor.name.startswith(prefix):
             data = torch.from_numpy(tensor.data.copy())
             if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
                 data = data.view(-1, config.head_dim // 2, 2, data.shape[1]).transpose(1, 2).reshape(data.shape)
-            found[llama._hugging_face_name(tensor.name)] = gguf_to_quantized(kind, data)
+            found[gguf_files._hugging_face_name(tensor.name)] = gguf_to_quantized(kind, data)
     return found
 
 
-def gguf_codes(config: llama.LlamaConfig) -> dict[str, Quantized]:
+def gguf_codes(config: LlamaConfig) -> dict[str, Quantized]:
     """The codes of the GGUF file that the default model was converted from."""
-    parts = read_gguf(llama._packaged_gguf(), config)
+    parts = read_gguf(folders._packaged_gguf(), config)
     return {name.removesuffix(".weight"): part for name, part in parts.items() if part.format.name == "q4_1"}

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-import llama
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.torch_paged import gather_plan, prefill_attention
+from engine.model import llama
 from engine.quantization.kv_codes import PageLayout, Stored, dequantize, find_format, rotation
 from engine.quantization.kv_decode import quantized_decode
 from engine.quantization.kv_write import quantize_and_cache, quantize_channels

@@ -16,7 +16,7 @@ import math
 
 import torch
 
-import llama
+from engine.model import llama
 
 # --- The formats -----------------------------------------------------------------------------------------------------
 

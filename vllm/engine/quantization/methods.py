@@ -17,7 +17,8 @@ from typing import NamedTuple, cast
 import torch
 import torch.nn.functional as F
 
-import llama
+from engine.model import llama
+from engine.model.tokenizer import Tokenizer
 from engine.quantization.algorithms import autoround, awq, gptq, rtn, smoothquant
 from engine.quantization.calibration import record, window_attention, windows
 from engine.quantization.checkpoints import on_codes
@@ -109,7 +110,7 @@ def quantize(
 
 
 def quantize_model(
-    model: llama.Llama, method: str, tokenizer: llama.Tokenizer | None = None, calibration: torch.Tensor | None = None
+    model: llama.Llama, method: str, tokenizer: Tokenizer | None = None, calibration: torch.Tensor | None = None
 ) -> llama.Llama:
     """A quantized copy of `model` (the original is left alone), for `--quantization METHOD`.
 

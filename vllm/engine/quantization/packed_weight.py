@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import llama
+from engine.model import llama
 from engine.model.packed_linear import PackedLinear, packs
 from engine.quantization.formats import MINIFLOATS, Format, Quantized
 from engine.quantization.gguf_codes import planes

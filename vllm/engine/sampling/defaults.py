@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import llama
+from engine.model.config import read_generation_config
 from engine.request import SamplingParams
 
 
@@ -35,7 +35,7 @@ class SamplingDefaults:
         override = override_generation_config(override)
         found = {}
         if generation_config != "vllm" and (folder or generation_config != "auto"):
-            found = llama.read_generation_config(folder or Path(generation_config), generation_config) or {}
+            found = read_generation_config(folder or Path(generation_config), generation_config) or {}
         found = {name: value for name in FROM_GENERATION_CONFIG if (value := (found | override).get(name)) is not None}
         if "max_new_tokens" in found:
             found["max_tokens"] = found.pop("max_new_tokens")

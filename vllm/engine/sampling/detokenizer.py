@@ -12,7 +12,7 @@ import codecs
 import io
 from collections.abc import Sequence
 
-import llama
+from engine.model.tokenizer import Tokenizer
 from engine.request import SamplingParams
 
 MAX_BYTES = 4  # of a character in UTF-8
@@ -24,7 +24,7 @@ class TokenBytes:
     A token may hold half a character, so text cannot be put together from decoded tokens; bytes can.
     """
 
-    def __init__(self, tokenizer: llama.Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.backend = tokenizer.backend
         # Not from `to_str()`, which spells out the vocabulary: 0.4 s for 49,152 tokens.
         added, decoder = self.backend.get_added_tokens_decoder(), str(self.backend.decoder)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-import llama
+from engine.model.tokenizer import Tokenizer
 from engine.request import SamplingParams
 
 MAX_BAD_WORDS = 128  # token sequences; vLLM's default of VLLM_MAX_NUM_BAD_WORDS
@@ -84,7 +84,7 @@ class TokenizeParams:
             return token_ids
         return token_ids[:n] if self.truncation_side == "right" else token_ids[len(token_ids) - n :]
 
-    def encode(self, tokenizer: llama.Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, or those that are read.
 
         If no side is named, its end, and the special tokens around it stay: Llama has seen no text without its
@@ -101,7 +101,7 @@ class TokenizeParams:
 # --- Out: what may be written ----------------------------------------------------------------------------------------
 
 
-def update_from_tokenizer(params: SamplingParams, tokenizer: llama.Tokenizer) -> SamplingParams:
+def update_from_tokenizer(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
     """These sampling parameters with their bad words as token ids; parameters without any come back as they are.
 
     Behind a space a word is other tokens than at the start of a text. As in vLLM that form counts as well, if it has as

@@ -18,9 +18,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import llama
 from engine.errors import EngineDeadError, QueueOverflowError
 from engine.front_end import Prompt, RequestOutput
+from engine.model.config import LlamaConfig
+from engine.model.tokenizer import Tokenizer
 from engine.request import SamplingParams
 from engine.sampling.defaults import SamplingDefaults
 from engine.serving.admission import AdmissionControl
@@ -73,10 +74,10 @@ class AsyncLLM:
         client = (CLIENTS[place] if isinstance(place, str) else place)(factory, args)
         try:
             source = getattr(args, "generation_config", "auto")
-            config = llama.LlamaConfig.from_folder(folder, True, source)
+            config = LlamaConfig.from_folder(folder, True, source)
             override = getattr(args, "override_generation_config", None)
             defaults = SamplingDefaults.of(folder, source, override)
-            tokenizer = llama.Tokenizer(folder)
+            tokenizer = Tokenizer(folder)
             while not isinstance(letter := await client.receive(), EngineCoreReady):
                 if isinstance(letter, Dead):
                     raise (common.InputError if letter.bad_input else EngineDeadError)(letter.error)

@@ -12,9 +12,10 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import llama
 from engine import front_end
 from engine.front_end import RequestOutput
+from engine.model.config import LlamaConfig
+from engine.model.tokenizer import Tokenizer
 from engine.output import EngineCoreOutput
 from engine.request import Request, RequestStatus, prompt_length_error
 from engine.serving.letters import EngineCoreOutputs, EngineCoreRequestType
@@ -54,7 +55,7 @@ class FrontEnd(front_end.FrontEnd):
     """The front end with letters to a core behind it."""
 
     def __init__(
-        self, config: llama.LlamaConfig, tokenizer: llama.Tokenizer, send: Callable[[Any], None], max_model_len: int
+        self, config: LlamaConfig, tokenizer: Tokenizer, send: Callable[[Any], None], max_model_len: int
     ) -> None:
         super().__init__(config, tokenizer, CoreMailbox(send, max_model_len))
 

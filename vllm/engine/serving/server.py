@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-import llama
 from engine.engine_args import EngineArgs
+from engine.model import folders
 from engine.serving import metrics
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.engine_group import start_client
@@ -67,7 +67,7 @@ async def run_server(  # noqa: PLR0913  how it is reached, and what another proc
     llm = await AsyncLLM.start(
         make_engine,
         args,
-        llama.model_folder(args.model),
+        folders.model_folder(args.model),
         place,
         say,
         max_num_queued_reqs=args.max_num_queued_reqs,
@@ -122,7 +122,7 @@ def make_serving(llm: AsyncLLM, args: EngineArgs) -> OpenAIServing:
         serving.tokenizer.render_chat([{"role": "user", "content": "warm-up"}])  # else the first client waits for it
     serving.has_kv_connector = args.kv_transfer is not None
     serving.enable_auto_tool_choice, serving.tool_call_parser = args.enable_auto_tool_choice, args.tool_call_parser
-    serving.root, serving.runtime_loras = args.model or str(llama.model_folder()), may_load_adapters(args)
+    serving.root, serving.runtime_loras = args.model or str(folders.model_folder()), may_load_adapters(args)
     serving.system_fingerprint = system_fingerprint(args)
     return serving
 

@@ -13,13 +13,15 @@ import math
 import time
 from collections.abc import Callable
 
-import llama
 from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
-from engine.model.loader import find_dtype, load_model
+from engine.model import folders, llama
+from engine.model.loader import find_dtype
+from engine.model.tokenizer import Tokenizer
 from engine.parallel.memory import kv_cache_memory, total_memory
 from engine.parallel.workers import start_workers
 from engine.quantization.kv_codes import block_bytes
+from engine.quantization.loader import load_model
 from engine.request import SamplingParams
 
 
@@ -42,7 +44,7 @@ def make_engine(args: EngineArgs, report: Callable[[str], None] = lambda text: N
 
     workers = start_workers(args, dtype) if args.has_workers else None
     if workers:
-        model, tokenizer = workers.model, llama.Tokenizer(llama.model_folder(args.model))
+        model, tokenizer = workers.model, Tokenizer(folders.model_folder(args.model))
     else:
         model, tokenizer = load_model(args.model, dtype, args.quantization, args.generation_config)
     parameters = workers.parameters if workers else sum(map(math.prod, llama.tensor_shapes(model.config).values()))

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-import llama
+from engine.model import llama
 from engine.request import SamplingParams
 
 # --- The interface ----------------------------------------------------------------------------------------------------

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import llama
 from engine.attention.metadata import AttentionMetadata
 from engine.core.block_pool import BlockPool, OutOfBlocks
+from engine.model import llama
+from engine.model.config import LlamaConfig
 from engine.model.packed_linear import pack_weights
 from engine.registry import fill
 from engine.sampling.sampler import draw_tokens, uniforms
@@ -37,7 +38,7 @@ HEADS = 3  # of Medusa; as far ahead as the others are trained to guess
 # --- Networks: a dict of tensors and a function -----------------------------------------------------------------------
 
 
-def network_shapes(method: str, target: llama.LlamaConfig, heads: int = HEADS) -> dict[str, tuple[int, ...]]:
+def network_shapes(method: str, target: LlamaConfig, heads: int = HEADS) -> dict[str, tuple[int, ...]]:
     """Every trained tensor. EAGLE: `fc` and one layer like the target's own. Draft model: two layers, narrower."""
     c, H = target, target.hidden_size
     if method == "medusa":

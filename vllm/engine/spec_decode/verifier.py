@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import llama
+from engine.model import llama
 from engine.output import SchedulerOutput
 from engine.request import NO_TOKEN_ID, Request
 from engine.sampling.sampler import Logprob, Sampler, SamplingState, StepLogprobs, adjust_logits, uniforms

@@ -10,10 +10,10 @@ import common
 
 from typing import Any
 
-import llama
 from engine import plugs, registry
 from engine.config import SchedulerConfig, VllmConfig
 from engine.lora.layers import AppliedAdapters, adapted_model
+from engine.model import llama
 from engine.model.packed_linear import pack_weights
 from engine.quantization.kv_cache import QuantizedAttention
 from engine.sampling.sampler import Sampler

@@ -20,9 +20,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import llama
 from engine.attention.metadata import AttentionMetadata
 from engine.config import SchedulerConfig
+from engine.model import llama
 from engine.seams import Attend, KVCache
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-import llama
 from engine.attention.metadata import AttentionMetadata
+from engine.model import llama
 from engine.output import SchedulerOutput
 from engine.request import NO_TOKEN_ID, Request
 from engine.sampling.prompt_logprobs import PromptScorer, Scores

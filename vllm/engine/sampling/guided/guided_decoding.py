@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-import llama
+from engine.model.config import LlamaConfig
+from engine.model.tokenizer import Tokenizer
 from engine.request import Request
 from engine.sampling.guided.bitmask import apply_token_bitmask_inplace
 from engine.sampling.guided.manager import StructuredOutputManager
@@ -22,7 +23,7 @@ from engine.sampling.guided.vocabulary import Vocabulary, vocabulary_of
 class GuidedDecoding:
     """Structured output for the requests of one runner (`vllm/v1/structured_output/__init__.py`)."""
 
-    def __init__(self, tokenizer: llama.Tokenizer, config: llama.LlamaConfig) -> None:
+    def __init__(self, tokenizer: Tokenizer, config: LlamaConfig) -> None:
         self.tokenizer, self.config = tokenizer, config
 
     @functools.cached_property

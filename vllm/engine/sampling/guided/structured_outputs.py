@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-import llama
+from engine.model.tokenizer import Tokenizer
 from engine.sampling.guided import limits
 from engine.sampling.guided.json_schemas import guidance_schema
 from engine.sampling.guided.reader_process import read_apart
@@ -67,7 +67,7 @@ def compile_guide(structured_outputs: dict[str, Any], vocabulary: Vocabulary, ch
 
 def validate(
     structured_outputs: dict[str, Any] | None,
-    tokenizer: llama.Tokenizer,
+    tokenizer: Tokenizer,
     vocab_size: int | None = None,
     eos_token_ids: Iterable[int] = (),
 ) -> Guide | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-import llama
+from engine.model.tokenizer import Tokenizer
 from engine.sampling.detokenizer import TokenBytes
 from engine.sampling.guided import limits
 from engine.sampling.guided.characters import literal
@@ -33,7 +33,7 @@ class Vocabulary:
     """What guiding must know of a tokenizer: the bytes of each token, and which tokens end an answer."""
 
     def __init__(
-        self, tokens: Sequence[bytes], eos_token_ids: Iterable[int], tokenizer: llama.Tokenizer | None = None
+        self, tokens: Sequence[bytes], eos_token_ids: Iterable[int], tokenizer: Tokenizer | None = None
     ) -> None:
         self.tokens = list(tokens)
         self.eos_token_ids = sorted(eos_token_ids)
@@ -99,7 +99,7 @@ class Vocabulary:
 
 @functools.lru_cache(4)
 def vocabulary_of(
-    tokenizer: llama.Tokenizer, vocab_size: int | None = None, eos_token_ids: tuple[int, ...] = ()
+    tokenizer: Tokenizer, vocab_size: int | None = None, eos_token_ids: tuple[int, ...] = ()
 ) -> Vocabulary:
     """The tokenizer's `Vocabulary`, made once (in half a second). A model may have more ids than its tokenizer."""
     size = vocab_size or tokenizer.backend.get_vocab_size(with_added_tokens=True)

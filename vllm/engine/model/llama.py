@@ -1,0 +1,223 @@
+"""The model under every lesson: a Llama without a KV cache; Mistral's, Qwen2's and Qwen3's layers are the same.
+
+Owns weights and one forward pass; runners and lessons call it, each with an `attend` of its own. It never computes
+attention and never knows where a sequence ends. vLLM: `vllm/model_executor/models/llama.py`. Read: Touvron et al. 2023.
+"""
+
+from __future__ import annotations
+
+import common  # first: it settles the device before torch is used
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from engine.model.config import LlamaConfig
+from engine.model.rope import apply_rope, rope_factors, rope_frequencies
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Linear:
+    """y = x Wᵀ (+ b). x [T, in], W [out, in], y [T, out]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Llama:
+    """A Llama's weights and its forward pass.
+
+    A batch is a flat list of T tokens with no batch dimension, as in vLLM: sequences lie one behind the other, and only
+    attention needs to know where one ends. So the model does not compute attention itself: every caller passes its own
+    `attend(layer, q, k, v)`, and that is where KV caches, paging, FlashAttention and batching come in.
+
+        hidden = model.forward(token_ids, positions, attend)      # [T], [T] -> [T, hidden]
+        logits = model.logits(hidden[last_rows])                  # [R, hidden] -> [R, vocab]
+
+    Tensor names are Transformers', packed names are vLLM's.
+
+    `linear` maps names such as "layers.0.qkv_proj" and "lm_head" to callables [T, in] -> [T, out]; replacing an entry
+    is how lessons quantize, shard or adapt a layer. `num_heads` and `num_kv_heads` are what the packed projection
+    yields (a shard owns fewer than the config says).
+    """
+
+    def __init__(self, config: LlamaConfig, tensors: Callable[[str], torch.Tensor | None],
+                 dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> None:  # fmt: skip
+        """`tensors(name)` returns a weight under Transformers' name, or None if there is none."""
+        self.config, self.dtype, self.device = config, dtype, device or common.device()
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+
+        def get(name: str, *shape: int) -> torch.Tensor:
+            tensor = tensors(name)
+            if tensor is None:
+                raise common.InputError(f"weights: tensor {name} is missing")
+            if not tensor.is_floating_point() or tensor.itemsize == 1:  # codes, and config.json does not say whose
+                raise common.InputError(f"weights: {name} is {tensor.dtype}, expected floats of 16 bits or more")
+            if tuple(tensor.shape) != shape:
+                raise common.InputError(
+                    f"weights: {name} has shape {list(tensor.shape)}, config.json says {list(shape)}"
+                )
+            return tensor
+
+        def pack(prefix: str, names: Sequence[str], rows: Sequence[int], columns: int) -> Linear:
+            """One matrix product instead of two or three: stack the weights along their output dimension."""
+            weights = [get(f"{prefix}.{n}.weight", r, columns) for n, r in zip(names, rows)]
+            if c.has_bias(f"{prefix}.{names[0]}"):  # one that is not announced is none, as for Transformers
+                return Linear(
+                    self._own(weights), self._own([get(f"{prefix}.{n}.bias", r) for n, r in zip(names, rows)])
+                )
+            return Linear(self._own(weights))
+
+        c = config
+        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.embed_tokens = self._own([get("model.embed_tokens.weight", c.vocab_size, c.hidden_size)])
+        self.norm = self._own([get("model.norm.weight", c.hidden_size)])
+        self.input_norm: list[torch.Tensor] = []
+        self.post_attention_norm: list[torch.Tensor] = []
+        self.q_norm: list[torch.Tensor] = []  # [D] each, for all heads the same; a Llama has none
+        self.k_norm: list[torch.Tensor] = []
+        self.linear: dict[str, Any] = {}  # `Linear`, or what took its place
+        for i in range(c.num_hidden_layers):
+            p = f"model.layers.{i}"
+            self.input_norm.append(self._own([get(f"{p}.input_layernorm.weight", c.hidden_size)]))
+            self.post_attention_norm.append(self._own([get(f"{p}.post_attention_layernorm.weight", c.hidden_size)]))
+            if c.qk_norm:
+                self.q_norm.append(self._own([get(f"{p}.self_attn.q_norm.weight", c.head_dim)]))
+                self.k_norm.append(self._own([get(f"{p}.self_attn.k_norm.weight", c.head_dim)]))
+            for name, packed in {
+                "qkv_proj": pack(f"{p}.self_attn", ("q_proj", "k_proj", "v_proj"), (q, kv, kv), c.hidden_size),
+                "o_proj": pack(f"{p}.self_attn", ("o_proj",), (c.hidden_size,), q),
+                "gate_up_proj": pack(f"{p}.mlp", ("gate_proj", "up_proj"), (c.intermediate_size,) * 2, c.hidden_size),
+                "down_proj": pack(f"{p}.mlp", ("down_proj",), (c.hidden_size,), c.intermediate_size),
+            }.items():
+                self.linear[f"layers.{i}.{name}"] = packed
+        # Tied: the embedding matrix is the output matrix as well.
+        head = None if c.tie_word_embeddings else get("lm_head.weight", c.vocab_size, c.hidden_size)
+        self.linear["lm_head"] = Linear(self.embed_tokens if head is None else self._own([head]))
+
+        theta, scale = rope_frequencies(c)
+        angles = torch.arange(c.max_position_embeddings).float()[:, None] * theta  # [positions, D/2]
+        self.cos, self.sin = (x.to(self.device) for x in rope_factors(angles, dtype, scale))  # [positions, 1, D] each
+
+    def _own(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Stack along the output dimension; a lone tensor of the right dtype stays mapped from its file."""
+        parts = [part.to(self.device, self.dtype) for part in parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: torch.Tensor | None, positions: torch.Tensor, attend: Attend,
+                hidden: torch.Tensor | None = None, layers: Iterable[int] | None = None) -> torch.Tensor:  # fmt: skip
+        """Run `layers` (default: all) over T tokens.
+
+        Shapes: token_ids, positions int64 [T]; returns hidden [T, hidden], not yet normed (`logits` does that).
+        attend(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq, D] gets rotated queries and keys.
+        With `hidden` given, the embedding is skipped: a pipeline stage continues where another stopped.
+        """
+        c, eps = self.config, self.config.rms_norm_eps
+        Hq, Hkv, D = self.num_heads, self.num_kv_heads, c.head_dim
+        h = hidden  # [T, hidden]
+        if h is None:
+            assert token_ids is not None
+            h = self.embed(token_ids)
+        T = h.shape[0]
+        cos, sin = self.cos[positions], self.sin[positions]  # [T, 1, D]: the same for every head
+        for i in range(c.num_hidden_layers) if layers is None else layers:
+            x = F.rms_norm(h, h.shape[-1:], self.input_norm[i], eps)
+            qkv = self.linear[f"layers.{i}.qkv_proj"](x).view(T, Hq + 2 * Hkv, D)
+            q, k = self.queries_and_keys(i, qkv, cos, sin)
+            o = attend(i, q, k, qkv[:, Hq + Hkv :])  # [T, Hq, D]
+            h = h + self.linear[f"layers.{i}.o_proj"](o.reshape(T, Hq * D))
+            x = F.rms_norm(h, h.shape[-1:], self.post_attention_norm[i], eps)
+            gate, up = self.linear[f"layers.{i}.gate_up_proj"](x).chunk(2, dim=-1)
+            h = h + self.linear[f"layers.{i}.down_proj"](F.silu(gate) * up)
+        return h
+
+    def queries_and_keys(self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+                         ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Of what `qkv_proj` yields, [T, Hq + 2 Hkv, D]: queries [T, Hq, D] and keys [T, Hkv, D], rotated."""
+        Hq, Hkv = self.num_heads, self.num_kv_heads
+        qk = qkv[:, : Hq + Hkv]
+        if self.q_norm:  # every head by itself
+            q, k = qk.split((Hq, Hkv), dim=1)
+            eps = self.config.rms_norm_eps
+            qk = torch.cat((F.rms_norm(q, q.shape[-1:], self.q_norm[layer], eps),
+                            F.rms_norm(k, k.shape[-1:], self.k_norm[layer], eps)), dim=1)  # fmt: skip
+        q, k = apply_rope(qk, cos, sin).split((Hq, Hkv), dim=1)  # both at once
+        return q, k
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding. token_ids int64 [T] -> [T, hidden]."""
+        return F.embedding(token_ids, self.embed_tokens)
+
+    def output_head(self, token_ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The output matrix of N tokens alone, for a drafter that knows no others. [R, hidden] -> [R, N]."""
+        return Linear(F.embedding(token_ids, self.linear["lm_head"].weight))
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and output matrix, for the rows that need a next token. hidden [R, hidden] -> [R, vocab]."""
+        x = F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.config.rms_norm_eps)
+        return self.linear["lm_head"](x)
+
+    @property
+    def norms(self) -> list[torch.Tensor]:
+        """Of all layers."""
+        return [*self.input_norm, *self.post_attention_norm, *self.q_norm, *self.k_norm]
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights, the tied output matrix counted once."""
+        tensors = [self.embed_tokens, self.norm, *self.norms]
+        for layer in self.linear.values():
+            tensors += [t for t in (layer.weight, layer.bias) if t is not None]
+        return sum({t.data_ptr(): t.numel() for t in tensors}.values())
+
+
+def random_model(seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
+                 **overrides: Any) -> Llama:  # fmt: skip
+    """A seeded random Llama for unit tests: 2 layers, Hq 6, Hkv 2, D 16, hidden 80 (so hidden ≠ Hq·D)."""
+    small: dict[str, Any] = {
+        "vocab_size": 128, "hidden_size": 80, "intermediate_size": 112, "num_hidden_layers": 2,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    }  # fmt: skip
+    config = LlamaConfig(**small | overrides)
+    shapes = tensor_shapes(config)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        weights[name] = 1 + 0.1 * noise if len(shape) == 1 else noise / math.sqrt(shape[1])
+    return Llama(config, weights.get, dtype, device)
+
+
+def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Every weight of a Llama without biases, under Transformers' names."""
+    c = config
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
+    for i in range(c.num_hidden_layers):
+        for name, shape in {
+            "input_layernorm": (c.hidden_size,),
+            "self_attn.q_proj": (q, c.hidden_size),
+            "self_attn.k_proj": (kv, c.hidden_size),
+            "self_attn.v_proj": (kv, c.hidden_size),
+            "self_attn.o_proj": (c.hidden_size, q),
+            "post_attention_layernorm": (c.hidden_size,),
+            "mlp.gate_proj": (c.intermediate_size, c.hidden_size),
+            "mlp.up_proj": (c.intermediate_size, c.hidden_size),
+            "mlp.down_proj": (c.hidden_size, c.intermediate_size),
+        }.items():
+            shapes[f"model.layers.{i}.{name}.weight"] = shape
+        if c.qk_norm:
+            shapes |= {f"model.layers.{i}.self_attn.{name}.weight": (c.head_dim,) for name in ("q_norm", "k_norm")}
+    shapes["model.norm.weight"] = (c.hidden_size,)
+    if not c.tie_word_embeddings:
+        shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
+    return shapes
