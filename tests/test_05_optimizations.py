@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-import llama
+from engine.model import llama, loader, rope
 from lab import chats, offline_run, roofline
 
 lesson, paged = common.lesson("05_optimizations"), common.lesson("02_paged_attention")
@@ -977,7 +977,7 @@ def test_launches_are_counted_from_the_models_own_forward(name, layers):
 def test_the_count_follows_the_model(monkeypatch):
     """A model with fewer operations has fewer launches: nothing is written down by hand."""
     page.decode_step.cache_clear()
-    monkeypatch.setattr(llama, "apply_rope", lambda x, cos, sin: x)
+    monkeypatch.setattr(rope, "apply_rope", lambda x, cos, sin: x)
     try:
         assert page.launches("SmolLM2-135M")["other"] == 6 * 30 + 6
     finally:
@@ -1047,7 +1047,7 @@ def test_a_missing_compiler_is_said_and_survived(monkeypatch, capsys):
     for each in ("measure_prefix_caching", "measure_graphs", "measure_loops", "measure_lookup"):
         monkeypatch.setattr(page, each, lambda *_: {})
     monkeypatch.setattr(page.peers, "random_twins", lambda *_: (None,))
-    monkeypatch.setattr(llama, "load", lambda *_: (None, None))
+    monkeypatch.setattr(loader, "load", lambda *_: (None, None))
     found = page.measure(lesson.build_parser().parse_args(["--bench"]))
     assert "torch-compile" not in found and "prefix-caching" in found
 

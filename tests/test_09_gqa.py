@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-import llama
+from engine.model import llama, loader
 from engine.attention.splits import combine_splits
 from lab import healing
 
@@ -639,7 +639,7 @@ def test_healing_the_real_model(real_model, tmp_path, monkeypatch, capsys):
     seconds = itertools.count()
     monkeypatch.setattr(healing, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     monkeypatch.setattr(healing, "HELD_OUT", 1)
-    monkeypatch.setattr(llama, "load", lambda path: real_model)
+    monkeypatch.setattr(loader, "load", lambda path: real_model)
     file = tmp_path / "results.json"
     common.merge_json(file, lesson.KEY, {"bench": {"a": 1}})
     lesson.main(["--heal", f"{8 / 60}", "--json", str(file)])
@@ -653,9 +653,9 @@ def test_healing_the_real_model(real_model, tmp_path, monkeypatch, capsys):
 
 def test_a_model_with_one_kv_head_has_none_to_merge(monkeypatch, capsys):
     model = llama.random_model(num_attention_heads=4, num_key_value_heads=1)
-    monkeypatch.setattr(llama, "check_context", lambda *args: model.config)
+    monkeypatch.setattr(loader, "check_context", lambda *args: model.config)
     monkeypatch.setattr(healing, "heal", lambda *args: pytest.fail("it trains"))
-    monkeypatch.setattr(llama, "load", lambda *args: pytest.fail("it loads a model first"))
+    monkeypatch.setattr(loader, "load", lambda *args: pytest.fail("it loads a model first"))
     with pytest.raises(common.InputError, match=r"--heal: .* one KV head; it takes a model with more"):
         lesson.main(["--heal", "0.05", "--model", "mqa"])
     capsys.readouterr()
@@ -666,8 +666,8 @@ def test_a_model_with_one_kv_head_has_none_to_merge(monkeypatch, capsys):
 def test_healing_says_how_many_heads_the_model_has(tiny_model, monkeypatch, capsys):
     config = llama.random_model(num_attention_heads=4, num_key_value_heads=2).config
     windows = torch.randint(128, (12, 32), generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(llama, "check_context", lambda *args: config)
-    monkeypatch.setattr(llama, "load", lambda *args: (tiny_model, None))
+    monkeypatch.setattr(loader, "check_context", lambda *args: config)
+    monkeypatch.setattr(loader, "load", lambda *args: (tiny_model, None))
     monkeypatch.setattr(healing, "corpus", lambda tokenizer: windows)
     monkeypatch.setattr(healing, "heal", lambda *args: [{"seconds": 0.0, "tokens": 0, "perplexity": 7.0}])
     lesson.main(["--heal", "0.05"])

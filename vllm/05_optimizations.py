@@ -44,7 +44,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-import llama
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine import registry
 from engine.attention.metadata import AttentionMetadata
 from engine.config import SchedulerConfig
@@ -427,7 +428,7 @@ def show_index() -> None:
     common.check_equal(f"comparing tokens, forgetting nothing, finds the same {best:.1%}", rates[4096], best)
 
 
-def show_model(model: llama.Llama, tokenizer: llama.Tokenizer, hash_bits: int) -> None:
+def show_model(model: llama.Llama, tokenizer: Tokenizer, hash_bits: int) -> None:
     """Three questions behind one instruction, with a cache for all and a new one for each; then a key too short."""
     kv, caches = PagedKVCache(model, 160, BLOCK), [PrefixCache(160, BLOCK) for _ in range(4)]
     shared, rows = tokenizer.encode(SYSTEM * 6)[:304], []
@@ -457,7 +458,7 @@ def show_model(model: llama.Llama, tokenizer: llama.Tokenizer, hash_bits: int) -
     common.say(f"has the same key and hears {said[1]!r} (with 256 bits {said[2]!r}). WRONG")
 
 
-def show_graphs(model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
+def show_graphs(model: llama.Llama, tokenizer: Tokenizer) -> None:
     """Launches of a step, what they cost beside the GPU's work, and an engine that replays its steps."""
     gpu, rows = common.HARDWARE["H100 80GB"], []
     for name in ("SmolLM2-135M", "Llama-3.1-8B"):
@@ -520,7 +521,7 @@ def show_loops(path: str | None, host_ms: float) -> None:
     common.check_equal("the engine on the model, in step and one step ahead: the same tokens", said[1], said[0])
 
 
-def show_lookup(model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
+def show_lookup(model: llama.Llama, tokenizer: Tokenizer) -> None:
     """Tokens per pass with guesses out of the text itself, where it repeats and where it does not."""
     for name, text in TASKS.items():
         prompt = tokenizer.encode(text)
@@ -562,12 +563,12 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     common.start(args)
-    llama.check_context(args.model, 2112 if args.bench else 1024)
+    loader.check_context(args.model, 2112 if args.bench else 1024)
 
     common.heading("1 · Prefix caching: an index of blocks, beside one that compares tokens and forgets nothing")
     show_index()
     common.heading("2 · The real model: what was sent before is not computed again")
-    model, tokenizer = llama.load(args.model)
+    model, tokenizer = loader.load(args.model)
     show_model(pack_weights(model), tokenizer, args.hash_bits)
     common.heading("3 · CUDA graphs: a step without launches")
     show_graphs(model, tokenizer)

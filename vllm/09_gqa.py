@@ -45,7 +45,8 @@ import torch
 import torch.nn.functional as F
 from common import tl, triton
 
-import llama
+from engine.model import llama, loader, rope
+from engine.model.tokenizer import Tokenizer
 from engine import registry
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.splits import combine_splits, default_splits
@@ -623,7 +624,7 @@ def check_kernels() -> None:
         common.skipped("the Triton kernels (the lines above are torch's)", common.kernel_mode())
 
 
-def show_map(head_map: str, model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
+def show_map(head_map: str, model: llama.Llama, tokenizer: Tokenizer) -> None:
     """Where the wrong map is right, and what the real model says under either."""
     rows = []
     for Hkv in (32, 16, 8, 2, 1):
@@ -720,12 +721,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = common.start(args)
     if args.heal:
         return healing.run(args.model, args.heal, args.json, machine)
-    llama.check_context(args.model, 128)
+    loader.check_context(args.model, 128)
 
     common.heading("1 · The kernels, each KV head loaded once for its group, against the reference")
     check_kernels()
     common.heading("2 · The head map on the real model: the bug that is right at both ends")
-    show_map(args.head_map, *llama.load(args.model))
+    show_map(args.head_map, *loader.load(args.model))
     common.heading("3 · MLA: a latent for all heads")
     show_mla()
     common.heading("4 · On several GPUs: one KV head is not less than eight")

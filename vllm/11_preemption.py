@@ -40,7 +40,8 @@ from typing import Any
 import torch
 from common import tl
 
-import llama
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.attention.torch_paged import prefill_attention
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.block_pool import BlockPool
@@ -554,10 +555,10 @@ def check_kernel(seed: int) -> None:
         common.check_equal(f"one kernel copies what copies one by one do, {dtype}", torch.equal(host, expected), True)
 
 
-def show_policies(path: str | None, model: llama.Llama, tokenizer: llama.Tokenizer) -> None:
+def show_policies(path: str | None, model: llama.Llama, tokenizer: Tokenizer) -> None:
     """The same requests under every policy in a pool too small for them: same tokens, different work."""
     prompts, new, rows = [tokenizer.encode(text) for text in TEXTS], 9, []
-    llama.check_context(path, longest := max(map(len, prompts)) + new)
+    loader.check_context(path, longest := max(map(len, prompts)) + new)
     expected = {str(i): undisturbed(model, prompt, new) for i, prompt in enumerate(prompts)}
     sampling = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
     for policy, pool in (("recompute", 64), *((policy, -(-longest // 4) + 1) for policy in POLICIES)):
@@ -655,7 +656,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.heading("1 · One kernel moves blocks between two pools")
     check_kernel(args.seed)
     common.heading("2 · The real model: preempted, and none the worse for it (blocks of 4 tokens)")
-    show_policies(args.model, *llama.load(args.model))
+    show_policies(args.model, *loader.load(args.model))
     common.heading("3 · Sixteen requests that need 16 blocks each in the end, and a pool that has fewer")
     asked = {"pool_blocks": args.pool_blocks, "watermark_blocks": args.watermark}
     show_crowd(asked if asked != {"pool_blocks": 64, "watermark_blocks": 0} else {})

@@ -25,7 +25,9 @@ from typing import Any
 import torch
 from common import HARDWARE
 
-import llama
+from engine.model import llama, loader
+from engine.model.config import LlamaConfig
+from engine.model.tokenizer import Tokenizer
 from engine.attention.metadata import AttentionMetadata
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.engine_core import EngineCore
@@ -160,7 +162,7 @@ def decode_step(name: str) -> Tape:
     """One decode step of 8 sequences of a model of lesson 01's table, recorded as a GPU would run it."""
     c = dataclasses.asdict(roofline.llama_config(roofline.MODELS[name])) | {"vocab_size": 16}
     narrow = {key: c[key] // WIDTH for key in ("hidden_size", "intermediate_size", "head_dim")}
-    config = llama.LlamaConfig(**c | narrow)
+    config = LlamaConfig(**c | narrow)
     weights = {key: torch.zeros(shape) for key, shape in llama.tensor_shapes(config).items()}
     return lesson.record_step(llama.Llama(config, weights.get, torch.bfloat16, torch.device("cpu")))
 
@@ -366,7 +368,7 @@ TOOLS = """You are the assistant of a library and can call functions.
 {"name": "renew", "parameters": {"book_id": "integer"}}"""
 
 
-def conversation(core: EngineCore, tokenizer: llama.Tokenizer, max_tokens: int) -> list[tuple[Request, float]]:
+def conversation(core: EngineCore, tokenizer: Tokenizer, max_tokens: int) -> list[tuple[Request, float]]:
     """A chat of three turns; each prompt repeats everything said so far, the model's own words included."""
     messages, answers = [{"role": "system", "content": TOOLS}], []
     for turn in lesson.TURNS:
@@ -376,15 +378,13 @@ def conversation(core: EngineCore, tokenizer: llama.Tokenizer, max_tokens: int) 
     return answers
 
 
-def three_requests(
-    core: EngineCore, tokenizer: llama.Tokenizer, prefix: int, message: int
-) -> list[tuple[Request, float]]:
+def three_requests(core: EngineCore, tokenizer: Tokenizer, prefix: int, message: int) -> list[tuple[Request, float]]:
     """The source's table: an instruction of `prefix` tokens for all three, `message` tokens of their own, no answer."""
     shared = tokenizer.encode(lesson.SYSTEM * (1 + prefix // 60))[:prefix]
     return [ask(core, shared + tokenizer.encode(f"{turn} " * message)[:message]) for turn in lesson.TURNS]
 
 
-def measure_prefix_caching(model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
+def measure_prefix_caching(model: llama.Llama, tokenizer: Tokenizer) -> dict[str, Any]:
     """ms to the first tokens of prompts that share a beginning, by the engine with and without its cache."""
     found, rows, longest = {}, [], min(2112, model.config.max_position_embeddings)
     workloads = {
@@ -558,7 +558,7 @@ def run_loop(kind: str, core: PipelineEngineCore, requests: Sequence[Request], o
     return {"token_ids": [request.output_token_ids for request in requests], "host_s": host}
 
 
-def measure_loops(model: llama.Llama, tokenizer: llama.Tokenizer, host_ms: float) -> dict[str, Any]:
+def measure_loops(model: llama.Llama, tokenizer: Tokenizer, host_ms: float) -> dict[str, Any]:
     """The same 16 requests through the three loops: how long the model waits for a plan."""
     found, tokens = {}, []
     prompts = [tokenizer.encode(turn) for turn in (*lesson.TURNS, "Which films are new?")] * 4
@@ -584,7 +584,7 @@ def measure_loops(model: llama.Llama, tokenizer: llama.Tokenizer, host_ms: float
     return found
 
 
-def measure_lookup(model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, Any]:
+def measure_lookup(model: llama.Llama, tokenizer: Tokenizer) -> dict[str, Any]:
     """Tokens per pass and the time saved, by number of guesses."""
     n, rows, found = 64, [], {}
     for name, prompt in lesson.TASKS.items():
@@ -624,12 +624,12 @@ def compile_or_say_why(model: llama.Llama) -> dict[str, Any] | None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """`--bench`: every entry of the catalog on this machine; graphs on a GPU only, there an 8B's, too."""
-    model, tokenizer = llama.load(args.model)
+    model, tokenizer = loader.load(args.model)
     common.heading("Measured here: prefix caching")
     found = {"prefix-caching": measure_prefix_caching(model, tokenizer)}
     if common.HAS_GPU:
         common.heading("Measured here: CUDA graphs")
-        graphs = measure_graphs(llama.load(args.model, torch.bfloat16)[0])
+        graphs = measure_graphs(loader.load(args.model, torch.bfloat16)[0])
         found["cuda-graphs"] = graphs | {"llama_3_1_8b": measure_graphs(*peers.random_twins("Llama-3.1-8B"))}
     common.heading("Measured here: torch.compile")
     if compiled := compile_or_say_why(model):

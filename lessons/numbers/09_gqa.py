@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import llama
+from engine.model import llama, loader, rope
+from engine.model.tokenizer import Tokenizer
 from lab import healing, roofline
 from lab.roofline import KVCacheSpec, slug
 
@@ -145,7 +146,7 @@ def rotated_absorption_error() -> float:
     generator = torch.Generator().manual_seed(0)
     q, W, c = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((64,), (64, 32), (16, 32)))
     angles = torch.arange(16.0).double()[:, None] * 10000.0 ** -(torch.arange(0, 64, 2).double() / 64)  # [16, 32]
-    keys = llama.apply_rope((c @ W.T)[:, None], *llama.rope_factors(angles, torch.float64))[:, 0]
+    keys = rope.apply_rope((c @ W.T)[:, None], *rope.rope_factors(angles, torch.float64))[:, 0]
     return common.relative_error(c @ (W.T @ q), keys @ q)
 
 
@@ -358,7 +359,7 @@ def measure_kernels() -> dict[str, Any]:
     return {"copy_gb_s": copy / 1e9, "decode": decode, "mla": latent, "prefill": prefill}
 
 
-def measure_perplexity(model: llama.Llama, tokenizer: llama.Tokenizer, num_tokens: int = 5120) -> dict[str, float]:
+def measure_perplexity(model: llama.Llama, tokenizer: Tokenizer, num_tokens: int = 5120) -> dict[str, float]:
     """What it does to the real model to have its KV heads merged, without training, or mapped wrongly; printed."""
     if model.num_kv_heads == 1:
         common.skipped("the merging of KV heads", "this model has one")
@@ -400,8 +401,8 @@ def measure_speed() -> dict[str, Any]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """What `--bench` measures: merged heads on the real model, and heads against time."""
-    llama.check_context(args.model, healing.WINDOW)
-    model, tokenizer = llama.load(args.model)
+    loader.check_context(args.model, healing.WINDOW)
+    model, tokenizer = loader.load(args.model)
     common.heading("Fewer KV heads in a model that was trained with more")
     perplexity = measure_perplexity(model, tokenizer)
     common.heading("Measured on this machine")

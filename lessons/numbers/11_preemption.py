@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from common import HARDWARE
 
-import llama
+from engine.model import llama, loader
 from engine.attention.metadata import AttentionMetadata
 from engine.config import SchedulerConfig
 from engine.core.scheduler import make_scheduler
@@ -450,8 +450,8 @@ def scheduler_cost(num_requests: int, steps: int = 60, enable_prefix_caching: bo
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """What `--bench` measures: the scheduler's cost, copies, and copy against compute."""
     lengths = (128, 512, 1024)
-    llama.check_context(args.model, lengths[-1])
-    model, _ = llama.load(args.model)
+    loader.check_context(args.model, lengths[-1])
+    model, _ = loader.load(args.model)
     common.heading("Measured on this machine")
     bench: dict[str, Any] = {"scheduler_us": {str(n): scheduler_cost(n, 240) * 1e6 for n in VLLM_SCHEDULER_US}}
     for n, us in bench["scheduler_us"].items():

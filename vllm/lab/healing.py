@@ -24,7 +24,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import llama
+from engine.model import llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine.attention.torch_paged import prefill_attention
 
 KEY = "09_gqa_heal"  # in lessons/results/: a run of the lesson's own measurements does not replace it
@@ -65,7 +66,7 @@ def pool_kv_heads(model: llama.Llama, num_kv_heads: int, how: str = "mean") -> l
 
 
 @functools.cache
-def corpus(tokenizer: llama.Tokenizer, num_tokens: int | None = None) -> torch.Tensor:
+def corpus(tokenizer: Tokenizer, num_tokens: int | None = None) -> torch.Tensor:
     """Python's own language reference, which every Python brings along, in windows: int64 [N, WINDOW]."""
     from pydoc_data import topics
 
@@ -177,11 +178,11 @@ def heal(
 
 def run(path_or_id: str | None, minutes: float, file: str | None, machine: Mapping[str, Any]) -> None:
     """`--heal MINUTES`: pool to one KV head, train, print the curve, store it in `file`. Raises InputError."""
-    config = llama.check_context(path_or_id, WINDOW)
+    config = loader.check_context(path_or_id, WINDOW)
     if config.num_key_value_heads == 1:
         raise common.InputError(f"--heal: {path_or_id} has one KV head; it takes a model with more")
     common.heading(f"{config.num_attention_heads} query heads, one KV head: {minutes:g} minutes of training")
-    model, tokenizer = llama.load(path_or_id)
+    model, tokenizer = loader.load(path_or_id)
     windows = corpus(tokenizer)
     held_out, train = windows[:HELD_OUT], without_overlap(windows[HELD_OUT:], windows[:HELD_OUT])
     common.say(f"{held_out.numel():,} tokens to measure on, {train.numel():,} others to train on, none in both")
