@@ -26,6 +26,7 @@ from types import ModuleType
 
 import common
 from support import modules
+from lab import cli
 
 # A script is a lesson, or a companion such as 05b, once it has a main(); what others need of it may stand before.
 SCRIPTS = sorted([*common.HERE.glob("[01]*.py"), *common.HERE.glob("tours/[01]*.py")], key=lambda path: path.stem)
@@ -100,8 +101,8 @@ def script_of(page: Path) -> Path | None:
 
 def numbers(lesson: str) -> ModuleType:
     """What simulates, quotes and draws for a page: `lessons/numbers/`, or still the script itself."""
-    moved = (common.NUMBERS / f"{lesson}.py").is_file()
-    return common.numbers(lesson) if moved else modules.load(lesson)
+    moved = (cli.NUMBERS / f"{lesson}.py").is_file()
+    return cli.numbers(lesson) if moved else modules.load(lesson)
 
 
 def quotes(page: Path) -> list[Quote]:

@@ -22,6 +22,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from lab import recorded
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
 
@@ -97,8 +98,8 @@ def main() -> None:
     out, scratch = Path(sys.argv[1]), Path(tempfile.mkdtemp())
     out.mkdir(parents=True, exist_ok=True)
     results, log = out / "h200.json", out / "log.txt"
-    if (common.RESULTS / results.name).is_file() and not results.exists():
-        shutil.copy(common.RESULTS / results.name, results)
+    if (recorded.RESULTS / results.name).is_file() and not results.exists():
+        shutil.copy(recorded.RESULTS / results.name, results)
     try:
         model, about_the_model = folders.model_folder(), {"llama"}
     except common.InputError:

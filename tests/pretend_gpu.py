@@ -21,6 +21,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from lab import timing
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -432,7 +433,7 @@ def pretend_kernels() -> None:
         return [1e3 * (time.perf_counter() - start)] * len(quantiles or [0])
 
     common.Kernel._launch, triton.testing.do_bench = launch, do_bench
-    common.copy_bandwidth, common.matmul_rate = lambda: 4e12, lambda dtype: 7e14  # no time to measure what is not there
+    timing.copy_bandwidth, timing.matmul_rate = lambda: 4e12, lambda dtype: 7e14  # no time to measure what is not there
 
 
 pretend_cuda()

@@ -11,16 +11,16 @@ from __future__ import annotations
 import difflib
 import sys
 from pathlib import Path
+from lab import recorded
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
 
-import common
 import documents
 
 
 def main() -> None:
     for page in documents.PAGES:
-        before, after = page.read_text(), documents.measured_again(page, common.results)
+        before, after = page.read_text(), documents.measured_again(page, recorded.results)
         page.write_text(after)
         lines = before.splitlines(), after.splitlines()
         for line in difflib.unified_diff(*lines, page.name, page.name, n=0, lineterm=""):

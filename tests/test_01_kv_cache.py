@@ -9,6 +9,10 @@ import random
 from types import SimpleNamespace
 
 import common
+from engine import registry
+from lab import cli
+from lab import timing
+from support.close import assert_close
 from engine.model import llama
 from lab import lengths, roofline
 import hypothesis.strategies as st
@@ -20,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch.utils.flop_counter import FlopCounterMode
 
-lesson, page = common.lesson("01_kv_cache"), common.numbers("01_kv_cache")
+lesson, page = registry.lesson("01_kv_cache"), cli.numbers("01_kv_cache")
 
 # --- The reference --------------------------------------------------------------------------------------------------
 
@@ -37,7 +41,7 @@ def test_reference_equals_the_definition(T, S, device):
             for d in range(3):
                 expected[t, h, d] = sum(w * v[s, h // 2, d].item() for w, s in zip(weight, visible)) / sum(weight)
     out = lesson.causal_attention(q.to(device), k.to(device), v.to(device), scale=0.7)
-    common.assert_close(out.cpu(), expected.float())
+    assert_close(out.cpu(), expected.float())
 
 
 def test_reference_equals_sdpa(dtype, device):
@@ -47,7 +51,7 @@ def test_reference_equals_sdpa(dtype, device):
         *(x.float().transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=True
     )[0].transpose(0, 1)
     assert out.dtype == dtype
-    common.assert_close(out, expected, dtype)
+    assert_close(out, expected, dtype)
 
 
 # --- The decode kernel ----------------------------------------------------------------------------------------------
@@ -105,7 +109,7 @@ def test_kernel(lens, Hq, Hkv, D, dtype, device, kernels, guarded, guarded_outpu
     out = lesson.decode_attention(q, k, v, seq_lens, max(lens))
     assert lesson.decode_attention_kernel.launches == before + 1
     assert out.dtype == dtype
-    common.assert_close(out, expected(q, k, v, lens), dtype)
+    assert_close(out, expected(q, k, v, lens), dtype)
 
 
 def test_kernel_writes_its_own_heads_only(device, kernels, guarded_outputs):
@@ -113,7 +117,7 @@ def test_kernel_writes_its_own_heads_only(device, kernels, guarded_outputs):
     _, k, v = random_cache([40], 6, 2, 16, torch.float32, device, tail=0.0)
     q = torch.randn(40, 6, 16, device=device)[20:21]
     out = lesson.decode_attention(q, k, v, torch.tensor([40], dtype=torch.int32, device=device), 40)
-    common.assert_close(out, expected(q, k, v, [40]))
+    assert_close(out, expected(q, k, v, [40]))
 
 
 @shapes
@@ -122,7 +126,7 @@ def test_torch_path(lens, Hq, Hkv, D, dtype, device, monkeypatch):
     q, k, v = random_cache(lens, Hq, Hkv, D, dtype, device, tail=1e3)
     out = lesson.decode_attention(q, k, v, torch.tensor(lens, dtype=torch.int32, device=device), max(lens))
     assert out.dtype == dtype
-    common.assert_close(out, expected(q, k, v, lens), dtype)
+    assert_close(out, expected(q, k, v, lens), dtype)
 
 
 def test_strides(device, kernels, monkeypatch):
@@ -132,9 +136,9 @@ def test_strides(device, kernels, monkeypatch):
     v = torch.randn(2, 90, 3, 32, device=device)[:, 10:60, :2]
     seq_lens = torch.tensor([37, 50], dtype=torch.int32, device=device)
     reference = expected(q, k, v, [37, 50])
-    common.assert_close(lesson.decode_attention(q, k, v, seq_lens, 50), reference)
+    assert_close(lesson.decode_attention(q, k, v, seq_lens, 50), reference)
     monkeypatch.setattr(common, "runs_kernel", lambda x: False)
-    common.assert_close(lesson.decode_attention(q, k, v, seq_lens, 50), reference)
+    assert_close(lesson.decode_attention(q, k, v, seq_lens, 50), reference)
 
 
 @pytest.mark.parametrize("far", ["sequence", "row"])
@@ -146,7 +150,7 @@ def test_kernel_offsets_exceed_31_bits(far, device, kernels):
     cache.copy_(torch.randn(3, 3, 1, 16))
     q = torch.randn(3, 2, 16, device=device).half()
     out = lesson.decode_attention(q, cache, cache, torch.full((3,), 3, dtype=torch.int32, device=device), 3)
-    common.assert_close(out, expected(q, cache, cache, [3, 3, 3]), torch.float16)
+    assert_close(out, expected(q, cache, cache, [3, 3, 3]), torch.float16)
 
 
 @pytest.mark.parametrize("last", [100, -100])
@@ -155,7 +159,7 @@ def test_kernel_survives_large_scores(last, device, kernels):
     q, k, v = random_cache([150], 2, 1, 16, torch.float32, device, tail=0.0)
     k[0, :, 0] = k[0, :, 0].abs() * torch.linspace(-last, last, k.shape[1], device=device)[:, None]
     out = lesson.decode_attention(q, k, v, torch.tensor([150], dtype=torch.int32, device=device), 150)
-    common.assert_close(out, expected(q, k, v, [150]))
+    assert_close(out, expected(q, k, v, [150]))
 
 
 # --- The cache ------------------------------------------------------------------------------------------------------
@@ -201,7 +205,7 @@ SCHEDULES = [
 def test_cached_equals_uncached(schedule, tiny_model):
     texts = [torch.randint(128, (sum(n),)).tolist() for n in zip(*schedule)]
     for out, text in zip(run_ragged(tiny_model, schedule, texts), texts):
-        common.assert_close(out, logits_without_cache(tiny_model, text))
+        assert_close(out, logits_without_cache(tiny_model, text))
 
 
 def test_a_decode_step_reads_what_is_used_and_not_what_is_reserved(tiny_model):
@@ -228,7 +232,7 @@ def test_decode_steps_run_the_kernel(tiny_model, kernels):
     outs = run_ragged(tiny_model, SCHEDULES[0], texts)
     assert lesson.decode_attention_kernel.launches == before + 4 * tiny_model.config.num_hidden_layers
     for out, text in zip(outs, texts):
-        common.assert_close(out, logits_without_cache(tiny_model, text))
+        assert_close(out, logits_without_cache(tiny_model, text))
 
 
 def test_generate_tiny(tiny_model):
@@ -319,7 +323,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.v[layer][seq] = torch.cat((self.v[layer][seq], v_seq))
                 if counts[seq]:
                     reference = lesson.causal_attention(q_seq, self.k[layer][seq], self.v[layer][seq])
-                    common.assert_close(out_seq, reference)
+                    assert_close(out_seq, reference)
 
     @invariant()
     def rows_hold_what_was_stored_and_nothing_else_was_touched(self):
@@ -537,7 +541,7 @@ def test_the_published_line_as_bandwidth():
 def measured_briefly(monkeypatch):
     timed = page.pass_seconds
     monkeypatch.setattr(page, "pass_seconds", lambda *args: timed(*args[:-1], seconds=0.01))
-    monkeypatch.setattr(common, "copy_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda: 1e9)
 
 
 def test_measurements_are_sane(tiny_model, measured_briefly):
@@ -554,7 +558,7 @@ def test_measurements_are_sane(tiny_model, measured_briefly):
 def test_noise_is_not_read_as_bandwidth(tiny_model, monkeypatch, capsys, first, per_token, sound):
     """A slope or an intercept that is 0 or less; the contexts that are printed are those that were measured."""
     monkeypatch.setattr(page, "pass_seconds", lambda model, cache, T, S, seconds: first + per_token * S)
-    monkeypatch.setattr(common, "copy_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda: 1e9)
     bench = page.measure_model(tiny_model)
     page.print_measurements(bench)
     fit = bench["fit"]

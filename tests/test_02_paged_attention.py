@@ -16,6 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine import registry
+from lab import cli
+from lab import recorded
+from lab import timing
+from support.close import assert_close
 from engine.model import folders, loader
 from engine.model.tokenizer import Tokenizer
 from lab import lengths, naive
@@ -24,8 +29,8 @@ from engine.attention import torch_paged as torch_attention
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.request import Request, SamplingParams
 
-lesson = common.lesson("02_paged_attention")
-page = common.numbers("02_paged_attention")
+lesson = registry.lesson("02_paged_attention")
+page = cli.numbers("02_paged_attention")
 BlockPool, BlockTable, OutOfBlocks = lesson.BlockPool, lesson.BlockTable, lesson.OutOfBlocks
 
 
@@ -377,7 +382,7 @@ def test_paged_decode_kernel(kernels, guarded, dtype, block_size, num_splits, Hk
     before = lesson.paged_decode_kernel.launches, lesson.combine_splits_kernel.launches
     out = lesson.paged_decode(*guard(case, guarded), max_seq_len=2 * block_size + 3, num_splits=num_splits)
     assert out.dtype == dtype
-    common.assert_close(out.cpu(), reference, dtype)
+    assert_close(out.cpu(), reference, dtype)
     assert lesson.paged_decode_kernel.launches == before[0] + 1
     assert lesson.combine_splits_kernel.launches == before[1] + (num_splits > 1)
 
@@ -392,7 +397,7 @@ def test_paged_decode_kernel_shapes(kernels, guarded, Hq, Hkv, D):
     case, reference = fp64_case([5, 70], 8, Hq, Hkv, D, torch.float32)
     for num_splits in (1, 2):
         out = lesson.paged_decode(*guard(case, guarded), max_seq_len=70, num_splits=num_splits)
-        common.assert_close(out.cpu(), reference)
+        assert_close(out.cpu(), reference)
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
@@ -404,7 +409,7 @@ def test_scores_far_apart(kernels, num_splits, levels):
     for p in range(int(lens[0])):
         kv_cache[0, table[0, p // 16], p % 16, 0, 0] = levels[p // 64] + torch.randint(-96, 96, ()) / 64
     reference = lesson.paged_decode_reference(q, kv_cache, table, lens)
-    common.assert_close(lesson.paged_decode(q, kv_cache, table, lens, 311, num_splits).cpu(), reference)
+    assert_close(lesson.paged_decode(q, kv_cache, table, lens, 311, num_splits).cpu(), reference)
 
 
 def test_query_rows_may_be_strided(kernels):
@@ -412,7 +417,7 @@ def test_query_rows_may_be_strided(kernels):
     (q, kv_cache, table, lens), reference = fp64_case([5, 20], 8, 4, 2, 32, torch.float32)
     packed = torch.randn(2, 4 + 2 + 2, 32, device=q.device)
     packed[:, :4] = q
-    common.assert_close(lesson.paged_decode(packed[:, :4], kv_cache, table, lens, 20).cpu(), reference)
+    assert_close(lesson.paged_decode(packed[:, :4], kv_cache, table, lens, 20).cpu(), reference)
 
 
 def test_splits_by_default(device):
@@ -432,13 +437,13 @@ def test_torch_path(device, dtype, block_size):
     if device.type == "cuda":
         pytest.skip("a GPU always runs the kernel")
     case, reference = fp64_case([*lens_around(block_size), 130, 0, 131], block_size, 6, 2, 64, dtype)
-    common.assert_close(lesson.paged_decode(*case, max_seq_len=131), reference, dtype)
+    assert_close(lesson.paged_decode(*case, max_seq_len=131), reference, dtype)
     q, kv_cache, table, lens = case
     assert lesson.paged_decode(q[:0], kv_cache, table[:0], lens[:0], 0).shape == (0, 6, 64)
     table = table.clone()  # whatever the padding of the table is, it is not read
     for b, S in enumerate(lens.tolist()):
         table[b, -(-S // block_size) :] = 10**6
-    common.assert_close(lesson.paged_decode(q, kv_cache, table, lens, 131), reference, dtype)
+    assert_close(lesson.paged_decode(q, kv_cache, table, lens, 131), reference, dtype)
 
 
 @pytest.mark.parametrize("way", ["gathered", "in place"])
@@ -476,7 +481,7 @@ def test_keys_are_copied_for_16_bits(Hq, Hkv, D, dtype16):
         for layer, scale in ((kv_cache, 1), (torch.stack((kv_cache[0], kv_cache[1] * 2)), 2), (kv_cache, 1)):
             out = torch_attention.decode(packed[:, :Hq], layer, torch_attention.decode_copied_keys, plan)
             assert out.dtype == dtype16
-            common.assert_close(out / scale, reference.cpu(), dtype16)
+            assert_close(out / scale, reference.cpu(), dtype16)
 
 
 def test_scores_of_16_bit_keys_are_not_rounded():
@@ -506,7 +511,7 @@ def test_a_few_tokens_of_several_sequences(dtype, Hq, Hkv, D):
         assert out[rows].isnan().all()
         out[rows] = attend(q[rows], kv_cache)
     assert (out.isnan().any((1, 2)) == (owner == 2)).all()
-    common.assert_close(out[owner != 2], expected[owner != 2], dtype)
+    assert_close(out[owner != 2], expected[owner != 2], dtype)
 
 
 @pytest.mark.parametrize("bits", [64, 32, 16])
@@ -607,7 +612,7 @@ def test_copy_blocks(guarded, device, dtype, Hkv, D, forced):
 def test_offsets_beyond_two_to_the_31(kernels, device, far):
     (q, kv_cache, table, lens), reference = fp64_case([3, 5], 8, 2, 1, 16, torch.float16)
     big, first = far(kv_cache, 1)
-    common.assert_close(lesson.paged_decode(q, big, table + first, lens, 5).cpu(), reference, torch.float16)
+    assert_close(lesson.paged_decode(q, big, table + first, lens, 5).cpu(), reference, torch.float16)
     written = torch.arange(16.0, device=device).view(1, 1, 16).half()
     lesson.reshape_and_cache(written, -written, big, torch.tensor([(first + 2) * 8 + 7], device=device))
     assert torch.equal(big[:, first + 2, 7], torch.cat((written, -written)))
@@ -675,7 +680,7 @@ def test_mixed_steps_and_chunks(tiny_model):
     for row, tokens in zip(logits, (a, b)):
         ids = torch.tensor(tokens, device=model.device)
         hidden = model.forward(ids, torch.arange(len(tokens), device=model.device), naive.recompute)
-        common.assert_close(row[None], model.logits(hidden[-1:]))
+        assert_close(row[None], model.logits(hidden[-1:]))
 
 
 def test_metadata(device):
@@ -950,7 +955,7 @@ def test_benchmark_compares_with_the_same_code_and_with_a_copy(monkeypatch, caps
     order = []
     row = {"B": 32, "S": 192, "block_size": 16, "paged": 3e-3, "one_block": 2e-3, "contiguous": 1e-3, "gbps": 40.0,
            "ratio": 3.0, "to_one_block": 1.5}  # fmt: skip
-    monkeypatch.setattr(common, "copy_bandwidth", lambda: order.append("copy") or 50e9)
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda: order.append("copy") or 50e9)
     monkeypatch.setattr(page, "measure_indirection", lambda *_: order.append("kernels") or [row])
     monkeypatch.setattr(page, "PAPER_SAVED", {"beam": {}})
     monkeypatch.setattr(loader, "load", lambda _: (None, SimpleNamespace(ask=lambda question: [1])))
@@ -996,7 +1001,7 @@ def test_block_size_flag_refuses(value, capsys):
 
 def test_what_does_not_grow_with_the_context():
     """The page's line through its rows of 32 sequences on the H200: 18 us a launch, and the rest at 4.5 TB/s."""
-    rows = [r for r in common.results("02_paged_attention", "h200")["bench"]["indirection"]
+    rows = [r for r in recorded.results("02_paged_attention", "h200")["bench"]["indirection"]
             if (r["B"], r["block_size"]) == (32, 16)]  # fmt: skip
     us = np.array([r["paged"] for r in rows]) * 1e6
     mb = np.array([r["gbps"] * r["paged"] for r in rows]) * 1e3

@@ -11,9 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine import registry
+from lab import cli
+from support.close import assert_close
 from engine.attention import block_sparse as lesson
 
-paged_attention, page = common.lesson("02_paged_attention"), common.numbers("03_flash_attention")
+paged_attention, page = registry.lesson("02_paged_attention"), cli.numbers("03_flash_attention")
 BLOCK = 4
 AWKWARD = [(1, 3, 4, 5), (0, 7, 0), (1,), (0,), (), (70, 1, 16, 3), (64, 1, 1, 1, 1, 1, 1, 1)]
 
@@ -61,7 +64,7 @@ def attend(q, kv_cache, bsr, num_workers=3, tile=16):
 
 def agree(state, ref):
     for out, expected in zip(state, ref, strict=True):
-        common.assert_close(out, expected, torch.float32)
+        assert_close(out, expected, torch.float32)
 
 
 # --- The format -----------------------------------------------------------------------------------------------------
@@ -94,8 +97,8 @@ def test_decoding_is_lesson_02s(seq_lens, block):
     bsr = lesson.from_block_table(table, lens, [1] * len(seq_lens), block)
     ref = paged_attention.paged_decode_reference(q, kv_cache, table, lens)
     naive = naive_block_sparse(q, kv_cache, bsr)
-    common.assert_close(naive[0], ref, torch.float32)
-    common.assert_close(paged_attention.paged_decode(q, kv_cache, table, lens, 80), ref)
+    assert_close(naive[0], ref, torch.float32)
+    assert_close(paged_attention.paged_decode(q, kv_cache, table, lens, 80), ref)
     agree(attend(q, kv_cache, bsr), naive)
 
 
@@ -111,7 +114,7 @@ def test_several_queries_are_causal(seq_lens, query_lens):
         if n:
             k, v = kv_cache[:, pages].flatten(1, 2)[:, :S]
             ref.append(paged_attention.prefill_attention(x, k, v))
-    common.assert_close(naive[0].float(), torch.cat(ref))
+    assert_close(naive[0].float(), torch.cat(ref))
     for tile in (1, 3, 16):
         agree(attend(q, kv_cache, bsr, tile=tile), naive)
 
@@ -144,7 +147,7 @@ def test_a_token_tree_in_pages_of_one_slot():
     out, _ = attend(q, kv_cache.view(2, -1, 1, *kv_cache.shape[3:]), tree)
     for i, path in enumerate(paths):
         seen = kv_cache.flatten(1, 2)[:, [*slots[:4], *(slots[4 + j] for j in path)]]
-        common.assert_close(out[i : i + 1], paged_attention.prefill_attention(q[i : i + 1], *seen))
+        assert_close(out[i : i + 1], paged_attention.prefill_attention(q[i : i + 1], *seen))
 
 
 # --- Shared prefixes ------------------------------------------------------------------------------------------------

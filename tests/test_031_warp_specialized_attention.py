@@ -9,7 +9,10 @@ import math
 import sys
 from pathlib import Path
 
-import common
+from engine import registry
+from lab import cli
+from lab import recorded
+from support.close import assert_close
 from engine.attention import hopper
 import gluon_emulator
 import needs
@@ -18,7 +21,7 @@ import pytest
 import scripts
 import torch
 
-flash, page = common.lesson("03_flash_attention"), common.numbers("03_flash_attention")
+flash, page = registry.lesson("03_flash_attention"), cli.numbers("03_flash_attention")
 PATH = Path(hopper.__file__)
 # Queries of each sequence, keys of each.
 BATCHES = {
@@ -52,8 +55,8 @@ def test_groups_of_warps_compute_attention(batch, causal, slow):
     q, k, v, batch = case(*BATCHES[batch], 64, torch.bfloat16)
     out, lse = emulate(gluon_emulator.load(PATH, slow), q, k, v, batch, causal)
     ref, ref_lse = page.reference(q, k, v, batch, causal)
-    common.assert_close(out, ref)
-    common.assert_close(lse, ref_lse, torch.float32)
+    assert_close(out, ref)
+    assert_close(lse, ref_lse, torch.float32)
 
 
 def with_a_bad_neighbour(S, D=64):
@@ -69,8 +72,8 @@ def test_a_neighbour_cannot_leak_in(S, causal):
     q, k, v, batch = with_a_bad_neighbour(S)
     out, lse = emulate(gluon_emulator.load(PATH), q, k, v, batch, causal)
     ref, ref_lse = page.reference(q, k, v, batch, causal)
-    common.assert_close(out[:S], ref[:S])
-    common.assert_close(lse[:, :S], ref_lse[:, :S], torch.float32)
+    assert_close(out[:S], ref[:S])
+    assert_close(lse[:, :S], ref_lse[:, :S], torch.float32)
 
 
 def test_scores_of_minus_infinity_weigh_nothing():
@@ -106,7 +109,7 @@ def test_what_is_wrong_is_seen(change, monkeypatch):
     ref = page.reference(q, k, v, batch)[0]
     rows = slice(0, S or None)
     with pytest.raises((AssertionError, TimeoutError)):
-        common.assert_close(emulate(module, q, k, v, batch, True)[0][rows], ref[rows])
+        assert_close(emulate(module, q, k, v, batch, True)[0][rows], ref[rows])
 
 
 def test_what_fits():
@@ -202,8 +205,8 @@ def test_on_hopper(D, dtype):
             q, k, v, batch.query_start_loc, batch.seq_start_loc, batch.max_query_len, 2, causal, D**-0.5, out, lse
         )
         ref, ref_lse = page.reference(q, k, v, batch, causal)
-        common.assert_close(out, ref)
-        common.assert_close(lse, ref_lse, torch.float32)
+        assert_close(out, ref)
+        assert_close(lse, ref_lse, torch.float32)
 
 
 @needs.hopper
@@ -216,7 +219,7 @@ def test_a_neighbour_on_hopper(S):
     part.warp_specialized_attention(
         q, k, v, batch.query_start_loc, batch.seq_start_loc, batch.max_query_len, 2, True, 0.1, out, lse
     )
-    common.assert_close(out[:S], page.reference(q, k, v, batch, scale=0.1)[0][:S])
+    assert_close(out[:S], page.reference(q, k, v, batch, scale=0.1)[0][:S])
 
 
 @needs.hopper
@@ -226,14 +229,14 @@ def test_long_prompts_take_it(longest, monkeypatch):
     attention = part.warp_specialized_attention
     monkeypatch.setattr(part, "warp_specialized_attention", lambda *args: taken.append(1) or attention(*args))
     q, k, v, batch = case((longest, 50), (longest, 400), 128, torch.bfloat16)
-    common.assert_close(flash.flash_attention(q, k, v, *batch)[0], page.reference(q, k, v, batch)[0])
+    assert_close(flash.flash_attention(q, k, v, *batch)[0], page.reference(q, k, v, batch)[0])
     assert bool(taken) == (longest >= 1024)
 
 
 def test_what_a_programs_beginning_and_end_cost():
     """The page's figures: rows of one kernel on a line, microseconds a program on one of 132 multiprocessors against
     tiles of 128 keys. By least squares of relative errors, which stay below 3 %."""
-    rows = [r for r in common.results("03_flash_attention", "h200")["bench"]["gpu"] if r["D"] == 128 and r["causal"]]
+    rows = [r for r in recorded.results("03_flash_attention", "h200")["bench"]["gpu"] if r["D"] == 128 and r["causal"]]
     rows = [r for r in rows if r["T"] >= 1024]  # below, the plain kernel runs
     tiles = np.array([(r["T"] / 128 + 1) / 2 for r in rows])
     found = {}

@@ -17,8 +17,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from engine import registry
+from lab import cli
+from lab import timing
+from support.close import assert_close
 
-lesson, page = common.lesson("03_flash_attention"), common.numbers("03_flash_attention")
+lesson, page = registry.lesson("03_flash_attention"), cli.numbers("03_flash_attention")
 Batch, random_qkv, reference = page.Batch, page.random_qkv, page.reference
 SMALL = (16, 16, 4, 1, 0)  # several tiles at lengths that the interpreter can afford
 MASKS = ({"causal": True}, {"causal": False}, {"window": 1}, {"window": 20})
@@ -130,10 +134,10 @@ def test_folding_tiles_is_the_softmax(S, tile, M, seed):
     m, l, o = torch.full((M,), -math.inf), torch.zeros(M), torch.zeros(M, 4)
     for tile_s, tile_v in zip(s.split(tile, dim=1), v.split(tile)):
         m, l, o = lesson.fold(m, l, o, tile_s, tile_v)
-    common.assert_close(m + l.log(), s.double().logsumexp(dim=1), torch.float32)
+    assert_close(m + l.log(), s.double().logsumexp(dim=1), torch.float32)
     seen = l > 0
     assert torch.equal(seen, (s > -math.inf).any(dim=1)) and not o[~seen].any()
-    common.assert_close(o[seen] / l[seen, None], s[seen].double().softmax(dim=1) @ v.double())
+    assert_close(o[seen] / l[seen, None], s[seen].double().softmax(dim=1) @ v.double())
 
 
 # --- Reference, tiled form, counters --------------------------------------------------------------------------------
@@ -141,13 +145,13 @@ def test_folding_tiles_is_the_softmax(S, tile, M, seed):
 
 def test_reference_is_the_textbook():
     q, k, v = random_qkv(Batch.of([5], [9]), 4, 2, 16, torch.float64)
-    textbook = common.lesson("01_kv_cache").causal_attention(q, k, v)
-    assert torch.equal(lesson.naive_attention(q, k, v)[0], textbook) or common.assert_close(
+    textbook = registry.lesson("01_kv_cache").causal_attention(q, k, v)
+    assert torch.equal(lesson.naive_attention(q, k, v)[0], textbook) or assert_close(
         lesson.naive_attention(q, k, v)[0].float(), textbook
     )
     x, y, z = (t.transpose(0, 1)[None] for t in (q, k, v))
     sdpa = F.scaled_dot_product_attention(x, y, z, enable_gqa=True)[0].transpose(0, 1)
-    common.assert_close(lesson.naive_attention(q, k, v, causal=False)[0].float(), sdpa)
+    assert_close(lesson.naive_attention(q, k, v, causal=False)[0].float(), sdpa)
 
 
 def test_what_is_visible_against_the_definition():
@@ -167,8 +171,8 @@ def test_tiled_attention(mask, T, S):
     q, k, v = random_qkv(Batch.of([T], [S]), 4, 2, 16, torch.float32)
     out, lse = page.tiled_attention(q, k, v, block_m=16, block_n=8, **mask)
     ref, ref_lse = lesson.naive_attention(q.double(), k.double(), v.double(), **mask)
-    common.assert_close(out, ref)
-    common.assert_close(lse, ref_lse)
+    assert_close(out, ref)
+    assert_close(lse, ref_lse)
 
 
 @pytest.mark.parametrize("window", [1, 5, 20])
@@ -177,7 +181,7 @@ def test_a_window_without_causality_looks_ahead(window, device):
     batch = Batch.of([50], [60])
     q, k, v = random_qkv(batch, 4, 2, 64, torch.float32)
     ref = reference(q, k, v, batch, False, window)[0]
-    common.assert_close(page.tiled_attention(q, k, v, False, window, block_m=16, block_n=8)[0], ref)
+    assert_close(page.tiled_attention(q, k, v, False, window, block_m=16, block_n=8)[0], ref)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -191,7 +195,7 @@ def test_counters_agree_with_the_formulas(T, D, block_m, causal):
         ("tiled", lambda *a, hbm: page.tiled_attention(*a, block_m=block_m, block_n=4, hbm=hbm)[0]),
     ):
         hbm = page.HBM()
-        common.assert_close(attention(q, k, v, causal, hbm=hbm), ref)
+        assert_close(attention(q, k, v, causal, hbm=hbm), ref)
         assert hbm.floats == 2 * formula[name], name
     # One tile of queries has every key and value read once: the two fused counts meet.
     alone = lesson.hbm_floats(T, D, T, causal)
@@ -263,8 +267,8 @@ def check_kernel(guarded, monkeypatch, batch, dtype, Hq, Hkv, D, tiles, mask):
     monkeypatch.setattr(lesson, "torch", GuardedTorch(guarded))
     out, lse = lesson.flash_attention(q, k, v, *batch, tiles=tiles, **mask)
     assert out.shape == q.shape and out.dtype == dtype and lse.shape == (Hq, len(q))
-    common.assert_close(out, ref)
-    common.assert_close(lse, ref_lse)
+    assert_close(out, ref)
+    assert_close(lse, ref_lse)
 
 
 class GuardedTorch:
@@ -284,13 +288,13 @@ def test_kernel_takes_views_of_a_packed_projection(kernels, device):
     q, k, v = qkv[:, :2], qkv[:, 2:3], qkv[:, 3:]
     out, lse = lesson.flash_attention(q, k, v, *batch, tiles=SMALL)
     ref, ref_lse = reference(q, k, v, batch)
-    common.assert_close(out, ref)
-    common.assert_close(lse, ref_lse)
+    assert_close(out, ref)
+    assert_close(lse, ref_lse)
     # Rows that begin at odd addresses cannot be described to TMA: they are copied first.
     odd = torch.randn(27 * 33 + 1, device=device)[1:].view(27, 1, 33)[..., :32]
     assert lesson.aligned(odd).data_ptr() != odd.data_ptr() and lesson.aligned(k).data_ptr() == k.data_ptr()
     out, _ = lesson.flash_attention(q, odd, v, *batch, tiles=SMALL)
-    common.assert_close(out, reference(q, odd, v, batch)[0])
+    assert_close(out, reference(q, odd, v, batch)[0])
     # Contiguous, and yet not where TMA wants them: `contiguous` returns such a tensor as it is.
     for wrong in (torch.randn(27 * 32 + 1)[1:].view(27, 1, 32), torch.randn(192).as_strided((1, 3, 64), (1, 64, 1))):
         assert wrong.is_contiguous()
@@ -303,8 +307,8 @@ def test_scale_reaches_scores_and_lse(kernels, device):
     q, k, v = random_qkv(batch, 2, 1, 16, torch.float32)
     out, lse = lesson.flash_attention(q, k, v, *batch, scale=0.7, tiles=SMALL)
     ref, ref_lse = reference(q, k, v, batch, scale=0.7)
-    common.assert_close(out, ref)
-    common.assert_close(lse, ref_lse)
+    assert_close(out, ref)
+    assert_close(lse, ref_lse)
 
 
 def test_one_sequence_never_reads_another(kernels, device):
@@ -317,8 +321,8 @@ def test_one_sequence_never_reads_another(kernels, device):
     for mask in ({}, {"causal": False}):
         ref, ref_lse = reference(q, k, v, batch, **mask)
         out, lse = lesson.flash_attention(q, k, v, *batch, tiles=SMALL, **mask)
-        common.assert_close(out[5:23], ref[5:23])
-        common.assert_close(lse[:, 5:23], ref_lse[:, 5:23])
+        assert_close(out[5:23], ref[5:23])
+        assert_close(lse[:, 5:23], ref_lse[:, 5:23])
         assert not out[5:23].isnan().any() and out[:5].isnan().all()
 
 
@@ -334,14 +338,14 @@ def test_tiles_of_keys_that_no_query_sees_are_skipped(kernels, device, mask):
         if mask:
             values[: max(0, first + 1 - mask["window"]) // SMALL[1] * SMALL[1]] = math.nan
         out, _ = lesson.flash_attention(q, k, values, *batch, tiles=SMALL, **mask)
-        common.assert_close(out[first:end], ref[first:end])
+        assert_close(out[first:end], ref[first:end])
 
 
 def test_a_window_wider_than_the_prompt(kernels, device):
     batch = Batch.of([33])
     q, k, v = random_qkv(batch, 1, 1, 16, torch.float32)
     out, _ = lesson.flash_attention(q, k, v, *batch, window=100, tiles=SMALL)
-    common.assert_close(out, reference(q, k, v, batch)[0])
+    assert_close(out, reference(q, k, v, batch)[0])
 
 
 def test_addresses_exceed_31_bits(kernels, apart):
@@ -349,8 +353,8 @@ def test_addresses_exceed_31_bits(kernels, apart):
     q, k, v = map(apart, random_qkv(batch, 1, 1, 16, torch.float16))
     out, lse = lesson.flash_attention(q, k, v, *batch, tiles=SMALL)
     ref, ref_lse = reference(q, k, v, batch)
-    common.assert_close(out, ref)
-    common.assert_close(lse, ref_lse, torch.float16)
+    assert_close(out, ref)
+    assert_close(lse, ref_lse, torch.float16)
 
 
 def test_rows_behind_the_last_sequence_are_left_alone(kernels, device, monkeypatch, guarded):
@@ -389,7 +393,7 @@ def test_extreme_scores(device, native):
         else:
             out, lse = lesson.flash_attention(q, k, v, *batch)
         weights = row.double().softmax(0).nan_to_num(0)
-        common.assert_close(out[0, 0], weights @ v[:, 0].double())
+        assert_close(out[0, 0], weights @ v[:, 0].double())
         assert lse.item() == pytest.approx(row.double().logsumexp(0).item(), rel=1e-6), name
 
 
@@ -402,9 +406,9 @@ def test_lse_merges_two_halves(kernels, device):
     ]
     whole, whole_lse = reference(q, k, v, Batch.of([18], [50]), causal=False)
     lse = torch.logaddexp(parts[0][1], parts[1][1])
-    common.assert_close(lse, whole_lse)
+    assert_close(lse, whole_lse)
     merged = sum((part_lse - lse).exp().T[..., None] * out for out, part_lse in parts)
-    common.assert_close(merged, whole)
+    assert_close(merged, whole)
 
 
 def test_any_order_of_programs_covers_everything(kernels, device, monkeypatch):
@@ -414,8 +418,8 @@ def test_any_order_of_programs_covers_everything(kernels, device, monkeypatch):
     for group in (2, 4, 8):
         monkeypatch.setattr(lesson, "heads_per_group", lambda *a, g=group: g)
         out, lse = lesson.flash_attention(q, k, v, *batch, tiles=SMALL)
-        common.assert_close(out, ref)
-        common.assert_close(lse, ref_lse)
+        assert_close(out, ref)
+        assert_close(lse, ref_lse)
 
 
 def test_heavy_programs_start_first(kernels):
@@ -455,8 +459,8 @@ def test_torch_path_is_the_kernels_twin(lens, mask, dtype):
     out, lse = lesson.flash_attention(q, k, v, *batch, **mask)
     ref, ref_lse = reference(q, k, v, batch, **mask)
     assert lesson.flash_attention_kernel.launches == before and out.dtype == dtype
-    common.assert_close(out, ref)
-    common.assert_close(lse, ref_lse, dtype)
+    assert_close(out, ref)
+    assert_close(lse, ref_lse, dtype)
 
 
 def test_no_queries_or_no_keys(device):
@@ -500,9 +504,9 @@ def test_model_prefill_runs_the_kernel(kernels, tiny_model):
     before = lesson.flash_attention_kernel.launches
     logits = lesson.prefill(tiny_model, prompts, through_kernel)
     assert lesson.flash_attention_kernel.launches - before == tiny_model.config.num_hidden_layers
-    common.assert_close(logits, lesson.prefill(tiny_model, prompts, naive))
+    assert_close(logits, lesson.prefill(tiny_model, prompts, naive))
     alone = torch.cat([lesson.prefill(tiny_model, [prompt], naive) for prompt in prompts])
-    common.assert_close(logits, alone)
+    assert_close(logits, alone)
 
 
 def test_real_model_prefill(kernels, real_model):
@@ -510,7 +514,7 @@ def test_real_model_prefill(kernels, real_model):
     prompts = [tokenizer.encode("The capital of France is"), tokenizer.encode("Water freezes at zero")]
     ref = lesson.prefill(model, prompts, naive)
     logits = lesson.prefill(model, prompts, through_kernel)
-    common.assert_close(logits, ref)
+    assert_close(logits, ref)
     assert logits.argmax(-1).tolist() == ref.argmax(-1).tolist()
     assert tokenizer.decode([int(ref[0].argmax())]).strip() == "Paris"
 
@@ -520,7 +524,7 @@ def test_real_model_prefill(kernels, real_model):
 
 def test_pytorchs_fused_kernel_computes_the_same():
     q, k, v = (x.cpu() for x in random_qkv(Batch.of([40]), 9, 3, 64, torch.float32))
-    common.assert_close(page.torch_fused(q, k, v), lesson.naive_attention(q.double(), k.double(), v.double())[0])
+    assert_close(page.torch_fused(q, k, v), lesson.naive_attention(q.double(), k.double(), v.double())[0])
 
 
 def test_what_a_package_that_is_not_here_would_be_called_with(monkeypatch):
@@ -550,7 +554,7 @@ def test_the_engines_kernel_is_shown_beside_this_one(monkeypatch, capsys):
     assert "SKIPPED engine/attention/hopper.py beside this kernel: it takes a Hopper GPU" in capsys.readouterr().out
     monkeypatch.setattr(lesson, "nvidia_capability", lambda: (9, 0))
     monkeypatch.setattr(lesson, "flash_attention", attention)
-    monkeypatch.setattr(common, "measure", lambda fn: common.Timing(next(seconds), 0, 0))
+    monkeypatch.setattr(timing, "measure", lambda fn: timing.Timing(next(seconds), 0, 0))
     lesson.show_hopper(64)
     assert calls == [lesson.choose_tiles(torch.bfloat16, 128, None, (9, 0)), None]
     rate = page.attention_flops(64, 64, 16, 128, False) / 2 / 1e-9 / 1e12
@@ -570,7 +574,8 @@ COMPILE = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import compile_kernels as ck, common, torch
-lesson, rows = common.lesson("03_flash_attention"), []
+from engine import registry
+lesson, rows = registry.lesson("03_flash_attention"), []
 for target, capability, D, options in json.loads(sys.argv[2]):
     q = torch.empty(1024, 32, D, dtype=torch.bfloat16, device="meta")
     k = torch.empty(4096, 8, D, dtype=torch.bfloat16, device="meta")

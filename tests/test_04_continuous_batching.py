@@ -11,6 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine import registry
+from lab import cli
+from support.close import assert_close
 from engine.model import llama
 from support.broken import break_class
 from support.runners import runner_of
@@ -27,8 +30,8 @@ from engine.model.packed_linear import pack_weights
 from engine.model.packed_linear import packs
 from engine.worker.input_batch import InputBatch
 
-lesson, page = common.lesson("04_continuous_batching"), common.numbers("04_continuous_batching")
-paged = common.lesson("02_paged_attention")
+lesson, page = registry.lesson("04_continuous_batching"), cli.numbers("04_continuous_batching")
+paged = registry.lesson("02_paged_attention")
 
 
 def whole(max_model_len, max_num_seqs, max_num_batched_tokens, **about):
@@ -245,7 +248,7 @@ def test_a_product_with_a_packed_matrix_is_the_same_product(library):
             for shape in ((0, K), (1, K), (2, K), (31, K), (33, K), (3, 5, K), (128, K), (129, K), (3, 64, K)):
                 x = torch.randn(shape)
                 with torch.inference_mode():
-                    common.assert_close(packed(x), layer(x))
+                    assert_close(packed(x), layer(x))
 
 
 def check_weights_of_16_bits(monkeypatch):
@@ -258,7 +261,7 @@ def check_weights_of_16_bits(monkeypatch):
         for rows in (1, 5, 129):
             x = torch.randn(rows, layer.weight.shape[1]).bfloat16()
             with torch.inference_mode():
-                common.assert_close(layer(x), model.linear[name](x))
+                assert_close(layer(x), model.linear[name](x))
     half = llama.random_model(seed=3, dtype=torch.float16, device=cpu)
     assert pack_weights(half) is half
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
@@ -287,7 +290,7 @@ def test_packed_weights_are_the_same_matrix_and_leave_the_model_alone(library):
         for rows in (1, 2, 33):
             x = torch.randn(rows, layer.weight.shape[1])
             with torch.inference_mode():
-                common.assert_close(layer(x), before[name](x))
+                assert_close(layer(x), before[name](x))
     replaced = llama.random_model(seed=3, device=torch.device("cpu"))
     replaced.linear["lm_head"] = mine = lambda x: x
     assert pack_weights(replaced).linear["lm_head"] is mine
@@ -532,7 +535,7 @@ def test_packed_weights_keep_their_biases():
     for name, layer in packed.linear.items():
         x = torch.randn(2, layer.weight.shape[1])
         with torch.inference_mode():
-            common.assert_close(layer(x), model.linear[name](x))
+            assert_close(layer(x), model.linear[name](x))
 
 
 def test_whoever_is_preempted_gives_its_row_back(tiny_model):

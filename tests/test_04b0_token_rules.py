@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support import tokenizing
+from engine import registry
 from engine.model import folders
 from engine.model.tokenizer import Tokenizer
 from engine.config import VllmConfig
@@ -35,9 +36,9 @@ from engine.serving.openai.app import build_app
 from lab import naive
 
 
-speculation = common.lesson("07_spec_decode")
-async_engine, openai_api = common.lesson("06e_async_engine"), common.lesson("06f_openai_api")
-guided, serving = common.lesson("06b_guided_decoding"), common.lesson("06_serving")
+speculation = registry.lesson("07_spec_decode")
+async_engine, openai_api = registry.lesson("06e_async_engine"), registry.lesson("06f_openai_api")
+guided, serving = registry.lesson("06b_guided_decoding"), registry.lesson("06_serving")
 TokenizeParams = lesson.TokenizeParams
 INF, VOCAB = math.inf, 128
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

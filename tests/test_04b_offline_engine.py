@@ -17,6 +17,7 @@ import scripts
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from engine import registry
 from engine.llm import LLM
 import io
 from engine.output import EngineCoreOutput
@@ -40,7 +41,7 @@ from engine.sampling.sampler import draw_tokens
 from engine.sampling.sampler import uniforms
 from lab import naive
 
-lesson = common.lesson("04b_offline_engine")
+lesson = registry.lesson("04b_offline_engine")
 INF = math.inf
 
 

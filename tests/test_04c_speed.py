@@ -10,6 +10,9 @@ import common
 import pytest
 import torch
 
+from engine import registry
+from lab import cli
+from lab import recorded
 from engine.model import llama
 from engine.config import SchedulerConfig
 from engine.core.kv_cache_manager import KVCacheManager
@@ -21,8 +24,8 @@ from lab import naive
 from lab.dry_run import DryRun
 from lab.offline_run import serve
 
-lesson, page = common.lesson("04c_speed"), common.numbers("04c_speed")
-paged = common.lesson("02_paged_attention")
+lesson, page = registry.lesson("04c_speed"), cli.numbers("04c_speed")
+paged = registry.lesson("02_paged_attention")
 LOOP, FINAL = lesson.STAGES[0], lesson.STAGES[-1]
 PROMPTS, OUTPUTS = [[5, 9, 3], [7] * 17, [1, 2] * 20, [4]], [9, 3, 6, 1]
 
@@ -254,7 +257,7 @@ def test_a_step_by_arithmetic():
 
 def test_the_arithmetic_is_near_what_was_measured():
     """32 sequences, of 160 tokens in the profile's middle, between contexts 64 and 256."""
-    measured = common.results(lesson.KEY)["bench"]["profile"]
+    measured = recorded.results(lesson.KEY)["bench"]["profile"]
     low, high = (page.simulate(page.WIDGET_DEFAULT | {"context": S})["stages"] for S in (64, 256))
     for name, i in (("attention_in_a_loop", 0), ("final", -1)):
         assert 0.9 * low[i]["total_us"] < 1000 * measured[name]["total"] < 1.1 * high[i]["total_us"]
@@ -295,7 +298,7 @@ def test_the_schedulers_side_by_side(monkeypatch, capsys):
 
 def test_measurements_are_sane():
     """What the page quotes: every stage has its numbers, later ones are not slower by much, and no floor is broken."""
-    bench = common.results(lesson.KEY)["bench"]
+    bench = recorded.results(lesson.KEY)["bench"]
     names = ["no cache", "a cache, one by one", *(stage.name for stage in lesson.STAGES)]
     rates = [bench["stages"][page.slug(name)]["tokens_per_second"] for name in names]
     assert all(b > 0.9 * a for a, b in itertools.pairwise(rates)) and rates[-1] > 50 * rates[0]

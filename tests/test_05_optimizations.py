@@ -13,6 +13,9 @@ import common
 import documents
 import pytest
 from support.runners import runner_of
+from engine import registry
+from lab.hardware import HARDWARE
+from support.close import assert_close
 from engine.worker.assemble import make_runner
 from engine.attention.metadata import AttentionMetadata
 from engine.worker.cuda_graphs import CapturedModel, Tape, capture_sizes
@@ -35,11 +38,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from engine.model import llama, loader, rope
 from lab import chats, offline_run, roofline
 
-lesson, paged = common.lesson("05_optimizations"), common.lesson("02_paged_attention")
+lesson, paged = registry.lesson("05_optimizations"), registry.lesson("02_paged_attention")
 page = documents.numbers("05_optimizations")
-batching = common.lesson("04_continuous_batching")
-offline = common.lesson("04b_offline_engine")
-chunked = common.lesson("10_chunked_prefill")
+batching = registry.lesson("04_continuous_batching")
+offline = registry.lesson("04b_offline_engine")
+chunked = registry.lesson("10_chunked_prefill")
 Request = lesson.Request
 Manager = KVCacheManager
 
@@ -959,7 +962,7 @@ def test_cuda_graphs_in_bf16(device):
             core.step()
         logits.append(kept)
     for ours, theirs in zip(*logits):
-        common.assert_close(ours, theirs)
+        assert_close(ours, theirs)
 
 
 # --- What launches cost ---------------------------------------------------------------------------------------------
@@ -985,7 +988,7 @@ def test_the_count_follows_the_model(monkeypatch):
 
 
 def test_the_launch_model():
-    gpu = common.HARDWARE["H100 80GB"]
+    gpu = HARDWARE["H100 80GB"]
     n = page.launches("Llama-3.1-8B")["total"]
     eager, graph = page.step_seconds("Llama-3.1-8B", 1, 1024, gpu, 10e-6)
     assert eager == pytest.approx(n * 10e-6) and graph == gpu.seconds(

@@ -18,8 +18,10 @@ import needs
 import pytest
 import torch
 from test_05b_quantization import emulated_ptx
+from engine import registry
+from support.close import assert_close
 
-lesson = common.lesson("05b_quantization")
+lesson = registry.lesson("05b_quantization")
 from engine.quantization import formats, packed_weight
 from engine.quantization import int4_hopper as hopper
 from engine.quantization.dequant_matmul import dequant_matmul
@@ -234,7 +236,7 @@ def test_codes_meet_their_inputs(M, N, K, group, zero, gluon_on_torch):
     x = torch.randn(M, K).bfloat16()
     parts = gluon_on_torch(x, packed(q, "cpu"))
     assert parts.isfinite().all()
-    common.assert_close(parts.sum(0), (x.double() @ q.dequantize().double().T).float())
+    assert_close(parts.sum(0), (x.double() @ q.dequantize().double().T).float())
 
 
 # --- Compiled for Hopper --------------------------------------------------------------------------------------------
@@ -342,7 +344,7 @@ def test_large_layers_on_hopper_equal_the_plain_kernel(M, device, monkeypatch):
             assert torch.equal(again, out)
         with monkeypatch.context() as patch:
             patch.setattr(hopper, "takes", lambda *_: False)
-            common.assert_close(out, dequant_matmul(x, weight))
+            assert_close(out, dequant_matmul(x, weight))
 
 
 @needs.hopper

@@ -21,6 +21,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine import registry
+from lab import recorded
+from lab.hardware import HARDWARE
+from support.close import assert_close
 from engine.model import folders, llama, loader
 from engine.model.packed_linear import PackedLinear
 from support.runners import runner_of
@@ -29,7 +33,7 @@ from engine.request import Request
 from engine.request import SamplingParams
 from engine.core.engine_core import EngineCore
 
-lesson = common.lesson("05b_quantization")
+lesson = registry.lesson("05b_quantization")
 from engine.quantization import (
     activations,
     checkpoints,
@@ -264,7 +268,7 @@ def test_decoding_matmul(name, size, kernels, guarded, device):
             setattr(weight, part, guarded(tensor))
     x = guarded(torch.randn(M, K, device=device))
     reference = (x.double().cpu() @ q.dequantize().double().T).to(device)
-    common.assert_close(dequant_matmul.dequant_matmul(x, weight), reference.float())
+    assert_close(dequant_matmul.dequant_matmul(x, weight), reference.float())
 
 
 @pytest.fixture
@@ -309,7 +313,7 @@ def test_decoding_matmul_in_every_dtype(name, K, kernels, device, dtype):
     W = q.dequantize().to(dtype)
     out = dequant_matmul.dequant_matmul(x, PackedWeight.pack(q.to(device)))
     assert out.dtype == dtype
-    common.assert_close(out, (x.double().cpu() @ W.double().T).to(device), dtype)
+    assert_close(out, (x.double().cpu() @ W.double().T).to(device), dtype)
 
 
 @pytest.mark.parametrize(("name", "K"), [("q4_1", 96), ("int4-g32", 96), ("fp8", 96), ("mxfp4", 96), ("int4-g64", 192)])
@@ -329,7 +333,7 @@ def test_weights_decoded_once(name, K, kernels, device, dtype, guarded, guarded_
     for part in ("codes", "scale", "zero"):
         if (tensor := getattr(weight, part)) is not None:
             setattr(weight, part, guarded(tensor))
-    common.assert_close(dequant_matmul.decode_weight(weight, dtype), q.dequantize().to(device, dtype), dtype)
+    assert_close(dequant_matmul.decode_weight(weight, dtype), q.dequantize().to(device, dtype), dtype)
 
 
 def test_many_rows_are_multiplied_by_decoded_weights(kernels, device, dtype):
@@ -346,7 +350,7 @@ def test_many_rows_are_multiplied_by_decoded_weights(kernels, device, dtype):
     assert many.dtype == dtype and many.shape == (len(x), 24)
     reference = x.double() @ weight.dequantize().to(dtype).double().T
     for out in (few, many):
-        common.assert_close(out, reference[: len(out)], dtype)
+        assert_close(out, reference[: len(out)], dtype)
 
 
 def test_rows_of_a_larger_tensor(kernels, device):
@@ -354,7 +358,7 @@ def test_rows_of_a_larger_tensor(kernels, device):
     q = rtn(torch.randn(20, 64), FORMATS["mxfp4"])
     x = torch.randn(6, 200, device=device)[:, 40:104]
     out = dequant_matmul.dequant_matmul(x, PackedWeight.pack(q.to(device)))
-    common.assert_close(out, x @ q.dequantize().to(device).T)
+    assert_close(out, x @ q.dequantize().to(device).T)
 
 
 def test_rows_beyond_31_bits_and_in_16(kernels, device, apart):
@@ -373,7 +377,7 @@ def test_splits_of_k_add_up(split, kernels, device, monkeypatch):
     q = rtn(torch.randn(24, 448), FORMATS["int4-g32"])  # 14 tiles: unequal shares
     x, before = torch.randn(2, 448, device=device), split_k.add_splits_kernel.launches
     out = dequant_matmul.dequant_matmul(x, PackedWeight.pack(q.to(device)))
-    common.assert_close(out, x @ q.dequantize().to(device).T)
+    assert_close(out, x @ q.dequantize().to(device).T)
     assert split_k.add_splits_kernel.launches == before + (split > 1)
 
 
@@ -415,7 +419,7 @@ def test_parts_are_added_up(kind, scaled, kernels, guarded, device):
     )
     sums = parts.to(device).double().sum(0)
     expected = sums * scales[0][:, None].double() * scales[1].double() if scaled else sums
-    common.assert_close(out, expected.float())
+    assert_close(out, expected.float())
     if kind == torch.int32 and not scaled:
         assert torch.equal(out.double(), sums)
 
@@ -552,7 +556,7 @@ def test_eight_bit_matmul(grid, M, N, K, kernels, guarded, device):
     # From 33 rows on Hopper multiplies in its FP8 tensor cores, whose sums of about 14 bits are no fp32: ask for bf16.
     coarse = grid == "fp8" and M > 32 and device.type == "cuda"
     out = scaled_matmul.scaled_matmul(a, b, a_scale, b_scale, torch.bfloat16 if coarse else torch.float32)
-    common.assert_close(out, reference.float())
+    assert_close(out, reference.float())
 
 
 def test_parts_of_integer_sums_are_exact(kernels, device, monkeypatch):
@@ -603,7 +607,7 @@ def test_both_paths_of_the_eight_bit_layer_agree(grid, device):
     with common.use_kernels():
         kernel = layer(x)
     if device.type == "cpu":
-        common.assert_close(kernel, layer(x))
+        assert_close(kernel, layer(x))
 
 
 def test_kernels_read_nothing_behind_their_operands(kernels, guarded):
@@ -722,8 +726,8 @@ def test_the_weights_that_were_decoded_do_not_stay_beside_the_packed_ones(librar
     q = rtn(torch.randn(48, 64), FORMATS["int4-g64"])
     weight, x = PackedWeight.pack(q), torch.randn(300, 64)
     long = dequant_matmul.dequant_matmul(x, weight)
-    common.assert_close(long, x @ q.dequantize().T)
-    common.assert_close(long[:1], dequant_matmul.dequant_matmul(x[:1], weight))
+    assert_close(long, x @ q.dequantize().T)
+    assert_close(long[:1], dequant_matmul.dequant_matmul(x[:1], weight))
     assert weight.unpacked.weight.untyped_storage().nbytes() == 4 * (48 * 64 if library == "neither" else 1)
 
 
@@ -750,7 +754,7 @@ def test_autoround_survives_a_group_of_zeros():
 def test_smoothquant_leaves_the_product_alone_and_shares_the_range():
     W, X = layer_and_inputs()
     s = lesson.smoothquant(W, X)
-    common.assert_close(X / s @ (W * s).T, X @ W.T)
+    assert_close(X / s @ (W * s).T, X @ W.T)
     assert torch.allclose((X / s).abs().amax(0), (W * s).abs().amax(0), rtol=1e-4)  # α = ½: both sides alike
 
 
@@ -805,7 +809,7 @@ def test_blocks_are_calibrated_on_what_quantized_blocks_produce(small_model, mon
     positions = torch.arange(64, device=small_model.device).repeat(2)
     h = quantized.forward(tokens.flatten(), positions, lesson.window_attention(2), layers=[0])
     x = torch.nn.functional.rms_norm(h, h.shape[-1:], small_model.input_norm[1], small_model.config.rms_norm_eps)
-    common.assert_close(seen[4], x)  # block 1's first layer
+    assert_close(seen[4], x)  # block 1's first layer
 
 
 def test_windows_attend_to_themselves_alone(small_model):
@@ -814,7 +818,7 @@ def test_windows_attend_to_themselves_alone(small_model):
     positions = torch.arange(9, device=small_model.device)
     both = small_model.forward(tokens.flatten(), positions.repeat(2), lesson.window_attention(2))
     apart = [small_model.forward(row, positions, lesson.window_attention(1)) for row in tokens]
-    common.assert_close(both, torch.cat(apart))
+    assert_close(both, torch.cat(apart))
 
 
 @pytest.mark.parametrize("method", ["int4", "fp8_per_channel"])
@@ -827,12 +831,12 @@ def test_a_models_decode_step_runs_the_kernels(method, small_model, kernels):
     assert [kernel.launches - n for kernel, n in zip(used, before)] == [8] * len(used)  # two blocks of four layers
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(common, "_kernels_forced", False)
-        common.assert_close(out, logits_of(quantized, (7,)))
+        assert_close(out, logits_of(quantized, (7,)))
 
 
 def test_quantized_models_run_in_the_engine(small_model):
     """Lesson 04's engine on int8 weights and activations: batched equals one by one, so rounding is per token."""
-    batching = common.lesson("04_continuous_batching")
+    batching = registry.lesson("04_continuous_batching")
     quantized = lesson.quantize_model(small_model, "int8")
 
     def run(prompts):
@@ -902,7 +906,7 @@ def test_torchao_is_asked_for(small_model, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.quantization", module)
     quantized = lesson.quantize_model(small_model, "torchao")
     assert len(seen) == 8 and seen[0] == ((256, 64), "config")
-    common.assert_close(logits_of(quantized), logits_of(small_model))
+    assert_close(logits_of(quantized), logits_of(small_model))
 
 
 # --- Checkpoints ----------------------------------------------------------------------------------------------------
@@ -1014,7 +1018,9 @@ def test_the_engine_runs_a_quantized_folder(real_model, tmp_path):
     engine.add_request("a", {"prompt_token_ids": [1, 2, 3]}, params)
     while not (heard := engine.step()):
         pass
-    wanted = common.lesson("04_continuous_batching").generate_alone(checkpoints.load_checkpoint(tmp_path), [1, 2, 3], 4)
+    wanted = registry.lesson("04_continuous_batching").generate_alone(
+        checkpoints.load_checkpoint(tmp_path), [1, 2, 3], 4
+    )
     assert heard[0].outputs[0].token_ids == wanted
     with pytest.raises(common.InputError, match="awq weights already"):
         make_llm_engine(str(tmp_path), quantization="int8")
@@ -1152,7 +1158,7 @@ def test_four_codes_become_numbers_by_their_bits(dtype, monkeypatch):
 
 
 def test_roofline_by_hand():
-    gpu = common.HARDWARE["A10 24GB"]
+    gpu = HARDWARE["A10 24GB"]
     for M, bits in ((1, 4.0), (100, 4.0), (1000, 8.0)):
         flops, weights = 2.0 * M, 1.0
         bf16 = max(flops / gpu.flops, 2 * weights / gpu.bandwidth)
@@ -1189,7 +1195,7 @@ def test_simulated_weights_become_the_nearest_level_of_their_group(name):
         assert abs(means - 1000 * weight) <= nearest + 1  # a level in millionths is rounded itself
 
 
-STORED = common.results(lesson.KEY).get("bench", {}).get("table")
+STORED = recorded.results(lesson.KEY).get("bench", {}).get("table")
 
 
 def regenerated(rows, model, tokenizer, count, keys):
@@ -1237,7 +1243,7 @@ def test_the_stored_table_is_whole_and_says_what_the_lesson_says(real_model):
 @pytest.mark.slow
 @pytest.mark.skipif(not STORED, reason="no stored table")
 def test_rows_of_the_table_regenerate(real_model):
-    stored = common.results(lesson.KEY)
+    stored = recorded.results(lesson.KEY)
     same_text(stored)
     count = stored["bench"]["tokens"] // 512
     regenerated(stored["bench"]["table"], *real_model, count, ("q4_1 RTN", "int4-g64 RTN", "int8 W8A8"))
@@ -1359,7 +1365,7 @@ def test_vllm_is_asked_in_both_dtypes(monkeypatch):
 
 def test_what_neither_format_saves_in_a_layer():
     """The page's line through both layers on the H200: microseconds in any layer, and how much faster the rest is."""
-    rows = {(r["N"], r["M"]): r for r in common.results(lesson.KEY, "h200")["bench"]["kernels"] if r["K"] == 4096}
+    rows = {(r["N"], r["M"]): r for r in recorded.results(lesson.KEY, "h200")["bench"]["kernels"] if r["K"] == 4096}
     for tokens, faster in ((1, 2.9), (16, 2.5)):
         small, large = rows[4096, tokens], rows[28672, tokens]
         bf16 = (large["bf16_us"] - small["bf16_us"]) / 6  # 28,672 is 7 times 4,096

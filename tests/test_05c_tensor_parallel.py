@@ -26,6 +26,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripts import run
 
+from engine import registry
+from support.close import assert_close
 from engine.model import llama
 from lab import roofline
 from engine import assemble
@@ -40,7 +42,7 @@ from engine.parallel.layers import ParallelLMHead, QKVParallelLinear, VocabParal
 from engine.parallel.ranks import RankFailed
 from engine.parallel.shards import model_tensors
 
-lesson = common.lesson("05c_tensor_parallel")
+lesson = registry.lesson("05c_tensor_parallel")
 CPU = torch.device("cpu")
 
 
@@ -139,7 +141,7 @@ def test_column_then_row_is_the_whole_layer(n, tokens, columns, rows):
         return second(torch.relu(first(x)))
 
     for out in in_threads(n, rank):
-        common.assert_close(out, want)
+        assert_close(out, want)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (9, 3), (6, 6), (4, 1), (12, 4)])
@@ -177,7 +179,7 @@ def test_embedding_and_logits_for_any_vocabulary(vocab, n):
     for size, rows, logits in in_threads(n, rank):
         assert size == -(-vocab // n)
         assert rows.equal(weight), "a sum with zeros is exact"
-        common.assert_close(logits, x @ weight.T)
+        assert_close(logits, x @ weight.T)
 
 
 def test_a_bias_is_added_once_and_a_partial_sum_is_partial():
@@ -190,9 +192,9 @@ def test_a_bias_is_added_once_and_a_partial_sum_is_partial():
         return layer(x[:, 2 * r : 2 * r + 2])
 
     for out in in_threads(3, rank):
-        common.assert_close(out, x @ w.T + b)
+        assert_close(out, x @ w.T + b)
     partial = in_threads(3, lambda group: rank(group, reduce_results=False))
-    common.assert_close(sum(partial), x @ w.T + b)
+    assert_close(sum(partial), x @ w.T + b)
     assert common.relative_error(partial[0], x @ w.T + b) > 0.1
 
 
@@ -220,7 +222,7 @@ def test_shards_are_the_model(n, sizes, device):
 
     outs = in_threads(n, rank, device)
     for out in outs:
-        common.assert_close(out, want)
+        assert_close(out, want)
         assert out.equal(outs[0])
 
 
@@ -231,7 +233,7 @@ def test_a_head_for_some_tokens_has_a_logit_for_each(n, device):
     x = torch.randn(3, model.config.hidden_size, device=device)
     want = model.output_head(torch.arange(127, device=device))(x)[:, shortlist]
     for out in in_threads(n, lambda group: lesson.shard_model(model, group).output_head(shortlist)(x), device):
-        common.assert_close(out, want)
+        assert_close(out, want)
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -247,7 +249,7 @@ def test_low_precision(n, dtype, device):
         return second(torch.nn.functional.silu(first(x)))
 
     for out in in_threads(n, rank, device):
-        common.assert_close(out, lesson.mlp(x.float(), a.float(), b.float()))
+        assert_close(out, lesson.mlp(x.float(), a.float(), b.float()))
 
 
 def test_model_tensors_are_the_weights(tiny_model):
@@ -319,7 +321,7 @@ def test_map_local_changes_the_copy_alone(tiny_model):
     twice = llama.Llama(tiny_model.config, model_tensors(tiny_model), tiny_model.dtype, tiny_model.device)
     want = lesson.all_logits(doubled(twice), IDS)
     for out in in_threads(2, rank, tiny_model.device):
-        common.assert_close(out, want)
+        assert_close(out, want)
 
 
 def test_without_the_all_reduce_shapes_are_right_and_values_wrong(tiny_model):
@@ -528,7 +530,7 @@ def test_real_model_on_three_processes(worked, real_model):
     want = lesson.all_logits(model, prompts[0])
     tokens = lesson.serve(model, prompts, [6, 3]).token_ids
     for rank in found[:3]:
-        common.assert_close(rank["logits"], want)
+        assert_close(rank["logits"], want)
         assert rank["logits"].equal(found[0]["logits"]), "equal bits, or ranks would draw different tokens"
         assert rank["tokens"] == tokens
         assert rank["threads"] == max(1, os.cpu_count() // 4)
@@ -546,7 +548,7 @@ def test_loading_a_shard_never_holds_the_whole(worked, real_model):
 def test_seeded_model_on_processes(worked, size, device):
     want = lesson.all_logits(lesson.seeded_model(device), IDS)
     for rank in worked[0][:size]:
-        common.assert_close(rank[size], want)
+        assert_close(rank[size], want)
 
 
 def fail(world, how):

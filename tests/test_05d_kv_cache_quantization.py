@@ -21,6 +21,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from engine import registry
+from lab import timing
+from support.close import assert_close
 from engine.model import llama, loader
 from engine import assemble
 from engine.config import SchedulerConfig, VllmConfig
@@ -33,8 +36,8 @@ from engine.quantization import kv_codes, kv_decode, kv_write
 from engine.quantization.kv_cache import QuantizedKVCache
 from lab import offline_run, roofline
 
-lesson = common.lesson("05d_kv_cache_quantization")
-paged = common.lesson("02_paged_attention")
+lesson = registry.lesson("05d_kv_cache_quantization")
+paged = registry.lesson("02_paged_attention")
 
 # One name per format (fp8_e4m3 is fp8).
 NAMES = [name for name in lesson.FORMATS if name != "fp8_e4m3"]
@@ -285,13 +288,13 @@ def test_unpack_is_the_inverse_of_pack(bits, D):
 @pytest.mark.parametrize("D", [16, 24, 64, 80])
 def test_rotation_is_orthogonal_and_spreads(D):
     R = lesson.rotation(D)
-    common.assert_close(R @ R.T, torch.eye(D))
+    assert_close(R @ R.T, torch.eye(D))
     n = D & -D
     assert torch.all((R != 0).sum(0) == n)
     assert (torch.eye(D)[3] @ R).abs().max().item() == pytest.approx(1 / math.sqrt(n))  # an outlier is spread evenly
     assert (torch.ones(D) @ R).abs().max() <= 0.75 * math.sqrt(n)  # and what is even does not become one outlier
     q, k = torch.randn(2, 7, D)
-    common.assert_close((q @ R) @ (k @ R).T, q @ k.T)
+    assert_close((q @ R) @ (k @ R).T, q @ k.T)
 
 
 # --- Kernels against the definitions ----------------------------------------------------------------------------------
@@ -386,7 +389,7 @@ def test_torch_path(name, dtype, device, guarded):
     if raw[0] is not None:
         cache.open_keys, cache.open_rows = [raw[0]], raw[1]
     out = cache.decode_torch(0, q, gather_plan(table, lens, (2, layer.shape[1], 8)))
-    common.assert_close(out, reference(*made), dtype)
+    assert_close(out, reference(*made), dtype)
 
 
 @cases(FAST)
@@ -394,7 +397,7 @@ def test_kernel(name, dtype, device, guarded, kernels):
     made = case(name, [1, 8, 0, 35], 8, 6, 2, 16, dtype, device, guarded)
     q, layer, table, lens, layout, head_scales, *raw = made
     out = lesson.quantized_decode(q, layer, table, lens, 35, layout, head_scales, *raw)
-    common.assert_close(out.cpu(), reference(*made), dtype)
+    assert_close(out.cpu(), reference(*made), dtype)
 
 
 slow = pytest.mark.slow
@@ -416,7 +419,7 @@ def test_queries_of_any_size_become_fp16(device, guarded, kernels, halves):
     q[:, 2, ::2] = 0
     q[:, 3] *= 1e-8
     out = lesson.quantized_decode(q, layer, table, lens, 35, layout, head_scales)
-    common.assert_close(out.cpu(), reference(*made), torch.bfloat16)
+    assert_close(out.cpu(), reference(*made), torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -433,7 +436,7 @@ def test_kernel_shapes(name, Hq, Hkv, D, device, guarded, kernels):
     expected = reference(*made)
     for splits in (1, 4):
         out = lesson.quantized_decode(q, layer, table, lens, 33, layout, head_scales, *raw, num_splits=splits)
-        common.assert_close(out.cpu(), expected, torch.float32)
+        assert_close(out.cpu(), expected, torch.float32)
 
 
 def test_full_blocks_have_no_raw_keys(device, guarded, kernels, first_in_memory):
@@ -442,7 +445,7 @@ def test_full_blocks_have_no_raw_keys(device, guarded, kernels, first_in_memory)
     q, layer, table, lens, layout, head_scales, open_keys, open_rows = made
     open_keys = first_in_memory(open_keys)
     out = lesson.quantized_decode(q, layer, table, lens, 13, layout, head_scales, open_keys, open_rows)
-    common.assert_close(out.cpu(), reference(*made), torch.float32)
+    assert_close(out.cpu(), reference(*made), torch.float32)
 
 
 def test_pages_beyond_31_bits(device, guarded, kernels, far):
@@ -450,7 +453,7 @@ def test_pages_beyond_31_bits(device, guarded, kernels, far):
     q, layer, table, lens, layout, head_scales, *_ = made
     layer, first = far(layer, 1)
     out = lesson.quantized_decode(q, layer, table + first, lens, 9, layout, head_scales)
-    common.assert_close(out.cpu(), reference(*made), torch.float16)
+    assert_close(out.cpu(), reference(*made), torch.float16)
 
 
 @pytest.mark.parametrize(
@@ -504,7 +507,7 @@ def test_tokens_one_by_one_are_as_good_as_a_prompt(name, tiny_model):
         assert torch.isfinite(torch.stack(results)).all()
         return
     for result in results[1:]:
-        common.assert_close(result, results[0], precision(name))
+        assert_close(result, results[0], precision(name))
 
 
 def precision(name):
@@ -534,7 +537,7 @@ def test_model_runs_on_the_kernels(name, tiny_model, kernels):
     if not common.HAS_GPU:
         with mock.patch.object(common, "runs_kernel", lambda x: False):
             expected = run_chunks(tiny_model, lesson.make_cache(tiny_model, 4, 4, name), [3, 1, 1], tokens)
-        common.assert_close(logits, expected, torch.float32)
+        assert_close(logits, expected, torch.float32)
 
 
 def test_more_bits_are_closer(tiny_model):
@@ -568,7 +571,7 @@ def test_head_scales_are_used(tiny_model):
             with context():
                 results.append(run_chunks(tiny_model, cache, [3, 1], tokens))
         assert common.relative_error(results[1], results[0]) > 0.1  # |x| > 448 / 1024 is cut off
-        common.assert_close(results[2], results[0], torch.bfloat16)  # a power of two: nearly the same values
+        assert_close(results[2], results[0], torch.bfloat16)  # a power of two: nearly the same values
 
 
 def test_forks_share_and_copy(tiny_model):
@@ -584,7 +587,7 @@ def test_forks_share_and_copy(tiny_model):
         both = paged.run_step(tiny_model, cache, [first, second], [[7], [7]])
         for i, token in enumerate((5, 6)):
             alone = run_chunks(tiny_model, lesson.make_cache(tiny_model, 10, 8, name), [12, 1, 1], [*tokens, token, 7])
-            common.assert_close(both[i], alone, precision(name))
+            assert_close(both[i], alone, precision(name))
 
 
 class OpenRows(RuleBasedStateMachine):
@@ -925,7 +928,7 @@ def test_a_step_in_few_bits_as_one_graph(library, monkeypatch, capsys):
         return step
 
     monkeypatch.setattr(lesson, "decode_at", decode_at)
-    monkeypatch.setattr(common, "measure", lambda step: SimpleNamespace(median=2e-3))
+    monkeypatch.setattr(timing, "measure", lambda step: SimpleNamespace(median=2e-3))
     rows = lesson.measure_together("tiny", context=64)
     few = [(cache, weights) for cache in ("auto", "fp8") for weights in ("bf16", "int4")]
     assert [(r["B"], r["cache"], r["weights"]) for r in rows] == [(n, *which) for n in (1, 32) for which in few]

@@ -22,6 +22,9 @@ from types import SimpleNamespace
 from typing import Literal
 
 from support import tokenizing
+from engine.serving import sockets
+from engine import registry
+from lab import cli
 from engine.serving.cli import serve_command
 from engine.serving.openai.limits import MAX_BODY_BYTES
 from engine.serving.server import may_load_adapters, run_server
@@ -65,10 +68,10 @@ from engine.serving.core_proc import EngineCoreProc
 from engine.serving.dp_client import DPLBClient
 from engine.serving.letters import Admission, EngineCoreOutputs, SchedulerStats
 
-lesson, page = common.lesson("06_serving"), common.numbers("06_serving")
+lesson, page = registry.lesson("06_serving"), cli.numbers("06_serving")
 from engine.serving import metrics
 
-offline, api = common.lesson("04b_offline_engine"), common.lesson("06f_openai_api")
+offline, api = registry.lesson("04b_offline_engine"), registry.lesson("06f_openai_api")
 NAME, KEY = "smol", "secret"
 BOUND = 12
 
@@ -868,7 +871,7 @@ def test_a_cache_that_no_memory_holds_is_refused_at_once(tiny_load, flags, lower
 
 def test_an_empty_key_is_none(monkeypatch):
     asked = []
-    monkeypatch.setattr(common, "set_ulimit", lambda: asked.append("open files"))
+    monkeypatch.setattr(sockets, "set_ulimit", lambda: asked.append("open files"))
     with pytest.raises(common.InputError, match="--api-key '': a key must not be empty"):
         lesson.main(["serve", "--api-key", "secret", "--api-key", ""])
     assert asked == ["open files"]
@@ -1071,7 +1074,7 @@ def test_graphs_unless_eager(tiny_load, monkeypatch):
 
 
 def test_guided_in_a_batch_with_the_others(tiny_load):
-    engine, vocabulary_of = make(), common.lesson("06b_guided_decoding").vocabulary_of
+    engine, vocabulary_of = make(), registry.lesson("06b_guided_decoding").vocabulary_of
     vocabulary_of.cache_clear()
     assert answer(engine, 1, structured_outputs={"regex": "7{4}"}, ignore_eos=False)
     texts = {}

@@ -12,6 +12,8 @@ import time
 import common
 import numpy as np
 import pytest
+from engine import registry
+from lab import cli
 from engine.llm import LLM
 from engine.sampling.guided.manager import StructuredOutputManager
 from engine.sampling.detokenizer import TokenBytes
@@ -33,7 +35,7 @@ from engine.sampling.guided.json_schemas import read_schema
 from engine.sampling.guided.regex_guide import RegexGuide
 from engine.sampling.guided.token_trie import TokenTrie
 
-lesson, page = common.lesson("06b_guided_decoding"), common.numbers("06b_guided_decoding")
+lesson, page = registry.lesson("06b_guided_decoding"), cli.numbers("06b_guided_decoding")
 REGEX = {"regex": r"[a-z]{2,5}-\d{1,3}"}
 
 

@@ -31,6 +31,9 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from engine import registry
+from lab import cli
+from support.close import assert_close
 from lab.running_server import running_server
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import make_scheduler
@@ -98,8 +101,8 @@ from engine.distributed.group import GroupCoordinator
 from lab import layouts, naive
 from lab.dry_run import DryRun
 
-lesson, page = common.lesson("06c_scaling_out"), common.numbers("06c_scaling_out")
-serving = common.lesson("06_serving")
+lesson, page = registry.lesson("06c_scaling_out"), cli.numbers("06c_scaling_out")
+serving = registry.lesson("06_serving")
 ADD = EngineCoreRequestType.ADD
 ABORT, UTILITY = EngineCoreRequestType.ABORT, EngineCoreRequestType.UTILITY
 
@@ -1804,7 +1807,7 @@ def test_weights_of_the_chosen_experts_add_up_to_one():
     layer, x = layouts.random_moe(top_k=3), torch.randn(5, 64)
     ids, weights = layouts.route(layer, x)
     scores = (x @ layer.router.T).exp().gather(1, ids)
-    common.assert_close(weights, scores / scores.sum(1, keepdim=True))
+    assert_close(weights, scores / scores.sum(1, keepdim=True))
     assert (weights.diff(dim=1) <= 0).all()
 
 
@@ -1815,14 +1818,14 @@ def test_experts_sharded_are_experts_whole(n, top_k):
     x = torch.randn(12 * n, 64)
     want = layouts.moe_reference(layer, x)
     for out in in_threads(n, lambda group: layouts.tensor_parallel_moe(layer, x, group)):
-        common.assert_close(out, want)
+        assert_close(out, want)
 
     def rank(group):
         mine = layouts.expert_parallel_moe(layer, x.chunk(n)[group.rank_in_group], group)
         return mine, group.bytes["all_to_all"]
 
     found = in_threads(n, rank)
-    common.assert_close(torch.cat([mine for mine, _ in found]), want)
+    assert_close(torch.cat([mine for mine, _ in found]), want)
     arrived = layouts.rows_sent(layer, x, n)
     ids, _ = layouts.route(layer, x)
     size = 12 // n
@@ -1840,7 +1843,7 @@ def test_sequence_parallel_for_any_number_of_tokens(tokens):
     for out in in_threads(
         3, lambda group: layouts.sequence_parallel_block(layer, shares[group.rank_in_group], norm, group)
     ):
-        common.assert_close(out, want)
+        assert_close(out, want)
 
 
 def test_a_rank_alone_needs_no_process_group_and_no_token_no_expert():
@@ -1858,7 +1861,7 @@ def test_everybody_wants_the_same_expert():
     layer.router[7] = 1
     x = torch.rand(9, 64) + 0.1
     found = in_threads(3, lambda group: layouts.expert_parallel_moe(layer, x.chunk(3)[group.rank_in_group], group))
-    common.assert_close(torch.cat(found), layouts.moe_reference(layer, x))
+    assert_close(torch.cat(found), layouts.moe_reference(layer, x))
     assert layouts.rows_sent(layer, x, 3) == [3, 0, 3]
 
 
@@ -2165,13 +2168,14 @@ def test_ray(texts):
     code = f"""
 import sys; sys.path.insert(0, {str(common.HERE)!r})
 import common, json
+from engine import registry
 from engine.model import folders
 from engine.model.tokenizer import Tokenizer
 from engine.parallel.config import ParallelConfig
 from engine.parallel.executors import ExecutorFailed
 from engine.parallel.worker import WorkerSpec
 from engine.parallel.workers import make_executor
-lesson = common.lesson("06c_scaling_out")
+lesson = registry.lesson("06c_scaling_out")
 parallel = ParallelConfig(1, 2, "ray")
 executor = make_executor(parallel)
 executor.collective_rpc("load_model", WorkerSpec(None, parallel))

@@ -22,6 +22,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from engine import registry
+from lab import cli
 from engine.core.queues import FCFSRequestQueue
 from engine.core.scheduler import Scheduler
 from engine.llm_engine import LLMEngine
@@ -32,7 +34,7 @@ from lab.simulated_engine import StepCost, run_simulated
 from lab.tuning import build_engine, engine_run, latency_command, measure_latency, pareto, parse_limits, tune
 from lab.workload import AZURE, Prompt, arrival_times, load_prompts, make_prompts, quantile, random_length, table_mean
 
-lesson, page = common.lesson("06d_load_generator"), common.numbers("06d_load_generator")
+lesson, page = registry.lesson("06d_load_generator"), cli.numbers("06d_load_generator")
 Script = lesson.Script
 
 

@@ -27,6 +27,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from support import tokenizing
+from engine import registry
+from lab import cli
 from engine.model import folders
 from engine.core.engine_core import EngineCore
 from engine.front_end import CompletionOutput
@@ -53,7 +55,7 @@ from engine.serving.letters import EngineCoreRequestType as Kind
 from engine.serving.mailbox import ClientGone, Mailbox, hang_up
 from engine.serving.wire import frame
 
-lesson, page = common.lesson("06e_async_engine"), common.numbers("06e_async_engine")
+lesson, page = registry.lesson("06e_async_engine"), cli.numbers("06e_async_engine")
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
@@ -1080,10 +1082,11 @@ LEAVE = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[1])
 import common
+from engine import registry
 from engine.model import folders
 from engine.request import SamplingParams
 from engine.serving.async_llm import AsyncLLM
-lesson = common.lesson("06e_async_engine")
+lesson = registry.lesson("06e_async_engine")
 async def leave():
     engine, args = lesson.make_small_engine, {"model": None, "seed": 0}
     llm = await AsyncLLM.start(engine, args, folders.model_folder(None), sys.argv[2])

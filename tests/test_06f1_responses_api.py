@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import common
 
 import asyncio
 import json
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine import registry
 from engine.errors import EngineDeadError
 from engine.serving.openai.tools import structured_outputs
 from engine.serving.collector import RequestOutputCollector
@@ -23,7 +23,7 @@ from engine.serving.openai.chat_template import messages_for_template
 from engine.serving.openai.responses import Kept, ResponseWriter, Stored
 from engine.serving.openai.responses_protocol import ResponsesRequest, as_chat
 
-openai_api = common.lesson("06f_openai_api")
+openai_api = registry.lesson("06f_openai_api")
 USAGE = {"input_tokens": 1}
 
 

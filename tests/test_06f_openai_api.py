@@ -18,6 +18,8 @@ import threading
 import time
 from types import SimpleNamespace
 
+from engine import registry
+from lab import cli
 from engine.sampling.guided import guide_queue
 from engine.llm_engine import LLMEngine
 from engine.front_end import CompletionOutput
@@ -46,8 +48,8 @@ from engine.serving.openai.responses_protocol import ResponsesRequest
 from engine.serving.openai.tool_calls import JSONEnd, ToolCallReader
 from engine.serving.openai.tools import structured_outputs
 
-lesson, page = common.lesson("06f_openai_api"), common.numbers("06f_openai_api")
-heartbeat = common.lesson("06e_async_engine").heartbeat
+lesson, page = registry.lesson("06f_openai_api"), cli.numbers("06f_openai_api")
+heartbeat = registry.lesson("06e_async_engine").heartbeat
 
 
 def serve(llm=None, keys=(), kind=lesson.OpenAIServing, names=("smol", "alias")):

@@ -13,6 +13,10 @@ from types import SimpleNamespace
 import common
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from engine import registry
+from lab import cli
+from lab import timing
+from support.close import assert_close
 from lab import naive, roofline
 from lab import drafts_ahead
 from engine.llm import LLM
@@ -34,14 +38,14 @@ import torch.nn.functional as F
 
 from engine.model import llama, loader
 
-lesson = common.lesson("07_spec_decode")
+lesson = registry.lesson("07_spec_decode")
 from engine.core.scheduler import Scheduler
 from engine.core.stats import SpecDecodingStats
 from engine.spec_decode import drafters
 from engine.spec_decode.drafters import Draft, DraftContext, Drafter, SpeculativeConfig
 from lab import enumeration
 
-page = common.numbers("07_spec_decode")
+page = cli.numbers("07_spec_decode")
 PAIRS = list(page.PAIRS.values())
 
 
@@ -462,7 +466,7 @@ def test_the_benchmark_counts_the_bytes_that_must_be_read(monkeypatch):
         assert len(tokens) == 160 and len(n) == 32
         return SimpleNamespace(median=1e-3)
 
-    monkeypatch.setattr(common, "measure_graph", measure)
+    monkeypatch.setattr(timing, "measure_graph", measure)
     found = page.measure_sampler(V=100)
     assert [kind["us"] for kind in found.values()] == [1000] * 3
     rates = {"greedy": 160 * 400 / 1e6, "without_q": 160 * 400 / 1e6, "with_q": 288 * 400 / 1e6}
@@ -1172,7 +1176,7 @@ def test_hidden_states_are_those_of_accepted_tokens(tiny_model, real_model, jobs
                 ids, positions = (torch.tensor(x, device=tiny_model.device) for x in (c.token_ids[:end], range(end)))
                 hidden = tiny_model.forward(ids, positions, naive.recompute)
                 right = F.rms_norm(hidden, hidden.shape[-1:], tiny_model.norm, tiny_model.config.rms_norm_eps)
-                common.assert_close(c.hidden, right[end - n :])
+                assert_close(c.hidden, right[end - n :])
                 known = self.known.get(c.request_id)
                 assert end - n == known if known is not None else end - n in range(0, end, 4)  # or a cached prefix
                 self.known[c.request_id] = end
@@ -1426,7 +1430,7 @@ def test_a_cache_that_went_back_is_as_if_it_had_never_gone(tiny_model):
     assert cache.length == 3
     found = tiny_model.forward(ids[6:], places[3:4], cache.attend)
     whole = tiny_model.forward(ids[[0, 1, 2, 6]], places[:4], naive.recompute)
-    common.assert_close(found, whole[3:])
+    assert_close(found, whole[3:])
 
 
 def test_an_answer_ends_at_its_first_end():
@@ -1474,7 +1478,7 @@ def test_it_pays_exactly_where_alpha_exceeds_the_cost():
 
 def test_a_disturbed_measurement_is_not_a_gain(tiny_model, real_model, monkeypatch):
     times = iter([2.0, 1.0])  # the plain step was interrupted: four rows more seem to take half as long
-    monkeypatch.setattr(common, "measure", lambda run, seconds: SimpleNamespace(median=next(times)))
+    monkeypatch.setattr(timing, "measure", lambda run, seconds: SimpleNamespace(median=next(times)))
     costs = page.step_costs(tiny_model, real_model[1], [1], 4, 0.1)
     assert costs["1"]["v"] == 0 and lesson.speedup(0.9, 4, 0, costs["1"]["v"]) <= 5
 

@@ -16,6 +16,9 @@ from types import SimpleNamespace
 import common
 import numpy as np
 import pytest
+from engine import registry
+from lab import cli
+from support.close import assert_close
 from engine.config import SchedulerConfig
 from engine.sampling import sampler
 from engine.config import VllmConfig
@@ -41,8 +44,8 @@ from engine.spec_decode.tree import Tree
 from lab import drafter_training as training
 from lab import drafts_ahead, naive
 
-lesson, page = common.lesson("07b_trained_drafters"), common.numbers("07b_trained_drafters")
-speculative = common.lesson("07_spec_decode")
+lesson, page = registry.lesson("07b_trained_drafters"), cli.numbers("07b_trained_drafters")
+speculative = registry.lesson("07_spec_decode")
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -156,7 +159,7 @@ def test_guesses_that_nobody_verified_are_not_kept(tiny_model):
         cached = [
             layer[:, one.cache.tables["a"].blocks[0], : len(text)] for one, layer in zip((drafter, fresh), layers)
         ]
-        common.assert_close(*cached)
+        assert_close(*cached)
 
 
 def test_the_cache_grows(tiny_model):
@@ -384,7 +387,7 @@ CASES = [  # contexts, block size
 @pytest.mark.parametrize(("contexts", "block_size"), CASES)
 def test_tree_attention_is_one_path_at_a_time(contexts, block_size, dtype):
     arguments, reference = lesson.random_trees(contexts, 1, 6, 2, 16, block_size, dtype)
-    common.assert_close(trees.tree_attention(*arguments), reference)
+    assert_close(trees.tree_attention(*arguments), reference)
 
 
 @pytest.mark.parametrize(("contexts", "block_size"), CASES)
@@ -394,7 +397,7 @@ def test_tree_attention_kernel(contexts, block_size, kernels, guarded):
     )
     before = trees.tree_attention_kernel.launches
     q, kv, table, masks = guarded(q), guarded(kv), guarded(table), guarded(masks)
-    common.assert_close(trees.tree_attention(q, kv, table, bounds, lens, masks, most, longest), reference)
+    assert_close(trees.tree_attention(q, kv, table, bounds, lens, masks, most, longest), reference)
     assert trees.tree_attention_kernel.launches == before + 1
 
 
@@ -408,7 +411,7 @@ def test_tree_attention_kernel_in_16_bits_and_many_nodes(G, kernels, dtype, devi
     reference = lesson.tree_attention_reference(q, *kv.flatten(1, 2)[:, slots], 9, tree)
     bounds = torch.tensor([0, 64], device=device)
     out = trees.tree_attention(q, kv, table, bounds, lens, tree.mask_tensor(device), 64, 73)
-    common.assert_close(out, reference.to(dtype))
+    assert_close(out, reference.to(dtype))
 
 
 def test_tree_attention_kernel_with_16_bits_as_they_are(kernels, half, device):
@@ -424,7 +427,7 @@ def test_dead_slots_may_hold_anything(path, request):
     kv.flatten(1, 2)[:, ~used] = math.nan
     if path == "kernel":
         request.getfixturevalue("kernels")
-    common.assert_close(trees.tree_attention(q, kv, table, bounds, lens, *rest), reference)
+    assert_close(trees.tree_attention(q, kv, table, bounds, lens, *rest), reference)
 
 
 ACCEPTED = [[[1, 2, 3]], [[3, 4, 5]], [[2, 3, -1], [5, 6, 7], [-1, -1, -1]], [[1, 7, 9]], [[4, -1, -1], [2, 5, -1]]]
@@ -453,7 +456,7 @@ def test_accepted_nodes_move_together(accepted, path, request, guarded, device):
 def test_blocks_beyond_31_bits(kernels, device, far):
     (q, kv, table, *rest), reference = lesson.random_trees([5, 2], 1, 6, 2, 16, 8, torch.float16)
     big, first = far(kv, 1)
-    common.assert_close(trees.tree_attention(q, big, table + first, *rest), reference)
+    assert_close(trees.tree_attention(q, big, table + first, *rest), reference)
     trees.compact_slots(big, *(torch.tensor(x, device=device).int() for x in ([[first, first + 1]], [6], [[3]])))
     assert torch.equal(big[:, first, 7], big[:, first + 1, 1])
 
@@ -972,7 +975,7 @@ def test_a_step_ahead_writes_the_same(K, right, tiny_model, answered):
 def test_places_follow_the_batch_as_drafts_do():
     """The served engine's scheduler asks for no more places than its drafter may fill in a batch of that size."""
     config = SpeculativeConfig(num_speculative_tokens_per_batch_size=[[1, 1, 3], [2, 8, 0]])
-    batching, limits = common.lesson("04_continuous_batching"), SchedulerConfig(max_model_len=64, max_num_seqs=8)
+    batching, limits = registry.lesson("04_continuous_batching"), SchedulerConfig(max_model_len=64, max_num_seqs=8)
     scheduler, planned = make_scheduler(limits, 9, 16, drafts=config, async_scheduling=True), []
     for name in ("a", "b"):
         scheduler.add_request(batching.Request(name, [1, 2], batching.SamplingParams(max_tokens=9)))

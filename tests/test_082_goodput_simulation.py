@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab import recorded
 from lab import goodput as lesson
 from engine.config import SchedulerConfig
 from engine.core.kv_cache_manager import KVCacheManager
@@ -120,7 +121,7 @@ def test_fit_has_no_negative_prices():
 
 @pytest.mark.parametrize("machine", ["cpu", "h200"])
 def test_stored_calibration_holds(machine):
-    found = common.results("08_disagg", machine).get("bench", {}).get("cost_model")
+    found = recorded.results("08_disagg", machine).get("bench", {}).get("cost_model")
     if not found:
         pytest.skip(f"results/{machine}.json has no calibration yet: run 08_disagg.py --bench --json")
     cost = lesson.fit(found["table"])
@@ -473,7 +474,7 @@ def holds(outcomes_at, limits, rate):
     return (i < 0 or good(rate)) and not good(lesson.RATES[i + 1])
 
 
-def recorded(contest, names, columns):
+def as_recorded(contest, names, columns):
     for name, i in itertools.product(names, columns):
         deployment = lesson.deployments(contest.gpus, contest.budgets, contest.splits)[name]
         rate = lesson.RECORDED[contest.workload][name][i]
@@ -482,7 +483,7 @@ def recorded(contest, names, columns):
 
 
 def test_recorded_sample():
-    recorded(lesson.CONTESTS[0], ["1P7D"], [2])
+    as_recorded(lesson.CONTESTS[0], ["1P7D"], [2])
 
 
 def test_recorded_draws():
@@ -505,7 +506,7 @@ def test_recorded_draws():
     (2, ["8PD", "8PD/256", "5P3D"], [0, 3]), (3, ["2PD", "2PD/256", "1P1D"], [1]),
 ])  # fmt: skip
 def test_recorded_searches_are_what_the_simulation_says(contest, names, columns):
-    recorded(lesson.CONTESTS[contest], names, columns)
+    as_recorded(lesson.CONTESTS[contest], names, columns)
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from test_12_multi_lora import NoBytes, Words
 
+from engine import registry
 from lab import naive
 from lab.running_server import running_server
 from engine.serving.core_proc import EngineCoreProc
@@ -58,7 +59,7 @@ from engine.kv_transfer.store import KVStore, Tier
 from engine.lora import lora_model
 from engine.output import KVConnectorMetadata, KVConnectorOutput
 
-lesson = common.lesson("08_disagg")
+lesson = registry.lesson("08_disagg")
 WIRES = ["SharedMemoryConnector", "TCPConnector", "TorchDistributedConnector"]
 PROMPT = [(7 * i + 3) % 128 for i in range(45)]
 TOKENS = 8
@@ -1946,7 +1947,7 @@ class Opaque(torch.Tensor):
 
 def test_weights_that_make_keys_and_values_have_a_digest(tiny_model):
     """Whichever is changed, and however the linear layers are packed; the output matrix makes none."""
-    digest, quantization = weights_digest, common.lesson("05b_quantization")
+    digest, quantization = weights_digest, registry.lesson("05b_quantization")
     ours = digest(tiny_model)
     packed = pack_weights(tiny_model)
     assert ours == digest(packed) == digest(llama.random_model(seed=SEED))

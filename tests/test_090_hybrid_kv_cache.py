@@ -13,13 +13,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine import registry
 from engine.model import llama
 from engine.request import Request
 from engine.request import SamplingParams
 
 from lab import hybrid_kv_cache as part
 
-batching, kv_cache = common.lesson("04_continuous_batching"), common.lesson("01_kv_cache")
+batching, kv_cache = registry.lesson("04_continuous_batching"), registry.lesson("01_kv_cache")
 RECORDED = sorted((Path(__file__).parent / "golden" / "hybrid").glob("*.json"))
 
 

@@ -16,12 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from engine import registry
+from lab import cli
+from lab import recorded
+from lab import timing
+from support.close import assert_close
 from engine.model import llama, loader
 from engine.attention.splits import combine_splits
 from lab import healing
 
-lesson, page = common.lesson("09_gqa"), common.numbers("09_gqa")
-paged = common.lesson("02_paged_attention")
+lesson, page = registry.lesson("09_gqa"), cli.numbers("09_gqa")
+paged = registry.lesson("02_paged_attention")
 
 
 # --- Head maps ------------------------------------------------------------------------------------------------------
@@ -46,7 +51,7 @@ def test_attention_follows_its_map(Hq, Hkv):
     sdpa = F.scaled_dot_product_attention(
         *(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=True
     )
-    common.assert_close(out, sdpa[0].transpose(0, 1))
+    assert_close(out, sdpa[0].transpose(0, 1))
     if 1 < Hkv < Hq:
         assert common.relative_error(lesson.attention(q, k, v, lesson.tiled(Hq, Hkv)), out) > 0.5
 
@@ -96,7 +101,7 @@ def test_decode_kernel(kernels, guarded, guarded_outputs, dtype, heads, num_spli
     before = lesson.gqa_decode_kernel.launches
     out = lesson.gqa_decode(*guard(case, guarded), 131, heads, num_splits)
     assert out.dtype == dtype and lesson.gqa_decode_kernel.launches == before + 1
-    common.assert_close(out.cpu(), reference, dtype)
+    assert_close(out.cpu(), reference, dtype)
 
 
 def test_decode_kernel_with_16_bits_as_they_are(kernels, guarded, guarded_outputs, half):
@@ -110,7 +115,7 @@ def test_decode_kernel_with_16_bits_as_they_are(kernels, guarded, guarded_output
 def test_decode_kernel_shapes(kernels, guarded, guarded_outputs, Hq, Hkv, D, heads):
     """MHA, GQA, MQA; more than 16 heads in a group; part of a group per load; a head size that is no power of two."""
     case, reference = decode_case([5, 33, 70], 8, Hq, Hkv, D)
-    common.assert_close(lesson.gqa_decode(*guard(case, guarded), 70, heads, 1).cpu(), reference)
+    assert_close(lesson.gqa_decode(*guard(case, guarded), 70, heads, 1).cpu(), reference)
 
 
 def far_apart(kv_cache, table, S, column):
@@ -126,14 +131,14 @@ def test_decode_scores_far_apart(kernels, num_splits):
     q.zero_()[..., 0] = 8.0  # q·k / √64 is k's first element
     far_apart(kv_cache, table, 311, lambda c, b, i, s: c[0, b, i, 0, :1].fill_(s))
     reference = paged.paged_decode_reference(q, kv_cache, table, lens)
-    common.assert_close(lesson.gqa_decode(q, kv_cache, table, lens, 311, num_splits=num_splits).cpu(), reference)
+    assert_close(lesson.gqa_decode(q, kv_cache, table, lens, 311, num_splits=num_splits).cpu(), reference)
 
 
 def test_decode_strided_queries_and_empty_batch(kernels):
     (q, kv_cache, table, lens), reference = decode_case([5, 20], 8, 4, 2, 32)
     packed = torch.randn(2, 4 + 2 + 2, 32, device=q.device)
     packed[:, :4] = q
-    common.assert_close(lesson.gqa_decode(packed[:, :4], kv_cache, table, lens, 20).cpu(), reference)
+    assert_close(lesson.gqa_decode(packed[:, :4], kv_cache, table, lens, 20).cpu(), reference)
     assert lesson.gqa_decode(q[:0], kv_cache, table[:0], lens[:0], 0).shape == (0, 4, 32)
 
 
@@ -142,7 +147,7 @@ def test_decode_torch_path(device, dtype):
         pytest.skip("a GPU always runs the kernel")
     (q, kv_cache, table, lens), reference = decode_case([1, 15, 0, 16, 17, 131], 16, 6, 2, 64, dtype)
     out = lesson.gqa_decode(q, kv_cache, poison(table, lens, 16), lens, 131)
-    common.assert_close(out, reference, dtype)
+    assert_close(out, reference, dtype)
 
 
 @pytest.mark.parametrize("heads", [2, 5, 8])
@@ -171,14 +176,14 @@ def test_bytes_are_those_of_the_launch():
 def test_addresses_are_64_bit(kernels, device, far, apart):
     (q, kv_cache, table, lens), reference = decode_case([3, 5], 8, 2, 1, 16, torch.float16)
     kv_cache, first = far(kv_cache, 1)
-    common.assert_close(lesson.gqa_decode(q, kv_cache, table + first, lens, 5).cpu(), reference, torch.float16)
+    assert_close(lesson.gqa_decode(q, kv_cache, table + first, lens, 5).cpu(), reference, torch.float16)
     (q, cache, table, lens), reference = latent_case([3, 5], 8, 2, 12, 4, torch.float16)
     cache, first = far(cache)
     out = lesson.mla_decode(q, cache, table + first, lens, 5, 12, 0.1)
-    common.assert_close(out.cpu(), reference, torch.float16)
+    assert_close(out.cpu(), reference, torch.float16)
     (*qkv, loc), reference = prompts([1, 2], 2, 1, 16, torch.float16)
     out = lesson.gqa_prefill(*map(apart, qkv), loc.int().to(device), 2)
-    common.assert_close(out.cpu(), reference, torch.float16)
+    assert_close(out.cpu(), reference, torch.float16)
 
 
 # --- GQA: prefill ---------------------------------------------------------------------------------------------------
@@ -202,7 +207,7 @@ def test_prefill_kernel(kernels, guarded, device, dtype, heads):
     before = lesson.gqa_prefill_kernel.launches
     out = lesson.gqa_prefill(q, k, v, guarded(loc.to(device)), 45, heads)
     assert out.dtype == dtype and lesson.gqa_prefill_kernel.launches == before + 1
-    common.assert_close(out.cpu(), reference, dtype)
+    assert_close(out.cpu(), reference, dtype)
 
 
 def test_prefill_kernel_with_16_bits_as_they_are(kernels, guarded, device, half):
@@ -217,7 +222,7 @@ def test_prefill_kernel_shapes(kernels, device, Hq, Hkv, D, heads):
     (q, k, v, loc), reference = prompts([33, 7], Hq, Hkv, D)
     packed = torch.cat((q, k, v), 1).to(device)
     q, k, v = packed.split((Hq, Hkv, Hkv), dim=1)
-    common.assert_close(lesson.gqa_prefill(q, k, v, loc.to(device), 33, heads).cpu(), reference)
+    assert_close(lesson.gqa_prefill(q, k, v, loc.to(device), 33, heads).cpu(), reference)
 
 
 def test_prefill_writes_only_its_rows(kernels, guarded, device, monkeypatch):
@@ -228,7 +233,7 @@ def test_prefill_writes_only_its_rows(kernels, guarded, device, monkeypatch):
     result = lesson.gqa_prefill(*(x.contiguous().to(device) for x in (q, k, v, loc)), 21)
     monkeypatch.undo()
     assert result is out
-    common.assert_close(out.cpu(), reference)
+    assert_close(out.cpu(), reference)
 
 
 def test_prefill_scores_far_apart(kernels, device):
@@ -237,7 +242,7 @@ def test_prefill_scores_far_apart(kernels, device):
     k = k.clone()
     k[:, 0, 0] = torch.tensor([0.0, 150, -150, 149])[torch.arange(100) // 32] + torch.randint(-96, 96, (100,)) / 64
     reference = lesson.attention(q.double(), k.double(), v.double(), [0, 0])
-    common.assert_close(lesson.gqa_prefill(*(x.to(device) for x in (q, k, v, loc)), 100).cpu(), reference)
+    assert_close(lesson.gqa_prefill(*(x.to(device) for x in (q, k, v, loc)), 100).cpu(), reference)
 
 
 def test_prefill_reads_no_keys_that_nobody_in_a_tile_sees(kernels, device):
@@ -248,7 +253,7 @@ def test_prefill_reads_no_keys_that_nobody_in_a_tile_sees(kernels, device):
         values = v.clone()
         values[first + block_q :] = torch.nan
         out = lesson.gqa_prefill(*(x.to(device) for x in (q, k, values, loc)), 48)
-        common.assert_close(out[first : first + block_q].cpu(), reference[first : first + block_q], torch.float32)
+        assert_close(out[first : first + block_q].cpu(), reference[first : first + block_q], torch.float32)
 
 
 def test_prefill_nothing(kernels, device):
@@ -261,7 +266,7 @@ def test_prefill_torch_path(device, dtype):
     if device.type == "cuda":
         pytest.skip("a GPU always runs the kernel")
     arguments, reference = prompts([1, 10, 0, 45], 6, 2, 64, dtype)
-    common.assert_close(lesson.gqa_prefill(*arguments, 45), reference, dtype)
+    assert_close(lesson.gqa_prefill(*arguments, 45), reference, dtype)
 
 
 def test_tiles_of_a_decode_are_those_of_lesson_02():
@@ -291,8 +296,8 @@ def test_kernels_are_measured_beside_a_copy(monkeypatch):
     """The copy comes first. It reaches 100 GB/s here, so a share in percent is the number of GB/s."""
     order = []
     monkeypatch.setattr(common, "device", lambda: torch.device("meta"))
-    monkeypatch.setattr(common, "copy_bandwidth", lambda: order.append("copy") or 100e9)
-    monkeypatch.setattr(common, "measure_graph", lambda *_: order.append("kernel") or common.Timing(1e-3, 1e-3, 1e-3))
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda: order.append("copy") or 100e9)
+    monkeypatch.setattr(timing, "measure_graph", lambda *_: order.append("kernel") or timing.Timing(1e-3, 1e-3, 1e-3))
     monkeypatch.setattr(paged, "random_case", lambda *_: ())
     found = page.measure_kernels()
     assert order[0] == "copy" and order.count("copy") == 1 and found["copy_gb_s"] == 100
@@ -372,7 +377,7 @@ def test_mla_is_transformers_mla():
         expected = theirs(hidden[None], position_embeddings=cos_sin, attention_mask=mask)[0][0]
     q, cached = ours.project(hidden, torch.arange(13))
     for o in (ours.naive(q, cached), ours.absorbed(q, cached)):
-        common.assert_close(ours.output(o), expected)
+        assert_close(ours.output(o), expected)
 
 
 def test_position_is_in_the_rotated_part_alone(device):
@@ -419,7 +424,7 @@ def test_mla_decode_kernel(kernels, guarded, guarded_outputs, dtype, num_splits)
     before = lesson.mla_decode_kernel.launches
     out = lesson.mla_decode(*guard_latent(case, guarded), 75, 40, 0.1, num_splits)
     assert out.dtype == dtype and lesson.mla_decode_kernel.launches == before + 1
-    common.assert_close(out.cpu(), reference, dtype)
+    assert_close(out.cpu(), reference, dtype)
 
 
 def test_mla_decode_kernel_with_16_bits_as_they_are(kernels, guarded, guarded_outputs, half):
@@ -432,13 +437,13 @@ def test_mla_decode_kernel_with_16_bits_as_they_are(kernels, guarded, guarded_ou
 def test_mla_decode_kernel_shapes(kernels, guarded, guarded_outputs, H, R, P, block_size):
     """One head; DeepSeek's sizes; heads that do not fill their last tile."""
     case, reference = latent_case([3, 40], block_size, H, R, P)
-    common.assert_close(lesson.mla_decode(*guard_latent(case, guarded), 40, R, 0.1, 2).cpu(), reference)
+    assert_close(lesson.mla_decode(*guard_latent(case, guarded), 40, R, 0.1, 2).cpu(), reference)
 
 
 def test_mla_many_heads_in_half_precision(kernels, guarded):
     """More heads than the smallest tile takes, in the tile that tensor cores want."""
     case, reference = latent_case([33, 2], 16, 70, 32, 16, torch.float16)
-    common.assert_close(lesson.mla_decode(*guard_latent(case, guarded), 33, 32, 0.1).cpu(), reference, torch.float16)
+    assert_close(lesson.mla_decode(*guard_latent(case, guarded), 33, 32, 0.1).cpu(), reference, torch.float16)
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
@@ -449,14 +454,14 @@ def test_mla_scores_far_apart(kernels, num_splits):
     x = cache[table[0].long()].flatten(0, 1)[:311].double()
     reference = torch.softmax(0.1 * q[0].double() @ x.T, -1) @ x[:, :16]
     out = lesson.mla_decode(q, cache, table, lens, 311, 16, 0.1, num_splits)
-    common.assert_close(out[0], reference, torch.float32)
+    assert_close(out[0], reference, torch.float32)
 
 
 def test_mla_strided_queries_and_empty_batch(kernels):
     (q, cache, table, lens), reference = latent_case([5, 20], 8, 3, 16, 16)
     wide = torch.randn(2, 5, 32, device=q.device)
     wide[:, :3] = q
-    common.assert_close(lesson.mla_decode(wide[:, :3], cache, table, lens, 20, 16, 0.1).cpu(), reference)
+    assert_close(lesson.mla_decode(wide[:, :3], cache, table, lens, 20, 16, 0.1).cpu(), reference)
     assert lesson.mla_decode(q[:0], cache, table[:0], lens[:0], 0, 16, 0.1).shape == (0, 3, 16)
 
 
@@ -465,7 +470,7 @@ def test_mla_torch_path(device, dtype):
         pytest.skip("a GPU always runs the kernel")
     (q, cache, table, lens), reference = latent_case([1, 15, 0, 16, 17, 75], 16, 5, 40, 8, dtype)
     out = lesson.mla_decode(q, cache, poison(table, lens, 16), lens, 75, 40, 0.1)
-    common.assert_close(out, reference, dtype)
+    assert_close(out, reference, dtype)
 
 
 @pytest.mark.parametrize("forced", [False, True])
@@ -491,7 +496,7 @@ def test_an_mla_layer_decodes_from_its_pages(device, forced):
             outs.append(layer.unfold(lesson.mla_decode(*arguments)))
     if forced:
         assert lesson.mla_decode_kernel.launches == before + 11
-    common.assert_close(torch.cat(outs), layer.naive(q, cached))
+    assert_close(torch.cat(outs), layer.naive(q, cached))
 
 
 def test_mla_costs():
@@ -641,7 +646,7 @@ def test_healing_the_real_model(real_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(healing, "HELD_OUT", 1)
     monkeypatch.setattr(loader, "load", lambda path: real_model)
     file = tmp_path / "results.json"
-    common.merge_json(file, lesson.KEY, {"bench": {"a": 1}})
+    recorded.merge_json(file, lesson.KEY, {"bench": {"a": 1}})
     lesson.main(["--heal", f"{8 / 60}", "--json", str(file)])
     stored = json.loads(file.read_text())
     healed = stored[healing.KEY]
@@ -687,14 +692,14 @@ def test_results_are_merged(tmp_path):
     """What the training found and what the lesson found do not erase each other."""
     file = tmp_path / "r.json"
     file.write_text('{"other": 1}')
-    common.merge_json(file, healing.KEY, {"curve": [1]})
-    common.hand_over(lesson.KEY, argparse.Namespace(bench=False, figure=None, json=str(file)))
+    recorded.merge_json(file, healing.KEY, {"curve": [1]})
+    cli.hand_over(lesson.KEY, argparse.Namespace(bench=False, figure=None, json=str(file)))
     stored = json.loads(file.read_text())
     assert set(stored[lesson.KEY].pop("machine")) == set(common.machine())
     assert stored == {"other": 1, healing.KEY: {"curve": [1]}, lesson.KEY: {"facts": page.facts()}}
     file.write_text("no json")
     with pytest.raises(common.InputError, match="not readable"):
-        common.merge_json(file, healing.KEY, {})
+        recorded.merge_json(file, healing.KEY, {})
 
 
 # --- Serving arithmetic ---------------------------------------------------------------------------------------------

@@ -10,6 +10,9 @@ from types import SimpleNamespace
 
 import common
 import first_layers
+from engine import registry
+from lab import cli
+from support.close import assert_close
 from engine.model import llama, loader
 import pytest
 import torch
@@ -19,9 +22,9 @@ from engine.worker.assemble import make_runner
 from lab import naive, roofline
 from support.broken import break_class
 
-lesson = common.lesson("10_chunked_prefill")
-page = common.numbers("10_chunked_prefill")
-paged = common.lesson("02_paged_attention")
+lesson = registry.lesson("10_chunked_prefill")
+page = cli.numbers("10_chunked_prefill")
+paged = registry.lesson("02_paged_attention")
 
 # (new tokens, context including them) of each sequence: decodes, first chunks, later chunks, and nobody's turn.
 MIXED = [(1, 1), (1, 16), (5, 5), (1, 33), (17, 40), (0, 12), (1, 17), (16, 64)]
@@ -52,7 +55,7 @@ def make_batch(work, Hq, Hkv, D, block_size, dtype, guarded, null=float("nan")):
 def check_batch(work, Hq, Hkv, D, block_size, dtype, guarded, null=float("nan")):
     tensors, longest = make_batch(work, Hq, Hkv, D, block_size, dtype, guarded, null)
     out = lesson.unified_attention(*tensors, longest)
-    common.assert_close(out.cpu(), lesson.mixed_attention_reference(*tensors), dtype)
+    assert_close(out.cpu(), lesson.mixed_attention_reference(*tensors), dtype)
 
 
 # --- Attention ------------------------------------------------------------------------------------------------------
@@ -69,7 +72,7 @@ def test_reference_is_causal_attention_of_lesson_01(device):
         cache[0, table[0, p // block_size], p % block_size] = k[p]
         cache[1, table[0, p // block_size], p % block_size] = v[p]
     out = lesson.mixed_attention_reference(q, cache, table, torch.tensor([0, S]), torch.tensor([S]))
-    common.assert_close(out, naive.recompute(0, q.double(), k.double(), v.double()), torch.float32)
+    assert_close(out, naive.recompute(0, q.double(), k.double(), v.double()), torch.float32)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
@@ -115,7 +118,7 @@ def test_kernel_reads_no_keys_that_nobody_in_a_tile_sees(guarded, device, kernel
         values = cache.clone()
         values[1, table[0, later // 16].long(), later % 16] = float("nan")
         out = lesson.unified_attention(q, values, table, *rest, longest)
-        common.assert_close(out[first : first + block_q].cpu(), ref[first : first + block_q])
+        assert_close(out[first : first + block_q].cpu(), ref[first : first + block_q])
 
 
 def test_kernel_alone_and_empty(guarded, device, kernels):
@@ -133,7 +136,7 @@ def test_kernel_reads_queries_with_a_stride(guarded, device, kernels):
     (q, *rest), longest = make_batch(MIXED, 6, 2, 16, 16, torch.float32, guarded)
     packed = torch.cat((q, torch.full((len(q), 4, 16), float("nan"), device=device)), dim=1)
     out = lesson.unified_attention(packed[:, :6], *rest, longest)
-    common.assert_close(out.cpu(), lesson.mixed_attention_reference(q, *rest))
+    assert_close(out.cpu(), lesson.mixed_attention_reference(q, *rest))
 
 
 def test_no_read_past_the_end(guarded, kernels):
@@ -141,14 +144,14 @@ def test_no_read_past_the_end(guarded, kernels):
     (q, cache, table, *rest), longest = make_batch([(1, 8), (3, 16)], 2, 1, 24, 8, torch.float32, guarded)
     cache, table = guarded(cache[:, : int(table.max()) + 1]), guarded(table[:, :2])
     out = lesson.unified_attention(q, cache, table, *rest, longest)
-    common.assert_close(out, lesson.mixed_attention_reference(q, cache, table, *rest))
+    assert_close(out, lesson.mixed_attention_reference(q, cache, table, *rest))
 
 
 def test_addresses_beyond_31_bits(guarded, kernels, far, apart):
     (q, cache, table, *rest), longest = make_batch([(1, 3), (2, 5)], 2, 1, 16, 8, torch.float16, guarded)
     ref = lesson.mixed_attention_reference(q, cache, table, *rest)
     cache, first = far(cache, 1)
-    common.assert_close(lesson.unified_attention(apart(q), cache, table + first, *rest, longest).cpu(), ref)
+    assert_close(lesson.unified_attention(apart(q), cache, table + first, *rest, longest).cpu(), ref)
 
 
 def test_tile_numbers_suffice_and_never_collide():

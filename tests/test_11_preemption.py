@@ -11,6 +11,9 @@ import common
 import first_layers
 import pytest
 import torch
+from engine import registry
+from lab import cli
+from lab.hardware import GPU, HARDWARE
 from engine.core.scheduler import make_scheduler
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +22,7 @@ from engine.model import loader
 from lab import roofline
 from lab.reserving import ReservingScheduler
 
-lesson, page = common.lesson("11_preemption"), common.numbers("11_preemption")
+lesson, page = registry.lesson("11_preemption"), cli.numbers("11_preemption")
 Request, SamplingParams = lesson.Request, lesson.SamplingParams
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -445,7 +448,7 @@ def test_figure_19():
 
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_crossover_is_where_the_order_changes(one_by_one):
-    config, gpu, link = roofline.MODELS["Llama-2-7B"], common.HARDWARE["A100 80GB"], page.LINKS["PCIe 4"]
+    config, gpu, link = roofline.MODELS["Llama-2-7B"], HARDWARE["A100 80GB"], page.LINKS["PCIe 4"]
     at = page.crossover(config, gpu, link, one_by_one=one_by_one)
 
     def gain(n):
@@ -456,7 +459,7 @@ def test_crossover_is_where_the_order_changes(one_by_one):
 
 def test_costs_by_hand():
     config = {"num_parameters": 10, "num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 2}
-    gpu = common.GPU("x", 1, 1, flops=100)
+    gpu = GPU("x", 1, 1, flops=100)
     assert page.recompute_seconds(config, gpu, 3) == pytest.approx((2 * 10 * 3 + 4 * 2 * 6) / 100)
     # 3 tokens are 2 blocks of 2; a token is 2 vectors of 2 bf16 values, 8 bytes; out and in.
     copied = 2 * (2 * 2 * 8 / 16)
@@ -471,7 +474,7 @@ def test_the_cliff_is_the_pools():
     assert low["p99"] == pytest.approx(cliff["ample"]["4"]["p99"]) and low["preemptions"] == 0
     assert high["p99"] > 1.8 * cliff["ample"]["10"]["p99"] and high["pool_used"] > 0.85 and high["redone"] > 0.1
     assert cliff["swap"]["10"]["redone"] == 0 and cliff["swap"]["10"]["p99"] > 0.9 * high["p99"]
-    gpu, config = common.HARDWARE[page.CLIFF_GPU], roofline.MODELS[page.CLIFF_MODEL]
+    gpu, config = HARDWARE[page.CLIFF_GPU], roofline.MODELS[page.CLIFF_MODEL]
     block = 16 * roofline.KVCacheSpec.from_config(config).bytes_per_token()
     weights = 2 * sum(roofline.weights_read(config))
     assert weights + max(page.POOLS.values()) * block <= 0.9 * gpu.memory, "a pool that the card cannot hold"

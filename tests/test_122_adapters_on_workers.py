@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import common
 import pytest
 import test_06c_scaling_out as scaling
+from engine import registry
 from lab import naive
 import torch
 from test_12_multi_lora import NoBytes, Words
@@ -33,7 +34,7 @@ from engine.parallel import adapters as lesson
 from engine.lora.config import LoRAConfig
 from engine.lora.lora_model import LoRAModel
 
-multi_lora = common.lesson("12_multi_lora")
+multi_lora = registry.lesson("12_multi_lora")
 executors = scaling.executors
 SamplingParams, ParallelConfig = scaling.SamplingParams, scaling.ParallelConfig
 LIMITS = dict(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4)

@@ -22,6 +22,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support import tokenizing
+from engine import registry
+from support.close import assert_close
 from engine.core.queues import FairRequestQueue
 from engine import front_end
 from engine.llm import make_llm_engine
@@ -40,8 +42,8 @@ from engine.serving.async_llm import AsyncLLM
 from engine.serving.start import make_engine
 from engine.serving.openai.app import build_app
 
-lesson = common.lesson("12_multi_lora")
-paged = common.lesson("02_paged_attention")
+lesson = registry.lesson("12_multi_lora")
+paged = registry.lesson("02_paged_attention")
 from engine.lora import files, lora_model
 from engine.lora.layers import adapted_model
 from engine.lora import manager as managing
@@ -169,7 +171,7 @@ def test_torch_path_against_the_naive_loop(tiny, where, name):
         x, y = batch_of(slots, shape, torch.float32, tiny.device)
         of_row = [None if s == NONE else loras[s].weights.get(f"layers.1.{kind}") for s in slots]
         out = lesson.add_lora(y.clone(), x, memory, 1, kind, Meta.build(slots, tiny.device))
-        common.assert_close(out, lesson.add_lora_reference(y, x, of_row, shape))
+        assert_close(out, lesson.add_lora_reference(y, x, of_row, shape))
 
 
 CASES = [("mixed", "slots", "qkv_proj"), ("long", "pages", "gate_up_proj"), ("none first", "pages", "down_proj"),
@@ -197,7 +199,7 @@ def test_kernels_against_the_naive_loop(tiny, kernels, guarded, device, name, wh
     for run in runs:
         y.copy_(before)
         run(y, x, pages, tables, meta)
-        common.assert_close(y, reference)
+        assert_close(y, reference)
         widths = shape.slices
         touched = [[pair is not None for pair, _ in zip(slices or [None] * 3, widths)] for slices in of_row]
         mask = torch.tensor(touched).repeat_interleave(torch.tensor(widths), dim=1).to(device)
@@ -226,7 +228,7 @@ def test_kernels_in_16_bits(kernels, device, dtype, run):
     reference = lesson.add_lora_reference(y, x, of_row, memory.shapes["qkv_proj"])
     assert lesson._splits(6, 802) > 2 and not memory.tables["qkv_proj"].aligned
     run(y, x, memory.pages[0], memory.tables["qkv_proj"], Meta.build(slots, device))
-    common.assert_close(y, reference)
+    assert_close(y, reference)
 
 
 @pytest.mark.parametrize("run", [lesson.sgmv, lesson.bgmv], ids=["sgmv", "bgmv"])
@@ -238,7 +240,8 @@ COMPILE = """
 import json, re, sys
 sys.path.insert(0, sys.argv[1])
 import compile_kernels as ck, common, torch
-lesson, rows = common.lesson("12_multi_lora"), {}
+from engine import registry
+lesson, rows = registry.lesson("12_multi_lora"), {}
 empty, meta, target = torch.empty, torch.device("meta"), ck.TARGETS["sm_90"]
 tables = lesson.LoRATables.empty(lesson.LayerShape(4096, (4096,)), 64, 16, meta)
 with meta:  # 64 rows, hidden 4096, rank 16, bf16: each row an adapter of its own, then one for all
@@ -981,7 +984,7 @@ def test_files_go_round(tmp_path, tiny):
             assert (pair is None) == (other is None)
             if pair is not None:
                 assert torch.equal(pair[0], other[0])
-                common.assert_close(other[1], pair[1])
+                assert_close(other[1], pair[1])
 
 
 def broken(folder, what):
@@ -1188,7 +1191,7 @@ def folder(tmp_path_factory):
 
 
 async def with_server(folder, work, **flags):
-    api = common.lesson("06f_openai_api")
+    api = registry.lesson("06f_openai_api")
     args = EngineArgs(model=str(folder), served_model_name=["base"], dtype="float32", max_model_len=64,
                               kv_cache_gib=0.01, enable_lora=True, max_loras=2, lora_modules=[f"one={folder / 'a0'}"],
                               **flags)  # fmt: skip
@@ -1295,7 +1298,7 @@ def test_nobody_waits_for_an_adapter_that_does_not_answer(folder, monkeypatch, h
 def test_a_request_keeps_the_adapter_that_it_was_accepted_for(folder, monkeypatch, about, then):
     """While its prompt is read, the name goes, or means other weights: 404, and never another model's answer."""
     pytest.importorskip("fastapi")
-    api = common.lesson("06f_openai_api")
+    api = registry.lesson("06f_openai_api")
     monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
     tokenizing.building(monkeypatch, lambda folder: Words())
     reading, go_on, prompts = asyncio.Event(), asyncio.Event(), api.OpenAIServing.prompts
@@ -1369,7 +1372,7 @@ def test_unloading_lets_answers_finish(make, tiny):
 
 def test_without_permission_there_are_no_routes(folder):
     pytest.importorskip("fastapi")
-    api = common.lesson("06f_openai_api")
+    api = registry.lesson("06f_openai_api")
     app = build_app(api.OpenAIServing(api.ScriptedLLM(), ["base"], {"one": "path"}))
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
         assert asyncio.run(api.call(app, path, {"lora_name": "x", "lora_path": "y"})).status == 404
@@ -1491,8 +1494,8 @@ def test_peft_computes_the_same(real_model):
             else:
                 wrapped.set_adapter(names[i - 1])
                 reference = wrapped(torch.tensor([prompts[i]])).logits[0, -1]
-        common.assert_close(together[i], reference)
-        common.assert_close(ours([i])[0], reference)
+        assert_close(together[i], reference)
+        assert_close(ours([i])[0], reference)
 
 
 @pytest.mark.slow
@@ -1521,11 +1524,11 @@ def test_adapters_that_peft_wrote(tmp_path, rslora):
         lora = files.read_adapter(tmp_path / "adapter", folder_config)
         merged = lora_model.merged(model, lora)
         hidden = merged.forward(ids, torch.arange(10), naive.recompute)
-        common.assert_close(merged.logits(hidden), reference)
+        assert_close(merged.logits(hidden), reference)
     files.write_adapter(lora, tmp_path / "ours", alpha=4, dtype=torch.float32)
     clean = LlamaForCausalLM.from_pretrained(tmp_path / "base").eval()
     again = peft.PeftModel.from_pretrained(clean, tmp_path / "ours")(ids[None]).logits[0].detach()
-    common.assert_close(again, reference)
+    assert_close(again, reference)
 
 
 @pytest.mark.slow

@@ -17,6 +17,16 @@ import common
 import pytest
 import scripts
 import torch
+from engine.serving import sockets
+from engine import arguments
+from engine import registry
+from lab import cli
+from lab import figures
+from lab import recorded
+from lab import timing
+from lab.hardware import HARDWARE
+from lab.parameters import checked
+from support.close import assert_close
 
 
 def python_job(code: str, *argv: str) -> scripts.Job:
@@ -49,11 +59,11 @@ def test_relative_error():
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 1e-3), (torch.bfloat16, 2e-2)])
 def test_assert_close_is_as_strict_as_the_contract(dtype, tolerance):
     ref = torch.ones(1000, dtype=torch.float64)
-    common.assert_close(ref * (1 + 0.9 * tolerance), ref, dtype)
+    assert_close(ref * (1 + 0.9 * tolerance), ref, dtype)
     with pytest.raises(AssertionError, match="exceeds"):
-        common.assert_close(ref * (1 + 1.1 * tolerance), ref, dtype)
+        assert_close(ref * (1 + 1.1 * tolerance), ref, dtype)
     with pytest.raises(AssertionError):
-        common.assert_close(torch.full((1000,), math.nan), ref, dtype)
+        assert_close(torch.full((1000,), math.nan), ref, dtype)
 
 
 def test_a_long_line_goes_on_below(capsys):
@@ -74,7 +84,7 @@ def test_what_a_model_wrote_moves_no_cursor(capsys):
 
 
 def test_a_home_that_cannot_be_written_is_not_reported():
-    code = f"import sys; sys.path.insert(0, {str(common.HERE)!r}); import common; common.new_figure()"
+    code = f"import sys; sys.path.insert(0, {str(common.HERE)!r}); from lab import figures; figures.new_figure()"
     environment = {k: v for k, v in os.environ.items() if k not in ("MPLCONFIGDIR", "XDG_CONFIG_HOME")}
     environment |= {"HOME": "/dev/null/nobody", "XDG_CACHE_HOME": "/dev/null/nothing"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
@@ -141,19 +151,26 @@ def test_gpu_stays_unseen_when_the_cpu_is_asked_for(argv):
 
 
 def test_a_lesson_is_loaded_once_and_never_twice_when_it_is_main(tmp_path, monkeypatch):
-    assert common.lesson("01_kv_cache") is common.lesson("01_kv_cache")
+    assert registry.lesson("01_kv_cache") is registry.lesson("01_kv_cache")
     with pytest.raises(ImportError, match="99_nothing"):
-        common.lesson("99_nothing")
-    code = "import common, sys\nme = common.lesson('90_a')\nprint(me.__name__, me is sys.modules['__main__'])"
+        registry.lesson("99_nothing")
+    code = """
+import common, sys
+from engine import registry
+me = registry.lesson('90_a')
+print(me.__name__, me is sys.modules['__main__'])
+"""
     (tmp_path / "90_a.py").write_text(code)
     (tmp_path / "91_bad.py").write_text("import common\nraise RuntimeError('broken lesson')")
-    (tmp_path / "common.py").write_text((common.HERE / "common.py").read_text())
+    (tmp_path / "engine").mkdir()
+    for name in ("common.py", "engine/__init__.py", "engine/registry.py"):
+        (tmp_path / name).write_text((common.HERE / name).read_text())
     done = subprocess.run([sys.executable, tmp_path / "90_a.py", "--help"], capture_output=True, text=True)  # no torch
     assert done.stdout.split() == ["__main__", "True"], done.stderr
-    monkeypatch.setattr(common, "HERE", tmp_path)
+    monkeypatch.setattr(registry, "VLLM", tmp_path)
     for _ in range(2):  # a lesson that failed to load is not left half-loaded
         with pytest.raises(RuntimeError, match="broken lesson"):
-            common.lesson("91_bad")
+            registry.lesson("91_bad")
 
 
 # --- Files ----------------------------------------------------------------------------------------------------------
@@ -161,9 +178,9 @@ def test_a_lesson_is_loaded_once_and_never_twice_when_it_is_main(tmp_path, monke
 
 def test_merge_json_keeps_other_keys(tmp_path):
     path = tmp_path / "new" / "out.json"
-    common.merge_json(path, "a", {"x": 1})
-    common.merge_json(path, "b", {"y": 2})
-    common.merge_json(path, "a", {"x": 3})
+    recorded.merge_json(path, "a", {"x": 1})
+    recorded.merge_json(path, "b", {"y": 2})
+    recorded.merge_json(path, "a", {"x": 3})
     assert json.loads(path.read_text()) == {"a": {"x": 3}, "b": {"y": 2}}
     assert [p.name for p in path.parent.iterdir()] == ["out.json"]
 
@@ -173,7 +190,7 @@ def test_merge_json_refuses_what_it_cannot_merge(tmp_path, content):
     path = tmp_path / "out.json"
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(common.InputError, match="--json"):
-        common.merge_json(path, "a", {})
+        recorded.merge_json(path, "a", {})
     assert path.read_bytes() == content.encode("latin-1")
 
 
@@ -182,17 +199,15 @@ def test_results_have_a_place_before_anything_is_computed(tmp_path, capsys, monk
 
     def refused(flag, path):
         with pytest.raises(SystemExit) as end:
-            common.parser("what it does").parse_args(
-                [flag, str(path), *(["--figure", "."] if flag == "--json" else [])]
-            )
+            cli.parser("what it does").parse_args([flag, str(path), *(["--figure", "."] if flag == "--json" else [])])
         assert end.value.code == 2
         return capsys.readouterr().err
 
     for flag, wrong in (("--figure", "file"), ("--figure", "file/below"), ("--json", "file/a.json")):
         assert f"{flag}: {tmp_path / 'file'} is not a folder" in refused(flag, tmp_path / wrong)
     assert f"--json: {tmp_path} is a folder" in refused("--json", tmp_path)
-    arguments = ["--figure", str(tmp_path / "new"), "--json", str(tmp_path / "new" / "x" / "a.json")]
-    assert common.parser("what it does").parse_args(arguments).figure
+    words = ["--figure", str(tmp_path / "new"), "--json", str(tmp_path / "new" / "x" / "a.json")]
+    assert cli.parser("what it does").parse_args(words).figure
     may = os.access
     monkeypatch.setattr(os, "access", lambda path, how: Path(path) != tmp_path and may(path, how))
     for flag in ("--figure", "--json"):
@@ -200,16 +215,16 @@ def test_results_have_a_place_before_anything_is_computed(tmp_path, capsys, monk
     monkeypatch.undo()
     (tmp_path / "plot.svg").mkdir()
     with pytest.raises(common.InputError, match=r"--figure .*: plot.svg cannot be written"):
-        common.save_figure(common.new_figure()[0], tmp_path, "plot")
+        figures.save_figure(figures.new_figure()[0], tmp_path, "plot")
 
 
 def test_figures_are_reproducible(tmp_path):
     def draw(folder):
-        figure, axes = common.new_figure()
+        figure, axes = figures.new_figure()
         axes.plot([1, 2, 3], [1, 4, 9], label="T²")
         axes.fill_between([1, 2], [1, 2])
         axes.legend()
-        return common.save_figure(figure, folder, "plot").read_bytes()
+        return figures.save_figure(figure, folder, "plot").read_bytes()
 
     assert draw(tmp_path / "a") == draw(tmp_path / "b")
 
@@ -219,25 +234,27 @@ def test_figures_are_reproducible(tmp_path):
 
 def test_an_address_is_one_that_a_client_can_call():
     for text in ("http://localhost", "https://example.org:443/v1", "http://[::1]:8000", "http://10.0.0.1:1/"):
-        assert common.url(text) == text.rstrip("/")
+        assert arguments.url(text) == text.rstrip("/")
     for text in ("localhost:8000", "ftp://a", "http://", "http://[::1", "http://a:x", "http://a:0", "http://a:65536"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not http://HOST:PORT"):
-            common.url(text)
+            arguments.url(text)
 
 
 SCRIPT = """
 import common
+from engine.arguments import number
+from lab import cli
 def main():
-    p = common.parser("doc")
-    p.add_argument("--blocks", type=common.number(int, 1, 64), default=4)
-    p.add_argument("--rate", type=common.number(float, 0), default=1.0)
+    p = cli.parser("doc")
+    p.add_argument("--blocks", type=number(int, 1, 64), default=4)
+    p.add_argument("--rate", type=number(float, 0), default=1.0)
     p.add_argument("--tile", type=int, choices=(1, 2, 4))
     args = p.parse_args()
-    common.start(args)
+    cli.start(args)
     if args.blocks == 13:
         raise common.InputError("--blocks 13: unlucky; allowed: others")
     common.check_equal("blocks", args.blocks, 4)
-common.run(main)
+cli.run(main)
 """
 
 
@@ -289,7 +306,7 @@ def test_a_signal_ends_what_was_started():
 
     try:
         with pytest.raises(SystemExit) as stop:
-            common.run(main)
+            cli.run(main)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert stop.value.code == 143 and ended == ["server"]
@@ -312,7 +329,7 @@ def test_help_does_not_wait_for_torch():
 
 
 def test_roofline():
-    h100 = common.HARDWARE["H100 80GB"]
+    h100 = HARDWARE["H100 80GB"]
     assert h100.ridge == pytest.approx(295, abs=1)
     assert h100.seconds(flops=989e12, bytes_moved=0) == 1 and h100.seconds(flops=0, bytes_moved=3350e9) == 1
     assert h100.seconds(989e12, 2 * 3350e9) == 2
@@ -321,9 +338,9 @@ def test_roofline():
 def test_measure_reports_what_a_call_takes():
     if common.HAS_GPU:
         pytest.skip("wall-clock sleeps are not GPU work")
-    for measure in (common.measure, common.measure_graph):
-        timing = measure(lambda: time.sleep(0.01), seconds=0.1)
-        assert 0.01 <= timing.low <= timing.median <= timing.high < 0.1
+    for measure in (timing.measure, timing.measure_graph):
+        took = measure(lambda: time.sleep(0.01), seconds=0.1)
+        assert 0.01 <= took.low <= took.median <= took.high < 0.1
 
 
 # --- Parameters of a simulation ------------------------------------------------------------------------------------
@@ -333,8 +350,8 @@ GOOD = {"size": 8, "scale": 1, "on": False, "kind": "b", "count": 2}
 
 
 def test_parameters_that_are_allowed():
-    assert common.checked(GOOD, ALLOWED) == GOOD
-    assert common.checked(GOOD | {"scale": 0.5}, ALLOWED)["scale"] == 0.5
+    assert checked(GOOD, ALLOWED) == GOOD
+    assert checked(GOOD | {"scale": 0.5}, ALLOWED)["scale"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -352,14 +369,14 @@ def test_parameters_that_are_allowed():
 )
 def test_parameters_that_are_not_allowed(change, message):
     with pytest.raises(common.InputError, match=message.replace("(", r"\(")):
-        common.checked(GOOD | change, ALLOWED)
+        checked(GOOD | change, ALLOWED)
 
 
 def test_a_missing_parameter_is_named():
     with pytest.raises(common.InputError, match="kind: missing"):
-        common.checked({k: v for k, v in GOOD.items() if k != "kind"}, ALLOWED)
+        checked({k: v for k, v in GOOD.items() if k != "kind"}, ALLOWED)
     with pytest.raises(common.InputError, match="an object with size"):
-        common.checked([], ALLOWED)
+        checked([], ALLOWED)
 
 
 @pytest.mark.parametrize(("limits", "then"), [((1024, 4096), (4096, 4096)), ((256, -1), (65535, -1)),
@@ -369,13 +386,19 @@ def test_a_server_may_have_as_many_connections_as_the_machine_allows(monkeypatch
     resource, now = pytest.importorskip("resource"), []
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda which, pair: now.append(pair))
-    common.set_ulimit()
+    sockets.set_ulimit()
     assert now == ([then] if then else [])
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
     """`| head -1`."""
-    code = f"import sys; sys.path.insert(0, {str(common.HERE)!r}); import common; common.run(lambda: common.say('x'))"
+    code = f"""
+import sys
+sys.path.insert(0, {str(common.HERE)!r})
+import common
+from lab import cli
+cli.run(lambda: common.say('x'))
+"""
     command = [sys.executable, "-c", code, "--help"]  # which does without torch
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
@@ -384,9 +407,9 @@ def test_a_reader_that_has_seen_enough_is_no_error():
 
 def test_no_thread_sees_half_a_lesson(tmp_path, monkeypatch):
     (tmp_path / "99_slow.py").write_text("import time\ntime.sleep(0.2)\nwhole = True\n")
-    monkeypatch.setattr(common, "HERE", tmp_path)
+    monkeypatch.setattr(registry, "VLLM", tmp_path)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: common.lesson("99_slow").whole, range(4)))
+        found = list(pool.map(lambda _: registry.lesson("99_slow").whole, range(4)))
     del sys.modules["99_slow"]
     assert found == [True] * 4
 
@@ -403,5 +426,5 @@ def test_a_row_of_layers_is_timed_by_the_layer(device):
             time.sleep(0.002)
 
     seen = set()
-    took = common.measure_in_a_row(Layer(), torch.ones(1, device=device), 60e6, 0.01)
+    took = timing.measure_in_a_row(Layer(), torch.ones(1, device=device), 60e6, 0.01)
     assert len(seen) == 5 and (0.002 <= took < 0.008 or common.HAS_GPU)

@@ -11,6 +11,7 @@ from pathlib import Path
 import common
 import pytest
 import scripts
+from lab import cli
 from engine.config import SchedulerConfig
 from engine.core.block_pool import BlockPool
 from engine.core.kv_cache_manager import KVCacheManager
@@ -19,7 +20,7 @@ from engine.request import Request, SamplingParams
 from lab import replay, workload_files
 from support.broken import break_class
 
-page = common.numbers("11_preemption")
+page = cli.numbers("11_preemption")
 GOLDEN = Path(__file__).parent / "golden"
 WORKLOADS = sorted((*GOLDEN.glob("recorded/workloads/*.json"), *GOLDEN.glob("random/workloads/*.json")))
 
@@ -141,7 +142,7 @@ def run(capsys, *argv) -> tuple[int, str, str]:
     """Exit code, standard output and error of the script with these arguments."""
     code = 0
     try:
-        common.run(lambda: replay.main([str(a) for a in argv]))
+        cli.run(lambda: replay.main([str(a) for a in argv]))
     except SystemExit as stop:
         code = stop.code
     captured = capsys.readouterr()

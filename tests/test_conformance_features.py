@@ -8,8 +8,8 @@ import json
 from collections import Counter, deque
 from types import SimpleNamespace
 
-import common
 import pytest
+from engine import registry
 from engine.core.scheduler import Scheduler
 from engine.kv_transfer.base import KVConnectorBase
 from engine.output import KVConnectorOutput
@@ -18,7 +18,7 @@ from lab import replay, workload_files
 from support.broken import break_class
 from test_conformance import GOLDEN, trace_of
 
-disagg = common.lesson("08_disagg")
+disagg = registry.lesson("08_disagg")
 FEATURES = ("speculative", "adapters", "remote", "loads", "together", "ahead", "ahead_speculative")
 FIELDS = workload_files.CONFIG_FIELDS
 WORKLOADS = {feature: sorted((GOLDEN / feature / "workloads").iterdir()) for feature in FEATURES}

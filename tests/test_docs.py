@@ -13,6 +13,9 @@ import documents
 import pytest
 from documents import LESSONS, PAGES, TOLD
 from scripts import output_of
+from engine import registry
+from lab import cli
+from lab import figures
 
 sys.path.insert(0, str(common.ROOT / "lessons"))
 import graph
@@ -94,7 +97,7 @@ def test_commands_are_accepted(page):
         if script not in documents.LESSONS:  # lessons/build.py, tests/refresh.py: they have flags only
             assert set(arguments) <= set(re.findall(r"--\w+", script.read_text())), f"{page.name}: {arguments}"
         elif "-h" not in arguments and "--help" not in arguments:
-            common.lesson(script.stem).build_parser().parse_args(arguments)  # a refusal exits, and names the flag
+            registry.lesson(script.stem).build_parser().parse_args(arguments)  # a refusal exits, and names the flag
 
 
 @by_name
@@ -163,8 +166,8 @@ def python_shell(page) -> dict[str, object]:
     (setup,) = re.findall(r"^cd vllm && uv run python -i -c '(.+)'$", readme, flags=re.M)
     names: dict[str, object] = {}
     setup = setup.replace("04_continuous_batching", page.stem)
-    if not (common.NUMBERS / f"{page.stem}.py").is_file():
-        setup = setup.replace("common.numbers(", "common.lesson(")
+    if not (cli.NUMBERS / f"{page.stem}.py").is_file():
+        setup = setup.replace("cli.numbers(", "registry.lesson(")
     exec(setup, names)
     return names
 
@@ -193,7 +196,7 @@ def test_checks_of_the_exercises(page):
 def test_figures_belong_to_a_lesson():
     """What is in them is compared where the scripts run (`test_scripts.py`)."""
     prefixes = {script.stem.split("_")[0] for script in LESSONS}
-    assert {path.stem.split("_")[0] for path in common.FIGURES.iterdir()} == prefixes
+    assert {path.stem.split("_")[0] for path in figures.FIGURES.iterdir()} == prefixes
 
 
 def test_readme_lists_every_lesson_and_two_commands():

@@ -22,6 +22,7 @@ from test_07b_trained_drafters import random_network
 from test_12_multi_lora import NoBytes, Words
 
 from support import tokenizing
+from lab import cli
 from engine.serving.wire import frame, loads
 from engine.parallel import workers
 from engine.parallel.workers import start_workers
@@ -38,7 +39,7 @@ from engine.parallel.stages import skeleton
 from engine.parallel.worker import WorkerSpec
 from engine.serving.pipeline_proc import ParallelEngineCoreProc
 
-page = common.numbers("07_spec_decode")
+page = cli.numbers("07_spec_decode")
 from engine.spec_decode import drafters, trained
 
 executors = scaling.executors

@@ -92,7 +92,8 @@ ON_NVIDIA = r"""
 import json, re, sys
 sys.path.insert(0, sys.argv[1])
 import compile_kernels as ck, common, torch
-flash, paged, gqa, chunked = map(common.lesson, ("03_flash_attention", "02_paged_attention", "09_gqa",
+from engine import registry
+flash, paged, gqa, chunked = map(registry.lesson, ("03_flash_attention", "02_paged_attention", "09_gqa",
                                                  "10_chunked_prefill"))
 decode, prefill, unified, tiles = paged.decode_tiles, gqa.prefill_tiles, chunked.choose_tiles, flash.choose_tiles
 tiles_of_gqa = gqa.decode_tiles
@@ -190,7 +191,8 @@ STEPS = r"""
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import compile_kernels as ck, common, torch
-paged, flash, chunked = map(common.lesson, ("02_paged_attention", "03_flash_attention", "10_chunked_prefill"))
+from engine import registry
+paged, flash, chunked = map(registry.lesson, ("02_paged_attention", "03_flash_attention", "10_chunked_prefill"))
 ck.triton.runtime.driver.set_active(ck.Driver(ck.TARGETS["sm_90"]))
 empty = lambda *shape, dtype=torch.bfloat16: torch.empty(*shape, dtype=dtype, device="meta")
 compiled = {}

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from support.close import assert_close
 from engine.model import folders, gguf_files, llama, loader
 from engine.model.chat_template import read_chat_template
 from engine.model.config import ABSENT, FAMILIES, LlamaConfig, NEUTRAL, NEUTRAL_IN, _eos_of_tokenizer
@@ -79,7 +80,7 @@ def test_logits_equal_transformers(real_model, transformers_model):
         ids = tokenizer.encode(prompt)
         with torch.inference_mode():
             reference = theirs(torch.tensor([ids], device=theirs.device)).logits[0]
-        common.assert_close(logits_of(model, ids), reference)
+        assert_close(logits_of(model, ids), reference)
 
 
 def test_tokenizer_equals_transformers(real_model, transformers_model):
@@ -216,7 +217,7 @@ def compare_with_transformers(folder, theirs, length=120):
     ids = torch.randint(model.config.vocab_size, (length,)).tolist()
     with torch.inference_mode():
         reference = theirs(torch.tensor([ids])).logits[0]
-    common.assert_close(logits_of(model, ids), reference)
+    assert_close(logits_of(model, ids), reference)
     return model
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import json
 
-import common
 import documents
 import pytest
 from documents import LESSONS, PAGES
+from lab import recorded
 
 
 @pytest.mark.parametrize("lesson", [path.stem for path in LESSONS])
@@ -29,7 +29,7 @@ def facts(lesson: str) -> dict:
 def test_quoted_numbers(page):
     wrong = []
     for quote in documents.quotes(page):
-        source = facts(quote.lesson) if quote.source == "fact" else common.results(quote.lesson, quote.source)
+        source = facts(quote.lesson) if quote.source == "fact" else recorded.results(quote.lesson, quote.source)
         try:
             value = documents.lookup(source, quote.path)
         except (KeyError, IndexError, TypeError, ValueError) as error:

@@ -44,9 +44,10 @@ def test_as_if_there_were_a_gpu(name, expression):
 REFUSALS = """
 import pretend_gpu  # before the rest: it decides what there is
 import pytest, torch, common
+from engine import registry
 
 on, off = torch.ones(4, device="cuda"), torch.ones(4)
-kernel = common.lesson("02_paged_attention").reshape_and_cache_kernel
+kernel = registry.lesson("02_paged_attention").reshape_and_cache_kernel
 
 def refused(why, what):
     with pytest.raises((RuntimeError, TypeError, ValueError), match=why):

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from engine import registry
 from engine.config import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.engine_core import check_pool
@@ -24,8 +25,8 @@ from engine.request import Request
 from engine.request import RequestStatus
 from engine.request import SamplingParams
 
-continuous_batching = common.lesson("04_continuous_batching")
-chunked_prefill = common.lesson("10_chunked_prefill")
+continuous_batching = registry.lesson("04_continuous_batching")
+chunked_prefill = registry.lesson("10_chunked_prefill")
 
 VOCABULARY = 4  # small: prompts share prefixes, and generated blocks are found again
 

@@ -19,6 +19,9 @@ from processes import together
 from safetensors.torch import load_file, save_file
 from scripts import execute, get, output_of, run, script_job, within
 
+from engine import registry
+from lab import cli
+from lab import figures
 from engine.model import folders, loader
 
 FLAGS = ("--bench", "--json", "--figure", "--model", "--device", "--seed")
@@ -43,7 +46,7 @@ def test_default_run(lesson):
     assert done.results["other"] == 1, "--json merges"
     mine = done.results[lesson]
     assert mine["machine"]["torch"] and mine["facts"]
-    committed = common.FIGURES.glob(f"{lesson.split('_')[0]}_*.svg")
+    committed = figures.FIGURES.glob(f"{lesson.split('_')[0]}_*.svg")
     assert done.figures == {path.name: path.read_bytes() for path in committed}, "a figure is out of date"
 
 
@@ -140,9 +143,9 @@ def test_who_looks_at_what_a_script_prints_is_in_one_process():
 @by_lesson
 def test_the_figures_are_saved_last(lesson):
     """And then the numbers, where they are asked for."""
-    main = inspect.getsource(common.lesson(lesson).main)
-    if "common.hand_over(" in main:
-        assert main.rstrip().endswith("common.hand_over(KEY, args)")
+    main = inspect.getsource(registry.lesson(lesson).main)
+    if "cli.hand_over(" in main:
+        assert main.rstrip().endswith("cli.hand_over(KEY, args)")
         return
     rest = main.partition("draw(args.figure)")[2]
     assert "args.json" in rest and not re.search(r"common\.(heading|say|table|check)", rest)
@@ -150,7 +153,7 @@ def test_the_figures_are_saved_last(lesson):
 
 @by_lesson
 def test_help(lesson):
-    text = common.lesson(lesson).build_parser().format_help()
+    text = registry.lesson(lesson).build_parser().format_help()
     assert all(flag in text for flag in FLAGS)
 
 
@@ -165,7 +168,7 @@ def test_help_of_a_process(lesson):
 
 @by_lesson
 def test_wrong_flags_are_one_line(lesson, capsys):
-    parser = common.lesson(lesson).build_parser()
+    parser = registry.lesson(lesson).build_parser()
     for argv in (["--nonsense"], ["--seed", "x"], ["--device", "tpu"], ["stray"]):
         with pytest.raises(SystemExit) as stop:
             parser.parse_args(argv)
@@ -203,7 +206,7 @@ def test_values_that_cannot_be_are_refused_before_a_model_is_loaded(real_model, 
 
     monkeypatch.setattr(loader, "load", load)
     with pytest.raises(common.InputError) as refused:
-        common.lesson(lesson).main([*argv, "--figure", str(tmp_path)])
+        registry.lesson(lesson).main([*argv, "--figure", str(tmp_path)])
     assert len(str(refused.value).splitlines()) == 1
 
 
@@ -246,10 +249,12 @@ def without_triton(lesson, *arguments):
 LOADS = f"""{HIDE_TRITON}
 sys.path.insert(0, {str(common.HERE)!r})
 import common
+from engine import registry
+from lab import cli
 assert not common.HAS_TRITON
 for name in {[path.stem for path in LESSONS]!r}:
-    common.lesson(name).main
-    (common.numbers if (common.NUMBERS / f"{{name}}.py").is_file() else common.lesson)(name).simulate
+    registry.lesson(name).main
+    (cli.numbers if (cli.NUMBERS / f"{{name}}.py").is_file() else registry.lesson)(name).simulate
 """
 LOADS_JOB = (("every lesson, without Triton",), [sys.executable, "-c", LOADS])
 
@@ -331,7 +336,7 @@ def test_a_model_that_a_story_cannot_use_is_one_line(lesson, shape, flags, why, 
         tmp_path / "model", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, **usable | shape
     )
     with pytest.raises(common.InputError) as refused:
-        common.lesson(lesson).main(["--model", str(folder), "--figure", str(tmp_path), *flags])
+        registry.lesson(lesson).main(["--model", str(folder), "--figure", str(tmp_path), *flags])
     assert re.fullmatch(why, str(refused.value))
     assert not re.search(r"^ *1\b", capsys.readouterr().out, re.M)
 
@@ -347,7 +352,7 @@ def short_model(tmp_path_factory):
 @by_lesson
 def test_a_context_that_is_too_short_is_one_line(lesson, short_model, tmp_path, monkeypatch):
     """And it names nothing that nobody gave. The kernels of lesson 03 take any context, and its prompts are short."""
-    module = common.lesson(lesson)
+    module = registry.lesson(lesson)
     if lesson == "03_flash_attention":
         return module.show_model(str(short_model))
     for name in ("check_kernel", "check_kernels"):  # they know no model
@@ -361,7 +366,7 @@ def test_a_context_that_is_too_short_is_one_line(lesson, short_model, tmp_path, 
 @pytest.mark.parametrize("lesson", SHIPPED)
 def test_weights_that_were_trained_for_another_model_say_so(lesson, bare_model, tmp_path, capsys):
     with pytest.raises(common.InputError) as refused:
-        common.lesson(lesson).main(["--model", str(bare_model), "--figure", str(tmp_path)])
+        registry.lesson(lesson).main(["--model", str(bare_model), "--figure", str(tmp_path)])
     words = (f"--model: this story takes {folders.DEFAULT_MODEL}", SHIPPED[lesson])
     assert all(word in str(refused.value) for word in words) and "\n" not in str(refused.value)
     assert len(capsys.readouterr().out.splitlines()) == 1, "the machine: nothing was told yet"
@@ -384,19 +389,19 @@ def sure_model(tmp_path_factory):
 
 def test_what_an_answer_that_ends_at_once_leaves_to_be_told(sure_model, capsys):
     """No rate of nothing, and no perplexity that a float cannot hold."""
-    drafting = common.lesson("07_spec_decode")
+    drafting = registry.lesson("07_spec_decode")
     drafting.tell_model(argparse.Namespace(k=4), *sure_model)
     drafting.tell_end(argparse.Namespace(k=4), *sure_model)
     told = capsys.readouterr().out
     assert "ends at its first token, at '<|im_end|>'" in told and "0/0" not in told and "0.00  " not in told
-    found = common.numbers("09_gqa").measure_perplexity(*sure_model, 512)
+    found = cli.numbers("09_gqa").measure_perplexity(*sure_model, 512)
     told = capsys.readouterr().out
     assert found["trained"] == 1e9 and "over a billion as trained" in told and "inf" not in told
 
 
 @pytest.mark.parametrize("name", ["03_flash_attention", "04c_speed"])
 def test_numbers_of_the_model_that_is_there(sure_model, monkeypatch, capsys, name):
-    module = common.lesson(name)
+    module = registry.lesson(name)
     monkeypatch.setattr(loader, "load", lambda path: sure_model)
     if name == "03_flash_attention":
         module.show_model("sure")

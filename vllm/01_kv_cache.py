@@ -42,6 +42,9 @@ import torch
 import torch.nn.functional as F
 from common import tl, triton
 
+from engine import arguments
+from lab import cli
+from lab.hardware import HARDWARE
 from engine.model import folders, llama, loader
 from engine.model.config import LlamaConfig
 from engine.model.tokenizer import Tokenizer
@@ -439,7 +442,7 @@ def show_waste(args: argparse.Namespace, used: int) -> None:
 
 def show_roofline() -> None:
     """A decode step of Llama-3.1-8B beside an H100's data sheet, up to a batch that no GPU holds."""
-    gpu, rows = common.HARDWARE["H100 80GB"], []
+    gpu, rows = HARDWARE["H100 80GB"], []
     for B in (1, 8, 64, 10**6):
         flops, moved = decode_cost(B, context=2048)
         seconds = gpu.seconds(flops, moved)
@@ -449,11 +452,11 @@ def show_roofline() -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    p = common.parser(__doc__)
+    p = cli.parser(__doc__)
     p.add_argument("--prompt", default=QUESTION, help="the question that the model answers (default: %(default)s)")
-    p.add_argument("--new-tokens", type=common.number(int, 2, 1024), default=24, help="tokens to write (default 24)")
+    p.add_argument("--new-tokens", type=arguments.number(int, 2, 1024), default=24, help="tokens to write (default 24)")
     slots = "rows that the cache reserves for a sequence (default 2048)"
-    p.add_argument("--slots", type=common.number(int, 1, 1 << 16), default=2048, help=slots)
+    p.add_argument("--slots", type=arguments.number(int, 1, 1 << 16), default=2048, help=slots)
     bug = "break it: number the tokens of every forward pass from 0; the check must fail"
     p.add_argument("--restart-positions", action="store_true", help=bug)
     return p
@@ -461,7 +464,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    common.start(args)
+    cli.start(args)
     prompt = prompt_tokens(args, folders.model_folder(args.model))
     model, tokenizer = loader.load(args.model)
 
@@ -475,8 +478,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     show_waste(args, used=len(prompt) + args.new_tokens - 1)
     common.heading("5 · Why decode is memory-bound: Llama-3.1-8B in bf16, an H100's data sheet")
     show_roofline()
-    common.hand_over(KEY, args)
+    cli.hand_over(KEY, args)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

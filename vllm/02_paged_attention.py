@@ -38,6 +38,8 @@ from collections.abc import Sequence
 import torch
 from common import tl, triton
 
+from engine import arguments
+from lab import cli
 from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
 from engine.attention.metadata import AttentionMetadata
@@ -614,8 +616,8 @@ def show_waste(block_size: int) -> None:
     common.say("Blocks as large as the reservation fit one request fewer: the null block takes one of them.")
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
     sizes = [1 << k for k in range(3, 12)]
     p.add_argument("--block-size", type=int, choices=sizes, default=16, help="slots per block (default 16)")
     return p
@@ -638,7 +640,7 @@ def example_launches(dtype: torch.dtype) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    common.start(args)
+    cli.start(args)
     num_blocks = 4096 // args.block_size
     model, tokenizer = loader.load(args.model)
     prompts = [tokenizer.ask(question) for question in QUESTIONS]
@@ -657,8 +659,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     common.heading("4. 16,384 slots, 400 requests of 20 to 199 tokens: how many fit at once?")
     show_waste(args.block_size)
-    common.hand_over(KEY, args)
+    cli.hand_over(KEY, args)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

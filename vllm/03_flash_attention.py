@@ -42,6 +42,9 @@ import torch
 from common import tl, triton
 from torch import Tensor
 
+from engine import arguments
+from lab import cli
+from lab import timing
 from engine.model import llama, loader
 
 KEY = "03_flash_attention"
@@ -466,13 +469,13 @@ def show_hopper(T: int = 16384) -> None:
     for what, tiles in (("all warps alike", choose_tiles(q.dtype, 128, None, (9, 0))), ("warps that take turns", None)):
         run = functools.partial(flash_attention, q, k, v, *packed([T], [T]), tiles=tiles)
         outs.append(run()[0])
-        rates.append(4 * T * T / 2 * 16 * 128 / common.measure(run).median / 1e12)  # causal: half of full
+        rates.append(4 * T * T / 2 * 16 * 128 / timing.measure(run).median / 1e12)  # causal: half of full
         common.say(f"{what}: {rates[-1]:.0f} TFLOP/s")
     common.check(f"the same, {rates[1] / rates[0]:.2f} times as fast", outs[1], outs[0])
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
     p.add_argument("--no-rescale", action="store_true", help="break it: forget to multiply the past by α")
     p.add_argument("--order", choices=list(ORDERS), default="increasing", help="of the scores in the first step")
     return p
@@ -480,7 +483,7 @@ def build_parser() -> common.Parser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    common.start(args)
+    cli.start(args)
     if (D := loader.check_context(args.model, 8).head_dim) % 16 or D > 256:
         raise common.InputError(f"--model {args.model}: head_dim {D}; the kernel takes multiples of 16 to 256")
     common.heading("1. One row of scores, a tile at a time")
@@ -495,8 +498,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     show_deleted_line()
     common.heading("6. Side by side: the engine's kernel for Hopper")
     show_hopper()
-    common.hand_over(KEY, args)
+    cli.hand_over(KEY, args)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

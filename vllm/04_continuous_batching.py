@@ -40,6 +40,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from engine import arguments
+from lab import cli
 from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
 from engine.config import SchedulerConfig, VllmConfig
@@ -415,10 +417,10 @@ def show_limits(prompts: Sequence[list[int]]) -> None:
     common.table(["", "most in a step", "steps"], rows)
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
     p.add_argument("--policy", choices=("static", "continuous"), default="continuous", help="batching of part 2")
-    seats, blocks = common.number(int, 1, 256), common.number(int, 2, 1 << 14)
+    seats, blocks = arguments.number(int, 1, 256), arguments.number(int, 2, 1 << 14)
     help_seats = "sequences in one step (default %(default)s; 1 serves them one by one)"
     help_blocks = f"KV blocks of {BLOCK_SIZE} tokens (default %(default)s; 34 hold few, below 33 is refused)"
     p.add_argument("--max-num-seqs", type=seats, default=32, metavar="N", help=help_seats)
@@ -428,7 +430,7 @@ def build_parser() -> common.Parser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    common.start(args)
+    cli.start(args)
     scheduler = make_scheduler(args.max_num_seqs, args.num_blocks, static=args.policy == "static")
     loader.check_context(args.model, scheduler.config.max_model_len)
 
@@ -446,8 +448,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.say("A letter is a request, a column is 4 steps. Sorted, there is nothing to gain.")
     common.heading("4. What breaks it: the requests of part 2 under other limits, counted without the model")
     show_limits(prompts)
-    common.hand_over(KEY, args)
+    cli.hand_over(KEY, args)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

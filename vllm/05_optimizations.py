@@ -44,6 +44,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from engine import arguments
+from lab import cli
+from lab.hardware import HARDWARE
 from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
 from engine import registry
@@ -460,7 +463,7 @@ def show_model(model: llama.Llama, tokenizer: Tokenizer, hash_bits: int) -> None
 
 def show_graphs(model: llama.Llama, tokenizer: Tokenizer) -> None:
     """Launches of a step, what they cost beside the GPU's work, and an engine that replays its steps."""
-    gpu, rows = common.HARDWARE["H100 80GB"], []
+    gpu, rows = HARDWARE["H100 80GB"], []
     for name in ("SmolLM2-135M", "Llama-3.1-8B"):
         config = roofline.MODELS[name]
         # What a step launches depends on the layers, not on their width: a narrow model will do.
@@ -551,18 +554,18 @@ def catalog() -> dict[str, str]:
     }
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
     help = "bits of a block's key (default %(default)s; 8 serves another user's text)"
     p.add_argument("--hash-bits", type=int, choices=(8, 16, 64, 256), default=256, help=help)
     help = "what a plan takes on the clock, beside 10 ms of the model (default %(default)s)"
-    p.add_argument("--host-ms", type=common.number(float, 0, 1000), default=5.0, metavar="MS", help=help)
+    p.add_argument("--host-ms", type=arguments.number(float, 0, 1000), default=5.0, metavar="MS", help=help)
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    common.start(args)
+    cli.start(args)
     loader.check_context(args.model, 2112 if args.bench else 1024)
 
     common.heading("1 · Prefix caching: an index of blocks, beside one that compares tokens and forgets nothing")
@@ -580,8 +583,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     show_lookup(model, tokenizer)
     common.heading("7 · The catalog, counted for Llama-3.1-8B in bf16")
     common.say("\n".join(f"{name:<20}{saves}" for name, saves in catalog().items()))
-    common.hand_over(KEY, args)
+    cli.hand_over(KEY, args)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

@@ -47,6 +47,9 @@ from typing import Any
 
 import torch
 
+from engine import arguments
+from lab import cli
+from lab import recorded
 from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
 from engine.front_end import RequestOutput
@@ -452,13 +455,13 @@ def show_queue() -> None:
     common.table(["load", "mean wait", "p99", "most waiting", "refused"], rows)
 
 
-def build_parser() -> common.Parser:
+def build_parser() -> arguments.Parser:
     from lab.bench import add_bench_commands  # here: an engine's process, which loads this file, too, needs no httpx
 
-    p = common.parser(__doc__)
-    p.add_argument("--max-num-seqs", type=common.number(int, 1, 64), default=16, metavar="N",
+    p = cli.parser(__doc__)
+    p.add_argument("--max-num-seqs", type=arguments.number(int, 1, 64), default=16, metavar="N",
                    help="seats: requests in a step (default %(default)s)")  # fmt: skip
-    p.add_argument("--max-num-queued-reqs", type=common.number(int, 1), default=64, metavar="N",
+    p.add_argument("--max-num-queued-reqs", type=arguments.number(int, 1), default=64, metavar="N",
                    help="places: requests inside, whether they wait or run (default %(default)s)")  # fmt: skip
     p.add_argument("--no-abort", action="store_true",
                    help="break it: nobody tells the engine that a client left; the check must fail")  # fmt: skip
@@ -472,16 +475,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     if args.command:
         if args.json:  # not after minutes
-            common.stored_object(args.json)
+            recorded.stored_object(args.json)
         return args.run(args)
-    common.start(args)
+    cli.start(args)
     loader.check_context(args.model, 1024)
     model, tokenizer = loader.load(args.model)
     asyncio.run(tell_story(args, model, tokenizer))
     common.heading("5. What load does to a queue: 8 seats, 28 ms a step, 800 independent arrivals (simulated)")
     show_queue()
-    common.hand_over(KEY, args)
+    cli.hand_over(KEY, args)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

@@ -47,6 +47,9 @@ import torch
 import torch.nn.functional as F
 from common import tl, triton
 
+from engine import arguments
+from lab import cli
+from lab.hardware import HARDWARE
 from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
 from engine.llm import LLM
@@ -416,7 +419,7 @@ def best_k(alpha: float, c: float, v: float = 0.0, most: int = 128) -> int:
 
 
 # Llama-3.1-8B in bf16 on an H100: weights (without the input embedding), and a cached token's bytes on all layers.
-WEIGHTS, TOKEN_BYTES, H100 = 7_504_924_672, 131_072, common.HARDWARE["H100 80GB"]
+WEIGHTS, TOKEN_BYTES, H100 = 7_504_924_672, 131_072, HARDWARE["H100 80GB"]
 
 
 def pass_seconds(num_seqs: int, rows: int, context: int) -> float:
@@ -585,9 +588,9 @@ def tell_economics() -> None:
     common.say("keys and values, which are read once for all K + 1 rows: it gains whatever the batch.")
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
-    p.add_argument("-k", type=common.number(int, 1, 16), default=4, metavar="K", help="drafts at most (default 4)")
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
+    p.add_argument("-k", type=arguments.number(int, 1, 16), default=4, metavar="K", help="drafts at most (default 4)")
     p.add_argument("--method", choices=METHODS, default="ngram", help="the engine's drafter (default ngram)")
     p.add_argument("--break", dest="wrong", choices=tuple(BREAKS), help="the bug: one function does it wrong")
     return p
@@ -595,7 +598,7 @@ def build_parser() -> common.Parser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    common.start(args)
+    cli.start(args)
     loader.check_context(args.model, CONTEXT)
     with broken(args.wrong):
         check_rule()
@@ -607,8 +610,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.wrong:
         common.say(f"NOT CAUGHT (--break {args.wrong}): nothing in these answers gave the bug an occasion to show")
     tell_economics()
-    common.hand_over(KEY, args)
+    cli.hand_over(KEY, args)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

@@ -53,6 +53,11 @@ from typing import Any
 
 import torch
 
+from engine import arguments
+from lab import cli
+from lab import figures
+from lab import recorded
+from lab import timing
 from engine.model import llama, loader
 from engine.serving.sockets import bind
 from engine.request import Request
@@ -689,8 +694,8 @@ def draw(folder: str | Path) -> list[Path]:
 
 def _draw_handover(folder: str | Path) -> Path:
     """Who does what when: one request, six layers of it."""
-    figure, ax = common.new_figure(8.0, 4.1)
-    C, layers, width = common.COLORS, 6, 1.0
+    figure, ax = figures.new_figure(8.0, 4.1)
+    C, layers, width = figures.COLORS, 6, 1.0
     lanes = {"router": 5.0, "prefill worker": 4.0, "wire": 2.55, "decode worker": 1.1}
 
     def box(x: float, y: float, w: float, text: str, color: str, height: float = 0.56) -> None:
@@ -732,7 +737,7 @@ def _draw_handover(folder: str | Path) -> Path:
            xlabel="time")  # fmt: skip
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
-    return common.save_figure(figure, folder, "08_handover")
+    return figures.save_figure(figure, folder, "08_handover")
 
 
 # --- The story --------------------------------------------------------------------------------------------------------
@@ -863,9 +868,9 @@ def bench_kernel(dtype: torch.dtype) -> dict[str, Any]:
     buffer = gather_kv(kv_cache_layer, blocks, 0, PROMPT, 0, 8)
     plain = torch.empty_like(buffer)
     seconds = {
-        "gather": common.measure_graph(lambda: gather_kv(kv_cache_layer, blocks, 0, PROMPT, 0, 8)).median,
-        "scatter": common.measure_graph(lambda: scatter_kv(buffer, kv_cache_layer, blocks, 0, 0)).median,
-        "copy": common.measure_graph(lambda: plain.copy_(buffer)).median,
+        "gather": timing.measure_graph(lambda: gather_kv(kv_cache_layer, blocks, 0, PROMPT, 0, 8)).median,
+        "scatter": timing.measure_graph(lambda: scatter_kv(buffer, kv_cache_layer, blocks, 0, 0)).median,
+        "copy": timing.measure_graph(lambda: plain.copy_(buffer)).median,
     }
     found = {name: 2 * buffer.nbytes / t / 1e9 for name, t in seconds.items()}
     common.table(["one layer, 8,192 tokens", "GB/s read and written"], [[n, f"{x:.1f}"] for n, x in found.items()])
@@ -896,8 +901,8 @@ def show_simulation() -> None:
                  title="requests/s of which 9 in 10 meet TTFT 300 ms and the TPOT")  # fmt: skip
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
     p.add_argument("--fault", choices=Faults.KINDS, default="prefill-dies",
                    help="what happens in step 4, from the twelfth message on; if the model has fewer layers, "
                         "from as many messages on (default %(default)s)")  # fmt: skip
@@ -905,10 +910,12 @@ def build_parser() -> common.Parser:
     commands = p.add_subparsers(title="commands", metavar="proxy")
     about = {"help": "in front of prefill and decode servers", "description": proxy_command.__doc__}
     proxy = commands.add_parser("proxy", **about)
-    proxy.add_argument("--prefill", type=common.url, nargs="+", required=True, metavar="URL", help="the kv_producers")
-    proxy.add_argument("--decode", type=common.url, nargs="+", required=True, metavar="URL", help="the kv_consumers")
+    proxy.add_argument(
+        "--prefill", type=arguments.url, nargs="+", required=True, metavar="URL", help="the kv_producers"
+    )
+    proxy.add_argument("--decode", type=arguments.url, nargs="+", required=True, metavar="URL", help="the kv_consumers")
     proxy.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    port = common.number(int, 0, 65535)
+    port = arguments.number(int, 0, 65535)
     proxy.add_argument("--port", type=port, default=8000, help="default 8000; 0 takes a free one")
     proxy.set_defaults(run=proxy_command)
     return p
@@ -918,13 +925,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     if args.run is not None:
         return args.run(args)
-    machine = common.start(args)
+    machine = cli.start(args)
     with contextlib.ExitStack() as workers:
         bench = story(args, workers)
     if args.figure:
         draw(args.figure)
     if args.json:
-        common.merge_json(args.json, KEY, {"machine": machine, "facts": facts(), "bench": bench})
+        recorded.merge_json(args.json, KEY, {"machine": machine, "facts": facts(), "bench": bench})
 
 
 def story(args: argparse.Namespace, workers: contextlib.ExitStack) -> dict[str, Any]:
@@ -1016,4 +1023,4 @@ def story(args: argparse.Namespace, workers: contextlib.ExitStack) -> dict[str, 
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

@@ -45,6 +45,8 @@ import torch
 import torch.nn.functional as F
 from common import tl, triton
 
+from engine import arguments
+from lab import cli
 from engine.model import llama, loader, rope
 from engine.model.tokenizer import Tokenizer
 from engine import registry
@@ -690,12 +692,12 @@ def show_gpus() -> None:
     common.say("Where a GPU has one KV head, the wrong map is the right one: a test on eight GPUs passes.")
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
     help = "which KV head a query head reads (default interleaved; tiled breaks the model)"
     p.add_argument("--head-map", choices=tuple(HEAD_MAPS), default="interleaved", help=help)
     help = "instead of the story: merge the KV heads into one, train for MINUTES, print the curve (--json stores it)"
-    p.add_argument("--heal", type=common.number(float, 0.05, 600), metavar="MINUTES", help=help)
+    p.add_argument("--heal", type=arguments.number(float, 0.05, 600), metavar="MINUTES", help=help)
     return p
 
 
@@ -718,7 +720,7 @@ def example_launches(dtype: torch.dtype) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    machine = common.start(args)
+    machine = cli.start(args)
     if args.heal:
         return healing.run(args.model, args.heal, args.json, machine)
     loader.check_context(args.model, 128)
@@ -731,8 +733,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     show_mla()
     common.heading("4 · On several GPUs: one KV head is not less than eight")
     show_gpus()
-    common.hand_over(KEY, args)
+    cli.hand_over(KEY, args)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

@@ -39,6 +39,8 @@ import torch
 import torch.nn.functional as F
 from common import tl, triton
 
+from engine import arguments
+from lab import cli
 from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
 from engine import registry
@@ -582,12 +584,12 @@ def show_freeze(budget: int, threshold: int) -> None:
         common.say(f"STARVED: the streams use all {budget} tokens of every step. The prompt will never start.")
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
     help = "tokens per step in part 3 (default %(default)s; with 16 or fewer, the prompt starves)"
-    p.add_argument("--budget", type=common.number(int, 1, 8192), default=256, help=help)
+    p.add_argument("--budget", type=arguments.number(int, 1, 8192), default=256, help=help)
     help = "part 3's long_prefill_token_threshold (default 0: off)"
-    p.add_argument("--threshold", type=common.number(int, 0, 4096), default=0, help=help)
+    p.add_argument("--threshold", type=arguments.number(int, 0, 4096), default=0, help=help)
     return p
 
 
@@ -606,7 +608,7 @@ def example_launches(dtype: torch.dtype) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    common.start(args)
+    cli.start(args)
     loader.check_context(args.model, 128)
 
     common.heading("1 · One call for prompts, chunks and decodes")
@@ -616,8 +618,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     show_chunks(model, tokenizer)
     common.heading("3 · The freeze, on a clock: 4,096 tokens arrive among 16 streams, 10 ms + 50 µs per token a step")
     show_freeze(args.budget, args.threshold)
-    common.hand_over(KEY, args)
+    cli.hand_over(KEY, args)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

@@ -40,6 +40,8 @@ from typing import Any
 import torch
 from common import tl
 
+from engine import arguments
+from lab import cli
 from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
 from engine.attention.torch_paged import prefill_attention
@@ -634,12 +636,12 @@ def show_stall(pool_blocks: int) -> None:
     common.check_equal("STALLED: it does not fit again, so no step schedules anything any more", scheduled, {})
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
     help = "usable blocks in part 3's pool (default 64; below 16 no request can ever fit)"
-    p.add_argument("--pool-blocks", type=common.number(int, 1, 4096), default=64, help=help)
+    p.add_argument("--pool-blocks", type=arguments.number(int, 1, 4096), default=64, help=help)
     help = "blocks of it that admission leaves free (default 0)"
-    p.add_argument("--watermark", type=common.number(int, 0, 4096), default=0, help=help)
+    p.add_argument("--watermark", type=arguments.number(int, 0, 4096), default=0, help=help)
     return p
 
 
@@ -652,7 +654,7 @@ def example_launches(dtype: torch.dtype) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    common.start(args)
+    cli.start(args)
     common.heading("1 · One kernel moves blocks between two pools")
     check_kernel(args.seed)
     common.heading("2 · The real model: preempted, and none the worse for it (blocks of 4 tokens)")
@@ -662,8 +664,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     show_crowd(asked if asked != {"pool_blocks": 64, "watermark_blocks": 0} else {})
     common.heading("4 · What breaks it: a pool in which no request fits")
     show_stall(args.pool_blocks if 4 <= args.pool_blocks < 16 else 12)
-    common.hand_over(KEY, args)
+    cli.hand_over(KEY, args)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

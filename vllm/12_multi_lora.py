@@ -51,6 +51,12 @@ import numpy as np
 import torch
 from common import tl, triton
 
+from engine import arguments
+from lab import cli
+from lab import figures
+from lab import recorded
+from lab import timing
+from lab.parameters import checked
 from engine.model import folders, llama, loader
 from engine.model.config import LlamaConfig
 from engine.model.tokenizer import Tokenizer
@@ -374,7 +380,7 @@ def dry_request(i: int, adapter: int, tokens: int = TOKENS) -> Request:
 def simulate(params: dict[str, Any]) -> dict[str, Any]:
     """Who is resident, who waits for a slot, and what a step's rows look like to the kernels, from the real scheduler
     and the real caches. Raises InputError."""
-    p = common.checked(params, WIDGET_CHOICES)
+    p = checked(params, WIDGET_CHOICES)
     ranks = [64 if k == 0 and p["ranks"] == "one 64" else 8 for k in range(p["adapters"])]
     core = dry_core(p["max_loras"], p["batch"], ranks)
     manager, scheduler, steps = core.lora, core.scheduler, []
@@ -526,8 +532,8 @@ def draw(folder: str | Path) -> list[Path]:
 
 
 def _draw_batch(folder: str | Path) -> Path:
-    figure, ax = common.new_figure(8.0, 3.7)
-    rows, c = [0, 1, NONE, 0, 2, 1, NONE, 0], common.COLORS
+    figure, ax = figures.new_figure(8.0, 3.7)
+    rows, c = [0, 1, NONE, 0, 2, 1, NONE, 0], figures.COLORS
     colors, names = [c["orange"], c["blue"], c["green"], c["grey"]], ["A", "B", "C", "–"]
     meta = LoRAKernelMeta.build(rows, torch.device("cpu"))
     for t, slot in enumerate(rows):
@@ -558,7 +564,7 @@ def _draw_batch(folder: str | Path) -> Path:
     ax.set(xlim=(-0.2, 9.7), ylim=(-7.3, 1.7), xticks=[], yticks=[])
     for spine in ax.spines.values():
         spine.set_visible(False)
-    return common.save_figure(figure, folder, "12_batch")
+    return figures.save_figure(figure, folder, "12_batch")
 
 
 def _box(x: float, y: float, width: float, height: float, color: str, alpha: float) -> Any:
@@ -568,16 +574,16 @@ def _box(x: float, y: float, width: float, height: float, color: str, alpha: flo
 
 
 def _draw_hits(folder: str | Path) -> Path:
-    figure, ax = common.new_figure(8.0, 3.0)
+    figure, ax = figures.new_figure(8.0, 3.0)
     counts = (4, 7, 8, 9, 10, 12, 16, 32, 64)
     for traffic, color in (("round robin", "red"), ("Zipf", "blue")):
-        ax.plot(counts, [100 * hit_rate(traffic, n) for n in counts], "o-", color=common.COLORS[color], label=traffic)
-    ax.axvline(8, color=common.COLORS["grey"], linewidth=0.8, linestyle=":")
+        ax.plot(counts, [100 * hit_rate(traffic, n) for n in counts], "o-", color=figures.COLORS[color], label=traffic)
+    ax.axvline(8, color=figures.COLORS["grey"], linewidth=0.8, linestyle=":")
     ax.set(xscale="log", xlabel="adapters asked for", ylabel="found in a slot, %", ylim=(-3, 103), title="8 slots, LRU")
     ax.set_xticks(counts, counts)
     ax.minorticks_off()
     ax.legend()
-    return common.save_figure(figure, folder, "12_slots")
+    return figures.save_figure(figure, folder, "12_slots")
 
 
 # --- The story --------------------------------------------------------------------------------------------------------
@@ -752,10 +758,10 @@ def measure_popularity(batches: Sequence[int], hidden: int, rank: int, seconds: 
         for kind in POPULARITY:
             meta = LoRAKernelMeta.build(popularity(kind, rows), model.device)
             run = functools.partial(add_lora, y, x, memory, 0, "o_proj", meta)
-            times[kind.split()[0]] = common.measure_graph(run, seconds).median * 1e6
+            times[kind.split()[0]] = timing.measure_graph(run, seconds).median * 1e6
         pairs = [memory.layer(slot, 0, "o_proj") for slot in popularity("distinct", rows)]
-        times["loop"] = common.measure_graph(functools.partial(loop_over_requests, y, x, pairs), seconds).median * 1e6
-        times["base"] = common.measure_graph(functools.partial(torch.matmul, x, weight.T), seconds).median * 1e6
+        times["loop"] = timing.measure_graph(functools.partial(loop_over_requests, y, x, pairs), seconds).median * 1e6
+        times["base"] = timing.measure_graph(functools.partial(torch.matmul, x, weight.T), seconds).median * 1e6
         found[str(rows)] = times
     return found
 
@@ -795,23 +801,23 @@ def benchmark(model: llama.Llama, tokenizer: Tokenizer, args: argparse.Namespace
     return bench
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
-    p.add_argument("--max-loras", type=common.number(int, 1, 64), default=4, metavar="N",
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
+    p.add_argument("--max-loras", type=arguments.number(int, 1, 64), default=4, metavar="N",
                    help="adapters in one step, and slots (default %(default)s; 1 takes turns)")  # fmt: skip
-    p.add_argument("--max-lora-rank", type=common.number(int, 1, 512), default=8, metavar="R",
+    p.add_argument("--max-lora-rank", type=arguments.number(int, 1, 512), default=8, metavar="R",
                    help="largest rank (default %(default)s; below 8 the adapters are refused)")  # fmt: skip
     p.add_argument("--break", dest="break_", choices=BREAKS, help="a bug to look at")
     p.add_argument("--train", nargs="+", metavar="STYLE", choices=("pirate", "json", "report"),
                    help="train adapters instead, 2 minutes each: pirate, json, report")  # fmt: skip
-    p.add_argument("--adapters", type=common.folder, metavar="DIR", default="adapters",
+    p.add_argument("--adapters", type=cli.folder, metavar="DIR", default="adapters",
                    help="where --train saves (default ./%(default)s)")  # fmt: skip
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    machine = common.start(args)
+    machine = cli.start(args)
     if args.train:
         model, tokenizer = loader.load(args.model)
         from lab import adapter_training
@@ -865,8 +871,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.figure:
         draw(args.figure)
     if args.json:
-        common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
+        recorded.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

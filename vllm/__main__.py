@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from engine import arguments
+from lab import cli
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `python vllm/__main__.py` has it there already
 
@@ -18,7 +20,7 @@ def main() -> None:
     if command == "serve":
         from engine.serving.cli import add_serve_command
 
-        parser = common.Parser(prog="python -m vllm")
+        parser = arguments.Parser(prog="python -m vllm")
         add_serve_command(parser.add_subparsers(dest="command"))
         args = parser.parse_args()
         args.run(args)
@@ -37,4 +39,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

@@ -1,4 +1,4 @@
-"""What all lessons need of the machine: device, Triton, timing, console, figures, command line.
+"""What all lessons need of the machine: device, Triton, tolerances, console.
 
 Import this before `torch` and `triton`: it decides, once, whether kernels run natively on a GPU or in Triton's
 interpreter, and that has to be settled before the first kernel is defined. No lesson's mechanism lives here.
@@ -6,29 +6,17 @@ interpreter, and that has to be settled before the first kernel is defined. No l
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import copy
 import ctypes
 import dataclasses
 import functools
 import importlib.util
 import itertools
-import io
-import json
-import logging
 import math
 import os
 import platform
-import re
-import signal
-import statistics
 import sys
-import tempfile
 import textwrap
-import threading
-import time
-import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -36,9 +24,6 @@ from typing import Any, ClassVar
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-FIGURES = ROOT / "lessons" / "figures"
-RESULTS = ROOT / "lessons" / "results"
-NUMBERS = ROOT / "lessons" / "numbers"
 PAGE = 110  # columns
 
 
@@ -240,57 +225,6 @@ def device() -> torch.device:
     return torch.device("cuda" if HAS_GPU else "cpu")
 
 
-def lesson(name: str) -> ModuleType:
-    """Load a lesson by file name without suffix, e.g. `lesson("02_paged_attention")`.
-
-    By path, because its name starts with a digit and because the folder `vllm/` must not be imported as a package.
-    The script that is being run is returned as it is, never loaded a second time.
-    """
-    path = HERE / f"{name}.py"
-    if not path.is_file() and (HERE / "tours" / path.name).is_file():
-        path = HERE / "tours" / path.name
-    main = sys.modules["__main__"]
-    if (file := getattr(main, "__file__", None)) and Path(file).resolve() == path:
-        return main
-    return _load(name, path)
-
-
-def numbers(name: str) -> ModuleType:
-    """`lessons/numbers/NAME.py`: what the page of lesson `name` simulates, quotes, draws and measures."""
-    return _load(f"numbers.{name}", NUMBERS / f"{name}.py")
-
-
-def _load(name: str, path: Path) -> ModuleType:
-    with _loading:  # a server has threads: none of them may get a lesson that is half loaded
-        if name not in sys.modules:
-            if not path.is_file():
-                raise ImportError(f"there is no {path.stem!r} in {path.parent.name}/")
-            spec = importlib.util.spec_from_file_location(name, path)
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[name] = module
-            try:
-                spec.loader.exec_module(module)
-            except BaseException:
-                del sys.modules[name]
-                raise
-        return sys.modules[name]
-
-
-_loading = threading.RLock()
-
-
-def hand_over(name: str, args: argparse.Namespace) -> None:
-    """What `--bench`, `--figure` and `--json` ask for is the page's business: its numbers do it."""
-    if not (args.bench or args.figure or args.json):
-        return
-    page = numbers(name)
-    bench = {"bench": page.measure(args)} if args.bench else {}
-    if args.figure:
-        page.draw(args.figure)
-    if args.json:
-        merge_json(args.json, name, {"machine": machine(), "facts": page.facts()} | bench)
-
-
 # --- Precision ------------------------------------------------------------------------------------------------------
 
 # One table for every comparison in scripts and tests: relative error in the 2-norm.
@@ -305,56 +239,6 @@ def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
     difference = torch.where(out == ref, 0.0, out - ref).norm().item()
     size = torch.where(ref.isinf(), 0.0, ref).norm().item()
     return difference / size if size else (math.inf if difference else 0.0) if difference == difference else math.nan
-
-
-def assert_close(out: torch.Tensor, ref: torch.Tensor, dtype: torch.dtype | None = None) -> float:
-    """Relative error of `out` against `ref`, which must be within `TOLERANCE` of `dtype` (default: that of `out`)."""
-    tolerance = TOLERANCE[dtype or out.dtype]
-    error = relative_error(out, ref)
-    if not error <= tolerance:
-        raise AssertionError(f"relative error {error:.3g} exceeds {tolerance:g}")
-    return error
-
-
-# --- Hardware: what the arithmetic is done with ---------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class GPU:
-    """Vendor figures: memory in bytes, HBM bandwidth in bytes/s, dense bf16 tensor-core rate in FLOP/s.
-
-    A data sheet's GB of memory are taken as 10^9 bytes. Most cards have some 6 % more (an "80 GB" H100 79.6 GiB), about
-    what a server keeps for activations and graphs.
-    """
-
-    name: str
-    memory: float
-    bandwidth: float
-    flops: float
-
-    @property
-    def ridge(self) -> float:
-        """FLOP per byte above which compute, not memory, is the limit."""
-        return self.flops / self.bandwidth
-
-    def seconds(self, flops: float, bytes_moved: float) -> float:
-        """The roofline: the slower of the two ceilings, perfectly overlapped."""
-        return max(flops / self.flops, bytes_moved / self.bandwidth)
-
-
-# Data sheets: NVIDIA A10, A100 (SXM), H100 (SXM), H200, RTX 4090; AMD MI300X.
-HARDWARE = {
-    gpu.name: gpu
-    for gpu in (
-        GPU("A10 24GB", 24e9, 600e9, 125e12),
-        GPU("RTX 4090 24GB", 24e9, 1008e9, 165e12),
-        GPU("A100 40GB", 40e9, 1555e9, 312e12),
-        GPU("A100 80GB", 80e9, 2039e9, 312e12),
-        GPU("H100 80GB", 80e9, 3350e9, 989e12),
-        GPU("H200 141GB", 141e9, 4800e9, 989e12),
-        GPU("MI300X 192GB", 192e9, 5300e9, 1307e12),
-    )
-}
 
 
 @functools.cache
@@ -378,82 +262,6 @@ def machine() -> dict[str, Any]:
         "triton": triton.__version__ if HAS_TRITON else None,
         "kernels": kernel_mode(),
     }
-
-
-# --- Timing ---------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Seconds per call: median and the 20th and 80th percentile."""
-
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.median * 1e3:.3g} ms ({self.low * 1e3:.3g}–{self.high * 1e3:.3g})"
-
-
-def measure(fn: Callable[[], Any], seconds: float = 0.5) -> Timing:
-    """Time `fn` for about `seconds`: after a warm-up, synchronised, with a cold L2 cache on a GPU."""
-    if HAS_GPU:
-        median, low, high = triton.testing.do_bench(fn, rep=int(seconds * 1e3), quantiles=[0.5, 0.2, 0.8])
-        return Timing(median / 1e3, low / 1e3, high / 1e3)
-    fn()
-    samples: list[float] = []
-    stop = time.perf_counter() + seconds
-    while len(samples) < 3 or time.perf_counter() < stop:
-        start = time.perf_counter()
-        fn()
-        samples.append(time.perf_counter() - start)
-    samples.sort()
-    return Timing(statistics.median(samples), samples[len(samples) // 5], samples[len(samples) * 4 // 5])
-
-
-def measure_graph(fn: Callable[[], Any], seconds: float = 0.5) -> Timing:
-    """Time what `fn` asks of the GPU, replayed as a CUDA graph: small kernels end sooner than Python launches them.
-
-    `fn` may not wait for the GPU. On a CPU as `measure`.
-    """
-    if not HAS_GPU:
-        return measure(fn, seconds)
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):  # the default stream cannot be captured
-        fn()  # compiles
-        graph.capture_begin()
-        fn()
-        graph.capture_end()
-    torch.cuda.synchronize()
-    return measure(graph.replay, seconds)
-
-
-def measure_in_a_row(layer: Callable[[Any], Any], x: torch.Tensor, nbytes: float, seconds: float = 0.5) -> float:
-    """Seconds that a layer of `nbytes` takes when another one went before and another one follows: as many copies as
-    exceed four times 60 MB, more than an L2 cache holds, in one CUDA graph; their time divided by their number."""
-    layers = [layer, *(copy.deepcopy(layer) for _ in range(math.ceil(4 * 60e6 / nbytes)))]
-
-    def run() -> None:
-        for one in layers:
-            one(x)
-
-    return measure_graph(run, seconds).median / len(layers)
-
-
-def copy_bandwidth() -> float:
-    """Ceiling one: bytes/s (read + written) of a large device copy, measured now."""
-    n = (1 << 30) if HAS_GPU else (1 << 27)
-    source = torch.ones(n // 4, device=device())
-    target = torch.empty_like(source)
-    return 2 * n / measure(lambda: target.copy_(source)).median
-
-
-def matmul_rate(dtype: torch.dtype) -> float:
-    """Ceiling two: FLOP/s of a large square matmul in `dtype`, measured now."""
-    n = 8192 if HAS_GPU else 1024
-    a = torch.randn(n, n, device=device()).to(dtype)
-    return 2 * n**3 / measure(lambda: a @ a).median
 
 
 # --- Console --------------------------------------------------------------------------------------------------------
@@ -539,234 +347,3 @@ def skipped(what: str, why: str) -> None:
 def _brief(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
-
-
-# --- Figures and results --------------------------------------------------------------------------------------------
-
-COLORS = {"blue": "#2f6fb0", "orange": "#d9822b", "green": "#3a8f5c", "red": "#c0453f", "grey": "#7a8189",
-          "purple": "#7b5ea7", "light": "#e4e8ec", "ink": "#22272e"}  # fmt: skip
-
-
-def new_figure(width: float = 8.0, height: float = 3.6, **kwargs: Any) -> tuple[Any, Any]:
-    """A matplotlib figure and its axes in the lessons' style; size in inches."""
-    os.environ.setdefault("MPLBACKEND", "svg")
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # else it reports a HOME that cannot be written
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({
-        "svg.hashsalt": "vllm-from-first-principles", "svg.fonttype": "path", "font.family": "DejaVu Sans",
-        "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": COLORS["grey"],
-        "axes.labelcolor": COLORS["ink"], "text.color": COLORS["ink"], "xtick.color": COLORS["ink"],
-        "ytick.color": COLORS["ink"], "axes.titlesize": 11, "axes.titlelocation": "left", "legend.frameon": False,
-        "axes.prop_cycle": plt.cycler(color=[COLORS[c] for c in ("blue", "orange", "green", "red", "purple")]),
-        "figure.facecolor": "white", "axes.axisbelow": True,
-    })  # fmt: skip
-    return plt.subplots(figsize=(width, height), layout="constrained", **kwargs)
-
-
-def save_figure(figure: Any, folder: str | Path, name: str) -> Path:
-    """Write `folder/name.svg`, byte for byte the same for the same drawing. Raises InputError."""
-    import matplotlib.pyplot as plt
-
-    path, drawn = Path(folder) / f"{name}.svg", io.StringIO()
-    figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
-    plt.close(figure)
-    # Names of clip paths and markers are hashes of coordinates, whose last bit differs from run to run: count instead.
-    text = drawn.getvalue()
-    for n, old in enumerate(re.findall(r'id="([a-z][0-9a-f]{10})"', text)):
-        text = text.replace(old, f"id-{n}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    except OSError as error:
-        raise InputError(f"--figure {folder}: {path.name} cannot be written there ({error.strerror})") from None
-    return path
-
-
-def results(name: str, machine_name: str = "cpu") -> dict[str, Any]:
-    """The committed measurements of lesson `name` on one machine (`cpu` or `h200`); empty if there are none."""
-    path = RESULTS / f"{machine_name}.json"
-    return json.loads(path.read_text()).get(name, {}) if path.is_file() else {}
-
-
-def stored_object(path: str | Path) -> dict[str, Any]:
-    """The JSON object stored at `path`, an empty one if there is no file. Raises InputError."""
-    path = Path(path)
-    try:
-        content = json.loads(path.read_text()) if path.exists() else {}
-    except (ValueError, OSError, RecursionError) as error:
-        raise InputError(f"--json {path}: not readable as JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise InputError(f"--json {path}: holds a JSON {type(content).__name__}, expected an object")
-    return content
-
-
-def merge_json(path: str | Path, key: str, value: dict[str, Any]) -> None:
-    """Set `key` in the JSON object stored at `path`, leaving other keys alone; the file is replaced atomically."""
-    path, content = Path(path), stored_object(path)
-    content[key] = value
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
-            json.dump(content, file, indent=1, sort_keys=True)
-            file.write("\n")
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
-    except OSError as error:
-        raise InputError(f"--json {path}: cannot be written ({error.strerror})") from None
-
-
-# --- Command line ---------------------------------------------------------------------------------------------------
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
-
-    def error(self, message: str) -> None:
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
-
-    def _get_value(self, action: argparse.Action, text: str) -> Any:
-        """argparse reads a value before it looks at the choices: a text that is no number must hear of them, too."""
-        try:
-            return super()._get_value(action, text)
-        except argparse.ArgumentError:
-            if action.choices is None:
-                raise
-            allowed = ", ".join(map(str, action.choices))
-            raise argparse.ArgumentError(action, f"invalid choice: {text!r} (choose from {allowed})") from None
-
-
-def number(kind: type = int, low: float | None = None, high: float | None = None) -> Callable[[str], Any]:
-    """An argparse type: an int or float within [low, high]."""
-    range_text = f"from {low} to {high}" if high is not None else f"of at least {low}" if low is not None else ""
-    what = f"{'a whole number' if kind is int else 'a number'} {range_text}".strip()
-
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-            if math.isfinite(value) and (low is None or value >= low) and (high is None or value <= high):
-                return value
-        except (ValueError, OverflowError):  # no number; a whole one that no float reaches
-            pass
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-
-    return parse
-
-
-def folder(text: str) -> str:
-    """An argparse type: a folder to write to, or what may become one."""
-    path = Path(text).absolute()
-    try:
-        there = [path for path in (path, *path.parents) if path.exists()]
-    except OSError as error:  # a name that is too long
-        raise argparse.ArgumentTypeError(f"{text[:60]!r}: {error.strerror}") from None
-    if wrong := [path for path in there if not path.is_dir()]:
-        raise argparse.ArgumentTypeError(f"{wrong[0]} is not a folder")
-    if not os.access(there[0], os.W_OK):
-        raise argparse.ArgumentTypeError(f"{there[0]} cannot be written to")
-    return text
-
-
-def file(text: str) -> str:
-    """An argparse type: a file in a folder to write to, or what may become one."""
-    folder(str(Path(text).absolute().parent))
-    if Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder")
-    return text
-
-
-def url(text: str) -> str:
-    """An argparse type: where an HTTP server is, without a slash at the end."""
-    with contextlib.suppress(ValueError):  # a port that is none
-        parts = urllib.parse.urlsplit(text)
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-            return text.rstrip("/")
-    raise argparse.ArgumentTypeError(f"{text!r} is not http://HOST:PORT (or https://), with a port from 1 to 65535")
-
-
-def checked(params: dict[str, Any], allowed: dict[str, Sequence[Any]]) -> dict[str, Any]:
-    """A copy of `params` if it has exactly the fields of `allowed`, each with one of its allowed values.
-
-    `allowed[name]` is a range, or the choices in a sequence. Raises InputError naming the field and what is allowed.
-    """
-    if not isinstance(params, dict):
-        raise InputError(f"parameters {params!r:.60}; allowed: an object with {', '.join(allowed)}")
-    for name in [*params, *allowed]:
-        if name not in allowed or name not in params:
-            problem = "missing" if name in allowed else "no such parameter"
-            raise InputError(f"{name}: {problem}; allowed: {', '.join(allowed)}")
-        value, values = params[name], allowed[name]
-        kinds = {int} if isinstance(values, range) else set(map(type, values))
-        if type(value) not in (kinds | {int} if float in kinds else kinds) or value not in values:  # 1 is not true
-            shown = [f"{values[0]} to {values[-1]}"] if isinstance(values, range) else values
-            raise InputError(f"{name}: {value!r}; allowed: {', '.join(map(str, shown))}")
-    return dict(params)
-
-
-def listed(name: str, given: Any, kind: type, may_be_empty: bool = True) -> list[Any]:
-    """A list of texts (kind str), none of them empty, or of token ids (kind int). Raises InputError."""
-    fits = (lambda x: isinstance(x, str) and x) if kind is str else (lambda x: type(x) is int and x >= 0)
-    if not (isinstance(given, list | tuple | set) and all(map(fits, given)) and (given or may_be_empty)):
-        wanted = "texts, none of them empty" if kind is str else "token ids, 0 or above"
-        raise InputError(f"{name} {given!r:.60}: must be a list of {wanted}{'' if may_be_empty else '; at least one'}")
-    return list(given)
-
-
-def parser(doc: str, **kwargs: Any) -> Parser:
-    """A parser with the flags that every lesson has; the lesson adds the knobs that its text talks about."""
-    p = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
-    p.add_argument("--bench", action="store_true", help="measure, and print the full table")
-    p.add_argument(
-        "--json", type=file, metavar="FILE", help="merge facts and measurements into FILE under this lesson's key"
-    )
-    p.add_argument("--figure", type=folder, metavar="DIR", help="draw the page's figures there")
-    p.add_argument("--model", metavar="PATH_OR_ID", help="a local Llama-architecture folder, or a hub id "
-                   "(default: SmolLM2-135M-Instruct, prepared on first use)")  # fmt: skip
-    p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run (default auto)")
-    p.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0, help="seed of everything random (default 0)")
-    return p
-
-
-def start(args: argparse.Namespace) -> dict[str, Any]:
-    """Seed everything, print the machine line, return `machine()`. Raises InputError if the device is not here, or if
-    nothing could be merged into `--json` in the end."""
-    if args.device == "cuda" and not HAS_GPU:
-        raise InputError("--device cuda: torch sees no GPU here; allowed on this machine: auto, cpu")
-    if args.json:
-        stored_object(args.json)
-    torch.manual_seed(args.seed)
-    m = machine()
-    console().print(f"Machine: {m['name']}, {m['device']}, {m['threads']} threads, torch {m['torch']}; "
-                    f"kernels: {m['kernels']}")  # fmt: skip
-    return m
-
-
-def run(main: Callable[[], Any]) -> None:
-    """Call a script's `main` and turn expected failures into one line and an exit code: 2 bad input, 1 wrong result."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: whatever was started on the way is ended, too
-    try:
-        main()
-    except InputError as error:
-        _exit(2, f"error: {error}")
-    except CheckFailed as error:
-        _exit(1, f"CHECK FAILED: {error}")
-    except KeyboardInterrupt:
-        _exit(130, "interrupted")
-    except BrokenPipeError:  # the reader closed the pipe (`| head`): not an error
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def set_ulimit(wanted: int = 65535) -> None:
-    """Let this process have more files open, if it may: every connection is one, and shells allow 256 or 1,024. vLLM's
-    servers do the same (`vllm/utils/system_utils.py`)."""
-    with contextlib.suppress(ImportError, ValueError, OSError):  # no such limit on Windows, a second one on macOS
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if 0 <= soft < wanted:  # -1: there is none
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
-
-
-def _exit(code: int, message: str) -> None:
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    raise SystemExit(code)

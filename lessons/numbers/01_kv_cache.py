@@ -12,8 +12,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import HARDWARE
 
+
+from engine import registry
+from lab import figures
+from lab import recorded
+from lab import timing
+from lab.hardware import HARDWARE
+from lab.parameters import checked
 from engine.model import llama, loader
 from lab.lengths import WORKLOADS
 from lab.roofline import (
@@ -33,7 +39,7 @@ from lab.roofline import (
 )
 
 KEY = "01_kv_cache"
-lesson = common.lesson(KEY)
+lesson = registry.lesson(KEY)
 
 # --- The simulation -------------------------------------------------------------------------------------------------
 
@@ -62,7 +68,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     params: prompt, new_tokens, batch, gpu_gib (integers), cache, restart_positions (booleans), model (one of MODELS).
     The rows come from `KVCache.allocate_slots` on the meta device, the passes from `steps`. Raises InputError.
     """
-    p = common.checked(params, WIDGET_CHOICES)
+    p = checked(params, WIDGET_CHOICES)
     config = MODELS[p["model"]]
     spec, weights = lesson.KVCacheSpec.from_config(config), weight_bytes(config)
     usable = p["gpu_gib"] * 2**30 * 92 // 100
@@ -238,7 +244,7 @@ def _latency_facts() -> dict[str, float]:
 
 def draw(folder: str | Path) -> list[Path]:
     """The lesson's figures, from `facts()` and the committed measurements alone."""
-    known, measured = facts(), common.results(KEY).get("bench", {})
+    known, measured = facts(), recorded.results(KEY).get("bench", {})
     return [_draw_steps(folder), _draw_cost(folder, known, measured), _draw_waste(folder, known),
             _draw_roofline(folder, known), _draw_latency(folder, known)]  # fmt: skip
 
@@ -248,16 +254,16 @@ def _draw_steps(folder: str | Path) -> Path:
     from matplotlib.patches import Rectangle
 
     P, N = 5, 6  # small enough to draw
-    figure, axes = common.new_figure(8.0, 3.0, ncols=2)
+    figure, axes = figures.new_figure(8.0, 3.0, ncols=2)
     for axis, cached in zip(axes, (False, True)):
         ranges = list(lesson.steps(P, N, cached))
         for row, (start, stop) in enumerate(ranges):
             for i in range(stop):
-                color = common.COLORS["blue" if i >= start else "light"]
+                color = figures.COLORS["blue" if i >= start else "light"]
                 axis.add_patch(Rectangle((i + 0.04, row + 0.04), 0.92, 0.92, facecolor=color))
                 if i < start:
                     axis.text(
-                        i + 0.5, row + 0.5, "kv", ha="center", va="center", fontsize=7, color=common.COLORS["grey"]
+                        i + 0.5, row + 0.5, "kv", ha="center", va="center", fontsize=7, color=figures.COLORS["grey"]
                     )
         axis.set(xlim=(-0.1, P + N), ylim=(N + 0.1, -0.1), aspect="equal", xlabel="position", ylabel="step")
         axis.set_xticks([i + 0.5 for i in range(P + N - 1)], range(P + N - 1))
@@ -266,7 +272,7 @@ def _draw_steps(folder: str | Path) -> Path:
         axis.set_title(f"{'With' if cached else 'Without'} a cache: {total} token-forwards")
         axis.tick_params(length=0)
         axis.spines[["left", "bottom"]].set_visible(False)
-    return common.save_figure(figure, folder, "01_steps")
+    return figures.save_figure(figure, folder, "01_steps")
 
 
 def _draw_cost(folder: str | Path, known: dict[str, Any], measured: dict[str, Any]) -> Path:
@@ -274,45 +280,45 @@ def _draw_cost(folder: str | Path, known: dict[str, Any], measured: dict[str, An
     panels = [(known["curve"], "token-forwards so far", "Counted, after a prompt of 512")]
     if run := measured.get("generate"):
         panels.append((run["seconds"], "seconds so far, CPU", f"Measured, after a prompt of {run['prompt']}"))
-    figure, axes = common.new_figure(8.0, 3.2, ncols=len(panels), squeeze=False)
+    figure, axes = figures.new_figure(8.0, 3.2, ncols=len(panels), squeeze=False)
     for axis, (curves, label, title) in zip(axes[0], panels):
         for kind, color, where, dy in (("uncached", "red", 0.72, 10), ("cached", "blue", 1.0, 8)):
             line = list(itertools.accumulate(curves[kind]))
-            axis.plot(range(1, len(line) + 1), line, color=common.COLORS[color], linewidth=2)
+            axis.plot(range(1, len(line) + 1), line, color=figures.COLORS[color], linewidth=2)
             end = f"{line[-1]:,}" if isinstance(line[-1], int) else f"{line[-1]:.1f} s"
             at, word = int(where * len(line)) - 1, "without" if kind == "uncached" else "with"
             axis.annotate(f"{word} a cache: {end}", (at + 1, line[at]), xytext=(-6, dy), textcoords="offset points",
-                          ha="right", color=common.COLORS[color],
+                          ha="right", color=figures.COLORS[color],
                           bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
         axis.set(xlabel="new tokens", ylabel=label, title=title, ylim=(0, None), xlim=(0, None))
     axes[0, 0].yaxis.set_major_formatter(lambda y, _: f"{y / 1000:.0f}k" if y else "0")
-    return common.save_figure(figure, folder, "01_cost")
+    return figures.save_figure(figure, folder, "01_cost")
 
 
 def _draw_waste(folder: str | Path, known: dict[str, Any]) -> Path:
     """One column per reservation, sorted by how far it was filled; what is above the fill was never used."""
-    figure, axes = common.new_figure(8.0, 2.9, ncols=3, sharey=True)
+    figure, axes = figures.new_figure(8.0, 2.9, ncols=3, sharey=True)
     for axis, name in zip(axes, WORKLOADS):
         waste = known["waste"][slug(name)]
-        axis.set_facecolor(common.COLORS["light"])
-        axis.fill_between(range(100), waste["used_percentiles"], color=common.COLORS["blue"], linewidth=0)
+        axis.set_facecolor(figures.COLORS["light"])
+        axis.fill_between(range(100), waste["used_percentiles"], color=figures.COLORS["blue"], linewidth=0)
         axis.set(xlim=(0, 99), ylim=(0, 2048), xlabel="% of the sequences served", title=name)
         axis.set_yticks(range(0, 2049, 512), [f"{n:,}" for n in range(0, 2049, 512)])
         axis.set_xticks((0, 50, 99), ("0", "50", "100"))
         refused = f"\n{waste['refused']:.0%} refused\n{waste['cut']:.0%} cut short" if waste["refused"] else ""
         axis.text(4, 1980, f"{waste['simulated']:.0%} empty{refused}", va="top")
     axes[0].set_ylabel("slots used of 2,048")
-    return common.save_figure(figure, folder, "01_waste")
+    return figures.save_figure(figure, folder, "01_waste")
 
 
 def _draw_roofline(folder: str | Path, known: dict[str, Any]) -> Path:
     """Prefill and decode of Llama-3.1-8B under one roof."""
-    gpu, intensity, colors = HARDWARE["H100 80GB"], known["intensity"], common.COLORS
+    gpu, intensity, colors = HARDWARE["H100 80GB"], known["intensity"], figures.COLORS
 
     def roof(x: float) -> float:
         return min(gpu.flops, x * gpu.bandwidth) / 1e12
 
-    figure, axis = common.new_figure(8.0, 3.8)
+    figure, axis = figures.new_figure(8.0, 3.8)
     axis.plot([0.5, gpu.ridge, 2e4], [roof(x) for x in (0.5, gpu.ridge, 2e4)], color=colors["ink"], linewidth=2)
     axis.axvline(gpu.ridge, color=colors["grey"], linewidth=1, linestyle=":")
 
@@ -335,25 +341,25 @@ def _draw_roofline(folder: str | Path, known: dict[str, Any]) -> Path:
     axis.set_yticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
     axis.set_xticks([1, 10, 100, 1000, 10000], ["1", "10", "100", "1,000", "10,000"])
     axis.minorticks_off()
-    return common.save_figure(figure, folder, "01_roofline")
+    return figures.save_figure(figure, folder, "01_roofline")
 
 
 def _draw_latency(folder: str | Path, known: dict[str, Any]) -> Path:
     """Latency per token against cached tokens: what was published, and what the data sheet would allow."""
-    figure, axis = common.new_figure(8.0, 3.1)
+    figure, axis = figures.new_figure(8.0, 3.1)
     sheet = (known["itl"]["intercept_ms"], known["itl"]["slope_ms"])
     lines = [("published, cache in bf16", PUBLISHED_ITL["bfloat16"], "blue", "-", 0),
              ("bytes ÷ 3.35 TB/s, bf16", sheet, "grey", "--", -7),
              ("published, cache in fp8", PUBLISHED_ITL["fp8"], "green", "-", 5)]  # fmt: skip
     for label, (intercept, slope), color, style, dy in lines:
         end = intercept + slope * 125_000
-        axis.plot((0, 125_000), (intercept, end), style, color=common.COLORS[color], linewidth=2)
+        axis.plot((0, 125_000), (intercept, end), style, color=figures.COLORS[color], linewidth=2)
         axis.annotate(label, (125_000, end), xytext=(5, dy), textcoords="offset points", va="center",
-                      color=common.COLORS[color], annotation_clip=False, fontsize=9)  # fmt: skip
+                      color=figures.COLORS[color], annotation_clip=False, fontsize=9)  # fmt: skip
     axis.set(xlim=(0, 125_000), ylim=(0, 14), xlabel="cached tokens", ylabel="ms per token",
              title="Llama-3.1-8B, one H100, one request")  # fmt: skip
     axis.set_xticks(range(0, 125_001, 25_000), ["0", "25k", "50k", "75k", "100k", "125k"])
-    return common.save_figure(figure, folder, "01_latency")
+    return figures.save_figure(figure, folder, "01_latency")
 
 
 # --- Measured with --bench ------------------------------------------------------------------------------------------
@@ -381,7 +387,7 @@ def pass_seconds(model: llama.Llama, cache: Any, num_new_tokens: int, context: i
         hidden = model.forward(token_ids, cache.positions, cache.attend)
         model.logits(hidden[T - 1 :: T]).argmax(-1)
 
-    return common.measure(forward, seconds).median
+    return timing.measure(forward, seconds).median
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -424,7 +430,7 @@ def measure_model(model: llama.Llama, seconds: float = 4.0) -> dict[str, Any]:
         "batch": {"size": list(batches), "tok_s": [B / s for B, s in zip(batches, batched)]},
         "fit": {"intercept_ms": intercept * 1e3, "slope_us": slope * 1e6, "weights_gb_s": gb_s(weights, intercept),
                 "cache_gb_s": gb_s(per_token, slope)},
-        "copy_gb_s": common.copy_bandwidth() / 1e9,
+        "copy_gb_s": timing.copy_bandwidth() / 1e9,
     }  # fmt: skip
 
 
@@ -450,9 +456,9 @@ def measure_kernel() -> list[dict[str, float]]:
         lens = torch.full((B,), S, dtype=torch.int32, device=common.device())
         keys, values = k.transpose(1, 2), v.transpose(1, 2)
         sdpa = functools.partial(F.scaled_dot_product_attention, q[:, :, None], keys, values, enable_gqa=True)
-        ours = common.measure_graph(functools.partial(lesson.decode_attention, q, k, v, lens, S)).median
+        ours = timing.measure_graph(functools.partial(lesson.decode_attention, q, k, v, lens, S)).median
         rows.append({"batch": B, "context": S, "us": ours * 1e6, "gb_s": 2 * k.nbytes / ours / 1e9,
-                     "sdpa_us": common.measure_graph(sdpa).median * 1e6})  # fmt: skip
+                     "sdpa_us": timing.measure_graph(sdpa).median * 1e6})  # fmt: skip
     return rows
 
 

@@ -18,11 +18,15 @@ import torch
 import torch.nn.functional as F
 from common import triton
 
+from engine import registry
+from lab import figures
+from lab import timing
+from lab.parameters import checked
 from engine.model import llama, loader
 from lab import lengths, roofline
 
 KEY = "02_paged_attention"
-lesson = common.lesson(KEY)
+lesson = registry.lesson(KEY)
 
 
 # --- The allocators that paging replaced ----------------------------------------------------------------------------
@@ -262,7 +266,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     refusal, growth (or that there is no room for it: stuck) and finish, with the spans of slots taken or given and the
     state after it. Raises InputError.
     """
-    params = common.checked(params, WIDGET_CHOICES)
+    params = checked(params, WIDGET_CHOICES)
     paged, size, num_slots = params["allocator"] == "paged", params["block_size"], params["num_slots"]
     memory = lesson.BlockPool(num_slots // size) if paged else FirstFit(num_slots)
     places: dict[int, lesson.BlockTable | Reservation] = {}
@@ -403,9 +407,9 @@ def facts() -> dict[str, Any]:
 
 def draw(folder: str | Path) -> list[Path]:
     """The figures, from `facts()` alone."""
-    f, color = facts(), common.COLORS
+    f, color = facts(), figures.COLORS
     # Block tables above, physical memory below, a line from each entry to its block.
-    figure, ax = common.new_figure(8, 3.2)
+    figure, ax = figures.new_figure(8, 3.2)
     owner_color = {"A": color["blue"], "B": color["orange"], "C": color["green"]}
     owners, filled = collections.defaultdict(str), [0] * 10
     for (name, table), left in zip(f["story"]["tables"].items(), (0.5, 6.5, 14.0)):
@@ -427,9 +431,9 @@ def draw(folder: str | Path) -> list[Path]:
         ax.text(2 * block + 1, 0.75, f"{block}\n{note}", ha="center", va="top", fontsize=9)
     ax.set(xlim=(-0.4, 20.2), ylim=(-0.5, 7))
     ax.axis("off")
-    paths = [common.save_figure(figure, folder, "02_block_tables")]
+    paths = [figures.save_figure(figure, folder, "02_block_tables")]
     # What the memory is filled with.
-    figure, ax = common.new_figure(8, 3.1)
+    figure, ax = figures.new_figure(8, 3.1)
     left = [0.0] * len(POLICIES)
     parts = {"tokens": "blue", "reserved": "green", "internal": "orange", "external and other": "light"}
     for part, shade in parts.items():
@@ -443,7 +447,7 @@ def draw(folder: str | Path) -> list[Path]:
     ax.set(xlim=(0, 1), xlabel="share of all KV slots")
     ax.invert_yaxis()
     ax.legend(ncols=5, loc="lower left", bbox_to_anchor=(-0.14, 1.0), fontsize=9, columnspacing=1.2)
-    return [*paths, common.save_figure(figure, folder, "02_contest")]
+    return [*paths, figures.save_figure(figure, folder, "02_contest")]
 
 
 # --- Measured: a batch, n samples of one prompt, beams --------------------------------------------------------------
@@ -552,7 +556,7 @@ def contiguous_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_
     """
     (B, Hq, D), (S, Hkv) = q.shape, k.shape[1:3]
     if common.runs_kernel(q):
-        return common.lesson("01_kv_cache").decode_attention(q, k, v, seq_lens, S)
+        return registry.lesson("01_kv_cache").decode_attention(q, k, v, seq_lens, S)
     # A group's heads are rows of one query, as in the kernel: keys are read once.
     o = F.scaled_dot_product_attention(q.reshape(B, Hkv, Hq // Hkv, D), k.transpose(1, 2), v.transpose(1, 2))
     return o.reshape(B, Hq, D)
@@ -568,10 +572,10 @@ def measure_indirection(
         row: dict[str, Any] = {"B": B, "S": S, "block_size": block_size}
         for name, size in (("paged", block_size), ("one_block", S)):
             case = lesson.random_case([S] * B, size, Hq, Hkv, D, dtype)
-            row[name] = common.measure_graph(functools.partial(lesson.paged_decode, *case, S), seconds).median
+            row[name] = timing.measure_graph(functools.partial(lesson.paged_decode, *case, S), seconds).median
         k, v = torch.randn(2, B, S, Hkv, D, device=common.device()).to(dtype)
         contiguous = functools.partial(contiguous_attention, case[0], k, v, case[3])
-        row["contiguous"] = common.measure_graph(contiguous, seconds).median
+        row["contiguous"] = timing.measure_graph(contiguous, seconds).median
         row["gbps"] = 2 * k.nbytes / row["paged"] / 1e9
         rows.append(row | {"ratio": row["paged"] / row["contiguous"], "to_one_block": row["paged"] / row["one_block"]})
     return rows
@@ -592,7 +596,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = loader.load(args.model)
     prompts = [tokenizer.ask(question) for question in QUESTIONS]
     loader.check_context(args.model, max(map(len, prompts)) + MAX_TOKENS)
-    copy = common.copy_bandwidth()
+    copy = timing.copy_bandwidth()
     if common.HAS_GPU:
         cases = [(32, S, 16) for S in (1024, 4096, 16384)] + [(32, 4096, n) for n in (8, 32, 128)] + [(1, 65536, 16)]
         rows = measure_indirection(cases, 32, 8, 128, torch.bfloat16, 0.3)

@@ -19,6 +19,9 @@ from typing import Any
 
 import torch
 
+from engine import registry
+from lab import figures
+from lab.parameters import checked
 from engine.model import llama, loader
 from engine.config import SchedulerConfig, VllmConfig
 from engine.model.packed_linear import pack_weights
@@ -29,7 +32,7 @@ from lab.matrix_products import matmul_seconds
 from lab.peers import load_transformers
 
 KEY = "04_continuous_batching"
-lesson = common.lesson(KEY)
+lesson = registry.lesson(KEY)
 
 POLICIES = ("static", "continuous")
 
@@ -129,7 +132,7 @@ WIDGET_CHOICES = {"policy": list(POLICIES), "slots": SEATS, "lengths": list(LENG
 
 def simulate(params: dict) -> dict:
     """The Gantt chart of one policy on one workload, from the lesson's Scheduler. Raises InputError."""
-    params = common.checked(params, WIDGET_CHOICES)
+    params = checked(params, WIDGET_CHOICES)
     outputs, seats = LENGTHS[params["lengths"]], params["slots"]
     arrivals = [i * ARRIVALS[params["arrivals"]] for i in range(len(outputs))]
     run = timeline(params["policy"], seats, outputs, arrivals=arrivals)
@@ -227,13 +230,13 @@ def reserved_slots() -> dict[str, Any]:
 def draw(folder: str | Path) -> list[Path]:
     """The article's four requests as they really run, and what the number of slots does to static batching."""
     numbers = facts()
-    figure, axes = common.new_figure(8.0, 3.9, nrows=2, sharex=True)
-    colors = [common.COLORS[name] for name in ("orange", "blue", "green", "purple")]
+    figure, axes = figures.new_figure(8.0, 3.9, nrows=2, sharex=True)
+    colors = [figures.COLORS[name] for name in ("orange", "blue", "green", "purple")]
     for ax, policy in zip(axes, POLICIES):
         found = numbers["article"][policy]
         for slot in range(2):
             ax.broken_barh([(0, found["steps"])], (slot - 0.36, 0.72), facecolor="white",
-                           edgecolor=common.COLORS["grey"], hatch="////", linewidth=0.5, alpha=0.55)  # fmt: skip
+                           edgecolor=figures.COLORS["grey"], hatch="////", linewidth=0.5, alpha=0.55)  # fmt: skip
         for name, length, (slot, start, stop), color in zip("ABCD", LENGTHS["the article's"], found["spans"], colors):
             ax.broken_barh([(start, stop - start)], (slot - 0.36, 0.72), facecolor=color, edgecolor="white")
             label = f"{name} {length}"
@@ -244,9 +247,9 @@ def draw(folder: str | Path) -> list[Path]:
         ax.set(yticks=[0, 1], yticklabels=["slot 0", "slot 1"], ylim=(1.5, -0.85), xlim=(0, 720))
         ax.set_title(f"{policy}: {found['steps']} steps, slots used {100 * found['utilisation']:.0f} %")
     axes[1].set_xlabel("step (hatched: an empty seat)")
-    gantt = common.save_figure(figure, folder, "04_static_and_continuous")
+    gantt = figures.save_figure(figure, folder, "04_static_and_continuous")
 
-    figure, ax = common.new_figure(8.0, 3.3)
+    figure, ax = figures.new_figure(8.0, 3.3)
     slots = [int(n) for n in numbers["geometric"]]
 
     def of(name: str) -> list:
@@ -254,12 +257,12 @@ def draw(folder: str | Path) -> list[Path]:
 
     ax.plot(slots, [100 * run["utilisation"] for run in of("continuous")], "o-", label="continuous")
     ax.plot(slots, [100 * run["utilisation"] for run in of("static")], "o-", label="static")
-    ax.plot(slots, [100 * share for share in of("harmonic")], ":", color=common.COLORS["grey"],
+    ax.plot(slots, [100 * share for share in of("harmonic")], ":", color=figures.COLORS["grey"],
             label="1 / (1 + 1/2 + … + 1/slots)")  # fmt: skip
     ax.set(xscale="log", ylim=(0, 105), xlabel="slots", ylabel="slots used, %", xticks=slots, xticklabels=slots,
            title="512 requests of 16 tokens on average, lengths geometric")  # fmt: skip
     ax.minorticks_off(), ax.legend()
-    return [gantt, common.save_figure(figure, folder, "04_utilisation")]
+    return [gantt, figures.save_figure(figure, folder, "04_utilisation")]
 
 
 # --- The benchmark ----------------------------------------------------------------------------------------------------

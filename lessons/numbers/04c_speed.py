@@ -16,6 +16,10 @@ from typing import Any
 
 import torch
 
+from engine import registry
+from lab import figures
+from lab import recorded
+from lab.parameters import checked
 from engine.model import folders, llama, loader
 from lab import roofline
 from lab.matrix_products import floor_seconds
@@ -23,7 +27,7 @@ from lab.offline_run import serve
 from lab.peers import load_transformers, vllm_peer
 
 KEY = "04c_speed"
-lesson = common.lesson(KEY)
+lesson = registry.lesson(KEY)
 
 # --- A step by arithmetic, behind the widget --------------------------------------------------------------------------
 #
@@ -53,7 +57,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     Arithmetic, keys and values are in fp32; weights are stored in `weight_bytes` each. Raises common.InputError for a
     name or value that is not among WIDGET_CHOICES.
     """
-    params = common.checked(params, WIDGET_CHOICES)
+    params = checked(params, WIDGET_CHOICES)
     packed_rate, unpacked_rate, bandwidth, overhead = MACHINES[params["machine"]]
     B, config = params["batch"], roofline.MODELS["SmolLM2-135M"]
     W, layers = sum(roofline.weights_read(config)), config["num_hidden_layers"]
@@ -137,18 +141,18 @@ def facts() -> dict[str, Any]:
 
 def draw(folder: str | Path) -> list[Path]:
     """What each stage gained, and where a step's time goes, as measured (lessons/results/cpu.json)."""
-    bench = common.results(KEY).get("bench", {})
-    figure, axes = common.new_figure(8.6, 3.9, ncols=2, width_ratios=[1, 1.05])
+    bench = recorded.results(KEY).get("bench", {})
+    figure, axes = figures.new_figure(8.6, 3.9, ncols=2, width_ratios=[1, 1.05])
     names = ["no cache", "a cache, one by one", *(stage.name for stage in lesson.STAGES)]
     for y, name in enumerate(names if bench else []):
         found = bench["stages"][slug(name)]
-        axes[0].barh(y, found["tokens_per_second"], 0.62, color=common.COLORS["blue"])
+        axes[0].barh(y, found["tokens_per_second"], 0.62, color=figures.COLORS["blue"])
         short = f"{found['tokens_per_second']:.0f} "
         axes[0].text(found["tokens_per_second"], y, short, va="center", ha="right", fontsize=9, color="white")
     if bench:
-        axes[0].axvline(bench["floor"], color=common.COLORS["red"], linewidth=1)
+        axes[0].axvline(bench["floor"], color=figures.COLORS["red"], linewidth=1)
         axes[0].text(
-            bench["floor"] * 0.93, -0.35, "products alone", fontsize=8.5, ha="right", color=common.COLORS["red"]
+            bench["floor"] * 0.93, -0.35, "products alone", fontsize=8.5, ha="right", color=figures.COLORS["red"]
         )
     axes[0].set(yticks=range(len(names)), yticklabels=names, xscale="log", xlabel="output tokens/s",
                 title="32 prompts of 128 tokens, 64 out")  # fmt: skip
@@ -160,7 +164,7 @@ def draw(folder: str | Path) -> list[Path]:
         bars["else"] = parts["total"] - sum(bars.values())
         for (part, ms), color in zip(bars.items(), ("blue", "green", "orange", "purple")):
             label = None if x else lesson.PARTS.get(part, "everything else")
-            axes[1].bar(x, ms, 0.62, bottom=bottom, color=common.COLORS[color], label=label)
+            axes[1].bar(x, ms, 0.62, bottom=bottom, color=figures.COLORS[color], label=label)
             bottom += ms
     labels = [name.replace(" ", "\n", 1) for name in lesson.PROFILED]
     axes[1].set(
@@ -169,7 +173,7 @@ def draw(folder: str | Path) -> list[Path]:
     if bench:
         axes[1].set_ylim(0, 1.25 * bench["profile"]["attention_in_a_loop"]["total"])
         axes[1].legend(fontsize=8.5, loc="upper right")
-    return [common.save_figure(figure, folder, "04c_stages")]
+    return [figures.save_figure(figure, folder, "04c_stages")]
 
 
 # --- The peers --------------------------------------------------------------------------------------------------------

@@ -23,8 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import HARDWARE
 
+
+from engine import registry
+from lab import figures
+from lab import timing
+from lab.hardware import GPU, HARDWARE
+from lab.parameters import checked
 from engine.model import llama, loader
 from engine.model.config import LlamaConfig
 from engine.model.tokenizer import Tokenizer
@@ -48,7 +53,7 @@ from lab.matrix_products import matmul_seconds
 KEY = "05_optimizations"
 BLOCK = 16  # tokens
 
-lesson = common.lesson(KEY)
+lesson = registry.lesson(KEY)
 
 
 # --- The simulation behind the widget: a hash chain you type into ---------------------------------------------------
@@ -71,7 +76,7 @@ def simulate(params: dict) -> dict:
     concern the second prompt. Raises InputError naming the field.
     """
     texts = ("suffix_a", "suffix_b")
-    common.checked({name: value for name, value in params.items() if name not in texts}, CHOICES)
+    checked({name: value for name, value in params.items() if name not in texts}, CHOICES)
     for name in texts:
         value = params.get(name)
         if not (isinstance(value, str) and len(value) <= LONGEST_SUFFIX and all(" " <= c <= "~" for c in value)):
@@ -175,7 +180,7 @@ def launches(name: str) -> dict[str, int]:
 
 
 def step_seconds(
-    name: str, num_seqs: int, context: int, gpu: common.GPU, launch: float, kernel: float = 0.0
+    name: str, num_seqs: int, context: int, gpu: GPU, launch: float, kernel: float = 0.0
 ) -> tuple[float, float]:
     """(eager, as one graph). The CPU launches ahead of the GPU, so the slower of the two decides: max(n · launch, GPU).
 
@@ -261,9 +266,9 @@ def draw(folder: str | Path) -> list[Path]:
     """The hash chain of the widget's default, hit rates by pool size, and the launch-cost model."""
     from matplotlib.patches import Patch, Rectangle
 
-    numbers, C = facts(), common.COLORS
+    numbers, C = facts(), figures.COLORS
     colors = {"computed": C["blue"], "hit": C["green"], "partial": C["grey"]}
-    figure, ax = common.new_figure(8.0, 3.3)
+    figure, ax = figures.new_figure(8.0, 3.3)
     for y, sent in zip((1.7, 0), simulate(WIDGET_DEFAULT)["sends"]):
         ax.text(
             0, y + 0.8, f"request {sent['name']}: {sent['cached']} of {len(sent['text'])} tokens found", weight="bold"
@@ -284,9 +289,9 @@ def draw(folder: str | Path) -> list[Path]:
               loc="lower center", bbox_to_anchor=(0.5, -0.12))  # fmt: skip
     ax.set(xlim=(-0.05, 7.75), ylim=(-0.75, 2.7))
     ax.axis("off")
-    paths = [common.save_figure(figure, folder, "05_hash_chain")]
+    paths = [figures.save_figure(figure, folder, "05_hash_chain")]
 
-    figure, axes = common.new_figure(8.0, 3.4, ncols=2, sharey=True)
+    figure, axes = figures.new_figure(8.0, 3.4, ncols=2, sharey=True)
     ours = {int(n): rate for n, rate in numbers["hits"]["rate"].items()}
     mine, known = f"ours: {chats.CHATS['conversations']} conversations, blocks of 16", numbers["hits"]["best"]
     for ax, title, rates, best, color in (
@@ -302,9 +307,9 @@ def draw(folder: str | Path) -> list[Path]:
         ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
         ax.minorticks_off()
     axes[0].set_ylabel("prompt tokens found, %")
-    paths.append(common.save_figure(figure, folder, "05_hit_rates"))
+    paths.append(figures.save_figure(figure, folder, "05_hit_rates"))
 
-    figure, axes = common.new_figure(8.0, 3.4, ncols=2, sharey=True)
+    figure, axes = figures.new_figure(8.0, 3.4, ncols=2, sharey=True)
     for ax, (key, name) in zip(axes, (("smollm2_135m", "SmolLM2-135M"), ("llama_3_1_8b", "Llama-3.1-8B"))):
         known = numbers["graphs"][key]
         for kind, color, label in (
@@ -318,7 +323,7 @@ def draw(folder: str | Path) -> list[Path]:
         ax.minorticks_off()
         ax.legend()
     axes[0].set_ylabel("decode step, ms (model)")
-    return [*paths, common.save_figure(figure, folder, "05_launches")]
+    return [*paths, figures.save_figure(figure, folder, "05_launches")]
 
 
 # --- Measured -------------------------------------------------------------------------------------------------------
@@ -511,7 +516,7 @@ def measure_compile(model: llama.Llama, num_seqs: int = 8) -> dict[str, Any]:
     model.forward(None, meta.positions, lambda layer, q, k, v: q, hidden=reference, layers=[0])
     tape.capture_end()
     called = re.findall(r"(?<!def )\b(?:(?:cpp_fused|triton)_\w+(?=\(|\.run\()|extern_kernels\.\w+(?=\())", code[0])
-    times = [(common.measure(eager, 0.5).median, common.measure(fast, 0.5).median) for _ in range(3)]  # taking turns
+    times = [(timing.measure(eager, 0.5).median, timing.measure(fast, 0.5).median) for _ in range(3)]  # taking turns
     before, after = (statistics.median(column) for column in zip(*times))
     return {
         "cold_s": cold, "eager_ms": 1e3 * before, "compiled_ms": 1e3 * after, "factor": before / after,

@@ -16,6 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lab import figures
+from lab import recorded
+from lab.parameters import checked
 from engine.config import SchedulerConfig
 from engine.core.scheduler import make_scheduler
 from engine.engine_args import EngineArgs
@@ -52,7 +55,7 @@ def gaps(count: int, seed: int = 6) -> list[int]:
 
 def simulate(params: dict) -> dict:
     """Requests of 16 tokens arrive by themselves at a server of 8 seats. Times in µs. Raises InputError."""
-    return pipeline(**common.checked(params, WIDGET_CHOICES))
+    return pipeline(**checked(params, WIDGET_CHOICES))
 
 
 def pipeline(load: int, gpu_ms: int, cpu_ms: int, place: str, queue_bound: int, count: int = REQUESTS) -> dict:
@@ -171,8 +174,8 @@ def draw(folder: str | Path) -> list[Path]:
 
 
 def _draw_life(folder: str | Path) -> Path:
-    figure, ax = common.new_figure(8.0, 6.0)
-    colors, at, shade = common.COLORS, [0.0, 1.1, 2.2, 4.0], "#eceff2"
+    figure, ax = figures.new_figure(8.0, 6.0)
+    colors, at, shade = figures.COLORS, [0.0, 1.1, 2.2, 4.0], "#eceff2"
     names = ["client", "HTTP\n(06f)", "front end\n(06e, 04b)", "engine core\n(06e: 11, 05, 10, 04b)"]
     ax.axvspan(0.6, 3.1, color=shade)
     ax.axvspan(3.2, 4.6, color=colors["blue"], alpha=0.14)
@@ -200,13 +203,13 @@ def _draw_life(folder: str | Path) -> Path:
     ax.set(xlim=(-0.55, 4.65), ylim=(len(LIFE) - 0.2, -2.4), xticks=[], yticks=[])
     for spine in ax.spines.values():
         spine.set_visible(False)
-    return common.save_figure(figure, folder, "06_life")
+    return figures.save_figure(figure, folder, "06_life")
 
 
 def _draw_load(folder: str | Path) -> Path:
-    measured = common.results(KEY).get("bench", {}).get("load", {})
-    figure, axes = common.new_figure(8.0, 3.0, ncols=3 if measured else 1, squeeze=False)
-    ax, colors = axes[0][0], common.COLORS
+    measured = recorded.results(KEY).get("bench", {}).get("load", {})
+    figure, axes = figures.new_figure(8.0, 3.0, ncols=3 if measured else 1, squeeze=False)
+    ax, colors = axes[0][0], figures.COLORS
     free, known = facts()["load"], facts()
     bounded = {load: known["bounded"].get(load, x) for load, x in free.items()}  # below 95 % no more than 20 ever wait
     for waits, color, label in ((free, "red", "no bound"), (bounded, "blue", "at most 20 wait")):
@@ -227,7 +230,7 @@ def _draw_load(folder: str | Path) -> Path:
         ax.set_xticks(at, at)
         ax.set_ylim(0)
         ax.minorticks_off()
-    return common.save_figure(figure, folder, "06_load")
+    return figures.save_figure(figure, folder, "06_load")
 
 
 # --- The engine's own server under load ------------------------------------------------------------------------------

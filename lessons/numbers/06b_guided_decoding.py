@@ -13,6 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from engine import registry
+from lab import figures
+from lab.parameters import checked
 from engine.model import loader
 from engine.llm import LLM
 from engine.sampling.guided.automaton import determinize
@@ -22,7 +25,7 @@ from engine.sampling.guided.regex import parse_regex
 from engine.sampling.guided.regex_guide import RegexGuide
 
 KEY = "06b_guided_decoding"
-lesson = common.lesson(KEY)
+lesson = registry.lesson(KEY)
 
 # --- The simulation behind the widget ---------------------------------------------------------------------------------
 
@@ -36,7 +39,7 @@ MAX_STEPS = 8
 
 def simulate(params: dict) -> dict:
     """A model writes the token it likes best of those allowed, until it is done, stuck or cut. Raises InputError."""
-    params = common.checked(params, WIDGET_CHOICES)
+    params = checked(params, WIDGET_CHOICES)
     pattern, n = lesson.PATTERNS[params["pattern"]], len(lesson.TOKENS)
     guide = RegexGuide(parse_regex(pattern), lesson.toy_vocabulary(params["masks"]))
     grammar, written, steps, outcome = guide.start(), b"", [], "cut"
@@ -119,13 +122,13 @@ def bytes_label(members: Sequence[int]) -> str:
 def draw(folder: str | Path) -> list[Path]:
     """The automaton of the widget's default, and the mask of each of its states."""
     trace = simulate(WIDGET_DEFAULT)
-    blue, ink, orange = (common.COLORS[name] for name in ("blue", "ink", "orange"))
+    blue, ink, orange = (figures.COLORS[name] for name in ("blue", "ink", "orange"))
     depth = {0: 0}
     for state, target, _ in sorted(trace["moves"]):
         depth.setdefault(target, depth[state] + 1)
     rows = {s: sum(depth[t] == d for t in range(s)) for s, d in depth.items()}
     where = {s: (2.0 * d + 0.8 * rows[s], 0.5 - rows[s]) for s, d in depth.items()}
-    figure, axes = common.new_figure(8.0, 4.4, nrows=2, height_ratios=[1.1, 1.5])
+    figure, axes = figures.new_figure(8.0, 4.4, nrows=2, height_ratios=[1.1, 1.5])
     ax = axes[0]
     for state, target, members in trace["moves"]:
         (x0, y0), (x1, y1) = where[state], where[target]
@@ -142,13 +145,13 @@ def draw(folder: str | Path) -> list[Path]:
     ax, names = axes[1], trace["tokens"]
     for state, token in itertools.product(range(len(trace["allowed"])), range(len(names))):
         ax.plot(token, state, "s", markersize=9,
-                color=blue if token in trace["allowed"][state] else common.COLORS["light"])  # fmt: skip
+                color=blue if token in trace["allowed"][state] else figures.COLORS["light"])  # fmt: skip
     ax.set(yticks=range(len(trace["allowed"])), xticks=range(len(names)), ylim=(len(trace["allowed"]) - 0.5, -0.5),
            xlim=(-0.6, len(names) - 0.4), ylabel="state", title="their masks: which tokens may come next")  # fmt: skip
     ax.set_xticklabels(names, rotation=60, ha="right", rotation_mode="anchor", fontsize=9)
     ax.tick_params(length=0)
     ax.spines[["left", "bottom"]].set_visible(False)
-    return [common.save_figure(figure, folder, "06b_automaton")]
+    return [figures.save_figure(figure, folder, "06b_automaton")]
 
 
 # --- What `--bench` measures ------------------------------------------------------------------------------------------

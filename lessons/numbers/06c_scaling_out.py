@@ -11,6 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from engine import registry
+from lab import figures
+from lab.parameters import checked
 from engine.model import folders
 from engine.model.config import LlamaConfig
 from engine.model.tokenizer import Tokenizer
@@ -22,7 +25,7 @@ from engine.serving.coordinator import DPCoordinator
 from lab import layouts
 
 KEY = "06c_scaling_out"
-lesson = common.lesson(KEY)
+lesson = registry.lesson(KEY)
 
 # --- The simulation behind the widget ---------------------------------------------------------------------------------
 
@@ -33,7 +36,7 @@ WIDGET_DEFAULT = {"stages": 4, "in_flight": "one per stage", "budget": 256, "wor
 
 def simulate(params: dict) -> dict:
     """The engine's scheduler and this lesson's engine core on stages that only take time. Raises InputError."""
-    params = common.checked(params, WIDGET_CHOICES)
+    params = checked(params, WIDGET_CHOICES)
     depth = params["stages"] if params["in_flight"] == "one per stage" else 1
     budget, workload = params["budget"], lesson.WORKLOADS[params["workload"]]
     one_stage = lesson.pipeline(1, 1, budget, *workload)["makespan"]  # all layers in one place
@@ -102,8 +105,8 @@ def draw(folder: str | Path) -> list[Path]:
 
 
 def _draw_processes(folder: str | Path) -> Path:
-    figure, ax = common.new_figure(8.0, 3.7)
-    colors = common.COLORS
+    figure, ax = figures.new_figure(8.0, 3.7)
+    colors = figures.COLORS
 
     def box(x: float, y: float, text: str, color: str, width: float = 1.5, height: float = 0.62) -> None:
         from matplotlib.patches import FancyBboxPatch
@@ -141,14 +144,14 @@ def _draw_processes(folder: str | Path) -> Path:
     ax.text(7.65, 2.4, "requests, tokens: sockets\ndecisions: shared memory", fontsize=8.5, va="center", ha="left")
     ax.set(xlim=(0, 9.6), ylim=(0.1, 4.7))
     ax.axis("off")
-    return common.save_figure(figure, folder, "06c_processes")
+    return figures.save_figure(figure, folder, "06c_processes")
 
 
 def _draw_pipeline(folder: str | Path) -> Path:
     cases = [("one batch in flight, budget 256", 1, 256), ("one per stage, prompts whole (budget 2,048)", 4, 2048),
              ("one per stage, chunks of 256", 4, 256)]  # fmt: skip
-    figure, axes = common.new_figure(8.0, 4.6, nrows=3, sharex=True)
-    palette = [common.COLORS[name] for name in ("blue", "orange", "green", "purple")]
+    figure, axes = figures.new_figure(8.0, 4.6, nrows=3, sharex=True)
+    palette = [figures.COLORS[name] for name in ("blue", "orange", "green", "purple")]
     for ax, (title, depth, budget) in zip(axes, cases):
         trace = lesson.pipeline(4, depth, budget, *lesson.WORKLOADS["4 long prompts"])
         for i, batch in enumerate(trace["batches"]):
@@ -161,7 +164,7 @@ def _draw_pipeline(folder: str | Path) -> Path:
         ax.set_title(f"{title}: done at {trace['makespan']:,}, idle {idle:.0%}, first token {mean:,.0f}", fontsize=10)
         ax.set(yticks=range(4), yticklabels=[f"stage {i}" for i in range(4)], ylim=(3.6, -0.6), xlim=(0, 6200))
     axes[2].set_xlabel("ticks (4 prompts of 512 tokens, 8 tokens each; faint: decode steps)")
-    return common.save_figure(figure, folder, "06c_pipeline")
+    return figures.save_figure(figure, folder, "06c_pipeline")
 
 
 # --- What `--bench` measures ------------------------------------------------------------------------------------------

@@ -14,13 +14,16 @@ from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
+from engine import registry
+from lab import figures
+from lab.parameters import checked
 from lab.records import Record, concurrency, percentile, summarize
 from lab.simulated_engine import Run, StepCost, run_simulated
 from lab.tuning import latency_command, tune, tune_command
 from lab.workload import AZURE, Prompt, arrival_times, random_length, table_mean
 
 KEY = "06d_load_generator"
-lesson = common.lesson(KEY)
+lesson = registry.lesson(KEY)
 
 # --- The simulation behind the widget ---------------------------------------------------------------------------------
 
@@ -53,7 +56,7 @@ def capacity(max_num_seqs: int) -> float:
 
 def simulate(params: dict) -> dict:
     """One run of the load generator against the simulated engine. Raises InputError."""
-    params = common.checked(params, WIDGET_CHOICES)
+    params = checked(params, WIDGET_CHOICES)
     run = load.__wrapped__(**params)
     first, done = [times[0] for times in run.times], [times[-1] for times in run.times]
     peak, area = concurrency(list(zip(run.sent, done)))
@@ -163,14 +166,14 @@ def facts() -> dict[str, Any]:
 
 def draw(folder: str | Path) -> list[Path]:
     """What a closed loop does not see, and the front of the settings."""
-    figure, (left, right) = common.new_figure(8.0, 3.5, ncols=2)
+    figure, (left, right) = figures.new_figure(8.0, 3.5, ncols=2)
     for found, label, color, size in (
         (lesson.open_loop(lesson.freezing_server(), UNTIL, EVERY), "open: 25 a second", "blue", 14),
         (lesson.closed_loop(lesson.freezing_server(), UNTIL), "closed: after each answer", "red", 5),
     ):
         points = [[ms / 1e3 for ms in column] for column in zip(*found)]
-        left.scatter(*points, size, common.COLORS[color], label=label, lw=0)
-    left.axvspan(*(ms / 1e3 for ms in lesson.FREEZE), color=common.COLORS["light"], zorder=0)
+        left.scatter(*points, size, figures.COLORS[color], label=label, lw=0)
+    left.axvspan(*(ms / 1e3 for ms in lesson.FREEZE), color=figures.COLORS["light"], zorder=0)
     left.set(xlabel="sent at, s", ylabel="latency, s", xlim=(0, 20), title="A server that freezes once")
     left.legend(loc="upper right", handletextpad=0.1, markerscale=2, bbox_to_anchor=(1.02, 0.95))
     known, limit = facts(), facts()["capacity"]["16"]
@@ -180,30 +183,30 @@ def draw(folder: str | Path) -> list[Path]:
         ("limited", "e2el", "o-", "at most 8, since sent", "red"),
     ):
         seconds = [known[which][str(rate)][f"p99_{name}_ms"] / 1e3 for rate in RATES]
-        right.plot(RATES, seconds, style, ms=4, color=common.COLORS[color], label=label)
-    right.axvline(limit, color=common.COLORS["grey"], lw=0.8, ls=":")
-    right.text(limit + 1, 0.06, "capacity,\n16 seats", fontsize=8.5, color=common.COLORS["grey"])
+        right.plot(RATES, seconds, style, ms=4, color=figures.COLORS[color], label=label)
+    right.axvline(limit, color=figures.COLORS["grey"], lw=0.8, ls=":")
+    right.text(limit + 1, 0.06, "capacity,\n16 seats", fontsize=8.5, color=figures.COLORS["grey"])
     right.set(yscale="log", ylim=(0.05, 5), yticks=[0.1, 0.3, 1, 3], yticklabels=["0.1", "0.3", "1", "3"],
               xlabel="requests offered per second", ylabel="P99 latency, s", title="An engine under load")  # fmt: skip
     right.minorticks_off()
     right.legend(loc="upper left", fontsize=8.5)
-    paths = [common.save_figure(figure, folder, "06d_open_and_closed")]
+    paths = [figures.save_figure(figure, folder, "06d_open_and_closed")]
 
-    figure, ax = common.new_figure(8.0, 3.6)
+    figure, ax = figures.new_figure(8.0, 3.6)
     rows = tune_simulated()["rows"]
     for budget, color in zip(TUNE_BUDGETS, ("blue", "orange", "green", "purple")):
         points = [(r["p99_itl_ms"], r["output_throughput"]) for r in rows if r["max_num_batched_tokens"] == budget]
-        ax.plot(*zip(*points), "o-", ms=5, lw=0.9, color=common.COLORS[color], label=f"{budget:,} tokens a step")
+        ax.plot(*zip(*points), "o-", ms=5, lw=0.9, color=figures.COLORS[color], label=f"{budget:,} tokens a step")
     front = [(row["p99_itl_ms"], row["output_throughput"], row["max_num_seqs"]) for row in rows if row["front"]]
-    ax.plot(*list(zip(*front))[:2], "o", ms=11, mfc="none", mec=common.COLORS["ink"], label="on the front")
+    ax.plot(*list(zip(*front))[:2], "o", ms=11, mfc="none", mec=figures.COLORS["ink"], label="on the front")
     for x, y, seats in front:
         ax.annotate(f"{seats} seats", (x, y), (-9, 1), textcoords="offset points", ha="right", fontsize=8.5)
-    ax.axvline(TUNE_LIMIT, color=common.COLORS["red"], lw=0.9, ls=":", label=f"limit: {TUNE_LIMIT:g} ms")
+    ax.axvline(TUNE_LIMIT, color=figures.COLORS["red"], lw=0.9, ls=":", label=f"limit: {TUNE_LIMIT:g} ms")
     ax.set(xscale="log", xlim=(19, 300), xticks=[20, 40, 80, 160], xticklabels=[20, 40, 80, 160],
            xlabel="P99 inter-token latency, ms", ylabel="output tokens/s", title="20 settings, one engine")  # fmt: skip
     ax.minorticks_off()
     ax.legend(loc="lower right", fontsize=8.5)
-    return [*paths, common.save_figure(figure, folder, "06d_tune")]
+    return [*paths, figures.save_figure(figure, folder, "06d_tune")]
 
 
 # --- What `--bench` measures ------------------------------------------------------------------------------------------

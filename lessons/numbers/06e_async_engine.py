@@ -9,13 +9,16 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from engine import registry
+from lab import figures
+from lab.parameters import checked
 from engine.model import folders
 from engine.model.tokenizer import Tokenizer
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.clients import ThreadClient
 
 KEY = "06e_async_engine"
-lesson = common.lesson(KEY)
+lesson = registry.lesson(KEY)
 
 # --- The simulation behind the widget ---------------------------------------------------------------------------------
 
@@ -30,7 +33,7 @@ WIDGET_DEFAULT = {"handoff": "collector", "step_ms": 20, "read_ms": 100, "tokens
 
 def simulate(params: dict) -> dict:
     """An engine that makes tokens, and a reader that is given them by one of three hand-offs. Raises InputError."""
-    return lesson.slow_reader(**common.checked(params, WIDGET_CHOICES))
+    return lesson.slow_reader(**checked(params, WIDGET_CHOICES))
 
 
 def describe(trace: dict) -> str:
@@ -81,8 +84,8 @@ def facts() -> dict[str, Any]:
 
 def draw(folder: str | Path) -> list[Path]:
     """Three engines' letters on one event loop, and three ways to treat a slow reader."""
-    figure, axes = common.new_figure(8.0, 5.2, nrows=2, height_ratios=[1.15, 1])
-    colors, ax = common.COLORS, axes[0]
+    figure, axes = figures.new_figure(8.0, 5.2, nrows=2, height_ratios=[1.15, 1])
+    colors, ax = figures.COLORS, axes[0]
     step, python = 20, 5  # milliseconds: a step, and the part of it that holds the interpreter lock
     for row, name in enumerate(("engine on\nthe event loop", "engine on\na thread", "engine in\na process")):
         for i in range(4):
@@ -118,7 +121,7 @@ def draw(folder: str | Path) -> list[Path]:
            ylabel="tokens not read yet")  # fmt: skip
     ax.set_title("A reader that needs 100 ms, a token every 20 ms")
     ax.legend(loc="upper right")
-    return [common.save_figure(figure, folder, "06e_loop")]
+    return [figures.save_figure(figure, folder, "06e_loop")]
 
 
 # --- What `--bench` measures ------------------------------------------------------------------------------------------

@@ -14,12 +14,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine import registry
+from lab import figures
+from lab.parameters import checked
 from engine.serving.openai.limits import MAX_BODY_BYTES, MAX_N, MAX_STOP_STRINGS
 from engine.serving.openai.protocol import ChatCompletionRequest, CompletionRequest
 from engine.serving.openai.serving import OpenAIServing
 
 KEY = "06f_openai_api"
-lesson = common.lesson(KEY)
+lesson = registry.lesson(KEY)
 
 # --- The simulation behind the widget ---------------------------------------------------------------------------------
 
@@ -38,7 +41,7 @@ WIDGET_DEFAULT = {"key": "right", "field": "temperature 9", "prompt": "64 charac
 
 def simulate(params: dict) -> dict:
     """One request to the real app (context 64, at most 4 inside), then again, mistake by mistake. Raises InputError."""
-    return asyncio.run(_correct(common.checked(params, WIDGET_CHOICES)))
+    return asyncio.run(_correct(checked(params, WIDGET_CHOICES)))
 
 
 async def _correct(case: dict) -> dict:
@@ -148,8 +151,8 @@ GATES = [("key", 401, "Bearer …"), ("size", 413, "at most\n4 MiB"), ("JSON", 4
 
 def draw(folder: str | Path) -> list[Path]:
     """The stations between a socket and the engine, each with its way out."""
-    figure, ax = common.new_figure(8.0, 3.1)
-    colors, way_out = common.COLORS, functools.partial(dict, arrowstyle="-|>", linewidth=1.3)
+    figure, ax = figures.new_figure(8.0, 3.1)
+    colors, way_out = figures.COLORS, functools.partial(dict, arrowstyle="-|>", linewidth=1.3)
     for x, (name, status, what) in enumerate(GATES):
         ax.add_patch(_box(ax, x, colors["grey" if x < 2 else "blue"]))
         ax.text(x, 0.12, name, ha="center", va="center", color="white", weight="bold", fontsize=9.5)
@@ -167,7 +170,7 @@ def draw(folder: str | Path) -> list[Path]:
     ax.set(xlim=(-0.8, 8.9), ylim=(-2.2, 1.15), xticks=[], yticks=[])
     for spine in ax.spines.values():
         spine.set_visible(False)
-    return [common.save_figure(figure, folder, "06f_gates")]
+    return [figures.save_figure(figure, folder, "06f_gates")]
 
 
 def _box(ax: Any, x: float, color: str) -> Any:

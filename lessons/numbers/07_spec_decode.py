@@ -15,6 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine import registry
+from lab import figures
+from lab import timing
+from lab.parameters import checked
 from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
 from engine.attention.metadata import AttentionMetadata
@@ -27,7 +31,7 @@ from engine.spec_decode.drafters import METHODS, SpeculativeConfig
 from lab import enumeration
 
 KEY = "07_spec_decode"
-lesson = common.lesson(KEY)
+lesson = registry.lesson(KEY)
 
 # --- The simulation behind the widget ---------------------------------------------------------------------------------
 
@@ -59,7 +63,7 @@ def simulate(params: dict) -> dict:
 
     The model always answers p and the drafter q, whatever came before, so one distribution says it all.
     """
-    params = common.checked(params, WIDGET_CHOICES)
+    params = checked(params, WIDGET_CHOICES)
     (p, q), K, bug = PAIRS[params["pair"]], params["drafts"], params["bug"]
     bug = None if bug == "none" else bug
     index = np.arange(ROUNDS * (K + 1))
@@ -249,8 +253,8 @@ def facts() -> dict[str, Any]:
 
 def draw(folder: str | Path) -> list[Path]:
     """Where the probability goes when a draft falls; what K and batch size do to the gain."""
-    c = common.COLORS
-    figure, axes = common.new_figure(8.0, 3.0, ncols=3, sharey=True, width_ratios=[1, 1.1, 1])
+    c = figures.COLORS
+    figure, axes = figures.new_figure(8.0, 3.0, ncols=3, sharey=True, width_ratios=[1, 1.1, 1])
     (p, q), found = PAIRS["half right"], facts()["classic"]
     x, both = range(3), [min(a, b) for a, b in zip(*PAIRS["half right"])]
     axes[0].bar([i - 0.2 for i in x], p, 0.38, color=c["blue"], label="p: target")
@@ -268,9 +272,9 @@ def draw(folder: str | Path) -> list[Path]:
         ax.set(xticks=x, xticklabels=WORDS)
     axes[0].legend(loc="upper center")
     axes[1].legend(loc="upper right")
-    rule = common.save_figure(figure, folder, "07_rule")
+    rule = figures.save_figure(figure, folder, "07_rule")
 
-    figure, axes = common.new_figure(8.0, 3.4, ncols=2)
+    figure, axes = figures.new_figure(8.0, 3.4, ncols=2)
     for alpha, color in ((0.9, "blue"), (0.8, "green"), (0.6, "orange"), (0.4, "red")):
         gains = [lesson.speedup(alpha, K, 0.1) for K in range(13)]
         axes[0].plot(range(13), gains, "o-", markersize=3, color=c[color], label=f"α = {alpha}")
@@ -292,7 +296,7 @@ def draw(folder: str | Path) -> list[Path]:
     axes[1].set(xticks=batches[::2], xticklabels=batches[::2])
     axes[1].minorticks_off()
     axes[1].legend(fontsize=8.5)
-    return [rule, common.save_figure(figure, folder, "07_speedup")]
+    return [rule, figures.save_figure(figure, folder, "07_speedup")]
 
 
 # --- Measurements -----------------------------------------------------------------------------------------------------
@@ -367,7 +371,7 @@ def step_costs(
             meta = AttentionMetadata.build(blocks, [64 + n] * B, [n] * B, 16, model.device)
             ids = torch.ones(B * n, dtype=torch.int64, device=model.device)
             run = lambda: runner.model.logits(runner.forward(ids, meta, ()))  # noqa: B023, E731
-            times.append(common.measure(run, seconds).median)
+            times.append(timing.measure(run, seconds).median)
         found[str(B)] = {"seconds": times[0], "v": max(0.0, times[1] / times[0] - 1) / K}  # noise may say less than 0
     return found
 
@@ -386,7 +390,7 @@ def measure_sampler(V: int, B: int = 32, K: int = 4) -> dict[str, dict[str, floa
         run = functools.partial(
             lesson.rejection_sample, **batch | guesses | {"is_greedy": torch.full_like(drafts, greedy)}
         )
-        seconds = common.measure_graph(run).median
+        seconds = timing.measure_graph(run).median
         found[kind] = {"us": 1e6 * seconds, "gb_s": 4 * V * read / seconds / 1e9}
     return found
 

@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine import registry
+from lab import figures
+from lab.parameters import checked
 from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
 from engine.spec_decode import trained
@@ -26,7 +29,7 @@ from lab import drafter_training as training
 from lab import naive
 
 KEY = "07b_trained_drafters"
-lesson = common.lesson(KEY)
+lesson = registry.lesson(KEY)
 
 # --- The simulation behind the widget ---------------------------------------------------------------------------------
 
@@ -51,7 +54,7 @@ def toy_next(seen: Sequence[tuple[int, int]], seed: int) -> int:
 def simulate(params: dict) -> dict:
     """Twelve words of the toy language, a tree per pass: the real trees, masks, verification and compaction, on a paged
     cache that holds words in place of keys. Raises InputError."""
-    params = common.checked(params, WIDGET_CHOICES)
+    params = checked(params, WIDGET_CHOICES)
     shape, skill, seed = SHAPES[params["shape"]], SKILLS[params["heads"]], params["seed"]
     plain = [seed % len(WORDS)]
     plain += choices_truth(plain, seed, TOY_TOKENS + 4)
@@ -167,7 +170,7 @@ def draw(folder: str | Path) -> list[Path]:
 
     known, shape = facts(), SHAPES["planned, 7"]
     tree = fill_tree(shape, 0, [range(5)] * 3)
-    figure, (left, right) = common.new_figure(8.0, 3.4, ncols=2, width_ratios=[1.35, 1])
+    figure, (left, right) = figures.new_figure(8.0, 3.4, ncols=2, width_ratios=[1.35, 1])
     leaves = [i for i in range(len(tree.parents)) if not tree.children[i]]
     height: dict[int, float] = {}
 
@@ -181,11 +184,11 @@ def draw(folder: str | Path) -> list[Path]:
     for i, parent in enumerate(tree.parents):
         if parent >= 0:
             ends = [tree.depths[parent], tree.depths[i]], [height[parent], height[i]]
-            left.plot(*ends, color=common.COLORS["grey"], zorder=1)
+            left.plot(*ends, color=figures.COLORS["grey"], zorder=1)
             chance = math.prod(TOY_RANKS[k][r] for k, r in enumerate(shape[i - 1]))
             left.text(tree.depths[i] + 0.12, height[i] - 0.5, f"choice {shape[i - 1][-1] + 1}: {chance:.2f}",
                       va="center", fontsize=8.5)  # fmt: skip
-        color = common.COLORS["ink" if i == 0 else "blue"]
+        color = figures.COLORS["ink" if i == 0 else "blue"]
         left.scatter(tree.depths[i], height[i], s=330, color=color, zorder=2)
         left.text(tree.depths[i], height[i], str(i), ha="center", va="center", color="white", weight="bold")
     left.set(xlim=(-0.2, 3.0), ylim=(min(height.values()) - 0.75, 0.6), xticks=range(max(tree.depths) + 1),
@@ -194,17 +197,17 @@ def draw(folder: str | Path) -> list[Path]:
     left.spines["left"].set_visible(False)
     n = len(tree.parents)
     sees = [[mask >> j & 1 for j in range(n)] for mask in tree.masks]
-    right.pcolormesh(sees, cmap=ListedColormap([common.COLORS["light"], common.COLORS["blue"]]), edgecolor="white")
+    right.pcolormesh(sees, cmap=ListedColormap([figures.COLORS["light"], figures.COLORS["blue"]]), edgecolor="white")
     right.text(-0.35, n / 2, "context: seen by all", ha="center", va="center", rotation=90, fontsize=8.5)
     middle = [i + 0.5 for i in range(n)]
     right.set(xlim=(-0.8, n), ylim=(n, 0), xticks=middle, xticklabels=range(n), yticks=middle, yticklabels=range(n),
               xlabel="key of node", ylabel="row of node", title="Who sees whom", aspect="equal")  # fmt: skip
-    paths = [common.save_figure(figure, folder, "07b_tree")]
+    paths = [figures.save_figure(figure, folder, "07b_tree")]
 
-    figure, (left, right) = common.new_figure(8.0, 3.3, ncols=2)
+    figure, (left, right) = figures.new_figure(8.0, 3.3, ncols=2)
     for name, d in known["drafters"].items():
         left.plot([1, 2, 3], d["agreement"], "o-", label=name)
-    left.plot([1, 2, 3], [head[0] for head in known["ranks"]], "o:", color=common.COLORS["green"],
+    left.plot([1, 2, 3], [head[0] for head in known["ranks"]], "o:", color=figures.COLORS["green"],
               label="medusa, whatever\ncame before")  # fmt: skip
     left.set(xlabel="guess", ylabel="right, if all before it were", xticks=[1, 2, 3], ylim=(0, 0.6),
              title="Guess by guess, on 48 answers kept out")  # fmt: skip
@@ -218,7 +221,7 @@ def draw(folder: str | Path) -> list[Path]:
               title="What Medusa's heads promise", ylim=(1, None))  # fmt: skip
     right.minorticks_off()
     right.legend(loc="lower right")
-    return [*paths, common.save_figure(figure, folder, "07b_chains")]
+    return [*paths, figures.save_figure(figure, folder, "07b_chains")]
 
 
 # --- What `--bench` measures ------------------------------------------------------------------------------------------

@@ -13,14 +13,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from engine import registry
+from lab import figures
+from lab import recorded
+from lab import timing
+from lab.hardware import HARDWARE
+from lab.parameters import checked
 from engine.model import llama, loader, rope
 from engine.model.tokenizer import Tokenizer
 from lab import healing, roofline
 from lab.roofline import KVCacheSpec, slug
 
 KEY = "09_gqa"
-lesson = common.lesson(KEY)
-cache_lesson, paged = common.lesson("01_kv_cache"), common.lesson("02_paged_attention")
+lesson = registry.lesson(KEY)
+cache_lesson, paged = registry.lesson("01_kv_cache"), registry.lesson("02_paged_attention")
 
 
 # Ainslie et al. 2023, Table 1: T5, uptrained with 5 % of the original compute; seconds per sample, mean score of
@@ -97,7 +103,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     params: num_heads, num_kv_heads, head_dim, tp, context, gpu_gib (integers), head_map. Raises InputError.
     The outputs are real: one key, and the value of KV head i is i, so a query head's output *is* the head it read.
     """
-    p = common.checked(params, WIDGET_CHOICES)
+    p = checked(params, WIDGET_CHOICES)
     Hq, Hkv, D, tp = p["num_heads"], p["num_kv_heads"], p["head_dim"], p["tp"]
     trace: dict[str, Any] = {"params": p, "problem": None}
     if Hq % Hkv or Hq % tp:
@@ -161,7 +167,7 @@ def facts() -> dict[str, Any]:
         str(n): sum(a != b for a, b in zip(lesson.interleaved(32, n), lesson.tiled(32, n))) for n in shapes.values()
     }
     packed, naive = (decode_traffic(32, 4096, 32, 8, 128, heads) for heads in (4, 1))
-    h200, mla = common.HARDWARE["H200 141GB"], lesson.MLAConfig()
+    h200, mla = HARDWARE["H200 141GB"], lesson.MLAConfig()
     cost = {f"t{T}_s{S}": lesson.mla_cost(128, T, S) for T, S in ((1, 8192), (128, 8192), (512, 8192), (512, 512))}
     V3, row = MODELS["DeepSeek-V3"], mla.kv_lora_rank + mla.qk_rope_head_dim
     fold = lesson.mla_cost(1, 1, 0)["absorbed"]  # of a head: what a query costs absorbed, and a cached token naive
@@ -217,76 +223,76 @@ def facts() -> dict[str, Any]:
 def draw(folder: str | Path) -> list[Path]:
     """The figures, from `facts()` and the stored healing run alone."""
     paths = [_draw_maps(folder), _draw_tp(folder, facts()["kib_per_token"]), _draw_context(folder)]
-    curve = common.results(healing.KEY).get("curve")
+    curve = recorded.results(healing.KEY).get("curve")
     return [*paths, _draw_healing(folder, curve)] if curve else paths
 
 
 def _draw_maps(folder: str | Path) -> Path:
     """Query heads above, KV heads below, a line for each read: MHA, GQA, MQA, and GQA with the wrong map."""
-    figure, axes = common.new_figure(8.0, 2.5, ncols=4)
+    figure, axes = figures.new_figure(8.0, 2.5, ncols=4)
     right, wrong = lesson.interleaved, lesson.tiled
     panels = [("MHA, 8 : 8", 8, right), ("GQA, 8 : 2", 2, right), ("MQA, 8 : 1", 1, right)]
     panels.append(("GQA, tiled: wrong", 2, wrong))
     for axis, (title, Hkv, heads_of) in zip(axes, panels):
         place = [3.5 + (i - (Hkv - 1) / 2) * 8 / Hkv for i in range(Hkv)]
         for h, (i, wanted) in enumerate(zip(heads_of(8, Hkv), right(8, Hkv))):
-            color = common.COLORS["grey" if i == wanted else "red"]
+            color = figures.COLORS["grey" if i == wanted else "red"]
             axis.plot([h, place[i]], [1, 0], "-" if i == wanted else "--", color=color, linewidth=1.3, zorder=1)
         for y, xs, name, color in ((1, range(8), "q", "blue"), (0, place, "kv", "orange")):
-            axis.scatter(xs, [y] * len(xs), s=130, color=common.COLORS[color], zorder=2)
+            axis.scatter(xs, [y] * len(xs), s=130, color=figures.COLORS[color], zorder=2)
             for n, x in enumerate(xs):
                 axis.text(x, y, str(n), color="white", ha="center", va="center", fontsize=8)
             axis.text(-1.0, y, name, ha="right", va="center", fontsize=9)
         axis.set(title=title, xlim=(-1.4, 7.6), ylim=(-0.35, 1.3))
         axis.title.set_size(10)
         axis.axis("off")
-    return common.save_figure(figure, folder, "09_head_maps")
+    return figures.save_figure(figure, folder, "09_head_maps")
 
 
 def _draw_tp(folder: str | Path, kib: dict[str, dict[str, float]]) -> Path:
     """KiB per token and GPU against the number of GPUs: halved until there is one head each, then flat."""
-    figure, axis = common.new_figure(8.0, 3.3)
+    figure, axis = figures.new_figure(8.0, 3.3)
     for name, label, color, marker in (("mha", "MHA, 32 heads", "grey", "s"), ("gqa_8", "GQA, 8", "blue", "o"),
                                        ("gqa_2", "GQA, 2", "green", "^"), ("mla", "MLA, 576 elements", "purple", "P"),
                                        ("mqa", "MQA, 1", "orange", "D")):  # fmt: skip
-        axis.plot(range(5), list(kib[name].values()), marker=marker, color=common.COLORS[color], label=label, lw=2)
+        axis.plot(range(5), list(kib[name].values()), marker=marker, color=figures.COLORS[color], label=label, lw=2)
     axis.set_yscale("log", base=2)
     axis.set_xticks(range(5), ["1", "2", "4", "8", "16"])
     axis.set_yticks([16, 32, 64, 128, 256, 512], ["16", "32", "64", "128", "256", "512"])
     axis.set(xlabel="GPUs (tensor parallel)", ylabel="KiB per token on each GPU")
-    axis.grid(axis="y", color=common.COLORS["light"])
+    axis.grid(axis="y", color=figures.COLORS["light"])
     axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return common.save_figure(figure, folder, "09_tensor_parallel")
+    return figures.save_figure(figure, folder, "09_tensor_parallel")
 
 
 def _draw_context(folder: str | Path) -> Path:
     """The cache of one sequence against its length, for real configurations."""
-    figure, axis = common.new_figure(8.0, 3.6)
+    figure, axis = figures.new_figure(8.0, 3.6)
     lengths = [1 << n for n in range(9, 18)]
     styles = zip(MODELS.items(), ("grey", "blue", "orange", "green", "red", "red", "purple", "ink"),
                  ("-", "-", "-", "--", "--", ":", "--", "-"), strict=True)  # fmt: skip
     for (name, config), color, line in styles:
         values = [cache_bytes(config, n) / 2**20 for n in lengths]
-        axis.plot(lengths, values, line, color=common.COLORS[color], label=name, linewidth=1.8)
+        axis.plot(lengths, values, line, color=figures.COLORS[color], label=name, linewidth=1.8)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
     axis.set_xticks(lengths[1::2], [f"{n // 1024}k" for n in lengths[1::2]])
     axis.set(xlabel="context, tokens", ylabel="MiB of cache per sequence")
-    axis.grid(color=common.COLORS["light"])
+    axis.grid(color=figures.COLORS["light"])
     axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=2.6)
-    return common.save_figure(figure, folder, "09_context")
+    return figures.save_figure(figure, folder, "09_context")
 
 
 def _draw_healing(folder: str | Path, curve: Sequence[Mapping[str, float]]) -> Path:
     """Perplexity against training time, as `--heal` stored it."""
-    figure, axis = common.new_figure(8.0, 3.0)
-    axis.plot([p["seconds"] / 60 for p in curve], [p["perplexity"] for p in curve], "o-", color=common.COLORS["blue"])
-    axis.axhline(base := common.results(healing.KEY)["teacher"], color=common.COLORS["grey"], linestyle="--")
-    axis.text(0, base, f" 9 : 3, as trained: {base:.1f}", va="bottom", color=common.COLORS["grey"])
+    figure, axis = figures.new_figure(8.0, 3.0)
+    axis.plot([p["seconds"] / 60 for p in curve], [p["perplexity"] for p in curve], "o-", color=figures.COLORS["blue"])
+    axis.axhline(base := recorded.results(healing.KEY)["teacher"], color=figures.COLORS["grey"], linestyle="--")
+    axis.text(0, base, f" 9 : 3, as trained: {base:.1f}", va="bottom", color=figures.COLORS["grey"])
     axis.set_yscale("log")
     axis.set(xlabel="minutes of training on a CPU", ylabel="perplexity")
-    return common.save_figure(figure, folder, "09_healing")
+    return figures.save_figure(figure, folder, "09_healing")
 
 
 # --- Measurements -------------------------------------------------------------------------------------------------
@@ -303,9 +309,9 @@ def measure_heads(S: int, seconds: float) -> list[dict[str, Any]]:
             k, v = (x.transpose(1, 2).repeat_interleave(G, 1) for x in (k, v))  # [1, 32, S, 128]
             return F.scaled_dot_product_attention(q[:, :, None], k, v)
 
-        grouped = common.measure(functools.partial(cache_lesson.decode_attention, q, k, v, lens, S), seconds).median
+        grouped = timing.measure(functools.partial(cache_lesson.decode_attention, q, k, v, lens, S), seconds).median
         rows.append({"Hkv": Hkv, "mib": 2 * k.nbytes / 2**20, "grouped_ms": grouped * 1e3,
-                     "repeated_ms": common.measure(repeated, seconds).median * 1e3,
+                     "repeated_ms": timing.measure(repeated, seconds).median * 1e3,
                      "gb_s": 2 * k.nbytes / grouped / 1e9})  # fmt: skip
     return rows
 
@@ -321,19 +327,19 @@ def measure_mla(S: int, seconds: float) -> dict[str, float]:
     def absorbed() -> torch.Tensor:
         return layer.unfold(lesson.mla_decode(layer.absorb(q), cache, table, lens, S, R, layer.scale))
 
-    a, n = (common.measure(f, seconds).median * 1e3 for f in (absorbed, lambda: layer.naive(q, cached)))
+    a, n = (timing.measure(f, seconds).median * 1e3 for f in (absorbed, lambda: layer.naive(q, cached)))
     return {"S": S, "naive": n, "absorbed": a, "ratio": n / a}
 
 
 def measure_kernels() -> dict[str, Any]:
     """On a GPU, bf16: GB/s of cache (each byte once), % of a copy's, TFLOP/s; packed, and one query head per load."""
-    copy, decode, latent, prefill, dtype, device = common.copy_bandwidth(), [], [], [], torch.bfloat16, common.device()
+    copy, decode, latent, prefill, dtype, device = timing.copy_bandwidth(), [], [], [], torch.bfloat16, common.device()
 
     def rate(moved: float, us: float) -> dict[str, float]:
         return {"gb_s": moved / us / 1e3, "% of copy": moved / us / copy * 1e8}
 
     def microseconds(fn: Callable, *arguments: Any) -> float:
-        return common.measure_graph(functools.partial(fn, *arguments), 0.3).median * 1e6
+        return timing.measure_graph(functools.partial(fn, *arguments), 0.3).median * 1e6
 
     for B, S, Hkv in ((32, 4096, 8), (32, 16384, 8), (1, 65536, 8), (32, 4096, 1), (32, 4096, 32)):
         case = paged.random_case([S] * B, 16, 32, Hkv, 128, dtype)

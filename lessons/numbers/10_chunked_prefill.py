@@ -20,11 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import HARDWARE
 
+
+from engine import registry
+from lab import figures
+from lab import recorded
+from lab import timing
+from lab.hardware import GPU, HARDWARE
+from lab.parameters import checked
 from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
-from engine import registry
 from engine.config import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.kv_cache_manager import KVCacheManager
@@ -36,7 +41,7 @@ from lab import roofline
 
 KEY = "10_chunked_prefill"
 
-lesson = common.lesson(KEY)
+lesson = registry.lesson(KEY)
 
 
 # --- What a step costs ----------------------------------------------------------------------------------------------
@@ -61,7 +66,7 @@ LLAMA_8B = roofline.MODELS["Llama-3.1-8B"]
 class CostModel:
     """Seconds of a step of a dense bf16 Llama by roofline; `efficiency` is the share of both ceilings reached."""
 
-    def __init__(self, config: Mapping[str, Any], gpu: common.GPU, gpus: int = 1, efficiency: float = 1.0,
+    def __init__(self, config: Mapping[str, Any], gpu: GPU, gpus: int = 1, efficiency: float = 1.0,
                  overhead: float = 0.0) -> None:  # fmt: skip
         spec = roofline.KVCacheSpec.from_config(config)
         self.weights, self.head = roofline.weights_read(config)
@@ -175,7 +180,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     It ends two steps after the last first token, or in the first step in which no newcomer got a token: as the streams
     never end, none ever will (`starved`). Drives the lesson's Scheduler. Raises InputError.
     """
-    p = common.checked(params, WIDGET_CHOICES)
+    p = checked(params, WIDGET_CHOICES)
     cost = lambda work: p["step_us"] + p["token_us"] * sum(n for n, _ in work)  # noqa: E731
     seats = p["decoders"] + 2
     # vLLM (and lesson 04) refuse max_num_batched_tokens < max_num_seqs: that rule is what keeps a budget from
@@ -404,57 +409,57 @@ def _draw_timeline(folder: str | Path) -> Path:
     from matplotlib.patches import Rectangle
 
     budgets = (8192, 512, 64)
-    figure, axes = common.new_figure(8.0, 3.6, nrows=3, sharex=True)
+    figure, axes = figures.new_figure(8.0, 3.6, nrows=3, sharex=True)
     for axis, budget in zip(axes, budgets):
         trace = simulate(WIDGET_DEFAULT | {"budget": budget})
         starts = [(t - trace["arrival_us"]) / 1e3 for t in (*trace["start_us"], trace["end_us"])]
         for i, chunk in enumerate(trace["chunk"]):
-            color = common.COLORS["orange" if chunk > 1 else "light"]
+            color = figures.COLORS["orange" if chunk > 1 else "light"]
             axis.add_patch(Rectangle((starts[i], 0), starts[i + 1] - starts[i], 1, facecolor=color, edgecolor="white",
                                      linewidth=0.6))  # fmt: skip
-        axis.plot(starts[1:], [1.45] * (len(starts) - 1), ".", markersize=4, color=common.COLORS["blue"])
+        axis.plot(starts[1:], [1.45] * (len(starts) - 1), ".", markersize=4, color=figures.COLORS["blue"])
         ttft = trace["ttft_us"] / 1e3
-        axis.plot([ttft], [0.5], "v", color=common.COLORS["ink"], markersize=8, clip_on=False)
+        axis.plot([ttft], [0.5], "v", color=figures.COLORS["ink"], markersize=8, clip_on=False)
         axis.set(ylim=(0, 2), xlim=(-40, 1180), yticks=[])
         axis.set_title(f"budget {budget:,}: first token after {ttft:,.0f} ms, others wait "
                        f"{trace['worst_gap_us'] / 1e3:,.0f} ms at most", fontsize=10)  # fmt: skip
         axis.spines["left"].set_visible(False)
     axes[-1].set_xlabel("ms after a prompt of 4,096 tokens arrives   (orange: steps with a chunk of it; "
                         "▼ its first token; dots: tokens of another stream)", fontsize=8.5)  # fmt: skip
-    return common.save_figure(figure, folder, "10_timeline")
+    return figures.save_figure(figure, folder, "10_timeline")
 
 
 def _draw_step(folder: str | Path, known: dict[str, Any]) -> Path:
     """One step of 32 decodes and n prompt tokens: what it costs, and which ceilings it uses."""
     rows = known["curve"]
     x = [row["prompt_tokens"] for row in rows]
-    figure, (left, right) = common.new_figure(8.0, 3.5, ncols=2)
+    figure, (left, right) = figures.new_figure(8.0, 3.5, ncols=2)
     keys = ("matrix_products_ms", "decode_attention_ms", "prompt_attention_ms")
     left.stackplot(x, [[row[key] for row in rows] for key in keys], labels=[k[:-3].replace("_", " ") for k in keys],
-                   colors=[common.COLORS[c] for c in ("blue", "green", "orange")], linewidth=0)  # fmt: skip
+                   colors=[figures.COLORS[c] for c in ("blue", "green", "orange")], linewidth=0)  # fmt: skip
     left.set(xlim=(0, 1024), ylim=(0, 20), xlabel="prompt tokens beside 32 decodes", ylabel="ms, operators alone",
              xticks=range(0, 1025, 256), yticks=range(0, 21, 5),
              title="An H100's step: flat, then a slope")  # fmt: skip
     left.legend(loc="upper left", fontsize=8.5, frameon=True, framealpha=1, edgecolor="none")
     for share, color, label in (("flops_share", "blue", "FLOP/s"), ("bandwidth_share", "red", "bandwidth")):
-        right.plot([max(n, 8) for n in x], [100 * row[share] for row in rows], color=common.COLORS[color], linewidth=2)
-        right.text(4300, 100 * rows[-1][share], label, color=common.COLORS[color], va="center", fontsize=9)
+        right.plot([max(n, 8) for n in x], [100 * row[share] for row in rows], color=figures.COLORS[color], linewidth=2)
+        right.text(4300, 100 * rows[-1][share], label, color=figures.COLORS[color], va="center", fontsize=9)
     right.set(xscale="log", xlim=(8, 4096), ylim=(0, 100), xlabel="prompt tokens beside 32 decodes",
               ylabel="% of the ceiling", title="Which ceiling it uses", xticks=[8, 32, 128, 512, 2048],
               xticklabels=["0", "32", "128", "512", "2,048"])  # fmt: skip
     right.minorticks_off()
     for axis in (left, right):
-        axis.axvline(known["free_seats"], color=common.COLORS["grey"], linewidth=1, linestyle=":")
+        axis.axvline(known["free_seats"], color=figures.COLORS["grey"], linewidth=1, linestyle=":")
     left.text(known["free_seats"] + 12, 0.6, f"{known['free_seats']}", fontsize=9, color="white")
-    return common.save_figure(figure, folder, "10_step")
+    return figures.save_figure(figure, folder, "10_step")
 
 
 def _draw_budget(folder: str | Path, known: dict[str, Any]) -> Path:
     """What the budget trades: TTFT of the newcomer against the silence of the others."""
     from matplotlib.ticker import LogLocator, NullLocator
 
-    measured = common.results(KEY).get("bench", {}).get("budgets", [])
-    figure, axes = common.new_figure(8.0, 3.5, ncols=2 if measured else 1, squeeze=False)
+    measured = recorded.results(KEY).get("bench", {}).get("budgets", [])
+    figure, axes = figures.new_figure(8.0, 3.5, ncols=2 if measured else 1, squeeze=False)
     panels = [("10,000 tokens, 8B on an H100, by roofline", [(r["ttft_ms"], r["gap_ms"], r["budget"]) for r in
                known["freeze"].values()], "ms", {"16384": "whole"})]  # fmt: skip
     if measured:
@@ -462,7 +467,7 @@ def _draw_budget(folder: str | Path, known: dict[str, Any]) -> Path:
         panels.append(("1,500 tokens, SmolLM2 on two CPU cores", points, "s", {"1504": "whole"}))
     for axis, (title, points, unit, names) in zip(axes[0], panels):
         points.sort(key=lambda point: point[2])
-        axis.plot([p[0] for p in points], [p[1] for p in points], "o-", markersize=5, color=common.COLORS["blue"])
+        axis.plot([p[0] for p in points], [p[1] for p in points], "o-", markersize=5, color=figures.COLORS["blue"])
         for (ttft, gap, budget), (after, _, _) in zip(points, [*points[1:], points[-1]]):
             left = after > ttft  # where the curve leans right, its left side is free
             axis.annotate(names.get(str(budget), f"{budget:,}"), (ttft, gap), xytext=(-6, -4) if left else (5, 5),
@@ -474,27 +479,27 @@ def _draw_budget(folder: str | Path, known: dict[str, Any]) -> Path:
             side.set_major_locator(LogLocator(subs=(1, 2, 5)))
             side.set_major_formatter(lambda value, _: f"{value:,g}")
             side.set_minor_locator(NullLocator())
-    return common.save_figure(figure, folder, "10_budget")
+    return figures.save_figure(figure, folder, "10_budget")
 
 
 def _draw_ablation(folder: str | Path, known: dict[str, Any]) -> Path:
     """The four policies, ours and the paper's three, in one plane."""
-    figure, axis = common.new_figure(8.0, 3.4)
+    figure, axis = figures.new_figure(8.0, 3.4)
     ours = {policy: known["ablation"][policy.replace(" ", "_")] for policy in POLICIES}
     for points, marker, color, label in (
         ({k: (v["ttft_p50"], v["tbt_p99"]) for k, v in ours.items()}, "o", "blue", "ours, simulated"),
         (PUBLISHED_ABLATION, "s", "orange", "Agrawal et al. 2024, measured"),
     ):
-        axis.plot([p[0] for p in points.values()], [p[1] for p in points.values()], marker, color=common.COLORS[color],
+        axis.plot([p[0] for p in points.values()], [p[1] for p in points.values()], marker, color=figures.COLORS[color],
                   markersize=7, label=label)  # fmt: skip
         for name, point in points.items():
             below = name == "neither"
             axis.annotate(name, point, xytext=(0, -14) if below else (8, 4), textcoords="offset points", fontsize=9,
-                          ha="center" if below else "left", color=common.COLORS[color])  # fmt: skip
+                          ha="center" if below else "left", color=figures.COLORS[color])  # fmt: skip
     axis.set(xlim=(0.3, 1.25), ylim=(0, 0.8), xlabel="median time to first token, s",
              ylabel="P99 time between tokens, s")  # fmt: skip
     axis.legend(loc="upper right")
-    return common.save_figure(figure, folder, "10_ablation")
+    return figures.save_figure(figure, folder, "10_ablation")
 
 
 # --- Measurements ---------------------------------------------------------------------------------------------------
@@ -616,8 +621,8 @@ def measure_kernel() -> list[dict[str, Any]]:
         if n:
             halves.append(functools.partial(lesson.unified_attention, q[decodes:], cache, table[decodes:],
                                             start_loc[decodes:] - decodes, seq_lens[decodes:], longest))  # fmt: skip
-        seconds = common.measure_graph(functools.partial(lesson.unified_attention, *batch)).median
-        apart = sum(common.measure_graph(half).median for half in halves)
+        seconds = timing.measure_graph(functools.partial(lesson.unified_attention, *batch)).median
+        apart = sum(timing.measure_graph(half).median for half in halves)
         pairs = sum(m * c - m * (m - 1) // 2 for m, c in work)
         moved = 4 * Hkv * D * sum(c for _, c in work)  # keys and values, two bytes each
         rows.append({"case": name, "us": seconds * 1e6, "tflop_s": 4 * Hq * D * pairs / seconds / 1e12,
@@ -644,8 +649,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     bench = measure_arrival(model, tokenizer, args.threshold)
     if common.HAS_GPU:
         bench["kernel"] = measure_kernel()
-        bench["copy_gb_s"] = common.copy_bandwidth() / 1e9
-        bench["matmul_tflop_s"] = common.matmul_rate(torch.bfloat16) / 1e12
+        bench["copy_gb_s"] = timing.copy_bandwidth() / 1e9
+        bench["matmul_tflop_s"] = timing.matmul_rate(torch.bfloat16) / 1e12
         common.table(["8B heads, bf16", "one launch", "TFLOP/s", "GB/s", "two launches"], [
             [r["case"], f"{r['us']:.0f} µs", f"{r['tflop_s']:.0f}", f"{r['gb_s']:,.0f}", f"{r['apart_us']:.0f} µs"]
             for r in bench["kernel"]])  # fmt: skip

@@ -18,8 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import HARDWARE
 
+
+from engine import registry
+from lab import figures
+from lab import timing
+from lab.hardware import GPU, HARDWARE
+from lab.parameters import checked
 from engine.model import llama, loader
 from engine.attention.metadata import AttentionMetadata
 from engine.config import SchedulerConfig
@@ -31,7 +36,7 @@ from lab.workload_files import draw_owners
 
 KEY = "11_preemption"
 
-lesson = common.lesson(KEY)
+lesson = registry.lesson(KEY)
 
 
 # --- simulate: thrash -------------------------------------------------------------------------------------------------
@@ -85,7 +90,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     integers: µs of recomputing at `prefill_tok_s`, µs of copying Llama-3.1-8B's blocks at `link_gb_s` one way.
     Raises InputError naming the field.
     """
-    p = common.checked(params, WIDGET_CHOICES)
+    p = checked(params, WIDGET_CHOICES)
     length = p["prompt"] + p["output"]
     scheduler = lesson.build_scheduler(
         p["policy"], p["pool_blocks"], p["block_size"], length, num_cpu_blocks=p["requests"] * length,
@@ -156,7 +161,7 @@ LINKS = {"PCIe 4": 25e9, "PCIe 5": 50e9, "NVLink-C2C": 450e9}
 COPY_OVERHEAD = 2e-6  # seconds of one cudaMemcpyAsync, whatever its size: assumed. From Python, an H200's took 17 µs
 
 
-def recompute_seconds(config: dict, gpu: common.GPU, num_tokens: int) -> float:
+def recompute_seconds(config: dict, gpu: GPU, num_tokens: int) -> float:
     """FLOPs = 2 · W · S + 4 · L · Hq · D · S(S + 1)/2, at the GPU's peak.
 
     A chunk rides along with a step that reads the weights for others anyway, so they are not charged here.
@@ -175,7 +180,7 @@ def swap_seconds(config: dict, link: float, num_tokens: int, block_size: int = 1
     return 2 * (num_blocks * block_size * spec.bytes_per_token() / link + copies * COPY_OVERHEAD)
 
 
-def crossover(config: dict, gpu: common.GPU, link: float, **how: Any) -> int:
+def crossover(config: dict, gpu: GPU, link: float, **how: Any) -> int:
     """The least number of whole blocks, as tokens, from which swap is faster than recompute (0: never below 2^24)."""
     lengths = range(16, 1 << 24, 16)
     low, high = 0, len(lengths)  # recompute − swap grows with the length, once it is positive it stays so
@@ -346,11 +351,11 @@ def draw(folder: str | Path) -> list[Path]:
 
 def _draw_cost(folder: str | Path, known: dict[str, Any]) -> Path:
     """Left: against block size, the paper's figure 19 recomputed. Right: against length, for three links."""
-    figure, (left, right) = common.new_figure(8.0, 3.5, ncols=2)
+    figure, (left, right) = figures.new_figure(8.0, 3.5, ncols=2)
     old = known["figure_19"]
-    left.axhline(old["recompute_ms"], color=common.COLORS["blue"], linewidth=2, label="recompute")
-    left.plot(BLOCK_SIZES, old["one_by_one_ms"].values(), "o-", color=common.COLORS["red"], label="swap, one by one")
-    left.plot(BLOCK_SIZES, old["kernel_ms"].values(), "s-", color=common.COLORS["green"], label="swap, one kernel")
+    left.axhline(old["recompute_ms"], color=figures.COLORS["blue"], linewidth=2, label="recompute")
+    left.plot(BLOCK_SIZES, old["one_by_one_ms"].values(), "o-", color=figures.COLORS["red"], label="swap, one by one")
+    left.plot(BLOCK_SIZES, old["kernel_ms"].values(), "s-", color=figures.COLORS["green"], label="swap, one kernel")
     left.set_xscale("log", base=2)
     left.set(xlabel="block size", ylabel="ms", ylim=(0, None), title="256 tokens of OPT-13B\nA100, PCIe 4")
     left.set_xticks(BLOCK_SIZES, map(str, BLOCK_SIZES))
@@ -359,35 +364,35 @@ def _draw_cost(folder: str | Path, known: dict[str, Any]) -> Path:
               "PCIe 5": ("green", "--"), "NVLink-C2C": ("green", "-")}  # fmt: skip
     for name, (color, style) in styles.items():
         label = {"recompute": "recompute", "one_by_one": "PCIe 5, one by one"}.get(name, f"{name}, one kernel")
-        right.plot(LENGTHS, known["lengths_ms"][name], style, color=common.COLORS[color], linewidth=2, label=label)
+        right.plot(LENGTHS, known["lengths_ms"][name], style, color=figures.COLORS[color], linewidth=2, label=label)
     right.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms", title="Llama-3.1-8B, H100\nblocks of 16")
     right.set_xticks(LENGTHS[::2], [f"{n:,}" for n in LENGTHS[::2]])
     right.set_yticks([0.1, 1, 10, 100, 1000], ["0.1", "1", "10", "100", "1,000"])
     right.minorticks_off()
     right.legend(fontsize=8)
-    return common.save_figure(figure, folder, "11_cost")
+    return figures.save_figure(figure, folder, "11_cost")
 
 
 def _draw_cliff(folder: str | Path, known: dict[str, dict]) -> Path:
     """p99 and share of redone work against load, for a pool that saturates and one that does not."""
-    figure, (left, right) = common.new_figure(8.0, 3.2, ncols=2)
+    figure, (left, right) = figures.new_figure(8.0, 3.2, ncols=2)
     looks = {"tight": ("red", "o-"), "swap": ("orange", "s--"), "ample": ("blue", "o-")}
     for name, (color, style) in looks.items():
         rates = [int(rate) for rate in known[name]]
         label = {"tight": f"{POOLS['tight']} blocks, recompute", "swap": f"{POOLS['tight']} blocks, swap"}.get(
             name, f"{POOLS['ample']:,} blocks")  # fmt: skip
-        left.plot(rates, [x["p99"] for x in known[name].values()], style, color=common.COLORS[color], label=label)
+        left.plot(rates, [x["p99"] for x in known[name].values()], style, color=figures.COLORS[color], label=label)
         if name != "swap":
-            right.plot(rates, [100 * x["pool_used"] for x in known[name].values()], style, color=common.COLORS[color],
+            right.plot(rates, [100 * x["pool_used"] for x in known[name].values()], style, color=figures.COLORS[color],
                        label=f"pool in use, {POOLS[name]:,} blocks")  # fmt: skip
     right.bar([int(r) for r in known["tight"]], [100 * x["redone"] for x in known["tight"].values()], width=0.5,
-              color=common.COLORS["light"], edgecolor=common.COLORS["grey"],
+              color=figures.COLORS["light"], edgecolor=figures.COLORS["grey"],
               label=f"tokens redone, {POOLS['tight']} blocks")  # fmt: skip
     left.set(xlabel="requests per second", ylabel="p99 latency, s", ylim=(0, None), title="The cliff ...")
     right.set(xlabel="requests per second", ylabel="%", ylim=(0, 100), title="... stands where the pool is full")
     left.legend(fontsize=9)
     right.legend(fontsize=8)
-    return common.save_figure(figure, folder, "11_cliff")
+    return figures.save_figure(figure, folder, "11_cliff")
 
 
 # --- Measuring here ---------------------------------------------------------------------------------------------------
@@ -403,8 +408,8 @@ def measure_swap(block_size: int, megabytes: int, seconds: float) -> dict[str, f
     host = torch.zeros(shape, dtype=torch.bfloat16, pin_memory=common.HAS_GPU)
     table = torch.stack((torch.randperm(shape[1]), torch.randperm(shape[1])), dim=1)
     pairs, on_device = table.tolist(), table.to(layer.device)
-    one_by_one = common.measure(lambda: lesson.swap_blocks_one_by_one(layer, host, pairs), seconds).median
-    together = common.measure(lambda: lesson.swap_blocks(layer, host, on_device), seconds).median
+    one_by_one = timing.measure(lambda: lesson.swap_blocks_one_by_one(layer, host, pairs), seconds).median
+    together = timing.measure(lambda: lesson.swap_blocks(layer, host, on_device), seconds).median
     return {"one_by_one_gb_s": layer.nbytes / one_by_one / 1e9, "together_gb_s": layer.nbytes / together / 1e9,
             "copy_us": one_by_one / (2 * shape[1]) * 1e6}  # fmt: skip
 
@@ -423,8 +428,8 @@ def measure_model(model: llama.Llama, num_tokens: int) -> dict[str, float]:
             lesson.swap_blocks(layer, host, table)
             lesson.swap_blocks(host, layer, table)
 
-    compute = common.measure(lambda: core.runner.model.forward(token_ids, meta.positions, attend), 0.1).median
-    return {"recompute_ms": compute * 1e3, "swap_ms": common.measure(out_and_in, 0.1).median * 1e3}
+    compute = timing.measure(lambda: core.runner.model.forward(token_ids, meta.positions, attend), 0.1).median
+    return {"recompute_ms": compute * 1e3, "swap_ms": timing.measure(out_and_in, 0.1).median * 1e3}
 
 
 def scheduler_cost(num_requests: int, steps: int = 60, enable_prefix_caching: bool = False) -> float:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import types
 
-import common
 import torch
 
+from lab import timing
 from engine.model import llama
 from engine.quantization.methods import quantize_model
 from lab import matrix_products
@@ -36,7 +36,7 @@ def test_all_linear_layers_of_the_blocks_are_timed_and_the_output_matrix_is_not(
         seen.append((seconds, len(step())))
         return types.SimpleNamespace(median=len(seen) * 1e-3)
 
-    monkeypatch.setattr(common, "measure", measure)
+    monkeypatch.setattr(timing, "measure", measure)
     rows = matrix_products.measure_linears({"a": model, "b": four_bits()}, 0.7)
     assert seen == [(0.7, 8)] * 8 and [r["method"] for r in rows] == ["a", "b"]
     assert [rows[0][f"ms_{M}"] for M in (1, 4, 8, 32)] == [1, 2, 3, 4] and rows[1]["ms_32"] == 8
@@ -63,6 +63,6 @@ def test_products_get_as_many_rows_as_asked_for(monkeypatch):
         products()
         return types.SimpleNamespace(median=1.0)
 
-    monkeypatch.setattr(common, "measure", measure)
+    monkeypatch.setattr(timing, "measure", measure)
     assert matrix_products.matmul_seconds(model, 6, 2) == 1
     assert seen == {name: (2 if name == "lm_head" else 6) for name in model.linear}

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import common
+from engine import registry
 
 
 def paths() -> dict[str, Path]:
@@ -20,4 +21,4 @@ def paths() -> dict[str, Path]:
 
 def load(name: str) -> ModuleType:
     """Raises ImportError if there is none."""
-    return importlib.import_module(name) if "." in name else common.lesson(name)
+    return importlib.import_module(name) if "." in name else registry.lesson(name)

@@ -6,9 +6,14 @@ It never decides what a seam asks for, which is in `seams.py`. vLLM: `vllm/v1/at
 
 from __future__ import annotations
 
-import common
-
+import importlib.util
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+VLLM = Path(__file__).resolve().parents[1]
 
 FILLED_BY = {
     "combine_splits": "02_paged_attention:combine_splits_kernel",
@@ -28,5 +33,41 @@ ATTENTION_BACKENDS = tuple(name.removeprefix("attention.") for name in FILLED_BY
 
 def fill(seam: str) -> Any:
     """The object of a lesson that fills a seam. Raises KeyError for a name that is in no row."""
-    lesson, _, name = FILLED_BY[seam].partition(":")
-    return getattr(common.lesson(lesson), name)
+    script, _, name = FILLED_BY[seam].partition(":")
+    return getattr(lesson(script), name)
+
+
+def lesson(name: str) -> ModuleType:
+    """Load a lesson by file name without suffix, e.g. `lesson("02_paged_attention")`.
+
+    By path, because its name starts with a digit and because the folder `vllm/` must not be imported as a package.
+    The script that is being run is returned as it is, never loaded a second time.
+    """
+    path = VLLM / f"{name}.py"
+    if not path.is_file() and (VLLM / "tours" / path.name).is_file():
+        path = VLLM / "tours" / path.name
+    main = sys.modules["__main__"]
+    if (file := getattr(main, "__file__", None)) and Path(file).resolve() == path:
+        return main
+    return load(name, path)
+
+
+def load(name: str, path: Path) -> ModuleType:
+    """The module in a file whose name is no identifier, once in a process under `name`."""
+    with _loading:  # a server has threads: none of them may get a lesson that is half loaded
+        if name not in sys.modules:
+            if not path.is_file():
+                raise ImportError(f"there is no {path.stem!r} in {path.parent.name}/")
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            try:
+                spec.loader.exec_module(module)
+            except BaseException:
+                del sys.modules[name]
+                raise
+        return sys.modules[name]
+
+
+_loading = threading.RLock()

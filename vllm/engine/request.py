@@ -58,7 +58,7 @@ class SamplingParams:
             ("allowed_token_ids", int, None),
         ):
             given = getattr(self, name)
-            setattr(self, name, unset if given is None else common.listed(name, given, kind, may_be_empty=unset == []))
+            setattr(self, name, unset if given is None else listed(name, given, kind, may_be_empty=unset == []))
         self.seed = None if self.seed == -1 else self.seed
         self.skip_reading_prefix_cache |= self.prompt_logprobs is not None  # what is not computed has no logits
         for name, kind, low, high in (
@@ -215,3 +215,14 @@ def prompt_length_error(num_prompt_tokens: int, max_model_len: int) -> str | Non
     if num_prompt_tokens == max_model_len:
         return f"{prompt} plus the number of requested output tokens (at least 1) is longer than the {limit}"
     return None
+
+
+def listed(name: str, given: Any, kind: type, may_be_empty: bool = True) -> list[Any]:
+    """A list of texts (kind str), none of them empty, or of token ids (kind int). Raises InputError."""
+    fits = (lambda x: isinstance(x, str) and x) if kind is str else (lambda x: type(x) is int and x >= 0)
+    if not (isinstance(given, list | tuple | set) and all(map(fits, given)) and (given or may_be_empty)):
+        wanted = "texts, none of them empty" if kind is str else "token ids, 0 or above"
+        raise common.InputError(
+            f"{name} {given!r:.60}: must be a list of {wanted}{'' if may_be_empty else '; at least one'}"
+        )
+    return list(given)

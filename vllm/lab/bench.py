@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
+from engine import arguments
+from lab import recorded
 from engine.llm import progress_bar
 from lab.load_generator import Target, drive
 from lab.records import METRICS, Record, summarize
@@ -107,18 +109,18 @@ def bench_command(args: argparse.Namespace) -> None:
     for (name, detail), count in Counter((r.error, r.detail) for r in records if r.error).most_common(10):
         common.say(f"{count} x {name}: {detail}")
     if args.json:
-        common.merge_json(args.json, "bench", result)
+        recorded.merge_json(args.json, "bench", result)
     if not result["completed"]:
         raise common.CheckFailed(f"no request was answered: {result['failures']}")
 
 
-SOME = common.number(int, 1, 10**6)  # more prompts, tokens or runs than that are a slip of the hand
-SOME_OR_NONE = common.number(int, 0, 10**6)
+SOME = arguments.number(int, 1, 10**6)  # more prompts, tokens or runs than that are a slip of the hand
+SOME_OR_NONE = arguments.number(int, 0, 10**6)
 
 
 def rate_or_inf(text: str) -> float:
     """An argparse type: inf, or a number of at least a thousandth: a request in 17 minutes is slow enough."""
-    return math.inf if text == "inf" else common.number(float, 0.001)(text)
+    return math.inf if text == "inf" else arguments.number(float, 0.001)(text)
 
 
 def items(parse: Callable[[str], Any]) -> Callable[[str], list]:
@@ -134,7 +136,7 @@ def add_bench_commands(subparsers: Any) -> None:
     search = subparsers.add_parser("tune", help="search max_num_seqs x max_num_batched_tokens")
     for parser, run in ((bench, bench_command), (latency, latency_command), (search, tune_command)):
         parser.add_argument("--model", metavar="PATH_OR_ID", help="as everywhere; with a URL: the name to ask for")
-        parser.add_argument("--seed", type=common.number(int, 0, 2**31 - 1), default=0)
+        parser.add_argument("--seed", type=arguments.number(int, 0, 2**31 - 1), default=0)
         parser.add_argument("--json", metavar="FILE", help="merge the result into FILE")
         parser.set_defaults(run=run)
     add_load_flags(bench.add_argument)
@@ -144,24 +146,36 @@ def add_bench_commands(subparsers: Any) -> None:
 
 def add_load_flags(add: Callable[..., Any]) -> None:
     """What `bench` sends, where to and how fast."""
-    add("--base-url", type=common.url, default="http://127.0.0.1:8000", metavar="URL")
+    add("--base-url", type=arguments.url, default="http://127.0.0.1:8000", metavar="URL")
     add("--backend", choices=("openai", "openai-chat"), default="openai", help="which API (default: completions)")
     add("--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY", help="default: $OPENAI_API_KEY")
     add("--request-rate", type=rate_or_inf, default=math.inf, metavar="R", help="requests a second (inf: all at once)")
     add("--burstiness", type=rate_or_inf, default=1.0, metavar="B", help="1 Poisson, below 1 bursts, inf a clock")
-    add("--max-concurrency", type=common.number(int, 1), metavar="N", help="send no more at a time: closes the loop")
+    add("--max-concurrency", type=arguments.number(int, 1), metavar="N", help="send no more at a time: closes the loop")
     add("--num-prompts", type=SOME, default=100, metavar="N")
     add("--num-warmups", "--warmup", type=SOME_OR_NONE, default=0, metavar="N", help="before the clock starts")
     add("--dataset-name", choices=("random", "custom", *AZURE), default="random")
     add("--dataset-path", metavar="FILE.jsonl", help='one {"prompt": …, "output_tokens": …} a line')
     add("--random-input-len", type=SOME, default=1024, metavar="N")
     add("--random-output-len", type=SOME, default=128, metavar="N")
-    add("--random-range-ratio", type=common.number(float, 0, 1), default=0.0, metavar="R", help="uniform ± R")
-    add("--random-cv", type=common.number(float, 0, 100), default=0.0, metavar="CV", help="lognormal: deviation / mean")
+    add("--random-range-ratio", type=arguments.number(float, 0, 1), default=0.0, metavar="R", help="uniform ± R")
+    add(
+        "--random-cv",
+        type=arguments.number(float, 0, 100),
+        default=0.0,
+        metavar="CV",
+        help="lognormal: deviation / mean",
+    )
     add("--ignore-eos", action="store_true", help="answers of exactly the length asked for, where the server can")
     add("--goodput", nargs="+", metavar="NAME:MS", help="count requests within these limits: ttft, tpot, e2el")
-    add("--metric-percentiles", "--percentiles", type=items(common.number(float, 0, 100)), default=[99.0], metavar="P")
-    add("--request-timeout", type=common.number(float, 0.001), default=600.0, metavar="S", help="then it has failed")
+    add(
+        "--metric-percentiles",
+        "--percentiles",
+        type=items(arguments.number(float, 0, 100)),
+        default=[99.0],
+        metavar="P",
+    )
+    add("--request-timeout", type=arguments.number(float, 0.001), default=600.0, metavar="S", help="then it has failed")
 
 
 def add_latency_flags(add: Callable[..., Any]) -> None:
@@ -181,16 +195,16 @@ def add_tune_flags(add: Callable[..., Any]) -> None:
         add(name, type=SOME, default=default, metavar="N", help=f"default {default}")
     add("--request-rate", type=rate_or_inf, default=math.inf, metavar="R", help="default inf: all at once")
     add("--limit", nargs="+", metavar="NAME:MS", help="what the winner must keep, of ttft tpot itl e2el")
-    add("--limit-percentile", type=common.number(float, 0, 100), default=99.0, metavar="P")
+    add("--limit-percentile", type=arguments.number(float, 0, 100), default=99.0, metavar="P")
     add("--goodput", nargs="+", metavar="NAME:MS", help="most requests within these, of ttft tpot e2el")
     add("--simulate", action="store_true", help="on the simulated engine: seconds, not minutes")
 
 
 def main(argv: Sequence[str]) -> None:
     """`python -m vllm bench …` and `tune …`."""
-    parser = common.Parser()
+    parser = arguments.Parser()
     add_bench_commands(parser.add_subparsers(required=True))
     args = parser.parse_args(argv)
     if args.json:  # not after minutes
-        common.stored_object(args.json)
+        recorded.stored_object(args.json)
     args.run(args)

@@ -40,6 +40,9 @@ from typing import Any
 
 import numpy as np
 
+from lab import figures
+from lab.hardware import GPU, HARDWARE
+from lab.parameters import checked
 from engine.model import llama
 from engine.config import SchedulerConfig, VllmConfig
 from engine.core.engine_core import EngineCore
@@ -51,7 +54,7 @@ from lab import roofline
 from lab.reserving import ReservingScheduler
 from lab.workload import AZURE, arrival_times, quantile
 
-MODEL, GPU = roofline.MODELS["Llama-3.1-8B"], common.HARDWARE["H100 80GB"]
+MODEL, CARD = roofline.MODELS["Llama-3.1-8B"], HARDWARE["H100 80GB"]
 KV_BYTES = roofline.KVCacheSpec.from_config(MODEL).bytes_per_token()
 
 # Bytes/s in one direction. NVLink 4 and the network cards: data sheets; PCIe 4 x16: what large copies reach.
@@ -95,7 +98,7 @@ class CostModel:
         return self(*features(work))
 
     @classmethod
-    def roofline(cls, config: Mapping[str, Any], gpu: common.GPU, flops: float, bandwidth: float,
+    def roofline(cls, config: Mapping[str, Any], gpu: GPU, flops: float, bandwidth: float,
                  overhead: float = 0.0) -> CostModel:  # fmt: skip
         """From a model's shapes and a GPU's data sheet; `flops` and `bandwidth` are the shares of it reached."""
         spec, (W, W_head) = roofline.KVCacheSpec.from_config(config), roofline.weights_read(config)
@@ -121,7 +124,7 @@ class SerialCost(CostModel):
 # A decode step of an 8B model on an H100 takes 6.44 ms + 43.7 ns per token of context (vLLM's blog, 22 April 2026).
 # The slope is 90 % of the bandwidth. At 90 %, the weights take 4.98 ms; the rest is overhead. 60 % of the data sheet's
 # FLOP/s is what published prefill throughputs come to: an assumption.
-H100_8B = CostModel.roofline(MODEL, GPU, flops=0.6, bandwidth=0.9, overhead=1.46e-3)
+H100_8B = CostModel.roofline(MODEL, CARD, flops=0.6, bandwidth=0.9, overhead=1.46e-3)
 
 
 def fit(table: Sequence[Sequence[float]]) -> CostModel:
@@ -484,7 +487,7 @@ class Cluster:
         self.enter(target, job)
 
 
-KV_TOKENS = int((roofline.GPU_MEMORY_UTILIZATION * GPU.memory - roofline.weight_bytes(MODEL)) / KV_BYTES)
+KV_TOKENS = int((roofline.GPU_MEMORY_UTILIZATION * CARD.memory - roofline.weight_bytes(MODEL)) / KV_BYTES)
 
 
 # --- 5. Workloads by their published statistics ---------------------------------------------------------------------
@@ -768,7 +771,7 @@ def encode_seconds(image_tokens: int, flops: float = 0.6) -> float:
     """FLOPs = 2 · parameters · patches + 4 · layers · width · patches²: every patch sees every other one, no mask."""
     patches = image_tokens * VISION["patches"]
     work = 2 * VISION["parameters"] * patches + 4 * VISION["layers"] * VISION["width"] * patches**2
-    return work / (flops * GPU.flops)
+    return work / (flops * CARD.flops)
 
 
 def photo_jobs(rate: float, count: int) -> list[Job]:
@@ -878,7 +881,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     params: see WIDGET_CHOICES. Times are µs; a request's parts (queue, prefill, transfer, decode queue and first step)
     add up to its TTFT. Drives the real Scheduler and KVCacheManager. Raises InputError naming the field.
     """
-    p = common.checked(params, WIDGET_CHOICES)
+    p = checked(params, WIDGET_CHOICES)
     split = "P " in p["layout"]
     link, layerwise = (p["link"], p["layerwise"]) if split else ("NVLink", False)  # colocated: nothing is sent
     cluster = widget_cluster(p["layout"], p["mix"], p["rate"], link, layerwise)
@@ -1020,13 +1023,13 @@ def column(workload: str, i: int) -> dict[str, float]:
 @functools.cache
 def facts() -> dict[str, Any]:
     """Every deterministic number of the text and the figures; the searches come from RECORDED. Under a second."""
-    cost, h100 = H100_8B, common.HARDWARE["H100 80GB"].flops
+    cost, h100 = H100_8B, HARDWARE["H100 80GB"].flops
     wire = {roofline.slug(name): {
         "gb_s": link / 1e9, "ms": wire_seconds(8192, link) * 1e3,
         "over_recompute": wire_seconds(8192, link) / prefill_seconds(8192),
         "exposed_ms": exposed_seconds(8192, link, True) * 1e3,
     } for name, link in LINKS.items()}  # fmt: skip
-    a100, llama_70b = common.HARDWARE["A100 80GB"].flops, roofline.MODELS["Llama-3.1-70B"]
+    a100, llama_70b = HARDWARE["A100 80GB"].flops, roofline.MODELS["Llama-3.1-70B"]
     workloads = {}
     for name, w in WORKLOADS.items():
         drawn = [statistics.fmean(tokens) for tokens in zip(*lengths(name, 800))]
@@ -1086,7 +1089,7 @@ def draw(folder: str | Path) -> list[Path]:
 def _draw_timeline(folder: str | Path) -> Path:
     """The widget's default, colocated and split: who computes what when, and what one stream of tokens notices."""
     layouts = ("4 colocated", "2P 2D")
-    figure, axes = common.new_figure(8.0, 4.4, nrows=2, sharex=True)
+    figure, axes = figures.new_figure(8.0, 4.4, nrows=2, sharex=True)
     for axis, layout in zip(axes, layouts):
         trace = simulate(WIDGET_DEFAULT | {"layout": layout})
         for number, gpu in enumerate(trace["gpus"]):
@@ -1095,30 +1098,30 @@ def _draw_timeline(folder: str | Path) -> Path:
                 color = "orange" if prompt > decodes and "P" in gpu["roles"] else "blue"
                 bars[color].append((start / 1e3, (end - start) / 1e3))
             for color, ranges in bars.items():
-                axis.broken_barh(ranges, (number - 0.36, 0.72), linewidth=0.3, facecolor=common.COLORS[color],
+                axis.broken_barh(ranges, (number - 0.36, 0.72), linewidth=0.3, facecolor=figures.COLORS[color],
                                  edgecolor="white")  # fmt: skip
         for r in trace["requests"]:
             if r["transfer"][0] >= 0 and r["prompt"] > 1000:
                 begin, end = r["transfer"]
-                axis.plot([begin / 1e3, end / 1e3], r["gpus"], color=common.COLORS["purple"], linewidth=1.6)
+                axis.plot([begin / 1e3, end / 1e3], r["gpus"], color=figures.COLORS["purple"], linewidth=1.6)
         gap = max(r["gap"] for r in trace["requests"]) / 1e3
         axis.set(yticks=range(4), ylim=(3.6, -0.6), yticklabels=[f"{g['roles']}" for g in trace["gpus"]])
         axis.set_title(f"{layout}: {trace['met']} of {REQUESTS} within the limits, longest silence {gap:,.0f} ms")
     axes[1].set_xlabel("ms (orange: steps with prompts; blue: decodes only; purple: a long prompt's cache on its way)")
-    return common.save_figure(figure, folder, "08_goodput_timeline")
+    return figures.save_figure(figure, folder, "08_goodput_timeline")
 
 
 def _draw_goodput(folder: str | Path) -> Path:
     """Goodput per GPU against the limit on the TPOT, for three ways to use eight GPUs."""
     known = facts()["goodput"]
-    figure, axes = common.new_figure(8.0, 3.5, ncols=2)
+    figure, axes = figures.new_figure(8.0, 3.5, ncols=2)
     for axis, contest in zip(axes, CONTESTS):
         rows = known[key(contest.workload)]
         tpots = [t for t in contest.tpots if t <= 50]
         for name, label, color in (("whole", "colocated, whole prompts", "grey"), ("split", "best split", "blue"),
                                    ("chunked", "colocated, best chunks", "orange")):  # fmt: skip
             axis.plot(tpots, [rows[f"tpot_{key(float(t))}"][name] / 8 for t in tpots], "o-", label=label, markersize=4,
-                      color=common.COLORS[color])  # fmt: skip
+                      color=figures.COLORS[color])  # fmt: skip
         axis.set(xscale="log", xticks=[7, 8, 10, 15, 20, 30, 50], xticklabels=[7, 8, 10, 15, 20, 30, 50],
                  xlabel="limit on the time per output token, ms",
                  title=f"{contest.workload}, TTFT ≤ {contest.ttft} ms")  # fmt: skip
@@ -1126,33 +1129,33 @@ def _draw_goodput(folder: str | Path) -> Path:
         axis.minorticks_off()
     axes[0].set_ylabel("goodput per GPU, requests/s")
     axes[0].legend(fontsize=8.5, loc="lower right")
-    return common.save_figure(figure, folder, "08_goodput")
+    return figures.save_figure(figure, folder, "08_goodput")
 
 
 def _draw_splits(folder: str | Path) -> Path:
     """Every split of eight GPUs under tight limits, beside the two colocated ways."""
     found = column("azure-code", TPOT_8)
     split = {name: rate for name, rate in found.items() if re.fullmatch(r"\dP\dD", name)}
-    figure, axis = common.new_figure(8.0, 3.2)
-    bars = axis.bar(range(len(split)), list(split.values()), color=common.COLORS["blue"], width=0.62)
+    figure, axis = figures.new_figure(8.0, 3.2)
+    bars = axis.bar(range(len(split)), list(split.values()), color=figures.COLORS["blue"], width=0.62)
     axis.set_xticks(range(len(split)), list(split))
     over = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a line may pass behind a label
     axis.bar_label(bars, [f"{rate:.0f}" for rate in split.values()], fontsize=9, padding=2, bbox=over)
     known = best(found)
     for name, label, color in (("whole", "8 colocated,\nwhole prompts", "grey"),
                                ("chunked", f"8 colocated, chunks of {known['budget']}", "orange")):  # fmt: skip
-        axis.axhline(known[name], color=common.COLORS[color], linewidth=1.8, zorder=0)
-        axis.text(-0.45, known[name] + 1.5, f"{label}: {known[name]:.0f}", color=common.COLORS[color], fontsize=9)
+        axis.axhline(known[name], color=figures.COLORS[color], linewidth=1.8, zorder=0)
+        axis.text(-0.45, known[name] + 1.5, f"{label}: {known[name]:.0f}", color=figures.COLORS[color], fontsize=9)
     axis.set(ylabel="goodput, requests/s", title="azure-code on 8 GPUs, TTFT ≤ 300 ms, TPOT ≤ 8 ms", ylim=(0, 122))
-    return common.save_figure(figure, folder, "08_goodput_splits")
+    return figures.save_figure(figure, folder, "08_goodput_splits")
 
 
 def _draw_wire(folder: str | Path) -> Path:
     """What a cache costs to move and to compute, and what slow links leave of the goodput."""
-    figure, (left, right) = common.new_figure(8.0, 3.5, ncols=2)
+    figure, (left, right) = figures.new_figure(8.0, 3.5, ncols=2)
     sizes = [2**i for i in range(7, 17)]
     for (name, link), color in zip(LINKS.items(), ("green", "blue", "purple", "red")):
-        left.plot(sizes, [wire_seconds(n, link) * 1e3 for n in sizes], color=common.COLORS[color], label=name)
+        left.plot(sizes, [wire_seconds(n, link) * 1e3 for n in sizes], color=figures.COLORS[color], label=name)
     left.plot(sizes, [prefill_seconds(n) * 1e3 for n in sizes], "k--", label="compute it again")
     left.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="ms", title="8B on an H100: move or compute")
     left.set(xticks=[128, 1024, 8192, 65536], xticklabels=["128", "1,024", "8,192", "65,536"])
@@ -1164,12 +1167,12 @@ def _draw_wire(folder: str | Path) -> Path:
             x = [n + (2 * i + j - 1.5) * 0.2 for n in range(len(names))]
             label = f"{workload.split('-conv')[0]} on {LINKED[workload][0]}" + (", layerwise" if j else "")
             right.bar(x, [found[workload][name][2 * j] for name in names], 0.19, label=label, alpha=0.6 if j else 1,
-                      color=common.COLORS[color])  # fmt: skip
+                      color=figures.COLORS[color])  # fmt: skip
     right.set(yscale="log", ylim=(20, 3e5), ylabel="median time to first token, ms",
               title="What a slow link does to a cluster")  # fmt: skip
     right.set_xticks(range(len(names)), [name.replace(" ", "\n", 1) for name in names], fontsize=8.5)
     right.legend(fontsize=8, loc="upper left")
-    return common.save_figure(figure, folder, "08_goodput_wire")
+    return figures.save_figure(figure, folder, "08_goodput_wire")
 
 
 if __name__ == "__main__":

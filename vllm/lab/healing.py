@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from lab import recorded
 from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
 from engine.attention.torch_paged import prefill_attention
@@ -193,4 +194,4 @@ def run(path_or_id: str | None, minutes: float, file: str | None, machine: Mappi
     common.say(f"as trained, with {model.num_kv_heads} KV heads: {base:.1f}")
     if file:
         found = {"curve": curve, "teacher": base, "train_tokens": train.numel()}
-        common.merge_json(file, KEY, {"machine": dict(machine), **found})
+        recorded.merge_json(file, KEY, {"machine": dict(machine), **found})

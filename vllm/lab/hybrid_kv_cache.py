@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from lab.parameters import checked
 from engine.model import llama
 from engine.core.block_pool import BlockPool
 from engine.core.kv_cache_manager import KVCacheManager
@@ -469,7 +470,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     everything. `pool_each`: full and windowed layers have memory of their own, divided for sequences of `planned`
     tokens. `hybrid`: one pool.
     """
-    p = common.checked(params, CHOICES)
+    p = checked(params, CHOICES)
     specs, memory = layer_specs(p["model"]), p["gib"] * 2**30
     page, groups = specs[0].page_size_bytes, get_kv_cache_groups(specs)
     full = [group for group in groups if isinstance(group.spec, FullAttentionSpec)]

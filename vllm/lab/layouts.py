@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from lab import figures
+from lab.hardware import HARDWARE
 from engine.model.config import LlamaConfig
 from engine.distributed.group import GroupCoordinator
 from engine.parallel.sharding import divides
@@ -204,7 +206,7 @@ def rows_sent(layer: MoELayer, x: torch.Tensor, n: int) -> list[int]:
 
 # --- 3. What a layout costs -------------------------------------------------------------------------------------------
 
-H100 = common.HARDWARE["H100 80GB"]
+H100 = HARDWARE["H100 80GB"]
 GPUS_PER_NODE = 8
 # In a node: lesson 05c's NVLink (NVIDIA's measurements on an H200, whose NVLink is the same). Between nodes: one
 # 400 Gb/s adapter per GPU at its nominal rate; 30 µs for a small all-reduce and 10 for a message are assumptions.
@@ -378,14 +380,14 @@ def facts() -> dict[str, Any]:
 
 def draw(folder: str | Path) -> list[Path]:
     """Tokens per second against time per token, for every layout: what each is good for."""
-    figure, axes = common.new_figure(8.0, 3.7, ncols=2, width_ratios=[1, 1])
+    figure, axes = figures.new_figure(8.0, 3.7, ncols=2, width_ratios=[1, 1])
     marks = {"Llama-3.1-405B": "blue", "DeepSeek-R1": "orange", "Llama-3.1-405B-FP8": "green"}
     for name, color in marks.items():
         for layout, marker in zip(CHOICES[name], "osD"):
             curve = [cost(models()[name], layout, n) for n in (16, 32, 64, 128, 256, 512)]
             fitting = [c for c, n in zip(curve, (16, 32, 64, 128, 256, 512)) if c["kv_tokens"] >= n * 4096]
             axes[0].plot([c["latency_ms"] for c in fitting], [c["tokens_per_second"] for c in fitting],
-                         f"{marker}-", color=common.COLORS[color], markersize=4, linewidth=1,
+                         f"{marker}-", color=figures.COLORS[color], markersize=4, linewidth=1,
                          label=f"{name.replace('Llama-3.1-', '')}: {layout}")  # fmt: skip
     axes[0].set(xlabel="ms per token", ylabel="output tokens/s, two nodes", title="16 … 512 sequences of 4,096 tokens")
     axes[0].set_ylim(0)
@@ -395,13 +397,13 @@ def draw(folder: str | Path) -> list[Path]:
     axes[0].yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
     rows = [(name, layout, cost(models()[name], layout)) for name, choices in CHOICES.items() for layout in choices]
     at = range(len(rows))
-    axes[1].barh(at, [c["weights_gb"] for *_, c in rows], color=common.COLORS["grey"], label="weights")
+    axes[1].barh(at, [c["weights_gb"] for *_, c in rows], color=figures.COLORS["grey"], label="weights")
     limit = roofline.GPU_MEMORY_UTILIZATION * H100.memory / 1e9
     left = [limit - c["weights_gb"] for *_, c in rows]
     copies = [room * (1 - 1 / c["kv_copies"]) for room, (*_, c) in zip(left, rows)]
     axes[1].barh(at, [a - b for a, b in zip(left, copies)], left=[c["weights_gb"] for *_, c in rows],
-                 color=common.COLORS["blue"], label="KV cache")  # fmt: skip
-    axes[1].barh(at, copies, left=[limit - b for b in copies], color="white", edgecolor=common.COLORS["blue"],
+                 color=figures.COLORS["blue"], label="KV cache")  # fmt: skip
+    axes[1].barh(at, copies, left=[limit - b for b in copies], color="white", edgecolor=figures.COLORS["blue"],
                  hatch="////", linewidth=0.6, label="copies of others' KV")  # fmt: skip
     labels = [f"{name.replace('Llama-3.1-', '')}, {layout}" for name, layout, _ in rows]
     axes[1].set_yticks(list(at), labels, fontsize=8)
@@ -409,4 +411,4 @@ def draw(folder: str | Path) -> list[Path]:
     axes[1].set(xlabel="GB of each H100 (92 % of 80)", title="memory")
     axes[1].legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.3, -0.16), handlelength=1.0,
                    columnspacing=0.8)  # fmt: skip
-    return [common.save_figure(figure, folder, "06c_sizing")]
+    return [figures.save_figure(figure, folder, "06c_sizing")]

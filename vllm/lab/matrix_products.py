@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from lab import timing
 from engine.model import llama
 from engine.model.packed_linear import pack_weights
 
@@ -29,7 +30,7 @@ def matmul_seconds(model: llama.Llama, rows: int, head_rows: int) -> float:
             layer(inputs[layer.weight.shape[1]][: head_rows if name == "lm_head" else rows])
 
     with torch.inference_mode():
-        return common.measure(products).median
+        return timing.measure(products).median
 
 
 def floor_seconds(model: llama.Llama, num_seqs: int, n_in: int, n_out: int) -> float:
@@ -55,7 +56,7 @@ def measure_linears(variants: dict[str, llama.Llama], seconds: float) -> list[di
         for M in BATCHES:
             x = {K: torch.randn(M, K, dtype=model.dtype, device=model.device) for K in widths.values()}
             work = [functools.partial(layers[n], x[K]) for n, K in widths.items()]
-            row[f"ms_{M}"] = common.measure(functools.partial(one_by_one, work), seconds).median * 1e3
+            row[f"ms_{M}"] = timing.measure(functools.partial(one_by_one, work), seconds).median * 1e3
     common.table(
         ["linear layers, ms", *(f"M = {M}" for M in BATCHES)],
         [[row["method"], *(f"{row[f'ms_{M}']:.1f}" for M in BATCHES)] for row in found],

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine import arguments
+from lab import cli
 from engine.config import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.kv_cache_manager import KVCacheManager
@@ -174,14 +176,14 @@ def replay(workload: dict) -> dict:
     return trace
 
 
-def build_parser() -> common.Parser:
-    p = common.Parser(
+def build_parser() -> arguments.Parser:
+    p = arguments.Parser(
         prog="python -m vllm replay", description="What the scheduler decides on recorded or own workloads."
     )
     p.add_argument("workloads", nargs="+", metavar="WORKLOAD.json")
     p.add_argument("--out", metavar="DIR", help="write one trace per workload here, under the workload's name")
     p.add_argument("--table", action="store_true", help="print the steps for people")
-    p.add_argument("--figure", dest="owners", type=common.folder, metavar="DIR", help="draw the pool's owners")
+    p.add_argument("--figure", dest="owners", type=cli.folder, metavar="DIR", help="draw the pool's owners")
     return p
 
 

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lab import recorded
 from engine.engine_args import EngineArgs
 from engine.request import SamplingParams
 from engine.serving.start import make_engine
@@ -160,7 +161,7 @@ def latency_command(args: argparse.Namespace) -> dict[str, Any]:
         + (f", {tpot:.1f} ms per further token" if (tpot := found["median_tpot_ms"]) else "")
     )
     if args.json:
-        common.merge_json(args.json, "bench latency", {"machine": common.machine(), **found})
+        recorded.merge_json(args.json, "bench latency", {"machine": common.machine(), **found})
     return found
 
 
@@ -187,7 +188,7 @@ def tune_command(args: argparse.Namespace) -> dict[str, Any]:
     found = tune(measure, args.max_num_seqs, args.max_num_batched_tokens, limits, gain, args.limit_percentile)
     print_tune(found, limits, gain, args.limit_percentile)
     if args.json:
-        common.merge_json(args.json, "tune", {"simulated": args.simulate, "machine": common.machine(), **found})
+        recorded.merge_json(args.json, "tune", {"simulated": args.simulate, "machine": common.machine(), **found})
     return found
 
 

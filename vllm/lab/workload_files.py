@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lab import figures
 from engine.config import SchedulerConfig
 from engine.request import Request, SamplingParams
 
@@ -233,7 +234,7 @@ def draw_owners(folder: str | Path, name: str, owners: list, preemptions: list[i
     """One band per request, the one admitted first at the bottom; height: blocks it holds."""
     import matplotlib
 
-    figure, axis = common.new_figure(8.0, 3.4)
+    figure, axis = figures.new_figure(8.0, 3.4)
     ids = list(dict.fromkeys(request_id for _, held in owners for request_id in held))
     changes = [(a, b) for a, b in itertools.pairwise([(None, None), *owners]) if a[1] != b[1]]
     owners = [*(b for _, b in changes), owners[-1]]  # a step in which no count changes needs no corner
@@ -242,7 +243,7 @@ def draw_owners(folder: str | Path, name: str, owners: list, preemptions: list[i
     colors = matplotlib.colormaps["viridis"]([i / max(1, len(ids) - 1) for i in range(len(ids))])
     axis.stackplot(steps, bands, colors=colors, step="post", linewidth=0.3, edgecolor="white")
     marks = [pool * 1.045] * len(preemptions)
-    axis.plot(preemptions, marks, "v", color=common.COLORS["red"], markersize=4, clip_on=False)
-    axis.axhline(pool, color=common.COLORS["grey"], linewidth=1)
+    axis.plot(preemptions, marks, "v", color=figures.COLORS["red"], markersize=4, clip_on=False)
+    axis.axhline(pool, color=figures.COLORS["grey"], linewidth=1)
     axis.set(xlabel="step", ylabel="blocks held", ylim=(0, pool * 1.09), xlim=(steps[0], steps[-1] + 1), title=title)
-    return common.save_figure(figure, folder, name)
+    return figures.save_figure(figure, folder, name)

@@ -45,6 +45,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine import arguments
+from lab import cli
+from lab import figures
+from lab import recorded
+from lab import timing
+from lab.parameters import checked
 from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
 from engine.llm import LLM
@@ -102,7 +108,7 @@ NUM_DRAWS = 12
 
 def simulate(params: dict) -> dict:
     """Eight words through the sampler, stage by stage, and what a seed draws. Raises InputError."""
-    params = common.checked(params, CHOICES)
+    params = checked(params, CHOICES)
     chosen = SamplingParams(
         **{name: params[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")},
         **PENALTIES[params["penalty"]],
@@ -187,8 +193,8 @@ PLAIN = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "penalty": "none"
 def draw(folder: str | Path) -> list[Path]:
     """The widget's default, stage by stage, and the intervals of [0, 1) that the draw uses."""
     trace = simulate(WIDGET_DEFAULT)
-    figure, axes = common.new_figure(8.0, 4.0, nrows=2, height_ratios=[3, 1.1])
-    width, colors = 0.16, [common.COLORS[name] for name in ("grey", "orange", "purple", "green", "blue")]
+    figure, axes = figures.new_figure(8.0, 4.0, nrows=2, height_ratios=[3, 1.1])
+    width, colors = 0.16, [figures.COLORS[name] for name in ("grey", "orange", "purple", "green", "blue")]
     ax, last = axes[0], trace["stages"][-1]
     for i, (stage, color) in enumerate(zip(trace["stages"], colors)):
         places = [x + (i - 2) * width for x in range(len(WORDS))]
@@ -199,15 +205,15 @@ def draw(folder: str | Path) -> list[Path]:
     ax, left = axes[1], 0.0
     for i in last["kept"]:
         p, alpha = last["probs"][i], 0.85 - 0.12 * (i % 2 * 3)
-        ax.barh(0, p, left=left, height=0.7, color=common.COLORS["blue"], alpha=alpha, edgecolor="white")
+        ax.barh(0, p, left=left, height=0.7, color=figures.COLORS["blue"], alpha=alpha, edgecolor="white")
         if p > 0.03:
-            shade = common.COLORS["ink"] if i % 2 else "white"  # pale boxes, dark words
+            shade = figures.COLORS["ink"] if i % 2 else "white"  # pale boxes, dark words
             ax.text(left + p / 2, 0, WORDS[i], ha="center", va="center", color=shade, fontsize=9)
         left += p
-    ax.plot(trace["u"], [0.52] * NUM_DRAWS, "v", color=common.COLORS["red"], clip_on=False, markersize=6)
+    ax.plot(trace["u"], [0.52] * NUM_DRAWS, "v", color=figures.COLORS["red"], clip_on=False, markersize=6)
     ax.set(yticks=[], xlim=(0, 1), ylim=(-0.4, 0.75), xlabel="u: the first twelve draws of seed 0")
     ax.spines["left"].set_visible(False)
-    return [common.save_figure(figure, folder, "04b_sampling")]
+    return [figures.save_figure(figure, folder, "04b_sampling")]
 
 
 # --- The story --------------------------------------------------------------------------------------------------------
@@ -244,18 +250,18 @@ def batch_distributions(cases: Sequence[tuple], logits: torch.Tensor, eos: int) 
     return probs
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
     shown = "of step 3 (default %(default)s)"
-    p.add_argument("--temperature", type=common.number(float, 0, 2), default=0.8, help=shown)
-    p.add_argument("--top-p", type=common.number(float, 0.01, 1), default=0.95, help=shown)
+    p.add_argument("--temperature", type=arguments.number(float, 0, 2), default=0.8, help=shown)
+    p.add_argument("--top-p", type=arguments.number(float, 0.01, 1), default=0.95, help=shown)
     p.add_argument("--decode-tokens", action="store_true", help="the bug: turn every token into text on its own")
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    machine = common.start(args)
+    machine = cli.start(args)
     loader.check_context(args.model, 512)
     numbers, bench = facts(), {}
 
@@ -344,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.figure:
         draw(args.figure)
     if args.json:
-        common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
+        recorded.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
 
 
 WANTED = {
@@ -360,7 +366,7 @@ def sampling_cost(device: torch.device, seconds: float) -> dict[str, float]:
     found = {}
     for kind, wanted in WANTED.items():
         states = [SamplingState(Request(str(i), [1, 2, 3], SamplingParams(**wanted)), seed=i) for i in range(32)]
-        found[kind] = common.measure(lambda states=states: Sampler()(logits, states), seconds).median * 1e3
+        found[kind] = timing.measure(lambda states=states: Sampler()(logits, states), seconds).median * 1e3
     return found
 
 
@@ -390,4 +396,4 @@ def front_end_cost(token_bytes: TokenBytes, tokenizer: Tokenizer) -> dict[str, f
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

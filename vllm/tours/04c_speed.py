@@ -42,6 +42,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine import arguments
+from lab import cli
 from engine.model import llama, loader
 from engine import assemble
 from engine.attention.metadata import AttentionMetadata
@@ -361,9 +363,9 @@ def print_profiles(profiles: dict[str, dict[str, float]]) -> None:
     common.table(["ms per decode step", *profiles], rows)
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
-    p.add_argument("--sequences", type=common.number(int, 1, 64), default=8, metavar="N",
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
+    p.add_argument("--sequences", type=arguments.number(int, 1, 64), default=8, metavar="N",
                    help="in a batch (default %(default)s)")  # fmt: skip
     p.add_argument("--rescan", action="store_true", help="step 4 with a scheduler that sorts its queue every step")
     p.add_argument(
@@ -382,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     if args.vllm and not args.bench:
         raise common.InputError("--vllm: only --bench compares with it")
-    common.start(args)
+    cli.start(args)
     B = args.sequences
 
     loader.check_context(args.model, 192 if args.bench else 64)
@@ -438,8 +440,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append([f"{running:,}", f"{waiting:,}", f"{seconds * 1e6:,.0f}", f"{seconds / running * 1e6:.2f}"])
     common.table(["running", "waiting", "µs a step", "µs per running request"], rows)
 
-    common.hand_over(KEY, args)
+    cli.hand_over(KEY, args)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

@@ -48,8 +48,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import HARDWARE
 
+
+from engine import arguments
+from lab import cli
+from lab import figures
+from lab import recorded
+from lab import timing
+from lab.hardware import GPU, HARDWARE
+from lab.parameters import checked
 from engine.model import folders, llama, loader
 from engine.model.tokenizer import Tokenizer
 from engine.quantization import int4_hopper
@@ -145,7 +152,7 @@ def measure_table(model: llama.Llama, tokenizer: Tokenizer, count: int) -> list[
 MARLIN = {1: 3.87, 16: 3.87, 32: 3.8, 64: 3.1, 128: 1.55}
 
 
-def speedup(M: int, bits: float, gpu: common.GPU, rate: float = 1.0) -> float:
+def speedup(M: int, bits: float, gpu: GPU, rate: float = 1.0) -> float:
     """Over bf16, at M tokens, for weights of `bits`; `rate` 2 is W8A8's doubled arithmetic."""
     share = M / gpu.ridge
     return max(1.0, share) / max(bits / 16, share / rate)
@@ -183,7 +190,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     per group the scale and every level of its grid; and the errors. Calls `rtn`, as the model's layers do, and
     `decode` for the grids. Raises InputError.
     """
-    params = common.checked(params, WIDGET_CHOICES)
+    params = checked(params, WIDGET_CHOICES)
     normal = torch.erfinv((torch.arange(32, dtype=torch.float64) + 0.5) / 16 - 1) * math.sqrt(2)
     bell = (100 * normal).round().long().tolist()  # quantiles of a normal distribution with σ = 0.1
     weights = [bell[13 * i % 32] * (params["outlier"] if 13 * i % 32 == 30 else 1) for i in range(32)]
@@ -253,31 +260,31 @@ def facts() -> dict[str, Any]:
 
 def draw(folder: str | Path) -> list[Path]:
     """The lesson's figures, from facts and stored results alone."""
-    table = common.results(KEY).get("bench", {}).get("table")
+    table = recorded.results(KEY).get("bench", {}).get("table")
     return [_draw_grids(folder), _draw_roofline(folder)] + ([_draw_table(folder, table)] if table else [])
 
 
 def _draw_grids(folder: str | Path) -> Path:
     """Where the values of each grid lie, when the largest is 1."""
-    figure, axis = common.new_figure(8.0, 2.9)
+    figure, axis = figures.new_figure(8.0, 2.9)
     values = minifloat_values
     grids = {"int4": torch.arange(8) / 7, "e2m1 (FP4)": values("e2m1") / 6, "int8": torch.arange(128) / 127,
              "e4m3 (FP8)": values("e4m3") / 448, "e5m2 (FP8)": values("e5m2") / 57344}  # fmt: skip
     for y, (name, grid) in enumerate(grids.items()):
         points = torch.cat((grid, -grid)).unique().tolist()
-        color, width = common.COLORS["blue" if name.startswith("int") else "orange"], 1.8 if len(points) < 20 else 0.5
+        color, width = figures.COLORS["blue" if name.startswith("int") else "orange"], 1.8 if len(points) < 20 else 0.5
         axis.vlines(points, -y - 0.3, -y + 0.3, color=color, linewidth=width)
-        axis.text(1.06, -y, f"{len(points)} values", va="center", fontsize=9, color=common.COLORS["grey"])
+        axis.text(1.06, -y, f"{len(points)} values", va="center", fontsize=9, color=figures.COLORS["grey"])
     axis.set_yticks([-y for y in range(len(grids))], list(grids))
     axis.set(xlim=(-1.04, 1.32), xticks=(-1, -0.5, 0, 0.5, 1), xlabel="value, as a share of the largest")
     axis.tick_params(axis="y", length=0)
     axis.spines["left"].set_visible(False)
-    return common.save_figure(figure, folder, "05b_grids")
+    return figures.save_figure(figure, folder, "05b_grids")
 
 
 def _draw_roofline(folder: str | Path) -> Path:
     """Speed-up over bf16 against the batch: the roofline on two GPUs, and Marlin's published points."""
-    figure, axes = common.new_figure(8.0, 3.2, ncols=2, sharey=True)
+    figure, axes = figures.new_figure(8.0, 3.2, ncols=2, sharey=True)
     w4 = FORMATS["int4-g128"].bits_per_weight(4096)
     batches = [2 ** (i / 8) for i in range(81)]
     for axis, name in zip(axes, ("A10 24GB", "H100 80GB")):
@@ -287,28 +294,28 @@ def _draw_roofline(folder: str | Path) -> Path:
             axis.plot(list(MARLIN), list(MARLIN.values()), "o", label="Marlin, published")
         else:
             w8a8 = [speedup(M, 8, gpu, 2) for M in batches]
-            axis.plot(batches, w8a8, label="W8A8, by roofline", color=common.COLORS["green"])
-        axis.axvline(gpu.ridge, color=common.COLORS["grey"], linewidth=0.8, linestyle=":")
-        axis.text(gpu.ridge * 1.1, 3.9, f"ridge {gpu.ridge:.0f}", fontsize=9, color=common.COLORS["grey"])
+            axis.plot(batches, w8a8, label="W8A8, by roofline", color=figures.COLORS["green"])
+        axis.axvline(gpu.ridge, color=figures.COLORS["grey"], linewidth=0.8, linestyle=":")
+        axis.text(gpu.ridge * 1.1, 3.9, f"ridge {gpu.ridge:.0f}", fontsize=9, color=figures.COLORS["grey"])
         axis.set_xscale("log", base=2)
         ticks = (1, 4, 16, 64, 256, 1024)
         axis.set_xticks(ticks, [f"{t:,}" for t in ticks])
         axis.set(title=name.split()[0], xlabel="tokens in the step", ylim=(0, 4.3))
         axis.legend(loc="lower left", fontsize=9)
     axes[0].set_ylabel("speed-up over bf16")
-    return common.save_figure(figure, folder, "05b_roofline")
+    return figures.save_figure(figure, folder, "05b_roofline")
 
 
 def _draw_table(folder: str | Path, table: Sequence[dict[str, Any]]) -> Path:
     """Perplexity against bits per weight: one mark per weight-only row of the table."""
-    figure, axis = common.new_figure(8.0, 3.6)
+    figure, axis = figures.new_figure(8.0, 3.6)
     base, rows = table[0]["perplexity"], [row for row in table[1:] if "W8A8" not in row["name"]]
-    axis.axhline(base, color=common.COLORS["grey"], linewidth=0.8, linestyle=":")
-    axis.text(6.5, base * 1.03, "as shipped", fontsize=9, color=common.COLORS["grey"])
+    axis.axhline(base, color=figures.COLORS["grey"], linewidth=0.8, linestyle=":")
+    axis.text(6.5, base * 1.03, "as shipped", fontsize=9, color=figures.COLORS["grey"])
     marks = {"RTN": ("o", "blue"), "AWQ": ("^", "orange"), "AutoRound": ("s", "green"), "GPTQ": ("D", "red")}
     for kind, (marker, color) in marks.items():
         points = [(r["bits"], r["perplexity"]) for r in rows if r["algorithm"] == kind]
-        axis.plot(*zip(*points), marker, label=kind, color=common.COLORS[color])
+        axis.plot(*zip(*points), marker, label=kind, color=figures.COLORS[color])
     for row in rows:
         if row["algorithm"] == "RTN" and row["bits"] < 6:
             left = row["format"] == "int4-g64"  # its neighbours stand close on the right, and close to each other
@@ -322,7 +329,7 @@ def _draw_table(folder: str | Path, table: Sequence[dict[str, Any]]) -> Path:
     axis.minorticks_off()
     axis.set(xlabel="bits per weight, scales included", ylabel="perplexity", xlim=(2.9, 9.2))
     axis.legend(loc="upper right", fontsize=9)
-    return common.save_figure(figure, folder, "05b_perplexity")
+    return figures.save_figure(figure, folder, "05b_perplexity")
 
 
 # --- Measurements ---------------------------------------------------------------------------------------------------
@@ -331,7 +338,7 @@ def _draw_table(folder: str | Path, table: Sequence[dict[str, Any]]) -> Path:
 def measure_kernels(seconds: float) -> list[dict[str, Any]]:
     """On a GPU: both kernels beside torch's bf16 product, at layers of an 8B model. Times are of one layer in a row of
     them, in one CUDA graph, each with its own weights: as a model's layers, they find nothing in the L2 cache."""
-    rows, device, in_a_row = [], common.device(), functools.partial(common.measure_in_a_row, seconds=seconds)
+    rows, device, in_a_row = [], common.device(), functools.partial(timing.measure_in_a_row, seconds=seconds)
     for N, K in ((4096, 4096), (28672, 4096), (4096, 14336)):
         W = torch.randn(N, K, device=device) / math.sqrt(K)
         layers = {n: QuantizedLinear(rtn(W, FORMATS[n])) for n in ("int4-g128", "int8", "fp8", "mxfp4")}
@@ -361,11 +368,11 @@ def serve_beside_vllm(variants: dict[str, llama.Llama], args: argparse.Namespace
 
 
 def build_parser() -> argparse.ArgumentParser:
-    p = common.parser(__doc__)
-    p.add_argument("--bits", type=common.number(int, 2, 8), default=3, help="of the live layer (default 3)")
+    p = cli.parser(__doc__)
+    p.add_argument("--bits", type=arguments.number(int, 2, 8), default=3, help="of the live layer (default 3)")
     p.add_argument("--group", type=int, choices=(32, 64, 192, 576), default=64, help="of the live layer (default 64)")
-    p.add_argument("--layer", type=common.number(int, 0), help="the block that runs live (default 11, or the last)")
-    p.add_argument("--windows", type=common.number(int, 1, 10), default=2, help="--bench: of 512 tokens (default 2)")
+    p.add_argument("--layer", type=arguments.number(int, 0), help="the block that runs live (default 11, or the last)")
+    p.add_argument("--windows", type=arguments.number(int, 1, 10), default=2, help="--bench: of 512 tokens (default 2)")
     p.add_argument("--vllm", metavar="PYTHON", help="with --bench: as in 04c, in fp32 and in bf16")
     return p
 
@@ -424,11 +431,11 @@ def show_discovery(model: llama.Llama, is_default: bool) -> None:
 def show_layer(args: argparse.Namespace, model: llama.Llama, tokenizer: Tokenizer) -> dict[str, Any]:
     """One block: every algorithm on gate_up_proj, 8-bit activations on down_proj; errors on text that was not used."""
     inputs: dict[str, torch.Tensor] = {}
-    recorded, names = copy.copy(model), [f"layers.{args.layer}.{part}" for part in ("gate_up_proj", "down_proj")]
-    recorded.linear = model.linear | {n: functools.partial(record, inputs, n, model.linear[n]) for n in names}
+    listening, names = copy.copy(model), [f"layers.{args.layer}.{part}" for part in ("gate_up_proj", "down_proj")]
+    listening.linear = model.linear | {n: functools.partial(record, inputs, n, model.linear[n]) for n in names}
     tokens = torch.cat(windows(tokenizer, 2, 256)).to(model.device)  # [4, 256]: the first two calibrate
     positions = torch.arange(256, device=model.device).repeat(4)
-    recorded.forward(tokens.flatten(), positions, window_attention(4), layers=range(args.layer + 1))
+    listening.forward(tokens.flatten(), positions, window_attention(4), layers=range(args.layer + 1))
     W, (X, fresh) = model.linear[names[0]].weight.float().cpu(), inputs[names[0]].float().cpu().chunk(2)
     f = Format(f"int{args.bits}-g{args.group}", "int", args.bits, args.group, "fp16", "int")
     rows, found = [], {}
@@ -485,7 +492,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     if args.vllm and not args.bench:
         raise common.InputError("--vllm: only --bench compares with it")
-    machine, known, bench, mine = common.start(args), facts(), {}, args.model is None
+    machine, known, bench, mine = cli.start(args), facts(), {}, args.model is None
     config = loader.check_context(args.model, 512 if args.bench else 256)
     if config.hidden_size % args.group:
         raise common.InputError(f"--group {args.group}: must divide the model's hidden size, {config.hidden_size}")
@@ -514,7 +521,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.heading(f"5 · The whole model{'' if mine or args.bench else ', recorded: ' + folders.DEFAULT_MODEL}")
     if args.bench and not common.HAS_GPU:  # algorithms run on the CPU: the same table on every machine
         bench |= {"table": measure_table(model, tokenizer, args.windows), "tokens": 512 * args.windows}
-    print_table(bench.get("table") or common.results(KEY).get("bench", {}).get("table") or [])
+    print_table(bench.get("table") or recorded.results(KEY).get("bench", {}).get("table") or [])
 
     common.heading("6 · One group and its outlier: simulate()")
     common.say(describe(simulate(WIDGET_DEFAULT)))
@@ -531,7 +538,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             bench["serving"] = serve_beside_vllm(variants, args)
     bench["linears"] = measure_linears(variants, 2.0 if args.bench else 0.2)
     if common.HAS_GPU:
-        bench |= {"kernels": measure_kernels(0.3 if args.bench else 0.05), "copy_gb_s": common.copy_bandwidth() / 1e9}
+        bench |= {"kernels": measure_kernels(0.3 if args.bench else 0.05), "copy_gb_s": timing.copy_bandwidth() / 1e9}
         common.table(["N × K, M", "bf16", "int4", "GB/s", "fp8 W8A8"], [
             [f"{r['N']} × {r['K']}, {r['M']}", f"{r['bf16_us']:.0f} µs", f"{r['int4-g128']['speedup']:.2f} ×",
              f"{r['int4-g128']['gb_s']:,.0f}", f"{r['fp8 W8A8']['speedup']:.2f} ×"]
@@ -542,8 +549,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.figure:
         draw(args.figure)
     if args.json:
-        common.merge_json(args.json, KEY, {"machine": machine, "facts": known, "bench": bench})
+        recorded.merge_json(args.json, KEY, {"machine": machine, "facts": known, "bench": bench})
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

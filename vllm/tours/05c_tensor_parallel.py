@@ -45,6 +45,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from engine import arguments
+from lab import cli
+from lab import figures
+from lab import recorded
+from lab.hardware import HARDWARE
+from lab.parameters import checked
 from engine.model import folders, llama, loader
 from engine.model.config import LlamaConfig
 from engine.model.tokenizer import Tokenizer
@@ -145,7 +151,7 @@ def sent_per_rank(traffic: dict[str, dict[str, int]], n: int) -> dict[str, float
 # Of NVIDIA's table behind `LINKS`: three points that the model fits, and the two farthest above it, on 8 and on 2 GPUs.
 PUBLISHED = {"2mb_tp2": (2 << 20, 2, 12.4e-6), "2mb_tp8": (2 << 20, 8, 18.1e-6), "32mb_tp8": (32 << 20, 8, 166e-6)}
 MISFITS = {"256kb_tp8": (256 << 10, 8, 10.1e-6), "8mb_tp2": (8 << 20, 2, 43.0e-6)}
-H200 = common.HARDWARE["H200 141GB"]
+H200 = HARDWARE["H200 141GB"]
 
 
 def step_seconds(model: str, n: int, link: Link, num_seqs: int = 1, num_new_tokens: int = 1,
@@ -184,7 +190,7 @@ def simulate(params: dict) -> dict:
     broken (neither; the ranks no longer agree and do not know it). `sent` counts elements, on a ring.
     """
     allowed = {"ranks": [1, 2, 4], "order": ORDERS, "all_reduce": ["kept", "skipped"], "input": list(INPUTS)}
-    params = common.checked(params, allowed)
+    params = checked(params, allowed)
     n, keep, x = params["ranks"], params["all_reduce"] == "kept", INPUTS[params["input"]]
     weights = {"A": torch.tensor(A, dtype=torch.float64), "B": torch.tensor(B, dtype=torch.float64)}  # exact integers
     groups = [GroupCoordinator(range(n), r, torch.device("cpu")) for r in range(n)]
@@ -338,8 +344,8 @@ def draw(folder: str | Path) -> list[Path]:
 def _draw_block(folder: str | Path) -> Path:
     trace = simulate(WIDGET_DEFAULT)
     x, h, p, y = (step["values"] for step in trace["steps"])
-    ranks, common_tint = ("#cfe0f1", "#f6dfc4"), common.COLORS["light"]
-    figure, ax = common.new_figure(8.0, 3.7)
+    ranks, common_tint = ("#cfe0f1", "#f6dfc4"), figures.COLORS["light"]
+    figure, ax = figures.new_figure(8.0, 3.7)
 
     def matrix(left: float, rows: list[list[int]], tint: Callable[[int, int], str], title: str, top: float) -> None:
         for i, row in enumerate(rows):
@@ -361,7 +367,7 @@ def _draw_block(folder: str | Path) -> Path:
     matrix(25.8, column(y[0]), lambda i, j: common_tint, "y\non both", 5)
     for at, sign in ((1.8, "→"), (7.4, "→"), (10.0, "→"), (19.6, "→"), (21.9, "+"), (24.6, "→")):
         ax.text(at, 4.0, sign, ha="center", va="center", fontsize=13)
-    ax.text(24.6, 3.3, "all-\nreduce", ha="center", va="top", fontsize=8.5, color=common.COLORS["red"])
+    ax.text(24.6, 3.3, "all-\nreduce", ha="center", va="top", fontsize=8.5, color=figures.COLORS["red"])
     ax.add_patch(plt.Rectangle((0, -1.6), 1, 0.8, facecolor=ranks[0]))
     ax.text(1.4, -1.2, "rank 0 alone", va="center", fontsize=9)
     ax.add_patch(plt.Rectangle((7, -1.6), 1, 0.8, facecolor=ranks[1]))
@@ -370,11 +376,11 @@ def _draw_block(folder: str | Path) -> Path:
     ax.text(15.4, -1.2, "the same on both", va="center", fontsize=9)
     ax.set(xlim=(-0.4, 27.2), ylim=(-1.8, 10.4), aspect="equal")
     ax.axis("off")
-    return common.save_figure(figure, folder, "05c_block")
+    return figures.save_figure(figure, folder, "05c_block")
 
 
 def _draw_scaling(folder: str | Path) -> Path:
-    figure, axes = common.new_figure(8.0, 3.4, ncols=2)
+    figure, axes = figures.new_figure(8.0, 3.4, ncols=2)
     for ax, name in zip(axes, ("llama_31_8b", "llama_31_70b")):
         found = facts()["decode"][name]
         sizes = list(found["read_ms"])
@@ -382,10 +388,10 @@ def _draw_scaling(folder: str | Path) -> Path:
         read = [found["read_ms"][n] for n in sizes]
         graph = [found["talk_ms"]["nvlink"][n] for n in sizes]
         eager = [found["talk_ms"]["nvlink_eager"][n] - t for n, t in zip(sizes, graph)]
-        bars = ax.bar(at, read, 0.6, color=common.COLORS["blue"], label="reading weights and KV")
-        ax.bar(at, graph, 0.6, read, color=common.COLORS["orange"], label="collectives, in a CUDA graph")
+        bars = ax.bar(at, read, 0.6, color=figures.COLORS["blue"], label="reading weights and KV")
+        ax.bar(at, graph, 0.6, read, color=figures.COLORS["orange"], label="collectives, in a CUDA graph")
         ax.bar(at, eager, 0.6, [a + b for a, b in zip(read, graph)], color="white", hatch="////", linewidth=0.8,
-               edgecolor=common.COLORS["orange"], label="… launched one by one")  # fmt: skip
+               edgecolor=figures.COLORS["orange"], label="… launched one by one")  # fmt: skip
         for i, n in enumerate(sizes):
             speedups = [found["speedup"][link][n] for link in ("nvlink", "nvlink_eager")]
             if i:
@@ -396,7 +402,7 @@ def _draw_scaling(folder: str | Path) -> Path:
         ax.set(xticks=list(at), xticklabels=sizes, xlabel=f"H200s{fits}", ylim=(0, 1.4 * read[0]),
                ylabel="ms per decode step, batch 1", title=f"Llama-3.1-{name[9:].upper()}, bf16")  # fmt: skip
     axes[0].legend(*axes[0].get_legend_handles_labels(), fontsize=8.5, loc="upper right", bbox_to_anchor=(1.04, 1.0))
-    return common.save_figure(figure, folder, "05c_scaling")
+    return figures.save_figure(figure, folder, "05c_scaling")
 
 
 # --- The story --------------------------------------------------------------------------------------------------------
@@ -493,9 +499,9 @@ def rank_bench(world: GroupCoordinator, model: str | None) -> dict[str, Any]:
     return found
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
-    p.add_argument("--tensor-parallel-size", "-tp", type=common.number(int, 1, 64), metavar="N",
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
+    p.add_argument("--tensor-parallel-size", "-tp", type=arguments.number(int, 1, 64), metavar="N",
                    help="ranks that share the model (default 3; where that is forbidden, fewest above 1)")  # fmt: skip
     p.add_argument("--skip-all-reduce", action="store_true", help="break it: every rank keeps its partial sums")
     return p
@@ -503,7 +509,7 @@ def build_parser() -> common.Parser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    machine = common.start(args)
+    machine = cli.start(args)
     config = loader.check_context(args.model, 256)
     folder, numbers = folders.model_folder(args.model), facts()
     n = args.tensor_parallel_size = args.tensor_parallel_size or default_size(config)
@@ -554,7 +560,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.figure:
         draw(args.figure)
     if args.json:
-        common.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
+        recorded.merge_json(args.json, KEY, {"machine": machine, "facts": numbers, "bench": bench})
 
 
 def tell_of_ranks(args: argparse.Namespace, ranks: Ranks, tokenizer: Tokenizer,
@@ -622,4 +628,4 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

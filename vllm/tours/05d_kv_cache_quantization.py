@@ -45,6 +45,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from engine import arguments
+from lab import cli
+from lab import figures
+from lab import recorded
+from lab import timing
+from lab.parameters import checked
 from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
 from engine import assemble
@@ -328,7 +334,7 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     group), restored keys, the largest error, exact and restored scores, which key is found, what each of the eight
     queries should find and finds, how many are right, and bytes before and after. Raises InputError.
     """
-    p = common.checked(params, {"keys": PRESETS, "bits": (2, 3, 4, 8), "rotation": (False, True),
+    p = checked(params, {"keys": PRESETS, "bits": (2, 3, 4, 8), "rotation": (False, True),
                                 "group": ("token", "channel"), "needle": range(TOKENS)})  # fmt: skip
     keys, queries = widget_keys(p["keys"])
     fmt = KVFormat(p["bits"], "uniform", p["rotation"], key_channels=p["group"] == "channel")
@@ -488,7 +494,7 @@ FAMILIES = {  # the lines of the second figure
 
 def draw(folder: str | Path) -> list[Path]:
     """The figures, from `facts()` alone."""
-    known, color = facts(), common.COLORS
+    known, color = facts(), figures.COLORS
     # The simulation's keys: as they are, and as three ways of storing 3 bits give them back.
     ways = {"one scale per key": ("plain", {}), "rotated, one scale per key": ("rotated", {"rotation": True}),
             "one scale per channel": ("channel", {"group": "channel"})}  # fmt: skip
@@ -497,7 +503,7 @@ def draw(folder: str | Path) -> list[Path]:
         found = known["widget"]["outlier_channel"][f"{way}_3"]["found"]
         restored = simulate(WIDGET_DEFAULT | change)["restored_milli"]
         panels[f"{title}: {found} of 8 found"] = [[x / 1000 for x in row] for row in restored]
-    figure, axes = common.new_figure(8.0, 3.9, nrows=2, ncols=2, sharex=True, sharey=True)
+    figure, axes = figures.new_figure(8.0, 3.9, nrows=2, ncols=2, sharex=True, sharey=True)
     for ax, (title, keys) in zip(axes.flat, panels.items()):
         ax.imshow(keys, cmap="RdBu_r", vmin=-4, vmax=4, aspect="auto")
         ax.set(title=title, xticks=range(0, CHANNELS, 5), yticks=range(0, TOKENS, 7))
@@ -505,10 +511,10 @@ def draw(folder: str | Path) -> list[Path]:
             ax.text(5, t, f"{keys[t][5]:.0f}", ha="center", va="center", color="white", fontsize=7)
     figure.supxlabel("channel", fontsize=10)
     figure.supylabel("key", fontsize=10)
-    paths = [common.save_figure(figure, folder, "05d_outlier")]
+    paths = [figures.save_figure(figure, folder, "05d_outlier")]
     # Quality against the bits that an element really takes.
     table, bits = known["recorded"]["formats"], known["bits"]
-    figure, axes = common.new_figure(8.0, 3.6, ncols=2)
+    figure, axes = figures.new_figure(8.0, 3.6, ncols=2)
     for family, (shade, names) in FAMILIES.items():
         style = "o" if family == "8 bits" else "o-"  # other formats, not other widths: no line
         for ax, key in zip(axes, ("perplexity", "needles")):
@@ -521,7 +527,7 @@ def draw(folder: str | Path) -> list[Path]:
     axes[0].set_yticks(ticks := [15, 20, 30, 50, 100, 200, 500, 1000], ticks)
     axes[0].minorticks_off()
     axes[1].legend(fontsize=9, loc="lower right")
-    return [*paths, common.save_figure(figure, folder, "05d_quality")]
+    return [*paths, figures.save_figure(figure, folder, "05d_quality")]
 
 
 # --- The story --------------------------------------------------------------------------------------------------------
@@ -617,8 +623,8 @@ def show_table(table: dict[str, dict[str, Any]]) -> None:
                  rows)  # fmt: skip
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
     p.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="int4_per_token_head", metavar="NAME",
                    help=f"the format of steps 2 and 3: {', '.join(KV_CACHE_DTYPES)} (default %(default)s)")  # fmt: skip
     return p
@@ -632,11 +638,11 @@ def measure_kernels(seconds: float = 0.3) -> list[dict[str, Any]]:
         blocks = shuffled_blocks([S] * B, 16)
         meta = AttentionMetadata.build(blocks, [S] * B, [S] * B, 16)
         exact = some(B, 32, 128), some(2, 1 + B * S // 16, 16, 8, 128), meta.block_table, meta.seq_lens, S
-        base = common.measure_graph(functools.partial(fill("decode.paged"), *exact), seconds).median
+        base = timing.measure_graph(functools.partial(fill("decode.paged"), *exact), seconds).median
         row = {"B": B, "S": S, "auto": base}
         for name in names:
             made = random_layer(FORMATS[name], [S] * B, 16, 32, 8, 128, torch.bfloat16)
-            row[name] = common.measure_graph(functools.partial(quantized_decode, *made), seconds).median
+            row[name] = timing.measure_graph(functools.partial(quantized_decode, *made), seconds).median
             row[f"{name}_gbps"], row[f"{name}_speedup"] = made[1].nbytes / row[name] / 1e9, base / row[name]
         rows.append(row)
     shown = [[r["B"], r["S"], *(f"{r[name] * 1e6:.1f}" for name in ("auto", *names))] for r in rows]
@@ -656,7 +662,7 @@ def measure_together(name: str = "Llama-3.1-8B", context: int = 4096) -> list[di
         core = make_core(m, dtype, 1 + n * -(-context // 16), 16, context)
         runner = core.runner
         runner.graphs = CapturedModel(runner.model, runner.cache, runner.attend, core.scheduler.config)
-        took = common.measure(decode_at(runner, n, context)).median
+        took = timing.measure(decode_at(runner, n, context)).median
         read = gb[weights] + sum(layer.nbytes for layer in runner.cache.layers) / 1e9
         rows.append({"B": n, "weights": weights, "cache": dtype, "ms": 1e3 * took, "gb": read})
         common.say(f"{name}, {n:>2} × {context:,} tokens, weights {weights}, cache {dtype:<4}: {1e3 * took:5.2f} ms, "
@@ -691,13 +697,13 @@ def benchmark(model: llama.Llama, tokenizer: Tokenizer) -> dict[str, Any]:
     bench["engine"] = measure_engine(model, tokenizer)
     if common.HAS_GPU:
         bench |= {"decode": measure_kernels(), "together": measure_together()}
-        bench["copy_bandwidth"] = common.copy_bandwidth()
+        bench["copy_bandwidth"] = timing.copy_bandwidth()
     return bench
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    machine, f, bench, name = common.start(args), facts(), {}, args.kv_cache_dtype
+    machine, f, bench, name = cli.start(args), facts(), {}, args.kv_cache_dtype
     if (D := loader.check_context(args.model, 2048 if args.bench else 1024).head_dim) % 8:
         raise common.InputError(f"--model {args.model}: head_dim {D}; every format takes multiples of 8")
 
@@ -736,8 +742,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.figure:
         draw(args.figure)
     if args.json:
-        common.merge_json(args.json, KEY, {"machine": machine, "facts": f, "bench": bench})
+        recorded.merge_json(args.json, KEY, {"machine": machine, "facts": f, "bench": bench})
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

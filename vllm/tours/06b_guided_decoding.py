@@ -47,6 +47,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine import arguments
+from lab import cli
+from lab import timing
 from engine.model import loader
 from engine.llm import LLM
 from engine.request import SamplingParams
@@ -271,7 +274,7 @@ def time_guides(vocabulary: Vocabulary) -> dict[str, dict[str, float]]:
         guide = compiles()
         again = functools.partial(guide.start().fill_bitmask, row)
         first = functools.partial(lambda g: vocabulary.pack(g.allowed(0)), guide) if pattern else again
-        found = [common.measure(part, 0.02).median * 1e3 for part in (compiles, first, again)]
+        found = [timing.measure(part, 0.02).median * 1e3 for part in (compiles, first, again)]
         costs[name] = dict(zip(("compile_ms", "mask_ms", "again_ms"), found))
     return costs
 
@@ -313,8 +316,8 @@ def refuse(vocabulary: Vocabulary) -> dict[str, float]:
     return found
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
     p.add_argument("--regex", metavar="PATTERN", help="one more answer of the real model, which must match this")
     p.add_argument("--text-masks", action="store_true", help="the bug: ask what tokens look like as text")
     p.add_argument(
@@ -330,12 +333,12 @@ def time_masking(vocabulary: Vocabulary, device: torch.device) -> float:
     """Milliseconds of applying masks to 32 rows."""
     logits, rows = torch.randn(32, len(vocabulary.tokens)).to(device), torch.arange(32).to(device)
     masks = torch.from_numpy(np.tile(vocabulary.only_eos, (32, 1))).to(device)
-    return common.measure(lambda: apply_token_bitmask_inplace(logits, masks, rows), 0.2).median * 1e3
+    return timing.measure(lambda: apply_token_bitmask_inplace(logits, masks, rows), 0.2).median * 1e3
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    common.start(args)
+    cli.start(args)
     loader.check_context(args.model, 256)
     model, tokenizer = loader.load(args.model)
     vocabulary = vocabulary_of(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
@@ -366,8 +369,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.table(["answer", *kinds.values()], [
         [text, *(f"{100 * found[kind].get(text, 0):.1f} %" for kind in kinds)]
         for text in ("apple", *FRUIT_CHOICE)])  # fmt: skip
-    common.hand_over(KEY, args)
+    cli.hand_over(KEY, args)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

@@ -46,6 +46,8 @@ from typing import Any
 
 import torch
 
+from engine import arguments
+from lab import cli
 from engine.model import folders, llama, loader
 from engine.model.config import LlamaConfig
 from engine.model.tokenizer import Tokenizer
@@ -310,8 +312,8 @@ async def serve_engines(args: argparse.Namespace, prompts: Sequence[str]) -> dic
         await llm.shutdown()
 
 
-def build_parser() -> common.Parser:
-    p, whole = common.parser(__doc__), functools.partial(common.number, int)
+def build_parser() -> arguments.Parser:
+    p, whole = cli.parser(__doc__), functools.partial(arguments.number, int)
     p.add_argument("--tensor-parallel-size", "-tp", type=whole(1, 16), metavar="N", help="shards of each layer "
                    "(default 3 or, where that is forbidden, fewest above 1; 1 with a pipeline)")  # fmt: skip
     p.add_argument("--pipeline-parallel-size", "-pp", type=whole(1, 16), default=1, metavar="N",
@@ -408,7 +410,7 @@ def layout_of(args: argparse.Namespace, config: LlamaConfig) -> ParallelConfig:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    common.start(args)
+    cli.start(args)
     config = loader.check_context(args.model, 256)
     parallel = layout_of(args, config)
     start_context()  # it has imports to do, while we go on
@@ -455,8 +457,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                          f"{x['kv_copies']:.0f}", x["sequences"], f"{alone['latency_ms']:.1f}",
                          f"{x['latency_ms']:.1f}", f"{x['tokens_per_second']:,.0f}"])  # fmt: skip
     common.table(["", "", "weights, GB", "KV tokens", "copies", "fit", "ms, one", "ms, all", "tokens/s"], rows)
-    common.hand_over(KEY, args)
+    cli.hand_over(KEY, args)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

@@ -44,6 +44,9 @@ from typing import Any
 
 import httpx
 
+from engine import arguments
+from lab import cli
+from lab import recorded
 from engine.model import loader
 from lab.bench import add_bench_commands, print_result
 from lab.load_generator import Target, drive
@@ -239,11 +242,11 @@ def simulated_load(rate: int, max_concurrency: int, seed: int) -> list[Record]:
     return run_simulated([Prompt([], INPUT, OUTPUT)] * 80, arrivals, SEATS, max_concurrency=max_concurrency).records
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
-    p.add_argument("--rate", type=common.number(int, 1, 1000), default=40, metavar="N",
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
+    p.add_argument("--rate", type=arguments.number(int, 1, 1000), default=40, metavar="N",
                    help="requests a second in step 5; 60 are more than it can serve (default %(default)s)")  # fmt: skip
-    p.add_argument("--max-concurrency", type=common.number(int, 0, 64), default=0, metavar="N",
+    p.add_argument("--max-concurrency", type=arguments.number(int, 0, 64), default=0, metavar="N",
                    help="close the loop of step 5; 0 is open (default %(default)s)")  # fmt: skip
     add_bench_commands(p.add_subparsers(dest="command", metavar="bench|tune"))
     return p
@@ -253,9 +256,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     if args.command:
         if args.json:  # not after minutes
-            common.stored_object(args.json)
+            recorded.stored_object(args.json)
         return args.run(args)
-    common.start(args)
+    cli.start(args)
     loader.check_context(args.model, 192 if args.bench else 48)
     common.heading("1. The loop that everybody writes first, and one that asks as users do")
     found = {"closed: ask again after the answer": closed_loop(freezing_server(), 20_000),
@@ -309,8 +312,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     prompts = [Prompt([], random_length(rng, 512, 0.5), random_length(rng, 32, 0.5)) for _ in range(96)]
     measure = lambda *setting: summarize(run_simulated(prompts, [0] * 96, *setting).records)  # noqa: E731
     print_tune(tune(measure, (4, 16, 64), (1024, 2048, 8192), limits), limits, "output_throughput", 99)
-    common.hand_over(KEY, args)
+    cli.hand_over(KEY, args)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

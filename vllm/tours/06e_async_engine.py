@@ -43,6 +43,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from engine import arguments
+from lab import cli
 from engine.model import folders, loader
 from engine.model.tokenizer import Tokenizer
 from engine.front_end import CompletionOutput
@@ -302,9 +304,9 @@ def tell_of_death(args: argparse.Namespace, prompts: Sequence[list[int]]) -> flo
     return seconds * 1e3
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
-    p.add_argument("--clients", type=common.number(int, 1, 32), default=8, metavar="N",
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
+    p.add_argument("--clients", type=arguments.number(int, 1, 32), default=8, metavar="N",
                    help="streams at once in step 1 (default %(default)s)")  # fmt: skip
     p.add_argument("--place", choices=("all", *CLIENTS), default="all", help="where the engine runs in step 1")
     p.add_argument("--handoff", choices=tuple(HANDOFFS), default="collector", help="of step 2 (default %(default)s)")
@@ -313,7 +315,7 @@ def build_parser() -> common.Parser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    common.start(args)
+    cli.start(args)
     loader.check_context(args.model, MAX_MODEL_LEN)
 
     common.heading(f"1. Where the engine runs: {args.clients} stream{'s' * (args.clients > 1)}, a heartbeat every 2 ms")
@@ -338,8 +340,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.place == "process":
         common.heading("4. The engine dies while everybody waits")
         tell_of_death(args, prompts)
-    common.hand_over(KEY, args)
+    cli.hand_over(KEY, args)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

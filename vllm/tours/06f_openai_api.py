@@ -39,6 +39,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine import arguments
+from lab import cli
+from lab import timing
 from engine.model import folders, loader
 from engine.front_end import CompletionOutput
 from engine.front_end import RequestOutput
@@ -312,13 +315,13 @@ def measure_costs(seconds: float) -> dict[str, float]:
     read = ChatCompletionRequest.model_validate
     validate = lambda: serving.check_params(read(json.loads(CHAT_BYTES)))  # noqa: E731
     write = lambda: event(serving.envelope(job, [serving.choice(job, 0, WORD)]))  # noqa: E731
-    return {"validate_us": common.measure(validate, seconds).median * 1e6,
-            "event_us": common.measure(write, seconds).median * 1e6}  # fmt: skip
+    return {"validate_us": timing.measure(validate, seconds).median * 1e6,
+            "event_us": timing.measure(write, seconds).median * 1e6}  # fmt: skip
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
-    p.add_argument("--max-num-queued-reqs", type=common.number(int, 1, MAX_N), default=2, metavar="N",
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
+    p.add_argument("--max-num-queued-reqs", type=arguments.number(int, 1, MAX_N), default=2, metavar="N",
                    help="the queue bound of step 3 (default %(default)s)")  # fmt: skip
     p.add_argument("--no-abort", action="store_true", help="the bug: a client that leaves is not forgotten")
     return p
@@ -326,7 +329,7 @@ def build_parser() -> common.Parser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    common.start(args)
+    cli.start(args)
     loader.check_context(args.model, MAX_MODEL_LEN)
     asyncio.run(tell_story(args))
     common.heading("4. What it costs")
@@ -334,8 +337,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.say(f"{found['validate_us']:.0f} µs to validate a chat request of {len(CHAT_BYTES)} bytes, "
                f"{found['event_us']:.1f} µs to write an event")  # fmt: skip
     common.say(f"an event for one token of five letters has {len(an_event())} bytes")
-    common.hand_over(KEY, args)
+    cli.hand_over(KEY, args)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

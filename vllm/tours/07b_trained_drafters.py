@@ -45,6 +45,8 @@ from pathlib import Path
 
 import torch
 
+from engine import arguments
+from lab import cli
 from engine.model import folders, llama, loader
 from engine.model.tokenizer import Tokenizer
 from engine.attention.metadata import AttentionMetadata
@@ -302,22 +304,22 @@ def random_trees(contexts: Sequence[int], seed: int, Hq: int = 9, Hkv: int = 3, 
     return args, torch.cat(reference).to(dtype)
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
     p.add_argument("command", nargs="?", choices=("show", "train"), default="show",
                    help="show: the story (default); train: write text and train drafters")  # fmt: skip
     p.add_argument("--break", dest="broken", choices=tuple(BREAKS), help="do one thing wrong and see what happens")
-    p.add_argument("-k", "--num-speculative-tokens", type=common.number(int, 1, 3), default=3, metavar="K",
+    p.add_argument("-k", "--num-speculative-tokens", type=arguments.number(int, 1, 3), default=3, metavar="K",
                    help="guesses in a chain (default %(default)s)")  # fmt: skip
-    p.add_argument("--tree-size", type=common.number(int, 1, 63), default=15, metavar="N",
+    p.add_argument("--tree-size", type=arguments.number(int, 1, 63), default=15, metavar="N",
                    help="guesses in a tree (default %(default)s)")  # fmt: skip
     group = p.add_argument_group("train")
-    group.add_argument("--minutes", type=common.number(float, 0), default=3.0, help="time to train for (default 3)")
-    group.add_argument("--write", type=common.number(float, 0), default=0.0, metavar="MINUTES",
+    group.add_argument("--minutes", type=arguments.number(float, 0), default=3.0, help="time to train for (default 3)")
+    group.add_argument("--write", type=arguments.number(float, 0), default=0.0, metavar="MINUTES",
                        help="time to write more text first (needed once; default 0)")  # fmt: skip
     group.add_argument("--drafter", choices=training.METHODS, action="append", help="only this one (may be repeated)")
-    group.add_argument("--work", type=common.folder, metavar="DIR", help="text, checkpoints (default: a cache folder)")
-    group.add_argument("--ship", type=common.folder, metavar="DIR", help="where to write the weights (default: --work)")
+    group.add_argument("--work", type=cli.folder, metavar="DIR", help="text, checkpoints (default: a cache folder)")
+    group.add_argument("--ship", type=cli.folder, metavar="DIR", help="where to write the weights (default: --work)")
     return p
 
 
@@ -348,7 +350,7 @@ def show_drafters() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    common.start(args)
+    cli.start(args)
     if args.command == "train":
         return train(args)
     config = loader.check_context(args.model, 192 if args.bench else 64)
@@ -401,8 +403,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             same = next((i for i, (a, b) in enumerate(zip(run.token_ids, plain[1])) if a != b), tokens)
             common.say(f"broken: {args.broken}. The first {same} of {tokens} tokens are those of plain decoding")
-    common.hand_over(KEY, args)
+    cli.hand_over(KEY, args)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)

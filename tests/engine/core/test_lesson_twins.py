@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-import common
 import pytest
+from engine import registry
 from engine.config import SchedulerConfig
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import Scheduler, make_scheduler
@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from lab.reserving import ReservingScheduler
 from support.broken import break_class
 
-batching, chunked = common.lesson("04_continuous_batching"), common.lesson("10_chunked_prefill")
-preemption = common.lesson("11_preemption")
+batching, chunked = registry.lesson("04_continuous_batching"), registry.lesson("10_chunked_prefill")
+preemption = registry.lesson("11_preemption")
 
 
 def life(scheduler, seed: int, steps: int = 40) -> list:

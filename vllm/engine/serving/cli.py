@@ -19,9 +19,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from engine import plugs
+from engine import arguments, plugs
 from engine.engine_args import MAX_NUM_SEQS, PLACES, EngineArgs
 from engine.registry import ATTENTION_BACKENDS
+from engine.serving import sockets
 from engine.serving.api_servers import run_api_servers
 from engine.serving.engine_group import run_headless
 from engine.serving.server import may_load_adapters, run_server
@@ -39,7 +40,7 @@ def serve_command(args: argparse.Namespace) -> None:
     """Serve a model over OpenAI's API until SIGINT or SIGTERM."""
     if os.environ.get("SERVE_UNTIL_EOF") == "1":
         threading.Thread(target=stop_at_eof, args=[0], daemon=True).start()
-    common.set_ulimit()
+    sockets.set_ulimit()
     if args.device == "cuda" and not common.HAS_GPU:
         raise common.InputError("--device cuda: torch sees no GPU here; allowed on this machine: auto, cpu")
     engine_args = EngineArgs(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EngineArgs)})
@@ -57,7 +58,7 @@ def serve_command(args: argparse.Namespace) -> None:
     raise SystemExit(asyncio.run(run_server(engine_args, **server)))
 
 
-WHOLE, SWITCH = functools.partial(common.number, int), argparse.BooleanOptionalAction
+WHOLE, SWITCH = functools.partial(arguments.number, int), argparse.BooleanOptionalAction
 
 
 def add_serve_command(subparsers: Any) -> None:
@@ -73,7 +74,7 @@ def add_server_flags(add: Callable[..., Any]) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=WHOLE(0, 65535), default=8000, help="default 8000; 0 takes a free one")
     add("--api-key", action="append", metavar="KEY", help="clients must send it; may be given several times")
-    add("--shutdown-timeout", type=common.number(float, 0), default=10.0, metavar="S",
+    add("--shutdown-timeout", type=arguments.number(float, 0), default=10.0, metavar="S",
         help="seconds for running requests after a signal (default 10; vLLM's is 0)")  # fmt: skip
     add("--api-server-count", "-asc", type=WHOLE(1, 64), default=1, metavar="N", help="API server processes (06c)")
     add("--headless", action="store_true", help="engines without an API server (06c)")
@@ -111,8 +112,14 @@ def add_scheduler_flags(add: Callable[..., Any]) -> None:
     add("--enable-prefix-caching", action=SWITCH, default=True)
     add("--kv-cache-dtype", default="auto", metavar="DTYPE", help="auto, or one of lesson 05d's")
     add("--num-gpu-blocks-override", type=WHOLE(2), metavar="N", help="KV blocks, whatever the memory")
-    add("--gpu-memory-utilization", type=common.number(float, 0.01, 1), default=0.92, metavar="F", help="default 0.92")
-    add("--kv-cache-gib", type=common.number(float, 0.001), default=1.0, metavar="G", help="on a CPU (default 1)")
+    add(
+        "--gpu-memory-utilization",
+        type=arguments.number(float, 0.01, 1),
+        default=0.92,
+        metavar="F",
+        help="default 0.92",
+    )
+    add("--kv-cache-gib", type=arguments.number(float, 0.001), default=1.0, metavar="G", help="on a CPU (default 1)")
 
 
 def add_runner_flags(add: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Taking a port.
+"""Taking a port, and enough open files for many of them.
 
 Owns nothing for longer than a call; called by the API server, and by engines that wait for others. It never listens.
 vLLM: `vllm/entrypoints/openai/api_server.py:create_server_socket`.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import common
 
+import contextlib
 import socket
 
 
@@ -22,3 +23,14 @@ def bind(host: str, port: int, flags: tuple[str, str] = ("--host", "--port")) ->
     except OSError as error:
         where = f"{flags[0]} {host or repr(host)} {flags[1]} {port}"
         raise common.InputError(f"{where}: {error.strerror or error}") from None
+
+
+def set_ulimit(wanted: int = 65535) -> None:
+    """Let this process have more files open, if it may: every connection is one, and shells allow 256 or 1,024. vLLM's
+    servers do the same (`vllm/utils/system_utils.py`)."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # no such limit on Windows, a second one on macOS
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 <= soft < wanted:  # -1: there is none
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
