@@ -1161,6 +1161,18 @@ def test_the_shipped_adapters_fit(name):
     assert lora.rank == 8 and lora.num_parameters == page.facts()["parameters_r8"] and len(lora.weights) == 120
 
 
+def test_the_command_that_trains(tiny, monkeypatch, tmp_path):
+    """Styles, folder and model reach the trainer; a style that there is not is refused in one line."""
+    asked = []
+    monkeypatch.setattr(llama, "load", lambda model: (model, "tokenizer"))
+    monkeypatch.setattr(training, "train_and_save", lambda *args: asked.append(args))
+    training.main(["json", "pirate", "--adapters", str(tmp_path / "mine"), "--model", "here"])
+    assert asked == [("here", "tokenizer", ["json", "pirate"], tmp_path / "mine", common.say)]
+    with pytest.raises(SystemExit) as refused:
+        training.main(["latin"])
+    assert refused.value.code == 2 and len(asked) == 1
+
+
 def test_styles_and_their_judges():
     """What the training text is made of, and the predicate that the script's result is judged by."""
     answer = "The moon is a friend of the sea and your guide."
