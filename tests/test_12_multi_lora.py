@@ -1599,7 +1599,7 @@ def test_a_question_needs_no_chat_template(make, tiny):
     class Plain(Words):
         ask, converse = llama.Tokenizer.ask, llama.Tokenizer.converse
 
-    (answer,), _ = lesson.ask(make(), Plain(), [None], max_tokens=3, question="Why?")
+    (answer,), _ = lesson.ask(make(), Plain(), [None], "Why?", max_tokens=3)
     written = alone(tiny, None, [ord(c) for c in "Why?"], 3)
     assert answer.token_ids == written[: len(answer.token_ids)] and answer.token_ids
 

@@ -79,8 +79,7 @@ def alone(model: llama.Llama, lora: LoRAModel | None, prompt: Sequence[int], max
     return naive.generate(model if lora is None else lora_model.merged(model, lora), prompt, max_tokens)
 
 
-def add_lora_reference(y: torch.Tensor, x: torch.Tensor, of_row: Sequence[Any],
-                       shape: LayerShape) -> torch.Tensor:  # fmt: skip
+def add_lora_reference(y: torch.Tensor, x: torch.Tensor, of_row: Sequence[Any], shape: LayerShape) -> torch.Tensor:
     """y + (x Aᵀ) Bᵀ row by row, slice by slice, in fp64. x [T, in], y [T, Σ out]; of_row[t]: its adapter's A and B of
     each slice, or None."""
     out = y.double().clone()
@@ -242,18 +241,15 @@ def bgmv(y: torch.Tensor, x: torch.Tensor, pages: torch.Tensor, tables: LoRATabl
     Shapes: x [T, in], y [T, Σ out] (row strides free), pages flat, tables and meta as they say.
     Named after Punica's kernel for the same case; vLLM dropped it in 2025 and sorts always.
     """
-    (R, slices), K = _ranks(tables), tables.shape.in_features
+    (R, slices), K, N = _ranks(tables), tables.shape.in_features, len(meta.order)
     splits = triton.cdiv(K, 256)  # a tile each: where there is no dot, Triton loads no tile ahead of its loop
-    h = torch.empty(splits, slices, len(meta.order), R, dtype=torch.float32, device=x.device)
-    shared = dict(SLICES=slices, MAX_RANK=R, RANK_TILE=16, ALIGNED=tables.aligned, num_warps=4)
-    bgmv_shrink_kernel[(len(meta.order), slices, splits)](
-        x, pages, tables.a_rows, tables.ranks, meta.order, meta.tiles, h, len(meta.order), x.stride(0),
-        K=K, TILE_K=256, **shared,
-    )  # fmt: skip
-    bgmv_expand_kernel[(len(meta.order), slices, triton.cdiv(max(tables.shape.slices), 256))](
-        h, pages, tables.b_rows, tables.ranks, tables.starts, meta.order, meta.tiles, y, len(meta.order), y.stride(0),
-        TILE_N=256, SPLITS=splits, **shared,
-    )  # fmt: skip
+    h = torch.empty(splits, slices, N, R, dtype=torch.float32, device=x.device)
+    a, b, rows = (tables.a_rows, tables.ranks), (tables.b_rows, tables.ranks, tables.starts), (meta.order, meta.tiles)
+    shared = {"SLICES": slices, "MAX_RANK": R, "RANK_TILE": 16, "ALIGNED": tables.aligned, "num_warps": 4}
+    bgmv_shrink_kernel[(N, slices, splits)](x, pages, *a, *rows, h, N, x.stride(0), K=K, TILE_K=256, **shared)
+    bgmv_expand_kernel[(N, slices, triton.cdiv(max(tables.shape.slices), 256))](
+        h, pages, *b, *rows, y, N, y.stride(0), TILE_N=256, SPLITS=splits, **shared
+    )
 
 
 def sgmv(y: torch.Tensor, x: torch.Tensor, pages: torch.Tensor, tables: LoRATables, meta: LoRAKernelMeta) -> None:
@@ -263,22 +259,21 @@ def sgmv(y: torch.Tensor, x: torch.Tensor, pages: torch.Tensor, tables: LoRATabl
     Shapes: x [T, in], y [T, Σ out] (row strides free), pages flat, tables and meta as they say.
     vLLM 0.32: lora/ops/triton_ops/lora_shrink_op.py and lora_expand_op.py.
     """
-    R, slices = _ranks(tables)
+    (R, slices), K, N = _ranks(tables), tables.shape.in_features, len(meta.order)
     wide, half = meta.tile_m > 16, x.element_size() == 2  # fp32 operands fill the registers sooner
     rank_tile = max(16, min(64, triton.next_power_of_2(R))) if half else 16
-    splits = _splits(len(meta.tiles) * slices, tables.shape.in_features)
-    h = torch.empty(splits, slices, len(meta.order), R, dtype=torch.float32, device=x.device)
-    shared = dict(SLICES=slices, MAX_RANK=R, RANK_TILE=rank_tile, TILE_M=meta.tile_m, SPLITS=splits,
-                  ALIGNED=tables.aligned, UPCAST=common.INTERPRET, num_warps=8 if wide else 4)  # fmt: skip
+    tile = (64 if wide else 128) if half else 32  # of a row's inputs, and of its outputs
+    splits = _splits(len(meta.tiles) * slices, K)
+    h = torch.empty(splits, slices, N, R, dtype=torch.float32, device=x.device)
+    a, b, rows = (tables.a_rows, tables.ranks), (tables.b_rows, tables.ranks, tables.starts), (meta.order, meta.tiles)
+    shared = {"SLICES": slices, "MAX_RANK": R, "RANK_TILE": rank_tile, "TILE_M": meta.tile_m, "SPLITS": splits}
+    shared |= {"ALIGNED": tables.aligned, "UPCAST": common.INTERPRET, "num_warps": 8 if wide else 4}
     sgmv_shrink_kernel[(len(meta.tiles), slices, splits)](
-        x, pages, tables.a_rows, tables.ranks, meta.order, meta.tiles, h, len(meta.order), x.stride(0),
-        K=tables.shape.in_features, TILE_K=(64 if wide else 128) if half else 32, **shared,
-    )  # fmt: skip
-    tile_n = (64 if wide else 128) if half else 32
-    sgmv_expand_kernel[(len(meta.tiles), slices, triton.cdiv(max(tables.shape.slices), tile_n))](
-        h, pages, tables.b_rows, tables.ranks, tables.starts, meta.order, meta.tiles, y, len(meta.order), y.stride(0),
-        TILE_N=tile_n, **shared,
-    )  # fmt: skip
+        x, pages, *a, *rows, h, N, x.stride(0), K=K, TILE_K=tile, **shared
+    )
+    sgmv_expand_kernel[(len(meta.tiles), slices, triton.cdiv(max(tables.shape.slices), tile))](
+        h, pages, *b, *rows, y, N, y.stride(0), TILE_N=tile, **shared
+    )
 
 
 def _ranks(tables: LoRATables) -> tuple[int, int]:
@@ -291,8 +286,9 @@ def _splits(programs: int, K: int) -> int:
     return max(1, min(triton.cdiv(K, 256), 264 // max(1, programs), 16))
 
 
-def add_lora(y: torch.Tensor, x: torch.Tensor, memory: SlotMemory | UnifiedMemory, layer: int, kind: str,
-             meta: LoRAKernelMeta) -> torch.Tensor:  # fmt: skip
+def add_lora(
+    y: torch.Tensor, x: torch.Tensor, memory: SlotMemory | UnifiedMemory, layer: int, kind: str, meta: LoRAKernelMeta
+) -> torch.Tensor:
     """What the adapters of the batch add to one layer's output, in place. x [T, in], y [T, Σ out]."""
     if common.runs_kernel(x):
         (bgmv if meta.distinct else sgmv)(y, x, memory.pages[layer], memory.tables[kind], meta)
@@ -335,8 +331,9 @@ class Slots:
         return True
 
 
-def admit(running: list[int], waiting: deque[int], adapter_of: Sequence[Hashable], slots: Slots, seats: int,
-          pass_over: bool = True) -> None:  # fmt: skip
+def admit(
+    running: list[int], waiting: deque[int], adapter_of: Sequence[Hashable], slots: Slots, seats: int, pass_over: bool
+) -> None:
     """Admission, with one more condition: the request's adapter has a place beside those of the requests that run.
 
     For other reasons to wait, the queue stops at its head (lesson 04). Whoever waits for a place is passed over and
@@ -354,8 +351,9 @@ def admit(running: list[int], waiting: deque[int], adapter_of: Sequence[Hashable
     waiting.extendleft(reversed(passed_over))
 
 
-def serve(adapter_of: Sequence[Hashable], tokens: Sequence[int], max_loras: int, seats: int,
-          pass_over: bool = True) -> tuple[list[list[int]], Slots]:  # fmt: skip
+def serve(
+    adapter_of: Sequence[Hashable], tokens: Sequence[int], max_loras: int, seats: int, pass_over: bool = True
+) -> tuple[list[list[int]], Slots]:
     """No model: request i is there from the start, wants adapter_of[i], and leaves after tokens[i] steps.
 
     Returns who is in each step, and the slots. It is the engine's scheduler without budget, blocks and files.
@@ -407,8 +405,9 @@ def check_kernels(model: llama.Llama) -> None:
     """Ranks 4, 8 and 20 in one batch with rows of no adapter, from slots and from shuffled pages of a KV cache."""
     memory = SlotMemory(model, 3, 20)
     unified = UnifiedMemory(model, 3, 20, registry.fill("cache.paged")(model, 64, 16))
-    loras = [lora_model.random_adapter(model.config, r, seed=r, targets=targets) for r, targets in
-             ((4, lora_model.TARGETS), (8, ("q_proj", "v_proj", "down_proj")), (20, lora_model.TARGETS))]  # fmt: skip
+    some = ("q_proj", "v_proj", "down_proj")
+    targets_of = {4: lora_model.TARGETS, 8: some, 20: lora_model.TARGETS}  # by rank
+    loras = [lora_model.random_adapter(model.config, r, seed=r, targets=on) for r, on in targets_of.items()]
     free = random.Random(0).sample(range(1, 64), 63)
     for slot, lora in enumerate(loras):
         memory.write(slot, lora)
@@ -441,8 +440,9 @@ def make_llm(model: llama.Llama, tokenizer: llama.Tokenizer, config: LoRAConfig,
     return LLM.from_engine(LLMEngine(model, tokenizer, config=VllmConfig(lora_config=config), **engine_args))
 
 
-def ask(llm: LLM, tokenizer: llama.Tokenizer, choices: Sequence[LoRARequest | None], max_tokens: int = 20,
-        question: str = QUESTION) -> tuple[list[Any], int]:  # fmt: skip
+def ask(
+    llm: LLM, tokenizer: llama.Tokenizer, choices: Sequence[LoRARequest | None], question: str, max_tokens: int = 20
+) -> tuple[list[Any], int]:
     """The same question for each of several models, in one batch: the answers, and the steps that they took."""
     engine, answers, steps = llm.llm_engine, {}, 0
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
@@ -463,7 +463,7 @@ def tell_models(args: argparse.Namespace, model: llama.Llama, tokenizer: llama.T
     config = LoRAConfig(args.max_loras, args.max_lora_rank, max_cpu_loras=max(4, args.max_loras))
     llm = make_llm(base, tokenizer, config, max_model_len=256, max_num_seqs=16, num_gpu_blocks_override=200)
     choices = [None, *shipped()]
-    answers, steps = ask(llm, tokenizer, choices)
+    answers, steps = ask(llm, tokenizer, choices, QUESTION)
     for choice, answer in zip(choices, answers):
         common.say(f"{choice.lora_name if choice else 'base':<7} {answer.text!r}"[:104])
     total = sum(len(answer.token_ids) for answer in answers)
@@ -495,14 +495,16 @@ def tell_cache(args: argparse.Namespace, llm: LLM, tokenizer: llama.Tokenizer) -
             common.say(f"{name:<13} {output.num_cached_tokens:>2} of {length} prompt tokens cached: {text!r}"[:104])
     fresh = dataclasses.replace(params, skip_reading_prefix_cache=True)
     truth = llm.generate([prompt], fresh)[0].outputs[0].token_ids
+    cached, written = found["base"]
     if args.break_ == "cache-key":
-        same = "the same" if truth == found["base"][1] else "another"
-        common.say("BROKEN (--break cache-key): base read what pirate's layers computed; recomputed, it writes "
-                   f"{same} text")  # fmt: skip
+        common.say(
+            "BROKEN (--break cache-key): base read what pirate's layers computed; recomputed, it writes "
+            + ("the same text" if written == truth else "another text")
+        )
     else:
-        common.check_equal("an adapter finds its own blocks again, and nobody else's", (found["pirate again"][0] > 0,
-                           found["base"][0]), (True, 0))  # fmt: skip
-        common.check_equal("base writes what it writes without a cache", found["base"][1], truth)
+        own = found["pirate again"][0] > 0
+        common.check_equal("an adapter finds its own blocks again, and nobody else's", (own, cached), (True, 0))
+        common.check_equal("base writes what it writes without a cache", written, truth)
 
 
 def tell_slots() -> None:
@@ -536,10 +538,9 @@ def example_launches(dtype: torch.dtype) -> None:
     small, qkv = LayerShape(576, (576, 192, 192)), LayerShape(4096, (4096, 1024, 1024))
     down = LayerShape(14336, (4096,))
     decode, prompt = (16, 32, 16), (64, 2048, 64)  # largest rank, tokens, rows in a tile
-    for kernel, shape, (max_rank, tokens, tile_m) in (
-        (sgmv, small, decode), (sgmv, qkv, decode), (sgmv, qkv, prompt), (sgmv, down, decode), (sgmv, down, prompt),
-        (bgmv, small, decode), (bgmv, down, decode),
-    ):  # fmt: skip
+    cases = [(sgmv, small, decode), *((sgmv, shape, size) for shape in (qkv, down) for size in (decode, prompt))]
+    cases += [(bgmv, small, decode), (bgmv, down, decode)]
+    for kernel, shape, (max_rank, tokens, tile_m) in cases:
         tables = LoRATables.empty(shape, 8, max_rank, device)
         x, y = empty(tokens, shape.in_features, dtype=dtype), empty(tokens, sum(shape.slices), dtype=dtype)
         order, tiles = empty(tokens, dtype=torch.int64), empty(tokens if kernel is bgmv else 8, 3, dtype=torch.int32)
@@ -548,10 +549,10 @@ def example_launches(dtype: torch.dtype) -> None:
 
 def build_parser() -> common.Parser:
     p = common.parser(__doc__)
-    p.add_argument("--max-loras", type=common.number(int, 1, 64), default=4, metavar="N",
-                   help="adapters in one step, and slots (default %(default)s; 1 takes turns)")  # fmt: skip
-    p.add_argument("--max-lora-rank", type=common.number(int, 1, 512), default=8, metavar="R",
-                   help="largest rank (default %(default)s; below 8 the adapters are refused)")  # fmt: skip
+    help = "adapters in one step, and slots (default %(default)s; 1 takes turns)"
+    p.add_argument("--max-loras", type=common.number(int, 1, 64), default=4, metavar="N", help=help)
+    help = "largest rank (default %(default)s; below 8 the adapters are refused)"
+    p.add_argument("--max-lora-rank", type=common.number(int, 1, 512), default=8, metavar="R", help=help)
     p.add_argument("--break", dest="break_", choices=("cache-key", "merge"), help="a bug to look at")
     return p
 
