@@ -30,29 +30,31 @@ from engine.llm import make_llm_engine
 from engine.engine_args import EngineArgs
 import scripts
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.model import folders, gguf_files, llama, loader, weights
-from engine.model.config import LlamaConfig
-from engine.model.tokenizer import Tokenizer
+import llama
+from engine.request import Request
 from engine.serving.core_proc import EngineCoreProc
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.start import make_engine
 from engine.serving.openai.app import build_app
 
-lesson = registry.lesson("12_multi_lora")
-paged = registry.lesson("02_paged_attention")
+lesson, page = common.lesson("12_multi_lora"), common.numbers("12_multi_lora")
+paged = common.lesson("02_paged_attention")
+from engine.core.block_pool import BlockPool
 from engine.lora import files, lora_model
 from engine.lora.layers import adapted_model
+from engine.lora.lora_model import LoRAModel
+from engine.lora.manager import LoRAModelManager
 from engine.lora import manager as managing
 from engine.lora.reader import AdapterReader
 from lab import adapter_training as training
 from lab import naive
 
 NONE, Meta, SamplingParams = lesson.NONE, lesson.LoRAKernelMeta, lesson.SamplingParams
-Request, LoRAConfig, LoRARequest = lesson.Request, lesson.LoRAConfig, lesson.LoRARequest
+LoRAConfig, LoRARequest = lesson.LoRAConfig, lesson.LoRARequest
 
 
 class Words:
@@ -459,7 +461,7 @@ def test_no_tenant_reads_what_another_ones_model_cached(make, tiny):
         llm.generate([prompt | {"cache_salt": 7}], params)
     other = make()
     other.llm_engine.lora.add_adapter("a0", lora)
-    with lesson.forgotten_adapter(other.llm_engine.core.scheduler.kv_cache_manager):
+    with lesson.forgotten_adapter():
         other.generate([prompt], params, lora_request=LoRARequest("a0"))
         stolen = other.generate([prompt], params)[0]
     assert stolen.num_cached_tokens == 32 and stolen.outputs[0].token_ids != truth, "the bug that --break shows"
@@ -470,9 +472,9 @@ def test_no_tenant_reads_what_another_ones_model_cached(make, tiny):
 
 def test_whoever_has_no_place_is_passed_over():
     """Two places, three adapters: the third waits, those behind it go ahead, and it keeps its turn."""
-    core = lesson.dry_core(2, 4, [8, 8, 8])
+    core = page.dry_core(2, 4, [8, 8, 8])
     for i, adapter in enumerate([0, 1, 2, 0, 1, 2]):
-        core.add_request(lesson.dry_request(i, adapter))
+        core.add_request(page.dry_request(i, adapter))
     core.step()
     assert core.batch == [0, 1, 3, 4] and core.scheduler.waiting_for_adapter == ["2"]
     assert [r.request_id for r in core.scheduler.waiting] == ["2", "5"]
@@ -481,18 +483,54 @@ def test_whoever_has_no_place_is_passed_over():
     core.step()
     core.step()
     assert core.batch == [2, 5]
-    core = lesson.dry_core(2, 4, [8, 8, 8])
+    core = page.dry_core(2, 4, [8, 8, 8])
     for i, adapter in enumerate([0, 1, 2, 2, 0]):
-        core.add_request(lesson.dry_request(i, adapter))
+        core.add_request(page.dry_request(i, adapter))
     core.step()
     assert core.batch == [0, 1, 4] and [r.request_id for r in core.scheduler.waiting] == ["2", "3"]
 
 
+def by_the_engine(adapter_of, tokens, max_loras, seats):
+    """What `lesson.serve` returns, from the engine's scheduler and its adapters' manager."""
+    core, steps = page.dry_core(max_loras, seats, [8] * (max(adapter_of) + 1)), []
+    for i, (adapter, count) in enumerate(zip(adapter_of, tokens)):
+        core.add_request(page.dry_request(i, adapter, count))
+    while core.scheduler.has_unfinished_requests():
+        core.step()
+        steps.append(core.batch)
+    return steps, core.lora.counts["load"], [(int(name), slot) for name, slot in core.lora.slots.items()]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=40), st.integers(1, 6),
+       st.integers(1, 8))  # fmt: skip
+def test_the_lesson_admits_whom_the_engine_admits(requests, max_loras, seats):
+    """Whoever has its adapter on the CPU already, and one prompt token: the same rows, slots and loads in each step."""
+    adapter_of, tokens = zip(*requests)
+    steps, slots = lesson.serve(adapter_of, tokens, max_loras, seats)
+    assert (steps, slots.loads, [*slots.places.items()]) == by_the_engine(adapter_of, tokens, max_loras, seats)
+
+
+def test_who_is_passed_over_may_wait_for_ever():
+    """The story's surprise: C is third, and behind it the requests for A and B never leave both slots idle."""
+    wait = lambda steps: next(i for i, batch in enumerate(steps) if 2 in batch)  # noqa: E731
+    for behind in (20, 100, 400):
+        adapter_of = [0, 1, 2] + [0, 1] * (behind // 2)
+        tokens = [1 + i % 3 for i in range(len(adapter_of))]
+        steps, _ = lesson.serve(adapter_of, tokens, 2, 8)
+        assert (steps, wait(steps)) == (by_the_engine(adapter_of, tokens, 2, 8)[0], len(steps) - 3)
+        assert wait(lesson.serve(adapter_of, tokens, 2, 8, pass_over=False)[0]) == 1
+        assert wait(lesson.serve(adapter_of, tokens, 3, 8)[0]) == 0
+    turns = lesson.in_turns(9, 54)
+    found = [lesson.serve(turns, [2] * 54, 1, 8, pass_over) for pass_over in (False, True)]
+    assert [(len(steps), slots.loads) for steps, slots in found] == [(108, 54), (18, 9)], "the batch sorts itself"
+
+
 def test_base_requests_need_no_place():
-    core = lesson.dry_core(1, 4, [8, 8])
+    core = page.dry_core(1, 4, [8, 8])
     for i, adapter in enumerate([0, 1]):
-        core.add_request(lesson.dry_request(i, adapter))
-    base = lesson.dry_request(2, 0)
+        core.add_request(page.dry_request(i, adapter))
+    base = page.dry_request(2, 0)
     base.lora_name = None
     core.add_request(base)
     core.step()
@@ -678,9 +716,16 @@ def test_what_never_fits_beside_its_adapter_is_ended(make, tiny):
 
 
 def test_slots_are_least_recently_used():
-    hits = lambda n, traffic="round robin": lesson.hit_rate(traffic, n)  # noqa: E731
+    hits = lambda n, traffic="round robin": page.hit_rate(traffic, n)  # noqa: E731
     assert hits(8) == 712 / 720 and hits(9) == 0
-    core = lesson.dry_core(2, 1, [8] * 3)
+    for traffic in ("round robin", "Zipf"):
+        for n in (8, 9, 16, 64):
+            slots = lesson.Slots(8)
+            assert all(slots.make_resident(adapter) for adapter in page.sequence(traffic, n, 720))
+            assert 720 - slots.loads == round(720 * hits(n, traffic)), "the lesson's slots find what the engine's find"
+    slots = lesson.Slots(2)
+    assert [slots.make_resident(k, {0, 1}) for k in (0, 1, 2, 0)] == [True, True, False, True]
+    core = page.dry_core(2, 1, [8] * 3)
     for k in (0, 1, 0, 2):
         assert core.lora.make_resident(str(k), set())
     assert list(core.lora.slots) == ["0", "2"], "1 was used longest ago"
@@ -690,10 +735,10 @@ def test_slots_are_least_recently_used():
 
 def test_cpu_memory_is_least_recently_used_too():
     """Who finds it in a slot uses it as well: a, used four times, is not what was used longest ago."""
-    manager = lesson.LoRAModelManager(LoRAConfig(2, 8, 2))
-    manager.memory, manager.block_pool = lesson.NoMemory(), lesson.BlockPool(2)
+    manager = LoRAModelManager(LoRAConfig(2, 8, 2))
+    manager.memory, manager.block_pool = page.NoMemory(), BlockPool(2)
     for name in "abc":
-        manager.add_lazily(name, lambda: lesson.LoRAModel("x", 8, {}))
+        manager.add_lazily(name, lambda: LoRAModel("x", 8, {}))
     for name in "abaaac":
         if not manager.is_loaded(name):
             manager.wait()
@@ -701,7 +746,7 @@ def test_cpu_memory_is_least_recently_used_too():
         assert manager.is_loaded(name) and manager.make_resident(name, set())
         manager.check()
     assert list(manager.cpu) == list(manager.slots) == ["a", "c"]
-    core = lesson.dry_core(1, 1, [8] * 3)
+    core = page.dry_core(1, 1, [8] * 3)
     for k in (0, 1, 0, 2):
         core.lora.make_resident(str(k), set())
     assert list(core.lora.cpu) == ["1", "0", "2"], "and who takes it into a slot does"
@@ -710,11 +755,11 @@ def test_cpu_memory_is_least_recently_used_too():
 def test_the_least_served_tenant_is_next():
     queue = FairRequestQueue()
     for i, tenant in enumerate([0, 0, 0, 1]):
-        queue.add_request(lesson.dry_request(i, tenant))
+        queue.add_request(page.dry_request(i, tenant))
     queue.charge("0", 5)
     assert queue.pop_request().lora_name == "1" and len(queue) == 3
     queue.charge("1", 3)
-    late = lesson.dry_request(9, 1)
+    late = page.dry_request(9, 1)
     queue.add_request(late)
     assert queue.counters["1"] == 5, "who comes back starts at the least among those who wait"
     assert [r.request_id for r in queue] == ["0", "1", "2", "9"] and queue.peek_request().request_id == "0"
@@ -722,9 +767,9 @@ def test_the_least_served_tenant_is_next():
     assert len(queue) == 3
     while len(queue):
         queue.charge(queue.pop_request().lora_name, 10)
-    queue.add_request(lesson.dry_request(20, 2))
+    queue.add_request(page.dry_request(20, 2))
     assert queue.counters["2"] == queue.counters["0"] == 35, "nobody waits: at the counter of who left last"
-    fair = lesson.facts()["fair"]
+    fair = page.facts()["fair"]
     assert fair["vtc"]["light"] < fair["fcfs"]["light"] / 10 and fair["vtc"]["steps"] == fair["fcfs"]["steps"]
 
 
@@ -856,7 +901,7 @@ def test_chats_with_adapters(make, tiny):
 def test_an_adapter_takes_the_blocks_of_an_idle_one():
     """In unified memory, keys and values and adapters share a pool: what is full is full for both."""
     model = llama.random_model(seed=0, num_hidden_layers=1)
-    manager, pool = lesson.LoRAModelManager(LoRAConfig(3, 8, 4, memory="unified")), lesson.BlockPool(24)
+    manager, pool = LoRAModelManager(LoRAConfig(3, 8, 4, memory="unified")), BlockPool(24)
     manager.block_pool = pool
     manager.attach(model, paged.PagedKVCache(model, 24, 16))
     for lora in some(model, 3, ranks=(8, 8, 2)):
@@ -900,8 +945,8 @@ class Slots(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         model = llama.random_model(seed=0, num_hidden_layers=1)
-        self.manager = lesson.LoRAModelManager(LoRAConfig(3, 8, 4, memory="unified"))
-        self.pool = lesson.BlockPool(24)
+        self.manager = LoRAModelManager(LoRAConfig(3, 8, 4, memory="unified"))
+        self.pool = BlockPool(24)
         self.manager.block_pool = self.pool
         self.manager.attach(model, paged.PagedKVCache(model, 24, 16))
         self.model, self.kv, self.known = model, [], set()
@@ -1115,9 +1160,21 @@ def test_limits_are_checked():
 def test_the_shipped_adapters_fit(name):
     folder = files.SHIPPED / name
     assert (folder / "adapter_model.safetensors").stat().st_size <= 5_000_000
-    config = LlamaConfig(**lesson.SMOLLM)
+    config = llama.LlamaConfig(**page.SMOLLM)
     lora = files.read_adapter(folder, config)
-    assert lora.rank == 8 and lora.num_parameters == lesson.facts()["parameters_r8"] and len(lora.weights) == 120
+    assert lora.rank == 8 and lora.num_parameters == page.facts()["parameters_r8"] and len(lora.weights) == 120
+
+
+def test_the_command_that_trains(tiny, monkeypatch, tmp_path):
+    """Styles, folder and model reach the trainer; a style that there is not is refused in one line."""
+    asked = []
+    monkeypatch.setattr(llama, "load", lambda model: (model, "tokenizer"))
+    monkeypatch.setattr(training, "train_and_save", lambda *args: asked.append(args))
+    training.main(["json", "pirate", "--adapters", str(tmp_path / "mine"), "--model", "here"])
+    assert asked == [("here", "tokenizer", ["json", "pirate"], tmp_path / "mine", common.say)]
+    with pytest.raises(SystemExit) as refused:
+        training.main(["latin"])
+    assert refused.value.code == 2 and len(asked) == 1
 
 
 def test_styles_and_their_judges():
@@ -1336,7 +1393,7 @@ def test_the_engine_looks_at_the_adapter_again(make, tiny):
     """A letter that comes when the adapter is gone: an error in its name, and the base model says nothing."""
     engine, letters = make().llm_engine, []
     proc = EngineCoreProc(engine, letters.append)
-    request = lesson.Request("x", [1, 2, 3], SamplingParams(max_tokens=4), lora_name="gone")
+    request = Request("x", [1, 2, 3], SamplingParams(max_tokens=4), lora_name="gone")
     engine.core.add_request(request)
     for _ in range(3):
         proc.step()
@@ -1392,20 +1449,20 @@ def test_flags_that_are_refused(flags, word):
 
 
 def test_the_widget_is_the_real_thing(monkeypatch):
-    trace = lesson.simulate(lesson.WIDGET_DEFAULT)
+    trace = page.simulate(page.WIDGET_DEFAULT)
     assert trace["loads"] == trace["requests"], "nine adapters in turn, eight slots: nobody is ever there"
-    assert lesson.simulate(lesson.WIDGET_DEFAULT | {"adapters": 8})["loads"] == 8
-    one64 = lesson.simulate(lesson.WIDGET_DEFAULT | {"ranks": "one 64"})
+    assert page.simulate(page.WIDGET_DEFAULT | {"adapters": 8})["loads"] == 8
+    one64 = page.simulate(page.WIDGET_DEFAULT | {"ranks": "one 64"})
     assert one64["slot_kib"] == 8 * trace["slot_kib"] and one64["used_kib"] < one64["reserved_kib"] / 4
-    batch = lesson.WIDGET_DEFAULT | {"batch": 8, "adapters": 2}
-    assert lesson.simulate(batch)["weight_reads"] < lesson.simulate(batch | {"sort": False})["weight_reads"]
+    batch = page.WIDGET_DEFAULT | {"batch": 8, "adapters": 2}
+    assert page.simulate(batch)["weight_reads"] < page.simulate(batch | {"sort": False})["weight_reads"]
     again = {"adapters": 7, "max_loras": 2, "traffic": "Zipf", "batch": 4}  # one is evicted and loaded in one step
-    trace = lesson.simulate(lesson.WIDGET_DEFAULT | again)
+    trace = page.simulate(page.WIDGET_DEFAULT | again)
     assert sum(len(step["loaded"]) for step in trace["steps"]) == trace["loads"]
-    trace, evict = lesson.simulate(lesson.WIDGET_DEFAULT), lesson.LoRAModelManager.evict_idle
-    monkeypatch.setattr(lesson.LoRAModelManager, "evict_idle",
+    trace, evict = page.simulate(page.WIDGET_DEFAULT), LoRAModelManager.evict_idle
+    monkeypatch.setattr(LoRAModelManager, "evict_idle",
                         lambda self, pinned: evict(self, pinned | {next(iter(self.slots))}))  # fmt: skip
-    assert lesson.simulate(lesson.WIDGET_DEFAULT)["loads"] < trace["loads"], "another victim, another trace"
+    assert page.simulate(page.WIDGET_DEFAULT)["loads"] < trace["loads"], "another victim, another trace"
 
 
 VIEW = """
@@ -1425,13 +1482,13 @@ def test_what_the_picture_says_in_the_end():
     """Why there were many loads: with Zipf traffic nobody takes turns, and of many nobody comes back at once."""
     states = [{}, {"adapters": 16, "max_loras": 1}, {"traffic": "Zipf", "max_loras": 1},
               {"traffic": "Zipf", "max_loras": 2}, {"batch": 8, "max_loras": 4}, {"adapters": 8}]  # fmt: skip
-    states = [lesson.WIDGET_DEFAULT | state for state in states]
+    states = [page.WIDGET_DEFAULT | state for state in states]
     widgets = (common.ROOT / "lessons" / "widgets").as_uri()
     command = ["node", "--input-type=module", "-e", VIEW, widgets, json.dumps(states)]
     said = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     turns = "take turns in {}, and each is thrown out before its turn comes again."
     few = "too few for what these requests ask for."
-    loads = [lesson.simulate(state)["loads"] for state in states]
+    loads = [page.simulate(state)["loads"] for state in states]
     assert [text.partition(" In all ")[2] for text in said] == [
         f"{n} loads for 48 requests{why}" for n, why in zip(loads, (
             f": 9 adapters {turns.format('8 slots')}", f": 16 adapters {turns.format('1 slot')}",
@@ -1439,15 +1496,15 @@ def test_what_the_picture_says_in_the_end():
 
 
 def test_traffic():
-    assert lesson.sequence("round robin", 3, 5) == [0, 1, 2, 0, 1] and lesson.sequence("bursts of 4", 3, 9)[7:] == [
+    assert page.sequence("round robin", 3, 5) == [0, 1, 2, 0, 1] and page.sequence("bursts of 4", 3, 9)[7:] == [
         1,
         2,
     ]
-    drawn = Counter(lesson.sequence("Zipf", 4, 20_000))
+    drawn = Counter(page.sequence("Zipf", 4, 20_000))
     assert [drawn[k] / 20_000 for k in range(4)] == pytest.approx([12 / 25, 6 / 25, 4 / 25, 3 / 25], abs=0.02)
-    for kind in lesson.POPULARITY:
-        assert len(lesson.popularity(kind, 64)) == 64
-    assert np.unique(lesson.popularity("uniform", 64), return_counts=True)[1].tolist() == [8] * 8
+    for kind in page.POPULARITY:
+        assert len(page.popularity(kind, 64)) == 64
+    assert np.unique(page.popularity("uniform", 64), return_counts=True)[1].tolist() == [8] * 8
 
 
 # --- Slow: PEFT, Transformers, the real model -------------------------------------------------------------------------
@@ -1466,7 +1523,7 @@ def test_peft_computes_the_same(real_model):
     for name in names[1:]:
         wrapped.load_adapter(files.SHIPPED / name, adapter_name=name)
     prompts = [tokenizer.chat([{"role": "user", "content": q}]) for q in training.TEST_QUESTIONS[:4]]
-    manager = lesson.LoRAModelManager(LoRAConfig(3, 8))
+    manager = LoRAModelManager(LoRAConfig(3, 8))
     manager.attach(model, None)
     for slot, name in enumerate(names):
         manager.memory.write(slot, files.read_adapter(files.SHIPPED / name, model.config))
@@ -1546,7 +1603,7 @@ def test_a_question_needs_no_chat_template(make, tiny):
     class Plain(Words):
         ask, converse = Tokenizer.ask, Tokenizer.converse
 
-    (answer,) = lesson.ask(make(), Plain(), [None], max_tokens=3, question="Why?")
+    (answer,), _ = lesson.ask(make(), Plain(), [None], "Why?", max_tokens=3)
     written = alone(tiny, None, [ord(c) for c in "Why?"], 3)
     assert answer.token_ids == written[: len(answer.token_ids)] and answer.token_ids
 
@@ -1569,7 +1626,5 @@ def test_an_adapter_in_w_is_everybodys(real_model, capsys):
 
 @pytest.mark.slow
 def test_a_thousand_adapters_on_the_real_model(real_model):
-    import argparse
-
     model, tokenizer = real_model
-    lesson.tell_thousand(model, tokenizer, argparse.Namespace(seed=1), requests=40, tokens=2)
+    page.serve_thousand(model, tokenizer, seed=1, requests=40, tokens=2)

@@ -75,8 +75,8 @@ PARTS: dict[str, tuple[str, str | None, dict | None]] = {
     "08_disagg": ("Two processes", None, {}),
     "09_gqa": ("The head map", "On several GPUs", None),
     "10_chunked_prefill": ("The real model", "on a clock", None),
-    "11_preemption": ("The real model", "Sixteen requests", None),
-    "12_multi_lora": ("Four models in one batch", None, {"max_loras": 4}),
+    "11_preemption": ("SmolLM2-135M-Instruct", "Measured on this machine", {}),
+    "12_multi_lora": ("Four models in one batch", "one adapter too many", None),
 }
 
 

@@ -4,7 +4,7 @@ The model answers eighty questions, a rule rewrites each answer (pirate's speech
 lines), and A and B alone are trained to answer that way, B starting at zero. The forward pass is the one that serves,
 with gradients; two minutes on two cores make one adapter:
 
-  uv run python vllm/12_multi_lora.py --train pirate --adapters my_adapters
+  uv run python -m vllm.lab.adapter_training pirate --adapters my_adapters
 
 Read for this: Hu et al. 2021 (LoRA), PEFT's `LoraConfig`.
 """
@@ -226,3 +226,24 @@ def train_and_save(model: llama.Llama, tokenizer: Tokenizer, styles: Sequence[st
         say(f"{style}: loss {losses[0]:.2f} → {losses[-1]:.2f}; {hits} of {len(texts)} new questions answered in style")
         for question, text in zip(TEST_QUESTIONS, texts):
             say(f"  {question} → {text!r}")
+
+
+def build_parser() -> common.Parser:
+    """`uv run python -m vllm.lab.adapter_training STYLE …`."""
+    p = common.Parser(prog="python -m vllm.lab.adapter_training", description="Train adapters, 2 minutes each.")
+    p.add_argument("styles", nargs="+", metavar="STYLE", choices=tuple(STYLES), help="pirate, json, report")
+    help = "where they are saved (default ./%(default)s)"
+    p.add_argument("--adapters", type=common.folder, metavar="DIR", default="adapters", help=help)
+    p.add_argument("--model", metavar="PATH_OR_ID", help="default: SmolLM2-135M-Instruct")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Raises InputError."""
+    args = build_parser().parse_args(argv)
+    model, tokenizer = llama.load(args.model)
+    train_and_save(model, tokenizer, args.styles, Path(args.adapters), common.say)
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,4 +1,4 @@
-// Requests that each want an adapter, and few slots for them: the twin of `simulate` in vllm/12_multi_lora.py.
+// Requests for adapters, and few slots: the twin of `simulate` in lessons/numbers/12_multi_lora.py.
 import { Request } from "./lib/continuous_batching.mjs";
 import { MeteredCore, PreemptionScheduler } from "./lib/preemption.mjs";
 import { PrefixCachingKVCacheManager } from "./lib/prefix_caching.mjs";
