@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from support import tokenizing
 from engine import registry
+from lab import cli
 from support.close import assert_close
 from engine.core.queues import FairRequestQueue
 from engine import front_end
@@ -34,15 +35,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-import llama
+from engine.model import folders, gguf_files, llama, loader, weights
+from engine.model.config import LlamaConfig
+from engine.model.tokenizer import Tokenizer
 from engine.request import Request
 from engine.serving.core_proc import EngineCoreProc
 from engine.serving.async_llm import AsyncLLM
 from engine.serving.start import make_engine
 from engine.serving.openai.app import build_app
 
-lesson, page = common.lesson("12_multi_lora"), common.numbers("12_multi_lora")
-paged = common.lesson("02_paged_attention")
+lesson, page = registry.lesson("12_multi_lora"), cli.numbers("12_multi_lora")
+paged = registry.lesson("02_paged_attention")
 from engine.core.block_pool import BlockPool
 from engine.lora import files, lora_model
 from engine.lora.layers import adapted_model
@@ -1160,7 +1163,7 @@ def test_limits_are_checked():
 def test_the_shipped_adapters_fit(name):
     folder = files.SHIPPED / name
     assert (folder / "adapter_model.safetensors").stat().st_size <= 5_000_000
-    config = llama.LlamaConfig(**page.SMOLLM)
+    config = LlamaConfig(**page.SMOLLM)
     lora = files.read_adapter(folder, config)
     assert lora.rank == 8 and lora.num_parameters == page.facts()["parameters_r8"] and len(lora.weights) == 120
 
@@ -1168,7 +1171,7 @@ def test_the_shipped_adapters_fit(name):
 def test_the_command_that_trains(tiny, monkeypatch, tmp_path):
     """Styles, folder and model reach the trainer; a style that there is not is refused in one line."""
     asked = []
-    monkeypatch.setattr(llama, "load", lambda model: (model, "tokenizer"))
+    monkeypatch.setattr(loader, "load", lambda model: (model, "tokenizer"))
     monkeypatch.setattr(training, "train_and_save", lambda *args: asked.append(args))
     training.main(["json", "pirate", "--adapters", str(tmp_path / "mine"), "--model", "here"])
     assert asked == [("here", "tokenizer", ["json", "pirate"], tmp_path / "mine", common.say)]
@@ -1232,11 +1235,11 @@ def folder(tmp_path_factory):
 
     path, model = tmp_path_factory.mktemp("tiny"), llama.random_model(seed=0)
     generator, c = torch.Generator().manual_seed(0), model.config
-    weights = {}
+    tensors = {}
     for name, shape in llama.tensor_shapes(c).items():
         noise = torch.randn(shape, generator=generator)
-        weights[name] = 1 + 0.1 * noise if len(shape) == 1 else noise / shape[1] ** 0.5
-    save_file(weights, path / "model.safetensors")
+        tensors[name] = 1 + 0.1 * noise if len(shape) == 1 else noise / shape[1] ** 0.5
+    save_file(tensors, path / "model.safetensors")
     gguf_files._write_json(path / "config.json", {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True,
                       "eos_token_id": 0, **{k: getattr(c, k) for k in (
                           "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

@@ -51,7 +51,10 @@ import numpy as np
 import torch
 from common import tl, triton
 
-import llama
+from engine import arguments
+from lab import cli
+from engine.model import folders, llama, loader
+from engine.model.tokenizer import Tokenizer
 from engine import registry
 from engine.config import VllmConfig
 from engine.core import kv_cache_manager
@@ -435,13 +438,13 @@ def shipped() -> list[LoRARequest]:
     return [LoRARequest(name, i + 1, str(files.SHIPPED / name)) for i, name in enumerate(("pirate", "json", "report"))]
 
 
-def make_llm(model: llama.Llama, tokenizer: llama.Tokenizer, config: LoRAConfig, **engine_args: Any) -> LLM:
+def make_llm(model: llama.Llama, tokenizer: Tokenizer, config: LoRAConfig, **engine_args: Any) -> LLM:
     """The engine, with adapters. Its linear layers call this file's `add_lora`."""
     return LLM.from_engine(LLMEngine(model, tokenizer, config=VllmConfig(lora_config=config), **engine_args))
 
 
 def ask(
-    llm: LLM, tokenizer: llama.Tokenizer, choices: Sequence[LoRARequest | None], question: str, max_tokens: int = 20
+    llm: LLM, tokenizer: Tokenizer, choices: Sequence[LoRARequest | None], question: str, max_tokens: int = 20
 ) -> tuple[list[Any], int]:
     """The same question for each of several models, in one batch: the answers, and the steps that they took."""
     engine, answers, steps = llm.llm_engine, {}, 0
@@ -547,23 +550,23 @@ def example_launches(dtype: torch.dtype) -> None:
         kernel(y, x, empty(1 << 20, dtype=dtype), tables, LoRAKernelMeta(order, tiles, [], tile_m, False))
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
     help = "adapters in one step, and slots (default %(default)s; 1 takes turns)"
-    p.add_argument("--max-loras", type=common.number(int, 1, 64), default=4, metavar="N", help=help)
+    p.add_argument("--max-loras", type=arguments.number(int, 1, 64), default=4, metavar="N", help=help)
     help = "largest rank (default %(default)s; below 8 the adapters are refused)"
-    p.add_argument("--max-lora-rank", type=common.number(int, 1, 512), default=8, metavar="R", help=help)
+    p.add_argument("--max-lora-rank", type=arguments.number(int, 1, 512), default=8, metavar="R", help=help)
     p.add_argument("--break", dest="break_", choices=("cache-key", "merge"), help="a bug to look at")
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    common.start(args)
+    cli.start(args)
     for request in shipped():  # a rank that is too low is refused before anything is computed or loaded
         files.read_config(Path(request.lora_path), args.max_lora_rank)
-    config = llama.check_context(args.model, 256)
-    with llama.made_for_default():
+    config = loader.check_context(args.model, 256)
+    with folders.made_for_default():
         files.read_adapter(files.SHIPPED / "pirate", config)
 
     common.heading("1. The kernels against the naive loop: ranks 4, 8 and 20, rows without adapter, slices without")
@@ -575,7 +578,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tell_cache(args, llm, tokenizer)
     common.heading("4. Slots and the queue: one adapter too many, and who pays for being passed over")
     tell_slots()
-    common.hand_over(KEY, args)
+    cli.hand_over(KEY, args)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
-import llama
+from engine import registry
+from lab import figures
+from lab import timing
+from lab.parameters import checked
+from engine.model import llama, loader
+from engine.model.config import LlamaConfig
+from engine.model.tokenizer import Tokenizer
 from engine.config import SchedulerConfig
 from engine.core.block_pool import BlockPool
 from engine.core.scheduler import make_scheduler
@@ -36,7 +42,7 @@ from lab import naive
 from lab.dry_run import DryRun
 
 KEY = "12_multi_lora"
-lesson = common.lesson(KEY)
+lesson = registry.lesson(KEY)
 
 SMOLLM = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
               num_key_value_heads=3, head_dim=64, vocab_size=49152)  # fmt: skip
@@ -44,13 +50,13 @@ LLAMA_8B = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                 num_key_value_heads=8, head_dim=128, vocab_size=128256)  # fmt: skip
 
 
-def parameters_per_rank(config: llama.LlamaConfig) -> int:
+def parameters_per_rank(config: LlamaConfig) -> int:
     """What one rank costs on all linear layers: Σ over modules of (in + out), times layers."""
     shapes = lora_model.layer_shapes(config).values()
     return config.num_hidden_layers * sum(s.in_features * len(s.slices) + sum(s.slices) for s in shapes)
 
 
-PER_RANK = parameters_per_rank(llama.LlamaConfig(**SMOLLM))  # times the bytes of a number
+PER_RANK = parameters_per_rank(LlamaConfig(**SMOLLM))  # times the bytes of a number
 
 
 # --- The engine's scheduler with adapters, and no model -------------------------------------------------------------
@@ -113,7 +119,7 @@ def sequence(traffic: str, adapters: int, count: int) -> list[int]:
 def simulate(params: dict[str, Any]) -> dict[str, Any]:
     """Who is resident, who waits for a slot, and what a step's rows look like to the kernels, from the real scheduler
     and the real caches. Raises InputError."""
-    p = common.checked(params, WIDGET_CHOICES)
+    p = checked(params, WIDGET_CHOICES)
     ranks = [64 if k == 0 and p["ranks"] == "one 64" else 8 for k in range(p["adapters"])]
     core = dry_core(p["max_loras"], p["batch"], ranks)
     manager, scheduler, steps = core.lora, core.scheduler, []
@@ -225,7 +231,7 @@ def matrix_sizes(shape: LayerShape, rank: int) -> list[tuple[int, int]]:
     return [(rank * len(shape.slices), shape.in_features), *((rank, width) for width in shape.slices)]
 
 
-def shapes_alone(config: llama.LlamaConfig, device: torch.device, dtype: torch.dtype) -> llama.Llama:
+def shapes_alone(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> llama.Llama:
     """A model without weights: what memory for adapters asks of one."""
     model = llama.Llama.__new__(llama.Llama)
     model.config, model.device, model.dtype = config, device, dtype
@@ -235,7 +241,7 @@ def shapes_alone(config: llama.LlamaConfig, device: torch.device, dtype: torch.d
 @functools.cache
 def facts() -> dict[str, Any]:
     """The lesson's deterministic numbers."""
-    small, large = llama.LlamaConfig(**SMOLLM), llama.LlamaConfig(**LLAMA_8B)
+    small, large = LlamaConfig(**SMOLLM), LlamaConfig(**LLAMA_8B)
     per_rank = {name: parameters_per_rank(config) for name, config in (("small", small), ("large", large))}
     weights = sum(int(np.prod(shape)) for shape in llama.tensor_shapes(small).values())
     kv = torch.empty(2, 1024, 16, 3, 64, device="meta")
@@ -269,8 +275,8 @@ def draw(folder: str | Path) -> list[Path]:
 
 
 def draw_batch(folder: str | Path) -> Path:
-    figure, ax = common.new_figure(8.0, 3.7)
-    rows, c = [0, 1, NONE, 0, 2, 1, NONE, 0], common.COLORS
+    figure, ax = figures.new_figure(8.0, 3.7)
+    rows, c = [0, 1, NONE, 0, 2, 1, NONE, 0], figures.COLORS
     colors, names = [c["orange"], c["blue"], c["green"], c["grey"]], ["A", "B", "C", "–"]
     meta = LoRAKernelMeta.build(rows, torch.device("cpu"))
     for t, slot in enumerate(rows):
@@ -301,7 +307,7 @@ def draw_batch(folder: str | Path) -> Path:
     ax.set(xlim=(-0.2, 9.7), ylim=(-7.3, 1.7), xticks=[], yticks=[])
     for spine in ax.spines.values():
         spine.set_visible(False)
-    return common.save_figure(figure, folder, "12_batch")
+    return figures.save_figure(figure, folder, "12_batch")
 
 
 def _box(x: float, y: float, width: float, height: float, color: str, alpha: float) -> Any:
@@ -311,16 +317,16 @@ def _box(x: float, y: float, width: float, height: float, color: str, alpha: flo
 
 
 def draw_hits(folder: str | Path) -> Path:
-    figure, ax = common.new_figure(8.0, 3.0)
+    figure, ax = figures.new_figure(8.0, 3.0)
     counts = (4, 7, 8, 9, 10, 12, 16, 32, 64)
     for traffic, color in (("round robin", "red"), ("Zipf", "blue")):
-        ax.plot(counts, [100 * hit_rate(traffic, n) for n in counts], "o-", color=common.COLORS[color], label=traffic)
-    ax.axvline(8, color=common.COLORS["grey"], linewidth=0.8, linestyle=":")
+        ax.plot(counts, [100 * hit_rate(traffic, n) for n in counts], "o-", color=figures.COLORS[color], label=traffic)
+    ax.axvline(8, color=figures.COLORS["grey"], linewidth=0.8, linestyle=":")
     ax.set(xscale="log", xlabel="adapters asked for", ylabel="found in a slot, %", ylim=(-3, 103), title="8 slots, LRU")
     ax.set_xticks(counts, counts)
     ax.minorticks_off()
     ax.legend()
-    return common.save_figure(figure, folder, "12_slots")
+    return figures.save_figure(figure, folder, "12_slots")
 
 
 # --- Measurements ---------------------------------------------------------------------------------------------------
@@ -328,7 +334,7 @@ def draw_hits(folder: str | Path) -> Path:
 
 def measure_popularity(batches: Sequence[int], hidden: int, rank: int, seconds: float) -> dict[str, Any]:
     """One layer hidden → hidden: what adapters add to it, by who shares; a loop over requests; the layer itself. µs."""
-    config = llama.LlamaConfig(**{**SMOLLM, "hidden_size": hidden, "intermediate_size": 16, "num_hidden_layers": 1,
+    config = LlamaConfig(**{**SMOLLM, "hidden_size": hidden, "intermediate_size": 16, "num_hidden_layers": 1,
                                   "num_attention_heads": hidden // 64, "num_key_value_heads": 1})  # fmt: skip
     dtype, found = torch.bfloat16 if common.HAS_GPU else torch.float32, {}
     model = shapes_alone(config, common.device(), dtype)  # one layer is enough
@@ -338,7 +344,7 @@ def measure_popularity(batches: Sequence[int], hidden: int, rank: int, seconds: 
     weight = torch.randn(hidden, hidden, dtype=dtype, device=model.device)
 
     def us(run: Callable[..., Any], *args: Any) -> float:
-        return common.measure_graph(functools.partial(run, *args), seconds).median * 1e6
+        return timing.measure_graph(functools.partial(run, *args), seconds).median * 1e6
 
     for rows in batches:
         x = torch.randn(rows, hidden, dtype=dtype, device=model.device)
@@ -366,7 +372,7 @@ def add_random(manager: LoRAModelManager, model: llama.Llama, ranks: Iterable[in
         manager.add_lazily(f"a{i}", make)
 
 
-def measure_throughput(model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[str, float]:
+def measure_throughput(model: llama.Llama, tokenizer: Tokenizer) -> dict[str, float]:
     """Requests per second by the number of adapters, as in S-LoRA; 8 adapters in both kinds of memory."""
     rng, rows, found = random.Random(0), [], {}
     prompts = [{"prompt_token_ids": [rng.randrange(1000, 40000) for _ in range(16)]} for _ in range(32)]
@@ -388,7 +394,7 @@ def measure_throughput(model: llama.Llama, tokenizer: llama.Tokenizer) -> dict[s
     return found
 
 
-def serve_thousand(model: llama.Llama, tokenizer: llama.Tokenizer, seed: int = 0, count: int = 1000, requests: int = 16,
+def serve_thousand(model: llama.Llama, tokenizer: Tokenizer, seed: int = 0, count: int = 1000, requests: int = 16,
                    tokens: int = 3) -> dict[str, float]:  # fmt: skip
     """`count` adapters known, 8 slots, each request its own adapter, from pages of the KV cache."""
     config = LoRAConfig(8, 8, 64, memory="unified")
@@ -418,7 +424,7 @@ def serve_thousand(model: llama.Llama, tokenizer: llama.Tokenizer, seed: int = 0
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """What `--bench` measures: popularity as in Punica, throughput as in S-LoRA, a thousand adapters."""
-    model, tokenizer = llama.load(args.model)
+    model, tokenizer = loader.load(args.model)
     common.heading("A thousand adapters in one process, their weights in pages of the KV cache")
     bench: dict[str, Any] = {"thousand": serve_thousand(model, tokenizer, args.seed)}
     common.heading("Popularity: one layer 4096 → 4096, rank 16; µs by rows in the batch")

@@ -25,7 +25,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine.model import llama
+from engine import arguments
+from lab import cli
+from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
 from engine.attention.torch_paged import prefill_attention
 from engine.llm import LLM
@@ -228,12 +230,12 @@ def train_and_save(model: llama.Llama, tokenizer: Tokenizer, styles: Sequence[st
             say(f"  {question} → {text!r}")
 
 
-def build_parser() -> common.Parser:
+def build_parser() -> arguments.Parser:
     """`uv run python -m vllm.lab.adapter_training STYLE …`."""
-    p = common.Parser(prog="python -m vllm.lab.adapter_training", description="Train adapters, 2 minutes each.")
+    p = arguments.Parser(prog="python -m vllm.lab.adapter_training", description="Train adapters, 2 minutes each.")
     p.add_argument("styles", nargs="+", metavar="STYLE", choices=tuple(STYLES), help="pirate, json, report")
     help = "where they are saved (default ./%(default)s)"
-    p.add_argument("--adapters", type=common.folder, metavar="DIR", default="adapters", help=help)
+    p.add_argument("--adapters", type=cli.folder, metavar="DIR", default="adapters", help=help)
     p.add_argument("--model", metavar="PATH_OR_ID", help="default: SmolLM2-135M-Instruct")
     return p
 
@@ -241,9 +243,9 @@ def build_parser() -> common.Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Raises InputError."""
     args = build_parser().parse_args(argv)
-    model, tokenizer = llama.load(args.model)
+    model, tokenizer = loader.load(args.model)
     train_and_save(model, tokenizer, args.styles, Path(args.adapters), common.say)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    cli.run(main)
