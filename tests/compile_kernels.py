@@ -2,7 +2,7 @@
 
     python tests/compile_kernels.py fast|all [LESSON …]
 
-A lesson's `example_launches(dtype)` calls its wrappers on meta tensors; what they would launch is recorded and handed
+`support/launches.py` calls each wrapper on meta tensors; what it would launch is recorded and handed
 to Triton's compiler exactly as a launch there would (specialised on strides, alignment and constants).
 Prints one JSON list: lesson, kernel, target, dtype, registers, spills, shared memory, tensor-core instructions.
 """
@@ -28,6 +28,7 @@ import sass
 import torch
 import triton
 from support import modules
+from support.launches import EXAMPLES
 from triton.backends.compiler import GPUTarget
 
 TARGETS = {
@@ -132,9 +133,9 @@ def impossible(launch: common.Launch, target: str) -> str | None:
 
 
 def report(name: str, dtype: torch.dtype, targets: list[str], once: bool) -> list[dict[str, Any]]:
-    """Compile what `example_launches(dtype)` launches; with `once`, only the first launch of each kernel."""
+    """Compile what EXAMPLES[name] launches; with `once`, only the first launch of each kernel."""
     with common.captured() as launches:
-        modules.load(name).example_launches(dtype)
+        EXAMPLES[name](modules.load(name), dtype)
     if once:
         launches = list({launch.kernel.name: launch for launch in reversed(launches)}.values())
     rows = []

@@ -441,12 +441,13 @@ def test_many_rows_in_8_bits_on_hopper_wait_for_nothing_else():
     """The loop of FP8's deep tiles: eight products of 32 codes, one sum of 64 registers, no load by a thread."""
     code = """import json, re, compile_kernels as ck, common, torch
 from engine.quantization import scaled_matmul
+from support import launches
 rows = []
 choose = scaled_matmul.choose_scaled_tiles
 scaled_matmul.choose_scaled_tiles = lambda M, N, K, deep: choose(M, N, K, True)
-with common.captured() as launches:
-    scaled_matmul.example_launches(torch.bfloat16)
-for launch in launches:
+with common.captured() as launched:
+    launches.scaled_matmul(scaled_matmul, torch.bfloat16)
+for launch in launched:
     if launch.kwargs.get("FP8") and launch.kwargs.get("WIDE"):
         compiled = ck.compile_launch(launch, ck.TARGETS["sm_90"])
         loop = compiled.asm["ttgir"].partition("scf.for")[2].partition("scf.yield")[0]
@@ -465,9 +466,10 @@ def test_a_decode_batch_on_hopper_loads_16_bytes_at_once_and_leaves_room_for_fou
     """int4 with groups of 128, compiled: what the speed of one program after another hangs on."""
     code = """import json, re, compile_kernels as ck, common, torch
 from engine.quantization import dequant_matmul
-with common.captured() as launches:
-    dequant_matmul.example_launches(torch.bfloat16)
-launch, *_ = [launch for launch in launches if (launch.kwargs.get("GROUP"), launch.kwargs.get("BITS")) == (128, 4)]
+from support import launches
+with common.captured() as launched:
+    launches.dequant_matmul(dequant_matmul, torch.bfloat16)
+launch, *_ = [launch for launch in launched if (launch.kwargs.get("GROUP"), launch.kwargs.get("BITS")) == (128, 4)]
 compiled = ck.compile_launch(launch, ck.TARGETS["sm_90"])
 widths = re.findall(r"cp\\.async\\.\\w+\\.shared\\.global.*?, (0x\\w+)", compiled.asm["ptx"])
 print(json.dumps([ck.resources(compiled, ck.TARGETS["sm_90"])["registers"], compiled.metadata.shared, widths]))"""

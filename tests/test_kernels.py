@@ -1,7 +1,7 @@
 """Every Triton kernel of every lesson compiles for real GPUs, spills nothing, and uses tensor cores where it should.
 
 New lessons are found by themselves: a kernel is whatever `@common.kernel` decorates, and it must be launched by its
-lesson's `example_launches`.
+examples in `support/launches.py`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def check(tier: str, lesson: str, kernel: str) -> None:
     errors = [row["error"] for row in compiled(tier) if row["lesson"] == lesson and "error" in row]
     assert not errors, errors[0]
     rows = [row for row in compiled(tier) if row["lesson"] == lesson and row["kernel"] == kernel]
-    assert rows, f"{lesson}: example_launches() does not launch {kernel}"
+    assert rows, f"{lesson}: its examples do not launch {kernel}"
     assert {row["target"] for row in rows} == set(TARGETS[tier])
     assert not [complaint for row in rows if "impossible" not in row for complaint in complaints(row)]
 

@@ -286,14 +286,6 @@ def decode_attention(
     return out
 
 
-def example_launches(dtype: torch.dtype) -> None:
-    """Call the kernel's wrapper at the shapes this lesson runs, on meta tensors: for the compile check."""
-    for B, S, Hq, Hkv, D in ((1, 2048, 9, 3, 64), (32, 8192, 32, 8, 128)):  # SmolLM2; an 8B Llama
-        q = torch.empty(B, Hq, D, dtype=dtype, device="meta")
-        k = torch.empty(B, S, Hkv, D, dtype=dtype, device="meta")
-        decode_attention(q, k, k, torch.empty(B, dtype=torch.int32, device="meta"), S)
-
-
 # --- 5. What a reservation wastes -----------------------------------------------------------------------------------
 
 # Mean tokens of a prompt and of its answer: Alpaca and ShareGPT as in Kwon et al. 2023, §6.1; the conversations in

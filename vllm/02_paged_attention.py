@@ -626,18 +626,6 @@ def build_parser() -> arguments.Parser:
 # What follows is for the tests that compile every kernel.
 
 
-def example_launches(dtype: torch.dtype) -> None:
-    """Every kernel's wrapper at the shapes of SmolLM2 and of an 8B Llama, on meta tensors: for the compile check."""
-    empty = functools.partial(torch.empty, device="meta")
-    for Hq, Hkv, D in ((9, 3, 64), (32, 8, 128)):
-        kv_cache, k = empty(2, 1024, 16, Hkv, D, dtype=dtype), empty(32, Hkv, D, dtype=dtype)
-        q, table, lens = empty(32, Hq, D, dtype=dtype), empty(32, 1024, dtype=torch.int32), empty(32, dtype=torch.int32)
-        reshape_and_cache(k, k, kv_cache, empty(32, dtype=torch.int64))
-        copy_blocks(kv_cache, empty(4, 2, dtype=torch.int64))
-        paged_decode(q, kv_cache, table, lens, max_seq_len=16384)
-        paged_decode(q, kv_cache, table, lens, max_seq_len=200)  # short: not split
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     cli.start(args)

@@ -337,16 +337,6 @@ def packed(query_lens: Sequence[int], seq_lens: Sequence[int]) -> tuple[Tensor, 
     return *starts, max(query_lens), max(seq_lens)
 
 
-def example_launches(dtype: torch.dtype) -> None:
-    """A prefill of SmolLM2's and of an 8B Llama's shape, on meta tensors: for the compile check."""
-    for Hq, Hkv, D in ((9, 3, 64), (32, 8, 128)):
-        q = torch.empty(1024, Hq, D, dtype=dtype, device="meta")
-        k = torch.empty(4096, Hkv, D, dtype=dtype, device="meta")
-        loc = torch.empty(3, dtype=torch.int32, device="meta")
-        flash_attention(q, k, k, loc, loc, 512, 2048)
-        flash_attention(q, k, k, loc, loc, 512, 2048, causal=False)
-
-
 # --- The story ------------------------------------------------------------------------------------------------------
 
 ORDERS = {  # rows of scores; the values are 1 to 8

@@ -283,16 +283,6 @@ def rejection_sample(
     return token_ids, num_sampled
 
 
-def example_launches(dtype: torch.dtype) -> None:
-    """The kernels at the vocabularies of SmolLM2 and Llama 3: 32 requests, 4 drafts each, with and without a q."""
-    empty = functools.partial(torch.empty, device="meta")
-    for V in (49152, 128256):
-        ids, u, greedy = empty(160, dtype=torch.int64), empty(160, dtype=torch.float64), empty(160, dtype=torch.bool)
-        scores, starts = empty(160, V, dtype=dtype), empty(33, dtype=torch.int64)
-        rejection_sample(scores, ids, starts, greedy, u, u)
-        rejection_sample(scores, ids, starts, greedy, u, u, empty(128, V), ids)
-
-
 # --- 3. The loop: guess, verify, roll back ----------------------------------------------------------------------------
 
 CONTEXT = 512

@@ -36,7 +36,6 @@ import common  # first: it settles the device before torch and Triton are used
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -699,23 +698,6 @@ def build_parser() -> arguments.Parser:
     help = "instead of the story: merge the KV heads into one, train for MINUTES, print the curve (--json stores it)"
     p.add_argument("--heal", type=arguments.number(float, 0.05, 600), metavar="MINUTES", help=help)
     return p
-
-
-def example_launches(dtype: torch.dtype) -> None:
-    """Every kernel at the shapes of SmolLM2, an 8B Llama and DeepSeek-V3 (128 heads, and 16), on meta tensors."""
-    empty = functools.partial(torch.empty, device="meta")
-    table, lens = empty(32, 1024, dtype=torch.int32), empty(32, dtype=torch.int32)
-    start_loc = empty(5, dtype=torch.int64)
-    for Hq, Hkv, D in ((32, 8, 128), (9, 3, 64)):
-        q, kv_cache = empty(32, Hq, D, dtype=dtype), empty(2, 1024, 16, Hkv, D, dtype=dtype)
-        prompt, k = empty(4096, Hq, D, dtype=dtype), empty(4096, Hkv, D, dtype=dtype)
-        for heads in (None, 1):
-            gqa_decode(q, kv_cache, table, lens, 16384, heads)
-            gqa_prefill(prompt, k, k, start_loc, 1024, heads)
-        gqa_decode(q, kv_cache, table, lens, 200)  # short: not split
-    for H, longest in ((128, 16384), (16, 16384), (16, 200)):
-        cache = empty(1024, 64, 576, dtype=dtype)
-        mla_decode(empty(32, H, 576, dtype=dtype), cache, table, lens, longest, 512, 192**-0.5)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

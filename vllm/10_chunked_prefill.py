@@ -593,19 +593,6 @@ def build_parser() -> arguments.Parser:
     return p
 
 
-def example_launches(dtype: torch.dtype) -> None:
-    """The kernel at the shapes this lesson runs (SmolLM2, an 8B Llama), on meta tensors: for the compile check."""
-    for Hq, Hkv, D in ((9, 3, 64), (32, 8, 128)):
-        kv_cache = torch.empty(2, 1024, 16, Hkv, D, dtype=dtype, device="meta")
-        table = torch.empty(33, 64, dtype=torch.int32, device="meta")
-        start_loc = torch.empty(34, dtype=torch.int64, device="meta")
-        seq_lens = torch.empty(33, dtype=torch.int32, device="meta")
-        for longest in (480, 1):
-            q = torch.empty(32 + longest, Hq, D, dtype=dtype, device="meta")
-            unified_attention(q, kv_cache, table, start_loc, seq_lens, longest)
-        unified_attention(q, kv_cache, table[:1], start_loc[:2], seq_lens[:1], 33)  # one sequence alone
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     cli.start(args)

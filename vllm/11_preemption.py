@@ -645,13 +645,6 @@ def build_parser() -> arguments.Parser:
     return p
 
 
-def example_launches(dtype: torch.dtype) -> None:
-    """The launches of this lesson's models on meta tensors, for the compile check: SmolLM2 and an 8B model."""
-    for Hkv, D in ((3, 64), (8, 128)):
-        gpu, cpu = (torch.empty(2, n, 16, Hkv, D, dtype=dtype, device="meta") for n in (2048, 512))
-        swap_blocks(gpu, cpu, torch.empty(64, 2, dtype=torch.int64, device="meta"))
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     cli.start(args)

@@ -39,7 +39,6 @@ import common  # first: it settles the device before torch and Triton are used
 import argparse
 import contextlib
 import dataclasses
-import functools
 import random
 from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Sequence
@@ -532,22 +531,6 @@ def tell_slots() -> None:
             first = next(step for step, batch in enumerate(steps) if 2 in batch)
             rows[-1].append(f"C waits for {first} of {len(steps)} steps")
     common.table(["the queue", "9 adapters, 1 slot", "A, B, C, 2 slots", "3 slots"], rows)
-
-
-def example_launches(dtype: torch.dtype) -> None:
-    """Every kernel at the shapes of SmolLM2 and of an 8B Llama, on meta tensors: decoding in slots of 16, prompts in
-    slots of 64."""
-    empty, device = functools.partial(torch.empty, device="meta"), torch.device("meta")
-    small, qkv = LayerShape(576, (576, 192, 192)), LayerShape(4096, (4096, 1024, 1024))
-    down = LayerShape(14336, (4096,))
-    decode, prompt = (16, 32, 16), (64, 2048, 64)  # largest rank, tokens, rows in a tile
-    cases = [(sgmv, small, decode), *((sgmv, shape, size) for shape in (qkv, down) for size in (decode, prompt))]
-    cases += [(bgmv, small, decode), (bgmv, down, decode)]
-    for kernel, shape, (max_rank, tokens, tile_m) in cases:
-        tables = LoRATables.empty(shape, 8, max_rank, device)
-        x, y = empty(tokens, shape.in_features, dtype=dtype), empty(tokens, sum(shape.slices), dtype=dtype)
-        order, tiles = empty(tokens, dtype=torch.int64), empty(tokens if kernel is bgmv else 8, 3, dtype=torch.int32)
-        kernel(y, x, empty(1 << 20, dtype=dtype), tables, LoRAKernelMeta(order, tiles, [], tile_m, False))
 
 
 def build_parser() -> arguments.Parser:

@@ -13,8 +13,6 @@ from __future__ import annotations
 import common  # first: it settles the device before torch and Triton are used
 from common import tl, triton
 
-import functools
-
 import torch
 
 # A block is an affair of one engine: its size, its number, and which heads of it are here. So none of that is on the
@@ -103,12 +101,3 @@ def scatter_kv(buffer: torch.Tensor, kv_cache: torch.Tensor, blocks: torch.Tenso
 def _slots(kv_cache: torch.Tensor, blocks: torch.Tensor, first: int, count: int) -> torch.Tensor:
     p = torch.arange(first, first + count, device=blocks.device)
     return blocks[p // kv_cache.shape[2]] * kv_cache.shape[2] + p % kv_cache.shape[2]
-
-
-def example_launches(dtype: torch.dtype) -> None:
-    """The kernel at the shapes of SmolLM2 and of an 8B Llama, for all heads and for some: for the compile check."""
-    empty = functools.partial(torch.empty, device="meta")
-    for Hkv, heads, D, size in ((3, 3, 64, 16), (3, 1, 64, 32), (8, 8, 128, 16), (8, 2, 128, 16)):
-        kv_cache, blocks = empty(2, 1024, size, Hkv, D, dtype=dtype), empty(64, dtype=torch.int64)
-        buffer = gather_kv(kv_cache, blocks, 16, 500, 0, heads)
-        scatter_kv(buffer, kv_cache, blocks, 16, Hkv - heads)

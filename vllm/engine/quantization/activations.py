@@ -15,8 +15,6 @@ from __future__ import annotations
 import common
 from common import tl, triton
 
-import functools
-
 import torch
 
 from engine.quantization.decoding import round_to_e4m3, round_to_int
@@ -74,11 +72,3 @@ def round_to_grid(grid: str, v: torch.Tensor) -> torch.Tensor:
     if grid == "int8":
         return v.round().to(torch.int8)
     return v.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-
-
-def example_launches(dtype: torch.dtype) -> None:
-    """Inputs of SmolLM2's layers, smoothed, and of an 8B Llama's; and rows of 300."""
-    empty = functools.partial(torch.empty, device="meta")
-    for grid in EIGHT_BIT:
-        for M, K, smooth in ((16, 576, True), (64, 14336, False), (512, 14336, False), (90, 300, False)):
-            quantize_rows(empty(M, K, dtype=dtype), grid, empty(K) if smooth else None)

@@ -16,14 +16,12 @@ from __future__ import annotations
 import common
 from common import tl, triton
 
-import functools
-
 import torch
 import torch.nn.functional as F
 
 from engine.quantization import int4_hopper
 from engine.quantization.decoding import decode_four_bits, decode_groups, load_scales, widen_scales
-from engine.quantization.formats import FORMATS, FP8_BLOCKS, Format
+from engine.quantization.formats import Format
 from engine.quantization.packed_weight import PackedWeight, on_cpu, on_hopper
 from engine.quantization.split_k import add_splits, choose_split
 
@@ -209,24 +207,3 @@ def choose_tiles(dtype: torch.dtype, M: int, N: int, K: int, format: Format, hop
     wanted = 132 if (block_m, block_k) == (64, 128) else 264
     split_k = choose_split(triton.cdiv(N, block_n) * triton.cdiv(M, block_m), triton.cdiv(K, block_k), wanted)
     return block_m, block_n, block_k, split_k, num_stages
-
-
-def example_launches(dtype: torch.dtype) -> None:
-    """Both kernels at layers of SmolLM2 and of an 8B Llama, for decode batches and prompts; and rows of 300 codes."""
-    empty = functools.partial(torch.empty, device="meta")
-    small, large = (3072, 576), (4096, 14336)  # N, K
-    cases = [(name, 16, large) for name in ("q4_1", "int8", "fp8", "mxfp4", "int4-g128")]
-    cases += [
-        ("int4-g64", 512, large),
-        ("int4-g128", 64, large),
-        ("int4-g64", 32, small),
-        ("int8", 64, (40, 300)),
-        ("blocks", 16, large),
-    ]
-    for name, M, (N, K) in cases:
-        f = FORMATS.get(name, FP8_BLOCKS)
-        stored = {"fp32": torch.float32, "fp16": torch.float16, "e8m0": torch.uint8}[f.scale]
-        scale = empty(K // (f.group or K), N, dtype=stored)
-        zero = {None: None, "int": scale.to(torch.uint8), "min": scale}[f.zero]
-        weight = PackedWeight(f, K, empty(N, K * f.bits // 8, dtype=torch.uint8), scale, zero)
-        dequant_matmul(empty(M, K, dtype=dtype), weight)

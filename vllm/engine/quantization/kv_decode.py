@@ -15,14 +15,13 @@ from __future__ import annotations
 import common
 from common import tl, triton
 
-import functools
 import math
 
 import torch
 
 from engine.attention.splits import combine_splits, default_splits
-from engine.quantization.kv_codes import FORMATS, KVFormat, PageLayout
-from engine.quantization.kv_write import EXAMPLES, codebook_of
+from engine.quantization.kv_codes import KVFormat, PageLayout
+from engine.quantization.kv_write import codebook_of
 
 if common.HAS_TRITON:
     from triton.language.target_info import cuda_capability_geq
@@ -295,18 +294,3 @@ def decode_tiles(fmt: KVFormat, dtype: torch.dtype, nvidia: bool) -> tuple[int, 
     if nvidia:
         return 32 if gathers else 128, 4, 3 if fmt.bits == 8 else 2 if fmt.key_channels else 5
     return 32, 4, 1 if fmt.bits == 8 or fmt.key_channels else 2
-
-
-def example_launches(dtype: torch.dtype) -> None:
-    """The kernel, on every grid, at the shapes of SmolLM2 and of an 8B Llama, on meta tensors."""
-    empty = functools.partial(torch.empty, device="meta")
-    for names, (Hq, Hkv, D) in EXAMPLES.items():
-        q = empty(32, Hq, D, dtype=dtype)
-        table, lens = empty(32, 1024, dtype=torch.int32), empty(32, dtype=torch.int32)
-        for name, longest in zip(names, (16384, 200, 16384)):  # split along the keys, and whole
-            fmt, raw = FORMATS[name], ()
-            layout = PageLayout(fmt, 32 if fmt.key_channels else 16, Hkv, D)
-            layer = empty(2, 1024, layout.page, dtype=torch.uint8)
-            if fmt.key_channels:
-                raw = (empty(64, 32, Hkv, D, dtype=dtype), empty(1024, dtype=torch.int64))
-            quantized_decode(q, layer, table, lens, longest, layout, empty(2, Hkv), *raw)

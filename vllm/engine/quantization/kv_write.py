@@ -15,11 +15,9 @@ from __future__ import annotations
 import common
 from common import tl, triton
 
-import functools
-
 import torch
 
-from engine.quantization.kv_codes import FORMATS, PLANES, KVFormat, PageLayout, as_bytes, codebook, pack, quantize
+from engine.quantization.kv_codes import PLANES, KVFormat, PageLayout, as_bytes, codebook, pack, quantize
 
 # --- In Triton: E4M3 in integer arithmetic, and the grids ------------------------------------------------------------
 #
@@ -256,23 +254,3 @@ def quantize_channels(
     packed = pack(codes.permute(0, 3, 1, 2), fmt.bits).flatten(1)  # [N, block_size · Hkv · bytes]
     layer[0, blocks, : layout.codes] = packed
     layer[0, blocks, layout.codes : layout.codes + 4 * Hkv * D] = as_bytes(scale, mid)
-
-
-EXAMPLES = {  # formats: query heads, KV heads, head size, of SmolLM2 and of an 8B Llama
-    ("fp8", "int4_plain", "kivi_2bit"): (9, 3, 64),
-    ("int8_per_token_head", "int3_plain", "turboquant_2bit"): (32, 8, 128),
-}
-
-
-def example_launches(dtype: torch.dtype) -> None:
-    """Both kernels, on every grid, at the shapes of SmolLM2 and of an 8B Llama, on meta tensors."""
-    empty = functools.partial(torch.empty, device="meta")
-    for names, (_, Hkv, D) in EXAMPLES.items():
-        k, ids = empty(32, Hkv, D, dtype=dtype), empty(32, dtype=torch.int64)
-        for name in names:
-            fmt = FORMATS[name]
-            layout = PageLayout(fmt, 32 if fmt.key_channels else 16, Hkv, D)
-            layer = empty(2, 1024, layout.page, dtype=torch.uint8)
-            quantize_and_cache(k, k, layer, ids, layout, empty(2, Hkv))
-            if fmt.key_channels:
-                quantize_channels(empty(64, 32, Hkv, D, dtype=dtype), ids, ids, layer, layout)

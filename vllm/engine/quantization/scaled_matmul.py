@@ -133,11 +133,3 @@ def int8_sums_are_exact() -> bool:
     """A CPU without 8-bit dot products (VNNI) adds pairs in 16 bits first: oneDNN's sums stop there at 32,767."""
     a = torch.full((16, 64), 127, dtype=torch.int8)
     return bool((torch._int_mm(a, a.T) == 127 * 127 * 64).all())
-
-
-def example_launches(dtype: torch.dtype) -> None:
-    """Both grids at layers of SmolLM2 and of an 8B Llama, for decode batches and prompts; and rows of 300 codes."""
-    empty = functools.partial(torch.empty, device="meta")
-    for code in (torch.int8, torch.uint8):
-        for M, N, K in ((16, 3072, 576), (64, 4096, 14336), (512, 4096, 14336), (90, 40, 300)):
-            scaled_matmul(empty(M, K, dtype=code), empty(N, K, dtype=code), empty(M), empty(N), dtype)

@@ -15,8 +15,6 @@ from __future__ import annotations
 import common
 from common import tl, triton
 
-import functools
-
 import torch
 
 # A decode batch has one tile of rows, and N / BLOCK_N programs do not fill a GPU. So the K tiles are dealt to SPLIT_K
@@ -58,11 +56,3 @@ def add_splits(
         parts, a_scale, b_scale, out, M, N, SPLIT_K=split_k, SCALED=scales is not None, BLOCK=1024
     )
     return out
-
-
-def example_launches(dtype: torch.dtype) -> None:
-    """Sums of two products of an 8B Llama's layer: of floats, and of integers with their scales."""
-    empty = functools.partial(torch.empty, device="meta")
-    out = empty(16, 4096, dtype=dtype)
-    add_splits(empty(8, 16, 4096), out)
-    add_splits(empty(4, 16, 4096, dtype=torch.int32), out, (empty(16), empty(4096)))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import common  # first: it settles the device before torch and Triton are used
 from common import tl, triton
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -280,26 +279,6 @@ def compact_slots(
             BLOCK=block,
             num_warps=4,
         )
-
-
-def example_launches(dtype: torch.dtype) -> None:
-    """Every kernel's wrapper at the shapes of SmolLM2 and of an 8B Llama, on meta tensors: for the compile check."""
-    empty = functools.partial(torch.empty, device="meta")
-    for Hq, Hkv, D in ((9, 3, 64), (32, 8, 128)):
-        kv_cache, table = empty(2, 1024, 16, Hkv, D, dtype=dtype), empty(8, 512, dtype=torch.int32)
-        lens = empty(8, dtype=torch.int32)
-        for nodes in (4, 16, 64):
-            tree_attention(
-                empty(8 * nodes, Hq, D, dtype=dtype),
-                kv_cache,
-                table,
-                empty(9, dtype=torch.int64),
-                lens,
-                empty(8 * nodes, dtype=torch.int64),
-                nodes,
-                4096,
-            )
-        compact_slots(kv_cache, table, lens, empty(8, 3, dtype=torch.int32))
 
 
 # --- Which path stands ------------------------------------------------------------------------------------------------

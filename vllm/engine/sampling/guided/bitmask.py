@@ -14,7 +14,6 @@ import common
 from common import tl, triton
 
 import functools
-import itertools
 import math
 
 import numpy as np
@@ -60,11 +59,3 @@ def bias_of_bytes() -> torch.Tensor:
     """What eight bits of a mask add to eight logits, 0 or −∞. [256, 8]."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return torch.where(torch.from_numpy(bits).bool(), 0.0, -math.inf)
-
-
-def example_launches(dtype: torch.dtype) -> None:
-    """The kernel at the vocabularies of SmolLM2 and Llama 3: a few guided rows of a batch, and all of them."""
-    for V, G in itertools.product((49152, 128256), (3, 32)):
-        logits = torch.empty(32, V, dtype=dtype, device="meta")
-        bitmask = torch.empty(G, -(-V // 32), dtype=torch.int32, device="meta")
-        apply_token_bitmask_inplace(logits, bitmask, torch.empty(G, dtype=torch.int64, device="meta"))
