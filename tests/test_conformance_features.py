@@ -18,7 +18,6 @@ from support.broken import break_class
 from test_conformance import GOLDEN, trace_of
 
 preemption = common.lesson("11_preemption")
-disagg = common.lesson("08_disagg")
 FEATURES = ("speculative", "adapters", "remote", "loads", "together", "ahead", "ahead_speculative")
 FIELDS = preemption.CONFIG_FIELDS
 WORKLOADS = {feature: sorted((GOLDEN / feature / "workloads").iterdir()) for feature in FEATURES}

@@ -69,7 +69,7 @@ PARTS: dict[str, tuple[str, str | None, dict | None]] = {
     "06f_openai_api": ("An answer on the wire", "What it costs", None),
     "07_spec_decode": ("The real model", "When it pays", None),
     "07b_trained_drafters": ("In the engine", "A tree of guesses", None),
-    "08_disagg": ("Two processes", None, {}),
+    "08_disagg": ("Two processes", "When is it worth it", None),
     "09_gqa": ("The head map", "Measured on this machine", {}),
     "10_chunked_prefill": ("The real model", "on a clock", None),
     "11_preemption": ("SmolLM2-135M-Instruct", "Measured on this machine", {}),
