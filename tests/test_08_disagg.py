@@ -441,8 +441,7 @@ def test_without_a_decode_worker_the_prefill_worker_goes_on_and_without_any_ther
     prefill.script["a.2"] = [lambda: prefill.say("a.2", [4]), prefill.die]
     decode.die()
     router.run(10)
-    assert prefill.letters[-1] == ("add", "a.2", [1], 2, {}) or prefill.letters[-2:] == [
-        ("add", "a.2", [1], 2, {}), ("abort", "a.2")]  # fmt: skip
+    assert prefill.letters[-1] == ("add", "a.2", [1], 2, {})
     assert job.token_ids == [4] and job.error == "no worker is left"
 
 

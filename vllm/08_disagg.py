@@ -364,6 +364,7 @@ class HandOver(KVConnectorBase):
             self.reception.close()
         for link in (*self.links.values(), *self.accepted):
             link.close()
+            link.reader.join(5)  # a fork takes no thread with it, but the locks that one holds
 
 
 # --- 3. The router ----------------------------------------------------------------------------------------------------
@@ -462,7 +463,8 @@ class Router:
         self.events.append(f"{worker.name} died ({last_words(worker.process)})")
         for job in self.jobs:
             if job.worker is worker and not job.done:
-                self.prefill.send("abort", job.name)
+                if worker is self.decode:  # nobody comes for its prompt
+                    self.prefill.send("abort", job.name)
                 self._dispatch(job)
 
 
