@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import multiprocessing
 import threading
+import time
 from types import SimpleNamespace
 
 import common
@@ -200,18 +200,30 @@ def test_a_layer_leaves_while_the_next_one_is_computed(tiny_model):
         drain(prefill, decode)
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """The lesson's time, which passes only when a test says so."""
+    found = SimpleNamespace(now=100.0)
+    found.tick = lambda: setattr(found, "now", found.now + 1)
+    monkeypatch.setattr(lesson, "time", SimpleNamespace(monotonic=lambda: found.now, perf_counter=time.perf_counter))
+    return found
+
+
 @pytest.mark.parametrize("fault", ["duplicate", "truncate", "drop", "reorder", "stall"])
 @by_pair
-def test_faults_on_the_wire(fault, kinds, tiny_model, expected):
+def test_faults_on_the_wire(fault, kinds, clock, tiny_model, expected):
     """Whatever the wire does: the tokens of one engine. The lesson's connector does not ask again; it computes."""
-    with pair(tiny_model, "TCPConnector", "recompute", kinds=kinds, extra={"timeout": 0.3}) as (prefill, decode):
-        prefill.scheduler.connector.wire = Faults(fault, after=2)
-        assert handed_over(prefill, decode, [PROMPT, PROMPT[:20]], TOKENS)[0] == expected
-        stats = decode.scheduler.connector.stats
+    extra = {"timeout": 50.0, "retries": 0, "kv_lease_duration": 1e6}
+    with pair(tiny_model, "TCPConnector", "recompute", kinds=kinds, extra=extra) as (prefill, decode):
+        sent, got = prefill.scheduler.connector, decode.scheduler.connector
+        if kinds[1] is TCPConnector:
+            got.consumer.clock = lambda: clock.now
+        sent.wire = Faults(fault, after=2)
+        assert handed_over(prefill, decode, [PROMPT, PROMPT[:20]], TOKENS, each=clock.tick)[0] == expected
         if kinds[1] is HandOver:
-            assert bool(stats["failed"]) == (fault in ("truncate", "drop", "stall"))
-            assert bool(stats["out of order"] + stats["strange"]) == (fault == "duplicate")
-            assert bool(stats["corrupt"]) == (fault == "truncate")
+            assert bool(got.stats["failed"]) == (fault in ("truncate", "drop", "stall"))
+            assert bool(got.stats["corrupt"]) == (fault == "truncate")
+            assert bool(got.stats["out of order"] + got.stats["strange"]) == (fault == "duplicate")
 
 
 def test_a_prompt_fails_where_its_request_asks_for_that(tiny_model):
@@ -222,16 +234,14 @@ def test_a_prompt_fails_where_its_request_asks_for_that(tiny_model):
         assert (tokens, reason) == ([], "error") and "no progress for 0.1 s" in why
 
 
-def test_a_lease_begins_when_the_prompt_is_computed(tiny_model, monkeypatch):
+def test_a_lease_begins_when_the_prompt_is_computed(tiny_model, clock):
     """Nobody comes: the blocks stay for as long as the lease, and not longer."""
-    now = itertools.repeat(100.0)
-    monkeypatch.setattr(lesson.time, "monotonic", lambda: next(now))
     connector = HandOver(KVTransferConfig("TCPConnector", "kv_producer", kv_port=0))
     core = make_core(tiny_model, connector)
     core.add_request(make_request("a", PROMPT, 1, do_remote_decode=True, transfer_id="x"))
     core.step()
     pool = core.scheduler.kv_cache_manager.block_pool
-    for now, kept in ((itertools.repeat(129.9), 3), (itertools.repeat(130.0), 0)):  # noqa: B007
+    for clock.now, kept in ((129.9, 3), (130.0, 0)):
         core.step()
         assert pool.num_blocks - 1 - pool.num_free_blocks == kept and bool(connector.promises) == bool(kept)
     assert not core.scheduler.has_unfinished_requests()
