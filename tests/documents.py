@@ -139,14 +139,15 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(page: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Every `uv run python vllm/….py`, or `-m vllm.tours.…`, `-m vllm.lab.…`, of a page's bash blocks: script and
-    arguments."""
+    """Every `uv run python vllm/….py`, `-m vllm …` or `-m vllm.tours.…` of a page's bash blocks: script, arguments."""
     for block in blocks(page):
         if block.language in ("bash", "sh", "console"):
             for line in re.sub(r"\\\n\s*", " ", block.body).splitlines():
                 words = shlex.split(line.removeprefix("$ "), comments=True)
                 if words[:4] == ["uv", "run", "python", "-m"] and words[4].startswith(("vllm.tours.", "vllm.lab.")):
                     yield common.ROOT / f"{words[4].replace('.', '/')}.py", words[5:]
+                elif words[:5] == ["uv", "run", "python", "-m", "vllm"]:
+                    yield common.HERE / "__main__.py", words[5:]
                 elif words[:3] == ["uv", "run", "python"]:
                     yield common.ROOT / words[3], words[4:]
 

@@ -15,7 +15,7 @@ import test_06c_scaling_out as scaling
 from engine import registry
 from lab import naive
 import torch
-from test_08_disagg import free_ports, until
+from support.transfers import free_ports, until
 from test_12_multi_lora import NoBytes, Words
 
 from support import tokenizing

@@ -26,7 +26,7 @@ def test_tune_under_the_packages_name():
     )
 
 
-@pytest.mark.parametrize("command", ["serve", "bench", "tune", "replay"])
+@pytest.mark.parametrize("command", ["serve", "proxy", "bench", "tune", "replay"])
 def test_each_command_has_help(command):
     done = scripts.execute([sys.executable, "-m", "vllm", command, "--help"])
     assert done.returncode == 0 and command in done.stdout
@@ -37,4 +37,4 @@ def test_a_wrong_command_is_named_in_one_line(argv):
     done = scripts.execute([sys.executable, "-m", "vllm", *argv])
     assert done.returncode == 2 and not done.stdout
     (line,) = done.stderr.splitlines()
-    assert "serve, bench, tune, replay" in line and "Traceback" not in line
+    assert "serve, proxy, bench, tune, replay" in line and "Traceback" not in line

@@ -1,4 +1,4 @@
-"""`python -m vllm serve | bench | tune | replay …`, from the repository root."""
+"""`python -m vllm serve | proxy | bench | tune | replay …`, from the repository root."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # `python vllm/__main_
 
 import common
 
-COMMANDS = ("serve", "bench", "tune", "replay")
+COMMANDS = ("serve", "proxy", "bench", "tune", "replay")
 
 
 def main() -> None:
     """Raises InputError for a command that there is not."""
     command = sys.argv[1] if len(sys.argv) > 1 else ""
-    if command == "serve":
-        from engine.serving.cli import add_serve_command
+    if command in ("serve", "proxy"):
+        if command == "serve":
+            from engine.serving.cli import add_serve_command as add_command
+        else:
+            from engine.serving.proxy import add_proxy_command as add_command
 
-        parser = arguments.Parser(prog="python -m vllm")
-        add_serve_command(parser.add_subparsers(dest="command"))
+        parser = common.Parser(prog="python -m vllm")
+        add_command(parser.add_subparsers(dest="command"))
         args = parser.parse_args()
         args.run(args)
     elif command in ("bench", "tune"):

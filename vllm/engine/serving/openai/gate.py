@@ -1,6 +1,6 @@
 """What happens before FastAPI sees a request: the key, and the size of the body.
 
-Owns the keys; an ASGI middleware around `app`, and around lesson 08's proxy. What is behind it never sees a body of
+Owns the keys; an ASGI middleware around `app`, and around `serving/proxy.py`'s. What is behind it never sees a body of
 more than MAX_BODY_BYTES, nor a request without a key. vLLM: `vllm/entrypoints/serve/middleware/`.
 """
 
