@@ -17,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.transfers import PROMPT, SEED, TOKENS, drain, generated, handed_over, pair, submit, until
 
-import llama
+from engine import registry
+from lab import cli
+from engine.model import llama
 from engine.kv_transfer.config import KVTransferConfig
 from engine.kv_transfer.connectors import CONNECTORS
 from engine.kv_transfer.heads import num_consumers, owned_heads, tp_sources
@@ -27,8 +29,8 @@ from lab import naive, workers
 from lab.transfers import Faults
 from lab.workers import Worker, make_core, make_request, settled
 
-lesson = common.lesson("08_disagg")
-page = common.numbers("08_disagg")
+lesson = registry.lesson("08_disagg")
+page = cli.numbers("08_disagg")
 HandOver = lesson.HandOver
 
 

@@ -18,7 +18,7 @@ from lab import replay, workload_files
 from support.broken import break_class
 from test_conformance import GOLDEN, trace_of
 
-preemption = common.lesson("11_preemption")
+preemption = registry.lesson("11_preemption")
 FEATURES = ("speculative", "adapters", "remote", "loads", "together", "ahead", "ahead_speculative")
 FIELDS = workload_files.CONFIG_FIELDS
 WORKLOADS = {feature: sorted((GOLDEN / feature / "workloads").iterdir()) for feature in FEATURES}

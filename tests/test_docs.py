@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import itertools
 import re
 import subprocess
@@ -13,6 +12,7 @@ import common
 import documents
 import pytest
 from documents import LESSONS, PAGES, TOLD
+from engine import arguments
 from engine.serving.cli import add_serve_command
 from engine.serving.proxy import add_proxy_command
 from lab.bench import add_bench_commands
@@ -96,19 +96,19 @@ def test_widget_slot_shows_the_default(page):
 
 @by_name
 def test_commands_are_accepted(page):
-    for script, arguments in documents.commands(page):
+    for script, words in documents.commands(page):
         assert script.is_file(), f"{page.name}: {script.name} does not exist"
         if script == common.HERE / "__main__.py":
-            package_parser().parse_args(arguments)
+            package_parser().parse_args(words)
         elif script not in documents.LESSONS:  # lessons/build.py, tests/refresh.py: they have flags only
-            assert set(arguments) <= set(re.findall(r"--\w+", script.read_text())), f"{page.name}: {arguments}"
-        elif "-h" not in arguments and "--help" not in arguments:
-            registry.lesson(script.stem).build_parser().parse_args(arguments)  # a refusal exits, and names the flag
+            assert set(words) <= set(re.findall(r"--\w+", script.read_text())), f"{page.name}: {words}"
+        elif "-h" not in words and "--help" not in words:
+            registry.lesson(script.stem).build_parser().parse_args(words)  # a refusal exits, and names the flag
 
 
 def package_parser():
     """What `python -m vllm` understands of what pages show."""
-    parser = common.Parser()
+    parser = arguments.Parser()
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (add_serve_command, add_proxy_command, add_bench_commands):
         add(commands)

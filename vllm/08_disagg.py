@@ -44,7 +44,9 @@ from typing import Any
 
 import torch
 
-import llama
+from engine import arguments
+from lab import cli
+from engine.model import llama, loader
 from engine import registry
 from engine.attention.metadata import AttentionMetadata
 from engine.distributed import handshake
@@ -605,8 +607,8 @@ def show_worth() -> None:
     common.table(["4 GPUs", "in time", "TTFT, median", "longest silence", "in time, a quarter exposed"], rows)
 
 
-def build_parser() -> common.Parser:
-    p = common.parser(__doc__)
+def build_parser() -> arguments.Parser:
+    p = cli.parser(__doc__)
     p.add_argument("--fault", choices=Faults.KINDS, default="prefill-dies",
                    help="what happens in part 4, from the twelfth message on; if the model has fewer layers, "
                         "from as many messages on (default %(default)s)")  # fmt: skip
@@ -615,11 +617,11 @@ def build_parser() -> common.Parser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    common.start(args)
-    llama.check_context(args.model, 512)  # `make_core`'s max_model_len
+    cli.start(args)
+    loader.check_context(args.model, 512)  # `make_core`'s max_model_len
 
     common.heading("1. Naively: compute in one cache, move every position, go on in the other")
-    model, tokenizer = llama.load(args.model, torch.float32)
+    model, tokenizer = loader.load(args.model, torch.float32)
     text = tokenizer.encode(TEXT)
     prompts = [text[-n:] for n in LENGTHS]
     expected = colocated(model, prompts, TOKENS)
@@ -646,7 +648,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     common.heading("5. When is it worth it? 36 requests/s on four GPUs, in the engine's scheduler on a clock")
     show_worth()
-    common.hand_over(KEY, args)
+    cli.hand_over(KEY, args)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from engine import arguments
-from lab import cli
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `python vllm/__main__.py` has it there already
 
 import common
+from engine import arguments
+from lab import cli
 
 COMMANDS = ("serve", "proxy", "bench", "tune", "replay")
 
@@ -23,7 +23,7 @@ def main() -> None:
         else:
             from engine.serving.proxy import add_proxy_command as add_command
 
-        parser = common.Parser(prog="python -m vllm")
+        parser = arguments.Parser(prog="python -m vllm")
         add_command(parser.add_subparsers(dest="command"))
         args = parser.parse_args()
         args.run(args)

@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
-import llama
+from engine import registry
+from lab import figures
+from lab import timing
+from engine.model import llama, loader
 from engine.kv_transfer.connectors import CONNECTORS
 from engine.kv_transfer.heads import num_consumers, tp_sources
 from engine.kv_transfer.kernels import gather_kv, scatter_kv
@@ -21,7 +24,7 @@ from lab import goodput, roofline, transfers
 from lab.workers import Worker, settled
 
 KEY = "08_disagg"
-lesson = common.lesson(KEY)
+lesson = registry.lesson(KEY)
 
 
 # --- The simulation behind the widget ---------------------------------------------------------------------------------
@@ -68,8 +71,8 @@ def draw(folder: str | Path) -> list[Path]:
 
 def _draw_handover(folder: str | Path) -> Path:
     """Who does what when: one request, six layers of it."""
-    figure, ax = common.new_figure(8.0, 4.1)
-    C, layers, width = common.COLORS, 6, 1.0
+    figure, ax = figures.new_figure(8.0, 4.1)
+    C, layers, width = figures.COLORS, 6, 1.0
     lanes = {"router": 5.0, "prefill worker": 4.0, "wire": 2.55, "decode worker": 1.1}
 
     def box(x: float, y: float, w: float, text: str, color: str, height: float = 0.56) -> None:
@@ -111,7 +114,7 @@ def _draw_handover(folder: str | Path) -> Path:
            xlabel="time")  # fmt: skip
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
-    return common.save_figure(figure, folder, "08_handover")
+    return figures.save_figure(figure, folder, "08_handover")
 
 
 # --- Measurements -----------------------------------------------------------------------------------------------------
@@ -170,9 +173,9 @@ def bench_kernel(dtype: torch.dtype) -> dict[str, Any]:
     buffer = gather_kv(kv_cache_layer, blocks, 0, PROMPT, 0, 8)
     plain = torch.empty_like(buffer)
     seconds = {
-        "gather": common.measure_graph(lambda: gather_kv(kv_cache_layer, blocks, 0, PROMPT, 0, 8)).median,
-        "scatter": common.measure_graph(lambda: scatter_kv(buffer, kv_cache_layer, blocks, 0, 0)).median,
-        "copy": common.measure_graph(lambda: plain.copy_(buffer)).median,
+        "gather": timing.measure_graph(lambda: gather_kv(kv_cache_layer, blocks, 0, PROMPT, 0, 8)).median,
+        "scatter": timing.measure_graph(lambda: scatter_kv(buffer, kv_cache_layer, blocks, 0, 0)).median,
+        "copy": timing.measure_graph(lambda: plain.copy_(buffer)).median,
     }
     found = {name: 2 * buffer.nbytes / t / 1e9 for name, t in seconds.items()}
     common.table(["one layer, 8,192 tokens", "GB/s read and written"], [[n, f"{x:.1f}"] for n, x in found.items()])
@@ -205,7 +208,7 @@ def show_simulation() -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """What `--bench` measures: the engine's wires, the kernel, and the steps behind the cost model."""
-    model, tokenizer = llama.load(args.model, torch.float32)
+    model, tokenizer = loader.load(args.model, torch.float32)
     text = tokenizer.encode(lesson.TEXT)
     common.heading("The widget's sixteen requests, and eight GPUs")
     show_simulation()

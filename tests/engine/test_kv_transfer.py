@@ -44,7 +44,9 @@ from support.transfers import (
 )
 from test_12_multi_lora import NoBytes, Words
 
-import llama
+from engine import registry
+from engine.model import llama
+from engine.model.config import LlamaConfig
 from engine import front_end
 from engine.engine_args import EngineArgs
 from engine.kv_transfer import connectors, links
@@ -67,7 +69,7 @@ from engine.serving.mailbox import ClientGone
 from lab import naive
 from lab.transfers import Faults, MemoryLink, rehearse
 
-lesson = common.lesson("08_disagg")  # its reference for what is in a block
+lesson = registry.lesson("08_disagg")  # its reference for what is in a block
 
 
 @pytest.fixture(scope="module")
@@ -1648,7 +1650,7 @@ def test_callers_are_let_in_again_when_there_are_descriptors_again(tiny_model):
 
 def bare_config(**shape):
     """Of a Llama of which nothing but its keys and values matters."""
-    return llama.LlamaConfig(**{
+    return LlamaConfig(**{
         "vocab_size": 5, "hidden_size": 9, "intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1,
         "num_key_value_heads": 1, "head_dim": 8,
     } | shape)  # fmt: skip
@@ -1775,7 +1777,7 @@ class Opaque(torch.Tensor):
 
 def test_weights_that_make_keys_and_values_have_a_digest(tiny_model):
     """Whichever is changed, and however the linear layers are packed; the output matrix makes none."""
-    digest, quantization = weights_digest, common.lesson("05b_quantization")
+    digest, quantization = weights_digest, registry.lesson("05b_quantization")
     ours = digest(tiny_model)
     packed = pack_weights(tiny_model)
     assert ours == digest(packed) == digest(llama.random_model(seed=SEED))

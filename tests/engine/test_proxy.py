@@ -15,7 +15,8 @@ import httpx
 import pytest
 from support.transfers import PROMPT, SEED, WIRES, counts, drain, free_ports, make_request, pair
 
-import llama
+from engine import arguments
+from engine.model import llama
 from engine.kv_transfer import links
 from engine.kv_transfer.frames import read_frame
 from engine.kv_transfer.params import give_up
@@ -435,7 +436,7 @@ def test_the_proxy_waits_for_long_answers_and_not_for_connections(monkeypatch):
 
 
 def test_the_proxy_wants_addresses(monkeypatch, capsys):
-    parser = common.Parser()
+    parser = arguments.Parser()
     add_proxy_command(parser.add_subparsers(dest="command"))
     for words, said in (
         ("proxy --prefill http://d0 p0 --decode http://d0", "argument --prefill: 'p0' is not http://HOST:PORT"),

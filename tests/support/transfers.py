@@ -14,7 +14,7 @@ from engine.kv_transfer.p2p import P2PConnector
 from lab import naive, workers
 from lab.workers import make_request
 
-import llama
+from engine.model import llama
 
 WIRES = ["SharedMemoryConnector", "TCPConnector", "TorchDistributedConnector"]
 PROMPT = [(7 * i + 3) % 128 for i in range(45)]

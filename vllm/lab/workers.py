@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-import llama
+from engine.model import llama, loader
 from engine.config import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.scheduler import make_scheduler
@@ -58,7 +58,7 @@ def run_worker(pipe: Any, inherited: Sequence[Any], model: llama.Llama | str | i
         end.close()
     torch.set_num_threads(1)
     if not isinstance(model, llama.Llama):  # a number is the seed of a random one
-        model = llama.random_model(model) if isinstance(model, int) else llama.load(model)[0]
+        model = llama.random_model(model) if isinstance(model, int) else loader.load(model)[0]
     connector = make(KVTransferConfig(**config))
     core = make_core(model, connector, **core_args)
     with contextlib.suppress(EOFError, OSError), contextlib.closing(connector):

@@ -23,6 +23,7 @@ import uvicorn
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from engine import arguments
 from engine.kv_transfer.params import check_kv_transfer_params, give_up
 from engine.serving.openai.disconnects import disconnected, unless
 from engine.serving.openai.gate import Gate
@@ -238,9 +239,11 @@ def add_proxy_command(commands: Any) -> None:
     """`proxy` among the commands of a parser."""
     about = {"help": "in front of prefill and decode servers", "description": proxy_command.__doc__}
     proxy = commands.add_parser("proxy", **about)
-    proxy.add_argument("--prefill", type=common.url, nargs="+", required=True, metavar="URL", help="the kv_producers")
-    proxy.add_argument("--decode", type=common.url, nargs="+", required=True, metavar="URL", help="the kv_consumers")
+    proxy.add_argument(
+        "--prefill", type=arguments.url, nargs="+", required=True, metavar="URL", help="the kv_producers"
+    )
+    proxy.add_argument("--decode", type=arguments.url, nargs="+", required=True, metavar="URL", help="the kv_consumers")
     proxy.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    port = common.number(int, 0, 65535)
+    port = arguments.number(int, 0, 65535)
     proxy.add_argument("--port", type=port, default=8000, help="default 8000; 0 takes a free one")
     proxy.set_defaults(run=proxy_command)
