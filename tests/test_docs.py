@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import itertools
 import re
 import subprocess
@@ -15,6 +16,7 @@ from documents import LESSONS, PAGES, TOLD
 from engine import arguments
 from engine.serving.cli import add_serve_command
 from engine.serving.proxy import add_proxy_command
+from lab import replay
 from lab.bench import add_bench_commands
 from scripts import output_of
 from engine import registry
@@ -98,8 +100,12 @@ def test_widget_slot_shows_the_default(page):
 def test_commands_are_accepted(page):
     for script, words in documents.commands(page):
         assert script.is_file(), f"{page.name}: {script.name} does not exist"
-        if script == common.HERE / "__main__.py":
+        if script == common.HERE / "__main__.py" and words[0] == "replay":
+            replay.build_parser().parse_args(words[1:])
+        elif script == common.HERE / "__main__.py":
             package_parser().parse_args(words)
+        elif script.parent.name == "lab":
+            importlib.import_module(f"lab.{script.stem}").build_parser().parse_args(words)
         elif script not in documents.LESSONS:  # lessons/build.py, tests/refresh.py: they have flags only
             assert set(words) <= set(re.findall(r"--\w+", script.read_text())), f"{page.name}: {words}"
         elif "-h" not in words and "--help" not in words:
