@@ -5,8 +5,7 @@ The question: the cache costs bytes per token and KV head. Does every query head
 The mechanism:
   1. Multi-head attention (MHA) keeps a key and a value per query head. Multi-query (MQA) keeps one for all of them,
      grouped-query (GQA) one per group of G: query head h reads KV head h // G.
-  2. The cache shrinks by G. So do the bytes of a decode step, if the kernel loads a KV head once for its whole group:
-     the group's query heads are the rows of one tile.
+  2. The cache shrinks by G. So do a decode's bytes, if a kernel loads a KV head once for its group: rows of one tile.
   3. A wrong map, h % Hkv, has the right shapes, and is right for MHA and for MQA. Only in between is it wrong.
   4. Multi-head latent attention (MLA) keeps a vector of 512 per token, from which every head makes its own keys and
      values, and 64 numbers that carry the position: 576 elements, what GQA would need for 2.25 groups.
@@ -536,8 +535,7 @@ def show_mla() -> None:
     common.check("its last token, decoded from a paged cache, keys split in 2", layer.unfold(o), naive[-1:])
 
     common.say(f"{512 + 64} elements per token and layer, for 128 heads; MHA would keep {128 * (128 + 128):,}.")
-    costs = ((T, mla_cost(128, T, 8192)) for T in itertools.count(1))
-    cross = next(T for T, cost in costs if cost["naive"] < cost["absorbed"])
+    cross = next(T for T in itertools.count(1) if (cost := mla_cost(128, T, 8192))["naive"] < cost["absorbed"])
     one = mla_cost(128, 1, 8192)
     gflop = f"naive {one['naive'] / 1e9:.0f} GFLOP, absorbed {one['absorbed'] / 1e9:.1f}"
     common.say(f"One query on 8,192 tokens, 128 heads: {gflop}. For {cross} queries or more, naive is less.")
@@ -578,8 +576,8 @@ def example_launches(dtype: torch.dtype) -> None:
         for longest, heads in ((16384, None), (16384, 1), (200, None)):  # 200: not split
             gqa_decode(q, kv_cache, table, lens, longest, heads)
     for H, longest in ((128, 16384), (16, 16384), (16, 200)):
-        cache = empty(1024, 64, 576, dtype=dtype)
-        mla_decode(empty(32, H, 576, dtype=dtype), cache, table, lens, longest, 512, 192**-0.5)
+        q, cache = empty(32, H, 576, dtype=dtype), empty(1024, 64, 576, dtype=dtype)
+        mla_decode(q, cache, table, lens, longest, 512, 192**-0.5)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
