@@ -1,4 +1,4 @@
-"""Lesson 09: head maps, the GQA kernels packed and unpacked, MLA in three forms, pooled heads, serving arithmetic."""
+"""Lesson 09: head maps, the GQA kernel packed and unpacked, MLA in three forms, pooled heads, serving arithmetic."""
 
 from __future__ import annotations
 
@@ -153,11 +153,8 @@ def test_decode_torch_path(device, dtype):
 @pytest.mark.parametrize("heads", [2, 5, 8])
 def test_groups_are_not_cut_across(device, heads):
     case, _ = decode_case([4], 8, 6, 2, 16)
-    k = torch.randn(4, 2, 16, device=device)
     with pytest.raises(ValueError, match="heads per load"):
         lesson.gqa_decode(*case, 4, heads)
-    with pytest.raises(ValueError, match="heads per load"):
-        lesson.gqa_prefill(torch.randn(4, 6, 16, device=device), k, k, torch.tensor([0, 4], device=device), 4, heads)
 
 
 def test_bytes_are_those_of_the_launch():
@@ -173,7 +170,7 @@ def test_bytes_are_those_of_the_launch():
         assert page.decode_traffic(32, 4096, 32, 8, 128, heads)["bytes"] == B * programs * 4096 * 2 * 128 * 2
 
 
-def test_addresses_are_64_bit(kernels, device, far, apart):
+def test_addresses_are_64_bit(kernels, far):
     (q, kv_cache, table, lens), reference = decode_case([3, 5], 8, 2, 1, 16, torch.float16)
     kv_cache, first = far(kv_cache, 1)
     assert_close(lesson.gqa_decode(q, kv_cache, table + first, lens, 5).cpu(), reference, torch.float16)
@@ -181,92 +178,6 @@ def test_addresses_are_64_bit(kernels, device, far, apart):
     cache, first = far(cache)
     out = lesson.mla_decode(q, cache, table + first, lens, 5, 12, 0.1)
     assert_close(out.cpu(), reference, torch.float16)
-    (*qkv, loc), reference = prompts([1, 2], 2, 1, 16, torch.float16)
-    out = lesson.gqa_prefill(*map(apart, qkv), loc.int().to(device), 2)
-    assert_close(out.cpu(), reference, torch.float16)
-
-
-# --- GQA: prefill ---------------------------------------------------------------------------------------------------
-
-
-def prompts(lens, Hq, Hkv, D, dtype=torch.float32):
-    """(q, k, v, query_start_loc) as slices of packed qkv rows, and the reference in fp64."""
-    T, loc = sum(lens), [0, *itertools.accumulate(lens)]
-    packed = torch.randn(T, Hq + 2 * Hkv, D).to(dtype)
-    q, k, v = packed.split((Hq, Hkv, Hkv), dim=1)
-    parts = [lesson.attention(q[a:z].double(), k[a:z].double(), v[a:z].double(), lesson.interleaved(Hq, Hkv))
-             for a, z in itertools.pairwise(loc)]  # fmt: skip
-    return (q, k, v, torch.tensor(loc)), torch.cat(parts)
-
-
-@pytest.mark.parametrize("heads", [1, 3])
-def test_prefill_kernel(kernels, guarded, device, dtype, heads):
-    lens = [1, 10, 0, 11, 45] if dtype == torch.float32 else [1, 0, 45]
-    (q, k, v, loc), reference = prompts(lens, 6, 2, 64, dtype)
-    q, k, v = (guarded(x.contiguous().to(device)) for x in (q, k, v))
-    before = lesson.gqa_prefill_kernel.launches
-    out = lesson.gqa_prefill(q, k, v, guarded(loc.to(device)), 45, heads)
-    assert out.dtype == dtype and lesson.gqa_prefill_kernel.launches == before + 1
-    assert_close(out.cpu(), reference, dtype)
-
-
-def test_prefill_kernel_with_16_bits_as_they_are(kernels, guarded, device, half):
-    test_prefill_kernel(kernels, guarded, device, half, heads=3)
-
-
-@pytest.mark.parametrize(("Hq", "Hkv", "D", "heads"), [
-    (1, 1, 16, None), (4, 4, 32, None), (40, 1, 16, None), (6, 1, 24, 2), (5, 1, 128, None), (8, 2, 16, 2),
-])  # fmt: skip
-def test_prefill_kernel_shapes(kernels, device, Hq, Hkv, D, heads):
-    """From slices of packed qkv rows; a group larger than 32 rows; rows of a tile that no head fills."""
-    (q, k, v, loc), reference = prompts([33, 7], Hq, Hkv, D)
-    packed = torch.cat((q, k, v), 1).to(device)
-    q, k, v = packed.split((Hq, Hkv, Hkv), dim=1)
-    assert_close(lesson.gqa_prefill(q, k, v, loc.to(device), 33, heads).cpu(), reference)
-
-
-def test_prefill_writes_only_its_rows(kernels, guarded, device, monkeypatch):
-    """The output lies between guard values as well: its tail, and the tile's rows beyond the prompt, stay inside."""
-    (q, k, v, loc), reference = prompts([5, 21], 6, 2, 24)
-    out = guarded((26, 6, 24), torch.float32)
-    monkeypatch.setattr(lesson.torch, "empty", lambda *shape, **kwargs: out)
-    result = lesson.gqa_prefill(*(x.contiguous().to(device) for x in (q, k, v, loc)), 21)
-    monkeypatch.undo()
-    assert result is out
-    assert_close(out.cpu(), reference)
-
-
-def test_prefill_scores_far_apart(kernels, device):
-    (q, k, v, loc), _ = prompts([100], 2, 1, 16)
-    q = torch.zeros_like(q).index_fill_(2, torch.tensor([0]), 4.0)
-    k = k.clone()
-    k[:, 0, 0] = torch.tensor([0.0, 150, -150, 149])[torch.arange(100) // 32] + torch.randint(-96, 96, (100,)) / 64
-    reference = lesson.attention(q.double(), k.double(), v.double(), [0, 0])
-    assert_close(lesson.gqa_prefill(*(x.to(device) for x in (q, k, v, loc)), 100).cpu(), reference)
-
-
-def test_prefill_reads_no_keys_that_nobody_in_a_tile_sees(kernels, device):
-    """Values there are NaN, and a weight of 0 would not hide them: half of a prompt's work is not done."""
-    (q, k, v, loc), reference = prompts([48], 2, 1, 16)
-    block_q = lesson.prefill_tiles(torch.float32, 16, 2)[0] // 2
-    for first in range(0, 48, block_q):
-        values = v.clone()
-        values[first + block_q :] = torch.nan
-        out = lesson.gqa_prefill(*(x.to(device) for x in (q, k, values, loc)), 48)
-        assert_close(out[first : first + block_q].cpu(), reference[first : first + block_q], torch.float32)
-
-
-def test_prefill_nothing(kernels, device):
-    (q, k, v, _), _ = prompts([3], 4, 2, 16)
-    q, k, v = (x.to(device) for x in (q, k, v))
-    assert lesson.gqa_prefill(q[:0], k[:0], v[:0], torch.zeros(1, dtype=torch.int64, device=device), 0).shape[0] == 0
-
-
-def test_prefill_torch_path(device, dtype):
-    if device.type == "cuda":
-        pytest.skip("a GPU always runs the kernel")
-    arguments, reference = prompts([1, 10, 0, 45], 6, 2, 64, dtype)
-    assert_close(lesson.gqa_prefill(*arguments, 45), reference, dtype)
 
 
 def test_tiles_of_a_decode_are_those_of_lesson_02():
@@ -285,13 +196,6 @@ def test_many_wide_parts_are_combined_by_more_warps():
         assert launches[0].kwargs["num_warps"] == warps
 
 
-def test_tiles_of_a_prefill():
-    """Exact fp32 has eight warps (with four, Triton 3.6 spills on an H100), a Hopper three tiles of keys in flight."""
-    assert lesson.prefill_tiles(torch.float32, 64, 3) == (32, 32, 8, 2)
-    assert lesson.prefill_tiles(torch.bfloat16, 128, 4, (9, 0)) == (128, 64, 8, 3)
-    assert lesson.prefill_tiles(torch.bfloat16, 128, 4, (8, 0)) == (64, 32, 4, 2)
-
-
 def test_kernels_are_measured_beside_a_copy(monkeypatch):
     """The copy comes first. It reaches 100 GB/s here, so a share in percent is the number of GB/s."""
     order = []
@@ -305,7 +209,7 @@ def test_kernels_are_measured_beside_a_copy(monkeypatch):
         assert row["% of copy"] == pytest.approx(row["gb_s"]) and row["gb_s"] > 0
 
 
-# --- The kernels under a model --------------------------------------------------------------------------------------
+# --- The kernel under a model ---------------------------------------------------------------------------------------
 
 
 def dense(model, prompt, steps):
@@ -317,13 +221,11 @@ def dense(model, prompt, steps):
     return tokens[len(prompt) :]
 
 
-def test_the_model_runs_on_both_kernels(kernels, tiny_model):
+def test_the_model_runs_on_the_kernel(kernels, tiny_model):
     prompt_ids = [list(range(3, 20)), [7, 8, 9]]
-    before = lesson.gqa_prefill_kernel.launches, lesson.gqa_decode_kernel.launches
+    before = lesson.gqa_decode_kernel.launches
     out = lesson.generate(tiny_model, prompt_ids, 3)
-    layers = tiny_model.config.num_hidden_layers
-    assert lesson.gqa_prefill_kernel.launches == before[0] + layers
-    assert lesson.gqa_decode_kernel.launches == before[1] + 2 * layers
+    assert lesson.gqa_decode_kernel.launches == before + 2 * tiny_model.config.num_hidden_layers
     assert out == [dense(tiny_model, prompt, 3) for prompt in prompt_ids]
 
 
@@ -377,7 +279,7 @@ def test_mla_is_transformers_mla():
         expected = theirs(hidden[None], position_embeddings=cos_sin, attention_mask=mask)[0][0]
     q, cached = ours.project(hidden, torch.arange(13))
     for o in (ours.naive(q, cached), ours.absorbed(q, cached)):
-        assert_close(ours.output(o), expected)
+        assert_close(F.linear(o.flatten(1), state["o_proj.weight"]), expected)
 
 
 def test_position_is_in_the_rotated_part_alone(device):
@@ -525,18 +427,6 @@ def test_no_read_past_the_end(kernels, guarded):
         lesson.gqa_decode(*map(guarded, (q, kv_cache, table, lens)), 24, None, splits)
         latent = torch.randn(len(kv_cache[0]), 8, 48)
         lesson.mla_decode(*map(guarded, (torch.randn(3, 5, 48), latent, table, lens)), 24, 40, 0.1, splits)
-    k, v = guarded(torch.randn(11, 2, 24)), guarded(torch.randn(11, 2, 24))
-    lesson.gqa_prefill(guarded(torch.randn(11, 6, 24)), k, v, guarded(torch.tensor([0, 4, 11])), 7)
-
-
-def test_the_longest_rows_start_first(kernels, device):
-    """Of a prompt's tiles the last reads the most keys; started last, it would run alone."""
-    import races  # it needs Triton
-
-    q, (k, v) = torch.randn(112, 2, 16, device=device), torch.randn(2, 112, 1, 16, device=device)
-    loc = torch.tensor([0, 112], device=device)
-    read = races.elements_read(lambda: lesson.gqa_prefill(q, k, v, loc, 112))
-    assert len(read) > 3 and read == sorted(read, reverse=True) and read[0] > 2 * read[-1]
 
 
 # --- Pooling and healing --------------------------------------------------------------------------------------------

@@ -121,6 +121,16 @@ def test_kernel_reads_no_keys_that_nobody_in_a_tile_sees(guarded, device, kernel
         assert_close(out[first : first + block_q].cpu(), ref[first : first + block_q])
 
 
+def test_the_longest_rows_start_first(guarded, kernels):
+    """Of a prompt's tiles the last reads the most keys; started last, it would run alone."""
+    import races  # it needs Triton
+
+    (q, *rest), longest = make_batch([(112, 112)], 2, 1, 16, 16, torch.float32, guarded)
+    read = races.elements_read(lambda: lesson.unified_attention(q, *rest, longest))
+    read = [n for n in read if n > min(read)]  # numbers too many return at once
+    assert len(read) > 3 and read == sorted(read, reverse=True) and read[0] > 2 * read[-1]
+
+
 def test_kernel_alone_and_empty(guarded, device, kernels):
     for work in ([(1, 1)], [(3, 3)], [(0, 4), (2, 9)], [(2, 9), (0, 4)]):
         check_batch(work, 6, 2, 16, 16, torch.float32, guarded)

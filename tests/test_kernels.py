@@ -95,14 +95,13 @@ import compile_kernels as ck, common, torch
 from engine import registry
 flash, paged, gqa, chunked = map(registry.lesson, ("03_flash_attention", "02_paged_attention", "09_gqa",
                                                  "10_chunked_prefill"))
-decode, prefill, unified, tiles = paged.decode_tiles, gqa.prefill_tiles, chunked.choose_tiles, flash.choose_tiles
+decode, unified, tiles = paged.decode_tiles, chunked.choose_tiles, flash.choose_tiles
 tiles_of_gqa = gqa.decode_tiles
 rows = []
 for target, wrapper, kind, Hq, Hkv, D, longest in json.loads(sys.argv[2]):
     capability = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "gfx942": None}[target]
     paged.decode_tiles = lambda dtype, D, nvidia, rows=16: decode(dtype, D, capability is not None, rows)
     gqa.decode_tiles = lambda dtype, D, rows, _: tiles_of_gqa(dtype, D, rows, capability is not None)
-    gqa.prefill_tiles = lambda dtype, D, heads, _: prefill(dtype, D, heads, capability)
     chunked.choose_tiles = lambda dtype, D, G, longest, _: unified(dtype, D, G, longest, capability)
     flash.choose_tiles = lambda dtype, D, window, _: tiles(dtype, D, window, capability)
     empty = lambda *shape, dtype=getattr(torch, kind): torch.empty(*shape, dtype=dtype, device="meta")
@@ -114,8 +113,6 @@ for target, wrapper, kind, Hq, Hkv, D, longest in json.loads(sys.argv[2]):
                 paged.paged_decode(q, cache, table, lens, 16384)
             case "gqa_decode":
                 gqa.gqa_decode(q, cache, table, lens, 16384)
-            case "gqa_prefill":
-                gqa.gqa_prefill(q, k, k, loc.long(), longest)
             case "flash_attention" | "flash_attention_window":
                 window = 1000 if wrapper == "flash_attention_window" else None
                 flash.flash_attention(q, k, k, loc, loc, longest, longest, window=window)
@@ -133,15 +130,14 @@ print(json.dumps(rows))
 """
 DECODE, CHUNK = ("bfloat16", 32, 8, 128, 1), ("bfloat16", 32, 8, 128, 480)
 HOPPER = [("sm_90", "paged_decode", *DECODE), ("sm_90", "gqa_decode", *DECODE), ("sm_90", "unified_attention", *DECODE),
-          ("sm_90", "unified_attention", *CHUNK), ("sm_90", "gqa_prefill", *CHUNK),
+          ("sm_90", "unified_attention", *CHUNK),
           ("sm_90", "unified_attention", "float32", 32, 1, 128, 20), ("sm_90", "flash_attention", *CHUNK),
           ("sm_90", "flash_attention_window", "bfloat16", 9, 3, 64, 480)]  # fmt: skip
 ELSEWHERE = [
     *((target, wrapper, *shape) for target in ("sm_80", "sm_90", "sm_100")
       for wrapper in ("paged_decode", "gqa_decode", "unified_attention")
       for shape in (("bfloat16", 9, 3, 64, 1), ("float16", 32, 32, 128, 1), ("bfloat16", 16, 8, 256, 1))),
-    *((target, wrapper, *shape) for target in ("sm_80", "sm_90", "sm_100")
-      for wrapper in ("gqa_prefill", "unified_attention")
+    *((target, "unified_attention", *shape) for target in ("sm_80", "sm_90", "sm_100")
       for shape in (("bfloat16", 9, 3, 64, 480), ("bfloat16", 32, 8, 64, 480), CHUNK, ("float32", 9, 3, 64, 480))),
     ("sm_90", "unified_attention", "bfloat16", 16, 8, 256, 480),
     *(("sm_90", wrapper, "bfloat16", 32, 8, D, 480) for wrapper in ("flash_attention", "flash_attention_window")
@@ -173,8 +169,6 @@ def test_keys_are_fetched_ahead_on_hopper():
             assert row["buffers"] == [1, 1] and 3 * (row["shared"] + 1024) <= 228 * 1024, (case, row)
         elif case[2] == "bfloat16" and not case[1].startswith("flash"):
             assert len(row["buffers"]) == 2 and min(row["buffers"]) >= 2 and min(row["waits"]) > 0, (case, row)
-        if case[1] == "gqa_prefill":
-            assert row["buffers"] == [3, 3]
 
 
 @needs.triton

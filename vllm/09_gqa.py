@@ -1,20 +1,17 @@
 """09 · GQA, MQA, MLA: fewer keys and values, in the model itself.
 
-The question: the cache costs bytes per token and KV head. Does every query head need keys and values of its own, and
-what does a model give up, and its kernels change, when they share?
+The question: the cache costs bytes per token and KV head. Does every query head need keys and values of its own?
 
 The mechanism:
   1. Multi-head attention (MHA) keeps a key and a value per query head. Multi-query (MQA) keeps one for all of them,
      grouped-query (GQA) one per group of G: query head h reads KV head h // G.
-  2. The cache shrinks by G. So do the bytes of a decode step, if the kernel loads a KV head once for its whole group:
-     the group's query heads are the rows of one tile.
+  2. The cache shrinks by G. So do a decode's bytes, if a kernel loads a KV head once for its group: rows of one tile.
   3. A wrong map, h % Hkv, has the right shapes, and is right for MHA and for MQA. Only in between is it wrong.
   4. Multi-head latent attention (MLA) keeps a vector of 512 per token, from which every head makes its own keys and
      values, and 64 numbers that carry the position: 576 elements, what GQA would need for 2.25 groups.
   5. For decoding, the matrices that make keys and values are folded into the query and the output. What is left is
      MQA: one KV head of 576, whose value is the first 512 elements of its key.
-  6. A rotation between query and key would forbid the folding; that is why position travels in its own 64 elements.
-  7. Tensor parallelism splits heads. Where there are fewer KV heads than GPUs, each is copied: one head is not less
+  6. Tensor parallelism splits heads. Where there are fewer KV heads than GPUs, each is copied: one head is not less
      than eight on eight GPUs.
 
 Numbers to remember: 32 layers of 32 heads of 128, bf16: 512 KiB per token for MHA, 128 for GQA-8, 16 for MQA. On eight
@@ -34,7 +31,6 @@ from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -43,6 +39,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from common import tl, triton
+from torch import Tensor
 
 from engine import arguments
 from lab import cli
@@ -51,7 +48,7 @@ from engine.model.tokenizer import Tokenizer
 from engine import registry
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.splits import combine_splits, default_splits
-from engine.attention.torch_paged import gather_plan, plan_decode, prefill_attention
+from engine.attention.torch_paged import decode_latent, plan_decode
 from lab import healing
 
 KEY = "09_gqa"
@@ -74,9 +71,7 @@ def tiled(Hq: int, Hkv: int) -> list[int]:
 HEAD_MAPS: dict[str, Callable[[int, int], list[int]]] = {"interleaved": interleaved, "tiled": tiled}
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Sequence[int], scale: float | None = None
-) -> torch.Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, heads: Sequence[int], scale: float | None = None) -> Tensor:
     """Causal attention, the reference: query head h gets a copy of KV head heads[h], as if the model were MHA.
 
     Shapes: q [T, Hq, D], the last T of S positions; k [S, Hkv, D], v [S, Hkv, Dv] -> [T, Hq, Dv].
@@ -89,18 +84,17 @@ def attention(
     return torch.einsum("hts,shd->thd", weights, v).to(q.dtype)
 
 
-# --- 2. The kernels: one load of a KV head for its whole group --------------------------------------------------------
+# --- 2. The kernel: one load of a KV head for its whole group ---------------------------------------------------------
 #
-# Both kernels have one number in common, HEADS: how many query heads of a group share a program and with it each load.
-# HEADS = G packs the group into the rows of one tile: every key leaves memory once. HEADS = 1 is the kernel that one
-# writes from the MHA formula: right, and it reads every key G times. Nothing else differs between the two.
-#
-# The softmax is lesson 03's, in powers of two: s arrives multiplied by log2 e, and 2^(s·log2 e) = e^s.
+# HEADS is how many query heads of a group share a program, and with it each load. HEADS = G packs the group into the
+# rows of one tile: every key leaves memory once. HEADS = 1 is the kernel that one writes from the MHA formula: right,
+# and it reads every key G times. Nothing else differs between the two. (Lesson 10's kernel packs prompts in this way.)
 
 
 @triton.jit
 def softmax_step(s, m, l):
-    """Weights of one more tile of scores s [M, N] under the new maximum, and what the old sums are worth under it."""
+    """Lesson 03's softmax, in powers of two: s [M, N] is a tile of scores times log2 e. Its weights under the new
+    maximum m, what the old sums are worth under it, and their new l."""
     m_new = tl.maximum(m, tl.max(s, 1))
     alpha = tl.math.exp2(m - m_new)
     w = tl.math.exp2(s - m_new[:, None])
@@ -151,14 +145,14 @@ def gqa_decode_kernel(q, kv_cache, block_table, seq_lens, out, lse, scale, strid
 
 
 def gqa_decode(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
     max_seq_len: int,
     heads_per_load: int | None = None,
     num_splits: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Decode attention for any Hq : Hkv, through a block table.
 
     Semantics: out[b, h] = Σ_j softmax_j(q[b, h]·k_j / √D) v_j, with k_j, v_j of KV head h // G, j < seq_lens[b].
@@ -197,14 +191,13 @@ def check_heads(Hq: int, Hkv: int, heads_per_load: int | None) -> int:
     return heads_per_load or G
 
 
-def split_buffers(q: torch.Tensor, width: int, splits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def split_buffers(q: Tensor, width: int, splits: int) -> tuple[Tensor, Tensor, Tensor]:
     """(out [B, Hq, width], what the splits write [B, Hq, splits, width], their log-sum-exps); one split writes out."""
-    B, Hq = q.shape[:2]
-    out = torch.empty(B, Hq, width, dtype=q.dtype, device=q.device)
+    out = torch.empty(*q.shape[:2], width, dtype=q.dtype, device=q.device)
     if splits == 1:
         return out, out, out
-    parts = torch.empty(B, Hq, splits, width, dtype=torch.float32, device=q.device)
-    return out, parts, torch.empty(B, Hq, splits, dtype=torch.float32, device=q.device)
+    parts = torch.empty(*q.shape[:2], splits, width, dtype=torch.float32, device=q.device)
+    return out, parts, torch.empty(*parts.shape[:3], dtype=torch.float32, device=q.device)
 
 
 def decode_tiles(dtype: torch.dtype, D_pad: int, rows: int, nvidia: bool) -> tuple[int, int, int]:
@@ -215,116 +208,22 @@ def decode_tiles(dtype: torch.dtype, D_pad: int, rows: int, nvidia: bool) -> tup
     return 128 if half and D_pad == 128 and rows <= 32 else 64, 4, 3
 
 
-@common.kernel
-def gqa_prefill_kernel(q, k, v, query_start_loc, out, scale, stride_q, stride_k, stride_v,
-                       Hq: tl.constexpr, Hkv: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
-                       BLOCK_M: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr,
-                       UPCAST: tl.constexpr):  # fmt: skip
-    BLOCK_Q: tl.constexpr = BLOCK_M // HEADS  # query positions in a tile of BLOCK_M rows
-    first = tl.program_id(1) * HEADS
-    kv_head = first // (Hq // Hkv)
-    b = tl.program_id(2)
-    start = tl.load(query_start_loc + b).to(tl.int64)
-    S = (tl.load(query_start_loc + b + 1) - start).to(tl.int32)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
-    if tile * BLOCK_Q >= S:
-        return
-
-    r, d = tl.arange(0, BLOCK_M), tl.arange(0, D_PAD)
-    t, head = tile * BLOCK_Q + r // HEADS, first + r % HEADS  # row r: a query position and a head of the group
-    column = (d < D)[None, :]
-    inside = ((r < BLOCK_Q * HEADS) & (t < S))[:, None] & column
-    row = (start + t)[:, None]
-    q_tile = tl.load(q + row * stride_q + head[:, None] * D + d[None, :], mask=inside, other=0.0)  # [BLOCK_M, D]
-    if UPCAST:
-        q_tile = q_tile.to(tl.float32)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-    end = tl.minimum(S, (tile + 1) * BLOCK_Q)  # causality: no query in this tile sees a key from there on
-    for n in range(0, end, TILE):
-        p = n + tl.arange(0, TILE)
-        live = (p < end)[:, None] & column
-        place = kv_head * D + d[None, :]
-        k_tile = tl.load(k + (start + p)[:, None] * stride_k + place, mask=live, other=0.0)  # [TILE, D]
-        v_tile = tl.load(v + (start + p)[:, None] * stride_v + place, mask=live, other=0.0)
-        if UPCAST:
-            k_tile, v_tile = k_tile.to(tl.float32), v_tile.to(tl.float32)
-        s = tl.dot(q_tile, k_tile.T, input_precision="ieee") * scale  # [BLOCK_M, TILE]
-        s = tl.where(p[None, :] <= t[:, None], s, float("-inf"))
-        w, alpha, m, l = softmax_step(s, m, l)
-        acc = tl.dot(w.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
-
-    o = acc / l[:, None]  # key 0 is visible to every row, so ℓ > 0
-    tl.store(out + (row * Hq + head[:, None]) * D + d[None, :], o.to(out.dtype.element_ty), mask=inside)
+# --- 3. A model on it -------------------------------------------------------------------------------------------------
 
 
-def gqa_prefill(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    max_query_len: int,
-    heads_per_load: int | None = None,
-) -> torch.Tensor:
-    """Causal attention of whole prompts, packed end to end, for any Hq : Hkv.
-
-    Semantics: out[t, h] = Σ_j softmax_j(q[t, h]·k[j, h // G] / √D) v[j, h // G], j ≤ t within t's own prompt.
-    Shapes: q [T, Hq, D]; k, v [T, Hkv, D] (token strides free); query_start_loc [B + 1] -> [T, Hq, D].
-    `heads_per_load` as in `gqa_decode`. `max_query_len` ≥ every prompt's length. Raises ValueError.
-    vLLM 0.32: v1/attention/ops/triton_unified_attention.py packs a group's heads into rows in the same way.
-    """
-    (T, Hq, D), Hkv = q.shape, k.shape[1]
-    heads = check_heads(Hq, Hkv, heads_per_load)
-    out = torch.empty(T, Hq, D, dtype=q.dtype, device=q.device)
-    if not common.runs_kernel(q):
-        for a, z in itertools.pairwise(query_start_loc.tolist()):
-            out[a:z] = prefill_attention(q[a:z], k[a:z], v[a:z])
-        return out
-    if T == 0:
-        return out
-    block_m, tile, num_warps, num_stages = prefill_tiles(q.dtype, D, heads, capability_of(q.device))
-    grid = (triton.cdiv(max_query_len, block_m // heads), Hq // heads, len(query_start_loc) - 1)
-    strides = q.stride(0), k.stride(0), v.stride(0)
-    sizes = {"Hq": Hq, "Hkv": Hkv, "D": D, "HEADS": heads, "D_PAD": max(16, triton.next_power_of_2(D))}
-    tiles = {"BLOCK_M": block_m, "TILE": tile, "num_warps": num_warps, "num_stages": num_stages}
-    scale = LOG2E / math.sqrt(D)
-    gqa_prefill_kernel[grid](q, k, v, query_start_loc, out, scale, *strides, **sizes, **tiles, UPCAST=common.INTERPRET)
-    return out
-
-
-def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """Of an NVIDIA GPU; None elsewhere."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" and not torch.version.hip else None
-
-
-def prefill_tiles(
-    dtype: torch.dtype, D: int, heads: int, capability: tuple[int, int] | None = None
-) -> tuple[int, int, int, int]:
-    """(rows, keys per tile, warps, stages). Found by compiling: these spill on no GPU that the tests compile for."""
-    least = triton.next_power_of_2(heads)  # a tile holds the group's heads at least once
-    if dtype == torch.float32:  # no tensor cores for exact fp32
-        return (max(16, least), 32, 8, 1) if D > 64 else (max(32, least), 32, 8, 2) if heads > 1 else (16, 32, 4, 2)
-    if capability == (9, 0) and D <= 128:
-        return max(128, least), 64, 8, 3
-    return max(64, least), 64 if D <= 64 else 32, 4, 2
-
-
-# --- 3. A model on both kernels ---------------------------------------------------------------------------------------
-
-
-def attend_in_groups(layers: Sequence[torch.Tensor], meta: AttentionMetadata) -> llama.Attend:
-    """For a step of whole prompts, or of sequences with one new token each (lesson 10 has one kernel for both).
+def attend_in_groups(layers: Sequence[Tensor], meta: AttentionMetadata) -> llama.Attend:
+    """For a step of whole prompts, by the reference, or of one new token for each sequence, by the kernel.
 
     `layers` has a cache [2, num_blocks, block_size, Hkv, D] for each layer; writing into it is lesson 02's.
     """
-    reshape_and_cache, longest = registry.fill("cache.write"), max(meta.query_lens)
+    reshape_and_cache = registry.fill("cache.write")
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         reshape_and_cache(k, v, layers[layer], meta.slot_mapping)
-        if longest > 1:
-            return gqa_prefill(q, k, v, meta.query_start_loc, longest)
-        return gqa_decode(q, layers[layer], meta.block_table, meta.seq_lens, meta.max_seq_len)
+        if max(meta.query_lens) == 1:
+            return gqa_decode(q, layers[layer], meta.block_table, meta.seq_lens, meta.max_seq_len)
+        prompts = zip(*(x.split(meta.query_lens) for x in (q, k, v)))
+        return torch.cat([attention(*prompt, interleaved(q.shape[1], k.shape[1])) for prompt in prompts])
 
     return attend
 
@@ -386,19 +285,18 @@ class MLAConfig:
 class MLA:
     """One layer of multi-head latent attention. (V2 and V3 also compress the query; that changes nothing here.)"""
 
-    def __init__(self, config: MLAConfig, tensors: Callable[[str, int, int], torch.Tensor]) -> None:
+    def __init__(self, config: MLAConfig, tensors: Callable[[str, int, int], Tensor]) -> None:
         """`tensors(name, out, in)` returns a weight under the checkpoint's name."""
         c = self.config = config
         H, N, R, P, V = c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank, c.qk_rope_head_dim, c.v_head_dim
         self.q_proj = tensors("q_proj", H * (N + P), c.hidden_size)
         self.kv_a_proj = tensors("kv_a_proj_with_mqa", R + P, c.hidden_size)
         self.kv_a_norm = tensors("kv_a_layernorm", R, 1).flatten()
-        self.o_proj = tensors("o_proj", c.hidden_size, H * V)
         self.kv_b_proj = tensors("kv_b_proj", H * (N + V), R)
         self.W_UK, self.W_UV = self.kv_b_proj.view(H, N + V, R).split((N, V), dim=1)  # [H, N, R], [H, V, R]
         self.scale = (N + P) ** -0.5
 
-    def project(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [T, hidden] -> queries [T, H, N + P], rotated in their last P; what to cache, [T, R + P], likewise."""
         c, H = self.config, self.config.num_attention_heads
         theta = c.rope_theta ** -(torch.arange(0, c.qk_rope_head_dim, 2).double() / c.qk_rope_head_dim)
@@ -410,7 +308,7 @@ class MLA:
         k_rope = rope.apply_rope(k_rope[:, None], cos, sin)[:, 0]  # one rotated key for all heads
         return torch.cat((q_nope, rope.apply_rope(q_rope, cos, sin)), -1), torch.cat((latent, k_rope), -1)
 
-    def naive(self, q: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
+    def naive(self, q: Tensor, cached: Tensor) -> Tensor:
         """Make every head's keys and values, then attend as MHA. q [T, H, N + P], cached [S, R + P] -> [T, H, V]."""
         c, S, H = self.config, len(cached), self.config.num_attention_heads
         latent, k_rope = cached.split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
@@ -419,31 +317,27 @@ class MLA:
         k = torch.cat((k_nope, k_rope[:, None].expand(S, H, -1)), dim=-1)
         return attention(q, k, v, range(H), self.scale)
 
-    def absorb(self, q: torch.Tensor) -> torch.Tensor:
+    def absorb(self, q: Tensor) -> Tensor:
         """Fold W_UK into the query: [T, H, N + P] -> [T, H, R + P]."""
         q_nope, q_rope = q.split((self.config.qk_nope_head_dim, self.config.qk_rope_head_dim), dim=-1)
         return torch.cat((torch.einsum("thn,hnr->thr", q_nope, self.W_UK), q_rope), dim=-1)
 
-    def unfold(self, o: torch.Tensor) -> torch.Tensor:
+    def unfold(self, o: Tensor) -> Tensor:
         """Σ w c -> Σ w v: [T, H, R] -> [T, H, V]."""
         return torch.einsum("thr,hvr->thv", o, self.W_UV)
 
-    def absorbed(self, q: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
+    def absorbed(self, q: Tensor, cached: Tensor) -> Tensor:
         """The same by MQA on the cache as it is. Shapes as `naive`."""
         key = cached[:, None]  # [S, 1, R + P]: one KV head, which every query head reads
         latent = key[..., : self.config.kv_lora_rank]  # [S, 1, R]
         return self.unfold(attention(self.absorb(q), key, latent, [0] * q.shape[1], self.scale))
-
-    def output(self, o: torch.Tensor) -> torch.Tensor:
-        """[T, H, V] -> [T, hidden]."""
-        return F.linear(o.flatten(1), self.o_proj)
 
     @classmethod
     def random(cls, config: MLAConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> MLA:
         """Seeded random weights, scaled so that activations keep their size."""
         generator = torch.Generator().manual_seed(seed)
 
-        def draw(name: str, rows: int, columns: int) -> torch.Tensor:
+        def draw(name: str, rows: int, columns: int) -> Tensor:
             noise = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
             return (1 + 0.1 * noise if columns == 1 else noise / math.sqrt(columns)).to(common.device(), dtype)
 
@@ -505,15 +399,15 @@ def mla_decode_kernel(q, cache, block_table, seq_lens, out, lse, scale, stride_q
 
 
 def mla_decode(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
     max_seq_len: int,
     kv_lora_rank: int,
     scale: float,
     num_splits: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Decode attention on a paged latent cache, in the absorbed form.
 
     Semantics: out[b, h] = Σ_j softmax_j(scale · q[b, h]·x_j) x_j[:R], with x_j the cached row of token j < seq_lens[b].
@@ -523,10 +417,11 @@ def mla_decode(
     """
     (B, H, width), R = q.shape, kv_lora_rank
     if not common.runs_kernel(q):
-        return mla_decode_torch(q, cache, block_table, seq_lens, R, scale)
+        return decode_latent(q, cache, block_table, seq_lens, R, scale)
     if B == 0:
         return q[:, :, :R].clone()
-    rows, tile, num_warps, num_stages = mla_tiles(q.dtype, H, capability_of(q.device))
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda and not torch.version.hip else None
+    rows, tile, num_warps, num_stages = mla_tiles(q.dtype, H, capability)
     groups = triton.cdiv(H, rows)
     splits = num_splits or default_splits(B * groups, max_seq_len, q.device, 1 if rows > 16 else 2)
     out, parts, lse = split_buffers(q, R, splits)
@@ -550,20 +445,6 @@ def mla_tiles(dtype: torch.dtype, H: int, capability: tuple[int, int] | None) ->
     if H > 32 and capability == (9, 0):
         return 64, 64, 8, 2
     return (32, 32, 8, 1) if H > 16 and capability else (16, 32, 4, 2)
-
-
-def mla_decode_torch(
-    q: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, R: int, scale: float
-) -> torch.Tensor:
-    """The CPU's path: gather blocks by lesson 02's plan, then SDPA with one KV head and H queries."""
-    out, width = q.new_zeros(*q.shape[:2], R), q.shape[2]
-    for rows, source, dead, bias in gather_plan(block_table, seq_lens, (2, *cache.shape)):
-        # The plan is for keys and values, one half after the other; here they are one.
-        x = cache.flatten(1).index_select(0, source[: len(source) // 2]).view(-1, width)
-        x.index_fill_(0, dead[: len(dead) // 2], 0)
-        x = x.view(len(rows), 1, -1, width)  # [b, 1, S, R + P]
-        out[rows] = F.scaled_dot_product_attention(q[rows, None], x, x[..., :R], bias.to(q.dtype), scale=scale)[:, 0]
-    return out
 
 
 # --- 5. Heads on several GPUs -----------------------------------------------------------------------------------------
@@ -595,34 +476,24 @@ def heads_that_answer(used: Sequence[int], Hkv: int) -> list[int]:
 
 # --- 6. The story -----------------------------------------------------------------------------------------------------
 
-QUESTION = "What is the capital of France?"
 
-
-def forced_kernels() -> contextlib.AbstractContextManager[None]:
-    """A context in which a CPU runs the Triton kernels, too, where there is a Triton."""
-    return common.use_kernels() if common.HAS_TRITON else contextlib.nullcontext()
-
-
-def check_kernels() -> None:
-    """Both GQA kernels at three ratios: two prompts, and of each its last token again, decoded from its blocks."""
+def check_decode() -> None:
+    """At three ratios: the last token of two prompts, decoded from their blocks."""
     device, lens = common.device(), [7, 40]
     meta = AttentionMetadata.build([[3], [1, 5, 2]], lens, lens, 16)
-    last, loc = meta.query_start_loc[1:] - 1, meta.query_start_loc
     for Hq, Hkv in ((6, 6), (9, 3), (6, 1)):
-        q, (k, v) = torch.randn(47, Hq, 64, device=device), torch.randn(2, 47, Hkv, 64, device=device)
-        parts = [x.split(lens) for x in (q, k, v)]
-        prompts = torch.cat([attention(*part, interleaved(Hq, Hkv)) for part in zip(*parts)])  # [47, Hq, 64]
+        q, (k, v) = torch.randn(2, Hq, 64, device=device), torch.randn(2, 47, Hkv, 64, device=device)
+        sequences = zip(q.split(1), k.split(lens), v.split(lens))
+        reference = torch.cat([attention(*sequence, interleaved(Hq, Hkv)) for sequence in sequences])  # [2, Hq, 64]
         kv_cache = torch.full((2, 6, 16, Hkv, 64), math.nan, device=device)
         kv_cache[:, 0] = 0  # the null block
         kv_cache.flatten(1, 2)[:, meta.slot_mapping] = torch.stack((k, v))
         for heads in dict.fromkeys((Hq // Hkv, 1)):
-            with forced_kernels():
-                prefilled = gqa_prefill(q, k, v, loc, 40, heads)
-                decoded = gqa_decode(q[last], kv_cache, meta.block_table, meta.seq_lens, 40, heads)
-            what = f"{Hq}:{Hkv}, {heads} query head{'s' * (heads > 1)} per load: decode and prefill"
-            common.check(what, torch.cat((decoded, prefilled)), torch.cat((prompts[last], prompts)))
+            with common.use_kernels():
+                out = gqa_decode(q, kv_cache, meta.block_table, meta.seq_lens, 40, heads)
+            common.check(f"{Hq}:{Hkv}, {heads} query head{'s' * (heads > 1)} per load", out, reference)
     if not common.HAS_TRITON:
-        common.skipped("the Triton kernels (the lines above are torch's)", common.kernel_mode())
+        common.skipped("the Triton kernels (what is checked above and below is torch's path)", common.kernel_mode())
 
 
 def show_map(head_map: str, model: llama.Llama, tokenizer: Tokenizer) -> None:
@@ -633,9 +504,10 @@ def show_map(head_map: str, model: llama.Llama, tokenizer: Tokenizer) -> None:
         error = common.relative_error(*(attention(q, k, v, heads) for heads in maps))
         rows.append([f"32 : {Hkv}", sum(a == b for a, b in zip(*maps)), f"{error:.2f}"])
     common.table(["tiled map, h mod Hkv", "heads that are right", "relative error"], rows)
-    prompt, shape = tokenizer.ask(QUESTION), (model.num_heads, model.num_kv_heads)
+    question, shape = "What is the capital of France?", (model.num_heads, model.num_kv_heads)
+    prompt = tokenizer.ask(question)
     answer = generate_naively(model, prompt, 8, HEAD_MAPS[head_map](*shape))
-    common.say(f"{QUESTION} {head_map} map: {tokenizer.decode(answer)!r}")
+    common.say(f"{question} {head_map} map: {tokenizer.decode(answer)!r}")
     common.check_equal("8 tokens from the grouped cache: the same", generate(model, [prompt], 8)[0], answer)
     wrong = generate_naively(model, prompt, 8, tiled(*shape))
     common.say(f"And under the tiled map, {shape[0]} : {shape[1]}: {tokenizer.decode(wrong)!r}")
@@ -644,11 +516,11 @@ def show_map(head_map: str, model: llama.Llama, tokenizer: Tokenizer) -> None:
 def show_mla() -> None:
     """Naive = absorbed, in fp64 and fp32; then as a decode step on a paged latent cache; then what each costs."""
     device, T = common.device(), 40
-    for dtype in (torch.float64, torch.float32):
+    for dtype, allowed in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         layer, hidden = MLA.random(MLAConfig(), dtype), torch.randn(T, 2048, dtype=dtype, device=device) / 8
         q, cached = layer.project(hidden, torch.arange(T, device=device))
-        naive, absorbed = layer.naive(q, cached), layer.absorbed(q, cached)
-        error, allowed = common.relative_error(absorbed, naive), {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
+        naive = layer.naive(q, cached)
+        error = common.relative_error(layer.absorbed(q, cached), naive)
         if not error <= allowed:
             raise common.CheckFailed(f"naive and absorbed differ by {error:.1e} in {dtype}")
         common.say(f"✓ a layer of DeepSeek-V2-Lite, naive and absorbed, {dtype}: relative error {error:.1e}")
@@ -657,15 +529,13 @@ def show_mla() -> None:
     cache = torch.full((5, 16, cached.shape[1]), math.nan, device=device)
     cache[0] = 0
     cache.flatten(0, 1)[meta.slot_mapping] = cached
-    step = {"block_table": meta.block_table, "seq_lens": meta.seq_lens, "max_seq_len": T, "kv_lora_rank": 512}
-    with forced_kernels():
-        o = mla_decode(layer.absorb(q[-1:]), cache, **step, scale=layer.scale, num_splits=2)
-    what = "mla_decode_kernel" if common.HAS_TRITON else "torch path"
-    common.check(f"its last token, paged, {what}, keys split in 2", layer.unfold(o), naive[-1:])
+    with common.use_kernels():
+        o = mla_decode(layer.absorb(q[-1:]), cache, meta.block_table, meta.seq_lens, T, 512, layer.scale, num_splits=2)
+    common.check("its last token, decoded from a paged cache, keys split in 2", layer.unfold(o), naive[-1:])
 
     common.say(f"{512 + 64} elements per token and layer, for 128 heads; MHA would keep {128 * (128 + 128):,}.")
-    one, several = mla_cost(128, 1, 8192), (mla_cost(128, queries, 8192) for queries in itertools.count(1))
-    cross = next(queries for queries, cost in enumerate(several, 1) if cost["naive"] < cost["absorbed"])
+    cross = next(T for T in itertools.count(1) if (cost := mla_cost(128, T, 8192))["naive"] < cost["absorbed"])
+    one = mla_cost(128, 1, 8192)
     gflop = f"naive {one['naive'] / 1e9:.0f} GFLOP, absorbed {one['absorbed'] / 1e9:.1f}"
     common.say(f"One query on 8,192 tokens, 128 heads: {gflop}. For {cross} queries or more, naive is less.")
 
@@ -682,12 +552,8 @@ def show_gpus() -> None:
         rows.append([tp, *kib, *fit, wrong])
     fits = ["GQA-8 fits", "MQA fits"]
     common.table(["GPUs", "MHA: KiB", "GQA-8: KiB", "MQA: KiB", "MLA: KiB", *fits, "GQA-8, tiled: heads wrong"], rows)
-    common.say(
-        "KiB: of a token, on each GPU. What fits: sequences of 8,192 tokens beside 16 GB of weights, GPUs of 80 GiB."
-    )
-    common.say(
-        "No head can be divided. MQA's is on each of eight GPUs, and not one sequence more fits than with GQA-8."
-    )
+    common.say("KiB: of a token, on each GPU. Fits: sequences of 8,192 tokens beside 16 GB of weights, in 80 GiB.")
+    common.say("No head can be divided: MQA's is on each of eight GPUs, where no sequence more fits than with GQA-8.")
     common.say("Where a GPU has one KV head, the wrong map is the right one: a test on eight GPUs passes.")
 
 
@@ -707,8 +573,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return healing.run(args.model, args.heal, args.json, machine)
     loader.check_context(args.model, 128)
 
-    common.heading("1 · The kernels, each KV head loaded once for its group, against the reference")
-    check_kernels()
+    common.heading("1 · The kernel, each KV head loaded once for its group, against the reference")
+    check_decode()
     common.heading("2 · The head map on the real model: the bug that is right at both ends")
     show_map(args.head_map, *loader.load(args.model))
     common.heading("3 · MLA: a latent for all heads")

@@ -333,7 +333,7 @@ def measure_mla(S: int, seconds: float) -> dict[str, float]:
 
 def measure_kernels() -> dict[str, Any]:
     """On a GPU, bf16: GB/s of cache (each byte once), % of a copy's, TFLOP/s; packed, and one query head per load."""
-    copy, decode, latent, prefill, dtype, device = timing.copy_bandwidth(), [], [], [], torch.bfloat16, common.device()
+    copy, decode, latent, dtype, device = timing.copy_bandwidth(), [], [], torch.bfloat16, common.device()
 
     def rate(moved: float, us: float) -> dict[str, float]:
         return {"gb_s": moved / us / 1e3, "% of copy": moved / us / copy * 1e8}
@@ -357,12 +357,7 @@ def measure_kernels() -> dict[str, Any]:
         us = microseconds(lesson.mla_decode, q, cache, table, lens, S, 512, 192**-0.5)
         flops = B * (lesson.mla_cost(H, 1, S)["absorbed"] - lesson.mla_cost(H, 1, 0)["absorbed"])  # q comes folded
         latent.append({"B": B, "S": S, "H": H, "us": us, **rate(B * S * 1152, us), "tflop_s": flops / us / 1e6})
-    for T in (2048, 8192):
-        q, (k, v) = torch.randn(T, 32, 128).to(device, dtype), torch.randn(2, T, 8, 128).to(device, dtype)
-        loc = torch.tensor([0, T], device=device)
-        us = [microseconds(lesson.gqa_prefill, q, k, v, loc, T, heads) for heads in (None, 1)]
-        prefill.append({"T": T, "packed_us": us[0], "one_by_one_us": us[1], "tflop_s": 4096 * 2 * T * T / us[0] / 1e6})
-    return {"copy_gb_s": copy / 1e9, "decode": decode, "mla": latent, "prefill": prefill}
+    return {"copy_gb_s": copy / 1e9, "decode": decode, "mla": latent}
 
 
 def measure_perplexity(model: llama.Llama, tokenizer: Tokenizer, num_tokens: int = 5120) -> dict[str, float]:
@@ -388,7 +383,7 @@ def measure_speed() -> dict[str, Any]:
     """Time follows the bytes that are loaded: on a CPU with torch's attention, on a GPU with the lesson's kernels."""
     if common.HAS_GPU:
         bench = measure_kernels()
-        for kind in ("decode", "mla", "prefill"):
+        for kind in ("decode", "mla"):
             cells = [[f"{x:,.1f}" if isinstance(x, float) else x for x in row.values()] for row in bench[kind]]
             common.table(list(bench[kind][0]), cells, title=kind)
         return bench | {"mla_layer": measure_mla(4096, 0.3)}

@@ -60,17 +60,13 @@ def gqa(m: Any, dtype: torch.dtype) -> None:
     """Every kernel at the shapes of SmolLM2, an 8B Llama and DeepSeek-V3 (128 heads, and 16), on meta tensors."""
     empty = functools.partial(torch.empty, device="meta")
     table, lens = empty(32, 1024, dtype=torch.int32), empty(32, dtype=torch.int32)
-    start_loc = empty(5, dtype=torch.int64)
     for Hq, Hkv, D in ((32, 8, 128), (9, 3, 64)):
         q, kv_cache = empty(32, Hq, D, dtype=dtype), empty(2, 1024, 16, Hkv, D, dtype=dtype)
-        prompt, k = empty(4096, Hq, D, dtype=dtype), empty(4096, Hkv, D, dtype=dtype)
-        for heads in (None, 1):
-            m.gqa_decode(q, kv_cache, table, lens, 16384, heads)
-            m.gqa_prefill(prompt, k, k, start_loc, 1024, heads)
-        m.gqa_decode(q, kv_cache, table, lens, 200)  # short: not split
+        for longest, heads in ((16384, None), (16384, 1), (200, None)):  # 200: not split
+            m.gqa_decode(q, kv_cache, table, lens, longest, heads)
     for H, longest in ((128, 16384), (16, 16384), (16, 200)):
-        cache = empty(1024, 64, 576, dtype=dtype)
-        m.mla_decode(empty(32, H, 576, dtype=dtype), cache, table, lens, longest, 512, 192**-0.5)
+        q, cache = empty(32, H, 576, dtype=dtype), empty(1024, 64, 576, dtype=dtype)
+        m.mla_decode(q, cache, table, lens, longest, 512, 192**-0.5)
 
 
 def chunked_prefill(m: Any, dtype: torch.dtype) -> None:

@@ -138,6 +138,23 @@ def decode_gathered(
     return o.view(b, Hkv, n, -1, D).transpose(1, 2).reshape(b * n, Hq, D)
 
 
+def decode_latent(  # noqa: PLR0913  what lesson 09's kernel takes
+    q: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, R: int, scale: float
+) -> torch.Tensor:
+    """What lesson 09's `mla_decode` computes: one KV head, whose value is the first R of its key. Planned at each call.
+
+    Shapes: q [B, H, W], cache [num_blocks, block_size, W], block_table [B, blocks], seq_lens [B] -> [B, H, R].
+    """
+    out, width = q.new_zeros(*q.shape[:2], R), q.shape[2]
+    for rows, source, dead, bias in gather_plan(block_table, seq_lens, (2, *cache.shape)):
+        # The plan is for keys and values, one half after the other; here they are one.
+        x = cache.flatten(1).index_select(0, source[: len(source) // 2]).view(-1, width)
+        x.index_fill_(0, dead[: len(dead) // 2], 0)
+        x = x.view(len(rows), 1, -1, width)  # [b, 1, S, W]
+        out[rows] = F.scaled_dot_product_attention(q[rows, None], x, x[..., :R], bias.to(q.dtype), scale=scale)[:, 0]
+    return out
+
+
 # --- In place -------------------------------------------------------------------------------------------------------
 
 
