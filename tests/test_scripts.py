@@ -61,7 +61,7 @@ PARTS: dict[str, tuple[str, str | None, dict | None]] = {
     "04b_offline_engine": ("The offline engine", "What sampling costs", {}),
     "04c_speed": ("From naive to final", "Waiting requests cost nothing", None),
     "05_optimizations": ("The real model", "on a clock", None),
-    "05b_quantization": ("Live: block", "Measured here", {}),
+    "05b_quantization": ("Live: block", "One group and its outlier", None),
     "05c_tensor_parallel": ("The real model", None, {}),
     "05d_kv_cache_quantization": ("The real model", "One query among eight keys", None),
     "06_serving": ("The real model", "What load does", None),

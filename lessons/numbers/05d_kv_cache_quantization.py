@@ -53,7 +53,7 @@ KEY = "05d_kv_cache_quantization"
 lesson = registry.lesson(KEY)
 
 
-# --- The simulation behind the widget: sixteen channels, eight keys, one query ---------------------------------------
+# --- The simulation behind the widget: sixteen channels, eight keys, one query ----------------------------------------
 
 CHANNELS, TOKENS = 16, 8
 PRESETS = ("outlier channel", "two outlier channels", "no outlier", "outlier token")

@@ -102,7 +102,7 @@ def level_of(code: int, fmt: KVFormat) -> float:
     return lloyd_max(fmt.bits)[code] if fmt.grid == "lloyd" else code - (2**fmt.bits - 1) / 2
 
 
-# --- What we want to compute: dequantize everything, then attend -----------------------------------------------------
+# --- What we want to compute: dequantize everything, then attend ------------------------------------------------------
 
 
 def dequantize_reference(layer: torch.Tensor, layout: PageLayout, head_scales: torch.Tensor) -> torch.Tensor:
