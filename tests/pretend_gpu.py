@@ -21,7 +21,6 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from lab import timing
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -403,6 +402,7 @@ def pretend_torch() -> None:
 def pretend_kernels() -> None:
     """Launches take pointers to the GPU (or to pinned memory) alone. The interpreter has room for one at a time."""
     import common
+    from lab import timing
     import triton
 
     turn = threading.Lock()

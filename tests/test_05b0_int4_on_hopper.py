@@ -18,13 +18,15 @@ import needs
 import pytest
 import torch
 from test_05b_quantization import emulated_ptx
-from engine import registry
+from lab import cli
 from support.close import assert_close
 
-lesson = registry.lesson("05b_quantization")
+page = cli.numbers("05b_quantization")
 from engine.quantization import formats, packed_weight
 from engine.quantization import int4_hopper as hopper
+from engine.quantization.algorithms import rtn
 from engine.quantization.dequant_matmul import dequant_matmul
+from engine.quantization.linear import QuantizedLinear
 from engine.quantization.packed_weight import PackedWeight, scale_words
 
 Format = formats.Format
@@ -64,7 +66,7 @@ def test_words_hold_scales_and_zero_points_exactly(N, group, zero):
 
 def test_other_formats_have_no_words():
     for name in ("int4-g64", "q4_1", "int8", "fp8", "mxfp4", "q8_0"):
-        assert scale_words(lesson.rtn(torch.randn(4, 768), lesson.FORMATS[name])) is None
+        assert scale_words(rtn(torch.randn(4, 768), formats.FORMATS[name])) is None
     assert scale_words(quantized(4, 384)) is None, "half a tile"
     assert scale_words(quantized(4, 768, 768)) is not None, "one scale a row"
 
@@ -84,7 +86,7 @@ def test_only_hopper_gets_words_and_only_what_it_can_read_is_taken(monkeypatch):
                   torch.zeros(1, 512, dtype=torch.bfloat16).expand(3, 512)):  # fmt: skip
         assert not hopper.takes(wrong, weight)
     assert not hopper.takes(x[:1, :512], PackedWeight.pack(quantized(127, 512)))
-    assert not hopper.takes(x[:1, :512], PackedWeight.pack(lesson.rtn(torch.randn(4, 512), formats.FP8_BLOCKS)))
+    assert not hopper.takes(x[:1, :512], PackedWeight.pack(rtn(torch.randn(4, 512), formats.FP8_BLOCKS)))
     monkeypatch.setattr(common, "INTERPRET", True)
     assert not hopper.takes(x[:1, :512], weight)
 
@@ -297,7 +299,7 @@ def test_the_loop_decodes_and_multiplies_and_does_little_else():
         assert row["STS"] == row["LDG"] == row["SHFL"] == 0 and set(row["LDS"]) == {"LDS.128"}, row
         assert len(row["LDS"]) == 8 + 2 + tokens, "codes, words, x"
         assert row["HMMA"] == 6 * tokens and row["TMA"] == 3 and row["BAR"] <= 4, row
-    instructions, codes = lesson.LOOPS["hopper"]
+    instructions, codes = page.LOOPS["hopper"]
     assert codes == 128 * 256 and abs(few["loop"] - instructions) <= 10, few["loop"]
 
 
@@ -351,7 +353,7 @@ def test_large_layers_on_hopper_equal_the_plain_kernel(M, device, monkeypatch):
 def test_a_layer_runs_it(device, monkeypatch):
     calls, run = [], hopper.int4_matmul
     monkeypatch.setattr(hopper, "int4_matmul", lambda *a: calls.append(a) or run(*a))
-    layer = lesson.QuantizedLinear(quantized(256, 512).to(device))
+    layer = QuantizedLinear(quantized(256, 512).to(device))
     for M, kind, taken in ((1, torch.bfloat16, True), (17, torch.bfloat16, False), (1, torch.float16, False)):
         calls.clear()
         layer(torch.randn(M, 512, device=device).to(kind))

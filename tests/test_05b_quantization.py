@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine import registry
-from lab import recorded
+from lab import cli, recorded
 from lab.hardware import HARDWARE
 from support.close import assert_close
 from engine.model import folders, llama, loader
@@ -33,22 +33,25 @@ from engine.request import Request
 from engine.request import SamplingParams
 from engine.core.engine_core import EngineCore
 
-lesson = registry.lesson("05b_quantization")
+lesson, page = registry.lesson("05b_quantization"), cli.numbers("05b_quantization")
 from engine.quantization import (
     activations,
+    algorithms,
     checkpoints,
     decoding,
     dequant_matmul,
     formats,
     gguf_codes,
+    linear,
     methods,
     packed_weight,
     scaled_matmul,
     split_k,
 )
+from engine.quantization.calibration import window_attention, windows
 from engine.quantization.packed_weight import PackedWeight
 
-FORMATS, Format, rtn = formats.FORMATS, formats.Format, lesson.rtn
+FORMATS, Format, rtn = formats.FORMATS, formats.Format, algorithms.rtn
 
 ALL_CODES = torch.arange(256).to(torch.uint8)
 TORCH_FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -292,9 +295,9 @@ def test_kernels_write_their_outputs_alone(kernels, device, guarded_outputs):
     guarded_outputs.clear()  # packing made some as well
     dequant_matmul.dequant_matmul(torch.randn(3, 576, device=device), weight)
     assert len(guarded_outputs) == 2, "the output, and the partial sums"
-    for grid, K in itertools.product(lesson.EIGHT_BIT, (83, 300)):
-        codes, scale = lesson.quantize_rows(torch.randn(3, K, device=device), grid)
-        b, b_scale = lesson.quantize_rows(torch.randn(7, K, device=device), grid)
+    for grid, K in itertools.product(activations.EIGHT_BIT, (83, 300)):
+        codes, scale = activations.quantize_rows(torch.randn(3, K, device=device), grid)
+        b, b_scale = activations.quantize_rows(torch.randn(7, K, device=device), grid)
         scaled_matmul.scaled_matmul(codes, b, scale, b_scale, torch.float32)
     assert len(guarded_outputs) == 24, "with 300 codes a row, partial sums too"
     assert all(out.isfinite().all() for out in guarded_outputs)
@@ -365,8 +368,8 @@ def test_rows_beyond_31_bits_and_in_16(kernels, device, apart):
     x = torch.randn(3, 64, device=device).bfloat16()
     weight = PackedWeight.pack(rtn(torch.randn(20, 64), FORMATS["int4-g64"]).to(device))
     assert torch.equal(dequant_matmul.dequant_matmul(apart(x), weight), dequant_matmul.dequant_matmul(x, weight))
-    for grid in lesson.EIGHT_BIT:
-        found, exact = lesson.quantize_rows(apart(x), grid), lesson.quantize_rows(x.float(), grid)
+    for grid in activations.EIGHT_BIT:
+        found, exact = activations.quantize_rows(apart(x), grid), activations.quantize_rows(x.float(), grid)
         assert torch.equal(found[0], exact[0]) and torch.equal(found[1], exact[1])
 
 
@@ -504,14 +507,14 @@ def test_no_rows_no_launch(kernels, device):
     before, x = dequant_matmul.dequant_matmul_kernel.launches, torch.empty(0, 64, device=device)
     assert dequant_matmul.dequant_matmul(x, PackedWeight.pack(q.to(device))).shape == (0, 4)
     assert dequant_matmul.dequant_matmul_kernel.launches == before
-    codes, scale = lesson.quantize_rows(x, "int8")
+    codes, scale = activations.quantize_rows(x, "int8")
     assert scaled_matmul.scaled_matmul(codes, codes[:0], scale, scale, torch.float32).shape == (0, 0)
 
 
 # --- Kernel two -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("grid", lesson.EIGHT_BIT)
+@pytest.mark.parametrize("grid", activations.EIGHT_BIT)
 @pytest.mark.parametrize("smoothed", [False, True])
 def test_rounding_activations(grid, smoothed, kernels, guarded, device):
     """The kernel's codes and scales are bit for bit what torch computes."""
@@ -519,9 +522,9 @@ def test_rounding_activations(grid, smoothed, kernels, guarded, device):
     x[3] = 0
     x[4, 0] = 1000.0
     smooth = guarded(torch.rand(83, device=device) + 0.5) if smoothed else None
-    codes, scale = lesson.quantize_rows(guarded(x), grid, smooth)
+    codes, scale = activations.quantize_rows(guarded(x), grid, smooth)
     v = (x if smooth is None else x * smooth).cpu()  # on a GPU, torch divides by a number by multiplying
-    expected_scale = (v.abs().amax(1) / lesson.EIGHT_BIT[grid]).clamp(min=1e-30)
+    expected_scale = (v.abs().amax(1) / activations.EIGHT_BIT[grid]).clamp(min=1e-30)
     v = v / expected_scale[:, None]
     e4m3 = v.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     expected = v.round().to(torch.int8) if grid == "int8" else e4m3
@@ -535,12 +538,12 @@ def test_rounding_to_e4m3_on_every_value_and_tie(kernels, device):
     ties = (values[1:] + values[:-1]) / 2
     beside = torch.nextafter(ties, ties + 1), torch.nextafter(ties, ties - 1)
     x = torch.cat((values, ties, *beside, torch.tensor([-0.0, 448])))
-    codes, scale = lesson.quantize_rows(x[None].to(device), "fp8")
+    codes, scale = activations.quantize_rows(x[None].to(device), "fp8")
     assert scale.item() == 1
     assert torch.equal(codes[0].cpu(), x.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
-EIGHT_BIT_SIZES = [(grid, M, N, K) for grid in lesson.EIGHT_BIT for M, N, K in (
+EIGHT_BIT_SIZES = [(grid, M, N, K) for grid in activations.EIGHT_BIT for M, N, K in (
     (1, 1, 16), (5, 130, 192), (3, 20, 1040), (17, 40, 300), (40, 20, 304), (130, 20, 144), (70, 20, 83))]  # fmt: skip
 
 
@@ -598,13 +601,13 @@ print(scaled_matmul(a, a, one, one, torch.float32).item())"""
     assert float(done.stdout) == 127 * 127 * 1000
 
 
-@pytest.mark.parametrize("grid", lesson.EIGHT_BIT)
+@pytest.mark.parametrize("grid", activations.EIGHT_BIT)
 def test_both_paths_of_the_eight_bit_layer_agree(grid, device):
     """Kernel and torch path: the same codes, so the same layer."""
     if not common.HAS_TRITON:
         pytest.skip("no Triton wheel on this platform")
     bias, smooth = torch.randn(24, device=device), torch.rand(96, device=device) + 0.5
-    layer = lesson.W8A8Linear(rtn(torch.randn(24, 96), FORMATS[grid]).to(device), grid, bias, smooth)
+    layer = linear.W8A8Linear(rtn(torch.randn(24, 96), FORMATS[grid]).to(device), grid, bias, smooth)
     x = torch.randn(3, 96, device=device)
     with common.use_kernels():
         kernel = layer(x)
@@ -615,16 +618,16 @@ def test_both_paths_of_the_eight_bit_layer_agree(grid, device):
 def test_kernels_read_nothing_behind_their_operands(kernels, guarded):
     """Masks of loads whose result is thrown away change no number. Here every operand ends where its memory ends."""
     for name, dtype in (("int4-g32", torch.float32), ("int4-g32", torch.float16), ("fp8", torch.float16)):
-        weight = PackedWeight.pack(lesson.rtn(torch.randn(130, 96), lesson.FORMATS[name]))
+        weight = PackedWeight.pack(algorithms.rtn(torch.randn(130, 96), formats.FORMATS[name]))
         for part in ("codes", "scale", "zero"):
             if getattr(weight, part) is not None:
                 setattr(weight, part, guarded(getattr(weight, part)))
         assert dequant_matmul.dequant_matmul(guarded(torch.randn(3, 96).to(dtype)), weight).isfinite().all()
     parts, out, scales = guarded(torch.randn(2, 3, 5)), guarded(torch.zeros(3, 5)), map(guarded, torch.ones(2, 5))
     split_k.add_splits_kernel[(1, 3)](parts, *scales, out, 3, 5, SPLIT_K=2, SCALED=True, BLOCK=1024)
-    for grid in lesson.EIGHT_BIT:
-        codes, scale = lesson.quantize_rows(guarded(torch.randn(3, 83)), grid, guarded(torch.rand(83)))
-        b, b_scale = lesson.quantize_rows(guarded(torch.randn(5, 83)), grid)
+    for grid in activations.EIGHT_BIT:
+        codes, scale = activations.quantize_rows(guarded(torch.randn(3, 83)), grid, guarded(torch.rand(83)))
+        b, b_scale = activations.quantize_rows(guarded(torch.randn(5, 83)), grid)
         scaled_matmul.scaled_matmul(*map(guarded, (codes, b, scale, b_scale)), torch.float32)
 
 
@@ -646,10 +649,10 @@ INT3 = Format("int3", "int", 3, 32, "fp16", "int")
 def test_algorithms_beat_rounding_on_fresh_inputs():
     W, X = layer_and_inputs()
     X, fresh = X[:200], X[200:]
-    error = lambda decoded: lesson.output_error(decoded, W, fresh)  # noqa: E731
+    error = lambda decoded: algorithms.output_error(decoded, W, fresh)  # noqa: E731
     rounded = error(rtn(W, INT3).dequantize())
-    scaled, inverse = lesson.awq(W, X, INT3)
-    assert error(lesson.gptq(W, X, INT3).dequantize()) < 0.75 * rounded
+    scaled, inverse = algorithms.awq(W, X, INT3)
+    assert error(algorithms.gptq(W, X, INT3).dequantize()) < 0.75 * rounded
     assert error(scaled.dequantize() * inverse) < 0.75 * rounded
 
 
@@ -657,8 +660,8 @@ def test_autoround_beats_rounding_on_fresh_inputs():
     W, X = layer_and_inputs(outliers=1.0)
     X, fresh = X[:200], X[200:]
     for f in (INT3, FORMATS["q4_1"]):
-        learned, rounded = lesson.autoround(W, X, f).dequantize(), rtn(W, f).dequantize()
-        assert lesson.output_error(learned, W, fresh) < 0.975 * lesson.output_error(rounded, W, fresh)
+        learned, rounded = algorithms.autoround(W, X, f).dequantize(), rtn(W, f).dequantize()
+        assert algorithms.output_error(learned, W, fresh) < 0.975 * algorithms.output_error(rounded, W, fresh)
         assert common.relative_error(learned, W) > common.relative_error(rounded, W), "worse weights, better outputs"
 
 
@@ -666,7 +669,7 @@ def test_gptq_is_the_column_by_column_definition():
     """Against the textbook: after each column, solve the remaining least-squares problem from scratch, in fp64."""
     W, X = layer_and_inputs(K=32, N=3)
     f = Format("x", "int", 3, 32, "fp32", "int")
-    found = lesson.gptq(W, X, f, block=8)
+    found = algorithms.gptq(W, X, f, block=8)
     scales = formats.choose_scales(W, f)
     H = X.double().T @ X.double()
     H.diagonal().add_(0.01 * H.diagonal().mean())
@@ -687,19 +690,19 @@ def test_gptq_is_the_column_by_column_definition():
 def test_gptq_without_correlation_is_rounding():
     W, _ = layer_and_inputs()
     X = torch.eye(96) * torch.linspace(1, 3, 96)
-    assert torch.equal(lesson.gptq(W, X, INT3).codes, rtn(W, INT3).codes)
+    assert torch.equal(algorithms.gptq(W, X, INT3).codes, rtn(W, INT3).codes)
 
 
 @pytest.mark.parametrize("name", ["int4-g32", "q4_1", "mxfp4", "nvfp4", "fp8"])
 def test_gptq_works_on_every_grid(name):
     W, X = layer_and_inputs()
-    quantized, rounded = lesson.gptq(W, X, FORMATS[name]), rtn(W, FORMATS[name])
-    assert lesson.output_error(quantized.dequantize(), W, X) < lesson.output_error(rounded.dequantize(), W, X)
+    quantized, rounded = algorithms.gptq(W, X, FORMATS[name]), rtn(W, FORMATS[name])
+    assert algorithms.output_error(quantized.dequantize(), W, X) < algorithms.output_error(rounded.dequantize(), W, X)
 
 
 def test_awq_scales_follow_the_inputs():
     W, X = layer_and_inputs()
-    _, inverse = lesson.awq(W, X, INT3)
+    _, inverse = algorithms.awq(W, X, INT3)
     assert inverse[::17].mean() < 0.5 * inverse.mean(), "large inputs are shrunk, their weights enlarged"
 
 
@@ -710,7 +713,7 @@ def test_awq_searches_from_end_to_end(weights, inputs, power):
     W, X = layer_and_inputs(outliers=1.0)
     X = X.sign()  # all inputs equally large, but for one channel
     W[:, 5], X[:, 5] = W[:, 5] * weights, X[:, 5] * inputs
-    _, inverse = lesson.awq(W, X, INT3)
+    _, inverse = algorithms.awq(W, X, INT3)
     s = X.abs().mean(0) ** power
     assert torch.allclose(inverse * s, (s.max() * s.min()).sqrt().expand(96))
 
@@ -718,8 +721,8 @@ def test_awq_searches_from_end_to_end(weights, inputs, power):
 def test_awq_layers_shrink_their_inputs(device):
     """The factor that the weights took must come off the inputs, in the layer that the model calls."""
     W, X = layer_and_inputs(K=128)
-    layer, _ = methods.quantize_layer(W.to(device), None, lesson.Method("int4-g64", "awq"), X)
-    assert isinstance(layer, lesson.QuantizedLinear)
+    layer, _ = methods.quantize_layer(W.to(device), None, methods.Method("int4-g64", "awq"), X)
+    assert isinstance(layer, linear.QuantizedLinear)
     assert common.relative_error(layer(X.to(device)).cpu(), X @ W.T) < 0.15
 
 
@@ -735,13 +738,13 @@ def test_the_weights_that_were_decoded_do_not_stay_beside_the_packed_ones(librar
 
 def test_awq_leaves_equal_inputs_alone():
     W, _ = layer_and_inputs()
-    quantized, inverse = lesson.awq(W, torch.ones(10, 96), INT3)
+    quantized, inverse = algorithms.awq(W, torch.ones(10, 96), INT3)
     assert torch.allclose(inverse, torch.ones(96)) and torch.equal(quantized.codes, rtn(W, INT3).codes)
 
 
 def test_autoround_moves_a_weight_by_one_step_at_most():
     W, X = layer_and_inputs(outliers=1.0)
-    learned, rounded = lesson.autoround(W, X, INT3), rtn(W, INT3)
+    learned, rounded = algorithms.autoround(W, X, INT3), rtn(W, INT3)
     moved = learned.codes.int() - rounded.codes.int()
     assert moved.abs().max() == 1 and 0.01 < (moved != 0).float().mean() < 0.6
 
@@ -749,13 +752,13 @@ def test_autoround_moves_a_weight_by_one_step_at_most():
 def test_autoround_survives_a_group_of_zeros():
     W, X = layer_and_inputs(outliers=1.0)
     W[:, :32] = 0
-    learned, rounded = (q.dequantize() for q in (lesson.autoround(W, X, INT3), rtn(W, INT3)))
-    assert lesson.output_error(learned, W, X) < lesson.output_error(rounded, W, X)
+    learned, rounded = (q.dequantize() for q in (algorithms.autoround(W, X, INT3), rtn(W, INT3)))
+    assert algorithms.output_error(learned, W, X) < algorithms.output_error(rounded, W, X)
 
 
 def test_smoothquant_leaves_the_product_alone_and_shares_the_range():
     W, X = layer_and_inputs()
-    s = lesson.smoothquant(W, X)
+    s = algorithms.smoothquant(W, X)
     assert_close(X / s @ (W * s).T, X @ W.T)
     assert torch.allclose((X / s).abs().amax(0), (W * s).abs().amax(0), rtol=1e-4)  # α = ½: both sides alike
 
@@ -766,8 +769,8 @@ def test_one_outlier_ruins_a_scale_for_all_tokens():
     X[0, 5] = 3000.0
     error = {}
     for smooth, per_tensor in itertools.product((False, True), repeat=2):
-        s = lesson.smoothquant(W, X) if smooth else None
-        layer = lesson.W8A8Linear(rtn(W if s is None else W * s, FORMATS["int8"]), "int8", None, s, per_tensor)
+        s = algorithms.smoothquant(W, X) if smooth else None
+        layer = linear.W8A8Linear(rtn(W if s is None else W * s, FORMATS["int8"]), "int8", None, s, per_tensor)
         error[smooth, per_tensor] = common.relative_error(layer(X)[1:], X[1:] @ W.T)
     assert error[False, True] > 0.5
     assert error[False, False] < 0.03, "a scale per token confines the outlier to its own token"
@@ -786,7 +789,7 @@ def small_model():
 def logits_of(model, tokens=(3, 1, 4, 1, 5, 9, 2, 6)):
     tokens = torch.tensor(tokens, device=model.device)
     positions = torch.arange(len(tokens), device=model.device)
-    return model.logits(model.forward(tokens, positions, lesson.window_attention(1)))
+    return model.logits(model.forward(tokens, positions, window_attention(1)))
 
 
 @pytest.mark.parametrize("method", [m for m in methods.METHODS if m not in ("gguf", "torchao")])
@@ -794,7 +797,7 @@ def test_methods_run_in_a_model_and_leave_it_alone(method, small_model):
     before = logits_of(small_model)
     layers = dict(small_model.linear)
     calibration = torch.randint(0, 128, (4, 64))
-    quantized = lesson.quantize_model(small_model, method, calibration=calibration)
+    quantized = methods.quantize_model(small_model, method, calibration=calibration)
     after = logits_of(quantized)
     assert small_model.linear == layers and torch.equal(logits_of(small_model), before)
     assert quantized.linear["lm_head"] is layers["lm_head"]
@@ -806,10 +809,10 @@ def test_blocks_are_calibrated_on_what_quantized_blocks_produce(small_model, mon
     seen, quantize_layer = [], methods.quantize_layer
     monkeypatch.setattr(methods, "quantize_layer", lambda *args: seen.append(args[3]) or quantize_layer(*args))
     tokens = torch.randint(0, 128, (2, 64), device=small_model.device)
-    quantized, _ = lesson.quantize(small_model, lesson.Method("int4-g64", "gptq"), tokens)
+    quantized, _ = methods.quantize(small_model, methods.Method("int4-g64", "gptq"), tokens)
     assert len(seen) == 8
     positions = torch.arange(64, device=small_model.device).repeat(2)
-    h = quantized.forward(tokens.flatten(), positions, lesson.window_attention(2), layers=[0])
+    h = quantized.forward(tokens.flatten(), positions, window_attention(2), layers=[0])
     x = torch.nn.functional.rms_norm(h, h.shape[-1:], small_model.input_norm[1], small_model.config.rms_norm_eps)
     assert_close(seen[4], x)  # block 1's first layer
 
@@ -818,14 +821,14 @@ def test_windows_attend_to_themselves_alone(small_model):
     """Two windows in one pass are two passes: what calibration sees is what the model computes."""
     tokens = torch.randint(0, 128, (2, 9), device=small_model.device)
     positions = torch.arange(9, device=small_model.device)
-    both = small_model.forward(tokens.flatten(), positions.repeat(2), lesson.window_attention(2))
-    apart = [small_model.forward(row, positions, lesson.window_attention(1)) for row in tokens]
+    both = small_model.forward(tokens.flatten(), positions.repeat(2), window_attention(2))
+    apart = [small_model.forward(row, positions, window_attention(1)) for row in tokens]
     assert_close(both, torch.cat(apart))
 
 
 @pytest.mark.parametrize("method", ["int4", "fp8_per_channel"])
 def test_a_models_decode_step_runs_the_kernels(method, small_model, kernels):
-    quantized = lesson.quantize_model(small_model, method)
+    quantized = methods.quantize_model(small_model, method)
     w8a8 = [activations.quantize_rows_kernel, scaled_matmul.scaled_matmul_kernel]
     used = [dequant_matmul.dequant_matmul_kernel] if method == "int4" else w8a8
     before = [kernel.launches for kernel in used]
@@ -839,7 +842,7 @@ def test_a_models_decode_step_runs_the_kernels(method, small_model, kernels):
 def test_quantized_models_run_in_the_engine(small_model):
     """Lesson 04's engine on int8 weights and activations: batched equals one by one, so rounding is per token."""
     batching = registry.lesson("04_continuous_batching")
-    quantized = lesson.quantize_model(small_model, "int8")
+    quantized = methods.quantize_model(small_model, "int8")
 
     def run(prompts):
         config = batching.SchedulerConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64)
@@ -860,11 +863,11 @@ def test_quantized_models_run_in_the_engine(small_model):
 def test_a_row_of_the_table(real_model):
     """One layer's worth of the model on a little text: the fast twin of the table's regeneration."""
     model, tokenizer = real_model
-    calibration, text = lesson.windows(tokenizer, 1, 48)
+    calibration, text = windows(tokenizer, 1, 48)
     assert calibration.shape == text.shape == (1, 48) and not torch.equal(calibration, text)
-    perplexity, predicted = lesson.evaluate(model, text)
+    perplexity, predicted = page.evaluate(model, text)
     text = text.to(model.device)
-    logits = model.logits(model.forward(text[0], torch.arange(48, device=model.device), lesson.window_attention(1)))
+    logits = model.logits(model.forward(text[0], torch.arange(48, device=model.device), window_attention(1)))
     expected = -logits[:-1].log_softmax(-1).gather(1, text[0, 1:, None]).mean()
     assert perplexity == pytest.approx(expected.exp().item(), rel=1e-4)
     assert torch.equal(predicted[0], logits.argmax(-1))
@@ -874,7 +877,7 @@ def test_the_shipped_format_costs_nothing(real_model):
     """Error 0 in every kind of layer, at 5 bits per weight: what the table's row shows on the whole model."""
     model, _ = real_model
     for name in (n for n in model.linear if n.startswith("layers.0.")):
-        _, q = methods.quantize_layer(model.linear[name].weight, None, lesson.Method("q4_1"), None)
+        _, q = methods.quantize_layer(model.linear[name].weight, None, methods.Method("q4_1"), None)
         assert torch.equal(q.dequantize(), model.linear[name].weight.cpu())
         assert q.nbytes * 8 == 5 * model.linear[name].weight.numel()
 
@@ -882,10 +885,10 @@ def test_the_shipped_format_costs_nothing(real_model):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: lesson.quantize_model(m, "int5"), "--quantization int5: allowed: int8_per"),
-        (lambda m: lesson.quantize_model(m, "gptq"), "needs calibration"),
-        (lambda m: lesson.quantize_model(lesson.quantize_model(m, "int4"), "int4"), "quantized already"),
-        (lambda m: lesson.quantize_model(llama.random_model(), "int4"), "do not divide"),
+        (lambda m: methods.quantize_model(m, "int5"), "--quantization int5: allowed: int8_per"),
+        (lambda m: methods.quantize_model(m, "gptq"), "needs calibration"),
+        (lambda m: methods.quantize_model(methods.quantize_model(m, "int4"), "int4"), "quantized already"),
+        (lambda m: methods.quantize_model(llama.random_model(), "int4"), "do not divide"),
     ],
 )
 def test_wrong_methods_are_one_line(call, message, small_model):
@@ -897,7 +900,7 @@ def test_torchao_is_asked_for(small_model, monkeypatch):
     """Without the package: one line. With it: the layers are handed over (here to a stand-in)."""
     if importlib.util.find_spec("torchao") is None:
         with pytest.raises(common.InputError, match="not installed"):
-            lesson.quantize_model(small_model, "torchao")
+            methods.quantize_model(small_model, "torchao")
     seen = []
     module = types.ModuleType("torchao.quantization")
     module.Int8WeightOnlyConfig = lambda: "config"
@@ -906,7 +909,7 @@ def test_torchao_is_asked_for(small_model, monkeypatch):
     package.__spec__ = importlib.util.spec_from_loader("torchao", None)
     monkeypatch.setitem(sys.modules, "torchao", package)
     monkeypatch.setitem(sys.modules, "torchao.quantization", module)
-    quantized = lesson.quantize_model(small_model, "torchao")
+    quantized = methods.quantize_model(small_model, "torchao")
     assert len(seen) == 8 and seen[0] == ((256, 64), "config")
     assert_close(logits_of(quantized), logits_of(small_model))
 
@@ -1004,7 +1007,7 @@ def test_checkpoints_load_as_they_were_written(layout, symmetric, tmp_path):
     for name, layer in loaded.linear.items():
         if name != "lm_head":
             parts = [expected[f"model.{part}"] for part in checkpoints.packed_modules(name)]
-            assert isinstance(layer, lesson.QuantizedLinear)
+            assert isinstance(layer, linear.QuantizedLinear)
             assert torch.equal(layer.packed.dequantize().cpu(), torch.cat(parts))
     assert common.relative_error(logits_of(loaded).cpu(), logits_of(original)) < 0.3
 
@@ -1015,7 +1018,7 @@ def test_the_engine_runs_a_quantized_folder(real_model, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folders.model_folder() / name, tmp_path)
     engine = make_llm_engine(str(tmp_path), max_model_len=64)
-    assert any(isinstance(layer, lesson.QuantizedLinear) for layer in engine.model.linear.values())
+    assert any(isinstance(layer, linear.QuantizedLinear) for layer in engine.model.linear.values())
     params = SamplingParams(temperature=0, max_tokens=4)
     engine.add_request("a", {"prompt_token_ids": [1, 2, 3]}, params)
     while not (heard := engine.step()):
@@ -1105,7 +1108,7 @@ def test_a_layer_that_was_left_alone_stays_as_it_is(tmp_path):
     edit_tensors(tmp_path, lambda tensors: tensors.update({"model.layers.1.mlp.down_proj.weight": plain}))
     loaded = checkpoints.load_checkpoint(tmp_path)
     assert torch.equal(loaded.linear["layers.1.down_proj"].weight.cpu(), plain)
-    assert isinstance(loaded.linear["layers.0.down_proj"], lesson.QuantizedLinear)
+    assert isinstance(loaded.linear["layers.0.down_proj"], linear.QuantizedLinear)
 
 
 @pytest.mark.parametrize(("layout", "name"), [("awq", "qzeros"), ("fp8", "weight")])
@@ -1170,26 +1173,26 @@ def test_roofline_by_hand():
 
 def test_the_roofline_explains_marlin():
     """Published points within 10 % of what bytes and FLOPs alone allow."""
-    known = lesson.facts()["marlin"]
+    known = page.facts()["marlin"]
     assert all(abs(row["published"] / row["roofline"] - 1) < 0.1 for row in known.values())
 
 
 def test_simulation_runs_the_real_rounding(monkeypatch):
-    before = lesson.simulate(lesson.WIDGET_DEFAULT)
+    before = page.simulate(page.WIDGET_DEFAULT)
     monkeypatch.setattr(lesson, "rtn", lambda W, f: rtn(W * 2, f))
-    assert lesson.simulate(lesson.WIDGET_DEFAULT) != before
+    assert page.simulate(page.WIDGET_DEFAULT) != before
 
 
 def test_simulation_of_an_outlier():
     """Smaller groups confine an outlier; a float grid survives it better than an integer one."""
-    error = lambda **p: lesson.simulate(lesson.WIDGET_DEFAULT | p)["mean_error_millionths"]  # noqa: E731
+    error = lambda **p: page.simulate(page.WIDGET_DEFAULT | p)["mean_error_millionths"]  # noqa: E731
     assert error(outlier=1) < error(group=8) < error(group=16) < error(group=32)
     assert error(outlier=64, format="fp8") < error(outlier=64, format="int8")
 
 
-@pytest.mark.parametrize("name", lesson.WIDGET_CHOICES["format"])
+@pytest.mark.parametrize("name", page.WIDGET_CHOICES["format"])
 def test_simulated_weights_become_the_nearest_level_of_their_group(name):
-    trace = lesson.simulate(lesson.WIDGET_DEFAULT | {"format": name, "group": 8})
+    trace = page.simulate(page.WIDGET_DEFAULT | {"format": name, "group": 8})
     for i, (weight, means) in enumerate(zip(trace["weights"], trace["decoded_millionths"])):
         levels = trace["levels_millionths"][i // 8]
         assert levels == sorted(levels) and means in levels
@@ -1197,19 +1200,19 @@ def test_simulated_weights_become_the_nearest_level_of_their_group(name):
         assert abs(means - 1000 * weight) <= nearest + 1  # a level in millionths is rounded itself
 
 
-STORED = recorded.results(lesson.KEY).get("bench", {}).get("table")
+STORED = recorded.results(page.KEY).get("bench", {}).get("table")
 
 
 def regenerated(rows, model, tokenizer, count, keys):
     """These rows measured again, compared with the stored table. Sizes are exact; perplexity to 2 % (other CPUs sum in
     another order, and a weight at a tie may fall the other way)."""
     table = {row["name"]: row for row in rows}
-    calibration, text = lesson.windows(tokenizer, count, 512)
-    base, expected = lesson.evaluate(model, text)
+    calibration, text = windows(tokenizer, count, 512)
+    base, expected = page.evaluate(model, text)
     assert base == pytest.approx(table["as shipped, fp32"]["perplexity"], rel=2e-3)
     for name in keys:
-        quantized, codes = lesson.quantize(model, lesson.TABLE[name], calibration)
-        perplexity, predicted = lesson.evaluate(quantized, text)
+        quantized, codes = methods.quantize(model, page.TABLE[name], calibration)
+        perplexity, predicted = page.evaluate(quantized, text)
         assert perplexity == pytest.approx(table[name]["perplexity"], rel=0.02)
         agreement = (predicted == expected)[:, :-1].float().mean().item()
         assert agreement == pytest.approx(table[name]["agreement"], abs=0.01)
@@ -1226,9 +1229,9 @@ def same_text(stored):
 @pytest.mark.skipif(not STORED, reason="no stored table")
 def test_the_stored_table_is_whole_and_says_what_the_lesson_says(real_model):
     table = {row["name"]: row for row in STORED}
-    assert list(table) == ["as shipped, fp32", *lesson.TABLE]
+    assert list(table) == ["as shipped, fp32", *page.TABLE]
     weights = sum(layer.weight.numel() for name, layer in real_model[0].linear.items() if name != "lm_head")
-    for name, method in lesson.TABLE.items():
+    for name, method in page.TABLE.items():
         row, f = table[name], FORMATS[method.format]
         assert f.bits_per_weight(1536) <= row["bits"] <= f.bits_per_weight(576)
         assert row["mb"] == pytest.approx(row["bits"] * weights / 8e6) and 0 < row["disk_mb"] - row["mb"] < 0.1
@@ -1245,7 +1248,7 @@ def test_the_stored_table_is_whole_and_says_what_the_lesson_says(real_model):
 @pytest.mark.slow
 @pytest.mark.skipif(not STORED, reason="no stored table")
 def test_rows_of_the_table_regenerate(real_model):
-    stored = recorded.results(lesson.KEY)
+    stored = recorded.results(page.KEY)
     same_text(stored)
     count = stored["bench"]["tokens"] // 512
     regenerated(stored["bench"]["table"], *real_model, count, ("q4_1 RTN", "int4-g64 RTN", "int8 W8A8"))
@@ -1255,8 +1258,8 @@ def test_rows_of_the_table_regenerate(real_model):
 @pytest.mark.parametrize("per_tensor", [False, True])
 def test_inputs_that_are_all_zero_stay_zero(grid, per_tensor):
     device = common.device()
-    quantized = lesson.rtn(torch.randn(8, 64), lesson.FORMATS[grid]).to(device)
-    layer = lesson.W8A8Linear(quantized, grid, per_tensor=per_tensor)
+    quantized = algorithms.rtn(torch.randn(8, 64), formats.FORMATS[grid]).to(device)
+    layer = linear.W8A8Linear(quantized, grid, per_tensor=per_tensor)
     assert torch.equal(layer(torch.zeros(3, 64, device=device)), torch.zeros(3, 8, device=device))
 
 
@@ -1334,7 +1337,7 @@ def test_the_default_models_own_codes_in_bf16(real_model):
     model, tokenizer = real_model
     half = loader.load(None, torch.bfloat16)[0]
     ids = torch.tensor(tokenizer.encode("Water boils at a temperature of"))
-    four, attend = lesson.quantize_model(half, "gguf"), lesson.window_attention(1)
+    four, attend = methods.quantize_model(half, "gguf"), window_attention(1)
     for M in (4, len(ids)):
         exact, lossy, found = (m.logits(m.forward(ids[:M], torch.arange(M), attend)[-1:]).float()
                                for m in (model, half, four))  # fmt: skip
@@ -1351,13 +1354,11 @@ def test_vllm_is_asked_in_both_dtypes(monkeypatch):
         yield dtype
         talk.append(f"{dtype} ends")
 
-    monkeypatch.setattr(lesson, "vllm_peer", peer)
-    monkeypatch.setattr(lesson.offline_run, "measure_serving", lambda variants, peers: talk.append(peers) or [variants])
+    monkeypatch.setattr(page, "vllm_peer", peer)
+    monkeypatch.setattr(page.offline_run, "measure_serving", lambda variants, peers: talk.append(peers) or [variants])
     monkeypatch.setattr(folders, "model_folder", lambda name: f"folder of {name}")
-    assert lesson.serve_beside_vllm({"a": 1}, types.SimpleNamespace(vllm=None, model="m")) == [{"a": 1}] and talk == [
-        {}
-    ]
-    lesson.serve_beside_vllm({}, types.SimpleNamespace(vllm="py", model="m"))
+    assert page.serve_beside_vllm({"a": 1}, types.SimpleNamespace(vllm=None, model="m")) == [{"a": 1}] and talk == [{}]
+    page.serve_beside_vllm({}, types.SimpleNamespace(vllm="py", model="m"))
     assert talk[1:] == [
         ("py", "folder of m", "float32"), ("py", "folder of m", "bfloat16"),
         {"vLLM, fp32": "float32", "vLLM, bf16": "bfloat16"}, "bfloat16 ends", "float32 ends"]  # fmt: skip
@@ -1367,7 +1368,7 @@ def test_vllm_is_asked_in_both_dtypes(monkeypatch):
 
 def test_what_neither_format_saves_in_a_layer():
     """The page's line through both layers on the H200: microseconds in any layer, and how much faster the rest is."""
-    rows = {(r["N"], r["M"]): r for r in recorded.results(lesson.KEY, "h200")["bench"]["kernels"] if r["K"] == 4096}
+    rows = {(r["N"], r["M"]): r for r in recorded.results(page.KEY, "h200")["bench"]["kernels"] if r["K"] == 4096}
     for tokens, faster in ((1, 2.9), (16, 2.5)):
         small, large = rows[4096, tokens], rows[28672, tokens]
         bf16 = (large["bf16_us"] - small["bf16_us"]) / 6  # 28,672 is 7 times 4,096

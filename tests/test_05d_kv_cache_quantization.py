@@ -27,20 +27,18 @@ from support.close import assert_close
 from engine.model import llama, loader
 from engine import assemble
 from engine.config import SchedulerConfig, VllmConfig
-from engine.quantization.kv_cache import QuantizedAttention
 from engine.request import Request
 from engine.request import SamplingParams
 from engine.llm_engine import LLMEngine
 from engine.attention.torch_paged import gather_plan
-from engine.quantization import kv_codes, kv_decode, kv_write
-from engine.quantization.kv_cache import QuantizedKVCache
-from lab import offline_run, roofline
+from engine.quantization import kv_cache, kv_codes, kv_decode, kv_write
+from lab import cli, offline_run, roofline
 
-lesson = registry.lesson("05d_kv_cache_quantization")
+lesson, page = registry.lesson("05d_kv_cache_quantization"), cli.numbers("05d_kv_cache_quantization")
 paged = registry.lesson("02_paged_attention")
 
 # One name per format (fp8_e4m3 is fp8).
-NAMES = [name for name in lesson.FORMATS if name != "fp8_e4m3"]
+NAMES = [name for name in kv_codes.FORMATS if name != "fp8_e4m3"]
 by_format = pytest.mark.parametrize("name", NAMES)
 
 
@@ -95,7 +93,7 @@ def test_e4m3_is_encoded_to_the_bit(path, device, guarded):
         pytest.skip("no Triton wheel on this platform")
     x = hard_numbers()
     x = torch.cat((x, torch.zeros(-len(x) % 256))).view(-1, 2, 128)  # [T, Hkv, D]
-    layout = lesson.PageLayout(lesson.FORMATS["fp8"], 16, 2, 128)
+    layout = kv_codes.PageLayout(kv_codes.FORMATS["fp8"], 16, 2, 128)
     layer = guarded(torch.zeros(2, len(x) // 16 + 1, layout.page, dtype=torch.uint8))
     write(path, x.to(device), -x.to(device), layer, torch.arange(len(x)), layout)
     expected = [torch.tensor([lesson.e4m3_nearest(float(v)) for v in (sign * x).flatten()]) for sign in (1, -1)]
@@ -106,7 +104,7 @@ def test_e4m3_is_encoded_to_the_bit(path, device, guarded):
 @pytest.mark.parametrize("path", ["torch", "kernel"] if common.HAS_TRITON else ["torch"])
 def test_nan_is_not_hidden(path, device):
     """A model that computes NaN must be seen to, also through an fp8 cache."""
-    layout = lesson.PageLayout(lesson.FORMATS["fp8"], 4, 1, 8)
+    layout = kv_codes.PageLayout(kv_codes.FORMATS["fp8"], 4, 1, 8)
     layer = torch.zeros(2, 2, layout.page, dtype=torch.uint8, device=device)
     k = torch.ones(1, 1, 8, device=device)
     k[0, 0, 3] = math.nan
@@ -118,11 +116,11 @@ def write(path, k, v, layer, slots, layout, head_scales=None):
     head_scales = torch.ones(2, layout.Hkv) if head_scales is None else head_scales
     if path == "kernel":
         with common.use_kernels():
-            lesson.quantize_and_cache(k, v, layer, slots.to(k.device), layout, head_scales.to(k.device))
+            kv_write.quantize_and_cache(k, v, layer, slots.to(k.device), layout, head_scales.to(k.device))
     else:  # on the CPU: on a GPU, torch divides by a number by multiplying
         with mock.patch.object(common, "runs_kernel", lambda x: False):
             stored = layer.cpu()
-            lesson.quantize_and_cache(k.cpu(), v.cpu(), stored, slots.cpu(), layout, head_scales.cpu())
+            kv_write.quantize_and_cache(k.cpu(), v.cpu(), stored, slots.cpu(), layout, head_scales.cpu())
             layer.copy_(stored)
 
 
@@ -132,7 +130,7 @@ def test_every_tie_is_encoded(device, kernels):
     ties = (values[1:] + values[:-1]) / 2
     x = torch.cat((values, ties, torch.nextafter(ties, ties + 1), torch.nextafter(ties, ties - 1), torch.tensor([1e3])))
     x = torch.nn.functional.pad(torch.cat((x, -x)), (0, -2 * len(x) % 64), value=math.inf).view(-1, 1, 64).to(device)
-    layout = lesson.PageLayout(lesson.FORMATS["fp8"], len(x), 1, 64)
+    layout = kv_codes.PageLayout(kv_codes.FORMATS["fp8"], len(x), 1, 64)
     layers = torch.zeros(2, 2, 1, layout.page, dtype=torch.uint8, device=device)
     for path, layer in zip(("kernel", "torch"), layers):
         write(path, x, x, layer, torch.arange(len(x)), layout)
@@ -141,14 +139,14 @@ def test_every_tie_is_encoded(device, kernels):
 
 def test_every_byte_is_decoded(device, kernels):
     """A sequence of one token attends to nothing but itself: out = v̂. All 256 bytes, NaN included."""
-    layout = lesson.PageLayout(lesson.FORMATS["fp8"], 1, 1, 64)
+    layout = kv_codes.PageLayout(kv_codes.FORMATS["fp8"], 1, 1, 64)
     layer = torch.zeros(2, 5, layout.page, dtype=torch.uint8, device=device)
     layer[1, 1:] = torch.arange(256, dtype=torch.uint8, device=device).view(4, 64)
     table = torch.tensor([[1], [2], [3], [4]], dtype=torch.int32, device=device)
     ones = torch.ones(4, dtype=torch.int32, device=device)
     q = torch.randn(4, 1, 64, device=device)
     scales = torch.tensor([[1.0], [2.0]], device=device)
-    out = lesson.quantized_decode(q, layer, table, ones, 1, layout, scales).flatten().cpu()
+    out = kv_decode.quantized_decode(q, layer, table, ones, 1, layout, scales).flatten().cpu()
     expected = torch.tensor([2 * lesson.e4m3_value(byte) for byte in range(256)])
     assert torch.equal(out.nan_to_num(1e9), expected.nan_to_num(1e9))
 
@@ -192,7 +190,7 @@ def compiled(cases):
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout.splitlines()[-1])
     for case, row in zip(cases, rows):
-        fmt = lesson.FORMATS[case[0]]
+        fmt = kv_codes.FORMATS[case[0]]
         stages = 3 if fmt.bits == 8 else 2 if fmt.key_channels else 5
         assert row["spills"] == 0 and row["shared"] <= 75 * 1024 and row["stages"] == stages, (case, row)
         assert (row["e4m3"] > 0) == (case[0].startswith("fp8") and case[3] != "sm_80"), (case, row)
@@ -218,9 +216,9 @@ def test_decode_tiles_spill_on_no_gpu_of_nvidias():
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_uniform_grid_by_definition(bits):
     """Codes are the nearest of all levels, in exact arithmetic; where two are equally near, the even one."""
-    fmt = lesson.KVFormat(bits, "uniform")
+    fmt = kv_codes.KVFormat(bits, "uniform")
     x = torch.cat((torch.randn(40, 16), torch.randint(-9, 9, (200, 16)).float(), torch.zeros(1, 16)))
-    codes, scale, mid = lesson.quantize(x, fmt)
+    codes, scale, mid = kv_codes.quantize(x, fmt)
     assert torch.equal(scale, scale.half().float()) and torch.equal(mid, mid.half().float())
     top = 2**bits - 1
     levels = torch.arange(top + 1).double() - top / 2
@@ -230,24 +228,24 @@ def test_uniform_grid_by_definition(bits):
     assert torch.all(mine <= best + 1e-4)
     # A vector whose range is exactly 2^bits − 1 steps of one: halves are ties.
     tie = torch.tensor([[0.0, top, 0.5, 1.5, 2.5, top - 0.5]])
-    codes, scale, mid = lesson.quantize(tie, fmt)
+    codes, scale, mid = kv_codes.quantize(tie, fmt)
     assert scale.item() == 1 and codes[0].tolist() == [0, top, 0, 2, 2, top - 1]
 
 
 def test_int8_by_definition():
-    fmt = lesson.FORMATS["int8_per_token_head"]
-    codes, scale, mid = lesson.quantize(torch.tensor([[127.0, 0.5, 1.5, -0.5, -126.5, 3.49]]), fmt)
+    fmt = kv_codes.FORMATS["int8_per_token_head"]
+    codes, scale, mid = kv_codes.quantize(torch.tensor([[127.0, 0.5, 1.5, -0.5, -126.5, 3.49]]), fmt)
     assert mid is None and scale.item() == 1
     assert codes.view(torch.int8)[0].tolist() == [127, 0, 2, 0, -126, 3]
-    assert lesson.quantize(torch.zeros(1, 8), fmt)[0].eq(0).all()
-    codes, scale, _ = lesson.quantize(torch.tensor([[-2.0, 1.0]]), fmt)
+    assert kv_codes.quantize(torch.zeros(1, 8), fmt)[0].eq(0).all()
+    codes, scale, _ = kv_codes.quantize(torch.tensor([[-2.0, 1.0]]), fmt)
     assert codes.view(torch.int8)[0].tolist() == [-127, 64] and scale.item() == pytest.approx(2 / 127)
 
 
 def test_lloyd_max_levels_are_the_published_ones():
     """Max 1960, table I: levels and distortion of the best 4-, 8- and 16-level quantizers of a normal variable."""
-    assert lesson.lloyd_max(2) == pytest.approx((-1.5104, -0.4528, 0.4528, 1.5104), abs=1e-4)
-    assert lesson.lloyd_max(3)[4:] == pytest.approx((0.2451, 0.7560, 1.344, 2.152), abs=1e-3)
+    assert kv_codes.lloyd_max(2) == pytest.approx((-1.5104, -0.4528, 0.4528, 1.5104), abs=1e-4)
+    assert kv_codes.lloyd_max(3)[4:] == pytest.approx((0.2451, 0.7560, 1.344, 2.152), abs=1e-3)
     x = torch.randn(400_000, generator=torch.Generator().manual_seed(0))
     for bits, distortion in ((2, 0.1175), (3, 0.03454), (4, 0.009497)):
         table = kv_codes.codebook(bits, torch.device("cpu"))
@@ -256,38 +254,38 @@ def test_lloyd_max_levels_are_the_published_ones():
 
 
 def test_lloyd_keeps_the_length():
-    fmt = lesson.FORMATS["turboquant_3bit"]
+    fmt = kv_codes.FORMATS["turboquant_3bit"]
     x = torch.randn(20, 64) * torch.logspace(-3, 3, 20)[:, None]
-    restored = lesson.dequantize(*lesson.quantize(x, fmt), fmt)
+    restored = kv_codes.dequantize(*kv_codes.quantize(x, fmt), fmt)
     assert torch.allclose(restored.norm(dim=-1), x.norm(dim=-1), rtol=1e-5)
-    assert torch.equal(lesson.dequantize(*lesson.quantize(torch.zeros(1, 64), fmt), fmt), torch.zeros(1, 64))
+    assert torch.equal(kv_codes.dequantize(*kv_codes.quantize(torch.zeros(1, 64), fmt), fmt), torch.zeros(1, 64))
 
 
 def test_packing_order_is_pinned():
     """Bytes as other code must read them: channels i and i + D/2 share a byte, lower channel in the lower bits."""
     codes = torch.arange(16, dtype=torch.uint8)
-    assert lesson.pack(codes, 4).tolist() == [i | (i + 8) << 4 for i in range(8)]
-    assert lesson.pack(codes, 8).tolist() == list(range(16))
+    assert kv_codes.pack(codes, 4).tolist() == [i | (i + 8) << 4 for i in range(8)]
+    assert kv_codes.pack(codes, 8).tolist() == list(range(16))
     two = codes & 3
-    assert lesson.pack(two, 2).tolist() == [i * 0b01010101 for i in range(4)]
+    assert kv_codes.pack(two, 2).tolist() == [i * 0b01010101 for i in range(4)]
     three = codes & 7
     low = [int(three[i] & 3 | (three[i + 4] & 3) << 2 | (three[i + 8] & 3) << 4 | (three[i + 12] & 3) << 6)
            for i in range(4)]  # fmt: skip
     high = [sum(int(three[2 * f + i] >> 2) << f for f in range(8)) for i in range(2)]
-    assert lesson.pack(three, 3).tolist() == low + high
+    assert kv_codes.pack(three, 3).tolist() == low + high
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("D", [8, 24, 64])
 def test_unpack_is_the_inverse_of_pack(bits, D):
     codes = torch.randint(0, 2**bits, (5, 3, D), dtype=torch.uint8)
-    packed = lesson.pack(codes, bits)
-    assert packed.shape == (5, 3, D * bits // 8) and torch.equal(lesson.unpack(packed, bits), codes)
+    packed = kv_codes.pack(codes, bits)
+    assert packed.shape == (5, 3, D * bits // 8) and torch.equal(kv_codes.unpack(packed, bits), codes)
 
 
 @pytest.mark.parametrize("D", [16, 24, 64, 80])
 def test_rotation_is_orthogonal_and_spreads(D):
-    R = lesson.rotation(D)
+    R = kv_codes.rotation(D)
     assert_close(R @ R.T, torch.eye(D))
     n = D & -D
     assert torch.all((R != 0).sum(0) == n)
@@ -306,8 +304,8 @@ def case(name, seq_lens, block_size, Hq, Hkv, D, dtype, device, guarded, path="t
 
     Returns (q, layer, block_table, seq_lens, layout, head_scales, open_keys, open_rows).
     """
-    fmt = lesson.FORMATS[name]
-    layout = lesson.PageLayout(fmt, block_size, Hkv, D)
+    fmt = kv_codes.FORMATS[name]
+    layout = kv_codes.PageLayout(fmt, block_size, Hkv, D)
     need = [-(-S // block_size) for S in seq_lens]
     num_blocks = sum(need) + 2
     ids = [*(torch.randperm(num_blocks - 2) + 1).tolist(), num_blocks - 1]  # the first sequence gets the last of all
@@ -344,7 +342,7 @@ def reference(q, layer, table, lens, layout, head_scales, open_keys=None, open_r
             if row >= 0:
                 dense[0, block] = open_keys[row].double().cpu()
     if layout.fmt.rotate:  # the wrapper wants rotated queries and returns rotated results
-        R = lesson.rotation(layout.D).double()
+        R = kv_codes.rotation(layout.D).double()
         return paged.paged_decode_reference(q.double().cpu() @ R.T, dense, table, lens) @ R
     return paged.paged_decode_reference(q, dense, table, lens)
 
@@ -353,8 +351,8 @@ def reference(q, layer, table, lens, layout, head_scales, open_keys=None, open_r
 @pytest.mark.parametrize(("block_size", "Hkv", "D"), [(16, 3, 24), pytest.param(8, 2, 16, marks=pytest.mark.slow)])
 def test_written_bytes_are_the_same(name, block_size, Hkv, D, dtype, device, guarded, kernels):
     """The kernel stores what torch stores, byte for byte, skips padding, and touches nothing else."""
-    fmt = lesson.FORMATS[name]
-    layout = lesson.PageLayout(fmt, block_size, Hkv, D)
+    fmt = kv_codes.FORMATS[name]
+    layout = kv_codes.PageLayout(fmt, block_size, Hkv, D)
     slots = torch.randperm(3 * block_size)[:7]
     slots[2] = -1
     wide = torch.randn(7, Hkv + 2, D, device=device).to(dtype) * 3  # a token stride that is not Hkv · D
@@ -384,7 +382,7 @@ def test_torch_path(name, dtype, device, guarded):
     made = case(name, [1, 8, 13, 0], 8, 6, 2, 16, dtype, device, guarded, null=0)
     q, layer, table, lens, _, head_scales, *raw = made
     model = llama.random_model(dtype=dtype, num_hidden_layers=1)
-    cache = lesson.make_cache(model, layer.shape[1], 8, name)
+    cache = kv_cache.make_cache(model, layer.shape[1], 8, name)
     cache.layers, cache.head_scales = [layer], head_scales[None]
     if raw[0] is not None:
         cache.open_keys, cache.open_rows = [raw[0]], raw[1]
@@ -396,7 +394,7 @@ def test_torch_path(name, dtype, device, guarded):
 def test_kernel(name, dtype, device, guarded, kernels):
     made = case(name, [1, 8, 0, 35], 8, 6, 2, 16, dtype, device, guarded)
     q, layer, table, lens, layout, head_scales, *raw = made
-    out = lesson.quantized_decode(q, layer, table, lens, 35, layout, head_scales, *raw)
+    out = kv_decode.quantized_decode(q, layer, table, lens, 35, layout, head_scales, *raw)
     assert_close(out.cpu(), reference(*made), dtype)
 
 
@@ -418,7 +416,7 @@ def test_queries_of_any_size_become_fp16(device, guarded, kernels, halves):
     q[:, 1] = -q[:, 1].abs() * 1e5
     q[:, 2, ::2] = 0
     q[:, 3] *= 1e-8
-    out = lesson.quantized_decode(q, layer, table, lens, 35, layout, head_scales)
+    out = kv_decode.quantized_decode(q, layer, table, lens, 35, layout, head_scales)
     assert_close(out.cpu(), reference(*made), torch.bfloat16)
 
 
@@ -435,7 +433,7 @@ def test_kernel_shapes(name, Hq, Hkv, D, device, guarded, kernels):
     q, layer, table, lens, layout, head_scales, *raw = made
     expected = reference(*made)
     for splits in (1, 4):
-        out = lesson.quantized_decode(q, layer, table, lens, 33, layout, head_scales, *raw, num_splits=splits)
+        out = kv_decode.quantized_decode(q, layer, table, lens, 33, layout, head_scales, *raw, num_splits=splits)
         assert_close(out.cpu(), expected, torch.float32)
 
 
@@ -444,7 +442,7 @@ def test_full_blocks_have_no_raw_keys(device, guarded, kernels, first_in_memory)
     made = case("kivi_2bit", [8, 13], 8, 2, 1, 16, torch.float32, device, guarded)
     q, layer, table, lens, layout, head_scales, open_keys, open_rows = made
     open_keys = first_in_memory(open_keys)
-    out = lesson.quantized_decode(q, layer, table, lens, 13, layout, head_scales, open_keys, open_rows)
+    out = kv_decode.quantized_decode(q, layer, table, lens, 13, layout, head_scales, open_keys, open_rows)
     assert_close(out.cpu(), reference(*made), torch.float32)
 
 
@@ -452,7 +450,7 @@ def test_pages_beyond_31_bits(device, guarded, kernels, far):
     made = case("fp8_per_token_head", [5, 9], 8, 2, 1, 16, torch.float16, device, guarded)
     q, layer, table, lens, layout, head_scales, *_ = made
     layer, first = far(layer, 1)
-    out = lesson.quantized_decode(q, layer, table + first, lens, 9, layout, head_scales)
+    out = kv_decode.quantized_decode(q, layer, table + first, lens, 9, layout, head_scales)
     assert_close(out.cpu(), reference(*made), torch.float16)
 
 
@@ -472,13 +470,13 @@ def test_channels_kernel_writes_the_same_bytes(dtype, block_size, Hkv, D, device
 
 
 def test_empty_step(device, kernels):
-    layout = lesson.PageLayout(lesson.FORMATS["fp8"], 16, 2, 16)
+    layout = kv_codes.PageLayout(kv_codes.FORMATS["fp8"], 16, 2, 16)
     layer = torch.zeros(2, 3, layout.page, dtype=torch.uint8, device=device)
     nothing = torch.empty(0, 2, 16, device=device)
     ids, scales = torch.empty(0, dtype=torch.int64, device=device), torch.ones(2, 2, device=device)
-    lesson.quantize_and_cache(nothing, nothing, layer, ids, layout, scales)
+    kv_write.quantize_and_cache(nothing, nothing, layer, ids, layout, scales)
     lens = torch.empty(0, dtype=torch.int32, device=device)
-    assert lesson.quantized_decode(nothing, layer, lens.view(0, 1), lens, 0, layout, scales).shape == (0, 2, 16)
+    assert kv_decode.quantized_decode(nothing, layer, lens.view(0, 1), lens, 0, layout, scales).shape == (0, 2, 16)
     assert not layer.any()
 
 
@@ -501,7 +499,7 @@ def test_tokens_one_by_one_are_as_good_as_a_prompt(name, tiny_model):
     tokens = torch.randint(0, 128, (11,)).tolist()
     results = []
     for chunks in ([11], [7] + [1] * 4, [1] * 11):
-        cache = lesson.make_cache(tiny_model, 8, 8, name)
+        cache = kv_cache.make_cache(tiny_model, 8, 8, name)
         results.append(run_chunks(tiny_model, cache, chunks, tokens))
     if name == "kivi_2bit":  # in a prompt, early tokens already see codes of the blocks that later ones have filled
         assert torch.isfinite(torch.stack(results)).all()
@@ -512,7 +510,7 @@ def test_tokens_one_by_one_are_as_good_as_a_prompt(name, tiny_model):
 
 def precision(name):
     """Products of 1 and of 21 rows differ by 1e-7; a scale halfway between two fp16 numbers may then be the other."""
-    return torch.float16 if lesson.FORMATS[name].bits < 8 else torch.float32
+    return torch.float16 if kv_codes.FORMATS[name].bits < 8 else torch.float32
 
 
 @pytest.mark.parametrize(
@@ -529,14 +527,14 @@ def test_model_runs_on_the_kernels(name, tiny_model, kernels):
     tokens = torch.randint(0, 128, (5,)).tolist()
     before = kv_decode.quantized_decode_kernel.launches, kv_write.quantize_and_cache_kernel.launches
     channels_before = kv_write.quantize_channels_kernel.launches
-    logits = run_chunks(tiny_model, lesson.make_cache(tiny_model, 4, 4, name), [3, 1, 1], tokens)
+    logits = run_chunks(tiny_model, kv_cache.make_cache(tiny_model, 4, 4, name), [3, 1, 1], tokens)
     layers = tiny_model.config.num_hidden_layers
     assert kv_decode.quantized_decode_kernel.launches - before[0] >= 2 * layers
     assert kv_write.quantize_and_cache_kernel.launches - before[1] == 3 * layers
     assert (kv_write.quantize_channels_kernel.launches > channels_before) == (name == "kivi_2bit")
     if not common.HAS_GPU:
         with mock.patch.object(common, "runs_kernel", lambda x: False):
-            expected = run_chunks(tiny_model, lesson.make_cache(tiny_model, 4, 4, name), [3, 1, 1], tokens)
+            expected = run_chunks(tiny_model, kv_cache.make_cache(tiny_model, 4, 4, name), [3, 1, 1], tokens)
         assert_close(logits, expected, torch.float32)
 
 
@@ -544,7 +542,7 @@ def test_more_bits_are_closer(tiny_model):
     """Logits of a short text, against the exact cache: the order of the formats."""
     tokens = torch.randint(0, 128, (40,)).tolist()
     exact = run_exact(tiny_model, tokens)
-    caches = {name: lesson.make_cache(tiny_model, 8, 8, name) for name in NAMES}
+    caches = {name: kv_cache.make_cache(tiny_model, 8, 8, name) for name in NAMES}
     error = {
         n: common.relative_error(run_chunks(tiny_model, cache, [40], tokens), exact) for n, cache in caches.items()
     }
@@ -566,7 +564,7 @@ def test_head_scales_are_used(tiny_model):
     for context in (common.use_kernels, mock.MagicMock) if common.HAS_TRITON else (mock.MagicMock,):
         results = []
         for scales in (1.0, 2**-10, 2.0):
-            cache = lesson.make_cache(tiny_model, 4, 8, "fp8")
+            cache = kv_cache.make_cache(tiny_model, 4, 8, "fp8")
             cache.head_scales *= scales
             with context():
                 results.append(run_chunks(tiny_model, cache, [3, 1], tokens))
@@ -578,7 +576,7 @@ def test_forks_share_and_copy(tiny_model):
     """Copy-on-write moves codes, scales, and the raw keys of an open block."""
     tokens = torch.randint(0, 128, (12,)).tolist()
     for name in NAMES:
-        cache, pool = lesson.make_cache(tiny_model, 10, 8, name), paged.BlockPool(10)
+        cache, pool = kv_cache.make_cache(tiny_model, 10, 8, name), paged.BlockPool(10)
         first = paged.BlockTable(pool, 8)
         paged.run_step(tiny_model, cache, [first], [tokens])
         second = first.fork()
@@ -586,7 +584,9 @@ def test_forks_share_and_copy(tiny_model):
         assert cache.copied_blocks == 1
         both = paged.run_step(tiny_model, cache, [first, second], [[7], [7]])
         for i, token in enumerate((5, 6)):
-            alone = run_chunks(tiny_model, lesson.make_cache(tiny_model, 10, 8, name), [12, 1, 1], [*tokens, token, 7])
+            alone = run_chunks(
+                tiny_model, kv_cache.make_cache(tiny_model, 10, 8, name), [12, 1, 1], [*tokens, token, 7]
+            )
             assert_close(both[i], alone, precision(name))
 
 
@@ -596,7 +596,7 @@ class OpenRows(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         model = llama.random_model(num_hidden_layers=1)
-        self.cache, self.pool = lesson.make_cache(model, 12, 4, "kivi_2bit"), paged.BlockPool(12)
+        self.cache, self.pool = kv_cache.make_cache(model, 12, 4, "kivi_2bit"), paged.BlockPool(12)
         self.cache.in_use = lambda block: self.pool.ref_count[block] > 0
         self.tables = []
 
@@ -646,7 +646,7 @@ TestOpenRows = OpenRows.TestCase
 
 
 def test_rows_of_blocks_given_back_half_full_serve_again(tiny_model):
-    cache, alive = lesson.make_cache(tiny_model, 40, 8, "kivi_2bit"), set()
+    cache, alive = kv_cache.make_cache(tiny_model, 40, 8, "kivi_2bit"), set()
     for first in (1, 9, 17, 25):  # eight blocks are begun, then given back; eight others follow
         cache.release(sorted(alive))
         alive = set(range(first, first + 8))
@@ -657,7 +657,7 @@ def test_rows_of_blocks_given_back_half_full_serve_again(tiny_model):
 
 
 def test_a_copy_into_a_block_given_back_half_full_takes_over_its_row(tiny_model):
-    cache = lesson.make_cache(tiny_model, 8, 8, "kivi_2bit")
+    cache = kv_cache.make_cache(tiny_model, 8, 8, "kivi_2bit")
     cache.begin_step(torch.tensor([8, 9, 16, 17]))  # blocks 1 and 2 are open
     cache.open_keys[0][cache.rows[1]], old = 7.0, cache.rows[2]
     cache.copy_blocks([(1, 2)])  # 2 was given back, and is somebody's copy of 1 now
@@ -669,7 +669,7 @@ def test_a_copy_into_a_block_given_back_half_full_takes_over_its_row(tiny_model)
 
 
 def test_a_closed_block_cannot_be_continued(tiny_model):
-    cache = lesson.make_cache(tiny_model, 4, 8, "kivi_2bit")
+    cache = kv_cache.make_cache(tiny_model, 4, 8, "kivi_2bit")
     with pytest.raises(ValueError, match="block 2"):
         cache.begin_step(torch.tensor([19]))
 
@@ -681,7 +681,7 @@ def test_questions_read_the_same_document_and_write_apart():
         (64, [[1, 2, 3], [1, 2, 4, 5]], []),
     ):
         copies = []
-        haystack = lesson.Haystack([1] * tokens, [[1] * 3, [1] * 40], [], None)
+        haystack = page.Haystack([1] * tokens, [[1] * 3, [1] * 40], [], None)
         assert haystack.fork(SimpleNamespace(copy_blocks=copies.extend)) == tables and copies == copied
 
 
@@ -692,37 +692,37 @@ def serve(model, name, prompts, max_tokens=5):
     return offline_run.serve(lesson.make_core(model, name), prompts, [max_tokens] * len(prompts)).token_ids
 
 
-@pytest.mark.parametrize("name", lesson.KV_CACHE_DTYPES)
+@pytest.mark.parametrize("name", kv_codes.KV_CACHE_DTYPES)
 def test_engine_is_deterministic_and_batched_equals_serial(name):
     """The latter with 8 bits: below, a difference in the last bit of a product may move a code by a whole level."""
     model = llama.random_model(max_position_embeddings=1024)
     prompts = [torch.randint(0, 128, (n,)).tolist() for n in (3, 17, 30)]
     together = serve(model, name, prompts)
     assert together == serve(model, name, prompts)
-    if name == "auto" or lesson.FORMATS[name].bits == 8:
+    if name == "auto" or kv_codes.FORMATS[name].bits == 8:
         assert [serve(model, name, [prompt])[0] for prompt in prompts] == together
 
 
 def test_bytes_of_a_block():
     """fp8 holds 4 x the tokens of fp32, 2 x those of bf16; scales are counted; the cache takes what was promised."""
     model, half = llama.random_model(), llama.random_model(dtype=torch.bfloat16)
-    full = lesson.block_bytes(model, 16, "auto")
-    assert full == 2 * 2 * 16 * 2 * 16 * 4 == 4 * lesson.block_bytes(model, 16, "fp8")
-    assert lesson.block_bytes(half, 16, "auto") == 2 * lesson.block_bytes(half, 16, "fp8")
+    full = kv_codes.block_bytes(model, 16, "auto")
+    assert full == 2 * 2 * 16 * 2 * 16 * 4 == 4 * kv_codes.block_bytes(model, 16, "fp8")
+    assert kv_codes.block_bytes(half, 16, "auto") == 2 * kv_codes.block_bytes(half, 16, "fp8")
     vectors = 2 * 2 * 16 * 2  # halves, layers, tokens, heads
-    assert lesson.block_bytes(model, 16, "int8_per_token_head") == vectors * (16 + 4)
-    assert lesson.block_bytes(model, 16, "int4_per_token_head") == vectors * (8 + 4)
-    assert lesson.block_bytes(model, 16, "int3_plain") == vectors * (6 + 4)
-    assert lesson.block_bytes(model, 32, "kivi_2bit") == 2 * 2 * (32 * 2 * 4 + 4 * 2 * 32)  # values decide here
+    assert kv_codes.block_bytes(model, 16, "int8_per_token_head") == vectors * (16 + 4)
+    assert kv_codes.block_bytes(model, 16, "int4_per_token_head") == vectors * (8 + 4)
+    assert kv_codes.block_bytes(model, 16, "int3_plain") == vectors * (6 + 4)
+    assert kv_codes.block_bytes(model, 32, "kivi_2bit") == 2 * 2 * (32 * 2 * 4 + 4 * 2 * 32)  # values decide here
     for name in NAMES:
-        layers = lesson.make_cache(model, 5, 16, name).layers
-        assert sum(layer.nbytes for layer in layers) == 5 * lesson.block_bytes(model, 16, name)
+        layers = kv_cache.make_cache(model, 5, 16, name).layers
+        assert sum(layer.nbytes for layer in layers) == 5 * kv_codes.block_bytes(model, 16, name)
 
 
 def test_lesson_01_counts_the_same_bytes():
     spec = roofline.KVCacheSpec(30, 3, 64, 64)
     for name in ("fp8", "int8_per_token_head", "int4_per_token_head"):
-        assert lesson.facts()["smollm2"][name]["bytes"] == spec.bytes_per_token(name)
+        assert page.facts()["smollm2"][name]["bytes"] == spec.bytes_per_token(name)
 
 
 def test_llm_engine_with_a_quantized_runner(tiny_model, real_model):
@@ -733,7 +733,7 @@ def test_llm_engine_with_a_quantized_runner(tiny_model, real_model):
     blocks = [engine.core.scheduler.kv_cache_manager.block_pool.num_blocks for engine in made]
     assert blocks[1] - 1 == 4 * (blocks[0] - 1)
     runner = made[1].core.runner
-    assert isinstance(runner.cache, QuantizedKVCache)
+    assert isinstance(runner.cache, kv_cache.QuantizedKVCache)
     assert runner.cache.layers[0].shape[1] == blocks[1]
 
 
@@ -773,9 +773,9 @@ def test_chunked_prefill_on_a_quantized_cache(name):
         assert told[0] == told[1]
 
 
-@pytest.mark.parametrize("make", [lambda model: lesson.block_bytes(model, 16, "int5"),
-                                  lambda model: lesson.make_cache(model, 4, 16, "int5"),
-                                  lambda model: QuantizedAttention("int5")])  # fmt: skip
+@pytest.mark.parametrize("make", [lambda model: kv_codes.block_bytes(model, 16, "int5"),
+                                  lambda model: kv_cache.make_cache(model, 4, 16, "int5"),
+                                  lambda model: kv_cache.QuantizedAttention("int5")])  # fmt: skip
 def test_unknown_formats_are_refused(make, tiny_model):
     with pytest.raises(common.InputError, match=r"int5.*allowed: auto, fp8"):
         make(tiny_model)
@@ -783,16 +783,16 @@ def test_unknown_formats_are_refused(make, tiny_model):
 
 def test_head_sizes_that_do_not_pack_are_refused():
     with pytest.raises(common.InputError, match="12"):
-        lesson.make_cache(llama.random_model(head_dim=12), 4, 16, "fp8")
+        kv_cache.make_cache(llama.random_model(head_dim=12), 4, 16, "fp8")
 
 
 # --- The recorded table, the simulation -------------------------------------------------------------------------------
 
 
 def test_recorded_table_has_every_format():
-    table = lesson.RECORDED["formats"]
+    table = page.RECORDED["formats"]
     assert list(table) == ["auto", *NAMES]
-    assert table["auto"]["needles"] == len(lesson.NEEDLES) and table["auto"]["error"] == 0
+    assert table["auto"]["needles"] == len(page.NEEDLES) and table["auto"]["error"] == 0
 
 
 def test_recorded_errors_are_what_the_code_gives(real_model):
@@ -805,30 +805,30 @@ def test_recorded_errors_are_what_the_code_gives(real_model):
 def test_recorded_table_is_what_the_code_gives(real_model):
     model, tokenizer = real_model
     check_errors(model, tokenizer, ["fp8", "int2_plain", "turboquant_2bit", "kivi_2bit"])
-    tokens, haystack = lesson.evaluation_tokens(tokenizer, 2048), lesson.Haystack.build(model, tokenizer)
-    same_text = lesson.text_digest(tokens) == lesson.RECORDED["text"]
+    tokens, haystack = lesson.evaluation_tokens(tokenizer, 2048), page.Haystack.build(model, tokenizer)
+    same_text = page.text_digest(tokens) == page.RECORDED["text"]
     # Where codes round is another CPU's choice. On an Intel Xeon, with and without its wide vectors, perplexity moved
     # from the AMD EPYC's record by nothing, by up to 2.6 % and one needle, by a factor of up to 1.7.
     for name, factor, chance in (("auto", 1.0001, 0), ("int4_per_token_head", 1.04, 1), ("int2_plain", 2, 0)):
-        recorded, hits = lesson.RECORDED["formats"][name], haystack.find(model, tokenizer, name)
-        perplexity = lesson.perplexity(model, tokens[:1024], name)
+        recorded, hits = page.RECORDED["formats"][name], haystack.find(model, tokenizer, name)
+        perplexity = page.perplexity(model, tokens[:1024], name)
         if same_text:
             assert abs(sum(hits) - recorded["needles"]) <= chance
-            assert 1 / factor < perplexity / lesson.RECORDED["first_1024"][name] < factor
+            assert 1 / factor < perplexity / page.RECORDED["first_1024"][name] < factor
 
 
 def check_errors(model, tokenizer, names):
     tokens = lesson.evaluation_tokens(tokenizer, 512)
-    if lesson.text_digest(lesson.evaluation_tokens(tokenizer, 2048)) != lesson.RECORDED["text"]:
+    if page.text_digest(lesson.evaluation_tokens(tokenizer, 2048)) != page.RECORDED["text"]:
         tokens = tokens[:64]  # another Python, another text: the size of the error is still the format's
     errors = lesson.attention_errors(model, tokens, names)
     for name in names:
         mean = sum(errors[name]) / len(errors[name])
-        assert mean == pytest.approx(lesson.RECORDED["formats"][name]["error"], rel=0.02 if len(tokens) == 512 else 0.5)
+        assert mean == pytest.approx(page.RECORDED["formats"][name]["error"], rel=0.02 if len(tokens) == 512 else 0.5)
 
 
 def test_simulation_tells_the_story():
-    count = lambda way, bits: lesson.facts()["widget"]["outlier_channel"][f"{way}_{bits}"]["found"]  # noqa: E731
+    count = lambda way, bits: page.facts()["widget"]["outlier_channel"][f"{way}_{bits}"]["found"]  # noqa: E731
     assert [count("plain", bits) for bits in (8, 4, 3, 2)] == [8, 7, 1, 1]
     assert [count("rotated", bits) for bits in (8, 4, 3, 2)] == [8, 8, 8, 2]
     assert [count("channel", bits) for bits in (8, 4, 3, 2)] == [8, 8, 8, 8]
@@ -838,20 +838,20 @@ def test_simulation_tells_the_story():
     ("target", "broken"),
     [
         ("rotation", lambda D: torch.eye(D)),
-        ("pack", lambda codes, bits: lesson.unpack(codes, 8)[..., : codes.shape[-1] * bits // 8]),
+        ("pack", lambda codes, bits: kv_codes.unpack(codes, 8)[..., : codes.shape[-1] * bits // 8]),
         ("dequantize", lambda codes, scale, mid, fmt: codes.float() * scale),
     ],
 )
 def test_breaking_the_lesson_breaks_the_simulation(target, broken):
-    params = lesson.WIDGET_DEFAULT | {"rotation": True}
-    right = lesson.simulate(params)
+    params = page.WIDGET_DEFAULT | {"rotation": True}
+    right = page.simulate(params)
     with mock.patch.object(lesson, target, broken):
-        assert lesson.simulate(params) != right
+        assert page.simulate(params) != right
 
 
 def test_simulation_by_hand():
     """One key, 2 bits, one scale: low −2, high 60, step 62/3 in fp16; 1 is 0.145 steps above −2."""
-    trace = lesson.simulate(lesson.WIDGET_DEFAULT | {"bits": 2, "needle": 3})
+    trace = page.simulate(page.WIDGET_DEFAULT | {"bits": 2, "needle": 3})
     assert trace["keys"][3][5] == 60 and trace["codes"][3] == [0] * 5 + [3] + [0] * 10
     assert trace["scale_milli"][3] == 20672 and trace["mid_milli"][3] == 29000
     assert trace["bytes"] == 8 * (16 * 2 // 8 + 4) and trace["bytes_bf16"] == 256
@@ -860,7 +860,7 @@ def test_simulation_by_hand():
 
 def test_simulation_asks_all_eight_queries():
     """What one state says of every query is what the eight states say of one each."""
-    runs = [lesson.simulate(lesson.WIDGET_DEFAULT | {"rotation": True, "bits": 2, "needle": n}) for n in range(8)]
+    runs = [page.simulate(page.WIDGET_DEFAULT | {"rotation": True, "bits": 2, "needle": n}) for n in range(8)]
     for run in runs:
         assert run["should_each"] == [other["should_find"] for other in runs]
         assert run["finds_each"] == [other["finds"] for other in runs]
@@ -868,12 +868,12 @@ def test_simulation_asks_all_eight_queries():
 
 
 def test_published_numbers():
-    itl, hopper = lesson.facts()["itl"], lesson.facts()["hopper"]["b32_s4096"]
+    itl, hopper = page.facts()["itl"], page.facts()["hopper"]["b32_s4096"]
     assert itl["break_even_tokens"] == pytest.approx(7000) and itl["slope_ratio"] == pytest.approx(0.542, abs=1e-3)
     # The line was fitted to one request at a time: the same blog's batch of eight gains about half of what it promises.
     assert (itl["batch"]["speedup"] - 1) / (itl["batch"]["line"] - 1) == pytest.approx(0.57, abs=0.01)
     assert hopper["speedup"] == pytest.approx(1.345, abs=1e-3) and hopper["sum_model_tb_s"] > 4.8
-    assert [round(row["speedup"], 2) for row in lesson.facts()["hopper"].values()] == [1.30, 1.35, 1.40]
+    assert [round(row["speedup"], 2) for row in page.facts()["hopper"].values()] == [1.30, 1.35, 1.40]
 
 
 def test_a_model_without_a_chat_template_is_asked_the_bare_question(real_model, monkeypatch):
@@ -912,10 +912,10 @@ def test_a_step_in_few_bits_as_one_graph(library, monkeypatch, capsys):
     from engine.worker import cuda_graphs as graphs
 
     model = llama.random_model(seed=1, hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=32)
-    monkeypatch.setattr(lesson, "random_twins", lambda name: (model, None))
+    monkeypatch.setattr(page, "random_twins", lambda name: (model, None))
     if not common.HAS_GPU:
         taped = functools.partial(graphs.CapturedModel, graph_class=graphs.Tape)
-        monkeypatch.setattr(lesson, "CapturedModel", taped)
+        monkeypatch.setattr(page, "CapturedModel", taped)
     ready, logits = graphs.decode_at, []
 
     def decode_at(runner, n, context):
@@ -927,9 +927,9 @@ def test_a_step_in_few_bits_as_one_graph(library, monkeypatch, capsys):
         logits.append(step())
         return step
 
-    monkeypatch.setattr(lesson, "decode_at", decode_at)
+    monkeypatch.setattr(page, "decode_at", decode_at)
     monkeypatch.setattr(timing, "measure", lambda step: SimpleNamespace(median=2e-3))
-    rows = lesson.measure_together("tiny", context=64)
+    rows = page.measure_together("tiny", context=64)
     few = [(cache, weights) for cache in ("auto", "fp8") for weights in ("bf16", "int4")]
     assert [(r["B"], r["cache"], r["weights"]) for r in rows] == [(n, *which) for n in (1, 32) for which in few]
     for first in (0, 4):

@@ -19,8 +19,8 @@ from test_12_multi_lora import NoBytes, Words
 from support import tokenizing
 from engine.model import folders, llama
 from engine.parallel import stages
-from engine.quantization.methods import METHOD_OF
-from engine.quantization.methods import quantize_layer
+from engine.quantization import formats
+from engine.quantization.algorithms import rtn
 from engine.parallel import workers
 from engine.parallel.pipeline import PipelineEngineCore
 from engine.parallel.stages import shard_codes
@@ -35,12 +35,11 @@ from engine.parallel.workers import Workers
 from engine.request import SamplingParams
 from engine.lora import lora_model
 from engine.quantization.checkpoints import load_checkpoint, on_codes, packed_modules
-from engine.quantization.methods import CALIBRATED, METHODS
+from engine.quantization.methods import CALIBRATED, METHOD_OF, METHODS, quantize_layer, quantize_model
 from engine.parallel.layers import RowParallelLinear
 from engine.parallel.shards import model_tensors
 
 executors = scaling.executors
-lesson, formats = quantized.lesson, quantized.formats
 ParallelConfig = scaling.ParallelConfig
 # Inputs of every layer are whole groups of 64 on up to four ranks.
 SIZES = dict(seed=3, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=32, hidden_size=128,
@@ -99,7 +98,7 @@ def test_parts_make_the_whole(format, n):
     for name, shape, dim in (("self_attn.q_proj", (256, 128), 0), ("self_attn.k_proj", (128, 128), 0),
                              ("self_attn.o_proj", (128, 256), 1), ("mlp.up_proj", (256, 128), 0),
                              ("mlp.down_proj", (128, 256), 1)):  # fmt: skip
-        whole = lesson.rtn(torch.randn(shape, generator=generator), f)
+        whole = rtn(torch.randn(shape, generator=generator), f)
         parts = [next(iter(part.values())) for part in cut(whole, n, name)]
         assert torch.equal(torch.cat([part.dequantize() for part in parts], dim), whole.dequantize())
         assert sum(part.codes.numel() for part in parts) == whole.codes.numel()
@@ -107,7 +106,7 @@ def test_parts_make_the_whole(format, n):
 
 
 def test_layers_of_other_stages_are_left_out():
-    whole = lesson.rtn(torch.randn(256, 128), formats.FORMATS["int8"])
+    whole = rtn(torch.randn(256, 128), formats.FORMATS["int8"])
     codes = {f"model.layers.{i}.self_attn.q_proj": whole for i in range(12)}
     alone = SimpleNamespace(world_size=1, rank_in_group=0)
     found = shard_codes(codes, llama.random_model(**SIZES).config, alone, range(9, 12))
@@ -115,13 +114,13 @@ def test_layers_of_other_stages_are_left_out():
 
 
 def test_more_ranks_than_kv_heads_share_their_codes():
-    whole = lesson.rtn(torch.randn(128, 128), formats.FORMATS["int4-g64"])  # four heads of 32
+    whole = rtn(torch.randn(128, 128), formats.FORMATS["int4-g64"])  # four heads of 32
     first, second = (next(iter(part.values())) for part in cut(whole, 8, "self_attn.k_proj")[2:4])
     assert torch.equal(first.dequantize(), whole.dequantize()[32:64]) and torch.equal(second.codes, first.codes)
 
 
 def test_a_group_of_inputs_is_never_cut():
-    whole = lesson.rtn(torch.randn(128, 192), formats.FORMATS["int4-g64"])
+    whole = rtn(torch.randn(128, 192), formats.FORMATS["int4-g64"])
     with pytest.raises(common.InputError, match=r"size 2: self_attn\.o_proj is quantized in 3 groups of inputs"):
         cut(whole, 2, "self_attn.o_proj")
     assert len(cut(whole, 2, "mlp.up_proj")) == 2, "outputs can be"
@@ -158,7 +157,7 @@ SLOW = [pytest.param(method, *layout, marks=pytest.mark.slow)
 @pytest.mark.parametrize(("method", "tp", "pp"), [*FAST, *SLOW])
 def test_every_rank_rounds_what_it_owns(method, tp, pp):
     model = llama.random_model(**SIZES)
-    reference = lesson.quantize_model(model, method)
+    reference = quantize_model(model, method)
     for name, layer in model.linear.items():
         if tp > 1 and name.endswith(("o_proj", "down_proj")):
             reference.linear[name] = InParts(layer, method, tp)
@@ -192,7 +191,7 @@ def test_the_default_models_own_codes_on_workers(tp, pp, tmp_path, monkeypatch):
         parts = packed_modules(name)
         rows = [256, 128, 128] if len(parts) == 3 else [len(layer.weight) // max(1, len(parts))] * len(parts)
         for part, W in zip(parts, layer.weight.split(rows) if parts else ()):
-            codes[f"model.{part}"] = lesson.rtn(W, formats.FORMATS["q4_1"])
+            codes[f"model.{part}"] = rtn(W, formats.FORMATS["q4_1"])
     monkeypatch.setattr(stages, "gguf_codes", lambda config: codes)
     assert serve(str(tmp_path), tp, pp, "gguf")[0] == expected(on_codes(model, codes))
 
@@ -229,7 +228,7 @@ def test_adapters_on_codes_on_workers(tp, pp, monkeypatch):
     workers = Workers(executor, parallel, skeleton(model.config, parallel, torch.float32))
     engines = [
         LLMEngine(workers.model, Words(), config=args.vllm_config(workers), **limits),
-        LLMEngine(lesson.quantize_model(model, "int4"), Words(), config=args.vllm_config(), **limits),
+        LLMEngine(quantize_model(model, "int4"), Words(), config=args.vllm_config(), **limits),
     ]
     answers = []
     for engine in engines:
@@ -269,7 +268,7 @@ def test_drafts_on_codes_on_workers(tp, pp, drafter, monkeypatch):
     while engine.has_unfinished_requests():
         heard = engine.step()
     executor.shutdown()
-    wanted = naive.generate(lesson.quantize_model(model, "int4"), [5, 9, 2, 5, 9, 2], 16)
+    wanted = naive.generate(quantize_model(model, "int4"), [5, 9, 2, 5, 9, 2], 16)
     assert heard[0].outputs[0].token_ids == wanted
     assert engine.core.scheduler.spec_decoding_stats.num_draft_tokens > 0
 

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 import common
 import pytest
 import test_06c_scaling_out as scaling
-from engine import registry
 from lab import naive
 import torch
 from support.transfers import free_ports, until
@@ -34,6 +33,7 @@ from engine.kv_transfer.config import KVTransferConfig
 from engine.kv_transfer.connectors import CONNECTORS
 from engine.kv_transfer.digest import weights_digest
 from engine.lora import lora_model
+from engine.quantization import methods
 from engine.parallel.model import map_local, shard_model
 
 executors = scaling.executors
@@ -185,7 +185,7 @@ def test_a_model_has_one_digest_however_it_is_cut(ranks):
 def test_codes_have_one_digest_however_they_are_cut(method):
     """If they are the same: with a scale for all inputs of an output, a rank has its own for its inputs."""
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
-    model, quantize = llama.random_model(**shape), registry.lesson("05b_quantization").quantize_model
+    model, quantize = llama.random_model(**shape), methods.quantize_model
     (found,) = {*digests_of_ranks(model, 2, lambda part: quantize(part, method))}
     whole = weights_digest(quantize(model, method))
     assert (found == whole) == (method != "int8")

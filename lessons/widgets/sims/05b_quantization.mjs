@@ -1,5 +1,5 @@
 // 32 weights rounded to the grid of a number format, group by group, in single precision: the twin of `simulate` in
-// vllm/tours/05b_quantization.py and of the formats in engine/quantization/formats.py. `f` rounds as torch does.
+// lessons/numbers/05b_quantization.py and of the formats in engine/quantization/formats.py. `f` rounds as torch does.
 import { half_even, round_to_fp16 } from "./lib/floats.mjs";
 import { fixed, general, range, sum } from "./lib/text.mjs";
 

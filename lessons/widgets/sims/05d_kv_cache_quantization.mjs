@@ -1,5 +1,5 @@
 // Eight keys of sixteen channels, rotated or not, stored in few bits, and looked for: the twin of `simulate` in
-// vllm/tours/05d_kv_cache_quantization.py and of the codes in vllm/engine/quantization/kv_codes.py.
+// lessons/numbers/05d_kv_cache_quantization.py and of the codes in vllm/engine/quantization/kv_codes.py.
 // `f` rounds wherever torch does.
 import { half_even, round_to_fp16 } from "./lib/floats.mjs";
 import { fixed, range } from "./lib/text.mjs";
