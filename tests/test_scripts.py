@@ -62,7 +62,7 @@ PARTS: dict[str, tuple[str, str | None, dict | None]] = {
     "04c_speed": ("From naive to final", "Waiting requests cost nothing", None),
     "05_optimizations": ("The real model", "on a clock", None),
     "05b_quantization": ("Live: block", "Measured here", {}),
-    "05c_tensor_parallel": ("The real model", None, {}),
+    "05c_tensor_parallel": ("The real model", "Where it stops paying", None),
     "05d_kv_cache_quantization": ("The real model", None, {}),
     "06_serving": ("The real model", "What load does", None),
     "06b_guided_decoding": ("One batch", "Masks change the distribution", None),
