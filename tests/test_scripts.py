@@ -58,7 +58,7 @@ PARTS: dict[str, tuple[str, str | None, dict | None]] = {
     "02_paged_attention": ("The real model", "how many fit at once", None),
     "03_flash_attention": ("The real model", "Every float that crosses HBM", None),
     "04_continuous_batching": ("The real model", "The surprise", None),
-    "04b_offline_engine": ("The offline engine", "What sampling costs", {}),
+    "04b_offline_engine": ("The offline engine", "Eight words", None),
     "04c_speed": ("From naive to final", "Waiting requests cost nothing", None),
     "05_optimizations": ("The real model", "on a clock", None),
     "05b_quantization": ("Live: block", "Measured here", {}),
