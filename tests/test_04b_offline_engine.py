@@ -32,6 +32,7 @@ from engine.sampling.defaults import SamplingDefaults
 from engine.sampling.detokenizer import IncrementalDetokenizer
 from engine.sampling.detokenizer import TokenBytes
 from engine.sampling.detokenizer import decoded_token
+from engine.sampling import prompt_logprobs
 from engine.sampling import sampler
 from engine.sampling.sampler import Sampler
 from engine.sampling.sampler import SamplingState
@@ -39,9 +40,10 @@ from engine.sampling.sampler import adjust_logits
 from engine.sampling.sampler import distribution
 from engine.sampling.sampler import draw_tokens
 from engine.sampling.sampler import uniforms
-from lab import naive
+from lab import cli, naive
+from lab.naive_sampler import reference_distribution
 
-lesson = registry.lesson("04b_offline_engine")
+lesson, page = registry.lesson("04b_offline_engine"), cli.numbers("04b_offline_engine")
 INF = math.inf
 
 
@@ -60,7 +62,7 @@ def test_a_batch_of_random_requests_equals_the_reference(seed):
     rng, vocab = random.Random(seed), 24
     cases = [lesson.random_case(rng, vocab) for _ in range(150)]
     logits = 3 * torch.randn(len(cases), vocab, dtype=torch.float64)
-    rows = [lesson.reference_distribution(row.tolist(), *case, [5]) for row, case in zip(logits, cases)]
+    rows = [reference_distribution(row.tolist(), *case, [5]) for row, case in zip(logits, cases)]
     want = torch.tensor(rows, dtype=torch.float64)
     got = lesson.batch_distributions(cases, logits, eos=5)
     assert torch.equal(got > 0, want > 0), "another set of candidates"
@@ -594,7 +596,7 @@ def scored(engine, prompts, stream=False, max_tokens=4):
 
 @pytest.mark.parametrize("rows", [1, 3, 256])
 def test_prompts_are_scored_in_any_company(llm, monkeypatch, rows):
-    monkeypatch.setattr(lesson, "SCORED_ROWS", rows)
+    monkeypatch.setattr(prompt_logprobs, "SCORED_ROWS", rows)
     rng = random.Random(rows)
     prompts = [
         ([rng.randrange(40, 128) for _ in range(n)], k) for n, k in ((1, 2), (2, 0), (9, 3), (12, None), (5, 20))
@@ -981,29 +983,37 @@ def test_the_package_hands_on_two_names():
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_state_of_the_widget(every):
-    for values in list(itertools.product(*lesson.CHOICES.values()))[::every]:
-        params = dict(zip(lesson.CHOICES, values))
+    for values in list(itertools.product(*page.WIDGET_CHOICES.values()))[::every]:
+        params = dict(zip(page.WIDGET_CHOICES, values))
         if params["seed"]:
             continue
-        trace = lesson.simulate(params)
+        trace = page.simulate(params)
         assert [s["stage"] for s in trace["stages"]] == ["penalties", "temperature", "min_p", "top_k", "top_p"]
         for stage in trace["stages"]:
             assert sum(stage["probs"]) == pytest.approx(1)
             assert stage["kept"] == [i for i, p in enumerate(stage["probs"]) if p > 0]
         for before, after in zip(trace["stages"][1:], trace["stages"][2:]):
             assert set(after["kept"]) <= set(before["kept"])
-        penalty = lesson.PENALTIES[params.pop("penalty")]
+        penalty = page.PENALTIES[params.pop("penalty")]
         chosen = SamplingParams(**params, **penalty)
-        want = lesson.reference_distribution(lesson.LOGITS, chosen, lesson.PROMPT, lesson.OUTPUT)
+        want = reference_distribution(lesson.LOGITS, chosen, page.PROMPT, page.OUTPUT)
         assert trace["stages"][-1]["probs"] == pytest.approx(want, abs=1e-6)
-        assert all(want[i] > 0 for i in trace["draws"]) and len(trace["draws"]) == lesson.NUM_DRAWS
+        assert all(want[i] > 0 for i in trace["draws"]) and len(trace["draws"]) == page.NUM_DRAWS
+
+
+def test_the_words_of_the_story_are_those_of_the_simulation():
+    for temperature, suffix in ((0.5, "_cold"), (1, ""), (2, "_hot")):
+        for name, cut in (("top_p_75", {"top_p": 0.75}), ("min_p_20", {"min_p": 0.2})):
+            probs = lesson.shaped(temperature, **cut)
+            assert probs == page.last_stage(temperature=temperature, **cut)["probs"]
+            assert sum(p > 0 for p in probs) == page.facts()["kept"][name + suffix]
 
 
 def test_a_broken_sampler_breaks_the_simulation(monkeypatch):
-    right = lesson.simulate(lesson.WIDGET_DEFAULT)
+    right = page.simulate(page.WIDGET_DEFAULT)
     original = draw_tokens
-    monkeypatch.setattr(lesson, "draw_tokens", lambda probs, u: original(probs, 1 - u))
-    assert lesson.simulate(lesson.WIDGET_DEFAULT)["draws"] != right["draws"]
+    monkeypatch.setattr(page, "draw_tokens", lambda probs, u: original(probs, 1 - u))
+    assert page.simulate(page.WIDGET_DEFAULT)["draws"] != right["draws"]
 
 
 def test_the_bug_of_decoding_token_by_token_is_caught(real_model, capsys):
@@ -1037,8 +1047,7 @@ def test_a_model_without_some_characters_and_without_a_template_is_no_fault(tiny
     tokenizer = Tokenizer(tmp_path)
     assert tokenizer.decode(tokenizer.encode(lesson.TEXT)) == "Zo paid 5  for ;  said: bon"
     monkeypatch.setattr(lesson.loader, "load", lambda *_: (tiny_model, tokenizer))
-    monkeypatch.setattr(lesson, "sampling_cost", lambda *_: {"greedy": 1.0})
-    monkeypatch.setattr(lesson, "draw", lambda *_: None)
+    monkeypatch.setattr(page, "draw", lambda *_: None)
     lesson.main(["--figure", str(tmp_path)])
     shown = capsys.readouterr().out
     assert "✓ the pieces make up the text" in shown and "SKIPPED chat: this model has no chat template" in shown

@@ -41,7 +41,6 @@ from lab import chats, offline_run, roofline
 lesson, paged = registry.lesson("05_optimizations"), registry.lesson("02_paged_attention")
 page = documents.numbers("05_optimizations")
 batching = registry.lesson("04_continuous_batching")
-offline = registry.lesson("04b_offline_engine")
 chunked = registry.lesson("10_chunked_prefill")
 Request = lesson.Request
 Manager = KVCacheManager

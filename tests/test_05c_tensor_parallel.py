@@ -28,6 +28,7 @@ from scripts import run
 
 from engine import registry
 from support.close import assert_close
+from lab import cli
 from engine.model import llama
 from lab import roofline
 from engine import assemble
@@ -36,13 +37,22 @@ from engine.quantization.kv_codes import block_bytes
 from engine.request import Request
 from engine.request import SamplingParams
 from engine.model.packed_linear import pack_weights
-from engine.distributed.group import meeting_point
+from engine.distributed.group import GroupCoordinator, meeting_point, new_group
 from engine.parallel import sharding
-from engine.parallel.layers import ParallelLMHead, QKVParallelLinear, VocabParallelEmbedding
-from engine.parallel.ranks import RankFailed
+from engine.parallel.layers import (
+    ColumnParallelLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from engine.parallel.model import TensorParallelLlama, load_shard, map_local, shard_model
+from engine.parallel.ranks import RankFailed, launch
 from engine.parallel.shards import model_tensors
+from lab.layouts import default_size
+from lab.links import LINKS, Link, wire_bytes
 
-lesson = registry.lesson("05c_tensor_parallel")
+lesson, page = registry.lesson("05c_tensor_parallel"), cli.numbers("05c_tensor_parallel")
 CPU = torch.device("cpu")
 
 
@@ -65,7 +75,7 @@ def test_ranks_meet_where_no_other_machine_can_reach():
 # --- Ranks as threads: the same layers, a barrier instead of a wire -------------------------------------------------
 
 
-class ThreadGroup(lesson.GroupCoordinator):
+class ThreadGroup(GroupCoordinator):
     def __init__(self, n: int, rank: int, meeting: threading.Barrier, table: list, device: torch.device) -> None:
         super().__init__(range(n), rank, device)
         self.meeting, self.table = meeting, table
@@ -134,10 +144,10 @@ def test_column_then_row_is_the_whole_layer(n, tokens, columns, rows):
     want = torch.relu(x @ a.T + bias_a) @ b.T + bias_b
 
     def rank(group):
-        shard = lesson.ColumnParallelLinear.shard
+        shard = ColumnParallelLinear.shard
         r = group.rank_in_group
-        first = lesson.ColumnParallelLinear(llama.Linear(shard(a, r, n), shard(bias_a, r, n)), group)
-        second = lesson.RowParallelLinear(llama.Linear(lesson.RowParallelLinear.shard(b, r, n), bias_b), group)
+        first = ColumnParallelLinear(llama.Linear(shard(a, r, n), shard(bias_a, r, n)), group)
+        second = RowParallelLinear(llama.Linear(RowParallelLinear.shard(b, r, n), bias_b), group)
         return second(torch.relu(first(x)))
 
     for out in in_threads(n, rank):
@@ -187,7 +197,7 @@ def test_a_bias_is_added_once_and_a_partial_sum_is_partial():
 
     def rank(group, reduce_results=True):
         r = group.rank_in_group
-        layer = lesson.RowParallelLinear(llama.Linear(lesson.RowParallelLinear.shard(w, r, 3), b), group)
+        layer = RowParallelLinear(llama.Linear(RowParallelLinear.shard(w, r, 3), b), group)
         layer.reduce_results = reduce_results
         return layer(x[:, 2 * r : 2 * r + 2])
 
@@ -212,7 +222,7 @@ def test_shards_are_the_model(n, sizes, device):
     want = lesson.all_logits(model, IDS)
 
     def rank(group):
-        shard = lesson.shard_model(model, group)
+        shard = shard_model(model, group)
         assert (shard.num_heads, shard.num_kv_heads) == (8 // n, max(1, 2 // n)) and shard.config is model.config
         expected = lesson.step_traffic(model.config, n, len(IDS), len(IDS), 4)
         for _ in range(2):
@@ -232,7 +242,7 @@ def test_a_head_for_some_tokens_has_a_logit_for_each(n, device):
     model, shortlist = model_with(device), torch.tensor([7, 0, 126, 64, 63], device=device)
     x = torch.randn(3, model.config.hidden_size, device=device)
     want = model.output_head(torch.arange(127, device=device))(x)[:, shortlist]
-    for out in in_threads(n, lambda group: lesson.shard_model(model, group).output_head(shortlist)(x), device):
+    for out in in_threads(n, lambda group: shard_model(model, group).output_head(shortlist)(x), device):
         assert_close(out, want)
 
 
@@ -244,8 +254,8 @@ def test_low_precision(n, dtype, device):
 
     def rank(group):
         r = group.rank_in_group
-        first = lesson.ColumnParallelLinear(llama.Linear(lesson.ColumnParallelLinear.shard(a, r, n)), group)
-        second = lesson.RowParallelLinear(llama.Linear(lesson.RowParallelLinear.shard(b, r, n)), group)
+        first = ColumnParallelLinear(llama.Linear(ColumnParallelLinear.shard(a, r, n)), group)
+        second = RowParallelLinear(llama.Linear(RowParallelLinear.shard(b, r, n)), group)
         return second(torch.nn.functional.silu(first(x)))
 
     for out in in_threads(n, rank, device):
@@ -263,7 +273,7 @@ def test_model_tensors_are_the_weights(tiny_model):
 def test_weights_are_divided_not_copied(tiny_model):
     """Everything but norms is somewhere exactly once (2 ranks, 2 KV heads); the cache is divided, too."""
     c = tiny_model.config
-    shards = in_threads(2, lambda group: lesson.shard_model(tiny_model, group))
+    shards = in_threads(2, lambda group: shard_model(tiny_model, group))
     norms = (2 * c.num_hidden_layers + 1) * c.hidden_size
     assert sum(s.num_parameters for s in shards) == tiny_model.num_parameters + norms
     size = lambda m: block_bytes(m, 16, "auto")  # noqa: E731
@@ -277,7 +287,7 @@ def test_the_engine_cannot_tell(device):
     want = lesson.serve(model, prompts, outputs).token_ids
 
     def rank(group):
-        shard = lesson.map_local(lesson.shard_model(model, group), pack_weights)
+        shard = map_local(shard_model(model, group), pack_weights)
         return lesson.serve(shard, prompts, outputs).token_ids
 
     for n in (2, 4):
@@ -302,7 +312,7 @@ def test_every_rank_draws_the_same_tokens(device):
 
     want = sampled(model)
     assert len(set(map(tuple, want.values()))) == 3
-    assert in_threads(4, lambda group: sampled(lesson.shard_model(model, group)), device) == [want] * 4
+    assert in_threads(4, lambda group: sampled(shard_model(model, group)), device) == [want] * 4
 
 
 def test_map_local_changes_the_copy_alone(tiny_model):
@@ -311,9 +321,9 @@ def test_map_local_changes_the_copy_alone(tiny_model):
         return model
 
     def rank(group):
-        shard = lesson.shard_model(tiny_model, group)
+        shard = shard_model(tiny_model, group)
         before = lesson.all_logits(shard, IDS)
-        changed = lesson.map_local(shard, doubled)
+        changed = map_local(shard, doubled)
         assert lesson.all_logits(shard, IDS).equal(before)
         assert [type(x) for x in changed.linear.values()] == [type(x) for x in shard.linear.values()]
         return lesson.all_logits(changed, IDS)
@@ -326,7 +336,7 @@ def test_map_local_changes_the_copy_alone(tiny_model):
 
 def test_without_the_all_reduce_shapes_are_right_and_values_wrong(tiny_model):
     def rank(group):
-        shard = lesson.shard_model(tiny_model, group)
+        shard = shard_model(tiny_model, group)
         lesson.skip_all_reduce(shard)
         return lesson.all_logits(shard, IDS)
 
@@ -347,7 +357,7 @@ def test_sizes_that_do_not_divide_are_refused(tiny_model):
         assert f"tensor_parallel_size {n}" in message and "num_attention_heads (9)" in message
         assert message.endswith(": 1, 3") and "\n" not in message
     with pytest.raises(common.InputError, match="intermediate_size"):  # 6 heads, but 112 neurons
-        lesson.shard_model(tiny_model, ThreadGroup(6, 0, None, [], CPU))
+        shard_model(tiny_model, ThreadGroup(6, 0, None, [], CPU))
     uneven = dataclasses.replace(smol, num_attention_heads=12, num_key_value_heads=4)
     works = [n for n in range(1, 13) if sharding.divides(uneven, n)]
     assert works == [1, 2, 4, 12]  # 3 and 6 would cut a KV head's group in two
@@ -357,7 +367,7 @@ def test_a_shape_that_contradicts_the_config_is_one_line(tiny_model):
     lookup = model_tensors(tiny_model)
     wrong = lambda name: lookup(name)[1:] if "o_proj" in name else lookup(name)  # noqa: E731
     with pytest.raises(common.InputError, match=r"o_proj.weight has shape \[79, 96\], config.json says \[80, 96\]"):
-        lesson.TensorParallelLlama(tiny_model.config, wrong, ThreadGroup(2, 0, None, [], CPU))
+        TensorParallelLlama(tiny_model.config, wrong, ThreadGroup(2, 0, None, [], CPU))
 
 
 def test_a_weight_that_is_not_there_is_named(tiny_model):
@@ -367,7 +377,7 @@ def test_a_weight_that_is_not_there_is_named(tiny_model):
         return None if wanted == name else lookup(wanted)
 
     with pytest.raises(common.InputError, match=name):
-        lesson.TensorParallelLlama(tiny_model.config, tensors, ThreadGroup(2, 0, None, [], CPU))
+        TensorParallelLlama(tiny_model.config, tensors, ThreadGroup(2, 0, None, [], CPU))
 
 
 # --- The bill -------------------------------------------------------------------------------------------------------
@@ -376,23 +386,23 @@ def test_a_weight_that_is_not_there_is_named(tiny_model):
 @given(st.integers(1, 9), st.integers(1, 50))
 def test_wire_bytes_by_counting_a_ring(n, chunk):
     """Whoever is interested counts: 2(n − 1) rounds, one chunk each."""
-    assert lesson.wire_bytes("all_reduce", n * chunk, n) == pytest.approx(sum(chunk for _ in range(2 * (n - 1))))
-    assert lesson.wire_bytes("all_gather", n * chunk, n) == pytest.approx(chunk * (n - 1))
+    assert wire_bytes("all_reduce", n * chunk, n) == pytest.approx(sum(chunk for _ in range(2 * (n - 1))))
+    assert wire_bytes("all_gather", n * chunk, n) == pytest.approx(chunk * (n - 1))
 
 
 def test_published_sizes_are_bytes():
     """aiconfigurator lists bf16 elements. As bytes they would make NVLink's best ring half as fast as any known one."""
-    payload, n, seconds = lesson.PUBLISHED["32mb_tp8"]
-    assert 300e9 < lesson.wire_bytes("all_reduce", payload, n) / seconds < 450e9
-    assert 300e9 < lesson.LINKS["nvlink"].bandwidth == lesson.LINKS["nvlink_eager"].bandwidth < 450e9
+    payload, n, seconds = page.PUBLISHED["32mb_tp8"]
+    assert 300e9 < wire_bytes("all_reduce", payload, n) / seconds < 450e9
+    assert 300e9 < LINKS["nvlink"].bandwidth == LINKS["nvlink_eager"].bandwidth < 450e9
 
 
 def test_arithmetic_of_the_facts():
-    found = lesson.facts()
+    found = page.facts()
     wire = found["wire"]
     assert wire["calls"] == 61 and wire["payload"] == 2304
     assert wire["all_reduce"] == 61 * 2304 * 4 // 3 and wire["all_gather"] == 49152 * 4 * 2 // 3
-    assert found["worst_fit"] < 0.15 and lesson.Link(1.0, 1.0).seconds("all_reduce", 8, 1) == 0, "nobody to talk to"
+    assert found["worst_fit"] < 0.15 and Link(1.0, 1.0).seconds("all_reduce", 8, 1) == 0, "nobody to talk to"
     assert found["too_low"] == pytest.approx({"256kb_tp8": 0.413, "8mb_tp2": 0.286}, abs=1e-3)
     for name, of in found["decode"].items():
         for link in ("nvlink", "nvlink_eager"):
@@ -408,7 +418,7 @@ def test_arithmetic_of_the_facts():
         assert ahead == {"512": True, "2048": False} and 512 < of["even_at"] < 2048
         assert of["one"]["prefill"] < of["replicas"]["prefill"]
     even = found["prefill"]["llama_31_8b"]["pcie5"]["even_at"]
-    one, eight = (lesson.step_seconds("Llama-3.1-8B", n, lesson.LINKS["pcie5"], 1, 1024, 1024) for n in (1, 8))
+    one, eight = (lesson.step_seconds("Llama-3.1-8B", n, LINKS["pcie5"], 1, 1024, 1024) for n in (1, 8))
     assert one["compute"] / even == pytest.approx(eight["compute"] / even + eight["talk"])
     eight = found["owns"]["llama_31_8b"]
     assert eight["16"]["kv_bytes"] == eight["8"]["kv_bytes"] and eight["16"]["kv_copies"] == 2
@@ -416,7 +426,7 @@ def test_arithmetic_of_the_facts():
 
 # --- The simulation -------------------------------------------------------------------------------------------------
 
-SPACE = {"ranks": [1, 2, 4], "order": lesson.ORDERS, "all_reduce": ["kept", "skipped"], "input": list(lesson.INPUTS)}
+SPACE = {"ranks": [1, 2, 4], "order": page.ORDERS, "all_reduce": ["kept", "skipped"], "input": list(page.INPUTS)}
 
 
 def states():
@@ -425,10 +435,10 @@ def states():
 
 @pytest.mark.parametrize("params", states(), ids=lambda p: "-".join(map(str, p.values())))
 def test_every_state_of_the_widget(params):
-    trace = lesson.simulate(params)
-    n, x = params["ranks"], lesson.INPUTS[params["input"]]
-    h = [max(0, sum(a * b for a, b in zip(row, x))) for row in lesson.A]
-    want = [sum(a * b for a, b in zip(row, h)) for row in lesson.B]
+    trace = page.simulate(params)
+    n, x = params["ranks"], page.INPUTS[params["input"]]
+    h = [max(0, sum(a * b for a, b in zip(row, x))) for row in page.A]
+    want = [sum(a * b for a, b in zip(row, h)) for row in page.B]
     assert trace["reference"] == want
     after = "replicated" if params["all_reduce"] == "kept" or n == 1 else "broken"
     layouts = ["replicated", "sharded", "partial", after]
@@ -444,27 +454,27 @@ def test_every_state_of_the_widget(params):
         assert [*itertools.chain(*trace["steps"][1]["values"])] == h, "shards, laid side by side, are the hidden layer"
     if params["all_reduce"] == "kept" or n == 1:
         assert all(trace["right"]) and trace["agree"]
-        assert trace["collectives"] == (0 if n == 1 else lesson.ORDERS.index(params["order"]) + 1)
+        assert trace["collectives"] == (0 if n == 1 else page.ORDERS.index(params["order"]) + 1)
     elif params["order"] == "column, row":
         assert not all(trace["right"]) and trace["sent"] == 0
         assert trace["right"][0] == (params["input"] == "lucky"), "a test that looks at rank 0 alone may pass"
     else:
         assert not any(trace["right"]) and trace["agree"], "after the gather all agree, on a wrong answer"
-    assert len(lesson.describe(trace).splitlines()) <= 15
+    assert len(page.describe(trace).splitlines()) <= 15
 
 
 def test_broken_layers_break_the_simulation(monkeypatch):
-    right = lesson.simulate(lesson.WIDGET_DEFAULT)
+    right = page.simulate(page.WIDGET_DEFAULT)
     first = staticmethod(lambda tensor, rank, n: tensor[: tensor.shape[0] // n])
     with monkeypatch.context() as patch:
-        patch.setattr(lesson.ColumnParallelLinear, "shard", first)
-        assert lesson.simulate(lesson.WIDGET_DEFAULT) != right
+        patch.setattr(ColumnParallelLinear, "shard", first)
+        assert page.simulate(page.WIDGET_DEFAULT) != right
     with monkeypatch.context() as patch:
-        patch.setattr(lesson.RowParallelLinear, "__call__", lambda self, x: 2 * self.local(x))
-        assert not any(lesson.simulate(lesson.WIDGET_DEFAULT)["right"])
+        patch.setattr(RowParallelLinear, "__call__", lambda self, x: 2 * self.local(x))
+        assert not any(page.simulate(page.WIDGET_DEFAULT)["right"])
     with monkeypatch.context() as patch:
-        patch.setattr(lesson, "wire_bytes", lambda collective, payload, n: 3 * payload)
-        assert lesson.simulate(lesson.WIDGET_DEFAULT)["sent"] != right["sent"]
+        patch.setattr(page, "wire_bytes", lambda collective, payload, n: 3 * payload)
+        assert page.simulate(page.WIDGET_DEFAULT)["sent"] != right["sent"]
 
 
 # --- Processes ------------------------------------------------------------------------------------------------------
@@ -493,7 +503,7 @@ def work(world, prompts):
         want = sum(torch.arange(size, device=world.device) % 5 + r for r in range(world.world_size)).to(dtype)
         total, sent = lesson.ring_all_reduce(x, world)
         padded = -(-size // world.world_size) * world.world_size * x.element_size()
-        assert total.equal(want) and sent == lesson.wire_bytes("all_reduce", padded, world.world_size)
+        assert total.equal(want) and sent == wire_bytes("all_reduce", padded, world.world_size)
         assert world.all_reduce(x.clone()).equal(want)
     mine = torch.full((2, 1), float(world.rank_in_group), device=world.device)
     assert world.all_gather(mine).tolist() == [[*map(float, range(world.world_size))]] * 2
@@ -502,26 +512,26 @@ def work(world, prompts):
     assert counts["all_reduce"] == {"calls": 3, "bytes": 4 + 28 + 8192} and counts["all_gather"]["calls"] == 2
     assert world.take_counts() == {}
 
-    three, last = lesson.new_group([0, 1, 2], world), lesson.new_group([3, 1], world)
+    three, last = new_group([0, 1, 2], world), new_group([3, 1], world)
     assert (three is None) == (world.rank_in_group == 3) and (last is None) == (world.rank_in_group in (0, 2))
     if last:  # ascending, however they were named
         x = torch.tensor([[float(world.rank_in_group)]], device=world.device)
         assert last.ranks == [1, 3] and last.ranks[last.rank_in_group] == world.rank_in_group
         assert last.all_gather(x).tolist() == [[1.0, 3.0]]
     if three:
-        shard, found["memory"] = peak_memory_of(lambda: lesson.load_shard(None, three))
+        shard, found["memory"] = peak_memory_of(lambda: load_shard(None, three))
         found["logits"] = lesson.all_logits(shard, prompts[0])
         found["tokens"] = lesson.serve(shard, prompts, [6, 3]).token_ids
     for size in (2, 4):
-        if group := lesson.new_group(range(size), world):
-            found[size] = lesson.all_logits(lesson.shard_model(lesson.seeded_model(world.device), group), IDS)
+        if group := new_group(range(size), world):
+            found[size] = lesson.all_logits(shard_model(lesson.seeded_model(world.device), group), IDS)
     return found
 
 
 @pytest.fixture(scope="module")
 def worked(real_model) -> tuple[list[dict], list[list[int]]]:
     prompts = [real_model[1].encode(text) for text in ("The three laws of motion say that", "To make bread")]
-    return lesson.launch(4, work, prompts), prompts
+    return launch(4, work, prompts), prompts
 
 
 def test_real_model_on_three_processes(worked, real_model):
@@ -580,7 +590,7 @@ def children() -> list[int]:
 def test_one_rank_fails_and_all_end(how, message):
     start = time.perf_counter()
     with pytest.raises(RankFailed, match=message) as error:
-        lesson.launch(3, fail, how, timeout=60 if how != "is silent" else 4)
+        launch(3, fail, how, timeout=60 if how != "is silent" else 4)
     assert children() == [] and "\n" not in str(error.value)
     assert time.perf_counter() - start < 30
     if how == "raises":
@@ -601,8 +611,9 @@ def test_ranks_do_not_outlive_their_parent():
     code = f"""
 import sys, time; sys.path[:0] = [{str(common.HERE)!r}, {str(common.ROOT / "tests")!r}]
 import common, test_05c_tensor_parallel as t
+from engine.parallel.ranks import Ranks
 if __name__ == "__main__":
-    ranks = t.lesson.Ranks(2, t.fail, "is silent")
+    ranks = Ranks(2, t.fail, "is silent")
     print(*[p.pid for p in ranks.processes], flush=True)
     time.sleep(600)
 """
@@ -637,7 +648,7 @@ def test_by_default_as_many_ranks_as_the_model_allows_to_share_it(heads, kv_head
     smol = roofline.llama_config(roofline.MODELS["SmolLM2-135M"])
     config = dataclasses.replace(smol, num_attention_heads=heads, num_key_value_heads=kv_heads,
                                  intermediate_size=neurons)  # fmt: skip
-    assert lesson.default_size(config) == ranks
+    assert default_size(config) == ranks
     sharding.check_tensor_parallel_size(config, ranks)
 
 

@@ -61,6 +61,7 @@ from engine.kv_transfer.producer import Producer
 from engine.kv_transfer.store import KVStore, Tier
 from engine.llm_engine import LLMEngine
 from engine.lora import lora_model
+from engine.quantization import methods
 from engine.model.packed_linear import pack_weights
 from engine.output import KVConnectorMetadata, KVConnectorOutput
 from engine.request import Request, SamplingParams
@@ -1777,7 +1778,7 @@ class Opaque(torch.Tensor):
 
 def test_weights_that_make_keys_and_values_have_a_digest(tiny_model):
     """Whichever is changed, and however the linear layers are packed; the output matrix makes none."""
-    digest, quantization = weights_digest, registry.lesson("05b_quantization")
+    digest = weights_digest
     ours = digest(tiny_model)
     packed = pack_weights(tiny_model)
     assert ours == digest(packed) == digest(llama.random_model(seed=SEED))
@@ -1803,9 +1804,9 @@ def test_weights_that_make_keys_and_values_have_a_digest(tiny_model):
         others[-1].config = dataclasses.replace(tiny_model.config, **change)
     others.append(llama.random_model(seed=SEED, dtype=torch.bfloat16))
     wide = llama.random_model(seed=SEED, hidden_size=64, intermediate_size=128, head_dim=32, num_attention_heads=4)
-    methods = ("int8", "int8_per_channel_weight_only", "fp8_per_channel", "mxfp8", "mxfp4", "int4")
-    rounded = [wide, *(quantization.quantize_model(wide, method) for method in methods)]
-    rounded.append(quantization.quantize(wide, quantization.Method("fp8"))[0])  # the codes, and not the inputs
+    names = ("int8", "int8_per_channel_weight_only", "fp8_per_channel", "mxfp8", "mxfp4", "int4")
+    rounded = [wide, *(methods.quantize_model(wide, name) for name in names)]
+    rounded.append(methods.quantize(wide, methods.Method("fp8"))[0])  # the codes, and not the inputs
     rounded.append(changed(wide, "layers.0.o_proj", lambda W: W.as_subclass(Opaque)))
     digests = [ours, *map(digest, others), *map(digest, rounded)]
     assert len({*digests}) == len(digests)

@@ -1,5 +1,5 @@
 // Eight words through the sampler, stage by stage, and what a seed draws: the twin of `simulate` in
-// vllm/tours/04b_offline_engine.py.
+// lessons/numbers/04b_offline_engine.py.
 import { fixed, range, sum } from "./lib/text.mjs";
 import { uniforms } from "./lib/uniforms.mjs";
 

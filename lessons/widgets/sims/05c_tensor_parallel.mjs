@@ -1,4 +1,5 @@
-// One MLP block y = B·relu(A·x) on several ranks, on integers; twin of `simulate` in vllm/tours/05c_tensor_parallel.py.
+// One MLP block y = B·relu(A·x) on several ranks, on integers: the twin of `simulate` in
+// lessons/numbers/05c_tensor_parallel.py.
 import { range, sum } from "./lib/text.mjs";
 
 const A = [ // [8 neurons, 4 inputs]
