@@ -20,7 +20,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, cast
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -30,7 +30,9 @@ PAGE = 110  # columns
 class _Nothing(ModuleType):
     """Stands where torch would, while `--help` is printed: lets a script define its functions, computes nothing."""
 
-    __path__: ClassVar[list[str]] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -48,7 +50,7 @@ class _Nothing(ModuleType):
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
-        return importlib.util.spec_from_loader(name, cls) if name.split(".")[0] == "torch" else None
+        return importlib.util.spec_from_loader(name, cast(Any, cls)) if name.split(".")[0] == "torch" else None
 
     @classmethod
     def create_module(cls, spec: Any) -> ModuleType:
@@ -106,7 +108,7 @@ try:
 
     HAS_TRITON = True
 except ImportError:
-    triton = tl = _StandIn()
+    triton = tl = cast(Any, _StandIn())
     HAS_TRITON = False
 
 if INTERPRET and HAS_TRITON:
@@ -155,10 +157,10 @@ class Kernel:
     """
 
     def __init__(self, fn: Callable) -> None:
-        functools.update_wrapper(self, fn)
+        functools.update_wrapper(cast(Any, self), fn)
         self.name = fn.__name__
         of_a_step = [name for name, kind in fn.__annotations__.items() if kind == "tl.int32"]
-        self.fn = triton.jit(fn, do_not_specialize=of_a_step)
+        self.fn = cast(Any, triton).jit(fn, do_not_specialize=of_a_step)
         self.launches = 0
 
     def __getitem__(self, grid: Any) -> Callable:

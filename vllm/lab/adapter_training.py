@@ -14,6 +14,7 @@ from __future__ import annotations
 import common  # first: it settles the device before torch is used
 
 import copy
+import inspect
 import itertools
 import json
 import re
@@ -32,7 +33,7 @@ from engine.model.tokenizer import Tokenizer
 from engine.attention.torch_paged import prefill_attention
 from engine.llm import LLM
 from engine.lora.files import read_adapter, write_adapter
-from engine.lora.lora_model import LayerShape, LoRAModel, layer_shapes, merged
+from engine.lora.lora_model import LayerShape, LoRAModel, Slices, layer_shapes, merged
 from engine.request import SamplingParams
 
 
@@ -169,7 +170,7 @@ def train(
         optimizer.step()
         losses.append(loss.item())
         progress(f"step {step + 1}/{steps}  loss {losses[-1]:.3f}  {time.perf_counter() - started:.0f} s")
-    weights = {
+    weights: dict[str, Slices] = {
         name: tuple((a.detach().cpu(), alpha / rank * b.detach().cpu()) for a, b in zip(layer.a, layer.b))
         for name, layer in layers.items()
     }  # fmt: skip
@@ -191,7 +192,7 @@ def loss_of(model: llama.Llama, examples: Sequence[tuple[list[int], list[int]]])
         return torch.cat([prefill_attention(q[a:z], k[a:z], v[a:z]) for a, z in itertools.pairwise(bounds)])
 
     tokens, positions, targets = (torch.tensor(x, device=model.device) for x in (tokens, positions, targets))
-    with_gradients = llama.Llama.forward.__wrapped__  # the decorator on it switches gradients off
+    with_gradients: Any = inspect.unwrap(llama.Llama.forward)  # the decorator on it switches gradients off
     hidden = with_gradients(model, tokens, positions, attend)  # [T, hidden]
     x = F.rms_norm(hidden[rows], hidden.shape[-1:], model.norm, model.config.rms_norm_eps)
     return F.cross_entropy(F.linear(x, model.linear["lm_head"].weight), targets)

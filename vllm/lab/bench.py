@@ -45,7 +45,7 @@ async def serve_load(args: argparse.Namespace) -> tuple[dict[str, Any], list[Rec
     goodput = parse_limits(args.goodput or (), "--goodput", ("ttft", "tpot", "e2el"))
     prompts = make_prompts(args, args.num_prompts, args.seed, chat)
     arrivals = arrival_times(len(prompts), args.request_rate, random.Random(args.seed), args.burstiness)
-    headers = {"Authorization": os.fsencode(f"Bearer {args.api_key}")} if args.api_key else {}
+    headers = {b"Authorization": os.fsencode(f"Bearer {args.api_key}")} if args.api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     direct = re.match(r"https?://(127\.|localhost|\[::1\])", base_url)  # a proxy has no business here
     async with httpx.AsyncClient(headers=headers, limits=limits, timeout=None, trust_env=not direct) as client:

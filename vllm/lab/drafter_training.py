@@ -221,6 +221,7 @@ def write_text(model: llama.Llama, tokenizer: Tokenizer, folder: Path, minutes: 
     scheduler = ReservingScheduler(config, KVCacheManager(896, 16, 448, enable_caching=False))
     paged = VllmConfig(attention_backend="paged", enforce_eager=True)
     runner = make_runner(model, config, 896, 16, paged, seed=seed + len(files), runner_class=RecordingRunner)
+    assert isinstance(runner, RecordingRunner)
     core = EngineCore(scheduler, runner)
     prompts, stop = training_prompts(seed + len(files)), time.monotonic() + 60 * minutes
     started, tokens, done, begin, first = 0, 0, [], time.monotonic(), len(files)
@@ -259,9 +260,11 @@ def _save_answers(path: Path, done: Sequence[tuple]) -> None:
         arrays["top_ids"].append(torch.stack(top_ids).cpu().numpy().astype(np.uint16))
         arrays["top_logprobs"].append(torch.stack(top_logprobs).half().cpu().numpy())
     scratch = path.with_suffix(".part")
+    content: dict[str, Any] = {name: np.concatenate(parts) for name, parts in arrays.items()}
+    content["lengths"] = [r.num_tokens for r, _ in done]
+    content["prompt_lengths"] = [r.num_prompt_tokens for r, _ in done]
     with scratch.open("wb") as file:
-        np.savez(file, lengths=[r.num_tokens for r, _ in done], prompt_lengths=[r.num_prompt_tokens for r, _ in done],
-                 **{name: np.concatenate(parts) for name, parts in arrays.items()})  # fmt: skip
+        np.savez(file, **content)
     scratch.rename(path)
 
 
@@ -451,7 +454,7 @@ def eagle_loss(network: Network, data: Text, group: Sequence[int], rollout: int)
     N, L = place.shape[0], place.shape[1] - rollout
     features = data.hidden[place[:, :L]].float().view(N * L, -1)
     row = torch.arange(L, device=place.device).repeat(N)
-    attend, loss, agreement = rollout_attention(N, L), 0.0, []
+    attend, loss, agreement = rollout_attention(N, L), torch.zeros((), device=place.device), []
     for s in range(rollout):
         tokens = data.next_token[place[:, s : L + s]].flatten()  # x_{i+1+s}
         features = network.forward(network.inputs(tokens, features), row + s, attend)  # now stands for f_{i+1+s}
@@ -478,7 +481,7 @@ def draft_model_loss(network: Network, data: Text, group: Sequence[int], rollout
 def medusa_loss(network: Network, data: Text, group: Sequence[int], rollout: int) -> tuple[torch.Tensor, Counts]:
     """Every head on every feature: head k learns what the target says k + 1 positions later."""
     place, inside = padded(data, group, rollout)
-    loss, agreement, L = 0.0, [], place.shape[1] - rollout
+    loss, agreement, L = torch.zeros((), device=place.device), [], place.shape[1] - rollout
     for k in range(rollout):
         ahead = torch.where(inside[:, k + 1 : L + k + 1], data.label[place[:, k + 1 : L + k + 1]], -1)
         use = (ahead >= 0) & (data.label[place[:, :L]] >= 0) & inside[:, :L]

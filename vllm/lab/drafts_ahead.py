@@ -19,7 +19,7 @@ import common  # first: it settles the device before torch is used
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from engine.model import llama
 from engine.config import SchedulerConfig, VllmConfig
@@ -29,7 +29,7 @@ from engine.parallel.executors import ThreadExecutor
 from engine.parallel.pipeline import PipelineEngineCore
 from engine.parallel.remote_runner import RemoteRunner
 from engine.parallel.stages import make_groups
-from engine.parallel.worker import Worker, WorkerSpec
+from engine.parallel.worker import WorkerSpec
 from engine.parallel.workers import Workers
 from engine.request import Request, SamplingParams
 from engine.spec_decode.drafters import SpeculativeConfig, make_drafter
@@ -39,19 +39,19 @@ LOOPS = {"synchronous": 1, "async": 2}  # steps in flight
 
 
 def make_loop(kind: str, model: llama.Llama, num_speculative_tokens: int, max_model_len: int,
-              drafter: Callable[..., Any] = make_drafter) -> tuple[PipelineEngineCore, Worker]:  # fmt: skip
+              drafter: Callable[..., Any] = make_drafter) -> tuple[PipelineEngineCore, Any]:  # fmt: skip
     """The served engine's loop with eight seats, and the worker that runs its steps on a thread of this process;
     `drafter(config, model)` is 07's."""
     parallel = ParallelConfig(async_scheduling=True)
     drafts = SpeculativeConfig(num_speculative_tokens=num_speculative_tokens)
     config = VllmConfig(speculative_config=drafts, async_scheduling=True, plug={"drafter": drafter})
     executor = ThreadExecutor()
-    worker = executor.worker  # its model is loaded already
+    worker: Any = executor.worker  # its model is loaded already
     worker.spec, worker.model = WorkerSpec(None, parallel, model.dtype, config), model
     worker.set_groups(*make_groups(None, parallel))
     limits, blocks = SchedulerConfig(max_model_len=max_model_len, max_num_seqs=8), 8 * -(-max_model_len // BLOCK) + 1
     scheduler = make_scheduler(limits, blocks, BLOCK, enable_prefix_caching=False, drafts=drafts, async_scheduling=True)
-    runner = RemoteRunner(Workers(executor, parallel, model), limits, blocks, BLOCK)
+    runner = RemoteRunner(Workers(executor, parallel, cast(Any, model)), limits, blocks, BLOCK)
     return PipelineEngineCore(scheduler, runner, LOOPS[kind]), worker
 
 
@@ -81,14 +81,14 @@ def compare_loops(model: llama.Llama, prompts: Sequence[Sequence[int]], max_toke
     """The same greedy requests in step and one step ahead: {loop: their tokens, and what they took}."""
     # Beyond the longest answer there is room for drafts: the end of the context cuts none.
     longest, found = max(map(len, prompts)) + max_tokens + num_speculative_tokens + 1, {}
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=model.config.eos_token_ids)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=list(model.config.eos_token_ids))
     for kind in LOOPS:
         core, worker = make_loop(kind, model, num_speculative_tokens, longest, drafter)
         try:
-            requests = [Request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+            requests = [Request(str(i), list(prompt), params) for i, prompt in enumerate(prompts)]
             token_ids, in_vain = run(core, requests, overhead)
         finally:
-            core.remote.executor.shutdown()
+            cast(Any, core.remote).executor.shutdown()
         spans, drafts = worker.take_spans(), worker.runner.drafts
         busy, whole = sum(end - start for start, end in spans), spans[-1][1] - spans[0][0]
         found[kind] = {"token_ids": token_ids, "steps": len(spans), "places": drafts.num_places,

@@ -214,5 +214,5 @@ def same_but_for_rounding(model: llama.Llama, prompt: Sequence[int], params: Sam
     if params.temperature == 0:
         return abs(logits[low] - logits[high]).item() <= tolerance * logits.abs().max().item()
     edges = (logits / params.temperature).softmax(0).cumsum(0)  # token x has [edges[x − 1], edges[x])
-    u = uniforms([params.seed], [i])[0]
+    u = uniforms([params.seed or 0], [i])[0]
     return all(abs(edges[x].item() - u) <= tolerance for x in (low, high - 1))

@@ -21,13 +21,14 @@ def new_figure(width: float = 8.0, height: float = 3.6, **kwargs: Any) -> tuple[
     os.environ.setdefault("MPLBACKEND", "svg")
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # else it reports a HOME that cannot be written
     import matplotlib.pyplot as plt
+    from cycler import cycler
 
     plt.rcParams.update({
         "svg.hashsalt": "vllm-from-first-principles", "svg.fonttype": "path", "font.family": "DejaVu Sans",
         "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": COLORS["grey"],
         "axes.labelcolor": COLORS["ink"], "text.color": COLORS["ink"], "xtick.color": COLORS["ink"],
         "ytick.color": COLORS["ink"], "axes.titlesize": 11, "axes.titlelocation": "left", "legend.frameon": False,
-        "axes.prop_cycle": plt.cycler(color=[COLORS[c] for c in ("blue", "orange", "green", "red", "purple")]),
+        "axes.prop_cycle": cycler(color=[COLORS[c] for c in ("blue", "orange", "green", "red", "purple")]),
         "figure.facecolor": "white", "axes.axisbelow": True,
     })  # fmt: skip
     return plt.subplots(figsize=(width, height), layout="constrained", **kwargs)

@@ -36,7 +36,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -151,6 +151,7 @@ def fit(table: Sequence[Sequence[float]]) -> CostModel:
         error = float(np.median(relative_errors(solution, rows)))
         if best is None or error < best[0]:
             best = error, solution
+    assert best is not None
     return CostModel(*(round(x * 1e12) for x in best[1]))
 
 
@@ -303,7 +304,7 @@ class Instance(EngineCore):
             if "P" in self.roles:
                 job.prefill[0] = now
         T, B = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
-        durations = (encode + self.cost(T, B, pairs, keys + i * B) for i in range(steps))
+        durations = (encode + self.cost(T, B, pairs, keys + i * B) for i in range(int(steps)))
         self.ends = [now + passed for passed in itertools.accumulate(durations)]
         self.backlog -= prompt_tokens
         self.steps.append([now, self.ends[-1], prompt_tokens, T - prompt_tokens])
@@ -320,10 +321,12 @@ class Instance(EngineCore):
 
     def finish(self) -> list[str]:
         """The step is over: whoever has caught up gets its tokens. Returns who has all of them."""
-        requests, count, first, last = self.scheduler.requests, len(self.ends), self.ends[0], self.ends[-1]
+        output, requests, count = self.output, self.scheduler.requests, len(self.ends)
+        assert output is not None
+        first, last = self.ends[0], self.ends[-1]
         longest = last - self.ends[-2] if count > 1 else 0  # contexts grow: a leap's last step is its longest
         tokens, sampled, hears = [0] * count, {}, "D" in self.roles
-        for request_id in self.output.num_scheduled_tokens:
+        for request_id in output.num_scheduled_tokens:
             request = requests[request_id]
             if request.num_computed_tokens < request.num_tokens:
                 continue  # the prompt goes on
@@ -337,7 +340,7 @@ class Instance(EngineCore):
                 if job.first < 0:
                     job.first = first
                 job.gap, job.last = max(job.gap, silence, longest), last
-        return [o.request_id for o in self.scheduler.update_from_output(self.output, sampled) if o.finish_reason]
+        return [o.request_id for o in self.scheduler.update_from_output(output, sampled) if o.finish_reason]
 
 
 # --- 4. The cluster: pools of GPUs, and links between them ----------------------------------------------------------
@@ -481,7 +484,7 @@ class Cluster:
         self.at(end, ARRIVAL, self.deliver, source, target, job)
 
     def deliver(self, source: Instance, target: Instance, job: Job) -> None:
-        source.scheduler.release(job.name)
+        cast(PrefillScheduler, source.scheduler).release(job.name)
         self.wake(source)  # its blocks may be what a prompt waits for
         target.promised -= 1
         self.enter(target, job)
@@ -870,7 +873,8 @@ def widget_jobs(mix: str, rate: int) -> list[Job]:
 @functools.lru_cache(maxsize=1024)
 def widget_cluster(layout: str, mix: str, rate: int, link: str, layerwise: bool) -> Cluster:
     """One run, step by step: no leaps."""
-    cluster = Cluster(Deployment(*WIDGET_LAYOUTS[layout], LINKS[link], layerwise), widget_jobs(mix, rate), leap=1)
+    name, budget = WIDGET_LAYOUTS[layout]
+    cluster = Cluster(Deployment(name, budget, LINKS[link], layerwise), widget_jobs(mix, rate), leap=1)
     cluster.run()
     return cluster
 
@@ -1006,8 +1010,8 @@ def key(name: str | float) -> str:
 def best(found: Mapping[str, float]) -> dict[str, Any]:
     """Of one column of RECORDED: whole prompts, the best budget, the best split, and how they compare."""
     (whole,) = (rate for name, rate in found.items() if re.fullmatch(r"\d+E?PD", name))
-    chunked = max((name for name in found if "/" in name), key=found.get)
-    split = max((name for name in found if re.fullmatch(r"\d+P\d+D", name)), key=found.get)
+    chunked = max((name for name in found if "/" in name), key=found.__getitem__)
+    split = max((name for name in found if re.fullmatch(r"\d+P\d+D", name)), key=found.__getitem__)
     return {
         "whole": whole, "chunked": found[chunked], "budget": int(chunked.split("/")[1]), "split": found[split],
         "prefill_gpus": int(split.split("P")[0]), "layout": split, "split_over_whole": found[split] / whole,

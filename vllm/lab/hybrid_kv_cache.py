@@ -237,14 +237,19 @@ def _cached_blocks(managers: Sequence[FullAttentionManager], hashes: Sequence[by
 class SlidingWindowManager(FullAttentionManager):
     """A group whose layers see the last `sliding_window` positions."""
 
+    @property
+    def sliding_window(self) -> int:
+        assert isinstance(self.spec, SlidingWindowSpec)
+        return self.spec.sliding_window
+
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """The next query is at position n = `num_computed_tokens` and sees [n − W + 1, n]: all before that is dead."""
-        return max(0, num_computed_tokens - self.spec.sliding_window + 1)
+        return max(0, num_computed_tokens - self.sliding_window + 1)
 
     @property
     def num_blocks_for_hit(self) -> int:
         """Blocks that W − 1 tokens touch behind a block's end: ⌈(W − 1) / block⌉."""
-        return math.ceil((self.spec.sliding_window - 1) / self.block_size)
+        return math.ceil((self.sliding_window - 1) / self.block_size)
 
     def is_reachable(self, block: int) -> bool:
         """A hit ends at a multiple of `alignment` and needs the last few blocks before it."""
@@ -253,17 +258,18 @@ class SlidingWindowManager(FullAttentionManager):
 
     def max_admission_blocks_per_request(self) -> int:
         """W − 1 tokens and what one step adds; one more block, since a window may begin in the middle of its first."""
-        return math.ceil((self.spec.sliding_window - 1 + self.max_in_flight_tokens) / self.block_size) + 1
+        return math.ceil((self.sliding_window - 1 + self.max_in_flight_tokens) / self.block_size) + 1
 
     @staticmethod
     def find_longest_cache_hit(
-        managers: Sequence[SlidingWindowManager], block_hashes: Sequence[bytes], max_length: int
+        managers: Sequence[FullAttentionManager], block_hashes: Sequence[bytes], max_length: int
     ) -> tuple[list[list[int]], int]:
         """As above, looked for from the right: the first run of blocks that is long enough, or begins at the start.
 
         What lies before the run is not needed, so it may be long gone: the null block stands for it.
         """
         first = managers[0]
+        assert isinstance(first, SlidingWindowManager)
         end = max_length // first.block_size
         tables, run = [[NULL_BLOCK] * end for _ in managers], 0
         for i in reversed(range(end)):

@@ -79,8 +79,11 @@ def route(layer: MoELayer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 def moe_reference(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
     """y_t = Σ_j w_tj · expert_{i_tj}(x_t), token by token, expert by expert. [T, H] -> [T, H]."""
     ids, weights = route(layer, x)
-    rows = [sum(w * layer.experts(int(e), x[t : t + 1])[0] for e, w in zip(ids[t], weights[t])) for t in range(len(x))]
-    return torch.stack(rows) if rows else torch.zeros_like(x)
+    y = torch.zeros_like(x)
+    for t in range(len(x)):
+        for e, w in zip(ids[t], weights[t]):
+            y[t] += w * layer.experts(int(e), x[t : t + 1])[0]
+    return y
 
 
 # --- 2. The same on n ranks -------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 
-def wire_bytes(collective: str, payload: int, n: int) -> float:
+def wire_bytes(collective: str, payload: float, n: int) -> float:
     """Bytes that each of n ranks sends so that all have a result of `payload` bytes, on a ring.
 
     all-gather:  (n−1)/n · payload      each rank's part is passed on n − 1 times
@@ -25,7 +25,7 @@ class Link:
     bandwidth: float
     latency: float
 
-    def seconds(self, collective: str, payload: int, n: int, calls: int = 1) -> float:
+    def seconds(self, collective: str, payload: float, n: int, calls: int = 1) -> float:
         """`calls` collectives of `payload` bytes each, one after the other."""
         return calls * (self.latency + wire_bytes(collective, payload, n) / self.bandwidth) if n > 1 else 0.0
 

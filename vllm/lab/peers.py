@@ -42,6 +42,7 @@ def vllm_peer(python: str, model_folder: Path, dtype: str) -> Iterator[Callable[
         raise common.InputError(f"--vllm {python}: {error.strerror}") from None
 
     def ask(**request: Any) -> dict[str, Any]:
+        assert process.stdin and process.stdout
         with contextlib.suppress(OSError):  # it has died: the answer will be missing
             os.killpg(process.pid, signal.SIGCONT)
             process.stdin.write(json.dumps(request) + "\n")
@@ -55,6 +56,7 @@ def vllm_peer(python: str, model_folder: Path, dtype: str) -> Iterator[Callable[
     try:
         yield ask
     finally:
+        assert process.stdin
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGCONT)
             process.stdin.close()
@@ -65,9 +67,8 @@ def load_transformers(model_name: str | None, like: llama.Llama) -> Any:
     """The same weights in Transformers."""
     from transformers import AutoModelForCausalLM
 
-    return (
-        AutoModelForCausalLM.from_pretrained(folders.model_folder(model_name), dtype=like.dtype).eval().to(like.device)
-    )
+    model: Any = AutoModelForCausalLM.from_pretrained(folders.model_folder(model_name), dtype=like.dtype)
+    return model.eval().to(like.device)
 
 
 def random_twins(name: str) -> tuple[llama.Llama, Any]:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,7 +83,7 @@ def summarize(
     inputs, outputs = sum(r.prompt_tokens for r in done), sum(r.output_tokens for r in done)
     peak, area = concurrency([(r.start, r.end) for r in records])
     duration, chunks = duration or max(r.end for r in records), sum(len(r.times) for r in done)
-    origin, seconds = min(r.start for r in records), Counter()
+    origin, seconds = min(r.start for r in records), defaultdict[int, float](float)
     for at, tokens in ((at, r.output_tokens / len(r.times)) for r in done for at in r.times):
         seconds[int(at - origin)] += tokens
     result = {

@@ -19,6 +19,7 @@ from engine import arguments
 from lab import cli
 from engine.config import SchedulerConfig
 from engine.core.engine_core import EngineCore
+from engine.core.block_pool import BlockPool
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.scheduler import Scheduler
 from engine.output import EngineCoreOutput, SchedulerOutput
@@ -106,6 +107,7 @@ class ReplayCore(EngineCore):
         heard = self.step()
         self.entry["sampled"] = {o.request_id: o.new_token_ids[0] for o in heard if o.new_token_ids}
         entry, pool = self.entry, self.scheduler.kv_cache_manager.block_pool
+        assert isinstance(pool, BlockPool)  # the engine's own
         entry["free_blocks"].append(pool.num_free_blocks)
         entry["finished"] = {o.request_id: o.finish_reason for o in heard if o.finish_reason}
         entry["running_queue"] = _ids(self.scheduler.running)

@@ -93,7 +93,7 @@ def llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     """A plain dictionary as the `LlamaConfig` that the model computes shapes from."""
     spec = KVCacheSpec.from_config(config)
     fields = {field.name for field in dataclasses.fields(LlamaConfig)}
-    sizes = {"num_key_value_heads": spec.num_kv_heads, "head_dim": spec.head_size}
+    sizes: dict[str, Any] = {"num_key_value_heads": spec.num_kv_heads, "head_dim": spec.head_size}
     return LlamaConfig(**sizes | {name: value for name, value in config.items() if name in fields})
 
 

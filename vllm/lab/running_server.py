@@ -23,6 +23,7 @@ def running_server(*flags: str, echo: Callable[[str], None] = lambda line: None,
     command = [sys.executable, str(common.HERE / "__main__.py"), "serve", "--port", "0", *flags]
     environment = {**os.environ, "SERVE_UNTIL_EOF": "1", **environment}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdin and process.stdout
     try:
         url = None
         for line in process.stdout:

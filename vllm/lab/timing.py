@@ -31,7 +31,8 @@ class Timing:
 def measure(fn: Callable[[], Any], seconds: float = 0.5) -> Timing:
     """Time `fn` for about `seconds`: after a warm-up, synchronised, with a cold L2 cache on a GPU."""
     if common.HAS_GPU:
-        median, low, high = triton.testing.do_bench(fn, rep=int(seconds * 1e3), quantiles=[0.5, 0.2, 0.8])
+        timed: Any = triton.testing.do_bench(fn, rep=int(seconds * 1e3), quantiles=[0.5, 0.2, 0.8])
+        median, low, high = timed
         return Timing(median / 1e3, low / 1e3, high / 1e3)
     fn()
     samples: list[float] = []

@@ -59,7 +59,7 @@ def run_worker(pipe: Any, inherited: Sequence[Any], model: llama.Llama | str | i
     torch.set_num_threads(1)
     if not isinstance(model, llama.Llama):  # a number is the seed of a random one
         model = llama.random_model(model) if isinstance(model, int) else loader.load(model)[0]
-    connector = make(KVTransferConfig(**config))
+    connector: Any = make(KVTransferConfig(**config))
     core = make_core(model, connector, **core_args)
     with contextlib.suppress(EOFError, OSError), contextlib.closing(connector):
         pipe.send(("ready", getattr(connector, "address", {})))
@@ -83,7 +83,8 @@ def run_worker(pipe: Any, inherited: Sequence[Any], model: llama.Llama | str | i
 
 def worker_stats(core: EngineCore) -> dict[str, int]:
     """What a worker counted, and what it holds; raises AssertionError if its pool is not in order."""
-    pool, connector = core.scheduler.kv_cache_manager.block_pool, core.scheduler.connector
+    pool: Any = core.scheduler.kv_cache_manager.block_pool
+    connector: Any = core.scheduler.connector
     pool.check()
     found = Counter(connector.stats)
     for part in ("producer", "consumer"):  # of the engine's connectors

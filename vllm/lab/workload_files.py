@@ -59,13 +59,15 @@ class Field:
         elif self.kind == IDS:
             good = isinstance(value, list) and all(type(v) is int and 0 <= v < 2**63 for v in value)
         else:
-            good = type(value) is int or (self.kind == FLOAT and type(value) is float)
-            good = good and (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+            good = type(value) in ((int, float) if self.kind == FLOAT else (int,)) and self.is_inside(value)
         if not good:
             shown = json.dumps(value, default=str)
             span = "" if self.low is None else f" from {self.low}" + ("" if self.high is None else f" to {self.high}")
             raise common.InputError(f"{name}: must be {self.kind}{span}{' or null' if self.nullable else ''}, "
                                     f"not {shown if len(shown) <= 40 else shown[:37] + '...'}")  # fmt: skip
+
+    def is_inside(self, value: Any) -> bool:
+        return not ((self.low is not None and value < self.low) or (self.high is not None and value > self.high))
 
 
 MOST = 10**9
