@@ -63,7 +63,8 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
     """
     (T, Hq, D), (S, Hkv, _) = q.shape, k.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
-    k, v = (x.to(dtype).repeat_interleave(Hq // Hkv, dim=1) for x in (k, v))  # every query head its KV head: [S, Hq, D]
+    # Every query head gets a copy of the KV head that it shares: [S, Hq, D].
+    k, v = (x.to(dtype).repeat_interleave(Hq // Hkv, dim=1) for x in (k, v))
     scores = torch.einsum("thd,shd->hts", q.to(dtype), k) * (D**-0.5 if scale is None else scale)
     position = torch.arange(S - T, S, device=q.device)  # of each query
     visible = torch.arange(S, device=q.device) <= position[:, None]  # [T, S]
@@ -136,7 +137,7 @@ class KVCache:
         self.v = torch.zeros(*rows, spec.head_size_v, dtype=dtype, device=device)
         self.max_len = max_len
         self.seq_lens = [0] * num_seqs
-        self.num_new_tokens = [0] * num_seqs  # of the pass that runs
+        self.num_new_tokens = [0] * num_seqs  # in the pass that runs
 
     def allocate_slots(self, num_new_tokens: Sequence[int]) -> None:
         """Claim the next rows of every sequence (0: it sits this pass out). Raises CacheFull, and then claims none."""
@@ -375,39 +376,53 @@ def prompt_tokens(args: argparse.Namespace, folder: Path) -> list[int]:
     return prompt
 
 
-def show_model(args: argparse.Namespace, model: llama.Llama, tokenizer: Tokenizer, prompt: list[int]) -> None:
-    """The real model with a cache, without one, through the kernel, and with the wrong positions."""
-    P, N, spec = len(prompt), args.new_tokens, KVCacheSpec.from_config(vars(model.config))
+def fresh_cache(args: argparse.Namespace, model: llama.Llama) -> KVCache:
+    """For one sequence, empty."""
+    return KVCache(KVCacheSpec.from_config(vars(model.config)), 1, args.slots, model.dtype, model.device)
 
-    def cached(max_tokens: int, restart_positions: bool = False) -> Generation:
-        cache = KVCache(spec, 1, args.slots, model.dtype, model.device)
-        return generate(model, prompt, max_tokens, cache, restart_positions)
 
-    cached(1)  # the first run also waits for the weights to come from the disk: not timed
-    fast, slow = cached(N, args.restart_positions), generate(model, prompt, N, cache=None)
+def show_cache(args: argparse.Namespace, model: llama.Llama, prompt: list[int]) -> Generation:
+    """The same tokens with a cache and without one, and what each way costs. Returns the run with the cache."""
+    P, N = len(prompt), args.new_tokens
+    generate(model, prompt, 1, fresh_cache(args, model))  # not timed: it waits for the weights to come from the disk
+    cached = generate(model, prompt, N, fresh_cache(args, model), args.restart_positions)
+    uncached = generate(model, prompt, N, cache=None)
     same = f"{N} tokens after a prompt of {P}: the same with and without a cache"
-    common.check_equal(same, fast.token_ids, slow.token_ids)
-    counted = sum(fast.token_forwards), sum(slow.token_forwards)
+    common.check_equal(same, cached.token_ids, uncached.token_ids)
+    counted = sum(cached.token_forwards), sum(uncached.token_forwards)
     formula = (P + N - 1, N * P + N * (N - 1) // 2)
     common.check_equal("token-forwards counted: P + N − 1 with a cache, Σ (P + i) without", counted, formula)
+
     rows = []
-    for name, run in (("with a cache", fast), ("without", slow)):
+    for name, run in (("with a cache", cached), ("without", uncached)):
         first, last = f"{1e3 * run.seconds[0]:.0f} ms", f"{1e3 * run.seconds[-1]:.0f} ms"
         rows.append([name, f"{sum(run.token_forwards):,}", first, last, f"{sum(run.seconds):.2f} s"])
     common.table(["", "token-forwards", "first token", "last token", "all"], rows)
-    fewer, faster = counted[1] / counted[0], sum(slow.seconds) / sum(fast.seconds)
-    common.say(f"{fewer:.0f} times fewer token-forwards, {faster:.1f} times faster: every pass reads all weights.")
+    fewer, faster = counted[1] / counted[0], sum(uncached.seconds) / sum(cached.seconds)
+    surprise = f"{fewer:.0f} times fewer token-forwards, {faster:.1f} times faster"
+    common.say(f"{surprise}: every pass reads all weights, even for a single token.")
+    return cached
 
-    if common.HAS_TRITON:
-        before = decode_attention_kernel.launches
-        with common.use_kernels():
-            found = cached(2).token_ids, decode_attention_kernel.launches - before
-        step = "a decode step through the Triton kernel, launched once a layer: the same token"
-        common.check_equal(step, found, (fast.token_ids[:2], spec.num_layers))
 
-    wrong = cached(N, restart_positions=True)
+def show_kernel_step(args: argparse.Namespace, model: llama.Llama, prompt: list[int], expected: Sequence[int]) -> None:
+    """One decode step whose attention runs through the Triton kernel."""
+    if not common.HAS_TRITON:
+        return
+    before = decode_attention_kernel.launches
+    with common.use_kernels():
+        token_ids = generate(model, prompt, 2, fresh_cache(args, model)).token_ids
+    found = token_ids, decode_attention_kernel.launches - before
+    step = "a decode step through the Triton kernel, launched once a layer: the same token"
+    common.check_equal(step, found, (expected[:2], model.config.num_hidden_layers))
+
+
+def show_bug(
+    args: argparse.Namespace, model: llama.Llama, tokenizer: Tokenizer, prompt: list[int], right: Sequence[int]
+) -> None:
+    """What a cached run writes whose every decode step has position 0."""
+    wrong = generate(model, prompt, args.new_tokens, fresh_cache(args, model), restart_positions=True).token_ids
     common.say("The bug: every decode step numbers its token from 0. There is no error, and the cost is the same.")
-    common.say(f"right: {tokenizer.decode(fast.token_ids)!r}\nwrong: {tokenizer.decode(wrong.token_ids)!r}")
+    common.say(f"right: {tokenizer.decode(right)!r}\nwrong: {tokenizer.decode(wrong)!r}")
 
 
 def show_bill() -> None:
@@ -418,6 +433,7 @@ def show_bill() -> None:
         layer, per_token = f"{spec.num_kv_heads} × ({spec.head_size} + {spec.head_size_v})", spec.bytes_per_token()
         rows.append([name, spec.num_layers, layer, f"{per_token:,}", f"{8192 * per_token / 2**30:.2f} GiB"])
     common.table(["", "L", "Hkv × (D + Dv)", "bytes per token", "8,192 tokens"], rows)
+    common.say("Llama-3.1's tokens cost a quarter of Llama-2's, because four query heads share a KV head.")
 
 
 def show_waste(args: argparse.Namespace, used: int) -> None:
@@ -430,6 +446,7 @@ def show_waste(args: argparse.Namespace, used: int) -> None:
         shares = [empty, f"{refused / REQUESTS:.1%}", f"{cut / REQUESTS:.1%}"]
         rows.append([name, f"{prompt:.0f} + {output:.0f}", *shares])
     common.table(["", "mean prompt + answer", "of the slots empty", "requests refused", "answers cut short"], rows)
+    common.say("A larger reservation leaves more slots empty; a smaller one refuses or cuts short more requests.")
 
 
 def show_roofline() -> None:
@@ -463,7 +480,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.heading("1 · The decode kernel against the naive reference")
     check_kernel()
     common.heading("2 · The real model: with a cache, without one, and with the wrong positions")
-    show_model(args, model, tokenizer, prompt)
+    cached = show_cache(args, model, prompt)
+    show_kernel_step(args, model, prompt, cached.token_ids)
+    show_bug(args, model, tokenizer, prompt, cached.token_ids)
     common.heading("3 · The bill, in bf16")
     show_bill()
     common.heading(f"4 · What reserving {args.slots:,} slots wastes: {REQUESTS:,} requests, seed {args.seed}")

@@ -44,7 +44,7 @@ from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.splits import default_splits
-from engine.attention.torch_paged import FEW_TOKENS, plan_decode, plan_few, prefill_attention
+from engine.attention.torch_paged import FEW_TOKENS, Decode, plan_decode, plan_few, prefill_attention
 
 KEY = "02_paged_attention"
 
@@ -425,22 +425,9 @@ class PagedKVCache:
         Sequences with one new token decode, on a CPU those with a few; the others run prompts through torch (lesson 10
         has one kernel for both).
         """
-        kernel = common.runs_kernel(self.layers[0])
-        few = 1 if kernel else FEW_TOKENS
-        size, decode_lens, prompts, first = self.block_size, meta.seq_lens.clone(), [], 0
-        for b, n in enumerate(meta.query_lens):
-            if n > few:
-                p = torch.arange(int(meta.seq_lens[b]), device=meta.positions.device)  # positions of the context [S]
-                slots = meta.block_table[b, p // size] * size + p % size
-                prompts.append((slice(first, first + n), slots))
-                decode_lens[b] = 0  # the decode kernel skips it: to it, the sequence is empty
-            first += n
-        decodes = []  # (rows of q, what to call)
-        if not kernel:
-            decodes = plan_few(meta.block_table, meta.query_lens, meta.seq_lens, self.layers[0], self.num_heads)
-        elif len(prompts) < len(meta.query_lens):
-            step = {"block_table": meta.block_table, "seq_lens": decode_lens, "max_seq_len": meta.max_seq_len}
-            decodes = [(meta.query_start_loc[:-1], functools.partial(paged_decode, **step))]
+        few = 1 if common.runs_kernel(self.layers[0]) else FEW_TOKENS
+        prompts = self._plan_prompts(meta, few)
+        decodes = self._plan_decodes(meta)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             kv_cache = self.layers[layer]
@@ -456,6 +443,30 @@ class PagedKVCache:
             return out
 
         return attend
+
+    def _plan_prompts(self, meta: AttentionMetadata, few: int) -> list[tuple[slice, torch.Tensor]]:
+        """(rows of q, slots of all keys [S]) of each sequence with more than `few` new tokens."""
+        prompts, first = [], 0
+        for b, n in enumerate(meta.query_lens):
+            if n > few:
+                p = torch.arange(int(meta.seq_lens[b]), device=meta.positions.device)  # positions of the context [S]
+                slots = meta.block_table[b, p // self.block_size] * self.block_size + p % self.block_size
+                prompts.append((slice(first, first + n), slots))
+            first += n
+        return prompts
+
+    def _plan_decodes(self, meta: AttentionMetadata) -> list[tuple[torch.Tensor, Decode]]:
+        """(rows of q, what to call) of the other sequences: on a GPU one launch of the kernel."""
+        if not common.runs_kernel(self.layers[0]):
+            return plan_few(meta.block_table, meta.query_lens, meta.seq_lens, self.layers[0], self.num_heads)
+        if min(meta.query_lens, default=2) > 1:
+            return []
+        decode_lens = meta.seq_lens.clone()
+        for b, n in enumerate(meta.query_lens):
+            if n > 1:
+                decode_lens[b] = 0  # the kernel skips it: to it, the sequence is empty
+        step = {"block_table": meta.block_table, "seq_lens": decode_lens, "max_seq_len": meta.max_seq_len}
+        return [(meta.query_start_loc[:-1], functools.partial(paged_decode, **step))]
 
 
 class PagedAttention:
@@ -537,6 +548,14 @@ def check_kernels(block_size: int) -> None:
         common.check("its keys split in 4, and combined", paged_decode(*case, S, num_splits=4), reference)
 
 
+def tokens_without_cache(model: llama.Llama, prompt: Sequence[int], output: Sequence[int]) -> list[int]:
+    """The naive way to the same answer: prompt and answer through the model at once, each row's best token the next."""
+    ids = torch.tensor([*prompt, *output], device=model.device)  # [T]
+    positions = torch.arange(len(ids), device=model.device)
+    hidden = model.forward(ids, positions, lambda layer, q, k, v: prefill_attention(q, k, v))
+    return model.logits(hidden[len(prompt) - 1 :]).argmax(-1).tolist()  # [len(output) + 1]
+
+
 def check_batch(model: llama.Llama, prompts: Sequence[list[int]], num_blocks: int, block_size: int) -> None:
     """Several prompts at once through their block tables, against one at a time without any cache."""
     cache, pool = PagedKVCache(model, num_blocks, block_size), BlockPool(num_blocks)
@@ -548,13 +567,8 @@ def check_batch(model: llama.Llama, prompts: Sequence[list[int]], num_blocks: in
         logits = run_step(model, cache, tables, [output[-1:] for output in outputs])  # [B, vocab]
     launches = paged_decode_kernel.launches - before
     for prompt, output, table, last in zip(prompts, outputs, tables, logits.argmax(-1).tolist()):
-        # The naive way: no cache, everything through the model at once, and each row's best token is the next one.
-        ids = torch.tensor([*prompt, *output], device=model.device)  # [T]
-        positions = torch.arange(len(ids), device=model.device)
-        hidden = model.forward(ids, positions, lambda layer, q, k, v: prefill_attention(q, k, v))
-        expected = model.logits(hidden[len(prompt) - 1 :]).argmax(-1).tolist()  # [8]
         what = f"prompt of {len(prompt)}, blocks {table.blocks}: the same 8 tokens as alone and without a cache"
-        common.check_equal(what, [*output, last], expected)
+        common.check_equal(what, [*output, last], tokens_without_cache(model, prompt, output))
     if launches:
         common.say(f"The last of the 8 took {launches} launches of paged_decode_kernel, one in each layer.")
 
@@ -621,9 +635,6 @@ def build_parser() -> arguments.Parser:
     sizes = [1 << k for k in range(3, 12)]
     p.add_argument("--block-size", type=int, choices=sizes, default=16, help="slots per block (default 16)")
     return p
-
-
-# What follows is for the tests that compile every kernel.
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -366,21 +366,25 @@ def show_lives(scheduler: Scheduler, execute_model: ExecuteModel, prompts: Seque
     common.table(["step", "request A", "request B", "request C", "tokens"], rows, title="tokens to compute, and blocks")
 
 
-def show_model(scheduler: Scheduler, model: llama.Llama, tokenizer: Tokenizer, prompts: Sequence[list[int]]) -> None:
-    """Serve the real model: three lives step by step, then all requests at once, then some of them one by one."""
-    pool = scheduler.kv_cache_manager.block_pool
-    about = VllmConfig(attention_backend="paged", enforce_eager=True)  # lesson 02's attention, no CUDA graphs
-    execute_model = make_runner(model, scheduler.config, pool.num_blocks, BLOCK_SIZE, about).execute_model
-    show_lives(scheduler, execute_model, prompts[:3])
-
+def show_batch(
+    scheduler: Scheduler, execute_model: ExecuteModel, tokenizer: Tokenizer, prompts: Sequence[list[int]]
+) -> list[Request]:
+    """All requests at once; what two of them get, and how fast."""
     together = make_requests(prompts, OUTPUTS)
     run = engine_loop(scheduler, execute_model, together)
     for i in (3, 7):
         common.say(f"#{i} {PROMPTS[i]}…{tokenizer.decode(together[i].output_token_ids)!r}"[:108])
     most, rate = max(map(len, run.batches)), sum(OUTPUTS) / sum(run.seconds)
     common.say(f"{len(run.batches)} steps, at most {most} requests in one, {sum(OUTPUTS)} tokens: {rate:.0f} tokens/s")
+    return together
 
-    alone, seconds = make_requests(prompts[:4], OUTPUTS[:4]), 0.0
+
+def check_alone(
+    scheduler: Scheduler, execute_model: ExecuteModel, model: llama.Llama, together: Sequence[Request]
+) -> None:
+    """Four of the requests one after another, and the first without any cache: the same tokens, more slowly."""
+    prompts = [request.prompt_token_ids for request in together[:4]]
+    alone, seconds = make_requests(prompts, OUTPUTS[:4]), 0.0
     for request in alone:
         seconds += sum(engine_loop(scheduler, execute_model, [request]).seconds)
     common.say(f"4 of them, one after another: {sum(OUTPUTS[:4]) / seconds:.0f} tokens/s")
@@ -388,6 +392,16 @@ def show_model(scheduler: Scheduler, model: llama.Llama, tokenizer: Tokenizer, p
     common.check_equal("they get the same tokens in the batch and one after another", batched, serial)
     wanted = generate_alone(model, prompts[0], OUTPUTS[0])
     common.check_equal("the first gets the tokens that a loop without any cache writes", serial[0], wanted)
+
+
+def show_model(scheduler: Scheduler, model: llama.Llama, tokenizer: Tokenizer, prompts: Sequence[list[int]]) -> None:
+    """Serve the real model: three lives step by step, then all requests at once, then some of them one by one."""
+    pool = scheduler.kv_cache_manager.block_pool
+    about = VllmConfig(attention_backend="paged", enforce_eager=True)  # lesson 02's attention, no CUDA graphs
+    execute_model = make_runner(model, scheduler.config, pool.num_blocks, BLOCK_SIZE, about).execute_model
+    show_lives(scheduler, execute_model, prompts[:3])
+    together = show_batch(scheduler, execute_model, tokenizer, prompts)
+    check_alone(scheduler, execute_model, model, together)
     common.check_equal(f"all {pool.num_blocks - 1} blocks are free again", pool.num_free_blocks, pool.num_blocks - 1)
 
 
@@ -415,6 +429,7 @@ def show_limits(prompts: Sequence[list[int]]) -> None:
         batches = engine_loop(make_scheduler(seats, num_blocks), no_model, requests).batches
         rows.append([f"--max-num-seqs {seats} --num-blocks {num_blocks}", max(map(len, batches)), len(batches)])
     common.table(["", "most in a step", "steps"], rows)
+    common.say("Too few blocks leave seats empty, just as a lower limit on seats would.")
 
 
 def build_parser() -> arguments.Parser:
@@ -445,7 +460,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, outputs in (("as they come", BET), ("sorted", sorted(BET))):
         show_timeline(f"static, {name}", outputs, static=True)
         show_timeline(f"continuous, {name}", outputs, static=False)
-    common.say("A letter is a request, a column is 4 steps. Sorted, there is nothing to gain.")
+    common.say("A letter is a request, a column is 4 steps. Sorted, continuous batching has nothing to gain.")
     common.heading("4. What breaks it: the requests of part 2 under other limits, counted without the model")
     show_limits(prompts)
     cli.hand_over(KEY, args)
