@@ -1387,7 +1387,7 @@ def test_what_the_page_says_of_throughput():
 
 @pytest.mark.parametrize(("load", "bound"), [(50, 0), (80, 0), (95, 0), (105, 0), (120, 0), (105, 20), (120, 8)])
 def test_the_lessons_queue_is_the_engines(load, bound):
-    """Fourteen lines against admission control and scheduler on a clock: the same waits, the same refused."""
+    """Thirty lines against admission control and scheduler on a clock: the same waits, the same refused."""
     ours, theirs = lesson.queue_at(load, bound), page.pipeline(load, 20, 8, "one loop", bound, 800)
     assert (len(ours.waits), ours.refused) == (theirs["served"], theirs["rejected"])
     assert ours.most_waiting == theirs["most_waiting"]
