@@ -1540,6 +1540,20 @@ def test_a_stop_answers_those_inside_first():
     assert pieces[-1][1] == "length" and not alive
 
 
+def test_an_error_in_the_story_leaves_no_thread_that_computes():
+    """One that is in a step when Python ends would abort the process, and hide what the check said."""
+
+    async def run():
+        engine = lesson.AsyncEngine(Scripted(), 4)
+        with pytest.raises(common.CheckFailed):
+            async with lesson.serving(engine, "m"):
+                await anext(engine.generate("a", few(10_000)))
+                raise common.CheckFailed("not caught")
+        return engine.thread.is_alive()
+
+    assert not asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [

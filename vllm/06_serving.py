@@ -181,6 +181,10 @@ class AsyncEngine:
         self.max_num_queued_reqs = 0
         while self.mailboxes:
             await asyncio.sleep(0.01)
+        await self.close()
+
+    async def close(self) -> None:
+        """End the thread after the step that it computes, whatever is left to do."""
         self.inbox.put(("stop",))
         await asyncio.to_thread(self.thread.join)
 
@@ -288,7 +292,8 @@ def build_app(engine: AsyncEngine, model: str) -> Any:
 
 @contextlib.asynccontextmanager
 async def serving(engine: AsyncEngine, model: str) -> AsyncIterator[str]:
-    """Serve on a free port of this machine; yields the URL. At the end, the requests inside are answered first."""
+    """Serve on a free port of this machine; yields the URL. At the end, the requests inside are answered first, but not
+    after an error."""
     import uvicorn
 
     config = uvicorn.Config(build_app(engine, model), port=0, log_level="error", lifespan="off")
@@ -298,6 +303,7 @@ async def serving(engine: AsyncEngine, model: str) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{socket.getsockname()[1]}"
         await engine.stop()
     finally:
+        await engine.close()
         server.should_exit = True
         await running
 
