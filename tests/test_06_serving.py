@@ -1387,7 +1387,7 @@ def test_what_the_page_says_of_throughput():
 
 @pytest.mark.parametrize(("load", "bound"), [(50, 0), (80, 0), (95, 0), (105, 0), (120, 0), (105, 20), (120, 8)])
 def test_the_lessons_queue_is_the_engines(load, bound):
-    """Fourteen lines against admission control and scheduler on a clock: the same waits, the same refused."""
+    """Thirty lines against admission control and scheduler on a clock: the same waits, the same refused."""
     ours, theirs = lesson.queue_at(load, bound), page.pipeline(load, 20, 8, "one loop", bound, 800)
     assert (len(ours.waits), ours.refused) == (theirs["served"], theirs["rejected"])
     assert ours.most_waiting == theirs["most_waiting"]
@@ -1538,6 +1538,20 @@ def test_a_stop_answers_those_inside_first():
 
     pieces, alive = asyncio.run(run())
     assert pieces[-1][1] == "length" and not alive
+
+
+def test_an_error_in_the_story_leaves_no_thread_that_computes():
+    """One that is in a step when Python ends would abort the process, and hide what the check said."""
+
+    async def run():
+        engine = lesson.AsyncEngine(Scripted(), 4)
+        with pytest.raises(common.CheckFailed):
+            async with lesson.serving(engine, "m"):
+                await anext(engine.generate("a", few(10_000)))
+                raise common.CheckFailed("not caught")
+        return engine.thread.is_alive()
+
+    assert not asyncio.run(run())
 
 
 @pytest.mark.parametrize(

@@ -337,7 +337,7 @@ def test_real_model_in_chunks(real_model, layers, tmp_path):
     assert lesson.serve(model, [*others, prompt], 19, 5) == runs[0]["tokens"]
 
 
-def test_a_cap_makes_as_many_chunks_as_exercise_3_says():
+def test_a_cap_ends_where_the_prompt_is_alone():
     """Answers of 16 tokens, or 24; 1,500 tokens three tokens later, 64 of them a step as long as anybody writes."""
     model = llama.random_model(max_position_embeddings=2048)
     answers = [[i] for i in range(1, 5)]

@@ -5,15 +5,15 @@ engine of the earlier lessons, and what must it refuse, forget or survive so tha
 
 The mechanism:
   1. The engine computes steps in a thread of its own, and never waits for a reader. Connections live on one event loop,
-     which never waits for a step. Between the two go letters: add and abort in, a step's news out.
-  2. A request's news wait in its mailbox, which holds one thing that grows: a slow reader finds more text at once.
+     which never waits for a step. Letters go between the two: "add" and "abort" in, the new text of each step out.
+  2. New text waits in the request's mailbox, which holds one text that grows: a slow reader finds more of it at once.
   3. Text goes out as server-sent events: `data: {…}` and an empty line, and `data: [DONE]` at the end.
   4. A client that hangs up closes the generator that writes its events, and closing it aborts the request.
-  5. Who comes when all places are taken gets a 503 with Retry-After. Waiting longer than anybody waits is no service.
-  6. What a client sends is read field by field before it costs anything; a mistake of one harms nobody else.
+  5. A request that finds all places taken gets a 503 with Retry-After: it may succeed elsewhere, or later.
+  6. Every field that a client sends is checked before it costs anything; one client's mistake harms no other client.
 
-Numbers to remember: at 95 % load a request waits three times as long as at 80 %, and at 105 % the queue grows for ever:
-only a bound keeps it short.
+Numbers to remember: at 95 % load a request waits three times as long as at 80 %. At 105 % the queue never stops
+growing, and only a bound keeps it short.
 
 How to run:
   uv run python vllm/06_serving.py                            start this server, load it, hang up on it: the whole story
@@ -49,7 +49,6 @@ import torch
 
 from engine import arguments
 from lab import cli
-from lab import recorded
 from engine.model import llama, loader
 from engine.model.tokenizer import Tokenizer
 from engine.front_end import RequestOutput
@@ -64,13 +63,12 @@ KEY = "06_serving"
 
 
 def answer_alone(model: llama.Llama, tokenizer: Tokenizer, prompt: str, max_tokens: int) -> str:
-    """Greedy, the whole text through the model for every token."""
+    """The reference. Greedy; the whole text goes through the model for every token."""
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:  # [T, heads, D]
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(
-            0, 1
-        )
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [heads, T, D]
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(0, 1)
 
     tokens = tokenizer.encode(prompt)
     start = len(tokens)
@@ -85,10 +83,10 @@ def answer_alone(model: llama.Llama, tokenizer: Tokenizer, prompt: str, max_toke
 
 
 class Mailbox:
-    """What has come for one request and was not read yet (vLLM: `RequestOutputCollector`).
+    """The part of one answer that its client has not read yet (vLLM: `RequestOutputCollector`).
 
-    It holds one text, which grows. So nobody who fills it ever waits, and a reader that has stalled costs as much
-    memory as its text, however many steps go by.
+    It holds one text, which grows, and no queue of pieces. So filling it never has to wait for the reader, and a reader
+    that has stalled costs as much memory as its text, however many steps go by.
     """
 
     def __init__(self) -> None:
@@ -103,7 +101,7 @@ class Mailbox:
         self.ready.set()
 
     async def get(self) -> tuple[str, str | None]:
-        """(all new text, why the answer ends: None if it goes on). Raises what was put as an error."""
+        """(all text since the last call, why the answer ends: None if it goes on). Raises an error that was put."""
         await self.ready.wait()
         self.ready.clear()
         if self.error:
@@ -122,12 +120,12 @@ class ServerFull(Exception):
 class AsyncEngine:
     """`generate` for many callers at once (vLLM: `AsyncLLM`, whose engine is in another process).
 
-    Letters go in through a queue, ("add", id, prompt, params) and ("abort", id). After each step, news come out in one
-    call on the event loop. Neither side ever waits for the other.
+    Letters go in through a queue: ("add", id, prompt, params), ("abort", id) and ("stop",). The outputs of each step
+    come out as one call on the event loop. Neither side ever waits for the other.
     """
 
     def __init__(self, engine: LLMEngine, max_num_queued_reqs: int, aborts: bool = True) -> None:
-        """To be made on the event loop. `aborts=False` is the bug: whoever hangs up is computed to the end."""
+        """To be made on the event loop. `aborts=False` is a bug: an answer whose client left is computed to the end."""
         self.engine, self.max_num_queued_reqs, self.aborts = engine, max_num_queued_reqs, aborts
         self.loop = asyncio.get_running_loop()
         self.inbox: queue.SimpleQueue[tuple] = queue.SimpleQueue()
@@ -156,13 +154,13 @@ class AsyncEngine:
             while finish_reason is None:
                 text, finish_reason = await mailbox.get()
                 yield text, finish_reason
-        finally:  # at the end; or in the middle, when whoever reads has gone
+        finally:  # at the end of the answer, or in its middle, when the client has gone
             del self.mailboxes[request_id]
             if finish_reason is None and self.aborts:
                 self.inbox.put(("abort", request_id))
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """What a step brought; of those who have gone, nothing is kept."""
+        """Put what a step has brought into the mailboxes. A request whose client has gone has none any more."""
         for output in outputs:
             if mailbox := self.mailboxes.get(output.request_id):
                 (answer,) = output.outputs
@@ -173,10 +171,22 @@ class AsyncEngine:
             mailbox.put(error=error)
 
     def _die(self, error: Exception) -> None:
-        """Everybody who waits hears of it now, and whoever comes next at once."""
+        """Every client that waits gets the error now, and every later one when it comes."""
         self.dead = error
         for mailbox in self.mailboxes.values():
             mailbox.put(error=error)
+
+    async def stop(self) -> None:
+        """Let nobody in any more, answer those inside, and end the thread."""
+        self.max_num_queued_reqs = 0
+        while self.mailboxes:
+            await asyncio.sleep(0.01)
+        await self.close()
+
+    async def close(self) -> None:
+        """End the thread after the step that it computes, whatever is left to do."""
+        self.inbox.put(("stop",))
+        await asyncio.to_thread(self.thread.join)
 
     # On the engine's thread:
 
@@ -189,28 +199,19 @@ class AsyncEngine:
             self.loop.call_soon_threadsafe(self._die, error)
 
     def _read_letters(self) -> bool:
-        """All that are there; with nothing to compute, wait for one. False: the end."""
+        """Read all letters that are there; if there is nothing to compute, wait for one. False: stop."""
         while not self.inbox.empty() or not self.engine.has_unfinished_requests():
-            kind, *content = self.inbox.get()
-            if kind == "stop":
-                return False
-            if kind == "abort":
-                self.engine.abort_request(content)  # its blocks are free before the next step
-                continue
-            request_id, prompt, params = content
-            try:
-                self.engine.add_request(request_id, prompt, params, stream=True)
-            except common.InputError as error:  # a prompt that is too long, say: its sender's business alone
-                self.loop.call_soon_threadsafe(self._refuse, request_id, error)
+            match self.inbox.get():
+                case ("add", request_id, prompt, params):
+                    try:
+                        self.engine.add_request(request_id, prompt, params, stream=True)
+                    except common.InputError as error:  # such as a prompt that is too long: only its sender hears of it
+                        self.loop.call_soon_threadsafe(self._refuse, request_id, error)
+                case ("abort", request_id):
+                    self.engine.abort_request([request_id])  # its blocks are free before the next step
+                case ("stop",):
+                    return False
         return True
-
-    async def stop(self) -> None:
-        """Those inside are answered first, nobody new is let in."""
-        self.max_num_queued_reqs = 0
-        while self.mailboxes:
-            await asyncio.sleep(0.01)
-        self.inbox.put(("stop",))
-        await asyncio.to_thread(self.thread.join)
 
 
 # --- HTTP -------------------------------------------------------------------------------------------------------------
@@ -220,28 +221,30 @@ SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "igno
 
 
 def read_body(body: bytes) -> tuple[str, SamplingParams, bool]:
-    """(prompt, how to sample, whether to stream). Every field is looked at before it costs anything. Raises InputError
-    that names the field."""
+    """(prompt, how to sample, whether to stream). Every field is checked before the request costs anything.
+
+    Raises InputError that names the field.
+    """
     try:
-        said = json.loads(body)
+        fields = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise common.InputError(f"the body is not JSON: {error}") from None
-    if not isinstance(said, dict):
+    if not isinstance(fields, dict):
         raise common.InputError("the body must be a JSON object")
-    prompt, stream = said.pop("prompt", None), said.pop("stream", False)
-    said.pop("model", None)  # there is one
+    prompt, stream = fields.pop("prompt", None), fields.pop("stream", False)
+    fields.pop("model", None)  # clients must name one; this server has only one
     if not isinstance(prompt, str) or not prompt:
         raise common.InputError("prompt: must be a text")
     if not isinstance(stream, bool):
         raise common.InputError(f"stream {stream!r}: must be true or false")
-    for name in said:
+    for name in fields:
         if name not in SAMPLING:
             raise common.InputError(f"{name}: no such field; allowed: prompt, stream, model, {', '.join(SAMPLING)}")
-    return prompt, SamplingParams(**said), stream
+    return prompt, SamplingParams(**fields), stream  # which checks the values
 
 
 def build_app(engine: AsyncEngine, model: str) -> Any:
-    """One route of OpenAI's API, and the question whether the engine lives."""
+    """One route of OpenAI's API, and /health, which says whether the engine lives."""
     from starlette.applications import Starlette
     from starlette.responses import JSONResponse, StreamingResponse
     from starlette.routing import Route
@@ -251,7 +254,7 @@ def build_app(engine: AsyncEngine, model: str) -> Any:
         return {"id": "cmpl-0", "object": "text_completion", "created": int(time.time()), "model": model,
                 "choices": [choice]}  # fmt: skip
 
-    def refusal(status: int, why: object, **headers: str) -> JSONResponse:
+    def refusal(status: int, why: object, headers: dict[str, str] | None = None) -> JSONResponse:
         return JSONResponse({"error": {"message": str(why), "code": status}}, status, headers)
 
     async def completions(request: Any) -> Any:
@@ -261,21 +264,21 @@ def build_app(engine: AsyncEngine, model: str) -> Any:
         try:
             prompt, params, stream = read_body(body)
             pieces = engine.generate(prompt, params)
-            first = await anext(pieces)  # what is wrong shows here, while there is still a status to say so
+            first = await anext(pieces)  # an error comes up here, while the status is not sent yet
         except common.InputError as error:
             return refusal(400, error)
         except ServerFull as error:
-            return refusal(503, error, **{"Retry-After": "1"})
+            return refusal(503, error, {"Retry-After": "1"})
         except Exception as error:
             return refusal(500, f"the engine has died: {error!r}")
         if stream:
             return StreamingResponse(events(first, pieces), media_type="text/event-stream")
-        rest = [piece async for piece in pieces]
-        texts, reasons = zip(first, *rest)
+        # Here a client that hangs up is not noticed: nothing is written to it. The engine's server listens for that.
+        texts, reasons = zip(first, *[piece async for piece in pieces])
         return JSONResponse(answer("".join(texts), reasons[-1]))
 
     async def events(first: tuple[str, str | None], pieces: AsyncGenerator) -> AsyncIterator[str]:
-        async with contextlib.aclosing(pieces):  # the client hangs up: this ends at a `yield`, and the request with it
+        async with contextlib.aclosing(pieces):  # if the client hangs up, this ends at a `yield`, and so does `pieces`
             yield f"data: {json.dumps(answer(*first))}\n\n"
             async for piece in pieces:
                 yield f"data: {json.dumps(answer(*piece))}\n\n"
@@ -284,14 +287,13 @@ def build_app(engine: AsyncEngine, model: str) -> Any:
     async def health(request: Any) -> Any:
         return refusal(503, "the engine has died") if engine.dead else JSONResponse({})
 
-    return Starlette(
-        routes=[Route("/v1/completions", completions, methods=["POST"]), Route("/health", health)],
-    )
+    return Starlette(routes=[Route("/v1/completions", completions, methods=["POST"]), Route("/health", health)])
 
 
 @contextlib.asynccontextmanager
 async def serving(engine: AsyncEngine, model: str) -> AsyncIterator[str]:
-    """The server on a free port of this machine: its URL. At the end, whoever is inside is answered first."""
+    """Serve on a free port of this machine; yields the URL. At the end, the requests inside are answered first, but not
+    after an error."""
     import uvicorn
 
     config = uvicorn.Config(build_app(engine, model), port=0, log_level="error", lifespan="off")
@@ -301,6 +303,7 @@ async def serving(engine: AsyncEngine, model: str) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{socket.getsockname()[1]}"
         await engine.stop()
     finally:
+        await engine.close()
         server.should_exit = True
         await running
 
@@ -308,44 +311,53 @@ async def serving(engine: AsyncEngine, model: str) -> AsyncIterator[str]:
 # --- What load does to a queue ----------------------------------------------------------------------------------------
 
 
+SEATS, TOKENS, STEP = 8, 16, 28_000  # requests in a step, tokens of each, µs of a step
+
+
 @dataclasses.dataclass
 class Queue:
-    """What became of a queue."""
+    """What became of the requests of a queue."""
 
-    waits: list[int] = dataclasses.field(default_factory=list)  # µs to the first step, of those served
+    waits: list[int] = dataclasses.field(default_factory=list)  # µs until the first step, of those that were served
     most_waiting: int = 0
     refused: int = 0
 
 
-def queue_at(
-    load: int, bound: int = 0, count: int = 800, seats: int = 8, tokens: int = 16, step: int = 28_000
-) -> Queue:
-    """800 requests of 16 tokens arrive independently at 8 seats; a step takes 28,000 µs and serves all seats.
+def arrival_times(load: int, count: int = 800) -> list[int]:
+    """µs at which independent requests arrive; `load` is in percent of SEATS / (TOKENS · STEP), the most per µs that
+    can be served."""
+    rng, now, times = random.Random(6), 0, []
+    for _ in range(count):
+        gap = int(-1000 * math.log(1 - rng.random()))  # exponential, in thousandths of the mean gap
+        now += gap * STEP * TOKENS * 100 // (SEATS * load * 1000)
+        times.append(now)
+    return times
 
-    `load` is in percent of the seats / (tokens · step) requests that can be served in a µs. `bound` is how many may
-    wait; 0: as many as come.
+
+def queue_at(load: int, bound: int = 0) -> Queue:
+    """800 requests of 16 tokens at 8 seats: a step takes 28 ms and gives a token to each seat.
+
+    `bound` is how many may wait; 0: any number. In whole µs, so that a test can compare it with the engine's scheduler.
     """
-    rng, now, arrivals = random.Random(6), 0, []
-    for _ in range(800):
-        gap = int(-1000 * math.log(1 - rng.random()))  # exponential, in thousandths of its mean
-        now += gap * step * tokens * 100 // (seats * load * 1000)
-        arrivals.append(now)
-    found, waiting, running, now, arrived = Queue(), deque[int](), [], 0, 0
-    while arrived < len(arrivals) or waiting or running:
-        if not waiting and not running:
-            now = max(now, arrivals[arrived])
-        while arrived < len(arrivals) and arrivals[arrived] <= now:
-            if bound and len(waiting) + len(running) >= seats + bound:
+    arrivals, now = deque(arrival_times(load)), 0
+    waiting: deque[int] = deque()  # when each of them arrived
+    running: list[int] = []  # how many tokens each of them has still to write
+    found = Queue()
+    while arrivals or waiting or running:
+        if not waiting and not running:  # nothing to do until somebody comes
+            now = max(now, arrivals[0])
+        while arrivals and arrivals[0] <= now:
+            arrived = arrivals.popleft()
+            if bound and len(waiting) + len(running) >= SEATS + bound:
                 found.refused += 1
             else:
-                waiting.append(arrivals[arrived])
-            arrived += 1
-        while waiting and len(running) < seats:
+                waiting.append(arrived)
+        while waiting and len(running) < SEATS:
             found.waits.append(now - waiting.popleft())
-            running.append(tokens)
+            running.append(TOKENS)
         found.most_waiting = max(found.most_waiting, len(waiting))
-        running = [left - 1 for left in running if left > 1]
-        now += step
+        running = [tokens - 1 for tokens in running if tokens > 1]
+        now += STEP
     return found
 
 
@@ -374,64 +386,60 @@ async def tell_story(args: argparse.Namespace, model: llama.Llama, tokenizer: To
     seats = {"max_num_seqs": args.max_num_seqs, "max_model_len": 1024, "num_gpu_blocks_override": 400}
     inner = LLMEngine(model, tokenizer, seed=args.seed, **seats)
     engine = AsyncEngine(inner, args.max_num_queued_reqs, aborts=not args.no_abort)
+    expected = {prompt: answer_alone(model, tokenizer, prompt, 8) for prompt in PROMPTS}
     limits = httpx.Limits(max_connections=None)
     async with serving(engine, "SmolLM2") as url, httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
         common.heading("1. One answer, as it comes")
-        expected = {prompt: answer_alone(model, tokenizer, prompt, 8) for prompt in PROMPTS}
         _, text, pieces = await read_stream(client, PROMPTS[0], 8)
         common.check_equal(f"{pieces} events bring what the model says alone: {text!r}", text, expected[PROMPTS[0]])
 
         common.heading(
             f"2. The real model: streams at once, {args.max_num_seqs} seats, {args.max_num_queued_reqs} places"
         )
-        rows = []
-        for streams in (1, 4, 16):
-            asked = [PROMPTS[i % 4] for i in range(streams)]
-            start = time.perf_counter()
-            heard = await asyncio.gather(*(read_stream(client, prompt, 8) for prompt in asked))
-            seconds = time.perf_counter() - start
-            served = [(prompt, text) for prompt, (status, text, _) in zip(asked, heard) if status == 200]
-            if wrong := [(prompt, text) for prompt, text in served if text != expected[prompt]]:
-                raise common.CheckFailed(f"not what the model says alone: {wrong[0]}")
-            rows.append([streams, len(served), streams - len(served), f"{8 * len(served) / seconds:.0f}"])
-        common.table(["streams", "answered", "refused (503)", "tokens/s"], rows)
-        common.say("✓ every client read what the model says alone")
+        await show_load(client, expected)
 
-        common.heading("3. What must not harm anybody else")
+        common.heading("3. One client's trouble must not harm another")
         await show_hanging_up(client, inner)
         await show_refusals(client, engine)
 
         common.heading("4. The end")
-        last = asyncio.create_task(read_stream(client, PROMPTS[1], 40))
-        while not engine.mailboxes:
-            await asyncio.sleep(0.01)
-        stopping = asyncio.create_task(engine.stop())
-        await asyncio.sleep(0)
-        late, _, _ = await read_stream(client, PROMPTS[0], 8)
-        (status, text, _) = await last
-        whole = status == 200 and len(tokenizer.encode(text)) > 30
-        common.check_equal("the server stops: who was inside is answered whole, who comes later gets a 503",
-                           (whole, late), (True, 503))  # fmt: skip
-        await stopping
+        await show_stop(client, engine, tokenizer)
+
+
+async def show_load(client: Any, expected: dict[str, str]) -> None:
+    """1, 4 and 16 streams at once; every one that is answered reads what the model says alone."""
+    rows = []
+    for streams in (1, 4, 16):
+        prompts = [PROMPTS[i % 4] for i in range(streams)]
+        start = time.perf_counter()
+        answers = await asyncio.gather(*(read_stream(client, prompt, 8) for prompt in prompts))
+        seconds = time.perf_counter() - start
+        served = [(prompt, text) for prompt, (status, text, _) in zip(prompts, answers) if status == 200]
+        if wrong := [(prompt, text) for prompt, text in served if text != expected[prompt]]:
+            raise common.CheckFailed(f"not what the model says alone: {wrong[0]}")
+        rows.append([streams, len(served), streams - len(served), f"{8 * len(served) / seconds:.0f}"])
+    common.table(["streams", "answered", "refused (503)", "tokens/s"], rows)
+    common.say("✓ every client read what the model says alone")
 
 
 async def show_hanging_up(client: Any, engine: LLMEngine) -> None:
-    """A long answer whose reader leaves."""
-    pool = engine.core.scheduler.kv_cache_manager.block_pool
+    """The client of a long answer leaves after the first piece."""
+    scheduler = engine.core.scheduler
     long = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
     async with client.stream("POST", "/v1/completions", json=long) as response:
-        await anext(response.aiter_lines())  # one piece, and the client hangs up
+        await anext(response.aiter_lines())
     start = time.perf_counter()
-    while engine.core.scheduler.requests and time.perf_counter() - start < 2:
+    while scheduler.requests and time.perf_counter() - start < 2:
         await asyncio.sleep(0.01)
     ms = 1e3 * (time.perf_counter() - start)
-    common.check_equal("a client hung up: its request is gone", len(engine.core.scheduler.requests), 0)
+    common.check_equal("a client hung up: its request is gone", len(scheduler.requests), 0)
     common.say(f"  … {ms:.0f} ms later")
-    common.check_equal("and no KV block is owned", pool.num_free_blocks, pool.num_blocks - 1)
+    pool = scheduler.kv_cache_manager.block_pool
+    common.check_equal("and no KV block is owned", pool.num_free_blocks, pool.num_blocks - 1)  # all but the null block
 
 
 async def show_refusals(client: Any, engine: AsyncEngine) -> None:
-    """Nonsense, and one too many."""
+    """Five requests that make no sense, and one for which there is no place."""
     wrong = ({"content": b'{"prompt": "half'}, {"json": {"prompt": 5}}, {"json": {"prompt": "x", "temperature": 9}},
              {"json": {"prompt": "x " * 2000}}, {"content": b" " * (MAX_BODY_BYTES + 1)})  # fmt: skip
     answers = [(await client.post("/v1/completions", **body)).status_code for body in wrong]
@@ -444,20 +452,39 @@ async def show_refusals(client: Any, engine: AsyncEngine) -> None:
                        (503, "1"))  # fmt: skip
 
 
+async def show_stop(client: Any, engine: AsyncEngine, tokenizer: Tokenizer) -> None:
+    """The server stops while it writes an answer of 40 tokens, and another request comes too late."""
+    last = asyncio.create_task(read_stream(client, PROMPTS[1], 40))
+    while not engine.mailboxes:
+        await asyncio.sleep(0.01)
+    stopping = asyncio.create_task(engine.stop())
+    await asyncio.sleep(0)  # `stop` begins
+    late, _, _ = await read_stream(client, PROMPTS[0], 8)
+    status, text, _ = await last
+    whole = status == 200 and len(tokenizer.encode(text)) > 30
+    common.check_equal("the server stops: who was inside is answered whole, who comes later gets a 503",
+                       (whole, late), (True, 503))  # fmt: skip
+    await stopping
+
+
 def show_queue() -> None:
     """The surprise: 15 % more load, three times the wait."""
-    rows = []
+    rows, means = [], {}
     for load, bound in ((50, 0), (80, 0), (95, 0), (105, 0), (105, 20)):
         found = queue_at(load, bound)
-        mean, p99 = sum(found.waits) / len(found.waits), sorted(found.waits)[-(-99 * len(found.waits) // 100) - 1]
-        what = f"{load} %" + (f", at most {bound} wait" if bound else "")
-        rows.append([what, f"{mean / 1e3:.0f} ms", f"{p99 / 1e3:.0f} ms", found.most_waiting, found.refused])
+        waits = sorted(found.waits)
+        means[load, bound] = sum(waits) / len(waits) / 1e3
+        p99 = waits[math.ceil(len(waits) * 99 / 100) - 1] / 1e3
+        label = f"{load} %" + (f", at most {bound} wait" if bound else "")
+        rows.append([label, f"{means[load, bound]:.0f} ms", f"{p99:.0f} ms", found.most_waiting, found.refused])
     common.table(["load", "mean wait", "p99", "most waiting", "refused"], rows)
+    common.say(
+        f"From 80 to 95 % load, requests wait {means[95, 0] / means[80, 0]:.1f} times as long. Above 100 % the queue"
+    )
+    common.say("grows for as long as the load lasts: only a bound keeps it short, and it refuses a few.")
 
 
 def build_parser() -> arguments.Parser:
-    from lab.bench import add_bench_commands  # here: an engine's process, which loads this file, too, needs no httpx
-
     p = cli.parser(__doc__)
     p.add_argument("--max-num-seqs", type=arguments.number(int, 1, 64), default=16, metavar="N",
                    help="seats: requests in a step (default %(default)s)")  # fmt: skip
@@ -465,17 +492,13 @@ def build_parser() -> arguments.Parser:
                    help="places: requests inside, whether they wait or run (default %(default)s)")  # fmt: skip
     p.add_argument("--no-abort", action="store_true",
                    help="break it: nobody tells the engine that a client left; the check must fail")  # fmt: skip
-    commands = p.add_subparsers(dest="command", metavar="serve|bench|tune", help="the engine's own server, and load")
-    add_serve_command(commands)
-    add_bench_commands(commands)
+    add_serve_command(p.add_subparsers(dest="command", metavar="serve", help="the engine's own server"))
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    if args.command:
-        if args.json:  # not after minutes
-            recorded.stored_object(args.json)
+    if args.command:  # serve
         return args.run(args)
     cli.start(args)
     loader.check_context(args.model, 1024)

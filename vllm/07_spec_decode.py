@@ -6,16 +6,18 @@ the answer stay exactly the model's own, and when is it worth it?
 
 The mechanism:
   1. A drafter guesses K tokens. The target computes the last token and all K guesses in one pass: K + 1 rows.
-  2. Row by row: a guess d, drawn from q, stands with probability min(1, p(d)/q(d)), where p is the target's row.
-  3. The first that falls is replaced by a draw from norm(max(p − q, 0)); everything behind it is forgotten.
-  4. If all stand, the last row gives one token more, the bonus: 1 to K + 1 tokens a pass, distributed as if by p alone.
-  5. Greedy, and guesses without a q (prompt lookup): what the target writes there either is the guess, or ends it.
-  6. Slots of rejected guesses are not cleaned up: the cache's length goes back, and the next pass overwrites them.
-  7. Here are one drafter and one request. The engine has more drafters in engine/spec_decode/drafters.py, companion
-     07b trains some, and engine/spec_decode/verifier.py joins them to a batch. It calls this file's `rejection_sample`.
+  2. Row by row: a guess d that was drawn from q stands with probability min(1, p(d)/q(d)), where p is the target's row.
+  3. The first guess that falls is replaced by a draw from norm(max(p − q, 0)). All guesses behind it are forgotten.
+  4. If all stand, the last row gives one token more, the bonus. So a pass writes 1 to K + 1 tokens, distributed like p.
+  5. Greedy requests have no p to draw from, and a guess that was looked up has no q. One question covers all of them:
+     which token does the target write here, given that d was guessed? The guess stands if it is that token.
+  6. Keys and values of rejected guesses stay where they are: the cache gets shorter, and the next pass overwrites them.
 
-Numbers to remember: a pass yields (1 − α^(K+1)) / (1 − α) tokens if each guess stands with probability α. With c the
-cost of a guess and v that of verifying one more token, both in plain steps: some K pays if and only if α > c + v.
+Here are one drafter and one request. The engine has more drafters in engine/spec_decode/drafters.py, companion 07b
+trains some, and engine/spec_decode/verifier.py brings them to a batch. It calls this file's `rejection_sample`.
+
+Numbers to remember: a pass writes (1 − α^(K+1)) / (1 − α) tokens if each guess stands with probability α. With c the
+cost of making a guess and v that of verifying it, both in plain steps: some K pays if and only if α > c + v.
 
 How to run:
   uv run python vllm/07_spec_decode.py                             the whole story
@@ -68,7 +70,8 @@ Rows = Sequence[Sequence[float]]  # a distribution over the vocabulary each
 def naive_round(p: Rows, q: Rows, draft: list[int], accept_u: Sequence[float], draw_u: Sequence[float]) -> list[int]:
     """What one pass writes: the drafts that stand, and one token more. Leviathan et al. 2023, algorithm 1.
 
-    p: the target's K + 1 rows; q: what the K drafts were drawn from; accept_u and draw_u: random, in [0, 1), per row.
+    p: the target's K + 1 rows; q: the K rows that the drafts were drawn from; accept_u and draw_u: a random number in
+    [0, 1) for each row.
     """
     for j, d in enumerate(draft):
         if accept_u[j] >= min(1, p[j][d] / q[j][d]):
@@ -325,6 +328,7 @@ def verify(logits: torch.Tensor, draft: list[int], step: int, params: SamplingPa
     scores = (logits / params.temperature).softmax(1) if params.temperature else logits
     u = on_device(uniforms([params.seed or 0] * R, range(step, step + R)))  # what plain decoding draws with here
     is_greedy = on_device([params.temperature == 0] * R)
+    # The second u is for drafts with a q. A draft that was looked up has none.
     token_ids, num_sampled = rejection_sample(scores, on_device([*draft, -1]), on_device([0, R]), is_greedy, u, u)
     return token_ids[: int(num_sampled)].tolist()
 
@@ -366,9 +370,9 @@ def generate(
 
 @torch.inference_mode()
 def target_tokens(model: llama.Llama, prompt: list[int], answer: list[int], params: SamplingParams) -> list[int]:
-    """What the target writes in each place of an answer, given what is before: the reference, and quick to say why.
+    """What the target writes in each place of an answer, given what is before: the reference.
 
-    One pass over prompt and answer, without a cache and without a draft, has all these rows.
+    One pass over prompt and answer has all these rows, without a cache and without a draft.
     """
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -427,15 +431,17 @@ def verify_cost(num_seqs: int, K: int, context: int) -> float:
 # --- 5. How to do it wrong --------------------------------------------------------------------------------------------
 
 
+right_count = count_sampled
+
+
 def without_bonus(
     token_ids: torch.Tensor, draft_token_ids: torch.Tensor, cu_num_sampled_tokens: torch.Tensor
 ) -> torch.Tensor:
-    """The mistake: all drafts stood, and that is it."""
+    """The mistake: if all k drafts stand, the round ends with them."""
     k, n = cu_num_sampled_tokens.diff() - 1, right_count(token_ids, draft_token_ids, cu_num_sampled_tokens)
     return torch.where((n > k) & (k > 0), k, n)
 
 
-right_count = count_sampled
 BREAKS: dict[str, tuple[str, Callable]] = {  # name: (which function of this file, what stands in its place)
     "resample-from-p": ("residual", lambda p, q: p),
     "no-bonus": ("count_sampled", without_bonus),
@@ -464,11 +470,32 @@ def check_rule() -> None:
     common.heading("1. The rule: guessed by one distribution, distributed like another")
     p, bonus, q = [9 / 16, 5 / 16, 2 / 16], [1 / 4, 1 / 4, 1 / 2], [1 / 4, 1 / 4, 1 / 2]
     cases = [(d, (i + 0.5) / 8, (j + 0.5) / 48) for d in range(3) for i in range(8) for j in range(48)]
-    B, pairs = len(cases), [(d, -1) for d, _, _ in cases]  # a request for each case: its draft, and the bonus
+    chance = [q[d] / (8 * 48) for d, _, _ in cases]  # of each case
+    written = rounds_with_one_draft(p, bonus, q, cases)
+
+    alpha = sum(map(min, p, q))
+    common.say(f"p = {p}, q = {q}: a draft stands with α = Σ min(p, q) = {alpha}")
+    found = [sum(c for c, tokens in zip(chance, written) if tokens[0] == x) for x in range(3)]
+    if (off := max(abs(a - b) for a, b in zip(found, p))) > 1e-12:
+        raise common.CheckFailed(f"rejection_sample: a token's probability is off by {off:.3f}")
+    common.say(f"✓ {len(cases):,} cases, every draft and every u of a grid: what is written has p, to 10⁻¹²")
+    mean = sum(c * len(tokens) for c, tokens in zip(chance, written))
+    if abs(mean - 1 - alpha) > 1e-12:
+        raise common.CheckFailed(f"rejection_sample: {mean:.3f} tokens a round, expected 1 + α = {1 + alpha:.3f}")
+    common.say(f"✓ with K = 1, {mean:.3f} tokens a round: 1 + α")
+    naive = [naive_round([p, bonus], [q], [d], [accept], [draw, draw]) for d, accept, draw in cases]
+    common.check_equal("in each case the tokens of the naive round", written, naive)
+
+
+def rounds_with_one_draft(
+    p: list[float], bonus: list[float], q: list[float], cases: list[tuple[int, float, float]]
+) -> list[list[int]]:
+    """What `rejection_sample` writes in each case (draft, accept_u, draw_u): all of them are requests of one batch."""
+    B = len(cases)
     accept_u, draw_u = torch.tensor(cases, dtype=torch.float64)[:, 1:].repeat_interleave(2, dim=0).T  # [2 B] each
     token_ids, num_sampled = rejection_sample(
-        scores=torch.tensor([p, bonus] * B),
-        draft_token_ids=torch.tensor(pairs).flatten(),
+        scores=torch.tensor([p, bonus] * B),  # two rows each: the draft's, and the bonus
+        draft_token_ids=torch.tensor([(d, -1) for d, _, _ in cases]).flatten(),
         cu_num_sampled_tokens=2 * torch.arange(B + 1),
         is_greedy=torch.zeros(2 * B, dtype=torch.bool),
         draw_u=draw_u,
@@ -476,19 +503,7 @@ def check_rule() -> None:
         draft_probs=torch.tensor([q]),
         draft_rows=torch.tensor([0, -1] * B),
     )
-    written = [row[:n] for row, n in zip(token_ids.view(B, 2).tolist(), num_sampled.tolist())]
-    chance = [q[d] / (8 * 48) for d, _, _ in cases]
-    found = [sum(c for c, tokens in zip(chance, written) if tokens[0] == x) for x in range(3)]
-    alpha, mean = sum(map(min, p, q)), sum(c * len(tokens) for c, tokens in zip(chance, written))
-    common.say(f"p = {p}, q = {q}: a draft stands with α = Σ min(p, q) = {alpha}")
-    if (off := max(abs(a - b) for a, b in zip(found, p))) > 1e-12:
-        raise common.CheckFailed(f"rejection_sample: a token's probability is off by {off:.3f}")
-    common.say(f"✓ {B:,} cases, every draft and every u of a grid: what is written has p, to 10⁻¹²")
-    if abs(mean - 1 - alpha) > 1e-12:
-        raise common.CheckFailed(f"rejection_sample: {mean:.3f} tokens a round, expected 1 + α = {1 + alpha:.3f}")
-    common.say(f"✓ with K = 1, {mean:.3f} tokens a round: 1 + α")
-    naive = [naive_round([p, bonus], [q], [d], [accept], [draw, draw]) for d, accept, draw in cases]
-    common.check_equal("in each case the tokens of the naive round", written, naive)
+    return [row[:n] for row, n in zip(token_ids.view(B, 2).tolist(), num_sampled.tolist())]
 
 
 def check_kernels() -> None:
@@ -569,7 +584,10 @@ def tell_economics() -> None:
     """Step 4, the surprise: a full batch ends the gain, unless its contexts are long."""
     common.heading("4. When it pays: α > c + v, and v comes from the batch")
     alpha, K, c, batches = 0.7, 4, 0.05, (1, 32, 128, 256, 512)
-    gain = lambda B, context: speedup(alpha, K, c, verify_cost(B, K, context))  # noqa: E731
+
+    def gain(num_seqs: int, context: int) -> float:
+        return speedup(alpha, K, c, verify_cost(num_seqs, K, context))
+
     rows = [[f"{S:,}", *(f"{gain(B, S):.2f}x" for B in batches)] for S in (128, 1024, 4096)]
     common.table(["tokens each", "1 sequence", *(f"{B} sequences" for B in batches[1:])], rows)
     common.say(f"The speed-up of Llama-3.1-8B on an H100 by its roofline, with α = {alpha}, K = {K}, c = {c}.")

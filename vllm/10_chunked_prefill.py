@@ -6,11 +6,11 @@ to prevent that?
 The mechanism:
   1. A step has a budget of tokens (`max_num_batched_tokens`), and takes about as long as it has tokens.
   2. Running requests come first, in order of admission: a decode takes 1 token of the budget.
-  3. A prompt takes what is left. If it is longer than that, it is cut, and goes on in the next step as a runner.
-  4. So no step is longer than the budget allows, whatever arrives: the freeze becomes a slower trickle.
-  5. One kernel attends for all: queries of any length per sequence, the last of their context, against block tables.
+  3. A prompt takes what is left. If it is longer than that, it is cut: it now runs, and takes more in the next step.
+  4. So no step is longer than the budget allows, whatever arrives: the streams slow down instead of stopping.
+  5. One kernel attends for all. Each sequence has any number of queries in a step; they are the last of its context.
   6. A chunk inside a prompt yields no token: its last logits predict the prompt's own next token, which is known.
-  7. `long_prefill_token_threshold` caps one prompt's share of the budget, so that a short prompt can pass a long one.
+  7. `long_prefill_token_threshold` caps what one prompt gets of a step, so that a short prompt can pass a long one.
 
 Numbers to remember: in bf16, the intensity of a step's matrix products is its number of tokens (FLOP/byte). An H100
 needs 295 of them to be busy, a batch of 32 decodes brings 32: 263 prompt tokens per step ride almost free.
@@ -56,7 +56,7 @@ from engine.worker.assemble import make_runner
 KEY = "10_chunked_prefill"
 
 
-# --- What we want, obviously right ----------------------------------------------------------------------------------
+# --- The references -------------------------------------------------------------------------------------------------
 
 
 def mixed_attention_reference(
@@ -98,7 +98,7 @@ def next_tokens(model: llama.Llama, tokens: Sequence[int]) -> list[int]:
 
 
 class Scheduler:
-    """Lesson 04's scheduler, without static batching, for prompts that can be cut. What else differs is marked 10.
+    """Lesson 04's scheduler, without static batching, for prompts that can be cut. What differs is marked "10:".
 
     There is no prefill phase and no decode phase. A request is behind by num_tokens − num_computed_tokens, and a step
     lets it catch up: in lesson 04 all the way, here by as many tokens as the step has room for.
@@ -127,9 +127,9 @@ class Scheduler:
         output = SchedulerOutput(finished_req_ids=self.finished_req_ids, block_tables=manager.req_to_blocks)
         self.finished_req_ids = []
 
-        # 1. Whoever runs goes on, in order of admission, with blocks that admission has seen to.
-        #    10: that is no longer by one token each. A prompt that was cut stands among those that decode, and takes
-        #    n = min(behind, cap, budget). Whoever comes after the budget's last token gets nothing in this step.
+        # 1. Running requests go on, in order of admission. Their blocks are sure: admission has counted them.
+        #    10: no longer by one token each. A prompt that was cut is among them, and takes min(behind, cap, budget)
+        #    tokens. A request that comes after the budget's last token gets nothing in this step.
         for request in self.running:
             num_new_tokens = min(request.num_tokens - request.num_computed_tokens, cap, token_budget)
             if num_new_tokens == 0:
@@ -140,7 +140,7 @@ class Scheduler:
             token_budget -= num_new_tokens
 
         # 2. Then the queue, from its head, while there are seats, budget and blocks. Nobody overtakes the head.
-        #    10: of a prompt that is longer than the budget, lesson 04 computed nothing. Here it takes what is left.
+        #    10: a prompt that is longer than what is left of the budget waits in lesson 04. Here it takes the rest.
         while self.waiting and token_budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self.waiting.peek_request()
             num_new_tokens = min(request.num_tokens - request.num_computed_tokens, cap)  # 10: the cap
@@ -165,8 +165,8 @@ class Scheduler:
     def _long_prefill_cap(self) -> int:
         """10: the most tokens that one request may get in this step.
 
-        A request that is alone has nobody to starve, and is not capped. The adaptive form gives each request, running
-        or waiting, at least its share of the budget.
+        A request that is alone is in nobody's way, and is not capped. The adaptive form gives each request, running or
+        waiting, at least its share of the budget.
         """
         config, num_requests = self.config, len(self.requests)
         if config.long_prefill_token_threshold == 0 or num_requests <= 1:
@@ -180,7 +180,7 @@ class Scheduler:
         return int(min(request.num_prompt_tokens + request.max_tokens, self.config.max_model_len)) - 1
 
     def _fits(self, request: Request) -> bool:
-        """Are there blocks for the rest of all these lives, if everybody goes on to its last token?"""
+        """Are there enough blocks if all running requests, and this one, go on to their last token?"""
         manager = self.kv_cache_manager
         missing = sum(manager.get_num_blocks_to_allocate(r, self.num_slots(r)) for r in (*self.running, request))
         return missing <= manager.block_pool.num_free_blocks
@@ -188,7 +188,7 @@ class Scheduler:
     def update_from_output(
         self, output: SchedulerOutput, sampled_token_ids: dict[str, list[int]]
     ) -> list[EngineCoreOutput]:
-        """Append what was sampled, in scheduling order. Whoever is done leaves: its seat and its blocks are free now.
+        """Append what was sampled, in scheduling order. A request that is done leaves, and frees its seat and blocks.
 
         `sampled_token_ids` has one new token of each request that has caught up.
         """
@@ -495,32 +495,33 @@ def freeze(budget: int, threshold: int = 0, streams: int = 16, prompt: int = 409
     """No model, but a clock: a step takes 10 ms and 50 µs for each token. A prompt arrives among endless streams.
 
     Returns its tokens in each step, its time to first token, and the longest time between two tokens of a stream from
-    the arrival on, in ms. If it gets nothing in a step, it never will, for the streams never end: its time is infinite.
+    the arrival on, in ms. A prompt that gets nothing in one step never will, for the streams never end: inf.
     """
     scheduler, now = make_scheduler([[0]] * streams + [[0] * prompt], budget, 4096, threshold), 0.0
     times: dict[str, list[float]] = {}  # when the tokens of each request came
 
     def step() -> dict[str, int]:
+        """How many tokens each request computed."""
         nonlocal now
         output = scheduler.schedule()
         now += 10 + 0.05 * output.total_num_scheduled_tokens
-        ready = [r for r in scheduler.running if r.num_computed_tokens == r.num_tokens]
-        for heard in scheduler.update_from_output(output, {r.request_id: [0] for r in ready}):
-            times.setdefault(heard.request_id, []).append(now)
+        caught_up = [r for r in scheduler.running if r.num_computed_tokens == r.num_tokens]
+        for written in scheduler.update_from_output(output, {r.request_id: [0] for r in caught_up}):
+            times.setdefault(written.request_id, []).append(now)
         return output.num_scheduled_tokens
 
     endless = SamplingParams(max_tokens=None, ignore_eos=True)
     for i in range(streams):
         scheduler.add_request(Request(str(i), [0], endless))
-    for _ in range(3):
+    for _ in range(3):  # the streams alone
         step()
-    arrived, chunks = now, []
+    arrival, chunks = now, []
     scheduler.add_request(Request("newcomer", [0] * prompt, endless))
     while "newcomer" not in times and 0 not in chunks:
         chunks.append(step().get("newcomer", 0))
-    ttft = times.pop("newcomer", [math.inf])[0] - arrived
-    gaps = [b - a for each in times.values() for a, b in itertools.pairwise(each) if b > arrived]
-    return chunks, ttft, max(gaps)
+    ttft = times.pop("newcomer", [math.inf])[0] - arrival
+    silences = [b - a for stream in times.values() for a, b in itertools.pairwise(stream) if b > arrival]
+    return chunks, ttft, max(silences)
 
 
 # --- The story ------------------------------------------------------------------------------------------------------
@@ -572,16 +573,22 @@ def show_chunks(model: llama.Llama, tokenizer: Tokenizer) -> None:
 
 
 def show_freeze(budget: int, threshold: int) -> None:
-    """The given budget beside others: the freeze becomes a trickle, and then nothing."""
-    rows = []
+    """The surprise: a smaller budget ends the freeze for little, then costs much for nothing, and then everything."""
+    rows, ttft, silence = [], {}, {}
     for tokens in sorted({4112, 2048, 512, 64, 24, budget}, reverse=True):
-        chunks, ttft, silence = freeze(tokens, threshold)
+        chunks, ttft[tokens], silence[tokens] = freeze(tokens, threshold)
         shown = " ".join(map(str, chunks[:4])) + (" …" if len(chunks) > 4 else "")
-        first = "never" if ttft == math.inf else f"{ttft:,.0f} ms"
-        rows.append([f"{tokens:,}", shown, len(chunks), first, f"{silence:,.0f} ms"])
+        first = "never" if ttft[tokens] == math.inf else f"{ttft[tokens]:,.0f} ms"
+        rows.append([f"{tokens:,}", shown, len(chunks), first, f"{silence[tokens]:,.0f} ms"])
     common.table(["budget", "chunks", "steps", "TTFT of the prompt", "longest silence of the streams"], rows)
-    if ttft == math.inf:
+    if ttft[budget] == math.inf:
         common.say(f"STARVED: the streams use all {budget} tokens of every step. The prompt will never start.")
+        return
+    shorter, longer = silence[4112] / silence[512], ttft[512] / ttft[4112]
+    common.say(
+        f"A budget of 512 makes the silence {shorter:.1f} times shorter, and the TTFT {longer:.1f} times longer."
+    )
+    common.say(f"From 64 to 24 the TTFT grows {ttft[24] / ttft[64]:.1f} times, and the silence is hardly shorter.")
 
 
 def build_parser() -> arguments.Parser:
