@@ -1,5 +1,5 @@
 // Rounds of drafting and verifying in a language of three words, beside what enumeration says: the twin of `simulate`
-// in vllm/07_spec_decode.py. The model always answers p and the drafter q, whatever came before.
+// in lessons/numbers/07_spec_decode.py. The model always answers p and the drafter q, whatever came before.
 import { fixed, range, sum } from "./lib/text.mjs";
 import { uniforms } from "./lib/uniforms.mjs";
 
