@@ -1895,9 +1895,7 @@ class Total(lesson.ScriptedLLM):
         tokens = [*map(chr, range(256, 289)), *map(chr, range(33, 127)), chr(289)]
         tokenizer = self.front.tokenizer
         tokenizer.config = {}
-        tokenizer.backend = tokenizers.Tokenizer(
-            models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[])
-        )
+        tokenizer.backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
         tokenizer.backend.decoder = decoders.ByteLevel()
         self.front._check_ids = lambda name, ids: LLMEngine._check_ids(self.front, name, ids)
         config = SimpleNamespace(vocab_size=128, eos_token_ids=(0,))

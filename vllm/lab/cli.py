@@ -43,7 +43,7 @@ def file(text: str) -> str:
     return text
 
 
-def parser(doc: str, **kwargs: Any) -> Parser:
+def parser(doc: str | None, **kwargs: Any) -> Parser:
     """A parser with the flags that every lesson has; the lesson adds the knobs that its text talks about."""
     p = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
     p.add_argument("--bench", action="store_true", help="measure, and print the full table")

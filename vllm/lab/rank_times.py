@@ -20,12 +20,12 @@ from engine.distributed.group import GroupCoordinator, new_group
 from engine.model import folders, llama
 from engine.model.config import LlamaConfig
 from engine.model.packed_linear import pack_weights
-from engine.parallel.model import load_shard, map_local, shard_model
+from engine.parallel.model import TensorParallelLlama, load_shard, map_local, shard_model
 from lab import offline_run
 from lab.layouts import default_size
 
 PAYLOADS = (2304, 1 << 16, 1 << 20, 1 << 24)  # bytes; the first is one token of SmolLM2 in fp32
-WIDE = {
+WIDE: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
     "num_hidden_layers": 6,
@@ -51,8 +51,8 @@ def time_ranks(world: GroupCoordinator, model: str | None) -> dict[str, Any]:
     for name, sizes in (("smollm2", (1, most) if most in (2, 3, 4) else (1,)), ("wide", (1, 2, 4))):
         for size in sizes:
             if group := groups[size]:
-                shard = load_shard(model, group) if name == "smollm2" else wide_shard(group)
-                shard = map_local(shard, pack_weights)
+                whole = load_shard(model, group) if name == "smollm2" else wide_shard(group)
+                shard = map_local(whole, pack_weights)
                 times = {str(num_seqs): step_ms(shard, num_seqs) for num_seqs in (1, 8)}
                 found["step_ms"].setdefault(name, {})[str(size)] = times
             dist.barrier()
@@ -70,7 +70,7 @@ def all_reduce_us(group: GroupCoordinator, payload: int) -> float:
     return statistics.median(samples[len(samples) // 4 :])
 
 
-def wide_shard(group: GroupCoordinator) -> llama.Llama:
+def wide_shard(group: GroupCoordinator) -> TensorParallelLlama:
     """This rank's share of a seeded model of six wide layers: more to compute for each byte sent than SmolLM2 has."""
     return shard_model(llama.random_model(device=group.device, **WIDE), group)
 
