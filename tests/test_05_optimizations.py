@@ -35,7 +35,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from engine.model import llama, loader, rope
+from engine.model import llama, loader
 from lab import chats, offline_run, roofline
 
 lesson, paged = registry.lesson("05_optimizations"), registry.lesson("02_paged_attention")
@@ -980,7 +980,7 @@ def test_launches_are_counted_from_the_models_own_forward(name, layers):
 def test_the_count_follows_the_model(monkeypatch):
     """A model with fewer operations has fewer launches: nothing is written down by hand."""
     page.decode_step.cache_clear()
-    monkeypatch.setattr(rope, "apply_rope", lambda x, cos, sin: x)
+    monkeypatch.setattr(llama, "apply_rope", lambda x, cos, sin: x)
     try:
         assert page.launches("SmolLM2-135M")["other"] == 6 * 30 + 6
     finally:
