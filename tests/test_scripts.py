@@ -75,7 +75,7 @@ PARTS: dict[str, tuple[str, str | None, dict | None]] = {
     "08_disagg": ("Two processes", "When is it worth it", None),
     "09_gqa": ("The head map", "Measured on this machine", {}),
     "10_chunked_prefill": ("The real model", "on a clock", None),
-    "11_preemption": ("SmolLM2-135M-Instruct", "Measured on this machine", {}),
+    "11_preemption": ("The real model", "Sixteen requests", None),
     "12_multi_lora": ("Four models in one batch", "one adapter too many", None),
 }
 
