@@ -346,6 +346,7 @@ def on_a_clock(kind: str, stops: Sequence[int], host_ms: float = 5, step_ms: flo
     host = model = 0.0  # when each of the two is free
     plans = steps = wasted = 0
     while scheduler.has_unfinished_requests() or in_flight:
+        # Plan: `depth` steps ahead, while one runs or when none does.
         if overlap or not in_flight:
             plans, host = plans + 1, host + host_ms
             while len(in_flight) < depth and (output := scheduler.schedule()).num_scheduled_tokens:
@@ -353,6 +354,7 @@ def on_a_clock(kind: str, stops: Sequence[int], host_ms: float = 5, step_ms: flo
                 samples.update(output.num_scheduled_tokens.keys())
                 tokens = {i: [int(samples[i] == stops[int(i)])] for i in output.num_scheduled_tokens}
                 in_flight.append((output, tokens, model))
+        # Hear of the oldest step.
         output, tokens, there = in_flight.popleft()
         host = max(host, there)
         heard = scheduler.update_from_output(output, tokens)
@@ -423,6 +425,7 @@ def show_index() -> None:
         pass_through(cache, served)
         rows.append([what, len(tokens), pass_through(cache, tokens, salt=salt)])
     common.table(["64 tokens were served; then come", "tokens", "found"], rows)
+    common.say("One token in front, and nothing is found: the key of each block names all that came before it.")
     workload = chats.chat_workload()
     best = sum(naive_hits(workload, BLOCK)) / sum(len(prompt) for prompt, _ in workload)
     rates = {n: hit_rate(workload, n) for n in (192, 512, 768, 4096)}
@@ -431,38 +434,40 @@ def show_index() -> None:
     common.check_equal(f"comparing tokens, forgetting nothing, finds the same {best:.1%}", rates[4096], best)
 
 
-def show_model(model: llama.Llama, tokenizer: Tokenizer, hash_bits: int) -> None:
-    """Three questions behind one instruction, with a cache for all and a new one for each; then a key too short."""
-    kv, caches = PagedKVCache(model, 160, BLOCK), [PrefixCache(160, BLOCK) for _ in range(4)]
+def show_model(model: llama.Llama, tokenizer: Tokenizer) -> None:
+    """Three questions behind one instruction, with a cache for all of them, and with a new one for each."""
+    kv, cache = PagedKVCache(model, 160, BLOCK), PrefixCache(160, BLOCK)
     shared, rows = tokenizer.encode(SYSTEM * 6)[:304], []
-    for i, turn in enumerate(TURNS):
+    for turn in TURNS:
         prompt = shared + tokenizer.encode(f"{turn} " * 16)[:16]
-        (alone, slow), (request, fast) = (answer(model, kv, cache, prompt, 4) for cache in (caches[i], caches[3]))
+        alone, slow = answer(model, PagedKVCache(model, 160, BLOCK), PrefixCache(160, BLOCK), prompt, 4)
+        request, fast = answer(model, kv, cache, prompt, 4)
         if request.output_token_ids != alone.output_token_ids:
             raise common.CheckFailed(f"{turn}: the cache changed the tokens")
         rows.append([turn, len(prompt), request.num_cached_tokens, f"{1e3 * slow:.0f} ms", f"{1e3 * fast:.0f} ms"])
     common.table(["304 tokens of instruction, then", "tokens", "found", "first token", "with the cache"], rows)
     common.say("✓ every token is the same with and without the cache")
 
+
+def show_short_key(model: llama.Llama, tokenizer: Tokenizer, hash_bits: int) -> None:
+    """Two accounts whose first blocks have one key, if keys are so short: the second hears the first one's word."""
     tiger = account_prompt(tokenizer, 1234, "tiger")
     number = colliding_account(tokenizer, tiger, "banana", hash_bits)
     if number is None:
         common.say(f"keys of {hash_bits} bits: none of 2,000 other accounts has the key of account 1234's first block")
         return
-    banana, short, whole = (
-        account_prompt(tokenizer, number, "banana"),
-        *(PrefixCache(99, BLOCK, n) for n in (hash_bits, 256)),
-    )
-    said = [
-        tokenizer.decode(answer(model, kv, cache, prompt, 2)[0].output_token_ids)
-        for cache, prompt in ((short, tiger), (short, banana), (whole, banana))
-    ]
+    banana, kv = account_prompt(tokenizer, number, "banana"), PagedKVCache(model, 99, BLOCK)
+    short, whole = (PrefixCache(99, BLOCK, bits) for bits in (hash_bits, 256))
+    said = []
+    for cache, prompt in ((short, tiger), (short, banana), (whole, banana)):
+        request, _ = answer(model, kv, cache, prompt, 2)
+        said.append(tokenizer.decode(request.output_token_ids))
     common.say(f"keys of {hash_bits} bits: account 1234 says {said[0]!r}. Account {number}, whose prompt says banana,")
     common.say(f"has the same key and hears {said[1]!r} (with 256 bits {said[2]!r}). WRONG")
 
 
-def show_graphs(model: llama.Llama, tokenizer: Tokenizer) -> None:
-    """Launches of a step, what they cost beside the GPU's work, and an engine that replays its steps."""
+def show_launches() -> None:
+    """Launches of a step, and what they cost beside the GPU's work."""
     gpu, rows = HARDWARE["H100 80GB"], []
     for name in ("SmolLM2-135M", "Llama-3.1-8B"):
         config = roofline.MODELS[name]
@@ -475,13 +480,17 @@ def show_graphs(model: llama.Llama, tokenizer: Tokenizer) -> None:
         rows.append([name, n, *(kinds[kind] for kind in ("product", "triton", "small")), *factors])
     common.table(["a decode step launches", "all", "products", "Triton", "small", "B=1", "B=16", "B=256"], rows)
     common.say("(eager over one graph: 10 µs a launch, B sequences of 1,024 tokens on an H100 by roofline)")
+
+
+def show_replay(model: llama.Llama, tokenizer: Tokenizer) -> None:
+    """An engine that replays its steps, beside one that does not."""
     if not common.HAS_GPU:
         common.skipped("CUDA graphs", "no GPU. A tape of operations takes their place: same buckets, padding, buffers")
     eager, captured = (offline_run.make_core(model, 129, 256) for _ in range(2))
-    runner, recorder = captured.runner, torch.cuda.CUDAGraph if common.HAS_GPU else Tape
-    limits = captured.scheduler.config
+    runner, limits = captured.runner, captured.scheduler.config
+    recorder = torch.cuda.CUDAGraph if common.HAS_GPU else Tape
     graphs = CapturedModel(runner.model, runner.cache, runner.attend, limits, graph_class=recorder, largest=32)
-    runner.graphs = graphs
+    runner.graphs = graphs  # from now on its steps are replayed
     prompts = [tokenizer.encode(f"{turn} The answer is") for turn in TURNS]
     expected, replayed = (offline_run.serve(core, prompts, [6, 3, 5]).token_ids for core in (eager, captured))
     buckets, pieces = sorted({n for n, _ in graphs.captured}), max(len(s.graphs) for s in graphs.captured.values())
@@ -572,9 +581,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     show_index()
     common.heading("2 · The real model: what was sent before is not computed again")
     model, tokenizer = loader.load(args.model)
-    show_model(pack_weights(model), tokenizer, args.hash_bits)
+    packed = pack_weights(model)
+    show_model(packed, tokenizer)
+    show_short_key(packed, tokenizer, args.hash_bits)
     common.heading("3 · CUDA graphs: a step without launches")
-    show_graphs(model, tokenizer)
+    show_launches()
+    show_replay(model, tokenizer)
     common.heading("4 · torch.compile: round trips to memory")
     show_compile(model)
     common.heading(f"5 · Async scheduling, on a clock: a plan takes {args.host_ms:g} ms, the model 10 ms a step")

@@ -217,8 +217,8 @@ class HandOver(KVConnectorBase):
         return True
 
     def has_pending_work(self) -> bool:
-        told = self.news == KVConnectorOutput() and self.inbox.empty()
-        return bool(self.promises or self.pulls or self.loads) or not told
+        unheard = self.news != KVConnectorOutput() or not self.inbox.empty()
+        return bool(self.promises or self.pulls or self.loads) or unheard
 
     # -- the worker's half: before the model runs --
 
@@ -235,27 +235,35 @@ class HandOver(KVConnectorBase):
 
     def start_load_kv(self) -> None:
         """Promise what this step computes for others, ask for what others compute, and wait for nothing."""
-        L = len(self.layers)
         for request in filter(self.saves, self.meta.preempted):
             promise = self.promises[kv_transfer_params(request)["transfer_id"]]
-            promise.ready, promise.blocks = [0] * L, []  # it will be computed again
+            promise.ready, promise.blocks = [0] * len(self.layers), []  # it will be computed again
         for request, blocks, _ in self.meta.to_save:
-            transfer = kv_transfer_params(request)["transfer_id"]
-            promise = self.promises.setdefault(transfer, Promise(request, blocks, [0] * L))
-            promise.blocks = blocks
-            if transfer in self.early:
-                self.hear(*self.early.pop(transfer))
+            self.promise(request, blocks)
         for request, blocks, first, end in self.meta.to_load:
-            params, timeout = kv_transfer_params(request), self.config.extra("timeout", 10.0)
-            where = params["remote_host"], params["remote_port"]
-            if where not in self.links:
-                self.links[where] = Link(self.inbox, self.wake, address=where, max_payload=self.layers[0].nbytes)
-            pull = Pull(request, blocks, [first] * L, end, self.links[where], time.monotonic() + timeout)
-            self.pulls[params["transfer_id"]] = pull
-            wanted = {"head": 0, "heads": self.num_kv_heads, "end": end, "have": pull.have, "consumers": 1}
-            pull.link.send({"kind": "GET", "transfer": params["transfer_id"], **wanted})
-            self.note("start_load_kv", f"GET positions {first} to {end - 1} of {L} layers")
+            self.ask(request, blocks, first, end)
         self.poll()
+
+    def promise(self, request: Request, blocks: list[int]) -> None:
+        """Prefill. This prompt is somebody's. The decode worker is quicker: it may have asked already."""
+        transfer = kv_transfer_params(request)["transfer_id"]
+        promise = self.promises.setdefault(transfer, Promise(request, blocks, [0] * len(self.layers)))
+        promise.blocks = blocks
+        if transfer in self.early:
+            self.hear(*self.early.pop(transfer))
+
+    def ask(self, request: Request, blocks: list[int], first: int, end: int) -> None:
+        """Decode. Positions [first, end) of this prompt, please, all layers of them."""
+        params, timeout = kv_transfer_params(request), self.config.extra("timeout", 10.0)
+        where = params["remote_host"], params["remote_port"]
+        if where not in self.links:
+            self.links[where] = Link(self.inbox, self.wake, address=where, max_payload=self.layers[0].nbytes)
+        have = [first] * len(self.layers)
+        pull = Pull(request, blocks, have, end, self.links[where], time.monotonic() + timeout)
+        self.pulls[params["transfer_id"]] = pull
+        wanted = {"head": 0, "heads": self.num_kv_heads, "end": end, "have": have, "consumers": 1}
+        pull.link.send({"kind": "GET", "transfer": params["transfer_id"], **wanted})
+        self.note("start_load_kv", f"GET positions {first} to {end - 1} of {len(have)} layers")
 
     # -- inside the model, after each layer's attention --
 
@@ -269,19 +277,25 @@ class HandOver(KVConnectorBase):
 
     def pump(self) -> None:
         """Prefill. All that is ready, wanted and not sent yet."""
-        for transfer, p in self.promises.items():
-            for layer, last in enumerate(min(n, p.end) for n in p.ready if p.reader):
-                first = p.sent[layer]
-                if first < last and p.reader.has_room:
-                    payload = self.payload(p.blocks, layer, first, last - first, 0, self.num_kv_heads)
-                    rectangle = {"first": first, "count": last - first, "head": 0, "heads": self.num_kv_heads}
-                    header = {"kind": "KV", "transfer": transfer, "layer": layer, **rectangle, "crc": checksum(payload)}
-                    for message in self.wire(p.reader, header, payload) if self.wire else [(header, payload)]:
-                        p.reader.send(*message)
-                    p.sent[layer] = last
-                    self.stats.update(messages=1, early=p.lease == math.inf)
-                    if layer in (0, len(p.ready) - 1):
-                        self.note("save_kv_layer", f"layer {layer}: KV of positions {first} to {last - 1} leaves")
+        for transfer, promise in self.promises.items():
+            if promise.reader is None:
+                continue  # nobody has asked yet
+            for layer, ready in enumerate(promise.ready):
+                first, last = promise.sent[layer], min(ready, promise.end)
+                if first < last and promise.reader.has_room:
+                    self.send_layer(transfer, promise, layer, first, last)
+                    promise.sent[layer] = last
+
+    def send_layer(self, transfer: str, promise: Promise, layer: int, first: int, last: int) -> None:
+        """Prefill. One message: positions [first, last) of a layer, all heads."""
+        payload = self.payload(promise.blocks, layer, first, last - first, 0, self.num_kv_heads)
+        rectangle = {"first": first, "count": last - first, "head": 0, "heads": self.num_kv_heads}
+        header = {"kind": "KV", "transfer": transfer, "layer": layer, **rectangle, "crc": checksum(payload)}
+        for message in self.wire(promise.reader, header, payload) if self.wire else [(header, payload)]:
+            promise.reader.send(*message)
+        self.stats.update(messages=1, early=promise.lease == math.inf)  # early: the prompt is still being computed
+        if layer in (0, len(self.layers) - 1):
+            self.note("save_kv_layer", f"layer {layer}: KV of positions {first} to {last - 1} leaves")
 
     # -- between steps --
 
@@ -307,21 +321,24 @@ class HandOver(KVConnectorBase):
         kind, transfer = header["kind"], header.get("transfer")
         if kind == "KV":
             self.take(link, header, payload)
-        elif kind in ("GET", "DONE", "CANCEL"):
-            if (promise := self.promises.get(transfer)) is None:
-                self.early[transfer] = link, header
-            elif kind == "GET":
-                promise.reader, promise.sent, promise.end = link, list(header["have"]), header["end"]
-            else:
-                self.free(transfer)
-        elif kind != "HELLO" or header["layout"] != self.layout():
-            for t in [t for t, p in self.pulls.items() if p.link is link and transfer in (None, t)]:
-                self.end_pull(t, "CANCEL", header.get("why", "its cache is of another kind"))
-            if kind == "LOST":  # the other engine has died, or the way to it
-                self.links = {where: other for where, other in self.links.items() if other is not link}
-                self.early = {t: letter for t, letter in self.early.items() if letter[0] is not link}
-                for t in [t for t, p in self.promises.items() if p.reader is link]:
-                    self.free(t)
+        elif kind in ("GET", "DONE", "CANCEL") and transfer not in self.promises:
+            self.early[transfer] = link, header
+        elif kind == "GET":
+            promise = self.promises[transfer]
+            promise.reader, promise.sent, promise.end = link, list(header["have"]), header["end"]
+        elif kind in ("DONE", "CANCEL"):
+            self.free(transfer)
+        elif kind == "HELLO":
+            if header["layout"] != self.layout():
+                self.give_up(link, "its cache is of another kind")
+        elif kind == "GONE":  # the engine's producers answer so if they have nothing for this name
+            self.give_up(link, header["why"], transfer)
+        else:  # LOST: the other engine has died, or the way to it
+            self.give_up(link, header["why"])
+            self.links = {where: other for where, other in self.links.items() if other is not link}
+            self.early = {t: letter for t, letter in self.early.items() if letter[0] is not link}
+            for t in [t for t, p in self.promises.items() if p.reader is link]:
+                self.free(t)
 
     def take(self, link: Link, header: dict[str, Any], payload: torch.Tensor | None) -> None:
         """Decode. A layer's message is written if it begins where that layer ends. What belongs to no pull is late: its
@@ -339,6 +356,11 @@ class HandOver(KVConnectorBase):
                 self.end_pull(header["transfer"], "DONE")
 
     # -- how it ends --
+
+    def give_up(self, link: Link, why: str, transfer: str | None = None) -> None:
+        """Decode. This transfer will not come over this link any more; None: nothing will."""
+        for t in [t for t, pull in self.pulls.items() if pull.link is link and transfer in (None, t)]:
+            self.end_pull(t, "CANCEL", why)
 
     def end_pull(self, transfer: str, kind: str, why: str = "") -> None:
         """Decode. From now on nothing of it is written; and if it has failed, the prompt is computed here."""
@@ -482,6 +504,8 @@ WAYS = {"again": "the prompt computed once more, in the other cache: the tokens 
         "kernel": "moved by the kernel: the same"}  # fmt: skip
 PREFILL = {"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port": 0}
 DECODE = {"kv_connector": "TCPConnector", "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
+TROUBLES = {"out of order": "messages out of order", "corrupt": "messages corrupt",
+            "failed": "prompts that did not come, and are computed here"}  # fmt: skip
 
 
 def start_workers(model: llama.Llama, name: str | None, stack: contextlib.ExitStack, timeout: float = 10.0,
@@ -570,9 +594,8 @@ def show_bad_day(prefill: Worker, decode: Worker, fault: str, prompts: list[list
     for worker in (prefill, decode):
         if worker.process.is_alive():
             stats = settled(worker)
-            names = [name for name in ("out of order", "corrupt", "failed") if stats.get(name)]
-            told = ", ".join(f"{stats[name]} {name}" for name in names)
-            common.say(f"✓ {worker.name}: every block is free" + (f"; messages and transfers: {told}" if told else ""))
+            told = "".join(f"; {what}: {stats[name]}" for name, what in TROUBLES.items() if stats.get(name))
+            common.say(f"✓ {worker.name}: every block is free{told}")
 
 
 def in_time(layout: str, budget: int | None = None, link: str = "InfiniBand 400G", exposed: int = 0) -> list[str]:
@@ -605,6 +628,9 @@ def show_worth() -> None:
     }.items():
         rows.append([what, *in_time(*options), in_time(*options, exposed=25)[0]])
     common.table(["4 GPUs", "in time", "TTFT, median", "longest silence", "in time, a quarter exposed"], rows)
+    chunks, split = rows[2], rows[5]
+    common.say(f"The right chunks serve {chunks[1]} in time and move nothing; the right split serves {split[1]}.")
+    common.say(f"If computing hides reading less well, it is the other way round: {chunks[-1]} and {split[-1]}.")
 
 
 def build_parser() -> arguments.Parser:

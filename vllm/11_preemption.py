@@ -429,18 +429,21 @@ class OffloadingKVCacheManager(KVCacheManager):
     def allocate_slots(
         self, request: Request, num_new_tokens: int, new_computed_blocks: Sequence[int] = ()
     ) -> list[int] | None:
-        """Blocks are handed out before the model runs, so what they held can still be copied out: unless the GPU has it
-        once more. Tokens that count as computed and have no block yet are on the CPU: each block of them is copied in.
-        """
+        """The same blocks, and notes what is copied: out of those that held something, into those that were found."""
+        # What the blocks hold that are about to be handed out. The model has not run: it can still be copied.
         pool, num_tokens = self.block_pool, request.num_computed_tokens + num_new_tokens
         most = self.get_num_blocks_to_allocate(request, num_tokens, new_computed_blocks)
         held = {block: pool.block_hash[block] for block in itertools.islice(pool.free_queue, most)}
         new_blocks = super().allocate_slots(request, num_new_tokens, new_computed_blocks)
         if new_blocks is None:
             return None
+
+        # Tokens that count as computed and had no block until now were found on the CPU: these blocks come in.
         table = self.get_block_ids(request.request_id)
         first, last = len(table) - len(new_blocks), request.num_computed_tokens // self.block_size
         cpu_blocks = self.tier.take(request.block_hashes[first:last])  # before others push them out
+
+        # What is overwritten goes out, unless the GPU has it once more.
         for block in new_blocks:
             if held[block] is not None and pool.get_cached_block(held[block]) is None:
                 self.tier.store(held[block], block)
@@ -496,7 +499,8 @@ class ModelCore(MeteredCore):
         for direction, pairs in self.copies.take():
             table = torch.tensor(pairs, dtype=torch.int64, device=self.layers[0].device).view(-1, 2)
             for layer, host in zip(self.layers, self.host):
-                swap_blocks(*((layer, host) if direction == "out" else (host, layer)), table)
+                source, target = (layer, host) if direction == "out" else (host, layer)
+                swap_blocks(source, target, table)
         return self.runner.execute_model(output)
 
 
@@ -560,10 +564,12 @@ def check_kernel(seed: int) -> None:
 def show_policies(path: str | None, model: llama.Llama, tokenizer: Tokenizer) -> None:
     """The same requests under every policy in a pool too small for them: same tokens, different work."""
     prompts, new, rows = [tokenizer.encode(text) for text in TEXTS], 9, []
-    loader.check_context(path, longest := max(map(len, prompts)) + new)
+    longest = max(map(len, prompts)) + new
+    loader.check_context(path, longest)
     expected = {str(i): undisturbed(model, prompt, new) for i, prompt in enumerate(prompts)}
     sampling = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
-    for policy, pool in (("recompute", 64), *((policy, -(-longest // 4) + 1) for policy in POLICIES)):
+    tight = -(-longest // 4) + 1  # blocks for the longest request, and one more
+    for policy, pool in (("recompute", 64), *((policy, tight) for policy in POLICIES)):
         core = ModelCore(build_scheduler(policy, pool, 4, longest, num_cpu_blocks=32), model, 32)
         requests = [Request(str(i), p, sampling, arrival_time=i, priority=-i) for i, p in enumerate(prompts)]
         if run_to_end(core, requests) != expected:
@@ -600,7 +606,7 @@ def serve_crowd(
 
 
 def show_crowd(asked: dict[str, Any]) -> None:
-    """What the pool, the watermark and the policy make of the crowd; and, in a row of its own, what is `asked` for."""
+    """What the pool, the watermark and the policy make of the crowd; in a row of its own, what is `asked` for."""
     rows = {}
     for name, change in (VARIANTS | ({"as asked": asked} if asked else {})).items():
         try:
@@ -613,9 +619,8 @@ def show_crowd(asked: dict[str, Any]) -> None:
     columns = ("with ...", "steps", "preempted", "redone", "of all computed")
     common.table(columns, [[name, *row] for name, row in rows.items()])
     (steps, _, redone, _), (steps_with_swap, _, left, _) = rows["pool 64"], rows["swap"]
-    common.say(
-        f"With swap, {left} tokens are redone instead of {redone}, in {steps_with_swap} steps instead of {steps}."
-    )
+    common.say(f"Recompute redoes {redone} tokens in {steps} steps, swap {left} in {steps_with_swap}:")
+    common.say("what everybody waits for is blocks, and no policy makes more of them.")
 
 
 def show_stall(pool_blocks: int) -> None:

@@ -470,9 +470,10 @@ def tell_models(args: argparse.Namespace, model: llama.Llama, tokenizer: Tokeniz
         common.say(f"{choice.lora_name if choice else 'base':<7} {answer.text!r}"[:104])
     total = sum(len(answer.token_ids) for answer in answers)
     common.say(f"{total} tokens in {steps} steps; one by one they take {total}")
-    for choice, answer in zip(choices[:2], answers):
-        name, lora = (choice.lora_name, llm.llm_engine.lora.cpu[choice.lora_name]) if choice else ("base", None)
-        n = len(written := answer.token_ids[:12])  # fewer if the answer ended
+    pirate = llm.llm_engine.lora.cpu["pirate"]
+    for name, lora, answer in (("base", None, answers[0]), ("pirate", pirate, answers[1])):
+        written = answer.token_ids[:12]
+        n = len(written)  # fewer if the answer ended
         expected = alone(model, lora, tokenizer.ask(QUESTION), n)
         if args.break_ == "merge":
             common.say(f"{name} {'writes' if written == expected else 'does NOT write'} what it writes alone")
@@ -510,7 +511,7 @@ def tell_cache(args: argparse.Namespace, llm: LLM, tokenizer: Tokenizer) -> None
 
 
 def tell_slots() -> None:
-    """Step 4, the surprise: one adapter too many, and who pays for being passed over."""
+    """Step 4, the surprise: one adapter too many."""
     count, rows = 720, []
     for traffic, adapter_of in (("in turns", in_turns), ("Zipf's law", zipf)):
         rows.append([traffic])
@@ -520,9 +521,13 @@ def tell_slots() -> None:
                 slots.make_resident(adapter)
             rows[-1].append(f"{1 - slots.loads / count:.1%}")
     common.table(["found in 8 slots", "of 8 adapters", "of 9", "of 16", "of 64"], rows)
+    common.say(f"In turns, the ninth adapter takes the hits from {rows[0][1]} to {rows[0][2]}.")
 
+
+def tell_queue() -> None:
+    """Step 5: what passing over a request buys, and who pays for it."""
     common.say("Eight seats: 54 requests for 9 adapters in turn; then one for A, for B, for C, and 400 for A or B:")
-    few, turns, rows = ["A", "B", "C"] + ["A", "B"] * 200, in_turns(9, 54), []
+    turns, few, rows = in_turns(9, 54), ["A", "B", "C"] + ["A", "B"] * 200, []
     for queue, pass_over in (("stops at its head", False), ("passes over", True)):
         steps, slots = serve(turns, [2] * len(turns), 1, 8, pass_over)
         rows.append([queue, f"{len(steps)} steps, {slots.loads} loads"])
@@ -531,6 +536,7 @@ def tell_slots() -> None:
             first = next(step for step, batch in enumerate(steps) if 2 in batch)
             rows[-1].append(f"C waits for {first} of {len(steps)} steps")
     common.table(["the queue", "9 adapters, 1 slot", "A, B, C, 2 slots", "3 slots"], rows)
+    common.say("Passing over sorts the queue by adapter. It pays, until C, who came third, is served last.")
 
 
 def build_parser() -> arguments.Parser:
@@ -559,8 +565,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     llm = tell_models(args, model, tokenizer)
     common.heading("3. One prompt, two tenants, one prefix cache")
     tell_cache(args, llm, tokenizer)
-    common.heading("4. Slots and the queue: one adapter too many, and who pays for being passed over")
+    common.heading("4. Eight slots, and one adapter too many")
     tell_slots()
+    common.heading("5. The queue: a request whose adapter has no place may be passed over")
+    tell_queue()
     cli.hand_over(KEY, args)
 
 
