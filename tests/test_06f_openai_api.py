@@ -30,6 +30,7 @@ import pytest
 from support import modules
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from engine.model import folders
