@@ -370,7 +370,10 @@ class Site:
 def sections(page: Page) -> list[tuple[str, str, str]]:
     """The page's text, cut at its headings: anchor, heading, plain text."""
     parts = re.split(r'<h([1-4]) id="([^"]*)">(.*?)</h\1>', re.sub(r"<math.*?</math>", "", page.body, flags=re.S))
-    plain = lambda markup: " ".join(html.unescape(re.sub(r"<[^>]+>", " ", markup)).split())  # noqa: E731
+
+    def plain(markup: str) -> str:
+        return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", markup)).split())
+
     found = [("", page.title, f"{page.question} {plain(parts[0])}")]
     return found + [(a, plain(h), plain(t)) for a, h, t in zip(parts[2::4], parts[3::4], parts[4::4])]
 

@@ -251,8 +251,13 @@ def build_app(engine: AsyncEngine, model: str) -> Any:
 
     def answer(text: str, finish_reason: str | None) -> dict[str, Any]:
         choice = {"index": 0, "text": text, "finish_reason": finish_reason, "logprobs": None}
-        return {"id": "cmpl-0", "object": "text_completion", "created": int(time.time()), "model": model,
-                "choices": [choice]}  # fmt: skip
+        return {
+            "id": "cmpl-0",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "choices": [choice],
+        }
 
     def refusal(status: int, why: object, headers: dict[str, str] | None = None) -> JSONResponse:
         return JSONResponse({"error": {"message": str(why), "code": status}}, status, headers)
@@ -443,13 +448,17 @@ async def show_refusals(client: Any, engine: AsyncEngine) -> None:
     wrong = ({"content": b'{"prompt": "half'}, {"json": {"prompt": 5}}, {"json": {"prompt": "x", "temperature": 9}},
              {"json": {"prompt": "x " * 2000}}, {"content": b" " * (MAX_BODY_BYTES + 1)})  # fmt: skip
     answers = [(await client.post("/v1/completions", **body)).status_code for body in wrong]
-    common.check_equal("malformed, wrong type, out of range, too long, too large: " + ", ".join(map(str, answers)),
-                       answers, [400, 400, 400, 400, 413])  # fmt: skip
+    common.check_equal(
+        "malformed, wrong type, out of range, too long, too large: " + ", ".join(map(str, answers)),
+        answers,
+        [400, 400, 400, 400, 413],
+    )
     places, engine.max_num_queued_reqs = engine.max_num_queued_reqs, 0
     full = await client.post("/v1/completions", json={"prompt": "x"})
     engine.max_num_queued_reqs = places
-    common.check_equal("no place left: 503, and when to come again", (full.status_code, full.headers["Retry-After"]),
-                       (503, "1"))  # fmt: skip
+    common.check_equal(
+        "no place left: 503, and when to come again", (full.status_code, full.headers["Retry-After"]), (503, "1")
+    )
 
 
 async def show_stop(client: Any, engine: AsyncEngine, tokenizer: Tokenizer) -> None:
@@ -462,8 +471,9 @@ async def show_stop(client: Any, engine: AsyncEngine, tokenizer: Tokenizer) -> N
     late, _, _ = await read_stream(client, PROMPTS[0], 8)
     status, text, _ = await last
     whole = status == 200 and len(tokenizer.encode(text)) > 30
-    common.check_equal("the server stops: who was inside is answered whole, who comes later gets a 503",
-                       (whole, late), (True, 503))  # fmt: skip
+    common.check_equal(
+        "the server stops: who was inside is answered whole, who comes later gets a 503", (whole, late), (True, 503)
+    )
     await stopping
 
 
@@ -486,12 +496,25 @@ def show_queue() -> None:
 
 def build_parser() -> arguments.Parser:
     p = cli.parser(__doc__)
-    p.add_argument("--max-num-seqs", type=arguments.number(int, 1, 64), default=16, metavar="N",
-                   help="seats: requests in a step (default %(default)s)")  # fmt: skip
-    p.add_argument("--max-num-queued-reqs", type=arguments.number(int, 1), default=64, metavar="N",
-                   help="places: requests inside, whether they wait or run (default %(default)s)")  # fmt: skip
-    p.add_argument("--no-abort", action="store_true",
-                   help="break it: nobody tells the engine that a client left; the check must fail")  # fmt: skip
+    p.add_argument(
+        "--max-num-seqs",
+        type=arguments.number(int, 1, 64),
+        default=16,
+        metavar="N",
+        help="seats: requests in a step (default %(default)s)",
+    )
+    p.add_argument(
+        "--max-num-queued-reqs",
+        type=arguments.number(int, 1),
+        default=64,
+        metavar="N",
+        help="places: requests inside, whether they wait or run (default %(default)s)",
+    )
+    p.add_argument(
+        "--no-abort",
+        action="store_true",
+        help="break it: nobody tells the engine that a client left; the check must fail",
+    )
     add_serve_command(p.add_subparsers(dest="command", metavar="serve", help="the engine's own server"))
     return p
 

@@ -69,16 +69,18 @@ KEY = "08_disagg"
 # --- 1. What we want, without cleverness ------------------------------------------------------------------------------
 
 
-def gather_reference(kv_cache: torch.Tensor, blocks: Sequence[int], first: int, count: int, head: int,
-                     heads: int) -> torch.Tensor:  # fmt: skip
+def gather_reference(
+    kv_cache: torch.Tensor, blocks: Sequence[int], first: int, count: int, head: int, heads: int
+) -> torch.Tensor:
     """The rectangle, position by position. kv_cache [2, num_blocks, block_size, Hkv, D] -> [2, count, heads, D]."""
     size = kv_cache.shape[2]
     rows = [kv_cache[:, blocks[p // size], p % size, head : head + heads] for p in range(first, first + count)]
     return torch.stack(rows, dim=1)
 
 
-def scatter_reference(buffer: torch.Tensor, kv_cache: torch.Tensor, blocks: Sequence[int], first: int,
-                      head: int) -> None:  # fmt: skip
+def scatter_reference(
+    buffer: torch.Tensor, kv_cache: torch.Tensor, blocks: Sequence[int], first: int, head: int
+) -> None:
     """The inverse: write a rectangle [2, count, heads, D] into the blocks of another engine, position by position."""
     size, heads = kv_cache.shape[2], buffer.shape[2]
     for t in range(buffer.shape[1]):
@@ -464,8 +466,15 @@ class Router:
                     self._bury(alive[pipe])
         return self.jobs
 
-    def _hear(self, worker: Worker, name: str, token_ids: list[int], finish_reason: str | None, why: str | None,
-              on_token: Callable[[Job], None]) -> None:  # fmt: skip
+    def _hear(
+        self,
+        worker: Worker,
+        name: str,
+        token_ids: list[int],
+        finish_reason: str | None,
+        why: str | None,
+        on_token: Callable[[Job], None],
+    ) -> None:
         job = next((job for job in self.jobs if job.name == name and not job.done), None)
         if job is None:
             return  # of an attempt that has been given up, or of a router that had this worker before
@@ -508,8 +517,13 @@ TROUBLES = {"out of order": "messages out of order", "corrupt": "messages corrup
             "failed": "prompts that did not come, and are computed here"}  # fmt: skip
 
 
-def start_workers(model: llama.Llama, name: str | None, stack: contextlib.ExitStack, timeout: float = 10.0,
-                  make: Callable[..., Any] = HandOver) -> tuple[Worker, Worker]:  # fmt: skip
+def start_workers(
+    model: llama.Llama,
+    name: str | None,
+    stack: contextlib.ExitStack,
+    timeout: float = 10.0,
+    make: Callable[..., Any] = HandOver,
+) -> tuple[Worker, Worker]:
     """A prefill and a decode worker with blocks of different sizes, for as long as the stack. They are forks with
     `model`; but CUDA does not survive a fork, so on a GPU they load `name` themselves. The decode worker gives up on a
     prompt of which nothing comes for `timeout` seconds."""
@@ -553,9 +567,14 @@ def one_life(model: llama.Llama, prompt: Sequence[int], max_tokens: int) -> tupl
     return tokens, sides[0].diary
 
 
-def disaggregated(prefill: Worker, decode: Worker, prompts: Sequence[Sequence[int]], max_tokens: int,
-                  on_token: Callable[[Job], None] = lambda job: None, name: str = "r",
-                  ) -> tuple[list[Job], list[str]]:  # fmt: skip
+def disaggregated(
+    prefill: Worker,
+    decode: Worker,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    on_token: Callable[[Job], None] = lambda job: None,
+    name: str = "r",
+) -> tuple[list[Job], list[str]]:
     """The same from two workers: the jobs, and what the router noticed. Every `name` is used once with an engine."""
     router = Router(prefill, decode)
     for i, prompt in enumerate(prompts):
@@ -563,8 +582,9 @@ def disaggregated(prefill: Worker, decode: Worker, prompts: Sequence[Sequence[in
     return router.run(on_token=on_token), router.events
 
 
-def show_good_day(prefill: Worker, decode: Worker, model: llama.Llama, prompts: list[list[int]],
-                  expected: list[list[int]]) -> None:  # fmt: skip
+def show_good_day(
+    prefill: Worker, decode: Worker, model: llama.Llama, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
     """Part 3: what two processes say, and what has moved between them."""
     jobs, _ = disaggregated(prefill, decode, prompts, TOKENS)
     found = [job.token_ids for job in jobs]
@@ -578,8 +598,9 @@ def show_good_day(prefill: Worker, decode: Worker, model: llama.Llama, prompts: 
     common.say(f"prefill done after {last.prefilled * 1e3:.0f} ms, first token after {last.first * 1e3:.0f} ms")
 
 
-def show_bad_day(prefill: Worker, decode: Worker, fault: str, prompts: list[list[int]],
-                 expected: list[list[int]]) -> None:  # fmt: skip
+def show_bad_day(
+    prefill: Worker, decode: Worker, fault: str, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
     """Part 4: whatever happens, the same answers, and nobody keeps a block."""
     prefill.send("fault", fault)
 
@@ -635,9 +656,13 @@ def show_worth() -> None:
 
 def build_parser() -> arguments.Parser:
     p = cli.parser(__doc__)
-    p.add_argument("--fault", choices=Faults.KINDS, default="prefill-dies",
-                   help="what happens in part 4, from the twelfth message on; if the model has fewer layers, "
-                        "from as many messages on (default %(default)s)")  # fmt: skip
+    p.add_argument(
+        "--fault",
+        choices=Faults.KINDS,
+        default="prefill-dies",
+        help="what happens in part 4, from the twelfth message on; if the model has fewer layers, "
+        "from as many messages on (default %(default)s)",
+    )
     return p
 
 

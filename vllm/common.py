@@ -307,9 +307,13 @@ def say(text: str) -> None:
 
 def _on_a_page(line: str) -> list[str]:
     """A stranger's model may answer with anything, at any length."""
-    return [line] if len(line) <= PAGE else textwrap.wrap(
-        line, PAGE, subsequent_indent="    ", replace_whitespace=False, expand_tabs=False, break_on_hyphens=False
-    )  # fmt: skip
+    return (
+        [line]
+        if len(line) <= PAGE
+        else textwrap.wrap(
+            line, PAGE, subsequent_indent="    ", replace_whitespace=False, expand_tabs=False, break_on_hyphens=False
+        )
+    )
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None) -> None:
@@ -337,15 +341,10 @@ def check(what: str, out: torch.Tensor, ref: torch.Tensor) -> float:
 def check_equal(what: str, out: Any, ref: Any) -> None:
     """Compare exactly (tokens, ids, counts) and print one line; a difference stops the script."""
     if out != ref:
-        raise CheckFailed(f"{what}: got {_brief(out)}, expected {_brief(ref)}")
+        raise CheckFailed(f"{what}: got {out!r:.120}, expected {ref!r:.120}")
     say(f"✓ {what}")
 
 
 def skipped(what: str, why: str) -> None:
     """Say that a step did not run, and why. Nothing that was skipped is ever called passed."""
     say(f"SKIPPED {what}: {why}")
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."

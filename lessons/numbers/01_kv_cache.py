@@ -117,8 +117,9 @@ def describe(trace: dict[str, Any]) -> str:
     if trace["weight_bytes"] > trace["usable_bytes"]:
         lines.append("OUT OF MEMORY at step 0: the weights alone do not fit")
     elif trace["oom_step"] is not None:
-        lines.append(f"OUT OF MEMORY at step {trace['oom_step']}: room for {trace['room']:,} positions "
-                     f"of {p['batch']} sequences")  # fmt: skip
+        lines.append(
+            f"OUT OF MEMORY at step {trace['oom_step']}: room for {trace['room']:,} positions of {p['batch']} sequences"
+        )
     lines.append(f"SmolLM2 says:\n{''.join(trace['text'])!r}")
     return "\n".join(lines)
 
@@ -245,8 +246,13 @@ def _latency_facts() -> dict[str, float]:
 def draw(folder: str | Path) -> list[Path]:
     """The lesson's figures, from `facts()` and the committed measurements alone."""
     known, measured = facts(), recorded.results(KEY).get("bench", {})
-    return [_draw_steps(folder), _draw_cost(folder, known, measured), _draw_waste(folder, known),
-            _draw_roofline(folder, known), _draw_latency(folder, known)]  # fmt: skip
+    return [
+        _draw_steps(folder),
+        _draw_cost(folder, known, measured),
+        _draw_waste(folder, known),
+        _draw_roofline(folder, known),
+        _draw_latency(folder, known),
+    ]
 
 
 def _draw_steps(folder: str | Path) -> Path:
@@ -324,8 +330,15 @@ def _draw_roofline(folder: str | Path, known: dict[str, Any]) -> Path:
 
     def point(x: float, text: str, color: str, marker: str, dx: int, dy: int, **style: Any) -> None:
         axis.plot(x, roof(x), marker, color=colors[color], markersize=7, **style)
-        axis.annotate(text, (x, roof(x)), xytext=(dx, dy), textcoords="offset points", color=colors[color], fontsize=9,
-                      ha="left" if dx > 0 else "right" if dx < 0 else "center")  # fmt: skip
+        axis.annotate(
+            text,
+            (x, roof(x)),
+            xytext=(dx, dy),
+            textcoords="offset points",
+            color=colors[color],
+            fontsize=9,
+            ha="left" if dx > 0 else "right" if dx < 0 else "center",
+        )
 
     for B, x in intensity["decode"].items():
         point(x, f"B={B}", "red", "o", 8, -5)
@@ -336,8 +349,15 @@ def _draw_roofline(folder: str | Path, known: dict[str, Any]) -> Path:
     axis.text(gpu.ridge * 1.07, 1.6, f"ridge: {gpu.ridge:.0f} FLOP/byte", color=colors["grey"], fontsize=9)
     axis.text(0.55, 900, "prefill of T tokens", color=colors["blue"])
     axis.text(0.55, 500, "decode at context 2,048, batch B", color=colors["red"])
-    axis.set(xscale="log", yscale="log", xlim=(0.5, 2e4), ylim=(1, 2000), xlabel="FLOP per byte moved",
-             ylabel="TFLOP/s attainable", title="Llama-3.1-8B in bf16 on an H100 (data sheet)")  # fmt: skip
+    axis.set(
+        xscale="log",
+        yscale="log",
+        xlim=(0.5, 2e4),
+        ylim=(1, 2000),
+        xlabel="FLOP per byte moved",
+        ylabel="TFLOP/s attainable",
+        title="Llama-3.1-8B in bf16 on an H100 (data sheet)",
+    )
     axis.set_yticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
     axis.set_xticks([1, 10, 100, 1000, 10000], ["1", "10", "100", "1,000", "10,000"])
     axis.minorticks_off()
@@ -354,10 +374,23 @@ def _draw_latency(folder: str | Path, known: dict[str, Any]) -> Path:
     for label, (intercept, slope), color, style, dy in lines:
         end = intercept + slope * 125_000
         axis.plot((0, 125_000), (intercept, end), style, color=figures.COLORS[color], linewidth=2)
-        axis.annotate(label, (125_000, end), xytext=(5, dy), textcoords="offset points", va="center",
-                      color=figures.COLORS[color], annotation_clip=False, fontsize=9)  # fmt: skip
-    axis.set(xlim=(0, 125_000), ylim=(0, 14), xlabel="cached tokens", ylabel="ms per token",
-             title="Llama-3.1-8B, one H100, one request")  # fmt: skip
+        axis.annotate(
+            label,
+            (125_000, end),
+            xytext=(5, dy),
+            textcoords="offset points",
+            va="center",
+            color=figures.COLORS[color],
+            annotation_clip=False,
+            fontsize=9,
+        )
+    axis.set(
+        xlim=(0, 125_000),
+        ylim=(0, 14),
+        xlabel="cached tokens",
+        ylabel="ms per token",
+        title="Llama-3.1-8B, one H100, one request",
+    )
     axis.set_xticks(range(0, 125_001, 25_000), ["0", "25k", "50k", "75k", "100k", "125k"])
     return figures.save_figure(figure, folder, "01_latency")
 
@@ -441,10 +474,13 @@ def measure_generation(model: llama.Llama) -> dict[str, Any]:
     runs = {kind: lesson.generate(model, prompt, N, cache) for kind, cache in caches.items()}
     total = {kind: sum(run.seconds) for kind, run in runs.items()}
     return {
-        "prompt": P, "new_tokens": N, "total_s": total, "speedup": total["uncached"] / total["cached"],
+        "prompt": P,
+        "new_tokens": N,
+        "total_s": total,
+        "speedup": total["uncached"] / total["cached"],
         "token_forwards": {kind: sum(run.token_forwards) for kind, run in runs.items()},
         "seconds": {kind: [round(s, 5) for s in run.seconds] for kind, run in runs.items()},
-    }  # fmt: skip
+    }
 
 
 def measure_kernel() -> list[dict[str, float]]:
@@ -457,8 +493,15 @@ def measure_kernel() -> list[dict[str, float]]:
         keys, values = k.transpose(1, 2), v.transpose(1, 2)
         sdpa = functools.partial(F.scaled_dot_product_attention, q[:, :, None], keys, values, enable_gqa=True)
         ours = timing.measure_graph(functools.partial(lesson.decode_attention, q, k, v, lens, S)).median
-        rows.append({"batch": B, "context": S, "us": ours * 1e6, "gb_s": 2 * k.nbytes / ours / 1e9,
-                     "sdpa_us": timing.measure_graph(sdpa).median * 1e6})  # fmt: skip
+        rows.append(
+            {
+                "batch": B,
+                "context": S,
+                "us": ours * 1e6,
+                "gb_s": 2 * k.nbytes / ours / 1e9,
+                "sdpa_us": timing.measure_graph(sdpa).median * 1e6,
+            }
+        )
     return rows
 
 

@@ -188,7 +188,7 @@ def facts() -> dict[str, Any]:
         presets[re.sub(r"\W+", "_", name)] = {policy: brief(run) for policy, run in runs.items()} | {
             "bound": lower_bound(4, outputs, [0] * len(outputs)),
             "gain": runs["static"].makespan / runs["continuous"].makespan,
-        }  # fmt: skip
+        }
 
     article = both(2, LENGTHS["the article's"])
     lengths, by_slots = geometric(512, 16, seed=0), {}
@@ -202,8 +202,10 @@ def facts() -> dict[str, Any]:
         }  # fmt: skip
     return {
         "article": {policy: brief(run) | {"spans": run.spans} for policy, run in article.items()},
-        "presets": presets, "geometric": by_slots, "reserved": reserved_slots(),
-    }  # fmt: skip
+        "presets": presets,
+        "geometric": by_slots,
+        "reserved": reserved_slots(),
+    }
 
 
 def reserved_slots() -> dict[str, Any]:
@@ -235,8 +237,15 @@ def draw(folder: str | Path) -> list[Path]:
     for ax, policy in zip(axes, POLICIES):
         found = numbers["article"][policy]
         for slot in range(2):
-            ax.broken_barh([(0, found["steps"])], (slot - 0.36, 0.72), facecolor="white",
-                           edgecolor=figures.COLORS["grey"], hatch="////", linewidth=0.5, alpha=0.55)  # fmt: skip
+            ax.broken_barh(
+                [(0, found["steps"])],
+                (slot - 0.36, 0.72),
+                facecolor="white",
+                edgecolor=figures.COLORS["grey"],
+                hatch="////",
+                linewidth=0.5,
+                alpha=0.55,
+            )
         for name, length, (slot, start, stop), color in zip("ABCD", LENGTHS["the article's"], found["spans"], colors):
             ax.broken_barh([(start, stop - start)], (slot - 0.36, 0.72), facecolor=color, edgecolor="white")
             label = f"{name} {length}"
@@ -257,10 +266,22 @@ def draw(folder: str | Path) -> list[Path]:
 
     ax.plot(slots, [100 * run["utilisation"] for run in of("continuous")], "o-", label="continuous")
     ax.plot(slots, [100 * run["utilisation"] for run in of("static")], "o-", label="static")
-    ax.plot(slots, [100 * share for share in of("harmonic")], ":", color=figures.COLORS["grey"],
-            label="1 / (1 + 1/2 + … + 1/slots)")  # fmt: skip
-    ax.set(xscale="log", ylim=(0, 105), xlabel="slots", ylabel="slots used, %", xticks=slots, xticklabels=slots,
-           title="512 requests of 16 tokens on average, lengths geometric")  # fmt: skip
+    ax.plot(
+        slots,
+        [100 * share for share in of("harmonic")],
+        ":",
+        color=figures.COLORS["grey"],
+        label="1 / (1 + 1/2 + … + 1/slots)",
+    )
+    ax.set(
+        xscale="log",
+        ylim=(0, 105),
+        xlabel="slots",
+        ylabel="slots used, %",
+        xticks=slots,
+        xticklabels=slots,
+        title="512 requests of 16 tokens on average, lengths geometric",
+    )
     ax.minorticks_off(), ax.legend()
     return [gantt, figures.save_figure(figure, folder, "04_utilisation")]
 
@@ -306,8 +327,14 @@ def measure_throughput(
         start = time.perf_counter()
         if name == "transformers":
             ids = torch.tensor(prompts[:n], device=model.device)
-            peer.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n_out,
-                          min_new_tokens=n_out, pad_token_id=0)  # fmt: skip
+            peer.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=n_out,
+                min_new_tokens=n_out,
+                pad_token_id=0,
+            )
         elif name == "one by one":
             for prompt in prompts[:n]:
                 engines["unpacked"].serve([prompt], [n_out])
@@ -351,10 +378,13 @@ def measure_policies(
             run = Engine(model, policy, seats).serve([prompts[i % 32][:32] for i in range(64)], outputs)
             total, finish = sum(run.seconds), finish_seconds(run)
             found = {
-                "steps": len(run.batches), "seconds": total, "tokens_per_second": sum(outputs) / total,
+                "steps": len(run.batches),
+                "seconds": total,
+                "tokens_per_second": sum(outputs) / total,
                 "utilisation": sum(map(len, run.batches)) / seats / len(run.batches),
-                "mean_latency": statistics.mean(finish), "p99_latency": percentile(finish, 0.99),
-            }  # fmt: skip
+                "mean_latency": statistics.mean(finish),
+                "p99_latency": percentile(finish, 0.99),
+            }
             bench[f"{policy}_{seats}"] = found
             rows.append([f"{seats} seats, {policy}", found["steps"], f"{found['utilisation']:.0%}",
                          f"{found['seconds']:.1f} s", f"{found['tokens_per_second']:.0f}",

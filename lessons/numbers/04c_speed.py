@@ -84,9 +84,15 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
             "parts_us": parts, "total_us": total, "tokens_per_second": B * 1e6 / total, "share_of_floor": floor / total,
         })  # fmt: skip
     return {
-        "params": params, "layers": layers, "overhead_us": microseconds(overhead), "kv_bytes": kv_bytes,
-        "read_bytes": read_bytes, "read_us": read, "floor_us": floor, "stages": stages,
-    }  # fmt: skip
+        "params": params,
+        "layers": layers,
+        "overhead_us": microseconds(overhead),
+        "kv_bytes": kv_bytes,
+        "read_bytes": read_bytes,
+        "read_us": read,
+        "floor_us": floor,
+        "stages": stages,
+    }
 
 
 def describe(trace: dict[str, Any]) -> str:
@@ -125,8 +131,11 @@ def facts() -> dict[str, Any]:
         counted[key] = {}
         for B in (1, 8, 32):
             per_layer, outside = lesson.operations(stage, B)
-            counted[key][str(B)] = {"layer": per_layer, "outside": outside,
-                                    "step": per_layer * config["num_hidden_layers"] + outside}  # fmt: skip
+            counted[key][str(B)] = {
+                "layer": per_layer,
+                "outside": outside,
+                "step": per_layer * config["num_hidden_layers"] + outside,
+            }
     steps = {}
     for key, machine in (("cpu", "two CPU cores"), ("gpu", "a GPU")):
         for B in (1, 32):
@@ -154,8 +163,13 @@ def draw(folder: str | Path) -> list[Path]:
         axes[0].text(
             bench["floor"] * 0.93, -0.35, "products alone", fontsize=8.5, ha="right", color=figures.COLORS["red"]
         )
-    axes[0].set(yticks=range(len(names)), yticklabels=names, xscale="log", xlabel="output tokens/s",
-                title="32 prompts of 128 tokens, 64 out")  # fmt: skip
+    axes[0].set(
+        yticks=range(len(names)),
+        yticklabels=names,
+        xscale="log",
+        xlabel="output tokens/s",
+        title="32 prompts of 128 tokens, 64 out",
+    )
     axes[0].invert_yaxis()
     axes[0].set_xlim(1, 1000)
     for x, name in enumerate(lesson.PROFILED if bench else []):
@@ -195,8 +209,14 @@ def throughput(model: llama.Llama, folder: Path, ask: Callable | None) -> dict[s
     def theirs(n: int) -> float:
         ids = torch.tensor(prompts[:n], device=model.device)
         start = time.perf_counter()
-        transformers.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n_out,
-                              min_new_tokens=n_out, pad_token_id=0)  # fmt: skip
+        transformers.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=n_out,
+            min_new_tokens=n_out,
+            pad_token_id=0,
+        )
         return time.perf_counter() - start
 
     def vllm(n: int) -> float:
@@ -240,8 +260,9 @@ def scheduler_table(ask: Callable | None) -> dict[str, Any]:
         if ask:
             mine["vllm"] = ask(command="schedule", running=running, waiting=waiting, steps=40)["seconds"] * 1e6
         found[f"{running}_{waiting}"] = mine
-        rows.append([f"{running:,}", f"{waiting:,}", *(f"{us:,.0f}" for us in mine.values()),
-                     f"{mine['ours'] / running:.2f}"])  # fmt: skip
+        rows.append(
+            [f"{running:,}", f"{waiting:,}", *(f"{us:,.0f}" for us in mine.values()), f"{mine['ours'] / running:.2f}"]
+        )
     common.table(["running", "waiting", *(["µs", "vLLM, µs"] if ask else ["µs"]), "µs per request"], rows)
     return found
 
@@ -271,8 +292,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         rows.append([name, f"{rate:.1f}", f"{found['gain']:.2f}x", f"{rate / floor:.0%}"])
         before = rate
     common.table(["", "tokens/s", "gain", "of the products alone"], rows)
-    profiles = {name: lesson.profile(lesson.make_core(model, stage, 32, n_in + n_out), prompts, 24)
-                for name, stage in lesson.PROFILED.items()}  # fmt: skip
+    profiles = {
+        name: lesson.profile(lesson.make_core(model, stage, 32, n_in + n_out), prompts, 24)
+        for name, stage in lesson.PROFILED.items()
+    }
     lesson.print_profiles(profiles)
     bench["profile"] = {slug(name): parts | {"total": sum(parts.values())} for name, parts in profiles.items()}
     common.heading("6. Peers, in turns")

@@ -125,8 +125,10 @@ def send(cache: Any, contents: dict, name: str, text: str, salt: str) -> dict:
 def describe(trace: dict) -> str:
     """The state under the widget, as text."""
     signs, lines = {"hit": "=", "computed": "+", "partial": "·"}, []
-    lines.append(f"blocks of {trace['block_size']} tokens, hashes of {trace['hash_bits']} bits, {trace['pool_blocks']} "
-                 "blocks; = found, + computed and indexed, · not full")  # fmt: skip
+    lines.append(
+        f"blocks of {trace['block_size']} tokens, hashes of {trace['hash_bits']} bits, {trace['pool_blocks']} "
+        "blocks; = found, + computed and indexed, · not full"
+    )
     for sent in trace["sends"]:
         total = sent["cached"] + sent["computed"]
         what = "refused: the pool is too small" if sent["refused"] else f"{sent['cached']} of {total} tokens cached"
@@ -205,7 +207,10 @@ def activation_bytes(name: str, num_tokens: int) -> tuple[float, float]:
 @functools.cache
 def facts() -> dict[str, Any]:
     """The lesson's deterministic numbers. No weights, about a second."""
-    found = lambda **changes: simulate(WIDGET_DEFAULT | changes)["sends"][1]["cached"]  # noqa: E731
+
+    def found(**changes: Any) -> Any:
+        return simulate(WIDGET_DEFAULT | changes)["sends"][1]["cached"]
+
     bare, workload, graphs = {"suffix_a": "", "suffix_b": ""}, chats.chat_workload(), {}
     tokens = sum(len(prompt) for prompt, _ in workload)
     for name in ("SmolLM2-135M", "Llama-3.1-8B"):
@@ -217,7 +222,7 @@ def facts() -> dict[str, Any]:
             "graph_ms": {n: 1e3 * graph for n, (_, graph) in times.items()},
             "factor": {n: eager / graph for n, (eager, graph) in times.items()},
             "factor_if_kernel_us": {us: eager / graph for us, (eager, graph) in slower.items()},  # one sequence
-        }  # fmt: skip
+        }
     h100, loops = HARDWARE["H100 80GB"], {kind: lesson.on_a_clock(kind, lesson.STOPS) for kind in lesson.LOOPS}
     padding = [capture_sizes(n)[-1] - n for n in range(1, 513)]
     config = roofline.MODELS["Llama-3.1-8B"]
@@ -276,8 +281,15 @@ def draw(folder: str | Path) -> list[Path]:
         for i, block in enumerate(sent["blocks"]):
             x, middle = 1.3 * i, {"ha": "center", "va": "center"}
             ax.add_patch(Rectangle((x, y), 1.2, 0.62, color=colors[block["state"]]))
-            ax.text(x + 0.6, y + 0.42, block["text"].replace(" ", "␣"), fontsize=7.8, color="white",
-                    family="DejaVu Sans Mono", **middle)  # fmt: skip
+            ax.text(
+                x + 0.6,
+                y + 0.42,
+                block["text"].replace(" ", "␣"),
+                fontsize=7.8,
+                color="white",
+                family="DejaVu Sans Mono",
+                **middle,
+            )
             ax.text(x + 0.6, y + 0.17, f"block {block['block']}", fontsize=8, color="white", **middle)
             ax.text(x + 0.6, y - 0.2, block["hash"][:8] or "not full: no key", fontsize=8, color=C["ink"], **middle)
             if i and block["hash"]:
@@ -285,8 +297,12 @@ def draw(folder: str | Path) -> list[Path]:
                     "", (x + 0.2, y - 0.2), (x - 0.3, y - 0.2), arrowprops={"arrowstyle": "->", "color": C["grey"]}
                 )
     labels = {"computed": "computed, then indexed", "hit": "found: the same physical block", "partial": "not full"}
-    ax.legend(handles=[Patch(color=colors[state], label=label) for state, label in labels.items()], ncols=3,
-              loc="lower center", bbox_to_anchor=(0.5, -0.12))  # fmt: skip
+    ax.legend(
+        handles=[Patch(color=colors[state], label=label) for state, label in labels.items()],
+        ncols=3,
+        loc="lower center",
+        bbox_to_anchor=(0.5, -0.12),
+    )
     ax.set(xlim=(-0.05, 7.75), ylim=(-0.75, 2.7))
     ax.axis("off")
     paths = [figures.save_figure(figure, folder, "05_hash_chain")]
@@ -426,8 +442,11 @@ def measure_graphs(model: llama.Llama, twin: Any = None) -> dict[str, Any]:
     graphs = make_core(model, caching=False, graphs=full).runner.graphs
     (free, _), start = torch.cuda.mem_get_info(), time.perf_counter()
     graphs.capture_all()
-    found["capture"] = {"s": time.perf_counter() - start, "gib": (free - torch.cuda.mem_get_info()[0]) / 2**30,
-                        "graphs": sum(len(step.graphs) for step in graphs.captured.values())}  # fmt: skip
+    found["capture"] = {
+        "s": time.perf_counter() - start,
+        "gib": (free - torch.cuda.mem_get_info()[0]) / 2**30,
+        "graphs": sum(len(step.graphs) for step in graphs.captured.values()),
+    }
     common.say("captured before any request: {graphs:,} graphs in {s:.1f} s, {gib:.2f} GiB".format(**found["capture"]))
     del graphs
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -476,8 +495,9 @@ def compiled_forward(model: llama.Llama) -> Callable[[torch.Tensor, torch.Tensor
     for i in range(model.config.num_hidden_layers):
         view, prefix = copy.copy(model), f"layers.{i}."
         view.config = dataclasses.replace(model.config, num_hidden_layers=1)
-        view.linear = {name.replace(prefix, "layers.0."): layer for name, layer in model.linear.items()
-                       if name.startswith(prefix)}  # fmt: skip
+        view.linear = {
+            name.replace(prefix, "layers.0."): layer for name, layer in model.linear.items() if name.startswith(prefix)
+        }
         for norms in ("input_norm", "post_attention_norm", "q_norm", "k_norm"):
             setattr(view, norms, getattr(model, norms)[i : i + 1])
         views.append(view)
@@ -507,8 +527,13 @@ def measure_compile(model: llama.Llama, num_seqs: int = 8) -> dict[str, Any]:
     tables = [[1 + 4 * b + i for i in range(4)] for b in range(num_seqs)]
     meta = AttentionMetadata.build(tables, [50] * num_seqs, [1] * num_seqs, BLOCK, model.device)
     forward = compiled_forward(model)
-    eager = lambda: model.forward(token_ids, meta.positions, cache.attend(meta))  # noqa: E731
-    fast = lambda: forward(token_ids, meta.positions, cache.attend(meta))  # noqa: E731
+
+    def eager() -> Any:
+        return model.forward(token_ids, meta.positions, cache.attend(meta))
+
+    def fast() -> Any:
+        return forward(token_ids, meta.positions, cache.attend(meta))
+
     reference, start = eager(), time.perf_counter()
     out, code = run_and_get_code(fast)
     cold, tape = time.perf_counter() - start, Tape()

@@ -135,8 +135,14 @@ def facts() -> dict[str, Any]:
                 "rejected": trace["rejected"], "most_waiting": trace["most_waiting"],
                 "gpu_busy": trace["gpu_busy"] / trace["makespan"]}  # fmt: skip
 
-    share = lambda cpu, gpu: {"turns": gpu / (cpu + gpu), "overlap": gpu / max(cpu, gpu),  # noqa: E731
-                              "steps_turns": 1e3 / (cpu + gpu), "steps_overlap": 1e3 / max(cpu, gpu)}  # fmt: skip
+    def share(cpu: float, gpu: float) -> dict[str, float]:
+        return {
+            "turns": gpu / (cpu + gpu),
+            "overlap": gpu / max(cpu, gpu),
+            "steps_turns": 1e3 / (cpu + gpu),
+            "steps_overlap": 1e3 / max(cpu, gpu),
+        }
+
     default = simulate(WIDGET_DEFAULT)
     return {
         "gpu_share": {str(gpu): share(8, gpu) for gpu in (20, 10, 5, 2)},
@@ -283,7 +289,10 @@ def follow_one_request(client: Any, model: str) -> dict[str, float]:
                         first, chunks, text = first or time.perf_counter(), chunks + 1, text + piece
         break
     end, after = time.perf_counter(), metrics_of(client)
-    spent = lambda name: (after[f"{name}_sum"] - before[f"{name}_sum"]) * 1e3  # noqa: E731
+
+    def spent(name: str) -> Any:
+        return (after[f"{name}_sum"] - before[f"{name}_sum"]) * 1e3
+
     common.say(f"“{question}” → {text!r} in {chunks} events")
     found = {"client_ttft_ms": ((first or end) - start) * 1e3, "client_e2e_ms": (end - start) * 1e3,
              "queue_ms": spent("request_queue_time_seconds"), "prefill_ms": spent("request_prefill_time_seconds"),
@@ -298,9 +307,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import httpx
 
     common.heading("Measured: start-up, as `serve` prints it")
-    flags = ["--max-num-seqs", str(args.max_num_seqs), "--max-num-queued-reqs", str(args.max_num_queued_reqs),
-             "--max-model-len", "1024", "--kv-cache-gib", "0.25", "--seed", str(args.seed), "--device", args.device,
-             *(["--model", args.model] if args.model else [])]  # fmt: skip
+    flags = [
+        "--max-num-seqs",
+        str(args.max_num_seqs),
+        "--max-num-queued-reqs",
+        str(args.max_num_queued_reqs),
+        "--max-model-len",
+        "1024",
+        "--kv-cache-gib",
+        "0.25",
+        "--seed",
+        str(args.seed),
+        "--device",
+        args.device,
+        *(["--model", args.model] if args.model else []),
+    ]
     bench: dict[str, Any] = {}
     started = time.perf_counter()
     with running_server(*flags, echo=common.say) as (url, _):
@@ -328,14 +349,29 @@ def measure_load(url: str, model: str) -> dict[str, Any]:
             rows.append([streams, 0, summary["failed"], "", "", "", ""])
             continue
         found[str(streams)] = {
-            name: summary[name] for name in ("completed", "failed", "output_throughput", "median_ttft_ms",
-                                             "p99_ttft_ms", "median_itl_ms", "p99_itl_ms", "median_e2el_ms",
-                                             "p99_e2el_ms")
-        }  # fmt: skip
+            name: summary[name]
+            for name in (
+                "completed",
+                "failed",
+                "output_throughput",
+                "median_ttft_ms",
+                "p99_ttft_ms",
+                "median_itl_ms",
+                "p99_itl_ms",
+                "median_e2el_ms",
+                "p99_e2el_ms",
+            )
+        }
         times = (summary[f"median_{name}_ms"] for name in ("ttft", "itl", "e2el"))  # None: of answers without a text
-        rows.append([streams, summary["completed"], summary["failed"],
-                     *("–" if ms is None else f"{ms:.0f} ms" for ms in times),
-                     f"{summary['output_throughput']:.0f}"])  # fmt: skip
+        rows.append(
+            [
+                streams,
+                summary["completed"],
+                summary["failed"],
+                *("–" if ms is None else f"{ms:.0f} ms" for ms in times),
+                f"{summary['output_throughput']:.0f}",
+            ]
+        )
     common.table(["streams", "answered", "refused", "TTFT", "ITL", "end to end", "tokens/s"], rows)
     if not texts[1]:
         raise common.CheckFailed("no request of the load was answered")

@@ -115,7 +115,10 @@ def bytes_label(members: Sequence[int]) -> str:
     runs: list[list[int]] = []
     for b in members:
         runs[-1:] = [[*runs[-1], b]] if runs and runs[-1][-1] == b - 1 else [*runs[-1:], [b]]
-    name = lambda b: chr(b) if 32 < b < 127 else f"{b:02X}"  # noqa: E731
+
+    def name(b: int) -> str:
+        return chr(b) if 32 < b < 127 else f"{b:02X}"
+
     return ", ".join(name(r[0]) if len(r) == 1 else f"{name(r[0])}–{name(r[-1])}" for r in runs)
 
 
@@ -144,10 +147,17 @@ def draw(folder: str | Path) -> list[Path]:
     ax.set_title(f"{trace['pattern']} over bytes: € is E2 82 AC (orange), and a token may stop in its middle")
     ax, names = axes[1], trace["tokens"]
     for state, token in itertools.product(range(len(trace["allowed"])), range(len(names))):
-        ax.plot(token, state, "s", markersize=9,
-                color=blue if token in trace["allowed"][state] else figures.COLORS["light"])  # fmt: skip
-    ax.set(yticks=range(len(trace["allowed"])), xticks=range(len(names)), ylim=(len(trace["allowed"]) - 0.5, -0.5),
-           xlim=(-0.6, len(names) - 0.4), ylabel="state", title="their masks: which tokens may come next")  # fmt: skip
+        ax.plot(
+            token, state, "s", markersize=9, color=blue if token in trace["allowed"][state] else figures.COLORS["light"]
+        )
+    ax.set(
+        yticks=range(len(trace["allowed"])),
+        xticks=range(len(names)),
+        ylim=(len(trace["allowed"]) - 0.5, -0.5),
+        xlim=(-0.6, len(names) - 0.4),
+        ylabel="state",
+        title="their masks: which tokens may come next",
+    )
     ax.set_xticklabels(names, rotation=60, ha="right", rotation_mode="anchor", fontsize=9)
     ax.tick_params(length=0)
     ax.spines[["left", "bottom"]].set_visible(False)

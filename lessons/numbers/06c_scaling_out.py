@@ -111,8 +111,16 @@ def _draw_processes(folder: str | Path) -> Path:
     def box(x: float, y: float, text: str, color: str, width: float = 1.5, height: float = 0.62) -> None:
         from matplotlib.patches import FancyBboxPatch
 
-        ax.add_patch(FancyBboxPatch((x - width / 2, y - height / 2), width, height, facecolor=colors[color],
-                                    edgecolor="white", boxstyle="round,pad=0.02,rounding_size=0.08"))  # fmt: skip
+        ax.add_patch(
+            FancyBboxPatch(
+                (x - width / 2, y - height / 2),
+                width,
+                height,
+                facecolor=colors[color],
+                edgecolor="white",
+                boxstyle="round,pad=0.02,rounding_size=0.08",
+            )
+        )
         ax.text(x, y, text, ha="center", va="center", color="white", fontsize=8.5, linespacing=1.2)
 
     def line(a: tuple[float, float], b: tuple[float, float], color: str = "grey", style: str = "-") -> None:
@@ -148,8 +156,11 @@ def _draw_processes(folder: str | Path) -> Path:
 
 
 def _draw_pipeline(folder: str | Path) -> Path:
-    cases = [("one batch in flight, budget 256", 1, 256), ("one per stage, prompts whole (budget 2,048)", 4, 2048),
-             ("one per stage, chunks of 256", 4, 256)]  # fmt: skip
+    cases = [
+        ("one batch in flight, budget 256", 1, 256),
+        ("one per stage, prompts whole (budget 2,048)", 4, 2048),
+        ("one per stage, chunks of 256", 4, 256),
+    ]
     figure, axes = figures.new_figure(8.0, 4.6, nrows=3, sharex=True)
     palette = [figures.COLORS[name] for name in ("blue", "orange", "green", "purple")]
     for ax, (title, depth, budget) in zip(axes, cases):
@@ -157,8 +168,14 @@ def _draw_pipeline(folder: str | Path) -> Path:
         for i, batch in enumerate(trace["batches"]):
             for stage, (start, stop) in enumerate(batch["spans"]):
                 pale = 1.0 if batch["tokens"] > 8 else 0.55
-                ax.broken_barh([(start, stop - start)], (stage - 0.42, 0.84), facecolor=palette[i % 4], alpha=pale,
-                               edgecolor="white", linewidth=0.4)  # fmt: skip
+                ax.broken_barh(
+                    [(start, stop - start)],
+                    (stage - 0.42, 0.84),
+                    facecolor=palette[i % 4],
+                    alpha=pale,
+                    edgecolor="white",
+                    linewidth=0.4,
+                )
         idle = trace["idle"] / (4 * trace["makespan"])
         mean = sum(trace["first"]) / len(trace["first"])
         ax.set_title(f"{title}: done at {trace['makespan']:,}, idle {idle:.0%}, first token {mean:,.0f}", fontsize=10)

@@ -80,7 +80,10 @@ def describe(trace: dict) -> str:
     measured = [b - a for a, b in zip(sent, done)]  # if the clock starts when the request goes out
     felt = [b - a for a, b in zip(arrivals, done)]
     loop = f"at most {p['max_concurrency']} at a time" if p["max_concurrency"] else "open loop"
-    ms = lambda values: f"mean {sum(values) // n // 1000:,} ms, P99 {percentile(values, 99) / 1e3:,.0f} ms"  # noqa: E731
+
+    def ms(values: Any) -> Any:
+        return f"mean {sum(values) // n // 1000:,} ms, P99 {percentile(values, 99) / 1e3:,.0f} ms"
+
     lines = [
         f"{n} requests of {trace['input_len']} + {trace['output_len']} tokens, {p['rate']} a second, {loop}; "
         f"{p['max_num_seqs']} seats",
@@ -120,7 +123,10 @@ def tune_simulated(rate: int = 0) -> dict[str, Any]:
     prompts = [Prompt([], random_length(rng, 512, 0.5), random_length(rng, 32, 0.5)) for _ in range(96)]
     arrivals = [at // rate for at in unit_arrivals(96, 0)] if rate else [0] * 96
     run = functools.partial(run_simulated, prompts, arrivals)
-    measure = lambda *setting: summarize(run(*setting).records, goodput=TUNE_GOODPUT if rate else None)  # noqa: E731
+
+    def measure(*setting: Any) -> Any:
+        return summarize(run(*setting).records, goodput=TUNE_GOODPUT if rate else None)
+
     gain, limits = ("request_goodput", {}) if rate else ("output_throughput", {"itl": TUNE_LIMIT})
     return tune(measure, TUNE_SEATS, TUNE_BUDGETS, limits, gain)
 
@@ -138,8 +144,10 @@ def facts() -> dict[str, Any]:
         "closed": lesson.closed_loop(lesson.freezing_server(), UNTIL),
         "open": lesson.open_loop(lesson.freezing_server(), UNTIL, EVERY),
     }
-    omission = {name: summarize([Record(at / 1e3, at / 1e3, (at + ms) / 1e3, [(at + ms) / 1e3]) for at, ms in found])
-                for name, found in loops.items()}  # fmt: skip
+    omission = {
+        name: summarize([Record(at / 1e3, at / 1e3, (at + ms) / 1e3, [(at + ms) / 1e3]) for at, ms in found])
+        for name, found in loops.items()
+    }
     four = lesson.drive_scripted(lesson.Script(0.05, 0.04, 4).reply, [Prompt([1] * 9, 9, 33)], [0.0])
     free, busy = tune_simulated(), tune_simulated(TUNE_RATE)
     most = max(range(len(free["rows"])), key=lambda i: free["rows"][i]["output_throughput"])

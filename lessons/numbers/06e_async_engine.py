@@ -100,8 +100,12 @@ def draw(folder: str | Path) -> list[Path]:
                 if row == 1:
                     ax.broken_barh([(start, python)], (row - 0.36, 0.72), facecolor=colors["red"], alpha=0.85)
         ax.text(-1, row, name, ha="right", va="center")
-    for label, color in (("nobody else can run", "red"), ("clients are served", "green"),
-                         ("the engine computes", "blue"), ("the loop is free", "light")):  # fmt: skip
+    for label, color in (
+        ("nobody else can run", "red"),
+        ("clients are served", "green"),
+        ("the engine computes", "blue"),
+        ("the loop is free", "light"),
+    ):
         ax.barh(-9, 1, color=colors[color], alpha=0.55 if color == "blue" else 1, label=label)
     ax.set(xlim=(0, 88), ylim=(2.55, -0.55), yticks=[], xlabel="milliseconds (steps of 20 ms, 5 of them Python)")
     ax.spines["left"].set_visible(False)
@@ -112,13 +116,16 @@ def draw(folder: str | Path) -> list[Path]:
     for handoff, color in zip(lesson.HANDOFFS, ("blue", "orange", "red")):
         trace = simulate({**WIDGET_DEFAULT, "handoff": handoff})
         made, read = trace["put_at"], [r["at"] for r in trace["reads"]]
-        backlog = [sum(at <= t for at in made) - sum(r["tokens"] for r in trace["reads"] if r["at"] <= t)
-                   for t in range(0, 3400, 10)]  # fmt: skip
+        backlog = [
+            sum(at <= t for at in made) - sum(r["tokens"] for r in trace["reads"] if r["at"] <= t)
+            for t in range(0, 3400, 10)
+        ]
         ax.plot(range(0, 3400, 10), backlog, color=colors[color], label=f"{handoff}: {lesson.HANDOFFS[handoff]}")
         ax.plot(trace["engine_done"], 0, "^", color=colors[color], clip_on=False)
         ax.plot(read[-1], 0, "o", color=colors[color], clip_on=False, markersize=5)
-    ax.set(xlim=(0, 3400), ylim=(0, 28), xlabel="milliseconds (▲ engine done, ● last read)",
-           ylabel="tokens not read yet")  # fmt: skip
+    ax.set(
+        xlim=(0, 3400), ylim=(0, 28), xlabel="milliseconds (▲ engine done, ● last read)", ylabel="tokens not read yet"
+    )
     ax.set_title("A reader that needs 100 ms, a token every 20 ms")
     ax.legend(loc="upper right")
     return [figures.save_figure(figure, folder, "06e_loop")]

@@ -112,8 +112,10 @@ def describe(trace: dict) -> str:
     first = f"HTTP {trace['status']} {trace['type'] or 'OK'}" + (f", param {trace['param']}" if trace["param"] else "")
     lines = [f"{trace['sent_bytes']:,} bytes sent", first]
     lines += [f"Retry-After: {trace['retry_after']}"] if trace["retry_after"] else []
-    lines += [trace["message"] or f"answer: {trace['answer']}",
-              f"requests that the engine heard of: {trace['engine_heard']}"]  # fmt: skip
+    lines += [
+        trace["message"] or f"answer: {trace['answer']}",
+        f"requests that the engine heard of: {trace['engine_heard']}",
+    ]
     for again in trace["then"]:
         about = f", param {again['param']}" if again["param"] else ""
         lines.append(f"{again['corrected']} corrected: HTTP {again['status']} {again['type'] or 'OK'}{about}")

@@ -125,7 +125,10 @@ def simulate(params: dict) -> dict:
 
 def describe(trace: dict) -> str:
     """The state under the widget, as text."""
-    row = lambda name, values: f"{name:<28}" + "  ".join(f"{x:.3f}" for x in values)  # noqa: E731
+
+    def row(name: str, values: Sequence[float]) -> str:
+        return f"{name:<28}" + "  ".join(f"{x:.3f}" for x in values)
+
     total, K = sum(trace["counts"]), len(trace["rounds"][0]["draft"])
     lines = [
         f"{'':<28}" + "  ".join(f"{word:<5}" for word in trace["words"]).rstrip(),
@@ -171,7 +174,10 @@ GRID = [([9, 5, 2], [4, 4, 8]), ([4, 4, 8], [8, 8, 0]), ([10, 4, 2], [4, 4, 8])]
 def exactness() -> dict[str, Any]:
     """The rule by enumeration, for drafters good and bad; and `rejection_sample` by counting."""
     errors, outputs = enumeration.all_errors(range(5))
-    sixteenths = lambda rows: [[n / 16 for n in row] for row in rows]  # noqa: E731
+
+    def sixteenths(rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[n / 16 for n in row] for row in rows]
+
     counted, off, means = {}, 0.0, {}
     for K in range(3):
         p, q = sixteenths([p for p, _ in GRID[: K + 1]]), sixteenths([q for _, q in GRID[:K]])
@@ -213,7 +219,10 @@ def facts() -> dict[str, Any]:
             }
         )
     batches = [1, 32, 64, 128, 256, 512]
-    gain = lambda B, context: lesson.speedup(0.7, 4, 0.05, lesson.verify_cost(B, 4, context))  # noqa: E731
+
+    def gain(B: int, context: int) -> float:
+        return lesson.speedup(0.7, 4, 0.05, lesson.verify_cost(B, 4, context))
+
     h100 = {
         str(context): {
             "gain": {str(B): gain(B, context) for B in batches},
@@ -370,7 +379,10 @@ def step_costs(
             blocks = [range(1 + 5 * b, 6 + 5 * b) for b in range(B)]
             meta = AttentionMetadata.build(blocks, [64 + n] * B, [n] * B, 16, model.device)
             ids = torch.ones(B * n, dtype=torch.int64, device=model.device)
-            run = lambda: runner.model.logits(runner.forward(ids, meta, ()))  # noqa: B023, E731
+
+            def run(ids=ids, meta=meta) -> Any:
+                return runner.model.logits(runner.forward(ids, meta, ()))
+
             times.append(timing.measure(run, seconds).median)
         found[str(B)] = {"seconds": times[0], "v": max(0.0, times[1] / times[0] - 1) / K}  # noise may say less than 0
     return found

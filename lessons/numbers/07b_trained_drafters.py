@@ -59,8 +59,13 @@ def simulate(params: dict) -> dict:
     plain = [seed % len(WORDS)]
     plain += choices_truth(plain, seed, TOY_TOKENS + 4)
     cache = torch.zeros(2, len(TOY_BLOCKS) + 1, TOY_BLOCK_SIZE, 1, 1)
-    slot = lambda p: TOY_BLOCKS[p // TOY_BLOCK_SIZE] * TOY_BLOCK_SIZE + p % TOY_BLOCK_SIZE  # noqa: E731
-    at = lambda p: int(cache[0].view(-1)[slot(p)])  # noqa: E731
+
+    def slot(p: Any) -> Any:
+        return TOY_BLOCKS[p // TOY_BLOCK_SIZE] * TOY_BLOCK_SIZE + p % TOY_BLOCK_SIZE
+
+    def at(p: Any) -> Any:
+        return int(cache[0].view(-1)[slot(p)])
+
     written, steps, context = [plain[0]], [], 0
     with lesson.broken(None if params["bug"] == "none" else params["bug"]):
         while len(written) <= TOY_TOKENS:
@@ -137,7 +142,10 @@ def facts() -> dict[str, Any]:
     about = {f.stem: trained.about(f) | {"megabytes": f.stat().st_size / 1e6} for f in files}
     ranks = about["medusa"]["ranks"]
     p, q = (torch.tensor(x, dtype=torch.float64) for x in lesson.PAIRS["half right"])
-    kept = lambda n, distinct: lesson.exact_node(p, q, n, distinct)[1]  # noqa: E731
+
+    def kept(n: Any, distinct: Any) -> Any:
+        return lesson.exact_node(p, q, n, distinct)[1]
+
     with lesson.broken("same-p"):
         wrong, _ = lesson.exact_node(p, q, 2, False)
     bugs = {bug: simulate(WIDGET_DEFAULT | {"bug": bug})["same"] for bug in WIDGET_CHOICES["bug"]}
@@ -191,8 +199,13 @@ def draw(folder: str | Path) -> list[Path]:
         color = figures.COLORS["ink" if i == 0 else "blue"]
         left.scatter(tree.depths[i], height[i], s=330, color=color, zorder=2)
         left.text(tree.depths[i], height[i], str(i), ha="center", va="center", color="white", weight="bold")
-    left.set(xlim=(-0.2, 3.0), ylim=(min(height.values()) - 0.75, 0.6), xticks=range(max(tree.depths) + 1),
-             xlabel="depth, and the head that guessed", title="A tree, and how often each path is right")  # fmt: skip
+    left.set(
+        xlim=(-0.2, 3.0),
+        ylim=(min(height.values()) - 0.75, 0.6),
+        xticks=range(max(tree.depths) + 1),
+        xlabel="depth, and the head that guessed",
+        title="A tree, and how often each path is right",
+    )
     left.yaxis.set_visible(False)
     left.spines["left"].set_visible(False)
     n = len(tree.parents)
@@ -200,25 +213,52 @@ def draw(folder: str | Path) -> list[Path]:
     right.pcolormesh(sees, cmap=ListedColormap([figures.COLORS["light"], figures.COLORS["blue"]]), edgecolor="white")
     right.text(-0.35, n / 2, "context: seen by all", ha="center", va="center", rotation=90, fontsize=8.5)
     middle = [i + 0.5 for i in range(n)]
-    right.set(xlim=(-0.8, n), ylim=(n, 0), xticks=middle, xticklabels=range(n), yticks=middle, yticklabels=range(n),
-              xlabel="key of node", ylabel="row of node", title="Who sees whom", aspect="equal")  # fmt: skip
+    right.set(
+        xlim=(-0.8, n),
+        ylim=(n, 0),
+        xticks=middle,
+        xticklabels=range(n),
+        yticks=middle,
+        yticklabels=range(n),
+        xlabel="key of node",
+        ylabel="row of node",
+        title="Who sees whom",
+        aspect="equal",
+    )
     paths = [figures.save_figure(figure, folder, "07b_tree")]
 
     figure, (left, right) = figures.new_figure(8.0, 3.3, ncols=2)
     for name, d in known["drafters"].items():
         left.plot([1, 2, 3], d["agreement"], "o-", label=name)
-    left.plot([1, 2, 3], [head[0] for head in known["ranks"]], "o:", color=figures.COLORS["green"],
-              label="medusa, whatever\ncame before")  # fmt: skip
-    left.set(xlabel="guess", ylabel="right, if all before it were", xticks=[1, 2, 3], ylim=(0, 0.6),
-             title="Guess by guess, on 48 answers kept out")  # fmt: skip
+    left.plot(
+        [1, 2, 3],
+        [head[0] for head in known["ranks"]],
+        "o:",
+        color=figures.COLORS["green"],
+        label="medusa, whatever\ncame before",
+    )
+    left.set(
+        xlabel="guess",
+        ylabel="right, if all before it were",
+        xticks=[1, 2, 3],
+        ylim=(0, 0.6),
+        title="Guess by guess, on 48 answers kept out",
+    )
     left.legend(loc="lower left", ncols=2, fontsize=8.5)
     right.plot([*map(int, known["tree"])], [*known["tree"].values()], "o-", label="planned tree")
     right.plot([1, 2, 3], [expected_path(known["ranks"], chain(k)) for k in (1, 2, 3)], "o-", label="chain")
     counted = known["drafters"]["medusa"]["agreement"]
     right.plot([1, 2, 3], [training.expected_tokens(counted[:k]) for k in (1, 2, 3)], "o:", label="chain, as counted")
     ticks = [1, 3, 7, 15, 31, 63]
-    right.set(xscale="log", xticks=ticks, xticklabels=ticks, xlabel="guesses in one pass", ylabel="tokens per pass",
-              title="What Medusa's heads promise", ylim=(1, None))  # fmt: skip
+    right.set(
+        xscale="log",
+        xticks=ticks,
+        xticklabels=ticks,
+        xlabel="guesses in one pass",
+        ylabel="tokens per pass",
+        title="What Medusa's heads promise",
+        ylim=(1, None),
+    )
     right.minorticks_off()
     right.legend(loc="lower right")
     return [*paths, figures.save_figure(figure, folder, "07b_chains")]
@@ -234,8 +274,9 @@ def shuffled(network: Network, seed: int = 0) -> Network:
     return Network(network.method, network.target, network.d2t, mixed)
 
 
-def agreement_by_layer(model: llama.Llama, tokenizer: Tokenizer, prompts: Sequence[str],
-                       layers: Sequence[int]) -> dict[str, float]:  # fmt: skip
+def agreement_by_layer(
+    model: llama.Llama, tokenizer: Tokenizer, prompts: Sequence[str], layers: Sequence[int]
+) -> dict[str, float]:
     """How often the favourite after some layers is the favourite after all of them."""
     hits, rows = dict.fromkeys(layers, 0), 0
     for text in prompts:
@@ -268,8 +309,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 run = lesson.serve(model, tokenizer, prompts, 64, make, K, temperature)
                 rate = sum(map(len, run.token_ids)) / run.seconds
                 key = name if temperature == 0 else f"{name}_sampled"
-                found[key] = {"tokens_per_step": run.tokens_per_step, "acceptance": run.acceptance,
-                              "tokens_per_second": rate, "speedup": rate / speed}  # fmt: skip
+                found[key] = {
+                    "tokens_per_step": run.tokens_per_step,
+                    "acceptance": run.acceptance,
+                    "tokens_per_second": rate,
+                    "speedup": rate / speed,
+                }
                 if temperature == 0:
                     found[key] |= {"same": run.token_ids == plain.token_ids, "places": run.places}
                     alone = lesson.serve(model, tokenizer, prompts[:1], 64, make, K)

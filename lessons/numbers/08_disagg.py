@@ -44,12 +44,19 @@ def facts() -> dict[str, Any]:
     small = roofline.KVCacheSpec.from_config(roofline.MODELS["SmolLM2-135M"])
     sharing = {}
     for key, (Hkv, producer, consumer) in {
-        "8_to_2": (8, 8, 2), "2_to_8": (8, 2, 8), "16_to_2": (8, 16, 2), "1_to_3": (3, 1, 3)
-    }.items():  # fmt: skip
+        "8_to_2": (8, 8, 2),
+        "2_to_8": (8, 2, 8),
+        "16_to_2": (8, 16, 2),
+        "1_to_3": (3, 1, 3),
+    }.items():
         sources = [tp_sources(Hkv, producer, consumer, rank) for rank in range(consumer)]
         readers = [num_consumers(Hkv, producer, consumer, rank) for rank in range(producer)]
-        sharing[key] = {"sources": len(sources[0]), "heads": sources[0][0].heads, "readers": max(readers),
-                        "unread": readers.count(0)}  # fmt: skip
+        sharing[key] = {
+            "sources": len(sources[0]),
+            "heads": sources[0][0].heads,
+            "readers": max(readers),
+            "unread": readers.count(0),
+        }
     kinds = [kind for kind in transfers.Faults.KINDS if kind != "decode-dies"]
     rehearsals = {kind.replace("-", "_"): transfers.rehearse(kind) for kind in kinds}
     return {
@@ -110,8 +117,14 @@ def _draw_handover(folder: str | Path) -> Path:
     note(start + 0.1, P + 0.5, "save_kv_layer after each layer's attention", color=C["blue"])
     note(0.75, D - 0.52, "get_num_new_matched_tokens → update_state_after_alloc → start_load_kv", color=C["grey"])
     note(end + 0.85, D - 0.52, "get_finished", color=C["green"])
-    ax.set(yticks=list(lanes.values()), yticklabels=list(lanes), xticks=[], xlim=(0, end + 3.2), ylim=(0.3, 5.5),
-           xlabel="time")  # fmt: skip
+    ax.set(
+        yticks=list(lanes.values()),
+        yticklabels=list(lanes),
+        xticks=[],
+        xlim=(0, end + 3.2),
+        ylim=(0.3, 5.5),
+        xlabel="time",
+    )
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
     return figures.save_figure(figure, folder, "08_handover")
@@ -131,8 +144,16 @@ def bench_wires(model: llama.Llama, name: str | None, prompts: dict[int, list[in
             prefill, decode = lesson.start_workers(model, name, stack, make=CONNECTORS[connector])
             bench[connector] = {n: bench_wire(prefill, decode, str(n), prompt) for n, prompt in prompts.items()}
         for n, found in bench[connector].items():
-            rows.append([wire, n, f"{found['bytes'] / 1e6:.1f}", f"{found['after_ms']:.1f}", f"{found['mb_s']:.0f}",
-                         f"{found['exposed_ms']:.1f}"])  # fmt: skip
+            rows.append(
+                [
+                    wire,
+                    n,
+                    f"{found['bytes'] / 1e6:.1f}",
+                    f"{found['after_ms']:.1f}",
+                    f"{found['mb_s']:.0f}",
+                    f"{found['exposed_ms']:.1f}",
+                ]
+            )
     head = ["wire", "tokens", "MB", "ms, asked for afterwards", "MB/s", "ms from prefill to token, streamed"]
     common.table(head, rows)
     return {name: {str(n): found for n, found in wires.items()} for name, wires in bench.items()}
@@ -155,8 +176,12 @@ def bench_wire(prefill: Worker, decode: Worker, n: str, prompt: list[int]) -> di
         # A decode worker can be heard first: then nothing was left to wait for.
         exposed.append((done.first - (done.prefilled or done.first)) * 1e3)
     after_ms = statistics.median(late[1:])
-    return {"bytes": moved, "after_ms": after_ms, "exposed_ms": statistics.median(exposed[1:]),
-            "mb_s": moved / after_ms / 1e3}  # fmt: skip
+    return {
+        "bytes": moved,
+        "after_ms": after_ms,
+        "exposed_ms": statistics.median(exposed[1:]),
+        "mb_s": moved / after_ms / 1e3,
+    }
 
 
 def hear(worker: Worker, name: str) -> tuple[list[int], str | None, str | None]:
@@ -202,8 +227,11 @@ def show_simulation() -> None:
         row = found[f"tpot_{limit}"]
         rows.append([f"{limit} ms", f"{row['whole']:.0f}", f"{row['chunked']:.0f} ({row['budget']})",
                      f"{row['split']:.0f} ({row['layout']})", f"{row['split_over_chunked']:.2f}x"])  # fmt: skip
-    common.table(["8 GPUs, code; TPOT", "whole prompts", "chunks (budget)", "split", "split / chunks"], rows,
-                 title="requests/s of which 9 in 10 meet TTFT 300 ms and the TPOT")  # fmt: skip
+    common.table(
+        ["8 GPUs, code; TPOT", "whole prompts", "chunks (budget)", "split", "split / chunks"],
+        rows,
+        title="requests/s of which 9 in 10 meet TTFT 300 ms and the TPOT",
+    )
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -132,15 +132,23 @@ def describe(trace: dict[str, Any]) -> str:
     for gpu in sorted({0, 1, p["tp"] - 1} & set(range(p["tp"]))):
         heads = [h for h, owner in enumerate(trace["gpu_of_head"]) if owner == gpu]
         reads = ", ".join(str(trace["head_map"][h]) for h in heads)
-        lines.append(f"  GPU {gpu}: query heads {heads[0]}–{heads[-1]} read KV heads {reads}; "
-                     f"it holds {', '.join(map(str, trace['kv_heads_of_gpu'][gpu]))}")  # fmt: skip
+        lines.append(
+            f"  GPU {gpu}: query heads {heads[0]}–{heads[-1]} read KV heads {reads}; "
+            f"it holds {', '.join(map(str, trace['kv_heads_of_gpu'][gpu]))}"
+        )
     copies = f", {trace['copies']} copies of each KV head" if trace["copies"] > 1 else ""
-    lines.append(f"cache per token: {trace['bytes_per_token'] / 1024:g} KiB; on each GPU "
-                 f"{trace['bytes_per_token_per_gpu'] / 1024:g} KiB{copies}")  # fmt: skip
+    lines.append(
+        f"cache per token: {trace['bytes_per_token'] / 1024:g} KiB; on each GPU "
+        f"{trace['bytes_per_token_per_gpu'] / 1024:g} KiB{copies}"
+    )
     lines.append(f"sequences of {p['context']:,} tokens that fit beside 16 GB of weights: {trace['max_sequences']:,}")
     wrong = trace["wrong_heads"]
-    lines.append(f"WRONG: {len(wrong)} of {p['num_heads']} query heads read another group's KV head, the first is "
-                 f"head {wrong[0]}" if wrong else "every query head reads its own group's KV head")  # fmt: skip
+    lines.append(
+        f"WRONG: {len(wrong)} of {p['num_heads']} query heads read another group's KV head, the first is "
+        f"head {wrong[0]}"
+        if wrong
+        else "every query head reads its own group's KV head"
+    )
     return "\n".join(lines)
 
 
@@ -160,8 +168,10 @@ def rotated_absorption_error() -> float:
 def facts() -> dict[str, Any]:
     """Every deterministic number of the lesson's text and figures. No model, under a second."""
     shapes = {"mha": 32, "gqa_16": 16, "gqa_8": 8, "gqa_2": 2, "mqa": 1}
-    of_heads = {name: {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": n, "head_dim": 128}
-                for name, n in shapes.items()}  # fmt: skip
+    of_heads = {
+        name: {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": n, "head_dim": 128}
+        for name, n in shapes.items()
+    }
     mla_32 = {"num_hidden_layers": 32, "num_attention_heads": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     wrong = {
         str(n): sum(a != b for a, b in zip(lesson.interleaved(32, n), lesson.tiled(32, n))) for n in shapes.values()
@@ -252,9 +262,13 @@ def _draw_maps(folder: str | Path) -> Path:
 def _draw_tp(folder: str | Path, kib: dict[str, dict[str, float]]) -> Path:
     """KiB per token and GPU against the number of GPUs: halved until there is one head each, then flat."""
     figure, axis = figures.new_figure(8.0, 3.3)
-    for name, label, color, marker in (("mha", "MHA, 32 heads", "grey", "s"), ("gqa_8", "GQA, 8", "blue", "o"),
-                                       ("gqa_2", "GQA, 2", "green", "^"), ("mla", "MLA, 576 elements", "purple", "P"),
-                                       ("mqa", "MQA, 1", "orange", "D")):  # fmt: skip
+    for name, label, color, marker in (
+        ("mha", "MHA, 32 heads", "grey", "s"),
+        ("gqa_8", "GQA, 8", "blue", "o"),
+        ("gqa_2", "GQA, 2", "green", "^"),
+        ("mla", "MLA, 576 elements", "purple", "P"),
+        ("mqa", "MQA, 1", "orange", "D"),
+    ):
         axis.plot(range(5), list(kib[name].values()), marker=marker, color=figures.COLORS[color], label=label, lw=2)
     axis.set_yscale("log", base=2)
     axis.set_xticks(range(5), ["1", "2", "4", "8", "16"])

@@ -66,8 +66,9 @@ LLAMA_8B = roofline.MODELS["Llama-3.1-8B"]
 class CostModel:
     """Seconds of a step of a dense bf16 Llama by roofline; `efficiency` is the share of both ceilings reached."""
 
-    def __init__(self, config: Mapping[str, Any], gpu: GPU, gpus: int = 1, efficiency: float = 1.0,
-                 overhead: float = 0.0) -> None:  # fmt: skip
+    def __init__(
+        self, config: Mapping[str, Any], gpu: GPU, gpus: int = 1, efficiency: float = 1.0, overhead: float = 0.0
+    ) -> None:
         spec = roofline.KVCacheSpec.from_config(config)
         self.weights, self.head = roofline.weights_read(config)
         self.pair_flops = 4 * spec.num_layers * config["num_attention_heads"] * spec.head_size
@@ -79,8 +80,10 @@ class CostModel:
         """(FLOPs, bytes) of each operator. A chunk's queries see S − n + 1 to S keys: n·S − n(n − 1)/2 pairs."""
         T = sum(n for n, _ in work)
         found = {"matrix products": (2 * self.weights * T + 2 * self.head * len(work), 2 * (self.weights + self.head))}
-        for name, group in (("prompt attention", [(n, S) for n, S in work if n > 1]),
-                            ("decode attention", [(n, S) for n, S in work if n == 1])):  # fmt: skip
+        for name, group in (
+            ("prompt attention", [(n, S) for n, S in work if n > 1]),
+            ("decode attention", [(n, S) for n, S in work if n == 1]),
+        ):
             pairs, keys = sum(n * S - n * (n - 1) // 2 for n, S in group), sum(S for _, S in group)
             found[name] = (self.pair_flops * pairs, self.token_bytes * keys)
         return found
@@ -133,16 +136,18 @@ class SimulatedCore(EngineCore):
         return max(gaps, default=0)
 
 
-def simulated_core(cost: Callable[[Work], int], num_requests: int, max_model_len: int,
-                   scheduler: type | None = None, **limits: Any) -> SimulatedCore:  # fmt: skip
+def simulated_core(
+    cost: Callable[[Work], int], num_requests: int, max_model_len: int, scheduler: type | None = None, **limits: Any
+) -> SimulatedCore:
     """A core whose pool is never the limit: one block per request, as long as a request may become."""
     config = SchedulerConfig(max_model_len=max_model_len, max_num_seqs=num_requests, **limits)
     manager = KVCacheManager(num_requests + 1, max_model_len, max_model_len, enable_caching=False)
     return SimulatedCore((scheduler or lesson.Scheduler)(config, manager), cost)
 
 
-def freeze(cost: CostModel, budget: int, prompt: int = 10_000, decoders: int = 32,
-           context: int = 2_000) -> dict[str, float]:  # fmt: skip
+def freeze(
+    cost: CostModel, budget: int, prompt: int = 10_000, decoders: int = 32, context: int = 2_000
+) -> dict[str, float]:
     """One long prompt arrives among decoders: its TTFT, and the longest silence of the others, in milliseconds."""
     names = [f"decode {i}" for i in range(decoders)]
     core = simulated_core(cost, decoders + 1, 4 * prompt, max_num_batched_tokens=prompt + decoders * context)
@@ -157,8 +162,12 @@ def freeze(cost: CostModel, budget: int, prompt: int = 10_000, decoders: int = 3
     while "newcomer" not in core.token_times:
         core.step()
         steps += 1
-    return {"budget": budget, "steps": steps, "ttft_ms": (core.now - arrival) / 1e3,
-            "gap_ms": core.worst_gap(names, arrival) / 1e3}  # fmt: skip
+    return {
+        "budget": budget,
+        "steps": steps,
+        "ttft_ms": (core.now - arrival) / 1e3,
+        "gap_ms": core.worst_gap(names, arrival) / 1e3,
+    }
 
 
 # --- The simulation: the widget's twin ------------------------------------------------------------------------------
@@ -181,15 +190,22 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     never end, none ever will (`starved`). Drives the lesson's Scheduler. Raises InputError.
     """
     p = checked(params, WIDGET_CHOICES)
-    cost = lambda work: p["step_us"] + p["token_us"] * sum(n for n, _ in work)  # noqa: E731
+
+    def cost(work: Any) -> Any:
+        return p["step_us"] + p["token_us"] * sum(n for n, _ in work)
+
     seats = p["decoders"] + 2
     # vLLM (and lesson 04) refuse max_num_batched_tokens < max_num_seqs: that rule is what keeps a budget from
     # starving. max_num_scheduled_tokens is the way around it.
     core = simulated_core(
-        cost, seats, 20_000 + p["prompt"] + p["short_prompt"], max_num_batched_tokens=max(p["budget"], seats),
-        max_num_scheduled_tokens=p["budget"], long_prefill_token_threshold=p["threshold"],
+        cost,
+        seats,
+        20_000 + p["prompt"] + p["short_prompt"],
+        max_num_batched_tokens=max(p["budget"], seats),
+        max_num_scheduled_tokens=p["budget"],
+        long_prefill_token_threshold=p["threshold"],
         long_prefill_token_threshold_adaptive=p["adaptive"],
-    )  # fmt: skip
+    )
     streams = [f"stream {i}" for i in range(p["decoders"])]
     for name in streams:
         core.submit(name, 1)
@@ -229,7 +245,10 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
 def describe(trace: dict[str, Any]) -> str:
     """The state of the simulation as text, as the widget's slot shows it."""
     p, done = trace["params"], len(trace["start_us"])
-    ms = lambda us: f"{us / 1000:,.1f} ms"  # noqa: E731
+
+    def ms(us: int) -> str:
+        return f"{us / 1000:,.1f} ms"
+
     lines = [f"budget {p['budget']:,}, {p['decoders']} streams, a prompt of {p['prompt']:,} tokens; "
              f"a step takes {ms(p['step_us'])} + {p['token_us']} µs per token"]  # fmt: skip
     ends = [*trace["start_us"][1:], trace["end_us"]]
@@ -291,7 +310,10 @@ def conversations(count: int, rate: float, seed: int) -> list[tuple[int, int, in
     """(arrival in µs, prompt, output) of requests like openchat_sharegpt4: lognormal around the published medians and
     90th percentiles (1,730 and 5,696 tokens in, 415 and 834 out), at most 8,192 together; Poisson arrivals."""
     rng, now, found = random.Random(seed), 0.0, []
-    draw = lambda median, p90: rng.lognormvariate(math.log(median), math.log(p90 / median) / 1.2816)  # noqa: E731
+
+    def draw(median: float, p90: float) -> Any:
+        return rng.lognormvariate(math.log(median), math.log(p90 / median) / 1.2816)
+
     while len(found) < count:
         now += rng.expovariate(rate)
         prompt, output = max(1, round(draw(1730, 5696))), max(2, round(draw(415, 834)))
@@ -303,8 +325,14 @@ def conversations(count: int, rate: float, seed: int) -> list[tuple[int, int, in
 def ablation(policy: str, count: int = 96, rate: float = 1.0, seed: int = 0) -> dict[str, float]:
     """Serve `conversations` with one policy on the A100 cost model: seconds of P50 TTFT and P99 time between tokens."""
     scheduler, chunks = POLICIES[policy]
-    core = simulated_core(A100_YI, 128, 8192, scheduler, max_num_batched_tokens=ABLATION_BUDGET if chunks else 8192,
-                          enable_chunked_prefill=chunks)  # fmt: skip
+    core = simulated_core(
+        A100_YI,
+        128,
+        8192,
+        scheduler,
+        max_num_batched_tokens=ABLATION_BUDGET if chunks else 8192,
+        enable_chunked_prefill=chunks,
+    )
     todo = conversations(count, rate, seed)
     arrival = {str(i): at for i, (at, _, _) in enumerate(todo)}
     i = 0
@@ -400,8 +428,11 @@ def draw(folder: str | Path) -> list[Path]:
     """The lesson's figures, from `facts()` and the committed measurements alone."""
     known = facts()
     return [
-        _draw_timeline(folder), _draw_step(folder, known), _draw_budget(folder, known), _draw_ablation(folder, known),
-    ]  # fmt: skip
+        _draw_timeline(folder),
+        _draw_step(folder, known),
+        _draw_budget(folder, known),
+        _draw_ablation(folder, known),
+    ]
 
 
 def _draw_timeline(folder: str | Path) -> Path:
@@ -415,8 +446,11 @@ def _draw_timeline(folder: str | Path) -> Path:
         starts = [(t - trace["arrival_us"]) / 1e3 for t in (*trace["start_us"], trace["end_us"])]
         for i, chunk in enumerate(trace["chunk"]):
             color = figures.COLORS["orange" if chunk > 1 else "light"]
-            axis.add_patch(Rectangle((starts[i], 0), starts[i + 1] - starts[i], 1, facecolor=color, edgecolor="white",
-                                     linewidth=0.6))  # fmt: skip
+            axis.add_patch(
+                Rectangle(
+                    (starts[i], 0), starts[i + 1] - starts[i], 1, facecolor=color, edgecolor="white", linewidth=0.6
+                )
+            )
         axis.plot(starts[1:], [1.45] * (len(starts) - 1), ".", markersize=4, color=figures.COLORS["blue"])
         ttft = trace["ttft_us"] / 1e3
         axis.plot([ttft], [0.5], "v", color=figures.COLORS["ink"], markersize=8, clip_on=False)
@@ -424,8 +458,11 @@ def _draw_timeline(folder: str | Path) -> Path:
         axis.set_title(f"budget {budget:,}: first token after {ttft:,.0f} ms, others wait "
                        f"{trace['worst_gap_us'] / 1e3:,.0f} ms at most", fontsize=10)  # fmt: skip
         axis.spines["left"].set_visible(False)
-    axes[-1].set_xlabel("ms after a prompt of 4,096 tokens arrives   (orange: steps with a chunk of it; "
-                        "▼ its first token; dots: tokens of another stream)", fontsize=8.5)  # fmt: skip
+    axes[-1].set_xlabel(
+        "ms after a prompt of 4,096 tokens arrives   (orange: steps with a chunk of it; "
+        "▼ its first token; dots: tokens of another stream)",
+        fontsize=8.5,
+    )
     return figures.save_figure(figure, folder, "10_timeline")
 
 
@@ -435,8 +472,13 @@ def _draw_step(folder: str | Path, known: dict[str, Any]) -> Path:
     x = [row["prompt_tokens"] for row in rows]
     figure, (left, right) = figures.new_figure(8.0, 3.5, ncols=2)
     keys = ("matrix_products_ms", "decode_attention_ms", "prompt_attention_ms")
-    left.stackplot(x, [[row[key] for row in rows] for key in keys], labels=[k[:-3].replace("_", " ") for k in keys],
-                   colors=[figures.COLORS[c] for c in ("blue", "green", "orange")], linewidth=0)  # fmt: skip
+    left.stackplot(
+        x,
+        [[row[key] for row in rows] for key in keys],
+        labels=[k[:-3].replace("_", " ") for k in keys],
+        colors=[figures.COLORS[c] for c in ("blue", "green", "orange")],
+        linewidth=0,
+    )
     left.set(xlim=(0, 1024), ylim=(0, 20), xlabel="prompt tokens beside 32 decodes", ylabel="ms, operators alone",
              xticks=range(0, 1025, 256), yticks=range(0, 21, 5),
              title="An H100's step: flat, then a slope")  # fmt: skip
@@ -460,8 +502,14 @@ def _draw_budget(folder: str | Path, known: dict[str, Any]) -> Path:
 
     measured = recorded.results(KEY).get("bench", {}).get("budgets", [])
     figure, axes = figures.new_figure(8.0, 3.5, ncols=2 if measured else 1, squeeze=False)
-    panels = [("10,000 tokens, 8B on an H100, by roofline", [(r["ttft_ms"], r["gap_ms"], r["budget"]) for r in
-               known["freeze"].values()], "ms", {"16384": "whole"})]  # fmt: skip
+    panels = [
+        (
+            "10,000 tokens, 8B on an H100, by roofline",
+            [(r["ttft_ms"], r["gap_ms"], r["budget"]) for r in known["freeze"].values()],
+            "ms",
+            {"16384": "whole"},
+        )
+    ]
     if measured:
         points = [(r["ttft_s"], r["gap_s"], r["budget"]) for r in measured]
         panels.append(("1,500 tokens, SmolLM2 on two CPU cores", points, "s", {"1504": "whole"}))
@@ -470,10 +518,21 @@ def _draw_budget(folder: str | Path, known: dict[str, Any]) -> Path:
         axis.plot([p[0] for p in points], [p[1] for p in points], "o-", markersize=5, color=figures.COLORS["blue"])
         for (ttft, gap, budget), (after, _, _) in zip(points, [*points[1:], points[-1]]):
             left = after > ttft  # where the curve leans right, its left side is free
-            axis.annotate(names.get(str(budget), f"{budget:,}"), (ttft, gap), xytext=(-6, -4) if left else (5, 5),
-                          textcoords="offset points", ha="right" if left else "left", fontsize=8.5)  # fmt: skip
-        axis.set(xscale="log", yscale="log", xlabel=f"time to first token of the newcomer, {unit}",
-                 ylabel=f"longest silence of the others, {unit}", title=title)  # fmt: skip
+            axis.annotate(
+                names.get(str(budget), f"{budget:,}"),
+                (ttft, gap),
+                xytext=(-6, -4) if left else (5, 5),
+                textcoords="offset points",
+                ha="right" if left else "left",
+                fontsize=8.5,
+            )
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xlabel=f"time to first token of the newcomer, {unit}",
+            ylabel=f"longest silence of the others, {unit}",
+            title=title,
+        )
         axis.margins(0.12)
         for side in (axis.xaxis, axis.yaxis):
             side.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -490,14 +549,28 @@ def _draw_ablation(folder: str | Path, known: dict[str, Any]) -> Path:
         ({k: (v["ttft_p50"], v["tbt_p99"]) for k, v in ours.items()}, "o", "blue", "ours, simulated"),
         (PUBLISHED_ABLATION, "s", "orange", "Agrawal et al. 2024, measured"),
     ):
-        axis.plot([p[0] for p in points.values()], [p[1] for p in points.values()], marker, color=figures.COLORS[color],
-                  markersize=7, label=label)  # fmt: skip
+        axis.plot(
+            [p[0] for p in points.values()],
+            [p[1] for p in points.values()],
+            marker,
+            color=figures.COLORS[color],
+            markersize=7,
+            label=label,
+        )
         for name, point in points.items():
             below = name == "neither"
-            axis.annotate(name, point, xytext=(0, -14) if below else (8, 4), textcoords="offset points", fontsize=9,
-                          ha="center" if below else "left", color=figures.COLORS[color])  # fmt: skip
-    axis.set(xlim=(0.3, 1.25), ylim=(0, 0.8), xlabel="median time to first token, s",
-             ylabel="P99 time between tokens, s")  # fmt: skip
+            axis.annotate(
+                name,
+                point,
+                xytext=(0, -14) if below else (8, 4),
+                textcoords="offset points",
+                fontsize=9,
+                ha="center" if below else "left",
+                color=figures.COLORS[color],
+            )
+    axis.set(
+        xlim=(0.3, 1.25), ylim=(0, 0.8), xlabel="median time to first token, s", ylabel="P99 time between tokens, s"
+    )
     axis.legend(loc="upper right")
     return figures.save_figure(figure, folder, "10_ablation")
 
@@ -523,8 +596,14 @@ def long_prompt(tokenizer: Tokenizer, length: int) -> list[int]:
     return tokens[:length]
 
 
-def arrival_among_decodes(model: llama.Llama, decoders: Sequence[Sequence[int]], prompt: Sequence[int], budget: int,
-                          max_tokens: int, threshold: int = 0) -> dict[str, Any]:  # fmt: skip
+def arrival_among_decodes(
+    model: llama.Llama,
+    decoders: Sequence[Sequence[int]],
+    prompt: Sequence[int],
+    budget: int,
+    max_tokens: int,
+    threshold: int = 0,
+) -> dict[str, Any]:
     """`decoders` write `max_tokens` each; after three steps the long prompt arrives. Budget as in `simulate`.
 
     Returns the newcomer's TTFT and the others' longest silence after its arrival in seconds, per step (tokens,
@@ -534,9 +613,12 @@ def arrival_among_decodes(model: llama.Llama, decoders: Sequence[Sequence[int]],
     max_model_len = max(map(len, prompts)) + max_tokens + 1
     num_blocks = 1 + sum(-(-(len(tokens) + max_tokens) // 16) for tokens in prompts) + -(-max_model_len // 16)
     config = SchedulerConfig(
-        max_model_len=max_model_len, max_num_seqs=len(prompts), max_num_batched_tokens=max(budget, len(prompts)),
-        max_num_scheduled_tokens=budget, long_prefill_token_threshold=threshold,
-    )  # fmt: skip
+        max_model_len=max_model_len,
+        max_num_seqs=len(prompts),
+        max_num_batched_tokens=max(budget, len(prompts)),
+        max_num_scheduled_tokens=budget,
+        long_prefill_token_threshold=threshold,
+    )
     manager = KVCacheManager(num_blocks, 16, max_model_len, enable_caching=False)
     core = EngineCore(lesson.Scheduler(config, manager), make_runner(model, config, num_blocks, 16))
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -588,8 +670,11 @@ def measure_arrival(model: llama.Llama, tokenizer: Tokenizer, threshold: int) ->
     rows = [[f"budget {run['budget']:,}" + (" (whole)" if run["budget"] == WHOLE else ""), run["chunks"],
              f"{run['ttft_s']:.2f} s", f"{run['gap_s'] * 1e3:,.0f} ms"] for run in runs]  # fmt: skip
     common.table(["", "chunks", "TTFT of the prompt", "longest silence of the others"], rows)
-    common.check_equal("everybody's tokens are the same under every budget", [run["tokens"] for run in runs[1:]],
-                       [runs[0]["tokens"]] * (len(runs) - 1))  # fmt: skip
+    common.check_equal(
+        "everybody's tokens are the same under every budget",
+        [run["tokens"] for run in runs[1:]],
+        [runs[0]["tokens"]] * (len(runs) - 1),
+    )
     a, b = fit_line(step for run in runs for step in run["steps"])
     if min(a, b) > 0:
         common.say(f"A step here takes about {a * 1e3:.0f} ms + {b * 1e3:.2f} ms per token.")
@@ -619,8 +704,17 @@ def measure_kernel() -> list[dict[str, Any]]:
                 )
             )
         if n:
-            halves.append(functools.partial(lesson.unified_attention, q[decodes:], cache, table[decodes:],
-                                            start_loc[decodes:] - decodes, seq_lens[decodes:], longest))  # fmt: skip
+            halves.append(
+                functools.partial(
+                    lesson.unified_attention,
+                    q[decodes:],
+                    cache,
+                    table[decodes:],
+                    start_loc[decodes:] - decodes,
+                    seq_lens[decodes:],
+                    longest,
+                )
+            )
         seconds = timing.measure_graph(functools.partial(lesson.unified_attention, *batch)).median
         apart = sum(timing.measure_graph(half).median for half in halves)
         pairs = sum(m * c - m * (m - 1) // 2 for m, c in work)
@@ -632,11 +726,16 @@ def measure_kernel() -> list[dict[str, Any]]:
 
 def check_ablation(known: dict[str, Any]) -> None:
     """Whether the published ordering holds here."""
-    order = lambda key: sorted(PUBLISHED_ABLATION, key=key)  # noqa: E731
+
+    def order(key: Any) -> Any:
+        return sorted(PUBLISHED_ABLATION, key=key)
+
     ours = {policy: known["ablation"][policy.replace(" ", "_")] for policy in PUBLISHED_ABLATION}
-    common.check_equal("the three policies stand in the paper's order, in both columns",
-                       (order(lambda p: ours[p]["ttft_p50"]), order(lambda p: ours[p]["tbt_p99"])),
-                       tuple(order(lambda p, i=i: PUBLISHED_ABLATION[p][i]) for i in (0, 1)))  # fmt: skip
+    common.check_equal(
+        "the three policies stand in the paper's order, in both columns",
+        (order(lambda p: ours[p]["ttft_p50"]), order(lambda p: ours[p]["tbt_p99"])),
+        tuple(order(lambda p, i=i: PUBLISHED_ABLATION[p][i]) for i in (0, 1)),
+    )
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

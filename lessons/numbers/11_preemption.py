@@ -72,13 +72,19 @@ class ObservedCore(lesson.MeteredCore):
         copied = sum(len(pairs) for _, pairs in self.copies.take())
         sampled = super().execute_model(output)
         tables = scheduler.kv_cache_manager.req_to_blocks
-        self.steps.append({
-            "step": self.now, "scheduled": {int(i): n for i, n in output.num_scheduled_tokens.items()},
-            "held": {i: len(tables[str(i)]) for i in sorted(map(int, tables))},
-            "free": scheduler.kv_cache_manager.block_pool.num_free_blocks,
-            "waiting": _numbers(scheduler.waiting), "preempted": _numbers(output.preempted_reqs),
-            "resumed": _numbers(output.scheduled_resumed_reqs), "redone": self.redone - redone, "copied": copied,
-        })  # fmt: skip
+        self.steps.append(
+            {
+                "step": self.now,
+                "scheduled": {int(i): n for i, n in output.num_scheduled_tokens.items()},
+                "held": {i: len(tables[str(i)]) for i in sorted(map(int, tables))},
+                "free": scheduler.kv_cache_manager.block_pool.num_free_blocks,
+                "waiting": _numbers(scheduler.waiting),
+                "preempted": _numbers(output.preempted_reqs),
+                "resumed": _numbers(output.scheduled_resumed_reqs),
+                "redone": self.redone - redone,
+                "copied": copied,
+            }
+        )
         self.now += 1
         return sampled
 
@@ -93,9 +99,15 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
     p = checked(params, WIDGET_CHOICES)
     length = p["prompt"] + p["output"]
     scheduler = lesson.build_scheduler(
-        p["policy"], p["pool_blocks"], p["block_size"], length, num_cpu_blocks=p["requests"] * length,
-        prefix_caching=p["prefix_caching"], watermark_blocks=p["watermark_blocks"], max_num_seqs=p["requests"],
-    )  # fmt: skip
+        p["policy"],
+        p["pool_blocks"],
+        p["block_size"],
+        length,
+        num_cpu_blocks=p["requests"] * length,
+        prefix_caching=p["prefix_caching"],
+        watermark_blocks=p["watermark_blocks"],
+        max_num_seqs=p["requests"],
+    )
     core = ObservedCore(scheduler)
     trace: dict[str, Any] = {"params": p, "refused": None, "outputs": 0, "token_ns": {
         "recompute": 10**9 // p["prefill_tok_s"], "swap": 2 * BYTES_PER_TOKEN // p["link_gb_s"],
@@ -202,8 +214,9 @@ STEP_OVERHEAD = 1e-3  # seconds of CPU per step: an assumption
 class TimedCore(lesson.MeteredCore):
     """A clock instead of a model: a step lasts as long as the roofline says, plus its copies and STEP_OVERHEAD."""
 
-    def __init__(self, scheduler: Any, model: str = CLIFF_MODEL, gpu: str = CLIFF_GPU,
-                 link: float = LINKS["PCIe 4"]) -> None:  # fmt: skip
+    def __init__(
+        self, scheduler: Any, model: str = CLIFF_MODEL, gpu: str = CLIFF_GPU, link: float = LINKS["PCIe 4"]
+    ) -> None:
         super().__init__(scheduler)
         config, self.gpu, self.link = roofline.MODELS[model], HARDWARE[gpu], link
         spec = roofline.KVCacheSpec.from_config(config)
@@ -345,8 +358,9 @@ def draw(folder: str | Path) -> list[Path]:
     title = "Who owns the 64 blocks: 16 requests of 16 blocks each, and every preemption (▾)"
     return [
         draw_owners(folder, "11_owners", owners, preemptions, WIDGET_DEFAULT["pool_blocks"], title),
-        _draw_cost(folder, known), _draw_cliff(folder, known["cliff"]),
-    ]  # fmt: skip
+        _draw_cost(folder, known),
+        _draw_cliff(folder, known["cliff"]),
+    ]
 
 
 def _draw_cost(folder: str | Path, known: dict[str, Any]) -> Path:
@@ -380,11 +394,17 @@ def _draw_cliff(folder: str | Path, known: dict[str, dict]) -> Path:
     for name, (color, style) in looks.items():
         rates = [int(rate) for rate in known[name]]
         label = {"tight": f"{POOLS['tight']} blocks, recompute", "swap": f"{POOLS['tight']} blocks, swap"}.get(
-            name, f"{POOLS['ample']:,} blocks")  # fmt: skip
+            name, f"{POOLS['ample']:,} blocks"
+        )
         left.plot(rates, [x["p99"] for x in known[name].values()], style, color=figures.COLORS[color], label=label)
         if name != "swap":
-            right.plot(rates, [100 * x["pool_used"] for x in known[name].values()], style, color=figures.COLORS[color],
-                       label=f"pool in use, {POOLS[name]:,} blocks")  # fmt: skip
+            right.plot(
+                rates,
+                [100 * x["pool_used"] for x in known[name].values()],
+                style,
+                color=figures.COLORS[color],
+                label=f"pool in use, {POOLS[name]:,} blocks",
+            )
     right.bar([int(r) for r in known["tight"]], [100 * x["redone"] for x in known["tight"].values()], width=0.5,
               color=figures.COLORS["light"], edgecolor=figures.COLORS["grey"],
               label=f"tokens redone, {POOLS['tight']} blocks")  # fmt: skip
@@ -410,8 +430,11 @@ def measure_swap(block_size: int, megabytes: int, seconds: float) -> dict[str, f
     pairs, on_device = table.tolist(), table.to(layer.device)
     one_by_one = timing.measure(lambda: lesson.swap_blocks_one_by_one(layer, host, pairs), seconds).median
     together = timing.measure(lambda: lesson.swap_blocks(layer, host, on_device), seconds).median
-    return {"one_by_one_gb_s": layer.nbytes / one_by_one / 1e9, "together_gb_s": layer.nbytes / together / 1e9,
-            "copy_us": one_by_one / (2 * shape[1]) * 1e6}  # fmt: skip
+    return {
+        "one_by_one_gb_s": layer.nbytes / one_by_one / 1e9,
+        "together_gb_s": layer.nbytes / together / 1e9,
+        "copy_us": one_by_one / (2 * shape[1]) * 1e6,
+    }
 
 
 def measure_model(model: llama.Llama, num_tokens: int) -> dict[str, float]:
@@ -460,8 +483,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     common.heading("Measured on this machine")
     bench: dict[str, Any] = {"scheduler_us": {str(n): scheduler_cost(n, 240) * 1e6 for n in VLLM_SCHEDULER_US}}
     for n, us in bench["scheduler_us"].items():
-        common.say(f"scheduling {n:>4} decodes: {us:7.0f} µs a step; vLLM 0.32 on another machine: "
-                   f"{VLLM_SCHEDULER_US[int(n)]:,} µs")  # fmt: skip
+        common.say(
+            f"scheduling {n:>4} decodes: {us:7.0f} µs a step; vLLM 0.32 on another machine: "
+            f"{VLLM_SCHEDULER_US[int(n)]:,} µs"
+        )
     where = "GPU to pinned host memory" if common.HAS_GPU else "host to host memory (no link here)"
     sizes = (16, 64, 256) if common.HAS_GPU else (1, 4, 16, 64)
     bench["swap"] = {str(b): measure_swap(b, 256 if common.HAS_GPU else 32, 1.0) for b in sizes}

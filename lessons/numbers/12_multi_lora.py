@@ -132,12 +132,17 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
         rows = [[i, of[i]] for i in core.batch]
         meta = LoRAKernelMeta.build([manager.slots[str(k)] for _, k in rows], torch.device("cpu"), p["sort"])
         name_of = {slot: int(name) for name, slot in manager.slots.items()}
-        steps.append({
-            "rows": rows, "tiles": [[name_of[slot], count] for _, count, slot in meta.tiles.tolist()],
-            "slots": [name_of.get(slot, NONE) for slot in range(p["max_loras"])], "lru": [*map(int, manager.slots)],
-            "loaded": [int(name) for name, slot in manager.slots.items() if before.get(name) != slot],
-            "passed_over": [*map(int, scheduler.waiting_for_adapter)], "waiting": len(scheduler.waiting),
-        })  # fmt: skip
+        steps.append(
+            {
+                "rows": rows,
+                "tiles": [[name_of[slot], count] for _, count, slot in meta.tiles.tolist()],
+                "slots": [name_of.get(slot, NONE) for slot in range(p["max_loras"])],
+                "lru": [*map(int, manager.slots)],
+                "loaded": [int(name) for name, slot in manager.slots.items() if before.get(name) != slot],
+                "passed_over": [*map(int, scheduler.waiting_for_adapter)],
+                "waiting": len(scheduler.waiting),
+            }
+        )
     kib = 2 * max(ranks) * PER_RANK // 1024
     used = 2 * sum(ranks[k] for k in steps[-1]["lru"]) * PER_RANK // 1024
     return {"params": p, "ranks": ranks, "adapter_of": of, "steps": steps, "requests": REQUESTS,
@@ -247,8 +252,17 @@ def facts() -> dict[str, Any]:
     kv = torch.empty(2, 1024, 16, 3, 64, device="meta")
     model = shapes_alone(small, torch.device("meta"), torch.float32)
     unified = UnifiedMemory(model, 1, 64, argparse.Namespace(layers=[kv]))
-    pages = {r: -(-sum(-(-rows // (unified.page // width)) for kind in unified.shapes for rows, width in
-                       matrix_sizes(unified.shapes[kind], r)) // 2) for r in (8, 16, 64)}  # fmt: skip
+    pages = {
+        r: -(
+            -sum(
+                -(-rows // (unified.page // width))
+                for kind in unified.shapes
+                for rows, width in matrix_sizes(unified.shapes[kind], r)
+            )
+            // 2
+        )
+        for r in (8, 16, 64)
+    }
     block = kv[:, 0].numel() * small.num_hidden_layers
     default = simulate(WIDGET_DEFAULT)
     return {
@@ -334,8 +348,16 @@ def draw_hits(folder: str | Path) -> Path:
 
 def measure_popularity(batches: Sequence[int], hidden: int, rank: int, seconds: float) -> dict[str, Any]:
     """One layer hidden → hidden: what adapters add to it, by who shares; a loop over requests; the layer itself. µs."""
-    config = LlamaConfig(**{**SMOLLM, "hidden_size": hidden, "intermediate_size": 16, "num_hidden_layers": 1,
-                                  "num_attention_heads": hidden // 64, "num_key_value_heads": 1})  # fmt: skip
+    config = LlamaConfig(
+        **{
+            **SMOLLM,
+            "hidden_size": hidden,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": hidden // 64,
+            "num_key_value_heads": 1,
+        }
+    )
     dtype, found = torch.bfloat16 if common.HAS_GPU else torch.float32, {}
     model = shapes_alone(config, common.device(), dtype)  # one layer is enough
     memory = SlotMemory(model, max(batches), rank)
@@ -394,8 +416,9 @@ def measure_throughput(model: llama.Llama, tokenizer: Tokenizer) -> dict[str, fl
     return found
 
 
-def serve_thousand(model: llama.Llama, tokenizer: Tokenizer, seed: int = 0, count: int = 1000, requests: int = 16,
-                   tokens: int = 3) -> dict[str, float]:  # fmt: skip
+def serve_thousand(
+    model: llama.Llama, tokenizer: Tokenizer, seed: int = 0, count: int = 1000, requests: int = 16, tokens: int = 3
+) -> dict[str, float]:
     """`count` adapters known, 8 slots, each request its own adapter, from pages of the KV cache."""
     config = LoRAConfig(8, 8, 64, memory="unified")
     llm = lesson.make_llm(model, tokenizer, config, max_model_len=128, max_num_seqs=8, num_gpu_blocks_override=160)
@@ -406,8 +429,10 @@ def serve_thousand(model: llama.Llama, tokenizer: Tokenizer, seed: int = 0, coun
     outputs = llm.generate([prompt] * requests, params, lora_request=[LoRARequest(f"a{i}") for i in chosen])
     seconds = time.perf_counter() - start
     answers = [tuple(output.outputs[0].token_ids) for output in outputs]
-    common.say(f"{count} adapters known, {requests} asked for, {manager.counts['load']} loads into 8 slots, "
-               f"{manager.counts['evict']} evictions; {len(set(answers))} different answers")  # fmt: skip
+    common.say(
+        f"{count} adapters known, {requests} asked for, {manager.counts['load']} loads into 8 slots, "
+        f"{manager.counts['evict']} evictions; {len(set(answers))} different answers"
+    )
     for i in (0, requests - 1):
         alone = lora_model.merged(model, manager.sources[f"a{chosen[i]}"]())
         same = naive.generate(alone, prompt["prompt_token_ids"], tokens)
@@ -431,8 +456,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     found = bench["popularity"] = measure_popularity((1, 2, 4, 8, 16, 32, 64), 4096, 16, 0.3)
     kinds = [*(kind.split()[0] for kind in POPULARITY), "loop", "base"]
     common.table(["rows", *found], [[kind, *(f"{found[b][kind]:,.0f}" for b in found)] for kind in kinds])
-    common.say("Punica on an A100, at 1 row and at 64: " + ", ".join(
-        f"{kind} {few} and {many}" for kind, (few, many) in PUNICA.items() if few))  # fmt: skip
+    common.say(
+        "Punica on an A100, at 1 row and at 64: "
+        + ", ".join(f"{kind} {few} and {many}" for kind, (few, many) in PUNICA.items() if few)
+    )
     common.heading("Throughput by number of adapters: 32 requests, 16 tokens in, 8 out, 8 slots, rank 8")
     bench["throughput"] = measure_throughput(model, tokenizer)
     return bench

@@ -62,12 +62,20 @@ class SamplingParams:
         self.seed = None if self.seed == -1 else self.seed
         self.skip_reading_prefix_cache |= self.prompt_logprobs is not None  # what is not computed has no logits
         for name, kind, low, high in (
-            ("n", int, 1, 16_384), ("temperature", float, 0, 2), ("top_k", int, -1, math.inf), ("top_p", float, 0, 1),
-            ("min_p", float, 0, 1), ("presence_penalty", float, -2, 2), ("frequency_penalty", float, -2, 2),
-            ("repetition_penalty", float, 0.01, 100), ("seed", int, -(2**63), 2**63 - 1), ("logprobs", int, 0, 20),
-            ("prompt_logprobs", int, 0, 20), ("max_tokens", int, 1, math.inf),
+            ("n", int, 1, 16_384),
+            ("temperature", float, 0, 2),
+            ("top_k", int, -1, math.inf),
+            ("top_p", float, 0, 1),
+            ("min_p", float, 0, 1),
+            ("presence_penalty", float, -2, 2),
+            ("frequency_penalty", float, -2, 2),
+            ("repetition_penalty", float, 0.01, 100),
+            ("seed", int, -(2**63), 2**63 - 1),
+            ("logprobs", int, 0, 20),
+            ("prompt_logprobs", int, 0, 20),
+            ("max_tokens", int, 1, math.inf),
             ("min_tokens", int, 0, self.max_tokens or math.inf),
-        ):  # fmt: skip
+        ):
             value = getattr(self, name)
             if value is None and name in ("seed", "logprobs", "prompt_logprobs", "max_tokens"):
                 continue

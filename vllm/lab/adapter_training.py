@@ -133,10 +133,19 @@ def student_of(model: llama.Llama, rank: int, scale: float) -> llama.Llama:
 
 
 def train(
-    model: llama.Llama, tokenizer: Tokenizer, style: str, rank: int = 8, alpha: float = 16, epochs: int = 2,
-    batch: int = 8, lr: float = 2e-3, answers: Sequence[str] | None = None, count: int | None = None, seed: int = 0,
+    model: llama.Llama,
+    tokenizer: Tokenizer,
+    style: str,
+    rank: int = 8,
+    alpha: float = 16,
+    epochs: int = 2,
+    batch: int = 8,
+    lr: float = 2e-3,
+    answers: Sequence[str] | None = None,
+    count: int | None = None,
+    seed: int = 0,
     progress: Callable[[str], None] = lambda text: None,
-) -> tuple[LoRAModel, list[float]]:  # fmt: skip
+) -> tuple[LoRAModel, list[float]]:
     """An adapter on all linear layers, from `count` (default: all 80) examples. Returns it and the loss of every step.
 
     The loss is that of the answers' tokens alone. Prompts of a batch lie one behind the other, as everywhere here, and
@@ -173,7 +182,7 @@ def train(
     weights: dict[str, Slices] = {
         name: tuple((a.detach().cpu(), alpha / rank * b.detach().cpu()) for a, b in zip(layer.a, layer.b))
         for name, layer in layers.items()
-    }  # fmt: skip
+    }
     return LoRAModel(style, rank, weights), losses
 
 
@@ -198,8 +207,9 @@ def loss_of(model: llama.Llama, examples: Sequence[tuple[list[int], list[int]]])
     return F.cross_entropy(F.linear(x, model.linear["lm_head"].weight), targets)
 
 
-def answers_with(model: llama.Llama, tokenizer: Tokenizer, lora: LoRAModel | None, questions: Sequence[str],
-                 max_tokens: int = 48) -> list[str]:  # fmt: skip
+def answers_with(
+    model: llama.Llama, tokenizer: Tokenizer, lora: LoRAModel | None, questions: Sequence[str], max_tokens: int = 48
+) -> list[str]:
     """Greedy answers of the model with one adapter merged into its weights."""
     adapted = model if lora is None else merged(model, lora)
     engine = LLM(adapted, tokenizer=tokenizer, max_model_len=256)
@@ -208,8 +218,14 @@ def answers_with(model: llama.Llama, tokenizer: Tokenizer, lora: LoRAModel | Non
     return [output.outputs[0].text for output in engine.generate(prompts, params)]
 
 
-def train_and_save(model: llama.Llama, tokenizer: Tokenizer, styles: Sequence[str], folder: Path,
-                   say: Callable[[str], None], **options: Any) -> None:  # fmt: skip
+def train_and_save(
+    model: llama.Llama,
+    tokenizer: Tokenizer,
+    styles: Sequence[str],
+    folder: Path,
+    say: Callable[[str], None],
+    **options: Any,
+) -> None:
     """Train each style, write its folder, read it back, and say how many of six new questions it answers in style.
 
     Raises InputError, before anything is trained, if the folder cannot be made."""
@@ -220,8 +236,14 @@ def train_and_save(model: llama.Llama, tokenizer: Tokenizer, styles: Sequence[st
     say(f"asking the model {len(QUESTIONS)} questions of ours")
     answers = own_answers(model, tokenizer, [q for q, _ in QUESTIONS])
     for style in styles:
-        lora, losses = train(model, tokenizer, style, answers=answers,
-                             progress=lambda text, style=style: say(f"{style}: {text}"), **options)  # fmt: skip
+        lora, losses = train(
+            model,
+            tokenizer,
+            style,
+            answers=answers,
+            progress=lambda text, style=style: say(f"{style}: {text}"),
+            **options,
+        )
         write_adapter(lora, folder / style, alpha=16)
         again = read_adapter(folder / style, model.config)
         texts = answers_with(model, tokenizer, again, TEST_QUESTIONS)

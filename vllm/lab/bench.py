@@ -80,7 +80,10 @@ def print_result(result: dict[str, Any], goodput: Sequence[str] = ()) -> None:
     """The report: what was answered, how long it took, and whether the books balance."""
     names = [name for name in METRICS if f"mean_{name}_ms" in result]
     columns = ["mean", "median", *(key.split("_")[0] for key in result if re.fullmatch(r"p[\d.]+_ttft_ms", key))]
-    ms = lambda value: "–" if value is None else f"{value:,.1f}"  # noqa: E731
+
+    def ms(value: float | None) -> str:
+        return "–" if value is None else f"{value:,.1f}"
+
     rows = [[METRICS[name], *(ms(result[f"{column}_{name}_ms"]) for column in columns)] for name in names]
     common.table(["milliseconds", *(c.upper() if c[0] == "p" else c for c in columns)], rows)
     lost = "".join(f"; {n} x {name}" for name, n in result["failures"].items())

@@ -51,8 +51,11 @@ def parser(doc: str | None, **kwargs: Any) -> Parser:
         "--json", type=file, metavar="FILE", help="merge facts and measurements into FILE under this lesson's key"
     )
     p.add_argument("--figure", type=folder, metavar="DIR", help="draw the page's figures there")
-    p.add_argument("--model", metavar="PATH_OR_ID", help="a local Llama-architecture folder, or a hub id "
-                   "(default: SmolLM2-135M-Instruct, prepared on first use)")  # fmt: skip
+    p.add_argument(
+        "--model",
+        metavar="PATH_OR_ID",
+        help="a local Llama-architecture folder, or a hub id (default: SmolLM2-135M-Instruct, prepared on first use)",
+    )
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run (default auto)")
     p.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0, help="seed of everything random (default 0)")
     return p

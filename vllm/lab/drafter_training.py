@@ -206,8 +206,15 @@ def final_norm(model: llama.Llama, hidden: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(hidden, hidden.shape[-1:], model.norm, model.config.rms_norm_eps)
 
 
-def write_text(model: llama.Llama, tokenizer: Tokenizer, folder: Path, minutes: float, seed: int = 0,
-               seats: int = 48, max_tokens: int = 160) -> int:  # fmt: skip
+def write_text(
+    model: llama.Llama,
+    tokenizer: Tokenizer,
+    folder: Path,
+    minutes: float,
+    seed: int = 0,
+    seats: int = 48,
+    max_tokens: int = 160,
+) -> int:
     """Let the target answer prompts for some minutes. Adds files of PER_FILE answers each, one at least; returns new
     tokens.
 
@@ -230,8 +237,9 @@ def write_text(model: llama.Llama, tokenizer: Tokenizer, folder: Path, minutes: 
         while len(scheduler.waiting) < 4:
             text = next(prompts)
             ids = tokenizer.ask(text)
-            request = Request(str(started), ids, SamplingParams(max_tokens=max_tokens),
-                                         eos_token_id=model.config.eos_token_ids[0])  # fmt: skip
+            request = Request(
+                str(started), ids, SamplingParams(max_tokens=max_tokens), eos_token_id=model.config.eos_token_ids[0]
+            )
             core.add_request(request)
             live[request.request_id] = request
             started += 1
@@ -285,8 +293,9 @@ def choose_vocab(token_ids: np.ndarray, size: int, vocab_size: int, keep: Sequen
 METHODS = ("eagle", "medusa", "draft_model")
 
 
-def new_network(method: str, target: llama.Llama, d2t: torch.Tensor, data: Text, heads: int = 3,
-                seed: int = 0) -> Network:  # fmt: skip
+def new_network(
+    method: str, target: llama.Llama, d2t: torch.Tensor, data: Text, heads: int = 3, seed: int = 0
+) -> Network:
     """Weights to start from. Where a feature is to be guessed from a feature, the best linear guess is solved for."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -335,8 +344,13 @@ class Text:
         if not self.files:
             raise common.InputError(f"{folder}: holds no text_*.npz; write some first (--write MINUTES)")
         chunks = [dict(np.load(file)) for file in self.files]
-        join = lambda name: np.concatenate([chunk[name] for chunk in chunks])  # noqa: E731
-        put = lambda array: torch.from_numpy(array).to(device)  # noqa: E731
+
+        def join(name: str) -> np.ndarray:
+            return np.concatenate([chunk[name] for chunk in chunks])
+
+        def put(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).to(device)
+
         self.raw_tokens, self.lengths = join("token_ids"), join("lengths").astype(np.int64)
         self.prompt_lengths = join("prompt_lengths").astype(np.int64)
         token_start = np.concatenate(([0], self.lengths.cumsum()))
@@ -428,7 +442,10 @@ def rollout_attention(N: int, L: int) -> llama.Attend:
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         G, past = q.shape[1] // k.shape[1], kept.setdefault(layer, [])
-        split = lambda t: t.view(N, L, t.shape[1], t.shape[2]).transpose(1, 2)  # noqa: E731
+
+        def split(t: torch.Tensor) -> torch.Tensor:
+            return t.view(N, L, t.shape[1], t.shape[2]).transpose(1, 2)
+
         q = split(q)  # [N, Hq, L, D]
         k, v = (split(t).repeat_interleave(G, 1) for t in (k, v))
         past.append((k, v))
@@ -504,8 +521,15 @@ BATCH, ROLLOUT, AVERAGE = 768, HEADS, 0.995  # tokens per step; distances drafte
 class Trainer:
     """One drafter in training: its network, AdamW, a moving average of its weights, and how far it has come."""
 
-    def __init__(self, method: str, target: llama.Llama, d2t: torch.Tensor, data: Text, folder: Path,
-                 learning_rate: float | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        method: str,
+        target: llama.Llama,
+        d2t: torch.Tensor,
+        data: Text,
+        folder: Path,
+        learning_rate: float | None = None,
+    ) -> None:
         self.method, self.path = method, folder / f"{method}.pt"
         self.network = new_network(method, target, d2t, data)
         self.state = {"steps": 0, "tokens": 0, "seconds": 0.0, "history": []}
@@ -543,8 +567,15 @@ class Trainer:
         """Write the whole state next to the old one, then take its name: a cut leaves one of the two."""
         scratch = self.path.with_suffix(".part")
         weights = {name: tensor.detach() for name, tensor in self.network.tensors.items()}
-        torch.save({"weights": weights, "average": self.average, "optimizer": self.optimizer.state_dict(),
-                    "state": self.state}, scratch)  # fmt: skip
+        torch.save(
+            {
+                "weights": weights,
+                "average": self.average,
+                "optimizer": self.optimizer.state_dict(),
+                "state": self.state,
+            },
+            scratch,
+        )
         scratch.rename(self.path)
 
     @torch.no_grad()
@@ -552,13 +583,22 @@ class Trainer:
         """By distance, the share of positions where the averaged weights have the target's favourite, on answers that
         were kept out of training. What they said at shorter distances plays no part: `count_chains` asks for that."""
         averaged = Network(self.method, self.network.target, self.network.d2t, self.average)
-        counts = [LOSSES[self.method](averaged, data, group, ROLLOUT)[1]
-                  for group in batches(data, answers, 4 * BATCH, random.Random(0))]  # fmt: skip
+        counts = [
+            LOSSES[self.method](averaged, data, group, ROLLOUT)[1]
+            for group in batches(data, answers, 4 * BATCH, random.Random(0))
+        ]
         return [sum(same for same, _ in column) / sum(rows for _, rows in column) for column in zip(*counts)]
 
 
-def train(model: llama.Llama, text: Path, work: Path, minutes: float, methods: Sequence[str] = METHODS,
-          draft_vocab: int = 4096, seed: int = 0) -> None:  # fmt: skip
+def train(
+    model: llama.Llama,
+    text: Path,
+    work: Path,
+    minutes: float,
+    methods: Sequence[str] = METHODS,
+    draft_vocab: int = 4096,
+    seed: int = 0,
+) -> None:
     """Train `methods` in turns of half a minute, each for its share of `minutes`; goes on from what `work` holds."""
     work.mkdir(parents=True, exist_ok=True)
     data = Text(text, model.device)

@@ -38,8 +38,13 @@ BLOCK = 16  # tokens
 LOOPS = {"synchronous": 1, "async": 2}  # steps in flight
 
 
-def make_loop(kind: str, model: llama.Llama, num_speculative_tokens: int, max_model_len: int,
-              drafter: Callable[..., Any] = make_drafter) -> tuple[PipelineEngineCore, Any]:  # fmt: skip
+def make_loop(
+    kind: str,
+    model: llama.Llama,
+    num_speculative_tokens: int,
+    max_model_len: int,
+    drafter: Callable[..., Any] = make_drafter,
+) -> tuple[PipelineEngineCore, Any]:
     """The served engine's loop with eight seats, and the worker that runs its steps on a thread of this process;
     `drafter(config, model)` is 07's."""
     parallel = ParallelConfig(async_scheduling=True)
@@ -75,9 +80,14 @@ def run(core: PipelineEngineCore, requests: Sequence[Request], overhead: float =
     return [request.output_token_ids for request in requests], in_vain
 
 
-def compare_loops(model: llama.Llama, prompts: Sequence[Sequence[int]], max_tokens: int, num_speculative_tokens: int,
-                  drafter: Callable[..., Any] = make_drafter,
-                  overhead: float = 0.0) -> dict[str, dict[str, Any]]:  # fmt: skip
+def compare_loops(
+    model: llama.Llama,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    num_speculative_tokens: int,
+    drafter: Callable[..., Any] = make_drafter,
+    overhead: float = 0.0,
+) -> dict[str, dict[str, Any]]:
     """The same greedy requests in step and one step ahead: {loop: their tokens, and what they took}."""
     # Beyond the longest answer there is room for drafts: the end of the context cuts none.
     longest, found = max(map(len, prompts)) + max_tokens + num_speculative_tokens + 1, {}
@@ -91,18 +101,30 @@ def compare_loops(model: llama.Llama, prompts: Sequence[Sequence[int]], max_toke
             cast(Any, core.remote).executor.shutdown()
         spans, drafts = worker.take_spans(), worker.runner.drafts
         busy, whole = sum(end - start for start, end in spans), spans[-1][1] - spans[0][0]
-        found[kind] = {"token_ids": token_ids, "steps": len(spans), "places": drafts.num_places,
-                       "drafts": drafts.num_drafts, "in_vain": in_vain, "idle": 1 - busy / whole}  # fmt: skip
+        found[kind] = {
+            "token_ids": token_ids,
+            "steps": len(spans),
+            "places": drafts.num_places,
+            "drafts": drafts.num_drafts,
+            "in_vain": in_vain,
+            "idle": 1 - busy / whole,
+        }
     return found
 
 
-def demonstrate(model: llama.Llama, prompts: Sequence[Sequence[int]], expected: list[list[int]],
-                num_speculative_tokens: int, drafter: Callable[..., Any]) -> None:  # fmt: skip
+def demonstrate(
+    model: llama.Llama,
+    prompts: Sequence[Sequence[int]],
+    expected: list[list[int]],
+    num_speculative_tokens: int,
+    drafter: Callable[..., Any],
+) -> None:
     """Print both loops side by side. Raises CheckFailed unless both write `expected`, as plain decoding does."""
     loops = compare_loops(model, prompts, max(map(len, expected)), num_speculative_tokens, drafter, overhead=0.005)
     common.table(["loop, 5 ms of other work per plan", "steps", "places", "drafts", "samples in vain", "model idle"], [
         [kind, *(loop[key] for key in ("steps", "places", "drafts", "in_vain")), f"{loop['idle']:.0%}"]
         for kind, loop in loops.items()
     ])  # fmt: skip
-    common.check_equal("both wrote the tokens of plain greedy decoding", [x["token_ids"] for x in loops.values()],
-                       [expected] * 2)  # fmt: skip
+    common.check_equal(
+        "both wrote the tokens of plain greedy decoding", [x["token_ids"] for x in loops.values()], [expected] * 2
+    )

@@ -82,8 +82,9 @@ def exact_round(p: Sequence[Distribution], q: Sequence[Distribution]) -> dict[tu
     return {tokens: chance for tokens, chance in found.items() if chance > 0}
 
 
-def swept_round(sample: Callable, p: Sequence[Distribution], q: Sequence[Distribution], levels: int,
-                draws: int) -> tuple[dict[tuple[int, ...], float], float]:  # fmt: skip
+def swept_round(
+    sample: Callable, p: Sequence[Distribution], q: Sequence[Distribution], levels: int, draws: int
+) -> tuple[dict[tuple[int, ...], float], float]:
     """What `rejection_sample` (lesson 07) really does with every draft and every u on a grid: ({output: share}, tokens
     a round).
 
@@ -109,9 +110,15 @@ def swept_round(sample: Callable, p: Sequence[Distribution], q: Sequence[Distrib
     scores = torch.tensor(p, dtype=torch.float64).repeat(B, 1)  # [B · (K + 1), V]
     rows = torch.arange(K + 1).where(torch.arange(K + 1) < K, -1).repeat(B)
     tokens, num_sampled = sample(
-        scores, drafts.flatten(), torch.arange(B + 1) * (K + 1), torch.zeros(len(scores), dtype=torch.bool),
-        draw.flatten(), accept.flatten(), torch.tensor(q, dtype=torch.float64).view(K, V) if K else None, rows,
-    )  # fmt: skip
+        scores,
+        drafts.flatten(),
+        torch.arange(B + 1) * (K + 1),
+        torch.zeros(len(scores), dtype=torch.bool),
+        draw.flatten(),
+        accept.flatten(),
+        torch.tensor(q, dtype=torch.float64).view(K, V) if K else None,
+        rows,
+    )
     tokens, n = tokens.view(B, K + 1), num_sampled[:, None]
     codes = torch.where(torch.arange(K + 1) < n, tokens + 1, 0) @ (V + 1) ** torch.arange(K + 1)
     found, where = np.unique(codes.numpy(), return_inverse=True)
@@ -133,11 +140,15 @@ def ragged_batch(V: int, counts: Sequence[int], seed: int) -> dict[str, Any]:
         likely[end - 1] = -1
     rows = [r if kind == 2 and likely[r] >= 0 else -1 for r, kind in enumerate(kinds)]
     return {
-        "scores": p, "draft_token_ids": torch.tensor(likely), "cu_num_sampled_tokens": torch.tensor(starts),
-        "is_greedy": torch.tensor([kind == 0 for kind in kinds]), "draft_probs": q, "draft_rows": torch.tensor(rows),
+        "scores": p,
+        "draft_token_ids": torch.tensor(likely),
+        "cu_num_sampled_tokens": torch.tensor(starts),
+        "is_greedy": torch.tensor([kind == 0 for kind in kinds]),
+        "draft_probs": q,
+        "draft_rows": torch.tensor(rows),
         "draw_u": torch.rand(R, generator=g, dtype=torch.float64),
         "accept_u": torch.rand(R, generator=g, dtype=torch.float64),
-    }  # fmt: skip
+    }
 
 
 # --- Targets and drafters ---------------------------------------------------------------------------------------------
@@ -195,8 +206,14 @@ def all_errors(Ks: Iterable[int]) -> tuple[list[float], int]:
 # --- Equal, up to rounding ------------------------------------------------------------------------------------------
 
 
-def same_but_for_rounding(model: llama.Llama, prompt: Sequence[int], params: SamplingParams,
-                          ours: Sequence[int], theirs: Sequence[int], tolerance: float = 1e-6) -> bool:  # fmt: skip
+def same_but_for_rounding(
+    model: llama.Llama,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    ours: Sequence[int],
+    theirs: Sequence[int],
+    tolerance: float = 1e-6,
+) -> bool:
     """Are two answers the same, or do they part at a token where it took a rounding error to decide?
 
     A batch of another shape rounds logits otherwise. That decides where two logits tie, or where the random number lies

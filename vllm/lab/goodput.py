@@ -98,14 +98,21 @@ class CostModel:
         return self(*features(work))
 
     @classmethod
-    def roofline(cls, config: Mapping[str, Any], gpu: GPU, flops: float, bandwidth: float,
-                 overhead: float = 0.0) -> CostModel:  # fmt: skip
+    def roofline(
+        cls, config: Mapping[str, Any], gpu: GPU, flops: float, bandwidth: float, overhead: float = 0.0
+    ) -> CostModel:
         """From a model's shapes and a GPU's data sheet; `flops` and `bandwidth` are the shares of it reached."""
         spec, (W, W_head) = roofline.KVCacheSpec.from_config(config), roofline.weights_read(config)
         rate, speed = flops * gpu.flops, bandwidth * gpu.bandwidth
         pair_flops = 4 * spec.num_layers * config["num_attention_heads"] * spec.head_size
-        seconds = (overhead, 2 * (W + W_head) / speed, 2 * W / rate, 2 * W_head / rate, pair_flops / rate,
-                   spec.bytes_per_token() / speed)  # fmt: skip
+        seconds = (
+            overhead,
+            2 * (W + W_head) / speed,
+            2 * W / rate,
+            2 * W_head / rate,
+            pair_flops / rate,
+            spec.bytes_per_token() / speed,
+        )
         return cls(*(round(x * 1e12) for x in seconds))
 
 
@@ -252,8 +259,15 @@ class Instance(EngineCore):
     `leap` steps at once, and `interrupt` cuts that short.
     """
 
-    def __init__(self, number: int, roles: str, scheduler: ReservingScheduler, cost: CostModel,
-                 jobs: Mapping[str, Job], leap: int) -> None:  # fmt: skip
+    def __init__(
+        self,
+        number: int,
+        roles: str,
+        scheduler: ReservingScheduler,
+        cost: CostModel,
+        jobs: Mapping[str, Job],
+        leap: int,
+    ) -> None:
         super().__init__(scheduler)
         self.number, self.roles, self.cost, self.jobs, self.leap = number, roles, cost, jobs, leap
         self.output: SchedulerOutput | None = None  # the step under way
@@ -368,8 +382,10 @@ class Deployment:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"([1-9]\d*(EPD|EP?|PD?|D))+", self.layout) or not {"P", "D"} <= set(self.layout):
-            raise common.InputError(f"layout {self.layout!r}: allowed: numbers of GPUs and what they do, P and D among "
-                                    "it, e.g. 4PD, 2P2D, 1E2P1D")  # fmt: skip
+            raise common.InputError(
+                f"layout {self.layout!r}: allowed: numbers of GPUs and what they do, P and D among "
+                "it, e.g. 4PD, 2P2D, 1E2P1D"
+            )
 
     @property
     def pools(self) -> list[tuple[int, str]]:
@@ -405,8 +421,14 @@ def streamed(prefill: Sequence[int], wire: int, free: int, pieces: int) -> tuple
 class Cluster:
     """Events in the order of time: requests arrive, steps end, caches arrive. Nothing else ever happens."""
 
-    def __init__(self, deployment: Deployment, jobs: Sequence[Job], cost: CostModel = H100_8B, leap: int = LEAP,
-                 kv_tokens: int | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        deployment: Deployment,
+        jobs: Sequence[Job],
+        cost: CostModel = H100_8B,
+        leap: int = LEAP,
+        kv_tokens: int | None = None,
+    ) -> None:
         self.deployment, self.jobs, self.now = deployment, {job.name: job for job in jobs}, 0
         self.events: list[tuple[int, int, int, Callable, tuple]] = []
         self.order = itertools.count()
@@ -523,15 +545,20 @@ WORKLOADS = {
 def lengths(workload: str, count: int, seed: int = 0) -> tuple[tuple[int, int], ...]:
     """(prompt, output) of `count` requests. At least 2 tokens of output, or there is no time between them."""
     rng, tables = random.Random(seed), WORKLOADS[workload]
-    draw = lambda table, least: max(least, round(quantile(table, rng.random())))  # noqa: E731
+
+    def draw(table: Any, least: int) -> int:
+        return max(least, round(quantile(table, rng.random())))
+
     return tuple((draw(tables.input, 1), draw(tables.output, 2)) for _ in range(count))
 
 
 def make_jobs(workload: str, rate: float, count: int, seed: int = 0) -> list[Job]:
     """A stream of requests; the same lengths and the same rhythm at every rate."""
     due = arrival_times(count, 1.0, random.Random(seed + 1))
-    return [Job(str(i), round(at / rate * 1e6), prompt, output)
-            for i, (at, (prompt, output)) in enumerate(zip(due, lengths(workload, count, seed)))]  # fmt: skip
+    return [
+        Job(str(i), round(at / rate * 1e6), prompt, output)
+        for i, (at, (prompt, output)) in enumerate(zip(due, lengths(workload, count, seed)))
+    ]
 
 
 # --- 6. Goodput -----------------------------------------------------------------------------------------------------
@@ -611,8 +638,11 @@ LINKED = {  # splits without their fast network: layout, limits, requests, and a
 def deployments(gpus: int, budgets: Iterable[int], splits: Iterable[int]) -> dict[str, Deployment]:
     """What is compared on this many GPUs: whole prompts, chunks of these budgets, this many GPUs for prompts."""
     chunked = {f"{gpus}PD/{budget}": Deployment(f"{gpus}PD", budget) for budget in budgets}
-    return {f"{gpus}PD": Deployment(f"{gpus}PD")} | chunked | {
-        layout: Deployment(layout) for layout in (f"{p}P{gpus - p}D" for p in splits)}  # fmt: skip
+    return (
+        {f"{gpus}PD": Deployment(f"{gpus}PD")}
+        | chunked
+        | {layout: Deployment(layout) for layout in (f"{p}P{gpus - p}D" for p in splits)}
+    )
 
 
 def throughput(deployment: Deployment, workload: str, count: int) -> float:
@@ -737,29 +767,45 @@ def record(part: str) -> Any:
     """One part of RECORDED, searched anew; the parts are its keys."""
     if part == "throughput":
         contest = CONTESTS[0]
-        return {name: round(throughput(d, contest.workload, contest.count), 1)
-                for name, d in deployments(8, (256, 1024, 2048), (6, 7)).items()}  # fmt: skip
+        return {
+            name: round(throughput(d, contest.workload, contest.count), 1)
+            for name, d in deployments(8, (256, 1024, 2048), (6, 7)).items()
+        }
     if part == "pools":
-        return {str(gpus): {name: goodput(d, "azure-code", TIGHT, 800 * gpus)
-                            for name, d in deployments(gpus, (128, 256), splits).items()}
-                for gpus, splits in POOLS.items()}  # fmt: skip
+        return {
+            str(gpus): {
+                name: goodput(d, "azure-code", TIGHT, 800 * gpus)
+                for name, d in deployments(gpus, (128, 256), splits).items()
+            }
+            for gpus, splits in POOLS.items()
+        }
     if part == "exposed":
-        return {str(exposed): {name: [search(exposed_outcomes(d, exposed), Limits(300, tpot)) for tpot in EXPOSED_TPOTS]
-                               for name, d in deployments(8, (192, 224, 256, 512), (5, 6, 7)).items()}
-                for exposed in EXPOSED}  # fmt: skip
+        return {
+            str(exposed): {
+                name: [search(exposed_outcomes(d, exposed), Limits(300, tpot)) for tpot in EXPOSED_TPOTS]
+                for name, d in deployments(8, (192, 224, 256, 512), (5, 6, 7)).items()
+            }
+            for exposed in EXPOSED
+        }
     if part == "links":
         return {workload: {name: linked(workload, link) for name, link in LINKS.items()} for workload in LINKED}
     if part in ("photos", "patient photos"):
         limits, names = (PHOTO_LIMITS, [*PHOTO_LAYOUTS]) if part == "photos" else (PATIENT_LIMITS, PATIENT_LAYOUTS)
         return {name: search(functools.partial(photo_outcomes, PHOTO_LAYOUTS[name], 4000), limits) for name in names}
     if part == "draws":  # of azure-code for 6P2D, four each: goodput of runs of some lengths; median TTFT, layerwise
-        runs = {str(n): [goodput(Deployment("6P2D"), "azure-code", TIGHT, n, seed) for seed in range(4)]
-                for n in (800, 3200, 6400)}  # fmt: skip
-        return runs | {name: [linked("azure-code", LINKS[name], seed)[2] for seed in range(4)]
-                       for name in ("InfiniBand 400G", "PCIe 4")}  # fmt: skip
+        runs = {
+            str(n): [goodput(Deployment("6P2D"), "azure-code", TIGHT, n, seed) for seed in range(4)]
+            for n in (800, 3200, 6400)
+        }
+        return runs | {
+            name: [linked("azure-code", LINKS[name], seed)[2] for seed in range(4)]
+            for name in ("InfiniBand 400G", "PCIe 4")
+        }
     (contest,) = (c for c in CONTESTS if c.workload == part)
-    return {name: [goodput(d, part, Limits(contest.ttft, tpot), contest.count) for tpot in contest.tpots]
-            for name, d in deployments(contest.gpus, contest.budgets, contest.splits).items()}  # fmt: skip
+    return {
+        name: [goodput(d, part, Limits(contest.ttft, tpot), contest.count) for tpot in contest.tpots]
+        for name, d in deployments(contest.gpus, contest.budgets, contest.splits).items()
+    }
 
 
 # --- 7. Pictures and people: encode as a third stage ----------------------------------------------------------------
@@ -781,8 +827,10 @@ def photo_jobs(rate: float, count: int) -> list[Job]:
     """Requests with a picture each; Poisson."""
     text, image, output = PHOTO
     due = arrival_times(count, 1.0, random.Random(1))
-    return [Job(str(i), round(at / rate * 1e6), text + image, output, image, round(encode_seconds(image) * 1e6))
-            for i, at in enumerate(due)]  # fmt: skip
+    return [
+        Job(str(i), round(at / rate * 1e6), text + image, output, image, round(encode_seconds(image) * 1e6))
+        for i, at in enumerate(due)
+    ]
 
 
 def photo_outcomes(deployment: Deployment, count: int, rate: float) -> list[Outcome]:
@@ -816,8 +864,9 @@ def break_even(tokens: int) -> float:
     return tokens * KV_BYTES / prefill_seconds(tokens)
 
 
-def mooncake_bandwidth(flops: float, prefix: int = 8192, d: int = 8192, gqa: int = 8, bytes_per_element: int = 2,
-                       a: int = 4, b: int = 22) -> float:  # fmt: skip
+def mooncake_bandwidth(
+    flops: float, prefix: int = 8192, d: int = 8192, gqa: int = 8, bytes_per_element: int = 2, a: int = 4, b: int = 22
+) -> float:
     """From which bandwidth on fetching a cached prefix beats computing it: Mooncake's formula (FAST '25), per layer.
 
     B = G · 2·p·d·s/gqa ÷ (a·p²·d + b·p·d²): bytes of the prefix, over the seconds of its attention and its matrices.
@@ -913,10 +962,15 @@ def simulate(params: dict[str, Any]) -> dict[str, Any]:
 def describe(trace: dict[str, Any]) -> str:
     """The state of the simulation as text, as the widget's slot shows it."""
     p, requests = trace["params"], trace["requests"]
-    ms = lambda us: f"{us // 1000:,}.{us // 100 % 10} ms"  # noqa: E731
+
+    def ms(us: int) -> str:
+        return f"{us // 1000:,}.{us // 100 % 10} ms"
+
     ttft, tpot = (us // 1000 for us in trace["limits_us"])
-    lines = [f"{len(requests)} requests at {p['rate']}/s, {p['mix']}, on {p['layout']}; limits TTFT {ttft} ms, "
-             f"TPOT {tpot} ms"]  # fmt: skip
+    lines = [
+        f"{len(requests)} requests at {p['rate']}/s, {p['mix']}, on {p['layout']}; limits TTFT {ttft} ms, "
+        f"TPOT {tpot} ms"
+    ]
     for number, gpu in enumerate(trace["gpus"]):
         busy = sum(end - start for start, end, _, _ in gpu["steps"])
         prompts, decodes = (sum(step[i] for step in gpu["steps"]) for i in (2, 3))
@@ -993,8 +1047,12 @@ def calibrate(model: llama.Llama, rounds: int = 5) -> dict[str, Any]:
     """What goes into `results/*.json`: the measured steps, the model fitted to them, and how far they are apart."""
     table = measure_steps(model, rounds)
     cost = fit(table)
-    return {"table": table, "cost": asdict(cost), "median_error": fit_error(cost, table),
-            "worst_error": max(fit_error(cost, [row]) for row in table)}  # fmt: skip
+    return {
+        "table": table,
+        "cost": asdict(cost),
+        "median_error": fit_error(cost, table),
+        "worst_error": max(fit_error(cost, [row]) for row in table),
+    }
 
 
 # --- 11. The numbers that the text quotes, and the figures ----------------------------------------------------------
@@ -1102,8 +1160,9 @@ def _draw_timeline(folder: str | Path) -> Path:
                 color = "orange" if prompt > decodes and "P" in gpu["roles"] else "blue"
                 bars[color].append((start / 1e3, (end - start) / 1e3))
             for color, ranges in bars.items():
-                axis.broken_barh(ranges, (number - 0.36, 0.72), linewidth=0.3, facecolor=figures.COLORS[color],
-                                 edgecolor="white")  # fmt: skip
+                axis.broken_barh(
+                    ranges, (number - 0.36, 0.72), linewidth=0.3, facecolor=figures.COLORS[color], edgecolor="white"
+                )
         for r in trace["requests"]:
             if r["transfer"][0] >= 0 and r["prompt"] > 1000:
                 begin, end = r["transfer"]
@@ -1122,10 +1181,19 @@ def _draw_goodput(folder: str | Path) -> Path:
     for axis, contest in zip(axes, CONTESTS):
         rows = known[key(contest.workload)]
         tpots = [t for t in contest.tpots if t <= 50]
-        for name, label, color in (("whole", "colocated, whole prompts", "grey"), ("split", "best split", "blue"),
-                                   ("chunked", "colocated, best chunks", "orange")):  # fmt: skip
-            axis.plot(tpots, [rows[f"tpot_{key(float(t))}"][name] / 8 for t in tpots], "o-", label=label, markersize=4,
-                      color=figures.COLORS[color])  # fmt: skip
+        for name, label, color in (
+            ("whole", "colocated, whole prompts", "grey"),
+            ("split", "best split", "blue"),
+            ("chunked", "colocated, best chunks", "orange"),
+        ):
+            axis.plot(
+                tpots,
+                [rows[f"tpot_{key(float(t))}"][name] / 8 for t in tpots],
+                "o-",
+                label=label,
+                markersize=4,
+                color=figures.COLORS[color],
+            )
         axis.set(xscale="log", xticks=[7, 8, 10, 15, 20, 30, 50], xticklabels=[7, 8, 10, 15, 20, 30, 50],
                  xlabel="limit on the time per output token, ms",
                  title=f"{contest.workload}, TTFT ≤ {contest.ttft} ms")  # fmt: skip
@@ -1146,8 +1214,10 @@ def _draw_splits(folder: str | Path) -> Path:
     over = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a line may pass behind a label
     axis.bar_label(bars, [f"{rate:.0f}" for rate in split.values()], fontsize=9, padding=2, bbox=over)
     known = best(found)
-    for name, label, color in (("whole", "8 colocated,\nwhole prompts", "grey"),
-                               ("chunked", f"8 colocated, chunks of {known['budget']}", "orange")):  # fmt: skip
+    for name, label, color in (
+        ("whole", "8 colocated,\nwhole prompts", "grey"),
+        ("chunked", f"8 colocated, chunks of {known['budget']}", "orange"),
+    ):
         axis.axhline(known[name], color=figures.COLORS[color], linewidth=1.8, zorder=0)
         axis.text(-0.45, known[name] + 1.5, f"{label}: {known[name]:.0f}", color=figures.COLORS[color], fontsize=9)
     axis.set(ylabel="goodput, requests/s", title="azure-code on 8 GPUs, TTFT ≤ 300 ms, TPOT ≤ 8 ms", ylim=(0, 122))
@@ -1170,10 +1240,20 @@ def _draw_wire(folder: str | Path) -> Path:
         for j in (0, 1):
             x = [n + (2 * i + j - 1.5) * 0.2 for n in range(len(names))]
             label = f"{workload.split('-conv')[0]} on {LINKED[workload][0]}" + (", layerwise" if j else "")
-            right.bar(x, [found[workload][name][2 * j] for name in names], 0.19, label=label, alpha=0.6 if j else 1,
-                      color=figures.COLORS[color])  # fmt: skip
-    right.set(yscale="log", ylim=(20, 3e5), ylabel="median time to first token, ms",
-              title="What a slow link does to a cluster")  # fmt: skip
+            right.bar(
+                x,
+                [found[workload][name][2 * j] for name in names],
+                0.19,
+                label=label,
+                alpha=0.6 if j else 1,
+                color=figures.COLORS[color],
+            )
+    right.set(
+        yscale="log",
+        ylim=(20, 3e5),
+        ylabel="median time to first token, ms",
+        title="What a slow link does to a cluster",
+    )
     right.set_xticks(range(len(names)), [name.replace(" ", "\n", 1) for name in names], fontsize=8.5)
     right.legend(fontsize=8, loc="upper left")
     return figures.save_figure(figure, folder, "08_goodput_wire")

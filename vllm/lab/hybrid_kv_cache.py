@@ -104,8 +104,10 @@ def unify_page_size(specs: Sequence[AttentionSpec]) -> list[AttentionSpec]:
     largest = max(spec.page_size_bytes for spec in specs)
     for spec in specs:
         if largest % spec.page_size_bytes:
-            raise common.InputError(f"a page of {spec.page_size_bytes} bytes does not divide one of {largest}: "
-                                    "choose block sizes for which it does")  # fmt: skip
+            raise common.InputError(
+                f"a page of {spec.page_size_bytes} bytes does not divide one of {largest}: "
+                "choose block sizes for which it does"
+            )
     return [dataclasses.replace(s, block_size=s.block_size * (largest // s.page_size_bytes)) for s in specs]
 
 
@@ -137,8 +139,15 @@ class FullAttentionManager:
     `alignment`: prefix hits are multiples of so many tokens. `hash_block_size`: a request has a hash for so many.
     """
 
-    def __init__(self, spec: AttentionSpec, group_id: int, block_pool: Any, alignment: int, hash_block_size: int,
-                 max_in_flight_tokens: int) -> None:  # fmt: skip
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        group_id: int,
+        block_pool: Any,
+        alignment: int,
+        hash_block_size: int,
+        max_in_flight_tokens: int,
+    ) -> None:
         self.spec, self.block_size, self.block_pool = spec, spec.block_size, block_pool
         self.group_id = group_id.to_bytes(4, "big")  # part of the key: groups keep different layers of a token
         self.alignment, self.hashes_per_block = alignment, spec.block_size // hash_block_size
@@ -299,9 +308,13 @@ class HybridKVCacheManager:
     update_block_hashes = KVCacheManager.update_block_hashes
 
     def __init__(
-        self, num_blocks: int, groups: Sequence[KVCacheGroup], max_model_len: int, enable_caching: bool = True,
+        self,
+        num_blocks: int,
+        groups: Sequence[KVCacheGroup],
+        max_model_len: int,
+        enable_caching: bool = True,
         max_in_flight_tokens: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         sizes = [group.spec.block_size for group in groups]
         self.block_size = math.gcd(*sizes)  # of a hash
         self.alignment = math.lcm(*sizes)  # of a hit: whole blocks in every group
@@ -354,9 +367,12 @@ class HybridKVCacheManager:
         )
 
     def allocate_slots(
-        self, request: Request, num_new_tokens: int, new_computed_blocks: Sequence[Sequence[int]] = (),
+        self,
+        request: Request,
+        num_new_tokens: int,
+        new_computed_blocks: Sequence[Sequence[int]] = (),
         full_sequence_must_fit: bool = False,
-    ) -> list[list[int]] | None:  # fmt: skip
+    ) -> list[list[int]] | None:
         """Room in every group for `num_new_tokens` behind those computed, `new_computed_blocks` among these.
 
         Returns the new blocks of each group, or None if the pool has too few for all groups together; then no group
@@ -402,8 +418,10 @@ class HybridKVCache:
     def __init__(self, model: llama.Llama, groups: Sequence[KVCacheGroup], num_blocks: int) -> None:
         self.block_size = groups[0].spec.block_size
         shape = (2, num_blocks, self.block_size, model.num_kv_heads, model.config.head_dim)
-        self.tensors = [torch.zeros(shape, dtype=model.dtype, device=model.device)
-                        for _ in range(max(len(group.layers) for group in groups))]  # fmt: skip
+        self.tensors = [
+            torch.zeros(shape, dtype=model.dtype, device=model.device)
+            for _ in range(max(len(group.layers) for group in groups))
+        ]
         self.groups = groups
         self.place = {layer: (g, j) for g, group in enumerate(groups) for j, layer in enumerate(group.layers)}
 

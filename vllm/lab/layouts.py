@@ -61,11 +61,20 @@ class MoELayer:
     top_k: int
 
 
-def random_moe(num_experts: int = 12, hidden: int = 64, intermediate: int = 48, top_k: int = 2, seed: int = 0,
-               device: torch.device | None = None) -> MoELayer:  # fmt: skip
+def random_moe(
+    num_experts: int = 12,
+    hidden: int = 64,
+    intermediate: int = 48,
+    top_k: int = 2,
+    seed: int = 0,
+    device: torch.device | None = None,
+) -> MoELayer:
     """A seeded layer, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
-    noise = lambda *shape: (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(device)  # noqa: E731
+
+    def noise(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(device)
+
     experts = Experts(noise(num_experts, 2 * intermediate, hidden), noise(num_experts, hidden, intermediate))
     return MoELayer(noise(num_experts, hidden), experts, top_k)
 
@@ -99,8 +108,9 @@ class ExpertGroup(GroupCoordinator):
         arriving = torch.empty(self.world_size, dtype=torch.int64, device=self.wire)
         dist.all_to_all_single(arriving, torch.tensor(counts, device=self.wire), group=self.process_group)
         received = torch.empty(int(arriving.sum()), *rows.shape[1:], dtype=rows.dtype, device=self.wire)
-        dist.all_to_all_single(received, rows.to(self.wire).contiguous(), arriving.tolist(), list(counts),
-                               group=self.process_group)  # fmt: skip
+        dist.all_to_all_single(
+            received, rows.to(self.wire).contiguous(), arriving.tolist(), list(counts), group=self.process_group
+        )
         self._count_sent("all_to_all", rows, counts)
         return received.to(rows.device), arriving.tolist()
 
@@ -161,8 +171,9 @@ def expert_parallel_moe(layer: MoELayer, x: torch.Tensor, group: ExpertGroup) ->
     return y.index_add_(0, order // k, back * weights.flatten()[order, None])
 
 
-def sequence_parallel_block(layer: MoELayer, partial: torch.Tensor, norm: torch.Tensor, group: ExpertGroup
-                            ) -> torch.Tensor:  # fmt: skip
+def sequence_parallel_block(
+    layer: MoELayer, partial: torch.Tensor, norm: torch.Tensor, group: ExpertGroup
+) -> torch.Tensor:
     """What follows attention: add up its partial sums, norm, experts. partial [T, H] -> [T, H] on every rank.
 
     An all-reduce is a reduce-scatter and an all-gather. Between the two, each rank has T/n tokens of its own: the place
@@ -248,16 +259,34 @@ def models() -> dict[str, Model]:
     """The models of the sizing tables: dense ones by lesson 01, DeepSeek-R1 by its published weights."""
     found = {}
     for name, config, bits in (
-        ("Llama-3.1-8B", roofline.MODELS["Llama-3.1-8B"], 16), ("Llama-3.1-70B", roofline.MODELS["Llama-3.1-70B"], 16),
-        ("Llama-3.1-405B", LLAMA_405B, 16), ("Llama-3.1-405B-FP8", LLAMA_405B, 8),
-    ):  # fmt: skip
+        ("Llama-3.1-8B", roofline.MODELS["Llama-3.1-8B"], 16),
+        ("Llama-3.1-70B", roofline.MODELS["Llama-3.1-70B"], 16),
+        ("Llama-3.1-405B", LLAMA_405B, 16),
+        ("Llama-3.1-405B-FP8", LLAMA_405B, 8),
+    ):
         parameters = roofline.weight_bytes(config) // 2
-        found[name] = Model(name, config["num_hidden_layers"], config["hidden_size"], parameters * bits // 8,
-                            parameters, roofline.KVCacheSpec.from_config(config).bytes_per_token(), 8)  # fmt: skip
+        found[name] = Model(
+            name,
+            config["num_hidden_layers"],
+            config["hidden_size"],
+            parameters * bits // 8,
+            parameters,
+            roofline.KVCacheSpec.from_config(config).bytes_per_token(),
+            8,
+        )
     r1 = roofline.MODELS["DeepSeek-V3"]
-    found["DeepSeek-R1"] = Model("DeepSeek-R1", 61, 7168, 671e9 - R1_EXPERTS, 37e9,
-                                 roofline.KVCacheSpec.from_config(r1).bytes_per_token(), 1, R1_EXPERTS, 256,
-                                 8)  # fmt: skip
+    found["DeepSeek-R1"] = Model(
+        "DeepSeek-R1",
+        61,
+        7168,
+        671e9 - R1_EXPERTS,
+        37e9,
+        roofline.KVCacheSpec.from_config(r1).bytes_per_token(),
+        1,
+        R1_EXPERTS,
+        256,
+        8,
+    )
     return found
 
 
@@ -289,8 +318,14 @@ def all_reduce_seconds(payload: float, n: int, between: Link = NETWORK) -> float
     )
 
 
-def cost(model: Model, layout: Layout, sequences: int = 256, context: int = 4096, tokens_each: int = 1,
-         between: Link = NETWORK) -> dict[str, float]:  # fmt: skip
+def cost(
+    model: Model,
+    layout: Layout,
+    sequences: int = 256,
+    context: int = 4096,
+    tokens_each: int = 1,
+    between: Link = NETWORK,
+) -> dict[str, float]:
     """Memory, and one step of `sequences` sequences in all (`tokens_each` new ones each), by arithmetic.
 
     memory   = weights/(TP·PP) + KV; KV heads are divided by TP as far as there are any
@@ -359,12 +394,18 @@ def facts() -> dict[str, Any]:
             found["crowd"] = loaded(models()[name], layout, 1536)["tokens_per_second"]
             sizing.setdefault(roofline.slug(name), {})[key] = found
     # Two prompts: TP 16 computes both in one step; in a pipeline the second is done one stage after the first.
-    tp16, tp8_pp2 = (cost(models()["Llama-3.1-405B"], layout, 2, 4096, 4096, ETHERNET)
-                     for layout in (Layout(tp=16), Layout(tp=8, pp=2)))  # fmt: skip
+    tp16, tp8_pp2 = (
+        cost(models()["Llama-3.1-405B"], layout, 2, 4096, 4096, ETHERNET)
+        for layout in (Layout(tp=16), Layout(tp=8, pp=2))
+    )
     slow = {"16": tp16["latency_ms"], "8": tp8_pp2["latency_ms"] + tp8_pp2["stage_ms"]}
-    one_node = {roofline.slug(name): {"weights_gb": (m.shared_bytes + m.expert_bytes) / 1e9,
-                "gpus": math.ceil((m.shared_bytes + m.expert_bytes) / (roofline.GPU_MEMORY_UTILIZATION * H100.memory))}
-                for name, m in models().items()}  # fmt: skip
+    one_node = {
+        roofline.slug(name): {
+            "weights_gb": (m.shared_bytes + m.expert_bytes) / 1e9,
+            "gpus": math.ceil((m.shared_bytes + m.expert_bytes) / (roofline.GPU_MEMORY_UTILIZATION * H100.memory)),
+        }
+        for name, m in models().items()
+    }
     layer = random_moe()
     x = torch.randn(48, 64, generator=torch.Generator().manual_seed(1))
     sent = rows_sent(layer, x, 3)
@@ -389,9 +430,15 @@ def draw(folder: str | Path) -> list[Path]:
         for layout, marker in zip(CHOICES[name], "osD"):
             curve = [cost(models()[name], layout, n) for n in (16, 32, 64, 128, 256, 512)]
             fitting = [c for c, n in zip(curve, (16, 32, 64, 128, 256, 512)) if c["kv_tokens"] >= n * 4096]
-            axes[0].plot([c["latency_ms"] for c in fitting], [c["tokens_per_second"] for c in fitting],
-                         f"{marker}-", color=figures.COLORS[color], markersize=4, linewidth=1,
-                         label=f"{name.replace('Llama-3.1-', '')}: {layout}")  # fmt: skip
+            axes[0].plot(
+                [c["latency_ms"] for c in fitting],
+                [c["tokens_per_second"] for c in fitting],
+                f"{marker}-",
+                color=figures.COLORS[color],
+                markersize=4,
+                linewidth=1,
+                label=f"{name.replace('Llama-3.1-', '')}: {layout}",
+            )
     axes[0].set(xlabel="ms per token", ylabel="output tokens/s, two nodes", title="16 … 512 sequences of 4,096 tokens")
     axes[0].set_ylim(0)
     axes[0].set_xlim(0)
@@ -404,14 +451,28 @@ def draw(folder: str | Path) -> list[Path]:
     limit = roofline.GPU_MEMORY_UTILIZATION * H100.memory / 1e9
     left = [limit - c["weights_gb"] for *_, c in rows]
     copies = [room * (1 - 1 / c["kv_copies"]) for room, (*_, c) in zip(left, rows)]
-    axes[1].barh(at, [a - b for a, b in zip(left, copies)], left=[c["weights_gb"] for *_, c in rows],
-                 color=figures.COLORS["blue"], label="KV cache")  # fmt: skip
-    axes[1].barh(at, copies, left=[limit - b for b in copies], color="white", edgecolor=figures.COLORS["blue"],
-                 hatch="////", linewidth=0.6, label="copies of others' KV")  # fmt: skip
+    axes[1].barh(
+        at,
+        [a - b for a, b in zip(left, copies)],
+        left=[c["weights_gb"] for *_, c in rows],
+        color=figures.COLORS["blue"],
+        label="KV cache",
+    )
+    axes[1].barh(
+        at,
+        copies,
+        left=[limit - b for b in copies],
+        color="white",
+        edgecolor=figures.COLORS["blue"],
+        hatch="////",
+        linewidth=0.6,
+        label="copies of others' KV",
+    )
     labels = [f"{name.replace('Llama-3.1-', '')}, {layout}" for name, layout, _ in rows]
     axes[1].set_yticks(list(at), labels, fontsize=8)
     axes[1].invert_yaxis()
     axes[1].set(xlabel="GB of each H100 (92 % of 80)", title="memory")
-    axes[1].legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.3, -0.16), handlelength=1.0,
-                   columnspacing=0.8)  # fmt: skip
+    axes[1].legend(
+        fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.3, -0.16), handlelength=1.0, columnspacing=0.8
+    )
     return [figures.save_figure(figure, folder, "06c_sizing")]

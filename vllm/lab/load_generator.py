@@ -148,7 +148,9 @@ async def drive(
     A request that finds no seat waits in the client, in order; `scheduled` remembers when it was due."""
     seats = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     origin, tasks = (loop := asyncio.get_running_loop()).time(), []
-    clock = lambda: loop.time() - origin  # noqa: E731
+
+    def clock() -> float:
+        return loop.time() - origin
 
     async def one(prompt: Prompt, record: Record) -> Record:
         async with seats:

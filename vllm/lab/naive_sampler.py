@@ -41,7 +41,10 @@ def reference_distribution(
         kth = sorted(z, reverse=True)[min(params.top_k, len(z)) - 1]
         z = [x if x >= kth else -math.inf for x in z]
     p = softmax(z)
-    more_probable = lambda x: sum(q for y, q in zip(z, p) if y > x)  # noqa: E731
+
+    def more_probable(x: float) -> float:
+        return sum(q for y, q in zip(z, p) if y > x)
+
     return softmax([x if params.top_p == 1 or more_probable(x) < params.top_p else -math.inf for x in z])
 
 

@@ -47,8 +47,9 @@ class ReplayCore(EngineCore):
 
     def __init__(self, config: dict) -> None:
         limits = SchedulerConfig(**{key: config[key] for key in SCHEDULER_KEYS}, evict_uncomputed_blocks=False)
-        manager = KVCacheManager(config["num_blocks"], config["block_size"], config["max_model_len"],
-                                 config["enable_prefix_caching"])  # fmt: skip
+        manager = KVCacheManager(
+            config["num_blocks"], config["block_size"], config["max_model_len"], config["enable_prefix_caching"]
+        )
         super().__init__(Scheduler(limits, manager, async_scheduling=config["async_scheduling"]))
         self.config, self.depth = config, 1 + config["async_scheduling"]
         self.queue: deque[tuple[SchedulerOutput, dict[str, list[int]]]] = deque()  # steps not heard of
@@ -64,8 +65,11 @@ class ReplayCore(EngineCore):
         scheduler, tables = self.scheduler, self.scheduler.kv_cache_manager.req_to_blocks
         for request in output.preempted_reqs:  # its next table is news, even if it should be the same
             self.last_tables.pop(request.request_id, None)
-        changed = {r.request_id: list(tables[r.request_id]) for r in scheduler.running
-                   if self.last_tables.get(r.request_id) != tables[r.request_id]}  # fmt: skip
+        changed = {
+            r.request_id: list(tables[r.request_id])
+            for r in scheduler.running
+            if self.last_tables.get(r.request_id) != tables[r.request_id]
+        }
         self.last_tables.update(changed)
         admitted = {r.request_id: r for r in (*output.scheduled_new_reqs, *output.scheduled_resumed_reqs)}
         sampled = {}
@@ -98,8 +102,10 @@ class ReplayCore(EngineCore):
         output, sampled = self.queue.popleft()
         for request_id, token_ids in sampled.items():
             if not token_ids and request_id in self.scheduler.requests:  # it has not ended while this was on its way
-                raise common.InputError(f"forced_output_token_ids of request {request_id!r}: has "
-                                        f"{len(self.forced[request_id])} tokens, but the request goes on")  # fmt: skip
+                raise common.InputError(
+                    f"forced_output_token_ids of request {request_id!r}: has "
+                    f"{len(self.forced[request_id])} tokens, but the request goes on"
+                )
         return self.scheduler.update_from_output(output, sampled)
 
     def recorded_step(self) -> dict[str, Any]:
@@ -136,8 +142,14 @@ def replay(workload: dict) -> dict:
     config = workload["config"]
     core = ReplayCore(config)
     scheduler = core.scheduler
-    trace = {"vllm": REFERENCE, "workload": workload["name"], "config": config, "end": "max_steps",
-             "rejected": {}, "steps": []}  # fmt: skip
+    trace = {
+        "vllm": REFERENCE,
+        "workload": workload["name"],
+        "config": config,
+        "end": "max_steps",
+        "rejected": {},
+        "steps": [],
+    }
     pending = []
     # The rank in (arrival step, position in the file) is the arrival time.
     for rank, spec in enumerate(sorted(workload["requests"], key=lambda spec: spec["arrival_step"])):

@@ -114,8 +114,9 @@ def weights_read(config: Mapping[str, Any]) -> tuple[int, int]:
     return total - embedding * (1 if config["tie_word_embeddings"] else 2), embedding
 
 
-def step_cost(config: Mapping[str, Any], num_seqs: int, num_new_tokens: int, context: int,
-              dtype: str = "bfloat16") -> tuple[int, int]:  # fmt: skip
+def step_cost(
+    config: Mapping[str, Any], num_seqs: int, num_new_tokens: int, context: int, dtype: str = "bfloat16"
+) -> tuple[int, int]:
     """(FLOPs, bytes) of one forward pass: each of B sequences computes its last T of S positions. bf16 weights.
 
     FLOPs = 2 · W · B·T + 2 · W_head · B + 4 · L · Hq · D · (query-key pairs)    a multiply and an add each
@@ -135,8 +136,9 @@ def attention_intensity(config: Mapping[str, Any], dtype: str = "bfloat16") -> f
     return 4 * spec.num_layers * config["num_attention_heads"] * spec.head_size / spec.bytes_per_token(dtype)
 
 
-def latency_line(config: Mapping[str, Any], bandwidth: float, dtype: str = "bfloat16",
-                 weight_size: int = 2) -> tuple[float, float]:  # fmt: skip
+def latency_line(
+    config: Mapping[str, Any], bandwidth: float, dtype: str = "bfloat16", weight_size: int = 2
+) -> tuple[float, float]:
     """(seconds, seconds per cached token) of a decode step if bandwidth is all there is:
 
     ITL = weights / bandwidth + tokens · bytes per token / bandwidth        tokens: of all running sequences together

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def running_server(*flags: str, echo: Callable[[str], None] = lambda line: None, **environment: str
-                   ) -> Iterator[tuple[str, subprocess.Popen]]:  # fmt: skip
+def running_server(
+    *flags: str, echo: Callable[[str], None] = lambda line: None, **environment: str
+) -> Iterator[tuple[str, subprocess.Popen]]:
     """A server as anybody would start it, on a free port: (its URL, its process). Stopped by SIGTERM at the end, its
     own if we are killed: then nobody holds the other end of its input."""
     command = [sys.executable, str(common.HERE / "__main__.py"), "serve", "--port", "0", *flags]

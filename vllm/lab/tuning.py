@@ -44,7 +44,10 @@ def parse_limits(pairs: Sequence[str], flag: str, allowed: Sequence[str]) -> dic
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[bool]:
     """Of (cost, gain): which no other costs no more and gains no less? Of equal ones, the first."""
-    beats = lambda a, b: a[0] <= b[0] and a[1] >= b[1] and a != b  # noqa: E731
+
+    def beats(a: tuple, b: tuple) -> bool:
+        return a[0] <= b[0] and a[1] >= b[1] and a != b
+
     return [
         point not in points[:i] and not any(beats(other, point) for other in points) for i, point in enumerate(points)
     ]
@@ -100,7 +103,10 @@ def engine_run(engine: Any, prompts: Sequence[Prompt], arrivals: Sequence[float]
     """`drive` for an engine in this process: greedy, exactly `output_len` tokens each, no HTTP and no threads.
     A request that falls due while a step runs is added after it; its clock starts when it was due."""
     origin, due = time.perf_counter(), deque(range(len(prompts)))
-    clock = lambda: time.perf_counter() - origin  # noqa: E731
+
+    def clock() -> float:
+        return time.perf_counter() - origin
+
     records = [Record(at, at, prompt_tokens=p.input_len) for p, at in zip(prompts, arrivals)]
     while due or engine.has_unfinished_requests():
         while due and arrivals[due[0]] <= clock():

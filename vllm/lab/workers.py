@@ -34,9 +34,15 @@ MakeConnector = Callable[[KVTransferConfig], KVConnectorBase]
 
 
 def make_core(
-    model: llama.Llama, connector: KVConnectorBase | None = None, num_blocks: int = 128, block_size: int = 16,
-    max_model_len: int = 512, max_num_seqs: int = 16, max_num_batched_tokens: int = 512, prefix_caching: bool = False,
-) -> EngineCore:  # fmt: skip
+    model: llama.Llama,
+    connector: KVConnectorBase | None = None,
+    num_blocks: int = 128,
+    block_size: int = 16,
+    max_model_len: int = 512,
+    max_num_seqs: int = 16,
+    max_num_batched_tokens: int = 512,
+    prefix_caching: bool = False,
+) -> EngineCore:
     """A greedy engine core, with a connector or without one: the engine's scheduler and runner."""
     limits = SchedulerConfig(max_model_len, max_num_seqs, max_num_batched_tokens)
     scheduler = make_scheduler(limits, num_blocks, block_size, prefix_caching, connector=connector)
@@ -50,8 +56,14 @@ def make_request(request_id: str, prompt: Sequence[int], max_tokens: int, **para
     return Request(request_id, list(prompt), sampling)
 
 
-def run_worker(pipe: Any, inherited: Sequence[Any], model: llama.Llama | str | int | None, make: MakeConnector,
-               config: dict[str, Any], core_args: dict[str, Any]) -> None:  # fmt: skip
+def run_worker(
+    pipe: Any,
+    inherited: Sequence[Any],
+    model: llama.Llama | str | int | None,
+    make: MakeConnector,
+    config: dict[str, Any],
+    core_args: dict[str, Any],
+) -> None:
     """A worker's life: letters in, tokens out. It ends with its pipe, so it cannot outlive whoever started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for end in inherited:  # a pipe is at its end when nobody holds the other one
@@ -96,9 +108,15 @@ def worker_stats(core: EngineCore) -> dict[str, int]:
 class Worker:
     """A worker as the router sees it: a name, a pipe, an address for other workers, and whether it is alive."""
 
-    def __init__(self, name: str, model: llama.Llama | str | int | None, config: dict[str, Any],
-                 partners: Sequence[Worker] = (), make: MakeConnector = make_connector,
-                 **core_args: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        model: llama.Llama | str | int | None,
+        config: dict[str, Any],
+        partners: Sequence[Worker] = (),
+        make: MakeConnector = make_connector,
+        **core_args: Any,
+    ) -> None:
         self.name, self.alive = name, True
         fork = isinstance(model, llama.Llama)  # a fork has its parent's weights, in the same memory; and its pipes
         context = multiprocessing.get_context("fork") if fork else start_context()

@@ -63,8 +63,10 @@ class Field:
         if not good:
             shown = json.dumps(value, default=str)
             span = "" if self.low is None else f" from {self.low}" + ("" if self.high is None else f" to {self.high}")
-            raise common.InputError(f"{name}: must be {self.kind}{span}{' or null' if self.nullable else ''}, "
-                                    f"not {shown if len(shown) <= 40 else shown[:37] + '...'}")  # fmt: skip
+            raise common.InputError(
+                f"{name}: must be {self.kind}{span}{' or null' if self.nullable else ''}, "
+                f"not {shown if len(shown) <= 40 else shown[:37] + '...'}"
+            )
 
     def is_inside(self, value: Any) -> bool:
         return not ((self.low is not None and value < self.low) or (self.high is not None and value > self.high))
@@ -178,11 +180,20 @@ def load_workload(path: str | Path) -> dict:
 
 def make_request(spec: dict, rank: int, config: dict) -> Request:
     """Entry `spec` of a checked workload as a request; `rank`, its place among all arrivals, is its arrival time."""
-    params = SamplingParams(max_tokens=spec["max_tokens"], stop_token_ids=spec.get("stop_token_ids"),
-                            skip_reading_prefix_cache=bool(spec.get("skip_reading_prefix_cache")))  # fmt: skip
-    return Request(spec["id"], spec["prompt_token_ids"], params, arrival_time=float(rank),
-                   priority=spec.get("priority", 0), eos_token_id=config["eos_token_id"],
-                   cache_salt=spec.get("cache_salt"))  # fmt: skip
+    params = SamplingParams(
+        max_tokens=spec["max_tokens"],
+        stop_token_ids=spec.get("stop_token_ids"),
+        skip_reading_prefix_cache=bool(spec.get("skip_reading_prefix_cache")),
+    )
+    return Request(
+        spec["id"],
+        spec["prompt_token_ids"],
+        params,
+        arrival_time=float(rank),
+        priority=spec.get("priority", 0),
+        eos_token_id=config["eos_token_id"],
+        cache_salt=spec.get("cache_salt"),
+    )
 
 
 # --- 4. A trace, for programs and for people --------------------------------------------------------------------------

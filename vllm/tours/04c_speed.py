@@ -140,8 +140,13 @@ class ListBatch:
     def update(self, request: Request, blocks: Sequence[int]) -> tuple[Request, list[int]]:
         return request, list(blocks)
 
-    def prepare(self, rows: Sequence[tuple[Request, list[int]]], query_lens: Sequence[int], seq_lens: Sequence[int],
-                device: torch.device) -> tuple[torch.Tensor, AttentionMetadata]:  # fmt: skip
+    def prepare(
+        self,
+        rows: Sequence[tuple[Request, list[int]]],
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        device: torch.device,
+    ) -> tuple[torch.Tensor, AttentionMetadata]:
         """As the engine's `InputBatch.prepare`, from scratch."""
         tokens = [request.all_token_ids[S - n : S] for (request, _), n, S in zip(rows, query_lens, seq_lens)]
         meta = AttentionMetadata.build([b for _, b in rows], seq_lens, query_lens, self.block_size, device)
@@ -365,8 +370,13 @@ def print_profiles(profiles: dict[str, dict[str, float]]) -> None:
 
 def build_parser() -> arguments.Parser:
     p = cli.parser(__doc__)
-    p.add_argument("--sequences", type=arguments.number(int, 1, 64), default=8, metavar="N",
-                   help="in a batch (default %(default)s)")  # fmt: skip
+    p.add_argument(
+        "--sequences",
+        type=arguments.number(int, 1, 64),
+        default=8,
+        metavar="N",
+        help="in a batch (default %(default)s)",
+    )
     p.add_argument("--rescan", action="store_true", help="step 4 with a scheduler that sorts its queue every step")
     p.add_argument(
         "--vllm", metavar="PYTHON", help="with --bench: the interpreter of an environment with vLLM's CPU build"
@@ -428,10 +438,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                    f"{2 * n * weights / seconds / 1e9:.0f} GFLOP/s")  # fmt: skip
 
     common.heading("3. Where a decode step's time goes")
-    print_profiles({
-        name: profile(make_core(model, stage, B, 64), prompts, N_OUT)
-        for name, stage in PROFILED.items() if stage is not STAGES[3]
-    })  # fmt: skip
+    print_profiles(
+        {
+            name: profile(make_core(model, stage, B, 64), prompts, N_OUT)
+            for name, stage in PROFILED.items()
+            if stage is not STAGES[3]
+        }
+    )
 
     common.heading("4. Waiting requests cost nothing: a step of the scheduler, without a model")
     kind, rows = RescanningScheduler if args.rescan else Scheduler, []

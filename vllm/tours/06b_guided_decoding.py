@@ -352,9 +352,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.heading(f"2. A real vocabulary: {len(vocabulary.tokens):,} tokens, {len(vocabulary.trie.byte):,} trie nodes")
     check_real_masks(vocabulary)
     states = {name: len(determinize(parse_regex(pattern)).accepting) for name, pattern in SHOWN.items()}
-    common.table(["what", "states", "compile ms", "mask ms", "again ms"], [
-        [name, states.get(name, "–"), *(f"{ms:.3f}" for ms in cost.values())]
-        for name, cost in time_guides(vocabulary).items()])  # fmt: skip
+    common.table(
+        ["what", "states", "compile ms", "mask ms", "again ms"],
+        [
+            [name, states.get(name, "–"), *(f"{ms:.3f}" for ms in cost.values())]
+            for name, cost in time_guides(vocabulary).items()
+        ],
+    )
     common.say(f"applying masks to 32 rows: {time_masking(vocabulary, model.device):.1f} ms")
 
     common.heading("3. One batch: every question twice, free and guided")
@@ -366,9 +370,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     common.heading("5. Masks change the distribution: a model that wants to say apple")
     kinds, found = {"free": "free", "given": "given that it matches", "masked": "under masks"}, distortion()
-    common.table(["answer", *kinds.values()], [
-        [text, *(f"{100 * found[kind].get(text, 0):.1f} %" for kind in kinds)]
-        for text in ("apple", *FRUIT_CHOICE)])  # fmt: skip
+    common.table(
+        ["answer", *kinds.values()],
+        [[text, *(f"{100 * found[kind].get(text, 0):.1f} %" for kind in kinds)] for text in ("apple", *FRUIT_CHOICE)],
+    )
     cli.hand_over(KEY, args)
 
 

@@ -131,9 +131,17 @@ class TimedStages:
             at = start + length + SEND
         members = (*output.scheduled_running_reqs, *output.scheduled_new_reqs, *output.scheduled_resumed_reqs)
         sampled = {r.request_id: [0] for r in members if r.num_computed_tokens == r.num_tokens}
-        self.batches.append({"tokens": tokens, "requests": len(members), "samples": len(sampled), "spans": spans,
-                             "scheduled": dict(output.num_scheduled_tokens), "at": self.now,
-                             "place": min(set(range(len(taken) + 1)) - taken)})  # fmt: skip
+        self.batches.append(
+            {
+                "tokens": tokens,
+                "requests": len(members),
+                "samples": len(sampled),
+                "spans": spans,
+                "scheduled": dict(output.num_scheduled_tokens),
+                "at": self.now,
+                "place": min(set(range(len(taken) + 1)) - taken),
+            }
+        )
         return SimpleNamespace(result=functools.partial(self._finish, spans[-1][1], sampled))
 
     def _finish(self, at: int, sampled: dict[str, list[int]]) -> tuple[dict[str, list[int]], dict, dict, dict]:
@@ -157,8 +165,16 @@ def pipeline(stages: int, in_flight: int, budget: int, prompts: Sequence[int], o
             first[i] = runner.now if first[i] < 0 else first[i]
             finish[i] = runner.now
     busy = [sum(b["spans"][s][1] - b["spans"][s][0] for b in runner.batches) for s in range(stages)]
-    return {"stages": stages, "batches": runner.batches, "makespan": runner.now, "busy": busy, "first": first,
-            "finish": finish, "tokens": sum(outputs), "idle": stages * runner.now - sum(busy)}  # fmt: skip
+    return {
+        "stages": stages,
+        "batches": runner.batches,
+        "makespan": runner.now,
+        "busy": busy,
+        "first": first,
+        "finish": finish,
+        "tokens": sum(outputs),
+        "idle": stages * runner.now - sum(busy),
+    }
 
 
 def brief(stages: int, in_flight: int, budget: int, workload: str) -> dict[str, float]:
@@ -218,10 +234,15 @@ def measure_routing(balancer: LoadBalancer, seed: int = 6) -> dict[str, float]:
         while due >= 1 and arrived < p["requests"]:
             due -= 1
             group = rng.choices(range(p["groups"]), weights)[0]
-            prompt = [group * 1000 + i for i in range(p["prefix"])] + [10**6 + arrived * 100 + i
-                                                                     for i in range(p["suffix"])]  # fmt: skip
-            request = Request(str(arrived), prompt, SamplingParams(temperature=0, max_tokens=p["output"],
-                              ignore_eos=True), arrival_time=arrived)  # fmt: skip
+            prompt = [group * 1000 + i for i in range(p["prefix"])] + [
+                10**6 + arrived * 100 + i for i in range(p["suffix"])
+            ]
+            request = Request(
+                str(arrived),
+                prompt,
+                SamplingParams(temperature=0, max_tokens=p["output"], ignore_eos=True),
+                arrival_time=arrived,
+            )
             at[request.request_id] = step
             cores[balancer.choose(request)].add_request(request)
             arrived += 1
@@ -240,9 +261,13 @@ def measure_routing(balancer: LoadBalancer, seed: int = 6) -> dict[str, float]:
     for core in cores:
         hits, asked = hits + core.hits, asked + core.asked
     waits = sorted(first[i] - at[i] for i in first)
-    return {"hit_rate": hits / asked, "mean_ttft": sum(waits) / len(waits),
-            "p99_ttft": waits[-(-99 * len(waits) // 100) - 1], "steps": step,
-            "spread": sum(spread) / len(spread)}  # fmt: skip
+    return {
+        "hit_rate": hits / asked,
+        "mean_ttft": sum(waits) / len(waits),
+        "p99_ttft": waits[-(-99 * len(waits) // 100) - 1],
+        "steps": step,
+        "spread": sum(spread) / len(spread),
+    }
 
 
 # --- The story --------------------------------------------------------------------------------------------------------
@@ -252,11 +277,21 @@ TEXTS = ["The capital of France is", "Once upon a time, in a small village by th
 NEW_TOKENS = 6
 
 
-def build_engine(model: str | None, parallel: ParallelConfig | None, tokenizer: Tokenizer,
-                 executor: Any = None, in_flight: int | None = None, budget: int = 64) -> Any:  # fmt: skip
+def build_engine(
+    model: str | None,
+    parallel: ParallelConfig | None,
+    tokenizer: Tokenizer,
+    executor: Any = None,
+    in_flight: int | None = None,
+    budget: int = 64,
+) -> Any:
     """Lesson 06's engine, in this process or on the workers of an executor."""
-    options = {"max_model_len": 256, "max_num_seqs": 16, "max_num_batched_tokens": budget,
-               "num_gpu_blocks_override": 257}  # fmt: skip
+    options = {
+        "max_model_len": 256,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": budget,
+        "num_gpu_blocks_override": 257,
+    }
     if parallel is None:
         return LLMEngine(loader.load(model)[0], tokenizer, config=VllmConfig(enforce_eager=True), **options)
     config = LlamaConfig.from_folder(folders.model_folder(model))
@@ -285,14 +320,23 @@ def idle_share(spans: Sequence[Sequence[tuple[float, float]]]) -> float:
 
 async def serve_engines(args: argparse.Namespace, prompts: Sequence[str]) -> dict[str, Any]:
     """`data_parallel_size` engines behind one front end, as `serve` starts them: what each answered, and where."""
-    engine_args = EngineArgs(model=args.model, data_parallel_size=args.data_parallel_size, max_model_len=256,
-                                     max_num_seqs=8, kv_cache_gib=0.05, max_num_batched_tokens=64, seed=args.seed,
-                                     enforce_eager=True)  # fmt: skip
+    engine_args = EngineArgs(
+        model=args.model,
+        data_parallel_size=args.data_parallel_size,
+        max_model_len=256,
+        max_num_seqs=8,
+        kv_cache_gib=0.05,
+        max_num_batched_tokens=64,
+        seed=args.seed,
+        enforce_eager=True,
+    )
     start = time.perf_counter()
     llm = await AsyncLLM.start(make_engine, engine_args, folders.model_folder(args.model), start_client)
     try:
-        started, params = time.perf_counter() - start, SamplingParams(temperature=0, max_tokens=NEW_TOKENS,
-                                                                      ignore_eos=True)  # fmt: skip
+        started, params = (
+            time.perf_counter() - start,
+            SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True),
+        )
         engines: dict[str, int] = {}
 
         async def client(i: int) -> list[int]:
@@ -306,28 +350,55 @@ async def serve_engines(args: argparse.Namespace, prompts: Sequence[str]) -> dic
 
         tokens = await asyncio.gather(*map(client, range(len(prompts))))
         left = await llm.call_utility("check_idle")
-        return {"tokens": tokens, "engines": [engines[f"client-{i}"] for i in range(len(prompts))], "left": left,
-                "start_s": started, "ready": llm.ready.about["engines"]}  # fmt: skip
+        return {
+            "tokens": tokens,
+            "engines": [engines[f"client-{i}"] for i in range(len(prompts))],
+            "left": left,
+            "start_s": started,
+            "ready": llm.ready.about["engines"],
+        }
     finally:
         await llm.shutdown()
 
 
 def build_parser() -> arguments.Parser:
     p, whole = cli.parser(__doc__), functools.partial(arguments.number, int)
-    p.add_argument("--tensor-parallel-size", "-tp", type=whole(1, 16), metavar="N", help="shards of each layer "
-                   "(default 3 or, where that is forbidden, fewest above 1; 1 with a pipeline)")  # fmt: skip
-    p.add_argument("--pipeline-parallel-size", "-pp", type=whole(1, 16), default=1, metavar="N",
-                   help="ranges of layers (default %(default)s)")  # fmt: skip
-    p.add_argument("--data-parallel-size", "-dp", type=whole(1, 8), default=2, metavar="N",
-                   help="engines in step 2 (default %(default)s)")  # fmt: skip
+    p.add_argument(
+        "--tensor-parallel-size",
+        "-tp",
+        type=whole(1, 16),
+        metavar="N",
+        help="shards of each layer (default 3 or, where that is forbidden, fewest above 1; 1 with a pipeline)",
+    )
+    p.add_argument(
+        "--pipeline-parallel-size",
+        "-pp",
+        type=whole(1, 16),
+        default=1,
+        metavar="N",
+        help="ranges of layers (default %(default)s)",
+    )
+    p.add_argument(
+        "--data-parallel-size",
+        "-dp",
+        type=whole(1, 8),
+        default=2,
+        metavar="N",
+        help="engines in step 2 (default %(default)s)",
+    )
     p.add_argument("--distributed-executor-backend", choices=("mp", "ray"), default="mp", help="where workers run")
-    p.add_argument("--batches-in-flight", type=whole(1, 16), metavar="N",
-                   help="steps at once in a pipeline (default: one per stage; 1 breaks it)")  # fmt: skip
+    p.add_argument(
+        "--batches-in-flight",
+        type=whole(1, 16),
+        metavar="N",
+        help="steps at once in a pipeline (default: one per stage; 1 breaks it)",
+    )
     return p
 
 
-def show_workers(args: argparse.Namespace, parallel: ParallelConfig, tokenizer: Tokenizer,
-                 want: list[list[int]]) -> float | None:  # fmt: skip
+def show_workers(
+    args: argparse.Namespace, parallel: ParallelConfig, tokenizer: Tokenizer, want: list[list[int]]
+) -> float | None:
     """Step 1: the same tokens; who holds what; what travelled; the experts; and a worker that dies. Milliseconds until
     that was noticed; None: none was killed."""
     executor = make_executor(parallel)
@@ -337,8 +408,9 @@ def show_workers(args: argparse.Namespace, parallel: ParallelConfig, tokenizer: 
         executor.shutdown()
 
 
-def _tell_of_workers(args: argparse.Namespace, parallel: ParallelConfig, executor: Any, tokenizer: Tokenizer,
-                     want: list[list[int]]) -> float | None:  # fmt: skip
+def _tell_of_workers(
+    args: argparse.Namespace, parallel: ParallelConfig, executor: Any, tokenizer: Tokenizer, want: list[list[int]]
+) -> float | None:
     held = executor.collective_rpc("load_model", WorkerSpec(args.model, parallel))
     common.say(f"parameters held by each worker: {', '.join(f'{n / 1e6:.1f} M' for n in held)}")
     engine = build_engine(args.model, parallel, tokenizer, executor, args.batches_in_flight)
@@ -348,21 +420,27 @@ def _tell_of_workers(args: argparse.Namespace, parallel: ParallelConfig, executo
     spans = executor.collective_rpc("take_spans")
     counts = executor.collective_rpc("take_counts")[0]
     if counts:
-        common.table(["rank 0 told its peers", "calls", "bytes"], [
-            [name, f"{c['calls']:,}", f"{c['bytes']:,}"] for name, c in counts.items()])  # fmt: skip
+        common.table(
+            ["rank 0 told its peers", "calls", "bytes"],
+            [[name, f"{c['calls']:,}", f"{c['bytes']:,}"] for name, c in counts.items()],
+        )
     if parallel.pipeline_parallel_size > 1:
         common.say(f"{len(spans[0])} steps; stages were idle {idle_share(spans):.0%} of the time")
     if hasattr(executor, "bytes_broadcast"):
         before = executor.bytes_broadcast
         answer(engine, TEXTS)
         calls = len(executor.collective_rpc("take_spans")[0])
-        common.say(f"the scheduler's decisions: {(executor.bytes_broadcast - before) / calls:,.0f} bytes a step, "
-                   "written once for all workers")  # fmt: skip
+        common.say(
+            f"the scheduler's decisions: {(executor.bytes_broadcast - before) / calls:,.0f} bytes a step, "
+            "written once for all workers"
+        )
     if parallel.pipeline_parallel_size == 1:
         found = executor.collective_rpc(layouts.moe_on_rank)
-        for name, text in (("tensor", "12 experts in slices, all-reduce"),
-                           ("expert", "12 experts dealt out, all-to-all"),
-                           ("sequence", "the same, between reduce-scatter and all-gather")):  # fmt: skip
+        for name, text in (
+            ("tensor", "12 experts in slices, all-reduce"),
+            ("expert", "12 experts dealt out, all-to-all"),
+            ("sequence", "the same, between reduce-scatter and all-gather"),
+        ):
             worst = torch.tensor([rank["errors"][name] for rank in found]).max()
             if not worst <= common.TOLERANCE[torch.float32]:
                 raise common.CheckFailed(f"{text}: relative error {worst:.3g}")
@@ -382,8 +460,9 @@ def _tell_of_workers(args: argparse.Namespace, parallel: ParallelConfig, executo
         noticed = 1e3 * (time.perf_counter() - killed)
     else:
         raise common.CheckFailed("a worker was killed, and nobody noticed")
-    common.check_equal("none is left", [process.is_alive() for process in executor.processes],
-                       [False] * parallel.world_size)  # fmt: skip
+    common.check_equal(
+        "none is left", [process.is_alive() for process in executor.processes], [False] * parallel.world_size
+    )
     return noticed
 
 
@@ -392,10 +471,13 @@ def show_engines(args: argparse.Namespace, want: list[list[int]]) -> float:
     found = asyncio.run(serve_engines(args, TEXTS * 2))
     common.check_equal(f"{len(TEXTS) * 2} requests: the tokens of one engine", found["tokens"], want * 2)
     share = Counter(found["engines"])
-    common.say(f"engine 0 answered {share[0]} of them, " + ", ".join(
-        f"engine {i} {share[i]}" for i in range(1, args.data_parallel_size)))  # fmt: skip
-    common.check_equal("nothing is left in any engine", found["left"],
-                       {"unfinished": 0, "tables": 0, "owned_blocks": 0})  # fmt: skip
+    common.say(
+        f"engine 0 answered {share[0]} of them, "
+        + ", ".join(f"engine {i} {share[i]}" for i in range(1, args.data_parallel_size))
+    )
+    common.check_equal(
+        "nothing is left in any engine", found["left"], {"unfinished": 0, "tables": 0, "owned_blocks": 0}
+    )
     return found["start_s"]
 
 

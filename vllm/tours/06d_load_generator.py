@@ -174,8 +174,13 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self.now
 
 
-def drive_scripted(reply: Callable[[dict], AsyncIterator[bytes]], prompts: Sequence[Prompt], arrivals: Sequence[float],
-                   max_concurrency: int | None = None, **target: Any) -> list[Record]:  # fmt: skip
+def drive_scripted(
+    reply: Callable[[dict], AsyncIterator[bytes]],
+    prompts: Sequence[Prompt],
+    arrivals: Sequence[float],
+    max_concurrency: int | None = None,
+    **target: Any,
+) -> list[Record]:
     """`drive` in virtual time, against a server without a network: httpx hands over requests and gets streams."""
 
     async def run() -> list[Record]:
@@ -201,8 +206,13 @@ def queue_at(load: float, count: int, seed: int = 0) -> dict[str, Any]:
     waits = [times[0] - at - service for times, at in zip(run.times, arrivals)]
     gaps = (b - a for a, b in itertools.pairwise(arrivals))
     lindley = list(itertools.accumulate(gaps, lambda wait, gap: max(0, wait + service - gap), initial=0))
-    return {"theory": load / (2 * (1 - load)), "mean": statistics.fmean(waits) / service, "count": count,
-            "longest": max(waits) / service, "exact": waits == lindley}  # fmt: skip
+    return {
+        "theory": load / (2 * (1 - load)),
+        "mean": statistics.fmean(waits) / service,
+        "count": count,
+        "longest": max(waits) / service,
+        "exact": waits == lindley,
+    }
 
 
 # --- The story --------------------------------------------------------------------------------------------------------
@@ -217,8 +227,11 @@ def check_client() -> None:
         measured = [[r.scheduled, r.start, r.ttft, *r.itl, r.tpot] for r in records]
         n, itl, rounded = script.tokens_per_chunk, script.itl, lambda rows: [[round(x, 9) for x in row] for row in rows]
         truth = [[at, at, script.ttft, *[itl] * (8 // n), itl / n] for at in arrivals]
-        common.check_equal(f"{what}: when 40 streams were sent, TTFT, ITL, TPOT: as scripted, to the nanosecond",
-                           rounded(measured), rounded(truth))  # fmt: skip
+        common.check_equal(
+            f"{what}: when 40 streams were sent, TTFT, ITL, TPOT: as scripted, to the nanosecond",
+            rounded(measured),
+            rounded(truth),
+        )
 
 
 async def load_own_server(seed: int) -> tuple[list[Record], list[float]]:
@@ -244,10 +257,20 @@ def simulated_load(rate: int, max_concurrency: int, seed: int) -> list[Record]:
 
 def build_parser() -> arguments.Parser:
     p = cli.parser(__doc__)
-    p.add_argument("--rate", type=arguments.number(int, 1, 1000), default=40, metavar="N",
-                   help="requests a second in step 5; 60 are more than it can serve (default %(default)s)")  # fmt: skip
-    p.add_argument("--max-concurrency", type=arguments.number(int, 0, 64), default=0, metavar="N",
-                   help="close the loop of step 5; 0 is open (default %(default)s)")  # fmt: skip
+    p.add_argument(
+        "--rate",
+        type=arguments.number(int, 1, 1000),
+        default=40,
+        metavar="N",
+        help="requests a second in step 5; 60 are more than it can serve (default %(default)s)",
+    )
+    p.add_argument(
+        "--max-concurrency",
+        type=arguments.number(int, 0, 64),
+        default=0,
+        metavar="N",
+        help="close the loop of step 5; 0 is open (default %(default)s)",
+    )
     add_bench_commands(p.add_subparsers(dest="command", metavar="bench|tune"))
     return p
 
@@ -261,30 +284,39 @@ def main(argv: Sequence[str] | None = None) -> None:
     cli.start(args)
     loader.check_context(args.model, 192 if args.bench else 48)
     common.heading("1. The loop that everybody writes first, and one that asks as users do")
-    found = {"closed: ask again after the answer": closed_loop(freezing_server(), 20_000),
-             "open: 25 requests a second": open_loop(freezing_server(), 20_000, every=40)}  # fmt: skip
+    found = {
+        "closed: ask again after the answer": closed_loop(freezing_server(), 20_000),
+        "open: 25 requests a second": open_loop(freezing_server(), 20_000, every=40),
+    }
     latencies = {name: [ms for _, ms in requests] for name, requests in found.items()}
-    rows = [[name, len(ms), *(f"{x:,.0f} ms" for x in (statistics.median(ms), statistics.fmean(ms),
-                                                       percentile(ms, 99)))]
-            for name, ms in latencies.items()]  # fmt: skip
+    rows = [
+        [name, len(ms), *(f"{x:,.0f} ms" for x in (statistics.median(ms), statistics.fmean(ms), percentile(ms, 99)))]
+        for name, ms in latencies.items()
+    ]
     common.table(["20 s of a server that freezes for 2 s", "requests", "median", "mean", "P99"], rows)
     closed, opened = (percentile(ms, 99) for ms in latencies.values())
-    common.say(f"The same server; P99 differs by a factor of {opened / closed:.0f}. In the closed loop one request met "
-               "the freeze,\nand those that others would have sent meanwhile were never asked.")  # fmt: skip
+    common.say(
+        f"The same server; P99 differs by a factor of {opened / closed:.0f}. In the closed loop one request met "
+        "the freeze,\nand those that others would have sent meanwhile were never asked."
+    )
 
     common.heading("2. The instrument, on a clock that never waits")
     check_client()
     four = summarize(drive_scripted(Script(0.05, 0.04, 4).reply, [Prompt([1] * 9, 9, 33)], [0.0]))
-    common.say("33 tokens in 9 chunks: ITL {mean_itl_ms:.0f} ms, TPOT {mean_tpot_ms:.0f} ms. Both are right, of chunks "
-               "and of tokens".format(**four))  # fmt: skip
+    common.say(
+        "33 tokens in 9 chunks: ITL {mean_itl_ms:.0f} ms, TPOT {mean_tpot_ms:.0f} ms. Both are right, of chunks "
+        "and of tokens".format(**four)
+    )
 
     common.heading("3. The instrument, over real sockets: 80 streams, 80 a second, TTFT 30 ms and ITL 4 ms by script")
     records, off = asyncio.run(load_own_server(args.seed))
     common.check_equal("all answers complete", [(r.error, r.output_tokens) for r in records], [("", 12)] * 80)
     print_result(summarize(records, None, (99,), metrics=("ttft", "tpot", "itl", "e2el")))
     median, worst = (percentile([1e3 * abs(gap) for gap in off], p) for p in (50, 99))
-    common.say(f"a gap between two chunks, here and where the server sent them, differs by {median:.2f} ms "
-               f"(median), {worst:.2f} ms (P99)")  # fmt: skip
+    common.say(
+        f"a gap between two chunks, here and where the server sent them, differs by {median:.2f} ms "
+        f"(median), {worst:.2f} ms (P99)"
+    )
 
     common.heading("4. The real engine, offline: bench latency")
     flags = "--batch-size 4 --input-tokens 32 --output-tokens 16 --num-iters-warmup 1 --num-iters 2"
@@ -296,8 +328,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.table(["one seat, load", "mean wait by theory, in services", "simulated", "longest"], [
         [f"{load} %", f"{x['theory']:.2f}", f"{x['mean']:.2f}", f"{x['longest']:.1f}"] for load, x in queues.items()
     ])  # fmt: skip
-    common.check_equal("every wait of the three runs equals Lindley's recursion, to the microsecond",
-                       [x["exact"] for x in queues.values()], [True] * 3)  # fmt: skip
+    common.check_equal(
+        "every wait of the three runs equals Lindley's recursion, to the microsecond",
+        [x["exact"] for x in queues.values()],
+        [True] * 3,
+    )
     limit = f"at most {args.max_concurrency} at a time" if args.max_concurrency else "an open loop"
     common.say(f"80 requests of {INPUT} + {OUTPUT} tokens, {args.rate} a second, {limit}; {SEATS} seats:")
     found = summarize(simulated_load(args.rate, args.max_concurrency, args.seed))
@@ -310,7 +345,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.heading("6. Tuning it: 96 requests of about 512 + 32 tokens at once, P99 ITL at most 40 ms")
     rng, limits = random.Random(args.seed), {"itl": 40.0}
     prompts = [Prompt([], random_length(rng, 512, 0.5), random_length(rng, 32, 0.5)) for _ in range(96)]
-    measure = lambda *setting: summarize(run_simulated(prompts, [0] * 96, *setting).records)  # noqa: E731
+
+    def measure(*setting: Any) -> Any:
+        return summarize(run_simulated(prompts, [0] * 96, *setting).records)
+
     print_tune(tune(measure, (4, 16, 64), (1024, 2048, 8192), limits), limits, "output_throughput", 99)
     cli.hand_over(KEY, args)
 

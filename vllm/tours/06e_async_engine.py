@@ -208,10 +208,14 @@ def slow_reader(handoff: str, step_ms: int, read_ms: int, tokens: int) -> dict[s
             reader_free, delivered = now + read_ms, delivered + len(got)
     read_at = [read["at"] for read in reads for _ in range(read["tokens"])]  # of each token
     return {
-        "put_at": put_at, "reads": reads, "engine_done": put_at[-1], "reader_done": reader_free,
-        "most_items": most_items, "engine_waited": put_at[-1] - step_ms * tokens,
+        "put_at": put_at,
+        "reads": reads,
+        "engine_done": put_at[-1],
+        "reader_done": reader_free,
+        "most_items": most_items,
+        "engine_waited": put_at[-1] - step_ms * tokens,
         "oldest": max(read - put for read, put in zip(read_at, put_at)),
-    }  # fmt: skip
+    }
 
 
 # --- The story --------------------------------------------------------------------------------------------------------
@@ -223,16 +227,21 @@ TEXTS = ["The capital of France is", "Once upon a time, in a small village by th
 def of_lateness(lateness: Sequence[float]) -> dict[str, float]:
     """Milliseconds: median, 99th percentile and the worst."""
     ordered = sorted(lateness) or [0.0]
-    at = lambda share: ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3  # noqa: E731
+
+    def at(share: float) -> float:
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3
+
     return {"median_ms": at(0.5), "p99_ms": at(0.99), "max_ms": ordered[-1] * 1e3}
 
 
-async def measure_place(place: str, args: argparse.Namespace, prompts: Sequence[list[int]], params: SamplingParams,
-                        rounds: int) -> dict[str, Any]:  # fmt: skip
+async def measure_place(
+    place: str, args: argparse.Namespace, prompts: Sequence[list[int]], params: SamplingParams, rounds: int
+) -> dict[str, Any]:
     """Serve the same clients from an engine in one place."""
     start = time.perf_counter()
-    llm = await AsyncLLM.start(make_small_engine, {"model": args.model, "seed": args.seed},
-                               folders.model_folder(args.model), place)  # fmt: skip
+    llm = await AsyncLLM.start(
+        make_small_engine, {"model": args.model, "seed": args.seed}, folders.model_folder(args.model), place
+    )
     try:
         started = time.perf_counter() - start
         await serve_clients(llm, prompts[:2], dataclasses.replace(params, max_tokens=3))  # warm up
@@ -240,17 +249,22 @@ async def measure_place(place: str, args: argparse.Namespace, prompts: Sequence[
         late = [x for run in runs for x in run["lateness"]]
         tokens = len(prompts) * params.max_tokens
         assert (await llm.call_utility("check_idle"))["owned_blocks"] == 0
-        return {"texts": runs[0]["texts"], "start_s": started, **of_lateness(late),
-                "tokens_per_second": tokens / statistics.median(run["seconds"] for run in runs),
-                "first_ms": statistics.median(x for run in runs for x in run["first"]) * 1e3}  # fmt: skip
+        return {
+            "texts": runs[0]["texts"],
+            "start_s": started,
+            **of_lateness(late),
+            "tokens_per_second": tokens / statistics.median(run["seconds"] for run in runs),
+            "first_ms": statistics.median(x for run in runs for x in run["first"]) * 1e3,
+        }
     finally:
         await llm.shutdown()
 
 
 async def kill_the_engine(args: argparse.Namespace, prompts: Sequence[list[int]]) -> tuple[int, float]:
     """Kill the engine process while everybody waits. Returns how many heard of it, and seconds until the last did."""
-    llm = await AsyncLLM.start(make_small_engine, {"model": args.model, "seed": args.seed},
-                               folders.model_folder(args.model))  # fmt: skip
+    llm = await AsyncLLM.start(
+        make_small_engine, {"model": args.model, "seed": args.seed}, folders.model_folder(args.model)
+    )
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)  # nobody finishes before the blow
 
     async def client(i: int) -> float:
@@ -268,16 +282,18 @@ async def kill_the_engine(args: argparse.Namespace, prompts: Sequence[list[int]]
     return len(heard), max(heard) - killed
 
 
-def compare_places(args: argparse.Namespace, prompts: Sequence[list[int]], max_tokens: int,
-                   rounds: int) -> dict[str, Any]:  # fmt: skip
+def compare_places(
+    args: argparse.Namespace, prompts: Sequence[list[int]], max_tokens: int, rounds: int
+) -> dict[str, Any]:
     """The same streams from an engine in each place, `--place` or all; raises CheckFailed where a text differs."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     reference = answer_blocking(make_small_engine({"model": args.model, "seed": args.seed}), prompts[:2], params)
     who, rows, places = "the first two clients" if len(reference) > 1 else "the client", [], {}
     for place in CLIENTS if args.place == "all" else [args.place]:
         found = asyncio.run(measure_place(place, args, prompts, params, rounds))
-        common.check_equal(f"{place}: {who} read what a blocking loop wrote",
-                           found.pop("texts")[: len(reference)], reference)  # fmt: skip
+        common.check_equal(
+            f"{place}: {who} read what a blocking loop wrote", found.pop("texts")[: len(reference)], reference
+        )
         places[place.replace("-", "_")] = found
         rows.append([place, f"{found['start_s']:.1f} s", f"{found['tokens_per_second']:.0f}",
                      *(f"{found[name]:.1f} ms" for name in ("median_ms", "p99_ms", "max_ms"))])  # fmt: skip
@@ -306,8 +322,13 @@ def tell_of_death(args: argparse.Namespace, prompts: Sequence[list[int]]) -> flo
 
 def build_parser() -> arguments.Parser:
     p = cli.parser(__doc__)
-    p.add_argument("--clients", type=arguments.number(int, 1, 32), default=8, metavar="N",
-                   help="streams at once in step 1 (default %(default)s)")  # fmt: skip
+    p.add_argument(
+        "--clients",
+        type=arguments.number(int, 1, 32),
+        default=8,
+        metavar="N",
+        help="streams at once in step 1 (default %(default)s)",
+    )
     p.add_argument("--place", choices=("all", *CLIENTS), default="all", help="where the engine runs in step 1")
     p.add_argument("--handoff", choices=tuple(HANDOFFS), default="collector", help="of step 2 (default %(default)s)")
     return p

@@ -97,14 +97,23 @@ class Heard:
         return json.loads(self.text)
 
 
-async def call(app: Any, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str = "POST",
-               hang_up_after: int | None = None) -> Heard:  # fmt: skip
+async def call(
+    app: Any,
+    path: str,
+    body: Any = None,
+    headers: dict[str, str] | None = None,
+    method: str = "POST",
+    hang_up_after: int | None = None,
+) -> Heard:
     """One request to an ASGI app. `body` is JSON, bytes, or a list of bytes that arrive one after the other.
 
     With `hang_up_after=k` the client is gone once it has had k pieces of the answer.
     """
-    parts = body if isinstance(body, list) and all(isinstance(x, bytes) for x in body) else [
-        body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()]  # fmt: skip
+    parts = (
+        body
+        if isinstance(body, list) and all(isinstance(x, bytes) for x in body)
+        else [body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()]
+    )
     mail = [{"type": "http.request", "body": x, "more_body": i < len(parts) - 1} for i, x in enumerate(parts)]
     heard, gone = Heard(), asyncio.Event()
     if hang_up_after == 0:
@@ -146,8 +155,9 @@ class ScriptedTokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, token_ids))
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True,
-                    **variables: Any) -> str:  # fmt: skip
+    def render_chat(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         return "".join(message["content"] for message in messages)
 
 
@@ -166,8 +176,9 @@ class ScriptedLLM:
         self.added: list[tuple[str, dict, SamplingParams]] = []
         self.aborted: list[str] = []
 
-    def add_request(self, request_id: str, prompt: dict[str, Any], params: SamplingParams, *, stream: bool = False,
-                    **about: Any) -> RequestOutputCollector:  # fmt: skip
+    def add_request(
+        self, request_id: str, prompt: dict[str, Any], params: SamplingParams, *, stream: bool = False, **about: Any
+    ) -> RequestOutputCollector:
         """Notes that it was asked, and has the whole answer ready at once."""
         self.added.append((request_id, prompt, params))
         collector = RequestOutputCollector(request_id)
@@ -281,14 +292,19 @@ async def _tell_story(args: argparse.Namespace, app: Any, llm: AsyncLLM) -> None
             "skip_special_tokens": False}  # fmt: skip
     start = time.perf_counter()
     await call(app, "/v1/completions", long, hang_up_after=2)
-    common.check_equal(f"hung up after 2 of 400 tokens ({(time.perf_counter() - start) * 1e3:.0f} ms): nobody inside",
-                       llm.num_unfinished, 0)  # fmt: skip
+    common.check_equal(
+        f"hung up after 2 of 400 tokens ({(time.perf_counter() - start) * 1e3:.0f} ms): nobody inside",
+        llm.num_unfinished,
+        0,
+    )
     running = asyncio.create_task(call(app, "/v1/completions", long | {"max_tokens": 16}))
     while not (llm.num_unfinished or running.done()):
         await asyncio.sleep(0.001)
     second = await call(app, "/v1/completions", ask | {"n": args.max_num_queued_reqs, "temperature": 1})
-    common.say(f"{llm.num_unfinished} inside, bound {args.max_num_queued_reqs}; {args.max_num_queued_reqs} more: "
-               f"{second.status}, Retry-After {second.headers.get('retry-after')}")  # fmt: skip
+    common.say(
+        f"{llm.num_unfinished} inside, bound {args.max_num_queued_reqs}; {args.max_num_queued_reqs} more: "
+        f"{second.status}, Retry-After {second.headers.get('retry-after')}"
+    )
     common.check_equal("the one inside is served to its end", (await running).text.endswith("data: [DONE]\n\n"), True)
     idle = await llm.call_utility("check_idle")
     common.check_equal("no KV block is owned, no request is left", (idle["owned_blocks"], idle["unfinished"]), (0, 0))
@@ -313,16 +329,28 @@ def measure_costs(seconds: float) -> dict[str, float]:
     serving = OpenAIServing(ScriptedLLM(), ["smol"])
     job = Job("chatcmpl-" + 32 * "0", "smol", ChatCompletionRequest(**CHAT), SamplingParams(), [])
     read = ChatCompletionRequest.model_validate
-    validate = lambda: serving.check_params(read(json.loads(CHAT_BYTES)))  # noqa: E731
-    write = lambda: event(serving.envelope(job, [serving.choice(job, 0, WORD)]))  # noqa: E731
-    return {"validate_us": timing.measure(validate, seconds).median * 1e6,
-            "event_us": timing.measure(write, seconds).median * 1e6}  # fmt: skip
+
+    def validate() -> Any:
+        return serving.check_params(read(json.loads(CHAT_BYTES)))
+
+    def write() -> Any:
+        return event(serving.envelope(job, [serving.choice(job, 0, WORD)]))
+
+    return {
+        "validate_us": timing.measure(validate, seconds).median * 1e6,
+        "event_us": timing.measure(write, seconds).median * 1e6,
+    }
 
 
 def build_parser() -> arguments.Parser:
     p = cli.parser(__doc__)
-    p.add_argument("--max-num-queued-reqs", type=arguments.number(int, 1, MAX_N), default=2, metavar="N",
-                   help="the queue bound of step 3 (default %(default)s)")  # fmt: skip
+    p.add_argument(
+        "--max-num-queued-reqs",
+        type=arguments.number(int, 1, MAX_N),
+        default=2,
+        metavar="N",
+        help="the queue bound of step 3 (default %(default)s)",
+    )
     p.add_argument("--no-abort", action="store_true", help="the bug: a client that leaves is not forgotten")
     return p
 
@@ -334,8 +362,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     asyncio.run(tell_story(args))
     common.heading("4. What it costs")
     found = measure_costs(0.1)
-    common.say(f"{found['validate_us']:.0f} µs to validate a chat request of {len(CHAT_BYTES)} bytes, "
-               f"{found['event_us']:.1f} µs to write an event")  # fmt: skip
+    common.say(
+        f"{found['validate_us']:.0f} µs to validate a chat request of {len(CHAT_BYTES)} bytes, "
+        f"{found['event_us']:.1f} µs to write an event"
+    )
     common.say(f"an event for one token of five letters has {len(an_event())} bytes")
     cli.hand_over(KEY, args)
 

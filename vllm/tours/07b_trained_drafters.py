@@ -72,8 +72,9 @@ KEY = "07b_trained_drafters"
 # --- What they are held against ---------------------------------------------------------------------------------------
 
 
-def tree_attention_reference(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: int,
-                             tree: Tree) -> torch.Tensor:  # fmt: skip
+def tree_attention_reference(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: int, tree: Tree
+) -> torch.Tensor:
     """Node by node over what its own path makes visible, in fp64. q [N, Hq, D]; keys, values [context + N, Hkv, D]."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     for i in range(len(q)):
@@ -132,13 +133,23 @@ class TreeRun:
 
 
 @torch.inference_mode()
-def generate_with_tree(model: llama.Llama, network: Network, shape: Sequence[tuple[int, ...]], prompt: Sequence[int],
-                       max_tokens: int, temperature: float = 0.0, seed: int = 0) -> TreeRun:  # fmt: skip
+def generate_with_tree(
+    model: llama.Llama,
+    network: Network,
+    shape: Sequence[tuple[int, ...]],
+    prompt: Sequence[int],
+    max_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> TreeRun:
     """One sequence, one tree of Medusa's guesses per pass, on lesson 02's paged cache. Greedy at temperature 0."""
     device, size, width = model.device, 16, 1 + max((r for node in shape for r in node), default=0)
     depth = max(map(len, shape), default=0)
     generator = torch.Generator().manual_seed(seed)
-    uniform = lambda: float(torch.rand((), generator=generator, dtype=torch.float64))  # noqa: E731
+
+    def uniform() -> float:
+        return float(torch.rand((), generator=generator, dtype=torch.float64))
+
     num_blocks = 2 + (len(prompt) + max_tokens + len(shape) + depth) // size
     pages, table = fill("cache.paged")(model, num_blocks, size), DraftTable(BlockPool(num_blocks), size)
     write = fill("cache.write")
@@ -243,8 +254,15 @@ class Measured:
     places: tuple[int, ...] = ()  # chains verified; of these, whose first guess stood, first two, first three
 
 
-def serve(model: llama.Llama, tokenizer: Tokenizer, prompts: Sequence[str], max_tokens: int,
-          drafter: Callable[[], Drafter] | None, K: int = 3, temperature: float = 0.0) -> Measured:  # fmt: skip
+def serve(
+    model: llama.Llama,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    max_tokens: int,
+    drafter: Callable[[], Drafter] | None,
+    K: int = 3,
+    temperature: float = 0.0,
+) -> Measured:
     """All prompts at once through the engine, with or without speculation."""
     about = VllmConfig()
     if drafter is not None:
@@ -252,11 +270,18 @@ def serve(model: llama.Llama, tokenizer: Tokenizer, prompts: Sequence[str], max_
         about = VllmConfig(speculative_config=config, plug={"drafter": lambda config, model: drafter()})
     ids = [tokenizer.ask(text) for text in prompts]
     longest = max(map(len, ids)) + max_tokens
-    engine = LLMEngine(model, tokenizer, config=about, max_model_len=longest, max_num_seqs=max(8, len(ids)),
-                       num_gpu_blocks_override=2 + len(ids) * -(-longest // 16))  # fmt: skip
+    engine = LLMEngine(
+        model,
+        tokenizer,
+        config=about,
+        max_model_len=longest,
+        max_num_seqs=max(8, len(ids)),
+        num_gpu_blocks_override=2 + len(ids) * -(-longest // 16),
+    )
     for i, prompt in enumerate(ids):
-        engine.add_request(str(i), {"prompt_token_ids": prompt},
-                           SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i))  # fmt: skip
+        engine.add_request(
+            str(i), {"prompt_token_ids": prompt}, SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i)
+        )
     done: dict[int, list[int]] = {}
     start = time.perf_counter()
     while engine.has_unfinished_requests():
@@ -267,9 +292,13 @@ def serve(model: llama.Llama, tokenizer: Tokenizer, prompts: Sequence[str], max_
     if drafter is None:
         return Measured([done[i] for i in range(len(ids))], 1.0, 0.0, seconds)
     stats = engine.core.scheduler.spec_decoding_stats
-    return Measured([done[i] for i in range(len(ids))], 1 + stats.num_accepted_tokens / max(1, stats.num_drafts),
-                    stats.num_accepted_tokens / max(1, stats.num_draft_tokens), seconds,
-                    (stats.num_drafts, *stats.num_accepted_tokens_per_pos))  # fmt: skip
+    return Measured(
+        [done[i] for i in range(len(ids))],
+        1 + stats.num_accepted_tokens / max(1, stats.num_drafts),
+        stats.num_accepted_tokens / max(1, stats.num_draft_tokens),
+        seconds,
+        (stats.num_drafts, *stats.num_accepted_tokens_per_pos),
+    )
 
 
 def held_out(number: int) -> list[str]:
@@ -277,11 +306,21 @@ def held_out(number: int) -> list[str]:
     return [text for texts in training.HELD_OUT.values() for text in texts[:number]]
 
 
-def random_trees(contexts: Sequence[int], seed: int, Hq: int = 9, Hkv: int = 3, D: int = 64, block_size: int = 16,
-                 dtype: torch.dtype = torch.float32) -> tuple[tuple, torch.Tensor]:  # fmt: skip
+def random_trees(
+    contexts: Sequence[int],
+    seed: int,
+    Hq: int = 9,
+    Hkv: int = 3,
+    D: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[tuple, torch.Tensor]:
     """Arguments of `tree_attention` for random trees in shuffled blocks, and what the reference says."""
     generator = torch.Generator().manual_seed(seed)
-    randint = lambda n: int(torch.randint(n, (), generator=generator))  # noqa: E731
+
+    def randint(n: int) -> int:
+        return int(torch.randint(n, (), generator=generator))
+
     trees = []
     for _ in contexts:
         parents = [-1, *(randint(i) for i in range(1, 1 + randint(20)))]
@@ -306,17 +345,38 @@ def random_trees(contexts: Sequence[int], seed: int, Hq: int = 9, Hkv: int = 3, 
 
 def build_parser() -> arguments.Parser:
     p = cli.parser(__doc__)
-    p.add_argument("command", nargs="?", choices=("show", "train"), default="show",
-                   help="show: the story (default); train: write text and train drafters")  # fmt: skip
+    p.add_argument(
+        "command",
+        nargs="?",
+        choices=("show", "train"),
+        default="show",
+        help="show: the story (default); train: write text and train drafters",
+    )
     p.add_argument("--break", dest="broken", choices=tuple(BREAKS), help="do one thing wrong and see what happens")
-    p.add_argument("-k", "--num-speculative-tokens", type=arguments.number(int, 1, 3), default=3, metavar="K",
-                   help="guesses in a chain (default %(default)s)")  # fmt: skip
-    p.add_argument("--tree-size", type=arguments.number(int, 1, 63), default=15, metavar="N",
-                   help="guesses in a tree (default %(default)s)")  # fmt: skip
+    p.add_argument(
+        "-k",
+        "--num-speculative-tokens",
+        type=arguments.number(int, 1, 3),
+        default=3,
+        metavar="K",
+        help="guesses in a chain (default %(default)s)",
+    )
+    p.add_argument(
+        "--tree-size",
+        type=arguments.number(int, 1, 63),
+        default=15,
+        metavar="N",
+        help="guesses in a tree (default %(default)s)",
+    )
     group = p.add_argument_group("train")
     group.add_argument("--minutes", type=arguments.number(float, 0), default=3.0, help="time to train for (default 3)")
-    group.add_argument("--write", type=arguments.number(float, 0), default=0.0, metavar="MINUTES",
-                       help="time to write more text first (needed once; default 0)")  # fmt: skip
+    group.add_argument(
+        "--write",
+        type=arguments.number(float, 0),
+        default=0.0,
+        metavar="MINUTES",
+        help="time to write more text first (needed once; default 0)",
+    )
     group.add_argument("--drafter", choices=training.METHODS, action="append", help="only this one (may be repeated)")
     group.add_argument("--work", type=cli.folder, metavar="DIR", help="text, checkpoints (default: a cache folder)")
     group.add_argument("--ship", type=cli.folder, metavar="DIR", help="where to write the weights (default: --work)")
@@ -391,8 +451,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         common.skipped("the Triton kernels", common.kernel_mode())
     with broken(args.broken):
         error = max(largest_tree_error(*pair) for pair in PAIRS.values())
-        found = (f"several guesses per place, {10 * len(PAIRS)} cases enumerated: what is written misses p by "
-                 f"{error:.1g} at most")  # fmt: skip
+        found = (
+            f"several guesses per place, {10 * len(PAIRS)} cases enumerated: what is written misses p by "
+            f"{error:.1g} at most"
+        )
         if error > 1e-12 and args.broken is None:
             raise common.CheckFailed(found)
         common.say(f"{'✗' if error > 1e-12 else '✓'} {found}")

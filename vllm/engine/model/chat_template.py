@@ -34,8 +34,10 @@ def read_chat_templates(folder: Path, config: dict[str, Any]) -> str | dict[str,
         found = {each.get("name"): each.get("template") for each in found}
     texts: list[Any] = [*found, *found.values()] if isinstance(found, dict) else [found or ""]
     if not all(isinstance(text, str) for text in texts):
-        raise common.InputError(f"{folder / 'tokenizer_config.json'}: chat_template must be a text, or a list of "
-                                "objects with a name and a template each")  # fmt: skip
+        raise common.InputError(
+            f"{folder / 'tokenizer_config.json'}: chat_template must be a text, or a list of "
+            "objects with a name and a template each"
+        )
     if isinstance(found, dict) and list(found) == ["default"]:
         return texts[1]
     return cast("str | dict[str, str] | None", found)
@@ -89,8 +91,13 @@ def _chat_environment() -> Any:
     return environment
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
-             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:  # fmt: skip
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Transformers' filter: Jinja's own would write what is safe inside HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

@@ -129,19 +129,32 @@ class LlamaConfig:
 
     def _check(self, where: Path) -> None:
         """Raises InputError for a field of a wrong type or outside its range."""
-        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                      "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
+        for field in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
             value = getattr(self, field)
             if type(value) is not int or value < 1:
                 raise common.InputError(f"{where}: {field} is {value!r}, expected a positive integer")
         for field, kinds, expected in (
-            ("rms_norm_eps", (int, float), "a number"), ("tie_word_embeddings", (bool,), "true or false"),
-            ("attention_bias", (bool,), "true or false"), ("mlp_bias", (bool,), "true or false"),
-        ):  # fmt: skip
+            ("rms_norm_eps", (int, float), "a number"),
+            ("tie_word_embeddings", (bool,), "true or false"),
+            ("attention_bias", (bool,), "true or false"),
+            ("mlp_bias", (bool,), "true or false"),
+        ):
             if type(value := getattr(self, field)) not in kinds:
                 raise common.InputError(f"{where}: {field} is {value!r}, expected {expected}")
-        for field, low, high in (("max_position_embeddings", 1, 2**24), ("rms_norm_eps", 0, 1),
-                                 ("rope_theta", 2, 1e12)):  # fmt: skip
+        for field, low, high in (
+            ("max_position_embeddings", 1, 2**24),
+            ("rms_norm_eps", 0, 1),
+            ("rope_theta", 2, 1e12),
+        ):
             if not low <= (value := getattr(self, field)) <= high:
                 raise common.InputError(f"{where}: {field} is {value!r}, expected {low} to {high:g}")
         if self.num_attention_heads % self.num_key_value_heads or self.head_dim % 2:
@@ -164,8 +177,9 @@ def _family(folder: Path, raw: dict[str, Any]) -> str:
     named = [name for name in named if name]
     family = next((kind for name, kind in FAMILIES.items() if all(n in (name, kind) for n in named)), None)
     if family is None:
-        raise common.InputError(f"{folder}: architecture {', '.join(map(str, named))} is not supported; allowed: "
-                                f"{', '.join(FAMILIES)}")  # fmt: skip
+        raise common.InputError(
+            f"{folder}: architecture {', '.join(map(str, named))} is not supported; allowed: {', '.join(FAMILIES)}"
+        )
     return family
 
 
@@ -194,8 +208,10 @@ def _check_attention(folder: Path, raw: dict[str, Any], family: str, config: Lla
         )
     window = raw.get("sliding_window", None if family == "llama" else 4096)  # its default
     if slides and window and (type(window) is not int or window < config.max_position_embeddings):
-        raise common.InputError(f"{folder}: sliding_window {window!r} is not supported here; allowed: null, or the "
-                                f"context ({config.max_position_embeddings}) and more")  # fmt: skip
+        raise common.InputError(
+            f"{folder}: sliding_window {window!r} is not supported here; allowed: null, or the "
+            f"context ({config.max_position_embeddings}) and more"
+        )
 
 
 def _biases(folder: Path, raw: dict[str, Any], family: str) -> tuple[Any, Any]:

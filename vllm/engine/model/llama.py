@@ -48,8 +48,13 @@ class Llama:
     yields (a shard owns fewer than the config says).
     """
 
-    def __init__(self, config: LlamaConfig, tensors: Callable[[str], torch.Tensor | None],
-                 dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        config: LlamaConfig,
+        tensors: Callable[[str], torch.Tensor | None],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
         """`tensors(name)` returns a weight under Transformers' name, or None if there is none."""
         self.config, self.dtype, self.device = config, dtype, device or common.device()
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -112,8 +117,14 @@ class Llama:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @torch.inference_mode()
-    def forward(self, token_ids: torch.Tensor | None, positions: torch.Tensor, attend: Attend,
-                hidden: torch.Tensor | None = None, layers: Iterable[int] | None = None) -> torch.Tensor:  # fmt: skip
+    def forward(
+        self,
+        token_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        attend: Attend,
+        hidden: torch.Tensor | None = None,
+        layers: Iterable[int] | None = None,
+    ) -> torch.Tensor:
         """Run `layers` (default: all) over T tokens.
 
         Shapes: token_ids, positions int64 [T]; returns hidden [T, hidden], not yet normed (`logits` does that).
@@ -139,16 +150,22 @@ class Llama:
             h = h + self.linear[f"layers.{i}.down_proj"](F.silu(gate) * up)
         return h
 
-    def queries_and_keys(self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-                         ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def queries_and_keys(
+        self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of what `qkv_proj` yields, [T, Hq + 2 Hkv, D]: queries [T, Hq, D] and keys [T, Hkv, D], rotated."""
         Hq, Hkv = self.num_heads, self.num_kv_heads
         qk = qkv[:, : Hq + Hkv]
         if self.q_norm:  # every head by itself
             q, k = qk.split((Hq, Hkv), dim=1)
             eps = self.config.rms_norm_eps
-            qk = torch.cat((F.rms_norm(q, q.shape[-1:], self.q_norm[layer], eps),
-                            F.rms_norm(k, k.shape[-1:], self.k_norm[layer], eps)), dim=1)  # fmt: skip
+            qk = torch.cat(
+                (
+                    F.rms_norm(q, q.shape[-1:], self.q_norm[layer], eps),
+                    F.rms_norm(k, k.shape[-1:], self.k_norm[layer], eps),
+                ),
+                dim=1,
+            )
         q, k = apply_rope(qk, cos, sin).split((Hq, Hkv), dim=1)  # both at once
         return q, k
 
@@ -180,8 +197,9 @@ class Llama:
         return sum({t.data_ptr(): t.numel() for t in tensors}.values())
 
 
-def random_model(seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
-                 **overrides: Any) -> Llama:  # fmt: skip
+def random_model(
+    seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | None = None, **overrides: Any
+) -> Llama:
     """A seeded random Llama for unit tests: 2 layers, Hq 6, Hkv 2, D 16, hidden 80 (so hidden ≠ Hq·D)."""
     small: dict[str, Any] = {
         "vocab_size": 128, "hidden_size": 80, "intermediate_size": 112, "num_hidden_layers": 2,

@@ -19,8 +19,12 @@ from engine.model.tokenizer import Tokenizer
 from engine.model.weights import open_weights
 
 
-def load(path_or_id: str | None = None, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
-         generation_config: str = "auto") -> tuple[Llama, Tokenizer]:  # fmt: skip
+def load(
+    path_or_id: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+    generation_config: str = "auto",
+) -> tuple[Llama, Tokenizer]:
     """Model and tokenizer from a local folder or hub id; None is the default model, prepared on first use."""
     folder = folders.model_folder(path_or_id)
     config = LlamaConfig.from_folder(folder, generation_config=generation_config)

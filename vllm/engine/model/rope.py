@@ -38,8 +38,12 @@ def rope_frequencies(config: RopeConfig) -> tuple[torch.Tensor, float]:
     scaling = {"original_max_position_embeddings": config.max_position_embeddings} | (config.rope_scaling or {})
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     context = "original_max_position_embeddings"
-    needed = {"default": (), "linear": ("factor",), "llama3": ("factor", context, "low_freq_factor",
-              "high_freq_factor"), "yarn": (context, "factor")}  # fmt: skip
+    needed = {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": ("factor", context, "low_freq_factor", "high_freq_factor"),
+        "yarn": (context, "factor"),
+    }
     if not isinstance(kind, str) or kind not in needed:
         raise common.InputError(f"rope_scaling type {kind!r} is not supported; allowed: {', '.join(needed)}")
     given = [f for f in YARN_OPTIONS if kind == "yarn" and scaling.get(f) is not None]
@@ -55,8 +59,9 @@ def rope_frequencies(config: RopeConfig) -> tuple[torch.Tensor, float]:
         # and those in between are blended.
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         if low >= high:
-            raise common.InputError(f"rope_scaling of type llama3: low_freq_factor {low} must be below "
-                                    f"high_freq_factor {high}")  # fmt: skip
+            raise common.InputError(
+                f"rope_scaling of type llama3: low_freq_factor {low} must be below high_freq_factor {high}"
+            )
         wavelength = 2 * math.pi / theta
         blend = ((scaling[context] / wavelength - low) / (high - low)).clamp(0, 1)  # 0: stretch, 1: keep
         return (1 - blend) * theta / scaling["factor"] + blend * theta, 1.0

@@ -92,8 +92,9 @@ class Tokenizer:
             system, question, *rest = messages
             return self.chat([question | {"content": f"{system['content']}\n\n{question['content']}"}, *rest])
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True,
-                    **variables: Any) -> str:  # fmt: skip
+    def render_chat(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         """The text of a chat. `variables` are what else a template may know: tools, switches.
 
         Raises InputError if there is no template or if it refuses the messages.
@@ -119,8 +120,9 @@ class Tokenizer:
             return self.chat_template
         name = "tool_use" if tools is not None and "tool_use" in self.chat_template else "default"
         if name not in self.chat_template:
-            raise common.InputError(f"chat template: this model has {', '.join(sorted(self.chat_template))}, and no "
-                                    "default")  # fmt: skip
+            raise common.InputError(
+                f"chat template: this model has {', '.join(sorted(self.chat_template))}, and no default"
+            )
         return self.chat_template[name]
 
 

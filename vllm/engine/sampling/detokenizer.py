@@ -63,7 +63,10 @@ def decoded_token(token_bytes: TokenBytes, token_id: int, before: Sequence[int])
     One that ends within a character is "", and one that completes it is all of it, begun by the last tokens `before`
     it. An alternative continues the same text as the token that was chosen.
     """
-    decode = lambda *ids: b"".join(map(token_bytes.__getitem__, ids)).decode("utf-8", "replace")  # noqa: E731
+
+    def decode(*ids: int) -> str:
+        return b"".join(map(token_bytes.__getitem__, ids)).decode("utf-8", "replace")
+
     alone = decode(token_id)
     if not alone.endswith("\ufffd"):
         return alone

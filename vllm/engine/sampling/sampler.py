@@ -116,8 +116,11 @@ def adjust_logits(logits: torch.Tensor, states: Sequence[SampledRow]) -> torch.T
     if penalized := [row for row, state in enumerate(states) if state.penalized]:
         chosen = [states[row] for row in penalized]
         counted = [state.count(logits.shape[1], logits.device) for state in chosen]
+
         # Only tokens that occur are touched: a few hundred of 49,152 in each row.
-        column = lambda name: torch.tensor([float(getattr(s.params, name)) for s in chosen], device=logits.device)  # noqa: E731
+        def column(name: str) -> torch.Tensor:
+            return torch.tensor([float(getattr(s.params, name)) for s in chosen], device=logits.device)
+
         row, token = torch.stack([seen for _, seen in counted]).nonzero(as_tuple=True)
         counts = torch.stack([times for times, _ in counted])[row, token]
         repetition, at = column("repetition_penalty")[row], (torch.tensor(penalized, device=logits.device)[row], token)
@@ -225,7 +228,10 @@ class Sampler:
     def probabilities(logits: torch.Tensor, states: Sequence[SampledRow]) -> torch.Tensor:
         """The distribution each random request draws from, after `adjust_logits`. [R, vocab] -> [R, vocab]."""
         vocab, of = logits.shape[1], [state.params for state in states]
-        row = lambda values, dtype: torch.tensor(values, dtype=dtype, device=logits.device)  # noqa: E731
+
+        def row(values: list, dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=logits.device)
+
         return distribution(
             logits,
             row([p.temperature for p in of], torch.float32),

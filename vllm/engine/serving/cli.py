@@ -52,8 +52,10 @@ def serve_command(args: argparse.Namespace) -> None:
     server = {"host": args.host, "port": args.port, "api_keys": keys, "shutdown_timeout": args.shutdown_timeout}
     if engine_args.api_server_count > 1:
         if may_load_adapters(engine_args):
-            raise common.InputError("VLLM_ALLOW_RUNTIME_LORA_UPDATING: not together with --api-server-count: the other "
-                                    "servers would not hear of an adapter that one has loaded")  # fmt: skip
+            raise common.InputError(
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING: not together with --api-server-count: the other "
+                "servers would not hear of an adapter that one has loaded"
+            )
         raise SystemExit(run_api_servers(make_engine, engine_args, server))
     raise SystemExit(asyncio.run(run_server(engine_args, **server)))
 
@@ -74,12 +76,21 @@ def add_server_flags(add: Callable[..., Any]) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=WHOLE(0, 65535), default=8000, help="default 8000; 0 takes a free one")
     add("--api-key", action="append", metavar="KEY", help="clients must send it; may be given several times")
-    add("--shutdown-timeout", type=arguments.number(float, 0), default=10.0, metavar="S",
-        help="seconds for running requests after a signal (default 10; vLLM's is 0)")  # fmt: skip
+    add(
+        "--shutdown-timeout",
+        type=arguments.number(float, 0),
+        default=10.0,
+        metavar="S",
+        help="seconds for running requests after a signal (default 10; vLLM's is 0)",
+    )
     add("--api-server-count", "-asc", type=WHOLE(1, 64), default=1, metavar="N", help="API server processes (06c)")
     add("--headless", action="store_true", help="engines without an API server (06c)")
-    add("--engine-place", choices=PLACES, default="process",
-        help="where the engine core runs (VLLM_ENABLE_V1_MULTIPROCESSING=0: event-loop)")  # fmt: skip
+    add(
+        "--engine-place",
+        choices=PLACES,
+        default="process",
+        help="where the engine core runs (VLLM_ENABLE_V1_MULTIPROCESSING=0: event-loop)",
+    )
     add("--chat-template", metavar="FILE", help="a Jinja template in place of the model's own; or its text")
     add("--enable-auto-tool-choice", action="store_true", help="the model may decide to call a tool")
     add("--tool-call-parser", metavar="NAME", help="how it writes that down: hermes")
@@ -95,8 +106,12 @@ def add_model_flags(add: Callable[..., Any]) -> None:
     add("--seed", type=WHOLE(0, 2**31 - 1), default=0)
     add("--quantization", "-q", metavar="METHOD", help="of the weights: companion 05b's methods")
     add("--max-model-len", type=WHOLE(2), metavar="N", help="tokens in a sequence (default: the model's)")
-    add("--generation-config", default="auto", metavar="auto|vllm|FOLDER",
-        help="whose generation_config.json has sampling defaults: the model's, nobody's, a folder's")  # fmt: skip
+    add(
+        "--generation-config",
+        default="auto",
+        metavar="auto|vllm|FOLDER",
+        help="whose generation_config.json has sampling defaults: the model's, nobody's, a folder's",
+    )
     add("--override-generation-config", metavar="JSON", help='comes before: {"temperature": 0.5}')
 
 
@@ -124,10 +139,18 @@ def add_scheduler_flags(add: Callable[..., Any]) -> None:
 
 def add_runner_flags(add: Callable[..., Any]) -> None:
     """Attention, graphs, drafts, adapters, and parts of one's own."""
-    add("--attention-backend", choices=ATTENTION_BACKENDS, default="unified",
-        help="unified: lesson 10's, for everything in a step at once; paged: lesson 02's")  # fmt: skip
-    add("--plug", action="append", metavar="SEAM=FILE.py:OBJECT",
-        help=f"a part of your own in a seam: {', '.join(plugs.SEAMS)}")  # fmt: skip
+    add(
+        "--attention-backend",
+        choices=ATTENTION_BACKENDS,
+        default="unified",
+        help="unified: lesson 10's, for everything in a step at once; paged: lesson 02's",
+    )
+    add(
+        "--plug",
+        action="append",
+        metavar="SEAM=FILE.py:OBJECT",
+        help=f"a part of your own in a seam: {', '.join(plugs.SEAMS)}",
+    )
     add("--enforce-eager", action="store_true", help="capture no CUDA graphs (lesson 05)")
     add("--async-scheduling", action=SWITCH, default=False, help="plan a step while the last one runs (lesson 05)")
     add("--speculative-config", metavar="JSON", help='lesson 07: \'{"method": "suffix", …}\'')

@@ -53,9 +53,9 @@ async def run_server(  # noqa: PLR0913  how it is reached, and what another proc
 
     sock, say = sock or bind(host, port), say or functools.partial(print, flush=True)
     started = time.perf_counter()
-    place = "event-loop" if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else args.engine_place
+    place: Any = "event-loop" if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else args.engine_place
     if client is not None:
-        place = lambda factory, args: client  # noqa: E731
+        place = functools.partial(_already_there, client)
     elif args.scales_out:
         place = start_client
     logger = metrics.PrometheusStatLogger(
@@ -137,3 +137,8 @@ def system_fingerprint(args: EngineArgs) -> str:
 def may_load_adapters(args: EngineArgs) -> bool:
     """May clients load and unload adapters? It lets them name folders that the server then reads."""
     return args.enable_lora and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
+
+
+def _already_there(client: Any, factory: Any, args: Any) -> Any:
+    """As `start_client`, for engines that others have started."""
+    return client

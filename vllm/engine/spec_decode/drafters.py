@@ -259,7 +259,9 @@ class SpeculativeConfig:
             if not good(getattr(self, name)):
                 raise common.InputError(f"speculative_config: {name} {getattr(self, name)!r}: must be {allowed}")
 
-        whole = lambda low, high: lambda value: type(value) is int and low <= value <= high  # noqa: E731
+        def whole(low: int, high: float) -> Callable[[Any], bool]:
+            return lambda value: type(value) is int and low <= value <= high
+
         methods, schedules = (*METHODS, *TRAINED), ("constant", "heuristic")
         check("method", methods.__contains__, f"one of {', '.join(methods)}")
         check("num_speculative_tokens", whole(1, 128), "a whole number from 1 to 128")

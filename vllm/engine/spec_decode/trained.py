@@ -97,7 +97,10 @@ class Network:
 
     def medusa(self, features: torch.Tensor, head: int) -> torch.Tensor:
         """Head k = 0, 1, 2 guesses the feature k + 1 positions ahead: A h + W₂ silu(W₁ h). [R, hidden] -> same."""
-        w = lambda name: self.tensors[f"heads.{head}.{name}"]  # noqa: E731
+
+        def w(name: str) -> torch.Tensor:
+            return self.tensors[f"heads.{head}.{name}"]
+
         return F.linear(features, w("linear"), w("bias")) + F.linear(F.silu(F.linear(features, w("up"))), w("down"))
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:

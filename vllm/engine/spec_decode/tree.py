@@ -220,7 +220,10 @@ def tree_attention_torch(
     padded[owner, inside] = q
     bias = torch.zeros(*padded.shape[:2], max_seq_len, dtype=q.dtype, device=q.device)
     bias[owner, inside] = torch.where(sees & live[owner], 0.0, -math.inf).to(q.dtype)
-    turn = lambda x: x.transpose(1, 2)  # noqa: E731
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2)
+
     out = F.scaled_dot_product_attention(turn(padded), turn(keys), turn(values), bias[:, None], enable_gqa=True)
     return turn(out)[owner, inside]
 
@@ -261,7 +264,10 @@ def compact_slots(
     if not common.runs_kernel(kv_cache):
         b, step = (accepted > 0).nonzero(as_tuple=True)
         source, target = (context_lens[b] + accepted[b, step]).long(), (context_lens[b] + step + 1).long()
-        slot = lambda p: block_table[b, p // size].long() * size + p % size  # noqa: E731
+
+        def slot(p: torch.Tensor) -> torch.Tensor:
+            return block_table[b, p // size].long() * size + p % size
+
         flat = kv_cache.flatten(1, 2)
         flat[:, slot(target)] = flat[:, slot(source)]
     elif B * depth > 0:
