@@ -22,7 +22,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from lab import recorded
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
 
@@ -32,6 +31,7 @@ from documents import LESSONS
 
 from engine.model import folders, llama
 from engine.model.config import LlamaConfig
+from lab import recorded
 
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,

@@ -11,11 +11,11 @@ from __future__ import annotations
 import difflib
 import sys
 from pathlib import Path
-from lab import recorded
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
 
 import documents
+from lab import recorded
 
 
 def main() -> None:

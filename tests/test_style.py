@@ -121,7 +121,29 @@ def test_an_answer_ends_where_the_page_does(path):
     assert cut_too_late(path.read_text()) == []
 
 
+def imported_too_early(source: str) -> list[str]:
+    """What of ours a tool imports before it has put `vllm/` on the path: Python finds `tests/lab` then, or nothing."""
+    found: list[str] = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Expr) and ast.unparse(node.value).startswith("sys.path.insert"):
+            return found
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        found += [name for name in names if name.split(".")[0] in ("common", "engine", "lab")]
+    return []  # it does not touch the path: it is imported by tests, which have
+
+
+TOOLS = [path for path in sorted((common.ROOT / "tests").glob("*.py")) if not path.name.startswith("test_")]
+
+
+@pytest.mark.parametrize("path", [*TOOLS, common.HERE / "__main__.py"], ids=lambda path: path.name)
+def test_a_tool_finds_our_files_from_anywhere(path):
+    assert imported_too_early(path.read_text()) == []
+
+
 def test_the_checks_can_fail():
+    assert imported_too_early("import sys\nfrom lab import x\nsys.path.insert(0, 'vllm')") == ["lab"]
+    assert imported_too_early("import sys\nsys.path.insert(0, 'vllm')\nimport common") == []
     assert cut_too_late("\ncommon.say(f'{x!r}'[:109])") == [2] and cut_too_late("common.say(f'{x}'[:108])") == []
     assert cut_too_late("say(x[: common.PAGE])") == [1]
     assert untyped("def f(x: int, y): ...") == ["f(y)"]

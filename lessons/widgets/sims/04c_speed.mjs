@@ -17,7 +17,7 @@ const STAGES = [
   { name: "q, k, v in one product", layer: 22, per_sequence: 0, outside: 54, copies: 3, packed: false },
   { name: "arrays, not lists", layer: 22, per_sequence: 0, outside: 37, copies: 3, packed: false },
   { name: "weights packed", layer: 22, per_sequence: 0, outside: 37, copies: 3, packed: true },
-  { name: "keys and values in place", layer: 23, per_sequence: 0, outside: 38, copies: 1, packed: true },
+  { name: "keys and values in place", layer: 23, per_sequence: 0, outside: 37, copies: 1, packed: true },
 ];
 
 const microseconds = (seconds) => Math.round(seconds * 1e6);

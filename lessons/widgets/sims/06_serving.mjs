@@ -1,4 +1,5 @@
-// Requests arrive by themselves at a server of 8 seats: the twin of `simulate` in lessons/numbers/06_serving.py. Times in µs.
+// Requests arrive by themselves at a server of 8 seats: the twin of `simulate` in lessons/numbers/06_serving.py.
+// Times in µs.
 import { Request } from "./lib/continuous_batching.mjs";
 import { MeteredCore, PreemptionScheduler } from "./lib/preemption.mjs";
 import { PrefixCachingKVCacheManager } from "./lib/prefix_caching.mjs";
