@@ -63,7 +63,7 @@ class Page:
             self.source.relative_to(ROOT).as_posix(), f"{self.source.stem}.html"
         )
 
-    @property
+    @functools.cached_property
     def script(self) -> Path | None:
         paths = [ROOT / "vllm" / folder / f"{self.source.stem}.py" for folder in ("", "tours")]
         return next((path for path in paths if self.number and path.is_file()), None)
@@ -145,6 +145,7 @@ FENCE = re.compile(r"^<!-- (code|output|widget|sketch)(?:: ?(.*?))? ?-->\n+(?=^ 
 COMMENT = re.compile(r"<!--.*?-->", re.S)  # the markers behind numbers
 
 
+@functools.cache
 def code_url(path: Path) -> str:
     """The page of a script, or of a file in a folder, whose name then begins with the folder's."""
     above = next((folder for folder in (ROOT / "vllm", HERE) if path.is_relative_to(folder)), path.parent)
