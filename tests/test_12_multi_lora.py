@@ -1563,12 +1563,13 @@ def test_peft_computes_the_same(real_model):
 def test_adapters_that_peft_wrote(tmp_path, rslora):
     """A folder from PEFT itself, scale included, on a tiny model; and PEFT reads a folder of ours."""
     peft = pytest.importorskip("peft")
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig as TheirConfig
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = dict(vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=16)  # fmt: skip
-    theirs = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    theirs = LlamaForCausalLM(TheirConfig(**sizes)).eval()
     theirs.save_pretrained(tmp_path / "base")
     config = peft.LoraConfig(r=4, lora_alpha=6, use_rslora=rslora, target_modules=["q_proj", "v_proj", "up_proj"],
                              init_lora_weights=False)  # fmt: skip
