@@ -22,11 +22,8 @@ import shlex
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import common
-from support import modules
-from lab import cli
 
 # A script is a lesson, or a companion such as 05b, once it has a main(); what others need of it may stand before.
 SCRIPTS = sorted([*common.HERE.glob("[01]*.py"), *common.HERE.glob("tours/[01]*.py")], key=lambda path: path.stem)
@@ -97,12 +94,6 @@ class Block:
 def script_of(page: Path) -> Path | None:
     """The script that a lesson's page belongs to."""
     return next((path for path in LESSONS if path.stem == page.stem), None)
-
-
-def numbers(lesson: str) -> ModuleType:
-    """What simulates, quotes and draws for a page: `lessons/numbers/`, or still the script itself."""
-    moved = (cli.NUMBERS / f"{lesson}.py").is_file()
-    return cli.numbers(lesson) if moved else modules.load(lesson)
 
 
 def quotes(page: Path) -> list[Quote]:

@@ -10,7 +10,6 @@ import re
 from types import SimpleNamespace
 
 import common
-import documents
 import pytest
 from support.runners import runner_of
 from engine import registry
@@ -36,10 +35,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from engine.model import llama, loader
-from lab import chats, offline_run, roofline
+from lab import chats, cli, offline_run, roofline
 
 lesson, paged = registry.lesson("05_optimizations"), registry.lesson("02_paged_attention")
-page = documents.numbers("05_optimizations")
+page = cli.numbers("05_optimizations")
 batching = registry.lesson("04_continuous_batching")
 chunked = registry.lesson("10_chunked_prefill")
 Request = lesson.Request

@@ -649,7 +649,10 @@ INT3 = Format("int3", "int", 3, 32, "fp16", "int")
 def test_algorithms_beat_rounding_on_fresh_inputs():
     W, X = layer_and_inputs()
     X, fresh = X[:200], X[200:]
-    error = lambda decoded: algorithms.output_error(decoded, W, fresh)  # noqa: E731
+
+    def error(decoded):
+        return algorithms.output_error(decoded, W, fresh)
+
     rounded = error(rtn(W, INT3).dequantize())
     scaled, inverse = algorithms.awq(W, X, INT3)
     assert error(algorithms.gptq(W, X, INT3).dequantize()) < 0.75 * rounded
@@ -1185,7 +1188,10 @@ def test_simulation_runs_the_real_rounding(monkeypatch):
 
 def test_simulation_of_an_outlier():
     """Smaller groups confine an outlier; a float grid survives it better than an integer one."""
-    error = lambda **p: page.simulate(page.WIDGET_DEFAULT | p)["mean_error_millionths"]  # noqa: E731
+
+    def error(**p):
+        return page.simulate(page.WIDGET_DEFAULT | p)["mean_error_millionths"]
+
     assert error(outlier=1) < error(group=8) < error(group=16) < error(group=32)
     assert error(outlier=64, format="fp8") < error(outlier=64, format="int8")
 

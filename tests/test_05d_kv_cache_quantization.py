@@ -828,7 +828,10 @@ def check_errors(model, tokenizer, names):
 
 
 def test_simulation_tells_the_story():
-    count = lambda way, bits: page.facts()["widget"]["outlier_channel"][f"{way}_{bits}"]["found"]  # noqa: E731
+
+    def count(way, bits):
+        return page.facts()["widget"]["outlier_channel"][f"{way}_{bits}"]["found"]
+
     assert [count("plain", bits) for bits in (8, 4, 3, 2)] == [8, 7, 1, 1]
     assert [count("rotated", bits) for bits in (8, 4, 3, 2)] == [8, 8, 8, 2]
     assert [count("channel", bits) for bits in (8, 4, 3, 2)] == [8, 8, 8, 8]

@@ -516,7 +516,10 @@ def test_the_lesson_admits_whom_the_engine_admits(requests, max_loras, seats):
 
 def test_who_is_passed_over_may_wait_for_ever():
     """The story's surprise: C is third, and behind it the requests for A and B never leave both slots idle."""
-    wait = lambda steps: next(i for i, batch in enumerate(steps) if 2 in batch)  # noqa: E731
+
+    def wait(steps):
+        return next(i for i, batch in enumerate(steps) if 2 in batch)
+
     for behind in (20, 100, 400):
         adapter_of = [0, 1, 2] + [0, 1] * (behind // 2)
         tokens = [1 + i % 3 for i in range(len(adapter_of))]
@@ -719,7 +722,10 @@ def test_what_never_fits_beside_its_adapter_is_ended(make, tiny):
 
 
 def test_slots_are_least_recently_used():
-    hits = lambda n, traffic="round robin": page.hit_rate(traffic, n)  # noqa: E731
+
+    def hits(n, traffic="round robin"):
+        return page.hit_rate(traffic, n)
+
     assert hits(8) == 712 / 720 and hits(9) == 0
     for traffic in ("round robin", "Zipf"):
         for n in (8, 9, 16, 64):

@@ -90,7 +90,7 @@ def check_output(page, with_flags):
 
 @by_lesson
 def test_widget_slot_shows_the_default(page):
-    lesson = documents.numbers(page.stem)
+    lesson = cli.numbers(page.stem)
     expected = lesson.describe(lesson.simulate(lesson.WIDGET_DEFAULT))
     (slot,) = [block for block in documents.blocks(page) if block.kind == "widget"]
     assert slot.body.rstrip() == expected.rstrip()
@@ -187,8 +187,6 @@ def python_shell(page) -> dict[str, object]:
     (setup,) = re.findall(r"^cd vllm && uv run python -i -c '(.+)'$", readme, flags=re.M)
     names: dict[str, object] = {}
     setup = setup.replace("04_continuous_batching", page.stem)
-    if not (cli.NUMBERS / f"{page.stem}.py").is_file():
-        setup = setup.replace("cli.numbers(", "registry.lesson(")
     exec(setup, names)
     return names
 

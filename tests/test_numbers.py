@@ -8,12 +8,13 @@ import json
 import documents
 import pytest
 from documents import LESSONS, PAGES
-from lab import recorded
+from support import modules
+from lab import cli, recorded
 
 
 @pytest.mark.parametrize("lesson", [path.stem for path in LESSONS])
 def test_facts_and_simulation_are_json(lesson):
-    module = documents.numbers(lesson)
+    module = cli.numbers(lesson)
     for make in (module.facts, lambda: module.simulate(module.WIDGET_DEFAULT)):
         first, second = json.dumps(make(), sort_keys=True), json.dumps(make(), sort_keys=True)
         assert first == second
@@ -21,8 +22,9 @@ def test_facts_and_simulation_are_json(lesson):
 
 
 @functools.cache
-def facts(lesson: str) -> dict:
-    return documents.numbers(lesson).facts()
+def facts(source: str) -> dict:
+    """Of a lesson's page, or of a file of the lab by its dotted name."""
+    return (modules.load(source) if "." in source else cli.numbers(source)).facts()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -9,7 +9,6 @@ import shutil
 import sys
 
 import common
-import documents
 import on_gpu
 import pytest
 from support import modules
@@ -87,7 +86,7 @@ def test_a_story_has_its_parts_in_order(lesson):
     if params is None:
         told = ""
     else:
-        module = documents.numbers(lesson)
+        module = cli.numbers(lesson)
         told = module.describe(module.simulate(module.WIDGET_DEFAULT | params))
     assert wrong_parts(output_of(lesson), told, real, measured) is None
 
@@ -178,7 +177,7 @@ def test_wrong_flags_are_one_line(lesson, capsys):
 
 @by_lesson
 def test_simulation_refuses_wrong_parameters(lesson):
-    module = documents.numbers(lesson)
+    module = cli.numbers(lesson)
     for name, value in module.WIDGET_DEFAULT.items():
         for wrong in (None, [], {"a": 1}, "no such\nvalue", -(10**9)):
             if wrong == value:
@@ -254,7 +253,7 @@ from lab import cli
 assert not common.HAS_TRITON
 for name in {[path.stem for path in LESSONS]!r}:
     registry.lesson(name).main
-    (cli.numbers if (cli.NUMBERS / f"{{name}}.py").is_file() else registry.lesson)(name).simulate
+    cli.numbers(name).simulate
 """
 LOADS_JOB = (("every lesson, without Triton",), [sys.executable, "-c", LOADS])
 

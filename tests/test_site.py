@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 import common
-import documents
 import pytest
+from lab import cli
 import scripts
 
 spec = importlib.util.spec_from_file_location("build", common.ROOT / "lessons" / "build.py")
@@ -256,7 +256,7 @@ def test_the_bundle_runs_as_a_plain_script(site):
         Object.keys(globalThis), sim.describe(sim.simulate({{...spec.fixed, ...spec.default}}))])`));"""
     done = subprocess.run([NODE, "-e", code], capture_output=True, text=True, check=True)
     names, text = json.loads(done.stdout)
-    page = documents.numbers(name)
+    page = cli.numbers(name)
     assert names == ["modules", "spec", "sim"] and text == page.describe(page.simulate(page.WIDGET_DEFAULT))
 
 

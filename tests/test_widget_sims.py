@@ -18,6 +18,7 @@ from typing import Any
 
 import documents
 import pytest
+from lab import cli
 
 TESTS = Path(__file__).resolve().parent
 WIDGETS = TESTS.parent / "lessons" / "widgets"
@@ -85,7 +86,7 @@ def chosen_states(name: str) -> list[Params]:
 
 
 def write_states(path: Path, name: str, states: Iterable[Params]) -> Path:
-    lesson = documents.numbers(name)
+    lesson = cli.numbers(name)
     with path.open("w") as file:
         for params in states:
             trace = lesson.simulate(params)
@@ -146,7 +147,7 @@ def test_sums_of_later_pythons_agree_too(monkeypatch, tmp_path):
         return math.fsum([start, *values]) if any(isinstance(x, float) for x in values) else sum(values, start)
 
     for path in documents.SCRIPTS:
-        monkeypatch.setattr(documents.numbers(path.stem), "sum", corrected, raising=False)
+        monkeypatch.setattr(cli.numbers(path.stem), "sum", corrected, raising=False)
     results = compare((sim(name), write_states(tmp_path / name, name, chosen_states(name))) for name in LESSONS)
     assert [(name, r["first"]) for name, r in zip(LESSONS, results, strict=True) if r["first"]] == []
 
@@ -464,7 +465,7 @@ def test_controls_are_complete(name):
     """The form that `lessons/widgets/README.md` describes, and the lesson's own default."""
     c = controls(name)
     knobs = {knob["name"]: knob for knob in c["controls"]}
-    assert default(name) == documents.numbers(name).WIDGET_DEFAULT
+    assert default(name) == cli.numbers(name).WIDGET_DEFAULT
     assert set(c) == {"title", "task", "controls", "fixed", "default", "presets", "bet"}
     assert set(c["default"]) == set(knobs) and not set(c["fixed"]) & set(knobs)
     for knob in c["controls"]:
@@ -485,7 +486,7 @@ def test_controls_are_complete(name):
 
 @pytest.mark.parametrize("name", LESSONS)
 def test_exactly_one_choice_wins_the_bet(name):
-    bet, lesson = controls(name)["bet"], documents.numbers(name)
+    bet, lesson = controls(name)["bet"], cli.numbers(name)
     answer = follow(lesson.simulate(default(name) | bet["params"]), bet["answer"])
     assert [choice for choice in bet["choices"] if choice == answer and type(choice) is type(answer)] == [answer]
     assert all(key in controls(name)["default"] for key in bet["params"])

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 
 from engine import registry
 from lab import figures
@@ -29,7 +28,7 @@ from engine.worker.assemble import make_runner
 from engine.worker.model_runner import ModelRunner
 from lab import lengths
 from lab.matrix_products import matmul_seconds
-from lab.peers import load_transformers
+from lab.peers import generate_with, load_transformers
 
 KEY = "04_continuous_batching"
 lesson = registry.lesson(KEY)
@@ -326,15 +325,7 @@ def measure_throughput(
     def seconds(name: str, n: int) -> float:
         start = time.perf_counter()
         if name == "transformers":
-            ids = torch.tensor(prompts[:n], device=model.device)
-            peer.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=n_out,
-                min_new_tokens=n_out,
-                pad_token_id=0,
-            )
+            generate_with(peer, prompts[:n], n_out)
         elif name == "one by one":
             for prompt in prompts[:n]:
                 engines["unpacked"].serve([prompt], [n_out])

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 
 from engine import registry
 from lab import figures
@@ -24,7 +23,7 @@ from engine.model import folders, llama, loader
 from lab import roofline
 from lab.matrix_products import floor_seconds
 from lab.offline_run import serve
-from lab.peers import load_transformers, vllm_peer
+from lab.peers import generate_with, load_transformers, vllm_peer
 
 KEY = "04c_speed"
 lesson = registry.lesson(KEY)
@@ -207,16 +206,8 @@ def throughput(model: llama.Llama, folder: Path, ask: Callable | None) -> dict[s
         return time.perf_counter() - start
 
     def theirs(n: int) -> float:
-        ids = torch.tensor(prompts[:n], device=model.device)
         start = time.perf_counter()
-        transformers.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=n_out,
-            min_new_tokens=n_out,
-            pad_token_id=0,
-        )
+        generate_with(transformers, prompts[:n], n_out)
         return time.perf_counter() - start
 
     def vllm(n: int) -> float:

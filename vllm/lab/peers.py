@@ -16,7 +16,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,19 @@ def load_transformers(model_name: str | None, like: llama.Llama) -> Any:
 
     model: Any = AutoModelForCausalLM.from_pretrained(folders.model_folder(model_name), dtype=like.dtype)
     return model.eval().to(like.device)
+
+
+def generate_with(transformers: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> Any:
+    """Transformers' greedy answers of `max_tokens` each, to prompts of one length."""
+    ids = torch.tensor(prompts, device=transformers.device)
+    return transformers.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=max_tokens,
+        min_new_tokens=max_tokens,
+        pad_token_id=0,
+    )
 
 
 def random_twins(name: str) -> tuple[llama.Llama, Any]:
