@@ -24,7 +24,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
 
 import common
-import sass
+from support import sass
 import torch
 import triton
 from support import modules

@@ -17,6 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "vllm"))  # as `python vllm/01_kv_cache.py` does
+sys.path += [str(ROOT / "tests"), str(ROOT)]  # `support`, and the names by which spawned processes find tests
 gc.disable()  # while a million objects come to stay; `pytest_collection_finish` sets them aside
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # some sixty processes load the same scripts
@@ -41,7 +42,7 @@ settings.load_profile("lessons")
 
 # --- Several processes ----------------------------------------------------------------------------------------------
 
-pytest_plugins = ("processes",)
+pytest_plugins = ("support.processes",)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -173,7 +174,7 @@ class Guarded:
 def races_are_errors() -> contextlib.AbstractContextManager:
     if not common.INTERPRET:
         return contextlib.nullcontext()
-    import races  # it needs Triton
+    from support import races  # it needs Triton
 
     return races.watched()
 

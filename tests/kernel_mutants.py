@@ -372,28 +372,16 @@ def run(mutant: Mutant, costs: dict[pytest.Item, float], kills: Counter) -> str:
 
 
 def tests_of(lesson: str, kernel: str) -> set[str]:
-    """The test files of the lessons whose kernels run a function."""
-    names = [TESTED_IN.get(name, name) for name, _ in launched_for(lesson, kernel)]
-    own = [(HERE / f"test_{name}.py", HERE.glob(f"test_{name[:2]}_*.py")) for name in names]
-    return {str(path) for exact, others in own for path in ([exact] if exact.is_file() else others)}
+    """The test files of the lessons, or of the engine's folders, whose kernels run a function."""
+    found: set[Path] = set()
+    for name, _ in launched_for(lesson, kernel):
+        folder = HERE / ("lessons" if "." not in name else "/".join(name.split(".")[:-1]))
+        exact = TESTED_IN.get(name, folder / f"test_{name.split('.')[-1]}.py")
+        found |= {exact} if exact.is_file() else set(folder.glob("test_*.py"))
+    return {str(path) for path in found}
 
 
-TESTED_IN = {
-    "engine.attention.block_sparse": "030_block_sparse_attention",
-    "engine.attention.hopper": "031_warp_specialized_attention",
-    "engine.kv_transfer.kernels": "08_disagg",
-    **dict.fromkeys(
-        (
-            f"engine.quantization.{name}"
-            for name in ("activations", "decoding", "dequant_matmul", "scaled_matmul", "split_k")
-        ),
-        "05b_quantization",
-    ),
-    **dict.fromkeys((f"engine.quantization.{name}" for name in ("kv_decode", "kv_write")), "05d_kv_cache_quantization"),
-    "engine.quantization.int4_hopper": "05b0_int4_on_hopper",
-    "engine.sampling.guided.bitmask": "06b_guided_decoding",
-    "engine.spec_decode.tree": "07b_trained_drafters",
-}
+TESTED_IN = {"engine.kv_transfer.kernels": HERE / "lessons" / "test_08_disagg.py"}  # with a transfer on either side
 
 
 def main() -> int:

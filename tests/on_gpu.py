@@ -23,11 +23,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
+TESTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TESTS.parent / "vllm"))
 
 import common
 import torch
-from documents import LESSONS
+from support.documents import LESSONS
 
 from engine.model import folders, llama
 from engine.model.config import LlamaConfig
@@ -101,9 +102,9 @@ def main() -> None:
     if (recorded.RESULTS / results.name).is_file() and not results.exists():
         shutil.copy(recorded.RESULTS / results.name, results)
     try:
-        model, about_the_model = folders.model_folder(), {"llama"}
+        model, real = folders.model_folder(), True
     except common.InputError:
-        model, about_the_model = random_folder(scratch / "model"), set()
+        model, real = random_folder(scratch / "model"), False
     # Such machines often have no network and nothing but torch: lesson 06's server has little to learn from them.
     serves = importlib.util.find_spec("fastapi") is not None and importlib.util.find_spec("llguidance") is not None
     able = [script for script in LESSONS if serves or not script.stem.startswith("06")]
@@ -112,9 +113,11 @@ def main() -> None:
     if unknown := set(asked) - set(known):
         sys.exit(f"{', '.join(sorted(unknown))}: cannot be run here; what can: {' '.join(known)}")
     if "tests" in asked:  # those of lessons and kernels; pages, site and widgets are the same everywhere
-        about = {"kernels", "common", *about_the_model, *(number(script)[:2] for script in able)}
-        tests = sorted((common.ROOT / "tests").glob("test_*.py"))
-        chosen = [test for test in tests if {test.stem.split("_")[1], test.stem.split("_")[1][:2]} & about]
+        needless = {"serving": not serves, "guided": not serves, "model": not real}
+        tests = [TESTS / "test_common.py", *(TESTS / "lessons" / f"test_{script.stem}.py" for script in able)]
+        for folder in ("kernels", "lab", "tours", "engine"):
+            tests += sorted((TESTS / folder).rglob("test_*.py"))
+        chosen = [test for test in tests if test.is_file() and not any(needless.get(part) for part in test.parts)]
         flags, end = ["-q", "-p", "no:cacheprovider", "--tb=short"], time.perf_counter() + TOGETHER
 
         def run_tests(test: Path) -> tuple[str, str, str]:

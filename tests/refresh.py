@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
 
-import documents
+from support import documents
 from lab import recorded
 
 

@@ -6,7 +6,7 @@ import sys
 
 import common
 import pytest
-import scripts
+from support import scripts
 
 GOLDEN = common.ROOT / "tests" / "golden" / "recorded"
 

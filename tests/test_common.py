@@ -15,7 +15,7 @@ from pathlib import Path
 
 import common
 import pytest
-import scripts
+from support import scripts
 import torch
 from engine.serving import sockets
 from engine import arguments

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import processes
+from support import processes
 import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there, tests run in one process")

@@ -12,7 +12,7 @@ that see everything. So, from the bottom up:
     ⌈(W − 1) / block⌉ blocks: the longest hit of one bounds the search of the next, until nobody wants less.
 At the end, the same memory is filled with sequences in three ways: every layer as if it saw everything, a pool for each
 kind of layer, and one for all. What is decided here is compared with vLLM, block by block
-(tests/test_090_hybrid_kv_cache.py).
+(tests/lab/test_hybrid_kv_cache.py).
 
 Read for this: Zhang et al. 2025 (Jenga); vLLM 0.32 `v1/core/kv_cache_coordinator.py`,
 `v1/core/single_type_kv_cache_manager.py`, `v1/core/kv_cache_utils.py`, `v1/kv_cache_interface.py`.

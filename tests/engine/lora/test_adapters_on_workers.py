@@ -1,0 +1,248 @@
+"""Adapters on workers: every layout of ranks answers as one process does, whoever is resident."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import common
+import pytest
+from tests.engine.parallel import test_scaling_out as scaling
+from engine import registry
+from lab import naive
+import torch
+from tests.lessons.test_12_multi_lora import NoBytes, Words
+
+from support import tokenizing
+from engine.model import folders, llama
+from engine.config import VllmConfig
+from engine.parallel.worker import Worker
+from engine import front_end
+from engine.llm import make_llm_engine
+from engine.llm_engine import LLMEngine
+from engine.parallel.workers import Workers
+from engine.engine_args import EngineArgs
+from engine.parallel.stages import skeleton
+from engine.parallel.worker import WorkerSpec
+from engine.serving.pipeline_proc import ParallelEngineCoreProc
+
+from engine.lora import lora_model
+from engine.parallel import adapters as lesson
+from engine.lora.config import LoRAConfig
+from engine.lora.lora_model import LoRAModel
+
+multi_lora = registry.lesson("12_multi_lora")
+executors = scaling.executors
+SamplingParams, ParallelConfig = scaling.SamplingParams, scaling.ParallelConfig
+LIMITS = dict(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4)
+
+
+@functools.cache
+def base_and_adapters():
+    """On all layers; on some; on other ones, and not on the first of each slice."""
+    model = llama.random_model(**scaling.SIZES)
+    kinds = (4, lora_model.TARGETS), (8, ("q_proj", "down_proj")), (3, ("k_proj", "o_proj", "up_proj"))
+    return model, {f"a{r}": lora_model.random_adapter(model.config, r, seed=r, targets=targets) for r, targets in kinds}
+
+
+@pytest.fixture
+def whole():
+    return base_and_adapters()[0]
+
+
+@pytest.fixture
+def loras():
+    return base_and_adapters()[1]
+
+
+@functools.cache
+def as_merged():
+    """What each adapter, and the base, answers to every prompt if it is merged into the weights."""
+    whole, loras = base_and_adapters()
+    models = {"None": whole} | {name: lora_model.merged(whole, each) for name, each in loras.items()}
+    return {(name, i): naive.generate(model, prompt, tokens) for name, model in models.items()
+            for i, (prompt, tokens) in enumerate(zip(scaling.PROMPTS, scaling.OUTPUTS))}  # fmt: skip
+
+
+@pytest.fixture
+def on_threads(whole, monkeypatch):
+    """An engine as `serve --enable-lora` makes it, on workers that are threads."""
+    monkeypatch.setattr(front_end, "TokenBytes", NoBytes)
+    tokenizing.building(monkeypatch, lambda folder: Words())
+    monkeypatch.setattr(folders, "model_folder", lambda name: name)
+    started = []
+
+    def build(tp, pp, max_loras):
+        parallel = ParallelConfig(tp, pp)
+        executor = scaling.ThreadExecutor(parallel)
+        started.append(executor)
+        args = EngineArgs(enable_lora=True, max_loras=max_loras, max_lora_rank=8, max_cpu_loras=4)
+        executor.collective_rpc("load_model", WorkerSpec(scaling.SIZES, parallel, config=args.vllm_config()))
+        workers = Workers(executor, parallel, skeleton(whole.config, parallel, torch.float32))
+        return LLMEngine(workers.model, Words(), config=args.vllm_config(workers), **LIMITS)
+
+    yield build
+    for executor in started:
+        executor.shutdown()
+
+
+def ask(engine, names):
+    """Every prompt to every adapter. Token ids by (adapter, prompt)."""
+    found = {}
+    for i, (prompt, tokens) in enumerate(zip(scaling.PROMPTS, scaling.OUTPUTS)):
+        for name in names:
+            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+            engine.add_request(f"{name} {i}", {"prompt_token_ids": prompt}, params, lora_name=name)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            name, i = output.request_id.split()
+            found[name, int(i)] = list(output.outputs[0].token_ids)
+    engine.lora.check()
+    return found
+
+
+@pytest.mark.parametrize(("tp", "pp", "max_loras"), [(1, 5, 1), (2, 2, 2), *(
+    pytest.param(*each, marks=pytest.mark.slow)
+    for each in [(1, 1, 1), (2, 1, 1), (4, 1, 2), (8, 1, 3), (1, 2, 2)])])  # fmt: skip
+def test_every_layout_answers_as_merged_weights_do(on_threads, whole, loras, tp, pp, max_loras):
+    """Eight ranks share four KV heads; with fewer places than adapters, places change hands between two steps."""
+    engine = on_threads(tp, pp, max_loras)
+    for name, lora in loras.items():
+        engine.lora.add_adapter(name, lora)
+    truths = as_merged()
+    assert ask(engine, (None, *loras)) == truths
+    assert len({tuple(truths[str(name), 2]) for name in (None, *loras)}) == 4, "they do differ"
+    assert engine.lora.counts["evict"] >= 3 - max_loras
+    kept = engine.core.runner.executor.ask(lambda worker: worker.adapters.slots)
+    assert kept == [engine.lora.slots] * (tp * pp), "no worker has a name whose place somebody else took"
+
+
+def test_parts_make_the_whole(whole, loras):
+    """Every number of A and B is with the ranks that need it, no other, and nothing is counted twice."""
+    config, lora = whole.config, loras["a4"]
+    for n in (1, 2, 4, 8):
+        parts = [lesson.shard_adapter(lora, config, (rank, n)) for rank in range(n)]
+        for name, pairs in lora.weights.items():
+            kind = name.split(".")[2]
+            for i, (a, b) in enumerate(pairs):
+                found = [part.weights[name][i] for part in parts]
+                if kind in ("o_proj", "down_proj"):
+                    assert torch.equal(torch.cat([x for x, _ in found], 1), a) and all(y is b for _, y in found)
+                    continue
+                assert all(x is a for x, _ in found)
+                copies = n // 4 if kind == "qkv_proj" and i and n > 4 else 1  # ranks with one KV head between them
+                assert torch.equal(torch.cat([y for _, y in found[::copies]]), b)
+    stages = [lesson.shard_adapter(lora, config, pp=(stage, 3)).weights for stage in range(3)]
+    assert [len(stage) for stage in stages] == [8, 8, 4]
+    joined = [pairs for stage in stages for pairs in stage.values()]
+    assert all(torch.equal(x[0][0], y[0][0]) for x, y in zip(joined, lora.weights.values(), strict=True))
+    assert next(iter(stages[2])) == "layers.0.qkv_proj", "counted from the stage's first"
+
+
+def test_only_an_adapters_own_numbers_travel(loras):
+    """A view into a large file would bring the file along."""
+    sent = []
+    memory = lesson.RemoteSlotMemory(type("Executor", (), {"submit": lambda self, *call: sent.append(call)})(), None)
+    large = torch.zeros(1000, 8)
+    memory.write(1, LoRAModel("x", 8, {"layers.0.qkv_proj": (None, (large[:2], large[2:4]), None)}))
+    (method, slot, lora), = sent  # fmt: skip
+    assert method == "write_adapter" and slot == 1
+    (none, pair, _), = lora.weights.values()  # fmt: skip
+    assert none is None and [x.untyped_storage().nbytes() for x in pair] == [64, 64]
+
+
+def test_a_cleared_slot_has_no_name_and_no_weights(whole, loras):
+    """So a worker whose write failed, which nobody waits for, fails at the next step instead of answering wrongly."""
+    mine = lesson.WorkerAdapters(LoRAConfig(max_loras=2, max_lora_rank=8))
+    mine.attach(whole, None)
+    alone, worker = SimpleNamespace(rank_in_group=0, world_size=1), Worker()
+    worker.tp, worker.pp, worker.adapters = alone, alone, mine
+    worker.model = SimpleNamespace(whole_config=whole.config)
+    worker.write_adapter(0, loras["a8"])
+    worker.write_adapter(1, loras["a3"])
+    assert mine.slots == {"random-8": 0, "random-3": 1} and mine.memory.tables["down_proj"].ranks[0].tolist() == [8]
+    worker.clear_adapter(0)
+    assert mine.slots == {"random-3": 1} and not mine.memory.tables["down_proj"].ranks[0].any()
+    assert list(mine.memory.matrices) == [1]
+    with pytest.raises(RuntimeError, match="size"):
+        worker.write_adapter(0, lora_model.random_adapter(whole.config, 9, seed=9))
+    assert mine.slots == {"random-3": 1}
+
+
+def test_a_runner_of_pages_is_refused(whole):
+    about = VllmConfig(lora_config=LoRAConfig(memory="unified"), workers=Workers(None, ParallelConfig(), whole))
+    with pytest.raises(common.InputError, match="workers have slots"):
+        LLMEngine(whole, Words(), config=about, **LIMITS)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_who_cannot_run_hears_of_it_though_nothing_is_in_flight(on_threads, loras, pp):
+    engine = on_threads(1, pp, 1)
+
+    def gone():
+        raise common.InputError("the file is gone")
+
+    engine.lora.add_adapter("a4", loras["a4"])
+    engine.lora.add_lazily("gone", gone)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for _ in range(2):
+        engine.add_request("x", {"prompt_token_ids": [1, 2]}, params, lora_name="gone")
+        outputs = [output for _ in range(50) for output in engine.step()]
+        assert [output.outputs[0].finish_reason for output in outputs] == ["error"]
+        assert not engine.has_unfinished_requests()
+        assert len(ask(engine, ("a4",))["a4", 0]) == scaling.OUTPUTS[0], "and others go on"
+
+
+def test_the_serving_loop_tells_them_too(on_threads, loras):
+    engine = on_threads(1, 2, 1)
+
+    def gone():
+        raise common.InputError("the file is gone")
+
+    engine.lora.add_lazily("gone", gone)
+    letters = []
+    proc = ParallelEngineCoreProc(engine, letters.append)
+    request = scaling.request_of([1, 2, 3], "x", lora_name="gone")
+    engine.core.add_request(request)
+    for _ in range(50):
+        proc.step()
+    assert [output.finish_reason for letter in letters for output in letter.outputs] == ["error"]
+    assert len(letters) == 1, "a step in which nobody ran is no news"
+
+
+def test_the_flags_go_together():
+    args = EngineArgs(enable_lora=True, tensor_parallel_size=3, pipeline_parallel_size=2)
+    assert args.lora_config.max_loras == 1
+    assert dataclasses.replace(args, quantization="int8").world_size == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [["-tp", "3"], ["-pp", "2", "-dp", "2"]], ids=" ".join)
+def test_served_adapters_on_workers(real_model, layout):
+    """The shipped adapters, one place in turn, one of them loaded by a client: texts of one process."""
+    import httpx
+
+    folder, names = common.HERE / "adapters", ("pirate", "json", None)
+    engine = make_llm_engine(*real_model, enable_lora=True, max_loras=2, max_model_len=256, max_num_seqs=8)
+    params, truths = SamplingParams(temperature=0, max_tokens=12), {}
+    for name in filter(None, names):
+        engine.lora.add_adapter(name, folder / name)
+    for name in names:
+        for i, text in enumerate(scaling.TEXTS):
+            engine.add_request(f"{name} {i}", text, params, lora_name=name)
+    while engine.has_unfinished_requests():
+        truths |= {output.request_id: output.outputs[0].text for output in engine.step()}
+    flags = [*layout, "--enable-lora", "--lora-modules", f"pirate={folder / 'pirate'}"]
+    with scaling.server(*flags, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as (client, process, _, url):
+        about = {"lora_name": "json", "lora_path": str(folder / "json")}
+        assert httpx.post(f"{url}/v1/load_lora_adapter", json=about).status_code == 200
+        asked = [(name, i) for i in range(len(scaling.TEXTS)) for name in names]
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda q: client.completions.create(
+                model=q[0] or "smol", prompt=scaling.TEXTS[q[1]], temperature=0, max_tokens=12), asked))  # fmt: skip
+        assert [x.choices[0].text for x in found] == [truths[f"{name} {i}"] for name, i in asked]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
