@@ -7,9 +7,6 @@ step's activations. It never rounds these. vLLM:
 
 # A kernel takes pointers, strides and constants, and Triton's stubs know the types of none, nor what its language does.
 # ruff: noqa: PLR0913
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
