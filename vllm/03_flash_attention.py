@@ -183,7 +183,6 @@ def flash_attention_kernel(
     # Every query of the tile sees the keys [full, edge): no mask there. Before them are those on a window's edge, after
     # them those on the diagonal. No key from `end` on is visited.
     first = m0 + S - query_len  # position of the tile's first query
-    begin = 0
     full = 0
     end = S
     edge = S // BLOCK_N * BLOCK_N
@@ -191,7 +190,6 @@ def flash_attention_kernel(
         end = tl.minimum(S, first + BLOCK_M)
         edge = (first + 1) // BLOCK_N * BLOCK_N
     if WINDOW:
-        begin = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         full = tl.minimum(tl.cdiv(tl.maximum(first + BLOCK_M - WINDOW, 0), BLOCK_N) * BLOCK_N, end)
     edge = tl.maximum(edge, full)
 
@@ -202,6 +200,7 @@ def flash_attention_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     if WINDOW:
+        begin = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         acc, l, m = attend_to_keys(
             acc, l, m, q, k_rows, v_rows, begin, full, first, S, scale, True, CAUSAL, WINDOW, BLOCK_M, BLOCK_N
         )

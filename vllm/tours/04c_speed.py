@@ -37,7 +37,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,7 +57,6 @@ from engine.model.packed_linear import pack_weights
 from engine.output import SchedulerOutput
 from engine.registry import fill
 from engine.request import Request, SamplingParams
-from engine.worker.input_batch import InputBatch
 from engine.worker.model_runner import ModelRunner
 from lab import naive
 from lab.matrix_products import matmul_seconds
@@ -205,12 +204,11 @@ def make_core(model: llama.Llama, stage: Stage, num_seqs: int, max_model_len: in
     blocks = 1 + num_seqs * -(-max_model_len // 16)
     config = VllmConfig(enforce_eager=True, plug={"attention": StagedAttention(stage)})
     core = assemble.make_core(model, limits, blocks, 16, config, enable_prefix_caching=False)
-    runner = core.runner
-    assert isinstance(runner, ModelRunner)
+    runner: Any = core.runner  # whose model and batch may be what an early stage had
     if not stage.packed:
         runner.model = model if stage.fused else split_projections(model)
     if not stage.arrays:
-        runner.batch = cast(InputBatch, ListBatch(16))
+        runner.batch = ListBatch(16)
     return core
 
 
