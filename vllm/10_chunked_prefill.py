@@ -389,7 +389,8 @@ def plan_torch(
     of all of its context: the budget keeps them few. Arguments as in `unified_attention`; any layer's `kv_cache`.
     """
     num_blocks, block_size = kv_cache.shape[1:3]
-    plan, last = plan_few(block_table, query_lens, seq_lens, kv_cache, num_heads), 0
+    plan: list[tuple[Any, Callable]] = [*plan_few(block_table, query_lens, seq_lens, kv_cache, num_heads)]
+    last = 0
     for b, n in enumerate(query_lens):
         last += n
         if n > FEW_TOKENS:

@@ -91,6 +91,7 @@ def in_stages(model: llama.Llama, token_ids: torch.Tensor, attend: llama.Attend,
     for stage in range(stages):
         layers = range(*get_pp_indices(model.config.num_hidden_layers, stage, stages))
         hidden = model.forward(token_ids, positions, attend, hidden, layers)
+    assert hidden is not None
     return hidden
 
 
@@ -153,7 +154,7 @@ def pipeline(stages: int, in_flight: int, budget: int, prompts: Sequence[int], o
     """Every micro-batch's way through the stages, in ticks: `at` it was scheduled, and took the first free place."""
     config = SchedulerConfig(max_model_len=2048, max_num_seqs=32, max_num_batched_tokens=budget)
     scheduler = make_scheduler(config, 4096, 16, enable_prefix_caching=False)
-    runner = TimedStages(stages)
+    runner: Any = TimedStages(stages)  # it has what a core with steps in flight asks for
     core = PipelineEngineCore(scheduler, runner, in_flight)
     for i, (prompt, n) in enumerate(zip(prompts, outputs)):
         params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
@@ -286,7 +287,7 @@ def build_engine(
     budget: int = 64,
 ) -> Any:
     """Lesson 06's engine, in this process or on the workers of an executor."""
-    options = {
+    options: dict[str, Any] = {
         "max_model_len": 256,
         "max_num_seqs": 16,
         "max_num_batched_tokens": budget,
@@ -344,8 +345,7 @@ async def serve_engines(args: argparse.Namespace, prompts: Sequence[str]) -> dic
             collector = llm.add_request(name, prompts[i], params)
             (own_name,) = llm.front.callers[name].unfinished
             engines[name] = llm.client.engine_of[own_name]
-            async for output in llm.outputs(collector):
-                final = output
+            *_, final = [output async for output in llm.outputs(collector)]
             return final.outputs[0].token_ids
 
         tokens = await asyncio.gather(*map(client, range(len(prompts))))

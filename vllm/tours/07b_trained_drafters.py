@@ -335,7 +335,8 @@ def random_trees(
     for b, tree in enumerate(trees):
         slots = [tables[b][p // block_size] * block_size + p % block_size for p in range(lens[b])]
         rows = q[meta.query_start_loc[b] : meta.query_start_loc[b + 1]]
-        reference.append(tree_attention_reference(rows, *kv.flatten(1, 2)[:, slots], contexts[b], tree))
+        keys, values = kv.flatten(1, 2)[:, slots]
+        reference.append(tree_attention_reference(rows, keys, values, contexts[b], tree))
     masks = torch.cat([tree.mask_tensor(q.device) for tree in trees])
     context_lens = torch.tensor(contexts, device=q.device).int()
     most = max(len(tree.parents) for tree in trees)
