@@ -9,11 +9,11 @@ from __future__ import annotations
 import common
 
 import copy
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.config import whole
 from engine.model.config import LlamaConfig
 from engine.model.tokenizer import Tokenizer
 from engine.output import EngineCoreOutput
@@ -300,11 +300,3 @@ class FrontEnd:
         for token_id, logprob in logprobs.items():
             logprob.decoded_token = decoded_token(self.token_bytes, token_id, before)
         return logprobs
-
-
-def whole(name: str, value: Any, low: int, high: float = math.inf) -> int:
-    """`value`, if it is a whole number in this range. Raises InputError that names it."""
-    if type(value) is not int or not low <= value <= high:
-        allowed = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
-        raise common.InputError(f"{name} {value!r}: must be a whole number {allowed}")
-    return value
