@@ -5,8 +5,6 @@ Owns the tree and its masks, attention to a paged cache under these masks, and w
 vLLM: `vllm/v1/spec_decode/llm_base_proposer.py`, which drafts chains; 0.32 has no attention for trees any more.
 """
 
-# A batch of trees in a paged cache has that many parts.
-
 from __future__ import annotations
 
 import common  # first: it settles the device before torch and Triton are used
