@@ -399,7 +399,11 @@ def show_model(scheduler: Scheduler, model: llama.Llama, tokenizer: Tokenizer, p
     """Serve the real model: three lives step by step, then all requests at once, then some of them one by one."""
     pool = scheduler.kv_cache_manager.block_pool
     about = VllmConfig(attention_backend="paged", enforce_eager=True)  # lesson 02's attention, no CUDA graphs
-    execute_model = make_runner(model, scheduler.config, pool.num_blocks, BLOCK_SIZE, about).execute_model
+    runner = make_runner(model, scheduler.config, pool.num_blocks, BLOCK_SIZE, about)
+
+    def execute_model(output: SchedulerOutput) -> dict[str, list[int]]:
+        return runner.execute_model(output).sampled_token_ids
+
     show_lives(scheduler, execute_model, prompts[:3])
     together = show_batch(scheduler, execute_model, tokenizer, prompts)
     check_alone(scheduler, execute_model, model, together)

@@ -488,7 +488,7 @@ def serve(model: llama.Llama, prompts: Sequence[Sequence[int]], budget: int, max
         scheduler.add_request(request)
     while scheduler.has_unfinished_requests():
         output = scheduler.schedule()
-        scheduler.update_from_output(output, runner.execute_model(output))
+        scheduler.update_from_output(output, runner.execute_model(output).sampled_token_ids)
     return [request.output_token_ids for request in requests]
 
 

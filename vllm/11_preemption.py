@@ -50,7 +50,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.engine_core import EngineCore
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.queues import FCFSRequestQueue, PriorityRequestQueue
-from engine.output import EngineCoreOutput, SchedulerOutput
+from engine.output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
 from engine.request import Request, RequestStatus, SamplingParams, check_stop
 from engine.worker.assemble import make_runner
 
@@ -475,7 +475,7 @@ class MeteredCore(EngineCore):
         self.furthest: dict[str, int] = {}  # request id: how many of its tokens have ever been computed
         self.useful = self.redone = self.preemptions = 0
 
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Token 0 for each request that has computed all of its own; counts tokens computed before (`redone`)."""
         sampled: dict[str, list[int]] = {}
         self.preemptions += len(output.preempted_reqs)
@@ -488,7 +488,7 @@ class MeteredCore(EngineCore):
             self.furthest[request_id] = max(end, known)
             if end == request.num_tokens:
                 sampled[request_id] = [0]
-        return sampled
+        return ModelRunnerOutput(sampled)
 
 
 class ModelCore(MeteredCore):
@@ -502,7 +502,7 @@ class ModelCore(MeteredCore):
         shape = (2, num_cpu_blocks + 1, *self.layers[0].shape[2:])
         self.host = [torch.zeros(shape, dtype=model.dtype, pin_memory=common.HAS_GPU) for _ in self.layers]
 
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Copies first: a block taken away may already belong to a request that writes it in this forward pass."""
         super().execute_model(output)
         for direction, pairs in self.copies.take():

@@ -55,7 +55,7 @@ from engine.config import SchedulerConfig, VllmConfig
 from engine.core.scheduler import make_scheduler
 from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
-from engine.output import SchedulerOutput
+from engine.output import ModelRunnerOutput, SchedulerOutput
 from engine.parallel.config import ParallelConfig, get_pp_indices
 from engine.parallel.executors import ExecutorFailed, MultiprocExecutor
 from engine.parallel.pipeline import PipelineEngineCore
@@ -116,8 +116,6 @@ class TimedStages:
     def __init__(self, stages: int) -> None:
         self.stages, self.now, self.free = stages, 0, [0] * stages
         self.batches: list[dict[str, Any]] = []
-        self.logprobs: dict[str, dict] = {}
-        self.prompt_logprobs: dict[str, list] = {}
 
     def submit(self, output: Any) -> Any:
         """Place a micro-batch: each stage begins when it is free and the one before has sent; ticks."""
@@ -145,9 +143,9 @@ class TimedStages:
         )
         return SimpleNamespace(result=functools.partial(self._finish, spans[-1][1], sampled))
 
-    def _finish(self, at: int, sampled: dict[str, list[int]]) -> tuple[dict[str, list[int]], dict, dict, dict]:
+    def _finish(self, at: int, sampled: dict[str, list[int]]) -> ModelRunnerOutput:
         self.now = max(self.now, at)
-        return sampled, {}, {}, {}
+        return ModelRunnerOutput(sampled)
 
 
 def pipeline(stages: int, in_flight: int, budget: int, prompts: Sequence[int], outputs: Sequence[int]) -> dict:
@@ -196,7 +194,7 @@ class CountedHits(DryRun):
 
     hits = asked = 0
 
-    def execute_model(self, output: SchedulerOutput) -> dict[str, list[int]]:
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         self.hits += sum(request.num_cached_tokens for request in output.scheduled_new_reqs)
         self.asked += sum(request.num_prompt_tokens for request in output.scheduled_new_reqs)
         return super().execute_model(output)
