@@ -1,0 +1,32 @@
+"""Processes below one of ours, and whether they are gone. Where there is no /proc, nothing is alive."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+
+
+def alive(pid):
+    try:
+        return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def descendants(pid):
+    """All processes below one, where /proc says so."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True).stdout.splitlines():
+            child, parent = map(int, line.split())
+            if parent == pid:
+                found += [child, *descendants(child)]
+    return found
+
+
+def wait_until_gone(pids):
+    stop = time.monotonic() + 60
+    while left := [pid for pid in pids if alive(pid)]:
+        assert time.monotonic() < stop, f"left running: {left}"
+        time.sleep(0.05)
