@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import time
+from pathlib import Path
 
 
 def alive(pid):
+    """A zombie, dead and not yet collected by whoever adopted it, is not."""
     try:
-        return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
 

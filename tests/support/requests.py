@@ -5,5 +5,5 @@ from __future__ import annotations
 from engine.request import Request, SamplingParams
 
 
-def request_of(tokens, name="r", max_tokens=1, **about):
-    return Request(name, list(tokens), SamplingParams(max_tokens=max_tokens), **about)
+def request_of(tokens, name="r", **about):
+    return Request(name, list(tokens), SamplingParams(max_tokens=1), **about)

@@ -30,10 +30,11 @@ from engine.parallel.workers import Workers
 from engine.quantization import methods
 from engine.request import SamplingParams
 from lab import naive
+from support.ports import free_ports
 from support.rank_threads import ThreadGroup, WorkerThreads
 from support.small_cores import OUTPUTS, PROMPTS, SIZES, small_model
 from support.tokenizing import Words, of_characters
-from support.transfers import free_ports, until
+from support.transfers import until
 
 LIMITS = dict(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4)
 
