@@ -48,7 +48,7 @@ def here(poisoned):
         parallel = AHEAD if where == "ahead" else ParallelConfig(2, 2)
         executor = make_executor(parallel) if where == "ahead" else WorkerThreads(parallel)
         started.append(executor)
-        return drafting.engine_on(executor, parallel, method, SIZES, **limits)
+        return drafting.engine_on(executor, parallel, method, sizes=SIZES, **limits)
 
     yield build
     for executor in started:

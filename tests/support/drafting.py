@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 
 import pytest
-import torch
 
 from engine.config import VllmConfig
 from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model import llama
 from engine.parallel.config import ParallelConfig
-from engine.parallel.stages import skeleton
-from engine.parallel.worker import WorkerSpec
-from engine.parallel.workers import Workers
 from engine.request import Request, SamplingParams
 from engine.spec_decode import drafters, trained
+from support import worker_engines
 from support.close import Close
 from support.jobs import prompts_and_params
 from support.networks import random_network
@@ -58,17 +55,11 @@ def config_of(method):
     return {"method": method, "num_speculative_tokens": 3, "prompt_lookup_min": 1, **layers}
 
 
-def engine_on(executor, parallel, method, sizes=SIZES, lora=None, tokenizer=None, quantization=None,
-              kv_cache_dtype="auto", **limits):  # fmt: skip
-    """`sizes`: of a random model, or the config of the real one."""
+def engine_on(executor, parallel, method, lora=None, kv_cache_dtype="auto", **about):
+    """On the executor's workers. `about`: see `worker_engines`."""
     args = EngineArgs(speculative_config=method and config_of(method), **(lora or {}),
-                              async_scheduling=parallel.async_scheduling, kv_cache_dtype=kv_cache_dtype)  # fmt: skip
-    config, source = (llama.random_model(**sizes).config, sizes) if isinstance(sizes, dict) else (sizes, None)
-    spec = WorkerSpec(source, parallel, torch.float32, args.vllm_config(), True, quantization, method != "ngram")
-    executor.collective_rpc("load_model", spec)
-    workers = Workers(executor, parallel, skeleton(config, parallel, torch.float32))
-    about = args.vllm_config(workers)
-    return LLMEngine(workers.model, tokenizer or Words(), config=about, **{**LIMITS, **limits})
+                      async_scheduling=parallel.async_scheduling, kv_cache_dtype=kv_cache_dtype)  # fmt: skip
+    return worker_engines.engine_on(executor, parallel, args, embeds_last=method != "ngram", **{**LIMITS, **about})
 
 
 @pytest.fixture

@@ -18,25 +18,20 @@ from engine.engine_args import EngineArgs
 from engine.kv_transfer.config import KVTransferConfig
 from engine.kv_transfer.connectors import CONNECTORS
 from engine.kv_transfer.digest import weights_digest
-from engine.llm_engine import LLMEngine
 from engine.lora import lora_model
 from engine.model import llama
 from engine.parallel import transfers as lesson
 from engine.parallel.config import ParallelConfig
 from engine.parallel.model import map_local, shard_model
-from engine.parallel.stages import skeleton
-from engine.parallel.worker import WorkerSpec
-from engine.parallel.workers import Workers
 from engine.quantization import methods
 from engine.request import SamplingParams
 from lab import naive
 from support.ports import free_ports
 from support.rank_threads import ThreadGroup, WorkerThreads
 from support.small_cores import OUTPUTS, PROMPTS, SIZES, small_model
-from support.tokenizing import Words, of_characters
+from support.tokenizing import of_characters
 from support.transfers import until
-
-LIMITS = dict(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4)
+from support.worker_engines import engine_on
 
 
 @pytest.fixture
@@ -44,7 +39,7 @@ def build(monkeypatch):
     of_characters(monkeypatch)
     started = []
 
-    def make(tp, role, wire="TCPConnector", policy="recompute", limits=LIMITS, drafts=None, loras=(), ahead=False,
+    def make(tp, role, wire="TCPConnector", policy="recompute", limits=None, drafts=None, loras=(), ahead=False,
              **extra):  # fmt: skip
         config = {"kv_connector": wire, "kv_role": role, "kv_port": free_ports(tp), "kv_load_failure_policy": policy,
                   "kv_connector_extra_config": extra}  # fmt: skip
@@ -54,10 +49,7 @@ def build(monkeypatch):
         parallel = ParallelConfig(tp, async_scheduling=ahead)
         executor = WorkerThreads(parallel)
         started.append(executor)
-        spec = WorkerSpec(SIZES, parallel, torch.float32, args.vllm_config())
-        executor.collective_rpc("load_model", spec)
-        shape = skeleton(small_model().config, parallel, torch.float32)
-        engine = LLMEngine(shape, Words(), config=args.vllm_config(Workers(executor, parallel, shape)), **limits)
+        engine = engine_on(executor, parallel, args, **(limits or {}))
         for lora in loras:
             engine.lora.add_adapter(lora.name, lora)
         return engine
@@ -239,7 +231,7 @@ def test_whatever_comes_together(build, seed):
              "wire": rng.choice(WIRES)}  # fmt: skip
 
     def limits():
-        return LIMITS | {
+        return {
             "num_gpu_blocks_override": rng.choice([18, 20, 24, 30]), "max_num_seqs": rng.choice([2, 4, 8]),
             "max_num_batched_tokens": rng.choice([8, 16, 40]), "enable_prefix_caching": rng.random() < 0.6,
         }  # fmt: skip
@@ -352,7 +344,7 @@ def test_the_answer_says_where_the_ranks_are(build):
 
 def test_a_client_that_leaves_before_its_prompt_is_fetched(build):
     """The prefill engine keeps it for nobody, and is told."""
-    prefill, decode = build(2, "kv_producer"), build(2, "kv_consumer", limits=LIMITS | {"max_num_seqs": 1})
+    prefill, decode = build(2, "kv_producer"), build(2, "kv_consumer", limits={"max_num_seqs": 1})
     connector = decode.core.scheduler.connector
     add(decode, "other", [1, 2, 3], 50)
     decode.step()

@@ -21,8 +21,7 @@ from engine.lora.config import LoRAConfig
 from engine.lora.lora_model import LoRAModel
 from engine.parallel import adapters as lesson
 from engine.parallel.config import ParallelConfig
-from engine.parallel.stages import skeleton
-from engine.parallel.worker import Worker, WorkerSpec
+from engine.parallel.worker import Worker
 from engine.parallel.workers import Workers
 from engine.request import SamplingParams
 from engine.serving.pipeline_proc import ParallelEngineCoreProc
@@ -31,15 +30,15 @@ from support.adapters import as_merged, ask
 from support.rank_threads import WorkerThreads
 from support.requests import request_of
 from support.servers import TEXTS, server
-from support.small_cores import OUTPUTS, SIZES
+from support.small_cores import OUTPUTS
 from support.tokenizing import Words, of_characters
+from support.worker_engines import LIMITS, engine_on
 
 whole, loras = adapters.whole, adapters.loras
-LIMITS = dict(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4)
 
 
 @pytest.fixture
-def on_threads(whole, monkeypatch):
+def on_threads(monkeypatch):
     """An engine as `serve --enable-lora` makes it, on workers that are threads."""
     of_characters(monkeypatch)
     started = []
@@ -49,9 +48,7 @@ def on_threads(whole, monkeypatch):
         executor = WorkerThreads(parallel)
         started.append(executor)
         args = EngineArgs(enable_lora=True, max_loras=max_loras, max_lora_rank=8, max_cpu_loras=4)
-        executor.collective_rpc("load_model", WorkerSpec(SIZES, parallel, config=args.vllm_config()))
-        workers = Workers(executor, parallel, skeleton(whole.config, parallel, torch.float32))
-        return LLMEngine(workers.model, Words(), config=args.vllm_config(workers), **LIMITS)
+        return engine_on(executor, parallel, args)
 
     yield build
     for executor in started:

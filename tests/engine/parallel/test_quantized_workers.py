@@ -23,9 +23,8 @@ from engine.parallel.config import ParallelConfig
 from engine.parallel.layers import RowParallelLinear
 from engine.parallel.pipeline import PipelineEngineCore
 from engine.parallel.shards import model_tensors
-from engine.parallel.stages import shard_codes, skeleton
+from engine.parallel.stages import shard_codes
 from engine.parallel.worker import WorkerSpec
-from engine.parallel.workers import Workers
 from engine.quantization import formats
 from engine.quantization.algorithms import rtn
 from engine.quantization.checkpoints import load_checkpoint, on_codes, packed_modules
@@ -37,6 +36,7 @@ from support.checkpoints import write_checkpoint
 from support.rank_threads import WorkerThreads
 from support.small_cores import remote_runner, scheduler_of
 from support.tokenizing import Words, of_characters
+from support.worker_engines import LIMITS, engine_on
 
 # Inputs of every layer are whole groups of 64 on up to four ranks.
 SIZES = dict(seed=3, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=32, hidden_size=128,
@@ -217,13 +217,10 @@ def test_adapters_on_codes_on_workers(tp, pp, monkeypatch):
     model, parallel = llama.random_model(**SIZES), ParallelConfig(tp, pp)
     lora = lora_model.random_adapter(model.config, 8, seed=1)
     args = EngineArgs(enable_lora=True, max_loras=1, max_lora_rank=8)
-    limits = dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4)
     executor = WorkerThreads(parallel)
-    executor.collective_rpc("load_model", WorkerSpec(SIZES, parallel, config=args.vllm_config(), quantization="int4"))
-    workers = Workers(executor, parallel, skeleton(model.config, parallel, torch.float32))
     engines = [
-        LLMEngine(workers.model, Words(), config=args.vllm_config(workers), **limits),
-        LLMEngine(quantize_model(model, "int4"), Words(), config=args.vllm_config(), **limits),
+        engine_on(executor, parallel, args, sizes=SIZES, quantization="int4"),
+        LLMEngine(quantize_model(model, "int4"), Words(), config=args.vllm_config(), **LIMITS),
     ]
     answers = []
     for engine in engines:
@@ -249,19 +246,13 @@ def test_drafts_on_codes_on_workers(tp, pp, drafter, monkeypatch):
     executor, parallel = WorkerThreads(ParallelConfig(tp, pp)), ParallelConfig(tp, pp)
     config = {"method": drafter, "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     args = EngineArgs(speculative_config=config | ({"model": "2"} if drafter == "early_exit" else {}))
-    executor.collective_rpc("load_model", WorkerSpec(SIZES, parallel, config=args.vllm_config(), quantization="int4"))
-    model = llama.random_model(**SIZES)
-    workers = Workers(executor, parallel, skeleton(model.config, parallel, torch.float32))
-    engine = LLMEngine(
-        workers.model, Words(), config=args.vllm_config(workers), max_model_len=64, max_num_seqs=4,
-        max_num_batched_tokens=16, num_gpu_blocks_override=60, block_size=4,
-    )  # fmt: skip
+    engine = engine_on(executor, parallel, args, sizes=SIZES, quantization="int4")
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     engine.add_request("a", {"prompt_token_ids": [5, 9, 2, 5, 9, 2]}, params)
     while engine.has_unfinished_requests():
         heard = engine.step()
     executor.shutdown()
-    wanted = naive.generate(quantize_model(model, "int4"), [5, 9, 2, 5, 9, 2], 16)
+    wanted = naive.generate(quantize_model(llama.random_model(**SIZES), "int4"), [5, 9, 2, 5, 9, 2], 16)
     assert heard[0].outputs[0].token_ids == wanted
     assert engine.core.scheduler.spec_decoding_stats.num_draft_tokens > 0
 
