@@ -40,6 +40,7 @@ LIMIT = 10  # seconds for all cases of a step
 # What no answer needs, and what would bring the given one back.
 NEVER = ("importlib", "runpy", "pkgutil", "inspect", "gc", "ctypes", "vllm", "learn", "tests", "subprocess", "pickle")
 CALLS = ("__import__", "exec", "eval", "compile", "open", "globals", "vars", "breakpoint")
+DOORS = ("sys.modules", "registry.lesson", "registry.fill", "registry.load")
 STANDARD = sys.stdlib_module_names | {"torch", "numpy", "triton"}
 
 
@@ -69,12 +70,10 @@ def cheats(text: str, given: str) -> str | None:
             for name in names:
                 if name.split(".")[0] not in STANDARD or name.split(".")[0] in NEVER:
                     return f"line {node.lineno}: `{ast.unparse(node)}` is not one of the script's own imports"
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CALLS:
-            if f"{node.func.id}(" not in given:
-                return f"line {node.lineno}: {node.func.id}() is not needed here"
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.modules", "registry.lesson", "registry.fill"):
-            if ast.unparse(node) not in given:
-                return f"line {node.lineno}: {ast.unparse(node)} would bring the given part back"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in CALLS and f"{ast.unparse(node.func)}(" not in given:
+            return f"line {node.lineno}: {ast.unparse(node.func)}() is not needed here"
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in DOORS and ast.unparse(node) not in given:
+            return f"line {node.lineno}: {ast.unparse(node)} would bring the given part back"
     return None
 
 
@@ -164,9 +163,9 @@ def no_luck() -> Iterator[None]:
 
         return empty
 
-    with mock.patch.object(torch, "empty", filled(torch.empty)):
-        with mock.patch.object(torch, "empty_like", filled(torch.empty_like)):
-            yield
+    like = mock.patch.object(torch, "empty_like", filled(torch.empty_like))
+    with mock.patch.object(torch, "empty", filled(torch.empty)), like:
+        yield
 
 
 def where(error: Exception, lesson: str) -> str:

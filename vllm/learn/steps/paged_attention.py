@@ -186,8 +186,8 @@ def decode_cases(splits: int) -> Callable:
             q = context.randn(len(lens), Hq, D)
             cache[:, 0] = math.nan  # the null block: no answer may depend on it
             yield Case(
-                f"sequences of {lens} tokens in blocks of {size}, table {table.tolist()}, {Hq} query and {Hkv} KV heads "
-                f"of {D}, keys in {splits} range{'s' * (splits > 1)}; NaN wherever no token lies",
+                f"sequences of {lens} tokens in blocks of {size}, table {table.tolist()}, {Hq} query and {Hkv} KV "
+                f"heads of {D}, keys in {splits} range{'s' * (splits > 1)}; NaN wherever no token lies",
                 lambda: mine.paged_decode(q, cache, table, context.ints(lens), max(lens), num_splits=splits),
                 given.paged_decode_reference(q, cache, table, context.ints(lens)).float(),
                 lambda got, right: pictures.grid(got, right, "sequences", "heads"),
@@ -202,7 +202,7 @@ STEPS = (
         LESSON,
         "Blocks from the front of the queue",
         "BlockPool.allocate",
-        "take n blocks from the front of free_queue, each with one owner; too few are OutOfBlocks, and nothing changes.",
+        "take n blocks from the front of free_queue, each with one owner; too few: OutOfBlocks, and nothing changes.",
         "popitem(last=False) takes an OrderedDict's first entry. Look whether there are enough before you take one.",
         allocations,
     ),
@@ -212,7 +212,7 @@ STEPS = (
         "Blocks back",
         "BlockPool.free",
         "one owner less for each block; who has none left goes to the front of the queue. Refuse before you change.",
-        "A list may name a block twice: count before you compare with ref_count. Table [1, 2] leaves the queue as [2, 1, …].",
+        "A list may name a block twice: count before you compare with ref_count. Table [1, 2] makes the queue [2, 1, …].",
         releases,
     ),
     Step(
@@ -220,7 +220,7 @@ STEPS = (
         LESSON,
         "A table that grows, and copies on write",
         "BlockTable.append",
-        "room for n more tokens: new blocks at the end, and a copy of the last one if others read it and it is not full.",
+        "room for n more tokens: new blocks at the end, and a copy of a last one that others read and that is not full.",
         "A last block is written next only if it is partly filled. All new blocks, the copy's too, come from one "
         "`allocate`, so that nothing has changed if it raises.",
         tables,
@@ -241,7 +241,7 @@ STEPS = (
         "Keys and values into their slots",
         "reshape_and_cache_kernel",
         "a program per token: its slot, and unless that is −1 its WIDTH keys and values at slot · WIDTH.",
-        "BLOCK is the next power of two after WIDTH, so loads and stores need a mask. Values lie stride_kv behind keys.",
+        "BLOCK is the next power of two after WIDTH, so loads and stores need a mask. Values lie stride_kv further.",
         slots,
         launches=("reshape_and_cache_kernel",),
     ),
@@ -260,7 +260,7 @@ STEPS = (
         LESSON,
         "Attention through a block table",
         "paged_decode_kernel",
-        "a program per (sequence, KV head, range of keys): online softmax over its range, each position's block from the table.",
+        "a program per (sequence, KV head, range of keys): online softmax over its range, blocks from the table.",
         "Write it for a contiguous cache first: position p lies at p. Then replace p by block_table[p // BLOCK_SIZE] · "
         "BLOCK_SIZE + p % BLOCK_SIZE, and mask values as well as scores: 0 · NaN is NaN.",
         decode_cases(1),
