@@ -13,6 +13,8 @@ from learn.step import Step
 FILES = {
     "01": "kv_cache",
     "02": "paged_attention",
+    "04": "continuous_batching",
+    "05": "optimizations",
 }
 
 
