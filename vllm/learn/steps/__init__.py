@@ -15,6 +15,7 @@ FILES = {
     "02": "paged_attention",
     "04": "continuous_batching",
     "05": "optimizations",
+    "06": "serving",
 }
 
 
