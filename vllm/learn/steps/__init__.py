@@ -16,6 +16,7 @@ FILES = {
     "04": "continuous_batching",
     "05": "optimizations",
     "06": "serving",
+    "08": "disagg",
 }
 
 
