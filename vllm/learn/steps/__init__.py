@@ -17,6 +17,7 @@ FILES = {
     "05": "optimizations",
     "06": "serving",
     "08": "disagg",
+    "11": "preemption",
 }
 
 
