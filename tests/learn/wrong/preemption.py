@@ -99,7 +99,7 @@ WRONG = {
         ("self.max_num_running_reqs", "self.config.max_num_seqs"),
         ("self._preempt_request(self._choose_victim(), output)", "self._preempt_request(request, output)"),
         ("self._preempt_request(self._choose_victim(), output)", "self._preempt_request(self.running[-1], output)"),
-        ("            if num_new_tokens == 0:\n                continue\n", ""),
+        ("            output.scheduled_running_reqs.append(request)\n            output.num", "            output.num"),
         ("(output.scheduled_new_reqs if is_new else output.scheduled_resumed_reqs)", "output.scheduled_new_reqs"),
         ("is_new = request.status is RequestStatus.WAITING", "is_new = request.num_computed_tokens == 0"),
         ("            request.status = RequestStatus.RUNNING\n", ""),

@@ -112,8 +112,8 @@ def room(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Case
     ]
     for calls in (*first, *some):
         yield Case(
-            f"6 blocks of 4 tokens, none taken yet; (request, so many tokens more; 0: it is done), one after the other: "
-            f"{calls}. What allocate_slots answers, all tables, how many blocks are free",
+            "6 blocks of 4 tokens, none taken yet; (request, so many tokens more; 0: it is done), one after the "
+            f"other: {calls}. What allocate_slots answers, all tables, how many blocks are free",
             lambda: lives_of_requests(mine, 7, calls),
             lives_of_requests(given, 7, calls),
             lambda got, right: pictures.steps(got, right),
@@ -144,9 +144,17 @@ def fitting(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[C
             manager.req_to_blocks[request.request_id] = manager.block_pool.allocate(blocks)
         return scheduler._fits(a_request("99", *comes))
 
-    first = [(5, [], (4, 5)), (5, [], (4, 17)), (5, [], (20, 90)), (6, [(4, 9, 1)], (4, 9)), (6, [(4, 9, 1)], (4, 10)),
-             (6, [(4, 5, 2)], (4, 10)), (6, [(4, 10, 1)], (4, 9)), (5, [(1, 4, 1), (1, 8, 1)], (4, 5)),
-             (7, [(5, 4, 2), (2, 19, 1)], (1, 1))]  # fmt: skip
+    first = [
+        (5, [], (4, 5)),
+        (5, [], (4, 17)),
+        (5, [], (20, 90)),
+        (6, [(4, 9, 1)], (4, 9)),
+        (6, [(4, 9, 1)], (4, 10)),
+        (6, [(4, 5, 2)], (4, 10)),
+        (6, [(4, 10, 1)], (4, 9)),
+        (5, [(1, 4, 1), (1, 8, 1)], (4, 5)),
+        (7, [(5, 4, 2), (2, 19, 1)], (1, 1)),
+    ]
     some = []
     for _ in range(9):
         running = [(p := rng.randint(1, 12), rng.randint(1, 9), -(-p // 4)) for _ in range(rng.randint(1, 3))]
@@ -182,7 +190,9 @@ def lives(scheduler: Any, asked: Sequence[Asked], aborts: dict[int, list[str]], 
         forgotten = list(output.finished_req_ids)
         scheduler.finish_requests(aborts.get(step, []), RequestStatus.FINISHED_ABORTED)
         tokens = {n: [int(requests[int(n)].num_output_tokens + 1 == stops.get(n))] for n in in_step}
-        heard = [(o.request_id, list(o.new_token_ids), o.finish_reason) for o in scheduler.update_from_output(output, tokens)]
+        heard = [
+            (o.request_id, list(o.new_token_ids), o.finish_reason) for o in scheduler.update_from_output(output, tokens)
+        ]
         running, free = [r.request_id for r in scheduler.running], scheduler.kv_cache_manager.block_pool.num_free_blocks
         told.append((in_step, admitted, blocks, counted, *marks, forgotten, heard, running, free))
     return told
@@ -212,9 +222,15 @@ def schedules(more: Sequence[dict[str, Any]], ends: bool) -> Callable:
 
     def cases(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Case]:
         rng = context.rng
-        first = [(5, 2, 20, [(0, 3, 2)]), (9, 2, 20, [(0, 3, 1), (0, 2, 4), (0, 5, 2)]), (9, 3, 20, [(0, 12, 2), (0, 9, 2), (0, 1, 1)]),
-                 (5, 4, 20, [(0, 8, 5), (0, 8, 5), (0, 1, 1)]), (9, 2, 20, [(0, 2, 5), (1, 2, 2), (1, 2, 2), (4, 1, 1)]),
-                 (9, 4, 20, [(0, 2, 5), (1, 19, 2), (1, 2, 2)]), (12, 4, 20, [(0, 2, 5), (0, 2, 3), (1, 19, 1)])]  # fmt: skip
+        first = [
+            (5, 2, 20, [(0, 3, 2)]),
+            (9, 2, 20, [(0, 3, 1), (0, 2, 4), (0, 5, 2)]),
+            (9, 3, 20, [(0, 12, 2), (0, 9, 2), (0, 1, 1)]),
+            (5, 4, 20, [(0, 8, 5), (0, 8, 5), (0, 1, 1)]),
+            (9, 2, 20, [(0, 2, 5), (1, 2, 2), (1, 2, 2), (4, 1, 1)]),
+            (9, 4, 20, [(0, 2, 5), (1, 19, 2), (1, 2, 2)]),
+            (12, 4, 20, [(0, 2, 5), (0, 2, 3), (1, 19, 1)]),
+        ]
         for kind in more:
             for num_blocks, seats, budget, asked in (*first, *some_days(rng, 6)):
                 names = [str(i) for i in range(len(asked))]
@@ -252,8 +268,9 @@ STEPS = (
         "A slot is filled as soon as it is free",
         "continuous_steps",
         "return the step after which all are done, if each answer, in order, takes the slot that is free first.",
-        "Note for each slot when it is free. The next answer takes the smallest of these times and adds its own length; "
-        "heapq.heapreplace(heap, x) does both on a list of zeros, which is a heap. Not the sum: slots work side by side.",
+        "Note for each slot when it is free. The next answer takes the smallest of these times and adds its own "
+        "length; heapq.heapreplace(heap, x) does both on a list of zeros, which is a heap. Not the sum: slots work "
+        "side by side.",
         slots_filled_at_once,
     ),
     Step(
@@ -282,8 +299,8 @@ STEPS = (
         "Does one more life fit?",
         "Scheduler._fits",
         "may `request` come in, if all that run, and it, go on to their last token? No block is ever taken back.",
-        "num_slots says how long a life is. What somebody already has is not missing any more, and what is missing to all "
-        "of them together must be free.",
+        "num_slots says how long a life is. What somebody already has is not missing any more, and what is missing to "
+        "all of them together must be free.",
         fitting,
     ),
     Step(
@@ -292,8 +309,8 @@ STEPS = (
         "What the model has said",
         "Scheduler.update_from_output",
         "append each request's token, free those that are done, and answer an EngineCoreOutput for each, in order.",
-        "check_stop sets the status. A request of the step may be gone from self.requests: it was aborted while the model "
-        "ran. Whoever is finished leaves `running` as well.",
+        "check_stop sets the status. A request of the step may be gone from self.requests: it was aborted while the "
+        "model ran. Whoever is finished leaves `running` as well.",
         schedules([{}], ends=True),
     ),
     Step(

@@ -5,10 +5,11 @@ Owns their cases; called by the grader. It never grades, and opens no port: link
 
 from __future__ import annotations
 
+import itertools
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -29,7 +30,7 @@ class Wire:
     """In place of a Link: what was sent over it; after `room` messages it has none."""
 
     def __init__(self, room: int = 99) -> None:
-        self.sent: list[tuple[dict, torch.Tensor | None]] = []
+        self.sent: list[tuple[dict, Any]] = []
         self.room = room
 
     @property
@@ -69,9 +70,14 @@ def a_pull(module: ModuleType, name: str, link: Wire, deadline: float = math.inf
 def news_of(side: Any) -> dict:
     """What the scheduler will hear, and what is left."""
     news = side.news
-    return {"freed": sorted(news.finished_sending), "arrived": sorted(news.finished_recving),
-            "failed": dict(sorted(news.failed_recving.items())), "promises": sorted(side.promises),
-            "pulls": sorted(side.pulls), "failures counted": side.stats["failed"]}  # fmt: skip
+    return {
+        "freed": sorted(news.finished_sending),
+        "arrived": sorted(news.finished_recving),
+        "failed": dict(sorted(news.failed_recving.items())),
+        "promises": sorted(side.promises),
+        "pulls": sorted(side.pulls),
+        "failures counted": side.stats["failed"],
+    }
 
 
 # --- The scheduler's half ---------------------------------------------------------------------------------------------
@@ -87,10 +93,15 @@ def what_is_elsewhere(mine: ModuleType, given: ModuleType, context: Context) -> 
     n, c = context.rng.randint(9, 40), context.rng.randint(1, 8)
     fetch = {"do_remote_prefill": True, "transfer_id": "r", "remote_host": "there", "remote_port": 9}
     for prompt, computed, params, asked, right in [
-        (8, 0, fetch, False, [8, True]), (8, 4, fetch, False, [4, True]), (8, 0, {}, False, [0, False]), (8, 0, fetch, True, [0, False]),
-        (8, 0, {"do_remote_decode": True, "transfer_id": "r"}, False, [0, False]), (n, c, fetch, False, [n - c, True]),
-        (n, 0, {**fetch, "do_remote_prefill": False}, False, [0, False]), (n, c, fetch, True, [0, False]),
-    ]:  # fmt: skip
+        (8, 0, fetch, False, [8, True]),
+        (8, 4, fetch, False, [4, True]),
+        (8, 0, {}, False, [0, False]),
+        (8, 0, fetch, True, [0, False]),
+        (8, 0, {"do_remote_decode": True, "transfer_id": "r"}, False, [0, False]),
+        (n, c, fetch, False, [n - c, True]),
+        (n, 0, {**fetch, "do_remote_prefill": False}, False, [0, False]),
+        (n, c, fetch, True, [0, False]),
+    ]:
         told = "; it was asked for before" if asked else ""
         yield Case(
             f"a prompt of {prompt} tokens, {computed} of them are here; kv_transfer_params {params}{told}",
@@ -110,7 +121,9 @@ def who_keeps_blocks(mine: ModuleType, given: ModuleType, context: Context) -> I
         request = a_request("r", 6, do_remote_decode=True, transfer_id="r")
         request.status = RequestStatus[status]
         now, kept = time.monotonic(), side.request_finished(request, [3, 1])
-        leases = {name: float(round(p.lease - now)) if p.lease < math.inf else p.lease for name, p in side.promises.items()}
+        leases = {
+            name: float(round(p.lease - now)) if p.lease < math.inf else p.lease for name, p in side.promises.items()
+        }
         return {"kept": kept, "lease in seconds": leases}
 
     for status in ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED", "FINISHED_ABORTED", "FINISHED_ERROR"):
@@ -145,9 +158,16 @@ def what_leaves(mine: ModuleType, given: ModuleType, context: Context) -> Iterat
             side.pump()  # and nothing leaves twice
         return {"messages": calls, "sent": [list(promise.sent) for promise in side.promises.values()]}
 
-    first = [([([6, 0], [0, 0], 6, True)], 99), ([([6, 6], [0, 0], 6, True)], 99), ([([6, 6], [0, 0], 6, False)], 99),
-             ([([4, 2], [2, 2], 6, True)], 99), ([([8, 8], [0, 0], 6, True)], 99), ([([6, 6, 6], [0, 0, 0], 6, True)], 1),
-             ([([6, 6], [6, 3], 6, True), ([5, 0], [0, 0], 5, True)], 99), ([([6, 6], [0, 0], 6, False), ([4, 4], [4, 0], 4, True)], 2)]  # fmt: skip
+    first = [
+        ([([6, 0], [0, 0], 6, True)], 99),
+        ([([6, 6], [0, 0], 6, True)], 99),
+        ([([6, 6], [0, 0], 6, False)], 99),
+        ([([4, 2], [2, 2], 6, True)], 99),
+        ([([8, 8], [0, 0], 6, True)], 99),
+        ([([6, 6, 6], [0, 0, 0], 6, True)], 1),
+        ([([6, 6], [6, 3], 6, True), ([5, 0], [0, 0], 5, True)], 99),
+        ([([6, 6], [0, 0], 6, False), ([4, 4], [4, 0], 4, True)], 2),
+    ]
     some = []
     for _ in range(4):
         promises = []
@@ -157,9 +177,10 @@ def what_leaves(mine: ModuleType, given: ModuleType, context: Context) -> Iterat
         some.append((promises, rng.randint(1, 6)))
     for promises, room in (*first, *some):
         told = "; ".join(
-            f"r{i}: {ready} positions of the layers are ready, " + (f"{sent} sent, {end} wanted" if asked else "nobody has asked")
+            f"r{i}: {ready} positions of the layers are ready, "
+            + (f"{sent} sent, {end} wanted" if asked else "nobody has asked")
             for i, (ready, sent, end, asked) in enumerate(promises)
-        )  # fmt: skip
+        )
         yield Case(
             f"{told}; the link has room for {room} messages. Which (transfer, layer, first, last) leave?",
             lambda: pump(mine, promises, room),
@@ -169,9 +190,13 @@ def what_leaves(mine: ModuleType, given: ModuleType, context: Context) -> Iterat
 
 def layers_leave(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Case]:
     rng = context.rng
-    layers = [torch.randn(2, 9, SIZE, HEADS, D, generator=torch.Generator().manual_seed(rng.randrange(99))) for _ in range(3)]
+    layers = [
+        torch.randn(2, 9, SIZE, HEADS, D, generator=torch.Generator().manual_seed(rng.randrange(99))) for _ in range(3)
+    ]
 
-    def leave(module: ModuleType, blocks: list[int], layer: int, first: int, last: int, copies: int, late: bool) -> list:
+    def leave(
+        module: ModuleType, blocks: list[int], layer: int, first: int, last: int, copies: int, late: bool
+    ) -> list:
         side, wire = a_side(module, layers), Wire()
         if copies != 1:
             side.wire = lambda link, header, payload: [(header, payload)] * copies
@@ -185,19 +210,34 @@ def layers_leave(mine: ModuleType, given: ModuleType, context: Context) -> Itera
 
     def right(blocks: list[int], layer: int, first: int, last: int, copies: int) -> list:
         rows = given.gather_reference(layers[layer], blocks, first, last - first, 0, HEADS)
-        header = {"kind": "KV", "transfer": "r", "layer": layer, "first": first, "count": last - first, "head": 0, "heads": HEADS}
+        header = {
+            "kind": "KV",
+            "transfer": "r",
+            "layer": layer,
+            "first": first,
+            "count": last - first,
+            "head": 0,
+            "heads": HEADS,
+        }
         return [sorted(header.items()), True, rows.reshape(-1)] * copies + [1]
 
-    first_cases = [([3, 1], 0, 0, 4, 1, False), ([3, 1], 1, 0, 6, 1, False), ([3, 1], 2, 3, 7, 1, True), ([5, 2, 8], 0, 5, 6, 1, False),
-                   ([3, 1], 0, 0, 6, 2, False), ([3, 1], 0, 0, 6, 0, False)]  # fmt: skip
+    first_cases = [
+        ([3, 1], 0, 0, 4, 1, False),
+        ([3, 1], 1, 0, 6, 1, False),
+        ([3, 1], 2, 3, 7, 1, True),
+        ([5, 2, 8], 0, 5, 6, 1, False),
+        ([3, 1], 0, 0, 6, 2, False),
+        ([3, 1], 0, 0, 6, 0, False),
+    ]
     for _ in range(3):
         first = rng.randint(0, 10)
         first_cases.append((rng.sample(range(1, 9), 3), rng.randrange(3), first, rng.randint(first + 1, 12), 1, False))
     for blocks, layer, first, last, copies, late in first_cases:
         told = "" if copies == 1 else f"; the wire has a bad day: every message leaves {copies} times"
         yield Case(
-            f"positions [{first}, {last}) of layer {layer}, blocks {blocks} of {SIZE} tokens{told}: each message's header "
-            "without its checksum, whether the checksum is right, the payload, and how many messages are counted",
+            f"positions [{first}, {last}) of layer {layer}, blocks {blocks} of {SIZE} tokens{told}: each message's "
+            "header without its checksum, whether the checksum is right, the payload, and how many messages are "
+            "counted",
             lambda: leave(mine, blocks, layer, first, last, copies, late),
             right(blocks, layer, first, last, copies),
         )
@@ -215,8 +255,16 @@ def taken(module: ModuleType, source: list[torch.Tensor], messages: Sequence[Mes
         heads = 1 if wrong == "half of the heads" else HEADS
         rows = torch.stack([source[min(layer, 1)][:, p, :heads] for p in range(first, first + count)], dim=1)
         payload = as_bytes(rows.contiguous())
-        header = {"kind": "KV", "transfer": transfer, "layer": layer, "first": first, "count": count, "head": 0, "heads": heads,
-                  "crc": checksum(payload)}  # fmt: skip
+        header = {
+            "kind": "KV",
+            "transfer": transfer,
+            "layer": layer,
+            "first": first,
+            "count": count,
+            "head": 0,
+            "heads": heads,
+            "crc": checksum(payload),
+        }
         if wrong == "a bit has flipped":
             payload = payload.clone()
             payload[5] ^= 1
@@ -229,8 +277,18 @@ def taken(module: ModuleType, source: list[torch.Tensor], messages: Sequence[Mes
         alone = sum(int((~cache.isnan()).sum()) for cache in layers) == sum(map(len, written)) * 2 * HEADS * D
         waits = "long" if pull.deadline > time.monotonic() else "no longer"
         counted = {name: side.stats[name] for name in ("strange", "out of order", "corrupt")}
-        told.append({"answer": answer, "have": list(pull.have), "written": written, "nothing else": alone, "waits": waits,
-                     **counted, "said": wire.letters(), **news_of(side)})  # fmt: skip
+        told.append(
+            {
+                "answer": answer,
+                "have": list(pull.have),
+                "written": written,
+                "nothing else": alone,
+                "waits": waits,
+                **counted,
+                "said": wire.letters(),
+                **news_of(side),
+            }
+        )
     return told
 
 
@@ -255,15 +313,15 @@ def messages_come(mine: ModuleType, given: ModuleType, context: Context) -> Iter
         day: list[Message] = []
         for layer in (0, 1):
             cuts = sorted({0, 6, *rng.choices(range(1, 6), k=2)})
-            day += [("r", layer, a, b - a, ok) for a, b in zip(cuts, cuts[1:])]
+            day += [("r", layer, a, b - a, ok) for a, b in itertools.pairwise(cuts)]
         if rng.random() < 0.5:
             rng.shuffle(day)
         days.append(day)
     for day in days:
         shown = "; ".join(f"{t}: layer {i}, {n} from {f}{' (' + w + ')' if w else ''}" for t, i, f, n, w in day)
         yield Case(
-            f"6 positions of r's 2 layers are to come, into blocks [3, 1] of {SIZE} tokens. Messages: {shown}. After each: "
-            "what has arrived, what is in the blocks, what is counted, what is said",
+            f"6 positions of r's 2 layers are to come, into blocks [3, 1] of {SIZE} tokens. Messages: {shown}. After "
+            "each: what has arrived, what is in the blocks, what is counted, what is said",
             lambda: taken(mine, source, day),
             taken(given, source, day),
             first_that_differs,
@@ -290,11 +348,17 @@ def endings_of_pulls(mine: ModuleType, given: ModuleType, context: Context) -> I
         return {"said": wire.letters(), **news_of(side)}
 
     names = [f"r{context.rng.randrange(100)}", "b", "c"]
-    for calls in [[("b", "DONE")], [("b", "CANCEL", "no progress")], [("b", "CANCEL")], [("b", "CANCEL", "lost"), (names[0], "DONE")],
-                  [("c", "CANCEL", "lost"), ("b", "CANCEL", "lost")], [(name, "DONE") for name in names]]:  # fmt: skip
+    for calls in [
+        [("b", "DONE")],
+        [("b", "CANCEL", "no progress")],
+        [("b", "CANCEL")],
+        [("b", "CANCEL", "lost"), (names[0], "DONE")],
+        [("c", "CANCEL", "lost"), ("b", "CANCEL", "lost")],
+        [(name, "DONE") for name in names],
+    ]:
         yield Case(
-            f"{', '.join(names)} are on their way; end_pull{', '.join(map(str, calls))}: what is said, what the scheduler "
-            "will hear",
+            f"{', '.join(names)} are on their way; end_pull{', '.join(map(str, calls))}: what is said, what the "
+            "scheduler will hear",
             lambda: end(mine, names, calls),
             end(given, names, calls),
         )
@@ -314,9 +378,16 @@ def endings_of_promises(mine: ModuleType, given: ModuleType, context: Context) -
         return {"(delivered, without a reader)": left, **news_of(side)}
 
     lease = float(context.rng.randint(1, 50))
-    for leases, names in [({"r": 9.0}, ["r"]), ({"r": None}, ["r"]), ({"r": lease, "s": lease}, ["s"]), ({"r": None, "s": lease}, ["r", "s"]),
-                          ({"r": None}, ["r", "r"])]:  # fmt: skip
-        told = ", ".join(f"{n} ({'being computed' if t is None else f'computed, kept for {t:g} s'})" for n, t in leases.items())
+    for leases, names in [
+        ({"r": 9.0}, ["r"]),
+        ({"r": None}, ["r"]),
+        ({"r": lease, "s": lease}, ["s"]),
+        ({"r": None, "s": lease}, ["r", "s"]),
+        ({"r": None}, ["r", "r"]),
+    ]:
+        told = ", ".join(
+            f"{n} ({'being computed' if t is None else f'computed, kept for {t:g} s'})" for n, t in leases.items()
+        )
         yield Case(
             f"promises: {told}; free {', then '.join(names)}: what is left, what the scheduler will hear",
             lambda: free(mine, leases, names),
@@ -336,13 +407,29 @@ def patience_ends(mine: ModuleType, given: ModuleType, context: Context) -> Iter
             side.pulls[f"q{i}"] = a_pull(module, f"q{i}", wire, deadline=now + deadline)
         news = side.get_finished()
         failed = sorted(news.failed_recving)
-        return {"freed": sorted(news.finished_sending), "failed": failed, "arrived": sorted(news.finished_recving),
-                "said": sorted(wire.letters()), "left": sorted([*side.promises, *side.pulls])}  # fmt: skip
+        return {
+            "freed": sorted(news.finished_sending),
+            "failed": failed,
+            "arrived": sorted(news.finished_recving),
+            "said": sorted(wire.letters()),
+            "left": sorted([*side.promises, *side.pulls]),
+        }
 
-    some = [([rng.choice([-3.0, 60.0, math.inf]) for _ in range(3)], [rng.choice([-3.0, 60.0]) for _ in range(3)]) for _ in range(4)]
-    for leases, deadlines in [([60.0], [60.0]), ([-1.0], []), ([], [-1.0]), ([math.inf], [60.0]), ([-1.0, -2.0], [-1.0, 60.0, -2.0]), *some]:
+    some = [
+        ([rng.choice([-3.0, 60.0, math.inf]) for _ in range(3)], [rng.choice([-3.0, 60.0]) for _ in range(3)])
+        for _ in range(4)
+    ]
+    for leases, deadlines in [
+        ([60.0], [60.0]),
+        ([-1.0], []),
+        ([], [-1.0]),
+        ([math.inf], [60.0]),
+        ([-1.0, -2.0], [-1.0, 60.0, -2.0]),
+        *some,
+    ]:
         yield Case(
-            f"promises that end in {leases} s and pulls that end in {deadlines} s: who is freed, who has failed, what is said",
+            f"promises that end in {leases} s and pulls that end in {deadlines} s: who is freed, who has failed, what "
+            "is said",
             lambda: end(mine, leases, deadlines),
             end(given, leases, deadlines),
         )
@@ -365,11 +452,18 @@ def the_other_dies(mine: ModuleType, given: ModuleType, context: Context) -> Ite
         side.hear(links[which], {"kind": "LOST", "why": "it has died"})
         return {"links": sorted(name for name, _ in side.links), "early": sorted(side.early), **news_of(side)}
 
-    some = [tuple("".join(rng.choices("ab", k=rng.randint(0, 4))) for _ in range(3)) + (rng.choice("ab"),) for _ in range(4)]
-    for pulls, readers, early, which in [("a", "", "", "a"), ("a", "", "", "b"), ("", "a", "", "a"), ("", "-", "a", "a"), ("aab", "aba-", "aab", "a"), *some]:
+    some = [(*("".join(rng.choices("ab", k=rng.randint(0, 4))) for _ in range(3)), rng.choice("ab")) for _ in range(4)]
+    for pulls, readers, early, which in [
+        ("a", "", "", "a"),
+        ("a", "", "", "b"),
+        ("", "a", "", "a"),
+        ("", "-", "a", "a"),
+        ("aab", "aba-", "aab", "a"),
+        *some,
+    ]:
         yield Case(
-            f"links a and b; pulls over {list(pulls)}, promises read by {list(readers)} (-: nobody yet), early letters from "
-            f"{list(early)}; then {which} is lost",
+            f"links a and b; pulls over {list(pulls)}, promises read by {list(readers)} (-: nobody yet), early letters "
+            f"from {list(early)}; then {which} is lost",
             lambda: lose(mine, pulls, readers, early, which),
             lose(given, pulls, readers, early, which),
         )
@@ -428,11 +522,28 @@ def routes(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Ca
         for i, (prompt, most) in enumerate(jobs):
             router.submit(f"r{i}", prompt, most)
         heard: list[tuple] = []
-        ended = outcome(lambda: router.run(timeout=0.3, on_token=lambda job: heard.append((job.request_id, len(job.token_ids)))))
+        ended = outcome(
+            lambda: router.run(timeout=0.3, on_token=lambda job: heard.append((job.request_id, len(job.token_ids))))
+        )
         for job in router.jobs:
-            told.append({"tokens": list(job.token_ids), "error": job.error, "attempts": job.attempts, "a first one": job.first > 0})
+            told.append(
+                {
+                    "tokens": list(job.token_ids),
+                    "error": job.error,
+                    "attempts": job.attempts,
+                    "a first one": job.first > 0,
+                }
+            )
         sent = {name: player.heard for name, player in players.items()}
-        return [told, sent, {"events": list(router.events), "told": sorted(heard), "ended": ended if isinstance(ended, str) else len(ended)}]
+        return [
+            told,
+            sent,
+            {
+                "events": list(router.events),
+                "told": sorted(heard),
+                "ended": ended if isinstance(ended, str) else len(ended),
+            },
+        ]
 
     some = [([rng.randrange(50) for _ in range(rng.randint(1, 4))], rng.randint(1, 4)) for _ in range(3)]
     one: list[tuple[list[int], int]] = [([5, 6], 3)]
@@ -460,7 +571,9 @@ def routes(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Ca
 
 
 def sent_to_each(got: dict, right: dict) -> str:
-    return "\n".join(f"to {name}:\n{pictures.steps(got[name], right[name])}" for name in right if got[name] != right[name])
+    return "\n".join(
+        f"to {name}:\n{pictures.steps(got[name], right[name])}" for name in right if got[name] != right[name]
+    )
 
 
 STEPS = (
@@ -470,8 +583,8 @@ STEPS = (
         "What is elsewhere",
         "HandOver.get_num_new_matched_tokens",
         "of a request with do_remote_prefill, all of the prompt that is not computed here comes later; ask once only.",
-        "kv_transfer_params(request) is a dict; self.asked has the ids of those that were asked for. (0, False) says that "
-        "nothing comes.",
+        "kv_transfer_params(request) is a dict; self.asked has the ids of those that were asked for. (0, False) says "
+        "that nothing comes.",
         what_is_elsewhere,
     ),
     Step(
@@ -479,8 +592,8 @@ STEPS = (
         LESSON,
         "Who keeps its blocks",
         "HandOver.request_finished",
-        "keep the blocks (True) of a prompt that was computed to its end and that the other engine does not have yet, for "
-        "the lease from now on (kv_lease_duration, 30.0); otherwise forget the promise.",
+        "keep the blocks (True) of a prompt that was computed to its end and that the other engine does not have yet, "
+        "for the lease from now on (kv_lease_duration, 30.0); otherwise forget the promise.",
         "Stopped and length-capped requests have computed their prompt, aborted ones and errors have not. "
         "self.config.extra(name, default) has the seconds, time.monotonic() the clock.",
         who_keeps_blocks,
@@ -492,10 +605,10 @@ STEPS = (
         LESSON,
         "What may leave",
         "HandOver.pump",
-        "of each promise that somebody has asked for, send what is ready, wanted and not sent yet, layer by layer, while "
-        "the reader has room; note what has left.",
-        "A layer's message is [sent, min(ready, end)), by send_layer. What has no room leaves at the next call: its blocks "
-        "are kept anyway.",
+        "of each promise that somebody has asked for, send what is ready, wanted and not sent yet, layer by layer, "
+        "while the reader has room; note what has left.",
+        "A layer's message is [sent, min(ready, end)), by send_layer. What has no room leaves at the next call: its "
+        "blocks are kept anyway.",
         what_leaves,
     ),
     Step(
@@ -503,8 +616,8 @@ STEPS = (
         LESSON,
         "One message",
         "HandOver.send_layer",
-        "send positions [first, last) of a layer, all heads, with a KV header: transfer, layer, first, count, head, heads, "
-        "and the payload's checksum as crc. If there is a wire, what it makes of the message leaves instead.",
+        "send positions [first, last) of a layer, all heads, with a KV header: transfer, layer, first, count, head, "
+        "heads, and the payload's checksum as crc. If there is a wire, what it makes of the message leaves instead.",
         "self.payload takes the first position and a count, then the first head and a count. self.wire(link, header, "
         "payload) returns a list of messages, perhaps none.",
         layers_leave,
@@ -517,11 +630,12 @@ STEPS = (
         LESSON,
         "What is not believed",
         "HandOver.take",
-        "write a message only if it continues its layer: count it as strange (no such pull, another link, no such layer, "
-        "beyond the end), out of order (it begins elsewhere, or has not all heads) or corrupt. Wait as long again after "
-        "each; the last one ends the pull.",
-        "self.write says False for bytes that are not those that were sent, and has then written nothing. A pull is at its "
-        "end when every layer has all up to pull.end: end_pull(transfer, \"DONE\").",
+        "write a message only if it continues its layer: count it as strange (no such pull, another link, no such "
+        "layer, beyond the end), out of order (it begins elsewhere, or has not all heads) or corrupt. Wait as long "
+        "again after each; the last one ends the pull.",
+        "self.write says False for bytes that are not those that were sent, and has then written nothing. A pull is at "
+        "its "
+        'end when every layer has all up to pull.end: end_pull(transfer, "DONE").',
         messages_come,
     ),
     Step(
@@ -530,8 +644,8 @@ STEPS = (
         "The end of a pull",
         "HandOver.end_pull",
         "forget the pull, tell the other engine, and the scheduler: it has arrived, or, with a `why`, it has failed.",
-        "self.news has finished_recving, a set, and failed_recving, a dict of reasons, by request id. Failures are counted "
-        "in self.stats. The diary (self.note) is not looked at.",
+        "self.news has finished_recving, a set, and failed_recving, a dict of reasons, by request id. Failures are "
+        "counted in self.stats. The diary (self.note) is not looked at.",
         endings_of_pulls,
     ),
     Step(
@@ -539,9 +653,10 @@ STEPS = (
         LESSON,
         "The end of a promise",
         "HandOver.free",
-        "the other engine has it, or never will: nothing is sent any more; if the prompt is computed, its blocks are free.",
-        "A prompt that is still being computed has a lease without an end: then the promise stays, marked as delivered, "
-        "until request_finished asks. Otherwise forget it, and name its request in news.finished_sending.",
+        "the other engine has it, or never will: nothing is sent any more; if the prompt is computed, its blocks are "
+        "free.",
+        "A prompt that is still being computed has a lease without an end: then the promise stays, marked as "
+        "delivered, until request_finished asks. Otherwise forget it, and name its request in news.finished_sending.",
         endings_of_promises,
     ),
     Step(
@@ -560,8 +675,10 @@ STEPS = (
         LESSON,
         "The other engine has died",
         "HandOver.hear",
-        "a connection is lost: pulls over it fail, promises to it are freed, and neither it nor what it said early is kept.",
-        "give_up(link, why) ends pulls. self.links and self.early are dicts whose values name the link; compare with `is`.",
+        "a connection is lost: pulls over it fail, promises to it are freed, and neither it nor what it said early is "
+        "kept.",
+        "give_up(link, why) ends pulls. self.links and self.early are dicts whose values name the link; compare with "
+        "`is`.",
         the_other_dies,
         first='self.give_up(link, header["why"])',
         last="for t in [t for t, p in self.promises",
@@ -573,12 +690,12 @@ STEPS = (
         "Router",
         "write the methods: the first attempt goes to both workers, another one to the decode worker alone, or to the "
         "prefill worker if that is dead. Tokens that were heard stay. A second failure is an error.",
-        "_dispatch: one attempt more; a worker that is alive, or an error; the prompt with the tokens so far, and as many "
-        "tokens as are left. The first attempt has a transfer named after it, if both live: do_remote_decode for one token "
-        "there, do_remote_prefill and the prefill worker's address here. run: wait for the pipes of those alive; EOFError "
-        "or OSError is a death. _hear: what no job waits for under that name is passed over, and so is the prefill "
-        "worker's own token. _bury: the dead worker's jobs are dispatched again; if it was the decode worker, prefill "
-        "hears an abort of the old name first. Silence for `timeout` seconds: CheckFailed.",
+        "_dispatch: one attempt more; a worker that is alive, or an error; the prompt with the tokens so far, and as "
+        "many tokens as are left. The first attempt has a transfer named after it, if both live: do_remote_decode for "
+        "one token there, do_remote_prefill and the prefill worker's address here. run: wait for the pipes of those "
+        "alive; EOFError or OSError is a death. _hear: what no job waits for under that name is passed over, and so is "
+        "the prefill worker's own token. _bury: the dead worker's jobs are dispatched again; if it was the decode "
+        "worker, prefill hears an abort of the old name first. Silence for `timeout` seconds: CheckFailed.",
         routes,
     ),
 )

@@ -1,10 +1,11 @@
-"""Lesson 05's steps: keys of blocks, what is found and what is forgotten, a recorded step, guesses, the loop on a clock.
+"""Lesson 05's steps: keys of blocks, what is found and forgotten, a recorded step, guesses, the loop on a clock.
 
 Owns their cases; called by the grader. It never grades.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -71,22 +72,30 @@ def chains(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Ca
             for token in part:
                 request.append_output_token_id(token)
             told.append([key.hex() for key in cache.update_block_hashes(request)])
-        return told + [[key.hex() for key in request.block_hashes]]
+        return [*told, [key.hex() for key in request.block_hashes]]
 
     def right(size: int, parts: list[list[int]], salt: str | None, bits: int) -> list:
         told = []
         for i in range(len(parts)):
-            tokens, keys = sum(parts[: i + 1], []), []
+            tokens, keys = list(itertools.chain(*parts[: i + 1])), []
             for block in range(len(tokens) // size):
                 extra = (("cache_salt", salt),) if salt and block == 0 else ()
                 parent = keys[-1] if keys else mine.ROOT_HASH
-                keys.append(mine.hash_block_tokens(parent, tokens[block * size : (block + 1) * size], extra)[: bits // 8])
+                keys.append(
+                    mine.hash_block_tokens(parent, tokens[block * size : (block + 1) * size], extra)[: bits // 8]
+                )
             told.append([key.hex() for key in keys])
         return told + told[-1:]
 
     some = [[[rng.randrange(100) for _ in range(rng.randint(0, 5))] for _ in range(4)] for _ in range(3)]
-    first = [(3, [[5, 6]], None, 256), (3, [[5, 6, 7]], None, 256), (2, [[5, 6, 5, 6, 5]], None, 256), (2, [[1, 2, 3], [4]], None, 256),
-             (2, [[1, 2, 3], [4, 5]], "s", 256), (2, [[1, 2, 3, 4]], None, 16)]  # fmt: skip
+    first = [
+        (3, [[5, 6]], None, 256),
+        (3, [[5, 6, 7]], None, 256),
+        (2, [[5, 6, 5, 6, 5]], None, 256),
+        (2, [[1, 2, 3], [4]], None, 256),
+        (2, [[1, 2, 3], [4, 5]], "s", 256),
+        (2, [[1, 2, 3, 4]], None, 16),
+    ]
     for size, parts, salt, bits in (*first, *((2, parts, None, 256) for parts in some), (3, some[0], "pepper", 256)):
         yield Case(
             f"blocks of {size} tokens; a request becomes longer by {parts}; salt {salt!r}, keys of {bits} bits: "
@@ -135,9 +144,20 @@ def a_day(module: ModuleType, num_blocks: int, size: int, events: Sequence[Event
         known = sorted(list(blocks) for blocks in cache.index.values())
         hashed = [i for i, key in enumerate(cache.block_hash) if key is not None]
         told.append(
-            (verb, name, {"hits": hits, "new": answer, "tables": {n: list(t) for n, t in cache.tables.items()},
-             "queue": list(cache.free_queue), "owners": list(cache.ref_count), "known": known, "hashed": hashed})
-        )  # fmt: skip
+            (
+                verb,
+                name,
+                {
+                    "hits": hits,
+                    "new": answer,
+                    "tables": {n: list(t) for n, t in cache.tables.items()},
+                    "queue": list(cache.free_queue),
+                    "owners": list(cache.ref_count),
+                    "known": known,
+                    "hashed": hashed,
+                },
+            )
+        )
     return told
 
 
@@ -179,8 +199,8 @@ def days(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Case
         some.append((rng.randint(6, 12), events))
     for num_blocks, events in (*DAYS, *some):
         yield Case(
-            f"{num_blocks} blocks of 2 tokens; {events}: what is found, which blocks are new, and what then stands in the "
-            "tables, the queue, the counts and the index",
+            f"{num_blocks} blocks of 2 tokens; {events}: what is found, which blocks are new, and what then stands in "
+            "the tables, the queue, the counts and the index",
             lambda: a_day(mine, num_blocks, 2, events),
             a_day(given, num_blocks, 2, events),
             first_that_differs,
@@ -215,7 +235,7 @@ def recorded_steps(mine: ModuleType, given: ModuleType, context: Context) -> Ite
         tape = module.record_step(model, num_seqs)
         try:
             before = len(tape.tape)
-            torch.ones(2) + torch.ones(2)
+            torch.ones(2).add(1)
             return [launched(tape), "launches after the end", len(tape.tape) - before]
         finally:
             tape.exits.close()
@@ -250,8 +270,12 @@ def bytes_between(mine: ModuleType, given: ModuleType, context: Context) -> Iter
         ("x, y and x put together", lambda: torch.cat([x, y, x]), [("aten::cat", 6 * 32)]),
         ("rows 0, 0, 0 of an embedding w", lambda: torch.nn.functional.embedding(ids, w), []),
         ("silu(x), then its argmax", lambda: torch.nn.functional.silu(x).argmax(1), [("aten::silu", 2 * 32)]),
-        ("x + y, of which only row 0 is used, twice", lambda: (x + y)[0] * 2.0, [("aten::add.Tensor", 96), ("aten::mul.Tensor", 32)]),
-    ]  # fmt: skip
+        (
+            "x + y, of which only row 0 is used, twice",
+            lambda: (x + y)[0] * 2.0,
+            [("aten::add.Tensor", 96), ("aten::mul.Tensor", 32)],
+        ),
+    ]
     for told, work, right in small:
         tape = tape_of(work)
         yield Case(f"recorded: {told}", lambda: mine.small_operations(tape), right)
@@ -269,8 +293,18 @@ def bytes_between(mine: ModuleType, given: ModuleType, context: Context) -> Iter
 
 def lookups(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Case]:
     rng = context.rng
-    first = [([1, 2, 3, 1], 2), ([1, 2, 3], 2), ([1, 2, 3, 4, 9, 2, 3], 1), ([3, 7, 2, 3, 8, 2, 3], 2), ([5, 5, 5], 4),
-             ([1, 2, 9, 1, 2, 8, 1, 2], 1), ([1], 3), ([4, 4], 3), ([1, 2, 1, 2], 9), ([1, 2, 1], 0)]  # fmt: skip
+    first = [
+        ([1, 2, 3, 1], 2),
+        ([1, 2, 3], 2),
+        ([1, 2, 3, 4, 9, 2, 3], 1),
+        ([3, 7, 2, 3, 8, 2, 3], 2),
+        ([5, 5, 5], 4),
+        ([1, 2, 9, 1, 2, 8, 1, 2], 1),
+        ([1], 3),
+        ([4, 4], 3),
+        ([1, 2, 1, 2], 9),
+        ([1, 2, 1], 0),
+    ]
     some = [([rng.randint(1, 3) for _ in range(rng.randint(4, 14))], rng.randint(1, 5)) for _ in range(12)]
     for tokens, k in (*first, *some):
         yield Case(
@@ -278,11 +312,13 @@ def lookups(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[C
             lambda: mine.prompt_lookup(tokens, k),
             by_definition(tokens, k, 3),
         )
-    yield Case("tokens [3, 9, 2, 3, 8, 2, 3], 1 guess, longest=1", lambda: mine.prompt_lookup([3, 9, 2, 3, 8, 2, 3], 1, 1), [9])
+    yield Case(
+        "tokens [3, 9, 2, 3, 8, 2, 3], 1 guess, longest=1", lambda: mine.prompt_lookup([3, 9, 2, 3, 8, 2, 3], 1, 1), [9]
+    )
 
 
 def by_definition(tokens: list[int], k: int, longest: int) -> list[int]:
-    """All places at which some ending occurs with something behind it; the longest ending wins, then the first place."""
+    """All places where an ending occurs with something behind it; the longest ending wins, then the first place."""
     places = [
         (-n, start)
         for n in range(1, longest + 1)
@@ -297,14 +333,16 @@ def by_definition(tokens: list[int], k: int, longest: int) -> list[int]:
 
 def agreed(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Case]:
     rng = context.rng
-    some = [(rng.randrange(99), [rng.randrange(7) for _ in range(rng.randint(2, 9))], rng.randint(1, 5)) for _ in range(5)]
+    some = [
+        (rng.randrange(99), [rng.randrange(7) for _ in range(rng.randint(2, 9))], rng.randint(1, 5)) for _ in range(5)
+    ]
     for seed, prompt, k in [(0, [1, 2, 3], 0), (0, [1, 2, 3], 1), (3, [1, 2, 1, 2, 1], 4), (5, [4, 4, 4], 3), *some]:
         model = llama.random_model(seed, vocab_size=7)
         plain, _ = given.generate_with_lookup(model, prompt, 24, 0)
         _, passes = given.generate_with_lookup(model, prompt, 24, k)
         yield Case(
-            f"a random model of 7 words (seed {seed}), prompt {prompt}, 24 tokens, up to {k} guesses a pass: the tokens, "
-            "which must be those without guesses, and the passes",
+            f"a random model of 7 words (seed {seed}), prompt {prompt}, 24 tokens, up to {k} guesses a pass: the "
+            "tokens, which must be those without guesses, and the passes",
             lambda: list(mine.generate_with_lookup(model, prompt, 24, k)),
             [plain, passes],
         )
@@ -341,8 +379,9 @@ STEPS = (
         LESSON,
         "A chain of keys",
         "PrefixCache.update_block_hashes",
-        "append the keys of full blocks that request.block_hashes does not have yet, each cut to hash_bytes; return all.",
-        "The parent of the first block is ROOT_HASH, of all others the key before. The salt, as ((\"cache_salt\", salt),), "
+        "append the keys of full blocks that request.block_hashes does not have yet, each cut to hash_bytes; return "
+        "all.",
+        'The parent of the first block is ROOT_HASH, of others the key before. The salt, as (("cache_salt", salt),), '
         "belongs to the first block only: the chain carries it on. Who grows by a token mostly gets no new key.",
         chains,
     ),
@@ -370,10 +409,10 @@ STEPS = (
         LESSON,
         "The order of the queue",
         "PrefixCache.free",
-        "give the request's blocks back: a block that nobody owns now goes to the end of the queue, one that nobody can "
-        "find to its front. A beginning is to outlive what came after it.",
-        "Walk the table from its end. An OrderedDict appends a new key at its end, and move_to_end(x, last=False) brings "
-        "it to the front. Who still has an owner is not queued.",
+        "give the request's blocks back: a block that nobody owns now goes to the end of the queue, one that nobody "
+        "can find to its front. A beginning is to outlive what came after it.",
+        "Walk the table from its end. An OrderedDict appends a new key at its end, and move_to_end(x, last=False) "
+        "brings it to the front. Who still has an owner is not queued.",
         days,
     ),
     Step(
@@ -408,7 +447,8 @@ STEPS = (
         "return (name, bytes) of each small operation on the tape, without those OUTSIDE_LAYERS: all tensors that it "
         "reads, and what it writes.",
         "An entry is (operation, args, kwargs, result); kind_of tells small ones, operation.name() their name. "
-        "tree_leaves finds the tensors in args and result, lists included; a tensor has numel() · element_size() bytes.",
+        "tree_leaves finds the tensors in args and result, lists included; a tensor has numel() · element_size() "
+        "bytes.",
         bytes_between,
     ),
     Step(
@@ -416,8 +456,10 @@ STEPS = (
         LESSON,
         "Guesses out of the text",
         "prompt_lookup",
-        "return up to k tokens that followed the last three where they first occurred; if nowhere, the last two, or one.",
-        "Try n = longest first, then less. An ending finds itself at the end of the text: something has to come behind.",
+        "return up to k tokens that followed the last three where they first occurred; if nowhere, the last two, or "
+        "one.",
+        "Try n = longest first, then less. An ending finds itself at the end of the text: something has to come "
+        "behind.",
         lookups,
     ),
     Step(

@@ -28,7 +28,9 @@ def a_request(name: str, prompt: Sequence[int], most: int = 4, priority: int = 0
     return Request(name, list(prompt), params, priority=priority, arrival_time=arrival)
 
 
-def a_scheduler(module: ModuleType, num_blocks: int, kind: str = "Scheduler", caching: bool = True, **limits: Any) -> Any:
+def a_scheduler(
+    module: ModuleType, num_blocks: int, kind: str = "Scheduler", caching: bool = True, **limits: Any
+) -> Any:
     """Sequences of up to 24 tokens; 6 blocks on the CPU for the scheduler that swaps."""
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 24, **limits}
     manager = KVCacheManager(num_blocks + 1, SIZE, 24, caching)
@@ -48,9 +50,14 @@ def state(scheduler: Any) -> dict:
     """Who runs, who waits, whose blocks, which are free, which hold a known prefix."""
     pool, manager = scheduler.kv_cache_manager.block_pool, scheduler.kv_cache_manager
     of = {r.request_id: (r.status.name, r.num_computed_tokens, r.num_preemptions) for r in scheduler.requests.values()}
-    told = {"running": [r.request_id for r in scheduler.running], "waiting": [r.request_id for r in scheduler.waiting],
-            "(status, computed, preemptions)": of, "tables": {n: list(t) for n, t in manager.req_to_blocks.items() if t},
-            "free": list(pool.free_queue), "known": [i for i, key in enumerate(pool.block_hash) if key is not None]}  # fmt: skip
+    told = {
+        "running": [r.request_id for r in scheduler.running],
+        "waiting": [r.request_id for r in scheduler.waiting],
+        "(status, computed, preemptions)": of,
+        "tables": {n: list(t) for n, t in manager.req_to_blocks.items() if t},
+        "free": list(pool.free_queue),
+        "known": [i for i, key in enumerate(pool.block_hash) if key is not None],
+    }
     if hasattr(scheduler, "swapped"):
         told["on the CPU"] = {name: (list(blocks), n) for name, (blocks, n) in scheduler.swapped.items()}
         told["copies"] = scheduler.copies.take()
@@ -63,9 +70,17 @@ def state(scheduler: Any) -> dict:
 
 def victims(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Case]:
     rng = context.rng
-    first = [("fcfs", [(0, 1), (0, 2)]), ("fcfs", [(0, 2), (0, 1)]), ("fcfs", [(9, 1), (0, 2)]), ("priority", [(0, 1), (9, 2), (3, 3)]),
-             ("priority", [(1, 1), (5, 4), (5, 3)]), ("priority", [(2, 7), (2, 9), (2, 8), (1, 10)])]  # fmt: skip
-    some = [(p, [(rng.randint(0, 2), rng.random()) for _ in range(5)]) for p in ("fcfs", "priority", "priority", "priority")]
+    first = [
+        ("fcfs", [(0, 1), (0, 2)]),
+        ("fcfs", [(0, 2), (0, 1)]),
+        ("fcfs", [(9, 1), (0, 2)]),
+        ("priority", [(0, 1), (9, 2), (3, 3)]),
+        ("priority", [(1, 1), (5, 4), (5, 3)]),
+        ("priority", [(2, 7), (2, 9), (2, 8), (1, 10)]),
+    ]
+    some = [
+        (p, [(rng.randint(0, 2), rng.random()) for _ in range(5)]) for p in ("fcfs", "priority", "priority", "priority")
+    ]
     for policy, running in (*first, *some):
 
         def choose(module: ModuleType) -> Any:
@@ -82,7 +97,9 @@ def victims(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[C
         )
 
 
-def preempted(module: ModuleType, kind: str, policy: str, running: list[tuple], victim: int, caching: bool, cpu: int) -> Any:
+def preempted(
+    module: ModuleType, kind: str, policy: str, running: list[tuple], victim: int, caching: bool, cpu: int
+) -> Any:
     """(tokens, computed before, granted in this step, priority) each; then the victim loses its blocks."""
     scheduler = a_scheduler(module, 30, kind, caching, policy=policy)
     if kind == "SwapScheduler":
@@ -98,19 +115,29 @@ def preempted(module: ModuleType, kind: str, policy: str, running: list[tuple], 
     scheduler.add_request(a_request("w", [1, 2], arrival=99.0))
     scheduler.token_budget = 5
     scheduler._preempt_request(scheduler.running[victim], output)
-    in_step = {"in the step": dict(output.num_scheduled_tokens), "runs on": [r.request_id for r in output.scheduled_running_reqs],
-               "preempted": [r.request_id for r in output.preempted_reqs], "budget": scheduler.token_budget}  # fmt: skip
+    in_step = {
+        "in the step": dict(output.num_scheduled_tokens),
+        "runs on": [r.request_id for r in output.scheduled_running_reqs],
+        "preempted": [r.request_id for r in output.preempted_reqs],
+        "budget": scheduler.token_budget,
+    }
     return {**state(scheduler), **in_step}
 
 
 def losses(kind: str) -> Callable:
     def cases(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Case]:
         rng = context.rng
-        first = [("fcfs", [(6, 5, 0, 0)], 0, True, 6), ("fcfs", [(6, 5, 1, 0), (9, 8, 0, 0)], 1, True, 6),
-                 ("priority", [(6, 5, 1, 9), (9, 8, 0, 0)], 0, True, 6), ("priority", [(14, 5, 9, 9), (9, 8, 1, 0)], 0, True, 6),
-                 ("priority", [(16, 0, 16, 9), (9, 8, 0, 0)], 0, True, 6), ("fcfs", [(16, 15, 1, 0), (9, 8, 0, 0)], 0, False, 6),
-                 ("fcfs", [(9, 8, 0, 0), (16, 12, 0, 0)], 1, True, 3), ("fcfs", [(9, 8, 0, 0), (16, 12, 0, 0)], 1, True, 2),
-                 ("fcfs", [(9, 8, 0, 0), (17, 13, 0, 0)], 1, True, 3)]  # fmt: skip
+        first = [
+            ("fcfs", [(6, 5, 0, 0)], 0, True, 6),
+            ("fcfs", [(6, 5, 1, 0), (9, 8, 0, 0)], 1, True, 6),
+            ("priority", [(6, 5, 1, 9), (9, 8, 0, 0)], 0, True, 6),
+            ("priority", [(14, 5, 9, 9), (9, 8, 1, 0)], 0, True, 6),
+            ("priority", [(16, 0, 16, 9), (9, 8, 0, 0)], 0, True, 6),
+            ("fcfs", [(16, 15, 1, 0), (9, 8, 0, 0)], 0, False, 6),
+            ("fcfs", [(9, 8, 0, 0), (16, 12, 0, 0)], 1, True, 3),
+            ("fcfs", [(9, 8, 0, 0), (16, 12, 0, 0)], 1, True, 2),
+            ("fcfs", [(9, 8, 0, 0), (17, 13, 0, 0)], 1, True, 3),
+        ]
         some = []
         for _ in range(5):
             running = []
@@ -122,13 +149,15 @@ def losses(kind: str) -> Callable:
             some.append((policy, running, rng.randrange(len(running)), rng.random() < 0.7, rng.randint(1, 6)))
         for policy, running, victim, caching, cpu in (*first, *some):
             shown = "; ".join(
-                f"r{i}: {t} tokens, {c} computed" + (f", {g} in this step" if g else "") + (f", priority {p}" if p else "")
+                f"r{i}: {t} tokens, {c} computed"
+                + (f", {g} in this step" if g else "")
+                + (f", priority {p}" if p else "")
                 for i, (t, c, g, p) in enumerate(running)
             )
             there = f"; {cpu} blocks are free on the CPU" if kind == "SwapScheduler" else ""
             yield Case(
-                f"blocks of {SIZE} tokens, {'a' if caching else 'no'} prefix cache, policy {policy}{there}; {shown}; budget left "
-                f"5; one request waits. r{victim} is preempted: what is then where",
+                f"blocks of {SIZE} tokens, {'a' if caching else 'no'} prefix cache, policy {policy}{there}; {shown}; "
+                f"budget left 5; one request waits. r{victim} is preempted: what is then where",
                 lambda: preempted(mine, kind, policy, running, victim, caching, cpu),
                 preempted(given, kind, policy, running, victim, caching, cpu),
                 what_differs,
@@ -151,7 +180,17 @@ def admissions(mine: ModuleType, given: ModuleType, context: Context) -> Iterato
     `others`), meets so many free blocks."""
     rng = context.rng
 
-    def admit(module: ModuleType, tokens: int, shared: int, free: int, marks: int, others: bool, whole: bool, budget: int, before: int) -> Any:
+    def admit(
+        module: ModuleType,
+        tokens: int,
+        shared: int,
+        free: int,
+        marks: int,
+        others: bool,
+        whole: bool,
+        budget: int,
+        before: int,
+    ) -> Any:
         scheduler = a_scheduler(module, 30, scheduler_reserve_full_isl=whole)
         manager = scheduler.kv_cache_manager
         if shared:
@@ -170,22 +209,51 @@ def admissions(mine: ModuleType, given: ModuleType, context: Context) -> Iterato
         request.num_preemptions = before
         scheduler.add_request(request)
         granted = scheduler._admit(request)
-        return {"granted": granted, "cached": request.num_cached_tokens, "budget": scheduler.token_budget, **state(scheduler)}
+        return {
+            "granted": granted,
+            "cached": request.num_cached_tokens,
+            "budget": scheduler.token_budget,
+            **state(scheduler),
+        }
 
-    first = [(8, 0, 9, 0, False, True, 24, 0), (8, 0, 2, 0, False, True, 24, 0), (8, 0, 1, 0, False, True, 24, 0),
-             (16, 0, 2, 0, False, True, 8, 0), (16, 0, 2, 0, False, False, 8, 0), (8, 0, 3, 1, True, True, 24, 0),
-             (8, 0, 3, 2, True, True, 24, 0), (8, 0, 2, 2, False, True, 24, 0), (10, 8, 9, 0, False, True, 24, 0),
-             (10, 8, 3, 0, False, True, 24, 0), (10, 8, 2, 0, False, True, 24, 0), (10, 8, 9, 0, False, True, 24, 2),
-             (8, 0, 9, 0, False, True, 0, 0), (20, 8, 3, 0, True, True, 24, 0), (10, 8, 9, 0, False, True, 0, 0),
-             (20, 8, 4, 0, False, False, 4, 0), (20, 8, 3, 1, True, False, 4, 0)]  # fmt: skip
-    some = [(rng.randint(1, 20), rng.choice([0, 4, 8]), rng.randint(2, 7), rng.randint(0, 2), rng.random() < 0.5, rng.random() < 0.5,
-             rng.randint(1, 24), rng.randint(0, 1)) for _ in range(8)]  # fmt: skip
+    first = [
+        (8, 0, 9, 0, False, True, 24, 0),
+        (8, 0, 2, 0, False, True, 24, 0),
+        (8, 0, 1, 0, False, True, 24, 0),
+        (16, 0, 2, 0, False, True, 8, 0),
+        (16, 0, 2, 0, False, False, 8, 0),
+        (8, 0, 3, 1, True, True, 24, 0),
+        (8, 0, 3, 2, True, True, 24, 0),
+        (8, 0, 2, 2, False, True, 24, 0),
+        (10, 8, 9, 0, False, True, 24, 0),
+        (10, 8, 3, 0, False, True, 24, 0),
+        (10, 8, 2, 0, False, True, 24, 0),
+        (10, 8, 9, 0, False, True, 24, 2),
+        (8, 0, 9, 0, False, True, 0, 0),
+        (20, 8, 3, 0, True, True, 24, 0),
+        (10, 8, 9, 0, False, True, 0, 0),
+        (20, 8, 4, 0, False, False, 4, 0),
+        (20, 8, 3, 1, True, False, 4, 0),
+    ]
+    some = [
+        (
+            rng.randint(1, 20),
+            rng.choice([0, 4, 8]),
+            rng.randint(2, 7),
+            rng.randint(0, 2),
+            rng.random() < 0.5,
+            rng.random() < 0.5,
+            rng.randint(1, 24),
+            rng.randint(0, 1),
+        )
+        for _ in range(8)
+    ]
     for tokens, shared, free, marks, others, whole, budget, before in (*first, *some):
         known = f", of which the first {min(shared, tokens)} are in the prefix cache" if shared else ""
         yield Case(
             f"a prompt of {tokens} tokens{known}, preempted {before} times; blocks of {SIZE}, {free} are free; "
-            f"{'nobody' if not others else 'somebody else with this beginning' if shared else 'somebody'} runs, the watermark is {marks} blocks, the budget {budget} tokens, "
-            f"scheduler_reserve_full_isl {whole}",
+            f"{'nobody' if not others else 'somebody else with this beginning' if shared else 'somebody'} runs, the "
+            f"watermark is {marks} blocks, the budget {budget} tokens, scheduler_reserve_full_isl {whole}",
             lambda: admit(mine, tokens, shared, free, marks, others, whole, budget, before),
             admit(given, tokens, shared, free, marks, others, whole, budget, before),
             what_differs,
@@ -198,9 +266,17 @@ def admissions(mine: ModuleType, given: ModuleType, context: Context) -> Iterato
 def moves(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Case]:
     rng = context.rng
     half = torch.bfloat16
-    for N, M, size, Hkv, width, dtype, count in [(3, 3, 2, 1, 4, torch.float32, 1), (6, 5, 4, 2, 8, torch.float32, 3), (5, 6, 4, 3, 24, half, 4),
-                                                 (4, 7, 16, 3, 64, torch.float32, 3), (4, 4, 2, 1, 4, torch.float32, 0)]:  # fmt: skip
-        source, target = context.randn(2, N, size, Hkv, width, dtype=dtype), context.randn(2, M, size, Hkv, width, dtype=dtype)
+    for N, M, size, Hkv, width, dtype, count in [
+        (3, 3, 2, 1, 4, torch.float32, 1),
+        (6, 5, 4, 2, 8, torch.float32, 3),
+        (5, 6, 4, 3, 24, half, 4),
+        (4, 7, 16, 3, 64, torch.float32, 3),
+        (4, 4, 2, 1, 4, torch.float32, 0),
+    ]:
+        source, target = (
+            context.randn(2, N, size, Hkv, width, dtype=dtype),
+            context.randn(2, M, size, Hkv, width, dtype=dtype),
+        )
         pairs = list(zip(rng.sample(range(N), count), rng.sample(range(M), count)))
         right, before = target.clone(), source.clone()
         for s, t in pairs:
@@ -212,8 +288,8 @@ def moves(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Cas
 
         if pairs:  # without any, nothing is launched
             yield Case(
-                f"(source, target) {pairs}; {N} and {M} blocks of {size} tokens, {Hkv} heads of {width}, {dtype}; the target, and "
-                "whether the source is as before",
+                f"(source, target) {pairs}; {N} and {M} blocks of {size} tokens, {Hkv} heads of {width}, {dtype}; the "
+                "target, and whether the source is as before",
                 move,
                 [right, True],
                 lambda got, right: pictures.grid(got[0], right[0], "keys, values", "blocks"),
@@ -272,12 +348,19 @@ def second_tier(mine: ModuleType, given: ModuleType, context: Context) -> Iterat
         return told
 
     some = [[rng.choice("abcde") for _ in range(9)] for _ in range(4)]
-    first = [["a"], ["a", "b", "a"], ["a", "b", "c"], ["a", "b", "a", "c"], ["a", "b", "+a", "c"], ["a", "+a", "b", "-a", "c"],
-             ["a", "b", "+a", "+b", "c", "-a", "c"]]  # fmt: skip
+    first = [
+        ["a"],
+        ["a", "b", "a"],
+        ["a", "b", "c"],
+        ["a", "b", "a", "c"],
+        ["a", "b", "+a", "c"],
+        ["a", "+a", "b", "-a", "c"],
+        ["a", "b", "+a", "+b", "c", "-a", "c"],
+    ]
     for calls in (*first, *some):
         yield Case(
-            f"a tier of 2 blocks; {', '.join(calls)} (x: it is stored; +x: it goes back, -x: it is there): known blocks, the "
-            "queue, the counts, the copies, after each",
+            f"a tier of 2 blocks; {', '.join(calls)} (x: it is stored; +x: it goes back, -x: it is there): known "
+            "blocks, the queue, the counts, the copies, after each",
             lambda: keep(mine, 2, calls),
             keep(given, 2, calls),
             lambda got, right: pictures.steps(got, right),
@@ -292,9 +375,15 @@ Asked = tuple[int, int, int, int]  # when it comes, its prompt, how many tokens 
 def lives(scheduler: Any, asked: Sequence[Asked], shared: int) -> list:
     """Step by step: what was planned, and how everything stood then; a token for each that has caught up."""
     requests = [
-        a_request(str(i), [*range(min(shared, p)), *range(100 * i + 30, 100 * i + 30 + p - min(shared, p))], most, priority, float(at))
+        a_request(
+            str(i),
+            [*range(min(shared, p)), *range(100 * i + 30, 100 * i + 30 + p - min(shared, p))],
+            most,
+            priority,
+            float(at),
+        )
         for i, (at, p, most, priority) in enumerate(asked)
-    ]  # fmt: skip
+    ]
     coming, told = sorted(requests, key=lambda r: r.arrival_time), []
     for step in range(150):
         while coming and coming[0].arrival_time <= step:
@@ -302,10 +391,17 @@ def lives(scheduler: Any, asked: Sequence[Asked], shared: int) -> list:
         if not coming and not scheduler.has_unfinished_requests():
             break
         output = scheduler.schedule()
-        names = {what: [r.request_id for r in getattr(output, what)] for what in
-                 ("scheduled_running_reqs", "scheduled_new_reqs", "scheduled_resumed_reqs", "preempted_reqs")}  # fmt: skip
+        names = {
+            what: [r.request_id for r in getattr(output, what)]
+            for what in ("scheduled_running_reqs", "scheduled_new_reqs", "scheduled_resumed_reqs", "preempted_reqs")
+        }
         planned = dict(output.num_scheduled_tokens)
-        about = {**names, "finished": list(output.finished_req_ids), **state(scheduler), "budget": scheduler.token_budget}
+        about = {
+            **names,
+            "finished": list(output.finished_req_ids),
+            **state(scheduler),
+            "budget": scheduler.token_budget,
+        }
         behind = {r.request_id: r.num_computed_tokens - r.num_tokens for r in scheduler.running}
         tokens = {name: [step + 1000] for name in planned if behind.get(name) == 0}
         heard = [(o.request_id, o.finish_reason) for o in scheduler.update_from_output(output, tokens)]
@@ -318,7 +414,7 @@ def side_by_side(got: Any, right: Any) -> str:
         return ""
     short = [[row[0] | {f"-{name}": 0 for name in row[1]["preempted_reqs"]} for row in side] for side in (got, right)]
     if short[0] != short[1]:
-        return "tokens of each; -x was preempted\n" + pictures.steps(*short)
+        return "tokens of each; -x was preempted\n" + pictures.steps(short[0], short[1])
     for i, (a, b) in enumerate(zip(got, right)):
         if a != b:
             return f"step {i}\n" + what_differs(a[1], b[1])
@@ -326,8 +422,13 @@ def side_by_side(got: Any, right: Any) -> str:
 
 
 def some_days(rng: random.Random) -> tuple[int, dict, int, list[Asked]]:
-    asked = [(rng.randint(0, 5), rng.randint(1, 14), rng.randint(1, 9), rng.randint(0, 2)) for _ in range(rng.randint(3, 7))]
-    limits: dict[str, Any] = {"policy": rng.choice(["fcfs", "priority"]), "max_num_batched_tokens": rng.choice([8, 12, 24])}
+    asked = [
+        (rng.randint(0, 5), rng.randint(1, 14), rng.randint(1, 9), rng.randint(0, 2)) for _ in range(rng.randint(3, 7))
+    ]
+    limits: dict[str, Any] = {
+        "policy": rng.choice(["fcfs", "priority"]),
+        "max_num_batched_tokens": rng.choice([8, 12, 24]),
+    }
     limits |= {"watermark": 0.2} if rng.random() < 0.3 else {}
     limits |= {"max_num_active_seqs": 2} if rng.random() < 0.3 else {}
     limits |= {"scheduler_reserve_full_isl": False} if rng.random() < 0.3 else {}
@@ -348,11 +449,18 @@ def schedules(mine: ModuleType, given: ModuleType, context: Context) -> Iterator
         (8, {"max_num_active_seqs": 2}, 0, [(0, 3, 4, 0), (0, 3, 4, 0), (0, 3, 4, 0)]),
         (8, {"watermark": 0.3}, 8, [(0, 10, 4, 0), (0, 12, 4, 0), (2, 9, 9, 0)]),
         (6, {"max_num_batched_tokens": 8, "scheduler_reserve_full_isl": False}, 0, [(0, 14, 9, 0), (0, 14, 9, 0)]),
-        (7, {"max_num_batched_tokens": 8, "policy": "priority", "scheduler_reserve_full_isl": False}, 0, [(0, 12, 9, 2), (0, 3, 9, 0), (1, 3, 9, 1)]),
+        (
+            7,
+            {"max_num_batched_tokens": 8, "policy": "priority", "scheduler_reserve_full_isl": False},
+            0,
+            [(0, 12, 9, 2), (0, 3, 9, 0), (1, 3, 9, 1)],
+        ),
         *(some_days(context.rng) for _ in range(14)),
-    ]  # fmt: skip
+    ]
     for num_blocks, limits, shared, asked in days:
-        comes = ", ".join(f"{i}: step {at}, {p} + {n}" + (f", priority {x}" if x else "") for i, (at, p, n, x) in enumerate(asked))
+        comes = ", ".join(
+            f"{i}: step {at}, {p} + {n}" + (f", priority {x}" if x else "") for i, (at, p, n, x) in enumerate(asked)
+        )
         more = "".join(f", {name} {value}" for name, value in limits.items())
         more += f"; all begin with the same {shared} tokens" if shared else ""
         yield Case(
@@ -369,7 +477,8 @@ STEPS = (
         LESSON,
         "Who loses its blocks",
         "Scheduler._choose_victim",
-        "first come, first served: the one admitted last. By priority: the least important, of equals the latest to arrive.",
+        "first come, first served: the one admitted last. By priority: the least important, of equals the latest to "
+        "arrive.",
         "A larger number is less important. self.running is in order of admission, which is no order of arrival once "
         "somebody has been preempted.",
         victims,
@@ -379,9 +488,10 @@ STEPS = (
         LESSON,
         "Blocks that one kernel moves",
         "swap_blocks_kernel",
-        "a program per (pair, keys or values, chunk of BLOCK words): copy the source block's words to the target block.",
-        "The two ids of a pair lie side by side. A block is WIDTH words, and the values lie a stride further, which may differ "
-        "between the two caches. BLOCK divides WIDTH, so that no mask is needed.",
+        "a program per (pair, keys or values, chunk of BLOCK words): copy the source block's words to the target "
+        "block.",
+        "The two ids of a pair lie side by side. A block is WIDTH words, and the values lie a stride further, which "
+        "may differ between the two caches. BLOCK divides WIDTH, so that no mask is needed.",
         moves,
         launches=("swap_blocks_kernel",),
         forbidden=("swap_blocks_one_by_one",),
@@ -391,12 +501,12 @@ STEPS = (
         LESSON,
         "Does it come in?",
         "Scheduler._admit",
-        "find what is computed already; take blocks for the tokens of this step, if all known tokens would fit now (without "
-        "scheduler_reserve_full_isl: those of this step) and, where somebody runs, the watermark stays free. Return the "
-        "tokens granted, or 0, and nothing has changed.",
+        "find what is computed already; take blocks for the tokens of this step, if all known tokens would fit now "
+        "(without scheduler_reserve_full_isl: those of this step) and, where somebody runs, the watermark stays free. "
+        "Return the tokens granted, or 0, and nothing has changed.",
         "_num_new_tokens looks at num_computed_tokens: set it first, and back to 0 if it comes to nothing. "
-        "get_num_blocks_to_allocate counts the found blocks that nobody owns. num_cached_tokens is what a request found when "
-        "it first came in.",
+        "get_num_blocks_to_allocate counts the found blocks that nobody owns. num_cached_tokens is what a request "
+        "found when it first came in.",
         admissions,
     ),
     Step(
@@ -404,10 +514,10 @@ STEPS = (
         LESSON,
         "Back to the queue",
         "Scheduler._preempt_request",
-        "the victim leaves `running`, its blocks, and this step, if it is in it; it goes back to the front of the queue with "
-        "nothing computed, and counts one preemption more.",
-        "If it stands in the step, its tokens go back to the budget, and blocks that they would have filled must leave the "
-        "index before they are freed: evict_uncomputed with the tokens that were computed before this step.",
+        "the victim leaves `running`, its blocks, and this step, if it is in it; it goes back to the front of the "
+        "queue with nothing computed, and counts one preemption more.",
+        "If it stands in the step, its tokens go back to the budget, and blocks that they would have filled must leave "
+        "the index before they are freed: evict_uncomputed with the tokens that were computed before this step.",
         losses("Scheduler"),
     ),
     Step(
@@ -415,8 +525,8 @@ STEPS = (
         LESSON,
         "Copies in the order of decision",
         "BlockCopies",
-        "add: one batch {target: source} for consecutive copies of a direction, so that a later source of a target wins; "
-        "take: all batches as pairs, which are then forgotten; the totals stay.",
+        "add: one batch {target: source} for consecutive copies of a direction, so that a later source of a target "
+        "wins; take: all batches as pairs, which are then forgotten; the totals stay.",
         "A new batch begins when the direction changes. The total counts every pair that was noted.",
         orders_to_copy,
     ),
@@ -425,10 +535,10 @@ STEPS = (
         LESSON,
         "A second tier",
         "CPUTier.store",
-        "keep a block by its hash: if it is known it becomes the youngest; else it takes the place of the oldest, and is "
-        "copied out. If all blocks are on their way back to the GPU, it is not kept.",
-        "touch and free make a known block the youngest. A new one: allocate, cache_block, note the copy (GPU block, CPU "
-        "block), free. Nobody owns what is kept.",
+        "keep a block by its hash: if it is known it becomes the youngest; else it takes the place of the oldest, and "
+        "is copied out. If all blocks are on their way back to the GPU, it is not kept.",
+        "touch and free make a known block the youngest. A new one: allocate, cache_block, note the copy (GPU block, "
+        "CPU block), free. Nobody owns what is kept.",
         second_tier,
     ),
     Step(
@@ -436,10 +546,10 @@ STEPS = (
         LESSON,
         "Swap, as V0 did",
         "SwapScheduler._preempt_request",
-        "if the CPU has room for the blocks that hold the victim's computed tokens, note their copies and where they go; "
-        "then preempt as always.",
-        "num_computed_tokens does not have this step's tokens yet, and blocks that only they would fill need no copy. zip ends "
-        "with the shorter table. super()._preempt_request frees the blocks: look at them before.",
+        "if the CPU has room for the blocks that hold the victim's computed tokens, note their copies and where they "
+        "go; then preempt as always.",
+        "num_computed_tokens does not have this step's tokens yet, and blocks that only they would fill need no copy. "
+        "zip ends with the shorter table. super()._preempt_request frees the blocks: look at them before.",
         losses("SwapScheduler"),
     ),
     Step(
@@ -447,11 +557,11 @@ STEPS = (
         LESSON,
         "Optimism, and its price",
         "Scheduler.schedule",
-        "running requests go on in order of admission; who has no blocks preempts victims until it has, or is one itself: then "
-        "the walk ends. Then the queue, while there are seats, but not in a step that preempted. What is granted counts "
-        "as computed.",
+        "running requests go on in order of admission; who has no blocks preempts victims until it has, or is one "
+        "itself: then the walk ends. Then the queue, while there are seats, but not in a step that preempted. What is "
+        "granted counts as computed.",
         "Walk over a copy of self.running, and pass over those that were preempted meanwhile. Set token_budget and "
-        "long_prefill_cap first. _num_new_tokens may be 0: then it is the next one's turn. _admit takes the blocks; a "
+        "long_prefill_cap first. Of `running`, whoever has 0 new tokens is passed over. _admit takes the blocks; a "
         "request that comes back is `resumed`, not `new`, which its status says until you change it.",
         schedules,
         plug=("scheduler", "Scheduler"),

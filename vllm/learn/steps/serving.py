@@ -38,7 +38,7 @@ def on_a_loop(work: Callable[[], Awaitable[Any]]) -> Any:
     async def limited() -> Any:
         try:
             return await asyncio.wait_for(work(), PATIENCE)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return f"no end after {PATIENCE:g} s"
 
     loop = asyncio.new_event_loop()
@@ -152,8 +152,8 @@ def bodies(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Ca
     for fields, field in asked:
         body = json.dumps(fields).encode()
         yield Case(
-            f"the body {body.decode()}: [prompt, max_tokens, temperature, top_k, stop, seed, stream], or the field that "
-            "the InputError names",
+            f"the body {body.decode()}: [prompt, max_tokens, temperature, top_k, stop, seed, stream], or the field "
+            "that the InputError names",
             lambda: outcome(lambda: read(mine, body, field)),
             outcome(lambda: read(given, body, field)),
         )
@@ -166,13 +166,23 @@ def queues(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Ca
     rng = context.rng
 
     def queue_of(module: ModuleType, arrivals: list[int], seats: int, tokens: int, step: int, bound: int) -> dict:
-        small = mock.patch.multiple(module, SEATS=seats, TOKENS=tokens, STEP=step, arrival_times=lambda load: list(arrivals))
+        small = mock.patch.multiple(
+            module, SEATS=seats, TOKENS=tokens, STEP=step, arrival_times=lambda load: list(arrivals)
+        )
         with small:
             found = module.queue_at(80, bound)
         return {"waits": list(found.waits), "most waiting": found.most_waiting, "refused": found.refused}
 
-    first = [([0], 1, 1, 10, 0), ([0, 0], 1, 2, 10, 0), ([0, 3], 2, 2, 10, 0), ([0, 0, 0, 0], 2, 1, 10, 0), ([5, 200], 1, 3, 10, 0),
-             ([0, 0, 0, 0], 1, 2, 10, 1), ([0, 1, 2, 3, 30, 60], 2, 2, 10, 1), ([0, 10, 20, 20], 1, 1, 10, 0)]  # fmt: skip
+    first = [
+        ([0], 1, 1, 10, 0),
+        ([0, 0], 1, 2, 10, 0),
+        ([0, 3], 2, 2, 10, 0),
+        ([0, 0, 0, 0], 2, 1, 10, 0),
+        ([5, 200], 1, 3, 10, 0),
+        ([0, 0, 0, 0], 1, 2, 10, 1),
+        ([0, 1, 2, 3, 30, 60], 2, 2, 10, 1),
+        ([0, 10, 20, 20], 1, 1, 10, 0),
+    ]
     some = []
     for _ in range(5):
         times = sorted(rng.randint(0, 120) for _ in range(rng.randint(5, 14)))
@@ -216,7 +226,7 @@ class Front:
 
 
 async def called(app: Any, body: bytes, leaves_after: int = 10**6) -> tuple[int, dict[str, str], str]:
-    """(status, headers, body) of a POST, as a server asks for it; the client leaves after so many pieces of the body."""
+    """(status, headers, body) of a POST, as a server asks; the client leaves after so many pieces of the body."""
     messages: deque[dict] = deque([{"type": "http.request", "body": body, "more_body": False}])
     status, headers, pieces = 0, {}, []
 
@@ -234,9 +244,20 @@ async def called(app: Any, body: bytes, leaves_after: int = 10**6) -> tuple[int,
         else:
             pieces.append(message.get("body", b"").decode())
 
-    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST",
-             "scheme": "http", "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "root_path": "",
-             "headers": [(b"content-type", b"application/json")], "server": ("it", 80), "client": ("it", 1)}  # fmt: skip
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": "/v1/completions",
+        "raw_path": b"/v1/completions",
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json")],
+        "server": ("it", 80),
+        "client": ("it", 1),
+    }
     with contextlib.suppress(Exception):  # such as a client that has left; the status says the rest
         await app(scope, receive, send)
     return status, headers, "".join(pieces)
@@ -279,16 +300,30 @@ def streams(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[C
             status, headers, text = await called(module.build_app(front, "it"), body, leaves_after)
             await turns()
             kind = headers.get("content-type", "").partition(";")[0]
-            return {"status": status, "type": kind, "events": read_events(text), "closed": front.closed, "taken": front.taken}
+            return {
+                "status": status,
+                "type": kind,
+                "events": read_events(text),
+                "closed": front.closed,
+                "taken": front.taken,
+            }
 
         return on_a_loop(live)
 
-    some = ["".join(rng.choices("abc \n\"é", k=rng.randint(1, 5))) for _ in range(6)]
-    for pieces, leaves_after in [(["a"], 99), (["a", "b", "c"], 99), (["one\ntwo", 'a "word"', "é"], 99), (["a", "b", "c"], 1),
-                                 (["a", "b", "c", "d"], 2), (["a", "b", "c"], 0), (some, 99)]:  # fmt: skip
+    some = ["".join(rng.choices('abc \n"é', k=rng.randint(1, 5))) for _ in range(6)]
+    for pieces, leaves_after in [
+        (["a"], 99),
+        (["a", "b", "c"], 99),
+        (["one\ntwo", 'a "word"', "é"], 99),
+        (["a", "b", "c"], 1),
+        (["a", "b", "c", "d"], 2),
+        (["a", "b", "c"], 0),
+        (some, 99),
+    ]:
         leaves = f"; the client leaves after {leaves_after} events" if leaves_after < 99 else ""
         yield Case(
-            f"the engine's pieces are {pieces}{leaves}: the events, how many answers were closed, how many pieces taken",
+            f"the engine's pieces are {pieces}{leaves}: the events, how many answers were closed, how many pieces "
+            "taken",
             lambda: stream(mine, pieces, leaves_after),
             stream(given, pieces, leaves_after),
             lambda got, right: pictures.steps(got["events"], right["events"]) if isinstance(got, dict) else "",
@@ -297,8 +332,12 @@ def streams(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[C
 
 def statuses(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[Case]:
     def ask(module: ModuleType, body: bytes, pieces: list[str], error: str) -> Any:
-        errors = {"": None, "too long": common.InputError("prompt: it is too long"), "full": module.ServerFull("all inside"),
-                  "dead": RuntimeError("out of memory")}  # fmt: skip
+        errors = {
+            "": None,
+            "too long": common.InputError("prompt: it is too long"),
+            "full": module.ServerFull("all inside"),
+            "dead": RuntimeError("out of memory"),
+        }
 
         async def live() -> dict:
             front = Front(pieces, errors[error])
@@ -379,7 +418,9 @@ class Letters:
                 raise RuntimeError("out of memory")
             letter = letters[0] if letters[0] == "~" else letters.pop(0)
             reason = None if letters else "length"
-            outputs.append(RequestOutput(request_id, "", [], [CompletionOutput(0, letter, [0], finish_reason=reason)], not letters))
+            outputs.append(
+                RequestOutput(request_id, "", [], [CompletionOutput(0, letter, [0], finish_reason=reason)], not letters)
+            )
             if not letters:
                 del self.inside[request_id]
         return outputs
@@ -390,13 +431,11 @@ Scenario = Callable[[ModuleType, Any, Letters], Awaitable[Any]]
 
 async def whole(engine: Any, prompt: str) -> Any:
     """The whole text and why it ends, or the name of what is raised."""
-    text, reason = "", None
     try:
-        async for piece, reason in engine.generate(prompt, SamplingParams()):
-            text += piece
+        pieces = [piece async for piece in engine.generate(prompt, SamplingParams())]
     except Exception as error:
         return f"raises {type(error).__name__}"
-    return [text, reason]
+    return ["".join(text for text, _ in pieces), pieces[-1][1] if pieces else None]
 
 
 async def until(true: Callable[[], Any], seconds: float = 0.7) -> bool:
@@ -477,7 +516,7 @@ async def stops(module: ModuleType, engine: Any, inner: Letters) -> Any:
 
 
 async def is_closed(module: ModuleType, engine: Any, inner: Letters) -> Any:
-    pieces, piece = await first_piece(engine, "~")
+    _kept, piece = await first_piece(engine, "~")
     await engine.close()
     return [piece, engine.thread.is_alive()]
 
@@ -518,7 +557,11 @@ def engines(mine: ModuleType, given: ModuleType, context: Context) -> Iterator[C
         ("an answer without an end, and its client leaves after the first piece", leaves, 9),
         ("one of two clients leaves, then a third one comes", one_of_two_leaves, 9),
         ("a client leaves before anything has come", is_cancelled, 9),
-        (f"{(places := rng.randint(1, 3))} places, all taken; one more comes; then one leaves and another comes", full, places),
+        (
+            f"{(places := rng.randint(1, 3))} places, all taken; one more comes; then one leaves and another comes",
+            full,
+            places,
+        ),
         ("the step of one request kills the engine: what all others hear, and who comes later", dies, 9),
         ("stop() while an answer is written: who is inside, who comes late, whether the thread is alive", stops, 9),
         ("close() while an answer without an end is written", is_closed, 9),
@@ -553,10 +596,10 @@ STEPS = (
         LESSON,
         "Nothing is believed",
         "read_body",
-        "take the prompt, `stream` and `model` out of `fields`; what is left samples. Raise InputError naming the field: "
-        "a prompt that is no text or empty, a stream that is no bool, a field that SAMPLING does not list.",
-        "dict.pop(name, default) takes a field out; nobody looks at model. SamplingParams(**fields) checks values itself, "
-        "but it has more fields than a client may set.",
+        "take the prompt, `stream` and `model` out of `fields`; what is left samples. Raise InputError naming the "
+        "field: a prompt that is no text or empty, a stream that is no bool, a field that SAMPLING does not list.",
+        "dict.pop(name, default) takes a field out; nobody looks at model. SamplingParams(**fields) checks values "
+        "itself, but it has more fields than a client may set.",
         bodies,
         first="prompt, stream = ",
         last="return prompt",
@@ -569,8 +612,8 @@ STEPS = (
         "until nobody is left: who has arrived by `now` waits, or is refused; seats are filled from the front; a step "
         "gives each seat a token and takes STEP µs.",
         "Without work, time jumps to the next arrival. With a bound, SEATS + bound may be inside; who finds as many is "
-        "refused. Note the wait when somebody gets a seat, and how many still wait then. A request leaves with its last "
-        "token.",
+        "refused. Note the wait when somebody gets a seat, and how many still wait then. A request leaves with its "
+        "last token.",
         queues,
         first="while arrivals or waiting or running",
     ),
@@ -579,10 +622,10 @@ STEPS = (
         LESSON,
         "An answer as it comes",
         "build_app.events",
-        "yield server-sent events: `data: ` and a piece as JSON and an empty line, `first` first; then `data: [DONE]`. A "
-        "client that leaves ends `pieces`, too.",
-        "answer(text, reason) makes the dict. If the client leaves, this generator ends at one of its yields and nobody "
-        "tells `pieces`: contextlib.aclosing(pieces) does. Nobody hears [DONE] then.",
+        "yield server-sent events: `data: ` and a piece as JSON and an empty line, `first` first; then `data: [DONE]`. "
+        "A client that leaves ends `pieces`, too.",
+        "answer(text, reason) makes the dict. If the client leaves, this generator ends at one of its yields and "
+        "nobody tells `pieces`: contextlib.aclosing(pieces) does. Nobody hears [DONE] then.",
         streams,
     ),
     Step(
@@ -592,9 +635,9 @@ STEPS = (
         "build_app.completions",
         "read the body and answer: whole, or as a stream of events. 413 too large; 400 InputError; 503 ServerFull with "
         "Retry-After 1; 500 for anything else.",
-        "generate() alone runs nothing: ask for the first piece before you answer, since a status cannot be taken back. "
-        "refusal(status, why, headers) makes the answer; StreamingResponse takes events(first, pieces) and the media type "
-        "text/event-stream.",
+        "generate() alone runs nothing: ask for the first piece before you answer, since a status cannot be taken "
+        "back. refusal(status, why, headers) makes the answer; StreamingResponse takes events(first, pieces) and the "
+        "media type text/event-stream.",
         statuses,
     ),
     Step(
@@ -602,13 +645,15 @@ STEPS = (
         LESSON,
         "Many callers, one engine",
         "AsyncEngine",
-        "write the methods: callers on the event loop, the engine on its thread. Letters go in through `inbox`, outputs "
-        "come out by one call on the loop after each step. Nobody waits for anybody, and who leaves is aborted.",
-        "generate: refuse, make a mailbox, send the letter, yield from the mailbox, and clean up in `finally`, which also "
-        "runs when the client leaves. _run: as long as _read_letters says so, step, and loop.call_soon_threadsafe("
-        "self._deliver, outputs); an exception goes to _die the same way. _read_letters reads all letters that are there, "
-        "and waits for one only if the engine has nothing to do. A refused request's error goes to its mailbox alone. stop: "
-        "nobody comes in any more; when the mailboxes are gone, close. close: a letter, and asyncio.to_thread(join).",
+        "write the methods: callers on the event loop, the engine on its thread. Letters go in through `inbox`, "
+        "outputs come out by one call on the loop after each step. Nobody waits for anybody, and who leaves is "
+        "aborted.",
+        "generate: refuse, make a mailbox, send the letter, yield from the mailbox, and clean up in `finally`, which "
+        "also runs when the client leaves. _run: as long as _read_letters says so, step, and "
+        "loop.call_soon_threadsafe(self._deliver, outputs); an exception goes to _die the same way. _read_letters "
+        "reads all letters that are there, and waits for one only if the engine has nothing to do. A refused request's "
+        "error goes to its mailbox alone. stop: nobody comes in any more; when the mailboxes are gone, close. close: a "
+        "letter, and asyncio.to_thread(join).",
         engines,
     ),
 )
