@@ -3,7 +3,8 @@
     uv run python -m vllm.tours.04c_speed --bench --json lessons/results/cpu.json
     uv run python tests/refresh.py
 
-It writes each page's list of steps as well, as `learn` has them. Prints the lines that changed, to be read again: a sentence may say "twice" where the number now says otherwise.
+It writes each page's list of steps as well, as `learn` has them. Prints the lines that changed, to be read again: a
+sentence may say "twice" where the number now says otherwise.
 """
 
 from __future__ import annotations

@@ -131,17 +131,18 @@ def steps_of(page: Path) -> str:
     if number not in steps.FILES or not page.stem[2:].startswith("_"):
         return ""
     lines = [
-        f"Write it yourself: `uv run python -m vllm learn {number}` puts the script into `my/` with these parts left out,",
-        "and `uv run python -m vllm learn check` grades them.\n",
+        f"Write it yourself: `uv run python -m vllm learn {number}` puts the script into `my/` with these parts left",
+        "out, and `uv run python -m vllm learn check` grades them.\n",
         "| step | what it is about | part |\n|---|---|---|",
         *(f"| {step.id} | {step.title} | `{step.cut}` |" for step in steps.of(number)),
     ]
     about = [incident for incident in tickets.ALL if incident.lesson == number]
     if about:
         lines.append(
-            "\nTickets from an engine with one fault in it, or none; `uv run python -m vllm learn incident N`:\n"
+            "\nTickets from an engine with one fault in it, or none: `uv run python -m vllm learn incident N`.\n"
         )
-        lines += [f"- {incident.number}: {incident.title}" for incident in about]
+        lines.append("| ticket | |\n|---|---|")
+        lines += [f"| incident {incident.number} | {incident.title} |" for incident in about]
     return "\n".join(lines) + "\n"
 
 
