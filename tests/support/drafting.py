@@ -120,7 +120,7 @@ def serve(engine, jobs=JOBS, priorities=None):
             i = int(output.request_id)
             tokens.setdefault(i, []).extend(output.new_token_ids)
             if jobs[i][1].logprobs is not None:
-                found = core.runner.logprobs[output.request_id]
+                found = output.new_logprobs
                 assert len(output.new_token_ids) == 1 and output.new_token_ids[0] in found
                 logprobs.setdefault(i, []).append({t: Close(x.logprob) for t, x in found.items()})
         for name in latest.keys() & scheduler.requests.keys():

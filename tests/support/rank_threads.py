@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from engine.distributed.group import GroupCoordinator
+from engine.output import ModelRunnerOutput
 from engine.parallel.config import ParallelConfig
 from engine.parallel.executors import Executor
 from engine.parallel.stages import PipelineGroup
@@ -148,7 +149,7 @@ class WorkerThreads(Executor):
             answers = collect()
             if method == "execute_model":  # stages before the last sample nothing, shards of the last the same
                 before, last = answers[: self.last_stage], answers[self.last_stage :]
-                assert all(a == ({}, {}, {}, {}) for a in before) and all(a == last[0] for a in last)
+                assert all(a == ModelRunnerOutput() for a in before) and all(a == last[0] for a in last)
             return answers[reply_rank]
 
         return SimpleNamespace(result=collect if reply_rank is None else one)

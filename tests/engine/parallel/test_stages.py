@@ -76,8 +76,6 @@ def test_waiting_for_the_stage_before_is_not_computing(monkeypatch):
     group = PipelineGroup(range(2), 1)
     group.recv((3,), torch.float32)
     assert group.waited == 3
-    worker.pp, worker.runner = group, SimpleNamespace(execute_model=lambda output: group.__dict__.update(waited=8),
-                                                      take_draft_token_ids=dict, logprobs={},
-                                                      prompt_logprobs={})  # fmt: skip
+    worker.pp, worker.runner = group, SimpleNamespace(execute_model=lambda output: group.__dict__.update(waited=8))
     worker.execute_model(StepMessage({}, [], [], [], [], []))
     assert worker.take_spans() == [(25, 27)] and worker.take_spans() == []

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from engine.output import EngineCoreOutput
-from engine.sampling.sampler import Logprob, StepLogprobs
 from engine.serving.engine_mailbox import EngineMailbox, Outbox
 from engine.serving.letters import Admission, Dead, EngineCoreOutputs, EngineCoreRequestType, SchedulerStats
 from engine.serving.mailbox import Mailbox
@@ -127,8 +126,6 @@ def test_a_step_for_nobody_is_told_to_all_and_one_for_the_dead_to_none():
         assert box.split(empty) == {0: empty, 1: empty}
         assert box.split(EngineCoreOutputs([EngineCoreOutput("unknown", [5])])) == {}
         box.owner |= {"mine": 0, "yours": 1}
-        parts = box.split(EngineCoreOutputs(prompt_logprobs={"mine": [None], "gone": [None]}))
-        assert {index: part.prompt_logprobs for index, part in parts.items()} == {0: {"mine": [None]}}
         parts = box.split(EngineCoreOutputs(preempted=["mine", "gone"]))
         assert {index: part.preempted for index, part in parts.items()} == {0: ["mine"]}
 
@@ -161,13 +158,10 @@ def test_each_client_gets_its_part_of_everything_in_a_letter():
         box.owner |= {"mine": 0, "yours": 1}
         parts = box.split(EngineCoreOutputs(
             [EngineCoreOutput(name, [5]) for name in ("mine", "yours", "gone")],
-            logprobs=StepLogprobs({"yours": {5: Logprob(-1.0, 1)}, "gone": {}}),
             admitted={name: Admission(0.5, 16, 0) for name in ("mine", "gone")},
         ))  # fmt: skip
         assert {i: [o.request_id for o in part.outputs] for i, part in parts.items()} == {0: ["mine"], 1: ["yours"]}
         assert parts[0].admitted == {"mine": Admission(0.5, 16, 0)} and parts[1].admitted == {}
-        assert [type(part.logprobs) for part in parts.values()] == [StepLogprobs] * 2, "it says whose tokens these are"
-        assert parts[1].logprobs == {"yours": {5: Logprob(-1.0, 1)}} and not parts[0].logprobs
 
 
 def test_letters_arrive_in_the_order_they_were_sent_in_whatever_they_say():

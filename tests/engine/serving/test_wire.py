@@ -19,11 +19,8 @@ from engine.serving.wire import loads
 
 def test_letters_and_nothing_else_are_unpickled():
     request = Request("0", [1, 2], SamplingParams(stop=["x"], logit_bias={3: 1.5}), cache_salt="s")
-    outputs = EngineCoreOutputs([EngineCoreOutput("0", [5], "stop", 5)],
-                                             SchedulerStats(1, 2, 0.5),
-                                             {"0": {5: Logprob(-0.1, 1, "a")}},
-                                             prompt_logprobs={"0": [None, {2: Logprob(-3.0, 9)}]},
-                                             )  # fmt: skip
+    scores = {"new_logprobs": {5: Logprob(-0.1, 1, "a")}, "new_prompt_logprobs": [None, {2: Logprob(-3.0, 9)}]}
+    outputs = EngineCoreOutputs([EngineCoreOutput("0", [5], "stop", 5, **scores)], SchedulerStats(1, 2, 0.5))
     kind, twin = loads(pickle.dumps((EngineCoreRequestType.ADD, request)))
     assert (
         kind is EngineCoreRequestType.ADD
