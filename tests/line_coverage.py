@@ -32,8 +32,8 @@ ROOT = HERE.parent
 ENGINE = ROOT / "vllm" / "engine"
 CACHE = ROOT / ".pytest_cache" / "lines"
 # Files that judge text, tools or the site: they do not ask what Python of the engine computes.
-APART = """test_style test_docs test_site test_house test_widget_sims test_kernel_mutants test_python_mutants test_pretend_gpu
-test_processes""".split()
+APART = {"test_style", "test_docs", "test_site", "test_house", "test_widget_sims", "test_kernel_mutants",
+         "test_python_mutants", "test_pretend_gpu", "test_processes"}  # fmt: skip
 
 
 class Ran(NamedTuple):
