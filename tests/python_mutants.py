@@ -283,9 +283,20 @@ class Tests:
         """In the order in which they are tried."""
         lines = self.running[mutant.path]
         chosen = lines.values() if mutant.looked_at is None else (lines.get(i, ()) for i in mutant.looked_at)
-        names = set().union(*chosen)
+        names = set().union(*chosen) or self.naming(Path(mutant.path).stem)
         tests = {name for name in names if name not in self.users}
         return self.in_order(tests.union(*(self.users.get(name, ()) for name in names)))
+
+    def naming(self, module: str) -> set[str]:
+        """The tests whose text has the name of a file. What a killed process has run, it could not tell."""
+        found: set[str] = set()
+        for file in sorted({name.partition("::")[0] for name in self.notes}):
+            path = ROOT / file
+            if path.is_file() and module in (text := path.read_text()):
+                functions = [node for node in ast.parse(text).body if isinstance(node, FUNCTION)]
+                names = [node.name for node in functions if module in (ast.get_source_segment(text, node) or "")]
+                found |= {f"{file}::{name}" for name in names}
+        return {name for name in self.notes if name.partition("[")[0] in found}
 
     def shared(self, test: str) -> float:
         return sum(self.notes[name].seconds for name in self.notes[test].uses if name in self.notes)
@@ -428,6 +439,8 @@ def end_all(grace: float) -> None:
 
 
 MEMORY = 8 << 30  # bytes that a child may come to
+# What prctl(2) is asked for: to become the parent of processes whose parent has ended; a signal when one's own ends.
+ADOPT, END_WITH_PARENT = 36, 1
 
 
 def run(tree: Path, tests: dict[str, float] | None, files: list[str]) -> tuple[str, str]:
@@ -437,6 +450,7 @@ def run(tree: Path, tests: dict[str, float] | None, files: list[str]) -> tuple[s
     if (pid := os.fork()) == 0:
         status = 3
         try:
+            ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
             status = in_the_tree(tree, tests, files)
         finally:
             os._exit(status)
@@ -495,10 +509,10 @@ class Copy:
 
 def campaign(
     root: Path, drawn: list[Mutant], notes: dict[str, line_coverage.Ran], known: dict, *, jobs: int = 1,
-    patience: float = 120.0, slow: bool = False,
+    patience: float = 60.0, slow: bool = False,
 ) -> list[str]:  # fmt: skip
     """Try mutants, print what becomes of them, and return what is wrong."""
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: a process whose parent has ended becomes this one's child
+    ctypes.CDLL(None).prctl(ADOPT, 1)
     with tempfile.TemporaryDirectory(prefix="mutants") as name:
         folder, fates = Path(name), {}
 
@@ -546,7 +560,8 @@ def in_children(work: Callable[[int, Callable], None], jobs: int) -> Iterator[di
         if (pid := os.fork()) == 0:
             status = 1
             try:
-                ctypes.CDLL(None).prctl(36, 1)
+                ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
+                ctypes.CDLL(None).prctl(ADOPT, 1)
                 work(job, lambda what: os.write(write, (json.dumps(what) + "\n").encode()))
                 status = 0
             finally:
@@ -578,9 +593,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=300, help="so many mutants (default: 300)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--jobs", type=int, default=1, help="so many at a time (default: 1)")
-    parser.add_argument(
-        "--patience", type=float, default=120, help="seconds of tests that a mutant gets (default: 120)"
-    )
+    parser.add_argument("--patience", type=float, default=60, help="seconds of tests that a mutant gets (default: 60)")
     parser.add_argument("--tests", nargs="*", default=[], help="only these test files (default: all)")
     parser.add_argument("--slow", action="store_true", help="show what lives to the slow tests of those files, too")
     args = parser.parse_args()
