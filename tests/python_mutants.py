@@ -32,6 +32,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -283,12 +284,12 @@ class Tests:
         """In the order in which they are tried."""
         lines = self.running[mutant.path]
         chosen = lines.values() if mutant.looked_at is None else (lines.get(i, ()) for i in mutant.looked_at)
-        names = set().union(*chosen) or self.naming(Path(mutant.path).stem)
+        names = set().union(*chosen) or self.naming(Path(mutant.path).stem).union(*lines.values())
         tests = {name for name in names if name not in self.users}
         return self.in_order(tests.union(*(self.users.get(name, ()) for name in names)))
 
     def naming(self, module: str) -> set[str]:
-        """The tests whose text has the name of a file. What a killed process has run, it could not tell."""
+        """The tests whose text has the name of a file. A process that is killed cannot tell what it has run."""
         found: set[str] = set()
         for file in sorted({name.partition("::")[0] for name in self.notes}):
             path = ROOT / file
@@ -564,6 +565,8 @@ def in_children(work: Callable[[int, Callable], None], jobs: int) -> Iterator[di
                 ctypes.CDLL(None).prctl(ADOPT, 1)
                 work(job, lambda what: os.write(write, (json.dumps(what) + "\n").encode()))
                 status = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(status)
         pids.append(pid)

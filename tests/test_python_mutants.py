@@ -163,9 +163,10 @@ def test_who_looks_at_a_line():
         return tests.of(python_mutants.Mutant("file.py", "f", 2, looked_at, "", "", ""))
 
     assert of(range(2, 3)) == ["a::quick", "a::slow", "b::user"]
-    assert of(range(1, 2)) == ["a::slow"] and of(range(3, 5)) == []
+    assert of(range(1, 2)) == ["a::slow"]
     assert of(range(7, 8)) == ["b::user"]
     assert set(of(None)) == {"a::quick", "a::slow", "b::user"}  # imports are nobody's
+    assert set(of(range(3, 5))) == set(of(None))  # perhaps a process that was killed has run it
     tests.kills["b::user"] += 9
     assert of(range(2, 3))[0] == "b::user"
     assert tests.rounds(of(range(2, 3)), patience=7) == ([["b::user", "a::quick"]], 1)
