@@ -283,20 +283,25 @@ class Tests:
     def of(self, mutant: Mutant) -> list[str]:
         """In the order in which they are tried."""
         lines = self.running[mutant.path]
-        chosen = lines.values() if mutant.looked_at is None else (lines.get(i, ()) for i in mutant.looked_at)
-        names = set().union(*chosen) or self.naming(Path(mutant.path).stem).union(*lines.values())
+        names = set().union(*(lines.get(i, ()) for i in mutant.looked_at or ()))
+        if not names:
+            names = self.naming(Path(mutant.path).stem).union(*lines.values())
         tests = {name for name in names if name not in self.users}
         return self.in_order(tests.union(*(self.users.get(name, ()) for name in names)))
 
     def naming(self, module: str) -> set[str]:
-        """The tests whose text has the name of a file. A process that is killed cannot tell what it has run."""
+        """The tests whose text has the name of a file. A process that is killed cannot tell what it has run, and
+        whoever looks at a constant runs nothing."""
         found: set[str] = set()
         for file in sorted({name.partition("::")[0] for name in self.notes}):
             path = ROOT / file
             if path.is_file() and module in (text := path.read_text()):
-                functions = [node for node in ast.parse(text).body if isinstance(node, FUNCTION)]
-                names = [node.name for node in functions if module in (ast.get_source_segment(text, node) or "")]
-                found |= {f"{file}::{name}" for name in names}
+                lines = text.splitlines()
+                for node in ast.parse(text).body:
+                    if isinstance(node, FUNCTION):
+                        first = min(part.lineno for part in (node, *node.decorator_list))
+                        if module in "\n".join(lines[first - 1 : node.end_lineno]):
+                            found.add(f"{file}::{node.name}")
         return {name for name in self.notes if name.partition("[")[0] in found}
 
     def shared(self, test: str) -> float:
@@ -391,7 +396,7 @@ class Chosen:
             os._exit(1)
 
 
-def in_the_tree(tree: Path, tests: dict[str, float] | None, files: list[str]) -> int:
+def in_the_tree(tree: Path, tests: dict[str, float], slow: bool) -> int:
     """In a child: run tests of the tree, as `python -m pytest` there would."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -407,9 +412,10 @@ def in_the_tree(tree: Path, tests: dict[str, float] | None, files: list[str]) ->
     os.environ["TMPDIR"] = tempfile.tempdir = str(tree / "tmp")
     (tree / "at").write_text("its import")
     signal.alarm(120)
-    tier = [] if tests is not None else ["-m", "slow"]
+    files = sorted({name.partition("::")[0] for name in tests})
+    tier = ["-m", "slow"] if slow else []
     options = ["-q", "-n0", "-p", "no:cacheprovider", "--tb=no", "--basetemp", str(tree / "tmp" / "pytest"), *tier]
-    return int(pytest.main([*options, *files], plugins=[Chosen(tree, tests)]))
+    return int(pytest.main([*options, *files], plugins=[Chosen(tree, None if slow else tests)]))
 
 
 def descendants(of: int) -> list[int]:
@@ -444,15 +450,16 @@ MEMORY = 8 << 30  # bytes that a child may come to
 ADOPT, END_WITH_PARENT = 36, 1
 
 
-def run(tree: Path, tests: dict[str, float] | None, files: list[str]) -> tuple[str, str]:
-    """What becomes of the tree as it stands: 'lives', or how it dies, and in which test."""
+def run(tree: Path, tests: dict[str, float], slow: bool = False) -> tuple[str, str]:
+    """What becomes of the tree as it stands: 'lives', or how it dies, and in which test. Of `tests`, with the seconds
+    that they take; or all slow ones of their files."""
     shutil.rmtree(tree / "tmp", ignore_errors=True)
     (tree / "tmp").mkdir()
     if (pid := os.fork()) == 0:
         status = 3
         try:
             ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
-            status = in_the_tree(tree, tests, files)
+            status = in_the_tree(tree, tests, slow)
         finally:
             os._exit(status)
     try:
@@ -464,7 +471,7 @@ def run(tree: Path, tests: dict[str, float] | None, files: list[str]) -> tuple[s
     finally:
         end_all(grace=1.0)
     code = os.waitstatus_to_exitcode(done[1])
-    if code == 0 or (code == 5 and tests is None):  # where no test is slow
+    if code == 0 or (code == 5 and slow):  # no test of the file is slow
         return "lives", ""
     return {1: "fails", -signal.SIGALRM: "hangs"}.get(code, "crashes"), (tree / "at").read_text()
 
@@ -489,23 +496,30 @@ class Copy:
     def fate(self, mutant: Mutant, tests: Tests, patience: float, slow: bool) -> dict[str, Any]:
         """How it dies, in which test, and how many have looked at it."""
         start = time.perf_counter()
-        rounds, left = tests.rounds(tests.of(mutant), patience)
+        parts, left = tests.rounds(tests.of(mutant), patience)
+        costs = {name: tests.cost(name) for part in parts for name in part}
         tried, fate, killer = 0, "lives", ""
         self.write(mutant.path, mutant.text)
-        files = [sorted({name.partition("::")[0] for name in part}) for part in rounds]
-        todo = [({name: tests.cost(name) for name in part}, in_files) for part, in_files in zip(rounds, files)]
-        for part, in_files in [
-            *todo,
-            *([(None, sorted({f for more in files for f in more}))] if slow and files else []),
-        ]:
-            fate, killer = run(self.tree, part, in_files)
-            tried += len(part or ())
-            if fate != "lives":
-                tests.kills[killer] += 1
-                break
+        while parts and fate == "lives":
+            part = parts.pop(0)
+            fate, killer = run(self.tree, {name: costs[name] for name in part})
+            tried += len(part)
+            if fate == "fails" and costs.get(killer, 0) > 1 and not self.confirms(mutant, {killer: costs[killer]}):
+                parts.insert(0, part[part.index(killer) + 1 :])
+                fate, killer = "lives", ""
+        if slow and costs and fate == "lives":
+            fate, killer = run(self.tree, costs, slow=True)
+        tests.kills[killer] += fate != "lives"
         self.restore(mutant.path)
         seconds = time.perf_counter() - start
         return {"fate": fate, "killer": killer, "tried": tried, "left": left, "seconds": seconds}
+
+    def confirms(self, mutant: Mutant, test: dict[str, float]) -> bool:
+        """Is it the mutant that a long test fails for, and not a machine where others are at work, too?"""
+        self.restore(mutant.path)
+        sound = run(self.tree, test)[0] == "lives"
+        self.write(mutant.path, mutant.text)
+        return sound and run(self.tree, test)[0] != "lives"
 
 
 def campaign(
@@ -544,9 +558,7 @@ def control(root: Path, folder: Path, tests: Tests, killers: set[str]) -> Iterat
     (folder / "control").mkdir()
     tree, left = Copy(root, folder / "control").tree, tests.in_order(killers)
     while left:
-        fate, at = run(
-            tree, {name: tests.cost(name) for name in left}, sorted({name.partition("::")[0] for name in left})
-        )
+        fate, at = run(tree, {name: tests.cost(name) for name in left})
         if fate == "lives":
             return
         yield f"{at} {fate} without a change"
