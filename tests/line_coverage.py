@@ -15,6 +15,7 @@ import argparse
 import functools
 import hashlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,6 +61,8 @@ class Recorder:
 
     def switch(self) -> None:
         name = self.running[-1] if self.running else ""
+        if not self.running and not multiprocessing.active_children():
+            forkserver._forkserver._stop()  # its forks would all say that they are the first one's test
         self.coverage.switch_context(name)
         os.environ["COVERAGE_CONTEXT"] = name  # of the processes that start now
 
@@ -104,7 +108,7 @@ data_file = {folder}/data
 parallel = true
 context = ${{COVERAGE_CONTEXT-}}
 sigterm = true
-patch = _exit
+patch = _exit, fork
 """
 
 
