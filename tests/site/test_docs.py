@@ -204,7 +204,7 @@ def agrees(found: object, check: re.Match[str]) -> bool:
 def test_checks_of_the_exercises(page):
     """A `Check:` names a call of the lesson and its result, or a test that is there."""
     exercises = page.read_text().partition("\n## Exercises\n")[2]
-    checks, tests = list(CHECK.finditer(exercises)), re.findall(r"Check:\s+`(\w+)` in `(tests/\w+\.py)`", exercises)
+    checks, tests = list(CHECK.finditer(exercises)), re.findall(r"Check:\s+`(\w+)` in `(tests/[\w/]+\.py)`", exercises)
     assert len(checks) + len(tests) == page.read_text().count("Check:")
     for test, file in tests:
         assert test in documents.symbols(common.ROOT / file)

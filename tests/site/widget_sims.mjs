@@ -1,6 +1,6 @@
 // Compares a lesson's simulation in JavaScript with what Python computed, state by state, in one process.
 //
-//   node tests/widget_sims.mjs all|first SIM.mjs STATES.ndjson [SIM.mjs STATES.ndjson ...]
+//   node tests/site/widget_sims.mjs all|first SIM.mjs STATES.ndjson [SIM.mjs STATES.ndjson ...]
 //
 // Each line of STATES is {"params", "trace", "text"} as Python wrote it. Prints one JSON line per pair:
 // {"sim", "states", "differences", "seconds", "first": {"params", "where", "python", "javascript"} or null}.

@@ -1,5 +1,5 @@
 // Draws the steps of every widget's states without a browser, on a document that only remembers. Reads nothing, prints what failed.
-//   node tests/widget_views.mjs [--few] 02_paged_attention 04_continuous_batching …
+//   node tests/site/widget_views.mjs [--few] 02_paged_attention 04_continuous_batching …
 import { readFileSync } from "node:fs";
 
 class Element {
@@ -10,7 +10,7 @@ class Element {
 }
 globalThis.document = { createElement: (tag) => new Element(tag), createElementNS: (_, tag) => new Element(tag) };
 
-const root = new URL("../lessons/widgets/", import.meta.url);
+const root = new URL("../../lessons/widgets/", import.meta.url);
 const pictures = await import(new URL("kit/draw.mjs", root));
 const all = (node) => (node instanceof Element ? [node, ...node.children.flatMap(all)] : []);
 const words = (node) => (node instanceof Element ? node.children.map(words).join("") : String(node));
