@@ -559,5 +559,5 @@ def test_a_client_that_writes_out_all_fields_asks_for_nothing():
 
 def test_nobody_names_another_context_than_the_engines():
     assert TokenizeParams.of(9, {"truncate_prompt_tokens": 3}) == TokenizeParams(9, 3)
-    with pytest.raises(common.InputError, match="allowed: truncate_prompt_tokens, truncation_side$"):
+    with pytest.raises(common.InputError, match=r"allowed: truncate_prompt_tokens, truncation_side$"):
         TokenizeParams.of(9, {"max_total_tokens": 3})
