@@ -9,20 +9,19 @@ from __future__ import annotations
 import math
 
 import pytest
-from tests.engine.parallel import test_scaling_out as scaling
-from tests.engine.parallel import test_drafts_on_workers as drafting
 import torch
 
 from engine.model import llama
+from engine.parallel.config import ParallelConfig
 from engine.parallel.workers import make_executor
-from engine.request import NO_TOKEN
+from engine.request import NO_TOKEN, Request, SamplingParams
+from support import drafting, small_cores
+from support.rank_threads import WorkerThreads
 
-executors, Request = scaling.executors, scaling.Request
-SamplingParams, ParallelConfig = scaling.SamplingParams, scaling.ParallelConfig
-guess, on_threads, _small_models = drafting.guess, drafting.on_threads, drafting._small_models
+guess, small_models = drafting.guess, drafting.small_models
 AHEAD = ParallelConfig(async_scheduling=True)
 POISON = 99
-SIZES = {**scaling.SIZES, "tie_word_embeddings": False}
+SIZES = {**small_cores.SIZES, "tie_word_embeddings": False}
 
 
 @pytest.fixture
@@ -47,9 +46,9 @@ def here(poisoned):
         if where == "here":
             return drafting.engine_here(method, SIZES, **limits)
         parallel = AHEAD if where == "ahead" else ParallelConfig(2, 2)
-        executor = make_executor(parallel) if where == "ahead" else scaling.ThreadExecutor(parallel)
+        executor = make_executor(parallel) if where == "ahead" else WorkerThreads(parallel)
         started.append(executor)
-        return drafting.engine_on(executor, parallel, method, SIZES, **limits)
+        return drafting.engine_on(executor, parallel, method, sizes=SIZES, **limits)
 
     yield build
     for executor in started:
@@ -139,7 +138,7 @@ def test_drafts_in_front_of_a_row_without_a_token_stand(guess, wish):
         for output in heard:
             tokens += output.new_token_ids
             if output.new_token_ids and params.logprobs is not None:
-                assert output.new_token_ids[0] in core.runner.logprobs["r"] and len(output.new_token_ids) == 1
+                assert output.new_token_ids[0] in output.new_logprobs and len(output.new_token_ids) == 1
         outputs += heard
     assert seen[0] > 1 and outputs[-1].finish_reason == "error"
     assert tokens == expected[:2]
@@ -164,11 +163,11 @@ def test_a_prompt_with_a_row_that_is_no_distribution_has_no_scores(here, monkeyp
     core.add_request(Request("bad", list(range(1, 21)), params))
     for heard in drafting.steps(core):
         outputs += heard
-        scored |= core.runner.prompt_logprobs
+        scored |= {o.request_id: o.new_prompt_logprobs for o in heard if o.new_prompt_logprobs}
     assert [(o.new_token_ids, o.finish_reason) for o in outputs] == [([], "error")] and not scored and broken
     core.add_request(Request("good", list(range(1, 21)), params))
-    for _ in drafting.steps(core):
-        scored |= core.runner.prompt_logprobs
+    for heard in drafting.steps(core):
+        scored |= {o.request_id: o.new_prompt_logprobs for o in heard if o.new_prompt_logprobs}
     assert [*scored] == ["good"] and not core.runner.prompts.broken and not core.runner.prompts.scored
 
 

@@ -909,6 +909,46 @@ def test_flags_and_fields_are_the_same():
     assert (args.enable_prefix_caching, args.enable_chunked_prefill, args.quantization) == (False, False, "x")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_num_seqs", 0), ("max_num_seqs", 1 << 17), ("max_num_batched_tokens", 0), ("max_model_len", 1),
+     ("block_size", 0), ("num_gpu_blocks_override", 1), ("kv_cache_gib", 0.0), ("kv_cache_memory_bytes", 0),
+     ("long_prefill_token_threshold", -1), ("seed", -1), ("tensor_parallel_size", 65)],
+)  # fmt: skip
+def test_a_script_and_a_server_hear_the_same(monkeypatch, name, value):
+    """The same words, from the same line."""
+    monkeypatch.setattr(sockets, "set_ulimit", lambda: None)
+    with pytest.raises(common.InputError, match=f"{name} {value}: must be") as served:
+        lesson.main(["serve", f"--{name.replace('_', '-')}={value}"])
+    with pytest.raises(common.InputError) as scripted:
+        LLM(**{name: value})
+    assert str(scripted.value) == str(served.value)
+    last, other = served.traceback[-1], scripted.traceback[-1]
+    assert (last.path, last.lineno) == (other.path, other.lineno)
+
+
+@pytest.mark.parametrize(
+    ("usage", "named", "limits"),
+    [("LLM", {}, (512, 256, 4096)), ("serve", {}, (512, 64, 8192 if common.HAS_GPU else 512)),
+     ("LLM", {"max_num_batched_tokens": 10}, (512, 10, 10)), ("serve", {"max_num_batched_tokens": 8}, (512, 8, 8)),
+     ("LLM", {"max_num_seqs": 5000, "max_model_len": 64}, (64, 5000, 5000)),
+     ("LLM", {"max_num_batched_tokens": 8, "enable_chunked_prefill": False}, (512, 8, 512))],
+)  # fmt: skip
+def test_what_nobody_named_comes_from_the_model_and_the_usage(tiny_model, usage, named, limits):
+    args = EngineArgs(**named).filled_in(usage, tiny_model.config)
+    assert (args.max_model_len, args.max_num_seqs, args.max_num_batched_tokens) == limits
+    assert args.filled_in("LLM", tiny_model.config) == args, "once is enough"
+    config = args.scheduler_config()
+    assert (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens) == limits
+
+
+def test_a_cache_in_bytes_comes_before_one_in_gib(tiny_load, tiny_model, monkeypatch):
+    block = block_bytes(tiny_model, 16, "auto")
+    assert make(kv_cache_memory_bytes=30 * block).core.scheduler.kv_cache_manager.block_pool.num_blocks == 31
+    monkeypatch.setattr(common, "HAS_GPU", True)
+    assert kv_cache_memory(EngineArgs(kv_cache_memory_bytes=5), tiny_model, 16) == 5, "no profile is needed"
+
+
 @pytest.fixture
 def tiny_load(monkeypatch, tiny_model, real_model):
     """`make_engine` on the tiny model: its flags in milliseconds."""

@@ -41,7 +41,7 @@ from support import scripts
 from engine.config import SchedulerConfig
 from engine.core.scheduler import Scheduler, make_scheduler
 from engine.errors import EngineDeadError, QueueOverflowError
-from engine.output import EngineCoreOutput
+from engine.output import EngineCoreOutput, ModelRunnerOutput
 from engine.request import Request, SamplingParams
 from engine.serving import clients, collector, metrics
 from engine.serving.admission import AdmissionControl
@@ -172,7 +172,7 @@ def test_scores_of_a_step_that_gave_nobody_a_token_are_not_lost(tiny_model, real
     llm.front.add_request("a", prompt(1, 2), dataclasses.replace(GREEDY, prompt_logprobs=0), stream=True)
     (name,) = llm.front.sequences
     scores = [None, {2: Logprob(-1.0, 3)}]
-    asyncio.run(llm._deliver(EngineCoreOutputs(prompt_logprobs={name: scores})))
+    asyncio.run(llm._deliver(EngineCoreOutputs([EngineCoreOutput(name, [], new_prompt_logprobs=scores)])))
     assert llm.collectors["a"].get_nowait() is None
     for token in (5, 6):
         asyncio.run(llm._deliver(EngineCoreOutputs([EngineCoreOutput(name, [token])])))
@@ -854,7 +854,7 @@ class Zeros(EngineCore):
     """No model: everybody's next token is 0."""
 
     def execute_model(self, output):
-        return {request_id: [0] for request_id in output.num_scheduled_tokens}
+        return ModelRunnerOutput({request_id: [0] for request_id in output.num_scheduled_tokens})
 
 
 class Life(RuleBasedStateMachine):
