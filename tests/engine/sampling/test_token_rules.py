@@ -555,3 +555,9 @@ def test_a_client_that_writes_out_all_fields_asks_for_nothing():
         assert asyncio.run(openai_api.call(app, "/v1/completions", json.loads(json.dumps(P | fields)))).status == 200
     assert [params for _, _, params in llm.added] == [SamplingParams()] * 2
     assert not SamplingState(Request("r", [1], llm.added[0][2]), 0).restricted
+
+
+def test_nobody_names_another_context_than_the_engines():
+    assert TokenizeParams.of(9, {"truncate_prompt_tokens": 3}) == TokenizeParams(9, 3)
+    with pytest.raises(common.InputError, match=r"allowed: truncate_prompt_tokens, truncation_side$"):
+        TokenizeParams.of(9, {"max_total_tokens": 3})
