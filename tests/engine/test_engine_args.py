@@ -1,0 +1,64 @@
+"""An engine's arguments: what is refused, and what each of several engines is started with."""
+
+from __future__ import annotations
+
+import common
+
+import dataclasses
+
+import pytest
+
+from engine.engine_args import EngineArgs
+
+TRANSFER = '{"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port": 0}'
+
+
+STORE = '{"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"folder": "x"}}'
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [({"trust_remote_code": True}, "refused"), ({"speculative_config": '{"method": "magic"}'}, "method"),
+     ({"lora_modules": ["a=b"]}, "--enable-lora"),
+     ({"max_num_seqs": 0}, "max_num_seqs"), ({"block_size": 0}, "block_size"), ({"scheduling_policy": "lifo"}, "fcfs"),
+     ({"gpu_memory_utilization": 1.5}, "gpu_memory"), ({"kv_cache_gib": 0}, "kv_cache_gib"), ({"seed": -1}, "seed"),
+     ({"kv_cache_gib": 1e9}, "at most 1048576"), ({"max_model_len": 1}, "at least 2"),
+     ({"max_num_seqs": 10**20}, "at most 65536"), ({"served_model_name": [""]}, "must not be empty"),
+     ({"served_model_name": ["a", ""]}, "must not be empty"),
+     ({"quantization": "magic"}, "quantization"), ({"kv_cache_dtype": "int1"}, "kv_cache_dtype"),
+     ({"num_gpu_blocks_override": 1}, "at least 2"), ({"engine_place": "cloud"}, "process"),
+     ({"kv_transfer_config": '{"kv_role": "kv_both"}'}, "kv_connector"), ({"kv_transfer_config": "{"}, "not JSON"),
+     ({"kv_transfer_config": TRANSFER, "kv_cache_dtype": "fp8"}, "not together with --kv-cache-dtype"),
+     ({"kv_transfer_config": STORE, "enable_lora": True}, "--enable-lora if blocks go to a store"),
+     ({"kv_transfer_config": STORE, "data_parallel_size": 2}, "not together with workers or several engines"),
+     *(({name: value}, f"{name} {value!r}: must be a whole number of at least {low}")
+       for name, low in (("long_prefill_token_threshold", 0), ("tensor_parallel_size", 1),
+                         ("pipeline_parallel_size", 1), ("data_parallel_size", 1), ("data_parallel_size_local", 0),
+                         ("data_parallel_start_rank", 0), ("api_server_count", 1), ("block_size", 1))
+       for value in (low - 1, "x", 1.0, True)),
+     *(({name: value}, f"{name} {value!r}: must be a number above 0")
+       for name in ("gpu_memory_utilization", "kv_cache_gib") for value in (0, -1, "x", float("nan"), True)),
+     ({"dtype": "x"}, "dtype 'x': must be one of auto, float32"),
+     ({"override_generation_config": "[1]"}, "must be a JSON object"),
+     *(({"enable_lora": True} | limits, name) for name, limits in (
+         ("max_loras 0", {"max_loras": 0}), ("max_lora_rank 0", {"max_lora_rank": 0}),
+         ("max_cpu_loras 1", {"max_loras": 2, "max_cpu_loras": 1}))),
+     ({"tool_call_parser": "magic"}, "hermes"), ({"enable_auto_tool_choice": True}, "--tool-call-parser"),
+     ({"chat_template": "no/such.jinja"}, "no/such.jinja"), ({"chat_template": "{% if %}"}, "chat template: line 1")],
+)  # fmt: skip
+def test_flags_that_are_refused(wrong, words):
+    with pytest.raises(common.InputError, match=words):
+        EngineArgs(**wrong)
+
+
+def test_each_of_several_engines_listens_at_ports_of_its_own():
+    config = {"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port": 5000, "engine_id": "e"}
+    args = EngineArgs(kv_transfer_config=config, tensor_parallel_size=2, data_parallel_size=3)
+    third = args.for_engine(2)
+    assert (third.kv_transfer.kv_port, third.kv_transfer.engine_id) == (5004, "e_dp2"), (
+        "behind four ranks of two others"
+    )
+    assert third.kv_transfer_config == dataclasses.asdict(third.kv_transfer) and third.data_parallel_size == 3
+    assert args.kv_transfer.kv_port == 5000 and args.for_engine(0).kv_transfer.kv_port == 5000
+    assert EngineArgs(kv_transfer_config=TRANSFER, data_parallel_size=2).for_engine(1).kv_transfer.kv_port == 0
+    assert (plain := EngineArgs(data_parallel_size=2)).for_engine(1) is plain
