@@ -31,6 +31,11 @@ TOOLS = [{"type": "function", "function": {"name": "f", "description": "F.", "pa
 NAMED = {"type": "function", "function": {"name": "f"}}
 
 
+def user(content: Any) -> dict[str, Any]:
+    """A user's message."""
+    return {"role": "user", "content": content}
+
+
 def serve(llm: Any = None, keys: Sequence[str] = (), kind: type = OpenAIServing, names: Sequence[str] = ("smol",
           "alias")) -> tuple[Any, Any]:  # fmt: skip
     """(the engine, the application before it)."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import json
+import selectors
 import threading
 import time
 
@@ -16,11 +16,22 @@ from engine import registry
 from engine.serving.openai import large_bodies, responses, tools
 from engine.serving.openai.limits import MAX_BODY_BYTES
 from engine.serving.openai.serving import OpenAIServing
-from support.scripted_api import CHAT, COMPLETION, RESPONSE, Calling, M, P, ScriptedLLM, ask, call, check_error, serve
+from support.scripted_api import (
+    CHAT,
+    COMPLETION,
+    RESPONSE,
+    Calling,
+    M,
+    P,
+    ScriptedLLM,
+    ask,
+    call,
+    check_error,
+    serve,
+    user,
+)
 
 heartbeat = registry.lesson("06e_async_engine").heartbeat
-
-
 SIZE = 4_100_000  # bytes: just below what the gate lets in
 
 
@@ -37,111 +48,110 @@ def named(make, one):
     return before + b"{" + pairs + b"}" + after
 
 
-def user(content):
-    return {"role": "user", "content": content}
-
-
 TURN = user("a" * 900)
-
-
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-
-
 FUNCTIONS = [{"type": "function", "name": f"f{i}", "description": "x" * 900} for i in range(4096)]
-
-
 LARGE = {
-    "wrong messages": (CHAT, filled(lambda x: {"messages": x}, b"1")),
-    "wrong parts": (CHAT, filled(lambda x: {"messages": [user(x)]}, b"100")),
-    "parts": (CHAT, json.dumps({"messages": [user([{"type": "text", "text": "a" * 60}] * 4096)] * 10}).encode()),
-    "messages": (CHAT, json.dumps({"messages": [TURN] * 4096}).encode()),
-    "wrong tools": (CHAT, filled(lambda x: M | {"tools": x}, b'"tool"')),
-    "tools": (CHAT, json.dumps(M | {"tool_choice": "none", "tools": [
+    "wrong messages": (CHAT, lambda: filled(lambda x: {"messages": x}, b"1")),
+    "wrong parts": (CHAT, lambda: filled(lambda x: {"messages": [user(x)]}, b"100")),
+    "parts": (CHAT, lambda: json.dumps(
+        {"messages": [user([{"type": "text", "text": "a" * 60}] * 4096)] * 10}).encode()),
+    "messages": (CHAT, lambda: json.dumps({"messages": [TURN] * 4096}).encode()),
+    "wrong tools": (CHAT, lambda: filled(lambda x: M | {"tools": x}, b'"tool"')),
+    "tools": (CHAT, lambda: json.dumps(M | {"tool_choice": "none", "tools": [
         {"type": "function", "function": function} for function in FUNCTIONS]}).encode()),
-    "a schema": (CHAT, named(lambda x: M | {"tool_choice": "required", "tools": [
+    "a schema": (CHAT, lambda: named(lambda x: M | {"tool_choice": "required", "tools": [
         {"function": {"name": "f", "parameters": {"properties": x}}}]}, b"{}" + b" " * 40)),
-    "documents": (CHAT, named(lambda x: M | {"documents": [x]}, b"1" + b" " * 24)),
-    "wrong stop": (COMPLETION, filled(lambda x: P | {"stop": x}, b"100")),
-    "stop": (COMPLETION, json.dumps(P | {"stop": ["x" * 64_000] * 64}).encode()),
-    "bad words": (COMPLETION, json.dumps(P | {"bad_words": ["xy" * 16_000] * 128}).encode()),
-    "logit_bias": (COMPLETION, named(lambda x: P | {"logit_bias": x}, b'"x"' + b" " * 24)),
-    "allowed_token_ids": (COMPLETION, filled(lambda x: P | {"allowed_token_ids": x}, b"100")),
-    "prompts": (COMPLETION, filled(lambda x: {"prompt": x}, b'"a"')),
-    "wrong prompts": (COMPLETION, filled(lambda x: {"prompt": x}, b"1.5")),
-    "names": (COMPLETION, named(lambda x: {"metadata": x} | P, b"null" + b" " * 24)),
-    "arrays": (COMPLETION, filled(lambda x: P | {"metadata": {"x": x}}, b"[]")),
-    "brackets": (COMPLETION, b"[" * SIZE),
-    "a long name": (COMPLETION, json.dumps(P | {"x" * SIZE: 1}).encode()),
-    "wrong input": (RESPONSE, filled(lambda x: {"input": x}, b"100")),
-    "wrong content": (RESPONSE, filled(lambda x: {"input": [user(x)]}, b'"xx"')),
-    "calls": (RESPONSE, json.dumps({"input": [CALL | {"arguments": " " * 800}] * 4096}).encode()),
-    "references": (RESPONSE, filled(lambda x: {"input": x}, b'{"type":"item_reference","id":"%s"}' % (b"x" * 900))),
-    "what is repeated": (RESPONSE, json.dumps({"input": "a", "tool_choice": "none", "tools": FUNCTIONS}).encode()),
-    "tokens": ("/detokenize", filled(lambda x: {"tokens": x}, b'"1"')),
+    "documents": (CHAT, lambda: named(lambda x: M | {"documents": [x]}, b"1" + b" " * 24)),
+    "wrong stop": (COMPLETION, lambda: filled(lambda x: P | {"stop": x}, b"100")),
+    "stop": (COMPLETION, lambda: json.dumps(P | {"stop": ["x" * 64_000] * 64}).encode()),
+    "bad words": (COMPLETION, lambda: json.dumps(P | {"bad_words": ["xy" * 16_000] * 128}).encode()),
+    "logit_bias": (COMPLETION, lambda: named(lambda x: P | {"logit_bias": x}, b'"x"' + b" " * 24)),
+    "allowed_token_ids": (COMPLETION, lambda: filled(lambda x: P | {"allowed_token_ids": x}, b"100")),
+    "prompts": (COMPLETION, lambda: filled(lambda x: {"prompt": x}, b'"a"')),
+    "wrong prompts": (COMPLETION, lambda: filled(lambda x: {"prompt": x}, b"1.5")),
+    "names": (COMPLETION, lambda: named(lambda x: {"metadata": x} | P, b"null" + b" " * 24)),
+    "arrays": (COMPLETION, lambda: filled(lambda x: P | {"metadata": {"x": x}}, b"[]")),
+    "brackets": (COMPLETION, lambda: b"[" * SIZE),
+    "a long name": (COMPLETION, lambda: json.dumps(P | {"x" * SIZE: 1}).encode()),
+    "wrong input": (RESPONSE, lambda: filled(lambda x: {"input": x}, b"100")),
+    "wrong content": (RESPONSE, lambda: filled(lambda x: {"input": [user(x)]}, b'"xx"')),
+    "calls": (RESPONSE, lambda: json.dumps({"input": [CALL | {"arguments": " " * 800}] * 4096}).encode()),
+    "references": (RESPONSE, lambda: filled(lambda x: {"input": x},
+        b'{"type":"item_reference","id":"%s"}' % (b"x" * 900))),
+    "what is repeated": (RESPONSE, lambda: json.dumps(
+        {"input": "a", "tool_choice": "none", "tools": FUNCTIONS}).encode()),
+    "tokens": ("/detokenize", lambda: filled(lambda x: {"tokens": x}, b'"1"')),
 }  # fmt: skip
 
 
-@functools.cache
-def one_long_call():
-    """Seconds in which nobody else gets to run Python: a list of a million numbers is parsed by one call into C."""
-    numbers = filled(lambda x: x, b"100")
-    return min(timed(lambda: json.loads(numbers)) for _ in range(3))
+@pytest.fixture(scope="module")
+def roomy():
+    """An application whose engine takes long prompts."""
+    _, app = serve(ScriptedLLM(max_model_len=8192), kind=Calling)
+    gc.collect()
+    gc.freeze()  # as the server does
+    return app
 
 
-def one_call_for(body):
-    """The same for this body, on the thread that parses it: a million texts need memory, which numbers do not."""
-
-    def parse():
-        with contextlib.suppress(ValueError, RecursionError):
-            json.loads(body)
-
-    return large_bodies.LARGE_BODIES.submit(timed, parse).result()
-
-
-def timed(work):
+def one_call(body):
+    """On the thread that parses bodies: one call into C, in which nobody else gets to run Python. -> when it began"""
+    gc.disable()  # which would run in it
     start = time.perf_counter()
-    work()
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(body)
+    gc.enable()
+    return start
+
+
+async def kept_waiting(body):
+    """Seconds from the beginning of one call into C until the loop has its turn again."""
+    loop = asyncio.get_running_loop()
+    start = await loop.run_in_executor(large_bodies.LARGE_BODIES, one_call, body)
     return time.perf_counter() - start
 
 
-@pytest.mark.parametrize("kind", LARGE)
-def test_a_large_request_stops_no_stream(kind):
-    """However large and wrong it is, the loop is never away for longer than one call into C takes. Its own answer may
-    be late. Somebody else's work on this machine may be in the way once, but hardly three times; the call into C is
-    timed in the same seconds."""
-    path, body = LARGE[kind]
-    assert len(body) <= MAX_BODY_BYTES
-    _, app = serve(ScriptedLLM(max_model_len=8192), kind=Calling)
+def loop_on_time():
+    """A loop whose sleeps end when they should: epoll counts in whole milliseconds, and so would a stall begin late."""
+    return asyncio.SelectorEventLoop(selectors.SelectSelector())
 
-    async def longest_stall():
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_large_request_stops_no_stream(roomy, kind):
+    """However large and wrong it is, the loop is never away for longer than one call into C takes: a million numbers,
+    or this body, which may be a million texts and need memory. Its own answer may be late. Somebody else's work on
+    this machine may be in the way once, but hardly three times. Both times are the loop's: from when it was to have
+    its turn until it has it."""
+    path, body = LARGE[kind][0], LARGE[kind][1]()
+    numbers = filled(lambda x: x, b"100")
+    assert len(body) <= MAX_BODY_BYTES
+
+    async def measured():
         lateness = []
-        await call(app, path, b"{}")
+        await call(roomy, path, b"{}")
         beat = asyncio.create_task(heartbeat(lateness))
         await asyncio.sleep(0.02)
         lateness.clear()
-        heard = await call(app, path, body)
+        heard = await call(roomy, path, body)
         await asyncio.sleep(0.005)
+        stall = max(lateness)
+        calls = [await kept_waiting(each) for each in (numbers, body)]
         beat.cancel()
         assert heard.status in (200, 400, 404), heard.text[:500]
-        return max(lateness)
+        return stall, calls
 
-    gc.collect()
-    gc.freeze()  # as the server does
-    try:
-        stalls, allowed = [], [one_long_call()]
-        while len(stalls) < 3 and (not stalls or min(stalls) > max(allowed)):
-            stalls.append(asyncio.run(longest_stall()))
-            allowed.append(one_call_for(body))
-    finally:
-        gc.unfreeze()
+    stalls, allowed = [], []
+    while len(stalls) < 3 and (not stalls or min(stalls) > max(allowed)):
+        with asyncio.Runner(loop_factory=loop_on_time) as runner:
+            stall, calls = runner.run(measured())
+        stalls.append(stall), allowed.extend(calls)
     assert min(stalls) <= max(allowed)
 
 
 @pytest.mark.parametrize("kind", [kind for kind, (path, _) in LARGE.items() if path == CHAT or "wrong" in kind])
-def test_what_a_large_request_costs_is_paid_elsewhere(kind, monkeypatch):
+def test_what_a_large_request_costs_is_paid_elsewhere(roomy, kind, monkeypatch):
     """Reading, checking, preparing: none of it on the thread of the loop."""
-    path, body = LARGE[kind]
-    _, app = serve(ScriptedLLM(max_model_len=8192), kind=Calling)
+    path, body = LARGE[kind][0], LARGE[kind][1]()
     here, threads = threading.get_ident(), []
 
     def noting(owner, name):
@@ -151,10 +161,10 @@ def test_what_a_large_request_costs_is_paid_elsewhere(kind, monkeypatch):
     noting(large_bodies, "parse"), noting(tools, "structured_outputs")
     noting(OpenAIServing, "check_params"), noting(OpenAIServing, "render_chat")
     noting(responses, "as_chat")
-    ask(app, path, body)
+    ask(roomy, path, body)
     assert threads and here not in threads
     threads.clear()
-    ask(app, COMPLETION, P)
+    ask(roomy, COMPLETION, P)
     assert set(threads) == {here}, "a small request needs no other thread"
 
 
@@ -199,7 +209,7 @@ def test_large_bodies_wait_for_each_other_and_for_nobody_else(shared, monkeypatc
 
 def test_a_long_text_is_tokenized_and_written_while_others_run(real_model):
     """`encode` of the tokenizers package holds the interpreter lock from beginning to end, `encode_batch` does not."""
-    tokenizer, text = real_model[1], "The capital of France is Paris. " * 20_000
+    tokenizer, text = real_model[1], "The capital of France is Paris. " * 10_000
     ids = tokenizer.encode(text)
     assert ids == tokenizer.backend.encode(text).ids and tokenizer.decode(ids) == text
     short = tokenizer.encode(text, True, 10)
@@ -218,4 +228,4 @@ def test_a_long_text_is_tokenized_and_written_while_others_run(real_model):
             beat.cancel()
             return max(lateness) / taken
 
-        assert min(asyncio.run(run()) for _ in range(3)) < 0.5, "the loop was away for most of it"
+        assert any(asyncio.run(run()) < 0.5 for _ in range(3)), "the loop was away for most of it"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.request import SamplingParams
 from engine.serving.openai.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from engine.serving.openai.responses_protocol import ResponsesRequest
-from support.scripted_api import CHAT, TOOLS, M, P, Total, ask, check_error, serve
+from support.scripted_api import CHAT, TOOLS, M, P, Total, ask, check_error, serve, user
 
 # --- Wrong requests ---------------------------------------------------------------------------------------------------
 
@@ -131,10 +131,6 @@ def test_an_error_names_the_place_that_was_meant(shared, body, text):
 
 
 # --- Lengths ----------------------------------------------------------------------------------------------------------
-
-
-def user(content):
-    return {"role": "user", "content": content}
 
 
 def lists_of(schema):
