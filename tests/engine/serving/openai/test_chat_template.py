@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 
 import pytest
 
@@ -148,23 +147,22 @@ def test_tools_have_a_template_of_their_own(real_model):
         assert tokenizer.decode(tokens, False) == prompt
 
 
-@functools.cache
-def tokenizers(strip):
+@pytest.fixture(scope="module")
+def tokenizers():
+    """Transformers' and ours."""
     import transformers
 
     folder = folders.model_folder()
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer(folder)
-    theirs.chat_template = ours.chat_template = theirs.chat_template.replace(
-        "message['content']", f"(message['content']{strip})"
-    )
-    return theirs, ours
+    return transformers.AutoTokenizer.from_pretrained(folder), Tokenizer(folder)
 
 
 @pytest.mark.parametrize("strip", ["", " | trim"])
 @pytest.mark.parametrize("said", ["Sure, ", "Sure", "  two  words\n", "", "<|im_end|>", "Hello"])
-def test_an_open_end_is_transformers_own(said, strip):
+def test_an_open_end_is_transformers_own(tokenizers, said, strip):
     """Of SmolLM2's template, and of one that strips messages as Llama 3's does."""
-    theirs, ours = tokenizers(strip)
+    theirs, ours = map(copy.copy, tokenizers)
+    template = theirs.chat_template.replace("message['content']", f"(message['content']{strip})")
+    theirs.chat_template = ours.chat_template = template
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": said}]
     want = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 
 import pytest
+import uvicorn
 
 from engine.serving.openai import gate
 from support.scripted_api import P, ask, check_error, serve
@@ -25,9 +27,7 @@ def test_a_body_beyond_the_limit_is_413_however_it_comes(monkeypatch):
 
 
 async def over_a_socket(app, *parts):
-    """What a real server answers to bytes that arrive in these parts, until it closes or says no more."""
-    import uvicorn
-
+    """What a real server answers to bytes that arrive in these parts, and whether it closes the connection then."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", http="h11"))
         server.capture_signals = contextlib.nullcontext
@@ -37,15 +37,17 @@ async def over_a_socket(app, *parts):
             writer.write(part)
             await writer.drain()
             await asyncio.sleep(0.01)
-        heard, closed = b"", False
-        with contextlib.suppress(TimeoutError):
-            while not closed:
-                piece = await asyncio.wait_for(reader.read(65536), 1.0 if heard else 30.0)
-                heard, closed = heard + piece, not piece
+        head = await reader.readuntil(b"\r\n\r\n")
+        heard = head + await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1]))
+        more = b""
+        with contextlib.suppress(ConnectionError):  # whoever closes does not answer this one
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            more = await asyncio.wait_for(reader.read(), 30)
         writer.close()
         server.should_exit = True
         await running
-    return heard.decode(), closed
+    assert more.count(b"HTTP/1.1 ") <= 1, "one answer for each request"
+    return heard.decode(), not more
 
 
 ASKED = json.dumps(P).encode()
