@@ -11,8 +11,6 @@ import pytest
 from engine.engine_args import EngineArgs
 
 TRANSFER = '{"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port": 0}'
-
-
 STORE = '{"kv_connector": "StoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"folder": "x"}}'
 
 

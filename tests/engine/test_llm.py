@@ -265,8 +265,6 @@ def main():
 if __name__ == "__main__":
     main()
 """
-
-
 LOCAL = f"""
 import sys
 sys.path.insert(0, {str(common.HERE)!r})
@@ -276,8 +274,6 @@ folder = folders.model_folder
 folders.model_folder = lambda name: folder(None) if name == "TinyLlama/TinyLlama-1.1B-Chat-v1.0" else folder(name)
 sys.path.remove({str(common.HERE)!r})
 """
-
-
 EXAMPLE_JOB = (("the offline example",), [sys.executable, "-c", LOCAL + EXAMPLE])
 
 

@@ -15,7 +15,6 @@ from engine.serving.async_llm import AsyncLLM
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 answer_blocking = registry.lesson("06e_async_engine").answer_blocking
-
 in_this_process = pytest.mark.parametrize("place", ["thread", "event-loop"])
 
 

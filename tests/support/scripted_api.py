@@ -20,9 +20,7 @@ from engine.serving.openai.serving import OpenAIServing
 tour = registry.lesson("06f_openai_api")
 ScriptedLLM, ScriptedTokenizer = tour.ScriptedLLM, tour.ScriptedTokenizer
 call, read_events, text_of = tour.call, tour.read_events, tour.text_of
-
 COMPLETION, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-
 P = {"prompt": "Hello"}
 M = {"messages": [{"role": "user", "content": "Hi"}]}
 CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"],

@@ -20,8 +20,6 @@ from engine.sampling.sampler import Sampler, SamplingState, adjust_logits, distr
 from lab.naive_sampler import reference_distribution
 
 tour = registry.lesson("04b_offline_engine")
-
-
 INF = math.inf
 
 
@@ -213,8 +211,6 @@ BROKEN_ROWS = {
     "inf": torch.tensor([0.0, INF, 1.0, 2.0]), "nothing": torch.full((4,), -INF),
     "both infinities": torch.tensor([INF, -INF, -INF, -INF]),
 }  # fmt: skip
-
-
 ASKED = {
     "greedy": {"temperature": 0}, "random": {}, "top_p": {"top_p": 0.5}, "top_k": {"top_k": 2}, "min_p": {"min_p": 0.1},
     "penalties": {"temperature": 0, "repetition_penalty": 1.5, "frequency_penalty": 1},

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from engine.config import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.scheduler import make_scheduler
-from engine.model import folders
 from engine.request import Request, SamplingParams
 from engine.serving.core_proc import EngineCoreProc
 from engine.serving.front_end import FrontEnd
@@ -34,7 +33,7 @@ class Life(RuleBasedStateMachine):
     """Requests come, leave, stop and finish in any order, letters are delayed, names are used again at once: both sides
     end up with nothing."""
 
-    def __init__(self):
+    def __init__(self, model_config, tokenizer):
         super().__init__()
         config = SchedulerConfig(max_model_len=32, max_num_seqs=3, max_num_batched_tokens=16)
         self.core = Zeros(make_scheduler(config, 13, 4))  # tight: preemptions happen
@@ -42,8 +41,7 @@ class Life(RuleBasedStateMachine):
         self.from_core, self.to_core = [], []
         self.proc = EngineCoreProc(SimpleNamespace(core=self.core, lora=None), self.from_core.append)
         self.proc.read_mail = self.deliver_to_core
-        real = folders.model_folder(None)
-        self.front = TOKENIZER[0](real, self.to_core.append)
+        self.front = FrontEnd(model_config, tokenizer, self.to_core.append, 32)
 
     def deliver_to_core(self):
         letters, self.to_core[:] = list(self.to_core), []
@@ -97,15 +95,11 @@ class Life(RuleBasedStateMachine):
         assert self.proc.check_idle() == {"unfinished": 0, "tables": 0, "owned_blocks": 0}
 
 
-TOKENIZER = [lambda folder, send: None]
-
-
-def test_any_order_of_events(real_model, tiny):
+def test_any_order_of_events(real_model):
     model, tokenizer = real_model
-    TOKENIZER[0] = lambda folder, send: FrontEnd(model.config, tokenizer, send, 32)
-    from hypothesis.stateful import run_state_machine_as_test
-
-    run_state_machine_as_test(Life, settings=settings(max_examples=20, stateful_step_count=30))
+    run_state_machine_as_test(
+        lambda: Life(model.config, tokenizer), settings=settings(max_examples=20, stateful_step_count=30)
+    )
 
 
 def test_an_abort_that_crosses_the_step_wins(tiny):

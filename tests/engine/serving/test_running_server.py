@@ -29,11 +29,7 @@ from support import first_layers
 
 page = cli.numbers("06_serving")
 offline = registry.lesson("04b_offline_engine")
-
-
 NAME, KEY = "smol", "secret"
-
-
 BOUND = 12
 
 

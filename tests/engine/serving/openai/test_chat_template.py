@@ -24,8 +24,6 @@ from support.scripted_api import (
 )
 
 CALL = {"id": "1", "type": "function", "index": 0, "function": {"name": "f", "arguments": '{"city": "Rome"}'}}
-
-
 CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 
 

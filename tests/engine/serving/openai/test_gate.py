@@ -51,11 +51,7 @@ async def over_a_socket(app, *parts):
 
 
 ASKED = json.dumps(P).encode()
-
-
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-
-
 CHUNKED = b"".join(b"%x\r\n%c\r\n" % (1, byte) for byte in ASKED) + b"0\r\n\r\n"
 
 

@@ -9,8 +9,6 @@ import pytest
 from support.scripted_api import P, ask, check_error
 
 UNREADABLE = "the body is not JSON that can be read: it must be UTF-8, not nested too deeply"
-
-
 SURROGATE = "half of a surrogate pair is no text"
 
 

@@ -110,11 +110,7 @@ def read(events):
 
 
 text_delta = st.builds(lambda text: {"content": text}, st.text("ab ", max_size=3))
-
-
 begin = st.builds(lambda name, text: ("begin", name, text), st.sampled_from("fg"), st.sampled_from(["", "{"]))
-
-
 grow = st.builds(lambda text: ("grow", "", text), st.sampled_from(['"x"', "}"]))
 
 
@@ -247,8 +243,6 @@ def test_whoever_hangs_up_is_forgotten():
 
 
 X = {"input": "x"}
-
-
 TOOL = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
 
 

@@ -104,8 +104,6 @@ def test_three_dialects_of_one_constraint(fields, want):
 
 
 WRONG_SCHEMA = {"type": "wrong"}
-
-
 DEEP = functools.reduce(lambda inner, _: {"items": inner}, range(70), {})
 
 
